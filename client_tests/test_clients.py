@@ -12,7 +12,7 @@ import pytest
 from client_tests.conftest import ENVIRONMENTS, FOLDER, Run, environment, printed
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.serving.openai.channels import Channels
-from dflash_trt.serving.openai.parsing import Part, Plain
+from dflash_trt.serving.openai.parsing import AnswerPart, Plain
 from dflash_trt.text.tokenizer import Tokenizer
 from tests.serving.openai.conftest import Server
 
@@ -27,46 +27,46 @@ def expected(llm: LLM) -> tuple[str, int, str]:
 
 
 def test_langchain(client: Run, llm: LLM) -> None:
-    found = client("langchain")
+    said = client("langchain")
     text, tokens, reason = expected(llm)
-    assert (found["whole"], found["tokens"], found["reason"]) == (text, tokens, reason)
-    assert "".join(found["chunks"]) == text
-    assert sum(map(bool, found["chunks"])) > 1
-    assert found["streamed_tokens"] == tokens
-    assert found["several"] == [text] * 3
-    (call,) = found["calls"]
+    assert (said["whole"], said["tokens"], said["reason"]) == (text, tokens, reason)
+    assert "".join(said["chunks"]) == text
+    assert sum(map(bool, said["chunks"])) > 1
+    assert said["streamed_tokens"] == tokens
+    assert said["several"] == [text] * 3
+    (call,) = said["calls"]
     assert call["name"] == "convert_money"
     assert isinstance(call["args"]["amount"], int)
     assert list(call["args"]) == ["amount"]
-    (weather,) = found["any"]
+    (weather,) = said["any"]
     assert (weather["name"], list(weather["args"])) == ("get_weather", ["city"])
-    assert set(found["trip"]) == {"city", "days"}
-    assert found["completion"] == llm.generate("x = [", SamplingParams(max_tokens=12)).text
+    assert set(said["trip"]) == {"city", "days"}
+    assert said["completion"] == llm.generate("x = [", SamplingParams(max_tokens=12)).text
 
 
 def test_litellm(client: Run, llm: LLM) -> None:
-    found = client("litellm")
+    said = client("litellm")
     text, tokens, reason = expected(llm)
-    assert (found["whole"], found["tokens"], found["reason"]) == (text, tokens, reason)
-    assert "".join(found["chunks"]) == found["later"] == text
-    (call,) = found["calls"]
+    assert (said["whole"], said["tokens"], said["reason"]) == (text, tokens, reason)
+    assert "".join(said["chunks"]) == said["later"] == text
+    (call,) = said["calls"]
     assert call["name"] == "convert_money"
     assert isinstance(json.loads(call["arguments"])["amount"], int)
-    assert list(found["trip"]) == ["city"]
-    assert found["completion"] == llm.generate("x = [", SamplingParams(max_tokens=12)).text
-    assert "this server has tiny" in found["refused"]
+    assert list(said["trip"]) == ["city"]
+    assert said["completion"] == llm.generate("x = [", SamplingParams(max_tokens=12)).text
+    assert "this server has tiny" in said["refused"]
 
 
 def test_pydantic_ai(client: Run, llm: LLM) -> None:
-    found = client("pydantic_ai")
+    said = client("pydantic_ai")
     text, tokens, _ = expected(llm)
-    assert (found["whole"], found["tokens"]) == (text, tokens)
-    assert "".join(found["chunks"]) == found["response"] == text
-    assert sum(map(bool, found["chunks"])) > 1
-    for trip in (found["by_tool"], found["by_format"]):
+    assert (said["whole"], said["tokens"]) == (text, tokens)
+    assert "".join(said["chunks"]) == said["response"] == text
+    assert sum(map(bool, said["chunks"])) > 1
+    for trip in (said["by_tool"], said["by_format"]):
         assert trip["city"] in ("Borvik", "Hestin")
         assert trip["days"] in (1, 2, 3)
-    assert found["called"][:1] == [130]
+    assert said["called"][:1] == [130]
 
 
 def test_node(server: Server, llm: LLM) -> None:
@@ -74,16 +74,16 @@ def test_node(server: Server, llm: LLM) -> None:
     if not modules.exists():
         pytest.skip("there is no environment of node; make clients makes it")
     out = printed("node", FOLDER / "clients" / "node.mjs", f"{server.url}/v1", modules)
-    found = json.loads(out.splitlines()[-1])
+    said = json.loads(out.splitlines()[-1])
     text, tokens, reason = expected(llm)
-    assert (found["whole"], found["tokens"], found["reason"]) == (text, tokens, reason)
-    assert "".join(found["chunks"]) == found["final"] == found["response"] == text
-    assert found["streamed"] == tokens
-    assert found["status"] == {"stop": "completed", "length": "incomplete"}[reason]
-    (call,) = found["calls"]
+    assert (said["whole"], said["tokens"], said["reason"]) == (text, tokens, reason)
+    assert "".join(said["chunks"]) == said["final"] == said["response"] == text
+    assert said["streamed"] == tokens
+    assert said["status"] == {"stop": "completed", "length": "incomplete"}[reason]
+    (call,) = said["calls"]
     assert (call["name"], list(json.loads(call["arguments"]))) == ("convert_money", ["amount"])
-    assert found["trip"] == {"city": "Borvik"}
-    assert found["refused"] == {"status": 400, "param": "max_output_tokens"}
+    assert said["trip"] == {"city": "Borvik"}
+    assert said["refused"] == {"status": 400, "param": "max_output_tokens"}
 
 
 ITEMS: list[dict[str, Any]] = [
@@ -111,15 +111,15 @@ def test_lm_eval(client: Run, llm: LLM, tiny: Path, tmp_path: Path) -> None:
         'generation_kwargs: {until: ["\\n"], max_gen_toks: 12}\nmetric_list: [{metric: bypass}]\n'
     )
     (tmp_path / "writing.yaml").write_text(TASK.format(name="writing", data=data) + writing)
-    found = client("lm_eval", str(tiny), str(tmp_path))
+    said = client("lm_eval", str(tiny), str(tmp_path))
     right = 0
-    for item, resps in zip(ITEMS, found["choosing"], strict=True):
+    for item, resps in zip(ITEMS, said["choosing"], strict=True):
         sums = [log_likelihood(llm, item["question"], choice) for choice in item["choices"]]
         assert [value for value, _ in resps] == pytest.approx(sums, rel=1e-4, abs=1e-4)
         right += sums.index(max(sums)) == item["gold"]
-    assert found["accuracy"] == pytest.approx(right / len(ITEMS))
+    assert said["accuracy"] == pytest.approx(right / len(ITEMS))
     params = SamplingParams(max_tokens=12, stop=["\n"])
-    assert found["writing"] == [llm.generate(item["question"], params).text for item in ITEMS]
+    assert said["writing"] == [llm.generate(item["question"], params).text for item in ITEMS]
 
 
 def log_likelihood(llm: LLM, context: str, continuation: str) -> float:
@@ -136,11 +136,11 @@ def test_aiperf(server: Server, tiny: Path, tmp_path: Path) -> None:
     # Offline it takes no directory for a tokenizer. It needs no hub for one, either.
     printed(environment("aiperf") / "aiperf", *words.split(), offline=False)
     (report,) = tmp_path.rglob("profile_export_aiperf.json")
-    found = json.loads(report.read_text())
-    assert found["request_count"]["avg"] == 6
-    assert found["output_sequence_length"]["avg"] > 0
-    assert 0 < found["time_to_first_token"]["avg"] <= found["request_latency"]["avg"]
-    assert found["spec_decode_acceptance_length"]["avg"] >= 1
+    said = json.loads(report.read_text())
+    assert said["request_count"]["avg"] == 6
+    assert said["output_sequence_length"]["avg"] > 0
+    assert 0 < said["time_to_first_token"]["avg"] <= said["request_latency"]["avg"]
+    assert said["spec_decode_acceptance_length"]["avg"] >= 1
 
 
 MARKERS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
@@ -195,10 +195,10 @@ def with_all_markers(folder: Path) -> Tokenizer:
     return Tokenizer(folder)
 
 
-def ours(tokenizer: Tokenizer, answer: str) -> list[Part]:
+def ours(tokenizer: Tokenizer, answer: str) -> list[AnswerPart]:
     """The parts that this package finds, a token at a time."""
     channels = Channels(tokenizer, "<|start|>assistant", Plain())
-    parts = list[Part]()
+    parts = list[AnswerPart]()
     for token in tokenizer.encode(answer, add_special_tokens=False):
         parts += channels.push(tokenizer.decode([token]), [token])
     return [*parts, *channels.finish()]

@@ -12,9 +12,9 @@ import grpc
 from aiohttp import ClientSession, web
 from grpc import aio
 
+from dflash_trt.serving.launch import ProxySettings, Sockets
 from dflash_trt.serving.proxy_grpc import serve_grpc
 from dflash_trt.serving.proxy_http import serve_http
-from dflash_trt.serving.proxy_settings import ProxySettings, Sockets
 from server_tests.serving import free_ports
 
 MOST = 100_000  # bytes of a body

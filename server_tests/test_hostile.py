@@ -21,9 +21,8 @@ import tritonclient.grpc as grpcclient
 from build_scripts.soak import attack_server
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.serving.deploy import bare_command, deploy
-from dflash_trt.serving.launch import find_server, server_arguments
+from dflash_trt.serving.launch import Sockets, find_server, server_arguments
 from dflash_trt.serving.processes import Process, descendants, is_same, send_signal
-from dflash_trt.serving.proxy_settings import Sockets
 from dflash_trt.serving.supervisor import UnixConnection
 from server_tests.serving import Serving, fetch, free_ports, kill, refused
 
@@ -287,7 +286,8 @@ def test_honest_clients_lose_nothing_beside_hostile_ones(bundles: dict[str, Path
     """A short version of build_scripts/soak/attack_server.py, which runs ten minutes and measures times."""
     server = Serving(bundles["tiny"], tmp_path / "log", "--threads=1")
     try:
-        result = asyncio.run(attack_server.run(server, bundles["tiny"], 15, 4, tmp_path / "executed"))
+        known = attack_server.questions(bundles["tiny"])
+        result = asyncio.run(attack_server.run(server, known, 15, 4, tmp_path / "executed"))
     finally:
         assert server.stop() == 0
     assert attack_server.failures(result) == []

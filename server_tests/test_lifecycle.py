@@ -21,9 +21,8 @@ from tritonclient.utils import InferenceServerException
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.serving.deploy import deploy
-from dflash_trt.serving.launch import find_server, server_arguments
+from dflash_trt.serving.launch import Sockets, find_server, server_arguments
 from dflash_trt.serving.processes import descendants
-from dflash_trt.serving.proxy_settings import Sockets
 from dflash_trt.serving.supervisor import UnixConnection
 from server_tests.serving import STUB, Client, Serving, idle, ids_of, kill, refused, tensors
 

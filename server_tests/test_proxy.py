@@ -15,9 +15,9 @@ from grpc import aio
 
 from dflash_trt.errors import DFlashError
 from dflash_trt.serving import proxy_http
+from dflash_trt.serving.launch import ProxySettings
 from dflash_trt.serving.proxy_grpc import serve_grpc
 from dflash_trt.serving.proxy_http import serve_http
-from dflash_trt.serving.proxy_settings import ProxySettings
 from server_tests.proxied import GENERATE, INFER, MOST, Front, get, re_status, run
 from server_tests.serving import free_ports
 

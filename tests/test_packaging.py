@@ -38,7 +38,7 @@ def test_the_core_imports_nothing_that_only_extras_install() -> None:
     # GPU code and training need torch, compiling kernels needs triton, and the servers need their extras.
     with_kernels = "kernels. launch attention moe compiler checks rounds round_reference"
     plugins = [f"dflash_plugins.{name}" for name in with_kernels.split()]
-    with_tensors = "engine caches device_arrays round_kernels round_memory round_steps states"
+    with_tensors = "engine caches device_arrays opening pass_context round_kernels round_memory states"
     engines = [f"dflash_trt.engines.tensorrt.{name}" for name in with_tensors.split()]
     proxy = [f"dflash_trt.serving.{name}" for name in ("proxy", "launch")]
     names = (

@@ -2,6 +2,7 @@
 
     python -m build_scripts.bench.adaptive_length [--rounds 3000] [--seeds 0]  # each kind of start
     python -m build_scripts.bench.adaptive_length --loads [--seeds 0]          # stalls, drifts and busy periods
+    python -m build_scripts.bench.adaptive_length --requests [--seeds 0]       # requests whose drafts differ
     python -m build_scripts.bench.adaptive_length --constants [--rounds 1500]  # each constant halved and doubled
 
 A speed is relative: the time of a fixed length for the same tokens, divided by the time taken.
@@ -16,10 +17,10 @@ from types import ModuleType
 
 import numpy as np
 
-from tests.doubles.simulation import BEGINNINGS, HARD, LOADS, world
+from tests.doubles.simulation import BEGINNINGS, HARD, LOADS, prompts, world
 
 CONSTANTS = {
-    "adaptive": ("_SHARE", "_CREDIT", "_DRAFTED", "_IDLE", "_PRIOR", "_INTERVAL"),
+    "adaptive": ("_SHARE", "_CREDIT", "_DRAFTED", "_IDLE", "_PRIOR", "_MARGIN", "_INTERVAL"),
     "round_times": ("_LAST",),
     "stalls": ("_ROUNDS", "_FEW", "_LONGEST"),
 }
@@ -37,9 +38,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--constants", action="store_true")
     parser.add_argument("--loads", action="store_true")
+    parser.add_argument("--requests", action="store_true")
     args = parser.parse_args()
     if args.constants:
         of_constants(args.rounds, args.seeds)
+    elif args.requests:
+        of_requests(args.seeds)
     else:
         of_starts(args.rounds, args.seeds, args.loads)
 
@@ -51,6 +55,19 @@ def of_starts(rounds: int, seeds: list[int], loads: bool) -> None:
         kinds = [("right", seed, name) if loads else (name, seed, "none") for seed in seeds]
         jobs: list[Job] = [(*names, *kind, rounds) for names in HARD for kind in kinds]
         print(f"| {name} | {figures(simulate(jobs, None))} |", flush=True)
+
+
+def of_requests(seeds: list[int]) -> None:
+    """40 requests of 128 tokens for each seed, three times in turn, by the cost of a row and the drafts."""
+    print(
+        "| 4 rows cost | first drafts right | mean to plain | least request | below 0.97 |\n|---|---|---|---|---|"
+    )
+    for rows in (0.17, 0.07):
+        for mean in (-1.0, -0.3, 0.3):
+            speeds = np.concatenate([prompts(rows, mean, seed) for seed in seeds])
+            mean_speed, below = 1 / np.mean(1 / speeds), (speeds < 0.97).mean()
+            kind = f"{1 + 3 * rows:.1f} | {1 / (1 + np.exp(-mean)):.0%}"
+            print(f"| {kind} | {mean_speed:.3f} | {speeds.min():.3f} | {below:.1%} |")
 
 
 def of_constants(rounds: int, seeds: list[int]) -> None:

@@ -1,11 +1,16 @@
-"""This package and llama.cpp on natural text, in one run: tokens per second of one request, after the first token.
+"""Decoders on natural text, in one run: this package, llama.cpp, onnxruntime-genai, OpenVINO and Transformers.
 
-    python -m build_scripts.bench.natural [--prompts 2] [--temperatures 0,1] [--peers KIND:WEIGHTS ...] [--svg FILE]
+    python -m build_scripts.bench.natural [--prompts 2] [--requests 1,8] [--peers KIND:WEIGHTS ...] [--svg FILE]
+    python -m build_scripts.bench.natural --widths 1,4 --max-tokens 128
 
 Each decoder runs in a process of its own, with the same token ids and threads. Every prompt goes to all of them in
 turn, several rounds long, so that a slow moment of the machine hits all. A figure is of the median of the rounds of
-each prompt. Decoders are named KIND:WEIGHTS, see `build_scripts.bench.peers`; llama.cpp (package llama-cpp-python) is
-left out where it is not installed. The last line is one JSON document.
+each prompt: tokens per second after the first token for one request, and in all for several at a time. Decoders are
+named KIND:WEIGHTS, see `build_scripts.bench.peers`; those whose package is not installed are left out.
+
+With --widths no time counts: each decoder's plain greedy answer is fed to it again in passes of so many tokens, as
+verification of drafts does, and every place at which another token has the largest logit is a flip. An answer with a
+flip would have changed. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -21,12 +26,14 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from html import escape
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Any
 
-from build_scripts.bench.peers import KINDS, PEER, Task, installed, kind_of, make_gguf
+from build_scripts.bench.peers import OURS, Task, installed, kind_of, make_genai, make_gguf
 from dflash_trt.building.build import build
 from dflash_trt.building.sources import resolve
+from dflash_trt.cli.options import each
 from dflash_trt.formats.precision import parse_precision
 from dflash_trt.hardware import cores, processor
 from dflash_trt.models.configs import read_target_config
@@ -36,11 +43,19 @@ from dflash_trt.text.tokenizer import Tokenizer
 ROOT = Path(__file__).parent.parent.parent
 PROMPTS = SHIPPED_PROMPTS / "natural"
 PEERS = (
-    *("plain:default", "draft-4:default", "draft:default", "adaptive:default"),
-    *("plain:target=int8", "adaptive:target=int8", "plain:target=int4"),
+    *("plain:default", "adaptive:default", "plain:target=int8", "adaptive:target=int8", "plain:target=int4"),
     *("llama.cpp:F32", "llama.cpp:BF16", "llama.cpp:Q8_0", "llama.cpp:Q4_0"),
+    *("genai:fp32", "genai:int4", "openvino:F16", "openvino:Q8_0", "openvino:Q4_0"),
 )
-DISTRIBUTIONS = ("dflash-trt", "onnxruntime", "llama-cpp-python")
+WIDTHS_PEERS = (
+    *("plain:default", "plain:target=int8", "plain:target=int4"),
+    *("llama.cpp:F32", "llama.cpp:BF16", "llama.cpp:Q8_0", "llama.cpp:Q4_0"),
+    *("genai:fp32", "genai:int4", "transformers:float32", "transformers:bfloat16"),
+)
+DISTRIBUTIONS = (
+    *("dflash-trt", "onnxruntime", "llama-cpp-python", "onnxruntime-genai", "openvino-genai"),
+    *("transformers", "torch"),
+)
 
 Record = dict[str, Any]
 
@@ -48,21 +63,11 @@ Record = dict[str, Any]
 class Worker:
     """A decoder's process."""
 
-    def __init__(self, name: str, models: Path, capacity: int, threads: int) -> None:
+    def __init__(self, name: str, target: str, models: Path, *numbers: int) -> None:
         self.name = name
+        command = [sys.executable, "-m", "build_scripts.bench.peers", name, target, str(models)]
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "build_scripts.bench.peers",
-                name,
-                str(models),
-                str(capacity),
-                str(threads),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+            [*command, *map(str, numbers)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self._answer()
 
@@ -88,7 +93,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class Job:
-    """A task of every decoder in each round, and the prompt that it has."""
+    """A task of every decoder in each round, and the prompt that it has, or the first of several."""
 
     prompt: str
     category: str
@@ -98,83 +103,89 @@ class Job:
 def prepare(args: argparse.Namespace) -> list[str]:
     """Make the models that are missing. Names of the decoders that can run."""
     names = [name for name in args.peers if installed(name)]
-    if left_out := set(args.peers) - set(names):
-        print(
-            f"left out, as llama-cpp-python is not installed: {', '.join(sorted(left_out))}", file=sys.stderr
-        )
-    if any(kind_of(name) == PEER for name in names):
-        make_gguf(args.target, args.models / "gguf")
-    for weights in {name.partition(":")[2] for name in names if kind_of(name) != PEER}:
+    if left_out := [name for name in args.peers if name not in names]:
+        print(f"left out, as their packages are not installed: {', '.join(left_out)}", file=sys.stderr)
+    for name in names:
+        kind, _, weights = name.partition(":")
+        if kind in ("llama.cpp", "openvino"):
+            make_gguf(args.target, args.models / "gguf" / f"{weights}.gguf")
+        elif kind == "genai":
+            make_genai(args.target, args.models / "genai" / weights)
+    for weights in {name.partition(":")[2] for name in names if kind_of(name) in OURS}:
         precision = parse_precision(None if weights == "default" else weights)
         build(args.target, args.drafter, args.models / "bundles" / weights, precision=precision, force=True)
     return names
 
 
 def jobs(args: argparse.Namespace) -> Iterator[Job]:
+    """One for each prompt, and for each number of requests at a time one for so many prompts of all categories."""
     directory = resolve(args.target, "target").directory
     tokenizer, stop = Tokenizer(directory), list(read_target_config(directory).eos_token_ids)
+    by_category = [read_prompts(PROMPTS / f"{name}.jsonl", limit=args.prompts) for name in args.categories]
+    prompts = [
+        (prompt, tokenizer.encode(tokenizer.apply_chat_template(prompt.content), add_special_tokens=False))
+        for prompt in chain.from_iterable(zip(*by_category, strict=True))
+        if not isinstance(prompt.content, str)  # the shipped prompts are chats
+    ]
     for temperature in args.temperatures:
-        for category in args.categories:
-            for prompt in read_prompts(PROMPTS / f"{category}.jsonl", limit=args.prompts):
-                assert not isinstance(prompt.content, str)  # the shipped prompts are chats
-                text = tokenizer.apply_chat_template(prompt.content)
-                ids = tokenizer.encode(text, add_special_tokens=False)
-                yield Job(prompt.id, category, Task(ids, args.max_tokens, temperature, stop))
+        options: Any = {"temperature": temperature, "stop": stop, "widths": args.widths}
+        for requests in args.requests:
+            for first in range(0, max(len(prompts) // requests, 1) * requests, requests):
+                chosen = list(islice(cycle(prompts), first, first + requests))
+                task = Task([ids for _, ids in chosen], args.max_tokens, **options)
+                yield Job(chosen[0][0].id, chosen[0][0].category, task)
 
 
 def measure(args: argparse.Namespace, names: list[str], chosen: list[Job]) -> Iterator[Record]:
     """Rounds of the jobs, by processes that hold as many tokens as these jobs need."""
-    capacity = max(len(job.task.prompt) + job.task.max_tokens for job in chosen) + 16
+    capacity = max(len(ids) + job.task.max_tokens for job in chosen for ids in job.task.prompts) + 16
     workers: list[Worker] = []
     try:
         for name in names:
-            workers.append(Worker(name, args.models, capacity, args.threads))
+            workers.append(Worker(name, args.target, args.models, max(args.requests), capacity, args.threads))
         first = chosen[0].task
         for worker in workers:
-            worker.run(Task(first.prompt[-16:], 16, 0.0, first.stop))  # a warm-up
+            if not args.widths:
+                worker.run(Task([first.prompts[0][-16:]], 16, 0.0, first.stop))  # a warm-up
         for number in range(args.rounds):
             for place, job in enumerate(chosen):
                 turn = (number + place) % len(workers)
                 for worker in workers[turn:] + workers[:turn]:
                     record: Record = {"prompt": job.prompt, "category": job.category, "peer": worker.name}
-                    yield record | {"temperature": job.task.temperature} | worker.run(job.task)
+                    record |= {"temperature": job.task.temperature, "requests": len(job.task.prompts)}
+                    yield record | worker.run(job.task)
     finally:
         for worker in workers:
             worker.close()
 
 
-def by_prompt(records: Iterable[Record]) -> list[tuple[float, float]]:
-    """Tokens after the first, and their seconds, of each prompt: the medians of its rounds."""
-    prompts: dict[str, list[Record]] = defaultdict(list)
-    for record in records:
-        prompts[record["prompt"]].append(record)
-    return [
-        (
-            statistics.median(len(r["tokens"]) - 1 for r in rounds),
-            statistics.median(r["seconds"] - r["first"] for r in rounds),
-        )
-        for rounds in prompts.values()
-    ]
+def count(record: Record) -> tuple[float, float]:
+    """Tokens and their seconds of one run. Of one request, without the first token."""
+    alone = record["requests"] == 1
+    return sum(map(len, record["tokens"])) - alone, record["seconds"] - alone * record["first"]
 
 
 def rate(records: Iterable[Record]) -> float | None:
-    """Tokens per second over all prompts."""
-    counts = by_prompt(records)
-    return sum(n for n, _ in counts) / sum(s for _, s in counts) if counts else None
+    """Tokens per second over all prompts, of the median of each prompt's rounds."""
+    prompts: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for record in records:
+        prompts[record["prompt"]].append(count(record))
+    medians = [[statistics.median(each) for each in zip(*runs, strict=True)] for runs in prompts.values()]
+    return sum(n for n, _ in medians) / sum(s for _, s in medians) if medians else None
 
 
 def quartiles(records: Iterable[Record]) -> list[float]:
-    """The first and the third quartile of the prompts' tokens per second."""
-    rates = [n / s for n, s in by_prompt(records)]
+    """The first and the third quartile of the runs' tokens per second."""
+    rates = [n / s for n, s in map(count, records)]
     first, _, third = statistics.quantiles(rates, method="inclusive") if len(rates) > 1 else [rates[0]] * 3
     return [first, third]
 
 
-def table(records: list[Record]) -> dict[str, Record]:
+def table(records: list[Record], peers: Iterable[str]) -> dict[str, Record]:
     """The figures of each decoder. The ratio and the same answers are to the first one's."""
     categories = sorted({r["category"] for r in records})
     rows: dict[str, Record] = {}
-    for peer in sorted({r["peer"]: None for r in records}, key=lambda name: KINDS.index(kind_of(name))):
+    for peer in peers:
         mine = [r for r in records if r["peer"] == peer]
         rounds, given = sum(r["rounds"] for r in mine), {r["prompt"]: r["tokens"] for r in mine}
         if not rows:
@@ -186,6 +197,7 @@ def table(records: list[Record]) -> dict[str, Record]:
             "acceptance_length": 1 + sum(r["accepted"] for r in mine) / rounds if rounds else None,
             "same_answers": sum(tokens == first.get(prompt) for prompt, tokens in given.items()),
             "prompts": len(given),
+            "runs": len(mine),
             "quartiles": quartiles(mine),
             "peak_mb": max(r["peak_mb"] for r in mine),
         }
@@ -193,10 +205,11 @@ def table(records: list[Record]) -> dict[str, Record]:
 
 
 def markdown(rows: Mapping[str, Record], categories: list[str]) -> str:
-    titles = [*categories, "all", "ratio", "acceptance", "same answers", "peak MB"]
+    titles = [*categories, "all", "quartiles", "ratio", "acceptance", "same answers", "peak MB"]
     lines = [f"| | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
     for peer, row in rows.items():
         cells = [f"{row[name]:.1f}" for name in (*categories, "all")]
+        cells.append("{:.0f}-{:.0f}".format(*row["quartiles"]))
         length = row["acceptance_length"]
         cells += [f"{row['ratio']:.2f}", "" if length is None else f"{length:.2f}"]
         cells += [f"{row['same_answers']}/{row['prompts']}", f"{row['peak_mb']:.0f}"]
@@ -204,11 +217,44 @@ def markdown(rows: Mapping[str, Record], categories: list[str]) -> str:
     return "\n".join(lines)
 
 
+def widths_table(records: list[Record]) -> list[Record]:
+    """For each decoder and width: answers, tokens that were fed, flips, and answers with a flip."""
+    rows = []
+    for peer in dict.fromkeys(r["peer"] for r in records):
+        mine = [r["flips"] for r in records if r["peer"] == peer]
+        for width in mine[0]:
+            fed, places = zip(*(flips[width] for flips in mine), strict=True)
+            rows.append(
+                {
+                    "peer": peer,
+                    "width": int(width),
+                    "answers": len(mine),
+                    "changed": sum(map(bool, places)),
+                    "tokens": sum(fed),
+                    "flips": sum(map(len, places)),
+                }
+            )
+    return rows
+
+
+def widths_markdown(rows: list[Record]) -> str:
+    lines = ["| | width | answers changed | tokens | flips per 1,000 |", "|---|---|---|---|---|"]
+    for row in rows:
+        cells = [
+            label(row["peer"]),
+            row["width"],
+            f"{row['changed']} of {row['answers']}",
+            f"{row['tokens']:,}",
+        ]
+        lines.append(f"| {' | '.join(map(str, cells))} | {1000 * row['flips'] / row['tokens']:.3g} |")
+    return "\n".join(lines)
+
+
 def label(peer: str) -> str:
     """How a table names a decoder: "dflash-trt, blocks of 4", "llama.cpp Q8_0"."""
     kind, _, weights = peer.partition(":")
-    if kind == PEER:
-        return f"{kind} {weights}"
+    if kind_of(peer) not in OURS:
+        return f"{'OpenVINO' if kind == 'openvino' else kind} {weights}"
     method = {"plain": "plain", "draft": "whole blocks", "adaptive": "adaptive"}.get(
         kind, f"blocks of {kind.partition('-')[2]}"
     )
@@ -222,29 +268,43 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--target", default="smollm2-135m")
     parser.add_argument("--drafter", help="a directory (default: the one that is known for the target)")
     parser.add_argument("--models", type=Path, default=ROOT / "runs" / "natural", help="is made")
-    parser.add_argument("--peers", nargs="+", default=PEERS, metavar="KIND:WEIGHTS")
+    parser.add_argument("--peers", nargs="+", metavar="KIND:WEIGHTS")
     categories = sorted(path.stem for path in PROMPTS.glob("*.jsonl"))
     parser.add_argument("--categories", nargs="+", default=categories)
     parser.add_argument("--prompts", type=int, default=2, help="of each category")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--temperatures", type=lambda text: [float(t) for t in text.split(",")], default=[0.0, 1.0]
-    )
+    parser.add_argument("--temperatures", type=each(float), default=[0.0])
+    parser.add_argument("--requests", type=each(int), default=[1], help="at a time")
+    parser.add_argument("--widths", type=each(int), default=[], help="tokens of a pass, instead of times")
     parser.add_argument("--threads", type=int, default=cores())
-    parser.add_argument("--svg", type=Path, help="draw the first temperature")
+    parser.add_argument("--svg", type=Path, help="draw the first temperature and number of requests")
     args = parser.parse_args(argv)
+    args.peers = args.peers or (WIDTHS_PEERS if args.widths else PEERS)
+    if args.widths:
+        args.rounds, args.temperatures, args.requests = 1, [0.0], [1]
 
     names = prepare(args)
     records = list(measure(args, names, list(jobs(args))))
-    tables = {t: table([r for r in records if r["temperature"] == t]) for t in args.temperatures}
+    document: Record = {"processor": processor(), "threads": args.threads, "versions": versions()}
     print(f"{processor()}, {args.threads} threads; " + ", ".join(f"{k} {v}" for k, v in versions().items()))
-    for temperature, rows in tables.items():
-        print(f"\ntemperature {temperature:g}: tokens per second\n\n{markdown(rows, args.categories)}")
-    if args.svg is not None:
-        args.svg.write_text(chart(tables[args.temperatures[0]], f"{processor()}, {args.threads} threads"))
-    document = {"processor": processor(), "threads": args.threads, "versions": versions()}
-    print(json.dumps(document | {"tables": {f"{t:g}": rows for t, rows in tables.items()}}))
+    if args.widths:
+        document["widths"] = widths_table(records)
+        print(f"\n{widths_markdown(document['widths'])}")
+    else:
+        document["tables"] = []
+        for temperature in args.temperatures:
+            for requests in args.requests:
+                key = {"temperature": temperature, "requests": requests}
+                rows = table([r for r in records if key.items() <= r.items()], names)
+                document["tables"].append(key | {"rows": rows})
+                print(f"\ntemperature {temperature:g}, {requests} at a time: tokens per second\n")
+                print(markdown(rows, args.categories if requests == 1 else []))
+        if args.svg is not None:
+            args.svg.write_text(
+                chart(document["tables"][0]["rows"], f"{processor()}, {args.threads} threads")
+            )
+    print(json.dumps(document))
     return 0
 
 
@@ -262,7 +322,7 @@ def chart(rows: Mapping[str, Record], machine: str) -> str:
     left, step, width = 230, 28, 760
     scale = (width - left - 60) / max(row["quartiles"][1] for row in rows.values())
     count = max(row["prompts"] for row in rows.values())
-    title = f"SmolLM2-135M, tokens per second: {count} prompts, quartiles over prompts"
+    title = f"SmolLM2-135M, tokens per second: {count} prompts, quartiles over runs"
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {60 + step * len(rows)}" role="img">',
         f"<title>{escape(title)}</title>",
@@ -272,7 +332,7 @@ def chart(rows: Mapping[str, Record], machine: str) -> str:
     ]
     for i, (peer, row) in enumerate(rows.items()):
         y, (low, high) = 52 + step * i, (left + scale * each for each in row["quartiles"])
-        kind = "other" if kind_of(peer) == PEER else "ours"
+        kind = "ours" if kind_of(peer) in OURS else "other"
         end = max(high, left + row["all"] * scale) + 6
         out += [
             f'<text x="{left - 8}" y="{y + 14}" text-anchor="end">{escape(label(peer))}</text>',

@@ -37,7 +37,7 @@ from dflash_trt import AsyncLLM, SamplingParams
 from dflash_trt.cli.options import at_least, each
 from dflash_trt.hardware import processor
 from dflash_trt.prompts import read_prompts
-from dflash_trt.serving import event_loop
+from dflash_trt.serving.processes import run_loop
 
 # Seconds to the first token, and the answer, which is read when the clock has stopped.
 Ask = Callable[[list[int]], Awaitable[tuple[float, list[Any]]]]
@@ -241,7 +241,7 @@ def main() -> int:
             assert server.stdout is not None
             if not server.stdout.readline():
                 raise SystemExit("the server has not started")
-            rows = event_loop.run(bench(args, port))
+            rows = run_loop(bench(args, port))
         finally:
             server.terminate()
     print(json.dumps({"processor": processor(), "max_tokens": args.max_tokens, "rows": rows}))

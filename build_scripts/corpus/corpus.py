@@ -8,9 +8,10 @@ the same text on every machine. Only `library_documents` depends on the running 
     tools   function signatures in the system message, answered by JSON calls
     chat    questions about a closed world of invented towns
 
-Held-out prompts are told from training ones by a hash of the prompt itself: no prompt can be on both sides.
-`python -m build_scripts.corpus.corpus` writes the held-out prompts that ship with the package, with `--out FILE`
-training prompts.
+Held-out prompts are told from training ones by a hash of the prompt itself: no prompt can be on both sides. Those that
+ship with the package (dflash_trt/shipped/prompts) come from an earlier and larger version of these programs.
+
+    python -m build_scripts.corpus.corpus --count 5000 --out prompts.jsonl
 """
 
 from __future__ import annotations
@@ -22,21 +23,18 @@ import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 
-from build_scripts.corpus import arithmetic as corpus_math
-from build_scripts.corpus import chat as corpus_chat
-from build_scripts.corpus import functions as corpus_code
-from build_scripts.corpus import tool_calls as corpus_tools
+from build_scripts.corpus import arithmetic, chat, functions, tool_calls
 
-CATEGORIES = ("math", "code", "tools", "chat")
 GENERATORS = {
-    "math": corpus_math.example,
-    "code": corpus_code.example,
-    "tools": corpus_tools.example,
-    "chat": corpus_chat.example,
+    "math": arithmetic.example,
+    "code": functions.example,
+    "tools": tool_calls.example,
+    "chat": chat.example,
 }
+CATEGORIES = tuple(GENERATORS)
 HELD_OUT_ONE_IN = 24
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
@@ -44,7 +42,6 @@ SYSTEM_PROMPTS = (
 )
 TRAINING_SHARES = {"math": 0.36, "code": 0.32, "tools": 0.16, "chat": 0.16}
 TRAINING_START = 500_000_000  # after the examples that the targets are trained on
-SHIPPED_PROMPTS = Path(__file__).parents[2] / "dflash_trt" / "shipped" / "prompts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +59,7 @@ class Example:
 
     @property
     def held_out(self) -> bool:
+        """Whether nothing is trained on this prompt."""
         asked = json.dumps([message["content"] for message in self.messages if message["role"] != "system"])
         return int.from_bytes(hashlib.sha256(asked.encode()).digest()[:4], "big") % HELD_OUT_ONE_IN == 0
 
@@ -80,21 +78,9 @@ def example(category: str, index: int) -> Example:
     return Example(category, tuple(messages), answer)
 
 
-def examples(category: str, *, held_out: bool, start: int = 0) -> Iterator[Example]:
-    """Endless examples of one side of the split. Held-out examples do not repeat."""
-    seen: set[str] = set()
-    index = start
-    while True:
-        made = example(category, index)
-        index += 1
-        if made.held_out != held_out:
-            continue
-        if held_out:
-            asked = made.messages[-1]["content"]
-            if asked in seen:
-                continue
-            seen.add(asked)
-        yield made
+def training_examples(category: str, start: int = 0) -> Iterator[Example]:
+    """Endless examples that are not held out, from number `start` on."""
+    return (made for index in count(start) if not (made := example(category, index)).held_out)
 
 
 def library_documents(max_bytes: int = 6_000_000) -> list[str]:
@@ -113,48 +99,19 @@ def library_documents(max_bytes: int = 6_000_000) -> list[str]:
     return documents
 
 
-def write_prompts(directory: Path, count: int = 32) -> None:
-    """Write `{category}.jsonl`: the first `count` held-out prompts of each category."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for category in CATEGORIES:
-        source = examples(category, held_out=True)
-        lines = []
-        for number in range(count):
-            record = {
-                "id": f"{category}-{number:02d}",
-                "category": category,
-                "messages": list(next(source).messages),
-            }
-            lines.append(json.dumps(record, ensure_ascii=False))
-        (directory / f"{category}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def write_training_prompts(file: Path, count: int) -> None:
-    """Write a JSONL file of about `count` training prompts, for `dflash-trt train regenerate`."""
+def main() -> None:
+    """Write training prompts, for `dflash-trt train regenerate`."""
+    parser = argparse.ArgumentParser(description="Write training prompts for the drafter of a toy pair.")
+    parser.add_argument("--count", type=int, default=5000, help="training prompts")
+    parser.add_argument("--out", type=Path, required=True, help="a JSONL file")
+    arguments = parser.parse_args()
     lines = []
     for category, share in TRAINING_SHARES.items():
-        source = examples(category, held_out=False, start=TRAINING_START)
-        for number, made in enumerate(islice(source, round(count * share))):
-            record = {
-                "id": f"{category}-{number}",
-                "category": category,
-                "messages": list(made.messages),
-            }
-            lines.append(json.dumps(record, ensure_ascii=False))
-    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Write the shipped held-out prompts, or training prompts for a drafter."
-    )
-    parser.add_argument("--count", type=int, default=5000, help="training prompts")
-    parser.add_argument("--out", type=Path, help="training prompts as JSONL, instead of the held-out ones")
-    arguments = parser.parse_args()
-    if arguments.out is not None:
-        write_training_prompts(arguments.out, arguments.count)
-    else:
-        write_prompts(SHIPPED_PROMPTS)
+        made = islice(training_examples(category, TRAINING_START), round(arguments.count * share))
+        for number, each in enumerate(made):
+            record = {"id": f"{category}-{number}", "category": category, "messages": each.messages}
+            lines.append(json.dumps(record, ensure_ascii=False) + "\n")
+    arguments.out.write_text("".join(lines), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import dflash_trt
-from build_scripts.corpus.natural_forms import MAKERS, Messages
+from build_scripts.corpus.natural_forms import FORMS, Messages, prompt
 
 HELD_OUT = Path(dflash_trt.__file__).parent / "shipped" / "prompts" / "natural"
 MOST_ALIKE = 0.5
@@ -61,11 +61,11 @@ def prompts(count: int, excluded: Iterable[frozenset[str]], first: int = 0) -> I
     seen: set[str] = set()
     number, made = first, 0
     while made < count:
-        category = list(MAKERS)[number % len(MAKERS)]
-        messages = MAKERS[category](random.Random(f"{category}/{number}"))
+        category = list(FORMS)[number % len(FORMS)]
+        messages = prompt(random.Random(f"{category}/{number}"), category)
         number += 1
-        found, text = shingles(messages), json.dumps(messages)
-        if text in seen or kept.closest(found) > MOST_ALIKE:
+        text = json.dumps(messages)
+        if text in seen or kept.closest(shingles(messages)) > MOST_ALIKE:
             continue
         seen.add(text)
         made += 1
@@ -73,6 +73,7 @@ def prompts(count: int, excluded: Iterable[frozenset[str]], first: int = 0) -> I
 
 
 def main() -> None:
+    """Write training prompts."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -4,179 +4,88 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Any
 
 from build_scripts.corpus import entries
 
-CITIES = entries("""
-Lisbon; Oslo; Kyoto; Cairo; Quito; Perth; Dublin; Hanoi; Turin; Malmo; Bergen; Porto; Lyon; Graz; Nantes; Bilbao
-""")
-PEOPLE = entries("""
-Maya; Leo; Nina; Omar; Ruth; Ivan; Tara; Hugo; Lena; Sami; Cora; Felix; Dina; Paul; Zoe; Adam
-""")
-TOPICS = (
-    "the budget",
-    "the new design",
-    "the travel plan",
-    "the test results",
-    "the garden party",
-    "the yearly report",
-)
-DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
-GOODS = entries("""
-desk lamp; rain coat; tea pot; notebook; phone case; wall clock; travel bag; wool scarf
-""")
-SONGS = ("jazz", "folk", "piano", "opera", "rock", "choir", "drum")
-ROOMS = ("kitchen", "bedroom", "office", "hall", "garage", "bathroom")
-LANGUAGES = ("French", "German", "Spanish", "Italian", "Dutch", "Polish")
-
-# name: (description, {parameter: (slot, type)}, ways to ask)
-TOOLS: dict[str, tuple[str, dict[str, str], tuple[str, ...]]] = {
-    "get_weather": (
-        "Weather forecast of a city",
-        {"city": "city", "days": "small", "unit": "unit"},
-        (
-            "What will the weather be in {city} over the next {days} days, in {unit}?",
-            "Give me the {days} day forecast for {city} in {unit}.",
-        ),
+# What a parameter can be.
+VALUES: dict[str, list[Any]] = {
+    "city": list(
+        entries("Lisbon; Oslo; Kyoto; Cairo; Quito; Perth; Dublin; Hanoi; Turin; Bergen; Porto; Lyon")
     ),
-    "book_table": (
-        "Reserve a table in a restaurant",
-        {"city": "city", "guests": "small", "day": "day", "time": "time"},
-        (
-            "Please book a table for {guests} in {city} on {day} at {time}.",
-            "I need a table in {city} for {guests} people, {day} at {time}.",
-        ),
+    "person": list(
+        entries("Maya; Leo; Nina; Omar; Ruth; Ivan; Tara; Hugo; Lena; Sami; Cora; Felix; Dina; Paul")
     ),
-    "send_message": (
-        "Send a message to a person",
-        {"to": "person", "subject": "topic", "urgent": "flag"},
-        (
-            "Send {to} a message about {subject}. Urgent: {urgent}.",
-            "Write to {to} about {subject} and set urgent to {urgent}.",
-        ),
+    "topic": list(entries("the budget; the new design; the travel plan; the test results; the garden party")),
+    "day": list(entries("Monday; Tuesday; Wednesday; Thursday; Friday; Saturday; Sunday")),
+    "goods": list(
+        entries("desk lamp; rain coat; tea pot; notebook; phone case; wall clock; travel bag; wool scarf")
     ),
-    "create_event": (
-        "Add an event to the calendar",
-        {"title": "topic", "day": "day", "time": "time", "minutes": "minutes", "guest": "person"},
-        (
-            "Plan a meeting on {title} with {guest} on {day} at {time} for {minutes} minutes.",
-            "Put {title} into my calendar: {day} at {time}, {minutes} minutes, together with {guest}.",
-        ),
-    ),
-    "find_trains": (
-        "Search train connections",
-        {"origin": "city", "destination": "city2", "day": "day", "time": "time"},
-        (
-            "Which trains go from {origin} to {destination} on {day} after {time}?",
-            "Find me a train to {destination} from {origin}, {day} at {time}.",
-        ),
-    ),
-    "search_products": (
-        "Search the shop",
-        {"query": "goods", "max_price": "price", "count": "small"},
-        (
-            "Show me {count} offers for a {query} below {max_price} dollars.",
-            "I want a {query} for at most {max_price} dollars, list {count} of them.",
-        ),
-    ),
-    "play_music": (
-        "Play music in a room",
-        {"style": "music", "room": "room", "volume": "volume"},
-        (
-            "Play some {style} music in the {room} at volume {volume}.",
-            "Put on {style} in the {room}, volume {volume}.",
-        ),
-    ),
-    "set_heating": (
-        "Set the temperature of a room",
-        {"room": "room", "degrees": "degrees", "until": "time"},
-        (
-            "Heat the {room} to {degrees} degrees until {until}.",
-            "Keep the {room} at {degrees} degrees until {until}, please.",
-        ),
-    ),
-    "convert_money": (
-        "Convert an amount of money",
-        {"amount": "price", "from": "coin", "to": "coin2"},
-        (
-            "How much are {amount} {from} in {to}?",
-            "Convert {amount} {from} to {to}.",
-        ),
-    ),
-    "translate_text": (
-        "Translate a text",
-        {"text": "topic", "language": "language", "formal": "flag"},
-        (
-            "Translate '{text}' into {language}, formal: {formal}.",
-            "How do I say '{text}' in {language}? Set formal to {formal}.",
-        ),
-    ),
-    "set_reminder": (
-        "Remind the user of something",
-        {"about": "topic", "day": "day", "time": "time"},
-        (
-            "Remind me of {about} on {day} at {time}.",
-            "On {day} at {time} I must think of {about}. Set a reminder.",
-        ),
-    ),
-    "order_food": (
-        "Order food to an address",
-        {"dish": "dish", "count": "small", "street": "street", "number": "minutes"},
-        (
-            "Order {count} portions of {dish} to {street} {number}.",
-            "Bring {count} times {dish} to {street} {number}, please.",
-        ),
-    ),
-}
-JSON_TYPES = {
-    "small": "integer",
-    "minutes": "integer",
-    "price": "integer",
-    "volume": "integer",
-    "degrees": "integer",
-}
-
-
-def slot(rng: random.Random, kind: str, used: dict[str, object]) -> object:
-    if kind in ("city2", "coin2"):
-        return rng.choice([other for other in SLOTS[kind[:-1]] if other not in used.values()])
-    return rng.choice(SLOTS[kind])
-
-
-SLOTS: dict[str, list[object]] = {
-    "city": list(CITIES),
-    "person": list(PEOPLE),
-    "topic": list(TOPICS),
-    "day": list(DAYS),
-    "goods": list(GOODS),
-    "music": list(SONGS),
-    "room": list(ROOMS),
-    "language": list(LANGUAGES),
+    "music": list(entries("jazz; folk; piano; opera; rock; choir; drum")),
+    "room": list(entries("kitchen; bedroom; office; hall; garage; bathroom")),
     "unit": ["celsius", "fahrenheit"],
     "small": list(range(2, 10)),
     "minutes": list(range(15, 95, 5)),
     "price": list(range(10, 200, 5)),
-    "volume": list(range(1, 11)),
-    "degrees": list(range(15, 26)),
     "flag": [True, False],
     "time": [f"{hour:02d}:{minute:02d}" for hour in range(7, 22) for minute in (0, 15, 30, 45)],
     "coin": ["dollars", "euros", "pounds", "francs", "crowns"],
-    "dish": ["soup", "pizza", "noodles", "rice", "dumplings", "salad"],
-    "street": ["Mill Street", "Hill Road", "Park Lane", "Lake Street", "Church Road"],
 }
+# name: description, parameters and what they are, and a way to ask. `city2` is another city than `city`.
+TOOLS: dict[str, tuple[str, dict[str, str], str]] = {
+    "get_weather": (
+        "Weather forecast of a city",
+        {"city": "city", "days": "small", "unit": "unit"},
+        "What will the weather be in {city} over the next {days} days, in {unit}?",
+    ),
+    "book_table": (
+        "Reserve a table in a restaurant",
+        {"city": "city", "guests": "small", "day": "day", "time": "time"},
+        "Please book a table for {guests} in {city} on {day} at {time}.",
+    ),
+    "send_message": (
+        "Send a message to a person",
+        {"to": "person", "subject": "topic", "urgent": "flag"},
+        "Send {to} a message about {subject}. Urgent: {urgent}.",
+    ),
+    "create_event": (
+        "Add an event to the calendar",
+        {"title": "topic", "day": "day", "time": "time", "minutes": "minutes", "guest": "person"},
+        "Plan a meeting on {title} with {guest} on {day} at {time} for {minutes} minutes.",
+    ),
+    "find_trains": (
+        "Search train connections",
+        {"origin": "city", "destination": "city2", "day": "day", "time": "time"},
+        "Which trains go from {origin} to {destination} on {day} after {time}?",
+    ),
+    "search_products": (
+        "Search the shop",
+        {"query": "goods", "max_price": "price", "count": "small"},
+        "Show me {count} offers for a {query} below {max_price} dollars.",
+    ),
+    "play_music": (
+        "Play music in a room",
+        {"style": "music", "room": "room", "volume": "small"},
+        "Play some {style} music in the {room} at volume {volume}.",
+    ),
+    "convert_money": (
+        "Convert an amount of money",
+        {"amount": "price", "from": "coin", "to": "coin2"},
+        "How much are {amount} {from} in {to}?",
+    ),
+}
+_TYPES = {bool: "boolean", int: "integer", str: "string"}
 
 
 def signature(name: str) -> str:
     """One tool, in the form of the system message."""
     description, parameters, _ = TOOLS[name]
-    types = {
-        key: "boolean" if kind == "flag" else JSON_TYPES.get(kind, "string")
-        for key, kind in parameters.items()
-    }
+    types = {key: _TYPES[type(VALUES[kind.rstrip("2")][0])] for key, kind in parameters.items()}
     return json.dumps({"name": name, "description": description, "parameters": types})
 
 
 def system_message(names: list[str]) -> str:
+    """The system message that offers these tools."""
     listed = "\n".join(signature(name) for name in names)
     return (
         f"# Tools\n\nYou may call these functions:\n<tools>\n{listed}\n</tools>\n"
@@ -191,16 +100,16 @@ def example(rng: random.Random) -> tuple[list[dict[str, str]], str]:
     rng.shuffle(names)
     asked, answered = [], []
     for name in calls:
-        _, parameters, wordings = TOOLS[name]
-        values: dict[str, object] = {}
+        _, parameters, wording = TOOLS[name]
+        values: dict[str, Any] = {}
         for key, kind in parameters.items():
-            values[key] = slot(rng, kind, values)
+            others = values.values() if kind.endswith("2") else ()
+            values[key] = rng.choice([value for value in VALUES[kind.rstrip("2")] if value not in others])
         spoken = {
             key: str(value).lower() if isinstance(value, bool) else value for key, value in values.items()
         }
-        asked.append(rng.choice(wordings).format(**spoken))
-        call = json.dumps({"name": name, "arguments": values})
-        answered.append(f"<tool_call>\n{call}\n</tool_call>")
+        asked.append(wording.format(**spoken))
+        answered.append(f"<tool_call>\n{json.dumps({'name': name, 'arguments': values})}\n</tool_call>")
     messages = [
         {"role": "system", "content": system_message(names)},
         {"role": "user", "content": rng.choice((" ", " Then: ", " Also: ")).join(asked)},

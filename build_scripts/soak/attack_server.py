@@ -14,7 +14,6 @@ executed, or the server was restarted.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -33,14 +32,16 @@ import aiohttp
 import grpc
 from tritonclient.grpc import aio
 
-from build_scripts.soak.common import resident_of
-from dflash_trt import LLM, SamplingParams
+from build_scripts.soak.common import greedy_or_sampled, known_answers, options, report, resident_of
 from dflash_trt.decoding.metrics import quantile
+from dflash_trt.decoding.params import SamplingParams
 from server_tests.serving import Serving, tensors
 
 PROMPTS, TOKENS, HONEST, HANGING_SECONDS = 16, 24, 4, 60
 GENERATE = b"POST /v2/models/dflash/generate HTTP/1.1\r\nHost: x\r\n"
 METHOD = "/inference.GRPCInferenceService/"
+# Prompts with their parameters and the tokens of their answers.
+Known = list[tuple[str, SamplingParams, list[int]]]
 Attack = Callable[["Target", random.Random], Awaitable[str]]
 
 
@@ -89,15 +90,13 @@ async def slow(target: Target, rng: random.Random) -> str:
 
 
 async def chunked(target: Target, _: random.Random) -> str:
-    return await send(
-        target.http_port, GENERATE + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\nA\r\n" * 600_000
-    )
+    head = GENERATE + b"Transfer-Encoding: chunked\r\n\r\n"
+    return await send(target.http_port, head, b"1\r\nA\r\n" * 600_000)
 
 
 async def nested(target: Target, _: random.Random) -> str:
-    return await send(
-        target.http_port, with_length(b'{"text_input": ' + b"[" * 100_000 + b"]" * 100_000 + b"}")
-    )
+    body = b'{"text_input": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    return await send(target.http_port, with_length(body))
 
 
 async def huge(target: Target, rng: random.Random) -> str:
@@ -123,9 +122,8 @@ async def closed_paths(target: Target, rng: random.Random) -> str:
 async def abrupt(target: Target, rng: random.Random) -> str:
     body = json.dumps({"text_input": "a", "max_tokens": 300, "ignore_eos": True, "stream": True}).encode()
     data = with_length(body).replace(b"generate", b"generate_stream", 1)
-    return await send(
-        target.http_port, data[: rng.randint(1, 2 * len(data))], pause=rng.random() / 5, abrupt=True
-    )
+    data = data[: rng.randint(1, 2 * len(data))]
+    return await send(target.http_port, data, pause=rng.random() / 5, abrupt=True)
 
 
 async def garbage(target: Target, rng: random.Random) -> str:
@@ -218,14 +216,8 @@ class Honest:
         return figures
 
 
-async def run(server: Serving, bundle: Path, seconds: float, turn: float, marker: Path) -> dict[str, Any]:
+async def run(server: Serving, known: Known, seconds: float, turn: float, marker: Path) -> dict[str, Any]:
     """Turns of honest clients alone and beside hostile ones, for half of the time each."""
-    prompts = [f"def f{n}(a, b):" for n in range(PROMPTS)]
-    params = [
-        SamplingParams(max_tokens=TOKENS, temperature=n % 2, seed=n, ignore_eos=True) for n in range(PROMPTS)
-    ]
-    with LLM(bundle, threads=1) as llm:
-        expected = [c.token_ids for c in llm.generate(prompts, params)]
     target = Target(server.http_port, server.grpc_port, str(marker))
     words = [str(target.http_port), str(target.grpc_port), target.marker]
     hostile = await asyncio.create_subprocess_exec(
@@ -238,9 +230,7 @@ async def run(server: Serving, bundle: Path, seconds: float, turn: float, marker
     end = time.monotonic() + seconds
     (proxy,), (triton,) = server.processes("serving.proxy"), server.processes("bin/tritonserver")
     memory = []
-    clients = [
-        asyncio.create_task(client(n, server, prompts, expected, honest, now, end)) for n in range(HONEST)
-    ]
+    clients = [asyncio.create_task(client(n, server, known, honest, now, end)) for n in range(HONEST)]
     while time.monotonic() < end:
         for now[0], order in (("alone", b"off\n"), ("beside", b"on\n")):
             hostile.stdin.write(order)
@@ -249,24 +239,18 @@ async def run(server: Serving, bundle: Path, seconds: float, turn: float, marker
     await asyncio.gather(*clients)
     hostile.stdin.close()
     out, _ = await asyncio.wait_for(hostile.communicate(), 4 * HANGING_SECONDS)
+    same = server.processes("serving.proxy") == [proxy] and server.processes("bin/tritonserver") == [triton]
     return {
         "honest": honest.to_dict(),
         "hostile": json.loads(out),
         "executed": marker.exists(),
-        "same_processes": server.processes("serving.proxy") == [proxy]
-        and server.processes("bin/tritonserver") == [triton],
+        "same_processes": same,
         "resident_mb": {"proxy": [m[0] for m in memory], "tritonserver": [m[1] for m in memory]},
     }
 
 
 async def client(
-    number: int,
-    server: Serving,
-    prompts: list[str],
-    expected: list[list[int]],
-    honest: Honest,
-    now: list[str],
-    end: float,
+    number: int, server: Serving, known: Known, honest: Honest, now: list[str], end: float
 ) -> None:
     """One honest client, over HTTP or gRPC, with streams or whole answers.
 
@@ -275,16 +259,17 @@ async def client(
     rng = random.Random(number)
     async with aio.InferenceServerClient(server.grpc) as connection, aiohttp.ClientSession() as session:
         while time.monotonic() < end:
-            which = rng.randrange(PROMPTS)
-            fields = {"text_input": prompts[which], "max_tokens": TOKENS, "ignore_eos": True, "seed": which}
-            fields |= {"temperature": float(which % 2), "stream": number % 4 < 2}
+            prompt, params, expected = rng.choice(known)
+            fields = {"text_input": prompt, "max_tokens": TOKENS, "ignore_eos": True, "seed": params.seed}
+            fields |= {"temperature": params.temperature, "stream": number % 4 < 2}
             begin, turn = time.monotonic(), now[0]
             try:
                 async with asyncio.timeout(HANGING_SECONDS):
+                    http = number % 2
                     got = await (
-                        over_http(session, server, fields) if number % 2 else over_grpc(connection, fields)
+                        over_http(session, server, fields) if http else over_grpc(connection, fields)
                     )
-                honest.wrong += got != expected[which]
+                honest.wrong += got != expected
             except Exception as error:
                 honest.lost[f"{type(error).__name__}: {str(error)[:80]}"] += 1
             if now[0] == turn:
@@ -316,6 +301,14 @@ async def over_http(session: aiohttp.ClientSession, server: Serving, fields: dic
     return tokens
 
 
+def questions(bundle: Path, seed: int = 0) -> Known:
+    """What honest clients ask, and the tokens that they must get."""
+    prompts = [f"def f{n}(a, b):" for n in range(PROMPTS)]
+    params = greedy_or_sampled(random.Random(seed), PROMPTS, TOKENS)
+    answers = [done.token_ids for done in known_answers(bundle, prompts, params)]
+    return list(zip(prompts, params, answers, strict=True))
+
+
 def failures(result: dict[str, Any]) -> list[str]:
     """Descriptions of everything that must not have happened."""
     honest, hostile = result["honest"], result["hostile"]
@@ -333,24 +326,16 @@ def main() -> int:
     if sys.argv[1:2] == ["--target"]:
         http_port, grpc_port, marker = sys.argv[2:]
         asyncio.run(attack(Target(int(http_port), int(grpc_port), marker)))
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("bundle", type=Path)
-    parser.add_argument("--seconds", type=float, default=600)
-    parser.add_argument("--turn", type=float, default=15, help="seconds (default: 15)")
-    args = parser.parse_args()
+    args = options(__doc__, seconds=600.0, turn=15.0).parse_args()
+    known = questions(args.bundle, args.seed)
     with tempfile.TemporaryDirectory() as directory:
         server = Serving(args.bundle, Path(directory) / "log", "--threads=1")
         try:
-            result = asyncio.run(
-                run(server, args.bundle, args.seconds, args.turn, Path(directory) / "executed")
-            )
+            executed = Path(directory) / "executed"
+            result = asyncio.run(run(server, known, args.seconds, args.turn, executed))
         finally:
             stopped = server.stop()
-    faults = failures(result) + [f"serve ended with {stopped}"] * bool(stopped)
-    print(json.dumps(result | {"failures": faults}))
-    return int(bool(faults))
+    return report(result, failures(result) + [f"serve ended with {stopped}"] * bool(stopped))
 
 
 if __name__ == "__main__":

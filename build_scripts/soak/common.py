@@ -1,12 +1,26 @@
-"""Options, random prompts and the memory of a process, for all soaks."""
+"""What all soaks share: options, random prompts, known answers, a server of OpenAI's API, memory, and the last line."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
-from contextlib import suppress
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+from dflash_trt import LLM, SamplingParams
+from dflash_trt.decoding.params import Completion
+from dflash_trt.serving.processes import descendants
 
 WORDS = [
     "def add(a, b):",
@@ -21,20 +35,94 @@ WORDS = [
 ]
 
 
-def server_options(description: str | None) -> argparse.Namespace:
-    """The options of a soak of a server."""
+def options(description: str | None, **numbers: float) -> argparse.ArgumentParser:
+    """A parser of the bundle, `--seed`, and these options, which are numbers with a default."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("bundle", type=Path)
-    parser.add_argument("--seconds", type=float, default=600)
-    parser.add_argument("--clients", type=int, default=24)
-    parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    for name, default in {**numbers, "seed": 0}.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
+    return parser
 
 
 def random_prompts(rng: random.Random, count: int) -> list[str]:
+    """Texts of up to 20 pieces."""
     return [" ".join(rng.choices(WORDS, k=rng.randint(1, 20))) for _ in range(count)]
+
+
+def known_answers(bundle: Path, prompts: Sequence[Any], params: Any) -> list[Completion]:
+    """The complete answers, decoded by the target alone."""
+    with LLM(bundle, threads=1) as llm:
+        answers: list[Completion] = llm.generate(prompts, params, speculate=False)
+        return answers
+
+
+def greedy_or_sampled(rng: random.Random, count: int, tokens: int) -> list[SamplingParams]:
+    """Parameters with seeds, half of them greedy, for answers of this length."""
+    temperatures = [rng.choice((0.0, 1.0)) for _ in range(count)]
+    return [
+        SamplingParams(max_tokens=tokens, temperature=temperature, seed=seed, ignore_eos=True)
+        for seed, temperature in enumerate(temperatures)
+    ]
+
+
+@dataclass
+class OpenAIServer:
+    """A running `dflash-trt serve`. exit_code, stop_seconds: known when it has ended."""
+
+    port: int
+    process: subprocess.Popen[bytes]
+    stopped: dict[str, Any] = field(default_factory=dict)
+
+    def engines(self) -> list[int]:
+        """Process ids of the engine; none while it is started."""
+        tree = descendants(self.process.pid)
+        return [pid for pid, (_, state, words) in tree.items() if "serving.worker" in words and state != "Z"]
+
+    def fetch(self, path: str) -> str:
+        """The answer to GET. Raises OSError unless its status is 200."""
+        with urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as answer:
+            return str(answer.read().decode())
+
+    def resident(self) -> dict[str, float]:
+        """Resident memory of its processes, in MB."""
+        engine = max(map(resident_of, self.engines()), default=0.0)
+        return {"server": round(resident_of(self.process.pid), 1), "engine": round(engine, 1)}
+
+
+@contextmanager
+def openai_server(bundle: Path, *arguments: str) -> Iterator[OpenAIServer]:
+    """Start a server on a free port, and stop it at the end."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        sys.executable,
+        "-m",
+        "dflash_trt",
+        "serve",
+        str(bundle),
+        f"--port={port}",
+        "--threads=1",
+        *arguments,
+    ]
+    with tempfile.TemporaryFile() as log:
+        server = OpenAIServer(port, subprocess.Popen(command, stdout=log, stderr=log))
+        try:
+            while server.process.poll() is None:
+                with suppress(OSError):
+                    server.fetch("/ready")
+                    break
+                time.sleep(0.1)
+            else:
+                raise SystemExit(f"the server has not started: exit code {server.process.returncode}")
+            yield server
+        finally:
+            begun = time.monotonic()
+            server.process.terminate()
+            server.stopped["exit_code"] = server.process.wait(60)
+            server.stopped["stop_seconds"] = round(time.monotonic() - begun, 1)
 
 
 def resident_of(pid: int) -> float:
@@ -43,3 +131,9 @@ def resident_of(pid: int) -> float:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
     return 0.0
+
+
+def report(figures: dict[str, Any], faults: Sequence[object]) -> int:
+    """Print the figures as the last line. Returns the exit code: 1 with faults."""
+    print(json.dumps(figures | {"faults": list(faults)[:20]}))
+    return int(bool(faults))

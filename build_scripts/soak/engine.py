@@ -13,16 +13,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import json
 import os
 import random
 import resource
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
-from build_scripts.soak.common import resident_of
+from build_scripts.soak.common import options, report, resident_of
 from dflash_trt import LLM, AsyncLLM, SamplingParams
 from dflash_trt.bundle.manifest import Bundle
 
@@ -30,19 +28,11 @@ PROMPTS, LONGEST = 48, 24
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("bundle", type=Path)
-    parser.add_argument("--requests", type=int, default=10_000)
-    parser.add_argument("--concurrency", type=int, default=32)
-    parser.add_argument("--max-batch-size", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = options(__doc__, requests=10_000, concurrency=32, max_batch_size=8)
     args = parser.parse_args()
     asked, whole = references(args)
-    result = asyncio.run(soak(args, asked, whole))
-    print(json.dumps(result))
-    return 0 if not result["wrong"] and not result["left_behind"] else 1
+    figures = asyncio.run(soak(args, asked, whole))
+    return report(figures, ["wrong tokens"] * figures["wrong"] + ["left behind"] * figures["left_behind"])
 
 
 def references(args: argparse.Namespace) -> tuple[list[tuple[list[int], SamplingParams]], list[list[int]]]:
@@ -70,7 +60,7 @@ async def soak(args: argparse.Namespace, asked: Any, whole: list[list[int]]) -> 
         for number in numbers:
             if number % max(args.requests // 20, 1) == 0:
                 gc.collect()
-                memory.append(resident())
+                memory.append(resident_of(os.getpid()))
             which, most = rng.randrange(PROMPTS), rng.randint(1, LONGEST)
             prompt, params = asked[which]
             params = SamplingParams(max_tokens=most, temperature=params.temperature, seed=params.seed)
@@ -103,7 +93,7 @@ async def soak(args: argparse.Namespace, asked: Any, whole: list[list[int]]) -> 
         left = llm.in_flight + len(llm._arrivals) + len(asyncio.all_tasks()) - 1
         counts = llm.metrics.snapshot()
         gc.collect()
-        memory.append(resident())
+        memory.append(resident_of(os.getpid()))
     return {
         "requests": args.requests,
         "wrong": wrong,
@@ -118,11 +108,6 @@ async def soak(args: argparse.Namespace, asked: Any, whole: list[list[int]]) -> 
         "resident_growth_mb": round(memory[-1] - memory[len(memory) // 4], 1),
         "peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6, 1),
     }
-
-
-def resident() -> float:
-    """Resident memory of this process, in MB."""
-    return resident_of(os.getpid())
 
 
 if __name__ == "__main__":

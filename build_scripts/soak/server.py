@@ -14,9 +14,7 @@ request hung or a token was wrong.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import random
 import re
 import tempfile
@@ -30,80 +28,71 @@ import grpc
 from tritonclient.grpc import aio
 from tritonclient.utils import InferenceServerException
 
-from build_scripts.soak.common import random_prompts, resident_of, server_options
-from dflash_trt import LLM, SamplingParams
-from server_tests.serving import Serving, fetch, kill, tensors
+from build_scripts.soak.common import (
+    greedy_or_sampled,
+    known_answers,
+    options,
+    random_prompts,
+    report,
+    resident_of,
+)
+from dflash_trt import SamplingParams
+from server_tests.serving import Serving, kill, tensors
 
 PROMPTS, LONGEST, HANGING_SECONDS = 32, 48, 60
 WRONG: list[dict[str, Any]] = [
-    {"text_input": ""},
-    {"text_input": "a", "temperature": -3.0},
-    {"text_input": "a", "max_tokens": 0},
-    {"text_input": b"\xff\xfe"},
-    {"input_ids": [10**8]},
-    {"text_input": "a", "input_ids": [1]},
+    {"text_input": ""}, {"text_input": "a", "temperature": -3.0}, {"text_input": "a", "max_tokens": 0},
+    {"text_input": b"\xff\xfe"}, {"input_ids": [10**8]}, {"text_input": "a", "input_ids": [1]},
     {"text_input": "a" * 100_000},
-]
+]  # fmt: skip
 PROCESSES = {"server": "bin/tritonserver", "backend": "backends/python/triton", "engine": "serving.worker"}
 
 
 def main() -> int:
-    args = server_options(__doc__)
+    args = options(__doc__, seconds=600.0, clients=24).parse_args()
     rng = random.Random(args.seed)
-    prompts = random_prompts(rng, PROMPTS)
-    params = [
-        SamplingParams(max_tokens=LONGEST, temperature=rng.choice((0.0, 1.0)), seed=i, ignore_eos=True)
-        for i in range(PROMPTS)
-    ]
-    with LLM(args.bundle, threads=1) as llm:
-        expected = [c.token_ids for c in llm.generate(prompts, params, speculate=False)]
+    prompts, params = random_prompts(rng, PROMPTS), greedy_or_sampled(rng, PROMPTS, LONGEST)
+    expected = [done.token_ids for done in known_answers(args.bundle, prompts, params)]
     with tempfile.TemporaryDirectory() as directory:
         server = Serving(args.bundle, Path(directory) / "log", "--max-queue=8", "--threads=1")
         try:
-            result = asyncio.run(Soak(args, server, prompts, params, expected).run())
+            soak = Soak(server, prompts, params, expected, args.seed)
+            figures = asyncio.run(soak.run(args.seconds, args.clients))
         finally:
             stopped = server.stop()
-    print(json.dumps(result | {"exit_code": stopped}))
-    return int(bool(result["wrong"] or result["hung"] or stopped))
+    return report(figures | {"exit_code": stopped}, soak.faults + ["the exit code"] * bool(stopped))
 
 
 class Soak:
+    """The clients of one server, and what became of their requests."""
+
     def __init__(
         self,
-        args: argparse.Namespace,
         server: Serving,
         prompts: list[str],
         params: list[SamplingParams],
         expected: list[list[int]],
+        seed: int,
     ) -> None:
-        self.args, self.server, self.prompts, self.params, self.expected = (
-            args,
-            server,
-            prompts,
-            params,
-            expected,
-        )
-        self.ends, self.wrong, self.hung = Counter[str](), 0, 0
-        self.rng = random.Random(args.seed + 1)
-        self.end = time.monotonic() + args.seconds
-        self.memory: list[dict[str, float]] = []
+        self.server, self.prompts, self.params, self.expected = server, prompts, params, expected
+        self.ends, self.faults, self.memory = Counter[str](), list[str](), list[dict[str, float]]()
+        self.rng = random.Random(seed + 1)
 
-    async def run(self) -> dict[str, Any]:
-        watch = asyncio.create_task(self.watch())
-        clients = [self.client(http=n % 4 == 3) for n in range(self.args.clients)]
-        await asyncio.gather(*clients, self.killer())
+    async def run(self, seconds: float, clients: int) -> dict[str, Any]:
+        """Send requests for so long. Returns the figures."""
+        self.end = time.monotonic() + seconds
+        watch = asyncio.create_task(self.watch(max(seconds / 30, 1)))
+        each = [self.client(http=n % 4 == 3) for n in range(clients)]
+        await asyncio.gather(*each, self.killer(seconds))
         watch.cancel()
         await asyncio.sleep(2)
         metrics = {name: self.server.metric(f"dflash_num_requests_{name}") for name in ("running", "waiting")}
-        return {
-            "seconds": self.args.seconds,
-            "requests": sum(self.ends.values()),
+        figures = {
+            "requests": self.ends.total(),
             "ends": dict(self.ends.most_common()),
-            "wrong": self.wrong,
-            "hung": self.hung,
             "left_behind": metrics,
-            "resident_mb": self.memory,
         }
+        return figures | {"resident_mb": self.memory}
 
     async def client(self, *, http: bool) -> None:
         async with aio.InferenceServerClient(self.server.grpc) as connection:
@@ -112,7 +101,7 @@ class Soak:
                     async with asyncio.timeout(HANGING_SECONDS):
                         self.ends[await (self.over_http() if http else self.over_grpc(connection))] += 1
                 except TimeoutError:
-                    self.hung += 1
+                    self.faults.append("a request hung")
                 await asyncio.sleep(self.rng.uniform(0, 0.1))
 
     def request(self) -> tuple[dict[str, Any], int]:
@@ -127,7 +116,8 @@ class Soak:
 
     def check(self, which: int, got: list[int], fields: dict[str, Any], reason: str) -> str:
         expected = self.expected[which][: fields["max_tokens"]]
-        self.wrong += got != (expected if reason == "length" else expected[: len(got)])
+        if got != (expected if reason == "length" else expected[: len(got)]):
+            self.faults.append(f"wrong tokens for prompt {which}, {reason}")
         return reason
 
     async def over_grpc(self, connection: Any) -> str:
@@ -168,20 +158,19 @@ class Soak:
         if any(isinstance(value, bytes) for value in fields.values()):
             fields = {"text_input": "a", "top_p": 7.0}
         fields["stream"] = False
-        url = f"http://127.0.0.1:{self.server.http_port}/v2/models/dflash/generate"
-        status, text = await asyncio.to_thread(fetch, url, fields)
-        if status == 0:
+        try:
+            _, answer = await asyncio.to_thread(self.server.generate, **fields)
+        except ValueError:  # no answer
             return "cut off"
-        answer = json.loads(text)
         if "error" in answer:
             return refusal(answer["error"], which)
         ids = answer["output_ids"]
         return self.check(which, ids if isinstance(ids, list) else [ids], fields, answer["finish_reason"])
 
-    async def killer(self) -> None:
+    async def killer(self, seconds: float) -> None:
         """Kill the engine, then the backend, and wait each time until the server serves again."""
         for what in ("engine", "backend"):
-            await asyncio.sleep(self.args.seconds / 3)
+            await asyncio.sleep(seconds / 3)
             for pid in self.server.processes(PROCESSES[what]):
                 kill(pid)
             print(f"killed the {what}", flush=True)
@@ -191,27 +180,23 @@ class Soak:
                 await asyncio.sleep(0.2)
             print(f"ready again after {2 + time.monotonic() - begin:.1f} s", flush=True)
 
-    async def watch(self) -> None:
+    async def watch(self, interval: float) -> None:
+        """Note the memory of the processes at intervals."""
         while True:
-            sizes_now = {}
-            for name, mark in PROCESSES.items():
-                sizes = [resident_of(pid) for pid in self.server.processes(mark)]
-                sizes_now[name] = round(max(sizes, default=0.0), 1)
-            self.memory.append(sizes_now)
-            print(f"{sum(self.ends.values())} requests, {sizes_now}", flush=True)
-            await asyncio.sleep(max(self.args.seconds / 30, 1))
+            sizes = {name: map(resident_of, self.server.processes(mark)) for name, mark in PROCESSES.items()}
+            self.memory.append({name: round(max(each, default=0.0), 1) for name, each in sizes.items()})
+            print(f"{self.ends.total()} requests, {self.memory[-1]}", flush=True)
+            await asyncio.sleep(interval)
 
 
 def refusal(message: str, which: int) -> str:
+    """Why a request was refused."""
     if "in flight, the most" in message:
         return "refused: queue is full"
     if which < 0:
         return "refused: wrong"
-    return (
-        "refused: no engine"
-        if re.search("engine process|no available|not healthy", message)
-        else f"? {message[:60]}"
-    )
+    down = re.search("engine process|no available|not healthy", message)
+    return "refused: no engine" if down else f"? {message[:60]}"
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from dflash_trt.checkpoint.tensors import Checkpoint, Outline
 from dflash_trt.engines import registry
 from dflash_trt.engines.base import BuildJob, BuildSettings, Engine, EngineOptions, Weights
 from dflash_trt.errors import UsageError
-from dflash_trt.formats.base import WeightLayout
 from dflash_trt.formats.precision import Precision
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.quantization.convert import HEAD
@@ -52,49 +51,34 @@ def build(
     force: bool = False,
     progress: Progress | None = None,
 ) -> Bundle:
-    """Build a bundle in `out`.
+    """Build a bundle in `out`. docs/bundle.md describes it, and docs/cli.md the options at length.
 
-    `target` and `drafter` are names of known pairs, hub repositories or directories; a known pair brings its drafter.
-    `max_seq_len` is in tokens, prompt and output together. `block_size` may be smaller than the drafter's.
-    `tree_width` is the number of candidates that the drafter gives for each place: 1 verifies chains, more draft trees.
-    By default it is 1, and 8 where trees were measured to pay (docs/trees.md).
-    `weights`: "copy" gives the bundle files of its own (which share their blocks with the checkpoints' where the file
-    system can), "link" makes hard links: nothing is copied, and who writes to the checkpoint's files breaks the bundle.
-    With "none" the full-size graphs are made from the configurations alone (those of known pairs come with the
-    package): nothing is fetched, and the bundle can be inspected but not run.
-    `precision` is the dtype that the engine computes in: by default float32 on ONNX Runtime, else BF16. Or it is a
-    number format, and the build quantizes the weights of linear layers to it. Such a checkpoint must not be quantized.
-    `draft_vocabulary` is a file of the tokens that may be drafted (docs/drafters.md), or "all". By default it is the
-    file that the drafter brings, if any.
-    `drafter_window`: how many tokens the drafter's layers see, less than they were trained for (docs/drafters.md).
-    `options` are the engine's own: `TensorRTOptions` (dflash_trt/engines/tensorrt/options.py) for "tensorrt" and
-    "tensorrt-rtx", `TensorRTLLMOptions` (dflash_trt/trtllm/options.py) for "tensorrt-llm", which needs them.
-    `exact`: the bundle is opened in exact mode unless its user says otherwise (`LLM`).
-    Work happens in a sibling directory that is renamed at the end, so an interrupted build never looks finished;
-    the next one continues with what is whole. A bundle of the same inputs that is already there is kept as it is.
-    `force` replaces one of other inputs, or a damaged one; nothing else is ever replaced.
+    target, drafter: names of known pairs, hub repositories or directories; a known pair brings its drafter.
+    max_seq_len: tokens of a prompt and its output together.
+    block_size: tokens of a verification; may be smaller than the drafter's.
+    tree_width: candidates of the drafter for each place. 1 verifies chains. By default 8 where trees were measured to
+        pay (docs/trees.md), else 1.
+    weights: "copy", "link" (hard links, where numbers are kept) or "none" (graphs from configurations alone, to
+        inspect).
+    precision: the dtype that the engine computes in, or a number format that the build quantizes weights to.
+    draft_vocabulary: a file of the tokens that may be drafted, or "all"; by default the drafter's own file, if any.
+    drafter_window: tokens that the drafter's layers see, less than they were trained for (docs/drafters.md).
+    options: the engine's own: `TensorRTOptions` or `TensorRTLLMOptions`.
+    exact: the bundle opens in exact mode unless its user says otherwise.
+    force: replace a bundle of other inputs, or a damaged one; nothing else is ever replaced.
+
+    An interrupted build never looks finished; the next one continues with what is whole. A bundle of the same inputs
+    is kept as it is.
 
     Raises:
         CheckpointError, PairError: the checkpoints cannot be read or do not fit.
         BuildError: an argument is impossible, or `out` holds something else.
     """
-    progress = progress or silent
-    out = Path(out)
-    entry = registry.find(engine)
-    if weights not in get_args(Weights):
-        raise UsageError(f"--weights is {weights!r}, expected one of: {', '.join(get_args(Weights))}")
-    _check_options(entry, options)
+    progress, out, entry = progress or silent, Path(out), registry.find(engine)
+    _check_arguments(entry, weights, precision, options, exact)
     check_out(out)
-    entry.check(precision, weights, options)
-    if exact and entry.own_loop:
-        raise UsageError(
-            f"--exact: {engine} runs its passes by itself, so equal tokens cannot be promised; leave it out"
-        )
-
     progress("read checkpoints", 0, 1)
-    pair = _read_pair(find_sources(target, drafter, weights), entry, weights)
-    narrow = narrow_drafter(drafter_window, pair.drafter.config, entry)
-    pair = replace(pair, drafter=replace(pair.drafter, config=narrow))
+    pair = _read_pair(find_sources(target, drafter, weights), entry, weights, drafter_window)
     settings = BuildSettings(
         block_size=choose_block_size(block_size, pair.drafter.config),
         tree_width=_tree_width(tree_width, pair, precision, entry),
@@ -106,7 +90,7 @@ def build(
     )
     pair = replace(pair, draft_tokens=_draft_tokens(pair, draft_vocabulary, entry))
     progress("read checkpoints", 1, 1)
-    with workspace(out, "bundle") as place:
+    with workspace(out) as place:
         return _write(pair, settings, entry, place, force, progress)
 
 
@@ -119,7 +103,21 @@ def _write(
     progress: Progress,
 ) -> Bundle:
     """The bundle in its place: made in the work directory, or the one of the same key that is there."""
-    pair = _quantized(pair, settings.precision, place, progress, engine.weight_layout)
+    target, drafter, head = in_precision(
+        pair.target.checkpoint,
+        pair.drafter.checkpoint,
+        settings.precision,
+        place.scratch,
+        progress,
+        layout=engine.weight_layout,
+        draft_tokens=pair.draft_tokens,
+    )
+    pair = replace(
+        pair,
+        target=replace(pair.target, checkpoint=target),
+        drafter=replace(pair.drafter, checkpoint=drafter),
+        head=head,
+    )
     job = engine.job(pair, settings, place, progress)
     manifest = _describe(pair, settings, engine, job)
     inputs = read_inputs(job.files, place, progress)
@@ -137,15 +135,32 @@ def _write(
     return Bundle.open(place.out)
 
 
-def _check_options(engine: Engine, options: EngineOptions | None) -> None:
+def _check_arguments(
+    engine: Engine,
+    weights: Weights,
+    precision: Precision | None,
+    options: EngineOptions | None,
+    exact: bool,
+) -> None:
+    """Refuse what no checkpoint would make possible."""
+    if weights not in get_args(Weights):
+        raise UsageError(f"--weights is {weights!r}, expected one of: {', '.join(get_args(Weights))}")
     if options is not None and not (engine.options and isinstance(options, engine.options)):
         names = registry.names_by_options().get(type(options), [])
         raise UsageError(
             f"--engine is {engine.name}, and options are {type(options).__name__}, which are for: {', '.join(names)}"
         )
+    engine.check(precision, weights, options)
+    if exact and engine.own_loop:
+        raise UsageError(
+            f"--exact: {engine.name} runs its passes by itself, so equal tokens cannot be promised; leave it out"
+        )
 
 
-def _read_pair(sources: tuple[Source, Source], engine: Engine, weights: Weights) -> CheckpointPair:
+def _read_pair(
+    sources: tuple[Source, Source], engine: Engine, weights: Weights, drafter_window: int | None
+) -> CheckpointPair:
+    """Both checkpoints, which fit each other and the engine, with the drafter's windows as asked."""
     target = read_target_config(sources[0].directory)
     drafter = read_drafter_config(sources[1].directory, target)
     engine.check_pair(target, drafter)
@@ -154,9 +169,10 @@ def _read_pair(sources: tuple[Source, Source], engine: Engine, weights: Weights)
         mask = drafter.mask_token_id if drafter.masks else None
         check_tokenizers(sources[0].directory, sources[1].directory, mask)
     opened = Outline if weights == "none" else Checkpoint
+    narrow = narrow_drafter(drafter_window, drafter, engine)
     return CheckpointPair(
         Side(sources[0], target, opened(sources[0].directory), f"{engine.weights_folder}target"),
-        Side(sources[1], drafter, opened(sources[1].directory), f"{engine.weights_folder}drafter"),
+        Side(sources[1], narrow, opened(sources[1].directory), f"{engine.weights_folder}drafter"),
     )
 
 
@@ -177,27 +193,6 @@ def _precision(asked: Precision | None, pair: CheckpointPair, engine: Engine) ->
     quantized = bool(target.algorithm(HEAD) or drafter.algorithms)
     configs = pair.target.config, pair.drafter.config
     return engine.choose_precision(asked or Precision(), *configs, quantized=quantized)
-
-
-def _quantized(
-    pair: CheckpointPair, precision: Precision, place: Workspace, progress: Progress, layout: WeightLayout
-) -> CheckpointPair:
-    """The pair in `precision`, with the drafter's own head if there is one."""
-    target, drafter, head = in_precision(
-        pair.target.checkpoint,
-        pair.drafter.checkpoint,
-        precision,
-        place.scratch,
-        progress,
-        layout=layout,
-        draft_tokens=pair.draft_tokens,
-    )
-    return replace(
-        pair,
-        target=replace(pair.target, checkpoint=target),
-        drafter=replace(pair.drafter, checkpoint=drafter),
-        head=head,
-    )
 
 
 def _draft_tokens(pair: CheckpointPair, asked: str | Path | None, engine: Engine) -> list[int] | None:

@@ -75,6 +75,7 @@ class Exactness:
         return "; ".join(parts if len(parts) > 1 else ["every pass agrees", *parts])
 
     def as_dict(self) -> dict[str, Any]:
+        """As it is kept in the cache."""
         return asdict(self) | {"rule": None if self.rule is None else self.rule.as_dict()}
 
     @classmethod
@@ -94,8 +95,8 @@ def kept(bundle: Bundle, pair: Pair, threads: int | None) -> Exactness | None:
     if not place.exists():
         return None
     try:
-        found = Exactness.read(read_object(place, _BYTES, DFlashError)["found"])
-        return found if found.sequences >= pair.slots else None
+        measured = Exactness.read(read_object(place, _BYTES, DFlashError)["found"])
+        return measured if measured.sequences >= pair.slots else None
     except (DFlashError, KeyError) as error:
         warn_once(_log, f"{place}: {error}; exact mode measures again")
         return None
@@ -117,20 +118,20 @@ def settle(
     rule = find_rule(pair, prompts, raw, bundle.manifest, tokens)
     worst = max(raw, key=lambda outcome: outcome.flips / outcome.rows)
     most = bundle.manifest["block_size"]
-    found = Exactness(rule, _cost(pair, rule or FREE), worst.rows, worst.flips, most, pair.slots)
+    measured = Exactness(rule, _cost(pair, rule or FREE), worst.rows, worst.flips, most, pair.slots)
     for slot in range(pair.slots):
         pair.clear(slot)
     place = _place(bundle, pair, threads)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(place) as file:
-            document = {"machine": _machine(bundle, pair, threads), "found": found.as_dict()}
+            document = {"machine": _machine(bundle, pair, threads), "found": measured.as_dict()}
             file.write(json.dumps(document, indent=1).encode() + b"\n")
     except OSError as error:
         warn_once(
             _log, f"{place}: cannot be written ({error.strerror}); exact mode measures again in each process"
         )
-    return found
+    return measured
 
 
 def exactness(
@@ -142,8 +143,8 @@ def exactness(
     progress: Progress,
 ) -> Exactness:
     """The kept measurement, or a new one, with these prompts. Raises BundleError where exact mode cannot promise."""
-    found = kept(bundle, pair, threads)
-    if found is None:
+    measured = kept(bundle, pair, threads)
+    if measured is None:
         begin, most = perf_counter(), bundle.manifest["block_size"]
         print("comparing the passes of this bundle on this machine (once)", file=sys.stderr)
         widths, outcomes = range(1, most + 1), list[Outcome]()
@@ -151,16 +152,19 @@ def exactness(
         for outcome in measure(pair, prompts, widths, TOKENS, bundle.manifest):
             outcomes.append(outcome)
             progress(STEP, len(outcomes), steps)
-        found = settle(bundle, pair, prompts, outcomes, threads=threads, tokens=TOKENS)
+        measured = settle(bundle, pair, prompts, outcomes, threads=threads, tokens=TOKENS)
         _log.info(
-            "compared the passes of %s in %.1f s: %s", bundle.path, perf_counter() - begin, found.describe()
+            "compared the passes of %s in %.1f s: %s",
+            bundle.path,
+            perf_counter() - begin,
+            measured.describe(),
         )
-    if found.rule is None:
+    if measured.rule is None:
         raise BundleError(
             f"{bundle.path}: exact mode is not possible on this machine, as a row's bits depend on more than the width "
-            f"of its pass ({found.flips} of {found.rows} greedy tokens changed without it); open it without exact"
+            f"of its pass ({measured.flips} of {measured.rows} greedy tokens changed without it); open it without exact"
         )
-    return found
+    return measured
 
 
 def _cost(pair: Pair, rule: Rule) -> float:
@@ -173,10 +177,10 @@ def _cost(pair: Pair, rule: Rule) -> float:
     for batch in {1, pair.slots if rule.batches else 1}:
         seconds: dict[Rule, list[float]] = {FREE: [], rule: []}
         for _ in range(_TIMED + 1):
-            for each, found in seconds.items():
+            for each, times in seconds.items():
                 pair.rule, begin = each, perf_counter()
                 pair.dummy_verify(batch, 1)
-                found.append(perf_counter() - begin)
+                times.append(perf_counter() - begin)
         shares.append(median(seconds[rule][1:]) / median(seconds[FREE][1:]))
     pair.rule = FREE
     return max(shares)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from pathlib import Path
 from typing import Literal
 
-from dflash_trt.checkpoint import gguf, recognized
+from dflash_trt.checkpoint import gguf
 from dflash_trt.checkpoint.catalogue import NAMES, PAIRS, SHIPPED, KnownPair, known_configs, known_pair
 from dflash_trt.checkpoint.pair import Source
 from dflash_trt.engines.base import Weights
-from dflash_trt.errors import CheckpointError, did_you_mean
+from dflash_trt.errors import CheckpointError, did_you_mean, show_name
+from dflash_trt.files.reading import read_object
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 
 Role = Literal["target", "drafter"]
@@ -19,6 +22,7 @@ _REPOSITORY = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./
 _CONFIGS = ["config.json", "generation_config.json"]
 # The hub matches patterns with fnmatch. Its * crosses slashes, so subdirectories are excluded separately.
 _FILES = ["*.safetensors", "*.json", "*.jinja"]
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def find_sources(target: str, drafter: str | None, weights: Weights) -> tuple[Source, Source]:
@@ -94,9 +98,9 @@ def _check_path(name: str, role: Role) -> None:
     path = Path(name).expanduser()
     parts = Path(name.partition("@")[0]).parts  # a revision may have slashes of its own
     if path.is_dir():
-        recognized.check_directory(path, role)
+        _check_directory(path, role)
     elif path.exists() and (path.suffix != ".gguf" or role == "drafter"):
-        recognized.check_file(path, role)
+        _check_file(path, role)
     elif not path.exists() and (path.is_absolute() or name.startswith(("./", "../")) or len(parts) > 2):
         raise CheckpointError(f"--{role} {name}: no such file or directory")
 
@@ -133,5 +137,77 @@ def _snapshot(repo: str, revision: str | None, role: Role) -> Source:
         raise CheckpointError(f"{repo}: {error}") from None
     except Exception as error:
         # The hub raises the errors of its HTTP client, which differ between versions.
-        raise recognized.hub_error(repo, error, role) from error
+        raise _hub_error(repo, error, role) from error
     return Source(directory, repo, commit)
+
+
+def _check_directory(path: Path, role: str) -> None:
+    """Raise CheckpointError for a directory of another kind, saying what it is and how to go on."""
+    if (path / "manifest.json").is_file():
+        raise CheckpointError(
+            f"{path}: is a bundle already; give the checkpoint that it was built from as --{role}"
+        )
+    if (path / "adapter_config.json").is_file():
+        base = read_object(path / "adapter_config.json").get("base_model_name_or_path")
+        of = f" for {show_name(base)}" if isinstance(base, str) and base else ""
+        raise CheckpointError(
+            f"{path}: is a LoRA adapter{of}, not a whole model; merge it into its base model first (with PEFT: "
+            f"merge_and_unload, then save_pretrained), and give that directory as --{role}"
+        )
+    if (path / "config.json").exists():
+        names = [file.name for file in sorted(path.iterdir()) if file.suffix in _PICKLED]
+        if names and not any(path.glob("*.safetensors*")):
+            raise CheckpointError(
+                f"{path}: has weights in {show_name(names[0])}, which is not read, as loading a pickle runs code; "
+                "save the model again as safetensors (with Transformers: save_pretrained)"
+            )
+        return
+    ggufs = sorted(path.glob("*.gguf"))
+    if ggufs:
+        raise CheckpointError(f"{path}: holds GGUF files; give the file itself: --{role} {ggufs[0]}")
+    raise CheckpointError(
+        f"{path}: has no config.json; expected a checkpoint as Hugging Face keeps it: config.json, "
+        "the safetensors files and, for a target, tokenizer.json"
+    )
+
+
+def _check_file(path: Path, role: str) -> None:
+    """Raise CheckpointError for a file where a directory is expected."""
+    if path.suffix == ".safetensors":
+        raise CheckpointError(
+            f"{path}: is a file; give its directory, with config.json, as --{role} {path.parent}"
+        )
+    if path.suffix == ".gguf":
+        raise CheckpointError(f"{path}: is a GGUF file; only a target can be one, --{role} cannot")
+    raise CheckpointError(f"{path}: is a file; --{role} takes a directory, a name or a repository")
+
+
+def _hub_error(repo: str, error: Exception, role: str) -> CheckpointError:
+    """The hub's error, with the way out. Raises an error of the disk as it is."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        raise error
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    token = "with a token: `hf auth login`, or the variable HF_TOKEN"
+    if "GatedRepoError" in kinds:
+        return CheckpointError(
+            f"{repo}: is gated; accept its licence on https://huggingface.co/{repo}, then come back {token}"
+        )
+    if "RepositoryNotFoundError" in kinds:
+        return CheckpointError(
+            f"{repo}: the hub has no such repository, or it is private; check the name, or come back {token}"
+        )
+    if "RevisionNotFoundError" in kinds:
+        return CheckpointError(
+            f"{repo}: the hub has no such revision; leave out @REVISION for the newest one"
+        )
+    files = "config.json, the safetensors files" + (", tokenizer.json" if role == "target" else "")
+    offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") else ""
+    return CheckpointError(
+        f"{repo}: the hub does not provide it{offline} ({_first_line(error)}); "
+        f"a local directory with {files} can be given as --{role} instead"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(". ") if lines else type(error).__name__

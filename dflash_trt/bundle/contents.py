@@ -27,6 +27,7 @@ class Input:
 
     @property
     def size(self) -> int:
+        """Bytes."""
         return self.stamp[2]
 
     def check(self) -> None:
@@ -132,6 +133,7 @@ def hard_link(source: Path, destination: Path) -> bool:
 
 
 def describe_file(path: Path) -> dict[str, Any]:
+    """The manifest's entry of a file that the build wrote."""
     return {"size": path.stat().st_size, "sha256": bundle.digest(path)}
 
 

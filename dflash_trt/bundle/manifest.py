@@ -129,6 +129,7 @@ def graph_metadata(manifest: Mapping[str, Any]) -> dict[str, str]:
 
 
 def digest(path: Path) -> str:
+    """The sha256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

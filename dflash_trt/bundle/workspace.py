@@ -1,41 +1,33 @@
 """Work directories for bundles, checkpoints and repositories: beside the final place, and renamed when complete.
 
-See docs/bundle.md.
+`.NAME.dflash-trt-work` has a lock, computed digests, and four directories, which alone are ever removed: `new` becomes
+NAME, `scratch` is for the work, `replaced` is the old bundle until the new one is in its place, and `removed` is what a
+removal has begun with: a run takes up what an interrupted one left in `new` and `scratch`, so both lose their names
+before their files. See docs/bundle.md.
 """
 
 from __future__ import annotations
 
 import errno
-import json
-import logging
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import Literal
+from pathlib import Path
 
-from dflash_trt.bundle.manifest import MANIFEST, Bundle, read_manifest, unlisted
+from dflash_trt.bundle.manifest import Bundle, read_manifest, unlisted
 from dflash_trt.errors import BuildError, BundleError
-from dflash_trt.files.disk import LOCK, held_folder, name_instead, sync, sync_tree, write_object, writing
-from dflash_trt.logs import warn_once
-
-_log = logging.getLogger(__name__)
+from dflash_trt.files.disk import held_folder, name_instead, sync, sync_tree, writing
 
 # Called as progress(step, done, total). The unit depends on the step: files or bytes.
 Progress = Callable[[str, int, int], None]
-Kind = Literal["bundle", "checkpoint", "repository"]
 
-# What a work directory has: beside the lock, its purpose, digests, and four directories. What is removed is renamed
-# first, because the next run would take the remains for whole work.
-_RECORD, _DIGESTS = "record.json", "digests.json"
 _NEW, _SCRATCH, _REPLACED, _REMOVED = "new", "scratch", "replaced", "removed"
 
 
 def silent(step: str, done: int, total: int) -> None:
-    pass
+    """A `Progress` that shows nothing."""
 
 
 @dataclass
@@ -49,16 +41,18 @@ class Workspace:
 
     @property
     def path(self) -> Path:
+        """The directory that becomes `out`."""
         return self.area / _NEW
 
     @property
     def scratch(self) -> Path:
+        """The directory for what is not part of the result."""
         return self.area / _SCRATCH
 
     @property
     def digests(self) -> Path:
         """The file that records computed digests."""
-        return self.area / _DIGESTS
+        return self.area / "digests.json"
 
     def existing(self, key: str, *, force: bool) -> Bundle | None:
         """The bundle in `out`, if it is complete and has this key. Otherwise `publish` will replace it.
@@ -78,13 +72,16 @@ class Workspace:
             problem = f"{self.out}: holds this bundle, damaged ({error})"
         if not force:
             raise BuildError(f"{problem}; choose another --out, or replace it with --force")
-        if others := unlisted(self.out, manifest):
+        self._check_listed(self.out)
+        self._replaces = True
+        return None
+
+    def _check_listed(self, bundle: Path) -> None:
+        if others := unlisted(bundle, read_manifest(bundle)):
             raise BuildError(
                 f"{self.out}: holds {len(others)} files that are not part of the bundle, such as {others[0]!r}; they "
                 "would be lost with it: move them, or choose another --out"
             )
-        self._replaces = True
-        return None
 
     def check_free(self, state: str) -> None:
         """Raise BuildError, with `state` as its text, if `out` exists."""
@@ -94,11 +91,12 @@ class Workspace:
     def publish(self) -> None:
         """Move the content of `path` to `out`, complete and on disk.
 
-        Raises BuildError if `out` has appeared meanwhile. The work is kept.
+        Raises BuildError if `out` has appeared meanwhile, or has got files of others. The work is kept.
         """
         sync_tree(self.path)
         if self._replaces:
             self.out.rename(self.area / _REPLACED)
+            self._check_listed(self.area / _REPLACED)
         try:
             self.path.rename(self.out)
         except OSError as error:
@@ -109,10 +107,21 @@ class Workspace:
                 "reused"
             ) from None
         self.done = True
-        self.sync()
+        self._sync_names()
 
-    def sync(self) -> None:
-        """Flush the names in the work directory and beside it to the disk."""
+    def put_back(self) -> None:
+        """Undo a replacement that was interrupted: `replaced` is out of its place, and `path` is not yet in it."""
+        old = self.area / _REPLACED
+        if old.exists() and self.path.exists():
+            if os.path.lexists(self.out):
+                raise BuildError(
+                    f"{self.out}: has appeared while the bundle that was there was being replaced; move it away, and "
+                    f"that bundle, now {old}, is put back"
+                )
+            old.rename(self.out)
+            self._sync_names()
+
+    def _sync_names(self) -> None:
         sync(self.area)
         sync(self.area.parent)
 
@@ -121,6 +130,22 @@ class Workspace:
         for folder in (self.path, self.scratch):
             shutil.rmtree(folder)
             folder.mkdir()
+
+    @property
+    def over(self) -> bool:
+        """Whether the work directory can go: the work is done, or there is nothing to resume from."""
+        folders = [folder for folder in (self.path, self.scratch) if folder.exists()]
+        return self.done or not any(any(folder.iterdir()) for folder in folders)
+
+    def clear(self) -> None:
+        """Remove what is in the work directory. An interrupted removal can be continued."""
+        removed = self.area / _REMOVED
+        for name in (_REMOVED, _NEW, _SCRATCH, _REPLACED):
+            with suppress(FileNotFoundError):
+                (self.area / name).rename(removed)
+                shutil.rmtree(removed)
+        for name in (self.digests.name, f"{self.digests.name}.part"):
+            (self.area / name).unlink(missing_ok=True)
 
 
 def check_out(out: Path) -> None:
@@ -148,118 +173,37 @@ def check_place(out: Path) -> None:
 
 
 @contextmanager
-def workspace(out: Path, kind: Kind) -> Iterator[Workspace]:
-    """The work directory beside `out`, for one process at a time. An interrupted run leaves it, and the next run of
-    this kind resumes it. If it was interrupted while it replaced an old bundle, the old bundle is put back first.
+def workspace(out: Path) -> Iterator[Workspace]:
+    """The work directory beside `out`, for one process at a time. An interrupted run leaves it, and the next run
+    resumes it. If it was interrupted while it replaced an old bundle, the old bundle is put back first.
 
-    Raises BuildError if the place cannot be written, another process holds it, or its work directory is not ours.
+    Raises BuildError if the place cannot be written, or another process holds it.
     """
     out = Path(os.path.abspath(out))
-    area = out.with_name(f".{out.name}.work")
+    place = Workspace(out, out.with_name(f".{out.name}.dflash-trt-work"))
     with ExitStack() as held:
         with writing(out, "choose another --out"):
             check_place(out)
             out.parent.mkdir(parents=True, exist_ok=True)
-            if not held.enter_context(held_folder(area)):
+            if not held.enter_context(held_folder(place.area)):
                 raise BuildError(
                     f"{out}: another process is writing it; wait for it, or choose another --out"
                 )
-            place = Workspace(out, area)
-            _put_in_order(place, kind)
+            place.put_back()
+            if not place.path.exists():
+                place.clear()
         try:
             for folder in (place.path, place.scratch):
                 folder.mkdir(exist_ok=True)
             yield place
         except BaseException as error:
-            # There is no room for the work. An old bundle that is being replaced stays for the next run.
+            place.put_back()
             full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
             if full or isinstance(error, MemoryError):
-                place.done = not (area / _REPLACED).exists()
-            if _is_over(place):
-                name_instead(error, area, out)
+                place.done = True  # there is no room for the work
+            if place.over:
+                name_instead(error, place.area, out)
             raise
         finally:
-            if _is_over(place):
-                _clear(place)
-
-
-def _is_over(place: Workspace) -> bool:
-    """Whether the work directory is removed: it is done, or holds nothing to resume from."""
-    return place.done or not any(any(folder.iterdir()) for folder in (place.path, place.scratch))
-
-
-def _put_in_order(place: Workspace, kind: Kind) -> None:
-    """Undo or finish what an interrupted run had begun. Work of another kind is removed."""
-    record, wanted = place.area / _RECORD, {"format": "dflash-trt work directory", "kind": kind}
-    inside = set(os.listdir(place.area)) - {LOCK, f"{_RECORD}.part"}
-    try:
-        recorded = json.loads(record.read_text()) if inside else wanted
-        ours = recorded["format"] == wanted["format"]
-    except (OSError, ValueError, TypeError, KeyError):
-        ours = False
-    if not ours:
-        raise BuildError(f"{place.area}: is in the way and was not made by dflash-trt; move it away")
-    if {_REPLACED, _NEW} <= inside:
-        if os.path.lexists(place.out):
-            _keep_replaced(place)
-        else:
-            (place.area / _REPLACED).rename(place.out)
-            place.sync()
-    if inside and (recorded != wanted or _NEW not in inside):
-        _clear(place)
-    if not record.exists():
-        write_object(record, wanted)
-
-
-def _clear(place: Workspace) -> None:
-    """Remove what is in the work directory. The record goes last, so that an interrupted removal can be continued."""
-    for folder in (_REMOVED, _NEW, _SCRATCH):
-        with suppress(FileNotFoundError):
-            if folder != _REMOVED:
-                (place.area / folder).rename(place.area / _REMOVED)
-            shutil.rmtree(place.area / _REMOVED)
-    if not remove_bundle(place.area / _REPLACED):
-        _keep_replaced(place)
-    for file in (_DIGESTS, f"{_DIGESTS}.part", _RECORD):
-        (place.area / file).unlink(missing_ok=True)
-
-
-def _keep_replaced(place: Workspace) -> None:
-    kept = place.out.with_name(f"{place.out.name}.replaced-{secrets.token_hex(4)}")
-    (place.area / _REPLACED).rename(kept)
-    warn_once(_log, f"{kept}: keeps files that {place.out} had before, or got while it was replaced")
-
-
-def remove_bundle(path: Path) -> bool:
-    """Remove the files that a bundle's manifest lists, and then the manifest. Returns False if other files are left.
-
-    Links are not followed.
-    """
-    if not os.path.lexists(path):
-        return True
-    with suppress(OSError):
-        path.rmdir()
-        return True
-    try:
-        names = [PurePosixPath(name) for name in read_manifest(path)["files"]]
-    except BundleError:
-        return False
-    real = path.resolve()
-
-    def reached(name: PurePosixPath) -> bool:
-        """Whether no link is on the way."""
-        return not path.is_symlink() and (path / name.parent).resolve() == real / name.parent
-
-    for name in filter(reached, names):
-        with suppress(OSError):
-            (path / name).unlink()
-    for folder in filter(
-        reached, sorted({p for name in names for p in name.parents if p.name}, reverse=True)
-    ):
-        with suppress(OSError):
-            (path / folder).rmdir()
-    if os.listdir(path) != [MANIFEST]:
-        return False
-    (path / MANIFEST).unlink()
-    path.rmdir()
-    return True
+            if place.over:
+                place.clear()

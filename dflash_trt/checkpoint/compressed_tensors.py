@@ -7,10 +7,11 @@ compressed-tensors 0.20.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from dflash_trt.checkpoint.fields import Fields
-from dflash_trt.checkpoint.rules import NAMES, Quantization, Rule, check_count, regex
+from dflash_trt.checkpoint.rules import NAMES, Quantization, Rule, check_count, optional_names, regex
 from dflash_trt.errors import show
 from dflash_trt.formats import Algorithm
 from dflash_trt.formats.base import BLOCK
@@ -19,17 +20,46 @@ from dflash_trt.formats.nvfp4 import BLOCK as NVFP4_BLOCK
 _GROUPS = 1024
 _LINEAR = ("Linear", "LinearBase")  # classes of modules that are linear layers here
 _HOW = "fetch the original checkpoint and quantize it with: dflash-trt quantize"
-# Storage of weights -> their numbers.
-_FORMATS = {
-    "float-quantized": ("fp8",),
-    "naive-quantized": ("fp8", "int8"),
-    "mxfp8-quantized": ("mxfp8",),
-    "int-quantized": ("int8",),
-    "pack-quantized": ("int4", "int8"),
-    "nvfp4-pack-quantized": ("nvfp4",),
-    "mxfp4-pack-quantized": ("mxfp4",),
-}
 _PACKED = ("pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized")
+
+
+class _Numbers(NamedTuple):
+    """The numbers of weights: what their arguments say, which formats hold them, and how inputs may be rounded.
+
+    formats: the first one is meant where a file does not say. With rounded inputs, that of INT8 is "int-quantized".
+    inputs: `dynamic` of rounded inputs (False where their scale is in the file) -> the strategies that are read.
+    input_bits: None: any, because inputs are not rounded here.
+    """
+
+    type: str
+    bits: int
+    strategies: tuple[str, ...]
+    group_size: int | None
+    formats: tuple[str, ...]
+    inputs: Mapping[bool | str, tuple[str, ...]]
+    input_bits: int | None
+
+    @property
+    def integer(self) -> bool:
+        """Whether these are integers, which may have zero points, and whose inputs a CPU rounds in any case."""
+        return self.type == "int"
+
+
+_ROWS, _TENSOR = ("token", "tensor", "group"), ("tensor_group",)
+_FP8_ROWS = ("tensor", "channel", "block", "group")
+_FP8_FORMATS = ("float-quantized", "naive-quantized")
+_INT8_FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")
+_NUMBERS = {
+    "mxfp8": _Numbers("float", 8, ("group",), BLOCK, ("mxfp8-quantized",), {True: ("group",)}, None),
+    "fp8": _Numbers("float", 8, _FP8_ROWS, None, _FP8_FORMATS, {True: _ROWS, False: ("tensor",)}, 8),
+    "nvfp4": _Numbers(
+        "float", 4, _TENSOR, NVFP4_BLOCK, ("nvfp4-pack-quantized",), {True: _TENSOR, "local": _TENSOR}, 4
+    ),
+    "mxfp4": _Numbers("float", 4, ("group",), BLOCK, ("mxfp4-pack-quantized",), {True: ("group",)}, None),
+    "int8": _Numbers("int", 8, ("channel", "group"), None, _INT8_FORMATS, {True: _ROWS}, 8),
+    "int4": _Numbers("int", 4, ("channel", "group"), None, ("pack-quantized",), {True: _ROWS}, 8),
+}
+_FORMATS = tuple(dict.fromkeys(name for numbers in _NUMBERS.values() for name in numbers.formats))
 
 
 def _arguments(type_: str, bits: int, **more: Any) -> dict[str, Any]:
@@ -89,7 +119,9 @@ def read_compressed_tensors(fields: Fields) -> Quantization:
         raise fields.error("config_groups", "is missing, expected an object")
     if len(groups.values) > _GROUPS:
         raise fields.error("config_groups", f"has {len(groups.values)} groups, expected at most {_GROUPS}")
-    targets: dict[str, tuple[Algorithm | None, str]] = {}
+    targets: dict[
+        str, tuple[Algorithm | None, str]
+    ] = {}  # target -> its algorithm, and the group that says so
     for name in groups.values:
         names, algorithm = _group(fields, groups, name)
         for target in names:
@@ -102,14 +134,16 @@ def read_compressed_tensors(fields: Fields) -> Quantization:
     cache = fields.section("kv_cache_scheme")
     if cache is not None and cache.integer("num_bits", default=8) != 8:
         raise cache.error("num_bits", f"is {show(cache.get('num_bits'))}, expected 8")
-    return _ruled(fields, {target: found[0] for target, found in targets.items()}, cache is not None)
+    return _ruled(
+        fields, {target: algorithm for target, (algorithm, _) in targets.items()}, cache is not None
+    )
 
 
 def _ruled(fields: Fields, targets: dict[str, Algorithm | None], kv_cache: bool) -> Quantization:
-    ignore = fields.strings("ignore", most=NAMES) if fields.get("ignore") is not None else ()
+    ignore = optional_names(fields, "ignore")
     patterns = tuple(dict.fromkeys(text for text in ignore if text.startswith("re:")))
     check_count(fields, "ignore", patterns)
-    rules = [Rule(_regex(fields, "ignore", text)) for text in patterns]
+    rules = [Rule(regex(fields, "ignore", text)) for text in patterns]
     ignored = tuple(rule.pattern for rule in rules)
     layers: dict[str, Algorithm | None] = {
         name: None if any(pattern.match(name) for pattern in ignored) else algorithm
@@ -119,15 +153,11 @@ def _ruled(fields: Fields, targets: dict[str, Algorithm | None], kv_cache: bool)
     layers.update(dict.fromkeys(name for name in ignore if not name.startswith("re:")))
     ordered = sorted(name for name in targets if name.startswith("re:"))
     check_count(fields, "config_groups", ordered)
-    rules += [Rule(_regex(fields, "config_groups", text), targets[text]) for text in ordered]
+    rules += [Rule(regex(fields, "config_groups", text), targets[text]) for text in ordered]
     default = next((targets[name] for name in _LINEAR if name in targets), None)
     if set(_LINEAR) & set(ignore):
         return Quantization(fields.path, kv_cache=kv_cache)
     return Quantization(fields.path, default, layers, tuple(rules), kv_cache=kv_cache)
-
-
-def _regex(fields: Fields, key: str, text: str) -> Any:
-    return regex(fields, key, text.removeprefix("re:"))
 
 
 def _group(fields: Fields, groups: Fields, name: str) -> tuple[tuple[str, ...], Algorithm | None]:
@@ -139,10 +169,10 @@ def _group(fields: Fields, groups: Fields, name: str) -> tuple[tuple[str, ...], 
         names = groups.strings(name, most=NAMES)
         group = Fields(groups.path, preset, f"{groups.prefix}{name}.")
     else:
-        found = groups.section(name)
-        if found is None:
+        section = groups.section(name)
+        if section is None:
             raise groups.error(name, "is null, expected an object or a list of targets")
-        names, group = found.strings("targets", most=NAMES), found
+        names, group = section.strings("targets", most=NAMES), section
     if embeddings := [text for text in names if "Embedding" in text]:
         raise group.error(
             "targets", f"has {show(embeddings[0])}: quantized embeddings are not supported; {_HOW}"
@@ -158,35 +188,34 @@ def _group(fields: Fields, groups: Fields, name: str) -> tuple[tuple[str, ...], 
 
 
 def _algorithm(fields: Fields, group: Fields, weights: Fields, inputs: Fields | None) -> Algorithm:
-    bits, kind = weights.integer("num_bits", default=8), weights.get("type") or "int"
     strategy, size = _strategy(weights), weights.get("group_size")
     if weights.get("dynamic"):
         raise weights.error("dynamic", f"is {show(weights.get('dynamic'))}, expected false")
     symmetric = weights.boolean("symmetric", default=True)
-    numbers = _numbers(weights, kind, bits, strategy)
-    label, rows = numbers.upper(), 1
-    if numbers in ("int4", "int8"):
-        label = f"W{bits}A{16 if inputs is None else 8}{'' if symmetric else '_ASYM'}"
+    name = _numbers(weights, strategy)
+    label, rows = name.upper(), 1
+    if _NUMBERS[name].integer:
+        label = f"W{_NUMBERS[name].bits}A{16 if inputs is None else 8}{'' if symmetric else '_ASYM'}"
     elif not symmetric:
         raise weights.error("symmetric", f"is false, but {label} has no zero points")
     columns = size if strategy in ("group", "tensor_group") else 0
     if strategy == "block":
         rows, columns = _block(weights)
-    stored = _stored(fields, group, numbers, inputs)
-    if not symmetric and stored not in _PACKED:
+    packed = _stored(fields, group, name, inputs) in _PACKED
+    if not symmetric and not packed:
         raise weights.error("symmetric", f"is false, which is supported for 'pack-quantized' only; {_HOW}")
-    activations, static = _inputs(numbers, inputs)
+    activations, static = (False, False) if inputs is None else _inputs(name, inputs)
     return Algorithm(
         label,
-        "fp8" if numbers == "mxfp8" else numbers,
+        "fp8" if name == "mxfp8" else name,
         activations=activations,
         static=static,
         group_size=columns,
         group_rows=rows,
         zero_points=not symmetric,
         ordered=weights.get("actorder") in ("group", "dynamic", True),
-        reciprocal=numbers == "nvfp4",
-        layout="packed" if stored in _PACKED else "plain",
+        reciprocal=name == "nvfp4",
+        layout="packed" if packed else "plain",
     )
 
 
@@ -205,89 +234,72 @@ def _strategy(fields: Fields) -> str:
 
 
 def _block(weights: Fields) -> tuple[int, int]:
-    found = weights.get("block_structure")
-    if isinstance(found, str):  # as early files have it
-        parts = found.split("x")
-        found = [int(part) if part.isdecimal() and len(part) < 8 else part for part in parts]
-    each = Fields(weights.path, {"block_structure": found}, weights.prefix)
+    """The rows and columns of a block."""
+    block = weights.get("block_structure")
+    if isinstance(block, str):  # as early files have it
+        parts = block.split("x")
+        block = [int(part) if part.isdecimal() and len(part) < 8 else part for part in parts]
+    each = Fields(weights.path, {"block_structure": block}, weights.prefix)
     sizes = each.integers("block_structure", minimum=1, maximum=1 << 12, most=2)
     if len(sizes) != 2:
-        raise weights.error("block_structure", f"is {show(found)}, expected rows and columns")
+        raise weights.error("block_structure", f"is {show(block)}, expected rows and columns")
     return sizes[0], sizes[1]
 
 
-def _numbers(weights: Fields, kind: object, bits: int, strategy: str) -> str:
-    """The numbers of weights: "fp8", "mxfp8", "nvfp4", "mxfp4", "int8" or "int4"."""
-    size = weights.get("group_size")
-    found: str | None = None
-    if kind == "float" and bits == 8 and strategy in ("tensor", "channel", "block", "group"):
-        mx = strategy == "group" and size == BLOCK and "uint8" in str(weights.get("scale_dtype"))
-        found = "mxfp8" if mx else "fp8"
-    elif kind == "float" and bits == 4:
-        found = {("tensor_group", NVFP4_BLOCK): "nvfp4", ("group", BLOCK): "mxfp4"}.get((strategy, size))
-    elif kind == "int" and bits in (4, 8) and strategy in ("channel", "group"):
-        found = f"int{bits}"
-        if strategy == "group" and size % BLOCK:
+def _numbers(weights: Fields, strategy: str) -> str:
+    """The key in _NUMBERS."""
+    bits, kind, size = (
+        weights.integer("num_bits", default=8),
+        weights.get("type") or "int",
+        weights.get("group_size"),
+    )
+    for name, row in _NUMBERS.items():
+        if (kind, bits) != (row.type, row.bits) or strategy not in row.strategies:
+            continue
+        if name == "mxfp8" and "uint8" not in str(weights.get("scale_dtype")):
+            continue
+        if row.integer and strategy == "group" and size % BLOCK:
             raise weights.error("group_size", f"is {size}, expected a multiple of {BLOCK}")
-    if found is None:
-        of = "" if size is None else f" of {size}"
-        raise weights.error(
-            "num_bits",
-            f"is {bits}: weights of the type {show(kind)} with the strategy {strategy!r}{of} are not supported; {_HOW}",
-        )
-    return found
+        if row.group_size in (None, size):
+            return name
+    of = "" if size is None else f" of {size}"
+    raise weights.error(
+        "num_bits",
+        f"is {bits}: weights of the type {show(kind)} with the strategy {strategy!r}{of} are not supported; {_HOW}",
+    )
 
 
-def _stored(fields: Fields, group: Fields, numbers: str, inputs: Fields | None) -> str:
+def _stored(fields: Fields, group: Fields, name: str, inputs: Fields | None) -> str:
     """The format of a group, which may be the whole file's. `inputs` decides where neither says."""
-    own = group.get("format")
-    where, key = (group, "format") if own is not None else (fields, "format")
-    stored = where.get(key)
+    where = group if group.get("format") is not None else fields
+    stored, formats = where.get("format"), _NUMBERS[name].formats
     if stored in (None, "mixed-precision", "fakequant"):
-        usual = {"int8": "pack-quantized" if inputs is None else "int-quantized", "int4": "pack-quantized"}
-        others = {"fp8": "float-quantized", "mxfp8": "mxfp8-quantized"}
-        return (usual | others).get(numbers, f"{numbers}-pack-quantized")
+        return "int-quantized" if name == "int8" and inputs is not None else formats[0]
     if not isinstance(stored, str) or stored not in _FORMATS:
-        raise where.error(key, f"is {show(stored)}, supported are: {', '.join(_FORMATS)}; {_HOW}")
-    if numbers not in _FORMATS[stored]:
+        raise where.error("format", f"is {show(stored)}, supported are: {', '.join(_FORMATS)}; {_HOW}")
+    if stored not in formats:
         raise where.error(
-            key, f"is {show(stored)}, but the weights of {group.prefix.rstrip('.')} are {numbers}"
+            "format", f"is {show(stored)}, but the weights of {group.prefix.rstrip('.')} are {name}"
         )
     return stored
 
 
-def _inputs(numbers: str, inputs: Fields | None) -> tuple[bool, bool]:
+def _inputs(name: str, inputs: Fields) -> tuple[bool, bool]:
     """Whether inputs are rounded to the numbers of the weight, and whether their scale is in the file.
 
     Inputs of integer weights are rounded to eight bits on a CPU, whether or not the file asks for it.
     """
-    if inputs is None:
-        return False, False
-    bits, kind, strategy = (
-        inputs.integer("num_bits", default=8),
-        inputs.get("type") or "int",
-        _strategy(inputs),
-    )
-    dynamic = inputs.get("dynamic")
+    row, bits, kind = _NUMBERS[name], inputs.integer("num_bits", default=8), inputs.get("type") or "int"
+    strategy, dynamic = _strategy(inputs), inputs.get("dynamic")
     if dynamic not in (None, True, False, "local"):
         raise inputs.error("dynamic", f"is {show(dynamic)}, expected true, false or 'local'")
-    expected = {"int4": ("int", 8), "int8": ("int", 8), "nvfp4": ("float", 4), "fp8": ("float", 8)}
-    said = f"{show(kind)} with the strategy {strategy!r}{'' if dynamic else ', static'}"
-    if numbers in ("mxfp4", "mxfp8"):
-        fits = kind == "float" and dynamic is True and strategy == "group"
-    else:
-        fits = (kind, bits) == expected[numbers]
-    if numbers in ("int4", "int8"):
-        fits = fits and dynamic is True and strategy in ("token", "tensor", "group")
-    elif numbers == "nvfp4":
-        fits = fits and dynamic in (True, "local") and strategy == "tensor_group"
-    elif numbers == "fp8":
-        static = not dynamic and strategy == "tensor"
-        fits = fits and (static or (dynamic is True and strategy in ("token", "tensor", "group")))
-    if not fits or (numbers not in ("int4", "int8") and not inputs.boolean("symmetric", default=True)):
+    fits = kind == row.type and row.input_bits in (None, bits)
+    fits = fits and strategy in row.inputs.get(dynamic or False, ())
+    if not fits or not (row.integer or inputs.boolean("symmetric", default=True)):
         raise inputs.error(
             "num_bits",
-            f"is {bits}: inputs of the type {said} are not supported for {numbers} weights; {_HOW}",
+            f"is {bits}: inputs of the type {show(kind)} with the strategy {strategy!r}"
+            f"{'' if dynamic else ', static'} are not supported for {name} weights; {_HOW}",
         )
-    rounded = numbers == "nvfp4" or (numbers == "fp8" and strategy != "group")
+    rounded = name == "nvfp4" or (name == "fp8" and strategy != "group")
     return rounded, rounded and dynamic is not True

@@ -22,12 +22,15 @@ class Fields:
         self.prefix = prefix
 
     def error(self, key: str, problem: str) -> CheckpointError:
+        """The error that a value in this place is wrong."""
         return CheckpointError(f"{self.path}: {show_name(self.prefix + key)} {problem}")
 
     def get(self, key: str) -> Any:
+        """The value as it is; None where it is absent."""
         return self.values.get(key)
 
     def section(self, key: str) -> Fields | None:
+        """The object in this field; None where it is absent."""
         value = self.get(key)
         if value is None:
             return None
@@ -38,6 +41,7 @@ class Fields:
     def integer(
         self, key: str, *, minimum: int = 1, maximum: int = LARGEST_INTEGER, default: int | None = None
     ) -> int:
+        """An integer from `minimum` to `maximum`. Without a default, the field must be there."""
         value = self._present(key, default, "an integer")
         if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
             raise self.error(key, f"is {show(value)}, expected an integer from {minimum} to {maximum}")
@@ -65,12 +69,14 @@ class Fields:
         return number
 
     def boolean(self, key: str, *, default: bool | None = None) -> bool:
+        """True or false. Without a default, the field must be there."""
         value = self._present(key, default, "true or false")
         if not isinstance(value, bool):
             raise self.error(key, f"is {show(value)}, expected true or false")
         return value
 
     def string(self, key: str) -> str:
+        """A text, which must be there."""
         value = self._present(key, None, "a string")
         if not isinstance(value, str):
             raise self.error(key, f"is {show(value)}, expected a string")

@@ -107,8 +107,8 @@ def packaged_target(name: str) -> Path:
         ) from None
     if not file.is_file():
         raise CheckpointError(f"{file}: is missing from the package {package}: {command} --force-reinstall")
-    if (found := _digest(file)) != sha256:
-        raise CheckpointError(f"{file}: has SHA-256 {found}, expected {sha256}: {command} --force-reinstall")
+    if (actual := _digest(file)) != sha256:
+        raise CheckpointError(f"{file}: has SHA-256 {actual}, expected {sha256}: {command} --force-reinstall")
     return file
 
 

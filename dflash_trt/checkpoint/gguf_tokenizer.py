@@ -136,7 +136,7 @@ def _pair(file: Path, merge: str) -> tuple[str, str]:
 
 def _roles(file: Path, metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, str]:
     """bos_token, eos_token and similar, as text."""
-    found = {}
+    roles = {}
     for name, role in _ROLES.items():
         key = f"tokenizer.ggml.{name}_token_id"
         index = metadata.get(key)
@@ -144,5 +144,5 @@ def _roles(file: Path, metadata: Mapping[str, Any], tokens: list[str]) -> dict[s
             continue
         if not isinstance(index, int) or not 0 <= index < len(tokens):
             raise CheckpointError(f"{file}: {key} is {show(index)}, but there are {len(tokens)} tokens")
-        found[role] = tokens[index]
-    return found
+        roles[role] = tokens[index]
+    return roles

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from dflash_trt.checkpoint.fields import Fields
-from dflash_trt.checkpoint.rules import NAMES, Quantization, Rule, check_count, named, regex
+from dflash_trt.checkpoint.rules import Quantization, Rule, check_count, named, regex
 from dflash_trt.errors import show
 from dflash_trt.formats import Algorithm
 from dflash_trt.formats.base import BLOCK, FileLayout
@@ -31,6 +31,7 @@ _COMPRESSED = "auto_round:llm_compressor"
 
 
 def read_gptq(fields: Fields) -> Quantization:
+    """Raises CheckpointError, naming the field, for what no reader here understands."""
     key = "checkpoint_format" if fields.get("checkpoint_format") is not None else "format"
     stored = fields.get(key)
     if stored is not None and (not isinstance(stored, str) or stored not in _GPTQ):
@@ -58,6 +59,7 @@ def _dynamic(fields: Fields, default: Algorithm) -> tuple[Rule, ...]:
 
 
 def read_awq(fields: Fields) -> Quantization:
+    """As `read_gptq`."""
     version = fields.get("version")
     if not isinstance(version, str | None) or (version or "gemm").lower() != "gemm":
         raise fields.error("version", f"is {show(version)}, supported is 'gemm'; {_HOW}")
@@ -69,12 +71,11 @@ def read_awq(fields: Fields) -> Quantization:
         raise fields.error("zero_point", f"is false, supported is true; {_HOW}")
     size = _group_size(fields, group)
     default = Algorithm("AWQ", "int4", group_size=size, zero_points=True, layout="awq")
-    key = "modules_to_not_convert"
-    skipped = fields.strings(key, most=NAMES) if fields.get(key) is not None else ()
-    return Quantization(fields.path, default, {_HEAD: None}, named(fields, key, skipped))
+    return Quantization(fields.path, default, {_HEAD: None}, named(fields, "modules_to_not_convert"))
 
 
 def read_autoround(fields: Fields) -> Quantization:
+    """As `read_gptq`. AutoRound packs in any of the other ways."""
     stored = fields.get("packing_format")
     if fields.get("rotation_config"):
         raise fields.error(

@@ -21,7 +21,7 @@ WORD = 32  # bits
 _WEIGHTS = (".weight", ".weight_packed", ".qweight")
 
 
-class Part(NamedTuple):
+class LayerTensor(NamedTuple):
     """A tensor of a layer: its possible names after the layer's, and its form."""
 
     names: tuple[str, ...]
@@ -29,7 +29,7 @@ class Part(NamedTuple):
     needed: bool = True
 
 
-Parts = Mapping[str, Part]
+LayerTensors = Mapping[str, LayerTensor]
 
 
 def weight_name(name: str) -> str | None:
@@ -37,105 +37,110 @@ def weight_name(name: str) -> str | None:
     return next((name.removesuffix(end) for end in _WEIGHTS if name.endswith(end)), None)
 
 
-def parts(algorithm: Algorithm, rows: int, columns: int) -> Parts:
+def parts(algorithm: Algorithm, rows: int, columns: int) -> LayerTensors:
     """The tensors of a layer [rows, columns] as the file has them, by the fields of StoredLinear."""
     if algorithm.layout == "packed":
-        found = _packed(algorithm, rows, columns)
+        tensors = _packed(algorithm, rows, columns)
     elif algorithm.layout in ("gptq", "gptq_v2", "awq"):
-        found = _words(algorithm, rows, columns)
+        tensors = _words(algorithm, rows, columns)
     else:
-        found = _plain(algorithm, rows, columns)
-    smooth = Part(("pre_quant_scale",), Form([(columns,)], FLOAT_DTYPES), needed=False)
-    return found | ({"pre_quant_scale": smooth} if algorithm.layout == "plain" else {})
+        tensors = _plain(algorithm, rows, columns)
+    smooth = LayerTensor(("pre_quant_scale",), Form([(columns,)], FLOAT_DTYPES), needed=False)
+    return tensors | ({"pre_quant_scale": smooth} if algorithm.layout == "plain" else {})
 
 
-def _plain(algorithm: Algorithm, rows: int, columns: int) -> dict[str, Part]:
+def _plain(algorithm: Algorithm, rows: int, columns: int) -> dict[str, LayerTensor]:
     fields = {"weight": "weight", "weight_scale": "scale", "weight_scale_2": "global_scale"}
     forms = FORMATS[algorithm.scheme].forms(algorithm, rows, columns)
-    found = {fields[suffix]: Part((suffix,), form) for suffix, form in forms.items()}
+    tensors = {fields[suffix]: LayerTensor((suffix,), form) for suffix, form in forms.items()}
     inputs: tuple[str, ...] = ("input_scale",)
     if algorithm.layout == "scale_inv":
-        found["scale"] = Part(("weight_scale_inv", "weight_scale"), found["scale"].form)
+        tensors["scale"] = LayerTensor(("weight_scale_inv", "weight_scale"), tensors["scale"].form)
         inputs = ("activation_scale", "input_scale")
     if algorithm.activations:
         dtypes = ("F32",) if algorithm.scheme == "nvfp4" else ("F32", "BF16", "F16")
-        found["input_scale"] = Part(inputs, Form(ONE, dtypes), algorithm.static)
-    return found
+        tensors["input_scale"] = LayerTensor(inputs, Form(ONE, dtypes), algorithm.static)
+    return tensors
 
 
-def _packed(algorithm: Algorithm, rows: int, columns: int) -> dict[str, Part]:
+def _packed(algorithm: Algorithm, rows: int, columns: int) -> dict[str, LayerTensor]:
     if algorithm.scheme in ("nvfp4", "mxfp4"):
         scale = ("F8_E4M3",) if algorithm.scheme == "nvfp4" else EXPONENT_DTYPES
-        found = {
-            "weight": Part(("weight_packed",), Form([(rows, columns // 2)], ("U8",))),
-            "scale": Part(("weight_scale",), Form([(rows, columns // algorithm.group_size)], scale)),
+        tensors = {
+            "weight": LayerTensor(("weight_packed",), Form([(rows, columns // 2)], ("U8",))),
+            "scale": LayerTensor(("weight_scale",), Form([(rows, columns // algorithm.group_size)], scale)),
         }
         if algorithm.scheme == "nvfp4":
-            found["global_scale"] = Part(("weight_global_scale",), Form(ONE, ("F32",)))
+            tensors["global_scale"] = LayerTensor(("weight_global_scale",), Form(ONE, ("F32",)))
         if algorithm.activations:
-            found["input_scale"] = Part(("input_global_scale",), Form(ONE, ("F32",)), algorithm.static)
-        return found
+            tensors["input_scale"] = LayerTensor(
+                ("input_global_scale",), Form(ONE, ("F32",)), algorithm.static
+            )
+        return tensors
     bits, groups = integer_bits(algorithm), columns // algorithm.group_size
-    found = {
-        "weight": Part(("weight_packed",), Form([(rows, columns * bits // WORD)], ("I32",))),
-        "scale": Part(("weight_scale",), Form([(rows, groups)], FLOAT_DTYPES)),
-        "shape": Part(("weight_shape",), Form([(2,)], ("I64", "I32")), needed=False),
+    tensors = {
+        "weight": LayerTensor(("weight_packed",), Form([(rows, columns * bits // WORD)], ("I32",))),
+        "scale": LayerTensor(("weight_scale",), Form([(rows, groups)], FLOAT_DTYPES)),
+        "shape": LayerTensor(("weight_shape",), Form([(2,)], ("I64", "I32")), needed=False),
     }
     if algorithm.zero_points:
-        found["zero_point"] = Part(("weight_zero_point",), Form([(rows * bits // WORD, groups)], ("I32",)))
+        tensors["zero_point"] = LayerTensor(
+            ("weight_zero_point",), Form([(rows * bits // WORD, groups)], ("I32",))
+        )
     if algorithm.ordered:
-        found["group_index"] = Part(("weight_g_idx",), Form([(columns,)], ("I32",)))
-    return found
+        tensors["group_index"] = LayerTensor(("weight_g_idx",), Form([(columns,)], ("I32",)))
+    return tensors
 
 
-def _words(algorithm: Algorithm, rows: int, columns: int) -> dict[str, Part]:
+def _words(algorithm: Algorithm, rows: int, columns: int) -> dict[str, LayerTensor]:
     bits, groups = integer_bits(algorithm), columns // algorithm.group_size
     awq = algorithm.layout == "awq"
     weight: Shape = (columns, rows * bits // WORD) if awq else (columns * bits // WORD, rows)
-    found = {
-        "weight": Part(("qweight",), Form([weight], ("I32",))),
-        "scale": Part(("scales",), Form([(groups, rows)], ("F16", "BF16", "F32"))),
-        "zero_point": Part(("qzeros",), Form([(groups, rows * bits // WORD)], ("I32",))),
+    tensors = {
+        "weight": LayerTensor(("qweight",), Form([weight], ("I32",))),
+        "scale": LayerTensor(("scales",), Form([(groups, rows)], ("F16", "BF16", "F32"))),
+        "zero_point": LayerTensor(("qzeros",), Form([(groups, rows * bits // WORD)], ("I32",))),
     }
     if not awq:
-        found["group_index"] = Part(("g_idx",), Form([(columns,)], ("I32",)), algorithm.ordered)
-    return found
+        tensors["group_index"] = LayerTensor(("g_idx",), Form([(columns,)], ("I32",)), algorithm.ordered)
+    return tensors
 
 
-def blocks(algorithm: Algorithm, rows: int, columns: int) -> Parts:
+def blocks(algorithm: Algorithm, rows: int, columns: int) -> LayerTensors:
     """The tensors of a layer in blocks (StoredLinear.in_blocks), where their scales may be those of larger groups."""
     count, groups = columns // BLOCK, {columns // BLOCK, columns // (algorithm.group_size or columns)}
     bits = dict.fromkeys((integer_bits(algorithm), 8))
     shapes = [(rows, group) for group in sorted(groups, reverse=True)]
     weight = Form([(rows, count, BLOCK * each // 8) for each in bits], ("U8",))
     return {
-        "weight": Part(("weight",), weight),
-        "scale": Part(("weight_scale",), Form(shapes, ("F32", "BF16", "F16"))),
-        "zero_point": Part(("weight_zero_point",), Form(shapes, ("U8",)), needed=False),
+        "weight": LayerTensor(("weight",), weight),
+        "scale": LayerTensor(("weight_scale",), Form(shapes, ("F32", "BF16", "F16"))),
+        "zero_point": LayerTensor(("weight_zero_point",), Form(shapes, ("U8",)), needed=False),
         **_rest(columns),
     }
 
 
-def signed(algorithm: Algorithm, rows: int, columns: int) -> Parts:
+def signed(algorithm: Algorithm, rows: int, columns: int) -> LayerTensors:
     """The tensors of a layer of integers in two's complement, by row, whatever the checkpoint had."""
     bits, groups = integer_bits(algorithm), columns // (algorithm.group_size or columns)
     codes = ("U8", (rows, columns // 2)) if bits == 4 else ("I8", (rows, columns))
     return {
-        "weight": Part(("weight",), Form([codes[1]], (codes[0],))),
-        "scale": Part(("weight_scale",), Form([(rows, groups)], ("F32", "BF16", "F16"))),
-        "zero_term": Part(("weight_zero_term",), Form([(rows, groups)], ("F32",)), needed=False),
+        "weight": LayerTensor(("weight",), Form([codes[1]], (codes[0],))),
+        "scale": LayerTensor(("weight_scale",), Form([(rows, groups)], ("F32", "BF16", "F16"))),
+        "zero_term": LayerTensor(("weight_zero_term",), Form([(rows, groups)], ("F32",)), needed=False),
         **_rest(columns),
     }
 
 
-def _rest(columns: int) -> dict[str, Part]:
+def _rest(columns: int) -> dict[str, LayerTensor]:
     return {
-        "order": Part(("weight_order",), Form([(columns,)], ("I64",)), needed=False),
-        "pre_quant_scale": Part(("pre_quant_scale",), Form([(columns,)], FLOAT_DTYPES), needed=False),
+        "order": LayerTensor(("weight_order",), Form([(columns,)], ("I64",)), needed=False),
+        "pre_quant_scale": LayerTensor(("pre_quant_scale",), Form([(columns,)], FLOAT_DTYPES), needed=False),
     }
 
 
 def integer_bits(algorithm: Algorithm) -> int:
+    """Bits of one integer of a layer."""
     bits = FORMATS[algorithm.scheme].integer_bits
     assert bits is not None
     return bits

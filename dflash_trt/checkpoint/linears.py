@@ -7,14 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from dflash_trt.checkpoint.layouts import (
     WORD,
-    Parts,
+    LayerTensors,
     blocks,
-    integer_bits,
     parts,
     signed,
     weight_name,
@@ -23,7 +19,6 @@ from dflash_trt.checkpoint.tensors import Checkpoint, Outline, TensorInfo, adjac
 from dflash_trt.errors import CheckpointError, quoted
 from dflash_trt.formats import FORMATS, Algorithm, NumberFormat
 from dflash_trt.formats.base import BLOCK, FLOAT_DTYPES, Form
-from dflash_trt.formats.numbers import unpack_awq, unpack_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +54,7 @@ class StoredLinear:
 
     @property
     def format(self) -> NumberFormat:
+        """The number format."""
         return FORMATS[self.algorithm.scheme]
 
     @property
@@ -81,6 +77,7 @@ class StoredLinear:
 
     @property
     def tensors(self) -> list[TensorInfo]:
+        """All tensors of the layer."""
         values = [getattr(self, f.name) for f in fields(self)]
         return [value for value in values if isinstance(value, TensorInfo)] + list(self.others)
 
@@ -98,18 +95,18 @@ def stored_linear(
     if algorithm is None or (weight is not None and weight.dtype in FLOAT_DTYPES):
         return None
     algorithm = _checked(checkpoint, algorithm, layer, inputs, outputs)
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for field_name, part in _parts(checkpoint, algorithm, layer, inputs, outputs).items():
         names = [name for name in part.names if f"{layer}.{name}" in checkpoint.tensors]
         if part.needed or names:
             name = (names or part.names)[0]
-            found[field_name] = _expect(checkpoint, algorithm, layer, name, part.form)
-    scale = found["scale"]
+            tensors[field_name] = _expect(checkpoint, algorithm, layer, name, part.form)
+    scale = tensors["scale"]
     if len(scale.shape) == 4:  # of blocks, as Model Optimizer has them
-        found["scale"] = replace(scale, shape=scale.shape[::2])
-    if (shape := found.pop("shape", None)) is not None:
+        tensors["scale"] = replace(scale, shape=scale.shape[::2])
+    if (shape := tensors.pop("shape", None)) is not None:
         _check_shape(checkpoint, layer, shape, (outputs, inputs))
-    stored = StoredLinear(algorithm, **found, others=() if shape is None else (shape,))
+    stored = StoredLinear(algorithm, **tensors, others=() if shape is None else (shape,))
     by_row = stored.in_words or stored.weight.shape[0] == outputs
     stored = replace(stored, by_row=by_row)
     return _as_blocks(stored, outputs, inputs) if algorithm.layout == "packed" and stored.in_words else stored
@@ -136,7 +133,7 @@ def _checked(
 
 def _parts(
     checkpoint: Checkpoint | Outline, algorithm: Algorithm, layer: str, inputs: int, outputs: int
-) -> Parts:
+) -> LayerTensors:
     """The tensors to expect. Those of a layer of integers may have been written anew for an engine."""
     weight = checkpoint.tensors.get(f"{layer}.weight")
     if FORMATS[algorithm.scheme].integer_bits is not None and not inputs % BLOCK:
@@ -180,15 +177,15 @@ def joined(layers: Mapping[str, StoredLinear]) -> list[tuple[tuple[str, ...], St
     Layers whose tensors are adjacent in the file become one layer. Its outputs follow the order of the names. A scale
     of which a layer has only one must be equal in all of them.
     """
-    found, waiting = [], sorted(layers, key=lambda name: layers[name].weight.offset)
+    runs, waiting = [], sorted(layers, key=lambda name: layers[name].weight.offset)
     while waiting:
         for count in range(len(waiting), 0, -1):
             whole = _as_one([layers[name] for name in waiting[:count]])
             if whole is not None:
-                found.append((tuple(waiting[:count]), whole))
+                runs.append((tuple(waiting[:count]), whole))
                 waiting = waiting[count:]
                 break
-    return found
+    return runs
 
 
 def _as_one(layers: Sequence[StoredLinear]) -> StoredLinear | None:
@@ -218,9 +215,9 @@ def stored_experts(
 
     Raises CheckpointError as `stored_linear` does, and if an expert is stored differently from the first one.
     """
-    found = [stored_linear(checkpoint, layer, inputs, outputs) for layer in layers]
-    first = _form(found[0])
-    for layer, stored in zip(layers, found, strict=True):
+    experts = [stored_linear(checkpoint, layer, inputs, outputs) for layer in layers]
+    first = _form(experts[0])
+    for layer, stored in zip(layers, experts, strict=True):
         if (form := _form(stored)) != first:
             names = [name for name in form | first if form.get(name) != first.get(name)]
             weights = [name for name in names if name in ("weight", "weight_packed", "qweight")]
@@ -230,7 +227,7 @@ def stored_experts(
                 f"{checkpoint.directory}: {layer}.{differing} is {said[0]}, but {layers[0]}.{differing} is {said[1]}; "
                 "the experts of a layer must be stored alike: quantize again, all of them or none"
             )
-    return [stored for stored in found if stored is not None] or None
+    return [stored for stored in experts if stored is not None] or None
 
 
 def _form(stored: StoredLinear | None) -> dict[str, str]:
@@ -249,136 +246,6 @@ def _form(stored: StoredLinear | None) -> dict[str, str]:
     return form
 
 
-def widen(checkpoint: Checkpoint, stored: StoredLinear) -> NDArray[np.float32]:
-    """The weight that the codes represent, float32 [out, in], without pre_quant_scale."""
-    return np.concatenate(list(widened_pieces(checkpoint, stored, 1 << 30)))
-
-
-def widened_pieces(checkpoint: Checkpoint, stored: StoredLinear, step: int) -> Iterator[NDArray[np.float32]]:
-    """As `widen`, about `step` rows at a time."""
-    if stored.in_words or stored.in_blocks:
-        integers = Integers(checkpoint, stored)
-        step = max(8, step // 8 * 8)
-        for begin in range(0, integers.outputs, step):
-            yield integers.widened(begin, min(begin + step, integers.outputs))
-        return
-    codes, scale = checkpoint.array(stored.weight.name), checkpoint.array(stored.scale.name)
-    second = None if stored.global_scale is None else checkpoint.array(stored.global_scale.name)
-    together, block = 1 if stored.by_row else 2, stored.algorithm.group_rows
-    step = max(1, step // (together * block)) * together * block
-    for begin in range(0, len(codes) * together, step):
-        some = scale
-        if scale.size > 1 or block > 1:
-            some = scale[begin // block : -(-(begin + step) // block)]
-        rows = codes[begin // together : (begin + step) // together]
-        found = stored.format.widen(stored.algorithm, rows, some, second, by_row=stored.by_row)
-        if stored.zero_term is not None:
-            term = checkpoint.array(stored.zero_term.name)[begin : begin + step]
-            found += np.repeat(term, stored.algorithm.group_size, axis=1)
-        yield found if stored.order is None else _placed(found, checkpoint.array(stored.order.name))
-
-
-def _placed(columns: NDArray[np.float32], order: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Sorted columns where they are in the model."""
-    found = np.empty_like(columns)
-    found[:, order] = columns
-    return found
-
-
-class Integers:
-    """The unsigned codes of a layer of integers in words or in blocks, with their scales and zero points."""
-
-    def __init__(self, checkpoint: Checkpoint, stored: StoredLinear) -> None:
-        """Raises CheckpointError if a zero point or a column's group cannot be read."""
-        self._stored, layout = stored, stored.algorithm.layout
-        array = checkpoint.array(stored.weight.name)
-        scale = checkpoint.array(stored.scale.name)
-        self._awq = stored.in_words and layout == "awq"
-        self.bits = integer_bits(stored.algorithm)
-        if stored.in_words:
-            scale = scale.T
-        elif stored.weight.dtype != "I32" and array.dtype == np.uint8:
-            self.bits = 8 * stored.weight.shape[2] // BLOCK
-        self._array = array.reshape(len(array), -1)
-        self.scales: NDArray[Any] = scale  # [out, groups], in the file's dtype
-        self.outputs, self.groups = scale.shape
-        self.inputs = (
-            self._array.shape[0] if self._awq else self._array.nbytes * 8 // self.bits // self.outputs
-        )
-        self.ordered = stored.algorithm.ordered
-        self.zero_points = self._zero_points(checkpoint)
-        self.order = self._order(checkpoint)
-
-    def _zero_points(self, checkpoint: Checkpoint) -> NDArray[np.int16]:
-        """[out, groups]"""
-        info, middle = self._stored.zero_point, 1 << (self.bits - 1)
-        if info is None:
-            return np.full(self.scales.shape, middle, np.int16)
-        array = checkpoint.array(info.name)
-        if array.dtype == np.uint8:
-            return array.astype(np.int16)
-        if not self._stored.in_words:  # compressed-tensors packs them along the outputs
-            return unpack_words(array.T, self.bits).T.astype(np.int16)
-        found = unpack_awq(array) if self._awq else unpack_words(array, self.bits)
-        points = found.T.astype(np.int16)
-        if self._stored.algorithm.layout == "gptq":
-            points += 1
-            if points.max(initial=0) == 1 << self.bits:
-                raise CheckpointError(
-                    f"{info.file}: tensor {quoted(info.name)} has a zero point of {points.max() - 1}, which readers of "
-                    "GPTQ's first format take for 0 or for one more; save it again as gptq_v2 (with GPTQModel)"
-                )
-        return points
-
-    def _order(self, checkpoint: Checkpoint) -> NDArray[np.int64] | None:
-        """The columns sorted by their groups; None if they are so in the file."""
-        if self._stored.order is not None:
-            return checkpoint.array(self._stored.order.name)
-        info = self._stored.group_index
-        if info is None:
-            return None
-        index = checkpoint.array(info.name)
-        size = self.inputs // self.groups
-        order = np.argsort(index, kind="stable")
-        if not np.array_equal(index[order], np.arange(self.inputs) // size):
-            raise CheckpointError(
-                f"{info.file}: tensor {quoted(info.name)} does not give {size} columns to each of {self.groups} groups"
-            )
-        if np.array_equal(order, np.arange(self.inputs)):
-            return None
-        if not self._stored.algorithm.ordered:
-            raise CheckpointError(
-                f"{info.file}: tensor {quoted(info.name)} has columns in another order, but desc_act is false in "
-                f"{checkpoint.quantization.path.name}"
-            )
-        return order
-
-    @property
-    def moved(self) -> bool:
-        """Whether the columns of `codes` are in the order of `order` only once they are moved to it."""
-        return self.order is not None and self._stored.order is None
-
-    def codes(self, begin: int, end: int) -> NDArray[np.uint8]:
-        """The codes of some rows, [rows, in], with the columns of a group side by side."""
-        if self._awq:
-            return self._awq_codes(begin, end)
-        rows = self._array[:, begin:end].T if self._stored.in_words else self._array[begin:end]
-        found = unpack_words(np.ascontiguousarray(rows).view(np.int32), self.bits)
-        return found[:, self.order] if self.moved else found
-
-    def _awq_codes(self, begin: int, end: int) -> NDArray[np.uint8]:
-        first, last = begin // 8, -(-end // 8)
-        whole = unpack_awq(self._array[:, first:last])
-        return np.ascontiguousarray(whole.T[begin - 8 * first : end - 8 * first])
-
-    def widened(self, begin: int, end: int) -> NDArray[np.float32]:
-        """The numbers of some rows, float32 [rows, in], with the columns where they are in the model."""
-        codes = self.codes(begin, end).astype(np.int16).reshape(end - begin, self.groups, -1)
-        numbers = (codes - self.zero_points[begin:end, :, None]).astype(np.float32)
-        found = (numbers * self.scales[begin:end].astype(np.float32)[..., None]).reshape(end - begin, -1)
-        return found if self.order is None else _placed(found, self.order)
-
-
 def _expect(
     checkpoint: Checkpoint | Outline,
     algorithm: Algorithm,
@@ -388,19 +255,19 @@ def _expect(
 ) -> TensorInfo:
     shapes, dtypes = form
     name, path = f"{layer}.{suffix}", checkpoint.quantization.path
-    found = checkpoint.tensors.get(name)
-    if found is None and isinstance(checkpoint, Checkpoint):
+    info = checkpoint.tensors.get(name)
+    if info is None and isinstance(checkpoint, Checkpoint):
         raise CheckpointError(
             f"{checkpoint.directory}: has no tensor {quoted(name)}, but by {path.name} {layer} is {algorithm.name}, "
             "which needs it; quantize or fetch the checkpoint again"
         )
-    if found is not None and (found.shape not in shapes or found.dtype not in dtypes):
+    if info is not None and (info.shape not in shapes or info.dtype not in dtypes):
         expected = " or ".join(str(list(shape)) for shape in shapes)
         raise CheckpointError(
-            f"{found.file}: tensor {quoted(name)} is {found.dtype} {list(found.shape)}, but in {algorithm.name} it is "
+            f"{info.file}: tensor {quoted(name)} is {info.dtype} {list(info.shape)}, but in {algorithm.name} it is "
             f"{', '.join(dtypes)} {expected} ({path.name}); quantize or fetch the checkpoint again"
         )
-    return checkpoint.expect(name, shapes[0] if found is None else found.shape, dtypes)
+    return checkpoint.expect(name, shapes[0] if info is None else info.shape, dtypes)
 
 
 def quantized_layers(checkpoint: Checkpoint | Outline) -> Iterator[tuple[str, Algorithm, TensorInfo]]:

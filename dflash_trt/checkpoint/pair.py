@@ -78,6 +78,7 @@ class CheckpointPair:
 
     @property
     def sides(self) -> tuple[Side[TargetConfig], Side[DrafterConfig]]:
+        """Target and drafter."""
         return self.target, self.drafter
 
 
@@ -87,9 +88,9 @@ def tokenizer_files(target: Side[TargetConfig], names: Sequence[str] = TOKENIZER
     Raises BuildError if the target has weights but no tokenizer.json.
     """
     directory = target.source.directory
-    found = {name: own_file(directory, directory / name) for name in names if (directory / name).is_file()}
-    if "tokenizer.json" not in found and isinstance(target.checkpoint, Checkpoint):
+    files = {name: own_file(directory, directory / name) for name in names if (directory / name).is_file()}
+    if "tokenizer.json" not in files and isinstance(target.checkpoint, Checkpoint):
         raise BuildError(
             f"{directory}: no tokenizer.json; save the tokenizer in the fast (tokenizers) format there"
         )
-    return found
+    return files

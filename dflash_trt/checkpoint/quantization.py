@@ -14,14 +14,21 @@ from typing import Any
 from dflash_trt.checkpoint.compressed_tensors import read_compressed_tensors
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.integer_words import read_autoround, read_awq, read_gptq
-from dflash_trt.checkpoint.recognized import METHODS
-from dflash_trt.checkpoint.rules import NAMES, Quantization, globs, named, text_name
+from dflash_trt.checkpoint.rules import Quantization, globs, named, optional_names, text_name
 from dflash_trt.errors import show
 from dflash_trt.files.reading import read_object
 from dflash_trt.formats import ALGORITHMS, FORMATS, Algorithm
 from dflash_trt.formats.base import BLOCK
 
 QUANT_CONFIG = "hf_quant_config.json"
+# Methods that are not read -> how people call them.
+_OTHERS = {
+    "bitsandbytes": "bitsandbytes",
+    "gguf": "GGUF",
+    "hqq": "HQQ",
+    "quark": "Quark",
+    "torchao": "torchao",
+}
 _LARGEST_BLOCK = 1 << 12  # rows or columns
 
 
@@ -44,7 +51,7 @@ def read_quantization(directory: Path) -> Quantization:
             raise whole.error("quantization", "is missing, expected an object with quant_algo")
         producer = whole.section("producer")
         files = producer.section("sha256") if producer is not None else None
-        digests = {} if files is None else {name: files.string(name) for name in files.values}
+        digests = {name: files.string(name) for name in files.values} if files is not None else {}
         return replace(_read_modelopt(section, "exclude_modules", "kv_cache_quant_algo"), digests=digests)
     path = directory / "config.json"
     section = _section(path, read_object(path)) if path.is_file() else None
@@ -62,7 +69,7 @@ def read_quantization(directory: Path) -> Quantization:
     if not isinstance(method, str) or method not in _READERS:
         raise section.error(
             "quant_method",
-            f"is {show(method)}: {METHODS.get(str(method), 'this quantization')} is not supported, only "
+            f"is {show(method)}: {_OTHERS.get(str(method), 'this quantization')} is not supported, only "
             f"{', '.join(repr(name) for name in _READERS)}; make such a checkpoint from the original, unquantized "
             "model with: dflash-trt quantize",
         )
@@ -89,8 +96,7 @@ def _read_modelopt(
 ) -> Quantization:
     layers: dict[str, Algorithm | None] = {}
     default = None
-    names = fields.strings(excluded, most=NAMES) if fields.get(excluded) is not None else ()
-    names = tuple(map(text_name, names))
+    names = tuple(map(text_name, optional_names(fields, excluded)))
     patterns = tuple(dict.fromkeys(each for each in names if set(each) & set("*?[")))
     layers.update(dict.fromkeys(set(names) - set(patterns)))
     if fields.get("quant_algo") == "MIXED_PRECISION":
@@ -139,8 +145,7 @@ def _read_fp8(fields: Fields) -> Quantization:
     skipped = (
         "modules_to_not_convert" if fields.get("modules_to_not_convert") is not None else "ignored_layers"
     )
-    names = fields.strings(skipped, most=NAMES) if fields.get(skipped) is not None else ()
-    return Quantization(fields.path, _fp8_algorithm(fields), rules=named(fields, skipped, names))
+    return Quantization(fields.path, _fp8_algorithm(fields), rules=named(fields, skipped))
 
 
 def _fp8_algorithm(fields: Fields) -> Algorithm:

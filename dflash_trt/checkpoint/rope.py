@@ -81,20 +81,20 @@ def read_rope(
     new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
     also = _IMAGES if images else (_GROWTH, "max_position_embeddings") if growing else ()
     sections = [section for section in (new, old) if section and section.values]
-    found = [_read_scaling(section, fields, partial, also, theta) for section in sections]
+    ropes = [_read_scaling(section, fields, partial, also, theta) for section in sections]
     if growing and sections:
-        found = [
+        ropes = [
             replace(each, growth=_growth(section, fields, each))
-            for section, each in zip(sections, found, strict=True)
+            for section, each in zip(sections, ropes, strict=True)
         ]
-    if len(found) == 2 and found[0] != found[1]:
-        raise fields.error("rope_parameters", f"is {found[0]}, but rope_scaling is {found[1]}")
-    if found:
-        return found[0]
+    if len(ropes) == 2 and ropes[0] != ropes[1]:
+        raise fields.error("rope_parameters", f"is {ropes[0]}, but rope_scaling is {ropes[1]}")
+    if ropes:
+        return ropes[0]
     if growing:
         raise fields.error("rope_parameters", f"is missing, expected an object with {_GROWTH}")
-    found_theta = fields.number("rope_theta", above=1, default=theta)
-    return RopeConfig("default", found_theta, {}, _partial(fields, None, partial))
+    given_theta = fields.number("rope_theta", above=1, default=theta)
+    return RopeConfig("default", given_theta, {}, _partial(fields, None, partial))
 
 
 def read_rope_of(layers: str, fields: Fields, theta: float) -> RopeConfig:

@@ -48,8 +48,8 @@ class Quantization:
     @property
     def algorithms(self) -> set[Algorithm]:
         """The algorithms of all layers."""
-        found = {self.default, *self.layers.values(), *(rule.algorithm for rule in self.rules)}
-        return {algorithm for algorithm in found if algorithm is not None}
+        named = {self.default, *self.layers.values(), *(rule.algorithm for rule in self.rules)}
+        return {algorithm for algorithm in named if algorithm is not None}
 
     @property
     def name(self) -> str | None:
@@ -79,10 +79,16 @@ def text_name(name: str) -> str:
     return name
 
 
-def named(fields: Fields, key: str, names: Sequence[str]) -> tuple[Rule, ...]:
-    """Layers that are not quantized: those with one of `names` as a part of their own names, between dots."""
-    check_count(fields, key, names)
-    parts = (text_name(name.strip(".")) for name in names)
+def optional_names(fields: Fields, key: str) -> tuple[str, ...]:
+    """A list of names of modules; none where the field is absent."""
+    return fields.strings(key, most=NAMES) if fields.get(key) is not None else ()
+
+
+def named(fields: Fields, key: str) -> tuple[Rule, ...]:
+    """Layers that are not quantized: those with one of the names in a field as a part of their own, between dots."""
+    skipped = optional_names(fields, key)
+    check_count(fields, key, skipped)
+    parts = (text_name(name.strip(".")) for name in skipped)
     return tuple(Rule(re.compile(rf"(?:.*\.)?{re.escape(part)}(?:\.|$)")) for part in parts if part)
 
 
@@ -99,16 +105,21 @@ def globs(fields: Fields, key: str, patterns: Sequence[str]) -> tuple[Rule, ...]
 
 
 def check_count(fields: Fields, key: str, patterns: Sequence[str]) -> None:
+    """Refuse more patterns than a search of every name may take."""
     if len(patterns) > _PATTERNS:
         raise fields.error(key, f"has {len(patterns)} patterns, expected at most {_PATTERNS}")
 
 
 def regex(fields: Fields, key: str, text: str) -> re.Pattern[str]:
-    """A regular expression of a file, refused where a search could take very long: it may not repeat a group."""
+    """A regular expression of a file, refused where a search could take very long: it may not repeat a group.
+
+    compressed-tensors marks one with "re:", which is no part of it.
+    """
+    text = text.removeprefix("re:")
     if len(text) > _CHARACTERS:
         raise fields.error(key, f"has {len(text)} characters, expected at most {_CHARACTERS}")
     try:
-        found = re.compile(text)
+        pattern = re.compile(text)
     except (re.error, RecursionError, OverflowError) as error:
         raise fields.error(key, f"is {show(text)}, which is no regular expression ({error})") from None
     plain = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "x", text, flags=re.DOTALL)
@@ -119,4 +130,4 @@ def regex(fields: Fields, key: str, text: str) -> re.Pattern[str]:
             f"is {show(text)}, which could take very long to match: expected at most {_REPEATS} repetitions, of single "
             "characters or classes of them",
         )
-    return found
+    return pattern

@@ -136,15 +136,15 @@ class Checkpoint:
             )
         return tensor
 
-    def check_digests(self, found: Mapping[str, str]) -> None:
+    def check_digests(self, digests: Mapping[str, str]) -> None:
         """Compare the weight files' sha256 digests with those that `dflash-trt quantize` recorded by name, if any.
 
         Raises CheckpointError, naming a file that was changed or damaged since.
         """
         for name, expected in self.quantization.digests.items():
-            if found.get(name) != expected:
+            if digests.get(name) != expected:
                 raise CheckpointError(
-                    f"{self.directory / show_name(name)}: sha256 is {found.get(name)}, but "
+                    f"{self.directory / show_name(name)}: sha256 is {digests.get(name)}, but "
                     f"{self.quantization.path.name} says {quoted(expected)}: the file was "
                     "damaged or changed; quantize again, to another directory"
                 )

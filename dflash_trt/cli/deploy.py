@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from dflash_trt.cli.options import add_bundle, add_drafting, at_least, bundle_of, drafting_of
+from dflash_trt.cli.options import add_bundle, add_drafting, add_threads, at_least, bundle_of, drafting_of
 
 SUMMARY = "write a Triton model repository that serves a bundle"
 DESCRIPTION = """\
@@ -54,9 +54,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="least time between responses of a stream; tokens in between are sent as one response; 0: a response per "
         "round (default: 50)",
     )  # fmt: skip
-    engine.add_argument(
-        "--threads", type=at_least(1), metavar="N", help="CPU threads per pass (default: all)"
-    )
+    add_threads(engine)
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:

@@ -10,8 +10,7 @@ from dflash_trt.cli.options import add_json
 from dflash_trt.cli.output import print_json, print_table
 
 if TYPE_CHECKING:
-    from dflash_trt.checkpoint.catalogue import KnownPair, TargetForm
-    from dflash_trt.checkpoint.published import PublishedDrafter
+    from dflash_trt.checkpoint.catalogue import KnownPair, PublishedDrafter, TargetForm
 
 SUMMARY = "list the known pairs, and published drafters"
 DESCRIPTION = (
@@ -35,8 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from dflash_trt.checkpoint.catalogue import PAIRS
-    from dflash_trt.checkpoint.published import PUBLISHED
+    from dflash_trt.checkpoint.catalogue import PAIRS, PUBLISHED
 
     if args.name is not None:
         return _show(args.name, as_json=args.json)
@@ -55,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _as_json(drafter: PublishedDrafter) -> dict[str, Any]:
-    from dflash_trt.checkpoint.published import pair_of
+    from dflash_trt.checkpoint.catalogue import pair_of
 
     pair = pair_of(drafter)
     more = {"publisher": drafter.publisher, "read": drafter.read, "engines": _engines(drafter, None)}
@@ -64,8 +62,15 @@ def _as_json(drafter: PublishedDrafter) -> dict[str, Any]:
 
 def _show(name: str, *, as_json: bool) -> int:
     """All that is known of one pair or drafter."""
-    from dflash_trt.checkpoint.catalogue import LOOKED_UP, NAMES, PAIRS, known_pair
-    from dflash_trt.checkpoint.published import PUBLISHED, find_drafter, pair_of
+    from dflash_trt.checkpoint.catalogue import (
+        LOOKED_UP,
+        NAMES,
+        PAIRS,
+        PUBLISHED,
+        find_drafter,
+        known_pair,
+        pair_of,
+    )
     from dflash_trt.errors import CheckpointError, did_you_mean
 
     pair, drafter = known_pair(name), find_drafter(name)

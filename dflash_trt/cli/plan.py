@@ -15,7 +15,8 @@ from dflash_trt.engines import registry
 
 if TYPE_CHECKING:
     from dflash_trt.models.inventory import Inventory
-    from dflash_trt.planning.memory import MemoryEstimate, Settings
+    from dflash_trt.planning.memory import MemoryEstimate
+    from dflash_trt.planning.settings import Settings
 
 SUMMARY = "show the GPU memory of a pair, and the context and batch that fit"
 DESCRIPTION = """\
@@ -113,7 +114,7 @@ def prepare(args: argparse.Namespace) -> tuple[Inventory, Settings]:
     from dflash_trt.models.configs import read_drafter_config, read_target_config
     from dflash_trt.models.inventory import take_inventory
     from dflash_trt.planning.gpus import find_gpu
-    from dflash_trt.planning.memory import Settings
+    from dflash_trt.planning.settings import Settings
     from dflash_trt.quantization.convert import HEAD
 
     engine, options = registry.find(args.engine), engine_options.from_arguments(args, plan=True)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dflash_trt.models.inventory import Inventory
     from dflash_trt.planning.acceptance import Acceptance
     from dflash_trt.planning.curve import Curves
-    from dflash_trt.planning.memory import Settings
+    from dflash_trt.planning.settings import Settings
 
 # Options of the memory plan that the curves vary themselves, with their defaults.
 _FIXED = {"tensor_parallel": 1, "max_seq_len": None, "max_batch_size": 8}

@@ -132,6 +132,10 @@ def _check_options(args: argparse.Namespace) -> None:
     """End the program, as for wrong usage, for values and combinations that cannot be served."""
     if args.passed and args.api != "triton":
         args.usage_error("words after -- are options of tritonserver: add --api triton")
+    if args.api == "triton" and (args.api_key_file or args.tls_cert or args.tls_key):
+        args.usage_error(
+            "--api-key-file and --tls-cert protect --api openai only: put a gateway in front of Triton"
+        )
     if (args.tls_cert is None) != (args.tls_key is None):
         args.usage_error("--tls-cert and --tls-key: only one is given, expected both")
     if args.max_deadline == 0:
@@ -213,8 +217,13 @@ def _keys(file: Path | None) -> list[str]:
 def _triton(args: argparse.Namespace) -> int:
     from dflash_trt.extras import install
     from dflash_trt.serving.deploy import container_command, deploy, request_fields
-    from dflash_trt.serving.launch import find_server, server_arguments
-    from dflash_trt.serving.proxy_settings import ProxySettings, Sockets, check_installed
+    from dflash_trt.serving.launch import (
+        ProxySettings,
+        Sockets,
+        check_installed,
+        find_server,
+        server_arguments,
+    )
     from dflash_trt.serving.supervisor import Supervisor
     from dflash_trt.serving.wire import max_request_bytes
 

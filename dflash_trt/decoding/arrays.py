@@ -50,6 +50,9 @@ class Arrays(Protocol):
         The target's `tokens` [n, N] may have fewer columns than its `rows` [n, S]. The last one is repeated.
         """
 
+    def width(self, nodes: int) -> int:
+        """The rows of a sequence in a pass of `decode` over so many nodes of the target."""
+
     def now(self) -> Any:
         """A point in time between two passes."""
 
@@ -139,6 +142,9 @@ class HostArrays:
             feeds = {**feeds, "tokens": np.pad(feeds["tokens"], ((0, 0), (0, spare)), mode="edge")}
         outputs: Mapping[str, Any] = engine.run(feeds)
         return outputs
+
+    def width(self, nodes: int) -> int:
+        return nodes
 
     def now(self) -> float:
         return perf_counter()

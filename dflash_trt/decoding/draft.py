@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
+
+from dflash_trt.decoding.request import Request
+from dflash_trt.decoding.sampling.philox import gumbel
+
+Array = np.ndarray[Any, Any]
+
+# The weight of the noise in `couple`. Below 1, because the drafter is less sure than the target which tokens are close
+# to each other.
+_NOISE_WEIGHT = 0.5
 
 
 @dataclass(slots=True)
@@ -86,3 +96,63 @@ class Verified:
     finite: Any
     logits: Any
     drafts_finite: Sequence[bool]
+
+
+def couple(draft: Draft, active: Sequence[Request], weight: float = _NOISE_WEIGHT) -> Draft:
+    """The draft with the candidates of sampled requests in the order of log-probability / temperature + weight * noise.
+
+    At a temperature above 0, the target's token is the one with the largest logit / temperature + noise, and the noise
+    is known before the target runs: it depends on seed, position and token (`sampling.philox`). So a candidate with
+    favourable noise is more likely to be the target's token than its log-probability says.
+
+    The chain takes the first ones. Log-probabilities of coupled candidates are of the softmax of these numbers over the
+    candidates of a place. Without candidates on the host, the draft stays as it is.
+    """
+    if draft.candidates is None or not draft.at_hand:
+        return draft
+    sampled = [slot for slot, each in enumerate(active) if each.draft and each.params.temperature > 0]
+    if not sampled:
+        return draft
+    tokens, logprobs = np.array(draft.candidates.tokens), np.array(draft.candidates.logprobs)
+    for slot in sampled:
+        request, own = active[slot], tokens[slot]
+        first = request.committed + 1  # the position of the first drafted token
+        noise = np.array([gumbel(request.seed, first + place, row) for place, row in enumerate(own)])
+        score = logprobs[slot] / np.float32(request.params.temperature) + np.float32(weight) * noise
+        order = np.argsort(-score, axis=1, kind="stable")
+        ranked = np.take_along_axis(score, order, axis=1)
+        ranked = ranked - ranked[:, :1]
+        tokens[slot] = np.take_along_axis(own, order, axis=1)
+        logprobs[slot] = ranked - np.log(np.exp(ranked).sum(axis=1, keepdims=True))
+    drafted = np.array(draft.tokens)
+    drafted[:, 1:] = tokens[:, :, 0]
+    return Draft(drafted, None, logprobs[:, :, 0], Candidates(tokens, logprobs))
+
+
+def tree_rows(parents: Array) -> dict[str, Array]:
+    """The target's inputs for trees with these parents [n, N], as in `Draft`.
+
+    depths: int64 [n, N], 0 for the anchor.
+    visible: bool [n, N, N]. A node sees itself and its ancestors.
+    """
+    count, nodes = parents.shape
+    slots = np.arange(count)
+    visible = np.zeros((count, nodes, nodes), bool)
+    for node in range(nodes):
+        if node:  # the parent comes first
+            visible[:, node] = visible[slots, parents[:, node]]
+        visible[:, node, node] = True
+    return {"depths": visible.sum(axis=2) - 1, "visible": visible}
+
+
+def chain_rows(count: int, nodes: int) -> dict[str, Array]:
+    """The same inputs for `count` chains of this many nodes."""
+    return {
+        "depths": np.tile(np.arange(nodes), (count, 1)),
+        "visible": np.tile(_triangle(nodes), (count, 1, 1)),
+    }
+
+
+@lru_cache(maxsize=8)
+def _triangle(nodes: int) -> Array:
+    return np.tri(nodes, dtype=bool)

@@ -16,6 +16,8 @@ from dflash_trt.decoding.caches import Caches
 from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.request import Request
 
+_NEVER = -100.0  # the log-probability of a node that no request has
+
 
 class Drafter:
     """For each slot, `pending` is the number of committed tokens that the drafter has not read."""
@@ -87,6 +89,35 @@ class Drafter:
         self._passes.append((begin, arrays.now()))
         self.pending[:n] = [0] * n
         return arrays.drafts(blocks, out["draft_tokens"], out["draft_logprobs"])
+
+    def fit(self, active: Sequence[Request], proposed: Draft, most: int) -> tuple[Draft, dict[int, int]]:
+        """A chain of up to `most` nodes whose tokens fit the structures of their requests, and of each request with a
+        structure, by slot, the leading drafts that are the drafter's own.
+
+        A structure cuts what it refuses, and what it forces is drafted for free, with probability 1.
+        `Request.fitting` has the nodes that count. No token is decided here: a draft is accepted if it equals the
+        target's own choice. A draft on a device is read to the host.
+        """
+        tokens, logprobs = np.array(proposed.tokens), np.array(proposed.logprobs)
+        drafts = [(row[1:].tolist(), odds.tolist()) for row, odds in zip(tokens, logprobs, strict=True)]
+        own: dict[int, int] = {}
+        for slot, request in enumerate(active):
+            if request.draft and request.history is not None and request.history.structure is not None:
+                # All accepted nodes must find room after the features that wait for the drafter.
+                room = self.arrays.most_waiting - self.pending[slot]
+                most_own = min(request.block_length or most, most, room) - 1
+                taken, forced = request.history.structure.follow(drafts[slot][0], most_own)
+                own[slot] = forced.index(True) if any(forced) else len(taken)
+                odds = [0.0 if f else float(logprobs[slot, i]) for i, f in enumerate(forced)]
+                drafts[slot] = taken, odds
+            request.fitting = 1 + len(drafts[slot][0])
+        nodes = 1 + max([len(taken) for taken, _ in drafts])
+        fitted = np.repeat(tokens[:, :1], nodes, axis=1)  # any token will do where no draft is
+        fitted_odds = np.full((len(active), nodes - 1), _NEVER, np.float32)
+        for slot, (taken, odds) in enumerate(drafts):
+            fitted[slot, 1 : 1 + len(taken)] = taken
+            fitted_odds[slot, : len(taken)] = odds
+        return self.arrays.chains(fitted, fitted_odds), own
 
     def commit(self, slot: int, features: Any, nodes: Sequence[int]) -> None:
         """Keep the features [N, F] of accepted nodes of a sequence. Each node is the child of the previous one."""

@@ -15,11 +15,10 @@ import numpy as np
 
 from dflash_trt.decoding.arrays import Arrays, PassEngine
 from dflash_trt.decoding.caches import Caches, Snapshot
-from dflash_trt.decoding.draft import Draft, Verified
+from dflash_trt.decoding.draft import Draft, Verified, chain_rows, tree_rows
 from dflash_trt.decoding.drafter import Drafter
-from dflash_trt.decoding.exact import FREE, Rule
+from dflash_trt.decoding.exact import FREE
 from dflash_trt.decoding.request import Request
-from dflash_trt.decoding.visibility import ChainRows, tree_rows
 
 # Tokens in the caches during dummy passes.
 USUAL_CONTEXT = 128
@@ -32,6 +31,7 @@ class Pair:
     capacity: the number of positions of each.
     prefill_chunk: the most tokens of a prompt in one `prefill`.
     rule: how the target's passes are padded.
+    least_rows: the fewest rows of a target's pass, of all sequences together. Shorter passes are padded.
     """
 
     def __init__(
@@ -47,12 +47,13 @@ class Pair:
         prefill_chunk: int,
         prompt_pass: int | None = None,
         trees: bool = False,
+        least_rows: int = 1,
     ) -> None:
         """prompt_pass: the most tokens of a prompt in one pass; None: `prefill_chunk`.
         trees: whether the target's graph takes the visibility among the rows of a pass.
         """
-        self.trees, self._chain_rows = trees, ChainRows()
-        self.rule: Rule = FREE
+        self.trees, self._least_rows = trees, least_rows
+        self.rule = FREE
         self.target, self.arrays, self.slots, self.capacity = target, arrays, slots, capacity
         self.vocab_size, self.prefill_chunk = vocab_size, prefill_chunk
         self._prompt_pass = prompt_pass or prefill_chunk
@@ -92,15 +93,17 @@ class Pair:
         ends = [] if every_row else [*range(start - start % self._prompt_pass, end, self._prompt_pass)][1:]
         for begin, stop in pairwise([start, *ends, end]):
             part = tokens[begin - start : stop - start]
-            count, width = len(part), self.rule.padded(len(part))
+            count, width = len(part), self._width(1, len(part))
             chunk = np.pad(np.array(part, np.int64), (0, width - count), mode="edge")[None]
-            rows = np.arange(0 if every_row else count - 1, count)[None]
+            rows = np.arange(0 if every_row else count - 1, count)
+            wanted = len(rows)
+            rows = np.pad(rows, (0, max(self._least_rows - wanted, 0)), mode="edge")[None]
             feeds = {"tokens": chunk, "start": np.array([begin]), "rows": rows} | self._rows(1, width)
             out = self.arrays.prefill(self.target, feeds, slot)
             if draft:
                 drafted = self.drafter.take_in(out["features"][:, :count], begin, slot)
                 sound = self.arrays.finite(drafted) and sound
-        return self.arrays.readable(out["logits"][0]), sound
+        return self.arrays.readable(out["logits"][0, :wanted]), sound
 
     def propose(self, active: Sequence[Request], length: int) -> Draft:
         """Drafts of `length` nodes for the requests of slots 0 .. n-1."""
@@ -114,7 +117,8 @@ class Pair:
         self._verified = begin, self.arrays.now()
         self._features = out["features"]
         found = self.arrays.verified(active, draft, out)
-        return found if self.rule.padded(draft.nodes) == draft.nodes else _without_padding(found, draft)
+        padded = self._width(len(active), draft.nodes) > draft.nodes
+        return _without_padding(found, draft) if padded else found
 
     def logits(
         self, tokens: Sequence[Sequence[int]], start: Sequence[int], parents: Any = None
@@ -207,7 +211,7 @@ class Pair:
         """Run a target pass as `verify` does. Its tokens differ, so that they choose as many experts as real ones."""
         tokens = np.random.default_rng(length).integers(self.vocab_size, size=(batch, length))
         # Attention sinks take one row after those of the pass.
-        start = [min(context, self.capacity - self.rule.padded(length) - 1)] * batch
+        start = [min(context, self.capacity - self._width(batch, length) - 1)] * batch
         self.arrays.decode(self.target, self._feeds(tokens, start))
         self.arrays.wait()
 
@@ -216,18 +220,24 @@ class Pair:
         self.drafter.engine.close()
 
     def _feeds(self, tokens: Any, start: Sequence[int], parents: Any = None) -> dict[str, Any]:
-        """The inputs of a pass over nodes [n, N] of slots 0 .. n-1, which has as many rows as the rule wants.
+        """The inputs of a pass over nodes [n, N] of slots 0 .. n-1, which has `_width(n, N)` rows of each.
 
         The last node is repeated. Where the graph takes trees, the copies are its twins and see what it sees, so that
         they choose the same experts. In a chain they follow it.
         """
         count, nodes = tokens.shape
-        width = self.rule.padded(nodes)
+        width = self._width(count, nodes)
         if width > nodes and self.trees:
             chain = np.tile(np.arange(-1, nodes - 1), (count, 1)) if parents is None else np.asarray(parents)
             parents = np.pad(chain, ((0, 0), (0, width - nodes)), mode="edge")
         rows = self._rows(count, width, parents)
         return {"tokens": tokens, "start": np.array(start), "rows": self.arrays.nodes(count, width)} | rows
+
+    def _width(self, count: int, nodes: int) -> int:
+        """The rows of each of so many sequences in a pass over so many nodes of each: those that the rule and the
+        engine's products want, in a width that the engine has prepared.
+        """
+        return self.arrays.width(max(self.rule.padded(nodes), -(-self._least_rows // count)))
 
     def _rows(self, count: int, nodes: int, parents: Any = None) -> dict[str, Any]:
         """The target's inputs about the rows of a pass, if its graph takes trees."""
@@ -235,7 +245,7 @@ class Pair:
             if parents is not None:
                 raise ValueError("the target's graph takes chains only, not trees")
             return {}
-        return self._chain_rows(count, nodes) if parents is None else tree_rows(np.asarray(parents))
+        return chain_rows(count, nodes) if parents is None else tree_rows(np.asarray(parents))
 
     def _caches(self, draft: bool) -> list[Caches]:
         return [self.target.caches, self.drafter.caches] if draft else [self.target.caches]

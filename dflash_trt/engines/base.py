@@ -17,9 +17,8 @@ from dflash_trt.errors import DFlashError
 if TYPE_CHECKING:
     from dflash_trt.bundle.manifest import Bundle
     from dflash_trt.bundle.workspace import Progress, Workspace
-    from dflash_trt.checkpoint.catalogue import TargetForm
+    from dflash_trt.checkpoint.catalogue import PublishedDrafter, TargetForm
     from dflash_trt.checkpoint.pair import CheckpointPair
-    from dflash_trt.checkpoint.published import PublishedDrafter
     from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
     from dflash_trt.decoding.loop import DecodingLoop
     from dflash_trt.formats.base import WeightLayout
@@ -31,7 +30,8 @@ Weights = Literal["copy", "link", "none"]
 GIB = 1 << 30
 PREFILL_CHUNK = 512  # most tokens of a prompt in one pass, by default
 # Tags of nvcr.io/nvidia/tritonserver. Containers before 26.07 have defects that clients can use (docs/serving.md,
-# "Security"), and are not named.
+# "Security"), and are not named. NVIDIA's release notes list the first; the second is the newest of its kind in
+# docs/introduction/compatibility.md of triton-inference-server/server at 0f963c9, with TensorRT-LLM 1.2.1.
 TRITON_IMAGE, TRITON_TRTLLM_IMAGE = "26.07-py3", "26.07-trtllm-python-py3"
 
 

@@ -123,7 +123,7 @@ class OnnxRuntimeEntry(Engine):
         from dflash_trt.decoding.scheduler import Scheduler
         from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
 
-        _check_processor(bundle)
+        least_rows = _fewest_rows(bundle)
         manifest, slots = bundle.manifest, settings.max_batch_size
         target, drafter = (
             OnnxRuntimeEngine(
@@ -153,6 +153,7 @@ class OnnxRuntimeEntry(Engine):
             prefill_chunk=settings.prefill_chunk,
             prompt_pass=min(settings.prefill_chunk, PROMPT_PASS),
             trees=manifest["tree_width"] > 1,
+            least_rows=least_rows,
         )
         return Scheduler(pair, manifest["block_size"], slots, settings.prefix_cache_bytes)
 
@@ -181,25 +182,27 @@ def _multiplies_bytes(graph: ir.Model) -> bool:
     return any(node.op_type == OPERATOR for node in graph.graph)
 
 
-def _check_processor(bundle: Bundle) -> None:
-    """Raise BundleError if this processor rounds one row of the target's integers otherwise than several, or does not
-    add products of bytes exactly.
+def _fewest_rows(bundle: Bundle) -> int:
+    """The fewest rows of the target's passes for which a row has the same bits in all of them. Raises BundleError if
+    this processor's products of integers depend on the number of rows above that too, or are not added exactly.
     """
-    from dflash_trt.engines.onnxruntime_products import bytes_are_exact, rows_agree
+    from dflash_trt.engines.onnxruntime_products import bytes_are_exact, fewest_rows
 
     # Bundles of earlier checkouts lack the field.
     four = "W4A16_AWQ" in (bundle.manifest["quantization"]["target"] or "")
-    for bits in bundle.manifest.get("integer_bits", [4] if four else []):
-        if not rows_agree(bits):
+    found = {bits: fewest_rows(bits) for bits in bundle.manifest.get("integer_bits", [4] if four else [])}
+    for bits, least in found.items():
+        if least is None:
             raise BundleError(
-                f"{bundle.path}: the target has layers of {bits}-bit integers. This processor rounds one row of their "
-                "product otherwise than several, so drafts would change the tokens; build the bundle on this machine"
+                f"{bundle.path}: the target has layers of {bits}-bit integers. This processor rounds a row of their "
+                "product by the number of rows, so drafts would change the tokens; build the bundle on this machine"
             )
     if bundle.manifest.get("exact_bytes") and not bytes_are_exact():
         raise BundleError(
             f"{bundle.path}: has INT8 layers with one scale for each output, built on a processor with AMX. This "
             "processor's sums of such products saturate (it has no VNNI); build the bundle on this machine"
         )
+    return max((least for least in found.values() if least is not None), default=1)
 
 
 def _has_large_head(target: TargetConfig) -> bool:

@@ -1,8 +1,8 @@
 """What ONNX Runtime's products of integers do on this processor.
 
-Drafting must not change the tokens, so a row must have the same bits alone and beside others. The kernels differ
-between processors: those of AVX2 round the product of four bits otherwise for one row than for several, and add
-products of unsigned and signed bytes in pairs that saturate at 16 bits.
+Drafting must not change the tokens, so a row must have the same bits in every pass. The kernels differ between
+processors: those of AVX2 round the product of four bits otherwise for one row than for several, and add products of
+unsigned and signed bytes in pairs that saturate at 16 bits.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ from dflash_trt.graph.experts import MICROSOFT_DOMAIN
 from dflash_trt.graph.quantized import INTEGERS
 
 _IN, _OUT = 6 * BLOCK, 80
-_ROWS = (2, 3, 4, 5, 8, 16)
+_ROWS = (1, 2, 3, 4, 5, 8, 16)
 
 
 @cache
-def rows_agree(bits: int) -> bool:
-    """Whether rows of a product with weights of 4 or 8 bits do not depend on the number of rows, with zero points in
-    the middle and anywhere else.
+def fewest_rows(bits: int) -> int | None:
+    """From how many rows on a product with weights of 4 or 8 bits gives a row the same bits, with zero points in the
+    middle and anywhere else: 1, or 2 on AVX2. None: it depends on their number above 2 too.
     """
-    return all(_rows_agree(bits, points=points) for points in (False, True))
+    agreeing = set(_ROWS)
+    for points in (False, True):
+        agreeing &= _agreeing(bits, points=points)
+    return next((least for least in (1, 2) if agreeing >= {n for n in _ROWS if n >= least}), None)
 
 
 @cache
@@ -49,7 +52,7 @@ def bytes_are_exact() -> bool:
     )
     session = _session(node, constants, TensorProto.UINT8)
     exact = (x.astype(np.int32) - 128) @ weight.astype(np.int32)
-    return all(np.array_equal(session.run(None, {"x": x[:n]})[0], exact[:n]) for n in (1, *_ROWS))
+    return all(np.array_equal(session.run(None, {"x": x[:n]})[0], exact[:n]) for n in _ROWS)
 
 
 def channels_pay() -> bool:
@@ -59,7 +62,8 @@ def channels_pay() -> bool:
     return hardware.has_amx_int8() and bytes_are_exact()
 
 
-def _rows_agree(bits: int, *, points: bool) -> bool:
+def _agreeing(bits: int, *, points: bool) -> set[int]:
+    """The numbers of rows whose product has the bits of the largest one, wherever the rows lie in that."""
     random = np.random.default_rng(0)
     codes = random.integers(0, 256, (_OUT, _IN // BLOCK, BLOCK * bits // 8), dtype=np.uint8)
     scales = random.uniform(0.5, 1.5, (_OUT, _IN // BLOCK)).astype(np.float32)
@@ -80,8 +84,13 @@ def _rows_agree(bits: int, *, points: bool) -> bool:
     )
     session = _session(node, constants, TensorProto.FLOAT)
     x = random.standard_normal((max(_ROWS), _IN)).astype(np.float32)
-    alone = np.concatenate([session.run(None, {"x": row[None]})[0] for row in x])
-    return all(np.array_equal(session.run(None, {"x": x[:rows]})[0], alone[:rows]) for rows in _ROWS)
+    whole = session.run(None, {"x": x})[0]
+
+    def same(first: int, rows: int) -> bool:
+        part = slice(first, first + rows)
+        return np.array_equal(session.run(None, {"x": x[part]})[0], whole[part])
+
+    return {rows for rows in _ROWS if all(same(first, rows) for first in range(len(x) - rows + 1))}
 
 
 def _session(node: NodeProto, constants: Mapping[str, Any], dtype: int) -> ort.InferenceSession:

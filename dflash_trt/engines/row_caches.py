@@ -85,6 +85,8 @@ class RowCaches(Generic[P]):
     def __init__(self, pools: Sequence[tuple[CacheKind, P]], slots: int) -> None:
         self.slots = slots
         self.kinds = [_Kind(kind, pool, defaultdict(int)) for kind, pool in pools]
+        # By slot: from this position on, no row belongs to a token of its sequence.
+        self.ends: defaultdict[int, int] = defaultdict(int)
 
     @property
     def arrays(self) -> dict[str, Any]:
@@ -107,10 +109,13 @@ class RowCaches(Generic[P]):
                     each.pool.drop(slot, base - before, start - base)
                 each.bases[slot] = base
 
-    def bases(self, starts: Sequence[int]) -> dict[str, list[int]]:
-        """The bases of a pass that begins at these positions, by the graph's input that takes them."""
+    def bases(self, starts: Sequence[int], idle: int = 0) -> dict[str, list[int]]:
+        """The bases of a pass that begins at these positions, by the graph's input that takes them. So many further
+        slots keep theirs.
+        """
+        slots = range(len(starts), len(starts) + idle)
         return {
-            each.kind.input: [each.kind.base(start) for start in starts]
+            each.kind.input: [*map(each.kind.base, starts), *(each.bases[slot] for slot in slots)]
             for each in self.kinds
             if each.kind.window is not None
         }
@@ -129,6 +134,7 @@ class RowCaches(Generic[P]):
         for each in self.kinds:
             base = each.bases[target] = each.bases[source]
             each.pool.copy(source, target, max(0, length - base))
+        self.ends[target] = length
 
     def keep(self, slot: int, start: int, stop: int, shortest: int) -> Snapshot:
         copies, least, size = [], start + 1, 0
@@ -157,6 +163,7 @@ class RowCaches(Generic[P]):
         )
 
     def restore(self, slot: int, kept: Sequence[Snapshot], length: int) -> None:
+        self.ends[slot] = length
         for i, each in enumerate(self.kinds):
             base = each.bases[slot] = each.kind.base(length)
             for snapshot in kept:
@@ -175,4 +182,4 @@ class RowCaches(Generic[P]):
             base = each.bases[slot]
             each.pool.clear(slot, max(0, first - base), None if last is None else max(0, last - base))
             if first == 0:
-                each.bases[slot] = 0
+                each.bases[slot] = self.ends[slot] = 0

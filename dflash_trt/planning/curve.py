@@ -11,7 +11,8 @@ from dflash_trt.errors import BuildError, UsageError
 from dflash_trt.models.inventory import Inventory
 from dflash_trt.planning import times
 from dflash_trt.planning.acceptance import Acceptance
-from dflash_trt.planning.memory import Settings, estimate_memory
+from dflash_trt.planning.memory import estimate_memory
+from dflash_trt.planning.settings import Settings
 from dflash_trt.planning.work import work_of
 
 PLAIN = "plain"
@@ -47,9 +48,11 @@ class Curves:
 
     @property
     def blocks(self) -> tuple[str, ...]:
+        """The methods that draft."""
         return tuple(name for name in self.points if name != PLAIN)
 
     def to_dict(self) -> dict[str, Any]:
+        """Every field, as JSON has it."""
         return asdict(self)
 
 

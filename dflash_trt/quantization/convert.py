@@ -233,7 +233,7 @@ def _convert(
 ) -> Path:
     config = _quant_config(checkpoint, layers, copied)
     config["producer"]["inputs"] = _key(checkpoint, config, amax, copied)
-    with workspace(out, "checkpoint") as place, released(checkpoint.files):
+    with workspace(out) as place, released(checkpoint.files):
         if _made_as(out / QUANT_CONFIG, config):
             place.done = True
             whole = Checkpoint(out)

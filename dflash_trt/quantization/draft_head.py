@@ -34,7 +34,7 @@ def draft_head(target: Checkpoint, tokens: Sequence[int], out: Path) -> Path:
         for at in range(0, len(ids), step):
             yield "lm_head.weight", head[ids[at : at + step]]
 
-    with workspace(out, "checkpoint") as place:
+    with workspace(out) as place:
         place.empty()
         entries = [
             Entry("lm_head.weight", weight.dtype, (len(ids), weight.shape[1]), rows()),

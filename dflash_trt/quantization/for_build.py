@@ -107,11 +107,11 @@ def _laid_out(
     if layout == "int4_by_row" and repack.has_signed(checkpoint):
         return Checkpoint(repack.int4_by_row(checkpoint, _place(out, checkpoint, layout), progress))
     if layout == "blocks":
-        from dflash_trt.engines.onnxruntime_products import rows_agree
+        from dflash_trt.engines.onnxruntime_products import fewest_rows
 
         integers = any(FORMATS[scheme].integer_bits is not None for scheme in number_formats(checkpoint))
         # What a drafter drafts changes no token.
-        eight_bits = integers and role == "target" and not rows_agree(4)
+        eight_bits = integers and role == "target" and fewest_rows(4) is None
         channels = integers and _per_channel(layout)
         if not repack.has_blocks(checkpoint, eight_bits=eight_bits, channels=channels):
             return checkpoint

@@ -77,7 +77,7 @@ def quantize_with_modelopt(
             for prompt in prompts:
                 model(torch.tensor([list(prompt)]))
 
-    with workspace(out, "checkpoint") as place:
+    with workspace(out) as place:
         place.check_free("is there already")
         place.empty()
         model = mtq.quantize(model, config, calibrate)

@@ -11,15 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_trt.bundle.workspace import Progress
-from dflash_trt.checkpoint.linears import (
-    Integers,
-    StoredLinear,
-    quantized_layers,
-    shape_of,
-    stored_linear,
-)
+from dflash_trt.checkpoint.linears import StoredLinear, quantized_layers, shape_of, stored_linear
 from dflash_trt.checkpoint.quantization import QUANT_CONFIG
 from dflash_trt.checkpoint.tensors import DTYPES, Checkpoint, TensorInfo
+from dflash_trt.checkpoint.widening import Integers
 from dflash_trt.checkpoint.writer import Entry, write_shard
 from dflash_trt.files.disk import own_file
 from dflash_trt.files.reading import read_object

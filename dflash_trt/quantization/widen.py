@@ -10,16 +10,11 @@ import ml_dtypes
 from numpy.typing import NDArray
 
 from dflash_trt.bundle.workspace import Progress
-from dflash_trt.checkpoint.linears import (
-    StoredLinear,
-    quantized_layers,
-    shape_of,
-    stored_linear,
-    widened_pieces,
-)
+from dflash_trt.checkpoint.linears import StoredLinear, quantized_layers, shape_of, stored_linear
 from dflash_trt.checkpoint.quantization import QUANT_CONFIG
 from dflash_trt.checkpoint.rules import CACHE_SCALES
 from dflash_trt.checkpoint.tensors import Checkpoint, TensorInfo
+from dflash_trt.checkpoint.widening import widened_pieces
 from dflash_trt.checkpoint.writer import Entry
 from dflash_trt.files.reading import read_object
 from dflash_trt.quantization.convert import STEP_BYTES, write_json

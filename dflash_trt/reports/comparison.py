@@ -135,13 +135,7 @@ def compare(
     Raises RequestError if two drafters have one name, or if `work` has answers of other arguments, and any error of
     the builds.
     """
-    names = _names(drafters)
-    bundles: dict[str, Bundle] = {}
-    for number, (name, drafter) in enumerate(zip(names, drafters, strict=True)):
-        progress("build pairs", number, len(names))
-        place = work / f"bundle{number}"
-        bundles[name] = build(target, drafter, place, weights="link", tree_width=tree_width, force=True)
-    progress("build pairs", len(names), len(names))
+    bundles = _build(target, drafters, work, tree_width, progress)
     asked_for = [max_tokens, *temperatures, tree_nodes, threads, *(f"{p.id} {p.content}" for p in prompts)]
     answers = Answers(work, list(bundles.values()), [*map(str, asked_for)])
     kinds = {name: _kind(bundle.manifest) for name, bundle in bundles.items()}
@@ -153,7 +147,7 @@ def compare(
             )
             for name, bundle in bundles.items()
         }
-        first = llms[names[0]]
+        first = next(iter(llms.values()))
         asked = [p.content if isinstance(p.content, str) else first.chat_prompt(p.content) for p in prompts]
         done = decode(
             methods, llms, prompts, asked, answers, max_tokens=max_tokens, seconds=seconds, progress=progress
@@ -168,6 +162,19 @@ def compare(
         "same_tokens": all(run["same_tokens"] for run in runs),
         "runs": runs,
     }
+
+
+def _build(
+    target: str, drafters: Sequence[str], work: Path, tree_width: int | None, progress: Progress
+) -> dict[str, Bundle]:
+    """A bundle of the target with each drafter, by the drafters' names."""
+    bundles: dict[str, Bundle] = {}
+    for number, (name, drafter) in enumerate(zip(_names(drafters), drafters, strict=True)):
+        progress("build pairs", number, len(drafters))
+        place = work / f"bundle{number}"
+        bundles[name] = build(target, drafter, place, weights="link", tree_width=tree_width, force=True)
+    progress("build pairs", len(drafters), len(drafters))
+    return bundles
 
 
 def _kind(manifest: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,6 +39,7 @@ class StreamedAnswer:
 
     @property
     def ok(self) -> bool:
+        """Whether text came, and no error."""
         return self.error is None and bool(self.moments)
 
 

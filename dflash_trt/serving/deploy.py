@@ -84,7 +84,7 @@ def deploy(
     }
     if name is not None:
         out.mkdir(parents=True, exist_ok=True)
-    with workspace(out if name is None else out / name, "repository") as place:
+    with workspace(out if name is None else out / name) as place:
         place.empty()
         place.check_free("is there already")
         if name is None:

@@ -1,22 +1,94 @@
-"""Find tritonserver, and set its arguments."""
+"""Find tritonserver, and set its arguments and sockets, and those of the proxy in front of it."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import sys
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
 from dflash_trt.errors import DFlashError, UsageError
-from dflash_trt.serving.proxy_settings import Sockets
+from dflash_trt.extras import install
 
 LogLevel = Literal["error", "warning", "info", "verbose"]
 STUB = "triton_python_backend_stub"
+_LONGEST_PATH = 107  # bytes of a Unix socket's path on Linux
+
+
+@dataclass(frozen=True)
+class ProxySettings:
+    """The proxy's settings.
+
+    host: the address to listen on.
+    upstream: the directory of tritonserver's sockets.
+    max_bytes: the longest body or gRPC message that a client may send.
+    fields: the fields that a body over HTTP may have, with Triton's data types. None accepts all.
+    """
+
+    host: str
+    http_port: int
+    grpc_port: int
+    metrics_port: int
+    upstream: str
+    max_bytes: int
+    fields: dict[str, str] | None = None
+
+    def to_json(self) -> str:
+        """An argument of the proxy's process."""
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True)
+class Sockets:
+    """tritonserver's sockets in a directory. Raises DFlashError if its path is too long for them."""
+
+    directory: Path
+
+    def __post_init__(self) -> None:
+        if len(bytes(self.metrics)) > _LONGEST_PATH:
+            raise DFlashError(
+                f"{self.directory}: too long for Unix sockets, whose paths have at most {_LONGEST_PATH} bytes; "
+                "set TMPDIR to a shorter directory"
+            )
+
+    @property
+    def http(self) -> Path:
+        """For the models."""
+        return self.directory / "http"
+
+    @property
+    def metrics(self) -> Path:
+        """For /metrics."""
+        return self.directory / "metrics"
+
+    @property
+    def grpc(self) -> Path:
+        """For gRPC."""
+        return self.directory / "grpc:1"  # tritonserver appends the port to the address
+
+    def arguments(self) -> dict[str, str | int]:
+        """tritonserver's arguments for listening on these sockets only."""
+        return {
+            "http-address": f"unix:{self.http}",
+            "http-port": 1,  # required, without effect
+            "grpc-address": f"unix:{self.directory / 'grpc'}",
+            "grpc-port": 1,
+            "metrics-address": f"unix:{self.metrics}",
+            "metrics-port": 1,
+            "allow-sagemaker": "false",
+            "allow-vertex-ai": "false",  # otherwise an environment variable could open one more port
+        }
+
+    def remove(self) -> None:
+        """Remove the sockets of a server that has ended. Otherwise the next one could not listen."""
+        for path in (self.http, self.metrics, self.grpc):
+            path.unlink(missing_ok=True)
 
 
 @dataclass
@@ -71,7 +143,7 @@ def _libpython(version: str) -> Path:
         if (place / name).is_file():
             return place / name
     raise DFlashError(
-        f"{name} not found (in {', '.join(map(str, places))}), which Triton's Python backend needs: install it "
+        f"{name} is missing (in {', '.join(map(str, places))}), which Triton's Python backend needs: install it "
         f"(Debian and Ubuntu: libpython{version}), or use a Python that was built with --enable-shared"
     )
 
@@ -101,3 +173,12 @@ def server_arguments(
         if option.startswith("--") and any(known.startswith(name) for known in arguments):
             raise UsageError(f"--{name}: is set by `dflash-trt serve` itself; leave it out")
     return [*(f"--{name}={value}" for name, value in arguments.items()), *others]
+
+
+def check_installed() -> None:
+    """Raise DFlashError if a package of the extra `triton` is missing."""
+    try:
+        import aiohttp  # noqa: F401
+        import grpc  # noqa: F401
+    except ImportError as error:
+        raise DFlashError(f"{error.name} is not installed; install it with: {install('triton')}") from None

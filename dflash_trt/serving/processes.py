@@ -1,13 +1,18 @@
-"""Processes of this machine, from /proc, and the limits of this one."""
+"""Processes of this machine, from /proc, and the limits and the event loop of this one."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 import signal
 import subprocess
+from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 Process = tuple[str, str, str]  # name, state, arguments
 
@@ -17,6 +22,16 @@ def allow_open_files() -> None:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def run_loop(main: Coroutine[Any, Any, T]) -> T:
+    """Run an event loop until `main` ends: uvloop's, where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(main)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main)
 
 
 def descendants(root: int) -> dict[int, Process]:
@@ -60,5 +75,6 @@ def has_ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
 
 
 def send_signal(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process that may have ended."""
     with suppress(ProcessLookupError):
         os.kill(pid, number)

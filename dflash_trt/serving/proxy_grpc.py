@@ -15,7 +15,7 @@ import grpc
 from grpc import aio
 
 from dflash_trt.errors import DFlashError
-from dflash_trt.serving.proxy_settings import ProxySettings, Sockets
+from dflash_trt.serving.launch import ProxySettings, Sockets
 
 MAX_CALLS = 4096
 _SERVICE = "/inference.GRPCInferenceService/"

@@ -21,7 +21,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from dflash_trt.errors import DFlashError
 from dflash_trt.serving import wire
-from dflash_trt.serving.proxy_settings import ProxySettings, Sockets
+from dflash_trt.serving.launch import ProxySettings, Sockets
 
 # Seconds for: a connection to send the head of a request, a body to arrive, a client to read its answer.
 IDLE_SECONDS, BODY_SECONDS, TAKE_SECONDS = 15.0, 30.0, 60.0
@@ -68,6 +68,7 @@ class HttpProxy:
     ) -> None:
         self._socket, self._read, self._ask, self._max_bytes = socket, read, ask, max_bytes
         self._fields = fields
+        self.stopping = False  # whether new requests are refused
         self._busy: set[Any] = set()  # connections with an unanswered request
         self._held = 0  # bytes of all bodies
 
@@ -139,6 +140,7 @@ class HttpProxy:
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         path = request.path
+        _need(not self.stopping, 503, "the server is stopping")
         if self._ask.fullmatch(path):
             _need(request.method == "POST", 405, f"{path} is asked with POST")
             body = await self._body(request)
@@ -244,7 +246,7 @@ def _unknown(path: str) -> tuple[int, str]:
     shown = ascii(path[:100])
     if path.startswith("/v2/"):
         return 403, f"{shown} is not open to clients; open are health, metadata, config, stats and generate"
-    return 404, f"{shown}: not found; send requests to /v2/models/NAME/generate"
+    return 404, f"there is no {shown}: send requests to /v2/models/NAME/generate"
 
 
 def _need(holds: bool, status: int, message: str) -> None:
@@ -267,8 +269,8 @@ def _logger() -> logging.Logger:
 
 
 @asynccontextmanager
-async def serve_http(settings: ProxySettings) -> AsyncIterator[None]:
-    """Serve the model's port and the metrics port. Raises DFlashError if one is not available."""
+async def serve_http(settings: ProxySettings) -> AsyncIterator[HttpProxy]:
+    """Serve the model's port and the metrics port; gives the first. Raises DFlashError if one is not available."""
     sockets = Sockets(Path(settings.upstream))
     models = HttpProxy(sockets.http, _READ, _GENERATE, settings.max_bytes, settings.fields)
     metrics = HttpProxy(sockets.metrics, _METRICS, _NOTHING, 0)
@@ -276,4 +278,4 @@ async def serve_http(settings: ProxySettings) -> AsyncIterator[None]:
         models.serve(settings.host, settings.http_port, "--port"),
         metrics.serve(settings.host, settings.metrics_port, "--metrics-port"),
     ):
-        yield
+        yield models

@@ -22,9 +22,8 @@ from time import monotonic
 from dflash_trt.errors import DFlashError
 from dflash_trt.serving import wire
 from dflash_trt.serving.deploy import MODEL
-from dflash_trt.serving.launch import STUB, TritonServer
+from dflash_trt.serving.launch import STUB, ProxySettings, Sockets, TritonServer
 from dflash_trt.serving.processes import Process, descendants, has_ended, is_same, send_signal
-from dflash_trt.serving.proxy_settings import ProxySettings, Sockets
 
 _TIED = Path(__file__).with_name("tied.py")
 _PROXY = "dflash_trt.serving.proxy"
@@ -139,6 +138,7 @@ class Supervisor:
         tree = self._tree | descendants(process.pid)  # /proc does not show the children of a killed server
         if self._stop.is_set() and process.poll() is None:
             say(f"stopping: requests have {self._grace:g} s to finish")
+            self._proxy.refuse_requests()
             process.terminate()
             if not has_ended(process, self._grace):
                 say("cancelling unfinished requests")
@@ -185,9 +185,11 @@ class Reload:
         self._pause, self._next = wire.FIRST_PAUSE, 0.0
 
     def is_due(self) -> bool:
+        """Whether an attempt may start now."""
         return not self._thread.is_alive() and monotonic() >= self._next
 
     def start(self) -> None:
+        """Begin an attempt."""
         self._pause = wire.next_pause(self._pause)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -217,7 +219,13 @@ class Proxy:
             self._process.kill()
             self._process.wait()
 
+    def refuse_requests(self) -> None:
+        """Take no new requests over HTTP. Those that are being answered go on."""
+        with suppress(OSError):
+            self._socket.send(b"\n")
+
     def start_again_if_ended(self, say: Say) -> None:
+        """Start another process if this one has ended."""
         if (code := self._process.poll()) is not None:
             say(f"the proxy ended with {wire.how_it_ended(code)}: restarting it")
             self._socket.close()
@@ -241,6 +249,8 @@ class Proxy:
 
 
 class UnixConnection(http.client.HTTPConnection):
+    """HTTP over a Unix socket."""
+
     def __init__(self, path: Path, timeout: float) -> None:
         super().__init__("localhost", timeout=timeout)
         self._path = str(path)

@@ -103,6 +103,7 @@ class Update(TypedDict, total=False):
 
 
 def refusal(code: Code, text: str, field: str | None = None) -> Update:
+    """The update that ends a request with an error."""
     return {"error": {"code": code, "text": text, "field": field}}
 
 
@@ -115,6 +116,7 @@ def merge(earlier: Update, later: Update) -> None:
 
 
 def line(message: Mapping[str, Any]) -> bytes:
+    """A message as a line."""
     return json.dumps(message).encode() + b"\n"
 
 

@@ -1,4 +1,4 @@
-"""The engine process behind a server: an `AsyncLLM` that answers lines of JSON on a socket.
+"""The engine process of a server: an `AsyncLLM` that answers lines of JSON on a socket.
 
     python -m dflash_trt.serving.worker FD SETTINGS
 
@@ -26,8 +26,8 @@ from dflash_trt.decoding.params import Chunk, Completion, SamplingParams
 from dflash_trt.decoding.sampling.structure import StructuredOutputs
 from dflash_trt.errors import BusyError, DecodingError, DFlashError, RequestError, quoted
 from dflash_trt.runtime import Prompt
-from dflash_trt.serving import event_loop, wire
-from dflash_trt.serving.processes import is_running
+from dflash_trt.serving import wire
+from dflash_trt.serving.processes import is_running, run_loop
 
 METRICS_SECONDS = 1.0
 _LAST_SECONDS = 2.0
@@ -42,6 +42,7 @@ _COUNTS = ("num_draft_tokens", "num_accepted_tokens", "num_cached_tokens", "acce
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run the process. Returns its exit code."""
     connection = socket.socket(fileno=int(arguments[0]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     loaded = threading.Event()
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     loaded.set()
     gc.freeze()  # what exists now stays, so the collector need not look at it again
-    return event_loop.run(Worker(llm).serve(connection))
+    return run_loop(Worker(llm).serve(connection))
 
 
 def _end_while_loading(connection: socket.socket, loaded: threading.Event) -> None:

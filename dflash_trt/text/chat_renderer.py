@@ -32,6 +32,7 @@ except ImportError:  # Windows has none; there only the caller's clock limits
 
 
 def main() -> None:
+    """Answer requests from standard input until it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller handles Ctrl-C in a terminal
     for line in sys.stdin.buffer:
         request = json.loads(line)

@@ -44,8 +44,8 @@ class ChatTemplates:
         else:
             self.path, sources = config_path, config.get("chat_template")
         self.sources = self._named(sources)
-        found = {name: value for name, value in config.items() if name.endswith("_token")}
-        texts = {name: v.get("content") if isinstance(v, dict) else v for name, v in found.items()}
+        tokens = {name: value for name, value in config.items() if name.endswith("_token")}
+        texts = {name: v.get("content") if isinstance(v, dict) else v for name, v in tokens.items()}
         # bos_token, eos_token and similar, as text.
         self.special_tokens = {name: text for name, text in texts.items() if isinstance(text, str)}
 

@@ -102,15 +102,15 @@ def _files(pair: CheckpointPair, place: Workspace, progress: Progress) -> dict[s
     """Files that go into the bundle unchanged. The drafter's weights are rewritten if TensorRT-LLM needs another
     form.
     """
-    found = {f"target/{name}": path for name, path in tokenizer_files(pair.target, _TARGET_FILES).items()}
-    found |= {f"target/{file.name}": file for file in pair.target.checkpoint.files}
+    files = {f"target/{name}": path for name, path in tokenizer_files(pair.target, _TARGET_FILES).items()}
+    files |= {f"target/{file.name}": file for file in pair.target.checkpoint.files}
     drafter = pair.drafter
     if not isinstance(drafter.checkpoint, Checkpoint):
-        return found
+        return files
     if as_it_is(drafter.config, drafter.checkpoint):
-        return found | {_DRAFTER: drafter.checkpoint.files[0]}
+        return files | {_DRAFTER: drafter.checkpoint.files[0]}
     progress("write drafter", 0, 1)
     written = place.scratch / "drafter.safetensors"
     write_weights(drafter.config, drafter.checkpoint, written)
     progress("write drafter", 1, 1)
-    return found | {_DRAFTER: written}
+    return files | {_DRAFTER: written}

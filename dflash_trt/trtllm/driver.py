@@ -21,11 +21,11 @@ import numpy as np
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.commit import alone, fail, leave
 from dflash_trt.decoding.exact import Rule
-from dflash_trt.decoding.leaving import Leaving
 from dflash_trt.decoding.length.policy import FixedLength, Lengths
 from dflash_trt.decoding.metrics import Metrics
 from dflash_trt.decoding.options import RequestOptions
 from dflash_trt.decoding.params import FinishReason, SamplingParams
+from dflash_trt.decoding.queue import Queue
 from dflash_trt.decoding.request import Emission, Request
 from dflash_trt.errors import DFlashError, EngineError, RequestError
 from dflash_trt.trtllm.installed import load
@@ -68,7 +68,7 @@ class Driver:
         self._module, self._llm = load(bundle)
         self.metrics = Metrics()
         self._runs: dict[Request, _Run] = {}
-        self._leaving = Leaving()
+        self._queue = Queue()
         self._responses: queue.SimpleQueue[_Response] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
@@ -130,12 +130,12 @@ class Driver:
 
     def submit(self, request: Request) -> None:
         self._runs[request] = _Run()
-        self._leaving.watch(request)
+        self._queue.watch(request)
         asyncio.run_coroutine_threadsafe(self._follow(request, self._runs[request]), self._loop)
 
     def cancel(self, request: Request) -> None:
         """End a submitted request in the next step. No effect on an ended request."""
-        self._leaving.cancel(request)
+        self._queue.cancel(request)
 
     def step(self, lengths: Lengths) -> list[Emission]:
         """The results since the last step. Waits briefly if there are none. `lengths` has no effect."""
@@ -276,8 +276,8 @@ class Driver:
 
     def _give_up(self) -> list[Emission]:
         """Remove the requests that were cancelled or are out of time."""
-        now, emissions = perf_counter(), []
-        for request in self._leaving.take(now):
+        emissions = list[Emission]()
+        for request in self._queue.leaving(perf_counter()):
             run = self._runs.pop(request, None)
             if run is None:  # not submitted yet
                 continue

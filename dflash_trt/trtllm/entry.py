@@ -7,30 +7,33 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from dflash_trt.engines.base import (
+    GIB,
     TRITON_TRTLLM_IMAGE,
     Availability,
     BuildSettings,
     Container,
     Engine,
+    MemoryTraits,
+    PagedPool,
     RunSettings,
     Weights,
 )
 from dflash_trt.errors import BuildError, UsageError
-from dflash_trt.trtllm.memory import MEMORY
 from dflash_trt.trtllm.options import TensorRTLLMOptions
 
 if TYPE_CHECKING:
     from dflash_trt.bundle.manifest import Bundle
     from dflash_trt.bundle.workspace import Progress, Workspace
-    from dflash_trt.checkpoint.catalogue import TargetForm
+    from dflash_trt.checkpoint.catalogue import PublishedDrafter, TargetForm
     from dflash_trt.checkpoint.pair import CheckpointPair
-    from dflash_trt.checkpoint.published import PublishedDrafter
     from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
     from dflash_trt.formats.precision import Precision
     from dflash_trt.models.inventory import Inventory
     from dflash_trt.trtllm.build import ConfigurationJob
     from dflash_trt.trtllm.driver import Driver
 
+# TensorRT-LLM 1.4: _DFLASH_BUDGET_ACTIVATION_RESERVE_BYTES and _SAFETY_FACTOR; the fraction is its default.
+POOL = PagedPool(page=32, fraction=0.9, activation_bytes=6 * GIB, arena_safety=0.70)
 # Architectures with Gated DeltaNet that DFlash was run with: Qwen3.5-4B, Qwen3.5-35B-A3B and Qwen3.6-35B-A3B in
 # TensorRT-LLM's own tests (NVIDIA/TensorRT-LLM#15132, #16914, #18553), Qwen3.8-27B with DFlash2 by a user (#18085).
 HYBRIDS = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
@@ -46,7 +49,7 @@ class TensorRTLLMEntry(Engine):
     tokenizer_folder = "target"
     modules = ("tensorrt_llm", "jsonschema")
     own_loop = True
-    memory = MEMORY
+    memory = MemoryTraits(runtime_bytes=4 * GIB, pool=POOL)  # _DFLASH_BUDGET_RUNTIME_OVERHEAD_BYTES
     server = "trtllm-serve"
 
     def check(
@@ -99,18 +102,18 @@ class TensorRTLLMEntry(Engine):
 
     def describe(self, bundle: Bundle) -> dict[str, Any]:
         """Where it runs, what it takes of each GPU, and the reason of every setting."""
-        found = bundle.manifest["tensorrt_llm"]
-        world = found["memory"]["tensor_parallel"]
+        section = bundle.manifest["tensorrt_llm"]
+        world = section["memory"]["tensor_parallel"]
         choices: dict[str, str] = {}
-        for choice in found["choices"]:
+        for choice in section["choices"]:
             name, value = choice["name"], choice["value"]
             if isinstance(value, dict):  # as its option takes it
                 value = ",".join(f"{key}:{each}" for key, each in value.items()) or "none"
             choices[name] = choice["reason"] if value == "" else f"{value}: {choice['reason']}"
         return {
-            "runs_on": f"{world} x {found['gpu']}, {found['nodes']} node(s), TensorRT-LLM {found['version']}",
-            "memory_per_gpu": found["arithmetic"],
-            "room": found["room"],
+            "runs_on": f"{world} x {section['gpu']}, {section['nodes']} node(s), TensorRT-LLM {section['version']}",
+            "memory_per_gpu": section["arithmetic"],
+            "room": section["room"],
             "choices": choices,
         }
 

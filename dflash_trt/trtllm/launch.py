@@ -8,7 +8,8 @@ from typing import Any
 import yaml
 
 from dflash_trt.trtllm import attention
-from dflash_trt.trtllm.configuration import TARGET, Configuration
+from dflash_trt.trtllm.choices import TARGET
+from dflash_trt.trtllm.configuration import Configuration
 
 _TEMPLATES = Path(__file__).with_name("scripts")
 _HEADER = "# TensorRT-LLM {version} on {world} x {gpu}; written by dflash-trt build, explained by dflash-trt inspect.\n"

@@ -12,10 +12,10 @@ def _schedule(text: str) -> dict[int, int]:
     if text == "none":
         return {}
     pairs = [part.split(":") for part in text.split(",")]
-    found = {int(batch): int(length) for batch, length in pairs}
-    if len(found) != len(pairs):
+    schedule = {int(batch): int(length) for batch, length in pairs}
+    if len(schedule) != len(pairs):
         raise argparse.ArgumentTypeError(f"{text} names a batch twice")
-    return found
+    return schedule
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,6 +57,7 @@ class TargetQuantization:
 
     @property
     def name(self) -> str:
+        """The formats, as messages name them; "bfloat16" where nothing is quantized."""
         return "+".join(sorted(self.formats)) or "bfloat16"
 
 
@@ -87,21 +88,21 @@ def target_quantization(config: TargetConfig) -> TargetQuantization:
 
 
 def _model_optimizer(directory: Path) -> TargetQuantization:
-    found = read_quantization(directory)
-    names = {algorithm.name for algorithm in found.algorithms}
-    mixed = found.default is None
+    stored = read_quantization(directory)
+    names = {algorithm.name for algorithm in stored.algorithms}
+    mixed = stored.default is None
     known = _MIXED if mixed else _ALGORITHMS
-    if "FP8_PB_WO" in names and '"fp8_pb_wo"' not in found.path.read_text():
+    if "FP8_PB_WO" in names and '"fp8_pb_wo"' not in stored.path.read_text():
         raise CheckpointError(
-            f"{found.path}: quant_algo is FP8_PB_WO, which TensorRT-LLM knows in small letters only; write fp8_pb_wo, "
+            f"{stored.path}: quant_algo is FP8_PB_WO, which TensorRT-LLM knows in small letters only; write fp8_pb_wo, "
             "as Model Optimizer does"
         )
     if unknown := sorted(names - set(known)):
         raise CheckpointError(
-            f"{found.path}: quant_algo is {'MIXED_PRECISION with ' * mixed}{', '.join(unknown)}, TensorRT-LLM bundles "
+            f"{stored.path}: quant_algo is {'MIXED_PRECISION with ' * mixed}{', '.join(unknown)}, TensorRT-LLM bundles "
             f"are made for {', '.join(known)}"
         )
-    return TargetQuantization(frozenset(known[name] for name in names), "fp8" if found.kv_cache else None)
+    return TargetQuantization(frozenset(known[name] for name in names), "fp8" if stored.kv_cache else None)
 
 
 def _compressed_tensors(fields: Fields) -> TargetQuantization:

@@ -134,9 +134,10 @@ def between_passes(
     given["finite"] = torch.zeros((2, nodes), dtype=torch.int32)
     counters = torch.zeros(2 * nodes, dtype=torch.int32).to(device)
     there, filled = ({n: t.clone().to(device) for n, t in each.items()} for each in (given, blocks))
-    rounds.fill_tokens(**filled, most=block_size, run=run)
+    drafted = max(1, nodes - 1)  # the last column is a copy
+    rounds.fill_tokens(**filled, drafted=drafted, most=block_size, run=run)
     rounds.end_round(**there, counters=counters, run=run)
-    round_reference.fill_tokens(**blocks)
+    round_reference.fill_tokens(**blocks, drafted=drafted)
     round_reference.end_round(**given)
     pairs = {"tokens": (filled, blocks), "rows": (filled, blocks), "finite": (there, given)}
     for name, (found, expected) in (pairs | {"waiting": (there, given)}).items():

@@ -164,7 +164,7 @@ def compact_rows(nodes: int) -> Use:
 def fill_tokens(most: int, *, drafted: bool) -> Use:
     """The kernel that joins anchors and drafts to blocks of up to `most` tokens."""
     types: Types = dict.fromkeys(("block", "tokens", "rows"), "*i64")
-    types |= dict.fromkeys(("nodes", "width"), "i32")
+    types |= dict.fromkeys(("nodes", "drafted", "width"), "i32")
     constants: dict[str, Any] = {"SLOTS": power_of_two(most)}
     _optional(types, constants, drafted, drafts="*i64")
     return Use("rounds", "fill_tokens", types, constants, num_warps=1)

@@ -9,9 +9,15 @@ import torch
 
 
 def fill_tokens(
-    block: torch.Tensor, drafts: torch.Tensor | None, *, tokens: torch.Tensor, rows: torch.Tensor
+    block: torch.Tensor,
+    drafts: torch.Tensor | None,
+    *,
+    drafted: int,
+    tokens: torch.Tensor,
+    rows: torch.Tensor,
 ) -> None:
-    """The target's input: the anchors of `block`, then the best drafts.
+    """The target's input: the anchors of `block`, then the best drafts. From column `drafted` on, 1 to N, the column
+    before it is repeated.
 
     block, tokens, rows: int64 [B, N]. `rows` becomes 0 .. N-1. drafts: int64 [B, N-1, W], best first. Without drafts,
     `tokens` becomes the block.
@@ -20,6 +26,7 @@ def fill_tokens(
         tokens.copy_(block)
     else:
         torch.cat((block[:, :1], drafts[:, :, 0]), dim=1, out=tokens)
+    tokens[:, drafted:] = tokens[:, drafted - 1 : drafted]
     rows.copy_(torch.arange(rows.shape[1], device=rows.device).expand(rows.shape))
 
 

@@ -10,14 +10,21 @@ from typing import Any
 import pytest
 
 from build_scripts import demo
-from build_scripts.bench import natural, sleeping_passes
+from build_scripts.bench import natural, peers, sleeping_passes
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
 
 
 def record(prompt: str, peer: str, first: float, seconds: float, **more: Any) -> dict[str, Any]:
-    base = {"category": "chat", "rounds": 0, "accepted": 0, "peak_mb": 1.0, "tokens": [1] * 11}
+    base = {
+        "category": "chat",
+        "requests": 1,
+        "rounds": 0,
+        "accepted": 0,
+        "peak_mb": 1.0,
+        "tokens": [[1] * 11],
+    }
     return base | {"prompt": prompt, "peer": peer, "first": first, "seconds": seconds} | more
 
 
@@ -26,21 +33,22 @@ def test_a_rate_is_of_the_median_of_the_rounds_of_each_prompt() -> None:
     assert natural.rate(rounds) == pytest.approx(10 / 2)
     assert natural.rate([*rounds, record("b", "p", 0.0, 8.0)]) == pytest.approx(20 / 10)
     assert natural.rate([]) is None
+    together = record("a", "p", 1.0, 4.0, requests=2, tokens=[[1] * 8, [1] * 4])
+    assert natural.rate([together]) == pytest.approx(12 / 4)
 
 
 def test_the_table_has_ratios_acceptance_and_equal_answers() -> None:
-    rows = natural.table(
-        [
-            record("a", "plain:default", 0.0, 2.0),
-            record("a", "draft-4:default", 0.0, 1.0, rounds=4, accepted=6),
-            record("a", "llama.cpp:Q8_0", 0.0, 4.0, tokens=[2] * 11),
-        ]
-    )
+    records = [
+        record("a", "llama.cpp:Q8_0", 0.0, 4.0, tokens=[[2] * 11]),
+        record("a", "plain:default", 0.0, 2.0),
+        record("a", "draft-4:default", 0.0, 1.0, rounds=4, accepted=6),
+    ]
+    rows = natural.table(records, ["plain:default", "draft-4:default", "llama.cpp:Q8_0"])
     assert [rows[name]["ratio"] for name in rows] == [1.0, 2.0, 0.5]
     assert rows["draft-4:default"]["acceptance_length"] == 2.5
     assert [rows[name]["same_answers"] for name in rows] == [1, 1, 0]
     text = natural.markdown(rows, ["chat"])
-    assert "| dflash-trt, blocks of 4 | 10.0 | 10.0 | 2.00 | 2.50 | 1/1 | 1 |" in text
+    assert "| dflash-trt, blocks of 4 | 10.0 | 10.0 | 10-10 | 2.00 | 2.50 | 1/1 | 1 |" in text
     assert "| llama.cpp Q8_0 | 2.5 |" in text
 
 
@@ -49,14 +57,42 @@ def test_decoders_run_in_processes_of_their_own_and_agree(
 ) -> None:
     options = ["--target", "tiny", "--models", str(tmp_path), "--categories", "chat", "--prompts", "2"]
     options += ["--max-tokens", "12", "--rounds", "1", "--svg", str(tmp_path / "speed.svg")]
+    options += ["--temperatures", "0,1", "--requests", "1,2"]
     names = ["plain:default", "draft:default"]
     assert natural.main([*options, "--peers", *names]) == 0
     tables = json.loads(capsys.readouterr().out.splitlines()[-1])["tables"]
-    assert set(tables) == {"0", "1"}
-    for rows in tables.values():
-        assert [rows[name]["same_answers"] for name in names] == [2, 2]
-        assert rows["draft:default"]["acceptance_length"] > 1
+    assert [(each["temperature"], each["requests"]) for each in tables] == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    for table in tables:
+        same = [table["rows"][name]["same_answers"] for name in names]
+        assert same == [2 // table["requests"]] * 2
+        assert table["rows"]["draft:default"]["acceptance_length"] > 1
     assert "dflash-trt, whole blocks" in (tmp_path / "speed.svg").read_text()
+
+
+class Stepper:
+    """Answers the next number, but after 5 another one where a pass has several tokens."""
+
+    def begin(self, prompt: list[int]) -> int:
+        return prompt[-1] + 1
+
+    def advance(self, tokens: list[int]) -> list[int]:
+        return [0 if token == 5 and len(tokens) > 1 else token + 1 for token in tokens]
+
+
+def test_flips_are_the_tokens_that_change_with_the_width_of_a_pass() -> None:
+    task = peers.Task([[1]], 7, 0.0, stop=[], widths=[1, 2, 3])
+    answer = peers.compare_widths(Stepper(), task)
+    assert answer.tokens == [[2, 3, 4, 5, 6, 7, 8, 9]]
+    assert answer.flips == {1: (7, []), 2: (6, [3]), 3: (6, [3])}
+
+
+def test_answers_are_compared_between_widths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--target", "tiny", "--models", str(tmp_path), "--categories", "chat", "--prompts", "2"]
+    options += ["--max-tokens", "12", "--widths", "1,4", "--peers", "plain:default"]
+    assert natural.main(options) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["widths"]
+    assert [(row["width"], row["answers"], row["flips"]) for row in rows] == [(1, 2, 0), (4, 2, 0)]
+    assert all(row["tokens"] > 0 for row in rows)
 
 
 def test_a_decoder_that_is_not_known_is_refused(tmp_path: Path) -> None:

@@ -232,7 +232,7 @@ def test_a_continued_build_does_not_digest_twice(checkpoints: Path, tmp_path: Pa
     out = tmp_path / "bundle"
     pair = [str(checkpoints / "target"), str(checkpoints / "drafter")]
     subprocess.run([sys.executable, "-c", _KILLED, *pair, str(out), "write graphs", "0"], check=False)
-    (digests,) = tmp_path.glob(".bundle.work/digests.json")
+    (digests,) = tmp_path.glob(".bundle.dflash-trt-work/digests.json")
     known = json.loads(digests.read_text())
     # Only the interrupted build can have recorded a wrong digest. It ends up in the manifest and is noticed.
     known["weights/target/model.safetensors"]["sha256"] = "0" * 64

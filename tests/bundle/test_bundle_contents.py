@@ -236,7 +236,7 @@ def test_copies_that_do_not_fit_on_the_disk_are_not_begun(
         BuildError, match=r"bytes for copies, but its file system has 1000 free.*--weights link"
     ):
         build_pair(pair, pair / "bundle")
-    assert not [p for p in pair.rglob("*.safetensors") if ".bundle.work" in str(p)]
+    assert not [p for p in pair.rglob("*.safetensors") if ".bundle.dflash-trt-work" in str(p)]
 
 
 @pytest.mark.parametrize("step", ["digest", "copy weights"])

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from dflash_trt.bundle.manifest import MANIFEST, Bundle, write_manifest
-from dflash_trt.bundle.workspace import Workspace, remove_bundle, workspace
+from dflash_trt.bundle.manifest import MANIFEST, Bundle
+from dflash_trt.bundle.workspace import Workspace, workspace
 from dflash_trt.errors import BuildError, CheckpointError, DFlashError
 from dflash_trt.files.disk import held_folder, own_file, temporary_folder, whole_file
 from dflash_trt.quantization.convert import quantize
@@ -25,7 +25,7 @@ from tests.bundle.test_bundle import build_pair, built, bundle, checkpoints, lef
 __all__ = ["built", "bundle", "checkpoints"]  # the fixtures
 
 ROOT = Path(__file__).parents[2]
-
+WORK = ".bundle.dflash-trt-work"
 
 POSIX = pytest.mark.skipif(
     not hasattr(os, "geteuid"), reason="Windows has neither such owners nor such locks"
@@ -38,13 +38,13 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 def interrupted(out: Path) -> None:
     """Leave the work directory of an interrupted run."""
-    with suppress(KeyboardInterrupt), workspace(out, "bundle") as place:
+    with suppress(KeyboardInterrupt), workspace(out) as place:
         (place.path / "half").write_text("done")
         raise KeyboardInterrupt
 
 
 def place(folder: Path) -> AbstractContextManager[Workspace]:
-    return workspace(folder / "bundle", "bundle")
+    return workspace(folder / "bundle")
 
 
 # Manifests of other programs and of other versions of this one, and a damaged one.
@@ -85,28 +85,28 @@ def test_files_that_the_manifest_does_not_list_are_not_removed(checkpoints: Path
     assert leftovers(bundle) == []
 
 
-def test_a_file_that_comes_during_the_build_outlives_the_bundle(
-    checkpoints: Path, bundle: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_bundle_that_gets_a_file_during_the_build_is_not_replaced(checkpoints: Path, bundle: Path) -> None:
     def drop(step: str, done: int, total: int) -> None:
         if step == "write graphs":
             (bundle / "late.txt").write_text("mine")
 
-    build_pair(checkpoints, bundle, "other", force=True, progress=drop)
-    Bundle.open(bundle, "full")
-    (kept,) = bundle.parent.glob("bundle.replaced-*/late.txt")
-    assert str(kept.parent) in caplog.text
-    assert kept.read_text() == "mine"
+    before = contents(bundle)
+    with pytest.raises(BuildError, match=r"not part of the bundle, such as 'late\.txt'"):
+        build_pair(checkpoints, bundle, "other", force=True, progress=drop)
+    assert contents(bundle) == before | {"late.txt": b"mine"}
+    (bundle / "late.txt").unlink()
+    build_pair(checkpoints, bundle, "other", force=True)
     assert leftovers(bundle) == []
 
 
-def test_links_in_a_bundle_are_not_followed_when_it_is_removed(bundle: Path, tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "model.safetensors").write_text("mine")
-    shutil.rmtree(bundle / "weights" / "target")
-    (bundle / "weights" / "target").symlink_to(tmp_path / "elsewhere")
-    assert not remove_bundle(bundle)
-    assert (tmp_path / "elsewhere" / "model.safetensors").read_text() == "mine"
+def test_links_in_a_bundle_are_not_followed_when_it_is_replaced(
+    checkpoints: Path, bundle: Path, tmp_path: Path
+) -> None:
+    outside = tmp_path / "outside.safetensors"
+    shutil.move(bundle / "weights" / "target" / "model.safetensors", outside)
+    (bundle / "weights" / "target" / "model.safetensors").symlink_to(outside)
+    build_pair(checkpoints, bundle, "other", force=True)
+    assert outside.stat().st_size > 0
 
 
 def test_a_symbolic_link_as_out_is_refused(checkpoints: Path, bundle: Path, tmp_path: Path) -> None:
@@ -160,23 +160,18 @@ def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.mkdir()
     (victim / "thesis.tex").write_text("five years")
-    (tmp_path / ".bundle.work").symlink_to(victim)
-    with pytest.raises(BuildError, match=r"\.bundle\.work: is not a directory of this user"), place(tmp_path):
+    (tmp_path / WORK).symlink_to(victim)
+    with pytest.raises(BuildError, match="is not a directory of this user"), place(tmp_path):
         pass
     assert contents(victim) == {"thesis.tex": b"five years"}
 
 
-@pytest.mark.parametrize("record", [None, "{}", '{"format": "other"}', "[]", "\x00"])
-def test_a_directory_without_our_record_is_left_alone(tmp_path: Path, record: str | None) -> None:
-    other = tmp_path / ".bundle.work"
-    other.mkdir()
-    (other / "thesis.tex").write_text("five years")
-    if record is not None:
-        (other / "record.json").write_text(record)
-    before = contents(other)
-    with pytest.raises(BuildError, match=r"\.bundle\.work: .*move it away"), place(tmp_path):
-        pass
-    assert contents(other) == before
+def test_only_our_own_names_in_the_work_directory_are_removed(tmp_path: Path) -> None:
+    interrupted(tmp_path / "bundle")
+    (tmp_path / WORK / "thesis.tex").write_text("five years")
+    with place(tmp_path) as again:
+        again.done = True
+    assert contents(tmp_path / WORK) == {"thesis.tex": b"five years"}
 
 
 @POSIX
@@ -188,13 +183,6 @@ def test_a_directory_of_another_user_is_not_taken_up(tmp_path: Path, monkeypatch
     monkeypatch.undo()
     with place(tmp_path) as again:
         assert (again.path / "half").read_text() == "done"
-
-
-def test_an_interrupted_run_is_resumed_by_its_kind_only(tmp_path: Path) -> None:
-    interrupted(tmp_path / "bundle")
-    with workspace(tmp_path / "bundle", "checkpoint") as other:
-        assert not any(other.path.iterdir())
-    assert leftovers(tmp_path / "bundle") == []
 
 
 def test_what_is_left_of_an_interrupted_removal_is_not_taken_over(
@@ -209,7 +197,7 @@ def test_what_is_left_of_an_interrupted_removal_is_not_taken_over(
         removed.append(name)
         unlink(name, **kwargs)
 
-    with suppress(KeyboardInterrupt), workspace(out, "bundle") as place:
+    with suppress(KeyboardInterrupt), workspace(out) as place:
         quantized = place.scratch / "target"
         quantized.mkdir()
         for name in ("config.json", "model.safetensors"):
@@ -218,26 +206,28 @@ def test_what_is_left_of_an_interrupted_removal_is_not_taken_over(
         monkeypatch.setattr(os, "unlink", second_fails)
     monkeypatch.undo()
     assert len(removed) == 1
-    with workspace(out, "bundle") as again:
+    with workspace(out) as again:
         assert not any(again.scratch.iterdir())
     assert leftovers(out) == []
 
 
-def test_a_replacement_that_was_interrupted_between_its_renames_is_undone(
+def test_a_replacement_that_ends_between_its_renames_is_undone(
     checkpoints: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """At once after an interrupt, by the next run after a kill."""
     before, rename = contents(bundle), os.rename
 
-    def second_fails(source: Any, *args: Any, **kwargs: Any) -> None:
-        if Path(source).name == "new":
+    def second_fails(source: Any, target: Any, **kwargs: Any) -> None:
+        if (Path(source).name, target) == ("new", bundle):
             raise KeyboardInterrupt
-        rename(source, *args, **kwargs)
+        rename(source, target, **kwargs)
 
     monkeypatch.setattr(os, "rename", second_fails)
     with pytest.raises(KeyboardInterrupt):
         build_pair(checkpoints, bundle, "other", force=True)
     monkeypatch.undo()
-    assert not bundle.exists()
+    assert contents(bundle) == before
+    bundle.rename(bundle.parent / WORK / "replaced")  # as a kill leaves it
     with pytest.raises(BuildError, match="other inputs"):
         build_pair(checkpoints, bundle, "other")
     assert contents(bundle) == before
@@ -248,35 +238,13 @@ def test_a_replacement_that_was_interrupted_between_its_renames_is_undone(
 
 def test_what_comes_into_the_place_during_the_work_is_not_replaced(tmp_path: Path) -> None:
     out = tmp_path / "bundle"
-    with workspace(out, "bundle") as place:
+    with workspace(out) as place:
         (place.path / "x").write_text("x")
         out.mkdir()
         (out / "thesis.tex").write_text("five years")
         with pytest.raises(BuildError, match="has appeared during the work"):
             place.publish()
     assert contents(out) == {"thesis.tex": b"five years"}
-
-
-def test_a_directory_cannot_be_both_old_and_removed(bundle: Path) -> None:
-    """Removal ends with the manifest. Until then it lists the files that still have to go."""
-    manifest = manifest_of(bundle)
-    (bundle / "target.onnx").unlink()
-    (bundle / "extra").write_text("mine")
-    assert not remove_bundle(bundle)
-    assert sorted(p.name for p in bundle.iterdir()) == ["extra", MANIFEST]
-    assert manifest_of(bundle) == manifest
-    (bundle / "extra").unlink()
-    assert remove_bundle(bundle)
-    assert not bundle.exists()
-
-
-def test_a_manifest_that_lists_files_outside_removes_nothing_there(bundle: Path) -> None:
-    outside = bundle.parent / "thesis.tex"
-    outside.write_text("five years")
-    files = {"../thesis.tex": {"size": 1, "sha256": ""}}
-    write_manifest(bundle, manifest_of(bundle) | {"files": files})
-    assert not remove_bundle(bundle)
-    assert outside.read_text() == "five years"
 
 
 @POSIX
@@ -321,7 +289,7 @@ def test_an_error_names_no_directory_that_is_gone(tmp_path: Path, role: str, err
     """A full disk removes the work, and so does an error before there is any."""
 
     def fail() -> None:
-        with workspace(tmp_path / "out", "bundle") as place:
+        with workspace(tmp_path / "out") as place:
             folder = str(getattr(place, role))
             if isinstance(error, OSError):
                 (Path(folder) / "half").write_text("x")
@@ -330,7 +298,7 @@ def test_an_error_names_no_directory_that_is_gone(tmp_path: Path, role: str, err
 
     with pytest.raises(type(error)) as found:
         fail()
-    assert not list(tmp_path.glob(".out.work*"))
+    assert not list(tmp_path.iterdir())
     expected = f"{tmp_path}/out: is wrong ({tmp_path}/out)"
     assert str(found.value) == (
         expected if isinstance(error, BuildError) else f"[Errno 28] no room: '{tmp_path}/out'"
@@ -339,7 +307,7 @@ def test_an_error_names_no_directory_that_is_gone(tmp_path: Path, role: str, err
 
 def test_an_error_names_a_directory_that_is_kept(tmp_path: Path) -> None:
     def fail() -> None:
-        with workspace(tmp_path / "out", "bundle") as place:
+        with workspace(tmp_path / "out") as place:
             (place.path / "plan.log").write_text("why")
             raise BuildError(f"failed; the log is {place.path / 'plan.log'}")
 

@@ -16,9 +16,8 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from dflash_trt.building import sources
 from dflash_trt.building.sources import Source, resolve, resolve_pair
-from dflash_trt.checkpoint.catalogue import PAIRS, KnownPair, known_configs, known_pair
+from dflash_trt.checkpoint.catalogue import PAIRS, KnownPair, find_drafter, known_configs, known_pair
 from dflash_trt.checkpoint.compatibility import check_pair, check_tokenizers
-from dflash_trt.checkpoint.published import find_drafter
 from dflash_trt.engines import registry
 from dflash_trt.errors import CheckpointError, PairError
 from dflash_trt.models.configs import read_drafter_config, read_target_config

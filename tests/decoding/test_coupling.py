@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dflash_trt.decoding.coupling import couple
-from dflash_trt.decoding.draft import Candidates, Draft
+from dflash_trt.decoding.draft import Candidates, Draft, couple
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.sampling.sampler import sample
 from tests.doubles.fake_engines import request

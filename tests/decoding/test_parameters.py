@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dflash_trt import LLM, AsyncLLM, Completion, SamplingParams
-from dflash_trt.decoding.waiting import Waiting
+from dflash_trt.decoding.queue import Queue
 from dflash_trt.errors import RequestError
 from tests.api.test_async import bundle, prompt
 from tests.doubles.fake_engines import request
@@ -142,7 +142,7 @@ def test_samples_are_what_each_seed_gives_alone(llm: LLM) -> None:
 
 def test_requests_wait_by_priority_and_then_by_arrival() -> None:
     priorities = (0, 5, -1, 0, 5, -1, 9)
-    waiting, made = Waiting(), [request([1], SamplingParams(), priority=each) for each in priorities]
+    waiting, made = Queue(), [request([1], SamplingParams(), priority=each) for each in priorities]
     for each in made:
         waiting.add(each)
     waiting.remove(made[5])

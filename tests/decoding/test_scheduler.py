@@ -235,7 +235,7 @@ def test_deadlines_of_requests_that_have_ended_are_forgotten(clock: Clock) -> No
     pool = Pool(4, 4)
     for i in range(500):
         finish(pool, Lengths(1), request([1 + i % 9], SamplingParams(max_tokens=1), deadline=clock.now + 1e6))
-    assert len(pool.scheduler._leaving._deadlines) < 100
+    assert len(pool.scheduler.waiting._deadlines) < 100
 
 
 def test_clear_leaves_nothing_behind() -> None:

@@ -1,14 +1,13 @@
 """A stand-in for the TensorRT-RTX module: fake_tensorrt.py, with the runtime configuration of TensorRT-RTX.
 
 A pass of new shapes compiles kernels first, unless the runtime cache has them. A context with whole-graph capture
-captures the second pass of a shape and replays the later ones. `test_the_double_has_the_names_of_tensorrt_rtx`
-compares the names with the installed package.
+captures the second pass of a shape and replays the later ones, until its shapes or addresses change.
+`test_the_double_has_the_names_of_tensorrt_rtx` compares the names with the installed package.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from typing import Any
 
 from tests.doubles import fake_tensorrt as full
@@ -144,7 +143,7 @@ class IExecutionContext(full.Context):
     def __init__(self, engine: ICudaEngine, config: IRuntimeConfig) -> None:
         super().__init__(engine)
         self._config = config
-        self._runs: Counter[str] = Counter()  # of these shapes and addresses
+        self._bound, self._runs = "", 0  # shapes and addresses of the last passes, and their number
 
     def is_stream_capturable(self, stream: int) -> bool:
         assert stream in Cuda.streams
@@ -162,9 +161,11 @@ class IExecutionContext(full.Context):
         captures = self._config.cuda_graph_strategy == CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
         bound = shapes + json.dumps(sorted(self._addresses.items()))
         if captures and self.capturable:
-            self._runs[bound] += 1
-            if self._runs[bound] == 2:  # the first run compiled the kernels of the shape
+            # The first run compiles the kernels of a shape. A context has one graph.
+            self._bound, self._runs = bound, self._runs + 1 if bound == self._bound else 1
+            if self._runs == 2:
                 Cuda.counts["captures"] += 1
-            elif self._runs[bound] > 2:
+            elif self._runs > 2:
                 Cuda.counts["graph launches"] += 1
+        Cuda.counts["decoding passes"] += self._profile
         return super().execute_async_v3(stream)

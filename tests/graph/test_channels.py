@@ -11,8 +11,9 @@ import pytest
 
 from dflash_trt import hardware
 from dflash_trt.bundle.workspace import silent
-from dflash_trt.checkpoint.linears import stored_linear, widen
+from dflash_trt.checkpoint.linears import stored_linear
 from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.checkpoint.widening import widen
 from dflash_trt.engines import onnxruntime_products
 from dflash_trt.engines.onnxruntime_products import bytes_are_exact, channels_pay
 from dflash_trt.formats.int8 import PER_CHANNEL, quantize_int8

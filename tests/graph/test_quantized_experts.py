@@ -13,8 +13,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from dflash_trt.bundle.workspace import silent
-from dflash_trt.checkpoint.linears import stored_experts, stored_linear, widen
+from dflash_trt.checkpoint.linears import stored_experts, stored_linear
 from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.checkpoint.widening import widen
 from dflash_trt.errors import CheckpointError
 from dflash_trt.graph import onnxruntime as functions
 from dflash_trt.graph import tensorrt_experts

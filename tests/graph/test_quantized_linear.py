@@ -10,8 +10,9 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from dflash_trt.checkpoint.linears import stored_linear, widen
+from dflash_trt.checkpoint.linears import stored_linear
 from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.checkpoint.widening import widen
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.quantized import INPUTS, kind_of, onnxruntime_linear, tensors
 from tests.doubles.quantized_checkpoints import (

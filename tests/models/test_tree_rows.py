@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from dflash_trt import LLM
 from dflash_trt.building.build import build
-from dflash_trt.decoding.draft import Draft
+from dflash_trt.decoding.draft import Draft, chain_rows, tree_rows
 from dflash_trt.decoding.pair import Pair
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.request import Request
-from dflash_trt.decoding.visibility import ChainRows, tree_rows
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.fake_engines import request
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter
@@ -44,11 +43,10 @@ def test_a_node_sees_itself_and_its_ancestors(forest: list[list[int]]) -> None:
 
 
 def test_chains_are_trees_too() -> None:
-    chains = ChainRows()
     for count, nodes in ((1, 1), (2, 5), (1, 3)):
         parents = np.tile(np.arange(-1, nodes - 1), (count, 1))
         for name, rows in tree_rows(parents).items():
-            np.testing.assert_array_equal(chains(count, nodes)[name], rows)
+            np.testing.assert_array_equal(chain_rows(count, nodes)[name], rows)
 
 
 @pytest.fixture(scope="module", params=["qwen3", "gpt-oss"])

@@ -19,7 +19,8 @@ from dflash_trt.planning import times
 from dflash_trt.planning.acceptance import Acceptance
 from dflash_trt.planning.curve import MOST_REQUESTS, PLAIN, Curves, compute_curves
 from dflash_trt.planning.gpus import find_gpu
-from dflash_trt.planning.memory import Settings, estimate_memory
+from dflash_trt.planning.memory import estimate_memory
+from dflash_trt.planning.settings import Settings
 from dflash_trt.planning.work import work_of
 
 CARD = ["--target", "gpt-oss-120b", "--gpu", "b200", "--engine", "tensorrt-llm"]

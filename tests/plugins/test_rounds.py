@@ -148,6 +148,7 @@ def copies(tensors: dict[str, Any]) -> dict[str, Any]:
 @given(st.integers(1, 9), st.integers(0, 2**32 - 1), st.booleans())
 @settings(deadline=None, max_examples=25)
 def test_anchors_and_drafts_become_the_targets_tokens(nodes: int, seed: int, drafted: bool) -> None:
+    """The columns after those of the draft are copies of its last one."""
     rng = np.random.default_rng(seed)
     batch, width = int(rng.integers(1, 4)), int(rng.integers(1, 4))
     drafts = torch.from_numpy(rng.integers(0, 2**40, (batch, nodes - 1, width)))
@@ -158,13 +159,16 @@ def test_anchors_and_drafts_become_the_targets_tokens(nodes: int, seed: int, dra
         "rows": torch.zeros(batch, nodes, dtype=torch.int64),
     }
     found, expected = copies(tensors), copies(tensors)
-    rounds_of.fill_tokens(**found, most=9)
-    round_reference.fill_tokens(**expected)
+    length = int(rng.integers(1, nodes + 1))
+    rounds_of.fill_tokens(**found, drafted=length, most=9)
+    round_reference.fill_tokens(**expected, drafted=length)
     assert torch.equal(found["tokens"], expected["tokens"])
     assert torch.equal(found["rows"], expected["rows"])
     assert expected["rows"].tolist() == [list(range(nodes))] * batch
     if tensors["drafts"] is not None:
-        assert expected["tokens"][:, 1:].tolist() == drafts[:, :, 0].tolist()
+        assert expected["tokens"][:, 1:length].tolist() == drafts[:, : length - 1, 0].tolist()
+    tokens = expected["tokens"]
+    assert torch.equal(tokens[:, length:], tokens[:, length - 1 : length].expand(-1, nodes - length))
 
 
 @given(

@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM
 
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
-from dflash_trt.checkpoint.linears import stored_experts, stored_linear, widen
+from dflash_trt.checkpoint.linears import stored_experts, stored_linear
 from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.checkpoint.widening import widen
 from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
 from dflash_trt.errors import BuildError, CheckpointError
 from dflash_trt.quantization.calibrate import calibration_set

@@ -14,8 +14,9 @@ import pytest
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.bundle.workspace import silent
-from dflash_trt.checkpoint.linears import stored_linear, widen
+from dflash_trt.checkpoint.linears import stored_linear
 from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.checkpoint.widening import widen
 from dflash_trt.cli import main
 from dflash_trt.errors import BuildError, CheckpointError, DFlashError
 from dflash_trt.formats import SCHEMES, numbers

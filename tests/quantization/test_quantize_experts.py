@@ -11,8 +11,9 @@ import torch
 
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
-from dflash_trt.checkpoint.linears import stored_linear, widen
+from dflash_trt.checkpoint.linears import stored_linear
 from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.checkpoint.widening import widen
 from dflash_trt.errors import BuildError
 from dflash_trt.formats import SCHEMES
 from dflash_trt.graph import onnxruntime as functions

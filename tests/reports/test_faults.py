@@ -22,7 +22,7 @@ from dflash_trt import SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.pair import Pair
-from dflash_trt.engines.tensorrt import plans, warm_up
+from dflash_trt.engines.tensorrt import opening, plans
 from dflash_trt.engines.tensorrt.caches import DevicePool
 from dflash_trt.engines.tensorrt.device_arrays import DeviceArrays
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
@@ -84,7 +84,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, 
         patch.setattr(plans, "compute_capabilities", lambda: [100])
         patch.setattr(Cuda, "get_device_capability", staticmethod(lambda: (10, 0)))
         patch.setattr(torch, "cuda", Cuda)
-        patch.setattr(warm_up, "SECONDS", 0)
+        patch.setattr(opening, "warm_up", lambda *_, **__: 0)
         patch.setattr(selftest, "describe", lambda: {"dflash_trt": "0", "gpus": [], "cpu": ""})
         patch.setattr(
             DeviceArrays, "samples", property(lambda s: False, lambda s, value: None), raising=False

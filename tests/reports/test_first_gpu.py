@@ -14,7 +14,7 @@ import torch
 
 from dflash_trt import hardware
 from dflash_trt.cli import main
-from dflash_trt.engines.tensorrt import plans, warm_up
+from dflash_trt.engines.tensorrt import opening, plans
 from dflash_trt.engines.tensorrt.device_arrays import DeviceArrays
 from dflash_trt.reports.first_gpu import FirstGPU
 from tests.doubles import fake_tensorrt
@@ -50,7 +50,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in (hardware, plans):
         monkeypatch.setattr(module, "compute_capabilities", lambda: [90])
     monkeypatch.setattr(torch, "cuda", Cuda)
-    monkeypatch.setattr(warm_up, "SECONDS", 0)
+    monkeypatch.setattr(opening, "warm_up", lambda *_, **__: 0)
     monkeypatch.setattr(
         DeviceArrays, "samples", property(lambda self: False, lambda self, value: None), raising=False
     )

@@ -18,7 +18,7 @@ from dflash_plugins import launch
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.cli import main
-from dflash_trt.engines.tensorrt import plans, warm_up
+from dflash_trt.engines.tensorrt import opening, plans
 from dflash_trt.engines.tensorrt.device_arrays import DeviceArrays
 from dflash_trt.engines.tensorrt.engine import TensorRTEngine
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
@@ -46,7 +46,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         patch.setitem(sys.modules, "tensorrt", fake_tensorrt)
         patch.setattr(plans, "compute_capabilities", lambda: [90])
         patch.setattr(torch, "cuda", Cuda)
-        patch.setattr(warm_up, "SECONDS", 0)
+        patch.setattr(opening, "warm_up", lambda *_, **__: 0)
         patch.setattr(
             DeviceArrays, "samples", property(lambda self: False, lambda self, value: None), raising=False
         )

@@ -24,9 +24,8 @@ from dflash_trt.cli import main
 from dflash_trt.errors import DFlashError
 from dflash_trt.serving import supervisor, wire
 from dflash_trt.serving.deploy import container_command, deploy
-from dflash_trt.serving.launch import find_server, server_arguments
+from dflash_trt.serving.launch import Sockets, find_server, server_arguments
 from dflash_trt.serving.processes import descendants
-from dflash_trt.serving.proxy_settings import Sockets
 from dflash_trt.serving.supervisor import has_backend
 from dflash_trt.serving.worker import Worker, _options
 from tests.api.test_async import bundle, prompt
@@ -325,17 +324,14 @@ def test_containers_fit_the_engine_of_the_bundle() -> None:
     assert "--gpus" not in command("onnxruntime")
 
 
-def test_the_user_s_options_come_last() -> None:
-    sockets, own = Sockets(Path("/tmp")), ["--log-format", "ISO8601", "--http-thread-count=4"]
-    plain = server_arguments(Path("repository"), sockets, "warning")
-    assert server_arguments(Path("repository"), sockets, "warning", own) == [*plain, *own]
-
-
 @pytest.mark.parametrize(
     "option",
     ["--model-repository=x", "--http-address", "--load-model=y", "--model-repo=x", "--allow-http=false"],
 )
-def test_options_that_serve_sets_are_refused(option: str) -> None:
+def test_options_of_tritonserver_come_last_but_not_those_that_serve_sets(option: str) -> None:
+    sockets, own = Sockets(Path("/tmp")), ["--log-format", "ISO8601", "--http-thread-count=4"]
+    plain = server_arguments(Path("repository"), sockets, "warning")
+    assert server_arguments(Path("repository"), sockets, "warning", own) == [*plain, *own]
     name = option.partition("=")[0]
     with pytest.raises(DFlashError, match=f"{name}: is set by"):
         server_arguments(Path("repository"), Sockets(Path("/tmp")), "warning", [option])
@@ -407,7 +403,7 @@ def test_a_repository_is_where_tritonserver_can_read_it(
     with pytest.raises(DFlashError, match="file: is a file, expected the directory of a repository"):
         deploy(Bundle.open(bundle), tmp_path / "file", name="other")
     out = tmp_path / "models;ls"
-    (out / ".other.work").mkdir(parents=True)  # of an interrupted run
+    (out / ".other.dflash-trt-work").mkdir(parents=True)  # of an interrupted run
     assert main(["deploy", str(bundle), "--out", str(out), "--name", "mine"]) == 0
     shown = capsys.readouterr().out
     assert f"--model-repository '{out}'" in shown
@@ -445,10 +441,3 @@ def test_models_of_several_names_share_a_repository(bundle: Path, tmp_path: Path
     alone = tmp_path / "new"
     assert main(["deploy", str(bundle), "--out", str(alone), "--name", "only"]) == 0
     assert [path.name for path in alone.iterdir()] == ["only"]
-
-
-def test_only_serve_passes_options_on(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["doctor", "--", "--log-format=x"])
-    assert ended.value.code == 2
-    assert "unknown argument '--log-format=x'" in capsys.readouterr().err

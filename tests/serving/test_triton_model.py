@@ -78,7 +78,7 @@ def model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", triton)
     copy_code(folder := tmp_path / "1")
     monkeypatch.syspath_prepend(str(folder))  # Triton does so, too
-    for module in ("dflash_metrics", "dflash_wire"):
+    for module in ("dflash_metrics", "dflash_request", "dflash_wire"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     spec = importlib.util.spec_from_file_location("model", folder / "model.py")
     assert spec is not None
@@ -168,6 +168,7 @@ def test_the_model_s_code_needs_numpy_alone(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
     assert done.stdout.split() == [
         "dflash_metrics",
+        "dflash_request",
         "dflash_wire",
         "model",
         "numpy",

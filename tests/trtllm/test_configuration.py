@@ -20,8 +20,8 @@ from dflash_trt.planning.gpus import gpus
 from dflash_trt.planning.memory import GIB, arena_bytes
 from dflash_trt.trtllm.configuration import Configuration, configure
 from dflash_trt.trtllm.drafter import DFLASH2, check_drafter
+from dflash_trt.trtllm.entry import POOL
 from dflash_trt.trtllm.launch import launch_files
-from dflash_trt.trtllm.memory import POOL
 from dflash_trt.trtllm.options import TensorRTLLMOptions
 from dflash_trt.trtllm.quantization import TargetQuantization, target_quantization
 from dflash_trt.trtllm.releases import Release, find_release, known_releases

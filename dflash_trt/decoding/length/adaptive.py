@@ -12,60 +12,68 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from dflash_trt.decoding.draft import Draft
-from dflash_trt.decoding.length.pass_times import PassTimes
+from dflash_trt.decoding.length.pass_times import PassTimes, measure
 from dflash_trt.decoding.length.policy import RoundDone
 from dflash_trt.decoding.length.round_times import RoundTimes
 from dflash_trt.decoding.length.stalls import Stalls
+from dflash_trt.decoding.pair import Pair
 
 Array = np.ndarray[Any, Any]
 
 # `python -m build_scripts.bench.adaptive_length --constants` shows what half or twice each of these does.
 # What trials may cost: a share of the rounds, and so many rounds in advance.
 _SHARE, _CREDIT = 0.01, 2.0
-# Drafting rounds over which evidence of acceptance fades by 1/e, plain rounds for the same, and the weight of the
-# place before.
+# Drafting rounds over which evidence on the running requests fades by 1/e, rounds for the evidence on all requests and
+# for any evidence that no draft renews, and the weight of what is assumed without evidence, in drafts.
 _DRAFTED, _IDLE, _PRIOR = 50, 500, 2.0
+# How much faster than plain decoding drafting has to promise to be: an estimate near 1 is as often wrong as right.
+_MARGIN = 0.05
 # Two bounds of the CPU time of a round: the rounds between plans, and the requests of a round that are counted.
 _INTERVAL, _COUNTED = 8, 8
 
 
 class AcceptanceByPlace:
-    """The share of drafts that are right, by place, among those that came after right ones."""
+    """The share of drafts that are right, by place, among those that came after right ones.
+
+    Requests differ, so evidence on the running requests counts most. Without it, they are taken to be like all earlier
+    requests.
+    """
 
     def __init__(self, drafts: int) -> None:
-        self._right, self._seen = [0.0] * drafts, [0.0] * drafts
+        # The numbers of right and of judged drafts [2, drafts].
+        self._of_all, self._of_running = np.zeros((2, drafts)), np.zeros((2, drafts))
 
     def observe(self, accepted: Sequence[int], offered: Sequence[int]) -> None:
         """The first offered [n] drafts of each request were verified, and the first accepted [n] of them were right."""
-        drafts = len(self._seen)
-        right, seen = [0] * (drafts + 1), [0] * (drafts + 1)  # of requests that end at a place
+        drafts = self._of_all.shape[1]
+        ends = np.zeros((2, drafts + 1))  # of requests that end at a place
         for a, o in zip(accepted, offered, strict=True):
-            right[a] += 1
-            seen[min(a + 1, o)] += 1
-        self.fade(_DRAFTED)
-        rights = seens = 0
-        for place in range(drafts, 0, -1):
-            rights += right[place]
-            seens += seen[place]
-            self._right[place - 1] += rights
-            self._seen[place - 1] += seens
+            ends[0, a] += 1
+            ends[1, min(a + 1, o)] += 1
+        counts = ends[:, :0:-1].cumsum(axis=1)[:, ::-1]
+        self._of_all = (1 - 1 / _IDLE) * self._of_all + counts
+        self._of_running = (1 - 1 / _DRAFTED) * self._of_running + counts
 
-    def fade(self, rounds: float) -> None:
-        keep = 1 - 1 / rounds
-        self._right = [keep * each for each in self._right]
-        self._seen = [keep * each for each in self._seen]
+    def observe_plain(self) -> None:
+        """No draft was verified."""
+        self._of_all *= 1 - 1 / _IDLE
+        self._of_running *= 1 - 1 / _IDLE
+
+    def leave(self, share: float) -> None:
+        """A share of the running requests has ended."""
+        self._of_running *= 1 - share
 
     def tokens(self) -> Array:
         """The expected tokens of a request, for lengths 1, 2 .. A place without evidence is as the one before it."""
-        tokens, survival, chance = [1.0], 1.0, 0.7
-        for right, seen in zip(self._right, self._seen, strict=True):
-            chance = (right + _PRIOR * chance) / (seen + _PRIOR)
-            survival *= chance
+        tokens, survival, usual = [1.0], 1.0, 0.7
+        for right, judged, own_right, own_judged in np.vstack((self._of_all, self._of_running)).T.tolist():
+            usual = (right + _PRIOR * usual) / (judged + _PRIOR)
+            survival *= (own_right + _PRIOR * usual) / (own_judged + _PRIOR)
             tokens.append(tokens[-1] + survival)
         return np.array(tokens)
 
@@ -97,6 +105,25 @@ class AdaptiveLength:
         self._untimed = False  # whether the trial before had no time for its draft
         self._rounds = self._idle = 0  # rounds in all, and since the last draft
         self._credit = _CREDIT
+
+    @classmethod
+    def measured(cls, block_size: int, pair: Pair, max_batch_size: int, most_nodes: int = 0) -> Self:
+        """The policy of a pair. Times the pair's passes, which overwrites rows of slots 0 .. max_batch_size-1.
+
+        most_nodes: the most nodes of a tree, whose times are followed too.
+        """
+        batches = [
+            *(2**i for i in range(max_batch_size.bit_length()) if 2**i < max_batch_size),
+            max_batch_size,
+        ]
+        lengths = sorted({n for n in (1, 2, 4, 8, 16, block_size) if n <= block_size})
+        nodes = sorted({n for n in (16, most_nodes) if block_size < n <= most_nodes})
+        most_tokens = pair.arrays.most_timed
+        return cls(
+            block_size,
+            measure(pair.dummy_draft, batches, lengths[1:], most_tokens),
+            measure(pair.dummy_verify, batches, lengths + nodes, most_tokens),
+        )
 
     @property
     def most(self) -> int:
@@ -148,10 +175,12 @@ class AdaptiveLength:
             self._acceptance.observe(done.accepted[first::few], done.offered[first::few])
             self._idle = 0
         else:
-            self._acceptance.fade(_IDLE)
+            self._acceptance.observe_plain()
             self._idle += 1
+        if done.ended:
+            self._acceptance.leave(done.ended / batch)
         self._rounds += 1
-        if self._trial or self._rounds % _INTERVAL == 0 or self._rounds < _INTERVAL:
+        if self._trial or self._rounds % _INTERVAL == 0 or self._rounds < _INTERVAL or done.ended:
             self._plans.clear()
         self._trial = False
 
@@ -167,9 +196,12 @@ class AdaptiveLength:
         stalls = self._stalls(seconds)
         seconds = seconds + stalls
         tokens = batch * self._acceptance.tokens()
-        best = int((tokens / seconds).argmax())
+        rates = tokens / seconds
+        best = int(rates.argmax())
+        if rates[best] < (1 + _MARGIN) * rates[0]:
+            best = 0
         # Each trial costs about as much in sum: what costs half is tried twice as often.
-        lost = seconds / seconds[best] - tokens / tokens[best] + 0.05
+        lost = np.maximum(seconds / seconds[best] - tokens / tokens[best], 0) + 0.05
         if batch not in self._last:
             warm = [(batch, length) in self._warm for length in range(1, self.block_size + 1)]
             self._last[batch] = np.array(warm, int) - 1

@@ -21,6 +21,7 @@ class RoundDone:
     they count the chain of the best candidates.
     draft_seconds, verify_seconds: the passes.
     decided: of each of the n, the tokens that the round decided.
+    ended: how many requests of the batch ended with the round.
     """
 
     batch: int
@@ -32,6 +33,7 @@ class RoundDone:
     verify_seconds: float
     judged: Sequence[int] = ()
     decided: Sequence[Sequence[int]] = ()
+    ended: int = 0
 
 
 def round_done(
@@ -73,6 +75,7 @@ def round_done(
         verify_seconds=verify_seconds,
         judged=judged,
         decided=decided,
+        ended=sum(request.stop.finish_reason is not None for request in active),
     )
 
 

@@ -51,12 +51,13 @@ def plan_job(engine: str, pair: CheckpointPair, settings: BuildSettings, progres
         formats=_formats(pair),
         expert_formats={"mxfp4"} if moe is not None and moe.quantization else (),
     )
+    # Beside a pass that filled a slot, other passes write a block there while it is idle (round_memory.py).
     by_window = cache_rows_by_window(
         pair,
         plans.dialects,
         max_seq_len=settings.max_seq_len,
         block_size=settings.block_size,
-        chunk=plans.limits.prefill_chunk,
+        chunk=plans.limits.prefill_chunk + settings.block_size,
     )
     rows = {
         role: {window: aligned_rows(count) for window, count in counts.items()}

@@ -13,34 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from dflash_plugins import rtx
-from dflash_plugins.kernel_specs import round_uses
-from dflash_plugins.launch import TYPE_NAMES, decide_round, sampling_tensors
-from dflash_plugins.version import check as check_plugins
+from dflash_plugins.launch import decide_round, sampling_tensors
 
-from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.arrays import chosen
-from dflash_trt.decoding.draft import Candidates, Draft, Verified
-from dflash_trt.decoding.pair import Pair
+from dflash_trt.decoding.draft import Candidates, Draft, Verified, chain_rows
 from dflash_trt.decoding.request import Request
-from dflash_trt.decoding.visibility import ChainRows
 from dflash_trt.engines.tensorrt.engine import TensorRTEngine
-from dflash_trt.engines.tensorrt.flavour import FLAVOURS
-from dflash_trt.engines.tensorrt.profiles import DECODE, PREFILL, prefill_length
-from dflash_trt.engines.tensorrt.round_kernels import compiles_here, kernels_of
+from dflash_trt.engines.tensorrt.profiles import DECODE, PREFILL, fitting, prefill_lengths
+from dflash_trt.engines.tensorrt.round_kernels import compiles_here
 from dflash_trt.engines.tensorrt.round_memory import RoundMemory
-from dflash_trt.engines.tensorrt.runtime_config import captures_by_itself, kernel_cache
 from dflash_trt.engines.tensorrt.states import DeviceHybridCaches
-from dflash_trt.engines.tensorrt.warm_up import warm_up
-from dflash_trt.errors import BuildError, BundleError
 
 if TYPE_CHECKING:
     from dflash_plugins.launch import Acceptance, Run, Sampling
 
-    from dflash_trt.bundle.workspace import Progress
-
 Array = np.ndarray[Any, Any]
-DEVICE = "cuda"
 
 
 class DeviceArray:
@@ -70,8 +57,8 @@ class DeviceArray:
         if self._host is None:
             part = DeviceArray(self.tensor[key], self._stream)
             return part if _leading_columns(key) else part.host()
-        found = self._host[key]
-        return DeviceArray(self.tensor[key], self._stream, found) if _leading_columns(key) else found
+        part = self._host[key]
+        return DeviceArray(self.tensor[key], self._stream, part) if _leading_columns(key) else part
 
 
 def _leading_columns(key: Any) -> bool:
@@ -108,7 +95,7 @@ class DeviceArrays:
         feature_size = taps * hidden_size
         self._taps, self._vocab = taps, vocab_size
         self.most_waiting = block_size
-        self.most_nodes, self._chain_rows = block_size, ChainRows()
+        self.most_nodes = block_size
         self._capacity, self._chunk = capacity, prefill_chunk
         device, self._stream = target.device, target.stream
         self._target, self._drafter = target, drafter
@@ -122,7 +109,12 @@ class DeviceArrays:
         drafter.bind(DECODE, "features", self._waiting)
         drafter.bind(PREFILL, "features", target.whole_buffer(PREFILL, "features"))
         self._round = RoundMemory(
-            target, drafter, slots=slots, block_size=block_size, tree_width=tree_width, run=run
+            *(target, drafter),
+            slots=slots,
+            block_size=block_size,
+            capacity=capacity,
+            tree_width=tree_width,
+            run=run,
         )
         # Where features of this round's chains wait, by slot, and which of them the end of the round put there [n, N].
         self._places: Sequence[int] = ()
@@ -174,14 +166,16 @@ class DeviceArrays:
         """A pass of one of a few lengths. Rows after the prompt's are garbage, as those after committed ones."""
         name = "tokens" if engine is self._target else "features"
         length, start = feeds[name].shape[1], int(feeds["start"][0])
-        filled = prefill_length(length, self._chunk)
+        filled = fitting(length, prefill_lengths(self._chunk))
         if start + filled > self._capacity - self.most_waiting - 1:  # at the end of the cache
             filled = length
         feeds = {**feeds, name: self._filled(engine, name, feeds[name], filled)}
         if "depths" in feeds:
-            feeds |= self._chain_rows(1, filled)
+            feeds |= chain_rows(1, filled)
         engine.rows.advance(slot, [start])
-        outputs = engine.run(PREFILL, feeds | _bases(engine, [start]), first_slot=slot)
+        bases = {name: np.array(numbers) for name, numbers in engine.rows.bases([start]).items()}
+        outputs = engine.run(PREFILL, feeds | bases, first_slot=slot)
+        engine.rows.ends[slot] = start + length
         if engine is not self._target:
             return outputs
         if isinstance(engine.caches, DeviceHybridCaches):
@@ -205,17 +199,20 @@ class DeviceArrays:
         tensors = {n: each.tensor if isinstance(each, DeviceArray) else each for n, each in feeds.items()}
         starts = feeds["start"].tolist()
         engine.rows.advance(0, starts)
-        tensors |= _bases(engine, starts)
         with torch.cuda.stream(self._stream):
             if engine is self._drafter:
-                tensors = self._round.drafter_feeds(tensors)
+                tensors, written = self._round.drafter_feeds(tensors, self._waiting), feeds["n_features"]
             else:
                 self._flush()  # the pass overwrites the features
-                tensors = self._round.target_feeds(tensors)
+                tensors, written = self._round.target_feeds(tensors), feeds["rows"].shape[1]
         outputs = engine.run(DECODE, tensors)
+        engine.rows.ends.update(enumerate((feeds["start"] + written).tolist()))
         if isinstance(engine.caches, DeviceHybridCaches):
             engine.caches.passed(0, feeds["start"], 0)  # every row has logits, so none is certain
-        return outputs
+        return {name: numbers[: len(starts)] for name, numbers in outputs.items()}
+
+    def width(self, nodes: int) -> int:
+        return fitting(nodes, self._round.widths)
 
     def now(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
@@ -254,18 +251,16 @@ class DeviceArrays:
 
     def drafts(self, blocks: torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor) -> Draft:
         with torch.cuda.stream(self._stream):
-            drafted = self._round.tokens(blocks, tokens)
-        self._logprobs = self.readable(logprobs)
-        self._best = self.readable(logprobs[:, :, 0])
-        candidates = Candidates(self.readable(tokens), self._logprobs) if tokens.shape[2] > 1 else None
-        return Draft(self.readable(drafted), None, self._best, candidates)
+            drafted = self._round.tokens(drafted=True)
+        places = blocks.shape[1] - 1  # the pass may have had more
+        self._logprobs = self.readable(logprobs[:, :places])
+        self._best = self.readable(logprobs[:, :places, 0])
+        candidates = Candidates(self.readable(tokens[:, :places]), self._logprobs)
+        return Draft(self.readable(drafted), None, self._best, candidates if tokens.shape[2] > 1 else None)
 
     def chains(self, tokens: Array, logprobs: Array) -> Draft:
-        drafted = self._target.buffer(DECODE, "tokens", *tokens.shape)
         with torch.cuda.stream(self._stream):
-            drafted.copy_(
-                torch.from_numpy(tokens), non_blocking=True
-            )  # pageable memory is read before this returns
+            drafted = self._round.chains(tokens)
         return Draft(self.readable(drafted), None, logprobs)
 
     def verified(self, active: Sequence[Request], draft: Draft, outputs: Mapping[str, Any]) -> Verified:
@@ -283,20 +278,21 @@ class DeviceArrays:
             for name in ("accepted", "next_token") if made is not None else ():
                 self._target.buffer(DECODE, name, n).copy_(getattr(made, name))
             self._round.end(logits, self._features, self._waiting, chains=chains)
-            found = self._round.results(n, width, 0 if self._logprobs is None else self._logprobs.shape[1])
+            results = self._round.results(n, width, drafted=self._logprobs is not None)
         if isinstance(draft.tokens, DeviceArray):
-            draft.tokens.read(found.tokens[:, :length])
+            draft.tokens.read(results.tokens[:, :length])
         if self._logprobs is not None and self._best is not None:
-            self._logprobs.read(found.logprobs)
-            self._best.read(found.logprobs[:, :, 0])
-        self._kept = found.finite if chains else found.finite[:, :0]
+            logprobs = results.logprobs[:, : self._logprobs.shape[1]]
+            self._logprobs.read(logprobs)
+            self._best.read(logprobs[:, :, 0])
+        self._kept = results.finite if chains else results.finite[:, :0]
         return Verified(
-            found.accepted,
-            found.next_token,
+            results.accepted,
+            results.next_token,
             decided=[chains and (r.params.greedy if made is None else r.history is None) for r in active],
-            finite=None if found.finite.all() else found.finite,
+            finite=None if results.finite.all() else results.finite,
             logits=self.readable(logits),
-            drafts_finite=found.drafts_finite.tolist(),
+            drafts_finite=results.drafts_finite.tolist(),
         )
 
     def add_waiting(self, slot: int, at: int, features: torch.Tensor, nodes: Sequence[int]) -> None:
@@ -359,88 +355,3 @@ class DeviceArrays:
             self._target.buffer(DECODE, "start", n),
             run=self.run,
         )
-
-
-def _bases(engine: TensorRTEngine, starts: Sequence[int]) -> dict[str, Array]:
-    """The plan's inputs for the bases of a pass that begins at these positions."""
-    return {name: np.array(bases) for name, bases in engine.rows.bases(starts).items()}
-
-
-def open_pair(bundle: Bundle, *, slots: int, prefill_chunk: int, progress: Progress) -> Pair:
-    """The bundle's plans for the GPU of this process, with `slots` cache slots, ready for the shapes that will come.
-
-    Raises BundleError if the package or a GPU is missing, or if no plan fits. A plan does not fit if it is for another
-    GPU, or was built with another version of the package or the plugins.
-    """
-    manifest = bundle.manifest
-    check_plugins(manifest, str(bundle.path))
-    flavour, built = FLAVOURS[manifest["engine"]], manifest["tensorrt"]
-    try:
-        trt = flavour.load()
-    except BuildError as error:
-        raise BundleError(f"{bundle.path}: was built for {flavour.label}, and {error}") from None
-    if trt.__version__ != built["version"]:
-        raise BundleError(
-            f"{bundle.path}: its plans were built with {flavour.label} {built['version']}, but {trt.__version__} is "
-            "installed, and plans work only with the version that built them: install that one, or build again"
-        )
-    if not torch.cuda.is_available():
-        raise BundleError(
-            f"{bundle.path}: {flavour.label} needs an NVIDIA GPU and a torch that sees it (torch {torch.__version__})"
-        )
-    major, minor = torch.cuda.get_device_capability()
-    plans = built["plans"].get(f"{major}{minor}")
-    if plans is None:
-        raise BundleError(
-            f"{bundle.path}: has plans for compute capability {', '.join(built['plans'])}, but this GPU has "
-            f"{major}{minor}; build with --compute-capability {major}{minor}"
-        )
-    if "plugins" in built and flavour.plugins == "experts":
-        rtx.register(trt)
-    device, stream = torch.device(DEVICE), torch.cuda.Stream()
-    kernels = kernel_cache(trt, bundle.path, torch.cuda.get_device_name())
-    chunk, block_size = min(prefill_chunk, built["prefill_chunk"]), manifest["block_size"]
-    # Only this stream fills memory. torch's default stream is not ordered with it.
-    with torch.cuda.stream(stream):
-        target, drafter = (
-            TensorRTEngine(
-                *(trt, bundle.path / plans[role]["plan"]),
-                slots=slots,
-                stream=stream,
-                device=device,
-                kernels=kernels,
-                kinds=bundle.cache_kinds(role),
-            )
-            for role in ("target", "drafter")
-        )
-        features = len(manifest["target_layer_ids"]) * manifest["hidden_size"]
-        dtype = TYPE_NAMES[drafter.dtypes["features"]]
-        wanted = round_uses(manifest["vocab_size"], features, dtype, block_size)
-        arrays = DeviceArrays(
-            target,
-            drafter,
-            slots=slots,
-            capacity=bundle.capacity,
-            prefill_chunk=chunk,
-            block_size=block_size,
-            taps=len(manifest["target_layer_ids"]),
-            hidden_size=manifest["hidden_size"],
-            vocab_size=manifest["vocab_size"],
-            tree_width=manifest["tree_width"],
-            run=kernels_of(bundle, wanted),
-        )
-    pair = Pair(
-        target,
-        drafter,
-        arrays,
-        slots=slots,
-        capacity=bundle.capacity,
-        mask_token_id=manifest["mask_token_id"],
-        vocab_size=manifest["vocab_size"],
-        prefill_chunk=chunk,
-        trees=manifest["tree_width"] > 1,
-    )
-    warm_up(pair, block_size, progress, times=2 if captures_by_itself(trt) else 1)
-    if kernels is not None:
-        kernels.save()
-    return pair

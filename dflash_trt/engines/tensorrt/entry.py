@@ -66,7 +66,7 @@ class TensorRTEntry(Engine):
 
     def open(self, bundle: Bundle, settings: RunSettings) -> Scheduler:
         from dflash_trt.decoding.scheduler import Scheduler
-        from dflash_trt.engines.tensorrt.device_arrays import open_pair
+        from dflash_trt.engines.tensorrt.opening import open_pair
 
         most = min(settings.max_batch_size, bundle.manifest["tensorrt"]["max_batch_size"])
         pair = open_pair(bundle, slots=most, prefill_chunk=settings.prefill_chunk, progress=settings.progress)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,9 +58,15 @@ def prefill_lengths(most: int) -> list[int]:
     return [*(n for n in lengths if n < most), most]
 
 
-def prefill_length(tokens: int, most: int) -> int:
-    """The shortest of `prefill_lengths(most)` that holds this many tokens."""
-    return next(n for n in prefill_lengths(most) if n >= tokens)
+def pass_sizes(most: int) -> list[int]:
+    """The sizes of decoding passes, up to `most`: of their batch, and of the tokens of a sequence."""
+    return [*(2**i for i in range((most - 1).bit_length())), most]
+
+
+def fitting(size: int, sizes: Sequence[int]) -> int:
+    """The least of ascending sizes that holds this many, or the size itself if it is larger than all."""
+    at = bisect_left(sizes, size)
+    return sizes[at] if at < len(sizes) else size
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """The small numbers of a round, next to each other: one copy to the device before it, one copy to the host after it.
 
-Plans read their inputs from this memory, and write their results into it.
+Plans read their inputs from this memory, and write their results into it. Decoding passes have few sizes
+(`pass_sizes`), so that all of them can be prepared at load. A pass over fewer sequences also runs over the idle slots
+after them, and writes there only rows that belong to no token.
 """
 
 from __future__ import annotations
@@ -11,13 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from dflash_plugins import round_reference, rounds
 from dflash_plugins.launch import Run
 
 from dflash_trt.engines.tensorrt.engine import TensorRTEngine
-from dflash_trt.engines.tensorrt.profiles import ALIGNMENT, DECODE
-from dflash_trt.engines.tensorrt.round_steps import RoundSteps
+from dflash_trt.engines.tensorrt.profiles import ALIGNMENT, DECODE, fitting, pass_sizes
 
 Array = np.ndarray[Any, Any]
+Sizes = dict[str, tuple[int, torch.dtype]]
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,11 @@ class Results:
 
 
 class RoundMemory:
-    """Named parts of one buffer on the device and of one in pinned memory, at the same offsets."""
+    """Named parts of one buffer on the device and of one in pinned memory, at the same offsets.
+
+    run: launches the kernels between passes. None for torch's operators.
+    capacity: the positions of a slot.
+    """
 
     def __init__(
         self,
@@ -44,35 +51,51 @@ class RoundMemory:
         *,
         slots: int,
         block_size: int,
+        capacity: int,
         tree_width: int,
         run: Run | None,
     ) -> None:
-        sizes: dict[str, tuple[int, torch.dtype]] = {
-            "drafter_start": (slots, torch.int64),
-            "n_features": (slots, torch.int64),
-            "target_start": (slots, torch.int64),
-            "places": (slots, torch.int64),
-            **{
-                f"{role}_{name}": (slots, torch.int64)
-                for role, engine in (("target", target), ("drafter", drafter))
-                for name in engine.rows.bases([])
-            },
-            "block": (slots * block_size, torch.int64),
-            # From here on, results.
+        self.run, self._most, self._capacity = run, block_size, capacity
+        self.batches, self.widths = pass_sizes(slots), pass_sizes(block_size)
+        self._engines = {"target": target, "drafter": drafter}
+        self._stream, self._target, self._drafter = target.stream, target, drafter
+        self._tree_width = tree_width
+        self._allocate(self._inputs(slots, block_size), self._outputs(slots, block_size))
+        self._bind()
+        device = target.device
+        self._counters = torch.zeros(slots * block_size, dtype=torch.int32, device=device)
+        self._nodes = torch.arange(block_size, device=device)
+        self._slots = torch.arange(slots, device=device)
+        self._sent = np.zeros(0, np.uint8)  # the inputs that are on the device
+        self._rows: tuple[int, ...] | None = None  # the shape for which the target's rows are filled
+        # Anchors and nodes of this round's block, its shape in memory, and whether it was drafted to be the tokens.
+        self._asked, self._block, self._filled = (0, 0), (0, 0), False
+        self._noted = False  # whether `noted` holds anything
+
+    def _inputs(self, slots: int, block_size: int) -> Sizes:
+        per_slot = ["drafter_start", "n_features", "target_start", "places"]
+        per_slot += [f"{role}_{name}" for role, each in self._engines.items() for name in each.rows.bases([])]
+        return {**dict.fromkeys(per_slot, (slots, torch.int64)), "block": (slots * block_size, torch.int64)}
+
+    def _outputs(self, slots: int, block_size: int) -> Sizes:
+        return {
             "tokens": (slots * block_size, torch.int64),
             "accepted": (slots, torch.int64),
             "next_token": (slots, torch.int64),
-            "logprobs": (slots * block_size * tree_width, torch.float32),
+            "logprobs": (slots * block_size * self._tree_width, torch.float32),
             "finite": (slots * block_size, torch.int32),
             "noted": (slots, torch.float32),
         }
-        offsets, end = dict[str, int](), 0
+
+    def _allocate(self, inputs: Sizes, outputs: Sizes) -> None:
+        """The parts by name: tensors on the device, and the numbers in pinned memory."""
+        sizes, offsets, end = inputs | outputs, dict[str, int](), 0
         for name, (count, dtype) in sizes.items():
             offsets[name] = end
             end += -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        pinned = target.device.type == "cuda"
-        self._host = torch.zeros(end, dtype=torch.uint8, pin_memory=pinned)
-        self._device = torch.zeros(end, dtype=torch.uint8, device=target.device)
+        device = self._target.device
+        self._host = torch.zeros(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._device = torch.zeros(end, dtype=torch.uint8, device=device)
         self._first_result = offsets["tokens"]
 
         def parts(memory: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -81,28 +104,22 @@ class RoundMemory:
                 for name, (count, dtype) in sizes.items()
             }
 
-        self._there, self._here = parts(self._device), parts(self._host)
-        self._numbers = {name: part.numpy() for name, part in self._here.items()}
-        self._stream, self._width, self._target, self._drafter = target.stream, tree_width, target, drafter
-        self.steps = RoundSteps(target.device, slots=slots, block_size=block_size, run=run)
-        drafter.bind(DECODE, "start", self._there["drafter_start"])
-        drafter.bind(DECODE, "n_features", self._there["n_features"])
-        drafter.bind(DECODE, "block", self._there["block"])
-        drafter.bind(DECODE, "draft_logprobs", self._there["logprobs"])
-        target.bind(DECODE, "start", self._there["target_start"])
-        for role, engine in (("target", target), ("drafter", drafter)):
-            for name in engine.rows.bases([]):
-                engine.bind(DECODE, name, self._there[f"{role}_{name}"])
+        self._there = parts(self._device)
+        self._numbers = {name: part.numpy() for name, part in parts(self._host).items()}
+
+    def _bind(self) -> None:
+        there, target, drafter = self._there, self._target, self._drafter
+        for name in ("n_features", "block"):
+            drafter.bind(DECODE, name, there[name])
+        drafter.bind(DECODE, "draft_logprobs", there["logprobs"])
         for name in ("tokens", "accepted", "next_token"):
-            target.bind(DECODE, name, self._there[name])
-        self._nodes = torch.arange(block_size, device=target.device)
-        self._rows: tuple[int, ...] | None = None  # the shape for which the target's rows are filled
-        self._sent = False  # whether the inputs of this round are on the device
-        self._noted = False  # whether `noted` holds anything
+            target.bind(DECODE, name, there[name])
+        for role, engine in self._engines.items():
+            for name in ("start", *engine.rows.bases([])):
+                engine.bind(DECODE, name, there[f"{role}_{name}"])
 
     def start(self) -> None:
         """Begin a round."""
-        self._sent = False
         if self._noted:
             with torch.cuda.stream(self._stream):
                 self._there["noted"].zero_()
@@ -110,65 +127,110 @@ class RoundMemory:
 
     def blocks(self, anchors: Sequence[int], length: int, mask: int, places: Sequence[int]) -> torch.Tensor:
         """Anchors with mask tokens, [n, length]. They and the places reach the device with the round's first pass."""
-        count = len(anchors) * length
         self._numbers["places"][: len(places)] = places
-        block = self._numbers["block"][:count].reshape(len(anchors), length)
+        n = len(anchors)
+        self._asked, self._filled = (n, length), False
+        self._block = fitting(n, self.batches), fitting(length, self.widths)
+        block = self._numbers["block"][: self._block[0] * self._block[1]].reshape(self._block)
         block[:] = mask
-        block[:, 0] = anchors
-        return self._there["block"][:count].view(len(anchors), length)
+        block[:n, 0] = anchors
+        block[n:, 0] = anchors[-1]
+        return self._whole_block()[:n, :length]
+
+    def _whole_block(self) -> torch.Tensor:
+        return self._there["block"][: self._block[0] * self._block[1]].view(self._block)
 
     def on_host(self, tensor: torch.Tensor) -> Array | None:
         """The numbers of `blocks`, which may not have reached the device. None for any other tensor."""
         if tensor.data_ptr() != self._there["block"].data_ptr():
             return None
-        return self._numbers["block"][: tensor.numel()].reshape(tuple(tensor.shape)).copy()
+        block = self._numbers["block"][: self._block[0] * self._block[1]].reshape(self._block)
+        return block[: self._asked[0], : self._asked[1]].copy()
 
-    def drafter_feeds(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
-        """The feeds in this memory. The target's pass of the same round starts after the drafter's features."""
-        start, count = feeds["start"], feeds["n_features"]
-        if isinstance(feeds["block"], np.ndarray):  # not of a round
-            return dict(feeds)
-        self._begin("target", self._target, start + count)
-        own = self._begin("drafter", self._drafter, start)
-        own["n_features"] = self._filled("n_features", count)
+    def drafter_feeds(self, feeds: Mapping[str, Any], waiting: torch.Tensor) -> dict[str, Any]:
+        """The feeds of a pass, for the idle slots too. `waiting`: the features of all slots.
+
+        The target's pass of the same round starts after the drafter's features.
+        """
+        start, count, block = feeds["start"], feeds["n_features"], feeds["block"]
+        batch = fitting(len(start), self.batches)
+        if isinstance(block, np.ndarray):  # not of a round
+            block = _repeated(block, batch, fitting(block.shape[1], self.widths))
+        else:
+            block = self._whole_block()
+            self._begin("target", start + count)
+        own = self._begin("drafter", start)
+        own["n_features"] = self._put("n_features", [*count, *[0] * (batch - len(count))])
         self._send()
-        return {**feeds, **own}
+        return {**own, "block": block, "features": waiting[:batch]}
 
     def target_feeds(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
-        found, start, tokens = dict(feeds), feeds["start"], feeds["tokens"]
-        if not isinstance(tokens, np.ndarray):  # of a round
-            known = self._numbers["target_start"][: len(start)]
-            sent = self._sent and np.array_equal(known, start)
-            found |= self._begin("target", self._target, start)
-            if not sent:
-                self._send()
-            if tokens.data_ptr() == self._there["block"].data_ptr():  # nothing was drafted
-                found["tokens"] = self.tokens(tokens, None)
-            elif not tokens.is_contiguous():
-                found["tokens"] = tokens.contiguous()
-        rows = found["rows"]
-        if (spare := rows.shape[1] - tokens.shape[1]) > 0:
-            found["tokens"] = self._padded(found["tokens"], spare)
-        if self._rows != tuple(rows.shape):
-            rows.copy_(self._nodes[: rows.shape[1]].expand(rows.shape))
-            self._rows = tuple(rows.shape)
-        return found
-
-    def tokens(self, blocks: torch.Tensor, drafts: torch.Tensor | None) -> torch.Tensor:
-        """The target's tokens [n, N] from blocks and drafts. Fills its rows too."""
-        tokens, rows = (self._target.buffer(DECODE, name, *blocks.shape) for name in ("tokens", "rows"))
-        self.steps.fill_tokens(blocks, drafts, tokens, rows)
-        self._rows = tuple(rows.shape)
-        return tokens
-
-    def _padded(self, tokens: Any, spare: int) -> Any:
-        """Tokens [n, N] and so many copies of the last one of each."""
+        """The feeds of a pass, for the idle slots too. Its rows [n, N] may be more than its tokens."""
+        start, tokens = feeds["start"], feeds["tokens"]
+        shape = fitting(len(start), self.batches), feeds["rows"].shape[1]
+        given = {
+            name: _repeated(each, shape[0]) for name, each in feeds.items() if name in ("depths", "visible")
+        }
+        begin = self._begin("target", start)
+        self._send()
         if isinstance(tokens, np.ndarray):
-            return np.pad(tokens, ((0, 0), (0, spare)), mode="edge")
-        wide = torch.cat((tokens, tokens[:, -1:].expand(-1, spare)), dim=1)  # a copy: the memory is the same
-        buffer = self._target.buffer(DECODE, "tokens", *wide.shape)
-        buffer.copy_(wide)
+            return {**given, **begin, "tokens": _repeated(tokens, *shape), "rows": self._filled_rows(shape)}
+        if tokens.data_ptr() == self._there["block"].data_ptr():  # nothing was drafted
+            tokens = self.tokens(drafted=False)
+        if not self._filled or (tokens.shape, self._block) != (self._asked, shape):
+            tokens = self._widened(tokens, shape)
+        buffer = self._target.buffer(DECODE, "tokens", *shape)
+        return {**given, **begin, "tokens": buffer, "rows": self._filled_rows(shape)}
+
+    def tokens(self, *, drafted: bool) -> torch.Tensor:
+        """The target's tokens [n, length], from this round's block and the drafter's output if there is one.
+
+        In memory they have the shape of the drafter's pass, with copies of the last column. Fills the rows too.
+        """
+        (n, length), (batch, width) = self._asked, self._block
+        tokens, rows = (self._target.buffer(DECODE, name, batch, width) for name in ("tokens", "rows"))
+        drafts = None
+        if drafted:
+            candidates = self._drafter.whole_buffer(DECODE, "draft_tokens")
+            drafts = candidates[: batch * (width - 1) * self._tree_width].view(batch, width - 1, -1)
+        if self.run is None:
+            round_reference.fill_tokens(self._whole_block(), drafts, drafted=length, tokens=tokens, rows=rows)
+        else:
+            rounds.fill_tokens(
+                *(self._whole_block(), drafts),
+                drafted=length,
+                tokens=tokens,
+                rows=rows,
+                most=self._most,
+                run=self.run,
+            )
+        self._rows, self._filled = (batch, width), True
+        return tokens[:n, :length]
+
+    def chains(self, tokens: Array) -> torch.Tensor:
+        """Tokens [n, N] of the host, on the device."""
+        buffer, self._filled = self._target.buffer(DECODE, "tokens", *tokens.shape), False
+        buffer.copy_(
+            torch.from_numpy(tokens), non_blocking=True
+        )  # pageable memory is read before this returns
         return buffer
+
+    def _widened(self, tokens: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+        """Put tokens [n, N] into the target's input with copies of the last sequence and of the last column."""
+        sequence, node = self._slots[: shape[0]], self._nodes[: shape[1]]
+        last = tokens.shape[0] - 1, tokens.shape[1] - 1
+        wide = tokens[
+            sequence.clamp(max=last[0])[:, None], node.clamp(max=last[1])
+        ]  # the memory may be the same
+        self._filled = False
+        return self._target.buffer(DECODE, "tokens", *shape).copy_(wide)
+
+    def _filled_rows(self, shape: tuple[int, int]) -> torch.Tensor:
+        rows = self._target.buffer(DECODE, "rows", *shape)
+        if self._rows != shape:
+            rows.copy_(self._nodes[: shape[1]].expand(shape))
+            self._rows = shape
+        return rows
 
     def note(self, slot: int, logprobs: torch.Tensor) -> None:
         """Remember whether these are finite: their sum is not, if one of them is not."""
@@ -180,19 +242,22 @@ class RoundMemory:
     ) -> None:
         """Find the finite rows of logits [n, N, V]. Copies features of chains to where they will wait."""
         n, length = logits.shape[:2]
-        finite = self._there["finite"][: n * length].view(n, length)
         places = self._there["places"][:n] if chains else None
-        self.steps.end_round(logits, features, places, finite=finite, waiting=waiting)
+        given = {"finite": self._there["finite"][: n * length].view(n, length), "waiting": waiting}
+        if self.run is None:
+            round_reference.end_round(logits, features, places, **given)
+        else:
+            rounds.end_round(logits, features, places, **given, counters=self._counters, run=self.run)
 
-    def results(self, n: int, length: int, drafted: int) -> Results:
-        """Wait for the pass, and read its results: n requests with `length` nodes and `drafted` drafts."""
+    def results(self, n: int, length: int, *, drafted: bool) -> Results:
+        """Wait for the pass, and read its results: n requests with `length` nodes."""
         self._host[self._first_result :].copy_(self._device[self._first_result :], non_blocking=True)
         self._stream.synchronize()
 
         def read(name: str, *shape: int) -> Array:
             return self._numbers[name][: int(np.prod(shape))].reshape(shape).copy()
 
-        logprobs = read("logprobs", n, drafted, self._width)
+        logprobs = read("logprobs", n, self._block[1] - 1 if drafted else 0, self._tree_width)
         return Results(
             accepted=read("accepted", n),
             next_token=read("next_token", n),
@@ -202,17 +267,31 @@ class RoundMemory:
             logprobs=logprobs,
         )
 
-    def _begin(self, role: str, engine: TensorRTEngine, start: Array) -> dict[str, torch.Tensor]:
-        """The inputs about where a pass begins, in this memory."""
-        numbers: dict[str, Any] = {"start": start, **engine.rows.bases(start.tolist())}
-        return {name: self._filled(f"{role}_{name}", values) for name, values in numbers.items()}
+    def _begin(self, role: str, start: Array) -> dict[str, torch.Tensor]:
+        """The inputs about where a pass begins, in this memory. In idle slots it begins after the rows of tokens."""
+        rows, n, batch = self._engines[role].rows, len(start), fitting(len(start), self.batches)
+        # A drafter's pass writes a block of features and one of nodes. A row for attention's sink follows.
+        last = self._capacity - 1 - self._most * (2 if role == "drafter" else 1)
+        idle = [min(rows.ends[slot], last) for slot in range(n, batch)]
+        starts = start.tolist()
+        numbers = {"start": starts + idle, **rows.bases(starts, len(idle))}
+        return {name: self._put(f"{role}_{name}", values) for name, values in numbers.items()}
 
-    def _filled(self, name: str, numbers: Array | Sequence[int]) -> torch.Tensor:
+    def _put(self, name: str, numbers: Sequence[int]) -> torch.Tensor:
         self._numbers[name][: len(numbers)] = numbers
         return self._there[name][: len(numbers)]
 
     def _send(self) -> None:
-        """Copy the inputs of this round to the device."""
-        end = self._first_result
-        self._device[:end].copy_(self._host[:end], non_blocking=True)
-        self._sent = True
+        """Copy the inputs to the device, unless they are there."""
+        inputs = self._host[: self._first_result]
+        if not np.array_equal(numbers := inputs.numpy(), self._sent):
+            self._sent = numbers.copy()
+            self._device[: self._first_result].copy_(inputs, non_blocking=True)
+
+
+def _repeated(numbers: Array, batch: int, width: int | None = None) -> Array:
+    """Numbers [n, N, ...] of a pass with copies of the last sequence and, with a width, of the last column."""
+    more = [(0, batch - len(numbers))] + [(0, 0)] * (numbers.ndim - 1)
+    if width is not None:
+        more[1] = (0, width - numbers.shape[1])
+    return np.pad(numbers, more, mode="edge")

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from dflash_trt.engines.tensorrt.profiles import DECODE, PREFILL
+from dflash_trt.engines.tensorrt.profiles import DECODE
 from dflash_trt.errors import BundleError
 from dflash_trt.files.disk import whole_file
 from dflash_trt.files.reading import read_file
@@ -100,25 +100,21 @@ def kernel_cache(trt: Any, bundle: Path, gpu: str) -> KernelCache | None:
     return KernelCache(bundle.with_name(f"{bundle.name}.kernels") / f"{name}.cache")
 
 
-def contexts(trt: Any, engine: Any, kernels: KernelCache | None) -> list[Any]:
-    """A context for each profile, PREFILL and DECODE. Their scratch memory is lent to them.
+def new_context(trt: Any, engine: Any, profile: int, kernels: KernelCache | None) -> Any:
+    """A context for passes of PREFILL or DECODE, or None if TensorRT has none. Scratch memory is lent to it.
 
     TensorRT-RTX compiles the kernels of a shape before its first pass (EAGER). So a shape is always computed by the
     same kernels, and the tokens do not depend on when a compilation ended. Passes of DECODE use the same memory each
     time, and are captured as CUDA graphs.
     """
     strategy = trt.ExecutionContextAllocationStrategy.USER_MANAGED
-    if kernels is None:
-        return [engine.create_execution_context(strategy) for _ in (PREFILL, DECODE)]
-    made = []
-    for profile in (PREFILL, DECODE):
-        config = engine.create_runtime_config()
-        config.set_execution_context_allocation_strategy(strategy)
-        config.dynamic_shapes_kernel_specialization_strategy = (
-            trt.DynamicShapesKernelSpecializationStrategy.EAGER
-        )
-        graphs = trt.CudaGraphStrategy
-        config.cuda_graph_strategy = graphs.WHOLE_GRAPH_CAPTURE if profile == DECODE else graphs.DISABLED
+    if not captures_by_itself(trt):
+        return engine.create_execution_context(strategy)
+    config = engine.create_runtime_config()
+    config.set_execution_context_allocation_strategy(strategy)
+    config.dynamic_shapes_kernel_specialization_strategy = trt.DynamicShapesKernelSpecializationStrategy.EAGER
+    graphs = trt.CudaGraphStrategy
+    config.cuda_graph_strategy = graphs.WHOLE_GRAPH_CAPTURE if profile == DECODE else graphs.DISABLED
+    if kernels is not None:
         kernels.attach(config)
-        made.append(engine.create_execution_context(config))
-    return made
+    return engine.create_execution_context(config)

@@ -17,22 +17,29 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import dflash_trt
 from dflash_trt.errors import RequestError
 from dflash_trt.serving.openai.chat import Chat
-from dflash_trt.serving.openai.completions import Completions, prompts_of
+from dflash_trt.serving.openai.completions import Completions
 from dflash_trt.serving.openai.engine import EngineDownError, EngineProcess
 from dflash_trt.serving.openai.errors import ApiError, from_validation, refused
 from dflash_trt.serving.openai.gate import FACTS
-from dflash_trt.serving.openai.generation import cache_salt, check_answers
+from dflash_trt.serving.openai.generation import cache_salt, event
 from dflash_trt.serving.openai.model import Model
 from dflash_trt.serving.openai.protocol import (
     ChatRequest,
+    CommonFields,
     CompletionRequest,
     DetokenizeRequest,
-    SamplingFields,
     TokenizeRequest,
 )
-from dflash_trt.serving.openai.responses import NAMES, Responses, ResponsesRequest, as_chat
+from dflash_trt.serving.openai.responses import Responses
+from dflash_trt.serving.openai.responses_request import ResponsesRequest
 
 Answering = Chat | Completions | Responses
+# Endpoints that answer: the fields of a request, and what answers it.
+_ANSWERS: dict[str, tuple[type[CommonFields], Any]] = {
+    "/v1/chat/completions": (ChatRequest, Chat),
+    "/v1/completions": (CompletionRequest, Completions),
+    "/v1/responses": (ResponsesRequest, Responses),
+}
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 B = TypeVar("B", bound=BaseModel)
 
@@ -95,55 +102,34 @@ def _add_answers(
     priorities: bool,
 ) -> dict[str, Endpoint]:
     """The endpoints that answer requests, by path."""
-    posts: dict[str, Endpoint] = {}
 
-    def post(path: str, body: type[BaseModel]) -> Callable[[Endpoint], Endpoint]:
-        def add(endpoint: Endpoint) -> Endpoint:
-            posts[path] = endpoint  # it answers
-            return app.post(path, openapi_extra=_schema(body), response_model=None)(endpoint)  # it documents
-
-        return add
-
-    def admit(priority: int | None, answers: int) -> None:
+    def admit(body: CommonFields) -> None:
         """Refuse what this server never takes, before work is done for it."""
-        if priority and not priorities:
-            text = (
-                f"priority is {priority}, but this server has no priorities: start it with --allow-priority"
-            )
+        if body.priority and not priorities:
+            text = f"priority is {body.priority}, but this server has no priorities: start it with --allow-priority"
             raise ApiError(400, text, "priority")
-        check_answers(answers, engine)
+        if (asked := body.answers()) > engine.limit:  # not 429: it would never fit
+            text = f"the request asks for {asked} answers, but this server takes {engine.limit} at once"
+            raise ApiError(400, text, "n")
 
-    async def answer(request: Request, answering: Answering) -> ASGIApp:
-        answering.usage.details = prompt_details
-        for message in answering.prepared.messages:
-            message["cache_salt"] = cache_salt(request.state.key_digest, answering.body.cache_salt)
-        FACTS.get()["model"] = model.name
-        return await _answer(answering, engine)
+    def endpoint(kind: type[CommonFields], answering: Any) -> Endpoint:
+        async def answer(request: Request) -> ASGIApp:
+            body = await _read(request, kind)
+            admit(body)
+            named = "x-request-id" not in request.headers and body.request_id
+            request_id = named or str(request.state.request_id)
+            made: Answering = await answering.of(model, body, request_id, most_seconds)
+            made.usage.details = prompt_details
+            for message in made.prepared.messages:
+                message["cache_salt"] = cache_salt(request.state.key_digest, body.cache_salt)
+            FACTS.get()["model"] = model.name
+            return await _answer(made, engine)
 
-    @post("/v1/chat/completions", ChatRequest)
-    async def chat_completions(request: Request) -> ASGIApp:
-        body = await _read(request, ChatRequest)
-        admit(body.priority, body.n or 1)
-        return await answer(request, await Chat.of(model, body, _id(request, body), most_seconds))
+        return answer
 
-    @post("/v1/completions", CompletionRequest)
-    async def completions(request: Request) -> ASGIApp:
-        body = await _read(request, CompletionRequest)
-        admit(body.priority, len(prompts_of(body.prompt)) * (body.n or 1))
-        return await answer(request, await Completions.of(model, body, _id(request, body), most_seconds))
-
-    @post("/v1/responses", ResponsesRequest)
-    async def responses(request: Request) -> ASGIApp:
-        body = await _read(request, ResponsesRequest)
-        admit(body.priority, 1)
-        try:
-            chat = await Chat.of(model, as_chat(body), _id(request, body), most_seconds)
-        except ValidationError as error:
-            raise from_validation(error).renamed(NAMES) from None
-        except ApiError as error:
-            raise error.renamed(NAMES) from None
-        return await answer(request, Responses(chat, body, f"resp_{_id(request, body)}"))
-
+    posts = {path: endpoint(kind, answering) for path, (kind, answering) in _ANSWERS.items()}
+    for path, answer in posts.items():  # FastAPI documents them
+        app.post(path, openapi_extra=_schema(_ANSWERS[path][0]), response_model=None)(answer)
     return posts
 
 
@@ -289,35 +275,24 @@ class _Events:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answering, facts = self._answering, FACTS.get()
-        named = isinstance(answering, Responses)
-        end = b""
+        end, failure = b"", None
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self._HEAD})
-            await send({"type": "http.response.body", "body": _event(self._first), "more_body": True})
+            await send({"type": "http.response.body", "body": event(self._first), "more_body": True})
             async for chunk in self._rest:
                 if answering.ended:
-                    end += _event(chunk)
+                    end += event(chunk)
                 else:
-                    await send({"type": "http.response.body", "body": _event(chunk), "more_body": True})
+                    await send({"type": "http.response.body", "body": event(chunk), "more_body": True})
         except ApiError as error:
             facts["error"], facts["failed"] = error.message, error.status
-            end += _event(answering.error(error) if isinstance(answering, Responses) else error.body())
+            failure = error
         finally:
             await self._rest.aclose()
-            facts["completion_tokens"], facts["finish_reason"] = (
-                answering.usage.completion,
-                answering.reasons(),
-            )
-        if not named:
-            end += b"data: [DONE]\n\n"
+            usage, reasons = answering.usage, answering.reasons()
+            facts["completion_tokens"], facts["finish_reason"] = usage.completion, reasons
+        end += answering.last_event(failure)
         await send({"type": "http.response.body", "body": end, "more_body": False})
-
-
-def _event(value: dict[str, Any]) -> bytes:
-    """One event. Those of responses have names."""
-    kind = value.get("type")
-    name = b"" if kind is None else b"event: " + kind.encode() + b"\n"
-    return name + b"data: " + to_json(value) + b"\n\n"
 
 
 def _json(value: Any) -> Response:
@@ -338,12 +313,6 @@ async def _read(request: Request, kind: type[B]) -> B:
         return kind.model_validate_json(await request.body())
     except ValidationError as error:
         raise from_validation(error) from None
-
-
-def _id(request: Request, body: SamplingFields | ResponsesRequest) -> str:
-    """The id of a request: that of the header, of the body, or a new one."""
-    named = "x-request-id" not in request.headers and body.request_id
-    return named or str(request.state.request_id)
 
 
 def _schema(kind: type[BaseModel]) -> dict[str, Any]:

@@ -12,7 +12,8 @@ import re
 from collections.abc import Iterator
 
 from dflash_trt.decoding.output.detokenizer import Detokenizer
-from dflash_trt.serving.openai.parsing import Call, Part, Stage
+from dflash_trt.serving.openai.calls import Call
+from dflash_trt.serving.openai.parsing import AnswerPart, Stage
 from dflash_trt.text.tokenizer import Tokenizer
 
 _MARKERS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
@@ -21,7 +22,7 @@ _MARKERS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<
 class Channels:
     """A parser of answers in channels.
 
-    prompt: the text of the prompt. It may end within a message's header, or behind it. `calls`: finds calls in the
+    prompt: the text of the prompt. It may end within a message's header, or after it. `calls`: reads calls in the
     text of `final`.
     """
 
@@ -39,7 +40,8 @@ class Channels:
         self._waiting: list[tuple[str, str]] = []
         self.reasoning_tokens = 0
 
-    def push(self, text: str, token_ids: list[int]) -> list[Part]:
+    def push(self, text: str, token_ids: list[int]) -> list[AnswerPart]:
+        """The parts that a text and its tokens make certain."""
         self._allowed += len(text)
         for token in token_ids:
             if (marker := self._markers.get(token)) is None:
@@ -50,7 +52,7 @@ class Channels:
                 self._mark(marker)
         return list(self._due())
 
-    def finish(self, *, cut: bool = False) -> list[Part]:
+    def finish(self, *, cut: bool = False) -> list[AnswerPart]:
         """The rest. cut: the answer was ended before its end, so the arguments of a call may lack theirs."""
         self._end_of_text()
         if self._in_body:
@@ -80,7 +82,7 @@ class Channels:
                 self._waiting.append(("end", self._header))
             self._header, self._in_body = "", False
 
-    def _due(self) -> Iterator[Part]:
+    def _due(self) -> Iterator[AnswerPart]:
         while self._waiting:
             header, text = self._waiting[0]
             if header in ("end", "cut"):
@@ -98,20 +100,20 @@ class Channels:
                 self._waiting.pop(0)
             yield from self._part(header, now)
 
-    def _part(self, header: str, text: str) -> Iterator[Part]:
+    def _part(self, header: str, text: str) -> Iterator[AnswerPart]:
         channel, tool = _read(header)
         if tool:
             self._call += text
         elif channel == "analysis":
-            yield Part("reasoning", text)
+            yield AnswerPart("reasoning", text)
         else:
             yield from self._calls.push(text)
 
-    def _message_end(self, header: str, without: str) -> Iterator[Part]:
+    def _message_end(self, header: str, without: str) -> Iterator[AnswerPart]:
         """without: the arguments of a call that has none."""
         tool = _read(header)[1]
         if tool:
-            yield Part("call", call=Call(tool, self._call.strip() or without))
+            yield AnswerPart("call", call=Call(tool, self._call.strip() or without))
             self._call = ""
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import itertools
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from dflash_trt.decoding.output.detokenizer import Detokenizer
@@ -12,11 +13,11 @@ from dflash_trt.errors import RequestError
 from dflash_trt.serving.openai import logprobs
 from dflash_trt.serving.openai.channels import Channels
 from dflash_trt.serving.openai.engine import EngineProcess
-from dflash_trt.serving.openai.errors import ApiError, Names, refused
+from dflash_trt.serving.openai.errors import ApiError, refused
 from dflash_trt.serving.openai.frames import frame_of
-from dflash_trt.serving.openai.generation import Generation, Prepared, Usage, prepare, shortened, updates
+from dflash_trt.serving.openai.generation import AnswerChoice, Generation, Prepared, Usage, prepare, shortened
 from dflash_trt.serving.openai.model import Model, text_of
-from dflash_trt.serving.openai.parsing import AnswerParser, Part, Stage, Think
+from dflash_trt.serving.openai.parsing import AnswerParser, AnswerPart, Stage, Think
 from dflash_trt.serving.openai.protocol import ChatRequest, Tool
 from dflash_trt.serving.openai.structure import names as form_names
 from dflash_trt.serving.openai.structure import of_calls, of_format
@@ -30,30 +31,19 @@ from dflash_trt.serving.openai.written import (
 from dflash_trt.serving.wire import Update
 
 
-@dataclass
-class ChatAnswer:
-    """One choice of a chat so far."""
+@dataclass(kw_only=True)
+class ChatChoice(AnswerChoice):
+    """One choice of a chat so far.
+
+    one_call: drop calls after the first. echo: the last message's content, with which the answer begins. words: splits
+    the text by rounds. calls: how many there have been.
+    """
 
     parser: AnswerParser | Channels
     one_call: bool = False
-    echo: str = ""  # the last message's content, which the answer's begins with
-    words: Detokenizer | None = None  # splits the text by rounds
-    content: str = ""
-    reasoning: str = ""
-    calls: list[dict[str, Any]] = field(default_factory=list)
-    finish_reason: str | None = None
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
-
-    def take(self, update: Update) -> list[dict[str, Any]]:
-        """The deltas that an update gives."""
-        parts = self.parser.push(update["text"], update["token_ids"])
-        if "finish_reason" in update:
-            parts += self.parser.finish(cut=update["finish_reason"] != "stop")
-        deltas = [delta for part in parts if (delta := self._delta(part))]
-        if (reason := update.get("finish_reason")) is not None:
-            self.finish_reason = "tool_calls" if self.calls and reason == "stop" else reason
-        return deltas
+    echo: str = ""
+    words: Detokenizer | None = None
+    calls: int = 0
 
     def rounds(self, update: Update) -> list[dict[str, Any]]:
         """The texts of an update's rounds: of the accepted drafts, and of the target's own token."""
@@ -67,42 +57,12 @@ class ChatAnswer:
             at += tokens
         return made
 
-    def _delta(self, part: Part) -> dict[str, Any]:
-        if part.call is None:
-            if part.kind == "reasoning":
-                self.reasoning += part.text
-                return {"reasoning_content": part.text}
-            self.content += part.text
-            return {"content": part.text}
-        if self.one_call and self.calls:
-            return {}
-        call = part.call
-        made = {
-            "id": call.id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
-        self.calls.append(made)
-        return {"tool_calls": [{"index": len(self.calls) - 1, **made}]}
-
-    def message(self) -> dict[str, Any]:
-        """The whole message."""
-        content = self.echo + self.content
-        made: dict[str, Any] = {"role": "assistant", "content": content or (None if self.calls else "")}
-        if self.reasoning:
-            made["reasoning_content"] = self.reasoning
-        if self.calls:
-            made["tool_calls"] = self.calls
-        return made
-
 
 @dataclass
-class Chat(Generation[ChatRequest]):
+class Chat(Generation[ChatRequest, ChatChoice]):
     """A chat that is ready to be decoded."""
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
-    answers: list[ChatAnswer] = field(default_factory=list)
-    names: Names = ()
 
     @classmethod
     async def of(cls, model: Model, body: ChatRequest, request_id: str, most_seconds: float | None) -> Chat:
@@ -113,68 +73,66 @@ class Chat(Generation[ChatRequest]):
         try:
             model.check_name(body.model)
             _check(body)
-            prepared, answers = await _prepared(model, body, most_seconds, names)
+            prepared, choices = await _prepared(model, body, most_seconds, names)
         except ApiError as error:
             raise error.renamed(names) from None
-        usage = Usage(reasoning=0)
-        return cls(model, body, f"chatcmpl-{request_id}", prepared, usage, answers=answers, names=names)
+        return cls(model, body, f"chatcmpl-{request_id}", prepared, choices, names, Usage(reasoning=0))
 
-    async def run(
-        self, engine: EngineProcess
-    ) -> AsyncGenerator[tuple[int, Update, list[dict[str, Any]]], None]:
-        """Index, update and deltas of each choice, as they come. Raises ApiError."""
-        try:
-            async with aclosing(updates(engine, self.prepared)) as given:
-                async for index, update in given:
-                    self.usage.add(update, prompt=index == 0)
-                    answer = self.answers[index]
-                    answer.token_ids += update["token_ids"]
-                    deltas = answer.take(update)
-                    self.usage.reasoning = sum(each.parser.reasoning_tokens for each in self.answers)
-                    if not self.body.include_reasoning:
-                        deltas = [delta for delta in deltas if "reasoning_content" not in delta]
-                        answer.reasoning = ""
-                    if (logprob := logprobs.of_chat(self.model, update)) is not None:
-                        answer.logprobs += logprob["content"]
-                    yield index, update, deltas
-        except ApiError as error:
-            raise error.renamed(self.names) from None
-
-    def reasons(self) -> list[str | None]:
-        """The finish reasons of the choices so far."""
-        return [answer.finish_reason for answer in self.answers]
-
-    @property
-    def ended(self) -> bool:
-        """Whether all choices have ended."""
-        return all(self.reasons())
+    def parts(self, index: int, update: Update) -> list[AnswerPart]:
+        """The parts of the answer that an update of a choice makes certain."""
+        choice, reason = self.choices[index], update.get("finish_reason")
+        parts = choice.parser.push(update["text"], update["token_ids"])
+        if reason is not None:
+            parts += choice.parser.finish(cut=reason != "stop")
+        self.usage.reasoning = sum(each.parser.reasoning_tokens for each in self.choices)
+        calls = [part for part in parts if part.call]
+        if choice.one_call:
+            calls = calls[: 1 - choice.calls]
+        choice.calls += len(calls)
+        if reason == "stop" and choice.calls:
+            choice.finish_reason = "tool_calls"
+        hidden = () if self.body.include_reasoning else ("reasoning",)
+        return [part for part in parts if part.kind not in hidden and (part.call is None or part in calls)]
 
     async def whole(self, engine: EngineProcess) -> dict[str, Any]:
         """The answer at once."""
+        choices: list[dict[str, Any]] = [{} for _ in self.choices]
         async with aclosing(self.run(engine)) as given:
-            async for _ in given:
-                pass
-        choices = []
-        for index, answer in enumerate(self.answers):
-            choice: dict[str, Any] = {"index": index, "message": answer.message()}
-            choice["finish_reason"] = answer.finish_reason
-            choice["logprobs"] = {"content": answer.logprobs, "refusal": None} if self.body.logprobs else None
-            if self.body.return_token_ids:
-                choice["token_ids"] = answer.token_ids
-            choices.append(choice)
+            async for index, update in given:  # one for each choice
+                made = {"index": index, "message": self._message(index, self.parts(index, update))}
+                made["finish_reason"] = self.choices[index].finish_reason
+                made["logprobs"] = logprobs.of_chat(self.model, update)
+                if self.body.return_token_ids:
+                    made["token_ids"] = update["token_ids"]
+                choices[index] = made
         return self.answer(choices)
+
+    def _message(self, index: int, parts: list[AnswerPart]) -> dict[str, Any]:
+        content, reasoning = (
+            "".join(p.text for p in parts if p.kind == kind) for kind in ("content", "reasoning")
+        )
+        calls = [part.call.to_dict() for part in parts if part.call]
+        content = self.choices[index].echo + content
+        message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return message
 
     async def chunks(self, engine: EngineProcess) -> AsyncGenerator[dict[str, Any], None]:
         """The answer in chunks."""
-        begun: set[int] = set()
         async with aclosing(self.run(engine)) as given:
-            async for index, update, deltas in given:
-                if index not in begun:
-                    begun.add(index)
+            async for index, update in given:
+                choice = self.choices[index]
+                if not choice.begun:
+                    choice.begun = True
                     yield self._delta(index, {"role": "assistant", "content": ""})
-                    if echo := self.answers[index].echo:
-                        yield self._delta(index, {"content": echo})
-                more = self._beside(index, update)
+                    if choice.echo:
+                        yield self._delta(index, {"content": choice.echo})
+                numbers = itertools.count(choice.calls)
+                deltas = [_delta(part, numbers) for part in self.parts(index, update)]
+                more = self._beside(choice, update)
                 if not deltas and any(more.values()):
                     deltas = [{}]
                 for delta in deltas[:-1]:
@@ -184,20 +142,26 @@ class Chat(Generation[ChatRequest]):
         for chunk in self.last_chunks():
             yield chunk
 
-    def _beside(self, index: int, update: Update) -> dict[str, Any]:
+    def _beside(self, choice: ChatChoice, update: Update) -> dict[str, Any]:
         """What the last delta of an update has beside its text."""
-        answer = self.answers[index]
-        more: dict[str, Any] = {"finish_reason": answer.finish_reason}
+        more: dict[str, Any] = {"finish_reason": choice.finish_reason}
         more["logprobs"] = logprobs.of_chat(self.model, update)
         if self.body.return_token_ids:
             more["token_ids"] = update["token_ids"]
         if self.body.return_rounds:
-            more["rounds"] = answer.rounds(update)
+            more["rounds"] = choice.rounds(update)
         return more
 
     def _delta(self, index: int, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return self.chunk(choice | more)
+
+
+def _delta(part: AnswerPart, numbers: Iterator[int]) -> dict[str, Any]:
+    """A part as a stream gives it. numbers: of the calls."""
+    if part.call is not None:
+        return {"tool_calls": [{"index": next(numbers), **part.call.to_dict()}]}
+    return {"reasoning_content" if part.kind == "reasoning" else "content": part.text}
 
 
 def _check(body: ChatRequest) -> None:
@@ -215,8 +179,8 @@ def _check(body: ChatRequest) -> None:
 
 async def _prepared(
     model: Model, body: ChatRequest, most_seconds: float | None, names: list[tuple[str, str]]
-) -> tuple[Prepared, list[ChatAnswer]]:
-    """The engine's message, and an empty answer per choice. names: gets the names of the form's fields."""
+) -> tuple[Prepared, list[ChatChoice]]:
+    """The engine's message, and the choices, without text yet. names: gets the names of the form's fields."""
     template = model.template
     tools = body.tools if body.tools and body.tool_choice != "none" else []
     schemas = {tool.function.name: tool.function.parameters or {} for tool in tools} if tools else None
@@ -254,14 +218,15 @@ async def _prepared(
         more["stop_outside"] = _hidden(template, text, thinks, bool(schemas))
     prepared = prepare(model, body, [ids], max_tokens=most, more=more, most_seconds=most_seconds)
     calling = template if grammar or form is None else ""  # an answer of another form has no calls
-    answers = []
+    choices = []
     for _ in range(prepared.n):
         calls = calls_of(calling, schemas, known=wanted is not None)
         words = Detokenizer(model.tokenizer.backend) if body.return_rounds else None
         echo = last if body.echo and body.messages[-1].role == "assistant" else ""
         parser = _parser(model, text, thinks, calls)
-        answers.append(ChatAnswer(parser, body.parallel_tool_calls is False, echo, words))
-    return prepared, answers
+        one_call = body.parallel_tool_calls is False
+        choices.append(ChatChoice(parser=parser, one_call=one_call, echo=echo, words=words))
+    return prepared, choices
 
 
 async def _rendered(model: Model, body: ChatRequest, tools: list[Tool]) -> tuple[list[int], str]:

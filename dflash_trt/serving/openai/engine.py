@@ -11,7 +11,8 @@ import itertools
 import socket
 import sys
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
+from itertools import accumulate
 from time import monotonic
 from typing import Any, cast
 
@@ -43,13 +44,11 @@ class _Connection(asyncio.Protocol):
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         loop = asyncio.get_running_loop()
         self.process, self.born = process, monotonic()  # born: when it was ready
-        self.first: asyncio.Future[Ready] = (
-            loop.create_future()
-        )  # what it says first; {} if it ends before that
+        self.first: asyncio.Future[Ready] = loop.create_future()  # what it says first; {} if it ends before
         self.ended: asyncio.Future[None] = loop.create_future()
-        self.pending: dict[int, asyncio.Queue[Update]] = {}
+        # Where updates go, by the number of a message: prompts of one request share a queue.
+        self.pending: dict[int, asyncio.Queue[tuple[int, Update]]] = {}
         self.in_flight = 0  # choices of the pending requests
-        self.asked: dict[int, asyncio.Future[Update]] = {}  # questions that are no requests
         self._lines, self._arrived = wire.Lines(), deque[Any]()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -69,6 +68,7 @@ class _Connection(asyncio.Protocol):
             self.ended.set_result(None)
 
     def tell(self, message: dict[str, Any]) -> None:
+        """Send a message, if the engine has not ended."""
         self.transport.write(wire.line(message))
 
     def _deliver(self, updates: list[Any]) -> None:
@@ -85,11 +85,8 @@ class _Connection(asyncio.Protocol):
         """End all requests, after the updates that have arrived."""
         while self._arrived:
             self._deliver_one()
-        for queue in self.pending.values():
-            queue.put_nowait(wire.refusal("UNAVAILABLE", why))
-        for answer in self.asked.values():
-            if not answer.done():
-                answer.set_result(wire.refusal("UNAVAILABLE", why))
+        for key, queue in self.pending.items():
+            queue.put_nowait((key, wire.refusal("UNAVAILABLE", why)))
 
     def _deliver_next(self) -> None:
         if self._arrived:
@@ -100,9 +97,7 @@ class _Connection(asyncio.Protocol):
     def _deliver_one(self) -> None:
         key, update = self._arrived.popleft()
         if (queue := self.pending.get(key)) is not None:
-            queue.put_nowait(update)
-        elif (answer := self.asked.get(key)) is not None and not answer.done():
-            answer.set_result(update)
+            queue.put_nowait((key, update))
 
 
 class EngineProcess:
@@ -160,10 +155,11 @@ class EngineProcess:
             connection.refuse("the server is stopping")
             await _end(connection.process)
 
-    async def updates(self, message: EngineRequest) -> AsyncGenerator[Update, None]:
-        """The updates of one request, until each of its `n` choices has a finish_reason, or one has an error.
+    async def updates(self, messages: Sequence[EngineRequest]) -> AsyncGenerator[tuple[int, Update], None]:
+        """Index and update of each choice, until each has a finish_reason, or one has an error.
 
-        With n above 1 an update has the `index` of its choice. A consumer that leaves cancels the request.
+        messages: of one request, each with its `n` choices, which are counted on from message to message. A consumer
+        that leaves cancels the request.
 
         Raises:
             EngineDownError: there is no engine.
@@ -173,40 +169,53 @@ class EngineProcess:
         connection = self._connection
         if connection is None or self._closing:
             raise EngineDownError("the engine is being started; try again in some seconds")
-        choices = message.get("n", 1)
+        left = {next(self._numbers): message.get("n", 1) for message in messages}  # choices by message
+        choices, firsts = (
+            sum(left.values()),
+            dict(zip(left, accumulate(left.values(), initial=0), strict=False)),
+        )
         if connection.in_flight + choices > self.limit:
             raise QueueFullError(
                 f"{connection.in_flight} requests are in flight, and the limit is {self.limit}; try again later"
             )
-        key = next(self._numbers)
-        line = wire.line(message | {"id": key})
-        if len(line) > connection.longest_line:
+        lines = [wire.line(message | {"id": key}) for key, message in zip(left, messages, strict=True)]
+        if (size := max(map(len, lines))) > connection.longest_line:
             raise RequestError(
-                f"the request has {len(line)} bytes in JSON, expected at most {connection.longest_line}"
+                f"the request has {size} bytes in JSON, expected at most {connection.longest_line}"
             )
-        queue = connection.pending[key] = asyncio.Queue()
+        queue: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
+        connection.pending |= dict.fromkeys(left, queue)
         connection.in_flight += choices
-        connection.transport.write(line)
-        late = None
-        if (seconds := message.get("timeout")) is not None and 0 <= seconds < _LONGEST_TIMER:
-            silent = wire.refusal("DEADLINE", "the deadline passed, and the engine does not answer")
-            loop = asyncio.get_running_loop()
-            late = loop.call_later(seconds + _LATE_SECONDS, queue.put_nowait, silent)
-        left, error = choices, ""
+        connection.transport.writelines(lines)
+        late = self._late(messages[0].get("timeout"), queue)
         try:
             while left:
-                update = await queue.get()
+                key, update = await queue.get()
                 if "error" in update:
-                    left, error = 0, update["error"]["code"]
-                left -= "finish_reason" in update
-                yield update
+                    if update["error"]["code"] != "DEADLINE":
+                        left.pop(key, None)  # the engine knows that it has ended
+                    yield 0, update
+                    return
+                left[key] -= "finish_reason" in update
+                if not left[key]:
+                    del left[key]
+                yield firsts[key] + update.get("index", 0), update
         finally:
-            del connection.pending[key]
+            for key in firsts:
+                del connection.pending[key]
             connection.in_flight -= choices
             if late is not None:
                 late.cancel()
-            if left or error == "DEADLINE":
+            for key in left:
                 connection.tell({"cancel": key})
+
+    @staticmethod
+    def _late(seconds: float | None, queue: asyncio.Queue[tuple[int, Update]]) -> asyncio.TimerHandle | None:
+        """End a request whose deadline the engine should have answered."""
+        if seconds is None or not 0 <= seconds < _LONGEST_TIMER:
+            return None
+        silent = wire.refusal("DEADLINE", "the deadline passed, and the engine does not answer")
+        return asyncio.get_running_loop().call_later(seconds + _LATE_SECONDS, queue.put_nowait, (0, silent))
 
     async def metrics(self) -> str:
         """The engine's metrics in Prometheus' text format. Raises EngineDownError if it does not answer."""
@@ -214,15 +223,15 @@ class EngineProcess:
         if connection is None:
             raise EngineDownError("there is no engine")
         key = next(self._numbers)
-        answer = connection.asked[key] = asyncio.get_running_loop().create_future()
+        queue = connection.pending[key] = asyncio.Queue()
         connection.tell({"id": key, "ask": "metrics"})
         try:
             async with asyncio.timeout(_ASK_SECONDS):
-                update: Update = await answer
+                _, update = await queue.get()
         except TimeoutError:
             raise EngineDownError(f"the engine has not answered for {_ASK_SECONDS:g} s") from None
         finally:
-            del connection.asked[key]
+            del connection.pending[key]
         if "metrics" not in update:
             raise EngineDownError(update["error"]["text"])
         return update["metrics"]
@@ -263,7 +272,7 @@ class EngineProcess:
             self.deaths += 1
             connection.transport.close()
             how = _how(await _end(connection.process))
-            refused = len(connection.pending)
+            refused = connection.in_flight
             connection.refuse(how)
             self._say(f"{how}; {refused} requests are refused; starting another one")
             pause = wire.next_pause(pause, monotonic() - connection.born)

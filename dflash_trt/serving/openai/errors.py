@@ -37,6 +37,7 @@ _TYPES = {
     504: "timeout_error",
 }
 RETRY_SECONDS = 1
+_MOST_FAULTS = 1000  # of a body: to list a hundred thousand takes most of a second
 # Patterns of fields, and their names in the client's request.
 Names = Sequence[tuple[str, str]]
 
@@ -57,11 +58,13 @@ class ApiError(Exception):
         return ApiError(self.status, message, param, self.code)
 
     def body(self) -> dict[str, Any]:
+        """The error as JSON."""
         kind = _TYPES.get(self.status, "invalid_request_error")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code or self.status}
         return {"error": error}
 
     def headers(self) -> dict[str, str]:
+        """Headers of the answer beside those of every answer."""
         if self.status in (429, 503):
             return {"Retry-After": str(RETRY_SECONDS)}
         return {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
@@ -80,6 +83,10 @@ def refused(error: RequestError) -> ApiError:
 
 def from_validation(error: ValidationError) -> ApiError:
     """The first fault of a body, by field."""
+    if (count := error.error_count()) > _MOST_FAULTS:
+        return ApiError(
+            400, f"the body has {count} unknown fields or wrong values, see docs/openai.md for the fields"
+        )
     errors = error.errors(include_url=False)
     first = next((each for each in errors if each["type"] == "too_long"), errors[0])
     place = _place(first["loc"])

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from dflash_trt.serving.openai.calls import ARGUMENTS, QUOTE
 from dflash_trt.serving.openai.gemma_arguments import GemmaArguments
-from dflash_trt.serving.openai.written import ARGUMENTS, MISTRAL, QUOTE, RESPONSE, notation_of
+from dflash_trt.serving.openai.written import GEMMA, MISTRAL, RESPONSE, TAG, notation_of
 
 # As Python writes JSON, which chat templates show. A model that may write blanks sometimes writes no end.
 _BLANKS = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
@@ -27,14 +28,14 @@ class Frame:
     """What stands around calls.
 
     call: the grammar of one call, from the function's name and the name of the rule of its arguments.
-    between: what separates calls; None where an answer has one call. behind: what may follow the last one.
+    between: what separates calls; None where an answer has one call. after: what may follow the last one.
     begin, content: how an answer begins, and how one that is no call goes on.
     arguments: the rules of a function's arguments, from the first one's name and the schema. Raises ApiError.
     """
 
     call: Callable[[str, str], str]
     between: str | None = ""
-    behind: str = ""
+    after: str = ""
     begin: str = ""
     content: str = ""
     arguments: Callable[[str, dict[str, Any]], list[str]] = _json_rules
@@ -53,17 +54,17 @@ def frame_of(template: str, token_id: Callable[[str], int | None], header: str) 
     if "<|channel|>" in template:
         return _channels(mark, token_id("<|constrain|>") is not None, header)
     notation = notation_of(template)
-    if notation == "<|tool_call>":
-        begin, end, quote = (mark(each) for each in ("<|tool_call>", "<tool_call|>", QUOTE))
+    if notation == GEMMA:
+        begin, end, quote = (mark(each) for each in (GEMMA, "<tool_call|>", QUOTE))
         return Frame(
             lambda name, rule: f"{begin} {json.dumps(f'call:{name}')} {rule} {end}",
             # Where a tool's answer belongs the model goes on with this token, at which its own answer ends.
-            behind=f"({mark(RESPONSE)})?",
+            after=f"({mark(RESPONSE)})?",
             arguments=lambda rule, schema: GemmaArguments(quote, "dictsort" in template).rules(rule, schema),
         )
     if notation == MISTRAL:
         return Frame(lambda name, rule: f"{mark(MISTRAL)} {json.dumps(name)} {mark(ARGUMENTS)} {rule}")
-    if notation == "<tool_call>":
+    if notation == TAG:
         return Frame(
             lambda name, rule: f'"<tool_call>\\n" {_object(name, "arguments", rule)} "\\n</tool_call>"',
             between='"\\n"',

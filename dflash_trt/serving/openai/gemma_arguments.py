@@ -32,6 +32,15 @@ _KNOWN = _NO_MATTER.union(["type", *_CHOICES], *_OF_TYPE.values())
 _KEY = r"/[^{}\[\],:<\s]+/"
 
 
+def schema_at(root: dict[str, Any], place: str) -> Any:
+    """What a reference such as #/$defs/NAME refers to in a schema; None if there is nothing."""
+    schema: Any = root
+    for name in place.removeprefix("#").split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        schema = schema.get(name) if isinstance(schema, dict) else None
+    return schema if place.startswith("#") else None
+
+
 class GemmaArguments:
     """The rules for one function's arguments.
 
@@ -69,14 +78,12 @@ class GemmaArguments:
             if beside:
                 raise _refused(f"the keyword {chosen[0]} beside {beside[0]}")
             return self._choice(chosen[0], schema[chosen[0]])
-        kinds = schema.get(
-            "type", [kind for kind, keys in _OF_TYPE.items() if any(k in schema for k in keys)]
-        )
-        kinds = (
-            [kinds]
-            if isinstance(kinds, str)
-            else [k for k in kinds if k != "integer" or "number" not in kinds]
-        )
+        implied = [kind for kind, keys in _OF_TYPE.items() if any(key in schema for key in keys)]
+        kinds = schema.get("type", implied)
+        if isinstance(kinds, str):
+            kinds = [kinds]
+        else:
+            kinds = [kind for kind in kinds if kind != "integer" or "number" not in kinds]
         kinds += ["null"] if schema.get("nullable") is True and "null" not in kinds else []
         if unknown := [kind for kind in kinds if kind not in _OF_TYPE]:
             raise _refused(f"the type {json.dumps(unknown[0])}")
@@ -93,11 +100,8 @@ class GemmaArguments:
 
     def _reference(self, place: Any) -> str:
         if place not in self._references:
-            schema: Any = self._root
-            for name in str(place).removeprefix("#").split("/")[1:]:
-                name = name.replace("~1", "/").replace("~0", "~")
-                schema = schema.get(name) if isinstance(schema, dict) else None
-            if schema is None or not str(place).startswith("#"):
+            schema = schema_at(self._root, str(place))
+            if schema is None:
                 raise _refused(f"the reference {json.dumps(place)}")
             # The name stands before the rule is made, for schemas that refer to themselves.
             name = self._references[place] = f"{self._name}_ref{len(self._references)}"
@@ -120,12 +124,9 @@ class GemmaArguments:
         if "pattern" in schema:
             if least or most is not None:
                 raise _refused("the keyword pattern beside a length")
-            found = str(schema["pattern"])
-            before, behind = (
-                ("" if found.startswith("^") else "(?s:.*)"),
-                ("" if found.endswith("$") else "(?s:.*)"),
-            )
-            text = f"{before}({found.removeprefix('^').removesuffix('$')}){behind}"
+            pattern, free = str(schema["pattern"]), "(?s:.*)"
+            before, after = "" if pattern.startswith("^") else free, "" if pattern.endswith("$") else free
+            text = f"{before}({pattern.removeprefix('^').removesuffix('$')}){after}"
         text = text.replace("/", r"\/")
         return f"{self._quote} /{text}/ {self._quote}"
 
@@ -155,11 +156,7 @@ class GemmaArguments:
     def _literal(self, value: Any) -> str:
         """The grammar of one value."""
         if isinstance(value, str):
-            return (
-                f"{self._quote} {json.dumps(value)} {self._quote}"
-                if value
-                else f"{self._quote} {self._quote}"
-            )
+            return " ".join((self._quote, *([json.dumps(value)] if value else ()), self._quote))
         if isinstance(value, list):
             return " ".join(('"["', *_joined(self._literal(each) for each in value), '"]"'))
         if isinstance(value, dict):
@@ -171,10 +168,8 @@ class GemmaArguments:
         if not self._any:
             self._any = f"{self._name}_any"
             scalar = '%json {"type": ["number", "boolean", "null"]}'
-            text, items = (
-                f"{self._quote} /(?s:.)*/ {self._quote}",
-                f'"[" ({self._any} ("," {self._any})*)? "]"',
-            )
+            text = f"{self._quote} /(?s:.)*/ {self._quote}"
+            items = f'"[" ({self._any} ("," {self._any})*)? "]"'
             pair = f'{_KEY} ":" {self._any}'
             members = f'"{{" ({pair} ("," {pair})*)? "}}"'
             number = self._rule(scalar)
@@ -183,8 +178,8 @@ class GemmaArguments:
 
 
 def _either(grammars: Iterable[str]) -> str:
-    found = list(grammars)
-    return found[0] if len(found) == 1 else f"({' | '.join(found)})"
+    given = list(grammars)
+    return given[0] if len(given) == 1 else f"({' | '.join(given)})"
 
 
 def _joined(grammars: Iterable[str]) -> list[str]:
@@ -192,9 +187,5 @@ def _joined(grammars: Iterable[str]) -> list[str]:
 
 
 def _refused(what: str) -> ApiError:
-    return ApiError(
-        400,
-        f"tools: {what} in a function's parameters cannot be enforced in this model's notation of calls; leave it out "
-        "of the schema, or take tool_choice auto",
-        "tools",
-    )
+    text = f"tools: {what} in a function's parameters cannot be enforced in this model's notation of calls"
+    return ApiError(400, f"{text}; leave it out of the schema, or take tool_choice auto", "tools")

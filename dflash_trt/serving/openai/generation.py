@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import time
 from collections.abc import AsyncGenerator
@@ -10,10 +9,12 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
+from pydantic_core import to_json
+
 from dflash_trt.errors import RequestError, quoted
 from dflash_trt.serving.openai import tracing
 from dflash_trt.serving.openai.engine import EngineDownError, EngineProcess, QueueFullError
-from dflash_trt.serving.openai.errors import ApiError, from_engine, refused
+from dflash_trt.serving.openai.errors import ApiError, Names, from_engine, refused
 from dflash_trt.serving.openai.model import Model
 from dflash_trt.serving.openai.protocol import SamplingFields
 from dflash_trt.serving.wire import EngineRequest, Update
@@ -29,17 +30,8 @@ class Prepared:
 
     @property
     def choices(self) -> int:
+        """How many answers the request gets."""
         return len(self.prompts) * self.n
-
-
-def check_answers(answers: int, engine: EngineProcess) -> None:
-    """Raise ApiError for a request of more answers than the server takes at once, before work is done for it."""
-    if answers > engine.limit:  # not 429: it would never fit
-        raise ApiError(
-            400,
-            f"the request asks for {answers} answers, but this server takes {engine.limit} at once",
-            "n",
-        )
 
 
 def prepare(
@@ -57,18 +49,10 @@ def prepare(
     for prompt in prompts:
         room = model.max_seq_len - len(prompt)
         if room < 1:
-            raise ApiError(
-                400,
-                f"the prompt has {len(prompt)} tokens, but this model holds {model.max_seq_len} with its answer",
-                "prompt",
-                "context_length_exceeded",
-            )
-        params = {
-            **model.defaults,
-            **body.sampling(),
-            **more,
-            "max_tokens": room if max_tokens is None else max_tokens,
-        }
+            text = f"the prompt has {len(prompt)} tokens, but this model holds {model.max_seq_len} with its answer"
+            raise ApiError(400, text, "prompt", "context_length_exceeded")
+        params = {**model.defaults, **body.sampling(), **more}
+        params["max_tokens"] = room if max_tokens is None else max_tokens
         messages.append(
             EngineRequest(
                 prompt=prompt,
@@ -84,6 +68,13 @@ def prepare(
             )
         )
     return Prepared(messages, prompts, n)
+
+
+def event(value: dict[str, Any]) -> bytes:
+    """A server-sent event. Those with a type have its name."""
+    kind = value.get("type")
+    name = b"" if kind is None else b"event: " + kind.encode() + b"\n"
+    return name + b"data: " + to_json(value) + b"\n\n"
 
 
 def cache_salt(key_digest: str, given: str | None) -> str:
@@ -115,66 +106,6 @@ def _biases(given: dict[str, float] | None) -> list[tuple[int, float]]:
     if wrong:
         raise ApiError(400, f"logit_bias has the key {quoted(wrong[0])}, expected a token id", "logit_bias")
     return [(int(key), bias) for key, bias in (given or {}).items()]
-
-
-def updates(engine: EngineProcess, prepared: Prepared) -> AsyncGenerator[tuple[int, Update], None]:
-    """Index and update of every choice, as they come. An error of one choice ends all. Raises ApiError."""
-    if len(prepared.messages) == 1:
-        return _one(engine, 0, prepared.messages[0])
-    return _several(engine, prepared)
-
-
-async def _several(engine: EngineProcess, prepared: Prepared) -> AsyncGenerator[tuple[int, Update], None]:
-    queue: asyncio.Queue[tuple[int, Update | ApiError]] = asyncio.Queue()
-
-    async def pump(first: int, message: EngineRequest) -> None:
-        try:
-            async with aclosing(_one(engine, first, message)) as items:
-                async for item in items:
-                    queue.put_nowait(item)
-        except ApiError as error:
-            queue.put_nowait((first, error))
-
-    tasks = [
-        asyncio.create_task(pump(at * prepared.n, message)) for at, message in enumerate(prepared.messages)
-    ]
-    try:
-        left = prepared.choices
-        while left:
-            index, item = await queue.get()
-            if isinstance(item, ApiError):
-                raise item
-            left -= "finish_reason" in item
-            yield index, item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _one(
-    engine: EngineProcess, first: int, message: EngineRequest
-) -> AsyncGenerator[tuple[int, Update], None]:
-    """The updates of one prompt, whose first choice has the index `first`."""
-    begun = set[int]()
-    try:
-        async with aclosing(engine.updates(message)) as given:
-            async for update in given:
-                if "error" in update:
-                    raise from_engine(update["error"])
-                index = first + update.get("index", 0)
-                if update["token_ids"]:
-                    begun.add(index)
-                elif update.get("finish_reason") == "timeout" and index not in begun:
-                    raise ApiError(504, "the deadline passed before the first token", code="deadline")
-                tracing.engine_parts(update)
-                yield index, update
-    except QueueFullError as error:
-        raise ApiError(429, str(error), code="queue_full") from None
-    except EngineDownError as error:
-        raise ApiError(503, str(error), code="engine_down") from None
-    except RequestError as error:
-        raise refused(error) from None
 
 
 @dataclass
@@ -235,12 +166,25 @@ class Usage:
         }
 
 
+@dataclass
+class AnswerChoice:
+    """One of the answers to a request, so far. answered: whether it has tokens. begun: whether a part was given."""
+
+    answered: bool = False
+    begun: bool = False
+    finish_reason: str | None = None
+
+
 B = TypeVar("B", bound=SamplingFields)
+C = TypeVar("C", bound=AnswerChoice)
 
 
 @dataclass
-class Generation(Generic[B]):
-    """A request that is ready to be decoded, and the frame of its answer."""
+class Generation(Generic[B, C]):
+    """A request that is ready to be decoded, its choices, and the frame of its answer.
+
+    names: patterns of the engine's names for fields, and the names that the client used.
+    """
 
     kind: ClassVar[str]  # the `object` of the answer
     chunk_kind: ClassVar[str]  # and of each chunk of a stream
@@ -248,8 +192,47 @@ class Generation(Generic[B]):
     body: B
     id: str
     prepared: Prepared
+    choices: list[C]
+    names: Names = ()
     usage: Usage = field(default_factory=Usage)
     created: int = field(default_factory=lambda: int(time.time()))
+
+    async def run(self, engine: EngineProcess) -> AsyncGenerator[tuple[int, Update], None]:
+        """Index and update of every choice, as they come. An error of one choice ends all. Raises ApiError."""
+        try:
+            async with aclosing(engine.updates(self.prepared.messages)) as given:
+                async for index, update in given:
+                    if "error" in update:
+                        raise from_engine(update["error"])
+                    choice = self.choices[index]
+                    choice.answered = choice.answered or bool(update["token_ids"])
+                    if update.get("finish_reason") == "timeout" and not choice.answered:
+                        raise ApiError(504, "the deadline passed before the first token", code="deadline")
+                    tracing.engine_parts(update)
+                    self.take(index, update)
+                    yield index, update
+        except QueueFullError as error:
+            raise ApiError(429, str(error), code="queue_full") from None
+        except EngineDownError as error:
+            raise ApiError(503, str(error), code="engine_down") from None
+        except RequestError as error:
+            raise refused(error).renamed(self.names) from None
+        except ApiError as error:
+            raise error.renamed(self.names) from None
+
+    def take(self, index: int, update: Update) -> None:
+        """Count an update of a choice."""
+        self.usage.add(update, prompt=index % self.prepared.n == 0)
+        self.choices[index].finish_reason = update.get("finish_reason")
+
+    def reasons(self) -> list[str | None]:
+        """The finish reasons of the choices so far."""
+        return [choice.finish_reason for choice in self.choices]
+
+    @property
+    def ended(self) -> bool:
+        """Whether all choices have ended."""
+        return all(self.reasons())
 
     def answer(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """The whole answer."""
@@ -263,19 +246,16 @@ class Generation(Generic[B]):
 
     def last_chunks(self) -> list[dict[str, Any]]:
         """The chunk that ends a stream, where it is asked for."""
-        options = self.body.stream_options
-        return (
-            [self._frame(self.chunk_kind, []) | self._totals()] if options and options.include_usage else []
-        )
+        asked = self.body.stream_options is not None and self.body.stream_options.include_usage
+        return [self._frame(self.chunk_kind, []) | self._totals()] if asked else []
+
+    def last_event(self, error: ApiError | None) -> bytes:
+        """What ends a stream, after an error in the middle of it or without one."""
+        return (b"" if error is None else event(error.body())) + b"data: [DONE]\n\n"
 
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model.name,
-            "choices": choices,
-        }
+        name = self.model.name
+        return {"id": self.id, "object": kind, "created": self.created, "model": name, "choices": choices}
 
     def _totals(self) -> dict[str, Any]:
         """`usage`, and `metrics` as vLLM has them, of one choice that was drafted for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 from dflash_trt.serving.openai.model import Model
@@ -25,19 +26,17 @@ def _entry(model: Model, token: int, logprob: float) -> dict[str, Any]:
     return {"token": text, "logprob": _finite(logprob), "bytes": list(model.token_bytes(token))}
 
 
-def of_completion(
-    model: Model,
-    token_ids: list[int],
-    logprobs: list[float | None],
-    tops: list[list[tuple[int, float]] | None],
-    offset: int,
-) -> dict[str, Any]:
-    """`logprobs` of a completion's choice. `offset`: characters of the text before these tokens."""
-    texts = [model.token_text(token) for token in token_ids]
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
+def of_completion(model: Model, prompt: list[int], update: Update, offset: int) -> dict[str, Any]:
+    """`logprobs` of a completion's choice: of an update's tokens, and in the first one of an echo of the prompt.
+
+    offset: characters of the text before these tokens.
+    """
+    ids, logprobs = update["token_ids"], list[float | None](update.get("logprobs") or [])
+    tops: list[Any] = update.get("top_logprobs") or [None] * len(logprobs)
+    if "prompt_logprobs" in update:
+        ids, logprobs = [*prompt, *ids], [*update["prompt_logprobs"], *logprobs]
+        tops = [None, *(update.get("prompt_top_logprobs") or [[]] * len(prompt))[1:], *tops]
+    texts = [model.token_text(token) for token in ids]
     return {
         "tokens": texts,
         "token_logprobs": [None if value is None else _finite(value) for value in logprobs],
@@ -45,7 +44,7 @@ def of_completion(
             None if top is None else {model.token_text(token): _finite(value) for token, value in top}
             for top in tops
         ],
-        "text_offset": offsets,
+        "text_offset": list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else [],
     }
 
 

@@ -1,45 +1,33 @@
 """A chat's answer in parts: reasoning, content and calls of tools, from a stream of text and tokens.
 
-The chat template says what a model writes. It has the markers that its family was trained with:
-
-    <think>                       reasoning in tags (Qwen3, DeepSeek); others: written.py
-    <|channel|>                   channels of gpt-oss
-    <tool_call>                   one call in tags, as JSON (Qwen, Hermes) or as tags again (Qwen3-Coder)
-    "parameters"                  calls as bare JSON objects (Llama 3)
+An answer passes two stages: reasoning first, where the family has any, then calls in its content. channels.py has the
+parser of gpt-oss, and written.py says which stages a model's chat template needs.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import re
-import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from dflash_trt.serving.openai.calls import (
+    Call,
+    begins_json_call,
+    cut_json_call,
+    json_call,
+    json_values,
+    overlap,
+)
+
 
 @dataclass(frozen=True)
-class Call:
-    """A call of a tool. `arguments`: a JSON object as text."""
-
-    name: str
-    arguments: str
-    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
-
-
-@dataclass(frozen=True)
-class Part:
+class AnswerPart:
     """Some text of one kind, or a call."""
 
     kind: Literal["content", "reasoning", "call"]
     text: str = ""
     call: Call | None = None
-
-
-# Parameters of each tool by its name: a JSON schema.
-Schemas = Mapping[str, Mapping[str, Any]]
 
 
 class Stage(ABC):
@@ -50,20 +38,22 @@ class Stage(ABC):
     """
 
     @abstractmethod
-    def push(self, text: str) -> Iterator[Part]: ...
+    def push(self, text: str) -> Iterator[AnswerPart]:
+        """The parts that are certain now."""
 
     @abstractmethod
-    def finish(self, *, cut: bool = False) -> Iterator[Part]: ...
+    def finish(self, *, cut: bool = False) -> Iterator[AnswerPart]:
+        """The parts that the end makes certain."""
 
 
 class Plain(Stage):
     """All text is content."""
 
-    def push(self, text: str) -> Iterator[Part]:
+    def push(self, text: str) -> Iterator[AnswerPart]:
         if text:
-            yield Part("content", text)
+            yield AnswerPart("content", text)
 
-    def finish(self, *, cut: bool = False) -> Iterator[Part]:
+    def finish(self, *, cut: bool = False) -> Iterator[AnswerPart]:
         return iter(())
 
 
@@ -75,22 +65,22 @@ class Think(Stage):
 
     def __init__(self, inside: bool, begin: str = "<think>", end: str = "</think>") -> None:
         self._begin, self._end = begin, end
-        self._state: Literal["before", "inside", "trim", "behind"] = "inside" if inside else "before"
+        self._state: Literal["before", "inside", "trim", "after"] = "inside" if inside else "before"
         self._held, self.thought = "", inside
 
     @property
     def over(self) -> bool:
         """Whether there is no more reasoning. `thought`: whether there was any."""
-        return self._state in ("trim", "behind")
+        return self._state in ("trim", "after")
 
-    def push(self, text: str) -> Iterator[Part]:
+    def push(self, text: str) -> Iterator[AnswerPart]:
         self._held += text
         if self._state == "before":
             start = self._held.lstrip()
             size = len(self._begin)
             if self._begin.startswith(start[:size]) and len(start) < size:
                 return
-            self._state = "inside" if start.startswith(self._begin) else "behind"
+            self._state = "inside" if start.startswith(self._begin) else "after"
             if self._state == "inside":
                 self._held, self.thought = start[size:], True
         if self._state == "inside":
@@ -98,12 +88,12 @@ class Think(Stage):
         if self._state == "trim":  # the line breaks after the tag are no content
             self._held = self._held.lstrip("\n")
             if self._held:
-                self._state = "behind"
-        if self._state == "behind" and self._held:
-            yield Part("content", self._held)
+                self._state = "after"
+        if self._state == "after" and self._held:
+            yield AnswerPart("content", self._held)
             self._held = ""
 
-    def _reason(self) -> Iterator[Part]:
+    def _reason(self) -> Iterator[AnswerPart]:
         before, tag, rest = self._held.partition(self._end)
         if tag:
             self._state, self._held = "trim", rest
@@ -111,62 +101,65 @@ class Think(Stage):
             keep = overlap(before, self._end)
             before, self._held = before[: len(before) - keep], before[len(before) - keep :]
         if before:
-            yield Part("reasoning", before)
+            yield AnswerPart("reasoning", before)
 
-    def finish(self, *, cut: bool = False) -> Iterator[Part]:
+    def finish(self, *, cut: bool = False) -> Iterator[AnswerPart]:
         if self._held and self._state != "trim":
-            yield Part("reasoning" if self._state == "inside" else "content", self._held)
+            yield AnswerPart("reasoning" if self._state == "inside" else "content", self._held)
         self._held = ""
 
 
-class TaggedCalls(Stage):
-    """Calls between `<tool_call>` and `</tool_call>`. A block that is no call stays content, with its tags."""
+class MarkedCalls(Stage):
+    """Calls between the marks `begin` and `end`. Without `end` a block goes on to the next `begin`.
 
-    def __init__(self, schemas: Schemas) -> None:
-        self._schemas, self._held, self._inside, self._behind = schemas, "", False, False
+    A block in which `read` sees no call stays content, with its marks. Blanks around calls are no content.
+    """
 
-    def push(self, text: str) -> Iterator[Part]:
+    def __init__(self, begin: str, end: str, read: Callable[..., list[Call]]) -> None:
+        self._begin, self._end, self._read = begin, end, read
+        self._held, self._inside, self._after_call = "", False, False
+
+    def push(self, text: str) -> Iterator[AnswerPart]:
         self._held += text
         while True:
-            tag = "</tool_call>" if self._inside else "<tool_call>"
-            before, ends, rest = self._held.partition(tag)
+            mark = (self._end or self._begin) if self._inside else self._begin
+            before, marked, rest = self._held.partition(mark)
             if self._inside:
-                if not ends:
+                if not marked:
                     return
-                yield from self._block(before, tag)
+                yield from self._block(before, self._end)
+                self._inside = not self._end
             else:
-                # Blanks around calls are no content. So those at the end wait for what follows them.
-                sure = before if ends else before[: len(before) - overlap(before, tag)]
-                shown = sure.rstrip()
-                if shown and self._behind:
-                    shown = shown.lstrip()
-                if shown:
-                    self._behind = False
-                    yield Part("content", shown)
-                rest = rest if ends else before[len(sure.rstrip()) :]
+                # Blanks may belong to a call, so those at the end wait for what follows them.
+                shown = (before if marked else before[: len(before) - overlap(before, mark)]).rstrip()
+                if content := shown.lstrip() if self._after_call else shown:
+                    self._after_call = False
+                    yield AnswerPart("content", content)
+                rest = rest if marked else before[len(shown) :]
+                self._inside = bool(marked)
             self._held = rest
-            if not ends:
+            if not marked:
                 return
-            self._inside = not self._inside
 
-    def _block(self, text: str, tag: str) -> Iterator[Part]:
-        call = _xml_call(text, self._schemas) or json_call(parsed(text))
-        self._behind = call is not None
-        yield Part("call", call=call) if call else Part("content", f"<tool_call>{text}{tag}")
+    def _block(self, text: str, end: str, *, cut: bool = False) -> Iterator[AnswerPart]:
+        calls = self._read(text, cut=cut)
+        self._after_call = bool(calls)
+        for call in calls:
+            yield AnswerPart("call", call=call)
+        if not calls and not cut:
+            yield AnswerPart("content", f"{self._begin}{text}{end}")
 
-    def finish(self, *, cut: bool = False) -> Iterator[Part]:
-        if self._inside and cut:
-            text = self._held[: len(self._held) - overlap(self._held, "</tool_call>")]
-            if call := _cut_xml_call(text, self._schemas) or _cut_json_call(text):
-                yield Part("call", call=call)
-        elif self._inside:  # the end tag alone is missing
-            yield from self._block(self._held, "")
-        elif self._held and not self._behind:
-            # Of a cut answer, but a single < is rarely the beginning of a tag.
-            size = overlap(self._held, "<tool_call>") if cut else 0
-            if shown := self._held[: len(self._held) - size] if size > 1 else self._held:
-                yield Part("content", shown)
+    def finish(self, *, cut: bool = False) -> Iterator[AnswerPart]:
+        held, inside = self._held, self._inside
         self._held, self._inside = "", False
+        if inside:  # the end mark alone may be missing
+            yield from self._block(held[: len(held) - overlap(held, self._end)] if cut else held, "", cut=cut)
+            return
+        # Of a cut answer, but a single < is rarely the beginning of a mark.
+        if cut and (size := overlap(held, self._begin)) > 1:
+            held = held[: len(held) - size]
+        if content := held.lstrip() if self._after_call else held:
+            yield AnswerPart("content", content)
 
 
 class BareCalls(Stage):
@@ -179,28 +172,27 @@ class BareCalls(Stage):
         self._held, self._content = "", False
         self._known = None if known is None else frozenset(known)
 
-    def push(self, text: str) -> Iterator[Part]:
+    def push(self, text: str) -> Iterator[AnswerPart]:
         self._held += text
         start = self._held.lstrip().removeprefix("<|python_tag|>").lstrip()
-        self._content = self._content or not (
-            not start or start[0] in "{[" or "<|python_tag|>".startswith(start)
-        )
+        may_call = not start or start[0] in "{[" or "<|python_tag|>".startswith(start)
+        self._content = self._content or not may_call
         if self._content and self._held:
-            yield Part("content", self._held)
+            yield AnswerPart("content", self._held)
             self._held = ""
 
-    def finish(self, *, cut: bool = False) -> Iterator[Part]:
-        values, rest = _objects(self._held.strip().removeprefix("<|python_tag|>"))
+    def finish(self, *, cut: bool = False) -> Iterator[AnswerPart]:
+        values, rest = json_values(self._held.strip().removeprefix("<|python_tag|>"))
         rest = rest.removeprefix("[") if cut else rest
         calls = [call for value in values if (call := self._known_call(value))]
-        begun = bool(rest) and cut and _begins_call(rest, self._known)
+        begun = bool(rest) and cut and begins_json_call(rest, self._known)
         if len(calls) == len(values) and (begun if rest else calls):
-            if begun and (last := _cut_json_call(rest)):
+            if begun and (last := cut_json_call(rest)):
                 calls.append(last)
             for call in calls:
-                yield Part("call", call=call)
+                yield AnswerPart("call", call=call)
         elif self._held:
-            yield Part("content", self._held)
+            yield AnswerPart("content", self._held)
         self._held = ""
 
     def _known_call(self, value: Any) -> Call | None:
@@ -210,10 +202,10 @@ class BareCalls(Stage):
 
 @dataclass
 class AnswerParser:
-    """Parts of an answer in two stages: reasoning first, where the family has any, then calls in its content.
+    """Parts of an answer in two stages.
 
-    end_of_thought: the token that ends the reasoning, if it is one. reasoning_tokens: those of the reasoning so far,
-    with its tags.
+    think: None in families without reasoning. end_of_thought: the token that ends the reasoning, if it is one.
+    reasoning_tokens: those of the reasoning so far, with its tags.
     """
 
     think: Think | None
@@ -221,7 +213,8 @@ class AnswerParser:
     end_of_thought: int | None = None
     reasoning_tokens: int = 0
 
-    def push(self, text: str, token_ids: list[int]) -> list[Part]:
+    def push(self, text: str, token_ids: list[int]) -> list[AnswerPart]:
+        """The parts that a text and its tokens make certain."""
         think, end = self.think, self.end_of_thought
         if think is None:
             return list(self.calls.push(text))
@@ -233,119 +226,14 @@ class AnswerParser:
             self.reasoning_tokens += len(token_ids)
         return parts
 
-    def finish(self, *, cut: bool = False) -> list[Part]:
+    def finish(self, *, cut: bool = False) -> list[AnswerPart]:
+        """The rest. cut: as in `Stage`."""
         rest = self.think.finish(cut=cut) if self.think else ()
         return [*self._content(rest), *self.calls.finish(cut=cut)]
 
-    def _content(self, parts: Iterable[Part]) -> Iterator[Part]:
+    def _content(self, parts: Iterable[AnswerPart]) -> Iterator[AnswerPart]:
         for part in parts:
             if part.kind == "content":
                 yield from self.calls.push(part.text)
             else:
                 yield part
-
-
-def overlap(text: str, tag: str) -> int:
-    """Length of the longest end of `text` that a tag begins with."""
-    for size in range(min(len(text), len(tag) - 1), 0, -1):
-        if text.endswith(tag[:size]):
-            return size
-    return 0
-
-
-def parsed(text: str) -> Any:
-    """The value of a text in JSON; None for any other text."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _objects(text: str) -> tuple[list[Any], str]:
-    """JSON values one after the other, between them blanks and semicolons, and what is behind them and no value."""
-    values: list[Any] = []
-    decoder, at = json.JSONDecoder(), 0
-    while at < len(text):
-        if text[at] in " \n\r\t;,":
-            at += 1
-            continue
-        try:
-            value, at = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError):
-            return values, text[at:]
-        values += value if isinstance(value, list) else [value]
-    return values, ""
-
-
-_NAME = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"]*)("?)')
-_ARGUMENTS = re.compile(r'\s*,\s*"(?:arguments|parameters)"\s*:\s*')
-
-
-def _begins_call(text: str, known: frozenset[str] | None) -> bool:
-    """Whether a text without an end may be the beginning of a call in JSON, of one of the known tools."""
-    start = _NAME.match(text)
-    if start is None:
-        return '{"name":"'.startswith(re.sub(r"\s", "", text))
-    name, complete = start.groups()
-    behind = re.sub(r"\s", "", text[start.end() :])
-    if known is not None and not (name in known if complete else any(k.startswith(name) for k in known)):
-        return False
-    return any(key.startswith(behind[: len(key)]) for key in (',"arguments":', ',"parameters":'))
-
-
-def _cut_json_call(text: str) -> Call | None:
-    """A call in JSON, with the arguments as far as they go; None without a whole name."""
-    if call := json_call(parsed(text)):
-        return call
-    start = _NAME.match(text)
-    if start is None or not start[2]:
-        return None
-    behind = _ARGUMENTS.match(text, start.end())
-    arguments = text[behind.end() :] if behind else ""
-    with contextlib.suppress(ValueError, RecursionError):
-        arguments = arguments[: json.JSONDecoder().raw_decode(arguments)[1]]
-    return call_of(start[1], arguments if arguments.startswith("{") else "")
-
-
-def json_call(value: Any) -> Call | None:
-    """The call that an object with a name and arguments or parameters is; None for any other value."""
-    if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not name:
-        return None
-    if not {"arguments", "parameters"} & value.keys() and len(value) > 1:  # some other object with a name
-        return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str) and isinstance(parsed(arguments), dict):
-        return call_of(name, arguments)
-    return call_of(name, json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
-
-
-def call_of(name: str, arguments: str) -> Call:
-    """A call of texts from JSON. Its escapes may name halves of surrogate pairs, which UTF-8 does not have."""
-    return Call(*(text.encode(errors="replace").decode() for text in (name, arguments)))
-
-
-_XML = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>)?\s*", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|$)", re.DOTALL)
-
-
-def _xml_call(text: str, schemas: Schemas) -> Call | None:
-    """A call as Qwen3-Coder writes it. A value is JSON unless the tool's schema says that it is a string."""
-    call = _XML.fullmatch(text)
-    if call is None:
-        return None
-    properties = schemas.get(call[1], {}).get("properties")
-    types = properties if isinstance(properties, dict) else {}
-    arguments: dict[str, Any] = {}
-    for name, value in _PARAMETER.findall(call[2]):
-        value = value.removeprefix("\n").removesuffix("\n")
-        schema = types.get(name)
-        known = isinstance(schema, dict) and schema.get("type") == "string"
-        found = None if known else parsed(value)
-        arguments[name] = value if found is None and value.strip() != "null" else found
-    return call_of(call[1], json.dumps(arguments, ensure_ascii=False))
-
-
-def _cut_xml_call(text: str, schemas: Schemas) -> Call | None:
-    """A call as Qwen3-Coder writes it, without the end of its arguments where they have none."""
-    call = _xml_call(text[: len(text) - overlap(text, "</parameter>")], schemas)
-    return call if call is None or "</function>" in text else Call(call.name, call.arguments[:-1], call.id)

@@ -13,6 +13,7 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 from dflash_trt.decoding.params import MOST_PRIORITY, MOST_WORDS, SamplingParams
 from dflash_trt.decoding.sampling.structure import MOST_CHOICES
+from dflash_trt.serving.openai.errors import ApiError
 
 
 def _fail_fast(schema: Any) -> None:
@@ -42,6 +43,7 @@ class Body(BaseModel):
         return schema
 
 
+MOST_PROMPTS = 1024
 MOST_MESSAGES = 1 << 15  # and items of a response's input
 # `SamplingParams` takes no more. Checked here, before anything is made of them.
 Words = Annotated[list[str], Field(max_length=MOST_WORDS)]
@@ -98,6 +100,10 @@ class CommonFields(Body):
     service_tier: ServiceTier | None = None
     store: bool | None = None
 
+    def answers(self) -> int:
+        """How many answers the request asks for."""
+        return 1
+
 
 class SamplingFields(CommonFields):
     """The fields that chats and completions share."""
@@ -130,6 +136,9 @@ class SamplingFields(CommonFields):
     # Ours: in a chat's stream, the text of each round, its accepted drafts apart.
     return_rounds: bool | None = None
 
+    def answers(self) -> int:
+        return self.n or 1
+
     def sampling(self) -> dict[str, Any]:
         """The given fields of `SamplingParams`."""
         given = {name: getattr(self, name) for name in SAMPLING if getattr(self, name) is not None}
@@ -152,8 +161,26 @@ class CompletionRequest(SamplingFields):
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
 
+    def answers(self) -> int:
+        return len(self.prompts()) * super().answers()
+
+    def prompts(self) -> list[str | list[int]]:
+        """One text or list of ids, or several. Raises ApiError."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if not prompt:
+            raise ApiError(400, "prompt is [], expected a text, token ids, or a list of them", "prompt")
+        if isinstance(prompt[0], int):
+            return [prompt]
+        if len(prompt) > MOST_PROMPTS:
+            raise ApiError(400, f"prompt has {len(prompt)} texts, expected at most {MOST_PROMPTS}", "prompt")
+        return prompt  # type: ignore[return-value]
+
 
 class TextPart(Body):
+    """A part of a content."""
+
     type: Literal["text", "input_text", "output_text", "refusal"]
     text: str
 
@@ -170,11 +197,15 @@ def _texts(content: Any) -> Any:
 
 
 class FunctionCall(Body):
+    """The function that an answer has called."""
+
     name: str
     arguments: str
 
 
 class ToolCall(Body):
+    """A call of an earlier answer."""
+
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
@@ -198,6 +229,8 @@ class Message(Body):
 
 
 class Function(Body):
+    """A function that the model may call."""
+
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -205,20 +238,28 @@ class Function(Body):
 
 
 class Tool(Body):
+    """A tool, which is a function."""
+
     type: Literal["function"]
     function: Function
 
 
 class NamedFunction(Body):
+    """A function by its name."""
+
     name: str
 
 
 class NamedTool(Body):
+    """A tool by its name."""
+
     type: Literal["function"]
     function: NamedFunction
 
 
 class JsonSchema(Body):
+    """A JSON schema of an answer."""
+
     name: str | None = None
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
@@ -226,6 +267,8 @@ class JsonSchema(Body):
 
 
 class Format(Body):
+    """The form of an answer."""
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 

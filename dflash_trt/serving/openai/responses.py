@@ -8,159 +8,20 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import Field
+from pydantic import ValidationError
 
+from dflash_trt.serving.openai.calls import Call
 from dflash_trt.serving.openai.chat import Chat
 from dflash_trt.serving.openai.engine import EngineProcess
-from dflash_trt.serving.openai.errors import ApiError, Names
+from dflash_trt.serving.openai.errors import ApiError, from_validation
 from dflash_trt.serving.openai.generation import Prepared, Usage
-from dflash_trt.serving.openai.protocol import (
-    MOST_MESSAGES,
-    Body,
-    ChatRequest,
-    CommonFields,
-    TextPart,
-    Verbosity,
-)
+from dflash_trt.serving.openai.generation import event as event_text
+from dflash_trt.serving.openai.model import Model
+from dflash_trt.serving.openai.responses_request import NAMES, Json, ResponsesRequest, as_chat
 
-Json = dict[str, Any]
-
-
-class InputMessage(Body):
-    """A message of the input, or an item of an earlier answer."""
-
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
-    role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | list[TextPart | Json] | None = None
-    id: str | None = None
-    status: str | None = None
-    phase: str | None = None
-    call_id: str | None = None
-    name: str | None = None
-    arguments: str | None = None
-    output: str | list[TextPart] | None = None
-    summary: list[Json] | None = None
-    encrypted_content: str | None = None
-
-
-class FlatTool(Body):
-    type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: Json | None = None
-    strict: bool | None = None
-
-
-class Named(Body):
-    type: Literal["function"]
-    name: str
-
-
-class Reasoning(Body):
-    effort: str | None = None
-    summary: str | None = None
-
-
-class Text(Body):
-    format: Json | None = None
-    verbosity: Verbosity | None = None  # without effect
-
-
-class ResponsesRequest(CommonFields):
-    """POST /v1/responses."""
-
-    input: str | Annotated[list[InputMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
-    instructions: str | None = None
-    max_output_tokens: int | None = None
-    tools: list[FlatTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | Named | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning: Reasoning | None = None
-    text: Text | None = None
-    truncation: Literal["disabled"] | None = None
-    background: Literal[False] | None = None
-    include: list[str] | None = None
-    # Without effect here. Nothing is stored, and functions are the only tools.
-    max_tool_calls: int | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-
-    def chat(self) -> Json:
-        """The same request as a chat."""
-        made: Json = {
-            name: getattr(self, name) for name in (*CommonFields.model_fields, "parallel_tool_calls")
-        }
-        made["messages"] = [*self._instructions(), *self._messages()]
-        made["max_completion_tokens"] = self.max_output_tokens
-        if self.tools:
-            made["tools"] = [
-                {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
-                for tool in self.tools
-            ]
-        choice = self.tool_choice
-        made["tool_choice"] = (
-            {"type": "function", "function": {"name": choice.name}} if isinstance(choice, Named) else choice
-        )
-        made["reasoning_effort"] = self.reasoning.effort if self.reasoning else None
-        form = dict(self.text.format or {}) if self.text else {}
-        if form.get("type") == "json_schema":  # flat here, nested in a chat
-            form = {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
-        made["response_format"] = form or None
-        return {name: value for name, value in made.items() if value is not None}
-
-    def _instructions(self) -> list[Json]:
-        return [{"role": "system", "content": self.instructions}] if self.instructions else []
-
-    def _messages(self) -> Iterator[Json]:
-        if isinstance(self.input, str):
-            yield {"role": "user", "content": self.input}
-            return
-        # One message of a chat has the reasoning, the text and the calls of the assistant's turn.
-        turn: Json = {}
-        for at, item in enumerate(self.input):
-            if item.type == "reasoning":
-                turn["reasoning_content"] = turn.get("reasoning_content", "") + _reasoning(item, at)
-                continue
-            if item.type == "function_call":
-                call = {"name": item.name or "", "arguments": item.arguments or "{}"}
-                called = {"id": item.call_id, "type": "function", "function": call}
-                turn["tool_calls"] = [*turn.get("tool_calls", []), called]
-                continue
-            if item.role == "assistant" and not {"content", "tool_calls"} & turn.keys():
-                turn["content"] = _text(item.content, at)
-                continue
-            yield from _turn(turn)
-            turn = {}
-            if item.role == "assistant":
-                turn["content"] = _text(item.content, at)
-            elif item.type == "function_call_output":
-                yield {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output, at)}
-            elif item.role is None:
-                raise ApiError(400, f"input[{at}].role is missing", f"input[{at}].role")
-            else:
-                yield {"role": item.role, "content": _text(item.content, at)}
-        yield from _turn(turn)
-
-
-def _turn(turn: Json) -> Iterator[Json]:
-    """The assistant's message, unless there is nothing but reasoning."""
-    if {"content", "tool_calls"} & turn.keys():
-        yield {"role": "assistant", "content": None} | turn
-
-
-def _reasoning(item: InputMessage, at: int) -> str:
-    """The text of a reasoning item, or its summary."""
-    return _text(item.content or item.summary, at)
-
-
-def _text(content: Any, at: int) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts = [part.text if isinstance(part, TextPart) else part.get("text") for part in content]
-    if not all(isinstance(text, str) for text in texts):
-        raise ApiError(400, f"input[{at}].content has a part that is no text", f"input[{at}].content")
-    return "".join(texts)
+_TYPES = {"content": "message", "reasoning": "reasoning", "call": "function_call"}  # of items
 
 
 @dataclass
@@ -173,21 +34,36 @@ class Responses:
     _number: int = 0
     _items: list[Json] = field(default_factory=list)
 
+    @classmethod
+    async def of(
+        cls, model: Model, body: ResponsesRequest, request_id: str, most_seconds: float | None
+    ) -> Responses:
+        """Render and tokenize. Raises ApiError."""
+        try:
+            chat = await Chat.of(model, as_chat(body), request_id, most_seconds)
+        except ValidationError as error:
+            raise from_validation(error).renamed(NAMES) from None
+        except ApiError as error:
+            raise error.renamed(NAMES) from None
+        return cls(chat, body, f"resp_{request_id}")
+
     @property
     def usage(self) -> Usage:
+        """Tokens of the request so far."""
         return self.chat.usage
 
     @property
     def prepared(self) -> Prepared:
+        """The engine's message."""
         return self.chat.prepared
 
     def reasons(self) -> list[str | None]:
-        """The finish reasons of the choices so far."""
+        """The finish reason of the only choice so far."""
         return self.chat.reasons()
 
     @property
     def ended(self) -> bool:
-        """Whether all choices have ended."""
+        """Whether the answer has ended."""
         return self.chat.ended
 
     async def whole(self, engine: EngineProcess) -> Json:
@@ -202,50 +78,37 @@ class Responses:
         """The events of a stream. The last one has the whole response."""
         try:
             open_item: Json | None = None
-            begun = False
             async with aclosing(self.chat.run(engine)) as given:
-                async for _, _, deltas in given:
-                    if not begun:
-                        begun = True
+                async for index, update in given:
+                    if not self._number:
                         for kind in ("response.created", "response.in_progress"):
                             yield self._event(kind, response=self._response("in_progress"))
-                    for delta in deltas:
-                        kind, value = next(iter(delta.items()))
-                        if kind == "tool_calls":
+                    for part in self.chat.parts(index, update):
+                        if open_item is None or open_item["type"] != _TYPES[part.kind]:
                             for event in self._closed(open_item):
                                 yield event
                             open_item = None
-                            for event in self._call(value[0], "completed" if self._whole() else "incomplete"):
+                        if part.call is not None:
+                            for event in self._called(part.call):
                                 yield event
                             continue
-                        if open_item is None or open_item["type"] != _TYPES[kind]:
-                            for event in self._closed(open_item):
-                                yield event
-                            open_item = self._new(kind)
+                        if open_item is None:
+                            open_item = self._new(part.kind)
                             for event in self._opened(open_item):
                                 yield event
-                        open_item["content"][0]["text"] += value
-                        place = self._place(open_item)
-                        name = "output_text" if kind == "content" else "reasoning_text"
-                        logprobs: Json = {"logprobs": []} if kind == "content" else {}
-                        yield self._event(f"response.{name}.delta", **place, delta=value, **logprobs)
-            for event in self._closed(open_item, "completed" if self._whole() else "incomplete"):
+                        open_item["content"][0]["text"] += part.text
+                        yield self._text_event("delta", open_item, delta=part.text)
+            for event in self._closed(open_item, self._status()):
                 yield event
-            whole = self._final()
+            whole = self._response(self._status())
             yield self._event(f"response.{whole['status']}", response=whole)
         except ApiError as error:
             raise error.renamed(NAMES) from None
 
-    def _whole(self) -> bool:
-        """Whether the answer was not cut, so far."""
-        return self.chat.answers[0].finish_reason in (None, "stop", "tool_calls")
-
-    def _final(self) -> Json:
-        reason = self.chat.answers[0].finish_reason
-        if self._whole():
-            return self._response("completed")
-        why = {"length": "max_output_tokens"}.get(str(reason), str(reason))
-        return self._response("incomplete") | {"incomplete_details": {"reason": why}}
+    def _status(self) -> str:
+        """Whether the answer was cut, so far."""
+        whole = self.reasons()[0] in (None, "stop", "tool_calls")
+        return "completed" if whole else "incomplete"
 
     def _new(self, kind: str) -> Json:
         number = len(self._items)
@@ -265,68 +128,67 @@ class Responses:
         return item
 
     def _place(self, item: Json) -> Json:
-        return {"item_id": item["id"], "output_index": self._items.index(item), "content_index": 0}
+        return {"item_id": item["id"], "output_index": self._items.index(item)}
+
+    def _text_event(self, name: str, item: Json, **fields: Any) -> Json:
+        """An event about the text of a message or of reasoning."""
+        kind = item["content"][0]["type"]
+        logprobs: Json = {"logprobs": []} if kind == "output_text" else {}
+        return self._event(
+            f"response.{kind}.{name}", **self._place(item), content_index=0, **fields, **logprobs
+        )
 
     def _opened(self, item: Json) -> Iterator[Json]:
-        index = self._items.index(item)
+        place, part = self._place(item), dict(item["content"][0])
+        index = place["output_index"]
         yield self._event("response.output_item.added", output_index=index, item=item | {"content": []})
-        yield self._event("response.content_part.added", **self._place(item), part=dict(item["content"][0]))
+        yield self._event("response.content_part.added", **place, content_index=0, part=part)
 
     def _closed(self, item: Json | None, status: str = "completed") -> Iterator[Json]:
         if item is None:
             return
         item["status"] = status
-        place, part = self._place(item), item["content"][0]
-        name = part["type"]
-        logprobs: Json = {"logprobs": []} if name == "output_text" else {}
-        yield self._event(f"response.{name}.done", **place, text=part["text"], **logprobs)
-        yield self._event("response.content_part.done", **place, part=dict(part))
+        place, part = self._place(item), dict(item["content"][0])
+        yield self._text_event("done", item, text=part["text"])
+        yield self._event("response.content_part.done", **place, content_index=0, part=part)
         yield self._event("response.output_item.done", output_index=place["output_index"], item=item)
 
-    def _call(self, call: Json, status: str) -> Iterator[Json]:
+    def _called(self, call: Call) -> Iterator[Json]:
         index = len(self._items)
-        item = {
-            "id": f"fc_{self.id}_{index}",
-            "type": "function_call",
-            "call_id": call["id"],
-            "name": call["function"]["name"],
-            "arguments": call["function"]["arguments"],
-            "status": status,
-        }
-        self._items.append(item)
-        place = {"item_id": item["id"], "output_index": index}
+        item = {"id": f"fc_{self.id}_{index}", "type": "function_call", "call_id": call.id, "name": call.name}
         opened = item | {"arguments": "", "status": "in_progress"}
+        item |= {"arguments": call.arguments, "status": self._status()}
+        self._items.append(item)
+        place, done = self._place(item), {"arguments": call.arguments, "name": call.name}
         yield self._event("response.output_item.added", output_index=index, item=opened)
-        yield self._event("response.function_call_arguments.delta", **place, delta=item["arguments"])
-        yield self._event(
-            "response.function_call_arguments.done", **place, arguments=item["arguments"], name=item["name"]
-        )
+        yield self._event("response.function_call_arguments.delta", **place, delta=call.arguments)
+        yield self._event("response.function_call_arguments.done", **place, **done)
         yield self._event("response.output_item.done", output_index=index, item=item)
 
-    def error(self, error: ApiError) -> Json:
-        """The event of an error in the middle of a stream."""
+    def last_event(self, error: ApiError | None) -> bytes:
+        """What ends a stream: nothing, or an error in the middle of it."""
+        if error is None:
+            return b""
         body = error.body()
-        return (
-            self._event("error", **{name: body["error"][name] for name in ("code", "message", "param")})
-            | body
-        )
+        fields = {name: body["error"][name] for name in ("code", "message", "param")}
+        return event_text(self._event("error", **fields) | body)
 
     def _event(self, kind: str, **fields: Any) -> Json:
         self._number += 1
         return {"type": kind, "sequence_number": self._number - 1, **fields}
 
     def _response(self, status: str) -> Json:
-        usage, body = self.chat.usage, self.body
+        usage, body = self.usage, self.body
+        cached = usage.cached if usage.details else 0
         counts = {
             "input_tokens": usage.prompt,
-            "input_tokens_details": {
-                "cached_tokens": usage.cached if usage.details else 0,
-                "cache_write_tokens": 0,
-            },
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
             "output_tokens": usage.completion,
             "output_tokens_details": {"reasoning_tokens": usage.reasoning},
             "total_tokens": usage.prompt + usage.completion,
         }
+        reason = str(self.reasons()[0])
+        why = {"reason": {"length": "max_output_tokens"}.get(reason, reason)}
         return {
             "id": self.id,
             "object": "response",
@@ -335,7 +197,7 @@ class Responses:
             "model": self.chat.model.name,
             "output": [dict(item) for item in self._items],
             "error": None,
-            "incomplete_details": None,
+            "incomplete_details": why if status == "incomplete" else None,
             "instructions": body.instructions,
             "metadata": body.metadata or {},
             "parallel_tool_calls": body.parallel_tool_calls is not False,
@@ -348,20 +210,3 @@ class Responses:
             "store": False,
             "usage": None if status == "in_progress" else counts,
         }
-
-
-# The names of a chat's fields in a response.
-NAMES: Names = (
-    (r"\b(?:max_tokens|max_completion_tokens)\b", "max_output_tokens"),
-    (r"^messages\b(?:[\w.\[\]]*)", "input"),
-    (r"^(tools\[\d+\])\.function\b", r"\1"),
-    (r"^tool_choice\.function\b", "tool_choice"),
-    (r"^response_format(?:\.json_schema)?\b", "text.format"),
-    (r"^reasoning_effort\b", "reasoning.effort"),
-)
-_TYPES = {"content": "message", "reasoning_content": "reasoning"}
-
-
-def as_chat(body: ResponsesRequest) -> ChatRequest:
-    """The chat of a response. Raises pydantic's ValidationError."""
-    return ChatRequest.model_validate(body.chat())

@@ -1,4 +1,4 @@
-"""Run the API: the engine process, the routes behind the gate, and uvicorn."""
+"""Run the API: the engine process, the gate in front of the routes, and uvicorn."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import asyncio
 import contextlib
 import gc
 import ipaddress
-import json
 import logging
 import math
 import os
-import re
 import signal
 import socket
 import ssl
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -26,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.errors import DFlashError
 from dflash_trt.extras import install
-from dflash_trt.serving import event_loop
-from dflash_trt.serving.processes import allow_open_files
+from dflash_trt.serving.openai.logs import set_up_logs
+from dflash_trt.serving.processes import allow_open_files, run_loop
 
 if TYPE_CHECKING:
     from dflash_trt.serving.openai.engine import EngineProcess
@@ -90,17 +87,17 @@ def serve(settings: ServerSettings, ready: Callable[[int], None], say: Callable[
     ready: takes the port, when clients may come. `say`: takes lines about the engine and the end.
     """
     _open_standard_files()
-    _set_up_logs(settings.json_logs)
+    set_up_logs(settings.json_logs)
     if settings.json_logs:
         say = logging.getLogger("dflash_trt").warning
     allow_open_files()
     listening = _listen(settings.host, settings.port)
     with contextlib.closing(listening):
-        return event_loop.run(_serve(settings, listening, ready, say))
+        return run_loop(_serve(settings, listening, ready, say))
 
 
 def application(settings: ServerSettings, say: Callable[[str], None]) -> tuple[Any, EngineProcess]:
-    """The routes behind the gate, for ASGI, and the engine, which has to be started."""
+    """The gate and its routes, for ASGI, and the engine, which has to be started."""
     from starlette.middleware.cors import CORSMiddleware
 
     from dflash_trt.serving.openai.app import make_app
@@ -312,43 +309,3 @@ def _listen(host: str, port: int) -> socket.socket:
         raise DFlashError(f"--host {host} --port {port}: cannot listen ({why}); give another") from None
     made.set_inheritable(False)
     return made
-
-
-class _JsonLines(logging.Formatter):
-    """One JSON object per line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = {
-            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-            **getattr(record, "fields", {}),
-        }
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False)
-
-
-class _TextLines(logging.Formatter):
-    """The same as text."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        fields = " ".join(f"{name}={_word(value)}" for name, value in getattr(record, "fields", {}).items())
-        text = f"{self.formatTime(record)} {record.levelname.lower()} {record.getMessage()} {fields}".rstrip()
-        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
-
-
-def _word(value: Any) -> str:
-    """A field's value as one word. Quotes keep a client's spaces and line breaks within it."""
-    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-    return text if re.fullmatch(r"[!#-~]*", text) else json.dumps(text)
-
-
-def _set_up_logs(as_json: bool) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonLines() if as_json else _TextLines())
-    for name in ("dflash_trt", "uvicorn"):
-        logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(logging.INFO if name == "dflash_trt" else logging.WARNING)

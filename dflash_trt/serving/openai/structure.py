@@ -8,6 +8,7 @@ from typing import Any
 from dflash_trt.decoding.sampling.structure import WHITESPACE
 from dflash_trt.serving.openai.errors import ApiError, Names
 from dflash_trt.serving.openai.frames import Frame
+from dflash_trt.serving.openai.gemma_arguments import schema_at
 from dflash_trt.serving.openai.protocol import ChatRequest, NamedTool, SamplingFields, Tool
 
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
@@ -83,7 +84,7 @@ def of_calls(
     alone = frame.between is None or body.parallel_tool_calls is False or isinstance(choice, NamedTool)
     rules = [
         f"start: {frame.begin} {'(calls | format)' if optional else 'calls'}",
-        "calls: call " + ("" if alone else f"({frame.between} call)* ") + frame.behind,
+        "calls: call " + ("" if alone else f"({frame.between} call)* ") + frame.after,
         f"call: {' | '.join(f'call{i}' for i in range(len(functions)))}",
     ]
     for i, function in enumerate(functions):
@@ -170,7 +171,11 @@ class _Closing:
             if isinstance(schema.get(key), list):
                 made[key] = [self._open(each, seen) for each in schema[key]]
         place = schema.get("$ref")
-        if isinstance(place, str) and place not in seen and (target := self._at(place)) is not None:
+        if (
+            isinstance(place, str)
+            and place not in seen
+            and (target := schema_at(self._root, place)) is not None
+        ):
             del made["$ref"]
             made["allOf"] = [*made.get("allOf", []), self._open(target, (*seen, place))]
         return made
@@ -185,11 +190,3 @@ class _Closing:
                 return None
             names += more
         return names
-
-    def _at(self, place: str) -> Any:
-        """What a reference such as #/$defs/NAME refers to; None if there is nothing."""
-        schema: Any = self._root
-        for name in place.removeprefix("#").split("/")[1:]:
-            name = name.replace("~1", "/").replace("~0", "~")
-            schema = schema.get(name) if isinstance(schema, dict) else None
-        return schema if place.startswith("#") else None

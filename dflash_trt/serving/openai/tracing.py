@@ -55,6 +55,7 @@ def start(app: Any, provider: Any) -> Any:
 
 
 def stop() -> None:
+    """Make no more spans."""
     global _tracer
     _tracer = None
 

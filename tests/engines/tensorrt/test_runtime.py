@@ -23,7 +23,7 @@ from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle, write_manifest
 from dflash_trt.decoding.exact import Rule
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
-from dflash_trt.engines.tensorrt import plans, warm_up
+from dflash_trt.engines.tensorrt import opening, plans
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
 from dflash_trt.engines.tensorrt.profiles import DECODE
 from dflash_trt.errors import BatchError, BuildError, BundleError, EngineError, NonFiniteError
@@ -46,7 +46,7 @@ def here() -> Any:
         patch.setitem(sys.modules, "tensorrt", fake_tensorrt)
         patch.setattr(plans, "compute_capabilities", lambda: [90])
         patch.setattr(torch, "cuda", Cuda)
-        patch.setattr(warm_up, "SECONDS", 0)  # test_warm_up.py tests it
+        patch.setattr(opening, "warm_up", lambda *_, **__: 0)  # test_warm_up.py tests it
         with deferred():
             yield patch
 
@@ -303,7 +303,7 @@ def test_a_round_waits_once_and_copies_once_each_way(
     with LLM(bundles[1].path, prefix_cache_bytes=0) as llm:
         pair: Any = llm._runtime.pair
         expected = llm.generate(prompts()[0], params, block_length=block_length).token_ids
-        pair.arrays._round.steps.run = by_triton if kernels else None
+        pair.arrays._round.run = by_triton if kernels else None
         assert llm.generate(prompts()[0], params, block_length=block_length).token_ids == expected
 
         def counted(most: int) -> tuple[Counter[str], int]:
@@ -364,7 +364,7 @@ def test_nothing_is_allocated_in_a_round(
     asked = prompts()[:2], SamplingParams(max_tokens=9, ignore_eos=True)
     with LLM(bundles[1].path) as llm:
         pair: Any = llm._runtime.pair
-        pair.arrays._round.steps.run = by_triton
+        pair.arrays._round.run = by_triton
         llm.generate(*asked, block_length=BLOCK)
         engines = (pair.target, pair.drafter.engine)
         before = [{k: b.data_ptr() for k, b in e._buffers.items()} for e in engines]

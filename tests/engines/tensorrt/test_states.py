@@ -34,7 +34,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory, here: Any) -> tuple[Bundle
     directory = tmp_path_factory.mktemp("states")
     target = make_hybrid(directory / "target", DENSE, favourites=6, num_hidden_layers=3, layer_types=LAYERS)
     drafter = make_drafter(directory / "drafter", target, block_size=BLOCK, layers=1, taps=(0, 1))
-    sources, options = (str(target), str(drafter)), TensorRTOptions(max_batch_size=3, prefill_chunk=32)
+    sources, options = (str(target), str(drafter)), TensorRTOptions(max_batch_size=4, prefill_chunk=32)
     return build(*sources, directory / "onnxruntime", max_seq_len=140), build(
         *sources,
         directory / "tensorrt",

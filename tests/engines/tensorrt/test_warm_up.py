@@ -17,17 +17,17 @@ from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
 from dflash_trt.decoding.options import RequestOptions
-from dflash_trt.engines.tensorrt import plans, warm_up
+from dflash_trt.engines.tensorrt import opening, plans
 from dflash_trt.engines.tensorrt.device_arrays import DeviceArrays
 from dflash_trt.engines.tensorrt.engine import TensorRTEngine
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
-from dflash_trt.engines.tensorrt.profiles import DECODE, PREFILL, prefill_length, prefill_lengths
+from dflash_trt.engines.tensorrt.profiles import DECODE, PREFILL, fitting, pass_sizes, prefill_lengths
 from dflash_trt.formats.precision import Precision
 from tests.doubles import fake_tensorrt, fake_tensorrt_rtx
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.cuda_double import Cuda, deferred
 
-BLOCK, CHUNK, SLOTS = 4, 40, 2
+BLOCK, CHUNK, SLOTS = 6, 40, 4
 
 
 @pytest.fixture(scope="module")
@@ -82,14 +82,17 @@ def prompts() -> list[list[int]]:
     return [rng.integers(0, 300, n).tolist() for n in (3, 40, 17, 1, 75)]
 
 
-def tokens(llm: LLM) -> list[list[int]]:
-    params = SamplingParams(max_tokens=12, ignore_eos=True)
-    return [completion.token_ids for completion in llm.generate(prompts(), params)]
+def tokens(llm: LLM, **options: Any) -> list[list[int]]:
+    """Answers of several lengths, so that batches of every size run."""
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (9, 24, 14, 19, 12)]
+    return [completion.token_ids for completion in llm.generate(prompts(), params, **options)]
 
 
 @pytest.mark.parametrize("engine", ["tensorrt", "tensorrt-rtx"])
 def test_no_request_meets_a_shape_that_was_not_prepared(bundles: dict[str, Bundle], engine: str) -> None:
-    """Neither a compilation nor a capture falls on a request, whatever its length and the batch."""
+    """Neither a compilation nor a capture falls on a request, whatever its length, the batch, and the block length,
+    which changes from one round to the next.
+    """
     with LLM(bundles["onnxruntime"].path) as llm:
         expected = tokens(llm)
     with LLM(bundles[engine].path, prefix_cache_bytes=0) as llm:
@@ -99,13 +102,25 @@ def test_no_request_meets_a_shape_that_was_not_prepared(bundles: dict[str, Bundl
         pair.arrays.wait()
         assert all(not rows.any() for rows in caches)
         Cuda.counts.clear()
-        captured = [len(each._captured) for each in engines]
-        assert tokens(llm) == expected
+        sizes = [dict(each._captured) for each in engines]
+        contexts = [len(each._of_shapes) for each in engines]
+        for length in (None, 3, 5, BLOCK):
+            assert tokens(llm, block_length=length) == expected
         assert Cuda.counts["compilations"] == Cuda.counts["captures"] == 0
-        assert [len(each._captured) for each in engines] == captured != [0, 0]
+        assert [each._captured for each in engines] == sizes
         assert Cuda.counts["graph launches"] > 0
+        if engine == "tensorrt-rtx":
+            assert Cuda.counts["graph launches"] == Cuda.counts["decoding passes"]
+        # Four widths of the target, and three of the drafter, by three batches.
+        assert [len(each) for each in sizes] == [12, 9]
+        assert [len(each._of_shapes) for each in engines] == contexts
+        assert contexts == ([12, 9] if engine == "tensorrt-rtx" else [0, 0])
         lengths = {
-            shape[1] for e in engines for (p, n), shape in e._shapes.items() if p == PREFILL and n in "tokens"
+            shape[1]
+            for e in engines
+            for profile, *inputs in e._views
+            for name, shape in inputs
+            if (profile, name) == (PREFILL, "tokens")
         }
         assert lengths <= {16, 32, CHUNK}
 
@@ -119,11 +134,18 @@ def test_the_block_length_learns_from_the_device(bundles: dict[str, Bundle]) -> 
         assert sum(policy._acceptance._seen) > 0
 
 
-def test_prefill_has_few_lengths() -> None:
+def test_passes_have_few_sizes() -> None:
+    assert [pass_sizes(n) for n in (1, 2, 4, 8, 10)] == [
+        [1],
+        [1, 2],
+        [1, 2, 4],
+        [1, 2, 4, 8],
+        [1, 2, 4, 8, 10],
+    ]
     assert prefill_lengths(512) == [16, 32, 64, 128, 256, 384, 512]
     assert prefill_lengths(40) == [16, 32, 40]
     assert prefill_lengths(8) == [8]
-    assert [prefill_length(n, 512) for n in (1, 16, 17, 129, 512)] == [16, 16, 32, 256, 512]
+    assert [fitting(n, prefill_lengths(512)) for n in (1, 16, 17, 129, 512)] == [16, 16, 32, 256, 512]
 
 
 def test_a_prompt_fills_the_cache_to_its_last_row(bundles: dict[str, Bundle]) -> None:
@@ -150,19 +172,13 @@ def test_the_drafter_reads_zeros_behind_the_features_of_a_short_part(bundles: di
         assert not buffer[0, 2:].any()
 
 
-def test_warm_up_ends_in_time_and_shows_its_progress(
-    bundles: dict[str, Bundle], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_warm_up_shows_its_progress(bundles: dict[str, Bundle], capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[tuple[str, int, int]] = []
     with LLM(bundles["tensorrt"].path) as llm:
         assert capsys.readouterr().err.endswith("warm up: done\n")
-        clock = iter(range(1000))
-        monkeypatch.setattr(warm_up, "perf_counter", lambda: next(clock))
-        monkeypatch.setattr(warm_up, "SECONDS", 5)
-        done = warm_up.warm_up(llm._runtime.pair, BLOCK, lambda *step: seen.append(step))
-    assert done == 5
-    assert seen[0] == ("warm up", 1, seen[-1][2])
-    assert seen[-1][1] == seen[-1][2] > 5
+        done = opening.warm_up(llm._runtime.pair, BLOCK, lambda *step: seen.append(step), runs=1)
+    assert seen == [("warm up", n, done) for n in range(1, done + 1)]
+    assert done == 3 + 12 + 9
 
 
 def test_kernels_are_compiled_once_for_a_gpu_and_driver(bundles: dict[str, Bundle]) -> None:
@@ -242,10 +258,11 @@ def test_contexts_are_configured_as_documented(bundles: dict[str, Bundle]) -> No
     """Prefill is bound to another slot each time, and would be captured each time."""
     with LLM(bundles["tensorrt-rtx"].path) as llm:
         for engine in (llm._runtime.pair.target, llm._runtime.pair.drafter.engine):
-            strategies = [context._config.cuda_graph_strategy for context in engine._contexts]
+            contexts = [each.context for each in (*engine._contexts, *engine._of_shapes.values())]
+            strategies = [context._config.cuda_graph_strategy for context in contexts]
             assert strategies[PREFILL] == fake_tensorrt_rtx.CudaGraphStrategy.DISABLED
-            assert strategies[DECODE] == fake_tensorrt_rtx.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
-            caches = {id(context._config.get_runtime_cache()) for context in engine._contexts}
+            assert set(strategies[DECODE:]) == {fake_tensorrt_rtx.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE}
+            caches = {id(context._config.get_runtime_cache()) for context in contexts}
             assert len(caches) == 1
 
 

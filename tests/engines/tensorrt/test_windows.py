@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
@@ -22,7 +23,7 @@ from tests.doubles.hybrid_checkpoints import DENSE, make_hybrid
 from tests.engines.tensorrt.test_runtime import BLOCK, FLOAT32, here  # noqa: F401  # a fixture
 
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
-WINDOW, MOST, CHUNK, SLOTS = 20, 420, 48, 3
+WINDOW, MOST, CHUNK, SLOTS = 20, 420, 48, 4
 WINDOWED = {"sliding_window": WINDOW, "head_dim": 32}
 PAIRS: dict[str, tuple[Any, Any, int]] = {
     "chains": (
@@ -71,7 +72,7 @@ def test_the_tokens_are_those_of_onnxruntime(bundles: tuple[Bundle, Bundle]) -> 
         SamplingParams(temperature=0.8 * (i % 2), max_tokens=n, seed=i, ignore_eos=True)
         for i, n in enumerate((90, 150, 40, 60))
     ]
-    for role, written in (("target", CHUNK + 1), ("drafter", CHUNK + BLOCK + 1)):
+    for role, written in (("target", CHUNK + BLOCK + 1), ("drafter", CHUNK + 2 * BLOCK + 1)):
         for kind in bundles[1].cache_kinds(role):
             if kind.window is not None:
                 expected_rows = aligned_rows(WINDOW - 1 + 127 + written)
@@ -95,3 +96,42 @@ def test_the_tokens_are_those_of_onnxruntime(bundles: tuple[Bundle, Bundle]) -> 
         assert sum(c.statistics.num_accepted_tokens for c in found) > 0
         assert max(max(each.bases.values()) for each in kinds if each.kind.window) >= 256
         assert max(c.statistics.num_cached_tokens for c in found) > 128
+
+
+def test_a_pass_leaves_the_tokens_of_idle_slots(bundles: tuple[Bundle, Bundle]) -> None:
+    """Three sequences are run as four. Of the fourth slot, only rows after those of its tokens change."""
+    length = 2 * CHUNK + 40
+    with LLM(bundles[1].path, max_batch_size=SLOTS) as llm:
+        pair: Any = llm._runtime.pair
+        engines = pair.target, pair.drafter.engine
+        for slot in range(SLOTS):
+            tokens = np.random.default_rng(slot).integers(0, VOCAB, length).tolist()
+            for start in range(0, length, CHUNK):
+                pair.prefill(tokens[start : start + CHUNK], start, slot, draft=True)
+
+        def held() -> list[Any]:
+            """All that belongs to the fourth slot's tokens, and the rows after them."""
+            pair.arrays.wait()
+            kinds = [each for engine in engines for each in engine.rows.kinds]
+            rows = [(each.pool.take(3, 0, each.kind.rows), length - each.bases[3]) for each in kinds]
+            states = [pool.now[:, 3].clone() for pool in getattr(pair.target.caches, "_pools", ())]
+            return [
+                [array[:, :end] for arrays, end in rows for array in arrays] + states,
+                [array[:, end:] for arrays, end in rows for array in arrays],
+            ]
+
+        before = held()
+        for nodes in (1, 2, BLOCK):
+            pair.dummy_verify(3, nodes, context=length)
+        for nodes in (2, BLOCK):
+            pair.dummy_draft(3, nodes, context=length)
+        after = held()
+        assert {
+            shape
+            for engine in engines
+            for _, *inputs in engine._views
+            for name, shape in inputs
+            if name == "start"
+        } == {(1,), (4,)}
+    assert all(torch.equal(*pair) for pair in zip(before[0], after[0], strict=True))
+    assert not any(torch.equal(*pair) for pair in zip(before[1], after[1], strict=True))

@@ -17,7 +17,7 @@ from dflash_trt.serving.openai.chat import Chat
 from dflash_trt.serving.openai.errors import ApiError
 from dflash_trt.serving.openai.model import Model
 from dflash_trt.serving.openai.protocol import ChatRequest
-from dflash_trt.serving.openai.responses import ResponsesRequest, as_chat
+from dflash_trt.serving.openai.responses_request import ResponsesRequest, as_chat
 from tests.serving.openai.conftest import COMPLETIONS, Server
 
 CHATS = "/v1/chat/completions"
@@ -74,7 +74,7 @@ def test_an_answer_in_a_structure_is_no_call(server: Server) -> None:
     assert "tool_calls" not in made["message"]
 
 
-def test_a_structured_answer_behind_an_opened_thought_is_content(
+def test_a_structured_answer_after_an_opened_thought_is_content(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Model(Bundle.open(tiny), None)
@@ -88,11 +88,11 @@ def test_a_structured_answer_behind_an_opened_thought_is_content(
 
     async def run() -> None:
         free = await Chat.of(model, ChatRequest(messages=HI), "x", None)
-        assert [part.kind for part in free.answers[0].parser.push("a thought", [])] == ["reasoning"]
+        assert [part.kind for part in free.choices[0].parser.push("a thought", [])] == ["reasoning"]
         form = {"choice": ["ab", "c"]}
         bound = await Chat.of(model, ChatRequest(messages=HI, structured_outputs=form), "x", None)
         assert model.tokenizer.decode(bound.prepared.prompts[0]).endswith("</think>\n\n")
-        assert [(part.kind, part.text) for part in bound.answers[0].parser.push("ab", [])] == [
+        assert [(part.kind, part.text) for part in bound.choices[0].parser.push("ab", [])] == [
             ("content", "ab")
         ]
 
@@ -120,7 +120,7 @@ def test_marks_that_are_special_tokens_are_read(tiny: Path, monkeypatch: pytest.
         assert (params["skip_special_tokens"], params["stop_token_ids"]) == (False, [3, response])
         words = Detokenizer(model.tokenizer.backend, params["skip_special_tokens"])
         ids = await model.encode(text, special=False)
-        parser = asked.answers[0].parser
+        parser = asked.choices[0].parser
         parts = [
             part for token in ids for part in parser.push(words.push([token]), [token])
         ] + parser.finish()
@@ -211,6 +211,8 @@ def test_an_error_within_a_response_is_an_event_of_the_clients_types() -> None:
 
     response = Responses.__new__(Responses)
     response._number = 7
-    event = response.error(ApiError(503, "the engine ended", code="engine_down"))
+    text = response.last_event(ApiError(503, "the engine ended", code="engine_down")).decode()
+    assert text.startswith("event: error\ndata: ")
+    event = json.loads(text.partition("data: ")[2])
     assert ResponseErrorEvent.model_validate(event).sequence_number == 7
     assert event["error"]["message"] == event["message"] == "the engine ended"

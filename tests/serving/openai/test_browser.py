@@ -88,21 +88,7 @@ def test_a_chat_streams_and_colours_the_accepted_drafts(server: Server, opened: 
     assert f"{answer.usage.completion_tokens} tokens" in figures  # type: ignore[union-attr]
 
 
-def test_a_race_gives_the_same_text_with_and_without_drafts(
-    server: Server, opened: Callable[..., Any]
-) -> None:
-    page = opened(server.url)
-    ask(page, QUESTION, "#race", temperature="0.8", seed="7", tokens="48")
-    done(page)
-    plain, drafted = texts(page, "#plain-text, #draft-text")
-    assert plain == drafted != ""
-    assert "the same text" in texts(page, "#verdict")[0]
-    assert page.locator("#plain-text .drafted").count() == 0 < page.locator("#draft-text .drafted").count()
-    assert page.locator("#plain-strip > span").count() > page.locator("#draft-strip > span").count()
-    assert [float(each.split()[0]) > 0 for each in texts(page, ".lane .name b")] == [True, True]
-
-
-def test_a_race_runs_in_turn_and_its_verdict_is_the_ratio_of_the_figures(
+def test_a_race_runs_in_turn_and_gives_the_same_text_with_and_without_drafts(
     server: Server, opened: Callable[..., Any]
 ) -> None:
     page = opened(server.url)
@@ -113,13 +99,18 @@ def test_a_race_runs_in_turn_and_its_verdict_is_the_ratio_of_the_figures(
             if (url.endsWith("completions")) asked.push([JSON.parse(options.body).speculate, plain.textContent]);
             return fetch(url, options); }; }"""
     )
-    ask(page, QUESTION, "#race", tokens="64")
+    ask(page, QUESTION, "#race", temperature="0.8", seed="7", tokens="48")
     done(page)
-    whole = texts(page, "#plain-text")[0]
+    plain, drafted = texts(page, "#plain-text, #draft-text")
+    assert plain == drafted != ""
     # The drafted lane is asked for when the plain one has its whole text.
-    assert page.evaluate("() => asked") == [[False, ""], [True, whole]]
-    plain, drafted = (float(each.split()[0]) for each in texts(page, "#plain-rate, #draft-rate"))
-    assert texts(page, "#verdict")[0].startswith(f"{drafted / plain:.2f} times as fast with drafts")
+    assert page.evaluate("() => asked") == [[False, ""], [True, plain]]
+    assert page.locator("#plain-text .drafted").count() == 0 < page.locator("#draft-text .drafted").count()
+    assert page.locator("#plain-strip > span").count() > page.locator("#draft-strip > span").count()
+    slow, fast = (float(each.split()[0]) for each in texts(page, "#plain-rate, #draft-rate"))
+    (verdict,) = texts(page, "#verdict")
+    assert verdict.startswith(f"{fast / slow:.2f} times as fast with drafts")
+    assert "the same text" in verdict
 
 
 def answering(page: Any, *texts: str) -> None:
@@ -207,6 +198,13 @@ def test_code_and_lists_are_drawn(server: Server, opened: Callable[..., Any]) ->
     # The colours are those of the rounds, inside of what is drawn, too.
     assert place.locator("pre .drafted").count() > 3
     assert place.locator("li .own").count() > 3
+    for selector in (
+        "#messages",
+        "#plain-text",
+        "#draft-text",
+        ".code pre",
+    ):  # what scrolls has the keyboard, too
+        assert page.locator(selector).get_attribute("tabindex") == "0", selector
 
 
 def test_an_answer_and_its_code_are_copied(server: Server, opened: Callable[..., Any]) -> None:
@@ -287,15 +285,6 @@ def test_a_full_context_offers_to_leave_out_the_oldest_turns(
     page.locator(".left").wait_for(timeout=PATIENCE)
     assert page.locator(".message.user").count() == asked // 2 + 1
     opened.faults.clear()  # type: ignore[attr-defined]  # the browser notes each status 400
-
-
-def test_what_scrolls_can_be_reached_with_the_keyboard(server: Server, opened: Callable[..., Any]) -> None:
-    page = opened(server.url)
-    answering(page, LISTS)
-    ask(page, "x")
-    done(page)
-    for selector in ("#messages", "#plain-text", "#draft-text", ".code pre"):
-        assert page.locator(selector).get_attribute("tabindex") == "0", selector
 
 
 def test_the_charts_follow_the_server(server: Server, opened: Callable[..., Any]) -> None:

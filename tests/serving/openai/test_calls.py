@@ -230,7 +230,7 @@ def test_required_calls_are_written_as_the_family_writes_them(
     for text, arguments in takes.items():
         asked = made(tool_choice="required")
         assert accepted(asked, before + text + end), text
-        parser = asked.answers[0].parser
+        parser = asked.choices[0].parser
         words = Detokenizer(tokenizer, marks is HARMONY)
         parts = []
         for token in tokenizer.encode(before + text + end, add_special_tokens=False).ids:

@@ -265,17 +265,22 @@ def stopped_at(chat: Chat, model: Model, answer: str) -> list[str]:
     """The text of an answer whose engine stops at the chat's stop strings."""
     params = SamplingParams(**chat.prepared.messages[0]["params"] | {"max_tokens": 400})
     checker = StopChecker(params, (), Detokenizer(model.tokenizer.backend))
-    taken = chat.answers[0]
+    given = {"reasoning": "", "content": ""}
+
+    def take(update: Any) -> None:
+        for part in chat.parts(0, update):
+            given[part.kind] += part.text
+
     for token in model.tokenizer.encode(answer, add_special_tokens=False):
         emission = checker.push((token,))
         update: dict[str, Any] = {"text": emission.text, "token_ids": [token][: emission.kept]}
         if emission.finish_reason is not None:
             update["finish_reason"] = emission.finish_reason
-        taken.take(update)
+        take(update)
         if emission.finish_reason is not None:
-            return [taken.reasoning, taken.content]
-    taken.take({"text": checker.abandon("length"), "token_ids": [], "finish_reason": "length"})
-    return [taken.reasoning, taken.content]
+            return list(given.values())
+    take({"text": checker.abandon("length"), "token_ids": [], "finish_reason": "length"})
+    return list(given.values())
 
 
 @pytest.mark.parametrize("stop", ["analysis", "final", "add", "assistant"])
@@ -342,14 +347,12 @@ def test_thoughts_are_counted_in_usages(tiny: Path, monkeypatch: pytest.MonkeyPa
     update = {"text": model.tokenizer.decode(ids), "token_ids": ids, "num_input_tokens": 9}
 
     async def run() -> dict[str, Any]:
-        from dflash_trt.serving.openai import chat as module
-
         async def updates(*_: Any) -> Any:
             yield 0, update
 
-        monkeypatch.setattr(module, "updates", updates)
-        async for _ in chat.run(None):  # type: ignore[arg-type]
-            pass
+        engine: Any = SimpleNamespace(updates=updates)
+        async for index, made in chat.run(engine):
+            chat.parts(index, made)
         return chat.usage.to_dict()
 
     thought = len(model.tokenizer.encode("We add.", add_special_tokens=False))

@@ -27,7 +27,7 @@ from dflash_trt.serving.openai.protocol import (
     DetokenizeRequest,
     Message,
 )
-from dflash_trt.serving.openai.responses import ResponsesRequest
+from dflash_trt.serving.openai.responses_request import ResponsesRequest
 from dflash_trt.serving.openai.server import ServerSettings, _hosts
 from tests.serving.openai.conftest import COMPLETIONS, Server
 from tests.serving.openai.test_operations import MESSAGE, last, running
@@ -102,8 +102,8 @@ def test_samples_count_as_requests_in_flight(tiny: Path) -> None:
             assert (await three)["finish_reason"] == "length"
             assert engine.in_flight == 0
             samples = {}
-            async for update in engine.updates(MESSAGE | message):
-                samples[update["index"]] = update["token_ids"]
+            async for index, update in engine.updates([MESSAGE | message]):
+                samples[index] = update["token_ids"]
             for sample, ids in samples.items():
                 alone = await last(engine, params=params | {"seed": 5 + sample})
                 assert alone["token_ids"] == ids

@@ -46,7 +46,7 @@ async def running(bundle: Path, said: list[str]) -> AsyncIterator[EngineProcess]
 
 async def last(engine: EngineProcess, **changes: Any) -> Update:
     """The last update of a request."""
-    *_, update = [update async for update in engine.updates({**MESSAGE, **changes})]
+    *_, (_, update) = [given async for given in engine.updates([{**MESSAGE, **changes}])]
     return update
 
 

@@ -8,20 +8,15 @@ from pathlib import Path
 import pytest
 
 from dflash_trt.serving.openai.channels import Channels
-from dflash_trt.serving.openai.parsing import (
-    AnswerParser,
-    BareCalls,
-    Part,
-    Plain,
-    Stage,
-    TaggedCalls,
-    Think,
-)
+from dflash_trt.serving.openai.parsing import AnswerParser, AnswerPart, BareCalls, Plain, Think
 from dflash_trt.serving.openai.written import (
-    GemmaCalls,
-    MistralCalls,
+    BARE,
+    GEMMA,
+    MISTRAL,
+    TAG,
     calls_of,
     has_special_marks,
+    notation_of,
     thoughts_of,
 )
 from dflash_trt.text.tokenizer import Tokenizer
@@ -46,9 +41,8 @@ def read(make: object, text: str) -> tuple[str, str, list[tuple[str, object]]]:
     return parts_of
 
 
-def parser(calls: type[Stage] | None = None, inside: bool = False) -> object:
-    made = TaggedCalls(SCHEMAS) if calls is TaggedCalls else calls() if calls else Plain()
-    return AnswerParser(Think(inside), made)
+def parser(notation: str = "", inside: bool = False) -> AnswerParser:
+    return AnswerParser(Think(inside), calls_of(notation, SCHEMAS))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +78,7 @@ def test_reasoning_is_apart(text: str, inside: bool, content: str, reasoning: st
     ],
 )  # fmt: skip
 def test_calls_in_tags(text: str, content: str, calls: object) -> None:
-    assert read(lambda: parser(TaggedCalls), text) == (content, "", calls)
+    assert read(lambda: parser(TAG), text) == (content, "", calls)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +92,7 @@ def test_calls_in_tags(text: str, content: str, calls: object) -> None:
     ],
 )  # fmt: skip
 def test_calls_as_bare_objects(text: str, content: str, calls: object) -> None:
-    assert read(lambda: parser(BareCalls), text) == (content, "", calls)
+    assert read(lambda: parser("python_tag"), text) == (content, "", calls)
 
 
 @pytest.mark.parametrize(
@@ -139,15 +133,15 @@ CUT_OBJECTS = {
 @pytest.mark.parametrize(
     ("kind", "text", "call"),
     [
-        *((TaggedCalls, text, call) for text, call in CUT_TAGS.items()),
-        *((BareCalls, text, call) for text, call in CUT_OBJECTS.items()),
+        *((TAG, text, call) for text, call in CUT_TAGS.items()),
+        *(("python_tag", text, call) for text, call in CUT_OBJECTS.items()),
     ],
 )
 def test_a_call_that_is_cut_is_given_as_far_as_it_goes_and_is_no_content(
-    kind: type[Stage], text: str, call: tuple[str, str] | None
+    kind: str, text: str, call: tuple[str, str] | None
 ) -> None:
     made = parser(kind)
-    parts = [*made.push(text, []), *made.finish(cut=True)]  # type: ignore[attr-defined]
+    parts = [*made.push(text, []), *made.finish(cut=True)]
     assert [(part.call.name, part.call.arguments) for part in parts if part.call] == ([call] if call else [])
     assert [part.text for part in parts if part.kind == "content"] == []
 
@@ -155,16 +149,16 @@ def test_a_call_that_is_cut_is_given_as_far_as_it_goes_and_is_no_content(
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        (TaggedCalls, "3 <"),
-        (TaggedCalls, "Let me se"),
-        (BareCalls, '{"city": "Bo'),
-        (BareCalls, '{"name": "Alice", "age": 3'),
-        (BareCalls, "{ is a bra"),
+        (TAG, "3 <"),
+        (TAG, "Let me se"),
+        ("python_tag", '{"city": "Bo'),
+        ("python_tag", '{"name": "Alice", "age": 3'),
+        ("python_tag", "{ is a bra"),
     ],
 )
-def test_content_that_is_cut_is_whole_and_no_call(kind: type[Stage], text: str) -> None:
+def test_content_that_is_cut_is_whole_and_no_call(kind: str, text: str) -> None:
     made = parser(kind)
-    parts = [*made.push(text, []), *made.finish(cut=True)]  # type: ignore[attr-defined]
+    parts = [*made.push(text, []), *made.finish(cut=True)]
     assert "".join(part.text for part in parts) == text
     assert {part.kind for part in parts} == {"content"}
 
@@ -205,12 +199,10 @@ def test_a_commentary_that_is_cut_has_the_arguments_so_far(gpt_oss: Tokenizer) -
 
 
 def test_the_template_says_how_a_family_calls() -> None:
-    assert isinstance(calls_of("... <tool_call> ...", SCHEMAS), TaggedCalls)
-    assert isinstance(calls_of("<|python_tag|>", SCHEMAS), BareCalls)
+    notations = {"... <tool_call> ...": TAG, "<|python_tag|>": BARE, "": "", "[TOOL_CALLS]": MISTRAL}
+    notations['<|tool_call>call: "parameters"'] = GEMMA
+    assert {template: notation_of(template) for template in notations} == notations
     assert isinstance(calls_of("<tool_call>", None), Plain)
-    assert isinstance(calls_of("", SCHEMAS), Plain)
-    assert isinstance(calls_of('<|tool_call>call: "parameters"', SCHEMAS), GemmaCalls)
-    assert isinstance(calls_of("[TOOL_CALLS]", SCHEMAS), MistralCalls)
     assert [has_special_marks(t) for t in ("<channel|>", "[THINK]", "<think>", "<|channel|>")] == [
         True,
         True,
@@ -226,27 +218,29 @@ def thinking(template: str, inside: bool = False) -> object:
     return AnswerParser(Think(inside, thoughts.begin, thoughts.end), calls_of(template, SCHEMAS))
 
 
-GEMMA, MISTRAL = "<|channel>thought\n <channel|> <|tool_call>", "[THINK] [TOOL_CALLS]"
+GEMMA_TEMPLATE, MISTRAL_TEMPLATE = "<|channel>thought\n <channel|> <|tool_call>", "[THINK] [TOOL_CALLS]"
 QUOTED = '<|"|>'
 
 
 @pytest.mark.parametrize(
     ("template", "text", "content", "reasoning", "calls"),
     [
-        (GEMMA, "<|channel>thought\nHm.\n<channel|>Yes.", "Yes.", "Hm.\n", []),
-        (GEMMA, "<|channel>thought\n<channel|>Yes.", "Yes.", "", []),
-        (GEMMA, "So <|chan", "So <|chan", "", []),
-        (GEMMA, f"Let me see.<|tool_call>call:get{{city:{QUOTED}B, {{x}}: \"c\"{QUOTED},days:3}}<tool_call|>",
+        (GEMMA_TEMPLATE, "<|channel>thought\nHm.\n<channel|>Yes.", "Yes.", "Hm.\n", []),
+        (GEMMA_TEMPLATE, "<|channel>thought\n<channel|>Yes.", "Yes.", "", []),
+        (GEMMA_TEMPLATE, "So <|chan", "So <|chan", "", []),
+        (GEMMA_TEMPLATE, f"Let me see.<|tool_call>call:get{{city:{QUOTED}B, {{x}}: \"c\"{QUOTED},days:3}}<tool_call|>",
          "Let me see.", "", [("get", {"city": 'B, {x}: "c"', "days": 3})]),
-        (GEMMA, "<|tool_call>call:a{}<tool_call|><|tool_call>call:b{x:{y:[1,-2.5e3,true,null,word]}}<tool_call|>",
-         "", "", [("a", {}), ("b", {"x": {"y": [1, -2500.0, True, None, "word"]}})]),
-        (GEMMA, "<|tool_call>call:get{broken<tool_call|> on", "<|tool_call>call:get{broken<tool_call|> on", "", []),
-        (GEMMA, "<|tool_call>hello<tool_call|>", "<|tool_call>hello<tool_call|>", "", []),
-        (MISTRAL, "[THINK]Hm.[/THINK]Yes.", "Yes.", "Hm.", []),
-        (MISTRAL, 'Yes.[TOOL_CALLS]get[ARGS]{"city": "B"}[TOOL_CALLS]a[ARGS]{}',
+        (GEMMA_TEMPLATE,
+         "<|tool_call>call:a{}<tool_call|><|tool_call>call:b{x:{y:[1,-2.5e3,true,null,word]}}<tool_call|>", "", "",
+         [("a", {}), ("b", {"x": {"y": [1, -2500.0, True, None, "word"]}})]),
+        (GEMMA_TEMPLATE, "<|tool_call>call:get{broken<tool_call|> on",
+         "<|tool_call>call:get{broken<tool_call|> on", "", []),
+        (GEMMA_TEMPLATE, "<|tool_call>hello<tool_call|>", "<|tool_call>hello<tool_call|>", "", []),
+        (MISTRAL_TEMPLATE, "[THINK]Hm.[/THINK]Yes.", "Yes.", "Hm.", []),
+        (MISTRAL_TEMPLATE, 'Yes.[TOOL_CALLS]get[ARGS]{"city": "B"}[TOOL_CALLS]a[ARGS]{}',
          "Yes.", "", [("get", {"city": "B"}), ("a", {})]),
-        (MISTRAL, '[TOOL_CALLS][{"name": "get", "arguments": {"days": 2}}]', "", "", [("get", {"days": 2})]),
-        (MISTRAL, "[TOOL_CALLS]nothing [TOOL", "[TOOL_CALLS]nothing [TOOL", "", []),
+        (MISTRAL_TEMPLATE, '[TOOL_CALLS][{"name": "get", "arguments": {"days": 2}}]', "", "", [("get", {"days": 2})]),
+        (MISTRAL_TEMPLATE, "[TOOL_CALLS]nothing [TOOL", "[TOOL_CALLS]nothing [TOOL", "", []),
     ],
 )  # fmt: skip
 def test_special_marks(template: str, text: str, content: str, reasoning: str, calls: object) -> None:
@@ -254,15 +248,15 @@ def test_special_marks(template: str, text: str, content: str, reasoning: str, c
 
 
 @pytest.mark.parametrize(
-    ("stage", "text", "arguments"),
+    ("notation", "text", "arguments"),
     [
-        (GemmaCalls, f"<|tool_call>call:get{{city:{QUOTED}Ber", '{"city": "Ber'),
-        (GemmaCalls, "<|tool_call>call:get{days:3<tool_", '{"days": 3'),
-        (MistralCalls, '[TOOL_CALLS]get[ARGS]{"city": "Ber', '{"city": "Ber'),
+        (GEMMA, f"<|tool_call>call:get{{city:{QUOTED}Ber", '{"city": "Ber'),
+        (GEMMA, "<|tool_call>call:get{days:3<tool_", '{"days": 3'),
+        (MISTRAL, '[TOOL_CALLS]get[ARGS]{"city": "Ber', '{"city": "Ber'),
     ],
 )
-def test_calls_that_are_cut(stage: type[Stage], text: str, arguments: str) -> None:
-    made = stage()
+def test_calls_that_are_cut(notation: str, text: str, arguments: str) -> None:
+    made = calls_of(notation, SCHEMAS)
     parts = [*made.push(text), *made.finish(cut=True)]
     assert [(part.call.name, part.call.arguments) for part in parts if part.call] == [("get", arguments)]
     assert all(part.kind == "call" for part in parts)
@@ -273,7 +267,7 @@ def gpt_oss() -> Tokenizer:
     return Tokenizer(GPT_OSS)
 
 
-def by_tokens(tokenizer: Tokenizer, prompt: str, text: str, shown: str | None = None) -> list[Part]:
+def by_tokens(tokenizer: Tokenizer, prompt: str, text: str, shown: str | None = None) -> list[AnswerPart]:
     """Parts of an answer whose text for clients is `shown`: without special tokens, perhaps cut by a stop string."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     made = Channels(tokenizer, prompt, Plain())
@@ -286,7 +280,7 @@ def by_tokens(tokenizer: Tokenizer, prompt: str, text: str, shown: str | None = 
     return [*parts, *made.finish()]
 
 
-def joined(parts: list[Part], kind: str) -> str:
+def joined(parts: list[AnswerPart], kind: str) -> str:
     return "".join(part.text for part in parts if part.kind == kind)
 
 

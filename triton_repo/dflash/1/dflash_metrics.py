@@ -51,6 +51,7 @@ class Metrics:
                 self.shown[name, labels] = metric, 0.0
 
     def family(self, name: str, text: str, counter: bool) -> Any:
+        """Triton's metrics of one name."""
         if name not in self.families:
             kind = pb_utils.MetricFamily.COUNTER if counter else pb_utils.MetricFamily.GAUGE
             self.families[name] = pb_utils.MetricFamily(name=name, description=text, kind=kind)
@@ -72,9 +73,6 @@ class Counts:
         """Count a refused request."""
         with self.lock:
             self.refused[reason] += 1
-
-    def engine_died(self) -> None:
-        self.up, self.deaths = 0, self.deaths + 1
 
     def samples(self) -> list[tuple[str, str, dict[str, str], float]]:
         """Name, help, labels and value, as `Metrics.show` takes them."""

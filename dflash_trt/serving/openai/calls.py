@@ -1,0 +1,202 @@
+"""The text of one call of a tool, as each family spells it.
+
+    {"name": "get", "arguments": {...}}, or with "parameters"          Qwen, Hermes, Llama 3
+    <function=get><parameter=key>text</parameter></function>           Qwen3-Coder
+    call:get{key:<|"|>text<|"|>,other:1}                               Gemma 4
+    get[ARGS]{"key": "text"}                                           Mistral
+
+A reader with `cut` reads a text that ends early, and gives the arguments as far as they go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# Parameters of each tool by its name: a JSON schema.
+Schemas = Mapping[str, Mapping[str, Any]]
+ARGUMENTS = "[ARGS]"  # Mistral's mark between a name and its arguments
+QUOTE = '<|"|>'  # Gemma's mark around a text
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a tool. `arguments`: a JSON object as text."""
+
+    name: str
+    arguments: str
+    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The call as an answer of a chat has it."""
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": self.arguments},
+        }
+
+
+def overlap(text: str, tag: str) -> int:
+    """Length of the longest end of `text` that a tag begins with."""
+    for size in range(min(len(text), len(tag) - 1), 0, -1):
+        if text.endswith(tag[:size]):
+            return size
+    return 0
+
+
+def parsed(text: str) -> Any:
+    """The value of a text in JSON; None for any other text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _call(name: str, arguments: str) -> Call:
+    """A call of texts from JSON. Its escapes may name halves of surrogate pairs, which UTF-8 does not have."""
+    return Call(*(text.encode(errors="replace").decode() for text in (name, arguments)))
+
+
+def json_call(value: Any) -> Call | None:
+    """The call that an object with a name and arguments or parameters is; None for any other value."""
+    if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not name:
+        return None
+    if not {"arguments", "parameters"} & value.keys() and len(value) > 1:  # some other object with a name
+        return None
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str) and isinstance(parsed(arguments), dict):
+        return _call(name, arguments)
+    return _call(name, json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+
+
+def json_values(text: str) -> tuple[list[Any], str]:
+    """JSON values one after the other, between them blanks and semicolons, and the rest, which is no value."""
+    values: list[Any] = []
+    decoder, at = json.JSONDecoder(), 0
+    while at < len(text):
+        if text[at] in " \n\r\t;,":
+            at += 1
+            continue
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            return values, text[at:]
+        values += value if isinstance(value, list) else [value]
+    return values, ""
+
+
+_NAME = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"]*)("?)')
+_ARGUMENTS = re.compile(r'\s*,\s*"(?:arguments|parameters)"\s*:\s*')
+
+
+def begins_json_call(text: str, known: frozenset[str] | None) -> bool:
+    """Whether a text without an end may be the beginning of a call in JSON, of one of the known tools."""
+    start = _NAME.match(text)
+    if start is None:
+        return '{"name":"'.startswith(re.sub(r"\s", "", text))
+    name, complete = start.groups()
+    rest = re.sub(r"\s", "", text[start.end() :])
+    if known is not None and not (name in known if complete else any(k.startswith(name) for k in known)):
+        return False
+    return any(key.startswith(rest[: len(key)]) for key in (',"arguments":', ',"parameters":'))
+
+
+def cut_json_call(text: str) -> Call | None:
+    """A call in JSON, with the arguments as far as they go; None without a whole name."""
+    if call := json_call(parsed(text)):
+        return call
+    start = _NAME.match(text)
+    if start is None or not start[2]:
+        return None
+    key = _ARGUMENTS.match(text, start.end())
+    arguments = text[key.end() :] if key else ""
+    with contextlib.suppress(ValueError, RecursionError):
+        arguments = arguments[: json.JSONDecoder().raw_decode(arguments)[1]]
+    return _call(start[1], arguments if arguments.startswith("{") else "")
+
+
+_XML = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>)?\s*", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|$)", re.DOTALL)
+
+
+def _xml_call(text: str, schemas: Schemas) -> Call | None:
+    """A call as Qwen3-Coder writes it. A value is JSON unless the tool's schema says that it is a string."""
+    call = _XML.fullmatch(text)
+    if call is None:
+        return None
+    properties = schemas.get(call[1], {}).get("properties")
+    types = properties if isinstance(properties, dict) else {}
+    arguments: dict[str, Any] = {}
+    for name, given in _PARAMETER.findall(call[2]):
+        text = given.removeprefix("\n").removesuffix("\n")
+        schema = types.get(name)
+        is_text = isinstance(schema, dict) and schema.get("type") == "string"
+        value = None if is_text else parsed(text)
+        arguments[name] = text if value is None and text.strip() != "null" else value
+    return _call(call[1], json.dumps(arguments, ensure_ascii=False))
+
+
+def tagged_call(text: str, schemas: Schemas, *, cut: bool) -> list[Call]:
+    """The call between the tags of Qwen and Hermes, in JSON or in tags as Qwen3-Coder writes it."""
+    if not cut:
+        call = _xml_call(text, schemas) or json_call(parsed(text))
+    elif call := _xml_call(text[: len(text) - overlap(text, "</parameter>")], schemas):
+        if "</function>" not in text:
+            call = Call(call.name, call.arguments[:-1], call.id)
+    else:
+        call = cut_json_call(text)
+    return [call] if call else []
+
+
+def gemma_call(text: str, *, cut: bool) -> list[Call]:
+    """The call between Gemma's marks, with the arguments as JSON."""
+    name, brace, rest = text.strip().removeprefix("call:").partition("{")
+    if not text.strip().startswith("call:") or not name.strip() or not (brace or cut):
+        return []
+    arguments = _as_json(brace + rest)
+    return [_call(name.strip(), arguments)] if cut or isinstance(parsed(arguments), dict) else []
+
+
+_LITERAL = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null")
+
+
+def _as_json(text: str) -> str:
+    """Gemma's arguments as JSON: bare keys, and texts between `<|"|>`. A text that ends early gives as much of it."""
+    made, at = list[str](), 0
+    while at < len(text):
+        if text.startswith(QUOTE, at):
+            end = text.find(QUOTE, at + len(QUOTE))
+            whole = json.dumps(text[at + len(QUOTE) : end if end >= 0 else None], ensure_ascii=False)
+            made.append(whole if end >= 0 else whole[:-1])
+            at = end + len(QUOTE) if end >= 0 else len(text)
+        elif text[at] in "{}[],:":
+            made.append({",": ", ", ":": ": "}.get(text[at], text[at]))
+            at += 1
+        elif text[at].isspace():
+            at += 1
+        else:
+            places = (text.find(mark, at) for mark in (*"{}[],:", QUOTE))
+            end = min((place for place in places if place >= 0), default=len(text))
+            word = text[at:end].strip()
+            if _LITERAL.fullmatch(word) and text[end : end + 1] != ":":
+                made.append(word)
+            else:
+                whole = json.dumps(word, ensure_ascii=False)
+                made.append(whole[:-1] if end == len(text) else whole)
+            at = end
+    return "".join(made)
+
+
+def mistral_calls(text: str, *, cut: bool) -> list[Call]:
+    """The calls that a mark of Mistral's begins: a name and arguments, or in older models a list of calls."""
+    name, mark, arguments = text.strip().partition(ARGUMENTS)
+    if mark and name.strip() and (cut or isinstance(parsed(arguments), dict)):
+        return [_call(name.strip(), arguments.strip())]
+    values = parsed(text)
+    calls = [json_call(value) for value in (values if isinstance(values, list) else [values])]
+    return [call for call in calls if call] if all(calls) else []
