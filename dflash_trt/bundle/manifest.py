@@ -18,7 +18,7 @@ from dflash_trt.files.disk import clone, copy, own_file, write_object
 from dflash_trt.files.reading import read_object
 
 FORMAT = "dflash-trt bundle"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 MANIFEST = "manifest.json"
 GRAPHS = ("target.onnx", "drafter.onnx")
 # Every load checks the digests of files up to this size. Larger files (weights) are checked only by check="full".
