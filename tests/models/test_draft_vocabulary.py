@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
@@ -22,11 +23,28 @@ from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.models.inventory import take_inventory
 from dflash_trt.training.answers import Answer, AnswerFile
 from tests.doubles.checkpoints import make_target
-from tests.doubles.kind_checkpoints import make_dflare, make_dflash2, make_eagle3, make_jetspec
+from tests.doubles.kind_checkpoints import make_dflare, make_dflash2, make_dspark, make_eagle3, make_jetspec
+from tests.doubles.reference import load_target, target_outputs
+from tests.doubles.reference_kinds import Block, DFlare, DFlash2
+from tests.doubles.speculators import SpeculatorsDSpark, as_speculators
 
-VOCAB, WIDTH = 384, 8
+VOCAB = 384
 TOKENS = sorted(np.random.default_rng(3).permutation(VOCAB)[:256].tolist())
-KINDS = {"jetspec": make_jetspec, "dflare": make_dflare, "dflash2": make_dflash2}
+
+
+def make_speculators_dspark(directory: Path, target: Path) -> Path:
+    """Without a head in the file, as all tokens of the target have a row in the Markov head."""
+    fields = {"block_size": 7, "sample_from_anchor": True, "markov_rank": 24, "markov_head_type": "vanilla"}
+    fields |= {"enable_confidence_head": False, "confidence_head_with_markov": False}
+    return as_speculators(make_dspark(directory, target), target, "dspark", entered=(0, 3), **fields)
+
+
+KINDS: dict[str, tuple[Any, Any]] = {
+    "jetspec": (make_jetspec, Block),
+    "dflare": (make_dflare, DFlare),
+    "dflash2": (make_dflash2, DFlash2),
+    "dspark": (make_speculators_dspark, SpeculatorsDSpark),
+}
 
 
 @pytest.fixture(scope="module")
@@ -41,30 +59,43 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def candidates(path: Path) -> Any:
+def one_pass(path: Path, model: Any, text: list[int], anchor: int) -> Any:
     manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
     engine = OnnxRuntimeEngine(path / "drafter.onnx", slots=1, capacity=64, threads=1)
-    size = len(manifest["target_layer_ids"]) * manifest["hidden_size"]
-    features = np.random.default_rng(0).normal(0, 1, (1, 12, size)).astype(np.float32)
+    features = target_outputs(model, text, manifest["target_layer_ids"])[1].numpy()[None]
     block = np.full((1, manifest["block_size"]), manifest["mask_token_id"])
-    block[:, 0] = 9
-    feeds = {"features": features, "n_features": np.array([12]), "start": np.array([0]), "block": block}
-    return engine.run(feeds, first_slot=0)["draft_tokens"][0]
+    block[:, 0] = anchor
+    feeds = {
+        "features": features,
+        "n_features": np.array([len(text)]),
+        "start": np.array([0]),
+        "block": block,
+    }
+    return engine.run(feeds, first_slot=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_drafts_are_the_best_of_the_vocabulary(kind: str, target: Path, file: Path, tmp_path: Path) -> None:
-    drafter = str(KINDS[kind](tmp_path / "drafter", target))
-    options: dict[str, Any] = {"max_seq_len": 64, "precision": parse_precision("drafter=fp32")}
-    few = build(str(target), drafter, tmp_path / "few", draft_vocabulary=file, **options)
+def test_drafts_are_the_best_of_the_vocabulary(
+    kind: str, target: Path, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are those of plain torch where other tokens have no chance."""
+    make, reference_of = KINDS[kind]
+    drafter, model = make(tmp_path / "drafter", target), load_target(target)
+    few = build(
+        *(str(target), str(drafter), tmp_path / "few"),
+        max_seq_len=64,
+        precision=parse_precision("drafter=fp32"),
+        draft_vocabulary=file,
+    )
     assert few.manifest["draft_vocab_size"] == len(TOKENS)
-    found = candidates(few.path)
-    assert set(found.flat) <= set(TOKENS)
-    if kind in ("jetspec", "dflare"):  # the others choose a token by the one before it
-        whole = build(str(target), drafter, tmp_path / "whole", tree_width=WIDTH, **options)
-        assert whole.manifest["draft_vocab_size"] == VOCAB
-        best = [next(token for token in place if token in TOKENS) for place in candidates(whole.path)]
-        assert found[:, 0].tolist() == best
+    reference, text = reference_of(drafter), list(range(40, 52))
+    among = torch.full((VOCAB,), -torch.inf).index_fill_(0, torch.tensor(TOKENS), 0.0)
+    every = reference.logits
+    monkeypatch.setattr(reference, "logits", lambda *rows: every(*rows) + among)
+    expected = reference.propose(model, text, 9, few.manifest["block_size"])
+    out = one_pass(few.path, model, text, 9)
+    assert out["draft_tokens"][0, :, 0].tolist() == expected.tokens
+    np.testing.assert_allclose(out["draft_logprobs"][0, :, 0], expected.logprobs, atol=2e-4)
     params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.9, seed=4)
     with LLM(few.path) as llm:
         plain = llm.generate([5, 9, 200, 31], params, speculate=False)

@@ -140,6 +140,13 @@ def _table(m: Module, name: str, size: int, rank: int, ids: ir.Value) -> ir.Valu
     return g.to_dtype(rows, m.dtype_of(f"{name}.weight"))
 
 
+def _successors(block: BlockPass, scores: PairScores) -> ir.Value:
+    """The rows [B,P,k,r] of W2 of the candidates. W2 has the tokens of the head in the file, else the target's."""
+    own, m = block.config.own, block.m.at("markov_head")
+    ids = scores.tokens if own.vocabulary is None else scores.numbers
+    return _table(m, "markov_w2", own.vocabulary or block.config.vocab_size, own.rank, ids)
+
+
 def _markov(
     block: BlockPass, rows: ir.Value, scores: PairScores, width: int
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
@@ -147,7 +154,7 @@ def _markov(
     g, m, config, rank = block.g, block.m.at("markov_head"), block.config, block.config.own.rank
     hidden = config.hidden_size
     w1 = _table(m, "markov_w1", config.vocab_size, rank, scores.before)
-    w2 = _table(m, "markov_w2", config.own.vocabulary or config.vocab_size, rank, scores.numbers)
+    w2 = _successors(block, scores)
     left = w1
     if config.own.head == "gated":
         weight = m.weight("gate_proj.weight", rank, hidden + rank)
@@ -175,7 +182,7 @@ def _recurrent(
     """
     g, m, config, rank = block.g, block.m.at("markov_head"), block.config, block.config.own.rank
     hidden = config.hidden_size
-    w2 = _table(m, "markov_w2", config.own.vocabulary or config.vocab_size, rank, scores.numbers)  # [B,P,k,r]
+    w2 = _successors(block, scores)
     weight = m.weight("joint_proj.weight", 3 * rank, 2 * rank + hidden)
     sizes = g.constant([2 * rank, hidden])
     of_state, of_row = g.multi("Split", weight, sizes, outputs=2, name="joint_parts", axis=1)
