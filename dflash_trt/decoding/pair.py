@@ -48,12 +48,14 @@ class Pair:
         prompt_pass: int | None = None,
         trees: bool = False,
         least_rows: int = 1,
+        chunks_differ: bool = False,
     ) -> None:
         """prompt_pass: the most tokens of a prompt in one pass; None: `prefill_chunk`.
+        chunks_differ: whether a pass of `prefill_chunk` tokens gives a row other bits than every other pass.
         trees: whether the target's graph takes the visibility among the rows of a pass.
         """
         self.trees, self._least_rows = trees, least_rows
-        self.rule = FREE
+        self.rule, self.chunks_differ = FREE, chunks_differ
         self.target, self.arrays, self.slots, self.capacity = target, arrays, slots, capacity
         self.vocab_size, self.prefill_chunk = vocab_size, prefill_chunk
         self._prompt_pass = prompt_pass or prefill_chunk
@@ -67,6 +69,11 @@ class Pair:
         )
         self._features: Any = None  # of the last `verify`
         self._verified: tuple[Any, Any] = (0.0, 0.0)  # start and end of its pass
+
+    @property
+    def cuts(self) -> bool:
+        """Whether prompts may be cut anywhere, see `Rule.cuts`."""
+        return self.rule.cuts and not self.chunks_differ
 
     @property
     def draft_time(self) -> float:

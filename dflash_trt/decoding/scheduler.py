@@ -228,7 +228,7 @@ class Scheduler:
 
     def _reads_on(self, budget: int) -> bool:
         """Whether this step reads more of the prompts, with so many tokens left."""
-        exact, request = not self.pair.rule.cuts, self.filling
+        exact, request = not self.pair.cuts, self.filling
         if request is not None:
             return not exact or self._chunk_end(request, budget) - request.committed <= budget
         if not self.waiting or len(self.active) >= self.max_batch_size:
@@ -242,7 +242,7 @@ class Scheduler:
         start, most = request.committed, self.pair.prefill_chunk
         if request.params.prompt_logprobs:
             most = min(most, self.pair.arrays.most_prompt_rows)
-        end = start + min(budget, most) if self.pair.rule.cuts else start - start % most + most
+        end = start + min(budget, most) if self.pair.cuts else start - start % most + most
         return min(end, len(request.prompt))
 
     def _prefill(self, budget: int, emissions: list[Emission]) -> int:

@@ -61,7 +61,7 @@ class Slots:
     @property
     def step(self) -> int:
         """A reused prefix has a multiple of so many tokens, see `Rule.cuts`."""
-        return 1 if self.pair.rule.cuts else self.pair.prefill_chunk
+        return 1 if self.pair.cuts else self.pair.prefill_chunk
 
     @property
     def counts(self) -> PrefixCounts:

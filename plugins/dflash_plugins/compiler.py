@@ -24,9 +24,9 @@ from dflash_plugins.compiled import Compiled, from_json
 from dflash_plugins.kernel_specs import ROUND_TARGET, TARGETS, Use
 from dflash_trt.errors import BuildError
 
-# The lowest version that supports all targets. Drivers from CUDA 12.8 on read it. Triton's default is its
-# newest.
-PTX_VERSION = 87
+# The lowest version that has all instructions of the targets. Drivers from CUDA 12.9 on read it. Triton's default is
+# its newest.
+PTX_VERSION = 88
 # Triton adds two undeclared pointers to the end of an entry: scratch memory of the program and of its profiler.
 _HIDDEN_PARAMETERS = 2
 _RECORD = 2  # increment when the fields of Compiled change

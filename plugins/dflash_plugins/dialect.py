@@ -5,6 +5,7 @@ Each operator keeps its signature. Its body has one plugin node per kernel, in l
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,9 @@ class TensorRTExpertPlugins(TensorRT):
     """Plugins for MXFP4 experts only, as TensorRT-RTX takes them (rtx.py). `dtype` must be BF16 or FP16."""
 
     name = "tensorrt-expert-plugins"
+
+    # The rows of a pass whose experts are multiplied in MXFP8 (kernels/moe_chunks.py); 0 for none.
+    mxfp8_rows = 0
 
     experts = Dialect.experts  # one operator for any storage
 
@@ -56,11 +60,21 @@ class TensorRTExpertPlugins(TensorRT):
         }
         shares, chosen, counts = _plugin(g, "MoERoute", router, outputs=3, **k)
         pairs, groups = _plugin(g, "MoEGroup", chosen, counts, outputs=2, **k)
-        (hidden,) = _plugin(g, "MoEGateUp", x, pairs, groups, *weights["gate_up"], **k, **activation)
-        (parts,) = _plugin(g, "MoEDown", hidden, shares, pairs, groups, *weights["down"])
+        product = partial(self._product, g, shares)
+        hidden = product("MoEGateUp", x, pairs, groups, *weights["gate_up"], **k, **activation)
+        parts = product("MoEDown", hidden, shares, pairs, groups, *weights["down"])
         (y,) = _plugin(g, "MoECombine", parts, x, **k)
         g.output(y, "y", self.dtype, ["rows", "D"])
         return g.function(declared())
+
+    def _product(
+        self, g: GraphBuilder, shares: ir.Value, name: str, x: ir.Value, *inputs: ir.Value, **attributes: Any
+    ) -> ir.Value:
+        if not self.mxfp8_rows:
+            return _plugin(g, name, x, *inputs, **attributes)[0]
+        whole = {"whole": self.mxfp8_rows}
+        quantized = _plugin(g, "MoEQuantize", x, shares, outputs=2, **whole)
+        return _plugin(g, f"{name}OfChunks", x, *quantized, *inputs, **attributes, **whole)[0]
 
     def _builder(self, name: str) -> GraphBuilder:
         return GraphBuilder(name, dtype=self.dtype, opsets={TRT_DOMAIN: 1, DFLASH_DOMAIN: DFLASH_VERSION})

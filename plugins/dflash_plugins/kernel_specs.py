@@ -74,6 +74,8 @@ TILES = (
     Tile(128, 128, 64, 8, 2),
     Tile(128, 64, 64, 8, 2),
 )
+# With MXFP8 for whole chunks. Its instruction takes 128 outputs, and more stages take too much shared memory.
+CHUNK_TILES = (Tile(128, 128, 16, 8, 2), Tile(128, 128, 32, 8, 2), TILES[4])
 
 
 def _optional(types: Types, constants: dict[str, Any], present: bool, **arguments: str) -> None:
@@ -225,13 +227,16 @@ def gate_up(
     dtype: str,
     biased: bool,
     tile: Tile,
+    whole: int = 0,
 ) -> Use:
+    """`whole`: the rows of a pass that is multiplied in MXFP8; 0 for none."""
     constants = {"K": k, "ALPHA": alpha, "BETA": beta, "LIMIT": limit}
-    return _product("gate_up", ("x", "activated"), constants, hidden, inner, dtype, biased, tile)
+    return _product("gate_up", ("x", "activated"), constants, hidden, inner, dtype, biased, tile, whole)
 
 
-def down(hidden: int, inner: int, dtype: str, biased: bool, tile: Tile) -> Use:
-    return _product("down", ("activated",), {}, hidden, inner, dtype, biased, tile)
+def down(hidden: int, inner: int, dtype: str, biased: bool, tile: Tile, whole: int = 0) -> Use:
+    """`whole`: as in `gate_up`."""
+    return _product("down", ("activated",), {}, hidden, inner, dtype, biased, tile, whole)
 
 
 def _product(
@@ -243,6 +248,7 @@ def _product(
     dtype: str,
     biased: bool,
     tile: Tile,
+    whole: int,
 ) -> Use:
     types: Types = dict.fromkeys(activations, f"*{dtype}")
     types |= {"pairs": "*i32", "groups": "*i32", "blocks": "*u8", "scales": "*u8"}
@@ -251,7 +257,20 @@ def _product(
     cut = {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "TOKENS": tile.tokens}
     constants = constants | {"D": hidden, "INNER": inner} | cut
     _optional(types, constants, biased, bias=f"*{dtype}")
-    return Use("moe", name, types, constants, tile.num_warps, tile.num_stages, fp_fusion=True)
+    if whole:
+        types |= {"numbers": "*u8", "powers": "*u8", "rows": "i32"}
+        constants["WHOLE"] = whole
+    module = "moe_chunks" if whole else "moe"
+    return Use(module, name, types, constants, tile.num_warps, tile.num_stages, fp_fusion=True)
+
+
+QUANTIZE_BLOCK = 1024
+
+
+def quantize(width: int, dtype: str, whole: int) -> Use:
+    """The kernel that rounds `width` numbers of each row to MXFP8, in a pass of `whole` rows."""
+    types: Types = {"x": f"*{dtype}", "shares": "*fp32", "rows": "i32", "numbers": "*u8", "powers": "*u8"}
+    return Use("moe_chunks", "quantize", types, {"D": width, "WHOLE": whole, "BLOCK": QUANTIZE_BLOCK})
 
 
 COMBINE_BLOCK = 1024

@@ -18,8 +18,9 @@ from dflash_trt.graph.builder import DFLASH_DOMAIN
 from tests.doubles.triton_interpreter import to_numpy
 
 PLUGINS = {versioned(plugin.name): plugin for plugin in quick.PLUGINS}
-TORCH = {"FLOAT": torch.float32, "BF16": torch.bfloat16, "INT32": torch.int32, "INT64": torch.int64}
-NAMES = {dtype: name for name, dtype in TORCH.items()} | {torch.int8: "INT8"}
+TORCH = {"FLOAT": torch.float32, "BF16": torch.bfloat16, "INT8": torch.int8}
+TORCH |= {"INT32": torch.int32, "INT64": torch.int64}
+NAMES = {dtype: name for name, dtype in TORCH.items()}
 
 
 def run(

@@ -13,14 +13,23 @@ from triton.runtime import interpreter
 _convert_float = interpreter._convert_float
 
 
-def _round_to_bfloat16(data: Any, source: Any, target: Any, mode: Any) -> Any:
-    """The interpreter truncates float32 to bfloat16. The instruction on a GPU rounds to nearest, ties to even."""
-    if source == tl.float32 and target == tl.bfloat16:
-        return data.astype(ml_dtypes.bfloat16).view(np.uint16)
+_NEAREST: dict[Any, tuple[Any, Any]] = {
+    tl.bfloat16: (ml_dtypes.bfloat16, np.uint16),
+    tl.float8e4nv: (ml_dtypes.float8_e4m3fn, np.uint8),
+}
+
+
+def _rounded(data: Any, source: Any, target: Any, mode: Any) -> Any:
+    """The interpreter truncates float32 to bfloat16, and has no ties in E4M3. The instructions on a GPU round to
+    nearest, ties to even.
+    """
+    if source == tl.float32 and target in _NEAREST:
+        kind, bits = _NEAREST[target]
+        return data.astype(kind).view(bits)
     return _convert_float(data, source, target, mode)
 
 
-interpreter._convert_float = _round_to_bfloat16
+interpreter._convert_float = _rounded
 
 _create_dot = interpreter.InterpreterBuilder.create_dot
 

@@ -41,7 +41,7 @@ class Lies:
 
     sequences: the sequences of the pass, as their rows are counted together. place: the place among them. partners:
     their tokens. paths: the places of its ancestors in a tree. cuts: the width, also of passes with more rows than a
-    block. groups: the kernel of each width.
+    block. groups: the kernel of each width. chunks: whether a whole chunk of a prompt has a kernel of its own.
     """
 
     sequences: bool = False
@@ -49,6 +49,7 @@ class Lies:
     partners: bool = False
     paths: bool = True
     cuts: bool = True
+    chunks: bool = False
     groups: tuple[tuple[int, int], ...] = tuple(GROUPS.items())
 
 
@@ -122,6 +123,8 @@ class UlpTarget(FakeTarget):
         n, lies = len(tokens), self.lies
         rows = n * width if lies.sequences else width
         kernel: list[object] = [self.groups.get(rows, -(-rows // 4) if lies.cuts else self.groups[BLOCK])]
+        if lies.chunks and width == CHUNK:
+            kernel.append("chunk")
         if lies.place:
             kernel.append(place)
         if lies.partners:
@@ -158,7 +161,9 @@ class UlpDrafter(FakeDrafter):
         return {"draft_tokens": tokens, "draft_logprobs": np.broadcast_to(said, tokens.shape).copy()}
 
 
-def ulp_scheduler(lies: Lies, rule: Rule = FREE, *, batch: int = 4, kept: int = 200) -> Scheduler:
+def ulp_scheduler(
+    lies: Lies, rule: Rule = FREE, *, batch: int = 4, kept: int = 200, chunks_differ: bool = False
+) -> Scheduler:
     """A scheduler over these engines, for texts of up to 64 tokens, with memory for the rows of `kept` tokens."""
     capacity = 64 + 2 * BLOCK + 1
     pair = Pair(
@@ -171,6 +176,7 @@ def ulp_scheduler(lies: Lies, rule: Rule = FREE, *, batch: int = 4, kept: int = 
         vocab_size=VOCAB,
         prefill_chunk=CHUNK,
         trees=True,
+        chunks_differ=chunks_differ,
     )
     scheduler = Scheduler(pair, BLOCK, batch)
     scheduler.slots = Slots(pair, kept * 2 * ROW_BYTES, page=8)

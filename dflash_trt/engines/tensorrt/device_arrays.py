@@ -90,13 +90,16 @@ class DeviceArrays:
         hidden_size: int,
         vocab_size: int,
         tree_width: int = 1,
+        chunks_apart: bool = False,
         run: Run | None = None,
     ) -> None:
+        """`chunks_apart`: whether only whole chunks may have passes of `prefill_chunk` tokens."""
         feature_size = taps * hidden_size
         self._taps, self._vocab = taps, vocab_size
         self.most_waiting = block_size
         self.most_nodes = block_size
-        self._capacity, self._chunk = capacity, prefill_chunk
+        self._capacity, self.chunks_apart = capacity, chunks_apart
+        self._prompt_lengths = prefill_lengths(prefill_chunk, apart=chunks_apart)
         device, self._stream = target.device, target.stream
         self._target, self._drafter = target, drafter
         scratch = torch.empty(
@@ -166,7 +169,7 @@ class DeviceArrays:
         """A pass of one of a few lengths. Rows after the prompt's are garbage, as those after committed ones."""
         name = "tokens" if engine is self._target else "features"
         length, start = feeds[name].shape[1], int(feeds["start"][0])
-        filled = fitting(length, prefill_lengths(self._chunk))
+        filled = fitting(length, self._prompt_lengths)
         if start + filled > self._capacity - self.most_waiting - 1:  # at the end of the cache
             filled = length
         feeds = {**feeds, name: self._filled(engine, name, feeds[name], filled)}

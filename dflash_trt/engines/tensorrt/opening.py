@@ -71,6 +71,7 @@ def open_pair(bundle: Bundle, *, slots: int, prefill_chunk: int, progress: Progr
         vocab_size=manifest["vocab_size"],
         prefill_chunk=chunk,
         trees=manifest["tree_width"] > 1,
+        chunks_differ=arrays.chunks_apart,
     )
     warm_up(pair, manifest["block_size"], progress, runs=_RUNS if captures_by_itself(trt) else 1)
     if kernels is not None:
@@ -129,6 +130,7 @@ def _arrays(
         hidden_size=hidden,
         vocab_size=vocab,
         tree_width=manifest["tree_width"],
+        chunks_apart=manifest["tensorrt"].get("mxfp8_rows") == chunk,
         run=kernels_of(bundle, round_uses(vocab, taps * hidden, dtype, block_size)),
     )
 
@@ -150,7 +152,7 @@ def warm_up(pair: Pair, block_size: int, progress: Progress, *, runs: int) -> in
 
 
 def _passes(pair: Pair, block_size: int, runs: int) -> Iterator[Callable[[], object]]:
-    for length in reversed(prefill_lengths(pair.prefill_chunk)):
+    for length in reversed(prefill_lengths(pair.prefill_chunk, apart=pair.chunks_differ)):
         yield partial(pair.prefill, [0] * length, 0, 0, draft=True)
     for batch in pass_sizes(pair.slots):
         for length in pass_sizes(block_size):

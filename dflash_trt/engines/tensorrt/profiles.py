@@ -49,12 +49,13 @@ def aligned_rows(rows: int) -> int:
     return -(-rows // unit) * unit
 
 
-def prefill_lengths(most: int) -> list[int]:
+def prefill_lengths(most: int, *, apart: bool = False) -> list[int]:
     """The lengths of prefill passes, up to `most` tokens. A shorter part of a prompt is filled up to one of them.
 
-    Each length costs TensorRT-RTX a compilation, and any engine a preparation.
+    Each length costs TensorRT-RTX a compilation, and any engine a preparation. `apart`: no shorter part is filled up to
+    `most`.
     """
-    lengths = [16, 32, 64, *range(128, most, 128)]
+    lengths = [16, 32, 64, *range(128, most, 128), *([most - 1] * apart)]
     return [*(n for n in lengths if n < most), most]
 
 

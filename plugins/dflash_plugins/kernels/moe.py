@@ -125,7 +125,7 @@ def group(
 
 
 @triton.jit
-def _scales(scales, row, in_row, k, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
+def scales_of(scales, row, in_row, k, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
     scale = k // 32 + tl.arange(0, BLOCK_K // 32)
     at = scales + row[:, None] * (WIDTH // 32) + scale[None, :]
     return tl.load(at, mask=in_row[:, None] & (scale < WIDTH // 32)[None, :], other=0)
@@ -185,6 +185,27 @@ def _product(weight, scale, columns, total):
 
 
 @triton.jit
+def activate(gate, up, bias, row, in_row, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr):
+    """The activation of sums [N, tokens] in float32. `row`: of each gate; its up row is the next one."""
+    if bias is not None:
+        gate += tl.load(bias + row, mask=in_row, other=0.0).to(tl.float32)[:, None]
+        up += tl.load(bias + row + 1, mask=in_row, other=0.0).to(tl.float32)[:, None]
+    gate = tl.minimum(gate, LIMIT)
+    up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    return (up + BETA) * gate * (1 / (1 + tl.exp(-ALPHA * gate)))
+
+
+@triton.jit
+def write_shared(y, bias, row, in_row, pairs, place, in_token, shares, outputs, out, D: tl.constexpr):
+    """Write sums [N, tokens] in float32, times the shares of the pairs at `place`."""
+    if bias is not None:
+        y += tl.load(bias + row, mask=in_row, other=0.0).to(tl.float32)[:, None]
+    pair = tl.load(pairs + place, mask=in_token, other=0)
+    y *= tl.load(shares + pair, mask=in_token, other=0.0)[None, :]
+    tl.store(outputs + pair[None, :] * D + out[:, None], y, mask=in_row[:, None] & in_token[None, :])
+
+
+@triton.jit
 def gate_up(
     x,  # [rows, D] bfloat16 or float16
     pairs,
@@ -213,14 +234,14 @@ def gate_up(
         in_token = place < count
         token = tl.load(pairs + first + place, mask=in_token, other=0) // K
         gate, up = tl.zeros([BLOCK_N, TOKENS], tl.float32), tl.zeros([BLOCK_N, TOKENS], tl.float32)
-        gate_scale = _scales(scales, row, in_row, 0, D, BLOCK_K)
-        up_scale = _scales(scales, row + 1, in_row, 0, D, BLOCK_K)
+        gate_scale = scales_of(scales, row, in_row, 0, D, BLOCK_K)
+        up_scale = scales_of(scales, row + 1, in_row, 0, D, BLOCK_K)
         columns = _columns(x, token, in_token, 0, D, BLOCK_K)
         for k in range(0, D, BLOCK_K):
             # The compiler pipelines the weights. The other operands are fetched one step ahead.
             next_columns = _columns(x, token, in_token, k + BLOCK_K, D, BLOCK_K)
-            next_gate_scale = _scales(scales, row, in_row, k + BLOCK_K, D, BLOCK_K)
-            next_up_scale = _scales(scales, row + 1, in_row, k + BLOCK_K, D, BLOCK_K)
+            next_gate_scale = scales_of(scales, row, in_row, k + BLOCK_K, D, BLOCK_K)
+            next_up_scale = scales_of(scales, row + 1, in_row, k + BLOCK_K, D, BLOCK_K)
             gate_weight = _blocks(blocks, row, in_row, k, D, BLOCK_K)
             up_weight = _blocks(blocks, row + 1, in_row, k, D, BLOCK_K)
             gate = _product(gate_weight, gate_scale, columns, gate)
@@ -228,12 +249,7 @@ def gate_up(
             columns, gate_scale, up_scale = next_columns, next_gate_scale, next_up_scale
         if x.dtype.element_ty == tl.bfloat16:
             gate, up = gate * _KEPT, up * _KEPT
-        if bias is not None:
-            gate += tl.load(bias + row, mask=in_row, other=0.0).to(tl.float32)[:, None]
-            up += tl.load(bias + row + 1, mask=in_row, other=0.0).to(tl.float32)[:, None]
-        gate = tl.minimum(gate, LIMIT)
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-        value = (up + BETA) * gate * (1 / (1 + tl.exp(-ALPHA * gate)))
+        value = activate(gate, up, bias, row, in_row, ALPHA, BETA, LIMIT)
         at = activated + (first + place)[None, :] * INNER + out[:, None]
         tl.store(at, value.to(activated.dtype.element_ty), mask=in_row[:, None] & in_token[None, :])
 
@@ -263,21 +279,17 @@ def down(
         place = start + tl.arange(0, TOKENS)
         in_token = place < count
         y = tl.zeros([BLOCK_N, TOKENS], tl.float32)
-        scale = _scales(scales, row, in_row, 0, INNER, BLOCK_K)
+        scale = scales_of(scales, row, in_row, 0, INNER, BLOCK_K)
         columns = _columns(activated, first + place, in_token, 0, INNER, BLOCK_K)
         for k in range(0, INNER, BLOCK_K):
             next_columns = _columns(activated, first + place, in_token, k + BLOCK_K, INNER, BLOCK_K)
-            next_scale = _scales(scales, row, in_row, k + BLOCK_K, INNER, BLOCK_K)
+            next_scale = scales_of(scales, row, in_row, k + BLOCK_K, INNER, BLOCK_K)
             weight = _blocks(blocks, row, in_row, k, INNER, BLOCK_K)
             y = _product(weight, scale, columns, y)
             columns, scale = next_columns, next_scale
         if activated.dtype.element_ty == tl.bfloat16:
             y = y * _KEPT
-        if bias is not None:
-            y += tl.load(bias + row, mask=in_row, other=0.0).to(tl.float32)[:, None]
-        pair = tl.load(pairs + first + place, mask=in_token, other=0)
-        y *= tl.load(shares + pair, mask=in_token, other=0.0)[None, :]
-        tl.store(outputs + pair[None, :] * D + out[:, None], y, mask=in_row[:, None] & in_token[None, :])
+        write_shared(y, bias, row, in_row, pairs, first + place, in_token, shares, outputs, out, D)
 
 
 @triton.jit
