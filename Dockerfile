@@ -1,9 +1,10 @@
 # Serves a bundle. By OpenAI's API (docs/openai.md): docker build -t dflash-trt .
 # By Triton Inference Server (docs/serving.md):      docker build -t dflash-trt-triton --target triton .
-# On NVIDIA's images, which have TensorRT in the version that built a bundle, or a tritonserver already:
-#   docker build -t dflash-trt --build-arg BASE=nvcr.io/nvidia/tensorrt:26.07-py3 .
+# On NVIDIA's images, which have TensorRT in the version that built a bundle, or a tritonserver already, with TAG as in
+# dflash_trt/engines/base.py, TRITON_IMAGE:
+#   docker build -t dflash-trt --build-arg BASE=nvcr.io/nvidia/tensorrt:TAG .
 #   docker build -t dflash-trt-triton --target triton \
-#       --build-arg BASE=nvcr.io/nvidia/tritonserver:26.07-py3 --build-arg TRITONSERVER= .
+#       --build-arg BASE=nvcr.io/nvidia/tritonserver:TAG --build-arg TRITONSERVER= .
 ARG BASE=python:3.11-slim-bookworm
 
 # A stage of its own: the final images have neither sources nor build tools.

@@ -17,10 +17,8 @@ from typing import Any
 import pytest
 import yaml
 
-from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.cli import make_parser
 from dflash_trt.decoding.metrics import Metrics
-from dflash_trt.serving.deploy import container_command
 from dflash_trt.serving.openai.gate import OPEN
 from dflash_trt.serving.openai.server import _END_SECONDS
 
@@ -56,6 +54,20 @@ def served(name: str, words: list[str]) -> dict[str, Any]:
     return vars(make_parser().parse_args([*entry, *plain]))
 
 
+def test_tags_of_containers_stand_in_one_place() -> None:
+    files = [
+        *(ROOT / "dflash_trt").rglob("*.py"),
+        *(ROOT / "docs").rglob("*.md"),
+        *ROOT.glob("*.*"),
+        ROOT / "Dockerfile",
+    ]
+    files += [*(ROOT / "kubernetes").iterdir(), *(ROOT / "tests").rglob("*.py")]
+    tagged = [
+        file for file in files if file.is_file() and re.search(rb"\b\d\d\.\d\d-(\w+-)*py3", file.read_bytes())
+    ]
+    assert tagged == [ROOT / "dflash_trt" / "engines" / "base.py"]
+
+
 @both
 def test_an_image_has_its_extra_and_shows_the_ports_of_its_command(name: str) -> None:
     arguments = served(name, COMPOSE[name]["command"])
@@ -70,12 +82,6 @@ def test_an_image_has_its_extra_and_shows_the_ports_of_its_command(name: str) ->
 def test_the_image_is_probed_where_no_key_is_needed() -> None:
     (path,) = re.findall(r"127\.0\.0\.1:8000(/\w+)", stage("openai"))
     assert path in OPEN
-
-
-def test_the_base_of_triton_is_that_which_the_engine_names(tmp_path: Path) -> None:
-    manifest = {"engine": "onnxruntime", "versions": {}}
-    (base,) = re.findall(r"BASE=(nvcr\S+/tritonserver:\S+)", (ROOT / "Dockerfile").read_text())
-    assert f" {base} " in container_command(Bundle(tmp_path, manifest))
 
 
 def test_all_that_the_images_are_built_from_reaches_docker() -> None:

@@ -29,10 +29,12 @@ if TYPE_CHECKING:
 Weights = Literal["copy", "link", "none"]
 GIB = 1 << 30
 PREFILL_CHUNK = 512  # most tokens of a prompt in one pass, by default
-# Tags of nvcr.io/nvidia/tritonserver. Containers before 26.07 have defects that clients can use (docs/serving.md,
-# "Security"), and are not named. NVIDIA's release notes list the first; the second is the newest of its kind in
-# docs/introduction/compatibility.md of triton-inference-server/server at 0f963c9, with TensorRT-LLM 1.2.1.
-TRITON_IMAGE, TRITON_TRTLLM_IMAGE = "26.07-py3", "26.07-trtllm-python-py3"
+# The only place with tags of NVIDIA's containers, of nvcr.io/nvidia/tritonserver. (The Dockerfile's comment takes the
+# first for nvcr.io/nvidia/tensorrt too, whose list was not read.) Containers before 26.07 have defects that clients can
+# use (docs/serving.md, "Security"). Checked on 2026-11-25 against triton-inference-server/server at e1db8a6, of
+# 2026-08-19: README.md names the first, and the second is the newest of its kind in docs/introduction/compatibility.md,
+# which gives its TensorRT-LLM.
+TRITON_IMAGE, TRITON_TRTLLM_IMAGE, TRITON_TRTLLM_VERSION = "26.07-py3", "26.07-trtllm-python-py3", "1.2.1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,11 +103,15 @@ class Availability:
 
 @dataclass(frozen=True)
 class Container:
-    """Where Triton serves a bundle: the tag of NVIDIA's image, and what pip has to add to it."""
+    """Where Triton serves a bundle: the tag of NVIDIA's image, and what pip has to add to it.
+
+    note: what a user should know before choosing it.
+    """
 
     tag: str = TRITON_IMAGE
     gpus: bool = True
     packages: tuple[str, ...] = ()
+    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

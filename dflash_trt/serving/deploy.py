@@ -177,8 +177,9 @@ def container_command(bundle: Bundle) -> str:
     """A command that serves a bundle in a container with matching libraries. It begins with a wheel of a checkout."""
     container = engine_of(bundle).container(bundle.manifest)
     packages = " ".join(["$(echo /dist/dflash_trt-*.whl)[triton]", *container.packages])
+    note = f"{container.note}\n" if container.note else ""
     return (
-        "pip wheel --no-deps --wheel-dir dist .   # in a checkout of dflash-trt\n"
+        f"{note}pip wheel --no-deps --wheel-dir dist .   # in a checkout of dflash-trt\n"
         f"docker run --rm --init {'--gpus all ' if container.gpus else ''}--network host --shm-size 1g "
         f'-v "{bundle.path.resolve()}:/bundle:ro" -v "$PWD/dist:/dist:ro" \\\n'
         f"    nvcr.io/nvidia/tritonserver:{container.tag} bash -c \\\n"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from dflash_trt.engines.base import (
     GIB,
     TRITON_TRTLLM_IMAGE,
+    TRITON_TRTLLM_VERSION,
     Availability,
     BuildSettings,
     Container,
@@ -132,7 +133,12 @@ class TensorRTLLMEntry(Engine):
         return memory_settings(inventory, options, target_quantization(inventory.target))
 
     def container(self, manifest: Mapping[str, Any]) -> Container:
-        return Container(TRITON_TRTLLM_IMAGE)
+        version = manifest["tensorrt_llm"]["version"]
+        note = (
+            f"# This image has TensorRT-LLM {TRITON_TRTLLM_VERSION}, which lacks DFlash; the bundle is for {version}, "
+            "which the command installs. Without Triton: dflash-trt serve --server trtllm-serve"
+        )
+        return Container(TRITON_TRTLLM_IMAGE, packages=(f"tensorrt_llm=={version}",), note=note)
 
     def serve(self, bundle: Bundle, server: str, *, host: str, port: int) -> NoReturn:
         if server != self.server:

@@ -21,6 +21,7 @@ import pytest
 from dflash_trt import LLM, AsyncLLM, SamplingParams
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.cli import main
+from dflash_trt.engines.base import TRITON_IMAGE, TRITON_TRTLLM_IMAGE, TRITON_TRTLLM_VERSION
 from dflash_trt.errors import DFlashError
 from dflash_trt.serving import supervisor, wire
 from dflash_trt.serving.deploy import container_command, deploy
@@ -305,7 +306,7 @@ def test_the_server_on_the_path_is_taken_and_without_one_the_container_is_told(
     assert "\ndocker run " in out
     assert f'-v "{bundle.resolve()}:/bundle:ro"' in out
     assert "dflash-trt serve /bundle" in out
-    assert "nvcr.io/nvidia/tritonserver:26.07-py3" in out
+    assert f"nvcr.io/nvidia/tritonserver:{TRITON_IMAGE} " in out
     server = tmp_path / "tritonserver"
     server.write_text("")
     server.chmod(0o755)
@@ -316,9 +317,15 @@ def test_the_server_on_the_path_is_taken_and_without_one_the_container_is_told(
 
 def test_containers_fit_the_engine_of_the_bundle() -> None:
     def command(engine: str, version: str = "") -> str:
-        return container_command(Bundle(Path("x"), {"engine": engine, "tensorrt": {"version": version}}))
+        built = {"version": version}
+        return container_command(
+            Bundle(Path("x"), {"engine": engine, "tensorrt": built, "tensorrt_llm": built})
+        )
 
-    assert "tritonserver:26.07-trtllm-python-py3" in command("tensorrt-llm")
+    told = command("tensorrt-llm", "1.4.0rc1")
+    assert f"tritonserver:{TRITON_TRTLLM_IMAGE} " in told
+    assert re.match(f"# .*{TRITON_TRTLLM_VERSION}.*1.4.0rc1.*\\npip wheel", told)
+    assert "[triton] tensorrt_llm==1.4.0rc1 &&" in told
     # A plan runs only with the version that built it. Tests that build plans read real manifests.
     assert "dflash_trt-*.whl)[triton] tensorrt-cu13==11.4.0 torch" in command("tensorrt", "11.4.0")
     assert "--gpus" not in command("onnxruntime")
