@@ -1,4 +1,4 @@
-"""The commands of docs/guides/gpu.md, in their order, on doubles of CUDA and TensorRT-RTX, with a small pair's weights."""
+"""The commands of docs/guides/gpu.md, in their order, on doubles of CUDA and TensorRT-RTX, with small weights."""
 
 from __future__ import annotations
 
