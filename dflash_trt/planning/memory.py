@@ -218,7 +218,9 @@ class _Layout:
         if stride is None:
             return {None: capacity}
         written = most_written(side, min(length, PREFILL_CHUNK), self.s.block_size)
-        return rows_by_window(self.row_bytes[side], stride, capacity, written)
+        written += self.traits.idle_blocks * self.s.block_size
+        rows = rows_by_window(self.row_bytes[side], stride, capacity, written)
+        return {window: self._whole_units(count) for window, count in rows.items()}
 
     def sequence_bytes(self, side: str, length: int) -> int:
         """Bytes of a sequence's rows in all layers of a model."""
@@ -229,8 +231,11 @@ class _Layout:
         """Cache rows of one sequence: in a dense cache, passes write blocks past the last token."""
         block = self.s.block_size
         if self.pages is None:
-            return length + 2 * block + 1
+            return self._whole_units(length + 2 * block + 1)
         return -(-(length + block) // self.pages.page) * self.pages.page
+
+    def _whole_units(self, rows: int) -> int:
+        return -(-rows // self.traits.row_unit) * self.traits.row_unit
 
     def kv(self, batch: int, length: int) -> int:
         of_one = self.sequence_bytes("target", length) + self.state

@@ -18,6 +18,7 @@ from dflash_trt.engines.base import (
 )
 from dflash_trt.engines.tensorrt.flavour import FLAVOURS
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
+from dflash_trt.engines.tensorrt.profiles import ROW_UNIT
 from dflash_trt.errors import BuildError, UsageError
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class TensorRTEntry(Engine):
             scratch_bytes=GIB // 16,
             expert_kernels={"mxfp4": targets},
             keeps_queries=True,
+            row_unit=ROW_UNIT,
+            idle_blocks=1,
             states=2,  # a pass writes new ones beside those that it reads
             attention_kernels=targets if self.flavour.plugins == "all" else frozenset(),
         )

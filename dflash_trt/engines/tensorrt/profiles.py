@@ -12,6 +12,9 @@ from dflash_trt.errors import UsageError
 PREFILL, DECODE = 0, 1
 # TensorRT wants addresses that are multiples of so many bytes.
 ALIGNMENT = 256
+# The rows of a slot are a multiple of so many, so that every slot begins at an aligned address: a row of a head has at
+# least 16 bytes, eight numbers of 16 bits.
+ROW_UNIT = ALIGNMENT // 16
 # The beginning of the names of a plan's outputs that nothing reads (builder.py).
 QUERY = "query."
 
@@ -41,12 +44,8 @@ class Limits:
 
 
 def aligned_rows(rows: int) -> int:
-    """At least so many cache rows, such that every slot begins at an aligned address.
-
-    A head's row has at least 16 bytes, eight numbers of 16 bits, and rows have a multiple of that.
-    """
-    unit = ALIGNMENT // 16
-    return -(-rows // unit) * unit
+    """At least so many cache rows, such that every slot begins at an aligned address."""
+    return -(-rows // ROW_UNIT) * ROW_UNIT
 
 
 def prefill_lengths(most: int, *, apart: bool = False) -> list[int]:

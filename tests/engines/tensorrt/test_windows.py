@@ -17,6 +17,11 @@ from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
 from dflash_trt.engines.tensorrt.profiles import aligned_rows
+from dflash_trt.models.configs import read_drafter_config, read_target_config
+from dflash_trt.models.inventory import take_inventory
+from dflash_trt.planning import memory
+from dflash_trt.planning.gpus import find_gpu
+from dflash_trt.planning.settings import Settings
 from tests.doubles.checkpoints import VOCAB, make_drafter, make_target
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter
 from tests.doubles.hybrid_checkpoints import DENSE, make_hybrid
@@ -135,3 +140,16 @@ def test_a_pass_leaves_the_tokens_of_idle_slots(bundles: tuple[Bundle, Bundle]) 
         } == {(1,), (4,)}
     assert all(torch.equal(*pair) for pair in zip(before[0], after[0], strict=True))
     assert not any(torch.equal(*pair) for pair in zip(before[1], after[1], strict=True))
+
+
+def test_plans_count_the_rows_of_a_bundle(
+    bundles: tuple[Bundle, Bundle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drafter's, of which no head has more columns in this engine than numbers."""
+    monkeypatch.setattr(memory, "PREFILL_CHUNK", CHUNK)
+    folder = bundles[1].path.parent
+    pair = take_inventory(read_target_config(folder / "target"), read_drafter_config(folder / "drafter"))
+    sizes = {"max_seq_len": MOST, "max_batch_size": SLOTS, "block_size": BLOCK}
+    asked = Settings(engine="tensorrt", gpu=find_gpu("h100"), precision=FLOAT32, **sizes)
+    held = sum(kind.rows * kind.row_bytes for kind in bundles[1].cache_kinds("drafter"))
+    assert memory.estimate_memory(pair, asked).drafter_bytes == SLOTS * held
