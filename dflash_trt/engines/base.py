@@ -136,8 +136,8 @@ class MemoryTraits:
     workspace, as an allowance. `scratch_bytes`: what both plans need beside the estimate from shapes; an engine that
     has it computes every expert for every row. `expert_kernels`: formats of experts that need no such memory, and the
     compute capabilities with kernels of this project for them.
-    `row_unit`: the cache rows of a sequence are a multiple of it. `idle_blocks`: blocks of rows that layers with a window
-    keep beside a pass, as other passes write there while the slot is idle.
+    `row_unit`: the cache rows of a sequence are a multiple of it. `idle_blocks`: blocks that layers with a window keep
+    beside a pass, as other passes write there while the slot is idle.
     `keeps_queries`: whether the queries of all layers of a pass have memory at once. `states`: how often a sequence's
     recurrent states are held.
     `attention_kernels`: compute capabilities for which attention has kernels of this project, and needs neither masks
