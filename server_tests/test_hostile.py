@@ -23,8 +23,7 @@ from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.serving.deploy import bare_command, deploy
 from dflash_trt.serving.launch import Sockets, find_server, server_arguments
 from dflash_trt.serving.processes import Process, descendants, is_same, send_signal
-from dflash_trt.serving.supervisor import UnixConnection
-from server_tests.serving import Serving, fetch, free_ports, kill, refused
+from server_tests.serving import Serving, UnixConnection, fetch, free_ports, kill, refused
 
 GENERATE = b"POST /v2/models/dflash/generate HTTP/1.1\r\nHost: x\r\n"
 # CVE-2025-23310: Triton reserves stack memory for every chunk of a body.
@@ -229,15 +228,6 @@ def test_a_killed_tritonserver_is_started_again(tiny: Serving) -> None:
     assert tiny.generate(text_input="a", max_tokens=2)[0] == 200
 
 
-def test_a_killed_proxy_is_started_again(tiny: Serving) -> None:
-    (server,) = tiny.processes("bin/tritonserver")
-    (proxy,) = tiny.processes("serving.proxy")
-    kill(proxy)
-    tiny.until(lambda: tiny.processes("serving.proxy") not in ([], [proxy]) and tiny.ready())
-    assert "the proxy ended with SIGKILL: restarting it" in tiny.log
-    assert tiny.processes("bin/tritonserver") == [server]
-
-
 @pytest.mark.parametrize("name", ["http", "grpc", "metrics"])
 def test_a_second_server_on_taken_ports_does_not_say_that_it_serves(
     tiny: Serving, bundles: dict[str, Path], name: str
@@ -262,7 +252,7 @@ def test_nothing_is_left_running(bundles: dict[str, Path], tmp_path: Path, numbe
     stream = server.generate_stream(**fields)
     next(stream)  # a request that runs
     processes = server.processes("")
-    assert len(processes) >= 4  # tritonserver, backend, engine, proxy
+    assert len(processes) >= 3  # tritonserver, backend, engine
     server.process.send_signal(number)
     server.process.wait(60)
     wait(lambda: not [pid for pid in processes if Path(f"/proc/{pid}").exists()])

@@ -23,8 +23,7 @@ from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.serving.deploy import deploy
 from dflash_trt.serving.launch import Sockets, find_server, server_arguments
 from dflash_trt.serving.processes import descendants
-from dflash_trt.serving.supervisor import UnixConnection
-from server_tests.serving import STUB, Client, Serving, idle, ids_of, kill, refused, tensors
+from server_tests.serving import STUB, Client, Serving, UnixConnection, idle, ids_of, kill, refused, tensors
 
 LONG: dict[str, Any] = {
     "text_input": "def add(a, b):",

@@ -40,7 +40,7 @@ def test_the_core_imports_nothing_that_only_extras_install() -> None:
     plugins = [f"dflash_plugins.{name}" for name in with_kernels.split()]
     with_tensors = "engine caches device_arrays opening pass_context round_kernels round_memory states"
     engines = [f"dflash_trt.engines.tensorrt.{name}" for name in with_tensors.split()]
-    proxy = [f"dflash_trt.serving.{name}" for name in ("proxy", "launch")]
+    proxy = [f"dflash_trt.serving.{name}" for name in ("proxy", "supervisor")]
     names = (
         "app chat completions connections errors frames gate gemma_arguments generation logprobs metrics model"
         " protocol responses structure"

@@ -228,18 +228,18 @@ async def run(server: Serving, known: Known, seconds: float, turn: float, marker
     assert hostile.stdin is not None
     honest, now = Honest(), ["alone"]
     end = time.monotonic() + seconds
-    (proxy,), (triton,) = server.processes("serving.proxy"), server.processes("bin/tritonserver")
+    (triton,) = server.processes("bin/tritonserver")
     memory = []
     clients = [asyncio.create_task(client(n, server, known, honest, now, end)) for n in range(HONEST)]
     while time.monotonic() < end:
         for now[0], order in (("alone", b"off\n"), ("beside", b"on\n")):
             hostile.stdin.write(order)
             await asyncio.sleep(min(turn, max(end - time.monotonic(), 0)))
-        memory.append([round(resident_of(pid)) for pid in (proxy, triton)])
+        memory.append([round(resident_of(pid)) for pid in (server.process.pid, triton)])
     await asyncio.gather(*clients)
     hostile.stdin.close()
     out, _ = await asyncio.wait_for(hostile.communicate(), 4 * HANGING_SECONDS)
-    same = server.processes("serving.proxy") == [proxy] and server.processes("bin/tritonserver") == [triton]
+    same = server.process.poll() is None and server.processes("bin/tritonserver") == [triton]
     return {
         "honest": honest.to_dict(),
         "hostile": json.loads(out),

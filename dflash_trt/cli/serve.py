@@ -224,7 +224,6 @@ def _triton(args: argparse.Namespace) -> int:
         find_server,
         server_arguments,
     )
-    from dflash_trt.serving.supervisor import Supervisor
     from dflash_trt.serving.wire import max_request_bytes
 
     host, bundle = _shown(args.host), bundle_of(args)
@@ -239,6 +238,8 @@ def _triton(args: argparse.Namespace) -> int:
             print(container_command(bundle))
             return 1
         check_installed()
+        from dflash_trt.serving.supervisor import Supervisor
+
         repository = deploy(bundle, directory / "repository", python=sys.executable, **engine_settings(args))
         sockets = Sockets(directory)
         settings = ProxySettings(

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
 from dflash_trt.errors import DFlashError, UsageError
 from dflash_trt.extras import install
+from dflash_trt.serving.processes import Process
 
 LogLevel = Literal["error", "warning", "info", "verbose"]
 STUB = "triton_python_backend_stub"
@@ -38,10 +38,6 @@ class ProxySettings:
     upstream: str
     max_bytes: int
     fields: dict[str, str] | None = None
-
-    def to_json(self) -> str:
-        """An argument of the proxy's process."""
-        return json.dumps(asdict(self))
 
 
 @dataclass(frozen=True)
@@ -129,6 +125,11 @@ def find_server(directory: Path) -> TritonServer | None:
     command = [str(root / "bin" / "tritonserver"), "--backend-directory", str(backend.parent)]
     environment = {"LD_LIBRARY_PATH": ":".join(filter(None, libraries)), "PATH": ":".join(path)}
     return TritonServer(command, environment)
+
+
+def has_backend(processes: Iterable[Process]) -> bool:
+    """Whether a backend process is alive. A dead one stays as a zombie before Triton 26.01, and is collected since."""
+    return any(name == STUB[:15] and state != "Z" for name, state, _ in processes)
 
 
 def _libpython(version: str) -> Path:

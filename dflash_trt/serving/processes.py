@@ -6,7 +6,6 @@ import asyncio
 import os
 import resource
 import signal
-import subprocess
 from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
@@ -65,13 +64,6 @@ def is_running(pid: int) -> bool:
 def is_same(pid: int, process: Process) -> bool:
     """Whether `pid` is still the same process. Process ids are reused."""
     return bool(process[2]) and _process(pid)[2] == process[2]
-
-
-def has_ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Wait for the process. Returns False if it runs for more than this many seconds."""
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(seconds)
-    return process.poll() is not None
 
 
 def send_signal(pid: int, number: signal.Signals) -> None:

@@ -9,9 +9,8 @@ import re
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,10 @@ from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.cli import main
 from dflash_trt.engines.base import TRITON_IMAGE, TRITON_TRTLLM_IMAGE, TRITON_TRTLLM_VERSION
 from dflash_trt.errors import DFlashError
-from dflash_trt.serving import supervisor, wire
+from dflash_trt.serving import wire
 from dflash_trt.serving.deploy import container_command, deploy
-from dflash_trt.serving.launch import Sockets, find_server, server_arguments
+from dflash_trt.serving.launch import Sockets, find_server, has_backend, server_arguments
 from dflash_trt.serving.processes import descendants
-from dflash_trt.serving.supervisor import has_backend
 from dflash_trt.serving.worker import Worker, _options
 from tests.api.test_async import bundle, prompt
 from tests.decoding.test_faults import Panic
@@ -365,40 +363,12 @@ def test_a_backend_process_is_alive_unless_it_is_a_zombie_or_gone(states: str, a
     assert has_backend([*others, *(("triton_python_b", state, "") for state in states)]) is alive
 
 
-def test_the_model_is_loaded_again_with_growing_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(supervisor, "monotonic", lambda: now[0])
-    begun, go = threading.Event(), threading.Event()
-
-    def load() -> None:
-        begun.set()
-        go.wait(60)
-
-    reload = supervisor.Reload(load)
-    assert reload.is_due()
-    reload.start()
-    assert begun.wait(60)
-    assert not reload.is_due()  # it runs, and nobody waits for it
-    go.set()
-    pauses = []
-    for _ in range(10):
-        wait(lambda: reload._next > now[0] and not reload._thread.is_alive())
-        pauses.append(reload._next - now[0])
-        assert not reload.is_due()
-        now[0] = reload._next
-        assert reload.is_due()
-        reload.start()
-    assert pauses == [0.5, 1, 2, 4, 8, 16, 30, 30, 30, 30]
-    wait(lambda: not reload._thread.is_alive())
-    reload.is_done()
-    assert reload.is_due()
-
-
-def wait(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
+def test_pauses_before_a_restart_grow_until_it_has_served_for_a_while() -> None:
+    pauses = [wire.FIRST_PAUSE]
+    while len(pauses) < 9:
+        pauses.append(wire.next_pause(pauses[-1], 59.0))
+    assert pauses == [0.25, 0.5, 1, 2, 4, 8, 16, 30, 30]
+    assert wire.next_pause(30.0, 61.0) == 0.25
 
 
 def test_a_repository_is_where_tritonserver_can_read_it(
