@@ -266,11 +266,9 @@ class AsyncLLM:
             self._check_room()
             self._preparing += 1
         try:
-            make = partial(self._runtime.request, options=options, deadline=deadline)
+            make = partial(self._runtime.request, prompt, params, options=options, deadline=deadline)
             try:
-                request = await self._texts.run(
-                    make, prompt, params, size=_size(prompt, params), timeout=timeout
-                )
+                request = await self._texts.run(make, size=_size(prompt, params), timeout=timeout)
             except TimeoutError:
                 request = self._runtime.late_request(params, perf_counter())
             with self._wake:

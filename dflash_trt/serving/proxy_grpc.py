@@ -38,6 +38,7 @@ class GrpcProxy(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._channel = channel
 
     def service(self, details: grpc.HandlerCallDetails) -> Any:
+        """What handles a call; None for a method that is closed."""
         if details.method == _STREAM:
             return grpc.stream_stream_rpc_method_handler(self._stream)
         if details.method in _METHODS:

@@ -43,7 +43,7 @@ _UNLOADED = b"has no available versions"  # Triton's words
 _LOST = "the server ended before it answered; it is being restarted"
 
 
-class Refused(Exception):
+class ProxyError(Exception):
     """A request that is not passed on, with the status and message of its answer."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -126,7 +126,7 @@ class HttpProxy:
         self._busy.add(request.protocol)
         try:
             return await self._pass_on(request)
-        except Refused as refused:
+        except ProxyError as refused:
             response = _error(refused.status, str(refused))
             if not request.content.is_eof():  # nothing else of it needs to be read
                 response.force_close()
@@ -149,12 +149,12 @@ class HttpProxy:
             finally:
                 self._held -= len(body)
         if not self._read.fullmatch(path):
-            raise Refused(*_unknown(path))
+            raise ProxyError(*_unknown(path))
         _need(request.method == "GET", 405, f"{path} is asked with GET")
         return await self._exchange(request, "GET", None)
 
     async def _body(self, request: web.Request) -> bytes:
-        """The body. It counts in `_held` until the request is answered. Raises Refused."""
+        """The body. It counts in `_held` until the request is answered. Raises ProxyError."""
         too_long = (
             f"the body is longer than {self._max_bytes} bytes, the most that a prompt of this model needs"
         )
@@ -179,7 +179,7 @@ class HttpProxy:
         except BaseException as error:
             self._held -= len(body)
             if isinstance(error, TimeoutError):
-                raise Refused(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
+                raise ProxyError(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
             raise
         return bytes(body)
 
@@ -210,7 +210,7 @@ class HttpProxy:
 
 
 def check_json(body: bytes, known: Mapping[str, str] | None = None) -> None:
-    """Raise Refused unless the body is a JSON object that all parsers read alike, within limits.
+    """Raise ProxyError unless the body is a JSON object that all parsers read alike, within limits.
 
     known: its possible fields, with Triton's data types. Triton ignores other fields without a word, and keeps the low
     bits of integers that are too large.
@@ -218,10 +218,12 @@ def check_json(body: bytes, known: Mapping[str, str] | None = None) -> None:
     try:
         fields = json.loads(body.decode())
     except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the body is not valid JSON: {str(error)[:200]}") from None
+        raise ProxyError(400, f"the body is not valid JSON: {str(error)[:200]}") from None
     _need(isinstance(fields, dict), 400, "the body is not a JSON object")
     if known is not None and (unknown := [name for name in fields if name not in known]):
-        raise Refused(400, f"{unknown[0][:100]!a} is not a field of this model; see /v2/models/dflash/config")
+        raise ProxyError(
+            400, f"{unknown[0][:100]!a} is not a field of this model; see /v2/models/dflash/config"
+        )
     for name, value in fields.items():
         if (limits := _LIMITS.get((known or {}).get(name, ""))) is not None:
             _check_integers(name, value, *limits)
@@ -239,7 +241,7 @@ def _check_integers(name: str, value: Any, low: int, high: int) -> None:
         if isinstance(value, list):
             pending += value
         elif isinstance(value, int | float) and not low <= value <= high:
-            raise Refused(400, f"{name} is {str(value)[:40]}, expected an integer from {low} to {high}")
+            raise ProxyError(400, f"{name} is {str(value)[:40]}, expected an integer from {low} to {high}")
 
 
 def _unknown(path: str) -> tuple[int, str]:
@@ -251,7 +253,7 @@ def _unknown(path: str) -> tuple[int, str]:
 
 def _need(holds: bool, status: int, message: str) -> None:
     if not holds:
-        raise Refused(status, message)
+        raise ProxyError(status, message)
 
 
 def _error(status: int, message: str) -> web.Response:

@@ -10,8 +10,6 @@ from typing import TypeVar
 from dflash_trt.errors import DFlashError
 
 T = TypeVar("T")
-Text = TypeVar("Text")
-Params = TypeVar("Params")
 
 LONG = 4097  # characters: a shorter text is tokenized faster than handed to a thread
 
@@ -26,27 +24,19 @@ class TextThread:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="dflash-trt texts")
         self._closed = False
 
-    async def run(
-        self,
-        work: Callable[[Text, Params], T],
-        text: Text,
-        params: Params,
-        *,
-        size: int,
-        timeout: float | None,
-    ) -> T:
-        """The result of `work`. Raises TimeoutError if it takes longer than `timeout` seconds.
+    async def run(self, work: Callable[[], T], *, size: int, timeout: float | None = None) -> T:
+        """The result of `work` on a text of this size. Raises TimeoutError if it takes over `timeout` seconds.
 
         A cancelled or timed-out task does not wait. Its text is dropped unless the thread is already working on it.
         """
         if size < LONG:
-            return work(text, params)
-        kept = [(text, params)]
+            return work()
+        kept = [work]
 
         def next_text() -> T:
             if self._closed:
                 raise _closed()
-            return work(*kept.pop())
+            return kept.pop()()
 
         try:
             done = self._executor.submit(next_text)

@@ -36,6 +36,7 @@ class ConfigurationJob(BuildJob):
     def write(
         self, work: Path, manifest: dict[str, Any], files: dict[str, dict[str, Any]], progress: Progress
     ) -> dict[str, dict[str, Any]]:
+        """Write these files, and give the manifest's entries of all files."""
         config = json.dumps(drafter_config(self.drafter), indent=2, sort_keys=True) + "\n"
         for name, text in {"drafter/config.json": config, **launch_files(self.configuration)}.items():
             path = work / name

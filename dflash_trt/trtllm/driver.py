@@ -78,17 +78,21 @@ class Driver:
 
     @property
     def idle(self) -> bool:
+        """Whether there are no requests."""
         return not self._runs
 
     @property
     def pair(self) -> NoReturn:
+        """Raises DFlashError: there are no passes of ours."""
         raise DFlashError(f"{self._path}: this engine runs its own loop, and its passes cannot be checked")
 
     def follow(self, rule: Rule) -> NoReturn:
+        """Raises DFlashError: exact mode needs passes of ours."""
         raise DFlashError(f"{self._path}: this engine runs its own loop, which follows no rule")
 
     @property
     def most_tree_nodes(self) -> int:
+        """0: it drafts chains."""
         return 0
 
     def check(self, options: RequestOptions, params: SamplingParams) -> None:
@@ -129,6 +133,7 @@ class Driver:
         return FixedLength(self._draft_len + 1)
 
     def submit(self, request: Request) -> None:
+        """Hand a request over."""
         self._runs[request] = _Run()
         self._queue.watch(request)
         asyncio.run_coroutine_threadsafe(self._follow(request, self._runs[request]), self._loop)
@@ -166,11 +171,13 @@ class Driver:
         self._give_up()
 
     def logits(self, ids: list[int]) -> np.ndarray[Any, Any]:
+        """Raises DFlashError: there are none with speculative decoding."""
         raise DFlashError(
             "TensorRT-LLM gives no logits with speculative decoding; use an ONNX Runtime bundle"
         )
 
     def close(self) -> None:
+        """Drop every request, and end TensorRT-LLM and the thread of its responses."""
         self.clear()
         self._llm.shutdown()
         asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result()

@@ -56,6 +56,7 @@ class TensorRTLLMEntry(Engine):
     def check(
         self, precision: Precision | None, weights: Weights, options: TensorRTLLMOptions | None
     ) -> None:
+        """A build needs the GPU that it is for, and keeps the checkpoint's number formats. Raises UsageError."""
         from dflash_trt.formats.precision import Precision
 
         if options is None:
@@ -67,6 +68,7 @@ class TensorRTLLMEntry(Engine):
             )
 
     def check_pair(self, target: TargetConfig, drafter: DrafterConfig) -> None:
+        """Raise CheckpointError for a format that it does not read, and a drafter that it computes otherwise."""
         from dflash_trt.trtllm.drafter import check_drafter
         from dflash_trt.trtllm.quantization import target_quantization
 
@@ -74,6 +76,7 @@ class TensorRTLLMEntry(Engine):
         check_drafter(drafter)
 
     def refuses_published(self, drafter: PublishedDrafter, form: TargetForm | None) -> str:
+        """Why it has no bundle of a drafter of the hub; "" if it has one."""
         if drafter.kind not in ("DFlash", "DFlash2") or drafter.speculators:
             return "bundles are made for DFlash and DFlash2 as z-lab stores them"
         if drafter.target == "Qwen/Qwen3-Coder-Next":
@@ -85,6 +88,7 @@ class TensorRTLLMEntry(Engine):
     def job(
         self, pair: CheckpointPair, settings: BuildSettings, place: Workspace, progress: Progress
     ) -> ConfigurationJob:
+        """Its part in a build. Raises BuildError for a hybrid target with which its DFlash is not known."""
         from dflash_trt.trtllm.build import configuration_job
 
         config = pair.target.config
@@ -119,6 +123,7 @@ class TensorRTLLMEntry(Engine):
         }
 
     def availability(self, missing: Sequence[str], capabilities: Sequence[int]) -> Availability:
+        """Builds need jsonschema, and runs the package."""
         package, schemas = (importlib.util.find_spec(name) is not None for name in self.modules)
         lacks = {"jsonschema, to build": schemas, "tensorrt_llm, to run": package}
         note = ", ".join(name for name, there in lacks.items() if not there)
@@ -127,12 +132,14 @@ class TensorRTLLMEntry(Engine):
         )
 
     def memory_settings(self, inventory: Inventory, options: TensorRTLLMOptions) -> dict[str, Any]:
+        """What the options and the target's format say to a memory plan. Raises BuildError."""
         from dflash_trt.trtllm.configuration import memory_settings
         from dflash_trt.trtllm.quantization import target_quantization
 
         return memory_settings(inventory, options, target_quantization(inventory.target))
 
     def container(self, manifest: Mapping[str, Any]) -> Container:
+        """NVIDIA's image of Triton with TensorRT-LLM, and the package to put into it."""
         version = manifest["tensorrt_llm"]["version"]
         note = (
             f"# This image has TensorRT-LLM {TRITON_TRTLLM_VERSION}, which lacks DFlash; the bundle is for {version}, "
@@ -141,6 +148,7 @@ class TensorRTLLMEntry(Engine):
         return Container(TRITON_TRTLLM_IMAGE, packages=(f"tensorrt_llm=={version}",), note=note)
 
     def serve(self, bundle: Bundle, server: str, *, host: str, port: int) -> NoReturn:
+        """Become `trtllm-serve`. Raises DFlashError if that cannot be."""
         if server != self.server:
             super().serve(bundle, server, host=host, port=port)
         from dflash_trt.trtllm.serve import serve

@@ -6,6 +6,7 @@ llguidance (https://github.com/guidance-ai/llguidance) compiles the form and say
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 MOST_CHARACTERS = 1 << 16
 MOST_CHOICES = 1024
+# Of a regex or grammar: llguidance's time grows with the square of their number, to half a second here.
+MOST_OPTIONAL = 4096
+_OPTIONAL = re.compile(r"[?*]|\{0?,|\|\)|\(\|")
 # Tokens of a forced text from which on it is long: these take about a millisecond.
 LONG_FORCED = 512
 # JSON may have one space, or a line break with an indentation, wherever it allows whitespace. A model that is free to
@@ -41,8 +45,9 @@ class StructuredOutputs:
 
     disable_any_whitespace: JSON without spaces and line breaks. More of its tokens are forced then, so it is faster.
 
-    They have at most 65,536 characters, and `choice` at most 1024 strings. The model's end token ends the text as soon
-    as, and only when, it has the form. A text that reaches `max_tokens` before may be incomplete.
+    They have at most 65,536 characters, `choice` at most 1024 strings, and `regex` and `grammar` at most 4,096 optional
+    parts. The model's end token ends the text as soon as, and only when, it has the form. A text that reaches
+    `max_tokens` before may be incomplete.
     """
 
     json: str | Mapping[str, Any] | bool | None = None
@@ -73,6 +78,11 @@ class StructuredOutputs:
             object.__setattr__(self, "choice", _choices(self.choice))
         if self.size > MOST_CHARACTERS:
             raise RequestError(f"{given[0]} has {self.size} characters, expected at most {MOST_CHARACTERS}")
+        optional = len(_OPTIONAL.findall(self.regex or self.grammar or ""))
+        if optional > MOST_OPTIONAL:
+            raise RequestError(
+                f"{given[0]} has {optional} optional parts (?, * and others), expected at most {MOST_OPTIONAL}"
+            )
 
     @property
     def size(self) -> int:

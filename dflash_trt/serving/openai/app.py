@@ -33,12 +33,12 @@ from dflash_trt.serving.openai.protocol import (
 from dflash_trt.serving.openai.responses import Responses
 from dflash_trt.serving.openai.responses_request import ResponsesRequest
 
-Answering = Chat | Completions | Responses
-# Endpoints that answer: the fields of a request, and what answers it.
+Answering = Chat | Completions
+# Endpoints that answer: the fields of a request, and what makes an answer of it.
 _ANSWERS: dict[str, tuple[type[CommonFields], Any]] = {
-    "/v1/chat/completions": (ChatRequest, Chat),
-    "/v1/completions": (CompletionRequest, Completions),
-    "/v1/responses": (ResponsesRequest, Responses),
+    "/v1/chat/completions": (ChatRequest, Chat.of),
+    "/v1/completions": (CompletionRequest, Completions.of),
+    "/v1/responses": (ResponsesRequest, Responses.respond),
 }
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 B = TypeVar("B", bound=BaseModel)
@@ -118,7 +118,7 @@ def _add_answers(
             admit(body)
             named = "x-request-id" not in request.headers and body.request_id
             request_id = named or str(request.state.request_id)
-            made: Answering = await answering.of(model, body, request_id, most_seconds)
+            made: Answering = await answering(model, body, request_id, most_seconds)
             made.usage.details = prompt_details
             for message in made.prepared.messages:
                 message["cache_salt"] = cache_salt(request.state.key_digest, body.cache_salt)
@@ -127,9 +127,10 @@ def _add_answers(
 
         return answer
 
-    posts = {path: endpoint(kind, answering) for path, (kind, answering) in _ANSWERS.items()}
-    for path, answer in posts.items():  # FastAPI documents them
-        app.post(path, openapi_extra=_schema(_ANSWERS[path][0]), response_model=None)(answer)
+    posts = {}
+    for path, (kind, answering) in _ANSWERS.items():
+        posts[path] = endpoint(kind, answering)
+        app.post(path, openapi_extra=_schema(kind), response_model=None)(posts[path])  # to be documented
     return posts
 
 

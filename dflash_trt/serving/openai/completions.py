@@ -60,6 +60,7 @@ class Completions(Generation[CompletionRequest, CompletionChoice]):
         return cls(model, body, f"cmpl-{request_id}", prepared, choices, names(body))
 
     def take(self, index: int, update: Update) -> None:
+        """Count an update of a choice. Where only the prompt is asked for, its token is dropped."""
         if self.body.echo and self.body.max_tokens == 0:
             update |= {"text": "", "token_ids": []}
             if "logprobs" in update:
@@ -117,15 +118,12 @@ class Completions(Generation[CompletionRequest, CompletionChoice]):
 
 async def _ids(model: Model, prompt: str | list[int], body: CompletionRequest) -> list[int]:
     """Token ids of a prompt. The engine checks given ids. Raises ApiError."""
-    if not isinstance(prompt, str):
-        if not prompt:
-            raise ApiError(400, "the prompt is empty: give at least one token", "prompt")
-        return prompt
-    try:
+    if isinstance(prompt, str):
         any_length = body.truncate_prompt_tokens is not None
-        ids = await model.encode(prompt, special=body.add_special_tokens, any_length=any_length)
-    except RequestError as error:
-        raise refused(error) from None
-    if not ids:
+        try:
+            prompt = await model.encode(prompt, special=body.add_special_tokens, any_length=any_length)
+        except RequestError as error:
+            raise refused(error) from None
+    if not prompt:
         raise ApiError(400, "the prompt is empty: give at least one token", "prompt")
-    return ids
+    return prompt

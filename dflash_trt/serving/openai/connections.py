@@ -22,14 +22,17 @@ class Connection(HttpToolsProtocol):
     _in_body = False  # whether headers have arrived, and not the end of their message
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Expect headers from now on."""
         super().connection_made(transport)
         self._expect_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Expect nothing more."""
         self._expect_nothing()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        """Pass bytes on, unless there are too many that are not of a body."""
         if self.timeout_keep_alive_task is not None and self._late is None:
             self._expect_headers()  # also of a client that sends nothing but line breaks
         if self._late is not None or self._in_body:
@@ -42,28 +45,34 @@ class Connection(HttpToolsProtocol):
         super().data_received(data)
 
     def on_message_begin(self) -> None:
+        """The headers of one more message must arrive."""
         super().on_message_begin()
         if self._late is None:
             self._expect_headers()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._in_body:  # a trailer must not pass for a header
+        """Take a header, and drop a trailer, which must not pass for one."""
+        if not self._in_body:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        """The headers have arrived, and a body follows."""
         self._expect_nothing()
         self._bytes, self._in_body = 0, True
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
+        """A piece of the body has come, so the count begins again."""
         self._bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        """The body has ended."""
         self._in_body = False
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        """Close the connection after an answer that leaves a body unread."""
         if self._in_body and not self.pipeline:  # in a pipeline, an earlier request was answered
             self.transport.close()
         super().on_response_complete()

@@ -35,7 +35,7 @@ class QueueFullError(DFlashError):
     """As many requests are in flight as the server takes."""
 
 
-class _Connection(asyncio.Protocol):
+class _RunningEngine(asyncio.Protocol):
     """One engine process, what it says, and the requests that it works on."""
 
     transport: asyncio.Transport
@@ -110,7 +110,7 @@ class EngineProcess:
     def __init__(self, settings: dict[str, str], *, key: str, limit: int, say: Callable[[str], None]) -> None:
         self._settings, self._key, self.limit, self._say = settings, key, limit, say
         self._numbers = itertools.count(1)
-        self._connection: _Connection | None = None
+        self._connection: _RunningEngine | None = None
         self._watch: asyncio.Task[None] | None = None
         self._closing = False
         self._closed: asyncio.Task[None] | None = None
@@ -170,10 +170,8 @@ class EngineProcess:
         if connection is None or self._closing:
             raise EngineDownError("the engine is being started; try again in some seconds")
         left = {next(self._numbers): message.get("n", 1) for message in messages}  # choices by message
-        choices, firsts = (
-            sum(left.values()),
-            dict(zip(left, accumulate(left.values(), initial=0), strict=False)),
-        )
+        choices = sum(left.values())
+        firsts = dict(zip(left, accumulate(left.values(), initial=0), strict=False))
         if connection.in_flight + choices > self.limit:
             raise QueueFullError(
                 f"{connection.in_flight} requests are in flight, and the limit is {self.limit}; try again later"
@@ -236,7 +234,7 @@ class EngineProcess:
             raise EngineDownError(update["error"]["text"])
         return update["metrics"]
 
-    async def _open(self) -> _Connection:
+    async def _open(self) -> _RunningEngine:
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
@@ -245,7 +243,7 @@ class EngineProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 start_new_session=True,  # otherwise Ctrl-C in a terminal reaches it
             )
-        connection = _Connection(process)
+        connection = _RunningEngine(process)
         try:
             await asyncio.get_running_loop().create_unix_connection(lambda: connection, sock=ours)
             first = await connection.first
@@ -263,7 +261,7 @@ class EngineProcess:
         connection.longest_line, connection.born = first["longest_line"], monotonic()
         return connection
 
-    async def _keep_running(self, connection: _Connection) -> None:
+    async def _keep_running(self, connection: _RunningEngine) -> None:
         """Notice the death of the engine, answer its requests, and start another one."""
         pause = wire.FIRST_PAUSE
         while True:
@@ -286,7 +284,7 @@ class EngineProcess:
             self.restarts += 1
             self._say("the engine serves again")
 
-    async def _until_end(self, connection: _Connection) -> None:
+    async def _until_end(self, connection: _RunningEngine) -> None:
         """Wait for the end of the engine. One that answers nothing is killed."""
         unanswered = 0
         while not (await asyncio.wait([connection.ended], timeout=_ASK_SECONDS))[0]:

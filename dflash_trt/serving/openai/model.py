@@ -13,6 +13,7 @@ from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.engines.registry import engine_of
 from dflash_trt.errors import CheckpointError, DFlashError, RequestError
 from dflash_trt.files.reading import read_object
+from dflash_trt.serving.openai.calls import parsed
 from dflash_trt.serving.openai.errors import ApiError
 from dflash_trt.serving.openai.protocol import Message, Tool
 from dflash_trt.text.text_thread import TextThread
@@ -62,30 +63,24 @@ class Model:
 
         any_length: take a text that is longer than this model holds.
         """
-        work = partial(self._encode, special=special, any_length=any_length)
-        return await self._texts.run(work, text, None, size=len(text), timeout=None)
+        work = partial(self._encode, text, special=special, any_length=any_length)
+        return await self._texts.run(work, size=len(text))
 
-    def _encode(self, text: str, _: None, *, special: bool, any_length: bool) -> list[int]:
+    def _encode(self, text: str, *, special: bool, any_length: bool) -> list[int]:
         most = None if any_length else self.max_seq_len
         return self.tokenizer.encode(text, add_special_tokens=special, max_tokens=most)
 
     async def decode(self, ids: list[int]) -> str:
         """The text of token ids, special tokens included. Raises RequestError. A thread decodes long lists."""
-
-        def work(ids: list[int], _: None) -> str:
-            if wrong := [token for token in ids if not 0 <= token < self.vocab_size]:
-                raise RequestError(f"tokens contains {wrong[0]}, expected 0..{self.vocab_size - 1}")
-            return self.tokenizer.decode(ids, skip_special_tokens=False)
-
-        return await self._texts.run(work, ids, None, size=len(ids), timeout=None)
+        if wrong := [token for token in ids if not 0 <= token < self.vocab_size]:
+            raise RequestError(f"tokens contains {wrong[0]}, expected 0..{self.vocab_size - 1}")
+        return await self._texts.run(
+            partial(self.tokenizer.decode, ids, skip_special_tokens=False), size=len(ids)
+        )
 
     async def token_texts(self, ids: list[int]) -> list[str]:
         """Each token as text, special tokens included. A thread decodes long lists."""
-
-        def work(ids: list[int], _: None) -> list[str]:
-            return [self.token_text(token) for token in ids]
-
-        return await self._texts.run(work, ids, None, size=len(ids), timeout=None)
+        return await self._texts.run(lambda: [self.token_text(token) for token in ids], size=len(ids))
 
     async def chat(
         self,
@@ -103,7 +98,7 @@ class Model:
         """
         most = self.tokenizer.most_bytes(self.max_seq_len) + (1 << 20)
 
-        def render(_: str, __: None) -> tuple[list[int], str]:
+        def render() -> tuple[list[int], str]:
             given = [self._message(message) for message in messages]
             listed = [tool.model_dump(exclude_none=True) for tool in tools] if tools else None
             try:
@@ -115,10 +110,10 @@ class Model:
                 ) from None
             if continued:
                 text = _until(text, given[-1]["content"])
-            return self._encode(text, None, special=False, any_length=any_length), text
+            return self._encode(text, special=False, any_length=any_length), text
 
         # The renderer is a process of its own, so the event loop must not wait for it.
-        return await self._texts.run(render, "", None, size=most, timeout=None)
+        return await self._texts.run(render, size=most)
 
     def _message(self, message: Message) -> dict[str, Any]:
         """A message as templates know it: texts joined, arguments of calls as objects."""
@@ -182,10 +177,7 @@ def _until(text: str, content: str) -> str:
 
 def _arguments(text: str) -> Any:
     """The arguments of a call: the object that the text spells, or the text where it spells none."""
-    try:
-        value = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        return text
+    value = parsed(text or "{}")
     return value if isinstance(value, dict) else text
 
 

@@ -6,7 +6,6 @@ parser of gpt-oss, and written.py says which stages a model's chat template need
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -30,30 +29,20 @@ class AnswerPart:
     call: Call | None = None
 
 
-class Stage(ABC):
-    """Text in, parts out. `push` takes text as it comes, `finish` gives the rest.
+class Stage:
+    """Text in, parts out. `push` takes text as it comes, `finish` gives the rest. Here all text is content.
 
     cut: the answer was ended before its end. A call that has begun is then given as far as its arguments go, and
     nothing of it is content.
     """
 
-    @abstractmethod
     def push(self, text: str) -> Iterator[AnswerPart]:
         """The parts that are certain now."""
-
-    @abstractmethod
-    def finish(self, *, cut: bool = False) -> Iterator[AnswerPart]:
-        """The parts that the end makes certain."""
-
-
-class Plain(Stage):
-    """All text is content."""
-
-    def push(self, text: str) -> Iterator[AnswerPart]:
         if text:
             yield AnswerPart("content", text)
 
     def finish(self, *, cut: bool = False) -> Iterator[AnswerPart]:
+        """The parts that the end makes certain."""
         return iter(())
 
 
@@ -74,6 +63,7 @@ class Think(Stage):
         return self._state in ("trim", "after")
 
     def push(self, text: str) -> Iterator[AnswerPart]:
+        """Reasoning as soon as no end mark can be in it, and the content after that."""
         self._held += text
         if self._state == "before":
             start = self._held.lstrip()
@@ -104,6 +94,7 @@ class Think(Stage):
             yield AnswerPart("reasoning", before)
 
     def finish(self, *, cut: bool = False) -> Iterator[AnswerPart]:
+        """What is held back, which is no mark."""
         if self._held and self._state != "trim":
             yield AnswerPart("reasoning" if self._state == "inside" else "content", self._held)
         self._held = ""
@@ -120,6 +111,7 @@ class MarkedCalls(Stage):
         self._held, self._inside, self._after_call = "", False, False
 
     def push(self, text: str) -> Iterator[AnswerPart]:
+        """The content before a mark, and each call when its block has ended."""
         self._held += text
         while True:
             mark = (self._end or self._begin) if self._inside else self._begin
@@ -150,6 +142,7 @@ class MarkedCalls(Stage):
             yield AnswerPart("content", f"{self._begin}{text}{end}")
 
     def finish(self, *, cut: bool = False) -> Iterator[AnswerPart]:
+        """A block without an end may be a call; the beginning of a mark is none."""
         held, inside = self._held, self._inside
         self._held, self._inside = "", False
         if inside:  # the end mark alone may be missing
@@ -173,6 +166,7 @@ class BareCalls(Stage):
         self._known = None if known is None else frozenset(known)
 
     def push(self, text: str) -> Iterator[AnswerPart]:
+        """Nothing while the text may be a call; then all of it is content."""
         self._held += text
         start = self._held.lstrip().removeprefix("<|python_tag|>").lstrip()
         may_call = not start or start[0] in "{[" or "<|python_tag|>".startswith(start)
@@ -182,6 +176,7 @@ class BareCalls(Stage):
             self._held = ""
 
     def finish(self, *, cut: bool = False) -> Iterator[AnswerPart]:
+        """The calls, if the text is nothing else; otherwise it is content."""
         values, rest = json_values(self._held.strip().removeprefix("<|python_tag|>"))
         rest = rest.removeprefix("[") if cut else rest
         calls = [call for value in values if (call := self._known_call(value))]

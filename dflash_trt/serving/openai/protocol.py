@@ -137,6 +137,7 @@ class SamplingFields(CommonFields):
     return_rounds: bool | None = None
 
     def answers(self) -> int:
+        """`n`, by default 1."""
         return self.n or 1
 
     def sampling(self) -> dict[str, Any]:
@@ -162,6 +163,7 @@ class CompletionRequest(SamplingFields):
     suffix: Literal[""] | None = None
 
     def answers(self) -> int:
+        """`n` for each prompt."""
         return len(self.prompts()) * super().answers()
 
     def prompts(self) -> list[str | list[int]]:

@@ -16,55 +16,34 @@ from dflash_trt.serving.openai.calls import Call
 from dflash_trt.serving.openai.chat import Chat
 from dflash_trt.serving.openai.engine import EngineProcess
 from dflash_trt.serving.openai.errors import ApiError, from_validation
-from dflash_trt.serving.openai.generation import Prepared, Usage
 from dflash_trt.serving.openai.generation import event as event_text
 from dflash_trt.serving.openai.model import Model
-from dflash_trt.serving.openai.responses_request import NAMES, Json, ResponsesRequest, as_chat
+from dflash_trt.serving.openai.responses_request import NAMES, Json, ResponsesRequest
 
 _TYPES = {"content": "message", "reasoning": "reasoning", "call": "function_call"}  # of items
 
 
-@dataclass
-class Responses:
-    """A response that is ready to be decoded: a chat, and the form of its answer."""
+@dataclass(kw_only=True)
+class Responses(Chat):
+    """A response that is ready to be decoded: a chat, whose answer has another form."""
 
-    chat: Chat
-    body: ResponsesRequest
-    id: str
+    asked: ResponsesRequest
     _number: int = 0
     _items: list[Json] = field(default_factory=list)
 
     @classmethod
-    async def of(
+    async def respond(
         cls, model: Model, body: ResponsesRequest, request_id: str, most_seconds: float | None
     ) -> Responses:
         """Render and tokenize. Raises ApiError."""
         try:
-            chat = await Chat.of(model, as_chat(body), request_id, most_seconds)
+            chat = await Chat.of(model, body.chat(), request_id, most_seconds)
         except ValidationError as error:
             raise from_validation(error).renamed(NAMES) from None
         except ApiError as error:
             raise error.renamed(NAMES) from None
-        return cls(chat, body, f"resp_{request_id}")
-
-    @property
-    def usage(self) -> Usage:
-        """Tokens of the request so far."""
-        return self.chat.usage
-
-    @property
-    def prepared(self) -> Prepared:
-        """The engine's message."""
-        return self.chat.prepared
-
-    def reasons(self) -> list[str | None]:
-        """The finish reason of the only choice so far."""
-        return self.chat.reasons()
-
-    @property
-    def ended(self) -> bool:
-        """Whether the answer has ended."""
-        return self.chat.ended
+        names = [*chat.names, *NAMES]
+        return cls(**vars(chat) | {"asked": body, "id": f"resp_{request_id}", "names": names})
 
     async def whole(self, engine: EngineProcess) -> Json:
         """The response at once."""
@@ -76,34 +55,31 @@ class Responses:
 
     async def chunks(self, engine: EngineProcess) -> AsyncGenerator[Json, None]:
         """The events of a stream. The last one has the whole response."""
-        try:
-            open_item: Json | None = None
-            async with aclosing(self.chat.run(engine)) as given:
-                async for index, update in given:
-                    if not self._number:
-                        for kind in ("response.created", "response.in_progress"):
-                            yield self._event(kind, response=self._response("in_progress"))
-                    for part in self.chat.parts(index, update):
-                        if open_item is None or open_item["type"] != _TYPES[part.kind]:
-                            for event in self._closed(open_item):
-                                yield event
-                            open_item = None
-                        if part.call is not None:
-                            for event in self._called(part.call):
-                                yield event
-                            continue
-                        if open_item is None:
-                            open_item = self._new(part.kind)
-                            for event in self._opened(open_item):
-                                yield event
-                        open_item["content"][0]["text"] += part.text
-                        yield self._text_event("delta", open_item, delta=part.text)
-            for event in self._closed(open_item, self._status()):
-                yield event
-            whole = self._response(self._status())
-            yield self._event(f"response.{whole['status']}", response=whole)
-        except ApiError as error:
-            raise error.renamed(NAMES) from None
+        open_item: Json | None = None
+        async with aclosing(self.run(engine)) as given:
+            async for index, update in given:
+                if not self._number:
+                    for kind in ("response.created", "response.in_progress"):
+                        yield self._event(kind, response=self._response("in_progress"))
+                for part in self.parts(index, update):
+                    if open_item is None or open_item["type"] != _TYPES[part.kind]:
+                        for event in self._closed(open_item):
+                            yield event
+                        open_item = None
+                    if part.call is not None:
+                        for event in self._called(part.call):
+                            yield event
+                        continue
+                    if open_item is None:
+                        open_item = self._new(part.kind)
+                        for event in self._opened(open_item):
+                            yield event
+                    open_item["content"][0]["text"] += part.text
+                    yield self._text_event("delta", open_item, delta=part.text)
+        for event in self._closed(open_item, self._status()):
+            yield event
+        whole = self._response(self._status())
+        yield self._event(f"response.{whole['status']}", response=whole)
 
     def _status(self) -> str:
         """Whether the answer was cut, so far."""
@@ -178,7 +154,7 @@ class Responses:
         return {"type": kind, "sequence_number": self._number - 1, **fields}
 
     def _response(self, status: str) -> Json:
-        usage, body = self.usage, self.body
+        usage, body = self.usage, self.asked
         cached = usage.cached if usage.details else 0
         counts = {
             "input_tokens": usage.prompt,
@@ -192,9 +168,9 @@ class Responses:
         return {
             "id": self.id,
             "object": "response",
-            "created_at": self.chat.created,
+            "created_at": self.created,
             "status": status,
-            "model": self.chat.model.name,
+            "model": self.model.name,
             "output": [dict(item) for item in self._items],
             "error": None,
             "incomplete_details": why if status == "incomplete" else None,

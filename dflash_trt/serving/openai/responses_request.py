@@ -13,6 +13,8 @@ from dflash_trt.serving.openai.protocol import (
     Body,
     ChatRequest,
     CommonFields,
+    Function,
+    NamedFunction,
     TextPart,
     Verbosity,
 )
@@ -46,21 +48,16 @@ class InputMessage(Body):
     encrypted_content: str | None = None
 
 
-class FlatTool(Body):
+class FlatTool(Function):
     """A function that the model may call."""
 
     type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: Json | None = None
-    strict: bool | None = None
 
 
-class FlatNamedTool(Body):
+class FlatNamedTool(NamedFunction):
     """A function by its name."""
 
     type: Literal["function"]
-    name: str
 
 
 class Reasoning(Body):
@@ -95,8 +92,8 @@ class ResponsesRequest(CommonFields):
     max_tool_calls: int | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
-    def chat(self) -> Json:
-        """The same request as a chat."""
+    def chat(self) -> ChatRequest:
+        """The same request as a chat. Raises ApiError, or pydantic's ValidationError."""
         made: Json = {
             name: getattr(self, name) for name in (*CommonFields.model_fields, "parallel_tool_calls")
         }
@@ -116,7 +113,7 @@ class ResponsesRequest(CommonFields):
         if form.get("type") == "json_schema":  # flat here, nested in a chat
             form = {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
         made["response_format"] = form or None
-        return {name: value for name, value in made.items() if value is not None}
+        return ChatRequest.model_validate({name: value for name, value in made.items() if value is not None})
 
     def _messages(self) -> Iterator[Json]:
         if isinstance(self.input, str):
@@ -163,8 +160,3 @@ def _text(content: Any, at: int) -> str:
     if not all(isinstance(text, str) for text in texts):
         raise ApiError(400, f"input[{at}].content has a part that is no text", f"input[{at}].content")
     return "".join(texts)
-
-
-def as_chat(body: ResponsesRequest) -> ChatRequest:
-    """The chat of a response. Raises pydantic's ValidationError."""
-    return ChatRequest.model_validate(body.chat())

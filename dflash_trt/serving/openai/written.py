@@ -17,7 +17,7 @@ from functools import partial
 from typing import NamedTuple
 
 from dflash_trt.serving.openai.calls import Call, Schemas, gemma_call, mistral_calls, tagged_call
-from dflash_trt.serving.openai.parsing import BareCalls, MarkedCalls, Plain, Stage
+from dflash_trt.serving.openai.parsing import BareCalls, MarkedCalls, Stage
 
 
 class Thoughts(NamedTuple):
@@ -72,7 +72,7 @@ def calls_of(template: str, schemas: Schemas | None, *, known: bool = False) -> 
     """
     notation = notation_of(template)
     if schemas is None or not notation:
-        return Plain()
+        return Stage()
     if notation == BARE:
         return BareCalls(schemas if known else None)
     readers: dict[str, Callable[..., list[Call]]]

@@ -20,7 +20,7 @@ REASONS = {
 }
 
 
-class Metrics:
+class TritonMetrics:
     """The engine's counters and gauges on the server's metrics port."""
 
     def __init__(self, labels: dict[str, str]) -> None:
@@ -75,7 +75,7 @@ class Counts:
             self.refused[reason] += 1
 
     def samples(self) -> list[tuple[str, str, dict[str, str], float]]:
-        """Name, help, labels and value, as `Metrics.show` takes them."""
+        """Name, help, labels and value, as `TritonMetrics.show` takes them."""
         refused = [
             (
                 "dflash_requests_refused_total",

@@ -23,7 +23,7 @@ from typing import Any
 
 import dflash_wire as wire
 import triton_python_backend_utils as pb_utils
-from dflash_metrics import REASONS, Counts, Metrics
+from dflash_metrics import REASONS, Counts, TritonMetrics
 from dflash_request import PendingRequest, Refused, longest_input, named, read_request, tensors
 
 CANCELLATION_CHECK_SECONDS = 0.1
@@ -45,7 +45,7 @@ class TritonPythonModel:
         self.numbers = itertools.count(1)  # numbers of requests
         self.failure = ""  # the reason why there is no engine
         self.closing = False
-        self.metrics = Metrics({"model": self.name, "version": args["model_version"]})
+        self.metrics = TritonMetrics({"model": self.name, "version": args["model_version"]})
         self.socket, theirs = socket.socketpair()
         self.engine = subprocess.Popen(
             wire.command(python, theirs, settings), pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
