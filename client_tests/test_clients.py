@@ -12,7 +12,7 @@ import pytest
 from client_tests.conftest import ENVIRONMENTS, FOLDER, Run, environment, printed
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.serving.openai.channels import Channels
-from dflash_trt.serving.openai.parsing import AnswerPart, Plain
+from dflash_trt.serving.openai.parsing import AnswerPart, Stage
 from dflash_trt.text.tokenizer import Tokenizer
 from tests.serving.openai.conftest import Server
 
@@ -197,7 +197,7 @@ def with_all_markers(folder: Path) -> Tokenizer:
 
 def ours(tokenizer: Tokenizer, answer: str) -> list[AnswerPart]:
     """The parts that this package finds, a token at a time."""
-    channels = Channels(tokenizer, "<|start|>assistant", Plain())
+    channels = Channels(tokenizer, "<|start|>assistant", Stage())
     parts = list[AnswerPart]()
     for token in tokenizer.encode(answer, add_special_tokens=False):
         parts += channels.push(tokenizer.decode([token]), [token])

@@ -133,6 +133,7 @@ def test_a_deliberate_unload_is_respected(tiny: Serving) -> None:
 
     assert post("unload") == 200
     tiny.until(lambda: not tiny.ready())
+    tiny.until(lambda: tiny.metric("dflash_engine_up") == 0)
     time.sleep(2)  # four looks of the supervisor
     assert not tiny.ready()
     assert post("load") == 200
@@ -217,6 +218,10 @@ def test_a_signal_lets_requests_finish_then_cancels_them(bundles: dict[str, Path
         server = Serving(bundles["tiny"], tmp_path / f"log{grace}", *options)
         with busy(server) as (client, answers):
             server.process.send_signal(number)
+            server.until(
+                lambda server=server: server.get("/v2/health/live")[0] == 503
+            )  # new requests are refused
+            assert "the server is stopping" in server.get("/v2/health/live")[1]
             while sum(last for _, _, last in answers) < 4:
                 answers.append(client.wait())
         reasons = {outputs["finish_reason"][0, 0] for _, outputs, last in answers if last}

@@ -122,6 +122,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"choice": "yes"}, "choice is 'yes'"),
     ({"choice": ["a", 1]}, "choice contains 1"),
     ({"grammar": "x" * 65537}, "65537 characters"),
+    *(
+        ({"regex": part * 5000}, "regex has 5000 optional parts")
+        for part in ("a?", "(ab)*", "(a|)", "a{0,3}")
+    ),
+    ({"grammar": "start: " + '"a"? ' * 4097}, "grammar has 4097 optional parts"),
     ({"json_object": 1}, "json_object is 1"),
 ]
 

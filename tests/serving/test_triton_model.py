@@ -96,7 +96,7 @@ def receiving(
     triton.name, triton.lock, triton.socket, triton.answers = "dflash", threading.Lock(), ours, received(ours)
     triton.closing, triton.metrics, triton.counts = (
         closing,
-        model.Metrics({}),
+        model.TritonMetrics({}),
         model.Counts(place / "engine-ended"),
     )
     triton.engine = SimpleNamespace(wait=lambda: -9)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -8,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,42 @@ from openai import OpenAI
 
 from dflash_trt import LLM
 from dflash_trt.building.build import build
+from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.serving.openai.chat import Chat
+from dflash_trt.serving.openai.model import Model
+from dflash_trt.serving.openai.protocol import ChatRequest
 
 OPTIONS = (
     "--block-length=8", "--max-batch-size=4", "--threads=1", "--stream-interval=0", "--grace=2", "--allow-priority",
 )  # fmt: skip
 
 LONG = {"prompt": "x = [", "max_tokens": 480, "ignore_eos": True}
-COMPLETIONS = "/v1/completions"
+COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+HI = [{"role": "user", "content": "hi"}]
+QUESTION = [{"role": "user", "content": "What should I eat in Borvik?"}]
+
+
+def tool(parameters: Any, name: str = "order") -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def model_of(bundle: Path, template: str, prompt: str = "hi", marks: Sequence[str] = ()) -> Model:
+    """A bundle's model with another family's chat template, by which every chat becomes this prompt."""
+    model = Model(Bundle.open(bundle), None)
+    model.template = template
+    model.tokenizer.backend.add_special_tokens([*marks])
+
+    async def chat(*_: Any, **__: Any) -> tuple[list[int], str]:
+        return await model.encode(prompt, special=False), prompt
+
+    model.chat = chat  # type: ignore[method-assign]
+    return model
+
+
+def chat_of(model: Model, **fields: Any) -> Chat:
+    """A chat that is ready to be decoded."""
+    body = ChatRequest.model_validate({"messages": HI} | fields)
+    return asyncio.run(Chat.of(model, body, "x", None))
 
 
 class Server:
@@ -64,6 +94,17 @@ class Server:
 
     def post(self, path: str, body: Any, **headers: str) -> Any:
         return self.http.post(path, json=body, headers=headers)
+
+    def made(self, path: str, **fields: Any) -> Any:
+        """The answer to a request that is taken."""
+        answer = self.post(path, fields)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def events(self, path: str, **fields: Any) -> list[Any]:
+        """The answer in events."""
+        lines = self.post(path, fields | {"stream": True}).text.splitlines()
+        return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
 
     def metric(self, name: str) -> float:
         """A sample of /metrics by its full name."""

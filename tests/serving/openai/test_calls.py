@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.output.detokenizer import Detokenizer
 from dflash_trt.decoding.sampling.structure import StructuredOutputs, Structures
 from dflash_trt.serving.openai.chat import Chat
 from dflash_trt.serving.openai.errors import ApiError
-from dflash_trt.serving.openai.model import Model
-from dflash_trt.serving.openai.protocol import ChatRequest
 from dflash_trt.serving.openai.structure import closed
-from tests.serving.openai.conftest import Server
+from tests.serving.openai.conftest import CHATS, HI, Server, chat_of, model_of, tool
 
-CHATS = "/v1/chat/completions"
-HI = [{"role": "user", "content": "hi"}]
 LETTER = {"type": "object", "properties": {"a": {"enum": ["x"]}}}
 
 NESTED = {"properties": {"n": {"anyOf": [{"$ref": "#/$defs/N"}, {"type": "null"}]}}}
 
 
-def tool(parameters: Any, name: str = "order") -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "parameters": parameters}}
-
-
 def ask(server: Server, **fields: Any) -> Any:
-    answer = server.post(CHATS, {"messages": HI, "max_tokens": 60, **fields})
-    assert answer.status_code == 200, answer.text
-    (choice,) = answer.json()["choices"]
+    (choice,) = server.made(CHATS, **{"messages": HI, "max_tokens": 60, **fields})["choices"]
     return choice
 
 
@@ -125,10 +113,8 @@ def test_a_call_that_max_tokens_cuts_is_no_content(server: Server) -> None:
 
 def test_an_answer_with_tools_and_a_format_is_either(server: Server) -> None:
     schema = {"type": "object", "properties": {"city": {"enum": ["Borvik"]}}, "required": ["city"]}
-    form = {
-        "type": "json_schema",
-        "json_schema": {"name": "x", "schema": schema | {"additionalProperties": False}},
-    }
+    named = {"name": "x", "schema": schema | {"additionalProperties": False}}
+    form = {"type": "json_schema", "json_schema": named}
     asked = {"tools": [tool(LETTER)], "response_format": form}
     first = {
         text: server.post("/tokenize", {"prompt": text}).json()["tokens"][0] for text in ("<tool_call>", "{")
@@ -198,23 +184,13 @@ Q = '<|"|>'
     ids=["gpt-oss", "mistral", "gemma"],
 )  # fmt: skip
 def test_required_calls_are_written_as_the_family_writes_them(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch,
-    marks: list[str], template: str, before: str, takes: dict[str, Any], refuses: list[str],
-) -> None:  # fmt: skip
-    model = Model(Bundle.open(tiny), None)
+    tiny: Path, marks: list[str], template: str, before: str, takes: dict[str, Any], refuses: list[str]
+) -> None:
+    model = model_of(tiny, template, "<|start|>assistant", marks)
     tokenizer = model.tokenizer.backend
-    tokenizer.add_special_tokens(marks)
-    model.template = template
-
-    async def chat(*_: Any, **__: Any) -> tuple[list[int], str]:
-        return [1], "<|start|>assistant"
-
-    monkeypatch.setattr(model, "chat", chat)
 
     def made(**fields: Any) -> Chat:
-        fields |= {"messages": HI, "tools": [tool(ANY), tool(LETTER, "other")]}
-        body = ChatRequest.model_validate(fields)
-        return asyncio.run(Chat.of(model, body, "x", None))
+        return chat_of(model, tools=[tool(ANY), tool(LETTER, "other")], **fields)
 
     structures = Structures(tokenizer, tokenizer.get_vocab_size(), [2])
 
@@ -254,7 +230,5 @@ def test_required_calls_are_written_as_the_family_writes_them(
         assert accepted(asked, before + "{days:2}" + end + "<|tool_response>")
         unsaid: list[dict[str, Any]] = [{"not": {}}, {"$ref": "#/$defs/B"}]
         for part in unsaid:
-            asking = {"messages": HI, "tools": [tool({"properties": {"a": part}})], "tool_choice": "required"}
-            body = ChatRequest.model_validate(asking)
             with pytest.raises(ApiError, match="cannot be enforced in this model's notation"):
-                asyncio.run(Chat.of(model, body, "x", None))
+                chat_of(model, tools=[tool({"properties": {"a": part}})], tool_choice="required")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,28 +16,24 @@ from dflash_trt.decoding.output.stopping import StopChecker
 from dflash_trt.serving.openai.chat import Chat
 from dflash_trt.serving.openai.errors import ApiError
 from dflash_trt.serving.openai.model import Model
-from dflash_trt.serving.openai.protocol import ChatRequest
 from dflash_trt.serving.wire import refusal
 from dflash_trt.serving.worker import Worker
-from tests.serving.openai.conftest import COMPLETIONS, Server
+from dflash_trt.text.tokenizer import Tokenizer
+from tests.serving.openai.conftest import (
+    CHATS,
+    COMPLETIONS,
+    HI,
+    QUESTION,
+    RESPONSES,
+    Server,
+    chat_of,
+    model_of,
+    tool,
+)
 
-CHATS, RESPONSES = "/v1/chat/completions", "/v1/responses"
-HI = [{"role": "user", "content": "hi"}]
-QUESTION = [{"role": "user", "content": "What should I eat in Borvik?"}]
 BEGUN = [*QUESTION, {"role": "assistant", "content": "You should eat "}]
 WRONG = {"type": "x"}
 GPT_OSS = Path(__file__).parents[3] / "dflash_trt" / "shipped" / "tiny-gpt-oss" / "target"
-
-
-def made(server: Server, path: str, **fields: Any) -> Any:
-    answer = server.post(path, fields)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
-def events(server: Server, path: str, **fields: Any) -> list[Any]:
-    lines = server.post(path, fields | {"stream": True}).text.splitlines()
-    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
 
 
 @pytest.mark.parametrize(
@@ -58,8 +53,8 @@ def test_fields_that_have_no_effect_are_taken(server: Server, path: str, fields:
     def text(answer: Any) -> Any:
         return answer["choices"][0]["message"] if path == CHATS else answer["output"][0]["content"]
 
-    answer = made(server, path, **asked, **fields)
-    assert text(answer) == text(made(server, path, **asked))
+    answer = server.made(path, **asked, **fields)
+    assert text(answer) == text(server.made(path, **asked))
     assert path == CHATS or answer["store"] is False
 
 
@@ -71,12 +66,12 @@ def test_a_last_message_can_be_continued(server: Server, llm: LLM) -> None:
     ).text
     asked = {"messages": BEGUN, "max_tokens": 12, "continue_final_message": True}
     for more in ({}, {"add_generation_prompt": False}):
-        assert made(server, CHATS, **asked, **more)["choices"][0]["message"]["content"] == expected
-    whole = made(server, CHATS, **asked, echo=True)["choices"][0]["message"]["content"]
+        assert server.made(CHATS, **asked, **more)["choices"][0]["message"]["content"] == expected
+    whole = server.made(CHATS, **asked, echo=True)["choices"][0]["message"]["content"]
     assert whole == "You should eat " + expected
-    parts = [e["choices"][0]["delta"].get("content", "") for e in events(server, CHATS, **asked, echo=True)]
+    parts = [e["choices"][0]["delta"].get("content", "") for e in server.events(CHATS, **asked, echo=True)]
     assert "".join(parts) == whole
-    assert made(server, CHATS, messages=QUESTION, max_tokens=3, echo=True)["choices"][0]["message"]["content"]
+    assert server.made(CHATS, messages=QUESTION, max_tokens=3, echo=True)["choices"][0]["message"]["content"]
 
 
 @pytest.mark.parametrize(
@@ -95,33 +90,33 @@ def test_a_message_that_cannot_be_continued_is_refused(
 
 def test_a_chat_may_lack_the_generation_prompt(server: Server, llm: LLM) -> None:
     ids = llm.tokenizer.encode(llm.tokenizer.apply_chat_template(QUESTION, False), add_special_tokens=False)
-    usage = made(server, CHATS, messages=QUESTION, max_tokens=1, add_generation_prompt=False)["usage"]
+    usage = server.made(CHATS, messages=QUESTION, max_tokens=1, add_generation_prompt=False)["usage"]
     assert usage["prompt_tokens"] == len(ids)
 
 
 def test_special_tokens_and_stop_strings_may_be_part_of_the_text(server: Server, llm: LLM) -> None:
     (end,) = llm.tokenizer.encode("<|im_end|>", add_special_tokens=False)
     bias = {"prompt": "x", "logit_bias": {str(end): 100}, "ignore_eos": True, "max_tokens": 2}
-    assert made(server, COMPLETIONS, **bias)["choices"][0]["text"] == ""
-    shown = made(server, COMPLETIONS, **bias, skip_special_tokens=False)["choices"][0]["text"]
+    assert server.made(COMPLETIONS, **bias)["choices"][0]["text"] == ""
+    shown = server.made(COMPLETIONS, **bias, skip_special_tokens=False)["choices"][0]["text"]
     assert shown == "<|im_end|>" * 2
-    text = made(server, CHATS, messages=QUESTION, max_tokens=40)["choices"][0]["message"]["content"]
+    text = server.made(CHATS, messages=QUESTION, max_tokens=40)["choices"][0]["message"]["content"]
     stop = {"messages": QUESTION, "max_tokens": 40, "stop": text[8:12]}
     whole = text[: text.index(text[8:12])]
     for include, expected in ((False, whole), (True, whole + text[8:12])):
-        choice = made(server, CHATS, **stop, include_stop_str_in_output=include)["choices"][0]
+        choice = server.made(CHATS, **stop, include_stop_str_in_output=include)["choices"][0]
         assert (choice["message"]["content"], choice["finish_reason"]) == (expected, "stop")
 
 
 def test_only_allowed_tokens_come(server: Server) -> None:
     fields = {"prompt": "x", "max_tokens": 9, "allowed_token_ids": [70, 71], "temperature": 1}
-    choice = made(server, COMPLETIONS, **fields, return_token_ids=True)["choices"][0]
+    choice = server.made(COMPLETIONS, **fields, return_token_ids=True)["choices"][0]
     assert set(choice["token_ids"]) <= {70, 71}
 
 
 def test_a_request_may_name_itself(server: Server) -> None:
-    assert made(server, COMPLETIONS, prompt="x", max_tokens=1, request_id="mine-7")["id"] == "cmpl-mine-7"
-    assert made(server, CHATS, messages=HI, max_tokens=1, request_id="mine-8")["id"] == "chatcmpl-mine-8"
+    assert server.made(COMPLETIONS, prompt="x", max_tokens=1, request_id="mine-7")["id"] == "cmpl-mine-7"
+    assert server.made(CHATS, messages=HI, max_tokens=1, request_id="mine-8")["id"] == "chatcmpl-mine-8"
     body = {"prompt": "x", "max_tokens": 1, "request_id": "mine-9"}
     assert server.post(COMPLETIONS, body, **{"X-Request-Id": "first"}).json()["id"] == "cmpl-first"
     assert (
@@ -134,13 +129,13 @@ def test_a_prompt_keeps_its_last_tokens(server: Server, llm: LLM) -> None:
     ids = llm.tokenizer.encode("def add(a, b):\n    return a + b")
     expected = llm.generate(ids[-5:], SamplingParams(max_tokens=6)).text
     asked = {"prompt": "def add(a, b):\n    return a + b", "max_tokens": 6, "truncate_prompt_tokens": 5}
-    answer = made(server, COMPLETIONS, **asked)
+    answer = server.made(COMPLETIONS, **asked)
     assert (answer["choices"][0]["text"], answer["usage"]["prompt_tokens"]) == (expected, 5)
-    echoed = made(server, COMPLETIONS, **asked, echo=True)["choices"][0]["text"]
+    echoed = server.made(COMPLETIONS, **asked, echo=True)["choices"][0]["text"]
     assert echoed == llm.tokenizer.decode(ids[-5:]) + expected
-    long = made(server, COMPLETIONS, prompt="x" * 90_000, max_tokens=6, truncate_prompt_tokens=-1)
+    long = server.made(COMPLETIONS, prompt="x" * 90_000, max_tokens=6, truncate_prompt_tokens=-1)
     assert long["usage"]["prompt_tokens"] == 506
-    chat = made(server, CHATS, messages=HI * 300, max_tokens=6, truncate_prompt_tokens=20)
+    chat = server.made(CHATS, messages=HI * 300, max_tokens=6, truncate_prompt_tokens=20)
     assert chat["usage"]["prompt_tokens"] == 20
     for wrong in (0, -2):
         answer = server.post(COMPLETIONS, {"prompt": "x", "truncate_prompt_tokens": wrong})
@@ -161,8 +156,8 @@ def test_a_prompt_keeps_its_last_tokens(server: Server, llm: LLM) -> None:
     ],
 )
 def test_earlier_names_of_structures_are_known(server: Server, guide: Any, texts: tuple[str, str]) -> None:
-    assert made(server, COMPLETIONS, prompt="Well,", max_tokens=9, **guide)["choices"][0]["text"] in texts
-    message = made(server, CHATS, messages=HI, max_tokens=9, **guide)["choices"][0]["message"]
+    assert server.made(COMPLETIONS, prompt="Well,", max_tokens=9, **guide)["choices"][0]["text"] in texts
+    message = server.made(CHATS, messages=HI, max_tokens=9, **guide)["choices"][0]["message"]
     assert message["content"] in texts
 
 
@@ -201,7 +196,7 @@ def test_a_refusal_names_the_field_that_was_sent(server: Server, path: str, fiel
 
 def test_drafts_are_counted_as_in_vllm(server: Server) -> None:
     for path, asked in ((CHATS, {"messages": QUESTION}), (COMPLETIONS, {"prompt": "x = ["})):
-        answer = made(server, path, **asked, max_tokens=40)
+        answer = server.made(path, **asked, max_tokens=40)
         drafts = answer["metrics"]["speculative_decoding"]
         ours = answer["usage"]["speculation"]
         assert drafts["num_draft_tokens"] == ours["draft_tokens"] > 0
@@ -213,20 +208,20 @@ def test_drafts_are_counted_as_in_vllm(server: Server) -> None:
         assert sum(k * n for k, n in enumerate(counts)) == drafts["num_accepted_draft_tokens"]
         assert drafts["mean_acceptance_length"] == 1 + ours["accepted_tokens"] / drafts["num_spec_steps"]
         assert drafts["draft_acceptance_rate"] == ours["accepted_tokens"] / ours["draft_tokens"]
-        chunks = events(server, path, **asked, max_tokens=40, stream_options={"include_usage": True})
+        chunks = server.events(path, **asked, max_tokens=40, stream_options={"include_usage": True})
         assert ["metrics" in chunk for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
         assert chunks[-1]["choices"] == []
         for more in ({"n": 2}, {"speculate": False}):
-            assert "metrics" not in made(server, path, **asked, max_tokens=9, **more)
+            assert "metrics" not in server.made(path, **asked, max_tokens=9, **more)
 
 
 def test_the_tokens_of_prompts_are_those_of_the_usages(server: Server) -> None:
     before = server.metric("dflash_prompt_tokens_total"), server.metric("dflash_generation_tokens_total")
     usages = [
-        made(server, COMPLETIONS, prompt="x = [", max_tokens=3, n=3)["usage"],
-        made(server, COMPLETIONS, prompt=["x = [", "def add"], max_tokens=3, n=2)["usage"],
-        made(server, CHATS, messages=HI, max_tokens=3, n=2)["usage"],
-        events(server, CHATS, messages=HI, max_tokens=3, stream_options={"include_usage": True})[-1]["usage"],
+        server.made(COMPLETIONS, prompt="x = [", max_tokens=3, n=3)["usage"],
+        server.made(COMPLETIONS, prompt=["x = [", "def add"], max_tokens=3, n=2)["usage"],
+        server.made(CHATS, messages=HI, max_tokens=3, n=2)["usage"],
+        server.events(CHATS, messages=HI, max_tokens=3, stream_options={"include_usage": True})[-1]["usage"],
     ]
     for refused in ({"timeout": 1e-6}, {"max_tokens": 4000}, {"allowed_token_ids": [10**6]}):
         assert server.post(COMPLETIONS, {"prompt": "x = [", "max_tokens": 3, **refused}).status_code in (
@@ -248,7 +243,7 @@ def test_errors_have_no_path_of_the_bundle(tiny: Path) -> None:
         sources.clear()
         sources.update({} if template is None else {"default": template})
         with pytest.raises(ApiError, match=says) as refused:
-            asyncio.run(Chat.of(model, ChatRequest(messages=HI), "x", None))
+            chat_of(model)
         assert refused.value.status == 400
         assert str(tiny) not in refused.value.message
 
@@ -284,62 +279,40 @@ def stopped_at(chat: Chat, model: Model, answer: str) -> list[str]:
 
 
 @pytest.mark.parametrize("stop", ["analysis", "final", "add", "assistant"])
-def test_stop_strings_are_about_the_content_of_channels(
-    tiny: Path, stop: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = gpt_oss(tiny, monkeypatch)
-    chat = asyncio.run(Chat.of(model, ChatRequest(messages=HI, stop=stop), "x", None))
+def test_stop_strings_are_about_the_content_of_channels(tiny: Path, stop: str) -> None:
+    model = gpt_oss(tiny)
     text = "<|channel|>analysis<|message|>We add.<|end|><|start|>assistant<|channel|>final<|message|>It is 4"
-    assert stopped_at(chat, model, text) == ["We add.", "It is 4"]
-    chat = asyncio.run(Chat.of(model, ChatRequest(messages=HI, stop=stop), "x", None))
-    assert stopped_at(chat, model, f"{text}2, {stop} more") == ["We add.", "It is 42, "]
+    assert stopped_at(chat_of(model, stop=stop), model, text) == ["We add.", "It is 4"]
+    assert stopped_at(chat_of(model, stop=stop), model, f"{text}2, {stop} more") == ["We add.", "It is 42, "]
 
 
-def gpt_oss(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
+def gpt_oss(tiny: Path) -> Model:
     """The bundle tiny with the tokenizer and template of gpt-oss."""
-    from dflash_trt.text.tokenizer import Tokenizer
-
-    model = Model(Bundle.open(tiny), None)
-    monkeypatch.setattr(model, "tokenizer", Tokenizer(GPT_OSS))
-    monkeypatch.setattr(model, "template", model.tokenizer.chat_source())
-
-    async def chat(*_: Any, **__: Any) -> tuple[list[int], str]:
-        return await model.encode("<|start|>assistant", special=False), "<|start|>assistant"
-
-    monkeypatch.setattr(model, "chat", chat)
+    tokenizer = Tokenizer(GPT_OSS)
+    model = model_of(tiny, tokenizer.chat_source(), "<|start|>assistant")
+    model.tokenizer = tokenizer
     return model
 
 
+@pytest.mark.parametrize("begun", ["", "<think>"])
 @pytest.mark.parametrize("stop", ["think", "thought", "\n\n"])
-def test_stop_strings_are_about_what_follows_a_thought(
-    tiny: Path, stop: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for begun in ("", "<think>"):
-        model = Model(Bundle.open(tiny), None)
-        monkeypatch.setattr(model, "template", "<think>")
-
-        async def chat(*_: Any, begun: str = begun, model: Model = model, **__: Any) -> tuple[list[int], str]:
-            return await model.encode(f"hi{begun}", special=False), f"hi{begun}"
-
-        monkeypatch.setattr(model, "chat", chat)
-        asked = asyncio.run(Chat.of(model, ChatRequest(messages=HI, stop=stop), "x", None))
-        answer = "<think>"[len(begun) :] + f"a thought\n\n</think>An answer{stop} and more"
-        assert stopped_at(asked, model, answer) == ["a thought\n\n", "An answer"]
+def test_stop_strings_are_about_what_follows_a_thought(tiny: Path, stop: str, begun: str) -> None:
+    model = model_of(tiny, "<think>", f"hi{begun}")
+    answer = "<think>"[len(begun) :] + f"a thought\n\n</think>An answer{stop} and more"
+    assert stopped_at(chat_of(model, stop=stop), model, answer) == ["a thought\n\n", "An answer"]
 
 
 def test_stop_strings_do_not_cut_calls(server: Server) -> None:
-    function = {"name": "order", "parameters": {"type": "object", "properties": {"a": {"enum": ["x"]}}}}
-    body = {"messages": HI, "tools": [{"type": "function", "function": function}], "tool_choice": "required"}
-    choice = made(server, CHATS, **body, stop=["\n", "name"], max_tokens=60, parallel_tool_calls=False)[
-        "choices"
-    ][0]
+    tools = [tool({"type": "object", "properties": {"a": {"enum": ["x"]}}})]
+    asked = {"messages": HI, "tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+    (choice,) = server.made(CHATS, **asked, stop=["\n", "name"], max_tokens=60)["choices"]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["tool_calls"][0]["function"]["name"] == "order"
 
 
-def test_thoughts_are_counted_in_usages(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = gpt_oss(tiny, monkeypatch)
-    chat = asyncio.run(Chat.of(model, ChatRequest(messages=HI), "x", None))
+def test_thoughts_are_counted_in_usages(tiny: Path) -> None:
+    model = gpt_oss(tiny)
+    chat = chat_of(model)
     text = (
         "<|channel|>analysis<|message|>We add.<|end|><|start|>assistant<|channel|>final<|message|>It is 42."
     )

@@ -15,9 +15,7 @@ from openai import AsyncOpenAI
 
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.decoding.sampling.structure import StructuredOutputs
-from tests.serving.openai.conftest import Server
-
-QUESTION = [{"role": "user", "content": "What should I eat in Borvik?"}]
+from tests.serving.openai.conftest import CHATS, QUESTION, Server
 
 
 def ask(server: Server, **fields: Any) -> Any:
@@ -48,19 +46,9 @@ def test_a_chat_is_that_of_the_python_interface(server: Server, llm: LLM) -> Non
 
 
 def test_content_may_come_in_parts_and_defaults_are_greedy_as_the_checkpoint_says(server: Server) -> None:
-    parts = [
-        {
-            "role": "user",
-            "content": [
-                {"type": "text", "text": "What should I eat"},
-                {"type": "text", "text": " in Borvik?"},
-            ],
-        }
-    ]
-    whole, by_parts = (
-        ask(server, messages=messages, max_tokens=40).choices[0].message.content
-        for messages in (QUESTION, parts)
-    )
+    parts = [{"type": "text", "text": text} for text in ("What should I eat", " in Borvik?")]
+    asked = (QUESTION, [{"role": "user", "content": parts}])
+    whole, by_parts = (ask(server, messages=m, max_tokens=40).choices[0].message.content for m in asked)
     assert by_parts == whole
 
 
@@ -287,13 +275,8 @@ def test_a_response_calls_functions_and_takes_their_results(server: Server) -> N
 
 
 def test_rounds_show_the_accepted_drafts(server: Server) -> None:
-    body = {"messages": QUESTION, "max_tokens": 60, "stream": True, "return_rounds": True}
-    lines = [
-        line
-        for line in server.post("/v1/chat/completions", body).text.splitlines()
-        if line.startswith("data: {")
-    ]
-    choices = [chunk["choices"][0] for chunk in (json.loads(line[6:]) for line in lines)]
+    chunks = server.events(CHATS, messages=QUESTION, max_tokens=60, return_rounds=True)
+    choices = [chunk["choices"][0] for chunk in chunks]
     rounds = [each for choice in choices for each in choice.get("rounds", ())]
     text = "".join(choice["delta"].get("content", "") for choice in choices)
     assert "".join(each["drafted"] + each["own"] for each in rounds) == text
@@ -305,7 +288,7 @@ def test_rounds_show_the_accepted_drafts(server: Server) -> None:
 
 def test_the_example_prints_the_answer_and_the_drafts(server: Server) -> None:
     command = [sys.executable, str(Path(__file__).parents[3] / "examples" / "openai_client.py")]
-    question = "What should I eat in Borvik?"
+    question = QUESTION[0]["content"]
     said = subprocess.run(
         [*command, question, "--max-tokens=24", f"--url={server.url}/v1"], capture_output=True, text=True
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dflash_trt.serving.openai.channels import Channels
-from dflash_trt.serving.openai.parsing import AnswerParser, AnswerPart, BareCalls, Plain, Think
+from dflash_trt.serving.openai.parsing import AnswerParser, AnswerPart, BareCalls, Stage, Think
 from dflash_trt.serving.openai.written import (
     BARE,
     GEMMA,
@@ -174,16 +174,16 @@ def test_an_object_with_another_name_is_no_call_where_the_answer_may_be_an_objec
 
 
 def test_tokens_of_reasoning_are_counted(gpt_oss: Tokenizer) -> None:
-    made = AnswerParser(Think(False), Plain(), 9)
+    made = AnswerParser(Think(False), Stage(), 9)
     for text, ids in (("<think>", [1]), ("a", [2, 3]), ("b</think>\n\nc", [4, 9, 5]), ("d", [6])):
         made.push(text, ids)
     assert made.reasoning_tokens == 5
-    plain = AnswerParser(Think(False), Plain(), 9)
+    plain = AnswerParser(Think(False), Stage(), 9)
     plain.push("Hello", [1, 2])
     assert plain.reasoning_tokens == 0
     text = "<|channel|>analysis<|message|>We add.<|end|><|start|>assistant<|channel|>final<|message|>It is 42.<|end|>"
     ids = gpt_oss.encode(text, add_special_tokens=False)
-    channels = Channels(gpt_oss, "<|start|>assistant", Plain())
+    channels = Channels(gpt_oss, "<|start|>assistant", Stage())
     channels.push("x" * len(text), ids)
     assert channels.reasoning_tokens == len(gpt_oss.encode("We add.", add_special_tokens=False))
 
@@ -191,7 +191,7 @@ def test_tokens_of_reasoning_are_counted(gpt_oss: Tokenizer) -> None:
 def test_a_commentary_that_is_cut_has_the_arguments_so_far(gpt_oss: Tokenizer) -> None:
     for body, arguments in (('{"city": "B', '{"city": "B'), ("", "")):
         text = f"<|channel|>commentary to=functions.get json<|message|>{body}"
-        made = Channels(gpt_oss, "<|start|>assistant", Plain())
+        made = Channels(gpt_oss, "<|start|>assistant", Stage())
         made.push("x" * len(text), gpt_oss.encode(text, add_special_tokens=False))
         (part,) = made.finish(cut=True)
         assert part.call is not None
@@ -202,7 +202,7 @@ def test_the_template_says_how_a_family_calls() -> None:
     notations = {"... <tool_call> ...": TAG, "<|python_tag|>": BARE, "": "", "[TOOL_CALLS]": MISTRAL}
     notations['<|tool_call>call: "parameters"'] = GEMMA
     assert {template: notation_of(template) for template in notations} == notations
-    assert isinstance(calls_of("<tool_call>", None), Plain)
+    assert type(calls_of("<tool_call>", None)) is Stage
     assert [has_special_marks(t) for t in ("<channel|>", "[THINK]", "<think>", "<|channel|>")] == [
         True,
         True,
@@ -270,7 +270,7 @@ def gpt_oss() -> Tokenizer:
 def by_tokens(tokenizer: Tokenizer, prompt: str, text: str, shown: str | None = None) -> list[AnswerPart]:
     """Parts of an answer whose text for clients is `shown`: without special tokens, perhaps cut by a stop string."""
     ids = tokenizer.encode(text, add_special_tokens=False)
-    made = Channels(tokenizer, prompt, Plain())
+    made = Channels(tokenizer, prompt, Stage())
     whole = tokenizer.decode(ids)
     left, parts = whole if shown is None else shown, []
     for token in ids:

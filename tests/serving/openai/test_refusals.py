@@ -57,6 +57,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
         (CHAT, {"messages": HELLO, "model": "gpt-5"}, "model", "this server has tiny"),
         (CHAT, {"messages": HELLO, "timeout": 0}, "timeout", "timeout is 0"),
         (CHAT, [1], None, "the body is [1], expected a JSON object"),
+        (CHAT, dict.fromkeys(map(str, range(70_000))), None, "the body has 70001 unknown fields or wrong values"),
     ],
 )  # fmt: skip
 def test_a_refusal_names_the_field(
