@@ -27,8 +27,8 @@ from dflash_trt.engines.base import BuildJob, BuildSettings, Engine, EngineOptio
 from dflash_trt.errors import UsageError
 from dflash_trt.formats.precision import Precision
 from dflash_trt.models.configs import read_drafter_config, read_target_config
-from dflash_trt.quantization.convert import HEAD
 from dflash_trt.quantization.for_build import in_precision
+from dflash_trt.quantization.layers import HEAD
 
 ALL = "all"  # of the target's tokens
 

@@ -12,7 +12,7 @@ from dflash_trt.checkpoint.layouts import integer_bits
 from dflash_trt.checkpoint.linears import StoredLinear
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import CheckpointError, quoted
-from dflash_trt.formats.base import BLOCK
+from dflash_trt.formats.base import BLOCK, Codes
 from dflash_trt.formats.numbers import unpack_awq, unpack_words
 
 
@@ -38,7 +38,7 @@ def widened_pieces(checkpoint: Checkpoint, stored: StoredLinear, step: int) -> I
         if scale.size > 1 or block > 1:
             some = scale[begin // block : -(-(begin + step) // block)]
         rows = codes[begin // together : (begin + step) // together]
-        wide = stored.format.widen(stored.algorithm, rows, some, second, by_row=stored.by_row)
+        wide = stored.format.widen(stored.algorithm, Codes(rows, some, second, stored.by_row))
         if stored.zero_term is not None:
             term = checkpoint.array(stored.zero_term.name)[begin : begin + step]
             wide += np.repeat(term, stored.algorithm.group_size, axis=1)
@@ -78,9 +78,9 @@ class Integers:
 
     def _zero_points(self, checkpoint: Checkpoint) -> NDArray[np.int16]:
         """[out, groups]"""
-        info, middle = self._stored.zero_point, 1 << (self.bits - 1)
+        info = self._stored.zero_point
         if info is None:
-            return np.full(self.scales.shape, middle, np.int16)
+            return np.full(self.scales.shape, self.middle, np.int16)
         array = checkpoint.array(info.name)
         if array.dtype == np.uint8:
             return array.astype(np.int16)
@@ -119,6 +119,16 @@ class Integers:
                 f"{checkpoint.quantization.path.name}"
             )
         return order
+
+    @property
+    def middle(self) -> int:
+        """The zero point of symmetric codes."""
+        return 1 << (self.bits - 1)
+
+    @property
+    def has_points(self) -> bool:
+        """Whether any zero point is not the middle."""
+        return bool((self.zero_points != self.middle).any())
 
     @property
     def moved(self) -> bool:

@@ -115,7 +115,7 @@ def prepare(args: argparse.Namespace) -> tuple[Inventory, Settings]:
     from dflash_trt.models.inventory import take_inventory
     from dflash_trt.planning.gpus import find_gpu
     from dflash_trt.planning.settings import Settings
-    from dflash_trt.quantization.convert import HEAD
+    from dflash_trt.quantization.layers import HEAD
 
     engine, options = registry.find(args.engine), engine_options.from_arguments(args, plan=True)
     precision = parse_precision(args.precision)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .numbers import E4M3, E8M0, Floats, scale_for
+
 Shape = tuple[int, ...]
-Floats = NDArray[np.float32]
 FLOAT_DTYPES = ("BF16", "F16", "F32")  # names in safetensors
 EXPONENT_DTYPES = ("U8", "F8_E8M0")  # powers of two: exponents + 127
 ONE: tuple[Shape, ...] = ((), (1,))  # shapes of a tensor with one number
@@ -58,91 +59,124 @@ class Form(NamedTuple):
     dtypes: Sequence[str]
 
 
+class Codes(NamedTuple):
+    """Some rows of a quantized weight: codes [rows, bytes] with their scales.
+
+    second: the scale of the whole weight, beside those of its parts. by_row: whether the numbers in a byte are
+    neighbours in a row; otherwise they are neighbours in a column.
+    """
+
+    codes: NDArray[Any]
+    scale: NDArray[Any]
+    second: NDArray[Any] | None = None
+    by_row: bool = True
+
+
 class NumberFormat(ABC):
     """A kind of numbers for the weights [out, in] of linear layers, with their scales."""
 
     name: str
     algorithms: tuple[Algorithm, ...]
+    # The numbers in each of the 256 possible bytes of a weight, float32 [256, numbers_in_byte].
+    byte_values: Floats
     # Supported weights per scale, the usual number first. Empty if a row or the whole weight shares a scale.
     group_sizes: tuple[int, ...] = ()
-    numbers_in_byte = 2
+    scale_bytes = 4
     even_rows = False  # whether two rows share bytes
     # Compute capabilities with arithmetic in this format. None: weights are widened, which works on every GPU.
     capabilities: tuple[int, ...] | None = None
     # Model Optimizer's configuration for calibration. None: only the weights are quantized.
     modelopt_config: str | None = None
-    # Whether inputs are quantized too, to the same numbers.
-    activations = False
+    # The number to which a scale of a whole weight or of an input brings the largest one. None: there is no such scale,
+    # and inputs are not quantized.
+    largest: float | None = None
     # Whether a scale may belong to the whole weight or to a row, rather than to a group.
     scale_by_row = False
     # The scale of stacked experts that is repeated for each of their rows.
     expanded: str | None = None
-    # Bits of the integers that hold its numbers exactly; None where there are none. A layer may then lie in blocks,
-    # as unsigned integers [out, blocks, BLOCK * bits / 8], whose zero is 2 ** (bits - 1). Their float32 scales are
-    # [out, blocks]. Numbers of fewer bits may have 8 there, too.
+    # Bits of the integers that hold its numbers exactly, in steps of `integer_step`; None where there are none. A layer
+    # may then lie in blocks, as unsigned integers [out, blocks, BLOCK * bits / 8], whose zero is 2 ** (bits - 1). Their
+    # float32 scales are [out, blocks]. Numbers of fewer bits may have 8 there, too.
     integer_bits: int | None = None
+    integer_step = 1.0
 
-    # Reading
+    @property
+    def numbers_in_byte(self) -> int:
+        """1 or 2."""
+        return len(self.byte_values[0])
+
+    @property
+    def activations(self) -> bool:
+        """Whether inputs are quantized too, to the same numbers."""
+        return self.largest is not None
 
     @abstractmethod
     def forms(self, algorithm: Algorithm, rows: int, columns: int) -> dict[str, Form]:
         """The forms of a layer's tensors, by the end of their names: weight, weight_scale, weight_scale_2."""
 
     @abstractmethod
-    def widen(
-        self,
-        algorithm: Algorithm,
-        codes: NDArray[Any],
-        scale: NDArray[Any],
-        global_scale: NDArray[Any] | None,
-        *,
-        by_row: bool,
-    ) -> Floats:
-        """The values of the codes, float32 [rows, columns]."""
+    def encode(self, algorithm: Algorithm, rows: Floats, shared: Floats) -> dict[str, NDArray[Any]]:
+        """Codes and scales of some rows of a weight, by the end of their tensors' names. `shared`: the weight's scale,
+        from `scale_of`.
+        """
 
-    def block_forms(self, rows: int, columns: int) -> dict[str, Form]:
-        """As `forms`, of a layer in blocks."""
-        assert self.integer_bits is not None
-        blocks = columns // BLOCK
-        shapes = [(rows, blocks, BLOCK * bits // 8) for bits in dict.fromkeys((self.integer_bits, 8))]
+    def algorithm(self, *, calibrated: bool, inputs: Sequence[int]) -> Algorithm:
+        """The algorithm that `dflash-trt quantize` uses for layers with these numbers of inputs: with the largest group
+        that divides all of them, if there is one.
+        """
+        fitting = [group for group in self.group_sizes if not any(n % group for n in inputs)]
+        return replace(self.algorithms[0], group_size=next(iter(fitting), self.group_sizes[-1]))
+
+    def written(self, algorithm: Algorithm, rows: int, columns: int) -> dict[str, tuple[str, Shape]]:
+        """Dtype and shape of the tensors that `quantize` writes, by the end of their names: the usual form, with scales
+        in float32 where it may be.
+        """
+        forms = self.forms(algorithm, rows, columns)
         return {
-            "weight": Form(shapes, ["U8"]),
-            "weight_scale": Form([(rows, blocks)], ["F32"]),
+            name: ("F32" if "F32" in dtypes else dtypes[0], shapes[0])
+            for name, (shapes, dtypes) in forms.items()
         }
 
-    def integers(
-        self, codes: NDArray[Any], scale: NDArray[Any], *, by_row: bool
-    ) -> tuple[NDArray[np.int8], Floats]:
+    def scale_of(self, magnitude: float | NDArray[Any]) -> Floats:
+        """The scale of a whole weight, of a row, or of an input, from its largest magnitude."""
+        assert self.largest is not None
+        return scale_for(magnitude, self.largest)
+
+    def widen(self, algorithm: Algorithm, stored: Codes) -> Floats:
+        """The values of the codes, float32 [rows, columns]."""
+        numbers = self._numbers(stored)
+        factors = _widened(stored.scale)
+        if stored.second is not None:
+            second = np.asarray(stored.second, np.float32).reshape(())
+            factors = factors / second if algorithm.reciprocal else factors * second
+        if not algorithm.group_size:
+            return numbers * factors.reshape(-1, 1)
+        rows, columns = numbers.shape
+        factors = np.repeat(factors.reshape(len(factors), -1), algorithm.group_rows, axis=0)[:rows]
+        return numbers * np.repeat(factors, algorithm.group_size, axis=1)[:, :columns]
+
+    def integers(self, stored: Codes) -> tuple[NDArray[np.int8], Floats]:
         """Integers [rows, columns] and float32 scales [rows, columns / BLOCK] of the same numbers."""
-        raise NotImplementedError(f"{self.name} is not made of integers")
+        step = np.float32(self.integer_step)
+        numbers = (self._numbers(stored) / step).astype(np.int8)
+        repeated = numbers.shape[1] // BLOCK // stored.scale.shape[1]
+        return numbers, np.repeat(_widened(stored.scale) * step, repeated, axis=1)
 
-    @abstractmethod
+    def _numbers(self, stored: Codes) -> Floats:
+        """The numbers that the codes stand for before scales multiply them, float32 [rows, columns]."""
+        numbers = self.byte_values[stored.codes.view(np.uint8)]
+        if stored.by_row:
+            return numbers.reshape(len(numbers), -1)
+        return numbers.swapaxes(1, 2).reshape(-1, stored.codes.shape[1])
+
     def nbytes(self, parameters: int, rows: int, group_size: int) -> int:
-        """Bytes of weights with this many numbers and rows, including their scales."""
+        """Bytes of weights with this many numbers and rows, including their scales. group_size 0: a row shares one."""
+        scales = parameters // group_size if group_size else rows
+        return -(-parameters // self.numbers_in_byte) + self.scale_bytes * scales
 
-    # Writing
 
-    @abstractmethod
-    def algorithm(self, *, calibrated: bool, inputs: Sequence[int]) -> Algorithm:
-        """The algorithm that `dflash-trt quantize` uses for layers with these numbers of inputs."""
-
-    @abstractmethod
-    def written(self, algorithm: Algorithm, rows: int, columns: int) -> dict[str, tuple[str, Shape]]:
-        """Dtype and shape of the tensors that `encode` returns, by the end of their names."""
-
-    def shared_scale(self, algorithm: Algorithm) -> str | None:
-        """The name of the tensor with the scale of the whole weight; None if there is none."""
-        return None
-
-    def scale_of(self, largest: float | NDArray[Any]) -> Floats:
-        """The scale of a whole weight, or of an input, from its largest magnitude."""
-        raise NotImplementedError(f"{self.name} has no scale of a whole tensor")
-
-    @abstractmethod
-    def encode(self, algorithm: Algorithm, rows: Floats, shared: Floats) -> dict[str, NDArray[Any]]:
-        """Codes and scales of some rows of a weight, by the end of their tensors' names."""
-
-    @property
-    @abstractmethod
-    def byte_values(self) -> NDArray[np.float32]:
-        """The numbers in each of the 256 possible bytes of a weight, [256, numbers_in_byte]."""
+def _widened(scale: NDArray[Any]) -> Floats:
+    """Scales in float32. Those in bytes are exponents, unless they are E4M3."""
+    if scale.dtype.itemsize > 1 or scale.dtype == E4M3:
+        return scale.astype(np.float32)
+    return E8M0[scale.view(np.uint8)]

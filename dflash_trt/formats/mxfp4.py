@@ -5,16 +5,13 @@ Source: OCP Microscaling Formats v1.0. gpt-oss stores its experts as blocks [E,O
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .base import BLOCK, Algorithm, Floats, Form, NumberFormat, Shape
-from .numbers import BYTE_TO_PAIR, E2M1, E2M1_MAX, E8M0, encode_e2m1, pack_pairs, unpack_pairs
-
-_MXFP4 = Algorithm("W4A16_MXFP4", "mxfp4", group_size=BLOCK)
+from .base import BLOCK, Algorithm, Form, NumberFormat
+from .numbers import BYTE_TO_PAIR, E2M1, E2M1_MAX, E8M0, Floats, encode_e2m1, pack_pairs
 
 
 def quantize_mxfp4(w: Floats) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
@@ -39,11 +36,6 @@ def quantize_mxfp4(w: Floats) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     return pack_pairs(codes), (np.where(better, lower, exponents) + 127).astype(np.uint8)
 
 
-def dequantize_mxfp4(packed: NDArray[np.uint8], scales: NDArray[np.uint8]) -> Floats:
-    numbers = E2M1[unpack_pairs(packed)].reshape(packed.shape[0], -1, BLOCK)
-    return (numbers * E8M0[scales][..., None]).reshape(packed.shape[0], -1)
-
-
 def unpack_blocks(blocks: NDArray[np.uint8], scales: NDArray[np.uint8]) -> Floats:
     """uint8 [..., G, 16] and [..., G] -> float32 [..., G*32]."""
     numbers: Floats = BYTE_TO_PAIR[blocks].reshape(*blocks.shape[:-1], BLOCK) * E8M0[scales][..., None]
@@ -51,48 +43,25 @@ def unpack_blocks(blocks: NDArray[np.uint8], scales: NDArray[np.uint8]) -> Float
 
 
 class MXFP4(NumberFormat):
+    """E2M1 with powers of two. Twice its numbers are whole: 0, 1, 2, 3, 4, 6, 8, 12 and their negatives."""
+
     name = "mxfp4"
-    algorithms = (_MXFP4, Algorithm("MXFP4", "mxfp4", group_size=BLOCK))
+    algorithms = tuple(Algorithm(name, "mxfp4", group_size=BLOCK) for name in ("W4A16_MXFP4", "MXFP4"))
+    byte_values = BYTE_TO_PAIR
     group_sizes = (BLOCK,)
+    scale_bytes = 1
     integer_bits = 8
+    integer_step = 0.5
     capabilities = (100, 103, 110, 120, 121)  # seen with TensorRT-RTX 1.7
 
     def forms(self, algorithm: Algorithm, rows: int, columns: int) -> dict[str, Form]:
+        """weight [rows, columns / 2] and weight_scale [rows, columns / 32], both bytes."""
         return {
             "weight": Form([(rows, columns // 2)], ["U8"]),
             "weight_scale": Form([(rows, columns // BLOCK)], ["U8"]),
         }
 
-    def widen(
-        self,
-        algorithm: Algorithm,
-        codes: NDArray[Any],
-        scale: NDArray[Any],
-        global_scale: NDArray[Any] | None,
-        *,
-        by_row: bool,
-    ) -> Floats:
-        return dequantize_mxfp4(codes, scale)
-
-    def nbytes(self, parameters: int, rows: int, group_size: int) -> int:
-        return round(parameters * (0.5 + 1 / BLOCK))
-
-    def algorithm(self, *, calibrated: bool, inputs: Sequence[int]) -> Algorithm:
-        return _MXFP4
-
-    def written(self, algorithm: Algorithm, rows: int, columns: int) -> dict[str, tuple[str, Shape]]:
-        return {"weight": ("U8", (rows, columns // 2)), "weight_scale": ("U8", (rows, columns // BLOCK))}
-
     def encode(self, algorithm: Algorithm, rows: Floats, shared: Floats) -> dict[str, NDArray[Any]]:
+        """weight and weight_scale."""
         codes, scales = quantize_mxfp4(rows)
         return {"weight": codes, "weight_scale": scales}
-
-    def integers(
-        self, codes: NDArray[Any], scale: NDArray[Any], *, by_row: bool
-    ) -> tuple[NDArray[np.int8], Floats]:
-        """Twice the numbers, which are whole: 0, 1, 2, 3, 4, 6, 8, 12 and their negatives."""
-        return (2 * E2M1[unpack_pairs(codes)]).astype(np.int8), E8M0[scale] / np.float32(2)
-
-    @property
-    def byte_values(self) -> NDArray[np.float32]:
-        return BYTE_TO_PAIR

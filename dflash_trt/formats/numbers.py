@@ -30,6 +30,7 @@ INT4_MAX, INT8_MAX = 7.0, 127.0
 
 
 def encode_e4m3(x: Floats) -> NDArray[Any]:
+    """The nearest E4M3 numbers."""
     return np.clip(x, -E4M3_MAX, E4M3_MAX).astype(E4M3)
 
 
@@ -52,6 +53,7 @@ def pack_pairs(codes: Bytes) -> Bytes:
 
 
 def unpack_pairs(packed: Bytes) -> Bytes:
+    """The reverse of `pack_pairs`."""
     return np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
 
 
@@ -68,8 +70,8 @@ def unpack_rows(packed: Bytes) -> Bytes:
 
 def unpack_words(words: NDArray[np.int32], bits: int) -> Bytes:
     """[rows, words] of 32 bits -> [rows, words * 32 / bits] unsigned codes of 4 or 8 bits, the lowest bits first."""
-    found = np.ascontiguousarray(words).view(np.uint8)
-    return unpack_pairs(found) if bits == 4 else found
+    data = np.ascontiguousarray(words).view(np.uint8)
+    return unpack_pairs(data) if bits == 4 else data
 
 
 def unsigned_values(numbers_in_byte: int, *, middle: bool) -> Floats:

@@ -5,33 +5,15 @@ Source: the checkpoints of NVIDIA's Model Optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .base import ONE, Algorithm, Floats, Form, NumberFormat, Shape
-from .numbers import (
-    BYTE_TO_PAIR,
-    E2M1,
-    E2M1_MAX,
-    E4M3,
-    E4M3_MAX,
-    E4M3_MIN,
-    encode_e2m1,
-    pack_pairs,
-    scale_for,
-    unpack_pairs,
-)
+from .base import ONE, Algorithm, Form, NumberFormat
+from .numbers import BYTE_TO_PAIR, E2M1_MAX, E4M3, E4M3_MAX, E4M3_MIN, Floats, encode_e2m1, pack_pairs
 
 BLOCK = 16
-_NVFP4 = Algorithm("NVFP4", "nvfp4", activations=True, group_size=BLOCK)
-
-
-def nvfp4_global_scale(largest: Any) -> Floats:
-    """The second scale. With it, the largest block scale is E4M3's largest number."""
-    return scale_for(largest, E2M1_MAX * E4M3_MAX)
 
 
 def quantize_nvfp4(w: Floats, global_scale: Floats) -> tuple[NDArray[np.uint8], NDArray[Any]]:
@@ -44,70 +26,32 @@ def quantize_nvfp4(w: Floats, global_scale: Floats) -> tuple[NDArray[np.uint8], 
     return pack_pairs(codes.reshape(w.shape)), stored
 
 
-def dequantize_nvfp4(packed: NDArray[np.uint8], scales: NDArray[Any], global_scale: Floats) -> Floats:
-    numbers = E2M1[unpack_pairs(packed)].reshape(packed.shape[0], -1, BLOCK)
-    found: Floats = numbers * (scales.astype(np.float32) * global_scale)[..., None]
-    return found.reshape(packed.shape[0], -1)
-
-
 class NVFP4(NumberFormat):
+    """E2M1 with two scales. By the second, the largest block scale is E4M3's largest number."""
+
     name = "nvfp4"
     algorithms = (
-        _NVFP4,
+        Algorithm("NVFP4", "nvfp4", activations=True, group_size=BLOCK),
         Algorithm("NVFP4_AWQ", "nvfp4", activations=True, group_size=BLOCK),
         Algorithm("W4A16_NVFP4", "nvfp4", group_size=BLOCK),
     )
+    byte_values = BYTE_TO_PAIR
     group_sizes = (BLOCK,)
+    scale_bytes = 1
     capabilities = (100, 103, 110, 120, 121)  # seen with TensorRT-RTX 1.7
     modelopt_config = "NVFP4_DEFAULT_CFG"
-    activations = True
+    largest = E2M1_MAX * E4M3_MAX
     expanded = "global_scale"
 
     def forms(self, algorithm: Algorithm, rows: int, columns: int) -> dict[str, Form]:
+        """weight [rows, columns / 2], weight_scale [rows, columns / 16], and one weight_scale_2."""
         return {
             "weight": Form([(rows, columns // 2)], ["U8"]),
             "weight_scale": Form([(rows, columns // BLOCK)], ["F8_E4M3"]),
             "weight_scale_2": Form(ONE, ["F32"]),
         }
 
-    def widen(
-        self,
-        algorithm: Algorithm,
-        codes: NDArray[Any],
-        scale: NDArray[Any],
-        global_scale: NDArray[Any] | None,
-        *,
-        by_row: bool,
-    ) -> Floats:
-        assert global_scale is not None
-        second = np.asarray(global_scale, np.float32).reshape(())
-        if algorithm.reciprocal:  # compressed-tensors divides by it
-            return dequantize_nvfp4(codes, scale.astype(np.float32) / second, np.ones((), np.float32))
-        return dequantize_nvfp4(codes, scale, second)
-
-    def nbytes(self, parameters: int, rows: int, group_size: int) -> int:
-        return round(parameters * (0.5 + 1 / BLOCK))
-
-    def algorithm(self, *, calibrated: bool, inputs: Sequence[int]) -> Algorithm:
-        return _NVFP4
-
-    def written(self, algorithm: Algorithm, rows: int, columns: int) -> dict[str, tuple[str, Shape]]:
-        return {
-            "weight": ("U8", (rows, columns // 2)),
-            "weight_scale": ("F8_E4M3", (rows, columns // BLOCK)),
-            "weight_scale_2": ("F32", ()),
-        }
-
-    def shared_scale(self, algorithm: Algorithm) -> str | None:
-        return "weight_scale_2"
-
-    def scale_of(self, largest: float | NDArray[Any]) -> Floats:
-        return nvfp4_global_scale(largest)
-
     def encode(self, algorithm: Algorithm, rows: Floats, shared: Floats) -> dict[str, NDArray[Any]]:
+        """weight and weight_scale."""
         codes, scales = quantize_nvfp4(rows, shared)
         return {"weight": codes, "weight_scale": scales}
-
-    @property
-    def byte_values(self) -> NDArray[np.float32]:
-        return BYTE_TO_PAIR

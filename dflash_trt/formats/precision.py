@@ -39,7 +39,7 @@ def parse_precision(text: str | None) -> Precision:
 
     Raises BuildError, naming the part that cannot be read and its allowed values.
     """
-    found: dict[str, str] = {}
+    asked: dict[str, str] = {}
     roles = [field.name for field in fields(Precision)]
     for part in [] if text is None else text.split(","):
         role, equals, value = part.strip().lower().partition("=")
@@ -51,7 +51,7 @@ def parse_precision(text: str | None) -> Precision:
         if value not in allowed:
             near = did_you_mean(value, allowed)
             raise UsageError(f"--precision has {role}={value}{near}, expected one of: {', '.join(allowed)}")
-        if role in found:
-            raise UsageError(f"--precision names {role} twice: {found[role]} and {value}")
-        found[role] = value
-    return Precision(**found)
+        if role in asked:
+            raise UsageError(f"--precision names {role} twice: {asked[role]} and {value}")
+        asked[role] = value
+    return Precision(**asked)

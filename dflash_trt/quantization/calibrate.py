@@ -15,7 +15,7 @@ import onnx_ir as ir
 from dflash_trt.bundle.contents import hard_link
 from dflash_trt.bundle.workspace import Progress, silent
 from dflash_trt.checkpoint.compatibility import check_pair
-from dflash_trt.checkpoint.schema import Activation
+from dflash_trt.checkpoint.schema import Activation, DrafterConfig, TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
 from dflash_trt.errors import BuildError
@@ -36,15 +36,15 @@ _OBSERVED, _FIRST_EXPERT = "observed/", ".experts.0."
 
 def calibration_set(directory: Path, file: Path | None) -> list[list[int]]:
     """Token ids of the prompts in a JSONL file, or of the shipped prompts, by the target's tokenizer."""
-    tokenizer, found = Tokenizer(directory), []
+    tokenizer, prompts = Tokenizer(directory), []
     for prompt in read_prompts(file, 0):
         if isinstance(prompt.content, str):
             ids = tokenizer.encode(prompt.content)
         else:
             text = tokenizer.apply_chat_template(prompt.content)
             ids = tokenizer.encode(text, add_special_tokens=False)
-        found.append(ids[:PROMPT_TOKENS])
-    return [ids for ids in found if ids]
+        prompts.append(ids[:PROMPT_TOKENS])
+    return [ids for ids in prompts if ids]
 
 
 def activation_amax(
@@ -53,7 +53,7 @@ def activation_amax(
     prompts: Sequence[Sequence[int]],
     *,
     work: Path,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> dict[str, float]:
     """Layer -> largest magnitude of its input, for the drafter, or for the target if there is no drafter.
 
@@ -64,52 +64,18 @@ def activation_amax(
     their files.
     """
     config = read_target_config(target)
+    of_drafter = None if drafter is None else read_drafter_config(drafter, config)
     checkpoints = {"target": Checkpoint(target)}
-    taps: Sequence[int] = (0,)
     if drafter is not None:
-        drafter_config = read_drafter_config(drafter, config)
-        check_pair(config, drafter_config)
-        checkpoints["drafter"], taps = Checkpoint(drafter), drafter_config.target_layer_ids
-    for checkpoint in checkpoints.values():
-        if checkpoint.quantization.name is not None:
-            raise BuildError(
-                f"{checkpoint.directory}: is already quantized; calibrate with the original checkpoint"
-            )
-    dialect = OnnxRuntime() if drafter else _Observing()
-    dialect.joins_floats = False  # each layer is found by its name
-    graphs = {"target": build_target(config, checkpoints["target"], taps, dialect, folder="weights/target")}
-    room = PROMPT_TOKENS + DECODED_TOKENS + 2
-    if drafter is not None:
-        graphs["drafter"] = build_drafter(
-            drafter_config,
-            checkpoints["drafter"],
-            config,
-            checkpoints["target"],
-            dialect,
-            folder="weights/drafter",
-            target_folder="weights/target",
-        )
-        room += 2 * drafter_config.block_size
+        checkpoints["drafter"] = Checkpoint(drafter)
+    largest: dict[str, float] = {}
     work.mkdir(parents=True, exist_ok=True)
     with temporary_folder(dir=work.resolve(), prefix=".calibrating-") as folder:
-        for role, checkpoint in checkpoints.items():
-            (folder / "weights" / role).mkdir(parents=True)
-            for file in checkpoint.files:
-                source, there = file.resolve(), folder / "weights" / role / file.name
-                if not (hard_link(source, there) or clone(source, there)):
-                    copy(source, there)
-        engines = {}
-        for role, model in graphs.items():
-            if role == "drafter" or drafter is None:
-                _observe(model)
-            ir.save(model, folder / f"{role}.onnx")
-            engines[role] = OnnxRuntimeEngine(folder / f"{role}.onnx", slots=1, capacity=room)
-        largest: dict[str, float] = {}
+        engines = _engines(config, of_drafter, checkpoints, folder)
         for done, prompt in enumerate(prompts):
-            (progress or silent)("calibrate", done, len(prompts))
-            block = np.full((1, drafter_config.block_size), drafter_config.mask_token_id) if drafter else None
-            _run(engines, prompt, block, largest)
-        (progress or silent)("calibrate", len(prompts), len(prompts))
+            progress("calibrate", done, len(prompts))
+            _run(engines, of_drafter, prompt, largest)
+        progress("calibrate", len(prompts), len(prompts))
         for engine in engines.values():
             engine.close()
     for name in [name for name in largest if _FIRST_EXPERT in name]:
@@ -118,10 +84,49 @@ def activation_amax(
     return largest
 
 
+def _engines(
+    config: TargetConfig,
+    of_drafter: DrafterConfig | None,
+    checkpoints: Mapping[str, Checkpoint],
+    folder: Path,
+) -> dict[str, OnnxRuntimeEngine]:
+    """The graphs by role, in `folder` beside links to their weights. The drafter's is observed, or the target's."""
+    for role, checkpoint in checkpoints.items():
+        if checkpoint.quantization.name is not None:
+            raise BuildError(
+                f"{checkpoint.directory}: is already quantized; calibrate with the original checkpoint"
+            )
+        (folder / "weights" / role).mkdir(parents=True)
+        for file in checkpoint.files:
+            source, there = file.resolve(), folder / "weights" / role / file.name
+            if not (hard_link(source, there) or clone(source, there)):
+                copy(source, there)
+    dialect = OnnxRuntime() if of_drafter else _Observing()
+    dialect.joins_floats = False  # each layer is found by its name
+    target, room = checkpoints["target"], PROMPT_TOKENS + DECODED_TOKENS + 2
+    if of_drafter is None:
+        graphs = {"target": build_target(config, target, (0,), dialect, folder="weights/target")}
+        _observe(graphs["target"])
+    else:
+        check_pair(config, of_drafter)
+        taps, room = of_drafter.target_layer_ids, room + 2 * of_drafter.block_size
+        parts = of_drafter, checkpoints["drafter"], config, target, dialect
+        graphs = {
+            "target": build_target(config, target, taps, dialect, folder="weights/target"),
+            "drafter": build_drafter(*parts, folder="weights/drafter", target_folder="weights/target"),
+        }
+        _observe(graphs["drafter"])
+    engines = {}
+    for role, graph in graphs.items():
+        ir.save(graph, folder / f"{role}.onnx")
+        engines[role] = OnnxRuntimeEngine(folder / f"{role}.onnx", slots=1, capacity=room)
+    return engines
+
+
 def _run(
     engines: Mapping[str, OnnxRuntimeEngine],
+    of_drafter: DrafterConfig | None,
     prompt: Sequence[int],
-    block: np.ndarray[Any, Any] | None,
     largest: dict[str, float],
 ) -> None:
     """One prompt, then greedy tokens one by one."""
@@ -136,16 +141,15 @@ def _run(
         _note(out, largest)
         fresh.append(np.array(out["features"]))
         position, tokens = position + len(tokens), [int(out["logits"][0, 0].argmax())]
-        if block is not None and step in (0, DECODED_TOKENS):
+        if of_drafter is not None and step in (0, DECODED_TOKENS):
             features = np.concatenate(fresh, axis=1)
             fresh.clear()
-            block[0, 0] = tokens[0]
             count = features.shape[1]
             feeds = {
                 "features": features,
                 "n_features": np.array([count]),
                 "start": np.array([position - count]),
-                "block": block,
+                "block": np.array([[*tokens, *[of_drafter.mask_token_id] * (of_drafter.block_size - 1)]]),
             }
             _note(engines["drafter"].run(feeds), largest)
 
@@ -188,16 +192,12 @@ def _note(outputs: Mapping[str, np.ndarray[Any, Any]], largest: dict[str, float]
 
 def _observe(model: ir.Model) -> None:
     """Give the graph one output per linear layer: the largest magnitude of its input."""
-    for node in list(model.graph):
-        if node.op_type != "Gemm":
-            continue
-        x, weight = node.inputs[0], node.inputs[1]
-        widening = weight.producer() if weight is not None else None
-        if widening is not None:
+    for node in [node for node in model.graph if node.op_type == "Gemm"]:
+        x, weight = node.inputs[:2]
+        if weight is not None and (widening := weight.producer()) is not None:
             weight = widening.inputs[0]
-        name = weight.name if weight is not None else None
-        if x is not None and name is not None and weight is not None and weight.const_value is not None:
-            _output(model.graph, x, name.rpartition("/")[2])
+        if x is not None and weight is not None and weight.name and weight.const_value is not None:
+            _output(model.graph, x, weight.name.rpartition("/")[2])
 
 
 def _output(graph: ir.Graph, x: ir.Value, weight: str) -> None:

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from dflash_trt.bundle.workspace import Progress
+import numpy as np
+from numpy.typing import NDArray
+
+from dflash_trt.bundle.workspace import Progress, workspace
 from dflash_trt.checkpoint.linears import number_formats
 from dflash_trt.checkpoint.rules import Quantization
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
+from dflash_trt.checkpoint.writer import Entry, write_shard
 from dflash_trt.errors import UsageError
 from dflash_trt.files.disk import stamp, whole_file
+from dflash_trt.files.reading import read_object
 from dflash_trt.formats import FORMATS, Algorithm
 from dflash_trt.formats.base import BLOCK, WeightLayout
 from dflash_trt.formats.int8 import PER_CHANNEL
 from dflash_trt.formats.precision import Precision
 from dflash_trt.quantization import repack
-from dflash_trt.quantization.convert import HEAD, data_free, quantize, quantize_head
-from dflash_trt.quantization.draft_head import draft_head
-from dflash_trt.quantization.widen import in_bf16
+from dflash_trt.quantization.convert import STEP_BYTES, quantize, quantize_head, write_json
+from dflash_trt.quantization.layers import HEAD, Recipe, head_weight
 
 Weights = Checkpoint | Outline
 
@@ -45,133 +51,147 @@ def in_precision(
 
     Raises BuildError where a checkpoint is quantized already, otherwise than asked.
     """
-    found = {"target": target, "drafter": drafter}
-    for role, checkpoint in found.items():
-        if precision.scheme(role) is not None:
-            found[role] = _without_blocks(checkpoint, folder / f"{role}-bf16", progress)
-    target = found["target"]
-    head: Weights | None = None
+    work = _Work(folder, progress, layout)
+    made: dict[str, Weights] = {"target": target, "drafter": drafter}
+    schemes = {role: scheme for role in made if (scheme := precision.scheme(role)) is not None}
+    for role in schemes:
+        made[role] = work.without_blocks(role, made[role])
+    target, scheme = made["target"], precision.scheme("head")
     if draft_tokens is not None and isinstance(target, Checkpoint):
-        place = _place(folder / "draft-head", target, json.dumps(list(draft_tokens)))
-        head = Checkpoint(draft_head(target, draft_tokens, place))
-    if (scheme := precision.scheme("head")) is not None:
-        head = _head(head or target, scheme, folder / "head", layout, progress)
-    for role, checkpoint in found.items():
-        if (scheme := precision.scheme(role)) is None:
-            continue
-        with_head = role == "target" and _with_blocks(layout, scheme)
-        if checkpoint.quantization.algorithms:
-            stored = sorted({a.scheme for a in checkpoint.quantization.algorithms})
-            if stored != [scheme]:
-                raise UsageError(
-                    f"--precision is {role}={scheme}, but {checkpoint.directory} is already {', '.join(stored)}; give "
-                    f"the unquantized checkpoint, or leave {role} out"
-                )
-        elif isinstance(checkpoint, Checkpoint):
-            out = _place(folder / role, checkpoint, _recipe(scheme, layout))
-            found[role] = Checkpoint(
-                quantize(
-                    checkpoint.directory,
-                    out,
-                    scheme,
-                    head=scheme if with_head else None,
-                    largest_group=_largest_group(layout),
-                    per_channel=_per_channel(layout),
-                    progress=progress,
-                )
-            )
-        else:
-            found[role] = _outline(checkpoint, scheme, layout, {} if with_head else {HEAD: None})
-    made = found | ({} if head is None else {"head": head})
+        made["head"] = work.draft_head(target, draft_tokens)
+    if scheme is not None:
+        made["head"] = work.head(made.get("head", target), scheme)
+    for role, asked in schemes.items():
+        made[role] = work.quantized(role, made[role], asked)
     for role, checkpoint in made.items():
         if isinstance(checkpoint, Checkpoint):
-            made[role] = _laid_out(checkpoint, layout, folder, role, progress)
+            made[role] = work.laid_out(role, checkpoint)
     return made["target"], made["drafter"], made.get("head")
 
 
-def _without_blocks(checkpoint: Weights, folder: Path, progress: Progress) -> Weights:
-    """The checkpoint in BF16 where all its layers are in FP8 by blocks, which may be quantized again."""
-    algorithms = checkpoint.quantization.algorithms
-    if not algorithms or any(algorithm.group_rows == 1 for algorithm in algorithms):
-        return checkpoint
-    if not isinstance(checkpoint, Checkpoint):
-        return Outline(checkpoint.directory, Quantization(checkpoint.quantization.path))
-    return Checkpoint(in_bf16(checkpoint, _place(folder, checkpoint, "bf16"), progress))
+class _Work:
+    """Checkpoints made in `folder`, for an engine that reads weights in `layout`."""
 
+    def __init__(self, folder: Path, progress: Progress, layout: WeightLayout) -> None:
+        self.folder, self.progress, self.layout = folder, progress, layout
 
-def _laid_out(
-    checkpoint: Checkpoint, layout: WeightLayout, folder: Path, role: str, progress: Progress
-) -> Checkpoint:
-    """The checkpoint with its weights as the engine reads them."""
-    out = folder / f"{role}-{layout}"
-    if layout == "int4_by_row" and repack.has_signed(checkpoint):
-        return Checkpoint(repack.int4_by_row(checkpoint, _place(out, checkpoint, layout), progress))
-    if layout == "blocks":
+    @cached_property
+    def per_channel(self) -> bool:
+        """Whether INT8 has one scale for each output: where this processor multiplies such layers faster."""
+        if self.layout != "blocks":
+            return False
+        from dflash_trt.engines.onnxruntime_products import channels_pay
+
+        return channels_pay()
+
+    def recipe(self, scheme: str) -> Recipe:
+        """Blocks have a scale of their own each: larger groups would spare nothing."""
+        return Recipe(scheme, BLOCK if self.layout == "blocks" else None, self.per_channel)
+
+    def place(self, name: str, source: Checkpoint, made: str) -> Path:
+        """The directory for what is `made` of a checkpoint."""
+        return _place(self.folder / name, source, made)
+
+    def without_blocks(self, role: str, checkpoint: Weights) -> Weights:
+        """The checkpoint in BF16 where all its layers are in FP8 by blocks, which may be quantized again."""
+        algorithms = checkpoint.quantization.algorithms
+        if not algorithms or any(algorithm.group_rows == 1 for algorithm in algorithms):
+            return checkpoint
+        if isinstance(checkpoint, Outline):
+            return Outline(checkpoint.directory, Quantization(checkpoint.quantization.path))
+        out = self.place(f"{role}-bf16", checkpoint, "bf16")
+        return Checkpoint(repack.in_bf16(checkpoint, out, self.progress))
+
+    def draft_head(self, target: Checkpoint, tokens: Sequence[int]) -> Checkpoint:
+        """The head's rows of `tokens`, as stored."""
+        out = self.place("draft-head", target, json.dumps(list(tokens)))
+        if not (out / "config.json").is_file():
+            _write_draft_head(target, np.asarray(tokens, np.int64), out)
+        return Checkpoint(out)
+
+    def head(self, target: Weights, scheme: str) -> Weights:
+        """The head in a scheme, as a checkpoint of its own."""
+        if isinstance(target, Outline):
+            return self._outline(target, scheme, {})
+        if target.quantization.algorithm(HEAD) is not None and f"{HEAD}.weight_scale" in target.tensors:
+            raise UsageError(
+                f"--precision is head={scheme}, but {target.directory} already has a quantized LM head: leave head out"
+            )
+        out = self.place("head", target, self._made(scheme))
+        return Checkpoint(quantize_head(target.directory, out, self.recipe(scheme), self.progress))
+
+    def quantized(self, role: str, checkpoint: Weights, scheme: str) -> Weights:
+        """The checkpoint in a scheme."""
+        stored = sorted({algorithm.scheme for algorithm in checkpoint.quantization.algorithms})
+        if stored and stored != [scheme]:
+            raise UsageError(
+                f"--precision is {role}={scheme}, but {checkpoint.directory} is already {', '.join(stored)}; give "
+                f"the unquantized checkpoint, or leave {role} out"
+            )
+        if stored:
+            return checkpoint
+        in_blocks = self.layout == "blocks" and FORMATS[scheme].integer_bits is not None
+        head = scheme if in_blocks and role == "target" else None
+        if isinstance(checkpoint, Outline):
+            return self._outline(checkpoint, scheme, {HEAD: None} if head is None else {})
+        out, recipe = self.place(role, checkpoint, self._made(scheme)), self.recipe(scheme)
+        return Checkpoint(quantize(checkpoint.directory, out, recipe, head=head, progress=self.progress))
+
+    def laid_out(self, role: str, checkpoint: Checkpoint) -> Checkpoint:
+        """The checkpoint with its weights as the engine reads them."""
+        name = f"{role}-{self.layout}"
+        if self.layout == "int4_by_row" and repack.has_signed(checkpoint):
+            out = self.place(name, checkpoint, self.layout)
+            return Checkpoint(repack.int4_by_row(checkpoint, out, self.progress))
+        if self.layout != "blocks":
+            return checkpoint
         from dflash_trt.engines.onnxruntime_products import fewest_rows
 
         integers = any(FORMATS[scheme].integer_bits is not None for scheme in number_formats(checkpoint))
         # What a drafter drafts changes no token.
         eight_bits = integers and role == "target" and fewest_rows(4) is None
-        channels = integers and _per_channel(layout)
-        if not repack.has_blocks(checkpoint, eight_bits=eight_bits, channels=channels):
+        options = {"eight_bits": eight_bits, "channels": integers and self.per_channel}
+        if not repack.has_blocks(checkpoint, **options):
             return checkpoint
-        out = _place(out, checkpoint, f"{layout} of {8 if eight_bits else 4} bits{', by output' * channels}")
+        made = f"blocks of {8 if eight_bits else 4} bits{', by output' * options['channels']}"
         return Checkpoint(
-            repack.in_blocks(checkpoint, out, progress, eight_bits=eight_bits, channels=channels)
+            repack.in_blocks(checkpoint, self.place(name, checkpoint, made), self.progress, **options)
         )
-    return checkpoint
+
+    def _made(self, scheme: str) -> str:
+        return f"{scheme}{', by output' * self.per_channel}"
+
+    def _outline(self, checkpoint: Outline, scheme: str, layers: Mapping[str, Algorithm | None]) -> Outline:
+        """A checkpoint without weights in a scheme, but for `layers`. The widths of its layers are not known here."""
+        algorithm = self.recipe(scheme).algorithm(FORMATS[scheme].group_sizes[-1:])
+        quantization = Quantization(checkpoint.directory / "config.json", algorithm, layers)
+        in_blocks = self.layout == "blocks" and algorithm != PER_CHANNEL
+        return Outline(checkpoint.directory, quantization, in_blocks=in_blocks)
 
 
-def _outline(
-    checkpoint: Outline, scheme: str, layout: WeightLayout, layers: Mapping[str, Algorithm | None]
-) -> Outline:
-    """A checkpoint without weights in a scheme, but for `layers`. The widths of its layers are not known here."""
-    algorithm = data_free(scheme, inputs=FORMATS[scheme].group_sizes[-1:])
-    channels = _per_channel(layout) and scheme == PER_CHANNEL.scheme
-    path = checkpoint.directory / "config.json"
-    quantization = Quantization(path, PER_CHANNEL if channels else algorithm, layers)
-    return Outline(checkpoint.directory, quantization, in_blocks=layout == "blocks" and not channels)
+def _write_draft_head(target: Checkpoint, tokens: NDArray[np.int64], out: Path) -> None:
+    """Write the head's rows of `tokens`, and `d2t`, each token's id minus its row.
 
+    Raises BuildError if the target has no LM head.
+    """
+    weight = head_weight(target)
 
-def _largest_group(layout: WeightLayout) -> int | None:
-    """Blocks have a scale of their own each: larger groups would spare nothing."""
-    return BLOCK if layout == "blocks" else None
+    def rows() -> Iterator[tuple[str, NDArray[Any]]]:
+        head = target.array(weight.name)
+        step = max(1, STEP_BYTES // (head.itemsize * head.shape[1]))
+        for at in range(0, len(tokens), step):
+            yield f"{HEAD}.weight", head[tokens[at : at + step]]
 
-
-def _per_channel(layout: WeightLayout) -> bool:
-    """Whether INT8 has one scale for each output: where this processor multiplies such layers faster than blocks."""
-    if layout != "blocks":
-        return False
-    from dflash_trt.engines.onnxruntime_products import channels_pay
-
-    return channels_pay()
-
-
-def _recipe(scheme: str, layout: WeightLayout) -> str:
-    return f"{scheme}{', by output' * _per_channel(layout)}"
-
-
-def _with_blocks(layout: WeightLayout, scheme: str) -> bool:
-    return layout == "blocks" and FORMATS[scheme].integer_bits is not None
-
-
-def _head(target: Weights, scheme: str, folder: Path, layout: WeightLayout, progress: Progress) -> Weights:
-    if not isinstance(target, Checkpoint):
-        return _outline(target, scheme, layout, {})
-    if target.quantization.algorithm(HEAD) is not None and f"{HEAD}.weight_scale" in target.tensors:
-        raise UsageError(
-            f"--precision is head={scheme}, but {target.directory} already has a quantized LM head: leave head out"
-        )
-    return Checkpoint(
-        quantize_head(
-            target.directory,
-            _place(folder, target, _recipe(scheme, layout)),
-            scheme,
-            largest_group=_largest_group(layout),
-            per_channel=_per_channel(layout),
-            progress=progress,
-        )
-    )
+    with workspace(out) as place:
+        place.empty()
+        entries = [
+            Entry(f"{HEAD}.weight", weight.dtype, (len(tokens), weight.shape[1]), rows()),
+            Entry("d2t", "I64", (len(tokens),), [("d2t", tokens - np.arange(len(tokens)))]),
+        ]
+        write_shard(place.path / "model.safetensors", entries)
+        config = read_object(target.directory / "config.json") | {"tie_word_embeddings": False}
+        write_json(place.path / "config.json", config)
+        place.publish()
 
 
 def _place(folder: Path, source: Checkpoint, made: str) -> Path:

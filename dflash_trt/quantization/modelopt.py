@@ -14,7 +14,8 @@ from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import BuildError, UsageError
 from dflash_trt.extras import install
 from dflash_trt.formats import FORMATS
-from dflash_trt.quantization.convert import copy_files, data_free, linear_layers
+from dflash_trt.quantization.convert import copy_files
+from dflash_trt.quantization.layers import Recipe, linear_layers
 
 AWQ_TOKENS, AWQ_ROW = 4096, 1024
 _EXPERT = re.compile(r"\.experts\.\d+\.(?=(gate|up|down)_proj$)")
@@ -31,24 +32,8 @@ def quantize_with_modelopt(
 
     Raises BuildError if torch, Transformers or nvidia-modelopt is missing, or if the scheme cannot be calibrated.
     """
-    configuration = FORMATS[scheme].modelopt_config
-    if configuration is None:
-        calibrated = ", ".join(name for name, form in FORMATS.items() if form.modelopt_config)
-        raise UsageError(
-            f"--scheme {scheme}: --calibrator modelopt supports {calibrated}; {scheme} quantizes weights only"
-        )
     checkpoint = Checkpoint(source)
-    experts = any(_EXPERT.search(name) for name in linear_layers(checkpoint))
-    if scheme == "int4" and experts:
-        raise BuildError(
-            f"{source}: nvidia-modelopt 0.47 cannot export experts from AWQ with Transformers 5; quantize to int4 "
-            "without --calibration"
-        )
-    if any(name.endswith("_blocks") for name in checkpoint.tensors):
-        raise BuildError(
-            f"{source}: has experts in MXFP4, and Transformers would widen them for Model Optimizer; use --calibrator "
-            "onnxruntime, which leaves them as they are"
-        )
+    _check(checkpoint, scheme)
     disabled = _disabled(checkpoint, exclude)
     try:
         torch, transformers = (importlib.import_module(name) for name in ("torch", "transformers"))
@@ -61,15 +46,14 @@ def quantize_with_modelopt(
         ) from error
     if out.exists():
         raise BuildError(f"{out}: exists; choose another --out")
-    config: dict[str, Any] = deepcopy(getattr(mtq, configuration))
+    config: dict[str, Any] = deepcopy(getattr(mtq, str(FORMATS[scheme].modelopt_config)))
     config["quant_cfg"] += [{"quantizer_name": pattern, "enable": False} for pattern in disabled]
     if scheme == "int4":
         prompts = _packed(prompts)
-        layers = linear_layers(checkpoint, exclude)
-        group = data_free(scheme, inputs=[tensor.shape[1] for tensor in layers.values()]).group_size
+        inputs = [tensor.shape[1] for tensor in linear_layers(checkpoint, exclude).values()]
         for entry in config["quant_cfg"]:
             if "block_sizes" in (entry.get("cfg") or {}):
-                entry["cfg"]["block_sizes"][-1] = group
+                entry["cfg"]["block_sizes"][-1] = Recipe(scheme).algorithm(inputs).group_size
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval()
 
     def calibrate(model: Any) -> None:
@@ -87,17 +71,35 @@ def quantize_with_modelopt(
     return out
 
 
+def _check(checkpoint: Checkpoint, scheme: str) -> None:
+    """Refuse what Model Optimizer cannot calibrate."""
+    if FORMATS[scheme].modelopt_config is None:
+        calibrated = ", ".join(name for name, form in FORMATS.items() if form.modelopt_config)
+        raise UsageError(
+            f"--scheme {scheme}: --calibrator modelopt supports {calibrated}; {scheme} quantizes weights only"
+        )
+    if scheme == "int4" and any(_EXPERT.search(name) for name in linear_layers(checkpoint)):
+        raise BuildError(
+            f"{checkpoint.directory}: nvidia-modelopt 0.47 cannot export experts from AWQ with Transformers 5; "
+            "quantize to int4 without --calibration"
+        )
+    if any(name.endswith("_blocks") for name in checkpoint.tensors):
+        raise BuildError(
+            f"{checkpoint.directory}: has experts in MXFP4, and Transformers would widen them for Model Optimizer; use "
+            "--calibrator onnxruntime, which leaves them as they are"
+        )
+
+
 def _disabled(checkpoint: Checkpoint, exclude: Sequence[str]) -> list[str]:
     """The names of the quantizers that `exclude` disables. Transformers holds gate and up of all experts as one
     tensor.
     """
     kept, left = linear_layers(checkpoint, exclude), dict[str, set[str]]()
-    for name in linear_layers(checkpoint):
-        if name not in kept:
-            found = _EXPERT.search(name)
-            whole = "down_proj" if found and found[1] == "down" else "gate_up_proj"
-            quantizer = f"{name[: found.start()]}.experts.{whole}*" if found else f"{name}.*quantizer"
-            left.setdefault(quantizer, set()).add(found[1] if found else name)
+    for name in [name for name in linear_layers(checkpoint) if name not in kept]:
+        expert = _EXPERT.search(name)
+        whole = "down_proj" if expert and expert[1] == "down" else "gate_up_proj"
+        quantizer = f"{name[: expert.start()]}.experts.{whole}*" if expert else f"{name}.*quantizer"
+        left.setdefault(quantizer, set()).add(expert[1] if expert else name)
     for quantizer, names in left.items():
         if names in ({"gate"}, {"up"}):
             raise UsageError(

@@ -1,31 +1,32 @@
-"""A quantized checkpoint with its weights as one engine reads them: the same numbers, laid out otherwise."""
+"""A quantized checkpoint as one engine reads it: the same numbers, laid out otherwise or in BF16."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from dflash_trt.bundle.workspace import Progress
 from dflash_trt.checkpoint.linears import StoredLinear, quantized_layers, shape_of, stored_linear
 from dflash_trt.checkpoint.quantization import QUANT_CONFIG
+from dflash_trt.checkpoint.rules import CACHE_SCALES
 from dflash_trt.checkpoint.tensors import DTYPES, Checkpoint, TensorInfo
-from dflash_trt.checkpoint.widening import Integers
+from dflash_trt.checkpoint.widening import Integers, widened_pieces
 from dflash_trt.checkpoint.writer import Entry, write_shard
 from dflash_trt.files.disk import own_file
 from dflash_trt.files.reading import read_object
-from dflash_trt.formats import FORMATS
-from dflash_trt.formats.base import BLOCK
+from dflash_trt.formats.base import BLOCK, Codes
 from dflash_trt.formats.numbers import pack_pairs, unpack_rows
-from dflash_trt.quantization.convert import STEP_BYTES, joined_name, of_all_experts, write_json
+from dflash_trt.quantization.convert import STEP_BYTES, as_it_is, write_json
+from dflash_trt.quantization.layers import multiplied_as_one, of_all_experts
 
-# The tensors that stand in for one of the checkpoint; None where it stays as it is.
-Repack = Callable[[TensorInfo], list[Entry] | None]
 _NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "F4"}
+Pieces = Iterator[tuple[str, NDArray[Any]]]
 
 
 def int4_by_row(checkpoint: Checkpoint, out: Path, progress: Progress) -> Path:
@@ -39,13 +40,12 @@ def int4_by_row(checkpoint: Checkpoint, out: Path, progress: Progress) -> Path:
         if stored.in_words or stored.in_blocks:
             return _signed(checkpoint, layer, stored, points=of_all_experts(layer) in apart)
         info = stored.weight
-        pieces = (
-            (info.name, pack_pairs(unpack_rows(rows))) for rows in steps(checkpoint, info, info.shape[1])
-        )
-        scale = _as_it_is(checkpoint, stored.scale)
-        return [Entry(info.name, "U8", (2 * info.shape[0], info.shape[1] // 2), pieces), scale]
+        rows = _steps(checkpoint, info, info.shape[1])
+        pieces = ((info.name, pack_pairs(unpack_rows(some))) for some in rows)
+        weight = Entry(info.name, "U8", (2 * info.shape[0], info.shape[1] // 2), pieces)
+        return [weight, as_it_is(checkpoint, stored.scale)]
 
-    return _layers_rewritten(checkpoint, chosen, entries, out, progress)
+    return _rewritten(checkpoint, chosen, entries, out, progress)
 
 
 def has_signed(checkpoint: Checkpoint) -> bool:
@@ -66,23 +66,60 @@ def in_blocks(
     Layers of one input lie one after the other. Experts stay as they are, except for those in words. With `eight_bits`
     numbers of four bits take eight. With `channels` INT8 layers with one scale for each output stay as they are.
     """
-
     chosen = _block_layers(checkpoint, eight_bits=eight_bits, channels=channels)
     apart = _stacks_with_points(checkpoint, chosen)
 
     def entries(layer: str, stored: StoredLinear) -> list[Entry]:
         if not (stored.in_words or stored.in_blocks):
-            return _blocks(checkpoint, stored, eight_bits)
+            return _blocks(checkpoint, layer, stored, eight_bits)
         stack = of_all_experts(layer)
         wide = eight_bits and stack == layer
         return _unsigned(checkpoint, layer, stored, eight_bits=wide, points=stack in apart)
 
-    return _layers_rewritten(checkpoint, chosen, entries, out, progress)
+    return _rewritten(checkpoint, chosen, entries, out, progress)
 
 
 def has_blocks(checkpoint: Checkpoint, *, eight_bits: bool = False, channels: bool = False) -> bool:
     """Whether `in_blocks` would change anything."""
     return bool(_block_layers(checkpoint, eight_bits=eight_bits, channels=channels))
+
+
+def in_bf16(checkpoint: Checkpoint, out: Path, progress: Progress) -> Path:
+    """Write the checkpoint to `out` with its quantized layers widened to BF16; returns `out`.
+
+    Rounding of inputs is left out. Raises CheckpointError where a layer lacks a tensor or has it in another form.
+    """
+
+    def entries(layer: str, stored: StoredLinear) -> list[Entry]:
+        name, shape = f"{layer}.weight", shape_of(checkpoint, stored.algorithm, layer, stored.weight)
+        rows = widened_pieces(checkpoint, stored, STEP_BYTES // (4 * shape[1]))
+        return [Entry(name, "BF16", shape, ((name, some.astype(ml_dtypes.bfloat16)) for some in rows))]
+
+    layers, ending = _stored_layers(checkpoint), CACHE_SCALES if checkpoint.quantization.kv_cache else ()
+    dropped = {name for name in checkpoint.tensors if name.endswith(ending)}
+    dropped |= {info.name for stored in layers.values() for info in stored.tensors}
+    _rewritten(checkpoint, layers, entries, out, progress, dropped=dropped)
+    config = read_object(out / "config.json")
+    for key in ("quantization_config", "compression_config"):
+        config.pop(key, None)
+    write_json(out / "config.json", config)
+    (out / QUANT_CONFIG).unlink(missing_ok=True)
+    return out
+
+
+def _stored_layers(checkpoint: Checkpoint) -> dict[str, StoredLinear]:
+    """The quantized layers."""
+    layers = {}
+    for layer, algorithm, info in quantized_layers(checkpoint):
+        rows, columns = shape_of(checkpoint, algorithm, layer, info)
+        if (stored := stored_linear(checkpoint, layer, columns, rows)) is not None:
+            layers[layer] = stored
+    return layers
+
+
+def _integer_layers(checkpoint: Checkpoint) -> dict[str, StoredLinear]:
+    layers = _stored_layers(checkpoint)
+    return {layer: stored for layer, stored in layers.items() if stored.format.integer_bits is not None}
 
 
 def _signed_layers(checkpoint: Checkpoint) -> dict[str, StoredLinear]:
@@ -109,67 +146,30 @@ def _block_layers(checkpoint: Checkpoint, *, eight_bits: bool, channels: bool) -
 
 def _stacks_with_points(checkpoint: Checkpoint, layers: Mapping[str, StoredLinear]) -> set[str]:
     """The experts' layers of which one has zero points outside the middle: then all get them, to be stored alike."""
-    found = set()
+    apart: set[str] = set()
     for layer, stored in layers.items():
         stack = of_all_experts(layer)
-        if stack != layer and stack not in found and stored.zero_point is not None:
-            integers = Integers(checkpoint, stored)
-            if (integers.zero_points != 1 << (integers.bits - 1)).any():
-                found.add(stack)
-    return found
+        new = stored.zero_point is not None and stack not in (layer, *apart)
+        if new and Integers(checkpoint, stored).has_points:
+            apart.add(stack)
+    return apart
 
 
-def _integer_layers(checkpoint: Checkpoint) -> dict[str, StoredLinear]:
-    found = {}
-    for layer, algorithm, info in quantized_layers(checkpoint):
-        if FORMATS[algorithm.scheme].integer_bits is not None:
-            rows, columns = shape_of(checkpoint, algorithm, layer, info)
-            if (stored := stored_linear(checkpoint, layer, columns, rows)) is not None:
-                found[layer] = stored
-    return found
-
-
-def _layers_rewritten(
-    checkpoint: Checkpoint,
-    layers: Mapping[str, StoredLinear],
-    entries: Callable[[str, StoredLinear], list[Entry]],
-    out: Path,
-    progress: Progress,
-) -> Path:
-    """Write the checkpoint with other tensors of some layers, in place of their weights, scales and zero points."""
-    weights = {stored.weight.name: layer for layer, stored in layers.items()}
-    dropped = {
-        info.name
-        for stored in layers.values()
-        for info in (stored.scale, stored.zero_point, stored.order, stored.group_index, *stored.others)
-        if info is not None
-    }
-
-    def repacked(info: TensorInfo) -> list[Entry] | None:
-        if (layer := weights.get(info.name)) is not None:
-            return entries(layer, layers[layer])
-        return [] if info.name in dropped else None
-
-    return rewritten(checkpoint, out, repacked, progress)
-
-
-def _blocks(checkpoint: Checkpoint, stored: StoredLinear, eight_bits: bool) -> list[Entry]:
+def _blocks(checkpoint: Checkpoint, layer: str, stored: StoredLinear, eight_bits: bool) -> list[Entry]:
     """A layer whose format has numbers that integers hold exactly."""
     info, form = stored.weight, stored.format
-    name = info.name
     scales = checkpoint.array(stored.scale.name)
-    rows, by_row = len(scales), stored.by_row
+    rows = len(scales)
     together = rows // info.shape[0]  # rows that share bytes
     bits = 8 if eight_bits else form.integer_bits
     assert bits is not None
-    layer = name.removesuffix(".weight_packed").removesuffix(".weight")
 
-    def pieces() -> Iterator[tuple[str, NDArray[Any]]]:
+    def pieces() -> Pieces:
         done = 0
-        for codes in steps(checkpoint, info, 4 * info.shape[1] * together):
+        for codes in _steps(checkpoint, info, 4 * info.shape[1] * together):
             some = scales[done : done + len(codes) * together]
             done += len(some)
-            numbers, factors = form.integers(codes, some, by_row=by_row)
+            numbers, factors = form.integers(Codes(codes, some, by_row=stored.by_row))
             unsigned = (numbers.astype(np.int16) + (1 << (bits - 1))).astype(np.uint8)
             yield f"{layer}.weight", unsigned if bits == 8 else pack_pairs(unsigned)
             yield f"{layer}.weight_scale", factors
@@ -185,52 +185,51 @@ def _unsigned(
     """A layer in words or blocks as blocks, with its columns sorted by group. Scales keep their groups."""
     integers = Integers(checkpoint, stored)
     widening = eight_bits and integers.bits == 4
-    zero = integers.zero_points
 
-    def pieces() -> Iterator[tuple[str, NDArray[Any]]]:
+    def pieces() -> Pieces:
         for begin, end in _row_steps(integers):
             codes = integers.codes(begin, end)
             if widening:  # with its zero point in the middle
                 by_group = codes.astype(np.int16).reshape(end - begin, integers.groups, -1)
-                by_group += 128 - zero[begin:end, :, None]
+                by_group += 128 - integers.zero_points[begin:end, :, None]
                 codes = by_group.astype(np.uint8).reshape(codes.shape)
             yield f"{layer}.weight", codes if widening or integers.bits == 8 else pack_pairs(codes)
 
     byte_count = BLOCK if widening else BLOCK * integers.bits // 8
     shape = (integers.outputs, integers.inputs // BLOCK, byte_count)
-    found = [Entry(f"{layer}.weight", "U8", shape, pieces()), *_scales(layer, integers)]
-    if not widening and (points or (zero != 1 << (integers.bits - 1)).any()):
-        found.append(_whole(f"{layer}.weight_zero_point", zero.astype(np.uint8)))
-    return found
+    entries = [Entry(f"{layer}.weight", "U8", shape, pieces()), *_scales(layer, integers)]
+    if not widening and (points or integers.has_points):
+        entries.append(_whole(f"{layer}.weight_zero_point", integers.zero_points.astype(np.uint8)))
+    return entries
 
 
 def _signed(checkpoint: Checkpoint, layer: str, stored: StoredLinear, *, points: bool) -> list[Entry]:
     """A layer in words or blocks in two's complement, with its columns sorted by group."""
     integers = Integers(checkpoint, stored)
-    middle = 1 << (integers.bits - 1)
+    middle = integers.middle
 
-    def pieces() -> Iterator[tuple[str, NDArray[Any]]]:
+    def pieces() -> Pieces:
         for begin, end in _row_steps(integers):
             codes = integers.codes(begin, end) ^ np.uint8(middle)
             yield f"{layer}.weight", pack_pairs(codes) if integers.bits == 4 else codes.view(np.int8)
 
     dtype, columns = ("U8", integers.inputs // 2) if integers.bits == 4 else ("I8", integers.inputs)
     weight = Entry(f"{layer}.weight", dtype, (integers.outputs, columns), pieces())
-    found = [weight, *_scales(layer, integers)]
-    if points or (integers.zero_points != middle).any():
+    entries = [weight, *_scales(layer, integers)]
+    if points or integers.has_points:
         term = integers.scales.astype(np.float32) * (middle - integers.zero_points)
-        found.append(_whole(f"{layer}.weight_zero_term", term.astype(np.float32)))
-    return found
+        entries.append(_whole(f"{layer}.weight_zero_term", term.astype(np.float32)))
+    return entries
 
 
 def _scales(layer: str, integers: Integers) -> list[Entry]:
-    found = [_whole(f"{layer}.weight_scale", integers.scales)]
+    entries = [_whole(f"{layer}.weight_scale", integers.scales)]
     order = integers.order
     if order is None and integers.ordered and of_all_experts(layer) != layer:  # beside experts that have one
         order = np.arange(integers.inputs)
     if order is not None:
-        found.append(_whole(f"{layer}.weight_order", order))
-    return found
+        entries.append(_whole(f"{layer}.weight_order", order))
+    return entries
 
 
 def _whole(name: str, array: NDArray[Any]) -> Entry:
@@ -244,15 +243,7 @@ def _row_steps(integers: Integers) -> Iterator[tuple[int, int]]:
         yield begin, min(begin + step, integers.outputs)
 
 
-def _as_it_is(checkpoint: Checkpoint, info: TensorInfo) -> Entry:
-    flat = checkpoint.array(info.name).reshape(-1).view(np.uint8)
-    places = range(0, len(flat), STEP_BYTES)
-    return Entry(
-        info.name, info.dtype, info.shape, ((info.name, flat[at : at + STEP_BYTES]) for at in places)
-    )
-
-
-def steps(checkpoint: Checkpoint, info: TensorInfo, row_bytes: int) -> Iterator[NDArray[Any]]:
+def _steps(checkpoint: Checkpoint, info: TensorInfo, row_bytes: int) -> Iterator[NDArray[Any]]:
     """Some rows of a tensor at a time."""
     array = checkpoint.array(info.name)
     step = max(1, STEP_BYTES // row_bytes)
@@ -260,26 +251,40 @@ def steps(checkpoint: Checkpoint, info: TensorInfo, row_bytes: int) -> Iterator[
         yield array[begin : begin + step]
 
 
-def rewritten(checkpoint: Checkpoint, out: Path, repacked: Repack, progress: Progress) -> Path:
-    """Write the checkpoint with other tensors in place of some. Shards that are there already stay."""
+def _rewritten(
+    checkpoint: Checkpoint,
+    layers: Mapping[str, StoredLinear],
+    entries: Callable[[str, StoredLinear], list[Entry]],
+    out: Path,
+    progress: Progress,
+    *,
+    dropped: Collection[str] = (),
+) -> Path:
+    """Write the checkpoint with other tensors of some layers, all but their `pre_quant_scale`, and without `dropped`.
+
+    Shards that are there already stay.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    total, done = sum(t.nbytes for t in checkpoint.tensors.values()), 0
-    groups: dict[str, list[TensorInfo]] = {}
-    for info in checkpoint.tensors.values():
-        groups.setdefault(joined_name(info.name.rpartition(".")[0]), []).append(info)
-    ordered = [
-        info for group in groups.values() for info in sorted(group, key=lambda t: ".q_proj" not in t.name)
-    ]
+    weights = {stored.weight.name: layer for layer, stored in layers.items()}
+    replaced = {
+        *dropped,
+        *(info.name for s in layers.values() for info in s.tensors if info is not s.pre_quant_scale),
+    }
+
+    def new_entries(info: TensorInfo) -> list[Entry]:
+        if (layer := weights.get(info.name)) is not None:
+            return entries(layer, layers[layer])
+        return [] if info.name in replaced else [as_it_is(checkpoint, info)]
+
+    tensors = checkpoint.tensors.values()
+    groups = multiplied_as_one(tensors, lambda info: info.name.rpartition(".")[0]).values()
+    total, done = sum(info.nbytes for info in tensors), 0
     for file in checkpoint.files:
-        tensors = [info for info in ordered if info.file == file]
+        stored_here = [info for group in groups for info in group if info.file == file]
         if not (out / file.name).is_file():
             progress("repack", done, total)
-            entries: list[Entry] = []
-            for info in tensors:
-                found = repacked(info)
-                entries += [_as_it_is(checkpoint, info)] if found is None else found
-            write_shard(out / file.name, entries)
-        done += sum(info.nbytes for info in tensors)
+            write_shard(out / file.name, [entry for info in stored_here for entry in new_entries(info)])
+        done += sum(info.nbytes for info in stored_here)
     progress("repack", total, total)
     for path in checkpoint.directory.glob("*.json"):
         shutil.copyfile(own_file(checkpoint.directory, path), out / path.name)

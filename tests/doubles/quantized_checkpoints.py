@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from dflash_trt.formats import numbers
-from dflash_trt.formats.fp8 import fp8_scale
-from dflash_trt.formats.int4 import quantize_int4
-from dflash_trt.formats.int8 import quantize_int8
-from dflash_trt.formats.mxfp4 import quantize_mxfp4
+from dflash_trt.formats import ALGORITHMS, FORMATS, numbers
 from dflash_trt.formats.numbers import E4M3
-from dflash_trt.formats.nvfp4 import nvfp4_global_scale, quantize_nvfp4
 
 INT4_GROUP = 64
 NAMES = {
@@ -49,24 +45,16 @@ def write_quant_config(directory: Path, algorithm: str | None, **fields: Any) ->
 
 def encoded(layer: str, algorithm: str, w: np.ndarray) -> dict[str, np.ndarray]:
     """The tensors of a layer."""
-    if algorithm == "FP8":
-        scale = fp8_scale(np.abs(w).max())
-        return {f"{layer}.weight": numbers.encode_e4m3(w / scale), f"{layer}.weight_scale": scale}
-    if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
-        scale = fp8_scale(np.abs(w).max(axis=1))
-        return {f"{layer}.weight": numbers.encode_e4m3(w / scale[:, None]), f"{layer}.weight_scale": scale}
-    if "NVFP4" in algorithm:
-        second = nvfp4_global_scale(np.abs(w).max())
-        packed, scales = quantize_nvfp4(w, second)
-        return {f"{layer}.weight": packed, f"{layer}.weight_scale": scales, f"{layer}.weight_scale_2": second}
-    if algorithm in ("W4A16_MXFP4", "MXFP4"):
-        packed, exponents = quantize_mxfp4(w)
-        return {f"{layer}.weight": packed, f"{layer}.weight_scale": exponents}
-    if algorithm == "W8A16":
-        codes8, scales = quantize_int8(w)
-        return {f"{layer}.weight": codes8, f"{layer}.weight_scale": scales}
-    codes, scales = quantize_int4(w, INT4_GROUP)
-    return {f"{layer}.weight": numbers.pack_rows(codes), f"{layer}.weight_scale": scales}
+    named = ALGORITHMS[algorithm]
+    if named.scheme == "int4":
+        named = replace(named, group_size=INT4_GROUP)
+    form, shared = FORMATS[named.scheme], np.ones((), np.float32)
+    tensors: dict[str, np.ndarray] = {}
+    for name, (_, shape) in form.written(named, *w.shape).items():
+        if not shape:
+            shared = tensors[name] = form.scale_of(np.abs(w).max())
+    tensors |= form.encode(named, w, shared)
+    return {f"{layer}.{name}": tensor for name, tensor in tensors.items()}
 
 
 def rounded(algorithm: str, x: np.ndarray, input_scale: float | None) -> np.ndarray:

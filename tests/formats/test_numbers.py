@@ -6,16 +6,13 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from dflash_trt.formats import numbers
-from dflash_trt.formats.fp8 import fp8_scale
-from dflash_trt.formats.int4 import dequantize_int4, quantize_int4
-from dflash_trt.formats.int8 import quantize_int8
-from dflash_trt.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
-from dflash_trt.formats.nvfp4 import dequantize_nvfp4, nvfp4_global_scale, quantize_nvfp4
+from dflash_trt.formats import FORMATS, numbers
+from dflash_trt.formats.base import Codes
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 TIES = st.sampled_from([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -5.0, 6.0, 7.0, -0.0, 2.0**-140])
@@ -52,12 +49,24 @@ def test_packing_loses_nothing(codes: np.ndarray) -> None:
     assert numbers.pack_rows(codes)[0, 0] & 15 == codes[0, 0]
 
 
+def stored(scheme: str, w: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What a weight is read as after it was written, its block scales, and the scale of the whole."""
+    form = FORMATS[scheme]
+    algorithm = form.algorithm(calibrated=False, inputs=[w.shape[1]])
+    second = form.scale_of(np.abs(w).max()) if form.largest else np.ones((), np.float32)
+    codes = form.encode(algorithm, w, second)
+    written = form.written(algorithm, *w.shape)
+    assert {n: codes[n].shape for n in codes} == {n: written[n][1] for n in codes}
+    whole = second if "weight_scale_2" in written else None
+    by_row = codes["weight"].shape[0] == len(w)
+    found = form.widen(algorithm, Codes(codes["weight"], codes["weight_scale"], whole, by_row))
+    return found, codes["weight_scale"], second
+
+
 @given(matrices(32))
 def test_nvfp4_is_near_or_the_block_is_too_small_to_tell(w: np.ndarray) -> None:
-    second = nvfp4_global_scale(np.abs(w).max())
-    packed, scales = quantize_nvfp4(w, second)
+    found, scales, second = stored("nvfp4", w)
     assert np.isfinite(scales.astype(np.float32)).all()
-    found = dequantize_nvfp4(packed, scales, second)
     largest = np.abs(w.reshape(4, 2, 16)).max(axis=-1, keepdims=True)
     # Half a step of E2M1 at its top is a sixth of the block's largest number. Scales are rounded by a sixteenth, to
     # 2**-9.
@@ -67,11 +76,10 @@ def test_nvfp4_is_near_or_the_block_is_too_small_to_tell(w: np.ndarray) -> None:
 
 @given(matrices(64))
 def test_mxfp4_takes_the_better_of_two_powers_of_two(w: np.ndarray) -> None:
-    packed, exponents = quantize_mxfp4(w)
+    found, exponents, _ = stored("mxfp4", w)
     assert exponents.max(initial=0) < 255
     blocks = w.reshape(4, 2, 32).astype(np.float64)
-    found = dequantize_mxfp4(packed, exponents).reshape(blocks.shape)
-    error = np.square(found - blocks).sum(axis=-1)
+    error = np.square(found.reshape(blocks.shape) - blocks).sum(axis=-1)
     # The smallest that clips nothing, and the one below, computed in another way.
     largest = np.abs(blocks).max(axis=-1)
     safe = np.clip(np.ceil(np.log2(np.where(largest > 0, largest / 6, 1.0))), -127, 127)
@@ -81,34 +89,21 @@ def test_mxfp4_takes_the_better_of_two_powers_of_two(w: np.ndarray) -> None:
         assert (error <= np.square(other - blocks).sum(axis=-1) * (1 + 1e-6) + 1e-90).all()
 
 
-@given(matrices(64))
-def test_int4_is_within_half_a_step(w: np.ndarray) -> None:
-    codes, scales = quantize_int4(w, 32)
-    found = dequantize_int4(codes, scales)
-    steps = np.repeat(scales, 32, axis=1)
+@pytest.mark.parametrize("scheme", ["int4", "int8"])
+@given(w=matrices(64))
+def test_integers_are_within_half_a_step(scheme: str, w: np.ndarray) -> None:
+    found, scales, _ = stored(scheme, w)
+    steps = np.repeat(scales, 64 // scales.shape[1], axis=1)
     assert (np.abs(found - w) <= steps * 0.5001 + 2.0**-149).all()
-
-
-@given(matrices(64))
-def test_int8_is_within_half_a_step(w: np.ndarray) -> None:
-    codes, scales = quantize_int8(w)
-    assert np.abs(codes.astype(np.int16)).max() <= 127
-    steps = np.repeat(scales, 32, axis=1)
-    assert (np.abs(codes * steps - w) <= steps * 0.5001 + 2.0**-149).all()
 
 
 @given(matrices(16))
 def test_fp8_reaches_from_the_largest_number_down(w: np.ndarray) -> None:
-    scale = fp8_scale(np.abs(w).max(axis=1))[:, None]
-    assert (scale > 0).all()
-    found = numbers.encode_e4m3(w / scale).astype(np.float32) * scale
-    assert (np.abs(found - w) <= np.abs(w) / 16 + scale * 2.0**-10 + 2.0**-149).all()
+    found, scales, _ = stored("fp8", w)
+    assert (scales > 0).all()
+    assert (np.abs(found - w) <= np.abs(w) / 16 + scales[:, None] * 2.0**-10 + 2.0**-149).all()
 
 
-def test_zero_blocks_stay_zero() -> None:
-    w = np.zeros((2, 128), np.float32)
-    one = nvfp4_global_scale(0.0)
-    assert not dequantize_nvfp4(*quantize_nvfp4(w, one), one).any()
-    assert not dequantize_mxfp4(*quantize_mxfp4(w)).any()
-    assert not dequantize_int4(*quantize_int4(w, 64)).any()
-    assert not quantize_int8(w)[0].any()
+@pytest.mark.parametrize("scheme", FORMATS)
+def test_zero_blocks_stay_zero(scheme: str) -> None:
+    assert not stored(scheme, np.zeros((2, 128), np.float32))[0].any()

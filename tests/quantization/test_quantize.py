@@ -20,7 +20,6 @@ from dflash_trt.checkpoint.widening import widen
 from dflash_trt.cli import main
 from dflash_trt.errors import BuildError, CheckpointError, DFlashError
 from dflash_trt.formats import SCHEMES, numbers
-from dflash_trt.formats.nvfp4 import nvfp4_global_scale, quantize_nvfp4
 from dflash_trt.formats.precision import parse_precision
 from dflash_trt.graph import onnxruntime as functions
 from dflash_trt.quantization import convert, for_build
@@ -28,7 +27,7 @@ from dflash_trt.quantization.calibrate import activation_amax, calibration_set
 from dflash_trt.quantization.convert import quantize
 from dflash_trt.quantization.repack import int4_by_row
 from dflash_trt.reports.inspection import inspect
-from tests.doubles.quantized_checkpoints import write_quant_config, write_safetensors
+from tests.doubles.quantized_checkpoints import encoded, write_quant_config, write_safetensors
 
 TINY = Path(functions.__file__).parent.parent / "shipped" / "tiny"
 ERRORS = {"fp8": 0.03, "nvfp4": 0.1, "mxfp4": 0.12, "int8": 0.01, "int4": 0.12}
@@ -276,14 +275,10 @@ LAYER = "model.layers.0.mlp.up_proj"
 def _one_layer(directory: Path, algorithm: str | None, **changes: Any) -> Checkpoint:
     """A checkpoint of one NVFP4 layer [32, 64], with some tensors changed or removed."""
     w = np.random.default_rng(0).standard_normal((32, 64)).astype(np.float32)
-    second = nvfp4_global_scale(np.abs(w).max())
-    packed, scales = quantize_nvfp4(w, second)
-    tensors = {"weight": packed, "weight_scale": scales, "weight_scale_2": second, **changes}
+    tensors = encoded(LAYER, "NVFP4", w) | {f"{LAYER}.{n}": t for n, t in changes.items()}
     (directory / "config.json").write_text("{}")
     write_quant_config(directory, algorithm)
-    write_safetensors(
-        directory / "model.safetensors", {f"{LAYER}.{n}": t for n, t in tensors.items() if t is not None}
-    )
+    write_safetensors(directory / "model.safetensors", {n: t for n, t in tensors.items() if t is not None})
     return Checkpoint(directory)
 
 

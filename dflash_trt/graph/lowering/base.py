@@ -13,6 +13,8 @@ from dflash_trt.checkpoint.linears import StoredLinear
 from dflash_trt.formats import FORMATS, NumberFormat
 from dflash_trt.graph.builder import GraphBuilder
 
+from . import bodies
+
 Activations = Literal["none", "static", "row"]
 
 
@@ -42,6 +44,7 @@ class LinearKind:
 
     @property
     def format(self) -> NumberFormat:
+        """The number format."""
         return FORMATS[self.scheme]
 
 
@@ -87,6 +90,6 @@ class Lowering(ABC):
         """x rounded as the format does, in the graph's dtype."""
         raise NotImplementedError("this format quantizes weights only")
 
-    @abstractmethod
     def expert_factors(self, g: GraphBuilder, kind: LinearKind, parts: Mapping[str, ir.Value]) -> ir.Value:
-        """The factor of each row or group of a stack of experts, float32, from scales that are bytes."""
+        """The factor of each row or group of a stack of experts, float32, from scales that may be bytes."""
+        return g.op("Cast", parts["scale"], name="factors", to=int(bodies.FLOAT))

@@ -55,6 +55,3 @@ class INT4Lowering(Lowering):
             axis=1,
             block_size=kind.group_size,
         )
-
-    def expert_factors(self, g: GraphBuilder, kind: LinearKind, parts: Mapping[str, ir.Value]) -> ir.Value:
-        return g.op("Cast", parts["scale"], name="factors", to=int(bodies.FLOAT))

@@ -34,6 +34,3 @@ class INT8Lowering(Lowering):
         columns = kind.group_size or int(str(weight.shape[1]))  # a row may share one scale
         scales = g.cast(inputs["scale"], g.dtype, name="scales")
         return g.op("DequantizeLinear", weight, scales, name="widened", axis=1, block_size=columns)
-
-    def expert_factors(self, g: GraphBuilder, kind: LinearKind, parts: Mapping[str, ir.Value]) -> ir.Value:
-        return g.op("Cast", parts["scale"], name="factors", to=int(bodies.FLOAT))
