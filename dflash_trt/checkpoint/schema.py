@@ -73,7 +73,8 @@ class MoEConfig:
     chosen logits. Activations, of a gate g and an up projection u:
         "silu": u * g * sigmoid(g)
         "gelu_tanh": u * gelu(g), gelu in its approximation by tanh
-        "gpt_oss": (clip(u, -limit, limit) + 1) * h * sigmoid(alpha * h), h = min(g, limit)
+        "gpt_oss": (clip(u, -limit, limit) + 1) * h * sigmoid(alpha * h), h = min(g, limit); router and experts have
+            biases
 
     intermediate_size: the size of one expert.
     sparse_layers[i]: whether layer i has experts.
@@ -86,12 +87,10 @@ class MoEConfig:
     intermediate_size: int
     normalize_weights: bool
     sparse_layers: tuple[bool, ...]
-    activation: Literal["silu", "gelu_tanh", "gpt_oss"]
-    alpha: float
-    limit: float | None
-    router_bias: bool
-    expert_bias: bool
-    quantization: Literal["mxfp4"] | None
+    activation: Literal["silu", "gelu_tanh", "gpt_oss"] = "silu"
+    alpha: float = 1.0
+    limit: float | None = None
+    quantization: Literal["mxfp4"] | None = None
     shared_intermediate_size: int = 0
     stacked: bool = False
 
@@ -127,11 +126,11 @@ class DecoderConfig:
     rms_norm_eps: float
     max_position_embeddings: int
     attention_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    attention_sinks: bool
     rope: RopeConfig
     layers: tuple[LayerAttention | LayerDeltaNet, ...]
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    attention_sinks: bool = False
     attention_gate: bool = False
     zero_centred_norms: bool = False
     value_norm: bool = False
@@ -196,7 +195,7 @@ class DrafterConfig(DecoderConfig):
     block_size: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
-    num_target_layers: int | None
+    num_target_layers: int | None = None
     masks: bool = True
     most_candidates: int | None = None
     own: Any = None

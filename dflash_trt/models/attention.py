@@ -39,9 +39,7 @@ class _Rows:
                 sinks=config.attention_sinks,
             )
         self.caches = {
-            i: [
-                g.input(f"{side}_cache.{i}", g.dtype, shape) for side, shape in zip("kv", shapes, strict=True)
-            ]
+            i: [g.input(f"{side}_cache.{i}", g.dtype, s) for side, s in zip("kv", shapes, strict=True)]
             for i, shapes in self.shapes.items()
         }
         first = next(iter(layers))
@@ -69,25 +67,10 @@ class Attention:
     def _mask(self, i: int) -> tuple[ir.Value, ...]:
         """The mask of a layer, or of its kind. A query sees a range of cache rows: first .. last."""
         kind, apart = self._layers[i], self.dialect.masks_by_layer
-        if (kind, i if apart else None) not in self._masks:
+        key = kind, i if apart else None
+        if key not in self._masks:
             g, rows = self.g, self._rows[kind.window]
-            position = rows.positions
-            if kind.causal:
-                last = position
-            else:
-                final = g.op("Sub", g.unsqueeze(rows.lengths, 1), g.constant(1), name="final_slot")
-                if kind.window is None:
-                    last = g.op("Expand", final, g.shape(self.queries.batch, self.queries.count), name="last")
-                else:  # a window that is not causal reaches equally far in both directions
-                    last = g.op(
-                        "Min", g.op("Add", position, g.constant(kind.window - 1), name="ahead"), final
-                    )
-            if kind.window is None:
-                first = g.op("Sub", position, position, name="first")
-            else:
-                first = g.op("Sub", position, g.constant(kind.window - 1), name="first")
-            name = f"mask_{'causal' if kind.causal else 'block'}{kind.window or ''}"
-            slots = [first, last]
+            slots = self._range(kind, rows)
             if self.sinks:
                 body = self.dialect.sink_attention_mask(self._kind(kind))
                 slots.append(rows.lengths)
@@ -95,10 +78,26 @@ class Attention:
                 body = self.dialect.attention_mask(self._kind(kind))
             if self.tree is not None:
                 slots += [rows.start, self._seen(self.tree, kind.window)]
+            name = f"mask_{'causal' if kind.causal else 'block'}{kind.window or ''}"
             layer = {"layer": i} if apart else {}
-            mask = g.call(body, *slots, rows.capacity, outputs=len(body.outputs), name=name, **layer)
-            self._masks[kind, i if apart else None] = mask
-        return self._masks[kind, i if apart else None]
+            outputs = len(body.outputs)
+            self._masks[key] = g.call(body, *slots, rows.capacity, outputs=outputs, name=name, **layer)
+        return self._masks[key]
+
+    def _range(self, kind: LayerAttention, rows: _Rows) -> list[ir.Value]:
+        """The first and the last row that each query sees. A window that is not causal reaches equally far in both
+        directions.
+        """
+        g, last = self.g, rows.positions
+        reach = None if kind.window is None else g.constant(kind.window - 1)
+        if not kind.causal:
+            final = g.op("Sub", g.unsqueeze(rows.lengths, 1), g.constant(1), name="final_slot")
+            if reach is None:
+                last = g.op("Expand", final, g.shape(self.queries.batch, self.queries.count), name="last")
+            else:
+                last = g.op("Min", g.op("Add", rows.positions, reach, name="ahead"), final)
+        first = g.op("Sub", rows.positions, rows.positions if reach is None else reach, name="first")
+        return [first, last]
 
     def _seen(self, tree: Tree, window: int | None) -> ir.Value:
         """The visible rows of the pass, no further up than a window reaches."""

@@ -54,17 +54,24 @@ class DeltaNet:
         committed = g.op("Add", g.op("Add", position, self.replayed, name="read"), self.certain, name="ahead")
         committed = g.op("Where", begun, committed, self.certain, name="committed")
         g.output(committed, "position_state_out", INT64, ["B"])
-        self._caches = {i: self._declare(i, config) for i, config in _kinds(shared, layers).items()}
+        self._caches = {
+            i: [
+                g.input(f"{n}.{i}", self._dtype(n), ["B", *s]) for n, s in cache_shapes(self._kind(i)).items()
+            ]
+            for i in layers
+        }
 
-    def _declare(self, i: int, c: LayerDeltaNet) -> list[ir.Value]:
-        return [
-            self.g.input(f"{name}.{i}", FLOAT if name in _FLOATS else self.g.dtype, ["B", *shape])
-            for name, shape in cache_shapes(c).items()
-        ]
+    def _kind(self, i: int) -> LayerDeltaNet:
+        kind = self.config.layers[i]
+        assert isinstance(kind, LayerDeltaNet)
+        return kind
+
+    def _dtype(self, cache: str) -> ir.DataType:
+        return FLOAT if cache in _FLOATS else self.g.dtype
 
     def layer(self, m: Module, i: int, x: ir.Value, written: ir.Value) -> ir.Value:
-        g, m, c = self.g, m.at("linear_attn"), self.config.layers[i]
-        assert isinstance(c, LayerDeltaNet)
+        """`Mixer.layer`. The written rows are those that ask."""
+        g, m, c = self.g, m.at("linear_attn"), self._kind(i)
         assert written is x
         inputs, z, b, a = self._projected(m, x, c)
         gates = self._gates(m, a, b, c)
@@ -86,8 +93,7 @@ class DeltaNet:
         )
         new = (updated[0], *convolved, updated[1])
         for (name, shape), value in zip(cache_shapes(c).items(), new, strict=True):
-            dtype = FLOAT if name in _FLOATS else g.dtype
-            g.output(value, f"{name}_out.{i}", dtype, ["B", *shape])
+            g.output(value, f"{name}_out.{i}", self._dtype(name), ["B", *shape])
         y = g.op("Reshape", y, g.constant([-1, c.value_dim]), name="by_head")
         y = self._normalized(m, y, c.value_dim)
         z = g.op("Reshape", z, g.constant([-1, c.value_dim]), name="gates_by_head")
@@ -148,14 +154,8 @@ class DeltaNet:
         Queries and keys have length 1, and queries are scaled by key_dim**-0.5.
         """
         g, keys = self.g, c.key_heads * c.key_dim
-        q, k, v = g.multi(
-            "Split",
-            mixed,
-            g.constant([keys, keys, c.value_heads * c.value_dim]),
-            outputs=3,
-            name="qkv",
-            axis=-1,
-        )
+        sizes = g.constant([keys, keys, c.value_heads * c.value_dim])
+        q, k, v = g.multi("Split", mixed, sizes, outputs=3, name="qkv", axis=-1)
         return self._unit(q, c, c.key_dim**-0.5), self._unit(k, c, 1.0), v
 
     def _unit(self, x: ir.Value, c: LayerDeltaNet, length: float) -> ir.Value:
@@ -197,8 +197,3 @@ def state_bytes(config: DecoderConfig, element: int, *, pending: bool = True) ->
         for name, shape in cache_shapes(layer).items()
         if pending or not name.startswith("pending_")
     )
-
-
-def _kinds(shared: Pass, layers: Sequence[int]) -> dict[int, LayerDeltaNet]:
-    configs = {i: shared.config.layers[i] for i in layers}
-    return {i: layer for i, layer in configs.items() if isinstance(layer, LayerDeltaNet)}

@@ -7,32 +7,21 @@ import onnx_ir as ir
 
 from dflash_trt.checkpoint.schema import MoEConfig
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
-from dflash_trt.graph.dialect import Dialect
 from dflash_trt.graph.experts import Experts
+from dflash_trt.models.module import Module
 
 
-def experts(
-    g: GraphBuilder,
-    dialect: Dialect,
-    hidden: int,
-    moe: MoEConfig,
-    x: ir.Value,
-    logits: ir.Value,
-    e: Experts,
-) -> ir.Value:
+def experts(m: Module, hidden: int, moe: MoEConfig, x: ir.Value, logits: ir.Value, e: Experts) -> ir.Value:
     """x [rows, D], router logits [rows, E] in float32 -> [rows, D]."""
-    y = dialect.experts(
-        g,
-        x,
-        logits,
-        e,
+    y = m.dialect.experts(
+        *(m.g, x, logits, e),
         widened_bytes=widened_bytes(hidden, moe),
         k=moe.experts_per_token,
         alpha=moe.alpha,
         beta=1.0 if moe.activation == "gpt_oss" else 0.0,
         limit=float(np.finfo(np.float32).max) if moe.limit is None else moe.limit,
     )
-    return weighted(g, y, logits, moe)
+    return weighted(m.g, y, logits, moe)
 
 
 def widened_bytes(hidden: int, moe: MoEConfig) -> int:

@@ -7,7 +7,6 @@ and E4B share keys and values between layers, and have inputs of each layer's ow
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -28,13 +27,14 @@ from dflash_trt.models.qwen3_moe import expert_stacks
 from dflash_trt.models.reading import (
     HEAD_DIM,
     WIDTH,
+    alone,
+    beside_images,
     check_quantization,
     decoder,
     expert_counts,
     place_window,
     refuse,
     target,
-    text_of,
 )
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -65,8 +65,10 @@ def gemma_decoder(text: Fields, architecture: str | None = None) -> dict[str, An
     ropes = {kind: read_rope_of(kind, text, 10_000.0) for kind in (SLIDING, FULL)}
     common = decoder(
         text,
-        head_dim=text.integer("head_dim", maximum=HEAD_DIM, default=256),
+        head_dim=256,
         qk_norm=True,
+        value_norm=True,
+        attention_scale=1.0,
         rope=ropes[SLIDING],
         architecture=architecture,
         activation=("hidden_activation", "gelu_pytorch_tanh"),
@@ -74,8 +76,6 @@ def gemma_decoder(text: Fields, architecture: str | None = None) -> dict[str, An
     softcap = "final_logit_softcapping"
     return common | {
         "layers": _layers(text, common, ropes[FULL]),
-        "value_norm": True,
-        "attention_scale": 1.0,
         "embedding_scale": common["hidden_size"] ** 0.5,
         "logit_softcap": None if text.get(softcap) is None else text.number(softcap),
     }
@@ -155,11 +155,6 @@ def _moe(text: Fields, layers: int) -> MoEConfig | None:
         normalize_weights=True,
         sparse_layers=(True,) * layers,
         activation="gelu_tanh",
-        alpha=1.0,
-        limit=None,
-        router_bias=False,
-        expert_bias=False,
-        quantization=None,
         stacked=True,
     )
 
@@ -170,24 +165,6 @@ def _read(top: Fields, text: Fields) -> TargetConfig:
     layers = common.pop("layers")
     config = target(text, common, [layer.window for layer in layers], _moe(text, len(layers)), tied=True)
     return replace(config, layers=layers)
-
-
-def _alone(fields: Fields) -> TargetConfig:
-    return _read(fields, fields)
-
-
-def _wrapped(text_type: str) -> Callable[[Fields], TargetConfig]:
-    def read(fields: Fields) -> TargetConfig:
-        text = text_of(fields, text_type)
-        place = fields if fields.get("tie_word_embeddings") is not None else text
-        return replace(
-            _read(fields, text),
-            tie_word_embeddings=place.boolean("tie_word_embeddings", default=True),
-            prefix="model.language_model",
-            skipped=_OTHERS,
-        )
-
-    return read
 
 
 def _layer(m: Module, mixer: Mixer, c: TargetConfig, i: int, x: ir.Value) -> ir.Value:
@@ -225,11 +202,11 @@ def _experts(m: Module, c: TargetConfig, moe: MoEConfig, x: ir.Value) -> ir.Valu
     )
 
 
-FAMILIES = (
-    Family("Gemma4ForCausalLM", "gemma4_text", _alone, _layer),
-    Family("Gemma4UnifiedForCausalLM", "gemma4_unified_text", _alone, _layer),
-    Family("Gemma4ForConditionalGeneration", "gemma4", _wrapped("gemma4_text"), _layer),
-    Family(
-        "Gemma4UnifiedForConditionalGeneration", "gemma4_unified", _wrapped("gemma4_unified_text"), _layer
-    ),
+FAMILIES = tuple(
+    Family(f"{name}For{use}", model_type, read, _layer)
+    for name, text in (("Gemma4", "gemma4"), ("Gemma4Unified", "gemma4_unified"))
+    for use, model_type, read in (
+        ("CausalLM", f"{text}_text", alone(_read)),
+        ("ConditionalGeneration", text, beside_images(_read, f"{text}_text", skipped=_OTHERS, tied=True)),
+    )
 )

@@ -11,7 +11,6 @@ from dflash_trt.checkpoint.schema import MoEConfig, TargetConfig
 from dflash_trt.errors import quoted, show
 from dflash_trt.formats.base import BLOCK
 from dflash_trt.graph.builder import FLOAT
-from dflash_trt.graph.dialect import Dialect
 from dflash_trt.graph.experts import Experts, Storage
 from dflash_trt.models.decoder import mixer_block
 from dflash_trt.models.experts import experts
@@ -27,12 +26,8 @@ _MXFP4_KEPT = {"model.layers.*.self_attn", "model.layers.*.mlp.router", "model.e
 def _read(fields: Fields) -> TargetConfig:
     if not fields.get("rope_parameters") and not fields.get("rope_scaling"):
         raise fields.error("rope_scaling", "is missing, expected the YaRN parameters of this checkpoint")
-    common = decoder(
-        fields,
-        head_dim=fields.integer("head_dim", maximum=HEAD_DIM),
-        attention_bias=True,
-        attention_sinks=True,
-    )
+    size = fields.integer("head_dim", maximum=HEAD_DIM)  # which must be there
+    common = decoder(fields, head_dim=size, attention_bias=True, attention_sinks=True)
     layers, window = common["num_hidden_layers"], None
     if fields.get("sliding_window") is not None:
         window = fields.integer("sliding_window")
@@ -51,8 +46,6 @@ def _read(fields: Fields) -> TargetConfig:
         activation="gpt_oss",
         alpha=fields.number("swiglu_alpha", default=1.702),
         limit=fields.number("swiglu_limit", default=7.0),
-        router_bias=True,
-        expert_bias=True,
         quantization=_mxfp4(fields),
     )
     placed = Fields(fields.path, {**fields.values, "layer_types": types})
@@ -90,22 +83,13 @@ def _layer(m: Module, mixer: Mixer, c: TargetConfig, i: int, x: ir.Value) -> ir.
     with g.scope("mlp"):
         mlp = m.at("mlp")
         h = m.rms_norm(x, "post_attention_layernorm", c.hidden_size, c.rms_norm_eps)
-        logits = mlp.linear(
-            g.to_float(h), "router", c.hidden_size, moe.num_experts, bias=moe.router_bias, dtype=FLOAT
-        )
-        h = experts(
-            g,
-            m.dialect,
-            c.hidden_size,
-            moe,
-            h,
-            logits,
-            _weights(mlp.at("experts"), c.hidden_size, moe, m.dialect),
-        )
+        logits = mlp.linear(g.to_float(h), "router", c.hidden_size, moe.num_experts, bias=True, dtype=FLOAT)
+        weights = _weights(mlp.at("experts"), c.hidden_size, moe)
+        h = experts(m, c.hidden_size, moe, h, logits, weights)
         return g.op("Add", x, h, name="residual")
 
 
-def _weights(m: Module, hidden: int, moe: MoEConfig, dialect: Dialect) -> Experts:
+def _weights(m: Module, hidden: int, moe: MoEConfig) -> Experts:
     n, inner = moe.num_experts, moe.intermediate_size
     biases = {
         "gate_up_bias": m.weight("gate_up_proj_bias", n, 2 * inner),
@@ -118,18 +102,12 @@ def _weights(m: Module, hidden: int, moe: MoEConfig, dialect: Dialect) -> Expert
             blocks = m.packed(f"{name}_blocks", n, rows, groups, BLOCK // 2)
             scales = m.packed(f"{name}_scales", n, rows, groups)
             with m.g.scope(name):
-                return dialect.mxfp4_experts(m.g, blocks, scales)
+                return m.dialect.mxfp4_experts(m.g, blocks, scales)
 
         storage, gate_up, gate_up_scales = packed("gate_up_proj", 2 * inner, hidden)
         _, down, down_scales = packed("down_proj", hidden, inner)
-        return Experts(
-            storage=storage,
-            gate_up=gate_up,
-            gate_up_scales=gate_up_scales,
-            down=down,
-            down_scales=down_scales,
-            **biases,
-        )
+        all_scales = {"gate_up_scales": gate_up_scales, "down_scales": down_scales}
+        return Experts(storage=storage, gate_up=gate_up, down=down, **all_scales, **biases)
     # Matrices in floating point are stored transposed.
     gate_up = m.g.op("Transpose", m.raw("gate_up_proj", n, hidden, 2 * inner), name="gate_up", perm=[0, 2, 1])
     down = m.g.op("Transpose", m.raw("down_proj", n, inner, hidden), name="down", perm=[0, 2, 1])

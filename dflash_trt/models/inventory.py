@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -34,7 +34,9 @@ def weight_bytes(precision: str, parameters: int, rows: int, group_size: int = 0
     return parameters * NUMBER_BYTES[precision] if form is None else form.nbytes(parameters, rows, group_size)
 
 
-class _Kind(NamedTuple):
+class _Traits(NamedTuple):
+    """The properties of a tensor that a plan needs."""
+
     role: str
     quantized: str | None
     matrix: bool
@@ -42,6 +44,8 @@ class _Kind(NamedTuple):
 
 
 class _Size(NamedTuple):
+    """The numbers, bytes and rows of matrices in some tensors."""
+
     parameters: int
     nbytes: int
     rows: int
@@ -56,6 +60,7 @@ class Inventory:
     tensors: Mapping[str, tuple[TensorInfo, ...]]
 
     def config(self, side: str) -> DecoderConfig:
+        """The configuration of a side."""
         return self.target if side == "target" else self.drafter
 
     def weights(
@@ -71,58 +76,49 @@ class Inventory:
         `dense` is the dtype of floating-point tensors. `scheme` is the format of linear layers, except the head.
         At most `largest_group` of their weights share a scale. Tensors that are already quantized stay as they are.
         """
-        totals: dict[str, Counter[str]] = {}
         kv_parts = min(tensor_parallel, self.config(side).num_key_value_heads)
         parts = {"whole": 1, "kv": kv_parts, "split": tensor_parallel}
         group = 0 if scheme is None else self.group_size(side, scheme)
         if largest_group is not None:
             group = min(group, largest_group)
-        for kind, size in self._kinds[side].items():
-            precision, count = kind.quantized, size.nbytes
+        sizes = []
+        for traits, size in self._sizes[side].items():
+            precision, count = traits.quantized, size.nbytes
             if precision is None:
-                quantize = kind.role in _LINEAR and kind.matrix and scheme is not None
-                precision = scheme if quantize and scheme is not None else dense
-                rows = size.rows if quantize else 0
-                count = weight_bytes(precision, size.parameters, rows, group)
-            totals.setdefault(kind.role, Counter())[precision] += count // parts[kind.spread]
-        return {role: dict(totals[role]) for role in sorted(totals)}
+                precision = scheme if traits.role in _LINEAR and traits.matrix and scheme else dense
+                count = weight_bytes(precision, size.parameters, size.rows, group)
+            sizes.append((traits.role, precision, count // parts[traits.spread]))
+        return _totals(sizes)
 
     def stored(self, side: str) -> dict[str, dict[str, int]]:
         """Bytes in the checkpoint, by role and storage dtype or format."""
-        totals: dict[str, Counter[str]] = {}
-        for tensor in self.tensors[side]:
-            totals.setdefault(role_of(tensor.name), Counter())[tensor.dtype.lower()] += tensor.nbytes
-        return {role: dict(totals[role]) for role in sorted(totals)}
+        return _totals((role_of(t.name), t.dtype.lower(), t.nbytes) for t in self.tensors[side])
 
     def quantized(self, side: str) -> bool:
         """Whether the checkpoint has quantized tensors."""
-        return any(kind.quantized is not None for kind in self._kinds[side])
+        return any(traits.quantized is not None for traits in self._sizes[side])
 
     def parameters(self, side: str) -> dict[str, int]:
         """Numbers in the tensors of a model, by role, in any precision."""
         totals: Counter[str] = Counter()
-        for kind, size in self._kinds[side].items():
-            totals[kind.role] += size.parameters
+        for traits, size in self._sizes[side].items():
+            totals[traits.role] += size.parameters
         return dict(totals)
 
     @cached_property
-    def _kinds(self) -> dict[str, dict[_Kind, _Size]]:
-        """The tensors of each side, summed by all properties that a plan needs."""
-        by_side: dict[str, dict[_Kind, _Size]] = {}
+    def _sizes(self) -> dict[str, dict[_Traits, _Size]]:
+        """The tensors of each side, summed by their traits."""
+        by_side: dict[str, dict[_Traits, _Size]] = {}
         for side, tensors in self.tensors.items():
             quantization = read_quantization(self.config(side).path.parent)
             sizes = by_side.setdefault(side, {})
             for tensor in tensors:
-                role = role_of(tensor.name)
-                matrix, spread = _is_matrix(tensor), _spread(role, tensor.name)
-                kind = _Kind(role, _quantized(tensor, quantization), matrix, spread)
-                more = _Size(
-                    parameters_of(tensor, quantization),
-                    tensor.nbytes,
-                    math.prod(tensor.shape[:-1]) if matrix else 0,
-                )
-                before = sizes.get(kind, _Size(0, 0, 0))
-                sizes[kind] = _Size(*(one + other for one, other in zip(before, more, strict=True)))
+                role, matrix = role_of(tensor.name), _is_matrix(tensor)
+                traits = _Traits(role, _quantized(tensor, quantization), matrix, _spread(role, tensor.name))
+                parameters, rows = parameters_of(tensor, quantization), math.prod(tensor.shape[:-1])
+                before = sizes.get(traits, (0, 0, 0))
+                more = (parameters, tensor.nbytes, rows * matrix)
+                sizes[traits] = _Size(*map(sum, zip(before, more, strict=True)))
         return by_side
 
     @cached_property
@@ -139,6 +135,14 @@ class Inventory:
         """Weights per scale, as `dflash-trt quantize` chooses them."""
         inputs = {t.shape[-1] for t in self.tensors[side] if _is_matrix(t) and role_of(t.name) in _LINEAR}
         return FORMATS[scheme].algorithm(calibrated=False, inputs=sorted(inputs)).group_size
+
+
+def _totals(sizes: Iterable[tuple[str, str, int]]) -> dict[str, dict[str, int]]:
+    """Bytes by role and precision, from parts of them."""
+    totals: dict[str, Counter[str]] = {}
+    for role, precision, nbytes in sizes:
+        totals.setdefault(role, Counter())[precision] += nbytes
+    return {role: dict(totals[role]) for role in sorted(totals)}
 
 
 def _is_matrix(tensor: TensorInfo) -> bool:
@@ -187,33 +191,27 @@ def take_inventory(
     stored: tuple[Checkpoint | Outline, Checkpoint | Outline]
     stored = checkpoints or (Outline(folders[0]), Outline(folders[1]))
     ignored = ("lm_head.weight",) if target.tie_word_embeddings else ()
-    return Inventory(
-        target,
-        drafter,
-        {
-            "target": _as_stored(plain[0], stored[0], ignored, target.skipped),
-            "drafter": _as_stored(plain[1], stored[1], ()),
-        },
-    )
+    tensors = {
+        "target": _as_stored(plain[0], stored[0], ignored, target.skipped),
+        "drafter": _as_stored(plain[1], stored[1]),
+    }
+    return Inventory(target, drafter, tensors)
 
 
 def _as_stored(
     plain: Outline,
     checkpoint: Checkpoint | Outline,
-    ignored: tuple[str, ...],
+    ignored: tuple[str, ...] = (),
     skipped: tuple[str, ...] = (),
 ) -> tuple[TensorInfo, ...]:
     """The checkpoint's tensors in place of those of a model in floating point."""
     stored: dict[str, TensorInfo] = {}
     for tensor in plain.tensors.values():
-        layer = tensor.name.removesuffix(".weight")
+        layer, _, end = tensor.name.rpartition(".")
+        may_be_linear = role_of(tensor.name) in (*_LINEAR, "head", "router") and end == "weight"
         linear = None
-        if (
-            role_of(tensor.name) in (*_LINEAR, "head", "router")
-            and len(tensor.shape) == 2
-            and layer != tensor.name
-        ):
-            linear = stored_linear(checkpoint, layer, tensor.shape[1], tensor.shape[0])
+        if may_be_linear and len(tensor.shape) == 2:
+            linear = stored_linear(checkpoint, layer, *reversed(tensor.shape))
         if linear is not None:
             stored |= {info.name: info for info in linear.tensors}
         else:

@@ -38,6 +38,7 @@ class Module:
         self._widened_bytes = widened_bytes(checkpoint)
 
     def at(self, prefix: str) -> Module:
+        """The place `prefix` below this one."""
         below = copy(self)
         below.prefix = f"{self.prefix}{prefix}."
         return below
@@ -113,23 +114,17 @@ class Module:
         self, x: ir.Value, outputs: Mapping[str, int], inputs: int, *, bias: bool = False
     ) -> list[ir.Value]:
         """x [rows, inputs] through each layer that `outputs` names; see the `joins_` of `Dialect`."""
-        stored: dict[str, StoredLinear] = {}
-        plain: list[str] = []
-        for name, n in outputs.items():
-            layer = stored_linear(self.checkpoint, self.prefix + name, inputs, n)
-            if layer is None:
-                plain.append(name)
-            elif self.dialect.joins_quantized and not bias:
-                stored[name] = layer
+        layers = {n: stored_linear(self.checkpoint, self.prefix + n, inputs, m) for n, m in outputs.items()}
+        stored = {name: layer for name, layer in layers.items() if layer is not None}
+        plain = {name: outputs[name] for name in outputs if name not in stored}
         products: dict[str, ir.Value] = {}
-        for names, layer in joined(stored):
+        for names, layer in joined(stored) if self.dialect.joins_quantized and not bias else ():
             if len(names) > 1:
                 self.used.update(info.name for name in names for info in stored[name].tensors)
                 y = self._quantized(x, "-".join(names), layer, None)
                 products |= self._split(y, {name: outputs[name] for name in names})
         if self.dialect.joins_floats and len(plain) > 1:
-            y = self._joined(x, {name: outputs[name] for name in plain}, inputs, bias=bias)
-            products |= self._split(y, {name: outputs[name] for name in plain})
+            products |= self._split(self._joined(x, plain, inputs, bias=bias), plain)
         return [
             products[name] if name in products else self.linear(x, name, inputs, n, bias=bias)
             for name, n in outputs.items()

@@ -136,4 +136,5 @@ def positions_from(g: GraphBuilder, start: ir.Value, count: ir.Value, name: str 
 
 
 def ints(g: GraphBuilder, name: str, *shape: int | str) -> ir.Value:
+    """An input of int64."""
     return g.input(name, INT64, shape)

@@ -6,32 +6,26 @@ tensors of the vision tower are skipped.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from functools import partial
 
-from dflash_trt.checkpoint.fields import Fields
-from dflash_trt.checkpoint.schema import TargetConfig
 from dflash_trt.models.family import Family
 from dflash_trt.models.qwen3_moe import moe_layer
 from dflash_trt.models.qwen3_next import PREDICTION, read_hybrid
-from dflash_trt.models.reading import text_of
+from dflash_trt.models.reading import alone, beside_images
 
-_VISION = "model.visual."
+_SKIPPED = (PREDICTION, "model.visual.")
 
 
-def _reader(*, sparse: bool, images: bool) -> Callable[[Fields], TargetConfig]:
-    def read(fields: Fields) -> TargetConfig:
-        if not images:
-            return read_hybrid(fields, fields, fused=False, sparse=sparse, stacked=sparse)
-        place: dict[str, Any] = {"prefix": "model.language_model", "skipped": (PREDICTION, _VISION)}
-        return read_hybrid(fields, text_of(fields), **place, fused=False, sparse=sparse, stacked=sparse)
-
-    return read
+def _families(name: str, model_type: str, *, sparse: bool) -> tuple[Family, Family]:
+    read = partial(read_hybrid, fused=False, sparse=sparse, stacked=sparse)
+    with_images = beside_images(read, skipped=_SKIPPED)
+    return (
+        Family(f"{name}ForCausalLM", f"{model_type}_text", alone(read), moe_layer),
+        Family(f"{name}ForConditionalGeneration", model_type, with_images, moe_layer),
+    )
 
 
 FAMILIES = (
-    Family("Qwen3_5ForCausalLM", "qwen3_5_text", _reader(sparse=False, images=False), moe_layer),
-    Family("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _reader(sparse=True, images=False), moe_layer),
-    Family("Qwen3_5ForConditionalGeneration", "qwen3_5", _reader(sparse=False, images=True), moe_layer),
-    Family("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", _reader(sparse=True, images=True), moe_layer),
+    *_families("Qwen3_5", "qwen3_5", sparse=False),
+    *_families("Qwen3_5Moe", "qwen3_5_moe", sparse=True),
 )

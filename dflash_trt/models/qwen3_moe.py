@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import onnx_ir as ir
 
@@ -56,29 +57,24 @@ def read_experts(
     count_names: tuple[str, ...] = ("num_experts",),
     *,
     normalize: bool,
-    shared_intermediate_size: int = 0,
-    stacked: bool = False,
+    **own: Any,
 ) -> MoEConfig:
-    """The experts of a Qwen model with so many layers. `normalize`: what `norm_topk_prob` is where it is missing."""
+    """The experts of a Qwen model with so many layers. `normalize`: what `norm_topk_prob` is where it is missing.
+
+    own: further fields of MoEConfig.
+    """
     experts, chosen = expert_counts(fields, count_names, ("num_experts_per_tok",))
     step = fields.integer("decoder_sparse_step", default=1)
-    dense = (
-        fields.integers("mlp_only_layers", most=LAYERS) if fields.get("mlp_only_layers") is not None else ()
-    )
+    dense: tuple[int, ...] = ()
+    if fields.get("mlp_only_layers") is not None:
+        dense = fields.integers("mlp_only_layers", most=LAYERS)
     return MoEConfig(
         num_experts=experts,
         experts_per_token=chosen,
         intermediate_size=fields.integer("moe_intermediate_size", maximum=WIDTH),
         normalize_weights=fields.boolean("norm_topk_prob", default=normalize),
         sparse_layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
-        activation="silu",
-        alpha=1.0,
-        limit=None,
-        router_bias=False,
-        expert_bias=False,
-        quantization=None,
-        shared_intermediate_size=shared_intermediate_size,
-        stacked=stacked,
+        **own,
     )
 
 
@@ -95,7 +91,7 @@ def moe_layer(m: Module, mixer: Mixer, c: TargetConfig, i: int, x: ir.Value) -> 
         dialect, whole = m.dialect, _is_stacked(mlp, moe)
         stacks = {} if whole and not dialect.experts_apart else expert_stacks(mlp, c.hidden_size, moe)
         if not stacks:
-            y = experts(g, dialect, c.hidden_size, moe, h, logits, _paired(mlp, c.hidden_size, moe))
+            y = experts(m, c.hidden_size, moe, h, logits, _paired(mlp, c.hidden_size, moe))
         elif dialect.experts_apart or any(stack.stored for stack in stacks.values()):
             y = dialect.quantized_experts(
                 *(g, h, logits, stacks, m.folder),
@@ -104,7 +100,7 @@ def moe_layer(m: Module, mixer: Mixer, c: TargetConfig, i: int, x: ir.Value) -> 
             )
             y = weighted(g, y, logits, moe)
         else:
-            y = experts(g, dialect, c.hidden_size, moe, h, logits, _joined(mlp, stacks))
+            y = experts(m, c.hidden_size, moe, h, logits, _joined(mlp, stacks))
         if moe.shared_intermediate_size:
             # ONNX's checker asks for the type of the first term. It knows none of the experts' operator.
             y = g.op("Add", _shared(mlp, c.hidden_size, moe, h), y, name="with_shared")
@@ -168,16 +164,9 @@ def _slices(m: Module, hidden: int, moe: MoEConfig) -> dict[Projection, Stack]:
 
     def stack(whole: TensorInfo, name: Projection, rows: int, columns: int, first: int, parts: int) -> Stack:
         size = whole.nbytes // n // parts
-        each = [
-            replace(
-                whole,
-                name=f"{whole.name}[{e}].{name}",
-                shape=(rows, columns),
-                offset=whole.offset + (e * parts + first) * size,
-                nbytes=size,
-            )
-            for e in range(n)
-        ]
+        one = replace(whole, shape=(rows, columns), nbytes=size)
+        starts = {e: whole.offset + (e * parts + first) * size for e in range(n)}
+        each = [replace(one, name=f"{whole.name}[{e}].{name}", offset=at) for e, at in starts.items()]
         return Stack(rows, columns, plain=tuple(each))
 
     return {

@@ -7,6 +7,7 @@ experts and an expert that every token passes.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.rope import read_rope
@@ -18,6 +19,7 @@ from dflash_trt.models.reading import (
     HEAD_DIM,
     LAYERS,
     WIDTH,
+    alone,
     check_quantization,
     decoder,
     refuse,
@@ -30,20 +32,10 @@ _LINEAR, _FULL = "linear_attention", "full_attention"
 _INTERVAL, _PARTIAL, _KERNEL = 4, 0.25, 64  # defaults of Transformers; the most taps of a convolution
 
 
-def read_hybrid(
-    top: Fields,
-    text: Fields,
-    *,
-    prefix: str = "model",
-    skipped: tuple[str, ...] = (PREDICTION,),
-    fused: bool,
-    sparse: bool,
-    stacked: bool = False,
-) -> TargetConfig:
+def read_hybrid(top: Fields, text: Fields, *, fused: bool, sparse: bool, stacked: bool) -> TargetConfig:
     """The configuration in `text`, of a checkpoint whose config.json is `top`.
 
-    prefix, skipped: see TargetConfig. fused: see LayerDeltaNet. sparse: whether there are experts. stacked: see
-    MoEConfig.
+    fused: see LayerDeltaNet. sparse: whether there are experts. stacked: see MoEConfig.
     """
     check_quantization(top)
     refuse(
@@ -61,8 +53,10 @@ def read_hybrid(
     values = {"intermediate_size": text.get("shared_expert_intermediate_size"), **text.values}
     common = decoder(
         Fields(text.path, values if sparse else text.values, text.prefix),
-        head_dim=text.integer("head_dim", maximum=HEAD_DIM, default=256),
+        head_dim=256,
         qk_norm=True,
+        attention_gate=True,
+        zero_centred_norms=True,
         rope=read_rope(text, partial=_PARTIAL, images=True),
         architecture=top.strings("architectures", most=LAYERS)[0],
     )
@@ -74,16 +68,7 @@ def read_hybrid(
             "head_dim",
             f"is {config.head_dim}, of which {rotated} are rotated: RoPE needs an even number",
         )
-    place = top if top.get("tie_word_embeddings") is not None else text
-    return replace(
-        config,
-        layers=_layers(text, count, fused=fused),
-        tie_word_embeddings=place.boolean("tie_word_embeddings", default=False),
-        attention_gate=True,
-        zero_centred_norms=True,
-        prefix=prefix,
-        skipped=skipped,
-    )
+    return replace(config, layers=_layers(text, count, fused=fused), skipped=(PREDICTION,))
 
 
 def _layers(fields: Fields, count: int, *, fused: bool) -> tuple[LayerAttention | LayerDeltaNet, ...]:
@@ -124,8 +109,5 @@ def _moe(fields: Fields, layers: int, stacked: bool) -> MoEConfig:
     return read_experts(fields, layers, normalize=True, shared_intermediate_size=shared, stacked=stacked)
 
 
-def _read(fields: Fields) -> TargetConfig:
-    return read_hybrid(fields, fields, fused=True, sparse=True, stacked=True)
-
-
-FAMILY = Family("Qwen3NextForCausalLM", "qwen3_next", _read, moe_layer)
+_read = partial(read_hybrid, fused=True, sparse=True, stacked=True)
+FAMILY = Family("Qwen3NextForCausalLM", "qwen3_next", alone(_read), moe_layer)

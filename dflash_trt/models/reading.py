@@ -5,7 +5,8 @@ No relevant field is guessed or ignored. Fields mean the same as in Transformers
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dflash_trt.checkpoint.fields import LARGEST_INTEGER, Fields
@@ -19,6 +20,7 @@ from dflash_trt.files.reading import read_object
 LAYERS, HEAD_DIM = 10_000, 1 << 14
 WIDTH, _VOCABULARY, EXPERTS = 1 << 22, 1 << 24, 1 << 14
 _EOS_IDS = 1024
+QWEN_HEAD_DIM = 128  # Qwen3Config's default, not hidden_size / num_attention_heads
 _ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -54,6 +56,33 @@ def text_of(fields: Fields, *model_types: str) -> Fields:
     return text
 
 
+def alone(read: Callable[[Fields, Fields], TargetConfig]) -> Callable[[Fields], TargetConfig]:
+    """The reader of a text model's own config.json, from `read(top, text)`."""
+    return lambda fields: read(fields, fields)
+
+
+def beside_images(
+    read: Callable[[Fields, Fields], TargetConfig],
+    *text_types: str,
+    skipped: tuple[str, ...],
+    tied: bool = False,
+) -> Callable[[Fields], TargetConfig]:
+    """The reader of a model that also sees images, whose text part `read(top, text)` reads.
+
+    `text_types`: what the type of that part may be. `skipped`: see TargetConfig. `tied`: what `tie_word_embeddings`
+    is where it is missing.
+    """
+
+    def read_text(fields: Fields) -> TargetConfig:
+        text = text_of(fields, *text_types)
+        place = fields if fields.get("tie_word_embeddings") is not None else text
+        tie = place.boolean("tie_word_embeddings", default=tied)
+        config = read(fields, text)
+        return replace(config, tie_word_embeddings=tie, prefix="model.language_model", skipped=skipped)
+
+    return read_text
+
+
 def refuse(fields: Fields, neutral: Mapping[str, tuple[object, ...]]) -> None:
     """Refuse a field of `neutral` unless its value is one of those that change nothing."""
     for key, harmless in neutral.items():
@@ -80,17 +109,16 @@ def decoder(
     *,
     head_dim: int | None = None,
     attention_bias: bool = False,
-    mlp_bias: bool = False,
-    qk_norm: bool = False,
-    attention_sinks: bool = False,
     rope: RopeConfig | None = None,
     architecture: str | None = None,
     activation: tuple[str, str] = ("hidden_act", "silu"),
+    **family: Any,
 ) -> dict[str, Any]:
-    """DecoderConfig's fields except `layers`. `head_dim` None: from the file, or hidden_size / num_attention_heads.
+    """DecoderConfig's fields except `layers`, with those that `family` gives.
 
-    `attention_bias` is the family's default. The file may override it. `rope` and `architecture` are read here unless
-    they are given. `activation`: the field that names it, and the name.
+    `head_dim` (None: hidden_size / num_attention_heads) and `attention_bias` are the family's defaults. The file may
+    override them. `rope` and `architecture` are read here unless they are given. `activation`: the field that names it,
+    and the name.
     """
     key, name = activation
     if fields.string(key) != name:
@@ -101,7 +129,7 @@ def decoder(
         raise fields.error(
             "num_attention_heads", f"is {heads}, not a multiple of num_key_value_heads, {kv_heads}"
         )
-    head_dim = head_dim or fields.integer("head_dim", maximum=HEAD_DIM, default=hidden // heads)
+    head_dim = fields.integer("head_dim", maximum=HEAD_DIM, default=head_dim or hidden // heads)
     if head_dim % 2:
         raise fields.error("head_dim", f"is {head_dim}, but RoPE needs an even one")
     return {
@@ -118,11 +146,9 @@ def decoder(
         "rms_norm_eps": fields.number("rms_norm_eps"),
         "max_position_embeddings": fields.integer("max_position_embeddings"),
         "attention_bias": fields.boolean("attention_bias", default=attention_bias),
-        "mlp_bias": mlp_bias,
-        "qk_norm": qk_norm,
-        "attention_sinks": attention_sinks,
         "rope": rope or read_rope(fields),
         "activation": _ACTIVATIONS[name],
+        **family,
     }
 
 
@@ -186,6 +212,7 @@ def agreed(
 
 
 def window_of(fields: Fields) -> int | None:
+    """The window, where `use_sliding_window` enables it."""
     if fields.boolean("use_sliding_window", default=False) and fields.get("sliding_window") is not None:
         return fields.integer("sliding_window")
     return None

@@ -47,19 +47,8 @@ def build_target(
     g = GraphBuilder("target", dtype=dialect.dtype)
     hidden, vocab = config.hidden_size, config.vocab_size
     tokens, start, rows = ints(g, "tokens", "B", "S"), ints(g, "start", "B"), ints(g, "rows", "B", "R")
-    batch, count = g.dim(tokens, 0, name="batch"), g.dim(tokens, 1, name="count")
-    tree = Tree(ints(g, "depths", "B", "S"), g.input("visible", BOOL, ["B", "S", "S"])) if trees else None
-    if tree is None:
-        positions = positions_from(g, start, count)
-    else:
-        positions = g.op("Add", g.unsqueeze(start, 1), tree.depths, name="positions")
-    this_pass = PassRows(g, batch, count, positions, config)
-    lengths = g.op("Add", start, count, name="lengths")
-    # No token before the first row with logits depends on them, so no such row is taken back.
-    certain = None
-    if config.delta_layers:
-        certain = g.op("Squeeze", g.slice(rows, 0, 1, axis=1), g.constant([1]))
-    by_layer = mixers(Pass(g, dialect, config, capacity, start, this_pass, this_pass, lengths, certain, tree))
+    shared = _pass(g, dialect, config, capacity, tokens, start, rows, trees=trees)
+    this_pass, by_layer = shared.queries, mixers(shared)
 
     root = Module(g, checkpoint, folder, dialect, zero_centred_norms=config.zero_centred_norms)
     m = root.at(config.prefix)
@@ -78,7 +67,7 @@ def build_target(
     chosen = g.op("Reshape", chosen, g.constant([-1, hidden]), name="flat_rows")
     logits = g.to_float(lm_head(m.rms_norm(chosen, "norm", hidden, config.rms_norm_eps), root, config))
     logits = soft_capped(g, logits, config.logit_softcap)
-    logits = g.op("Reshape", logits, g.shape(batch, g.dim(rows, 1), vocab), name="logits")
+    logits = g.op("Reshape", logits, g.shape(this_pass.batch, g.dim(rows, 1), vocab), name="logits")
     acceptance = dialect.block_acceptance()
     accepted, next_token = g.call(acceptance, tokens, rows, logits, outputs=2, name="acceptance")
     root.check_all_used(_tied_copy(config, checkpoint), config.skipped)
@@ -88,6 +77,33 @@ def build_target(
     g.output(accepted, "accepted", INT64, ["B"])
     g.output(next_token, "next_token", INT64, ["B"])
     return g.model()
+
+
+def _pass(
+    g: GraphBuilder,
+    dialect: Dialect,
+    config: TargetConfig,
+    capacity: Capacity,
+    tokens: ir.Value,
+    start: ir.Value,
+    rows: ir.Value,
+    *,
+    trees: bool,
+) -> Pass:
+    """What the layers share, for the graph's inputs `tokens`, `start` and `rows`."""
+    batch, count = g.dim(tokens, 0, name="batch"), g.dim(tokens, 1, name="count")
+    tree = Tree(ints(g, "depths", "B", "S"), g.input("visible", BOOL, ["B", "S", "S"])) if trees else None
+    if tree is None:
+        positions = positions_from(g, start, count)
+    else:
+        positions = g.op("Add", g.unsqueeze(start, 1), tree.depths, name="positions")
+    this_pass = PassRows(g, batch, count, positions, config)
+    lengths = g.op("Add", start, count, name="lengths")
+    # No token before the first row with logits depends on them, so no such row is taken back.
+    certain = None
+    if config.delta_layers:
+        certain = g.op("Squeeze", g.slice(rows, 0, 1, axis=1), g.constant([1]))
+    return Pass(g, dialect, config, capacity, start, this_pass, this_pass, lengths, certain, tree)
 
 
 def _tied_copy(config: TargetConfig, checkpoint: Checkpoint | Outline) -> tuple[str, ...]:

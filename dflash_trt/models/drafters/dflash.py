@@ -14,7 +14,7 @@ from dflash_trt.checkpoint.schema import DrafterConfig, LayerAttention
 from dflash_trt.models.drafters.block import BlockPass, block_builder
 from dflash_trt.models.drafters.kind import DrafterKind
 from dflash_trt.models.reading import (
-    HEAD_DIM,
+    QWEN_HEAD_DIM,
     agreed,
     check_quantization,
     decoder,
@@ -46,8 +46,7 @@ def read_dflash(fields: Fields, known: Collection[str] = ()) -> DrafterConfig:
     refuse(fields, {key: values for key, values in _DRAFTER_NEUTRAL.items() if key not in known})
     known = {*known, *_DFLASH_FIELDS}
     refuse(dflash, {key: _DRAFTER_NEUTRAL.get(key, ()) for key in dflash.values if key not in known})
-    # Qwen3Config's default of head_dim is 128, not hidden_size / num_attention_heads.
-    common = decoder(fields, head_dim=fields.integer("head_dim", maximum=HEAD_DIM, default=128), qk_norm=True)
+    common = decoder(fields, head_dim=QWEN_HEAD_DIM, qk_norm=True)
     for key, size in (("draft_vocab_size", "vocab_size"), ("target_hidden_size", "hidden_size")):
         for place in (fields, dflash):
             must_equal(place, key, size, common[size])

@@ -8,7 +8,8 @@ head are used where the file has them, and are the target's otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from functools import partial
 
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.schema import DrafterConfig, LayerAttention
@@ -46,10 +47,8 @@ def _layers(fields: Fields) -> Fields:
     if section is None:
         raise fields.error("transformer_layer_config", "is missing, expected the fields of the layers")
     refuse(section, _NEUTRAL)
-    if section.string("model_type") not in ("llama", "qwen3"):
-        raise section.error(
-            "model_type", f"is {quoted(section.get('model_type'))}, supported are 'llama', 'qwen3'"
-        )
+    if (model_type := section.string("model_type")) not in ("llama", "qwen3"):
+        raise section.error("model_type", f"is {quoted(model_type)}, supported are 'llama', 'qwen3'")
     return section
 
 
@@ -61,25 +60,14 @@ def _windows(layers: Fields, count: int) -> list[int | None]:
     return place_window(layers, count, window)
 
 
-def _block(fields: Fields, settings: Callable[[int, BlockSettings], tuple[Any, int | None]]) -> DrafterConfig:
-    """The configuration of a drafter with DFlash's layers.
-
-    settings: the kind's own settings and its candidates of a place, from vocab_size and the settings of the block.
-    """
+def _block(fields: Fields, settings: Callable[..., BlockSettings]) -> DrafterConfig:
+    """The configuration of a drafter with DFlash's layers. `settings` makes the kind's own from those of the block."""
     layers, model = _layers(fields), fields.string(TYPE)
     common = decoder(layers, qk_norm=True, architecture=_ARCHITECTURES[model])
-    vocab, hidden = common["vocab_size"], common["hidden_size"]
-    must_equal(fields, "target_hidden_size", "hidden_size", hidden)
-    own_vocabulary = fields.integer("draft_vocab_size", maximum=vocab)
+    vocab = common["vocab_size"]
+    must_equal(fields, "target_hidden_size", "hidden_size", common["hidden_size"])
+    size = fields.integer("draft_vocab_size", maximum=vocab)
     every_row = fields.boolean("sample_from_anchor", default=model == "dspark")
-    own, candidates = settings(
-        vocab,
-        BlockSettings(
-            every_row=every_row,
-            vocabulary=None if own_vocabulary == vocab else own_vocabulary,
-            plain_embedding=True,
-        ),
-    )
     entered: tuple[int, ...] = ()
     if fields.get("aux_hidden_state_layer_ids") is not None:
         entered = layer_ids(fields, "aux_hidden_state_layer_ids")
@@ -93,41 +81,32 @@ def _block(fields: Fields, settings: Callable[[int, BlockSettings], tuple[Any, i
         block_size=fields.integer("block_size", minimum=1 if every_row else 2, maximum=BLOCK) + every_row,
         mask_token_id=fields.integer("mask_token_id", minimum=0),
         target_layer_ids=tuple(layer - 1 for layer in entered),
-        num_target_layers=None,
-        most_candidates=candidates,
-        own=own,
+        own=settings(every_row=every_row, vocabulary=None if size == vocab else size, plain_embedding=True),
         logit_softcap=softcap(fields),
     )
 
 
 def read_dflash(fields: Fields) -> DrafterConfig:
-    return _block(fields, lambda vocab, block: (block, block.vocabulary))
-
-
-def _shared(block: BlockSettings) -> dict[str, bool]:
-    return {"every_row": block.every_row, "plain_embedding": block.plain_embedding}
+    """DFlash, whose head may have a vocabulary of its own."""
+    config = _block(fields, BlockSettings)
+    return replace(config, most_candidates=config.own.vocabulary)
 
 
 def read_dflash2(fields: Fields) -> DrafterConfig:
-    def settings(vocab: int, block: BlockSettings) -> tuple[Any, int]:
-        if block.vocabulary is not None:
-            raise fields.error(
-                "draft_vocab_size", f"is {block.vocabulary}, but vocab_size is {vocab}: they must be equal"
-            )
-        own = selector(fields, _layers(fields).integer("hidden_size"), vocab, **_shared(block))
-        return own, own.top_k
-
-    return _block(fields, settings)
+    """DFlash2, with the target's whole vocabulary."""
+    layers = _layers(fields)
+    must_equal(fields, "draft_vocab_size", "vocab_size", layers.integer("vocab_size"))
+    own = partial(selector, fields, layers.integer("hidden_size"), layers.integer("vocab_size"))
+    config = _block(fields, own)
+    return replace(config, most_candidates=config.own.top_k)
 
 
 def read_dspark(fields: Fields) -> DrafterConfig:
-    def settings(vocab: int, block: BlockSettings) -> tuple[Any, int]:
-        own = heads(fields, block.vocabulary, confidence=True, **_shared(block))
-        if own.head == "rnn" and not own.every_row:
-            raise fields.error("sample_from_anchor", "is false, but markov_head_type 'rnn' needs true")
-        return own, most_candidates(own, vocab)
-
-    return _block(fields, settings)
+    """DSpark, whose confidence head reads the token before too unless the file says otherwise."""
+    config = _block(fields, lambda vocabulary, **block: heads(fields, vocabulary, confidence=True, **block))
+    if config.own.head == "rnn" and not config.own.every_row:
+        raise fields.error("sample_from_anchor", "is false, but markov_head_type 'rnn' needs true")
+    return replace(config, most_candidates=most_candidates(config.own, config.vocab_size))
 
 
 def read_eagle3(fields: Fields) -> DrafterConfig:
