@@ -20,6 +20,7 @@ from dflash_trt.checkpoint.widening import Integers, widened_pieces
 from dflash_trt.checkpoint.writer import Entry, write_shard
 from dflash_trt.files.disk import own_file
 from dflash_trt.files.reading import read_object
+from dflash_trt.formats import FORMATS
 from dflash_trt.formats.base import BLOCK, Codes
 from dflash_trt.formats.numbers import pack_pairs, unpack_rows
 from dflash_trt.quantization.convert import STEP_BYTES, as_it_is, write_json
@@ -107,25 +108,22 @@ def in_bf16(checkpoint: Checkpoint, out: Path, progress: Progress) -> Path:
     return out
 
 
-def _stored_layers(checkpoint: Checkpoint) -> dict[str, StoredLinear]:
-    """The quantized layers."""
+def _stored_layers(checkpoint: Checkpoint, *, integers: bool = False) -> dict[str, StoredLinear]:
+    """The quantized layers. `integers`: those alone that are made of integers."""
     layers = {}
     for layer, algorithm, info in quantized_layers(checkpoint):
+        if integers and FORMATS[algorithm.scheme].integer_bits is None:
+            continue
         rows, columns = shape_of(checkpoint, algorithm, layer, info)
         if (stored := stored_linear(checkpoint, layer, columns, rows)) is not None:
             layers[layer] = stored
     return layers
 
 
-def _integer_layers(checkpoint: Checkpoint) -> dict[str, StoredLinear]:
-    layers = _stored_layers(checkpoint)
-    return {layer: stored for layer, stored in layers.items() if stored.format.integer_bits is not None}
-
-
 def _signed_layers(checkpoint: Checkpoint) -> dict[str, StoredLinear]:
     return {
         layer: stored
-        for layer, stored in _integer_layers(checkpoint).items()
+        for layer, stored in _stored_layers(checkpoint, integers=True).items()
         if stored.in_words or stored.in_blocks or not stored.by_row
     }
 
@@ -141,7 +139,11 @@ def _block_layers(checkpoint: Checkpoint, *, eight_bits: bool, channels: bool) -
         four_bits = stored.in_blocks and stored.weight.shape[2] == BLOCK // 2
         return not stored.in_blocks or (eight_bits and four_bits)
 
-    return {layer: stored for layer, stored in _integer_layers(checkpoint).items() if other(layer, stored)}
+    return {
+        layer: stored
+        for layer, stored in _stored_layers(checkpoint, integers=True).items()
+        if other(layer, stored)
+    }
 
 
 def _stacks_with_points(checkpoint: Checkpoint, layers: Mapping[str, StoredLinear]) -> set[str]:

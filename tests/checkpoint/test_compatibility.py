@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +11,6 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-from huggingface_hub.errors import LocalEntryNotFoundError
 
 from dflash_trt.building import sources
 from dflash_trt.building.sources import Source, resolve, resolve_pair
@@ -142,9 +140,7 @@ def test_other_forms_of_a_target_have_its_drafter() -> None:
         assert pair is not None
         assert (pair.name, pair.target_repo) == ("qwen3.8-27b-fp8", "Qwen/Qwen3.8-27B-FP8")
         assert pair.drafter_repo == "z-lab/Qwen3.8-27B-DFlash2"
-    with pytest.raises(
-        CheckpointError, match=r"Qwen3.8-27B-FP8 does not come with the package; give qwen3.8-27b,"
-    ):
+    with pytest.raises(CheckpointError, match=r"Qwen3.8-27B-FP8 does not come with the package; give"):
         known_configs("qwen3.8-27b-fp8")
 
 
@@ -199,10 +195,7 @@ def test_a_shipped_drafter_is_found_by_its_targets_names(
     ("name", "message"),
     [
         ("tiny@main", "neither a directory"),
-        (
-            "nobody",
-            "neither a directory, nor a hub repository .*, nor a known pair: tiny, tiny-gpt-oss, smollm2-135m",
-        ),
+        ("nobody", "neither a directory, nor a hub repository .*, nor a known pair: tiny, tiny-gpt-oss"),
         ("./a/b", "no such file or directory"),
         ("../x", "no such file or directory"),
         ("a/b/c", "no such file or directory"),
@@ -261,31 +254,6 @@ def test_weights_of_what_cannot_be_read_are_not_fetched(hub: list[tuple[str, str
     with pytest.raises(CheckpointError, match=r"^someone/Qwen3: .*supported as a drafter: DFlashDraftModel"):
         resolve("someone/Qwen3", "drafter")
     assert len(hub) == 1
-
-
-def test_no_network_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(*_: object, **__: object) -> str:
-        raise LocalEntryNotFoundError("Cannot find an appropriate snapshot.\nMore lines of advice.")
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
-    with pytest.raises(CheckpointError) as error:
-        resolve("qwen3-8b", "drafter")
-    assert str(error.value) == (
-        "z-lab/Qwen3-8B-DFlash-b16: the hub does not provide it (Cannot find an appropriate snapshot); a local "
-        "directory with config.json, the safetensors files can be given as --drafter instead"
-    )
-
-
-def test_offline_is_honoured(tmp_path: Path) -> None:
-    """With the real client, in an offline process with an empty cache."""
-    program = "from dflash_trt.building.sources import resolve; resolve('qwen3-8b', 'target')"
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": os.getcwd()}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, cwd=tmp_path, capture_output=True, text=True
-    )
-    assert "CheckpointError: Qwen/Qwen3-8B: the hub does not provide it" in done.stderr
-    assert "with config.json, the safetensors files, tokenizer.json can be given as --target" in done.stderr
 
 
 def test_reading_needs_no_torch() -> None:

@@ -186,10 +186,7 @@ def test_rope_in_all_places(tmp_path: Path, changes: dict[str, Any]) -> None:
 COMMON_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["MistralForCausalLM"]}, "architectures is ['MistralForCausalLM'], supported"),
     ({"architectures": []}, "architectures is [], expected one name"),
-    (
-        {"architectures": "Qwen3ForCausalLM"},
-        'architectures is "Qwen3ForCausalLM", expected a list of strings',
-    ),
+    ({"architectures": "Qwen3ForCausalLM"}, 'architectures is "Qwen3ForCausalLM", expected a list'),
     ({"architectures": [3]}, "architectures[0] is 3, expected a string"),
     ({"architectures": MISSING}, "architectures is missing"),
     ({"model_type": "gpt_oss"}, "model_type is 'gpt_oss', but"),
@@ -207,53 +204,29 @@ COMMON_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"rms_norm_eps": "1e-6"}, 'rms_norm_eps is "1e-6", expected a number'),
     ({"rms_norm_eps": 10**400}, "rms_norm_eps is 1000"),
     ({"attention_bias": 1}, "attention_bias is 1, expected true or false"),
-    (
-        {"quantization_config": {"quant_method": "mxfp4"}},
-        "quantization_config.quant_method is 'mxfp4', which is supported for gpt-oss only",
-    ),
+    ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config.quant_method is 'mxfp4'"),
     ({"layer_types": ["full_attention"]}, "layer_types has 1 entries, but num_hidden_layers is"),
     ({"use_sliding_window": True, "sliding_window": -1}, "sliding_window is -1, expected an integer"),
     ({"rope_theta": MISSING}, "rope_theta is missing, expected a number"),
-    (
-        {"rope_parameters": {"rope_theta": 1e4}},
-        "rope_theta is 1000000, but rope_parameters.rope_theta is 10000",
-    ),
+    ({"rope_parameters": {"rope_theta": 1e4}}, "rope_theta is 1000000, but rope_parameters.rope_theta is"),
     ({"rope_parameters": YARN, "rope_scaling": YARN | {"factor": 4}}, "but rope_scaling is"),
     ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "expected one RoPE for all layers"),
-    (
-        {"rope_scaling": {"rope_type": "longrope"}},
-        "rope_scaling.rope_type is 'longrope', supported are default",
-    ),
-    (
-        {"rope_scaling": {"rope_type": "yarn", "type": "linear"}},
-        "rope_scaling.rope_type is 'yarn', but type is",
-    ),
+    ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling.rope_type is 'longrope'"),
+    ({"rope_scaling": {"rope_type": "yarn", "type": "linear"}}, "rope_type is 'yarn', but type is"),
     ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor is missing"),
-    (
-        {"rope_scaling": {"rope_type": "linear", "factor": 0.5}},
-        "rope_scaling.factor is 0.5, expected a number of at",
-    ),
-    (
-        {"rope_scaling": {"mrope_section": [16, 24, 24]}},
-        "rope_scaling.mrope_section is [16, 24, 24], but RoPE",
-    ),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "rope_scaling.factor is 0.5"),
+    ({"rope_scaling": {"mrope_section": [16, 24, 24]}}, "rope_scaling.mrope_section is [16, 24, 24]"),
     ({"rope_scaling": YARN | {"truncate": 0}}, "rope_scaling.truncate is 0, expected true or false"),
-    (
-        {"rope_scaling": YARN | {"beta_fast": 1, "beta_slow": 2}},
-        "rope_scaling.beta_fast is 1, but beta_slow is 2",
-    ),
+    ({"rope_scaling": YARN | {"beta_fast": 1, "beta_slow": 2}}, "beta_fast is 1, but beta_slow is 2"),
     (
         {"rope_scaling": YARN, "original_max_position_embeddings": 8192},
-        "rope_scaling.original_max_position_embeddings is 4096, but",
+        "max_position_embeddings is 4096, but",
     ),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     ({"rope_scaling": YARN | {"partial_rotary_factor": 0.5}}, "rope_scaling.partial_rotary_factor is 0.5"),
 ]
 DRAFTER_REFUSALS: list[tuple[dict[str, Any], str]] = [
-    (
-        {"architectures": ["DFlash9DraftModel"]},
-        "is ['DFlash9DraftModel'], supported as a drafter: ",
-    ),
+    ({"architectures": ["DFlash9DraftModel"]}, "is ['DFlash9DraftModel'], supported as a drafter: "),
     ({"dflash_config": MISSING}, "dflash_config is missing"),
     ({"dflash_config": [1]}, "dflash_config is [1], expected an object"),
     ({"dflash_config.mask_token_id": MISSING, "mask_token_id": 5}, "dflash_config.mask_token_id is missing"),
@@ -262,22 +235,13 @@ DRAFTER_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"dflash_config.target_layer_ids": []}, "dflash_config.target_layer_ids is [], expected at least one"),
     ({"dflash_config.target_layer_ids": [1, 1]}, "dflash_config.target_layer_ids is [1, 1], expected"),
     ({"dflash_config.target_layer_ids": [1, -1]}, "dflash_config.target_layer_ids[1] is -1"),
-    (
-        {"dflash_config.target_layer_ids": 5},
-        "dflash_config.target_layer_ids is 5, expected a list of integers",
-    ),
+    ({"dflash_config.target_layer_ids": 5}, "dflash_config.target_layer_ids is 5, expected a list"),
     ({"block_size": MISSING}, "block_size is missing, here and in dflash_config"),
     ({"block_size": 1}, "block_size is 1, expected an integer from 2"),
     ({"dflash_config.block_size": 8}, "dflash_config.block_size is 8, but block_size is 16"),
-    (
-        {"layer_types": ["sliding_attention"] * 5},
-        "layer_types[0] is 'sliding_attention', but use_sliding_window is",
-    ),
+    ({"layer_types": ["sliding_attention"] * 5}, "layer_types[0] is 'sliding_attention'"),
     (SLIDING | {"sliding_window": None}, "and sliding_window is null: such a layer needs a window"),
-    (
-        SLIDING | {"layer_types": ["chunked_attention"] * 5},
-        "layer_types[0] is 'chunked_attention', supported",
-    ),
+    (SLIDING | {"layer_types": ["chunked_attention"] * 5}, "layer_types[0] is 'chunked_attention'"),
     ({"is_causal": "no"}, 'is_causal is "no", expected true or false'),
     ({"draft_vocab_size": 32000}, "draft_vocab_size is 32000, but vocab_size is 151936"),
     ({"target_hidden_size": 4096}, "target_hidden_size is 4096, but hidden_size is 2560"),
@@ -286,7 +250,7 @@ DRAFTER_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"final_logit_softcapping": 0}, "final_logit_softcapping is 0, expected a number greater than 0"),
     (
         {"final_logit_softcapping": 20.0, "dflash_config.final_logit_softcapping": 30.0},
-        "final_logit_softcapping is 20, but dflash_config.final_logit_softcapping is 30",
+        "softcapping is 20, but",
     ),
     ({"dflash_config.output_multiplier": 0.2}, "dflash_config.output_multiplier is 0.2, which"),
     ({"dflash_config.conv_kernel_size": 2}, "dflash_config.conv_kernel_size is 2, which"),
@@ -330,10 +294,7 @@ def test_neutral_values_of_other_kinds_are_accepted(tmp_path: Path) -> None:
     ("generation", "message"),
     [
         ({"eos_token_id": "151645"}, 'eos_token_id is "151645", expected an integer'),
-        (
-            {"eos_token_id": [151645, 151936]},
-            "eos_token_id[1] is 151936, expected an integer from 0 to 151935",
-        ),
+        ({"eos_token_id": [151645, 151936]}, "eos_token_id[1] is 151936, expected an integer"),
     ],
 )
 def test_refuses_stop_ids(tmp_path: Path, generation: dict[str, Any], message: str) -> None:

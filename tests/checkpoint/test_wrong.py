@@ -13,10 +13,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from dflash_trt.building.build import build
-from dflash_trt.errors import CheckpointError, DFlashError
+from dflash_trt.errors import CheckpointError
 from tests.doubles.checkpoints import make_drafter, make_target
 
-INDEX = "model.safetensors.index.json"
+INDEX, UP = "model.safetensors.index.json", "model.layers.1.mlp.up_proj.weight"
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +24,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("pair")
     make_target(root / "target", shards=2)
     make_drafter(root / "drafter", root / "target")
-    make_target(root / "wider", hidden=96)
-    make_drafter(root / "stranger", root / "wider")
     return root
 
 
@@ -43,16 +41,8 @@ def rewrite(file: Path, name: str, dtype: str | None) -> None:
     save_file(tensors, file)
 
 
-def index(target: Path, change: Callable[[dict[str, str]], object]) -> None:
-    content = json.loads((target / INDEX).read_text())
-    change(content["weight_map"])
-    (target / INDEX).write_text(json.dumps(content))
-
-
-def missing_shard(target: Path) -> str:
-    gone = shards(target)[-1]
-    gone.unlink()
-    return rf'{INDEX}: weight_map\.[\w.]+ is "{gone.name}", but .*target has no such file; fetch it'
+def shard_of(target: Path, name: str) -> Path:
+    return next(f for f in shards(target) if f'"{name}"'.encode() in f.read_bytes()[:20_000])
 
 
 def truncated(target: Path) -> str:
@@ -65,39 +55,17 @@ def truncated(target: Path) -> str:
     )
 
 
-def absent(target: Path) -> str:
-    file = shards(target)[0].name
-    index(target, lambda names: names.update({"model.layers.9.mlp.up_proj.weight": file}))
-    return (
-        rf"{INDEX}: tensor 'model.layers.9.mlp.up_proj.weight' should be in {file}, but is in no shard; fetch"
-    )
-
-
 def dtype(target: Path) -> str:
-    file = next(
-        f for f in shards(target) if b'"model.layers.1.mlp.up_proj.weight"' in f.read_bytes()[:20_000]
-    )
-    rewrite(file, "model.layers.1.mlp.up_proj.weight", "int8")
-    return rf"{file.name}: tensor 'model.layers.1.mlp.up_proj.weight' is I8, supported are .*BF16"
+    rewrite(file := shard_of(target, UP), UP, "int8")
+    return rf"{file.name}: tensor '{UP}' is I8, supported are .*BF16"
 
 
 def lost(target: Path) -> str:
-    name = "model.layers.1.mlp.up_proj.weight"
-    file = next(f for f in shards(target) if f'"{name}"'.encode() in f.read_bytes()[:20_000])
-    rewrite(file, name, None)
-    index(target, lambda names: names.pop(name))
-    return (
-        rf"target: has no tensor '{name}'; near names: model.layers.\d.mlp.up_proj.weight.*; config.json and"
-    )
-
-
-def architecture(target: Path) -> str:
-    config = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
-    return (
-        r"config.json: architectures is \['MambaForCausalLM'\], supported as a target: Qwen3ForCausalLM, "
-        "LlamaForCausalLM, Qwen3MoeForCausalLM, GptOssForCausalLM"
-    )
+    rewrite(shard_of(target, UP), UP, None)
+    content = json.loads((target / INDEX).read_text())
+    del content["weight_map"][UP]
+    (target / INDEX).write_text(json.dumps(content))
+    return rf"target: has no tensor '{UP}'; near names: model.layers.\d.mlp.up_proj.weight"
 
 
 def other_layers(target: Path) -> str:
@@ -110,11 +78,7 @@ def other_layers(target: Path) -> str:
     return rf"safetensors: tensor 'model.layers.\d.mlp.\w+.weight' {shapes}"
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [missing_shard, truncated, absent, dtype, lost, architecture, other_layers],
-    ids=lambda f: f.__name__,
-)
+@pytest.mark.parametrize("damage", [truncated, dtype, lost, other_layers], ids=lambda f: f.__name__)
 def test_refuses_a_target(pair: Path, tmp_path: Path, damage: Callable[[Path], str]) -> None:
     target = Path(shutil.copytree(pair / "target", tmp_path / "target"))
     message = damage(target)
@@ -122,12 +86,3 @@ def test_refuses_a_target(pair: Path, tmp_path: Path, damage: Callable[[Path], s
         build(str(target), str(pair / "drafter"), tmp_path / "bundle")
     assert "\n" not in str(error.value)
     assert not (tmp_path / "bundle").exists()
-
-
-def test_refuses_a_drafter_of_another_target(pair: Path, tmp_path: Path) -> None:
-    with pytest.raises(DFlashError) as error:
-        build(str(pair / "target"), str(pair / "stranger"), tmp_path / "bundle")
-    assert str(error.value) == (
-        f"{pair / 'stranger' / 'config.json'}: hidden_size is 96, but {pair / 'target' / 'config.json'} has "
-        "hidden_size 64; give the drafter that was trained for this target"
-    )

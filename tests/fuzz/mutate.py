@@ -5,69 +5,26 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from random import Random
 from typing import Any
 
 WORDS = (
-    *(
-        "default",
-        "linear",
-        "llama3",
-        "yarn",
-        "full_attention",
-        "sliding_attention",
-        "silu",
-        "mxfp4",
-        "modelopt",
-    ),
-    *(
-        "FP8",
-        "NVFP4",
-        "W4A16_AWQ",
-        "MIXED_PRECISION",
-        "Qwen3ForCausalLM",
-        "DFlashDraftModel",
-        "F4",
-        "BF16",
-        "U8",
-    ),
-    *(
-        "BPE",
-        "Unigram",
-        "WordPiece",
-        "WordLevel",
-        "ByteLevel",
-        "Replace",
-        "Split",
-        "Strip",
-        "Precompiled",
-        "Fuse",
-    ),
-    *(
-        "lm_head",
-        "model.layers.*",
-        "*a*a*a*b",
-        "[[[[",
-        "../../etc/passwd",
-        "/dev/zero",
-        "manifest.json",
-        "auto",
-    ),
+    *("default", "linear", "llama3", "yarn", "full_attention", "sliding_attention", "silu", "mxfp4"),
+    *("modelopt", "FP8", "NVFP4", "W4A16_AWQ", "MIXED_PRECISION", "F4", "BF16", "U8", "auto"),
+    *("Qwen3ForCausalLM", "DFlashDraftModel", "manifest.json", "lm_head", "model.layers.*", "*a*a*a*b"),
+    *("BPE", "Unigram", "WordPiece", "WordLevel", "ByteLevel", "Replace", "Split", "Strip"),
+    *("Precompiled", "Fuse", "[[[[", "../../etc/passwd", "/dev/zero"),
+)
+# Small values, then such as are made anew each time.
+_VALUES = (
+    *(None, True, False, 0, 1, -1, 2, 3, 64, 65537, 2**29, 2**31 - 1),
+    *(2**31, 2**63 - 1, 2**64, -(2**63), 10**400, 0.5, -0.0, 1e-320, 1e308),
+    *(float("nan"), float("inf"), "", "a", "\x00\x1b[2J\n", "\ud800", "é😀"),
+    *([], {}, [[]], {"a": {}}, [None], [0, 0], {"": 0}),
 )
 HOSTILE: tuple[Callable[[], Any], ...] = (
-    *(
-        lambda value=value: value
-        for value in (None, True, False, 0, 1, -1, 2, 3, 64, 65537, 2**29, 2**31 - 1)
-    ),
-    *(
-        lambda value=value: value
-        for value in (2**31, 2**63 - 1, 2**64, -(2**63), 10**400, 0.5, -0.0, 1e-320, 1e308)
-    ),
-    *(
-        lambda value=value: value
-        for value in (float("nan"), float("inf"), "", "a", "\x00\x1b[2J\n", "\ud800", "é😀")
-    ),
-    *(lambda value=value: deepcopy(value) for value in ([], {}, [[]], {"a": {}}, [None], [0, 0], {"": 0})),
+    *(partial(deepcopy, value) for value in _VALUES),
     lambda: "x" * 100_000,
     lambda: "[" * 50_000,
     lambda: list(range(20_000)),

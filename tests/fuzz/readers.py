@@ -68,17 +68,10 @@ _SHARD = _safetensors(
     }
 )
 _OTHER = _safetensors({"lm_head.weight": ("F32", [2, 4], 32)})
+_FIRST = ("model.layers.0.q_proj.weight", "model.layers.0.q_proj.weight_scale", "model.norm.weight", "packed")
 _INDEX = {
     "weight_map": {
-        **dict.fromkeys(
-            (
-                "model.layers.0.q_proj.weight",
-                "model.layers.0.q_proj.weight_scale",
-                "model.norm.weight",
-                "packed",
-            ),
-            "model-00001-of-00002.safetensors",
-        ),
+        **dict.fromkeys(_FIRST, "model-00001-of-00002.safetensors"),
         "lm_head.weight": "model-00002-of-00002.safetensors",
     }
 }

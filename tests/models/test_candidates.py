@@ -99,9 +99,7 @@ def test_large_targets_in_floats_get_trees_by_default(
     assert width("large") == 8
     assert width("asked", tree_width=2) == 2
     assert width("int8", precision=Precision(target="int8")) == 1
-    with pytest.raises(
-        BuildError, match=r"--tree-width is 3, but the target is in int8: with trees, .*leave it out"
-    ):
+    with pytest.raises(BuildError, match=r"--tree-width is 3, but the target is in int8: with trees"):
         width("refused", tree_width=3, precision=Precision(target="int8"))
 
 
@@ -136,14 +134,10 @@ def test_trees_change_no_token(pair: tuple[Path, Path, Path]) -> None:
 def test_wrong_numbers_of_nodes(pair: tuple[Path, Path, Path], tmp_path: Path) -> None:
     with LLM(pair[2], threads=1) as llm:
         for nodes in (1, -1, 10_000, True):
-            with pytest.raises(
-                RequestError, match=rf"tree_nodes is {nodes}, expected 2\.\.\d+, or 0 for chains"
-            ):
+            with pytest.raises(RequestError, match=rf"tree_nodes is {nodes}, expected 2\.\.\d+, or 0 for"):
                 llm.generate([1, 2], SamplingParams(max_tokens=3), tree_nodes=nodes)
     build(str(pair[0]), str(pair[1]), tmp_path / "chains", max_seq_len=96)
     with LLM(tmp_path / "chains", threads=1) as llm:
         assert llm.generate([1, 2], SamplingParams(max_tokens=3), tree_nodes=0).token_ids
-        with pytest.raises(
-            RequestError, match=r"tree_nodes is 8, but this bundle drafts chains: .*--tree-width"
-        ):
+        with pytest.raises(RequestError, match=r"tree_nodes is 8, but this bundle drafts chains"):
             llm.generate([1, 2], SamplingParams(max_tokens=3), tree_nodes=8)

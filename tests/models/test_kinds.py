@@ -222,10 +222,7 @@ def test_what_is_not_supported_is_named(
     [
         ({"speculators_model_type": "peagle"}, "speculators_model_type is 'peagle', supported are: dflash"),
         ({"transformer_layer_config": None}, "transformer_layer_config is missing"),
-        (
-            {"transformer_layer_config.model_type": "gemma3"},
-            "transformer_layer_config.model_type is 'gemma3'",
-        ),
+        ({"transformer_layer_config.model_type": "gemma3"}, "_layer_config.model_type is 'gemma3'"),
         ({"transformer_layer_config.mlp_bias": True}, "transformer_layer_config.mlp_bias is true"),
         ({"draft_vocab_size": 500}, "draft_vocab_size is 500, expected an integer from 1 to 384"),
         ({"target_hidden_size": 128}, "target_hidden_size is 128, but hidden_size is 64"),

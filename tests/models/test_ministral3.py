@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
-from dflash_trt.errors import CheckpointError
 from dflash_trt.formats.precision import Precision
-from dflash_trt.models.configs import read_target_config
 from tests.doubles.checkpoints import VOCAB, make_drafter, write_json
 from tests.doubles.reference import Drafter, decode
-from tests.doubles.text_checkpoints import MINISTRAL, MINISTRAL_IMAGES, edit_config, load_text, make_ministral
+from tests.doubles.text_checkpoints import MINISTRAL, MINISTRAL_IMAGES, load_text, make_ministral
 from tests.models.test_parity import (  # noqa: F401  # the tests among them run on this module's `case`
     Case,
     assert_close,
@@ -122,29 +119,3 @@ def as_fp8(directory: Path) -> dict[str, tuple[torch.Tensor, float]]:
 
 def rounded(x: torch.Tensor, scale: float) -> torch.Tensor:
     return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
-
-
-EDITS: dict[str, tuple[dict[str, Any], str]] = {
-    "beta missing": ({"rope_parameters.llama_4_scaling_beta": None}, "llama_4_scaling_beta is missing"),
-    "beta negative": ({"rope_parameters.llama_4_scaling_beta": -1}, "llama_4_scaling_beta is -1"),
-    "length missing": (
-        {"rope_parameters.original_max_position_embeddings": None},
-        "original_max_position_embeddings is missing",
-    ),
-    "other length": ({"rope_parameters.max_position_embeddings": 7}, "max_position_embeddings is 7"),
-    "no rope": ({"rope_parameters": None}, "rope_parameters is missing"),
-    "layer types": ({"layer_types": ["full_attention"] * 4}, "layer_types is"),
-    "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-    "biases": ({"attention_bias": True}, "attention_bias is true"),
-    "model type": ({"model_type": "mistral"}, "model_type is 'mistral'"),
-}
-
-
-@pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("architecture", [MINISTRAL, MINISTRAL_IMAGES])
-def test_what_is_not_computed_is_refused(tmp_path: Path, architecture: str, edit: str) -> None:
-    changes, message = EDITS[edit]
-    directory = make_ministral(tmp_path / "target", architecture)
-    edit_config(directory, changes)
-    with pytest.raises(CheckpointError, match=re.escape(message)):
-        read_target_config(directory)

@@ -77,9 +77,7 @@ def test_excluding_experts(moe: tuple[Path, Path], tmp_path: Path) -> None:
         assert found.algorithm("model.layers.1.self_attn.q_proj") is not None
         assert len(found.layers) + len(found.rules) < 8
         build(str(path), str(moe[1]), tmp_path / f"{path.name}-bundle")
-    with pytest.raises(
-        BuildError, match=r"matches some of model\.layers\.1\.mlp\.experts\.\*\.down_proj, but not all"
-    ):
+    with pytest.raises(BuildError, match=r"matches some of model\.layers\.1\.mlp\.experts\.\*\.down_proj"):
         quantize(moe[0], tmp_path / "out", "nvfp4", exclude=[f"{layer}.*"])
 
 
