@@ -16,7 +16,11 @@ from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.request import Request
 from tests.doubles.checkpoints import VOCAB, make_drafter
 from tests.doubles.hybrid_checkpoints import DENSE, SPARSE_IMAGES, load_hybrid, make_hybrid
-from tests.doubles.reference import Drafter, decode, decode_drafting, target_outputs
+from tests.doubles.reference import Drafter, target_outputs
+from tests.models.test_families import (  # noqa: F401  # run on this module's `pair`
+    test_a_pair_decodes_as_the_oracle_does,
+    test_drafting_and_batches_change_no_token,
+)
 from tests.models.test_parity import Case
 
 LONG = 520
@@ -49,6 +53,11 @@ def llm(case: Case) -> Iterator[LLM]:
         yield llm
 
 
+@pytest.fixture(scope="module")
+def pair(case: Case, llm: LLM) -> tuple[Case, LLM]:
+    return case, llm
+
+
 def greedy(count: int) -> SamplingParams:
     return SamplingParams(max_tokens=count, ignore_eos=True)
 
@@ -74,29 +83,6 @@ def test_drafts_change_no_token_of_a_long_answer(
         found = llm.generate(prompt, greedy(LONG), block_length=block_length)
         assert found.token_ids == plain, block_length
         assert min(found.statistics.acceptance_histogram[:block_length]) > 0
-
-
-def test_batches_change_no_token(case: Case, llm: LLM) -> None:
-    """Five requests, greedy or sampled, join and leave three slots. Each is compared with itself alone, undrafted."""
-    prompts = [case.tokens(n, seed=n) for n in (3, 17, 90, 1, 40)]
-    params = [
-        SamplingParams(temperature=seed % 2, max_tokens=budget, seed=seed, ignore_eos=True)
-        for seed, budget in enumerate((30, 5, 40, 18, 11))
-    ]
-    plain = [llm.generate(t, p, speculate=False).token_ids for t, p in zip(prompts, params, strict=True)]
-    for options in ({"block_length": 5}, {"block_length": 16}, {}):
-        found = llm.generate(prompts, params, **options)
-        assert [each.token_ids for each in found] == plain
-
-
-def test_the_tokens_are_those_of_the_plain_loop(case: Case, llm: LLM) -> None:
-    """The loop in plain torch recomputes every row in every round, without a cache. It accepts the same drafts."""
-    prompt = case.tokens(25)
-    expected = decode_drafting(case.target, case.drafter, prompt, 24, block_length=8)
-    assert expected.tokens == decode(case.target, prompt, 24).tokens
-    found = llm.generate(prompt, greedy(24), block_length=8)
-    assert found.token_ids == expected.tokens
-    assert found.statistics.num_accepted_tokens == sum(expected.accepted)
 
 
 def test_a_long_answer_is_that_of_the_plain_loop(case: Case, llm: LLM) -> None:

@@ -19,25 +19,11 @@ from dflash_trt.formats import SCHEMES
 from dflash_trt.graph import onnxruntime as functions
 from dflash_trt.quantization.calibrate import activation_amax, calibration_set
 from dflash_trt.quantization.convert import quantize
-from tests.doubles.checkpoints import make_drafter
-from tests.doubles.family_checkpoints import make_qwen3_moe
 from tests.models.test_families import load
+from tests.quantization.test_downloaded import moe
+from tests.quantization.test_quantize import ERRORS
 
-ERRORS = {"fp8": 0.03, "nvfp4": 0.1, "mxfp4": 0.12, "int8": 0.01, "int4": 0.12}
-
-
-@pytest.fixture(scope="module")
-def moe(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A Qwen3-MoE pair."""
-    folder = tmp_path_factory.mktemp("moe")
-    sizes = {
-        "hidden_size": 128,
-        "moe_intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "decoder_sparse_step": 2,
-    }
-    target = make_qwen3_moe(folder / "target", favourites=6, **sizes)
-    return target, make_drafter(folder / "drafter", target, taps=(0, 1))
+__all__ = ["moe"]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -20,7 +20,7 @@ import pytest
 
 from dflash_trt.building.build import build
 from dflash_trt.bundle.workspace import silent
-from dflash_trt.checkpoint.linears import StoredLinear
+from dflash_trt.checkpoint.linears import StoredLinear, stored_experts
 from dflash_trt.checkpoint.tensors import Checkpoint, TensorInfo
 from dflash_trt.checkpoint.writer import Entry, write_shard
 from dflash_trt.engines.tensorrt.builder import build_plan
@@ -30,8 +30,12 @@ from dflash_trt.engines.tensorrt.profiles import Profile
 from dflash_trt.errors import BuildError
 from dflash_trt.formats.base import Algorithm
 from dflash_trt.formats.numbers import E2M1, E4M3, E8M0, unpack_pairs
+from dflash_trt.formats.precision import parse_precision
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
+from dflash_trt.graph.quantized_experts import Projection, Stack
 from dflash_trt.graph.tensorrt import TensorRT
+from dflash_trt.quantization.convert import quantize
+from dflash_trt.quantization.repack import int4_by_row
 from tests.doubles.trt_bodies import executable
 from tests.quantization.test_downloaded import moe, pair, written
 
@@ -40,6 +44,10 @@ __all__ = ["moe", "pair"]
 Tensors = dict[str, tuple[str, np.ndarray]]
 DTYPES: dict[str, Any] = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16}
 RNG = np.random.default_rng(0)
+COUNT, WIDTH = 8, 768  # experts of a layer
+PROJECTIONS: tuple[Projection, ...] = ("gate", "up", "down")
+# Bytes per weight with its scales.
+PACKED = {"fp8": 1.0, "nvfp4": 0.5625, "mxfp4": 0.53125, "int4": 0.515625}
 # Bytes of kernels that a plan has beside its weights, whatever their size.
 KERNELS = 800_000
 
@@ -88,6 +96,24 @@ def fp8_rows(dtype: str, columns_of_scale: bool) -> Form:
         return {"weight": ("F8_E4M3", codes), "scale": (dtype, scale)}, weight
 
     return Form(Algorithm("FP8", "fp8"), make)
+
+
+def fp8_whole() -> Form:
+    """With one scale for the weight, and one for inputs."""
+
+    def make(rows: int, columns: int) -> tuple[Tensors, np.ndarray]:
+        codes, scale = fp8(rows, columns), scales(dtype="F32")
+        found: Tensors = {"weight": ("F8_E4M3", codes), "scale": ("F32", scale)}
+        return found | {"input_scale": ("F32", np.float32([0.01]))}, codes.astype(np.float32) * scale
+
+    return Form(Algorithm("FP8", "fp8", activations=True, static=True), make)
+
+
+def mxfp4(rows: int, columns: int) -> tuple[Tensors, np.ndarray]:
+    codes = RNG.integers(0, 256, (rows, columns // 2)).astype(np.uint8)
+    exponents = RNG.integers(118, 123, (rows, columns // 32)).astype(np.uint8)
+    weight = E2M1[unpack_pairs(codes)] * np.repeat(E8M0[exponents], 32, axis=1)
+    return {"weight": ("U8", codes), "scale": ("U8", exponents)}, weight
 
 
 def mxfp8(rows: int, columns: int) -> tuple[Tensors, np.ndarray]:
@@ -150,6 +176,8 @@ FORMS = {
     "fp8 blocks, F32 scales": fp8_blocks("F32"),
     "fp8 rows, BF16 scales": fp8_rows("BF16", True),
     "fp8 rows, F32 scales": fp8_rows("F32", False),
+    "fp8 whole, inputs too": fp8_whole(),
+    "mxfp4": Form(Algorithm("MXFP4", "mxfp4", group_size=32), mxfp4),
     "mxfp8": Form(Algorithm("MXFP8", "fp8", group_size=32), mxfp8),
     "nvfp4, reciprocal": nvfp4(reciprocal=True, activations=False),
     "nvfp4, inputs too": nvfp4(reciprocal=True, activations=True),
@@ -165,12 +193,13 @@ FORMS = {
 }
 
 
-def graph(stored: StoredLinear, dtype: ir.DataType, columns: int) -> GraphBuilder:
-    dialect = TensorRT(dtype)
-    g = GraphBuilder("test", dtype=dialect.dtype)
-    x = g.input("x", dialect.dtype, ["R", columns])
-    y = dialect.quantized_linear(g, x, stored, ".", None, name="layer", widened_bytes=0)
-    g.output(y, "y", dialect.dtype, ["R", stored.weight.shape[0]])
+def graph(stored: StoredLinear, dtype: ir.DataType, columns: int, times: int = 1) -> GraphBuilder:
+    """The layer, as often as asked: then names must not clash."""
+    g = GraphBuilder("test", dtype=dtype)
+    x = g.input("x", dtype, ["R", columns])
+    for i in range(times):
+        x = TensorRT(dtype).quantized_linear(g, x, stored, ".", None, name=f"layer{i}", widened_bytes=0)
+    g.output(x, "y", dtype, ["R", stored.weight.shape[0]])
     return g
 
 
@@ -179,6 +208,12 @@ def saved(g: GraphBuilder, folder: Path) -> Path:
     model.graph.opset_imports["trt"] = 1
     ir.save(model, folder / "graph.onnx")
     return folder / "graph.onnx"
+
+
+def plan_bytes(g: GraphBuilder, folder: Path, capability: int) -> int:
+    file, profile = saved(g, folder), Profile("all", {"R": (1, 8, 64)})
+    build_plan(FLAVOURS["tensorrt-rtx"], file, folder / "layer.plan", [profile], capability, silent)
+    return (folder / "layer.plan").stat().st_size
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -196,28 +231,67 @@ def test_the_nodes_compute_what_the_form_means(tmp_path: Path, form: str) -> Non
     assert error < (0.2 if stored.algorithm.activations else 1e-5), error
 
 
-@pytest.mark.parametrize("capability", [89, 120])
+@pytest.mark.parametrize(("capability", "dtype"), [(89, "BFLOAT16"), (120, "FLOAT16")])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_plan_has_the_bytes_of_the_checkpoint(tmp_path: Path, form: str, capability: int) -> None:
+def test_a_plan_has_the_bytes_of_the_checkpoint(
+    tmp_path: Path, form: str, capability: int, dtype: str
+) -> None:
     """At most 5% more, beside kernels: those of a narrow layer weigh as much as its weights."""
-    if "nvfp4" in form and capability == 89:
+    if form.startswith(("nvfp4", "mxfp4")) and capability == 89:
         pytest.skip("has no arithmetic in four bits")
     stored, _ = FORMS[form].write(tmp_path / "layer", 2048, 2048)
     size = sum(info.nbytes for info in stored.tensors)
-    file = saved(graph(stored, ir.DataType.BFLOAT16, 2048), tmp_path / "layer")
-    plan = tmp_path / "layer" / "layer.plan"
-    profile = Profile("all", {"R": (1, 8, 64)})
-    build_plan(FLAVOURS["tensorrt-rtx"], file, plan, [profile], capability, silent)
-    assert stored.weight.nbytes <= plan.stat().st_size < 1.05 * size + KERNELS
+    made = plan_bytes(graph(stored, ir.DataType[dtype], 2048, times=2), tmp_path / "layer", capability)
+    assert stored.weight.nbytes <= made < 1.05 * size + KERNELS
+
+
+@pytest.mark.parametrize(
+    ("scheme", "calibrated", "capability", "dtype"),
+    [
+        ("fp8", True, 89, "BFLOAT16"),
+        ("fp8", False, 120, "FLOAT16"),
+        ("nvfp4", True, 120, "BFLOAT16"),
+        ("nvfp4", False, 121, "FLOAT16"),
+        ("mxfp4", False, 120, "BFLOAT16"),
+        ("int4", False, 80, "BFLOAT16"),
+        ("int4", False, 120, "FLOAT16"),
+    ],
+)
+def test_plans_keep_experts_packed(
+    tmp_path: Path, scheme: str, calibrated: bool, capability: int, dtype: str
+) -> None:
+    """Each scheme with calibrated and computed scales of the input, in both dtypes, for GPUs of several generations."""
+    experts = {p: [f"layers.0.mlp.experts.{e}.{p}_proj" for e in range(COUNT)] for p in PROJECTIONS}
+    entries = []
+    for name in (f"{layer}.weight" for layers in experts.values() for layer in layers):
+        w = RNG.standard_normal((WIDTH, WIDTH)).astype(np.float32)
+        entries.append(Entry(name, "F32", w.shape, [(name, w)]))
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "config.json").write_text("{}")
+    write_shard(tmp_path / "source" / "model.safetensors", entries)
+    amax = {layer: 4.0 for layers in experts.values() for layer in layers} if calibrated else None
+    folder = quantize(tmp_path / "source", tmp_path / "quantized", scheme, calibration=amax)
+    if scheme == "int4":
+        folder = int4_by_row(Checkpoint(folder), tmp_path / "by-row", silent)
+    checkpoint, stacks = Checkpoint(folder), dict[Projection, Stack]()
+    for projection, layers in experts.items():
+        stored = stored_experts(checkpoint, layers, WIDTH, WIDTH)
+        stacks[projection] = Stack(WIDTH, WIDTH, tuple(stored or ()))
+    dialect = TensorRT(ir.DataType[dtype])
+    g = GraphBuilder("test", dtype=dialect.dtype)
+    x, router = g.input("x", dialect.dtype, ["R", WIDTH]), g.input("router", FLOAT, ["R", COUNT])
+    y = dialect.quantized_experts(g, x, router, stacks, ".", k=2, widened_bytes=0)
+    g.output(y, "y", dialect.dtype, ["R", WIDTH])
+    weights = len(entries) * WIDTH * WIDTH
+    packed = PACKED[scheme] * weights
+    assert packed <= plan_bytes(g, folder, capability) < packed + 4 * KERNELS < 2 * weights
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(64, 128), (64, 256), (256, 64)])
 def test_a_layer_of_one_block_is_built(tmp_path: Path, rows: int, columns: int) -> None:
     """The parser refuses blocks where there is only one of them."""
     stored, _ = fp8_blocks("BF16").write(tmp_path / "layer", rows, columns)
-    file = saved(graph(stored, ir.DataType.BFLOAT16, columns), tmp_path / "layer")
-    profile = Profile("all", {"R": (1, 8, 64)})
-    build_plan(FLAVOURS["tensorrt-rtx"], file, tmp_path / "layer" / "layer.plan", [profile], 89, silent)
+    assert plan_bytes(graph(stored, ir.DataType.BFLOAT16, columns), tmp_path / "layer", 89)
 
 
 def test_a_block_of_exponents_is_a_power_of_two(tmp_path: Path) -> None:
@@ -236,6 +310,29 @@ def test_a_block_of_exponents_is_a_power_of_two(tmp_path: Path) -> None:
     (found,) = session.run(None, {"x": np.eye(256, dtype=np.float32)})
     codes = Checkpoint(tmp_path / "layer").array("weight").astype(np.float32)
     np.testing.assert_array_equal(found.T, codes * np.repeat(np.repeat(E8M0[exponents], 128, 0), 128, 1))
+
+
+@pytest.mark.parametrize(
+    ("precision", "capability", "message"),
+    [
+        ("target=nvfp4", 89, "89: has no NVFP4 arithmetic"),
+        ("head=mxfp4", 86, "86: has no MXFP4 arithmetic"),
+        ("drafter=fp8", 80, "80: has no FP8 arithmetic"),
+    ],
+)
+def test_formats_a_gpu_lacks_are_refused(
+    tmp_path: Path, precision: str, capability: int, message: str
+) -> None:
+    with pytest.raises(BuildError, match=message):
+        build(
+            "tiny",
+            None,
+            tmp_path / "bundle",
+            engine="tensorrt-rtx",
+            options=TensorRTOptions((capability,)),
+            precision=parse_precision(precision),
+        )
+    assert not (tmp_path / "bundle").exists()
 
 
 def test_fp8_is_refused_where_a_gpu_lacks_it() -> None:
