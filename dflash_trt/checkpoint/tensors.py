@@ -216,6 +216,7 @@ class Outline:
         self._end = 0
 
     def expect(self, name: str, shape: tuple[int, ...], dtypes: Sequence[str]) -> TensorInfo:
+        """The tensor, which has this shape and the first of these dtypes if it was not asked for before."""
         if name not in self.tensors:
             size = math.prod(shape) * DTYPES[dtypes[0]].itemsize
             self.tensors[name] = TensorInfo(name, dtypes[0], shape, self.directory / _SINGLE, self._end, size)

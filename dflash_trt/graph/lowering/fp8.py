@@ -16,13 +16,19 @@ from .base import LinearKind, Lowering
 
 
 class FP8Lowering(Lowering):
+    """QuantizeLinear and DequantizeLinear; blocks of scales are repeated."""
+
+    unit_input_scale = 1 / E4M3_MAX
+
     def operator(self, kind: LinearKind) -> str:
+        """A body for each size of a block."""
         block = f"{kind.group_rows}x{kind.group_size}" if kind.group_size else ""
         return f"FP8Linear{block}{'Exponents' * kind.exponents}"
 
     def onnxruntime_weight(
         self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value], x: ir.Value, resident: bool
     ) -> ir.Value:
+        """Numbers times the scales of their rows or blocks."""
         weight, scale = inputs["weight"], inputs["scale"]
         if not kind.group_size and not resident:
             return g.op("DequantizeLinear", weight, scale, name="widened", axis=0)
@@ -31,14 +37,11 @@ class FP8Lowering(Lowering):
         else:
             numbers = g.op("DequantizeLinear", weight, g.constant(1, np.float32), name="numbers")
         if not kind.group_size:
-            return g.op(
-                "Mul", numbers, g.op("Reshape", scale, g.constant([-1, 1]), name="column"), name="widened"
-            )
+            column = g.op("Reshape", scale, g.constant([-1, 1]), name="column")
+            return g.op("Mul", numbers, column, name="widened")
         rows, columns = g.dim(weight, 0, name="rows"), g.dim(weight, 1, name="columns")
         factors = self._repeated(g, self._factors(g, kind, scale), 0, kind.group_rows, rows)
-        if (
-            not resident
-        ):  # beside a length that only the pass knows, so that nothing of the weight's size is folded
+        if not resident:  # a length that only the pass knows: nothing of the weight's size is folded
             columns = g.dim(x, 1, name="inputs")
         return g.op("Mul", numbers, self._repeated(g, factors, 1, kind.group_size, columns), name="widened")
 
@@ -67,19 +70,15 @@ class FP8Lowering(Lowering):
             return bodies.microscaled(g, weight, scale, name="widened")
         if kind.group_size:
             scale = self._block_scales(g, kind, scale)
-        if kind.group_size and inputs["scale"].shape == (
-            1,
-            1,
-        ):  # the parser takes a single block for a whole weight
-            scale = g.op("Reshape", scale, g.constant([]), name="scale")
-        elif kind.group_size:
-            return g.op(
-                *("TRT_BlockDequantize", weight, scale),
-                name="widened",
-                domain=bodies.TRT_DOMAIN,
-                block_shape=[kind.group_rows, kind.group_size],
-                output_dtype=int(g.dtype),
-            )
+            if inputs["scale"].shape != (1, 1):
+                return g.op(
+                    *("TRT_BlockDequantize", weight, scale),
+                    name="widened",
+                    domain=bodies.TRT_DOMAIN,
+                    block_shape=[kind.group_rows, kind.group_size],
+                    output_dtype=int(g.dtype),
+                )
+            scale = g.op("Reshape", scale, g.constant([]), name="scale")  # one block is a whole weight there
         return g.op("DequantizeLinear", weight, scale, name="widened", axis=0, output_dtype=int(g.dtype))
 
     def _block_scales(self, g: GraphBuilder, kind: LinearKind, scale: ir.Value) -> ir.Value:
@@ -90,15 +89,16 @@ class FP8Lowering(Lowering):
             return g.op("Pow", g.constant(2, np.float32), power, name="scales")
         return scale if scale.dtype == g.dtype else g.cast(scale, bodies.FLOAT, name="scales")
 
-    unit_input_scale = 1 / E4M3_MAX
-
     def onnxruntime_input(self, g: GraphBuilder, scale: ir.Value, x: ir.Value) -> ir.Value:
+        """There and back, in float32."""
         codes = g.op("QuantizeLinear", x, scale, name="x_codes", output_dtype=int(bodies.E4M3))
         return g.op("DequantizeLinear", codes, scale, name="x_rounded")
 
     def tensorrt_input(self, g: GraphBuilder, scale: ir.Value, x: ir.Value) -> ir.Value:
+        """There and back, in the graph's dtype."""
         codes = g.op("QuantizeLinear", x, scale, name="x_codes", output_dtype=int(bodies.E4M3))
         return g.op("DequantizeLinear", codes, scale, name="x_rounded", output_dtype=int(g.dtype))
 
     def expert_factors(self, g: GraphBuilder, kind: LinearKind, parts: Mapping[str, ir.Value]) -> ir.Value:
+        """The scales; those of blocks in float32."""
         return self._factors(g, kind, parts["scale"]) if kind.group_size else parts["scale"]

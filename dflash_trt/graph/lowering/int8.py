@@ -13,22 +13,22 @@ from .base import LinearKind, Lowering
 
 
 class INT8Lowering(Lowering):
+    """Blocked DequantizeLinear, or a product of blocks that can be folded."""
+
     def onnxruntime_weight(
         self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value], x: ir.Value, resident: bool
     ) -> ir.Value:
+        """Numbers times the scales of their groups."""
+        weight, block = inputs["weight"], kind.group_size
         scale = g.op("Cast", inputs["scale"], name="scale_float", to=int(bodies.FLOAT))
         if not resident:
-            return g.op(
-                *("DequantizeLinear", inputs["weight"], scale),
-                name="widened",
-                axis=1,
-                block_size=kind.group_size,
-            )
-        numbers = g.op("Cast", inputs["weight"], to=int(bodies.FLOAT))
-        numbers = g.op("Reshape", numbers, g.constant([0, -1, kind.group_size]), name="numbers_by_block")
+            return g.op("DequantizeLinear", weight, scale, name="widened", axis=1, block_size=block)
+        numbers = g.op("Cast", weight, to=int(bodies.FLOAT))
+        numbers = g.op("Reshape", numbers, g.constant([0, -1, block]), name="numbers_by_block")
         return bodies.times_factors(g, numbers, scale)
 
     def tensorrt_weight(self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value]) -> ir.Value:
+        """In groups, or in one for each row."""
         weight = inputs["weight"]
         assert weight.shape is not None
         columns = kind.group_size or int(str(weight.shape[1]))  # a row may share one scale

@@ -16,20 +16,25 @@ from .base import LinearKind, Lowering
 
 
 class MXFP4Lowering(Lowering):
+    """Look-ups of bytes and of exponents, or TensorRT's own operator."""
+
     pairs = bodies.E2M1
 
     def onnxruntime_weight(
         self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value], x: ir.Value, resident: bool
     ) -> ir.Value:
+        """Looked up in tables."""
         tables = [BYTE_TO_PAIR[:, 0], BYTE_TO_PAIR[:, 1], E8M0]
         low, high, powers = (bodies.table(g, values, x, resident) for values in tables)
         numbers = bodies.by_block(g, low, high, inputs["weight"], BLOCK)
         return bodies.times_factors(g, numbers, bodies.lookup(g, powers, inputs["scale"]))
 
     def tensorrt_weight(self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value]) -> ir.Value:
+        """By TensorRT's own operator."""
         return bodies.microscaled(g, inputs["weight"], inputs["scale"], name="widened")
 
     def expert_factors(self, g: GraphBuilder, kind: LinearKind, parts: Mapping[str, ir.Value]) -> ir.Value:
+        """Powers of two."""
         return bodies.lookup(g, g.constant(E8M0, np.float32), parts["scale"])
 
 

@@ -18,11 +18,15 @@ _E4M3_VALUES = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)
 
 
 class NVFP4Lowering(Lowering):
+    """Look-ups, or DequantizeLinear for the scales and then for the numbers."""
+
     pairs = bodies.E2M1
+    unit_input_scale = 1 / (E2M1_MAX * E4M3_MAX)
 
     def onnxruntime_weight(
         self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value], x: ir.Value, resident: bool
     ) -> ir.Value:
+        """Looked up in tables, times both scales."""
         low, high = (bodies.table(g, BYTE_TO_PAIR[:, i], x, resident) for i in (0, 1))
         numbers = bodies.by_block(g, low, high, inputs["weight"], BLOCK)
         scale, second = inputs["scale"], inputs["global_scale"]
@@ -33,14 +37,10 @@ class NVFP4Lowering(Lowering):
         return bodies.times_factors(g, numbers, _times_second(g, kind, factors, second))
 
     def tensorrt_weight(self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value]) -> ir.Value:
-        scales = g.op(
-            *("DequantizeLinear", inputs["scale"], inputs["global_scale"]),
-            name="scales",
-            output_dtype=int(g.dtype),
-        )
+        """First the scales, then the numbers."""
+        both = inputs["scale"], inputs["global_scale"]
+        scales = g.op("DequantizeLinear", *both, name="scales", output_dtype=int(g.dtype))
         return g.op("DequantizeLinear", inputs["weight"], scales, name="widened", axis=1, block_size=BLOCK)
-
-    unit_input_scale = 1 / (E2M1_MAX * E4M3_MAX)
 
     def onnxruntime_input(self, g: GraphBuilder, scale: ir.Value, x: ir.Value) -> ir.Value:
         """Rounded to E2M1 in blocks, their scales to E4M3: from standard operators, as E2M1 has no CPU kernels."""
@@ -65,6 +65,7 @@ class NVFP4Lowering(Lowering):
         return g.op("Reshape", g.op("Mul", rounded, scale), g.constant([0, -1]), name="x_rounded")
 
     def tensorrt_input(self, g: GraphBuilder, scale: ir.Value, x: ir.Value) -> ir.Value:
+        """By TensorRT's own operator, then back."""
         codes, scales = g.multi(
             *("TRT_FP4DynamicQuantize", x, scale),
             outputs=2,
@@ -78,6 +79,7 @@ class NVFP4Lowering(Lowering):
         return g.op("DequantizeLinear", codes, scales, name="x_rounded", axis=-1, block_size=BLOCK)
 
     def expert_factors(self, g: GraphBuilder, kind: LinearKind, parts: Mapping[str, ir.Value]) -> ir.Value:
+        """Both scales of each block."""
         factors = bodies.lookup(g, g.constant(_E4M3_VALUES, np.float32), parts["scale"])
         return _times_second(g, kind, factors, parts["global_scale"])
 

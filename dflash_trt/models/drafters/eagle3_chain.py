@@ -194,6 +194,7 @@ class UnrolledChain(DraftChain):
     def steps(
         self, tokens: ir.Value, logprobs: ir.Value, state: ir.Value, n_block: ir.Value, best: Any
     ) -> tuple[ir.Value, ir.Value]:
+        """As those of the Loop, for the longest block, of which the places of this one are kept."""
         g, config, layer = self.m.g, self.config, self.m.at(self.config.own.layer)
         places: list[tuple[ir.Value, ir.Value]] = [(tokens, logprobs)]
         own: tuple[list[ir.Value], list[ir.Value]] = ([], [])
