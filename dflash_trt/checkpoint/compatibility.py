@@ -8,7 +8,7 @@ from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.schema import PENDING_ROWS, DrafterConfig, TargetConfig
 from dflash_trt.errors import PairError, show
 from dflash_trt.files.reading import read_object
-from dflash_trt.text.tokenizer import TOKENIZER_BYTES, Tokenizer
+from dflash_trt.text.tokenizer import Tokenizer
 
 
 def check_pair(target: TargetConfig, drafter: DrafterConfig) -> None:
@@ -61,23 +61,20 @@ def check_tokenizers(target_dir: Path, drafter_dir: Path, mask_token_id: int | N
     without masks.
 
     Raises:
-        CheckpointError: a tokenizer.json is missing, malformed or does not work.
+        CheckpointError: the target's tokenizer.json is missing, or one is malformed or does not work.
         PairError: naming the token and both ids.
     """
-    path = target_dir / "tokenizer.json"
-    ordinary, added = _vocabulary(path)
-    tokens = ordinary | added
+    path, tokenizer = target_dir / "tokenizer.json", Tokenizer(target_dir)
+    tokens = tokenizer.backend.get_vocab(with_added_tokens=True)
     config = target_dir / "config.json"
     fields = Fields(config, read_object(config))
     vocab_size = (fields.section("text_config") or fields).integer("vocab_size")
     token, largest = max(tokens.items(), key=lambda item: item[1], default=("", -1))
     if largest >= vocab_size:
         raise PairError(f"{path}: token {show(token)} has id {largest}, but vocab_size is {vocab_size}")
-    Tokenizer(target_dir).check()
-    usual = next(
-        (token for token, token_id in ordinary.items() if token_id == mask_token_id and token not in added),
-        None,
-    )
+    tokenizer.check()
+    added = tokenizer.backend.get_added_tokens_decoder()
+    usual = next((token for token, id_ in tokens.items() if id_ == mask_token_id and id_ not in added), None)
     if usual is not None:
         raise PairError(
             f"{drafter_dir / 'config.json'}: dflash_config.mask_token_id is {mask_token_id}, but in {path} that is "
@@ -86,8 +83,7 @@ def check_tokenizers(target_dir: Path, drafter_dir: Path, mask_token_id: int | N
     other_path = drafter_dir / "tokenizer.json"
     if not other_path.exists():
         return
-    ordinary, added = _vocabulary(other_path)
-    others = ordinary | added
+    others = Tokenizer(drafter_dir).backend.get_vocab(with_added_tokens=True)
     if others != tokens:
         differing = (token for token in tokens | others if tokens.get(token) != others.get(token))
         token = min(differing, key=lambda token: (others.get(token, tokens.get(token, 0)), token))
@@ -95,24 +91,3 @@ def check_tokenizers(target_dir: Path, drafter_dir: Path, mask_token_id: int | N
             f"{other_path}: token {show(token)} has id {others.get(token)}, but in {path} it has "
             f"{tokens.get(token)}; the drafter was trained with another tokenizer"
         )
-
-
-def _vocabulary(path: Path) -> tuple[dict[str, int], dict[str, int]]:
-    """Token -> id in a tokenizer.json: the model's tokens, and the added tokens."""
-    fields = Fields(path, read_object(path, TOKENIZER_BYTES))
-    model = fields.section("model")
-    if model is None:
-        raise fields.error("model", "is missing, expected an object with the vocabulary")
-    vocab = model.get("vocab")
-    if isinstance(vocab, list):  # Unigram: [token, score] in the order of the ids
-        pieces = [entry[0] if isinstance(entry, list) and entry else None for entry in vocab]
-        vocab = {piece: index for index, piece in enumerate(pieces) if isinstance(piece, str)}
-    if not isinstance(vocab, dict) or not all(
-        type(i) is int and i >= 0 and type(t) is str for t, i in vocab.items()
-    ):
-        raise model.error("vocab", "is not a vocabulary, expected an object of token ids")
-    added = fields.get("added_tokens") or []
-    if not isinstance(added, list) or not all(isinstance(entry, dict) for entry in added):
-        raise fields.error("added_tokens", f"is {show(added)}, expected a list of objects")
-    entries = [Fields(path, entry, f"added_tokens[{index}].") for index, entry in enumerate(added)]
-    return vocab, {entry.string("content"): entry.integer("id", minimum=0) for entry in entries}
