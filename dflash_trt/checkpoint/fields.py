@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dflash_trt.errors import CheckpointError, show, show_name
 
 LARGEST_INTEGER = 2**31 - 1
 _SMALLEST, _LARGEST = 1e-30, 1e12
+T = TypeVar("T")
 
 
 class Fields:
@@ -108,3 +109,18 @@ class Fields:
         if value is None and default is None:
             raise self.error(key, f"is missing, expected {expected}")
         return default if value is None else value
+
+
+def stated(places: Sequence[tuple[Fields, str]], read: Callable[[Fields, str], T]) -> T | None:
+    """What `read(fields, key)` gives for a field that may be in several places, which must agree; None if it is absent.
+
+    Raises CheckpointError as `read` does, and where two places disagree.
+    """
+    given = [(fields, key) for fields, key in places if fields.get(key) is not None]
+    values = [read(fields, key) for fields, key in given]
+    if any(value != values[0] for value in values):
+        (fields, key), (other, name) = given[0], given[-1]
+        raise fields.error(
+            key, f"is {show(fields.get(key))}, but {other.prefix}{name} is {show(other.get(name))}"
+        )
+    return values[0] if values else None

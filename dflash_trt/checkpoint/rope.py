@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from dflash_trt.checkpoint.fields import Fields
+from dflash_trt.checkpoint.fields import Fields, stated
 from dflash_trt.errors import CheckpointError, quoted, show
 
 _SCALING_FIELDS = {
@@ -29,7 +29,8 @@ _SCALING_FIELDS = {
     "proportional": ("factor", "partial_rotary_factor"),
 }
 
-
+# Fields that may be as small as this; others are greater than 0.
+_LEAST = {"factor": 1, "partial_rotary_factor": 0, "mscale": 0, "mscale_all_dim": 0}
 _YARN_DEFAULTS = {"beta_fast": 32, "beta_slow": 1}
 
 
@@ -74,9 +75,8 @@ def read_rope(
     there may be fields for images. `growing`: whether queries grow with their position (`RopeConfig.growth`).
 
     Raises:
-        CheckpointError: an unknown type, a field that does not belong to the type, a value out of range, or two
-            places
-        that disagree.
+        CheckpointError: an unknown type, a field that does not belong to the type, a value out of range, or two places
+            that disagree.
     """
     new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
     also = _IMAGES if images else (_GROWTH, "max_position_embeddings") if growing else ()
@@ -106,6 +106,10 @@ def read_rope_of(layers: str, fields: Fields, theta: float) -> RopeConfig:
     return _read_scaling(section, Fields(fields.path, {}, fields.prefix), 1.0, (), theta)
 
 
+def _above_one(fields: Fields, key: str) -> float:
+    return fields.number(key, above=1)
+
+
 def _growth(section: Fields, top: Fields, rope: RopeConfig) -> float:
     length = section.get("max_position_embeddings")
     if length is not None and length != top.get("max_position_embeddings"):
@@ -120,15 +124,16 @@ def _growth(section: Fields, top: Fields, rope: RopeConfig) -> float:
 
 def _partial(top: Fields, section: Fields | None, default: float) -> float:
     """The share of a head that is rotated. Both places of the field must agree."""
-    key = "partial_rotary_factor"
-    places = [place for place in (top, section) if place is not None and place.get(key) is not None]
-    values = [place.number(key) for place in places]
-    if len(set(values)) > 1:
-        raise places[0].error(key, f"is {values[0]:g}, but {places[1].prefix}{key} is {values[1]:g}")
-    for place, value in zip(places, values, strict=True):
+
+    def share(place: Fields, key: str) -> float:
+        value = place.number(key)
         if value > 1 or (default == 1 and value != 1):
             raise place.error(key, f"is {value:g}, only {'up to ' if default != 1 else ''}1 is supported")
-    return values[0] if values else default
+        return value
+
+    places = [(place, "partial_rotary_factor") for place in (top, section) if place is not None]
+    value = stated(places, share)
+    return default if value is None else value
 
 
 def _read_scaling(
@@ -154,14 +159,9 @@ def _read_scaling(
     for key, value in section.values.items():
         if key not in known and value is not None:
             raise section.error(key, f"is {show(value)}, but RoPE of type {rope_type!r} has no such field")
-    if section.get("rope_theta") is None:
-        theta = top.number("rope_theta", above=1, default=default)
-    else:
-        theta = section.number("rope_theta", above=1)
-        if theta != top.number("rope_theta", above=1, default=theta):
-            raise top.error(
-                "rope_theta", f"is {top.get('rope_theta')}, but {section.prefix}rope_theta is {theta}"
-            )
+    theta = stated([(place, "rope_theta") for place in (top, section)], _above_one)
+    if theta is None:
+        theta = top.number("rope_theta", default=default)
     values = _read_values(section, rope_type, top)
     share = 1.0 if rope_type == "proportional" else _partial(top, section, partial)
     return RopeConfig(rope_type, theta, values, share)
@@ -171,28 +171,18 @@ def _read_values(section: Fields, rope_type: str, top: Fields) -> dict[str, floa
     values: dict[str, float | int | bool] = {}
     for key in _SCALING_FIELDS[rope_type]:
         if key == "original_max_position_embeddings":
-            stated = {place.integer(key) for place in (section, top) if place.get(key) is not None}
-            if len(stated) == 2:
-                raise section.error(
-                    key, f"is {section.get(key)}, but {key} at the top level is {top.get(key)}"
-                )
-            values.update((key, value) for value in stated)
+            length = stated([(section, key), (top, key)], Fields.integer)
+            values |= {} if length is None else {key: length}
             continue
         needed = () if rope_type == "proportional" else ("factor", "low_freq_factor", "high_freq_factor")
         if section.get(key) is None and key not in needed:
             continue
         if key == "truncate":
             values[key] = section.boolean(key)
-        elif key == "factor":
-            values[key] = section.number(key, minimum=1)
-        elif key == "partial_rotary_factor":
-            values[key] = section.number(key, minimum=0)
-            if values[key] > 1:
-                raise section.error(key, f"is {values[key]:g}, expected a share of a head, up to 1")
-        elif key in ("mscale", "mscale_all_dim"):
-            values[key] = section.number(key, minimum=0)
         else:
-            values[key] = section.number(key)
+            values[key] = section.number(key, minimum=_LEAST.get(key))
+        if key == "partial_rotary_factor" and values[key] > 1:
+            raise section.error(key, f"is {values[key]:g}, expected a share of a head, up to 1")
     for small, large in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
         low, high = (values.get(key, _YARN_DEFAULTS.get(key, 0)) for key in (small, large))
         if large in _SCALING_FIELDS[rope_type] and high <= low:

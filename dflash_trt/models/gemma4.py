@@ -34,6 +34,7 @@ from dflash_trt.models.reading import (
     expert_counts,
     place_window,
     refuse,
+    softcap,
     target,
 )
 
@@ -73,11 +74,10 @@ def gemma_decoder(text: Fields, architecture: str | None = None) -> dict[str, An
         architecture=architecture,
         activation=("hidden_activation", "gelu_pytorch_tanh"),
     )
-    softcap = "final_logit_softcapping"
     return common | {
         "layers": _layers(text, common, ropes[FULL]),
         "embedding_scale": common["hidden_size"] ** 0.5,
-        "logit_softcap": None if text.get(softcap) is None else text.number(softcap),
+        "logit_softcap": softcap(text),
     }
 
 

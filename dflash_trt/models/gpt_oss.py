@@ -6,7 +6,7 @@ from typing import Literal
 
 import onnx_ir as ir
 
-from dflash_trt.checkpoint.fields import Fields
+from dflash_trt.checkpoint.fields import Fields, stated
 from dflash_trt.checkpoint.schema import MoEConfig, TargetConfig
 from dflash_trt.errors import quoted, show
 from dflash_trt.formats.base import BLOCK
@@ -28,9 +28,7 @@ def _read(fields: Fields) -> TargetConfig:
         raise fields.error("rope_scaling", "is missing, expected the YaRN parameters of this checkpoint")
     size = fields.integer("head_dim", maximum=HEAD_DIM)  # which must be there
     common = decoder(fields, head_dim=size, attention_bias=True, attention_sinks=True)
-    layers, window = common["num_hidden_layers"], None
-    if fields.get("sliding_window") is not None:
-        window = fields.integer("sliding_window")
+    layers, window = common["num_hidden_layers"], stated([(fields, "sliding_window")], Fields.integer)
     types = fields.get("layer_types")
     if types is None:
         types = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]

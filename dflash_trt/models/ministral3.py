@@ -6,7 +6,7 @@ read. The tensors of the vision tower are skipped.
 
 from __future__ import annotations
 
-from dflash_trt.checkpoint.fields import Fields
+from dflash_trt.checkpoint.fields import Fields, stated
 from dflash_trt.checkpoint.rope import read_rope
 from dflash_trt.checkpoint.schema import TargetConfig
 from dflash_trt.models.decoder import dense_layer
@@ -36,7 +36,7 @@ def _read(top: Fields, text: Fields) -> TargetConfig:
         rope=read_rope(text, growing=True),
         architecture=top.strings("architectures", most=1)[0],
     )
-    window = None if text.get("sliding_window") is None else text.integer("sliding_window")
+    window = stated([(text, "sliding_window")], Fields.integer)
     return target(text, common, [window] * common["num_hidden_layers"])
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import onnx_ir as ir
 
-from dflash_trt.checkpoint.fields import Fields
+from dflash_trt.checkpoint.fields import Fields, stated
 from dflash_trt.checkpoint.linears import stored_experts
 from dflash_trt.checkpoint.schema import MoEConfig, TargetConfig
 from dflash_trt.checkpoint.tensors import Outline, TensorInfo
@@ -65,9 +66,7 @@ def read_experts(
     """
     experts, chosen = expert_counts(fields, count_names, ("num_experts_per_tok",))
     step = fields.integer("decoder_sparse_step", default=1)
-    dense: tuple[int, ...] = ()
-    if fields.get("mlp_only_layers") is not None:
-        dense = fields.integers("mlp_only_layers", most=LAYERS)
+    dense = stated([(fields, "mlp_only_layers")], partial(Fields.integers, most=LAYERS)) or ()
     return MoEConfig(
         num_experts=experts,
         experts_per_token=chosen,

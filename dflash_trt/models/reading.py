@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from dflash_trt.checkpoint.fields import LARGEST_INTEGER, Fields
+from dflash_trt.checkpoint.fields import Fields, stated
 from dflash_trt.checkpoint.quantization import read_quantization
 from dflash_trt.checkpoint.rope import RopeConfig, read_rope
 from dflash_trt.checkpoint.schema import Activation, LayerAttention, MoEConfig, TargetConfig
@@ -197,32 +198,23 @@ def must_equal(fields: Fields, key: str, name: str, value: int) -> None:
         raise fields.error(key, f"is {show(fields.get(key))}, but {name} is {value}: they must be equal")
 
 
-def agreed(
-    places: Sequence[tuple[Fields, str]], *, minimum: int, maximum: int = LARGEST_INTEGER
-) -> int | None:
-    """An integer that may have several places, which must agree; None if it has none."""
-    stated = [(place, key) for place, key in places if place.get(key) is not None]
-    if not stated:
-        return None
-    values = [place.integer(key, minimum=minimum, maximum=maximum) for place, key in stated]
-    if len(set(values)) > 1:
-        other, name = stated[-1]
-        raise stated[0][0].error(stated[0][1], f"is {values[0]}, but {other.prefix}{name} is {values[-1]}")
-    return values[0]
+def softcap(*places: Fields) -> float | None:
+    """The soft-cap of logits, which may be in several places."""
+    return stated([(place, "final_logit_softcapping") for place in places], Fields.number)
 
 
 def window_of(fields: Fields) -> int | None:
     """The window, where `use_sliding_window` enables it."""
-    if fields.boolean("use_sliding_window", default=False) and fields.get("sliding_window") is not None:
-        return fields.integer("sliding_window")
-    return None
+    if not fields.boolean("use_sliding_window", default=False):
+        return None
+    return stated([(fields, "sliding_window")], Fields.integer)
 
 
 def expert_counts(fields: Fields, total: Sequence[str], chosen: Sequence[str]) -> tuple[int, int]:
     """The number of experts, and the number of experts per token. Each may have one of several names."""
     counts = []
     for names in (total, chosen):
-        count = agreed([(fields, name) for name in names], minimum=1, maximum=EXPERTS)
+        count = stated([(fields, name) for name in names], partial(Fields.integer, maximum=EXPERTS))
         if count is None:
             raise fields.error(" or ".join(names), "is missing, expected an integer of at least 1")
         counts.append(count)

@@ -250,7 +250,7 @@ DRAFTER_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"final_logit_softcapping": 0}, "final_logit_softcapping is 0, expected a number greater than 0"),
     (
         {"final_logit_softcapping": 20.0, "dflash_config.final_logit_softcapping": 30.0},
-        "softcapping is 20, but",
+        "softcapping is 20.0, but",
     ),
     ({"dflash_config.output_multiplier": 0.2}, "dflash_config.output_multiplier is 0.2, which"),
     ({"dflash_config.conv_kernel_size": 2}, "dflash_config.conv_kernel_size is 2, which"),

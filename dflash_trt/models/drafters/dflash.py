@@ -6,21 +6,22 @@ block.py has the pass itself. This module reads the configuration, and takes the
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import partial
 
 import onnx_ir as ir
 
-from dflash_trt.checkpoint.fields import Fields
+from dflash_trt.checkpoint.fields import Fields, stated
 from dflash_trt.checkpoint.schema import DrafterConfig, LayerAttention
 from dflash_trt.models.drafters.block import BlockPass, block_builder
 from dflash_trt.models.drafters.kind import DrafterKind
 from dflash_trt.models.reading import (
     QWEN_HEAD_DIM,
-    agreed,
     check_quantization,
     decoder,
     layer_ids,
     must_equal,
     refuse,
+    softcap,
     windows,
 )
 
@@ -52,7 +53,9 @@ def read_dflash(fields: Fields, known: Collection[str] = ()) -> DrafterConfig:
             must_equal(place, key, size, common[size])
     causal_places = [(fields, "is_causal"), (dflash, "causal"), (dflash, "causal_head")]
     causal = next((place.boolean(key) for place, key in causal_places if place.get(key) is not None), None)
-    block_size = agreed([(dflash, "block_size"), (fields, "block_size")], minimum=2, maximum=BLOCK)
+    places = (dflash, fields)
+    read = partial(Fields.integer, minimum=2, maximum=BLOCK)
+    block_size = stated([(place, "block_size") for place in places], read)
     if block_size is None:
         raise fields.error(
             "block_size", "is missing, here and in dflash_config, expected an integer of at least 2"
@@ -66,19 +69,9 @@ def read_dflash(fields: Fields, known: Collection[str] = ()) -> DrafterConfig:
         block_size=block_size,
         mask_token_id=dflash.integer("mask_token_id", minimum=0),
         target_layer_ids=layer_ids(dflash, "target_layer_ids"),
-        num_target_layers=agreed([(dflash, "num_target_layers"), (fields, "num_target_layers")], minimum=1),
+        num_target_layers=stated([(place, "num_target_layers") for place in places], Fields.integer),
         logit_softcap=softcap(fields, dflash),
     )
-
-
-def softcap(*places: Fields) -> float | None:
-    """The soft-cap of logits, which may be in several places."""
-    key = "final_logit_softcapping"
-    stated = [place for place in places if place.get(key) is not None]
-    values = [place.number(key) for place in stated]
-    if len(set(values)) > 1:
-        raise stated[0].error(key, f"is {values[0]:g}, but {stated[-1].prefix}{key} is {values[-1]:g}")
-    return values[0] if values else None
 
 
 _DFLASH_FIELDS = {

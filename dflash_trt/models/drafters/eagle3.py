@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import onnx_ir as ir
 
-from dflash_trt.checkpoint.fields import Fields
+from dflash_trt.checkpoint.fields import Fields, stated
 from dflash_trt.checkpoint.rope import read_rope
 from dflash_trt.checkpoint.schema import DrafterConfig, LayerAttention
 from dflash_trt.checkpoint.tensors import Checkpoint, same_bytes
@@ -88,18 +89,21 @@ def read_eagle3(fields: Fields) -> DrafterConfig:
     """
     exported = fields.section("eagle_config")
     refuse(fields, _NEUTRAL)
-    layers: tuple[int, ...] = ()
     if exported is not None:
         refuse(exported, _NEUTRAL_EAGLE)
-        if exported.get("eagle_aux_hidden_state_layer_ids") is not None:
-            layers = exported.integers("eagle_aux_hidden_state_layer_ids", most=LAYERS)
     return eagle3_config(
         fields,
-        entered=layers,
+        entered=() if exported is None else eagle3_layers(exported),
         layer="midlayer" if exported is None else "layers.0",
         fc_norm=fields.boolean("fc_norm", default=False),
         norm_output=fields.boolean("norm_output", default=False),
     )
+
+
+def eagle3_layers(fields: Fields) -> tuple[int, ...]:
+    """The layers whose input is tapped; none where the file does not name them."""
+    layers = partial(Fields.integers, most=LAYERS)
+    return stated([(fields, "eagle_aux_hidden_state_layer_ids")], layers) or ()
 
 
 def eagle3_config(

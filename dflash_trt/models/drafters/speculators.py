@@ -11,14 +11,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from dflash_trt.checkpoint.fields import Fields
+from dflash_trt.checkpoint.fields import Fields, stated
 from dflash_trt.checkpoint.schema import DrafterConfig, LayerAttention
 from dflash_trt.errors import quoted
 from dflash_trt.models.drafters.block import BlockSettings
-from dflash_trt.models.drafters.dflash import BLOCK, build_dflash, softcap
+from dflash_trt.models.drafters.dflash import BLOCK, build_dflash
 from dflash_trt.models.drafters.dflash2 import build_dflash2, selector
 from dflash_trt.models.drafters.dspark import build_dspark, heads, most_candidates
-from dflash_trt.models.drafters.eagle3 import build_eagle3, eagle3_config, usual_taps
+from dflash_trt.models.drafters.eagle3 import build_eagle3, eagle3_config, eagle3_layers, usual_taps
 from dflash_trt.models.drafters.kind import DrafterKind
 from dflash_trt.models.reading import (
     LAYERS,
@@ -28,6 +28,7 @@ from dflash_trt.models.reading import (
     must_equal,
     place_window,
     refuse,
+    softcap,
     windows,
 )
 
@@ -56,8 +57,7 @@ def _windows(layers: Fields, count: int) -> list[int | None]:
     """The window of each layer. A Llama configuration has no `use_sliding_window`."""
     if layers.string("model_type") == "qwen3":
         return windows(layers, count)
-    window = None if layers.get("sliding_window") is None else layers.integer("sliding_window")
-    return place_window(layers, count, window)
+    return place_window(layers, count, stated([(layers, "sliding_window")], Fields.integer))
 
 
 def _block(fields: Fields, settings: Callable[..., BlockSettings]) -> DrafterConfig:
@@ -68,9 +68,7 @@ def _block(fields: Fields, settings: Callable[..., BlockSettings]) -> DrafterCon
     must_equal(fields, "target_hidden_size", "hidden_size", common["hidden_size"])
     size = fields.integer("draft_vocab_size", maximum=vocab)
     every_row = fields.boolean("sample_from_anchor", default=model == "dspark")
-    entered: tuple[int, ...] = ()
-    if fields.get("aux_hidden_state_layer_ids") is not None:
-        entered = layer_ids(fields, "aux_hidden_state_layer_ids")
+    entered = stated([(fields, "aux_hidden_state_layer_ids")], layer_ids)
     free = fields.boolean("sliding_window_non_causal", default=model == "dflash2")
     return DrafterConfig(
         **common,
@@ -80,7 +78,7 @@ def _block(fields: Fields, settings: Callable[..., BlockSettings]) -> DrafterCon
         ),
         block_size=fields.integer("block_size", minimum=1 if every_row else 2, maximum=BLOCK) + every_row,
         mask_token_id=fields.integer("mask_token_id", minimum=0),
-        target_layer_ids=tuple(layer - 1 for layer in entered),
+        target_layer_ids=tuple(layer - 1 for layer in entered or ()),
         own=settings(every_row=every_row, vocabulary=None if size == vocab else size, plain_embedding=True),
         logit_softcap=softcap(fields),
     )
@@ -112,9 +110,6 @@ def read_dspark(fields: Fields) -> DrafterConfig:
 def read_eagle3(fields: Fields) -> DrafterConfig:
     """The head's layer is Llama's, or Qwen3's with norms of queries and keys."""
     layers = _layers(fields)
-    entered: tuple[int, ...] = ()
-    if fields.get("eagle_aux_hidden_state_layer_ids") is not None:
-        entered = fields.integers("eagle_aux_hidden_state_layer_ids", most=LAYERS)
     count = layers.integer("num_hidden_layers", maximum=LAYERS)
     if any(_windows(layers, count)):
         raise layers.error("layer_types", "has a sliding window, which is not supported in an EAGLE-3 head")
@@ -122,7 +117,7 @@ def read_eagle3(fields: Fields) -> DrafterConfig:
         fields,
         layers=layers,
         architecture=_ARCHITECTURES["eagle3"],
-        entered=entered,
+        entered=eagle3_layers(fields),
         layer="layers.0",
         **{
             name: fields.boolean(name, default=False)
