@@ -27,27 +27,17 @@ from dflash_trt.cli import (
     train,
     verify,
 )
+from dflash_trt.cli.options import option, switch
 from dflash_trt.cli.parser import CommandParser
 from dflash_trt.errors import DFlashError, UsageError
 from dflash_trt.logs import LEVELS, to_stderr
 
 COMMANDS = {
-    "build": build,
-    "chat": chat,
-    "generate": generate,
-    "serve": serve,
-    "verify": verify,
-    "selftest": selftest,
-    "bench": bench,
-    "compare": compare,
-    "deploy": deploy,
-    "inspect": inspect,
-    "plan": plan,
-    "quantize": quantize,
-    "train": train,
-    "pairs": pairs,
-    "doctor": doctor,
-    "completion": completion,
+    module.__name__.rpartition(".")[2]: module
+    for module in (
+        *(build, chat, generate, serve, verify, selftest, bench, compare, deploy, inspect),
+        *(plan, quantize, train, pairs, doctor, completion),
+    )
 }
 
 EXAMPLES = """\
@@ -128,14 +118,10 @@ def make_parser() -> CommandParser:
             name, help=module.SUMMARY, description=module.DESCRIPTION, epilog=module.EXAMPLES
         )
         module.add_arguments(command)
-        command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        switch(command, "--debug", "show the traceback of an error")
         if command.get_default("log_level") is None:  # `serve` has one of its own
-            command.add_argument(
-                "--log-level",
-                choices=tuple(LEVELS),
-                default="warning",
-                help="what is logged on standard error (default: warning)",
-            )
+            text = "what is logged on standard error"
+            option(command, "--log-level", None, str, text, "warning", choices=tuple(LEVELS))
         command.set_defaults(run=module.run, usage_error=command.error, parser=command, program=parser)
     return parser
 

@@ -19,6 +19,8 @@ from dflash_trt.cli.options import (
     add_tree_nodes,
     at_least,
     each,
+    option,
+    switch,
 )
 from dflash_trt.cli.output import print_figures, print_json, write_chart
 from dflash_trt.errors import UsageError
@@ -60,48 +62,25 @@ HEADINGS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is measured, under which loads, and what is printed."""
     add_bundle(parser, nargs="?")
-    parser.add_argument(
-        "--server", metavar="URL", help="measure this server of OpenAI's API instead of a bundle"
-    )
-    parser.add_argument(
-        "--model", metavar="NAME", help="with --server: the model's name (default: the server's first)"
-    )
-    parser.add_argument(
-        "--ignore-eos", action="store_true",
-        help="with --server: every answer has --max-tokens tokens, where the server knows this field",
-    )  # fmt: skip
-    parser.add_argument(
-        "--concurrency",
-        type=each(at_least(1)),
-        metavar="N,...",
-        help="closed loops: requests at a time (default: 1,2,4,8,16, or none with --rate)",
-    )
-    parser.add_argument(
-        "--rate", type=each(_positive), default=[], metavar="R,...", help="open loops: requests per second"
-    )
-    parser.add_argument(
-        "--requests",
-        type=at_least(1),
-        default=96,
-        metavar="N",
-        help="requests per load and method (default: 96)",
-    )
-    parser.add_argument(
-        "--max-tokens", type=at_least(2), default=64, metavar="N", help="tokens per request (default: 64)"
-    )
-    parser.add_argument(
-        "--methods", type=each(_method), metavar="M,...",
-        help="any of plain, draft, adaptive, tree (default: all that the bundle can do)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--block-length", type=int, metavar="N", help="block length of `draft` (default: the block size)"
-    )
+    option(parser, "--server", "URL", str, "measure this server of OpenAI's API instead of a bundle")
+    option(parser, "--model", "NAME", str, "with --server: the model's name (default: the server's first)")
+    switch(parser, "--ignore-eos",
+           "with --server: every answer has --max-tokens tokens, where the server knows this field")  # fmt: skip
+    option(parser, "--concurrency", "N,...", each(at_least(1)),
+           "closed loops: requests at a time (default: 1,2,4,8,16, or none with --rate)")  # fmt: skip
+    option(parser, "--rate", "R,...", each(_positive), "open loops: requests per second", [])
+    option(parser, "--requests", "N", at_least(1), "requests per load and method", 96)
+    option(parser, "--max-tokens", "N", at_least(2), "tokens per request", 64)
+    option(parser, "--methods", "M,...", each(_method),
+           "any of plain, draft, adaptive, tree (default: all that the bundle can do)")  # fmt: skip
+    option(parser, "--block-length", "N", int, "block length of `draft` (default: the block size)")
     add_tree_nodes(parser)
     add_prompts(parser)
     add_threads(parser)
     add_exact(parser)
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw throughput and TPOT over the loads")
+    option(parser, "--svg", "FILE", Path, "draw throughput and TPOT over the loads")
     add_json(parser)
 
 
@@ -118,6 +97,7 @@ def _method(text: str) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Measure a bundle or a server. Returns 1 if the methods differ in a token, or a load got no answer."""
     from dflash_trt.reports import charts
     from dflash_trt.reports.benchmark import Load
 

@@ -29,6 +29,7 @@ _RATES = {
 
 
 def run(args: argparse.Namespace, loads: Sequence[Load]) -> int:
+    """Send the loads and print the figures. Returns 1 if a load got no answer."""
     from dflash_trt.prompts import read_prompts
     from dflash_trt.reports.http_stream import LoadedServer
     from dflash_trt.reports.server_load import measure

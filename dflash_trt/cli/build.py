@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dflash_trt.building.progress import progress_display
 from dflash_trt.cli import engine_options
-from dflash_trt.cli.options import add_json, add_target, at_least
+from dflash_trt.cli.options import add_json, add_target, at_least, option, switch
 from dflash_trt.cli.output import byte_count, print_json, print_text
 from dflash_trt.engines import registry
 
@@ -33,99 +33,48 @@ examples:
   dflash-trt build --target gpt-oss-120b --engine tensorrt-llm --gpu b200 --tp 8 --ep 8
   dflash-trt build --target checkpoints/target --drafter checkpoints/drafter --out bundles/mine
 """
+_WEIGHTS = """\
+The default, copy, gives the bundle files of its own. They share blocks with the checkpoint's if the file system can.
+With link they are hard links to the checkpoint's files, which must then stay unchanged. With none the full-size graphs
+come from the configurations alone, for inspection only."""
+_PRECISION = """\
+Compute dtype, or quantization of the weights, of target, drafter and the drafter's own LM head, such as
+target=nvfp4,drafter=bf16,head=fp8. Default: as stored. TensorRT then computes in bf16, and ONNX Runtime has a drafter
+beside a large head in INT8."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The checkpoints, the bundle's place, its engine, its shape and its weights."""
     add_target(parser)
-    parser.add_argument(
-        "--drafter",
-        metavar="NAME_OR_PATH",
-        help="the model that proposes blocks of tokens (default: the target's known drafter)",
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="directory of the bundle (default: bundles/NAME)"
-    )
-    parser.add_argument(
-        "--engine",
-        choices=registry.NAMES,
-        default=registry.DEFAULT,
-        help=f"what runs the graphs (default: {registry.DEFAULT})",
-    )
-    _add_shape(parser)
-    _add_weights(parser)
+    option(parser, "--drafter", "NAME_OR_PATH", str,
+           "the model that proposes blocks of tokens (default: the target's known drafter)")  # fmt: skip
+    option(parser, "--out", "DIR", Path, "directory of the bundle (default: bundles/NAME)")
+    option(parser, "--engine", None, str, "what runs the graphs", registry.DEFAULT, choices=registry.NAMES)
+    option(parser, "--max-seq-len", "N", int,
+           "longest prompt and output together (default: both models' limit, at most 8192)")  # fmt: skip
+    option(parser, "--block-size", "K", int, "tokens of a block, including the anchor (default: as trained)")
+    option(parser, "--tree-width", "W", int,
+           "candidates that the drafter gives for each place; draft trees need more than 1 (default: 8 for a large "
+           "target in floats on ONNX Runtime, else 1)")  # fmt: skip
+    switch(parser, "--exact", "open the bundle in exact mode, where drafts change no token, by default")
+    option(parser, "--drafter-window", "N", at_least(1),
+           "most tokens that the drafter's layers see, for less memory at long context (default: as trained)"
+    )  # fmt: skip
+    option(parser, "--max-batch-size", "N", at_least(1),
+           "limit of requests at a time, for engines that fix it in the build")  # fmt: skip
+    parser.add_argument("--weights", choices=["copy", "link", "none"], default="copy", help=_WEIGHTS)
+    option(parser, "--precision", "ROLE=TYPE,...", str, _PRECISION)
+    option(parser, "--draft-vocabulary", "FILE", str,
+           "tokens that may be drafted, of `train vocabulary`; all for every token of the target (default: the "
+           "drafter's draft_vocabulary.json, else all)")  # fmt: skip
     engine_options.add_arguments(parser)
-    parser.add_argument(
-        "--force",
-        action="store_true",
-        help="replace a bundle of other inputs or options, or a damaged one; nothing else is replaced",
-    )
+    switch(parser, "--force",
+           "replace a bundle of other inputs or options, or a damaged one; nothing else is replaced")  # fmt: skip
     add_json(parser)
 
 
-def _add_shape(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--max-seq-len",
-        type=int,
-        metavar="N",
-        help="longest prompt and output together (default: both models' limit, at most 8192)",
-    )
-    parser.add_argument(
-        "--block-size",
-        type=int,
-        metavar="K",
-        help="tokens of a block, including the anchor (default: as trained)",
-    )
-    parser.add_argument(
-        "--tree-width",
-        type=int,
-        metavar="W",
-        help="candidates that the drafter gives for each place; draft trees need more than 1 (default: 8 for a "
-        "large target in floats on ONNX Runtime, else 1)",
-    )
-    parser.add_argument(
-        "--exact",
-        action="store_true",
-        help="open the bundle in exact mode, where drafts change no token, by default",
-    )
-    parser.add_argument(
-        "--drafter-window",
-        type=at_least(1),
-        metavar="N",
-        help="most tokens that the drafter's layers see, for less memory at long context (default: as trained)",
-    )
-    parser.add_argument(
-        "--max-batch-size",
-        type=at_least(1),
-        metavar="N",
-        help="limit of requests at a time, for engines that fix it in the build",
-    )
-
-
-def _add_weights(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--weights",
-        choices=["copy", "link", "none"],
-        default="copy",
-        help="The default, copy, gives the bundle files of its own. They share blocks with the checkpoint's if the "
-        "file system can. With link they are hard links to the checkpoint's files, which must then stay unchanged. "
-        "With none the full-size graphs come from the configurations alone, for inspection only.",
-    )
-    parser.add_argument(
-        "--precision",
-        metavar="ROLE=TYPE,...",
-        help="Compute dtype, or quantization of the weights, of target, drafter and the drafter's own LM head, such as "
-        "target=nvfp4,drafter=bf16,head=fp8. Default: as stored. TensorRT then computes in bf16, and ONNX Runtime has "
-        "a drafter beside a large head in INT8.",
-    )
-    parser.add_argument(
-        "--draft-vocabulary",
-        metavar="FILE",
-        help="tokens that may be drafted, of `train vocabulary`; all for every token of the target (default: the "
-        "drafter's draft_vocabulary.json, else all)",
-    )
-
-
 def run(args: argparse.Namespace) -> int:
+    """Build the bundle and describe it."""
     from dflash_trt.building.build import build
     from dflash_trt.building.sources import built_in
     from dflash_trt.checkpoint.catalogue import known_pair

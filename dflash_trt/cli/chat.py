@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from dflash_trt.cli import generate
-from dflash_trt.cli.options import add_bundle, add_drafting, bundle_of, drafting_of
+from dflash_trt.cli.options import add_bundle, add_drafting, bundle_of, drafting_of, option, switch
 from dflash_trt.cli.output import Words, loading, print_text
 from dflash_trt.errors import did_you_mean
 
@@ -44,15 +44,17 @@ COMMANDS = ("/reset", "/system", "/draft", "/stats", "/quit", "/help")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The bundle, the first message, drafting and sampling."""
     add_bundle(parser)
-    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    option(parser, "--system", "TEXT", str, "the system message")
     generate.add_chat_template_arguments(parser)
-    parser.add_argument("--no-draft", action="store_true", help="begin without drafts")
+    switch(parser, "--no-draft", "begin without drafts")
     add_drafting(parser)
     generate.add_sampling_arguments(parser, most=MAX_TOKENS)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Answer line after line until the end of the input."""
     params = generate.sampling_params(args, most=MAX_TOKENS)
     place = bundle_of(args).path
     with loading(args.bundle):
@@ -110,6 +112,7 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
+        """Begin a new conversation, with the system message if there is one."""
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def command(self, line: str) -> bool:
@@ -175,6 +178,7 @@ class Conversation:
         self.messages = [*messages, {"role": "assistant", "content": answer}]
 
     def note(self, text: str) -> None:
+        """Print a line that is no part of the conversation."""
         self._print(f"[{text}]\n", "dim")
 
     def _print(self, text: str, style: str = "") -> None:

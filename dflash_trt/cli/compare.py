@@ -6,7 +6,16 @@ import argparse
 from pathlib import Path
 
 from dflash_trt.building.progress import progress_display
-from dflash_trt.cli.options import add_json, add_limit, add_prompts, add_target, add_threads, at_least, each
+from dflash_trt.cli.options import (
+    add_json,
+    add_limit,
+    add_prompts,
+    add_target,
+    add_threads,
+    at_least,
+    each,
+    option,
+)
 from dflash_trt.cli.output import print_json, print_table, write_chart
 
 SUMMARY = "compare drafters of one target"
@@ -28,53 +37,30 @@ A prompt file is as `dflash-trt verify --help` describes it.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The target, its drafters, how the prompts are decoded, and where the work is kept."""
     add_target(parser)
-    parser.add_argument(
-        "--drafter",
-        required=True,
-        action="append",
-        metavar="NAME_OR_PATH",
-        help="a drafter for it; give the option once for each",
-    )
+    option(parser, "--drafter", "NAME_OR_PATH", str, "a drafter for it; give the option once for each",
+           required=True, action="append")  # fmt: skip
     add_prompts(parser, "shipped natural")
     add_limit(parser, 32)
-    parser.add_argument(
-        "--max-tokens", type=at_least(2), default=96, metavar="N", help="tokens per prompt (default: 96)"
-    )
-    parser.add_argument("--temperatures", type=each(float), default=[0.0], metavar="T,...", help="default: 0")
-    parser.add_argument(
-        "--tree-width",
-        type=at_least(2),
-        metavar="W",
-        help="compare with draft trees too, from W candidates for each place (default: chains only)",
-    )
-    parser.add_argument(
-        "--tree-nodes",
-        type=at_least(2),
-        default=16,
-        metavar="N",
-        help="with --tree-width: nodes of a tree, beside the adaptive number (default: 16)",
-    )
+    option(parser, "--max-tokens", "N", at_least(2), "tokens per prompt", 96)
+    option(parser, "--temperatures", "T,...", each(float), default=[0.0])
+    option(parser, "--tree-width", "W", at_least(2),
+           "compare with draft trees too, from W candidates for each place (default: chains only)")  # fmt: skip
+    option(parser, "--tree-nodes", "N", at_least(2),
+           "with --tree-width: nodes of a tree, beside the adaptive number", 16)  # fmt: skip
     add_threads(parser)
-    parser.add_argument(
-        "--work",
-        type=Path,
-        metavar="DIR",
-        help="keep the bundles and the answers here; the same command continues after them (default: keep nothing)",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=at_least(1),
-        metavar="S",
-        help="begin no further prompt after S seconds of decoding; with --work, go on another time",
-    )
-    parser.add_argument(
-        "--svg", type=Path, metavar="FILE", help="draw acceptance and speed at the first temperature"
-    )
+    option(parser, "--work", "DIR", Path,
+           "keep the bundles and the answers here; the same command continues after them (default: keep nothing)"
+    )  # fmt: skip
+    option(parser, "--seconds", "S", at_least(1),
+           "begin no further prompt after S seconds of decoding; with --work, go on another time")  # fmt: skip
+    option(parser, "--svg", "FILE", Path, "draw acceptance and speed at the first temperature")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Decode with every drafter and print the tables. Returns 1 if tokens differ."""
     from contextlib import ExitStack
     from math import inf
 

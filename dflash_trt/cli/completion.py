@@ -19,10 +19,12 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The shell."""
     parser.add_argument("shell", metavar="SHELL", choices=("bash", "zsh", "tcsh"), help="bash, zsh or tcsh")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print the shell's script."""
     from dflash_trt.errors import DFlashError
     from dflash_trt.extras import install
 

@@ -6,7 +6,16 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from dflash_trt.cli.options import add_bundle, add_drafting, add_threads, at_least, bundle_of, drafting_of
+from dflash_trt.cli.options import (
+    add_bundle,
+    add_drafting,
+    add_threads,
+    at_least,
+    bundle_of,
+    drafting_of,
+    option,
+    switch,
+)
 
 SUMMARY = "write a Triton model repository that serves a bundle"
 DESCRIPTION = """\
@@ -25,45 +34,37 @@ It prints the command that serves the repository on loopback. APIs that load cod
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The bundle, the repository, and how the bundle is served from it."""
     add_bundle(parser)
-    parser.add_argument("--out", type=Path, required=True, metavar="REPO", help="the repository to write")
-    parser.add_argument(
-        "--name", metavar="NAME", help="write one model of this name into REPO, which may have other models"
-    )
-    parser.add_argument("--copy", action="store_true", help="copy the bundle into it (default: link it)")
+    option(parser, "--out", "REPO", Path, "the repository to write", required=True)
+    option(parser, "--name", "NAME", str,
+           "write one model of this name into REPO, which may have other models")  # fmt: skip
+    switch(parser, "--copy", "copy the bundle into it (default: link it)")
     add_engine_arguments(parser)
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the engine options that `deploy` and `serve` share."""
+    """Add the engine options that `deploy` and `serve` share. `engine_settings` reads them."""
     engine = parser.add_argument_group("engine")
-    engine.add_argument(
-        "--max-batch-size",
-        type=at_least(1),
-        default=8,
-        metavar="N",
-        help="requests decoded at a time (default: 8)",
-    )
-    engine.add_argument(
-        "--max-queue", type=at_least(0), default=256, metavar="N",
-        help="requests that may wait beyond these; further ones are refused at once (default: 256)",
-    )  # fmt: skip
+    option(engine, "--max-batch-size", "N", at_least(1), "requests decoded at a time", 8)
+    option(engine, "--max-queue", "N", at_least(0),
+           "requests that may wait beyond these; further ones are refused at once", 256)  # fmt: skip
     add_drafting(engine)
-    engine.add_argument(
-        "--stream-interval", type=at_least(0), default=50, metavar="MS",
-        help="least time between responses of a stream; tokens in between are sent as one response; 0: a response per "
-        "round (default: 50)",
-    )  # fmt: skip
+    option(engine, "--stream-interval", "MS", at_least(0),
+           "least time between responses of a stream; tokens in between are sent as one response; 0: a response per "
+           "round", 50)  # fmt: skip
     add_threads(engine)
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The keyword arguments of `serving.deploy.deploy` that these options give."""
     given = {name: getattr(args, name) for name in ("max_batch_size", "max_queue", "threads")}
     given |= {"exact": args.exact and int(args.exact)}
     return {**given, **drafting_of(args), "stream_interval_ms": args.stream_interval}
 
 
 def run(args: argparse.Namespace) -> int:
+    """Write the repository, and print the command that serves it."""
     from dflash_trt.serving.deploy import bare_command, deploy
 
     deploy(bundle_of(args), args.out, name=args.name, copy=args.copy, **engine_settings(args))

@@ -21,10 +21,12 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The form of the output."""
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print what is installed and what can run. Returns 1 if something required is missing."""
     from dflash_trt.reports.environment import describe, kernels
 
     machine = describe() | {"kernels": kernels()}

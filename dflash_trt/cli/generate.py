@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash_trt.cli.options import add_bundle, add_drafting, add_json, bundle_of, drafting_of
+from dflash_trt.cli.options import add_bundle, add_drafting, add_json, bundle_of, drafting_of, option, switch
 from dflash_trt.cli.output import Words, loading, print_json
 from dflash_trt.errors import DFlashError, RequestError
 
@@ -51,57 +51,42 @@ SAMPLING: dict[str, tuple[type, str, str]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The bundle, the prompt, drafting, sampling, the form of the text, and what is printed."""
     add_bundle(parser)
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt; - or none reads standard input")
-    parser.add_argument(
-        "--chat", action="store_true", help="send the prompt as a user message, through the chat template"
-    )
-    parser.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
+    switch(parser, "--chat", "send the prompt as a user message, through the chat template")
+    option(parser, "--system", "TEXT", str, "with --chat: the system message")
     add_chat_template_arguments(parser, "with --chat: ")
     drafting = parser.add_argument_group("drafting")
-    drafting.add_argument("--no-draft", action="store_true", help="the target alone, one token per pass")
+    switch(drafting, "--no-draft", "the target alone, one token per pass")
     add_drafting(drafting)
     sampling = add_sampling_arguments(parser)
-    sampling.add_argument(
-        "--stop", action="append", metavar="TEXT", help="end before this text; may be repeated"
-    )
-    form = parser.add_argument_group(
-        "form of the text, one of these (needs the package llguidance)"
-    ).add_mutually_exclusive_group()
-    form.add_argument(
-        "--json-schema", type=Path, metavar="FILE", help="JSON that fits the schema in this file"
-    )
-    form.add_argument("--json-object", action="store_true", help="a JSON object")
-    form.add_argument("--regex", metavar="REGEX", help="a text that this regular expression matches")
-    form.add_argument("--choice", action="append", metavar="TEXT", help="one of these texts; may be repeated")
-    form.add_argument(
-        "--grammar", type=Path, metavar="FILE", help="a text of the grammar in this file, Lark or GBNF"
-    )
-    parser.add_argument(
-        "--stats", action="store_true", help="print speed and acceptance on standard error at the end"
-    )
+    option(sampling, "--stop", "TEXT", str, "end before this text; may be repeated", action="append")
+    group = parser.add_argument_group("form of the text, one of these (needs the package llguidance)")
+    form = group.add_mutually_exclusive_group()
+    option(form, "--json-schema", "FILE", Path, "JSON that fits the schema in this file")
+    switch(form, "--json-object", "a JSON object")
+    option(form, "--regex", "REGEX", str, "a text that this regular expression matches")
+    option(form, "--choice", "TEXT", str, "one of these texts; may be repeated", action="append")
+    option(form, "--grammar", "FILE", Path, "a text of the grammar in this file, Lark or GBNF")
+    switch(parser, "--stats", "print speed and acceptance on standard error at the end")
     add_json(parser)
 
 
 def add_chat_template_arguments(parser: argparse.ArgumentParser, note: str = "") -> None:
-    parser.add_argument(
-        "--chat-template-kwargs",
-        type=_object,
-        default={},
-        metavar="JSON",
-        help=note + "variables of the template, such as '{\"enable_thinking\": false}'",
-    )
+    """Add --chat-template-kwargs; `note` goes before its help."""
+    text = note + "variables of the template, such as '{\"enable_thinking\": false}'"
+    parser.add_argument("--chat-template-kwargs", type=_object, default={}, metavar="JSON", help=text)
 
 
 def add_sampling_arguments(
     parser: argparse.ArgumentParser, most: int = MAX_TOKENS
 ) -> argparse._ArgumentGroup:
-    """The options of `SAMPLING`; `most` is the default of --max-tokens."""
+    """Add the options of `SAMPLING`; `most` is the default of --max-tokens."""
     sampling = parser.add_argument_group("sampling")
     for name, (kind, metavar, text) in SAMPLING.items():
-        help_text = text.format(most=most)
-        sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=help_text)
-    sampling.add_argument("--ignore-eos", action="store_true", help="do not end at the model's stop tokens")
+        option(sampling, f"--{name.replace('_', '-')}", metavar, kind, text.format(most=most))
+    switch(sampling, "--ignore-eos", "do not end at the model's stop tokens")
     return sampling
 
 
@@ -136,6 +121,7 @@ def _form(args: argparse.Namespace) -> StructuredOutputs | None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print the text as it comes, or all of it as JSON."""
     if args.system is not None and not args.chat:
         args.usage_error("--system needs --chat")
     if args.chat_template_kwargs and not args.chat:

@@ -1,4 +1,4 @@
-"""Types of options that several commands share."""
+"""How commands declare their options, and the options that several commands share."""
 
 from __future__ import annotations
 
@@ -12,16 +12,37 @@ if TYPE_CHECKING:
     from dflash_trt.decoding.options import DraftingOptions
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
+
+
+def option(
+    parser: argparse._ActionsContainer,
+    flag: str,
+    metavar: str | None,
+    kind: Callable[[str], Any],
+    text: str = "",
+    default: Any = None,
+    **more: Any,
+) -> None:
+    """Add an option with a value of this kind. Its help ends with the default, if it has one."""
+    values = default if isinstance(default, list) else [default]
+    if values and default is not None:
+        shown = ",".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
+        text = f"{text} (default: {shown})" if text else f"default: {shown}"
+    parser.add_argument(flag, metavar=metavar, type=kind, help=text, default=default, **more)
+
+
+def switch(parser: argparse._ActionsContainer, flag: str, text: str, default: bool | None = False) -> None:
+    """Add an option without a value. It is True if given, else `default`."""
+    parser.add_argument(flag, action="store_true", help=text, default=default)
 
 
 def add_bundle(parser: argparse.ArgumentParser, **more: Any) -> None:
-    """The argument of a command that runs a bundle. `bundle_of` reads it."""
-    parser.add_argument(
-        "bundle",
-        metavar="BUNDLE",
-        help="a directory made by `dflash-trt build`, or the name of a pair, which is built when it is first used",
-        **more,
+    """Add the argument of a command that runs a bundle. `bundle_of` reads it."""
+    text = (
+        "a directory made by `dflash-trt build`, or the name of a pair, which is built when it is first used"
     )
+    parser.add_argument("bundle", metavar="BUNDLE", help=text, **more)
 
 
 def bundle_of(args: argparse.Namespace) -> Bundle:
@@ -42,25 +63,20 @@ def at_least(minimum: int) -> Callable[[str], int]:
     return number
 
 
-def port(text: str) -> int:
-    """A TCP port. 0 lets the system choose."""
-    if not 0 <= (value := int(text)) < 1 << 16:
-        raise argparse.ArgumentTypeError(f"{value} is not between 0 and 65535")
-    return value
+def up_to(most: float, kind: type[N]) -> Callable[[str], N]:
+    """A number from 0 to `most`."""
+
+    def number(text: str) -> N:
+        if not 0 <= (value := kind(text)) <= most:
+            raise argparse.ArgumentTypeError(f"{value} is not between 0 and {most:g}")
+        return value
+
+    return number
 
 
-def seconds(text: str) -> float:
-    """A time, 0 or more, at most ten years."""
-    if not 0 <= (value := float(text)) < 3e8:
-        raise argparse.ArgumentTypeError(f"{value} is not between 0 and 3e8")
-    return value
-
-
-def share(text: str) -> float:
-    """A number from 0 to 1."""
-    if not 0 <= (value := float(text)) <= 1:
-        raise argparse.ArgumentTypeError(f"{value} is not between 0 and 1")
-    return value
+port = up_to(65535, int)  # 0 lets the system choose one
+seconds = up_to(3e8, float)  # at most ten years
+share = up_to(1, float)
 
 
 def block_length(text: str) -> int | None:
@@ -74,56 +90,51 @@ def tree_nodes(text: str) -> int | None:
 
 
 def add_target(parser: argparse.ArgumentParser, text: str = "the model that decides the tokens") -> None:
-    parser.add_argument("--target", required=True, metavar="NAME_OR_PATH", help=text)
+    """Add --target."""
+    option(parser, "--target", "NAME_OR_PATH", str, text, required=True)
 
 
 def add_prompts(parser: argparse.ArgumentParser, kind: str = "shipped") -> None:
-    """The file that `read_prompts` and `natural_prompts` take."""
-    parser.add_argument(
-        "--prompts", type=Path, metavar="FILE", help=f"a JSONL file (default: the {kind} prompts)"
-    )
+    """Add the file that `read_prompts` and `natural_prompts` take."""
+    option(parser, "--prompts", "FILE", Path, f"a JSONL file (default: the {kind} prompts)")
 
 
 def add_limit(parser: argparse.ArgumentParser, default: int) -> None:
-    parser.add_argument(
-        "--limit",
-        type=at_least(0),
-        default=default,
-        metavar="N",
-        help=f"only N prompts, from every category in turn; 0: all (default: {default})",
+    """Add --limit, the number of prompts that `read_prompts` takes."""
+    option(
+        parser, "--limit", "N", at_least(0), "only N prompts, from every category in turn; 0: all", default
     )
 
 
 def add_threads(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
-        "--threads", type=at_least(1), metavar="N", help="CPU threads per pass (default: all)"
-    )
+    """Add --threads; None stands for all."""
+    option(parser, "--threads", "N", at_least(1), "CPU threads per pass (default: all)")
 
 
 def add_exact(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
-        "--exact", action="store_true", default=None,
-        help="run only passes that give a row the same bits, measured at first use, so that drafts change no token",
-    )  # fmt: skip
+    """Add --exact; None leaves the choice to the bundle."""
+    text = (
+        "run only passes that give a row the same bits, measured at first use, so that drafts change no token"
+    )
+    switch(parser, "--exact", text, default=None)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead")
+    """Add --json."""
+    switch(parser, "--json", "print one JSON document instead")
 
 
 def add_tree_nodes(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
-        "--tree-nodes", type=tree_nodes, metavar="auto|N",
-        help="nodes of the tree that a round verifies, of a bundle built with --tree-width; 0: chains "
-        "(default: auto, the number that is expected to be fastest)",
-    )  # fmt: skip
+    """Add --tree-nodes; None stands for `auto`."""
+    option(parser, "--tree-nodes", "auto|N", tree_nodes,
+           "nodes of the tree that a round verifies, of a bundle built with --tree-width; 0: chains "
+           "(default: auto, the number that is expected to be fastest)")  # fmt: skip
 
 
 def add_drafting(parser: argparse._ActionsContainer) -> None:
-    """The options that `drafting_of` reads, and `add_exact`'s."""
-    parser.add_argument(
-        "--block-length", type=block_length, metavar="auto|N",
-        help="tokens verified per round (default: auto, the length that is expected to be fastest in each round)",
+    """Add the options that `drafting_of` reads, and `add_exact`'s."""
+    option(parser, "--block-length", "auto|N", block_length,
+           "tokens verified per round (default: auto, the length that is expected to be fastest in each round)"
     )  # fmt: skip
     add_tree_nodes(parser)
     add_exact(parser)
@@ -137,7 +148,7 @@ def drafting_of(args: argparse.Namespace) -> DraftingOptions:
 def each(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
     """Values separated by commas."""
 
-    def numbers(text: str) -> list[T]:
+    def values(text: str) -> list[T]:
         return [kind(item) for item in text.split(",")]
 
-    return numbers
+    return values

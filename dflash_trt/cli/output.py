@@ -64,6 +64,7 @@ class Words:
         self._wraps = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and os.name != "nt"
 
     def write(self, text: str, style: str = "") -> None:
+        """Add a piece."""
         if not self._wraps:
             self._emit(text, style)
             return
@@ -125,6 +126,7 @@ def write_chart(file: Path, svg: str) -> None:
 
 
 def print_json(document: object) -> None:
+    """Print a document as indented JSON."""
     print(json.dumps(document, indent=2, ensure_ascii=False))
 
 

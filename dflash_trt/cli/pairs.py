@@ -27,6 +27,7 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The name of one, and the form of the output."""
     parser.add_argument(
         "name", nargs="?", metavar="NAME", help="a pair, or a repository of a target or drafter"
     )
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print all pairs and drafters, or all that is known of one."""
     from dflash_trt.checkpoint.catalogue import PAIRS, PUBLISHED
 
     if args.name is not None:
@@ -84,10 +86,8 @@ def _show(name: str, *, as_json: bool) -> int:
             f"{name}: no pair and no drafter in the list has this name{near}; pairs: {NAMES}"
         )
     if as_json:
-        found = {"pair": None if pair is None else dataclasses.asdict(pair)}
-        print_json(
-            {**found, "drafter": None if drafter is None else _as_json(drafter), "looked_up": LOOKED_UP}
-        )
+        known = {"pair": pair and dataclasses.asdict(pair), "drafter": drafter and _as_json(drafter)}
+        print_json({**known, "looked_up": LOOKED_UP})
         return 0
     print_table([*_pair_rows(pair), *_drafter_rows(drafter, _form(pair)), ("looked up", LOOKED_UP)])
     return 0

@@ -55,6 +55,7 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(formatter_class=_Help, **arguments)
 
     def error(self, message: str) -> NoReturn:
+        """End the program with status 2. An unknown option is named rather than what it was to give."""
         if message.startswith("the following arguments are required") and (
             wrong := self._unknown(self._words)
         ):
@@ -62,6 +63,7 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n`{self.prog} --help` shows the options and examples\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As in argparse. `error` looks at the words, too."""
         self._words = [] if args is None else list(args)
         return super().parse_known_args(args, namespace)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflash_trt.cli import engine_options, plan_curve
-from dflash_trt.cli.options import add_json, at_least
+from dflash_trt.cli.options import add_json, at_least, option, switch
 from dflash_trt.cli.output import print_json, print_table, write_chart
 from dflash_trt.engines import registry
 
@@ -37,42 +37,29 @@ bandwidth in GB/s and its compute capability.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--target", metavar="NAME_OR_PATH", help="a known pair, or a target's directory")
-    parser.add_argument(
-        "--drafter", metavar="PATH", help="a drafter's directory (default: the target's known drafter)"
-    )
-    parser.add_argument(
-        "--gpu",
-        metavar="NAME",
-        help="a GPU that --gpus lists, or the figures of another: memory=24,bandwidth=1008,sm=89",
-    )
-    parser.add_argument("--engine", choices=registry.NAMES, default="tensorrt", help="default: tensorrt")
-    several = [engine.name for engine in registry.engines() if engine.memory.several_gpus]
-    parser.add_argument(
-        "--tp",
-        type=at_least(1),
-        default=1,
-        metavar="N",
-        dest="tensor_parallel",
-        help=f"GPUs, with {' or '.join(several)}",
-    )
-    parser.add_argument(
-        "--max-seq-len", type=at_least(1), metavar="N", help="default: as for `build`, at most 8192"
-    )
-    parser.add_argument("--max-batch-size", type=at_least(1), default=8, metavar="N", help="default: 8")
-    parser.add_argument("--block-size", type=at_least(2), metavar="K", help="default: as trained")
-    parser.add_argument("--drafter-window", type=at_least(1), metavar="N", help="as for `build`")
-    parser.add_argument("--precision", metavar="ROLE=VALUE,...", help="as for `build`")
+    """The pair, the GPU, the engine, what is to fit, and what is shown of it."""
+    option(parser, "--target", "NAME_OR_PATH", str, "a known pair, or a target's directory")
+    option(parser, "--drafter", "PATH", str, "a drafter's directory (default: the target's known drafter)")
+    option(parser, "--gpu", "NAME", str,
+           "a GPU that --gpus lists, or the figures of another: memory=24,bandwidth=1008,sm=89")  # fmt: skip
+    option(parser, "--engine", None, str, default="tensorrt", choices=registry.NAMES)
+    several = " or ".join(engine.name for engine in registry.engines() if engine.memory.several_gpus)
+    parser.add_argument("--tp", type=at_least(1), default=1, metavar="N", dest="tensor_parallel",
+                        help=f"GPUs, with {several}")  # fmt: skip
+    option(parser, "--max-seq-len", "N", at_least(1), "default: as for `build`, at most 8192")
+    option(parser, "--max-batch-size", "N", at_least(1), default=8)
+    option(parser, "--block-size", "K", at_least(2), "default: as trained")
+    option(parser, "--drafter-window", "N", at_least(1), "as for `build`")
+    option(parser, "--precision", "ROLE=VALUE,...", str, "as for `build`")
     engine_options.add_plan_arguments(parser)
-    parser.add_argument(
-        "--svg", type=Path, metavar="FILE", help="draw the parts of the memory, or with --curve the curves"
-    )
+    option(parser, "--svg", "FILE", Path, "draw the parts of the memory, or with --curve the curves")
     plan_curve.add_arguments(parser)
-    parser.add_argument("--gpus", action="store_true", help="list the GPUs with the source of each figure")
+    switch(parser, "--gpus", "list the GPUs with the source of each figure")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print the memory or the curves, or the GPUs' figures. Returns 1 if the limits do not fit."""
     if args.gpus:
         return _gpus(args)
     plan_curve.check_arguments(args)
@@ -146,36 +133,25 @@ def _print(estimate: MemoryEstimate) -> None:
 
     several = f"{estimate.tensor_parallel} x " if estimate.tensor_parallel > 1 else ""
     print(f"{several}{estimate.gpu}, {estimate.engine}: GiB on {'each' if several else 'the'} GPU")
-    rows = [
-        (f"{side} {role}", gib(count), precision)
+    batch, length = estimate.max_batch_size, estimate.max_seq_len
+    cache = _rows(estimate.kv_bytes_per_token, estimate.kv_window_bytes)
+    context = _rows(estimate.drafter_bytes_per_token, estimate.drafter_window_bytes)
+    parts = [
+        (f"{side} {role}", count, precision)
         for side, roles in estimate.weights.items()
         for role, sizes in roles.items()
         for precision, count in sizes.items()
-    ]
-    batch, length = estimate.max_batch_size, estimate.max_seq_len
-    rows += [
-        ("runtime", gib(estimate.runtime_bytes), "an allowance"),
-        ("activations", gib(estimate.activation_bytes), "an allowance"),
-        (
-            "KV cache",
-            gib(estimate.kv_bytes),
-            f"{batch} x {length} tokens, {_rows(estimate.kv_bytes_per_token, estimate.kv_window_bytes)}",
-        ),
-        (
-            "drafter context",
-            gib(estimate.drafter_bytes),
-            _rows(estimate.drafter_bytes_per_token, estimate.drafter_window_bytes),
-        ),
-        (
-            "total",
-            gib(estimate.total_bytes),
-            f"of {gib(estimate.memory_bytes)}, {_left(estimate.left_bytes)}",
-        ),
+    ] + [
+        ("runtime", estimate.runtime_bytes, "an allowance"),
+        ("activations", estimate.activation_bytes, "an allowance"),
+        ("KV cache", estimate.kv_bytes, f"{batch} x {length} tokens, {cache}"),
+        ("drafter context", estimate.drafter_bytes, context),
+        ("total", estimate.total_bytes, f"of {gib(estimate.memory_bytes)}, {_left(estimate.left_bytes)}"),
     ]
     if estimate.kv_fraction is not None:
-        rows.append(
-            ("KV pool", gib(estimate.kv_pool_bytes or 0), f"free_gpu_memory_fraction {estimate.kv_fraction}")
-        )
+        note = f"free_gpu_memory_fraction {estimate.kv_fraction}"
+        parts.append(("KV pool", estimate.kv_pool_bytes or 0, note))
+    rows = [(name, gib(count), note) for name, count, note in parts]
     width = max(len(row[1]) for row in rows)
     print_table((name, size.rjust(width), note) for name, size, note in rows)
     print(f"longest context at batch 1: {estimate.longest_context} tokens")
@@ -193,16 +169,12 @@ def _print(estimate: MemoryEstimate) -> None:
 def _chart(estimate: MemoryEstimate) -> str:
     from dflash_trt.reports.charts import stack_chart
 
-    def weights(side: str) -> int:
-        return sum(size for sizes in estimate.weights[side].values() for size in sizes.values())
-
-    parts = {f"{side} weights": weights(side) for side in estimate.weights}
-    parts |= {
-        "runtime": estimate.runtime_bytes,
-        "activations": estimate.activation_bytes,
-        "KV cache": estimate.kv_bytes,
+    parts = {
+        f"{side} weights": sum(size for sizes in roles.values() for size in sizes.values())
+        for side, roles in estimate.weights.items()
     }
-    parts["drafter context"] = estimate.drafter_bytes
+    parts |= {"runtime": estimate.runtime_bytes, "activations": estimate.activation_bytes}
+    parts |= {"KV cache": estimate.kv_bytes, "drafter context": estimate.drafter_bytes}
     batch = f"{estimate.max_batch_size} x {estimate.max_seq_len} tokens"
     return stack_chart(
         {name: size / 2**30 for name, size in parts.items()},
@@ -239,10 +211,7 @@ def _gpus(args: argparse.Namespace) -> int:
             "memory_gib": f"{gpu.memory_bytes >> 30} GiB",
             "bandwidth_gb_s": f"{gpu.bandwidth / 1e9:.0f} GB/s",
             "gpus_per_node": f"{gpu.gpus_per_node} per node",
-            **{
-                f"dense_tflops.{key}": f"{rate / 1e12:g} TFLOPS {key}"
-                for key, rate in gpu.dense_flops.items()
-            },
         }
+        values |= {f"dense_tflops.{k}": f"{rate / 1e12:g} TFLOPS {k}" for k, rate in gpu.dense_flops.items()}
         print_table(("", values[key], source) for key, source in gpu.sources.items())
     return 0

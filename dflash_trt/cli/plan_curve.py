@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash_trt.cli.options import at_least, each
+from dflash_trt.cli.options import at_least, each, option, switch
 from dflash_trt.cli.output import print_json, print_table, print_text, write_chart
 
 if TYPE_CHECKING:
@@ -22,27 +22,14 @@ _ONLY = ("context", "acceptance", "blocks")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the curves, in a group of their own."""
     group = parser.add_argument_group("times", "of one B200, from a model of a pass's time")
-    group.add_argument(
-        "--curve",
-        action="store_true",
-        help="show tokens per second, plain and with drafts, by requests at a time",
-    )
-    group.add_argument(
-        "--context", type=at_least(1), metavar="N", help="rows of cache of each request (default: 1000)"
-    )
-    group.add_argument(
-        "--acceptance",
-        metavar="TABLE",
-        help="tokens per round by block length, such as 4=3.1,8=4.1, or a report of `train evaluate --json` (default: "
-        "the published ones of the pair)",
-    )
-    group.add_argument(
-        "--blocks",
-        type=each(at_least(2)),
-        metavar="K,...",
-        help="block lengths (default: those of the acceptance)",
-    )
+    switch(group, "--curve", "show tokens per second, plain and with drafts, by requests at a time")
+    option(group, "--context", "N", at_least(1), "rows of cache of each request (default: 1000)")
+    option(group, "--acceptance", "TABLE", str,
+           "tokens per round by block length, such as 4=3.1,8=4.1, or a report of `train evaluate --json` (default: "
+           "the published ones of the pair)")  # fmt: skip
+    option(group, "--blocks", "K,...", each(at_least(2)), "block lengths (default: those of the acceptance)")
 
 
 def check_arguments(args: argparse.Namespace) -> None:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from dflash_trt.building.progress import progress_display
-from dflash_trt.cli.options import add_json
+from dflash_trt.cli.options import add_json, option
 from dflash_trt.cli.output import byte_count, print_json
 from dflash_trt.errors import UsageError
 
@@ -28,50 +28,27 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The checkpoint, its new format, the layers that get it, and the prompts that give its scales."""
     parser.add_argument(
         "checkpoint", metavar="NAME_OR_PATH", help="a known pair or model, or a directory with config.json"
     )
-    parser.add_argument(
-        "--scheme",
-        required=True,
-        type=_scheme,
-        metavar="SCHEME",
-        help="how the weights are stored: fp8, nvfp4, mxfp4, int8 or int4",
-    )
-    parser.add_argument(
-        "--out", required=True, type=Path, metavar="DIR", help="directory of the new checkpoint"
-    )
-    parser.add_argument(
-        "--role",
-        choices=["target", "drafter"],
-        default="target",
-        help="which checkpoint of a known pair (default: target; not needed for a directory)",
-    )
-    parser.add_argument(
-        "--head", type=_scheme, metavar="SCHEME", help="also quantize the target's LM head, to this format"
-    )
-    parser.add_argument(
-        "--exclude",
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help="leave these layers as they are, such as 'model.layers.0.*'; may be repeated",
-    )
-    parser.add_argument(
-        "--calibration",
-        metavar="FILE",
-        help="JSONL prompts for static scales; 'shipped' uses the package's own prompts",
-    )
-    parser.add_argument(
-        "--calibrator",
-        choices=["onnxruntime", "modelopt"],
-        help="the calibrator that runs the prompts; modelopt needs the extra [quantize] (default: onnxruntime)",
-    )
-    parser.add_argument(
-        "--target",
-        metavar="NAME_OR_PATH",
-        help="the target of a calibrated drafter (default: its known target)",
-    )
+    option(parser, "--scheme", "SCHEME", _scheme,
+           "how the weights are stored: fp8, nvfp4, mxfp4, int8 or int4", required=True)  # fmt: skip
+    option(parser, "--out", "DIR", Path, "directory of the new checkpoint", required=True)
+    parser.add_argument("--role", choices=["target", "drafter"], default="target",
+                        help="which checkpoint of a known pair (default: target; not needed for a directory)"
+    )  # fmt: skip
+    option(parser, "--head", "SCHEME", _scheme, "also quantize the target's LM head, to this format")
+    option(parser, "--exclude", "PATTERN", str,
+           "leave these layers as they are, such as 'model.layers.0.*'; may be repeated", [], action="append"
+    )  # fmt: skip
+    option(parser, "--calibration", "FILE", str,
+           "JSONL prompts for static scales; 'shipped' uses the package's own prompts")  # fmt: skip
+    option(parser, "--calibrator", None, str,
+           "the calibrator that runs the prompts; modelopt needs the extra [quantize] (default: onnxruntime)",
+           choices=["onnxruntime", "modelopt"])  # fmt: skip
+    option(parser, "--target", "NAME_OR_PATH", str,
+           "the target of a calibrated drafter (default: its known target)")  # fmt: skip
     add_json(parser)
 
 
@@ -84,6 +61,7 @@ def _scheme(text: str) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Write the checkpoint and describe it."""
     from dflash_trt.building.sources import resolve
     from dflash_trt.files.reading import read_object
     from dflash_trt.formats import FORMATS

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from dflash_trt.cli.options import add_bundle, at_least, bundle_of
+from dflash_trt.cli.options import add_bundle, at_least, bundle_of, option
 from dflash_trt.cli.output import print_table
 
 SUMMARY = "check a bundle's numbers on this machine, step by step"
@@ -32,37 +32,20 @@ versions, logs and figures into one file to send.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The bundle and its reference, or --first-gpu, and where the findings are written."""
     add_bundle(parser, nargs="?")
-    parser.add_argument(
-        "--reference", type=Path, metavar="BUNDLE", help="the same pair, built with --engine onnxruntime"
-    )
-    parser.add_argument(
-        "--report", type=Path, default=Path("selftest.json"), metavar="FILE", help="default: selftest.json"
-    )
-    parser.add_argument(
-        "--localize",
-        type=Path,
-        metavar="FILE",
-        help="find the first layer that differs from --reference, and write an archive for a bug report",
-    )
-    parser.add_argument(
-        "--first-gpu",
-        nargs="?",
-        type=Path,
-        const=Path("first-gpu.zip"),
-        metavar="FILE",
-        help="run every step of a first contact with a GPU, and write this archive (default: first-gpu.zip)",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=at_least(1),
-        default=300,
-        metavar="SECONDS",
-        help="the longest time of one check (default: 300)",
-    )
+    option(parser, "--reference", "BUNDLE", Path, "the same pair, built with --engine onnxruntime")
+    option(parser, "--report", "FILE", Path, default=Path("selftest.json"))
+    option(parser, "--localize", "FILE", Path,
+           "find the first layer that differs from --reference, and write an archive for a bug report")  # fmt: skip
+    option(parser, "--first-gpu", "FILE", Path,
+           "run every step of a first contact with a GPU, and write this archive (default: first-gpu.zip)",
+           nargs="?", const=Path("first-gpu.zip"))  # fmt: skip
+    option(parser, "--timeout", "SECONDS", at_least(1), "the longest time of one check", 300)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print each check or step when it has ended. Returns 1 if one fails."""
     if (args.bundle is None) == (args.first_gpu is None):
         args.usage_error("give a BUNDLE, or --first-gpu, which builds its own")
     return _bundle(args) if args.first_gpu is None else _first_gpu(args.first_gpu)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dflash_trt.cli.deploy import add_engine_arguments, engine_settings
-from dflash_trt.cli.options import add_bundle, at_least, bundle_of, port, seconds
+from dflash_trt.cli.options import add_bundle, at_least, bundle_of, option, port, seconds, switch
 from dflash_trt.engines import registry
 from dflash_trt.errors import DFlashError
 
@@ -40,84 +40,59 @@ _PORTS = {"grpc_port": 8001, "metrics_port": 8002}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The bundle, where it is served, what belongs to either API, and the engine."""
     add_bundle(parser)
-    parser.add_argument(
-        "--api", default="openai", choices=("openai", "triton"), help="what clients speak (default: openai)"
-    )
-    parser.add_argument(
-        "--host", default="127.0.0.1", metavar="ADDRESS", help="address to serve on (default: 127.0.0.1)"
-    )
-    parser.add_argument(
-        "--port", type=port, default=8000, metavar="PORT",
-        help="port of OpenAI's API, or of Triton's HTTP; 0 lets the system choose one (default: 8000)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--server", choices=[e.server for e in registry.engines() if e.server],
-        help="trtllm-serve: TensorRT-LLM's own, with OpenAI's API on the HTTP port; takes none of the options below",
-    )  # fmt: skip
-    parser.add_argument(
-        "--grace", type=seconds, default=30.0, metavar="SECONDS",
-        help="time for requests to finish after a signal to stop (default: 30)",
-    )  # fmt: skip
-    openai = parser.add_argument_group("with --api openai")
-    openai.add_argument(
-        "--drain", type=seconds, default=0.0, metavar="SECONDS",
-        help="time after SIGTERM in which requests are still taken while /ready is 503, before --grace (default: 0)",
-    )  # fmt: skip
-    openai.add_argument(
-        "--served-model-name", metavar="NAME", help="the model's name for clients (default: the directory's)"
-    )
-    openai.add_argument(
-        "--api-key-file", type=Path, metavar="FILE",
-        help=f"API keys, one per line; ${_KEY_VARIABLE} may hold one, too (default: anyone may come)",
-    )  # fmt: skip
-    openai.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate chain, for HTTPS")
-    openai.add_argument("--tls-key", type=Path, metavar="FILE", help="private key of the certificate")
-    openai.add_argument(
-        "--cors-origin", action="append", default=[], metavar="ORIGIN",
-        help="an origin whose pages may call the API, or '*'; may be repeated (default: none)",
-    )  # fmt: skip
-    openai.add_argument(
-        "--allowed-host", action="append", default=[], metavar="NAME",
-        help="a name that clients may have for this server besides localhost, IP addresses and --host, or '*'; may be "
-        "repeated. With API keys and another address than loopback every name is allowed",
-    )  # fmt: skip
-    openai.add_argument(
-        "--allow-priority", action="store_true",
-        help="let requests choose their priority, -100 to 100; one step is worth a second in the queue",
-    )  # fmt: skip
-    openai.add_argument(
-        "--max-body", type=at_least(1), metavar="BYTES",
-        help="the longest body of a request (default: 1 MiB and 64 bytes per token of the context)",
-    )  # fmt: skip
-    openai.add_argument(
-        "--max-deadline", type=seconds, metavar="SECONDS",
-        help="the longest time that a request may take, with its time in the queue (default: as it asks)",
-    )  # fmt: skip
-    openai.add_argument(
-        "--enable-prompt-tokens-details", action="store_true",
-        help="show clients how many tokens of their prompt were cached; without keys, or with one key for several "
-        "clients, this tells them what others have sent (default: only with several keys)",
-    )  # fmt: skip
-    openai.add_argument(
-        "--log-format", default="text", choices=("text", "json"), help="a line per request (default: text)"
-    )
-    openai.add_argument(
-        "--otlp-endpoint", metavar="URL",
-        help="send traces to this OpenTelemetry collector, as http://127.0.0.1:4318 (default: none are made)",
-    )  # fmt: skip
+    option(parser, "--api", None, str, "what clients speak", "openai", choices=("openai", "triton"))
+    option(parser, "--host", "ADDRESS", str, "address to serve on", "127.0.0.1")
+    option(parser, "--port", "PORT", port,
+           "port of OpenAI's API, or of Triton's HTTP; 0 lets the system choose one", 8000)  # fmt: skip
+    option(parser, "--server", None, str,
+           "trtllm-serve: TensorRT-LLM's own, with OpenAI's API on the HTTP port; takes none of the options below",
+           choices=[engine.server for engine in registry.engines() if engine.server])  # fmt: skip
+    option(parser, "--grace", "SECONDS", seconds,
+           "time for requests to finish after a signal to stop", 30.0)  # fmt: skip
+    _add_openai(parser.add_argument_group("with --api openai"))
     triton = parser.add_argument_group("with --api triton")
     for name, number in _PORTS.items():
-        option = f"--{name.replace('_', '-')}"
-        triton.add_argument(option, type=port, default=number, metavar="PORT", help=f"default: {number}")
-    triton.add_argument(
-        "--log-level", default="warning", choices=("error", "warning", "info", "verbose"),
-        help="log level of the server on standard error (default: warning)",
-    )  # fmt: skip
+        option(triton, f"--{name.replace('_', '-')}", "PORT", port, default=number)
+    option(triton, "--log-level", None, str, "log level of the server on standard error", "warning",
+           choices=("error", "warning", "info", "verbose"))  # fmt: skip
     add_engine_arguments(parser)
 
 
+def _add_openai(openai: argparse._ArgumentGroup) -> None:
+    option(openai, "--drain", "SECONDS", seconds,
+           "time after SIGTERM in which requests are still taken while /ready is 503, before --grace", 0.0)  # fmt: skip
+    option(openai, "--served-model-name", "NAME", str,
+           "the model's name for clients (default: the directory's)")  # fmt: skip
+    option(openai, "--api-key-file", "FILE", Path,
+           f"API keys, one per line; ${_KEY_VARIABLE} may hold one, too (default: anyone may come)")  # fmt: skip
+    option(openai, "--tls-cert", "FILE", Path, "certificate chain, for HTTPS")
+    option(openai, "--tls-key", "FILE", Path, "private key of the certificate")
+    option(openai, "--cors-origin", "ORIGIN", str,
+           "an origin whose pages may call the API, or '*'; may be repeated (default: none)", [],
+           action="append")  # fmt: skip
+    option(openai, "--allowed-host", "NAME", str,
+           "a name that clients may have for this server besides localhost, IP addresses and --host, or '*'; may be "
+           "repeated. With API keys and another address than loopback every name is allowed", [],
+           action="append")  # fmt: skip
+    switch(openai, "--allow-priority",
+           "let requests choose their priority, -100 to 100; one step is worth a second in the queue")  # fmt: skip
+    option(openai, "--max-body", "BYTES", at_least(1),
+           "the longest body of a request (default: 1 MiB and 64 bytes per token of the context)")  # fmt: skip
+    option(openai, "--max-deadline", "SECONDS", seconds,
+           "the longest time that a request may take, with its time in the queue (default: as it asks)")  # fmt: skip
+    switch(openai, "--enable-prompt-tokens-details",
+           "show clients how many tokens of their prompt were cached; without keys, or with one key for several "
+           "clients, this tells them what others have sent (default: only with several keys)")  # fmt: skip
+    option(openai, "--log-format", None, str, "a line per request", "text", choices=("text", "json"))
+    option(openai, "--otlp-endpoint", "URL", str,
+           "send traces to this OpenTelemetry collector, as http://127.0.0.1:4318 (default: none are made)"
+    )  # fmt: skip
+
+
 def run(args: argparse.Namespace) -> int:
+    """Serve until a signal comes."""
     if not hasattr(os, "geteuid"):
         raise DFlashError("the server's processes need Linux or macOS; on Windows, serve in WSL 2")
 

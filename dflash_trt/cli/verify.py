@@ -16,6 +16,7 @@ from dflash_trt.cli.options import (
     at_least,
     block_length,
     each,
+    option,
     tree_nodes,
 )
 from dflash_trt.cli.output import print_json
@@ -51,50 +52,32 @@ A prompt file has one JSON object per line, with "id" and "category" if you like
 """
 HEADINGS = ("temperature", "block length", "batch size", "equal", "differing", "acceptance length")
 COLUMNS = "{:>11}  {:>12}  {:>10}  {:>5}  {:>9}  {:>17}"
-
+WIDTH_HEADINGS = ("rows fed as", "equal rows", "largest difference", "flips per 1,000", "answers")
 WIDTH_COLUMNS = "{:<24}  {:>11}  {:>18}  {:>15}  {:>7}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The bundle, the prompts, and the ways of drafting that are compared."""
     add_bundle(parser)
     add_prompts(parser)
     add_limit(parser, 4)
-    parser.add_argument(
-        "--temperatures", type=each(float), default=[0.0, 0.7], metavar="T,...", help="default: 0,0.7"
-    )
-    parser.add_argument(
-        "--block-lengths",
-        type=each(block_length),
-        metavar="auto|N,...",
-        help="default: whole blocks, and auto",
-    )
-    parser.add_argument(
-        "--tree-nodes",
-        type=each(tree_nodes),
-        metavar="auto|N,...",
-        help="trees of so many nodes too, of a bundle built with --tree-width; 0: chains only "
-        "(default: 1.5 blocks, auto)",
-    )
-    parser.add_argument(
-        "--batch-sizes", type=each(at_least(1)), metavar="N,...",
-        help="sequences at a time (default: 1,4); with --widths, up to the largest (default: 8)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--max-tokens", type=at_least(1), default=32, metavar="N", help="tokens per prompt (default: 32)"
-    )
-    parser.add_argument(
-        "--widths",
-        nargs="?",
-        const=[],
-        type=each(at_least(1)),
-        metavar="N,...",
-        help="compare the logits of passes of N rows instead (default: 1 to the block length)",
-    )
+    option(parser, "--temperatures", "T,...", each(float), default=[0.0, 0.7])
+    option(parser, "--block-lengths", "auto|N,...", each(block_length), "default: whole blocks, and auto")
+    option(parser, "--tree-nodes", "auto|N,...", each(tree_nodes),
+           "trees of so many nodes too, of a bundle built with --tree-width; 0: chains only "
+           "(default: 1.5 blocks, auto)")  # fmt: skip
+    option(parser, "--batch-sizes", "N,...", each(at_least(1)),
+           "sequences at a time (default: 1,4); with --widths, up to the largest (default: 8)")  # fmt: skip
+    option(parser, "--max-tokens", "N", at_least(1), "tokens per prompt", 32)
+    option(parser, "--widths", "N,...", each(at_least(1)),
+           "compare the logits of passes of N rows instead (default: 1 to the block length)",
+           nargs="?", const=[])  # fmt: skip
     add_exact(parser)
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print each case or way when it has been compared. Returns 1 if a token differs."""
     from dflash_trt.llm import LLM
     from dflash_trt.prompts import read_prompts
     from dflash_trt.reports.verification import TOP_P, expected_seconds, verify
@@ -143,16 +126,12 @@ def _widths(args: argparse.Namespace, prompts: list[Prompt], batch: int) -> int:
     from dflash_trt.llm import LLM
     from dflash_trt.reports.verification import token_ids
 
-    outcomes, found = [], None
+    outcomes, known = [], None
     with LLM(args.bundle, max_batch_size=batch, exact=args.exact or False) as llm:
         pair, manifest, ids = llm._runtime.pair, llm.bundle.manifest, token_ids(llm, prompts)
         widths = sorted({1, *args.widths}) if args.widths else list(range(1, llm.block_size + 1))
         if not args.json:
-            print(
-                WIDTH_COLUMNS.format(
-                    "rows fed as", "equal rows", "largest difference", "flips per 1,000", "answers"
-                )
-            )
+            print(WIDTH_COLUMNS.format(*WIDTH_HEADINGS))
         for outcome in measure(pair, ids, widths, args.max_tokens, manifest):
             outcomes.append(outcome)
             if not args.json:
@@ -160,14 +139,14 @@ def _widths(args: argparse.Namespace, prompts: list[Prompt], batch: int) -> int:
                 cells = f"{outcome.equal}/{outcome.rows}", f"{outcome.largest:.3g}", share, outcome.answers
                 print(WIDTH_COLUMNS.format(outcome.way.name, *cells), flush=True)
         if args.exact:
-            found = llm.exactness
+            known = llm.exactness
         elif len(widths) == llm.block_size:
-            found = settle(llm.bundle, pair, ids, outcomes, threads=None, tokens=args.max_tokens)
+            known = settle(llm.bundle, pair, ids, outcomes, threads=None, tokens=args.max_tokens)
     differing = [outcome for outcome in outcomes if outcome.equal < outcome.rows]
     agreeing, flips = classes(outcomes), sum(outcome.flips for outcome in outcomes)
     if args.json:
         verdict = {"equal": not differing, "flips": flips, "prompts": len(prompts), "classes": agreeing}
-        verdict |= {"exact": found and found.as_dict()}
+        verdict |= {"exact": known and known.as_dict()}
         print_json(verdict | {"ways": [outcome.as_dict() for outcome in outcomes]})
     elif differing:
         for i, ways in enumerate(agreeing, 1):
@@ -183,8 +162,8 @@ def _widths(args: argparse.Namespace, prompts: list[Prompt], batch: int) -> int:
             print("logits differ, but no greedy token changes")
     else:
         print("all equal, bit for bit: drafts change no token here")
-    if found and not args.json:
-        print(f"exact mode: {found.describe()}")
+    if known and not args.json:
+        print(f"exact mode: {known.describe()}")
     return 1 if flips else 0
 
 
