@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import contextlib
-import math
 import threading
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from operator import itemgetter
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Self, Unpack
+from typing import Self, Unpack
 
-from dflash_trt.bundle.manifest import Check
-from dflash_trt.decoding.metrics import Metrics
 from dflash_trt.decoding.options import RequestOptions, ServingOptions, takes
 from dflash_trt.decoding.params import Chunk, Completion, SamplingParams
-from dflash_trt.decoding.request import Emission, Request, completion, items, opening
+from dflash_trt.decoding.request import Emission, Request, completion, items
 from dflash_trt.errors import BusyError, DFlashError, EngineError
-from dflash_trt.runtime import Messages, Prompt, Runtime
+from dflash_trt.runtime import Opened, OpeningOptions, Prompt
 from dflash_trt.text.text_thread import LONG, TextThread
 
 # An item from the engine thread to a stream: a chunk, or the error that ends the stream.
@@ -38,7 +36,7 @@ class _Stream:
     begun: bool = False  # whether it has got a chunk
 
 
-class AsyncLLM:
+class AsyncLLM(Opened):
     """A bundle that serves many requests at a time. Arguments as for `LLM`, and:
 
     max_queue: requests that may wait beyond the `max_batch_size` being decoded. Further ones get BusyError at once.
@@ -51,46 +49,29 @@ class AsyncLLM:
     an async context manager, or `await close()`. Requests that run when the interpreter exits are cancelled.
     """
 
+    @takes(OpeningOptions)
     def __init__(
         self,
         bundle: str | Path,
         *,
-        max_batch_size: int = 8,
         max_queue: int = 256,
         block_length: int | None = None,
         tree_nodes: int | None = None,
         stream_interval: float = 0.0,
-        prefill_chunk: int = 512,
-        prefix_cache_bytes: int = 256 << 20,
-        threads: int | None = None,
-        check: Check = "size",
-        exact: bool | None = None,
+        **options: Unpack[OpeningOptions],
     ) -> None:
         if max_queue < 0:
             raise DFlashError(f"max_queue is {max_queue}, expected 0 or more")
         if not stream_interval >= 0:
             raise DFlashError(f"stream_interval is {stream_interval}, expected 0 or more seconds")
-        self._runtime = Runtime(
-            bundle,
-            max_batch_size=max_batch_size,
-            prefill_chunk=prefill_chunk,
-            prefix_cache_bytes=prefix_cache_bytes,
-            threads=threads,
-            check=check,
-            exact=exact,
-        )
-        self.exactness = self._runtime.exactness
-        self.bundle, self.tokenizer = self._runtime.bundle, self._runtime.tokenizer
-        self.max_seq_len, self.block_size = self._runtime.max_seq_len, self._runtime.block_size
-        self._lengths = self._runtime.lengths(
-            RequestOptions(block_length=block_length, tree_nodes=tree_nodes)
-        )
-        self._limit = max_batch_size + max_queue
+        super().__init__(bundle, **options)
+        own = RequestOptions(block_length=block_length, tree_nodes=tree_nodes)
+        self._lengths = self._runtime.lengths(own)
+        self._limit = self._runtime.max_batch_size + max_queue
         self._stream_interval = stream_interval
         self._streams: dict[Request, _Stream] = {}
-        self._held: dict[
-            Request, list[Emission]
-        ] = {}  # tokens held back from streams; used by the engine thread only
+        # Tokens that are held back from streams. Only the engine thread uses them.
+        self._held: dict[Request, list[Emission]] = {}
         self._arrivals: list[Request] = []
         self._texts, self._preparing = TextThread(), 0
         self._departures: list[Request] = []  # streams that ended early
@@ -101,11 +82,6 @@ class AsyncLLM:
         # A thread that computes while the interpreter shuts down aborts the process.
         atexit.register(self._exit)
         self._thread.start()
-
-    @property
-    def metrics(self) -> Metrics:
-        """Metrics of everything served so far."""
-        return self._runtime.scheduler.metrics
 
     @property
     def in_flight(self) -> int:
@@ -131,19 +107,9 @@ class AsyncLLM:
             EngineError: the engine failed and accepts no more requests.
             DFlashError: this object is closed.
         """
-        queue: asyncio.Queue[_Item] = asyncio.Queue()
-        request = await self._admit(
-            prompt,
-            sampling_params,
-            RequestOptions(**options),
-            give=queue.put_nowait,
-            interval_from=0.0,
-        )
-        first = True
-        async with contextlib.aclosing(self._follow(request, queue)) as chunks:
-            async for chunk in chunks:
-                yield opening(chunk, request) if first else chunk
-                first = False
+        async with aclosing(self._chunks(prompt, sampling_params, RequestOptions(**options))) as chunks:
+            async for _, chunk in chunks:
+                yield chunk
 
     @takes(ServingOptions)
     async def deliver(
@@ -158,32 +124,22 @@ class AsyncLLM:
         This takes less of the loop's time than `stream`, for a server with many streams.
         """
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        request: Request | None = None
-        first = True
 
         def take(item: _Item) -> None:
-            nonlocal first
             if ended.done():  # the caller has left
                 return
             if isinstance(item, DFlashError):
                 ended.set_exception(item)
                 return
             try:
-                give(opening(item, request) if first and request is not None else item)
+                give(item)
             except BaseException as error:
                 ended.set_exception(error)
                 return
-            first = False
             if item.finish_reason is not None:
                 ended.set_result(None)
 
-        request = await self._admit(
-            prompt,
-            sampling_params,
-            RequestOptions(**options),
-            give=take,
-            interval_from=0.0,
-        )
+        request = await self._admit(prompt, sampling_params, RequestOptions(**options), take)
         try:
             await ended
         finally:
@@ -197,27 +153,10 @@ class AsyncLLM:
         **options: Unpack[ServingOptions],
     ) -> Completion:
         """Complete one prompt. See `stream`."""
-        queue: asyncio.Queue[_Item] = asyncio.Queue()
-        request = await self._admit(
-            prompt,
-            sampling_params,
-            RequestOptions(**options),
-            give=queue.put_nowait,
-            interval_from=math.inf,
-        )
-        async with contextlib.aclosing(self._follow(request, queue)) as chunks:
-            (whole,) = [chunk async for chunk in chunks]
+        asked = RequestOptions(**options)
+        async with aclosing(self._chunks(prompt, sampling_params, asked, due=inf)) as chunks:
+            ((request, whole),) = [each async for each in chunks]
         return completion(request, whole.text, whole.token_ids)
-
-    def chat_prompt(
-        self, messages: Messages, chat_template_kwargs: Mapping[str, Any] | None = None
-    ) -> list[int]:
-        """Token ids of the rendered chat, ready for `stream` and `generate`.
-
-        Tokenizes in the calling thread. For a long chat, use `asyncio.to_thread`, so that the event loop is not
-        blocked.
-        """
-        return self._runtime.chat_prompt(messages, chat_template_kwargs)
 
     async def close(self, *, finish: bool = True) -> None:
         """Accept no more requests, finish or cancel those in flight, then free the engines."""
@@ -252,9 +191,8 @@ class AsyncLLM:
         prompt: Prompt,
         sampling_params: SamplingParams | None,
         options: RequestOptions,
-        *,
         give: Callable[[_Item], None],
-        interval_from: float,
+        due: float = 0.0,
     ) -> Request:
         """A place for a request, whose items go to `give`. A thread tokenizes long texts.
 
@@ -274,7 +212,7 @@ class AsyncLLM:
             with self._wake:
                 if self._failure is not None or self._cancelling:
                     raise self._failure or DFlashError("this AsyncLLM is closed; open the bundle again")
-                self._streams[request] = _Stream(asyncio.get_running_loop(), give, interval_from)
+                self._streams[request] = _Stream(asyncio.get_running_loop(), give, due)
                 self._arrivals.append(request)
             return request
         finally:
@@ -282,24 +220,33 @@ class AsyncLLM:
                 self._preparing -= 1
                 self._wake.notify()
 
+    async def _chunks(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        options: RequestOptions,
+        due: float = 0.0,
+    ) -> AsyncGenerator[tuple[Request, Chunk], None]:
+        """The request and each of its chunks, the first of them not before the time `due`."""
+        queue: asyncio.Queue[_Item] = asyncio.Queue()
+        request = await self._admit(prompt, sampling_params, options, queue.put_nowait, due)
+        try:
+            while True:
+                item = await queue.get()
+                if isinstance(item, DFlashError):
+                    raise item
+                yield request, item
+                if item.finish_reason is not None:
+                    return
+        finally:
+            self._leave(request)
+
     def _check_room(self) -> None:
         """Raise the reason why no further request is accepted. Call it under the lock."""
         if self._failure is not None or self._closing:
             raise self._failure or DFlashError("this AsyncLLM is closed; open the bundle again")
         if self.in_flight >= self._limit:
             raise BusyError(f"{self.in_flight} requests are in flight, which is the limit; try again later")
-
-    async def _follow(self, request: Request, queue: asyncio.Queue[_Item]) -> AsyncGenerator[Chunk, None]:
-        try:
-            while True:
-                item = await queue.get()
-                if isinstance(item, DFlashError):
-                    raise item
-                yield item
-                if item.finish_reason is not None:
-                    return
-        finally:
-            self._leave(request)
 
     def _leave(self, request: Request) -> None:
         """Nobody waits for the request any more. It is cancelled if it has not ended."""
@@ -352,9 +299,10 @@ class AsyncLLM:
                     continue
                 stream.due = now + self._stream_interval
                 ended = held[-1].finish_reason is not None
-                can_wait, stream.begun = stream.begun and not ended, True
+                first, stream.begun = not stream.begun, True
                 due = by_loop.setdefault(stream.loop, [])
-                due.extend((can_wait, stream.give, item) for item in items(held))
+                can_wait = not (first or ended)
+                due.extend((can_wait, stream.give, item) for item in items(held, first=first))
                 if ended:  # its place is free, even if nobody reads the end
                     self._streams.pop(request, None)
             del self._held[request]
@@ -379,8 +327,9 @@ class AsyncLLM:
             self._failure.__cause__ = error
             streams, self._streams, self._arrivals = self._streams, {}, []
         for request, stream in streams.items():
-            last: list[_Item] = [*items(self._held.pop(request, [])), self._failure]
-            with contextlib.suppress(RuntimeError):  # the loop is closed
+            held = self._held.pop(request, [])
+            last: list[_Item] = [*items(held, first=not stream.begun), self._failure]
+            with suppress(RuntimeError):  # the loop is closed
                 stream.loop.call_soon_threadsafe(_put, [(False, stream.give, item) for item in last])
 
 

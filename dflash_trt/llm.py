@@ -13,27 +13,25 @@ from typing import Any, Self, Unpack, cast, overload
 
 import numpy as np
 
-from dflash_trt.bundle.manifest import Check
 from dflash_trt.decoding.commit import INTERRUPTIONS
-from dflash_trt.decoding.metrics import Metrics
 from dflash_trt.decoding.options import DraftingOptions, RequestOptions, takes
 from dflash_trt.decoding.params import Chunk, Completion, SamplingParams
-from dflash_trt.decoding.request import Emission, Request, completion, items, opening
+from dflash_trt.decoding.request import Emission, Request, completion, items
 from dflash_trt.errors import BatchError, DFlashError, EngineError, RequestError
-from dflash_trt.runtime import Messages, Prompt, Runtime
+from dflash_trt.runtime import Messages, Opened, OpeningOptions, Prompt, Runtime
 
 
-class LLM:
+class LLM(Opened):
     """A target and its drafter, loaded from a bundle.
 
     bundle: a directory; or the name of a known pair, such as "tiny", which is built into a cache at first use
     (`open_bundle`).
-    max_batch_size: sequences decoded at the same time. Each needs cache memory for max_seq_len tokens.
-    prefill_chunk: prompt tokens per pass.
+    max_batch_size: sequences decoded at the same time (default 8). Each needs cache memory for max_seq_len tokens.
+    prefill_chunk: prompt tokens per pass (default 512).
     threads: CPU threads per pass (default: every core this process may use).
-    prefix_cache_bytes: memory limit for cache rows of finished requests. Prompts with the same beginning reuse them.
-        0 reuses no rows at all.
-    check: how thoroughly the bundle is verified first, see `Bundle.open`.
+    prefix_cache_bytes: memory limit for cache rows of finished requests (default 256 MiB). Prompts with the same
+        beginning reuse them. 0 reuses no rows at all.
+    check: how thoroughly the bundle is verified first, see `Bundle.open` (default: "size").
     exact: run only passes that give a row the same bits, so that drafts change no token (docs/decoding.md,
         "Exact mode"). What that takes is measured at first use, and then is `exactness`. None: as the bundle was built,
         or if a measurement of this machine shows that it costs under 5%.
@@ -44,29 +42,9 @@ class LLM:
     Raises BundleError if the bundle is incomplete, or if `exact` cannot be promised on this machine.
     """
 
-    def __init__(
-        self,
-        bundle: str | Path,
-        *,
-        max_batch_size: int = 8,
-        prefill_chunk: int = 512,
-        prefix_cache_bytes: int = 256 << 20,
-        threads: int | None = None,
-        check: Check = "size",
-        exact: bool | None = None,
-    ) -> None:
-        self._runtime = Runtime(
-            bundle,
-            max_batch_size=max_batch_size,
-            prefill_chunk=prefill_chunk,
-            prefix_cache_bytes=prefix_cache_bytes,
-            threads=threads,
-            check=check,
-            exact=exact,
-        )
-        self.exactness = self._runtime.exactness
-        self.bundle, self.tokenizer = self._runtime.bundle, self._runtime.tokenizer
-        self.max_seq_len, self.block_size = self._runtime.max_seq_len, self._runtime.block_size
+    @takes(OpeningOptions)
+    def __init__(self, bundle: str | Path, **options: Unpack[OpeningOptions]) -> None:
+        super().__init__(bundle, **options)
         self.most_tree_nodes = self._runtime.scheduler.most_tree_nodes
         # Held while the engines run. `close` waits for it, so it never frees the memory of a running pass.
         self._engines = threading.RLock()
@@ -189,12 +167,6 @@ class LLM:
         prompt = self.chat_prompt(messages, chat_template_kwargs)
         return self.stream(prompt, sampling_params, **options)
 
-    def chat_prompt(
-        self, messages: Messages, chat_template_kwargs: Mapping[str, Any] | None = None
-    ) -> list[int]:
-        """Token ids of the rendered chat, ready for `generate`."""
-        return self._runtime.chat_prompt(messages, chat_template_kwargs)
-
     def logits(self, token_ids: Sequence[int]) -> np.ndarray[Any, Any]:
         """The target's logits for the token after `token_ids`: float32 [V]."""
         ids = self._runtime.prompt_ids(token_ids)
@@ -207,11 +179,6 @@ class LLM:
                     return self._runtime.scheduler.logits(ids)
         finally:
             self._end_turn(turn)
-
-    @property
-    def metrics(self) -> Metrics:
-        """Metrics of everything generated so far."""
-        return self._runtime.scheduler.metrics
 
     def close(self) -> None:
         """Free the engines and their caches. Further calls raise DFlashError.
@@ -301,10 +268,10 @@ def _chunks(emissions: Generator[Emission]) -> Iterator[Chunk]:
     with closing(emissions):  # before an error propagates: its handler may generate
         first = True
         for emission in emissions:
-            for item in items([emission]):
+            for item in items([emission], first=first):
                 if isinstance(item, RequestError):
                     raise item
-                yield opening(item, emission.request) if first else item
+                yield item
                 first = False
 
 

@@ -1,4 +1,4 @@
-"""The common part of `LLM` and `AsyncLLM`: a loaded bundle, its scheduler, and requests made for it."""
+"""The common parts of `LLM` and `AsyncLLM`: a loaded bundle, its scheduler, and requests made for it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from dflash_trt.bundle.manifest import Check
 from dflash_trt.bundle.workspace import Progress
 from dflash_trt.checkpoint.catalogue import known_pair
 from dflash_trt.decoding.length.policy import Lengths
+from dflash_trt.decoding.metrics import Metrics
 from dflash_trt.decoding.options import RequestOptions, plain
 from dflash_trt.decoding.output.detokenizer import Detokenizer
 from dflash_trt.decoding.output.stopping import StopChecker
@@ -27,7 +28,7 @@ from dflash_trt.decoding.request import Request
 from dflash_trt.decoding.sampling.history import History
 from dflash_trt.decoding.sampling.structure import Structure, Structures
 from dflash_trt.decoding.statistics import Statistics
-from dflash_trt.engines.base import RunSettings
+from dflash_trt.engines.base import PREFILL_CHUNK, RunSettings
 from dflash_trt.engines.registry import engine_of
 from dflash_trt.errors import BundleError, DFlashError, RequestError, UsageError, quoted
 from dflash_trt.logs import warn_once
@@ -42,6 +43,41 @@ Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 
 
+class OpeningOptions(TypedDict, total=False):
+    """Keyword arguments of `LLM` and `AsyncLLM`. `LLM` describes them, and `Runtime` has their defaults."""
+
+    max_batch_size: int
+    prefill_chunk: int
+    prefix_cache_bytes: int
+    threads: int | None
+    check: Check
+    exact: bool | None
+
+
+class Opened:
+    """What `LLM` and `AsyncLLM` share: an opened bundle, its metrics, and its chat template."""
+
+    def __init__(self, bundle: str | Path, **options: Unpack[OpeningOptions]) -> None:
+        self._runtime = Runtime(bundle, **options)
+        self.exactness = self._runtime.exactness
+        self.bundle, self.tokenizer = self._runtime.bundle, self._runtime.tokenizer
+        self.max_seq_len, self.block_size = self._runtime.max_seq_len, self._runtime.block_size
+
+    @property
+    def metrics(self) -> Metrics:
+        """Metrics of everything generated so far."""
+        return self._runtime.scheduler.metrics
+
+    def chat_prompt(
+        self, messages: Messages, chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Token ids of the rendered chat, ready for `generate` and `stream`.
+
+        Tokenizes in the calling thread. For a long chat, use `asyncio.to_thread`, so that an event loop is not blocked.
+        """
+        return self._runtime.chat_prompt(messages, chat_template_kwargs)
+
+
 class Runtime:
     """A loaded bundle. See `LLM` for the arguments."""
 
@@ -49,11 +85,11 @@ class Runtime:
         self,
         bundle: str | Path,
         *,
-        max_batch_size: int,
-        prefill_chunk: int,
-        prefix_cache_bytes: int,
-        threads: int | None,
-        check: Check,
+        max_batch_size: int = 8,
+        prefill_chunk: int = PREFILL_CHUNK,
+        prefix_cache_bytes: int = 256 << 20,
+        threads: int | None = None,
+        check: Check = "size",
         exact: bool | None = None,
     ) -> None:
         began = perf_counter()
@@ -65,7 +101,7 @@ class Runtime:
         for name, (value, least) in limits.items():
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise UsageError(f"{name} is {quoted(value)}, expected an integer, {least} or more")
-        self.bundle = open_bundle(bundle, check)
+        self.max_batch_size, self.bundle = max_batch_size, open_bundle(bundle, check)
         manifest = self.bundle.manifest
         if manifest["weights"] == "none":
             raise BundleError(
@@ -88,7 +124,11 @@ class Runtime:
                     progress=progress,
                 )
                 self.scheduler = engine.open(self.bundle, settings)
-                self.exactness = self._follow_rule(exact, threads, progress)
+                try:
+                    self.exactness = self._follow_rule(exact, threads, progress)
+                except BaseException:
+                    self.scheduler.close()
+                    raise
         except MemoryError as error:
             raise DFlashError(
                 f"{self.bundle.path}: no memory is left for {max_batch_size} sequences of {self.max_seq_len} tokens "
@@ -102,32 +142,27 @@ class Runtime:
 
     def _follow_rule(self, exact: bool | None, threads: int | None, progress: Progress) -> Exactness | None:
         """The measurement whose rule the scheduler follows from now on; None if it follows none."""
-        wanted = self.bundle.manifest.get("exact") if exact is None else exact
         if exact is False:
             return None
-        found: Exactness | None
+        wanted = self.bundle.manifest.get("exact") if exact is None else exact
         try:
-            try:
-                pair = self.pair
-            except DFlashError as error:
-                if wanted:
-                    raise DFlashError(
-                        f"{error}, so exact mode cannot promise equal tokens; leave exact out"
-                    ) from None
-                return None
+            pair = self.pair
+        except DFlashError as error:
             if wanted:
-                found = exactness(
-                    self.bundle, pair, self._measured_prompts(), threads=threads, progress=progress
-                )
-            elif (found := kept(self.bundle, pair, threads)) is None or not found.free:
+                reason = f"{error}, so exact mode cannot promise equal tokens; leave exact out"
+                raise DFlashError(reason) from None
+            return None
+        if wanted:
+            prompts = self._measured_prompts()
+            measured = exactness(self.bundle, pair, prompts, threads=threads, progress=progress)
+        else:
+            known = kept(self.bundle, pair, threads)
+            if known is None or not known.free:
                 return None
-        except BaseException:
-            self.scheduler.close()
-            raise
-        assert found is not None
-        assert found.rule is not None
-        self.scheduler.follow(found.rule)
-        return found
+            measured = known
+        assert measured.rule is not None
+        self.scheduler.follow(measured.rule)
+        return measured
 
     def _measured_prompts(self) -> list[list[int]]:
         """A short prompt, and one that is cut into passes, for exact mode's measurement."""

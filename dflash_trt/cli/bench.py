@@ -121,10 +121,8 @@ def _bundle(args: argparse.Namespace, loads: Sequence[Load]) -> int:
     runtime = Runtime(
         args.bundle,
         max_batch_size=max(load.concurrency for load in loads),
-        prefill_chunk=512,
         prefix_cache_bytes=0,
         threads=args.threads,
-        check="size",
         exact=args.exact,
     )
     fixed = args.block_length or runtime.block_size

@@ -120,7 +120,7 @@ def takes(options: type[Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
             if given := [f"{name}={quoted(value)}" for name, value in kwargs.items() if name in _SAMPLING]:
                 raise TypeError(
                     f"{method.__qualname__}() takes no {given[0].partition('=')[0]} of its own: "
-                    f"give it SamplingParams({', '.join(given)})"
+                    f"it belongs in sampling_params=SamplingParams({', '.join(given)})"
                 )
             if unknown := [name for name in kwargs if name not in known]:
                 raise TypeError(f"{method.__qualname__}() got an unexpected keyword argument {unknown[0]!r}")

@@ -63,6 +63,7 @@ class Request:
 
     @property
     def structured(self) -> bool:
+        """Whether its text must have a form."""
         return self.history is not None and self.history.structure is not None
 
     @property
@@ -106,21 +107,22 @@ def chunk(emissions: Sequence[Emission]) -> Chunk:
     )
 
 
-def opening(chunk: Chunk, request: Request) -> Chunk:
-    """The first chunk of a stream: it has what is known of the prompt."""
-    return replace(chunk, prompt_token_ids=list(request.prompt), **_about_prompt(request))
+def items(emissions: Sequence[Emission], *, first: bool) -> Iterator[Chunk | RequestError]:
+    """A stream's items, from the emissions of some steps: a chunk, and then the error if the request ended with one.
 
-
-def items(emissions: Sequence[Emission]) -> Iterator[Chunk | RequestError]:
-    """A stream's items, from the emissions of some steps: a chunk, and then the error if the request ended with one."""
-    error = emissions[-1].error if emissions else None
-    if error is None:
-        if emissions:
-            yield chunk(emissions)
+    first: whether these are the first ones. Their chunk has what is known of the prompt.
+    """
+    if not emissions:
         return
-    given = replace(chunk(emissions), finish_reason=None, statistics=None)
-    if given.token_ids or given.text:
-        yield given
+    error, made = emissions[-1].error, chunk(emissions)
+    if first:
+        request = emissions[-1].request
+        made = replace(made, prompt_token_ids=list(request.prompt), **_about_prompt(request))
+    if error is None:
+        yield made
+        return
+    if made.token_ids or made.text:
+        yield replace(made, finish_reason=None, statistics=None)
     yield error
 
 
@@ -144,9 +146,8 @@ def completion(request: Request, text: str, token_ids: list[int]) -> Completion:
 
 def _about_prompt(request: Request) -> dict[str, Any]:
     params = request.params
+    tops = params.prompt_logprobs and params.top_logprobs
     return {
         "prompt_logprobs": request.prompt_logprobs if params.prompt_logprobs else None,
-        "prompt_top_logprobs": request.prompt_top_logprobs
-        if params.prompt_logprobs and params.top_logprobs
-        else None,
+        "prompt_top_logprobs": request.prompt_top_logprobs if tops else None,
     }
