@@ -47,10 +47,10 @@ class RequestError(DFlashError):
     def field(self) -> str | None:
         """The field that the message begins with; "prompt" where it begins with "the prompt"."""
         message = str(self)
-        found = re.match(
+        named = re.match(
             r"([a-z_]+)(?:\[\S*\])?(?: (?:is|has|contains|cannot be|needs) |(?<=_outputs): )", message
         )
-        return found[1] if found else "prompt" if message.startswith("the prompt ") else None
+        return named[1] if named else "prompt" if message.startswith("the prompt ") else None
 
 
 class UsageError(BuildError, RequestError):

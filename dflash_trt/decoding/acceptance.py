@@ -35,20 +35,20 @@ class Verdict:
 UNDECIDED = Verdict((), -1, ok=False)
 
 
-def judge(request: Request, tokens: Sequence[int], draft: Draft, found: Verified, slot: int) -> Verdict:
+def judge(request: Request, tokens: Sequence[int], draft: Draft, verified: Verified, slot: int) -> Verdict:
     """The verdict on a request's own part of its draft: the engine's decision if it made one, else that of `accept`.
 
     tokens: the verified nodes of this request. Its own part is the first of them, and may be shorter.
     """
     own = request.own_length(len(tokens))
-    if not found.decided[slot]:
-        logits, position, parents = found.logits[slot], request.committed + 1, draft.parents_of(slot)
+    if not verified.decided[slot]:
+        logits, position, parents = verified.logits[slot], request.committed + 1, draft.parents_of(slot)
         return accept(tokens[:own], logits, request.params, request.seed, position, request.history, parents)
-    accepted, token = int(found.accepted[slot]), int(found.next_token[slot])
+    accepted, token = int(verified.accepted[slot]), int(verified.next_token[slot])
     # A greedy decision covers the whole chain. Here drafts beyond the own part were accepted too.
     if accepted >= own:
         accepted, token = own - 1, tokens[own]
-    if found.finite is not None and not (finite := found.finite[slot, : accepted + 1]).all():
+    if verified.finite is not None and not (finite := verified.finite[slot, : accepted + 1]).all():
         return Verdict(range(1, int(finite.argmin()) + 1), -1, ok=False)
     return Verdict(range(1, accepted + 1), token, ok=token >= 0)
 

@@ -20,8 +20,11 @@ class PassEngine(Protocol):
     """Runs one graph over its caches: named arrays in, named arrays out."""
 
     @property
-    def caches(self) -> Caches: ...
-    def close(self) -> None: ...
+    def caches(self) -> Caches:
+        """The caches that its passes read and write."""
+
+    def close(self) -> None:
+        """Free them and the engine."""
 
 
 class Arrays(Protocol):
@@ -159,10 +162,10 @@ class HostArrays:
         return outputs
 
     def nodes(self, count: int, nodes: int) -> Array:
-        found = self._nodes.get((count, nodes))
-        if found is None:
-            found = self._nodes[count, nodes] = np.tile(np.arange(nodes), (count, 1))
-        return found
+        numbers = self._nodes.get((count, nodes))
+        if numbers is None:
+            numbers = self._nodes[count, nodes] = np.tile(np.arange(nodes), (count, 1))
+        return numbers
 
     def blocks(self, anchors: Sequence[int], length: int, mask: int, places: Sequence[int]) -> Array:
         if length == 1:

@@ -31,13 +31,13 @@ def first_token(request: Request, logits: Array) -> Emission:
     return alone(request, partial(_first_token, request, logits))
 
 
-def commit(request: Request, draft: Draft, found: Verified, slot: int) -> tuple[Verdict, Emission]:
+def commit(request: Request, draft: Draft, verified: Verified, slot: int) -> tuple[Verdict, Emission]:
     """The verdict on the verified nodes of `slot`, and its tokens: the accepted drafts and the next token."""
     verdict = UNDECIDED
     try:
         tokens = draft.tokens_of(slot)
-        verdict = judge(request, tokens, draft, found, slot)
-        rows = found.logits[slot][[0, *verdict.path]] if request.params.logprobs else None
+        verdict = judge(request, tokens, draft, verified, slot)
+        rows = verified.logits[slot][[0, *verdict.path]] if request.params.logprobs else None
         return verdict, _commit(request, tokens, verdict, rows, tree=draft.parents is not None)
     except INTERRUPTIONS:
         raise
@@ -123,13 +123,12 @@ def _emit(
     logprobs = tops = None
     if request.params.logprobs and logits is not None:
         most = request.params.top_logprobs
-        found = [
-            log_probabilities(row, token, most) for row, token in zip(logits, tokens[:kept], strict=False)
-        ]
-        logprobs = [own for own, _ in found]
+        rows = zip(logits, tokens[:kept], strict=False)
+        said = [log_probabilities(row, token, most) for row, token in rows]
+        logprobs = [own for own, _ in said]
         request.logprobs += logprobs
         if most:
-            tops = [top for _, top in found]
+            tops = [top for _, top in said]
             request.top_logprobs += tops
     return Emission(
         request, tokens[:kept], text, reason, logprobs, tops, accepted=min(accepted, kept), drafts=drafts

@@ -39,6 +39,7 @@ class Drafter:
 
     @property
     def caches(self) -> Caches:
+        """The engine's."""
         return self.engine.caches
 
     @property

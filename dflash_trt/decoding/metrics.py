@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from threading import Lock
@@ -27,10 +27,7 @@ _RECENT = 4096
 # name: (help, source in the statistics)
 _COUNTERS = {
     "prompt_tokens": ("prompt tokens of ended requests that got a token", "num_prompt_tokens"),
-    "prompt_tokens_cached": (
-        "prompt tokens of these requests whose cache rows were reused",
-        "num_cached_tokens",
-    ),
+    "prompt_tokens_cached": ("prompt tokens of these requests whose rows were reused", "num_cached_tokens"),
     "spec_decode_num_drafts": ("verifications with a draft", "num_drafts"),
     "spec_decode_num_draft_tokens": ("drafted tokens verified", "num_draft_tokens"),
     "spec_decode_num_trees": ("verifications of a tree instead of a chain", "num_trees"),
@@ -38,9 +35,9 @@ _COUNTERS = {
     "spec_decode_num_accepted_tokens": ("drafted tokens accepted", "num_accepted_tokens"),
 }
 _PREFIX_GAUGES = {
-    "prefix_cache_limit_bytes": "memory limit of kept prefixes",
-    "prefix_cache_bytes": "memory of kept prefixes",
-    "prefix_cache_tokens": "tokens whose rows are kept",
+    "limit_bytes": "memory limit of kept prefixes",
+    "bytes": "memory of kept prefixes",
+    "tokens": "tokens whose rows are kept",
 }
 _PREFIX_COUNTERS = {
     "kept": "rows copied out of slots to keep them",
@@ -51,14 +48,8 @@ _PREFIX_COUNTERS = {
 # name: (help, upper bounds of the buckets)
 _DISTRIBUTIONS = {
     "time_to_first_token_seconds": ("arrival to first token", _SECONDS),
-    "inter_token_latency_seconds": (
-        "time per token after the first; the tokens of a round share its time",
-        _SECONDS,
-    ),
-    "request_time_per_output_token_seconds": (
-        "mean time per token after the first, of one completed request",
-        _SECONDS,
-    ),
+    "inter_token_latency_seconds": ("time per token after the first, a share of its round's", _SECONDS),
+    "request_time_per_output_token_seconds": ("mean time per token after the first, by request", _SECONDS),
     "request_queue_time_seconds": ("arrival to first prefill pass", _SECONDS),
     "request_prefill_time_seconds": ("first prefill pass to first token", _SECONDS),
     "request_decode_time_seconds": ("first token to last token", _SECONDS),
@@ -80,12 +71,14 @@ class Distribution:
         self.recent = deque[float](maxlen=_RECENT)
 
     def add(self, value: float, times: int = 1) -> None:
+        """Add a value, so many times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
         self.recent.extend([value] * min(times, _RECENT))
 
     @property
     def count(self) -> int:
+        """The number of values."""
         return sum(self.counts)
 
     def copy(self) -> Distribution:
@@ -101,7 +94,7 @@ class Distribution:
 
 @dataclass(frozen=True)
 class MetricFamily:
-    """One metric: its samples by the value of its only label ("" without one), or the values of a histogram."""
+    """One metric: its values by the value of its only label ("" without one), or the times of a histogram."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
@@ -110,10 +103,24 @@ class MetricFamily:
     label: str = ""
     times: Distribution | None = None
 
-    def samples(self) -> Iterable[tuple[dict[str, str], float]]:
-        """Labels and values."""
+    def samples(self) -> Iterator[tuple[str, dict[str, str], float]]:
+        """Name, labels and value of each sample."""
         for key, value in self.values.items():
-            yield ({self.label: str(key)} if self.label else {}), value
+            yield self.name, {self.label: str(key)} if self.label else {}, value
+        if self.times is not None:
+            for bound, count in self.times.buckets():
+                yield f"{self.name}_bucket", {"le": bound}, count
+            yield f"{self.name}_sum", {}, self.times.sum
+            yield f"{self.name}_count", {}, self.times.count
+
+
+def _gauge(name: str, text: str, value: float) -> MetricFamily:
+    return MetricFamily(PREFIX + name, "gauge", text, {"": value})
+
+
+def _counter(name: str, text: str, values: Mapping[Any, float] | float, label: str = "") -> MetricFamily:
+    by_label = values if isinstance(values, Mapping) else {"": values}
+    return MetricFamily(f"{PREFIX}{name}_total", "counter", text, by_label, label)
 
 
 # Name, help, labels, value.
@@ -209,61 +216,41 @@ class Metrics:
     def families(self) -> list[MetricFamily]:
         """Every metric that servers show, under its full name. The counters of a request grow when it ends."""
         with self._lock:
+            total, prefixes = self._total, asdict(self._prefixes)
+            places = dict(enumerate(total.num_accepted_tokens_per_pos))
+            rounds = {n: count for n, count in enumerate(self._block_lengths) if n}
             return [
-                MetricFamily(PREFIX + name, kind, text, dict(values), label)
-                for name, kind, text, values, label in self._counts()
-            ] + [
-                MetricFamily(PREFIX + name, "histogram", _DISTRIBUTIONS[name][0], {}, times=times.copy())
-                for name, times in self._times.items()
+                _gauge("num_requests_running", "requests running", self._running),
+                _gauge("num_requests_waiting", "requests waiting", self._waiting),
+                _gauge("kv_cache_usage_perc", "part of the cache rows in use, 0 to 1", self._used),
+                _counter("request_success", "ended requests", dict(self._reasons), "finished_reason"),
+                _counter("generation_tokens", "tokens given out", self._generated),
+                *(_counter(name, text, getattr(total, source)) for name, (text, source) in _COUNTERS.items()),
+                _counter("spec_decode_num_accepted_tokens_per_pos", "accepted, by place", places, "position"),
+                _counter("block_length_rounds", "rounds, by tokens verified per request", rounds, "length"),
+                *(
+                    _gauge(f"prefix_cache_{name}", text, prefixes[name])
+                    for name, text in _PREFIX_GAUGES.items()
+                ),
+                *(
+                    _counter(f"prefix_cache_{name}_{unit}", f"{text}, in {unit}", prefixes[f"{name}_{unit}"])
+                    for name, text in _PREFIX_COUNTERS.items()
+                    for unit in ("tokens", "bytes")
+                ),
+                *(
+                    MetricFamily(PREFIX + name, "histogram", _DISTRIBUTIONS[name][0], {}, times=times.copy())
+                    for name, times in self._times.items()
+                ),
             ]
-
-    def _counts(self) -> Iterable[tuple[str, Literal["counter", "gauge"], str, Mapping[Any, float], str]]:
-        """Counters and gauges: name, kind, help, values by label, name of the label."""
-        total, prefixes = self._total, asdict(self._prefixes)
-        yield "num_requests_running", "gauge", "requests running", {"": self._running}, ""
-        yield "num_requests_waiting", "gauge", "requests waiting", {"": self._waiting}, ""
-        yield "kv_cache_usage_perc", "gauge", "part of the cache rows in use, 0 to 1", {"": self._used}, ""
-        yield "request_success_total", "counter", "ended requests", self._reasons, "finished_reason"
-        yield "generation_tokens_total", "counter", "tokens given out", {"": self._generated}, ""
-        for name, (text, source) in _COUNTERS.items():
-            yield f"{name}_total", "counter", text, {"": getattr(total, source)}, ""
-        places = dict(enumerate(total.num_accepted_tokens_per_pos))
-        yield (
-            "spec_decode_num_accepted_tokens_per_pos_total",
-            "counter",
-            "accepted, by place",
-            places,
-            "position",
-        )
-        rounds = {n: count for n, count in enumerate(self._block_lengths) if n}
-        yield (
-            "block_length_rounds_total",
-            "counter",
-            "rounds, by tokens verified per request",
-            rounds,
-            "length",
-        )
-        for name, text in _PREFIX_GAUGES.items():
-            yield name, "gauge", text, {"": prefixes[name.removeprefix("prefix_cache_")]}, ""
-        for name, text in _PREFIX_COUNTERS.items():
-            for unit in ("tokens", "bytes"):
-                value = {"": prefixes[f"{name}_{unit}"]}
-                yield f"prefix_cache_{name}_{unit}_total", "counter", f"{text}, in {unit}", value, ""
 
     def prometheus(self) -> str:
         """The text exposition format 0.0.4."""
         lines: list[str] = []
         for family in self.families():
-            lines.append(f"# HELP {family.name} {family.help}")
-            lines.append(f"# TYPE {family.name} {family.kind}")
-            for labels, value in family.samples():
+            lines += [f"# HELP {family.name} {family.help}", f"# TYPE {family.name} {family.kind}"]
+            for name, labels, value in family.samples():
                 shown = "".join(f'{{{label}="{key}"}}' for label, key in labels.items())
-                lines.append(f"{family.name}{shown} {_number(value)}")
-            if family.times is not None:
-                for bound, count in family.times.buckets():
-                    lines.append(f'{family.name}_bucket{{le="{bound}"}} {count}')
-                lines.append(f"{family.name}_sum {_number(family.times.sum)}")
-                lines.append(f"{family.name}_count {family.times.count}")
+                lines.append(f"{name}{shown} {_number(value)}")
         return "\n".join(lines) + "\n"
 
     def samples(self) -> list[Sample]:
@@ -271,20 +258,15 @@ class Metrics:
 
         Names of counters end in _total, or as those of a histogram: in _bucket, _sum or _count.
         """
-        found: list[Sample] = []
-        for family in self.families():
-            found += [(family.name, family.help, labels, value) for labels, value in family.samples()]
-            if family.times is not None:
-                name, text, times = family.name, family.help, family.times
-                found += [(f"{name}_bucket", text, {"le": bound}, count) for bound, count in times.buckets()]
-                found += [(f"{name}_sum", text, {}, times.sum), (f"{name}_count", text, {}, times.count)]
+        counts = [(family.help, family.samples()) for family in self.families()]
+        samples = [(name, text, labels, value) for text, each in counts for name, labels, value in each]
         with self._lock:
             total = self._total
         rates = {
             "mean_acceptance_length": "tokens per verification with a draft, since the engine started",
             "draft_acceptance_rate": "drafted tokens accepted, since the engine started",
         }
-        return found + [(PREFIX + name, text, {}, getattr(total, name)) for name, text in rates.items()]
+        return samples + [(PREFIX + name, text, {}, getattr(total, name)) for name, text in rates.items()]
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:
@@ -292,17 +274,16 @@ def quantile(values: Sequence[float], fraction: float) -> float:
     return sorted(values)[max(0, math.ceil(fraction * len(values)) - 1)]
 
 
+def quantiles(values: Iterable[float]) -> dict[str, float]:
+    """The quantiles p50, p90 and p99 of at least one value."""
+    ordered = sorted(values)
+    return {f"p{percent}": quantile(ordered, percent / 100) for percent in (50, 90, 99)}
+
+
 def _summary(times: Distribution) -> dict[str, float]:
     if not times.recent:
         return {"count": 0}
-    quantiles = {f"p{round(100 * q)}": value for q, value in _quantiles(times).items()}
-    return {"count": times.count, "mean": times.sum / times.count, **quantiles}
-
-
-def _quantiles(times: Distribution) -> dict[float, float]:
-    """The quantiles by fraction; empty before the first value."""
-    values = sorted(times.recent)
-    return {fraction: quantile(values, fraction) for fraction in (0.5, 0.9, 0.99)} if values else {}
+    return {"count": times.count, "mean": times.sum / times.count, **quantiles(times.recent)}
 
 
 def _number(value: float) -> str:

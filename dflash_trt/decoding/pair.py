@@ -123,9 +123,9 @@ class Pair:
         out = self.arrays.decode(self.target, feeds)
         self._verified = begin, self.arrays.now()
         self._features = out["features"]
-        found = self.arrays.verified(active, draft, out)
+        verified = self.arrays.verified(active, draft, out)
         padded = self._width(len(active), draft.nodes) > draft.nodes
-        return _without_padding(found, draft) if padded else found
+        return _without_padding(verified, draft) if padded else verified
 
     def logits(
         self, tokens: Sequence[Sequence[int]], start: Sequence[int], parents: Any = None
@@ -183,13 +183,11 @@ class Pair:
 
     def renew(self, slot: int, kept: Snapshot, shortest: int, *, draft: bool) -> Snapshot:
         """A copy with what it lacks for lengths from `shortest` on. Raises MemoryError if there is no memory."""
-        copies = zip(self._caches(draft), kept.data, strict=True)
-        return _joined(
-            [
-                caches.keep(slot, kept.start, kept.stop, shortest) if caches.lacks(each, shortest) else each
-                for caches, each in copies
-            ]
-        )
+        copies = list(kept.data)
+        for i, caches in enumerate(self._caches(draft)):
+            if caches.lacks(copies[i], shortest):
+                copies[i] = caches.keep(slot, kept.start, kept.stop, shortest)
+        return _joined(copies)
 
     def lacks(self, kept: Snapshot, shortest: int, *, draft: bool) -> bool:
         """Whether a copy lacks content of its positions that lengths from `shortest` on need."""
@@ -223,6 +221,7 @@ class Pair:
         self.arrays.wait()
 
     def close(self) -> None:
+        """Free both engines."""
         self.target.close()
         self.drafter.engine.close()
 
@@ -258,15 +257,15 @@ class Pair:
         return [self.target.caches, self.drafter.caches] if draft else [self.target.caches]
 
 
-def _without_padding(found: Verified, draft: Draft) -> Verified:
+def _without_padding(verified: Verified, draft: Draft) -> Verified:
     """The result for the nodes of a draft, of a pass with copies of the last node after them.
 
     The engine's decision may go on into the copies. Then the token after the last node is that node's own.
     """
-    last, accepted = np.asarray(draft.tokens)[:, -1], np.asarray(found.accepted)
-    found.next_token = np.where(accepted < draft.nodes, found.next_token, last)
-    found.accepted = np.minimum(accepted, draft.nodes - 1)
-    return found
+    last, accepted = np.asarray(draft.tokens)[:, -1], np.asarray(verified.accepted)
+    verified.next_token = np.where(accepted < draft.nodes, verified.next_token, last)
+    verified.accepted = np.minimum(accepted, draft.nodes - 1)
+    return verified
 
 
 def _joined(copies: Sequence[Snapshot]) -> Snapshot:

@@ -96,8 +96,9 @@ class Prefixes:
     def find(self, tokens: Sequence[int], *, draft: bool, salt: str = "") -> tuple[list[Page], int]:
         """The pages with the most of `tokens`, and the number of tokens; with `draft`, with the drafter's part."""
         trees = [(salt, each) for each in ([True] if draft else [True, False])]
-        found = [self._walk(self._trees.get(tree, {}), tokens) for tree in trees]
-        return max(found, key=lambda each: each[1])
+        return max(
+            (self._walk(self._trees.get(tree, {}), tokens) for tree in trees), key=lambda each: each[1]
+        )
 
     def restore(self, slot: int, path: Sequence[Page], length: int, *, draft: bool) -> None:
         """Copy `length` tokens into a slot, from pages that `find` returned."""
@@ -136,19 +137,19 @@ class Prefixes:
 
     def _walk(self, children: Children, tokens: Sequence[int]) -> tuple[list[Page], int]:
         path: list[Page] = []
-        found, length = path, 0
+        longest_path, length = path, 0
         for start in range(0, len(tokens), self.page):
             part = tuple(tokens[start : start + self.page])
             same = last = children.get(part)
             if same is None or same.usable(part) < start + len(part):
                 last = max(children.values(), key=lambda each: each.usable(part), default=None)
             if last is not None and (usable := last.usable(part)):
-                found, length = [*path, last], usable
+                longest_path, length = [*path, last], usable
             if same is None:
                 break
             path.append(same)
             children = same.children
-        return found, length
+        return longest_path, length
 
     def _copy(
         self,

@@ -1,7 +1,7 @@
 """Continuous batching: requests join and leave between steps.
 
-A step is a round, which drafts a block for every active request, verifies it and commits tokens, and then at most one
-chunk of prompt tokens of the waiting requests. So a long prompt delays the others by one chunk per step.
+A step is a round and then at most one chunk of prompt tokens of the waiting requests. So a long prompt delays the
+others by one chunk per step. A round drafts a block for every active request, verifies it and commits tokens.
 """
 
 from __future__ import annotations
@@ -156,20 +156,17 @@ class Scheduler:
 
     def _round(self, lengths: Lengths) -> list[Emission]:
         """Draft, verify and commit tokens of every active request."""
-        begin, active, pair = perf_counter(), list(self.active), self.pair
+        begin, active = perf_counter(), list(self.active)
         proposed, draft, own = self._draft(active, lengths)
-        verified = pair.verify(active, draft)
-        drafting = [
-            slot for slot, request in enumerate(active) if request.draft and verified.drafts_finite[slot]
-        ]
+        verified = self.pair.verify(active, draft)
         verdicts, emissions = list[Verdict](), list[Emission]()
         for request in active:
             verdict, emission = self._commit(request, draft, verified)
             verdicts.append(verdict)
             if emission.token_ids or emission.finish_reason is not None:
                 emissions.append(emission)
-        judged = [slot for slot in drafting if verdicts[slot].ok]
-        times = pair.draft_time, pair.verify_time
+        judged = [slot for slot, request in enumerate(active) if request.draft and verdicts[slot].ok]
+        times = self.pair.draft_time, self.pair.verify_time
         lengths.observe(round_done(active, judged, proposed, draft, own, verdicts, *times))
         self.metrics.observe_round(draft.nodes)
         host_time = perf_counter() - begin - sum(times)
@@ -214,9 +211,9 @@ class Scheduler:
         else:
             if not verified.drafts_finite[slot]:
                 self._stop_drafting(request)
-            nodes = [0, *verdict.path][
-                : len(verdict.path) + verdict.ok
-            ]  # of all decided tokens but the new anchor
+            nodes = [0, *verdict.path]  # of all decided tokens but the new anchor
+            if not verdict.ok:
+                nodes.pop()
             if nodes:
                 self.pair.commit(request, slot, nodes)
             request.committed += len(nodes)
@@ -284,19 +281,12 @@ class Scheduler:
 
     def _occupy(self, request: Request, budget: int) -> None:
         """Find a slot for the next request to be prefilled, and put its reusable tokens there."""
-        source = self._source(request)
+        source = self.slots.find(request, self.active)
         if len(request.prompt) - source.length > budget:  # rounds continue meanwhile and need the first slots
             self._close_up()
-            source = self._source(request)
+            source = self.slots.find(request, self.active)
         self.slots.occupy(request.slot, source, draft=request.draft)
         request.committed = request.statistics.num_cached_tokens = source.length
-
-    def _source(self, request: Request) -> Reuse:
-        taken = {each.slot for each in self.active}
-        request.slot = min(set(range(self.max_batch_size)) - taken)
-        if request.params.prompt_logprobs:  # every row has to be computed
-            return Reuse(0, 0)
-        return self.slots.find(request, self.active)
 
     def _stop_drafting(self, request: Request) -> None:
         request.draft = False

@@ -28,9 +28,9 @@ class Contents:
     def longest(self, most: int, *, draft: bool) -> int:
         """The longest prefix of up to `most` tokens; with `draft`, also in the drafter's caches."""
         lengths = [self.target, self.drafter] if draft else [self.target]
-        while (found := longest(most, *lengths)) % self.step:
-            most = found - found % self.step
-        return found
+        while (length := longest(most, *lengths)) % self.step:
+            most = length - length % self.step
+        return length
 
     def shared(self, prompt: Sequence[int], *, draft: bool) -> int:
         """The number of tokens of a prompt that can be reused. The last one must be run."""
@@ -65,6 +65,7 @@ class Slots:
 
     @property
     def counts(self) -> PrefixCounts:
+        """What became of the kept prefixes so far."""
         return self.prefixes.counts if self.prefixes is not None else PrefixCounts()
 
     def contents(self, request: Request) -> Contents:
@@ -77,21 +78,19 @@ class Slots:
         return Contents(tokens, *lengths, request.options.cache_salt, step)
 
     def find(self, request: Request, live: Sequence[Request]) -> Reuse:
-        """The place with the most tokens of a request's prompt: a slot, preferably its own, or kept pages.
+        """Choose a free slot for a request. The place with the most tokens of its prompt: a slot, or kept pages.
 
         `live` are the requests in flight. The place was filled with the request's salt. If the request takes drafts, it
         has the drafter's part too.
         """
-        slot, prompt, draft, salt = request.slot, request.prompt, request.draft, request.options.cache_salt
-        if self.prefixes is None:
+        slot = request.slot = min(set(range(self.pair.slots)) - {each.slot for each in live})
+        prompt, draft, salt = request.prompt, request.draft, request.options.cache_salt
+        if self.prefixes is None or request.params.prompt_logprobs:  # which need every row computed
             return Reuse(0, slot)
         held = {each.slot: self.contents(each) for each in live} | self.lying
-        sources = [Reuse(0, slot)]
-        sources += [
-            Reuse(contents.shared(prompt, draft=draft), each)
-            for each, contents in held.items() if contents.salt == salt
-        ]  # fmt: skip
-        best = max(sources, key=lambda each: (each.length, each.slot == slot))
+        ours = {each: contents for each, contents in held.items() if contents.salt == salt}
+        sources = [Reuse(contents.shared(prompt, draft=draft), each) for each, contents in ours.items()]
+        best = max([Reuse(0, slot), *sources], key=lambda each: (each.length, each.slot == slot))
         path, kept = self.prefixes.find(prompt[:-1], draft=draft, salt=salt)
         while kept % self.step:
             path, kept = self.prefixes.find(prompt[: kept - kept % self.step], draft=draft, salt=salt)

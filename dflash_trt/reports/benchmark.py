@@ -11,7 +11,7 @@ from typing import Any
 
 from dflash_trt.bundle.workspace import Progress, silent
 from dflash_trt.decoding.length.policy import Lengths
-from dflash_trt.decoding.metrics import quantile
+from dflash_trt.decoding.metrics import quantiles
 from dflash_trt.decoding.options import RequestOptions
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.request import Request
@@ -31,6 +31,7 @@ class Load:
 
     @property
     def name(self) -> str:
+        """The concurrency or the rate, as tables show it."""
         return str(self.concurrency) if self.rate is None else f"{self.rate:g}/s"
 
 
@@ -46,6 +47,7 @@ class MethodPoint:
 
     @property
     def outputs(self) -> list[list[int]]:
+        """The tokens of each request."""
         return [r.output[: r.statistics.num_generation_tokens] for r in self.requests]
 
     def to_dict(self) -> dict[str, Any]:
@@ -153,8 +155,6 @@ def _segment(
 
 def _times(seconds: Iterator[float]) -> dict[str, float]:
     """Mean and quantiles, in milliseconds."""
-    values = sorted(seconds)
-    if not values:
-        return {}
-    figures = {"mean": sum(values) / len(values)} | {f"p{p}": quantile(values, p / 100) for p in (50, 90, 99)}
+    values = list(seconds)
+    figures = {"mean": sum(values) / len(values), **quantiles(values)} if values else {}
     return {name: round(1e3 * value, 3) for name, value in figures.items()}

@@ -96,7 +96,8 @@ class AdaptiveLength:
     """
 
     def __init__(self, block_size: int, draft_times: PassTimes, verify_times: PassTimes) -> None:
-        self.block_size, self._times = block_size, RoundTimes(draft_times, verify_times, block_size)
+        self.block_size = self.most = block_size
+        self._times = RoundTimes(draft_times, verify_times, block_size)
         self._warm = verify_times.warm
         self._acceptance, self._stalls = AcceptanceByPlace(block_size - 1), Stalls()
         self._plans: dict[int, _Plan] = {}
@@ -112,10 +113,8 @@ class AdaptiveLength:
 
         most_nodes: the most nodes of a tree, whose times are followed too.
         """
-        batches = [
-            *(2**i for i in range(max_batch_size.bit_length()) if 2**i < max_batch_size),
-            max_batch_size,
-        ]
+        powers = [2**i for i in range(max_batch_size.bit_length())]
+        batches = [*(power for power in powers if power < max_batch_size), max_batch_size]
         lengths = sorted({n for n in (1, 2, 4, 8, 16, block_size) if n <= block_size})
         nodes = sorted({n for n in (16, most_nodes) if block_size < n <= most_nodes})
         most_tokens = pair.arrays.most_timed
@@ -125,16 +124,14 @@ class AdaptiveLength:
             measure(pair.dummy_verify, batches, lengths + nodes, most_tokens),
         )
 
-    @property
-    def most(self) -> int:
-        return self.block_size
-
     def draft(self, batch: int) -> int:
+        """The planned length, or now and then another one on trial."""
         plan = self._plan(max(1, batch))
         self._trial = (self._credit > 0 or self._untimed) and self._times.settled(max(1, batch))
         return plan.trial if self._trial else plan.length
 
     def grow(self, draft: Draft, slots: Sequence[int], most: int) -> Draft:
+        """The draft as it is."""
         return draft
 
     def prices(self, batch: int, nodes: int) -> tuple[float, Array]:
@@ -148,6 +145,7 @@ class AdaptiveLength:
         return self._trial
 
     def observe(self, done: RoundDone) -> None:
+        """Learn the times and the acceptance of a round. What a trial cost is taken from the credit."""
         batch, drafts = max(1, done.batch), done.drafted > 1
         plan = self._plan(batch)
         last, seconds = self._last[batch], done.verify_seconds + (done.draft_seconds if drafts else 0.0)
@@ -162,9 +160,8 @@ class AdaptiveLength:
         lost = 0.0
         if self._trial:
             # By its usual time, with the stalls of a usual round: its own say little.
-            lost = (min(usual, seconds) + plan.stall) / plan.seconds - (
-                batch + sum(done.accepted)
-            ) / plan.tokens
+            tokens = batch + sum(done.accepted)
+            lost = (min(usual, seconds) + plan.stall) / plan.seconds - tokens / plan.tokens
             self._credit = max(self._credit - max(0.0, lost), -10 * _CREDIT)
         self._untimed = self._trial and not timed
         if lost >= 0 or not timed:  # a trial that pays is repeated

@@ -49,8 +49,10 @@ class NodeOdds:
         known = min(places, self._drafts)
         offset = np.append(self._mean[:known], np.repeat(self._mean[known - 1], places - known))
         on = offset[:, None] + self._by_rank(width) + self._mean[-1] * log_odds(logprobs)
-        found = [np.minimum.accumulate(logistic(z), axis=-1) for z in (on, on + self._mean[-2])]
-        return found[0], found[1]
+        after_best, after_others = (
+            np.minimum.accumulate(logistic(z), axis=-1) for z in (on, on + self._mean[-2])
+        )
+        return after_best, after_others
 
     def observe(self, logprobs: Array, ranks: Sequence[int], rounds: float = 1.0) -> None:
         """Learn from one request's candidates [drafts, W].
@@ -100,4 +102,5 @@ def log_odds(logprobs: Array) -> Array:
 
 
 def logistic(z: Array) -> Array:
+    """The probability of log-odds z."""
     return 1 / (1 + np.exp(-z))

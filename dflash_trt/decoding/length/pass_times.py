@@ -42,8 +42,8 @@ class PassTimes:
 
 def _interpolated(at: Array, sizes: Sequence[int], seconds: Array) -> Array:
     """Seconds at some sizes, from those of measured sizes; beyond the largest in proportion to it."""
-    found: Array = np.interp(at, sizes, seconds) * np.maximum(at / sizes[-1], 1)
-    return found
+    interpolated: Array = np.interp(at, sizes, seconds) * np.maximum(at / sizes[-1], 1)
+    return interpolated
 
 
 def _usable(seconds: float) -> float:

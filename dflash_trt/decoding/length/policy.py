@@ -90,37 +90,36 @@ def _of_chain(proposed: Draft, slot: int, decided: Sequence[int]) -> tuple[int, 
 class Lengths(Protocol):
     """Chooses how many tokens a round drafts and verifies per request, including the anchor; 1 is no drafting.
 
-    `grow` may make trees of at most `most` nodes from the candidates of a draft.
-    `slots` are the requests of the batch that take drafts.
-
-    `observe` reports what a round did, so that a policy can learn. The choice never changes the committed tokens, only
-    their time (see `acceptance.accept`).
-
-    most: the most tokens of a round, including the anchor, where a structured output adds tokens to a draft.
+    The choice never changes the committed tokens, only their time (see `acceptance.accept`).
     """
 
     @property
-    def most(self) -> int: ...
-    def draft(self, batch: int) -> int: ...
-    def grow(self, draft: Draft, slots: Sequence[int], most: int) -> Draft: ...
-    def observe(self, done: RoundDone) -> None: ...
+    def most(self) -> int:
+        """The most tokens of a round, including the anchor, where a structured output adds tokens to a draft."""
+
+    def draft(self, batch: int) -> int:
+        """The tokens that this round drafts for each of `batch` requests, including the anchor."""
+
+    def grow(self, draft: Draft, slots: Sequence[int], most: int) -> Draft:
+        """The draft, or trees of at most `most` nodes from its candidates, for the `slots` that take drafts."""
+
+    def observe(self, done: RoundDone) -> None:
+        """Learn from what a round did."""
 
 
 class FixedLength:
     """The same length in every round."""
 
     def __init__(self, length: int) -> None:
-        self.length = length
-
-    @property
-    def most(self) -> int:
-        return self.length
+        self.most = length
 
     def draft(self, batch: int) -> int:
-        return self.length
+        """The length."""
+        return self.most
 
     def grow(self, draft: Draft, slots: Sequence[int], most: int) -> Draft:
+        """The draft as it is."""
         return draft
 
     def observe(self, done: RoundDone) -> None:
-        pass
+        """Nothing is learnt."""

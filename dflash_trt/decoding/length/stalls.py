@@ -23,6 +23,8 @@ _LONGEST = 32.0
 
 
 class Stalls:
+    """Sums over the stalls of recent rounds, and their mean by the usual time of a round."""
+
     def __init__(self) -> None:
         # Over rounds: 1, u, s, u*u, u*s, s*s, of usual times u and stalls s.
         self._sums: tuple[float, ...] = (0.0,) * 6

@@ -67,22 +67,20 @@ class TreeLengths:
     def __init__(self, chains: Lengths, drafts: int, nodes: int | None = None) -> None:
         if nodes is None and not isinstance(chains, AdaptiveLength):
             raise ValueError("only the adaptive length knows how many nodes are fastest")
-        self.chains, self._nodes = chains, nodes
+        self.chains, self.most, self._nodes = chains, chains.most, nodes
         self._odds = NodeOdds(drafts)
         self._batch = 1
         self._tokens = self._seconds = 0.0  # of recent rounds
         # The candidates of the round: tokens and log-probabilities.
         self._seen: tuple[Array, Array] | None = None
 
-    @property
-    def most(self) -> int:
-        return self.chains.most
-
     def draft(self, batch: int) -> int:
+        """The length of the chains."""
         self._batch, self._seen = batch, None
         return self.chains.draft(batch)
 
     def grow(self, draft: Draft, slots: Sequence[int], most: int) -> Draft:
+        """Trees of the given number of nodes, or of the fastest one; chains where other nodes do not pay."""
         if draft.candidates is None or not slots:
             return draft
         if self._nodes is None and (self._trial or not draft.at_hand):
@@ -113,6 +111,7 @@ class TreeLengths:
         return Draft(drafted, parents, logprobs, draft.candidates)
 
     def observe(self, done: RoundDone) -> None:
+        """Learn which candidates were right, and let the chains' policy learn."""
         seconds = done.draft_seconds + done.verify_seconds
         if done.drafted > 1 and 0 < seconds < 1e9:
             self._tokens = _MEMORY * self._tokens + sum(map(len, done.decided))

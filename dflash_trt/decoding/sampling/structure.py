@@ -174,11 +174,9 @@ def _grammar(matcher: Any, form: StructuredOutputs) -> tuple[str, str]:
     """The field of a form, and llguidance's grammar for it."""
     if form.json is not None or form.json_object:
         name, schema = ("json", form.json) if form.json is not None else ("json_object", '{"type": "object"}')
-        spaces = (
-            {"whitespace_flexible": False}
-            if form.disable_any_whitespace
-            else {"whitespace_pattern": WHITESPACE}
-        )
+        spaces: dict[str, Any] = {"whitespace_pattern": WHITESPACE}
+        if form.disable_any_whitespace:
+            spaces = {"whitespace_flexible": False}
         return name, matcher.grammar_from_json_schema(schema, overrides=spaces)
     if form.regex is not None:
         return "regex", matcher.grammar_from_regex(form.regex)
@@ -265,9 +263,9 @@ class Structure:
         """
         if not self._looks_ahead:
             return ()
-        found: Sequence[int] = self._matcher.compute_ff_tokens()
-        self._looks_ahead = len(found) <= LONG_FORCED
-        return found
+        forced: Sequence[int] = self._matcher.compute_ff_tokens()
+        self._looks_ahead = len(forced) <= LONG_FORCED
+        return forced
 
     def _check(self) -> None:
         if self._matcher.is_error():
