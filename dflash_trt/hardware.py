@@ -19,23 +19,23 @@ def cores() -> int | None:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
-def processor_name() -> str:
-    """The model of the processor."""
+def _cpuinfo(field: str) -> list[str]:
+    """What Linux says of each core; empty on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return platform.processor()
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.machine()
+        return []
+    return [line.partition(":")[2].strip() for line in lines if line.startswith(field)]
+
+
+def processor_name() -> str:
+    """The model of the processor."""
+    return next(iter(_cpuinfo("model name")), "") or platform.processor() or platform.machine()
 
 
 def has_amx_int8() -> bool:
     """Whether the processor multiplies tiles of bytes (AMX-INT8), by what Linux says; False on other systems."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return False
-    return any(line.startswith("flags") and "amx_int8" in line.split() for line in lines)
+    return any("amx_int8" in flags.split() for flags in _cpuinfo("flags"))
 
 
 def memory_bytes() -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dflash_trt.cli.options import at_least, each, option, switch
 from dflash_trt.cli.output import print_json, print_table, print_text, write_chart
@@ -74,7 +74,13 @@ def run(
     if args.svg:
         from dflash_trt.reports.charts import curve_chart
 
-        write_chart(args.svg, curve_chart(**_chart(curves)))
+        lines = {
+            name: [(point.speed, point.throughput) for point in points]
+            for name, points in curves.points.items()
+        }
+        title = f"{curves.target} on one {curves.gpu}, {curves.context} tokens of context (model)"
+        x, y = "tokens per second of one user", "tokens per second of the GPU"
+        write_chart(args.svg, curve_chart(lines, title=title, x=x, y=y))
     if args.json:
         print_json(curves.to_dict())
     else:
@@ -103,19 +109,6 @@ def _blocks(args: argparse.Namespace, acceptance: Acceptance, trained: int) -> S
     return blocks
 
 
-def _chart(curves: Curves) -> dict[str, Any]:
-    """The arguments of curve_chart: a line for each method, over its batches."""
-    return {
-        "series": {
-            name: [(point.speed, point.throughput) for point in points]
-            for name, points in curves.points.items()
-        },
-        "title": f"{curves.target} on one {curves.gpu}, {curves.context} tokens of context (model)",
-        "x": "tokens per second of one user",
-        "y": "tokens per second of the GPU",
-    }
-
-
 def _print(curves: Curves) -> None:
     from dflash_trt.planning.curve import PLAIN
 
@@ -133,9 +126,5 @@ def _print(curves: Curves) -> None:
     print("\ntokens/s of one user, with drafts relative to plain decoding:")
     print_table([batches, *speeds])
     print("\ntokens/s of the GPU:")
-    print_table(
-        [
-            batches,
-            *((name, *(f"{p.throughput:.0f}" for p in points)) for name, points in curves.points.items()),
-        ]
-    )
+    rates = ((name, *(f"{p.throughput:.0f}" for p in points)) for name, points in curves.points.items())
+    print_table([batches, *rates])

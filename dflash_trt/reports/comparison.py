@@ -141,12 +141,11 @@ def compare(
     kinds = {name: _kind(bundle.manifest) for name, bundle in bundles.items()}
     methods = [each for t in temperatures for each in _methods(kinds, t, tree_nodes)]
     with ExitStack() as stack:
-        llms = {
-            name: stack.enter_context(
-                LLM(bundle.path, max_batch_size=1, prefix_cache_bytes=0, threads=threads)
-            )
+        opened = {
+            name: LLM(bundle.path, max_batch_size=1, prefix_cache_bytes=0, threads=threads)
             for name, bundle in bundles.items()
         }
+        llms = {name: stack.enter_context(llm) for name, llm in opened.items()}
         first = next(iter(llms.values()))
         asked = [p.content if isinstance(p.content, str) else first.chat_prompt(p.content) for p in prompts]
         done = decode(
@@ -179,12 +178,8 @@ def _build(
 
 def _kind(manifest: Mapping[str, Any]) -> dict[str, Any]:
     drafter = manifest["drafter"]
-    return {
-        "drafter": drafter["name"],
-        "architecture": drafter["architecture"],
-        "parameters": drafter["parameters"],
-        "block_size": manifest["block_size"],
-    }
+    shown = {name: drafter[name] for name in ("architecture", "parameters")}
+    return {"drafter": drafter["name"], **shown, "block_size": manifest["block_size"]}
 
 
 def decode(
@@ -244,15 +239,11 @@ def _run(
     drafters = []
     for name, kind in kinds.items():
         places = kind["block_size"] - 1
-        ways = {
-            each.way: {
-                **each.figures(places),
-                "categories": {category: each.figures(places, category) for category in categories},
-            }
-            for each in methods
-            if each.name == name and each.way
-        }
-        drafters.append({"name": name, **kind, **ways})
+        drafters.append({"name": name, **kind})
+        for each in methods:
+            if each.name == name and each.way:
+                by_category = {category: each.figures(places, category) for category in categories}
+                drafters[-1][each.way] = {**each.figures(places), "categories": by_category}
     return {
         "temperature": methods[0].temperature,
         "same_tokens": all(each.tokens == methods[0].tokens for each in methods),
@@ -290,19 +281,11 @@ def rows_of(run: Mapping[str, Any]) -> list[list[str]]:
             drafted = figures["tokens_per_second"]
             if way == TREE:
                 title = f"{title} of {figures['mean_tree_nodes']:.0f}"
-            rows.append(
-                [
-                    each["name"] if way == WHOLE else "",
-                    title,
-                    f"{figures['acceptance_length']:.2f}",
-                    f"{figures['round_ms']['draft']:.1f}",
-                    f"{figures['round_ms']['verify']:.1f}",
-                    f"{drafted:.1f} ({drafted / speed:.2f}x)" if speed else f"{drafted:.1f}",
-                    " ".join(f"{share:.2f}" for share in figures["acceptance_by_place"])
-                    if way == WHOLE
-                    else "",
-                ]
-            )
+            times = [f"{figures['round_ms'][part]:.1f}" for part in ("draft", "verify")]
+            relative = f"{drafted:.1f} ({drafted / speed:.2f}x)" if speed else f"{drafted:.1f}"
+            row = [title, f"{figures['acceptance_length']:.2f}", *times, relative]
+            places = " ".join(f"{share:.2f}" for share in figures["acceptance_by_place"])
+            rows.append([each["name"], *row, places] if way == WHOLE else ["", *row, ""])
     return rows
 
 

@@ -15,17 +15,8 @@ from dflash_trt import hardware
 from dflash_trt.engines.registry import DEFAULT, engines, find
 
 REQUIRED = (
-    "numpy",
-    "ml_dtypes",
-    "onnx",
-    "onnx_ir",
-    *find(DEFAULT).modules,
-    "tokenizers",
-    "jinja2",
-    "huggingface_hub",
-    "filelock",
-    "rich",
-    "yaml",
+    *("numpy", "ml_dtypes", "onnx", "onnx_ir", *find(DEFAULT).modules, "tokenizers", "jinja2"),
+    *("huggingface_hub", "filelock", "rich", "yaml"),
 )
 _OTHERS = ("torch", "transformers", "safetensors", "tritonclient")
 

@@ -83,6 +83,7 @@ class FirstGPU:
         self.left_out: dict[str, str] = {}
 
     def run(self) -> Iterator[Step]:
+        """Run the commands and write the archive, also after an interruption."""
         with tempfile.TemporaryDirectory(prefix="dflash-first-gpu-") as made:
             self.work = Path(made)
             try:
@@ -155,13 +156,10 @@ class FirstGPU:
         return file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
 
     def _write(self) -> None:
-        summary = {
-            "format": FORMAT,
-            "steps": [asdict(step) for step in self.steps],
-            "left_out": self.left_out,
-        }
-        found = ((d.metadata["Name"], d.version) for d in metadata.distributions())
-        documents = {"first_gpu.json": summary, "packages.json": dict(sorted(found, key=str))}
+        steps = [asdict(step) for step in self.steps]
+        summary = {"format": FORMAT, "steps": steps, "left_out": self.left_out}
+        packages = ((d.metadata["Name"], d.version) for d in metadata.distributions())
+        documents = {"first_gpu.json": summary, "packages.json": dict(sorted(packages, key=str))}
         with whole_file(self.archive) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as packed:
             packed.writestr("README.txt", _CONTENTS)
             for name, document in documents.items():

@@ -19,18 +19,8 @@ from dflash_trt.models.configs import is_drafter, read_drafter_config, read_targ
 
 # Fields of the manifest that are shown unchanged. Files are shown by name and size.
 _SHOWN = (
-    *("target", "drafter", "block_size", "tree_width", "mask_token_id", "target_layer_ids"),
-    *(
-        "hidden_size",
-        "vocab_size",
-        "eos_token_ids",
-        "max_seq_len",
-        "engine",
-        "precision",
-        "weights",
-        "key",
-        "versions",
-    ),
+    *("target", "drafter", "block_size", "tree_width", "mask_token_id", "target_layer_ids", "hidden_size"),
+    *("vocab_size", "eos_token_ids", "max_seq_len", "engine", "precision", "weights", "key", "versions"),
 )
 
 

@@ -42,6 +42,7 @@ class LoadPoint:
 
     @property
     def completed(self) -> list[StreamedAnswer]:
+        """Those without an error."""
         return [answer for answer in self.answers if answer.ok]
 
     def to_dict(self) -> dict[str, Any]:
@@ -73,12 +74,8 @@ def _summary(
     name: str, of: Callable[[StreamedAnswer], list[float]], done: Sequence[StreamedAnswer]
 ) -> Iterator[tuple[str, float | None]]:
     values = 1e3 * np.array([value for answer in done for value in of(answer)])
-    for kind, figure in (
-        ("mean", np.mean),
-        ("median", np.median),
-        ("std", np.std),
-        ("p99", lambda v: np.percentile(v, 99)),
-    ):
+    figures: dict[str, Callable[..., Any]] = {"mean": np.mean, "median": np.median, "std": np.std}
+    for kind, figure in (figures | {"p99": partial(np.percentile, q=99)}).items():
         yield f"{kind}_{name}_ms", round(float(figure(values)), 3) if len(values) else None
 
 

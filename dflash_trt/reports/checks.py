@@ -1,0 +1,250 @@
+"""The checks of `selftest`: what can be wrong with a bundle on a machine, from the simplest to the whole.
+
+Each check says what it proves. A failed check names its cause as closely as it can, because later checks fail, too, if
+an earlier one does. The checks run passes on slots of their own, and none of them knows the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from dflash_trt.decoding.params import SamplingParams
+from dflash_trt.errors import DFlashError
+from dflash_trt.llm import LLM
+from dflash_trt.prompts import Prompt
+from dflash_trt.reports.localize import Localizer
+from dflash_trt.reports.rounding import PART, centred
+from dflash_trt.reports.subject import Array, Failure, Skip, Subject, chain
+from dflash_trt.reports.verification import Case, Difference, chains, verify
+
+Figures = dict[str, Any]
+# So many drafts are not all right by chance, where ONNX Runtime's are not.
+_DRAFTS = 8
+
+
+class Checks(Subject):
+    """The checks of a bundle, in the order of `all`. The first line of each one's docstring says what it proves.
+
+    A check returns figures for the report. It raises Failure or Skip. The first one loads the bundles.
+    """
+
+    @property
+    def all(self) -> list[Callable[[], Figures]]:
+        """Every check, in order."""
+        return [
+            *(self.integrity, self.kernels, self.cache_writes, self.copies, self.prefill, self.layers),
+            *(self.chunks, self.batch, self.replay, self.drafts, self.acceptance, self.tokens, self.time),
+        ]
+
+    def integrity(self) -> Figures:
+        """The engines take and give what the manifest says."""
+        try:
+            self._llm = LLM(self.bundle.path)
+            if self.reference_path is not None:
+                self.reference = LLM(self.reference_path)
+        except DFlashError as error:
+            raise Failure(str(error)) from error
+        problems = getattr(self.pair.arrays, "problems", None)
+        if problems is not None and (faults := problems(self.bundle.manifest)):
+            raise Failure("; ".join(faults))
+        return {"slots": self.pair.slots, "capacity": self.pair.capacity}
+
+    def kernels(self) -> Figures:
+        """Each kernel gives its reference's numbers, and the host's tokens."""
+        arrays: Any = self.pair.arrays
+        if not getattr(arrays, "samples", False):
+            raise Skip("no kernels run between passes here, and the host samples")
+        faults = {name: problem for name, problem in arrays.kernel_problems().items() if problem}
+        if faults:
+            raise Failure("; ".join(f"{name}: {problem}" for name, problem in faults.items()))
+        params = SamplingParams(temperature=0.9, top_p=0.9, top_k=40, max_tokens=12, seed=7, ignore_eos=True)
+        there = self._generate(params)
+        arrays.samples = False
+        try:
+            here = self._generate(params)
+        finally:
+            arrays.samples = True
+        if there != here:
+            raise Failure(f"tokens sampled on the device and on the host differ: {there} and {here}")
+        return {"tokens": len(here)}
+
+    def cache_writes(self) -> Figures:
+        """A pass writes its rows, and no others."""
+        last = self.pair.slots - 1
+        self._prefill(slot=last)
+        self._prefill(slot=0)
+        n, end = self.length, self.length + len(self.block)
+        before = [self._rows(slot, 0, n) for slot in (0, last)]
+        self._verify()
+        after = [self._rows(slot, 0, n) for slot in (0, last)]
+        for slot, old, new in zip((0, last), before, after, strict=True):
+            if any(not np.array_equal(a, b) for a, b in zip(old, new, strict=True)):
+                raise Failure(f"a pass from row {n} of slot 0 on changed earlier rows of slot {slot}")
+        written = self._rows(0, n, end)
+        if not all(np.abs(rows).max() > 0 for rows in written):
+            raise Failure(f"a pass did not write rows {n} to {end - 1}")
+        return {"caches": len(written)}
+
+    def copies(self) -> Figures:
+        """Rows that are copied or kept give the same logits."""
+        self._prefill()
+        expected, last = self._verify()[0], self.pair.slots - 1
+        length = self.pair.lengths(0, self.length, draft=False)[0][-1]
+        kept = self.pair.keep(0, 0, length, length, draft=False)
+        self.pair.clear(0)
+        self.pair.restore(0, [kept], length, draft=False)
+        errors = {"kept": self._continued("kept and restored", length, expected)}
+        if last:
+            self._prefill(slot=last)
+            length = self.pair.lengths(last, self.length, draft=False)[0][-1]
+            self.pair.clear(0)
+            self.pair.copy(last, 0, length, draft=False)
+            errors["copied"] = self._continued(f"copied from slot {last}", length, expected)
+        return errors
+
+    def _continued(self, how: str, length: int, expected: Array) -> float:
+        """Read what the first `length` rows of slot 0 lack of the prompt, and verify."""
+        if length < self.length:
+            self._prefill(self.prompt[length:], length)
+        return self._close(f"logits after {length} rows that were {how}", self._verify()[0], expected)
+
+    def prefill(self) -> Figures:
+        """A pass is over when its numbers are read."""
+        first = self._prefill()
+        self.pair.arrays.wait()
+        if not np.array_equal(first, self._prefill()):
+            raise Failure("two equal passes differ: one was read before its end, or memory is shared")
+        return {}
+
+    def layers(self) -> Figures:
+        """Every layer's numbers are right, of the target and the drafter."""
+        if self.reference is None:
+            raise Skip("give --reference to compare the numbers with ONNX Runtime's")
+        self.localizer = Localizer(self.pair, self.reference._runtime.pair, self.limits)
+        prompt, block = (0, self.length), (self.length, self.length + len(self.block))
+        both, target, drafter = ("target", "drafter"), ("target",), ("drafter",)
+        self.localizer.run(
+            [
+                ("prefill", both, prompt, "logits", lambda pair: self._prefill(pair=pair, draft=True)),
+                ("verification", target, block, "logits", lambda pair: self._verify(pair=pair)[0]),
+                ("draft", drafter, prompt, "log-probabilities", lambda pair: self._drafted(pair)[0]),
+            ]
+        )
+        if self.localizer.first is not None:
+            raise Failure(self.localizer.describe())
+        worst = max(each.error / each.limit for each in self.localizer.compared)
+        return {"share of what rounding explains": round(worst, 3)}
+
+    def chunks(self) -> Figures:
+        """Prefill in parts and verification give the logits of one prefill."""
+        whole, n = self._prefill(), self.length
+        self._prefill(self.prompt[: n // 2])
+        split = self._prefill(self.prompt[n // 2 :], n // 2)
+        errors = {"split": self._close("logits of a prompt in one part and in two", split, whole)}
+        rows = min(len(self.block), n - 1)
+        self._prefill(self.prompt[: n - rows])
+        logits = self.pair.logits([self.prompt[n - rows :]], [n - rows])[0, -1]
+        errors["verified"] = self._close("logits of prefill and of verification", logits, whole)
+        return errors
+
+    def batch(self) -> Figures:
+        """A sequence does not depend on other slots."""
+        if self.pair.slots == 1:
+            raise Skip("the bundle has one slot")
+        self._prefill()
+        alone = self._verify()[0]
+        for slot in range(1, self.pair.slots):
+            self._prefill(self.block[::-1], slot=slot)
+        together = self._verify(self.pair.slots)[0]
+        return {"error": self._close("logits of a sequence alone and in a batch", together, alone)}
+
+    def replay(self) -> Figures:
+        """A recorded pass repeats the plain one."""
+        self._prefill()
+        short = max(1, len(self.block) // 2)
+        by_length: dict[int, Array] = {}
+        for length in (len(self.block), short) * 3:
+            logits = self._verify(length=length)[0]
+            if not np.array_equal(by_length.setdefault(length, logits), logits):
+                raise Failure(f"a pass of {length} tokens gave other logits when it was repeated")
+        return {}
+
+    def drafts(self) -> Figures:
+        """The drafter reads the target's latest features.
+
+        Two rounds: the second one reads features of the first verification.
+        """
+        if self.reference is None:
+            raise Skip("give --reference to compare them with ONNX Runtime's")
+        expected, drafted = self._drafted(self.reference._runtime.pair), self._drafted(self.pair)
+        largest = float(np.abs(centred(self._prefill())).max())
+        errors = {}
+        for which, ours, theirs in zip(("prefill", "verification"), drafted, expected, strict=True):
+            what = f"the drafter's log-probabilities after a {which} and ONNX Runtime's"
+            errors[f"after a {which}"] = self._close(what, ours, theirs, largest)
+        return errors
+
+    def acceptance(self) -> Figures:
+        """Drafts that are the target's own greedy tokens are accepted."""
+        drafts = len(self.block) - 1
+        greedy = self._generate(SamplingParams(max_tokens=drafts + 1, ignore_eos=True))
+        if (token := int(np.argmax(self._prefill()))) != greedy[0]:
+            raise Failure(f"the greedy token is {token}, but generation gave {greedy[0]}")
+        verified = self.pair.verify([self._request(greedy[0])], chain(greedy))
+        if (accepted := int(np.asarray(verified.accepted)[0])) != drafts:
+            raise Failure(f"{accepted} of {drafts} drafts that the target would choose were accepted")
+        return {"accepted": accepted}
+
+    def tokens(self) -> Figures:
+        """Drafting changes no token, greedy or sampled."""
+        figures: dict[str, Any] = {}
+        for case in self._drafting(self.llm):
+            name = f"temperature {case.temperature:g}, block {case.block_length or 'auto'}"
+            figures[name] = round(case.mean_acceptance_length, 3)
+            if case.first_difference is not None and not self._tied(case.first_difference):
+                raise Failure(f"{name}: drafting changed tokens: {case.first_difference}")
+            if case.accepted == 1 and case.drafted >= _DRAFTS and self.reference is not None:
+                (expected,) = self._drafting(self.reference, case)
+                if expected.drafted and expected.accepted < 1:
+                    raise Failure(
+                        f"{name}: all {case.drafted} drafts were accepted, but {expected.accepted:.2f} of ONNX "
+                        "Runtime's: the drafter reads what it should predict, or is not the one that drafts"
+                    )
+        return {"mean_acceptance_length": figures}
+
+    def _tied(self, difference: Difference) -> bool:
+        """Whether rounding explains which of two tokens won. Passes of other widths may round a logit otherwise."""
+        if difference.plain_token is None or difference.drafted_token is None:
+            return False
+        limit = PART * self.limits.of("target", "logits")
+        return difference.margin is None or abs(difference.margin) <= limit
+
+    def _drafting(self, llm: LLM, like: Case | None = None) -> Iterator[Case]:
+        """A short answer with and without drafts: at temperature 0 and 1, or as `like`."""
+        return verify(
+            llm,
+            [Prompt(id="selftest", category="selftest", content="The capital of France is")],
+            temperatures=[0.0, 1.0] if like is None else [like.temperature],
+            ways=chains((len(self.block), None) if like is None else [like.block_length]),
+            batch_sizes=[1],
+            max_tokens=min(32, self.bundle.capacity // 3),
+        )
+
+    def time(self) -> Figures:
+        """Seconds of a pass, beside the bytes of its weights."""
+        self._prefill()
+        request, seconds = self._request(self.block[0]), []
+        for _ in range(9):
+            self.pair.verify([request], chain(self.block))
+            seconds.append(self.pair.verify_time)
+        weights = self.bundle.manifest["target"].get("weight_bytes", {})
+        size = sum(sum(kind.values()) for kind in weights.values())
+        middle = float(np.median(seconds))
+        return {
+            "verify_seconds": middle,
+            "weight_bytes": size,
+            "bytes_per_second": round(size / middle) if middle > 0 else None,
+        }
