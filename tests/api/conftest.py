@@ -10,7 +10,10 @@ import pytest
 from dflash_trt import LLM
 from dflash_trt.building.build import build
 from tests.api.pairs import CHUNK, MAX_SEQ_LEN, PAIRS, RANDOM, SHIPPED, SLOTS, Pair, make
+from tests.doubles.bundles import bundle
 from tests.doubles.reference import Drafter, load_target
+
+__all__ = ["bundle"]
 
 
 @pytest.fixture(scope="package")

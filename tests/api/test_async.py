@@ -18,25 +18,16 @@ import numpy as np
 import pytest
 
 from dflash_trt import LLM, AsyncLLM, Completion, SamplingParams, async_llm
-from dflash_trt.building.build import build
 from dflash_trt.decoding.params import Chunk
 from dflash_trt.decoding.request import Request
 from dflash_trt.errors import BusyError, DFlashError, RequestError
-from tests.doubles.checkpoints import VOCAB, make_drafter, make_target
+from tests.doubles.checkpoints import VOCAB
 
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
-
-
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("serving")
-    target = make_target(directory / "target", favourites=6, layers=3)
-    drafter = make_drafter(directory / "drafter", target)
-    return build(str(target), str(drafter), directory / "bundle", max_seq_len=256).path
 
 
 # Prompts with common beginnings, greedy and sampled.
@@ -100,6 +91,7 @@ def test_streams_and_completions_are_what_each_request_gets_alone(bundle, alone,
             assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
             assert chunks[-1].finish_reason == alone[i].finish_reason
             assert chunks[-1].statistics is not None
+            assert [c.prompt_token_ids for c in chunks] == [ASKED[i][0], *[None] * (len(chunks) - 1)]
 
         async def generate(i: int) -> None:
             done = await llm.generate(*ASKED[i])

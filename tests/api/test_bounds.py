@@ -16,9 +16,7 @@ from dflash_trt import LLM, AsyncLLM, SamplingParams
 from dflash_trt.decoding.params import MOST_CHARACTERS, MOST_WORDS
 from dflash_trt.decoding.sampling.sampler import process, sample
 from dflash_trt.errors import BusyError, DFlashError, RequestError
-from tests.api.test_async import bundle, prompt, until
-
-__all__ = ["bundle"]  # the fixture
+from tests.api.test_async import prompt, until
 
 FEW = SamplingParams(max_tokens=3, ignore_eos=True)
 SPACES = "a" + " " * 5000  # too long for tokenizing in the event loop
@@ -100,13 +98,20 @@ def test_numpy_integers_are_token_ids(llm: LLM) -> None:
         done = llm.generate(same, FEW)  # type: ignore[call-overload]
         assert done.token_ids == expected
         assert [type(i) for i in done.prompt_token_ids] == [int] * 9
-    params = SamplingParams(max_tokens=np.int64(3), temperature=np.float32(0.5), stop_token_ids=np.array([1]))  # type: ignore[arg-type]
-    assert (params.max_tokens, params.temperature, params.stop_token_ids) == (3, 0.5, (1,))
-    assert [type(x) for x in (params.max_tokens, params.temperature, params.stop_token_ids[0])] == [
-        int,
-        float,
-        int,
-    ]
+    given = SamplingParams(
+        max_tokens=np.int32(4),  # type: ignore[arg-type]
+        temperature=np.float32(0.5),  # type: ignore[arg-type]
+        top_k=np.uint8(3),  # type: ignore[arg-type]
+        ignore_eos=np.True_,  # type: ignore[arg-type]
+        stop_token_ids=np.array([1, 2]),  # type: ignore[arg-type]
+        stop=[np.str_("x")],
+    )
+    plain = {"max_tokens": 4, "temperature": 0.5, "top_k": 3, "ignore_eos": True}
+    assert given == SamplingParams(stop_token_ids=(1, 2), stop=("x",), **plain)  # type: ignore[arg-type]
+    assert [type(getattr(given, name)) for name in plain] == [int, float, int, bool]
+    assert type(given.stop_token_ids[0]) is int
+    with pytest.raises(RequestError, match="max_tokens is"):
+        SamplingParams(max_tokens=np.float64(4))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -317,16 +322,5 @@ def test_a_timeout_is_a_number_of_seconds(bundle: Path, timeout: Any) -> None:
             await llm.generate("short", FEW, timeout=timeout)
         for long in (10**400, float("inf")):
             assert (await llm.generate("short", FEW, timeout=long)).finish_reason == "length"
-
-    serving(body, bundle)
-
-
-def test_the_first_chunk_has_the_prompt_s_tokens(bundle: Path) -> None:
-    async def body(llm: AsyncLLM, tokenizer: Watched) -> None:
-        chunks = [
-            chunk async for chunk in llm.stream(prompt(7), SamplingParams(max_tokens=20, ignore_eos=True))
-        ]
-        assert [c.prompt_token_ids for c in chunks] == [prompt(7), *[None] * (len(chunks) - 1)]
-        assert len(chunks) > 1
 
     serving(body, bundle)

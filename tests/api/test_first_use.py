@@ -138,24 +138,6 @@ def test_an_event_loop_may_be_running_as_in_a_notebook() -> None:
     assert repr(shared[0]).endswith(", closed)")
 
 
-def test_parameters_are_numpy_scalars_too() -> None:
-    given = SamplingParams(
-        max_tokens=np.int32(4),  # type: ignore[arg-type]
-        temperature=np.float32(0.5),  # type: ignore[arg-type]
-        top_k=np.uint8(3),  # type: ignore[arg-type]
-        seed=np.int64(7),  # type: ignore[arg-type]
-        ignore_eos=np.True_,  # type: ignore[arg-type]
-        stop_token_ids=np.array([1, 2]),  # type: ignore[arg-type]
-        stop=[np.str_("x")],
-    )
-    assert given == SamplingParams(
-        max_tokens=4, temperature=0.5, top_k=3, seed=7, ignore_eos=True, stop_token_ids=(1, 2), stop=("x",)
-    )
-    assert [type(v) for v in (given.max_tokens, given.temperature, given.ignore_eos)] == [int, float, bool]
-    with pytest.raises(RequestError, match="max_tokens is"):
-        SamplingParams(max_tokens=np.float64(4))  # type: ignore[arg-type]
-
-
 def test_arguments_are_numpy_integers_too() -> None:
     two, four = np.int64(2), np.uint8(4)
     llm = LLM("tiny", max_batch_size=two)  # type: ignore[arg-type]
@@ -178,7 +160,7 @@ def test_parameters_of_another_type_are_named() -> None:
 def test_fields_of_sampling_params_given_to_a_call_are_answered_with_how_to_give_them() -> None:
     with LLM("tiny", max_batch_size=1) as llm:
         for call in (llm.generate, llm.stream):
-            with pytest.raises(TypeError, match=r"give it SamplingParams\(max_tokens=5\)"):
+            with pytest.raises(TypeError, match=r"SamplingParams\(max_tokens=5\)"):
                 call("x = [", max_tokens=5)  # type: ignore[call-overload]
         for chat in (llm.chat, llm.stream_chat):
             with pytest.raises(
@@ -198,11 +180,3 @@ def test_fields_of_sampling_params_given_to_a_call_are_answered_with_how_to_give
                 llm.stream("x = [", top_p=0.5)  # type: ignore[call-arg]
 
     asyncio.run(ask())
-
-
-def test_a_cache_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DFLASH_TRT_CACHE", "/proc/cache")
-    with pytest.raises(
-        DFlashError, match=r"/proc/cache/bundles: cannot be written .* set DFLASH_TRT_CACHE to"
-    ):
-        LLM("tiny")

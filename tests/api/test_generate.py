@@ -142,17 +142,6 @@ def test_any_batch_equals_its_requests_alone(pairs, requests, block_length) -> N
     assert [(c.token_ids, c.text, c.finish_reason, c.seed) for c in batch] == key
 
 
-def test_a_request_that_ends_with_its_first_token_leaves_the_others_alone(lucky: Pair) -> None:
-    prompts = [lucky.prompt(n, seed=n) for n in (9, 30, 12)]
-    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (20, 20, 1)]
-    alone = [lucky.llm.generate(prompt, p, block_length=8) for prompt, p in zip(prompts, params, strict=True)]
-    for chosen in ([0, 1, 2], [0, 2], [2, 0, 1], [2, 2, 0]):
-        batch = lucky.llm.generate([prompts[i] for i in chosen], [params[i] for i in chosen])
-        assert [c.token_ids for c in batch] == [alone[i].token_ids for i in chosen]
-    pair = lucky.llm.generate([prompts[0], prompts[2]], [params[0], params[2]], block_length=8)
-    assert pair[0].statistics.acceptance_histogram == alone[0].statistics.acceptance_histogram
-
-
 def test_no_draft_is_accepted_by_the_unlucky_pair_and_some_by_the_lucky(pairs) -> None:
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     found = {

@@ -178,15 +178,3 @@ def test_a_build_without_room_leaves_nothing_behind(
     monkeypatch.chdir(folders)
     assert main(["build", "--target", "target", "--drafter", "drafter", "--out", "full"]) == 0
     shutil.rmtree("full")
-
-
-def test_no_memory_for_the_caches_names_the_limits(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dflash_trt import LLM, DFlashError
-    from dflash_trt.engines.onnxruntime_entry import OnnxRuntimeEntry
-
-    def refused(*_: object) -> None:
-        raise MemoryError("Unable to allocate 9 GiB")
-
-    monkeypatch.setattr(OnnxRuntimeEntry, "open", refused)
-    with pytest.raises(DFlashError, match=r"64 sequences of 256 tokens .* max_batch_size"):
-        LLM(bundle, max_batch_size=64)

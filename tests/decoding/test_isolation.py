@@ -65,14 +65,6 @@ def spoilt(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return build(str(target), str(drafter), directory / "bundle", max_seq_len=200).path
 
 
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("whole")
-    target = make_target(directory / "target", favourites=6, layers=3)
-    drafter = make_drafter(directory / "drafter", target)
-    return build(str(target), str(drafter), directory / "bundle", max_seq_len=256).path
-
-
 def caches_are_finite(llm: LLM | AsyncLLM) -> bool:
     pair: Any = llm._runtime.pair
     caches = [*pair.target.caches.arrays.values(), *pair.drafter.caches.arrays.values()]

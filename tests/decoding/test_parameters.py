@@ -15,10 +15,8 @@ from hypothesis import strategies as st
 from dflash_trt import LLM, AsyncLLM, Completion, SamplingParams
 from dflash_trt.decoding.queue import Queue
 from dflash_trt.errors import RequestError
-from tests.api.test_async import bundle, prompt
+from tests.api.test_async import prompt
 from tests.doubles.fake_engines import request
-
-__all__ = ["bundle"]  # the fixture
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.prefixes import common as shared
 from dflash_trt.decoding.request import Request
 from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
-from tests.decoding.test_scheduler import bundle
 from tests.doubles.checkpoints import VOCAB as REAL_VOCAB
 from tests.doubles.fake_engines import (
     BLOCK,
@@ -31,8 +30,6 @@ from tests.doubles.fake_engines import (
     request,
 )
 from tests.doubles.schedules import AnyLengths, Lengths, finish, prompt
-
-__all__ = ["bundle"]  # the fixture
 
 
 def hits(

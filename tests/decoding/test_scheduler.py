@@ -1,29 +1,20 @@
-"""Continuous batching: under any schedule a request gets its own tokens, and the slots are in order."""
+"""Continuous batching: who is served when, and what a step costs. `test_faults` has any schedules."""
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dflash_trt import LLM
-from dflash_trt.building.build import build
-from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding import scheduler as scheduler_module
 from dflash_trt.decoding.draft import Draft
-from dflash_trt.decoding.options import RequestOptions
 from dflash_trt.decoding.params import MOST_PRIORITY, SamplingParams
 from dflash_trt.decoding.request import Request
-from dflash_trt.runtime import Runtime
-from tests.doubles.checkpoints import VOCAB as REAL_VOCAB
-from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.fake_engines import BLOCK, Pool, expected, request
-from tests.doubles.schedules import AnyLengths, Clock, Lengths, arrivals, drive, finish, prompt
+from tests.doubles.schedules import Clock, Lengths, drive, finish, prompt
 
 
 @pytest.fixture
@@ -31,66 +22,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(scheduler_module, "perf_counter", clock)
     return clock
-
-
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(
-    arrivals=arrivals,
-    batch=st.integers(1, 4),
-    spare=st.sampled_from([0, 1, 2, 12]),
-    chunk=st.integers(1, 24),
-    seed=st.integers(0, 1000),
-)
-def test_any_schedule_gives_each_request_its_own_tokens(arrivals, batch, spare, chunk, seed) -> None:
-    """Arrivals, cancellations and deadlines at any step, any neighbours, block lengths and pools."""
-    longest = max(len(a["prefix"]) + a["length"] + a["max_tokens"] for a in arrivals)
-    pool = Pool(batch, batch + spare, chunk=chunk, max_seq_len=longest)
-    lengths, clock = AnyLengths(seed), Clock()
-    due: list[tuple[int, int, Request]] = []
-    whole: dict[Request, list[int]] = {}
-    got: dict[Request, list[int]] = {}
-    texts: dict[Request, str] = {}
-    reasons: dict[Request, str | None] = {}
-    for a in arrivals:
-        params = SamplingParams(
-            max_tokens=a["max_tokens"],
-            temperature=a["temperature"],
-            repetition_penalty=a["penalty"],
-            seed=a["seed"],
-        )
-        deadline = None if a["deadline"] is None else clock.now + a["at"] + a["deadline"]
-        tokens = a["prefix"] + prompt(a["length"], a["seed"])
-        made = request(tokens, params, draft=a["draft"], deadline=deadline)
-        due.append((a["at"], 10_000 if a["leaves"] is None else a["at"] + a["leaves"], made))
-        whole[made], got[made], texts[made], reasons[made] = expected(tokens, params, a["seed"]), [], "", None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler_module, "perf_counter", clock)
-        for step in range(10_000):
-            for at, leaves, made in due:
-                if at == step:
-                    pool.scheduler.submit(made)
-                if leaves == step:
-                    pool.scheduler.cancel(made)
-            for emission in pool.scheduler.step(lengths):
-                assert reasons[emission.request] is None, "an emission after the end"
-                got[emission.request] += emission.token_ids
-                texts[emission.request] += emission.text
-                reasons[emission.request] = emission.finish_reason
-            pool.check()
-            clock.now += 1
-            if step > 50 and pool.scheduler.idle:
-                break
-    assert not pool.scheduler.active
-    for _, leaves, made in due:
-        assert got[made] == whole[made][: len(got[made])]
-        assert made.statistics.num_generation_tokens == len(got[made])
-        assert texts[made] == "".join(chr(65 + token) for token in got[made])
-        if reasons[made] == "length":
-            assert got[made] == whole[made]
-        else:
-            assert reasons[made] in (["timeout"] if leaves == 10_000 else ["cancelled", "timeout"])
-        if leaves == 10_000 and made.deadline is None:
-            assert reasons[made] == "length"
 
 
 def test_requests_start_in_the_order_of_arrival_and_slots_stay_a_prefix(clock: Clock) -> None:
@@ -305,70 +236,6 @@ def test_much_to_take_in_and_a_neighbour_at_the_end_of_its_context() -> None:
     late = request(prompt(60, 3), SamplingParams(max_tokens=4))
     tokens = finish(pool, lengths, behind, full, late)
     assert all(tokens[r] == expected(r.prompt, r.params, r.seed) for r in (behind, full, late))
-
-
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("schedules")
-    target = make_target(directory / "target", favourites=6, layers=3, sliding_window=20)
-    drafter = make_drafter(directory / "drafter", target)
-    return build(str(target), str(drafter), directory / "bundle", max_seq_len=120).path
-
-
-def runtime(bundle: Path, batch: int, chunk: int, spare: int) -> Runtime:
-    found = Bundle.open(bundle)
-    kinds = [kind for role in ("target", "drafter") for kind in found.cache_kinds(role)]
-    per_slot = sum(kind.row_bytes for kind in kinds) * found.capacity
-    return Runtime(
-        bundle,
-        max_batch_size=batch,
-        prefill_chunk=chunk,
-        prefix_cache_bytes=spare * per_slot,
-        threads=1,
-        check="size",
-    )
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_any_schedule_on_onnx_runtime(bundle: Path, seed: int) -> None:
-    rng = random.Random(seed)
-    common = np.random.default_rng(seed).integers(0, REAL_VOCAB, 40).tolist()
-    asked = []
-    for i in range(16):
-        ids = common[: rng.randint(0, 40)] + np.random.default_rng(i).integers(0, REAL_VOCAB, 9).tolist()
-        temperature, penalty = rng.choice([(0.0, 1.0), (0.0, 1.0), (0.8, 1.0), (1.1, 1.2)])
-        params = SamplingParams(
-            max_tokens=rng.randint(1, 60),
-            temperature=temperature,
-            repetition_penalty=penalty,
-            seed=i,
-            ignore_eos=True,
-        )
-        asked.append((ids, params))
-    with LLM(bundle, max_batch_size=1, prefix_cache_bytes=0, threads=1) as llm:
-        alone = [llm.generate(ids, params, speculate=False).token_ids for ids, params in asked]
-    served = runtime(bundle, rng.randint(1, 5), rng.randint(3, 40), rng.choice([0, 2, 6]))
-    lengths = AnyLengths(seed)
-    lengths.most = 8
-    due = [
-        (rng.randint(0, 60), served.request(ids, p, RequestOptions(speculate=rng.random() < 0.8)))
-        for ids, p in asked
-    ]
-    got: dict[Request, list[int]] = {each: [] for _, each in due}
-    for step in range(1000):
-        for at, each in due:
-            if at == step:
-                served.scheduler.submit(each)
-        if rng.random() < 0.05:
-            served.scheduler.cancel(rng.choice(due)[1])
-        for emission in served.scheduler.step(lengths):
-            got[emission.request] += emission.token_ids
-    assert served.scheduler.idle
-    served.scheduler.close()
-    for (_, each), tokens in zip(due, alone, strict=True):
-        ended = each.stop.finish_reason == "length"
-        assert ended or each.cancelled
-        assert got[each] == (tokens if ended else tokens[: len(got[each])])
 
 
 def test_a_tree_is_refused_by_graphs_that_verify_chains(bundle: Path) -> None:

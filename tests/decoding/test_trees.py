@@ -11,15 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_trt.decoding.acceptance import accept
 from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.request import Request
-from dflash_trt.decoding.sampling.history import History
-from dflash_trt.decoding.sampling.sampler import sample
 from dflash_trt.engines.onnxruntime_caches import CachePool
 from dflash_trt.engines.tensorrt.caches import DevicePool
-from tests.doubles.fake_engines import TABLE, VOCAB, FakeTarget, Pool, StateTarget, expected, request, rows_of
+from tests.doubles.fake_engines import VOCAB, FakeTarget, Pool, StateTarget, expected, request
 from tests.doubles.schedules import AnyLengths, finish, prompt
 
 
@@ -112,48 +109,3 @@ def test_accepted_nodes_move_to_their_places_in_every_cache(drafts: set[int], st
     for whole, other, rows in zip(host.read(1, 0, len(kept)), host.read(0, 0, 24), written, strict=True):
         np.testing.assert_array_equal(whole, rows[kept])
         np.testing.assert_array_equal(other, rows)
-
-
-def test_any_tree_walks_to_the_tokens_of_one_at_a_time() -> None:
-    """300 sequences of a target that depends on its whole history, with penalties. Some candidates know the noise."""
-    accepted = 0
-    for trial in range(300):
-        rng, seed = np.random.default_rng(trial), trial
-        params = SamplingParams(
-            temperature=(0.0, 0.7, 1.0)[trial % 3], presence_penalty=(0.0, 0.3)[trial % 2]
-        )
-
-        def logits(history: Sequence[int]) -> np.ndarray:
-            return TABLE[rows_of(history)[-1] % len(TABLE)]
-
-        def decide(
-            history: list[int], seed: int = seed, params: SamplingParams = params
-        ) -> tuple[np.ndarray, int]:
-            seen = History(params, [1, 2, 3]) if params.adjusted else None
-            for token in history[3:] if seen is not None else ():
-                seen.add(token)  # type: ignore[union-attr]
-            found = logits(history)
-            return found, sample(found, params, seed, len(history), seen)
-
-        plain, out = [1, 2, 3], [1, 2, 3]
-        while len(plain) < 11:
-            plain.append(decide(plain)[1])
-        while len(out) < 11:
-            tokens, parents, paths = [out[-1]], [-1], [list(out)]
-            for _ in range(8):
-                parent = int(rng.integers(len(tokens)))
-                taken = {t for t, above in zip(tokens, parents, strict=True) if above == parent}
-                token = decide(paths[parent])[1] if rng.random() < 0.6 else int(rng.integers(VOCAB))
-                if token not in taken:
-                    tokens.append(token)
-                    parents.append(parent)
-                    paths.append([*paths[parent], token])
-            history = History(params, [1, 2, 3]) if params.adjusted else None
-            for token in out[3:] if history is not None else ():
-                history.add(token)  # type: ignore[union-attr]
-            rows = np.array([logits(path) for path in paths])
-            verdict = accept(tokens, rows, params, seed, len(out), history, parents)
-            out += [tokens[node] for node in verdict.path] + [verdict.token]
-            accepted += len(verdict.path)
-        assert out[:11] == plain
-    assert accepted > 600

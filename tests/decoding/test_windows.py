@@ -93,10 +93,9 @@ def asked_at_random(seed: int) -> list[tuple[list[int], SamplingParams]]:
     for i in range(9):
         ids = common[: rng.randint(0, 400)]
         ids += np.random.default_rng(i).integers(0, VOCAB, rng.randint(1, 60)).tolist()
-        params = SamplingParams(
-            max_tokens=rng.randint(1, 90), temperature=rng.choice([0.0, 0.8]), seed=i, ignore_eos=True
-        )
-        asked.append((ids, params))
+        temperature, penalty = rng.choice([(0.0, 1.0), (0.8, 1.0), (1.1, 1.2)])
+        sampling = {"temperature": temperature, "repetition_penalty": penalty, "seed": i}
+        asked.append((ids, SamplingParams(max_tokens=rng.randint(1, 90), ignore_eos=True, **sampling)))
     return asked
 
 

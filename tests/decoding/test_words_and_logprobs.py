@@ -12,9 +12,7 @@ import pytest
 from dflash_trt import LLM, AsyncLLM, SamplingParams
 from dflash_trt.decoding.sampling.history import History
 from dflash_trt.errors import RequestError
-from tests.api.test_async import bundle, prompt
-
-__all__ = ["bundle"]  # the fixture
+from tests.api.test_async import prompt
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -146,18 +146,11 @@ class World:
             if self.rng.random() < self.load.share(at):
                 stall += plain * self.load.stall
             stalled = self.rng.random() * true < draft_seconds  # which of the passes
+            offered = [drafted - 1] * self.batch
+            said = cold[0] * self.timed(draft_seconds) + stall * stalled if drafted > 1 else 0.0
+            verified = cold[1] * self.timed(verify_seconds) + stall * (not stalled)
             policy.observe(
-                RoundDone(
-                    batch=self.batch,
-                    drafted=drafted,
-                    verified=drafted,
-                    accepted=accepted.tolist(),
-                    offered=[drafted - 1] * self.batch,
-                    draft_seconds=cold[0] * self.timed(draft_seconds) + stall * stalled
-                    if drafted > 1
-                    else 0.0,
-                    verify_seconds=cold[1] * self.timed(verify_seconds) + stall * (not stalled),
-                )
+                RoundDone(self.batch, drafted, drafted, accepted.tolist(), offered, said, verified)
             )
             tokens = self.batch + chance[:, : drafted - 1].cumprod(axis=1).sum()
             log[i] = tokens, self.with_stalls(true, at), drafted
@@ -177,18 +170,9 @@ class World:
                 draft_seconds = self.cost("draft", drafted) if drafted > 1 else 0.0
                 done += 1 + chance[: drafted - 1].cumprod().sum()
                 seconds += draft_seconds + self.cost("verify", drafted)
-                policy.observe(
-                    RoundDone(
-                        batch=1,
-                        drafted=drafted,
-                        verified=drafted,
-                        accepted=[int(right.cumprod().sum())],
-                        offered=[drafted - 1],
-                        draft_seconds=self.timed(draft_seconds),
-                        verify_seconds=self.timed(self.cost("verify", drafted)),
-                        ended=int(done >= tokens),
-                    )
-                )
+                accepted, ended = [int(right.cumprod().sum())], int(done >= tokens)
+                passes = [self.timed(each) for each in (draft_seconds, self.cost("verify", drafted))]
+                policy.observe(RoundDone(1, drafted, drafted, accepted, [drafted - 1], *passes, ended=ended))
             speeds.append(done * self.cost("verify", 1) / seconds)
         return speeds
 

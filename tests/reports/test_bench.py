@@ -11,7 +11,6 @@ import pytest
 
 from dflash_trt.building.build import build
 from dflash_trt.cli import main
-from dflash_trt.cli.bench import _milliseconds
 from dflash_trt.decoding.metrics import quantile
 from dflash_trt.decoding.options import RequestOptions
 from dflash_trt.reports.benchmark import Load, MethodPoint, bench
@@ -178,11 +177,3 @@ def test_trees_of_a_fixed_size(bundle: Path, capsys: pytest.CaptureFixture[str])
         main(["bench", str(bundle), *options, "--tree-nodes", "0"])
     assert ended.value.code == 2
     assert "--methods has tree, but --tree-nodes is 0" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.00993, "0.01"), (2.384, "2.38"), (9.996, "10.0"), (99.96, "100"), (0.0, "0.00"), (1234.5, "1234")],
-)
-def test_milliseconds_take_four_characters(value: float, text: str) -> None:
-    assert _milliseconds(value) == text

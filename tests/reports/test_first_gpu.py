@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-import torch
 
 from dflash_trt import hardware
 from dflash_trt.cli import main
-from dflash_trt.engines.tensorrt import opening, plans
-from dflash_trt.engines.tensorrt.device_arrays import DeviceArrays
 from dflash_trt.reports.first_gpu import FirstGPU
 from tests.doubles import fake_tensorrt
-from tests.doubles.cuda_double import Cuda, deferred
+from tests.reports.gpu import one_gpu
 
 # The commands as they are, but for the size of what they measure. Kernels are not for this double.
 SHORT = {
@@ -44,17 +40,8 @@ def here(words: Sequence[str], output: Path, errors: Path) -> int:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A machine with one GPU of compute capability 9.0 and TensorRT."""
-    monkeypatch.setitem(sys.modules, "tensorrt", fake_tensorrt)
-    for module in (hardware, plans):
-        monkeypatch.setattr(module, "compute_capabilities", lambda: [90])
-    monkeypatch.setattr(torch, "cuda", Cuda)
-    monkeypatch.setattr(opening, "warm_up", lambda *_, **__: 0)
-    monkeypatch.setattr(
-        DeviceArrays, "samples", property(lambda self: False, lambda self, value: None), raising=False
-    )
-    with deferred():
+def gpu() -> Iterator[None]:
+    with one_gpu():
         yield
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ from dflash_plugins import launch
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.cli import main
-from dflash_trt.engines.tensorrt import opening, plans
 from dflash_trt.engines.tensorrt.device_arrays import DeviceArrays
 from dflash_trt.engines.tensorrt.engine import TensorRTEngine
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
@@ -30,7 +29,8 @@ from tests.doubles import (
     triton_interpreter,  # noqa: F401  # corrects it
 )
 from tests.doubles.checkpoints import make_drafter, make_target
-from tests.doubles.cuda_double import Cuda, deferred
+from tests.doubles.cuda_double import Cuda
+from tests.reports.gpu import one_gpu
 
 Pair = tuple[Bundle, Bundle]
 
@@ -42,27 +42,11 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     target = make_target(directory / "target", layers=2, favourites=6)
     drafter = make_drafter(directory / "drafter", target, layers=1, taps=(0, 1), block_size=4)
     sources = str(target), str(drafter)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "tensorrt", fake_tensorrt)
-        patch.setattr(plans, "compute_capabilities", lambda: [90])
-        patch.setattr(torch, "cuda", Cuda)
-        patch.setattr(opening, "warm_up", lambda *_, **__: 0)
-        patch.setattr(
-            DeviceArrays, "samples", property(lambda self: False, lambda self, value: None), raising=False
-        )
-        with deferred():  # the host samples, because Triton's interpreter is slow
-            plain = build(*sources, directory / "onnxruntime", max_seq_len=96)
-            yield (
-                plain,
-                build(
-                    *sources,
-                    directory / "tensorrt",
-                    engine="tensorrt",
-                    max_seq_len=96,
-                    precision=Precision(target="fp32", drafter="fp32"),
-                    options=TensorRTOptions(max_batch_size=2, prefill_chunk=32),
-                ),
-            )
+    precision, options = Precision("fp32", "fp32"), TensorRTOptions(max_batch_size=2, prefill_chunk=32)
+    with one_gpu():
+        plain = build(*sources, directory / "onnxruntime", max_seq_len=96)
+        more = {"engine": "tensorrt", "max_seq_len": 96, "precision": precision, "options": options}
+        yield plain, build(*sources, directory / "tensorrt", **more)
 
 
 def first_failure(bundles: Pair, tmp_path: Path) -> Check:
@@ -224,6 +208,16 @@ def test_the_first_layer_that_differs_is_found_and_packed(
     assert first["ours"].shape == first["reference"].shape == (len(tokens["prompt"]), 32)
     assert np.allclose(first["ours"], -first["reference"], atol=1e-3)
     assert next(e["tensor"] for e in layers["compared"] if e["error"] > e["limit"]) == "v_cache.1"
+
+
+def test_the_time_is_that_of_passes_of_its_own(bundles: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = Selftest(bundles[0].path).subject
+    subject.integrity()
+    arrays = subject.pair.arrays
+    decode = arrays.decode
+    monkeypatch.setattr(arrays, "decode", lambda *feeds: (sleep(0.05), decode(*feeds))[1])
+    assert subject.time()["verify_seconds"] > 0.05
+    subject.close()
 
 
 def test_a_wrong_kernel_is_named(bundles: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

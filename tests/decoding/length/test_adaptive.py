@@ -256,24 +256,6 @@ def test_hardly_any_request_loses_by_drafts(rows: float, mean: float) -> None:
     assert speeds.max() > 1.05 or mean == -3.0
 
 
-def test_blocks_cut_short_by_a_budget() -> None:
-    policy = World(8, gpu, small_drafter, honest(2.0)).controller()
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        drafted = min(policy.draft(3), int(rng.integers(1, 9)))
-        policy.observe(
-            RoundDone(
-                batch=3,
-                drafted=drafted,
-                verified=drafted,
-                accepted=rng.integers(0, drafted, 2).tolist(),
-                offered=[drafted - 1, drafted - 1],
-                draft_seconds=0.1,
-                verify_seconds=1.0,
-            )
-        )
-
-
 def test_the_smallest_block() -> None:
     simulated = World(2, gpu, small_drafter, honest(2.0))
     assert simulated.run(simulated.controller(), 100)[:, 2].mean() > 1.8

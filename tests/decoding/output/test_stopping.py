@@ -255,45 +255,10 @@ def test_text_that_may_begin_a_stop_string_is_held_back_and_then_shown() -> None
     assert checker.finish_reason is None
 
 
-def test_what_is_held_is_shown_at_the_end_of_the_budget() -> None:
-    tokens = spell("a wor")
-    params = SamplingParams(stop="world", max_tokens=len(tokens))
-    assert feed(params, tokens, []) == (tokens, "a wor", "length")
-
-
-def test_a_stop_token_is_kept_and_has_no_text() -> None:
-    tokens = [*spell("hi"), *spell("x"), *spell("more")]
-    params = SamplingParams(stop_token_ids=spell("x"))
-    assert feed(params, tokens, []) == ([*spell("hi"), *spell("x")], "hi", "stop")
-
-
-def test_the_end_token_ends_unless_ignored() -> None:
-    tokens = [*spell("a"), 0, *spell("b")]
-    assert feed(SamplingParams(), tokens, []) == (tokens[:2], "a", "stop")
-    assert feed(SamplingParams(ignore_eos=True), tokens, []) == (tokens, "ab", None)
-
-
-def test_a_stop_wins_over_the_budget() -> None:
-    assert feed(SamplingParams(max_tokens=2), [*spell("a"), 0], [])[2] == "stop"
-    assert feed(SamplingParams(max_tokens=1, stop="a"), spell("a"), []) == (spell("a"), "", "stop")
-
-
-def test_the_stop_string_complete_first_ends_the_text() -> None:
-    assert feed(SamplingParams(stop=["abc", "b"]), spell("xabc"), [])[1] == "xa"
-    assert feed(SamplingParams(stop=["b", "ab"]), spell("xabc"), [])[1] == "x"
-
-
 def test_nothing_is_kept_after_the_end() -> None:
     checker = StopChecker(SamplingParams(max_tokens=1), (), Detokenizer(byte_level()))
     assert checker.push(spell("ab")).kept == 1
     assert checker.push(spell("ab")) == (0, "", "length")
-
-
-@pytest.mark.parametrize("max_tokens", [1, 5, 6])
-def test_the_budget_is_exact(max_tokens: int) -> None:
-    tokens = list(range(40, 52))
-    kept, _, reason = feed(SamplingParams(max_tokens=max_tokens), tokens, [4, 8])
-    assert (len(kept), reason) == (max_tokens, "length")
 
 
 def stopped(tokens: list[int], **fields: object) -> list[tuple[str, int]]:
