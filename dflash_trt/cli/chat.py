@@ -9,8 +9,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from dflash_trt.cli import generate
-from dflash_trt.cli.options import add_bundle, add_drafting, bundle_of, drafting_of, option, switch
-from dflash_trt.cli.output import Words, loading, print_text
+from dflash_trt.cli.options import add_bundle, add_drafting, drafting_of, llm_of, option, switch
+from dflash_trt.cli.output import Words, print_text
 from dflash_trt.errors import did_you_mean
 
 if TYPE_CHECKING:
@@ -56,12 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answer line after line until the end of the input."""
     params = generate.sampling_params(args, most=MAX_TOKENS)
-    place = bundle_of(args).path
-    with loading(args.bundle):
-        from dflash_trt.llm import LLM
-
-        opened = LLM(place, max_batch_size=1, exact=args.exact)
-    with opened as llm:
+    with llm_of(args) as llm:
         conversation = Conversation(llm, params, args)
         if sys.stdin.isatty():
             with suppress(ImportError):

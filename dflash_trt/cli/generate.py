@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash_trt.cli.options import add_bundle, add_drafting, add_json, bundle_of, drafting_of, option, switch
-from dflash_trt.cli.output import Words, loading, print_json
+from dflash_trt.cli.options import add_bundle, add_drafting, add_json, drafting_of, llm_of, option, switch
+from dflash_trt.cli.output import Words, print_json
 from dflash_trt.errors import DFlashError, RequestError
 
 if TYPE_CHECKING:
@@ -132,12 +132,7 @@ def run(args: argparse.Namespace) -> int:
     params = sampling_params(args, stop=tuple(args.stop or ()), structured_outputs=_form(args))
     drafting: DraftingOptions = {"speculate": not args.no_draft, **drafting_of(args)}
     prompt = sys.stdin.read() if args.prompt in (None, "-") else args.prompt
-    place = bundle_of(args).path
-    with loading(args.bundle):
-        from dflash_trt import LLM
-
-        opened = LLM(place, max_batch_size=1, exact=args.exact)
-    with opened as llm:
+    with llm_of(args) as llm:
         if args.chat:
             system = [] if args.system is None else [{"role": "system", "content": args.system}]
             prompt = llm.chat_prompt(

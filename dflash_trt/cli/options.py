@@ -7,9 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from dflash_trt.cli.output import loading
+
 if TYPE_CHECKING:
     from dflash_trt.bundle.manifest import Bundle
     from dflash_trt.decoding.options import DraftingOptions
+    from dflash_trt.llm import LLM
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
@@ -50,6 +53,15 @@ def bundle_of(args: argparse.Namespace) -> Bundle:
     from dflash_trt.building.first_use import open_bundle
 
     return open_bundle(args.bundle, "size")
+
+
+def llm_of(args: argparse.Namespace) -> LLM:
+    """The bundle that was asked for, opened for one sequence. On a terminal a line says so meanwhile."""
+    path = bundle_of(args).path
+    with loading(args.bundle):
+        from dflash_trt.llm import LLM
+
+        return LLM(path, max_batch_size=1, exact=args.exact)
 
 
 def at_least(minimum: int) -> Callable[[str], int]:

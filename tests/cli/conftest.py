@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +39,29 @@ def build_arguments(pair: tuple[Path, Path], out: Path, *more: str) -> list[str]
 class Output:
     """The result of main(): exit code, standard output, standard error."""
 
-    def __init__(self, capsys: pytest.CaptureFixture[str], *arguments: object) -> None:
+    def __init__(self, capsys: pytest.CaptureFixture[str], words: Sequence[object]) -> None:
         capsys.readouterr()
-        self.code = main([str(argument) for argument in arguments])
+        try:
+            self.code: Any = main([str(word) for word in words])
+        except SystemExit as ended:  # of wrong usage, or of --help
+            self.code = ended.code
         self.out, self.err = capsys.readouterr()
 
     @property
     def json(self) -> Any:
         return json.loads(self.out)
+
+
+Command = Callable[..., Output]
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Runs a command of dflash-trt, with a text as its standard input."""
+
+    def run(*words: object, stdin: str | None = None) -> Output:
+        if stdin is not None:
+            monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+        return Output(capsys, words)
+
+    return run

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 import json
 import os
 import re
@@ -15,20 +14,20 @@ from typing import Any
 
 import pytest
 
+import dflash_trt
 from dflash_trt.cli import COMMANDS, main
 from dflash_trt.cli.output import print_table
-from tests.cli.conftest import Output, build_arguments
+from tests.cli.conftest import Command, build_arguments
 
 ROOT = Path(__file__).parents[2]
 RUN = [sys.executable, "-c", "import sys; from dflash_trt.cli import main; sys.exit(main())"]
 
 
 @pytest.mark.parametrize("arguments", [[], *([name] for name in COMMANDS)])
-def test_help_has_examples(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as raised:
-        main([*arguments, "--help"])
-    assert raised.value.code == 0
-    assert f"examples:\n  dflash-trt {' '.join(arguments)}" in capsys.readouterr().out
+def test_help_has_examples(arguments: list[str], command: Command) -> None:
+    shown = command(*arguments, "--help")
+    assert (shown.code, shown.err) == (0, "")
+    assert f"examples:\n  dflash-trt {' '.join(arguments)}" in shown.out
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -39,24 +38,20 @@ def test_help_imports_nothing_heavy() -> None:
     assert found.stderr.strip() == "[]"
 
 
-def test_a_bare_call_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    bare = Output(capsys)
+def test_a_bare_call_lists_the_commands(command: Command) -> None:
+    bare = command()
     assert (bare.code, bare.err) == (2, "")
     assert all(f"\n    {name}" in bare.out for name in COMMANDS)
 
 
-def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
-    import dflash_trt
-
-    with pytest.raises(SystemExit) as raised:
-        main(["--version"])
-    assert raised.value.code == 0
-    assert capsys.readouterr().out == f"dflash-trt {dflash_trt.__version__}\n"
+def test_the_version(command: Command) -> None:
+    shown = command("--version")
+    assert (shown.code, shown.out) == (0, f"dflash-trt {dflash_trt.__version__}\n")
 
 
-def test_what_is_logged_goes_to_stderr(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_logged_goes_to_stderr(bundle: Path, command: Command) -> None:
     options = ("generate", bundle, "-p", "1", "--max-tokens", "2")
-    quiet, loud = Output(capsys, *options), Output(capsys, *options, "--log-level", "info")
+    quiet, loud = command(*options), command(*options, "--log-level", "info")
     assert quiet.err == ""
     assert f"info runtime: opened {bundle} for onnxruntime" in loud.err
     assert loud.out == quiet.out
@@ -71,31 +66,27 @@ def test_a_table_wraps_its_last_column(
     assert lines == ["a    " + " ".join(["word"] * 7), "     " + " ".join(["word"] * 5), "bcd"]
 
 
-@pytest.mark.parametrize("command", [["pairs"], ["doctor"], ["plan", "--gpus"]])
-def test_tables_fit_100_columns(
-    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("words", [["pairs"], ["doctor"], ["plan", "--gpus"]])
+def test_tables_fit_100_columns(words: list[str], command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
-    assert max(map(len, Output(capsys, *command).out.splitlines())) <= 100
+    assert max(map(len, command(*words).out.splitlines())) <= 100
 
 
-def test_completion_knows_the_commands_and_files(capsys: pytest.CaptureFixture[str]) -> None:
+def test_completion_knows_the_commands_and_files(command: Command) -> None:
     pytest.importorskip("shtab")
-    script = Output(capsys, "completion", "bash").out
+    script = command("completion", "bash").out
     assert f"({' '.join(COMMANDS)})" in script
     assert "--max-seq-len" in script
     assert "_shtab_compgen_files" in script
 
 
-def test_build_reports_progress_on_stderr(
-    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first = Output(capsys, *build_arguments(pair, tmp_path / "b"))
+def test_build_reports_progress_on_stderr(pair: tuple[Path, Path], tmp_path: Path, command: Command) -> None:
+    first = command(*build_arguments(pair, tmp_path / "b"))
     assert first.code == 0
     assert first.out.startswith(str(tmp_path / "b"))
     assert first.out.count("\n") == 1
     assert "export target: done" in first.err
-    again = Output(capsys, *build_arguments(pair, tmp_path / "b", "--json"))
+    again = command(*build_arguments(pair, tmp_path / "b", "--json"))
     assert again.code == 0
     assert again.json["kind"] == "bundle"
     assert again.json["build_seconds"] >= 0
@@ -109,43 +100,39 @@ def test_debug_raises(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("chat", [[], ["--chat"], ["--chat", "--system", "Be brief."]])
-def test_generate_gives_the_same_text_by_every_way(
-    bundle: Path, chat: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generate_gives_the_same_text_by_every_way(bundle: Path, chat: list[str], command: Command) -> None:
     options = [*chat, "--max-tokens", "24", "--temperature", "0.8", "--top-p", "0.9", "--seed", "5"]
-    plain = Output(capsys, "generate", bundle, "-p", "12 + 7", "--no-draft", *options)
+    plain = command("generate", bundle, "-p", "12 + 7", "--no-draft", *options)
     assert plain.code == 0
     assert plain.err == ""
-    drafted = Output(capsys, "generate", bundle, "--prompt", "12 + 7", *options)
-    as_json = Output(capsys, "generate", bundle, "-p", "12 + 7", "--json", "--block-length", "3", *options)
-    monkeypatch.setattr("sys.stdin", io.StringIO("12 + 7"))
-    from_stdin = Output(capsys, "generate", bundle, "--prompt", "-", *options)
-    monkeypatch.setattr("sys.stdin", io.StringIO("12 + 7"))
-    from_pipe = Output(capsys, "generate", bundle, *options)
+    drafted = command("generate", bundle, "--prompt", "12 + 7", *options)
+    as_json = command("generate", bundle, "-p", "12 + 7", "--json", "--block-length", "3", *options)
+    from_stdin = command("generate", bundle, "--prompt", "-", *options, stdin="12 + 7")
+    from_pipe = command("generate", bundle, *options, stdin="12 + 7")
     assert {plain.out, drafted.out, as_json.json["text"] + "\n", from_stdin.out, from_pipe.out} == {plain.out}
     assert as_json.json["seed"] == 5
     assert len(as_json.json["token_ids"]) <= 24
     assert as_json.json["finish_reason"] in ("stop", "length")
 
 
-def test_generate_stats_go_to_stderr(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    done = Output(capsys, "generate", bundle, "-p", "12 + 7", "--stats", "--max-tokens", "16", "--ignore-eos")
+def test_generate_stats_go_to_stderr(bundle: Path, command: Command) -> None:
+    done = command("generate", bundle, "-p", "12 + 7", "--stats", "--max-tokens", "16", "--ignore-eos")
     assert done.code == 0
     assert "16 tokens" in done.err
     assert "acceptance length" in done.err
     assert "acceptance length" not in done.out
 
 
-def test_generate_passes_variables_to_the_template(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_passes_variables_to_the_template(bundle: Path, command: Command) -> None:
     options = ("generate", bundle, "--chat", "-p", "12 + 7", "--max-tokens", "2", "--json")
-    with_prompt = Output(capsys, *options).json["prompt_token_ids"]
+    with_prompt = command(*options).json["prompt_token_ids"]
     variables = '{"add_generation_prompt": false}'
-    without = Output(capsys, *options, "--chat-template-kwargs", variables).json["prompt_token_ids"]
+    without = command(*options, "--chat-template-kwargs", variables).json["prompt_token_ids"]
     assert with_prompt[: len(without)] == without
     assert len(with_prompt) > len(without)
 
 
-def test_verify_finds_no_difference(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_finds_no_difference(bundle: Path, tmp_path: Path, command: Command) -> None:
     prompts = tmp_path / "prompts.jsonl"
     lines = [
         {"prompt": "12 + 7 ="},
@@ -154,10 +141,10 @@ def test_verify_finds_no_difference(bundle: Path, tmp_path: Path, capsys: pytest
     ]
     prompts.write_text("\n".join(map(json.dumps, lines)) + "\n")
     options = ("verify", bundle, "--prompts", prompts, "--max-tokens", "12", "--block-lengths", "1,8")
-    shown = Output(capsys, *options, "--temperatures", "0", "--batch-sizes", "2")
+    shown = command(*options, "--temperatures", "0", "--batch-sizes", "2")
     assert shown.code == 0
     assert shown.out.splitlines()[-1] == "all equal"
-    document = Output(capsys, *options, "--temperatures", "0,1.0", "--batch-sizes", "3", "--json")
+    document = command(*options, "--temperatures", "0,1.0", "--batch-sizes", "3", "--json")
     assert document.code == 0
     assert document.json["equal"] is True
     assert [(case["temperature"], case["block_length"]) for case in document.json["cases"]] == [
@@ -169,7 +156,7 @@ def test_verify_finds_no_difference(bundle: Path, tmp_path: Path, capsys: pytest
 
 
 def test_verify_shows_the_first_difference(
-    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    bundle: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from dflash_trt.llm import LLM
 
@@ -185,11 +172,11 @@ def test_verify_shows_the_first_difference(
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "12 + 7 =", "id": "sum"}\n')
     options = ("verify", bundle, "--prompts", prompts, "--max-tokens", "8", "--block-lengths", "8")
-    shown = Output(capsys, *options, "--temperatures", "0", "--batch-sizes", "1")
+    shown = command(*options, "--temperatures", "0", "--batch-sizes", "1")
     assert shown.code == 1
     assert "first difference: prompt sum, generated token 3" in shown.out
     assert "logit gap" in shown.out
-    document = Output(capsys, *options, "--temperatures", "0", "--batch-sizes", "1", "--json")
+    document = command(*options, "--temperatures", "0", "--batch-sizes", "1", "--json")
     assert document.code == 1
     difference = document.json["cases"][0]["first_difference"]
     assert difference["drafted_token"] == difference["plain_token"] + 1
@@ -197,44 +184,37 @@ def test_verify_shows_the_first_difference(
 
 
 @pytest.mark.parametrize("line", ["{", "[]", "{}", '{"prompt": 7}'])
-def test_verify_names_the_malformed_prompt(
-    line: str, bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_names_the_malformed_prompt(line: str, bundle: Path, tmp_path: Path, command: Command) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "fine"}\n' + line + "\n")
-    failed = Output(capsys, "verify", bundle, "--prompts", tmp_path / "prompts.jsonl")
+    failed = command("verify", bundle, "--prompts", tmp_path / "prompts.jsonl")
     assert failed.code == 1
     assert "prompts.jsonl:2: " in failed.err
 
 
-def test_inspect(
-    bundle: Path, pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = Output(capsys, "inspect", bundle, "--json").json
-    target, drafter = (Output(capsys, "inspect", path, "--json").json for path in pair)
+def test_inspect(bundle: Path, pair: tuple[Path, Path], tmp_path: Path, command: Command) -> None:
+    found = command("inspect", bundle, "--json").json
+    target, drafter = (command("inspect", path, "--json").json for path in pair)
     assert [each["kind"] for each in (found, target, drafter)] == ["bundle", "target", "drafter"]
     assert found["target_layer_ids"] == drafter["target_layer_ids"]
     assert found["parameters"] == target["parameters"] + drafter["parameters"]
     assert "target.onnx" in found["files"]
-    shown = Output(capsys, "inspect", bundle)
+    shown = command("inspect", bundle)
     assert "weights/drafter/model.safetensors" in shown.out
     assert "quantization           target   none\n" in shown.out
     shutil.copytree(pair[0], tmp_path / "target")
     section = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
     (tmp_path / "target" / "hf_quant_config.json").write_text(json.dumps(section))
-    assert (
-        "quantized cache          8 bits on TensorRT-LLM"
-        in Output(capsys, "inspect", tmp_path / "target").out
-    )
-    neither = Output(capsys, "inspect", tmp_path)
+    assert "quantized cache          8 bits on TensorRT-LLM" in command("inspect", tmp_path / "target").out
+    neither = command("inspect", tmp_path)
     assert neither.code == 1
     assert "neither manifest.json nor config.json" in neither.err
 
 
 def test_pairs_lists_every_pair_and_published_drafter_in_80_columns(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    shown, listed = Output(capsys, "pairs").out, Output(capsys, "pairs", "--json").json
+    shown, listed = command("pairs").out, command("pairs", "--json").json
     assert max(map(len, shown.splitlines())) <= 80
     names = {line.split()[0] for line in shown.splitlines() if line}
     drafters = {drafter["repository"]: drafter for drafter in listed["drafters"]}
@@ -247,11 +227,11 @@ def test_pairs_lists_every_pair_and_published_drafter_in_80_columns(
     assert {drafter["publisher"] for drafter in drafters.values()} >= {"z-lab", "deepseek-ai", "RedHatAI"}
 
 
-def test_pairs_shows_all_of_one(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairs_shows_all_of_one(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
 
     def rows(name: str) -> dict[str, str]:
-        lines = Output(capsys, "pairs", name).out.splitlines()
+        lines = command("pairs", name).out.splitlines()
         assert max(map(len, lines)) <= 80
         return dict(re.split(r"  +", line, maxsplit=1) for line in lines if not line.startswith(" "))
 
@@ -263,13 +243,13 @@ def test_pairs_shows_all_of_one(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert form["tensorrt-llm"].startswith("no: several groups")
     assert rows("incoai/glm-5.3-flash-DFlash2")["onnxruntime"] == "no: the target's family is not read"
     assert rows("qwen3.5-9b")["nobody confirms"].startswith("drafter.dflash_config.mask_token_id")
-    wrong = Output(capsys, "pairs", "qwen3.8-28b")
+    wrong = command("pairs", "qwen3.8-28b")
     assert wrong.code == 1
     assert "did you mean 'qwen3.8-27b'" in wrong.err
 
 
-def test_doctor_is_honest(capsys: pytest.CaptureFixture[str]) -> None:
-    shown, found = Output(capsys, "doctor"), Output(capsys, "doctor", "--json").json
+def test_doctor_is_honest(command: Command) -> None:
+    shown, found = command("doctor"), command("doctor", "--json").json
     assert shown.code == 0
     rows = {row["engine"]: row for row in found["engines"]}
     assert rows["onnxruntime"]["build"]
@@ -278,14 +258,12 @@ def test_doctor_is_honest(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["required"]["onnxruntime"] in shown.out
 
 
-def test_interrupt_is_tidy(
-    bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupt_is_tidy(bundle: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("dflash_trt.reports.environment.describe", interrupted)
-    stopped = Output(capsys, "doctor")
+    stopped = command("doctor")
     assert stopped.code == 130
     assert "Traceback" not in stopped.err
 

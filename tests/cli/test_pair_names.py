@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Output
+from tests.cli.conftest import Command
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -24,45 +22,38 @@ def in_an_empty_folder(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_cache_that_cannot_be_written_may_hold_the_pair(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from dflash_trt.building import first_use
 
     def refused(*_: object) -> None:
         raise PermissionError("no")
 
-    Output(capsys, "generate", "tiny", "--prompt", "x", "--max-tokens", "2")
+    command("generate", "tiny", "--prompt", "x", "--max-tokens", "2")
     monkeypatch.setattr(first_use, "FileLock", refused)
-    assert Output(capsys, "generate", "tiny", "--prompt", "x", "--max-tokens", "2").code == 0
+    assert command("generate", "tiny", "--prompt", "x", "--max-tokens", "2").code == 0
 
 
-def test_the_other_commands_take_it_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
-    said = Output(capsys, "chat", "tiny", "--max-tokens", "4")
+def test_the_other_commands_take_it_too(tmp_path: Path, command: Command) -> None:
+    said = command("chat", "tiny", "--max-tokens", "4", stdin="Hello\n")
     assert (said.code, "[4 tokens" in said.out) == (0, True)
-    verified = Output(
-        capsys, "verify", "tiny", "--limit", "1", "--temperatures", "0", "--max-tokens", "4", "--json"
-    )
+    verified = command("verify", "tiny", "--limit", "1", "--temperatures", "0", "--max-tokens", "4", "--json")
     assert (verified.code, verified.json["equal"]) == (0, True)
     options = ("--requests", "1", "--concurrency", "1", "--max-tokens", "2", "--methods", "plain", "--json")
-    assert Output(capsys, "bench", "tiny", *options).code == 0
-    assert Output(capsys, "deploy", "tiny", "--out", tmp_path / "repository").code == 0
+    assert command("bench", "tiny", *options).code == 0
+    assert command("deploy", "tiny", "--out", tmp_path / "repository").code == 0
 
 
-def test_a_directory_of_that_name_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_of_that_name_comes_first(tmp_path: Path, command: Command) -> None:
     (tmp_path / "tiny").mkdir()
-    said = Output(capsys, "generate", "tiny", "--prompt", "x")
+    said = command("generate", "tiny", "--prompt", "x")
     assert said.code == 1
     assert "tiny" in said.err
     assert os.listdir(tmp_path / "tiny") == []
 
 
-def test_verify_begins_with_its_time_and_is_quick_by_default(
-    bundle: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    checked = Output(capsys, "verify", bundle)
+def test_verify_begins_with_its_time_and_is_quick_by_default(bundle: Path, command: Command) -> None:
+    checked = command("verify", bundle)
     first = checked.err.splitlines()[0]
     assert first.startswith("this takes about ")
     assert checked.out.startswith("4 prompts, 32 tokens each")
