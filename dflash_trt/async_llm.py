@@ -16,7 +16,7 @@ from time import perf_counter
 from typing import Self, Unpack
 
 from dflash_trt.decoding.options import RequestOptions, ServingOptions, takes
-from dflash_trt.decoding.params import Chunk, Completion, SamplingParams
+from dflash_trt.decoding.params import Chunk, Completion, SamplingParams, integer
 from dflash_trt.decoding.request import Emission, Request, completion, items
 from dflash_trt.errors import BusyError, DFlashError, EngineError
 from dflash_trt.runtime import Opened, OpeningOptions, Prompt
@@ -60,8 +60,7 @@ class AsyncLLM(Opened):
         stream_interval: float = 0.0,
         **options: Unpack[OpeningOptions],
     ) -> None:
-        if max_queue < 0:
-            raise DFlashError(f"max_queue is {max_queue}, expected 0 or more")
+        max_queue = integer("max_queue", max_queue, 0)
         if not stream_interval >= 0:
             raise DFlashError(f"stream_interval is {stream_interval}, expected 0 or more seconds")
         super().__init__(bundle, **options)

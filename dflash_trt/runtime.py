@@ -19,18 +19,18 @@ from dflash_trt.bundle.workspace import Progress
 from dflash_trt.checkpoint.catalogue import known_pair
 from dflash_trt.decoding.length.policy import Lengths
 from dflash_trt.decoding.metrics import Metrics
-from dflash_trt.decoding.options import RequestOptions, plain
+from dflash_trt.decoding.options import RequestOptions
 from dflash_trt.decoding.output.detokenizer import Detokenizer
 from dflash_trt.decoding.output.stopping import StopChecker
 from dflash_trt.decoding.pair import Pair
-from dflash_trt.decoding.params import SamplingParams, token_ids
+from dflash_trt.decoding.params import SamplingParams, integer, token_ids
 from dflash_trt.decoding.request import Request
 from dflash_trt.decoding.sampling.history import History
 from dflash_trt.decoding.sampling.structure import Structure, Structures
 from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.engines.base import PREFILL_CHUNK, RunSettings
 from dflash_trt.engines.registry import engine_of
-from dflash_trt.errors import BundleError, DFlashError, RequestError, UsageError, quoted
+from dflash_trt.errors import BundleError, DFlashError, RequestError, quoted
 from dflash_trt.logs import warn_once
 from dflash_trt.prompts import natural_prompts
 from dflash_trt.text.tokenizer import Tokenizer
@@ -93,14 +93,9 @@ class Runtime:
         exact: bool | None = None,
     ) -> None:
         began = perf_counter()
-        max_batch_size, prefill_chunk, prefix_cache_bytes = map(
-            plain, (max_batch_size, prefill_chunk, prefix_cache_bytes)
-        )
-        limits = {"max_batch_size": (max_batch_size, 1), "prefill_chunk": (prefill_chunk, 1)}
-        limits["prefix_cache_bytes"] = (prefix_cache_bytes, 0)
-        for name, (value, least) in limits.items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise UsageError(f"{name} is {quoted(value)}, expected an integer, {least} or more")
+        max_batch_size = integer("max_batch_size", max_batch_size, 1)
+        prefill_chunk = integer("prefill_chunk", prefill_chunk, 1)
+        prefix_cache_bytes = integer("prefix_cache_bytes", prefix_cache_bytes, 0)
         self.max_batch_size, self.bundle = max_batch_size, open_bundle(bundle, check)
         manifest = self.bundle.manifest
         if manifest["weights"] == "none":

@@ -75,20 +75,20 @@ def at_least(minimum: int) -> Callable[[str], int]:
     return number
 
 
-def up_to(most: float, kind: type[N]) -> Callable[[str], N]:
-    """A number from 0 to `most`."""
+def up_to(most: str, kind: type[N]) -> Callable[[str], N]:
+    """A number from 0 to `most`, which errors show as it is written."""
 
     def number(text: str) -> N:
-        if not 0 <= (value := kind(text)) <= most:
-            raise argparse.ArgumentTypeError(f"{value} is not between 0 and {most:g}")
+        if not 0 <= (value := kind(text)) <= kind(most):
+            raise argparse.ArgumentTypeError(f"{value} is not between 0 and {most}")
         return value
 
     return number
 
 
-port = up_to(65535, int)  # 0 lets the system choose one
-seconds = up_to(3e8, float)  # at most ten years
-share = up_to(1, float)
+port = up_to("65535", int)  # 0 lets the system choose one
+seconds = up_to("3e8", float)  # at most ten years
+share = up_to("1", float)
 
 
 def block_length(text: str) -> int | None:

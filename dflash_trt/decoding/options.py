@@ -7,14 +7,13 @@ from dataclasses import dataclass, fields
 from functools import wraps
 from inspect import signature
 from numbers import Integral, Real
-from typing import Any, ParamSpec, TypedDict, TypeVar, cast
+from typing import Any, ParamSpec, TypedDict, TypeVar
 
-from dflash_trt.decoding.params import MOST_PRIORITY, SamplingParams
+from dflash_trt.decoding.params import MOST_PRIORITY, SamplingParams, integer
 from dflash_trt.errors import RequestError, UsageError, quoted
 
 P = ParamSpec("P")
 R = TypeVar("R")
-T = TypeVar("T")
 
 _LONG = 1e9  # seconds: practically no timeout
 
@@ -64,19 +63,19 @@ class RequestOptions:
     count_prompt: bool = True
 
     def __post_init__(self) -> None:
-        timeout, priority = self.timeout, self.priority
+        timeout = self.timeout
         if timeout is not None:
             if not isinstance(timeout, Real) or isinstance(timeout, bool) or not timeout >= 0:
                 raise RequestError(f"timeout is {quoted(timeout)}, expected seconds, 0 or more")
             object.__setattr__(self, "timeout", float(min(timeout, _LONG)))
-        if not isinstance(priority, Integral) or isinstance(priority, bool) or abs(priority) > MOST_PRIORITY:
-            raise RequestError(
-                f"priority is {quoted(priority)}, expected an integer, {-MOST_PRIORITY} to {MOST_PRIORITY}"
-            )
+        priority = integer("priority", self.priority, -MOST_PRIORITY, MOST_PRIORITY)
+        object.__setattr__(self, "priority", priority)
         if not isinstance(self.cache_salt, str):
             raise RequestError(f"cache_salt is {quoted(self.cache_salt)}, expected a text")
-        for name in ("block_length", "tree_nodes", "priority"):
-            object.__setattr__(self, name, plain(getattr(self, name)))
+        for name in ("block_length", "tree_nodes"):  # `check` knows their limits
+            value = getattr(self, name)
+            if isinstance(value, Integral) and not isinstance(value, bool):
+                object.__setattr__(self, name, int(value))
 
     def check(self, block_size: int, most_tree_nodes: int) -> None:
         """Raise RequestError if a bundle of this block size does not support them.
@@ -129,8 +128,3 @@ def takes(options: type[Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return checked
 
     return decorate
-
-
-def plain(value: T) -> T:
-    """An integer of any library, such as NumPy's, as Python's. Anything else stays as it is."""
-    return cast(T, int(value)) if isinstance(value, Integral) and not isinstance(value, bool) else value

@@ -177,19 +177,13 @@ class SamplingParams:
         Sample i has the seed of these parameters plus i, modulo 2**64. So each sample can be had alone, too. Without a
         seed, the first is drawn. Raises RequestError.
         """
-        if not isinstance(n, Integral) or isinstance(n, bool) or not 1 <= n <= MOST_SAMPLES:
-            raise UsageError(f"n is {quoted(n)}, expected an integer, 1 to {MOST_SAMPLES}")
-        if n == 1:
+        if integer("n", n, 1, MOST_SAMPLES) == 1:
             return [self]
         first = randbits(64) if self.seed is None else self.seed
         return [replace(self, seed=(first + i) % 2**64) for i in range(n)]
 
     def _integer(self, field: str, low: int, high: int) -> None:
-        value = getattr(self, field)
-        number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else -1
-        if not low <= number <= high:
-            raise UsageError(f"{field} is {quoted(value)}, expected an integer, {low} to {high}")
-        object.__setattr__(self, field, number)
+        object.__setattr__(self, field, integer(field, getattr(self, field), low, high))
 
     def _number(
         self,
@@ -228,6 +222,18 @@ class SamplingParams:
             what = "ids" if field.endswith("_ids") else "strings"
             raise UsageError(f"{field} has {len(value)} {what}, expected at most {MOST_WORDS}")
         return tuple(value)
+
+
+def integer(name: str, value: object, low: int, high: int | None = None) -> int:
+    """An integer of any library, such as NumPy's, as Python's. Raises UsageError naming a value that is out of range,
+    or none.
+    """
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        value = int(value)
+        if low <= value and (high is None or value <= high):
+            return value
+    most = "or more" if high is None else f"to {high}"
+    raise UsageError(f"{name} is {quoted(value)}, expected an integer, {low} {most}")
 
 
 def token_ids(values: Collection[object], name: str) -> list[int]:

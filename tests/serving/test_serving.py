@@ -27,8 +27,9 @@ from dflash_trt.serving.deploy import container_command, deploy
 from dflash_trt.serving.launch import Sockets, find_server, has_backend, server_arguments
 from dflash_trt.serving.processes import descendants
 from dflash_trt.serving.worker import Worker, _options
-from tests.api.test_async import bundle, prompt
+from tests.api.test_async import prompt
 from tests.decoding.test_faults import Panic
+from tests.doubles.bundles import bundle
 
 __all__ = ["bundle"]  # the fixture
 
