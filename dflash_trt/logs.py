@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TextIO
 
 LEVELS = {"error": logging.ERROR, "warning": logging.WARNING, "info": logging.INFO, "debug": logging.DEBUG}
 _warned: set[str] = set()
@@ -20,17 +19,16 @@ def warn_once(logger: logging.Logger, message: str) -> None:
         logger.warning(message)
 
 
-def to_stderr(level: str, stream: TextIO | None = None) -> logging.Handler:
+def to_stderr(level: str) -> None:
     """Print what `dflash_trt` logs at `level` and above, for the command line. A later call replaces an earlier one."""
     root = logging.getLogger("dflash_trt")
     for handler in [each for each in root.handlers if each.get_name() == "dflash-trt"]:
         root.removeHandler(handler)
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
     handler.set_name("dflash-trt")
     handler.setFormatter(_Lines())
     root.addHandler(handler)
     root.setLevel(LEVELS[level])
-    return handler
 
 
 class _Lines(logging.Formatter):

@@ -95,7 +95,6 @@ def measure(
     *,
     requests: int,
     progress: Progress = silent,
-    seed: int = 0,
 ) -> Iterator[LoadPoint]:
     """One point for each load. Its requests are `bodies`, paths and JSON, in turn.
 
@@ -108,7 +107,7 @@ def measure(
         point, step = LoadPoint(load), f"load {load.name}"
         progress(step, 0, requests)
         begin = perf_counter()
-        for answer in _answers(server, [bodies[n % len(bodies)] for n in range(requests)], load, seed):
+        for answer in _answers(server, [bodies[n % len(bodies)] for n in range(requests)], load):
             point.answers.append(answer)
             progress(step, len(point.answers), requests)
         point.seconds = perf_counter() - begin
@@ -116,7 +115,7 @@ def measure(
 
 
 def _answers(
-    server: LoadedServer, bodies: Sequence[tuple[str, dict[str, Any]]], load: Load, seed: int
+    server: LoadedServer, bodies: Sequence[tuple[str, dict[str, Any]]], load: Load
 ) -> Iterator[StreamedAnswer]:
     """The answers as they come. Threads send the requests: as many as are in flight."""
     answers = queue.SimpleQueue[StreamedAnswer]()
@@ -134,7 +133,7 @@ def _answers(
             answer(body)
 
     def by_poisson() -> None:
-        gaps, due = random.Random(seed), perf_counter()
+        gaps, due = random.Random(0), perf_counter()
         for body in bodies:
             sleep(max(0.0, due - perf_counter()))
             _start(partial(answer, body))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dflash_trt.llm import LLM
-from tests.cli.conftest import Command
+from tests.doubles.commands import Command
 
 
 @pytest.fixture

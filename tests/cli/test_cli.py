@@ -17,7 +17,8 @@ import pytest
 import dflash_trt
 from dflash_trt.cli import COMMANDS, main
 from dflash_trt.cli.output import print_table
-from tests.cli.conftest import Command, build_arguments
+from tests.cli.conftest import build_arguments
+from tests.doubles.commands import Command
 
 ROOT = Path(__file__).parents[2]
 RUN = [sys.executable, "-c", "import sys; from dflash_trt.cli import main; sys.exit(main())"]

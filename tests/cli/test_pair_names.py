@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Command
+from tests.doubles.commands import Command
 
 
 @pytest.fixture(scope="module", autouse=True)

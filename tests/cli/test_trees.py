@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Command, build_arguments
+from tests.cli.conftest import build_arguments
+from tests.doubles.commands import Command
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ import pytest
 
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
-from dflash_trt.cli import main
 from dflash_trt.decoding.exact import Rule
 from dflash_trt.decoding.pair import Pair
 from dflash_trt.decoding.widths import Outcome, classes, measure
@@ -21,6 +20,7 @@ from dflash_trt.errors import UsageError
 from dflash_trt.graph import onnxruntime as functions
 from dflash_trt.trtllm.options import TensorRTLLMOptions
 from tests.doubles.checkpoints import VOCAB, make_drafter, make_target
+from tests.doubles.commands import Command
 from tests.doubles.family_checkpoints import make_gpt_oss
 from tests.doubles.hybrid_checkpoints import DENSE, make_hybrid
 
@@ -111,21 +111,17 @@ def test_lies_of_a_pass(
     assert some.first == "the logits: all cache rows agree"
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = bundle(tmp_path)
-    asked = ["verify", str(path), "--limit", "1", "--max-tokens", "8", "--widths"]
+def test_the_command(tmp_path: Path, command: Command) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "a b c"}) + "\n")
-    asked[2:2] = ["--prompts", str(prompts)]
-    assert main(asked) == 0
-    assert "all equal" in capsys.readouterr().out
-    assert main([*asked, "2,3", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    asked = ("verify", bundle(tmp_path), "--prompts", prompts, "--max-tokens", "8", "--widths")
+    shown = command(*asked)
+    assert (shown.code, "all equal" in shown.out) == (0, True)
+    found = command(*asked, "2,3", "--json").json
     assert found["equal"]
     assert [each["way"] for each in found["ways"][:3]] == ["width 1 again", "width 2", "width 3"]
-    with pytest.raises(SystemExit, match="2"):
-        main([*asked, "5"])
-    assert "--widths" in capsys.readouterr().err
+    refused = command(*asked, "5")
+    assert (refused.code, "--widths" in refused.err) == (2, True)
 
 
 def test_trees_move_rows(tmp_path: Path) -> None:

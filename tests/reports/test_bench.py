@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,12 @@ from typing import Any
 import pytest
 
 from dflash_trt.building.build import build
-from dflash_trt.cli import main
 from dflash_trt.decoding.metrics import quantile
 from dflash_trt.decoding.options import RequestOptions
 from dflash_trt.reports.benchmark import Load, MethodPoint, bench
 from dflash_trt.runtime import Runtime
 from tests.doubles.checkpoints import make_drafter, make_target
+from tests.doubles.commands import Command
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -92,28 +91,25 @@ def test_an_open_loop_counts_from_the_arrival(runtime: Runtime) -> None:
     assert point.to_dict()["rate"] == 400
 
 
-def test_the_command(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(bundle: Path, tmp_path: Path, command: Command) -> None:
     pytest.importorskip("matplotlib")
     svg = tmp_path / "chart.svg"
-    options = ["--requests", "6", "--max-tokens", "8", "--concurrency", "1,2", "--rate", "300"]
-    assert main(["bench", str(bundle), *options, "--svg", str(svg), "--block-length", "5"]) == 0
-    out, err = capsys.readouterr()
-    lines = out.splitlines()
+    loads = ("--requests", "6", "--max-tokens", "8", "--concurrency", "1,2", "--rate", "300")
+    options = ("bench", bundle, *loads, "--svg", svg, "--block-length", "5")
+    shown = command(*options)
+    assert shown.code == 0
+    lines = shown.out.splitlines()
     assert "tokens of the methods: all equal" in lines[2]
     assert max(map(len, lines)) <= 80
     assert [line.split()[:2] for line in lines[5:]] == [
         [load, method] for load in ("1", "2", "300/s") for method in ("plain", "draft", "adaptive", "tree")
     ]
-    assert err.splitlines()[:3] == ["load 1: done", "load 2: done", "load 300/s: done"]
-    assert main(["bench", str(bundle), *options, "--svg", str(svg), "--block-length", "5", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    assert shown.err.splitlines()[:3] == ["load 1: done", "load 2: done", "load 300/s: done"]
+    document = command(*options, "--json").json
     assert document["same_tokens"] is True
     assert document["fixed_block_length"] == 5
-    assert [(p["concurrency"], p["rate"]) for p in document["points"][::4]] == [
-        (1, None),
-        (2, None),
-        (None, 300),
-    ]
+    points = [(point["concurrency"], point["rate"]) for point in document["points"][::4]]
+    assert points == [(1, None), (2, None), (None, 300)]
     texts = [t.text for t in ElementTree.fromstring(svg.read_text()).iter(f"{SVG}text")]
     assert {"tokens per second", "TPOT, ms (median)", "plain", "draft", "adaptive", "tree", "300/s"} <= set(
         texts
@@ -121,30 +117,25 @@ def test_the_command(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_the_cost_of_exact_mode(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.setenv("DFLASH_TRT_CACHE", str(tmp_path))
-    asked = ["bench", str(bundle), "--exact", "--requests", "2", "--max-tokens", "4", "--concurrency", "1"]
-    assert main(asked) == 0
-    lines = capsys.readouterr().out.splitlines()
+    asked = ("bench", bundle, "--exact", "--requests", "2", "--max-tokens", "4", "--concurrency", "1")
+    lines = command(*asked).out.splitlines()
     assert lines[2] == "exact mode: chains only; a plain pass takes 1.00 of its time"
-    assert main([*asked, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["exact"]["rule"]["trees"] is False
+    assert command(*asked, "--json").json["exact"]["rule"]["trees"] is False
 
 
-def test_prompts_of_a_file_and_json_alone(
-    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prompts_of_a_file_and_json_alone(bundle: Path, tmp_path: Path, command: Command) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "12 + 7 ="}\n{"messages": [{"role": "user", "content": "Add."}]}\n')
-    options = ["--prompts", str(prompts), "--requests", "2", "--max-tokens", "4", "--rate", "500"]
-    assert main(["bench", str(bundle), *options, "--methods", "plain,draft", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    options = ("--prompts", prompts, "--requests", "2", "--max-tokens", "4", "--rate", "500")
+    document = command("bench", bundle, *options, "--methods", "plain,draft", "--json").json
     assert [(p["method"], p["rate"]) for p in document["points"]] == [("plain", 500), ("draft", 500)]
 
 
 def test_different_tokens_are_an_error(
-    bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    bundle: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outputs = MethodPoint.outputs.fget
 
@@ -153,27 +144,23 @@ def test_different_tokens_are_an_error(
         return found if self.method == "plain" else found[:-1]
 
     monkeypatch.setattr(MethodPoint, "outputs", property(altered))
-    assert main(["bench", str(bundle), "--requests", "2", "--max-tokens", "4", "--concurrency", "1"]) == 1
-    assert "DIFFERENT" in capsys.readouterr().out
+    done = command("bench", bundle, "--requests", "2", "--max-tokens", "4", "--concurrency", "1")
+    assert (done.code, "DIFFERENT" in done.out) == (1, True)
 
 
 @pytest.mark.parametrize(
     "wrong", [["--methods", "plain,fast"], ["--rate", "0"], ["--concurrency", "0"], ["--max-tokens", "1"]]
 )
-def test_wrong_usage(bundle: Path, wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as raised:
-        main(["bench", str(bundle), *wrong])
-    assert raised.value.code == 2
-    assert wrong[0] in capsys.readouterr().err
+def test_wrong_usage(bundle: Path, wrong: list[str], command: Command) -> None:
+    refused = command("bench", bundle, *wrong)
+    assert (refused.code, wrong[0] in refused.err) == (2, True)
 
 
-def test_trees_of_a_fixed_size(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--requests", "4", "--max-tokens", "16", "--concurrency", "1", "--methods", "plain,tree"]
-    assert main(["bench", str(bundle), *options, "--tree-nodes", "12", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+def test_trees_of_a_fixed_size(bundle: Path, command: Command) -> None:
+    options = ("--requests", "4", "--max-tokens", "16", "--concurrency", "1", "--methods", "plain,tree")
+    document = command("bench", bundle, *options, "--tree-nodes", "12", "--json").json
     assert (document["same_tokens"], document["tree_nodes"]) == (True, 12)
     assert document["points"][1]["block_length_histogram"][12] > 0
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", str(bundle), *options, "--tree-nodes", "0"])
-    assert ended.value.code == 2
-    assert "--methods has tree, but --tree-nodes is 0" in capsys.readouterr().err
+    refused = command("bench", bundle, *options, "--tree-nodes", "0")
+    assert refused.code == 2
+    assert "--methods has tree, but --tree-nodes is 0" in refused.err

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
 
-from dflash_trt.cli import main
 from dflash_trt.errors import DFlashError
 from dflash_trt.reports import charts
+from tests.doubles.commands import Command
 
 SVG = "{http://www.w3.org/2000/svg}"
 pytest.importorskip("matplotlib")
@@ -73,11 +72,11 @@ def test_names_do_not_lie_on_each_other() -> None:
         assert box.x1 <= figure.bbox.x1
 
 
-def test_a_plan_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_drawn(tmp_path: Path, command: Command) -> None:
     out = tmp_path / "plan.svg"
-    words = ["plan", "--target", "qwen3-8b", "--gpu", "rtx-4090", "--engine", "tensorrt-rtx", "--json"]
-    assert main([*words, "--svg", str(out)]) == 1
-    assert json.loads(capsys.readouterr().out)["fits"] is False
+    words = ("plan", "--target", "qwen3-8b", "--gpu", "rtx-4090", "--engine", "tensorrt-rtx", "--json")
+    shown = command(*words, "--svg", out)
+    assert (shown.code, shown.json["fits"]) == (1, False)
     texts = " ".join(t.text or "" for t in ElementTree.fromstring(out.read_text()).iter(f"{SVG}text"))
     assert "target weights" in texts
     assert "the memory of rtx-4090, 22 GiB" in texts
@@ -90,11 +89,13 @@ def test_without_the_library_the_hint_installs_it(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_command_asks_before_its_work_whether_it_can_draw(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Command
 ) -> None:
     missing = tmp_path / "missing" / "drafters.svg"
-    assert main(["compare", "--target", "tiny", "--drafter", "tiny", "--svg", str(missing)]) == 1
-    assert f"--svg {missing}: is a directory, or its directory does not exist" in capsys.readouterr().err
+    refused = command("compare", "--target", "tiny", "--drafter", "tiny", "--svg", missing)
+    assert refused.code == 1
+    assert f"--svg {missing}: is a directory, or its directory does not exist" in refused.err
     monkeypatch.setattr(charts, "available", lambda: False)
-    assert main(["bench", "--server", "http://127.0.0.1:9", "--svg", str(tmp_path / "load.svg")]) == 1
-    assert "matplotlib, which is not installed" in capsys.readouterr().err
+    refused = command("bench", "--server", "http://127.0.0.1:9", "--svg", tmp_path / "load.svg")
+    assert refused.code == 1
+    assert "matplotlib, which is not installed" in refused.err

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from dflash_trt.cli import main
 from dflash_trt.errors import RequestError
 from dflash_trt.llm import LLM
 from dflash_trt.prompts import Prompt
@@ -23,10 +22,11 @@ from dflash_trt.reports.comparison import (
     rows_of,
 )
 from tests.doubles.checkpoints import make_drafter, make_target
+from tests.doubles.commands import Command
 from tests.doubles.kind_checkpoints import make_eagle3
 
 
-def test_two_drafters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_drafters(tmp_path: Path, command: Command) -> None:
     """The figures add up, in the document, the tables and the chart."""
     target = make_target(tmp_path / "target", layers=6, dtype="float32", favourites=6)
     drafters = [make_drafter(tmp_path / "dflash", target), make_eagle3(tmp_path / "eagle", target)]
@@ -36,8 +36,7 @@ def test_two_drafters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     asked = ["compare", "--target", str(target), "--prompts", str(prompts), "--max-tokens", "12"]
     asked += [part for path in drafters for part in ("--drafter", str(path))]
     asked += ["--temperatures", "0.7,0", "--tree-width", "2", "--tree-nodes", "9"]
-    assert main([*asked, "--json", "--svg", str(tmp_path / "chart.svg")]) == 0
-    result = json.loads(capsys.readouterr().out)
+    result = command(*asked, "--json", "--svg", tmp_path / "chart.svg").json
     assert result["same_tokens"]
     assert [run["temperature"] for run in result["runs"]] == [0.7, 0]
     found = result["runs"][0]
@@ -103,8 +102,7 @@ def test_names_are_as_long_as_needed() -> None:
     assert _names(["runs/a", "b"]) == ["a", "b"]
 
 
-def test_a_drafter_given_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["compare", "--target", "tiny", "--drafter", "tiny", "--drafter", "tiny"])
-    assert ended.value.code == 2
-    assert "--drafter names one drafter twice: tiny, tiny" in capsys.readouterr().err
+def test_a_drafter_given_twice(command: Command) -> None:
+    refused = command("compare", "--target", "tiny", "--drafter", "tiny", "--drafter", "tiny")
+    assert refused.code == 2
+    assert "--drafter names one drafter twice: tiny, tiny" in refused.err

@@ -1,0 +1,5 @@
+"""Runs commands."""
+
+from tests.doubles.commands import command
+
+__all__ = ["command"]
