@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_trt.checkpoint.fields import Fields, stated
-from dflash_trt.errors import CheckpointError, quoted, show
+from dflash_trt.errors import quoted, show
 
 _SCALING_FIELDS = {
     "default": (),
@@ -200,8 +200,6 @@ def inverse_frequencies(
     Sources: linear and proportional, Transformers; llama3, Llama 3.1 release; yarn, Peng et al. 2023 (arXiv
     2309.00071).
     """
-    if head_dim < 2 or head_dim % 2:
-        raise CheckpointError(f"head_dim is {head_dim}, but RoPE needs an even, positive one")
     # One rounding of the float64 power is closer to torch's float32 power than NumPy's float32 power is.
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     wavelengths = np.power(rope.theta, exponents.astype(np.float64)).astype(np.float32)

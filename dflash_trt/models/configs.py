@@ -13,14 +13,14 @@ from dflash_trt.models.families import FAMILIES
 from dflash_trt.models.reading import architecture_of, check_names
 
 
-def read_target_config(directory: Path, name: str = "config.json") -> TargetConfig:
-    """Read a target's config.json, or the file of this name, and generation_config.json.
+def read_target_config(directory: Path) -> TargetConfig:
+    """Read a target's config.json and generation_config.json.
 
     Raises:
         CheckpointError: a file is missing or malformed, the architecture is not one of FAMILIES, the quantization is
             unsupported, or a field is missing, of the wrong type, or out of range.
     """
-    fields = _fields(directory, name)
+    fields = _fields(directory)
     family = FAMILIES[architecture_of(fields, "target", FAMILIES)]
     check_names(fields, family.architecture, family.model_type)
     return family.read(fields)
@@ -37,8 +37,8 @@ def read_drafter_config(directory: Path, target: TargetConfig | None = None) -> 
         kind = KINDS[speculators.architecture_of(fields)]
     else:
         kind = KINDS[architecture_of(fields, "drafter", KINDS)]
-        others = [name for name in kind.also if name == fields.get("model_type")]
-        check_names(fields, kind.architecture, others[0] if others else kind.model_type)
+        model_type = fields.get("model_type")
+        check_names(fields, kind.architecture, model_type if model_type in kind.also else kind.model_type)
     config = kind.read(fields)
     if not config.target_layer_ids and kind.taps is not None and target is not None:
         config = replace(config, target_layer_ids=kind.taps(target.num_hidden_layers))
@@ -54,6 +54,6 @@ def is_drafter(fields: Fields) -> bool:
     )
 
 
-def _fields(directory: Path, name: str = "config.json") -> Fields:
-    path = directory / name
+def _fields(directory: Path) -> Fields:
+    path = directory / "config.json"
     return Fields(path, read_object(path))

@@ -74,14 +74,12 @@ def gated_mlp(
     return m.linear(h, "down_proj", intermediate, hidden, bias=bias)
 
 
-def embed(
-    m: Module, tokens: ir.Value, vocab: int, hidden: int, name: str = "embed_tokens", *, scale: float = 1.0
-) -> ir.Value:
+def embed(m: Module, tokens: ir.Value, vocab: int, hidden: int, *, scale: float = 1.0) -> ir.Value:
     """tokens [B,S] -> [B*S, D]. The table stays as it is on disk: only the rows looked up are widened.
 
     scale: of the rows, rounded to the table's dtype as in Transformers.
     """
-    g = m.g
+    g, name = m.g, "embed_tokens"
     flat = g.op("Reshape", tokens, g.constant([-1]), name="flat_tokens")
     rows = g.op("Gather", m.raw(f"{name}.weight", vocab, hidden), flat, name=name)
     stored = m.dtype_of(f"{name}.weight")

@@ -186,14 +186,10 @@ def cache_shapes(c: LayerDeltaNet) -> dict[str, list[int]]:
     }
 
 
-def state_bytes(config: DecoderConfig, element: int, *, pending: bool = True) -> int:
-    """Bytes that a sequence takes in all layers, whatever its length. `element`: bytes of the compute dtype's numbers.
-
-    Without `pending`: only what the layers have read, as engines hold it that take nothing back.
-    """
+def state_bytes(config: DecoderConfig, element: int) -> int:
+    """Bytes of a sequence in all layers, whatever its length. `element`: bytes of the compute dtype's numbers."""
     return sum(
         math.prod(shape) * (4 if name in _FLOATS else element)
         for layer in config.delta_layers
         for name, shape in cache_shapes(layer).items()
-        if pending or not name.startswith("pending_")
     )

@@ -10,7 +10,6 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from dflash_trt.checkpoint.rope import RopeConfig, inverse_frequencies
-from dflash_trt.errors import CheckpointError
 
 LLAMA3 = {
     "factor": 8.0,
@@ -51,8 +50,3 @@ def test_matches_transformers(
     # 4e-7 is three units in the last place: torch and NumPy round powers differently.
     np.testing.assert_allclose(frequencies, expected.inv_freq.numpy(), rtol=4e-7, atol=0)
     assert factor == pytest.approx(expected.attention_scaling, rel=1e-12)
-
-
-def test_refuses_an_odd_head_dim() -> None:
-    with pytest.raises(CheckpointError, match="head_dim is 63"):
-        inverse_frequencies(RopeConfig("default", 1e4, {}), 63, 4096)

@@ -87,6 +87,16 @@ def logits_of(target: Path, drafter: Path, out: Path) -> Floats:
     return np.array(engine.run({"tokens": TOKENS.numpy(), "start": np.array([0]), "rows": rows})["logits"][0])
 
 
+def dequantized(tensors: dict[str, torch.Tensor], layer: str, shape: tuple[int, ...]) -> Floats:
+    """A layer in E2M1 as Model Optimizer itself widens it."""
+    packed, options = tensors[f"{layer}.weight"], {"scale": tensors[f"{layer}.weight_scale"]}
+    if (second := tensors.get(f"{layer}.weight_scale_2")) is None:
+        made = MXFP4QTensor(shape, torch.float32, packed)
+        return made.dequantize(torch.float32, **options, block_sizes={-1: 32}).numpy()
+    made = NVFP4QTensor(shape, torch.float32, packed)
+    return made.dequantize(torch.float32, **options, double_scale=second, block_sizes={-1: 16}).numpy()
+
+
 @pytest.mark.parametrize(
     ("config", "algorithm"),
     [
@@ -145,13 +155,8 @@ def test_nvfp4_is_read_to_the_same_numbers(
         stored = stored_linear(checkpoint, layer, HIDDEN, rows)
         assert stored is not None
         assert (stored.input_scale is not None) == (algorithm == "NVFP4")
-        theirs = NVFP4QTensor((rows, HIDDEN), torch.float32, tensors[f"{layer}.weight"]).dequantize(
-            torch.float32,
-            scale=tensors[f"{layer}.weight_scale"],
-            double_scale=tensors[f"{layer}.weight_scale_2"],
-            block_sizes={-1: 16},
-        )
-        np.testing.assert_array_equal(widen(checkpoint, stored), theirs.numpy())
+        theirs = dequantized(tensors, layer, (rows, HIDDEN))
+        np.testing.assert_array_equal(widen(checkpoint, stored), theirs)
     assert np.isfinite(logits_of(tmp_path / "exported", pair[1], tmp_path / "bundle")).all()
 
 
@@ -258,11 +263,9 @@ def test_mxfp4_is_read_to_the_same_numbers(pair: tuple[Path, Path], tmp_path: Pa
         assert (stored is None) == ("self_attn" in layer)
         if stored is None:
             continue
-        theirs = MXFP4QTensor((HIDDEN, HIDDEN), torch.float32, tensors[f"{layer}.weight"]).dequantize(
-            torch.float32, scale=tensors[f"{layer}.weight_scale"], block_sizes={-1: 32}
-        )
-        np.testing.assert_array_equal(widen(checkpoint, stored), theirs.numpy())
-        model.get_submodule(layer).weight.data.copy_(theirs)
+        theirs = dequantized(tensors, layer, (HIDDEN, HIDDEN))
+        np.testing.assert_array_equal(widen(checkpoint, stored), theirs)
+        model.get_submodule(layer).weight.data.copy_(torch.from_numpy(theirs))
     with torch.no_grad():
         expected = model(TOKENS).logits[0].numpy()
     ours = logits_of(tmp_path / "exported", pair[1], tmp_path / "bundle")
@@ -319,19 +322,7 @@ def test_four_bit_experts_are_read_to_the_same_numbers(
     exported(moe[0], tmp_path / "exported", config)
     tensors = load_file(tmp_path / "exported" / "model.safetensors")
     for layer, w in experts_of(Checkpoint(tmp_path / "exported")).items():
-        packed, scale = tensors[f"{layer}.weight"], tensors[f"{layer}.weight_scale"]
-        if "NVFP4" in config:
-            theirs = NVFP4QTensor(w.shape, torch.float32, packed).dequantize(
-                torch.float32,
-                scale=scale,
-                double_scale=tensors[f"{layer}.weight_scale_2"],
-                block_sizes={-1: 16},
-            )
-        else:
-            theirs = MXFP4QTensor(w.shape, torch.float32, packed).dequantize(
-                torch.float32, scale=scale, block_sizes={-1: 32}
-            )
-        np.testing.assert_array_equal(w, theirs.numpy())
+        np.testing.assert_array_equal(w, dequantized(tensors, layer, w.shape))
     bundle = build(str(tmp_path / "exported"), str(moe[1]), tmp_path / "bundle")
     with LLM(bundle.path) as llm:
         params = SamplingParams(max_tokens=24, ignore_eos=True)
