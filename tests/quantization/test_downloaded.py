@@ -141,13 +141,23 @@ def numbers(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("name", [*COMPRESSED, *WORDS])
-def test_weights_are_those_of_their_writer(pair: tuple[Path, Path], tmp_path: Path, name: str) -> None:
+@pytest.fixture(scope="module", params=[*COMPRESSED, *WORDS])
+def downloaded(
+    request: pytest.FixtureRequest, pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path, dict[str, np.ndarray]]:
+    """The name of a format, a checkpoint in it, and its numbers."""
+    out = tmp_path_factory.mktemp("stored") / "q"
+    return request.param, out, written(request.param, pair[0], out)
+
+
+def test_weights_are_those_of_their_writer(
+    downloaded: tuple[str, Path, dict[str, np.ndarray]], tmp_path: Path
+) -> None:
     """Bit for bit, also after each pass; compressed-tensors rounds its products to BF16."""
-    theirs = written(name, pair[0], tmp_path / "q")
-    original = Checkpoint(tmp_path / "q")
+    name, stored, theirs = downloaded
+    original = Checkpoint(stored)
     for folder in (
-        tmp_path / "q",
+        stored,
         in_blocks(original, tmp_path / "blocks", silent),
         in_blocks(original, tmp_path / "eight", silent, eight_bits=True),
         int4_by_row(original, tmp_path / "signed", silent),
@@ -163,15 +173,16 @@ def test_weights_are_those_of_their_writer(pair: tuple[Path, Path], tmp_path: Pa
                 np.testing.assert_array_equal(torch.from_numpy(w).bfloat16().float(), theirs[layer])
 
 
-@pytest.mark.parametrize("name", [*COMPRESSED, *WORDS])
-def test_drafts_change_no_token(pair: tuple[Path, Path], tmp_path: Path, name: str) -> None:
-    written(name, pair[0], tmp_path / "q")
-    bundle = build(str(tmp_path / "q"), str(pair[1]), tmp_path / "bundle")
+def test_drafts_change_no_token(
+    downloaded: tuple[str, Path, dict[str, np.ndarray]], pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    name, stored, _ = downloaded
+    bundle = build(str(stored), str(pair[1]), tmp_path / "bundle")
     answers_agree(bundle.path)
     as_stored = name not in ("W8A8", "MXFP4", "MXFP4A16", *WORDS)
     if as_stored and ("W4" not in name or fewest_rows(4)):
         file = bundle.manifest["files"]["weights/target/model.safetensors"]
-        assert file["sha256"] == digest(tmp_path / "q" / "model.safetensors")
+        assert file["sha256"] == digest(stored / "model.safetensors")
 
 
 def test_scales_of_outputs_stay_where_that_is_faster(

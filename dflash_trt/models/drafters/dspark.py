@@ -24,7 +24,7 @@ from dflash_trt.models.drafters.block import BlockPass, BlockSettings, block_bui
 from dflash_trt.models.drafters.kind import DrafterKind
 from dflash_trt.models.drafters.walk import PairScores, best_walk, followed
 from dflash_trt.models.module import Module
-from dflash_trt.models.reading import HEAD_DIM, check_quantization, decoder, layer_ids, refuse, windows
+from dflash_trt.models.reading import QWEN_HEAD_DIM, check_quantization, decoder, layer_ids, refuse, windows
 
 CANDIDATES = 64
 Head = Literal["vanilla", "gated", "rnn"]
@@ -63,7 +63,7 @@ def read_dspark(fields: Fields) -> DrafterConfig:
     """
     check_quantization(fields)
     refuse(fields, _NEUTRAL)
-    common = decoder(fields, head_dim=fields.integer("head_dim", maximum=HEAD_DIM, default=128), qk_norm=True)
+    common = decoder(fields, head_dim=QWEN_HEAD_DIM, qk_norm=True)
     layers = (LayerAttention(False, window) for window in windows(fields, common["num_hidden_layers"]))
     return drafter_config(fields, common, tuple(layers))
 
@@ -79,7 +79,6 @@ def drafter_config(
         block_size=fields.integer("block_size", maximum=_ROWS) + 1,
         mask_token_id=fields.integer("mask_token_id", minimum=0),
         target_layer_ids=layer_ids(fields, "target_layer_ids", minimum=-1),
-        num_target_layers=None,
         most_candidates=most_candidates(own, common["vocab_size"]),
         own=own,
     )

@@ -142,7 +142,6 @@ def eagle3_config(
         block_size=BLOCK,
         mask_token_id=0,
         target_layer_ids=taps_entering(entered) if entered else (),
-        num_target_layers=None,
         masks=False,
         most_candidates=vocabulary,
         own=Eagle3(vocabulary=vocabulary, **own),
