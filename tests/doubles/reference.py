@@ -1,8 +1,8 @@
 """The oracle: a DFlash drafter and the decoding loop in plain torch, float32, batch 1, without any cache.
 
-It reads the same checkpoints as the product through Transformers' Qwen3 classes, and recomputes every row in every
-round. So it cannot have the faults of a cache, a batch or a padded row. Semantics: the DFlash paper (arXiv
-2602.06036, section 4 and appendix A.3) and the published drafters' own code.
+It reads the same checkpoints as the product, by the names of their tensors, and recomputes every row in every round. So
+it cannot have the faults of a cache, a batch or a padded row. Semantics: the DFlash paper (arXiv 2602.06036, section 4
+and appendix A.3) and the published drafters' own code. reference_kinds.py has the drafters of other kinds.
 """
 
 from __future__ import annotations
@@ -10,19 +10,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import functional as F
 from transformers import Qwen3Config, Qwen3ForCausalLM
-from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3DecoderLayer,
-    Qwen3RMSNorm,
-    Qwen3RotaryEmbedding,
-    apply_rotary_pos_emb,
-    repeat_kv,
-)
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, rotate_half
 
 torch.set_num_threads(1)  # the models are tiny: more threads would only wait for each other
 
@@ -34,93 +31,163 @@ def greedy(logits: Tensor, position: int, tokens: list[int]) -> int:
     return int(logits.argmax())
 
 
-class Drafter(nn.Module):
-    """A published drafter: tensors without prefix, no embedding, no head, weights widened to float32.
+@dataclass
+class Drafts:
+    tokens: list[int]
+    logprobs: Tensor  # [K - 1], of `tokens`
+    scores: list[Tensor]  # of each place: log-probabilities of all candidates, by the target's ids
+    hidden: Tensor  # the last rows, after the drafter's last norm
 
-    The layers are Transformers', for their parameters and MLP. Attention is written out below, because context rows
-    enter it as keys and values only.
-    """
+
+class Reference:
+    """A checkpoint's fields and tensors."""
 
     def __init__(self, directory: Path) -> None:
-        super().__init__()
-        config = Qwen3Config.from_pretrained(directory)
-        written = json.loads((directory / "config.json").read_text())
-        dflash = written["dflash_config"]
-        self.block_size: int = dflash.get("block_size", written.get("block_size"))
-        self.mask_token_id: int = dflash["mask_token_id"]
-        self.taps: list[int] = dflash["target_layer_ids"]
-        sliding = [kind == "sliding_attention" for kind in config.layer_types]
-        self.windows = [config.sliding_window if slides else None for slides in sliding]
-        causal = written.get("is_causal")
-        causal = dflash.get("causal") if causal is None else causal
-        self.softcap: float | None = written.get("final_logit_softcapping")
-        self.causal = sliding if causal is None else [causal] * len(sliding)
+        self.config: dict[str, Any] = json.loads((directory / "config.json").read_text())
+        stored = load_file(directory / "model.safetensors")
+        self.w = {name: t.float() if t.is_floating_point() else t for name, t in stored.items()}
+        self.configure()
+        self.eps: float = self.config["rms_norm_eps"]
+        config = self.config
+        self.size: int = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        self.ids = torch.arange(self.config.get("draft_vocab_size") or self.config["vocab_size"])
+        if "d2t" in self.w:
+            self.ids = self.ids + self.w["d2t"]
 
-        self.fc = nn.Linear(len(self.taps) * config.hidden_size, config.hidden_size, bias=False)
-        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(Qwen3DecoderLayer(config, i) for i in range(config.num_hidden_layers))
-        self.norm = Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary = Qwen3RotaryEmbedding(config)
-        weights = load_file(directory / "model.safetensors")
-        self.load_state_dict({name: weight.float() for name, weight in weights.items()})
-        self.eval()
+    def configure(self) -> None:
+        """Bring the fields of another format into place."""
 
-    @torch.no_grad()
-    def forward(self, features: Tensor, block: Tensor) -> Tensor:
-        """Hidden states [K, D] of an embedded `block` [K, D] after the C rows of `features` [C, taps * D]."""
-        context = self.hidden_norm(self.fc(features))
-        for index in range(len(self.layers)):
-            layer = self.layers[index]
-            block = block + self.attend(index, context, layer.input_layernorm(block))
-            block = block + layer.mlp(layer.post_attention_layernorm(block))
-        return self.norm(block)
+    def of_target(self, scores: Tensor) -> Tensor:
+        """Scores of the head's tokens as scores of the target's."""
+        found = torch.full((*scores.shape[:-1], self.config["vocab_size"]), -torch.inf)
+        found[..., self.ids] = scores
+        return found
 
-    def attend(self, index: int, context: Tensor, block: Tensor) -> Tensor:
-        """Attention [K, D] of normalized block rows over context rows (not normalized again) and block rows."""
-        attention = self.layers[index].self_attn
-        heads = (-1, attention.head_dim)
-        rows = torch.cat([context, block])
-        q = attention.q_norm(attention.q_proj(block).unflatten(-1, heads)).transpose(0, 1)[None]
-        k = attention.k_norm(attention.k_proj(rows).unflatten(-1, heads)).transpose(0, 1)[None]
-        v = attention.v_proj(rows).unflatten(-1, heads).transpose(0, 1)[None]
-        positions = torch.arange(len(rows))
-        cos, sin = self.rotary(rows, positions[None])
-        k, _ = apply_rotary_pos_emb(k, k, cos, sin)
-        q, _ = apply_rotary_pos_emb(q, q, cos[:, len(context) :], sin[:, len(context) :])
-        k, v = (repeat_kv(x, attention.num_key_value_groups) for x in (k, v))
-        scores = q @ k.transpose(-1, -2) * attention.scaling
-        scores = scores.masked_fill(~self.visible(index, positions[len(context) :], positions), -torch.inf)
-        return attention.o_proj((scores.softmax(-1) @ v)[0].transpose(0, 1).flatten(1))
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.w[f"{name}.weight"]
 
-    def visible(self, index: int, query: Tensor, key: Tensor) -> Tensor:
-        """[K, L]: whether position `query` sees position `key` in a layer. A window includes the row itself."""
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        return F.linear(x, self.w[f"{name}.weight"], self.w.get(f"{name}.bias"))
+
+    def mlp(self, x: Tensor, name: str) -> Tensor:
+        gated = F.silu(self.linear(x, f"{name}.gate_proj")) * self.linear(x, f"{name}.up_proj")
+        return self.linear(gated, f"{name}.down_proj")
+
+    def heads(self, x: Tensor) -> Tensor:
+        """[rows, n * size] -> [n, rows, size]."""
+        return x.unflatten(-1, (-1, self.size)).transpose(0, 1)
+
+    @cached_property
+    def rotary(self) -> Qwen3RotaryEmbedding:
+        config = self.config
+        usual = {"rope_type": "default", "rope_theta": config.get("rope_theta", 10_000.0)}  # as LlamaConfig
+        rope = usual | (config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
+        length = config["max_position_embeddings"]
+        return Qwen3RotaryEmbedding(
+            Qwen3Config(head_dim=self.size, max_position_embeddings=length, rope_parameters=rope)
+        )
+
+    def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+        """[n, rows, size] by half-split pairs."""
+        cos, sin = self.rotary(x, positions[None])
+        return x * cos + rotate_half(x) * sin
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+        """[n, rows, size] over [n_kv, keys, size]: [rows, n * size]."""
+        k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+        scores = (q @ k.transpose(-1, -2) * self.size**-0.5).masked_fill(~visible, -torch.inf)
+        return (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
+
+
+class Drafter(Reference):
+    """A drafter with DFlash's layers: rows [anchor, mask, ...] after the fused states of all earlier tokens."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        own = self.config.get("dflash_config", self.config)
+        self.own, self.taps, self.mask_token_id = own, own["target_layer_ids"], own["mask_token_id"]
+        self.block_size: int = own.get("block_size") or self.config["block_size"]
+        self.layers: int = self.config["num_hidden_layers"]
+
+    def fused(self, features: Tensor, layer: int) -> Tensor:
+        return self.norm(self.linear(features, "fc"), "hidden_norm")
+
+    def keys(self, layer: int, context: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys, not yet normed, and values of context and block rows: [rows, n * size]."""
+        rows, name = torch.cat([context, block]), f"layers.{layer}.self_attn"
+        return self.linear(rows, f"{name}.k_proj"), self.linear(rows, f"{name}.v_proj")
+
+    def visible(self, layer: int, query: Tensor, key: Tensor) -> Tensor:
+        """[K, L]: whether position `query` sees position `key`. Without a word on it, just sliding layers are causal.
+
+        A window includes the row itself.
+        """
         distance = query[:, None] - key
+        slides = (self.config.get("layer_types") or {layer: ""})[layer] == "sliding_attention"
+        said = [self.config.get("is_causal"), self.own.get("causal"), self.own.get("causal_head")]
         visible = torch.ones_like(distance, dtype=torch.bool)
-        if self.causal[index]:
+        if next((causal for causal in said if causal is not None), slides):
             visible &= distance >= 0
-        if self.windows[index] is not None:
-            visible &= distance.abs() < self.windows[index]
+        if slides:
+            visible &= distance.abs() < self.config["sliding_window"]
         return visible
+
+    def attend(self, layer: int, context: Tensor, block: Tensor) -> Tensor:
+        name = f"layers.{layer}.self_attn"
+        k, v = map(self.heads, self.keys(layer, context, block))
+        q = self.norm(self.heads(self.linear(block, f"{name}.q_proj")), f"{name}.q_norm")
+        k = self.norm(k, f"{name}.k_norm")
+        positions = torch.arange(len(context) + len(block))
+        asking = positions[len(context) :]
+        visible = self.visible(layer, asking, positions)
+        y = self.attention(self.rotated(q, asking), self.rotated(k, positions), v, visible)
+        return self.linear(y, f"{name}.o_proj")
+
+    def sublayer(self, layer: int, name: str, x: Tensor, run: Any) -> Tensor:
+        """The residual stream after attention or the MLP."""
+        norm = "input_layernorm" if name == "attention" else "post_attention_layernorm"
+        return x + run(self.norm(x, f"layers.{layer}.{norm}"))
+
+    def hidden(self, features: Tensor, block: Tensor) -> Tensor:
+        for i in range(self.layers):
+            context = self.fused(features, i)
+            block = self.sublayer(i, "attention", block, lambda u, i=i, c=context: self.attend(i, c, u))
+            block = self.sublayer(i, "mlp", block, lambda u, i=i: self.mlp(u, f"layers.{i}.mlp"))
+        return self.norm(block, "norm")
+
+    def embed(self, target: Qwen3ForCausalLM, tokens: Tensor) -> Tensor:
+        own = self.w.get("embed_tokens.weight")
+        return target.model.embed_tokens(tokens) if own is None else own[tokens]
+
+    def logits(self, target: Qwen3ForCausalLM, rows: Tensor) -> Tensor:
+        logits = self.linear(rows, "lm_head") if "lm_head.weight" in self.w else target.lm_head(rows)
+        logits = logits * self.own.get("output_multiplier", 1)
+        cap = self.own.get("final_logit_softcapping") or self.config.get("final_logit_softcapping")
+        return (logits / cap).tanh() * cap if cap else logits
+
+    def rows(self, hidden: Tensor) -> Tensor:
+        """The rows that predict the K - 1 places."""
+        return hidden if self.own.get("sample_from_anchor") else hidden[1:]
+
+    def draft(self, target: Qwen3ForCausalLM, tokens: list[int], anchor: int, length: int) -> Drafts:
+        """Draft after `tokens` and the anchor."""
+        return self.propose(target, target_outputs(target, tokens, self.taps)[1], anchor, length)
 
     @torch.no_grad()
     def propose(
         self, target: Qwen3ForCausalLM, features: Tensor, anchor: int, length: int | None = None
-    ) -> Proposal:
+    ) -> Drafts:
         """Draft after `anchor` from `features` [C, taps * D] of all earlier tokens. K = `length` or the block size."""
-        block = torch.tensor([anchor] + [self.mask_token_id] * ((length or self.block_size) - 1))
-        hidden = self(features, target.model.embed_tokens(block))
-        logits = target.lm_head(hidden[1:])
-        if self.softcap is not None:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
-        best = logits.log_softmax(-1).max(-1)
-        return Proposal(hidden, best.indices.tolist(), best.values)
+        length = length or self.block_size
+        count = length if self.rows(torch.zeros(2)).shape[0] == 1 else length - 1
+        block = torch.tensor([anchor] + [self.mask_token_id] * (count - 1))
+        hidden = self.hidden(features, self.embed(target, block))
+        scores = self.chain(target, self.rows(hidden), anchor)
+        logprobs = torch.stack([s.max() for s in scores])
+        return Drafts([int(s.argmax()) for s in scores], logprobs, scores, hidden)
 
-
-@dataclass
-class Proposal:
-    hidden: Tensor  # [K, D], after the drafter's last norm
-    tokens: list[int]  # K - 1
-    logprobs: Tensor  # [K - 1], of `tokens` under the draft distribution
+    def chain(self, target: Qwen3ForCausalLM, rows: Tensor, anchor: int) -> list[Tensor]:
+        return list(self.of_target(self.logits(target, rows).log_softmax(-1)))
 
 
 @dataclass

@@ -5,81 +5,15 @@ They read the published tensors by name. Each function of a class is the rule of
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import Qwen3ForCausalLM
 
-from tests.doubles.reference import target_outputs
-
-
-@dataclass
-class Drafts:
-    tokens: list[int]
-    logprobs: Tensor  # [K - 1], of `tokens`
-    scores: list[Tensor]  # of each place: log-probabilities of all candidates, by the target's ids
-
-
-class Reference:
-    """A checkpoint's fields and tensors."""
-
-    def __init__(self, directory: Path) -> None:
-        self.config: dict[str, Any] = json.loads((directory / "config.json").read_text())
-        stored = load_file(directory / "model.safetensors")
-        self.w = {name: t.float() if t.is_floating_point() else t for name, t in stored.items()}
-        self.configure()
-        self.eps: float = self.config["rms_norm_eps"]
-        config = self.config
-        self.size: int = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        self.theta: float = (config.get("rope_parameters") or config).get(
-            "rope_theta", 10_000.0
-        )  # as LlamaConfig
-        self.ids = torch.arange(self.config.get("draft_vocab_size") or self.config["vocab_size"])
-        if "d2t" in self.w:
-            self.ids = self.ids + self.w["d2t"]
-
-    def configure(self) -> None:
-        """Bring the fields of another format into place."""
-
-    def of_target(self, scores: Tensor) -> Tensor:
-        """Scores of the head's tokens as scores of the target's."""
-        found = torch.full((*scores.shape[:-1], self.config["vocab_size"]), -torch.inf)
-        found[..., self.ids] = scores
-        return found
-
-    def norm(self, x: Tensor, name: str) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.w[f"{name}.weight"]
-
-    def linear(self, x: Tensor, name: str) -> Tensor:
-        return F.linear(x, self.w[f"{name}.weight"], self.w.get(f"{name}.bias"))
-
-    def mlp(self, x: Tensor, name: str) -> Tensor:
-        gated = F.silu(self.linear(x, f"{name}.gate_proj")) * self.linear(x, f"{name}.up_proj")
-        return self.linear(gated, f"{name}.down_proj")
-
-    def heads(self, x: Tensor) -> Tensor:
-        """[rows, n * size] -> [n, rows, size]."""
-        return x.unflatten(-1, (-1, self.size)).transpose(0, 1)
-
-    def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
-        """[n, rows, size] by half-split pairs."""
-        half = self.size // 2
-        frequencies = self.theta ** (-torch.arange(half) / half)
-        angles = positions[:, None].float() * frequencies
-        cos, sin = torch.cat((angles, angles), -1).cos(), torch.cat((angles, angles), -1).sin()
-        return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
-
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-        """[n, rows, size] over [n_kv, keys, size]: [rows, n * size]."""
-        k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
-        scores = (q @ k.transpose(-1, -2) * self.size**-0.5).masked_fill(~visible, -torch.inf)
-        return (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
+from tests.doubles.reference import Drafter, Drafts, Reference, target_outputs
 
 
 class Eagle3(Reference):
@@ -111,7 +45,7 @@ class Eagle3(Reference):
         return (y + self.mlp(self.norm(y, f"{name}.post_attention_layernorm"), f"{name}.mlp"))[-1]
 
     @torch.no_grad()
-    def propose(self, target: Qwen3ForCausalLM, tokens: list[int], anchor: int, length: int) -> Drafts:
+    def draft(self, target: Qwen3ForCausalLM, tokens: list[int], anchor: int, length: int) -> Drafts:
         features = target_outputs(target, tokens, self.taps)[1]
         if self.config.get("norm_before_fc"):
             features = self.norm(features, "input_norm")
@@ -120,7 +54,7 @@ class Eagle3(Reference):
             features = torch.cat([self.norm(part, f"fc_norm.{i}") for i, part in enumerate(parts)], -1)
         states = self.linear(features, "fc")
         rows = list(zip([*tokens[1:], anchor], states, strict=True))
-        found = Drafts([], torch.empty(0), [])
+        found = Drafts([], torch.empty(0), [], torch.empty(0))
         for _ in range(length - 1):
             state = self.row(rows, target)
             normed = self.norm(state, "norm")
@@ -132,84 +66,7 @@ class Eagle3(Reference):
         return found
 
 
-class Block(Reference):
-    """A drafter with DFlash's layers: rows [anchor, mask, ...] after the fused states of all earlier tokens."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
-        own = self.config.get("dflash_config", self.config)
-        self.own, self.taps, self.mask = own, own["target_layer_ids"], own["mask_token_id"]
-        self.layers: int = self.config["num_hidden_layers"]
-
-    def fused(self, features: Tensor, layer: int) -> Tensor:
-        return self.norm(self.linear(features, "fc"), "hidden_norm")
-
-    def keys(self, layer: int, context: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys, not yet normed, and values of context and block rows: [rows, n * size]."""
-        rows, name = torch.cat([context, block]), f"layers.{layer}.self_attn"
-        return self.linear(rows, f"{name}.k_proj"), self.linear(rows, f"{name}.v_proj")
-
-    def visible(self, layer: int, query: Tensor, key: Tensor) -> Tensor:
-        distance = query[:, None] - key
-        visible = torch.ones_like(distance, dtype=torch.bool)
-        if self.config.get("is_causal") or self.own.get("causal_head"):
-            visible &= distance >= 0
-        if self.config.get("sliding_window") and self.config["layer_types"][layer] == "sliding_attention":
-            visible &= distance.abs() < self.config["sliding_window"]
-        return visible
-
-    def attend(self, layer: int, context: Tensor, block: Tensor) -> Tensor:
-        name = f"layers.{layer}.self_attn"
-        k, v = map(self.heads, self.keys(layer, context, block))
-        q = self.norm(self.heads(self.linear(block, f"{name}.q_proj")), f"{name}.q_norm")
-        k = self.norm(k, f"{name}.k_norm")
-        positions = torch.arange(len(context) + len(block))
-        asking = positions[len(context) :]
-        visible = self.visible(layer, asking, positions)
-        y = self.attention(self.rotated(q, asking), self.rotated(k, positions), v, visible)
-        return self.linear(y, f"{name}.o_proj")
-
-    def sublayer(self, layer: int, name: str, x: Tensor, run: Any) -> Tensor:
-        """The residual stream after attention or the MLP."""
-        norm = "input_layernorm" if name == "attention" else "post_attention_layernorm"
-        return x + run(self.norm(x, f"layers.{layer}.{norm}"))
-
-    def hidden(self, features: Tensor, block: Tensor) -> Tensor:
-        for i in range(self.layers):
-            context = self.fused(features, i)
-            block = self.sublayer(i, "attention", block, lambda u, i=i, c=context: self.attend(i, c, u))
-            block = self.sublayer(i, "mlp", block, lambda u, i=i: self.mlp(u, f"layers.{i}.mlp"))
-        return self.norm(block, "norm")
-
-    def embed(self, target: Qwen3ForCausalLM, tokens: Tensor) -> Tensor:
-        own = self.w.get("embed_tokens.weight")
-        return target.model.embed_tokens(tokens) if own is None else own[tokens]
-
-    def logits(self, target: Qwen3ForCausalLM, rows: Tensor) -> Tensor:
-        logits = self.linear(rows, "lm_head") if "lm_head.weight" in self.w else target.lm_head(rows)
-        logits = logits * self.own.get("output_multiplier", 1)
-        cap = self.own.get("final_logit_softcapping") or self.config.get("final_logit_softcapping")
-        return (logits / cap).tanh() * cap if cap else logits
-
-    def rows(self, hidden: Tensor) -> Tensor:
-        """The rows that predict the K - 1 places."""
-        return hidden if self.own.get("sample_from_anchor") else hidden[1:]
-
-    @torch.no_grad()
-    def propose(self, target: Qwen3ForCausalLM, tokens: list[int], anchor: int, length: int) -> Drafts:
-        features = target_outputs(target, tokens, self.taps)[1]
-        count = length if self.rows(torch.zeros(2)).shape[0] == 1 else length - 1
-        block = torch.tensor([anchor] + [self.mask] * (count - 1))
-        rows = self.rows(self.hidden(features, self.embed(target, block)))
-        scores = self.chain(target, rows, anchor)
-        logprobs = torch.stack([s.max() for s in scores])
-        return Drafts([int(s.argmax()) for s in scores], logprobs, scores)
-
-    def chain(self, target: Qwen3ForCausalLM, rows: Tensor, anchor: int) -> list[Tensor]:
-        return list(self.of_target(self.logits(target, rows).log_softmax(-1)))
-
-
-class DFlash2(Block):
+class DFlash2(Drafter):
     """Convolutions around each sublayer, and the selector."""
 
     def convolved(self, name: str, side: int, u: Tensor, y: Tensor) -> Tensor:
@@ -239,7 +96,7 @@ class DFlash2(Block):
         return found
 
 
-class DFlare(Block):
+class DFlare(Drafter):
     """Each layer mixes the tapped states with shares of its own, and projects them with matrices of its own."""
 
     def fused(self, features: Tensor, layer: int) -> Tensor:
@@ -261,7 +118,7 @@ class DFlare(Block):
         return k, v
 
 
-class DSpark(Block):
+class DSpark(Drafter):
     """Every row predicts the next token. The Markov head corrects the best `candidates` of a place."""
 
     candidates = 64
@@ -270,9 +127,10 @@ class DSpark(Block):
         return hidden
 
     @torch.no_grad()
-    def propose(self, target: Qwen3ForCausalLM, tokens: list[int], anchor: int, length: int) -> Drafts:
-        features = target_outputs(target, tokens, self.taps)[1]
-        block = torch.tensor([anchor] + [self.mask] * (length - 2))
+    def propose(
+        self, target: Qwen3ForCausalLM, features: Tensor, anchor: int, length: int | None = None
+    ) -> Drafts:
+        block = torch.tensor([anchor] + [self.mask_token_id] * ((length or self.block_size + 1) - 2))
         rows = self.hidden(features, self.embed(target, block))
         scores, logprobs, before = list[Tensor](), list[float](), anchor
         state = torch.zeros(self.own["markov_rank"])
@@ -305,9 +163,8 @@ class DSpark(Block):
             before = int(place.argmax())
             scores.append(place)
             logprobs.append(float(place.max()))
-        return Drafts(
-            [self.best(s, i, logprobs) for i, s in enumerate(scores)], torch.tensor(logprobs), scores
-        )
+        best = [self.best(s, i, logprobs) for i, s in enumerate(scores)]
+        return Drafts(best, torch.tensor(logprobs), scores, rows)
 
     @staticmethod
     def best(scores: Tensor, place: int, logprobs: list[float]) -> int:

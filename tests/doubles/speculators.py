@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from tests.doubles.checkpoints import MASK, draw, write_json
 from tests.doubles.kind_checkpoints import HEAD_DIM, draft_vocabulary, target_config
-from tests.doubles.reference_kinds import Block, DFlash2, DSpark, Eagle3, Reference
+from tests.doubles.reference import Drafter, Reference
+from tests.doubles.reference_kinds import DFlash2, DSpark, Eagle3
 
 _LAYER = (
     *("attention_bias", "hidden_act", "hidden_size", "head_dim", "intermediate_size", "num_hidden_layers"),
@@ -103,21 +103,15 @@ def _flattened(reference: Reference) -> None:
     reference.config = {**inner, **reference.config}
 
 
-class SpeculatorsBlock(Block):
+class SpeculatorsBlock(Drafter):
     """DFlash. The taps default to what enters layers 2, N/2 and N - 3 of N, here 6."""
 
     def configure(self) -> None:
         _flattened(self)
         entered = self.config["aux_hidden_state_layer_ids"] or [2, 3, 3]
         self.config["target_layer_ids"] = [each - 1 for each in entered]
-
-    def visible(self, layer: int, query: Tensor, key: Tensor) -> Tensor:
-        """A sliding layer is causal unless the file says otherwise."""
-        visible = super().visible(layer, query, key)
-        slides = (self.config.get("layer_types") or {layer: ""})[layer] == "sliding_attention"
-        if slides and not self.config["sliding_window_non_causal"]:
-            visible &= query[:, None] >= key
-        return visible
+        if self.config["sliding_window_non_causal"]:
+            self.config["is_causal"] = False
 
 
 class SpeculatorsDFlash2(SpeculatorsBlock, DFlash2):

@@ -24,8 +24,8 @@ from dflash_trt.models.inventory import take_inventory
 from dflash_trt.training.answers import Answer, AnswerFile
 from tests.doubles.checkpoints import make_target
 from tests.doubles.kind_checkpoints import make_dflare, make_dflash2, make_dspark, make_eagle3, make_jetspec
-from tests.doubles.reference import load_target, target_outputs
-from tests.doubles.reference_kinds import Block, DFlare, DFlash2
+from tests.doubles.reference import Drafter, load_target, target_outputs
+from tests.doubles.reference_kinds import DFlare, DFlash2
 from tests.doubles.speculators import SpeculatorsDSpark, as_speculators
 
 VOCAB = 384
@@ -40,7 +40,7 @@ def make_speculators_dspark(directory: Path, target: Path) -> Path:
 
 
 KINDS: dict[str, tuple[Any, Any]] = {
-    "jetspec": (make_jetspec, Block),
+    "jetspec": (make_jetspec, Drafter),
     "dflare": (make_dflare, DFlare),
     "dflash2": (make_dflash2, DFlash2),
     "dspark": (make_speculators_dspark, SpeculatorsDSpark),
@@ -92,7 +92,7 @@ def test_drafts_are_the_best_of_the_vocabulary(
     among = torch.full((VOCAB,), -torch.inf).index_fill_(0, torch.tensor(TOKENS), 0.0)
     every = reference.logits
     monkeypatch.setattr(reference, "logits", lambda *rows: every(*rows) + among)
-    expected = reference.propose(model, text, 9, few.manifest["block_size"])
+    expected = reference.draft(model, text, 9, few.manifest["block_size"])
     out = one_pass(few.path, model, text, 9)
     assert out["draft_tokens"][0, :, 0].tolist() == expected.tokens
     np.testing.assert_allclose(out["draft_logprobs"][0, :, 0], expected.logprobs, atol=2e-4)

@@ -14,7 +14,8 @@ from dflash_trt.building.build import build
 from dflash_trt.errors import PairError
 from tests.doubles.checkpoints import make_drafter
 from tests.doubles.kind_checkpoints import make_eagle3, make_gemma_dspark, make_jetspec
-from tests.doubles.reference_kinds import Block, GemmaDSpark
+from tests.doubles.reference import Drafter
+from tests.doubles.reference_kinds import GemmaDSpark
 from tests.doubles.speculators import SpeculatorsBlock, as_speculators
 from tests.doubles.text_checkpoints import EXPERTS, GEMMA, load_text, make_gemma
 from tests.models.test_kinds import (  # noqa: F401  # the tests run on this module's `model` and `bundle`
@@ -40,16 +41,6 @@ def as_z_lab(out: Path, target: Path) -> Path:
     )
 
 
-class ZLab(Block):
-    """A sliding layer is causal."""
-
-    def visible(self, layer: int, query: Tensor, key: Tensor) -> Tensor:
-        visible = super().visible(layer, query, key)
-        if self.config["layer_types"][layer] == SLIDING:
-            visible &= query[:, None] >= key
-        return visible
-
-
 class RedHat(SpeculatorsBlock):
     """Trained on embedded rows as they are stored, without the target's factor."""
 
@@ -58,7 +49,7 @@ class RedHat(SpeculatorsBlock):
 
 
 CASES: dict[str, tuple[Callable[[Path, Path], Path], Callable[[Path], Any]]] = {
-    "z-lab": (as_z_lab, ZLab),
+    "z-lab": (as_z_lab, Drafter),
     "DeepSpec's DSpark": (make_gemma_dspark, GemmaDSpark),
     "DeepSpec's DFlash": (lambda o, t: make_gemma_dspark(o, t, rank=0, keys_as_values=False), GemmaDSpark),
     "speculators": (

@@ -27,8 +27,8 @@ from tests.doubles.kind_checkpoints import (
     make_jetspec,
     target_config,
 )
-from tests.doubles.reference import load_target, target_outputs
-from tests.doubles.reference_kinds import Block, DFlare, DFlash2, DSpark, Eagle3
+from tests.doubles.reference import Drafter, load_target, target_outputs
+from tests.doubles.reference_kinds import DFlare, DFlash2, DSpark, Eagle3
 from tests.doubles.speculators import (
     SpeculatorsBlock,
     SpeculatorsDFlash2,
@@ -69,7 +69,7 @@ SLIDING = {
 CASES: dict[str, tuple[Make, Callable[[Path], Any]]] = {
     "dflash2": dflash2(),
     "dflash2, windows": dflash2(window=9, softcap=6.0, multiplier=0.5, block_size=5),
-    "jetspec": (make_jetspec, Block),
+    "jetspec": (make_jetspec, Drafter),
     "dflare": (make_dflare, DFlare),
     "deepspec's dflash": dspark(rank=0),
     "dspark": dspark(),
@@ -179,7 +179,7 @@ def test_drafts(model: Any, drafter: tuple[Path, Any], bundle: Any) -> None:
         out = run(start, count, length, anchors)
         assert out["draft_tokens"].shape == (2, length - 1, WIDTH)
         for i, end in enumerate(ends):
-            expected = reference.propose(model, texts[i][:end], anchors[i], length)
+            expected = reference.draft(model, texts[i][:end], anchors[i], length)
             assert out["draft_tokens"][i, :, 0].tolist() == expected.tokens
             assert np.abs(out["draft_logprobs"][i, :, 0] - expected.logprobs.numpy()).max() <= TOLERANCE
             best = torch.stack(expected.scores).topk(WIDTH).values.numpy()

@@ -70,7 +70,7 @@ def test_the_rows_of_a_dflash2_drafter(target: Path, tmp_path: Path) -> None:
     size, text, anchors = config.block_size, list(range(40, 70)), torch.tensor([[9, 20]])
     features = target_outputs(model, text, config.target_layer_ids)[1]
     places = (anchors[..., None] + torch.arange(size)).flatten(1)
-    block = torch.full((2, size), reference.mask)
+    block = torch.full((2, size), reference.mask_token_id)
     block[:, 0] = torch.tensor(text)[anchors[0]]
     masks = {
         kind: dense_mask(kind, anchors, torch.full((1, 2), size), len(text), size) for kind in config.layers
