@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dflash_trt.errors import CheckpointError, show, show_name
+from dflash_trt.errors import CheckpointError, quoted, show, show_name
 
 LARGEST_INTEGER = 2**31 - 1
 _SMALLEST, _LARGEST = 1e-30, 1e12
@@ -76,16 +76,18 @@ class Fields:
             raise self.error(key, f"is {show(value)}, expected true or false")
         return value
 
-    def string(self, key: str) -> str:
-        """A text, which must be there."""
+    def string(self, key: str, among: Collection[str] | None = None) -> str:
+        """A text, which must be there. `among`: the texts that it may be; None: any."""
         value = self._present(key, None, "a string")
         if not isinstance(value, str):
             raise self.error(key, f"is {show(value)}, expected a string")
+        if among is not None and value not in among:
+            raise self.error(key, f"is {quoted(value)}, supported are: {', '.join(among)}")
         return value
 
-    def strings(self, key: str, *, most: int) -> tuple[str, ...]:
+    def strings(self, key: str, *, most: int, among: Collection[str] | None = None) -> tuple[str, ...]:
         """A list of at most `most` strings."""
-        return tuple(item.string(place) for place, item in self._items(key, "strings", most))
+        return tuple(item.string(place, among) for place, item in self._items(key, "strings", most))
 
     def integers(
         self, key: str, *, most: int, minimum: int = 0, maximum: int = LARGEST_INTEGER

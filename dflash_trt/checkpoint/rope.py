@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_trt.checkpoint.fields import Fields, stated
-from dflash_trt.errors import quoted, show
+from dflash_trt.errors import show
 
 _SCALING_FIELDS = {
     "default": (),
@@ -143,18 +143,8 @@ def _read_scaling(
         raise top.error(
             section.prefix.rstrip("."), f"is {show(dict(section.values))}, expected one RoPE for all layers"
         )
-    types = {section.string(key) for key in ("rope_type", "type") if section.get(key) is not None} or {
-        "default"
-    }
-    if len(types) > 1:
-        raise section.error(
-            "rope_type", f"is {quoted(section.get('rope_type'))}, but type is {quoted(section.get('type'))}"
-        )
-    rope_type = types.pop()
-    if rope_type not in _SCALING_FIELDS:
-        raise section.error(
-            "rope_type", f"is {quoted(rope_type)}, supported are {', '.join(_SCALING_FIELDS)}"
-        )
+    names = [(section, key) for key in ("rope_type", "type")]
+    rope_type = stated(names, lambda place, key: place.string(key, among=_SCALING_FIELDS)) or "default"
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_SCALING_FIELDS[rope_type], *images}
     for key, value in section.values.items():
         if key not in known and value is not None:

@@ -272,9 +272,7 @@ def _read_entry(file: Path, name: str, entry: object, data: int) -> TensorInfo:
     if not isinstance(entry, dict):
         raise CheckpointError(f"{file}: header entry {show(name)} is {show(entry)}, expected an object")
     fields = Fields(file, entry, f"{name}.")
-    dtype = fields.string("dtype")
-    if dtype not in DTYPES:
-        raise fields.error("dtype", f"is {quoted(dtype)}, supported are {', '.join(DTYPES)}")
+    dtype = fields.string("dtype", among=DTYPES)
     shape = fields.integers("shape", most=8)
     offsets = fields.integers("data_offsets", most=2, maximum=2**63 - 1)
     if len(offsets) != 2 or offsets[0] > offsets[1]:

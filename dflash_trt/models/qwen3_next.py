@@ -12,7 +12,6 @@ from functools import partial
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.rope import read_rope
 from dflash_trt.checkpoint.schema import LayerAttention, LayerDeltaNet, MoEConfig, TargetConfig
-from dflash_trt.errors import quoted
 from dflash_trt.models.family import Family
 from dflash_trt.models.qwen3_moe import moe_layer, read_experts
 from dflash_trt.models.reading import (
@@ -22,6 +21,7 @@ from dflash_trt.models.reading import (
     alone,
     check_quantization,
     decoder,
+    layer_types,
     refuse,
     target,
 )
@@ -91,14 +91,7 @@ def _layers(fields: Fields, count: int, *, fused: bool) -> tuple[LayerAttention 
         interval = fields.integer("full_attention_interval", default=_INTERVAL)
         types = tuple(_FULL if (i + 1) % interval == 0 else _LINEAR for i in range(count))
     else:
-        types = fields.strings("layer_types", most=LAYERS)
-    if len(types) != count:
-        raise fields.error("layer_types", f"has {len(types)} entries, but num_hidden_layers is {count}")
-    for index, kind in enumerate(types):
-        if kind not in (_LINEAR, _FULL):
-            raise fields.error(
-                f"layer_types[{index}]", f"is {quoted(kind)}, supported are {_LINEAR!r} and {_FULL!r}"
-            )
+        types = layer_types(fields, count, _LINEAR, _FULL)
     if _FULL not in types:
         raise fields.error("layer_types", f"has no {_FULL!r}: at least one layer must keep rows")
     return tuple(delta if kind == _LINEAR else LayerAttention(True, None) for kind in types)

@@ -50,10 +50,8 @@ def text_of(fields: Fields, *model_types: str) -> Fields:
     text = fields.section("text_config")
     if text is None:
         raise fields.error("text_config", "is missing, expected the object that describes the text model")
-    if model_types and text.string("model_type") not in model_types:
-        raise text.error(
-            "model_type", f"is {quoted(text.get('model_type'))}, supported here: {', '.join(model_types)}"
-        )
+    if model_types:
+        text.string("model_type", among=model_types)
     return text
 
 
@@ -122,8 +120,7 @@ def decoder(
     and the name.
     """
     key, name = activation
-    if fields.string(key) != name:
-        raise fields.error(key, f"is {quoted(fields.get(key))}, only {name!r} is supported")
+    fields.string(key, among=(name,))
     hidden, heads = (fields.integer(key, maximum=WIDTH) for key in ("hidden_size", "num_attention_heads"))
     kv_heads = fields.integer("num_key_value_heads", maximum=WIDTH)
     if heads % kv_heads:
@@ -166,22 +163,22 @@ def place_window(fields: Fields, layers: int, window: int | None) -> list[int | 
     """The window of each layer that `layer_types` calls sliding."""
     if fields.get("layer_types") is None:
         return [None] * layers
-    types = fields.strings("layer_types", most=LAYERS)
+    types = layer_types(fields, layers, "full_attention", "sliding_attention")
+    if window is None and "sliding_attention" in types:
+        raise fields.error(
+            f"layer_types[{types.index('sliding_attention')}]",
+            f"is 'sliding_attention', but use_sliding_window is {show(fields.get('use_sliding_window'))} "
+            f"and sliding_window is {show(fields.get('sliding_window'))}: such a layer needs a window",
+        )
+    return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def layer_types(fields: Fields, layers: int, *kinds: str) -> tuple[str, ...]:
+    """The field `layer_types`, with one of `kinds` for each layer."""
+    types = fields.strings("layer_types", most=LAYERS, among=kinds)
     if len(types) != layers:
         raise fields.error("layer_types", f"has {len(types)} entries, but num_hidden_layers is {layers}")
-    for index, kind in enumerate(types):
-        if kind not in ("full_attention", "sliding_attention"):
-            raise fields.error(
-                f"layer_types[{index}]",
-                f"is {quoted(kind)}, supported are 'full_attention' and 'sliding_attention'",
-            )
-        if kind == "sliding_attention" and window is None:
-            raise fields.error(
-                f"layer_types[{index}]",
-                f"is 'sliding_attention', but use_sliding_window is {show(fields.get('use_sliding_window'))} "
-                f"and sliding_window is {show(fields.get('sliding_window'))}: such a layer needs a window",
-            )
-    return [window if kind == "sliding_attention" else None for kind in types]
+    return types
 
 
 def layer_ids(fields: Fields, key: str, *, minimum: int = 0) -> tuple[int, ...]:

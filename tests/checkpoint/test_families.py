@@ -370,7 +370,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("gpt-oss-20b", {"sliding_window": None}, "layer_types[0] is 'sliding_attention', but"),
     ("gpt-oss-20b", {"layer_types": ["full_attention"]}, "layer_types has 1 entries, but"),
     ("gpt-oss-20b", {"swiglu_limit": -1}, "swiglu_limit is -1, expected a number greater than 0"),
-    ("gpt-oss-20b", {"hidden_act": "gelu"}, "hidden_act is 'gelu', only 'silu' is supported"),
+    ("gpt-oss-20b", {"hidden_act": "gelu"}, "hidden_act is 'gelu', supported are: silu"),
     ("ministral", {"rope_parameters.llama_4_scaling_beta": MISSING}, "llama_4_scaling_beta is missing"),
     ("ministral", {"rope_parameters.llama_4_scaling_beta": -1}, "llama_4_scaling_beta is -1"),
     ("ministral", {f"rope_parameters.{LENGTH}": MISSING}, f"{LENGTH} is missing"),

@@ -19,7 +19,6 @@ import onnx_ir as ir
 
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.schema import DrafterConfig, LayerAttention
-from dflash_trt.errors import quoted
 from dflash_trt.models.drafters.block import BlockPass, BlockSettings, block_builder
 from dflash_trt.models.drafters.kind import DrafterKind
 from dflash_trt.models.drafters.walk import PairScores, best_walk, followed
@@ -97,9 +96,7 @@ def heads(fields: Fields, vocabulary: int | None, *, confidence: bool = False, *
     and whether it reads the token before.
     """
     rank = fields.integer("markov_rank", minimum=0, maximum=_RANK, default=0)
-    head = fields.string("markov_head_type") if rank else "vanilla"
-    if head not in get_args(Head):
-        raise fields.error("markov_head_type", f"is {quoted(head)}, supported are 'vanilla', 'gated', 'rnn'")
+    head = fields.string("markov_head_type", among=get_args(Head)) if rank else "vanilla"
     pair = fields.boolean("confidence_head_with_markov", default=confidence)
     confidence = fields.boolean("enable_confidence_head", default=confidence)
     return DSpark(

@@ -13,7 +13,6 @@ from functools import partial
 
 from dflash_trt.checkpoint.fields import Fields, stated
 from dflash_trt.checkpoint.schema import DrafterConfig, LayerAttention
-from dflash_trt.errors import quoted
 from dflash_trt.models.drafters.block import BlockSettings
 from dflash_trt.models.drafters.dflash import BLOCK, build_dflash
 from dflash_trt.models.drafters.dflash2 import build_dflash2, selector
@@ -48,8 +47,7 @@ def _layers(fields: Fields) -> Fields:
     if section is None:
         raise fields.error("transformer_layer_config", "is missing, expected the fields of the layers")
     refuse(section, _NEUTRAL)
-    if (model_type := section.string("model_type")) not in ("llama", "qwen3"):
-        raise section.error("model_type", f"is {quoted(model_type)}, supported are 'llama', 'qwen3'")
+    section.string("model_type", among=("llama", "qwen3"))
     return section
 
 
@@ -147,7 +145,4 @@ KINDS = (
 
 def architecture_of(fields: Fields) -> str:
     """Our name of the kind. `architectures` of such files has the class that saved them, which differs by version."""
-    model = fields.string(TYPE)
-    if model not in _ARCHITECTURES:
-        raise fields.error(TYPE, f"is {quoted(model)}, supported are: {', '.join(_ARCHITECTURES)}")
-    return _ARCHITECTURES[model]
+    return _ARCHITECTURES[fields.string(TYPE, among=_ARCHITECTURES)]
