@@ -114,14 +114,10 @@ def read_compressed_tensors(fields: Fields) -> Quantization:
         raise sparsity.error(
             "format", f"is {show(sparsity.get('format'))}: sparse weights are not supported; {_HOW}"
         )
-    groups = fields.section("config_groups")
-    if groups is None:
-        raise fields.error("config_groups", "is missing, expected an object")
+    groups = fields.needed("config_groups", "an object")
     if len(groups.values) > _GROUPS:
         raise fields.error("config_groups", f"has {len(groups.values)} groups, expected at most {_GROUPS}")
-    targets: dict[
-        str, tuple[Algorithm | None, str]
-    ] = {}  # target -> its algorithm, and the group that says so
+    targets: dict[str, tuple[Algorithm | None, str]] = {}  # the algorithm, and the group that says so
     for name in groups.values:
         names, algorithm = _group(fields, groups, name)
         for target in names:
@@ -169,10 +165,8 @@ def _group(fields: Fields, groups: Fields, name: str) -> tuple[tuple[str, ...], 
         names = groups.strings(name, most=NAMES)
         group = Fields(groups.path, preset, f"{groups.prefix}{name}.")
     else:
-        section = groups.section(name)
-        if section is None:
-            raise groups.error(name, "is null, expected an object or a list of targets")
-        names, group = section.strings("targets", most=NAMES), section
+        group = groups.needed(name, "an object or a list of targets")
+        names = group.strings("targets", most=NAMES)
     if embeddings := [text for text in names if "Embedding" in text]:
         raise group.error(
             "targets", f"has {show(embeddings[0])}: quantized embeddings are not supported; {_HOW}"
@@ -248,11 +242,8 @@ def _block(weights: Fields) -> tuple[int, int]:
 
 def _numbers(weights: Fields, strategy: str) -> str:
     """The key in _NUMBERS."""
-    bits, kind, size = (
-        weights.integer("num_bits", default=8),
-        weights.get("type") or "int",
-        weights.get("group_size"),
-    )
+    bits, size = weights.integer("num_bits", default=8), weights.get("group_size")
+    kind = weights.get("type") or "int"
     for name, row in _NUMBERS.items():
         if (kind, bits) != (row.type, row.bits) or strategy not in row.strategies:
             continue

@@ -39,6 +39,13 @@ class Fields:
             raise self.error(key, f"is {show(value)}, expected an object")
         return Fields(self.path, value, f"{self.prefix}{key}.")
 
+    def needed(self, key: str, content: str) -> Fields:
+        """The object in this field, which must be there. `content`: what it should be, for the error."""
+        section = self.section(key)
+        if section is None:
+            raise self.error(key, f"is missing, expected {content}")
+        return section
+
     def integer(
         self, key: str, *, minimum: int = 1, maximum: int = LARGEST_INTEGER, default: int | None = None
     ) -> int:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from dflash_trt.checkpoint.fields import Fields
+from dflash_trt.checkpoint.fields import Fields, stated
 from dflash_trt.checkpoint.rules import Quantization, Rule, check_count, named, regex
 from dflash_trt.errors import show
 from dflash_trt.formats import Algorithm
@@ -63,10 +63,10 @@ def read_awq(fields: Fields) -> Quantization:
     version = fields.get("version")
     if not isinstance(version, str | None) or (version or "gemm").lower() != "gemm":
         raise fields.error("version", f"is {show(version)}, supported is 'gemm'; {_HOW}")
-    bits = "bits" if fields.get("bits") is not None else "w_bit"
     group = "group_size" if fields.get("group_size") is not None else "q_group_size"
-    if fields.integer(bits) != 4:
-        raise fields.error(bits, f"is {fields.get(bits)}, supported is 4; {_HOW}")
+    bits = stated([(fields, "bits"), (fields, "w_bit")], Fields.integer)
+    if bits != 4:
+        raise fields.error("bits", f"is {bits}, supported is 4; {_HOW}")
     if not fields.boolean("zero_point", default=True):
         raise fields.error("zero_point", f"is false, supported is true; {_HOW}")
     size = _group_size(fields, group)
@@ -77,16 +77,13 @@ def read_awq(fields: Fields) -> Quantization:
 def read_autoround(fields: Fields) -> Quantization:
     """As `read_gptq`. AutoRound packs in any of the other ways."""
     stored = fields.get("packing_format")
-    if fields.get("rotation_config"):
-        raise fields.error(
-            "rotation_config", f"is {show(fields.get('rotation_config'))}, expected none; {_HOW}"
-        )
+    if rotation := fields.get("rotation_config"):
+        raise fields.error("rotation_config", f"is {show(rotation)}, expected none; {_HOW}")
     if stored == _COMPRESSED:
         default = _compressed(fields)
     elif isinstance(stored, str) and stored in _AUTOROUND:
-        act_bits = fields.get("act_bits")
-        if act_bits is not None and fields.integer("act_bits") < 16:
-            raise fields.error("act_bits", f"is {show(act_bits)}, supported is 16; {_HOW}")
+        if fields.integer("act_bits", default=16) < 16:
+            raise fields.error("act_bits", f"is {fields.get('act_bits')}, supported is 16; {_HOW}")
         _check_data_type(fields)
         default = _integers(fields, _AUTOROUND[stored], "AutoRound", ordered=False)
     else:
@@ -94,19 +91,13 @@ def read_autoround(fields: Fields) -> Quantization:
         raise fields.error("packing_format", f"is {show(stored)}, supported are: {expected}; {_HOW}")
     layers: dict[str, Algorithm | None] = {}
     rules = []
-    extra = fields.section("extra_config")
-    patterns = []
-    for key in extra.values if extra is not None else ():
-        assert extra is not None
-        section = extra.section(key)
-        if section is None:
-            continue
-        algorithm = _changed(section, default)
-        layers[key] = algorithm
-        if re.search(r"[*+?\\^$|(\[]", key):
-            patterns.append(key)
-            rules.append(Rule(regex(extra, key, rf".*?(?:{key})"), algorithm))
-    check_count(fields, "extra_config", patterns)
+    extra = fields.section("extra_config") or Fields(fields.path, {})
+    for key in extra.values:
+        if (section := extra.section(key)) is not None:
+            layers[key] = _changed(section, default)
+            if re.search(r"[*+?\\^$|(\[]", key):
+                rules.append(Rule(regex(extra, key, rf".*?(?:{key})"), layers[key]))
+    check_count(fields, "extra_config", rules)
     blocks = fields.get("block_name_to_quantize") or fields.get("to_quant_block_names")
     if isinstance(blocks, str):
         blocks = blocks.split(",")
@@ -122,18 +113,11 @@ def read_autoround(fields: Fields) -> Quantization:
 def _compressed(fields: Fields) -> Algorithm:
     """AutoRound's weights as compressed-tensors packs them: NVFP4, MXFP4 or MXFP8."""
     kind, bits = fields.get("data_type"), fields.integer("bits")
-    inputs = fields.get("act_bits") is not None and fields.integer("act_bits") < 16
+    inputs = fields.integer("act_bits", default=16) < 16
     family = kind[:5] if isinstance(kind, str) else kind
     if family == "nv_fp" and bits == 4:
-        return Algorithm(
-            "NVFP4",
-            "nvfp4",
-            activations=inputs,
-            static=inputs,
-            group_size=16,
-            reciprocal=True,
-            layout="packed",
-        )
+        rounded = {"activations": inputs, "static": inputs}
+        return Algorithm("NVFP4", "nvfp4", **rounded, group_size=16, reciprocal=True, layout="packed")
     if family == "mx_fp" and bits == 4:
         return Algorithm("MXFP4", "mxfp4", group_size=BLOCK, layout="packed")
     if family == "mx_fp" and bits == 8:
@@ -151,7 +135,7 @@ def _check_data_type(fields: Fields) -> None:
 
 def _changed(fields: Fields, default: Algorithm) -> Algorithm | None:
     """The algorithm of layers with settings of their own; None where they have 16 bits or more."""
-    bits = fields.integer("bits") if fields.get("bits") is not None else None
+    bits = stated([(fields, "bits")], Fields.integer)
     if bits is not None and bits >= 16:
         return None
     if default.scheme not in ("int4", "int8"):
@@ -159,14 +143,13 @@ def _changed(fields: Fields, default: Algorithm) -> Algorithm | None:
             raise fields.error("bits", f"is {show(bits)}, but {default.name} has no other layers; {_HOW}")
         return default
     _check_data_type(fields)
-    changed = default
-    if bits is not None:
-        changed = replace(changed, scheme=_scheme(fields, bits))
-    if fields.get("group_size") is not None:
-        changed = replace(changed, group_size=_group_size(fields, "group_size"))
-    if fields.get("desc_act") is not None:
-        changed = replace(changed, ordered=fields.boolean("desc_act"))
-    return changed
+    size = stated([(fields, "group_size")], _group_size)
+    return replace(
+        default,
+        scheme=default.scheme if bits is None else _scheme(fields, bits),
+        group_size=default.group_size if size is None else size,
+        ordered=fields.boolean("desc_act", default=default.ordered),
+    )
 
 
 def _integers(fields: Fields, layout: FileLayout, name: str, *, ordered: bool) -> Algorithm:

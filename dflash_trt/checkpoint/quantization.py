@@ -44,15 +44,13 @@ def read_quantization(directory: Path) -> Quantization:
     path = directory / QUANT_CONFIG
     if path.is_file():
         whole = Fields(path, read_object(path))
-        section = whole.section("quantization")
-        if section is None and "quant_algo" in whole.values:  # as config.json has them
+        if whole.get("quantization") is None and "quant_algo" in whole.values:  # as config.json has them
             return _read_modelopt(whole)
-        if section is None:
-            raise whole.error("quantization", "is missing, expected an object with quant_algo")
+        own = whole.needed("quantization", "an object with quant_algo")
         producer = whole.section("producer")
         files = producer.section("sha256") if producer is not None else None
         digests = {name: files.string(name) for name in files.values} if files is not None else {}
-        return replace(_read_modelopt(section, "exclude_modules", "kv_cache_quant_algo"), digests=digests)
+        return replace(_read_modelopt(own, "exclude_modules", "kv_cache_quant_algo"), digests=digests)
     path = directory / "config.json"
     section = _section(path, read_object(path)) if path.is_file() else None
     if section is None:
@@ -100,9 +98,7 @@ def _read_modelopt(
     patterns = tuple(dict.fromkeys(each for each in names if set(each) & set("*?[")))
     layers.update(dict.fromkeys(set(names) - set(patterns)))
     if fields.get("quant_algo") == "MIXED_PRECISION":
-        each = fields.section("quantized_layers")
-        if each is None:
-            raise fields.error("quantized_layers", "is missing, but quant_algo is MIXED_PRECISION")
+        each = fields.needed("quantized_layers", "an object, because quant_algo is MIXED_PRECISION")
         for name in each.values:
             layer = each.section(name)
             if layer is not None:
@@ -142,10 +138,9 @@ def _read_fp8(fields: Fields) -> Quantization:
         raise fields.error("fmt", f"is {show(fields.get('fmt'))}, expected 'e4m3'")
     if fields.get("expert_dtype") not in (None, "fp8"):
         raise fields.error("expert_dtype", f"is {show(fields.get('expert_dtype'))}, expected 'fp8'")
-    skipped = (
-        "modules_to_not_convert" if fields.get("modules_to_not_convert") is not None else "ignored_layers"
-    )
-    return Quantization(fields.path, _fp8_algorithm(fields), rules=named(fields, skipped))
+    old = fields.get("modules_to_not_convert") is None
+    skipped = named(fields, "ignored_layers" if old else "modules_to_not_convert")
+    return Quantization(fields.path, _fp8_algorithm(fields), rules=skipped)
 
 
 def _fp8_algorithm(fields: Fields) -> Algorithm:

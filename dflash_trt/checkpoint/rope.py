@@ -99,10 +99,7 @@ def read_rope(
 
 def read_rope_of(layers: str, fields: Fields, theta: float) -> RopeConfig:
     """The RoPE of one kind of layers, of a model that has one for each kind in `rope_parameters`."""
-    sections = fields.section("rope_parameters")
-    section = None if sections is None else sections.section(layers)
-    if section is None:
-        raise fields.error(f"rope_parameters.{layers}", "is missing, expected an object with rope_theta")
+    section = fields.needed("rope_parameters", "an object").needed(layers, "an object with rope_theta")
     return _read_scaling(section, Fields(fields.path, {}, fields.prefix), 1.0, (), theta)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from fnmatch import translate
 from pathlib import Path
@@ -104,7 +104,7 @@ def globs(fields: Fields, key: str, patterns: Sequence[str]) -> tuple[Rule, ...]
     return tuple(Rule(re.compile(translate(pattern))) for pattern in patterns)
 
 
-def check_count(fields: Fields, key: str, patterns: Sequence[str]) -> None:
+def check_count(fields: Fields, key: str, patterns: Sized) -> None:
     """Refuse more patterns than a search of every name may take."""
     if len(patterns) > _PATTERNS:
         raise fields.error(key, f"has {len(patterns)} patterns, expected at most {_PATTERNS}")

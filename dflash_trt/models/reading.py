@@ -47,9 +47,7 @@ def architecture_of(fields: Fields, role: str, supported: Mapping[str, object]) 
 
 def text_of(fields: Fields, *model_types: str) -> Fields:
     """The text model's part of the configuration of a model that also sees images. `model_types`: what it may be."""
-    text = fields.section("text_config")
-    if text is None:
-        raise fields.error("text_config", "is missing, expected the object that describes the text model")
+    text = fields.needed("text_config", "the object that describes the text model")
     if model_types:
         text.string("model_type", among=model_types)
     return text

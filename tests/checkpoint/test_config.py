@@ -212,7 +212,7 @@ COMMON_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"rope_parameters": YARN, "rope_scaling": YARN | {"factor": 4}}, "but rope_scaling is"),
     ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "expected one RoPE for all layers"),
     ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling.rope_type is 'longrope'"),
-    ({"rope_scaling": {"rope_type": "yarn", "type": "linear"}}, "rope_type is \"yarn\", but"),
+    ({"rope_scaling": {"rope_type": "yarn", "type": "linear"}}, 'rope_type is "yarn", but'),
     ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor is missing"),
     ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "rope_scaling.factor is 0.5"),
     ({"rope_scaling": {"mrope_section": [16, 24, 24]}}, "rope_scaling.mrope_section is [16, 24, 24]"),

@@ -38,11 +38,7 @@ def read_dflash(fields: Fields, known: Collection[str] = ()) -> DrafterConfig:
     Raises:
         CheckpointError: a field is missing, out of range, or requests something not supported.
     """
-    dflash = fields.section("dflash_config")
-    if dflash is None:
-        raise fields.error(
-            "dflash_config", "is missing, expected an object with mask_token_id and target_layer_ids"
-        )
+    dflash = fields.needed("dflash_config", "an object with mask_token_id and target_layer_ids")
     check_quantization(fields)
     refuse(fields, {key: values for key, values in _DRAFTER_NEUTRAL.items() if key not in known})
     known = {*known, *_DFLASH_FIELDS}
@@ -57,9 +53,7 @@ def read_dflash(fields: Fields, known: Collection[str] = ()) -> DrafterConfig:
     read = partial(Fields.integer, minimum=2, maximum=BLOCK)
     block_size = stated([(place, "block_size") for place in places], read)
     if block_size is None:
-        raise fields.error(
-            "block_size", "is missing, here and in dflash_config, expected an integer of at least 2"
-        )
+        raise fields.error("block_size", "is missing, here and in dflash_config, expected an integer")
     return DrafterConfig(
         **common,
         layers=tuple(

@@ -48,9 +48,7 @@ def read_dflash2(fields: Fields) -> DrafterConfig:
         CheckpointError: as `read_dflash`.
     """
     config = read_dflash(fields, _FIELDS)
-    dflash = fields.section("dflash_config")
-    assert dflash is not None
-    own = selector(dflash, config.hidden_size, config.vocab_size)
+    own = selector(fields.needed("dflash_config", "an object"), config.hidden_size, config.vocab_size)
     return replace(config, own=own, most_candidates=own.top_k)
 
 

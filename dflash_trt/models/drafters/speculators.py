@@ -43,9 +43,7 @@ _NEUTRAL = {
 
 def _layers(fields: Fields) -> Fields:
     check_quantization(fields)
-    section = fields.section("transformer_layer_config")
-    if section is None:
-        raise fields.error("transformer_layer_config", "is missing, expected the fields of the layers")
+    section = fields.needed("transformer_layer_config", "the fields of the layers")
     refuse(section, _NEUTRAL)
     section.string("model_type", among=("llama", "qwen3"))
     return section
