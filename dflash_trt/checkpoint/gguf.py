@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.gguf_tokenizer import end_token_ids, write_tokenizer
 from dflash_trt.checkpoint.tensors import DTYPES
 from dflash_trt.checkpoint.writer import Entry, write_shard
@@ -144,8 +145,9 @@ def cached_checkpoint(file: Path, cache: Path | None = None) -> Path:
 def convert(file: Path, directory: Path) -> None:
     """Write a GGUF file as a checkpoint into an existing directory. Raises as cached_checkpoint does."""
     reader, metadata = _open(file)
-    family, tensors = _family(file, metadata), {tensor.name: tensor for tensor in reader.tensors}
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
     config = _config(file, metadata, tensors)
+    reordered = _FAMILIES[config["model_type"]][2]
     write_tokenizer(file, metadata, directory)
     entries = []
     for name, tensor in tensors.items():
@@ -156,7 +158,7 @@ def convert(file: Path, directory: Path) -> None:
             raise CheckpointError(
                 f"{file}: tensor {quoted(name)} is {kind}, supported are {', '.join(_TYPES)}"
             )
-        permuted = _FAMILIES[family][2] and re.fullmatch(r"blk\.\d+\.attn_[qk]\.weight", name) is not None
+        permuted = reordered and re.fullmatch(r"blk\.\d+\.attn_[qk]\.weight", name) is not None
         target = _published_name(file, name)
         shape = tuple(int(size) for size in reversed(tensor.shape))
         head_dim = config["head_dim"] if permuted else None
@@ -184,43 +186,22 @@ def _open(file: Path) -> tuple[GGUFReader, dict[str, Any]]:
     return reader, metadata
 
 
-def _family(file: Path, metadata: Mapping[str, Any]) -> str:
-    family = metadata.get("general.architecture")
-    if not isinstance(family, str) or family not in _FAMILIES:
-        raise CheckpointError(
-            f"{file}: general.architecture is {show(family)}, supported are {', '.join(_FAMILIES)}"
-        )
-    return family
-
-
 def _config(file: Path, metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) -> dict[str, Any]:
     """config.json with the fields of the family's configuration in Transformers."""
-    family = _family(file, metadata)
+    family = Fields(file, metadata).string("general.architecture", among=_FAMILIES)
     architecture, qk_norm, _ = _FAMILIES[family]
-    own = {
-        key.removeprefix(f"{family}."): value
-        for key, value in metadata.items()
-        if key.startswith(f"{family}.")
-    }
+    prefix = f"{family}."
+    own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    fields = Fields(file, own, prefix)
     for key, value in own.items():
         if key not in _READ and value not in _NEUTRAL.get(key, ()):
-            raise CheckpointError(
-                f"{file}: {family}.{show_name(key)} is {show(value)}, which this version does not support"
-            )
-
-    def field(key: str, default: float | None = None) -> Any:
-        value = own.get(key, default)
-        if not isinstance(value, int | float) or value <= 0:
-            raise CheckpointError(f"{file}: {family}.{key} is {show(value)}, expected a number above 0")
-        return value
-
-    heads = field("attention.head_count")
-    head_dim = field("attention.key_length", field("embedding_length") // heads)
+            raise fields.error(key, f"is {show(value)}, which this version does not support")
+    hidden, heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
+    head_dim = fields.integer("attention.key_length", default=hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
-        if field(key, head_dim) != head_dim:
-            raise CheckpointError(
-                f"{file}: {family}.{key} is {show(own[key])}, expected the head size {head_dim}"
-            )
+        if fields.integer(key, default=head_dim) != head_dim:
+            raise fields.error(key, f"is {show(own[key])}, expected the head size {head_dim}")
+    theta = fields.number("rope.freq_base", default=10000.0)
     if "token_embd.weight" not in tensors:
         raise CheckpointError(f"{file}: has no tensor token_embd.weight")
     ends = end_token_ids(metadata)
@@ -228,16 +209,16 @@ def _config(file: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Reade
         "architectures": [architecture],
         "model_type": family,
         "hidden_act": "silu",
-        "hidden_size": field("embedding_length"),
-        "intermediate_size": field("feed_forward_length"),
-        "num_hidden_layers": field("block_count"),
+        "hidden_size": hidden,
+        "intermediate_size": fields.integer("feed_forward_length"),
+        "num_hidden_layers": fields.integer("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": field("attention.head_count_kv", heads),
+        "num_key_value_heads": fields.integer("attention.head_count_kv", default=heads),
         "head_dim": head_dim,
-        "max_position_embeddings": field("context_length"),
-        "rms_norm_eps": _shortest(field("attention.layer_norm_rms_epsilon")),
-        "rope_theta": float(field("rope.freq_base", 10000.0)),
-        "rope_scaling": _rope_scaling(file, tensors, head_dim, field("rope.freq_base", 10000.0)),
+        "max_position_embeddings": fields.integer("context_length"),
+        "rms_norm_eps": _shortest(fields.number("attention.layer_norm_rms_epsilon")),
+        "rope_theta": theta,
+        "rope_scaling": _rope_scaling(file, tensors, head_dim, theta),
         "attention_bias": False,
         **({} if qk_norm else {"mlp_bias": False}),
         "tie_word_embeddings": "output.weight" not in tensors,

@@ -13,7 +13,8 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from dflash_trt.errors import CheckpointError, quoted, show, show_name
+from dflash_trt.checkpoint.fields import Fields
+from dflash_trt.errors import CheckpointError, quoted, show_name
 
 # tokenizer.ggml.token_type
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
@@ -70,14 +71,9 @@ def write_tokenizer(file: Path, metadata: Mapping[str, Any], directory: Path) ->
 
     Raises CheckpointError if the tokenizer is not byte-level BPE or its pre-tokenizer is unknown.
     """
-    model = metadata.get("tokenizer.ggml.model")
-    if model != "gpt2":
-        raise CheckpointError(
-            f"{file}: tokenizer.ggml.model is {show(model)}, supported is 'gpt2', byte-level BPE"
-        )
-    pre = metadata.get("tokenizer.ggml.pre")
-    if pre not in _PRE:
-        raise CheckpointError(f"{file}: tokenizer.ggml.pre is {show(pre)}, supported are {', '.join(_PRE)}")
+    fields = Fields(file, metadata)
+    fields.string("tokenizer.ggml.model", among=("gpt2",))  # byte-level BPE
+    pre = fields.string("tokenizer.ggml.pre", among=_PRE)
     tokens, merges = _texts(file, metadata, _TOKENS), _texts(file, metadata, "tokenizer.ggml.merges")
     types = metadata.get("tokenizer.ggml.token_type")
     if not isinstance(types, list) or len(types) != len(tokens):
@@ -98,7 +94,7 @@ def write_tokenizer(file: Path, metadata: Mapping[str, Any], directory: Path) ->
     special = {t for t, kind in zip(tokens, types, strict=True) if kind in (_UNKNOWN, _CONTROL)}
     added = [t for t, kind in zip(tokens, types, strict=True) if t in special or kind == _USER_DEFINED]
     made.add_tokens([AddedToken(t, special=t in special, normalized=False) for t in added])
-    roles = _roles(file, metadata, tokens)
+    roles = _roles(fields, tokens)
     bos = roles.get("bos_token")
     if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe"):
         made.post_processor = processors.Sequence(
@@ -134,15 +130,11 @@ def _pair(file: Path, merge: str) -> tuple[str, str]:
     return left, right
 
 
-def _roles(file: Path, metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, str]:
+def _roles(fields: Fields, tokens: list[str]) -> dict[str, str]:
     """bos_token, eos_token and similar, as text."""
     roles = {}
     for name, role in _ROLES.items():
         key = f"tokenizer.ggml.{name}_token_id"
-        index = metadata.get(key)
-        if index is None:
-            continue
-        if not isinstance(index, int) or not 0 <= index < len(tokens):
-            raise CheckpointError(f"{file}: {key} is {show(index)}, but there are {len(tokens)} tokens")
-        roles[role] = tokens[index]
+        if fields.get(key) is not None:
+            roles[role] = tokens[fields.integer(key, minimum=0, maximum=len(tokens) - 1)]
     return roles

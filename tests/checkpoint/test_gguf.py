@@ -220,14 +220,14 @@ def test_answers_end_at_every_token_that_ends_them(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"family": "gemma"}, "general.architecture is .gemma., supported are llama, qwen3"),
+        ({"family": "gemma"}, "general.architecture is .gemma., supported are: llama, qwen3"),
         ({"kind": "Q5_0"}, "is Q5_0, supported are F32"),
         ({"extra": {"llama.expert_count": 8}}, "llama.expert_count is 8"),
         ({"extra": {"llama.attention.sliding_window": 64}}, "llama.attention.sliding_window is 64"),
         ({"extra": {"llama.rope.dimension_count": 32}}, "llama.rope.dimension_count is 32"),
         ({"tensor": "blk.0.attn_q.bias"}, "blk.0.attn_q.bias"),
         ({"tensor": "blk.0.ffn_gate_inp.weight"}, "blk.0.ffn_gate_inp.weight"),
-        ({"pre": "tekken"}, "tokenizer.ggml.pre is .tekken., supported are smollm"),
+        ({"pre": "tekken"}, "tokenizer.ggml.pre is .tekken., supported are: smollm"),
         ({"model": "llama"}, "tokenizer.ggml.model is .llama."),
     ],
 )
