@@ -10,7 +10,7 @@ from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
 from dflash_trt.files.reading import read_object
 from dflash_trt.models.drafters import KINDS, speculators
 from dflash_trt.models.families import FAMILIES
-from dflash_trt.models.reading import architecture_of, check_names
+from dflash_trt.models.reading import architecture_of
 
 
 def read_target_config(directory: Path) -> TargetConfig:
@@ -22,7 +22,7 @@ def read_target_config(directory: Path) -> TargetConfig:
     """
     fields = _fields(directory)
     family = FAMILIES[architecture_of(fields, "target", FAMILIES)]
-    check_names(fields, family.architecture, family.model_type)
+    fields.string("model_type", among=(family.model_type,))
     return family.read(fields)
 
 
@@ -37,8 +37,7 @@ def read_drafter_config(directory: Path, target: TargetConfig | None = None) -> 
         kind = KINDS[speculators.architecture_of(fields)]
     else:
         kind = KINDS[architecture_of(fields, "drafter", KINDS)]
-        model_type = fields.get("model_type")
-        check_names(fields, kind.architecture, model_type if model_type in kind.also else kind.model_type)
+        fields.string("model_type", among=(kind.model_type, *kind.also))
     config = kind.read(fields)
     if not config.target_layer_ids and kind.taps is not None and target is not None:
         config = replace(config, target_layer_ids=kind.taps(target.num_hidden_layers))

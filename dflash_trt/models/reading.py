@@ -25,14 +25,6 @@ QWEN_HEAD_DIM = 128  # Qwen3Config's default, not hidden_size / num_attention_he
 _ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
-def check_names(fields: Fields, architecture: str, model_type: str) -> None:
-    """Check that the file's model type agrees with its architecture."""
-    if fields.string("model_type") != model_type:
-        raise fields.error(
-            "model_type", f"is {quoted(fields.get('model_type'))}, but {architecture} has {model_type!r}"
-        )
-
-
 def architecture_of(fields: Fields, role: str, supported: Mapping[str, object]) -> str:
     """The architecture named in the file. It must be one of `supported`."""
     names = fields.strings("architectures", most=LAYERS)

@@ -189,7 +189,7 @@ COMMON_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"architectures": "Qwen3ForCausalLM"}, 'architectures is "Qwen3ForCausalLM", expected a list'),
     ({"architectures": [3]}, "architectures[0] is 3, expected a string"),
     ({"architectures": MISSING}, "architectures is missing"),
-    ({"model_type": "gpt_oss"}, "model_type is 'gpt_oss', but"),
+    ({"model_type": "gpt_oss"}, "model_type is 'gpt_oss', supported are: qwen3"),
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ({"hidden_size": MISSING}, "hidden_size is missing, expected an integer"),
     ({"hidden_size": 0}, "hidden_size is 0, expected an integer from 1 to"),
