@@ -45,25 +45,17 @@ def test_a_pair_that_fits(pair: tuple[Path, Path]) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_size": 4096}, "hidden_size is 4096, but {target} has hidden_size 2560; {fix}"),
-        ({"vocab_size": 248320}, "vocab_size is 248320, but {target} has vocab_size 151936; {fix}"),
-        ({"num_target_layers": 40}, "num_target_layers is 40, but {target} has num_hidden_layers 36; {fix}"),
-        (
-            {"target_layer_ids": (1, 9, 17, 25, 40)},
-            "tap 4 is the state behind layer 40, but the target has 36 layers (0..35)",
-        ),
-        (
-            {"mask_token_id": 151936},
-            "dflash_config.mask_token_id is 151936, but the target embeds 151936 tokens (0..151935)",
-        ),
+        ({"hidden_size": 4096}, "hidden_size is 4096, but .* has hidden_size 2560; give the drafter"),
+        ({"vocab_size": 248320}, "vocab_size is 248320, but .* has vocab_size 151936"),
+        ({"num_target_layers": 40}, "num_target_layers is 40, but .* has num_hidden_layers 36"),
+        ({"target_layer_ids": (1, 9, 40)}, "tap 2 is the state behind layer 40, but the target has 36"),
+        ({"mask_token_id": 151936}, "mask_token_id is 151936, but the target embeds 151936 tokens"),
     ],
 )
 def test_refuses_a_pair(pair: tuple[Path, Path], changes: dict[str, Any], message: str) -> None:
     target, drafter = read_target_config(pair[0]), read_drafter_config(pair[1])
-    with pytest.raises(PairError) as error:
+    with pytest.raises(PairError, match=rf"drafter.config\.json: .*{message}"):
         check_pair(target, replace(drafter, **changes))
-    message = message.format(target=target.path, fix="give the drafter that was trained for this target")
-    assert str(error.value) == f"{drafter.path}: {message}"
 
 
 def test_taps_keep_their_order(pair: tuple[Path, Path]) -> None:
