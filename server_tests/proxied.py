@@ -111,7 +111,7 @@ def run(tmp_path: Path, check: Callable[[Front], Awaitable[None]], *, up: bool =
 
     async def inside() -> None:
         http, grpc_port, metrics = free_ports(3)
-        settings = ProxySettings("127.0.0.1", http, grpc_port, metrics, str(tmp_path), MOST)
+        settings = ProxySettings("127.0.0.1", http, grpc_port, metrics, Sockets(tmp_path), MOST)
         upstream = Upstream()
         async with asyncio.timeout(100), serve_http(settings), serve_grpc(settings):
             if not up:

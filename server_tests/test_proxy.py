@@ -15,7 +15,7 @@ from grpc import aio
 
 from dflash_trt.errors import DFlashError
 from dflash_trt.serving import proxy_http
-from dflash_trt.serving.launch import ProxySettings
+from dflash_trt.serving.launch import ProxySettings, Sockets
 from dflash_trt.serving.proxy_grpc import serve_grpc
 from dflash_trt.serving.proxy_http import serve_http
 from server_tests.proxied import GENERATE, INFER, MOST, Front, get, re_status, run
@@ -228,7 +228,7 @@ def test_a_taken_port_is_named_with_its_option(tmp_path: Path) -> None:
             taken.listen()
             ports = dict(zip(("--port", "--grpc-port", "--metrics-port"), free_ports(3), strict=True))
             ports[option] = taken.getsockname()[1]
-            settings = ProxySettings("127.0.0.1", *ports.values(), str(tmp_path), MOST)
+            settings = ProxySettings("127.0.0.1", *ports.values(), Sockets(tmp_path), MOST)
 
             async def start(settings: ProxySettings = settings) -> None:
                 async with serve_http(settings), serve_grpc(settings):

@@ -222,7 +222,7 @@ def _triton(args: argparse.Namespace) -> int:
             http_port=args.port,
             grpc_port=args.grpc_port,
             metrics_port=args.metrics_port,
-            upstream=temporary,
+            sockets=sockets,
             max_bytes=max_request_bytes(bundle.manifest["max_seq_len"]),
             fields=request_fields(),
         )
@@ -236,4 +236,4 @@ def _triton(args: argparse.Namespace) -> int:
         if args.host not in ("127.0.0.1", "::1", "localhost"):
             _say(f"anyone who reaches {args.host} may use the model: there is no authentication")
         arguments = server_arguments(repository, sockets, args.log_level, args.passed)
-        return Supervisor(server, arguments, repository, sockets, settings, args.grace).run(ready, _say)
+        return Supervisor(server, arguments, repository, settings, args.grace).run(ready, _say)

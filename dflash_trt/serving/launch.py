@@ -22,25 +22,6 @@ _LONGEST_PATH = 107  # bytes of a Unix socket's path on Linux
 
 
 @dataclass(frozen=True)
-class ProxySettings:
-    """The proxy's settings.
-
-    host: the address to listen on.
-    upstream: the directory of tritonserver's sockets.
-    max_bytes: the longest body or gRPC message that a client may send.
-    fields: the fields that a body over HTTP may have, with Triton's data types. None accepts all.
-    """
-
-    host: str
-    http_port: int
-    grpc_port: int
-    metrics_port: int
-    upstream: str
-    max_bytes: int
-    fields: dict[str, str] | None = None
-
-
-@dataclass(frozen=True)
 class Sockets:
     """tritonserver's sockets in a directory. Raises DFlashError if its path is too long for them."""
 
@@ -85,6 +66,25 @@ class Sockets:
         """Remove the sockets of a server that has ended. Otherwise the next one could not listen."""
         for path in (self.http, self.metrics, self.grpc):
             path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class ProxySettings:
+    """The proxy's settings.
+
+    host: the address to listen on.
+    sockets: those of tritonserver.
+    max_bytes: the longest body or gRPC message that a client may send.
+    fields: the fields that a body over HTTP may have, with Triton's data types. None accepts all.
+    """
+
+    host: str
+    http_port: int
+    grpc_port: int
+    metrics_port: int
+    sockets: Sockets
+    max_bytes: int
+    fields: dict[str, str] | None = None
 
 
 @dataclass

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import grpc
 from grpc import aio
 
 from dflash_trt.errors import DFlashError
-from dflash_trt.serving.launch import ProxySettings, Sockets
+from dflash_trt.serving.launch import ProxySettings
 
 MAX_CALLS = 4096
 _SERVICE = "/inference.GRPCInferenceService/"
@@ -93,8 +92,7 @@ async def serve_grpc(settings: ProxySettings) -> AsyncIterator[None]:
         ("grpc.server_handshake_timeout_ms", 10_000),
     ]
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    address = f"unix:{Sockets(Path(settings.upstream)).grpc}"
-    async with aio.insecure_channel(address, options=upstream) as channel:
+    async with aio.insecure_channel(f"unix:{settings.sockets.grpc}", options=upstream) as channel:
         server = aio.server(options=ours, maximum_concurrent_rpcs=MAX_CALLS)
         server.add_generic_rpc_handlers((GrpcProxy(channel),))
         try:

@@ -21,7 +21,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from dflash_trt.errors import DFlashError
 from dflash_trt.serving import wire
-from dflash_trt.serving.launch import ProxySettings, Sockets
+from dflash_trt.serving.launch import ProxySettings
 
 # Seconds for: a connection to send the head of a request, a body to arrive, a client to read its answer.
 IDLE_SECONDS, BODY_SECONDS, TAKE_SECONDS = 15.0, 30.0, 60.0
@@ -273,9 +273,8 @@ def _logger() -> logging.Logger:
 @asynccontextmanager
 async def serve_http(settings: ProxySettings) -> AsyncIterator[HttpProxy]:
     """Serve the model's port and the metrics port; gives the first. Raises DFlashError if one is not available."""
-    sockets = Sockets(Path(settings.upstream))
-    models = HttpProxy(sockets.http, _READ, _GENERATE, settings.max_bytes, settings.fields)
-    metrics = HttpProxy(sockets.metrics, _METRICS, _NOTHING, 0)
+    models = HttpProxy(settings.sockets.http, _READ, _GENERATE, settings.max_bytes, settings.fields)
+    metrics = HttpProxy(settings.sockets.metrics, _METRICS, _NOTHING, 0)
     async with (
         models.serve(settings.host, settings.http_port, "--port"),
         metrics.serve(settings.host, settings.metrics_port, "--metrics-port"),

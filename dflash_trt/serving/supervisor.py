@@ -20,7 +20,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, UnixConnector
 
 from dflash_trt.serving import wire
 from dflash_trt.serving.deploy import MODEL
-from dflash_trt.serving.launch import ProxySettings, Sockets, TritonServer, has_backend
+from dflash_trt.serving.launch import ProxySettings, TritonServer, has_backend
 from dflash_trt.serving.processes import Process, allow_open_files, descendants, is_same, send_signal
 from dflash_trt.serving.proxy_grpc import serve_grpc
 from dflash_trt.serving.proxy_http import serve_http
@@ -40,7 +40,6 @@ class Supervisor:
     because it would fail again.
 
     repository: the model repository. An engine that ends leaves a file there.
-    sockets: in a directory that only this user may enter.
     grace: seconds for requests to finish after SIGINT or SIGTERM. Then they are cancelled, and their clients are
     told.
     """
@@ -50,8 +49,7 @@ class Supervisor:
         server: TritonServer,
         arguments: list[str],
         repository: Path,
-        sockets: Sockets,
-        proxy: ProxySettings,
+        settings: ProxySettings,
         grace: float,
     ) -> None:
         self._engine_ended = repository / MODEL / "1" / "engine-ended"
@@ -63,7 +61,7 @@ class Supervisor:
         ]
         self._environment = {**os.environ, **server.environment}
         self._regions = f"{region}*"
-        self._sockets, self._settings, self._grace = sockets, proxy, grace
+        self._settings, self._grace = settings, grace
         self._stop = asyncio.Event()
         self._served = False
 
@@ -78,7 +76,7 @@ class Supervisor:
     async def _serve(self, ready: Callable[[], None], say: Say) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
-        connector = UnixConnector(str(self._sockets.http), force_close=True)
+        connector = UnixConnector(str(self._settings.sockets.http), force_close=True)
         async with (
             ClientSession(connector=connector) as self._session,
             serve_http(self._settings) as self._proxy,
@@ -89,7 +87,7 @@ class Supervisor:
     async def _keep_running(self, ready: Callable[[], None], say: Say) -> int:
         pause = wire.FIRST_PAUSE
         while not self._stop.is_set():
-            self._sockets.remove()
+            self._settings.sockets.remove()
             self._tree: dict[int, Process] = {}
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, str(_TIED), str(os.getpid()), *self._command),

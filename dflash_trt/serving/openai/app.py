@@ -32,6 +32,7 @@ from dflash_trt.serving.openai.protocol import (
 )
 from dflash_trt.serving.openai.responses import Responses
 from dflash_trt.serving.openai.responses_request import ResponsesRequest
+from dflash_trt.serving.openai.server import ServerSettings
 
 Answering = Chat | Completions
 # Endpoints that answer: the fields of a request, and what makes an answer of it.
@@ -48,17 +49,9 @@ def make_app(
     model: Model,
     engine: EngineProcess,
     metrics: Callable[[], Awaitable[str]],
-    most_seconds: float | None,
-    *,
-    prompt_details: bool,
-    priorities: bool,
+    settings: ServerSettings,
 ) -> ASGIApp:
-    """The API of one model.
-
-    metrics: the text of /metrics. most_seconds: the longest deadline of a request; None leaves it to the requests.
-    prompt_details: whether the usage of a request has the number of its cached tokens.
-    priorities: whether requests may have one.
-    """
+    """The API of one model. metrics: the text of /metrics."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -69,11 +62,8 @@ def make_app(
     app = FastAPI(
         title="dflash-trt", version=dflash_trt.__version__, docs_url=None, redoc_url=None, lifespan=lifespan
     )
-
     _add_errors(app)
-    posts = _add_answers(
-        app, model, engine, most_seconds, prompt_details=prompt_details, priorities=priorities
-    )
+    posts = _add_answers(app, model, engine, settings)
     _add_texts(app, model)
     _add_page(app)
     _add_state(app, model, engine, metrics)
@@ -96,16 +86,13 @@ def _add_answers(
     app: FastAPI,
     model: Model,
     engine: EngineProcess,
-    most_seconds: float | None,
-    *,
-    prompt_details: bool,
-    priorities: bool,
+    settings: ServerSettings,
 ) -> dict[str, Endpoint]:
     """The endpoints that answer requests, by path."""
 
     def admit(body: CommonFields) -> None:
         """Refuse what this server never takes, before work is done for it."""
-        if body.priority and not priorities:
+        if body.priority and not settings.priorities:
             text = f"priority is {body.priority}, but this server has no priorities: start it with --allow-priority"
             raise ApiError(400, text, "priority")
         if (asked := body.answers()) > engine.limit:  # not 429: it would never fit
@@ -118,8 +105,8 @@ def _add_answers(
             admit(body)
             named = "x-request-id" not in request.headers and body.request_id
             request_id = named or str(request.state.request_id)
-            made: Answering = await answering(model, body, request_id, most_seconds)
-            made.usage.details = prompt_details
+            made: Answering = await answering(model, body, request_id, settings.max_seconds)
+            made.usage.details = settings.shows_cached_tokens
             for message in made.prepared.messages:
                 message["cache_salt"] = cache_salt(request.state.key_digest, body.cache_salt)
             FACTS.get()["model"] = model.name

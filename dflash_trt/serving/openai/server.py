@@ -71,6 +71,11 @@ class ServerSettings:
     engine: dict[str, str] = field(default_factory=dict)
     limit: int = 264
 
+    @property
+    def shows_cached_tokens(self) -> bool:
+        """Whether clients see how many tokens of their prompts were cached: those of several keys, or as asked for."""
+        return self.prompt_details or len(set(self.keys)) > 1
+
 
 def check_installed() -> None:
     """Raise DFlashError if a package of the extra `serve` is missing."""
@@ -113,10 +118,7 @@ def application(settings: ServerSettings, say: Callable[[str], None]) -> tuple[A
         key=settings.bundle.manifest["key"], limit=settings.limit, say=say,
     )  # fmt: skip
     metrics = ServerMetrics(engine)
-    app = make_app(
-        model, engine, metrics.text, settings.max_seconds, priorities=settings.priorities,
-        prompt_details=shows_prompt_details(settings),
-    )  # fmt: skip
+    app = make_app(model, engine, metrics.text, settings)
     most = settings.max_body or max_request_bytes(model.max_seq_len)
     gate: Any = Gate(app, keys=settings.keys, most=most, observe=metrics.observe, hosts=_hosts(settings))
     if settings.origins:  # around the gate: browsers ask for permission without the key
@@ -125,11 +127,6 @@ def application(settings: ServerSettings, say: Callable[[str], None]) -> tuple[A
             expose_headers=["x-request-id", "retry-after"],
         )  # fmt: skip
     return gate, engine
-
-
-def shows_prompt_details(settings: ServerSettings) -> bool:
-    """Whether clients see how many tokens of their prompts were cached: those of several keys, or as asked for."""
-    return settings.prompt_details or len(set(settings.keys)) > 1
 
 
 def _hosts(settings: ServerSettings) -> set[str] | None:

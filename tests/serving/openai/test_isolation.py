@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dflash_trt.bundle.manifest import Bundle
-from dflash_trt.serving.openai.server import ServerSettings, shows_prompt_details
+from dflash_trt.serving.openai.server import ServerSettings
 from tests.serving.openai.conftest import COMPLETIONS, OPTIONS, Server
 
 PROMPT = list(range(40, 90))
@@ -98,7 +98,7 @@ def test_the_figure_is_shown_to_clients_that_have_keys_of_their_own_or_if_the_op
     keys: str, asked: bool, shown: bool
 ) -> None:
     settings = ServerSettings(bundle=Bundle(Path("x"), {}), keys=[*keys], prompt_details=asked)
-    assert shows_prompt_details(settings) is shown
+    assert settings.shows_cached_tokens is shown
 
 
 @pytest.mark.parametrize("salt", ["", 7])
