@@ -130,7 +130,11 @@ class Supervisor:
                 self._served = serves = True
                 pause = wire.FIRST_PAUSE
                 reload.cancel()  # the next one need not wait
-            elif self._engine_ended.exists() and reload.done() and await self._is_live():
+            elif (
+                self._engine_ended.exists()
+                and reload.done()
+                and await self._ask("GET", "/v2/health/live") is not None
+            ):
                 say("the model is not ready: reloading it")
                 pause = wire.next_pause(pause)
                 reload = asyncio.create_task(self._reload(pause))
@@ -170,9 +174,6 @@ class Supervisor:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._stop.wait(), seconds)
         return self._stop.is_set()
-
-    async def _is_live(self) -> bool:
-        return await self._ask("GET", "/v2/health/live") is not None
 
     async def _is_loaded(self) -> bool:
         """Whether tritonserver lists the model as loaded. It also does so after the backend process has died."""

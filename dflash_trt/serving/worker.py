@@ -231,7 +231,8 @@ class Worker:
                 update["index"] = index
             self._send(key, update)
 
-        options = _request_options(message, index)
+        options: dict[str, Any] = {name: value for name, value in message.items() if name in _OPTIONS}
+        options["count_prompt"] = not index  # by one of its sequences: the first
         if message.get("stream"):
             await self._llm.deliver(prompt, params, send, **options)
         else:
@@ -283,12 +284,6 @@ class Worker:
         """End this process after an engine failure, so that the model becomes unready."""
         self._failed = True
         self._reader.feed_eof()
-
-
-def _request_options(message: wire.EngineRequest, index: int | None) -> dict[str, Any]:
-    """`AsyncLLM`'s options of a request. One of its sequences counts the prompt's tokens: the first."""
-    given = {name: value for name, value in message.items() if name in _OPTIONS}
-    return given | {"count_prompt": not index}
 
 
 def _update(part: Chunk | Completion, arrived: int) -> wire.Update:
