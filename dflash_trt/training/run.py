@@ -104,7 +104,7 @@ def run(
     own = config.get("draft_vocab_size")
     kept = None if own is None else batches.frequent(target_config.vocab_size)[:own].sort().values
     drafter = drafters.open_drafter(out / "beginning", design.checkpoint, target, kept)
-    _check_recipe(drafter, recipe)
+    _check_recipe(drafter, recipe, new=design.checkpoint is None)
     taps = drafter.config.target_layer_ids
     # Without autocast, the drafter computes in float32, and takes nothing else.
     dtype = matrix_dtype(accelerator.device) if accelerator.mixed_precision == "bf16" else torch.float32
@@ -262,7 +262,9 @@ def _check_eagle3(design: Design, taps: Sequence[int]) -> None:
         raise UsageError(f"--taps has {len(taps)} layers, but --kind eagle3 has 3")
 
 
-def _check_recipe(drafter: Any, recipe: Recipe) -> None:
+def _check_recipe(drafter: Any, recipe: Recipe, *, new: bool) -> None:
+    if recipe.selector_only and (new or not drafter.selects):
+        raise UsageError("--selector-only needs --kind dflash2, and --from with a trained DFlash drafter")
     if not drafter.teacher_forced:
         return
     for option in ("distill", "head_tokens"):
