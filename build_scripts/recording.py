@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.terminal_theme import DIMMED_MONOKAI
 from rich.text import Text
 
+from build_scripts import harness
 from dflash_trt import LLM
 from dflash_trt.cli import chat, generate, make_parser
 from dflash_trt.prompts import natural_prompts
@@ -41,8 +42,8 @@ class Recorded(chat.Conversation):
 
 def questions() -> list[str]:
     """What is asked."""
-    found = [prompt.content for prompt in natural_prompts(None, 0) if prompt.category == CATEGORY][:NUMBER]
-    return [content if isinstance(content, str) else content[-1]["content"] for content in found]
+    asked = [prompt.content for prompt in natural_prompts(None, 0) if prompt.category == CATEGORY][:NUMBER]
+    return [content if isinstance(content, str) else content[-1]["content"] for content in asked]
 
 
 def record(bundle: str, max_tokens: int) -> str:
@@ -65,9 +66,8 @@ def record(bundle: str, max_tokens: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Draw the picture."""
+    parser = harness.parser(__doc__)
     parser.add_argument("--bundle", default="smollm2-135m", help="a directory, or a known pair")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "terminal.svg")
     parser.add_argument("--max-tokens", type=int, default=72)

@@ -23,6 +23,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Rewrite the links of a page."""
     # Links of a page in a folder of docs/ are right already.
     return markdown if "/" in page.file.src_uri else site_links(markdown)
 

@@ -32,6 +32,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from build_scripts import harness
 from build_scripts.corpus.corpus import CATEGORIES, Example, library_documents, training_examples
 from dflash_trt.formats.mxfp4 import quantize_mxfp4
 from dflash_trt.hardware import cores
@@ -168,9 +169,7 @@ def write(model: Any, source: Path, directory: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Train a target and write its checkpoint."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("pair", choices=("tiny", "tiny-gpt-oss"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))

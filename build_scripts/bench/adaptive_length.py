@@ -10,13 +10,13 @@ A speed is relative: the time of a fixed length for the same tokens, divided by 
 
 from __future__ import annotations
 
-import argparse
 import importlib
 from multiprocessing import Pool
 from types import ModuleType
 
 import numpy as np
 
+from build_scripts import harness
 from tests.doubles.simulation import BEGINNINGS, HARD, LOADS, prompts, world
 
 CONSTANTS = {
@@ -31,9 +31,8 @@ Change = tuple[str, str, float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Print the table that the options ask for."""
+    parser = harness.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3000)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--constants", action="store_true")
@@ -71,6 +70,7 @@ def of_requests(seeds: list[int]) -> None:
 
 
 def of_constants(rounds: int, seeds: list[int]) -> None:
+    """Every constant halved and doubled, on the kinds of start of TRIED."""
     jobs: list[Job] = [
         (*names, beginning, seed, "none", rounds) for names in HARD for beginning in TRIED for seed in seeds
     ]
@@ -92,6 +92,7 @@ def simulate(jobs: list[Job], change: Change | None) -> np.ndarray:
 
 
 def figures(speeds: np.ndarray) -> str:
+    """The cells of a table: means and least of speeds [jobs, 2]."""
     best, plain = speeds.T
     return f"{best.mean():.3f} | {best.min():.3f} | {plain.min():.3f}"
 

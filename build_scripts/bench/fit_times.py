@@ -10,7 +10,6 @@ drafting, and times of single passes, which are compared without the host's shar
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from build_scripts import harness
 from dflash_trt.checkpoint.catalogue import known_configs
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.models.inventory import Inventory, take_inventory
@@ -35,7 +35,7 @@ _SCALE = [1e-5, 0.1, 0.1, 1e-3, 1e-5, 0.1, 10.0]
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class Throughput:
     """A published throughput in tokens per second: plain, or with drafts (`acceptance` tokens a round)."""
 
     pair: str
@@ -47,6 +47,7 @@ class Point:
 
 @cache
 def inventory(pair: str) -> Inventory:
+    """What a known pair reads and computes."""
     target, drafter = known_configs(pair)
     return take_inventory(read_target_config(target), read_drafter_config(drafter))
 
@@ -61,7 +62,7 @@ class Table:
         self.context = data["context"]
         (self.block,) = {row["block"] for row in data["rows"]}
         self.points = [
-            Point(row["pair"], row["task"], requests, value, acceptance)
+            Throughput(row["pair"], row["task"], requests, value, acceptance)
             for row in data["rows"]
             for kind, acceptance in (("plain", None), ("drafted", row["acceptance"]))
             for requests, value in zip(data["requests"], row[kind], strict=True)
@@ -73,7 +74,7 @@ class Table:
                 work_of(inventory(pair), "drafter", self.gpu),
             )
 
-    def throughput(self, point: Point, constants: times.Constants) -> float:
+    def throughput(self, point: Throughput, constants: times.Constants) -> float:
         """Tokens per second, by the model."""
         target, drafter = self.work[point.pair]
         setting = {"requests": point.requests, "context": self.context}
@@ -90,22 +91,22 @@ class Table:
         )
         return point.requests * point.acceptance / seconds
 
-    def errors(self, constants: times.Constants, points: Sequence[Point] | None = None) -> np.ndarray:
+    def errors(self, constants: times.Constants, points: Sequence[Throughput] | None = None) -> np.ndarray:
         """Relative errors of the throughputs: 0.1 is 10% too fast."""
         chosen = self.points if points is None else points
         return np.array([self.throughput(p, constants) / p.published - 1 for p in chosen])
 
-    def fit(self, points: Sequence[Point] | None = None) -> times.Constants:
+    def fit(self, points: Sequence[Throughput] | None = None) -> times.Constants:
         """The constants with the least squares of logarithmic errors."""
         from scipy.optimize import least_squares
 
         chosen = self.points if points is None else points
-        found = least_squares(
+        solution = least_squares(
             lambda x: np.log1p(self.errors(_constants(x), chosen)),
             np.array(_START) / _SCALE,
             bounds=tuple(np.array(bound) / _SCALE for bound in _BOUNDS),
         )
-        return _constants(found.x)
+        return _constants(solution.x)
 
 
 def _constants(x: Sequence[float]) -> times.Constants:
@@ -115,7 +116,7 @@ def _constants(x: Sequence[float]) -> times.Constants:
 def speedups() -> list[dict[str, Any]]:
     """The tables that have speedups, one for each pair. A row without acceptance has that of another table."""
     lengths: dict[tuple[Any, ...], float] = {}
-    found: list[dict[str, Any]] = []
+    tables: list[dict[str, Any]] = []
     for table in figures()["tables"]:
         for row in table["rows"]:
             row.setdefault("acceptance", lengths.get(key := (row["pair"], row["task"], row["block"])))
@@ -123,8 +124,8 @@ def speedups() -> list[dict[str, Any]]:
         for pair in dict.fromkeys(row["pair"] for row in table["rows"]):
             own = [row for row in table["rows"] if row["pair"] == pair and "speedup" in row]
             if own:
-                found.append({**table, "pair": pair, "rows": own})
-    return found
+                tables.append({**table, "pair": pair, "rows": own})
+    return tables
 
 
 def speedup_errors(table: dict[str, Any]) -> list[float]:
@@ -162,9 +163,8 @@ def describe(errors: np.ndarray) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Print the fit and its errors."""
+    parser = harness.parser(__doc__)
     parser.add_argument("--write", action="store_true", help="write dflash_trt/planning/times.json")
     args = parser.parse_args()
     table = Table()

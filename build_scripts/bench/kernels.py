@@ -20,6 +20,7 @@ from typing import Any
 
 from dflash_plugins import kernel_specs as uses
 
+from build_scripts import harness
 from dflash_trt.hardware import processor
 
 VOCAB, HIDDEN, TAPS, EXPERTS = 201_088, 2880, 5, 128
@@ -64,12 +65,12 @@ def measured() -> dict[str, Any]:
     return {"triton": triton.__version__, "rows": rows}
 
 
-def table(found: list[dict[str, Any]]) -> Iterator[str]:
+def table(versions: list[dict[str, Any]]) -> Iterator[str]:
     """For each group of kernels and each version, how many fit each target, and the most that these take."""
     yield f"| kernel | Triton | {' | '.join(f'sm_{sm}' for sm in uses.TARGETS)} |"
     yield "|---|---|" + "---|" * len(uses.TARGETS)
-    for name in dict.fromkeys(row["kernel"] for row in found[0]["rows"]):
-        for version in found:
+    for name in dict.fromkeys(row["kernel"] for row in versions[0]["rows"]):
+        for version in versions:
             cells = []
             for sm in uses.TARGETS:
                 rows = [r for r in version["rows"] if (r["kernel"], r["sm"]) == (name, sm)]
@@ -81,9 +82,8 @@ def table(found: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Compile with each Triton in a process of its own, and print the table."""
+    parser = harness.parser(__doc__)
     parser.add_argument(
         "--triton", nargs="*", default=[], metavar="DIR", help="folders with other versions of Triton"
     )
@@ -93,22 +93,22 @@ def main() -> None:
     if args.one:
         json.dump(measured(), sys.stdout)
         return
-    found = []
+    versions = []
     for folder in ("", *args.triton):
         path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
         command = [sys.executable, "-m", "build_scripts.bench.kernels", "--one"]
         done = subprocess.run(
             command, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, check=True
         )
-        found.append(json.loads(done.stdout))
-    for version in found if args.details else []:
+        versions.append(json.loads(done.stdout))
+    for version in versions if args.details else []:
         for r in version["rows"]:
             print(
                 f"{version['triton']}  sm_{r['sm']:<4} {r['kernel']:26} {r['of']:18} {r['registers']:>3} registers, "
                 f"{r['spills']:>4} B spilled, {r['shared']:>6} B shared{'' if r['fits'] else ', left out'}"
             )
-    print(*table(found), sep="\n")
-    print(json.dumps({"machine": processor(), "found": found}))
+    print(*table(versions), sep="\n")
+    print(json.dumps({"machine": processor(), "found": versions}))
 
 
 if __name__ == "__main__":

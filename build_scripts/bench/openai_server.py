@@ -44,6 +44,7 @@ Ask = Callable[[list[int]], Awaitable[tuple[float, list[Any]]]]
 
 
 async def in_process(llm: AsyncLLM, ids: list[int], tokens: int) -> tuple[float, list[Any]]:
+    """A stream of `AsyncLLM`."""
     begin, first, chunks = perf_counter(), 0.0, []
     async for chunk in llm.stream(ids, SamplingParams(max_tokens=tokens, ignore_eos=True)):
         first = first or perf_counter() - begin
@@ -52,6 +53,7 @@ async def in_process(llm: AsyncLLM, ids: list[int], tokens: int) -> tuple[float,
 
 
 def text_of_chunks(chunks: list[Any]) -> str:
+    """The answer of `in_process`."""
     return "".join(chunk.text for chunk in chunks)
 
 
@@ -60,7 +62,7 @@ class OverHttp:
 
     def __init__(self, port: int, tokens: int) -> None:
         self._port, self._tokens = port, tokens
-        self._kept: list[_Connection] = []
+        self._kept: list[_Stream] = []
 
     async def __call__(self, ids: list[int]) -> tuple[float, list[Any]]:
         body = {
@@ -77,13 +79,13 @@ class OverHttp:
             connection = self._kept.pop()
         else:
             loop = asyncio.get_running_loop()
-            _, connection = await loop.create_connection(_Connection, "127.0.0.1", self._port)
+            _, connection = await loop.create_connection(_Stream, "127.0.0.1", self._port)
         parts, first = await connection.ask(head.encode() + b"Content-Type: application/json\r\n\r\n" + data)
         self._kept.append(connection)
         return first - begin, parts
 
 
-class _Connection(asyncio.Protocol):
+class _Stream(asyncio.Protocol):
     """One request after the other. It keeps the bytes, so that the client takes little of the cores."""
 
     def connection_made(self, transport: Any) -> None:
@@ -110,6 +112,7 @@ class _Connection(asyncio.Protocol):
 
 
 def text_of_events(parts: list[Any]) -> str:
+    """The answer of `OverHttp`."""
     lines = b"".join(parts).splitlines()
     return "".join(
         json.loads(line[6:])["choices"][0]["text"] for line in lines if line.startswith(b"data: {")
@@ -137,8 +140,8 @@ async def closed_loop(
 def first_tokens(metrics: str) -> tuple[float, float]:
     """Number and sum of the seconds to the first token in the engine, in Prometheus' text format."""
     name = "dflash_time_to_first_token_seconds"
-    found = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if line.startswith(name))
-    return float(found[f"{name}_count"]), float(found[f"{name}_sum"])
+    values = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if line.startswith(name))
+    return float(values[f"{name}_count"]), float(values[f"{name}_sum"])
 
 
 def go_first() -> None:
@@ -152,15 +155,16 @@ def go_first() -> None:
 
 
 async def bench(args: argparse.Namespace, port: int) -> list[dict[str, Any]]:
+    """Both ways in turn, for each number of streams."""
     rows = []
     settings = {"block_length": args.block_length, "threads": args.threads}
     async with AsyncLLM(args.bundle, max_batch_size=max(args.concurrency), **settings) as llm:
         go_first()  # its threads are there already
-        found = [
+        shipped = [
             llm.tokenizer.encode(p.content) if isinstance(p.content, str) else llm.chat_prompt(p.content)
             for p in read_prompts(None, 0)
         ]
-        prompts = [found[n % len(found)] for n in range(args.requests)]
+        prompts = [shipped[n % len(shipped)] for n in range(args.requests)]
         url = f"http://127.0.0.1:{port}/metrics"
         ways: dict[str, tuple[Ask, Callable[[list[Any]], str], Callable[[], str]]] = {
             "process": (
@@ -208,6 +212,7 @@ async def bench(args: argparse.Namespace, port: int) -> list[dict[str, Any]]:
 
 
 def main() -> int:
+    """Start the server, and print a line for each number of streams."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("bundle")
     parser.add_argument("--concurrency", type=each(at_least(1)), default=[1, 8, 32])

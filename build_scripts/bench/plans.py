@@ -13,7 +13,6 @@ one JSON document.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shutil
@@ -29,6 +28,7 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
+from build_scripts import harness
 from dflash_trt.checkpoint.catalogue import known_configs
 from dflash_trt.checkpoint.tensors import Outline
 from dflash_trt.graph.tensorrt import TensorRT
@@ -81,9 +81,8 @@ STORED: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Build with every combination of the options."""
+    parser = harness.parser(__doc__)
     parser.add_argument("--pair", default="gpt-oss-20b", help="a known pair")
     parser.add_argument(
         "--layers", type=int, nargs="+", default=[2, 4], help="layers of the target, one build each"
@@ -104,8 +103,8 @@ def main() -> None:
                     made = measured(Path(folder), args.compute_capability, args.precision, batch, length)
                     results.append({"layers": layers, "checkpoint_bytes": sizes, **made})
                     print(json.dumps(results[-1], indent=2), flush=True)
-    found = {"processor": processor(), "pair": args.pair, "stored": args.stored, "builds": results}
-    print(json.dumps(found))
+    document = {"processor": processor(), "pair": args.pair, "stored": args.stored, "builds": results}
+    print(json.dumps(document))
 
 
 def measured(work: Path, capability: str, precision: str | None, batch: int, length: int) -> dict[str, Any]:
@@ -116,8 +115,8 @@ def measured(work: Path, capability: str, precision: str | None, batch: int, len
     command += ["--max-batch-size", str(batch), "--prefill-chunk", "512", "--max-seq-len", str(length)]
     command += ["--precision", precision] if precision else []
     seconds, peak = measure(command)
-    found = inspect(work / "bundle")
-    largest = max(entry["size"] for entry in found["plans"].values())
+    inspected = inspect(work / "bundle")
+    largest = max(entry["size"] for entry in inspected["plans"].values())
     return {
         "precision": precision,
         "max_batch_size": batch,
@@ -128,7 +127,7 @@ def measured(work: Path, capability: str, precision: str | None, batch: int, len
         "plans": {
             name: {key: entry[key] for key in ("size", "scratch_bytes", "weight_bytes")}
             | {"size_over_weights": round(entry["size"] / sum(entry["weight_bytes"].values()), 3)}
-            for name, entry in found["plans"].items()
+            for name, entry in inspected["plans"].items()
         },
     }
 
@@ -222,8 +221,8 @@ def measure(command: list[str]) -> tuple[float, int]:
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
         while process.poll() is None:
-            found = re.search(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text(), re.M)
-            peak = max(peak, int(found[1]) << 10 if found else 0)  # a finished process has none
+            line = re.search(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text(), re.M)
+            peak = max(peak, int(line[1]) << 10 if line else 0)  # a finished process has none
             time.sleep(_SECONDS)
         seconds = time.perf_counter() - begin
         if process.returncode:

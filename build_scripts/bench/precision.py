@@ -31,6 +31,7 @@ from unittest.mock import patch
 
 import numpy as np
 
+from build_scripts import harness
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.engines import onnxruntime_products
@@ -45,48 +46,28 @@ PASSES = 8
 BY_OUTPUT = "target=int8, by output"
 # Packages of the test environment whose descriptions are prose and code.
 PACKAGES = (
-    *(
-        "numpy",
-        "pytest",
-        "onnx",
-        "tokenizers",
-        "safetensors",
-        "Jinja2",
-        "aiohttp",
-        "packaging",
-        "mypy",
-        "ruff",
-    ),
-    *(
-        "onnxruntime",
-        "regex",
-        "PyYAML",
-        "sympy",
-        "networkx",
-        "hypothesis",
-        "multidict",
-        "idna",
-        "urllib3",
-        "rich",
-    ),
-)
+    "numpy", "pytest", "onnx", "tokenizers", "safetensors", "Jinja2", "aiohttp", "packaging", "mypy",
+    "ruff", "onnxruntime", "regex", "PyYAML", "sympy", "networkx", "hypothesis", "multidict", "idna",
+    "urllib3", "rich",
+)  # fmt: skip
 
 
 def engine(bundle: Bundle, threads: int | None = None) -> OnnxRuntimeEngine:
+    """The target alone."""
     return OnnxRuntimeEngine(bundle.path / "target.onnx", slots=1, capacity=bundle.capacity, threads=threads)
 
 
 def run(model: OnnxRuntimeEngine, tokens: Array, start: int) -> Array:
     """Logits [rows, V] of a pass over `tokens`, whose memory the next pass overwrites."""
     rows = np.arange(len(tokens))[None]
-    found: Array = model.run({"tokens": tokens[None], "start": np.array([start]), "rows": rows})["logits"][0]
-    return found
+    logits: Array = model.run({"tokens": tokens[None], "start": np.array([start]), "rows": rows})["logits"][0]
+    return logits
 
 
 def texts(bundle: Bundle, count: int) -> list[Array]:
     """Pieces of installed packages' descriptions, as many from each package."""
     tokenizer = Tokenizer(bundle.path)
-    found: list[list[Array]] = []
+    by_package: list[list[Array]] = []
     for name in PACKAGES:
         try:
             described = metadata.distribution(name).read_text("METADATA") or ""
@@ -95,8 +76,8 @@ def texts(bundle: Bundle, count: int) -> list[Array]:
         tokens = np.array(tokenizer.encode(described.partition("\n\n")[2]))
         pieces = [tokens[i : i + PIECE] for i in range(0, len(tokens) - PIECE + 1, PIECE)]
         if pieces:
-            found.append(pieces)
-    turns = [pieces[i] for i in range(max(map(len, found))) for pieces in found if i < len(pieces)]
+            by_package.append(pieces)
+    turns = [pieces[i] for i in range(max(map(len, by_package))) for pieces in by_package if i < len(pieces)]
     return turns[: max(1, count // PIECE)]
 
 
@@ -114,21 +95,23 @@ def likelihood(bundle: Bundle, pieces: list[Array]) -> tuple[float, Array]:
 
 
 def measure_text(bundles: dict[str, Bundle], args: argparse.Namespace) -> dict[str, Any]:
+    """Perplexity and agreement with the first bundle."""
     pieces = texts(next(iter(bundles.values())), args.tokens)
-    found: dict[str, Any] = {"tokens": PIECE * len(pieces)}
+    figures: dict[str, Any] = {"tokens": PIECE * len(pieces)}
     reference: Array | None = None
     for name, bundle in bundles.items():
         perplexity, best = likelihood(bundle, pieces)
         reference = best if reference is None else reference
-        found[name] = {
+        figures[name] = {
             "perplexity": round(perplexity, 4),
             "agreement": round(float((best == reference).mean()), 4),
         }
-        print("text", name, found[name], flush=True)
-    return found
+        print("text", name, figures[name], flush=True)
+    return figures
 
 
 def measure_time(bundles: dict[str, Bundle], args: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of a pass, by its rows."""
     context = args.context
     models = {name: engine(bundle, args.threads) for name, bundle in bundles.items()}
     clock = time.thread_time if args.threads == 1 else time.perf_counter
@@ -146,32 +129,34 @@ def measure_time(bundles: dict[str, Bundle], args: argparse.Namespace) -> dict[s
                 for _ in range(PASSES):
                     run(model, some, context)
                 seconds.setdefault((name, rows), []).append((clock() - began) / PASSES)
-    found = {
+    milliseconds = {
         name: {str(rows): round(1e3 * statistics.median(seconds[name, rows]), 2) for rows in ROWS}
         for name in models
     }
-    for name, each in found.items():
+    for name, each in milliseconds.items():
         print("time", name, each, flush=True)
-    return {"context": context, "rounds": args.rounds, "threads": args.threads, "milliseconds": found}
+    return {"context": context, "rounds": args.rounds, "threads": args.threads, "milliseconds": milliseconds}
 
 
 def measure_rows(bundles: dict[str, Bundle], args: argparse.Namespace) -> dict[str, Any]:
+    """Tokens whose logits depend on the rows of a pass."""
     count = 64
-    found: dict[str, Any] = {}
+    differing: dict[str, Any] = {}
     for name, bundle in bundles.items():
         (piece,) = texts(bundle, PIECE)
         tokens, model = piece[:count], engine(bundle)
         alone = np.concatenate([run(model, tokens[i : i + 1], i).copy() for i in range(len(tokens))])
-        found[name] = {}
+        differing[name] = {}
         for rows in (2, 3, 8, 16, count):
             together = [run(model, tokens[i : i + rows], i).copy() for i in range(0, len(tokens), rows)]
-            found[name][str(rows)] = int((np.concatenate(together) != alone).any(axis=-1).sum())
+            differing[name][str(rows)] = int((np.concatenate(together) != alone).any(axis=-1).sum())
         model.close()
-        print("rows", name, found[name], f"of {count} tokens differ", flush=True)
-    return found
+        print("rows", name, differing[name], f"of {count} tokens differ", flush=True)
+    return differing
 
 
 def made(args: argparse.Namespace, folder: Path, precision: str) -> Bundle:
+    """The bundle of a precision."""
     # Without trees, whose graph has more inputs than `run` gives.
     asked = parse_precision(precision)
     return build(args.target, args.drafter, folder, precision=asked, tree_width=1, force=True)
@@ -181,9 +166,8 @@ PARTS = {"text": measure_text, "time": measure_time, "rows": measure_rows}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Measure the parts that are asked for."""
+    parser = harness.parser(__doc__)
     parser.add_argument("--target", default="smollm2-135m", metavar="NAME_OR_PATH")
     parser.add_argument("--drafter", metavar="NAME_OR_PATH")
     parser.add_argument("--precisions", nargs="+", default=["target=fp32", "target=int8", "target=int4"])

@@ -47,6 +47,7 @@ def install(milliseconds: float) -> None:
 
 
 def main() -> int:
+    """Run the server, or its worker, with passes that sleep."""
     role, *arguments = sys.argv[1:]
     install(float(os.environ["PASS_MS"]))
     if role == "worker":

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
+import os
 import shutil
 import statistics
 import subprocess
@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from build_scripts import harness
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
@@ -38,9 +39,8 @@ CHUNK, VOCAB = 512, 2000
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Measure memory and time for each length."""
+    parser = harness.parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[3900, 16000], help="tokens before a pass")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8], help="rows of a pass")
     parser.add_argument("--rounds", type=int, default=60)
@@ -49,14 +49,14 @@ def main() -> None:
     if args.freed:
         print(freed(*args.freed))
         return
-    found = []
+    lengths = []
     with tempfile.TemporaryDirectory() as folder:
         path = long_pair(Path(folder), max(args.lengths))
         for length in args.lengths:
             mib = {kind: in_own_process(path, kind, length) for kind in ("window", "all")}
-            found.append({"tokens": length, "caches_mib": mib, "passes": timed(path, length, args)})
-            print(json.dumps(found[-1], indent=2), flush=True)
-    print(json.dumps({"processor": processor(), "lengths": found}))
+            lengths.append({"tokens": length, "caches_mib": mib, "passes": timed(path, length, args)})
+            print(json.dumps(lengths[-1], indent=2), flush=True)
+    print(json.dumps({"processor": processor(), "lengths": lengths}))
 
 
 def long_pair(folder: Path, longest: int) -> Path:
@@ -71,26 +71,30 @@ def long_pair(folder: Path, longest: int) -> Path:
 
 
 def engine(path: Path, kind: str) -> OnnxRuntimeEngine:
+    """The target with caches of the windows, or of all rows."""
     bundle = Bundle.open(path)
     kinds = bundle.cache_kinds("target") if kind == "window" else ()
     return OnnxRuntimeEngine(path / "target.onnx", slots=1, capacity=bundle.capacity, kinds=kinds, threads=1)
 
 
 def feeds(start: int, rows: int) -> dict[str, Any]:
+    """The inputs of a pass over random tokens."""
     tokens = np.random.default_rng(start).integers(4, VOCAB, (1, rows))
     return {"tokens": tokens, "start": np.array([start]), "rows": np.arange(rows)[None]}
 
 
 def fill(target: OnnxRuntimeEngine, start: int, stop: int) -> None:
+    """Give the caches the rows from `start` to `stop`."""
     for begin in range(start, stop, CHUNK):
         target.run(feeds(begin, min(CHUNK, stop - begin)) | {"rows": np.array([[0]])})
 
 
 def timed(path: Path, length: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Milliseconds of passes after `length` tokens."""
     engines = {kind: engine(path, kind) for kind in ("window", "all")}
     for target in engines.values():
         fill(target, 0, length)
-    found = []
+    passes = []
     for rows in args.rows:
         given = feeds(length, rows)
         times: dict[str, list[float]] = {kind: [] for kind in engines}
@@ -102,27 +106,23 @@ def timed(path: Path, length: int, args: argparse.Namespace) -> list[dict[str, A
                 times[kind].append(1000 * (time.thread_time() - begin))
         ratio = statistics.median(a / b for a, b in zip(times["window"], times["all"], strict=True))
         ms = {kind: round(statistics.median(each), 3) for kind, each in times.items()}
-        found.append({"rows": rows, "ms": ms, "window_over_all": round(ratio, 3)})
-    return found
+        passes.append({"rows": rows, "ms": ms, "window_over_all": round(ratio, 3)})
+    return passes
 
 
 def in_own_process(path: Path, kind: str, length: int) -> float:
+    """MiB that the caches of so many tokens take."""
     command = [sys.executable, "-m", "build_scripts.bench.windows", "--freed", str(path), kind, str(length)]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def freed(path: str, kind: str, length: str) -> float:
+    """MiB that this process gives back with its caches."""
     target = engine(Path(path), kind)
     fill(target, 0, int(length))
-    before = resident()
+    before = harness.resident_of(os.getpid())
     target.caches.close()
-    return round((before - resident()) / (1 << 20), 1)
-
-
-def resident() -> int:
-    found = re.search(r"^VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
-    assert found is not None
-    return int(found[1]) << 10
+    return round((before - harness.resident_of(os.getpid())) * 1e6 / (1 << 20), 1)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,13 @@ code prompts contain text from Python's own documentation and library, under the
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import dflash_trt
+from build_scripts import harness
 from build_scripts.corpus.natural_forms import FORMS, Messages, prompt
 
 HELD_OUT = Path(dflash_trt.__file__).parent / "shipped" / "prompts" / "natural"
@@ -74,9 +74,7 @@ def prompts(count: int, excluded: Iterable[frozenset[str]], first: int = 0) -> I
 
 def main() -> None:
     """Write training prompts."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--count", type=int, default=6000)
     parser.add_argument("--first", type=int, default=0, help="number of the first prompt")
     parser.add_argument("--out", type=Path, required=True)

@@ -32,7 +32,7 @@ import aiohttp
 import grpc
 from tritonclient.grpc import aio
 
-from build_scripts.soak.common import greedy_or_sampled, known_answers, options, report, resident_of
+from build_scripts.harness import greedy_or_sampled, known_answers, options, report, resident_of
 from dflash_trt.decoding.metrics import quantile
 from dflash_trt.decoding.params import SamplingParams
 from server_tests.serving import Serving, tensors
@@ -74,10 +74,12 @@ async def send(port: int, *parts: bytes, pause: float = 0.0, abrupt: bool = Fals
 
 
 def with_length(body: bytes) -> bytes:
+    """A whole request with this body."""
     return GENERATE + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
 async def malformed(target: Target, rng: random.Random) -> str:
+    """A head with some bytes changed."""
     head = bytearray(GENERATE + b"Content-Length: 3\r\nX: a\r\n\r\n{}\n")
     for _ in range(rng.randint(1, 6)):
         head[rng.randrange(len(head))] = rng.randrange(256)
@@ -85,27 +87,32 @@ async def malformed(target: Target, rng: random.Random) -> str:
 
 
 async def slow(target: Target, rng: random.Random) -> str:
+    """A head or a body that comes byte by byte."""
     start = GENERATE if rng.random() < 0.5 else GENERATE + b"Content-Length: 90000\r\n\r\n"
     return await send(target.http_port, start, *[b"X: a\r\n"] * 60, pause=1.0)
 
 
 async def chunked(target: Target, _: random.Random) -> str:
+    """A body of very many chunks."""
     head = GENERATE + b"Transfer-Encoding: chunked\r\n\r\n"
     return await send(target.http_port, head, b"1\r\nA\r\n" * 600_000)
 
 
 async def nested(target: Target, _: random.Random) -> str:
+    """JSON of great depth."""
     body = b'{"text_input": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     return await send(target.http_port, with_length(body))
 
 
 async def huge(target: Target, rng: random.Random) -> str:
+    """A head or a body that is too long."""
     if rng.random() < 0.5:
         return await send(target.http_port, GENERATE + b"X: " + b"a" * 1_000_000 + b"\r\n\r\n")
     return await send(target.http_port, GENERATE + b"Content-Length: 99999999\r\n\r\n", b"a" * 2_000_000)
 
 
 async def closed_paths(target: Target, rng: random.Random) -> str:
+    """A path that the server must not offer, with code to run."""
     code = f"import pathlib\npathlib.Path({target.marker!r}).touch()\n"
     load = json.dumps({"parameters": {"config": '{"backend": "python"}', "file:1/model.py": code}}).encode()
     path = rng.choice(
@@ -120,6 +127,7 @@ async def closed_paths(target: Target, rng: random.Random) -> str:
 
 
 async def abrupt(target: Target, rng: random.Random) -> str:
+    """A request that is cut off."""
     body = json.dumps({"text_input": "a", "max_tokens": 300, "ignore_eos": True, "stream": True}).encode()
     data = with_length(body).replace(b"generate", b"generate_stream", 1)
     data = data[: rng.randint(1, 2 * len(data))]
@@ -127,11 +135,13 @@ async def abrupt(target: Target, rng: random.Random) -> str:
 
 
 async def garbage(target: Target, rng: random.Random) -> str:
+    """Random bytes for gRPC."""
     preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" if rng.random() < 0.7 else b""
     return await send(target.grpc_port, preface + rng.randbytes(2000), pause=0.2, abrupt=rng.random() < 0.5)
 
 
 async def call(target: Target, method: str, message: bytes, **options: Any) -> str:
+    """The status of one call over gRPC."""
     async with grpc.aio.insecure_channel(f"127.0.0.1:{target.grpc_port}", **options) as channel:
         try:
             await channel.unary_unary(METHOD + method)(message, timeout=HANGING_SECONDS)
@@ -141,6 +151,7 @@ async def call(target: Target, method: str, message: bytes, **options: Any) -> s
 
 
 async def closed_methods(target: Target, rng: random.Random) -> str:
+    """A method that the server must not offer."""
     methods = ("RepositoryModelLoad", "RepositoryModelUnload", "SystemSharedMemoryRegister", "LogSettings")
     return await call(target, rng.choice(methods), b"\x12\x06dflash")
 
@@ -204,6 +215,7 @@ class Honest:
     wrong: int = 0
 
     def to_dict(self) -> dict[str, Any]:
+        """Figures of the report."""
         figures: dict[str, Any] = {"lost": dict(self.lost), "wrong": self.wrong}
         for name, seconds in self.seconds.items():
             figures[name] = {f"p{p}_ms": round(1e3 * quantile(seconds, p / 100), 1) for p in (50, 90, 99)}
@@ -278,6 +290,8 @@ async def client(
 
 
 async def over_grpc(connection: Any, fields: dict[str, Any]) -> list[int]:
+    """The tokens of an answer."""
+
     async def requests() -> AsyncIterator[dict[str, Any]]:
         yield {"model_name": "dflash", "inputs": tensors(**fields)}
 
@@ -290,6 +304,7 @@ async def over_grpc(connection: Any, fields: dict[str, Any]) -> list[int]:
 
 
 async def over_http(session: aiohttp.ClientSession, server: Serving, fields: dict[str, Any]) -> list[int]:
+    """The tokens of an answer."""
     url = f"http://127.0.0.1:{server.http_port}/v2/models/dflash/generate"
     tokens: list[int] = []
     async with session.post(url + "_stream" * fields["stream"], json=fields) as answer:
@@ -323,6 +338,7 @@ def failures(result: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
+    """Run the server and both kinds of clients."""
     if sys.argv[1:2] == ["--target"]:
         http_port, grpc_port, marker = sys.argv[2:]
         asyncio.run(attack(Target(int(http_port), int(grpc_port), marker)))

@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from typing import Any
 
-from build_scripts.soak.common import options, report, resident_of
+from build_scripts.harness import options, report, resident_of
 from dflash_trt import LLM, AsyncLLM, SamplingParams
 from dflash_trt.bundle.manifest import Bundle
 
@@ -28,6 +28,7 @@ PROMPTS, LONGEST = 48, 24
 
 
 def main() -> int:
+    """Compare every answer with the target alone."""
     parser = options(__doc__, requests=10_000, concurrency=32, max_batch_size=8)
     args = parser.parse_args()
     asked, whole = references(args)
@@ -50,6 +51,7 @@ def references(args: argparse.Namespace) -> tuple[list[tuple[list[int], Sampling
 
 
 async def soak(args: argparse.Namespace, asked: Any, whole: list[list[int]]) -> dict[str, Any]:
+    """All requests. Returns the figures."""
     rng, ends, wrong = random.Random(args.seed + 1), Counter[str](), 0
     numbers = iter(range(args.requests))
     memory: list[float] = []

@@ -16,7 +16,7 @@ import resource
 from collections import Counter
 from typing import Any
 
-from build_scripts.soak.common import OpenAIServer, openai_server, options, report
+from build_scripts.harness import OpenAIServer, openai_server, options, report
 
 _AT_ONCE, _SECONDS = 32, 180.0  # the machine may be busy
 _MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -38,34 +38,12 @@ _VALUES: list[Any] = [
     [{"type": "function", "function": {"name": "f", "parameters": {"type": 5}}}], "required", {"a": {"b": [1]}},
 ]  # fmt: skip
 _NAMES = (
-    *(
-        "messages",
-        "prompt",
-        "input",
-        "tokens",
-        "model",
-        "max_tokens",
-        "min_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-    ),
-    *(
-        "min_p",
-        "seed",
-        "stop",
-        "stop_token_ids",
-        "bad_words",
-        "n",
-        "logprobs",
-        "top_logprobs",
-        "logit_bias",
-        "echo",
-    ),
-    *("stream", "stream_options", "tools", "tool_choice", "response_format", "structured_outputs", "timeout"),
-    *("priority", "block_length", "tree_nodes", "speculate", "return_rounds", "chat_template_kwargs"),
-    *("reasoning_effort", "unknown"),
-)
+    "messages", "prompt", "input", "tokens", "model", "max_tokens", "min_tokens", "temperature", "top_p",
+    "top_k", "min_p", "seed", "stop", "stop_token_ids", "bad_words", "n", "logprobs", "top_logprobs",
+    "logit_bias", "echo", "stream", "stream_options", "tools", "tool_choice", "response_format",
+    "structured_outputs", "timeout", "priority", "block_length", "tree_nodes", "speculate",
+    "return_rounds", "chat_template_kwargs", "reasoning_effort", "unknown",
+)  # fmt: skip
 _HEADERS = (
     b"Content-Length: -1", b"Content-Length: 99999999999999", b"Transfer-Encoding: chunked", b"Expect: 100-continue",
     b"Content-Type: text/plain", b"X-Request-Id: " + b"x" * 5000, b"Authorization: Bearer \xff", b"Host:",
@@ -145,10 +123,11 @@ async def burst(server: OpenAIServer, connections: int) -> tuple[dict[str, Any],
 
 
 def main() -> int:
+    """Send the requests, or open the connections."""
     args = options(__doc__, requests=20_000, burst=0).parse_args()
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    with openai_server(args.bundle) as server:
+    with openai_server(args.bundle, "--threads=1") as server:
         run = burst(server, args.burst) if args.burst else fuzz(server, args.requests, args.seed)
         figures, faults = asyncio.run(run)
     return report(figures | server.stopped, faults + ["the exit code"] * bool(server.stopped["exit_code"]))

@@ -16,7 +16,6 @@ JSON document.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -31,6 +30,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from build_scripts import harness
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import MANIFEST, Bundle
 from dflash_trt.errors import DFlashError
@@ -66,6 +66,7 @@ class Operation:
         self.reset()
 
     def run(self) -> None:
+        """Run it in this process."""
         if self.name == "quantize":
             quantize(self.pair / "target", self.out, "int4")
         elif self.name == "deploy":
@@ -87,6 +88,7 @@ class Operation:
         build(str(self.pair / "target"), str(self.pair / "drafter"), self.out, **options)
 
     def reset(self) -> None:
+        """Bring the directory back to its state before."""
         shutil.rmtree(self.folder)
         self.folder.mkdir()
         if self.old:
@@ -186,6 +188,7 @@ def killer(number: int) -> Callable[[], None]:
 
 
 def limit_files(size: int) -> Callable[[], None]:
+    """A function that limits the size of files that this process writes."""
     return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
@@ -196,6 +199,7 @@ def spread(count: int, sample: int | None) -> list[int]:
 
 
 def sweep(operation: Operation, sample: int | None) -> dict[str, int]:
+    """Interrupt an operation everywhere. Returns how often."""
     calls = count_calls(operation)
     chosen = spread(calls, sample)
     for number in (i + 1 for i in chosen):
@@ -219,9 +223,8 @@ def sweep(operation: Operation, sample: int | None) -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Sweep the operations."""
+    parser = harness.parser(__doc__)
     parser.add_argument("operations", nargs="*", metavar="OPERATION", help=", ".join(OPERATIONS))
     parser.add_argument(
         "--sample", type=int, metavar="N", help="number of kills and of limits per operation (default: all)"

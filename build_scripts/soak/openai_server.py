@@ -24,7 +24,7 @@ from typing import Any
 
 import openai
 
-from build_scripts.soak.common import (
+from build_scripts.harness import (
     OpenAIServer,
     known_answers,
     openai_server,
@@ -44,7 +44,7 @@ KINDS = {"stream": 4, "whole": 3, "chat": 2, "json": 1, "samples": 1, "deadline"
 REFUSALS = {400: "wrong", 404: "wrong", 429: "queue full", 503: "no engine", 504: "deadline"}
 
 
-class Soak:
+class OpenAILoad:
     """The clients of one server, and what became of their requests."""
 
     def __init__(self, server: OpenAIServer, prompts: list[str], expected: list[str], seed: int) -> None:
@@ -136,20 +136,27 @@ class Soak:
 
 
 def main() -> int:
+    """Run the server and its clients."""
     args = options(__doc__, seconds=600.0, clients=24).parse_args()
     prompts = random_prompts(random.Random(args.seed), PROMPTS)
     params = SamplingParams(max_tokens=LONGEST, ignore_eos=True)
     expected = [done.text for done in known_answers(args.bundle, prompts, params)]
-    more = ("--served-model-name=soak", "--max-queue=8", "--stream-interval=0", "--log-format=json")
+    more = (
+        "--threads=1",
+        "--served-model-name=soak",
+        "--max-queue=8",
+        "--stream-interval=0",
+        "--log-format=json",
+    )
     with openai_server(args.bundle, *more) as server:
-        soak = Soak(server, prompts, expected, args.seed)
-        asyncio.run(soak.run(args.seconds, args.clients))
+        load = OpenAILoad(server, prompts, expected, args.seed)
+        asyncio.run(load.run(args.seconds, args.clients))
         shown = ("dflash_engine_", "dflash_requests_", "dflash_num_requests_")
         metrics = [line for line in server.fetch("/metrics").splitlines() if line.startswith(shown)]
         memory = server.resident()
-    figures = {"requests": soak.ends.total(), "ends": dict(sorted(soak.ends.items())), "metrics": metrics}
+    figures = {"requests": load.ends.total(), "ends": dict(sorted(load.ends.items())), "metrics": metrics}
     figures |= {"resident_mb": memory, **server.stopped}
-    return report(figures, soak.faults + ["the exit code"] * bool(server.stopped["exit_code"]))
+    return report(figures, load.faults + ["the exit code"] * bool(server.stopped["exit_code"]))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ import grpc
 from tritonclient.grpc import aio
 from tritonclient.utils import InferenceServerException
 
-from build_scripts.soak.common import (
+from build_scripts.harness import (
     greedy_or_sampled,
     known_answers,
     options,
@@ -49,6 +49,7 @@ PROCESSES = {"server": "bin/tritonserver", "backend": "backends/python/triton", 
 
 
 def main() -> int:
+    """Run the server and its clients."""
     args = options(__doc__, seconds=600.0, clients=24).parse_args()
     rng = random.Random(args.seed)
     prompts, params = random_prompts(rng, PROMPTS), greedy_or_sampled(rng, PROMPTS, LONGEST)
@@ -56,14 +57,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         server = Serving(args.bundle, Path(directory) / "log", "--max-queue=8", "--threads=1")
         try:
-            soak = Soak(server, prompts, params, expected, args.seed)
-            figures = asyncio.run(soak.run(args.seconds, args.clients))
+            load = TritonLoad(server, prompts, params, expected, args.seed)
+            figures = asyncio.run(load.run(args.seconds, args.clients))
         finally:
             stopped = server.stop()
-    return report(figures | {"exit_code": stopped}, soak.faults + ["the exit code"] * bool(stopped))
+    return report(figures | {"exit_code": stopped}, load.faults + ["the exit code"] * bool(stopped))
 
 
-class Soak:
+class TritonLoad:
     """The clients of one server, and what became of their requests."""
 
     def __init__(
@@ -95,6 +96,7 @@ class Soak:
         return figures | {"resident_mb": self.memory}
 
     async def client(self, *, http: bool) -> None:
+        """One client, which sends requests one after the other."""
         async with aio.InferenceServerClient(self.server.grpc) as connection:
             while time.monotonic() < self.end:
                 try:
@@ -115,12 +117,14 @@ class Soak:
         return fields | {"speculate": self.rng.random() < 0.8}, which
 
     def check(self, which: int, got: list[int], fields: dict[str, Any], reason: str) -> str:
+        """Compare tokens with the known answer. Returns the reason of its end."""
         expected = self.expected[which][: fields["max_tokens"]]
         if got != (expected if reason == "length" else expected[: len(got)]):
             self.faults.append(f"wrong tokens for prompt {which}, {reason}")
         return reason
 
     async def over_grpc(self, connection: Any) -> str:
+        """The outcome of a random request."""
         fields, which = self.request()
         leave = self.rng.choice((None, None, None, 0, 2)) if which >= 0 else None
         timeout = self.rng.choice((None, None, 1, 20_000, 200_000))
@@ -154,6 +158,7 @@ class Soak:
         return self.check(which, got, fields, reason) if which >= 0 else "WRONG TAKEN"
 
     async def over_http(self) -> str:
+        """The outcome of a random request."""
         fields, which = self.request()
         if any(isinstance(value, bytes) for value in fields.values()):
             fields = {"text_input": "a", "top_p": 7.0}

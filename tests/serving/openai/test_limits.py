@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from build_scripts.soak.common import resident_of
+from build_scripts.harness import resident_of
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.errors import RequestError
 from dflash_trt.serving.openai.engine import QueueFullError

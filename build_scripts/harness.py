@@ -1,4 +1,4 @@
-"""What all soaks share: options, random prompts, known answers, a server of OpenAI's API, memory, and the last line."""
+"""What programs share: options, a server, memory of processes; and of the soaks prompts, answers and the last line."""
 
 from __future__ import annotations
 
@@ -35,15 +35,20 @@ WORDS = [
 ]
 
 
-def options(description: str | None, **numbers: float) -> argparse.ArgumentParser:
-    """A parser of the bundle, `--seed`, and these options, which are numbers with a default."""
-    parser = argparse.ArgumentParser(
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser whose help is the program's docstring as it stands."""
+    return argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("bundle", type=Path)
+
+
+def options(description: str | None, **numbers: float) -> argparse.ArgumentParser:
+    """A parser of the bundle, `--seed`, and these options, which are numbers with a default."""
+    made = parser(description)
+    made.add_argument("bundle", type=Path)
     for name, default in {**numbers, "seed": 0}.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
-    return parser
+        made.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
+    return made
 
 
 def random_prompts(rng: random.Random, count: int) -> list[str]:
@@ -97,16 +102,7 @@ def openai_server(bundle: Path, *arguments: str) -> Iterator[OpenAIServer]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "dflash_trt",
-        "serve",
-        str(bundle),
-        f"--port={port}",
-        "--threads=1",
-        *arguments,
-    ]
+    command = [sys.executable, "-m", "dflash_trt", "serve", str(bundle), f"--port={port}", *arguments]
     with tempfile.TemporaryFile() as log:
         server = OpenAIServer(port, subprocess.Popen(command, stdout=log, stderr=log))
         try:
