@@ -1,16 +1,12 @@
-"""Decoders on natural text, in one run: this package, llama.cpp, onnxruntime-genai, OpenVINO and Transformers.
+"""Decoders on natural text, in one run: this package and llama.cpp.
 
     python -m build_scripts.bench.natural [--prompts 2] [--requests 1,8] [--peers KIND:WEIGHTS ...] [--svg FILE]
-    python -m build_scripts.bench.natural --widths 1,4 --max-tokens 128
 
 Each decoder runs in a process of its own, with the same token ids and threads. Every prompt goes to all of them in
 turn, several rounds long, so that a slow moment of the machine hits all. A figure is of the median of the rounds of
 each prompt: tokens per second after the first token for one request, and in all for several at a time. Decoders are
-named KIND:WEIGHTS, see `build_scripts.bench.peers`; those whose package is not installed are left out.
-
-With --widths no time counts: each decoder's plain greedy answer is fed to it again in passes of so many tokens, as
-verification of drafts does, and every place at which another token has the largest logit is a flip. An answer with a
-flip would have changed. The last line is one JSON document.
+named KIND:WEIGHTS, see `build_scripts.bench.peers`; those whose package is not installed are left out. The last line is
+one JSON document.
 """
 
 from __future__ import annotations
@@ -30,7 +26,8 @@ from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Any
 
-from build_scripts.bench.peers import OURS, Task, installed, kind_of, make_genai, make_gguf
+from build_scripts import harness
+from build_scripts.bench.peers import OURS, Task, installed, kind_of, make_gguf
 from dflash_trt.building.build import build
 from dflash_trt.building.sources import resolve
 from dflash_trt.cli.options import each
@@ -45,33 +42,25 @@ PROMPTS = SHIPPED_PROMPTS / "natural"
 PEERS = (
     *("plain:default", "adaptive:default", "plain:target=int8", "adaptive:target=int8", "plain:target=int4"),
     *("llama.cpp:F32", "llama.cpp:BF16", "llama.cpp:Q8_0", "llama.cpp:Q4_0"),
-    *("genai:fp32", "genai:int4", "openvino:F16", "openvino:Q8_0", "openvino:Q4_0"),
 )
-WIDTHS_PEERS = (
-    *("plain:default", "plain:target=int8", "plain:target=int4"),
-    *("llama.cpp:F32", "llama.cpp:BF16", "llama.cpp:Q8_0", "llama.cpp:Q4_0"),
-    *("genai:fp32", "genai:int4", "transformers:float32", "transformers:bfloat16"),
-)
-DISTRIBUTIONS = (
-    *("dflash-trt", "onnxruntime", "llama-cpp-python", "onnxruntime-genai", "openvino-genai"),
-    *("transformers", "torch"),
-)
+DISTRIBUTIONS = ("dflash-trt", "onnxruntime", "llama-cpp-python")
 
 Record = dict[str, Any]
 
 
-class Worker:
+class Decoder:
     """A decoder's process."""
 
-    def __init__(self, name: str, target: str, models: Path, *numbers: int) -> None:
+    def __init__(self, name: str, models: Path, *numbers: int) -> None:
         self.name = name
-        command = [sys.executable, "-m", "build_scripts.bench.peers", name, target, str(models)]
+        command = [sys.executable, "-m", "build_scripts.bench.peers", name, str(models)]
         self._process = subprocess.Popen(
             [*command, *map(str, numbers)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self._answer()
 
     def run(self, task: Task) -> Record:
+        """The outcome of a task, and the process's peak of memory."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(asdict(task)) + "\n")
         self._process.stdin.flush()
@@ -86,6 +75,7 @@ class Worker:
         return answer
 
     def close(self) -> None:
+        """End the process."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
@@ -107,10 +97,8 @@ def prepare(args: argparse.Namespace) -> list[str]:
         print(f"left out, as their packages are not installed: {', '.join(left_out)}", file=sys.stderr)
     for name in names:
         kind, _, weights = name.partition(":")
-        if kind in ("llama.cpp", "openvino"):
+        if kind == "llama.cpp":
             make_gguf(args.target, args.models / "gguf" / f"{weights}.gguf")
-        elif kind == "genai":
-            make_genai(args.target, args.models / "genai" / weights)
     for weights in {name.partition(":")[2] for name in names if kind_of(name) in OURS}:
         precision = parse_precision(None if weights == "default" else weights)
         build(args.target, args.drafter, args.models / "bundles" / weights, precision=precision, force=True)
@@ -128,35 +116,33 @@ def jobs(args: argparse.Namespace) -> Iterator[Job]:
         if not isinstance(prompt.content, str)  # the shipped prompts are chats
     ]
     for temperature in args.temperatures:
-        options: Any = {"temperature": temperature, "stop": stop, "widths": args.widths}
         for requests in args.requests:
             for first in range(0, max(len(prompts) // requests, 1) * requests, requests):
                 chosen = list(islice(cycle(prompts), first, first + requests))
-                task = Task([ids for _, ids in chosen], args.max_tokens, **options)
+                task = Task([ids for _, ids in chosen], args.max_tokens, temperature, stop)
                 yield Job(chosen[0][0].id, chosen[0][0].category, task)
 
 
 def measure(args: argparse.Namespace, names: list[str], chosen: list[Job]) -> Iterator[Record]:
     """Rounds of the jobs, by processes that hold as many tokens as these jobs need."""
     capacity = max(len(ids) + job.task.max_tokens for job in chosen for ids in job.task.prompts) + 16
-    workers: list[Worker] = []
+    decoders: list[Decoder] = []
     try:
         for name in names:
-            workers.append(Worker(name, args.target, args.models, max(args.requests), capacity, args.threads))
+            decoders.append(Decoder(name, args.models, max(args.requests), capacity, args.threads))
         first = chosen[0].task
-        for worker in workers:
-            if not args.widths:
-                worker.run(Task([first.prompts[0][-16:]], 16, 0.0, first.stop))  # a warm-up
+        for decoder in decoders:
+            decoder.run(Task([first.prompts[0][-16:]], 16, 0.0, first.stop))  # a warm-up
         for number in range(args.rounds):
             for place, job in enumerate(chosen):
-                turn = (number + place) % len(workers)
-                for worker in workers[turn:] + workers[:turn]:
-                    record: Record = {"prompt": job.prompt, "category": job.category, "peer": worker.name}
+                turn = (number + place) % len(decoders)
+                for decoder in decoders[turn:] + decoders[:turn]:
+                    record: Record = {"prompt": job.prompt, "category": job.category, "peer": decoder.name}
                     record |= {"temperature": job.task.temperature, "requests": len(job.task.prompts)}
-                    yield record | worker.run(job.task)
+                    yield record | decoder.run(job.task)
     finally:
-        for worker in workers:
-            worker.close()
+        for decoder in decoders:
+            decoder.close()
 
 
 def count(record: Record) -> tuple[float, float]:
@@ -205,6 +191,7 @@ def table(records: list[Record], peers: Iterable[str]) -> dict[str, Record]:
 
 
 def markdown(rows: Mapping[str, Record], categories: list[str]) -> str:
+    """The figures as a table."""
     titles = [*categories, "all", "quartiles", "ratio", "acceptance", "same answers", "peak MB"]
     lines = [f"| | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
     for peer, row in rows.items():
@@ -217,44 +204,11 @@ def markdown(rows: Mapping[str, Record], categories: list[str]) -> str:
     return "\n".join(lines)
 
 
-def widths_table(records: list[Record]) -> list[Record]:
-    """For each decoder and width: answers, tokens that were fed, flips, and answers with a flip."""
-    rows = []
-    for peer in dict.fromkeys(r["peer"] for r in records):
-        mine = [r["flips"] for r in records if r["peer"] == peer]
-        for width in mine[0]:
-            fed, places = zip(*(flips[width] for flips in mine), strict=True)
-            rows.append(
-                {
-                    "peer": peer,
-                    "width": int(width),
-                    "answers": len(mine),
-                    "changed": sum(map(bool, places)),
-                    "tokens": sum(fed),
-                    "flips": sum(map(len, places)),
-                }
-            )
-    return rows
-
-
-def widths_markdown(rows: list[Record]) -> str:
-    lines = ["| | width | answers changed | tokens | flips per 1,000 |", "|---|---|---|---|---|"]
-    for row in rows:
-        cells = [
-            label(row["peer"]),
-            row["width"],
-            f"{row['changed']} of {row['answers']}",
-            f"{row['tokens']:,}",
-        ]
-        lines.append(f"| {' | '.join(map(str, cells))} | {1000 * row['flips'] / row['tokens']:.3g} |")
-    return "\n".join(lines)
-
-
 def label(peer: str) -> str:
     """How a table names a decoder: "dflash-trt, blocks of 4", "llama.cpp Q8_0"."""
     kind, _, weights = peer.partition(":")
     if kind_of(peer) not in OURS:
-        return f"{'OpenVINO' if kind == 'openvino' else kind} {weights}"
+        return f"{kind} {weights}"
     method = {"plain": "plain", "draft": "whole blocks", "adaptive": "adaptive"}.get(
         kind, f"blocks of {kind.partition('-')[2]}"
     )
@@ -262,13 +216,12 @@ def label(peer: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Measure, and print the tables."""
+    parser = harness.parser(__doc__)
     parser.add_argument("--target", default="smollm2-135m")
     parser.add_argument("--drafter", help="a directory (default: the one that is known for the target)")
     parser.add_argument("--models", type=Path, default=ROOT / "runs" / "natural", help="is made")
-    parser.add_argument("--peers", nargs="+", metavar="KIND:WEIGHTS")
+    parser.add_argument("--peers", nargs="+", metavar="KIND:WEIGHTS", default=PEERS)
     categories = sorted(path.stem for path in PROMPTS.glob("*.jsonl"))
     parser.add_argument("--categories", nargs="+", default=categories)
     parser.add_argument("--prompts", type=int, default=2, help="of each category")
@@ -276,35 +229,24 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--temperatures", type=each(float), default=[0.0])
     parser.add_argument("--requests", type=each(int), default=[1], help="at a time")
-    parser.add_argument("--widths", type=each(int), default=[], help="tokens of a pass, instead of times")
     parser.add_argument("--threads", type=int, default=cores())
     parser.add_argument("--svg", type=Path, help="draw the first temperature and number of requests")
     args = parser.parse_args(argv)
-    args.peers = args.peers or (WIDTHS_PEERS if args.widths else PEERS)
-    if args.widths:
-        args.rounds, args.temperatures, args.requests = 1, [0.0], [1]
-
     names = prepare(args)
     records = list(measure(args, names, list(jobs(args))))
-    document: Record = {"processor": processor(), "threads": args.threads, "versions": versions()}
+    tables = []
     print(f"{processor()}, {args.threads} threads; " + ", ".join(f"{k} {v}" for k, v in versions().items()))
-    if args.widths:
-        document["widths"] = widths_table(records)
-        print(f"\n{widths_markdown(document['widths'])}")
-    else:
-        document["tables"] = []
-        for temperature in args.temperatures:
-            for requests in args.requests:
-                key = {"temperature": temperature, "requests": requests}
-                rows = table([r for r in records if key.items() <= r.items()], names)
-                document["tables"].append(key | {"rows": rows})
-                print(f"\ntemperature {temperature:g}, {requests} at a time: tokens per second\n")
-                print(markdown(rows, args.categories if requests == 1 else []))
-        if args.svg is not None:
-            args.svg.write_text(
-                chart(document["tables"][0]["rows"], f"{processor()}, {args.threads} threads")
-            )
-    print(json.dumps(document))
+    for temperature in args.temperatures:
+        for requests in args.requests:
+            key = {"temperature": temperature, "requests": requests}
+            rows = table([r for r in records if key.items() <= r.items()], names)
+            tables.append(key | {"rows": rows})
+            print(f"\ntemperature {temperature:g}, {requests} at a time: tokens per second\n")
+            print(markdown(rows, args.categories if requests == 1 else []))
+    if args.svg is not None:
+        args.svg.write_text(chart(tables[0]["rows"], f"{processor()}, {args.threads} threads"))
+    document: Record = {"processor": processor(), "threads": args.threads, "versions": versions()}
+    print(json.dumps(document | {"tables": tables}))
     return 0
 
 

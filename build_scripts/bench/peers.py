@@ -1,13 +1,11 @@
 """The decoders that `build_scripts.bench.natural` compares, each in a process of its own.
 
-    python -m build_scripts.bench.peers NAME TARGET MODELS BATCH CAPACITY THREADS
+    python -m build_scripts.bench.peers NAME MODELS BATCH CAPACITY THREADS
 
 reads tasks (JSON, one a line) from its input and writes one answer for each. A name is KIND:WEIGHTS:
 
     plain, draft, adaptive   this package, on the bundle MODELS/bundles/WEIGHTS. draft-N drafts blocks of N
-    llama.cpp, openvino      llama-cpp-python and openvino-genai, on MODELS/gguf/WEIGHTS.gguf
-    genai                    onnxruntime-genai, on MODELS/genai/WEIGHTS
-    transformers             Transformers; WEIGHTS is a torch dtype. Compares widths only
+    llama.cpp                llama-cpp-python, on MODELS/gguf/WEIGHTS.gguf
 
 Every decoder takes the same token ids, and gives token ids.
 """
@@ -17,58 +15,40 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-
-from dflash_trt.building.sources import resolve
 from dflash_trt.checkpoint.gguf import packaged_target
 
 # The package that each kind needs.
-PACKAGES = {
-    "plain": "onnxruntime",
-    "draft": "onnxruntime",
-    "adaptive": "onnxruntime",
-    "llama.cpp": "llama_cpp",
-    "genai": "onnxruntime_genai",
-    "openvino": "openvino_genai",
-    "transformers": "transformers",
-}
 OURS = ("plain", "draft", "adaptive")
-GGUF = {"BF16": 32, "F32": 0, "F16": 1, "Q8_0": 7, "Q4_0": 2}  # llama_ftype in llama.h
+PACKAGES = {**dict.fromkeys(OURS, "onnxruntime"), "llama.cpp": "llama_cpp"}
+GGUF = {"BF16": 32, "F32": 0, "Q8_0": 7, "Q4_0": 2}  # llama_ftype in llama.h
 _PASS = 512  # prompt tokens in a pass, the default of llama.cpp and of this package
 
 
 @dataclass
 class Task:
-    """Prompts to complete at the same time. `stop`: token ids that end a text.
-
-    With `widths`, the one prompt's greedy answer is fed again in passes of so many tokens instead.
-    """
+    """Prompts to complete at the same time. `stop`: token ids that end a text."""
 
     prompts: list[list[int]]
     max_tokens: int
     temperature: float
     stop: list[int]
     seed: int = 1
-    widths: list[int] = field(default_factory=list)
 
 
 @dataclass
-class Answer:
+class Outcome:
     """Tokens of each prompt, and seconds from the start to the first token and to the last.
 
-    `rounds` are verification passes with drafts, `accepted` the drafts that were right in them. `flips` has, for each
-    width, the number of tokens that were fed and the places at which another token had the largest logit.
+    `rounds` are verification passes with drafts, `accepted` the drafts that were right in them.
     """
 
     tokens: list[list[int]]
@@ -76,19 +56,6 @@ class Answer:
     seconds: float = 0.0
     rounds: int = 0
     accepted: int = 0
-    flips: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
-
-
-class Stepper(Protocol):
-    """A decoder whose passes can be given token by token. Both methods give the ids with the largest logits."""
-
-    def begin(self, prompt: list[int]) -> int:
-        """Forget everything and read a prompt: the first token after it."""
-        ...
-
-    def advance(self, tokens: list[int]) -> list[int]:
-        """One pass over these tokens: the token after each."""
-        ...
 
 
 class Ours:
@@ -101,9 +68,9 @@ class Ours:
         self._options: dict[str, Any] = {"speculate": kind != "plain"}
         if kind.startswith("draft"):
             self._options["block_length"] = int(kind.partition("-")[2] or self._llm.block_size)
-        self._position = 0
 
-    def run(self, task: Task) -> Answer:
+    def run(self, task: Task) -> Outcome:
+        """All prompts in one call."""
         from dflash_trt import SamplingParams
         from dflash_trt.decoding.statistics import Statistics
 
@@ -118,20 +85,7 @@ class Ours:
         seconds, counts = perf_counter() - began, Statistics.merge(each.statistics for each in done)
         tokens = [each.token_ids for each in done]
         first = done[0].statistics.time_to_first_token
-        return Answer(tokens, first, seconds, counts.num_drafts, counts.num_accepted_tokens)
-
-    def begin(self, prompt: list[int]) -> int:
-        pair = self._llm._runtime.pair
-        for start in range(0, len(prompt), pair.prefill_chunk):
-            piece = prompt[start : start + pair.prefill_chunk]
-            logits, _ = pair.prefill(piece, start, 0, draft=False)
-        self._position = len(prompt)
-        return int(np.argmax(logits))
-
-    def advance(self, tokens: list[int]) -> list[int]:
-        logits = self._llm._runtime.pair.logits([tokens], [self._position])
-        self._position += len(tokens)
-        return _largest(logits[0])
+        return Outcome(tokens, first, seconds, counts.num_drafts, counts.num_accepted_tokens)
 
 
 class LlamaCpp:
@@ -153,8 +107,6 @@ class LlamaCpp:
         context.n_threads = context.n_threads_batch = threads
         self._context = llama_cpp.llama_init_from_model(self._model, context)
         self._batch = llama_cpp.llama_batch_init(_PASS, 0, 1)
-        self._vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
-        self._position = 0
 
     def _pass(self, rows: Sequence[tuple[int, int, int, bool]]) -> None:
         """One pass over rows: token, position, sequence, and whether logits are wanted."""
@@ -171,9 +123,6 @@ class LlamaCpp:
             piece = enumerate(prompt[start : start + _PASS], start)
             self._pass([(token, i, sequence, i + 1 == len(prompt)) for i, token in piece])
 
-    def _clear(self) -> None:
-        self._lib.llama_memory_clear(self._lib.llama_get_memory(self._context), True)
-
     def _sampler(self, task: Task, number: int) -> Any:
         lib = self._lib
         chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
@@ -184,9 +133,10 @@ class LlamaCpp:
             lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_greedy())
         return chain
 
-    def run(self, task: Task) -> Answer:
+    def run(self, task: Task) -> Outcome:
+        """Each prompt alone, and then passes with a token of each."""
         lib, context, prompts = self._lib, self._context, task.prompts
-        self._clear()
+        lib.llama_memory_clear(lib.llama_get_memory(context), True)
         samplers = [self._sampler(task, i) for i in range(len(prompts))]
         tokens: list[list[int]] = []
         first, began = 0.0, perf_counter()
@@ -203,158 +153,11 @@ class LlamaCpp:
         seconds = perf_counter() - began
         for sampler in samplers:
             lib.llama_sampler_free(sampler)
-        return Answer(tokens, first, seconds)
-
-    def begin(self, prompt: list[int]) -> int:
-        self._clear()
-        self._read(prompt, 0)
-        self._position = len(prompt)
-        return self._choices(1)[0]
-
-    def advance(self, tokens: list[int]) -> list[int]:
-        self._pass([(token, i, 0, True) for i, token in enumerate(tokens, self._position)])
-        self._position += len(tokens)
-        return self._choices(len(tokens))
-
-    def _choices(self, rows: int) -> list[int]:
-        """Of the last pass, whose logits lie row after row."""
-        logits = self._lib.llama_get_logits(self._context)
-        return _largest(np.ctypeslib.as_array(logits, (rows, self._vocabulary)))
+        return Outcome(tokens, first, seconds)
 
 
 def _silent(level: int, text: bytes, data: object) -> None:
     pass
-
-
-class Genai:
-    """onnxruntime-genai. Prompts of a batch are padded on the left."""
-
-    def __init__(self, model: Path, capacity: int, threads: int) -> None:
-        import onnxruntime_genai
-
-        self._lib, self._capacity = onnxruntime_genai, capacity
-        config = onnxruntime_genai.Config(str(model))
-        options = {"intra_op_num_threads": threads}
-        config.overlay(json.dumps({"model": {"decoder": {"session_options": options}}}))
-        self._model = onnxruntime_genai.Model(config)
-        self._generator: Any = None
-
-    def _open(self, **options: Any) -> Any:
-        params = self._lib.GeneratorParams(self._model)
-        params.set_search_options(**options)
-        return self._lib.Generator(self._model, params)
-
-    def run(self, task: Task) -> Answer:
-        prompts, _ = _padded(task, np.int32)
-        count, longest = prompts.shape
-        options: dict[str, Any] = {"max_length": longest + task.max_tokens, "batch_size": count}
-        if task.temperature:
-            options |= {"do_sample": True, "temperature": task.temperature, "top_k": 0, "top_p": 1.0}
-            options["random_seed"] = task.seed
-        tokens: list[list[int]] = [[] for _ in task.prompts]
-        first, began = 0.0, perf_counter()
-        generator = self._open(**options)
-        generator.append_tokens(prompts if count > 1 else prompts[0])
-        while not generator.is_done():
-            generator.generate_next_token()
-            for out, token in zip(tokens, generator.get_next_tokens(), strict=True):
-                out.append(int(token))
-            first = first or perf_counter() - began
-        seconds = perf_counter() - began
-        return Answer([_until(each, task.stop) for each in tokens], first, seconds)
-
-    def begin(self, prompt: list[int]) -> int:
-        self._generator = self._open(max_length=self._capacity, batch_size=1)
-        return self.advance(prompt)[-1]
-
-    def advance(self, tokens: list[int]) -> list[int]:
-        self._generator.append_tokens(np.array(tokens, np.int32))
-        return _largest(self._generator.get_output("logits")[0])
-
-
-class OpenVINO:
-    """The pipeline of openvino-genai, which reads GGUF files. Prompts of a batch are padded on the left."""
-
-    def __init__(self, file: Path, threads: int) -> None:
-        import openvino
-        import openvino_genai
-
-        self._lib, self._tensor = openvino_genai, openvino.Tensor
-        self._pipeline = openvino_genai.LLMPipeline(str(file), "CPU", INFERENCE_NUM_THREADS=threads)
-
-    def run(self, task: Task) -> Answer:
-        config = self._lib.GenerationConfig()
-        config.max_new_tokens, config.stop_token_ids = task.max_tokens, set(task.stop)
-        config.do_sample = bool(task.temperature)
-        if task.temperature:
-            config.temperature, config.rng_seed = task.temperature, task.seed
-        ids, mask = (self._tensor(each) for each in _padded(task, np.int64))
-        began = perf_counter()
-        done = self._pipeline.generate(self._lib.TokenizedInputs(ids, mask), config)
-        seconds = perf_counter() - began
-        tokens = [_until(list(each), task.stop) for each in done.tokens]
-        return Answer(tokens, done.perf_metrics.get_ttft().mean / 1e3, seconds)
-
-
-class Transformers:
-    """The forward passes of Transformers, with its cache of keys and values."""
-
-    def __init__(self, target: str, dtype: str, threads: int) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        torch.set_num_threads(threads)
-        self._torch = torch
-        source = resolve(target, "target").directory
-        self._model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype))
-        self._cache: Any = None
-
-    def begin(self, prompt: list[int]) -> int:
-        self._cache = None
-        return self.advance(prompt)[-1]
-
-    def advance(self, tokens: list[int]) -> list[int]:
-        with self._torch.inference_mode():
-            out = self._model(self._torch.tensor([tokens]), past_key_values=self._cache, use_cache=True)
-        self._cache = out.past_key_values
-        return _largest(out.logits[0].float().numpy())
-
-
-def compare_widths(decoder: Stepper, task: Task) -> Answer:
-    """The greedy answer in passes of one token, and the same tokens again in passes of every width.
-
-    One token more than asked is decoded, as the last one is not fed. A last, shorter pass is left out.
-    """
-    (prompt,) = task.prompts
-    tokens = [decoder.begin(prompt)]
-    while len(tokens) <= task.max_tokens and tokens[-1] not in task.stop:
-        tokens += decoder.advance(tokens[-1:])
-    flips = {}
-    for width in task.widths:
-        decoder.begin(prompt)
-        fed = (len(tokens) - 1) // width * width
-        passes = [decoder.advance(tokens[start : start + width]) for start in range(0, fed, width)]
-        chosen = [token for each in passes for token in each]
-        flips[width] = fed, [i for i, (a, b) in enumerate(zip(chosen, tokens[1:], strict=False)) if a != b]
-    return Answer([tokens], flips=flips)
-
-
-def _largest(logits: Any) -> list[int]:
-    return [int(token) for token in np.argmax(logits, axis=-1)]
-
-
-def _padded(task: Task, dtype: Any) -> tuple[Any, Any]:
-    """The prompts, [n, longest], and the mask of their own tokens."""
-    longest = max(map(len, task.prompts))
-    rows = [[task.stop[0]] * (longest - len(prompt)) + prompt for prompt in task.prompts]
-    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in task.prompts]
-    return np.array(rows, dtype), np.array(mask, dtype)
-
-
-def _until(tokens: list[int], stop: list[int]) -> list[int]:
-    """Tokens up to the first that ends a text, that one included."""
-    ends = (i for i, token in enumerate(tokens) if token in stop)
-    return tokens[: next(ends, len(tokens)) + 1]
 
 
 def make_gguf(target: str, file: Path) -> None:
@@ -378,33 +181,6 @@ def make_gguf(target: str, file: Path) -> None:
     work.rename(file)
 
 
-def make_genai(target: str, directory: Path) -> None:
-    """A model of onnxruntime-genai, by its own builder, from the checkpoint that `build` converts."""
-    if directory.exists():
-        return
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory.parent) as work:
-        command = [
-            sys.executable,
-            "-m",
-            "onnxruntime_genai.models.builder",
-            "-e",
-            "cpu",
-            "-c",
-            f"{work}/cache",
-        ]
-        command += [
-            "-i",
-            str(resolve(target, "target").directory),
-            "-o",
-            f"{work}/model",
-            "-p",
-            directory.name,
-        ]
-        subprocess.run(command, check=True, stdout=sys.stderr)
-        Path(work, "model").rename(directory)
-
-
 def kind_of(name: str) -> str:
     """The kind of a decoder. Exits where the name is of none."""
     kind, _, weights = name.partition(":")
@@ -415,20 +191,15 @@ def kind_of(name: str) -> str:
 
 
 def installed(name: str) -> bool:
+    """Whether the package of a decoder is there."""
     return find_spec(PACKAGES[kind_of(name)]) is not None
 
 
-def load(name: str, target: str, models: Path, batch: int, capacity: int, threads: int) -> Any:
-    """`capacity`: most tokens of a prompt and its answer."""
+def load(name: str, models: Path, batch: int, capacity: int, threads: int) -> Ours | LlamaCpp:
+    """The decoder. `capacity`: most tokens of a prompt and its answer."""
     kind, _, weights = name.partition(":")
     if kind == "llama.cpp":
         return LlamaCpp(models / "gguf" / f"{weights}.gguf", batch, capacity, threads)
-    if kind == "openvino":
-        return OpenVINO(models / "gguf" / f"{weights}.gguf", threads)
-    if kind == "genai":
-        return Genai(models / "genai" / weights, capacity, threads)
-    if kind == "transformers":
-        return Transformers(target, weights, threads)
     return Ours(kind, models / "bundles" / weights, batch, threads)
 
 
@@ -450,14 +221,15 @@ def _answers() -> Iterator[Any]:
 
 
 def main() -> None:
-    name, target, models, *numbers = sys.argv[1:]
+    """Answer the tasks of the input."""
+    name, models, *numbers = sys.argv[1:]
     with _answers() as out:
-        decoder = load(name, target, Path(models), *map(int, numbers))
+        decoder = load(name, Path(models), *map(int, numbers))
         print(json.dumps({"ready": name}), file=out, flush=True)
         for line in sys.stdin:
             task = Task(**json.loads(line))
-            answer = compare_widths(decoder, task) if task.widths else decoder.run(task)
-            print(json.dumps(asdict(answer) | {"peak_mb": _peak_megabytes()}), file=out, flush=True)
+            outcome = asdict(decoder.run(task)) | {"peak_mb": _peak_megabytes()}
+            print(json.dumps(outcome), file=out, flush=True)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from build_scripts import demo
-from build_scripts.bench import natural, peers, sleeping_passes
+from build_scripts.bench import natural, sleeping_passes
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
@@ -67,32 +67,6 @@ def test_decoders_run_in_processes_of_their_own_and_agree(
         assert same == [2 // table["requests"]] * 2
         assert table["rows"]["draft:default"]["acceptance_length"] > 1
     assert "dflash-trt, whole blocks" in (tmp_path / "speed.svg").read_text()
-
-
-class Stepper:
-    """Answers the next number, but after 5 another one where a pass has several tokens."""
-
-    def begin(self, prompt: list[int]) -> int:
-        return prompt[-1] + 1
-
-    def advance(self, tokens: list[int]) -> list[int]:
-        return [0 if token == 5 and len(tokens) > 1 else token + 1 for token in tokens]
-
-
-def test_flips_are_the_tokens_that_change_with_the_width_of_a_pass() -> None:
-    task = peers.Task([[1]], 7, 0.0, stop=[], widths=[1, 2, 3])
-    answer = peers.compare_widths(Stepper(), task)
-    assert answer.tokens == [[2, 3, 4, 5, 6, 7, 8, 9]]
-    assert answer.flips == {1: (7, []), 2: (6, [3]), 3: (6, [3])}
-
-
-def test_answers_are_compared_between_widths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--target", "tiny", "--models", str(tmp_path), "--categories", "chat", "--prompts", "2"]
-    options += ["--max-tokens", "12", "--widths", "1,4", "--peers", "plain:default"]
-    assert natural.main(options) == 0
-    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["widths"]
-    assert [(row["width"], row["answers"], row["flips"]) for row in rows] == [(1, 2, 0), (4, 2, 0)]
-    assert all(row["tokens"] > 0 for row in rows)
 
 
 def test_a_decoder_that_is_not_known_is_refused(tmp_path: Path) -> None:
