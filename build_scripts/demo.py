@@ -45,7 +45,7 @@ DRAFTED = "bold cyan"
 
 
 @dataclass
-class Answer:
+class Column:
     """One column: an answer as it comes."""
 
     title: str
@@ -79,12 +79,14 @@ class Answer:
 
     @property
     def footer(self) -> Text:
+        """Tokens and speed."""
         return Text(
             f"{len(self.token_ids)} tokens, {self.speed:.0f} tokens/s", "bold" if self.statistics else "dim"
         )
 
 
 def main(target: str = "smollm2-135m") -> int:
+    """Show SmolLM2 or, where its package is missing, why not; then `tiny`."""
     console = Console(highlight=False)
     try:
         resolve_pair(target)
@@ -124,11 +126,11 @@ def show(console: Console, target: str) -> int:
     return report(console, pairs)
 
 
-def answer(console: Console, engines: list[LLM], question: str) -> list[Answer]:
+def answer(console: Console, engines: list[LLM], question: str) -> list[Column]:
     """Both columns, to their ends."""
     params, messages = SamplingParams(max_tokens=MAX_TOKENS), [{"role": "user", "content": question}]
     both = [
-        Answer(
+        Column(
             title, llm.stream_chat(messages, params, speculate=speculate), Detokenizer(llm.tokenizer.backend)
         )
         for title, llm, speculate in zip(("plain", "drafted"), engines, (False, True), strict=True)
@@ -144,7 +146,7 @@ def answer(console: Console, engines: list[LLM], question: str) -> list[Answer]:
     return both
 
 
-def columns(console: Console, both: list[Answer]) -> Group:
+def columns(console: Console, both: list[Column]) -> Group:
     """Two columns; while they grow, no more lines than the terminal has."""
     table = Table.grid(expand=True, padding=(0, 2, 0, 0))
     width = (min(console.width, 120) - 4) // 2
@@ -160,7 +162,7 @@ def columns(console: Console, both: list[Answer]) -> Group:
     return Group(table)
 
 
-def report(console: Console, pairs: list[list[Answer]]) -> int:
+def report(console: Console, pairs: list[list[Column]]) -> int:
     """A line for each question. 1 where tokens differ."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     titles = "question", "tokens", "plain tok/s", "drafted tok/s", "speedup", "acceptance", "same tokens"

@@ -32,6 +32,7 @@ class Answer:
 
     @property
     def token_ids(self) -> list[int]:
+        """Prompt and answer."""
         return self.prompt_ids + self.answer_ids
 
 
@@ -56,6 +57,7 @@ class AnswerFile:
         self._file = path.open("a", encoding="utf-8")
 
     def append(self, answer: Answer) -> None:
+        """Write an answer at the end of the file."""
         fields = asdict(answer)
         fields |= content_field(fields.pop("content"))
         self._file.write(json.dumps(fields, ensure_ascii=False, separators=(",", ":")) + "\n")
@@ -63,6 +65,7 @@ class AnswerFile:
         self.done.add(answer.id)
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 

@@ -25,6 +25,7 @@ class Norm(nn.Module):
         self.epsilon = epsilon
 
     def forward(self, x: Tensor) -> Tensor:
+        """x of any shape [..., size], in its dtype."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
         return (wide * self.weight.float()).to(x.dtype)
@@ -50,11 +51,14 @@ class Rotary(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE of x [B, heads, S, head_dim], by half-split pairs."""
     first, second = x.chunk(2, -1)
     return (x * cos + torch.cat((-second, first), -1) * sin).to(x.dtype)
 
 
 class DrafterAttention(nn.Module):
+    """Qwen3's attention, whose context rows are keys and values only."""
+
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         size, width, bias = config.hidden_size, config.head_dim, config.attention_bias
@@ -84,6 +88,8 @@ class DrafterAttention(nn.Module):
 
 
 class Mlp(nn.Module):
+    """Qwen3's MLP."""
+
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -91,10 +97,13 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """x [..., D]."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Layer(nn.Module):
+    """Qwen3's decoder layer."""
+
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
@@ -110,6 +119,7 @@ class Layer(nn.Module):
         both_rotary: tuple[Tensor, Tensor],
         mask: Mask,
     ) -> Tensor:
+        """Block rows x [B, Q, D] after the layer. context [B, S, D]: normed features."""
         normed = self.input_layernorm(x)
         x = x + self.self_attn(normed, torch.cat((context, normed), 1), rotary, both_rotary, mask)
         return x + self.mlp(self.post_attention_layernorm(x))

@@ -35,6 +35,7 @@ class AnswerSampling:
     seed: int = 0
 
     def of(self, prompt_id: str) -> SamplingParams:
+        """The parameters of a prompt's answer."""
         temperature = temperature_of(prompt_id, self.temperatures)
         return SamplingParams(
             max_tokens=self.max_tokens,

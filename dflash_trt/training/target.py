@@ -136,6 +136,7 @@ class FeatureCache:
         self.folder = folder
 
     def get(self, answer: Answer, length: int) -> Tensor | None:
+        """Features of the answer's first `length` tokens; None if they are not there."""
         file = self._file(answer, length)
         return load_file(file)["features"] if file.exists() else None
 

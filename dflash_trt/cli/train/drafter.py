@@ -19,6 +19,7 @@ SUMMARY = "train a drafter and measure it regularly"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the step."""
     add_target(parser, "the model that the drafter is for")
     parser.add_argument(
         "--data", type=Path, required=True, metavar="FILE", help="the answers of `train regenerate`"
@@ -113,6 +114,7 @@ def _add_recipe(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Train, and print what came of it."""
     check_installed()
     from dflash_trt.building.sources import resolve
     from dflash_trt.reports import charts

@@ -12,6 +12,7 @@ SUMMARY = "acceptance length of a drafter, by category and position in the block
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the step."""
     add_target(parser, "the model that the drafter is for")
     parser.add_argument("--drafter", metavar="NAME_OR_PATH", help="default: the target's known drafter")
     parser.add_argument(
@@ -23,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Measure, and print a table or JSON."""
     from dflash_trt.building.sources import resolve_pair
     from dflash_trt.files.disk import temporary_folder
     from dflash_trt.prompts import natural_prompts

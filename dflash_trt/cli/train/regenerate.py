@@ -20,6 +20,7 @@ SUMMARY = "let the target answer prompts: the data to train on"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the step."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--target",
@@ -76,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Answer the prompts that have no answer yet."""
     if (args.server is None) != (args.model is None):
         args.step_error("--server and --model belong together")
     if args.server is not None and args.target is None:

@@ -14,6 +14,7 @@ SUMMARY = "choose the tokens that may be drafted"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the step."""
     add_target(parser, "the model that the drafter is for")
     parser.add_argument(
         "--data", type=Path, required=True, metavar="FILE", help="answers of `train regenerate`"
@@ -35,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Write the file of a vocabulary."""
     from dflash_trt.building.sources import resolve
     from dflash_trt.checkpoint.draft_vocabulary import most_frequent
     from dflash_trt.files.disk import whole_file
