@@ -16,26 +16,11 @@ from torch import Tensor, nn
 from dflash_trt.checkpoint.schema import DrafterConfig, LayerAttention, TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.models.drafters.eagle3 import Eagle3
-from dflash_trt.training.initial import read_matrix
+from dflash_trt.training.initial import copy_matrix, read_matrix
 from dflash_trt.training.masks import Mask
-from dflash_trt.training.model import Mlp, Norm, Rotary, rotate
+from dflash_trt.training.model import DrafterAttention, Mlp, Norm, Rotary, rotate
 
 _STATES = 3
-
-
-class _Attention(nn.Module):
-    def __init__(self, config: DrafterConfig) -> None:
-        super().__init__()
-        size, width, bias = config.hidden_size, config.head_dim, config.attention_bias
-        self.width = width
-        self.q_proj = nn.Linear(2 * size, config.num_attention_heads * width, bias=bias)
-        self.k_proj = nn.Linear(2 * size, config.num_key_value_heads * width, bias=bias)
-        self.v_proj = nn.Linear(2 * size, config.num_key_value_heads * width, bias=bias)
-        self.o_proj = nn.Linear(config.num_attention_heads * width, size, bias=bias)
-
-    def heads(self, x: Tensor) -> Tensor:
-        """[B, S, n * width] -> [B, n, S, width]."""
-        return x.unflatten(-1, (-1, self.width)).transpose(1, 2)
 
 
 class _Eagle3Layer(nn.Module):
@@ -43,7 +28,7 @@ class _Eagle3Layer(nn.Module):
         super().__init__()
         self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
         self.hidden_norm = Norm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = _Attention(config)
+        self.self_attn = DrafterAttention(config, inputs=2, norms=False)
         self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
         self.mlp = Mlp(config)
 
@@ -172,13 +157,10 @@ def start_eagle3(drafter: Eagle3Drafter, target: Checkpoint, config: TargetConfi
                 place[:, size:] = matrix
         names = ["self_attn.o_proj", *(f"mlp.{part}_proj" for part in ("gate", "up", "down"))]
         names += ["input_layernorm", "post_attention_layernorm"]
-        sources = {f"layers.0.{name}.weight": f"{last}.{name}.weight" for name in names}
-        sources["layers.0.hidden_norm.weight"] = f"{last}.input_layernorm.weight"
-        sources["norm.weight"] = "model.norm.weight"
+        sources = {f"layers.0.{name}": f"{last}.{name}" for name in names}
+        sources |= {"layers.0.hidden_norm": f"{last}.input_layernorm", "norm": "model.norm"}
         for name, source in sources.items():
-            place, matrix = drafter.get_parameter(name), read_matrix(target, source)
-            if matrix is not None and matrix.shape == place.shape:
-                place.copy_(matrix)
+            copy_matrix(drafter, f"{name}.weight", target, f"{source}.weight")
         drafter.fc.weight *= 0.1
         drafter.fc.weight[:, -size:] += torch.eye(size)
         drafter.lm_head.weight.copy_(head[drafter.kept().to(head.device)].float())

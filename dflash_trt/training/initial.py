@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dflash_trt.checkpoint.schema import TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint
@@ -15,15 +15,14 @@ _MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 _NOISE = 0.1  # scale of the new fc weights beside the copied tap
 
 
-def start_from_target(drafter: DrafterModel, target: Checkpoint, config: TargetConfig) -> list[str]:
-    """Copy the target's last layers, its last tap and its final norm. Returns the names of the copied tensors.
+def start_from_target(drafter: DrafterModel, target: Checkpoint, config: TargetConfig) -> None:
+    """Copy the target's last layers, its last tap and its final norm.
 
     The drafter's rows go through the target's head, so they need the target's final norm. If `fc` passes only the
     last tap on, the drafter's layers see the target's own keys and values of the context. A tensor keeps its random
     start if the target's is missing, quantized or of another shape. An expert layer has no `mlp.gate_proj`, for
     example.
     """
-    taken: list[str] = []
     first = max(0, config.num_hidden_layers - drafter.config.num_hidden_layers)
     for index in range(drafter.config.num_hidden_layers):
         source = f"model.layers.{min(first + index, config.num_hidden_layers - 1)}"
@@ -31,19 +30,18 @@ def start_from_target(drafter: DrafterModel, target: Checkpoint, config: TargetC
             f"{part}.weight" for part in (*_MATRICES, *_MLP, "input_layernorm", "post_attention_layernorm")
         ]
         for name in (*names, "self_attn.q_norm.weight", "self_attn.k_norm.weight"):
-            _copy(drafter, f"layers.{index}.{name}", target, f"{source}.{name}", taken)
+            copy_matrix(drafter, f"layers.{index}.{name}", target, f"{source}.{name}")
         if not config.qk_norm:
             for side in "qk":
-                _imitate_scale(drafter, index, side, target, source, taken)
-    _copy(drafter, "norm.weight", target, "model.norm.weight", taken)
+                _imitate_scale(drafter, index, side, target, source)
+    copy_matrix(drafter, "norm.weight", target, "model.norm.weight")
     last = f"model.layers.{config.num_hidden_layers - 1}"
-    _copy(drafter, "hidden_norm.weight", target, f"{last}.input_layernorm.weight", taken)
+    copy_matrix(drafter, "hidden_norm.weight", target, f"{last}.input_layernorm.weight")
     with torch.no_grad():
         size = drafter.config.hidden_size
         newest = int(np.argmax(drafter.config.target_layer_ids))
         drafter.fc.weight *= _NOISE
         drafter.fc.weight[:, newest * size : (newest + 1) * size] += torch.eye(size)
-    return [*taken, "fc.weight"]
 
 
 def read_matrix(target: Checkpoint, name: str) -> Tensor | None:
@@ -54,23 +52,20 @@ def read_matrix(target: Checkpoint, name: str) -> Tensor | None:
     return torch.from_numpy(target.array(name).astype(np.float32))
 
 
-def _copy(drafter: DrafterModel, name: str, target: Checkpoint, source: str, taken: list[str]) -> None:
+def copy_matrix(drafter: nn.Module, name: str, target: Checkpoint, source: str) -> None:
+    """Copy a tensor of the target, if it can be read and has the shape of the drafter's."""
     value, place = read_matrix(target, source), drafter.get_parameter(name)
     if value is not None and value.shape == place.shape:
         with torch.no_grad():
             place.copy_(value)
-        taken.append(name)
 
 
-def _imitate_scale(
-    drafter: DrafterModel, index: int, side: str, target: Checkpoint, source: str, taken: list[str]
-) -> None:
+def _imitate_scale(drafter: DrafterModel, index: int, side: str, target: Checkpoint, source: str) -> None:
     """Set the drafter's norms of q and k from the size of the target's q and k, if the target has no such norms."""
     matrix = read_matrix(target, f"{source}.self_attn.{side}_proj.weight")
     gain = read_matrix(target, f"{source}.input_layernorm.weight")
     if matrix is None or gain is None:
         return
-    name = f"layers.{index}.self_attn.{side}_norm.weight"
+    place = drafter.get_parameter(f"layers.{index}.self_attn.{side}_norm.weight")
     with torch.no_grad():  # before the gain, rows of the input have a root mean square of 1
-        drafter.get_parameter(name).fill_(float((matrix * gain).square().sum(1).mean().sqrt()))
-    taken.append(name)
+        place.fill_(float((matrix * gain).square().sum(1).mean().sqrt()))

@@ -109,8 +109,7 @@ def train(
     module, *optimizers = accelerator.prepare(drafter, *_optimizers(drafter, recipe))
     start = load_state(out / "state", module, optimizers)
     first = accelerator.is_main_process
-    began, count = time.monotonic(), 0
-    recent: deque[float] = deque(maxlen=10)
+    log = _Log(out / "log.jsonl", accelerator.device, report)
 
     def weigh(step: int) -> None:
         weights = accelerator.get_state_dict(module)
@@ -125,21 +124,11 @@ def train(
             rate = recipe.learning_rate * recipe.factor(step)
             for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                 group["lr"] = rate
-            loss, rows = _step(module, target, batches, recipe, step, accelerator, cache)
+            loss, blocks = _step(module, target, batches, recipe, step, accelerator, cache)
             _update(module, optimizers, loss, recipe.clip, accelerator)
-            count += rows
-            recent.append(loss.item())
             done, ending = step + 1, _any(asked(), accelerator)
             if first:
-                line = {
-                    "step": done,
-                    "loss": round(sum(recent) / len(recent), 4),
-                    "learning_rate": rate,
-                    "blocks": count,
-                    "seconds": round(time.monotonic() - began, 1),
-                    "memory_bytes": _memory(accelerator.device),
-                }
-                _log(out / "log.jsonl", line, report)
+                log.add(done, loss.item(), rate, blocks)
             if done % save_every == 0 or ending or done == recipe.steps:
                 save_state(out / "state", module, optimizers, done, write=first)
             if ending:
@@ -159,13 +148,31 @@ def _update(
         optimizer.zero_grad()
 
 
-def _log(file: Path, line: dict[str, Any], report: Callable[[dict[str, Any]], None] | None) -> None:
-    """Report a step. Every tenth is a line of the log."""
-    if line["step"] % 10 == 0:
-        with file.open("a", encoding="utf-8") as log:
-            log.write(json.dumps(line) + "\n")
-    if report is not None:
-        report(line)
+class _Log:
+    """Reports every step. Every tenth is a line of the log. A loss is the mean of the last ten."""
+
+    def __init__(
+        self, file: Path, device: torch.device, report: Callable[[dict[str, Any]], None] | None
+    ) -> None:
+        self._file, self._device, self._report = file, device, report
+        self._began, self._blocks, self._losses = time.monotonic(), 0, deque[float](maxlen=10)
+
+    def add(self, step: int, loss: float, rate: float, blocks: int) -> None:
+        self._blocks += blocks
+        self._losses.append(loss)
+        line = {
+            "step": step,
+            "loss": round(sum(self._losses) / len(self._losses), 4),
+            "learning_rate": rate,
+            "blocks": self._blocks,
+            "seconds": round(time.monotonic() - self._began, 1),
+            "memory_bytes": _memory(self._device),
+        }
+        if step % 10 == 0:
+            with self._file.open("a", encoding="utf-8") as log:
+                log.write(json.dumps(line) + "\n")
+        if self._report is not None:
+            self._report(line)
 
 
 def _step(

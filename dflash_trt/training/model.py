@@ -57,20 +57,22 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class DrafterAttention(nn.Module):
-    """Qwen3's attention, whose context rows are keys and values only."""
+    """Qwen3's attention, whose context rows are keys and values only; of rows [..., inputs * D]."""
 
-    def __init__(self, config: DrafterConfig) -> None:
+    def __init__(self, config: DrafterConfig, *, inputs: int = 1, norms: bool = True) -> None:
         super().__init__()
         size, width, bias = config.hidden_size, config.head_dim, config.attention_bias
         self.width = width
-        self.q_proj = nn.Linear(size, config.num_attention_heads * width, bias=bias)
-        self.k_proj = nn.Linear(size, config.num_key_value_heads * width, bias=bias)
-        self.v_proj = nn.Linear(size, config.num_key_value_heads * width, bias=bias)
+        self.q_proj = nn.Linear(inputs * size, config.num_attention_heads * width, bias=bias)
+        self.k_proj = nn.Linear(inputs * size, config.num_key_value_heads * width, bias=bias)
+        self.v_proj = nn.Linear(inputs * size, config.num_key_value_heads * width, bias=bias)
         self.o_proj = nn.Linear(config.num_attention_heads * width, size, bias=bias)
-        self.q_norm = Norm(width, config.rms_norm_eps)
-        self.k_norm = Norm(width, config.rms_norm_eps)
+        if norms:
+            self.q_norm = Norm(width, config.rms_norm_eps)
+            self.k_norm = Norm(width, config.rms_norm_eps)
 
-    def _heads(self, x: Tensor) -> Tensor:
+    def heads(self, x: Tensor) -> Tensor:
+        """[B, S, n * width] -> [B, n, S, width]."""
         return x.unflatten(-1, (-1, self.width)).transpose(1, 2)
 
     def forward(
@@ -82,9 +84,9 @@ class DrafterAttention(nn.Module):
         mask: Mask,
     ) -> Tensor:
         """Block rows x [B, Q, D] attend to context and block rows, `both` [B, S + Q, D]."""
-        q = rotate(self.q_norm(self._heads(self.q_proj(x))), *rotary)
-        k = rotate(self.k_norm(self._heads(self.k_proj(both))), *both_rotary)
-        return self.o_proj(attend(q, k, self._heads(self.v_proj(both)), mask).transpose(1, 2).flatten(2))
+        q = rotate(self.q_norm(self.heads(self.q_proj(x))), *rotary)
+        k = rotate(self.k_norm(self.heads(self.k_proj(both))), *both_rotary)
+        return self.o_proj(attend(q, k, self.heads(self.v_proj(both)), mask).transpose(1, 2).flatten(2))
 
 
 class Mlp(nn.Module):

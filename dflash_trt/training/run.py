@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
 from dflash_trt.checkpoint.schema import TargetConfig
@@ -95,28 +96,20 @@ def run(
     if held_out is not None:
         recipe = replace(recipe, held_out=digest(prompts))
     config = _drafter_config(out / "drafter.json", target, target_config, design)
-    accelerator.wait_for_everyone()  # the others read what was there before
-    if accelerator.is_main_process:
-        _write_beginning(out, config, prompts)
-    accelerator.wait_for_everyone()
+    _write_beginning(out, config, prompts, accelerator)
     torch.manual_seed(recipe.seed)  # for the weights of a new drafter
     batches = Batches(answers, recipe.batch_size, recipe.max_length, recipe.seed)
-    own = config.get("draft_vocab_size")
-    kept = None if own is None else batches.frequent(target_config.vocab_size)[:own].sort().values
+    own, kept = config.get("draft_vocab_size"), None
+    if own is not None:
+        kept = batches.frequent(target_config.vocab_size)[:own].sort().values
     drafter = drafters.open_drafter(out / "beginning", design.checkpoint, target, kept)
     _check_recipe(drafter, recipe, new=design.checkpoint is None)
-    taps = drafter.config.target_layer_ids
-    # Without autocast, the drafter computes in float32, and takes nothing else.
-    dtype = matrix_dtype(accelerator.device) if accelerator.mixed_precision == "bf16" else torch.float32
-    frozen = FrozenTarget(target, target_config, taps, accelerator.device, dtype, final=recipe.distill > 0)
+    frozen = _frozen_target(target, target_config, drafter, recipe, accelerator)
     _begin(drafter, frozen, target, target_config, new=design.checkpoint is None)
-    key = {"target": target_name, "taps": list(taps), "hidden_size": target_config.hidden_size}
-    key |= {"final": True} if recipe.distill else {}
-    cache = None if features is None else FeatureCache(features, key)
-    measures = evaluate_every is not None
-    keeper = _Keeper(
-        target, target_name, out, config, recipe, drafter, frozen, summary(batches.answers), measures, report
+    cache = (
+        None if features is None else _feature_cache(features, target_name, target_config, drafter, recipe)
     )
+    counts, measures = summary(batches.answers), evaluate_every is not None
     train(
         drafter,
         frozen,
@@ -127,19 +120,43 @@ def run(
         cache=cache,
         save_every=save_every,
         evaluate_every=evaluate_every or 0,
-        on_weights=keeper,
+        on_weights=_Keeper(
+            target, target_name, out, config, recipe, drafter, frozen, counts, measures, report
+        ),
         report=report,
     )
     return int(read_object(out / "state" / "state.json")["step"])
 
 
-def _write_beginning(out: Path, config: dict[str, Any], prompts: Sequence[Prompt]) -> None:
+def _frozen_target(
+    target: Path, config: TargetConfig, drafter: Any, recipe: Recipe, accelerator: Accelerator
+) -> FrozenTarget:
+    # Without autocast, the drafter computes in float32, and takes nothing else.
+    dtype = matrix_dtype(accelerator.device) if accelerator.mixed_precision == "bf16" else torch.float32
+    taps = drafter.config.target_layer_ids
+    return FrozenTarget(target, config, taps, accelerator.device, dtype, final=recipe.distill > 0)
+
+
+def _feature_cache(
+    folder: Path, target: str, config: TargetConfig, drafter: Any, recipe: Recipe
+) -> FeatureCache:
+    taps = list(drafter.config.target_layer_ids)
+    key = {"target": target, "taps": taps, "hidden_size": config.hidden_size}
+    return FeatureCache(folder, key | ({"final": True} if recipe.distill else {}))
+
+
+def _write_beginning(
+    out: Path, config: dict[str, Any], prompts: Sequence[Prompt], accelerator: Accelerator
+) -> None:
     """What a run has before its first step. The held-out prompts are those of its first call."""
-    (out / "beginning").mkdir(parents=True, exist_ok=True)
-    write_object(out / "beginning" / "config.json", config)
-    write_object(out / "drafter.json", config)
-    if not (out / "held_out.jsonl").exists():
-        write_prompts(out / "held_out.jsonl", prompts)
+    accelerator.wait_for_everyone()  # the others read what was there before
+    if accelerator.is_main_process:
+        (out / "beginning").mkdir(parents=True, exist_ok=True)
+        write_object(out / "beginning" / "config.json", config)
+        write_object(out / "drafter.json", config)
+        if not (out / "held_out.jsonl").exists():
+            write_prompts(out / "held_out.jsonl", prompts)
+    accelerator.wait_for_everyone()
 
 
 @dataclass
