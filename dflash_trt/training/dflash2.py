@@ -86,7 +86,8 @@ class _Selector(nn.Module):
 class Selection:
     """The task of the selector in a step: labels, valid [N, K] as in the loss, and the head [V, D] with its tokens.
 
-    labels are places in `ids`; tokens [N, K] are the target's. embedding [V, D]: the target's.
+    labels are places in `ids`; tokens [N, K] are the target's. embedding [V, D]: the target's. With teacher [N, K, D],
+    the target's normed rows, `share` of the wanted distribution over the candidates is the target's.
     """
 
     labels: Tensor
@@ -95,6 +96,8 @@ class Selection:
     head: Tensor
     ids: Tensor | None
     embedding: Tensor
+    teacher: Tensor | None = None
+    share: float = 0.0
 
 
 class DFlash2Drafter(DrafterModel):
@@ -145,7 +148,7 @@ class DFlash2Drafter(DrafterModel):
     ) -> Any:
         """As DFlash's; with a `selection`, the selector's loss too: cross entropy of the true token among candidates.
 
-        The predecessor is the true one. Rows whose true token is not among the candidates are left out.
+        The predecessor is the true one. If the true token is not among them, a row has only the teacher's share.
         """
         rows = super().forward(features, context_positions, block, positions, masks)
         return rows if selection is None else (rows, self._selector_loss(rows, selection))
@@ -169,6 +172,9 @@ class DFlash2Drafter(DrafterModel):
         weights = selector.hidden_projection(hidden) * before
         query = weights @ selector.successor.weight.to(weights.dtype)  # [N, D]
         fit = torch.einsum("nd,nkd->nk", query, F.embedding(tokens, s.embedding).to(query.dtype)).float()
-        scores = (best.values + fit).log_softmax(-1)
-        count = hits.any(1).sum().clamp(min=1)
-        return -(scores * hits).sum() / count
+        scores, wanted = (best.values + fit).log_softmax(-1), hits.float()
+        if s.teacher is not None:
+            teacher = s.teacher[block, place].to(s.head.dtype)
+            likely = torch.einsum("nd,nkd->nk", teacher, s.head[best.indices]).float().softmax(-1)
+            wanted = (1 - s.share) * wanted + s.share * likely * counted
+        return -(scores * wanted).sum() / wanted.sum().clamp(min=1)

@@ -223,7 +223,9 @@ def _step(
         head, labels, bias = head[ids], sample.labels(labels), sample.bias
     asked: dict[str, Any] = {}
     if drafter.selects:
-        asked["selection"] = Selection(labels, valid, tokens, head, ids, target.embedding)
+        asked["selection"] = Selection(
+            labels, valid, tokens, head, ids, target.embedding, teacher, recipe.distill
+        )
     with accelerator.autocast():
         hidden = module(features, positions, target.embed(given), blocks.positions, masks, **asked)
     hidden, added = hidden if asked else (hidden, None)

@@ -103,6 +103,13 @@ def test_a_dflash2_drafter_begins_as_dflash_and_its_selector_learns(target: Path
     gradient = drafter.candidate_selector.successor.weight.grad
     assert gradient is not None
     assert gradient.abs().max() > 0
+    teacher = torch.randn_like(hidden)
+    shared = drafter._selector_loss(hidden, replace(task, teacher=teacher, share=0.4))
+    chosen = model.lm_head(hidden)[0].topk(config.own.top_k)
+    likely = model.lm_head(teacher)[0].gather(1, chosen.indices).softmax(-1)
+    hard, soft = -scores[counted, 2].sum(), -(likely * scores)[1:].sum()
+    total = 0.6 * len(counted) + 0.4 * (config.block_size - 1)
+    assert shared.item() == pytest.approx(((0.6 * hard + 0.4 * soft) / total).item(), rel=1e-4)
     published = drafter.published(drafter.state_dict(), embedding)
     assert set(published) == set(Checkpoint(tmp_path).tensors)
 
