@@ -78,41 +78,35 @@ def with_length(body: bytes) -> bytes:
     return GENERATE + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
-async def malformed(target: Target, rng: random.Random) -> str:
-    """A head with some bytes changed."""
+async def _malformed(target: Target, rng: random.Random) -> str:
     head = bytearray(GENERATE + b"Content-Length: 3\r\nX: a\r\n\r\n{}\n")
     for _ in range(rng.randint(1, 6)):
         head[rng.randrange(len(head))] = rng.randrange(256)
     return await send(target.http_port, bytes(head) + b"\r\n\r\n", pause=0.2, abrupt=rng.random() < 0.5)
 
 
-async def slow(target: Target, rng: random.Random) -> str:
-    """A head or a body that comes byte by byte."""
+async def _slow(target: Target, rng: random.Random) -> str:
     start = GENERATE if rng.random() < 0.5 else GENERATE + b"Content-Length: 90000\r\n\r\n"
     return await send(target.http_port, start, *[b"X: a\r\n"] * 60, pause=1.0)
 
 
-async def chunked(target: Target, _: random.Random) -> str:
-    """A body of very many chunks."""
+async def _chunked(target: Target, _: random.Random) -> str:
     head = GENERATE + b"Transfer-Encoding: chunked\r\n\r\n"
     return await send(target.http_port, head, b"1\r\nA\r\n" * 600_000)
 
 
-async def nested(target: Target, _: random.Random) -> str:
-    """JSON of great depth."""
+async def _nested(target: Target, _: random.Random) -> str:
     body = b'{"text_input": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     return await send(target.http_port, with_length(body))
 
 
-async def huge(target: Target, rng: random.Random) -> str:
-    """A head or a body that is too long."""
+async def _huge(target: Target, rng: random.Random) -> str:
     if rng.random() < 0.5:
         return await send(target.http_port, GENERATE + b"X: " + b"a" * 1_000_000 + b"\r\n\r\n")
     return await send(target.http_port, GENERATE + b"Content-Length: 99999999\r\n\r\n", b"a" * 2_000_000)
 
 
-async def closed_paths(target: Target, rng: random.Random) -> str:
-    """A path that the server must not offer, with code to run."""
+async def _closed_paths(target: Target, rng: random.Random) -> str:
     code = f"import pathlib\npathlib.Path({target.marker!r}).touch()\n"
     load = json.dumps({"parameters": {"config": '{"backend": "python"}', "file:1/model.py": code}}).encode()
     path = rng.choice(
@@ -126,16 +120,14 @@ async def closed_paths(target: Target, rng: random.Random) -> str:
     return await send(target.http_port, head.encode() + load)
 
 
-async def abrupt(target: Target, rng: random.Random) -> str:
-    """A request that is cut off."""
+async def _abrupt(target: Target, rng: random.Random) -> str:
     body = json.dumps({"text_input": "a", "max_tokens": 300, "ignore_eos": True, "stream": True}).encode()
     data = with_length(body).replace(b"generate", b"generate_stream", 1)
     data = data[: rng.randint(1, 2 * len(data))]
     return await send(target.http_port, data, pause=rng.random() / 5, abrupt=True)
 
 
-async def garbage(target: Target, rng: random.Random) -> str:
-    """Random bytes for gRPC."""
+async def _garbage(target: Target, rng: random.Random) -> str:
     preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" if rng.random() < 0.7 else b""
     return await send(target.grpc_port, preface + rng.randbytes(2000), pause=0.2, abrupt=rng.random() < 0.5)
 
@@ -150,13 +142,12 @@ async def call(target: Target, method: str, message: bytes, **options: Any) -> s
             return str(error.code().name)
 
 
-async def closed_methods(target: Target, rng: random.Random) -> str:
-    """A method that the server must not offer."""
+async def _closed_methods(target: Target, rng: random.Random) -> str:
     methods = ("RepositoryModelLoad", "RepositoryModelUnload", "SystemSharedMemoryRegister", "LogSettings")
     return await call(target, rng.choice(methods), b"\x12\x06dflash")
 
 
-async def messages(target: Target, rng: random.Random) -> str:
+async def _messages(target: Target, rng: random.Random) -> str:
     """A message that is malformed, too long, or 200 times as long as it looks."""
     if rng.random() < 0.6:
         return await call(target, "ModelInfer", b"\x0a\x06dflash" + rng.randbytes(rng.randint(0, 400)))
@@ -165,16 +156,16 @@ async def messages(target: Target, rng: random.Random) -> str:
 
 # Seconds between two attacks of a kind, and the number of attackers.
 ATTACKS: dict[str, tuple[Attack, float, int]] = {
-    "malformed": (malformed, 0.3, 2),
-    "slow": (slow, 0.1, 60),
-    "chunked": (chunked, 2.0, 1),
-    "nested": (nested, 0.5, 1),
-    "huge": (huge, 1.0, 1),
-    "closed paths": (closed_paths, 0.2, 2),
-    "abrupt": (abrupt, 1.0, 1),
-    "garbage": (garbage, 0.5, 2),
-    "closed methods": (closed_methods, 0.5, 1),
-    "messages": (messages, 1.0, 1),
+    "malformed": (_malformed, 0.3, 2),
+    "slow": (_slow, 0.1, 60),
+    "chunked": (_chunked, 2.0, 1),
+    "nested": (_nested, 0.5, 1),
+    "huge": (_huge, 1.0, 1),
+    "closed paths": (_closed_paths, 0.2, 2),
+    "abrupt": (_abrupt, 1.0, 1),
+    "garbage": (_garbage, 0.5, 2),
+    "closed methods": (_closed_methods, 0.5, 1),
+    "messages": (_messages, 1.0, 1),
 }
 
 
