@@ -23,7 +23,7 @@ from dflash_trt.checkpoint.linears import stored_experts, stored_linear
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.checkpoint.widening import widen
 from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
-from dflash_trt.errors import BuildError, CheckpointError
+from dflash_trt.errors import BuildError
 from dflash_trt.quantization.calibrate import calibration_set
 from dflash_trt.quantization.convert import copy_files, quantize
 from dflash_trt.quantization.modelopt import quantize_with_modelopt
@@ -192,16 +192,6 @@ def test_calibrating_with_model_optimizer(
     else:
         assert down.input_scale is not None
     assert np.linalg.norm(found - w) < {"fp8": 0.03, "int4": 0.15}[scheme] * np.linalg.norm(w)
-
-
-def test_a_scale_that_is_missing_is_named(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    quantize(pair[0], tmp_path / "out", "nvfp4")
-    said = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())
-    said["quantization"]["quant_algo"] = "FP8"
-    del said["quantization"]["group_size"]
-    (tmp_path / "out" / "hf_quant_config.json").write_text(json.dumps(said))
-    with pytest.raises(CheckpointError, match=r"q_proj\.weight' is U8 .* but in FP8 it is F8_E4M3"):
-        build(str(tmp_path / "out"), str(pair[1]), tmp_path / "bundle")
 
 
 @pytest.mark.parametrize("name", ["weight_scale", "weight_scale_inv"])

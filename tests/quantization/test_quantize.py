@@ -13,7 +13,6 @@ import pytest
 
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
-from dflash_trt.bundle.workspace import silent
 from dflash_trt.checkpoint.linears import stored_linear
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.checkpoint.widening import widen
@@ -25,7 +24,6 @@ from dflash_trt.graph import onnxruntime as functions
 from dflash_trt.quantization import convert, for_build
 from dflash_trt.quantization.calibrate import activation_amax, calibration_set
 from dflash_trt.quantization.convert import quantize
-from dflash_trt.quantization.repack import int4_by_row
 from dflash_trt.reports.inspection import inspect
 from tests.doubles.quantized_checkpoints import encoded, write_quant_config, write_safetensors
 
@@ -87,16 +85,6 @@ def test_layers_and_head_of_different_schemes(tmp_path: Path) -> None:
     assert [a and a.scheme for a in schemes] == ["fp8", "nvfp4"]
 
 
-def test_int4_by_row_is_the_same_numbers(quantized: dict[str, Path], tmp_path: Path) -> None:
-    one = Checkpoint(quantized["int4"])
-    other = Checkpoint(int4_by_row(one, tmp_path / "by-row", silent))
-    layer = "model.layers.3.mlp.down_proj"
-    pair = [stored_linear(c, layer, 512, 192) for c in (one, other)]
-    assert [stored and stored.by_row for stored in pair] == [False, True]
-    values = [widen(c, stored) for c, stored in zip((one, other), pair, strict=True) if stored]
-    np.testing.assert_array_equal(*values)
-
-
 def test_calibrated_scales_are_those_of_the_inputs(tmp_path: Path) -> None:
     prompts = calibration_set(TINY / "target", None)[:2]
     for drafter in (None, TINY / "drafter"):
@@ -138,20 +126,6 @@ def test_bundles_are_quantized_on_the_way(tmp_path: Path, precision: str) -> Non
         plain = llm.generate(prompt, params, speculate=False)
     assert drafted.token_ids == plain.token_ids
     assert drafted.statistics.mean_acceptance_length > 2
-
-
-def test_widening_in_every_pass_gives_the_same_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = []
-    for limit in (functions.RESIDENT_LINEAR_BYTES, 0):
-        monkeypatch.setattr(functions, "RESIDENT_LINEAR_BYTES", limit)
-        bundle = build(
-            "tiny", None, tmp_path / str(limit), precision=parse_precision("target=nvfp4,head=mxfp4")
-        )
-        with LLM(bundle.path) as llm:
-            found.append(llm.generate([5, 6, 7, 8], SamplingParams(max_tokens=12)).token_ids)
-    assert found[0] == found[1]
 
 
 def test_an_interrupted_run_leaves_nothing_that_looks_finished(

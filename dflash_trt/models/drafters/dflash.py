@@ -34,9 +34,6 @@ def read_dflash(fields: Fields, known: Collection[str] = ()) -> DrafterConfig:
     `block_size` may be in `dflash_config` or at the top level. Causality per layer is `is_causal`, else
     `dflash_config.causal`, else JetSpec's `dflash_config.causal_head`. Without them, exactly the sliding layers are
     causal (vLLM's rule for these checkpoints).
-
-    Raises:
-        CheckpointError: a field is missing, out of range, or requests something not supported.
     """
     dflash = fields.needed("dflash_config", "an object with mask_token_id and target_layer_ids")
     check_quantization(fields)

@@ -42,11 +42,7 @@ _FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top
 
 
 def read_dflash2(fields: Fields) -> DrafterConfig:
-    """The configuration of a DFlash2 drafter: DFlash's, with more fields in `dflash_config`.
-
-    Raises:
-        CheckpointError: as `read_dflash`.
-    """
+    """The configuration of a DFlash2 drafter: DFlash's, with more fields in `dflash_config`."""
     config = read_dflash(fields, _FIELDS)
     own = selector(fields.needed("dflash_config", "an object"), config.hidden_size, config.vocab_size)
     return replace(config, own=own, most_candidates=own.top_k)

@@ -56,9 +56,6 @@ def read_dspark(fields: Fields) -> DrafterConfig:
     """The configuration of a DSpark drafter, or of DeepSpec's DFlash, which has no Markov head.
 
     `block_size` counts the rows. The block of a verification has one token more, the anchor.
-
-    Raises:
-        CheckpointError: a field is missing, out of range, or requests something not supported.
     """
     check_quantization(fields)
     refuse(fields, _NEUTRAL)

@@ -83,9 +83,6 @@ def read_eagle3(fields: Fields) -> DrafterConfig:
 
     The latter has an `eagle_config`, and its layer is `layers.0` in place of `midlayer`. `draft_vocab_size` tells
     either from a target.
-
-    Raises:
-        CheckpointError: a field is missing, out of range, or requests something not supported.
     """
     exported = fields.section("eagle_config")
     refuse(fields, _NEUTRAL)

@@ -17,11 +17,7 @@ from dflash_trt.models.reading import check_quantization, refuse
 
 
 def _read(fields: Fields) -> DrafterConfig:
-    """The configuration: the target's text model with other numbers, and DSpark's fields.
-
-    Raises:
-        CheckpointError: a field is missing, out of range, or requests something not supported.
-    """
+    """The configuration: the target's text model with other numbers, and DSpark's fields."""
     check_quantization(fields)
     refuse(fields, {"enable_moe_block": (False,), "is_causal": (False,)})
     common = gemma_decoder(fields)

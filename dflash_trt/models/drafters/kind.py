@@ -45,7 +45,8 @@ class DrafterParts:
 class DrafterKind:
     """A kind of drafter, with the `architecture` and `model_type` of config.json. Other model types have `also`.
 
-    read: turns the file's fields into a configuration: block size, mask token, and the target's tapped layers.
+    read: turns the file's fields into a configuration: block size, mask token, and the target's tapped layers. Raises
+        CheckpointError if a field is missing, out of range, or requests something not supported.
     build: makes the graph. Raises CheckpointError if a tensor is missing, is unused, or has another shape than the
         config gives.
     taps: the tapped layers for a target of this many layers, if the file does not name them.
