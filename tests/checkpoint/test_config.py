@@ -303,28 +303,3 @@ def test_refuses_stop_ids(tmp_path: Path, generation: dict[str, Any], message: s
         read_target_config(tmp_path)
     assert message in str(error.value)
     assert "generation_config.json" in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (b"", "not valid JSON"),
-        (b"[]", "holds a JSON list, expected an object"),
-        (b'{"a": 1, "a": 2}', "the key 'a' appears more than once"),
-        (b'{"a": NaN}', "NaN is not JSON"),
-        (b'{"a": "\xff"}', "not valid JSON"),
-        (b"[" * 100_000, "nested deeper than the 64 levels allowed"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "not valid JSON"),
-        (b" " * (17 << 20), "17825792 bytes, but this file may have at most 16777216"),
-    ],
-    ids=["empty", "list", "twice", "nan", "utf8", "deep", "digits", "large"],
-)
-def test_refuses_json(tmp_path: Path, text: bytes, message: str) -> None:
-    (tmp_path / "config.json").write_bytes(text)
-    with pytest.raises(CheckpointError, match=message):
-        read_target_config(tmp_path)
-
-
-def test_refuses_a_directory_without_config(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no such file"):
-        read_target_config(tmp_path / "nowhere")

@@ -151,6 +151,9 @@ def endless(file: Path) -> str:
 
 # Contents of a file, and what is said of them.
 CONTENTS = {
+    b"": "not valid JSON",
+    b"[]": "holds a JSON list, expected an object",
+    b'{"a": NaN}': "NaN is not JSON",
     b'{"a": "\xff"}': "not valid JSON ('utf-8' codec can't decode byte 0xff",
     "\ufeff{}".encode(): "not valid JSON (Unexpected UTF-8 BOM",
     b'{"a": ' + b"[" * 100_000: "nested deeper than the 64 levels allowed",
