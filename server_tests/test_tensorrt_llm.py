@@ -64,16 +64,3 @@ def test_an_error_comes_after_the_tokens_before_it(server: tuple[Serving, Tokeni
     status, answer = serving.generate(input_ids=[FAILS], max_tokens=20)
     assert (status, answer["error"]) == (400, events[-1]["error"])
     assert serving.ready()
-
-
-def test_what_tensorrt_llm_has_not_is_an_error_of_the_request(server: tuple[Serving, Tokenizer]) -> None:
-    serving, _ = server
-    for fields, message in (
-        ({"speculate": False}, "speculate is False"),
-        ({"min_p": 0.1, "temperature": 1.0}, "min_p is 0.1"),
-        ({"repetition_penalty": 1.5}, "repetition_penalty"),
-    ):
-        status, answer = serving.generate(text_input="def add(a, b):", max_tokens=4, **fields)
-        assert status == 400
-        assert message in answer["error"]
-    assert serving.ready()

@@ -12,7 +12,7 @@ import pytest
 
 from dflash_trt import LLM, AsyncLLM, SamplingParams
 from dflash_trt.building.build import build
-from dflash_trt.errors import BundleError, DFlashError, RequestError
+from dflash_trt.errors import DFlashError, RequestError
 from dflash_trt.trtllm.options import TensorRTLLMOptions
 from tests.doubles.tensorrt_llm_double import make_double
 
@@ -309,16 +309,3 @@ def test_another_release_that_takes_every_field_is_a_warning(
 ) -> None:
     LLM(bundles / "old").close()
     assert "made for TensorRT-LLM 1.3.0rc27, 1.4.0rc1 is installed" in caplog.text
-
-
-def test_a_bundle_without_weights_does_not_run(bundles: Path, double: Any, tmp_path: Path) -> None:
-    build(
-        "gpt-oss-120b",
-        None,
-        tmp_path / "b",
-        engine="tensorrt-llm",
-        weights="none",
-        options=TensorRTLLMOptions(gpu="b200"),
-    )
-    with pytest.raises(BundleError, match="--weights none"):
-        LLM(tmp_path / "b")

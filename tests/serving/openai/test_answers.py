@@ -89,12 +89,6 @@ def test_all_tokens_may_be_asked_for_as_in_vllm(server: Server) -> None:
     assert answers[0] == answers[1]
 
 
-def test_more_answers_than_the_server_takes_are_no_reason_to_try_again(server: Server) -> None:
-    answer = server.post(COMPLETIONS, {"prompt": ["hi"] * 300})
-    assert answer.status_code == 400
-    assert "asks for 300 answers, but this server takes 260 at once" in answer.json()["error"]["message"]
-
-
 def test_the_bytes_of_tokens_are_those_of_the_text(server: Server) -> None:
     form = {"choice": ["😀ä日"]}
     (choice,) = server.made(CHATS, messages=HI, structured_outputs=form, logprobs=True, max_tokens=30)[

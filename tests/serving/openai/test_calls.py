@@ -73,12 +73,6 @@ def test_objects_have_the_properties_that_they_declare(
             assert (taken == len(json.dumps(value)) and matcher.is_accepting()) is expected, value
 
 
-def test_a_required_call_has_no_arguments_but_those_declared(server: Server) -> None:
-    choice = ask(server, tools=[tool(LETTER)], tool_choice="required", temperature=1, seed=3)
-    for call in choice["message"]["tool_calls"]:
-        assert set(json.loads(call["function"]["arguments"])) <= {"a"}
-
-
 def test_required_calls_may_be_several_unless_one_is_asked_for(server: Server) -> None:
     tools = [tool(LETTER), tool(LETTER, "other")]
     # The end is made improbable, so that there is one call after the other.

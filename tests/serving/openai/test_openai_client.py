@@ -102,16 +102,6 @@ def test_sampling_fields_reach_the_engine(server: Server, llm: LLM) -> None:
         assert made.choices[0].message.content == expected
 
 
-def test_stop_ends_the_text_before_it_and_is_the_reason(server: Server) -> None:
-    whole = ask(server, max_tokens=60)
-    text = whole.choices[0].message.content
-    made = ask(server, max_tokens=60, stop=[text[10:14]])
-    assert made.choices[0].message.content == text[: text.index(text[10:14])]
-    assert made.choices[0].finish_reason == "stop"
-    short = ask(server, max_tokens=3)
-    assert short.choices[0].finish_reason == "length"
-
-
 def test_log_probabilities_are_those_of_the_python_interface(server: Server, llm: LLM) -> None:
     expected = llm.chat(QUESTION, SamplingParams(max_tokens=10, logprobs=True))
     made = ask(server, max_tokens=10, logprobs=True)
@@ -195,21 +185,6 @@ def test_a_tool_is_called_whole_and_in_a_stream(server: Server) -> None:
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
     without = server.openai.chat.completions.create(**asked, tool_choice="none")
     assert without.choices[0].message.tool_calls is None
-
-
-def test_the_answer_of_a_tool_can_be_given_back(server: Server) -> None:
-    call = {
-        "id": "call_1",
-        "type": "function",
-        "function": {"name": "get_weather", "arguments": '{"city": "Borvik"}'},
-    }
-    messages = [
-        {"role": "user", "content": "What is the weather in Borvik?"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
-    ]
-    made = ask(server, messages=messages, max_tokens=20)
-    assert made.choices[0].message.content
 
 
 def test_texts_become_tokens_and_back(server: Server, llm: LLM) -> None:

@@ -135,6 +135,9 @@ CUT_OBJECTS = {
     [
         *((TAG, text, call) for text, call in CUT_TAGS.items()),
         *(("python_tag", text, call) for text, call in CUT_OBJECTS.items()),
+        (GEMMA, '<|tool_call>call:get{city:<|"|>Ber', ("get", '{"city": "Ber')),
+        (GEMMA, "<|tool_call>call:get{days:3<tool_", ("get", '{"days": 3')),
+        (MISTRAL, '[TOOL_CALLS]get[ARGS]{"city": "Ber', ("get", '{"city": "Ber')),
     ],
 )
 def test_a_call_that_is_cut_is_given_as_far_as_it_goes_and_is_no_content(
@@ -173,7 +176,7 @@ def test_an_object_with_another_name_is_no_call_where_the_answer_may_be_an_objec
     assert part.call is not None
 
 
-def test_tokens_of_reasoning_are_counted(gpt_oss: Tokenizer) -> None:
+def test_tokens_of_reasoning_are_counted() -> None:
     made = AnswerParser(Think(False), Stage(), 9)
     for text, ids in (("<think>", [1]), ("a", [2, 3]), ("b</think>\n\nc", [4, 9, 5]), ("d", [6])):
         made.push(text, ids)
@@ -181,11 +184,6 @@ def test_tokens_of_reasoning_are_counted(gpt_oss: Tokenizer) -> None:
     plain = AnswerParser(Think(False), Stage(), 9)
     plain.push("Hello", [1, 2])
     assert plain.reasoning_tokens == 0
-    text = "<|channel|>analysis<|message|>We add.<|end|><|start|>assistant<|channel|>final<|message|>It is 42.<|end|>"
-    ids = gpt_oss.encode(text, add_special_tokens=False)
-    channels = Channels(gpt_oss, "<|start|>assistant", Stage())
-    channels.push("x" * len(text), ids)
-    assert channels.reasoning_tokens == len(gpt_oss.encode("We add.", add_special_tokens=False))
 
 
 def test_a_commentary_that_is_cut_has_the_arguments_so_far(gpt_oss: Tokenizer) -> None:
@@ -245,21 +243,6 @@ QUOTED = '<|"|>'
 )  # fmt: skip
 def test_special_marks(template: str, text: str, content: str, reasoning: str, calls: object) -> None:
     assert read(lambda: thinking(template), text) == (content, reasoning, calls)
-
-
-@pytest.mark.parametrize(
-    ("notation", "text", "arguments"),
-    [
-        (GEMMA, f"<|tool_call>call:get{{city:{QUOTED}Ber", '{"city": "Ber'),
-        (GEMMA, "<|tool_call>call:get{days:3<tool_", '{"days": 3'),
-        (MISTRAL, '[TOOL_CALLS]get[ARGS]{"city": "Ber', '{"city": "Ber'),
-    ],
-)
-def test_calls_that_are_cut(notation: str, text: str, arguments: str) -> None:
-    made = calls_of(notation, SCHEMAS)
-    parts = [*made.push(text), *made.finish(cut=True)]
-    assert [(part.call.name, part.call.arguments) for part in parts if part.call] == [("get", arguments)]
-    assert all(part.kind == "call" for part in parts)
 
 
 @pytest.fixture(scope="module")
