@@ -54,12 +54,6 @@ def start(app: Any, provider: Any) -> Any:
     )
 
 
-def stop() -> None:
-    """Make no more spans."""
-    global _tracer
-    _tracer = None
-
-
 def describe(request_id: str, facts: dict[str, Any]) -> None:
     """Note facts about the current request in its span."""
     if _tracer is None:

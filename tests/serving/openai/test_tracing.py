@@ -46,7 +46,7 @@ def spans(tiny: Path) -> list[Any]:
                 ready = await client.get("/ready")
             assert [each.status_code for each in (chat, stream, refused, ready)] == [200, 200, 400, 200]
         finally:
-            tracing.stop()
+            tracing._tracer = None
             await engine.close()
 
     asyncio.run(visit())
