@@ -7,8 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dflash_trt import SamplingParams
 from tests.api.pairs import CHUNK, SAMPLING, Pair, chooser
@@ -112,34 +110,6 @@ def test_every_draft_in_a_batch_is_the_oracle_s(oracle, sampling, monkeypatch) -
         # Near its end, a request alone drafts less. In a batch it drafts as much as the others need.
         whole = [draft for draft in expected.drafts if len(draft) == 4]
         assert drafts.get(i, [])[: len(whole)] == whole
-
-
-requests = st.lists(
-    st.builds(
-        dict,
-        length=st.integers(1, 40),
-        seed=st.integers(0, 5),
-        max_tokens=st.integers(1, 20),
-        temperature=st.sampled_from([0.0, 0.7, 1.5]),
-        repetition_penalty=st.sampled_from([1.0, 1.3]),
-        stop_token_ids=st.sampled_from([(), (0, 8), (16, 24, 32)]),
-        stop=st.sampled_from([(), "(", ("!!", "*!")]),
-    ),
-    min_size=1,
-    max_size=6,
-)
-
-
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(requests=requests, block_length=st.integers(1, 8))
-def test_any_batch_equals_its_requests_alone(pairs, requests, block_length) -> None:
-    pair = pairs["lucky"]
-    prompts = [pair.prompt(r["length"], r["seed"]) for r in requests]
-    params = [SamplingParams(**{k: v for k, v in r.items() if k != "length"}) for r in requests]
-    plain = [pair.plain(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
-    batch = pair.llm.generate(prompts, params, block_length=block_length)
-    key = [(c.token_ids, c.text, c.finish_reason, c.seed) for c in plain]
-    assert [(c.token_ids, c.text, c.finish_reason, c.seed) for c in batch] == key
 
 
 def test_no_draft_is_accepted_by_the_unlucky_pair_and_some_by_the_lucky(pairs) -> None:

@@ -39,6 +39,8 @@ ANY = st.builds(
     logit_bias=st.dictionaries(st.integers(0, 383), st.sampled_from([-100, 1, 4]), max_size=5),
     allowed_token_ids=st.sampled_from([None, tuple(range(90, 200)), (5,)]),
     ignore_eos=st.booleans(),
+    stop=st.sampled_from([(), "(", ("!!", "*!", "a")]),
+    stop_token_ids=st.sampled_from([(), (0, 8), (16, 24, 32, 97)]),
     seed=st.integers(0, 2**64 - 1),
 )
 

@@ -400,21 +400,6 @@ def test_any_traffic_over_little_memory_gives_each_request_its_own_tokens(
     assert counts.kept_tokens >= counts.dropped_tokens + counts.tokens
 
 
-def test_a_hit_on_onnx_runtime_drafts_as_well_as_a_cold_request(bundle: Path) -> None:
-    base = np.random.default_rng(1).integers(0, REAL_VOCAB, 50).tolist()
-    params = SamplingParams(max_tokens=40, ignore_eos=True)
-    with LLM(bundle, max_batch_size=1, prefix_cache_bytes=0, threads=1) as llm:
-        cold = llm.generate([*base, 7, 8, 9], params, block_length=8)
-    with LLM(bundle, max_batch_size=2, threads=1, prefill_chunk=16) as llm:
-        llm.generate(base, params)
-        warm, again = (llm.generate([*base, 7, 8, 9], params, block_length=8) for _ in range(2))
-    assert [c.statistics.num_cached_tokens for c in (cold, warm, again)] == [0, 50, 52]
-    assert warm.token_ids == again.token_ids == cold.token_ids
-    histograms = [c.statistics.acceptance_histogram for c in (cold, warm, again)]
-    assert histograms[0] == histograms[1] == histograms[2]
-    assert cold.statistics.mean_acceptance_length > 1.1
-
-
 def test_onnx_runtime_keeps_rows_where_a_whole_slot_would_not_fit(bundle: Path) -> None:
     """As with every published pair at 8,192 tokens under the default limit."""
     base, other = (np.random.default_rng(i).integers(0, REAL_VOCAB, 90).tolist() for i in (1, 2))
