@@ -45,6 +45,7 @@ examples:
   dflash-trt verify bundles/tiny
   dflash-trt verify bundles/tiny --limit 0 --temperatures 0,0.7,1 --block-lengths 2,4,8,auto --max-tokens 256
   dflash-trt verify bundles/tiny --widths
+  dflash-trt verify bundles/mine --widths --limit 1 --context 2000
   dflash-trt verify bundles/mine --prompts prompts.jsonl --temperatures 0 --block-lengths 4,8 --json
 
 A prompt file has one JSON object per line, with "id" and "category" if you like:
@@ -72,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--widths", "N,...", each(at_least(1)),
            "compare the logits of passes of N rows instead (default: 1 to the block length)",
            nargs="?", const=[])  # fmt: skip
+    option(parser, "--context", "N", at_least(0), "put N tokens of text before each prompt", 0)
     add_exact(parser)
     add_json(parser)
 
@@ -95,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
             "ways": _ways(args, llm),
             "batch_sizes": batches,
             "max_tokens": args.max_tokens,
+            "context": args.context,
         }
         print(f"this takes about {_time(expected_seconds(llm, prompts, **asked))}", file=sys.stderr)
         if not args.json:
@@ -128,7 +131,7 @@ def _widths(args: argparse.Namespace, prompts: list[Prompt], batch: int) -> int:
 
     outcomes, known = [], None
     with LLM(args.bundle, max_batch_size=batch, exact=args.exact or False) as llm:
-        pair, manifest, ids = llm._runtime.pair, llm.bundle.manifest, token_ids(llm, prompts)
+        pair, manifest, ids = llm._runtime.pair, llm.bundle.manifest, token_ids(llm, prompts, args.context)
         widths = sorted({1, *args.widths}) if args.widths else list(range(1, llm.block_size + 1))
         if not args.json:
             print(WIDTH_COLUMNS.format(*WIDTH_HEADINGS))

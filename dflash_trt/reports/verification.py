@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, cycle, islice, zip_longest
 from time import perf_counter
 from typing import Any
 
@@ -64,6 +64,7 @@ def expected_seconds(
     ways: Sequence[DraftingOptions],
     batch_sizes: Sequence[int],
     max_tokens: int,
+    context: int = 0,
 ) -> float:
     """About the seconds that `verify` takes with these arguments.
 
@@ -71,7 +72,7 @@ def expected_seconds(
     need as long as its requests one after the other, which it needs at most. Raises UsageError for a temperature or a
     length that no request may have.
     """
-    (prompt,), seconds = _asked(llm, prompts[:1]), []
+    (prompt,), seconds = token_ids(llm, prompts[:1], context), []
     for temperature in temperatures:
         SamplingParams(temperature=temperature)
     for way in ways:
@@ -92,18 +93,11 @@ def chains(block_lengths: Sequence[int | None]) -> list[DraftingOptions]:
     return [{"block_length": length, "tree_nodes": 0} for length in block_lengths]
 
 
-def _asked(llm: LLM, prompts: Sequence[Prompt]) -> list[str | list[int]]:
-    return [
-        prompt.content if isinstance(prompt.content, str) else llm.chat_prompt(prompt.content)
-        for prompt in prompts
-    ]
-
-
-def token_ids(llm: LLM, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """The tokens of the prompts."""
-    return [
-        llm.tokenizer.encode(asked) if isinstance(asked, str) else asked for asked in _asked(llm, prompts)
-    ]
+def token_ids(llm: LLM, prompts: Sequence[Prompt], context: int = 0) -> list[list[int]]:
+    """The tokens of the prompts, each behind `context` tokens of text: those of all prompts, again and again."""
+    contents = [each.content for each in prompts]
+    ids = [llm.tokenizer.encode(x) if isinstance(x, str) else llm.chat_prompt(x) for x in contents]
+    return [[*islice(cycle(chain.from_iterable(ids)), context), *each] for each in ids]
 
 
 def verify(
@@ -114,13 +108,16 @@ def verify(
     ways: Sequence[DraftingOptions],
     batch_sizes: Sequence[int],
     max_tokens: int,
+    context: int = 0,
 ) -> Iterator[Case]:
     """Compare plain decoding, one prompt at a time, with every way of drafting. Yields each case when done.
+
+    context: so many tokens of text come before each prompt.
 
     A drafted token is accepted only if plain decoding, with the same noise, would choose it. So tokens are equal at
     every temperature, unless the arithmetic of a row depends on the number of rows in its pass.
     """
-    asked = _asked(llm, prompts)
+    asked = token_ids(llm, prompts, context)
     for temperature in temperatures:
         sampling = [
             SamplingParams(

@@ -120,8 +120,9 @@ def test_the_command(tmp_path: Path, command: Command) -> None:
     found = command(*asked, "2,3", "--json").json
     assert found["equal"]
     assert [each["way"] for each in found["ways"][:3]] == ["width 1 again", "width 2", "width 3"]
-    refused = command(*asked, "5")
-    assert (refused.code, "--widths" in refused.err) == (2, True)
+    for wrong, message in (("5", "--widths"), ("2,3 --context 4000", "the longest prompt leaves -")):
+        refused = command(*asked, *wrong.split())
+        assert (refused.code, message in refused.err) == (2, True)
 
 
 def test_trees_move_rows(tmp_path: Path) -> None:
