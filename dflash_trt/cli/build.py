@@ -14,7 +14,7 @@ from dflash_trt.cli.output import byte_count, print_json, print_text
 from dflash_trt.engines import registry
 
 # Settings of an engine of its own scheduler that are shown with their reasons.
-_CHOSEN = ("max_batch_size", "speculative_config.draft_len_schedule")
+_CHOSEN = ("max_batch_size", "speculative_config.draft_len_schedule", "integer_products")
 
 SUMMARY = "build a bundle from a target and a drafter checkpoint"
 DESCRIPTION = """\

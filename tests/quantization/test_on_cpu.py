@@ -16,6 +16,7 @@ from dflash_trt.engines import onnxruntime_products
 from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
 from dflash_trt.errors import BundleError
 from dflash_trt.formats.precision import parse_precision
+from dflash_trt.reports.inspection import inspect
 
 LAYERS, LINEARS = 10, 4  # of tiny; products of a layer: q/k/v, o, gate/up, down
 
@@ -156,15 +157,17 @@ def test_weights_of_four_bits_take_eight_where_no_padding_makes_rows_agree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     precision = parse_precision("target=int4,drafter=int4,head=int4")
-    found = []
+    described = []
     for least in (2, None):
         monkeypatch.setattr(onnxruntime_products, "fewest_rows", lambda bits, least=least: least)
         made = build("tiny", None, tmp_path / str(least), precision=precision)
         assert made.manifest["integer_bits"] == [4 if least else 8]
         assert bits(made.path / "target.onnx") == {4 if least else 8}
         assert bits(made.path / "drafter.onnx") == {4}
-        found.append(made.manifest["target"])
-    four, eight = found
+        said = inspect(made.path)["choices"]["integer_products"]
+        assert ("at least 2 rows" if least else "8 bits in blocks, for INT4") in said
+        described.append(made.manifest["target"])
+    four, eight = described
     assert eight["parameters"] == four["parameters"]
     assert eight["weight_bytes"]["head"]["U8"] == 2 * four["weight_bytes"]["head"]["U8"]
 
