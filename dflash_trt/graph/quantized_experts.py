@@ -12,7 +12,7 @@ operator has only the inputs that its formats have.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -29,17 +29,7 @@ from dflash_trt.graph.builder import BOOL, FLOAT, INT64, ONNX_DTYPES, GraphBuild
 from dflash_trt.graph.experts import PairedRows, activated
 from dflash_trt.graph.lowering import LOWERINGS, LinearKind
 from dflash_trt.graph.lowering.bodies import lookup
-from dflash_trt.graph.quantized import (
-    INPUTS,
-    input_scale,
-    kind_of,
-    operator_name,
-    product,
-    split_rows,
-    tensors,
-    zero_points,
-)
-from dflash_trt.graph.tensorrt_experts import after, at_a_time, router_shares, shared
+from dflash_trt.graph.quantized import INPUTS, kind_of, operator_name, product, zero_points
 
 Projection = Literal["gate", "up", "down"]
 
@@ -78,7 +68,7 @@ class Stack:
 def onnxruntime_inputs(g: GraphBuilder, stack: Stack, folder: str) -> list[ir.Value]:
     """The operator's inputs for one projection. Codes and their scales are bytes: no other type can be gathered."""
     if stack.plain:
-        return [_concat(g, [g.raw_weight(info, folder) for info in stack.plain])]
+        return [stacked(g, [g.raw_weight(info, folder) for info in stack.plain])]
     each: dict[str, list[ir.Value]] = {part: [] for part in stack.parts}
     for stored in stack.stored:
         for part, values in each.items():
@@ -90,7 +80,7 @@ def onnxruntime_inputs(g: GraphBuilder, stack: Stack, folder: str) -> list[ir.Va
             elif part in ("global_scale", "input_scale") or by_row:
                 value = g.reinterpret(value, ONNX_DTYPES[info.dtype], [math.prod(info.shape)])
             values.append(value)
-    found = {part: _concat(g, values) for part, values in each.items()}
+    found = {part: stacked(g, values) for part, values in each.items()}
     for part in ("scale", "input_scale"):
         info = getattr(stack.stored[0], part)
         if info is not None and info.dtype in ("BF16", "F16"):
@@ -100,7 +90,8 @@ def onnxruntime_inputs(g: GraphBuilder, stack: Stack, folder: str) -> list[ir.Va
     return list(found.values())
 
 
-def _concat(g: GraphBuilder, values: list[ir.Value]) -> ir.Value:
+def stacked(g: GraphBuilder, values: list[ir.Value]) -> ir.Value:
+    """Values of all experts, one after the other on the first axis."""
     return g.op("Concat", *values, name="stacked", axis=0)
 
 
@@ -142,18 +133,8 @@ def onnxruntime_experts(
     nothing = g.op("Expand", g.constant(0, np.float32), g.op("Shape", x, name="all"), name="nothing")
 
     body = g.body("experts")
-    step, go_on = (ir.Value(name=f"{body.graph.name}/{n}", type=ir.TensorType(t), shape=ir.Shape([]))
-                   for n, t in (("step", INT64), ("go_on", BOOL)))  # fmt: skip
-    total = ir.Value(
-        name=f"{body.graph.name}/total", type=ir.TensorType(FLOAT), shape=ir.Shape(["rows", "D"])
-    )
-    body.graph.inputs.extend([step, go_on, total])
-    expert = body.op("Gather", active, step, name="expert", axis=0)
-    places = body.op("NonZero", body.op("Equal", best, expert, name="is_chosen"), name="places")
-    places = body.op("Transpose", places, name="by_place", perm=[1, 0])  # [n, 2]: row, and which of its k
-    rows = body.op("Slice", places, *map(g.constant, ([0], [1], [1])), name="rows")  # [n, 1]
 
-    def linear(name: Projection, value: ir.Value) -> ir.Value:
+    def linear(name: Projection, expert: ir.Value, value: ir.Value) -> ir.Value:
         stack, kind = stacks[name], stacks[name].kind
         own = {
             part: body.op("Gather", whole, expert, name=f"{name}_{part}", axis=0)
@@ -165,24 +146,49 @@ def onnxruntime_experts(
         weight = own["weight"] if resident else _widened(body, kind, stack.columns, own)
         return product(body, kind, own, value, weight)
 
-    asking = body.op("GatherND", x, rows, name="asking")
-    gate, up = linear("gate", asking), linear("up", asking)
-    hidden = body.op("Mul", activated(body, gate, activation), up, name="gated")
-    share = body.unsqueeze(body.op("GatherND", shares, places, name="share"), 1)
-    y = body.op("Mul", linear("down", hidden), share, name="weighted")
-    y = body.op("ScatterND", total, rows, y, name="added", reduction="add")
-    outputs = [(body.op("Identity", go_on), BOOL, []), (y, FLOAT, ["rows", "D"])]
-    if observed:
-        outputs.append((body.op("ReduceMax", body.op("Abs", hidden), name="largest", keepdims=0), FLOAT, []))
-    for value, dtype, shape in outputs:
-        value.type, value.shape = ir.TensorType(dtype), ir.Shape(shape)
-        body.graph.outputs.append(value)
+    _add_expert(body, linear, x, (active, best, shares), activation, observed=observed)
     count = g.op("Size", active, name="count")
     y, *seen = g.multi("Loop", count, None, nothing, outputs=1 + observed, name="loop", body=body.graph)
     g.output(pairs.own(y), "y", FLOAT, ["rows", "D"])
     if observed:
         g.output(g.op("ReduceMax", seen[0], keepdims=0), "largest", FLOAT, [])
     return g.function([ir.Attr("k", ir.AttributeType.UNDEFINED, None)])
+
+
+def _add_expert(
+    body: GraphBuilder,
+    linear: Callable[[Projection, ir.Value, ir.Value], ir.Value],
+    x: ir.Value,
+    chosen: tuple[ir.Value, ir.Value, ir.Value],
+    activation: Activation,
+    *,
+    observed: bool,
+) -> None:
+    """The body of the loop: add to the total what one expert gives for the rows that chose it.
+
+    `linear`: a projection of an expert. `chosen`: the experts in use, and by row its experts and their shares.
+    """
+    active, best, shares = chosen
+    step, go_on, total = (
+        ir.Value(name=f"{body.graph.name}/{name}", type=ir.TensorType(dtype), shape=ir.Shape(shape))
+        for name, dtype, shape in (("step", INT64, []), ("go_on", BOOL, []), ("total", FLOAT, ["rows", "D"]))
+    )
+    body.graph.inputs.extend([step, go_on, total])
+    expert = body.op("Gather", active, step, name="expert", axis=0)
+    places = body.op("NonZero", body.op("Equal", best, expert, name="is_chosen"), name="places")
+    places = body.op("Transpose", places, name="by_place", perm=[1, 0])  # [n, 2]: row, and which of its k
+    rows = body.slice(places, 0, 1, axis=1, name="rows")  # [n, 1]
+    asking = body.op("GatherND", x, rows, name="asking")
+    gate, up = (linear(name, expert, asking) for name in ("gate", "up"))
+    hidden = body.op("Mul", activated(body, gate, activation), up, name="gated")
+    share = body.unsqueeze(body.op("GatherND", shares, places, name="share"), 1)
+    y = body.op("Mul", linear("down", expert, hidden), share, name="weighted")
+    y = body.op("ScatterND", total, rows, y, name="added", reduction="add")
+    body.output(body.op("Identity", go_on), f"{go_on.name}_out", BOOL, [])
+    body.output(y, f"{total.name}_out", FLOAT, ["rows", "D"])
+    if observed:
+        largest = body.op("ReduceMax", body.op("Abs", hidden), keepdims=0)
+        body.output(largest, f"{body.graph.name}/largest", FLOAT, [])
 
 
 def _signature(stack: Stack) -> str:
@@ -280,101 +286,3 @@ def _widened(g: GraphBuilder, kind: LinearKind, columns: int, parts: Mapping[str
     factors = g.op("Reshape", factors, g.constant([-1, groups]), name="factors_by_group")
     widened = g.op("Mul", numbers, g.unsqueeze(factors, 2), name="widened_by_block")
     return g.op("Reshape", widened, g.constant([-1, columns]), name="widened")
-
-
-def tensorrt_experts(
-    g: GraphBuilder,
-    x: ir.Value,
-    router: ir.Value,
-    stacks: Mapping[Projection, Stack],
-    k: int,
-    folder: str,
-    activation: Activation,
-    scales: ir.Value | None,
-) -> ir.Value:
-    """The layer for TensorRT and TensorRT-RTX, written out in the graph itself (see quantized.py), in its dtype.
-
-    As in tensorrt.py's `moe`, every expert is computed for every row. Packed constants cannot be concatenated, so
-    each is dequantized first. Experts are multiplied in groups of the size that tensorrt_experts.py's `at_a_time`
-    gives, one group after the other. Each expert has its own static input scale. So inputs are divided by it and
-    rounded with a scale of 1, and the product is multiplied by it.
-    """
-    shares = router_shares(g, router, g.constant([k]))
-    shares = g.unsqueeze(g.op("Transpose", shares, name="by_expert", perm=[1, 0]), 2)
-    gate = stacks["gate"]
-    count = at_a_time(len(gate), 2 * gate.rows * gate.columns * g.dtype.numpy().itemsize)
-    steps = len(gate) // count
-    x = g.unsqueeze(x, 0)
-
-    def some(x: ir.Value, first: int, share: ir.Value) -> ir.Value:
-        """The contribution of `count` experts, in float32."""
-
-        def linear(name: Projection, value: ir.Value) -> ir.Value:
-            """[1 or count, rows, columns] -> [count, rows, rows of the stack]"""
-            with g.scope(name):
-                return _tensorrt_linear(g, stacks[name].part(first, count), value, folder)
-
-        gate, up = (g.to_float(linear(name, x)) for name in ("gate", "up"))
-        gated = g.op("Mul", activated(g, gate, activation), up, name="gated")
-        y = shared(g, linear("down", g.to_dtype(gated, FLOAT)), share)
-        if scales is not None:
-            y = g.op(
-                "Mul", y, g.unsqueeze(g.slice(scales, first, first + count, axis=0), 1, 2), name="scaled"
-            )
-        return g.op("ReduceSum", y, g.constant([0]), name="sum", keepdims=0)
-
-    by_step = g.multi("Split", shares, outputs=steps, name="shares", axis=0, num_outputs=steps)
-    total = some(x, 0, by_step[0])
-    for i, share in enumerate(by_step[1:], 1):
-        total = g.op("Add", total, some(after(g, x, total), i * count, share), name="total")
-    return g.to_dtype(total, FLOAT)
-
-
-def _tensorrt_linear(g: GraphBuilder, stack: Stack, x: ir.Value, folder: str) -> ir.Value:
-    kind, factor = stack.kind, None
-    each = [tensors(g, stored, folder, packed_as_bytes=False) for stored in stack.stored]
-    if kind is None:
-        weights = [g.cast(g.raw_weight(info, folder), g.dtype) for info in stack.plain]
-    else:
-        weights = [LOWERINGS[kind.scheme].tensorrt_weight(g, kind, inputs) for inputs in each]
-        if kind.ordered:
-            x = _in_order(g, x, _by_stack(g, each, "order"))
-        if kind.smoothed:
-            smooth = [g.unsqueeze(g.cast(inputs["pre_quant_scale"], g.dtype), 0, 1) for inputs in each]
-            x = g.op("Mul", x, _concat(g, smooth), name="smoothed")
-        if kind.activations == "row":
-            x, factor = split_rows(g, g.to_float(x))
-            scale = input_scale(g, kind, {})
-        elif kind.activations == "static":
-            factor = _concat(g, [g.unsqueeze(inputs["input_scale"], 0, 1, 2) for inputs in each])
-            x, scale = g.op("Div", g.to_float(x), factor, name="by_scale"), g.scalar(1.0, FLOAT)
-        if factor is not None:
-            x = LOWERINGS[kind.scheme].tensorrt_input(g, scale, g.to_dtype(x, FLOAT))
-    weight = _concat(g, [g.unsqueeze(value, 0) for value in weights])
-    y = g.op("MatMul", x, g.op("Transpose", weight, name="transposed", perm=[0, 2, 1]), name="product")
-    if kind is not None and kind.zero_term:  # only integers have it, whose inputs are not rounded here
-        return _with_zeros(g, y, x, _by_stack(g, each, "zero_term"))
-    if factor is None:
-        return y
-    return g.to_dtype(g.op("Mul", g.to_float(y), factor, name="rescaled"), FLOAT)
-
-
-def _by_stack(g: GraphBuilder, each: Sequence[Mapping[str, ir.Value]], name: str) -> ir.Value:
-    return _concat(g, [g.unsqueeze(inputs[name], 0) for inputs in each])
-
-
-def _in_order(g: GraphBuilder, x: ir.Value, order: ir.Value) -> ir.Value:
-    """x [1 or count, rows, columns] -> [count, rows, columns], with each expert's own order [count, columns]."""
-    shape = g.shape(g.dim(order, 0, name="experts"), g.dim(x, 1, name="rows"), g.dim(x, 2, name="columns"))
-    x, order = (g.op("Expand", value, shape) for value in (x, g.unsqueeze(order, 1)))
-    return g.op("GatherElements", x, order, name="ordered", axis=2)
-
-
-def _with_zeros(g: GraphBuilder, y: ir.Value, x: ir.Value, term: ir.Value) -> ir.Value:
-    """As in quantized.py, for y [count, rows, out], x [1 or count, rows, in] and term [count, out, groups]."""
-    groups = g.dim(term, 2, name="groups")
-    by_group = g.op("Reshape", g.to_float(x), g.shape(0, 0, groups, -1), name="by_group")
-    sums = g.op("ReduceSum", by_group, g.constant([3]), name="sums", keepdims=0)
-    term = g.op("Transpose", g.cast(term, FLOAT), name="by_group_of_inputs", perm=[0, 2, 1])
-    zeros = g.op("MatMul", sums, term, name="zeros")
-    return g.to_dtype(g.op("Add", g.to_float(y), zeros, name="with_zeros"), FLOAT)

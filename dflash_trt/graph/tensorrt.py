@@ -28,8 +28,8 @@ from dflash_trt.graph.dialect import (
 from dflash_trt.graph.experts import Experts, Storage, declared
 from dflash_trt.graph.lowering.bodies import TRT_DOMAIN
 from dflash_trt.graph.quantized import tensorrt_linear
-from dflash_trt.graph.quantized_experts import Projection, Stack, tensorrt_experts
-from dflash_trt.graph.tensorrt_experts import mxfp4_experts, router_shares, shared
+from dflash_trt.graph.quantized_experts import Projection, Stack
+from dflash_trt.graph.tensorrt_experts import mxfp4_experts, quantized_experts, router_shares, shared
 
 # Attention's kernels take up to so many keys at a time.
 STRIDE = 128
@@ -150,7 +150,7 @@ class TensorRT(Dialect):
         scales: ir.Value | None = None,
     ) -> ir.Value:
         with g.scope("experts"):
-            return tensorrt_experts(g, x, router, stacks, k, folder, activation, scales)
+            return quantized_experts(g, x, router, stacks, k, folder, activation, scales)
 
     def experts(
         self,

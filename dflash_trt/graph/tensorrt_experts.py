@@ -1,18 +1,22 @@
-"""MXFP4 experts for TensorRT and TensorRT-RTX, in groups. Each expert is computed for every row.
+"""Experts for TensorRT and TensorRT-RTX, in groups. Each expert is computed for every row.
 
-TensorRT-RTX widens MXFP4 weights before it multiplies them. A group limits the memory for that (docs/tensorrt.md).
+TensorRT-RTX widens weights before it multiplies them. A group limits the memory for that (docs/tensorrt.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import onnx_ir as ir
 
+from dflash_trt.checkpoint.schema import Activation
 from dflash_trt.formats.base import BLOCK
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
-from dflash_trt.graph.experts import Experts
+from dflash_trt.graph.experts import Experts, activated
+from dflash_trt.graph.lowering import LOWERINGS
 from dflash_trt.graph.lowering.mxfp4 import tensorrt_blocks
+from dflash_trt.graph.quantized import input_scale, split_rows, tensors
+from dflash_trt.graph.quantized_experts import Projection, Stack, stacked
 
 WIDENED_BYTES = 1 << 28  # widened weights of one product: eight of gpt-oss's experts
 
@@ -93,3 +97,101 @@ def at_a_time(experts: int, size: int) -> int:
     """
     most = max(WIDENED_BYTES, 2 * size)
     return max(n for n in range(1, experts + 1) if experts % n == 0 and n * size <= most)
+
+
+def quantized_experts(
+    g: GraphBuilder,
+    x: ir.Value,
+    router: ir.Value,
+    stacks: Mapping[Projection, Stack],
+    k: int,
+    folder: str,
+    activation: Activation,
+    scales: ir.Value | None,
+) -> ir.Value:
+    """The layer for TensorRT and TensorRT-RTX, written out in the graph itself (see quantized.py), in its dtype.
+
+    As in tensorrt.py's `moe`, every expert is computed for every row. Packed constants cannot be concatenated, so
+    each is dequantized first. Experts are multiplied in groups of the size that `at_a_time` gives, one group
+    after the other. Each expert has its own static input scale. So inputs are divided by it and
+    rounded with a scale of 1, and the product is multiplied by it.
+    """
+    shares = router_shares(g, router, g.constant([k]))
+    shares = g.unsqueeze(g.op("Transpose", shares, name="by_expert", perm=[1, 0]), 2)
+    gate = stacks["gate"]
+    count = at_a_time(len(gate), 2 * gate.rows * gate.columns * g.dtype.numpy().itemsize)
+    steps = len(gate) // count
+    x = g.unsqueeze(x, 0)
+
+    def some(x: ir.Value, first: int, share: ir.Value) -> ir.Value:
+        """The contribution of `count` experts, in float32."""
+
+        def linear(name: Projection, value: ir.Value) -> ir.Value:
+            """[1 or count, rows, columns] -> [count, rows, rows of the stack]"""
+            with g.scope(name):
+                return _linear(g, stacks[name].part(first, count), value, folder)
+
+        gate, up = (g.to_float(linear(name, x)) for name in ("gate", "up"))
+        gated = g.op("Mul", activated(g, gate, activation), up, name="gated")
+        y = shared(g, linear("down", g.to_dtype(gated, FLOAT)), share)
+        if scales is not None:
+            y = g.op(
+                "Mul", y, g.unsqueeze(g.slice(scales, first, first + count, axis=0), 1, 2), name="scaled"
+            )
+        return g.op("ReduceSum", y, g.constant([0]), name="sum", keepdims=0)
+
+    by_step = g.multi("Split", shares, outputs=steps, name="shares", axis=0, num_outputs=steps)
+    total = some(x, 0, by_step[0])
+    for i, share in enumerate(by_step[1:], 1):
+        total = g.op("Add", total, some(after(g, x, total), i * count, share), name="total")
+    return g.to_dtype(total, FLOAT)
+
+
+def _linear(g: GraphBuilder, stack: Stack, x: ir.Value, folder: str) -> ir.Value:
+    kind, factor = stack.kind, None
+    each = [tensors(g, stored, folder, packed_as_bytes=False) for stored in stack.stored]
+    if kind is None:
+        weights = [g.cast(g.raw_weight(info, folder), g.dtype) for info in stack.plain]
+    else:
+        weights = [LOWERINGS[kind.scheme].tensorrt_weight(g, kind, inputs) for inputs in each]
+        if kind.ordered:
+            x = _in_order(g, x, _by_stack(g, each, "order"))
+        if kind.smoothed:
+            smooth = [g.unsqueeze(g.cast(inputs["pre_quant_scale"], g.dtype), 0, 1) for inputs in each]
+            x = g.op("Mul", x, stacked(g, smooth), name="smoothed")
+        if kind.activations == "row":
+            x, factor = split_rows(g, g.to_float(x))
+            scale = input_scale(g, kind, {})
+        elif kind.activations == "static":
+            factor = stacked(g, [g.unsqueeze(inputs["input_scale"], 0, 1, 2) for inputs in each])
+            x, scale = g.op("Div", g.to_float(x), factor, name="by_scale"), g.scalar(1.0, FLOAT)
+        if factor is not None:
+            x = LOWERINGS[kind.scheme].tensorrt_input(g, scale, g.to_dtype(x, FLOAT))
+    weight = stacked(g, [g.unsqueeze(value, 0) for value in weights])
+    y = g.op("MatMul", x, g.op("Transpose", weight, name="transposed", perm=[0, 2, 1]), name="product")
+    if kind is not None and kind.zero_term:  # only integers have it, whose inputs are not rounded here
+        return _with_zeros(g, y, x, _by_stack(g, each, "zero_term"))
+    if factor is None:
+        return y
+    return g.to_dtype(g.op("Mul", g.to_float(y), factor, name="rescaled"), FLOAT)
+
+
+def _by_stack(g: GraphBuilder, each: Sequence[Mapping[str, ir.Value]], name: str) -> ir.Value:
+    return stacked(g, [g.unsqueeze(inputs[name], 0) for inputs in each])
+
+
+def _in_order(g: GraphBuilder, x: ir.Value, order: ir.Value) -> ir.Value:
+    """x [1 or count, rows, columns] -> [count, rows, columns], with each expert's own order [count, columns]."""
+    shape = g.shape(g.dim(order, 0, name="experts"), g.dim(x, 1, name="rows"), g.dim(x, 2, name="columns"))
+    x, order = (g.op("Expand", value, shape) for value in (x, g.unsqueeze(order, 1)))
+    return g.op("GatherElements", x, order, name="ordered", axis=2)
+
+
+def _with_zeros(g: GraphBuilder, y: ir.Value, x: ir.Value, term: ir.Value) -> ir.Value:
+    """As in quantized.py, for y [count, rows, out], x [1 or count, rows, in] and term [count, out, groups]."""
+    groups = g.dim(term, 2, name="groups")
+    by_group = g.op("Reshape", g.to_float(x), g.shape(0, 0, groups, -1), name="by_group")
+    sums = g.op("ReduceSum", by_group, g.constant([3]), name="sums", keepdims=0)
+    term = g.op("Transpose", g.cast(term, FLOAT), name="by_group_of_inputs", perm=[0, 2, 1])
+    zeros = g.op("MatMul", sums, term, name="zeros")
+    return g.to_dtype(g.op("Add", g.to_float(y), zeros, name="with_zeros"), FLOAT)
