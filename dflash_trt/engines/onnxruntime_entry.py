@@ -191,7 +191,7 @@ def _products(manifest: Mapping[str, Any]) -> str:
     """What the build's processor chose for integer layers of the target, and what this one does with short passes."""
     from dflash_trt.engines.onnxruntime_products import fewest_rows
 
-    parts, bits = [], manifest.get("integer_bits", [])
+    parts, bits = [], manifest["integer_bits"]
     for each in bits:
         text, least = f"weights of {each} bits in blocks", fewest_rows(each)
         if each == 8 and 4 not in bits and "W4A16" in (manifest["quantization"]["target"] or ""):
@@ -203,7 +203,7 @@ def _products(manifest: Mapping[str, Any]) -> str:
                 else f", at least {least} rows a pass here"
             )
         parts.append(text)
-    if manifest.get("exact_bytes"):
+    if manifest["exact_bytes"]:
         parts.append("INT8 with one scale for each output, as the build's processor has AMX")
     return "; ".join(parts)
 
@@ -214,21 +214,19 @@ def _fewest_rows(bundle: Bundle) -> int:
     """
     from dflash_trt.engines.onnxruntime_products import bytes_are_exact, fewest_rows
 
-    # Bundles of earlier checkouts lack the field.
-    four = "W4A16_AWQ" in (bundle.manifest["quantization"]["target"] or "")
-    found = {bits: fewest_rows(bits) for bits in bundle.manifest.get("integer_bits", [4] if four else [])}
-    for bits, least in found.items():
+    fewest = {bits: fewest_rows(bits) for bits in bundle.manifest["integer_bits"]}
+    for bits, least in fewest.items():
         if least is None:
             raise BundleError(
                 f"{bundle.path}: the target has layers of {bits}-bit integers. This processor rounds a row of their "
                 "product by the number of rows, so drafts would change the tokens; build the bundle on this machine"
             )
-    if bundle.manifest.get("exact_bytes") and not bytes_are_exact():
+    if bundle.manifest["exact_bytes"] and not bytes_are_exact():
         raise BundleError(
             f"{bundle.path}: has INT8 layers with one scale for each output, built on a processor with AMX. This "
             "processor's sums of such products saturate (it has no VNNI); build the bundle on this machine"
         )
-    return max((least for least in found.values() if least is not None), default=1)
+    return max((least for least in fewest.values() if least is not None), default=1)
 
 
 def _has_large_head(target: TargetConfig) -> bool:

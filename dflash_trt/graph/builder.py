@@ -54,6 +54,7 @@ class GraphBuilder:
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
+        """Put a name in front of those of all nodes inside."""
         self._scopes.append(name)
         try:
             yield
@@ -74,11 +75,13 @@ class GraphBuilder:
         return path if n == 0 else f"{path}.{n}"
 
     def input(self, name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
+        """Declare an input of the graph."""
         value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
         self.graph.inputs.append(value)
         return value
 
     def output(self, value: ir.Value, name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> None:
+        """Declare a value an output of the graph, under a name of its own."""
         value.name, value.type, value.shape = name, ir.TensorType(dtype), ir.Shape(shape)
         self.graph.outputs.append(value)
 
@@ -183,6 +186,7 @@ class GraphBuilder:
         return parts
 
     def cast(self, value: ir.Value, dtype: ir.DataType, name: str = "cast") -> ir.Value:
+        """A value in `dtype`; nothing is added where it has that already."""
         return value if value.dtype == dtype else self.op("Cast", value, name=name, to=int(dtype))
 
     def to_dtype(self, value: ir.Value, dtype: ir.DataType, name: str = "to_dtype") -> ir.Value:
@@ -211,6 +215,7 @@ class GraphBuilder:
         return self.op("Shape", value, name=name, start=axis, end=axis + 1)
 
     def unsqueeze(self, value: ir.Value, *axes: int) -> ir.Value:
+        """The value with axes of length 1 at these places of the result."""
         return self.op("Unsqueeze", value, self.constant(list(axes)), name="unsqueeze")
 
     def shape(self, *dims: ir.Value | int) -> ir.Value:

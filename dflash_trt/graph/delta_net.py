@@ -197,13 +197,7 @@ def onnxruntime_delta(kind: DeltaKind) -> ir.Function:
         cut(second, zero, differ),
         name="mixed",
     )
-    y = g.op(
-        "Concat",
-        cut(first, a.replayed, begin),
-        mixed,
-        cut(second, differ, a.count),
-        name="y",
-        axis=1,
-    )
+    parts = cut(first, a.replayed, begin), mixed, cut(second, differ, a.count)
+    y = g.op("Concat", *parts, name="y", axis=1)
     a.output(y, state)
     return g.function()

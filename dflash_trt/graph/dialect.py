@@ -103,16 +103,20 @@ class Dialect(ABC):
         return g.op("TensorScatter", cache, rows, start, name="keep", axis=-2, mode="linear")
 
     @abstractmethod
-    def attention_mask(self, kind: AttentionKind) -> ir.Function: ...
+    def attention_mask(self, kind: AttentionKind) -> ir.Function:
+        """`AttentionMask` of these layers: which slots each row sees."""
 
     @abstractmethod
-    def sink_attention_mask(self, kind: AttentionKind) -> ir.Function: ...
+    def sink_attention_mask(self, kind: AttentionKind) -> ir.Function:
+        """`SinkAttentionMask`: every row sees the slot of the sink too."""
 
     @abstractmethod
-    def cached_attention(self, kind: AttentionKind) -> ir.Function: ...
+    def cached_attention(self, kind: AttentionKind) -> ir.Function:
+        """`CachedAttention`: write the new rows, and attend over the cache."""
 
     @abstractmethod
-    def sink_attention(self, kind: AttentionKind) -> ir.Function: ...
+    def sink_attention(self, kind: AttentionKind) -> ir.Function:
+        """`SinkAttention`: the same with a learnt logit per head in the softmax."""
 
     def mxfp4_experts(
         self, g: GraphBuilder, blocks: ir.Value, scales: ir.Value
@@ -143,7 +147,8 @@ class Dialect(ABC):
     @abstractmethod
     def moe(
         self, storage: Storage, weight_dtype: ir.DataType, *, biased: bool, widened_bytes: int
-    ) -> ir.Function: ...
+    ) -> ir.Function:
+        """`MoE` for weights in this storage. widened_bytes: of all experts of the model in float32."""
 
     @abstractmethod
     def quantized_linear(
@@ -183,18 +188,22 @@ class Dialect(ABC):
         """
 
     @abstractmethod
-    def gated_delta_net(self, kind: DeltaKind) -> ir.Function: ...
+    def gated_delta_net(self, kind: DeltaKind) -> ir.Function:
+        """`GatedDeltaNet`, see delta_net.py."""
 
     def causal_conv(self, kind: DeltaKind) -> ir.Function:
+        """`CausalConv`, see delta_net.py."""
         return causal_conv(kind, self.dtype, few=False)
 
     def hidden_state_tap(self, taps: int) -> ir.Function:
+        """`HiddenStateTap`: hidden states of several layers side by side."""
         g = GraphBuilder("HiddenStateTap")
         hidden = [g.input(f"h_{i}", self.dtype, ["rows", "D"]) for i in range(taps)]
         g.output(g.op("Concat", *hidden, axis=-1), "features", self.dtype, ["rows", "nD"])
         return g.function()
 
     def block_acceptance(self) -> ir.Function:
+        """`BlockAcceptance`: how many drafts the target agrees with, and its token after them."""
         g = GraphBuilder("BlockAcceptance")
         tokens, rows = g.input("tokens", INT64, ["B", "S"]), g.input("rows", INT64, ["B", "R"])
         logits = g.input("logits", FLOAT, ["B", "R", "V"])
@@ -289,6 +298,7 @@ class AttentionInputs:
         return ["B", heads, rows, "d"] if self._by_head else ["B", rows, f"{heads}*d"]
 
     def output(self, y: ir.Value, k_cache: ir.Value, v_cache: ir.Value) -> None:
+        """Declare the operator's outputs."""
         g = self.g
         g.output(y, "y", g.dtype, self._rows("H", "S"))
         for name, cache, shape in zip("kv", (k_cache, v_cache), self._caches, strict=True):

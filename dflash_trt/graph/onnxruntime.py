@@ -84,21 +84,25 @@ class OnnxRuntime(Dialect):
 
     @staticmethod
     def window_stride(head_dim: int) -> int:
+        """Whole blocks of the products of weights and values, and of queries and keys."""
         return max(STEP, _block(head_dim))
 
     def attention_mask(self, kind: AttentionKind) -> ir.Function:
+        """Of numbers to be added to scores."""
         g = GraphBuilder(_name(mask_name("AttentionMask", kind), kind))
         rows = [g.input(name, INT64, ["B", "S"]) for name in ("first", "last")]
         _visible(g, kind, rows, None)
         return g.function()
 
     def sink_attention_mask(self, kind: AttentionKind) -> ir.Function:
+        """Of numbers to be added to scores; the sink is the last of the summed slots around it."""
         g = GraphBuilder(_name(mask_name("SinkAttentionMask", kind), kind))
         rows = [g.input(name, INT64, ["B", "S"]) for name in ("first", "last")]
         _visible(g, kind, rows, g.input("sink", INT64, ["B"]))
         return g.function()
 
     def cached_attention(self, kind: AttentionKind) -> ir.Function:
+        """See `_attend`."""
         g = GraphBuilder(_name(kind.operator("CachedAttention"), kind))
         a = AttentionInputs(g, by_head=False, mask=FLOAT)
         _attend(g, kind, a, a.q, (a.k, a.v))
@@ -143,14 +147,17 @@ class OnnxRuntime(Dialect):
         return g.function()
 
     def causal_conv(self, kind: DeltaKind) -> ir.Function:
+        """With a form of its own for passes of few rows."""
         return causal_conv(kind, self.dtype, few=True)
 
     def gated_delta_net(self, kind: DeltaKind) -> ir.Function:
+        """By ONNX Runtime's own recurrence."""
         return onnxruntime_delta(kind)
 
     def moe(
         self, storage: Storage, weight_dtype: ir.DataType, *, biased: bool, widened_bytes: int
     ) -> ir.Function:
+        """By ONNX Runtime's fused operator. Experts are widened once up to RESIDENT_EXPERT_BYTES."""
         resident = widened_bytes <= RESIDENT_EXPERT_BYTES
         return onnxruntime_moe(storage, weight_dtype, biased=biased, resident=resident)
 
@@ -165,6 +172,7 @@ class OnnxRuntime(Dialect):
         name: str,
         widened_bytes: int,
     ) -> ir.Value:
+        """A product of integers where the weights are integers, and otherwise one in float32."""
         if stored.in_blocks:
             return onnxruntime_integers(g, x, stored, folder, bias, name)
         if stored.per_channel:
@@ -190,6 +198,7 @@ class OnnxRuntime(Dialect):
         activation: Activation = "silu",
         scales: ir.Value | None = None,
     ) -> ir.Value:
+        """A loop over the experts that some row chose, in float32."""
         inputs = [value for stack in stacks.values() for value in onnxruntime_inputs(g, stack, folder)]
         inputs += [] if scales is None else [scales]
         resident = widened_bytes <= RESIDENT_EXPERT_BYTES

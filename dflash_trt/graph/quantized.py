@@ -40,12 +40,14 @@ INTEGERS = 4  # MatMulNBits's accuracy_level: inputs in eight bits
 
 
 def operator_name(kind: LinearKind) -> str:
+    """The name of a layer's operator, with all traits that its body depends on."""
     traits = ("smoothed", "biased", "reciprocal", "unsigned", "zero_points", "ordered")
     variants = (kind.activations, *(trait for trait in traits if getattr(kind, trait)))
     return "_".join([LOWERINGS[kind.scheme].operator(kind), *filter(None, variants)])
 
 
 def kind_of(stored: StoredLinear, *, biased: bool) -> LinearKind:
+    """The traits of a stored layer that its body depends on."""
     activations: Activations = "none"
     if stored.algorithm.activations:
         activations = "row" if stored.input_scale is None else "static"
@@ -87,18 +89,18 @@ def tensors(
 
     lowering = LOWERINGS[stored.algorithm.scheme]
     by_row = stored.format.scale_by_row and not stored.algorithm.group_size
-    found = {"scale": flat(stored.scale) if by_row else raw(stored.scale)}
-    found["weight"] = lowering.weight(g, stored, raw(stored.weight), packed_as_bytes=packed_as_bytes)
+    values = {"scale": flat(stored.scale) if by_row else raw(stored.scale)}
+    values["weight"] = lowering.weight(g, stored, raw(stored.weight), packed_as_bytes=packed_as_bytes)
     for name in ("global_scale", "input_scale"):
         info = getattr(stored, name)
         if info is not None:
             inverted = stored.algorithm.reciprocal and not packed_as_bytes
-            found[name] = g.constant(_inverse(info), np.float32) if inverted else flat(info)
+            values[name] = g.constant(_inverse(info), np.float32) if inverted else flat(info)
     for name in ("pre_quant_scale", "zero_point", "zero_term", "order"):
         info = getattr(stored, name)
         if info is not None:
-            found[name] = raw(info)
-    return found
+            values[name] = raw(info)
+    return values
 
 
 def _inverse(info: TensorInfo) -> float:

@@ -55,6 +55,7 @@ class Stack:
 
     @property
     def kind(self) -> LinearKind | None:
+        """The traits of the layers; None for floating point."""
         return kind_of(self.stored[0], biased=False) if self.stored else None
 
     @property
@@ -80,14 +81,14 @@ def onnxruntime_inputs(g: GraphBuilder, stack: Stack, folder: str) -> list[ir.Va
             elif part in ("global_scale", "input_scale") or by_row:
                 value = g.reinterpret(value, ONNX_DTYPES[info.dtype], [math.prod(info.shape)])
             values.append(value)
-    found = {part: stacked(g, values) for part, values in each.items()}
+    inputs = {part: stacked(g, values) for part, values in each.items()}
     for part in ("scale", "input_scale"):
         info = getattr(stack.stored[0], part)
         if info is not None and info.dtype in ("BF16", "F16"):
-            found[part] = g.op("Cast", found[part], name=part, to=int(FLOAT))
-    if "zero_point" in found:
-        found["zero_point"] = zero_points(g, found["zero_point"], stack.stored[0])
-    return list(found.values())
+            inputs[part] = g.op("Cast", inputs[part], name=part, to=int(FLOAT))
+    if "zero_point" in inputs:
+        inputs["zero_point"] = zero_points(g, inputs["zero_point"], stack.stored[0])
+    return list(inputs.values())
 
 
 def stacked(g: GraphBuilder, values: list[ir.Value]) -> ir.Value:
@@ -217,13 +218,13 @@ def _by_expert(
             value = g.op("Expand", value, g.shape(experts, rows), name=f"{name}_of_rows")
         return g.op("Reshape", value, g.constant([-1, 1]), name=f"{name}_per_row")
 
-    found = dict(given)
+    parts = dict(given)
     if kind.group_rows > 1:
-        found["scale"] = _by_row(g, stack, kind, given["scale"])
+        parts["scale"] = _by_row(g, stack, kind, given["scale"])
     elif (
         expanded := None if kind.scheme == FP8.name and kind.group_size else kind.format.expanded
     ) is not None:
-        found[expanded] = per_row(expanded)
+        parts[expanded] = per_row(expanded)
     shapes = {
         "weight": stack.stored[0].weight.shape,
         "scale": (rows, stack.columns // (kind.group_size or stack.columns)),
@@ -235,11 +236,11 @@ def _by_expert(
     }
     if resident:
         shapes["weight"] = (rows, stack.columns)
-        found["weight"] = _widened(g, kind, stack.columns, found)
-        found = {name: v for name, v in found.items() if name not in ("scale", "global_scale", "zero_point")}
+        parts["weight"] = _widened(g, kind, stack.columns, parts)
+        parts = {name: v for name, v in parts.items() if name not in ("scale", "global_scale", "zero_point")}
     return {
         name: g.op("Reshape", value, g.constant([-1, *shapes[name]]), name=f"{name}_by_expert")
-        for name, value in found.items()
+        for name, value in parts.items()
     }
 
 
@@ -259,18 +260,18 @@ def _widened(g: GraphBuilder, kind: LinearKind, columns: int, parts: Mapping[str
     tables = form.byte_values
     if kind.unsigned:
         tables = unsigned_values(form.numbers_in_byte, middle=not kind.zero_points)
-    found = [lookup(g, g.constant(table, np.float32), parts["weight"]) for table in tables.T]
+    in_byte = [lookup(g, g.constant(table, np.float32), parts["weight"]) for table in tables.T]
     if not kind.group_size:
-        return g.op("Mul", found[0], LOWERINGS[kind.scheme].expert_factors(g, kind, parts), name="widened")
+        return g.op("Mul", in_byte[0], LOWERINGS[kind.scheme].expert_factors(g, kind, parts), name="widened")
     if columns % kind.group_size:
         raise BuildError(
             f"experts with {columns} inputs are in blocks of {kind.group_size} columns, of which the last is smaller: "
             "such experts are not supported"
         )
-    numbers = found[0]
+    numbers = in_byte[0]
     if form.numbers_in_byte == 2:
         axis = 2 if kind.by_row else 1  # the two in a byte are neighbours in a row, or in a column
-        halves = [g.unsqueeze(half, axis) for half in found]
+        halves = [g.unsqueeze(half, axis) for half in in_byte]
         numbers = g.op("Concat", *halves, name="numbers", axis=axis)
     groups = columns // kind.group_size
     numbers = g.op("Reshape", numbers, g.constant([-1, groups, kind.group_size]), name="numbers_by_block")
