@@ -20,7 +20,7 @@ from typing import Any, Self
 from dflash_trt import hardware
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.bundle.workspace import Progress
-from dflash_trt.decoding.exact import FREE, Rule
+from dflash_trt.decoding.exact import FREE, PassRule
 from dflash_trt.decoding.pair import Pair
 from dflash_trt.decoding.widths import Outcome, find_rule, measure, ways
 from dflash_trt.engines import registry
@@ -49,7 +49,7 @@ class Exactness:
     sequences: the most sequences of a pass.
     """
 
-    rule: Rule | None
+    rule: PassRule | None
     cost: float
     rows: int
     flips: int
@@ -82,7 +82,7 @@ class Exactness:
     def read(cls, values: dict[str, Any]) -> Self:
         """What `as_dict` described. Raises DFlashError for anything else."""
         try:
-            rule = None if values["rule"] is None else Rule.read(values["rule"])
+            rule = None if values["rule"] is None else PassRule.read(values["rule"])
             counts = [int(values[name]) for name in ("rows", "flips", "most", "sequences")]
             return cls(rule, float(values["cost"]), *counts)
         except (KeyError, TypeError, ValueError) as error:
@@ -167,7 +167,7 @@ def exactness(
     return measured
 
 
-def _cost(pair: Pair, rule: Rule) -> float:
+def _cost(pair: Pair, rule: PassRule) -> float:
     """The time of a plain pass under the rule, as a share of one without it: of one sequence, or of as many as there
     are if that is more. Overwrites rows of every slot.
     """
@@ -175,7 +175,7 @@ def _cost(pair: Pair, rule: Rule) -> float:
         return 1.0
     shares = []
     for batch in {1, pair.slots if rule.batches else 1}:
-        seconds: dict[Rule, list[float]] = {FREE: [], rule: []}
+        seconds: dict[PassRule, list[float]] = {FREE: [], rule: []}
         for _ in range(_TIMED + 1):
             for each, times in seconds.items():
                 pair.rule, begin = each, perf_counter()

@@ -10,7 +10,7 @@ from dflash_trt.errors import DFlashError
 
 
 @dataclass(frozen=True)
-class Rule:
+class PassRule:
     """Which passes give a row the same bits. The default allows every pass, and promises nothing by itself.
 
     widths: numbers of rows of a sequence in a pass, ascending, that agree with each other. A pass with fewer rows than
@@ -48,4 +48,4 @@ class Rule:
         return cls(**{**values, "widths": tuple(widths)})
 
 
-FREE = Rule()
+FREE = PassRule()

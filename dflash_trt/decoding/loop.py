@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dflash_trt.decoding.exact import Rule
+from dflash_trt.decoding.exact import PassRule
 from dflash_trt.decoding.length.policy import Lengths
 from dflash_trt.decoding.metrics import Metrics
 from dflash_trt.decoding.options import RequestOptions
@@ -29,7 +29,7 @@ class DecodingLoop(Protocol):
     def pair(self) -> Pair:
         """The pair whose passes it runs. Raises DFlashError if the engine runs its passes by itself."""
 
-    def follow(self, rule: Rule) -> None:
+    def follow(self, rule: PassRule) -> None:
         """Run only passes that the rule allows, from before the first request. Raises DFlashError where `pair` does."""
 
     @property

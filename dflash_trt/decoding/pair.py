@@ -72,7 +72,7 @@ class Pair:
 
     @property
     def cuts(self) -> bool:
-        """Whether prompts may be cut anywhere, see `Rule.cuts`."""
+        """Whether prompts may be cut anywhere, see `PassRule.cuts`."""
         return self.rule.cuts and not self.chunks_differ
 
     @property

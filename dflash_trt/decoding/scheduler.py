@@ -16,7 +16,7 @@ import numpy as np
 from dflash_trt.decoding.acceptance import Verdict
 from dflash_trt.decoding.commit import commit, fail, first_token, leave, non_finite, read_prompt
 from dflash_trt.decoding.draft import Draft, Verified, couple
-from dflash_trt.decoding.exact import Rule
+from dflash_trt.decoding.exact import PassRule
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
 from dflash_trt.decoding.length.policy import FixedLength, Lengths, round_done
 from dflash_trt.decoding.length.trees import MOST_NODES, TreeLengths
@@ -60,7 +60,7 @@ class Scheduler:
     def idle(self) -> bool:
         return not (self.waiting or self.active or self.filling)
 
-    def follow(self, rule: Rule) -> None:
+    def follow(self, rule: PassRule) -> None:
         self.pair.rule = rule
         if not rule.batches:
             self.max_batch_size = 1

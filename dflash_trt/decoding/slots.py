@@ -60,7 +60,7 @@ class Slots:
 
     @property
     def step(self) -> int:
-        """A reused prefix has a multiple of so many tokens, see `Rule.cuts`."""
+        """A reused prefix has a multiple of so many tokens, see `PassRule.cuts`."""
         return 1 if self.pair.cuts else self.pair.prefill_chunk
 
     @property

@@ -4,7 +4,7 @@ Drafts change the width of the target's passes. Tokens are the same with and wit
 logits in a pass of one row and in one of several, and many kernels do not give that. So the plain greedy answer of a
 prompt, which runs one row a pass, is fed again in other ways, and all logits are compared bit for bit. No drafter runs.
 
-`find_rule` makes a `Rule` of the result, and measures again under it.
+`find_rule` makes a `PassRule` of the result, and measures again under it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dflash_trt.decoding.exact import FREE, Rule
+from dflash_trt.decoding.exact import FREE, PassRule
 from dflash_trt.decoding.pair import Pair
 from dflash_trt.errors import UsageError
 
@@ -82,13 +82,13 @@ class Outcome:
 def ways(widths: Sequence[int], pair: Pair) -> list[Way]:
     """All ways for passes of these widths. Plain decoding again comes first."""
     one, most, slots, chunk = range(1, 2), max(widths), pair.slots, pair.prefill_chunk
-    found = [Way("width 1 again", "again", one)]
-    found += [Way(f"width {width}", "widths", range(width, width + 1)) for width in widths if width > 1]
+    listed = [Way("width 1 again", "again", one)]
+    listed += [Way(f"width {width}", "widths", range(width, width + 1)) for width in widths if width > 1]
     mixed = [range(least, most + 1) for least in (1, 2) if most > least]
-    found += [Way(f"random widths, {each[0]} to {most}", "widths", each) for each in mixed]
+    listed += [Way(f"random widths, {each[0]} to {most}", "widths", each) for each in mixed]
     if slots > 1:
         batch = range(slots, slots + 1)
-        found += [
+        listed += [
             Way(
                 f"place {place + 1} of {slots}, width {width}",
                 "batches",
@@ -99,16 +99,16 @@ def ways(widths: Sequence[int], pair: Pair) -> list[Way]:
             for width in dict.fromkeys((1, most))
             for place in sorted({0, slots // 2, slots - 1})
         ]
-        found.append(
+        listed.append(
             Way(f"random batches, 1 to {slots}", "batches", range(1, most + 1), batch=range(1, slots + 1))
         )
     parts = dict.fromkeys(min(part, 1 + chunk // 2) for part in PARTS)
-    found += [Way(f"prompt in parts of {part}", "cuts", one, part=part) for part in parts]
-    found.append(Way("prompt from kept rows", "cuts", one, restored=True))
-    found.append(Way("half the answer as prompt", "cuts", one, reread=True))
+    listed += [Way(f"prompt in parts of {part}", "cuts", one, part=part) for part in parts]
+    listed.append(Way("prompt from kept rows", "cuts", one, restored=True))
+    listed.append(Way("half the answer as prompt", "cuts", one, reread=True))
     if pair.trees and most > 2:
-        found.append(Way(f"trees of {most} nodes", "trees", range(most, most + 1)))
-    return found
+        listed.append(Way(f"trees of {most} nodes", "trees", range(most, most + 1)))
+    return listed
 
 
 def measure(
@@ -150,10 +150,10 @@ def measure(
 
 def classes(outcomes: Sequence[Outcome]) -> list[list[str]]:
     """The ways whose logits agree bit for bit, the class of plain decoding first."""
-    found: dict[str, list[str]] = {}
+    by_digest: dict[str, list[str]] = {}
     for outcome in outcomes:
-        found.setdefault(outcome.digest, []).append(outcome.way.name)
-    return list(found.values())
+        by_digest.setdefault(outcome.digest, []).append(outcome.way.name)
+    return list(by_digest.values())
 
 
 def find_rule(
@@ -162,7 +162,7 @@ def find_rule(
     raw: Sequence[Outcome],
     manifest: Mapping[str, Any],
     tokens: int,
-) -> Rule | None:
+) -> PassRule | None:
     """The rule under which a row's bits are those of plain decoding under the same rule. None: there is none.
 
     raw: the outcomes of `measure` without a rule, for every width of a pass.
@@ -181,14 +181,14 @@ def find_rule(
     for widths in dict.fromkeys((agreeing, (most,))):
         outcomes = raw
         if len(widths) < most:
-            pair.rule = Rule(widths)
+            pair.rule = PassRule(widths)
             outcomes = list(measure(pair, prompts, range(1, most + 1), tokens, manifest))
             pair.rule = FREE
         equal = dict.fromkeys(("again", "widths", "batches", "cuts", "trees"), True)
         for each in outcomes:
             equal[each.way.kind] &= each.equal == each.rows
         if equal["again"] and equal["widths"]:
-            return Rule(widths, equal["batches"], equal["cuts"], equal["trees"])
+            return PassRule(widths, equal["batches"], equal["cuts"], equal["trees"])
     return None
 
 
@@ -232,13 +232,13 @@ class _Feeder:
         first = self._prompt(way.place, way.part, done)
         if way.restored:
             self._restore(way.place)
-        found, random = [first[None]], np.random.default_rng(n)
+        logits, random = [first[None]], np.random.default_rng(n)
         beside = [0] * len(slots)  # rows that the partners have
         while done < n:
             width = int(random.choice(way.widths))
             if way.kind == "trees":
-                found.append(self._tree(way.place, done, width)[: n - done])
-                done += len(found[-1])
+                logits.append(self._tree(way.place, done, width)[: n - done])
+                done += len(logits[-1])
                 continue
             tokens, starts = [], []
             for slot in range(int(random.choice(way.batch))):
@@ -246,9 +246,9 @@ class _Feeder:
                 tokens.append(feeder.tokens(before, width))
                 starts.append(len(feeder.prompt) + before)
                 beside[slot] += width
-            found.append(self.pair.logits(tokens, starts)[way.place, : n - done])
+            logits.append(self.pair.logits(tokens, starts)[way.place, : n - done])
             done += width
-        return np.concatenate(found)
+        return np.concatenate(logits)
 
     def tokens(self, first: int, count: int) -> list[int]:
         """Tokens of the answer. Beyond its end they are a pass's other rows, which change none before them."""
@@ -309,5 +309,5 @@ def cache_rows(pair: Pair, model: str, slot: int, start: int, stop: int) -> Iter
     )  # those beside states, where there are states
     pair.arrays.wait()
     for name in sorted(rows, key=lambda each: (int(each.rpartition(".")[2]), each)):
-        found = rows[name]
-        yield name, np.asarray(found.float().cpu() if hasattr(found, "cpu") else found, np.float32)
+        cache = rows[name]
+        yield name, np.asarray(cache.float().cpu() if hasattr(cache, "cpu") else cache, np.float32)

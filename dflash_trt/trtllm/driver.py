@@ -20,7 +20,7 @@ import numpy as np
 
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.commit import alone, fail, leave
-from dflash_trt.decoding.exact import Rule
+from dflash_trt.decoding.exact import PassRule
 from dflash_trt.decoding.length.policy import FixedLength, Lengths
 from dflash_trt.decoding.metrics import Metrics
 from dflash_trt.decoding.options import RequestOptions
@@ -86,7 +86,7 @@ class Driver:
         """Raises DFlashError: there are no passes of ours."""
         raise DFlashError(f"{self._path}: this engine runs its own loop, and its passes cannot be checked")
 
-    def follow(self, rule: Rule) -> NoReturn:
+    def follow(self, rule: PassRule) -> NoReturn:
         """Raises DFlashError: exact mode needs passes of ours."""
         raise DFlashError(f"{self._path}: this engine runs its own loop, which follows no rule")
 

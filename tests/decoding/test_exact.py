@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dflash_trt.decoding.exact import FREE, Rule
+from dflash_trt.decoding.exact import FREE, PassRule
 from dflash_trt.decoding.length.policy import FixedLength
 from dflash_trt.decoding.length.trees import TreeLengths
 from dflash_trt.decoding.params import SamplingParams
@@ -23,15 +23,15 @@ TOKENS = 12
 CLASS = (5, 6, 8)
 # What an engine does, and the rule under which it is exact.
 ENGINES = {
-    "widths": (Lies(), Rule(CLASS, cuts=False, trees=False)),
+    "widths": (Lies(), PassRule(CLASS, cuts=False, trees=False)),
     "batches": (
         Lies(sequences=True, place=True, partners=True),
-        Rule(CLASS, batches=False, cuts=False, trees=False),
+        PassRule(CLASS, batches=False, cuts=False, trees=False),
     ),
-    "trees": (Lies(paths=False), Rule(CLASS, cuts=False)),
+    "trees": (Lies(paths=False), PassRule(CLASS, cuts=False)),
     "one row": (
         Lies(paths=False, cuts=False, groups=tuple((n, 1 if n == 1 else 5) for n in range(1, 9))),
-        Rule((2, 3, 4, 5, 6, 7, 8)),
+        PassRule((2, 3, 4, 5, 6, 7, 8)),
     ),
 }
 Job = tuple[tuple[int, ...], float]  # prompt, temperature
@@ -57,7 +57,7 @@ def asked(job: Job, tokens: int, *, draft: bool = True, **options: int | None) -
     )
 
 
-def plain(lies: Lies, rule: Rule, kinds: list[Job], *, chunks_differ: bool = False) -> list[list[int]]:
+def plain(lies: Lies, rule: PassRule, kinds: list[Job], *, chunks_differ: bool = False) -> list[list[int]]:
     """The tokens of plain decoding, one request at a time, without reused rows."""
     scheduler, found = ulp_scheduler(lies, rule, batch=1, kept=0, chunks_differ=chunks_differ), []
     for job in kinds:
@@ -96,7 +96,7 @@ def traffic(scheduler: Scheduler, kinds: list[Job], count: int) -> Iterator[tupl
                 yield live.pop(emission.request), emission.request
 
 
-def changed(lies: Lies, rule: Rule, count: int, *, chunks_differ: bool = False) -> tuple[int, Scheduler]:
+def changed(lies: Lies, rule: PassRule, count: int, *, chunks_differ: bool = False) -> tuple[int, Scheduler]:
     """Of so many jobs, those whose tokens are not a beginning of plain decoding's."""
     kinds = jobs(200)
     right = plain(lies, rule, kinds, chunks_differ=chunks_differ)
@@ -125,13 +125,13 @@ def test_every_job_has_the_tokens_of_plain_decoding(engine: str) -> None:
     ("engine", "rule"),
     [
         *((engine, FREE) for engine in ENGINES),
-        ("widths", Rule((3, 4, 5, 6, 8), cuts=False, trees=False)),  # two kernels
-        ("widths", Rule(CLASS, trees=False)),  # any reused row
-        ("batches", Rule(CLASS, cuts=False, trees=False)),  # several sequences
-        ("widths", Rule(CLASS, cuts=False)),  # trees
+        ("widths", PassRule((3, 4, 5, 6, 8), cuts=False, trees=False)),  # two kernels
+        ("widths", PassRule(CLASS, trees=False)),  # any reused row
+        ("batches", PassRule(CLASS, cuts=False, trees=False)),  # several sequences
+        ("widths", PassRule(CLASS, cuts=False)),  # trees
     ],
 )
-def test_each_part_of_the_rule_is_needed(engine: str, rule: Rule) -> None:
+def test_each_part_of_the_rule_is_needed(engine: str, rule: PassRule) -> None:
     assert changed(ENGINES[engine][0], rule, 600)[0] > 0
 
 
@@ -168,8 +168,8 @@ def test_an_engine_without_a_rule() -> None:
 
 
 def test_a_rule_is_read_as_it_was_written() -> None:
-    rule = Rule((5, 8), cuts=False)
-    assert Rule.read(json.loads(json.dumps(rule.as_dict()))) == rule
+    rule = PassRule((5, 8), cuts=False)
+    assert PassRule.read(json.loads(json.dumps(rule.as_dict()))) == rule
     for wrong in ({}, rule.as_dict() | {"widths": [8, 5]}, rule.as_dict() | {"trees": 1}, [1]):
         with pytest.raises(DFlashError):
-            Rule.read(wrong)
+            PassRule.read(wrong)

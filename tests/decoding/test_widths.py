@@ -13,7 +13,7 @@ import pytest
 
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
-from dflash_trt.decoding.exact import Rule
+from dflash_trt.decoding.exact import PassRule
 from dflash_trt.decoding.pair import Pair
 from dflash_trt.decoding.widths import Outcome, classes, measure
 from dflash_trt.errors import UsageError
@@ -150,7 +150,7 @@ def test_padded_passes_keep_the_bits(tmp_path: Path, target: str) -> None:
     with LLM(path, max_batch_size=2, prefill_chunk=64) as llm:
         pair, manifest = llm._runtime.pair, llm.bundle.manifest
         free = list(measure(pair, PROMPTS, (1, 2, 4), 20, manifest))
-        pair.rule = Rule((3, 4))
+        pair.rule = PassRule((3, 4))
         assert [each.digest for each in measure(pair, PROMPTS, (1, 2, 4), 20, manifest)] == [
             each.digest for each in free
         ]
@@ -168,7 +168,7 @@ def test_exact_mode(
     with LLM(path, exact=True) as llm:
         found, pair = llm.exactness, llm._runtime.pair
         assert found is not None
-        assert found.rule == pair.rule == Rule((2, 3, 4))
+        assert found.rule == pair.rule == PassRule((2, 3, 4))
         assert not found.flips < 0 < found.cost
         plain, drafted = (
             llm.generate([PROMPTS[0]], SamplingParams(max_tokens=12), speculate=each)[0].token_ids
@@ -194,7 +194,7 @@ def test_what_is_known_to_cost_nothing_is_on(tmp_path: Path, monkeypatch: pytest
     with LLM(path, exact=True) as llm:
         known = llm.exactness
         assert known is not None
-        assert known.rule == Rule((1, 2, 3, 4))
+        assert known.rule == PassRule((1, 2, 3, 4))
         assert known.free
     with LLM(path) as llm:
         assert llm.exactness == known
@@ -209,7 +209,7 @@ def test_a_bundle_built_to_be_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path = build(str(made), str(drafter), tmp_path / "b", max_seq_len=128, tree_width=4, exact=True).path
     with LLM(path) as llm:
         assert llm.exactness is not None
-        assert llm.exactness.rule == Rule((1, 2, 3, 4), trees=False)
+        assert llm.exactness.rule == PassRule((1, 2, 3, 4), trees=False)
         assert "chains only" in llm.exactness.describe()
         assert llm.most_tree_nodes == 0
         with pytest.raises(UsageError, match="without exact"):

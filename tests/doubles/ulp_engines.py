@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from dflash_trt.decoding.arrays import HostArrays
-from dflash_trt.decoding.exact import FREE, Rule
+from dflash_trt.decoding.exact import FREE, PassRule
 from dflash_trt.decoding.pair import Pair
 from dflash_trt.decoding.scheduler import Scheduler
 from dflash_trt.decoding.slots import Slots
@@ -162,7 +162,7 @@ class UlpDrafter(FakeDrafter):
 
 
 def ulp_scheduler(
-    lies: Lies, rule: Rule = FREE, *, batch: int = 4, kept: int = 200, chunks_differ: bool = False
+    lies: Lies, rule: PassRule = FREE, *, batch: int = 4, kept: int = 200, chunks_differ: bool = False
 ) -> Scheduler:
     """A scheduler over these engines, for texts of up to 64 tokens, with memory for the rows of `kept` tokens."""
     capacity = 64 + 2 * BLOCK + 1

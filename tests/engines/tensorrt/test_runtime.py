@@ -21,7 +21,7 @@ from dflash_plugins.launch import by_triton
 from dflash_trt import LLM, Completion, SamplingParams, StructuredOutputs
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle, write_manifest
-from dflash_trt.decoding.exact import Rule
+from dflash_trt.decoding.exact import PassRule
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
 from dflash_trt.engines.tensorrt import opening, plans
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
@@ -113,7 +113,7 @@ def test_padded_passes_give_the_same_tokens(
     with LLM(bundles[1].path, prefix_cache_bytes=1 << 20) as llm:
         pair, widths = llm._runtime.pair, set[int]()
         pair.arrays.samples = False
-        llm._runtime.scheduler.follow(Rule((4, BLOCK), cuts=False))
+        llm._runtime.scheduler.follow(PassRule((4, BLOCK), cuts=False))
         run = pair.target.run
 
         def watched(profile: int, feeds: Any, **given: Any) -> Any:
@@ -217,7 +217,7 @@ def test_sampling_on_the_device_gives_the_same(bundles: tuple[Bundle, Bundle]) -
         found = llm.generate(prompts()[:3], wanted, block_length=4)
         assert [c.token_ids for c in found] == expected
         assert arrays._sampling[1] is not None
-        llm._runtime.scheduler.follow(Rule((BLOCK,)))  # the copies of a row are no drafts
+        llm._runtime.scheduler.follow(PassRule((BLOCK,)))  # the copies of a row are no drafts
         assert llm.generate(prompts()[0], wanted[0], block_length=2).token_ids == expected[0]
 
 

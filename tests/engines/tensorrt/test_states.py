@@ -16,7 +16,7 @@ from dflash_trt import LLM, SamplingParams
 from dflash_trt.building import exactness
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
-from dflash_trt.decoding.exact import Rule
+from dflash_trt.decoding.exact import PassRule
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
 from dflash_trt.engines.tensorrt.states import POSITION, DeviceHybridCaches
 from dflash_trt.errors import BundleError
@@ -72,7 +72,7 @@ def test_the_tokens_are_those_of_onnxruntime(bundles: tuple[Bundle, Bundle]) -> 
         assert isinstance(caches, DeviceHybridCaches)
         pair.arrays.wait()
         np.testing.assert_array_equal(caches._on_device.cpu().numpy(), caches._positions)
-        llm._runtime.scheduler.follow(Rule((4, BLOCK)))  # the copies of a row enter no state
+        llm._runtime.scheduler.follow(PassRule((4, BLOCK)))  # the copies of a row enter no state
         found = llm.generate(prompts(), params(), block_length=3)
         assert [c.token_ids for c in found] == expected
 
