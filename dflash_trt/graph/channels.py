@@ -16,7 +16,7 @@ import onnx_ir as ir
 from dflash_trt.checkpoint.linears import StoredLinear
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.experts import MICROSOFT_DOMAIN
-from dflash_trt.graph.quantized import split_rows
+from dflash_trt.graph.quantized import prepared, split_rows
 
 OPERATOR = "INT8ChannelLinear"
 _STEP = 1 / 127  # of the high byte, for a row whose largest magnitude is 1
@@ -27,12 +27,12 @@ def onnxruntime_channels(
     g: GraphBuilder, x: ir.Value, stored: StoredLinear, folder: str, bias: ir.Value | None, name: str
 ) -> ir.Value:
     """A layer with one scale for each output, x in float32."""
-    if stored.pre_quant_scale is not None:
-        smooth = g.cast(g.raw_weight(stored.pre_quant_scale, folder), FLOAT, name=f"{name}/smooth")
-        x = g.op("Mul", x, smooth, name=f"{name}/smoothed")
     scale = g.raw_weight(stored.scale, folder)
     assert scale.dtype is not None
-    scale = g.cast(g.reinterpret(scale, scale.dtype, stored.scale.shape[:1]), FLOAT, name=f"{name}/scale")
+    with g.scope(name):
+        if stored.pre_quant_scale is not None:
+            x = prepared(g, x, None, g.raw_weight(stored.pre_quant_scale, folder), FLOAT)
+        scale = g.cast(g.reinterpret(scale, scale.dtype, stored.scale.shape[:1]), FLOAT, name="scale")
     (y,) = g.call(_body(), x, g.raw_weight(stored.weight, folder), scale, name=name)
     return y if bias is None else g.op("Add", y, bias, name=f"{name}/biased")
 

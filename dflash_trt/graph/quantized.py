@@ -117,6 +117,17 @@ INPUTS = (
 )
 
 
+def prepared(
+    g: GraphBuilder, x: ir.Value, order: ir.Value | None, smooth: ir.Value | None, dtype: ir.DataType
+) -> ir.Value:
+    """x [rows, in], in `dtype`, with its columns in the order of the weight's, and times their `pre_quant_scale`."""
+    if order is not None:
+        x = g.op("Gather", x, order, name="ordered", axis=1)
+    if smooth is not None:
+        x = g.op("Mul", x, g.cast(smooth, dtype, name="smooth"), name="smoothed")
+    return x
+
+
 def split_rows(g: GraphBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
     """x in float32 as x / m and m [..., 1], the largest magnitude of each row."""
     largest = g.op("ReduceMax", g.op("Abs", x), g.constant([-1]), name="largest", keepdims=1)
@@ -179,23 +190,21 @@ def onnxruntime_integers(
     """
     rows, blocks, block_bytes = stored.weight.shape
     bits, repeats = 8 * block_bytes // BLOCK, blocks // stored.scale.shape[1]
-    if stored.order is not None:
-        x = g.op("Gather", x, g.raw_weight(stored.order, folder), name=f"{name}/ordered", axis=1)
-    if stored.pre_quant_scale is not None:
-        smooth = g.cast(g.raw_weight(stored.pre_quant_scale, folder), FLOAT, name=f"{name}/smooth")
-        x = g.op("Mul", x, smooth, name=f"{name}/smoothed")
-    scale = g.cast(g.raw_weight(stored.scale, folder), FLOAT, name=f"{name}/scale")
     zeros = None
-    if stored.zero_point is not None:
-        with g.scope(name):
+    with g.scope(name):
+        order, smooth = (
+            None if info is None else g.raw_weight(info, folder)
+            for info in (stored.order, stored.pre_quant_scale)
+        )
+        x = prepared(g, x, order, smooth, FLOAT)
+        scale = g.cast(g.raw_weight(stored.scale, folder), FLOAT, name="scale")
+        if stored.zero_point is not None:
             zeros = zero_points(g, g.raw_weight(stored.zero_point, folder), stored)
             zeros = _packed_points(g, _repeated(g, zeros, repeats), blocks, bits)
-    inputs: list[ir.Value | None] = [
-        *(x, g.raw_weight(stored.weight, folder), _repeated(g, scale, repeats)),
-        *([] if zeros is None else [zeros]),
-    ]
-    if bias is not None:
-        inputs += [None] * (5 - len(inputs)) + [bias]
+        scale = _repeated(g, scale, repeats)
+    inputs = [x, g.raw_weight(stored.weight, folder), scale, zeros, None, bias]
+    while inputs[-1] is None:
+        inputs.pop()
     g.graph.opset_imports[MICROSOFT_DOMAIN] = 1
     return g.op(
         "MatMulNBits",
@@ -253,11 +262,7 @@ def product(
     g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value], x: ir.Value, weight: ir.Value
 ) -> ir.Value:
     """The layer for ONNX Runtime, its weight widened already; all in float32."""
-    if kind.ordered:
-        x = g.op("Gather", x, inputs["order"], name="ordered", axis=1)
-    if kind.smoothed:
-        smooth = g.op("Cast", inputs["pre_quant_scale"], name="smooth", to=int(FLOAT))
-        x = g.op("Mul", x, smooth, name="smoothed")
+    x = prepared(g, x, inputs.get("order"), inputs.get("pre_quant_scale"), FLOAT)
     factor: ir.Value | None = None
     if kind.activations == "row":
         x, factor = split_rows(g, x)
@@ -290,12 +295,7 @@ def tensorrt_linear(
     inputs = tensors(g, stored, folder, packed_as_bytes=False)
     factor: ir.Value | None = None
     with g.scope(name):
-        if kind.ordered:
-            x = g.op("Gather", x, inputs["order"], name="ordered", axis=1)
-        if kind.smoothed:
-            smooth = g.op("Cast", inputs["pre_quant_scale"], name="smooth", to=int(g.dtype))
-            x = g.op("Mul", x, smooth, name="smoothed")
-        given = x
+        given = x = prepared(g, x, inputs.get("order"), inputs.get("pre_quant_scale"), g.dtype)
         if kind.activations == "row":
             x, factor = split_rows(g, g.op("Cast", x, name="x_float", to=int(FLOAT)))
             x = g.op("Cast", x, name="x_by_row", to=int(g.dtype))
