@@ -173,16 +173,8 @@ def test_the_command_writes_a_vocabulary(tmp_path: Path, capsys: pytest.CaptureF
     answers = AnswerFile(tmp_path / "answers.jsonl")
     answers.append(Answer("0", "", [1, 2], [1500, 1500, 1400], 0.0, "length"))
     answers.close()
-    asked = [
-        "train",
-        "vocabulary",
-        "--target",
-        "tiny",
-        "--data",
-        str(tmp_path / "answers.jsonl"),
-        "--size",
-        "300",
-    ]
+    data = str(tmp_path / "answers.jsonl")
+    asked = ["train", "vocabulary", "--target", "tiny", "--data", data, "--size", "300"]
     assert main([*asked, "--out", str(tmp_path / "made.json")]) == 0
     assert "made.json: 300 of 2048 tokens, 100.0% of 3 tokens" in capsys.readouterr().out
     assert {0, 1400, 1500} < set(read_draft_vocabulary(tmp_path / "made.json", 2048))

@@ -163,19 +163,10 @@ def test_the_terminal_has_no_json(
 ) -> None:
     monkeypatch.setattr("dflash_trt.reports.charts.find_spec", lambda name: None)
     out = tmp_path / "run"
-    command = [
-        "train",
-        "drafter",
-        "--target",
-        "tiny",
-        "--data",
-        str(data),
-        "--out",
-        str(out),
-        "--steps",
-        "10",
-    ]
-    sizes = ["--batch-size", "4", "--anchors", "4", "--layers", "1", "--limit", "4", "--eval-tokens", "8"]
+    command = (
+        f"train drafter --target tiny --data {data} --out {out} --steps 10 --batch-size 4 --anchors 4".split()
+    )
+    sizes = ["--layers", "1", "--limit", "4", "--eval-tokens", "8"]
     capsys.readouterr()
     assert main([*command, *sizes]) == 0
     printed, told = capsys.readouterr()
