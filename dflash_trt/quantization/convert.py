@@ -30,8 +30,8 @@ from dflash_trt.files.reading import read_object
 from dflash_trt.formats import INT4, SCHEMES, Algorithm
 from dflash_trt.quantization.layers import (
     HEAD,
-    Layer,
-    Recipe,
+    LinearLayer,
+    QuantizationRecipe,
     head_weight,
     linear_layers,
     multiplied_as_one,
@@ -46,7 +46,7 @@ STEP_BYTES = 32 << 20
 def quantize(
     source: Path,
     out: Path,
-    scheme: str | Recipe,
+    scheme: str | QuantizationRecipe,
     *,
     exclude: Sequence[str] = (),
     head: str | None = None,
@@ -67,7 +67,7 @@ def quantize(
         CheckpointError: the source is quantized already, or has a weight that is not finite.
         BuildError: the scheme does not fit a layer, or `out` holds something else.
     """
-    recipe = scheme if isinstance(scheme, Recipe) else Recipe(scheme)
+    recipe = scheme if isinstance(scheme, QuantizationRecipe) else QuantizationRecipe(scheme)
     recipe = replace(recipe, calibrated=calibration is not None)
     for option, value in (("scheme", recipe.scheme), ("head", head or recipe.scheme)):
         if value not in SCHEMES:
@@ -91,7 +91,7 @@ def quantize(
     return _convert(checkpoint, out, layers, copied, calibration or {}, progress)
 
 
-def quantize_head(source: Path, out: Path, recipe: Recipe, progress: Progress) -> Path:
+def quantize_head(source: Path, out: Path, recipe: QuantizationRecipe, progress: Progress) -> Path:
     """Write only the LM head of the target in `source`, quantized, with its draft vocabulary if it has one."""
     checkpoint = Checkpoint(source)
     layers = recipe.layers({HEAD: head_weight(checkpoint)})
@@ -102,7 +102,7 @@ def quantize_head(source: Path, out: Path, recipe: Recipe, progress: Progress) -
 def _convert(
     checkpoint: Checkpoint,
     out: Path,
-    layers: Mapping[str, Layer],
+    layers: Mapping[str, LinearLayer],
     copied: Sequence[TensorInfo],
     amax: Mapping[str, float],
     progress: Progress,
@@ -149,7 +149,7 @@ class _Shards:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        layers: Mapping[str, Layer],
+        layers: Mapping[str, LinearLayer],
         copied: Sequence[TensorInfo],
         amax: Mapping[str, float],
         progress: Progress,
@@ -179,7 +179,7 @@ class _Shards:
         self.progress("quantize", self.done, self.total)
         self.done += source.nbytes
 
-    def _quantized(self, layer: Layer, group: str) -> list[Entry]:
+    def _quantized(self, layer: LinearLayer, group: str) -> list[Entry]:
         """The layer's tensors. The first yields the data of all."""
         written = layer.format.written(layer.algorithm, *layer.source.shape)
         shared = [suffix for suffix, (_, shape) in written.items() if not shape]  # the scale of whole weights
@@ -193,7 +193,7 @@ class _Shards:
         return [replace(first, pieces=self._counted(first, layer.source)), *entries[1:]]
 
     def _encoded(
-        self, layer: Layer, group: str, shared: Sequence[str], observed: float | None
+        self, layer: LinearLayer, group: str, shared: Sequence[str], observed: float | None
     ) -> Iterator[tuple[str, NDArray[Any]]]:
         """Pieces of the layer's tensors, by name. The pieces of each tensor are in order."""
         name, form, scale = layer.name, layer.format, np.ones((), np.float32)
@@ -206,7 +206,7 @@ class _Shards:
             for suffix, piece in form.encode(layer.algorithm, rows, scale).items():
                 yield f"{name}.{suffix}", piece
 
-    def _rows(self, layer: Layer) -> Iterator[NDArray[np.float32]]:
+    def _rows(self, layer: LinearLayer) -> Iterator[NDArray[np.float32]]:
         """The weight in float32, in pieces with an even number of rows, except for the last."""
         array = self.checkpoint.array(layer.source.name)
         step = max(2, STEP_BYTES // (4 * layer.source.shape[1]) // 2 * 2)
@@ -235,7 +235,7 @@ def as_it_is(checkpoint: Checkpoint, info: TensorInfo) -> Entry:
     return Entry(info.name, info.dtype, info.shape, pieces)
 
 
-def _quant_config(layers: Mapping[str, Layer], copied: Sequence[TensorInfo]) -> dict[str, Any]:
+def _quant_config(layers: Mapping[str, LinearLayer], copied: Sequence[TensorInfo]) -> dict[str, Any]:
     """The content of hf_quant_config.json."""
 
     def fields(algorithm: Algorithm) -> dict[str, Any]:

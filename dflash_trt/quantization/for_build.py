@@ -26,7 +26,7 @@ from dflash_trt.formats.int8 import PER_CHANNEL
 from dflash_trt.formats.precision import Precision
 from dflash_trt.quantization import repack
 from dflash_trt.quantization.convert import STEP_BYTES, quantize, quantize_head, write_json
-from dflash_trt.quantization.layers import HEAD, Recipe, head_weight
+from dflash_trt.quantization.layers import HEAD, QuantizationRecipe, head_weight
 
 Weights = Checkpoint | Outline
 
@@ -84,9 +84,9 @@ class _Work:
 
         return channels_pay()
 
-    def recipe(self, scheme: str) -> Recipe:
+    def recipe(self, scheme: str) -> QuantizationRecipe:
         """Blocks have a scale of their own each: larger groups would spare nothing."""
-        return Recipe(scheme, BLOCK if self.layout == "blocks" else None, self.per_channel)
+        return QuantizationRecipe(scheme, BLOCK if self.layout == "blocks" else None, self.per_channel)
 
     def place(self, name: str, source: Checkpoint, made: str) -> Path:
         """The directory for what is `made` of a checkpoint."""

@@ -25,7 +25,7 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LinearLayer:
     """A layer to quantize, with its weight as stored."""
 
     name: str
@@ -39,7 +39,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class QuantizationRecipe:
     """How layers are quantized: to the numbers of `scheme`, the name of a number format.
 
     largest_group: the most weights that share a scale, where the scheme leaves a choice.
@@ -59,13 +59,13 @@ class Recipe:
         groups = [] if self.largest_group is None else [self.largest_group]
         return FORMATS[self.scheme].algorithm(calibrated=self.calibrated, inputs=[*inputs, *groups])
 
-    def layers(self, weights: Mapping[str, TensorInfo]) -> dict[str, Layer]:
+    def layers(self, weights: Mapping[str, TensorInfo]) -> dict[str, LinearLayer]:
         """The layers with these weights. Raises BuildError, naming a layer, where the scheme does not fit."""
         inputs = [weight.shape[1] for weight in weights.values()]
         layers = {}
         for name, weight in weights.items():
             algorithm = self.algorithm(inputs, expert=of_all_experts(name) != name)
-            layers[name] = Layer(name, weight, algorithm)
+            layers[name] = LinearLayer(name, weight, algorithm)
             rows, columns = weight.shape
             group, even = algorithm.group_size or 1, layers[name].format.even_rows
             if columns % group or (even and rows % 2):

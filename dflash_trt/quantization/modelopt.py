@@ -15,7 +15,7 @@ from dflash_trt.errors import BuildError, UsageError
 from dflash_trt.extras import install
 from dflash_trt.formats import FORMATS
 from dflash_trt.quantization.convert import copy_files
-from dflash_trt.quantization.layers import Recipe, linear_layers
+from dflash_trt.quantization.layers import QuantizationRecipe, linear_layers
 
 AWQ_TOKENS, AWQ_ROW = 4096, 1024
 _EXPERT = re.compile(r"\.experts\.\d+\.(?=(gate|up|down)_proj$)")
@@ -53,7 +53,7 @@ def quantize_with_modelopt(
         inputs = [tensor.shape[1] for tensor in linear_layers(checkpoint, exclude).values()]
         for entry in config["quant_cfg"]:
             if "block_sizes" in (entry.get("cfg") or {}):
-                entry["cfg"]["block_sizes"][-1] = Recipe(scheme).algorithm(inputs).group_size
+                entry["cfg"]["block_sizes"][-1] = QuantizationRecipe(scheme).algorithm(inputs).group_size
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval()
 
     def calibrate(model: Any) -> None:
