@@ -127,6 +127,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         for part in ("a?", "(ab)*", "(a|)", "a{0,3}")
     ),
     ({"grammar": "start: " + '"a"? ' * 4097}, "grammar has 4097 optional parts"),
+    (
+        {"json": {"items": [{"properties": {f"p{i}": {} for i in range(1025)}}]}},
+        "json has an object of 1025 properties",
+    ),
     ({"json_object": 1}, "json_object is 1"),
 ]
 

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 MOST_CHARACTERS = 1 << 16
 MOST_CHOICES = 1024
-# Of a regex or grammar: llguidance's time grows with the square of their number, to half a second here.
+# llguidance's time grows with the square of these numbers, to half a second at most: the optional parts of a regex or
+# grammar, and the properties of an object in a JSON schema.
 MOST_OPTIONAL = 4096
+MOST_PROPERTIES = 1024
 _OPTIONAL = re.compile(r"[?*]|\{0?,|\|\)|\(\|")
 # Tokens of a forced text from which on it is long: these take about a millisecond.
 LONG_FORCED = 512
@@ -45,9 +47,9 @@ class StructuredOutputs:
 
     disable_any_whitespace: JSON without spaces and line breaks. More of its tokens are forced then, so it is faster.
 
-    They have at most 65,536 characters, `choice` at most 1024 strings, and `regex` and `grammar` at most 4,096 optional
-    parts. The model's end token ends the text as soon as, and only when, it has the form. A text that reaches
-    `max_tokens` before may be incomplete.
+    They have at most 65,536 characters, `choice` at most 1024 strings, an object of `json` at most 1024 properties, and
+    `regex` and `grammar` at most 4,096 optional parts. The model's end token ends the text as soon as, and only when,
+    it has the form. A text that reaches `max_tokens` before may be incomplete.
     """
 
     json: str | Mapping[str, Any] | bool | None = None
@@ -107,7 +109,25 @@ def _schema(schema: object) -> str:
         return "{}"
     if not isinstance(read, dict):
         raise RequestError(f"json is {quoted(schema)}, expected a JSON schema: an object, or true")
+    if (properties := _most_properties(read)) > MOST_PROPERTIES:
+        raise RequestError(
+            f"json has an object of {properties} properties, expected at most {MOST_PROPERTIES}"
+        )
     return text
+
+
+def _most_properties(schema: object) -> int:
+    """The largest number of properties that an object of the schema has."""
+    parts, most = [schema], 0
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            if isinstance(part.get("properties"), dict):
+                most = max(most, len(part["properties"]))
+            parts += part.values()
+        elif isinstance(part, list):
+            parts += part
+    return most
 
 
 def _choices(choices: object) -> tuple[str, ...]:
