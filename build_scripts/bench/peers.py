@@ -1,11 +1,13 @@
 """The decoders that `build_scripts.bench.natural` compares, each in a process of its own.
 
-    python -m build_scripts.bench.peers NAME MODELS BATCH CAPACITY THREADS
+    python -m build_scripts.bench.peers NAME TARGET MODELS BATCH CAPACITY THREADS
 
 reads tasks (JSON, one a line) from its input and writes one answer for each. A name is KIND:WEIGHTS:
 
     plain, draft, adaptive   this package, on the bundle MODELS/bundles/WEIGHTS. draft-N drafts blocks of N
-    llama.cpp                llama-cpp-python, on MODELS/gguf/WEIGHTS.gguf
+    llama.cpp, openvino      llama-cpp-python and openvino-genai, on MODELS/gguf/WEIGHTS.gguf
+    genai                    onnxruntime-genai, on MODELS/genai/WEIGHTS
+    transformers             Transformers; WEIGHTS is a torch dtype. Compares widths only
 
 Every decoder takes the same token ids, and gives token ids.
 """
@@ -15,149 +17,51 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
+from build_scripts.bench.decoders import Answer, Genai, LlamaCpp, OpenVINO, Ours, Stepper, Task, Transformers
+from dflash_trt.building.sources import resolve
 from dflash_trt.checkpoint.gguf import packaged_target
 
 # The package that each kind needs.
+PACKAGES = {
+    "plain": "onnxruntime",
+    "draft": "onnxruntime",
+    "adaptive": "onnxruntime",
+    "llama.cpp": "llama_cpp",
+    "genai": "onnxruntime_genai",
+    "openvino": "openvino_genai",
+    "transformers": "transformers",
+}
 OURS = ("plain", "draft", "adaptive")
-PACKAGES = {**dict.fromkeys(OURS, "onnxruntime"), "llama.cpp": "llama_cpp"}
-GGUF = {"BF16": 32, "F32": 0, "Q8_0": 7, "Q4_0": 2}  # llama_ftype in llama.h
-_PASS = 512  # prompt tokens in a pass, the default of llama.cpp and of this package
+GGUF = {"BF16": 32, "F32": 0, "F16": 1, "Q8_0": 7, "Q4_0": 2}  # llama_ftype in llama.h
 
 
-@dataclass
-class Task:
-    """Prompts to complete at the same time. `stop`: token ids that end a text."""
+def compare_widths(decoder: Stepper, task: Task) -> Answer:
+    """The greedy answer in passes of one token, and the same tokens again in passes of every width.
 
-    prompts: list[list[int]]
-    max_tokens: int
-    temperature: float
-    stop: list[int]
-    seed: int = 1
-
-
-@dataclass
-class Outcome:
-    """Tokens of each prompt, and seconds from the start to the first token and to the last.
-
-    `rounds` are verification passes with drafts, `accepted` the drafts that were right in them.
+    One token more than asked is decoded, as the last one is not fed. A last, shorter pass is left out.
     """
-
-    tokens: list[list[int]]
-    first: float = 0.0
-    seconds: float = 0.0
-    rounds: int = 0
-    accepted: int = 0
-
-
-class Ours:
-    """This package, from Python."""
-
-    def __init__(self, kind: str, bundle: Path, batch: int, threads: int) -> None:
-        from dflash_trt import LLM
-
-        self._llm = LLM(bundle, max_batch_size=batch, prefix_cache_bytes=0, threads=threads)
-        self._options: dict[str, Any] = {"speculate": kind != "plain"}
-        if kind.startswith("draft"):
-            self._options["block_length"] = int(kind.partition("-")[2] or self._llm.block_size)
-
-    def run(self, task: Task) -> Outcome:
-        """All prompts in one call."""
-        from dflash_trt import SamplingParams
-        from dflash_trt.decoding.statistics import Statistics
-
-        params = SamplingParams(
-            max_tokens=task.max_tokens,
-            temperature=task.temperature,
-            seed=task.seed,
-            stop_token_ids=task.stop,
-        )
-        began = perf_counter()
-        done = self._llm.generate(task.prompts, params, **self._options)
-        seconds, counts = perf_counter() - began, Statistics.merge(each.statistics for each in done)
-        tokens = [each.token_ids for each in done]
-        first = done[0].statistics.time_to_first_token
-        return Outcome(tokens, first, seconds, counts.num_drafts, counts.num_accepted_tokens)
-
-
-class LlamaCpp:
-    """llama.cpp by its C interface, so that no Python stands between two passes but this loop."""
-
-    def __init__(self, file: Path, batch: int, capacity: int, threads: int) -> None:
-        import llama_cpp
-
-        self._lib = llama_cpp
-        self._log = llama_cpp.llama_log_callback(_silent)  # C keeps only its address
-        llama_cpp.llama_log_set(self._log, None)
-        llama_cpp.llama_backend_init()
-        params = llama_cpp.llama_model_default_params()
-        self._model = llama_cpp.llama_model_load_from_file(str(file).encode(), params)
-        if not self._model:
-            raise RuntimeError(f"{file}: llama.cpp does not load it")
-        context = llama_cpp.llama_context_default_params()
-        context.n_ctx, context.n_seq_max, context.n_batch = capacity * batch, batch, _PASS
-        context.n_threads = context.n_threads_batch = threads
-        self._context = llama_cpp.llama_init_from_model(self._model, context)
-        self._batch = llama_cpp.llama_batch_init(_PASS, 0, 1)
-
-    def _pass(self, rows: Sequence[tuple[int, int, int, bool]]) -> None:
-        """One pass over rows: token, position, sequence, and whether logits are wanted."""
-        batch = self._batch
-        batch.n_tokens = len(rows)
-        for i, (token, position, sequence, wanted) in enumerate(rows):
-            batch.token[i], batch.pos[i], batch.logits[i] = token, position, wanted
-            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
-        if status := self._lib.llama_decode(self._context, batch):
-            raise RuntimeError(f"llama_decode: {status}")
-
-    def _read(self, prompt: list[int], sequence: int) -> None:
-        for start in range(0, len(prompt), _PASS):
-            piece = enumerate(prompt[start : start + _PASS], start)
-            self._pass([(token, i, sequence, i + 1 == len(prompt)) for i, token in piece])
-
-    def _sampler(self, task: Task, number: int) -> Any:
-        lib = self._lib
-        chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
-        if task.temperature:
-            lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_temp(task.temperature))
-            lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_dist(task.seed + number))
-        else:
-            lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_greedy())
-        return chain
-
-    def run(self, task: Task) -> Outcome:
-        """Each prompt alone, and then passes with a token of each."""
-        lib, context, prompts = self._lib, self._context, task.prompts
-        lib.llama_memory_clear(lib.llama_get_memory(context), True)
-        samplers = [self._sampler(task, i) for i in range(len(prompts))]
-        tokens: list[list[int]] = []
-        first, began = 0.0, perf_counter()
-        for sequence, prompt in enumerate(prompts):
-            self._read(prompt, sequence)
-            tokens.append([lib.llama_sampler_sample(samplers[sequence], context, -1)])
-            first = first or perf_counter() - began
-        while active := [
-            i for i, out in enumerate(tokens) if len(out) < task.max_tokens and out[-1] not in task.stop
-        ]:
-            self._pass([(tokens[i][-1], len(prompts[i]) + len(tokens[i]) - 1, i, True) for i in active])
-            for row, i in enumerate(active):
-                tokens[i].append(lib.llama_sampler_sample(samplers[i], context, row))
-        seconds = perf_counter() - began
-        for sampler in samplers:
-            lib.llama_sampler_free(sampler)
-        return Outcome(tokens, first, seconds)
-
-
-def _silent(level: int, text: bytes, data: object) -> None:
-    pass
+    (prompt,) = task.prompts
+    tokens = [decoder.begin(prompt)]
+    while len(tokens) <= task.max_tokens and tokens[-1] not in task.stop:
+        tokens += decoder.advance(tokens[-1:])
+    flips = {}
+    for width in task.widths:
+        decoder.begin(prompt)
+        fed = (len(tokens) - 1) // width * width
+        passes = [decoder.advance(tokens[start : start + width]) for start in range(0, fed, width)]
+        chosen = [token for each in passes for token in each]
+        flips[width] = fed, [i for i, (a, b) in enumerate(zip(chosen, tokens[1:], strict=False)) if a != b]
+    return Answer([tokens], flips=flips)
 
 
 def make_gguf(target: str, file: Path) -> None:
@@ -181,6 +85,33 @@ def make_gguf(target: str, file: Path) -> None:
     work.rename(file)
 
 
+def make_genai(target: str, directory: Path) -> None:
+    """A model of onnxruntime-genai, by its own builder, from the checkpoint that `build` converts."""
+    if directory.exists():
+        return
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory.parent) as work:
+        command = [
+            sys.executable,
+            "-m",
+            "onnxruntime_genai.models.builder",
+            "-e",
+            "cpu",
+            "-c",
+            f"{work}/cache",
+        ]
+        command += [
+            "-i",
+            str(resolve(target, "target").directory),
+            "-o",
+            f"{work}/model",
+            "-p",
+            directory.name,
+        ]
+        subprocess.run(command, check=True, stdout=sys.stderr)
+        Path(work, "model").rename(directory)
+
+
 def kind_of(name: str) -> str:
     """The kind of a decoder. Exits where the name is of none."""
     kind, _, weights = name.partition(":")
@@ -191,15 +122,20 @@ def kind_of(name: str) -> str:
 
 
 def installed(name: str) -> bool:
-    """Whether the package of a decoder is there."""
     return find_spec(PACKAGES[kind_of(name)]) is not None
 
 
-def load(name: str, models: Path, batch: int, capacity: int, threads: int) -> Ours | LlamaCpp:
-    """The decoder. `capacity`: most tokens of a prompt and its answer."""
+def load(name: str, target: str, models: Path, batch: int, capacity: int, threads: int) -> Any:
+    """`capacity`: most tokens of a prompt and its answer."""
     kind, _, weights = name.partition(":")
     if kind == "llama.cpp":
         return LlamaCpp(models / "gguf" / f"{weights}.gguf", batch, capacity, threads)
+    if kind == "openvino":
+        return OpenVINO(models / "gguf" / f"{weights}.gguf", threads)
+    if kind == "genai":
+        return Genai(models / "genai" / weights, capacity, threads)
+    if kind == "transformers":
+        return Transformers(target, weights, threads)
     return Ours(kind, models / "bundles" / weights, batch, threads)
 
 
@@ -221,15 +157,14 @@ def _answers() -> Iterator[Any]:
 
 
 def main() -> None:
-    """Answer the tasks of the input."""
-    name, models, *numbers = sys.argv[1:]
+    name, target, models, *numbers = sys.argv[1:]
     with _answers() as out:
-        decoder = load(name, Path(models), *map(int, numbers))
+        decoder = load(name, target, Path(models), *map(int, numbers))
         print(json.dumps({"ready": name}), file=out, flush=True)
         for line in sys.stdin:
             task = Task(**json.loads(line))
-            outcome = asdict(decoder.run(task)) | {"peak_mb": _peak_megabytes()}
-            print(json.dumps(outcome), file=out, flush=True)
+            answer = compare_widths(decoder, task) if task.widths else decoder.run(task)
+            print(json.dumps(asdict(answer) | {"peak_mb": _peak_megabytes()}), file=out, flush=True)
 
 
 if __name__ == "__main__":
