@@ -35,7 +35,7 @@ class Task:
 
 
 @dataclass
-class Answer:
+class Decoded:
     """Tokens of each prompt, and seconds from the start to the first token and to the last.
 
     `rounds` are verification passes with drafts, `accepted` the drafts that were right in them. `flips` has, for each
@@ -74,7 +74,7 @@ class Ours:
             self._options["block_length"] = int(kind.partition("-")[2] or self._llm.block_size)
         self._position = 0
 
-    def run(self, task: Task) -> Answer:
+    def run(self, task: Task) -> Decoded:
         from dflash_trt import SamplingParams
         from dflash_trt.decoding.statistics import Statistics
 
@@ -89,7 +89,7 @@ class Ours:
         seconds, counts = perf_counter() - began, Statistics.merge(each.statistics for each in done)
         tokens = [each.token_ids for each in done]
         first = done[0].statistics.time_to_first_token
-        return Answer(tokens, first, seconds, counts.num_drafts, counts.num_accepted_tokens)
+        return Decoded(tokens, first, seconds, counts.num_drafts, counts.num_accepted_tokens)
 
     def begin(self, prompt: list[int]) -> int:
         pair = self._llm._runtime.pair
@@ -155,7 +155,7 @@ class LlamaCpp:
             lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_greedy())
         return chain
 
-    def run(self, task: Task) -> Answer:
+    def run(self, task: Task) -> Decoded:
         lib, context, prompts = self._lib, self._context, task.prompts
         self._clear()
         samplers = [self._sampler(task, i) for i in range(len(prompts))]
@@ -174,7 +174,7 @@ class LlamaCpp:
         seconds = perf_counter() - began
         for sampler in samplers:
             lib.llama_sampler_free(sampler)
-        return Answer(tokens, first, seconds)
+        return Decoded(tokens, first, seconds)
 
     def begin(self, prompt: list[int]) -> int:
         self._clear()
@@ -215,7 +215,7 @@ class Genai:
         params.set_search_options(**options)
         return self._lib.Generator(self._model, params)
 
-    def run(self, task: Task) -> Answer:
+    def run(self, task: Task) -> Decoded:
         prompts, _ = _padded(task, np.int32)
         count, longest = prompts.shape
         options: dict[str, Any] = {"max_length": longest + task.max_tokens, "batch_size": count}
@@ -232,7 +232,7 @@ class Genai:
                 out.append(int(token))
             first = first or perf_counter() - began
         seconds = perf_counter() - began
-        return Answer([_until(each, task.stop) for each in tokens], first, seconds)
+        return Decoded([_until(each, task.stop) for each in tokens], first, seconds)
 
     def begin(self, prompt: list[int]) -> int:
         self._generator = self._open(max_length=self._capacity, batch_size=1)
@@ -253,7 +253,7 @@ class OpenVINO:
         self._lib, self._tensor = openvino_genai, openvino.Tensor
         self._pipeline = openvino_genai.LLMPipeline(str(file), "CPU", INFERENCE_NUM_THREADS=threads)
 
-    def run(self, task: Task) -> Answer:
+    def run(self, task: Task) -> Decoded:
         config = self._lib.GenerationConfig()
         config.max_new_tokens, config.stop_token_ids = task.max_tokens, set(task.stop)
         config.do_sample = bool(task.temperature)
@@ -264,7 +264,7 @@ class OpenVINO:
         done = self._pipeline.generate(self._lib.TokenizedInputs(ids, mask), config)
         seconds = perf_counter() - began
         tokens = [_until(list(each), task.stop) for each in done.tokens]
-        return Answer(tokens, done.perf_metrics.get_ttft().mean / 1e3, seconds)
+        return Decoded(tokens, done.perf_metrics.get_ttft().mean / 1e3, seconds)
 
 
 class Transformers:

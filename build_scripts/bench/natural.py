@@ -59,7 +59,7 @@ DISTRIBUTIONS = (
 Record = dict[str, Any]
 
 
-class Worker:
+class PeerProcess:
     """A decoder's process."""
 
     def __init__(self, name: str, target: str, models: Path, *numbers: int) -> None:
@@ -138,10 +138,12 @@ def jobs(args: argparse.Namespace) -> Iterator[Job]:
 def measure(args: argparse.Namespace, names: list[str], chosen: list[Job]) -> Iterator[Record]:
     """Rounds of the jobs, by processes that hold as many tokens as these jobs need."""
     capacity = max(len(ids) + job.task.max_tokens for job in chosen for ids in job.task.prompts) + 16
-    workers: list[Worker] = []
+    workers: list[PeerProcess] = []
     try:
         for name in names:
-            workers.append(Worker(name, args.target, args.models, max(args.requests), capacity, args.threads))
+            workers.append(
+                PeerProcess(name, args.target, args.models, max(args.requests), capacity, args.threads)
+            )
         first = chosen[0].task
         for worker in workers:
             if not args.widths:

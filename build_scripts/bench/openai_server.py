@@ -62,7 +62,7 @@ class OverHttp:
 
     def __init__(self, port: int, tokens: int) -> None:
         self._port, self._tokens = port, tokens
-        self._kept: list[_Stream] = []
+        self._kept: list[_EventReader] = []
 
     async def __call__(self, ids: list[int]) -> tuple[float, list[Any]]:
         body = {
@@ -79,13 +79,13 @@ class OverHttp:
             connection = self._kept.pop()
         else:
             loop = asyncio.get_running_loop()
-            _, connection = await loop.create_connection(_Stream, "127.0.0.1", self._port)
+            _, connection = await loop.create_connection(_EventReader, "127.0.0.1", self._port)
         parts, first = await connection.ask(head.encode() + b"Content-Type: application/json\r\n\r\n" + data)
         self._kept.append(connection)
         return first - begin, parts
 
 
-class _Stream(asyncio.Protocol):
+class _EventReader(asyncio.Protocol):
     """One request after the other. It keeps the bytes, so that the client takes little of the cores."""
 
     def connection_made(self, transport: Any) -> None:

@@ -27,7 +27,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from build_scripts.bench.decoders import Answer, Genai, LlamaCpp, OpenVINO, Ours, Stepper, Task, Transformers
+from build_scripts.bench.decoders import Decoded, Genai, LlamaCpp, OpenVINO, Ours, Stepper, Task, Transformers
 from dflash_trt.building.sources import resolve
 from dflash_trt.checkpoint.gguf import packaged_target
 
@@ -45,7 +45,7 @@ OURS = ("plain", "draft", "adaptive")
 GGUF = {"BF16": 32, "F32": 0, "F16": 1, "Q8_0": 7, "Q4_0": 2}  # llama_ftype in llama.h
 
 
-def compare_widths(decoder: Stepper, task: Task) -> Answer:
+def compare_widths(decoder: Stepper, task: Task) -> Decoded:
     """The greedy answer in passes of one token, and the same tokens again in passes of every width.
 
     One token more than asked is decoded, as the last one is not fed. A last, shorter pass is left out.
@@ -61,7 +61,7 @@ def compare_widths(decoder: Stepper, task: Task) -> Answer:
         passes = [decoder.advance(tokens[start : start + width]) for start in range(0, fed, width)]
         chosen = [token for each in passes for token in each]
         flips[width] = fed, [i for i, (a, b) in enumerate(zip(chosen, tokens[1:], strict=False)) if a != b]
-    return Answer([tokens], flips=flips)
+    return Decoded([tokens], flips=flips)
 
 
 def make_gguf(target: str, file: Path) -> None:
