@@ -1,50 +1,39 @@
-"""The memory of recurrent layers in the embedded engine: one state of fixed size for each slot.
-
-A slot's states belong to `position`. The rows from there on are pending: docs/hybrid.md says how a pass replays them.
-So a slot can be cut to `position`, and to each length after it up to its own. Rows of attention lie in `HostRows`.
-"""
+"""The memory of recurrent layers in the embedded engine. Rows of attention lie in `HostRows`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from dflash_trt.decoding.caches import Snapshot
 from dflash_trt.engines.onnxruntime_caches import HostRows
+from dflash_trt.engines.state_caches import PENDING, POSITION, StateCaches
 from dflash_trt.errors import DFlashError
 
 Array = np.ndarray[Any, Any]
 
-POSITION, PENDING = "position_state", "pending_"
 
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """Rows of each cache, and the states that belong to the end of the rows, by name; or none."""
-
-    rows: Snapshot
-    states: Mapping[str, Array] | None
-
-
-class HybridCaches:
-    """Rows and states of every slot. `Caches` in decoding/caches.py documents the methods."""
+class HybridCaches(StateCaches[HostRows]):
+    """Rows and states of every slot, in arrays [slots, ...]."""
 
     def __init__(self, rows: HostRows, shapes: Mapping[str, tuple[tuple[int, ...], Any]]) -> None:
         """`shapes`: shape and dtype of each state of a sequence, by name."""
-        self.rows = rows
-        size = sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in shapes.values())
+        super().__init__(rows)
+        self.state_bytes = sum(
+            int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in shapes.values()
+        )
         try:
             self.states = {
                 name: np.zeros((rows.slots, *shape), dtype) for name, (shape, dtype) in shapes.items()
             }
         except (MemoryError, ValueError) as error:
             raise DFlashError(
-                f"no memory for the states of {rows.slots} sequences ({size} bytes each): lower max_batch_size"
+                f"no memory for the states of {rows.slots} sequences ({self.state_bytes} bytes each): "
+                "lower max_batch_size"
             ) from error
-        self.state_bytes: int = size
+        self._pending = [memory for name, memory in self.states.items() if name.startswith(PENDING)]
+        self.most_pending = self._pending[0].shape[1] if self._pending else 0
 
     @property
     def arrays(self) -> dict[str, Array]:
@@ -57,62 +46,27 @@ class HybridCaches:
             yield name, memory[first : first + slots]
 
     def position(self, slot: int) -> int:
+        """The length that a slot's states belong to, which is one of them."""
         return int(self.states[POSITION][slot])
 
-    def lengths(self, slot: int, length: int) -> Sequence[int]:
-        return range(max(self.rows.shortest(length), self.position(slot)), length + 1)
+    def _take(self, slot: int) -> dict[str, Array]:
+        return {name: memory[slot].copy() for name, memory in self.states.items()}
 
-    def kept_bytes(self, length: int) -> int:
-        return self.rows.kept_bytes(length) + self.state_bytes
+    def _put(self, slot: int, states: Mapping[str, Any]) -> None:
+        for name, state in states.items():
+            self.states[name][slot] = state
 
-    def copy(self, source: int, target: int, length: int) -> None:
-        self.rows.copy(source, target, length)
+    def _copy(self, source: int, target: int) -> None:
         for memory in self.states.values():
             memory[target] = memory[source]
 
-    def keep(self, slot: int, start: int, stop: int, shortest: int) -> Snapshot:
-        position = self.position(slot)
-        rows, reach = self.rows.keep(slot, start, stop, shortest), position + self.most_pending
-        if not position <= stop <= reach:
-            return Snapshot(start, stop, (), _Copy(rows, None), rows.size)
-        states = {name: memory[slot].copy() for name, memory in self.states.items()}
-        lengths = range(max(rows.lengths[0], position), stop + 1) if rows.lengths else ()
-        return Snapshot(start, stop, lengths, _Copy(rows, states), rows.size + self.state_bytes)
-
-    def lacks(self, kept: Snapshot, shortest: int) -> bool:
-        """States are with the last copy of a prefix only."""
-        if kept.start < shortest <= kept.stop and kept.stop not in kept.lengths:
-            return True
-        return self.rows.lacks(kept.data.rows, shortest)
-
-    def restore(self, slot: int, kept: Sequence[Snapshot], length: int) -> None:
-        self.rows.restore(slot, [each.data.rows for each in kept], length)
-        for name, state in kept[-1].data.states.items():
-            self.states[name][slot] = state
-
-    def compact(self, slot: int, start: int, nodes: Sequence[int]) -> None:
-        self.rows.compact(slot, start, nodes)
-        for rows in self._pending(slot):
-            rows[: len(nodes)] = rows[list(nodes)]  # the right side is a copy
-
-    def clear(self, slot: int, first: int = 0, last: int | None = None) -> None:
-        self.rows.clear(slot, first, last)
-        if first == 0:
-            for memory in self.states.values():
-                memory[slot] = 0
-            return
-        begin = max(first - self.position(slot), 0)
-        for rows in self._pending(slot):
-            rows[begin:] = 0
+    def _clear(self, slot: int, pending: int | None) -> None:
+        if pending is None:
+            self._put(slot, dict.fromkeys(self.states, 0))
+        for memory in self._pending:
+            memory[slot, pending:] = 0
 
     def close(self) -> None:
+        """Free all memory."""
         self.rows.close()
-        self.states = {}
-
-    @property
-    def most_pending(self) -> int:
-        """The most rows after a slot's position."""
-        return next((len(rows) for rows in self._pending(0)), 0)
-
-    def _pending(self, slot: int) -> Iterator[Array]:
-        return (memory[slot] for name, memory in self.states.items() if name.startswith(PENDING))
+        self.states, self._pending = {}, []

@@ -1,8 +1,7 @@
-"""The memory of recurrent layers on a GPU: one state of fixed size for each slot.
+"""The memory of recurrent layers on a GPU.
 
-As in the embedded engine, a slot's states belong to `position`, and the rows from there on are pending. A pass writes
-new states beside the old ones, because TensorRT must not write what it still reads. They are copied over them after
-the pass, on its stream. The host counts the positions too, so that it need not wait to know them.
+A pass writes new states beside the old ones, because TensorRT must not write what it still reads. They are copied over
+them after the pass, on its stream. The host counts the positions too, so that it need not wait to know them.
 
 TensorRT wants aligned addresses. The states of published models fill whole units, which the engine checks, but a
 position does not, so positions are copied to a place of their own before a pass.
@@ -17,22 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from dflash_trt.decoding.caches import Snapshot
+from dflash_trt.engines.state_caches import PENDING, POSITION, StateCaches
 from dflash_trt.engines.tensorrt.caches import DeviceRows
 
 Array = np.ndarray[Any, Any]
 Tensor = torch.Tensor
-
-POSITION, PENDING = "position_state", "pending_"
-
-
-@dataclass(frozen=True, slots=True)
-class _DeviceCopy:
-    """Rows of each cache, and the states that belong to the end of the rows, one for each pool; or none."""
-
-    rows: Snapshot
-    states: Sequence[Tensor] | None
-    position: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +33,8 @@ class _Pool:
     pending: bool
 
 
-class DeviceHybridCaches:
-    """Rows and states of every slot. `Caches` in decoding/caches.py documents the methods."""
+class DeviceHybridCaches(StateCaches[DeviceRows]):
+    """Rows and states of every slot, in tensors [layers, slots, ...]."""
 
     def __init__(
         self,
@@ -57,7 +45,8 @@ class DeviceHybridCaches:
         device: torch.device,
     ) -> None:
         """`states`: shape and dtype of each state of a sequence, by the name of the plan's input."""
-        self.rows, self._stream = rows, stream
+        super().__init__(rows)
+        self._stream = stream
         self._on_device, self._read, self._written = (
             torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(3)
         )
@@ -111,70 +100,39 @@ class DeviceHybridCaches:
         self._positions[first_slot:stop] = np.where(start > 0, before + replayed, 0) + certain
 
     def position(self, slot: int) -> int:
+        """The length that a slot's states belong to, as the host counts it."""
         return int(self._positions[slot])
 
-    def lengths(self, slot: int, length: int) -> Sequence[int]:
-        return range(max(self.rows.shortest(length), self.position(slot)), length + 1)
+    def _take(self, slot: int) -> tuple[list[Tensor], int]:
+        try:
+            with torch.cuda.stream(self._stream):
+                return [pool.now[:, slot].clone() for pool in self._pools], self.position(slot)
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(str(error)) from error
 
-    def kept_bytes(self, length: int) -> int:
-        return self.rows.kept_bytes(length) + self.state_bytes
+    def _put(self, slot: int, states: tuple[Sequence[Tensor], int]) -> None:
+        tensors, position = states
+        with torch.cuda.stream(self._stream):
+            for pool, each in zip(self._pools, tensors, strict=True):
+                pool.now[:, slot].copy_(each)
+            self._on_device[slot].fill_(position)
+        self._positions[slot] = position
 
-    def copy(self, source: int, target: int, length: int) -> None:
-        self.rows.copy(source, target, length)
+    def _copy(self, source: int, target: int) -> None:
         with torch.cuda.stream(self._stream):
             for pool in self._pools:
                 pool.now[:, target].copy_(pool.now[:, source])
             self._on_device[target : target + 1].copy_(self._on_device[source : source + 1])
         self._positions[target] = self._positions[source]
 
-    def keep(self, slot: int, start: int, stop: int, shortest: int) -> Snapshot:
-        position, rows = self.position(slot), self.rows.keep(slot, start, stop, shortest)
-        if not position <= stop <= position + self.most_pending:
-            return Snapshot(start, stop, (), _DeviceCopy(rows, None, position), rows.size)
-        try:
-            with torch.cuda.stream(self._stream):
-                states = [pool.now[:, slot].clone() for pool in self._pools]
-        except torch.OutOfMemoryError as error:
-            raise MemoryError(str(error)) from error
-        lengths = range(max(rows.lengths[0], position), stop + 1) if rows.lengths else ()
-        return Snapshot(
-            start, stop, lengths, _DeviceCopy(rows, states, position), rows.size + self.state_bytes
-        )
-
-    def lacks(self, kept: Snapshot, shortest: int) -> bool:
-        """States are with the last copy of a prefix only."""
-        if kept.start < shortest <= kept.stop and kept.stop not in kept.lengths:
-            return True
-        return self.rows.lacks(kept.data.rows, shortest)
-
-    def restore(self, slot: int, kept: Sequence[Snapshot], length: int) -> None:
-        self.rows.restore(slot, [each.data.rows for each in kept], length)
-        last: _DeviceCopy = kept[-1].data
-        assert last.states is not None
-        with torch.cuda.stream(self._stream):
-            for pool, states in zip(self._pools, last.states, strict=True):
-                pool.now[:, slot].copy_(states)
-            self._on_device[slot].fill_(last.position)
-        self._positions[slot] = last.position
-
-    def compact(self, slot: int, start: int, nodes: Sequence[int]) -> None:
-        self.rows.compact(slot, start, nodes)
+    def _clear(self, slot: int, pending: int | None) -> None:
         with torch.cuda.stream(self._stream):
             for pool in self._pools:
-                if pool.pending:
-                    rows = pool.now[:, slot]
-                    rows[:, : len(nodes)] = rows[:, list(nodes)]  # the right side is a copy
-
-    def clear(self, slot: int, first: int = 0, last: int | None = None) -> None:
-        self.rows.clear(slot, first, last)
-        begin = max(first - self.position(slot), 0)
-        with torch.cuda.stream(self._stream):
-            for pool in self._pools:
-                if first == 0:
+                if pending is None:
                     pool.now[:, slot].zero_()
                 elif pool.pending:
-                    pool.now[:, slot, begin:].zero_()
-            if first == 0:
+                    pool.now[:, slot, pending:].zero_()
+            if pending is None:
                 self._on_device[slot].zero_()
-        if first == 0:
+        if pending is None:
             self._positions[slot] = 0

@@ -17,8 +17,9 @@ from dflash_trt.building import exactness
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.exact import PassRule
+from dflash_trt.engines.state_caches import POSITION
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
-from dflash_trt.engines.tensorrt.states import POSITION, DeviceHybridCaches
+from dflash_trt.engines.tensorrt.states import DeviceHybridCaches
 from dflash_trt.errors import BundleError
 from tests.doubles.checkpoints import make_drafter
 from tests.doubles.hybrid_checkpoints import DENSE, make_hybrid
