@@ -14,7 +14,7 @@ import json
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -149,116 +149,112 @@ def _compiled(
     )
 
 
-def _output_types(plugin: Plugin, types: Sequence[Any], trt: Any, attributes: dict[str, Any]) -> list[Any]:
-    ones = Symbols([(1,) * 4] * len(plugin.inputs), lambda a, b: 1, min)
-    kinds = [kind for _, kind in plugin.outputs(ones, attributes)]
-    return [types[kind] if isinstance(kind, int) else getattr(trt.DataType, kind) for kind in kinds]
+class _KernelPlugin:
+    """One kernel of a plan: what TensorRT-RTX calls, without the classes that a plugin must derive from."""
+
+    def __init__(
+        self,
+        trt: Any,
+        plugin: Plugin,
+        attributes: dict[str, Any],
+        capability: int | None,
+        kernel: _Kernel | None,
+    ) -> None:
+        self.trt, self.plugin, self.attributes = trt, plugin, attributes
+        self.capability, self.kernel = capability, kernel
+        self.plugin_name, self.plugin_namespace, self.plugin_version = versioned(plugin.name), NAMESPACE, "1"
+        self.num_outputs = len(self.get_output_data_types([None] * len(plugin.inputs)))
+
+    def clone(self) -> Any:
+        return type(self)(self.trt, self.plugin, self.attributes, self.capability, self.kernel)
+
+    def attach_to_context(self, context: Any) -> Any:
+        if self.kernel is not None:
+            self.kernel.loaded()
+        return self.clone()
+
+    def get_capability_interface(self, kind: Any) -> Any:
+        return self
+
+    def get_output_data_types(self, types: Sequence[Any]) -> list[Any]:
+        ones = Symbols([(1,) * 4] * len(types), lambda a, b: 1, min)
+        kinds = [kind for _, kind in self.plugin.outputs(ones, self.attributes)]
+        return [types[kind] if isinstance(kind, int) else getattr(self.trt.DataType, kind) for kind in kinds]
+
+    def get_output_shapes(self, inputs: Any, shape_inputs: Any, builder: Any) -> list[Any]:
+        dimension = partial(_Dimension, self.trt, builder)
+        shapes = [[dimension(each[i]) for i in range(len(each))] for each in inputs]
+        made = []
+        symbols = Symbols(shapes, _Dimension.ceil_div, _Dimension.minimum)
+        for sizes, _ in self.plugin.outputs(symbols, self.attributes):
+            shape = self.trt.DimsExprs(len(sizes))
+            for i, size in enumerate(sizes):
+                shape[i] = (size if isinstance(size, _Dimension) else dimension(size)).size
+            made.append(shape)
+        return made
+
+    def supports_format_combination(self, position: int, described: Any, inputs: int) -> bool:
+        return bool(described[position].desc.format == self.trt.TensorFormat.LINEAR)
+
+    def configure_plugin(self, inputs: Any, outputs: Any) -> None:
+        given = []
+        for each in inputs:
+            shape = _Shape(each.desc.dims)
+            shape.max = tuple(each.max)
+            given.append(_Input(shape, each.desc.type))
+        try:
+            if self.capability is not None:
+                self.kernel = _compiled(self.plugin, given, self.attributes, self.capability)
+        except Exception as error:
+            _failures.append(error)
+
+    def get_fields_to_serialize(self) -> Any:
+        fields = [_field(self.trt, name, type(value), [value]) for name, value in self.attributes.items()]
+        if self.kernel is not None:
+            fields.append(self.trt.PluginField(_KERNEL, self.kernel.field(), self.trt.PluginFieldType.INT8))
+        return self.trt.PluginFieldCollection(fields)
+
+    def get_valid_tactics(self) -> list[int]:
+        return []
+
+    def set_tactic(self, tactic: int) -> None:
+        pass
+
+    def get_workspace_size(self, inputs: Any, outputs: Any) -> int:
+        return 0
+
+    def on_shape_change(self, inputs: Any, outputs: Any) -> None:
+        pass
+
+    def enqueue(
+        self, inputs: Any, outputs: Any, sources: Any, results: Any, workspace: int, stream: int
+    ) -> None:
+        assert self.kernel is not None
+        symbols = Symbols([tuple(each.dims) for each in inputs], lambda a, b: -(-a // b), min)
+        grid = self.plugin.grid(symbols, self.attributes, self.kernel.tile)
+        arguments = [
+            *(ctypes.c_void_p(address) for address in sources),
+            *(ctypes.c_int32(value) for value in self.plugin.integers(symbols, self.attributes)),
+            *(ctypes.c_void_p(address) for address in results),
+        ]
+        self.kernel.launch(grid, arguments, stream)
 
 
 def _plugin_class(trt: Any) -> Callable[..., Any]:
     bases = (trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPluginV3OneRuntime)
 
-    class KernelPlugin(*bases):  # type: ignore[misc]
-        """One kernel of a plan."""
-
-        def __init__(
-            self, plugin: Plugin, attributes: dict[str, Any], capability: int | None, kernel: _Kernel | None
-        ) -> None:
+    class KernelPlugin(_KernelPlugin, *bases):  # type: ignore[misc]
+        def __init__(self, *given: Any) -> None:
             for base in bases:
                 base.__init__(self)
-            self.plugin_name, self.plugin_namespace, self.plugin_version = (
-                versioned(plugin.name),
-                NAMESPACE,
-                "1",
-            )
-            self.num_outputs = len(_output_types(plugin, [None] * len(plugin.inputs), trt, attributes))
-            self.plugin, self.attributes, self.capability, self.kernel = (
-                plugin,
-                attributes,
-                capability,
-                kernel,
-            )
-
-        def clone(self) -> Any:
-            return KernelPlugin(self.plugin, self.attributes, self.capability, self.kernel)
-
-        def attach_to_context(self, context: Any) -> Any:
-            if self.kernel is not None:
-                self.kernel.loaded()
-            return self.clone()
-
-        def get_capability_interface(self, kind: Any) -> Any:
-            return self
-
-        def get_output_data_types(self, types: Any) -> list[Any]:
-            return _output_types(self.plugin, types, trt, self.attributes)
-
-        def get_output_shapes(self, inputs: Any, shape_inputs: Any, builder: Any) -> list[Any]:
-            shapes = [[_Dimension(trt, builder, each[i]) for i in range(len(each))] for each in inputs]
-            symbols = Symbols(shapes, _Dimension.ceil_div, _Dimension.minimum)
-            made = []
-            for sizes, _ in self.plugin.outputs(symbols, self.attributes):
-                shape = trt.DimsExprs(len(sizes))
-                for i, size in enumerate(sizes):
-                    shape[i] = (size if isinstance(size, _Dimension) else _Dimension(trt, builder, size)).size
-                made.append(shape)
-            return made
-
-        def supports_format_combination(self, position: int, described: Any, inputs: int) -> bool:
-            return bool(described[position].desc.format == trt.TensorFormat.LINEAR)
-
-        def configure_plugin(self, inputs: Any, outputs: Any) -> None:
-            given = []
-            for each in inputs:
-                shape = _Shape(each.desc.dims)
-                shape.max = tuple(each.max)
-                given.append(_Input(shape, each.desc.type))
-            try:
-                if self.capability is not None:
-                    self.kernel = _compiled(self.plugin, given, self.attributes, self.capability)
-            except Exception as error:
-                _failures.append(error)
-
-        def get_fields_to_serialize(self) -> Any:
-            fields = [_field(trt, name, [value]) for name, value in self.attributes.items()]
-            if self.kernel is not None:
-                fields.append(trt.PluginField(_KERNEL, self.kernel.field(), trt.PluginFieldType.INT8))
-            return trt.PluginFieldCollection(fields)
-
-        def get_valid_tactics(self) -> list[int]:
-            return []
-
-        def set_tactic(self, tactic: int) -> None:
-            pass
-
-        def get_workspace_size(self, inputs: Any, outputs: Any) -> int:
-            return 0
-
-        def on_shape_change(self, inputs: Any, outputs: Any) -> None:
-            pass
-
-        def enqueue(
-            self, inputs: Any, outputs: Any, sources: Any, results: Any, workspace: int, stream: int
-        ) -> None:
-            assert self.kernel is not None
-            symbols = Symbols([tuple(each.dims) for each in inputs], lambda a, b: -(-a // b), min)
-            grid = self.plugin.grid(symbols, self.attributes, self.kernel.tile)
-            arguments = [
-                *(ctypes.c_void_p(address) for address in sources),
-                *(ctypes.c_int32(value) for value in self.plugin.integers(symbols, self.attributes)),
-                *(ctypes.c_void_p(address) for address in results),
-            ]
-            self.kernel.launch(grid, arguments, stream)
+            _KernelPlugin.__init__(self, *given)
 
     return KernelPlugin
 
 
-def _field(trt: Any, name: str, values: Sequence[Any]) -> Any:
-    kinds = {int: (np.int32, trt.PluginFieldType.INT32), float: (np.float32, trt.PluginFieldType.FLOAT32)}
-    for kind, (dtype, field_type) in kinds.items():
-        if all(isinstance(value, kind) for value in values):
-            return trt.PluginField(name, np.array(values, dtype), field_type)
-    raise TypeError(f"{name} is {values!r}")
+def _field(trt: Any, name: str, kind: type, values: Sequence[Any]) -> Any:
+    dtype, field_type = {int: (np.int32, "INT32"), float: (np.float32, "FLOAT32")}[kind]
+    return trt.PluginField(name, np.array(values, dtype), getattr(trt.PluginFieldType, field_type))
 
 
 def _creator_class(trt: Any) -> Callable[..., Any]:
@@ -268,14 +264,8 @@ def _creator_class(trt: Any) -> Callable[..., Any]:
         def __init__(self, plugin: Plugin) -> None:
             trt.IPluginCreatorV3One.__init__(self)
             self.name, self.plugin_namespace, self.plugin_version = versioned(plugin.name), NAMESPACE, "1"
-            kinds = {int: (np.int32, "INT32"), float: (np.float32, "FLOAT32")}
             self.field_names = trt.PluginFieldCollection(
-                [
-                    trt.PluginField(
-                        name, np.array([], kinds[kind][0]), getattr(trt.PluginFieldType, kinds[kind][1])
-                    )
-                    for name, kind in plugin.attributes.items()
-                ]
+                [_field(trt, name, kind, []) for name, kind in plugin.attributes.items()]
             )
             self.plugin, self.capability = plugin, None
 
@@ -283,6 +273,6 @@ def _creator_class(trt: Any) -> Callable[..., Any]:
             given = {field.name: field.data for field in fields}
             attributes = {each: kind(given[each][0]) for each, kind in self.plugin.attributes.items()}
             kernel = _Kernel.read(given[_KERNEL]) if _KERNEL in given else None
-            return make(self.plugin, attributes, self.capability, kernel)
+            return make(trt, self.plugin, attributes, self.capability, kernel)
 
     return Creator

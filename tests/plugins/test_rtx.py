@@ -111,7 +111,7 @@ class Plan:
     def run(self, name: str, inputs: list[torch.Tensor], **attributes: float) -> list[torch.Tensor]:
         creator = self.creators[name]
         creator.capability = 89
-        fields = [rtx._field(trt, key, [value]) for key, value in attributes.items()]
+        fields = [rtx._field(trt, key, type(value), [value]) for key, value in attributes.items()]
         built = creator.create_plugin("node", trt.PluginFieldCollection(fields), trt.TensorRTPhase.BUILD)
         types = [getattr(trt.DataType, TYPES[each.dtype]) for each in inputs]
         described = [

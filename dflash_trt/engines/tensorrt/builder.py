@@ -51,47 +51,21 @@ def build_plan(
     """
     trt = flavour.load()
     step = f"build {graph.stem} sm{capability}"
-    log_file = plan.with_suffix(".log")
-    partial = plan.with_name(plan.name + ".part")
     plan.parent.mkdir(parents=True, exist_ok=True)
-    with log_file.open("w", encoding="utf-8") as log, released(graph.parent.rglob("*")):
+    with plan.with_suffix(".log").open("w", encoding="utf-8") as log, released(graph.parent.rglob("*")):
         logger = _logger(trt, log)
         builder = trt.Builder(logger)
-        # From TensorRT 11 on, every network is strongly typed, and the flag is accepted without effect.
-        flags = [trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED]
-        if plugins and flavour.plugins == "all":
-            importlib.import_module(f"{flavour.module}.plugin")
-            registration.register(trt, capability)
-            flags.append(trt.NetworkDefinitionCreationFlag.PREFER_AOT_PYTHON_PLUGINS)
-        elif plugins:
-            rtx.register(trt, capability)
-        network = builder.create_network(sum(1 << int(flag) for flag in flags))
-        parser = trt.OnnxParser(network, logger)
-        if not parser.parse_from_file(str(graph)):
-            raise BuildError(f"{graph.name}: {_parser_error(parser, flavour)}; the log is {log_file}")
-        _keep_queries(trt, network)
-        config = builder.create_builder_config()
-        if hasattr(
-            trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"
-        ):  # otherwise its runtime may allocate, and cannot be captured
-            config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
-        # With several streams, all weights that need widening would be widened at once, as far as memory permits.
-        config.max_aux_streams = 0
+        network = _network(trt, flavour, builder, logger, graph, capability if plugins else None)
+        config = _config(trt, flavour, builder, logger, capability)
         cache = None if flavour.ahead else _timing_cache(config, timings, graph.stem)
-        if flavour.ahead:
-            config.num_compute_capabilities = 1
-            if not config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{capability}"), 0):
-                raise BuildError(
-                    f"{flavour.label} refused compute capability {capability}: {_builder_error(logger, flavour)}"
-                )
         for profile in profiles:
             if _add_profile(builder, config, network, profile) < 0:
                 raise BuildError(
                     f"{graph.name}: profile {profile.name} was refused: {_builder_error(logger, flavour)}"
                 )
-        monitor = _monitor(trt, step, progress)
-        config.progress_monitor = monitor
+        config.progress_monitor = monitor = _monitor(trt, step, progress)
         progress(step, 0, 1)
+        partial = plan.with_name(plan.name + ".part")
         try:
             # Unbuffered, so that a full disk is noticed where it occurs.
             with partial.open("wb", buffering=0) as file:
@@ -105,7 +79,7 @@ def build_plan(
                         raise failure
                 if not built:
                     raise BuildError(
-                        f"{graph.name}: {_builder_error(logger, flavour)}; the log is {log_file}"
+                        f"{graph.name}: {_builder_error(logger, flavour)}; the log is {log.name}"
                     )
                 os.fsync(file.fileno())
             if cache is not None:
@@ -120,6 +94,42 @@ def build_plan(
         "activation_bytes": logger.activation_bytes,
         "file": {"size": writer.size, "sha256": writer.sha256.hexdigest()},
     }
+
+
+def _network(
+    trt: Any, flavour: Flavour, builder: Any, logger: Any, graph: Path, plugins_for: int | None
+) -> Any:
+    """The parsed graph. `plugins_for`: the compute capability of its plugins' kernels; None without plugins."""
+    # From TensorRT 11 on, every network is strongly typed, and the flag is accepted without effect.
+    flags = [trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED]
+    if plugins_for is not None and flavour.plugins == "all":
+        importlib.import_module(f"{flavour.module}.plugin")
+        registration.register(trt, plugins_for)
+        flags.append(trt.NetworkDefinitionCreationFlag.PREFER_AOT_PYTHON_PLUGINS)
+    elif plugins_for is not None:
+        rtx.register(trt, plugins_for)
+    network = builder.create_network(sum(1 << int(flag) for flag in flags))
+    parser = trt.OnnxParser(network, logger)
+    if not parser.parse_from_file(str(graph)):
+        raise BuildError(f"{graph.name}: {_parser_error(parser, flavour)}; the log is {logger.file}")
+    _keep_queries(trt, network)
+    return network
+
+
+def _config(trt: Any, flavour: Flavour, builder: Any, logger: Any, capability: int) -> Any:
+    config = builder.create_builder_config()
+    # Otherwise TensorRT-RTX's runtime may allocate, and cannot be captured.
+    if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
+        config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
+    # With several streams, all weights that need widening would be widened at once, as far as memory permits.
+    config.max_aux_streams = 0
+    if flavour.ahead:
+        config.num_compute_capabilities = 1
+        if not config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{capability}"), 0):
+            raise BuildError(
+                f"{flavour.label} refused compute capability {capability}: {_builder_error(logger, flavour)}"
+            )
+    return config
 
 
 def _timing_cache(config: Any, timings: bytes, graph: str) -> Any:
@@ -197,7 +207,7 @@ def _logger(trt: Any, log: Any) -> Any:
     class BuildLogger(trt.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
-            self.errors: list[str] = []
+            self.file, self.errors = log.name, list[str]()
             self.activation_bytes: int | None = None
 
         def log(self, severity: Any, message: str) -> None:
