@@ -1,6 +1,6 @@
 """The compilation of each kernel for given sizes: argument types, constants, warps.
 
-The launches in launch.py and moe.py and the plugins in registration.py both use these. So an engine contains the
+The launches in launch.py and moe.py and the plugins in plugin_table.py both use these. So an engine contains the
 kernels that the tests run. Type names are Triton's. Nothing here imports triton.
 """
 
@@ -230,32 +230,22 @@ def gate_up(
     whole: int = 0,
 ) -> Use:
     """`whole`: the rows of a pass that is multiplied in MXFP8; 0 for none."""
-    constants = {"K": k, "ALPHA": alpha, "BETA": beta, "LIMIT": limit}
-    return _product("gate_up", ("x", "activated"), constants, hidden, inner, dtype, biased, tile, whole)
+    constants = {"K": k, "ALPHA": alpha, "BETA": beta, "LIMIT": limit, "D": hidden, "INNER": inner}
+    types: Types = {"x": f"*{dtype}", "activated": f"*{dtype}"}
+    return _product("gate_up", types, constants, dtype, biased, tile, whole)
 
 
 def down(hidden: int, inner: int, dtype: str, biased: bool, tile: Tile, whole: int = 0) -> Use:
     """`whole`: as in `gate_up`."""
-    return _product("down", ("activated",), {}, hidden, inner, dtype, biased, tile, whole)
+    types: Types = {"activated": f"*{dtype}", "shares": "*fp32", "outputs": "*fp32"}
+    return _product("down", types, {"D": hidden, "INNER": inner}, dtype, biased, tile, whole)
 
 
 def _product(
-    name: str,
-    activations: tuple[str, ...],
-    constants: dict[str, Any],
-    hidden: int,
-    inner: int,
-    dtype: str,
-    biased: bool,
-    tile: Tile,
-    whole: int,
+    name: str, types: Types, constants: dict[str, Any], dtype: str, biased: bool, tile: Tile, whole: int
 ) -> Use:
-    types: Types = dict.fromkeys(activations, f"*{dtype}")
     types |= {"pairs": "*i32", "groups": "*i32", "blocks": "*u8", "scales": "*u8"}
-    if name == "down":
-        types |= {"shares": "*fp32", "outputs": "*fp32"}
-    cut = {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "TOKENS": tile.tokens}
-    constants = constants | {"D": hidden, "INNER": inner} | cut
+    constants |= {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "TOKENS": tile.tokens}
     _optional(types, constants, biased, bias=f"*{dtype}")
     if whole:
         types |= {"numbers": "*u8", "powers": "*u8", "rows": "i32"}
@@ -297,40 +287,17 @@ class AttentionTile:
 # By the width of a head, rounded up to a power of two: for one or few rows, for a block, for the many rows of a
 # prefill. TensorRT times those that fit its target.
 _ATTENTION_TILES = {
-    64: (
-        AttentionTile(16, 32, 4, 2),
-        AttentionTile(64, 16, 4, 2),
-        AttentionTile(64, 32, 4, 2),
-        AttentionTile(64, 64, 4, 2),
-        AttentionTile(128, 32, 8, 2),
-    ),
-    128: (
-        AttentionTile(16, 32, 4, 2),
-        AttentionTile(64, 16, 4, 2),
-        AttentionTile(64, 32, 8, 2, 64),
-        AttentionTile(64, 64, 4, 2, 64),
-        AttentionTile(64, 64, 8, 2, 64),
-    ),
-    256: (
-        AttentionTile(16, 32, 4, 2),
-        AttentionTile(32, 16, 4, 2),
-        AttentionTile(32, 32, 8, 2, 64),
-        AttentionTile(64, 32, 8, 2, 64),
-        AttentionTile(64, 64, 8, 2, 64),
-    ),
-    512: (
-        AttentionTile(16, 16, 8, 1),
-        AttentionTile(16, 32, 4, 2, 128),
-        AttentionTile(32, 16, 8, 2, 64),
-        AttentionTile(32, 32, 8, 2, 64),
-        AttentionTile(64, 16, 8, 2, 64),
-    ),
+    64: ((16, 32, 4, 2), (64, 16, 4, 2), (64, 32, 4, 2), (64, 64, 4, 2), (128, 32, 8, 2)),
+    128: ((16, 32, 4, 2), (64, 16, 4, 2), (64, 32, 8, 2, 64), (64, 64, 4, 2, 64), (64, 64, 8, 2, 64)),
+    256: ((16, 32, 4, 2), (32, 16, 4, 2), (32, 32, 8, 2, 64), (64, 32, 8, 2, 64), (64, 64, 8, 2, 64)),
+    512: ((16, 16, 8, 1), (16, 32, 4, 2, 128), (32, 16, 8, 2, 64), (32, 32, 8, 2, 64), (64, 16, 8, 2, 64)),
 }
 
 
 def attention_tiles(head_dim: int) -> tuple[AttentionTile, ...]:
     """Tile shapes for heads of so many numbers. Those of 512 are also tried for wider ones."""
-    return _ATTENTION_TILES[min(512, max(64, power_of_two(head_dim)))]
+    shapes = _ATTENTION_TILES[min(512, max(64, power_of_two(head_dim)))]
+    return tuple(AttentionTile(*shape) for shape in shapes)
 
 
 # Programs that fill a GPU: about two for each of the 132 to 188 multiprocessors of H200, B200 and RTX PRO 6000.

@@ -2,7 +2,7 @@
 
 A plan holds the PTX of its kernels, so a process that loads it needs no Triton. But it must register these classes
 first, as TensorRT-RTX calls them for every launch that no CUDA graph replays. The kernels, their outputs and their
-grids are those of registration.py.
+grids are those of plugin_table.py.
 
 Written against `IPluginV3` of TensorRT-RTX 1.7; `trt` is the module `tensorrt_rtx`.
 """
@@ -22,7 +22,7 @@ import numpy as np
 from dflash_plugins import kernel_specs as uses
 from dflash_plugins.compiled import Compiled, from_json
 from dflash_plugins.driver import Driver
-from dflash_plugins.registration import PLUGINS, Plugin, Sizes, Symbols
+from dflash_plugins.plugin_table import PLUGINS, Plugin, Sizes, Symbols
 from dflash_plugins.shim import provide_library_name
 from dflash_plugins.version import NAMESPACE, versioned
 from dflash_trt.errors import BuildError
@@ -64,7 +64,7 @@ def _driver() -> Driver:
 
 
 class _Dimension:
-    """A symbolic size of TensorRT's, with the operations that the shapes and grids of registration.py use."""
+    """A symbolic size of TensorRT's, with the operations that the shapes and grids of plugin_table.py use."""
 
     def __init__(self, trt: Any, builder: Any, size: Any) -> None:
         self._trt, self._builder = trt, builder
@@ -177,8 +177,7 @@ class _KernelPlugin:
         return self
 
     def get_output_data_types(self, types: Sequence[Any]) -> list[Any]:
-        ones = Symbols([(1,) * 4] * len(types), lambda a, b: 1, min)
-        kinds = [kind for _, kind in self.plugin.outputs(ones, self.attributes)]
+        kinds = self.plugin.kinds(self.attributes)
         return [types[kind] if isinstance(kind, int) else getattr(self.trt.DataType, kind) for kind in kinds]
 
     def get_output_shapes(self, inputs: Any, shape_inputs: Any, builder: Any) -> list[Any]:

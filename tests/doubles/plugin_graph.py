@@ -11,13 +11,13 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import torch
-from dflash_plugins import registration as quick
+from dflash_plugins import plugin_table
 from dflash_plugins.version import versioned
 
 from dflash_trt.graph.builder import DFLASH_DOMAIN
 from tests.doubles.triton_interpreter import to_numpy
 
-PLUGINS = {versioned(plugin.name): plugin for plugin in quick.PLUGINS}
+PLUGINS = {versioned(plugin.name): plugin for plugin in plugin_table.PLUGINS}
 TORCH = {"FLOAT": torch.float32, "BF16": torch.bfloat16, "INT8": torch.int8}
 TORCH |= {"INT32": torch.int32, "INT64": torch.int64}
 NAMES = {dtype: name for name, dtype in TORCH.items()}
@@ -72,13 +72,13 @@ def launch(
     plugin = PLUGINS[name]
     assert len(inputs) == len(plugin.inputs)
     attributes = {key: attributes[key] for key in plugin.attributes}
-    symbols = quick.Symbols([tuple(t.shape) for t in inputs], lambda a, b: -(-a // b), min)
+    symbols = plugin_table.Symbols([tuple(t.shape) for t in inputs], lambda a, b: -(-a // b), min)
     outputs = [
         torch.empty(shape, dtype=inputs[kind].dtype if isinstance(kind, int) else TORCH[kind])
         for shape, kind in plugin.outputs(symbols, attributes)
     ]
     described = [SimpleNamespace(shape=t.shape, dtype=SimpleNamespace(name=NAMES[t.dtype])) for t in inputs]
-    sizes = quick.Sizes(name, described)
+    sizes = plugin_table.Sizes(name, described)
     if tile is None and plugin.tiles is not None:
         tile = plugin.tiles(sizes)[0]
     use = plugin.use(sizes, attributes, tile)

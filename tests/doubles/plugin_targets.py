@@ -13,9 +13,8 @@ import sys
 from typing import Any
 
 import numpy as np
-from dflash_plugins import compiler
+from dflash_plugins import compiler, registration
 from dflash_plugins import kernel_specs as uses
-from dflash_plugins import registration as quick
 from dflash_plugins.version import NAMESPACE, versioned
 
 from tests.doubles import tensorrt_double as double
@@ -215,7 +214,7 @@ class Integers(list[Any]):
 if __name__ == "__main__":
     tensorrt = double.install()
     target = int(sys.argv[1])
-    quick.register(tensorrt, target)
+    registration.register(tensorrt, target)
     built = {name: build(tensorrt, name, target) for name in cases(target)}
     if target == min(uses.TARGETS):  # the same Python code decides for all targets
         for name, tactics in built.items():

@@ -9,7 +9,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
-from dflash_plugins import attention, reference
+from dflash_plugins import attention, plugin_table, reference
 from dflash_plugins import kernel_specs as uses
 from dflash_plugins.dialect import TensorRTPlugins
 
@@ -155,7 +155,7 @@ def test_parts_fill_a_gpu_and_fit_their_memory() -> None:
 
             def rows(batch: int, count: int, kv_heads: int = kv_heads, group: int = group) -> int:
                 shapes = [(batch, kv_heads * group, count, 64), (batch, kv_heads, 999, 64)]
-                symbols = plugin_graph.quick.Symbols(shapes, lambda a, b: -(-a // b), min)
+                symbols = plugin_table.Symbols(shapes, lambda a, b: -(-a // b), min)
                 made = plugin.outputs(symbols, {"group": group})
                 numbers = sum(int(np.prod(shape)) for shape, _ in made)
                 assert 4 * numbers == uses.attention_bytes(batch, kv_heads, group * count, 64)

@@ -11,7 +11,7 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 import pytest
-from dflash_plugins import registration as quick
+from dflash_plugins import plugin_table
 from dflash_plugins.dialect import TensorRTPlugins
 from dflash_plugins.version import VERSION, versioned
 
@@ -27,7 +27,7 @@ from dflash_trt.models.configs import read_target_config
 from dflash_trt.models.target import build_target
 from tests.doubles.family_checkpoints import make_gpt_oss
 
-PLUGINS = {versioned(plugin.name): plugin for plugin in quick.PLUGINS}
+PLUGINS = {versioned(plugin.name): plugin for plugin in plugin_table.PLUGINS}
 
 
 def gpt_oss(directory: Path, dialect: TensorRT) -> ir.Model:

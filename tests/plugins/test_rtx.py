@@ -17,7 +17,7 @@ import torch
 from dflash_plugins import compiler, kernels, rtx, shim
 from dflash_plugins import kernel_specs as uses
 from dflash_plugins.compiled import Compiled
-from dflash_plugins.registration import PLUGINS, Symbols
+from dflash_plugins.plugin_table import PLUGINS, Symbols
 from dflash_plugins.version import versioned
 
 from dflash_trt.checkpoint.tensors import Checkpoint

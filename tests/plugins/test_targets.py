@@ -215,7 +215,8 @@ def test_compiled_kernels_are_kept_by_digest(tmp_path: Path) -> None:
 REFUSED = """
 from dflash_trt.errors import BuildError
 from dflash_plugins import compiler
-from dflash_plugins import registration as quick
+from dflash_plugins import plugin_table
+from dflash_plugins import registration
 from dflash_plugins import kernel_specs as uses
 from tests.doubles import tensorrt_double
 try:
@@ -223,15 +224,15 @@ try:
 except BuildError as error:
     print(error)
 trt = tensorrt_double.install()
-quick.register(trt, 90)
-quick.register(trt, 90)
+registration.register(trt, 90)
+registration.register(trt, 90)
 try:
-    quick.register(trt, 100)
+    registration.register(trt, 100)
 except BuildError as error:
     print(error)
 dynamic = tensorrt_double.described(trt, (-1, -1), (8, 64), tensorrt_double.DataType.INT64)
-sizes = quick.Sizes("MoECombine", [type("Desc", (), {"shape": (-1, -1), "dtype": dynamic.desc.type})])
-wide = quick.Sizes("AcceptBlock", [type("Desc", (), {"shape": (1, 65), "dtype": None})])
+sizes = plugin_table.Sizes("MoECombine", [type("Desc", (), {"shape": (-1, -1), "dtype": dynamic.desc.type})])
+wide = plugin_table.Sizes("AcceptBlock", [type("Desc", (), {"shape": (1, 65), "dtype": None})])
 for ask in (lambda: sizes.fixed(0, 1), lambda: sizes.type(0), lambda: wide.check({(0, 1): 64})):
     try:
         ask()
@@ -254,7 +255,7 @@ def test_what_cannot_be_built_is_refused(tmp_path: Path) -> None:
 EMPTY = """
 from dflash_trt.errors import BuildError
 from dflash_plugins import compiler
-from dflash_plugins import registration as quick
+from dflash_plugins import registration
 from tests.doubles import tensorrt_double
 from tests.doubles.plugin_targets import SIZES, Made
 def compiled(use, capability):
@@ -262,7 +263,7 @@ def compiled(use, capability):
     return compiler.Compiled("kernel", "" if empty else "st.global", 128, 1024, 64, 0, ())
 compiler.compile_kernel = compiled
 trt = tensorrt_double.install()
-quick.register(trt, 100)
+registration.register(trt, 100)
 tiled, single = Made(trt, "MoEGateUp"), Made(trt, "MoECombine")
 tiled.described(SIZES)
 single.plugin.set_tactic(0)

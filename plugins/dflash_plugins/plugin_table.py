@@ -1,0 +1,294 @@
+"""The plugins that a plan may have: one for each kernel, with its inputs, outputs, sizes and launch.
+
+TensorRT passes inputs, then integers, then outputs; the kernels' arguments have the same order. Attributes become
+constants of the compiled kernel. registration.py and rtx.py register them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dflash_plugins import kernel_specs as uses
+from dflash_trt.errors import BuildError
+
+# The largest number of taps of a supported drafter.
+MAX_TAPS = 16
+# Names in trt.DataType -> names in Triton.
+TYPES = {"FLOAT": "fp32", "HALF": "fp16", "BF16": "bf16"}
+
+Attributes = Mapping[str, Any]
+Shape = tuple[Any, ...]  # ints and symbolic dimensions
+
+
+@dataclass(frozen=True)
+class Symbols:
+    """The dimensions of a plugin's inputs as TensorRT's symbols, and the operations on them."""
+
+    shapes: Sequence[Any]
+    ceil_div: Callable[[Any, int], Any]
+    minimum: Callable[[Any, Any], Any]
+
+    def __getitem__(self, i: int) -> Any:
+        return self.shapes[i]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes and types of a plugin's inputs, for choosing its kernel.
+
+    TensorRT keeps one kernel for all profiles. So a kernel may depend on sizes that the graph fixes, and on no other.
+    """
+
+    name: str
+    inputs: Sequence[Any]
+
+    def fixed(self, i: int, axis: int) -> int:
+        """A size that a kernel is compiled for. Raises BuildError if it is dynamic."""
+        size = int(self.inputs[i].shape[axis])
+        if size < 0:
+            raise BuildError(
+                f"{self.name}: size {axis} of input {i} is dynamic, expected one that the graph fixes"
+            )
+        return size
+
+    def check(self, most: Mapping[tuple[int, int], int]) -> None:
+        """Raise BuildError if a profile has more than a kernel takes."""
+        for (i, axis), limit in most.items():
+            shape = self.inputs[i].shape
+            largest = int(shape.max[axis] if shape[axis] < 0 else shape[axis])
+            if largest > limit:
+                raise BuildError(
+                    f"{self.name}: size {axis} of input {i} is {largest}, expected {limit} or less"
+                )
+
+    def type(self, i: int) -> str:
+        """The type of an input. Raises BuildError for a type that no kernel supports."""
+        name = self.inputs[i].dtype.name
+        if name not in TYPES:
+            raise BuildError(f"{self.name}: input {i} is {name}, expected one of: {', '.join(TYPES)}")
+        return TYPES[name]
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """A plugin: its outputs, and the kernel that computes them.
+
+    outputs: shape and type of each. A type is a name, or the index of an input with the same type.
+    use: the kernel.
+    grid: the number of its programs.
+    integers: its integer arguments.
+    tiles: alternative tile sizes, for sizes that the graph fixes.
+    most: the largest size that the kernel takes, by input and axis.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: Callable[[Symbols, Attributes], list[tuple[Shape, str | int]]]
+    use: Callable[[Sizes, Attributes, Any], uses.Use]
+    grid: Callable[[Symbols, Attributes, Any], Shape]
+    integers: Callable[[Symbols, Attributes], Shape] = lambda s, a: ()
+    attributes: Mapping[str, type] = field(default_factory=dict)
+    tiles: Callable[[Sizes], Sequence[uses.Tile] | Sequence[uses.AttentionTile]] | None = None
+    most: Mapping[tuple[int, int], int] = field(default_factory=dict)
+
+    def kinds(self, attributes: Attributes) -> list[str | int]:
+        """The type of each output, as in `outputs`."""
+        ones = Symbols([(1,) * 4] * len(self.inputs), lambda a, b: 1, min)
+        return [kind for _, kind in self.outputs(ones, attributes)]
+
+
+def _tiles(s: Symbols) -> Any:
+    return s.ceil_div(s[0][2], uses.TILE_TOKENS)
+
+
+def _taps(n: int) -> Plugin:
+    return Plugin(
+        f"HiddenStateTap{n}",
+        tuple(f"h_{i}" for i in range(n)),
+        outputs=lambda s, a: [((s[0][0], s[0][1] * n), 0)],
+        use=lambda z, a, t: uses.gather_taps(n, z.fixed(0, 1), z.type(0), z.type(0)),
+        grid=lambda s, a, t: (s[0][0], n),
+        integers=lambda s, a: (s[0][0],),
+    )
+
+
+def _programs(s: Symbols, batch: Any, kv_heads: Any, rows: Any) -> Any:
+    """Programs of attention over one part of the slots."""
+    return s.ceil_div(rows, uses.ATTENTION_ROWS) * batch * kv_heads
+
+
+def _splits(s: Symbols, programs: Any) -> Any:
+    return s.minimum(uses.ATTENTION_SPLITS, s.ceil_div(uses.ATTENTION_PROGRAMS, programs))
+
+
+def _attend(name: str, *tree: str) -> Plugin:
+    """Attention to the slots in parts. TensorRT sizes memory at a profile's largest shapes, where there are few parts.
+    So the outputs have rows for any number of parts.
+    """
+
+    def programs(s: Symbols, a: Attributes) -> Any:
+        return _programs(s, s[0][0], s[1][1], s[0][2] * a["group"])
+
+    def outputs(s: Symbols, a: Attributes) -> list[tuple[Shape, str | int]]:
+        rows = (programs(s, a) + uses.ATTENTION_PROGRAMS) * uses.ATTENTION_ROWS
+        return [((rows, s[1][3]), "FLOAT"), ((rows,), "FLOAT"), ((rows,), "FLOAT")]
+
+    return Plugin(
+        name,
+        ("q", "k_cache", "v_cache", "first", "last", *tree),
+        attributes={"group": int},
+        outputs=outputs,
+        use=lambda z, a, t: uses.attend(
+            z.fixed(1, 1), a["group"], z.fixed(1, 3), z.type(0), t, tree=bool(tree)
+        ),
+        grid=lambda s, a, t: (
+            s.ceil_div(s[0][2] * a["group"], t.rows),
+            s[0][0] * s[1][1],
+            _splits(s, programs(s, a)),
+        ),
+        integers=lambda s, a: (s[0][2], s[1][2], _splits(s, programs(s, a))),
+        tiles=lambda z: uses.attention_tiles(z.fixed(1, 3)),
+    )
+
+
+def _merge(name: str, *sinks: str) -> Plugin:
+    """The parts of a row put together. The number of parts follows from the shapes, as in `_attend`."""
+
+    def splits(s: Symbols, a: Attributes) -> Any:
+        batch, heads, count, _ = s[3]
+        return _splits(s, _programs(s, batch, heads // a["group"], count * a["group"]))
+
+    return Plugin(
+        name,
+        ("partial", "largest", "total", "like", *sinks),
+        attributes={"group": int, "heads": int},
+        outputs=lambda s, a: [((s[3][0], s[3][1], s[3][2], s[3][3]), 3)],
+        use=lambda z, a, t: uses.merge(a["heads"], z.fixed(0, 1), z.type(3), sinks=bool(sinks)),
+        grid=lambda s, a, t: (s[3][0] * s[3][1] * s[3][2],),
+        integers=lambda s, a: (s[3][0] * s[3][1] * s[3][2], s[3][2], splits(s, a)),
+    )
+
+
+def _gate_up(name: str, tiles: Sequence[uses.Tile], *quantized: str) -> Plugin:
+    """The experts' first product. `quantized`: inputs of x in MXFP8, for whole chunks."""
+    at = 1 + len(quantized)  # of `pairs`
+    chunks: Mapping[str, type] = {"whole": int} if quantized else {}
+    return Plugin(
+        name,
+        ("x", *quantized, "pairs", "groups", "blocks", "scales", "bias"),
+        attributes={"k": int, "alpha": float, "beta": float, "limit": float, **chunks},
+        outputs=lambda s, a: [((s[at][0], s[at + 2][1] // 2), 0)],
+        use=lambda z, a, t: uses.gate_up(
+            *(z.fixed(0, 1), z.fixed(at + 2, 1) // 2, a["k"], a["alpha"], a["beta"], a["limit"]),
+            *(z.type(0), True, t, a.get("whole", 0)),
+        ),
+        grid=lambda s, a, t: (s.ceil_div(s[at + 2][1], 2 * t.block_n), s.minimum(s[at + 2][0], s[at][0])),
+        integers=lambda s, a: (s[0][0],) * bool(quantized),
+        tiles=lambda z: tiles,
+    )
+
+
+def _down(name: str, tiles: Sequence[uses.Tile], *quantized: str) -> Plugin:
+    """The experts' second product. `quantized`: inputs of its input in MXFP8, for whole chunks."""
+    at = 2 + len(quantized)  # of `pairs`
+    return Plugin(
+        name,
+        ("activated", *quantized, "shares", "pairs", "groups", "blocks", "scales", "bias"),
+        attributes={"whole": int} if quantized else {},
+        outputs=lambda s, a: [((s[at][0], s[at + 2][1]), "FLOAT")],
+        use=lambda z, a, t: uses.down(
+            z.fixed(at + 2, 1), z.fixed(0, 1), z.type(0), True, t, a.get("whole", 0)
+        ),
+        grid=lambda s, a, t: (s.ceil_div(s[at + 2][1], t.block_n), s.minimum(s[at + 2][0], s[at][0])),
+        integers=lambda s, a: (s[at - 1][0],) * bool(quantized),
+        tiles=lambda z: tiles,
+    )
+
+
+_SAMPLING = ("logits", "temperature", "top_p", "seed", "position")
+_PARTIAL = ("group_max", "group_noise", "tile_max", "tile_sum", "tile_weight")
+
+PLUGINS = (
+    Plugin(
+        "SampleTiles",
+        _SAMPLING,
+        outputs=lambda s, a: (
+            [((s[0][0] * s[0][1], _tiles(s) * uses.TILE_GROUPS), "FLOAT")] * 2
+            + [((s[0][0] * s[0][1], _tiles(s)), kind) for kind in ("FLOAT", "FLOAT", "INT64")]
+        ),
+        use=lambda z, a, t: uses.sample_tiles(z.fixed(0, 2)),
+        grid=lambda s, a, t: (_tiles(s), s[0][0] * s[0][1]),
+        integers=lambda s, a: (s[0][1],),
+    ),
+    Plugin(
+        "SampleSelect",
+        ("logits", "temperature", "reach", "top_k", "top_p", "seed", "position", *_PARTIAL),
+        outputs=lambda s, a: [
+            ((s[0][0] * s[0][1], _tiles(s) * uses.TILE_GROUPS), "INT32"),
+            ((s[0][0], s[0][1]), "INT64"),
+            ((s[0][0], s[0][1]), "FLOAT"),
+        ],
+        use=lambda z, a, t: uses.sample_select(z.fixed(0, 2)),
+        grid=lambda s, a, t: (s[0][0] * s[0][1],),
+        integers=lambda s, a: (s[0][1],),
+    ),
+    Plugin(
+        "AcceptBlock",
+        ("tokens", "rows", "sampled"),
+        outputs=lambda s, a: [((s[0][0],), "INT64"), ((s[0][0],), "INT64")],
+        use=lambda z, a, t: uses.accept_block(),
+        most={(1, 1): uses.ACCEPT_NODES},
+        grid=lambda s, a, t: (s[0][0],),
+        integers=lambda s, a: (s[0][1], s[1][1]),
+    ),
+    Plugin(
+        "MoERoute",
+        ("router_logits",),
+        attributes={"k": int},
+        outputs=lambda s, a: [
+            ((s[0][0], a["k"]), "FLOAT"),
+            ((s[0][0], a["k"]), "INT32"),
+            ((s.ceil_div(s[0][0], uses.ROUTE_ROWS), s[0][1]), "INT32"),
+        ],
+        use=lambda z, a, t: uses.route(z.fixed(0, 1), a["k"]),
+        grid=lambda s, a, t: (s.ceil_div(s[0][0], uses.ROUTE_ROWS),),
+        integers=lambda s, a: (s[0][0],),
+    ),
+    Plugin(
+        "MoEGroup",
+        ("chosen", "counts"),
+        attributes={"k": int},
+        outputs=lambda s, a: [((s[0][0] * a["k"],), "INT32"), ((s[1][1], 3), "INT32")],
+        use=lambda z, a, t: uses.group(z.fixed(1, 1), a["k"]),
+        grid=lambda s, a, t: (s.ceil_div(s[0][0], uses.ROUTE_ROWS),),
+        integers=lambda s, a: (s[0][0],),
+    ),
+    _gate_up("MoEGateUp", uses.TILES),
+    _gate_up("MoEGateUpOfChunks", uses.CHUNK_TILES, "numbers", "powers"),
+    _down("MoEDown", uses.TILES),
+    _down("MoEDownOfChunks", uses.CHUNK_TILES, "numbers", "powers"),
+    Plugin(
+        "MoEQuantize",
+        ("x", "shares"),
+        attributes={"whole": int},
+        outputs=lambda s, a: [((s[0][0], s[0][1]), "INT8"), ((s[0][0], s.ceil_div(s[0][1], 32)), "INT8")],
+        use=lambda z, a, t: uses.quantize(z.fixed(0, 1), z.type(0), a["whole"]),
+        grid=lambda s, a, t: (s[0][0], s.ceil_div(s[0][1], uses.QUANTIZE_BLOCK)),
+        integers=lambda s, a: (s[1][0],),
+    ),
+    Plugin(
+        "MoECombine",
+        ("parts", "like"),
+        attributes={"k": int},
+        outputs=lambda s, a: [((s[1][0], s[1][1]), 1)],
+        use=lambda z, a, t: uses.combine(z.fixed(1, 1), a["k"], z.type(1)),
+        grid=lambda s, a, t: (s[1][0], s.ceil_div(s[1][1], uses.COMBINE_BLOCK)),
+    ),
+    _attend("Attend"),
+    _attend("AttendTree", "start", "visible"),
+    _merge("MergeAttention"),
+    _merge("MergeSinkAttention", "sinks"),
+    *(_taps(n) for n in range(1, MAX_TAPS + 1)),
+)
