@@ -49,7 +49,7 @@ P = TypeVar("P", bound=RowPool)
 
 
 @dataclass(frozen=True, slots=True)
-class _Copy:
+class _KeptRows:
     """Rows of one kind for positions from `first` to the snapshot's end, one array for each cache."""
 
     first: int
@@ -62,7 +62,7 @@ def whole(capacity: int) -> CacheKind:
 
 
 @dataclass(slots=True)
-class _Kind(Generic[P]):
+class _RowsOfKind(Generic[P]):
     """One kind of caches: their rows, and the position of each slot's first row."""
 
     kind: CacheKind
@@ -73,10 +73,10 @@ class _Kind(Generic[P]):
 def by_kind(kinds: Sequence[CacheKind], names: Iterable[str]) -> list[list[str]]:
     """The caches of each kind, of those with these names, which end with the layer. Others belong to the first."""
     of_layer = {layer: i for i, kind in enumerate(kinds) for layer in kind.layers}
-    found: list[list[str]] = [[] for _ in kinds]
+    caches: list[list[str]] = [[] for _ in kinds]
     for name in names:
-        found[of_layer.get(int(name.rpartition(".")[2]), 0)].append(name)
-    return found
+        caches[of_layer.get(int(name.rpartition(".")[2]), 0)].append(name)
+    return caches
 
 
 class RowCaches(Generic[P]):
@@ -84,7 +84,7 @@ class RowCaches(Generic[P]):
 
     def __init__(self, pools: Sequence[tuple[CacheKind, P]], slots: int) -> None:
         self.slots = slots
-        self.kinds = [_Kind(kind, pool, defaultdict(int)) for kind, pool in pools]
+        self.kinds = [_RowsOfKind(kind, pool, defaultdict(int)) for kind, pool in pools]
         # By slot: from this position on, no row belongs to a token of its sequence.
         self.ends: defaultdict[int, int] = defaultdict(int)
 
@@ -143,18 +143,18 @@ class RowCaches(Generic[P]):
             held = max(each.kind.first(shortest), base)
             first = min(max(start, held), stop)
             row = max(0, first - base)  # what lies before the base was dropped: then none are copied
-            copies.append(_Copy(first, each.pool.take(slot, row, row + stop - first)))
+            copies.append(_KeptRows(first, each.pool.take(slot, row, row + stop - first)))
             least = max(least, each.kind.shortest(held))
             size += (stop - first) * each.pool.row_bytes
         return Snapshot(start, stop, range(least, stop + 1), copies, size)
 
     def read(self, slot: int, start: int, stop: int) -> dict[str, Any]:
         """Copies of the rows of positions start .. stop-1, by cache: those that the row after them sees."""
-        found: dict[str, Any] = {}
+        rows: dict[str, Any] = {}
         for each in self.kinds:
             base, first = each.bases[slot], max(start, each.kind.first(stop))
-            found |= zip(each.pool.arrays, each.pool.take(slot, first - base, stop - base), strict=True)
-        return found
+            rows |= zip(each.pool.arrays, each.pool.take(slot, first - base, stop - base), strict=True)
+        return rows
 
     def lacks(self, kept: Snapshot, shortest: int) -> bool:
         return any(
@@ -167,7 +167,7 @@ class RowCaches(Generic[P]):
         for i, each in enumerate(self.kinds):
             base = each.bases[slot] = each.kind.base(length)
             for snapshot in kept:
-                copy: _Copy = snapshot.data[i]
+                copy: _KeptRows = snapshot.data[i]
                 first, stop = max(copy.first, base), min(snapshot.stop, length)
                 if first < stop:
                     part = slice(first - copy.first, stop - copy.first)

@@ -41,50 +41,53 @@ def problems(
 
     dtype: of features. block_size: the most nodes of a block. in_plans: also those operators whose kernels plans hold.
     """
-    found = {
+    wrong = {
         "SampleRows": sampled(device, run, vocab),
         "BlockAcceptance": accepted(device, run),
         "Round": between_passes(device, run, vocab, taps * hidden, dtype, block_size),
     }
     if in_plans:
-        found["HiddenStateTap"] = gathered(device, run, taps, hidden)
-        found |= {"Attention": attended(device, run), "MoE": experts(device, run)}
-    return found
+        wrong["HiddenStateTap"] = gathered(device, run, taps, hidden)
+        wrong |= {"Attention": attended(device, run), "MoE": experts(device, run)}
+    return wrong
 
 
 def gathered(device: torch.device | str, run: launch.Run, taps: int, hidden: int) -> str:
+    """HiddenStateTap: the problem, or nothing."""
     rng = np.random.default_rng(0)
     rows = [torch.from_numpy(rng.standard_normal((6, hidden))).bfloat16() for _ in range(taps)]
     there = [row.to(device) for row in rows]
-    found = launch.gather_taps(there, torch.bfloat16, torch.tensor([3, 1]).to(device), 3, run=run).cpu()
+    got = launch.gather_taps(there, torch.bfloat16, torch.tensor([3, 1]).to(device), 3, run=run).cpu()
     expected = torch.cat(rows, dim=1)
     expected[[4, 5]] = 0
-    return "" if torch.equal(found, expected) else "features are not the tapped rows side by side"
+    return "" if torch.equal(got, expected) else "features are not the tapped rows side by side"
 
 
 def sampled(device: torch.device | str, run: launch.Run, vocab: int) -> str:
+    """SampleRows against the host's sampler."""
     rng = np.random.default_rng(0)
     logits = (2.5 * rng.standard_normal((len(_SAMPLED), 2, vocab))).astype(np.float32)
     positions = np.array([[5, 6]] * len(_SAMPLED))
     seeds = [7, 2**63 + 1, 3]
     tensors = launch.sampling_tensors(_SAMPLED, seeds, device)
     given = (torch.from_numpy(each).to(device) for each in (logits, positions))
-    found = launch.sample_rows(next(given), tensors, next(given), run=run)[0].cpu().tolist()
+    got = launch.sample_rows(next(given), tensors, next(given), run=run)[0].cpu().tolist()
     expected = [
         [sample(logits[i, r], params, seed, int(positions[i, r])) for r in range(2)]
         for i, (params, seed) in enumerate(zip(_SAMPLED, seeds, strict=True))
     ]
-    return "" if found == expected else f"tokens {found}, but the host's are {expected}"
+    return "" if got == expected else f"tokens {got}, but the host's are {expected}"
 
 
 def accepted(device: torch.device | str, run: launch.Run) -> str:
+    """BlockAcceptance on random chains."""
     tokens, chosen = np.random.default_rng(0).integers(0, 2, (2, 4, 7))
     order = np.tile(np.arange(7), (4, 1))
     given = [torch.from_numpy(np.ascontiguousarray(each)).to(device) for each in (tokens, order, chosen)]
-    found = launch.accept_block(*given, run=run).accepted.cpu().tolist()
+    got = launch.accept_block(*given, run=run).accepted.cpu().tolist()
     pairs = zip(tokens.tolist(), chosen.tolist(), strict=True)
     expected = [len(reference.accept_block(*each)) - 1 for each in pairs]
-    return "" if found == expected else f"{found} drafts accepted, expected {expected}"
+    return "" if got == expected else f"{got} drafts accepted, expected {expected}"
 
 
 def attended(device: torch.device | str, run: launch.Run) -> str:
@@ -105,8 +108,8 @@ def attended(device: torch.device | str, run: launch.Run) -> str:
     expected = reference.attention(**{n: t.double().numpy() for n, t in drawn.items()}, **where)
     largest = np.abs(expected).max()
     for tile in uses.attention_tiles(size)[:2]:
-        found = attention.attention(**there, tile=tile, run=run).cpu().double().numpy()
-        error = float(np.abs(found - expected).max() / largest)
+        got = attention.attention(**there, tile=tile, run=run).cpu().double().numpy()
+        error = float(np.abs(got - expected).max() / largest)
         if not error <= 4 * _ROUNDING:
             return f"differs by {error:.3f} of the largest number"
     return ""
@@ -140,13 +143,14 @@ def between_passes(
     round_reference.fill_tokens(**blocks, drafted=drafted)
     round_reference.end_round(**given)
     pairs = {"tokens": (filled, blocks), "rows": (filled, blocks), "finite": (there, given)}
-    for name, (found, expected) in (pairs | {"waiting": (there, given)}).items():
-        if not torch.equal(found[name].cpu(), expected[name]):
+    for name, (got, expected) in (pairs | {"waiting": (there, given)}).items():
+        if not torch.equal(got[name].cpu(), expected[name]):
             return f"`{name}` differs from that of torch's operators"
     return "" if not counters.cpu().any() else "the counters are not zero again"
 
 
 def experts(device: torch.device | str, run: launch.Run) -> str:
+    """MoE against its reference."""
     rng = np.random.default_rng(0)
 
     def matrix(out: int, columns: int) -> tuple[Array, Array, Array]:
@@ -157,7 +161,7 @@ def experts(device: torch.device | str, run: launch.Run) -> str:
 
     both = matrix(2 * _INNER, _HIDDEN), matrix(_HIDDEN, _INNER)
     there = [torch.from_numpy(part).to(device) for each in both for part in each]
-    layer = moe.Experts(
+    layer = moe.PackedExperts(
         *(there[0], there[1], there[2].bfloat16(), there[3], there[4], there[5].bfloat16()),
         k=_CHOSEN,
         alpha=1.702,
@@ -166,7 +170,7 @@ def experts(device: torch.device | str, run: launch.Run) -> str:
     )
     x = torch.from_numpy(rng.standard_normal((_ROWS, _HIDDEN)) / 8).bfloat16()
     router = rng.standard_normal((_ROWS, _EXPERTS)).astype(np.float32)
-    found = moe.moe(x.to(device), torch.from_numpy(router).to(device), layer, run=run).cpu().double().numpy()
+    got = moe.moe(x.to(device), torch.from_numpy(router).to(device), layer, run=run).cpu().double().numpy()
     expected = reference.moe(x.double().numpy(), router, *both, k=_CHOSEN, alpha=1.702, beta=1.0, limit=7.0)
-    error = float(np.abs(found - expected).max() / np.abs(expected).max())
+    error = float(np.abs(got - expected).max() / np.abs(expected).max())
     return "" if error <= 2 * _ROUNDING else f"differs by {error:.3f} of the largest number"

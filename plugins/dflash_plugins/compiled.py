@@ -93,13 +93,14 @@ def compile_round(wanted: Sequence[Use]) -> dict[str, Compiled]:
 
 
 def write(file: Path, kernels: dict[str, Compiled]) -> None:
+    """Write kernels, by the digests of their uses, as `read` reads them."""
     file.write_text(json.dumps({digest: asdict(kernel) for digest, kernel in kernels.items()}, indent=1))
 
 
 def read(file: Path) -> dict[str, Compiled]:
     """What `write` wrote. Raises BundleError."""
-    found = read_object(file, _MOST_BYTES, BundleError)
+    kernels = read_object(file, _MOST_BYTES, BundleError)
     try:
-        return {digest: from_json(fields) for digest, fields in found.items()}
+        return {digest: from_json(fields) for digest, fields in kernels.items()}
     except (KeyError, TypeError) as error:
         raise BundleError(f"{file}: holds no compiled kernels: {error}") from error

@@ -40,6 +40,7 @@ class TensorRTExpertPlugins(TensorRT):
     def moe(
         self, storage: Storage, weight_dtype: ir.DataType, *, biased: bool, widened_bytes: int
     ) -> ir.Function:
+        """A node for each kernel of a layer of MXFP4 experts; other storage has the usual body."""
         if storage != "mxfp4":
             return super().moe(storage, weight_dtype, biased=biased, widened_bytes=widened_bytes)
         g = self._builder("MoE")
@@ -92,15 +93,19 @@ class TensorRTPlugins(TensorRTExpertPlugins):
         return head_dim, head_dim
 
     def attention_mask(self, kind: AttentionKind) -> ir.Function:
+        """The ranges of slots in place of a mask."""
         return _ranges("AttentionMask", kind, sinks=False)
 
     def sink_attention_mask(self, kind: AttentionKind) -> ir.Function:
+        """The ranges of slots in place of a mask."""
         return _ranges("SinkAttentionMask", kind, sinks=True)
 
     def cached_attention(self, kind: AttentionKind) -> ir.Function:
+        """Nodes that write the cache, attend in parts and merge them."""
         return self._attention("CachedAttention", "MergeAttention", kind)
 
     def sink_attention(self, kind: AttentionKind) -> ir.Function:
+        """As `cached_attention`, with a sink for each head."""
         return self._attention("SinkAttention", "MergeSinkAttention", kind)
 
     def _attention(self, name: str, merge: str, kind: AttentionKind) -> ir.Function:
@@ -123,6 +128,7 @@ class TensorRTPlugins(TensorRTExpertPlugins):
         return g.function()
 
     def hidden_state_tap(self, taps: int) -> ir.Function:
+        """One node for all taps."""
         g = self._builder("HiddenStateTap")
         hidden = [g.input(f"h_{i}", self.dtype, ["rows", "D"]) for i in range(taps)]
         (features,) = _plugin(g, f"HiddenStateTap{taps}", *hidden)

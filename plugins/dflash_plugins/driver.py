@@ -14,7 +14,7 @@ LIBRARY = "libcuda.so.1"
 _ALIGNMENT = 16  # of every pointer, which kernels are compiled for
 
 
-class Driver:
+class CudaDriver:
     """The functions of the driver's library. Raises EngineError if it is missing, or if it refuses a call."""
 
     def __init__(self) -> None:
@@ -24,6 +24,7 @@ class Driver:
             raise EngineError(f"the driver's library cannot be opened: {error}") from error
 
     def call(self, name: str, *arguments: Any) -> None:
+        """Call a function of the library."""
         code = getattr(self._library, name)(*arguments)
         if code:
             text = ctypes.c_char_p()
@@ -32,9 +33,9 @@ class Driver:
 
     def context(self) -> int | None:
         """The current context."""
-        found = ctypes.c_void_p()
-        self.call("cuCtxGetCurrent", ctypes.byref(found))
-        return found.value
+        current = ctypes.c_void_p()
+        self.call("cuCtxGetCurrent", ctypes.byref(current))
+        return current.value
 
     def load(self, compiled: Compiled) -> ctypes.c_void_p:
         """The kernel in the current context, translated for its GPU."""
@@ -81,7 +82,7 @@ class Kernels:
         stream: Callable[[], int],
         compile_kernel: Callable[[Use], Compiled] | None = None,
     ) -> None:
-        self._driver = Driver()
+        self._driver = CudaDriver()
         self._stream, self._compile = stream, compile_kernel
         self._context = ctypes.c_void_p()
         self._driver.call("cuInit", 0)

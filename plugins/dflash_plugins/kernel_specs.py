@@ -48,11 +48,8 @@ class Use:
     @property
     def launch(self) -> dict[str, Any]:
         """Keyword arguments of a launch by Triton."""
-        return self.constants | {
-            "num_warps": self.num_warps,
-            "num_stages": self.num_stages,
-            "enable_fp_fusion": self.fp_fusion,
-        }
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return self.constants | options | {"enable_fp_fusion": self.fp_fusion}
 
 
 @dataclass(frozen=True)
@@ -92,6 +89,7 @@ def power_of_two(n: int) -> int:
 
 
 def vocabulary_tiles(vocab: int) -> int:
+    """Tiles of TILE_TOKENS logits in a row."""
     return -(-vocab // TILE_TOKENS)
 
 
@@ -114,10 +112,12 @@ _SAMPLING: Types = {
 
 
 def sample_tiles(vocab: int) -> Use:
+    """The kernel that sums up each tile of a row's logits."""
     return Use("sampling", "sample_tiles", _SAMPLING, {"VOCAB": vocab})
 
 
 def sample_select(vocab: int) -> Use:
+    """The kernel that selects a row's token from its tiles."""
     types: Types = _SAMPLING | {
         "reach": "*fp32",
         "top_k": "*i32",
@@ -126,12 +126,8 @@ def sample_select(vocab: int) -> Use:
         "logprob": "*fp32",
     }
     tiles = vocabulary_tiles(vocab)
-    constants = {
-        "VOCAB": vocab,
-        "TILES": tiles,
-        "TILE_SLOTS": power_of_two(tiles),
-        "GROUP_SLOTS": power_of_two(tiles * TILE_GROUPS),
-    }
+    slots = {"TILE_SLOTS": power_of_two(tiles), "GROUP_SLOTS": power_of_two(tiles * TILE_GROUPS)}
+    constants = {"VOCAB": vocab, "TILES": tiles} | slots
     return Use("sampling", "sample_select", types, constants, num_warps=16)
 
 
@@ -192,6 +188,7 @@ def round_uses(vocab: int, features: int, dtype: str, block_size: int) -> tuple[
 
 
 def gather_taps(taps: int, hidden: int, source: str, target: str, *, ragged: bool = False) -> Use:
+    """The kernel that puts the rows of `taps` layers side by side; `ragged`: only valid rows, others are 0."""
     types: Types = {"taps": (f"*{source}",) * taps, "rows_per_sequence": "i32", "features": f"*{target}"}
     constants: dict[str, Any] = {"D": hidden, "SLOTS": power_of_two(hidden)}
     _optional(types, constants, ragged, valid="*i64")
@@ -204,6 +201,7 @@ ROUTE_PARTS = 16
 
 
 def route(experts: int, k: int) -> Use:
+    """The kernel that selects the k experts of each row."""
     types: Types = {"router_logits": "*fp32", "rows": "i32", "shares": "*fp32"}
     types |= dict.fromkeys(("chosen", "counts"), "*i32")
     slots = {"E_SLOTS": power_of_two(experts), "K_SLOTS": power_of_two(k), "ROW_SLOTS": ROUTE_ROWS}
@@ -211,6 +209,7 @@ def route(experts: int, k: int) -> Use:
 
 
 def group(experts: int, k: int) -> Use:
+    """The kernel that groups pairs of a row and an expert by expert."""
     types: Types = dict.fromkeys(("chosen", "counts", "pairs", "groups"), "*i32")
     types |= {"rows": "i32"}
     slots = {"E_SLOTS": power_of_two(experts), "ROW_SLOTS": ROUTE_ROWS, "PART_SLOTS": ROUTE_PARTS}
@@ -267,6 +266,7 @@ COMBINE_BLOCK = 1024
 
 
 def combine(hidden: int, k: int, dtype: str) -> Use:
+    """The kernel that adds the experts of each row."""
     types: Types = {"outputs": "*fp32", "like": f"*{dtype}", "y": f"*{dtype}"}
     return Use("moe", "combine", types, {"D": hidden, "K": k, "BLOCK": COMBINE_BLOCK}, fp_fusion=True)
 
@@ -323,6 +323,7 @@ def attention_bytes(batch: int, kv_heads: int, rows: int, head_dim: int) -> int:
 
 
 def attend(kv_heads: int, group: int, head_dim: int, dtype: str, tile: AttentionTile, *, tree: bool) -> Use:
+    """The kernel of one attention layer's parts, for heads in groups that share a key head."""
     types: Types = dict.fromkeys(("q", "k_cache", "v_cache"), f"*{dtype}")
     types |= dict.fromkeys(("first", "last"), "*i64") | dict.fromkeys(("count", "capacity", "splits"), "i32")
     types |= dict.fromkeys(("partial", "largest", "total"), "*fp32")
@@ -333,6 +334,7 @@ def attend(kv_heads: int, group: int, head_dim: int, dtype: str, tile: Attention
 
 
 def merge(heads: int, head_dim: int, dtype: str, *, sinks: bool) -> Use:
+    """The kernel that joins the parts of `attend`, and adds a sink's share."""
     types: Types = dict.fromkeys(("partial", "largest", "total"), "*fp32")
     types |= dict.fromkeys(("rows", "count", "splits"), "i32") | dict.fromkeys(("like", "y"), f"*{dtype}")
     constants = {"HEADS": heads, "SPLITS": ATTENTION_SPLITS} | _head(head_dim)

@@ -94,7 +94,7 @@ def sample_rows(
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class Accepted:
     """The result of a round, and the next block if it was asked for: int64 tensors."""
 
     accepted: torch.Tensor  # [B]
@@ -114,7 +114,7 @@ def accept_block(
     mask_token: int = 0,
     parents: torch.Tensor | None = None,
     run: Run = by_triton,
-) -> Acceptance:
+) -> Accepted:
     """Compare drafted with sampled tokens: contiguous int64 tokens [B, S], rows [B, R], sampled [B, R].
 
     `parents` [B, R] makes the R nodes a tree. Each node comes after its parent, and siblings have different tokens
@@ -142,7 +142,7 @@ def accept_block(
         nodes_per_sequence=nodes,
         **made,
     )
-    return Acceptance(**made)
+    return Accepted(**made)
 
 
 def decide_round(
@@ -153,7 +153,7 @@ def decide_round(
     start: torch.Tensor,
     *,
     run: Run = by_triton,
-) -> Acceptance:
+) -> Accepted:
     """A round's decisions from the target's pass, for all requests at once on the device.
 
     tokens: int64 [B, S] = [anchor, draft, ...], with the anchors at positions `start` [B].

@@ -11,7 +11,7 @@ from dflash_plugins.launch import TYPE_NAMES, Run, by_triton
 
 
 @dataclass(frozen=True)
-class Experts:
+class PackedExperts:
     """A layer's MXFP4 weights as inputs of `dflash::MoE` (graph/experts.py), and its constants."""
 
     gate_up: torch.Tensor  # [E, 2I, D/32, 16] bytes
@@ -47,7 +47,7 @@ def route(
 def moe(
     x: torch.Tensor,
     router_logits: torch.Tensor,
-    e: Experts,
+    e: PackedExperts,
     tile: uses.Tile = uses.TILES[0],
     run: Run = by_triton,
 ) -> torch.Tensor:

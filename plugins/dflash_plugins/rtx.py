@@ -21,7 +21,7 @@ import numpy as np
 
 from dflash_plugins import kernel_specs as uses
 from dflash_plugins.compiled import Compiled, from_json
-from dflash_plugins.driver import Driver
+from dflash_plugins.driver import CudaDriver
 from dflash_plugins.plugin_table import PLUGINS, Plugin, Sizes, Symbols
 from dflash_plugins.shim import provide_library_name
 from dflash_plugins.version import NAMESPACE, versioned
@@ -59,8 +59,8 @@ def check() -> None:
 
 
 @cache
-def _driver() -> Driver:
-    return Driver()
+def _driver() -> CudaDriver:
+    return CudaDriver()
 
 
 class _Dimension:

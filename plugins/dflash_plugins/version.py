@@ -13,6 +13,7 @@ NAMESPACE = "dflash"
 
 
 def versioned(name: str) -> str:
+    """The name under which a plugin is registered."""
     return f"{name}_v{VERSION}"
 
 
@@ -21,9 +22,9 @@ def check(manifest: Mapping[str, Any], where: str) -> None:
 
     Raises BundleError.
     """
-    found = manifest.get("tensorrt", {}).get("plugins", {}).get("version", VERSION)
-    if found != VERSION:
+    version = manifest.get("tensorrt", {}).get("plugins", {}).get("version", VERSION)
+    if version != VERSION:
         raise BundleError(
-            f"{where}: manifest.json tensorrt.plugins.version is {found!r}, expected {VERSION}: the plans hold "
+            f"{where}: manifest.json tensorrt.plugins.version is {version!r}, expected {VERSION}: the plans hold "
             "kernels of another version of dflash-trt; build the bundle again"
         )

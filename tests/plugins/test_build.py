@@ -191,7 +191,7 @@ def test_the_builder_registers_plugins_before_it_parses(
         NetworkDefinitionCreationFlag=flag, Builder=lambda logger: network, OnnxParser=lambda *given: parser
     )
     monkeypatch.setattr(Flavour, "load", lambda self: trt)
-    monkeypatch.setattr(builder, "_logger", lambda trt, log: None)
+    monkeypatch.setattr(builder, "_logger", lambda trt, log: SimpleNamespace(file=log.name))
     monkeypatch.setattr(builder, "_parser_error", lambda parser, flavour: "refused")
     monkeypatch.setattr(builder.importlib, "import_module", happened.append)
     monkeypatch.setattr(

@@ -21,19 +21,19 @@ from tests.doubles.triton_interpreter import to_numpy
 
 def layer(
     rng: np.random.Generator, experts: int, hidden: int, inner: int, k: int, *, biased: bool
-) -> moe.Experts:
+) -> moe.PackedExperts:
     def matrix(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         blocks = rng.integers(0, 256, (experts, rows, columns // 32, 16), dtype=np.uint8)
         scales = rng.integers(118, 125, (experts, rows, columns // 32), dtype=np.uint8)
         bias = torch.from_numpy(rng.standard_normal((experts, rows))).bfloat16() if biased else None
         return torch.from_numpy(blocks), torch.from_numpy(scales), bias
 
-    return moe.Experts(
+    return moe.PackedExperts(
         *matrix(2 * inner, hidden), *matrix(hidden, inner), k=k, alpha=1.702, beta=1.0, limit=7.0
     )
 
 
-def expected(x: torch.Tensor, logits: torch.Tensor, e: moe.Experts) -> np.ndarray:
+def expected(x: torch.Tensor, logits: torch.Tensor, e: moe.PackedExperts) -> np.ndarray:
     gate_up, down = (
         (to_numpy(blocks), to_numpy(scales), None if bias is None else to_numpy(bias))
         for blocks, scales, bias in (
@@ -181,7 +181,9 @@ def in_mxfp8(x: np.ndarray) -> np.ndarray:
     return ((groups / power).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * power).reshape(x.shape)
 
 
-def chunks(e: moe.Experts, x: torch.Tensor, router: torch.Tensor, whole: int, tile: uses.Tile) -> np.ndarray:
+def chunks(
+    e: moe.PackedExperts, x: torch.Tensor, router: torch.Tensor, whole: int, tile: uses.Tile
+) -> np.ndarray:
     """The layer as a plan with MXFP8 for passes of `whole` rows has it."""
     dialect = TensorRTPlugins(ir.DataType.BFLOAT16)
     dialect.mxfp8_rows = whole

@@ -41,7 +41,7 @@ def test_taps(taps: int, hidden: int, source: torch.dtype, target: torch.dtype) 
 
 def rounds(
     tokens: np.ndarray[Any, Any], sampled: np.ndarray[Any, Any], parents: Any = None
-) -> launch.Acceptance:
+) -> launch.Accepted:
     batch, nodes = tokens.shape
     start = torch.arange(batch) * 100
     order = torch.arange(nodes).repeat(batch, 1)

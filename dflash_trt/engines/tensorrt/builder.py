@@ -218,8 +218,8 @@ def _logger(trt: Any, log: Any) -> Any:
             log.write(f"[{severity.name}] {message}\n")
             if severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR):
                 self.errors.append(message)
-            if found := re.match(r"Total Activation Memory: (\d+) bytes", message):
-                self.activation_bytes = max(self.activation_bytes or 0, int(found[1]))  # one per profile
+            if size := re.match(r"Total Activation Memory: (\d+) bytes", message):
+                self.activation_bytes = max(self.activation_bytes or 0, int(size[1]))  # one per profile
 
     return BuildLogger()
 

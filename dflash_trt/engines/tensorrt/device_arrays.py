@@ -25,7 +25,7 @@ from dflash_trt.engines.tensorrt.round_memory import RoundMemory
 from dflash_trt.engines.tensorrt.states import DeviceHybridCaches
 
 if TYPE_CHECKING:
-    from dflash_plugins.launch import Acceptance, Run, Sampling
+    from dflash_plugins.launch import Accepted, Run, Sampling
 
 Array = np.ndarray[Any, Any]
 
@@ -38,11 +38,13 @@ class DeviceArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """As of the array."""
         return tuple(self.tensor.shape)
 
     def host(self) -> Array:
+        """The numbers, after the pass that computes them."""
         if self._host is None:
-            with torch.cuda.stream(self._stream):  # after the pass that computes the numbers
+            with torch.cuda.stream(self._stream):
                 self._host = self.tensor.cpu().numpy()
         return self._host
 
@@ -54,15 +56,10 @@ class DeviceArray:
         return np.array(self.host(), dtype=dtype, copy=copy)
 
     def __getitem__(self, key: Any) -> Any:
-        if self._host is None:
-            part = DeviceArray(self.tensor[key], self._stream)
-            return part if _leading_columns(key) else part.host()
-        part = self._host[key]
-        return DeviceArray(self.tensor[key], self._stream, part) if _leading_columns(key) else part
-
-
-def _leading_columns(key: Any) -> bool:
-    return isinstance(key, tuple) and all(isinstance(part, slice) for part in key)
+        if isinstance(key, tuple) and all(isinstance(part, slice) for part in key):
+            part = None if self._host is None else self._host[key]
+            return DeviceArray(self.tensor[key], self._stream, part)
+        return DeviceArray(self.tensor[key], self._stream).host() if self._host is None else self._host[key]
 
 
 class DeviceArrays:
@@ -96,8 +93,7 @@ class DeviceArrays:
         """`chunks_apart`: whether only whole chunks may have passes of `prefill_chunk` tokens."""
         feature_size = taps * hidden_size
         self._taps, self._vocab = taps, vocab_size
-        self.most_waiting = block_size
-        self.most_nodes = block_size
+        self.most_waiting = self.most_nodes = block_size
         self._capacity, self.chunks_apart = capacity, chunks_apart
         self._prompt_lengths = prefill_lengths(prefill_chunk, apart=chunks_apart)
         device, self._stream = target.device, target.stream
@@ -190,9 +186,7 @@ class DeviceArrays:
         if isinstance(given, np.ndarray):
             return np.pad(given, ((0, 0), (0, length - given.shape[1])), mode="edge")
         buffer = engine.buffer(PREFILL, name, 1, length, given.shape[2])
-        if (
-            given.data_ptr() != buffer.data_ptr()
-        ):  # otherwise they are the target's own, with its further rows
+        if given.data_ptr() != buffer.data_ptr():  # else they are the target's own, with its further rows
             with torch.cuda.stream(self._stream):
                 buffer[:, : given.shape[1]].copy_(given)
                 buffer[:, given.shape[1] :].zero_()
@@ -334,7 +328,7 @@ class DeviceArrays:
 
     def _decide(
         self, active: Sequence[Request], nodes: int, outputs: Mapping[str, torch.Tensor]
-    ) -> Acceptance | None:
+    ) -> Accepted | None:
         """Sample and accept on the pass's stream. Returns None if all requests are greedy or adjusted.
 
         nodes: of the draft. The rows after them are copies.

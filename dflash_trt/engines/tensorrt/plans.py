@@ -22,7 +22,7 @@ from dflash_trt.engines.base import PREFILL_CHUNK
 from dflash_trt.engines.tensorrt.builder import TIMINGS, build_plan, has_operator, weight_bytes
 from dflash_trt.engines.tensorrt.flavour import FLAVOURS
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
-from dflash_trt.engines.tensorrt.profiles import Limits, profiles
+from dflash_trt.engines.tensorrt.profiles import PlanLimits, profiles
 from dflash_trt.errors import BuildError, UsageError
 from dflash_trt.files.reading import read_file
 from dflash_trt.formats.precision import Precision
@@ -63,7 +63,7 @@ class Plans:
         chunk = options.prefill_chunk
         if chunk is None:
             chunk = max(1, min(PREFILL_CHUNK, capacity - block_size - 1))
-        self.limits = Limits(options.max_batch_size, chunk, block_size, capacity)
+        self.limits = PlanLimits(options.max_batch_size, chunk, block_size, capacity)
         dtypes = {role: DTYPES[precision.compute(role, "bf16")] for role in ("target", "drafter")}
         usable = (
             options.plugins == "auto"
@@ -175,11 +175,11 @@ class Plans:
         for folder in (work / FOLDER).glob("*"):
             if folder.name not in {f"sm{capability}" for capability in self.capabilities}:
                 shutil.rmtree(folder)
-        found: dict[str, Any] = {}
+        plans: dict[str, Any] = {}
         files: dict[str, dict[str, Any]] = {}
         for capability in self.capabilities:
             folder = work / FOLDER / f"sm{capability}"
-            found[str(capability)] = {}
+            plans[str(capability)] = {}
             for role, model in models.items():
                 plan, memo = folder / f"{role}.plan", folder / f"{role}.json"
                 entry = _finished(memo, plan, key)
@@ -198,7 +198,7 @@ class Plans:
                 name = str(plan.relative_to(work))
                 files[name] = entry.pop("file")
                 del entry["key"]
-                found[str(capability)][role] = {"plan": name, **entry}
+                plans[str(capability)][role] = {"plan": name, **entry}
         if self.kernels:
             compiled.write(work / compiled.FILE, self.kernels)
             files[compiled.FILE] = describe_file(work / compiled.FILE)
@@ -209,7 +209,7 @@ class Plans:
                 files[str(file.relative_to(work))] = describe_file(file)
         # The plans contain the weights now. The graphs stay for inspection.
         shutil.rmtree(work / "weights")
-        return found, files
+        return plans, files
 
 
 def _finished(memo: Path, plan: Path, key: str) -> dict[str, Any] | None:

@@ -20,7 +20,7 @@ QUERY = "query."
 
 
 @dataclass(frozen=True)
-class Limits:
+class PlanLimits:
     """The limits of a plan: sequences at a time, prompt tokens per pass, tokens per block, cache rows."""
 
     max_batch_size: int
@@ -86,7 +86,7 @@ class Profile:
         return {"name": self.name, **{name: list(lengths) for name, lengths in self.lengths.items()}}
 
 
-def profiles(role: str, limits: Limits) -> tuple[Profile, Profile]:
+def profiles(role: str, limits: PlanLimits) -> tuple[Profile, Profile]:
     """The profiles of "target" or "drafter", in the order PREFILL, DECODE."""
     batch, chunk, block = limits.max_batch_size, limits.prefill_chunk, limits.block_size
     one, batches, chunks = (1, 1, 1), (1, max(1, batch // 2), batch), (1, chunk, chunk)

@@ -44,11 +44,11 @@ def _loaded(bundle: Bundle, wanted: Sequence[Use]) -> Kernels:
     if entry.get("version") != VERSION:
         reason = "has kernels of another version" if entry else "was built without kernels"
         raise BundleError(f"{reason}; build it again where `dflash-trt doctor` finds their compiler")
-    found = compiled.read(bundle.path / compiled.FILE)
-    if missing := [use.function for use in wanted if use.digest not in found]:
+    kernels = compiled.read(bundle.path / compiled.FILE)
+    if missing := [use.function for use in wanted if use.digest not in kernels]:
         raise BundleError(f"{compiled.FILE} lacks {missing[0]} for this pair; build it again")
     return Kernels(
-        found,
+        kernels,
         device=torch.cuda.current_device(),
         stream=lambda: int(torch.cuda.current_stream().cuda_stream),
         compile_kernel=_compile,

@@ -29,6 +29,7 @@ def accept_block(
     BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,  # a power of two, at least R and at least BLOCK
 ):
+    """One program for each sequence: follow the sampled tokens down its tree."""
     sequence = tl.program_id(0)
     node = tl.arange(0, SLOTS)
     there = node < nodes_per_sequence

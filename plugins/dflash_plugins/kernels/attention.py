@@ -44,6 +44,7 @@ def attend(
     ROWS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
+    """One program for some rows of a key head, and for one part of the slots."""
     head = tl.program_id(1)  # sequence * KV_HEADS + key head
     sequence, split = head // KV_HEADS, tl.program_id(2)
     rows = GROUP * count
@@ -146,6 +147,7 @@ def merge(
     D_SLOTS: tl.constexpr,
     SPLITS: tl.constexpr,  # a power of two, at least `splits`
 ):
+    """One program for each row: its parts as one, and a sink's share."""
     row, split, column = tl.program_id(0), tl.arange(0, SPLITS), tl.arange(0, D_SLOTS)
     part = split * rows + row
     peaks = tl.load(largest + part, mask=split < splits, other=-float("inf"))

@@ -24,6 +24,7 @@ def compact_rows(
     NODES: tl.constexpr,  # a power of two, at least `count`
     WORDS: tl.constexpr,  # words of a row that are moved at a time
 ):
+    """One program for each head of each cache: row start + nodes[i] becomes row start + i."""
     cache, head = tl.program_id(0), tl.program_id(1)
     in_cache = tl.load(heads + cache)
     if head < in_cache:

@@ -57,6 +57,7 @@ def route(
     K_SLOTS: tl.constexpr,
     ROW_SLOTS: tl.constexpr,
 ):
+    """The k experts with the largest logits of each row, and the pairs of each expert."""
     expert, slot = tl.arange(0, E_SLOTS), tl.arange(0, K_SLOTS)
     row = tl.program_id(0) * ROW_SLOTS + tl.arange(0, ROW_SLOTS)
     real = row < rows
@@ -93,14 +94,15 @@ def group(
     ROW_SLOTS: tl.constexpr,
     PART_SLOTS: tl.constexpr,
 ):
+    """The pairs in the order of their experts."""
     expert, program = tl.arange(0, E_SLOTS), tl.program_id(0)
     count, before = tl.zeros([E_SLOTS], tl.int32), tl.zeros([E_SLOTS], tl.int32)
     for start in range(0, tl.num_programs(0), PART_SLOTS):
         part = start + tl.arange(0, PART_SLOTS)
         there = (part < tl.num_programs(0))[:, None] & (expert < E)[None, :]
-        found = tl.load(counts + part[:, None] * E + expert[None, :], mask=there, other=0)
-        count += tl.sum(found, axis=0)
-        before += tl.sum(tl.where((part < program)[:, None], found, 0), axis=0)
+        counted = tl.load(counts + part[:, None] * E + expert[None, :], mask=there, other=0)
+        count += tl.sum(counted, axis=0)
+        before += tl.sum(tl.where((part < program)[:, None], counted, 0), axis=0)
     first = tl.cumsum(count, axis=0) - count
 
     if program == 0:
@@ -126,6 +128,7 @@ def group(
 
 @triton.jit
 def scales_of(scales, row, in_row, k, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The scales [rows, BLOCK_K / 32] of numbers from k on."""
     scale = k // 32 + tl.arange(0, BLOCK_K // 32)
     at = scales + row[:, None] * (WIDTH // 32) + scale[None, :]
     return tl.load(at, mask=in_row[:, None] & (scale < WIDTH // 32)[None, :], other=0)
@@ -144,8 +147,8 @@ def _columns(x, token, in_token, k, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
     """The numbers of tokens, [BLOCK_K / 4, tokens] for each of the four in 16 bits of weights."""
     column = k + tl.arange(0, BLOCK_K)
     at = x + token[:, None] * WIDTH + column[None, :]
-    found = tl.load(at, mask=in_token[:, None] & (column < WIDTH)[None, :], other=0.0)
-    even, odd = tl.split(tl.reshape(found, [token.shape[0], BLOCK_K // 4, 2, 2]))
+    numbers = tl.load(at, mask=in_token[:, None] & (column < WIDTH)[None, :], other=0.0)
+    even, odd = tl.split(tl.reshape(numbers, [token.shape[0], BLOCK_K // 4, 2, 2]))
     zeroth, second = tl.split(even)
     first, third = tl.split(odd)
     return tl.trans(zeroth), tl.trans(first), tl.trans(second), tl.trans(third)
@@ -224,6 +227,7 @@ def gate_up(
     BLOCK_K: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
+    """One program for a stripe of an expert's gates and up rows, for all of its tokens."""
     group = tl.program_id(1) * 3
     expert, first, count = tl.load(groups + group), tl.load(groups + group + 1), tl.load(groups + group + 2)
     out = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -270,6 +274,7 @@ def down(
     BLOCK_K: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
+    """One program for a stripe of an expert's outputs, for all of its tokens."""
     group = tl.program_id(1) * 3
     expert, first, count = tl.load(groups + group), tl.load(groups + group + 1), tl.load(groups + group + 2)
     out = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -301,6 +306,7 @@ def combine(
     K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """The experts of a token, added in the order of their shares."""
     row, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for s in tl.static_range(K):

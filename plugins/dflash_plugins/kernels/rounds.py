@@ -20,6 +20,7 @@ def fill_tokens(
     rows,  # [B, N] int64: 0 .. N-1
     SLOTS: tl.constexpr,  # a power of two, at least N
 ):
+    """Anchors and drafts as tokens, with copies of the last one, and the numbers of their rows."""
     sequence = tl.program_id(0)
     node = tl.arange(0, SLOTS)
     there, at = node < nodes, sequence * nodes + node
@@ -50,6 +51,7 @@ def end_round(
     TILES: tl.constexpr,  # programs of a row of logits, fewer than 1024
     TILE: tl.constexpr,  # logits of a program, and features of a step
 ):
+    """Which rows of logits are finite; features of chains go to where they will wait."""
     row, tile = tl.program_id(0), tl.program_id(1)
     step = tl.arange(0, TILE)
     column = tile * TILE + step

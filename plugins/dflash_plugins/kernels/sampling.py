@@ -43,6 +43,7 @@ def sample_tiles(
     tile_weight,  # [rows, tiles] int64: see probability_mass.total_weight; 0 if top_p is 1
     VOCAB: tl.constexpr,
 ):
+    """One program for each tile of a row: its largest logits with noise, and its sums."""
     tile, row = tl.program_id(0), tl.program_id(1)
     tiles, sequence = tl.num_programs(0), row // rows_per_sequence
     token = tile * TILE + tl.arange(0, STEPS)[:, None] * STRIPE + tl.arange(0, STRIPE)[None, :]
@@ -208,6 +209,7 @@ def sample_select(
     TILE_SLOTS: tl.constexpr,  # TILES and TILES * 128, rounded up to powers of two
     GROUP_SLOTS: tl.constexpr,
 ):
+    """One program for each row: the token and its log-probability, from the tiles."""
     row = tl.program_id(0)
     sequence = row // rows_per_sequence
     logits += row.to(tl.int64) * VOCAB

@@ -15,6 +15,7 @@ def gather_taps(
     D: tl.constexpr,
     SLOTS: tl.constexpr,  # D, rounded up to a power of two
 ):
+    """One program for each row of each tap."""
     row, tap = tl.program_id(0), tl.program_id(1)
     column = tl.arange(0, SLOTS)
     width = D

@@ -26,7 +26,7 @@ from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.engines.tensorrt import plans
 from dflash_trt.engines.tensorrt.flavour import FLAVOURS
 from dflash_trt.engines.tensorrt.options import TensorRTOptions, parse_capability
-from dflash_trt.engines.tensorrt.profiles import Limits, profiles
+from dflash_trt.engines.tensorrt.profiles import PlanLimits, profiles
 from dflash_trt.errors import BuildError
 from dflash_trt.formats.precision import Precision, parse_precision
 from dflash_trt.graph.builder import INT64, GraphBuilder
@@ -369,7 +369,7 @@ def test_capabilities_are_read(text: str, value: int) -> None:
 
 
 def test_profiles_cover_what_the_pair_runs() -> None:
-    limits = Limits(3, 512, 10, 8192)
+    limits = PlanLimits(3, 512, 10, 8192)
     prefill, verify = profiles("target", limits)
     assert prefill.shapes(["B", "S"]) == ((1, 1), (1, 512), (1, 512))
     assert verify.shapes(["B", "S", "R", 7]) == ((1, 1, 1, 7), (1, 10, 10, 7), (3, 10, 10, 7))
