@@ -91,20 +91,18 @@ class DeviceArrays:
         run: Run | None = None,
     ) -> None:
         """`chunks_apart`: whether only whole chunks may have passes of `prefill_chunk` tokens."""
-        feature_size = taps * hidden_size
         self._taps, self._vocab = taps, vocab_size
         self.most_waiting = self.most_nodes = block_size
         self._capacity, self.chunks_apart = capacity, chunks_apart
         self._prompt_lengths = prefill_lengths(prefill_chunk, apart=chunks_apart)
         device, self._stream = target.device, target.stream
         self._target, self._drafter = target, drafter
-        scratch = torch.empty(
-            max(target.memory_size, drafter.memory_size, 1), dtype=torch.uint8, device=device
-        )
-        target.lend(scratch)
-        drafter.lend(scratch)
+        scratch = max(target.memory_size, drafter.memory_size, 1)
+        lent = torch.empty(scratch, dtype=torch.uint8, device=device)
+        for engine in (target, drafter):
+            engine.lend(lent)
         dtype = drafter.dtypes["features"]
-        self._waiting = torch.zeros((slots, block_size, feature_size), dtype=dtype, device=device)
+        self._waiting = torch.zeros((slots, block_size, taps * hidden_size), dtype=dtype, device=device)
         drafter.bind(DECODE, "features", self._waiting)
         drafter.bind(PREFILL, "features", target.whole_buffer(PREFILL, "features"))
         self._round = RoundMemory(
@@ -169,8 +167,7 @@ class DeviceArrays:
         if start + filled > self._capacity - self.most_waiting - 1:  # at the end of the cache
             filled = length
         feeds = {**feeds, name: self._filled(engine, name, feeds[name], filled)}
-        if "depths" in feeds:
-            feeds |= chain_rows(1, filled)
+        feeds |= chain_rows(1, filled) if "depths" in feeds else {}
         engine.rows.advance(slot, [start])
         bases = {name: np.array(numbers) for name, numbers in engine.rows.bases([start]).items()}
         outputs = engine.run(PREFILL, feeds | bases, first_slot=slot)
@@ -333,9 +330,8 @@ class DeviceArrays:
 
         nodes: of the draft. The rows after them are copies.
         """
-        if self.run is None or not self.samples:
-            return None
-        if all(r.params.greedy or r.history is not None for r in active):
+        plain = all(request.params.greedy or request.history is not None for request in active)
+        if self.run is None or not self.samples or plain:
             return None
         logits, device = outputs["logits"], outputs["logits"].device
         n, length = logits.shape[:2]
