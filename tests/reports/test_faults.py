@@ -31,9 +31,9 @@ from dflash_trt.reports.selftest import Check, Selftest
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter
 from tests.doubles.hybrid_checkpoints import DENSE, make_hybrid
+from tests.doubles.one_gpu import one_gpu
 from tests.doubles.rounding import in_float32
 from tests.doubles.sessions import session
-from tests.reports.gpu import one_gpu
 
 LINEAR, FULL = "linear_attention", "full_attention"
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "int8", "nvfp4", "int4")

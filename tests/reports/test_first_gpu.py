@@ -14,7 +14,7 @@ from dflash_trt import hardware
 from dflash_trt.cli import main
 from dflash_trt.reports.first_gpu import FirstGPU
 from tests.doubles import fake_tensorrt
-from tests.reports.gpu import one_gpu
+from tests.doubles.one_gpu import one_gpu
 
 # The commands as they are, but for the size of what they measure. Kernels are not for this double.
 SHORT = {

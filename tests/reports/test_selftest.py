@@ -30,7 +30,7 @@ from tests.doubles import (
 )
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.cuda_double import Cuda
-from tests.reports.gpu import one_gpu
+from tests.doubles.one_gpu import one_gpu
 
 Pair = tuple[Bundle, Bundle]
 

@@ -10,15 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
-from dflash_trt import hardware
 from dflash_trt.checkpoint.catalogue import PAIRS, SHIPPED
 from dflash_trt.cli import main
-from dflash_trt.engines.tensorrt import opening, plans
-from dflash_trt.engines.tensorrt.device_arrays import DeviceArrays
-from tests.doubles import fake_tensorrt_rtx
-from tests.doubles.cuda_double import Cuda, deferred
+from tests.doubles.one_gpu import one_gpu
 
 PAGE = Path(__file__).parents[3] / "docs" / "guides" / "gpu.md"
 # Commands of the page that do not run here, and why.
@@ -53,18 +48,9 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return str(SHIPPED / "tiny-gpt-oss" / ("drafter" if repo in drafters else "target"))
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    monkeypatch.setitem(sys.modules, "tensorrt_rtx", fake_tensorrt_rtx)
-    for module in (hardware, plans):
-        monkeypatch.setattr(module, "compute_capabilities", lambda: [120])
-    monkeypatch.setattr(Cuda, "capability", (12, 0))
-    monkeypatch.setattr(torch, "cuda", Cuda)
-    monkeypatch.setattr(opening, "warm_up", lambda *_, **__: 0)
-    monkeypatch.setattr(
-        DeviceArrays, "samples", property(lambda self: False, lambda self, value: None), raising=False
-    )
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
     monkeypatch.chdir(tmp_path)
-    with deferred():
+    with one_gpu(120):
         yield
 
 

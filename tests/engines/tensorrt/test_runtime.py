@@ -25,7 +25,6 @@ from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle, write_manifest
 from dflash_trt.decoding.exact import PassRule
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
-from dflash_trt.engines.tensorrt import opening, plans
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
 from dflash_trt.engines.tensorrt.profiles import DECODE
 from dflash_trt.errors import BatchError, BuildError, BundleError, EngineError, NonFiniteError
@@ -33,8 +32,9 @@ from dflash_trt.formats.precision import Precision
 from tests.decoding.test_isolation import SPOILT, spoil, spoilt_prompt
 from tests.doubles import fake_tensorrt
 from tests.doubles.checkpoints import make_drafter, make_target
-from tests.doubles.cuda_double import Cuda, deferred
+from tests.doubles.cuda_double import Cuda
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter
+from tests.doubles.one_gpu import one_gpu
 
 FLOAT32 = Precision(target="fp32", drafter="fp32")
 BLOCK = 6
@@ -43,13 +43,8 @@ BLOCK = 6
 @pytest.fixture(scope="module")
 def here() -> Any:
     """A machine with one GPU of compute capability 9.0 and TensorRT, as the project sees it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "tensorrt", fake_tensorrt)
-        patch.setattr(plans, "compute_capabilities", lambda: [90])
-        patch.setattr(torch, "cuda", Cuda)
-        patch.setattr(opening, "warm_up", lambda *_, **__: 0)  # test_warm_up.py tests it
-        with deferred():
-            yield patch
+    with one_gpu(on_host=False) as patch:
+        yield patch
 
 
 @pytest.fixture(scope="module", params=["qwen3", "gpt-oss"])

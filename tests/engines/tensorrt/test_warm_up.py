@@ -18,15 +18,15 @@ from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle, write_manifest
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
 from dflash_trt.decoding.options import RequestOptions
-from dflash_trt.engines.tensorrt import opening, plans
-from dflash_trt.engines.tensorrt.device_arrays import DeviceArrays
+from dflash_trt.engines.tensorrt import opening
 from dflash_trt.engines.tensorrt.engine import TensorRTEngine
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
 from dflash_trt.engines.tensorrt.profiles import DECODE, PREFILL, fitting, pass_sizes, prefill_lengths
 from dflash_trt.formats.precision import Precision
-from tests.doubles import fake_tensorrt, fake_tensorrt_rtx
+from tests.doubles import fake_tensorrt_rtx
 from tests.doubles.checkpoints import make_drafter, make_target
-from tests.doubles.cuda_double import Cuda, deferred
+from tests.doubles.cuda_double import Cuda
+from tests.doubles.one_gpu import one_gpu
 
 BLOCK, CHUNK, SLOTS = 6, 40, 4
 
@@ -38,27 +38,18 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Bund
     target = make_target(directory / "target", layers=2, favourites=6)
     drafter = make_drafter(directory / "drafter", target, layers=1, taps=(0, 1), block_size=BLOCK)
     sources = str(target), str(drafter)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "tensorrt", fake_tensorrt)
-        patch.setitem(sys.modules, "tensorrt_rtx", fake_tensorrt_rtx)
-        patch.setattr(plans, "compute_capabilities", lambda: [120])
-        patch.setattr(Cuda, "capability", (12, 0))
-        patch.setattr(torch, "cuda", Cuda)
-        patch.setattr(
-            DeviceArrays, "samples", property(lambda self: False, lambda self, value: None), raising=False
-        )
-        with deferred():  # the host samples, because Triton's interpreter is slow
-            found = {"onnxruntime": build(*sources, directory / "onnxruntime", max_seq_len=100)}
-            for engine in ("tensorrt", "tensorrt-rtx"):
-                found[engine] = build(
-                    *sources,
-                    directory / engine,
-                    engine=engine,
-                    max_seq_len=100,
-                    precision=Precision(target="fp32", drafter="fp32"),
-                    options=TensorRTOptions(max_batch_size=SLOTS, prefill_chunk=CHUNK),
-                )
-            yield found
+    with one_gpu(120, warm_up=True):
+        bundles = {"onnxruntime": build(*sources, directory / "onnxruntime", max_seq_len=100)}
+        for engine in ("tensorrt", "tensorrt-rtx"):
+            bundles[engine] = build(
+                *sources,
+                directory / engine,
+                engine=engine,
+                max_seq_len=100,
+                precision=Precision(target="fp32", drafter="fp32"),
+                options=TensorRTOptions(max_batch_size=SLOTS, prefill_chunk=CHUNK),
+            )
+        yield bundles
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,41 @@
+"""A machine with one GPU: the doubles of CUDA, TensorRT and TensorRT-RTX."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from dflash_trt import hardware
+from dflash_trt.engines.tensorrt import opening, plans
+from dflash_trt.engines.tensorrt.device_arrays import DeviceArrays
+from tests.doubles import fake_tensorrt, fake_tensorrt_rtx
+from tests.doubles.cuda_double import Cuda, deferred
+
+
+@contextmanager
+def one_gpu(
+    capability: int = 90, *, warm_up: bool = False, on_host: bool = True
+) -> Iterator[pytest.MonkeyPatch]:
+    """A GPU of this compute capability, TensorRT and TensorRT-RTX.
+
+    warm_up: whether opening runs passes of every size. on_host: whether the host samples, because Triton's interpreter
+    is slow.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "tensorrt", fake_tensorrt)
+        patch.setitem(sys.modules, "tensorrt_rtx", fake_tensorrt_rtx)
+        for module in (hardware, plans):
+            patch.setattr(module, "compute_capabilities", lambda: [capability])
+        patch.setattr(Cuda, "capability", divmod(capability, 10))
+        patch.setattr(torch, "cuda", Cuda)
+        if not warm_up:
+            patch.setattr(opening, "warm_up", lambda *_, **__: 0)
+        if on_host:
+            never = property(lambda self: False, lambda self, value: None)
+            patch.setattr(DeviceArrays, "samples", never, raising=False)
+        with deferred():
+            yield patch
