@@ -183,7 +183,7 @@ class Drafter(Reference):
         block = torch.tensor([anchor] + [self.mask_token_id] * (count - 1))
         hidden = self.hidden(features, self.embed(target, block))
         scores = self.chain(target, self.rows(hidden), anchor)
-        logprobs = torch.stack([s.max() for s in scores])
+        logprobs = torch.tensor([float(s.max()) for s in scores])
         return Drafts([int(s.argmax()) for s in scores], logprobs, scores, hidden)
 
     def chain(self, target: Qwen3ForCausalLM, rows: Tensor, anchor: int) -> list[Tensor]:
