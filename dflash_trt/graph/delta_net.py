@@ -126,6 +126,7 @@ class DeltaInputs:
         self.all_gates = g.op("Concat", replayed, self.gates, name="all_gates", axis=1)
 
     def output(self, y: ir.Value, state: ir.Value) -> None:
+        """Declare the operator's outputs: y [B,S,values], the new state, and the gates that stay pending."""
         g, at = self.g, self.at
         last = g.op("Sub", g.dim(self.all_gates, 1, name="rows"), g.constant([1]), name="last")
         first = g.op("Add", at.certain, self.replayed, name="first_pending")
