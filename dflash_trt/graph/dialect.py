@@ -27,7 +27,7 @@ SINK_PADDING = 8
 class AttentionKind:
     """The traits that decide the body of an attention layer.
 
-    `windowed`: whether rows see less than all slots before them.
+    `windowed`: whether rows see less than all cache rows before them.
     `trees`: whether the rows of a pass may be a tree.
     `scale`: of the products of queries and keys; None: head_dim ** -0.5.
     `apart`: whether the model has layers with other heads.
@@ -99,16 +99,16 @@ class Dialect(ABC):
         """
 
     def keep(self, g: GraphBuilder, cache: ir.Value, rows: ir.Value, start: ir.Value) -> ir.Value:
-        """A cache [..., C, n] with rows [..., S, n] written from slot `start` [B] on."""
+        """A cache [..., C, n] with rows [..., S, n] written from cache row `start` [B] on."""
         return g.op("TensorScatter", cache, rows, start, name="keep", axis=-2, mode="linear")
 
     @abstractmethod
     def attention_mask(self, kind: AttentionKind) -> ir.Function:
-        """`AttentionMask` of these layers: which slots each row sees."""
+        """`AttentionMask` of these layers: which cache rows each row sees."""
 
     @abstractmethod
     def sink_attention_mask(self, kind: AttentionKind) -> ir.Function:
-        """`SinkAttentionMask`: every row sees the slot of the sink too."""
+        """`SinkAttentionMask`: every row sees the cache row of the sink too."""
 
     @abstractmethod
     def cached_attention(self, kind: AttentionKind) -> ir.Function:
@@ -234,7 +234,7 @@ def mask_name(operator: str, kind: AttentionKind) -> str:
 class TreeRows:
     """The inputs of a mask's body that tell which rows of its own pass a row sees, declared as inputs of `g`.
 
-    start: int64 [B], the slot of the pass's first row.
+    start: int64 [B], the cache row of the pass's first row.
     visible: bool [B,S,S]. Row i sees row j.
     """
 
@@ -246,16 +246,16 @@ class TreeRows:
 
     @property
     def final(self) -> ir.Value:
-        """int64 [B]: the slot of the pass's last row."""
-        return self.g.op("Add", self.start, self._final_row, name="final_slot")
+        """int64 [B]: the cache row of the pass's last row."""
+        return self.g.op("Add", self.start, self._final_row, name="final_cache_row")
 
-    def seen(self, slots: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """For slots [L]: whether this pass writes them, bool [B,1,L], and then whether row i sees them, [B,S,L]."""
+    def seen(self, cache_rows: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """For cache rows [L]: whether this pass writes them, bool [B,1,L], and whether row i sees them, [B,S,L]."""
         g = self.g
-        row = g.op("Sub", slots, g.unsqueeze(self.start, 1), name="row_of_slot")
+        row = g.op("Sub", cache_rows, g.unsqueeze(self.start, 1), name="row_of_pass")
         known = g.op("Min", g.op("Max", row, g.constant([0]), name="from_0"), self._final_row, name="a_row")
         inside = g.unsqueeze(g.op("Equal", row, known, name="inside"), 1)
-        rows = g.shape(self.batch, g.dim(self.visible, 1), g.dim(slots, 0))
+        rows = g.shape(self.batch, g.dim(self.visible, 1), g.dim(cache_rows, 0))
         index = g.op("Expand", g.unsqueeze(known, 1), rows, name="for_each_row")
         return inside, g.op("GatherElements", self.visible, index, name="seen", axis=2)
 
@@ -264,7 +264,8 @@ class AttentionInputs:
     """The inputs of `CachedAttention` and `SinkAttention`, declared as inputs of `g`, and their outputs.
 
     `sizes`: of a head's row in the key and the value cache. `by_head`: see `Dialect`.
-    `mask`: its type. None takes each row's range of slots in its place, `visible` too if the rows are a tree (`trees`).
+    `mask`: its type. None takes each row's range of cache rows in its place, `visible` too if the rows are a tree
+    (`trees`).
     """
 
     def __init__(

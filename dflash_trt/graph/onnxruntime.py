@@ -3,27 +3,29 @@
 A graph calls these operators; which engine it is for is decided by the dialect whose bodies are attached. A body is
 also the operator's executable specification. Shapes: B sequences, S rows that ask, T rows that are written, H query
 heads, N key/value heads, d head size, C cache capacity, R rows that get logits, V vocabulary, E experts. Integers are
-int64. Slot j is row j of a sequence's cache, at the position base + j (models/attention.py). Rows are [B,S,H*d] on ONNX
-Runtime and [B,H,S,d] on the other engines, and caches [B,C,N*d] and [B,N,C,d].
+int64. Cache row j of a sequence is at the position base + j (models/attention.py). Rows are [B,S,H*d] on ONNX Runtime
+and [B,H,S,d] on the other engines, and caches [B,C,N*d] and [B,N,C,d].
 
 AttentionMask(first [B,S], last [B,S], capacity [1]) -> mask, origin [1] (, few [1])
-    Row i sees the cache slots first[i] .. last[i]. The mask starts at slot `origin`. On ONNX Runtime it is float32
-    [B,1,S',L], to be added to scores; S' is S*H/N if the rows are `few`, a bool, and S otherwise. With H = N one row
-    is few, and S' is 2. On the other engines it is bool [B,1,S,C].
+    Row i of the pass sees the cache rows first[i] .. last[i]. The mask starts at cache row `origin`. On ONNX Runtime it
+    is float32 [B,1,S',L], to be added to scores. `few` (bool): at most GROUPED_ROWS rows, whose query heads are
+    grouped. Then S' is S*H/N, and S otherwise. With H = N only a single row counts as few; it is computed twice, so
+    that S' is 2. On the other engines the mask is bool [B,1,S,C].
 SinkAttentionMask(first, last, sink [B], capacity) -> mask, origin
-    The same, and every row sees the slot `sink` too; on ONNX Runtime, the last one of the SUMMED slots around it.
+    The same, and every row also sees the cache row `sink`; on ONNX Runtime, the last of the SUMMED rows around it.
 TreeAttentionMask(first, last, start [B], visible [B,S,S], capacity), TreeSinkAttentionMask -> the same
-    Of the slots that this pass writes, start .. start+S-1, row i sees those that visible[i] marks, whatever the range.
+    Of the cache rows that this pass writes, start .. start+S-1, row i sees those that visible[i] marks, whatever its
+    range.
 CachedAttention(q, k [T rows], v [T rows], k_cache, v_cache, start [B], mask, origin (, few), lengths [B])
                 -> y, k_cache', v_cache'
-    Writes the new rows at slot `start`, then attends with scale d**-0.5, or with the model's own, to what the mask
-    shows. `lengths` is the number of slots in use. The cache outputs alias the cache inputs. On ONNX Runtime,
-    y [B,S,H*d] may have its heads in axes of their own.
+    Writes the new rows at cache row `start`, then attends with scale d**-0.5, or with the model's own, to what the
+    mask shows. `lengths` is the number of cache rows in use. The cache outputs alias the cache inputs. On ONNX
+    Runtime, y [B,S,H*d] may have its heads in axes of their own.
 SinkAttention(the same, sinks [H]) -> the same
     With a learnt logit per head that takes part in the softmax and has no value. Rows of k_cache are SINK_PADDING wider
     for each head, except with plugins.
 WindowedAttentionMask, WindowedCachedAttention and so on (ONNX Runtime): the same, where `first` may be above 0.
-    The others see all slots from 0 on.
+    The others see all cache rows from 0 on.
 HiddenStateTap(h_0 .. h_n-1 [rows,D]) -> features [rows, n*D]
 BlockAcceptance(tokens [B,S], rows [B,R], logits [B,R,V]) -> accepted [B], next_token [B]
     Greedy: the drafted token at rows[i+1] is accepted while it equals the argmax of logits[i].
@@ -66,7 +68,8 @@ RESIDENT_LINEAR_BYTES = 4 << 30
 GROUPED_ROWS = 16
 # ONNX Runtime's softmax adds up so many numbers at a time.
 SUMMED = 64
-# Its products of queries and keys add up head_dim as one block or as several, by the number of slots below this one.
+# Its products of queries and keys add up head_dim as one block or as several, by the number of cache rows below this
+# one.
 STEP = 128
 
 
@@ -95,7 +98,7 @@ class OnnxRuntime(Dialect):
         return g.function()
 
     def sink_attention_mask(self, kind: AttentionKind) -> ir.Function:
-        """Of numbers to be added to scores; the sink is the last of the summed slots around it."""
+        """Of numbers to be added to scores; the sink is the last of the summed rows around it."""
         g = GraphBuilder(_name(mask_name("SinkAttentionMask", kind), kind))
         rows = [g.input(name, INT64, ["B", "S"]) for name in ("first", "last")]
         _visible(g, kind, rows, g.input("sink", INT64, ["B"]))
@@ -109,8 +112,8 @@ class OnnxRuntime(Dialect):
         return g.function()
 
     def sink_attention(self, kind: AttentionKind) -> ir.Function:
-        """Exact: the slot after the rows written gets the key (0 .. 0, 1, 0 ..) and the value 0, all other keys get
-        zeros there, and every query gets sink / scale in that column: its score is the sink, its share adds nothing.
+        """Exact: the cache row after the rows written gets the key (0 .. 0, 1, 0 ..) and the value 0, all other keys
+        get zeros there, and every
         """
         g = GraphBuilder(_name(kind.operator("SinkAttention"), kind))
         size = kind.head_dim
@@ -137,12 +140,14 @@ class OnnxRuntime(Dialect):
         key = g.op("Expand", g.constant(sink_key, np.float32), g.shape(batch, 1, 1, 1), name="sink_key")
         k = rows(g.op("Concat", k, key, name="k_with_sink", axis=1))
         v = g.op("Pad", a.v, g.constant([0, 0, 0, 0, 1, 0]), name="v_with_sink")
-        slots = g.op("Add", g.unsqueeze(a.start, 1), g.arange(g.dim(a.k, 1, name="new")), name="slots")
-        slots = g.op(
-            "Concat", slots, g.unsqueeze(_sink_slot(g, a.lengths), 1), name="slots_with_sink", axis=1
+        cache_rows = g.op(
+            "Add", g.unsqueeze(a.start, 1), g.arange(g.dim(a.k, 1, name="new")), name="cache_rows"
         )
-        sequence = g.op("Expand", g.unsqueeze(g.arange(batch), 1), g.op("Shape", slots), name="sequence")
-        places = g.op("Concat", g.unsqueeze(sequence, 2), g.unsqueeze(slots, 2), name="places", axis=2)
+        cache_rows = g.op(
+            "Concat", cache_rows, g.unsqueeze(_sink_row(g, a.lengths), 1), name="cache_rows_with_sink", axis=1
+        )
+        sequence = g.op("Expand", g.unsqueeze(g.arange(batch), 1), g.op("Shape", cache_rows), name="sequence")
+        places = g.op("Concat", g.unsqueeze(sequence, 2), g.unsqueeze(cache_rows, 2), name="places", axis=2)
         _attend(g, kind, a, q, (k, v), places=places)
         return g.function()
 
@@ -219,17 +224,17 @@ def _visible(g: GraphBuilder, kind: AttentionKind, rows: list[ir.Value], sink: i
     capacity = g.input("capacity", INT64, [1])
     origin, end = g.constant(0), g.op("Squeeze", capacity, name="end")
     if sink is not None:
-        sink = _sink_slot(g, sink)
+        sink = _sink_row(g, sink)
     if kind.windowed:
         step = g.constant(_block(kind.head_dim))
         lowest = g.op("ReduceMin", rows[0], name="lowest", keepdims=0)
-        lowest = g.op("Div", g.op("Max", lowest, origin, name="lowest_slot"), step, name="blocks_before")
-        origin = g.op("Mul", lowest, step, name="origin_slot")
+        lowest = g.op("Div", g.op("Max", lowest, origin, name="lowest_row"), step, name="blocks_before")
+        origin = g.op("Mul", lowest, step, name="origin_row")
         furthest = rows[1] if sink is None else sink
         if sink is None and tree is not None:
             furthest = tree.final
         last = _last_of_step(g, g.op("ReduceMax", furthest, name="furthest", keepdims=0), STEP)
-        end = g.op("Min", g.op("Add", last, g.constant(1), name="after"), end, name="end_slot")
+        end = g.op("Min", g.op("Add", last, g.constant(1), name="after"), end, name="end_row")
     few_rows, repeated = (GROUPED_ROWS, kind.group) if kind.group > 1 else (1, 2)
     few = g.op("LessOrEqual", g.dim(rows[1], 1, name="count"), g.constant([few_rows]))
     times = g.op("Where", few, g.constant([repeated]), g.constant([1]), name="times")
@@ -240,20 +245,20 @@ def _visible(g: GraphBuilder, kind: AttentionKind, rows: list[ir.Value], sink: i
         row = g.op("Reshape", row, g.constant([0, -1]), name="by_query")
         return g.unsqueeze(row, 1, 3)
 
-    slots = g.op("Range", origin, end, g.constant(1), name="slots")
-    mask = g.op("LessOrEqual", slots, by_query(rows[1]), name="not_after")
+    cache_rows = g.op("Range", origin, end, g.constant(1), name="cache_rows")
+    mask = g.op("LessOrEqual", cache_rows, by_query(rows[1]), name="not_after")
     if kind.windowed:
-        not_before = g.op("GreaterOrEqual", slots, by_query(rows[0]), name="not_before")
+        not_before = g.op("GreaterOrEqual", cache_rows, by_query(rows[0]), name="not_before")
         mask = g.op("And", mask, not_before, name="in_range")
     if tree is not None:
-        inside, seen = tree.seen(slots)
+        inside, seen = tree.seen(cache_rows)
         seen = g.op("Expand", g.unsqueeze(seen, 2), g.shape(1, 1, times, 1), name="seen_repeated")
-        seen = g.op("Reshape", seen, g.shape(tree.batch, -1, g.dim(slots, 0)), name="seen_by_query")
+        seen = g.op("Reshape", seen, g.shape(tree.batch, -1, g.dim(cache_rows, 0)), name="seen_by_query")
         inside, seen = g.unsqueeze(inside, 1), g.unsqueeze(seen, 1)  # ONNX Runtime has no Where of booleans
         outside = g.op("And", g.op("Not", inside, name="outside"), mask, name="in_range_before")
         mask = g.op("Or", outside, g.op("And", inside, seen, name="in_tree"), name="or_tree")
     if sink is not None:
-        is_sink = g.op("Equal", slots, g.unsqueeze(sink, 1, 2, 3), name="is_sink")
+        is_sink = g.op("Equal", cache_rows, g.unsqueeze(sink, 1, 2, 3), name="is_sink")
         mask = g.op("Or", mask, is_sink, name="or_sink")
     zero, lowest = (g.constant(x, np.float32) for x in (0, np.finfo(np.float32).min))
     g.output(g.op("Where", mask, zero, lowest), "mask", FLOAT, ["B", 1, "rows", "L"])
@@ -261,18 +266,18 @@ def _visible(g: GraphBuilder, kind: AttentionKind, rows: list[ir.Value], sink: i
     g.output(few, "few", BOOL, [1])
 
 
-def _last_of_step(g: GraphBuilder, slot: ir.Value, step: int) -> ir.Value:
-    """The last slot of the step that holds `slot`. `step`: a power of two."""
-    return g.op("BitwiseOr", slot, g.constant(step - 1), name="last_of_step")
+def _last_of_step(g: GraphBuilder, row: ir.Value, step: int) -> ir.Value:
+    """The last row of the step that holds `row`. `step`: a power of two."""
+    return g.op("BitwiseOr", row, g.constant(step - 1), name="last_of_step")
 
 
-def _sink_slot(g: GraphBuilder, lengths: ir.Value) -> ir.Value:
-    """Slots of sinks after the rows in use, in the same place of a sum's step whatever pass writes it: int64 [B]."""
+def _sink_row(g: GraphBuilder, lengths: ir.Value) -> ir.Value:
+    """Rows of sinks after the rows in use, in the same place of a sum's step whatever pass writes it: int64 [B]."""
     return _last_of_step(g, lengths, SUMMED)
 
 
 def _block(head_dim: int) -> int:
-    """The products of weights and values add up blocks of so many slots, by ONNX Runtime's rule: a power of two."""
+    """The products of weights and values add up blocks of so many rows, by ONNX Runtime's rule: a power of two."""
     rows, columns = 128, 128
     while columns > 16 and columns // 2 >= head_dim:
         rows, columns = 2 * rows, columns // 2
@@ -292,7 +297,7 @@ def _attend(
     With one query head for each, a single row is there twice: ONNX Runtime rounds the product of one row otherwise than
     that of several, and drafts must not change a row.
 
-    `places`: int64 [B,T,2], the sequence and the slot of each new row, where there are sinks. Keys are wider then.
+    `places`: int64 [B,T,2], the sequence and the cache row of each new row, where there are sinks. Keys are wider then.
 
     Only the product itself differs between few and many rows. An `If` costs more with each node and input of its
     branches. So the nodes around it are the same for both, with other shapes.

@@ -42,7 +42,7 @@ class TensorRT(Dialect):
     on.
 
     Otherwise standard operators do the same, and also in FP32, which has no fused kernel. They attend to the whole
-    capacity, because only the mask hides the slots beyond a sequence's length.
+    capacity, because only the mask hides the cache rows beyond a sequence's length.
     """
 
     name = "tensorrt"
@@ -71,8 +71,8 @@ class TensorRT(Dialect):
             return super().keep(g, cache, rows, start)
         body = self._builder("KeptRows")
         inputs = [
-            body.input(name, self.dtype, ["B", "N", slots, "d"])
-            for name, slots in (("cache", "C"), ("rows", "S"))
+            body.input(name, self.dtype, ["B", "N", count, "d"])
+            for name, count in (("cache", "C"), ("rows", "S"))
         ]
         first = body.op("Cast", body.input("start", INT64, ["B"]), name="as_int32", to=int(ir.DataType.INT32))
         kept = body.op(
@@ -262,7 +262,7 @@ class TensorRT(Dialect):
     def _write(
         self, g: GraphBuilder, a: AttentionInputs, rows: tuple[ir.Value, ir.Value]
     ) -> tuple[ir.Value, ir.Value]:
-        """Both caches with the rows at slot `start`."""
+        """Both caches with the rows at cache row `start`."""
         if self.fused:
             start = g.op("Cast", a.start, name="as_int32", to=int(ir.DataType.INT32))
             operator, at = "TRT_KVCacheUpdate", start
@@ -297,8 +297,8 @@ class TensorRT(Dialect):
 
 
 def _mask(name: str, kind: AttentionKind, *, sinks: bool) -> ir.Function:
-    """[B,1,S,C], from slot 0 on. Both sides are shifted by the layer's number, so that no compiler joins the masks of
-    several layers.
+    """[B,1,S,C], from cache row 0 on. Both sides are shifted by the layer's number, so that no compiler joins the masks
+    of several layers.
     """
     g = GraphBuilder(mask_name(name, kind))
     ranges = [g.input(n, INT64, ["B", "S"]) for n in ("first", "last")]
@@ -311,9 +311,9 @@ def _mask(name: str, kind: AttentionKind, *, sinks: bool) -> ir.Function:
 
     first, last = (g.unsqueeze(shifted(each), 1, 3) for each in ranges)
     unshifted = g.arange(g.input("capacity", INT64, [1]))
-    slots = shifted(unshifted)
-    # A slot's distance from what the row sees, 0 or less within. TensorRT-RTX finds no hidden tiles in `Or`.
-    after, before = g.op("Sub", slots, last, name="after"), g.op("Sub", first, slots, name="before")
+    cache_rows = shifted(unshifted)
+    # A cache row's distance from what the row sees, 0 or less within. TensorRT-RTX finds no hidden tiles in `Or`.
+    after, before = g.op("Sub", cache_rows, last, name="after"), g.op("Sub", first, cache_rows, name="before")
     distance = g.op("Max", after, before, name="outside")
     if tree is not None:
         inside, seen = (g.unsqueeze(each, 1) for each in tree.seen(unshifted))
@@ -322,7 +322,7 @@ def _mask(name: str, kind: AttentionKind, *, sinks: bool) -> ir.Function:
         )
         distance = g.op("Where", inside, hidden, distance, name="outside_tree")
     if sink is not None:
-        from_sink = g.op("Sub", slots, g.unsqueeze(shifted(sink), 1, 2, 3), name="from_sink")
+        from_sink = g.op("Sub", cache_rows, g.unsqueeze(shifted(sink), 1, 2, 3), name="from_sink")
         distance = g.op("Min", distance, g.op("Abs", from_sink, name="off_sink"), name="outside_both")
     mask = g.op("LessOrEqual", distance, g.constant(0), name="seen")
     g.output(mask, "mask", BOOL, ["B", 1, "S", "C"])

@@ -70,18 +70,18 @@ class Attention:
         key = kind, i if apart else None
         if key not in self._masks:
             g, rows = self.g, self._rows[kind.window]
-            slots = self._range(kind, rows)
+            inputs = self._range(kind, rows)
             if self.sinks:
                 body = self.dialect.sink_attention_mask(self._kind(kind))
-                slots.append(rows.lengths)
+                inputs.append(rows.lengths)
             else:
                 body = self.dialect.attention_mask(self._kind(kind))
             if self.tree is not None:
-                slots += [rows.start, self._seen(self.tree, kind.window)]
+                inputs += [rows.start, self._seen(self.tree, kind.window)]
             name = f"mask_{'causal' if kind.causal else 'block'}{kind.window or ''}"
             layer = {"layer": i} if apart else {}
             outputs = len(body.outputs)
-            self._masks[key] = g.call(body, *slots, rows.capacity, outputs=outputs, name=name, **layer)
+            self._masks[key] = g.call(body, *inputs, rows.capacity, outputs=outputs, name=name, **layer)
         return self._masks[key]
 
     def _range(self, kind: LayerAttention, rows: _Rows) -> list[ir.Value]:
@@ -91,7 +91,7 @@ class Attention:
         g, last = self.g, rows.positions
         reach = None if kind.window is None else g.constant(kind.window - 1)
         if not kind.causal:
-            final = g.op("Sub", g.unsqueeze(rows.lengths, 1), g.constant(1), name="final_slot")
+            final = g.op("Sub", g.unsqueeze(rows.lengths, 1), g.constant(1), name="final_row")
             if reach is None:
                 last = g.op("Expand", final, g.shape(self.queries.batch, self.queries.count), name="last")
             else:

@@ -5,7 +5,7 @@ in:  tokens [B,S], start [B] (rows already committed), rows [B,R] (the rows of S
 out: features [B,S,n*D], logits [B,R,V] float32, accepted [B], next_token [B], updated caches
 
 Prefill is a pass with S = one chunk and R = 1. Verification is a pass over [anchor, drafts ...] with R = S.
-A row of a tree has the position start + depth, and lies in the slot start + row until it is accepted.
+A row of a tree has the position start + depth, and lies in the cache row start + row until it is accepted.
 """
 
 from __future__ import annotations

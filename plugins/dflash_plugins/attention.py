@@ -23,8 +23,8 @@ def attention(
 ) -> torch.Tensor:
     """q [B, H, S, D] over caches [B, N, C, D], all of one type -> y [B, H, S, D], all contiguous.
 
-    first, last: int64 [B, S], the range of slots that a row sees. start: int64 [B], and visible: int32 [B, S, S], the
-    rows that a row sees among those of its pass, in slots start .. start+S-1. sinks: [H].
+    first, last: int64 [B, S], the range of cache rows that a row sees. start: int64 [B], and visible: int32 [B, S, S],
+    the rows that a row sees among those of its pass, in cache rows start .. start+S-1. sinks: [H].
     """
     batch, heads, count, head_dim = q.shape
     kv_heads, capacity, dtype = k_cache.shape[1], k_cache.shape[2], TYPE_NAMES[q.dtype]

@@ -158,12 +158,12 @@ class TensorRTPlugins(TensorRTExpertPlugins):
 
 
 def _ranges(name: str, kind: AttentionKind, *, sinks: bool) -> ir.Function:
-    """No mask: the range of slots that each row sees [B,S], and the rows of its pass [B,S,S] as numbers, for trees."""
+    """No mask: the cache rows that each row sees [B,S], and the rows of its pass [B,S,S] as numbers, for trees."""
     g = GraphBuilder(mask_name(name, kind))
     ranges = [g.input(n, INT64, ["B", "S"]) for n in ("first", "last")]
     if sinks:
         g.input("sink", INT64, ["B"])
-    for value, output in zip(ranges, ("from_slot", "to_slot"), strict=True):
+    for value, output in zip(ranges, ("from_row", "to_row"), strict=True):
         g.output(g.op("Identity", value), output, INT64, ["B", "S"])
     if kind.trees:
         g.input("start", INT64, ["B"])

@@ -115,7 +115,7 @@ def _taps(n: int) -> Plugin:
 
 
 def _programs(s: Symbols, batch: Any, kv_heads: Any, rows: Any) -> Any:
-    """Programs of attention over one part of the slots."""
+    """Programs of attention over one part of the cache rows."""
     return s.ceil_div(rows, uses.ATTENTION_ROWS) * batch * kv_heads
 
 
@@ -124,8 +124,8 @@ def _splits(s: Symbols, programs: Any) -> Any:
 
 
 def _attend(name: str, *tree: str) -> Plugin:
-    """Attention to the slots in parts. TensorRT sizes memory at a profile's largest shapes, where there are few parts.
-    So the outputs have rows for any number of parts.
+    """Attention to the cache rows in parts. TensorRT sizes memory at a profile's largest shapes, where there are few
+    parts. So the outputs have rows for any number of parts.
     """
 
     def programs(s: Symbols, a: Attributes) -> Any:

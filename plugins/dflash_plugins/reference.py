@@ -89,7 +89,7 @@ def attention(
     visible: Array | None = None,
     sinks: Array | None = None,
 ) -> Array:
-    """q [B, H, S, d] over caches [B, N, C, d], in float64; arguments as in attention.py. Rows without a slot are 0."""
+    """q [B, H, S, d] over caches [B, N, C, d], in float64; arguments as in attention.py. Rows that see none are 0."""
     batch, heads, rows, size = q.shape
     group, y = heads // k_cache.shape[1], np.zeros(q.shape)
     for b, h, i in np.ndindex(batch, heads, rows):

@@ -262,8 +262,8 @@ def test_attention_with_a_sink(sink: float, window: int | None) -> None:
         k, v = (np.concatenate([p[row, :, :n], x[row]], axis=1) for p, x in zip(past, new, strict=True))
         k, v = (np.repeat(x, heads // kv_heads, axis=0).astype(np.float64) for x in (k, v))
         scores = q[row] @ k.transpose(0, 2, 1) * size**-0.5
-        slots = np.arange(n + count)
-        visible = (slots >= first[row][:, None]) & (slots <= last[row][:, None])
+        rows = np.arange(n + count)
+        visible = (rows >= first[row][:, None]) & (rows <= last[row][:, None])
         scores = np.where(visible, scores, -np.inf)
         highest = np.maximum(scores.max(-1), sinks[:, None])[..., None]
         shares = np.exp(scores - highest)

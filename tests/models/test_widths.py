@@ -47,8 +47,8 @@ FAMILIES: dict[str, Callable[..., Path]] = {
     "qwen3.5": lambda out, n: HYBRID(out, DENSE, intermediate_size=192, num_key_value_heads=n),
     "qwen3.5-moe": lambda out, n: HYBRID(out, SPARSE, num_key_value_heads=n, **EXPERTS),
 }
-# Sizes and lengths at which ONNX Runtime adds up a row's numbers in other blocks: 64 and 128 slots with wide heads,
-# and windows that begin behind the first slots.
+# Sizes and lengths at which ONNX Runtime adds up a row's numbers in other blocks: 64 and 128 rows with wide heads,
+# and windows that begin behind the first rows.
 LENGTHS: dict[str, tuple[Callable[..., Path], int]] = {
     "wide heads": (partial(QWEN3, kv_heads=2, head_dim=256), 50),
     "wide heads, later": (partial(QWEN3, kv_heads=2, head_dim=256), 110),

@@ -42,7 +42,7 @@ def drawn(
     tree: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensors:
-    """The inputs of a pass at random positions. Slots behind each sequence's rows hold NaN."""
+    """The inputs of a pass at random positions. Cache rows behind each sequence's own hold NaN."""
     rng = np.random.default_rng(count)
 
     def numbers(*shape: int) -> torch.Tensor:
@@ -196,7 +196,7 @@ def test_bodies_of_plugins_give_what_tensorrts_bodies_give(
     y, *written = plugin_graph.run(body, passed | named, {})
     assert all(torch.equal(new, caches[name]) for new, name in zip(written, caches, strict=True))
 
-    if sinks:  # the columns and the slot of TensorRT's body
+    if sinks:  # the columns and the cache row of TensorRT's body
         caches = {name: torch.nn.functional.pad(cache, (0, 8, 0, 1)) for name, cache in caches.items()}
     feeds = plugin_graph.arrays({**passed, **caches})
     (want,) = _session(kind, sinks=sinks).run(None, {n: feeds[n] for n in _inputs(kind, sinks=sinks)})
@@ -221,10 +221,10 @@ def _session(kind: AttentionKind, *, sinks: bool) -> ort.InferenceSession:
     dialect = TensorRT(FLOAT, trt_operators=False)
     g = GraphBuilder("attention")
     v = {name: g.input(name, *declared) for name, declared in _inputs(kind, sinks=sinks).items()}
-    slots = [v["first"], v["last"], *([v["lengths"]] if sinks else [])]
-    slots += [v["start"], v["visible"]] if kind.trees else []
+    inputs = [v["first"], v["last"], *([v["lengths"]] if sinks else [])]
+    inputs += [v["start"], v["visible"]] if kind.trees else []
     mask_body = dialect.sink_attention_mask(kind) if sinks else dialect.attention_mask(kind)
-    mask = g.call(mask_body, *slots, g.dim(v["k_cache"], 2), outputs=2, name="mask", layer=0)
+    mask = g.call(mask_body, *inputs, g.dim(v["k_cache"], 2), outputs=2, name="mask", layer=0)
     body = dialect.sink_attention(kind) if sinks else dialect.cached_attention(kind)
     inputs = [v[name] for name in ("q", "k", "v", "k_cache", "v_cache", "start")]
     y, *_ = g.call(

@@ -47,7 +47,7 @@ def test_the_graph_of_plugins_is_that_of_bodies_but_for_the_bodies(tmp_path: Pat
     without = gpt_oss(tmp_path / "weights", TensorRT(ir.DataType.BFLOAT16))
     calls = [[n.op_type for n in m.graph if n.domain == DFLASH_DOMAIN] for m in (with_plugins, without)]
     assert calls[0].count("MoE") > 0
-    # One range of slots for each kind of layer, in place of a mask for each layer.
+    # One range of cache rows for each kind of layer, in place of a mask for each layer.
     attention = [name for name in calls[0] if name.startswith("SinkAttention")]
     assert sorted(attention) == ["SinkAttention"] * 4 + ["SinkAttentionMask"] * 2
     assert [n for n in calls[0] if n != "SinkAttentionMask"] == [

@@ -5,8 +5,8 @@ in:  features [B,S,n*D] (the rows the last target pass committed, n_features of 
 out: draft_tokens [B,K-1,W], draft_logprobs [B,K-1,W] float32, updated caches
 
 Context rows enter every layer as key and value only (arXiv 2602.06036, section 4.1): no query, no MLP, no input norm.
-Context and block rows are written together. The block rows follow the valid context rows directly, so slot j holds
-position j. The next pass starts at the first block row and overwrites the block.
+Context and block rows are written together. The block rows follow the valid context rows directly, so cache row j
+holds position j. The next pass starts at the first block row and overwrites the block.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class DrafterPass:
     def mixers(
         self, start: ir.Value, n_written: ir.Value, asking: PassRows, lengths: ir.Value
     ) -> list[Mixer]:
-        """The mixer of each layer, where `n_written` rows are written from slot `start` on."""
+        """The mixer of each layer, where `n_written` rows are written from cache row `start` on."""
         g, parts = self.g, self.parts
         positions = positions_from(g, start, n_written, name="written_positions")
         written = PassRows(g, self.batch, n_written, positions, self.config)

@@ -60,8 +60,8 @@ class DraftChain:
         self.m, self.config, self.embedding, self.caches = m, config, embedding, caches
         self.position, self.batch = position, batch
         g = m.g
-        slots = g.arange(g.dim(caches[0], self.row_axis, name="slots"))
-        seen = g.op("LessOrEqual", slots, g.unsqueeze(position, 1), name="seen")
+        cache_rows = g.arange(g.dim(caches[0], self.row_axis, name="cache_rows"))
+        seen = g.op("LessOrEqual", cache_rows, g.unsqueeze(position, 1), name="seen")
         shown, hidden = (g.constant(x, np.float32) for x in (0, np.finfo(np.float32).min))
         mask = g.op("Where", seen, shown, hidden, name="mask")
         self.group = config.num_attention_heads // config.num_key_value_heads
@@ -235,9 +235,9 @@ class UnrolledChain(DraftChain):
         of_cache = g.op("Add", scores(self.caches[0]), self.mask, name="masked")
         shares = g.op("Concat", of_cache, scores(keys), name="all_scores", axis=3)
         shares = g.to_dtype(g.op("Softmax", shares, name="shares", axis=-1), ir.DataType.FLOAT)
-        slots = g.dim(self.caches[0], 2, name="slots")
-        of_cache = g.slice(shares, 0, slots, axis=3, name="of_cache")
-        of_steps = g.slice(shares, slots, 2**31, axis=3, name="of_steps")
+        cache_rows = g.dim(self.caches[0], 2, name="cache_rows")
+        of_cache = g.slice(shares, 0, cache_rows, axis=3, name="of_cache")
+        of_steps = g.slice(shares, cache_rows, 2**31, axis=3, name="of_steps")
         y = g.op(
             "Add",
             g.op("MatMul", of_cache, self.caches[1], name="from_cache"),
