@@ -13,7 +13,7 @@ from typing import Any, Self, Unpack, cast, overload
 
 import numpy as np
 
-from dflash_trt.decoding.commit import INTERRUPTIONS
+from dflash_trt.decoding.emission import INTERRUPTIONS
 from dflash_trt.decoding.options import DraftingOptions, RequestOptions, takes
 from dflash_trt.decoding.params import Chunk, Completion, SamplingParams
 from dflash_trt.decoding.request import Emission, Request, completion, items

@@ -60,7 +60,9 @@ class Exactness:
     def free(self) -> bool:
         """Whether the rule costs next to nothing."""
         rule = self.rule
-        return rule is not None and rule.batches and rule.cuts and rule.trees and self.cost < FREE_COST
+        return (
+            rule is not None and rule.any_batch and rule.any_cut and rule.any_tree and self.cost < FREE_COST
+        )
 
     def describe(self) -> str:
         """The promise and its price, in a line."""
@@ -69,8 +71,10 @@ class Exactness:
         rule, parts = self.rule, []
         if len(rule.widths) < self.most:
             parts.append(f"passes of {', '.join(map(str, rule.widths))} rows, others are padded")
-        parts += ["one sequence at a time"] * (not rule.batches)
-        parts += ["reuse of whole prompt chunks only"] * (not rule.cuts) + ["chains only"] * (not rule.trees)
+        parts += ["one sequence at a time"] * (not rule.any_batch)
+        parts += ["reuse of whole prompt chunks only"] * (not rule.any_cut) + ["chains only"] * (
+            not rule.any_tree
+        )
         parts.append(f"a plain pass takes {self.cost:.2f} of its time")
         return "; ".join(parts if len(parts) > 1 else ["every pass agrees", *parts])
 
@@ -174,7 +178,7 @@ def _cost(pair: Pair, rule: PassRule) -> float:
     if rule.padded(1) == 1:
         return 1.0
     shares = []
-    for batch in {1, pair.slots if rule.batches else 1}:
+    for batch in {1, pair.slots if rule.any_batch else 1}:
         seconds: dict[PassRule, list[float]] = {FREE: [], rule: []}
         for _ in range(_TIMED + 1):
             for each, times in seconds.items():

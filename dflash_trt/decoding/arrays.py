@@ -33,13 +33,13 @@ class Arrays(Protocol):
     Feeds are NumPy arrays, or arrays that these methods returned. Outputs are views that the engine's next pass of
     the same kind overwrites. Features of committed tokens wait here for the drafter, by slot, one row [F] per token.
 
-    most_waiting: the most waiting rows of a slot.
+    most_unread: the most unread rows of a slot.
     most_prompt_rows: the most rows of a prompt that one pass may give logits for.
     most_nodes: the most nodes of a request that one pass verifies.
     most_timed: the most tokens of a pass of several requests that is timed at start-up.
     """
 
-    most_waiting: int
+    most_unread: int
     most_prompt_rows: int
     most_nodes: int
     most_timed: float
@@ -74,7 +74,7 @@ class Arrays(Protocol):
     def blocks(self, anchors: Sequence[int], length: int, mask: int, places: Sequence[int]) -> Any:
         """Anchors, each followed by `length - 1` mask tokens: int64 [n, length], valid until the next call.
 
-        places: the waiting row of each slot that the anchor's features will be.
+        places: the unread row of each slot that the anchor's features will be.
         """
 
     def start_round(self, count: int) -> None:
@@ -98,19 +98,19 @@ class Arrays(Protocol):
     def verified(self, active: Sequence[Request], draft: Draft, outputs: Mapping[str, Any]) -> Verified:
         """The result of the target's pass over a round's draft. Waits for it."""
 
-    def add_waiting(self, slot: int, at: int, features: Any, nodes: Sequence[int]) -> None:
-        """Add these rows of a sequence's features [N, F] to the waiting ones, as rows at, at + 1, ... of the slot."""
+    def add_unread(self, slot: int, at: int, features: Any, nodes: Sequence[int]) -> None:
+        """Add these rows of a sequence's features [N, F] to the unread ones, as rows at, at + 1, ... of the slot."""
 
-    def waiting(self, counts: Sequence[int]) -> Any:
-        """The waiting rows of slots 0 .. n-1: [n, S, F], with S at least each count. Rows beyond a count are finite."""
+    def unread(self, counts: Sequence[int]) -> Any:
+        """The unread rows of slots 0 .. n-1: [n, S, F], with S at least each count. Rows beyond a count are finite."""
 
-    def waiting_of(self, slot: int, first: int, stop: int) -> Any:
+    def unread_of(self, slot: int, first: int, stop: int) -> Any:
         """Rows first .. stop-1 of one slot: [1, stop - first, F]."""
 
-    def copy_waiting(self, source: int, target: int, count: int) -> None:
+    def copy_unread(self, source: int, target: int, count: int) -> None:
         """Copy the first rows of one slot over another's."""
 
-    def clear_waiting(self, slot: int) -> None:
+    def clear_unread(self, slot: int) -> None:
         """Set the rows of a slot to 0."""
 
 
@@ -126,12 +126,12 @@ class HostArrays:
     most_timed = 128.0  # the same, for a request that may stay alone
 
     def __init__(
-        self, *, slots: int, feature_size: int, most_waiting: int, most_prompt_rows: int = 64
+        self, *, slots: int, feature_size: int, most_unread: int, most_prompt_rows: int = 64
     ) -> None:  # 64 rows: 39 MB at a vocabulary of 151,936
-        self.most_waiting, self.most_prompt_rows = most_waiting, most_prompt_rows
-        self._waiting = np.zeros(
+        self.most_unread, self.most_prompt_rows = most_unread, most_prompt_rows
+        self._unread = np.zeros(
             (slots, 1, feature_size), np.float32
-        )  # grows to the largest number of waiting rows
+        )  # grows to the largest number of unread rows
         self._nodes: dict[tuple[int, int], Array] = {}
         self._drafts_finite: list[bool] = []
 
@@ -207,31 +207,31 @@ class HostArrays:
             drafts_finite=self._drafts_finite,
         )
 
-    def add_waiting(self, slot: int, at: int, features: Array, nodes: Sequence[int]) -> None:
+    def add_unread(self, slot: int, at: int, features: Array, nodes: Sequence[int]) -> None:
         stop = at + len(nodes)
         self._grow(stop)
-        self._waiting[slot, at:stop] = features[chosen(nodes)]
+        self._unread[slot, at:stop] = features[chosen(nodes)]
 
-    def waiting(self, counts: Sequence[int]) -> Array:
+    def unread(self, counts: Sequence[int]) -> Array:
         rows = max(1, *counts)
         self._grow(rows)
-        return self._waiting[: len(counts), :rows]
+        return self._unread[: len(counts), :rows]
 
-    def waiting_of(self, slot: int, first: int, stop: int) -> Array:
-        return self._waiting[slot : slot + 1, first:stop]
+    def unread_of(self, slot: int, first: int, stop: int) -> Array:
+        return self._unread[slot : slot + 1, first:stop]
 
-    def copy_waiting(self, source: int, target: int, count: int) -> None:
-        self._waiting[target, :count] = self._waiting[source, :count]
+    def copy_unread(self, source: int, target: int, count: int) -> None:
+        self._unread[target, :count] = self._unread[source, :count]
 
-    def clear_waiting(self, slot: int) -> None:
-        self._waiting[slot] = 0
+    def clear_unread(self, slot: int) -> None:
+        self._unread[slot] = 0
 
     def _grow(self, rows: int) -> None:
-        slots, now, size = self._waiting.shape
+        slots, now, size = self._unread.shape
         if rows > now:
             grown = np.zeros((slots, max(rows, 2 * now), size), np.float32)
-            grown[:, :now] = self._waiting
-            self._waiting = grown
+            grown[:, :now] = self._unread
+            self._unread = grown
 
 
 def _rows_not_finite(logits: Array) -> Array | None:

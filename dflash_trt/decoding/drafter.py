@@ -1,4 +1,4 @@
-"""The drafter of a pair: its passes, and the features that wait for them.
+"""The drafter of a pair: its passes, and the features that they have not read.
 
 Nothing here depends on the drafter's kind. Every kind's graph has the inputs and outputs of docs/graphs.md. Inputs
 are features of committed tokens and a block. Outputs are drafted tokens and their log-probabilities.
@@ -20,7 +20,7 @@ _NEVER = -100.0  # the log-probability of a node that no request has
 
 
 class Drafter:
-    """For each slot, `pending` is the number of committed tokens that the drafter has not read."""
+    """For each slot, `unread` is the number of committed tokens whose features the drafter has not read."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Drafter:
     ) -> None:
         self.engine, self.arrays = engine, arrays
         self.capacity, self.mask_token_id, self.prefill_chunk = capacity, mask_token_id, prefill_chunk
-        self.pending = [0] * slots
+        self.unread = [0] * slots
         self._passes: list[tuple[Any, Any]] = []  # start and end of each pass of the last `propose`
 
     @property
@@ -47,7 +47,7 @@ class Drafter:
         """The seconds of the passes of the last `propose`, once the round has ended."""
         return sum([self.arrays.seconds(begin, end) for begin, end in self._passes])
 
-    def take_in(self, features: Any, start: int, slot: int) -> Any:
+    def read(self, features: Any, start: int, slot: int) -> Any:
         """Write the rows of positions start, start + 1, ... from features [1, n, F]. Returns log-probabilities to
         check.
 
@@ -71,24 +71,24 @@ class Drafter:
         arrays.start_round(n)
         self._passes = []
         committed = [request.committed for request in active]
-        # A pass writes as many rows for each sequence as for the one with the most pending ones. They must fit for all.
+        # A pass writes as many rows for each sequence as for the one with the most unread ones. They must fit for all.
         room = self.capacity - 1 - length - max(committed)
-        self._catch_up(committed, arrays.most_waiting - 1 if length == 1 else room)
-        places = self.pending[:n] if length == 1 else [0] * n  # a pass reads what waits
+        self._catch_up(committed, arrays.most_unread - 1 if length == 1 else room)
+        places = self.unread[:n] if length == 1 else [0] * n  # a pass reads what waits
         blocks = arrays.blocks([request.anchor for request in active], length, self.mask_token_id, places)
         if length == 1:
             return Draft(arrays.readable(blocks), None, np.zeros((n, 0), np.float32))
-        pending = self.pending[:n]
+        unread = self.unread[:n]
         feeds = {
-            "features": arrays.waiting(pending),
-            "n_features": np.array(pending),
-            "start": np.array([end - count for end, count in zip(committed, pending, strict=True)]),
+            "features": arrays.unread(unread),
+            "n_features": np.array(unread),
+            "start": np.array([end - count for end, count in zip(committed, unread, strict=True)]),
             "block": blocks,
         }
         begin = arrays.now()
         out = arrays.decode(self.engine, feeds)
         self._passes.append((begin, arrays.now()))
-        self.pending[:n] = [0] * n
+        self.unread[:n] = [0] * n
         return arrays.drafts(blocks, out["draft_tokens"], out["draft_logprobs"])
 
     def fit(self, active: Sequence[Request], proposed: Draft, most: int) -> tuple[Draft, dict[int, int]]:
@@ -105,7 +105,7 @@ class Drafter:
         for slot, request in enumerate(active):
             if request.draft and request.history is not None and request.history.structure is not None:
                 # All accepted nodes must find room after the features that wait for the drafter.
-                room = self.arrays.most_waiting - self.pending[slot]
+                room = self.arrays.most_unread - self.unread[slot]
                 most_own = min(request.block_length or most, most, room) - 1
                 taken, forced = request.history.structure.follow(drafts[slot][0], most_own)
                 own[slot] = forced.index(True) if any(forced) else len(taken)
@@ -120,14 +120,14 @@ class Drafter:
             fitted_odds[slot, : len(taken)] = odds
         return self.arrays.chains(fitted, fitted_odds), own
 
-    def commit(self, slot: int, features: Any, nodes: Sequence[int]) -> None:
+    def add_features(self, slot: int, features: Any, nodes: Sequence[int]) -> None:
         """Keep the features [N, F] of accepted nodes of a sequence. Each node is the child of the previous one."""
-        self.arrays.add_waiting(slot, self.pending[slot], features, nodes)
-        self.pending[slot] += len(nodes)
+        self.arrays.add_unread(slot, self.unread[slot], features, nodes)
+        self.unread[slot] += len(nodes)
 
     def dummy_pass(self, batch: int, length: int, context: int) -> None:
         """Run a pass as `propose` does, without requests. Overwrites rows of slots 0 .. batch-1."""
-        features = self.arrays.waiting([length] * batch)
+        features = self.arrays.unread([length] * batch)
         feeds = {
             "features": features,
             "n_features": np.full(batch, length),
@@ -138,36 +138,36 @@ class Drafter:
         self.arrays.wait()
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy a request's `length` committed tokens over another slot, including its waiting features."""
-        pending = self.pending[source]
-        self.caches.copy(source, target, length - pending)
-        self.arrays.copy_waiting(source, target, pending)
-        self.pending[target] = pending
+        """Copy a request's `length` committed tokens over another slot, including its unread features."""
+        unread = self.unread[source]
+        self.caches.copy(source, target, length - unread)
+        self.arrays.copy_unread(source, target, unread)
+        self.unread[target] = unread
 
     def clear(self, slot: int, first: int = 0, last: int | None = None) -> None:
-        """Set positions first .. last-1 of a slot to 0. If these are all, its waiting features are removed too."""
+        """Set positions first .. last-1 of a slot to 0. If these are all, its unread features are removed too."""
         self.caches.clear(slot, first, last)
         if first == 0:
-            self.pending[slot] = 0
-            self.arrays.clear_waiting(slot)
+            self.unread[slot] = 0
+            self.arrays.clear_unread(slot)
 
     def catch_up(self, slot: int, committed: int) -> bool:
-        """Read the waiting features of a slot, between rounds. Whether its numbers are finite."""
-        sound = [self.arrays.finite(logprobs) for logprobs in self._read_waiting(slot, committed)]
+        """Read the unread features of a slot, between rounds. Whether its numbers are finite."""
+        sound = [self.arrays.finite(logprobs) for logprobs in self._read_in_chunks(slot, committed)]
         return all(sound)
 
     def _catch_up(self, committed: Sequence[int], most: int) -> None:
-        """Read the waiting features of slots with more than `most` of them."""
+        """Read the unread features of slots with more than `most` of them."""
         for slot, end in enumerate(committed):
-            if self.pending[slot] > most:
+            if self.unread[slot] > most:
                 begin = self.arrays.now()
-                for logprobs in self._read_waiting(slot, end):
+                for logprobs in self._read_in_chunks(slot, end):
                     self.arrays.check(logprobs, slot)
                 self._passes.append((begin, self.arrays.now()))
 
-    def _read_waiting(self, slot: int, committed: int) -> Iterator[Any]:
-        """Read the waiting features of a slot in chunks. Yields log-probabilities to check."""
-        pending, self.pending[slot] = self.pending[slot], 0
-        for at in range(0, pending, self.prefill_chunk):
-            part = self.arrays.waiting_of(slot, at, min(at + self.prefill_chunk, pending))
-            yield self.take_in(part, committed - pending + at, slot)
+    def _read_in_chunks(self, slot: int, committed: int) -> Iterator[Any]:
+        """Read the unread features of a slot in chunks. Yields log-probabilities to check."""
+        unread, self.unread[slot] = self.unread[slot], 0
+        for at in range(0, unread, self.prefill_chunk):
+            part = self.arrays.unread_of(slot, at, min(at + self.prefill_chunk, unread))
+            yield self.read(part, committed - unread + at, slot)

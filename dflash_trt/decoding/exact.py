@@ -15,17 +15,18 @@ class PassRule:
 
     widths: numbers of rows of a sequence in a pass, ascending, that agree with each other. A pass with fewer rows than
         the last of them gets the next of these widths, by repeating its last row. Empty: no pass is padded.
-    batches: whether a row is the same beside any other sequences, and at any place. If not, one sequence is decoded at
-        a time.
-    cuts: whether a row is the same however its prompt was cut into passes, and whether the prompt's rows come from an
-        answer. If not, only whole chunks of earlier prompts are reused.
-    trees: whether the rows of an accepted path are the same wherever they lie in a tree. If not, chains are verified.
+    any_batch: whether a row is the same beside any other sequences, and at any place. If not, one sequence is decoded
+        at a time.
+    any_cut: whether a row is the same however its prompt was cut into passes, and whether the prompt's rows come from
+        an answer. If not, only whole chunks of earlier prompts are reused.
+    any_tree: whether the rows of an accepted path are the same wherever they lie in a tree. If not, chains are
+        verified.
     """
 
     widths: tuple[int, ...] = ()
-    batches: bool = True
-    cuts: bool = True
-    trees: bool = True
+    any_batch: bool = True
+    any_cut: bool = True
+    any_tree: bool = True
 
     def padded(self, rows: int) -> int:
         """The rows of a pass for so many rows."""

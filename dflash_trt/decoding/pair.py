@@ -71,9 +71,9 @@ class Pair:
         self._verified: tuple[Any, Any] = (0.0, 0.0)  # start and end of its pass
 
     @property
-    def cuts(self) -> bool:
-        """Whether prompts may be cut anywhere, see `PassRule.cuts`."""
-        return self.rule.cuts and not self.chunks_differ
+    def any_cut(self) -> bool:
+        """Whether prompts may be cut anywhere, see `PassRule.any_cut`."""
+        return self.rule.any_cut and not self.chunks_differ
 
     @property
     def draft_time(self) -> float:
@@ -94,7 +94,7 @@ class Pair:
         drafter's numbers are finite. With `every_row` they are the logits [n, V] of all rows, at most
         `arrays.most_prompt_rows`.
         """
-        self.drafter.pending[slot] = 0  # from the slot's previous request
+        self.drafter.unread[slot] = 0  # from the slot's previous request
         sound, end = True, start + len(tokens)
         # Passes end at multiples, wherever a reused prefix ends.
         ends = [] if every_row else [*range(start - start % self._prompt_pass, end, self._prompt_pass)][1:]
@@ -108,7 +108,7 @@ class Pair:
             feeds = {"tokens": chunk, "start": np.array([begin]), "rows": rows} | self._rows(1, width)
             out = self.arrays.prefill(self.target, feeds, slot)
             if draft:
-                drafted = self.drafter.take_in(out["features"][:, :count], begin, slot)
+                drafted = self.drafter.read(out["features"][:, :count], begin, slot)
                 sound = self.arrays.finite(drafted) and sound
         return self.arrays.readable(out["logits"][0, :wanted]), sound
 
@@ -146,22 +146,22 @@ class Pair:
         if nodes[-1] >= len(nodes):
             self.target.caches.compact(slot, request.committed, nodes)
         if request.draft:
-            self.drafter.commit(slot, self._features[slot], nodes)
+            self.drafter.add_features(slot, self._features[slot], nodes)
 
     def stop_drafting(self, slot: int) -> None:
-        """Remove the drafter's rows and the waiting features of a slot."""
+        """Remove the drafter's rows and the unread features of a slot."""
         self.drafter.clear(slot)
 
     def lengths(self, slot: int, committed: int, *, draft: bool) -> tuple[Sequence[int], Sequence[int]]:
         """The lengths to which a slot can be cut, of the target's caches and of the drafter's. Without `draft`, the
         latter is empty.
         """
-        pending = self.drafter.pending[slot]
-        drafted = self.drafter.caches.lengths(slot, committed - pending) if draft else ()
+        unread = self.drafter.unread[slot]
+        drafted = self.drafter.caches.lengths(slot, committed - unread) if draft else ()
         return self.target.caches.lengths(slot, committed), drafted
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy a request's `length` tokens from one slot over another's, including its waiting features."""
+        """Copy a request's `length` tokens from one slot over another's, including its unread features."""
         self.target.caches.copy(source, target, length)
         self.drafter.move(source, target, length)
 

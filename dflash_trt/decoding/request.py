@@ -67,7 +67,7 @@ class Request:
         return self.history is not None and self.history.structure is not None
 
     @property
-    def taken_in(self) -> Sequence[int]:
+    def cached(self) -> Sequence[int]:
         """The tokens in the target's caches."""
         return [*self.prompt, *self.output][: self.committed]
 

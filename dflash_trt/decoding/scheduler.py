@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from dflash_trt.decoding.acceptance import Verdict
-from dflash_trt.decoding.commit import commit, fail, first_token, leave, non_finite, read_prompt
 from dflash_trt.decoding.draft import Draft, Verified, couple
+from dflash_trt.decoding.emission import decide, fail, first_token, leave, non_finite, read_prompt
 from dflash_trt.decoding.exact import PassRule
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
 from dflash_trt.decoding.length.policy import FixedLength, Lengths, round_done
@@ -52,7 +52,7 @@ class Scheduler:
     @property
     def most_tree_nodes(self) -> int:
         pair, rule = self.pair, self.pair.rule
-        if not pair.trees or not rule.trees:
+        if not pair.trees or not rule.any_tree:
             return 0
         return min([pair.arrays.most_nodes, pair.capacity // 2, *rule.widths[-1:]])
 
@@ -62,7 +62,7 @@ class Scheduler:
 
     def follow(self, rule: PassRule) -> None:
         self.pair.rule = rule
-        if not rule.batches:
+        if not rule.any_batch:
             self.max_batch_size = 1
 
     def check(self, options: RequestOptions, params: SamplingParams) -> None:
@@ -204,7 +204,7 @@ class Scheduler:
     def _commit(self, request: Request, draft: Draft, verified: Verified) -> tuple[Verdict, Emission]:
         """Decide a request's tokens. Its slot then holds them, and only finite numbers after them."""
         slot = request.slot
-        verdict, emission = commit(request, draft, verified, slot)
+        verdict, emission = decide(request, draft, verified, slot)
         request.fitting, request.in_doubt = None, not verdict.ok
         if emission.error is not None and not verdict.ok:
             request.sound = False
@@ -225,7 +225,7 @@ class Scheduler:
 
     def _reads_on(self, budget: int) -> bool:
         """Whether this step reads more of the prompts, with so many tokens left."""
-        exact, request = not self.pair.cuts, self.filling
+        exact, request = not self.pair.any_cut, self.filling
         if request is not None:
             return not exact or self._chunk_end(request, budget) - request.committed <= budget
         if not self.waiting or len(self.active) >= self.max_batch_size:
@@ -239,7 +239,7 @@ class Scheduler:
         start, most = request.committed, self.pair.prefill_chunk
         if request.params.prompt_logprobs:
             most = min(most, self.pair.arrays.most_prompt_rows)
-        end = start + min(budget, most) if self.pair.cuts else start - start % most + most
+        end = start + min(budget, most) if self.pair.any_cut else start - start % most + most
         return min(end, len(request.prompt))
 
     def _prefill(self, budget: int, emissions: list[Emission]) -> int:

@@ -55,13 +55,13 @@ class Slots:
 
     def __init__(self, pair: Pair, prefix_cache_bytes: int = 0, page: int = PAGE) -> None:
         self.pair = pair
-        self.lying: dict[int, Contents] = {}  # by free slot
+        self.left: dict[int, Contents] = {}  # what ended requests left in free slots
         self.prefixes = Prefixes(pair, prefix_cache_bytes, page) if prefix_cache_bytes else None
 
     @property
     def step(self) -> int:
-        """A reused prefix has a multiple of so many tokens, see `PassRule.cuts`."""
-        return 1 if self.pair.cuts else self.pair.prefill_chunk
+        """A reused prefix has a multiple of so many tokens, see `PassRule.any_cut`."""
+        return 1 if self.pair.any_cut else self.pair.prefill_chunk
 
     @property
     def counts(self) -> PrefixCounts:
@@ -71,7 +71,7 @@ class Slots:
     def contents(self, request: Request) -> Contents:
         """The content of a request's slot that others may reuse."""
         lengths = self.pair.lengths(request.slot, request.committed, draft=request.draft)
-        tokens, step = request.taken_in, self.step
+        tokens, step = request.cached, self.step
         if step > 1:  # the whole chunks of the prompt, unless each of its rows gave logits, in shorter chunks
             chunks = 0 if request.params.prompt_logprobs else min(len(request.prompt), len(tokens)) // step
             tokens = tokens[: chunks * step]
@@ -87,7 +87,7 @@ class Slots:
         prompt, draft, salt = request.prompt, request.draft, request.options.cache_salt
         if self.prefixes is None or request.params.prompt_logprobs:  # which need every row computed
             return Reuse(0, slot)
-        held = {each.slot: self.contents(each) for each in live} | self.lying
+        held = {each.slot: self.contents(each) for each in live} | self.left
         ours = {each: contents for each, contents in held.items() if contents.salt == salt}
         sources = [Reuse(contents.shared(prompt, draft=draft), each) for each, contents in ours.items()]
         best = max([Reuse(0, slot), *sources], key=lambda each: (each.length, each.slot == slot))
@@ -98,7 +98,7 @@ class Slots:
 
     def occupy(self, slot: int, source: Reuse, *, draft: bool) -> None:
         """Give `slot` to a new request, with the content of `source`. `find` must have been the last call before."""
-        self.lying.pop(slot, None)
+        self.left.pop(slot, None)
         if self.prefixes is not None and source.path:
             self.prefixes.restore(slot, source.path, source.length, draft=draft)
         elif source.length and source.slot != slot:
@@ -108,7 +108,7 @@ class Slots:
         """Leave the content of an ended request's slot until it is overwritten, and keep a copy."""
         if self.prefixes is None or not ended.committed:
             return
-        contents = self.lying[ended.slot] = self.contents(ended)
+        contents = self.left[ended.slot] = self.contents(ended)
         self._keep(ended, contents)
 
     def keep_boundary(self, request: Request) -> None:
@@ -136,13 +136,13 @@ class Slots:
 
     def move(self, request: Request, slot: int) -> None:
         """Move a request in flight to a free slot, over the rows there."""
-        self.lying.pop(slot, None)
+        self.left.pop(slot, None)
         self.pair.move(request.slot, slot, request.committed)
         request.slot = slot
 
     def overwritten(self) -> None:
         """Forget the rows in all slots."""
-        self.lying.clear()
+        self.left.clear()
 
     def forget(self) -> None:
         """Reuse no rows of ended requests."""

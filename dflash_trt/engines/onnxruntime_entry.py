@@ -143,7 +143,7 @@ class OnnxRuntimeEntry(Engine):
             HostArrays(
                 slots=slots,
                 feature_size=features,
-                most_waiting=settings.prefill_chunk,
+                most_unread=settings.prefill_chunk,
                 **({"most_prompt_rows": target.most_pending} if target.most_pending else {}),
             ),
             slots=slots,

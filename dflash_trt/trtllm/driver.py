@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from dflash_trt.bundle.manifest import Bundle
-from dflash_trt.decoding.commit import alone, fail, leave
+from dflash_trt.decoding.emission import alone, fail, leave
 from dflash_trt.decoding.exact import PassRule
 from dflash_trt.decoding.length.policy import FixedLength, Lengths
 from dflash_trt.decoding.metrics import Metrics

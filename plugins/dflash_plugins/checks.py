@@ -127,7 +127,7 @@ def between_passes(
     rng, nodes = np.random.default_rng(0), min(3, block_size)
     logits = rng.standard_normal((2, nodes, vocab)).astype(np.float32)
     logits[0, nodes // 2, -1], logits[1, -1, :], logits[1, 0, 0] = np.nan, -np.inf, -np.inf
-    drawn = {"features": (2, nodes, features), "waiting": (3, 4, features)}
+    drawn = {"features": (2, nodes, features), "unread": (3, 4, features)}
     given = {n: torch.from_numpy(rng.standard_normal(s)).to(dtype) for n, s in drawn.items()}
     given |= {"logits": torch.from_numpy(logits), "places": torch.tensor([0, 3])}
     whole = {"block": (2, nodes), "drafts": (2, nodes - 1, 2)}
@@ -143,7 +143,7 @@ def between_passes(
     round_reference.fill_tokens(**blocks, drafted=drafted)
     round_reference.end_round(**given)
     pairs = {"tokens": (filled, blocks), "rows": (filled, blocks), "finite": (there, given)}
-    for name, (got, expected) in (pairs | {"waiting": (there, given)}).items():
+    for name, (got, expected) in (pairs | {"unread": (there, given)}).items():
         if not torch.equal(got[name].cpu(), expected[name]):
             return f"`{name}` differs from that of torch's operators"
     return "" if not counters.cpu().any() else "the counters are not zero again"

@@ -170,7 +170,7 @@ def fill_tokens(most: int, *, drafted: bool) -> Use:
 
 def end_round(vocab: int, features: int, dtype: str, *, committing: bool) -> Use:
     """The kernel after the target's pass. With `committing`, it copies features of this type."""
-    types: Types = {"logits": "*fp32", "features": f"*{dtype}", "waiting": f"*{dtype}"}
+    types: Types = {"logits": "*fp32", "features": f"*{dtype}", "unread": f"*{dtype}"}
     types |= dict.fromkeys(("nodes", "room"), "i32") | dict.fromkeys(("counters", "finite"), "*i32")
     constants: dict[str, Any] = {"VOCAB": vocab, "FEATURES": features}
     constants |= {"TILES": vocabulary_tiles(vocab), "TILE": TILE_TOKENS}

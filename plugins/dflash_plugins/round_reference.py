@@ -36,19 +36,19 @@ def end_round(
     places: torch.Tensor | None,
     *,
     finite: torch.Tensor,
-    waiting: torch.Tensor,
+    unread: torch.Tensor,
 ) -> None:
     """Whether each row of logits has a finite largest number, and the features of such rows for the drafter.
 
     logits: float32 [B, N, V]. A NaN is the largest number. finite: int32 [B, N].
-    features: [B, N, F]. Those of node i become row places[b] + i of waiting [slots, room, F], if there is such a row.
+    features: [B, N, F]. Those of node i become row places[b] + i of unread [slots, room, F], if there is such a row.
     places: int64 [B]. None copies no features.
     """
     sound = torch.isfinite(logits.amax(dim=-1))
     finite.copy_(sound)
     if places is None:
         return
-    mine = waiting[: features.shape[0]]
+    mine = unread[: features.shape[0]]
     node = torch.arange(mine.shape[1], device=mine.device) - places[:, None]
     inside = (node >= 0) & (node < features.shape[1])
     node = node.clamp(0, features.shape[1] - 1)

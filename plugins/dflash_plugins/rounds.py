@@ -39,7 +39,7 @@ def end_round(
     places: torch.Tensor | None,
     *,
     finite: torch.Tensor,
-    waiting: torch.Tensor,
+    unread: torch.Tensor,
     counters: torch.Tensor,
     run: Run = by_triton,
 ) -> None:
@@ -57,8 +57,8 @@ def end_round(
         features=features,
         **{} if places is None else {"places": places},
         nodes=nodes,
-        room=waiting.shape[1],
+        room=unread.shape[1],
         counters=counters,
         finite=finite,
-        waiting=waiting,
+        unread=unread,
     )

@@ -23,12 +23,12 @@ TOKENS = 12
 CLASS = (5, 6, 8)
 # What an engine does, and the rule under which it is exact.
 ENGINES = {
-    "widths": (Lies(), PassRule(CLASS, cuts=False, trees=False)),
+    "widths": (Lies(), PassRule(CLASS, any_cut=False, any_tree=False)),
     "batches": (
         Lies(sequences=True, place=True, partners=True),
-        PassRule(CLASS, batches=False, cuts=False, trees=False),
+        PassRule(CLASS, any_batch=False, any_cut=False, any_tree=False),
     ),
-    "trees": (Lies(paths=False), PassRule(CLASS, cuts=False)),
+    "trees": (Lies(paths=False), PassRule(CLASS, any_cut=False)),
     "one row": (
         Lies(paths=False, cuts=False, groups=tuple((n, 1 if n == 1 else 5) for n in range(1, 9))),
         PassRule((2, 3, 4, 5, 6, 7, 8)),
@@ -117,7 +117,7 @@ def test_every_job_has_the_tokens_of_plain_decoding(engine: str) -> None:
     target = scheduler.pair.target
     assert isinstance(target, UlpTarget)
     assert {width for _, width in target.widths if width <= BLOCK} == set(rule.widths)
-    assert max(batch for batch, _ in target.widths) == (4 if rule.batches else 1)
+    assert max(batch for batch, _ in target.widths) == (4 if rule.any_batch else 1)
     assert scheduler.slots.counts.reused_tokens > 1000
 
 
@@ -125,10 +125,10 @@ def test_every_job_has_the_tokens_of_plain_decoding(engine: str) -> None:
     ("engine", "rule"),
     [
         *((engine, FREE) for engine in ENGINES),
-        ("widths", PassRule((3, 4, 5, 6, 8), cuts=False, trees=False)),  # two kernels
-        ("widths", PassRule(CLASS, trees=False)),  # any reused row
-        ("batches", PassRule(CLASS, cuts=False, trees=False)),  # several sequences
-        ("widths", PassRule(CLASS, cuts=False)),  # trees
+        ("widths", PassRule((3, 4, 5, 6, 8), any_cut=False, any_tree=False)),  # two kernels
+        ("widths", PassRule(CLASS, any_tree=False)),  # any reused row
+        ("batches", PassRule(CLASS, any_cut=False, any_tree=False)),  # several sequences
+        ("widths", PassRule(CLASS, any_cut=False)),  # trees
     ],
 )
 def test_each_part_of_the_rule_is_needed(engine: str, rule: PassRule) -> None:
@@ -168,8 +168,8 @@ def test_an_engine_without_a_rule() -> None:
 
 
 def test_a_rule_is_read_as_it_was_written() -> None:
-    rule = PassRule((5, 8), cuts=False)
+    rule = PassRule((5, 8), any_cut=False)
     assert PassRule.read(json.loads(json.dumps(rule.as_dict()))) == rule
-    for wrong in ({}, rule.as_dict() | {"widths": [8, 5]}, rule.as_dict() | {"trees": 1}, [1]):
+    for wrong in ({}, rule.as_dict() | {"widths": [8, 5]}, rule.as_dict() | {"any_tree": 1}, [1]):
         with pytest.raises(DFlashError):
             PassRule.read(wrong)

@@ -201,7 +201,7 @@ def test_a_prompt_that_is_not_finite_is_no_prefix_and_leaves_a_clear_slot() -> N
     bad = request(whole, SamplingParams(max_tokens=5))
     assert finish(pool, Lengths(5), bad)[bad] == []
     assert bad.stop.finish_reason == "error"
-    assert (pool.scheduler.slots.counts.tokens, pool.scheduler.slots.lying) == (0, {})
+    assert (pool.scheduler.slots.counts.tokens, pool.scheduler.slots.left) == (0, {})
     good = request(whole[:20], SamplingParams(max_tokens=5))
     assert finish(pool, Lengths(5), good)[good] == expected(good.prompt, good.params, 0)
     assert good.statistics.num_cached_tokens == 0
@@ -258,7 +258,7 @@ def test_a_step_that_is_cut_short_leaves_nothing_behind(seed, batch, spare, afte
             pool.scheduler.clear()
             pool.check()
             assert pool.scheduler.idle
-            assert (pool.scheduler.slots.counts.tokens, pool.scheduler.slots.lying) == (0, {})
+            assert (pool.scheduler.slots.counts.tokens, pool.scheduler.slots.left) == (0, {})
             continue
         for each in requests:
             assert tokens[each] == expected(each.prompt, each.params, each.seed, pool.target.not_a_number)

@@ -248,7 +248,7 @@ def test_with_no_memory_for_prefixes_nothing_is_reused() -> None:
     live, again = (request(base, SamplingParams(max_tokens=30)) for _ in range(2))
     finish(pool, Lengths(5), live, again)
     assert again.statistics.num_cached_tokens == 0
-    assert not pool.scheduler.slots.lying
+    assert not pool.scheduler.slots.left
 
 
 def test_too_little_memory_for_a_page_is_said_once(

@@ -217,7 +217,7 @@ def test_the_drafter_s_context_is_complete_after_it_was_off() -> None:
         pool.scheduler.submit(neighbour)
         most = 0
         for _ in drive(pool, lengths):
-            most = max(most, pool.pair.drafter.pending[flight.slot])
+            most = max(most, pool.pair.drafter.unread[flight.slot])
         assert most <= 8 + BLOCK
         at = compared = 0
         for seen in lengths.rounds:
@@ -229,7 +229,7 @@ def test_the_drafter_s_context_is_complete_after_it_was_off() -> None:
 
 
 def test_much_to_take_in_and_a_neighbour_at_the_end_of_its_context() -> None:
-    """The waiting rows of one request's drafter must not push another's rows past its slot."""
+    """The unread rows of one request's drafter must not push another's rows past its slot."""
     pool, lengths = Pool(2, 2, chunk=32, max_seq_len=64), Lengths(*[1] * 30, BLOCK)
     behind = request(prompt(2, 1), SamplingParams(max_tokens=60))
     full = request(prompt(29, 2), SamplingParams(max_tokens=35, seed=2), draft=False)

@@ -209,7 +209,7 @@ def test_a_bundle_built_to_be_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path = build(str(made), str(drafter), tmp_path / "b", max_seq_len=128, tree_width=4, exact=True).path
     with LLM(path) as llm:
         assert llm.exactness is not None
-        assert llm.exactness.rule == PassRule((1, 2, 3, 4), trees=False)
+        assert llm.exactness.rule == PassRule((1, 2, 3, 4), any_tree=False)
         assert "chains only" in llm.exactness.describe()
         assert llm.most_tree_nodes == 0
         with pytest.raises(UsageError, match="without exact"):

@@ -463,7 +463,7 @@ class Pool:
         self.pair = Pair(
             self.target,
             self.drafter,
-            HostArrays(slots=batch, feature_size=1, most_waiting=chunk),
+            HostArrays(slots=batch, feature_size=1, most_unread=chunk),
             slots=batch,
             capacity=capacity,
             mask_token_id=MASK,
@@ -492,21 +492,21 @@ class Pool:
         for slot, each in zip(taken, live, strict=True):
             history = rows_of([*each.prompt, *each.output][: each.committed])
             assert self.target.holds(slot, history)
-            behind = self.pair.drafter.pending[slot]
+            behind = self.pair.drafter.unread[slot]
             if each.draft:
-                waiting = self.pair.arrays.waiting_of(slot, 0, behind)[0, :, 0].astype(int).tolist()
+                unread = self.pair.arrays.unread_of(slot, 0, behind)[0, :, 0].astype(int).tolist()
                 seen = each.committed - behind
-                assert self.drafter.cache[slot, :seen].tolist() + waiting == history
+                assert self.drafter.cache[slot, :seen].tolist() + unread == history
                 assert behind <= self.pair.prefill_chunk + BLOCK
             else:
                 assert behind == 0
         for each in s.active:
             assert each.committed == len(each.prompt) + len(each.output) - 1
-        assert set(s.slots.lying) <= set(range(self.pair.slots)) - set(taken)
-        for slot, lying in s.slots.lying.items():
-            history = rows_of(lying.tokens)
+        assert set(s.slots.left) <= set(range(self.pair.slots)) - set(taken)
+        for slot, left in s.slots.left.items():
+            history = rows_of(left.tokens)
             assert self.target.holds(slot, history)
-            drafted = max(lying.drafter, default=0)
+            drafted = max(left.drafter, default=0)
             assert self.drafter.cache[slot, :drafted].tolist() == history[:drafted]
         if s.slots.prefixes is not None:
             self.check_prefixes()

@@ -169,7 +169,7 @@ def ulp_scheduler(
     pair = Pair(
         UlpTarget(batch, capacity, lies),
         UlpDrafter(batch, capacity),
-        HostArrays(slots=batch, feature_size=1, most_waiting=CHUNK),
+        HostArrays(slots=batch, feature_size=1, most_unread=CHUNK),
         slots=batch,
         capacity=capacity,
         mask_token_id=MASK,

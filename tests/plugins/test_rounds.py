@@ -198,7 +198,7 @@ def test_a_round_ends_with_its_features_where_the_drafter_reads_them(
         "features": features,
         "places": places if committing else None,
         "finite": torch.full((batch, nodes), 7, dtype=torch.int32),
-        "waiting": torch.zeros(batch + 1, room, size, dtype=dtype),
+        "unread": torch.zeros(batch + 1, room, size, dtype=dtype),
     }
     found, expected = copies(tensors), copies(tensors)
     counters = torch.zeros(batch * nodes + 1, dtype=torch.int32)
@@ -206,12 +206,12 @@ def test_a_round_ends_with_its_features_where_the_drafter_reads_them(
         rounds_of.end_round(**found, counters=counters)
         assert not counters.any()
     round_reference.end_round(**expected)
-    for name in ("finite", "waiting"):
+    for name in ("finite", "unread"):
         assert torch.equal(found[name], expected[name]), name
     assert np.array_equal(found["finite"].numpy(), expected_finite)
     for b, i in np.ndindex(batch, nodes):
         place = int(places[b]) + i
         if committing and expected_finite[b, i] and place < room:
-            assert torch.equal(found["waiting"][b, place], features[b, i])
-            found["waiting"][b, place] = 0
-    assert not found["waiting"].any()  # nothing else was written
+            assert torch.equal(found["unread"][b, place], features[b, i])
+            found["unread"][b, place] = 0
+    assert not found["unread"].any()  # nothing else was written

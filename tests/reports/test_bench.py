@@ -123,7 +123,7 @@ def test_the_cost_of_exact_mode(
     asked = ("bench", bundle, "--exact", "--requests", "2", "--max-tokens", "4", "--concurrency", "1")
     lines = command(*asked).out.splitlines()
     assert lines[2] == "exact mode: chains only; a plain pass takes 1.00 of its time"
-    assert command(*asked, "--json").json["exact"]["rule"]["trees"] is False
+    assert command(*asked, "--json").json["exact"]["rule"]["any_tree"] is False
 
 
 def test_prompts_of_a_file_and_json_alone(bundle: Path, tmp_path: Path, command: Command) -> None:

@@ -92,7 +92,7 @@ class DeviceArrays:
     ) -> None:
         """`chunks_apart`: whether only whole chunks may have passes of `prefill_chunk` tokens."""
         self._taps, self._vocab = taps, vocab_size
-        self.most_waiting = self.most_nodes = block_size
+        self.most_unread = self.most_nodes = block_size
         self._capacity, self.chunks_apart = capacity, chunks_apart
         self._prompt_lengths = prefill_lengths(prefill_chunk, apart=chunks_apart)
         device, self._stream = target.device, target.stream
@@ -102,8 +102,8 @@ class DeviceArrays:
         for engine in (target, drafter):
             engine.lend(lent)
         dtype = drafter.dtypes["features"]
-        self._waiting = torch.zeros((slots, block_size, taps * hidden_size), dtype=dtype, device=device)
-        drafter.bind(DECODE, "features", self._waiting)
+        self._unread = torch.zeros((slots, block_size, taps * hidden_size), dtype=dtype, device=device)
+        drafter.bind(DECODE, "features", self._unread)
         drafter.bind(PREFILL, "features", target.whole_buffer(PREFILL, "features"))
         self._round = RoundMemory(
             *(target, drafter),
@@ -151,8 +151,8 @@ class DeviceArrays:
                 self.run,
                 vocab=self._vocab,
                 taps=self._taps,
-                hidden=self._waiting.shape[2] // self._taps,
-                dtype=self._waiting.dtype,
+                hidden=self._unread.shape[2] // self._taps,
+                dtype=self._unread.dtype,
                 block_size=self.most_nodes,
                 in_plans=compiles_here(),
             )
@@ -164,7 +164,7 @@ class DeviceArrays:
         name = "tokens" if engine is self._target else "features"
         length, start = feeds[name].shape[1], int(feeds["start"][0])
         filled = fitting(length, self._prompt_lengths)
-        if start + filled > self._capacity - self.most_waiting - 1:  # at the end of the cache
+        if start + filled > self._capacity - self.most_unread - 1:  # at the end of the cache
             filled = length
         feeds = {**feeds, name: self._filled(engine, name, feeds[name], filled)}
         feeds |= chain_rows(1, filled) if "depths" in feeds else {}
@@ -195,7 +195,7 @@ class DeviceArrays:
         engine.rows.advance(0, starts)
         with torch.cuda.stream(self._stream):
             if engine is self._drafter:
-                tensors, written = self._round.drafter_feeds(tensors, self._waiting), feeds["n_features"]
+                tensors, written = self._round.drafter_feeds(tensors, self._unread), feeds["n_features"]
             else:
                 self._flush()  # the pass overwrites the features
                 tensors, written = self._round.target_feeds(tensors), feeds["rows"].shape[1]
@@ -271,7 +271,7 @@ class DeviceArrays:
             made = self._decide(active, length, outputs) if chains else None
             for name in ("accepted", "next_token") if made is not None else ():
                 self._target.buffer(DECODE, name, n).copy_(getattr(made, name))
-            self._round.end(logits, self._features, self._waiting, chains=chains)
+            self._round.end(logits, self._features, self._unread, chains=chains)
             results = self._round.results(n, width, drafted=self._logprobs is not None)
         if isinstance(draft.tokens, DeviceArray):
             draft.tokens.read(results.tokens[:, :length])
@@ -289,29 +289,29 @@ class DeviceArrays:
             drafts_finite=results.drafts_finite.tolist(),
         )
 
-    def add_waiting(self, slot: int, at: int, features: torch.Tensor, nodes: Sequence[int]) -> None:
+    def add_unread(self, slot: int, at: int, features: torch.Tensor, nodes: Sequence[int]) -> None:
         count = len(nodes)
-        chain = nodes[-1] < count <= self._kept.shape[1] and at + count <= self.most_waiting
+        chain = nodes[-1] < count <= self._kept.shape[1] and at + count <= self.most_unread
         if not chain or self._places[slot : slot + 1] != [at] or not self._kept[slot, :count].all():
             self._committed.append((slot, at, nodes))
 
-    def waiting(self, counts: Sequence[int]) -> torch.Tensor:
+    def unread(self, counts: Sequence[int]) -> torch.Tensor:
         self._flush()
-        return self._waiting[: len(counts)]
+        return self._unread[: len(counts)]
 
-    def waiting_of(self, slot: int, first: int, stop: int) -> torch.Tensor:
+    def unread_of(self, slot: int, first: int, stop: int) -> torch.Tensor:
         self._flush()
-        return self._waiting[slot : slot + 1, first:stop]
+        return self._unread[slot : slot + 1, first:stop]
 
-    def copy_waiting(self, source: int, target: int, count: int) -> None:
+    def copy_unread(self, source: int, target: int, count: int) -> None:
         self._flush()
         with torch.cuda.stream(self._stream):
-            self._waiting[target, :count].copy_(self._waiting[source, :count])
+            self._unread[target, :count].copy_(self._unread[source, :count])
 
-    def clear_waiting(self, slot: int) -> None:
+    def clear_unread(self, slot: int) -> None:
         self._flush()
         with torch.cuda.stream(self._stream):
-            self._waiting[slot].zero_()
+            self._unread[slot].zero_()
 
     def _flush(self) -> None:
         """Copy the committed rows that the end of the round left: those of trees, for which the host decides."""
@@ -321,7 +321,7 @@ class DeviceArrays:
         self._committed = []
         with torch.cuda.stream(self._stream):
             for slot, at, nodes in committed:
-                self._waiting[slot, at : at + len(nodes)].copy_(features[slot][chosen(nodes)])
+                self._unread[slot, at : at + len(nodes)].copy_(features[slot][chosen(nodes)])
 
     def _decide(
         self, active: Sequence[Request], nodes: int, outputs: Mapping[str, torch.Tensor]

@@ -147,8 +147,8 @@ class RoundMemory:
         block = self._numbers["block"][: self._block[0] * self._block[1]].reshape(self._block)
         return block[: self._asked[0], : self._asked[1]].copy()
 
-    def drafter_feeds(self, feeds: Mapping[str, Any], waiting: torch.Tensor) -> dict[str, Any]:
-        """The feeds of a pass, for the idle slots too. `waiting`: the features of all slots.
+    def drafter_feeds(self, feeds: Mapping[str, Any], unread: torch.Tensor) -> dict[str, Any]:
+        """The feeds of a pass, for the idle slots too. `unread`: the features of all slots.
 
         The target's pass of the same round starts after the drafter's features.
         """
@@ -162,7 +162,7 @@ class RoundMemory:
         own = self._begin("drafter", start)
         own["n_features"] = self._put("n_features", [*count, *[0] * (batch - len(count))])
         self._send()
-        return {**own, "block": block, "features": waiting[:batch]}
+        return {**own, "block": block, "features": unread[:batch]}
 
     def target_feeds(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         """The feeds of a pass, for the idle slots too. Its rows [n, N] may be more than its tokens."""
@@ -238,12 +238,12 @@ class RoundMemory:
         self._noted = True
 
     def end(
-        self, logits: torch.Tensor, features: torch.Tensor, waiting: torch.Tensor, *, chains: bool
+        self, logits: torch.Tensor, features: torch.Tensor, unread: torch.Tensor, *, chains: bool
     ) -> None:
         """Find the finite rows of logits [n, N, V]. Copies features of chains to where they will wait."""
         n, length = logits.shape[:2]
         places = self._there["places"][:n] if chains else None
-        given = {"finite": self._there["finite"][: n * length].view(n, length), "waiting": waiting}
+        given = {"finite": self._there["finite"][: n * length].view(n, length), "unread": unread}
         if self.run is None:
             round_reference.end_round(logits, features, places, **given)
         else:

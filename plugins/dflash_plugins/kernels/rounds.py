@@ -40,12 +40,12 @@ def fill_tokens(
 def end_round(
     logits,  # [B, N, VOCAB] fp32
     features,  # [B, N, FEATURES]
-    places,  # [B] int64: the row of `waiting` for node 0; None if no features are to be copied
+    places,  # [B] int64: the row of `unread` for node 0; None if no features are to be copied
     nodes,  # N
-    room,  # rows of a slot in `waiting`
+    room,  # rows of a slot in `unread`
     counters,  # [B * N] int32, zeros, and zeros again at the end
     finite,  # [B * N] int32: whether the largest logit of a row is finite; a NaN is the largest
-    waiting,  # [slots, room, FEATURES]: gets the rows with finite logits that have room
+    unread,  # [slots, room, FEATURES]: gets the rows with finite logits that have room
     VOCAB: tl.constexpr,
     FEATURES: tl.constexpr,
     TILES: tl.constexpr,  # programs of a row of logits, fewer than 1024
@@ -71,7 +71,7 @@ def end_round(
             place = tl.load(places + sequence) + row - sequence * nodes
             if sound & (place < room):
                 source = features + row.to(tl.int64) * FEATURES
-                target = waiting + (sequence.to(tl.int64) * room + place) * FEATURES
+                target = unread + (sequence.to(tl.int64) * room + place) * FEATURES
                 for first in range(0, FEATURES, TILE):
                     there = first + step < FEATURES
                     number = tl.load(source + first + step, mask=there)

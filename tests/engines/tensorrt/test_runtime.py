@@ -109,7 +109,7 @@ def test_padded_passes_give_the_same_tokens(
     with LLM(bundles[1].path, prefix_cache_bytes=1 << 20) as llm:
         pair, widths = llm._runtime.pair, set[int]()
         pair.arrays.samples = False
-        llm._runtime.scheduler.follow(PassRule((4, BLOCK), cuts=False))
+        llm._runtime.scheduler.follow(PassRule((4, BLOCK), any_cut=False))
         run = pair.target.run
 
         def watched(profile: int, feeds: Any, **given: Any) -> Any:
@@ -243,7 +243,7 @@ def test_numbers_that_are_not_finite_end_their_request_alone(
         assert [c.token_ids for c in caught.value.outcomes[3:] if isinstance(c, Completion)] == expected
         caches = [*pair.target.caches.arrays.values(), *pair.drafter.caches.arrays.values()]
         pair.arrays.wait()
-        assert all(torch.isfinite(rows).all() for rows in [*caches, pair.arrays._waiting])
+        assert all(torch.isfinite(rows).all() for rows in [*caches, pair.arrays._unread])
 
 
 def test_a_draft_that_spoils_a_round_ends_no_request(tmp_path: Path, here: Any) -> None:

@@ -31,14 +31,14 @@ def first_token(request: Request, logits: Array) -> Emission:
     return alone(request, partial(_first_token, request, logits))
 
 
-def commit(request: Request, draft: Draft, verified: Verified, slot: int) -> tuple[Verdict, Emission]:
+def decide(request: Request, draft: Draft, verified: Verified, slot: int) -> tuple[Verdict, Emission]:
     """The verdict on the verified nodes of `slot`, and its tokens: the accepted drafts and the next token."""
     verdict = UNDECIDED
     try:
         tokens = draft.tokens_of(slot)
         verdict = judge(request, tokens, draft, verified, slot)
         rows = verified.logits[slot][[0, *verdict.path]] if request.params.logprobs else None
-        return verdict, _commit(request, tokens, verdict, rows, tree=draft.parents is not None)
+        return verdict, _of_verdict(request, tokens, verdict, rows, tree=draft.parents is not None)
     except INTERRUPTIONS:
         raise
     except BaseException as error:
@@ -95,7 +95,7 @@ def _first_token(request: Request, logits: Array) -> Emission:
     return _emit(request, [token], logits[None])
 
 
-def _commit(
+def _of_verdict(
     request: Request, drafted: Sequence[int], verdict: Verdict, logits: Array | None, *, tree: bool
 ) -> Emission:
     accepted = [drafted[node] for node in verdict.path]
