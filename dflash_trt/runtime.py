@@ -55,7 +55,7 @@ class OpeningOptions(TypedDict, total=False):
 
 
 class Opened:
-    """What `LLM` and `AsyncLLM` share: an opened bundle, its metrics, and its chat template."""
+    """The base of `LLM` and `AsyncLLM`: a `Runtime`, which does the work, with its metrics and its chat template."""
 
     def __init__(self, bundle: str | Path, **options: Unpack[OpeningOptions]) -> None:
         self._runtime = Runtime(bundle, **options)

@@ -57,7 +57,7 @@ def build(
     max_seq_len: tokens of a prompt and its output together.
     block_size: tokens of a verification; may be smaller than the drafter's.
     tree_width: candidates of the drafter for each place. 1 verifies chains. By default 8 where trees were measured to
-        pay (docs/trees.md), else 1.
+        pay (docs/cli.md, "build"), else 1.
     weights: "copy", "link" (hard links, where numbers are kept) or "none" (graphs from configurations alone, to
         inspect).
     precision: the dtype that the engine computes in, or a number format that the build quantizes weights to.

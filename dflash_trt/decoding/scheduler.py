@@ -1,7 +1,7 @@
 """Continuous batching: requests join and leave between steps.
 
-A step is a round and then at most one chunk of prompt tokens of the waiting requests. So a long prompt delays the
-others by one chunk per step. A round drafts a block for every active request, verifies it and commits tokens.
+A step is a round, then chunks of waiting prompts, at most `prefill_chunk` tokens together, so a long prompt delays the
+others by that many tokens per step. A round drafts a block for every active request, verifies it and commits tokens.
 """
 
 from __future__ import annotations
@@ -128,7 +128,9 @@ class Scheduler:
         self.pair.close()
 
     def step(self, lengths: Lengths) -> list[Emission]:
-        """Run one round for the active requests and one chunk of prompt tokens. Returns each request's result.
+        """Run one round for the active requests, then read at most `prefill_chunk` tokens of waiting prompts.
+
+        Returns each request's result.
 
         An error of one request ends that request. This raises only an engine's failure or an interruption. Then
         `clear` drops every request and repairs the scheduler.

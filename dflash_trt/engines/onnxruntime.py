@@ -141,7 +141,7 @@ class OnnxRuntimeEngine:
         return sum(array.nbytes for array in self._memory.values())
 
     def _places(self, feeds: Mapping[str, Array], first_slot: int) -> tuple[tuple[int, int], ...]:
-        """Where the pass finds its slots, see `HostRows.prepare`. It writes one row more where there are sinks."""
+        """Where the pass finds its slots, see `HostRows.prepare`. One row more than the pass writes, for a sink."""
         count = sum([feeds[name].shape[1] for name in self._written if name in feeds]) + 1
         return self._rows.prepare(first_slot, feeds["start"].tolist(), count)
 

@@ -28,7 +28,7 @@ class TensorRTLLMOptions(EngineOptions):
     """
 
     title = "TensorRT-LLM"
-    batch = "what fits, by the model of times, or at most 64"
+    batch = "what fits, at most 64"
 
     gpu: str = field(
         metadata=option(

@@ -23,7 +23,7 @@ from dflash_trt.decoding.length.policy import Lengths, RoundDone
 
 Array = np.ndarray[Any, Any]
 
-# The most nodes that the policy itself chooses. Beyond, the measured gains are small (docs/trees.md).
+# The most nodes that the policy itself chooses. Beyond, the measured gains are small.
 MOST_NODES = 32
 # The share of the evidence on tokens per second that remains after a round.
 _MEMORY = 0.98
