@@ -34,8 +34,8 @@ import numpy as np
 from build_scripts import harness
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
-from dflash_trt.engines import onnxruntime_products
-from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
+from dflash_trt.engines.onnxruntime import products
+from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
 from dflash_trt.formats.precision import parse_precision
 from dflash_trt.text.tokenizer import Tokenizer
 
@@ -188,7 +188,7 @@ def main() -> None:
         folder = args.dir or Path(scratch)
         bundles = {each: made(args, folder / each, each) for each in args.precisions}
         if args.by_output:
-            with patch.object(onnxruntime_products, "channels_pay", lambda: True):
+            with patch.object(products, "channels_pay", lambda: True):
                 bundles[BY_OUTPUT] = made(args, folder / BY_OUTPUT, "target=int8")
         results |= {part: PARTS[part](bundles, args) for part in args.parts}
     print(json.dumps(results))

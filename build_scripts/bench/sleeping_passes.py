@@ -33,7 +33,7 @@ class _Sleep:
 
 def install(milliseconds: float) -> None:
     """Let the passes of every engine of ONNX Runtime that this process loads from now on sleep."""
-    from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
+    from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
 
     patched: Any = OnnxRuntimeEngine
     load = patched._load

@@ -23,7 +23,7 @@ from dflash_trt.checkpoint.linears import number_formats
 from dflash_trt.checkpoint.pair import CheckpointPair, Side, Source
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
 from dflash_trt.engines import registry
-from dflash_trt.engines.base import BuildJob, BuildSettings, Engine, EngineOptions, Weights
+from dflash_trt.engines.base import BuildJob, BuildSettings, EngineEntry, EngineOptions, Weights
 from dflash_trt.errors import UsageError
 from dflash_trt.formats.precision import Precision
 from dflash_trt.models.configs import read_drafter_config, read_target_config
@@ -97,7 +97,7 @@ def build(
 def _write(
     pair: CheckpointPair,
     settings: BuildSettings,
-    engine: Engine,
+    engine: EngineEntry,
     place: Workspace,
     force: bool,
     progress: Progress,
@@ -136,7 +136,7 @@ def _write(
 
 
 def _check_arguments(
-    engine: Engine,
+    engine: EngineEntry,
     weights: Weights,
     precision: Precision | None,
     options: EngineOptions | None,
@@ -158,7 +158,7 @@ def _check_arguments(
 
 
 def _read_pair(
-    sources: tuple[Source, Source], engine: Engine, weights: Weights, drafter_window: int | None
+    sources: tuple[Source, Source], engine: EngineEntry, weights: Weights, drafter_window: int | None
 ) -> CheckpointPair:
     """Both checkpoints, which fit each other and the engine, with the drafter's windows as asked."""
     target = read_target_config(sources[0].directory)
@@ -176,7 +176,9 @@ def _read_pair(
     )
 
 
-def _tree_width(asked: int | None, pair: CheckpointPair, precision: Precision | None, engine: Engine) -> int:
+def _tree_width(
+    asked: int | None, pair: CheckpointPair, precision: Precision | None, engine: EngineEntry
+) -> int:
     """The candidates for each place. Raises BuildError for more than models and engine verify."""
     scheme = precision.scheme("target") if precision is not None else None
     formats = number_formats(pair.target.checkpoint) | ({scheme} if scheme is not None else set())
@@ -187,7 +189,7 @@ def _tree_width(asked: int | None, pair: CheckpointPair, precision: Precision | 
     return width
 
 
-def _precision(asked: Precision | None, pair: CheckpointPair, engine: Engine) -> Precision:
+def _precision(asked: Precision | None, pair: CheckpointPair, engine: EngineEntry) -> Precision:
     """The precision of the build: as asked, and the engine's choice for the rest."""
     target, drafter = pair.target.checkpoint.quantization, pair.drafter.checkpoint.quantization
     quantized = bool(target.algorithm(HEAD) or drafter.algorithms)
@@ -195,7 +197,7 @@ def _precision(asked: Precision | None, pair: CheckpointPair, engine: Engine) ->
     return engine.choose_precision(asked or Precision(), *configs, quantized=quantized)
 
 
-def _draft_tokens(pair: CheckpointPair, asked: str | Path | None, engine: Engine) -> list[int] | None:
+def _draft_tokens(pair: CheckpointPair, asked: str | Path | None, engine: EngineEntry) -> list[int] | None:
     """The tokens that the drafter may draft; None for all.
 
     Raises BuildError if `asked` is a file, and this pair or engine can only draft from all tokens.
@@ -221,7 +223,9 @@ def _draft_tokens(pair: CheckpointPair, asked: str | Path | None, engine: Engine
     raise UsageError(f"--draft-vocabulary is {asked}, but {reason}: leave --draft-vocabulary out")
 
 
-def _describe(pair: CheckpointPair, settings: BuildSettings, engine: Engine, job: BuildJob) -> dict[str, Any]:
+def _describe(
+    pair: CheckpointPair, settings: BuildSettings, engine: EngineEntry, job: BuildJob
+) -> dict[str, Any]:
     """The manifest without its key and files."""
     target, drafter = pair.target.config, pair.drafter.config
     return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
-from dflash_trt.engines.base import Engine
+from dflash_trt.engines.base import EngineEntry
 from dflash_trt.errors import UsageError
 
 # The default of --max-seq-len: the models' own limit, but no more than this, because cache memory grows with it.
@@ -58,7 +58,7 @@ def choose_max_seq_len(asked: int | None, target: TargetConfig, drafter: Drafter
     return asked
 
 
-def narrow_drafter(asked: int | None, drafter: DrafterConfig, engine: Engine) -> DrafterConfig:
+def narrow_drafter(asked: int | None, drafter: DrafterConfig, engine: EngineEntry) -> DrafterConfig:
     """The drafter with layers that see at most `asked` tokens. No token of an answer depends on it, only acceptance.
 
     Raises UsageError for a window that is no narrower than the trained ones, or smaller than a block, and where engine

@@ -1,7 +1,8 @@
-"""An engine as the rest of the package sees it: one entry of the registry.
+"""An entry of the registry: what the package knows of an engine, how it builds and how it opens a bundle.
 
-An entry is a light module. Its methods import what they need when they are called, so that every engine can be listed
-and described where none of its packages is installed.
+What runs passes is a `PassEngine` (decoding/arrays.py), or a driver. An entry is a light module. Its methods import
+what they need when they are called, so that every engine can be listed and described where none of its packages is
+installed.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ class EngineOptions:
     batch: ClassVar[str]
 
 
-class Engine(ABC):
+class EngineEntry(ABC):
     """An entry of the registry: all that the package knows of one engine.
 
     `options`: its own options of a build. `weights_folder`: where checkpoints lie in its bundles. `tokenizer_folder`:

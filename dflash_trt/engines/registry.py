@@ -6,7 +6,7 @@ import importlib
 from functools import cache
 from typing import TYPE_CHECKING, cast
 
-from dflash_trt.engines.base import Engine, EngineOptions
+from dflash_trt.engines.base import EngineEntry, EngineOptions
 from dflash_trt.errors import BundleError, UsageError, did_you_mean, show
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # Engine -> the module whose `entry(name)` returns its entry.
 _MODULES = {
-    "onnxruntime": "dflash_trt.engines.onnxruntime_entry",
+    "onnxruntime": "dflash_trt.engines.onnxruntime.entry",
     "tensorrt-rtx": "dflash_trt.engines.tensorrt.entry",
     "tensorrt": "dflash_trt.engines.tensorrt.entry",
     "tensorrt-llm": "dflash_trt.trtllm.entry",
@@ -24,16 +24,16 @@ DEFAULT = "onnxruntime"
 
 
 @cache
-def find(name: str) -> Engine:
+def find(name: str) -> EngineEntry:
     """The engine with this name. Raises BuildError if there is none."""
     if name not in _MODULES:
         raise UsageError(
             f"--engine is {name!r}{did_you_mean(name, NAMES)}, expected one of: {', '.join(NAMES)}"
         )
-    return cast(Engine, importlib.import_module(_MODULES[name]).entry(name))
+    return cast(EngineEntry, importlib.import_module(_MODULES[name]).entry(name))
 
 
-def engine_of(bundle: Bundle) -> Engine:
+def engine_of(bundle: Bundle) -> EngineEntry:
     """The engine that a bundle was built for. Raises BundleError where this version has no such engine."""
     name = bundle.manifest["engine"]
     if name not in _MODULES:
@@ -43,7 +43,7 @@ def engine_of(bundle: Bundle) -> Engine:
     return find(name)
 
 
-def engines() -> list[Engine]:
+def engines() -> list[EngineEntry]:
     """Every engine."""
     return [find(name) for name in NAMES]
 

@@ -5,7 +5,7 @@ INT8ChannelLinear(x [rows,in], weight int8 [out,in], scale [out]) -> y [rows,out
 Each row of x is divided by its largest magnitude and rounded to 16 bits, in two bytes: high / 127 + low / (127 * 256).
 Both are rows of one product of bytes, which reads the weights once and whose sums are exact integers, so a row has the
 same bits whatever other rows the pass has. On x86 without AMX or VNNI such sums saturate, which
-`engines/onnxruntime_products.py` finds out.
+`engines/onnxruntime/products.py` finds out.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def _largest_group(precision: str | None) -> int:
     """Weights that share a scale in a build for ONNX Runtime on this machine, at most; 0: those of an output."""
     if precision != INT8.name:
         return BLOCK
-    from dflash_trt.engines.onnxruntime_products import channels_pay
+    from dflash_trt.engines.onnxruntime.products import channels_pay
 
     return 0 if channels_pay() else BLOCK
 
@@ -59,7 +59,7 @@ def _on_this_processor(sizes: dict[str, int]) -> dict[str, int]:
     """The sizes of a target's layers in blocks. A build gives INT4's numbers eight bits where it must."""
     if INT4.name not in sizes:
         return sizes
-    from dflash_trt.engines.onnxruntime_products import fewest_rows
+    from dflash_trt.engines.onnxruntime.products import fewest_rows
 
     if fewest_rows(4) is not None:
         return sizes

@@ -17,7 +17,7 @@ from dflash_trt.bundle.workspace import Progress, silent
 from dflash_trt.checkpoint.compatibility import check_pair
 from dflash_trt.checkpoint.schema import Activation, DrafterConfig, TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint
-from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
+from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
 from dflash_trt.errors import BuildError
 from dflash_trt.files.disk import clone, copy, temporary_folder
 from dflash_trt.graph.builder import FLOAT, GraphBuilder

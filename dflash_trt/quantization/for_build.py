@@ -80,7 +80,7 @@ class _Work:
         """Whether INT8 has one scale for each output: where this processor multiplies such layers faster."""
         if self.layout != "blocks":
             return False
-        from dflash_trt.engines.onnxruntime_products import channels_pay
+        from dflash_trt.engines.onnxruntime.products import channels_pay
 
         return channels_pay()
 
@@ -145,7 +145,7 @@ class _Work:
             return Checkpoint(repack.int4_by_row(checkpoint, out, self.progress))
         if self.layout != "blocks":
             return checkpoint
-        from dflash_trt.engines.onnxruntime_products import fewest_rows
+        from dflash_trt.engines.onnxruntime.products import fewest_rows
 
         integers = any(FORMATS[scheme].integer_bits is not None for scheme in number_formats(checkpoint))
         # What a drafter drafts changes no token.

@@ -13,7 +13,7 @@ from dflash_trt.engines.base import (
     Availability,
     BuildSettings,
     Container,
-    Engine,
+    EngineEntry,
     MemoryTraits,
     PagedPool,
     RunSettings,
@@ -40,7 +40,7 @@ POOL = PagedPool(page=32, fraction=0.9, activation_bytes=6 * GIB, arena_safety=0
 HYBRIDS = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 
 
-class TensorRTLLMEntry(Engine):
+class TensorRTLLMEntry(EngineEntry):
     """Runs checkpoints unchanged, on one GPU or several, with TensorRT-LLM's own scheduler."""
 
     name = "tensorrt-llm"
@@ -156,6 +156,6 @@ class TensorRTLLMEntry(Engine):
         serve(bundle, host=host, port=port)
 
 
-def entry(name: str) -> Engine:
+def entry(name: str) -> EngineEntry:
     """The registry's entry."""
     return TensorRTLLMEntry()

@@ -13,7 +13,7 @@ from build_scripts import demo
 from build_scripts.bench import decoders, natural, natural_tables, peers, sleeping_passes
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
-from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
+from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
 
 
 def record(prompt: str, peer: str, first: float, seconds: float, **more: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from dflash_trt.decoding.pair import Pair
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.prefixes import common as shared
 from dflash_trt.decoding.request import Request
-from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
+from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
 from tests.doubles.checkpoints import VOCAB as REAL_VOCAB
 from tests.doubles.fake_engines import (
     BLOCK,

@@ -9,7 +9,8 @@ import pytest
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.building.sources import known_configs
-from dflash_trt.engines import onnxruntime_entry, registry
+from dflash_trt.engines import registry
+from dflash_trt.engines.onnxruntime import entry
 from dflash_trt.formats.precision import Precision
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 
@@ -43,7 +44,7 @@ def test_small_heads_quantized_pairs_and_other_engines_stay_as_stored() -> None:
 def test_a_build_takes_the_choice_and_the_tokens_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(onnxruntime_entry, "LARGE_HEAD_BYTES", 0)
+    monkeypatch.setattr(entry, "LARGE_HEAD_BYTES", 0)
     small = build("tiny", None, tmp_path / "int8", max_seq_len=256)
     wide = build("tiny", None, tmp_path / "fp32", max_seq_len=256, precision=Precision(drafter="fp32"))
     assert small.manifest["quantization"]["drafter"] == "W8A16"

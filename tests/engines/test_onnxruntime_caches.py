@@ -8,8 +8,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
-from dflash_trt.engines.onnxruntime_caches import STEP, CachePool
+from dflash_trt.engines.onnxruntime.caches import STEP, CachePool
+from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
 from dflash_trt.errors import BundleError
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 

@@ -10,8 +10,8 @@ import pytest
 
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
-from dflash_trt.engines import onnxruntime_entry
-from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
+from dflash_trt.engines.onnxruntime import entry
+from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
 
 PASS, PROMPT, PREFIX = 16, 70, 37
 
@@ -23,7 +23,7 @@ def test_passes_of_a_prompt_end_at_multiples_and_keep_its_bits(
     prompt = np.random.default_rng(0).integers(10, 500, PROMPT).tolist()
     with LLM(bundle, threads=1) as llm:
         whole = llm.logits(prompt)
-    monkeypatch.setattr(onnxruntime_entry, "PROMPT_PASS", PASS)
+    monkeypatch.setattr(entry, "PROMPT_PASS", PASS)
     passes: list[tuple[int, int]] = []
     run = OnnxRuntimeEngine.run
 

@@ -12,7 +12,7 @@ from dflash_trt.building.build import build
 from dflash_trt.bundle.cache_kinds import CacheKind
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.draft import tree_rows
-from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
+from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
 from tests.doubles.checkpoints import VOCAB, make_drafter, make_target
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter
 

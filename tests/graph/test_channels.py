@@ -14,8 +14,8 @@ from dflash_trt.bundle.workspace import silent
 from dflash_trt.checkpoint.linears import stored_linear
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.checkpoint.widening import widen
-from dflash_trt.engines import onnxruntime_products
-from dflash_trt.engines.onnxruntime_products import bytes_are_exact, channels_pay
+from dflash_trt.engines.onnxruntime import products
+from dflash_trt.engines.onnxruntime.products import bytes_are_exact, channels_pay
 from dflash_trt.formats.int8 import PER_CHANNEL, quantize_int8
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.onnxruntime import OnnxRuntime
@@ -110,5 +110,5 @@ def test_they_are_for_processors_with_amx_whose_sums_are_exact(
     for amx in (False, True):
         for exact in (False, True):
             monkeypatch.setattr(hardware, "has_amx_int8", lambda amx=amx: amx)
-            monkeypatch.setattr(onnxruntime_products, "bytes_are_exact", lambda exact=exact: exact)
+            monkeypatch.setattr(products, "bytes_are_exact", lambda exact=exact: exact)
             assert channels_pay() == (amx and exact)

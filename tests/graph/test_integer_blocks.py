@@ -15,7 +15,7 @@ from dflash_trt.checkpoint.linears import stored_linear
 from dflash_trt.checkpoint.roles import parameters_of
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.checkpoint.widening import widen
-from dflash_trt.engines.onnxruntime_products import fewest_rows
+from dflash_trt.engines.onnxruntime.products import fewest_rows
 from dflash_trt.formats import FORMATS
 from dflash_trt.formats.base import BLOCK
 from dflash_trt.formats.numbers import unpack_pairs

@@ -13,8 +13,8 @@ from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.statistics import Statistics
-from dflash_trt.engines import onnxruntime_entry
-from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
+from dflash_trt.engines.onnxruntime import entry
+from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
 from dflash_trt.errors import BuildError, RequestError
 from dflash_trt.formats.precision import Precision
 from tests.doubles.checkpoints import make_drafter, make_target
@@ -95,7 +95,7 @@ def test_large_targets_in_floats_get_trees_by_default(
         return found
 
     assert width("small") == 1
-    monkeypatch.setattr(onnxruntime_entry, "LARGE_HEAD_BYTES", 0)
+    monkeypatch.setattr(entry, "LARGE_HEAD_BYTES", 0)
     assert width("large") == 8
     assert width("asked", tree_width=2) == 2
     assert width("int8", precision=Precision(target="int8")) == 1

@@ -16,7 +16,7 @@ from dflash_trt.checkpoint.catalogue import SHIPPED
 from dflash_trt.checkpoint.draft_vocabulary import FILE, most_frequent, read_draft_vocabulary
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.cli import main
-from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
+from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
 from dflash_trt.errors import BuildError, CheckpointError
 from dflash_trt.formats.precision import parse_precision
 from dflash_trt.models.configs import read_drafter_config, read_target_config

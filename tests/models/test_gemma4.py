@@ -15,7 +15,7 @@ import torch
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.checkpoint.tensors import Checkpoint
-from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
+from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
 from dflash_trt.graph.onnxruntime import OnnxRuntime
 from dflash_trt.models.configs import read_target_config
 from dflash_trt.models.target import build_target

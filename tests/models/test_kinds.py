@@ -15,7 +15,7 @@ import torch
 
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
-from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
+from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
 from dflash_trt.errors import DFlashError
 from dflash_trt.models.configs import read_drafter_config
 from tests.doubles.checkpoints import make_target, write_json

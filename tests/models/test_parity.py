@@ -17,7 +17,7 @@ import torch
 
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
-from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
+from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
 from tests.doubles.checkpoints import VOCAB, make_drafter, make_target
 from tests.doubles.reference import Drafter, load_target, target_outputs
 from tests.doubles.sessions import session

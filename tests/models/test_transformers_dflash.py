@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from dflash_trt.building.build import build
-from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
+from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
 from tests.doubles.checkpoints import MASK, make_drafter, make_target
 from tests.doubles.reference import load_target, target_outputs
 

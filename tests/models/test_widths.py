@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from dflash_trt.building.build import build
-from dflash_trt.engines import onnxruntime_products
-from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
+from dflash_trt.engines.onnxruntime import products
+from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
 from dflash_trt.formats.precision import parse_precision
 from dflash_trt.graph import onnxruntime as functions
 from tests.doubles.checkpoints import VOCAB, make_drafter, make_target
@@ -65,15 +65,13 @@ def differing(target: Path, folder: Path, precision: str | None = None, *, conte
     by_output = precision == "int8 by output"
     asked = parse_precision(precision and f"target={precision.partition(' ')[0]}")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(onnxruntime_products, "channels_pay", lambda: by_output)
+        patch.setattr(products, "channels_pay", lambda: by_output)
         bundle = build(str(target), str(drafter), folder / "bundle", max_seq_len=400, precision=asked)
     assert bundle.manifest["exact_bytes"] == by_output
     engine = OnnxRuntimeEngine(bundle.path / "target.onnx", slots=1, capacity=400, threads=1)
     rng, count = np.random.default_rng(0), 24
     tokens = rng.integers(VOCAB, size=context + count)
-    least = max(
-        [onnxruntime_products.fewest_rows(n) or 1 for n in bundle.manifest["integer_bits"]], default=1
-    )
+    least = max([products.fewest_rows(n) or 1 for n in bundle.manifest["integer_bits"]], default=1)
 
     def logits(widths: Any) -> np.ndarray:
         """Of the rows behind the context, which is itself cut into passes of at least 3 rows."""
@@ -111,7 +109,7 @@ def differing(target: Path, folder: Path, precision: str | None = None, *, conte
 def test_a_row_does_not_depend_on_the_width_of_its_pass(
     tmp_path: Path, family: str, heads: int, precision: str | None
 ) -> None:
-    if precision == "int8 by output" and not onnxruntime_products.bytes_are_exact():
+    if precision == "int8 by output" and not products.bytes_are_exact():
         pytest.skip("this processor's sums of products of bytes saturate")
     target = FAMILIES[family](tmp_path / "target", heads)
     assert differing(target, tmp_path, precision) == []

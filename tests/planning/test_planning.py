@@ -15,7 +15,7 @@ from dflash_trt.checkpoint.catalogue import known_configs
 from dflash_trt.checkpoint.schema import DrafterConfig
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.cli import main
-from dflash_trt.engines import onnxruntime_products
+from dflash_trt.engines.onnxruntime import products
 from dflash_trt.errors import BuildError
 from dflash_trt.formats.precision import Precision, parse_precision
 from dflash_trt.models.configs import read_drafter_config, read_target_config
@@ -90,7 +90,7 @@ def test_layers_with_a_window_take_its_rows() -> None:
 def test_integer_weights_are_those_of_a_bundle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str, by_output: bool
 ) -> None:
-    monkeypatch.setattr(onnxruntime_products, "channels_pay", lambda: by_output)
+    monkeypatch.setattr(products, "channels_pay", lambda: by_output)
     precision = Precision(target=scheme)
     bundle = build("tiny", None, tmp_path / "tiny", max_seq_len=256, precision=precision)
     inventory = inventory_of("tiny")

@@ -21,8 +21,8 @@ from dflash_trt.bundle.workspace import silent
 from dflash_trt.checkpoint.linears import quantized_layers, shape_of, stored_linear
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.checkpoint.widening import widen
-from dflash_trt.engines import onnxruntime_products
-from dflash_trt.engines.onnxruntime_products import fewest_rows
+from dflash_trt.engines.onnxruntime import products
+from dflash_trt.engines.onnxruntime.products import fewest_rows
 from dflash_trt.errors import CheckpointError
 from dflash_trt.formats.precision import Precision
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
@@ -188,7 +188,7 @@ def test_drafts_change_no_token(
 def test_scales_of_outputs_stay_where_that_is_faster(
     pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(onnxruntime_products, "channels_pay", lambda: True)
+    monkeypatch.setattr(products, "channels_pay", lambda: True)
     written("W8A8", pair[0], tmp_path / "q")
     bundle = build(str(tmp_path / "q"), str(pair[1]), tmp_path / "bundle")
     assert bundle.manifest["exact_bytes"]

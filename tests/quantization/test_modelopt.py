@@ -22,7 +22,7 @@ from dflash_trt.building.build import build
 from dflash_trt.checkpoint.linears import stored_experts, stored_linear
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.checkpoint.widening import widen
-from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
+from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
 from dflash_trt.errors import BuildError
 from dflash_trt.quantization.calibrate import calibration_set
 from dflash_trt.quantization.convert import copy_files, quantize

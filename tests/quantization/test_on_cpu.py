@@ -12,8 +12,8 @@ import pytest
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
-from dflash_trt.engines import onnxruntime_products
-from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
+from dflash_trt.engines.onnxruntime import products
+from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
 from dflash_trt.errors import BundleError
 from dflash_trt.formats.precision import parse_precision
 from dflash_trt.reports.inspection import inspect
@@ -29,13 +29,13 @@ def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     scheme = request.param.partition(" ")[0]
     out = tmp_path_factory.mktemp("cpu") / scheme
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(onnxruntime_products, "channels_pay", lambda: request.param == BY_OUTPUT)
+        patch.setattr(products, "channels_pay", lambda: request.param == BY_OUTPUT)
         return build("tiny", None, out, precision=parse_precision(f"target={scheme},drafter=int8,head=int4"))
 
 
 @pytest.fixture
 def exact(bundle: Bundle) -> None:
-    if bundle.manifest["exact_bytes"] and not onnxruntime_products.bytes_are_exact():
+    if bundle.manifest["exact_bytes"] and not products.bytes_are_exact():
         pytest.skip("this processor's sums of products of bytes saturate")
 
 
@@ -69,7 +69,7 @@ def test_an_outline_has_the_same_products(
 ) -> None:
     """No two layers of an imagined file lie one behind the other, so each is a product."""
     by_output = bundle.manifest["exact_bytes"]
-    monkeypatch.setattr(onnxruntime_products, "channels_pay", lambda: by_output)
+    monkeypatch.setattr(products, "channels_pay", lambda: by_output)
     scheme = "int8" if bundle.manifest["quantization"]["target"].startswith("W8A16") else "int4"
     precision = parse_precision(f"target={scheme},drafter=int8,head=int4")
     outline = build("tiny", None, tmp_path / "outline", weights="none", precision=precision)
@@ -97,7 +97,7 @@ def test_rows_do_not_depend_on_the_pass(bundle: Bundle) -> None:
         return np.concatenate(found)
 
     # Passes of 48 rows in parts of 2, 3, 8 and 16 have no shorter last part.
-    (least,) = {onnxruntime_products.fewest_rows(bits) for bits in bundle.manifest["integer_bits"]} or {1}
+    (least,) = {products.fewest_rows(bits) for bits in bundle.manifest["integer_bits"]} or {1}
     assert least is not None
     alone = logits(least)
     for rows in (2, 3, 8, 16, 48):
@@ -142,11 +142,11 @@ def test_a_processor_that_rounds_by_the_number_of_rows_is_refused(
     bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if bundle.manifest["exact_bytes"]:
-        monkeypatch.setattr(onnxruntime_products, "bytes_are_exact", lambda: False)
+        monkeypatch.setattr(products, "bytes_are_exact", lambda: False)
         refused = "INT8 layers with one scale for each output"
     else:
         (used,) = bundle.manifest["integer_bits"]
-        monkeypatch.setattr(onnxruntime_products, "fewest_rows", lambda bits: None if bits == used else 1)
+        monkeypatch.setattr(products, "fewest_rows", lambda bits: None if bits == used else 1)
         refused = f"layers of {used}-bit integers"
     with pytest.raises(BundleError, match=f"{refused}.* build the bundle on this machine"):
         LLM(bundle.path)
@@ -159,7 +159,7 @@ def test_weights_of_four_bits_take_eight_where_no_padding_makes_rows_agree(
     precision = parse_precision("target=int4,drafter=int4,head=int4")
     described = []
     for least in (2, None):
-        monkeypatch.setattr(onnxruntime_products, "fewest_rows", lambda bits, least=least: least)
+        monkeypatch.setattr(products, "fewest_rows", lambda bits, least=least: least)
         made = build("tiny", None, tmp_path / str(least), precision=precision)
         assert made.manifest["integer_bits"] == [4 if least else 8]
         assert bits(made.path / "target.onnx") == {4 if least else 8}

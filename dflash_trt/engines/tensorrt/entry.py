@@ -11,7 +11,7 @@ from dflash_trt.engines.base import (
     Availability,
     BuildSettings,
     Container,
-    Engine,
+    EngineEntry,
     MemoryTraits,
     RunSettings,
     Weights,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dflash_trt.models.inventory import Inventory
 
 
-class TensorRTEntry(Engine):
+class TensorRTEntry(EngineEntry):
     """Runs plans on one GPU."""
 
     options = TensorRTOptions
@@ -130,7 +130,7 @@ class TensorRTEntry(Engine):
         return Container(packages=(f"{self.flavour.wheel}=={version}", "torch"))
 
 
-def entry(name: str) -> Engine:
+def entry(name: str) -> EngineEntry:
     """The registry's entry of a flavour."""
     return TensorRTEntry(name)
 

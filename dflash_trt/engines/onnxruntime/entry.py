@@ -11,7 +11,7 @@ from dflash_trt.engines.base import (
     Availability,
     BuildSettings,
     Container,
-    Engine,
+    EngineEntry,
     MemoryTraits,
     RunSettings,
     Weights,
@@ -45,7 +45,7 @@ TREE_WIDTH = 8
 PROMPT_PASS = 256
 
 
-class OnnxRuntimeEntry(Engine):
+class OnnxRuntimeEntry(EngineEntry):
     """Runs graphs on the CPU."""
 
     name = "onnxruntime"
@@ -121,7 +121,7 @@ class OnnxRuntimeEntry(Engine):
         from dflash_trt.decoding.arrays import HostArrays
         from dflash_trt.decoding.pair import Pair
         from dflash_trt.decoding.scheduler import Scheduler
-        from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
+        from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
 
         least_rows = _fewest_rows(bundle)
         manifest, slots = bundle.manifest, settings.max_batch_size
@@ -189,7 +189,7 @@ def _multiplies_bytes(graph: ir.Model) -> bool:
 
 def _products(manifest: Mapping[str, Any]) -> str:
     """What the build's processor chose for integer layers of the target, and what this one does with short passes."""
-    from dflash_trt.engines.onnxruntime_products import fewest_rows
+    from dflash_trt.engines.onnxruntime.products import fewest_rows
 
     parts, bits = [], manifest["integer_bits"]
     for each in bits:
@@ -212,7 +212,7 @@ def _fewest_rows(bundle: Bundle) -> int:
     """The fewest rows of the target's passes for which a row has the same bits in all of them. Raises BundleError if
     this processor's products of integers depend on the number of rows above that too, or are not added exactly.
     """
-    from dflash_trt.engines.onnxruntime_products import bytes_are_exact, fewest_rows
+    from dflash_trt.engines.onnxruntime.products import bytes_are_exact, fewest_rows
 
     fewest = {bits: fewest_rows(bits) for bits in bundle.manifest["integer_bits"]}
     for bits, least in fewest.items():
@@ -240,6 +240,6 @@ def _in_integers(formats: Collection[str]) -> list[str]:
     return sorted(name for name in formats if FORMATS[name].integer_bits is not None)
 
 
-def entry(name: str) -> Engine:
+def entry(name: str) -> EngineEntry:
     """The registry's entry."""
     return OnnxRuntimeEntry()

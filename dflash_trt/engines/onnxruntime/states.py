@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_trt.engines.onnxruntime_caches import HostRows
+from dflash_trt.engines.onnxruntime.caches import HostRows
 from dflash_trt.engines.state_caches import PENDING, POSITION, StateCaches
 from dflash_trt.errors import DFlashError
 
