@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from dflash_trt.building.build import build
-from tests.doubles.checkpoints import make_drafter, make_target
 
 
 @pytest.fixture(scope="package")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Contexts of 256 tokens. Its drafts are sometimes right. A conftest imports it."""
+    """Contexts of 256 tokens. Its drafts are sometimes right. A conftest imports it, which must work without torch."""
+    from tests.doubles.checkpoints import make_drafter, make_target
+
     directory = tmp_path_factory.mktemp("random")
     target = make_target(directory / "target", favourites=6, layers=3)
     drafter = make_drafter(directory / "drafter", target)
