@@ -30,8 +30,8 @@ from dflash_trt.training.model import DrafterModel
 
 _DEFAULT_TAPS = 5
 Kind = Literal["dflash", "dflash2", "eagle3"]
-# As in the published DFlash2 drafters; their rank is 256. For SmolLM2's drafter rank 64 was no better than 16.
-_CONV_GROUP, _SELECTOR_RANK, _SELECTOR_TOP_K = 16, 16, 16
+# As in the published DFlash2 drafters; their rank is 256, for vocabularies four times as large.
+_CONV_GROUP, _SELECTOR_RANK, _SELECTOR_TOP_K = 16, 64, 16
 
 
 def default_taps(layers: int, taps: int = _DEFAULT_TAPS) -> list[int]:

@@ -41,8 +41,7 @@ class Recipe:
     `head_tokens`: the loss has the logits of that many tokens (head_sample.py), 0: of all. `distill`: the share of the
     target's own distribution in what a row shall predict; the rest is the answer's token. An evaluation has the first
     `limit` held-out prompts (0: all), with at most `eval_tokens` tokens each. `held_out` identifies the prompts of a
-    file; None: they are a share of those of the answers (held_out.py). `selector_only`: the tensors that a DFlash2
-    drafter has from a DFlash one stay as they are, and its convolutions pass rows on.
+    file; None: they are a share of those of the answers (held_out.py).
     """
 
     steps: int
@@ -62,7 +61,6 @@ class Recipe:
     limit: int = 32
     eval_tokens: int = 96
     held_out: str | None = None
-    selector_only: bool = False
 
     def factor(self, step: int) -> float:
         """The factor on the learning rate in step 0, 1, ..."""
@@ -103,9 +101,6 @@ def train(
     """
     out.mkdir(parents=True, exist_ok=True)
     _same_recipe(out / "recipe.json", recipe, accelerator)
-    if recipe.selector_only:
-        drafter.requires_grad_(False)
-        drafter.get_submodule("candidate_selector").requires_grad_(True)
     module, *optimizers = accelerator.prepare(drafter, *_optimizers(drafter, recipe))
     start = load_state(out / "state", module, optimizers)
     first = accelerator.is_main_process
@@ -229,12 +224,9 @@ def _step(
     with accelerator.autocast():
         hidden = module(features, positions, target.embed(given), blocks.positions, masks, **asked)
     hidden, added = hidden if asked else (hidden, None)
-    count = int((blocks.anchors >= 0).sum())
-    if added is not None and recipe.selector_only:
-        return added, count
     rows = hidden.reshape(-1, size, hidden.shape[-1])
     loss, _ = head_loss(rows, head, labels, valid, recipe.weighting, chunk, bias, teacher, recipe.distill)
-    return loss if added is None else loss + added, count
+    return loss if added is None else loss + added, int((blocks.anchors >= 0).sum())
 
 
 def _memory(device: torch.device) -> int:
@@ -254,16 +246,15 @@ def make_accelerator() -> Accelerator:
 
 def _optimizers(drafter: DrafterModel, recipe: Recipe) -> list[torch.optim.Optimizer]:
     """AdamW; or Muon for the matrices, with AdamW's step size, and AdamW for the rest."""
-    options: dict[str, Any] = {"lr": recipe.learning_rate, "weight_decay": 0.0}
-    learning = [p for p in drafter.parameters() if p.requires_grad]
-    matrices = [p for p in learning if p.ndim == 2 and recipe.optimizer == "muon"]
-    rest = [p for p in learning if p.ndim != 2 or recipe.optimizer != "muon"]
-    made: list[torch.optim.Optimizer] = []
-    if matrices:
-        made.append(torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **options))
-    if rest:
-        made.append(torch.optim.AdamW(rest, betas=(0.9, 0.95), **options))
-    return made
+    betas = (0.9, 0.95)
+    if recipe.optimizer == "adamw":
+        return [torch.optim.AdamW(drafter.parameters(), recipe.learning_rate, betas=betas, weight_decay=0.0)]
+    matrices = [p for p in drafter.parameters() if p.ndim == 2]
+    rest = [p for p in drafter.parameters() if p.ndim != 2]
+    return [
+        torch.optim.Muon(matrices, recipe.learning_rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, recipe.learning_rate, betas=betas, weight_decay=0.0),
+    ]
 
 
 def _same_recipe(file: Path, recipe: Recipe, accelerator: Accelerator) -> None:

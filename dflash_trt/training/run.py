@@ -103,7 +103,7 @@ def run(
     if own is not None:
         kept = batches.frequent(target_config.vocab_size)[:own].sort().values
     drafter = drafters.open_drafter(out / "beginning", design.checkpoint, target, kept)
-    _check_recipe(drafter, recipe, new=design.checkpoint is None)
+    _check_recipe(drafter, recipe)
     frozen = _frozen_target(target, target_config, drafter, recipe, accelerator)
     _begin(drafter, frozen, target, target_config, new=design.checkpoint is None)
     cache = (
@@ -279,9 +279,7 @@ def _check_eagle3(design: Design, taps: Sequence[int]) -> None:
         raise UsageError(f"--taps has {len(taps)} layers, but --kind eagle3 has 3")
 
 
-def _check_recipe(drafter: Any, recipe: Recipe, *, new: bool) -> None:
-    if recipe.selector_only and (new or not drafter.selects):
-        raise UsageError("--selector-only needs --kind dflash2, and --from with a trained DFlash drafter")
+def _check_recipe(drafter: Any, recipe: Recipe) -> None:
     if not drafter.teacher_forced:
         return
     for option in ("distill", "head_tokens"):

@@ -163,23 +163,6 @@ def test_a_run_gives_a_drafter(answers: Path, tmp_path: Path, kind: Kind) -> Non
     assert run(TINY, "tiny", answers, out, design, longer, held_out=held_out, evaluate_every=None) == 21
 
 
-def test_a_selector_alone_is_trained(answers: Path, tmp_path: Path) -> None:
-    """The tensors of the DFlash drafter stay, its candidates are ordered better, and a run continues after an end."""
-    recipe = Recipe(steps=30, batch_size=4, anchors=8, learning_rate=1e-2, max_length=96, selector_only=True)
-    before, lines = SHIPPED / "tiny" / "drafter", list[dict[str, Any]]()
-    design = Design(kind="dflash2", checkpoint=before)
-    settings: dict[str, Any] = {"evaluate_every": None, "report": lines.append}
-    assert run(TINY, "tiny", answers, tmp_path, design, replace(recipe, steps=29), **settings) == 29
-    assert run(TINY, "tiny", answers, tmp_path, design, recipe, **settings) == 30
-    losses = {line["step"]: line["loss"] for line in lines}
-    assert losses[30] < losses[1]
-    trained = load_file(tmp_path / "checkpoint" / "model.safetensors")
-    for name, tensor in load_file(before / "model.safetensors").items():
-        assert torch.equal(trained[name], tensor)
-    assert trained["candidate_selector.successor_codebook"].abs().max() > 0
-    assert not any(w.abs().max() for n, w in trained.items() if "kernel_projection" in n)
-
-
 def test_options_that_a_kind_lacks(answers: Path, tmp_path: Path) -> None:
     for design, message in (
         (Design(kind="eagle3", layers=2), "--layers is 2, but --kind eagle3 has none to choose"),
@@ -191,10 +174,6 @@ def test_options_that_a_kind_lacks(answers: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(DFlashError, match=message):
             run(TINY, "tiny", answers, tmp_path / "out", design, Recipe(steps=1))
-    recipe = Recipe(steps=1, batch_size=4, selector_only=True)
-    for design in (Design(kind="dflash2"), Design(checkpoint=SHIPPED / "tiny" / "drafter")):
-        with pytest.raises(DFlashError, match="--selector-only needs --kind dflash2, and --from"):
-            run(TINY, "tiny", answers, tmp_path / str(design.kind), design, recipe)
     recipe = Recipe(steps=1, batch_size=4, distill=0.5)
     with pytest.raises(DFlashError, match=r"--distill is 0\.5, but is not for --kind eagle3"):
         run(TINY, "tiny", answers, tmp_path / "other", Design(kind="eagle3"), recipe)

@@ -107,10 +107,6 @@ def _add_recipe(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--shorter", type=share, default=0.2, metavar="SHARE", help="share of shortened blocks (default: 0.2)"
     )
-    group.add_argument(
-        "--selector-only", action="store_true",
-        help="with --kind dflash2: train the selector, and keep the tensors of --from as they are",
-    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
