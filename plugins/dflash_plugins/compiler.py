@@ -24,9 +24,6 @@ from dflash_plugins.compiled import Compiled, from_json
 from dflash_plugins.kernel_specs import ROUND_TARGET, TARGETS, Use
 from dflash_trt.errors import BuildError
 
-# The lowest version that has all instructions of the targets. Drivers from CUDA 12.9 on read it. Triton's default is
-# its newest.
-PTX_VERSION = 88
 # Triton adds two undeclared pointers to the end of an entry: scratch memory of the program and of its profiler.
 _HIDDEN_PARAMETERS = 2
 _RECORD = 2  # increment when the fields of Compiled change
@@ -45,7 +42,7 @@ def compile_kernel(use: Use, capability: int) -> Compiled:
         raise BuildError(
             f"plugins are compiled for sm_{', sm_'.join(map(str, TARGETS))}, not sm_{capability}"
         )
-    what = json.dumps([use.digest, capability, PTX_VERSION, _RECORD, triton.__version__, source_digest()])
+    what = json.dumps([use.digest, capability, _RECORD, triton.__version__, source_digest()])
     file = _cache() / f"{use.function}-{hashlib.sha256(what.encode()).hexdigest()[:32]}.json"
     if file.is_file():
         return from_json(json.loads(file.read_text()))
@@ -133,7 +130,7 @@ def _compile(use: Use, capability: int) -> Compiled:
     options = {
         "num_warps": use.num_warps,
         "num_stages": use.num_stages,
-        "ptx_version": PTX_VERSION,
+        "ptx_version": use.ptx_version,  # Triton's default is its newest
         "enable_fp_fusion": use.fp_fusion,
     }
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

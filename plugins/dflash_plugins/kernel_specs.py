@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 # Compute capability -> its tensor-core instruction in PTX.
@@ -39,6 +39,8 @@ class Use:
     num_stages: int = 3
     # Off where sums must be rounded as on the host: kernels/noise.py.
     fp_fusion: bool = False
+    # The lowest version that has all its instructions: drivers from CUDA 12.8 on read 8.7, from 12.9 on 8.8.
+    ptx_version: int = 87
 
     @property
     def digest(self) -> str:
@@ -249,8 +251,8 @@ def _product(
     if whole:
         types |= {"numbers": "*u8", "powers": "*u8", "rows": "i32"}
         constants["WHOLE"] = whole
-    module = "moe_chunks" if whole else "moe"
-    return Use(module, name, types, constants, tile.num_warps, tile.num_stages, fp_fusion=True)
+    use = Use("moe", name, types, constants, tile.num_warps, tile.num_stages, fp_fusion=True)
+    return replace(use, module="moe_chunks", ptx_version=88) if whole else use
 
 
 QUANTIZE_BLOCK = 1024
