@@ -127,6 +127,13 @@ def group(
 
 
 @triton.jit
+def pairs_of(groups):
+    """The expert of this program, its first pair and the number of its pairs."""
+    group = tl.program_id(1) * 3
+    return tl.load(groups + group), tl.load(groups + group + 1), tl.load(groups + group + 2)
+
+
+@triton.jit
 def scales_of(scales, row, in_row, k, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
     """The scales [rows, BLOCK_K / 32] of numbers from k on."""
     scale = k // 32 + tl.arange(0, BLOCK_K // 32)
@@ -228,8 +235,7 @@ def gate_up(
     TOKENS: tl.constexpr,
 ):
     """One program for a stripe of an expert's gates and up rows, for all of its tokens."""
-    group = tl.program_id(1) * 3
-    expert, first, count = tl.load(groups + group), tl.load(groups + group + 1), tl.load(groups + group + 2)
+    expert, first, count = pairs_of(groups)
     out = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_row = out < INNER
     row = expert.to(tl.int64) * (2 * INNER) + 2 * out  # gate rows; each up row is the next one
@@ -275,8 +281,7 @@ def down(
     TOKENS: tl.constexpr,
 ):
     """One program for a stripe of an expert's outputs, for all of its tokens."""
-    group = tl.program_id(1) * 3
-    expert, first, count = tl.load(groups + group), tl.load(groups + group + 1), tl.load(groups + group + 2)
+    expert, first, count = pairs_of(groups)
     out = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_row = out < D
     row = expert.to(tl.int64) * D + out

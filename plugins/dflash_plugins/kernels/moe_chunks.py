@@ -81,12 +81,7 @@ def gate_up(
 ):
     """As moe.gate_up."""
     if rows == WHOLE:
-        group = tl.program_id(1) * 3
-        expert, first, count = (
-            tl.load(groups + group),
-            tl.load(groups + group + 1),
-            tl.load(groups + group + 2),
-        )
+        expert, first, count = moe.pairs_of(groups)
         out = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         in_row = out < INNER
         row = expert.to(tl.int64) * (2 * INNER) + 2 * out
@@ -136,12 +131,7 @@ def down(
 ):
     """As moe.down."""
     if rows == WHOLE:
-        group = tl.program_id(1) * 3
-        expert, first, count = (
-            tl.load(groups + group),
-            tl.load(groups + group + 1),
-            tl.load(groups + group + 2),
-        )
+        expert, first, count = moe.pairs_of(groups)
         out = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         in_row = out < D
         row = expert.to(tl.int64) * D + out
@@ -158,17 +148,6 @@ def down(
             moe.write_shared(y, bias, row, in_row, pairs, first + place, in_token, shares, outputs, out, D)
     else:
         moe.down(
-            activated,
-            shares,
-            pairs,
-            groups,
-            blocks,
-            scales,
-            bias,
-            outputs,
-            D,
-            INNER,
-            BLOCK_N,
-            BLOCK_K,
-            TOKENS,
+            *(activated, shares, pairs, groups, blocks, scales, bias, outputs),
+            *(D, INNER, BLOCK_N, BLOCK_K, TOKENS),
         )
