@@ -93,11 +93,11 @@ class TensorRTPlugins(TensorRTExpertPlugins):
         return head_dim, head_dim
 
     def attention_mask(self, kind: AttentionKind) -> ir.Function:
-        """The ranges of slots in place of a mask."""
+        """The ranges of cache rows in place of a mask."""
         return _ranges("AttentionMask", kind, sinks=False)
 
     def sink_attention_mask(self, kind: AttentionKind) -> ir.Function:
-        """The ranges of slots in place of a mask."""
+        """The ranges of cache rows in place of a mask."""
         return _ranges("SinkAttentionMask", kind, sinks=True)
 
     def cached_attention(self, kind: AttentionKind) -> ir.Function:

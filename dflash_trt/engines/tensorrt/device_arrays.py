@@ -87,14 +87,14 @@ class DeviceArrays:
         hidden_size: int,
         vocab_size: int,
         tree_width: int = 1,
-        chunks_apart: bool = False,
+        chunks_differ: bool = False,
         run: Run | None = None,
     ) -> None:
-        """`chunks_apart`: whether only whole chunks may have passes of `prefill_chunk` tokens."""
+        """`chunks_differ`: whether only whole chunks may have passes of `prefill_chunk` tokens."""
         self._taps, self._vocab = taps, vocab_size
         self.most_unread = self.most_nodes = block_size
-        self._capacity, self.chunks_apart = capacity, chunks_apart
-        self._prompt_lengths = prefill_lengths(prefill_chunk, apart=chunks_apart)
+        self._capacity, self.chunks_differ = capacity, chunks_differ
+        self._prompt_lengths = prefill_lengths(prefill_chunk, apart=chunks_differ)
         device, self._stream = target.device, target.stream
         self._target, self._drafter = target, drafter
         scratch = max(target.memory_size, drafter.memory_size, 1)

@@ -71,7 +71,7 @@ def open_pair(bundle: Bundle, *, slots: int, prefill_chunk: int, progress: Progr
         vocab_size=manifest["vocab_size"],
         prefill_chunk=chunk,
         trees=manifest["tree_width"] > 1,
-        chunks_differ=arrays.chunks_apart,
+        chunks_differ=arrays.chunks_differ,
     )
     warm_up(pair, manifest["block_size"], progress, runs=_RUNS if captures_by_itself(trt) else 1)
     if kernels is not None:
@@ -130,7 +130,7 @@ def _arrays(
         hidden_size=hidden,
         vocab_size=vocab,
         tree_width=manifest["tree_width"],
-        chunks_apart=manifest["tensorrt"].get("mxfp8_rows") == chunk,
+        chunks_differ=manifest["tensorrt"].get("mxfp8_rows") == chunk,
         run=kernels_of(bundle, round_uses(vocab, taps * hidden, dtype, block_size)),
     )
 
