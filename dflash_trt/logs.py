@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import TextIO
 
 LEVELS = {"error": logging.ERROR, "warning": logging.WARNING, "info": logging.INFO, "debug": logging.DEBUG}
 _warned: set[str] = set()
@@ -24,11 +25,19 @@ def to_stderr(level: str) -> None:
     root = logging.getLogger("dflash_trt")
     for handler in [each for each in root.handlers if each.get_name() == "dflash-trt"]:
         root.removeHandler(handler)
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Stderr()
     handler.set_name("dflash-trt")
     handler.setFormatter(_Lines())
     root.addHandler(handler)
     root.setLevel(LEVELS[level])
+
+
+class _Stderr(logging.StreamHandler[TextIO]):
+    """Writes to what sys.stderr is when it writes, as the program may have replaced and closed the earlier one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
 
 
 class _Lines(logging.Formatter):

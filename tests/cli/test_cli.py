@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
+import logging
 import os
 import re
 import shutil
@@ -17,6 +19,7 @@ import pytest
 import dflash_trt
 from dflash_trt.cli import COMMANDS, main
 from dflash_trt.cli.output import print_table
+from dflash_trt.logs import to_stderr
 from tests.cli.conftest import build_arguments
 from tests.doubles.commands import Command
 
@@ -56,6 +59,17 @@ def test_what_is_logged_goes_to_stderr(bundle: Path, command: Command) -> None:
     assert quiet.err == ""
     assert f"info runtime: opened {bundle} for onnxruntime" in loud.err
     assert loud.out == quiet.out
+
+
+def test_what_is_logged_later_goes_to_the_stderr_of_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test, a notebook or a daemon replaces sys.stderr, and may close the one that a command began with."""
+    first, second = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", first)
+    to_stderr("warning")
+    first.close()
+    monkeypatch.setattr(sys, "stderr", second)
+    logging.getLogger("dflash_trt.runtime").warning("late")
+    assert second.getvalue() == "dflash-trt: warning: late\n"
 
 
 def test_a_table_wraps_its_last_column(
