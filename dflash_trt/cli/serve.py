@@ -36,6 +36,7 @@ examples:
     -d '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
 """
 _KEY_VARIABLE = "DFLASH_TRT_API_KEY"
+_OPENAI = "with --api openai"
 _PORTS = {"grpc_port": 8001, "metrics_port": 8002}
 
 
@@ -51,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
            choices=[engine.server for engine in registry.engines() if engine.server])  # fmt: skip
     option(parser, "--grace", "SECONDS", seconds,
            "time for requests to finish after a signal to stop", 30.0)  # fmt: skip
-    _add_openai(parser.add_argument_group("with --api openai"))
+    _add_openai(parser.add_argument_group(_OPENAI))
     triton = parser.add_argument_group("with --api triton")
     for name, number in _PORTS.items():
         option(triton, f"--{name.replace('_', '-')}", "PORT", port, default=number)
@@ -107,10 +108,8 @@ def _check_options(args: argparse.Namespace) -> None:
     """End the program, as for wrong usage, for values and combinations that cannot be served."""
     if args.passed and args.api != "triton":
         args.usage_error("words after -- are options of tritonserver: add --api triton")
-    if args.api == "triton" and (args.api_key_file or args.tls_cert or args.tls_key):
-        args.usage_error(
-            "--api-key-file and --tls-cert protect --api openai only: put a gateway in front of Triton"
-        )
+    if args.api == "triton" or args.server is not None:
+        _check_unused(args)
     if (args.tls_cert is None) != (args.tls_key is None):
         args.usage_error("--tls-cert and --tls-key: only one is given, expected both")
     if args.max_deadline == 0:
@@ -120,6 +119,19 @@ def _check_options(args: argparse.Namespace) -> None:
     for name in ("port", *_PORTS) if args.api == "triton" else ():
         if getattr(args, name) == 0:
             args.usage_error(f"--{name.replace('_', '-')} is 0, expected a port: Triton does not choose one")
+
+
+def _check_unused(args: argparse.Namespace) -> None:
+    """Refuse what only our server of OpenAI's API reads, so that nobody relies on keys or TLS that another ignores."""
+    groups = {group.title: group._group_actions for group in args.parser._action_groups}
+    unused = [each.option_strings[0] for each in groups[_OPENAI] if getattr(args, each.dest) != each.default]
+    if os.environ.get(_KEY_VARIABLE):
+        unused.append(f"${_KEY_VARIABLE}")
+    if unused:
+        other = f"--server {args.server}" if args.server else "--api triton"
+        args.usage_error(
+            f"{unused[0]} is for --api openai, and {other} ignores it; for keys or TLS, put a gateway in front"
+        )
 
 
 def _say(text: str) -> None:

@@ -34,6 +34,10 @@ MISTAKES = [
     (2, "plan --target qwen3-8b --gpu memory=24", "--gpu", "memory=24"),
     (2, "bench {b} --server http://127.0.0.1:1", "--server", "BUNDLE"),
     (2, "serve {b} --api triton --port 0", "--port", "0"),
+    (2, "serve {b} --api triton --api-key-file notes.txt", "--api-key-file", "--api triton"),
+    (2, "serve {b} --api triton --tls-cert notes.txt --tls-key notes.txt", "--tls-cert", "--api triton"),
+    (2, "serve {b} --api triton --cors-origin *", "--cors-origin", "--api triton"),
+    (2, "serve {b} --server trtllm-serve --api-key-file notes.txt", "--api-key-file", "trtllm-serve"),
     (1, "build --target tinny", "--target", "tinny", "tiny"),
     (1, "build --target empty --drafter drafter", "empty", "config.json"),
     (1, "build --target lora --drafter drafter", "lora", "LoRA"),
@@ -105,6 +109,16 @@ def test_a_mistake_ends_with_its_status_and_a_message_that_names_it(
     assert "Traceback" not in error
     assert "[Errno" not in error
     assert tree(folders) == before
+
+
+def test_an_api_key_of_the_environment_is_not_ignored(
+    bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DFLASH_TRT_API_KEY", "secret-3")
+    code, error = run(["serve", str(bundle), "--api", "triton"], capsys)
+    assert code == 2
+    assert "$DFLASH_TRT_API_KEY" in error
+    assert "secret-3" not in error
 
 
 def test_a_cache_that_cannot_be_written_names_its_variable(
