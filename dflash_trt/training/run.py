@@ -90,12 +90,12 @@ def run(
     """
     accelerator = make_accelerator()
     target_config = read_target_config(target)
+    config = _drafter_config(out / "drafter.json", target, target_config, design)
     answers = read_answers(data)
     _check_ids(answers, target_config, data)
     answers, prompts = hold_out(answers, held_out, data)
     if held_out is not None:
         recipe = replace(recipe, held_out=digest(prompts))
-    config = _drafter_config(out / "drafter.json", target, target_config, design)
     _write_beginning(out, config, prompts, accelerator)
     torch.manual_seed(recipe.seed)  # for the weights of a new drafter
     batches = Batches(answers, recipe.batch_size, recipe.max_length, recipe.seed)
@@ -104,6 +104,8 @@ def run(
         kept = batches.frequent(target_config.vocab_size)[:own].sort().values
     drafter = drafters.open_drafter(out / "beginning", design.checkpoint, target, kept)
     _check_recipe(drafter, recipe)
+    if accelerator.is_main_process:
+        write_object(out / "drafter.json", config)  # only now does the run have to continue with this drafter
     frozen = _frozen_target(target, target_config, drafter, recipe, accelerator)
     _begin(drafter, frozen, target, target_config, new=design.checkpoint is None)
     cache = (
@@ -153,7 +155,6 @@ def _write_beginning(
     if accelerator.is_main_process:
         (out / "beginning").mkdir(parents=True, exist_ok=True)
         write_object(out / "beginning" / "config.json", config)
-        write_object(out / "drafter.json", config)
         if not (out / "held_out.jsonl").exists():
             write_prompts(out / "held_out.jsonl", prompts)
     accelerator.wait_for_everyone()

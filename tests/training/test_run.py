@@ -246,6 +246,13 @@ def test_a_short_training_makes_drafts_longer(answers: Path, tmp_path: Path) -> 
         run(TARGET, "tiny", answers, out, Design(layers=3), recipe, held_out=held_out)
 
 
+def test_a_refused_drafter_does_not_bind_the_run(answers: Path, tmp_path: Path) -> None:
+    recipe = replace(SMALL, steps=1)
+    with pytest.raises(DFlashError, match="mask_token_id is 99999"):
+        run(TARGET, "tiny", answers, tmp_path, Design(mask_token_id=99999), recipe, evaluate_every=None)
+    assert run(TARGET, "tiny", answers, tmp_path, Design(layers=1), recipe, evaluate_every=None) == 1
+
+
 def test_a_new_drafter_for_another_block_begins_with_the_weights_it_is_given(
     answers: Path, tmp_path: Path
 ) -> None:
@@ -313,5 +320,5 @@ def test_the_command_trains_and_measures(
     assert main([*command, "--steps", "9"]) == 1
     assert "ended after step 3, as asked" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
-        main([*command, "--steps", "9", "--taps", "50"])
+        main([*command, "--steps", "9", "--taps", "50", "--data", "none.jsonl"])
     assert "--taps has layer 50, but the target has layers 0 to 9" in capsys.readouterr().err
