@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
@@ -143,6 +145,25 @@ def test_a_token_does_not_depend_on_its_neighbours() -> None:
     together = moe.moe(x, logits, e)
     alone = moe.moe(x[5:6].contiguous(), logits[5:6].contiguous(), e)
     assert torch.equal(together[5:6], alone)
+
+
+def test_a_nan_reaches_its_token_and_no_other() -> None:
+    """Of the hidden state, of a bias, of one logit and of all logits: the finite check must see it."""
+    rng = np.random.default_rng(8)
+    e = layer(rng, 6, 64, 64, 2, biased=True)  # not a power of 2
+    x = torch.from_numpy(rng.standard_normal((5, 64))).bfloat16()
+    logits = torch.from_numpy(rng.standard_normal((5, 6)).astype(np.float32))
+    logits[:, 0], logits[0, 0] = -9, 9  # only token 0 goes to expert 0
+    y = moe.moe(x, logits, e)
+    assert bool(y.isfinite().all())
+    x[1, 33], logits[2, 3], logits[3] = np.nan, np.nan, np.nan
+    for row in (0, 1):  # a gate and its up row
+        assert e.gate_up_bias is not None
+        bias = e.gate_up_bias.clone()
+        bias[0, row] = np.nan
+        broken = moe.moe(x, logits, replace(e, gate_up_bias=bias))
+        assert torch.equal(broken[4], y[4])
+        assert broken[:4].isnan().all(1).tolist() == [True] * 4
 
 
 @pytest.mark.parametrize("biased", [True, False])

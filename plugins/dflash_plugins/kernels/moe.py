@@ -63,6 +63,9 @@ def route(
     real = row < rows
     free = real[:, None] & (expert < E)[None, :]
     x = tl.load(router_logits + row[:, None] * E + expert[None, :], mask=free, other=0.0)
+    # NaN is larger than nothing, so no expert would be chosen. Such a row gets any, and shares of NaN.
+    broken = (tl.max((x != x).to(tl.int32), axis=1) > 0)[:, None]
+    x = tl.where(broken, 0.0, x)
     logit = tl.full([ROW_SLOTS, K_SLOTS], -float("inf"), tl.float32)
     count = tl.zeros([E_SLOTS], tl.int32)
     for s in tl.static_range(K):
@@ -75,7 +78,7 @@ def route(
         free = free & (expert[None, :] != best[:, None])
     logit = tl.where(real[:, None], logit, 0.0)
     weight = tl.exp(logit - tl.max(logit, axis=1)[:, None])
-    weight = weight / tl.sum(weight, axis=1)[:, None]
+    weight = tl.where(broken, float("nan"), weight / tl.sum(weight, axis=1)[:, None])
     pair = row[:, None] * K + slot[None, :]
     tl.store(shares + pair, weight, mask=real[:, None] & (slot < K)[None, :])
     tl.store(counts + tl.program_id(0) * E + expert, count, mask=expert < E)
@@ -200,8 +203,10 @@ def activate(gate, up, bias, row, in_row, ALPHA: tl.constexpr, BETA: tl.constexp
     if bias is not None:
         gate += tl.load(bias + row, mask=in_row, other=0.0).to(tl.float32)[:, None]
         up += tl.load(bias + row + 1, mask=in_row, other=0.0).to(tl.float32)[:, None]
-    gate = tl.minimum(gate, LIMIT)
-    up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    gate = tl.minimum(
+        gate, LIMIT, propagate_nan=tl.PropagateNan.ALL
+    )  # a NaN must reach the logits, which are checked
+    up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     return (up + BETA) * gate * (1 / (1 + tl.exp(-ALPHA * gate)))
 
 
