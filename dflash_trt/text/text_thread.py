@@ -15,7 +15,7 @@ LONG = 4097  # characters: a shorter text is tokenized faster than handed to a t
 
 
 class TextThread:
-    """One thread that tokenizes long texts in order of arrival. `tokenizers` releases the GIL meanwhile.
+    """One thread that tokenizes long texts in order of arrival. `Tokenizer` releases the GIL meanwhile.
 
     One text at a time limits the memory to the tokens of one text. The thread is faster than prefill.
     """

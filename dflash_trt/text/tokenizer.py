@@ -76,13 +76,19 @@ class Tokenizer:
             with _library(RequestError, "tokenizer.json: the tokenizer fails on this prompt"):
                 if max_tokens is not None:
                     self._check_length(text, max_tokens)
-                return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+                return self._ids(text, add_special_tokens)
         except TypeError as error:  # also for a lone surrogate
             raise RequestError(f"the prompt is {text[:60]!a}, expected a valid Unicode text") from error
         except MemoryError as error:
             raise RequestError(
                 f"the prompt has {len(text)} characters: no memory is left for its tokens"
             ) from error
+
+    def _ids(self, text: str, special: bool = False) -> list[int]:
+        if len(text) < LONG:
+            return self.backend.encode(text, add_special_tokens=special).ids
+        # Unlike `encode`, this lets other threads run, and it notes no offsets.
+        return self.backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
 
     def most_bytes(self, tokens: int) -> int:
         """An upper bound for the UTF-8 bytes of a text with this many tokens. Spaces around special tokens do not
@@ -106,7 +112,7 @@ class Tokenizer:
             return
         count = 0  # in pieces, so that a refused text costs little time and memory
         for start in range(0, len(text), piece):
-            count += len(self.backend.encode(text[start : start + piece], add_special_tokens=False).ids)
+            count += len(self._ids(text[start : start + piece]))
             if count > 2 * most:  # cutting a word adds a few tokens, but never doubles them
                 raise RequestError(f"the prompt has {size} bytes: its beginning alone has over {most} tokens")
 

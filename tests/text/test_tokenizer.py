@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,18 @@ def test_encoding_of_plain_prompts(directory: Path) -> None:
     assert tokenizer.decode(tokens) == prompt.replace("<|im_end|>", "")
     with pytest.raises(RequestError, match="Unicode"):
         tokenizer.encode("\ud800")
+
+
+def test_a_long_text_lets_other_threads_run(directory: Path) -> None:
+    tokenizer = Tokenizer(directory)
+    text, ticks = "ab " * 500_000, 0
+    with ThreadPoolExecutor(1) as threads:
+        ids = threads.submit(tokenizer.encode, text)
+        while not ids.done():
+            time.sleep(0.001)
+            ticks += 1
+    assert ticks > 10
+    assert tokenizer.backend.encode(text).ids == ids.result()
 
 
 def test_where_templates_come_from(directory: Path) -> None:

@@ -124,12 +124,12 @@ class ResponsesRequest(CommonFields):
         for at, item in enumerate(self.input):
             if item.type == "reasoning":
                 thought = _text(item.content or item.summary, at)
-                turn["reasoning_content"] = turn.get("reasoning_content", "") + thought
+                turn.setdefault("reasoning_content", []).append(thought)
                 continue
             if item.type == "function_call":
                 call = {"name": item.name or "", "arguments": item.arguments or "{}"}
                 called = {"id": item.call_id, "type": "function", "function": call}
-                turn["tool_calls"] = [*turn.get("tool_calls", []), called]
+                turn.setdefault("tool_calls", []).append(called)
                 continue
             if item.role == "assistant" and not {"content", "tool_calls"} & turn.keys():
                 turn["content"] = _text(item.content, at)
@@ -150,7 +150,8 @@ class ResponsesRequest(CommonFields):
 def _turn(turn: Json) -> Iterator[Json]:
     """The assistant's message, unless there is nothing but reasoning."""
     if {"content", "tool_calls"} & turn.keys():
-        yield {"role": "assistant", "content": None} | turn
+        thoughts = "".join(turn.get("reasoning_content", ()))
+        yield {"role": "assistant", "content": None} | turn | {"reasoning_content": thoughts}
 
 
 def _text(content: Any, at: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from dflash_trt.decoding.sampling.structure import WHITESPACE
+from dflash_trt.decoding.sampling.structure import MOST_CHARACTERS, WHITESPACE
 from dflash_trt.serving.openai.errors import ApiError, Names
 from dflash_trt.serving.openai.frames import Frame
 from dflash_trt.serving.openai.gemma_arguments import schema_at
@@ -87,9 +87,10 @@ def of_calls(
         "calls: call " + ("" if alone else f"({frame.between} call)* ") + frame.after,
         f"call: {' | '.join(f'call{i}' for i in range(len(functions)))}",
     ]
+    closing = Closing()
     for i, function in enumerate(functions):
         rules.append(f"call{i}: {frame.call(function.name, f'arguments{i}')}")
-        rules += frame.arguments(f"arguments{i}", _object(function.parameters))
+        rules += frame.arguments(f"arguments{i}", _object(function.parameters, closing))
     if optional:
         assert form is not None
         schema = form.get("json", {"type": "object"})
@@ -98,13 +99,13 @@ def of_calls(
     return {"grammar": "\n".join(rules) + "\n"}
 
 
-def _object(schema: dict[str, Any] | None) -> dict[str, Any]:
+def _object(schema: dict[str, Any] | None, closing: Closing) -> dict[str, Any]:
     """The schema of arguments, which are an object. Without one there are none."""
     if schema is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     kinds = schema.get("type", "object")
     if kinds == "object" or (isinstance(kinds, list) and "object" in kinds):
-        return closed(schema) if "$ref" in schema else closed(schema) | {"type": "object"}
+        return closing.closed(schema) | ({} if "$ref" in schema else {"type": "object"})
     return {"type": "object"}
 
 
@@ -115,67 +116,87 @@ _PARTS = ("allOf", "anyOf", "oneOf")  # they hold lists of schemas for the same 
 _TOLD = ("additionalProperties", "unevaluatedProperties", "if", "then", "else", "not", "dependentSchemas")
 
 
-def closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema whose objects have no properties but those that they declare.
+class Closing:
+    """Makes schemas whose objects have no properties but those that they declare.
 
     Without `additionalProperties` a JSON schema allows any others, and a model then invents some. Objects that have it,
     or that declare no property, stay as they are.
     """
-    made: dict[str, Any] = _Closing(schema).close(schema)
-    return made
 
+    def __init__(self) -> None:
+        self._left = (
+            MOST_CHARACTERS  # of what is put in the place of references, which may double it each time
+        )
+        self._parts: dict[str, tuple[Any, int]] = {}
 
-class _Closing:
-    def __init__(self, root: dict[str, Any]) -> None:
-        self._root = root
+    def closed(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """A closed copy of a function's schema. Raises ApiError if too much is put in the place of references."""
+        self._root, self._parts = schema, {}
+        try:
+            made: dict[str, Any] = self._close(schema)
+        except RecursionError:
+            raise ApiError(
+                400, "tools has a schema whose references are nested too deeply", "tools"
+            ) from None
+        return made
 
-    def close(self, schema: Any) -> Any:
+    def _part(self, place: str) -> Any:
+        """What a reference refers to; None if there is nothing."""
+        if place not in self._parts:
+            part = schema_at(self._root, place)
+            self._parts[place] = part, len(json.dumps(part))
+        part, size = self._parts[place]
+        self._left -= size
+        if self._left < 0:
+            text = f"tools has schemas with over {MOST_CHARACTERS} characters where their references are"
+            raise ApiError(400, text, "tools")
+        return part
+
+    def _close(self, schema: Any, seen: tuple[str, ...] = ()) -> Any:
+        """seen: the references that led here, which are not followed again."""
         if not isinstance(schema, dict):
             return schema
         parts = sum(len(schema[key]) for key in _PARTS if isinstance(schema.get(key), list))
         together = ("allOf" in schema and parts > 1) or ("$ref" in schema and parts > 0)
         if together or ("properties" in schema and (parts or "$ref" in schema)):
             # Each part would refuse the properties of the others. So the parts stay open, and the whole declares all.
-            made = self._open(schema, ())
+            made = self._open(schema, seen)
             names = self._names(made)
             if names is not None:
                 made["properties"] = dict.fromkeys(names, True) | made.get("properties", {})
                 made["additionalProperties"] = False
             return made
-        made = self._others(schema)
+        made = self._others(schema, seen)
         for key in _PARTS:
             if isinstance(schema.get(key), list):
-                made[key] = [self.close(each) for each in schema[key]]
+                made[key] = [self._close(each, seen) for each in schema[key]]
         if isinstance(schema.get("properties"), dict) and not any(key in schema for key in _TOLD):
             made["additionalProperties"] = False
         return made
 
-    def _others(self, schema: dict[str, Any]) -> dict[str, Any]:
+    def _others(self, schema: dict[str, Any], seen: tuple[str, ...]) -> dict[str, Any]:
         """A copy, in which the schemas for other values are closed."""
         made = dict(schema)
         for key in _NAMED:
             if isinstance(schema.get(key), dict):
-                made[key] = {name: self.close(each) for name, each in schema[key].items()}
+                made[key] = {name: self._close(each, seen) for name, each in schema[key].items()}
         for key in _OTHERS:
             if key in schema:
                 value = schema[key]
-                made[key] = [self.close(e) for e in value] if isinstance(value, list) else self.close(value)
+                several = isinstance(value, list)
+                made[key] = [self._close(e, seen) for e in value] if several else self._close(value, seen)
         return made
 
     def _open(self, schema: Any, seen: tuple[str, ...]) -> Any:
         """The same for a part, with the parts that it refers to."""
         if not isinstance(schema, dict):
             return schema
-        made = self._others(schema)
+        made = self._others(schema, seen)
         for key in _PARTS:
             if isinstance(schema.get(key), list):
                 made[key] = [self._open(each, seen) for each in schema[key]]
         place = schema.get("$ref")
-        if (
-            isinstance(place, str)
-            and place not in seen
-            and (target := schema_at(self._root, place)) is not None
-        ):
+        if isinstance(place, str) and place not in seen and (target := self._part(place)) is not None:
             del made["$ref"]
             made["allOf"] = [*made.get("allOf", []), self._open(target, (*seen, place))]
         return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from dflash_trt.decoding.output.detokenizer import Detokenizer
 from dflash_trt.decoding.sampling.structure import StructuredOutputs, Structures
 from dflash_trt.serving.openai.chat import Chat
 from dflash_trt.serving.openai.errors import ApiError
-from dflash_trt.serving.openai.structure import closed
+from dflash_trt.serving.openai.structure import Closing
 from tests.serving.openai.conftest import CHATS, HI, Server, chat_of, model_of, tool
 
 LETTER = {"type": "object", "properties": {"a": {"enum": ["x"]}}}
 
+TREE = {"$ref": "#/$defs/T"}
 NESTED = {"properties": {"n": {"anyOf": [{"$ref": "#/$defs/N"}, {"type": "null"}]}}}
 
 
@@ -52,6 +54,14 @@ def ask(server: Server, **fields: Any) -> Any:
             [{"k": 1, "a": "x"}, {"k": 1, "b": 2}],
             [{"k": 1, "b": 2, "c": 3}],
         ),
+        (
+            {
+                "properties": {"x": {"allOf": [TREE, {"properties": {"k": {}}}]}},
+                "$defs": {"T": {"properties": {"c": {"allOf": [TREE, {}]}}}},
+            },
+            [{"x": {"c": {"c": {}}, "k": 1}}],
+            [{"x": {"q": 1}}],
+        ),
         ({"properties": {"a": {"type": "integer"}}, "additionalProperties": True}, [{"a": 1, "b": 2}], []),
         ({"properties": {"a": {}}, "additionalProperties": {"type": "integer"}}, [{"b": 2}], [{"b": "x"}]),
         ({"properties": {"free": {"type": "object"}}}, [{"free": {"any": 1}}], [{"other": 1}]),
@@ -63,7 +73,9 @@ def test_objects_have_the_properties_that_they_declare(
 ) -> None:
     llguidance = pytest.importorskip("llguidance")
     before = json.dumps(schema)
-    grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps({"type": "object"} | closed(schema)))
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(
+        json.dumps({"type": "object"} | Closing().closed(schema))
+    )
     assert json.dumps(schema) == before
     tokenizer = llguidance.LLTokenizer("byte")
     for values, expected in ((takes, True), (refuses, False)):
@@ -71,6 +83,22 @@ def test_objects_have_the_properties_that_they_declare(
             matcher = llguidance.LLMatcher(tokenizer, grammar)
             taken = matcher.try_consume_tokens(tokenizer.tokenize_str(json.dumps(value)))
             assert (taken == len(json.dumps(value)) and matcher.is_accepting()) is expected, value
+
+
+def twice(levels: int) -> dict[str, Any]:
+    """A schema that refers to parts, each of which refers twice to the next one."""
+    parts = {f"{i}": {"allOf": [{"$ref": f"#/$defs/{i + 1}"}] * 2} for i in range(levels)}
+    return {"allOf": [{"$ref": "#/$defs/0"}, {}], "$defs": parts | {f"{levels}": LETTER}}
+
+
+@pytest.mark.parametrize("schemas", [[twice(40)], [twice(9)] * 1000])
+def test_references_cannot_multiply_a_schema(tiny: Path, schemas: list[Any]) -> None:
+    """The time before a refusal is that of few parts, not of all that they refer to."""
+    tools = [tool(schema, f"f{i}") for i, schema in enumerate(schemas)]
+    begin = time.process_time()
+    with pytest.raises(ApiError, match="tools has schemas with over 65536 characters"):
+        chat_of(model_of(tiny, '<tool_call>{"name"'), tools=tools, tool_choice="required")
+    assert time.process_time() - begin < 5
 
 
 def test_required_calls_may_be_several_unless_one_is_asked_for(server: Server) -> None:
