@@ -101,10 +101,10 @@ class Arrays(Protocol):
     def add_unread(self, slot: int, at: int, features: Any, nodes: Sequence[int]) -> None:
         """Add these rows of a sequence's features [N, F] to the unread ones, as rows at, at + 1, ... of the slot."""
 
-    def unread(self, counts: Sequence[int]) -> Any:
+    def unread_features(self, counts: Sequence[int]) -> Any:
         """The unread rows of slots 0 .. n-1: [n, S, F], with S at least each count. Rows beyond a count are finite."""
 
-    def unread_of(self, slot: int, first: int, stop: int) -> Any:
+    def unread_features_of(self, slot: int, first: int, stop: int) -> Any:
         """Rows first .. stop-1 of one slot: [1, stop - first, F]."""
 
     def copy_unread(self, source: int, target: int, count: int) -> None:
@@ -212,12 +212,12 @@ class HostArrays:
         self._grow(stop)
         self._unread[slot, at:stop] = features[chosen(nodes)]
 
-    def unread(self, counts: Sequence[int]) -> Array:
+    def unread_features(self, counts: Sequence[int]) -> Array:
         rows = max(1, *counts)
         self._grow(rows)
         return self._unread[: len(counts), :rows]
 
-    def unread_of(self, slot: int, first: int, stop: int) -> Array:
+    def unread_features_of(self, slot: int, first: int, stop: int) -> Array:
         return self._unread[slot : slot + 1, first:stop]
 
     def copy_unread(self, source: int, target: int, count: int) -> None:

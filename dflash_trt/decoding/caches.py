@@ -32,9 +32,9 @@ class Snapshot:
 
 
 class Caches(Protocol):
-    """The caches of one engine. A length argument must be one of the slot's `lengths`."""
+    """The caches of one engine. A length argument must be one of the slot's `cut_lengths`."""
 
-    def lengths(self, slot: int, length: int) -> Sequence[int]:
+    def cut_lengths(self, slot: int, length: int) -> Sequence[int]:
         """The lengths to which a slot of this length can be cut, including its own, without 0; ascending."""
 
     def kept_bytes(self, length: int) -> int:

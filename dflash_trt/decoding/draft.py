@@ -110,7 +110,7 @@ def couple(draft: Draft, active: Sequence[Request], weight: float = _NOISE_WEIGH
     """
     if draft.candidates is None or not draft.at_hand:
         return draft
-    sampled = [slot for slot, each in enumerate(active) if each.draft and each.params.temperature > 0]
+    sampled = [slot for slot, each in enumerate(active) if each.takes_drafts and each.params.temperature > 0]
     if not sampled:
         return draft
     tokens, logprobs = np.array(draft.candidates.tokens), np.array(draft.candidates.logprobs)

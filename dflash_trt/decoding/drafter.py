@@ -80,7 +80,7 @@ class Drafter:
             return Draft(arrays.readable(blocks), None, np.zeros((n, 0), np.float32))
         unread = self.unread[:n]
         feeds = {
-            "features": arrays.unread(unread),
+            "features": arrays.unread_features(unread),
             "n_features": np.array(unread),
             "start": np.array([end - count for end, count in zip(committed, unread, strict=True)]),
             "block": blocks,
@@ -103,7 +103,7 @@ class Drafter:
         drafts = [(row[1:].tolist(), odds.tolist()) for row, odds in zip(tokens, logprobs, strict=True)]
         own: dict[int, int] = {}
         for slot, request in enumerate(active):
-            if request.draft and request.history is not None and request.history.structure is not None:
+            if request.takes_drafts and request.history is not None and request.history.structure is not None:
                 # All accepted nodes must find room after the features that wait for the drafter.
                 room = self.arrays.most_unread - self.unread[slot]
                 most_own = min(request.block_length or most, most, room) - 1
@@ -127,7 +127,7 @@ class Drafter:
 
     def dummy_pass(self, batch: int, length: int, context: int) -> None:
         """Run a pass as `propose` does, without requests. Overwrites rows of slots 0 .. batch-1."""
-        features = self.arrays.unread([length] * batch)
+        features = self.arrays.unread_features([length] * batch)
         feeds = {
             "features": features,
             "n_features": np.full(batch, length),
@@ -169,5 +169,5 @@ class Drafter:
         """Read the unread features of a slot in chunks. Yields log-probabilities to check."""
         unread, self.unread[slot] = self.unread[slot], 0
         for at in range(0, unread, self.prefill_chunk):
-            part = self.arrays.unread_of(slot, at, min(at + self.prefill_chunk, unread))
+            part = self.arrays.unread_features_of(slot, at, min(at + self.prefill_chunk, unread))
             yield self.read(part, committed - unread + at, slot)

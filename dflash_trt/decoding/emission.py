@@ -28,7 +28,7 @@ INTERRUPTIONS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 def first_token(request: Request, logits: Array) -> Emission:
     """The token after the prompt, from the logits [V] of the prompt's last row."""
-    return alone(request, partial(_first_token, request, logits))
+    return isolated(request, partial(_first_token, request, logits))
 
 
 def decide(request: Request, draft: Draft, verified: Verified, slot: int) -> tuple[Verdict, Emission]:
@@ -49,7 +49,7 @@ def leave(request: Request, reason: FinishReason) -> Emission:
     """The end of a cancelled or late request, with the text that was held back."""
     if request.output:
         request.statistics.generation_time = perf_counter() - request.first_token_at
-    return alone(request, lambda: Emission(request, [], request.stop.abandon(reason), reason))
+    return isolated(request, lambda: Emission(request, [], request.stop.abandon(reason), reason))
 
 
 def fail(request: Request, error: BaseException) -> Emission:
@@ -76,7 +76,7 @@ def non_finite(position: int) -> NonFiniteError:
     )
 
 
-def alone(request: Request, work: Callable[[], Emission]) -> Emission:
+def isolated(request: Request, work: Callable[[], Emission]) -> Emission:
     """The result of `work` for a request. An error in it ends the request."""
     try:
         return work()

@@ -76,11 +76,6 @@ class Pair:
         return self.rule.any_cut and not self.chunks_differ
 
     @property
-    def draft_time(self) -> float:
-        """The engine's seconds in the last `propose`, once `verify` has returned."""
-        return self.drafter.seconds
-
-    @property
     def verify_time(self) -> float:
         """The engine's seconds in the last `verify`."""
         return self.arrays.seconds(*self._verified)
@@ -112,10 +107,6 @@ class Pair:
                 sound = self.arrays.finite(drafted) and sound
         return self.arrays.readable(out["logits"][0, :wanted]), sound
 
-    def propose(self, active: Sequence[Request], length: int) -> Draft:
-        """Drafts of `length` nodes for the requests of slots 0 .. n-1."""
-        return self.drafter.propose(active, length)
-
     def verify(self, active: Sequence[Request], draft: Draft) -> Verified:
         """Run one target pass over the nodes of slots 0 .. n-1. Only a pair for `trees` takes trees."""
         feeds = self._feeds(draft.tokens, [request.committed for request in active], draft.parents)
@@ -145,20 +136,16 @@ class Pair:
         """
         if nodes[-1] >= len(nodes):
             self.target.caches.compact(slot, request.committed, nodes)
-        if request.draft:
+        if request.takes_drafts:
             self.drafter.add_features(slot, self._features[slot], nodes)
 
-    def stop_drafting(self, slot: int) -> None:
-        """Remove the drafter's rows and the unread features of a slot."""
-        self.drafter.clear(slot)
-
-    def lengths(self, slot: int, committed: int, *, draft: bool) -> tuple[Sequence[int], Sequence[int]]:
+    def cut_lengths(self, slot: int, committed: int, *, draft: bool) -> tuple[Sequence[int], Sequence[int]]:
         """The lengths to which a slot can be cut, of the target's caches and of the drafter's. Without `draft`, the
         latter is empty.
         """
         unread = self.drafter.unread[slot]
-        drafted = self.drafter.caches.lengths(slot, committed - unread) if draft else ()
-        return self.target.caches.lengths(slot, committed), drafted
+        drafted = self.drafter.caches.cut_lengths(slot, committed - unread) if draft else ()
+        return self.target.caches.cut_lengths(slot, committed), drafted
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy a request's `length` tokens from one slot over another's, including its unread features."""
@@ -166,7 +153,10 @@ class Pair:
         self.drafter.move(source, target, length)
 
     def copy(self, source: int, target: int, length: int, *, draft: bool) -> None:
-        """Give a slot the first `length` tokens of another one: one of its `lengths`, with `draft` for both models."""
+        """Give a slot the first `length` tokens of another one, which are one of its `cut_lengths`.
+
+        draft: for both models.
+        """
         for caches in self._caches(draft):
             caches.copy(source, target, length)
 

@@ -27,7 +27,7 @@ class Request:
     options: RequestOptions = field(default_factory=RequestOptions)
     deadline: float | None = None
     statistics: Statistics = field(default_factory=Statistics)
-    draft: bool = field(init=False)  # whether it takes drafts, still
+    takes_drafts: bool = field(init=False)  # as asked, until the drafter gives it numbers that are not finite
     cancelled: bool = False
     sound: bool = True  # False: it ended with numbers that are not finite, and its slot may hold such numbers
     fitting: int | None = None  # nodes of this round's draft that fit its structure; None: all
@@ -45,7 +45,7 @@ class Request:
     prompt_top_logprobs: list[TopLogprobs] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.draft = self.options.speculate
+        self.takes_drafts = self.options.speculate
 
     @property
     def block_length(self) -> int | None:
@@ -59,7 +59,7 @@ class Request:
 
     def own_length(self, length: int) -> int:
         """The number of tokens of its block that count in a round that verifies `length`, including the anchor."""
-        return min(self.block_length or length, length, self.fitting or length) if self.draft else 1
+        return min(self.block_length or length, length, self.fitting or length) if self.takes_drafts else 1
 
     @property
     def structured(self) -> bool:

@@ -167,8 +167,8 @@ class Scheduler:
             verdicts.append(verdict)
             if emission.token_ids or emission.finish_reason is not None:
                 emissions.append(emission)
-        judged = [slot for slot, request in enumerate(active) if request.draft and verdicts[slot].ok]
-        times = self.pair.draft_time, self.pair.verify_time
+        judged = [slot for slot, request in enumerate(active) if request.takes_drafts and verdicts[slot].ok]
+        times = self.pair.drafter.seconds, self.pair.verify_time
         lengths.observe(round_done(active, judged, proposed, draft, own, verdicts, *times))
         self.metrics.observe_round(draft.nodes)
         host_time = perf_counter() - begin - sum(times)
@@ -180,11 +180,11 @@ class Scheduler:
         """What the drafter proposes, what is verified of it, and of requests with a structure the leading drafts that
         are the drafter's own.
         """
-        drafting = [slot for slot, request in enumerate(active) if request.draft]
+        drafting = [slot for slot, request in enumerate(active) if request.takes_drafts]
         room = max([min(r.stop.remaining, r.block_length or r.stop.remaining) for r in active])
         if any(request.in_doubt for request in active):
             room = 1
-        proposed = self.pair.propose(active, min(lengths.draft(len(active)), room) if drafting else 1)
+        proposed = self.pair.drafter.propose(active, min(lengths.draft(len(active)), room) if drafting else 1)
         proposed = couple(proposed, active)
         if any(request.structured for request in active):
             draft, own = self.pair.drafter.fit(active, proposed, min(lengths.most, room))
@@ -199,7 +199,7 @@ class Scheduler:
 
         The requests that draft have limits of their own.
         """
-        own = [self.most_tree_nodes or 1, *(r.options.tree_nodes for r in self.active if r.draft)]
+        own = [self.most_tree_nodes or 1, *(r.options.tree_nodes for r in self.active if r.takes_drafts)]
         room = self.pair.capacity - 1 - max(r.committed for r in self.active)
         return min([room, *(nodes for nodes in own if nodes is not None)])
 
@@ -254,7 +254,7 @@ class Scheduler:
         start, every_row = request.committed, request.params.prompt_logprobs
         chunk = request.prompt[start : self._chunk_end(request, budget)]
         logits, drafts_finite = self.pair.prefill(
-            chunk, start, request.slot, draft=request.draft, every_row=every_row
+            chunk, start, request.slot, draft=request.takes_drafts, every_row=every_row
         )
         request.committed += len(chunk)
         request.sound = _finite(logits)
@@ -287,12 +287,12 @@ class Scheduler:
         if len(request.prompt) - source.length > budget:  # rounds continue meanwhile and need the first slots
             self._close_up()
             source = self.slots.find(request, self.active)
-        self.slots.occupy(request.slot, source, draft=request.draft)
+        self.slots.occupy(request.slot, source, draft=request.takes_drafts)
         request.committed = request.statistics.num_cached_tokens = source.length
 
     def _stop_drafting(self, request: Request) -> None:
-        request.draft = False
-        self.pair.stop_drafting(request.slot)
+        request.takes_drafts = False
+        self.pair.drafter.clear(request.slot)
 
     def _leave_early(self) -> list[Emission]:
         """Remove the requests that were cancelled or are out of time."""

@@ -290,7 +290,7 @@ class _Feeder:
 
     def _restore(self, slot: int) -> None:
         """Give the slot a kept copy of the prompt's rows, and run what the copy cannot hold."""
-        length = self.pair.lengths(slot, len(self.prompt), draft=False)[0][-1]
+        length = self.pair.cut_lengths(slot, len(self.prompt), draft=False)[0][-1]
         kept = self.pair.keep(slot, 0, length, length, draft=False)
         self.pair.clear(slot)
         self.pair.restore(slot, [kept], length, draft=False)

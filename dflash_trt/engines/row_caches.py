@@ -124,7 +124,7 @@ class RowCaches(Generic[P]):
         """The least length to which a slot of this length can be cut."""
         return max([each.kind.shortest(each.kind.base(length)) for each in self.kinds])
 
-    def lengths(self, slot: int, length: int) -> Sequence[int]:
+    def cut_lengths(self, slot: int, length: int) -> Sequence[int]:
         return range(self.shortest(length), length + 1)
 
     def kept_bytes(self, length: int) -> int:

@@ -58,7 +58,7 @@ class StateCaches(ABC, Generic[R]):
     def _clear(self, slot: int, pending: int | None) -> None:
         """Set a slot's pending rows to 0 from this one on; with None, all of its states."""
 
-    def lengths(self, slot: int, length: int) -> Sequence[int]:
+    def cut_lengths(self, slot: int, length: int) -> Sequence[int]:
         """From the states' position on, if the rows can be cut so far."""
         return range(max(self.rows.shortest(length), self.position(slot)), length + 1)
 

@@ -113,7 +113,7 @@ class OnnxRuntime(Dialect):
 
     def sink_attention(self, kind: AttentionKind) -> ir.Function:
         """Exact: the cache row after the rows written gets the key (0 .. 0, 1, 0 ..) and the value 0, all other keys
-        get zeros there, and every
+        get zeros there, and every query its head's sink, divided by the scale.
         """
         g = GraphBuilder(_name(kind.operator("SinkAttention"), kind))
         size = kind.head_dim

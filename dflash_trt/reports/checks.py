@@ -92,14 +92,14 @@ class Checks(Subject):
         """Rows that are copied or kept give the same logits."""
         self._prefill()
         expected, last = self._verify()[0], self.pair.slots - 1
-        length = self.pair.lengths(0, self.length, draft=False)[0][-1]
+        length = self.pair.cut_lengths(0, self.length, draft=False)[0][-1]
         kept = self.pair.keep(0, 0, length, length, draft=False)
         self.pair.clear(0)
         self.pair.restore(0, [kept], length, draft=False)
         errors = {"kept": self._continued("kept and restored", length, expected)}
         if last:
             self._prefill(slot=last)
-            length = self.pair.lengths(last, self.length, draft=False)[0][-1]
+            length = self.pair.cut_lengths(last, self.length, draft=False)[0][-1]
             self.pair.clear(0)
             self.pair.copy(last, 0, length, draft=False)
             errors["copied"] = self._continued(f"copied from slot {last}", length, expected)

@@ -109,7 +109,7 @@ class Subject:
         if not ours:
             self._expected = []
         for i in range(2):
-            draft = pair.propose([request], len(self.block))
+            draft = pair.drafter.propose([request], len(self.block))
             tokens, given = np.array(draft.tokens), np.array(draft.logprobs)[0]
             if not ours:
                 self._expected.append((tokens, given))

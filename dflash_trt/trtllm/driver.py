@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from dflash_trt.bundle.manifest import Bundle
-from dflash_trt.decoding.emission import alone, fail, leave
+from dflash_trt.decoding.emission import fail, isolated, leave
 from dflash_trt.decoding.exact import PassRule
 from dflash_trt.decoding.length.policy import FixedLength, Lengths
 from dflash_trt.decoding.metrics import Metrics
@@ -231,7 +231,7 @@ class Driver:
         request = response.request
         if response.error is not None:
             return self._failed(request, response.error)
-        emission = alone(request, partial(self._take, response))
+        emission = isolated(request, partial(self._take, response))
         if emission.error is not None:
             self._loop.call_soon_threadsafe(self._runs.pop(request).result.abort)
         return emission

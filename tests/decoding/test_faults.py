@@ -181,7 +181,7 @@ def test_a_drafter_without_numbers_costs_speed_only() -> None:
         tokens = finish(pool, lengths, *flights)
         for each in flights:
             assert tokens[each] == expected(each.prompt, each.params, 0)
-        assert [each.draft for each in flights] == [True, False]
+        assert [each.takes_drafts for each in flights] == [True, False]
         pool.scheduler.forget()
 
 

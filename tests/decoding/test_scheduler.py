@@ -189,7 +189,7 @@ def test_one_batch_may_have_requests_that_draft_and_others_that_do_not(spare: in
     tokens = finish(pool, lengths, *requests)
     for i, each in enumerate(requests):
         assert tokens[each] == expected(each.prompt, each.params, i)
-        assert (each.statistics.num_drafts > 0) == each.draft
+        assert (each.statistics.num_drafts > 0) == each.takes_drafts
     assert max(each.statistics.mean_acceptance_length for each in requests) > 2
     # The policy learns from the requests that draft, and from the time of all.
     mixed = next(seen for seen in lengths.rounds if seen.batch == 3)

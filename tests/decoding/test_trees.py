@@ -27,9 +27,9 @@ class Trees:
     """
 
     def __init__(self, pool: Pool, seed: int) -> None:
-        self.propose, self.rng = pool.pair.propose, random.Random(seed)
+        self.propose, self.rng = pool.pair.drafter.propose, random.Random(seed)
         self.right: dict[Request, list[int]] = {}
-        pool.pair.propose = self  # type: ignore[method-assign]
+        pool.pair.drafter.propose = self  # type: ignore[method-assign]
 
     def __call__(self, active: Sequence[Request], length: int) -> Draft:
         chains = self.propose(active, length)

@@ -90,7 +90,7 @@ class FakeEngine:
     def caches(self) -> FakeEngine:
         return self
 
-    def lengths(self, slot: int, length: int) -> Sequence[int]:
+    def cut_lengths(self, slot: int, length: int) -> Sequence[int]:
         return range(1, length + 1)
 
     def kept_bytes(self, length: int) -> int:
@@ -224,7 +224,7 @@ class StateTarget(FakeTarget):
     def write(self, slot: int, start: int, rows: Sequence[int]) -> None:
         self.last[slot] = list(rows)
 
-    def lengths(self, slot: int, length: int) -> Sequence[int]:
+    def cut_lengths(self, slot: int, length: int) -> Sequence[int]:
         return range(max(1, self.state[slot][0]), length + 1)
 
     def kept_bytes(self, length: int) -> int:
@@ -334,14 +334,14 @@ class WindowTarget(FakeTarget):
         (each,) = self.rows.kinds
         each.pool.write([np.array(rows)[:, None]], slot, start - each.bases[slot])
 
-    def lengths(self, slot: int, length: int) -> Sequence[int]:
-        return self.rows.lengths(slot, length)
+    def cut_lengths(self, slot: int, length: int) -> Sequence[int]:
+        return self.rows.cut_lengths(slot, length)
 
     def kept_bytes(self, length: int) -> int:
         return super().kept_bytes(length) + self.rows.kept_bytes(length)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        assert length in self.lengths(source, length)
+        assert length in self.cut_lengths(source, length)
         super().copy(source, target, length)
         self.rows.copy(source, target, length)
 
@@ -493,8 +493,8 @@ class Pool:
             history = rows_of([*each.prompt, *each.output][: each.committed])
             assert self.target.holds(slot, history)
             behind = self.pair.drafter.unread[slot]
-            if each.draft:
-                unread = self.pair.arrays.unread_of(slot, 0, behind)[0, :, 0].astype(int).tolist()
+            if each.takes_drafts:
+                unread = self.pair.arrays.unread_features_of(slot, 0, behind)[0, :, 0].astype(int).tolist()
                 seen = each.committed - behind
                 assert self.drafter.cache[slot, :seen].tolist() + unread == history
                 assert behind <= self.pair.prefill_chunk + BLOCK

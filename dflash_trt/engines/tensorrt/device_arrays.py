@@ -295,11 +295,11 @@ class DeviceArrays:
         if not chain or self._places[slot : slot + 1] != [at] or not self._kept[slot, :count].all():
             self._committed.append((slot, at, nodes))
 
-    def unread(self, counts: Sequence[int]) -> torch.Tensor:
+    def unread_features(self, counts: Sequence[int]) -> torch.Tensor:
         self._flush()
         return self._unread[: len(counts)]
 
-    def unread_of(self, slot: int, first: int, stop: int) -> torch.Tensor:
+    def unread_features_of(self, slot: int, first: int, stop: int) -> torch.Tensor:
         self._flush()
         return self._unread[slot : slot + 1, first:stop]
 

@@ -104,47 +104,47 @@ class RoundMemory:
                 for name, (count, dtype) in sizes.items()
             }
 
-        self._there = parts(self._device)
-        self._numbers = {name: part.numpy() for name, part in parts(self._host).items()}
+        self._device_parts = parts(self._device)
+        self._host_parts = {name: part.numpy() for name, part in parts(self._host).items()}
 
     def _bind(self) -> None:
-        there, target, drafter = self._there, self._target, self._drafter
+        parts, target, drafter = self._device_parts, self._target, self._drafter
         for name in ("n_features", "block"):
-            drafter.bind(DECODE, name, there[name])
-        drafter.bind(DECODE, "draft_logprobs", there["logprobs"])
+            drafter.bind(DECODE, name, parts[name])
+        drafter.bind(DECODE, "draft_logprobs", parts["logprobs"])
         for name in ("tokens", "accepted", "next_token"):
-            target.bind(DECODE, name, there[name])
+            target.bind(DECODE, name, parts[name])
         for role, engine in self._engines.items():
             for name in ("start", *engine.rows.bases([])):
-                engine.bind(DECODE, name, there[f"{role}_{name}"])
+                engine.bind(DECODE, name, parts[f"{role}_{name}"])
 
     def start(self) -> None:
         """Begin a round."""
         if self._noted:
             with torch.cuda.stream(self._stream):
-                self._there["noted"].zero_()
+                self._device_parts["noted"].zero_()
             self._noted = False
 
     def blocks(self, anchors: Sequence[int], length: int, mask: int, places: Sequence[int]) -> torch.Tensor:
         """Anchors with mask tokens, [n, length]. They and the places reach the device with the round's first pass."""
-        self._numbers["places"][: len(places)] = places
+        self._host_parts["places"][: len(places)] = places
         n = len(anchors)
         self._asked, self._filled = (n, length), False
         self._block = fitting(n, self.batches), fitting(length, self.widths)
-        block = self._numbers["block"][: self._block[0] * self._block[1]].reshape(self._block)
+        block = self._host_parts["block"][: self._block[0] * self._block[1]].reshape(self._block)
         block[:] = mask
         block[:n, 0] = anchors
         block[n:, 0] = anchors[-1]
         return self._whole_block()[:n, :length]
 
     def _whole_block(self) -> torch.Tensor:
-        return self._there["block"][: self._block[0] * self._block[1]].view(self._block)
+        return self._device_parts["block"][: self._block[0] * self._block[1]].view(self._block)
 
     def on_host(self, tensor: torch.Tensor) -> Array | None:
         """The numbers of `blocks`, which may not have reached the device. None for any other tensor."""
-        if tensor.data_ptr() != self._there["block"].data_ptr():
+        if tensor.data_ptr() != self._device_parts["block"].data_ptr():
             return None
-        block = self._numbers["block"][: self._block[0] * self._block[1]].reshape(self._block)
+        block = self._host_parts["block"][: self._block[0] * self._block[1]].reshape(self._block)
         return block[: self._asked[0], : self._asked[1]].copy()
 
     def drafter_feeds(self, feeds: Mapping[str, Any], unread: torch.Tensor) -> dict[str, Any]:
@@ -175,7 +175,7 @@ class RoundMemory:
         self._send()
         if isinstance(tokens, np.ndarray):
             return {**given, **begin, "tokens": _repeated(tokens, *shape), "rows": self._filled_rows(shape)}
-        if tokens.data_ptr() == self._there["block"].data_ptr():  # nothing was drafted
+        if tokens.data_ptr() == self._device_parts["block"].data_ptr():  # nothing was drafted
             tokens = self.tokens(drafted=False)
         if not self._filled or (tokens.shape, self._block) != (self._asked, shape):
             tokens = self._widened(tokens, shape)
@@ -234,7 +234,7 @@ class RoundMemory:
 
     def note(self, slot: int, logprobs: torch.Tensor) -> None:
         """Remember whether these are finite: their sum is not, if one of them is not."""
-        self._there["noted"][slot].add_(logprobs.sum())
+        self._device_parts["noted"][slot].add_(logprobs.sum())
         self._noted = True
 
     def end(
@@ -242,8 +242,8 @@ class RoundMemory:
     ) -> None:
         """Find the finite rows of logits [n, N, V]. Copies features of chains to where they will wait."""
         n, length = logits.shape[:2]
-        places = self._there["places"][:n] if chains else None
-        given = {"finite": self._there["finite"][: n * length].view(n, length), "unread": unread}
+        places = self._device_parts["places"][:n] if chains else None
+        given = {"finite": self._device_parts["finite"][: n * length].view(n, length), "unread": unread}
         if self.run is None:
             round_reference.end_round(logits, features, places, **given)
         else:
@@ -255,7 +255,7 @@ class RoundMemory:
         self._stream.synchronize()
 
         def read(name: str, *shape: int) -> Array:
-            return self._numbers[name][: int(np.prod(shape))].reshape(shape).copy()
+            return self._host_parts[name][: int(np.prod(shape))].reshape(shape).copy()
 
         logprobs = read("logprobs", n, self._block[1] - 1 if drafted else 0, self._tree_width)
         return Results(
@@ -278,8 +278,8 @@ class RoundMemory:
         return {name: self._put(f"{role}_{name}", values) for name, values in numbers.items()}
 
     def _put(self, name: str, numbers: Sequence[int]) -> torch.Tensor:
-        self._numbers[name][: len(numbers)] = numbers
-        return self._there[name][: len(numbers)]
+        self._host_parts[name][: len(numbers)] = numbers
+        return self._device_parts[name][: len(numbers)]
 
     def _send(self) -> None:
         """Copy the inputs to the device, unless they are there."""

@@ -144,7 +144,7 @@ def test_trees_of_candidates_give_the_tokens_of_plain_decoding(seed: int) -> Non
     tokens = finish(pool, policy, *asked)  # type: ignore[arg-type]
     for each in asked:
         assert tokens[each] == expected(each.prompt, each.params, each.seed)
-    statistics = [each.statistics for each in asked if each.draft]
+    statistics = [each.statistics for each in asked if each.takes_drafts]
     assert sum(s.num_trees for s in statistics) > 10
     assert max(max(t) for t in tokens.values() if t) < VOCAB
 

@@ -105,7 +105,7 @@ def test_states_move_and_are_cleared_by_slot(bundles: tuple[Bundle, Bundle]) -> 
 
         made = state(1)
         assert caches.position(1) == 19  # the last row of a prompt can be taken back
-        assert list(caches.lengths(1, 20)) == [19, 20]
+        assert list(caches.cut_lengths(1, 20)) == [19, 20]
         assert all(each.abs().max() > 0 for each in made.values())
         caches.copy(1, 0, 20)
         kept = caches.keep(1, 0, 20, 1)

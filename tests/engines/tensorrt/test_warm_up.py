@@ -158,8 +158,8 @@ def test_the_drafter_reads_zeros_behind_the_features_of_a_short_part(bundles: di
         features = pair.drafter.engine.whole_buffer(PREFILL, "features")
         with torch.cuda.stream(pair.target.stream):
             features.fill_(torch.nan)  # such as those of a request that was not finite
-        assert pair.arrays.finite(pair.drafter.read(pair.arrays.unread_of(0, 0, 2), 40, 0))
-        unread = pair.arrays.unread_of(0, 0, 2)
+        assert pair.arrays.finite(pair.drafter.read(pair.arrays.unread_features_of(0, 0, 2), 40, 0))
+        unread = pair.arrays.unread_features_of(0, 0, 2)
         buffer = pair.drafter.engine.buffer(PREFILL, "features", 1, 16, unread.shape[2])
         pair.arrays.wait()
         assert not buffer[0, 2:].any()
