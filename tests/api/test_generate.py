@@ -17,7 +17,7 @@ def watch_drafts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> dict[int, list[
     """Collects the drafts of each request during generation, by the request's index in the call."""
     drafts: dict[int, list[list[int]]] = defaultdict(list)
     runtime, numbers = pair.llm._runtime, dict[Any, int]()
-    propose, make = runtime.pair.propose, runtime.request
+    propose, make = runtime.pair.drafter.propose, runtime.request
 
     def numbered(*args: Any, **kwargs: Any) -> Any:
         request = make(*args, **kwargs)
@@ -32,7 +32,7 @@ def watch_drafts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> dict[int, list[
         return draft
 
     monkeypatch.setattr(runtime, "request", numbered)
-    monkeypatch.setattr(runtime.pair, "propose", watched)
+    monkeypatch.setattr(runtime.pair.drafter, "propose", watched)
     return drafts
 
 

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from dflash_trt import SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.decoding.draft import Draft
+from dflash_trt.decoding.drafter import Drafter
 from dflash_trt.decoding.pair import Pair
 from dflash_trt.engines.tensorrt.caches import DevicePool
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
@@ -347,14 +348,14 @@ def gullible(patch: pytest.MonkeyPatch, test: Selftest) -> None:
 
 def foresight(patch: pytest.MonkeyPatch, test: Selftest) -> None:
     """The drafter proposes what the target is about to choose."""
-    propose = Pair.propose
+    propose = Drafter.propose
     asked, answers = SamplingParams(max_tokens=40, ignore_eos=True), dict[tuple[int, ...], list[int]]()
 
-    def told(self: Pair, active: Any, length: int) -> Draft:
+    def told(self: Drafter, active: Any, length: int) -> Draft:
         draft = propose(self, active, length)
         (request,) = active
         prompt = tuple(request.prompt)
-        if self is not test.subject.pair or prompt == tuple(test.subject.prompt):
+        if self is not test.subject.pair.drafter or prompt == tuple(test.subject.prompt):
             return draft
         if prompt not in answers:
             assert test.subject.reference is not None
@@ -364,7 +365,7 @@ def foresight(patch: pytest.MonkeyPatch, test: Selftest) -> None:
         at = len(request.output) - 1
         return Draft(np.array([answers[prompt][at : at + draft.nodes]]), None, np.array(draft.logprobs))
 
-    patch.setattr(Pair, "propose", told)
+    patch.setattr(Drafter, "propose", told)
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ class Body(BaseModel):
 
 MOST_PROMPTS = 1024
 MOST_MESSAGES = 1 << 15  # and items of a response's input
+MOST_TOOLS = 1024
 # `SamplingParams` takes no more. Checked here, before anything is made of them.
 Words = Annotated[list[str], Field(max_length=MOST_WORDS)]
 Priority = Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)]
@@ -288,7 +289,7 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: Format | None = None
@@ -310,7 +311,7 @@ class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(max_length=MOST_MESSAGES)] | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True

@@ -10,6 +10,7 @@ from pydantic import Field
 from dflash_trt.serving.openai.errors import ApiError, Names
 from dflash_trt.serving.openai.protocol import (
     MOST_MESSAGES,
+    MOST_TOOLS,
     Body,
     ChatRequest,
     CommonFields,
@@ -80,7 +81,7 @@ class ResponsesRequest(CommonFields):
     input: str | Annotated[list[InputMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    tools: list[FlatTool] | None = None
+    tools: Annotated[list[FlatTool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatNamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None

@@ -19,6 +19,7 @@ from build_scripts.harness import resident_of
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.errors import RequestError
 from dflash_trt.serving.openai.engine import QueueFullError
+from dflash_trt.serving.openai.errors import from_validation
 from dflash_trt.serving.openai.generation import prepare
 from dflash_trt.serving.openai.model import Model
 from dflash_trt.serving.openai.protocol import (
@@ -77,6 +78,18 @@ def test_a_list_is_refused_at_its_first_wrong_item(kind: type[BaseModel], body: 
     with pytest.raises(ValidationError) as error:
         kind.model_validate_json(json.dumps(body))
     assert error.value.error_count() < 20
+
+
+def test_tools_are_counted() -> None:
+    function = {"type": "function", "name": "f"}
+    for kind, one, more in (
+        (ChatRequest, {"type": "function", "function": {"name": "f"}}, {"messages": [{"role": "user"}]}),
+        (ResponsesRequest, function, {"input": "x"}),
+    ):
+        kind.model_validate_json(json.dumps({"tools": [one] * 1024, **more}))
+        with pytest.raises(ValidationError) as error:
+            kind.model_validate_json(json.dumps({"tools": [one] * 1025, **more}))
+        assert from_validation(error.value).message == "tools has too many items, expected at most 1024"
 
 
 def test_samples_of_a_prompt_are_one_message_for_the_engine(model: Model) -> None:
