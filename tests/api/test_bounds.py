@@ -44,6 +44,9 @@ class Watched:
             text = text[:20] if self.short else text
         return self.backend.encode(text, **options)
 
+    def encode_batch_fast(self, texts: list[str], **options: Any) -> list[Any]:
+        return [self.encode(text, **options) for text in texts]
+
 
 @contextmanager
 def watched(llm: LLM | AsyncLLM) -> Iterator[Watched]:

@@ -21,7 +21,6 @@ from dflash_trt import SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.drafter import Drafter
-from dflash_trt.decoding.pair import Pair
 from dflash_trt.engines.tensorrt.caches import DevicePool
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
 from dflash_trt.engines.tensorrt.profiles import DECODE
