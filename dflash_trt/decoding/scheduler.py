@@ -128,9 +128,7 @@ class Scheduler:
         self.pair.close()
 
     def step(self, lengths: Lengths) -> list[Emission]:
-        """Run one round for the active requests, then read at most `prefill_chunk` tokens of waiting prompts.
-
-        Returns each request's result.
+        """Run one round for the active requests, then read at most `prefill_chunk` tokens of waiting prompts: the results.
 
         An error of one request ends that request. This raises only an engine's failure or an interruption. Then
         `clear` drops every request and repairs the scheduler.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -93,12 +92,10 @@ def twice(levels: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("schemas", [[twice(40)], [twice(9)] * 1000])
 def test_references_cannot_multiply_a_schema(tiny: Path, schemas: list[Any]) -> None:
-    """The time before a refusal is that of few parts, not of all that they refer to."""
+    """The refusal comes before all that the references lead to is copied, which would never end."""
     tools = [tool(schema, f"f{i}") for i, schema in enumerate(schemas)]
-    begin = time.process_time()
     with pytest.raises(ApiError, match="tools has schemas with over 65536 characters"):
         chat_of(model_of(tiny, '<tool_call>{"name"'), tools=tools, tool_choice="required")
-    assert time.process_time() - begin < 5
 
 
 def test_required_calls_may_be_several_unless_one_is_asked_for(server: Server) -> None:
