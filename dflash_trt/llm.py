@@ -200,7 +200,7 @@ class LLM(Opened):
         self.close()
 
     def _request(self, prompt: Prompt, params: SamplingParams, asked: RequestOptions) -> Request:
-        """A request without limits of its own: the lengths that were asked for are those of all rounds."""
+        """Without block_length and tree_nodes: in `LLM` they are those of every round of the call, see `_run`."""
         return self._runtime.request(prompt, params, RequestOptions(speculate=asked.speculate))
 
     def _decode(self, requests: list[Request], asked: RequestOptions) -> Generator[Emission]:

@@ -136,7 +136,7 @@ class Runtime:
         )
 
     def _follow_rule(self, exact: bool | None, threads: int | None, progress: Progress) -> Exactness | None:
-        """The measurement whose rule the scheduler follows from now on; None if it follows none."""
+        """Let the scheduler follow the rule of exact mode that was measured here. None: every pass is allowed."""
         if exact is False:
             return None
         wanted = self.bundle.manifest.get("exact") if exact is None else exact

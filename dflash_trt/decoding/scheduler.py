@@ -128,7 +128,7 @@ class Scheduler:
         self.pair.close()
 
     def step(self, lengths: Lengths) -> list[Emission]:
-        """Run one round for the active requests, then read at most `prefill_chunk` tokens of waiting prompts: the results.
+        """The results of one round for the active requests, and of at most `prefill_chunk` tokens of waiting prompts.
 
         An error of one request ends that request. This raises only an engine's failure or an interruption. Then
         `clear` drops every request and repairs the scheduler.
@@ -175,8 +175,8 @@ class Scheduler:
         return emissions
 
     def _draft(self, active: Sequence[Request], lengths: Lengths) -> tuple[Draft, Draft, dict[int, int]]:
-        """What the drafter proposes, what is verified of it, and of requests with a structure the leading drafts that
-        are the drafter's own.
+        """What the drafter proposes; what is verified of it, cut to a structure or grown to a tree; and by slot with a
+        structure, how many leading drafts are the drafter's own.
         """
         drafting = [slot for slot, request in enumerate(active) if request.takes_drafts]
         room = max([min(r.stop.remaining, r.block_length or r.stop.remaining) for r in active])
