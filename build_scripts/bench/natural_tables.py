@@ -43,18 +43,22 @@ def quartiles(records: Iterable[Record]) -> list[float]:
 
 
 def table(records: list[Record], peers: Iterable[str]) -> dict[str, Record]:
-    """The figures of each decoder. The ratio and the same answers are to the first one's."""
+    """The figures of each decoder. The ratio, that of the prompt where it is least, and the same answers are to the
+    first one's.
+    """
     categories = sorted({r["category"] for r in records})
     rows: dict[str, Record] = {}
     for peer in peers:
         mine = [r for r in records if r["peer"] == peer]
         rounds, given = sum(r["rounds"] for r in mine), {r["prompt"]: r["tokens"] for r in mine}
+        alone = {prompt: rate(r for r in mine if r["prompt"] == prompt) or 0 for prompt in given}
         if not rows:
-            base, first = rate(mine) or 1, given
+            base, first, base_alone = rate(mine) or 1, given, alone
         rows[peer] = {
             "all": (speed := rate(mine) or 0),
             **{category: rate(r for r in mine if r["category"] == category) for category in categories},
             "ratio": speed / base,
+            "least_ratio": min(alone[prompt] / (base_alone[prompt] or 1) for prompt in alone),
             "acceptance_length": 1 + sum(r["accepted"] for r in mine) / rounds if rounds else None,
             "same_answers": sum(tokens == first.get(prompt) for prompt, tokens in given.items()),
             "prompts": len(given),
@@ -66,13 +70,17 @@ def table(records: list[Record], peers: Iterable[str]) -> dict[str, Record]:
 
 
 def markdown(rows: Mapping[str, Record], categories: list[str]) -> str:
-    titles = [*categories, "all", "quartiles", "ratio", "acceptance", "same answers", "peak MB"]
+    titles = [*categories, "all", "quartiles", "ratio", "least", "acceptance", "same answers", "peak MB"]
     lines = [f"| | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
     for peer, row in rows.items():
         cells = [f"{row[name]:.1f}" for name in (*categories, "all")]
         cells.append("{:.0f}-{:.0f}".format(*row["quartiles"]))
         length = row["acceptance_length"]
-        cells += [f"{row['ratio']:.2f}", "" if length is None else f"{length:.2f}"]
+        cells += [
+            f"{row['ratio']:.2f}",
+            f"{row['least_ratio']:.2f}",
+            "" if length is None else f"{length:.2f}",
+        ]
         cells += [f"{row['same_answers']}/{row['prompts']}", f"{row['peak_mb']:.0f}"]
         lines.append(f"| {label(peer)} | {' | '.join(cells)} |")
     return "\n".join(lines)

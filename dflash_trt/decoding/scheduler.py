@@ -167,7 +167,8 @@ class Scheduler:
                 emissions.append(emission)
         judged = [slot for slot, request in enumerate(active) if request.takes_drafts and verdicts[slot].ok]
         times = self.pair.drafter.seconds, self.pair.verify_time
-        lengths.observe(round_done(active, judged, proposed, draft, own, verdicts, *times))
+        host_time = perf_counter() - begin - sum(times)
+        lengths.observe(round_done(active, judged, proposed, draft, own, verdicts, *times, host_time))
         self.metrics.observe_round(draft.nodes)
         host_time = perf_counter() - begin - sum(times)
         for request in active:
@@ -187,9 +188,7 @@ class Scheduler:
         if any(request.structured for request in active):
             draft, own = self.pair.drafter.fit(active, proposed, min(lengths.most, room))
             return proposed, draft, own
-        if proposed.candidates is not None and (most_nodes := self._most_nodes) > 1:
-            return proposed, lengths.grow(proposed, drafting, most_nodes), {}
-        return proposed, proposed, {}
+        return proposed, lengths.select(proposed, drafting, self._most_nodes), {}
 
     @property
     def _most_nodes(self) -> int:

@@ -25,7 +25,7 @@ class Lengths:
     def draft(self, batch: int) -> int:
         return self.lengths.pop(0) if len(self.lengths) > 1 else self.lengths[0]
 
-    def grow(self, draft: Draft, slots: Sequence[int], most: int) -> Draft:
+    def select(self, draft: Draft, slots: Sequence[int], most: int) -> Draft:
         return draft
 
     def observe(self, done: RoundDone) -> None:

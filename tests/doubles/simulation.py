@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 
+from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
 from dflash_trt.decoding.length.pass_times import PassTimes
 from dflash_trt.decoding.length.policy import RoundDone
@@ -53,6 +54,8 @@ def steady(kind: Kind, batch: int, length: int) -> float:
 class World:
     """Times in units of a plain pass of one request. `noise`: standard deviation of the logarithm of each pass's
     time.
+
+    said: what the drafter says of the chance of each draft, if the host can read it.
     """
 
     block: int
@@ -67,6 +70,7 @@ class World:
     cold: float = 1.0  # time of the first pass of a size that start-up did not run, relative to later ones
     single: bool = False  # start-up has time for single requests only
     load: Load = field(default_factory=Load)
+    said: Callable[[np.ndarray], np.ndarray] | None = None
     rng: np.random.Generator = field(init=False)
 
     def __post_init__(self) -> None:
@@ -128,17 +132,17 @@ class World:
         for i in range(rounds):
             at = i / rounds
             chance = self.drafts(self.rng, i, self.batch, self.block - 1)
-            drafted = policy.draft(self.batch)
-            right = self.rng.random((self.batch, drafted - 1)) < chance[:, : drafted - 1]
+            drafted, verified = self.choose(policy, chance)
+            right = self.rng.random((self.batch, verified - 1)) < chance[:, : verified - 1]
             accepted = right.cumprod(axis=1).sum(axis=1)
             draft_seconds = 0.0
             if drafted > 1:  # it also reads the tokens committed since its last pass
                 draft_seconds, behind = self.cost("draft", drafted, at) * (1 + CATCH_UP * behind), 0
             else:
                 behind += 1
-            verify_seconds = self.cost("verify", drafted, at)
-            cold = [1.0 if each in warm else self.cold for each in (("draft", drafted), ("verify", drafted))]
-            warm |= {("draft", drafted), ("verify", drafted)}
+            verify_seconds = self.cost("verify", verified, at)
+            cold = [1.0 if each in warm else self.cold for each in (("draft", drafted), ("verify", verified))]
+            warm |= {("draft", drafted), ("verify", verified)}
             true = draft_seconds + verify_seconds
             worked += true / plain
             stall = plain * pause * (worked // quota)
@@ -146,15 +150,28 @@ class World:
             if self.rng.random() < self.load.share(at):
                 stall += plain * self.load.stall
             stalled = self.rng.random() * true < draft_seconds  # which of the passes
-            offered = [drafted - 1] * self.batch
-            said = cold[0] * self.timed(draft_seconds) + stall * stalled if drafted > 1 else 0.0
-            verified = cold[1] * self.timed(verify_seconds) + stall * (not stalled)
+            offered = [verified - 1] * self.batch
+            passes = [
+                cold[0] * self.timed(draft_seconds) + stall * stalled if drafted > 1 else 0.0,
+                cold[1] * self.timed(verify_seconds) + stall * (not stalled),
+            ]
             policy.observe(
-                RoundDone(self.batch, drafted, drafted, accepted.tolist(), offered, said, verified)
+                RoundDone(
+                    self.batch, drafted, verified, accepted.tolist(), offered, *passes, range(self.batch)
+                )
             )
-            tokens = self.batch + chance[:, : drafted - 1].cumprod(axis=1).sum()
+            tokens = self.batch + chance[:, : verified - 1].cumprod(axis=1).sum()
             log[i] = tokens, self.with_stalls(true, at), drafted
         return log
+
+    def choose(self, policy: AdaptiveLength, chance: np.ndarray) -> tuple[int, int]:
+        """The drafted and the verified tokens of a round whose drafts have this chance [requests, drafts]."""
+        drafted, batch = policy.draft(len(chance)), len(chance)
+        if self.said is None:
+            return drafted, drafted
+        said = np.log(self.said(chance[:, : drafted - 1])).astype(np.float32)
+        draft = Draft(np.zeros((batch, drafted), np.int64), None, said)
+        return drafted, policy.select(draft, range(batch), 1).nodes
 
     def requests(self, policy: AdaptiveLength, chances: np.ndarray, tokens: int = 128) -> list[float]:
         """The speed of requests of so many tokens, one after the other, relative to plain decoding.
@@ -165,14 +182,16 @@ class World:
         for chance in chances:
             done = seconds = 0.0
             while done < tokens:
-                drafted = policy.draft(1)
-                right = self.rng.random(drafted - 1) < chance[: drafted - 1]
-                draft_seconds = self.cost("draft", drafted) if drafted > 1 else 0.0
-                done += 1 + chance[: drafted - 1].cumprod().sum()
-                seconds += draft_seconds + self.cost("verify", drafted)
-                accepted, ended = [int(right.cumprod().sum())], int(done >= tokens)
-                passes = [self.timed(each) for each in (draft_seconds, self.cost("verify", drafted))]
-                policy.observe(RoundDone(1, drafted, drafted, accepted, [drafted - 1], *passes, ended=ended))
+                drafted, verified = self.choose(policy, chance[None])
+                right = self.rng.random(verified - 1) < chance[: verified - 1]
+                costs = [self.cost("draft", drafted) if drafted > 1 else 0.0, self.cost("verify", verified)]
+                done += 1 + chance[: verified - 1].cumprod().sum()
+                seconds += sum(costs)
+                accepted, offered = [int(right.cumprod().sum())], [verified - 1]
+                passes, ended = map(self.timed, costs), int(done >= tokens)
+                policy.observe(
+                    RoundDone(1, drafted, verified, accepted, offered, *passes, judged=[0], ended=ended)
+                )
             speeds.append(done * self.cost("verify", 1) / seconds)
         return speeds
 
@@ -403,15 +422,26 @@ def world(
     )
 
 
-def prompts(rows: float, mean: float, seed: int = 0, count: int = 40) -> np.ndarray:
+# What drafters may say of the chance of a draft.
+SAYINGS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "the truth": lambda chance: chance,
+    "too much": lambda chance: chance**0.25,
+    "too little": lambda chance: chance**3,
+    "always the same": lambda chance: np.full_like(chance, 0.9),
+    "the opposite": lambda chance: 1 - chance,
+}
+
+
+def prompts(rows: float, mean: float, seed: int = 0, count: int = 40, said: str | None = None) -> np.ndarray:
     """The median speed of each of `count` requests over three turns, relative to plain decoding, on a CPU's integers.
 
     rows: what each row after the first adds to a pass, in plain passes. mean: of the log-odds of the first drafts,
-    which have a standard deviation of 0.8 between requests, and fall by 0.35 per place.
+    which have a standard deviation of 0.8 between requests, and fall by 0.35 per place. said: what the drafter says.
     """
     pair = World(
         8, lambda batch, n: 1 + rows * (n - 1), lambda batch, n: 0.12 + 0.01 * n, constant(0), seed=seed
     )
+    pair.said = SAYINGS[said] if said else None
     odds = mean + 0.8 * pair.rng.normal(size=count)
     chances, policy = _chance(odds[:, None] - 0.35 * np.arange(7)), pair.controller()
     medians: np.ndarray = np.median([pair.requests(policy, chances) for _ in range(3)], axis=0)

@@ -2,14 +2,19 @@
 
 With S_j the probability that the first j drafts of a request are all right, a round of length L commits
 G(L) = 1 + S_1 + ... + S_{L-1} tokens per request on average, and takes T(L) seconds. Over many rounds, the tokens per
-second are G(L) / T(L). S comes from the shares of earlier drafts that were right (`AcceptanceByPlace`). T is the usual
-time of the round (`round_times`) plus the mean stall, which all lengths share (`stalls`).
+second are G(L) / T(L). S comes from earlier drafts (`AcceptanceByPlace`). T is the usual time of the round
+(`round_times`) plus the time of the host and the mean stall, which all lengths share (`stalls`).
+
+The drafter's own probabilities say more about the draft at hand, once they are calibrated (`NodeOdds`). So where the
+host can read them, only those of its first tokens are verified that are worth the time of their rows. They also stand
+for the results of earlier drafts, because a probability is known of every place and varies less than a result.
 
 Times and chances of lengths that are not in use grow old. So a share of the time is spent on trials of other lengths.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -17,9 +22,10 @@ from typing import Any, Self
 import numpy as np
 
 from dflash_trt.decoding.draft import Draft
+from dflash_trt.decoding.length.node_odds import NodeOdds
 from dflash_trt.decoding.length.pass_times import PassTimes, measure
 from dflash_trt.decoding.length.policy import RoundDone
-from dflash_trt.decoding.length.round_times import RoundTimes
+from dflash_trt.decoding.length.round_times import LAST, RoundTimes, quarter_up
 from dflash_trt.decoding.length.stalls import Stalls
 from dflash_trt.decoding.pair import Pair
 
@@ -45,17 +51,19 @@ class AcceptanceByPlace:
     """
 
     def __init__(self, drafts: int) -> None:
-        # The numbers of right and of judged drafts [2, drafts].
+        # The numbers of right drafts and of those after right ones [2, drafts].
         self._of_all, self._of_running = np.zeros((2, drafts)), np.zeros((2, drafts))
 
-    def observe(self, accepted: Sequence[int], offered: Sequence[int]) -> None:
-        """The first offered [n] drafts of each request were verified, and the first accepted [n] of them were right."""
-        drafts = self._of_all.shape[1]
-        ends = np.zeros((2, drafts + 1))  # of requests that end at a place
-        for a, o in zip(accepted, offered, strict=True):
-            ends[0, a] += 1
-            ends[1, min(a + 1, o)] += 1
-        counts = ends[:, :0:-1].cumsum(axis=1)[:, ::-1]
+    def observe(self, right: Array, offered: Sequence[int]) -> None:
+        """right [n, drafts]: of n requests, the probability that the first j drafts are right, or 0 and 1 as they were.
+
+        offered [n]: the first drafts of each request that this is known of.
+        """
+        places = right.shape[1]
+        known = np.arange(places) < np.array(offered, int)[:, None]
+        after = np.concatenate((np.ones((len(right), 1)), right), axis=1)[:, :-1]
+        counts = np.zeros_like(self._of_all)
+        counts[:, :places] = [(right * known).sum(axis=0), (after * known).sum(axis=0)]
         self._of_all = (1 - 1 / _IDLE) * self._of_all + counts
         self._of_running = (1 - 1 / _DRAFTED) * self._of_running + counts
 
@@ -84,8 +92,8 @@ class _Plan:
 
     length: int
     trial: int
-    seconds: float  # that a round takes, with stalls
-    stall: float
+    seconds: float  # that a round takes in all
+    beside: float  # of these, beside the usual time of its passes
     tokens: float  # that it commits
 
 
@@ -100,9 +108,16 @@ class AdaptiveLength:
         self._times = RoundTimes(draft_times, verify_times, block_size)
         self._warm = verify_times.warm
         self._acceptance, self._stalls = AcceptanceByPlace(block_size - 1), Stalls()
+        self._odds = NodeOdds(block_size - 1)
+        # Of the round, where the host could read them: the drafter's log-probabilities, and for each place the
+        # probability that all drafts up to it are right [slots, drafts].
+        self._said: tuple[Array, Array] | None = None
+        # What `_odds` has not learned from yet: the log-probabilities of verified drafts, and their ranks.
+        self._judged = list[tuple[Array, list[list[int]]]]()
+        self._host = deque[float](maxlen=LAST)  # seconds of recent rounds beside their passes
         self._plans: dict[int, _Plan] = {}
         self._last: dict[int, Array] = {}  # the round in which each length last ran, by batch size
-        self._trial = False  # of this round
+        self._batch, self._trial = 1, False  # of this round
         self._untimed = False  # whether the trial before had no time for its draft
         self._rounds = self._idle = 0  # rounds in all, and since the last draft
         self._credit = _CREDIT
@@ -126,13 +141,24 @@ class AdaptiveLength:
 
     def draft(self, batch: int) -> int:
         """The planned length, or now and then another one on trial."""
-        plan = self._plan(max(1, batch))
-        self._trial = (self._credit > 0 or self._untimed) and self._times.settled(max(1, batch))
+        self._batch, self._said = max(1, batch), None
+        plan = self._plan(self._batch)
+        self._trial = (self._credit > 0 or self._untimed) and self._times.settled(self._batch)
         return plan.trial if self._trial else plan.length
 
-    def grow(self, draft: Draft, slots: Sequence[int], most: int) -> Draft:
-        """The draft as it is."""
-        return draft
+    def select(self, draft: Draft, slots: Sequence[int], most: int) -> Draft:
+        """The first nodes of each chain, as many as are expected to be fastest."""
+        if draft.nodes == 1 or not slots or not draft.at_hand:
+            return draft
+        right = self._odds.of_chains(draft.logprobs).cumprod(axis=1)
+        self._said = draft.logprobs, right
+        if self._trial:
+            return draft  # results of all places show whether the probabilities are right
+        plan = self._plan(self._batch)
+        gains = np.append(0.0, right[list(slots)].sum(axis=0).cumsum())
+        seconds = self._times.verify(self._batch, draft.nodes)
+        nodes = int((gains - plan.tokens / plan.seconds * seconds).argmax()) + 1
+        return Draft(draft.tokens[:, :nodes], None, draft.logprobs[:, : nodes - 1], draft.candidates)
 
     def prices(self, batch: int, nodes: int) -> tuple[float, Array]:
         """The best tokens per second of chains, and the seconds of verifying 1, 2 .. nodes of each request."""
@@ -147,7 +173,7 @@ class AdaptiveLength:
     def observe(self, done: RoundDone) -> None:
         """Learn the times and the acceptance of a round. What a trial cost is taken from the credit."""
         batch, drafts = max(1, done.batch), done.drafted > 1
-        plan = self._plan(batch)
+        plan, (right, offered) = self._plan(batch), self._results(done)
         last, seconds = self._last[batch], done.verify_seconds + (done.draft_seconds if drafts else 0.0)
         # Engines prepare a size when it first comes. A drafter that was off also reads the rows committed meanwhile.
         timed = last[done.drafted - 1] >= 0 and not (drafts and self._idle)
@@ -156,12 +182,14 @@ class AdaptiveLength:
             self._stalls.observe(usual, seconds)
         else:
             usual = float(self._times(batch)[done.drafted - 1])
+        if 0 <= done.host_seconds < 1e9:
+            self._host.append(done.host_seconds)
         self._credit = min(self._credit + _SHARE, _CREDIT)
         lost = 0.0
         if self._trial:
-            # By its usual time, with the stalls of a usual round: its own say little.
-            tokens = batch + sum(done.accepted)
-            lost = (min(usual, seconds) + plan.stall) / plan.seconds - tokens / plan.tokens
+            # By its usual time, with what is beside it in a usual round: its own stalls say little.
+            tokens = batch + float(right[:, : done.verified - 1].sum())
+            lost = (min(usual, seconds) + plan.beside) / plan.seconds - tokens / plan.tokens
             self._credit = max(self._credit - max(0.0, lost), -10 * _CREDIT)
         self._untimed = self._trial and not timed
         if lost >= 0 or not timed:  # a trial that pays is repeated
@@ -169,7 +197,10 @@ class AdaptiveLength:
         if drafts:
             few = len(done.accepted) // _COUNTED + 1
             first = self._rounds % few
-            self._acceptance.observe(done.accepted[first::few], done.offered[first::few])
+            self._acceptance.observe(right[first::few], offered[first::few])
+            if self._said is not None:
+                ranks = [[0] * a + [1] * (a < o) for a, o in zip(done.accepted, done.offered, strict=True)]
+                self._judged.append((self._said[0][list(done.judged)[first::few]], ranks[first::few]))
             self._idle = 0
         else:
             self._acceptance.observe_plain()
@@ -178,8 +209,26 @@ class AdaptiveLength:
             self._acceptance.leave(done.ended / batch)
         self._rounds += 1
         if self._trial or self._rounds % _INTERVAL == 0 or self._rounds < _INTERVAL or done.ended:
+            self._learn()
             self._plans.clear()
         self._trial = False
+
+    def _results(self, done: RoundDone) -> tuple[Array, Sequence[int]]:
+        """As `AcceptanceByPlace.observe` takes them."""
+        if self._said is not None:
+            right = self._said[1][list(done.judged)]
+            return right, [right.shape[1]] * len(right)
+        return np.arange(done.drafted - 1) < np.array(done.accepted, int)[:, None], done.offered
+
+    def _learn(self) -> None:
+        """Learn what the drafter's probabilities of the last rounds were worth."""
+        drafts = [row for said, _ in self._judged for row in said]
+        if drafts:
+            said = np.zeros((len(drafts), self.block_size - 1, 1))
+            for place, row in enumerate(drafts):
+                said[place, : len(row), 0] = row
+            self._odds.observe(said, [each for _, ranks in self._judged for each in ranks], len(self._judged))
+        self._judged.clear()
 
     def _plan(self, batch: int) -> _Plan:
         if batch not in self._plans:
@@ -190,8 +239,8 @@ class AdaptiveLength:
         seconds = self._times(batch)
         # Fewer rows take no longer than more: a start-up time that a busy machine made too long is found out.
         seconds = np.minimum.accumulate(seconds[::-1])[::-1]
-        stalls = self._stalls(seconds)
-        seconds = seconds + stalls
+        beside = self._stalls(seconds) + (quarter_up(self._host) if self._host else 0.0)
+        seconds = seconds + beside
         tokens = batch * self._acceptance.tokens()
         rates = tokens / seconds
         best = int(rates.argmax())
@@ -209,6 +258,6 @@ class AdaptiveLength:
             best + 1,
             int(waiting.argmax()) + 1,
             float(seconds[best]),
-            float(stalls[best]),
+            float(beside[best]),
             float(tokens[best]),
         )

@@ -54,36 +54,38 @@ class NodeOdds:
         )
         return after_best, after_others
 
-    def observe(self, logprobs: Array, ranks: Sequence[int], rounds: float = 1.0) -> None:
-        """Learn from one request's candidates [drafts, W].
+    def of_chains(self, logprobs: Array) -> Array:
+        """The probability of each draft [n, drafts] of chains, if those before it are right."""
+        return logistic(self._mean[: logprobs.shape[1]] + self._mean[-1] * log_odds(logprobs))
 
-        ranks: the ranks of the tokens that were decided for the first places; W or more for a token that is not a
-        candidate. Places after such a token were computed for another history, and count no more.
-        rounds: how many rounds this is; the evidence of earlier ones fades.
+    def observe(self, logprobs: Array, ranks: Sequence[Sequence[int]], rounds: int = 1) -> None:
+        """Learn from n drafts with candidates [n, drafts, W] in so many rounds; the evidence of earlier ones fades.
+
+        ranks: of each draft, the ranks of the tokens that were decided for the first places; W or more for a token
+        that is not a candidate. Places after such a token were computed for another history, and count no more.
         """
-        width = logprobs.shape[1]
-        taken = min(width, _RANKS)  # the first ranks say enough
         kept = MEMORY**rounds
         precision = kept * self._precision + (1 - kept) * self._prior_precision
         toward = kept * self._precision @ self._mean + (1 - kept) * self._prior_precision @ self._prior
-        if ranks:
-            x = log_odds(logprobs[: len(ranks), :taken])
-            off = np.concatenate(([False], np.cumsum(np.array(ranks)) > 0))[:-1]
-            features = np.zeros((*x.shape, len(self._mean)))
-            place = np.arange(len(ranks))
-            features[place, :, np.minimum(place, self._drafts - 1)] = 1
+        mean = np.linalg.solve(precision, toward)
+        places = max([len(each) for each in ranks], default=0)
+        if places:
+            taken = min(logprobs.shape[2], _RANKS)  # the first ranks say enough
+            decided = np.array([[*each, *[-1] * (places - len(each))] for each in ranks])
+            off = np.cumsum(decided[:, :-1] > 0, axis=1) > 0
+            place = np.arange(places)
+            x = np.zeros((len(ranks), places, taken, len(mean)))
+            x[:, place, :, np.minimum(place, self._drafts - 1)] = 1
             for rank in range(1, taken):
-                features[:, rank, self._drafts + rank - 1] = 1
-            features[..., -2] = off[:, None]
-            features[..., -1] = x
-            flat = features.reshape(-1, len(self._mean))
-            outcome = (np.array(ranks)[:, None] == np.arange(taken)).ravel()
-            mean = np.linalg.solve(precision, toward)
-            p = logistic(flat @ mean)
-            precision = precision + (flat * (p * (1 - p))[:, None]).T @ flat
-            mean = mean + np.linalg.solve(precision, flat.T @ (outcome - p))
-        else:
-            mean = np.linalg.solve(precision, toward)
+                x[:, :, rank, self._drafts + rank - 1] = 1
+            x[:, 1:, :, -2] = off[:, :, None]
+            x[..., -1] = log_odds(logprobs[:, :places, :taken])
+            judged = decided >= 0
+            features = x[judged].reshape(-1, len(mean))
+            right = (decided[judged][:, None] == np.arange(taken)).ravel()
+            p = logistic(features @ mean)
+            precision = precision + (features * (p * (1 - p))[:, None]).T @ features
+            mean = mean + np.linalg.solve(precision, features.T @ (right - p))
         self._precision, self._mean = precision, mean
 
     def _by_rank(self, width: int) -> Array:
@@ -96,7 +98,7 @@ class NodeOdds:
 def log_odds(logprobs: Array) -> Array:
     """Clipped log-odds of log-probabilities. One that is not a number counts as that of a wrong draft."""
     said = np.asarray(logprobs, np.float64)
-    said = np.clip(np.where(np.isnan(said), _LEAST, said), _LEAST, _MOST)
+    said = np.fmin(np.fmax(said, _LEAST), _MOST)  # of a number and NaN, these choose the number
     odds: Array = -np.log(np.expm1(-said))
     return odds
 

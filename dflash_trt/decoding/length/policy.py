@@ -19,7 +19,7 @@ class RoundDone:
     drafted, verified: the tokens per request, including the anchor.
     accepted, offered: of each of the n, the drafts that were accepted, and those that could have been. In a tree too,
     they count the chain of the best candidates.
-    draft_seconds, verify_seconds: the passes.
+    draft_seconds, verify_seconds, host_seconds: of the passes, and of all else in the round.
     decided: of each of the n, the tokens that the round decided.
     ended: how many requests of the batch ended with the round.
     """
@@ -34,6 +34,7 @@ class RoundDone:
     judged: Sequence[int] = ()
     decided: Sequence[Sequence[int]] = ()
     ended: int = 0
+    host_seconds: float = 0.0
 
 
 def round_done(
@@ -45,6 +46,7 @@ def round_done(
     verdicts: Sequence[Verdict],
     draft_seconds: float,
     verify_seconds: float,
+    host_seconds: float,
 ) -> RoundDone:
     """The report on a round whose tokens are committed.
 
@@ -76,6 +78,7 @@ def round_done(
         judged=judged,
         decided=decided,
         ended=sum(request.stop.finish_reason is not None for request in active),
+        host_seconds=host_seconds,
     )
 
 
@@ -100,8 +103,10 @@ class Lengths(Protocol):
     def draft(self, batch: int) -> int:
         """The tokens that this round drafts for each of `batch` requests, including the anchor."""
 
-    def grow(self, draft: Draft, slots: Sequence[int], most: int) -> Draft:
-        """The draft, or trees of at most `most` nodes from its candidates, for the `slots` that take drafts."""
+    def select(self, draft: Draft, slots: Sequence[int], most: int) -> Draft:
+        """What is verified for the `slots` that take drafts: the first nodes of the draft, or trees of at most `most`
+        nodes from its candidates.
+        """
 
     def observe(self, done: RoundDone) -> None:
         """Learn from what a round did."""
@@ -117,8 +122,8 @@ class FixedLength:
         """The length."""
         return self.most
 
-    def grow(self, draft: Draft, slots: Sequence[int], most: int) -> Draft:
-        """The draft as it is."""
+    def select(self, draft: Draft, slots: Sequence[int], most: int) -> Draft:
+        """The whole draft."""
         return draft
 
     def observe(self, done: RoundDone) -> None:

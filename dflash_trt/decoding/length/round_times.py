@@ -22,10 +22,10 @@ from dflash_trt.decoding.length.pass_times import PassTimes
 Array = np.ndarray[Any, Any]
 
 # The rounds that a scale or factor rests on.
-_LAST = 16
+LAST = 16
 
 
-def _usual(ratios: Iterable[float]) -> float:
+def quarter_up(ratios: Iterable[float]) -> float:
     """The value a quarter up, or the least of up to three."""
     ordered = sorted(ratios)
     return ordered[len(ordered) // 4]
@@ -82,21 +82,21 @@ class _Followed:
 
     def __init__(self, block_size: int) -> None:
         self.scale, self.factors = 1.0, np.ones(block_size)
-        self._recent = deque[float](maxlen=_LAST)
+        self._recent = deque[float](maxlen=LAST)
         # The start-up measurement counts as one round, so a single stalled trial changes nothing.
-        self._own = [deque([1.0], maxlen=_LAST) for _ in range(block_size)]
+        self._own = [deque([1.0], maxlen=LAST) for _ in range(block_size)]
 
     def observe(self, length: int, ratio: float, trial: bool) -> None:
         """ratio: a round's time, relative to start-up."""
         own = self._own[length - 1]
-        if trial or (self.settled and len(own) < _LAST):
+        if trial or (self.settled and len(own) < LAST):
             own.append(ratio / self.scale)
-            self.factors[length - 1] = _usual(own)
+            self.factors[length - 1] = quarter_up(own)
         else:
             self._recent.append(ratio / float(self.factors[length - 1]))
-            self.scale = _usual(self._recent)
+            self.scale = quarter_up(self._recent)
 
     @property
     def settled(self) -> bool:
         """Whether enough rounds have told the scale."""
-        return len(self._recent) == _LAST
+        return len(self._recent) == LAST

@@ -79,12 +79,12 @@ class TreeLengths:
         self._batch, self._seen = batch, None
         return self.chains.draft(batch)
 
-    def grow(self, draft: Draft, slots: Sequence[int], most: int) -> Draft:
+    def select(self, draft: Draft, slots: Sequence[int], most: int) -> Draft:
         """Trees of the given number of nodes, or of the fastest one; chains where other nodes do not pay."""
-        if draft.candidates is None or not slots:
-            return draft
-        if self._nodes is None and (self._trial or not draft.at_hand):
-            return draft  # on a device, waiting for the numbers costs more than it saves
+        # On a device, waiting for the numbers costs more than it saves.
+        alone = self._nodes is None and (self._trial or not draft.at_hand)
+        if alone or draft.candidates is None or not slots or most <= 1:
+            return self.chains.select(draft, slots, most)
         tokens, said = (np.asarray(x) for x in (draft.candidates.tokens, draft.candidates.logprobs))
         self._seen = tokens, said
         wanted = min(most, MOST_NODES if self._nodes is None else self._nodes)
@@ -105,7 +105,7 @@ class TreeLengths:
             logprobs[slot] = said[slot][chosen]
         chains = (parents[list(slots)] == np.arange(-1, nodes - 1)).all()
         if chains and self._nodes is None:
-            return draft
+            return self.chains.select(draft, slots, most)
         if chains:
             return Draft(draft.tokens[:, :nodes], None, draft.logprobs[:, : nodes - 1], draft.candidates)
         return Draft(drafted, parents, logprobs, draft.candidates)
@@ -118,9 +118,10 @@ class TreeLengths:
             self._seconds = _MEMORY * self._seconds + seconds
         if self._seen is not None:
             tokens, said = self._seen
-            for slot, taken in zip(done.judged, done.decided, strict=True):
-                ranks = ranks_of(tokens[slot], taken)
-                self._odds.observe(said[slot], ranks, 1 / max(1, len(done.judged)))
+            ranks = [
+                ranks_of(tokens[slot], taken) for slot, taken in zip(done.judged, done.decided, strict=True)
+            ]
+            self._odds.observe(said[list(done.judged)], ranks)
         self.chains.observe(done)
 
     @property
