@@ -21,10 +21,13 @@ from typing import Any
 from dflash_plugins import kernel_specs as uses
 
 from build_scripts import harness
+from dflash_trt.checkpoint.schema import PENDING_ROWS
 from dflash_trt.hardware import processor
 
 VOCAB, HIDDEN, TAPS, EXPERTS = 201_088, 2880, 5, 128
 HEADS = (64, 128, 256, 512)
+# Value heads.
+DELTA = {"qwen3.5-4b": 32, "qwen3.8-27b": 48, "qwen3.5-122b-a10b": 64}
 
 
 def kernels() -> Iterator[tuple[str, Any, uses.Use]]:
@@ -45,6 +48,8 @@ def kernels() -> Iterator[tuple[str, Any, uses.Use]]:
     yield "other kernels in plans", "group", uses.group(EXPERTS, 4)
     yield "other kernels in plans", "combine", uses.combine(HIDDEN, 4, "bf16")
     yield "other kernels in plans", "taps", uses.gather_taps(TAPS, HIDDEN, "bf16", "bf16")
+    for model, heads in DELTA.items():
+        yield "Gated DeltaNet", model, uses.delta_rows(16, heads, 128, 128, PENDING_ROWS)
     for use in uses.round_uses(VOCAB, TAPS * HIDDEN, "bf16", 16):
         yield "between passes", use.function, use
 

@@ -115,28 +115,41 @@ class DeltaInputs:
         self.v = g.input("v", FLOAT, ["B", "P+S", values])
         self.gates = g.input("gates", FLOAT, ["B", "S", 2 * kind.value_heads])
         self._state: list[int | str] = ["B", kind.value_heads, kind.key_dim, kind.value_dim]
-        state = g.input("state", FLOAT, self._state)
+        self.state = g.input("state", FLOAT, self._state)
         self._pending: list[int | str] = ["B", PENDING_ROWS, 2 * kind.value_heads]
-        pending = g.input("pending_gates", FLOAT, self._pending)
+        self.pending_gates = g.input("pending_gates", FLOAT, self._pending)
         self.at = _Places(g)
-        self.state = self.at.kept(state, 3)
+
+    def output(self, y: ir.Value, state: ir.Value, pending_gates: ir.Value) -> None:
+        """Declare the operator's outputs."""
+        g = self.g
+        g.output(y, "y", FLOAT, ["B", "S", self.kind.value_heads * self.kind.value_dim])
+        g.output(state, "state_out", FLOAT, self._state)
+        g.output(pending_gates, "pending_gates_out", FLOAT, self._pending)
+
+
+class DeltaRows(DeltaInputs):
+    """Those inputs for a body in standard operators: `state` is zero where a sequence starts, `count` are the rows of
+    the pass, `replayed` those before them, and `all_gates` [B,P+S,2*Hv] belong to both.
+    """
+
+    def __init__(self, g: GraphBuilder, kind: DeltaKind) -> None:
+        super().__init__(g, kind)
+        self.state = self.at.kept(self.state, 3)
         self.count = g.dim(self.gates, 1, name="count")
         self.replayed = g.op("Sub", g.dim(self.q, 1, name="all"), self.count, name="replayed_rows")
-        replayed = g.slice(pending, 0, self.replayed, axis=1, name="replayed")
+        replayed = g.slice(self.pending_gates, 0, self.replayed, axis=1, name="replayed")
         self.all_gates = g.op("Concat", replayed, self.gates, name="all_gates", axis=1)
 
-    def output(self, y: ir.Value, state: ir.Value) -> None:
+    def finish(self, y: ir.Value, state: ir.Value) -> None:
         """Declare the operator's outputs: y [B,S,values], the new state, and the gates that stay pending."""
         g, at = self.g, self.at
         last = g.op("Sub", g.dim(self.all_gates, 1, name="rows"), g.constant([1]), name="last")
         first = g.op("Add", at.certain, self.replayed, name="first_pending")
-        pending = at.rows(self.all_gates, first, PENDING_ROWS, last)
-        g.output(y, "y", FLOAT, ["B", "S", self.kind.value_heads * self.kind.value_dim])
-        g.output(state, "state_out", FLOAT, self._state)
-        g.output(pending, "pending_gates_out", FLOAT, self._pending)
+        self.output(y, state, at.rows(self.all_gates, first, PENDING_ROWS, last))
 
 
-def _counted_rows(g: GraphBuilder, a: DeltaInputs) -> tuple[ir.Value, ir.Value, ir.Value]:
+def _counted_rows(g: GraphBuilder, a: DeltaRows) -> tuple[ir.Value, ir.Value, ir.Value]:
     """bool [B,P+S]: rows before the uncertain ones, those of them that enter the new state, and the uncertain ones."""
     row = g.op("Sub", g.arange(g.dim(a.q, 1, name="all")), a.replayed, name="row")  # from 0 on in this pass
     certain = g.op("Less", row, g.unsqueeze(a.at.certain, 1), name="is_certain")
@@ -154,7 +167,7 @@ def onnxruntime_delta(kind: DeltaKind) -> ir.Function:
     Rows with decay 1 and beta 0 leave the state as it is, which masks those that do not count.
     """
     g = GraphBuilder("GatedDeltaNet", opsets={MICROSOFT_DOMAIN: 1})
-    a = DeltaInputs(g, kind)
+    a = DeltaRows(g, kind)
     at, zero = a.at, g.constant([0])
     most = g.op("ReduceMax", at.certain, name="most", keepdims=1)
     least = g.op("ReduceMin", at.certain, name="least", keepdims=1)
@@ -200,5 +213,5 @@ def onnxruntime_delta(kind: DeltaKind) -> ir.Function:
     )
     parts = cut(first, a.replayed, begin), mixed, cut(second, differ, a.count)
     y = g.op("Concat", *parts, name="y", axis=1)
-    a.output(y, state)
+    a.finish(y, state)
     return g.function()

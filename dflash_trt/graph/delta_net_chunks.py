@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from dflash_trt.checkpoint.schema import PENDING_ROWS
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
-from dflash_trt.graph.delta_net import DeltaInputs, DeltaKind
+from dflash_trt.graph.delta_net import DeltaKind, DeltaRows
 
 # Rows of a chunk. The pending rows are one.
 CHUNK = PENDING_ROWS
@@ -26,7 +26,7 @@ CHUNK = PENDING_ROWS
 def chunked_delta(kind: DeltaKind) -> ir.Function:
     """The pending rows are the first chunk. A Scan carries the state from chunk to chunk."""
     g = GraphBuilder("GatedDeltaNet")
-    a = DeltaInputs(g, kind)
+    a = DeltaRows(g, kind)
     products = _products(g, a, kind)
     end_state, chunks = g.multi(
         "Scan",
@@ -41,7 +41,7 @@ def chunked_delta(kind: DeltaKind) -> ir.Function:
     y = g.op("Transpose", chunks, name="by_row", perm=[1, 0, 3, 2, 4])
     y = g.op("Reshape", y, g.shape(g.dim(a.gates, 0), -1, kind.value_heads * kind.value_dim), name="rows")
     last = g.op("Add", a.count, g.constant([CHUNK]), name="last_row")
-    a.output(g.slice(y, CHUNK, last, axis=1, name="new_rows"), end_state)
+    a.finish(g.slice(y, CHUNK, last, axis=1, name="new_rows"), end_state)
     return g.function()
 
 
@@ -60,7 +60,7 @@ def _by_chunk(
     return g.op("Reshape", x, g.constant([0, 0, -1, CHUNK, size]), name=f"{name}_of_values")
 
 
-def _products(g: GraphBuilder, a: DeltaInputs, kind: DeltaKind) -> dict[str, ir.Value]:
+def _products(g: GraphBuilder, a: DeltaRows, kind: DeltaKind) -> dict[str, ir.Value]:
     """What a chunk computes without the state, [chunks, B, Hv, ..].
 
     Values and reads of its own rows, what the queries ask of the state and of the chunk, what the chunk writes to the
@@ -158,7 +158,7 @@ def _step(g: GraphBuilder, kind: DeltaKind, names: list[str]) -> GraphBuilder:
     return body
 
 
-def _counts(g: GraphBuilder, a: DeltaInputs, chunks: ir.Value) -> ir.Value:
+def _counts(g: GraphBuilder, a: DeltaRows, chunks: ir.Value) -> ir.Value:
     """The rows of each chunk that enter the new state: int64 [chunks, B, 1, 1, 1]."""
     first = g.op("Mul", g.arange(chunks), g.constant(CHUNK), name="first_row")
     first = g.op("Sub", first, g.constant(CHUNK), name="first_of_pass")  # -CHUNK for the pending ones

@@ -49,6 +49,7 @@ def problems(
     if in_plans:
         wrong["HiddenStateTap"] = gathered(device, run, taps, hidden)
         wrong |= {"Attention": attended(device, run), "MoE": experts(device, run)}
+        wrong["GatedDeltaNet"] = recurrent(device, run)
     return wrong
 
 
@@ -147,6 +148,39 @@ def between_passes(
         if not torch.equal(got[name].cpu(), expected[name]):
             return f"`{name}` differs from that of torch's operators"
     return "" if not counters.cpu().any() else "the counters are not zero again"
+
+
+def recurrent(device: torch.device | str, run: launch.Run) -> str:
+    """GatedDeltaNet: nine rows in one pass, and the same rows with four of them replayed, which changes no bit."""
+    rng, rows, again, heads, size = np.random.default_rng(0), 9, 4, 2, 32
+
+    def numbers(*shape: int) -> Array:
+        return rng.standard_normal((2, *shape)).astype(np.float32)
+
+    q, k = (numbers(rows, size) / np.float32(size**0.5) for _ in "qk")
+    v, state = numbers(rows, heads * size), numbers(heads, size, size)
+    decay, beta = -np.abs(numbers(rows, heads)), rng.random((2, rows, heads), np.float32)
+    gates = np.concatenate([decay, beta], axis=2)
+    results = []
+    for replayed in (0, again):
+        before = np.zeros((2, again - replayed, 1), np.float32)
+        given = {
+            n: np.concatenate([before.repeat(x.shape[2], 2), x], 1)
+            for n, x in zip("qkv", (q, k, v), strict=True)
+        }
+        given |= {"gates": gates[:, replayed:], "state": state, "pending_gates": gates[:, :again]}
+        given |= {n: np.full(2, count) for n, count in (("replayed", replayed), ("certain", rows - replayed))}
+        given["begun"] = np.ones(2, np.float32)
+        there = {n: torch.from_numpy(np.ascontiguousarray(x)).to(device) for n, x in given.items()}
+        made = launch.gated_delta_net(**there, run=run)
+        results.append([each.cpu().numpy() for each in made[:2]])
+        for got, want in zip(results[-1], reference.gated_delta_net(**given)[:2], strict=True):
+            error = float(np.abs(got - want).max() / np.abs(want).max())
+            if not error <= 1e-5:
+                return f"differs by {error:.6f} of the largest number"
+    (y, after), (y_again, after_again) = results
+    same = np.array_equal(y[:, again:], y_again) and np.array_equal(after, after_again)
+    return "" if same else "rows that are replayed get other bits"
 
 
 def experts(device: torch.device | str, run: launch.Run) -> str:

@@ -1,4 +1,4 @@
-"""The TensorRT dialect with plugins for attention, taps, acceptance and MXFP4 experts.
+"""The TensorRT dialect with plugins for attention, taps, acceptance, MXFP4 experts and Gated DeltaNet.
 
 Each operator keeps its signature. Its body has one plugin node per kernel, in launch order.
 """
@@ -13,16 +13,19 @@ import onnx_ir as ir
 
 from dflash_plugins.version import NAMESPACE, versioned
 from dflash_trt.graph.builder import BOOL, DFLASH_DOMAIN, DFLASH_VERSION, FLOAT, INT64, GraphBuilder
+from dflash_trt.graph.delta_net import DeltaInputs, DeltaKind
 from dflash_trt.graph.dialect import AttentionInputs, AttentionKind, Dialect, mask_name
 from dflash_trt.graph.experts import Storage, declared
 from dflash_trt.graph.lowering.bodies import TRT_DOMAIN
 from dflash_trt.graph.tensorrt import TensorRT
 
 
-class TensorRTExpertPlugins(TensorRT):
-    """Plugins for MXFP4 experts only, as TensorRT-RTX takes them (rtx.py). `dtype` must be BF16 or FP16."""
+class TensorRTLayerPlugins(TensorRT):
+    """Plugins for MXFP4 experts and Gated DeltaNet only, as TensorRT-RTX takes them (rtx.py). `dtype` must be BF16 or
+    FP16.
+    """
 
-    name = "tensorrt-expert-plugins"
+    name = "tensorrt-layer-plugins"
 
     # The rows of a pass whose experts are multiplied in MXFP8 (kernels/moe_chunks.py); 0 for none.
     mxfp8_rows = 0
@@ -77,11 +80,18 @@ class TensorRTExpertPlugins(TensorRT):
         quantized = _plugin(g, "MoEQuantize", x, shares, outputs=2, **whole)
         return _plugin(g, f"{name}OfChunks", x, *quantized, *inputs, **attributes, **whole)[0]
 
+    def gated_delta_net(self, kind: DeltaKind) -> ir.Function:
+        """One node, which goes row by row."""
+        g = self._builder("GatedDeltaNet")
+        a = DeltaInputs(g, kind)
+        a.output(*_plugin(g, "GatedDeltaNet", *g.graph.inputs, outputs=3))
+        return g.function()
+
     def _builder(self, name: str) -> GraphBuilder:
         return GraphBuilder(name, dtype=self.dtype, opsets={TRT_DOMAIN: 1, DFLASH_DOMAIN: DFLASH_VERSION})
 
 
-class TensorRTPlugins(TensorRTExpertPlugins):
+class TensorRTPlugins(TensorRTLayerPlugins):
     """All plugins."""
 
     name = "tensorrt-plugins"

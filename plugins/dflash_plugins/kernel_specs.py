@@ -346,3 +346,19 @@ def merge(heads: int, head_dim: int, dtype: str, *, sinks: bool) -> Use:
 
 def _head(head_dim: int) -> dict[str, Any]:
     return {"D": head_dim, "D_SLOTS": max(16, power_of_two(head_dim))}
+
+
+# Columns of a head's state in a program. One warp holds them, so that no sum waits for another warp.
+DELTA_COLUMNS = 8
+
+
+def delta_rows(key_heads: int, heads: int, key_dim: int, value_dim: int, pending: int) -> Use:
+    """The kernel of a Gated DeltaNet layer, with `pending` rows that may be replayed. Not fused, so that a row's
+    numbers are rounded alike wherever a compiler unrolls the loop.
+    """
+    types: Types = dict.fromkeys(("q", "k", "v", "gates", "state", "pending_gates", "begun"), "*fp32")
+    types |= dict.fromkeys(("replayed", "certain"), "*i64") | {"count": "i32"}
+    types |= dict.fromkeys(("y", "state_out", "pending_gates_out"), "*fp32")
+    constants = {"KEY_HEADS": key_heads, "HEADS": heads, "DK": key_dim, "DV": value_dim, "PENDING": pending}
+    constants |= {"DK_SLOTS": power_of_two(key_dim), "COLUMNS": DELTA_COLUMNS}
+    return Use("delta_net", "delta_rows", types, constants, num_warps=1)

@@ -214,3 +214,31 @@ def gather_taps(
     use = uses.gather_taps(len(taps), hidden, *types, ragged=bool(ragged))
     run(use, (total, len(taps)), taps=tuple(taps), **ragged, rows_per_sequence=rows, features=features)
     return features
+
+
+def gated_delta_net(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    gates: torch.Tensor,
+    state: torch.Tensor,
+    pending_gates: torch.Tensor,
+    replayed: torch.Tensor,
+    certain: torch.Tensor,
+    begun: torch.Tensor,
+    *,
+    run: Run = by_triton,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`dflash::GatedDeltaNet` (graph/delta_net.py) of contiguous tensors, as many pending rows as `pending_gates` has.
+
+    Returns y, the new state, and the gates that are pending then.
+    """
+    batch, count, _ = gates.shape
+    heads, key_dim, value_dim = state.shape[1:]
+    made = v.new_empty(batch, count, v.shape[2]), torch.empty_like(state), torch.empty_like(pending_gates)
+    use = uses.delta_rows(q.shape[2] // key_dim, heads, key_dim, value_dim, pending_gates.shape[1])
+    given = {"q": q, "k": k, "v": v, "gates": gates, "state": state, "pending_gates": pending_gates}
+    given |= {"replayed": replayed, "certain": certain, "begun": begun}
+    given |= dict(zip(("y", "state_out", "pending_gates_out"), made, strict=True))
+    run(use, (-(-value_dim // uses.DELTA_COLUMNS), batch * heads), **given, count=count)
+    return made

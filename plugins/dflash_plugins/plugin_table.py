@@ -286,6 +286,20 @@ PLUGINS = (
         use=lambda z, a, t: uses.combine(z.fixed(1, 1), a["k"], z.type(1)),
         grid=lambda s, a, t: (s[1][0], s.ceil_div(s[1][1], uses.COMBINE_BLOCK)),
     ),
+    Plugin(
+        "GatedDeltaNet",
+        ("q", "k", "v", "gates", "state", "pending_gates", "replayed", "certain", "begun"),
+        outputs=lambda s, a: [
+            ((s[3][0], s[3][1], s[2][2]), "FLOAT"),
+            ((s[4][0], s[4][1], s[4][2], s[4][3]), "FLOAT"),
+            ((s[5][0], s[5][1], s[5][2]), "FLOAT"),
+        ],
+        use=lambda z, a, t: uses.delta_rows(
+            z.fixed(0, 2) // z.fixed(4, 2), z.fixed(4, 1), z.fixed(4, 2), z.fixed(4, 3), z.fixed(5, 1)
+        ),
+        grid=lambda s, a, t: (s.ceil_div(s[4][3], uses.DELTA_COLUMNS), s[4][0] * s[4][1]),
+        integers=lambda s, a: (s[3][1],),
+    ),
     _attend("Attend"),
     _attend("AttendTree", "start", "visible"),
     _merge("MergeAttention"),

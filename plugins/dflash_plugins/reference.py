@@ -105,3 +105,40 @@ def attention(
         weights = np.exp(scores - max(scores.max(), sink))
         y[b, h, i] = weights @ values / (weights.sum() + np.exp(sink - max(scores.max(), sink)))
     return y.astype(q.dtype)
+
+
+def gated_delta_net(
+    q: Array,
+    k: Array,
+    v: Array,
+    gates: Array,
+    state: Array,
+    pending_gates: Array,
+    replayed: Array,
+    certain: Array,
+    begun: Array,
+) -> tuple[Array, Array, Array]:
+    """dflash::GatedDeltaNet in float64: y, the new state, and the new pending gates."""
+    (batch, count, _), (_, heads, key_dim, value_dim) = gates.shape, state.shape
+    before = q.shape[1] - count
+    y, new_state = (
+        np.zeros((batch, count, heads * value_dim)),
+        state * begun[:, None, None, None].astype(float),
+    )
+    for b in range(batch):
+        s, old = new_state[b], int(replayed[b])
+        for i, gate in enumerate(np.concatenate([pending_gates[b, :old], gates[b]]).astype(np.float64)):
+            row = i if i < old else before + i - old
+            key, query = (
+                x[b, row].reshape(-1, key_dim).repeat(heads * key_dim // x.shape[2], axis=0) for x in (k, q)
+            )
+            s = s * np.exp(gate[:heads])[:, None, None]
+            known = np.einsum("hkv,hk->hv", s, key)
+            change = gate[heads:, None] * (v[b, row].reshape(heads, value_dim) - known)
+            s = s + key[:, :, None] * change[:, None]
+            if i >= old:
+                y[b, i - old] = np.einsum("hkv,hk->hv", s, query).reshape(-1)
+            if i < old + certain[b]:
+                new_state[b] = s
+    waiting = np.minimum(certain[:, None] + np.arange(pending_gates.shape[1]), count - 1)
+    return y, new_state, np.take_along_axis(gates, waiting[:, :, None], axis=1)

@@ -27,8 +27,9 @@ from dflash_plugins.shim import provide_library_name
 from dflash_plugins.version import NAMESPACE, versioned
 from dflash_trt.errors import BuildError
 
-# TensorRT-RTX computes attention, taps and acceptance well by itself. It widens all experts for every row.
-NAMES = ("MoERoute", "MoEGroup", "MoEGateUp", "MoEDown", "MoECombine")
+# TensorRT-RTX computes attention, taps and acceptance well by itself. It widens all experts for every row, and has no
+# operator for a recurrence.
+NAMES = ("MoERoute", "MoEGroup", "MoEGateUp", "MoEDown", "MoECombine", "GatedDeltaNet")
 _KERNEL = "kernel"  # the field of a plan that holds a compiled kernel
 _loaded: dict[tuple[Any, ...], ctypes.c_void_p] = {}  # kernels by context, name and text
 _creators: list[Any] = []  # TensorRT-RTX refers to them for as long as the process lives

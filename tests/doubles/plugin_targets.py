@@ -21,12 +21,12 @@ from tests.doubles import tensorrt_double as double
 from tests.doubles.tensorrt_double import DataType
 
 # gpt-oss-120b: hidden and inner size 2880, 4 of 128 experts, vocabulary 201,088, 5 taps, blocks of 10. 64 query heads
-# and 8 key heads of 64 numbers; caches of 4096 slots.
+# and 8 key heads of 64 numbers; caches of 4096 slots. Gated DeltaNet of Qwen3.5-4B: 16 key and 32 value heads of 128.
 F, H, I4, I8, BYTE = DataType.FLOAT, DataType.BF16, DataType.INT32, DataType.INT64, DataType.INT8
-SIZES = {"B": 2, "S": 10, "R": 10, "rows": 20, "pairs": 80, "parts": 2, "partial": 18_432}
+SIZES = {"B": 2, "S": 10, "P+S": 26, "R": 10, "rows": 20, "pairs": 80, "parts": 2, "partial": 18_432}
 # The largest sizes of a plan's two profiles.
-PREFILL = {"B": 1, "S": 512, "R": 1, "rows": 512, "pairs": 2048, "parts": 32, "partial": 49_152}
-VERIFY = {"B": 8, "S": 16, "R": 16, "rows": 128, "pairs": 512, "parts": 8, "partial": 24_576}
+PREFILL = {"B": 1, "S": 512, "P+S": 528, "R": 1, "rows": 512, "pairs": 2048, "parts": 32, "partial": 49_152}
+VERIFY = {"B": 8, "S": 16, "P+S": 32, "R": 16, "rows": 128, "pairs": 512, "parts": 8, "partial": 24_576}
 VOCAB, D, E = 201_088, 2880, 128
 TILES = uses.vocabulary_tiles(VOCAB)
 PARTIAL = [(("rows", TILES * 128), F)] * 2 + [(("rows", TILES), F)] * 2 + [(("rows", TILES), I8)]
@@ -82,6 +82,14 @@ CASES: dict[str, tuple[list[tuple[tuple[Any, ...], DataType]], dict[str, Any]]] 
         {"whole": 512},
     ),
     "MoECombine": ([(("pairs", D), F), (("rows", D), H)], {"k": 4}),
+    "GatedDeltaNet": (
+        [
+            *((("B", "P+S", width), F) for width in (2048, 2048, 4096)),
+            *((("B", "S", 64), F), (("B", 32, 128, 128), F), (("B", 16, 64), F)),
+            *((("B",), I8), (("B",), I8), (("B",), F)),
+        ],
+        {},
+    ),
 }
 
 
@@ -195,6 +203,7 @@ def build(trt: Any, name: str, capability: int) -> list[dict[str, Any]]:
                 "scaled": len(re.findall(r"tcgen05\.mma\S*kind::mxf8f6f4\.block_scale", text)),
                 "products": sorted(set(re.findall(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync", text))),
                 "fused": len(re.findall(r"\bfma\.", text)),
+                "fusable": len(re.findall(r"\b(?:mul|add|sub)\.f", text)),  # by the assembler
                 "registers": registers,
                 "spill_bytes": spill_bytes,
                 "shared_bytes": value["shared_mem"],

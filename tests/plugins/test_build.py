@@ -120,6 +120,7 @@ def made(
     capability: int = 90,
     precision: str | None = None,
     expert_formats: tuple[str, ...] = (),
+    recurrent: bool = False,
     **options: Any,
 ) -> plans.Plans:
     monkeypatch.setattr(Flavour, "load", lambda self: SimpleNamespace(__version__="11.4"))
@@ -133,6 +134,7 @@ def made(
         capacity=128,
         formats=(),
         expert_formats=expert_formats,
+        recurrent=recurrent,
     )
 
 
@@ -152,6 +154,7 @@ def made(
         ({"engine": "tensorrt-rtx", "capability": 120, "expert_formats": ("mxfp4",)}, {"target"}),
         ({"engine": "tensorrt-rtx", "capability": 89, "expert_formats": ("mxfp4",)}, {"target"}),
         ({"engine": "tensorrt-rtx", "capability": 121, "expert_formats": ("mxfp4",)}, {"target"}),
+        ({"engine": "tensorrt-rtx", "capability": 86, "recurrent": True}, {"target"}),
     ],
 )
 def test_who_gets_plugins(

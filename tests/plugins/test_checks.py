@@ -15,12 +15,13 @@ SIZES: dict[str, Any] = {"vocab": 300, "taps": 2, "hidden": 48, "dtype": torch.b
 
 def test_right_kernels_pass() -> None:
     assert checks.problems("cpu", launch.by_triton, **SIZES, in_plans=True) == dict.fromkeys(
-        ("SampleRows", "BlockAcceptance", "Round", "HiddenStateTap", "Attention", "MoE"), ""
+        ("SampleRows", "BlockAcceptance", "Round", "HiddenStateTap", "Attention", "MoE", "GatedDeltaNet"), ""
     )
 
 
 def test_a_wrong_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     taps, sample, attend, experts = launch.gather_taps, launch.sample_rows, attention.attention, moe.moe
+    delta = launch.gated_delta_net
 
     def other_noise(logits: Any, params: Any, positions: Any, **options: Any) -> Any:
         return sample(logits, params, positions + 1, **options)
@@ -31,6 +32,10 @@ def test_a_wrong_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def other_experts(x: Any, logits: Any, layer: Any, **options: Any) -> Any:
         return experts(x, -logits, layer, **options)
 
+    def other_state(*, state: Any, **given: Any) -> Any:
+        return delta(state=state * (1 + 1e-6 * given["replayed"][0]), **given)
+
+    monkeypatch.setattr(launch, "gated_delta_net", other_state)
     monkeypatch.setattr(
         launch, "gather_taps", lambda rows, *given, **options: taps(rows[::-1], *given, **options)
     )
@@ -39,5 +44,6 @@ def test_a_wrong_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "attention", no_sinks)
     found = checks.problems("cpu", launch.by_triton, **SIZES, in_plans=True)
     assert [name for name, problem in found.items() if problem] == [
-        *("SampleRows", "HiddenStateTap", "Attention", "MoE")
+        *("SampleRows", "HiddenStateTap", "Attention", "MoE", "GatedDeltaNet")
     ]
+    assert found["GatedDeltaNet"] == "rows that are replayed get other bits"

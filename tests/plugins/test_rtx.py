@@ -14,19 +14,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dflash_plugins import compiler, kernels, rtx, shim
+from dflash_plugins import compiler, kernels, launch, rtx, shim
 from dflash_plugins import kernel_specs as uses
 from dflash_plugins.compiled import Compiled
 from dflash_plugins.plugin_table import PLUGINS, Symbols
 from dflash_plugins.version import versioned
 
 from dflash_trt.checkpoint.tensors import Checkpoint
+from tests.doubles.checkpoints import make_drafter
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter
+from tests.doubles.hybrid_checkpoints import make_hybrid
+from tests.plugins.test_delta_net import drawn, inputs
 from tests.plugins.test_moe import expected, layer
 
 trt = pytest.importorskip("tensorrt_rtx", exc_type=ImportError)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="ELF")
 TYPES = {torch.float32: "FLOAT", torch.bfloat16: "BF16", torch.int32: "INT32", torch.int8: "INT8"}
+TYPES[torch.int64] = "INT64"
 
 
 @linux
@@ -40,29 +44,44 @@ def test_a_library_is_found_by_a_name_that_its_file_lacks(tmp_path: Path) -> Non
 
 @linux
 def test_a_plan_holds_the_experts_as_they_are_stored(tmp_path: Path) -> None:
-    """For Ampere, which has no arithmetic for them. A process of its own compiles, as this one interprets kernels."""
+    """Ampere has no arithmetic for them."""
     target = make_gpt_oss(tmp_path / "target")
-    drafter = make_gpt_oss_drafter(tmp_path / "drafter", target, layers=1)
-    settings = {
-        "target": target,
-        "drafter": drafter,
-        "compute-capability": 86,
-        "max-seq-len": 128,
-        "out": tmp_path / "b",
-    }
-    command = [sys.executable, "-m", "dflash_trt", "build", "--engine=tensorrt-rtx", "--max-batch-size=1"]
-    command += [f"--{name}={value}" for name, value in settings.items()]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    plan = (tmp_path / "b" / "plans" / "sm86" / "target.plan").read_bytes()
+    plan = built_plan(target, make_gpt_oss_drafter(tmp_path / "drafter", target, layers=1), tmp_path / "b")
     stored = [each for each in Checkpoint(target).tensors.values() if each.name.endswith("_blocks")]
     assert stored
     for tensor in stored:
         with tensor.file.open("rb") as file:
             file.seek(tensor.offset)
             assert plan.count(file.read(tensor.nbytes)) == 1, tensor.name
-    assert all(plan.count(f"{versioned(name)}".encode()) for name in rtx.NAMES)
+    assert all(plan.count(versioned(name).encode()) for name in rtx.NAMES if name.startswith("MoE"))
+
+
+@linux
+def test_a_plan_holds_the_recurrence(tmp_path: Path) -> None:
+    """In each of two layers."""
+    target = make_hybrid(
+        tmp_path / "target", num_hidden_layers=3, layer_types=[*["linear_attention"] * 2, "full_attention"]
+    )
+    drafter = make_drafter(tmp_path / "drafter", target, block_size=6, layers=1, taps=(0, 1))
+    plan = built_plan(target, drafter, tmp_path / "b")
+    assert plan.count(versioned("GatedDeltaNet").encode()) >= 2
+
+
+def built_plan(target: Path, drafter: Path, out: Path) -> bytes:
+    """The target's plan for Ampere, built in a process that compiles kernels."""
+    settings = {
+        "target": target,
+        "drafter": drafter,
+        "compute-capability": 86,
+        "max-seq-len": 128,
+        "out": out,
+    }
+    command = [sys.executable, "-m", "dflash_trt", "build", "--engine=tensorrt-rtx", "--max-batch-size=1"]
+    command += [f"--{name}={value}" for name, value in settings.items()]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return (out / "plans" / "sm86" / "target.plan").read_bytes()
 
 
 class Interpreted:
@@ -138,11 +157,24 @@ class Plan:
         return outputs
 
 
-def test_what_a_plan_launches_is_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch) -> Plan:
     driver = Interpreted()
     monkeypatch.setattr(compiler, "compile_kernel", driver.compile)
     monkeypatch.setattr(rtx, "_driver", lambda: driver)
     monkeypatch.setattr(rtx, "_loaded", {})
+    return Plan(driver)
+
+
+def test_a_plan_launches_the_recurrence(plan: Plan) -> None:
+    given = inputs([drawn(9, 0), drawn(9, 1)], [0, 0], 9, 4)
+    for got, want in zip(
+        plan.run("GatedDeltaNet", [*given.values()]), launch.gated_delta_net(**given), strict=True
+    ):
+        assert torch.equal(got, want)
+
+
+def test_what_a_plan_launches_is_the_operator(plan: Plan) -> None:
     rng = np.random.default_rng(3)
     e = layer(rng, 8, 160, 96, 4, biased=True)
     x = torch.from_numpy(rng.standard_normal((5, 160)) / 8).bfloat16()
@@ -151,7 +183,6 @@ def test_what_a_plan_launches_is_the_operator(monkeypatch: pytest.MonkeyPatch) -
         [a.view(torch.int8), b.view(torch.int8), c]
         for a, b, c in ((e.gate_up, e.gate_up_scales, e.gate_up_bias), (e.down, e.down_scales, e.down_bias))
     )
-    plan = Plan(driver)
     shares, chosen, counts = plan.run("MoERoute", [logits], k=4)
     pairs, groups = plan.run("MoEGroup", [chosen, counts], k=4)
     (hidden,) = plan.run("MoEGateUp", [x, pairs, groups, *up], k=4, alpha=1.702, beta=1.0, limit=7.0)
@@ -159,4 +190,4 @@ def test_what_a_plan_launches_is_the_operator(monkeypatch: pytest.MonkeyPatch) -
     (y,) = plan.run("MoECombine", [parts, x], k=4)
     want = expected(x, logits, e).astype(np.float64)
     assert np.max(np.abs(y.double().numpy() - want)) <= 2**-8 * np.max(np.abs(want))
-    assert driver.streams == [77] * 5
+    assert plan.driver.streams == [77] * 5

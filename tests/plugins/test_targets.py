@@ -104,6 +104,8 @@ def test_shapes_types_and_grids(target: tuple[int, Any]) -> None:
     assert outputs["MoEGateUp"] == [[[80, 2880], "BF16"]]
     assert outputs["MoEDown"] == [[[80, 2880], "FLOAT"]]
     assert outputs["MoECombine"] == [[[20, 2880], "BF16"]]
+    delta = [[[2, 10, 4096], "FLOAT"], [[2, 32, 128, 128], "FLOAT"], [[2, 16, 64], "FLOAT"]]
+    assert outputs["GatedDeltaNet"] == delta
     grids = {name: [t["grid"][:2] for t in tactics] for name, tactics in plugins.items()}
     assert grids["SampleTiles"] == [[50, 20]]
     assert grids["SampleSelect"] == [[20, 1]]
@@ -114,6 +116,7 @@ def test_shapes_types_and_grids(target: tuple[int, Any]) -> None:
         by_tactic = dict(zip([t["tactic"] for t in plugins[name]], grids[name], strict=True))
         assert by_tactic.items() <= {1: [45, 80], 2: [23, 80], 3: [45, 80], 4: [23, 80], 5: [23, 80]}.items()
     assert grids["MoECombine"] == [[20, 3]]
+    assert grids["GatedDeltaNet"] == [[16, 64]]
     for name in ("Attend", "AttendTree"):
         tiles = {t["tactic"]: t["grid"] for t in plugins[name]}
         rows = {i: -(-80 // tile.rows) for i, tile in enumerate(uses.attention_tiles(64), 1)}
@@ -124,6 +127,7 @@ def test_shapes_types_and_grids(target: tuple[int, Any]) -> None:
     assert plugins["SampleTiles"][0]["integers"] == [10]
     assert plugins["AcceptBlock"][0]["integers"] == [10, 10]
     assert plugins["MoEGroup"][0]["integers"] == [20]
+    assert plugins["GatedDeltaNet"][0]["integers"] == [10]
 
 
 def test_every_profile_gets_the_same_kernel(target: tuple[int, Any]) -> None:
@@ -162,9 +166,12 @@ def test_attention_has_kernels_for_every_head(folder: str, cache: Path) -> None:
         assert most >= (64 if name.startswith("128") else 32), name
 
 
-def test_the_noise_is_compiled_without_fused_operations(target: tuple[int, Any]) -> None:
-    """A fused multiply-add would round differently from the host. In sample_select, only the library's log has some."""
+def test_the_noise_and_the_recurrence_are_compiled_without_fused_operations(target: tuple[int, Any]) -> None:
+    """A fused multiply-add would round differently from the host. In sample_select, only the library's log has some.
+    What the driver translates may not be fused either, where a loop is unrolled.
+    """
     _, plugins = target
+    assert plugins["GatedDeltaNet"][0]["fused"] == plugins["GatedDeltaNet"][0]["fusable"] == 0
     assert plugins["SampleTiles"][0]["fused"] == 0
     assert plugins["SampleSelect"][0]["fused"] == 12
 

@@ -50,6 +50,7 @@ def plan_job(engine: str, pair: CheckpointPair, settings: BuildSettings, progres
         capacity=capacity,
         formats=_formats(pair),
         expert_formats={"mxfp4"} if moe is not None and moe.quantization else (),
+        recurrent=bool(pair.target.config.delta_layers),
     )
     # Beside a pass that filled a slot, other passes write a block there while it is idle (round_memory.py).
     by_window = cache_rows_by_window(

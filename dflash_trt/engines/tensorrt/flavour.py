@@ -25,9 +25,8 @@ class Flavour:
     capabilities: tuple[int, ...]
     ahead: bool
     oldest: tuple[int, int]
-    plugins: Literal[
-        "experts", "all"
-    ]  # what has our kernels: MXFP4 experts, or attention, taps and acceptance too
+    # What has our kernels: MXFP4 experts and Gated DeltaNet, or attention, taps and acceptance too.
+    plugins: Literal["layers", "all"]
 
     @property
     def wheel(self) -> str:
@@ -37,7 +36,7 @@ class Flavour:
     @property
     def plugin_capabilities(self) -> frozenset[int]:
         """The GPUs that plugins are compiled for."""
-        return frozenset(self.capabilities if self.plugins == "experts" else TARGETS)
+        return frozenset(self.capabilities if self.plugins == "layers" else TARGETS)
 
     def load(self) -> Any:
         """The module. Raises BuildError if it is missing, broken or too old."""
@@ -109,7 +108,7 @@ FLAVOURS: Mapping[str, Flavour] = {
             (80, 86, 89, 120, 121),
             ahead=True,
             oldest=(1, 7),
-            plugins="experts",
+            plugins="layers",
         ),
         Flavour(
             "tensorrt",

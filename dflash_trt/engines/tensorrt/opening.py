@@ -95,7 +95,7 @@ def _module(bundle: Bundle) -> Any:
         raise BundleError(
             f"{bundle.path}: {flavour.label} needs an NVIDIA GPU and a torch that sees it (torch {torch.__version__})"
         )
-    if "plugins" in built and flavour.plugins == "experts":
+    if "plugins" in built and flavour.plugins == "layers":
         rtx.register(trt)
     return trt
 

@@ -25,8 +25,9 @@ class TensorRTOptions(EngineOptions):
 
     capabilities: the GPUs to build for; 120 is 12.0. Empty: the GPUs of this machine.
     prefill_chunk: prompt tokens per pass. None is 512, or less with a small cache.
-    plugins: "auto" uses our kernels for attention, taps, acceptance and MXFP4 experts if the engine, the GPU and the
-        installed packages support them (`plugins/`). "none" uses standard operators. The result is the same.
+    plugins: "auto" uses our kernels for attention, taps, acceptance, MXFP4 experts and Gated DeltaNet if the engine,
+        the GPU and the installed packages support them (`plugins/`). "none" uses standard operators. The result is the
+        same but for rounding.
     prompt_experts: "mxfp8" multiplies MXFP4 experts in whole chunks of prompts with inputs in MXFP8, which unpacks no
         weight and changes results (docs/plugins.md). Only for compute capability 10.0.
     timing_cache: a bundle whose timing caches the build reads, to choose the same tactics again.
@@ -66,7 +67,8 @@ class TensorRTOptions(EngineOptions):
         metadata=option(
             "--plugins",
             choices=["auto", "none"],
-            help="auto: our kernels for attention, taps, acceptance and MXFP4 experts, where supported (default)",
+            help="auto: our kernels for attention, taps, acceptance, MXFP4 experts and Gated DeltaNet, where supported "
+            "(default)",
         ),
     )
     prompt_experts: Literal["16-bit", "mxfp8"] = field(

@@ -12,7 +12,7 @@ from typing import Any
 
 import onnx_ir as ir
 from dflash_plugins import compiled
-from dflash_plugins.dialect import TensorRTExpertPlugins, TensorRTPlugins
+from dflash_plugins.dialect import TensorRTLayerPlugins, TensorRTPlugins
 from dflash_plugins.kernel_specs import round_uses
 from dflash_plugins.version import VERSION as PLUGIN_VERSION
 
@@ -54,6 +54,7 @@ class Plans:
         capacity: int,
         formats: Iterable[str],
         expert_formats: Collection[str],
+        recurrent: bool,
     ) -> None:
         self.flavour = FLAVOURS[engine]
         self.module = self.flavour.load()
@@ -74,7 +75,7 @@ class Plans:
             {"target", "drafter"}
             if self.flavour.plugins == "all"
             else {"target"}
-            if expert_formats
+            if expert_formats or recurrent
             else set()
         )
         self.kernels: dict[str, compiled.Compiled] = {}  # between passes, by digest
@@ -87,7 +88,7 @@ class Plans:
         self.plugins = {role for role in roles if usable and dtypes[role] != ir.DataType.FLOAT}
         if "target" not in self.plugins:
             self.flavour.check_capabilities(self.capabilities, self.capabilities, formats=expert_formats)
-        with_plugins = TensorRTPlugins if self.flavour.plugins == "all" else TensorRTExpertPlugins
+        with_plugins = TensorRTPlugins if self.flavour.plugins == "all" else TensorRTLayerPlugins
         fused = has_operator(self.module, "TRT_Attention") and has_operator(self.module, "TRT_KVCacheUpdate")
         self.dialects = {
             role: (with_plugins if role in self.plugins else TensorRT)(dtype, trt_operators=fused)

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dflash_plugins import kernel_specs
+from dflash_plugins.dialect import TensorRTLayerPlugins
 
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building import exactness
@@ -18,9 +20,11 @@ from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.exact import PassRule
 from dflash_trt.engines.state_caches import POSITION
+from dflash_trt.engines.tensorrt import plans
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
 from dflash_trt.engines.tensorrt.states import DeviceHybridCaches
 from dflash_trt.errors import BundleError
+from dflash_trt.runtime import Runtime
 from tests.doubles.checkpoints import make_drafter
 from tests.doubles.hybrid_checkpoints import DENSE, make_hybrid
 from tests.engines.tensorrt.test_runtime import FLOAT32, here  # noqa: F401  # a fixture
@@ -44,6 +48,15 @@ def bundles(tmp_path_factory: pytest.TempPathFactory, here: Any) -> tuple[Bundle
         precision=FLOAT32,
         options=options,
     )
+
+
+@pytest.fixture
+def measured_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact mode measures one short answer, and keeps the result in a folder of its own."""
+    monkeypatch.setenv("DFLASH_TRT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(exactness, "TOKENS", 4)
+    monkeypatch.setattr(exactness, "_TIMED", 1)
+    monkeypatch.setattr(Runtime, "_measured_prompts", lambda self: [list(range(6))])
 
 
 def prompts() -> list[list[int]]:
@@ -78,17 +91,51 @@ def test_the_tokens_are_those_of_onnxruntime(bundles: tuple[Bundle, Bundle]) -> 
         assert [c.token_ids for c in found] == expected
 
 
-def test_exact_mode_is_refused(
-    bundles: tuple[Bundle, Bundle], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A state is summed in groups that depend on how many drafts were accepted, whatever the width of a pass."""
-    monkeypatch.setenv("DFLASH_TRT_CACHE", str(tmp_path))
-    monkeypatch.setattr(exactness, "TOKENS", 8)
+@pytest.mark.usefixtures("measured_here")
+def test_exact_mode_is_refused_without_the_kernel(bundles: tuple[Bundle, Bundle]) -> None:
+    """A state is summed in chunks that depend on how many drafts were accepted, whatever the width of a pass."""
     for _ in range(2):  # measured, then known
         with pytest.raises(BundleError, match="not possible"):
             LLM(bundles[1].path, max_batch_size=1, exact=True)
     with LLM(bundles[1].path, max_batch_size=1) as llm:
         assert llm.exactness is None
+
+
+@pytest.mark.usefixtures("measured_here")
+def test_exact_mode_opens_with_the_kernel(
+    tmp_path: Path,
+    here: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All widths agree, in every batch and however a prompt was cut, but for passes of one row, which ONNX Runtime
+    multiplies in another way here, whatever the target.
+    """
+    monkeypatch.setattr(
+        kernel_specs, "DELTA_COLUMNS", 16
+    )  # one program for a head, as the interpreter is slow
+    monkeypatch.setattr(
+        plans, "TensorRT", TensorRTLayerPlugins
+    )  # in FP32 too, where no rounding hides anything
+    heads = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
+    target = make_hybrid(
+        tmp_path / "target", favourites=6, num_hidden_layers=2, layer_types=LAYERS[:2], **heads
+    )
+    drafter = make_drafter(tmp_path / "drafter", target, block_size=3, layers=1, taps=(0, 1))
+    bundle = build(
+        *(str(target), str(drafter), tmp_path / "bundle"),
+        engine="tensorrt",
+        max_seq_len=64,
+        precision=FLOAT32,
+        options=TensorRTOptions(max_batch_size=2, prefill_chunk=4),
+    )
+    greedy, asked = SamplingParams(max_tokens=9, ignore_eos=True), [prompts()[n] for n in (0, 2)]
+    with LLM(bundle.path, max_batch_size=2, exact=True) as llm:
+        assert llm.exactness is not None
+        assert llm.exactness.rule == PassRule((2, 3))
+        plain = llm.generate(asked, greedy, speculate=False)
+        drafted = llm.generate(asked, greedy, block_length=3)
+    assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
+    assert sum(c.statistics.num_accepted_tokens for c in drafted) > 0
 
 
 def test_states_move_and_are_cleared_by_slot(bundles: tuple[Bundle, Bundle]) -> None:
