@@ -123,7 +123,7 @@ class HostArrays:
     """NumPy arrays. A pass has ended when its engine returns. `Arrays` documents the methods."""
 
     most_nodes = 128  # 78 MB of logits at a vocabulary of 151,936
-    most_timed = 128.0  # the same, for a request that may stay alone
+    most_timed = 128.0  # as many, so that timing takes no more memory than one request may
 
     def __init__(
         self, *, slots: int, feature_size: int, most_unread: int, most_prompt_rows: int = 64

@@ -190,7 +190,7 @@ class GraphBuilder:
         return value if value.dtype == dtype else self.op("Cast", value, name=name, to=int(dtype))
 
     def to_dtype(self, value: ir.Value, dtype: ir.DataType, name: str = "to_dtype") -> ir.Value:
-        """Cast a computed value from `dtype` to the graph's dtype."""
+        """A computed value, which is in `dtype`, in the graph's dtype."""
         return value if dtype == self.dtype else self.op("Cast", value, name=name, to=int(self.dtype))
 
     def to_float(self, value: ir.Value, name: str = "to_float") -> ir.Value:

@@ -219,7 +219,9 @@ def _name(operator: str, kind: AttentionKind) -> str:
 
 
 def _visible(g: GraphBuilder, kind: AttentionKind, rows: list[ir.Value], sink: ir.Value | None) -> None:
-    """Each row of `first` and `last` [B,S], as often as `_attend` has it."""
+    """Outputs of a mask's body: the mask [B,1,rows,L], each row of the pass as often as `_attend` repeats it, the first
+    of its L cache rows, and whether the pass has few rows. `rows`: `first` and `last` [B,S].
+    """
     tree = TreeRows(g) if kind.trees else None
     capacity = g.input("capacity", INT64, [1])
     origin, end = g.constant(0), g.op("Squeeze", capacity, name="end")

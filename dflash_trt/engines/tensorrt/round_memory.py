@@ -68,8 +68,9 @@ class RoundMemory:
         self._slots = torch.arange(slots, device=device)
         self._sent = np.zeros(0, np.uint8)  # the inputs that are on the device
         self._rows: tuple[int, ...] | None = None  # the shape for which the target's rows are filled
-        # Anchors and nodes of this round's block, its shape in memory, and whether it was drafted to be the tokens.
-        self._asked, self._block, self._filled = (0, 0), (0, 0), False
+        self._asked = (0, 0)  # sequences and nodes of this round's block
+        self._block = (0, 0)  # its shape in memory, with idle slots and copies of the last node
+        self._filled = False  # whether the target's input has this block with its drafts
         self._noted = False  # whether `noted` holds anything
 
     def _inputs(self, slots: int, block_size: int) -> Sizes:
