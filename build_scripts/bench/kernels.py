@@ -3,9 +3,10 @@
     python -m pip install --no-deps --target /tmp/triton-3.8.0 triton==3.8.0
     python -m build_scripts.bench.kernels [--triton /tmp/triton-3.8.0 ...] [--details]
 
-The installed Triton comes first, then those in the folders. Kernels have gpt-oss-120b's sizes, attention heads of 64
-to 512 numbers, and Gated DeltaNet the heads of three models. A build leaves out tile shapes that spill registers or
-take more than 48 KiB of shared memory; the tables count those that stay. --details adds one line for each kernel. Needs no GPU. The last line is one JSON document.
+The installed Triton comes first, then those in the folders. Kernels have gpt-oss-120b's sizes, attention heads of 64 to
+512 numbers, and Gated DeltaNet the heads of three models. A build leaves out tile shapes that spill registers or take
+more than 48 KiB of shared memory; the tables count those that stay. --details adds one line for each kernel. Needs no
+GPU. The last line is one JSON document.
 """
 
 from __future__ import annotations
