@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+from dflash_trt.errors import quoted
 from dflash_trt.serving.openai.errors import ApiError
 
 # Keywords that refuse no value, or that describe only.
@@ -29,6 +30,15 @@ _OF_TYPE = {
 }
 _CHOICES = ("enum", "const", "anyOf", "oneOf", "allOf", "$ref")
 _KNOWN = _NO_MATTER.union(["type", *_CHOICES], *_OF_TYPE.values())
+# The types of keywords' values.
+_TYPES: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(("properties", "patternProperties", "$defs", "definitions"), (dict, "an object")),
+    **dict.fromkeys(("allOf", "anyOf", "oneOf", "prefixItems", "enum"), (list, "a list")),
+    **dict.fromkeys(("minItems", "maxItems", "minLength", "maxLength"), ((int, float), "a number")),
+    **dict.fromkeys(("$ref", "pattern"), (str, "a text")),
+    "required": (list, "a list of texts"),
+    "type": ((str, list), "a text or a list of texts"),
+}
 _KEY = r"/[^{}\[\],:<\s]+/"
 
 
@@ -39,6 +49,20 @@ def schema_at(root: dict[str, Any], place: str) -> Any:
         name = name.replace("~1", "/").replace("~0", "~")
         schema = schema.get(name) if isinstance(schema, dict) else None
     return schema if place.startswith("#") else None
+
+
+def check_keywords(schema: dict[str, Any]) -> None:
+    """Raise ApiError for a keyword whose value has a type that no schema has there."""
+    for key in schema.keys() & _TYPES.keys():
+        value, (types, named) = schema[key], _TYPES[key]
+        texts = value if key in ("type", "required") and isinstance(value, list) else ()
+        if (
+            not isinstance(value, types)
+            or isinstance(value, bool)
+            or not all(isinstance(t, str) for t in texts)
+        ):
+            said = f"tools: {key} of a function's schema is {quoted(value)}, expected {named}"
+            raise ApiError(400, said, "tools")
 
 
 class GemmaArguments:
@@ -71,6 +95,7 @@ class GemmaArguments:
             return self._any_value()
         if not isinstance(schema, dict):
             raise _refused(f"the schema {json.dumps(schema)}")
+        check_keywords(schema)
         if unknown := [key for key in schema if key not in _KNOWN and not key.startswith("x-")]:
             raise _refused(f"the keyword {unknown[0]}")
         if chosen := [key for key in _CHOICES if key in schema]:

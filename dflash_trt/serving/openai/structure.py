@@ -8,7 +8,7 @@ from typing import Any
 from dflash_trt.decoding.sampling.structure import MOST_CHARACTERS, WHITESPACE
 from dflash_trt.serving.openai.errors import ApiError, Names
 from dflash_trt.serving.openai.frames import Frame
-from dflash_trt.serving.openai.gemma_arguments import schema_at
+from dflash_trt.serving.openai.gemma_arguments import check_keywords, schema_at
 from dflash_trt.serving.openai.protocol import ChatRequest, NamedTool, SamplingFields, Tool
 
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
@@ -176,6 +176,7 @@ class Closing:
 
     def _others(self, schema: dict[str, Any], seen: tuple[str, ...]) -> dict[str, Any]:
         """A copy, in which the schemas for other values are closed."""
+        check_keywords(schema)
         made = dict(schema)
         for key in _NAMED:
             if isinstance(schema.get(key), dict):

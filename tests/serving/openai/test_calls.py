@@ -98,6 +98,29 @@ def test_references_cannot_multiply_a_schema(tiny: Path, schemas: list[Any]) -> 
         chat_of(model_of(tiny, '<tool_call>{"name"'), tools=tools, tool_choice="required")
 
 
+@pytest.mark.parametrize("template", ['<tool_call>{"name"', "<|channel><|tool_call>"])
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        (
+            {"allOf": 5, "anyOf": [{}, {}], "properties": {}},
+            "allOf of a function's schema is 5, expected a list",
+        ),
+        (
+            {"allOf": [{}, {"properties": [1]}]},
+            "properties of a function's schema is [1], expected an object",
+        ),
+        ({"required": [["a"]]}, "required of a function's schema is [['a']], expected a list of texts"),
+        ({"properties": {"a": {"type": 5}}}, "type of a function's schema is 5, expected a text or a list"),
+    ],
+)
+def test_a_malformed_schema_is_refused(tiny: Path, template: str, schema: Any, said: str) -> None:
+    with pytest.raises(ApiError) as error:
+        chat_of(model_of(tiny, template), tools=[tool(schema)], tool_choice="required")
+    assert said in error.value.message
+    assert (error.value.status, error.value.param) == (400, "tools")
+
+
 def test_required_calls_may_be_several_unless_one_is_asked_for(server: Server) -> None:
     tools = [tool(LETTER), tool(LETTER, "other")]
     # The end is made improbable, so that there is one call after the other.
