@@ -51,39 +51,46 @@ class AcceptanceByPlace:
     """
 
     def __init__(self, drafts: int) -> None:
-        # The numbers of right drafts and of those after right ones [2, drafts].
-        self._of_all, self._of_running = np.zeros((2, drafts)), np.zeros((2, drafts))
+        # For each place: right drafts and those after right ones, of all requests, then of the running ones.
+        self._counts = [[0.0] * 4 for _ in range(drafts)]
 
-    def observe(self, right: Array, offered: Sequence[int]) -> None:
-        """right [n, drafts]: of n requests, the probability that the first j drafts are right, or 0 and 1 as they were.
-
-        offered [n]: the first drafts of each request that this is known of.
+    def observe(self, requests: Sequence[Sequence[float]]) -> None:
+        """For each request the probability that its first 1, 2 .. drafts are right, or 1 and 0 as they were, up to the
+        last place that this is known of.
         """
-        places = right.shape[1]
-        known = np.arange(places) < np.array(offered, int)[:, None]
-        after = np.concatenate((np.ones((len(right), 1)), right), axis=1)[:, :-1]
-        counts = np.zeros_like(self._of_all)
-        counts[:, :places] = [(right * known).sum(axis=0), (after * known).sum(axis=0)]
-        self._of_all = (1 - 1 / _IDLE) * self._of_all + counts
-        self._of_running = (1 - 1 / _DRAFTED) * self._of_running + counts
+        self._fade(1 - 1 / _IDLE, 1 - 1 / _DRAFTED)
+        for survival in requests:
+            before = 1.0
+            for counts, right in zip(self._counts, survival, strict=False):
+                counts[0] += right
+                counts[1] += before
+                counts[2] += right
+                counts[3] += before
+                before = right
 
     def observe_plain(self) -> None:
         """No draft was verified."""
-        self._of_all *= 1 - 1 / _IDLE
-        self._of_running *= 1 - 1 / _IDLE
+        self._fade(1 - 1 / _IDLE, 1 - 1 / _IDLE)
 
     def leave(self, share: float) -> None:
         """A share of the running requests has ended."""
-        self._of_running *= 1 - share
+        self._fade(1.0, 1 - share)
 
     def tokens(self) -> Array:
         """The expected tokens of a request, for lengths 1, 2 .. A place without evidence is as the one before it."""
         tokens, survival, usual = [1.0], 1.0, 0.7
-        for right, judged, own_right, own_judged in np.vstack((self._of_all, self._of_running)).T.tolist():
+        for right, judged, own_right, own_judged in self._counts:
             usual = (right + _PRIOR * usual) / (judged + _PRIOR)
             survival *= (own_right + _PRIOR * usual) / (own_judged + _PRIOR)
             tokens.append(tokens[-1] + survival)
         return np.array(tokens)
+
+    def _fade(self, of_all: float, of_running: float) -> None:
+        for counts in self._counts:
+            counts[0] *= of_all
+            counts[1] *= of_all
+            counts[2] *= of_running
+            counts[3] *= of_running
 
 
 @dataclass(frozen=True)
@@ -109,11 +116,11 @@ class AdaptiveLength:
         self._warm = verify_times.warm
         self._acceptance, self._stalls = AcceptanceByPlace(block_size - 1), Stalls()
         self._odds = NodeOdds(block_size - 1)
-        # Of the round, where the host could read them: the drafter's log-probabilities, and for each place the
-        # probability that all drafts up to it are right [slots, drafts].
-        self._said: tuple[Array, Array] | None = None
-        # What `_odds` has not learned from yet: the log-probabilities of verified drafts, and their ranks.
-        self._judged = list[tuple[Array, list[list[int]]]]()
+        # Of the round, by slot, where the host could read them: the drafter's log-probabilities, and for each place the
+        # probability that all drafts up to it are right.
+        self._said: dict[int, tuple[list[float], list[float]]] = {}
+        # What `_odds` has not learned from yet: log-probabilities of drafts, and the ranks of decided tokens.
+        self._judged = list[tuple[list[float], list[int]]]()
         self._host = deque[float](maxlen=LAST)  # seconds of recent rounds beside their passes
         self._plans: dict[int, _Plan] = {}
         self._last: dict[int, Array] = {}  # the round in which each length last ran, by batch size
@@ -141,7 +148,7 @@ class AdaptiveLength:
 
     def draft(self, batch: int) -> int:
         """The planned length, or now and then another one on trial."""
-        self._batch, self._said = max(1, batch), None
+        self._batch, self._said = max(1, batch), {}
         plan = self._plan(self._batch)
         self._trial = (self._credit > 0 or self._untimed) and self._times.settled(self._batch)
         return plan.trial if self._trial else plan.length
@@ -150,14 +157,20 @@ class AdaptiveLength:
         """The first nodes of each chain, as many as are expected to be fastest."""
         if draft.nodes == 1 or not slots or not draft.at_hand:
             return draft
-        right = self._odds.of_chains(draft.logprobs).cumprod(axis=1)
-        self._said = draft.logprobs, right
+        counted = self._some(slots)
+        for slot in counted:
+            said = draft.logprobs[slot].tolist()
+            self._said[slot] = said, self._odds.chain(said)
         if self._trial:
             return draft  # results of all places show whether the probabilities are right
         plan = self._plan(self._batch)
-        gains = np.append(0.0, right[list(slots)].sum(axis=0).cumsum())
-        seconds = self._times.verify(self._batch, draft.nodes)
-        nodes = int((gains - plan.tokens / plan.seconds * seconds).argmax()) + 1
+        rate = plan.tokens / plan.seconds * len(counted) / len(slots)
+        seconds = self._times.verify(self._batch, draft.nodes).tolist()
+        nodes, best, gain = 1, -rate * seconds[0], 0.0
+        for place, right in enumerate(zip(*(survival for _, survival in self._said.values()), strict=True)):
+            gain += sum(right)
+            if gain - rate * seconds[place + 1] > best:
+                nodes, best = place + 2, gain - rate * seconds[place + 1]
         return Draft(draft.tokens[:, :nodes], None, draft.logprobs[:, : nodes - 1], draft.candidates)
 
     def prices(self, batch: int, nodes: int) -> tuple[float, Array]:
@@ -173,7 +186,7 @@ class AdaptiveLength:
     def observe(self, done: RoundDone) -> None:
         """Learn the times and the acceptance of a round. What a trial cost is taken from the credit."""
         batch, drafts = max(1, done.batch), done.drafted > 1
-        plan, (right, offered) = self._plan(batch), self._results(done)
+        plan, results = self._plan(batch), self._results(done)
         last, seconds = self._last[batch], done.verify_seconds + (done.draft_seconds if drafts else 0.0)
         # Engines prepare a size when it first comes. A drafter that was off also reads the rows committed meanwhile.
         timed = last[done.drafted - 1] >= 0 and not (drafts and self._idle)
@@ -188,19 +201,18 @@ class AdaptiveLength:
         lost = 0.0
         if self._trial:
             # By its usual time, with what is beside it in a usual round: its own stalls say little.
-            tokens = batch + float(right[:, : done.verified - 1].sum())
+            right = sum(sum(survival[: done.verified - 1]) for survival in results)
+            tokens = batch + right * len(done.accepted) / max(1, len(results))
             lost = (min(usual, seconds) + plan.beside) / plan.seconds - tokens / plan.tokens
             self._credit = max(self._credit - max(0.0, lost), -10 * _CREDIT)
         self._untimed = self._trial and not timed
         if lost >= 0 or not timed:  # a trial that pays is repeated
             last[done.drafted - 1] = self._rounds
         if drafts:
-            few = len(done.accepted) // _COUNTED + 1
-            first = self._rounds % few
-            self._acceptance.observe(right[first::few], offered[first::few])
-            if self._said is not None:
-                ranks = [[0] * a + [1] * (a < o) for a, o in zip(done.accepted, done.offered, strict=True)]
-                self._judged.append((self._said[0][list(done.judged)[first::few]], ranks[first::few]))
+            self._acceptance.observe(results)
+            for slot, right, offered in zip(done.judged, done.accepted, done.offered, strict=False):
+                if slot in self._said:
+                    self._judged.append((self._said[slot][0], [0] * right + [1] * (right < offered)))
             self._idle = 0
         else:
             self._acceptance.observe_plain()
@@ -213,21 +225,25 @@ class AdaptiveLength:
             self._plans.clear()
         self._trial = False
 
-    def _results(self, done: RoundDone) -> tuple[Array, Sequence[int]]:
+    def _some(self, requests: Sequence[int]) -> Sequence[int]:
+        """Those that are counted in this round."""
+        few = len(requests) // _COUNTED + 1
+        return requests[self._rounds % few :: few]
+
+    def _results(self, done: RoundDone) -> list[list[float]]:
         """As `AcceptanceByPlace.observe` takes them."""
-        if self._said is not None:
-            right = self._said[1][list(done.judged)]
-            return right, [right.shape[1]] * len(right)
-        return np.arange(done.drafted - 1) < np.array(done.accepted, int)[:, None], done.offered
+        if self._said:
+            return [self._said[slot][1] for slot in done.judged if slot in self._said]
+        counted = self._some(range(len(done.accepted)))
+        return [[1.0] * done.accepted[i] + [0.0] * (done.accepted[i] < done.offered[i]) for i in counted]
 
     def _learn(self) -> None:
         """Learn what the drafter's probabilities of the last rounds were worth."""
-        drafts = [row for said, _ in self._judged for row in said]
-        if drafts:
-            said = np.zeros((len(drafts), self.block_size - 1, 1))
-            for place, row in enumerate(drafts):
+        if self._judged:
+            said = np.zeros((len(self._judged), self.block_size - 1, 1))
+            for place, (row, _) in enumerate(self._judged):
                 said[place, : len(row), 0] = row
-            self._odds.observe(said, [each for _, ranks in self._judged for each in ranks], len(self._judged))
+            self._odds.observe(said, [ranks for _, ranks in self._judged], len(self._judged))
         self._judged.clear()
 
     def _plan(self, batch: int) -> _Plan:

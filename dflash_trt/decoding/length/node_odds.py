@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import exp, expm1, log
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,9 @@ MEMORY = 0.99
 # The drafter's log-odds are clipped at 6; the same holds for its log-probabilities.
 _CERTAIN = 6.0
 _LEAST, _MOST = -float(np.log1p(np.exp(_CERTAIN))), -float(np.log1p(np.exp(-_CERTAIN)))
+
+# Log-odds below the negative of it are of an impossible draft.
+_LARGE = 100.0
 
 # Ranks from here on share an offset.
 _RANKS = 4
@@ -39,6 +43,7 @@ class NodeOdds:
         self._prior_precision: Array = np.linalg.inv(covariance)
         self._prior: Array = np.append(np.zeros(size - 1), 1.0)
         self._precision, self._mean = self._prior_precision, self._prior
+        self._of_places: list[float] = self._mean.tolist()
 
     def __call__(self, logprobs: Array) -> tuple[Array, Array]:
         """The probability of each candidate [.., drafts, W] after the best ones, and after any others.
@@ -54,9 +59,15 @@ class NodeOdds:
         )
         return after_best, after_others
 
-    def of_chains(self, logprobs: Array) -> Array:
-        """The probability of each draft [n, drafts] of chains, if those before it are right."""
-        return logistic(self._mean[: logprobs.shape[1]] + self._mean[-1] * log_odds(logprobs))
+    def chain(self, logprobs: Sequence[float]) -> list[float]:
+        """The probability that the first 1, 2 .. drafts of a chain with these log-probabilities are right."""
+        survival, right = 1.0, list[float]()
+        for offset, said in zip(self._of_places, logprobs, strict=False):
+            said = min(said, _MOST) if said > _LEAST else _LEAST
+            z = offset - self._of_places[-1] * log(expm1(-said))
+            survival *= 1 / (1 + exp(-max(z, -_LARGE)))
+            right.append(survival)
+        return right
 
     def observe(self, logprobs: Array, ranks: Sequence[Sequence[int]], rounds: int = 1) -> None:
         """Learn from n drafts with candidates [n, drafts, W] in so many rounds; the evidence of earlier ones fades.
@@ -86,7 +97,7 @@ class NodeOdds:
             p = logistic(features @ mean)
             precision = precision + (features * (p * (1 - p))[:, None]).T @ features
             mean = mean + np.linalg.solve(precision, features.T @ (right - p))
-        self._precision, self._mean = precision, mean
+        self._precision, self._mean, self._of_places = precision, mean, mean.tolist()
 
     def _by_rank(self, width: int) -> Array:
         offsets = np.zeros(width)

@@ -88,7 +88,7 @@ def test_the_odds_are_learnt_by_place_rank_and_path() -> None:
     assert np.abs(found[0] - on).max() < 0.12
     assert np.abs(found[1][1:] - off[1:]).max() < 0.15
     assert (found[1] <= found[0]).all()
-    np.testing.assert_allclose(odds.of_chains(said[None, :, 0]), found[0][None, :, 0])
+    np.testing.assert_allclose(odds.chain(said[:, 0].tolist()), found[0][:, 0].cumprod())
 
 
 def candidates(said: np.ndarray) -> Draft:
