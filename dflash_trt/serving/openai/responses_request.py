@@ -151,8 +151,9 @@ class ResponsesRequest(CommonFields):
 def _turn(turn: Json) -> Iterator[Json]:
     """The assistant's message, unless there is nothing but reasoning."""
     if {"content", "tool_calls"} & turn.keys():
-        thoughts = "".join(turn.get("reasoning_content", ()))
-        yield {"role": "assistant", "content": None} | turn | {"reasoning_content": thoughts}
+        if thoughts := turn.pop("reasoning_content", None):
+            turn["reasoning_content"] = "".join(thoughts)
+        yield {"role": "assistant", "content": None} | turn
 
 
 def _text(content: Any, at: int) -> str:

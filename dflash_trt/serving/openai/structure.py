@@ -124,9 +124,8 @@ class Closing:
     """
 
     def __init__(self) -> None:
-        self._left = (
-            MOST_CHARACTERS  # of what is put in the place of references, which may double it each time
-        )
+        # Of what is put in the place of references, which may double it each time.
+        self._left = MOST_CHARACTERS
         self._parts: dict[str, tuple[Any, int]] = {}
 
     def closed(self, schema: dict[str, Any]) -> dict[str, Any]:

@@ -203,9 +203,8 @@ def activate(gate, up, bias, row, in_row, ALPHA: tl.constexpr, BETA: tl.constexp
     if bias is not None:
         gate += tl.load(bias + row, mask=in_row, other=0.0).to(tl.float32)[:, None]
         up += tl.load(bias + row + 1, mask=in_row, other=0.0).to(tl.float32)[:, None]
-    gate = tl.minimum(
-        gate, LIMIT, propagate_nan=tl.PropagateNan.ALL
-    )  # a NaN must reach the logits, which are checked
+    # A NaN must reach the logits, which are checked.
+    gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     return (up + BETA) * gate * (1 / (1 + tl.exp(-ALPHA * gate)))
 

@@ -147,6 +147,7 @@ def test_an_assistants_turn_is_one_message() -> None:
     assert roles == ["user", "assistant", "tool", "tool", "assistant", "assistant", "user"]
     turn = messages[1]
     assert (turn.content, turn.reasoning_content) == ("Let me see.", "why")
+    assert "reasoning_content" not in messages[4].model_fields_set  # templates ask whether there is one
     assert [call.function.name for call in turn.tool_calls or []] == ["a", "b"]
 
 
