@@ -119,8 +119,8 @@ class AdaptiveLength:
         # Of the round, by slot, where the host could read them: the drafter's log-probabilities, and for each place the
         # probability that all drafts up to it are right.
         self._said: dict[int, tuple[list[float], list[float]]] = {}
-        # What `_odds` has not learned from yet: log-probabilities of drafts, and the ranks of decided tokens.
-        self._judged = list[tuple[list[float], list[int]]]()
+        # What `_odds` has not learned from yet, by round: log-probabilities of drafts, and the ranks of decided tokens.
+        self._judged = list[list[tuple[list[float], list[int]]]]()
         self._host = deque[float](maxlen=LAST)  # seconds of recent rounds beside their passes
         self._plans: dict[int, _Plan] = {}
         self._last: dict[int, Array] = {}  # the round in which each length last ran, by batch size
@@ -210,9 +210,10 @@ class AdaptiveLength:
             last[done.drafted - 1] = self._rounds
         if drafts:
             self._acceptance.observe(results)
-            for slot, right, offered in zip(done.judged, done.accepted, done.offered, strict=False):
-                if slot in self._said:
-                    self._judged.append((self._said[slot][0], [0] * right + [1] * (right < offered)))
+            if self._said:
+                each = zip(done.judged, done.accepted, done.offered, strict=True)
+                ranks = {slot: [0] * right + [1] * (right < offered) for slot, right, offered in each}
+                self._judged.append([(said, ranks[s]) for s, (said, _) in self._said.items() if s in ranks])
             self._idle = 0
         else:
             self._acceptance.observe_plain()
@@ -239,11 +240,12 @@ class AdaptiveLength:
 
     def _learn(self) -> None:
         """Learn what the drafter's probabilities of the last rounds were worth."""
-        if self._judged:
-            said = np.zeros((len(self._judged), self.block_size - 1, 1))
-            for place, (row, _) in enumerate(self._judged):
-                said[place, : len(row), 0] = row
-            self._odds.observe(said, [ranks for _, ranks in self._judged], len(self._judged))
+        drafts = [each for some in self._judged for each in some]
+        if drafts:
+            logprobs = np.zeros((len(drafts), self.block_size - 1, 1))
+            for row, (said, _) in zip(logprobs, drafts, strict=True):
+                row[: len(said), 0] = said
+            self._odds.observe(logprobs, [ranks for _, ranks in drafts], len(self._judged))
         self._judged.clear()
 
     def _plan(self, batch: int) -> _Plan:
