@@ -180,10 +180,8 @@ class _Layout:
         self.inventory, self.s, self.weight_bytes = inventory, settings, weight_bytes
         self.traits = settings.traits
         self.pages = self.traits.pool
-        caches = {
-            "target": settings.cache or settings.compute("target"),
-            "drafter": settings.compute("drafter"),
-        }
+        caches = {side: settings.compute(side) for side in ("target", "drafter")}
+        caches["target"] = settings.cache or caches["target"]
         self.row_bytes = {side: self._row_bytes(side, NUMBER_BYTES[cache]) for side, cache in caches.items()}
         state = state_bytes(inventory.target, NUMBER_BYTES[settings.compute("target")])
         self.state = self.traits.states * state // settings.tensor_parallel
@@ -269,10 +267,9 @@ class _Layout:
     def _query_bytes(self, side: str) -> float:
         """Bytes of a row's queries in all layers of a model."""
         c = self.inventory.config(side)
-        widths = [
-            c.heads_of(layer).head_dim + SINK_PADDING * c.attention_sinks for layer in c.attention_layers
-        ]
-        return sum(widths) * c.num_attention_heads * NUMBER_BYTES[self.s.compute(side)]
+        sinks = SINK_PADDING * c.attention_sinks
+        width = sum(c.heads_of(layer).head_dim + sinks for layer in c.attention_layers)
+        return width * c.num_attention_heads * NUMBER_BYTES[self.s.compute(side)]
 
     def scratch(self, batch: int, length: int) -> int:
         """Memory that both plans of an engine take in turns. 0 for engines that lend none.

@@ -108,18 +108,10 @@ def run(
         write_object(out / "drafter.json", config)  # only now does the run have to continue with this drafter
     frozen = _frozen_target(target, target_config, drafter, recipe, accelerator)
     _begin(drafter, frozen, target, target_config, new=design.checkpoint is None)
-    cache = (
-        None if features is None else _feature_cache(features, target_name, target_config, drafter, recipe)
-    )
     counts, measures = summary(batches.answers), evaluate_every is not None
     train(
-        drafter,
-        frozen,
-        batches,
-        recipe,
-        out,
-        accelerator,
-        cache=cache,
+        *(drafter, frozen, batches, recipe, out, accelerator),
+        cache=_feature_cache(features, target_name, target_config, drafter, recipe),
         save_every=save_every,
         evaluate_every=evaluate_every or 0,
         on_weights=_Keeper(
@@ -140,8 +132,10 @@ def _frozen_target(
 
 
 def _feature_cache(
-    folder: Path, target: str, config: TargetConfig, drafter: Any, recipe: Recipe
-) -> FeatureCache:
+    folder: Path | None, target: str, config: TargetConfig, drafter: Any, recipe: Recipe
+) -> FeatureCache | None:
+    if folder is None:
+        return None
     taps = list(drafter.config.target_layer_ids)
     key = {"target": target, "taps": taps, "hidden_size": config.hidden_size}
     return FeatureCache(folder, key | ({"final": True} if recipe.distill else {}))

@@ -95,22 +95,10 @@ def vocabulary_tiles(vocab: int) -> int:
     return -(-vocab // TILE_TOKENS)
 
 
-_PARTIAL = {
-    "group_max": "*fp32",
-    "group_noise": "*fp32",
-    "tile_max": "*fp32",
-    "tile_sum": "*fp32",
-    "tile_weight": "*i64",
-}
-_SAMPLING: Types = {
-    "logits": "*fp32",
-    "temperature": "*fp32",
-    "top_p": "*fp32",
-    "seed": "*i64",
-    "position": "*i64",
-    "rows_per_sequence": "i32",
-    **_PARTIAL,
-}
+_PARTIAL = dict.fromkeys(("group_max", "group_noise", "tile_max", "tile_sum"), "*fp32")
+_PARTIAL["tile_weight"] = "*i64"
+_SAMPLING: Types = dict.fromkeys(("logits", "temperature", "top_p"), "*fp32")
+_SAMPLING |= dict.fromkeys(("seed", "position"), "*i64") | {"rows_per_sequence": "i32"} | _PARTIAL
 
 
 def sample_tiles(vocab: int) -> Use:
@@ -120,13 +108,8 @@ def sample_tiles(vocab: int) -> Use:
 
 def sample_select(vocab: int) -> Use:
     """The kernel that selects a row's token from its tiles."""
-    types: Types = _SAMPLING | {
-        "reach": "*fp32",
-        "top_k": "*i32",
-        "shortlist": "*i32",
-        "sampled": "*i64",
-        "logprob": "*fp32",
-    }
+    types: Types = _SAMPLING | dict.fromkeys(("reach", "logprob"), "*fp32")
+    types |= {"top_k": "*i32", "shortlist": "*i32", "sampled": "*i64"}
     tiles = vocabulary_tiles(vocab)
     slots = {"TILE_SLOTS": power_of_two(tiles), "GROUP_SLOTS": power_of_two(tiles * TILE_GROUPS)}
     constants = {"VOCAB": vocab, "TILES": tiles} | slots

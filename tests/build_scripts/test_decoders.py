@@ -48,7 +48,7 @@ def test_the_table_has_ratios_acceptance_and_equal_answers() -> None:
     assert rows["draft-4:default"]["acceptance_length"] == 2.5
     assert [rows[name]["same_answers"] for name in rows] == [1, 1, 0]
     text = natural_tables.markdown(rows, ["chat"])
-    assert "| dflash-trt, blocks of 4 | 10.0 | 10.0 | 10-10 | 2.00 | 2.50 | 1/1 | 1 |" in text
+    assert "| dflash-trt, blocks of 4 | 10.0 | 10.0 | 10-10 | 2.00 | 2.00 | 2.50 | 1/1 | 1 |" in text
     assert "| llama.cpp Q8_0 | 2.5 |" in text
 
 

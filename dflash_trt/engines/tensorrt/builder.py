@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -65,29 +64,20 @@ def build_plan(
                 )
         config.progress_monitor = monitor = _monitor(trt, step, progress)
         progress(step, 0, 1)
-        partial = plan.with_name(plan.name + ".part")
-        try:
-            # Unbuffered, so that a full disk is noticed where it occurs.
-            with partial.open("wb", buffering=0) as file:
-                writer = _writer(trt, file)
-                built = builder.build_serialized_network_to_stream(network, config, writer)
-                rtx.check()
-                for failure in (monitor.failure, writer.failure):
-                    if isinstance(failure, OSError):
-                        raise BuildError(f"{plan}: cannot be written: {failure.strerror}") from failure
-                    if failure is not None:
-                        raise failure
-                if not built:
-                    raise BuildError(
-                        f"{graph.name}: {_builder_error(logger, flavour)}; the log is {log.name}"
-                    )
-                os.fsync(file.fileno())
+        with whole_file(plan) as file:
+            writer = _writer(trt, file)
+            built = builder.build_serialized_network_to_stream(network, config, writer)
+            rtx.check()
+            for failure in (monitor.failure, writer.failure):
+                if isinstance(failure, OSError):
+                    raise BuildError(f"{plan}: cannot be written: {failure.strerror}") from failure
+                if failure is not None:
+                    raise failure
+            if not built:
+                raise BuildError(f"{graph.name}: {_builder_error(logger, flavour)}; the log is {log.name}")
             if cache is not None:
-                with whole_file(plan.with_suffix(TIMINGS)) as file:
-                    file.write(bytes(cache.serialize()))
-            partial.rename(plan)
-        finally:
-            partial.unlink(missing_ok=True)
+                with whole_file(plan.with_suffix(TIMINGS)) as timing_file:
+                    timing_file.write(bytes(cache.serialize()))
     progress(step, 1, 1)
     return {
         "profiles": [profile.describe() for profile in profiles],
@@ -232,11 +222,10 @@ def _writer(trt: Any, file: Any) -> Any:
             self.size, self.sha256 = 0, hashlib.sha256()
 
         def write(self, data: bytes) -> int:
-            # TensorRT takes a short write for a complete one, and exceptions do not pass through it.
-            rest = memoryview(data)
+            # Exceptions do not pass through TensorRT.
             try:
-                while rest:
-                    rest = rest[file.write(rest) :]
+                file.write(data)
+                file.flush()  # a full disk is noticed where it occurs
             except OSError as error:
                 self.failure = error
                 return 0
