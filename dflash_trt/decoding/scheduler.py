@@ -167,10 +167,9 @@ class Scheduler:
                 emissions.append(emission)
         judged = [slot for slot, request in enumerate(active) if request.takes_drafts and verdicts[slot].ok]
         times = self.pair.drafter.seconds, self.pair.verify_time
-        host_time = perf_counter() - begin - sum(times)
-        lengths.observe(round_done(active, judged, proposed, draft, own, verdicts, *times, host_time))
         self.metrics.observe_round(draft.nodes)
         host_time = perf_counter() - begin - sum(times)
+        lengths.observe(round_done(active, judged, proposed, draft, own, verdicts, *times, host_time))
         for request in active:
             request.statistics.add_times(*times, host_time)
         return emissions

@@ -14,8 +14,9 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from io import BufferedWriter
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import filelock
 
@@ -79,7 +80,7 @@ def stamp(status: os.stat_result) -> tuple[int, int, int, int]:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
+def whole_file(path: Path) -> Iterator[BufferedWriter]:
     """Open a file for writing. `path` appears once the data is complete and on disk, or never if the block raises."""
     partial = path.with_name(path.name + ".part")
     partial.unlink(missing_ok=True)

@@ -43,7 +43,7 @@ class NodeOdds:
         self._prior_precision: Array = np.linalg.inv(covariance)
         self._prior: Array = np.append(np.zeros(size - 1), 1.0)
         self._precision, self._mean = self._prior_precision, self._prior
-        self._of_places: list[float] = self._mean.tolist()
+        self._weights: list[float] = self._mean.tolist()  # for `chain`
 
     def __call__(self, logprobs: Array) -> tuple[Array, Array]:
         """The probability of each candidate [.., drafts, W] after the best ones, and after any others.
@@ -60,11 +60,15 @@ class NodeOdds:
         return after_best, after_others
 
     def chain(self, logprobs: Sequence[float]) -> list[float]:
-        """The probability that the first 1, 2 .. drafts of a chain with these log-probabilities are right."""
+        """The probability that the first 1, 2 .. drafts of a chain with these log-probabilities are right.
+
+        As for the best candidates above, but of single numbers: every round needs it, and NumPy takes several times as
+        long for so few.
+        """
         survival, right = 1.0, list[float]()
-        for offset, said in zip(self._of_places, logprobs, strict=False):
+        for offset, said in zip(self._weights, logprobs, strict=False):
             said = min(said, _MOST) if said > _LEAST else _LEAST
-            z = offset - self._of_places[-1] * log(expm1(-said))
+            z = offset - self._weights[-1] * log(expm1(-said))
             survival *= 1 / (1 + exp(-max(z, -_LARGE)))
             right.append(survival)
         return right
@@ -97,7 +101,7 @@ class NodeOdds:
             p = logistic(features @ mean)
             precision = precision + (features * (p * (1 - p))[:, None]).T @ features
             mean = mean + np.linalg.solve(precision, features.T @ (right - p))
-        self._precision, self._mean, self._of_places = precision, mean, mean.tolist()
+        self._precision, self._mean, self._weights = precision, mean, mean.tolist()
 
     def _by_rank(self, width: int) -> Array:
         offsets = np.zeros(width)

@@ -65,7 +65,7 @@ def build_plan(
         config.progress_monitor = monitor = _monitor(trt, step, progress)
         progress(step, 0, 1)
         with whole_file(plan) as file:
-            writer = _writer(trt, file)
+            writer = _writer(trt, file.raw)  # unbuffered, so that a full disk is noticed where it occurs
             built = builder.build_serialized_network_to_stream(network, config, writer)
             rtx.check()
             for failure in (monitor.failure, writer.failure):
@@ -222,10 +222,11 @@ def _writer(trt: Any, file: Any) -> Any:
             self.size, self.sha256 = 0, hashlib.sha256()
 
         def write(self, data: bytes) -> int:
-            # Exceptions do not pass through TensorRT.
+            # TensorRT takes a short write for a complete one, and exceptions do not pass through it.
+            rest = memoryview(data)
             try:
-                file.write(data)
-                file.flush()  # a full disk is noticed where it occurs
+                while rest:
+                    rest = rest[file.write(rest) :]
             except OSError as error:
                 self.failure = error
                 return 0

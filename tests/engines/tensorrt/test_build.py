@@ -5,6 +5,7 @@ A built plan need not compute correctly: test_numbers.py executes the same graph
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -17,17 +18,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
-from dflash_trt.engines.tensorrt import plans
+from dflash_trt.engines.tensorrt import builder, plans
 from dflash_trt.engines.tensorrt.flavour import FLAVOURS
 from dflash_trt.engines.tensorrt.options import TensorRTOptions, parse_capability
 from dflash_trt.engines.tensorrt.profiles import PlanLimits, profiles
 from dflash_trt.errors import BuildError
+from dflash_trt.files.disk import whole_file
 from dflash_trt.formats.precision import Precision, parse_precision
 from dflash_trt.graph.builder import INT64, GraphBuilder
 from dflash_trt.graph.tensorrt import TensorRT
@@ -231,6 +234,22 @@ def test_a_full_disk(pair: tuple[str, str], tmp_path: Path) -> None:
     assert not (tmp_path / "b").exists()
     assert [p for p in tmp_path.rglob("*") if p.suffix in (".plan", ".part")] == []
     assert rtx(pair, tmp_path / "b").manifest["engine"] == "tensorrt-rtx"
+
+
+def write_two_pieces(plan: Path) -> None:
+    trt = SimpleNamespace(IStreamWriter=type("IStreamWriter", (), {}))
+    with largest_file(1000), whole_file(plan) as file:
+        writer = builder._writer(trt, file.raw)
+        assert [writer.write(bytes(n)) for n in (900, 200)] == [900, 0]
+        assert writer.failure.errno == errno.EFBIG
+        raise BuildError("the plan")
+
+
+def test_a_disk_that_is_full_in_the_last_small_piece(tmp_path: Path) -> None:
+    """What a buffer would hold back until the file is closed is noticed at once, too."""
+    with pytest.raises(BuildError, match="the plan"):
+        write_two_pieces(tmp_path / "plan")
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_interrupted_build_stops_tensorrt(pair: tuple[str, str], tmp_path: Path) -> None:
