@@ -322,11 +322,11 @@ def test_a_chat_remembers_is_stopped_and_cleared(server: Server, opened: Callabl
     ask(page, "Compare Eskara and Sellin by size and age.", tokens="12")
     done(page)
     before = server.metric('dflash_request_success_total{finished_reason="cancelled"}')
-    # The answer takes all of its tokens, and is stopped from within the page: a click from outside may come too late.
+    # Four answers take all of their tokens and are stopped from within the page: a click from outside may be late.
     page.evaluate(
         """() => { const fetch = window.fetch;
         window.fetch = (url, options) => fetch(url, options?.body ? {...options,
-            body: JSON.stringify({...JSON.parse(options.body), ignore_eos: true})} : options);
+            body: JSON.stringify({...JSON.parse(options.body), ignore_eos: true, n: 4})} : options);
         const stop = document.getElementById("stop"), seen = document.querySelectorAll(".own").length;
         new MutationObserver(() => {
             if (document.querySelectorAll(".own").length > seen + 2 && !stop.disabled) stop.click();
@@ -336,7 +336,7 @@ def test_a_chat_remembers_is_stopped_and_cleared(server: Server, opened: Callabl
     page.locator(".assistant").nth(1).locator(".own").nth(2).wait_for(timeout=PATIENCE)
     done(page)
     server.until(
-        lambda: server.metric('dflash_request_success_total{finished_reason="cancelled"}') == before + 1
+        lambda: server.metric('dflash_request_success_total{finished_reason="cancelled"}') == before + 4
     )
     assert page.locator(".message").count() == 4
     page.click("#clear")
