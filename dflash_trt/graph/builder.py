@@ -189,8 +189,8 @@ class GraphBuilder:
         """A value in `dtype`; nothing is added where it has that already."""
         return value if value.dtype == dtype else self.op("Cast", value, name=name, to=int(dtype))
 
-    def to_dtype(self, value: ir.Value, dtype: ir.DataType, name: str = "to_dtype") -> ir.Value:
-        """A computed value, which is in `dtype`, in the graph's dtype."""
+    def from_dtype(self, value: ir.Value, dtype: ir.DataType, name: str = "from_dtype") -> ir.Value:
+        """Cast a value that is in `dtype` to the graph's dtype."""
         return value if dtype == self.dtype else self.op("Cast", value, name=name, to=int(self.dtype))
 
     def to_float(self, value: ir.Value, name: str = "to_float") -> ir.Value:

@@ -52,7 +52,7 @@ class _Places:
 
     def kept(self, x: ir.Value, axes: int) -> ir.Value:
         """x, or zeros where the sequence starts. `axes`: those of x after the first."""
-        begun = self.g.to_dtype(self.g.unsqueeze(self.begun, *range(1, axes + 1)), FLOAT)
+        begun = self.g.from_dtype(self.g.unsqueeze(self.begun, *range(1, axes + 1)), FLOAT)
         return self.g.op("Mul", x, begun, name="kept")
 
     def rows(self, x: ir.Value, first: ir.Value, count: int, last: ir.Value | None = None) -> ir.Value:

@@ -315,4 +315,4 @@ def _with_zeros(g: GraphBuilder, y: ir.Value, x: ir.Value, term: ir.Value) -> ir
     by_group = g.op("Reshape", g.to_float(x), g.constant([0, groups, -1]), name="by_group")
     sums = g.op("ReduceSum", by_group, g.constant([2]), name="sums", keepdims=0)
     zeros = g.op("Gemm", sums, g.cast(term, FLOAT), g.to_float(y), name="with_zeros", transB=1)
-    return g.to_dtype(zeros, FLOAT)
+    return g.from_dtype(zeros, FLOAT)

@@ -222,7 +222,7 @@ class TensorRT(Dialect):
 
         y = linear("down", self._swiglu(g, linear("gate_up", g.unsqueeze(x, 0))))
         y = g.op("ReduceSum", shared(g, y, shares), g.constant([0]), name="sum", keepdims=0)
-        g.output(g.to_dtype(y, FLOAT), "y", self.dtype, ["rows", "D"])
+        g.output(g.from_dtype(y, FLOAT), "y", self.dtype, ["rows", "D"])
         return g.function(declared())
 
     def _builder(self, name: str) -> GraphBuilder:
@@ -238,7 +238,7 @@ class TensorRT(Dialect):
         if factor == 1:
             return q
         scaled = g.op("Mul", g.to_float(q), g.scalar(factor, FLOAT), name="scaled")
-        return g.to_dtype(scaled, FLOAT)
+        return g.from_dtype(scaled, FLOAT)
 
     def _attend(
         self,
@@ -293,7 +293,7 @@ class TensorRT(Dialect):
         )
         share = g.op("Sigmoid", g.op("Mul", gate, attribute("alpha"), name="scaled_gate"), name="share")
         up = g.op("Add", up, attribute("beta"), name="shifted")
-        return g.to_dtype(g.op("Mul", g.op("Mul", gate, share, name="activated"), up, name="gated"), FLOAT)
+        return g.from_dtype(g.op("Mul", g.op("Mul", gate, share, name="activated"), up, name="gated"), FLOAT)
 
 
 def _mask(name: str, kind: AttentionKind, *, sinks: bool) -> ir.Function:

@@ -75,7 +75,7 @@ def mxfp4_experts(
     columns = g.unsqueeze(columns, 0)
     for i, inputs in enumerate(zip(by_step(shares, "shares"), *weights, strict=True)):
         total = some(total, after(g, columns, total) if i else columns, *inputs)
-    return g.to_dtype(g.op("Transpose", total, name="rows", perm=[1, 0]), FLOAT)
+    return g.from_dtype(g.op("Transpose", total, name="rows", perm=[1, 0]), FLOAT)
 
 
 def after(g: GraphBuilder, x: ir.Value, total: ir.Value) -> ir.Value:
@@ -86,7 +86,7 @@ def after(g: GraphBuilder, x: ir.Value, total: ir.Value) -> ir.Value:
     """
     zero = g.scalar(0.0, FLOAT)
     nothing = g.op("Min", g.op("Max", total, zero, name="positive"), zero, name="nothing")
-    return g.op("Add", x, g.unsqueeze(g.to_dtype(nothing, FLOAT), 0), name="after")
+    return g.op("Add", x, g.unsqueeze(g.from_dtype(nothing, FLOAT), 0), name="after")
 
 
 def at_a_time(experts: int, size: int) -> int:
@@ -133,7 +133,7 @@ def quantized_experts(
 
         gate, up = (g.to_float(linear(name, x)) for name in ("gate", "up"))
         gated = g.op("Mul", activated(g, gate, activation), up, name="gated")
-        y = shared(g, linear("down", g.to_dtype(gated, FLOAT)), share)
+        y = shared(g, linear("down", g.from_dtype(gated, FLOAT)), share)
         if scales is not None:
             y = g.op(
                 "Mul", y, g.unsqueeze(g.slice(scales, first, first + count, axis=0), 1, 2), name="scaled"
@@ -144,7 +144,7 @@ def quantized_experts(
     total = some(x, 0, by_step[0])
     for i, share in enumerate(by_step[1:], 1):
         total = g.op("Add", total, some(after(g, x, total), i * count, share), name="total")
-    return g.to_dtype(total, FLOAT)
+    return g.from_dtype(total, FLOAT)
 
 
 def _linear(g: GraphBuilder, stack: Stack, x: ir.Value, folder: str) -> ir.Value:
@@ -166,14 +166,14 @@ def _linear(g: GraphBuilder, stack: Stack, x: ir.Value, folder: str) -> ir.Value
             factor = stacked(g, [g.unsqueeze(inputs["input_scale"], 0, 1, 2) for inputs in each])
             x, scale = g.op("Div", g.to_float(x), factor, name="by_scale"), g.scalar(1.0, FLOAT)
         if factor is not None:
-            x = LOWERINGS[kind.scheme].tensorrt_input(g, scale, g.to_dtype(x, FLOAT))
+            x = LOWERINGS[kind.scheme].tensorrt_input(g, scale, g.from_dtype(x, FLOAT))
     weight = stacked(g, [g.unsqueeze(value, 0) for value in weights])
     y = g.op("MatMul", x, g.op("Transpose", weight, name="transposed", perm=[0, 2, 1]), name="product")
     if kind is not None and kind.zero_term:  # only integers have it, whose inputs are not rounded here
         return _with_zeros(g, y, x, _by_stack(g, each, "zero_term"))
     if factor is None:
         return y
-    return g.to_dtype(g.op("Mul", g.to_float(y), factor, name="rescaled"), FLOAT)
+    return g.from_dtype(g.op("Mul", g.to_float(y), factor, name="rescaled"), FLOAT)
 
 
 def _by_stack(g: GraphBuilder, each: Sequence[Mapping[str, ir.Value]], name: str) -> ir.Value:
@@ -194,4 +194,4 @@ def _with_zeros(g: GraphBuilder, y: ir.Value, x: ir.Value, term: ir.Value) -> ir
     sums = g.op("ReduceSum", by_group, g.constant([3]), name="sums", keepdims=0)
     term = g.op("Transpose", g.cast(term, FLOAT), name="by_group_of_inputs", perm=[0, 2, 1])
     zeros = g.op("MatMul", sums, term, name="zeros")
-    return g.to_dtype(g.op("Add", g.to_float(y), zeros, name="with_zeros"), FLOAT)
+    return g.from_dtype(g.op("Add", g.to_float(y), zeros, name="with_zeros"), FLOAT)

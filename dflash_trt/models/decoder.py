@@ -83,7 +83,7 @@ def embed(m: Module, tokens: ir.Value, vocab: int, hidden: int, *, scale: float 
     flat = g.op("Reshape", tokens, g.constant([-1]), name="flat_tokens")
     rows = g.op("Gather", m.raw(f"{name}.weight", vocab, hidden), flat, name=name)
     stored = m.dtype_of(f"{name}.weight")
-    rows = g.to_dtype(rows, stored, name=f"{name}/cast")
+    rows = g.from_dtype(rows, stored, name=f"{name}/cast")
     if scale == 1:
         return rows
     factor = float(np.asarray(scale, stored.numpy()))

@@ -170,7 +170,7 @@ class DeltaNet:
         """The norm of the output's heads, which scales by its weight; float32 in, the graph's dtype out."""
         g, epsilon = self.g, self.config.rms_norm_eps
         weight = m.weight("norm.weight", size, dtype=FLOAT)
-        return g.to_dtype(g.op("RMSNormalization", y, weight, name="norm", epsilon=epsilon, axis=-1), FLOAT)
+        return g.from_dtype(g.op("RMSNormalization", y, weight, name="norm", epsilon=epsilon, axis=-1), FLOAT)
 
 
 _FLOATS = ("delta_state", "pending_gates_state")

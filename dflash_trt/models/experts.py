@@ -41,4 +41,4 @@ def weighted(g: GraphBuilder, y: ir.Value, logits: ir.Value, moe: MoEConfig) -> 
     axis = g.constant([-1])
     chosen, total = (g.op("ReduceLogSumExp", v, axis, name="log_total") for v in (best, logits))
     share = g.op("Exp", g.op("Sub", chosen, total, name="log_share"), name="share")
-    return g.op("Mul", y, g.to_dtype(share, FLOAT), name="weighted")
+    return g.op("Mul", y, g.from_dtype(share, FLOAT), name="weighted")

@@ -140,7 +140,7 @@ class Module:
                 parts = [self._outside.cast(part, self.g.dtype) for part in parts]
             whole = self._outside.op("Concat", *parts, name=f"{name}.{kind}", axis=0)
             parameters.append(
-                self._outside.to_dtype(whole, parts[0].dtype or self.g.dtype, name=f"{name}.{kind}/cast")
+                self._outside.from_dtype(whole, parts[0].dtype or self.g.dtype, name=f"{name}.{kind}/cast")
             )
         return self.g.op("Gemm", x, *parameters, name=name, transB=1)
 
@@ -168,7 +168,7 @@ class Module:
         # The sum of 1 and a small weight has more digits than a dtype of 16 bits.
         weight = self.weight(f"{name}.weight", size, dtype=FLOAT)
         scale = g.op("Add", weight, g.constant(1, np.float32), name=f"{name}.scale")
-        return g.to_dtype(g.op("RMSNormalization", g.to_float(x), scale, **attributes), FLOAT)
+        return g.from_dtype(g.op("RMSNormalization", g.to_float(x), scale, **attributes), FLOAT)
 
     def check_all_used(self, ignored: tuple[str, ...] = (), skipped: tuple[str, ...] = ()) -> None:
         """Raise CheckpointError if a tensor is unused: then the checkpoint does not match its config.

@@ -70,7 +70,7 @@ class PassRows:
         rotations = [g.op(kind, angles, name=kind.lower()) for kind in ("Cos", "Sin")]
         if factor != 1.0:
             rotations = [g.op("Mul", r, g.constant(factor, np.float32), name="scaled") for r in rotations]
-        keys = [g.to_dtype(r, FLOAT) for r in rotations]
+        keys = [g.from_dtype(r, FLOAT) for r in rotations]
         if not rope.growth:
             return {False: keys, True: keys}
         periods = g.op("Div", position, g.constant(rope.original_length, np.float32), name="periods")
@@ -78,7 +78,7 @@ class PassRows:
         grown = g.op("Mul", g.op("Log", grown), g.constant(rope.growth, np.float32), name="growth")
         grown = g.op("Add", grown, g.constant(1, np.float32), name="query_scale")
         # The scale of a row commutes with its rotation.
-        queries = [g.to_dtype(g.op("Mul", r, grown, name="of_queries"), FLOAT) for r in rotations]
+        queries = [g.from_dtype(g.op("Mul", r, grown, name="of_queries"), FLOAT) for r in rotations]
         return {False: keys, True: queries}
 
     def shape(self, *tail: int) -> ir.Value:

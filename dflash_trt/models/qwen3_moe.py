@@ -112,7 +112,7 @@ def _shared(m: Module, hidden: int, moe: MoEConfig, x: ir.Value) -> ir.Value:
     with g.scope("shared_expert"):
         y = gated_mlp(m.at("shared_expert"), x, hidden, moe.shared_intermediate_size)
         gate = m.linear(g.to_float(x), "shared_expert_gate", hidden, 1, dtype=FLOAT)
-        gate = g.to_dtype(g.op("Sigmoid", gate, name="gate"), FLOAT)
+        gate = g.from_dtype(g.op("Sigmoid", gate, name="gate"), FLOAT)
         return g.op("Mul", y, gate, name="gated")
 
 

@@ -104,7 +104,7 @@ class BlockPass(DrafterPass):
                 scale = g.scalar(FP16_FEATURE_SCALE, self.features.dtype)
                 context = g.op("Mul", context, scale, name="into_range")
                 epsilon *= FP16_FEATURE_SCALE**2
-            context = m.linear(g.to_dtype(context, self.features.dtype or g.dtype), "fc", width, hidden)
+            context = m.linear(g.from_dtype(context, self.features.dtype or g.dtype), "fc", width, hidden)
             context = m.rms_norm(context, "hidden_norm", hidden, epsilon)
             self._context = g.op("Reshape", context, self.by_sequence, name="context")
         return self._context

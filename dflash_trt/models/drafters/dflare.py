@@ -18,7 +18,7 @@ def build_dflare(block: BlockPass, width: int) -> tuple[ir.Value, ir.Value]:
     """DFlare: a context for each layer."""
     g, config = block.g, block.config
     hidden, taps, layers = config.hidden_size, len(config.target_layer_ids), config.num_hidden_layers
-    states = g.to_dtype(block.features, block.features.dtype or g.dtype)
+    states = g.from_dtype(block.features, block.features.dtype or g.dtype)
     states = g.op("Reshape", states, g.shape(-1, taps, hidden), name="states")
     epsilon = config.rms_norm_eps
     if g.dtype == ir.DataType.FLOAT16:

@@ -116,7 +116,7 @@ def _select(block: BlockPass, rows: ir.Value, logits: ir.Value, width: int) -> t
         weights = m.linear(rows, "hidden_projection", config.hidden_size, own.rank)
         weights = g.op("Reshape", weights, g.shape(block.batch, -1, 1, own.rank), name="weights")
         tables = [
-            g.to_dtype(
+            g.from_dtype(
                 g.op("Gather", m.raw(name, config.vocab_size, own.rank), tokens, name=name), m.dtype_of(name)
             )
             for name, tokens in (

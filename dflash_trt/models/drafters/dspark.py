@@ -130,7 +130,7 @@ def _table(m: Module, name: str, size: int, rank: int, ids: ir.Value) -> ir.Valu
     """Rows of a table [size, rank], in the graph's dtype."""
     g = m.g
     rows = g.op("Gather", m.raw(f"{name}.weight", size, rank), ids, name=name)
-    return g.to_dtype(rows, m.dtype_of(f"{name}.weight"))
+    return g.from_dtype(rows, m.dtype_of(f"{name}.weight"))
 
 
 def _successors(block: BlockPass, scores: PairScores) -> ir.Value:

@@ -215,7 +215,7 @@ class _HeadPass(DrafterPass):
         """Embeddings and fused states of the rows, [B*(S+1), D], and the updated cache of fused states."""
         g, hidden, dialect = self.g, self.config.hidden_size, self.parts.dialect
         cache = g.input("g_cache.0", g.dtype, self._cache_shape)
-        states = g.to_dtype(self.features, self.features.dtype or g.dtype)
+        states = g.from_dtype(self.features, self.features.dtype or g.dtype)
         embedded = g.slice(states, 0, hidden, axis=2, name="embedded")
         fused = _fused(g, self.m, self.config, g.slice(states, hidden, 2**31, axis=2, name="tapped"))
         fused = g.op("Reshape", fused, self.by_sequence, name="fused_rows")

@@ -225,7 +225,7 @@ class UnrolledChain(DraftChain):
         keys, values = (g.op("Concat", *rows, name="own", axis=2) for rows in own)
         q = g.op("Mul", g.to_float(q), g.scalar(size**-0.5, ir.DataType.FLOAT), name="scaled")
         q = g.op(
-            "Reshape", g.to_dtype(q, ir.DataType.FLOAT), g.constant([0, n, self.group, size]), name="groups"
+            "Reshape", g.from_dtype(q, ir.DataType.FLOAT), g.constant([0, n, self.group, size]), name="groups"
         )
 
         def scores(keys: ir.Value) -> ir.Value:
@@ -234,7 +234,7 @@ class UnrolledChain(DraftChain):
 
         of_cache = g.op("Add", scores(self.caches[0]), self.mask, name="masked")
         shares = g.op("Concat", of_cache, scores(keys), name="all_scores", axis=3)
-        shares = g.to_dtype(g.op("Softmax", shares, name="shares", axis=-1), ir.DataType.FLOAT)
+        shares = g.from_dtype(g.op("Softmax", shares, name="shares", axis=-1), ir.DataType.FLOAT)
         cache_rows = g.dim(self.caches[0], 2, name="cache_rows")
         of_cache = g.slice(shares, 0, cache_rows, axis=3, name="of_cache")
         of_steps = g.slice(shares, cache_rows, 2**31, axis=3, name="of_steps")
