@@ -165,7 +165,8 @@ class Checks(Subject):
         def values(*ends: int) -> Array:
             for start, end in zip((0, *ends), ends, strict=False):
                 self._prefill(tokens[start:end], start)
-            return dict(cache_rows(self.pair, "target", 0, 0, rows))[f"v_cache.{layer}"]
+            by_head = dict(cache_rows(self.pair, "target", 0, 0, rows))[f"v_cache.{layer}"]
+            return by_head.transpose(1, 0, 2).reshape(rows, -1)
 
         whole, parts = values(rows), values(rows // 2, rows)
         if np.array_equal(whole, parts):

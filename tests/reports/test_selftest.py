@@ -215,12 +215,25 @@ def test_the_first_layer_that_differs_is_found_and_packed(
 
 
 @pytest.mark.parametrize(
-    ("rounding", "message"), [(0.0, "no product"), (0.03, ""), (0.5, "v_cache.1 of a chunk of 32 tokens")]
+    ("rounding", "wrong", "message"),
+    [
+        (0.0, 1.0, "no product"),
+        (0.03, 1.0, ""),
+        (0.5, 1.0, "v_cache.1 of a chunk of 32 tokens"),
+        (0.01, 1.6, "v_cache.1 of a chunk of 32 tokens"),
+    ],
 )
 def test_products_in_mxfp8_are_compared_with_those_of_shorter_passes(
-    rounding: float, message: str, bundles: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rounding: float,
+    wrong: float,
+    message: str,
+    bundles: Pair,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The double has no such products: whole chunks are altered as rounding, or a wrong scale, alters them."""
+    """The double has no such products: whole chunks are altered as rounding, a wrong scale, or one token with a wrong
+    scale, alters them.
+    """
     run, path = TensorRTEngine.run, tmp_path / "bundle"
     manifest = bundles[1].manifest
     shutil.copytree(bundles[1].path, path)
@@ -233,6 +246,7 @@ def test_products_in_mxfp8_are_compared_with_those_of_shorter_passes(
                 rows = self.caches.arrays["v_cache.1"]
                 noise = np.random.default_rng(0).standard_normal(rows.shape, np.float32)
                 rows.mul_(1 + rounding * torch.from_numpy(noise))
+                rows[:, :, 5] *= wrong
         return out
 
     monkeypatch.setattr(TensorRTEngine, "run", altered)
