@@ -267,13 +267,16 @@ class TensorRTEngine:
         return torch.zeros((slots, *shape), dtype=self.dtypes[name], device=self.device)
 
     def _slot_shape(self, name: str, slots: int) -> tuple[int, ...]:
-        """The shape of a cache or a state for one slot. The next slot must begin at an aligned address."""
+        """The shape of a cache or a state for one slot. The next slot must begin at an aligned address, and so must the
+        next layer's states, which follow in the same memory.
+        """
         shape = tuple(self._engine.get_tensor_shape(name))[1:]
-        size = prod(shape) * self.dtypes[name].itemsize
-        if slots > 1 and size % ALIGNMENT and name != POSITION:
+        size, state = prod(shape) * self.dtypes[name].itemsize, name in self._state_names
+        if (slots > 1 or state) and size % ALIGNMENT and name != POSITION:
+            advice = "build the bundle again, or open it with max_batch_size 1"
             raise BundleError(
                 f"{self.plan}: {name} {list(shape)} has {size} bytes for each slot, but TensorRT wants every slot at a "
-                f"multiple of {ALIGNMENT} bytes; build the bundle again, or open it with max_batch_size 1"
+                f"multiple of {ALIGNMENT} bytes; {'build for ONNX Runtime' if state else advice}"
             )
         return shape
 

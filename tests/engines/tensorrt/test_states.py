@@ -138,6 +138,20 @@ def test_exact_mode_opens_with_the_kernel(
     assert sum(c.statistics.num_accepted_tokens for c in drafted) > 0
 
 
+def test_states_that_do_not_fill_whole_units_are_refused_at_any_batch(tmp_path: Path, here: Any) -> None:  # noqa: F811
+    """One slot's states follow those of the layer before."""
+    heads = {"linear_num_key_heads": 1, "linear_num_value_heads": 1}
+    target = make_hybrid(tmp_path / "target", favourites=6, num_hidden_layers=3, layer_types=LAYERS, **heads)
+    drafter = make_drafter(tmp_path / "drafter", target, block_size=3, layers=1, taps=(0, 1))
+    settings: dict[str, Any] = {"engine": "tensorrt", "max_seq_len": 64, "precision": FLOAT32}
+    bundle = build(str(target), str(drafter), tmp_path / "bundle", **settings)
+    for batch in (1, 2):
+        with pytest.raises(
+            BundleError, match=r"conv_state\.0 .* 576 bytes .* multiple of 256 bytes; build for ONNX"
+        ):
+            LLM(bundle.path, max_batch_size=batch)
+
+
 def test_states_move_and_are_cleared_by_slot(bundles: tuple[Bundle, Bundle]) -> None:
     with LLM(bundles[1].path) as llm:
         pair: Any = llm._runtime.pair
