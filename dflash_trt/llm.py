@@ -214,7 +214,7 @@ class LLM(Opened):
                 self._take_turn(turn)
                 with _engine_errors():
                     scheduler.clear()  # an interruption may have left some
-                    lengths = self._runtime.lengths(asked)
+                    lengths = self._runtime.lengths(asked, len(requests))
                 for request in requests:
                     request.arrived = perf_counter()
                     scheduler.submit(request)

@@ -184,10 +184,10 @@ class Runtime:
         """The pair whose passes it runs. Raises DFlashError if the engine runs its passes by itself."""
         return self.scheduler.pair
 
-    def lengths(self, options: RequestOptions) -> Lengths:
+    def lengths(self, options: RequestOptions, requests: int | None = None) -> Lengths:
         """The policy for these options, see `DecodingLoop.lengths`. Raises RequestError."""
         self.check(options)
-        return self.scheduler.lengths(options)
+        return self.scheduler.lengths(options, requests)
 
     def check(self, options: RequestOptions, params: SamplingParams | None = None) -> None:
         """Raise RequestError if this bundle does not support them."""

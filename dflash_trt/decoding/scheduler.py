@@ -47,6 +47,7 @@ class Scheduler:
         self.metrics = Metrics()
         self.cut_short = False
         self._adaptive: AdaptiveLength | None = None  # made when first asked for, with its trees
+        self._timed = 0  # the most requests at a time that it knows the times of
         self._trees: TreeLengths | None = None
 
     @property
@@ -68,7 +69,7 @@ class Scheduler:
     def check(self, options: RequestOptions, params: SamplingParams) -> None:
         """Every option and parameter is supported."""
 
-    def lengths(self, options: RequestOptions) -> Lengths:
+    def lengths(self, options: RequestOptions, requests: int | None = None) -> Lengths:
         length, nodes = options.block_length, options.tree_nodes
         if not options.speculate:
             return FixedLength(1)
@@ -76,17 +77,21 @@ class Scheduler:
             return TreeLengths(FixedLength(length or self.block_size), self.block_size - 1, nodes)
         if length is not None:
             return FixedLength(length)
-        if self._adaptive is None:
+        at_a_time = self.max_batch_size
+        if requests is not None:
+            at_a_time = min(at_a_time, 1 << max(0, requests - 1).bit_length())
+        if self._adaptive is None or self._timed < at_a_time:
             self.slots.overwritten()
             with self._whole():
                 most = min(MOST_NODES, self.most_tree_nodes)
-                self._adaptive = AdaptiveLength.measured(
-                    self.block_size, self.pair, self.max_batch_size, most
-                )
-                for slot in range(self.max_batch_size):  # the numbers of these passes may not be finite
+                if self._adaptive is None:
+                    self._adaptive = AdaptiveLength.measured(self.block_size, self.pair, at_a_time, most)
+                    self._trees = TreeLengths(self._adaptive, self.block_size - 1) if most else None
+                else:
+                    self._adaptive.measure(self.pair, at_a_time, most)
+                for slot in range(at_a_time):  # the numbers of these passes may not be finite
                     self.pair.clear(slot, last=USUAL_CONTEXT + 2 * max(most, self.block_size))
-            if most:
-                self._trees = TreeLengths(self._adaptive, self.block_size - 1)
+                self._timed = at_a_time
         return self._adaptive if self._trees is None or nodes == 0 else self._trees
 
     def submit(self, request: Request) -> None:

@@ -128,7 +128,7 @@ class Driver:
                 "with speculative decoding (its enable_penalty is a prototype, and off)"
             )
 
-    def lengths(self, options: RequestOptions) -> Lengths:
+    def lengths(self, options: RequestOptions, requests: int | None = None) -> Lengths:
         """TensorRT-LLM verifies whole blocks, as `check` makes sure."""
         return FixedLength(self._draft_len + 1)
 

@@ -11,6 +11,8 @@ import pytest
 from dflash_trt import LLM
 from dflash_trt.decoding import scheduler as scheduler_module
 from dflash_trt.decoding.draft import Draft
+from dflash_trt.decoding.options import RequestOptions
+from dflash_trt.decoding.pair import Pair
 from dflash_trt.decoding.params import MOST_PRIORITY, SamplingParams
 from dflash_trt.decoding.request import Request
 from tests.doubles.fake_engines import BLOCK, Pool, expected, request
@@ -257,3 +259,27 @@ def test_urgent_requests_keep_a_plain_one_waiting_for_a_bounded_time(clock: Cloc
         started += [emission.request for emission in pool.scheduler.step(Lengths(1))]
         clock.now += 1
     assert len(started) == MOST_PRIORITY + 1
+
+
+def test_passes_are_timed_for_as_many_requests_as_there_are(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A single prompt does not wait for the times of six. The policy that has learned stays."""
+    timed, verify = set[int](), Pair.dummy_verify
+
+    def noted(pair: Pair, batch: int, *given: Any) -> None:
+        timed.add(batch)
+        verify(pair, batch, *given)
+
+    monkeypatch.setattr(Pair, "dummy_verify", noted)
+    params, policies = SamplingParams(max_tokens=24, ignore_eos=True), set[Any]()
+    with LLM(bundle, max_batch_size=6, threads=1) as llm:
+        for requests, batches in ((1, {1}), (3, {1, 2, 4}), (2, set[int]()), (20, {1, 2, 4, 6}), (6, set())):
+            prompts = [prompt(4, i) for i in range(requests)]
+            plain = llm.generate(prompts, params, speculate=False)
+            timed.clear()
+            drafted = llm.generate(prompts, params)
+            assert timed == batches
+            assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
+            policies.add(llm._runtime.lengths(RequestOptions(), requests))
+    assert len(policies) == 1

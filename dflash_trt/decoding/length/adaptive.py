@@ -130,21 +130,21 @@ class AdaptiveLength:
         self._credit = _CREDIT
 
     @classmethod
-    def measured(cls, block_size: int, pair: Pair, max_batch_size: int, most_nodes: int = 0) -> Self:
-        """The policy of a pair. Times the pair's passes, which overwrites rows of slots 0 .. max_batch_size-1.
+    def measured(cls, block_size: int, pair: Pair, most_requests: int, most_nodes: int = 0) -> Self:
+        """The policy of a pair, for up to `most_requests` at a time. Times the pair's passes, which overwrites rows of
+        slots 0 .. most_requests-1.
 
         most_nodes: the most nodes of a tree, whose times are followed too.
         """
-        powers = [2**i for i in range(max_batch_size.bit_length())]
-        batches = [*(power for power in powers if power < max_batch_size), max_batch_size]
-        lengths = sorted({n for n in (1, 2, 4, 8, 16, block_size) if n <= block_size})
-        nodes = sorted({n for n in (16, most_nodes) if block_size < n <= most_nodes})
-        most_tokens = pair.arrays.most_timed
-        return cls(
-            block_size,
-            measure(pair.dummy_draft, batches, lengths[1:], most_tokens),
-            measure(pair.dummy_verify, batches, lengths + nodes, most_tokens),
-        )
+        return cls(block_size, *_times(block_size, pair, most_requests, most_nodes))
+
+    def measure(self, pair: Pair, most_requests: int, most_nodes: int = 0) -> None:
+        """Time the passes again, for more requests at a time. What was learned of drafts is kept."""
+        draft_times, verify_times = _times(self.block_size, pair, most_requests, most_nodes)
+        self._times = RoundTimes(draft_times, verify_times, self.block_size)
+        self._warm = verify_times.warm
+        self._plans.clear()
+        self._last.clear()
 
     def draft(self, batch: int) -> int:
         """The planned length, or now and then another one on trial."""
@@ -279,3 +279,16 @@ class AdaptiveLength:
             float(beside[best]),
             float(tokens[best]),
         )
+
+
+def _times(block_size: int, pair: Pair, most_requests: int, most_nodes: int) -> tuple[PassTimes, PassTimes]:
+    """Of drafting and of verifying, by start-up's measurement."""
+    powers = [2**i for i in range(most_requests.bit_length())]
+    batches = [*(power for power in powers if power < most_requests), most_requests]
+    lengths = sorted({n for n in (1, 2, 4, 8, 16, block_size) if n <= block_size})
+    nodes = sorted({n for n in (16, most_nodes) if block_size < n <= most_nodes})
+    most_tokens = pair.arrays.most_timed
+    return (
+        measure(pair.dummy_draft, batches, lengths[1:], most_tokens),
+        measure(pair.dummy_verify, batches, lengths + nodes, most_tokens),
+    )
