@@ -337,7 +337,7 @@ def _size(prompt: Prompt, params: SamplingParams) -> int:
     try:
         form = params.structured_outputs  # to compile it may take as long as to tokenize a long text
         return len(prompt) + sum(map(len, (*params.stop, *params.bad_words))) + (LONG if form else 0)
-    except TypeError:  # the request will be refused for it
+    except (AttributeError, TypeError):  # the request will be refused for it
         return 0
 
 

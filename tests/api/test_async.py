@@ -214,6 +214,8 @@ def test_a_timeout_ends_with_the_tokens_so_far(bundle, alone, stream_interval, m
         assert (await llm.generate(*ASKED[0], timeout=60)).token_ids == alone[0].token_ids
         with pytest.raises(RequestError, match="empty"):
             await llm.generate([])
+        with pytest.raises(RequestError, match="expected a SamplingParams"):
+            await llm.generate(prompt(9), {"max_tokens": 3})  # type: ignore[arg-type]
         verify = llm._runtime.pair.verify
         whole = await llm.generate(prompt(9), LONG)
         passes = []
