@@ -108,8 +108,7 @@ class Slots:
         """Leave the content of an ended request's slot until it is overwritten, and keep a copy."""
         if self.prefixes is None or not ended.committed:
             return
-        contents = self.left[ended.slot] = self.contents(ended)
-        self._keep(ended, contents)
+        self.left[ended.slot] = self._keep(ended)
 
     def keep_boundary(self, request: Request) -> None:
         """Keep a copy of a prompt's beginning, if its slot cannot be cut to every length after the whole prompt."""
@@ -117,15 +116,20 @@ class Slots:
             return
         later = self.pair.cut_lengths(request.slot, len(request.prompt), draft=request.takes_drafts)
         if any(lengths and lengths[0] > 1 for lengths in later):
-            self._keep(request, self.contents(request))
+            self._keep(request)
 
-    def _keep(self, request: Request, contents: Contents) -> None:
+    def _keep(self, request: Request) -> Contents:
+        """Keep a copy of a slot's content. Returns what the slot holds."""
+        contents = self.contents(request)
         if not contents.tokens:
-            return
+            return contents
         most = len(contents.tokens)
         both = contents.longest(most, draft=True)
         # A drafter that is behind may have none of the lengths of a state.
-        if not both and request.takes_drafts and self.pair.drafter.catch_up(request.slot, request.committed):
+        if not both and request.takes_drafts:
+            if not self.pair.drafter.catch_up(request.slot, request.committed):
+                request.takes_drafts = False
+                self.pair.drafter.clear(request.slot)
             contents = self.contents(request)
             both = contents.longest(most, draft=True)
         length = both or contents.longest(most, draft=False)
@@ -133,6 +137,7 @@ class Slots:
         self.prefixes.keep(
             request.slot, contents.tokens[:length], draft=both > 0, salt=request.options.cache_salt
         )
+        return contents
 
     def move(self, request: Request, slot: int) -> None:
         """Move a request in flight to a free slot, over the rows there."""

@@ -19,7 +19,16 @@ from dflash_trt.decoding.output.stopping import StoppedText as Stopped
 from dflash_trt.decoding.params import FinishReason, SamplingParams
 from dflash_trt.decoding.request import Request
 from dflash_trt.errors import DecodingError, NonFiniteError
-from tests.doubles.fake_engines import BLOCK, Letters, Pool, expected, nothing, request, rows_of
+from tests.doubles.fake_engines import (
+    BLOCK,
+    Letters,
+    Pool,
+    StateTarget,
+    expected,
+    nothing,
+    request,
+    rows_of,
+)
 from tests.doubles.schedules import AnyLengths, Clock, Lengths, arrivals, finish, prompt
 
 
@@ -183,6 +192,20 @@ def test_a_drafter_without_numbers_costs_speed_only() -> None:
             assert tokens[each] == expected(each.prompt, each.params, 0)
         assert [each.takes_drafts for each in flights] == [True, False]
         pool.scheduler.forget()
+
+
+def test_a_drafter_without_numbers_at_a_request_s_end_leaves_a_clear_slot() -> None:
+    """It reads the last tokens only when the request has ended, because a state is kept for its end alone."""
+    pool = Pool(1, 4, target=StateTarget)
+    ends = request(prompt(4), SamplingParams(max_tokens=6))
+    pool.scheduler.submit(ends)
+    pool.scheduler.step(Lengths(1))
+    pool.drafter.not_a_number = lambda number: True
+    assert finish(pool, Lengths(1))[ends] == expected(ends.prompt, ends.params, 0)[1:]
+    pool.drafter.not_a_number = nothing
+    again = request([*ends.prompt, *ends.output, 3], SamplingParams(max_tokens=20))
+    assert finish(pool, Lengths(5), again)[again] == expected(again.prompt, again.params, 0)
+    assert again.takes_drafts
 
 
 def adaptive(pool: Pool) -> Any:
