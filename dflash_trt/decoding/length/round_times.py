@@ -1,12 +1,12 @@
 """The usual time of a round, followed while the engine runs.
 
-A round that drafts and verifies takes the start-up time of its two passes, times a factor of its length, times a scale
-of its batch size. Other programs only ever make a round longer, and some of them stop one round for many times its
-usual time. So each of the two numbers is the ratio a quarter up among the last sixteen: it does not follow stalls in
-half of the rounds, and needs no limit from which on a time counts as one.
+Each of the two passes of a round takes its start-up time, times a factor of its own length, times a scale of the batch
+size. Other programs only ever make a round longer, and some of them stop one round for many times its usual time. So
+each of the two numbers is the ratio a quarter up among the last sixteen: it does not follow stalls in half of the
+rounds, and needs no limit from which on a time counts as one.
 
 Rounds of the length in use tell the scale: the machine may become faster or slower for all lengths. Trials tell the
-factors of their lengths.
+factors of their lengths. Rounds that verify fewer tokens than they draft only tell the scale.
 """
 
 from __future__ import annotations
@@ -48,10 +48,12 @@ class RoundTimes:
         return seconds
 
     def verify(self, batch: int, nodes: int) -> Array:
-        """Usual seconds of verifying 1, 2 .. nodes."""
+        """Usual seconds of verifying 1, 2 .. nodes. Fewer take no longer than more."""
         _, verify, followed = self._batch(batch)
-        seconds: Array = verify[:nodes] * followed.scale
-        return seconds
+        seconds = verify * followed.scale
+        seconds[: self._block_size] *= followed.factors
+        least: Array = np.minimum.accumulate(seconds[::-1])[::-1][:nodes]
+        return least
 
     def settled(self, batch: int) -> bool:
         """Whether enough rounds have told the scale for factors to be learned."""
@@ -63,10 +65,13 @@ class RoundTimes:
         trial: whether its length was not the one in use. An impossible time is ignored.
         """
         draft, verify, followed = self._batch(batch)
-        start = float(draft[drafted - 1] + verify[min(verified, len(verify)) - 1])
+        passes = float(draft[drafted - 1]), float(verify[min(verified, len(verify)) - 1])
         if 1e-9 < seconds < 1e9:
-            followed.observe(drafted, seconds / start, trial)
-        return start * float(followed.factors[drafted - 1]) * followed.scale
+            if drafted == verified:
+                followed.observe(drafted, seconds / sum(passes), trial)
+            else:
+                followed.observe_cut(seconds / followed.without_scale(passes, drafted, verified))
+        return followed.without_scale(passes, drafted, verified) * followed.scale
 
     def _batch(self, batch: int) -> tuple[Array, Array, _Followed]:
         """Start-up times of a batch size, and what was learned of the nearest one that is followed."""
@@ -93,8 +98,18 @@ class _Followed:
             own.append(ratio / self.scale)
             self.factors[length - 1] = quarter_up(own)
         else:
-            self._recent.append(ratio / float(self.factors[length - 1]))
-            self.scale = quarter_up(self._recent)
+            self.observe_cut(ratio / float(self.factors[length - 1]))
+
+    def observe_cut(self, ratio: float) -> None:
+        """ratio: the time of a round that verified another length than it drafted, relative to that without scale."""
+        self._recent.append(ratio)
+        self.scale = quarter_up(self._recent)
+
+    def without_scale(self, passes: tuple[float, float], drafted: int, verified: int) -> float:
+        """The usual time of two passes, by their start-up times. Trees of more nodes than a block have no factor."""
+        draft, verify = passes
+        factor = float(self.factors[verified - 1]) if verified <= len(self.factors) else 1.0
+        return draft * float(self.factors[drafted - 1]) + verify * factor
 
     @property
     def settled(self) -> bool:

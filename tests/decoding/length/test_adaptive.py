@@ -66,6 +66,18 @@ def test_recovers_from_wrong_times(beginning: str) -> None:
         assert np.mean(ratios, axis=0).min() > 0.93, names
 
 
+@pytest.mark.parametrize("beginning", ["length 1 a quarter", "length 8 four times"])
+def test_wrong_times_do_not_cut_drafts_for_good(beginning: str) -> None:
+    """Where the drafter's probabilities choose the rows, rounds and trials correct the time of each number of rows."""
+    for names in (("dense_cpu", "good", "small"), ("gpu", "great", "large")):
+        ratios = []
+        for seed in range(2):
+            simulated = world(*names, beginning, seed)
+            simulated.said = SAYINGS["the truth"]
+            ratios.append(simulated.compare(simulated.run(simulated.controller(), 1500)).min())
+        assert np.mean(ratios) > 0.87, names
+
+
 @pytest.mark.parametrize(("verify", "drafts"), [("dense_cpu", "good"), ("moe", "fading")])
 def test_replicas_started_on_a_busy_host_are_alike_after_500_rounds(verify: str, drafts: str) -> None:
     """Each replica measured its own times, all distorted by a random factor in 1/4 .. 4."""

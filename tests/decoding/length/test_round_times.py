@@ -43,6 +43,21 @@ def test_trials_correct_their_own_length(times: RoundTimes) -> None:
     assert times(1) == pytest.approx([0.25, 1.75, 2.0, 2.25])
 
 
+def test_what_rounds_tell_of_a_length_holds_for_its_verification(times: RoundTimes) -> None:
+    """Also in rounds that verify fewer tokens than they draft, and fewer tokens take no longer than more."""
+    for _ in range(16):
+        times.observe(1, 4, 4, 9.0, trial=True)
+    assert times.verify(1, 4) == pytest.approx([1.0, 1.25, 1.5, 7.0])
+    settle(times, 1, 1, 1.0)
+    assert times.observe(1, 4, 2, 3.25, trial=False) == pytest.approx(2.0 + 1.25)
+    for _ in range(32):
+        times.observe(1, 4, 2, 6.5, trial=False)
+    assert times.verify(1, 2) == pytest.approx([2.0, 2.5])
+    for _ in range(16):
+        times.observe(1, 4, 4, 2.25, trial=True)
+    assert times.verify(1, 4) == pytest.approx([7 / 4] * 4)
+
+
 @pytest.mark.parametrize("trial", [False, True])
 def test_a_stall_is_no_usual_time(times: RoundTimes, trial: bool) -> None:
     settle(times, 1, 4, 2.25)
