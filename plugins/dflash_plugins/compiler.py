@@ -132,6 +132,7 @@ def _compile(use: Use, capability: int) -> Compiled:
         "num_stages": use.num_stages,
         "ptx_version": use.ptx_version,  # Triton's default is its newest
         "enable_fp_fusion": use.fp_fusion,
+        "maxnreg": use.most_registers,
     }
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     meta = made.metadata

@@ -41,6 +41,8 @@ class Use:
     fp_fusion: bool = False
     # The lowest version that has all its instructions: drivers from CUDA 12.8 on read 8.7, from 12.9 on 8.8.
     ptx_version: int = 87
+    # Of a thread. None lets the assembler choose.
+    most_registers: int | None = None
 
     @property
     def digest(self) -> str:
@@ -50,7 +52,7 @@ class Use:
     @property
     def launch(self) -> dict[str, Any]:
         """Keyword arguments of a launch by Triton."""
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.most_registers}
         return self.constants | options | {"enable_fp_fusion": self.fp_fusion}
 
 
@@ -344,4 +346,6 @@ def delta_rows(key_heads: int, heads: int, key_dim: int, value_dim: int, pending
     types |= dict.fromkeys(("y", "state_out", "pending_gates_out"), "*fp32")
     constants = {"KEY_HEADS": key_heads, "HEADS": heads, "DK": key_dim, "DV": value_dim, "PENDING": pending}
     constants |= {"DK_SLOTS": power_of_two(key_dim), "COLUMNS": DELTA_COLUMNS}
-    return Use("delta_net", "delta_rows", types, constants, num_warps=1)
+    # Left to itself, ptxas (12.9 to 13.4) takes 96 registers on sm_90, and sums up one column after the other.
+    most = 128 if key_dim <= 128 else None  # keys of 256 numbers need more
+    return Use("delta_net", "delta_rows", types, constants, num_warps=1, most_registers=most)

@@ -202,6 +202,7 @@ def build(trt: Any, name: str, capability: int) -> list[dict[str, Any]]:
                 "target": re.findall(r"\.target (\w+)", text)[0],
                 "scaled": len(re.findall(r"tcgen05\.mma\S*kind::mxf8f6f4\.block_scale", text)),
                 "products": sorted(set(re.findall(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync", text))),
+                "most_registers": [int(n) for n in re.findall(r"\.maxnreg (\d+)", text)],
                 "fused": len(re.findall(r"\bfma\.", text)),
                 "fusable": len(re.findall(r"\b(?:mul|add|sub)\.f", text)),  # by the assembler
                 "registers": registers,

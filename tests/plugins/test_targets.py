@@ -297,3 +297,9 @@ def test_plans_of_another_version_are_refused() -> None:
     version.check({"tensorrt": {"plugins": {"version": version.VERSION}}}, "bundle")
     with pytest.raises(BundleError, match=r"bundle: .*version is 0, expected 2"):
         version.check({"tensorrt": {"plugins": {"version": 0}}}, "bundle")
+
+
+def test_the_recurrence_has_registers_for_the_next_row(target: tuple[int, Any]) -> None:
+    """The assembler's own choice on sm_89 and sm_90 is fewer, at the price of sums one after the other."""
+    _, plugins = target
+    assert [each["most_registers"] for each in plugins["GatedDeltaNet"]] == [[128]]

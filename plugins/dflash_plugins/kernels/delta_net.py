@@ -11,6 +11,37 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def _row(
+    q,
+    k,
+    v,
+    gates,
+    pending_gates,
+    i,
+    old,
+    in_key,
+    in_value,
+    KEYS: tl.constexpr,
+    DV: tl.constexpr,
+    HEADS: tl.constexpr,
+    PENDING: tl.constexpr,
+):
+    """Key, query, values, decay and beta of row i. Pointers are to a sequence's first row. Rows before `old` are
+    replayed.
+    """
+    row, gate = (i + PENDING - old).to(tl.int64), gates + (i - old) * 2 * HEADS
+    if i < old:
+        row, gate = row + old - PENDING, pending_gates + i * 2 * HEADS
+    return (
+        tl.load(k + row * KEYS, mask=in_key, other=0.0),
+        tl.load(q + row * KEYS, mask=in_key, other=0.0),
+        tl.load(v + row * (HEADS * DV), mask=in_value, other=0.0),
+        tl.load(gate),
+        tl.load(gate + HEADS),
+    )
+
+
 @triton.jit(do_not_specialize=["count"])
 def delta_rows(
     q,  # [B, PENDING + count, KEY_HEADS * DK]
@@ -46,24 +77,33 @@ def delta_rows(
     old = tl.load(replayed + sequence).to(tl.int32)
     entering = old + tl.load(certain + sequence).to(tl.int32)
     key = head // (HEADS // KEY_HEADS) * DK + number
-    value = head * DV + column
+    value, first_row = head * DV + column, sequence * (PENDING + count)
+    # Where the sequence's first rows are.
+    q += first_row * (KEY_HEADS * DK) + key
+    k += first_row * (KEY_HEADS * DK) + key
+    v += first_row * (HEADS * DV) + value
+    new, waiting = gates + sequence * count * 2 * HEADS, pending_gates + sequence * PENDING * 2 * HEADS
+    y += sequence * count * (HEADS * DV) + value
+    row = _row(
+        *(q, k, v, new + head, waiting + head, 0, old, in_key, in_value),
+        *(KEY_HEADS * DK, DV, HEADS, PENDING),
+    )
     for i in range(old + count):
         if i == entering:
             tl.store(state_out + at, s, mask=inside)
-        new = sequence * count + i - old
-        row, gate = new + (sequence + 1) * PENDING, gates + new * 2 * HEADS + head
-        if i < old:
-            row -= PENDING - old
-            gate = pending_gates + (sequence * PENDING + i) * 2 * HEADS + head
-        key_row = tl.load(k + row * (KEY_HEADS * DK) + key, mask=in_key, other=0.0)
-        query_row = tl.load(q + row * (KEY_HEADS * DK) + key, mask=in_key, other=0.0)
-        value_row = tl.load(v + row * (HEADS * DV) + value, mask=in_value, other=0.0)
-        s *= tl.exp(tl.load(gate))
-        change = tl.load(gate + HEADS) * (value_row - tl.sum(key_row[:, None] * s, axis=0))
+        key_row, query_row, value_row, decay, beta = row
+        # The next row comes from memory while this one is computed.
+        following = tl.minimum(i + 1, old + count - 1)
+        row = _row(
+            *(q, k, v, new + head, waiting + head, following, old, in_key, in_value),
+            *(KEY_HEADS * DK, DV, HEADS, PENDING),
+        )
+        s *= tl.exp(decay)
+        change = beta * (value_row - tl.sum(key_row[:, None] * s, axis=0))
         s += key_row[:, None] * change[None, :]
         result = tl.sum(query_row[:, None] * s, axis=0)
         if i >= old:
-            tl.store(y + new * (HEADS * DV) + value, result, mask=in_value)
+            tl.store(y + (i - old).to(tl.int64) * (HEADS * DV), result, mask=in_value)
     if entering == old + count:
         tl.store(state_out + at, s, mask=inside)
 
