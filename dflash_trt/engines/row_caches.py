@@ -63,11 +63,15 @@ def whole(capacity: int) -> CacheKind:
 
 @dataclass(slots=True)
 class _RowsOfKind(Generic[P]):
-    """One kind of caches: their rows, and the position of each slot's first row."""
+    """One kind of caches: their rows, and the position of each slot's first row.
+
+    held: from this position on, a slot has all rows of its tokens that follow its base. A restored copy may lack some.
+    """
 
     kind: CacheKind
     pool: P
     bases: defaultdict[int, int]
+    held: defaultdict[int, int]
 
 
 def by_kind(kinds: Sequence[CacheKind], names: Iterable[str]) -> list[list[str]]:
@@ -84,7 +88,7 @@ class RowCaches(Generic[P]):
 
     def __init__(self, pools: Sequence[tuple[CacheKind, P]], slots: int) -> None:
         self.slots = slots
-        self.kinds = [_RowsOfKind(kind, pool, defaultdict(int)) for kind, pool in pools]
+        self.kinds = [_RowsOfKind(kind, pool, defaultdict(int), defaultdict(int)) for kind, pool in pools]
         # By slot: from this position on, no row belongs to a token of its sequence.
         self.ends: defaultdict[int, int] = defaultdict(int)
 
@@ -108,6 +112,7 @@ class RowCaches(Generic[P]):
                 if base > before:
                     each.pool.drop(slot, base - before, start - base)
                 each.bases[slot] = base
+                each.held[slot] = min(each.held[slot], start)
 
     def bases(self, starts: Sequence[int], idle: int = 0) -> dict[str, list[int]]:
         """The bases of a pass that begins at these positions, by the graph's input that takes them. So many further
@@ -120,12 +125,12 @@ class RowCaches(Generic[P]):
             if each.kind.window is not None
         }
 
-    def shortest(self, length: int) -> int:
+    def shortest(self, slot: int, length: int) -> int:
         """The least length to which a slot of this length can be cut."""
-        return max([each.kind.shortest(each.kind.base(length)) for each in self.kinds])
+        return max([each.kind.shortest(max(each.kind.base(length), each.held[slot])) for each in self.kinds])
 
     def cut_lengths(self, slot: int, length: int) -> Sequence[int]:
-        return range(self.shortest(length), length + 1)
+        return range(self.shortest(slot, length), length + 1)
 
     def kept_bytes(self, length: int) -> int:
         return length * self.row_bytes
@@ -133,6 +138,7 @@ class RowCaches(Generic[P]):
     def copy(self, source: int, target: int, length: int) -> None:
         for each in self.kinds:
             base = each.bases[target] = each.bases[source]
+            each.held[target] = each.held[source]
             each.pool.copy(source, target, max(0, length - base))
         self.ends[target] = length
 
@@ -140,7 +146,7 @@ class RowCaches(Generic[P]):
         copies, least, size = [], start + 1, 0
         for each in self.kinds:
             base = each.bases[slot]
-            held = max(each.kind.first(shortest), base)
+            held = max(each.kind.first(shortest), base, each.held[slot])
             first = min(max(start, held), stop)
             row = max(0, first - base)  # what lies before the base was dropped: then none are copied
             copies.append(_KeptRows(first, each.pool.take(slot, row, row + stop - first)))
@@ -166,8 +172,11 @@ class RowCaches(Generic[P]):
         self.ends[slot] = length
         for i, each in enumerate(self.kinds):
             base = each.bases[slot] = each.kind.base(length)
+            each.held[slot] = 0
             for snapshot in kept:
                 copy: _KeptRows = snapshot.data[i]
+                if copy.first > snapshot.start:
+                    each.held[slot] = copy.first
                 first, stop = max(copy.first, base), min(snapshot.stop, length)
                 if first < stop:
                     part = slice(first - copy.first, stop - copy.first)
@@ -182,4 +191,4 @@ class RowCaches(Generic[P]):
             base = each.bases[slot]
             each.pool.clear(slot, max(0, first - base), None if last is None else max(0, last - base))
             if first == 0:
-                each.bases[slot] = self.ends[slot] = 0
+                each.bases[slot] = each.held[slot] = self.ends[slot] = 0

@@ -60,7 +60,7 @@ class StateCaches(ABC, Generic[R]):
 
     def cut_lengths(self, slot: int, length: int) -> Sequence[int]:
         """From the states' position on, if the rows can be cut so far."""
-        return range(max(self.rows.shortest(length), self.position(slot)), length + 1)
+        return range(max(self.rows.shortest(slot, length), self.position(slot)), length + 1)
 
     def kept_bytes(self, length: int) -> int:
         """Of the rows, and of one slot's states."""

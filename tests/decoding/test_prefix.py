@@ -343,6 +343,20 @@ def test_a_prefix_is_reused_where_the_window_before_its_end_was_kept() -> None:
         assert found == cached
 
 
+class LongStrideTarget(WindowTarget):
+    """No row is dropped within these contexts. Copies still leave out those that no later row sees."""
+
+    stride = 1000
+
+
+def test_a_slot_filled_from_a_copy_without_its_first_rows_is_cut_no_further_than_they_are_there() -> None:
+    pool, base = Pool(1, 1, kept=400, target=LongStrideTarget), prompt(60)
+    hits(pool, [*base[:45], 1], max_tokens=3)
+    hits(pool, prompt(60, 5), max_tokens=3)
+    assert hits(pool, [*base[:45], 2], max_tokens=3).statistics.num_cached_tokens == 45
+    hits(pool, [*base[:10], 3], max_tokens=3)
+
+
 requests = st.lists(
     st.fixed_dictionaries(
         {
@@ -367,7 +381,7 @@ requests = st.lists(
     batch=st.integers(1, 3),
     kept=st.integers(4, 90),
     seed=st.integers(0, 1000),
-    target=st.sampled_from([FakeTarget, StateTarget, WindowTarget]),
+    target=st.sampled_from([FakeTarget, StateTarget, WindowTarget, LongStrideTarget]),
 )
 def test_any_traffic_over_little_memory_gives_each_request_its_own_tokens(
     asked, batch, kept, seed, target
