@@ -449,6 +449,8 @@ class Context:
             Cuda.counts["passes"] += 1
         elif self._prepared != shapes:
             return self._refused("capture", "a capture of shapes that no pass has prepared")
+        else:
+            run.captured = self
         Cuda.enqueue(run, Cuda.streams[stream])  # shapes and addresses are fixed from here on
         return True
 
@@ -465,6 +467,7 @@ class _Run:
         rooms: dict[str, Room],
     ) -> None:
         self.engine, self.shapes, self.addresses, self.rooms = engine, shapes, addresses, rooms
+        self.captured: Context | None = None  # by which context
         for name in shapes:
             if self._bytes(name) > rooms[name].size:
                 raise undefined(
@@ -488,6 +491,8 @@ class _Run:
         return np.frombuffer(room, self.engine._types[name]).reshape(self.shapes[name])
 
     def __call__(self) -> None:
+        if self.captured is not None and self.captured._prepared != self.shapes:
+            raise undefined("one context per graph", "a graph's context ran other shapes since the capture")
         feeds = {name: self.memory(name).copy() for name in self.engine._inputs}
         results = self.engine._session.run(list(self.engine._outputs), _as_given(feeds))
         for name, result in zip(self.engine._outputs, results, strict=True):

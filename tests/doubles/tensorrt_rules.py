@@ -115,6 +115,10 @@ RULES = {
         "docs.nvidia.com/deeplearning/tensorrt, Advanced Topics, CUDA Graphs",
         "Call enqueueV3() once after an input shape change to update internal state",
     ),
+    "one context per graph": Rule(
+        "docs.nvidia.com/deeplearning/tensorrt-rtx, Advanced Topics, CUDA Graphs",
+        "best practice is to use one execution context per captured graph",
+    ),
     # TensorRT-RTX
     "cache of its own": Rule(
         "tensorrt_rtx, IRuntimeCache.deserialize",

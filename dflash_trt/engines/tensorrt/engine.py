@@ -50,9 +50,9 @@ class TensorRTEngine:
     (states.py). Inputs and outputs are buffers of their largest size, and a pass uses the beginning. Contexts are bound
     to them once; the caches of prefill change with the slot.
 
-    Passes of the DECODE profile are CUDA graphs, one per set of shapes. With full TensorRT, one context runs them, and
-    the graphs are captured here. TensorRT-RTX captures by itself, and captures again when a context's shapes change,
-    so each set of shapes has a context of its own. All contexts share the scratch memory.
+    Passes of the DECODE profile are CUDA graphs, one per set of shapes. With full TensorRT, the graphs are captured
+    here. TensorRT-RTX captures by itself. A context whose shapes change spoils its graph, so each set of shapes has a
+    context of its own. All contexts share the scratch memory.
 
     kernels: where TensorRT-RTX keeps the kernels that it compiles.
     kinds: of the caches. Without them, every layer keeps all rows.
@@ -92,7 +92,7 @@ class TensorRTEngine:
         self._buffers: dict[tuple[int, str], Tensor] = {}
         self._views: dict[_Shapes, dict[str, Tensor]] = {}
         self._captured: dict[_Shapes, Any] = {}  # CUDA graphs, by the shapes of a pass
-        self._of_shapes: dict[_Shapes, PassContext] = {}  # contexts of TensorRT-RTX for DECODE
+        self._of_shapes: dict[_Shapes, PassContext] = {}  # contexts for DECODE
         self._memory: Tensor | None = None
         self._shared: dict[str, Tensor] = {}
         self._contexts = [self._context(profile) for profile in (PREFILL, DECODE)]
@@ -206,9 +206,9 @@ class TensorRTEngine:
         return PassContext(context, profile, self.plan, self.stream, self._messages)
 
     def _context_for(self, shapes: _Shapes) -> PassContext:
-        """The context of a profile; for DECODE on TensorRT-RTX, that of these shapes."""
+        """The context of a profile; that of these shapes where passes are captured."""
         profile = shapes[0]
-        if profile == PREFILL or not captures_by_itself(self._trt):
+        if profile == PREFILL or not (self.graphs or captures_by_itself(self._trt)):
             return self._contexts[profile]
         if (context := self._of_shapes.get(shapes)) is None:
             context = self._of_shapes[shapes] = self._context(profile)
