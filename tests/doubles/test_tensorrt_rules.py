@@ -242,7 +242,24 @@ def test_a_capture_follows_a_pass_of_its_shapes(case: Case) -> None:
     assert RULES["capture"].sentence in case.log.said[-1]
 
 
+def test_the_context_of_a_graph_runs_no_other_shapes(case: Case) -> None:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(case.stream):
+        assert case.run()
+        graph.capture_begin(capture_error_mode="thread_local")
+        assert case.run()
+        graph.capture_end()
+        graph.replay()
+        case.stream.synchronize()
+        case.shape(5)
+        assert case.run()
+        case.shape(3)
+        graph.replay()
+        with pytest.raises(Undefined, match=RULES["one context per graph"].sentence):
+            case.stream.synchronize()
+
+
 def test_each_rule_is_broken_by_a_test() -> None:
-    elsewhere = {"profile order", "capability", "shapes valid", "capture"}  # above
+    elsewhere = {"profile order", "capability", "shapes valid", "capture", "one context per graph"}  # above
     of_rtx = {"cache of its own", "graph of a shape"}  # test_warm_up.py
     assert {*REFUSED, *UNDEFINED} | elsewhere | of_rtx == {*RULES}
