@@ -188,7 +188,7 @@ def test_kustomize_builds_these_objects_with_the_tag() -> None:
 def test_the_autoscaler_reads_a_metric_that_the_server_and_the_adapter_have() -> None:
     (metric,) = read("autoscaler.yaml")["spec"]["metrics"]
     name = metric["pods"]["metric"]["name"]
-    assert f"\n{name} 0\n" in Metrics().prometheus()
+    assert f"\n{name} 0.0\n" in Metrics().prometheus()
     (rule,) = read("adapter-values.yaml")["rules"]["custom"]
     assert rule["name"]["as"] == name
     assert rule["seriesQuery"].startswith(f"{name}{{")

@@ -1,25 +1,31 @@
-"""Counters and distributions of a scheduler's work, under vLLM's names, also in Prometheus' text format."""
+"""Counters and distributions of a scheduler's work, under vLLM's names. prometheus_client collects and writes them."""
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from itertools import accumulate
 from threading import Lock
 from time import perf_counter
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
+
+import numpy as np
 
 from dflash_trt.decoding.params import FinishReason
 from dflash_trt.decoding.prefixes import PrefixCounts
 from dflash_trt.decoding.request import Emission
 from dflash_trt.decoding.statistics import Statistics, add_at
+from dflash_trt.errors import DFlashError
+from dflash_trt.extras import install
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
 
 PREFIX = "dflash_"
 # Upper bounds of buckets: 0.1 ms to 500 s, tokens of a request, accepted drafts of a round.
-_SECONDS = [m * 10.0**e for e in range(-4, 3) for m in (1, 2, 5)]
+_SECONDS = [float(f"{m}e{e}") for e in range(-4, 3) for m in (1, 2, 5)]
 _TOKENS = [float(m * 10**e) for e in range(6) for m in (1, 2, 5)]
 _ACCEPTED = [float(n) for n in range(16)]
 _RECENT = 4096
@@ -81,46 +87,9 @@ class Distribution:
         """The number of values."""
         return sum(self.counts)
 
-    def copy(self) -> Distribution:
-        """A copy of the current state, for another thread to read."""
-        made = Distribution(self.bounds)
-        made.counts, made.sum, made.recent = list(self.counts), self.sum, self.recent.copy()
-        return made
-
-    def buckets(self) -> Iterable[tuple[str, int]]:
+    def buckets(self) -> list[tuple[str, float]]:
         """Each upper bound, and the values up to it."""
-        return zip([*map(_number, self.bounds), "+Inf"], accumulate(self.counts), strict=True)
-
-
-@dataclass(frozen=True)
-class MetricFamily:
-    """One metric: its values by the value of its only label ("" without one), or the times of a histogram."""
-
-    name: str
-    kind: Literal["counter", "gauge", "histogram"]
-    help: str
-    values: Mapping[Any, float]
-    label: str = ""
-    times: Distribution | None = None
-
-    def samples(self) -> Iterator[tuple[str, dict[str, str], float]]:
-        """Name, labels and value of each sample."""
-        for key, value in self.values.items():
-            yield self.name, {self.label: str(key)} if self.label else {}, value
-        if self.times is not None:
-            for bound, count in self.times.buckets():
-                yield f"{self.name}_bucket", {"le": bound}, count
-            yield f"{self.name}_sum", {}, self.times.sum
-            yield f"{self.name}_count", {}, self.times.count
-
-
-def _gauge(name: str, text: str, value: float) -> MetricFamily:
-    return MetricFamily(PREFIX + name, "gauge", text, {"": value})
-
-
-def _counter(name: str, text: str, values: Mapping[Any, float] | float, label: str = "") -> MetricFamily:
-    by_label = values if isinstance(values, Mapping) else {"": values}
-    return MetricFamily(f"{PREFIX}{name}_total", "counter", text, by_label, label)
+        return list(zip([*map(str, self.bounds), "+Inf"], accumulate(self.counts), strict=True))
 
 
 # Name, help, labels, value.
@@ -213,78 +182,100 @@ class Metrics:
                 **{name: _summary(times) for name, times in self._times.items()},
             }
 
-    def families(self) -> list[MetricFamily]:
-        """Every metric that servers show, under its full name. The counters of a request grow when it ends."""
+    def collect(self) -> list[Metric]:
+        """Every metric that servers show, as prometheus_client's families, so this is a collector for it.
+
+        The counters of a request grow when it ends. Raises DFlashError if prometheus_client is not installed.
+        """
+        _require()
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        def labelled(name: str, text: str, label: str, values: Mapping[Any, float]) -> Metric:
+            family = CounterMetricFamily(PREFIX + name, text, labels=[label])
+            for key, value in values.items():
+                family.add_metric([str(key)], value)
+            return family
+
         with self._lock:
             total, prefixes = self._total, asdict(self._prefixes)
             places = dict(enumerate(total.num_accepted_tokens_per_pos))
             rounds = {n: count for n, count in enumerate(self._block_lengths) if n}
-            return [
-                _gauge("num_requests_running", "requests running", self._running),
-                _gauge("num_requests_waiting", "requests waiting", self._waiting),
-                _gauge("kv_cache_usage_perc", "part of the cache rows in use, 0 to 1", self._used),
-                _counter("request_success", "ended requests", dict(self._reasons), "finished_reason"),
-                _counter("generation_tokens", "tokens given out", self._generated),
-                *(_counter(name, text, getattr(total, source)) for name, (text, source) in _COUNTERS.items()),
-                _counter("spec_decode_num_accepted_tokens_per_pos", "accepted, by place", places, "position"),
-                _counter("block_length_rounds", "rounds, by tokens verified per request", rounds, "length"),
-                *(
-                    _gauge(f"prefix_cache_{name}", text, prefixes[name])
-                    for name, text in _PREFIX_GAUGES.items()
-                ),
-                *(
-                    _counter(f"prefix_cache_{name}_{unit}", f"{text}, in {unit}", prefixes[f"{name}_{unit}"])
+            gauges = {
+                "num_requests_running": ("requests running", self._running),
+                "num_requests_waiting": ("requests waiting", self._waiting),
+                "kv_cache_usage_perc": ("part of the cache rows in use, 0 to 1", self._used),
+                **{f"prefix_cache_{name}": (text, prefixes[name]) for name, text in _PREFIX_GAUGES.items()},
+            }
+            counters = {
+                "generation_tokens": ("tokens given out", self._generated),
+                **{name: (text, getattr(total, source)) for name, (text, source) in _COUNTERS.items()},
+                **{
+                    f"prefix_cache_{name}_{unit}": (f"{text}, in {unit}", prefixes[f"{name}_{unit}"])
                     for name, text in _PREFIX_COUNTERS.items()
                     for unit in ("tokens", "bytes")
-                ),
+                },
+            }
+            return [
+                *(GaugeMetricFamily(PREFIX + name, text, value) for name, (text, value) in gauges.items()),
                 *(
-                    MetricFamily(PREFIX + name, "histogram", _DISTRIBUTIONS[name][0], {}, times=times.copy())
+                    CounterMetricFamily(PREFIX + name, text, value)
+                    for name, (text, value) in counters.items()
+                ),
+                labelled("request_success", "ended requests", "finished_reason", self._reasons),
+                labelled("spec_decode_num_accepted_tokens_per_pos", "accepted, by place", "position", places),
+                labelled("block_length_rounds", "rounds, by tokens verified per request", "length", rounds),
+                *(
+                    HistogramMetricFamily(PREFIX + name, _DISTRIBUTIONS[name][0], times.buckets(), times.sum)
                     for name, times in self._times.items()
                 ),
             ]
 
     def prometheus(self) -> str:
-        """The text exposition format 0.0.4."""
-        lines: list[str] = []
-        for family in self.families():
-            lines += [f"# HELP {family.name} {family.help}", f"# TYPE {family.name} {family.kind}"]
-            for name, labels, value in family.samples():
-                shown = "".join(f'{{{label}="{key}"}}' for label, key in labels.items())
-                lines.append(f"{name}{shown} {_number(value)}")
-        return "\n".join(lines) + "\n"
+        """The metrics in Prometheus' text format. Raises DFlashError if prometheus_client is not installed."""
+        _require()
+        from prometheus_client import generate_latest
+
+        return generate_latest(self).decode()
 
     def samples(self) -> list[Sample]:
         """The samples of `prometheus`, and the rates of drafting.
 
         Names of counters end in _total, or as those of a histogram: in _bucket, _sum or _count.
         """
-        counts = [(family.help, family.samples()) for family in self.families()]
-        samples = [(name, text, labels, value) for text, each in counts for name, labels, value in each]
+        families = self.collect()
         with self._lock:
             total = self._total
         rates = {
             "mean_acceptance_length": "tokens per verification with a draft, since the engine started",
             "draft_acceptance_rate": "drafted tokens accepted, since the engine started",
         }
-        return samples + [(PREFIX + name, text, {}, getattr(total, name)) for name, text in rates.items()]
+        return [
+            *(
+                (each.name, family.documentation, each.labels, each.value)
+                for family in families
+                for each in family.samples
+            ),
+            *((PREFIX + name, text, {}, getattr(total, name)) for name, text in rates.items()),
+        ]
 
 
-def quantile(values: Sequence[float], fraction: float) -> float:
-    """The smallest value of a non-empty sequence that at least this fraction of the values does not exceed."""
-    return sorted(values)[max(0, math.ceil(fraction * len(values)) - 1)]
+def _require() -> None:
+    try:
+        import prometheus_client  # noqa: F401
+    except ImportError:
+        raise DFlashError(
+            f"prometheus_client is not installed; install it with: {install('serve:prometheus-client')}"
+        ) from None
 
 
 def quantiles(values: Iterable[float]) -> dict[str, float]:
-    """The quantiles p50, p90 and p99 of at least one value."""
-    ordered = sorted(values)
-    return {f"p{percent}": quantile(ordered, percent / 100) for percent in (50, 90, 99)}
+    """p50, p90 and p99 of at least one value: the smallest ones that so many values do not exceed."""
+    percents = (50, 90, 99)
+    found = np.percentile(np.array([*values]), percents, method="inverted_cdf")
+    return {f"p{percent}": float(value) for percent, value in zip(percents, found, strict=True)}
 
 
 def _summary(times: Distribution) -> dict[str, float]:
     if not times.recent:
         return {"count": 0}
     return {"count": times.count, "mean": times.sum / times.count, **quantiles(times.recent)}
-
-
-def _number(value: float) -> str:
-    return repr(value) if isinstance(value, int) else f"{value:.10g}"

@@ -1,47 +1,38 @@
-"""Metrics agree with the requests' statistics. A small parser reads their text back."""
+"""Metrics agree with the requests' statistics."""
 
 from __future__ import annotations
 
 import json
-import re
 import threading
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
-from dflash_trt.decoding.metrics import Distribution, Metrics, quantile
+from dflash_trt.decoding.metrics import Distribution, Metrics, quantiles
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.request import Request
 from dflash_trt.decoding.statistics import Statistics
 from tests.doubles.fake_engines import BLOCK, Pool, request
 from tests.doubles.schedules import AnyLengths, prompt
 
-LINE = re.compile(r'(dflash_[a-z0-9_]+)(?:\{([a-z_]+)="([^"]*)"\})? (\S+)')
-
 
 class Exposition:
-    """Samples by name and label value, types by family. Raises on anything that Prometheus would refuse."""
+    """Samples by name and label value, types by family, as prometheus_client's own parser reads them."""
 
     def __init__(self, text: str) -> None:
         self.samples: dict[str, dict[str, float]] = {}
         self.types: dict[str, str] = {}
-        assert text.endswith("\n")
-        for line in text.splitlines():
-            if line.startswith("# TYPE "):
-                name, kind = line.split()[2:]
-                assert name not in self.types
-                self.types[name] = kind
-            elif line.startswith("# HELP "):
-                assert line.split()[2] not in self.types
-            else:
-                name, _, value, number = LINE.fullmatch(line).groups()  # type: ignore[union-attr]
-                family = next(f for f in (name, re.sub("_(bucket|sum|count)$", "", name)) if f in self.types)
-                assert family == list(self.types)[-1], "samples stand together below their type"
-                assert (self.types[family] == "counter") == name.endswith("_total")
-                self.samples.setdefault(name.removeprefix("dflash_"), {})[value or ""] = float(number)
-        for family, kind in self.types.items():
+        for family in text_string_to_metric_families(text):
+            assert family.name not in self.types
+            self.types[family.name] = family.type
+            assert family.documentation
+            for sample in family.samples:
+                shown = self.samples.setdefault(sample.name.removeprefix("dflash_"), {})
+                shown["".join(sample.labels.values())] = sample.value
+        for name, kind in self.types.items():
             if kind == "histogram":
-                self._check_histogram(family.removeprefix("dflash_"))
+                self._check_histogram(name.removeprefix("dflash_"))
 
     def _check_histogram(self, name: str) -> None:
         buckets = self.samples[f"{name}_bucket"]
@@ -128,7 +119,7 @@ def test_labelled_counters_and_distributions(served) -> None:
         assert found[f"{name}_sum"] / count == pytest.approx(snapshot[name]["mean"])
         assert snapshot[name]["p50"] <= snapshot[name]["p90"] <= snapshot[name]["p99"]
     times = [r.statistics.time_per_output_token for r in ended if r.params.max_tokens > 1]
-    assert snapshot["request_time_per_output_token_seconds"]["p50"] == quantile(times, 0.5)
+    assert snapshot["request_time_per_output_token_seconds"]["p50"] == quantiles(times)["p50"]
 
 
 def test_each_round_is_in_the_histogram_of_each_request(served) -> None:
@@ -176,8 +167,8 @@ def test_gauges_follow_the_steps() -> None:
 
 def test_quantiles_and_buckets() -> None:
     values = [i / 1000 for i in range(1, 101)]
-    assert [quantile(values, f) for f in (0.5, 0.9, 0.99, 0, 1)] == [0.05, 0.09, 0.099, 0.001, 0.1]
-    assert quantile([3.0], 0.5) == 3.0
+    assert quantiles(values) == {"p50": 0.05, "p90": 0.09, "p99": 0.099}
+    assert quantiles([3.0]) == {"p50": 3.0, "p90": 3.0, "p99": 3.0}
     times = Distribution()
     for value in (0.0, 1e-4, 1.0, 1e6):
         times.add(value)
@@ -228,6 +219,7 @@ def test_servers_with_counters_and_gauges_only_show_the_same_numbers(served) -> 
                 values = found.samples[f"{name}_{end}"]
                 assert shown.pop(f"{name}_{end}") == pytest.approx(values)
         else:
+            name += "_total" * (kind == "counter")
             assert shown.pop(name) == found.samples[name]
     total = Statistics.merge(r.statistics for r in served[1])
     assert shown == {

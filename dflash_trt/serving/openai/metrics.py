@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
 from dflash_trt.decoding.metrics import PREFIX
 from dflash_trt.serving.openai.engine import EngineDownError, EngineProcess
 from dflash_trt.serving.openai.errors import REASONS
@@ -16,6 +19,7 @@ class ServerMetrics:
     def __init__(self, engine: EngineProcess) -> None:
         self._engine = engine
         self._answers: dict[int, int] = {}
+        self._up = 0
         self._refused = dict.fromkeys(sorted(set(REASONS.values())), 0)
 
     def observe(self, status: int, end: int) -> None:
@@ -25,28 +29,29 @@ class ServerMetrics:
             self._refused[REASONS.get(end, "error")] += 1
 
     async def text(self) -> str:
-        """Prometheus' text format 0.0.4. A dead engine has no metrics of its own, and engine_up 0."""
+        """Prometheus' text format. A dead engine has no metrics of its own, and engine_up 0."""
         try:
             engine, up = await self._engine.metrics(), 1
         except EngineDownError:
             engine, up = "", 0
-        lines = [
-            *_family("engine_up", "gauge", "whether the engine answers", {"": up}),
-            *_family("engine_deaths_total", "counter", "engine processes that died", {"": self._engine.deaths}),
-            *_family("engine_restarts_total", "counter", "engine processes started again", {"": self._engine.restarts}),
-            *_family(
-                "http_responses_total", "counter", "answers, by status",
-                {f'{{status="{status}"}}': count for status, count in sorted(self._answers.items())},
-            ),
-            *_family(
-                "requests_refused_total", "counter", "requests without success, by reason",
-                {f'{{reason="{reason}"}}': count for reason, count in self._refused.items()},
-            ),
-        ]  # fmt: skip
-        return engine + "\n".join(lines) + "\n"
+        self._up = up
+        return engine + generate_latest(self).decode()
 
-
-def _family(name: str, kind: str, text: str, values: dict[str, int]) -> list[str]:
-    name = PREFIX + name
-    samples = [f"{name}{labels} {value}" for labels, value in values.items()]
-    return [f"# HELP {name} {text}", f"# TYPE {name} {kind}", *samples]
+    def collect(self) -> list[Metric]:
+        """The families that are this server's, for prometheus_client."""
+        deaths, restarts = self._engine.deaths, self._engine.restarts
+        answers = CounterMetricFamily(f"{PREFIX}http_responses", "answers, by status", labels=["status"])
+        for status, count in sorted(self._answers.items()):
+            answers.add_metric([str(status)], count)
+        refused = CounterMetricFamily(
+            f"{PREFIX}requests_refused", "requests without success, by reason", labels=["reason"]
+        )
+        for reason, count in self._refused.items():
+            refused.add_metric([reason], count)
+        return [
+            GaugeMetricFamily(f"{PREFIX}engine_up", "whether the engine answers", self._up),
+            CounterMetricFamily(f"{PREFIX}engine_deaths", "engine processes that died", deaths),
+            CounterMetricFamily(f"{PREFIX}engine_restarts", "engine processes started again", restarts),
+            answers,
+            refused,
+        ]
