@@ -37,8 +37,7 @@ ENTRYPOINT ["dflash-trt", "serve", "/bundle", "--api", "triton", "--host", "0.0.
 
 FROM base AS openai
 RUN python3 -m pip install --no-cache-dir --constraint /opt/dflash-trt/test.txt \
-        "$(echo /opt/dflash-trt/wheels/dflash_trt-*.whl)[serve]" \
-        opentelemetry-exporter-otlp-proto-http opentelemetry-instrumentation-asgi opentelemetry-sdk
+        "$(echo /opt/dflash-trt/wheels/dflash_trt-*.whl)[serve]"
 USER 65532:65532
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=120s \

@@ -10,11 +10,6 @@ _NAME = "dflash-trt"
 _OPTIONS = {
     "charts": ["matplotlib>=3.8"],
     "completion": ["shtab>=1.7"],
-    "tracing": [
-        "opentelemetry-exporter-otlp-proto-http>=1.30",
-        "opentelemetry-instrumentation-asgi>=0.51b0",
-        "opentelemetry-sdk>=1.30",
-    ],
     # It holds a tritonserver, and needs NumPy below 2: an environment of its own.
     "tritonserver": ["nvidia-pytriton>=0.7,<0.8"],
 }

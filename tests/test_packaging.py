@@ -30,7 +30,7 @@ print(len(names))
 NOT_CORE = (
     *("torch", "transformers", "safetensors", "modelopt", "jsonschema", "triton", "gguf", "accelerate"),
     *("tensorrt", "tensorrt_rtx", "tensorrt_llm", "aiohttp", "grpc", "hypothesis", "pytest"),
-    *("fastapi", "starlette", "uvicorn", "pydantic", "openai", "opentelemetry", "prometheus_client"),
+    *("fastapi", "starlette", "uvicorn", "pydantic", "openai", "prometheus_client"),
 )
 
 

@@ -146,7 +146,6 @@ def main() -> int:
         "--served-model-name=soak",
         "--max-queue=8",
         "--stream-interval=0",
-        "--log-format=json",
     )
     with openai_server(args.bundle, *more) as server:
         load = OpenAILoad(server, prompts, expected, args.seed)

@@ -86,10 +86,6 @@ def _add_openai(openai: argparse._ArgumentGroup) -> None:
     switch(openai, "--enable-prompt-tokens-details",
            "show clients how many tokens of their prompt were cached; without keys, or with one key for several "
            "clients, this tells them what others have sent (default: only with several keys)")  # fmt: skip
-    option(openai, "--log-format", None, str, "a line per request", "text", choices=("text", "json"))
-    option(openai, "--otlp-endpoint", "URL", str,
-           "send traces to this OpenTelemetry collector, as http://127.0.0.1:4318 (default: none are made)"
-    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -114,8 +110,6 @@ def _check_options(args: argparse.Namespace) -> None:
         args.usage_error("--tls-cert and --tls-key: only one is given, expected both")
     if args.max_deadline == 0:
         args.usage_error("--max-deadline is 0, expected more: no request could be answered")
-    if args.otlp_endpoint is not None and not args.otlp_endpoint.startswith(("http://", "https://")):
-        args.usage_error(f"--otlp-endpoint {args.otlp_endpoint}: expected a URL, as http://127.0.0.1:4318")
     for name in ("port", *_PORTS) if args.api == "triton" else ():
         if getattr(args, name) == 0:
             args.usage_error(f"--{name.replace('_', '-')} is 0, expected a port: Triton does not choose one")
@@ -168,8 +162,6 @@ def _openai(args: argparse.Namespace) -> int:
         priorities=args.allow_priority,
         drain=args.drain,
         grace=args.grace,
-        json_logs=args.log_format == "json",
-        traces=args.otlp_endpoint,
         prompt_details=args.enable_prompt_tokens_details,
         engine={name: str(value) for name, value in engine_settings(args).items() if value is not None},
         limit=args.max_batch_size + args.max_queue,

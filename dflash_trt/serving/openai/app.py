@@ -19,8 +19,7 @@ from dflash_trt.errors import RequestError
 from dflash_trt.serving.openai.chat import Chat
 from dflash_trt.serving.openai.completions import Completions
 from dflash_trt.serving.openai.engine import EngineDownError, EngineProcess
-from dflash_trt.serving.openai.errors import ApiError, from_validation, refused
-from dflash_trt.serving.openai.gate import FACTS
+from dflash_trt.serving.openai.errors import ApiError, from_validation, log_refusal, refused
 from dflash_trt.serving.openai.generation import cache_salt, event
 from dflash_trt.serving.openai.model import Model
 from dflash_trt.serving.openai.protocol import (
@@ -73,13 +72,13 @@ def make_app(
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
-        return _refusal(error)
+        return _refusal(error, request.state.request_id)
 
     @app.exception_handler(404)
     @app.exception_handler(405)
     async def no_route(request: Request, error: Any) -> Response:
         text = f"{request.method} {request.url.path[:200]} is not an endpoint of this server"
-        return _refusal(ApiError(error.status_code, text))
+        return _refusal(ApiError(error.status_code, text), request.state.request_id)
 
 
 def _add_answers(
@@ -109,7 +108,6 @@ def _add_answers(
             made.usage.details = settings.shows_cached_tokens
             for message in made.prepared.messages:
                 message["cache_salt"] = cache_salt(request.state.key_digest, body.cache_salt)
-            FACTS.get()["model"] = model.name
             return await _answer(made, engine)
 
         return answer
@@ -122,12 +120,8 @@ def _add_answers(
 
 
 async def _answer(answering: Answering, engine: EngineProcess) -> ASGIApp:
-    facts = FACTS.get()
-    facts["id"], facts["prompt_tokens"] = answering.id, sum(map(len, answering.prepared.prompts))
     if not answering.body.stream:
-        whole = await answering.whole(engine)
-        facts["completion_tokens"], facts["finish_reason"] = answering.usage.completion, answering.reasons()
-        return _json(whole)
+        return _json(await answering.whole(engine))
     chunks = answering.chunks(engine)
     # The first chunk comes before the status, so that a refusal is a status and no event.
     first = await anext(chunks)
@@ -240,7 +234,7 @@ class _Api:
         try:
             response = await self._posts[scope["path"]](Request(scope, receive))
         except ApiError as error:
-            response = _refusal(error)
+            response = _refusal(error, scope["state"]["request_id"])
         await response(scope, receive, send)
 
 
@@ -262,8 +256,7 @@ class _Events:
         self._first, self._rest, self._answering = first, rest, answering
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answering, facts = self._answering, FACTS.get()
-        end, failure = b"", None
+        answering, end, failure = self._answering, b"", None
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self._HEAD})
             await send({"type": "http.response.body", "body": event(self._first), "more_body": True})
@@ -273,12 +266,10 @@ class _Events:
                 else:
                     await send({"type": "http.response.body", "body": event(chunk), "more_body": True})
         except ApiError as error:
-            facts["error"], facts["failed"] = error.message, error.status
-            failure = error
+            log_refusal(error, answering.id)
+            scope["state"]["failed"], failure = error.status, error
         finally:
             await self._rest.aclose()
-            usage, reasons = answering.usage, answering.reasons()
-            facts["completion_tokens"], facts["finish_reason"] = usage.completion, reasons
         end += answering.last_event(failure)
         await send({"type": "http.response.body", "body": end, "more_body": False})
 
@@ -287,8 +278,8 @@ def _json(value: Any) -> Response:
     return Response(to_json(value), media_type="application/json")
 
 
-def _refusal(error: ApiError) -> Response:
-    FACTS.get()["error"] = error.message
+def _refusal(error: ApiError, request_id: str) -> Response:
+    log_refusal(error, request_id)
     return JSONResponse(error.body(), error.status, error.headers())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -68,6 +69,13 @@ class ApiError(Exception):
         if self.status in (429, 503):
             return {"Retry-After": str(RETRY_SECONDS)}
         return {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
+
+
+def log_refusal(error: ApiError, request_id: str) -> None:
+    """Say why a request got no answer, beside uvicorn's own line about it."""
+    logging.getLogger("uvicorn.error").info(
+        "request %s: %d, %s", request_id, error.status, shorten(error.message, 500)
+    )
 
 
 def from_engine(error: Error) -> ApiError:

@@ -1,4 +1,4 @@
-"""Every request passes this first. It gets an id, must have the key, and is limited and logged.
+"""Every request passes this first. It gets an id, must have the key, and is limited.
 
 Middleware of ASGI. It reads the whole body, so that the routes get complete requests only. While a request is answered
 it listens for the client: one that leaves cancels its request at once, whether or not anything was sent.
@@ -16,19 +16,13 @@ import re
 import uuid
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from contextvars import ContextVar
-from time import perf_counter
-from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dflash_trt.errors import shorten
-from dflash_trt.serving.openai import tracing
-from dflash_trt.serving.openai.errors import ApiError
+from dflash_trt.serving.openai.errors import ApiError, log_refusal
 
-LOG = logging.getLogger("dflash_trt.requests")
-# Facts about the current request, for its line in the log.
-FACTS: ContextVar[dict[str, Any]] = ContextVar("facts")
+LOG = logging.getLogger("uvicorn.error")
 OPEN = ("/", "/health", "/ready", "/metrics", "/version")  # and the files of the page
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 _BODY_SECONDS = 30.0
@@ -113,7 +107,7 @@ class _Visit:
         self._headers = dict(scope["headers"])
         given = self._headers.get(b"x-request-id", b"").decode("latin-1")
         self.id = given if _ID.fullmatch(given) else uuid.uuid4().hex
-        self._begun, self._status, self._started, self._done = perf_counter(), 499, False, False
+        self._status, self._started, self._done = 499, False, False
         self._unread = (
             b"transfer-encoding" in self._headers or self._headers.get(b"content-length", b"0") != b"0"
         )
@@ -129,12 +123,11 @@ class _Visit:
         observe: Callable[[int, int], None],
     ) -> None:
         path = self._scope["path"]
-        facts: dict[str, Any] = {}
-        token = FACTS.set(facts)
-        self._scope.setdefault("state", {})["request_id"] = self.id
+        state = self._scope.setdefault("state", {})
+        state["request_id"] = self.id
         try:
             try:
-                self._scope["state"]["key_digest"] = admit(path, self._headers)
+                state["key_digest"] = admit(path, self._headers)
                 body = await self._body(most)
                 await self._answer(body)
             except ApiError as error:
@@ -148,28 +141,11 @@ class _Visit:
                 else:
                     await self._refuse(ApiError(503, "the server is stopping"))
             except Exception as error:
-                LOG.exception("a request failed", extra={"fields": {"request_id": self.id, "path": path}})
+                LOG.exception("request %s failed", self.id)
                 await self._refuse(ApiError(500, f"the server failed: {type(error).__name__}"))
         finally:
-            FACTS.reset(token)
             if path not in OPEN and not path.startswith("/page/"):
-                observe(self._status, facts.get("failed", self._status))
-                if not self._done:
-                    tracing.describe(self.id, facts)
-                self._log(path, facts)
-
-    def _log(self, path: str, facts: dict[str, Any]) -> None:
-        client = self._scope.get("client") or ("", 0)
-        fields = {
-            "request_id": self.id,
-            "method": self._scope["method"],
-            "path": path,
-            "status": self._status,
-            "seconds": round(perf_counter() - self._begun, 6),
-            "client": client[0],
-            **facts,
-        }
-        LOG.info("request", extra={"fields": fields})
+                observe(self._status, state.get("failed", self._status))
 
     async def _body(self, most: int) -> bytes:
         declared = self._headers.get(b"content-length", b"0")
@@ -230,7 +206,6 @@ class _Visit:
             message["headers"] = [*message.get("headers", []), (b"x-request-id", self.id.encode("latin-1"))]
         elif not message.get("more_body", False):
             self._done = True
-            tracing.describe(self.id, FACTS.get())  # sending this ends the span
         # asyncio.timeout takes two to four times as long, for every chunk of a stream.
         late = self._task.get_loop().call_later(_WRITE_SECONDS, self._leave)
         try:
@@ -239,9 +214,9 @@ class _Visit:
             late.cancel()
 
     async def _refuse(self, error: ApiError) -> None:
-        FACTS.get()["error"] = error.message
+        log_refusal(error, self.id)
         if self._started:
-            FACTS.get()["failed"] = error.status
+            self._scope["state"]["failed"] = error.status
             return
         body = json.dumps(error.body()).encode()
         headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}

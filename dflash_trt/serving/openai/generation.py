@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Generic, TypeVar
 from pydantic_core import to_json
 
 from dflash_trt.errors import RequestError, quoted
-from dflash_trt.serving.openai import tracing
 from dflash_trt.serving.openai.engine import EngineDownError, EngineProcess, QueueFullError
 from dflash_trt.serving.openai.errors import ApiError, Names, from_engine, refused
 from dflash_trt.serving.openai.model import Model
@@ -208,7 +207,6 @@ class Generation(Generic[B, C]):
                     choice.answered = choice.answered or bool(update["token_ids"])
                     if update.get("finish_reason") == "timeout" and not choice.answered:
                         raise ApiError(504, "the deadline passed before the first token", code="deadline")
-                    tracing.engine_parts(update)
                     self.take(index, update)
                     yield index, update
         except QueueFullError as error:

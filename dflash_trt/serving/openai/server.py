@@ -6,13 +6,11 @@ import asyncio
 import contextlib
 import gc
 import ipaddress
-import logging
 import math
 import os
 import signal
 import socket
 import ssl
-import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -23,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.errors import DFlashError
 from dflash_trt.extras import install
-from dflash_trt.serving.openai.logs import set_up_logs
 from dflash_trt.serving.processes import allow_open_files, run_loop
 
 if TYPE_CHECKING:
@@ -35,7 +32,6 @@ _IDLE_SECONDS = 75
 # For a client to confirm the end of a TLS connection, when the server stops. Clients with idle connections do not.
 _CONFIRM_SECONDS = 2.0
 _END_SECONDS = 5.0  # for requests to be told, after `grace`
-_SPANS_SECONDS = 3.0  # for the last spans to be sent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +42,7 @@ class ServerSettings:
     hosts: names for which it answers besides `host` and localhost, or "*".
     max_body: bytes of a request. max_seconds: the longest deadline. priorities: whether requests may have one.
     drain: seconds from SIGTERM until it takes no more requests; /ready is 503 meanwhile. grace: seconds for requests to
-    finish after that. traces: URL of an OpenTelemetry collector. prompt_details: show the number of cached tokens also
+    finish after that. prompt_details: show the number of cached tokens also
     to clients that share a key, or need none.
     engine: `AsyncLLM`'s arguments as texts. limit: requests in flight at most.
     """
@@ -65,8 +61,6 @@ class ServerSettings:
     priorities: bool = False
     drain: float = 0.0
     grace: float = 30.0
-    json_logs: bool = False
-    traces: str | None = None
     prompt_details: bool = False
     engine: dict[str, str] = field(default_factory=dict)
     limit: int = 264
@@ -92,9 +86,6 @@ def serve(settings: ServerSettings, ready: Callable[[int], None], say: Callable[
     ready: takes the port, when clients may come. `say`: takes lines about the engine and the end.
     """
     _open_standard_files()
-    set_up_logs(settings.json_logs)
-    if settings.json_logs:
-        say = logging.getLogger("dflash_trt").warning
     allow_open_files()
     listening = _listen(settings.host, settings.port)
     with contextlib.closing(listening):
@@ -154,12 +145,7 @@ async def _serve(
     ready: Callable[[int], None],
     say: Callable[[str], None],
 ) -> int:
-    from dflash_trt.serving.openai import tracing
-
-    provider = tracing.exporting(settings.traces) if settings.traces else None
     gate, engine = application(settings, say)
-    if provider is not None:
-        gate = tracing.start(gate, provider)
     background: list[asyncio.Task[None]] = []
     server, port = _uvicorn(gate, engine, settings, say, background), listening.getsockname()[1]
     await engine.start()
@@ -174,10 +160,6 @@ async def _serve(
         for task in background:
             task.cancel()
         await engine.close()
-        if provider is not None:
-            sending = threading.Thread(target=provider.shutdown, daemon=True)  # sends the last spans
-            sending.start()
-            await asyncio.to_thread(sending.join, _SPANS_SECONDS)
     return 0
 
 
@@ -237,9 +219,6 @@ def _config(gate: Any, settings: ServerSettings) -> Any:
         http=Connection,
         ws="none",
         lifespan="on",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
         server_header=False,
         timeout_keep_alive=_IDLE_SECONDS,
         timeout_graceful_shutdown=math.ceil(settings.grace + _END_SECONDS),

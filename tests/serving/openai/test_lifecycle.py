@@ -49,7 +49,7 @@ def test_a_full_queue_is_429_and_clients_that_leave_make_room(small: Server) -> 
     small.until(lambda: small.metric(ended) == before + 2)
     assert small.metric("dflash_num_requests_running") == 0
     assert small.post(COMPLETIONS, LONG | {"max_tokens": 2}).status_code == 200
-    small.until(lambda: small.log.count("status=499") == 2)
+    small.until(lambda: small.metric('dflash_requests_refused_total{reason="cancelled"}') == 2)
 
 
 def test_a_deadline_keeps_the_tokens_before_it_and_without_any_is_504(small: Server) -> None:

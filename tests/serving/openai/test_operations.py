@@ -162,7 +162,6 @@ def test_an_engine_ends_with_its_server_while_it_loads() -> None:
         (["--grace=nan"], "--grace: nan is not between 0 and 3e8"),
         (["--max-deadline=-1"], "--max-deadline: -1.0 is not between 0 and 3e8"),
         (["--max-deadline=0"], "--max-deadline is 0, expected more"),
-        (["--otlp-endpoint=foo"], "--otlp-endpoint foo: expected a URL"),
         (["--tls-cert=no.pem", "--tls-key=no.pem"], "--tls-cert no.pem --tls-key no.pem: "),
         (["--api-key-file=latin1"], "latin1: is not text in UTF-8 (byte 0)"),
     ],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -100,14 +100,13 @@ def test_a_large_body_is_refused_before_it_is_read(server: Server) -> None:
 def test_requests_have_ids_in_answers_and_in_the_log(server: Server) -> None:
     answer = server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1}, **{"X-Request-Id": "mine-1"})
     assert (answer.headers["x-request-id"], answer.json()["id"]) == ("mine-1", "cmpl-mine-1")
-    server.until(lambda: "request_id=mine-1" in server.log)
     assert (
         len(server.post(COMPLETIONS, {"prompt": "x"}, **{"X-Request-Id": "a b"}).headers["x-request-id"])
         == 32
     )
     server.http.get("/a%0Ab%20c")  # as one line, and with the reason
-    server.until(lambda: 'path="/a\\nb c" status=404' in server.log)
-    assert 'error="GET /ab c is not an endpoint of this server"' in server.log
+    server.until(lambda: '"GET /a%0Ab%20c HTTP/1.1" 404' in server.log)
+    assert "404, GET /ab c is not an endpoint of this server" in server.log
 
 
 def test_refusals_are_counted_by_reason(server: Server) -> None:
@@ -117,7 +116,7 @@ def test_refusals_are_counted_by_reason(server: Server) -> None:
     assert server.metric(name) == before + 1
 
 
-def test_keys_tls_origins_and_logs_in_json(start: Callable[..., Server], tmp_path: Path) -> None:
+def test_keys_tls_origins_and_logs(start: Callable[..., Server], tmp_path: Path) -> None:
     keys, cert, key = (tmp_path / name for name in ("keys", "cert.pem", "key.pem"))
     keys.write_text("secret-1\nsecret-2\n")
     subprocess.run(
@@ -126,7 +125,7 @@ def test_keys_tls_origins_and_logs_in_json(start: Callable[..., Server], tmp_pat
     )  # fmt: skip
     server = start(
         f"--api-key-file={keys}", f"--tls-cert={cert}", f"--tls-key={key}", "--cors-origin=https://a.example",
-        "--log-format=json", "--served-model-name=mine", "--grace=600", DFLASH_TRT_API_KEY="secret-3",
+        "--served-model-name=mine", "--grace=600", DFLASH_TRT_API_KEY="secret-3",
     )  # fmt: skip
     assert server.http.get("/v1/models").status_code == 401
     assert server.http.get("/v1/models", headers={"Authorization": "Bearer secret-4"}).status_code == 401
@@ -149,8 +148,6 @@ def test_keys_tls_origins_and_logs_in_json(start: Callable[..., Server], tmp_pat
         answer = server.http.post("/v1/completions", json=body, headers=mine)
         assert answer.status_code == status
         assert answer.headers["access-control-allow-origin"] == "https://a.example"
-    server.until(lambda: server.log.count('"path"') >= 8)
-    lines = [json.loads(line) for line in server.log.splitlines() if line.startswith("{")]
-    assert {line["status"] for line in lines} >= {200, 401}
+    server.until(lambda: {'HTTP/1.1" 200', 'HTTP/1.1" 401'} <= set(re.findall(r'HTTP/1.1" \d+', server.log)))
     assert "secret-" not in server.log
     assert server.stop() == 0  # the client's connection is open, and does not confirm that it ends
