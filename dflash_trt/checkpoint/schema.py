@@ -16,16 +16,18 @@ Activation = Literal["silu", "gelu_tanh"]
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The heads of keys and values: their number, and their size, which is the queries' too; and how both rotate."""
+    """The heads of keys and values: their number, and their size, which is the queries' too; and how both rotate, if
+    they do.
+    """
 
     kv_heads: int
     head_dim: int
-    rope: RopeConfig
+    rope: RopeConfig | None
 
     @property
     def rotary_dim(self) -> int:
         """The leading numbers of a head that RoPE rotates."""
-        return round(self.head_dim * self.rope.partial)
+        return 0 if self.rope is None else round(self.head_dim * self.rope.partial)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +104,17 @@ class DecoderConfig:
     path: the config.json that was read.
     attention_bias: q, k, v and o projections have a bias.
     mlp_bias: gate, up and down projections have a bias.
-    qk_norm: RMSNorm over each head of q and k before RoPE.
+    qk_norm: RMSNorm over each head of q and k before RoPE. qk_norm_weights: these norms have weights.
     attention_sinks: each head has a learned logit that takes part in the softmax and has no value.
-    attention_gate: q_proj also gives a gate for each head. Its sigmoid scales the output of the head.
+    attention_gate: the layer whose output, after a sigmoid, scales the output of the heads: "q_proj", which gives a
+        gate beside each query, or the name of one of its own.
     zero_centred_norms: RMSNorm scales by 1 + weight. A norm that has a gate scales by its weight.
     value_norm: RMSNorm without weights over each head of v.
+    post_norm_eps: of norms after attention and after the MLP, where it is another than rms_norm_eps.
     attention_scale: of the products of queries and keys; None: head_dim ** -0.5.
     activation: of the gate in an MLP or expert.
     embedding_scale: embedded rows are multiplied by it, rounded to the table's dtype.
+    logit_multiplier: logits are multiplied by it, before their soft-cap.
     logit_softcap: logits x become softcap * tanh(x / softcap).
     """
 
@@ -130,13 +135,16 @@ class DecoderConfig:
     layers: tuple[LayerAttention | LayerDeltaNet, ...]
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_weights: bool = True
     attention_sinks: bool = False
-    attention_gate: bool = False
+    attention_gate: str | None = None
     zero_centred_norms: bool = False
     value_norm: bool = False
+    post_norm_eps: float | None = None
     attention_scale: float | None = None
     activation: Activation = "silu"
     embedding_scale: float = 1.0
+    logit_multiplier: float = 1.0
     logit_softcap: float | None = None
 
     @property
@@ -169,6 +177,7 @@ class DecoderConfig:
 class TargetConfig(DecoderConfig):
     """A target. `eos_token_ids` come from generation_config.json if it names any, else from config.json.
 
+    embedding_norm: the target's embedded rows pass an RMSNorm without weights. A drafter's do not.
     prefix: of the decoder's tensors.
     skipped: prefixes of tensors that do not belong to the decoder, such as a vision tower's.
     """
@@ -177,6 +186,7 @@ class TargetConfig(DecoderConfig):
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     moe: MoEConfig | None
+    embedding_norm: bool = False
     prefix: str = "model"
     skipped: tuple[str, ...] = ()
 

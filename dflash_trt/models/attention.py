@@ -160,7 +160,9 @@ class Attention:
         """Queries (and gates) of x, and keys and values of `written` or as `stored`."""
         c, heads = self.config, self.config.heads_of(layer)
         bias, kept = c.attention_bias, heads.kv_heads * heads.head_dim
-        asking = {"q_proj": c.num_attention_heads * heads.head_dim * (2 if c.attention_gate else 1)}
+        asking = {
+            "q_proj": c.num_attention_heads * heads.head_dim * (2 if c.attention_gate == "q_proj" else 1)
+        }
         others = {"k_proj": kept} | ({} if layer.keys_as_values else {"v_proj": kept})
         if stored is not None:
             return m.linears(x, asking, width, bias=bias)[0], *stored
@@ -190,10 +192,13 @@ class Attention:
         size, n_q, n_kv = heads.head_dim, c.num_attention_heads, heads.kv_heads
         q, k, v = self._projected(m, self._layers[i], x, written, width or c.hidden_size, stored)
         gate = None
-        if c.attention_gate:
+        if c.attention_gate == "q_proj":
             q, gate = self._gate(q, size)
-        q = self._arranged(m, self.queries, q, n_q, size, "q_norm", normed=c.qk_norm)
-        k = self._arranged(m, self.written, k, n_kv, size, "k_norm", normed=c.qk_norm)
+        elif c.attention_gate is not None:
+            gate = m.linear(x, c.attention_gate, width or c.hidden_size, n_q * size)
+        q_norm, k_norm = ("q_norm", "k_norm") if c.qk_norm_weights else (None, None)
+        q = self._arranged(m, self.queries, q, n_q, size, q_norm, normed=c.qk_norm)
+        k = self._arranged(m, self.written, k, n_kv, size, k_norm, normed=c.qk_norm)
         v = self._arranged(m, self.written, v, n_kv, size, normed=c.value_norm)
         kind, by_head = self._kind(self._layers[i]), self.dialect.by_head
         rows = self._rows[self._layers[i].window]

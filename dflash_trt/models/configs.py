@@ -27,7 +27,7 @@ def read_target_config(directory: Path) -> TargetConfig:
 
 
 def read_drafter_config(directory: Path, target: TargetConfig | None = None) -> DrafterConfig:
-    """Read a drafter's config.json. With its `target`, taps that the file does not name follow from the kind.
+    """Read a drafter's config.json. Its `target` gives what the file leaves open: taps by the kind, the vocabulary.
 
     Raises:
         CheckpointError: as in read_target_config, and for a field that requests something not supported.
@@ -41,6 +41,8 @@ def read_drafter_config(directory: Path, target: TargetConfig | None = None) -> 
     config = kind.read(fields)
     if not config.target_layer_ids and kind.taps is not None and target is not None:
         config = replace(config, target_layer_ids=kind.taps(target.num_hidden_layers))
+    if kind.vocabulary_of_target and target is not None and fields.get("vocab_size") is None:
+        config = replace(config, vocab_size=target.vocab_size)
     return config
 
 

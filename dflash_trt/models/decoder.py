@@ -42,21 +42,27 @@ def sandwich_layer(
     x: ir.Value,
     attention: Callable[[ir.Value], ir.Value],
     feed_forward: Callable[[ir.Value, ir.Value], ir.Value],
+    *,
+    after: float | None = None,
+    scaled: bool = True,
 ) -> ir.Value:
-    """A layer with norms before and after each half, whose result is scaled by a number of its own; x [B*S, D].
+    """A layer with norms before and after each half, x [B*S, D].
 
     attention: of the normed rows. feed_forward: of the normed rows, and of the rows before that norm.
+    after: the epsilon of the norms after a half, if it is another. scaled: the result is scaled by a number of the
+    layer's own.
     """
     g, size, epsilon = m.g, c.hidden_size, c.rms_norm_eps
+    after = epsilon if after is None else after
     with g.scope("attention"):
         h = attention(m.rms_norm(x, "input_layernorm", size, epsilon))
-        h = m.rms_norm(h, "post_attention_layernorm", size, epsilon)
+        h = m.rms_norm(h, "post_attention_layernorm", size, after)
         x = g.op("Add", x, h, name="residual")
     with g.scope("mlp"):
         h = feed_forward(m.rms_norm(x, "pre_feedforward_layernorm", size, epsilon), x)
-        h = m.rms_norm(h, "post_feedforward_layernorm", size, epsilon)
+        h = m.rms_norm(h, "post_feedforward_layernorm", size, after)
         h = g.op("Add", x, h, name="residual")
-        return g.op("Mul", h, m.weight("layer_scalar", 1), name="scaled")
+        return g.op("Mul", h, m.weight("layer_scalar", 1), name="scaled") if scaled else h
 
 
 def gated_mlp(
@@ -90,8 +96,10 @@ def embed(m: Module, tokens: ir.Value, vocab: int, hidden: int, *, scale: float 
     return g.op("Mul", rows, g.scalar(factor), name=f"{name}/scaled")
 
 
-def soft_capped(g: GraphBuilder, logits: ir.Value, cap: float | None) -> ir.Value:
-    """Logits in float32 as cap * tanh(logits / cap); None: as they are."""
+def soft_capped(g: GraphBuilder, logits: ir.Value, cap: float | None, *, multiplier: float = 1.0) -> ir.Value:
+    """Logits in float32, times `multiplier`, as cap * tanh(logits / cap); None: without a cap."""
+    if multiplier != 1:
+        logits = g.op("Mul", logits, g.scalar(multiplier, FLOAT), name="multiplied")
     if cap is None:
         return logits
     most = g.scalar(cap, FLOAT)

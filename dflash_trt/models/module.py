@@ -43,6 +43,12 @@ class Module:
         below.prefix = f"{self.prefix}{prefix}."
         return below
 
+    def centred(self) -> Module:
+        """The same place, whose norms scale by 1 + weight."""
+        there = copy(self)
+        there._zero_centred = True
+        return there
+
     def inside(self, body: GraphBuilder) -> Module:
         """The same place, for a subgraph of the graph. Weights stay outside, so that they are prepared once."""
         there = copy(self)

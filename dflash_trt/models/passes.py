@@ -54,7 +54,9 @@ class PassRows:
         # Angles are computed in float32 from the position, as in Transformers. Without a table there is no length
         # limit.
         position = g.op("Cast", g.unsqueeze(positions, 2), name="position", to=int(FLOAT))
-        kinds = dict.fromkeys((h.rope, h.rotary_dim) for h in map(config.heads_of, config.attention_layers))
+        kinds = dict.fromkeys(
+            (h.rope, h.rotary_dim) for h in map(config.heads_of, config.attention_layers) if h.rope
+        )
         self._rotations = {
             (rope, size): self._rotation(position, rope, size, config.max_position_embeddings)
             for rope, size in kinds
@@ -92,7 +94,9 @@ class PassRows:
         return self.g.op("Reshape", x, self.shape(n, size), name="heads")
 
     def rotate(self, x: ir.Value, kind: Heads, heads: int | None, *, queries: bool = False) -> ir.Value:
-        """[B, n, S, size], or [B, S, heads*size], rotated by position (half-split pairs)."""
+        """[B, n, S, size], or [B, S, heads*size], rotated by position (half-split pairs) if heads of this kind are."""
+        if kind.rope is None:
+            return x
         cos, sin = self._rotations[kind.rope, kind.rotary_dim][queries]
         attributes: dict[str, Any] = {} if heads is None else {"num_heads": heads}
         if kind.rotary_dim != kind.head_dim:

@@ -55,7 +55,7 @@ def read_hybrid(top: Fields, text: Fields, *, fused: bool, sparse: bool, stacked
         Fields(text.path, values if sparse else text.values, text.prefix),
         head_dim=256,
         qk_norm=True,
-        attention_gate=True,
+        attention_gate="q_proj",
         zero_centred_norms=True,
         rope=read_rope(text, partial=_PARTIAL, images=True),
         architecture=top.strings("architectures", most=LAYERS)[0],

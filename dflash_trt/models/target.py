@@ -53,6 +53,8 @@ def build_target(
     root = Module(g, checkpoint, folder, dialect, zero_centred_norms=config.zero_centred_norms)
     m = root.at(config.prefix)
     x = embed(m, tokens, vocab, hidden, scale=config.embedding_scale)
+    if config.embedding_norm:
+        x = m.rms_norm(x, None, hidden, config.rms_norm_eps)
     family, tapped = FAMILIES[config.architecture], {-1: x}
     for i in range(config.num_hidden_layers):
         with g.scope(f"layers.{i}"):
@@ -66,7 +68,7 @@ def build_target(
     chosen = g.op("GatherND", by_row, g.unsqueeze(rows, 2), name="rows_with_logits", batch_dims=1)
     chosen = g.op("Reshape", chosen, g.constant([-1, hidden]), name="flat_rows")
     logits = g.to_float(lm_head(m.rms_norm(chosen, "norm", hidden, config.rms_norm_eps), root, config))
-    logits = soft_capped(g, logits, config.logit_softcap)
+    logits = soft_capped(g, logits, config.logit_softcap, multiplier=config.logit_multiplier)
     logits = g.op("Reshape", logits, g.shape(this_pass.batch, g.dim(rows, 1), vocab), name="logits")
     acceptance = dialect.block_acceptance()
     accepted, next_token = g.call(acceptance, tokens, rows, logits, outputs=2, name="acceptance")

@@ -33,7 +33,7 @@ def _write(
 
 def target_config(target: Path) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((target / "config.json").read_text())
-    return config
+    return config.get("text_config", config)
 
 
 def draft_vocabulary(vocab: int, size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,10 +7,28 @@ from typing import Any
 
 import onnx_ir as ir
 
-from dflash_trt.models.drafters import dflare, dflash, dflash2, dspark, eagle3, gemma4, speculators
+from dflash_trt.models.drafters import (
+    dflare,
+    dflash,
+    dflash2,
+    dspark,
+    eagle3,
+    gemma4,
+    muse_glimmer,
+    speculators,
+)
 from dflash_trt.models.drafters.kind import DrafterKind, DrafterParts
 
-_KINDS = (dflash.KIND, dflash2.KIND, dspark.KIND, dflare.KIND, gemma4.KIND, *eagle3.KINDS, *speculators.KINDS)
+_KINDS = (
+    dflash.KIND,
+    dflash2.KIND,
+    dspark.KIND,
+    dflare.KIND,
+    gemma4.KIND,
+    muse_glimmer.KIND,
+    *eagle3.KINDS,
+    *speculators.KINDS,
+)
 KINDS: Mapping[str, DrafterKind] = {kind.architecture: kind for kind in _KINDS}
 
 

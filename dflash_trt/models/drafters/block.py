@@ -45,6 +45,7 @@ class BlockSettings:
     embedding: the file must have an embedding. Otherwise it is the target's, or one in the file.
     plain_embedding: rows of the target's embedding are not scaled as the target scales them.
     sandwich: layers have norms before and after each half, and a scale (`decoder.sandwich_layer`).
+    fusion: the names of the layer that fuses features, and of the norm after it.
     """
 
     every_row: bool = False
@@ -52,6 +53,7 @@ class BlockSettings:
     embedding: bool = False
     plain_embedding: bool = False
     sandwich: bool = False
+    fusion: tuple[str, str] = ("fc", "hidden_norm")
 
 
 class BlockPass(DrafterPass):
@@ -104,8 +106,9 @@ class BlockPass(DrafterPass):
                 scale = g.scalar(FP16_FEATURE_SCALE, self.features.dtype)
                 context = g.op("Mul", context, scale, name="into_range")
                 epsilon *= FP16_FEATURE_SCALE**2
-            context = m.linear(g.from_dtype(context, self.features.dtype or g.dtype), "fc", width, hidden)
-            context = m.rms_norm(context, "hidden_norm", hidden, epsilon)
+            layer, norm = self.settings.fusion
+            context = m.linear(g.from_dtype(context, self.features.dtype or g.dtype), layer, width, hidden)
+            context = m.rms_norm(context, norm, hidden, epsilon)
             self._context = g.op("Reshape", context, self.by_sequence, name="context")
         return self._context
 
@@ -202,9 +205,7 @@ class BlockPass(DrafterPass):
             logits = self._vocabulary.logits(rows, self.head, hidden)
         else:
             logits = g.to_float(self.head.linear(rows, "lm_head", hidden, self.target.vocab_size))
-        if multiplier != 1:
-            logits = g.op("Mul", logits, g.scalar(multiplier, ir.DataType.FLOAT), name="multiplied")
-        return soft_capped(g, logits, self.config.logit_softcap)
+        return soft_capped(g, logits, self.config.logit_softcap, multiplier=multiplier)
 
     def tokens(self, numbers: ir.Value) -> ir.Value:
         """The target's ids of tokens that the head numbers, of any shape."""

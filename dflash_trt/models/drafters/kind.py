@@ -50,6 +50,7 @@ class DrafterKind:
     build: makes the graph. Raises CheckpointError if a tensor is missing, is unused, or has another shape than the
         config gives.
     taps: the tapped layers for a target of this many layers, if the file does not name them.
+    vocabulary_of_target: the file has no vocab_size, and takes the target's.
     """
 
     architecture: str
@@ -58,3 +59,4 @@ class DrafterKind:
     build: Callable[[DrafterParts], ir.Model]
     taps: Callable[[int], tuple[int, ...]] | None = None
     also: tuple[str, ...] = ()
+    vocabulary_of_target: bool = False
