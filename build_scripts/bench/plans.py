@@ -141,8 +141,8 @@ def write_pair(work: Path, pair: str, layers: int, stored: str | None) -> dict[s
         if place == target:
             text = config.get("text_config", config)
             text["num_hidden_layers"] = layers
-            if "layer_types" in text:
-                text["layer_types"] = text["layer_types"][:layers]
+            for by_layer in {"layer_types", "layer_rope_theta"} & text.keys():
+                text[by_layer] = text[by_layer][:layers]
             if stored is not None:
                 config["quantization_config"] = STORED[stored]
         else:
