@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dflash_trt.cli import engine_options, plan_curve
+from dflash_trt.cli import engine_options
 from dflash_trt.cli.options import add_json, at_least, option, switch
-from dflash_trt.cli.output import print_json, print_table, write_chart
+from dflash_trt.cli.output import print_json, print_table
 from dflash_trt.engines import registry
 
 if TYPE_CHECKING:
@@ -28,11 +27,11 @@ examples:
   dflash-trt plan --target gpt-oss-120b --gpu b200
   dflash-trt plan --target gpt-oss-120b --gpu h100 --engine tensorrt-llm --tp 8 --max-seq-len 131072
   dflash-trt plan --target qwen3-8b --gpu rtx-5090 --engine tensorrt-rtx --precision target=fp8
-  dflash-trt plan --target qwen3-8b --gpu memory=24,bandwidth=1008,sm=89 --engine tensorrt-rtx
+  dflash-trt plan --target qwen3-8b --gpu memory=24,sm=89 --engine tensorrt-rtx
   dflash-trt plan --gpus
 
-GPU names are taken in any spelling: "RTX 4090" is rtx-4090. The figures of another GPU are its memory in GiB, its
-bandwidth in GB/s and its compute capability.
+GPU names are taken in any spelling: "RTX 4090" is rtx-4090. The figures of another GPU are its memory in GiB
+and its compute capability.
 """
 
 
@@ -41,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--target", "NAME_OR_PATH", str, "a known pair, or a target's directory")
     option(parser, "--drafter", "PATH", str, "a drafter's directory (default: the target's known drafter)")
     option(parser, "--gpu", "NAME", str,
-           "a GPU that --gpus lists, or the figures of another: memory=24,bandwidth=1008,sm=89")  # fmt: skip
+           "a GPU that --gpus lists, or the figures of another: memory=24,sm=89")  # fmt: skip
     option(parser, "--engine", None, str, default="tensorrt", choices=registry.NAMES)
     several = " or ".join(engine.name for engine in registry.engines() if engine.memory.several_gpus)
     parser.add_argument("--tp", type=at_least(1), default=1, metavar="N", dest="tensor_parallel",
@@ -52,17 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--drafter-window", "N", at_least(1), "as for `build`")
     option(parser, "--precision", "ROLE=VALUE,...", str, "as for `build`")
     engine_options.add_plan_arguments(parser)
-    option(parser, "--svg", "FILE", Path, "draw the parts of the memory, or with --curve the curves")
-    plan_curve.add_arguments(parser)
     switch(parser, "--gpus", "list the GPUs with the source of each figure")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the memory or the curves, or the GPUs' figures. Returns 1 if the limits do not fit."""
+    """Print the memory, or the GPUs' figures. Returns 1 if the limits do not fit, or a build would be refused."""
     if args.gpus:
         return _gpus(args)
-    plan_curve.check_arguments(args)
     if args.target is None or args.gpu is None:
         args.usage_error("--target and --gpu are required (or --gpus, which lists the GPUs)")
     from dflash_trt.building.sources import built_in
@@ -75,10 +71,6 @@ def run(args: argparse.Namespace) -> int:
     estimate = estimate_memory(inventory, settings)
     formats = {name for roles in estimate.weights.values() for sizes in roles.values() for name in sizes}
     refused = registry.find(args.engine).refusal(settings.gpu.sm, inventory, formats)
-    if args.curve:
-        return plan_curve.run(args, inventory, settings, formats, refused)
-    if args.svg:
-        write_chart(args.svg, _chart(estimate))
     if args.json:
         unverified = pair.unverified if pair is not None else ()
         print_json(
@@ -156,33 +148,8 @@ def _print(estimate: MemoryEstimate) -> None:
     print_table((name, size.rjust(width), note) for name, size, note in rows)
     print(f"longest context at batch 1: {estimate.longest_context} tokens")
     print(f"largest batch at {length} tokens: {estimate.largest_batch}")
-    print(f"a verification pass at batch 1 reads its weights in {estimate.pass_seconds * 1e3:.2f} ms at best")
-    if estimate.experts_moved > estimate.experts_chosen:
-        print(
-            f"{estimate.engine} computes all experts: {estimate.experts_moved / 1e9:.1f} GB a pass; its rows choose "
-            f"{estimate.experts_chosen / 1e9:.1f} GB at most"
-        )
     if not estimate.fits:
         print(estimate.refuse())
-
-
-def _chart(estimate: MemoryEstimate) -> str:
-    from dflash_trt.reports.charts import stack_chart
-
-    parts = {
-        f"{side} weights": sum(size for sizes in roles.values() for size in sizes.values())
-        for side, roles in estimate.weights.items()
-    }
-    parts |= {"runtime": estimate.runtime_bytes, "activations": estimate.activation_bytes}
-    parts |= {"KV cache": estimate.kv_bytes, "drafter context": estimate.drafter_bytes}
-    batch = f"{estimate.max_batch_size} x {estimate.max_seq_len} tokens"
-    return stack_chart(
-        {name: size / 2**30 for name, size in parts.items()},
-        limit=estimate.memory_bytes / 2**30,
-        limit_name=f"the memory of {estimate.gpu}, {estimate.memory_bytes / 2**30:.0f} GiB",
-        title=f"Memory for {batch}, {estimate.engine}",
-        unit="GiB on each GPU" if estimate.tensor_parallel > 1 else "GiB",
-    )
 
 
 def _rows(per_token: int, windows: int) -> str:
@@ -208,10 +175,8 @@ def _gpus(args: argparse.Namespace) -> int:
     for name, gpu in gpus().items():
         print(f"{name}: {gpu.product}, SM{gpu.sm}")
         values = {
-            "memory_gib": f"{gpu.memory_bytes >> 30} GiB",
-            "bandwidth_gb_s": f"{gpu.bandwidth / 1e9:.0f} GB/s",
+            "memory_mib": f"{gpu.memory_bytes / 2**30:.1f} GiB",
             "gpus_per_node": f"{gpu.gpus_per_node} per node",
         }
-        values |= {f"dense_tflops.{k}": f"{rate / 1e12:g} TFLOPS {k}" for k, rate in gpu.dense_flops.items()}
         print_table(("", values[key], source) for key, source in gpu.sources.items())
     return 0

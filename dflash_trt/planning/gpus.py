@@ -1,4 +1,4 @@
-"""The GPUs that can be planned for: memory, bandwidth and peak rates, each with its source (gpus.json)."""
+"""The GPUs that can be planned for, with the source of each figure (gpus.json)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ from pathlib import Path
 from dflash_trt.errors import UsageError, did_you_mean, show
 
 _TABLE = Path(__file__).with_name("gpus.json")
-_OWN = ("memory", "bandwidth", "sm")  # the figures of a GPU that the table lacks
-_GIVEN = "as given with --gpu"
+_OWN = ("memory", "sm")  # the figures of a GPU that the table lacks
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """One GPU.
 
-    memory_bytes: the amount that the device reports, if published; else the nominal GB as 10^9 bytes.
-    bandwidth: bytes per second.
-    dense_flops: peak by precision, without sparsity, if published.
+    memory_bytes: all memory, as nvidia-smi shows it.
+    sm: its compute capability, 89 for 8.9.
     sources: the source of each figure, by its name in gpus.json.
     """
 
@@ -29,8 +27,6 @@ class Gpu:
     product: str
     sm: int
     memory_bytes: int
-    bandwidth: float
-    dense_flops: Mapping[str, float]
     gpus_per_node: int
     sources: Mapping[str, str]
 
@@ -40,23 +36,20 @@ def gpus() -> dict[str, Gpu]:
     by_name = {}
     for name, row in json.loads(_TABLE.read_text(encoding="utf-8")).items():
         major, minor = row["compute_capability"].split(".")
-        single = {key: row[key] for key in ("memory_gib", "bandwidth_gb_s", "gpus_per_node")}
-        rates = {f"dense_tflops.{key}": value for key, value in row["dense_tflops"].items()}
+        (mib, memory_source), (per_node, node_source) = row["memory_mib"], row["gpus_per_node"]
         by_name[name] = Gpu(
             name=name,
             product=row["product"],
             sm=10 * int(major) + int(minor),
-            memory_bytes=row["memory_gib"][0] << 30,
-            bandwidth=row["bandwidth_gb_s"][0] * 1e9,
-            dense_flops={key: value[0] * 1e12 for key, value in row["dense_tflops"].items()},
-            gpus_per_node=row["gpus_per_node"][0],
-            sources={key: value[1] for key, value in (single | rates).items()},
+            memory_bytes=mib << 20,
+            gpus_per_node=per_node,
+            sources={"memory_mib": memory_source, "gpus_per_node": node_source},
         )
     return by_name
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU with this name, or one by its figures: `memory=24,bandwidth=1008,sm=89` (GiB, GB/s).
+    """The GPU with this name, or one by its figures: `memory=24,sm=89` (GiB, compute capability).
 
     Case, blanks and the words NVIDIA and GeForce do not matter: "NVIDIA GeForce RTX 4090" is rtx-4090.
 
@@ -70,7 +63,7 @@ def find_gpu(name: str) -> Gpu:
     if wanted not in short:
         raise UsageError(
             f"--gpu is {name!r}{did_you_mean(wanted, short.keys(), short)}; known GPUs: {', '.join(table)}; "
-            "or give the figures of yours: --gpu memory=24,bandwidth=1008,sm=89 (GiB, GB/s, compute capability)"
+            "or give the figures of yours: --gpu memory=24,sm=89 (GiB, compute capability)"
         )
     return table[short[wanted]]
 
@@ -82,9 +75,7 @@ def _letters(name: str) -> str:
 
 def _own(text: str) -> Gpu:
     """A GPU that the table lacks."""
-    expected = (
-        "expected memory=GIB,bandwidth=GB/S,sm=COMPUTE_CAPABILITY, such as memory=24,bandwidth=1008,sm=89"
-    )
+    expected = "expected memory=GIB,sm=COMPUTE_CAPABILITY, such as memory=24,sm=89"
     given: dict[str, float] = {}
     for part in text.split(","):
         key, _, value = (word.strip() for word in part.partition("="))
@@ -110,8 +101,6 @@ def _own(text: str) -> Gpu:
         product="a GPU by its figures",
         sm=int(sm),
         memory_bytes=int(given["memory"] * 2**30),
-        bandwidth=given["bandwidth"] * 1e9,
-        dense_flops={},
         gpus_per_node=1,
-        sources=dict.fromkeys(("memory_gib", "bandwidth_gb_s", "gpus_per_node"), _GIVEN),
+        sources=dict.fromkeys(("memory_mib", "gpus_per_node"), "as given with --gpu"),
     )

@@ -21,7 +21,7 @@ from dflash_trt.graph.dialect import SINK_PADDING
 from dflash_trt.models.delta_net import state_bytes
 from dflash_trt.models.inventory import NUMBER_BYTES, Inventory
 from dflash_trt.planning.settings import Settings
-from dflash_trt.planning.weights import bytes_read, experts_moved, experts_scratch, weights_of
+from dflash_trt.planning.weights import experts_scratch, weights_of
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,7 @@ class MemoryEstimate:
         engine holds them. `kv_bytes` holds them.
     kv_fraction, kv_pool_bytes: for TensorRT-LLM, the share of free memory for its KV pool, and the pool's size.
     longest_context, largest_batch: at batch 1, and at `max_seq_len`; 0 if nothing fits.
-    pass_seconds: a lower bound of a verification pass at batch 1: moving all its data once at the GPU's bandwidth.
     scratch_bytes: of `activation_bytes`, what passes write and read again, where an engine lends it to its plans.
-    experts_moved: bytes of experts that such a pass moves. An engine without kernels for experts computes all of them,
-        and may write them widened and read them again.
-    experts_chosen: bytes of the experts that its rows choose, at most.
     """
 
     engine: str
@@ -64,10 +60,7 @@ class MemoryEstimate:
     kv_pool_bytes: int | None
     longest_context: int
     largest_batch: int
-    pass_seconds: float
     scratch_bytes: int
-    experts_moved: int
-    experts_chosen: int
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, as JSON has it."""
@@ -134,7 +127,6 @@ def estimate_memory(inventory: Inventory, settings: Settings) -> MemoryEstimate:
     total = layout.total(s.max_batch_size, s.max_seq_len)
     limit = min(config.max_position_embeddings for config in (inventory.target, inventory.drafter))
     fraction, pool = layout.pool(s.max_batch_size, s.max_seq_len)
-    moved, chosen = experts_moved(inventory, s, experts)
     return MemoryEstimate(
         engine=s.engine,
         gpu=s.gpu.name,
@@ -159,10 +151,7 @@ def estimate_memory(inventory: Inventory, settings: Settings) -> MemoryEstimate:
         kv_pool_bytes=pool,
         longest_context=_largest(lambda n: layout.fits(1, n), limit),
         largest_batch=_largest(lambda n: layout.fits(n, s.max_seq_len), 4096),
-        pass_seconds=(bytes_read(inventory, weights) + moved) / s.gpu.bandwidth,
         scratch_bytes=layout.scratch(s.max_batch_size, s.max_seq_len),
-        experts_moved=round(moved),
-        experts_chosen=round(chosen),
     )
 
 

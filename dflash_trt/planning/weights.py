@@ -1,4 +1,4 @@
-"""The weights of a pair as an engine's build has them on one GPU, and what a verification reads of them."""
+"""The weights of a pair as an engine's build has them on one GPU."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ from typing import TypeGuard
 
 from dflash_trt.engines import registry
 from dflash_trt.engines.base import PREFILL_CHUNK
-from dflash_trt.formats import FORMATS, INT4, SCHEMES
+from dflash_trt.formats import FORMATS, INT4
 from dflash_trt.formats.base import BLOCK
 from dflash_trt.formats.int8 import INT8
 from dflash_trt.graph.tensorrt_experts import at_a_time
 from dflash_trt.models.inventory import NUMBER_BYTES, Inventory, weight_bytes
 from dflash_trt.planning.settings import Settings
-
-# Formats that TensorRT's operators multiply as they are. Experts in the others are widened first (docs/tensorrt.md).
-MULTIPLIED = frozenset({"fp8", "nvfp4", "int4"})
 
 
 def weights_of(inventory: Inventory, s: Settings, side: str) -> dict[str, dict[str, int]]:
@@ -78,33 +75,6 @@ def _head(inventory: Inventory, precision: str, largest_group: int | None, rows:
         group = form.algorithm(calibrated=False, inputs=[columns]).group_size
         group = group if largest_group is None else min(group, largest_group)
     return {precision: weight_bytes(precision, rows * columns, rows, group)}
-
-
-def bytes_read(inventory: Inventory, weights: dict[str, dict[str, dict[str, int]]]) -> float:
-    """Bytes of the target, except experts, that one GPU reads to verify one block: of the embedding, few rows."""
-    left_out = {"experts"} if inventory.target.tie_word_embeddings else {"experts", "embedding"}
-    return float(
-        sum(sum(sizes.values()) for role, sizes in weights["target"].items() if role not in left_out)
-    )
-
-
-def experts_moved(inventory: Inventory, s: Settings, stored: dict[str, int]) -> tuple[float, float]:
-    """Bytes of experts that a verification of one block moves, and those of the experts that it chooses, at most."""
-    moe, size = inventory.target.moe, sum(stored.values())
-    if moe is None:
-        return 0.0, 0.0
-    chosen = min(1.0, s.block_size * moe.experts_per_token / moe.num_experts) * size
-    if not s.traits.scratch_bytes or s.traits.has_expert_kernels(moe.quantization, s.gpu.sm):
-        return chosen, chosen
-    moved = 0.0
-    for precision, count in stored.items():
-        moved += count
-        if precision in SCHEMES and precision not in MULTIPLIED:  # widened: written once, read once
-            share = count / size
-            weights = sum(moe.sparse_layers) * moe.num_experts * 3 * moe.intermediate_size
-            numbers = weights * inventory.target.hidden_size / s.tensor_parallel
-            moved += 2 * share * numbers * NUMBER_BYTES[s.compute("target")]
-    return moved, chosen
 
 
 def experts_scratch(inventory: Inventory, s: Settings, *, packed: bool) -> int:
