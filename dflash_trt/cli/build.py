@@ -65,8 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", choices=["copy", "link", "none"], default="copy", help=_WEIGHTS)
     option(parser, "--precision", "ROLE=TYPE,...", str, _PRECISION)
     option(parser, "--draft-vocabulary", "FILE", str,
-           "tokens that may be drafted, of `train vocabulary`; all for every token of the target (default: the "
-           "drafter's draft_vocabulary.json, else all)")  # fmt: skip
+           "tokens that may be drafted, as `train drafter --draft-vocabulary` writes them; all for every token of the "
+           "target (default: the drafter's draft_vocabulary.json, else all)")  # fmt: skip
     engine_options.add_arguments(parser)
     switch(parser, "--force",
            "replace a bundle of other inputs or options, or a damaged one; nothing else is replaced")  # fmt: skip

@@ -95,13 +95,9 @@ def weights_of(losses: Tensor, valid: Tensor, weighting: Weighting) -> Tensor:
     return reach.flip(1).cumsum(1).flip(1) * valid
 
 
-def _filled(rows: Tensor) -> Tensor:
-    """rows [n, D] with rows of zeros up to a multiple of _STEP, so that products have few shapes."""
-    return F.pad(rows, (0, 0, 0, -len(rows) % _STEP))
-
-
 def _product(rows: Tensor, matrix: Tensor) -> Tensor:
-    return (_filled(rows) @ matrix)[: len(rows)]
+    """rows [n, D] @ matrix. Rows of zeros fill up to a multiple of _STEP, so that products have few shapes."""
+    return (F.pad(rows, (0, 0, 0, -len(rows) % _STEP)) @ matrix)[: len(rows)]
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -126,7 +122,6 @@ class _HeadLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         blocks, size, _ = hidden.shape
         gradient = torch.zeros_like(hidden, dtype=head.dtype)
-        of_head = torch.zeros_like(head, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         losses = torch.zeros(blocks, size, device=hidden.device)
         total = weight = torch.zeros((), device=hidden.device)
         for first in range(0, blocks, chunk):
@@ -161,20 +156,16 @@ class _HeadLoss(torch.autograd.Function):
                 )
                 logits.mul_(scale[mask][:, None])
                 gradient[part][mask] = _product(logits.to(head.dtype), head)
-                if of_head is not None:
-                    of_head += (_filled(logits.to(head.dtype)).T @ _filled(rows)).float()
         weight = weight.clamp(min=1e-6)
-        ctx.save_for_backward(gradient, weight, of_head)
-        ctx.dtype, ctx.head_dtype = hidden.dtype, head.dtype
+        ctx.save_for_backward(gradient, weight)
+        ctx.dtype = hidden.dtype
         ctx.mark_non_differentiable(losses)
         return total / weight, losses
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        gradient, weight, of_head = ctx.saved_tensors
-        if of_head is not None:
-            of_head = (of_head * (scale / weight)).to(ctx.head_dtype)
-        return (gradient.to(ctx.dtype) * (scale / weight), of_head, *[None] * 7)
+        gradient, weight = ctx.saved_tensors
+        return (gradient.to(ctx.dtype) * (scale / weight), *[None] * 8)
 
 
 def head_loss(
@@ -190,10 +181,9 @@ def head_loss(
 ) -> tuple[Tensor, Tensor]:
     """The mean weighted loss, and the cross entropy of every row's label.
 
-    hidden [N, K, D]: normed rows of N blocks. head [V, D]: the target's, frozen, or the drafter's own, which
-        gets a gradient; products are in its dtype.
+    hidden [N, K, D]: normed rows of N blocks. head [V, D]: the target's, frozen; products are in its dtype.
     labels, valid [N, K]. `chunk`: blocks whose logits, [chunk * K, V] in float32, are held at a time.
-    bias [V]: float32, added to the logits; for a head that has some of the tokens only (HeadSample).
+    bias [V]: float32, added to the logits; for a head that has some of the tokens only (`draw_head`).
     teacher [N, K, D]: the target's normed rows that predict the labels. With them, `share` of the wanted distribution
         is the target's, and the rest the label. Weights depend on the labels alone.
     Returns a scalar with gradient to `hidden`, and float32 [N, K] without one.

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dflash_trt.models.drafters.eagle3 import BLOCK as EAGLE3_BLOCK
 from dflash_trt.training.loop import Recipe
 
-_KINDS = {"DFlash2DraftModel": "DFlash2", "LlamaForCausalLMEagle3": "EAGLE-3"}
+_KINDS = {"DFlash2DraftModel": "DFlash2"}
 
 
 def model_card(
@@ -26,14 +25,7 @@ def model_card(
     """
     taps = ", ".join(str(layer) for layer in tapped if layer >= 0)
     name = _KINDS.get(config["architectures"][0], "DFlash")
-    size = config.get("block_size") or config.get("dflash_config", {}).get("block_size", EAGLE3_BLOCK)
-    way = (
-        f"A head of one layer (arXiv 2503.01840), with {config['draft_vocab_size']} tokens. It drafts "
-        f"{size - 1} tokens one by one"
-        if name == "EAGLE-3"
-        else f"A block-diffusion drafter (arXiv 2602.06036) of {config['num_hidden_layers']} layers. It drafts "
-        f"{size - 1} tokens in one pass"
-    )
+    size = config.get("block_size") or config["dflash_config"]["block_size"]
     categories = ", ".join(f"{count} {name or 'others'}" for name, count in counts["categories"].items())
     lines = [
         "---",
@@ -44,8 +36,9 @@ def model_card(
         "",
         f"# {name} drafter for {target}",
         "",
-        f"{way}, from hidden states of the target after layers {taps}. It works only with that "
-        "target, and does not change the target's tokens.",
+        f"A block-diffusion drafter (arXiv 2602.06036) of {config['num_hidden_layers']} layers. It drafts {size - 1} "
+        f"tokens in one pass, from hidden states of the target after layers {taps}. It works only with that target, "
+        "and does not change the target's tokens.",
         "",
         f"    dflash-trt build --target {target} --drafter THIS_DIRECTORY",
         "",

@@ -6,32 +6,35 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from dflash_trt.checkpoint.compatibility import check_pair
+from dflash_trt.checkpoint.draft_vocabulary import FILE
 from dflash_trt.checkpoint.schema import TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import CheckpointError, DFlashError
+from dflash_trt.files.disk import write_object
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.models.drafters.dflash2 import DFlash2
-from dflash_trt.models.drafters.eagle3 import Eagle3
 from dflash_trt.text.tokenizer import Tokenizer
 from dflash_trt.training.dflash2 import DFlash2Drafter
-from dflash_trt.training.eagle3 import Eagle3Drafter
 from dflash_trt.training.model import DrafterModel
 
 _DEFAULT_TAPS = 5
-Kind = Literal["dflash", "dflash2", "eagle3"]
-# As in the published DFlash2 drafters; their rank is 256, for vocabularies four times as large.
-_CONV_GROUP, _SELECTOR_RANK, _SELECTOR_TOP_K = 16, 64, 16
+Kind = Literal["dflash", "dflash2"]
+# As in the published DFlash2 drafters.
+_CONV_KERNEL, _CONV_GROUP, _SELECTOR_RANK, _SELECTOR_TOP_K = 2, 16, 256, 16
+_MATRICES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+_NOISE = 0.1  # scale of the new fc weights beside the copied tap
 
 
 def default_taps(layers: int, taps: int = _DEFAULT_TAPS) -> list[int]:
@@ -104,56 +107,29 @@ def new_config(
     }
 
 
-def kind_fields(kind: Kind, config: dict[str, Any], *, vocabulary: int, taps: list[int]) -> dict[str, Any]:
-    """config.json of a kind, from that of a DFlash drafter of the same sizes.
-
-    vocabulary: tokens of an EAGLE-3 head. taps: tapped layers of the target.
-    """
-    if kind == "dflash":
-        return config
-    if kind == "dflash2":
-        group = math.gcd(_CONV_GROUP, config["hidden_size"])
-        added = {"conv_kernel_size": 2, "conv_group_size": group, "selector_rank": _SELECTOR_RANK}
-        added["selector_top_k"] = min(_SELECTOR_TOP_K, config["vocab_size"])
-        dflash = {**config["dflash_config"], **added}
-        return {**config, "architectures": ["DFlash2DraftModel"], "is_causal": False, "dflash_config": dflash}
-    left_out = ("block_size", "dflash_config", "layer_types", "max_window_layers", "num_target_layers")
-    kept = {key: value for key, value in config.items() if key not in left_out}
-    return {
-        **kept,
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        "draft_vocab_size": min(vocabulary, config["vocab_size"]),
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in taps],
-            "next_layer_regular": True,
-            "parallel_draft_step": 1,
-            "use_aux_hidden_state": True,
-            "use_input_layernorm_in_first_layer": True,
-            "use_last_layernorm": True,
-            "use_mtp_layernorm": False,
-        },
+def dflash2_config(config: dict[str, Any]) -> dict[str, Any]:
+    """config.json of a DFlash2 drafter, from that of a DFlash drafter of the same sizes."""
+    added = {
+        "conv_kernel_size": _CONV_KERNEL,
+        "conv_group_size": math.gcd(_CONV_GROUP, config["hidden_size"]),
+        "selector_rank": _SELECTOR_RANK,
+        "selector_top_k": min(_SELECTOR_TOP_K, config["vocab_size"]),
     }
+    dflash = {**config["dflash_config"], **added}
+    return {**config, "architectures": ["DFlash2DraftModel"], "is_causal": False, "dflash_config": dflash}
 
 
-def open_drafter(configuration: Path, weights: Path | None, target: Path, kept: Tensor | None = None) -> Any:
+def open_drafter(configuration: Path, weights: Path | None, target: Path) -> DrafterModel:
     """A drafter in float32: config.json from one directory, and weights from another, or new ones.
-
-    kept: the target's ids of the tokens of a new EAGLE-3 head.
 
     Raises CheckpointError or PairError if it cannot be read or does not belong to the target.
     """
     target_config = read_target_config(target)
     config = read_drafter_config(configuration, target_config)
     check_pair(target_config, config)
-    made: Any = DrafterModel
-    if isinstance(config.own, Eagle3):
-        made = partial(Eagle3Drafter, kept=kept)
-    elif isinstance(config.own, DFlash2):
-        made = DFlash2Drafter
-    elif config.own is not None:
+    if config.own is not None and not isinstance(config.own, DFlash2):
         raise CheckpointError(f"{config.path}: training is for the kinds {', '.join(get_args(Kind))}")
+    made: type[DrafterModel] = DrafterModel if config.own is None else DFlash2Drafter
     if weights is None:
         return made(config)
     checkpoint = Checkpoint(weights)
@@ -195,9 +171,16 @@ def plain_bundle(target: Path, beside: Path) -> Iterator[Path]:
 
 
 def write_checkpoint(
-    weights: Mapping[str, Tensor], config: Mapping[str, Any], directory: Path, card: str
+    weights: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    directory: Path,
+    card: str,
+    draft_vocabulary: Sequence[int] | None = None,
 ) -> None:
-    """Write config.json, model.safetensors (BF16) and README.md. `directory` appears or is replaced when complete."""
+    """Write config.json, model.safetensors (BF16), README.md and, if given, draft_vocabulary.json.
+
+    `directory` appears or is replaced when complete.
+    """
     work = directory.with_name(f".{directory.name}.part")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
@@ -208,5 +191,63 @@ def write_checkpoint(
     save_file(tensors, work / "model.safetensors", {"format": "pt"})
     (work / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (work / "README.md").write_text(card, encoding="utf-8")
+    if draft_vocabulary is not None:
+        write_object(work / FILE, {"tokens": list(draft_vocabulary)})
     shutil.rmtree(directory, ignore_errors=True)
     work.rename(directory)
+
+
+def start_from_target(drafter: DrafterModel, target: Checkpoint, config: TargetConfig) -> None:
+    """Copy the target's last layers, its last tap and its final norm.
+
+    The drafter's rows go through the target's head, so they need the target's final norm. If `fc` passes only the
+    last tap on, the drafter's layers see the target's own keys and values of the context. A tensor keeps its random
+    start if the target's is missing, quantized or of another shape. An expert layer has no `mlp.gate_proj`, for
+    example.
+    """
+    first = max(0, config.num_hidden_layers - drafter.config.num_hidden_layers)
+    for index in range(drafter.config.num_hidden_layers):
+        source = f"model.layers.{min(first + index, config.num_hidden_layers - 1)}"
+        names = [
+            f"{part}.weight" for part in (*_MATRICES, *_MLP, "input_layernorm", "post_attention_layernorm")
+        ]
+        for name in (*names, "self_attn.q_norm.weight", "self_attn.k_norm.weight"):
+            _copy(drafter, f"layers.{index}.{name}", target, f"{source}.{name}")
+        if not config.qk_norm:
+            for side in "qk":
+                _imitate_scale(drafter, index, side, target, source)
+    _copy(drafter, "norm.weight", target, "model.norm.weight")
+    last = f"model.layers.{config.num_hidden_layers - 1}"
+    _copy(drafter, "hidden_norm.weight", target, f"{last}.input_layernorm.weight")
+    with torch.no_grad():
+        size = drafter.config.hidden_size
+        newest = int(np.argmax(drafter.config.target_layer_ids))
+        drafter.fc.weight *= _NOISE
+        drafter.fc.weight[:, newest * size : (newest + 1) * size] += torch.eye(size)
+
+
+def _read(target: Checkpoint, name: str) -> Tensor | None:
+    """A tensor of the target in float32; None if it is missing or quantized."""
+    tensor = target.tensors.get(name)
+    if tensor is None or tensor.dtype not in ("BF16", "F16", "F32"):
+        return None
+    return torch.from_numpy(target.array(name).astype(np.float32))
+
+
+def _copy(drafter: nn.Module, name: str, target: Checkpoint, source: str) -> None:
+    """Copy a tensor of the target, if it can be read and has the shape of the drafter's."""
+    value, place = _read(target, source), drafter.get_parameter(name)
+    if value is not None and value.shape == place.shape:
+        with torch.no_grad():
+            place.copy_(value)
+
+
+def _imitate_scale(drafter: DrafterModel, index: int, side: str, target: Checkpoint, source: str) -> None:
+    """Set the drafter's norms of q and k from the size of the target's q and k, if the target has no such norms."""
+    matrix = _read(target, f"{source}.self_attn.{side}_proj.weight")
+    gain = _read(target, f"{source}.input_layernorm.weight")
+    if matrix is None or gain is None:
+        return
+    place = drafter.get_parameter(f"layers.{index}.self_attn.{side}_norm.weight")
+    with torch.no_grad():  # before the gain, rows of the input have a root mean square of 1
+        place.fill_(float((matrix * gain).square().sum(1).mean().sqrt()))

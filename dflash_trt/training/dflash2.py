@@ -16,8 +16,7 @@ from torch.nn import functional as F
 
 from dflash_trt.checkpoint.schema import DrafterConfig, LayerAttention
 from dflash_trt.models.drafters.dflash2 import DFlash2
-from dflash_trt.training.masks import Mask
-from dflash_trt.training.model import DrafterModel, Layer
+from dflash_trt.training.model import DrafterModel, Layer, Mask
 
 _ROWS = 1024  # the selector learns from every n-th row of a step: from so many, and less than twice as many
 _STEP = 256  # their number is a multiple of it: torch keeps compiled products of every shape that it has seen

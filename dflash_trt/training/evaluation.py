@@ -12,7 +12,7 @@ from typing import Any
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.prompts import Prompt
-from dflash_trt.reports.charts import curve_chart
+from dflash_trt.reports import plots
 from dflash_trt.text.tokenizer import Tokenizer
 
 ALL = "all"
@@ -108,18 +108,13 @@ def read_history(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.strip()]
 
 
-def curve(history: Sequence[Mapping[str, Any]]) -> str:
-    """An SVG of the acceptance length over steps, one line per category, and their mean."""
-    series: dict[str, list[tuple[float, float]]] = {}
-    means = [(float(entry["step"]), average(entry["figures"])) for entry in history]
+def draw_curve(history: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Draw the acceptance length over the steps, a line per category and their mean, if matplotlib is installed."""
+    if not plots.available():
+        return
+    lines: dict[str, list[tuple[float, float]]] = {}
     for entry in history:
-        for category, part in entry["figures"].items():
-            if category != ALL:
-                point = (float(entry["step"]), float(part["acceptance_length"]))
-                series.setdefault(category or "others", []).append(point)
-    return curve_chart(
-        {**series, "mean": means},
-        title="Acceptance length on held-out prompts",
-        x="training step",
-        y="tokens per pass",
-    )
+        lengths = {name: part["acceptance_length"] for name, part in entry["figures"].items() if name != ALL}
+        for name, length in {**lengths, "mean": average(entry["figures"])}.items():
+            lines.setdefault(name or "others", []).append((entry["step"], length))
+    plots.plot(file, {"tokens per pass": lines}, title="Held-out prompts, whole blocks", x="training step")

@@ -22,12 +22,10 @@ from torch import Tensor, nn
 from dflash_trt.errors import DFlashError
 from dflash_trt.files.disk import write_object
 from dflash_trt.files.reading import read_object
-from dflash_trt.training.batches import Batches, features_of
+from dflash_trt.training.batches import Batches, draw_head, features_of
 from dflash_trt.training.blocks import Weighting, draw_blocks, head_loss
 from dflash_trt.training.dflash2 import Selection
-from dflash_trt.training.head_sample import draw_head
-from dflash_trt.training.masks import dense_mask, flex_mask
-from dflash_trt.training.model import DrafterModel
+from dflash_trt.training.model import DrafterModel, dense_mask, flex_mask
 from dflash_trt.training.state import load_state, save_state
 from dflash_trt.training.target import FeatureCache, FrozenTarget, matrix_dtype
 
@@ -38,10 +36,10 @@ class Recipe:
 
     The learning rate rises over the first `warmup` of the steps and falls as a cosine to `floor` of it. `shorter`: the
     share of blocks with fewer rows than the block size. An answer is cut at `max_length` tokens, its prompt included.
-    `head_tokens`: the loss has the logits of that many tokens (head_sample.py), 0: of all. `distill`: the share of the
+    `head_tokens`: the loss has the logits of that many tokens (`draw_head`), 0: of all. `distill`: the share of the
     target's own distribution in what a row shall predict; the rest is the answer's token. An evaluation has the first
     `limit` held-out prompts (0: all), with at most `eval_tokens` tokens each. `held_out` identifies the prompts of a
-    file; None: they are a share of those of the answers (held_out.py).
+    file; None: they are a share of those of the answers (`hold_out`).
     """
 
     steps: int
@@ -203,9 +201,8 @@ def _step(
         for kind in set(config.layers)
     }
     positions = torch.arange(width, device=device).expand(len(batch.tokens), -1)
-    given = blocks.labels.flatten(1) if drafter.teacher_forced else blocks.tokens
     size, tokens = config.block_size, blocks.labels.flatten(0, 1)
-    head, labels, valid = drafter.task(target.head, tokens, blocks.valid.flatten(0, 1))
+    head, labels, valid = target.head, tokens, blocks.valid.flatten(0, 1)
     bias, chunk, teacher, ids = None, _CHUNK, None, None
     if recipe.distill and final is not None:
         # The row at a position predicts its token. The target's row before it does the same.
@@ -222,7 +219,7 @@ def _step(
             labels, valid, tokens, head, ids, target.embedding, teacher, recipe.distill
         )
     with accelerator.autocast():
-        hidden = module(features, positions, target.embed(given), blocks.positions, masks, **asked)
+        hidden = module(features, positions, target.embed(blocks.tokens), blocks.positions, masks, **asked)
     hidden, added = hidden if asked else (hidden, None)
     rows = hidden.reshape(-1, size, hidden.shape[-1])
     loss, _ = head_loss(rows, head, labels, valid, recipe.weighting, chunk, bias, teacher, recipe.distill)

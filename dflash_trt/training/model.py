@@ -5,7 +5,8 @@ Parameters have the names of z-lab's checkpoints (arXiv 2602.06036, section 4.1;
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,85 @@ from torch.nn import functional as F
 
 from dflash_trt.checkpoint.rope import inverse_frequencies
 from dflash_trt.checkpoint.schema import DrafterConfig, LayerAttention
-from dflash_trt.training.masks import Mask, attend
+
+# A bool tensor [B, 1, Q, S + Q], or a BlockMask of torch.nn.attention.flex_attention.
+Mask = Any
+
+
+def visible(
+    kind: LayerAttention, anchors: Tensor, lengths: Tensor, context: int, size: int
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """FlexAttention's mask_mod(batch, head, query, key): the rule itself, on tensors of indices.
+
+    A block is anchored at position a of its sequence. Its rows see the features of positions before a, and the rows of
+    the block itself. Windows and causal layers restrict them as in decoding. The feature of the anchor does not exist
+    yet when the block is drafted (arXiv 2602.06036, section 4.2).
+
+    anchors [B, A]: position of each block's first row; -1 for a missing block.
+    lengths [B, A]: rows of each block. Queries are the A * size block rows. Keys are `context` features, then the
+    block rows. A missing block sees itself, so that no row of the softmax is empty.
+    """
+
+    def rule(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        block, row = query // size, query % size
+        anchor, length = anchors[batch, block], lengths[batch, block]
+        position = anchor + row
+        of_context = key < context
+        other = torch.where(of_context, 0, key - context)
+        key_row = other % size
+        key_position = torch.where(of_context, key, anchor + key_row)
+        inside = torch.where(of_context, key < anchor, (other // size == block) & (key_row < length))
+        # A row after a shortened block has no effect. Like a missing block, it sees itself.
+        itself = ~of_context & (other == query)
+        if kind.window is not None:
+            inside = inside & (key_position > position - kind.window)
+            if not kind.causal:
+                inside = inside & (key_position < position + kind.window)
+        if kind.causal:
+            inside = inside & (key_position <= position)
+        return (inside & (anchor >= 0)) | itself
+
+    return rule
+
+
+def dense_mask(kind: LayerAttention, anchors: Tensor, lengths: Tensor, context: int, size: int) -> Tensor:
+    """bool [B, 1, A * size, context + A * size]."""
+    device = anchors.device
+    batch, blocks = anchors.shape
+    rule = visible(kind, anchors, lengths, context, size)
+    query = torch.arange(blocks * size, device=device)[None, :, None]
+    key = torch.arange(context + blocks * size, device=device)[None, None]
+    return rule(torch.arange(batch, device=device)[:, None, None], query, query, key)[:, None]
+
+
+def flex_mask(kind: LayerAttention, anchors: Tensor, lengths: Tensor, context: int, size: int) -> Mask:
+    """The dense mask as a BlockMask, which skips empty tiles."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    batch, blocks = anchors.shape
+    rows = blocks * size
+    rule = visible(kind, anchors, lengths, context, size)
+    return create_block_mask(rule, batch, None, rows, context + rows, device=str(anchors.device))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    """Attention of q [B, heads, Q, d] to k and v [B, kv heads, S + Q, d]."""
+    if isinstance(mask, Tensor):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    return _compiled()(q, k, v, block_mask=mask, enable_gqa=True)
+
+
+_flex: Callable[..., Tensor] | None = None
+
+
+def _compiled() -> Callable[..., Tensor]:
+    """FlexAttention, compiled: otherwise it computes whole score matrices."""
+    global _flex
+    if _flex is None:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        _flex = torch.compile(flex_attention)
+    return _flex
 
 
 class Norm(nn.Module):
@@ -57,19 +136,18 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class DrafterAttention(nn.Module):
-    """Qwen3's attention, whose context rows are keys and values only; of rows [..., inputs * D]."""
+    """Qwen3's attention, whose context rows are keys and values only."""
 
-    def __init__(self, config: DrafterConfig, *, inputs: int = 1, norms: bool = True) -> None:
+    def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         size, width, bias = config.hidden_size, config.head_dim, config.attention_bias
         self.width = width
-        self.q_proj = nn.Linear(inputs * size, config.num_attention_heads * width, bias=bias)
-        self.k_proj = nn.Linear(inputs * size, config.num_key_value_heads * width, bias=bias)
-        self.v_proj = nn.Linear(inputs * size, config.num_key_value_heads * width, bias=bias)
+        self.q_proj = nn.Linear(size, config.num_attention_heads * width, bias=bias)
+        self.k_proj = nn.Linear(size, config.num_key_value_heads * width, bias=bias)
+        self.v_proj = nn.Linear(size, config.num_key_value_heads * width, bias=bias)
         self.o_proj = nn.Linear(config.num_attention_heads * width, size, bias=bias)
-        if norms:
-            self.q_norm = Norm(width, config.rms_norm_eps)
-            self.k_norm = Norm(width, config.rms_norm_eps)
+        self.q_norm = Norm(width, config.rms_norm_eps)
+        self.k_norm = Norm(width, config.rms_norm_eps)
 
     def heads(self, x: Tensor) -> Tensor:
         """[B, S, n * width] -> [B, n, S, width]."""
@@ -131,7 +209,6 @@ class DrafterModel(nn.Module):
     """The drafter with a checkpoint's `weights`, or freshly initialized (normal, 0.02; less before a residual sum)."""
 
     layer_type: type[Layer] = Layer
-    teacher_forced = False  # whether block rows are the answer's tokens, not masks
     selects = False  # whether `forward` takes a selection and gives its loss
 
     def __init__(self, config: DrafterConfig, weights: Mapping[str, Tensor] | None = None) -> None:
@@ -146,10 +223,6 @@ class DrafterModel(nn.Module):
             self.load_state_dict({name: weight.float() for name, weight in weights.items()})
         else:
             self._initialize()
-
-    def task(self, head: Tensor, labels: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The head that rows go through, the labels as its tokens, and the rows that count."""
-        return head, labels, valid
 
     def published(self, weights: Mapping[str, Tensor], embedding: Tensor) -> Mapping[str, Tensor]:
         """The tensors of a checkpoint, from those of a state and the target's embedding."""

@@ -18,35 +18,25 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from dflash_trt.checkpoint.draft_vocabulary import FILE, most_frequent, read_draft_vocabulary
 from dflash_trt.checkpoint.schema import TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import DFlashError, UsageError
 from dflash_trt.files.disk import write_object
 from dflash_trt.files.reading import read_object
 from dflash_trt.models.configs import read_target_config
-from dflash_trt.models.drafters.eagle3 import usual_taps
 from dflash_trt.prompts import Prompt, read_prompts
-from dflash_trt.reports import charts
 from dflash_trt.text.tokenizer import Tokenizer
 from dflash_trt.training import checkpoint as drafters
-from dflash_trt.training.answers import read_answers, summary
+from dflash_trt.training.answers import Answer, digest, hold_out, read_answers, summary, write_prompts
 from dflash_trt.training.batches import Batches
 from dflash_trt.training.card import model_card
 from dflash_trt.training.dflash2 import DFlash2Drafter
-from dflash_trt.training.eagle3 import Eagle3Drafter, start_eagle3
-from dflash_trt.training.evaluation import Questions, average, curve, measure, read_history
-from dflash_trt.training.held_out import digest, hold_out, write_prompts
-from dflash_trt.training.initial import start_from_target
+from dflash_trt.training.evaluation import Questions, average, draw_curve, measure, read_history
 from dflash_trt.training.loop import Recipe, make_accelerator, train
 from dflash_trt.training.target import FeatureCache, FrozenTarget, matrix_dtype
 
-# Tokens of a new EAGLE-3 head. Published heads have 32,000, for vocabularies of 128,000 and more.
-EAGLE3_VOCABULARY = 8192
-_ARCHITECTURES = {
-    "dflash": "DFlashDraftModel",
-    "dflash2": "DFlash2DraftModel",
-    "eagle3": "LlamaForCausalLMEagle3",
-}
+_ARCHITECTURES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +44,11 @@ class Design:
     """The initial drafter: a checkpoint, or the sizes of a new one. None means the default size.
 
     kind: of the drafter. A DFlash2 drafter may begin with the checkpoint of a DFlash drafter.
-    vocabulary: tokens of the head of an EAGLE-3 drafter, the most frequent ones of the answers.
+    draft_vocabulary: how many tokens may be drafted, the most frequent ones of the answers; None: all.
     """
 
     kind: drafters.Kind | None = None
-    vocabulary: int | None = None
+    draft_vocabulary: int | None = None
     checkpoint: Path | None = None
     layers: int | None = None
     taps: Sequence[int] | None = None
@@ -83,7 +73,7 @@ def run(
     """Train a drafter for the target in `out`, or resume the run there; returns after which step it ended.
 
     That is recipe.steps, or fewer if the process was asked to end. Prompts of the file `held_out`, or a share of those
-    of the answers, are not trained on (held_out.py). The drafter is measured with them before the first step, every
+    of the answers, are not trained on (`hold_out`). The drafter is measured with them before the first step, every
     `evaluate_every` steps and at the end; with None never.
 
     Raises DFlashError if `out` holds a run with another drafter or recipe, and any error of reading the inputs.
@@ -98,16 +88,17 @@ def run(
         recipe = replace(recipe, held_out=digest(prompts))
     _write_beginning(out, config, prompts, accelerator)
     torch.manual_seed(recipe.seed)  # for the weights of a new drafter
+    allowed = _draft_vocabulary(out / "beginning" / FILE, design, answers, target_config)
     batches = Batches(answers, recipe.batch_size, recipe.max_length, recipe.seed)
-    own, kept = config.get("draft_vocab_size"), None
-    if own is not None:
-        kept = batches.frequent(target_config.vocab_size)[:own].sort().values
-    drafter = drafters.open_drafter(out / "beginning", design.checkpoint, target, kept)
-    _check_recipe(drafter, recipe)
+    drafter = drafters.open_drafter(out / "beginning", design.checkpoint, target)
     if accelerator.is_main_process:
         write_object(out / "drafter.json", config)  # only now does the run have to continue with this drafter
     frozen = _frozen_target(target, target_config, drafter, recipe, accelerator)
-    _begin(drafter, frozen, target, target_config, new=design.checkpoint is None)
+    if design.checkpoint is None:
+        drafters.start_from_target(drafter, Checkpoint(target), target_config)
+    if isinstance(drafter, DFlash2Drafter):  # a new selector, with the scale of its inputs
+        inputs = (frozen.embedding, drafter.norm.weight)
+        drafter.scale_selector(*(float(x.detach().float().square().mean().sqrt()) for x in inputs))
     counts, measures = summary(batches.answers), evaluate_every is not None
     train(
         *(drafter, frozen, batches, recipe, out, accelerator),
@@ -115,7 +106,7 @@ def run(
         save_every=save_every,
         evaluate_every=evaluate_every or 0,
         on_weights=_Keeper(
-            target, target_name, out, config, recipe, drafter, frozen, counts, measures, report
+            target, target_name, out, config, recipe, drafter, frozen, counts, allowed, measures, report
         ),
         report=report,
     )
@@ -166,6 +157,7 @@ class _Keeper:
     drafter: Any
     frozen: FrozenTarget
     counts: dict[str, Any]  # of the answers
+    allowed: list[int] | None  # tokens that may be drafted
     measures: bool
     report: Callable[[dict[str, Any]], None] | None
 
@@ -173,7 +165,8 @@ class _Keeper:
         history = read_history(self.out / "evaluation.jsonl")
         published = self.drafter.published(weights, self.frozen.embedding)
         checkpoint = self.out / "checkpoint"
-        drafters.write_checkpoint(published, self.config, checkpoint, self._card(step, history))
+        card = self._card(step, history)
+        drafters.write_checkpoint(published, self.config, checkpoint, card, self.allowed)
         if self.measures and all(entry["step"] != step for entry in history):
             self._measure(step, history)
 
@@ -194,8 +187,7 @@ class _Keeper:
         history.append({"step": step, "figures": figures})
         with (out / "evaluation.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(history[-1]) + "\n")
-        if charts.available():
-            (out / "acceptance.svg").write_text(curve(history), encoding="utf-8")
+        draw_curve(history, out / "acceptance.svg")
         (out / "checkpoint" / "README.md").write_text(self._card(step, history), encoding="utf-8")
         if average(figures) > best:
             _replace(out / "checkpoint", out / "best")
@@ -218,15 +210,10 @@ def _drafter_config(file: Path, target: Path, target_config: TargetConfig, desig
             config = {**config, "block_size": design.block_size}
             config["dflash_config"] = {k: v for k, v in config["dflash_config"].items() if k != "block_size"}
     else:
-        kind = design.kind or "dflash"
         layers = target_config.num_hidden_layers
-        taps = list(
-            design.taps or (usual_taps(layers)[1:] if kind == "eagle3" else drafters.default_taps(layers))
-        )
+        taps = list(design.taps or drafters.default_taps(layers))
         if max(taps) >= layers:
             raise UsageError(f"--taps has layer {max(taps)}, but the target has layers 0 to {layers - 1}")
-        if kind == "eagle3":
-            _check_eagle3(design, taps)
         mask = design.mask_token_id
         if mask is None:
             mask = drafters.default_mask_token(Tokenizer(target), target_config)
@@ -237,9 +224,8 @@ def _drafter_config(file: Path, target: Path, target_config: TargetConfig, desig
             block_size=design.block_size or 8,
             mask_token_id=mask,
         )
-        config = drafters.kind_fields(
-            kind, config, vocabulary=design.vocabulary or EAGLE3_VOCABULARY, taps=taps
-        )
+        if design.kind == "dflash2":
+            config = drafters.dflash2_config(config)
     if file.exists() and (before := read_object(file)) != config:
         differing = next(key for key in config | before if config.get(key) != before.get(key))
         raise DFlashError(
@@ -253,7 +239,7 @@ def _of_kind(config: dict[str, Any], design: Design) -> dict[str, Any]:
     """The configuration of the checkpoint, or that of the DFlash2 drafter that begins with it."""
     architecture = config["architectures"][0]
     if design.kind == "dflash2" and architecture == "DFlashDraftModel":
-        return drafters.kind_fields("dflash2", config, vocabulary=0, taps=[])
+        return drafters.dflash2_config(config)
     if design.kind is not None and architecture != _ARCHITECTURES[design.kind]:
         raise UsageError(
             f"--kind is {design.kind}, but {design.checkpoint} has the architecture {architecture}"
@@ -265,35 +251,24 @@ def _of_kind(config: dict[str, Any], design: Design) -> dict[str, Any]:
     return config
 
 
-def _check_eagle3(design: Design, taps: Sequence[int]) -> None:
-    for option in ("layers", "block_size", "mask_token_id"):
-        if (asked := getattr(design, option)) is not None:
-            name = option.replace("_", "-")
-            raise UsageError(f"--{name} is {asked}, but --kind eagle3 has none to choose: leave it out")
-    if len(taps) != 3:
-        raise UsageError(f"--taps has {len(taps)} layers, but --kind eagle3 has 3")
-
-
-def _check_recipe(drafter: Any, recipe: Recipe) -> None:
-    if not drafter.teacher_forced:
-        return
-    for option in ("distill", "head_tokens"):
-        if asked := getattr(recipe, option):
-            name = option.replace("_", "-")
-            raise UsageError(f"--{name} is {asked}, but is not for --kind eagle3: leave it out")
-
-
-def _begin(drafter: Any, frozen: FrozenTarget, target: Path, config: TargetConfig, *, new: bool) -> None:
-    """The weights that a new drafter has from its target, and the scale of a new selector."""
-    if new and isinstance(drafter, Eagle3Drafter):
-        start_eagle3(drafter, Checkpoint(target), config, frozen.head)
-    elif new:
-        start_from_target(drafter, Checkpoint(target), config)
-    if isinstance(drafter, DFlash2Drafter):
-        sizes = [
-            float(x.detach().float().square().mean().sqrt()) for x in (frozen.embedding, drafter.norm.weight)
-        ]
-        drafter.scale_selector(*sizes)
+def _draft_vocabulary(
+    file: Path, design: Design, answers: Sequence[Answer], config: TargetConfig
+) -> list[int] | None:
+    """The tokens that may be drafted. A run keeps those of its first call, though answers may be added."""
+    if design.draft_vocabulary is None:
+        if file.exists():
+            raise UsageError(f"{file}: this run has a draft vocabulary: give --draft-vocabulary as before")
+        return None
+    if not file.exists():
+        given = (answer.answer_ids for answer in answers)
+        tokens = most_frequent(given, design.draft_vocabulary, config.vocab_size, config.eos_token_ids)
+        write_object(file, {"tokens": tokens})
+    tokens = read_draft_vocabulary(file, config.vocab_size)
+    if len(tokens) != min(design.draft_vocabulary, config.vocab_size):
+        raise UsageError(
+            f"--draft-vocabulary is {design.draft_vocabulary}, but {file} has {len(tokens)} tokens"
+        )
+    return tokens
 
 
 def _check_ids(answers: Sequence[Any], config: TargetConfig, data: Path) -> None:

@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 from dflash_trt.checkpoint.schema import LayerAttention
 from dflash_trt.training.blocks import Blocks, Weighting, draw_blocks, head_loss, weights_of
-from dflash_trt.training.masks import attend, dense_mask, flex_mask, visible
+from dflash_trt.training.model import attend, dense_mask, flex_mask, visible
 from tests.training.reference import plain_loss
 
 KINDS = [LayerAttention(causal, window) for causal in (False, True) for window in (None, 5)]
@@ -82,7 +82,7 @@ def test_flex_attention_computes_what_the_dense_mask_does(
     rows, context = blocks.tokens.shape[1], tokens.shape[1]
     q = torch.randn(3, 4, rows, 16, generator=generator)
     k, v = (torch.randn(3, 2, context + rows, 16, generator=generator) for _ in range(2))
-    monkeypatch.setattr("dflash_trt.training.masks._flex", flex_attention)  # uncompiled, as a CPU needs it
+    monkeypatch.setattr("dflash_trt.training.model._flex", flex_attention)  # uncompiled, as a CPU needs it
     sparse = attend(q, k, v, flex_mask(kind, blocks.anchors, blocks.lengths, context, SIZE))
     dense = attend(q, k, v, dense_mask(kind, blocks.anchors, blocks.lengths, context, SIZE))
     torch.testing.assert_close(sparse, dense, atol=1e-5, rtol=1e-5)

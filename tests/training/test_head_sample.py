@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dflash_trt.training.answers import Answer
+from dflash_trt.training.batches import by_frequency, draw_head
 from dflash_trt.training.blocks import head_loss
-from dflash_trt.training.head_sample import by_frequency, draw_head
 from tests.training.reference import plain_loss
 
 VOCABULARY, WIDTH = 60, 16

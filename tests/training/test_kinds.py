@@ -1,7 +1,8 @@
-"""EAGLE-3 and DFlash2 in training: the networks are those of plain torch, and runs give drafters that are built."""
+"""DFlash2 in training: the network is that of plain torch, and a run gives a drafter that is built."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,23 +12,21 @@ import torch
 from safetensors.torch import load_file
 
 from dflash_trt.checkpoint.catalogue import SHIPPED
+from dflash_trt.checkpoint.draft_vocabulary import FILE, read_draft_vocabulary
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import DFlashError
-from dflash_trt.models.configs import read_drafter_config, read_target_config
+from dflash_trt.models.configs import read_drafter_config
 from dflash_trt.prompts import read_prompts
-from dflash_trt.training.blocks import head_loss
-from dflash_trt.training.checkpoint import Kind, open_drafter
+from dflash_trt.training.answers import read_answers, write_prompts
 from dflash_trt.training.dflash2 import DFlash2Drafter, Selection
 from dflash_trt.training.evaluation import ALL, read_history
-from dflash_trt.training.held_out import write_prompts
 from dflash_trt.training.loop import Recipe
-from dflash_trt.training.masks import dense_mask
+from dflash_trt.training.model import dense_mask
 from dflash_trt.training.run import Design, run
 from tests.doubles.checkpoints import make_target
-from tests.doubles.kind_checkpoints import make_dflash2, make_eagle3
+from tests.doubles.kind_checkpoints import make_dflash2
 from tests.doubles.reference import load_target, target_outputs
-from tests.doubles.reference_kinds import DFlash2, Eagle3
-from tests.training.reference import plain_loss
+from tests.doubles.reference_kinds import DFlash2
 
 LAYERS, TINY = 6, SHIPPED / "tiny" / "target"
 
@@ -35,29 +34,6 @@ LAYERS, TINY = 6, SHIPPED / "tiny" / "target"
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_target(tmp_path_factory.mktemp("target"), layers=LAYERS, dtype="float32")
-
-
-def test_the_rows_of_an_eagle3_head(target: Path, tmp_path: Path) -> None:
-    """Two chains of a text: each row is that of plain torch after the same tokens."""
-    path = make_eagle3(tmp_path, target, layout="layers.0")
-    drafter, reference, model = open_drafter(path, path, target), Eagle3(path, LAYERS), load_target(target)
-    size, text = drafter.config.block_size, list(range(40, 70))
-    features = target_outputs(
-        model, text, read_drafter_config(path, read_target_config(target)).target_layer_ids
-    )[1]
-    anchors = [9, 20]
-    places = torch.cat([torch.arange(anchor, anchor + size) for anchor in anchors])[None]
-    embedded = model.model.embed_tokens(torch.tensor(text)[places])
-    rows = drafter(features[None], torch.arange(len(text))[None], embedded, places, {})[0].unflatten(
-        0, (2, size)
-    )
-    for anchor, found in zip(anchors, rows, strict=True):
-        states = reference.linear(target_outputs(model, text, reference.taps)[1], "fc")[:anchor]
-        chain = list(zip(text[1 : anchor + 1], states, strict=True))
-        for step in range(size - 1):
-            state = reference.row(chain, model)
-            torch.testing.assert_close(found[step + 1], reference.norm(state, "norm"), atol=1e-3, rtol=1e-3)
-            chain.append((text[anchor + step + 1], state))
 
 
 def test_the_rows_of_a_dflash2_drafter(target: Path, tmp_path: Path) -> None:
@@ -131,49 +107,26 @@ def test_the_products_of_a_selector_have_few_shapes(target: Path, tmp_path: Path
     assert len(shapes) <= 2
 
 
-def test_a_head_of_its_own_has_a_gradient() -> None:
-    torch.manual_seed(1)
-    hidden, head = torch.randn(3, 4, 8), torch.randn(20, 8, requires_grad=True)
-    labels, valid = torch.randint(0, 20, (3, 4)), torch.rand(3, 4) > 0.3
-    plain_loss(hidden, head, labels, valid, "decay").backward()
-    assert head.grad is not None
-    expected = head.grad.clone()
-    head.grad = None
-    head_loss(hidden.requires_grad_(), head, labels, valid, "decay", chunk=2)[0].backward()
-    torch.testing.assert_close(head.grad, expected)
-
-
-@pytest.mark.parametrize("kind", ["eagle3", "dflash2"])
-def test_a_run_gives_a_drafter(answers: Path, tmp_path: Path, kind: Kind) -> None:
-    """The loss falls, and the checkpoint is built, measured, and continued after an end."""
+def test_a_run_gives_a_drafter(answers: Path, tmp_path: Path) -> None:
+    """The loss falls, and the checkpoint is built with its draft vocabulary, measured, and continued after an end."""
     recipe = Recipe(steps=20, batch_size=2, anchors=6, learning_rate=2e-3, max_length=96)
     recipe = replace(recipe, eval_tokens=12)
     held_out = tmp_path / "held_out.jsonl"
     write_prompts(held_out, read_prompts(None, 0)[:2])
     lines: list[dict[str, Any]] = []
-    design = Design(kind=kind, vocabulary=300 if kind == "eagle3" else None)
+    design = Design(kind="dflash2", draft_vocabulary=300)
     out = tmp_path / "run"
     assert run(TINY, "tiny", answers, out, design, recipe, held_out=held_out, report=lines.append) == 20
     losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
     assert losses[20] < losses[10]
     figures = read_history(out / "evaluation.jsonl")[-1]["figures"][ALL]
     assert figures["acceptance_length"] > 1
-    assert kind.upper()[:5] in (out / "checkpoint" / "README.md").read_text().upper().replace("-", "")
+    assert "# DFlash2 drafter" in (out / "checkpoint" / "README.md").read_text()
+    tokens = read_draft_vocabulary(out / "checkpoint" / FILE, 2048)
+    assert len(tokens) == 300
+    wanted = Counter(token for answer in read_answers(answers) for token in answer.answer_ids)
+    assert {token for token, _ in wanted.most_common(200)} <= set(tokens)
     longer = replace(recipe, steps=21)
+    with pytest.raises(DFlashError, match="--draft-vocabulary is 400"):
+        run(TINY, "tiny", answers, out, replace(design, draft_vocabulary=400), longer, held_out=held_out)
     assert run(TINY, "tiny", answers, out, design, longer, held_out=held_out, evaluate_every=None) == 21
-
-
-def test_options_that_a_kind_lacks(answers: Path, tmp_path: Path) -> None:
-    for design, message in (
-        (Design(kind="eagle3", layers=2), "--layers is 2, but --kind eagle3 has none to choose"),
-        (Design(kind="eagle3", taps=[1]), "--taps has 1 layers, but --kind eagle3 has 3"),
-        (
-            Design(kind="eagle3", checkpoint=SHIPPED / "tiny" / "drafter"),
-            "--kind is eagle3, but .* DFlashDraftModel",
-        ),
-    ):
-        with pytest.raises(DFlashError, match=message):
-            run(TINY, "tiny", answers, tmp_path / "out", design, Recipe(steps=1))
-    recipe = Recipe(steps=1, batch_size=4, distill=0.5)
-    with pytest.raises(DFlashError, match=r"--distill is 0\.5, but is not for --kind eagle3"):
-        run(TINY, "tiny", answers, tmp_path / "other", Design(kind="eagle3"), recipe)

@@ -6,7 +6,6 @@ import json
 import shutil
 from contextlib import nullcontext
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from dflash_trt.errors import DFlashError, PairError
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.prompts import read_prompts
 from dflash_trt.text.tokenizer import Tokenizer
-from dflash_trt.training.answers import Answer, read_answers
+from dflash_trt.training.answers import Answer, read_answers, write_prompts
 from dflash_trt.training.batches import Batches, features_of
 from dflash_trt.training.blocks import head_loss
 from dflash_trt.training.checkpoint import (
@@ -35,10 +34,8 @@ from dflash_trt.training.checkpoint import (
     write_checkpoint,
 )
 from dflash_trt.training.evaluation import ALL, average, read_history
-from dflash_trt.training.held_out import write_prompts
 from dflash_trt.training.loop import Recipe, _step, train
-from dflash_trt.training.masks import dense_mask
-from dflash_trt.training.model import DrafterModel
+from dflash_trt.training.model import DrafterModel, dense_mask
 from dflash_trt.training.run import Design, run
 from dflash_trt.training.target import FeatureCache, FrozenTarget
 
@@ -240,8 +237,7 @@ def test_a_short_training_makes_drafts_longer(answers: Path, tmp_path: Path) -> 
     best = max(history, key=lambda entry: average(entry["figures"]))
     assert f"{best['step']} steps" in (out / "best" / "README.md").read_text()
     assert "| math |" in (out / "checkpoint" / "README.md").read_text()
-    if find_spec("matplotlib") is not None:
-        assert (out / "acceptance.svg").read_text().startswith("<svg")
+    assert "<svg" in (out / "acceptance.svg").read_text()
     with pytest.raises(DFlashError, match=r"layer_types is .*choose another --out"):
         run(TARGET, "tiny", answers, out, Design(layers=3), recipe, held_out=held_out)
 

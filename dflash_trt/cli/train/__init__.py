@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from dflash_trt.cli.train import drafter, evaluate, regenerate, vocabulary
+from dflash_trt.cli.train import drafter, evaluate, regenerate
 
 SUMMARY = "train a drafter for a target, on the target's own answers"
 DESCRIPTION = """\
-Train a DFlash, DFlash2 or EAGLE-3 drafter for any target that Transformers runs and this package builds.
+Train a DFlash or DFlash2 drafter for any target that Transformers runs and this package builds.
 `regenerate` lets the target answer prompts, `drafter` trains on the answers, `evaluate` measures a drafter.
 Each continues an interrupted call with the same arguments. They need dflash-trt[train].
 """
@@ -18,14 +18,12 @@ examples:
   dflash-trt train regenerate --bundle bundles/tiny --prompts prompts.jsonl --out answers.jsonl
   dflash-trt train regenerate --server URL --model NAME --target PATH --prompts prompts.jsonl --out answers.jsonl
   dflash-trt train drafter --target Qwen/Qwen3-4B --data answers.jsonl --out runs/mine --steps 20000
-  dflash-trt train drafter --target Qwen/Qwen3-4B --kind eagle3 --data answers.jsonl --out runs/eagle --steps 20000
   dflash-trt train drafter --target qwen3-4b --from z-lab/Qwen3-4B-DFlash-b16 --data answers.jsonl --out runs/tuned
   accelerate launch -m dflash_trt train drafter ...            # several GPUs or nodes
   dflash-trt train evaluate --target tiny --drafter runs/mine/best
-  dflash-trt train vocabulary --target qwen3-4b --data answers.jsonl --size 32768 --out draft_vocabulary.json
 """
 
-STEPS = {"regenerate": regenerate, "drafter": drafter, "evaluate": evaluate, "vocabulary": vocabulary}
+STEPS = {"regenerate": regenerate, "drafter": drafter, "evaluate": evaluate}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from dflash_trt.building.progress import Counted, counted_display
+from dflash_trt.building.progress import Display, progress_display
+from dflash_trt.checkpoint.draft_vocabulary import LEAST
 from dflash_trt.cli.options import add_target, at_least, each, share
 from dflash_trt.cli.output import byte_count
 from dflash_trt.cli.train.extra import check_installed
@@ -53,12 +54,12 @@ def _add_drafter(group: argparse._ArgumentGroup) -> None:
         help="a drafter to continue from (default: a new one)",
     )  # fmt: skip
     group.add_argument(
-        "--kind", choices=["dflash", "dflash2", "eagle3"],
+        "--kind", choices=["dflash", "dflash2"],
         help="default: dflash, or as --from; dflash2 can begin with a DFlash drafter",
     )  # fmt: skip
     group.add_argument(
-        "--draft-vocabulary", type=at_least(16), metavar="N",
-        help="tokens of the head of an EAGLE-3 drafter: the most frequent of the answers (default: 8192)",
+        "--draft-vocabulary", type=at_least(LEAST), metavar="N",
+        help="draft only so many tokens: the end tokens and the most frequent ones of the answers (default: all)",
     )  # fmt: skip
     group.add_argument("--layers", type=at_least(1), metavar="N", help="layers of a new drafter (default: 2)")
     group.add_argument(
@@ -113,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     """Train, and print what came of it."""
     check_installed()
     from dflash_trt.building.sources import resolve
-    from dflash_trt.reports import charts
+    from dflash_trt.reports import plots
     from dflash_trt.training.evaluation import average, read_history
     from dflash_trt.training.loop import Recipe
     from dflash_trt.training.run import Design
@@ -124,16 +125,16 @@ def run(args: argparse.Namespace) -> int:
     design = Design(
         checkpoint=resolve(args.checkpoint, "drafter").directory if args.checkpoint else None,
         kind=args.kind,
-        vocabulary=args.draft_vocabulary,
+        draft_vocabulary=args.draft_vocabulary,
         layers=args.layers,
         taps=args.taps,
         block_size=args.block_size,
         mask_token_id=args.mask_token_id,
     )
 
-    if not charts.available():
-        print(f"there will be no curve, as matplotlib is not installed: {install('charts')}", file=sys.stderr)
-    with counted_display("train", "steps") as display:
+    if not plots.available():
+        print(f"there will be no curve, as matplotlib is not installed: {install('plot')}", file=sys.stderr)
+    with progress_display() as display:
 
         def report(line: dict[str, Any]) -> None:
             _report(display, line, args.steps)
@@ -161,12 +162,12 @@ def run(args: argparse.Namespace) -> int:
     if ended < args.steps:
         print(f"{args.out}: ended after step {ended}, as asked; the same command continues from there")
         return 1
-    curve = ", curve in acceptance.svg" if charts.available() else ""
+    curve = ", curve in acceptance.svg" if plots.available() else ""
     print(f"{args.out}: newest weights in checkpoint/, best weights in best/{curve}")
     return 0
 
 
-def _report(display: Counted, line: dict[str, Any], steps: int) -> None:
+def _report(display: Display, line: dict[str, Any], steps: int) -> None:
     """Show a line of the log: an evaluation that begins, one that has ended, or a step."""
     if "measuring" in line:
         display.say(f"step {line['step']}: measuring on {line['measuring']} held-out prompts")
@@ -174,4 +175,4 @@ def _report(display: Counted, line: dict[str, Any], steps: int) -> None:
         display.say(f"step {line['step']}: {line['acceptance_length']:.3f} tokens per pass")
     else:
         note = f"loss {line['loss']:.3f}, {byte_count(line['memory_bytes'])}"
-        display.update(line["step"], steps, note)
+        display("train", line["step"], steps, f"step {line['step']}, {note}")

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dflash_trt.building.progress import counted_display
+from dflash_trt.building.progress import progress_display
 from dflash_trt.cli.options import add_threads, at_least, each
 from dflash_trt.cli.train.extra import check_installed
 from dflash_trt.errors import DFlashError
@@ -90,10 +90,10 @@ def run(args: argparse.Namespace) -> int:
 
     prompts = read_prompts(args.prompts, 0)
     sampling = AnswerSampling(args.max_tokens, args.temperatures, args.top_p, args.seed)
-    with counted_display("answer", "prompts") as display:
+    with progress_display() as display:
 
         def report(done: int, of: int, tokens: int, seconds: float) -> None:
-            display.update(done, of, f"{tokens / max(seconds, 1e-9):.0f} tokens/s")
+            display("answer", done, of, f"{done} prompts, {tokens / max(seconds, 1e-9):.0f} tokens/s")
 
         _answer(args, prompts, sampling, report)
     counts = summary(read_answers(args.out))
