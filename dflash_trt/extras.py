@@ -8,8 +8,7 @@ from importlib import metadata
 _NAME = "dflash-trt"
 # Packages that single options use.
 _OPTIONS = {
-    "charts": ["matplotlib>=3.8"],
-    "completion": ["shtab>=1.7"],
+    "plot": ["matplotlib>=3.8"],
     # It holds a tritonserver, and needs NumPy below 2: an environment of its own.
     "tritonserver": ["nvidia-pytriton>=0.7,<0.8"],
 }

@@ -42,10 +42,9 @@ COMMANDS = {
         "quantize tiny --scheme int4 --out quantized",
         "pairs",
         "doctor",
-        "completion bash",
     ],
     "serve": ["serve BUNDLE --port 0"],
-    "bench": ["bench BUNDLE --requests 2 --concurrency 1 --max-tokens 4 --svg bench.svg"],
+    "bench": ["bench BUNDLE --requests 2 --concurrency 1 --max-tokens 4 --plot bench.svg"],
     "train regenerate": [
         "train regenerate --bundle BUNDLE --prompts PROMPTS --out answers.jsonl --max-tokens 4"
     ],

@@ -1,10 +1,10 @@
-"""The progress of a build, a benchmark or a training, shown on standard error."""
+"""The progress of a build, a benchmark or a training, shown on standard error by rich."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from importlib.util import find_spec
 from time import monotonic
@@ -12,115 +12,62 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
-    from rich.progress import ProgressColumn, TaskID
-
-    from dflash_trt.bundle.workspace import Progress
+    from rich.progress import TaskID
 
 _LINE_SECONDS = 30.0  # between lines where there is no bar
 
 
-@contextmanager
-def progress_display() -> Iterator[Progress]:
-    """A progress bar per step in a terminal or a notebook, one line per step elsewhere; all on standard error.
+class Display:
+    """Steps of work by name: a bar each in a terminal or a notebook, elsewhere lines."""
 
-    A notebook without ipywidgets has no bars either.
-    """
-    if not _bars_are_shown():
-        finished: set[str] = set()
+    def __init__(self, bars: Bars) -> None:
+        self._bars, self._said = bars, monotonic()
+        self._tasks: dict[str, TaskID] = {}
 
-        def line(step: str, done: int, total: int) -> None:
-            if done == total and step not in finished:
-                finished.add(step)
-                print(f"{step}: done", file=sys.stderr)
-
-        yield line
-        return
-
-    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-    with ExitStack() as shown:
-        bars: Bars | None = None
-        tasks: dict[str, TaskID] = {}
-
-        def bar(step: str, done: int, total: int) -> None:
-            nonlocal bars
-            if bars is None:  # nothing appears where nothing takes long
-                columns = (TextColumn("{task.description:<18}"), BarColumn(), TaskProgressColumn())
-                bars = shown.enter_context(_bars(*columns, TimeElapsedColumn()))
-            if step not in tasks:
-                tasks[step] = bars.add_task(step)
-            bars.update(tasks[step], completed=done, total=total)
-
-        yield bar
-
-
-class Counted:
-    """The progress of counted work: how much is done, at which rate, what time remains, and a note."""
-
-    def __init__(self, label: str, unit: str, bars: Bars | None) -> None:
-        self._label, self._unit, self._bars = label, unit, bars
-        self._task: TaskID | None = None
-        self._start: tuple[int, float] | None = None  # what was done when, in the first call
-        self._said = monotonic()
-
-    def update(self, done: int, total: int, note: str = "") -> None:
-        """Show `done` of `total`. The rate is counted from the first call on, which may be a resumed run's."""
-        now = monotonic()
-        first, began = self._start = self._start or (done, now)
-        text = f"{done}/{total} {self._unit}"
-        if done > first and now > began:
-            rate = (done - first) / (now - began)
-            left = timedelta(seconds=round((total - done) / rate))
-            text += f", {rate:.3g}/s" if rate >= 1 else f", {1 / rate:.3g} s each"
-            text += f", {left} left" if done < total else ""
-        text += f", {note}" if note else ""
-        if self._bars is None:
-            if now - self._said >= _LINE_SECONDS or done == total:
-                self._said = now
-                print(f"{self._label}: {text}", file=sys.stderr)
-            return
-        if self._task is None:
-            self._bars.start()
-            self._task = self._bars.add_task(self._label, text=text)
-        self._bars.update(self._task, completed=done, total=total, text=text)
+    def __call__(self, step: str, done: int, total: int, note: str = "") -> None:
+        """Show that `done` of `total` units of the step are done. Without a terminal, a line says that it begins, and
+        further ones, every half minute, how far it is.
+        """
+        bars = self._bars
+        if step not in self._tasks:
+            if bars.disable:
+                print(f"{step} ...", file=sys.stderr)
+            elif not self._tasks:  # nothing appears where nothing takes long
+                print(
+                    "\r\033[K" * bars.console.is_terminal, end="", file=sys.stderr
+                )  # `loading` began this line
+                bars.start()
+            self._said = monotonic()
+            self._tasks[step] = bars.add_task(step, note="")
+        bars.update(self._tasks[step], completed=done, total=total, note=note)
+        if bars.disable and monotonic() - self._said >= _LINE_SECONDS and done < total:
+            self._said = monotonic()
+            task = bars.tasks[self._tasks[step]]
+            left = "" if task.time_remaining is None else f", {timedelta(seconds=task.time_remaining)} left"
+            print(f"{step}: {task.percentage:.0f}%{left}{', ' * bool(note)}{note}", file=sys.stderr)
 
     def say(self, line: str) -> None:
-        """A line of its own, above the bar."""
-        if self._bars is None or self._task is None:
+        """A line of its own, above the bars."""
+        if self._bars.disable or not self._tasks:
             print(line, file=sys.stderr)
         else:
             self._bars.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
-def counted_display(label: str, unit: str) -> Iterator[Counted]:
-    """A bar in a terminal or a notebook; elsewhere a line every half minute, and one at the end."""
-    if not _bars_are_shown():
-        yield Counted(label, unit, None)
-        return
-    from rich.progress import BarColumn, TextColumn
-    from rich.table import Column
+def progress_display() -> Iterator[Display]:
+    """The display of a command. A notebook without ipywidgets has lines, too."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    text = TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True))
-    bars = _bars(TextColumn("{task.description}"), BarColumn(12), text)
+    notebook = "ipykernel" in sys.modules and find_spec("ipywidgets") is not None
+    bars = Progress(
+        *(TextColumn("{task.description:<18}"), BarColumn(20), TaskProgressColumn()),
+        *(TimeRemainingColumn(elapsed_when_finished=True), TextColumn("{task.fields[note]}")),
+        console=Console(stderr=True),
+        disable=not (sys.stderr.isatty() or notebook),
+    )
     try:
-        yield Counted(label, unit, bars)
+        yield Display(bars)
     finally:
         bars.stop()
-
-
-def _bars_are_shown() -> bool:
-    notebook = "ipykernel" in sys.modules and find_spec("ipywidgets") is not None
-    return sys.stderr.isatty() or notebook
-
-
-def _bars(*columns: ProgressColumn) -> Bars:
-    from rich.console import Console
-    from rich.control import Control
-    from rich.progress import Progress as Bars
-    from rich.segment import ControlType
-
-    console = Console(stderr=True)
-    if console.is_terminal:  # `loading` may have begun this line
-        console.control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2)))
-    return Bars(*columns, console=console)

@@ -13,8 +13,6 @@ from dflash_trt.cli import (
     bench,
     build,
     chat,
-    compare,
-    completion,
     deploy,
     doctor,
     generate,
@@ -35,8 +33,8 @@ from dflash_trt.logs import LEVELS, to_stderr
 COMMANDS = {
     module.__name__.rpartition(".")[2]: module
     for module in (
-        *(build, chat, generate, serve, verify, selftest, bench, compare, deploy, inspect),
-        *(plan, quantize, train, pairs, doctor, completion),
+        *(build, chat, generate, serve, verify, selftest, bench, deploy, inspect),
+        *(plan, quantize, train, pairs, doctor),
     )
 }
 
@@ -105,7 +103,7 @@ def _said(error: Exception) -> str:
 
 
 def make_parser() -> CommandParser:
-    """The parser of all commands. Parsed arguments have it as `program`, and the command's own as `parser`."""
+    """The parser of all commands. Parsed arguments have the command's own as `parser`."""
     parser = CommandParser(
         prog="dflash-trt",
         description="Build and run DFlash pairs: a target, and a drafter that proposes blocks of tokens.",
@@ -122,7 +120,7 @@ def make_parser() -> CommandParser:
         if command.get_default("log_level") is None:  # `serve` has one of its own
             text = "what is logged on standard error"
             option(command, "--log-level", None, str, text, "warning", choices=tuple(LEVELS))
-        command.set_defaults(run=module.run, usage_error=command.error, parser=command, program=parser)
+        command.set_defaults(run=module.run, usage_error=command.error, parser=command)
     return parser
 
 

@@ -40,12 +40,12 @@ def switch(parser: argparse._ActionsContainer, flag: str, text: str, default: bo
     parser.add_argument(flag, action="store_true", help=text, default=default)
 
 
-def add_bundle(parser: argparse.ArgumentParser, **more: Any) -> None:
+def add_bundle(parser: argparse.ArgumentParser, name: str = "bundle", **more: Any) -> None:
     """Add the argument of a command that runs a bundle. `bundle_of` reads it."""
     text = (
         "a directory made by `dflash-trt build`, or the name of a pair, which is built when it is first used"
     )
-    parser.add_argument("bundle", metavar="BUNDLE", help=text, **more)
+    parser.add_argument(name, metavar="BUNDLE", help=text, **more)
 
 
 def bundle_of(args: argparse.Namespace) -> Bundle:

@@ -10,7 +10,6 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TextIO
 
 
@@ -117,12 +116,6 @@ def colours(stream: TextIO) -> bool:
     """Whether a stream shows bold text and colours (no-color.org)."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or os.name == "nt"
     return stream.isatty() and not plain
-
-
-def write_chart(file: Path, svg: str) -> None:
-    """Write an SVG document, and say so on standard error."""
-    file.write_text(svg, encoding="utf-8")
-    print(f"drew {file}", file=sys.stderr)
 
 
 def print_json(document: object) -> None:

@@ -1,10 +1,10 @@
-"""Throughput and latency of a bundle under load: plain decoding and drafting in one run."""
+"""Throughput and latency of bundles under load: plain decoding and drafting in one run."""
 
 from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter, sleep
 from typing import Any
@@ -35,12 +35,27 @@ class Load:
         return str(self.concurrency) if self.rate is None else f"{self.rate:g}/s"
 
 
+@dataclass(frozen=True)
+class Method:
+    """One way of decoding with one bundle.
+
+    name: "plain" decodes without drafts. lengths: chooses how much is drafted.
+    prompts: token ids. Request i has prompt i, from the first again after the last.
+    """
+
+    bundle: str
+    name: str
+    runtime: Runtime
+    prompts: Sequence[list[int]]
+    lengths: Lengths
+
+
 @dataclass
 class MethodPoint:
     """One method under one load."""
 
     load: Load
-    method: str
+    method: Method
     seconds: float = 0.0
     requests: list[Request] = field(default_factory=list)
     latencies: list[float] = field(default_factory=list)
@@ -59,7 +74,8 @@ class MethodPoint:
         return {
             "concurrency": self.load.concurrency if self.load.rate is None else None,
             "rate": self.load.rate,
-            "method": self.method,
+            "bundle": self.method.bundle,
+            "method": self.method.name,
             "requests": len(each),
             "seconds": round(self.seconds, 3),
             "output_tokens": total.num_generation_tokens,
@@ -80,10 +96,8 @@ class MethodPoint:
 
 
 def bench(
-    runtime: Runtime,
-    prompts: Sequence[list[int]],
+    methods: Sequence[Method],
     loads: Sequence[Load],
-    methods: Mapping[str, Lengths],
     *,
     requests: int,
     max_tokens: int,
@@ -97,36 +111,31 @@ def bench(
     for load in loads:
         # The end of a segment has too few requests in flight. A long segment gives that little weight.
         segments = max(1, min(_SEGMENTS, requests // (3 * load.concurrency)))
-        points = {name: MethodPoint(load, name) for name in methods}
+        points = [MethodPoint(load, method) for method in methods]
         step, done = f"load {load.name}", 0
         progress(step, 0, requests * len(methods))
-        for name, lengths in methods.items():
+        for method in methods:
             warm_up = min(max_tokens, _WARM_UP_TOKENS)
-            _segment(runtime, MethodPoint(load, name), lengths, prompts, range(load.concurrency), warm_up)
+            _segment(MethodPoint(load, method), range(load.concurrency), warm_up)
         for segment in range(segments):
             numbers = range(requests * segment // segments, requests * (segment + 1) // segments)
-            turns = list(methods)
-            for name in turns[segment % len(turns) :] + turns[: segment % len(turns)]:
-                _segment(runtime, points[name], methods[name], prompts, numbers, max_tokens)
+            first = segment % len(points)
+            for point in points[first:] + points[:first]:
+                _segment(point, numbers, max_tokens)
                 done += len(numbers)
                 progress(step, done, requests * len(methods))
-        yield list(points.values())
+        yield points
 
 
-def _segment(
-    runtime: Runtime,
-    point: MethodPoint,
-    lengths: Lengths,
-    prompts: Sequence[list[int]],
-    numbers: range,
-    max_tokens: int,
-) -> None:
+def _segment(point: MethodPoint, numbers: range, max_tokens: int) -> None:
     """Serve these requests to the end."""
+    method = point.method
+    runtime, prompts = method.runtime, method.prompts
     scheduler, rate = runtime.scheduler, point.load.rate
     scheduler.forget()
     gaps = random.Random(numbers.start)
     params = SamplingParams(max_tokens=max_tokens)
-    options = RequestOptions(speculate=point.method != "plain")
+    options = RequestOptions(speculate=method.name != "plain")
     waiting = deque(runtime.request(prompts[n % len(prompts)], params, options) for n in numbers)
     point.requests += waiting
     begin = due = perf_counter()
@@ -144,7 +153,7 @@ def _segment(
         if not in_flight:
             sleep(max(0.0, due - now))
             continue
-        for emission in scheduler.step(lengths):
+        for emission in scheduler.step(method.lengths):
             if emission.error is not None:
                 raise emission.error
             if emission.finish_reason is not None:

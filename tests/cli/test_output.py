@@ -8,7 +8,7 @@ import re
 import pytest
 
 from dflash_trt.building import progress
-from dflash_trt.building.progress import counted_display
+from dflash_trt.building.progress import progress_display
 from dflash_trt.cli.output import Words, loading, print_text
 
 
@@ -91,30 +91,32 @@ def test_what_is_loaded_is_shown_until_it_is_there(monkeypatch: pytest.MonkeyPat
     assert screen.lines() == [""]
 
 
-def test_counted_work_has_a_bar_with_its_rate_and_the_remaining_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counted_work_has_a_bar_with_the_remaining_time(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = shown(monkeypatch)
     monkeypatch.setenv("COLUMNS", "80")
-    now = iter(range(0, 99, 2))
-    monkeypatch.setattr(progress, "monotonic", lambda: next(now))
-    with counted_display("train", "steps") as display:
-        display.update(40, 100, "loss 3.100, 1.2 GB")  # a run that goes on
-        display.update(44, 100, "loss 2.900, 1.3 GB")
+    with progress_display() as display:
+        display("train", 40, 100, "loss 3.100")  # a run that goes on
+        display("train", 44, 100, "loss 2.900")
         display.say("step 44: 1.500 tokens per pass")
     found = re.sub(r"\033\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
-    assert "44/100 steps, 2/s, 0:00:28 left, loss 2.900, 1.3 GB" in found
     assert "━" in found
+    assert re.search(r"train .*44% \d:\d\d:\d\d loss 2\.900", found)
     assert "step 44: 1.500 tokens per pass\n" in found.replace("\r", "")
 
 
-def test_counted_work_has_a_line_every_half_minute_where_there_is_no_terminal(
+def test_without_a_terminal_a_step_is_announced_and_a_long_one_has_a_line_every_half_minute(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    now = iter(range(0, 999, 10))
+    now = iter(range(0, 999, 20))
     monkeypatch.setattr(progress, "monotonic", lambda: next(now))
-    with counted_display("answer", "prompts") as display:
-        for done in range(5):
-            display.update(done + 1, 5)
-    assert capsys.readouterr().err.splitlines() == [
-        "answer: 3/5 prompts, 10 s each, 0:00:20 left",
-        "answer: 5/5 prompts, 10 s each",
+    with progress_display() as display:
+        display("export", 0, 1)
+        display("export", 1, 1)
+        for done in range(1, 6):
+            display("answer", done, 5, "loss 2")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == ["export ...", "answer ..."]
+    assert [re.sub(r", \d:\d\d:\d\d left", "", line) for line in lines[2:]] == [
+        "answer: 40%, loss 2",
+        "answer: 80%, loss 2",
     ]

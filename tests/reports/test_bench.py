@@ -1,8 +1,7 @@
-"""The benchmark's loads, figures, table, JSON line and chart, for a small random pair."""
+"""The benchmark's loads, figures, table, JSON and plot, for small random pairs."""
 
 from __future__ import annotations
 
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +10,30 @@ import pytest
 from dflash_trt.building.build import build
 from dflash_trt.decoding.metrics import quantiles
 from dflash_trt.decoding.options import RequestOptions
-from dflash_trt.reports.benchmark import Load, MethodPoint, bench
+from dflash_trt.errors import DFlashError
+from dflash_trt.reports import plots
+from dflash_trt.reports.benchmark import Load, Method, MethodPoint, bench
 from dflash_trt.runtime import Runtime
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.commands import Command
-
-SVG = "{http://www.w3.org/2000/svg}"
+from tests.doubles.kind_checkpoints import make_eagle3
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A DFlash drafter and an EAGLE-3 drafter of one target."""
     directory = tmp_path_factory.mktemp("bench")
-    target = make_target(directory / "target", favourites=6, layers=3)
-    drafter = make_drafter(directory / "drafter", target)
-    return build(str(target), str(drafter), directory / "bundle", max_seq_len=512, tree_width=2).path
+    target = make_target(directory / "target", favourites=6, layers=6, dtype="float32")
+    drafters = [make_drafter(directory / "drafter", target), make_eagle3(directory / "eagle", target)]
+    return [
+        build(str(target), str(drafter), directory / name, max_seq_len=512, tree_width=2).path
+        for drafter, name in zip(drafters, ("dflash", "eagle3"), strict=True)
+    ]
+
+
+@pytest.fixture(scope="module")
+def bundle(bundles: list[Path]) -> Path:
+    return bundles[0]
 
 
 @pytest.fixture
@@ -36,9 +45,13 @@ def runtime(bundle: Path) -> Any:
 
 def points(runtime: Runtime, *loads: Load, **options: Any) -> dict[tuple[str, str], MethodPoint]:
     ways = {"plain": RequestOptions(speculate=False), "fixed": RequestOptions(block_length=4)}
-    methods = {name: runtime.lengths(way) for name, way in ways.items()}
-    found = bench(runtime, [[i, 7, 9] for i in range(5)], loads, methods, **options)
-    return {(point.load.name, point.method): point for each in found for point in each}
+    prompts = [[i, 7, 9] for i in range(5)]
+    methods = [Method("b", name, runtime, prompts, runtime.lengths(way)) for name, way in ways.items()]
+    return {
+        (point.load.name, point.method.name): point
+        for points in bench(methods, loads, **options)
+        for point in points
+    }
 
 
 def test_every_method_serves_the_same_requests(runtime: Runtime) -> None:
@@ -92,28 +105,50 @@ def test_an_open_loop_counts_from_the_arrival(runtime: Runtime) -> None:
 
 
 def test_the_command(bundle: Path, tmp_path: Path, command: Command) -> None:
-    pytest.importorskip("matplotlib")
-    svg = tmp_path / "chart.svg"
+    plotted = tmp_path / "load.png"
     loads = ("--requests", "6", "--max-tokens", "8", "--concurrency", "1,2", "--rate", "300")
-    options = ("bench", bundle, *loads, "--svg", svg, "--block-length", "5")
+    options = ("bench", bundle, *loads, "--plot", plotted, "--block-length", "5")
     shown = command(*options)
     assert shown.code == 0
     lines = shown.out.splitlines()
-    assert "tokens of the methods: all equal" in lines[2]
+    assert "tokens of the methods: all equal" in lines
     assert max(map(len, lines)) <= 80
-    assert [line.split()[:2] for line in lines[5:]] == [
+    assert [line.split()[:2] for line in lines[6:]] == [
         [load, method] for load in ("1", "2", "300/s") for method in ("plain", "draft", "adaptive", "tree")
     ]
-    assert shown.err.splitlines()[:3] == ["load 1: done", "load 2: done", "load 300/s: done"]
+    assert shown.err.splitlines() == [f"load {load} ..." for load in ("1", "2", "300/s")]
+    assert plotted.read_bytes().startswith(b"\x89PNG")
     document = command(*options, "--json").json
     assert document["same_tokens"] is True
-    assert document["fixed_block_length"] == 5
+    assert document["bundles"][str(bundle)]["fixed_block_length"] == 5
     points = [(point["concurrency"], point["rate"]) for point in document["points"][::4]]
     assert points == [(1, None), (2, None), (None, 300)]
-    texts = [t.text for t in ElementTree.fromstring(svg.read_text()).iter(f"{SVG}text")]
-    assert {"tokens per second", "TPOT, ms (median)", "plain", "draft", "adaptive", "tree", "300/s"} <= set(
-        texts
-    )
+
+
+def test_several_bundles_take_turns_and_share_one_table(bundles: list[Path], command: Command) -> None:
+    asked = ("--requests", "4", "--max-tokens", "12", "--concurrency", "2", "--methods", "plain,draft")
+    document = command("bench", *bundles, *asked, "--json").json
+    points = document["points"]
+    expected = [(str(path), method) for path in bundles for method in ("plain", "draft")]
+    assert [(p["bundle"], p["method"]) for p in points] == expected
+    assert document["same_tokens"]
+    assert len({p["output_tokens"] for p in points}) == 1
+    drafted = {p["bundle"]: p["mean_acceptance_length"] for p in points if p["method"] == "draft"}
+    assert drafted[str(bundles[0])] > 1
+    rows = [line.split()[:3] for line in command("bench", *bundles, *asked).out.splitlines()[-4:]]
+    assert rows == [["2", *each] for each in expected]
+    assert command("bench", bundles[0], bundles[0]).code == 2
+
+
+def test_a_plot_is_refused_before_the_work(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    for wrong in ("missing/load.svg", "load.xyz"):
+        refused = command("bench", bundle, "--plot", tmp_path / wrong)
+        assert (refused.code, f"--plot {tmp_path / wrong}: " in refused.err) == (1, True)
+    monkeypatch.setattr(plots, "available", lambda: False)
+    with pytest.raises(DFlashError, match="matplotlib"):
+        plots.check(tmp_path / "load.svg")
 
 
 def test_the_cost_of_exact_mode(
@@ -122,8 +157,8 @@ def test_the_cost_of_exact_mode(
     monkeypatch.setenv("DFLASH_TRT_CACHE", str(tmp_path))
     asked = ("bench", bundle, "--exact", "--requests", "2", "--max-tokens", "4", "--concurrency", "1")
     lines = command(*asked).out.splitlines()
-    assert lines[2] == "exact mode: chains only; a plain pass takes 1.00 of its time"
-    assert command(*asked, "--json").json["exact"]["rule"]["any_tree"] is False
+    assert f"{bundle}: exact mode: chains only; a plain pass takes 1.00 of its time" in " ".join(lines[2:5])
+    assert command(*asked, "--json").json["bundles"][str(bundle)]["exact"]["rule"]["any_tree"] is False
 
 
 def test_prompts_of_a_file_and_json_alone(bundle: Path, tmp_path: Path, command: Command) -> None:
@@ -141,7 +176,7 @@ def test_different_tokens_are_an_error(
 
     def altered(self: MethodPoint) -> Any:
         found = outputs(self)  # type: ignore[misc]
-        return found if self.method == "plain" else found[:-1]
+        return found if self.method.name == "plain" else found[:-1]
 
     monkeypatch.setattr(MethodPoint, "outputs", property(altered))
     done = command("bench", bundle, "--requests", "2", "--max-tokens", "4", "--concurrency", "1")

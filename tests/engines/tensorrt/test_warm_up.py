@@ -168,7 +168,7 @@ def test_the_drafter_reads_zeros_behind_the_features_of_a_short_part(bundles: di
 def test_warm_up_shows_its_progress(bundles: dict[str, Bundle], capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[tuple[str, int, int]] = []
     with LLM(bundles["tensorrt"].path) as llm:
-        assert capsys.readouterr().err.endswith("warm up: done\n")
+        assert capsys.readouterr().err.endswith("warm up ...\n")
         done = opening.warm_up(llm._runtime.pair, BLOCK, lambda *step: seen.append(step), runs=1)
     assert seen == [("warm up", n, done) for n in range(1, done + 1)]
     assert done == 3 + 12 + 9
