@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_trt.decoding.acceptance import Verdict, accept
+from dflash_trt.decoding.acceptance import Verdict, accept, judge
+from dflash_trt.decoding.draft import Draft, Verified
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.sampling import philox
 from dflash_trt.decoding.sampling.history import History
 from dflash_trt.decoding.sampling.sampler import process, sample
+from tests.doubles.fake_engines import request
 
 VOCABULARY = 12
 PARAMS = [
@@ -133,6 +135,32 @@ def test_accepted_drafts_count_for_the_rows_behind_them() -> None:
     logits = np.tile(np.array([0, 1, 0.5, 0], np.float32), (3, 1))
     params = SamplingParams(presence_penalty=2.0)
     assert accept([0, 1, 1], logits, params, 0, 0, History(params, [0])) == Verdict([1], 2)
+
+
+@pytest.mark.parametrize(
+    ("own", "accepted", "expected"),
+    [
+        (4, 3, Verdict(range(1, 4), 9)),  # the whole draft
+        (4, 2, Verdict(range(1, 3), 9)),
+        (
+            3,
+            3,
+            Verdict(range(1, 3), 13),
+        ),  # of a request with a shorter part, the next draft is the token after it
+        (3, 2, Verdict(range(1, 3), 9)),
+        (2, 2, Verdict(range(1, 2), 12)),
+        (1, 0, Verdict(range(1, 1), 9)),
+        (1, 1, Verdict(range(1, 1), 11)),
+    ],
+)
+def test_an_engine_s_decision_counts_for_a_request_s_own_part(
+    own: int, accepted: int, expected: Verdict
+) -> None:
+    tokens, asked = [10, 11, 12, 13], request([1, 2], SamplingParams(), block_length=own)
+    draft = Draft(np.array([tokens]), None, np.zeros((1, 3), np.float32))
+    for finite in (None, np.ones((1, 4), bool)):
+        verified = Verified(np.array([accepted]), np.array([9]), [True], finite, np.zeros((1, 4, 14)), [True])
+        assert judge(asked, tokens, draft, verified, 0) == expected
 
 
 def test_an_empty_block_is_an_error() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,22 @@ def test_much_to_take_in_and_a_neighbour_at_the_end_of_its_context() -> None:
     late = request(prompt(60, 3), SamplingParams(max_tokens=4))
     tokens = finish(pool, lengths, behind, full, late)
     assert all(tokens[r] == expected(r.prompt, r.params, r.seed) for r in (behind, full, late))
+
+
+def test_a_tree_at_the_end_of_the_context_leaves_a_row_for_a_sink() -> None:
+    """A policy that takes as many nodes as it may."""
+    pool, most = Pool(1, 1, max_seq_len=60), list[int]()
+
+    class Widest(Lengths):
+        def select(self, draft: Draft, slots: Sequence[int], nodes: int) -> Draft:
+            most.append(nodes)
+            chain = np.arange(-1, nodes - 1)[None]
+            logprobs = np.zeros((1, nodes - 1), np.float32)
+            return Draft(np.resize(draft.tokens, (1, nodes)), chain, logprobs)
+
+    asked = request(prompt(20), SamplingParams(max_tokens=40))
+    assert finish(pool, Widest(2), asked)[asked] == expected(asked.prompt, asked.params, 0)
+    assert most[-1] < most[0]
 
 
 def test_a_tree_is_refused_by_graphs_that_verify_chains(bundle: Path) -> None:

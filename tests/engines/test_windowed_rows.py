@@ -40,6 +40,16 @@ PAIRS: dict[str, tuple[Any, Any, int]] = {
 }
 
 
+@pytest.mark.parametrize("window", [1, 2, 5, 8, 20])
+def test_a_cut_goes_as_far_as_the_rows_that_its_window_sees(window: int) -> None:
+    kind = CacheKind(window=window, stride=8, rows=99, row_bytes=4, layers=(0,))
+    for first in range(60):
+        lengths = [n for n in range(1, 100) if max(0, n - window + 1) >= first]  # a row sees itself
+        assert kind.shortest(first) == lengths[0]
+        assert kind.first(lengths[0]) >= first
+        assert kind.base(first) == max(0, first - window + 1) // 8 * 8
+
+
 @pytest.fixture(scope="module", params=PAIRS)
 def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     directory, (target, drafter, width) = tmp_path_factory.mktemp("windows"), PAIRS[request.param]
@@ -108,8 +118,8 @@ def test_every_number_is_that_of_caches_with_all_rows(bundle: Bundle, role: str)
         for slot, n in zip(slots, taken.tolist(), strict=True):
             lengths[slot] += n
     for each in windowed.caches.kinds:
-        used = max(each.pool._rows.values())
-        assert (max(each.bases.values()) > 0) == (each.kind.window is not None)
+        used = max(held.finite for held in each.records)
+        assert (max(held.base for held in each.records) > 0) == (each.kind.window is not None)
         assert used <= (
             WINDOW - 1 + stride - 1 + LONGEST + BLOCK + 64 if each.kind.window else max(lengths) + 200
         )

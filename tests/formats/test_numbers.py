@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -64,9 +64,11 @@ def stored(scheme: str, w: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarr
 
 
 @given(matrices(32))
+@example(np.repeat(np.array([[1, 2.0**-30], [0, 1]] * 2, np.float32), 16, axis=1))
 def test_nvfp4_is_near_or_the_block_is_too_small_to_tell(w: np.ndarray) -> None:
     found, scales, second = stored("nvfp4", w)
     assert np.isfinite(scales.astype(np.float32)).all()
+    assert (scales.astype(np.float32) > 0).all()  # numbers are divided by it
     largest = np.abs(w.reshape(4, 2, 16)).max(axis=-1, keepdims=True)
     # Half a step of E2M1 at its top is a sixth of the block's largest number. Scales are rounded by a sixteenth, to
     # 2**-9.

@@ -187,6 +187,26 @@ def test_a_stream_gets_a_response_per_round_or_one_per_interval(bundle: Path) ->
     assert [len(u["logprobs"]) for u in got["1000000000"]] == [1, 59]
 
 
+def test_updates_that_waited_for_each_other_lose_nothing() -> None:
+    whole: wire.Update = {
+        "index": 0,
+        "text": "a",
+        "token_ids": [1],
+        "rounds": [(1, 0, 3)],
+        "num_input_tokens": 4,
+    }
+    wire.merge(
+        whole, {"index": 0, "text": "bc", "token_ids": [2, 3], "rounds": [(2, 1, 3)], "logprobs": [-1.0]}
+    )
+    wire.merge(
+        whole, {"index": 0, "text": "", "rounds": [(1, 0, 3)], "logprobs": [-2.0], "finish_reason": "stop"}
+    )
+    assert whole == {
+        "index": 0, "text": "abc", "token_ids": [1, 2, 3], "rounds": [(1, 0, 3), (2, 1, 3), (1, 0, 3)],
+        "num_input_tokens": 4, "logprobs": [-1.0, -2.0], "finish_reason": "stop",
+    }  # fmt: skip
+
+
 def test_the_engine_process_says_why_it_cannot_start(tmp_path: Path) -> None:
     engine = Engine(tmp_path)
     assert "manifest.json" in json.loads(engine.file.readline())["fatal"]

@@ -161,6 +161,13 @@ def test_top_p_of_a_large_vocabulary(top_p: float, spread: float) -> None:
     assert kept.size == 1 or reached[kept.size - 2] < top_p + 1e-6
 
 
+@pytest.mark.parametrize("size", [4, 1024])
+def test_top_p_stops_where_the_mass_reaches_it_exactly(size: int) -> None:
+    for share in (0.25, 0.5, 0.75):
+        processed = process(np.zeros(size, np.float32), SamplingParams(temperature=1.0, top_p=share))
+        assert np.flatnonzero(processed > -np.inf).tolist() == list(range(int(share * size)))
+
+
 @given(LOGITS, PARAMS, SEEDS, st.integers(0, 5000))
 @settings(deadline=None, max_examples=200)
 def test_sample_is_the_argmax_of_processed_logits_and_noise(
