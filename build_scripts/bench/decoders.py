@@ -95,7 +95,7 @@ class Ours:
         pair = self._llm._runtime.pair
         for start in range(0, len(prompt), pair.prefill_chunk):
             piece = prompt[start : start + pair.prefill_chunk]
-            logits, _ = pair.prefill(piece, start, 0, draft=False)
+            logits, _, _ = pair.prefill(piece, start, 0, draft=False)
         self._position = len(prompt)
         return int(np.argmax(logits))
 

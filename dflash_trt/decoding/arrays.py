@@ -80,8 +80,8 @@ class Arrays(Protocol):
     def start_round(self, count: int) -> None:
         """Begin a round of `count` requests. The drafter's numbers count as finite."""
 
-    def check(self, logprobs: Any, slot: int | None = None) -> None:
-        """Record which log-probabilities of this round are not finite: [n, ...], or [1, ...] for one slot."""
+    def check(self, numbers: Any, slot: int | None = None) -> None:
+        """Record which of the drafter's numbers in this round are not finite: [n, ...], or [1, ...] for one slot."""
 
     def finite(self, numbers: Any) -> bool:
         """Whether all numbers are finite. Waits for them."""
@@ -177,8 +177,8 @@ class HostArrays:
     def start_round(self, count: int) -> None:
         self._drafts_finite = [True] * count
 
-    def check(self, logprobs: Array, slot: int | None = None) -> None:
-        finite = np.isfinite(logprobs)
+    def check(self, numbers: Array, slot: int | None = None) -> None:
+        finite = np.isfinite(numbers)
         if not finite.all():
             for i, row in enumerate(finite, slot or 0):
                 self._drafts_finite[i] &= bool(row.all())

@@ -153,21 +153,24 @@ class Drafter:
 
     def catch_up(self, slot: int, committed: int) -> bool:
         """Read the unread features of a slot, between rounds. Whether its numbers are finite."""
-        sound = [self.arrays.finite(logprobs) for logprobs in self._read_in_chunks(slot, committed)]
-        return all(sound)
+        finite = [self.arrays.finite(numbers) for numbers in self._read_in_chunks(slot, committed)]
+        return all(finite)
 
     def _catch_up(self, committed: Sequence[int], most: int) -> None:
         """Read the unread features of slots with more than `most` of them."""
         for slot, end in enumerate(committed):
             if self.unread[slot] > most:
                 begin = self.arrays.now()
-                for logprobs in self._read_in_chunks(slot, end):
-                    self.arrays.check(logprobs, slot)
+                for numbers in self._read_in_chunks(slot, end):
+                    self.arrays.check(numbers, slot)
                 self._passes.append((begin, self.arrays.now()))
 
     def _read_in_chunks(self, slot: int, committed: int) -> Iterator[Any]:
-        """Read the unread features of a slot in chunks. Yields log-probabilities to check."""
+        """Read the unread features of a slot in chunks. Yields numbers to check: those features, too, as rows of
+        layers with a window need not see all of a chunk before them.
+        """
         unread, self.unread[slot] = self.unread[slot], 0
         for at in range(0, unread, self.prefill_chunk):
             part = self.arrays.unread_features_of(slot, at, min(at + self.prefill_chunk, unread))
+            yield part
             yield self.read(part, committed - unread + at, slot)

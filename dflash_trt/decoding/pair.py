@@ -82,15 +82,15 @@ class Pair:
 
     def prefill(
         self, tokens: Sequence[int], start: int, slot: int, *, draft: bool, every_row: bool = False
-    ) -> tuple[Any, bool]:
+    ) -> tuple[Any, bool, bool]:
         """Write the rows of `tokens` at positions start, start+1, ...; at most `prefill_chunk` of them.
 
-        With `draft`, the drafter reads them too. Returns the logits of the last row, [1, V], a view, and whether the
-        drafter's numbers are finite. With `every_row` they are the logits [n, V] of all rows, at most
-        `arrays.most_prompt_rows`.
+        With `draft`, the drafter reads them too. Returns the logits of the last row, [1, V], a view; whether the
+        features of all rows are finite, as the last row need not see them all; and whether the drafter's numbers are.
+        With `every_row` the logits are those of all rows, [n, V], at most `arrays.most_prompt_rows`.
         """
         self.drafter.unread[slot] = 0  # from the slot's previous request
-        sound, end = True, start + len(tokens)
+        sound, drafts_sound, end = True, True, start + len(tokens)
         # Passes end at multiples, wherever a reused prefix ends.
         ends = [] if every_row else [*range(start - start % self._prompt_pass, end, self._prompt_pass)][1:]
         for begin, stop in pairwise([start, *ends, end]):
@@ -102,10 +102,11 @@ class Pair:
             rows = np.pad(rows, (0, max(self._least_rows - wanted, 0)), mode="edge")[None]
             feeds = {"tokens": chunk, "start": np.array([begin]), "rows": rows} | self._rows(1, width)
             out = self.arrays.prefill(self.target, feeds, slot)
+            features = out["features"][:, :count]
             if draft:
-                drafted = self.drafter.read(out["features"][:, :count], begin, slot)
-                sound = self.arrays.finite(drafted) and sound
-        return self.arrays.readable(out["logits"][0, :wanted]), sound
+                drafts_sound = self.arrays.finite(self.drafter.read(features, begin, slot)) and drafts_sound
+            sound = self.arrays.finite(features) and sound
+        return self.arrays.readable(out["logits"][0, :wanted]), sound, drafts_sound
 
     def verify(self, active: Sequence[Request], draft: Draft) -> Verified:
         """Run one target pass over the nodes of slots 0 .. n-1. Only a pair for `trees` takes trees."""

@@ -103,12 +103,14 @@ class Scheduler:
     def logits(self, ids: list[int]) -> Array:
         with self._whole():
             self.slots.occupy(0, Reuse(0, 0), draft=False)
-            sound = True
+            whole = True
             for at in range(0, len(ids), self.pair.prefill_chunk):
-                logits, _ = self.pair.prefill(ids[at : at + self.pair.prefill_chunk], at, 0, draft=False)
-                sound = sound and _finite(logits)
+                logits, sound, _ = self.pair.prefill(
+                    ids[at : at + self.pair.prefill_chunk], at, 0, draft=False
+                )
+                whole = whole and sound and _finite(logits)
             last = np.array(logits[-1])
-            if not sound:
+            if not whole:
                 self.pair.clear(0)
         return last
 
@@ -254,12 +256,12 @@ class Scheduler:
             self._occupy(request, budget)
         start, every_row = request.committed, request.params.prompt_logprobs
         chunk = request.prompt[start : self._chunk_end(request, budget)]
-        logits, drafts_finite = self.pair.prefill(
+        logits, sound, drafts_sound = self.pair.prefill(
             chunk, start, request.slot, draft=request.takes_drafts, every_row=every_row
         )
         request.committed += len(chunk)
-        request.sound = _finite(logits)
-        if not drafts_finite:
+        request.sound = sound and _finite(logits)
+        if not drafts_sound:
             self._stop_drafting(request)
         if request.sound:
             if every_row:

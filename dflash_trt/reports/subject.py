@@ -86,7 +86,7 @@ class Subject:
         draft: bool = False,
     ) -> Array:
         """The logits [1, V] after these tokens of the prompt, or all of it."""
-        logits, _ = (pair or self.pair).prefill(tokens or self.prompt, start, slot, draft=draft)
+        logits, _, _ = (pair or self.pair).prefill(tokens or self.prompt, start, slot, draft=draft)
         return np.array(logits)
 
     def _verify(self, count: int = 1, length: int | None = None, *, pair: Pair | None = None) -> Array:

@@ -97,6 +97,69 @@ def test_a_prompt_with_nan_ends_alone_and_the_others_are_finished(spoilt: Path) 
         assert llm.metrics.snapshot()["request_success"]["error"] == 14
 
 
+@pytest.fixture(scope="module")
+def sliding(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Pairs by the target's layers that see everything: none, or the second. The others drop rows by 128."""
+    directory, paths = tmp_path_factory.mktemp("sliding"), {}
+    windowed: dict[str, Any] = {"sliding_window": 20, "head_dim": 128}
+    for whole in (0, 1):
+        layers = "sliding_attention", "full_attention" if whole else "sliding_attention"
+        target = make_target(
+            directory / f"target{whole}",
+            favourites=6,
+            layers=2,
+            layer_types=layers,
+            max_position_embeddings=1024,
+            **windowed,
+        )
+        window: dict[str, Any] = {"layer_types": ("sliding_attention",) * 2, **windowed}
+        drafter = make_drafter(directory / f"drafter{whole}", target, taps=(0, 1), **window)
+        spoil(target)
+        paths[whole] = build(str(target), str(drafter), directory / f"bundle{whole}", max_seq_len=400).path
+    return paths
+
+
+@pytest.mark.parametrize("whole", [0, 1])
+@pytest.mark.parametrize("at", [5, 200])
+@pytest.mark.parametrize("chunk", [64, 512])
+def test_a_slot_serves_on_after_numbers_that_a_window_dropped(
+    sliding: dict[int, Path], whole: int, at: int, chunk: int
+) -> None:
+    """One spoilt token of 257: neither model sees its rows again, whether or not the last row saw them."""
+    bad = spoilt_prompt(257)
+    bad[bad.index(SPOILT)], bad[at] = bad[at], SPOILT
+    short, long = prompt(3), prompt(140)
+    with LLM(sliding[whole], max_batch_size=1, prefill_chunk=chunk, prefix_cache_bytes=0, threads=1) as llm:
+
+        def answers() -> list[Any]:
+            found = [llm.generate(each, PARAMS[0], block_length=4) for each in (short, long)]
+            return [(each.token_ids, each.statistics.acceptance_histogram) for each in found]
+
+        before = answers()
+        with pytest.raises(NonFiniteError):
+            llm.generate(bad, PARAMS[0])
+        assert caches_are_finite(llm)
+        llm.logits(bad)
+        assert caches_are_finite(llm)
+        assert answers() == before
+
+
+@pytest.mark.parametrize("at", [5, 199])
+@pytest.mark.parametrize("chunk", [64, 512])
+def test_features_that_are_not_finite_are_found_however_they_are_read(
+    sliding: dict[int, Path], at: int, chunk: int
+) -> None:
+    with LLM(sliding[1], max_batch_size=1, prefill_chunk=chunk, threads=1) as llm:
+        pair: Any = llm._runtime.pair
+        features = np.zeros((200, pair.arrays.unread_features([1]).shape[2]), np.float32)
+        features[at] = np.nan
+        pair.drafter.add_features(0, features, range(200))
+        assert not pair.drafter.catch_up(0, 200)
+        pair.drafter.clear(0)
+        assert caches_are_finite(llm)
+        assert pair.drafter.catch_up(0, 0)
+
+
 def test_requests_in_flight_go_on_where_one_fails(spoilt: Path) -> None:
     """Numbers that are not finite, an error of the host's code, a panic: each reaches only its own stream."""
     with LLM(spoilt, max_batch_size=1, prefix_cache_bytes=0, threads=1) as llm:

@@ -97,7 +97,7 @@ def test_accepted_nodes_move_to_their_places_in_every_cache(drafts: set[int], st
         name: torch.tensor(rng.standard_normal((2, heads, 24, 3))) for name, heads in (("k", 2), ("v", 1))
     }
     before = {name: rows.clone() for name, rows in device.items()}
-    DevicePool(device, stream=None).compact(1, start, nodes)
+    DevicePool(device, None, 2).compact(1, start, nodes)
     for name, rows in device.items():
         assert torch.equal(rows[1, :, : len(kept)], before[name][1, :, kept])
         assert torch.equal(rows[0], before[name][0])

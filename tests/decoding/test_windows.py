@@ -213,7 +213,7 @@ def test_a_drafter_may_see_less_than_it_was_trained_for(tmp_path: Path, causal: 
         with LLM(bundle.path, max_batch_size=1, threads=1) as llm:
             answers.append(llm.generate(prompt, params, block_length=BLOCK))
             assert answers[-1].statistics.num_accepted_tokens > 0
-            rows = llm._runtime.pair.drafter.caches.kinds[0].pool._rows[0]
+            rows = llm._runtime.pair.drafter.caches.kinds[0].records[0].finite
             assert (rows > 300) == (bundle is whole)
     assert answers[0].token_ids == answers[1].token_ids
     for window in (BLOCK - 1, 4096):

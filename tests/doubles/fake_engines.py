@@ -29,7 +29,7 @@ from dflash_trt.decoding.sampling.history import History
 from dflash_trt.decoding.sampling.sampler import sample
 from dflash_trt.decoding.scheduler import Scheduler
 from dflash_trt.decoding.slots import Slots
-from dflash_trt.engines.row_caches import RowCaches
+from dflash_trt.engines.row_caches import RowCaches, SlotRows
 
 Array = np.ndarray[Any, Any]
 
@@ -140,7 +140,7 @@ class FakeEngine:
         self.passes += 1
         self.before_pass()
         assert first + len(starts) <= len(self.cache)
-        assert max(starts) + width <= self.cache.shape[1], "rows beyond the capacity"
+        assert max(starts) + width < self.cache.shape[1], "rows beyond the capacity, with one for a sink"
 
 
 class FakeTarget(FakeEngine):
@@ -274,6 +274,7 @@ class _RowPool:
     def __init__(self, slots: int, rows: int) -> None:
         self.arrays = {"window_cache.0": np.full((slots, rows, 1), POISON)}
         self.rows = self.arrays["window_cache.0"]
+        self.records = [SlotRows() for _ in range(slots)]
 
     def copy(self, source: int, target: int, count: int) -> None:
         kept = self.rows[source, :count].copy()
@@ -316,13 +317,13 @@ class WindowTarget(FakeTarget):
         self.rows = RowCaches([(kind, _RowPool(slots, rows))], slots)
 
     def total(self, slot: int, length: int) -> int:
-        self.rows.advance(slot, [length])
+        self.rows.advance(slot, [length], [self.most])
         self.check_window(slot, length)
         return super().total(slot, length)
 
     def check_window(self, slot: int, length: int) -> None:
         (each,) = self.rows.kinds
-        first, base = each.kind.first(length), each.bases[slot]
+        first, base = each.kind.first(length), each.records[slot].base
         assert base <= first
         seen = each.pool.rows[slot, first - base : length - base, 0]
         assert seen.tolist() == self.cache[slot, first:length].tolist(), (
@@ -332,7 +333,7 @@ class WindowTarget(FakeTarget):
     def write(self, slot: int, start: int, rows: Sequence[int]) -> None:
         super().write(slot, start, rows)
         (each,) = self.rows.kinds
-        each.pool.write([np.array(rows)[:, None]], slot, start - each.bases[slot])
+        each.pool.write([np.array(rows)[:, None]], slot, start - each.records[slot].base)
 
     def cut_lengths(self, slot: int, length: int) -> Sequence[int]:
         return self.rows.cut_lengths(slot, length)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import mmap
 import sys
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from dflash_trt.bundle.cache_kinds import CacheKind
-from dflash_trt.engines.row_caches import RowCaches, by_kind, whole
+from dflash_trt.engines.row_caches import RowCaches, SlotRows, by_kind, whole
 from dflash_trt.errors import DFlashError
 
 Array = np.ndarray[Any, Any]
@@ -33,8 +32,7 @@ class CachePool:
     slots are *packed*, `stride` rows apart, from where the first one begins. They stay so until a pass over several
     needs more rows, or far fewer.
 
-    `_rows[i]`: beyond so many rows of slot i is nothing but finite numbers of no meaning. Every row may be read and
-    masked, and must be finite, so what a slot leaves when it moves becomes zeros.
+    What a slot leaves when it moves becomes zeros, so that beyond the rows that `SlotRows.finite` counts all is finite.
     """
 
     def __init__(self, caches: Mapping[str, tuple[int, Any]], slots: int, capacity: int) -> None:
@@ -50,15 +48,14 @@ class CachePool:
             self._maps[name], flat = _zeros(self.slots, self.capacity, width, dtype)
             self.arrays[name] = flat.reshape(self.slots * self.capacity, width)
         self.row_bytes: int = sum(width * np.dtype(dtype).itemsize for width, dtype in caches.values())
-        self._rows: defaultdict[int, int] = defaultdict(int)
+        self.records = [SlotRows() for _ in range(self.slots)]
         self._packed, self._stride = range(0), self.capacity
 
     def place(self, first: int, ends: Sequence[int]) -> tuple[int, int]:
         """Let the slots from `first` on hold `ends[i]` rows each: where the first begins, and the rows of each."""
         if len(ends) == 1 and first < self.slots and first not in self._packed:
             end = min(ends[0], self.capacity)
-            if end > self._rows[first]:
-                self._rows[first] = end
+            self.records[first].finite = max(self.records[first].finite, end)
             return first * self.capacity, -(-end // STEP) * STEP
         slots = range(first, first + len(ends))
         if slots.stop > self.slots:
@@ -77,7 +74,7 @@ class CachePool:
                 self._arrange(slots, rows)
             rows = self._stride
         for slot, end in zip(slots, ends, strict=True):
-            self._rows[slot] = max(self._rows[slot], end)
+            self.records[slot].finite = max(self.records[slot].finite, end)
         return self._begin(first), rows
 
     def views(self, begin: int, slots: int, rows: int) -> Iterator[tuple[str, Array]]:
@@ -97,7 +94,7 @@ class CachePool:
             mine[...] = given
 
     def copy(self, source: int, target: int, count: int) -> None:
-        count = min(count, self._rows[source])
+        count = min(count, self.records[source].finite)
         self.place(target, [count])  # may move the source too
         self.write(self.read(source, 0, count), target, 0)
 
@@ -105,21 +102,21 @@ class CachePool:
         return [rows.copy() for rows in self.read(slot, first, stop)]
 
     def drop(self, slot: int, count: int, left: int) -> None:
-        left = max(0, min(left, self._rows[slot] - count))
+        left = max(0, min(left, self.records[slot].finite - count))
         for rows in self.read(slot, 0, count + left) if left else ():
             rows[:left] = rows[count:]
-        self._rows[slot] = left
 
     def compact(self, slot: int, start: int, nodes: Sequence[int]) -> None:
         for rows in self.read(slot, start, start + nodes[-1] + 1):
             rows[: len(nodes)] = rows[list(nodes)]  # the right side is a copy
 
     def clear(self, slot: int, first: int, last: int | None) -> None:
-        stop = self._rows[slot] if last is None else min(last, self._rows[slot])
+        held = self.records[slot]
+        stop = held.finite if last is None else min(last, held.finite)
         for rows in self.read(slot, first, max(first, stop)):
             np.copyto(rows, 0, where=rows != 0)  # memory that was never written stays untouched
-        if stop == self._rows[slot]:
-            self._rows[slot] = min(first, stop)
+        if stop == held.finite:
+            held.finite = min(first, stop)
 
     def close(self) -> None:
         self.arrays, self._maps = {}, {}
@@ -137,9 +134,10 @@ class CachePool:
         up = [slot for slot in range(self.slots) if after[slot] > before[slot]]
         down = [slot for slot in range(self.slots) if after[slot] <= before[slot]]
         for slot in [*reversed(up), *down]:
-            kept = min(self._rows[slot], stride if slot in packed else self.capacity)
-            self._shift(before[slot], after[slot], self._rows[slot], kept)
-            self._rows[slot] = kept
+            held = self.records[slot]
+            kept = min(held.finite, stride if slot in packed else self.capacity)
+            self._shift(before[slot], after[slot], held.finite, kept)
+            held.finite = kept
 
     def _shift(self, source: int, target: int, rows: int, kept: int) -> None:
         """Move the first `kept` of the rows at `source`; where the others were, and these, become zeros."""
@@ -197,10 +195,10 @@ class HostRows(RowCaches[CachePool]):
         """
         if first + len(starts) > self.slots:
             raise ValueError(f"slots {first}..{first + len(starts) - 1} of {self.slots}")
-        self.advance(first, starts)
+        self.advance(first, starts, [count] * len(starts))
         places = []
         for each in self.kinds:
-            ends = [start - each.bases[slot] + count for slot, start in enumerate(starts, first)]
+            ends = [start - each.records[slot].base + count for slot, start in enumerate(starts, first)]
             places.append(each.pool.place(first, ends) if each.pool.arrays else (0, 0))
         return tuple(places)
 

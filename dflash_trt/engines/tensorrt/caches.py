@@ -9,7 +9,7 @@ import torch
 from dflash_plugins.launch import Compaction, Run
 
 from dflash_trt.bundle.cache_kinds import CacheKind
-from dflash_trt.engines.row_caches import RowCaches, by_kind, whole
+from dflash_trt.engines.row_caches import RowCaches, SlotRows, by_kind, whole
 
 Tensor = torch.Tensor
 
@@ -20,8 +20,9 @@ class DevicePool:
     The stream orders copies on the device, so they need no wait.
     """
 
-    def __init__(self, arrays: Mapping[str, Tensor], stream: Any) -> None:
+    def __init__(self, arrays: Mapping[str, Tensor], stream: Any, slots: int) -> None:
         self.arrays, self._stream = arrays, stream
+        self.records = [SlotRows() for _ in range(slots)]
         self.compaction: Compaction | None = None  # one kernel for all layers
         self.row_bytes = sum(rows.shape[1] * rows.shape[3] * rows.element_size() for rows in arrays.values())
 
@@ -79,7 +80,7 @@ class DeviceRows(RowCaches[DevicePool]):
         kinds = kinds or (whole(0),)
         parts = by_kind(kinds, arrays)
         pools = [
-            (kind, DevicePool({name: arrays[name] for name in names}, stream))
+            (kind, DevicePool({name: arrays[name] for name in names}, stream, slots))
             for kind, names in zip(kinds, parts, strict=True)
         ]
         super().__init__(pools, slots)

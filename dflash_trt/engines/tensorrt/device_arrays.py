@@ -168,10 +168,9 @@ class DeviceArrays:
             filled = length
         feeds = {**feeds, name: self._filled(engine, name, feeds[name], filled)}
         feeds |= chain_rows(1, filled) if "depths" in feeds else {}
-        engine.rows.advance(slot, [start])
+        engine.rows.advance(slot, [start], [length])
         bases = {name: np.array(numbers) for name, numbers in engine.rows.bases([start]).items()}
         outputs = engine.run(PREFILL, feeds | bases, first_slot=slot)
-        engine.rows.ends[slot] = start + length
         if engine is not self._target:
             return outputs
         if isinstance(engine.caches, DeviceHybridCaches):
@@ -191,16 +190,16 @@ class DeviceArrays:
 
     def decode(self, engine: TensorRTEngine, feeds: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
         tensors = {n: each.tensor if isinstance(each, DeviceArray) else each for n, each in feeds.items()}
-        starts = feeds["start"].tolist()
-        engine.rows.advance(0, starts)
+        starts, drafting = feeds["start"].tolist(), engine is self._drafter
+        written = feeds["n_features"].tolist() if drafting else [feeds["rows"].shape[1]] * len(starts)
+        engine.rows.advance(0, starts, written)
         with torch.cuda.stream(self._stream):
-            if engine is self._drafter:
-                tensors, written = self._round.drafter_feeds(tensors, self._unread), feeds["n_features"]
+            if drafting:
+                tensors = self._round.drafter_feeds(tensors, self._unread)
             else:
                 self._flush()  # the pass overwrites the features
-                tensors, written = self._round.target_feeds(tensors), feeds["rows"].shape[1]
+                tensors = self._round.target_feeds(tensors)
         outputs = engine.run(DECODE, tensors)
-        engine.rows.ends.update(enumerate((feeds["start"] + written).tolist()))
         if isinstance(engine.caches, DeviceHybridCaches):
             engine.caches.passed(0, feeds["start"], 0)  # every row has logits, so none is certain
         return {name: numbers[: len(starts)] for name, numbers in outputs.items()}
@@ -233,11 +232,11 @@ class DeviceArrays:
         self._logprobs, self._best = None, None
         self._round.start()
 
-    def check(self, logprobs: torch.Tensor, slot: int | None = None) -> None:
-        """Those of a pass for one slot. `verified` reads the ones of a draft."""
+    def check(self, numbers: torch.Tensor, slot: int | None = None) -> None:
+        """Those of a pass for one slot. `verified` reads the log-probabilities of a draft."""
         assert slot is not None
         with torch.cuda.stream(self._stream):
-            self._round.note(slot, logprobs)
+            self._round.note(slot, numbers)
 
     def finite(self, numbers: torch.Tensor) -> bool:
         with torch.cuda.stream(self._stream):

@@ -233,9 +233,9 @@ class RoundMemory:
             self._rows = shape
         return rows
 
-    def note(self, slot: int, logprobs: torch.Tensor) -> None:
-        """Remember whether these are finite: their sum is not, if one of them is not."""
-        self._device_parts["noted"][slot].add_(logprobs.sum())
+    def note(self, slot: int, numbers: torch.Tensor) -> None:
+        """Remember whether these are finite: otherwise the noted number is not."""
+        self._device_parts["noted"][slot].add_((numbers * 0).sum())
         self._noted = True
 
     def end(
@@ -273,7 +273,7 @@ class RoundMemory:
         rows, n, batch = self._engines[role].rows, len(start), fitting(len(start), self.batches)
         # A drafter's pass writes a block of features and one of nodes. A row for attention's sink follows.
         last = self._capacity - 1 - self._most * (2 if role == "drafter" else 1)
-        idle = [min(rows.ends[slot], last) for slot in range(n, batch)]
+        idle = [min(rows.last(slot), last) for slot in range(n, batch)]
         starts = start.tolist()
         numbers = {"start": starts + idle, **rows.bases(starts, len(idle))}
         return {name: self._put(f"{role}_{name}", values) for name, values in numbers.items()}

@@ -99,7 +99,7 @@ def test_the_tokens_are_those_of_onnxruntime(bundles: tuple[Bundle, Bundle]) -> 
             )
             assert [c.token_ids for c in found] == expected
         assert sum(c.statistics.num_accepted_tokens for c in found) > 0
-        assert max(max(each.bases.values()) for each in kinds if each.kind.window) >= 256
+        assert max(max(held.base for held in each.records) for each in kinds if each.kind.window) >= 256
         assert max(c.statistics.num_cached_tokens for c in found) > 128
 
 
@@ -118,7 +118,7 @@ def test_a_pass_leaves_the_tokens_of_idle_slots(bundles: tuple[Bundle, Bundle]) 
             """All that belongs to the fourth slot's tokens, and the rows after them."""
             pair.arrays.wait()
             kinds = [each for engine in engines for each in engine.rows.kinds]
-            rows = [(each.pool.take(3, 0, each.kind.rows), length - each.bases[3]) for each in kinds]
+            rows = [(each.pool.take(3, 0, each.kind.rows), length - each.records[3].base) for each in kinds]
             states = [pool.now[:, 3].clone() for pool in getattr(pair.target.caches, "_pools", ())]
             return [
                 [array[:, :end] for arrays, end in rows for array in arrays] + states,
