@@ -3,7 +3,8 @@
     python -m build_scripts.bench.precision [--target smollm2-135m] [--drafter DIR] [--precisions P ...]
         [--by-output] [--parts text time rows] [--tokens 4096] [--dir DIR]
 
-A precision is one of `dflash-trt build --precision`. The target's graph alone is measured, on ONNX Runtime.
+A precision is one of `dflash-trt build --precision`, or "default": that of a build without it. The target's graph alone
+is measured, on ONNX Runtime.
 `--by-output` adds target=int8 as a build for a processor with AMX has it, with one scale for each output.
 
 text  perplexity on the descriptions of installed packages, in pieces of 512 tokens, each from its beginning. And how
@@ -43,6 +44,7 @@ Array = np.ndarray[Any, Any]
 PIECE = 512
 ROWS = (1, 2, 4, 8, 16, 64)
 PASSES = 8
+DEFAULT = "default"
 BY_OUTPUT = "target=int8, by output"
 # Packages of the test environment whose descriptions are prose and code.
 PACKAGES = (
@@ -158,7 +160,7 @@ def measure_rows(bundles: dict[str, Bundle], args: argparse.Namespace) -> dict[s
 def made(args: argparse.Namespace, folder: Path, precision: str) -> Bundle:
     """The bundle of a precision."""
     # Without trees, whose graph has more inputs than `run` gives.
-    asked = parse_precision(precision)
+    asked = None if precision == DEFAULT else parse_precision(precision)
     return build(args.target, args.drafter, folder, precision=asked, tree_width=1, force=True)
 
 
@@ -170,7 +172,7 @@ def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--target", default="smollm2-135m", metavar="NAME_OR_PATH")
     parser.add_argument("--drafter", metavar="NAME_OR_PATH")
-    parser.add_argument("--precisions", nargs="+", default=["target=fp32", "target=int8", "target=int4"])
+    parser.add_argument("--precisions", nargs="+", default=["target=fp32", DEFAULT, "target=int8"])
     parser.add_argument("--by-output", action="store_true", help="also measure INT8 as for AMX")
     parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS))
     parser.add_argument("--tokens", type=int, default=4096, help="of text")

@@ -78,7 +78,9 @@ def build(
     _check_arguments(entry, weights, precision, options, exact)
     check_out(out)
     progress("read checkpoints", 0, 1)
-    pair = _read_pair(find_sources(target, drafter, weights), entry, weights, drafter_window)
+    # A precision that is asked for is made of the numbers in floating point.
+    stored = entry.weight_layout == "blocks" and (precision is None or precision.target is None)
+    pair = _read_pair(find_sources(target, drafter, weights, stored=stored), entry, weights, drafter_window)
     settings = BuildSettings(
         block_size=choose_block_size(block_size, pair.drafter.config),
         tree_width=_tree_width(tree_width, pair, precision, entry),
@@ -190,11 +192,11 @@ def _tree_width(
 
 
 def _precision(asked: Precision | None, pair: CheckpointPair, engine: EngineEntry) -> Precision:
-    """The precision of the build: as asked, and the engine's choice for the rest."""
+    """The precision of the build: as asked, and the engine's choice for the rest. A head that is quantized stays."""
     target, drafter = pair.target.checkpoint.quantization, pair.drafter.checkpoint.quantization
-    quantized = bool(target.algorithm(HEAD) or drafter.algorithms)
     configs = pair.target.config, pair.drafter.config
-    return engine.choose_precision(asked or Precision(), *configs, quantized=quantized)
+    chosen = engine.choose_precision(asked or Precision(), *configs, quantized=bool(drafter.algorithms))
+    return replace(chosen, head=asked.head if asked else None) if target.algorithm(HEAD) else chosen
 
 
 def _draft_tokens(pair: CheckpointPair, asked: str | Path | None, engine: EngineEntry) -> list[int] | None:

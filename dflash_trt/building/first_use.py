@@ -11,7 +11,6 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from dflash_trt.building.build import build
 from dflash_trt.building.progress import progress_display
 from dflash_trt.bundle.manifest import MANIFEST, Bundle, Check, digest
 from dflash_trt.checkpoint.catalogue import PAIRS, KnownPair, known_configs, known_pair
@@ -43,6 +42,8 @@ def open_bundle(bundle: str | Path, check: Check) -> Bundle:
             held.enter_context(FileLock(place.parent / f".{pair.name}.first-use"))
         if cached := _cached(place, note, inputs, check):  # another process has built it meanwhile
             return cached
+        from dflash_trt.building.build import build  # slow to import, and only needed here
+
         print(f"building {pair.name} into {place} (once)", file=sys.stderr)
         with progress_display() as progress:
             built = build(pair.name, None, place, force=True, progress=progress)

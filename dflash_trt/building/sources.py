@@ -25,12 +25,16 @@ _FILES = ["*.safetensors", "*.json", "*.jinja"]
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
-def find_sources(target: str, drafter: str | None, weights: Weights) -> tuple[Source, Source]:
-    """Both checkpoints of a pair. With weights "none", those of a known pair are configurations alone."""
+def find_sources(
+    target: str, drafter: str | None, weights: Weights, *, stored: bool = False
+) -> tuple[Source, Source]:
+    """Both checkpoints of a pair. With weights "none", those of a known pair are configurations alone. `stored`: see
+    `resolve`.
+    """
     if weights == "none" and drafter is None and not Path(target).is_dir():
         directories = known_configs(target)
         return Source(directories[0], target), Source(directories[1], target)
-    return resolve_pair(target, drafter)
+    return resolve_pair(target, drafter, stored=stored)
 
 
 def built_in(target: str, drafter: str | None) -> KnownPair | None:
@@ -38,7 +42,7 @@ def built_in(target: str, drafter: str | None) -> KnownPair | None:
     return known_pair(target) if drafter is None and not Path(target).is_dir() else None
 
 
-def resolve_pair(target: str, drafter: str | None = None) -> tuple[Source, Source]:
+def resolve_pair(target: str, drafter: str | None = None, *, stored: bool = False) -> tuple[Source, Source]:
     """Both checkpoints of a pair. Without a drafter, `target` must be a known pair, given by name or repository."""
     if drafter is None:
         pair = None if Path(target).is_dir() else known_pair(target)
@@ -49,15 +53,15 @@ def resolve_pair(target: str, drafter: str | None = None) -> tuple[Source, Sourc
                 f"train one (`dflash-trt train --help` has the steps), or give a known pair as the target: {NAMES}"
             )
         drafter = pair.drafter_repo or pair.name
-    return resolve(target, "target"), resolve(drafter, "drafter")
+    return resolve(target, "target", stored=stored), resolve(drafter, "drafter")
 
 
-def resolve(name_or_path: str, role: Role) -> Source:
+def resolve(name_or_path: str, role: Role, *, stored: bool = False) -> Source:
     """A checkpoint as a local directory.
 
     `name_or_path` is tried, in this order, as: a directory; a GGUF file or a target in a Python package, both
     converted into a cache; the name of a known pair; a hub repository `org/name`. A name or repository may end in
-    `@revision`: a branch, a tag or a commit.
+    `@revision`: a branch, a tag or a commit. `stored`: the integers of a GGUF file stay integers.
 
     The hub's environment variables apply (HF_HOME, HF_TOKEN, HF_HUB_OFFLINE). Configurations are fetched and read
     before weights, so an unsupported checkpoint is not downloaded.
@@ -71,9 +75,8 @@ def resolve(name_or_path: str, role: Role) -> Source:
         return Source(path)
     if role == "target" and (path.suffix == ".gguf" or name_or_path.lower() in gguf.PACKAGED):
         packaged = name_or_path.lower() in gguf.PACKAGED
-        return Source(
-            gguf.cached_checkpoint(gguf.packaged_target(name_or_path.lower()) if packaged else path)
-        )
+        file = gguf.packaged_target(name_or_path.lower()) if packaged else path
+        return Source(gguf.cached_checkpoint(file, stored=stored))
     pair = known_pair(name_or_path)
     repo = name_or_path
     name, at, revision = name_or_path.partition("@")

@@ -1,7 +1,8 @@
 """Use GGUF files as checkpoints: the `gguf` library reads them, and a cache keeps them as safetensors.
 
-Tensors in F32, F16 and BF16 keep their type. Quantized ones become BF16, dequantized one piece of a tensor at a time.
-The conversion undoes two changes that llama.cpp makes: the rows of Llama's query and key projections are ordered for
+Tensors in F32, F16 and BF16 keep their type. Quantized ones become BF16, dequantized one piece of a tensor at a time;
+or matrices of integers stay as they are (gguf_blocks.py), with a copy of a tied embedding as the head. The conversion
+undoes two changes that llama.cpp makes: the rows of Llama's query and key projections are ordered for
 interleaved RoPE, and the frequencies of Llama 3's RoPE are a tensor.
 Format: github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
@@ -21,13 +22,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dflash_trt.checkpoint import gguf_blocks
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.gguf_tokenizer import end_token_ids, write_tokenizer
+from dflash_trt.checkpoint.layouts import GGUF
 from dflash_trt.checkpoint.tensors import DTYPES
 from dflash_trt.checkpoint.writer import Entry, write_shard
 from dflash_trt.errors import CheckpointError, quoted, show, show_name
 from dflash_trt.extras import install
 from dflash_trt.files.disk import cache_folder, cached_in, temporary_folder
+from dflash_trt.files.reading import read_object
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
@@ -40,7 +44,7 @@ _NAMES = {
 }  # types that are kept; PyTorch's names of them
 # general.architecture -> (Transformers' architecture, RMSNorm of q and k, rows of q and k permuted)
 _FAMILIES = {"llama": ("LlamaForCausalLM", False, True), "qwen3": ("Qwen3ForCausalLM", True, False)}
-_CONVERTER = 2  # increment when the conversion of the same file changes
+_CONVERTER = 3  # increment when the conversion of the same file changes
 _RECORD = "converted.json"
 _PIECE = 1 << 22  # elements dequantized at once
 # Targets from Python packages: distribution, file in the distribution, SHA-256 of the file.
@@ -52,11 +56,13 @@ PACKAGED = {
     )
 }
 
+_EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _TOP = {
-    "token_embd.weight": "model.embed_tokens.weight",
+    _EMBEDDING: "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
+    _HEAD: "lm_head.weight",
 }
+# In the order in which tensors are written: engines multiply adjacent layers of one input as one.
 _LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -113,9 +119,10 @@ def packaged_target(name: str) -> Path:
     return file
 
 
-def cached_checkpoint(file: Path, cache: Path | None = None) -> Path:
+def cached_checkpoint(file: Path, cache: Path | None = None, *, stored: bool = False) -> Path:
     """The directory of a GGUF file's conversion: config.json, safetensors, tokenizer. Converts on first use.
 
+    `stored`: matrices of integers stay integers, as gguf_blocks.py has them; otherwise they become BF16.
     `cache` is the folder of all conversions: by default DFLASH_TRT_CACHE, else ~/.cache/dflash-trt. The file's
     SHA-256 identifies a conversion. A conversion is reused if all its files have their recorded digests.
 
@@ -125,16 +132,16 @@ def cached_checkpoint(file: Path, cache: Path | None = None) -> Path:
         raise CheckpointError(f"{file}: no such file")
     sha256 = _digest(file)
     root = cache or cache_folder()
-    place = root / "gguf" / f"{file.stem}-{sha256[:16]}-{_CONVERTER}"
+    place = root / "gguf" / f"{file.stem}-{sha256[:16]}-{_CONVERTER}{'-stored' * stored}"
     if _whole(place, sha256):
         return place
     with ExitStack() as stack:
         with cached_in(place.parent):
             place.parent.mkdir(parents=True, exist_ok=True)
             work = stack.enter_context(temporary_folder(prefix=f".{place.name}.", dir=place.parent))
-        convert(file, work)
+        kinds = convert(file, work, stored=stored)
         digests = {path.name: _digest(path) for path in sorted(work.iterdir())}
-        record = {"source": file.name, "sha256": sha256, "files": digests}
+        record = {"source": file.name, "sha256": sha256, "types": kinds, "files": digests}
         (work / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         if not _whole(place, sha256):  # another process may have been faster
             shutil.rmtree(place, ignore_errors=True)
@@ -142,31 +149,60 @@ def cached_checkpoint(file: Path, cache: Path | None = None) -> Path:
     return place
 
 
-def convert(file: Path, directory: Path) -> None:
-    """Write a GGUF file as a checkpoint into an existing directory. Raises as cached_checkpoint does."""
+def rounded_to(directory: Path) -> str | None:
+    """The types of fewer than eight bits that a conversion's matrices had in their file; None if there are none."""
+    record = directory / _RECORD
+    kinds = read_object(record).get("types") if record.is_file() else None
+    few = [kind for kind in kinds if kind not in (*_NAMES, "Q8_0")] if isinstance(kinds, list) else []
+    return ", ".join(map(show_name, few)) or None
+
+
+def convert(file: Path, directory: Path, *, stored: bool = False) -> list[str]:
+    """Write a GGUF file as a checkpoint into an existing directory; returns the types of its matrices.
+
+    Raises as cached_checkpoint does.
+    """
     reader, metadata = _open(file)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     config = _config(file, metadata, tensors)
     reordered = _FAMILIES[config["model_type"]][2]
     write_tokenizer(file, metadata, directory)
-    entries = []
-    for name, tensor in tensors.items():
+    entries: list[Entry] = []
+    layers: dict[str, str] = {}
+    for name in sorted(tensors, key=_place):
+        tensor = tensors[name]
         if name == _FREQUENCIES:
             continue
         kind = tensor.tensor_type.name
         if kind not in _TYPES:
-            raise CheckpointError(
-                f"{file}: tensor {quoted(name)} is {kind}, supported are {', '.join(_TYPES)}"
-            )
+            known = ", ".join(_TYPES)
+            raise CheckpointError(f"{file}: tensor {quoted(name)} is {kind}, supported are {known}")
         permuted = reordered and re.fullmatch(r"blk\.\d+\.attn_[qk]\.weight", name) is not None
         target = _published_name(file, name)
         shape = tuple(int(size) for size in reversed(tensor.shape))
         head_dim = config["head_dim"] if permuted else None
-        entries.append(Entry(target, _dtype(tensor), shape, _pieces(target, tensor, head_dim)))
-    write_shard(directory / "model.safetensors", entries)
+        blocks, layer = stored and kind in GGUF and len(shape) == 2, target.removesuffix(".weight")
+        if name == _EMBEDDING:
+            blocks, layer = blocks and _HEAD not in tensors, "lm_head"
+        if blocks:
+            layers[layer] = kind
+            entries += gguf_blocks.entries(layer, kind, shape, _rows(tensor, head_dim))
+        if not blocks or name == _EMBEDDING:
+            entries.append(Entry(target, _dtype(tensor), shape, _pieces(target, tensor, head_dim)))
+    if layers:
+        config["quantization_config"] = {"quant_method": "gguf", "layers": layers}
+    write_shard(directory / "model.safetensors", gguf_blocks.together(entries))
     generation = {"eos_token_id": config["eos_token_id"], "bos_token_id": config["bos_token_id"]}
     for name, value in (("config.json", config), ("generation_config.json", generation)):
         (directory / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    return sorted({tensor.tensor_type.name for tensor in tensors.values() if len(tensor.shape) > 1})
+
+
+def _place(name: str) -> tuple[int, int]:
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
+    if match is None or match[2] not in _LAYER:
+        return -1, 0
+    return int(match[1]), list(_LAYER).index(match[2])
 
 
 def _open(file: Path) -> tuple[GGUFReader, dict[str, Any]]:
@@ -277,18 +313,24 @@ def _dtype(tensor: ReaderTensor) -> str:
     return kind if kind in _NAMES else "BF16"
 
 
-def _pieces(name: str, tensor: ReaderTensor, head_dim: int | None) -> Iterator[tuple[str, NDArray[Any]]]:
-    """The tensor's rows in `_dtype`, in pieces. `head_dim`: if the rows of each head are in llama.cpp's order."""
-    from gguf import dequantize
-
+def _rows(tensor: ReaderTensor, head_dim: int | None) -> Iterator[NDArray[Any]]:
+    """Some of the tensor's rows, as the file has them. `head_dim`: if those of each head are in llama.cpp's order."""
     data = tensor.data if tensor.data.ndim > 1 else tensor.data[None]
     unit = head_dim or 1
     step = max(1, _PIECE // (int(tensor.shape[0]) * unit)) * unit
     for first in range(0, len(data), step):
-        rows = dequantize(data[first : first + step], tensor.tensor_type)
+        rows = data[first : first + step]
         if head_dim is not None:
             rows = rows.reshape(-1, head_dim // 2, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
-        yield name, rows.astype(DTYPES[_dtype(tensor)])
+        yield rows
+
+
+def _pieces(name: str, tensor: ReaderTensor, head_dim: int | None) -> Iterator[tuple[str, NDArray[Any]]]:
+    """The tensor in `_dtype`."""
+    from gguf import dequantize
+
+    for rows in _rows(tensor, head_dim):
+        yield name, dequantize(rows, tensor.tensor_type).astype(DTYPES[_dtype(tensor)])
 
 
 def _digest(file: Path) -> str:

@@ -5,8 +5,9 @@ packed     compressed-tensors' weight_packed: integers in words of 32 bits along
 scale_inv  FP8 with weight_scale_inv, which multiplies in spite of its name
 gptq       qweight: words along the inputs, transposed; every zero point less one. gptq_v2: zero points as they are
 awq        qweight: words along the outputs, in an order of their own
+blocks     GGUF's conversion (gguf_blocks.py)
 
-`blocks` and `signed` are what quantization/repack.py writes for an engine from any of these.
+`blocks` and `signed` are also what quantization/repack.py writes for an engine from any of these.
 """
 
 from __future__ import annotations
@@ -18,6 +19,12 @@ from dflash_trt.formats import FORMATS, Algorithm
 from dflash_trt.formats.base import BLOCK, EXPONENT_DTYPES, FLOAT_DTYPES, ONE, Form, Shape
 
 WORD = 32  # bits
+# GGUF's types whose numbers ONNX Runtime's blocks hold: five bits take eight. Q6_K has a scale for each 16 numbers.
+GGUF: Mapping[str, Algorithm] = {
+    name: Algorithm(name, f"int{bits}", group_size=BLOCK, layout="blocks")
+    for bits, names in ((4, ("Q4_0", "Q4_1", "Q4_K")), (8, ("Q8_0", "Q5_K")))
+    for name in names
+}
 _WEIGHTS = (".weight", ".weight_packed", ".qweight")
 
 
@@ -43,6 +50,8 @@ def parts(algorithm: Algorithm, rows: int, columns: int) -> LayerTensors:
         tensors = _packed(algorithm, rows, columns)
     elif algorithm.layout in ("gptq", "gptq_v2", "awq"):
         tensors = _words(algorithm, rows, columns)
+    elif algorithm.layout == "blocks":
+        return blocks(algorithm, rows, columns)
     else:
         tensors = _plain(algorithm, rows, columns)
     smooth = LayerTensor(("pre_quant_scale",), Form([(columns,)], FLOAT_DTYPES), needed=False)
@@ -116,6 +125,7 @@ def blocks(algorithm: Algorithm, rows: int, columns: int) -> LayerTensors:
         "weight": LayerTensor(("weight",), weight),
         "scale": LayerTensor(("weight_scale",), Form(shapes, ("F32", "BF16", "F16"))),
         "zero_point": LayerTensor(("weight_zero_point",), Form(shapes, ("U8",)), needed=False),
+        "zero_term": LayerTensor(("weight_zero_term",), Form(shapes, ("F32",)), needed=False),
         **_rest(columns),
     }
 

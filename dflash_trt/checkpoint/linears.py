@@ -32,8 +32,8 @@ class StoredLinear:
     pre_quant_scale: [in], multiplies the input first (AWQ of Model Optimizer).
     zero_point: what is subtracted from the unsigned codes of each group, unsigned too: uint8 [out, groups], or in words
         as the file has it.
-    zero_term: float32 [out, groups], what is to be added to the product of two's complement codes for each group,
-        times the sum of the group's inputs.
+    zero_term: float32 [out, groups], what is to be added to the product of two's complement codes, or of codes less
+        their middle, for each group, times the sum of the group's inputs.
     order: int64 [in], the input of each column of the codes. None: they are in order.
     group_index: int32 [in], the group of each column of the codes, as the file has it.
     others: tensors of the layer that say nothing more, such as its shape.

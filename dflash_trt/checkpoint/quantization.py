@@ -14,6 +14,7 @@ from typing import Any
 from dflash_trt.checkpoint.compressed_tensors import read_compressed_tensors
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.integer_words import read_autoround, read_awq, read_gptq
+from dflash_trt.checkpoint.layouts import GGUF
 from dflash_trt.checkpoint.rules import Quantization, globs, named, optional_names, text_name
 from dflash_trt.errors import show
 from dflash_trt.files.reading import read_object
@@ -24,7 +25,6 @@ QUANT_CONFIG = "hf_quant_config.json"
 # Methods that are not read -> how people call them.
 _OTHERS = {
     "bitsandbytes": "bitsandbytes",
-    "gguf": "GGUF",
     "hqq": "HQQ",
     "quark": "Quark",
     "torchao": "torchao",
@@ -160,6 +160,13 @@ def _fp8_algorithm(fields: Fields) -> Algorithm:
     return Algorithm("FP8", "fp8", activations=True, static=scheme == "static", layout="scale_inv")
 
 
+def _read_gguf(fields: Fields) -> Quantization:
+    """What checkpoint/gguf.py writes: the type of each layer that is not in floating point."""
+    each = fields.needed("layers", "the types of layers")
+    kinds = {name: each.string(name, among=GGUF) for name in each.values}
+    return Quantization(fields.path, None, {n: GGUF[kind] for n, kind in kinds.items()})
+
+
 _READERS: Mapping[str, Callable[[Fields], Quantization]] = {
     "modelopt": _read_modelopt,
     "compressed-tensors": read_compressed_tensors,
@@ -168,4 +175,5 @@ _READERS: Mapping[str, Callable[[Fields], Quantization]] = {
     "gptq": read_gptq,
     "awq": read_awq,
     "auto-round": read_autoround,
+    "gguf": _read_gguf,
 }

@@ -74,6 +74,8 @@ class Integers:
         )
         self.ordered = stored.algorithm.ordered
         self.zero_points = self._zero_points(checkpoint)
+        term = stored.zero_term
+        self.zero_term: NDArray[np.float32] | None = None if term is None else checkpoint.array(term.name)
         self.order = self._order(checkpoint)
 
     def _zero_points(self, checkpoint: Checkpoint) -> NDArray[np.int16]:
@@ -152,5 +154,8 @@ class Integers:
         """The numbers of some rows, float32 [rows, in], with the columns where they are in the model."""
         codes = self.codes(begin, end).astype(np.int16).reshape(end - begin, self.groups, -1)
         numbers = (codes - self.zero_points[begin:end, :, None]).astype(np.float32)
-        wide = (numbers * self.scales[begin:end].astype(np.float32)[..., None]).reshape(end - begin, -1)
+        wide = numbers * self.scales[begin:end].astype(np.float32)[..., None]
+        if self.zero_term is not None:
+            wide += self.zero_term[begin:end, :, None]
+        wide = wide.reshape(end - begin, -1)
         return wide if self.order is None else _placed(wide, self.order)

@@ -23,7 +23,7 @@ BLOCK = 32
 # TensorRT have it; or in blocks of integers.
 WeightLayout = Literal["stored", "int4_by_row", "blocks"]
 # How a file names and packs the tensors of a layer (checkpoint/layouts.py).
-FileLayout = Literal["plain", "packed", "scale_inv", "gptq", "gptq_v2", "awq"]
+FileLayout = Literal["plain", "packed", "scale_inv", "gptq", "gptq_v2", "awq", "blocks"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ import numpy as np
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.linears import StoredLinear
+from dflash_trt.graph import MICROSOFT_DOMAIN
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
-from dflash_trt.graph.experts import MICROSOFT_DOMAIN
 from dflash_trt.graph.quantized import prepared, split_rows
 
 OPERATOR = "INT8ChannelLinear"

@@ -27,8 +27,8 @@ import numpy as np
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.schema import PENDING_ROWS
+from dflash_trt.graph import MICROSOFT_DOMAIN
 from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
-from dflash_trt.graph.experts import MICROSOFT_DOMAIN
 
 
 @dataclass(frozen=True, slots=True)

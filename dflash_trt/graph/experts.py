@@ -21,10 +21,10 @@ import numpy as np
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.schema import Activation
+from dflash_trt.graph import MICROSOFT_DOMAIN
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.lowering.mxfp4 import widened_blocks
 
-MICROSOFT_DOMAIN = "com.microsoft"
 Storage = Literal["float", "mxfp4"]
 
 

@@ -30,13 +30,12 @@ from dflash_trt.checkpoint.linears import StoredLinear
 from dflash_trt.checkpoint.tensors import TensorInfo
 from dflash_trt.formats.base import BLOCK, EXPONENT_DTYPES
 from dflash_trt.formats.fp8 import FP8
+from dflash_trt.graph import INTEGERS, MICROSOFT_DOMAIN
 from dflash_trt.graph.builder import FLOAT, ONNX_DTYPES, GraphBuilder
-from dflash_trt.graph.experts import MICROSOFT_DOMAIN
 from dflash_trt.graph.lowering import LOWERINGS, Activations, LinearKind
 
 # The smallest magnitude assumed for a row: far below any real one, and safe from overflow of the reciprocal.
 _TINY = 2.0**-100
-INTEGERS = 4  # MatMulNBits's accuracy_level: inputs in eight bits
 
 
 def operator_name(kind: LinearKind) -> str:
@@ -206,7 +205,7 @@ def onnxruntime_integers(
     while inputs[-1] is None:
         inputs.pop()
     g.graph.opset_imports[MICROSOFT_DOMAIN] = 1
-    return g.op(
+    y = g.op(
         "MatMulNBits",
         *inputs,
         name=name,
@@ -217,6 +216,10 @@ def onnxruntime_integers(
         block_size=BLOCK,
         accuracy_level=INTEGERS,
     )
+    if stored.zero_term is None:
+        return y
+    with g.scope(name):
+        return _with_zeros(g, y, x, g.raw_weight(stored.zero_term, folder))
 
 
 def _repeated(g: GraphBuilder, x: ir.Value, times: int) -> ir.Value:
@@ -307,8 +310,8 @@ def tensorrt_linear(
 
 
 def _with_zeros(g: GraphBuilder, y: ir.Value, x: ir.Value, term: ir.Value) -> ir.Value:
-    """y + r @ term.T in float32. r [rows, groups]: the sum of each group of x. term [out, groups]: what a zero point
-    adds to each weight of a group, because TensorRT knows numbers around 0 only.
+    """y + r @ term.T in float32. r [rows, groups]: the sum of each group of x. term [out, groups]: what is added to
+    each weight of a group. TensorRT knows numbers around 0 only, and ONNX Runtime zero points that are integers.
     """
     assert term.shape is not None
     groups = int(str(term.shape[1]))

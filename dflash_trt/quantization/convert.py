@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from dflash_trt.bundle.manifest import digest
 from dflash_trt.bundle.workspace import Progress, silent, workspace
+from dflash_trt.checkpoint.gguf import rounded_to
 from dflash_trt.checkpoint.mapped import released
 from dflash_trt.checkpoint.quantization import QUANT_CONFIG
 from dflash_trt.checkpoint.tensors import INDEX, Checkpoint, TensorInfo
@@ -28,6 +30,7 @@ from dflash_trt.errors import BuildError, CheckpointError, UsageError
 from dflash_trt.files.disk import own_file, whole_file
 from dflash_trt.files.reading import read_object
 from dflash_trt.formats import INT4, SCHEMES, Algorithm
+from dflash_trt.logs import warn_once
 from dflash_trt.quantization.layers import (
     HEAD,
     LinearLayer,
@@ -76,6 +79,12 @@ def quantize(
     if (stored := checkpoint.quantization).name is not None:
         raise CheckpointError(
             f"{stored.path}: the checkpoint is already {stored.name}; quantize the original checkpoint"
+        )
+    if kinds := rounded_to(source):
+        warn_once(
+            logging.getLogger(__name__),
+            f"{source}: was {kinds} in its GGUF file, and {recipe.scheme} rounds it again, which loses more; a build "
+            "for ONNX Runtime keeps the file's numbers where --precision leaves target out",
         )
     layers = recipe.layers(linear_layers(checkpoint, exclude))
     if calibration is not None and (missing := sorted(layers.keys() - calibration.keys())):

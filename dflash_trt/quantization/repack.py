@@ -226,6 +226,8 @@ def _signed(checkpoint: Checkpoint, layer: str, stored: StoredLinear, *, points:
 
 def _scales(layer: str, integers: Integers) -> list[Entry]:
     entries = [_whole(f"{layer}.weight_scale", integers.scales)]
+    if integers.zero_term is not None:
+        entries.append(_whole(f"{layer}.weight_zero_term", integers.zero_term))
     order = integers.order
     if order is None and integers.ordered and of_all_experts(layer) != layer:  # beside experts that have one
         order = np.arange(integers.inputs)

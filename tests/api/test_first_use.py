@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,6 @@ import numpy as np
 import pytest
 
 from dflash_trt import LLM, AsyncLLM, SamplingParams
-from dflash_trt.building import first_use
 from dflash_trt.building.build import build
 from dflash_trt.errors import BundleError, DFlashError, RequestError
 from dflash_trt.formats.precision import Precision
@@ -71,11 +71,26 @@ def test_a_drafter_that_the_build_quantizes_is_built_once(
 ) -> None:
     """As that of smollm2-135m, by default: the bundle has other files than the package."""
     monkeypatch.setenv("DFLASH_TRT_CACHE", str(cache / "quantized"))
-    monkeypatch.setattr(first_use, "build", partial(build, precision=Precision(drafter="int8")))
+    quantizing = partial(build, precision=Precision(drafter="int8"))
+    monkeypatch.setattr("dflash_trt.building.build.build", quantizing)
     LLM("tiny", max_batch_size=1)
     assert "building tiny" in capsys.readouterr().err
     LLM("tiny", max_batch_size=1)
     assert capsys.readouterr().err == ""
+
+
+def test_opening_a_bundle_imports_nothing_that_builds_one() -> None:
+    """Which takes as long as the first answer."""
+    LLM("tiny", max_batch_size=1)
+    code = """if True:
+        import sys
+        from dflash_trt import LLM, SamplingParams
+        llm = LLM("tiny", max_batch_size=1)
+        llm.generate("12 + 7", SamplingParams(max_tokens=4))
+        print({"onnx_ir", "sympy", "gguf", "dflash_trt.building.build"} & set(sys.modules))
+    """
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "set()\n"
 
 
 def test_a_path_is_never_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,7 +174,7 @@ def test_a_shipped_drafter_is_found_by_its_targets_names(
     monkeypatch.chdir(tmp_path)
     found: list[str] = []
 
-    def converted(file: Path) -> Path:
+    def converted(file: Path, *, stored: bool) -> Path:
         found.append(str(file))
         return tmp_path / "converted"
 

@@ -15,12 +15,19 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM
 
+from dflash_trt import LLM, SamplingParams
+from dflash_trt.building.build import build
 from dflash_trt.building.sources import resolve
 from dflash_trt.checkpoint import gguf as reading
+from dflash_trt.checkpoint.linears import joined, stored_linear
 from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.checkpoint.widening import widen
+from dflash_trt.engines.onnxruntime import entry
 from dflash_trt.errors import CheckpointError
+from dflash_trt.formats.precision import Precision
 from dflash_trt.models.configs import read_target_config
 from dflash_trt.text.tokenizer import Tokenizer
+from tests.doubles.checkpoints import make_drafter
 
 HIDDEN, MIDDLE, LAYERS = 256, 512, 2
 # Query heads, key/value heads, head size. Transformers always uses a head size of 128 for Qwen3.
@@ -168,6 +175,62 @@ def test_tensors_are_those_that_transformers_reads(
     assert ours.head_dim == theirs.head_dim == HEADS[family][2]
     assert (ours.rope.theta, ours.rms_norm_eps) == (100000.0, 1e-5)
     assert ours.tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("llama", kind) for kind in ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K")] + [("qwen3", "Q4_1")],
+)
+def test_integers_stay_those_of_the_file(
+    tmp_path: Path, vocabulary: tuple[list[str], list[str]], family: str, kind: str
+) -> None:
+    """With the numbers that Transformers reads, the layers of one input side by side, and the embedding as the head."""
+    pre = {"llama": "smollm", "qwen3": "qwen2"}[family]
+    file = write_gguf(tmp_path / "model.gguf", vocabulary, family=family, kind=kind, pre=pre)
+    checkpoint = Checkpoint(reading.cached_checkpoint(file, tmp_path / "cache", stored=True))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
+    expected = {name: value.numpy() for name, value in model.state_dict().items()}
+    expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
+    assert checkpoint.quantization.name == kind
+    layers = {}
+    for name, value in expected.items():
+        layer = name.removesuffix(".weight")
+        stored = stored_linear(checkpoint, layer, value.shape[-1], len(value)) if value.ndim == 2 else None
+        if stored is None:
+            assert "norm" in name or "embed" in name
+            continue
+        layers[layer] = stored
+        found = widen(checkpoint, stored)
+        np.testing.assert_allclose(found, value, rtol=1e-6, atol=1e-6 * np.abs(value).max(), err_msg=name)
+    assert len(layers) == 7 * LAYERS + 1
+    for names in (("self_attn.q", "self_attn.k", "self_attn.v"), ("mlp.gate", "mlp.up")):
+        same = {name: layers[f"model.layers.1.{name}_proj"] for name in names}
+        assert [names for names, _ in joined(same)] == [names]
+
+
+def test_a_build_multiplies_a_file_as_stored_and_rounds_it_again_with_a_warning(
+    tmp_path: Path,
+    vocabulary: tuple[list[str], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("DFLASH_TRT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(entry, "LARGE_HEAD_BYTES", 0)  # its drafter then is in INT8
+    file = write_gguf(tmp_path / "model.gguf", vocabulary, kind="Q4_1")
+    target = reading.cached_checkpoint(file, stored=True)
+    drafter = make_drafter(tmp_path / "drafter", target, taps=(0, 1), mask_token_id=1)
+    bundle = build(str(file), str(drafter), tmp_path / "stored", max_seq_len=64)
+    assert caplog.text == ""
+    quantized = bundle.manifest["quantization"]
+    assert quantized["target"] == "Q4_1"
+    assert quantized["drafter"].startswith("W8A16")
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    with LLM(bundle.path) as llm:
+        drafted = llm.generate("the quick", params, block_length=4)
+        assert drafted.token_ids == llm.generate("the quick", params, speculate=False).token_ids
+        assert drafted.statistics.num_drafts
+    build(str(file), str(drafter), tmp_path / "again", max_seq_len=64, precision=Precision(target="int8"))
+    assert "was Q4_1 in its GGUF file, and int8 rounds it again" in caplog.text
 
 
 def test_llama_3_rope_is_recognized_by_its_factors(

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
 from dflash_trt.bundle.workspace import silent
+from dflash_trt.checkpoint import gguf_blocks
 from dflash_trt.checkpoint.linears import stored_linear
 from dflash_trt.checkpoint.roles import parameters_of
 from dflash_trt.checkpoint.tensors import Checkpoint
@@ -23,22 +25,33 @@ from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.onnxruntime import OnnxRuntime
 from dflash_trt.quantization.repack import has_blocks, in_blocks, int4_by_row
 from tests.doubles import sessions
+from tests.doubles.checkpoints import write_json
 from tests.doubles.quantized_checkpoints import INT4_GROUP, encoded, write_quant_config, write_safetensors
 
 IN, OUT = 192, 80
 ALGORITHMS = ["W8A16", "W4A16_AWQ", "W4A16_MXFP4"]
+GGUF = ["Q4_0", "Q4_1", "Q8_0"]  # what the library `gguf` writes of the types that are read as stored
 
 
 def write(folder: Path, algorithm: str, *, extras: bool = False) -> Checkpoint:
     random = np.random.default_rng(0)
     w = random.standard_t(3, (OUT, IN)).astype(np.float32)
     w[7] = 0
-    found: dict[str, Any] = encoded("l", algorithm, w)
+    found: dict[str, Any]
+    if algorithm in GGUF:
+        data = gguf.quantize(w + 0.1, gguf.GGMLQuantizationType[algorithm])
+        found = {f"l.{end}": array for end, array in gguf_blocks.pieces(algorithm, data).items()}
+    else:
+        found = encoded("l", algorithm, w)
     if extras:
         smooth, bias = random.uniform(0.5, 2, IN), random.standard_normal(OUT)
         found |= {"l.pre_quant_scale": smooth.astype(np.float32), "l.bias": bias.astype(np.float32)}
     folder.mkdir()
     write_safetensors(folder / "model.safetensors", found)
+    if algorithm in GGUF:
+        section = {"quant_method": "gguf", "layers": {"l": algorithm}}
+        write_json(folder / "config.json", {"quantization_config": section})
+        return Checkpoint(folder)
     write_quant_config(folder, algorithm, **({"group_size": INT4_GROUP} if algorithm == "W4A16_AWQ" else {}))
     return Checkpoint(folder)
 
@@ -57,12 +70,21 @@ def session(checkpoint: Checkpoint, *, biased: bool = False, threads: int = 1) -
     return sessions.session(path, intra_op_num_threads=threads)
 
 
+def as_blocks(original: Checkpoint, out: Path, *, eight_bits: bool = False) -> Checkpoint:
+    """Those of GGUF's four bits and eight are blocks already."""
+    if not has_blocks(original, eight_bits=eight_bits):
+        return original
+    return Checkpoint(in_blocks(original, out, silent, eight_bits=eight_bits))
+
+
 def numbers(checkpoint: Checkpoint) -> np.ndarray:
     """The numbers that the blocks stand for, by the definition of MatMulNBits."""
     codes, scales = checkpoint.array("l.weight"), checkpoint.array("l.weight_scale")
     bits = codes.shape[2] * 8 // BLOCK
     unsigned = codes if bits == 8 else unpack_pairs(codes)
     found: np.ndarray = (unsigned.astype(np.float32) - 2 ** (bits - 1)) * scales[..., None]
+    if "l.weight_zero_term" in checkpoint.tensors:
+        found += checkpoint.array("l.weight_zero_term")[..., None]
     return found.reshape(OUT, IN)
 
 
@@ -85,7 +107,25 @@ def test_blocks_are_the_same_numbers(tmp_path: Path, algorithm: str, eight_bits:
         np.testing.assert_array_equal(again.array("l.weight_scale"), found.array("l.weight_scale"))
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("kind", GGUF)
+def test_blocks_of_gguf_are_its_numbers(tmp_path: Path, kind: str) -> None:
+    original = write(tmp_path / "l", kind)
+    stored = stored_linear(original, "l", IN, OUT)
+    assert stored is not None
+    w = np.random.default_rng(0).standard_t(3, (OUT, IN)).astype(np.float32)
+    w[7] = 0
+    data = gguf.quantize(w + 0.1, gguf.GGMLQuantizationType[kind])
+    expected = gguf.dequantize(data, gguf.GGMLQuantizationType[kind])
+    wide = as_blocks(original, tmp_path / "wide", eight_bits=True)
+    by_row = Checkpoint(int4_by_row(original, tmp_path / "by-row", silent))
+    signed = stored_linear(by_row, "l", IN, OUT)
+    assert signed is not None
+    assert wide["l.weight"].shape[2] == BLOCK
+    for found in (widen(original, stored), numbers(original), numbers(wide), widen(by_row, signed)):
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS + GGUF)
 def test_product_is_that_of_inputs_in_eight_bits(tmp_path: Path, algorithm: str) -> None:
     original = write(tmp_path / "l", algorithm, extras=True)
     stored = stored_linear(original, "l", IN, OUT)
@@ -93,24 +133,28 @@ def test_product_is_that_of_inputs_in_eight_bits(tmp_path: Path, algorithm: str)
     random = np.random.default_rng(1)
     x = random.standard_t(3, (5, IN)).astype(np.float32)
     x[3] = 0
-    found = Checkpoint(in_blocks(original, tmp_path / "blocks", silent))
+    found = as_blocks(original, tmp_path / "blocks")
     y = np.asarray(session(found, biased=True).run(None, {"x": x})[0])
     smoothed = (x * original.array("l.pre_quant_scale")).reshape(5, -1, BLOCK)
     scale = np.maximum(np.abs(smoothed).max(axis=-1, keepdims=True) / 127, 1e-30)
     rounded = (np.rint(smoothed / scale) * scale).reshape(5, IN).astype(np.float64)
     weights, bias = widen(original, stored).astype(np.float64), original.array("l.bias")
-    exact = rounded @ weights.T + bias
+    if algorithm == "Q4_1":  # what is added for a block is multiplied by the inputs as they are
+        term = np.repeat(original.array("l.weight_zero_term").astype(np.float64), BLOCK, axis=1)
+        exact = rounded @ (weights - term).T + smoothed.reshape(5, IN).astype(np.float64) @ term.T + bias
+    else:
+        exact = rounded @ weights.T + bias
     # A number half-way between two integers may go either way.
     np.testing.assert_allclose(y, exact, atol=2e-2 * np.abs(exact).max())
     assert np.linalg.norm(y - exact) < 2e-3 * np.linalg.norm(exact)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS + GGUF)
 def test_a_row_does_not_depend_on_other_rows(tmp_path: Path, algorithm: str, threads: int) -> None:
     """Bit for bit: drafting must not change the tokens."""
     original = write(tmp_path / "l", algorithm)
-    found = Checkpoint(in_blocks(original, tmp_path / "blocks", silent))
+    found = as_blocks(original, tmp_path / "blocks")
     run = session(found, threads=threads)
     x = np.random.default_rng(1).standard_t(3, (64, IN)).astype(np.float32)
     whole = run.run(None, {"x": x})[0]

@@ -17,8 +17,7 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from dflash_trt import hardware
 from dflash_trt.formats.base import BLOCK
-from dflash_trt.graph.experts import MICROSOFT_DOMAIN
-from dflash_trt.graph.quantized import INTEGERS
+from dflash_trt.graph import INTEGERS, MICROSOFT_DOMAIN
 
 _IN, _OUT = 6 * BLOCK, 80
 _ROWS = (1, 2, 3, 4, 5, 8, 16)
