@@ -26,7 +26,7 @@ COPY --from=wheel /wheels /opt/dflash-trt/wheels
 FROM base AS triton
 ARG TRITONSERVER=nvidia-pytriton
 RUN python3 -m pip install --no-cache-dir --constraint /opt/dflash-trt/server.txt ${TRITONSERVER} \
-        "$(echo /opt/dflash-trt/wheels/dflash_trt-*.whl)[triton]"
+        "$(echo /opt/dflash-trt/wheels/dflash_trt-*.whl)[serve]"
 # A user id without an account. No file of the image belongs to it.
 USER 65532:65532
 EXPOSE 8000 8001 8002

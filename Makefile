@@ -90,7 +90,7 @@ fuzz: $(TEST)/installed
 lock: $(TEST)/installed
 	$(call lock,run,--universal --extra gguf)
 	$(call lock,test,--universal --no-emit-package triton requirements/test.in $(addprefix --extra ,$(subst $(comma), ,$(EXTRAS))))
-	$(call lock,server,--python-platform x86_64-manylinux_2_35 requirements/server.in --extra serve --extra tensorrt-llm --extra triton)
+	$(call lock,server,--python-platform x86_64-manylinux_2_35 requirements/server.in --extra serve --extra tensorrt-llm)
 	@$(foreach client,$(CLIENTS),echo '$(CLIENT_$(client))' | tr ' ' '\n' | $(TEST)/bin/uv pip compile --quiet --upgrade \
 	    --python-version 3.11 --no-header --no-annotate --no-emit-index-url --output-file requirements/clients/$(client).txt -;)
 	@echo "openai@$$(npm view openai version)" > requirements/clients/node.txt
@@ -120,7 +120,7 @@ $(TEST)/triton-%: $(TEST)/installed
 .venv-server/installed: pyproject.toml requirements/server.txt requirements/server.in
 	$(call venv,$(@D))
 	@$(@D)/bin/python $(PIP) --constraint requirements/server.txt --requirement requirements/server.in \
-	    --editable '.[serve,tensorrt-llm,triton]'
+	    --editable '.[serve,tensorrt-llm]'
 	@touch $@
 
 .venv-clients/%/installed: requirements/clients/%.txt

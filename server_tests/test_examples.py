@@ -51,8 +51,8 @@ def test_the_curl_lines_work_as_printed(tiny: Serving) -> None:
     lines = re.findall(
         r"^    (curl (?:.*\\\n)*.*)$", (ROOT / "docs" / "serving.md").read_text(), re.MULTILINE
     )
-    # The line with a secret is for a server without a proxy.
-    lines = [line for line in lines if "dflash-secret" not in line]
+    # The line with a key is for a repository of one's own.
+    lines = [line for line in lines if "dflash-key" not in line]
     assert len(lines) >= 3
     for line in lines:
         line = line.replace(":8000", f":{tiny.http_port}").replace(":8002", f":{tiny.metrics_port}")

@@ -1,37 +1,28 @@
-"""Hostile clients of a real tritonserver: requests that end a bare server do not reach it through `serve`."""
+"""Clients that want more than answers: what would run their code, read memory or write files is closed to them."""
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tritonclient.grpc as grpcclient
 
-from build_scripts.soak import attack_server
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.serving.deploy import bare_command, deploy
-from dflash_trt.serving.launch import Sockets, find_server, server_arguments
-from dflash_trt.serving.processes import Process, descendants, is_same, send_signal
-from server_tests.serving import Serving, UnixConnection, fetch, free_ports, kill, refused
+from dflash_trt.serving.launch import find_server
+from server_tests.serving import Serving, fetch, free_ports, refused
 
-GENERATE = b"POST /v2/models/dflash/generate HTTP/1.1\r\nHost: x\r\n"
-# CVE-2025-23310: Triton reserves stack memory for every chunk of a body.
-CHUNKED = GENERATE + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\nA\r\n" * 600_000 + b"0\r\n\r\n"
-DEEP = b'{"text_input":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
-NESTED = GENERATE + b"Content-Length: %d\r\n\r\n" % len(DEEP) + DEEP
-FATAL = {"chunked": CHUNKED, "nested": NESTED}
-# One request's body is enough for a bare server: it makes a model of this text and runs it.
 EVIL = """
 import pathlib
 class TritonPythonModel:
@@ -39,90 +30,18 @@ class TritonPythonModel:
         pathlib.Path({!r}).touch()
 """
 CONFIG = {"name": "evil", "backend": "python", "max_batch_size": 0}
-
-
-class Bare:
-    """A tritonserver without `serve`, on Unix sockets or with the given arguments."""
-
-    def __init__(self, bundle: Path, directory: Path) -> None:
-        directory.mkdir()
-        self.sockets = Sockets(directory)
-        self.repository = deploy(Bundle.open(bundle), directory / "repository", python=sys.executable)
-        server = find_server(directory)
-        assert server is not None
-        self.server, self.environment = server, {**os.environ, **server.environment}
-        self.process: subprocess.Popen[bytes] | None = None
-        self.tree: dict[int, Process] = {}
-
-    def start(self) -> None:
-        command = [*self.server.command, *server_arguments(self.repository, self.sockets, "error")]
-        self.process = subprocess.Popen(command, env=self.environment)
-        wait(lambda: self.sockets.http.exists() and self.status("GET", "/v2/models/dflash/ready") == 200)
-        self.tree = descendants(self.process.pid)  # a signal that ends the server may leave these behind
-
-    def status(self, method: str, path: str, body: bytes | None = None) -> int:
-        connection = UnixConnection(self.sockets.http, 60)
-        try:
-            connection.request(method, path, body)
-            return connection.getresponse().status
-        except (OSError, http.client.HTTPException):
-            return 0
-        finally:
-            connection.close()
-
-    def stop(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-        for pid, process in self.tree.items():
-            if is_same(pid, process):
-                send_signal(pid, signal.SIGKILL)
-        self.sockets.remove()
-
-
-@pytest.fixture
-def bare(bundles: dict[str, Path], tmp_path: Path) -> Iterator[Bare]:
-    server = Bare(bundles["tiny"], tmp_path / "bare")
-    yield server
-    server.stop()
-
-
-def wait(condition: object, seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-def send(connection: socket.socket, data: bytes) -> bytes:
-    """The answer until the connection ends or enough has arrived; empty if it is cut off."""
-    connection.settimeout(60)
-    try:
-        connection.sendall(data)
-        return connection.recv(1 << 16)
-    except OSError:
-        return b""
-
-
-@pytest.mark.parametrize("kind", FATAL)
-def test_one_request_ends_a_bare_server(bare: Bare, kind: str) -> None:
-    """If this fails, the bundled server was fixed, and the docs must be updated."""
-    bare.start()
-    assert bare.process is not None
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(str(bare.sockets.http))
-        send(connection, FATAL[kind])
-    assert bare.process.wait(60) < 0  # ended by a signal
-
-
-@pytest.mark.parametrize("kind", FATAL)
-def test_the_same_request_does_nothing_to_serve(tiny: Serving, kind: str) -> None:
-    (server,) = tiny.processes("bin/tritonserver")
-    for port in (tiny.http_port, tiny.metrics_port, tiny.grpc_port):
-        with socket.create_connection(("127.0.0.1", port)) as connection:
-            send(connection, FATAL[kind])
-    assert tiny.generate(text_input="a", max_tokens=2)[0] == 200
-    assert tiny.processes("bin/tritonserver") == [server]
+CLOSED = [
+    *(("POST", f"/v2/repository/{path}") for path in ("index", "models/evil/load", "models/dflash/unload")),
+    *(
+        ("POST", f"/v2/repository/any/{path}")
+        for path in ("index", "models/evil/load", "models/dflash/unload")
+    ),
+    *(("GET", f"/v2/{kind}sharedmemory/status") for kind in ("system", "cuda")),
+    *(("POST", f"/v2/{kind}sharedmemory/region/a/register") for kind in ("system", "cuda")),
+    *(("POST", f"/v2/{kind}sharedmemory/unregister") for kind in ("system", "cuda")),
+    *((method, path) for method in ("GET", "POST") for path in ("/v2/logging", "/v2/trace/setting")),
+    *((method, "/v2/models/dflash/trace/setting") for method in ("GET", "POST")),
+]
 
 
 def evil(marker: Path) -> dict[str, object]:
@@ -131,101 +50,129 @@ def evil(marker: Path) -> dict[str, object]:
     return {"config": json.dumps(CONFIG), "file:1/model.py": code}
 
 
-def test_a_bare_server_executes_what_it_is_sent(bare: Bare, tmp_path: Path) -> None:
-    """Shows that the attack of the next tests works on a bare server."""
-    bare.start()
-    body = json.dumps({"parameters": evil(tmp_path / "executed")}).encode()
-    bare.status("POST", "/v2/repository/models/evil/load", body)
-    assert (tmp_path / "executed").exists()
-
-
-def test_clients_cannot_load_code_nor_unload_the_model(tiny: Serving, tmp_path: Path) -> None:
-    marker = tmp_path / "executed"
-    url = f"http://127.0.0.1:{tiny.http_port}/v2/repository"
-    assert fetch(f"{url}/models/evil/load", {"parameters": evil(marker)})[0] == 403
-    assert fetch(f"{url}/models/dflash/unload", {})[0] == 403
-    assert fetch(f"{url}/index", {})[0] == 403
-    client = grpcclient.InferenceServerClient(tiny.grpc)
-    files = {"file:1/model.py": EVIL.format(str(marker)).encode()}
-    for call in (
-        lambda: client.load_model("evil", config=json.dumps(CONFIG), files=files),
-        lambda: client.unload_model("dflash"),
-        client.get_model_repository_index,
-        lambda: client.register_system_shared_memory("a", "/a", 8),
-        lambda: client.update_trace_settings("dflash", {"trace_file": [str(marker)]}),
-        lambda: client.update_log_settings({"log_file": str(marker)}),
-    ):
-        assert "Method not found" in refused(call)
-    assert client.get_model_config("dflash").config.name == "dflash"
-    assert client.is_model_ready("dflash")
-    client.close()
-    assert tiny.ready()
-    assert not marker.exists()
-
-
-def test_the_printed_command_of_a_bare_server_keeps_clients_out_too(bare: Bare, tmp_path: Path) -> None:
-    """The command as printed, on other ports. The secret opens the restricted APIs, so the restriction is real."""
-    http_port, grpc_port, metrics_port = free_ports(3)
-    program, *backend = bare.server.command
-    secret, _, command = bare_command(bare.repository).partition("\n")
-    assert secret.startswith("secret=$(")
-    command = command.replace("tritonserver ", "exec " + " ".join([program, *backend]) + " ", 1)
-    command += (
-        f" --http-port {http_port} --grpc-port {grpc_port} --metrics-port {metrics_port} --log-info false"
-    )
-    bare.process = subprocess.Popen(["bash", "-ec", "secret=open-sesame\n" + command], env=bare.environment)
-    url, marker = f"http://127.0.0.1:{http_port}", tmp_path / "executed"
-    wait(lambda: fetch(f"{url}/v2/models/dflash/ready")[0] == 200)
-    load = json.dumps({"parameters": evil(marker)})
-    assert ask(http_port, "/v2/repository/models/evil/load", load) == 403
-    assert ask(http_port, "/v2/repository/index", "{}", dflash_secret="wrong") == 403
-    assert ask(http_port, "/v2/repository/index", "{}", dflash_secret="open-sesame") == 200
-    client = grpcclient.InferenceServerClient(f"127.0.0.1:{grpc_port}")
-    assert "restricted" in refused(client.get_model_repository_index)
-    headers = {"triton-grpc-protocol-dflash-secret": "open-sesame"}
-    assert len(client.get_model_repository_index(headers=headers).models) == 2
-    client.close()
-    assert not marker.exists()
-
-
-def ask(port: int, path: str, body: str, **headers: str) -> int:
+def ask(port: int, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, str]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    connection.request("POST", path, body, {k.replace("_", "-"): v for k, v in headers.items()})
-    status = connection.getresponse().status
+    sent = None if body is None else json.dumps(body)
+    connection.request(method, path, sent, {key.replace("_", "-"): value for key, value in headers.items()})
+    answer = connection.getresponse()
+    said = answer.status, answer.read().decode()
     connection.close()
-    return status
+    return said
 
 
-def test_tritonserver_listens_to_nobody_else(tiny: Serving) -> None:
-    """No TCP port of its own, sockets that only its user may enter, and no readable secret."""
-    (pid,) = tiny.processes("bin/tritonserver")
-    inodes = {link.readlink().name for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
-    listening = [
-        line.split()
-        for table in ("tcp", "tcp6")
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
-        if line.split()[3] == "0A"
-    ]
-    assert not [fields for fields in listening if f"socket:[{fields[9]}]" in inodes]
-    arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    (address,) = (a.partition("unix:")[2] for a in arguments if a.startswith("--http-address"))
-    assert Path(address).parent.stat().st_mode & 0o077 == 0
-    assert not any("secret" in argument for argument in arguments)
+def grpc_calls(client: grpcclient.InferenceServerClient, marker: Path) -> Iterator[Any]:
+    """Every call of the client that asks for more than an answer."""
+    files = {"file:1/model.py": EVIL.format(str(marker)).encode()}
+    yield lambda: client.load_model("evil", config=json.dumps(CONFIG), files=files)
+    yield lambda: client.unload_model("dflash")
+    yield client.get_model_repository_index
+    yield lambda: client.register_system_shared_memory("a", "/a", 8)
+    yield lambda: client.register_cuda_shared_memory("a", base64.b64encode(bytes(64)), 0, 8)
+    for kind in ("system", "cuda"):
+        yield getattr(client, f"get_{kind}_shared_memory_status")
+        yield getattr(client, f"unregister_{kind}_shared_memory")
+    yield client.get_trace_settings
+    yield lambda: client.update_trace_settings("dflash", {"trace_file": [str(marker)]})
+    yield client.get_log_settings
+    yield lambda: client.update_log_settings({"log_file": str(marker)})
 
 
-def test_a_killed_tritonserver_is_started_again(tiny: Serving) -> None:
-    restarts, begun = "tritonserver ended with SIGKILL: restarting it", tiny.log.count("serving /")
-    before, again = tiny.log.count(restarts), tiny.log.count("tritonserver serves again")
-    for times in (1, 2):
-        (server,) = tiny.processes("bin/tritonserver")
-        workers = tiny.processes("serving.worker")
-        kill(server)
-        tiny.until(lambda times=times: tiny.log.count("tritonserver serves again") == again + times)
-        assert not {*workers} & {*tiny.processes("serving.worker")}
-        tiny.until(lambda workers=workers: not [pid for pid in workers if Path(f"/proc/{pid}").exists()])
-    assert tiny.log.count(restarts) == before + 2
-    assert tiny.log.count("serving /") == begun
+def test_clients_cannot_load_code_nor_change_the_server(tiny: Serving, tmp_path: Path) -> None:
+    marker = tmp_path / "made"
+    bodies = {"load": {"parameters": evil(marker)}, "logging": {"log_file": str(marker)}}
+    bodies["setting"] = {"trace_file": str(marker)}
+    for method, path in CLOSED:
+        body = bodies.get(path.rpartition("/")[2], {}) if method == "POST" else None
+        for spelling in (path, f"{path}?a=b", f"{path}/"):
+            status, said = ask(tiny.http_port, method, spelling, body)
+            assert status == 403 or (spelling != path and status in (400, 404)), (method, spelling, said)
+    with grpcclient.InferenceServerClient(tiny.grpc) as client:
+        for call in grpc_calls(client, marker):
+            assert "restricted" in refused(call)
+        assert client.get_model_config("dflash").config.name == "dflash"
+        assert client.is_model_ready("dflash")
     assert tiny.generate(text_input="a", max_tokens=2)[0] == 200
+    assert not marker.exists()
+
+
+def test_nobody_can_send_the_key_that_other_users_of_the_machine_may_read(tiny: Serving) -> None:
+    (pid,) = tiny.processes("bin/tritonserver")
+    arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    (key,) = {a.partition("dflash-key=")[2] for a in arguments if "restricted" in a}
+    assert re.fullmatch("[0-9a-f]{32}\n[0-9a-f]{32}", key)
+    first, _, second = key.partition("\n")
+    path = "/v2/repository/index"
+    for value in (key, f"{first}\r\n {second}", f"{first}\n {second}", f"{first}%0A{second}", first, second):
+        with socket.create_connection(("127.0.0.1", tiny.http_port)) as connection:
+            head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\ndflash-key: {value}\r\n"
+            connection.sendall(f"{head}Content-Length: 2\r\n\r\n{{}}".encode())
+            said = connection.makefile("rb").read()
+        assert b"dflash" not in said.partition(b"\r\n\r\n")[2] or b" 403 " in said, (value, said)
+    with grpcclient.InferenceServerClient(tiny.grpc) as client:
+        for value in (first, second, f"{first} {second}"):
+            headers = {"triton-grpc-protocol-dflash-key": value}
+            assert "restricted" in refused(lambda h=headers: client.get_model_repository_index(headers=h))
+
+
+def test_the_operator_s_own_restrictions_join_those_of_serve(
+    bundles: dict[str, Path], tmp_path: Path
+) -> None:
+    """A key for inference: Triton's means against strangers, and against pages in a browser."""
+    closed = "inference:team-key=sesame"
+    options = ("--", f"--http-restricted-api={closed}", f"--grpc-restricted-protocol={closed}")
+    server = Serving(bundles["tiny"], tmp_path / "log", *options)
+    path, asked = "/v2/models/dflash/generate", {"text_input": "a", "max_tokens": 2}
+    assert ask(server.http_port, "POST", path, asked)[0] == 403
+    assert ask(server.http_port, "POST", path, asked, team_key="sesame")[0] == 200
+    assert ask(server.http_port, "POST", "/v2/repository/index", {}, team_key="sesame")[0] == 403
+    assert server.stop() == 0
+
+
+def test_the_printed_command_keeps_clients_out_too(bundles: dict[str, Path], tmp_path: Path) -> None:
+    """The command of `deploy` as printed, on other ports. The key opens what it closes, so that is really closed."""
+    repository = deploy(Bundle.open(bundles["tiny"]), tmp_path / "repository", python=sys.executable)
+    server = find_server(tmp_path)
+    assert server is not None
+    http_port, grpc_port, metrics_port = free_ports(3)
+    made, _, command = bare_command(repository).partition("\n")
+    assert made == "key=$(openssl rand -hex 32)"
+    command = command.replace("tritonserver ", f"exec {' '.join(server.command)} ", 1)
+    command += f" --http-port {http_port} --grpc-port {grpc_port} --metrics-port {metrics_port}"
+    environment = {**os.environ, **server.environment}
+    process = subprocess.Popen(["bash", "-ec", f"key=open-sesame\n{command}"], env=environment)
+    try:
+        url, marker = f"http://127.0.0.1:{http_port}", tmp_path / "made"
+        while fetch(f"{url}/v2/models/dflash/ready")[0] != 200:
+            assert process.poll() is None
+        load = {"parameters": evil(marker)}
+        assert ask(http_port, "POST", "/v2/repository/models/evil/load", load)[0] == 403
+        assert ask(http_port, "POST", "/v2/repository/index", {}, dflash_key="wrong")[0] == 403
+        with grpcclient.InferenceServerClient(f"127.0.0.1:{grpc_port}") as client:
+            assert "restricted" in refused(client.get_model_repository_index)
+            headers = {"triton-grpc-protocol-dflash-key": "open-sesame"}
+            assert len(client.get_model_repository_index(headers=headers).models) == 2
+        assert not marker.exists()
+        ask(http_port, "POST", "/v2/repository/models/evil/load", load, dflash_key="open-sesame")
+        assert marker.exists()
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def test_it_listens_where_it_was_told_and_nowhere_else(bundles: dict[str, Path], tmp_path: Path) -> None:
+    server = Serving(bundles["tiny"], tmp_path / "log", "--host=127.0.0.2")
+    assert "anyone who reaches 127.0.0.2 may use the model" in server.log
+    listening = set()
+    for pid in server.processes(""):
+        inodes = {link.readlink().name for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                    address, _, port = fields[1].partition(":")
+                    listening.add((address.removeprefix("0000000000000000FFFF0000"), int(port, 16)))
+    assert listening == {("0200007F", p) for p in (server.http_port, server.grpc_port, server.metrics_port)}
+    assert server.stop() == 0
 
 
 @pytest.mark.parametrize("name", ["http", "grpc", "metrics"])
@@ -238,8 +185,7 @@ def test_a_second_server_on_taken_ports_does_not_say_that_it_serves(
     options = [f"{flags[which]}={port}" for which, port in ports.items()]
     command = [sys.executable, "-m", "dflash_trt", "serve", str(bundles["tiny"]), "--api=triton", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1
-    assert done.stdout == ""
+    assert (done.returncode, done.stdout) == (1, "")
     assert f"cannot listen on 127.0.0.1:{ports[name]}" in done.stderr
     assert flags[name] in done.stderr
     assert tiny.ready()
@@ -255,29 +201,7 @@ def test_nothing_is_left_running(bundles: dict[str, Path], tmp_path: Path, numbe
     assert len(processes) >= 3  # tritonserver, backend, engine
     server.process.send_signal(number)
     server.process.wait(60)
-    wait(lambda: not [pid for pid in processes if Path(f"/proc/{pid}").exists()])
+    server.until(lambda: not [pid for pid in processes if Path(f"/proc/{pid}").exists()])
     for port in (server.http_port, server.grpc_port, server.metrics_port):
         with pytest.raises(OSError, match="refused"):
             socket.create_connection(("127.0.0.1", port))
-
-
-def test_other_addresses_are_announced_as_open_to_everyone(bundles: dict[str, Path], tmp_path: Path) -> None:
-    server = Serving(bundles["tiny"], tmp_path / "log", "--host=127.0.0.2")
-    try:
-        assert "anyone who reaches 127.0.0.2 may use the model" in server.log
-        assert fetch(f"http://127.0.0.2:{server.http_port}/v2/health/ready")[0] == 200
-        with pytest.raises(OSError, match="refused"):
-            socket.create_connection(("127.0.0.1", server.http_port))
-    finally:
-        assert server.stop() == 0
-
-
-def test_honest_clients_lose_nothing_beside_hostile_ones(bundles: dict[str, Path], tmp_path: Path) -> None:
-    """A short version of build_scripts/soak/attack_server.py, which runs ten minutes and measures times."""
-    server = Serving(bundles["tiny"], tmp_path / "log", "--threads=1")
-    try:
-        known = attack_server.questions(bundles["tiny"])
-        result = asyncio.run(attack_server.run(server, known, 15, 4, tmp_path / "executed"))
-    finally:
-        assert server.stop() == 0
-    assert attack_server.failures(result) == []

@@ -29,7 +29,7 @@ print(len(names))
 # Packages of extras, of a GPU, and of the tests.
 NOT_CORE = (
     *("torch", "transformers", "safetensors", "modelopt", "jsonschema", "triton", "gguf", "accelerate"),
-    *("tensorrt", "tensorrt_rtx", "tensorrt_llm", "aiohttp", "grpc", "hypothesis", "pytest"),
+    *("tensorrt", "tensorrt_rtx", "tensorrt_llm", "hypothesis", "pytest"),
     *("fastapi", "starlette", "uvicorn", "pydantic", "openai", "prometheus_client"),
 )
 
@@ -40,7 +40,6 @@ def test_the_core_imports_nothing_that_only_extras_install() -> None:
     plugins = [f"dflash_plugins.{name}" for name in with_kernels.split()]
     with_tensors = "engine caches device_arrays opening pass_context round_kernels round_memory states"
     engines = [f"dflash_trt.engines.tensorrt.{name}" for name in with_tensors.split()]
-    proxy = [f"dflash_trt.serving.{name}" for name in ("proxy", "supervisor")]
     names = (
         "app chat completions connections errors frames gate gemma_arguments generation logprobs metrics model"
         " protocol responses structure"
@@ -50,7 +49,7 @@ def test_the_core_imports_nothing_that_only_extras_install() -> None:
         "batches blocks card checkpoint dflash2 eagle3 head_sample initial loop masks model run state target"
     )
     training = [f"dflash_trt.training.{name}" for name in with_torch.split()]
-    code = IMPORT_ALL.format(blocked=NOT_CORE, skipped=(*plugins, *engines, *proxy, *routes, *training))
+    code = IMPORT_ALL.format(blocked=NOT_CORE, skipped=(*plugins, *engines, *routes, *training))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "plugins")))}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr

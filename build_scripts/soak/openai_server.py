@@ -1,14 +1,15 @@
-"""Minutes of mixed load on the server of OpenAI's API, while its engine is killed twice.
+"""Minutes of mixed load on the server of OpenAI's API: its answers, and its memory.
 
-    python -m build_scripts.soak.openai_server BUNDLE [--seconds 600] [--clients 24] [--seed 0]
+    python -m build_scripts.soak.openai_server BUNDLE [--seconds 1200] [--clients 24] [--kills 0] [--seed 0]
 
 Needs the extra `serve` and the openai client. Clients send random requests: completions and chats, streams and whole
-answers, with and without drafts, JSON objects, several samples, deadlines, cancellations, and wrong requests. The
-engine process is killed after a third of the time and after two thirds.
+answers, with and without drafts, JSON objects, several samples, deadlines, cancellations, prompts that no other request
+has, and wrong requests. The engine process is killed `--kills` times at equal distances.
 
 Every request must be answered or refused within three minutes: the machine may be busy. A whole greedy answer must
-equal the engine's own, or begin it if a deadline ends the answer. The last line is one JSON document. Exit code 1 if a
-request hung, was cut off, or had a wrong text.
+equal the engine's own, or begin it if a deadline ends the answer. Without kills, the memory of server and engine must
+stay flat once the prefix cache is full. The last line is one JSON document. Exit code 1 if a request hung, was cut off,
+or had a wrong text, or if memory grew.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from build_scripts.harness import (
     random_prompts,
     report,
 )
+from build_scripts.soak.memory import Memory
 from dflash_trt import SamplingParams
 
 PROMPTS, LONGEST, HANGING_SECONDS = 32, 40, 180
@@ -40,7 +42,9 @@ WRONG: list[dict[str, Any]] = [
     {"temperature": -3.0}, {"max_tokens": 0}, {"unknown": 1}, {"prompt": ""}, {"prompt": [10**8]},
     {"prompt": "a" * 100_000}, {"structured_outputs": {"regex": "("}}, {"model": "another"},
 ]  # fmt: skip
-KINDS = {"stream": 4, "whole": 3, "chat": 2, "json": 1, "samples": 1, "deadline": 2, "leave": 2, "wrong": 1}
+KINDS = {
+    "stream": 4, "whole": 3, "chat": 2, "json": 1, "samples": 1, "deadline": 2, "leave": 2, "fresh": 4, "wrong": 1
+}  # fmt: skip
 REFUSALS = {400: "wrong", 404: "wrong", 429: "queue full", 503: "no engine", 504: "deadline"}
 
 
@@ -54,15 +58,18 @@ class OpenAILoad:
         self.rng = random.Random(seed)
         self.ends, self.faults = Counter[str](), list[str]()
 
-    async def run(self, seconds: float, clients: int) -> None:
+    async def run(self, seconds: float, clients: int, kills: int, memory: Memory) -> None:
         """Send requests for so long."""
         end = time.monotonic() + seconds
-        await asyncio.gather(*(self._one_after_another(end) for _ in range(clients)), self._kill(seconds))
+        watch = asyncio.create_task(memory.watch(max(seconds / 60, 1)))
+        each = [self._one_after_another(end) for _ in range(clients)]
+        await asyncio.gather(*each, self._kill(kills, seconds / (kills + 1)))
+        watch.cancel()
         await asyncio.sleep(1)  # the cancellations of those who left
 
-    async def _kill(self, seconds: float) -> None:
-        for _ in range(2):
-            await asyncio.sleep(seconds / 3)
+    async def _kill(self, times: int, pause: float) -> None:
+        for _ in range(times):
+            await asyncio.sleep(pause)
             for pid in self.server.engines():
                 os.kill(pid, signal.SIGKILL)
 
@@ -109,6 +116,10 @@ class OpenAILoad:
             (choice,) = chat.choices
             whole = choice.finish_reason == "length" or json.loads(choice.message.content or "")
             return "answered" if whole is not None else "EMPTY"
+        if kind == "fresh":
+            fresh = f"{self.rng.random()} {prompt['prompt']}"
+            made = await self.client.completions.create(**{**prompt, "prompt": fresh}, extra_body=extra)
+            return "answered" if made.choices[0].text else "EMPTY"
         if kind == "samples":
             fields = {**prompt, "temperature": 1, "n": 3, "seed": number}
             made = await self.client.completions.create(**fields, extra_body=extra)
@@ -137,7 +148,7 @@ class OpenAILoad:
 
 def main() -> int:
     """Run the server and its clients."""
-    args = options(__doc__, seconds=600.0, clients=24).parse_args()
+    args = options(__doc__, seconds=1200.0, clients=24, kills=0).parse_args()
     prompts = random_prompts(random.Random(args.seed), PROMPTS)
     params = SamplingParams(max_tokens=LONGEST, ignore_eos=True)
     expected = [done.text for done in known_answers(args.bundle, prompts, params)]
@@ -149,13 +160,15 @@ def main() -> int:
     )
     with openai_server(args.bundle, *more) as server:
         load = OpenAILoad(server, prompts, expected, args.seed)
-        asyncio.run(load.run(args.seconds, args.clients))
+        memory = Memory(server.resident, lambda: server.fetch("/metrics"), kills=args.kills > 0)
+        asyncio.run(load.run(args.seconds, args.clients, args.kills, memory))
         shown = ("dflash_engine_", "dflash_requests_", "dflash_num_requests_")
         metrics = [line for line in server.fetch("/metrics").splitlines() if line.startswith(shown)]
-        memory = server.resident()
     figures = {"requests": load.ends.total(), "ends": dict(sorted(load.ends.items())), "metrics": metrics}
-    figures |= {"resident_mb": memory, **server.stopped}
-    return report(figures, load.faults + ["the exit code"] * bool(server.stopped["exit_code"]))
+    figures |= {"memory": memory.samples, **server.stopped}
+    return report(
+        figures, [*load.faults, *memory.faults(), *["the exit code"] * bool(server.stopped["exit_code"])]
+    )
 
 
 if __name__ == "__main__":

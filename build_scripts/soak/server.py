@@ -1,15 +1,15 @@
-"""Minutes of mixed load on a server, while its engine and then its backend process are killed.
+"""Minutes of mixed load on tritonserver: its answers, and its memory.
 
-    python -m build_scripts.soak.server BUNDLE [--seconds 600] [--clients 24] [--seed 0]
+    python -m build_scripts.soak.server BUNDLE [--seconds 1200] [--clients 24] [--kills 0] [--seed 0]
 
 Needs the environment of the server tests (make .venv-server/installed). Clients over gRPC and HTTP send random
-requests: streams, whole answers, with and without drafting, deadlines, cancellations, and wrong requests. gRPC
-clients keep their connections. The engine process is killed after a third of the time, the backend process after two
-thirds.
+requests: streams, whole answers, with and without drafting, deadlines, cancellations, prompts that no other request
+has, and wrong requests. gRPC clients keep their connections. The engine process is killed `--kills` times at equal
+distances.
 
 Every request must be answered, refused or cut off within a minute. A complete answer must equal the engine's own.
-Resident memory of the server's processes is read at intervals. The last line is one JSON document. Exit code 1 if a
-request hung or a token was wrong.
+Without kills, the memory of all processes must stay flat once the prefix cache is full. The last line is one JSON
+document. Exit code 1 if a request hung, a token was wrong, or memory grew.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from build_scripts.harness import (
     report,
     resident_of,
 )
+from build_scripts.soak.memory import Memory
 from dflash_trt import SamplingParams
 from server_tests.serving import Serving, kill, tensors
 
@@ -50,7 +51,7 @@ PROCESSES = {"server": "bin/tritonserver", "backend": "backends/python/triton", 
 
 def main() -> int:
     """Run the server and its clients."""
-    args = options(__doc__, seconds=600.0, clients=24).parse_args()
+    args = options(__doc__, seconds=1200.0, clients=24, kills=0).parse_args()
     rng = random.Random(args.seed)
     prompts, params = random_prompts(rng, PROMPTS), greedy_or_sampled(rng, PROMPTS, LONGEST)
     expected = [done.token_ids for done in known_answers(args.bundle, prompts, params)]
@@ -58,14 +59,20 @@ def main() -> int:
         server = Serving(args.bundle, Path(directory) / "log", "--max-queue=8", "--threads=1")
         try:
             load = TritonLoad(server, prompts, params, expected, args.seed)
-            figures = asyncio.run(load.run(args.seconds, args.clients))
+            load.memory = Memory(
+                load.sizes, lambda: server.get("/metrics", server.metrics_port)[1], kills=args.kills > 0
+            )
+            figures = asyncio.run(load.run(args.seconds, args.clients, args.kills))
         finally:
             stopped = server.stop()
-    return report(figures | {"exit_code": stopped}, load.faults + ["the exit code"] * bool(stopped))
+    faults = [*load.faults, *load.memory.faults(), *["the exit code"] * bool(stopped)]
+    return report(figures | {"exit_code": stopped}, faults)
 
 
 class TritonLoad:
     """The clients of one server, and what became of their requests."""
+
+    memory: Memory
 
     def __init__(
         self,
@@ -76,24 +83,21 @@ class TritonLoad:
         seed: int,
     ) -> None:
         self.server, self.prompts, self.params, self.expected = server, prompts, params, expected
-        self.ends, self.faults, self.memory = Counter[str](), list[str](), list[dict[str, float]]()
+        self.ends, self.faults = Counter[str](), list[str]()
         self.rng = random.Random(seed + 1)
 
-    async def run(self, seconds: float, clients: int) -> dict[str, Any]:
+    async def run(self, seconds: float, clients: int, kills: int) -> dict[str, Any]:
         """Send requests for so long. Returns the figures."""
         self.end = time.monotonic() + seconds
-        watch = asyncio.create_task(self.watch(max(seconds / 30, 1)))
+        watch = asyncio.create_task(self.memory.watch(max(seconds / 60, 1)))
         each = [self.client(http=n % 4 == 3) for n in range(clients)]
-        await asyncio.gather(*each, self.killer(seconds))
+        await asyncio.gather(*each, self.killer(kills, seconds / (kills + 1)))
         watch.cancel()
         await asyncio.sleep(2)
         metrics = {name: self.server.metric(f"dflash_num_requests_{name}") for name in ("running", "waiting")}
-        figures = {
-            "requests": self.ends.total(),
-            "ends": dict(self.ends.most_common()),
-            "left_behind": metrics,
-        }
-        return figures | {"resident_mb": self.memory}
+        ends = dict(self.ends.most_common())
+        figures = {"requests": self.ends.total(), "ends": ends, "left_behind": metrics}
+        return figures | {"memory": self.memory.samples}
 
     async def client(self, *, http: bool) -> None:
         """One client, which sends requests one after the other."""
@@ -107,17 +111,21 @@ class TritonLoad:
                 await asyncio.sleep(self.rng.uniform(0, 0.1))
 
     def request(self) -> tuple[dict[str, Any], int]:
-        """A request's fields, and the number of its prompt; -1 for a wrong request."""
+        """A request's fields, and the number of its prompt; -1 for a wrong request, PROMPTS for a new prompt."""
         if self.rng.random() < 0.15:
             return dict(self.rng.choice(WRONG)), -1
         which = self.rng.randrange(PROMPTS)
+        if self.rng.random() < 0.2:  # a prompt that no other request has
+            return {"text_input": f"{self.rng.random()} {self.prompts[which]}", "max_tokens": 8}, PROMPTS
         params, most = self.params[which], self.rng.randint(1, LONGEST)
         fields: dict[str, Any] = {"text_input": self.prompts[which], "max_tokens": most, "ignore_eos": True}
         fields |= {"temperature": params.temperature, "seed": which, "stream": self.rng.random() < 0.6}
         return fields | {"speculate": self.rng.random() < 0.8}, which
 
     def check(self, which: int, got: list[int], fields: dict[str, Any], reason: str) -> str:
-        """Compare tokens with the known answer. Returns the reason of its end."""
+        """Compare tokens with the known answer, if there is one. Returns the reason of its end."""
+        if which == PROMPTS:
+            return reason
         expected = self.expected[which][: fields["max_tokens"]]
         if got != (expected if reason == "length" else expected[: len(got)]):
             self.faults.append(f"wrong tokens for prompt {which}, {reason}")
@@ -172,31 +180,22 @@ class TritonLoad:
         ids = answer["output_ids"]
         return self.check(which, ids if isinstance(ids, list) else [ids], fields, answer["finish_reason"])
 
-    async def killer(self, seconds: float) -> None:
-        """Kill the engine, then the backend, and wait each time until the server serves again."""
-        for what in ("engine", "backend"):
-            await asyncio.sleep(seconds / 3)
-            for pid in self.server.processes(PROCESSES[what]):
+    async def killer(self, times: int, pause: float) -> None:
+        """Kill the engine so many times."""
+        for _ in range(times):
+            await asyncio.sleep(pause)
+            for pid in self.server.processes(PROCESSES["engine"]):
                 kill(pid)
-            print(f"killed the {what}", flush=True)
-            await asyncio.sleep(2)
-            begin = time.monotonic()
-            while not await asyncio.to_thread(self.server.ready):
-                await asyncio.sleep(0.2)
-            print(f"ready again after {2 + time.monotonic() - begin:.1f} s", flush=True)
 
-    async def watch(self, interval: float) -> None:
-        """Note the memory of the processes at intervals."""
-        while True:
-            sizes = {name: map(resident_of, self.server.processes(mark)) for name, mark in PROCESSES.items()}
-            self.memory.append({name: round(max(each, default=0.0), 1) for name, each in sizes.items()})
-            print(f"{self.ends.total()} requests, {self.memory[-1]}", flush=True)
-            await asyncio.sleep(interval)
+    def sizes(self) -> dict[str, float]:
+        """Resident memory of the processes, in MB."""
+        sizes = {name: map(resident_of, self.server.processes(mark)) for name, mark in PROCESSES.items()}
+        return {name: round(max(each, default=0.0), 1) for name, each in sizes.items()}
 
 
 def refusal(message: str, which: int) -> str:
     """Why a request was refused."""
-    if "in flight, the most" in message:
+    if "in flight, which is the limit" in message:
         return "refused: queue is full"
     if which < 0:
         return "refused: wrong"

@@ -20,10 +20,10 @@ Serve a bundle until Ctrl-C or SIGTERM. By default clients speak OpenAI's API: c
 with a chat at /. It needs the extra `serve`, and serves every engine.
 
 `--api triton` starts Triton Inference Server instead, with its HTTP and gRPC protocols. The server is the tritonserver
-on the PATH, or the one of nvidia-pytriton's wheel: pip install '.[triton]' nvidia-pytriton in a checkout. Without
-either, this prints the command that serves the bundle in a container.
+on the PATH, or the one of nvidia-pytriton's wheel: pip install '.[serve]' nvidia-pytriton in a checkout. Without
+either, this prints the command that serves the bundle in a container. Words after `--` are tritonserver's own options.
 
-An engine that dies is started again, and so are Triton's processes. Words after `--` are tritonserver's own options.
+An engine that dies is started again. If tritonserver dies, this ends with its exit code, for a container to restart it.
 """
 EXAMPLES = """\
 examples:
@@ -195,41 +195,25 @@ def _keys(file: Path | None) -> list[str]:
 
 def _triton(args: argparse.Namespace) -> int:
     from dflash_trt.extras import install
-    from dflash_trt.serving.deploy import container_command, deploy, request_fields
-    from dflash_trt.serving.launch import (
-        ProxySettings,
-        Sockets,
-        check_installed,
-        find_server,
-        server_arguments,
-    )
-    from dflash_trt.serving.wire import max_request_bytes
+    from dflash_trt.serving.deploy import container_command, deploy
+    from dflash_trt.serving.launch import Addresses, find_server, run, server_arguments
 
     host, bundle = _shown(args.host), bundle_of(args)
+    ports = {"http": args.port, "grpc": args.grpc_port, "metrics": args.metrics_port}
+    addresses = Addresses(args.host, ports)
     with tempfile.TemporaryDirectory(prefix="dflash-trt-") as temporary:  # only this user may enter it
         directory = Path(temporary)
         server = find_server(directory)
         if server is None:
             _say(
-                f"there is no tritonserver on the PATH; get one with {install('triton', 'tritonserver')}, or "
+                f"there is no tritonserver on the PATH; get one with {install('serve', 'tritonserver')}, or "
                 "serve in a container:"
             )
             print(container_command(bundle))
             return 1
-        check_installed()
-        from dflash_trt.serving.supervisor import Supervisor
-
+        server.check()
+        addresses.check({"http": "--port", "grpc": "--grpc-port", "metrics": "--metrics-port"})
         repository = deploy(bundle, directory / "repository", python=sys.executable, **engine_settings(args))
-        sockets = Sockets(directory)
-        settings = ProxySettings(
-            host=args.host,
-            http_port=args.port,
-            grpc_port=args.grpc_port,
-            metrics_port=args.metrics_port,
-            sockets=sockets,
-            max_bytes=max_request_bytes(bundle.manifest["max_seq_len"]),
-            fields=request_fields(),
-        )
 
         def ready() -> None:
             print(f"serving {args.bundle}, model dflash; Ctrl-C stops")
@@ -238,6 +222,8 @@ def _triton(args: argparse.Namespace) -> int:
             print(f"metrics  http://{host}:{args.metrics_port}/metrics", flush=True)
 
         if args.host not in ("127.0.0.1", "::1", "localhost"):
-            _say(f"anyone who reaches {args.host} may use the model: there is no authentication")
-        arguments = server_arguments(repository, sockets, args.log_level, args.passed)
-        return Supervisor(server, arguments, repository, settings, args.grace).run(ready, _say)
+            _say(
+                f"anyone who reaches {args.host} may use the model: put a gateway with authentication in front"
+            )
+        arguments = server_arguments(repository, addresses, args.log_level, args.grace, args.passed)
+        return run(server, arguments, addresses, args.grace, ready, _say)

@@ -176,7 +176,7 @@ def template() -> Path:
 def container_command(bundle: Bundle) -> str:
     """A command that serves a bundle in a container with matching libraries. It begins with a wheel of a checkout."""
     container = engine_of(bundle).container(bundle.manifest)
-    packages = " ".join(["$(echo /dist/dflash_trt-*.whl)[triton]", *container.packages])
+    packages = " ".join(["$(echo /dist/dflash_trt-*.whl)[serve]", *container.packages])
     note = f"{container.note}\n" if container.note else ""
     return (
         f"{note}pip wheel --no-deps --wheel-dir dist .   # in a checkout of dflash-trt\n"
@@ -187,21 +187,23 @@ def container_command(bundle: Bundle) -> str:
     )
 
 
-# APIs that are closed to clients: they could load Python code or map memory.
+# What is closed to clients: they could load Python code, map memory, and write files. tritonserver's options for it.
 RESTRICTED = "model-repository,shared-memory,trace,logging"
+RESTRICTIONS = ("http-restricted-api", "grpc-restricted-protocol")
 
 
 def bare_command(repository: str | Path) -> str:
-    """A command that starts tritonserver on a repository without `dflash-trt serve --api triton`, bound to loopback."""
-    # By name, because '*' would also load the work directory of a `deploy --name` that runs or was interrupted.
+    """A command that serves a repository on loopback. Only who knows its key may load further models."""
+    # By name, because '*' and the other modes would also load the work directory of a `deploy --name` that runs or was
+    # interrupted.
     models = " ".join(
         f"--load-model {path.parent.name}" for path in sorted(Path(repository).glob("[!.]*/config.pbtxt"))
     )
+    closed = " \\\n".join(f"    --{option} {RESTRICTED}:dflash-key=$key" for option in RESTRICTIONS)
     return (
-        "secret=$(openssl rand -hex 32)\n"
+        "key=$(openssl rand -hex 32)\n"
         f"tritonserver --model-repository {shlex.quote(str(repository))} --model-control-mode explicit \\\n"
         f"    {models} \\\n"
         "    --http-address 127.0.0.1 --grpc-address 127.0.0.1 --metrics-address 127.0.0.1 \\\n"
-        f"    --http-restricted-api {RESTRICTED}:dflash-secret=$secret \\\n"
-        f"    --grpc-restricted-protocol {RESTRICTED}:dflash-secret=$secret"
+        f"{closed}"
     )

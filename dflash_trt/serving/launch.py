@@ -1,90 +1,70 @@
-"""Find tritonserver, and set its arguments and sockets, and those of the proxy in front of it."""
+"""Find tritonserver, and run it on a model repository that clients cannot change."""
 
 from __future__ import annotations
 
+import ctypes
+import http.client
 import importlib.util
 import os
+import secrets
 import shutil
+import signal
+import socket
+import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
 from dflash_trt.errors import DFlashError, UsageError
-from dflash_trt.extras import install
-from dflash_trt.serving.processes import Process
+from dflash_trt.serving import wire
+from dflash_trt.serving.deploy import MODEL, RESTRICTED, RESTRICTIONS
+from dflash_trt.serving.processes import allow_open_files, descendants, send_signal
 
 LogLevel = Literal["error", "warning", "info", "verbose"]
-STUB = "triton_python_backend_stub"
-_LONGEST_PATH = 107  # bytes of a Unix socket's path on Linux
+_STUB = "triton_python_backend_stub"
+_PR_SET_PDEATHSIG = 1
+_LAST_SECONDS = 5.0  # from cancelling requests to ending the server
 
 
 @dataclass(frozen=True)
-class Sockets:
-    """tritonserver's sockets in a directory. Raises DFlashError if its path is too long for them."""
-
-    directory: Path
-
-    def __post_init__(self) -> None:
-        if len(bytes(self.metrics)) > _LONGEST_PATH:
-            raise DFlashError(
-                f"{self.directory}: too long for Unix sockets, whose paths have at most {_LONGEST_PATH} bytes; "
-                "set TMPDIR to a shorter directory"
-            )
-
-    @property
-    def http(self) -> Path:
-        """For the models."""
-        return self.directory / "http"
-
-    @property
-    def metrics(self) -> Path:
-        """For /metrics."""
-        return self.directory / "metrics"
-
-    @property
-    def grpc(self) -> Path:
-        """For gRPC."""
-        return self.directory / "grpc:1"  # tritonserver appends the port to the address
-
-    def arguments(self) -> dict[str, str | int]:
-        """tritonserver's arguments for listening on these sockets only."""
-        return {
-            "http-address": f"unix:{self.http}",
-            "http-port": 1,  # required, without effect
-            "grpc-address": f"unix:{self.directory / 'grpc'}",
-            "grpc-port": 1,
-            "metrics-address": f"unix:{self.metrics}",
-            "metrics-port": 1,
-            "allow-sagemaker": "false",
-            "allow-vertex-ai": "false",  # otherwise an environment variable could open one more port
-        }
-
-    def remove(self) -> None:
-        """Remove the sockets of a server that has ended. Otherwise the next one could not listen."""
-        for path in (self.http, self.metrics, self.grpc):
-            path.unlink(missing_ok=True)
-
-
-@dataclass(frozen=True)
-class ProxySettings:
-    """The proxy's settings.
-
-    host: the address to listen on.
-    sockets: those of tritonserver.
-    max_bytes: the longest body or gRPC message that a client may send.
-    fields: the fields that a body over HTTP may have, with Triton's data types. None accepts all.
-    """
+class Addresses:
+    """Where tritonserver listens. ports: by the names in tritonserver's options: http, grpc, metrics."""
 
     host: str
-    http_port: int
-    grpc_port: int
-    metrics_port: int
-    sockets: Sockets
-    max_bytes: int
-    fields: dict[str, str] | None = None
+    ports: Mapping[str, int]
+
+    def check(self, options: Mapping[str, str]) -> None:
+        """Raise DFlashError for an address that is not available, naming its option of the command line."""
+        for name, port in self.ports.items():
+            try:
+                family = socket.getaddrinfo(self.host, port, type=socket.SOCK_STREAM)[0][0]
+                with socket.socket(family) as free:
+                    free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    free.bind((self.host, port))
+            except OSError as error:
+                raise DFlashError(
+                    f"cannot listen on {self.host}:{port} ({error.strerror or error}); give another {options[name]} "
+                    "or --host"
+                ) from None
+
+    def arguments(self) -> dict[str, str | int]:
+        """tritonserver's arguments for listening there only."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        forms = {"grpc": host, "http": f"ipv6:{self.host}" if ":" in self.host else host}
+        given: dict[str, str | int] = {}
+        for name, port in self.ports.items():
+            given |= {
+                f"allow-{name}": "true",
+                f"{name}-address": forms.get(name, forms["http"]),
+                f"{name}-port": port,
+            }
+        # Otherwise an environment variable could open one more port.
+        return given | {"allow-sagemaker": "false", "allow-vertex-ai": "false"}
 
 
 @dataclass
@@ -93,6 +73,24 @@ class TritonServer:
 
     command: list[str]
     environment: dict[str, str] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raise DFlashError for a version that cannot close its APIs to clients, and one that does not start."""
+        done = subprocess.run(
+            [*self.command, "--help"],
+            env={**os.environ, **self.environment},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        said = done.stdout + done.stderr
+        for option in RESTRICTIONS:
+            if f"--{option} " not in said:
+                lacks = (
+                    f"has no --{option}, which closes the APIs that run code to clients: take 24.10 or newer"
+                )
+                failed = f"does not start: {said.strip()[-300:]}"
+                raise DFlashError(f"{self.command[0]}: {lacks if 'model-repository' in said else failed}")
 
 
 def find_server(directory: Path) -> TritonServer | None:
@@ -109,9 +107,9 @@ def find_server(directory: Path) -> TritonServer | None:
         return None
     root = Path(spec.submodule_search_locations[0]) / "tritonserver"
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    stub = root / "python_backend_stubs" / version / STUB
+    stub = root / "python_backend_stubs" / version / _STUB
     if not stub.is_file():
-        known = ", ".join(sorted(path.parent.name for path in root.glob(f"python_backend_stubs/*/{STUB}")))
+        known = ", ".join(sorted(path.parent.name for path in root.glob(f"python_backend_stubs/*/{_STUB}")))
         raise DFlashError(f"nvidia-pytriton has no Python backend for Python {version}; use one of: {known}")
     backend = directory / "backends" / "python"
     backend.mkdir(parents=True)
@@ -125,11 +123,6 @@ def find_server(directory: Path) -> TritonServer | None:
     command = [str(root / "bin" / "tritonserver"), "--backend-directory", str(backend.parent)]
     environment = {"LD_LIBRARY_PATH": ":".join(filter(None, libraries)), "PATH": ":".join(path)}
     return TritonServer(command, environment)
-
-
-def has_backend(processes: Iterable[Process]) -> bool:
-    """Whether a backend process is alive. A dead one stays as a zombie before Triton 26.01, and is collected since."""
-    return any(name == STUB[:15] and state != "Z" for name, state, _ in processes)
 
 
 def _libpython(version: str) -> Path:
@@ -150,36 +143,107 @@ def _libpython(version: str) -> Path:
 
 
 def server_arguments(
-    repository: Path, sockets: Sockets, log_level: LogLevel, others: Sequence[str] = ()
+    repository: Path, addresses: Addresses, log_level: LogLevel, grace: float, others: Sequence[str] = ()
 ) -> list[str]:
-    """tritonserver's arguments. Models are loaded on request, so that a failed one can be loaded again.
+    """tritonserver's arguments for a repository that clients can only use: no API changes, loads or traces anything.
 
-    others: more of them, as given by the user. Raises DFlashError if one is set here already.
+    grace: seconds for requests to finish. others: more arguments, as given by the user. Raises UsageError if one is set
+    here already.
     """
+    # Nobody sends this key, and nobody can: no header holds a line break. Other users of this machine may read it.
+    key = f"{secrets.token_hex(16)}\n{secrets.token_hex(16)}"
     shown = get_args(LogLevel).index(log_level)
     arguments = {
         "model-repository": repository,
-        "model-control-mode": "explicit",
-        "load-model": "*",
-        **sockets.arguments(),
+        "model-control-mode": "none",
+        **addresses.arguments(),
         "log-verbose": int(shown >= 3),
         "log-info": "true" if shown >= 2 else "false",
         "log-warning": "true" if shown >= 1 else "false",
-        "exit-timeout-secs": 3600,  # `Supervisor` limits the time instead
-        **dict.fromkeys(("allow-http", "allow-grpc", "allow-metrics"), "true"),
+        "exit-timeout-secs": round(grace + _LAST_SECONDS),
     }
     for option in others:
         name = option.partition("=")[0].removeprefix("--")
         # tritonserver also takes the beginnings of names.
         if option.startswith("--") and any(known.startswith(name) for known in arguments):
             raise UsageError(f"--{name}: is set by `dflash-trt serve` itself; leave it out")
+    arguments |= dict.fromkeys(RESTRICTIONS, f"{RESTRICTED}:dflash-key={key}")
     return [*(f"--{name}={value}" for name, value in arguments.items()), *others]
 
 
-def check_installed() -> None:
-    """Raise DFlashError if a package of the extra `triton` is missing."""
+def run(
+    server: TritonServer,
+    arguments: Sequence[str],
+    addresses: Addresses,
+    grace: float,
+    ready: Callable[[], None],
+    say: Callable[[str], None],
+) -> int:
+    """Run tritonserver until it ends or a signal comes. Returns the exit code: 0 after a signal.
+
+    Calls `ready` when clients can first be answered. After SIGINT or SIGTERM, requests have `grace` seconds to finish.
+    Then they are cancelled, and their clients are told. Nothing that was started outlives this call, nor this process.
+    """
+    allow_open_files()
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    region = f"dflash_trt_{os.getpid()}_"  # prefix of the backend's shared memory
+    process = subprocess.Popen(
+        [*server.command, *arguments, f"--backend-config=python,shm-region-prefix-name={region}"],
+        env={**os.environ, **server.environment},
+        # Otherwise Ctrl-C in a terminal reaches its processes, and ends requests at once.
+        start_new_session=True,
+        preexec_fn=_die_with_parent,
+    )
+    serves = False
     try:
-        import aiohttp  # noqa: F401
-        import grpc  # noqa: F401
-    except ImportError as error:
-        raise DFlashError(f"{error.name} is not installed; install it with: {install('triton')}") from None
+        while not stop.wait(0.5 if serves else 0.1):
+            if (code := process.poll()) is not None:
+                say(f"tritonserver ended with {wire.how_it_ended(code)}")
+                return code if code > 0 else 1
+            if not serves and _is_ready(addresses):
+                serves = True
+                ready()
+        _finish(process, grace, say)
+        return 0
+    finally:
+        tree = descendants(process.pid)
+        process.kill()
+        process.wait()
+        for pid in tree:
+            send_signal(pid, signal.SIGKILL)
+        for path in Path("/dev/shm").glob(f"{region}*"):
+            path.unlink(missing_ok=True)
+
+
+def _die_with_parent() -> None:
+    """In the new process: have the kernel end it when this one has ended in any way."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _finish(process: subprocess.Popen[bytes], grace: float, say: Callable[[str], None]) -> None:
+    """Stop the server: requests finish or are cancelled."""
+    say(f"stopping: requests have {grace:g} s to finish")
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(grace)
+        return
+    say("cancelling unfinished requests")
+    for pid, (_, _, arguments) in descendants(process.pid).items():
+        if wire.WORKER[-1] in arguments:
+            send_signal(pid, signal.SIGTERM)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_LAST_SECONDS)
+
+
+def _is_ready(addresses: Addresses) -> bool:
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(addresses.host, addresses.host)
+    connection = http.client.HTTPConnection(host, addresses.ports["http"], timeout=5)
+    try:
+        connection.request("GET", f"/v2/models/{MODEL}/ready")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()

@@ -61,11 +61,6 @@ def is_running(pid: int) -> bool:
     return _process(pid)[1] not in ("", "Z", "X")
 
 
-def is_same(pid: int, process: Process) -> bool:
-    """Whether `pid` is still the same process. Process ids are reused."""
-    return bool(process[2]) and _process(pid)[2] == process[2]
-
-
 def send_signal(pid: int, number: signal.Signals) -> None:
     """Send a signal to a process that may have ended."""
     with suppress(ProcessLookupError):

@@ -7,6 +7,7 @@ standard library only.
 The engine process first says `Ready`, and nothing more until it is asked. The server says one object per line: an
 `EngineRequest` with its id, {"cancel": id}, {"id": id, "ask": "metrics"}, or {"watch": "metrics"}. The answers are
 lists of [id, `Update`], and after a watch ["metrics", samples] every second. The end of input ends the engine process.
+Triton's model says {"end": true} before it: without that its process has died, and the engine ends tritonserver.
 SIGTERM cancels all requests. SIGINT is left to the server.
 """
 

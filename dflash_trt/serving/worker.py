@@ -27,7 +27,7 @@ from dflash_trt.decoding.sampling.structure import StructuredOutputs
 from dflash_trt.errors import BusyError, DecodingError, DFlashError, RequestError, quoted
 from dflash_trt.runtime import Prompt
 from dflash_trt.serving import wire
-from dflash_trt.serving.processes import is_running, run_loop
+from dflash_trt.serving.processes import is_running, run_loop, send_signal
 
 METRICS_SECONDS = 1.0
 _LAST_SECONDS = 2.0
@@ -49,16 +49,22 @@ def main(arguments: Sequence[str]) -> int:
     threading.Thread(target=_end_while_loading, args=(connection, loaded), daemon=True).start()
     settings = json.loads(arguments[1])
     bundle = settings.pop("bundle")
-    if (server := settings.pop("server", "")) and is_running(int(server)):  # else it cannot be seen
-        threading.Thread(target=_end_after, args=(int(server), os.getppid()), daemon=True).start()
+    server, backend = int(settings.pop("server", "0")), os.getppid()
+    if server and is_running(server):  # else it cannot be seen
+        threading.Thread(target=_end_after, args=(server, backend), daemon=True).start()
     try:
         llm = AsyncLLM(bundle, **_options(settings))
+        llm.metrics.collect()  # also says so if prometheus_client is missing
     except (DFlashError, OSError) as error:
         connection.sendall(wire.line(wire.Ready(fatal=str(error))))
         return 1
     loaded.set()
     gc.freeze()  # what exists now stays, so the collector need not look at it again
-    return run_loop(Worker(llm).serve(connection))
+    worker = Worker(llm)
+    code = run_loop(worker.serve(connection))
+    if server and not worker.told and code == 0:
+        _end_server(server)
+    return code
 
 
 def _end_while_loading(connection: socket.socket, loaded: threading.Event) -> None:
@@ -81,6 +87,13 @@ def _end_after(server: int, backend: int) -> None:
     if os.getppid() == backend:
         os.kill(backend, signal.SIGKILL)
     os._exit(1)
+
+
+def _end_server(server: int) -> None:
+    """End the server after its backend died: it would start no other one, and leave requests unanswered forever."""
+    # The second signal is for a server that is the first process of a container: that one no other can kill.
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        send_signal(server, number)
 
 
 # Parameters that may be auto.
@@ -114,6 +127,7 @@ class Worker:
         self._updates: list[str] = []  # JSON, one string per update
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._failed = False
+        self.told = False  # whether the other side has said that it ends
         self._closing: asyncio.Task[None] | None = None
 
     async def serve(self, connection: socket.socket) -> int:
@@ -132,6 +146,8 @@ class Worker:
                     task.cancel()
             elif "ask" in message:
                 self._send(message["id"], {"metrics": self._llm.metrics.prometheus()})
+            elif "end" in message:
+                self.told = True
             elif "watch" in message:
                 shown.append(asyncio.create_task(self._show_metrics()))
             else:

@@ -21,10 +21,10 @@ from dflash_trt import LLM, AsyncLLM, SamplingParams
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.cli import main
 from dflash_trt.engines.base import TRITON_IMAGE, TRITON_TRTLLM_IMAGE, TRITON_TRTLLM_VERSION
-from dflash_trt.errors import DFlashError
+from dflash_trt.errors import DFlashError, UsageError
 from dflash_trt.serving import wire
 from dflash_trt.serving.deploy import container_command, deploy
-from dflash_trt.serving.launch import Sockets, find_server, has_backend, server_arguments
+from dflash_trt.serving.launch import Addresses, TritonServer, find_server, server_arguments
 from dflash_trt.serving.processes import descendants
 from dflash_trt.serving.worker import Worker, _options
 from tests.api.test_async import prompt
@@ -344,44 +344,73 @@ def test_containers_fit_the_engine_of_the_bundle() -> None:
     told = command("tensorrt-llm", "1.4.0rc1")
     assert f"tritonserver:{TRITON_TRTLLM_IMAGE} " in told
     assert re.match(f"# .*{TRITON_TRTLLM_VERSION}.*1.4.0rc1.*\\npip wheel", told)
-    assert "[triton] tensorrt_llm==1.4.0rc1 &&" in told
+    assert "[serve] tensorrt_llm==1.4.0rc1 &&" in told
     # A plan runs only with the version that built it. Tests that build plans read real manifests.
-    assert "dflash_trt-*.whl)[triton] tensorrt-cu13==11.4.0 torch" in command("tensorrt", "11.4.0")
+    assert "dflash_trt-*.whl)[serve] tensorrt-cu13==11.4.0 torch" in command("tensorrt", "11.4.0")
     assert "--gpus" not in command("onnxruntime")
+
+
+ADDRESSES = Addresses("127.0.0.1", {"http": 8000, "grpc": 8001, "metrics": 8002})
 
 
 @pytest.mark.parametrize(
     "option",
-    ["--model-repository=x", "--http-address", "--load-model=y", "--model-repo=x", "--allow-http=false"],
+    [
+        "--model-repository=x",
+        "--http-address",
+        "--model-control-mode=explicit",
+        "--model-repo=x",
+        "--allow-http=false",
+    ],
 )
 def test_options_of_tritonserver_come_last_but_not_those_that_serve_sets(option: str) -> None:
-    sockets, own = Sockets(Path("/tmp")), ["--log-format", "ISO8601", "--http-thread-count=4"]
-    plain = server_arguments(Path("repository"), sockets, "warning")
-    assert server_arguments(Path("repository"), sockets, "warning", own) == [*plain, *own]
-    name = option.partition("=")[0]
-    with pytest.raises(DFlashError, match=f"{name}: is set by"):
-        server_arguments(Path("repository"), Sockets(Path("/tmp")), "warning", [option])
+    own = ["--log-format", "ISO8601", "--http-thread-count=4", "--http-restricted-api=inference:key=value"]
+    plain = server_arguments(Path("repository"), ADDRESSES, "warning", 30)
+    given = server_arguments(Path("repository"), ADDRESSES, "warning", 30, own)
+    assert given[len(plain) :] == own
+    assert [a.partition("=")[0] for a in given[: len(plain)]] == [a.partition("=")[0] for a in plain]
+    with pytest.raises(UsageError, match=option.partition("=")[0]):
+        server_arguments(Path("repository"), ADDRESSES, "warning", 30, [option])
 
 
-def test_tritonserver_listens_where_only_its_user_may_enter(tmp_path: Path) -> None:
-    def arguments(level: Any) -> list[str]:
-        return server_arguments(Path("r"), Sockets(tmp_path), level)
+def test_tritonserver_is_closed_and_listens_where_it_is_told() -> None:
+    def arguments(level: Any, host: str = "127.0.0.1") -> dict[str, str]:
+        given = server_arguments(Path("r"), Addresses(host, ADDRESSES.ports), level, 30)
+        return dict(argument.removeprefix("--").split("=", 1) for argument in given)
 
-    addresses = [a for a in arguments("info") if "address" in a]
-    assert len(addresses) == 3
-    assert all(f"=unix:{tmp_path}/" in address for address in addresses)
-    assert {"--allow-sagemaker=false", "--allow-vertex-ai=false"} < {*arguments("info")}
+    closed = arguments("info")
+    assert closed["model-control-mode"] == "none"
+    assert (closed["allow-sagemaker"], closed["allow-vertex-ai"]) == ("false", "false")
+    keys = {closed[option] for option in ("http-restricted-api", "grpc-restricted-protocol")}
+    assert len(keys) == 1
+    assert keys != {arguments("info")["http-restricted-api"]}  # a key of each start
+    assert keys.pop().startswith("model-repository,shared-memory,trace,logging:dflash-key=")
+    for host, http, grpc in (("127.0.0.1",) * 3, ("::1", "ipv6:::1", "[::1]")):
+        given = arguments("info", host)
+        assert [given[f"{name}-address"] for name in ("http", "metrics", "grpc")] == [http, http, grpc]
     for level, shown in (("error", 0), ("warning", 1), ("info", 2), ("verbose", 3)):
-        logs = [a.rpartition("=")[2] for a in arguments(level) if a.startswith("--log")]
+        logs = [value for name, value in arguments(level).items() if name.startswith("log")]
         assert logs == [str(int(shown > 2)), str(shown > 1).lower(), str(shown > 0).lower()]
-    with pytest.raises(DFlashError, match="TMPDIR"):
-        Sockets(tmp_path / ("d" * 100))
 
 
-@pytest.mark.parametrize(("states", "alive"), [("S", True), ("ZS", True), ("Z", False), ("", False)])
-def test_a_backend_process_is_alive_unless_it_is_a_zombie_or_gone(states: str, alive: bool) -> None:
-    others = [("python", "S", ""), ("tritonserver", "S", "")]
-    assert has_backend([*others, *(("triton_python_b", state, "") for state in states)]) is alive
+@pytest.mark.parametrize(
+    ("says", "told"),
+    [
+        ("--model-repository\n--http-restricted-api <x>\n--grpc-restricted-protocol <x>\n", None),
+        ("--model-repository\n--grpc-restricted-protocol <x>\n", "no --http-restricted-api.*24.10"),
+        ("--model-repository\n--http-restricted-api <x>\n", "no --grpc-restricted-protocol.*24.10"),
+        ("libdcgm.so is missing", "does not start: libdcgm.so is missing"),
+    ],
+)
+def test_a_tritonserver_that_cannot_be_closed_is_refused(tmp_path: Path, says: str, told: str | None) -> None:
+    program = tmp_path / "tritonserver"
+    program.write_text(f"#!/bin/sh\n[ $1 = --help ] && cat <<'END' >&2\n{says}\nEND\n")
+    program.chmod(0o755)
+    if told is None:
+        TritonServer([str(program)]).check()
+    else:
+        with pytest.raises(DFlashError, match=told):
+            TritonServer([str(program)]).check()
 
 
 def test_pauses_before_a_restart_grow_until_it_has_served_for_a_while() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import socket
 import subprocess
 import sys
-import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -16,7 +18,7 @@ import pytest
 
 from dflash_trt.errors import RequestError
 from dflash_trt.serving.deploy import copy_code
-from dflash_trt.serving.wire import Code, received, refusal
+from dflash_trt.serving.wire import Code, refusal
 
 
 class Sender:
@@ -70,7 +72,6 @@ def model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         InferenceResponse=lambda tensors=None, error=None: tensors if error is None else error.text,
         Tensor=lambda name, values: (name, values.tolist()),
         Logger=SimpleNamespace(log_error=print),
-        unload_model=lambda name: None,
         get_model_dir=lambda: str(tmp_path),
         MetricFamily=Family,
     )
@@ -88,60 +89,89 @@ def model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return module
 
 
-def receiving(
-    model: Any, place: Path, requests: int, *, closing: bool
-) -> tuple[Any, socket.socket, threading.Thread]:
-    """A model with pending requests whose thread reads answers; the engine's end of its socket, and the thread."""
-    triton, (ours, theirs) = model.TritonPythonModel(), socket.socketpair()
-    triton.name, triton.lock, triton.socket, triton.answers = "dflash", threading.Lock(), ours, received(ours)
-    triton.closing, triton.metrics, triton.counts = (
-        closing,
-        model.TritonMetrics({}),
-        model.Counts(place / "engine-ended"),
-    )
-    triton.engine = SimpleNamespace(wait=lambda: -9)
-    triton.pending = {i: model.PendingRequest(Sender()) for i in range(requests)}
-    thread = threading.Thread(target=triton.receive)
-    thread.start()
-    return triton, theirs, thread
+class Engines:
+    """Engine processes of a model, as the ends of their sockets. `code`: how they end."""
+
+    def __init__(self, model: Any, monkeypatch: pytest.MonkeyPatch, code: int = -9) -> None:
+        self.started: list[socket.socket] = []
+        self.code = code
+        monkeypatch.setattr(model.subprocess, "Popen", self.popen)
+
+    def popen(self, command: list[str], *, pass_fds: list[int], stdin: int) -> Any:
+        theirs = socket.socket(fileno=os.dup(pass_fds[0]))
+        theirs.sendall(json.dumps({"ready": True, "longest_line": 1 << 20}).encode() + b"\n")
+        self.started.append(theirs)
+        return SimpleNamespace(wait=lambda timeout=None: self.code, kill=lambda: None)
 
 
-def test_an_answer_that_cannot_be_passed_on_ends_its_request_alone(model: Any, tmp_path: Path) -> None:
-    triton, theirs, thread = receiving(model, tmp_path, 3, closing=True)
+def until(condition: Callable[[], Any]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def loaded(model: Any, requests: int) -> Any:
+    """A model that Triton has loaded, with pending requests."""
+    triton = model.TritonPythonModel()
+    parameters = {"bundle": {"string_value": "bundle"}, "python": {"string_value": ""}}
+    config = json.dumps({"parameters": parameters})
+    triton.initialize({"model_name": "dflash", "model_version": "1", "model_config": config})
+    triton.pending |= {i: model.PendingRequest(Sender()) for i in range(requests)}
+    return triton
+
+
+def test_an_answer_that_cannot_be_passed_on_ends_its_request_alone(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = Engines(model, monkeypatch)
+    triton = loaded(model, 3)
     senders = [pending._sender for pending in triton.pending.values()]
     good, wrong = {"text": "a", "token_ids": [1]}, {"text": "a", "token_ids": None}
+    (theirs,) = engines.started
     told = theirs.makefile("rb")
+    assert json.loads(told.readline()) == {"watch": "metrics"}
     theirs.sendall(json.dumps([[0, good], [1, wrong], [2, good]]).encode() + b"\n")
     assert json.loads(told.readline()) == {"cancel": 1}
     ends = [[2, good | {"finish_reason": None}], [0, good | {"finish_reason": "stop"}]]
     theirs.sendall(json.dumps(ends).encode() + b"\n")
     assert json.loads(told.readline()) == {"cancel": 2}
-    theirs.shutdown(socket.SHUT_WR)
-    thread.join(60)
-    assert not thread.is_alive()
-    assert triton.pending == {}
+    triton.finalize()
+    assert json.loads(told.readline()) == {"end": True}
+    assert told.readline() == b""
+    until(lambda: triton.pending == {})
     finals = [[final for _, final in sender.sent] for sender in senders]
     assert finals == [[False, True], [True], [False, True]]
     assert senders[1].sent[0][0].startswith("TypeError: ")
     assert senders[2].sent[1][0].startswith("AttributeError: ")
 
 
-def test_refusals_and_deaths_are_counted_also_over_a_reload(model: Any, tmp_path: Path) -> None:
+def test_another_engine_is_started_and_counts_go_on(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = Engines(model, monkeypatch)
+    triton = loaded(model, 0)
+    sample = ["dflash_generation_tokens_total", "tokens", {}, 7]
+    codes: list[Code] = ["BUSY", "INVALID_ARG", "CANCELLED"]
     for life in range(2):
-        _, theirs, thread = receiving(model, tmp_path, 5, closing=False)
-        codes: list[Code] = ["BUSY", "INVALID_ARG", "CANCELLED"]
+        theirs = engines.started[life]
+        senders = [Sender() for _ in range(5)]
+        triton.pending |= {i: model.PendingRequest(sender) for i, sender in enumerate(senders)}
         answers: list[Any] = [[i, refusal(code, "why")] for i, code in enumerate(codes)]
-        theirs.sendall(json.dumps([*answers, ["metrics", []]]).encode() + b"\n")
+        theirs.sendall(json.dumps([*answers, ["metrics", [sample]]]).encode() + b"\n")
         theirs.close()  # the engine dies with two requests in flight
-        thread.join(60)
+        until(lambda life=life: len(engines.started) == life + 2)
+        ended = "the engine process ended (SIGKILL); it is being started again"
+        assert [sender.sent for sender in senders] == [[("why", True)]] * 3 + [[(ended, True)]] * 2
         counts = dict.fromkeys(("cancelled", "invalid_request", "queue_full"), life + 1)
         counts |= {"engine_down": 2 * (life + 1), "error": 0}
-        assert Family.values == {
+        assert {key: Family.values[key] for key in Family.values if key[0] != "engine_restarts_total"} == {
+            ("generation_tokens_total", ""): 7 * (life + 1),
             ("engine_up", ""): 0,
             ("engine_deaths_total", ""): life + 1,
-            ("engine_restarts_total", ""): life,
             **{("requests_refused_total", reason): count for reason, count in counts.items()},
         }
+    assert triton.failure == ""
+    assert triton.counts.restarts == 2
+    triton.finalize()
 
 
 def test_errors_have_the_names_of_the_inputs(model: Any) -> None:

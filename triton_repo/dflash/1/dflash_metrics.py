@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
@@ -44,11 +43,11 @@ class TritonMetrics:
                 self.shown[key] = metric, value
 
     def rest(self) -> None:
-        """The gauges of an engine that has ended become 0."""
+        """An engine has ended: its gauges become 0, and the next engine counts from 0."""
         for (name, labels), (metric, _) in self.shown.items():
             if not name.endswith(COUNTERS):
                 metric.set(0.0)
-                self.shown[name, labels] = metric, 0.0
+            self.shown[name, labels] = metric, 0.0
 
     def family(self, name: str, text: str, counter: bool) -> Any:
         """Triton's metrics of one name."""
@@ -59,14 +58,10 @@ class TritonMetrics:
 
 
 class Counts:
-    """Refusals by reason, and deaths and restarts of the engine since this model was loaded.
+    """What only this model sees: refusals by reason, deaths and restarts of the engine, and whether it answers."""
 
-    Triton keeps a counter over a reload, so each load adds to it. ended: the file that a dead engine leaves.
-    """
-
-    def __init__(self, ended: Path) -> None:
-        self.up, self.deaths, self.restarts, self.lock = 1, 0, int(ended.exists()), threading.Lock()
-        ended.unlink(missing_ok=True)
+    def __init__(self) -> None:
+        self.up, self.deaths, self.restarts, self.lock = 1, 0, 0, threading.Lock()
         self.refused = dict.fromkeys(sorted(REASONS.values()), 0)
 
     def refuse(self, reason: str) -> None:

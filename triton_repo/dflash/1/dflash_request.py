@@ -39,6 +39,7 @@ NAMES = {
     **dict.fromkeys(("json", "regex", "choice", "grammar", "structured_outputs"), "guided_decoding_guide"),
 }
 CODES = {"BUSY": "UNAVAILABLE"}  # codes that Triton does not have
+PARAMETERS = {"id", "timeout"}
 MAX_NESTING = 100  # levels of lists and objects in an input of JSON
 TIMES = ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns")
 
@@ -144,8 +145,11 @@ def read_request(request: Any, pending: PendingRequest) -> wire.EngineRequest:
         given_kwargs = inputs.strings("chat_template_kwargs") or ["{}"]
         message["chat_template_kwargs"] = read_json("chat_template_kwargs", given_kwargs[0], dict)
     pending.left = max(1, message["n"])
+    parameters = json.loads(request.parameters() or "{}")
+    if unknown := sorted(parameters.keys() - PARAMETERS):  # a misspelt field of JSON comes as one
+        raise Refused(f"{unknown[0][:100]!r} is not a field of this model; see /v2/models/dflash/config")
     # Microseconds, from gRPC's field or from the "parameters" of an HTTP request.
-    timeout = request.timeout() or json.loads(request.parameters() or "{}").get("timeout", 0)
+    timeout = request.timeout() or parameters.get("timeout", 0)
     if not isinstance(timeout, int) or timeout < 0:
         raise Refused(f"parameter timeout is {timeout!r}, expected microseconds, an integer of 0 or more")
     message["timeout"] = timeout / 1e6 or None

@@ -1,8 +1,8 @@
 """The Triton model `dflash`: passes requests to an engine process, and its answers back.
 
-The engine (`dflash_trt.serving.worker`) is a separate process, so that this process notices its end. If a backend
-process dies, Triton leaves its requests unanswered and starts no other one. If the engine ends, this process refuses
-all requests in flight and unloads the model. Loading the model again starts a new engine.
+The engine (`dflash_trt.serving.worker`) is a separate process, so that this process notices its end: it refuses all
+requests in flight and starts another one. If this process dies, Triton leaves its requests unanswered and starts no
+other one. Then the engine ends the server.
 
 One thread reads the engine's answers and sends them. Several waiting updates of a request are sent as one response. So
 a busy server sends larger chunks, not later ones.
@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -34,33 +35,42 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Load the bundle in an engine process."""
-        self.name = args["model_name"]
+        name = args["model_name"]
         given = json.loads(args["model_config"])["parameters"]
         settings = {key: value["string_value"] for key, value in given.items()}
         python = settings.pop("python", "") or sys.executable
         settings["server"] = str(os.getppid())
         settings["bundle"] = str((Path(pb_utils.get_model_dir()) / settings["bundle"]).resolve())
+        self.command = python, settings
         self.pending: dict[int, PendingRequest] = {}
         self.lock = threading.Lock()  # guards the following fields, and writing to the engine
         self.numbers = itertools.count(1)  # numbers of requests
         self.failure = ""  # the reason why there is no engine
-        self.closing = False
-        self.metrics = TritonMetrics({"model": self.name, "version": args["model_version"]})
-        self.socket, theirs = socket.socketpair()
-        self.engine = subprocess.Popen(
-            wire.command(python, theirs, settings), pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
-        )
-        theirs.close()
-        self.answers = wire.received(self.socket)
-        (first,) = next(self.answers, [{}])
-        if "ready" not in first:
-            self.engine.kill()
-            raise pb_utils.TritonModelException(first.get("fatal") or f"while loading, {self.how_it_ended()}")
-        self.counts = Counts(Path(pb_utils.get_model_dir()) / "engine-ended")
-        self.longest_line = first["longest_line"]
-        self.tell(wire.line({"watch": "metrics"}))
-        threading.Thread(target=self.receive, name="answers", daemon=True).start()
+        self.closing = threading.Event()
+        self.metrics = TritonMetrics({"model": name, "version": args["model_version"]})
+        self.counts, self.own_counts = Counts(), TritonMetrics(self.metrics.labels)
+        if failure := self.start():
+            raise pb_utils.TritonModelException(failure)
+        threading.Thread(target=self.run, name="answers", daemon=True).start()
         threading.Thread(target=self.watch, name="cancellation", daemon=True).start()
+
+    def start(self) -> str:
+        """Start an engine process, and wait until it is ready. Returns why it is not, or ""."""
+        python, settings = self.command
+        ours, theirs = socket.socketpair()
+        command = wire.command(python, theirs, settings)
+        engine = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        theirs.close()
+        answers = wire.received(ours)
+        (first,) = next(answers, [{}])
+        if "ready" not in first:
+            engine.kill()
+            return first.get("fatal") or f"while loading, {how_it_ended(engine)}"
+        with self.lock:
+            self.socket, self.engine, self.answers, self.failure = ours, engine, answers, ""
+            self.longest_line = first["longest_line"]
+            self.tell(wire.line({"watch": "metrics"}))
+        return ""
 
     def execute(self, requests: list[Any]) -> None:
         """Pass requests on. The answers come from `receive`."""
@@ -95,7 +105,9 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """Triton unloads the model. No request is in flight."""
-        self.closing = True
+        self.closing.set()
+        with self.lock:
+            self.tell(wire.line({"end": True}))
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_WR)
         try:
@@ -106,18 +118,34 @@ class TritonPythonModel:
         self.show_no_engine()
 
     def tell(self, line: bytes) -> None:
-        """Send to the engine. `receive` notices a dead engine. Call it under the lock."""
+        """Send to the engine. `run` notices a dead engine. Call it under the lock."""
         with contextlib.suppress(OSError):
             self.socket.sendall(line)
 
+    def run(self) -> None:
+        """The thread that reads answers, and starts another engine after one has died."""
+        pause = wire.FIRST_PAUSE
+        while True:
+            began = time.monotonic()
+            self.receive()
+            if self.closing.is_set():
+                return
+            self.engine_ended()
+            pause = wire.next_pause(pause, time.monotonic() - began)
+            while not self.closing.wait(pause) and (failure := self.start()):
+                pb_utils.Logger.log_error(f"dflash: the engine does not start: {failure}")
+                pause = wire.next_pause(pause)
+            self.counts.restarts += 1
+            self.counts.up = 1
+
     def receive(self) -> None:
-        """The thread that reads answers."""
+        """Pass the answers of an engine on until it ends."""
         for said in self.answers:
             updates: dict[tuple[int, int], wire.Update] = {}  # by request and sequence
             for key, update in itertools.chain.from_iterable(said):
                 if key == "metrics":
                     self.metrics.show(update)
-                    self.metrics.show(self.counts.samples())
+                    self.own_counts.show(self.counts.samples())
                     continue
                 place = key, update.get("index", 0)
                 if place in updates:
@@ -126,8 +154,6 @@ class TritonPythonModel:
                     updates[place] = update
             for (key, _), update in updates.items():
                 self.respond(key, update)
-        if not self.closing:
-            self.engine_ended()
 
     def respond(self, key: int, update: wire.Update) -> None:
         """Send a request's update, and forget the request after the last one."""
@@ -154,9 +180,7 @@ class TritonPythonModel:
 
     def watch(self) -> None:
         """The thread that notices clients that leave. It tells the engine, whose answer ends the request."""
-        pause = threading.Event()
-        while not self.closing and not self.failure:
-            pause.wait(CANCELLATION_CHECK_SECONDS)
+        while not self.closing.wait(CANCELLATION_CHECK_SECONDS):
             with self.lock:
                 all_pending = list(self.pending.items())
             for key, pending in all_pending:
@@ -164,19 +188,15 @@ class TritonPythonModel:
                     with self.lock:
                         self.tell(wire.line({"cancel": key}))
 
-    def how_it_ended(self) -> str:
-        """How the engine process ended, which this waits for."""
-        return f"the engine process ended ({wire.how_it_ended(self.engine.wait())})"
-
     def show_no_engine(self) -> None:
         """Show that the engine does not answer, on the metrics port."""
         self.counts.up = 0
         self.metrics.rest()
-        self.metrics.show(self.counts.samples())
+        self.own_counts.show(self.counts.samples())
 
     def engine_ended(self) -> None:
-        """Refuse all requests in flight, and tell Triton that this model is not ready."""
-        failure = f"{self.how_it_ended()}; load the model again"
+        """Refuse all requests in flight, and those to come until another engine is there."""
+        failure = f"{how_it_ended(self.engine)}; it is being started again"
         with self.lock:
             self.failure = failure
             all_pending, self.pending = list(self.pending.values()), {}
@@ -185,13 +205,8 @@ class TritonPythonModel:
             self.refuse(pending, "UNAVAILABLE", failure)
         self.counts.deaths += 1
         self.show_no_engine()
-        # A sign for `dflash-trt serve` that nobody wanted the model to be unloaded.
-        with contextlib.suppress(OSError):
-            (Path(pb_utils.get_model_dir()) / "engine-ended").touch()
-        try:
-            pb_utils.unload_model(self.name)
-        except pb_utils.TritonModelException as error:
-            pb_utils.Logger.log_error(
-                f"dflash: cannot unload, so every request will be refused ({error}); "
-                "start the server with --model-control-mode=explicit"
-            )
+
+
+def how_it_ended(engine: subprocess.Popen[bytes]) -> str:
+    """How an engine process ended, which this waits for."""
+    return f"the engine process ended ({wire.how_it_ended(engine.wait())})"
