@@ -18,7 +18,18 @@ from tritonclient.utils import InferenceServerException
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.serving.deploy import deploy
 from dflash_trt.serving.launch import Addresses, find_server, server_arguments
-from server_tests.serving import STUB, Client, Serving, free_ports, idle, ids_of, kill, refused, tensors
+from server_tests.serving import (
+    STUB,
+    Client,
+    Serving,
+    fetch,
+    free_ports,
+    idle,
+    ids_of,
+    kill,
+    refused,
+    tensors,
+)
 
 LONG: dict[str, Any] = {
     "text_input": "def add(a, b):",
@@ -190,7 +201,8 @@ def test_a_signal_lets_requests_finish_then_cancels_them(bundles: dict[str, Path
         with busy(server) as (client, answers):
             server.process.send_signal(number)
             server.until(lambda server=server: "Waiting for in-flight requests" in server.log)
-            assert server.generate(text_input="a", max_tokens=2)[0] != 200  # new requests are refused
+            url = f"http://127.0.0.1:{server.http_port}/v2/models/dflash/generate"
+            assert fetch(url, {"text_input": "a", "max_tokens": 2})[0] != 200  # new requests are refused
             while sum(last for _, _, last in answers) < 4:
                 answers.append(client.wait())
         reasons = {outputs["finish_reason"][0, 0] for _, outputs, last in answers if last}

@@ -26,7 +26,7 @@ from dflash_trt.engines import registry
 from dflash_trt.engines.base import BuildJob, BuildSettings, EngineEntry, EngineOptions, Weights
 from dflash_trt.errors import UsageError
 from dflash_trt.formats.precision import Precision
-from dflash_trt.models.configs import read_drafter_config, read_target_config
+from dflash_trt.models.configs import read_drafter_config
 from dflash_trt.quantization.for_build import in_precision
 from dflash_trt.quantization.layers import HEAD
 
@@ -163,7 +163,7 @@ def _read_pair(
     sources: tuple[Source, Source], engine: EngineEntry, weights: Weights, drafter_window: int | None
 ) -> CheckpointPair:
     """Both checkpoints, which fit each other and the engine, with the drafter's windows as asked."""
-    target = read_target_config(sources[0].directory)
+    target = engine.read_target(sources[0].directory)
     drafter = read_drafter_config(sources[1].directory, target)
     engine.check_pair(target, drafter)
     check_pair(target, drafter)

@@ -204,6 +204,12 @@ class EngineEntry(ABC):
     def check(self, precision: Precision | None, weights: Weights, options: Any) -> None:
         """Raise BuildError for anything that this engine cannot do, before any file is read."""
 
+    def read_target(self, directory: Path) -> TargetConfig:
+        """A target's configuration, as this engine needs it. Raises CheckpointError."""
+        from dflash_trt.models.configs import read_target_config
+
+        return read_target_config(directory)
+
     def check_pair(self, target: TargetConfig, drafter: DrafterConfig) -> None:  # noqa: B027 - most take any
         """Raise CheckpointError for a pair that this engine does not support."""
 

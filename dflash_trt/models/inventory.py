@@ -171,10 +171,13 @@ def take_inventory(
     target: TargetConfig,
     drafter: DrafterConfig,
     checkpoints: tuple[Checkpoint, Checkpoint] | None = None,
+    *,
+    family: bool = True,
 ) -> Inventory:
     """List the tensors of both models. Without `checkpoints`, the configurations alone determine them.
 
-    Any linear layer, also of experts, may be stored in one of Model Optimizer's formats.
+    Any linear layer, also of experts, may be stored in one of Model Optimizer's formats. family: whether the target's
+    family is read here; else its tensors are taken as its checkpoint has them.
 
     Raises:
         CheckpointError: a checkpoint lacks a tensor, has it in another form, or has an unused one.
@@ -186,13 +189,18 @@ def take_inventory(
         target = replace(target, moe=replace(target.moe, stacked=stacked))
     plain = [Outline(folder, Quantization(folder)) for folder in folders]
     taps, dialect = drafter.target_layer_ids, OnnxRuntime()
-    build_target(target, plain[0], taps, dialect, folder="target")
+    if family:
+        build_target(target, plain[0], taps, dialect, folder="target")
     build_drafter(drafter, plain[1], target, plain[0], dialect, folder="drafter", target_folder="target")
     stored: tuple[Checkpoint | Outline, Checkpoint | Outline]
     stored = checkpoints or (Outline(folders[0]), Outline(folders[1]))
     ignored = ("lm_head.weight",) if target.tie_word_embeddings else ()
     tensors = {
-        "target": _as_stored(plain[0], stored[0], ignored, target.skipped),
+        "target": (
+            _as_stored(plain[0], stored[0], ignored, target.skipped)
+            if family
+            else (*stored[0].tensors.values(),)
+        ),
         "drafter": _as_stored(plain[1], stored[1]),
     }
     return Inventory(target, drafter, tensors)

@@ -225,9 +225,7 @@ class _Layout:
         return -(-rows // self.traits.row_unit) * self.traits.row_unit
 
     def kv(self, batch: int, length: int) -> int:
-        of_one = self.sequence_bytes("target", length) + self.state
-        pages = self.sequence_bytes("drafter", length) if self.s.draft_pool and self.s.arena else 0
-        return batch * (of_one + pages)
+        return batch * (self.sequence_bytes("target", length) + self.state)
 
     def drafter(self, batch: int, length: int) -> int:
         if not self.s.arena:

@@ -17,7 +17,6 @@ class Settings:
     cache: precision of the caches; by default the compute dtype.
     drafter_attention: for TensorRT-LLM. VANILLA and FA4 keep the drafter's context in a dense arena, TRTLLM keeps it
         in pages of the KV pool.
-    draft_pool: whether the KV pool has pages for the drafter in addition to an arena.
     max_num_tokens: tokens of one pass; by default the engine's.
     """
 
@@ -30,7 +29,6 @@ class Settings:
     precision: Precision = field(default_factory=Precision)
     cache: str | None = None
     drafter_attention: str = "VANILLA"
-    draft_pool: bool = False
     max_num_tokens: int | None = None
 
     def compute(self, side: str) -> str:

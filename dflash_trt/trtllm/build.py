@@ -8,6 +8,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from dflash_trt.bundle.contents import describe_file
 from dflash_trt.bundle.workspace import Progress, Workspace
 from dflash_trt.checkpoint.pair import TOKENIZER_FILES, CheckpointPair, tokenizer_files
@@ -16,11 +18,11 @@ from dflash_trt.checkpoint.tensors import Checkpoint, Outline
 from dflash_trt.engines.base import BuildJob, BuildSettings
 from dflash_trt.errors import UsageError
 from dflash_trt.models.inventory import Inventory, take_inventory
-from dflash_trt.trtllm.configuration import ENGINE, Configuration, configure, describe
+from dflash_trt.trtllm.configuration import CONTAINER, ENGINE, VERSION, Configuration, configure, describe
 from dflash_trt.trtllm.drafter import as_it_is, drafter_config, write_weights
-from dflash_trt.trtllm.launch import launch_files
-from dflash_trt.trtllm.quantization import target_quantization
+from dflash_trt.trtllm.targets import TARGETS, target_quantization
 
+_SCRIPTS = Path(__file__).with_name("scripts")
 _DRAFTER = "drafter/model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _TARGET_FILES = (*TOKENIZER_FILES, "config.json", "hf_quant_config.json", _INDEX)
@@ -75,7 +77,7 @@ def configuration_job(
             },
             "versions": {
                 "dflash-trt": version("dflash-trt"),
-                ENGINE: configuration.release.version,
+                ENGINE: VERSION,
             },
             "tensorrt_llm": describe(configuration),
         },
@@ -89,9 +91,14 @@ def configuration_job(
 def _inventory(pair: CheckpointPair) -> Inventory:
     """The tensors of both models. Outlines learn their tensors from it."""
     target, drafter = pair.target.checkpoint, pair.drafter.checkpoint
+    known = pair.target.config.architecture not in TARGETS
     if isinstance(target, Checkpoint) and isinstance(drafter, Checkpoint):
         # TensorRT-LLM's loader ignores unknown tensors and does not notice missing ones.
-        return take_inventory(pair.target.config, pair.drafter.config, (target, drafter))
+        return take_inventory(pair.target.config, pair.drafter.config, (target, drafter), family=known)
+    if not known:
+        raise UsageError(
+            f"--weights none: the sizes of a {pair.target.config.architecture} are those of its files; leave it out"
+        )
     inventory = take_inventory(pair.target.config, pair.drafter.config)
     for outline, side in ((target, "target"), (drafter, "drafter")):
         assert isinstance(outline, Outline)
@@ -115,3 +122,23 @@ def _files(pair: CheckpointPair, place: Workspace, progress: Progress) -> dict[s
     write_weights(drafter.config, drafter.checkpoint, written)
     progress("write drafter", 1, 1)
     return files | {_DRAFTER: written}
+
+
+def launch_files(configuration: Configuration) -> dict[str, str]:
+    """Name inside the bundle -> text: the configuration, and a script for each way to start it."""
+    c = configuration
+    world = c.llm_args["tensor_parallel_size"]
+    header = f"# TensorRT-LLM {VERSION} on {world} x {c.gpu.product}; dflash-trt inspect has the reasons.\n"
+    files = {"llm_args.yaml": header + yaml.safe_dump(c.llm_args, sort_keys=False)}
+    values = {
+        "WORLD": world,
+        "NODES": c.nodes,
+        "GPUS_PER_NODE": c.gpus_per_node,
+        "CONTAINER": CONTAINER,
+    }
+    for template in sorted(_SCRIPTS.iterdir()):
+        text = template.read_text()
+        for key, value in values.items():
+            text = text.replace(f"@{key}@", str(value))
+        files[f"launch/{template.name}"] = text
+    return files

@@ -15,9 +15,8 @@ from dflash_trt.planning.gpus import Gpu
 from dflash_trt.planning.memory import MemoryEstimate
 from dflash_trt.planning.settings import Settings
 from dflash_trt.trtllm.drafter import DFLASH2
-from dflash_trt.trtllm.options import TensorRTLLMOptions
-from dflash_trt.trtllm.quantization import TargetQuantization
-from dflash_trt.trtllm.releases import Release
+from dflash_trt.trtllm.entry import TensorRTLLMOptions
+from dflash_trt.trtllm.targets import TARGETS, TargetQuantization
 
 DRAFTER_BACKENDS = ("VANILLA", "TRTLLM", "FA4")
 # Paths inside the bundle; the launch scripts change to its directory first.
@@ -69,7 +68,6 @@ def expert_choices(
     inventory: Inventory,
     options: TensorRTLLMOptions,
     gpu: Gpu,
-    release: Release,
     quantization: TargetQuantization,
 ) -> Iterator[Choice]:
     """The settings of the target's experts, if it has any."""
@@ -83,8 +81,7 @@ def expert_choices(
     if "mxfp4" in formats and blackwell:
         best, reason = "TRTLLM", "MXFP4 experts on SM100 and SM103 (gpt-oss deployment guide)"
     elif "mxfp4" in formats and gpu.sm == 90:
-        best = release.hopper_mxfp4_moe_backend
-        reason = "MXFP4 experts on SM90; TRITON until 1.3, deprecated since"
+        reason = "MXFP4 experts on SM90, where TRITON is deprecated"
     elif "mxfp4" in formats:
         reason = f"MXFP4 experts on SM{gpu.sm}: reported to run by users, not in NVIDIA's guide"
     elif "nvfp4" in formats and blackwell:
@@ -186,7 +183,9 @@ def _reused(inventory: Inventory, tail: int) -> Iterator[Choice]:
     )
 
 
-def drafting_choices(inventory: Inventory, draft_len: int, schedule: dict[int, int]) -> Iterator[Choice]:
+def drafting_choices(
+    inventory: Inventory, options: TensorRTLLMOptions, draft_len: int, schedule: dict[int, int]
+) -> Iterator[Choice]:
     """The settings of speculative decoding."""
 
     def choice(name: str, value: Any, reason: str, *, written: bool = True) -> Choice:
@@ -208,6 +207,12 @@ def drafting_choices(inventory: Inventory, draft_len: int, schedule: dict[int, i
     )
     asked = "as asked (--draft-len-schedule)" if schedule else "none: always the whole block"
     yield choice("draft_len_schedule", schedule, asked, written=bool(schedule))
+    prototypes = {
+        "use_rejection_sampling": ("--rejection-sampling", options.rejection_sampling),
+        "enable_penalty": ("--penalties", options.penalties),
+    }
+    for name, (flag, on) in prototypes.items():
+        yield choice(name, on, f"a prototype, {'as' if on else 'not'} asked ({flag})", written=on)
 
 
 def drafter_context(settings: Settings) -> str:
@@ -219,8 +224,20 @@ def drafter_context(settings: Settings) -> str:
 
 def warnings(inventory: Inventory, gpu: Gpu, schedule: dict[int, int]) -> Iterator[Choice]:
     """Known problems, each with its report."""
-    gpt_oss = inventory.target.architecture == "GptOssForCausalLM"
+    architecture = inventory.target.architecture
+    gpt_oss, foreign = architecture == "GptOssForCausalLM", TARGETS.get(architecture)
     known = (
+        (
+            foreign is not None,
+            f"only TensorRT-LLM runs {architecture} ({foreign.source}); DFlash with it: {foreign.dflash}"
+            if foreign
+            else "",
+        ),
+        (
+            foreign is not None,
+            "checked were taps, vocabulary, mask token, block, tokenizer and the drafter's tensors; not the target's "
+            "tensors, its number format on this GPU, and how its weights are spread over GPUs",
+        ),
         (
             gpt_oss,
             "gpt-oss with speculative decoding was reported to lose tool calls and to loop, with EAGLE3 "

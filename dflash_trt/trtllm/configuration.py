@@ -5,11 +5,14 @@ docs/tensorrt_llm.md has the rules and their sources. Nothing here imports tenso
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from dflash_trt.errors import UsageError
+from dflash_trt.errors import BuildError, UsageError
+from dflash_trt.extras import install
 from dflash_trt.models.inventory import Inventory
 from dflash_trt.planning.gpus import Gpu, find_gpu
 from dflash_trt.planning.memory import MemoryEstimate, estimate_memory, gib
@@ -25,12 +28,14 @@ from dflash_trt.trtllm.choices import (
     target_choices,
     warnings,
 )
-from dflash_trt.trtllm.drafter import DFLASH2
-from dflash_trt.trtllm.options import TensorRTLLMOptions
-from dflash_trt.trtllm.quantization import TargetQuantization, check_gpu
-from dflash_trt.trtllm.releases import Release, find_release
+from dflash_trt.trtllm.entry import TensorRTLLMOptions
+from dflash_trt.trtllm.installed import IMAGE
+from dflash_trt.trtllm.targets import TARGETS, TargetQuantization, check_gpu
 
 ENGINE = "tensorrt-llm"
+VERSION = "1.4.0rc1"  # whose fields llm_args.json has
+CONTAINER = f"{IMAGE}:{VERSION}"
+SCHEMA: dict[str, Any] = json.loads(Path(__file__).with_name("llm_args.json").read_text())
 _LARGEST_DEFAULT_BATCH = 64
 
 
@@ -38,7 +43,6 @@ _LARGEST_DEFAULT_BATCH = 64
 class Configuration:
     """`llm_args` as TensorRT-LLM reads it, the choices behind it, and its memory."""
 
-    release: Release
     gpu: Gpu
     llm_args: dict[str, Any]
     choices: tuple[Choice, ...]
@@ -60,7 +64,7 @@ def configure(
     Raises BuildError with the reason for a pair that TensorRT-LLM cannot load or run, and with the arithmetic for a
     pair that does not fit.
     """
-    release, gpu = find_release(options.version), find_gpu(options.gpu)
+    gpu = find_gpu(options.gpu)
     settings = Settings(
         engine=ENGINE,
         gpu=gpu,
@@ -72,7 +76,7 @@ def configure(
     gpus_per_node, nodes = _nodes(options, gpu)
     memory, batch = _batch(inventory, settings, options)
     schedule = _schedule(options, block_size - 1)
-    reuse = _block_reuse(inventory, options, release)
+    reuse = _block_reuse(inventory, options)
     choices = (
         Choice("tensor_parallel_size", options.tensor_parallel, "as asked (--tp)"),
         Choice("pipeline_parallel_size", 1, "speculative decoding runs on one stage only"),
@@ -80,35 +84,44 @@ def configure(
         batch,
         *size_choices(settings, batch.value, schedule),
         *target_choices(inventory, quantization),
-        *expert_choices(inventory, options, gpu, release, quantization),
+        *expert_choices(inventory, options, gpu, quantization),
         *cache_choices(inventory, quantization, memory, settings, reuse),
-        *drafting_choices(inventory, block_size - 1, schedule),
+        *drafting_choices(inventory, options, block_size - 1, schedule),
         drafter_attention(inventory, options, gpu),
         Choice("drafter_context_bytes", memory.drafter_bytes, drafter_context(settings), written=False),
         *warnings(inventory, gpu, schedule),
     )
     args = _nested(choice for choice in choices if choice.written)
-    release.check(args)
-    return Configuration(release, gpu, args, choices, memory, nodes, gpus_per_node)
+    check_fields(args)
+    return Configuration(gpu, args, choices, memory, nodes, gpus_per_node)
+
+
+def check_fields(document: Mapping[str, Any]) -> None:
+    """Raise BuildError naming the first field that TensorRT-LLM does not know or would refuse."""
+    try:
+        from jsonschema import Draft202012Validator
+    except ImportError:
+        raise BuildError(f"jsonschema is not installed; install it with: {install('tensorrt-llm')}") from None
+
+    plain = json.loads(json.dumps(document))  # YAML allows integer keys, JSON does not
+    for error in Draft202012Validator(SCHEMA).iter_errors(plain):
+        while error.context:
+            error = error.context[0]
+        place = ".".join(map(str, error.absolute_path)) or "llm_args"
+        raise BuildError(f"TensorRT-LLM {VERSION}: {place}: {error.message}")
 
 
 def memory_settings(
     inventory: Inventory, options: TensorRTLLMOptions, quantization: TargetQuantization
 ) -> dict[str, Any]:
     """Fields of a memory plan's `Settings`. Raises BuildError for what TensorRT-LLM cannot run."""
-    release, gpu = find_release(options.version), find_gpu(options.gpu)
-    if inventory.drafter.architecture == DFLASH2 and not release.dflash2:
-        raise UsageError(
-            f"--trtllm-version is {release.version}, of which it is not known whether it has DFlash2 "
-            "(NVIDIA/TensorRT-LLM#18155); leave it out"
-        )
+    gpu = find_gpu(options.gpu)
     check_gpu(inventory.target, quantization, gpu)
     _check_parallel(inventory, options, gpu, quantization)
     return {
         "tensor_parallel": options.tensor_parallel,
         "cache": quantization.kv_cache,
         "drafter_attention": drafter_attention(inventory, options, gpu).value,
-        "draft_pool": release.draft_pool_beside_arena,
     }
 
 
@@ -141,7 +154,8 @@ def _check_parallel(
     tp, ep, moe = options.tensor_parallel, options.expert_parallel, inventory.target.moe
     if tp < 1 or ep < 1:
         raise UsageError(f"--tp is {tp} and --ep is {ep}, expected 1 or more")
-    for config in (inventory.target, inventory.drafter):
+    foreign = inventory.target.architecture in TARGETS  # latent rows are not divided
+    for config in (inventory.drafter,) if foreign else (inventory.target, inventory.drafter):
         heads, kv = config.num_attention_heads, config.num_key_value_heads
         if heads % tp or (kv % tp and tp % kv):
             raise UsageError(
@@ -209,18 +223,13 @@ def _schedule(options: TensorRTLLMOptions, draft_len: int) -> dict[int, int]:
     return schedule
 
 
-def _block_reuse(inventory: Inventory, options: TensorRTLLMOptions, release: Release) -> int:
+def _block_reuse(inventory: Inventory, options: TensorRTLLMOptions) -> int:
     """The tokens at the end of a prompt that are computed where its beginning is reused; 0 if nothing is reused."""
     tail = options.block_reuse
     if tail is None:
         return 0
     if tail < 1:
         raise UsageError(f"--block-reuse is {tail}, expected 1 or more")
-    if "context_recompute_tail" not in release.fields("DFlashDecodingConfig"):
-        raise UsageError(
-            f"--block-reuse is {tail}, but TensorRT-LLM {release.version} has no context_recompute_tail: reused tokens "
-            "would give the drafter nothing (NVIDIA/TensorRT-LLM#16005); leave it out"
-        )
     if inventory.target.delta_layers:
         raise UsageError(
             f"--block-reuse is {tail}, but {inventory.target.path} has layers with a state, which is kept at few "
@@ -233,7 +242,7 @@ def describe(configuration: Configuration) -> dict[str, Any]:
     """The configuration's part of a bundle's manifest."""
     c = configuration
     return {
-        "version": c.release.version,
+        "version": VERSION,
         "gpu": c.gpu.name,
         "nodes": c.nodes,
         "gpus_per_node": c.gpus_per_node,

@@ -28,8 +28,10 @@ from dflash_trt.decoding.params import FinishReason, SamplingParams
 from dflash_trt.decoding.queue import Queue
 from dflash_trt.decoding.request import Emission, Request
 from dflash_trt.errors import DFlashError, EngineError, RequestError
-from dflash_trt.trtllm.installed import load
+from dflash_trt.trtllm.installed import load, read_llm_args
 
+# The values that ask for none.
+_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _PATIENCE = 0.05  # seconds that a step waits for tokens before it checks cancellations and deadlines
 
 
@@ -65,6 +67,7 @@ class Driver:
         self._path, manifest = bundle.path, bundle.manifest
         self._eos: tuple[int, ...] = tuple(manifest["eos_token_ids"])
         self._draft_len: int = manifest["block_size"] - 1
+        self._penalties = bool(read_llm_args(bundle)["speculative_config"].get("enable_penalty"))
         self._module, self._llm = load(bundle)
         self.metrics = Metrics()
         self._runs: dict[Request, _Run] = {}
@@ -112,6 +115,7 @@ class Driver:
         refused = {
             "min_p": params.min_p != 0,
             "min_tokens": params.min_tokens,
+            "bad_words": params.bad_words,
             "structured_outputs": params.structured_outputs,
             "logit_bias": params.logit_bias,
             "allowed_token_ids": params.allowed_token_ids,
@@ -122,10 +126,10 @@ class Driver:
             raise RequestError(
                 f"{name} is {getattr(params, name)}, which TensorRT-LLM does not support with speculative decoding"
             )
-        if params.adjusted:
+        if params.penalized and not self._penalties:
             raise RequestError(
-                "repetition_penalty, presence_penalty, frequency_penalty and bad_words: TensorRT-LLM refuses penalties "
-                "with speculative decoding (its enable_penalty is a prototype, and off)"
+                "repetition_penalty, presence_penalty and frequency_penalty: TensorRT-LLM refuses penalties with "
+                "speculative decoding unless the bundle is built with --penalties"
             )
 
     def lengths(self, options: RequestOptions, requests: int | None = None) -> Lengths:
@@ -225,6 +229,7 @@ class Driver:
             values |= {"temperature": p.temperature, "top_p": p.top_p}
             if p.top_k:
                 values["top_k"] = p.top_k
+        values |= {name: value for name, off in _PENALTIES.items() if (value := getattr(p, name)) != off}
         return self._module.SamplingParams(**values)
 
     def _answer(self, response: _Response) -> Emission:

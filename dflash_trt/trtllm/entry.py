@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from dflash_trt.engines.base import (
@@ -14,13 +17,14 @@ from dflash_trt.engines.base import (
     BuildSettings,
     Container,
     EngineEntry,
+    EngineOptions,
     MemoryTraits,
     PagedPool,
     RunSettings,
     Weights,
+    option,
 )
 from dflash_trt.errors import BuildError, UsageError
-from dflash_trt.trtllm.options import TensorRTLLMOptions
 
 if TYPE_CHECKING:
     from dflash_trt.bundle.manifest import Bundle
@@ -38,6 +42,96 @@ POOL = PagedPool(page=32, fraction=0.9, activation_bytes=6 * GIB, arena_safety=0
 # Architectures with Gated DeltaNet that DFlash was run with: Qwen3.5-4B, Qwen3.5-35B-A3B and Qwen3.6-35B-A3B in
 # TensorRT-LLM's own tests (NVIDIA/TensorRT-LLM#15132, #16914, #18553), Qwen3.8-27B with DFlash2 by a user (#18085).
 HYBRIDS = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
+
+
+def _schedule(text: str) -> dict[int, int]:
+    if text == "none":
+        return {}
+    pairs = [part.split(":") for part in text.split(",")]
+    schedule = {int(batch): int(length) for batch, length in pairs}
+    if len(schedule) != len(pairs):
+        raise argparse.ArgumentTypeError(f"{text} names a batch twice")
+    return schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorRTLLMOptions(EngineOptions):
+    """The user's settings. None: computed.
+
+    `tensor_parallel` GPUs share every layer; the experts are spread over `expert_parallel` of them.
+    `draft_len_schedule` maps a number of active requests to the tokens drafted up to that number. Empty: always the
+    whole block.
+    """
+
+    title = "TensorRT-LLM"
+    batch = "what fits, at most 64"
+
+    gpu: str = field(
+        metadata=option(
+            "--gpu", metavar="NAME", help="b200, h200, rtx-pro-6000, ... (dflash-trt plan --help)"
+        )
+    )
+    tensor_parallel: int = field(
+        default=1,
+        metadata=option("--tp", least=1, metavar="N", help="GPUs that share every layer (default: 1)"),
+    )
+    expert_parallel: int = field(
+        default=1,
+        metadata=option("--ep", least=1, metavar="N", help="GPUs that share the experts (default: 1)"),
+    )
+    gpus_per_node: int | None = field(
+        default=None,
+        metadata=option("--gpus-per-node", least=1, metavar="N", help="default: what such machines have"),
+    )
+    max_batch_size: int | None = None
+    drafter_attention: str | None = field(
+        default=None,
+        metadata=option(
+            "--drafter-attention", metavar="BACKEND", help="VANILLA, TRTLLM or FA4 (default: by GPU)"
+        ),
+    )
+    block_reuse: int | None = field(
+        default=None,
+        metadata=option(
+            "--block-reuse",
+            least=1,
+            metavar="TOKENS",
+            help="reuse the KV cache of equal beginnings of prompts, but compute at least the last TOKENS, as the "
+            "drafter's context (default: compute the whole prompt)",
+        ),
+    )
+    moe_backend: str | None = field(
+        default=None,
+        metadata=option("--moe-backend", metavar="BACKEND", help="of the target's experts (default: by GPU)"),
+    )
+    draft_len_schedule: dict[int, int] | None = field(
+        default=None,
+        metadata=option(
+            "--draft-len-schedule",
+            type=_schedule,
+            metavar="BATCH:LEN,...",
+            help="draft LEN tokens while at most BATCH requests are active, or none: the whole block always (default: "
+            "none)",
+        ),
+    )
+    rejection_sampling: bool = field(
+        default=False,
+        metadata=option(
+            "--rejection-sampling",
+            action="store_const",
+            const=True,
+            help="accept drafts of sampled requests by their probabilities (a prototype of TensorRT-LLM)",
+        ),
+    )
+    penalties: bool = field(
+        default=False,
+        metadata=option(
+            "--penalties",
+            action="store_const",
+            const=True,
+            help="let requests have repetition, presence and frequency penalties (a prototype of TensorRT-LLM)",
+        ),
+    )
 
 
 class TensorRTLLMEntry(EngineEntry):
@@ -67,10 +161,16 @@ class TensorRTLLMEntry(EngineEntry):
                 "quantized checkpoint with: dflash-trt quantize"
             )
 
+    def read_target(self, directory: Path) -> TargetConfig:
+        """Also that of a target whose family only TensorRT-LLM runs. Raises CheckpointError."""
+        from dflash_trt.trtllm.targets import read_target
+
+        return read_target(directory)
+
     def check_pair(self, target: TargetConfig, drafter: DrafterConfig) -> None:
         """Raise CheckpointError for a format that it does not read, and a drafter that it computes otherwise."""
         from dflash_trt.trtllm.drafter import check_drafter
-        from dflash_trt.trtllm.quantization import target_quantization
+        from dflash_trt.trtllm.targets import target_quantization
 
         target_quantization(target)
         check_drafter(drafter)
@@ -134,7 +234,7 @@ class TensorRTLLMEntry(EngineEntry):
     def memory_settings(self, inventory: Inventory, options: TensorRTLLMOptions) -> dict[str, Any]:
         """What the options and the target's format say to a memory plan. Raises BuildError."""
         from dflash_trt.trtllm.configuration import memory_settings
-        from dflash_trt.trtllm.quantization import target_quantization
+        from dflash_trt.trtllm.targets import target_quantization
 
         return memory_settings(inventory, options, target_quantization(inventory.target))
 
@@ -151,7 +251,7 @@ class TensorRTLLMEntry(EngineEntry):
         """Become `trtllm-serve`. Raises DFlashError if that cannot be."""
         if server != self.server:
             super().serve(bundle, server, host=host, port=port)
-        from dflash_trt.trtllm.serve import serve
+        from dflash_trt.trtllm.installed import serve
 
         serve(bundle, host=host, port=port)
 

@@ -1,21 +1,31 @@
-"""The installed tensorrt_llm: check that it agrees with a bundle, and open an LLM from the bundle."""
+"""The installed tensorrt_llm: check that it agrees with a bundle, open an LLM from the bundle, or become its server."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
+import os
+import shutil
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.errors import DFlashError
 from dflash_trt.logs import warn_once
-from dflash_trt.trtllm.attention import choose
 
+IMAGE = "nvcr.io/nvidia/tensorrt-llm/release"
 _log = logging.getLogger(__name__)
 
+# Modules that a backend of the drafter's attention imports, with their packages: NVIDIA/TensorRT-LLM, pull requests
+# 16914 and 18553. It does so when the drafter is made, after minutes of loading.
+_NEEDS = {
+    "VANILLA": {"flash_attn": "flash-attn"},
+    "FA4": {"flash_attn.cute": "flash-attn", "flashinfer": "flashinfer-python"},
+    "TRTLLM": {"flashinfer": "flashinfer-python"},
+}
 # Sections of llm_args.yaml and their classes.
 _SECTIONS = {
     "kv_cache_config": "KvCacheConfig",
@@ -32,7 +42,7 @@ def import_tensorrt_llm(version: str) -> Any:
     except Exception as error:  # its native parts may raise anything
         raise DFlashError(
             f"tensorrt_llm cannot be imported ({type(error).__name__}: {error}); this bundle is for {version}: run it "
-            f"in nvcr.io/nvidia/tensorrt-llm/release:{version}, or pip install tensorrt_llm=={version}"
+            f"in {IMAGE}:{version}, or pip install tensorrt_llm=={version}"
         ) from error
 
 
@@ -74,30 +84,21 @@ def load(bundle: Bundle) -> tuple[Any, Any]:
     """The package, and its LLM for this bundle.
 
     Raises DFlashError, before anything is loaded, if the package is missing or would refuse the configuration, or if
-    the drafter's attention lacks a package. Warns if another backend replaces it, and if the package is another release
-    than the bundle's, but accepts the configuration.
+    the drafter's attention lacks a package. Warns if the package is another release than the bundle's, but accepts the
+    configuration.
     """
     version = bundle.manifest["tensorrt_llm"]["version"]
     module = import_tensorrt_llm(version)
     args = read_llm_args(bundle)
+    check_attention(bundle, args)
     drafting = args["speculative_config"]
-    if (asked := drafting.get("attention_backend")) and hasattr(module.llmapi, "DFlashDecodingConfig"):
-        try:
-            drafting["attention_backend"], lacks = choose(asked, module.llmapi.DFlashDecodingConfig)
-        except ValueError as error:
-            raise DFlashError(f"{bundle.path}: {error}") from None
-        if lacks:
-            backend = drafting["attention_backend"]
-            warn_once(
-                _log, f"{bundle.path}: the drafter runs with {backend} instead of {asked}: {'; '.join(lacks)}"
-            )
     drafting["speculative_model"] = str((bundle.path / "drafter").resolve())
     try:
         args = _constructed(module.llmapi, args)
     except ValueError as error:
         raise DFlashError(
             f"{bundle.path / 'llm_args.yaml'}: made for TensorRT-LLM {version}, but {module.__version__} is "
-            f"installed: {error}. Install {version}, or build the bundle again with --trtllm-version"
+            f"installed: {error}. Install {version}"
         ) from None
     if module.__version__ != version:
         warn_once(
@@ -106,3 +107,49 @@ def load(bundle: Bundle) -> tuple[Any, Any]:
         )
     model = str((bundle.path / "target").resolve())
     return module, module.LLM(model=model, skip_tokenizer_init=True, **args)
+
+
+def check_attention(bundle: Bundle, llm_args: Mapping[str, Any]) -> None:
+    """Raise DFlashError if a package of the drafter's attention cannot be imported here."""
+    backend = llm_args["speculative_config"]["attention_backend"]
+    for module, package in _NEEDS[backend].items():
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # native parts may raise anything
+            raise DFlashError(
+                f"{bundle.path}: the drafter's attention_backend is {backend}, but {module} cannot be imported "
+                f"({error}); pip install {package}, or build the bundle again with another --drafter-attention"
+            ) from None
+
+
+def serve(bundle: Bundle, *, host: str, port: int) -> NoReturn:
+    """Become the server, in place of this process, so that signals reach it. Nothing of the bundle is executed.
+
+    Raises:
+        DFlashError: the bundle is for several nodes, or asks for code of its own to be run; there is no trtllm-serve;
+            or the drafter's attention lacks a package where this Python has tensorrt_llm.
+    """
+    path, manifest = bundle.path, bundle.manifest
+    if manifest["weights"] == "none":
+        raise DFlashError(f"{path}: was built with --weights none and cannot run; build it with its weights")
+    nodes = manifest["tensorrt_llm"]["nodes"]
+    if nodes > 1:
+        raise DFlashError(f"{path}: is for {nodes} nodes; start it under MPI or Slurm (docs/tensorrt_llm.md)")
+    args, version = read_llm_args(bundle), manifest["tensorrt_llm"]["version"]
+    if shutil.which("trtllm-serve") is None:
+        raise DFlashError(
+            f"there is no trtllm-serve on the PATH; install tensorrt_llm {version}, or serve in a container: "
+            "docker run --rm --ipc host --gpus all --ulimit memlock=-1 --ulimit stack=67108864 "
+            f"--publish {host}:{port}:8000 --volume {bundle.path.resolve()}:/bundle:ro --workdir /bundle "
+            f"{IMAGE}:{version} {' '.join(_command('0.0.0.0', 8000))}"
+        )
+    if importlib.util.find_spec("tensorrt_llm") is not None:  # else trtllm-serve belongs to another Python
+        check_attention(bundle, args)
+    os.chdir(bundle.path)
+    command = _command(host, port)
+    os.execvp(command[0], command)
+
+
+def _command(host: str, port: int) -> list[str]:
+    """trtllm-serve, as launch/serve.sh starts it by hand, in the bundle's directory."""
+    return ["trtllm-serve", "./target", "--host", host, "--port", str(port), "--config", "llm_args.yaml"]

@@ -14,32 +14,21 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from dflash_trt.trtllm.attention import literals
-from dflash_trt.trtllm.releases import find_release
+from dflash_trt.trtllm.configuration import SCHEMA, VERSION
 
 Answer = Callable[[list[int]], list[Any]]  # tokens; an exception among them ends the request
 
 
-class Field:
-    def __init__(self, annotation: Any) -> None:
-        self.annotation = annotation
-
-
-def _annotation(schema: Mapping[str, Any]) -> Any:
-    values = [value for value in schema.get("enum", ()) if value is not None]
-    return Literal[tuple(values)] if values else Any
-
-
 def _config(name: str, schema: Mapping[str, Any]) -> type:
-    fields = {key: Field(_annotation(value)) for key, value in schema["properties"].items()}
+    fields = {key: dict(value) for key, value in schema["properties"].items()}  # tests change them
 
     def init(self: Any, **values: Any) -> None:
         if unknown := set(values) - set(fields):
             raise TypeError(f"{name}: extra fields not permitted: {sorted(unknown)}")
         for key, value in values.items():
-            allowed = literals(fields[key].annotation)
+            allowed = fields[key].get("enum")
             if allowed and value not in allowed:
-                raise ValueError(f"{name}: {key} should be one of {sorted(allowed)}, not {value!r}")
+                raise ValueError(f"{name}: {key} should be one of {allowed}, not {value!r}")
         self.values = values
 
     return type(name, (), {"__init__": init, "model_fields": fields})
@@ -190,19 +179,18 @@ class LLM:
         self.closed = True
 
 
-def make_double(answer: Answer, *, version: str | None = None, runs: Sequence[int] = (1, 3, 8)) -> Any:
+def make_double(answer: Answer, *, version: str = VERSION, runs: Sequence[int] = (1, 3, 8)) -> Any:
     """A module of that release. `runs`: the numbers of tokens of the decoding iterations, in turn."""
-    release = find_release(version)
-    schemas = {**release.llm_args["$defs"], "TorchLlmArgs": release.llm_args}
+    schemas = {**SCHEMA["$defs"], "TorchLlmArgs": SCHEMA}
     made: list[LLM] = []
     members = {
         "answer": staticmethod(answer),
         "runs": runs,
-        "fields": release.fields("TorchLlmArgs"),
+        "fields": frozenset(SCHEMA["properties"]),
         "made": made,
     }
     module: Any = types.ModuleType("tensorrt_llm")
-    module.__version__ = release.version
+    module.__version__ = version
     module.__spec__ = ModuleSpec("tensorrt_llm", None)
     module.LLM = type("LLM", (LLM,), members)
     module.SamplingParams = SamplingParams

@@ -51,7 +51,6 @@ LIGHT = {
     ),
     *("dflash_trt.engines.tensorrt.options", "dflash_trt.engines.tensorrt.profiles"),
     *("dflash_trt.trtllm", "dflash_trt.trtllm.entry"),
-    "dflash_trt.trtllm.options",
     *("dflash_plugins", "dflash_plugins.kernel_specs"),  # sizes of kernels, which import nothing
 }
 

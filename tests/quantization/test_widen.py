@@ -21,7 +21,7 @@ from dflash_trt.errors import CheckpointError
 from dflash_trt.formats.precision import Precision
 from dflash_trt.quantization.convert import quantize
 from dflash_trt.quantization.repack import in_bf16
-from dflash_trt.trtllm.options import TensorRTLLMOptions
+from dflash_trt.trtllm.entry import TensorRTLLMOptions
 from tests.doubles.checkpoints import make_drafter, make_target, write_json
 
 BLOCK = 16

@@ -23,7 +23,7 @@ from dflash_trt.cli import main
 from dflash_trt.errors import BuildError, CheckpointError
 from dflash_trt.models.configs import read_drafter_config
 from dflash_trt.reports.inspection import inspect
-from dflash_trt.trtllm.options import TensorRTLLMOptions
+from dflash_trt.trtllm.entry import TensorRTLLMOptions
 from tests.doubles.checkpoints import make_drafter, make_target, write_json
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter, make_qwen3_moe
 from tests.doubles.kind_checkpoints import make_dflash2
@@ -318,11 +318,12 @@ def test_inspect_explains_the_choices(built: Bundle, capsys: pytest.CaptureFixtu
 def test_the_command_builds(pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = ["build", "--target", str(pair / "target"), "--drafter", str(pair / "drafter"), "--out"]
     options = ["--engine", "tensorrt-llm", "--gpu", "b300", "--tp", "2", "--max-batch-size", "16"]
-    schedule = ["--draft-len-schedule", "4:7,16:2", "--trtllm-version", "1.3.0rc27"]
+    schedule = ["--draft-len-schedule", "4:7,16:2", "--penalties"]
     assert main([*base, str(tmp_path / "b"), *options, *schedule]) == 0
     args = yaml.safe_load((tmp_path / "b" / "llm_args.yaml").read_text())
     assert args["speculative_config"]["draft_len_schedule"] == {4: 7, 16: 2}
     assert args["tensor_parallel_size"] == 2
+    assert args["speculative_config"]["enable_penalty"] is True
     said = capsys.readouterr().out
     assert "max_batch_size 16: as asked" in said
     assert "speculative_config.draft_len_schedule 4:7,16:2: as asked" in said

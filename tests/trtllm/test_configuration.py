@@ -18,13 +18,11 @@ from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.models.inventory import Inventory, take_inventory
 from dflash_trt.planning.gpus import gpus
 from dflash_trt.planning.memory import GIB, arena_bytes
-from dflash_trt.trtllm.configuration import Configuration, configure
+from dflash_trt.trtllm.build import launch_files
+from dflash_trt.trtllm.configuration import CONTAINER, SCHEMA, VERSION, Configuration, check_fields, configure
 from dflash_trt.trtllm.drafter import DFLASH2, check_drafter
-from dflash_trt.trtllm.entry import POOL
-from dflash_trt.trtllm.launch import launch_files
-from dflash_trt.trtllm.options import TensorRTLLMOptions
-from dflash_trt.trtllm.quantization import TargetQuantization, target_quantization
-from dflash_trt.trtllm.releases import Release, find_release, known_releases
+from dflash_trt.trtllm.entry import POOL, TensorRTLLMOptions
+from dflash_trt.trtllm.targets import TargetQuantization, target_quantization
 from tests.doubles.checkpoints import make_drafter, make_target, write_json
 from tests.doubles.kind_checkpoints import make_dflare, make_dflash2, make_jetspec
 
@@ -77,45 +75,31 @@ def configured(
     )
 
 
-def yaml_documents(configuration: Configuration) -> dict[str, Any]:
-    files = launch_files(configuration)
-    return {name: yaml.safe_load(text) for name, text in files.items() if name.endswith(".yaml")}
-
-
-@pytest.mark.parametrize("version", known_releases())
 @pytest.mark.parametrize("gpu", [name for name, gpu in gpus().items() if gpu.sm >= 90])
-def test_every_yaml_is_valid_for_every_pair_and_parallelism(
-    pairs: dict[str, Pair], gpu: str, version: str
+def test_every_configuration_is_valid_for_every_pair_and_parallelism(
+    pairs: dict[str, Pair], gpu: str
 ) -> None:
-    """Each combination gives files that the release's schema accepts, or a correct refusal."""
-    release, device = find_release(version), gpus()[gpu]
-    jsonschema.Draft202012Validator.check_schema(release.llm_args)
-    jsonschema.Draft202012Validator.check_schema(release.disaggregated)
+    """Each combination gives a configuration that the release's schema accepts, or a correct refusal."""
+    device = gpus()[gpu]
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
     valid = 0
     for (name, pair), (tp, ep) in product(pairs.items(), PARALLEL):
         target, drafter = pair[0].target, pair[0].drafter
-        options = {"tensor_parallel": tp, "expert_parallel": ep, "version": version, "gpus_per_node": 8}
-        found, refusal = attempt(pair, gpu, options)
+        found, refusal = attempt(
+            pair, gpu, {"tensor_parallel": tp, "expert_parallel": ep, "gpus_per_node": 8}
+        )
         if found is None:
             heads = any(
                 c.num_attention_heads % tp or (c.num_key_value_heads % tp and tp % c.num_key_value_heads)
                 for c in (target, drafter)
             )
             spread = ep > 1 and (target.moe is None or device.sm >= 120)
-            unknown = drafter.architecture == DFLASH2 and not release.dflash2
-            assert heads or spread or unknown or "does not fit" in refusal, (
-                f"{name} on {tp} x {gpu}: {refusal}"
-            )
+            assert heads or spread or "does not fit" in refusal, f"{name} on {tp} x {gpu}: {refusal}"
             continue
         valid += 1
-        for file, document in yaml_documents(found).items() if tp == 1 else ():
-            if file == "triton/model.yaml":
-                assert document.pop("triton_config")["decoupled"]
-                assert document.pop("model") == "./target"
-                assert document == found.llm_args
-            schema = release.disaggregated if "router" in file else release.llm_args
-            errors = [e.message for e in jsonschema.Draft202012Validator(schema).iter_errors(document)]
-            assert errors == [], f"{name} on {tp} x {gpu}: {file}"
+        document = yaml.safe_load(launch_files(found)["llm_args.yaml"])
+        errors = [e.message for e in jsonschema.Draft202012Validator(SCHEMA).iter_errors(document)]
+        assert (document, errors) == (found.llm_args, []), f"{name} on {tp} x {gpu}"
         check_rules(found, pair[0], tp, ep)
     assert valid >= 15
 
@@ -201,14 +185,13 @@ def test_blocks_are_reused_where_the_cache_manager_keeps_it_sound(pairs: dict[st
         assert args["kv_cache_config"].get("use_kv_cache_manager_v2") is version2
 
 
-def test_moe_backends_by_gpu_and_release(pairs: dict[str, Pair], tmp_path: Path) -> None:
+def test_moe_backends_by_gpu(pairs: dict[str, Pair], tmp_path: Path) -> None:
     def backend(name: str, gpu: str, **options: Any) -> str:
         found = configured(pairs[name], gpu, **options).llm_args
         return str(found["moe_config"]["backend"])
 
     assert backend("gpt-oss-20b", "b300") == "TRTLLM"
-    assert backend("gpt-oss-20b", "h200", version="1.3.0rc27") == "TRITON"
-    assert backend("gpt-oss-20b", "h200", version="1.4.0rc1") == "CUTLASS"
+    assert backend("gpt-oss-20b", "h200") == "CUTLASS"
     assert backend("gpt-oss-20b", "rtx-pro-6000") == "CUTLASS"
     assert backend("qwen3-coder-30b-a3b", "b200") == "CUTLASS"
     assert backend("gpt-oss-20b", "b200", moe_backend="CUTLASS") == "CUTLASS"
@@ -220,7 +203,7 @@ def test_moe_backends_by_gpu_and_release(pairs: dict[str, Pair], tmp_path: Path)
 
 def test_a_schedule_reaches_the_yaml_with_integer_keys(pairs: dict[str, Pair]) -> None:
     found = configured(pairs["gpt-oss-20b"], max_batch_size=40, draft_len_schedule={32: 3, 5: 7, 40: 0})
-    document = yaml_documents(found)["llm_args.yaml"]
+    document = yaml.safe_load(launch_files(found)["llm_args.yaml"])
     assert document["speculative_config"]["draft_len_schedule"] == {5: 7, 32: 3, 40: 0}
     assert 5 in document["cuda_graph_config"]["batch_sizes"]
     assert any("stores no context" in choice.reason for choice in found.choices)
@@ -240,16 +223,6 @@ def test_without_limits_the_batch_is_a_power_of_two_that_fits_and_every_draft_is
     assert batch == 64 or batch <= found.memory.largest_batch < 2 * batch
     assert "draft_len_schedule" not in found.llm_args["speculative_config"]
     assert "always the whole block" in why["speculative_config.draft_len_schedule"]
-
-
-def test_prefill_and_decode_apart(pairs: dict[str, Pair]) -> None:
-    documents = yaml_documents(configured(pairs["qwen3-8b"], "h200", tensor_parallel=2))
-    context, generation = (documents[f"disaggregated/{role}.yaml"] for role in ("context", "generation"))
-    assert "speculative_config" not in context
-    assert context["disable_overlap_scheduler"] is True
-    assert generation["speculative_config"]["decoding_type"] == "DFlash"
-    for role in (context, generation):
-        assert role["cache_transceiver_config"]["max_tokens_in_buffer"] == role["max_seq_len"]
 
 
 def test_quantized_targets_are_planned_as_such(pairs: dict[str, Pair], tmp_path: Path) -> None:
@@ -275,10 +248,8 @@ def test_quantized_targets_are_planned_as_such(pairs: dict[str, Pair], tmp_path:
         ("qwen3-8b", "h200", {"drafter_attention": "TRTLLM"}, "TRTLLM runs on SM100 and SM103 only"),
         ("qwen3-8b", "h200", {"drafter_attention": "fast"}, "expected one of: VANILLA, TRTLLM, FA4"),
         ("qwen3.8-27b", "b200", {"drafter_attention": "TRTLLM"}, "not with DFlash2"),
-        ("qwen3.8-27b", "b200", {"version": "1.3.0rc27"}, "1.3.0rc27, of which it is not known whether it has DFlash2"),
         ("qwen3.8-27b", "b200", {"block_reuse": 2048}, "--block-reuse is 2048, but .* has layers with a state"),
         ("qwen3-8b", "b200", {"block_reuse": 0}, "--block-reuse is 0, expected 1 or more"),
-        ("qwen3-8b", "b200", {"block_reuse": 64, "version": "1.3.0rc27"}, "1.3.0rc27 has no context_recompute_tail"),
         ("gpt-oss-20b", "h200", {"moe_backend": "TRTLLM"}, "on SM100 and SM103, but H200"),
         ("qwen3-coder-30b-a3b", "b200", {"moe_backend": "TRTLLM"}, "the target is in bfloat16"),
         ("gpt-oss-20b", "b200", {"moe_backend": "FAST"}, r"moe_config.backend: 'FAST' is not one of"),
@@ -293,9 +264,6 @@ def test_quantized_targets_are_planned_as_such(pairs: dict[str, Pair], tmp_path:
         ("gpt-oss-20b", "b200", {"draft_len_schedule": {4: 3}}, r"begins with 4:3, .*: 4:7"),
         ("gpt-oss-20b", "b200", {"draft_len_schedule": {4: 8}}, r"has 4:8, expected a batch of 1 or more and 0\.\.7"),
         ("gpt-oss-20b", "v100", {}, "--gpu is 'v100' .*known GPUs"),
-        ("gpt-oss-20b", "b200", {"version": "1.2.1"}, r"is 1.2.1, .*\(DFlash came with 1.3.0rc12"),
-        ("gpt-oss-20b", "b200", {"version": "1.5.0"}, "whose configuration fields are not known here"),
-        ("gpt-oss-20b", "b200", {"version": "newest"}, "is newest, whose configuration fields are not known"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(
@@ -337,20 +305,6 @@ def test_experts_in_blocks_are_divided_into_whole_blocks(pairs: dict[str, Pair])
     configured(blocks, tensor_parallel=8, expert_parallel=2)
 
 
-def test_fields_differ_between_releases() -> None:
-    old, new = find_release("1.3.0rc27"), find_release("1.4.0rc1")
-    added = {"moe_backend", "spec_dec_variant", "context_recompute_tail", "skip_ctx_buffer_budget_check"}
-    assert new.fields("DFlashDecodingConfig") - old.fields("DFlashDecodingConfig") == added
-    assert old.fields("DFlashDecodingConfig") < new.fields("DFlashDecodingConfig")
-    section = {"decoding_type": "DFlash", "max_draft_len": 7, "speculative_model": "x"}
-    newer = {"speculative_config": section | {"context_recompute_tail": 64}}
-    new.check(newer)
-    with pytest.raises(
-        BuildError, match=r"TensorRT-LLM 1\.3\.0rc27: speculative_config: .*context_recompute_tail"
-    ):
-        old.check(newer)
-
-
 @pytest.mark.parametrize(
     "document",
     [
@@ -363,19 +317,28 @@ def test_fields_differ_between_releases() -> None:
     ],
 )
 def test_the_schema_refuses_what_the_package_would(document: dict[str, Any]) -> None:
-    for version in known_releases():
-        with pytest.raises(BuildError):
-            find_release(version).check(document)
+    with pytest.raises(BuildError):
+        check_fields(document)
 
 
-def test_every_release_names_its_sources() -> None:
-    for version in known_releases():
-        release: Release = find_release(version)
-        assert release.version == version
-        assert release.container.endswith(f":{version}")
-        assert release.sources.keys() == {*release.llm_args["$defs"], "TorchLlmArgs", "dflash2"}
-        for name in ("DFlashDecodingConfig", "TorchLlmArgs"):
-            assert f"/{version}/" in release.sources[name]
+def test_the_release_names_its_sources_and_the_guide_every_field_of_its_drafting() -> None:
+    assert CONTAINER.endswith(f":{VERSION}")
+    assert SCHEMA["sources"].keys() == {*SCHEMA["$defs"], "TorchLlmArgs", "dflash2"}
+    for name in ("DFlashDecodingConfig", "TorchLlmArgs"):
+        assert f"/{VERSION}/" in SCHEMA["sources"][name]
+    guide = (Path(__file__).parents[2] / "docs" / "tensorrt_llm.md").read_text()
+    fields = SCHEMA["$defs"]["DFlashDecodingConfig"]["properties"]
+    assert [name for name in fields if f"`{name}`" not in guide] == []
+
+
+@pytest.mark.parametrize(
+    ("option", "field"),
+    [("rejection_sampling", "use_rejection_sampling"), ("penalties", "enable_penalty")],
+)
+def test_prototypes_are_on_where_asked(pairs: dict[str, Pair], option: str, field: str) -> None:
+    drafting = configured(pairs["qwen3-8b"], **{option: True}).llm_args["speculative_config"]
+    assert drafting[field] is True
+    assert field not in configured(pairs["qwen3-8b"]).llm_args["speculative_config"]
 
 
 def found_in(tmp_path: Path, section: dict[str, Any] | None = None, **own_file: Any) -> TargetQuantization:

@@ -6,14 +6,14 @@ import asyncio
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
 from dflash_trt import LLM, AsyncLLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.errors import DFlashError, RequestError
-from dflash_trt.trtllm.options import TensorRTLLMOptions
+from dflash_trt.trtllm.entry import TensorRTLLMOptions
 from tests.doubles.tensorrt_llm_double import make_double
 
 # The packages that the drafter's attention imports.
@@ -26,8 +26,8 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("bundles")
     build("tiny", None, root / "onnx")
     build("tiny", None, root / "trtllm", engine="tensorrt-llm", options=TensorRTLLMOptions(gpu="h100"))
-    old = TensorRTLLMOptions(gpu="h100", version="1.3.0rc27")
-    build("tiny", None, root / "old", engine="tensorrt-llm", options=old)
+    penalties = TensorRTLLMOptions(gpu="h100", penalties=True, rejection_sampling=True)
+    build("tiny", None, root / "penalties", engine="tensorrt-llm", options=penalties)
     return root
 
 
@@ -271,7 +271,7 @@ def test_an_installed_release_that_lacks_fields_is_reported_before_loading(
 
 
 def test_an_installed_release_that_lacks_a_value_is_reported(bundles: Path, double: Any) -> None:
-    double.llmapi.KvCacheConfig.model_fields["dtype"].annotation = Literal["fp8", "nvfp4"]
+    double.llmapi.KvCacheConfig.model_fields["dtype"]["enum"] = ["fp8", "nvfp4"]
     with pytest.raises(
         DFlashError, match=r"kv_cache_config: .* dtype should be .* not 'auto'. Install 1\.4\.0rc1"
     ):
@@ -279,33 +279,35 @@ def test_an_installed_release_that_lacks_a_value_is_reported(bundles: Path, doub
     assert double.made == []
 
 
-def test_a_backend_that_the_installed_class_does_not_have_is_replaced(
-    bundles: Path, double: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    field = double.llmapi.DFlashDecodingConfig.model_fields["attention_backend"]
-    field.annotation = Literal["VANILLA", "TRTLLM"] | None
-    LLM(bundles / "trtllm").close()
-    assert "runs with VANILLA instead of FA4: the installed TensorRT-LLM takes TRTLLM, VANILLA" in caplog.text
-    assert double.made[0].kwargs["speculative_config"].values["attention_backend"] == "VANILLA"
-
-
-def test_attention_that_cannot_be_imported_is_replaced_or_reported_before_loading(
-    bundles: Path, double: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_attention_that_cannot_be_imported_is_reported_before_loading(
+    bundles: Path, double: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    LLM(bundles / "trtllm").close()
-    assert "runs with VANILLA instead of FA4: flashinfer cannot be imported" in caplog.text
-    assert double.made[0].kwargs["speculative_config"].values["attention_backend"] == "VANILLA"
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
     with pytest.raises(
-        DFlashError, match=r"is FA4, but .*pip install flash-attn flashinfer-python, or build"
+        DFlashError, match=r"is FA4, but flashinfer .*pip install flashinfer-python, or build"
     ):
         LLM(bundles / "trtllm")
-    assert len(double.made) == 1
+    assert double.made == []
 
 
 def test_another_release_that_takes_every_field_is_a_warning(
-    bundles: Path, reference: Any, double: Any, caplog: pytest.LogCaptureFixture
+    bundles: Path, double: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    LLM(bundles / "old").close()
-    assert "made for TensorRT-LLM 1.3.0rc27, 1.4.0rc1 is installed" in caplog.text
+    double.__version__ = "1.4.0rc2"
+    LLM(bundles / "trtllm").close()
+    assert "made for TensorRT-LLM 1.4.0rc1, 1.4.0rc2 is installed" in caplog.text
+
+
+def test_penalties_pass_where_the_bundle_was_built_for_them(bundles: Path, double: Any) -> None:
+    double.LLM.answer = staticmethod(lambda ids: [9] * 4)
+    with LLM(bundles / "penalties") as llm:
+        llm.generate("x", SamplingParams(max_tokens=4, repetition_penalty=1.2, frequency_penalty=0.5))
+        llm.generate("x", SamplingParams(max_tokens=4))
+        with pytest.raises(RequestError, match="bad_words"):
+            llm.generate("x", SamplingParams(max_tokens=4, bad_words=("no",)))
+    made = double.made[0]
+    asked, plain = (request.params.values for request in made.requests)
+    assert (asked["repetition_penalty"], asked["frequency_penalty"]) == (1.2, 0.5)
+    assert not {"repetition_penalty", "presence_penalty", "frequency_penalty"} & plain.keys()
+    drafting = made.kwargs["speculative_config"].values
+    assert (drafting["enable_penalty"], drafting["use_rejection_sampling"]) == (True, True)

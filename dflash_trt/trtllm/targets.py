@@ -1,4 +1,4 @@
-"""The formats of quantized targets that TensorRT-LLM reads, and the GPUs that run them.
+"""The targets that TensorRT-LLM runs: families that this package does not read, formats, and the GPUs for them.
 
 Its PyTorch runtime reads Model Optimizer's files, and from config.json FP8 in blocks, compressed-tensors with one group
 of layers, and gpt-oss's MXFP4; it raises NotImplementedError for other methods (tensorrt_llm/llmapi/llm_utils.py,
@@ -10,14 +10,97 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.quantization import QUANT_CONFIG, read_quantization
-from dflash_trt.checkpoint.schema import TargetConfig
+from dflash_trt.checkpoint.rope import RopeConfig
+from dflash_trt.checkpoint.schema import MoEConfig, TargetConfig
 from dflash_trt.errors import BuildError, CheckpointError, show
 from dflash_trt.files.reading import read_object
+from dflash_trt.models.configs import read_target_config
+from dflash_trt.models.reading import HEAD_DIM, LAYERS, WIDTH, expert_counts, target
 from dflash_trt.planning.gpus import Gpu
+
+
+class Foreign(NamedTuple):
+    """A family that only TensorRT-LLM runs: its models, where they are listed, and what is known of DFlash with it."""
+
+    models: str
+    source: str
+    dflash: str
+    latent: bool
+
+
+_LISTED = "docs/source/models/supported-models.md of its sources at 00b6d5a2, looked up 26 November 2026"
+_PAGE = (
+    "https://nvidia.github.io/TensorRT-LLM/1.4.0rc1/models/supported-models.html, looked up 26 November 2026"
+)
+_UNSEEN = "not seen; the table of features there says No for DeepseekV3ForCausalLM, whose module runs it"
+# Where a family has both a listed class and a published block drafter. `latent`: MLA, whose cache rows are latent.
+TARGETS: Mapping[str, Foreign] = {
+    "MiniMaxM2ForCausalLM": Foreign(
+        "MiniMax-M2 to M2.7", _LISTED, "run by a user in July 2026 (NVIDIA/TensorRT-LLM#16005)", latent=False
+    ),
+    "DeepseekV3ForCausalLM": Foreign("Kimi-K2", _PAGE, _UNSEEN, latent=True),
+    "KimiK25ForConditionalGeneration": Foreign("Kimi-K2.5, Kimi-K2.6", _LISTED, _UNSEEN, latent=True),
+    "GlmMoeDsaForCausalLM": Foreign("GLM-5, GLM-5.1", _LISTED, _UNSEEN, latent=True),
+}
+
+
+def read_target(directory: Path) -> TargetConfig:
+    """A target's configuration; of one of TARGETS, what a build for TensorRT-LLM needs to know of it.
+
+    Raises CheckpointError as `read_target_config`.
+    """
+    path = directory / "config.json"
+    top = Fields(path, read_object(path))
+    names = top.get("architectures")
+    name = names[0] if isinstance(names, list) and len(names) == 1 else None
+    if name not in TARGETS:
+        return read_target_config(directory)
+    text = top.section("text_config") or top
+    hidden, heads = (text.integer(key, maximum=WIDTH) for key in ("hidden_size", "num_attention_heads"))
+    if TARGETS[name].latent:
+        # A row of the cache is one latent and the rotated part of a key; plans count 2 * kv_heads * head_dim numbers.
+        latent = (text.integer(key, maximum=HEAD_DIM) for key in ("kv_lora_rank", "qk_rope_head_dim"))
+        kv_heads, head_dim = 1, sum(latent) // 2
+    else:
+        kv_heads = text.integer("num_key_value_heads", maximum=WIDTH)
+        head_dim = text.integer("head_dim", maximum=HEAD_DIM, default=hidden // heads)
+    layers = text.integer("num_hidden_layers", maximum=LAYERS)
+    common = {
+        "path": path,
+        "model_type": top.string("model_type"),
+        "architecture": name,
+        "hidden_size": hidden,
+        "intermediate_size": text.integer("intermediate_size", maximum=WIDTH),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": text.integer("vocab_size"),
+        "rms_norm_eps": text.number("rms_norm_eps"),
+        "max_position_embeddings": text.integer("max_position_embeddings"),
+        "attention_bias": False,
+        "rope": RopeConfig("default", text.number("rope_theta", default=10_000.0), {}),
+    }
+    return target(text, common, [None] * layers, _experts(text, layers))
+
+
+def _experts(text: Fields, layers: int) -> MoEConfig:
+    """The mixture of experts of one of TARGETS, whose first layers may be dense."""
+    count, chosen = expert_counts(text, ("num_local_experts", "n_routed_experts"), ("num_experts_per_tok",))
+    size = "moe_intermediate_size" if text.get("moe_intermediate_size") is not None else "intermediate_size"
+    dense = text.integer("first_k_dense_replace", minimum=0, maximum=layers, default=0)
+    return MoEConfig(
+        num_experts=count,
+        experts_per_token=chosen,
+        intermediate_size=text.integer(size, maximum=WIDTH),
+        normalize_weights=True,
+        sparse_layers=tuple(layer >= dense for layer in range(layers)),
+    )
+
 
 # Format -> compute capabilities: the hardware matrix of NVIDIA's page on quantization; for rows and blocks of FP8 also
 # the pull requests NVIDIA/TensorRT-LLM#5615 and #9174. Where mxfp4 runs follows from the backend of the experts.
@@ -69,7 +152,11 @@ def target_quantization(config: TargetConfig) -> TargetQuantization:
     if config.moe is not None and config.moe.quantization is not None:
         return TargetQuantization(frozenset({config.moe.quantization}))
     directory = config.path.parent
-    section = read_object(config.path).get("quantization_config")
+    fields = read_object(config.path)
+    text = fields.get("text_config")
+    section = fields.get("quantization_config") or (
+        text.get("quantization_config") if isinstance(text, dict) else None
+    )
     if (directory / QUANT_CONFIG).is_file() or not isinstance(section, dict):
         return _model_optimizer(directory)
     fields = Fields(config.path, section, "quantization_config.")
