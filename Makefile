@@ -28,7 +28,7 @@ CLIENT_pydantic_ai := pydantic-ai-slim[openai]
 CLIENT_lm_eval := lm-eval[api] transformers
 CLIENT_aiperf := aiperf
 CLIENT_harmony := openai-harmony bpe-openai
-CORE_TESTS := tests/test_core.py tests/test_packaging.py tests/decoding/sampling $(addprefix tests/decoding/output/test_,automaton.py stopping.py)
+CORE_TESTS := tests/test_core.py tests/test_packaging.py tests/decoding/sampling $(addprefix tests/decoding/test_,automaton.py output.py)
 # The lowest version of each dependency in pyproject.toml, as an exact version.
 FLOORS := import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
     print(*(need.replace('>=', '==') for need in project['dependencies']), sep='\n')

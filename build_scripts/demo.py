@@ -22,7 +22,7 @@ from rich.text import Text
 
 from dflash_trt import LLM, Chunk, SamplingParams, Statistics
 from dflash_trt.building.sources import resolve_pair
-from dflash_trt.decoding.output.detokenizer import Detokenizer
+from dflash_trt.decoding.output import Detokenizer
 from dflash_trt.errors import CheckpointError
 from dflash_trt.prompts import SHIPPED_PROMPTS, read_prompts
 

@@ -19,7 +19,7 @@ from typing import Any
 from urllib.request import urlopen
 
 from dflash_trt import LLM, SamplingParams
-from dflash_trt.decoding.params import Completion
+from dflash_trt.decoding.results import Completion
 from dflash_trt.serving.processes import descendants
 
 WORDS = [

@@ -11,9 +11,9 @@ from dflash_trt.errors import DFlashError
 
 if TYPE_CHECKING:
     from dflash_trt.async_llm import AsyncLLM
-    from dflash_trt.decoding.params import Chunk, Completion, SamplingParams
+    from dflash_trt.decoding.params import SamplingParams
+    from dflash_trt.decoding.results import Chunk, Completion, Statistics
     from dflash_trt.decoding.sampling.structure import StructuredOutputs
-    from dflash_trt.decoding.statistics import Statistics
     from dflash_trt.llm import LLM
 
     __version__: str
@@ -38,10 +38,10 @@ for _variable in ("ORT_DISABLE_TELEMETRY", "HF_HUB_DISABLE_TELEMETRY", "TRTLLM_N
 _HOME = {
     "LLM": "dflash_trt.llm",
     "AsyncLLM": "dflash_trt.async_llm",
-    "Chunk": "dflash_trt.decoding.params",
-    "Completion": "dflash_trt.decoding.params",
+    "Chunk": "dflash_trt.decoding.results",
+    "Completion": "dflash_trt.decoding.results",
     "SamplingParams": "dflash_trt.decoding.params",
-    "Statistics": "dflash_trt.decoding.statistics",
+    "Statistics": "dflash_trt.decoding.results",
     "StructuredOutputs": "dflash_trt.decoding.sampling.structure",
 }
 

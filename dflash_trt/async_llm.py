@@ -15,11 +15,11 @@ from pathlib import Path
 from time import perf_counter
 from typing import Self, Unpack
 
-from dflash_trt.decoding.options import RequestOptions, ServingOptions, takes
-from dflash_trt.decoding.params import Chunk, Completion, SamplingParams, integer
+from dflash_trt.decoding.params import RequestOptions, SamplingParams, ServingOptions, integer
 from dflash_trt.decoding.request import Emission, Request, completion, items
+from dflash_trt.decoding.results import Chunk, Completion
 from dflash_trt.errors import BusyError, DFlashError, EngineError
-from dflash_trt.runtime import Opened, OpeningOptions, Prompt
+from dflash_trt.runtime import Opened, OpeningOptions, Prompt, takes
 from dflash_trt.text.text_thread import LONG, TextThread
 
 # An item from the engine thread to a stream: a chunk, or the error that ends the stream.

@@ -13,12 +13,12 @@ from typing import Any, Self, Unpack, cast, overload
 
 import numpy as np
 
-from dflash_trt.decoding.emission import INTERRUPTIONS
-from dflash_trt.decoding.options import DraftingOptions, RequestOptions, takes
-from dflash_trt.decoding.params import Chunk, Completion, SamplingParams
+from dflash_trt.decoding.acceptance import INTERRUPTIONS
+from dflash_trt.decoding.params import DraftingOptions, RequestOptions, SamplingParams
 from dflash_trt.decoding.request import Emission, Request, completion, items
+from dflash_trt.decoding.results import Chunk, Completion
 from dflash_trt.errors import BatchError, DFlashError, EngineError, RequestError
-from dflash_trt.runtime import Messages, Opened, OpeningOptions, Prompt, Runtime
+from dflash_trt.runtime import Messages, Opened, OpeningOptions, Prompt, Runtime, takes
 
 
 class LLM(Opened):

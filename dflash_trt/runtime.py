@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from functools import wraps
+from inspect import signature
 from pathlib import Path
 from time import perf_counter
-from typing import Any, TypedDict, Unpack
+from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack
 
 import numpy as np
 
@@ -19,15 +22,13 @@ from dflash_trt.bundle.workspace import Progress
 from dflash_trt.checkpoint.catalogue import known_pair
 from dflash_trt.decoding.length.policy import Lengths
 from dflash_trt.decoding.metrics import Metrics
-from dflash_trt.decoding.options import RequestOptions
-from dflash_trt.decoding.output.detokenizer import Detokenizer
-from dflash_trt.decoding.output.stopping import StopChecker
+from dflash_trt.decoding.output import Detokenizer, StopChecker
 from dflash_trt.decoding.pair import Pair
-from dflash_trt.decoding.params import SamplingParams, integer, token_ids
+from dflash_trt.decoding.params import RequestOptions, SamplingParams, integer, token_ids
 from dflash_trt.decoding.request import Request
+from dflash_trt.decoding.results import Statistics
 from dflash_trt.decoding.sampling.history import History
 from dflash_trt.decoding.sampling.structure import Structure, Structures
-from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.engines.base import PREFILL_CHUNK, RunSettings
 from dflash_trt.engines.registry import engine_of
 from dflash_trt.errors import BundleError, DFlashError, RequestError, quoted
@@ -39,6 +40,8 @@ from dflash_trt.text.tokenizer import Tokenizer
 _LONG_PROMPT = 300
 _log = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 
@@ -104,6 +107,7 @@ class Runtime:
             )
         self.max_seq_len: int = manifest["max_seq_len"]
         self.block_size: int = manifest["block_size"]
+        self._thinking_warning = thinking_warning(manifest["target"]["name"])
         engine = engine_of(self.bundle)
         self.tokenizer = self._tokenizer(engine.tokenizer_folder)
         self._structures = Structures(
@@ -168,10 +172,8 @@ class Runtime:
 
     def describe(self) -> str:
         """The bundle in a few words."""
-        engine = self.bundle.manifest["engine"]
-        return (
-            f"{str(self.bundle.path)!r}, {engine}, block {self.block_size}, up to {self.max_seq_len} tokens"
-        )
+        parts = self.bundle.manifest["engine"], f"block {self.block_size}", f"up to {self.max_seq_len} tokens"
+        return ", ".join([repr(str(self.bundle.path)), *parts])
 
     def _tokenizer(self, folder: str) -> Tokenizer:
         files = self.bundle.manifest["files"]
@@ -198,9 +200,8 @@ class Runtime:
         self, messages: Messages, chat_template_kwargs: Mapping[str, Any] | None = None
     ) -> list[int]:
         """Token ids of the rendered chat. Warns once if the drafter was trained for another mode of the target."""
-        pair = known_pair(self.bundle.manifest["target"]["name"])
-        if pair and pair.thinking == "off" and (chat_template_kwargs or {}).get("enable_thinking", True):
-            warn_once(_log, f"{pair.name}: {pair.warning}")
+        if self._thinking_warning and (chat_template_kwargs or {}).get("enable_thinking", True):
+            warn_once(_log, self._thinking_warning)
         most = self.tokenizer.most_bytes(self.max_seq_len)
         if _characters([messages, chat_template_kwargs], most) > most:
             raise RequestError(
@@ -221,9 +222,7 @@ class Runtime:
         options: RequestOptions,
         deadline: float | None = None,
     ) -> Request:
-        """Make a request that this bundle can serve; tokenizes. `deadline` is a time of perf_counter. Raises
-        RequestError.
-        """
+        """A request that this bundle can serve; tokenizes. `deadline` is of perf_counter. Raises RequestError."""
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params is {quoted(params)}, expected a SamplingParams")
         self.check(options, params)
@@ -249,9 +248,7 @@ class Runtime:
             ) from error
 
     def late_request(self, params: SamplingParams, deadline: float) -> Request:
-        """A request whose deadline passed before its prompt was tokenized. It has no prompt, and ends in the next
-        step.
-        """
+        """A request without a prompt, as its deadline passed before that was tokenized. It ends in the next step."""
         return self._request([], params, RequestOptions(speculate=False), deadline)
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
@@ -306,6 +303,12 @@ class Runtime:
         return [ids for s in spellings if (ids := self.tokenizer.encode(s, add_special_tokens=False))]
 
 
+def thinking_warning(target: str) -> str:
+    """What to say of a chat with this target in thinking mode, if its known drafter was trained without."""
+    pair = known_pair(target)
+    return f"{pair.name}: {pair.warning}" if pair and pair.thinking == "off" else ""
+
+
 def _characters(value: object, most: int) -> int:
     """Characters of the strings in nested lists and objects, plus one per value. Counting stops beyond `most`."""
     size, left = 0, [value]
@@ -319,3 +322,31 @@ def _characters(value: object, most: int) -> int:
         elif isinstance(value, list | tuple):
             left += value
     return size
+
+
+_SAMPLING = {field.name for field in fields(SamplingParams)}
+
+
+def takes(options: type[Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A method whose further keyword arguments are `options`, a TypedDict.
+
+    It raises TypeError for other names. The error for a field of SamplingParams shows where that belongs.
+    """
+
+    def decorate(method: Callable[P, R]) -> Callable[P, R]:
+        known = {*signature(method).parameters, *options.__optional_keys__}
+
+        @wraps(method)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            if given := [f"{name}={quoted(value)}" for name, value in kwargs.items() if name in _SAMPLING]:
+                raise TypeError(
+                    f"{method.__qualname__}() takes no {given[0].partition('=')[0]} of its own: "
+                    f"it belongs in sampling_params=SamplingParams({', '.join(given)})"
+                )
+            if unknown := [name for name in kwargs if name not in known]:
+                raise TypeError(f"{method.__qualname__}() got an unexpected keyword argument {unknown[0]!r}")
+            return method(*args, **kwargs)
+
+        return checked
+
+    return decorate

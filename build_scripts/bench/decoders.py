@@ -76,7 +76,7 @@ class Ours:
 
     def run(self, task: Task) -> Decoded:
         from dflash_trt import SamplingParams
-        from dflash_trt.decoding.statistics import Statistics
+        from dflash_trt.decoding.results import Statistics
 
         params = SamplingParams(
             max_tokens=task.max_tokens,

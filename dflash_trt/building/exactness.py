@@ -20,8 +20,7 @@ from typing import Any, Self
 from dflash_trt import hardware
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.bundle.workspace import Progress
-from dflash_trt.decoding.exact import FREE, PassRule
-from dflash_trt.decoding.pair import Pair
+from dflash_trt.decoding.pair import FREE, Pair, PassRule
 from dflash_trt.decoding.widths import Outcome, find_rule, measure, ways
 from dflash_trt.engines import registry
 from dflash_trt.errors import BundleError, DFlashError

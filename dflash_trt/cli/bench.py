@@ -147,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _methods(args: argparse.Namespace, bundle: str, runtime: Runtime) -> list[Method]:
     """The methods asked for, or all that the bundle can do."""
-    from dflash_trt.decoding.options import RequestOptions
+    from dflash_trt.decoding.params import RequestOptions
     from dflash_trt.prompts import read_prompts
     from dflash_trt.reports.benchmark import Method
 

@@ -14,9 +14,8 @@ from dflash_trt.cli.output import Words, print_text
 from dflash_trt.errors import did_you_mean
 
 if TYPE_CHECKING:
-    from dflash_trt.decoding.options import DraftingOptions
-    from dflash_trt.decoding.params import SamplingParams
-    from dflash_trt.decoding.statistics import Statistics
+    from dflash_trt.decoding.params import DraftingOptions, SamplingParams
+    from dflash_trt.decoding.results import Statistics
     from dflash_trt.llm import LLM
 
 SUMMARY = "talk with a bundle, and see its drafts accepted"
@@ -112,7 +111,7 @@ class Conversation:
 
     def command(self, line: str) -> bool:
         """Run a line that begins with a slash. False ends the conversation."""
-        from dflash_trt.decoding.statistics import Statistics
+        from dflash_trt.decoding.results import Statistics
 
         name, _, rest = line.partition(" ")
         if name == "/quit":
@@ -134,7 +133,7 @@ class Conversation:
         """Answer a message. An answer that is stopped stays in the conversation as far as it came."""
         from dataclasses import replace
 
-        from dflash_trt.decoding.output.detokenizer import Detokenizer
+        from dflash_trt.decoding.output import Detokenizer
         from dflash_trt.errors import RequestError
 
         messages = [*self.messages, {"role": "user", "content": text}]

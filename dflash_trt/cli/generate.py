@@ -12,10 +12,9 @@ from dflash_trt.cli.output import Words, print_json
 from dflash_trt.errors import DFlashError, RequestError
 
 if TYPE_CHECKING:
-    from dflash_trt.decoding.options import DraftingOptions
-    from dflash_trt.decoding.params import SamplingParams
+    from dflash_trt.decoding.params import DraftingOptions, SamplingParams
+    from dflash_trt.decoding.results import Statistics
     from dflash_trt.decoding.sampling.structure import StructuredOutputs
-    from dflash_trt.decoding.statistics import Statistics
 
 SUMMARY = "generate text from a prompt"
 DESCRIPTION = """\

@@ -11,7 +11,7 @@ from dflash_trt.cli.output import loading
 
 if TYPE_CHECKING:
     from dflash_trt.bundle.manifest import Bundle
-    from dflash_trt.decoding.options import DraftingOptions
+    from dflash_trt.decoding.params import DraftingOptions
     from dflash_trt.llm import LLM
 
 T = TypeVar("T")

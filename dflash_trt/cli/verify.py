@@ -22,7 +22,7 @@ from dflash_trt.cli.options import (
 from dflash_trt.cli.output import print_json
 
 if TYPE_CHECKING:
-    from dflash_trt.decoding.options import DraftingOptions
+    from dflash_trt.decoding.params import DraftingOptions
     from dflash_trt.llm import LLM
     from dflash_trt.prompts import Prompt
     from dflash_trt.reports.verification import Difference

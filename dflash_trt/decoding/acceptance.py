@@ -1,19 +1,26 @@
-"""The acceptance rule, and the verdict on a verified block."""
+"""The acceptance rule, the verdict on a verified block, and what a request gets of it: tokens, text, or its end.
+
+An error here ends only its request. This holds for any error, including a library's panic, which Python sees as a
+BaseException. Only an interruption of the whole process propagates.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dflash_trt.decoding.draft import Draft, Verified
-from dflash_trt.decoding.params import SamplingParams
-from dflash_trt.decoding.request import Request
+from dflash_trt.decoding.params import FinishReason, SamplingParams
+from dflash_trt.decoding.request import Emission, Request
 from dflash_trt.decoding.sampling.history import History
-from dflash_trt.decoding.sampling.sampler import sample
-from dflash_trt.errors import NonFiniteError
+from dflash_trt.decoding.sampling.sampler import log_probabilities, sample
+from dflash_trt.errors import DecodingError, NonFiniteError, RequestError
 
 
 @dataclass(slots=True)
@@ -93,3 +100,128 @@ def accept(
         if (node := children.get((node, token), 0)) == 0:
             return Verdict(path, token)
         path.append(node)
+
+
+Array = np.ndarray[Any, Any]
+
+# These end the process or a generator. They are no error of a request, so they are raised and never turned into one.
+INTERRUPTIONS = (KeyboardInterrupt, SystemExit, GeneratorExit)
+
+
+def first_token(request: Request, logits: Array) -> Emission:
+    """The token after the prompt, from the logits [V] of the prompt's last row."""
+    return isolated(request, partial(_first_token, request, logits))
+
+
+def decide(request: Request, draft: Draft, verified: Verified, slot: int) -> tuple[Verdict, Emission]:
+    """The verdict on the verified nodes of `slot`, and its tokens: the accepted drafts and the next token."""
+    verdict = UNDECIDED
+    try:
+        tokens = draft.tokens_of(slot)
+        verdict = judge(request, tokens, draft, verified, slot)
+        rows = verified.logits[slot][[0, *verdict.path]] if request.params.logprobs else None
+        return verdict, _of_verdict(request, tokens, verdict, rows, tree=draft.parents is not None)
+    except INTERRUPTIONS:
+        raise
+    except BaseException as error:
+        return verdict, fail(request, error)
+
+
+def leave(request: Request, reason: FinishReason) -> Emission:
+    """The end of a cancelled or late request, with the text that was held back."""
+    if request.output:
+        request.statistics.generation_time = perf_counter() - request.first_token_at
+    return isolated(request, lambda: Emission(request, [], request.stop.abandon(reason), reason))
+
+
+def fail(request: Request, error: BaseException) -> Emission:
+    """The end of a request by its own error. Its earlier tokens stay valid."""
+    if request.output:
+        request.statistics.generation_time = perf_counter() - request.first_token_at
+    if not isinstance(error, RequestError):
+        cause, error = error, DecodingError(f"decoding failed: {type(error).__name__}: {error}")
+        error.__cause__ = cause
+    try:
+        text = request.stop.abandon("error")
+    except INTERRUPTIONS:
+        raise
+    except BaseException:  # the text itself may cause the error
+        text = ""
+    return Emission(request, [], text, "error", error=error)
+
+
+def non_finite(position: int) -> NonFiniteError:
+    """The error of a request without usable logits for its token at `position`."""
+    return NonFiniteError(
+        f"the target's logits for the token at position {position} have no finite largest value (NaN, or infinite): "
+        "the engine's numbers overflowed, or the checkpoint has such weights; build with a wider precision"
+    )
+
+
+def isolated(request: Request, work: Callable[[], Emission]) -> Emission:
+    """The result of `work` for a request. An error in it ends the request."""
+    try:
+        return work()
+    except INTERRUPTIONS:
+        raise
+    except BaseException as error:
+        return fail(request, error)
+
+
+def _first_token(request: Request, logits: Array) -> Emission:
+    token = sample(logits, request.params, request.seed, request.committed, request.history)
+    if request.history is not None:
+        request.history.add(token)
+    request.first_token_at = perf_counter()
+    request.statistics.time_to_first_token = request.first_token_at - request.arrived
+    return _emit(request, [token], logits[None])
+
+
+def _of_verdict(
+    request: Request, drafted: Sequence[int], verdict: Verdict, logits: Array | None, *, tree: bool
+) -> Emission:
+    accepted = [drafted[node] for node in verdict.path]
+    drafts = request.own_length(len(drafted)) - 1
+    request.statistics.record_round(drafts, len(accepted), tree=tree)
+    if verdict.ok:
+        return _emit(request, [*accepted, verdict.token], logits, len(accepted), drafts)
+    if len(drafted) > 1:  # perhaps because of a draft; the next round decides without drafts
+        return _emit(request, accepted, logits, len(accepted), drafts)
+    return fail(request, non_finite(request.committed + 1))
+
+
+def _emit(
+    request: Request, tokens: list[int], logits: Array | None, accepted: int = 0, drafts: int = 0
+) -> Emission:
+    """Emit tokens, the first `accepted` of them drafts, of `drafts` that were verified.
+
+    `logits` [n,V], if log-probabilities are requested, has the row that decided each token.
+    """
+    request.output += tokens
+    kept, text, reason = request.stop.push(tokens)
+    request.statistics.num_generation_tokens += kept
+    if reason is not None:
+        request.statistics.generation_time = perf_counter() - request.first_token_at
+    logprobs = tops = None
+    if request.params.logprobs and logits is not None:
+        most = request.params.top_logprobs
+        rows = zip(logits, tokens[:kept], strict=False)
+        said = [log_probabilities(row, token, most) for row, token in rows]
+        logprobs = [own for own, _ in said]
+        request.logprobs += logprobs
+        if most:
+            tops = [top for _, top in said]
+            request.top_logprobs += tops
+    return Emission(
+        request, tokens[:kept], text, reason, logprobs, tops, accepted=min(accepted, kept), drafts=drafts
+    )
+
+
+def read_prompt(request: Request, logits: Array, start: int) -> None:
+    """Note the log-probabilities of the prompt's tokens start + 1, ..., from the logits [n, V] before them."""
+    if start == 0:
+        request.prompt_logprobs, request.prompt_top_logprobs = [None], [[]]
+    for row, token in zip(logits, request.prompt[start + 1 :], strict=False):
+        own, top = log_probabilities(row, token, request.params.top_logprobs)
+        request.prompt_logprobs.append(own)
+        request.prompt_top_logprobs.append(top)

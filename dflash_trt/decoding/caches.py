@@ -8,7 +8,6 @@ length and cannot be cut.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -60,15 +59,3 @@ class Caches(Protocol):
 
     def clear(self, slot: int, first: int = 0, last: int | None = None) -> None:
         """Set the content of positions first .. last-1 of a slot to 0."""
-
-
-def longest(most: int, *lengths: Sequence[int]) -> int:
-    """The largest number up to `most` that is in all of these ascending sequences; 0 if there is none."""
-    while True:
-        least = most
-        for each in lengths:
-            fitting = bisect_right(each, least)
-            least = each[fitting - 1] if fitting else 0
-        if least == most:
-            return most
-        most = least

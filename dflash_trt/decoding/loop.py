@@ -7,12 +7,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dflash_trt.decoding.exact import PassRule
 from dflash_trt.decoding.length.policy import Lengths
 from dflash_trt.decoding.metrics import Metrics
-from dflash_trt.decoding.options import RequestOptions
-from dflash_trt.decoding.pair import Pair
-from dflash_trt.decoding.params import SamplingParams
+from dflash_trt.decoding.pair import Pair, PassRule
+from dflash_trt.decoding.params import RequestOptions, SamplingParams
 from dflash_trt.decoding.request import Emission, Request
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from dflash_trt.decoding.params import FinishReason
 from dflash_trt.decoding.prefixes import PrefixCounts
 from dflash_trt.decoding.request import Emission
-from dflash_trt.decoding.statistics import Statistics, add_at
+from dflash_trt.decoding.results import Statistics, add_at
 from dflash_trt.errors import DFlashError
 from dflash_trt.extras import install
 

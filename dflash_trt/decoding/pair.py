@@ -7,9 +7,11 @@ multiplies them by 0, so they must be finite: NaN x 0 is NaN. Caches start as ze
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -17,8 +19,51 @@ from dflash_trt.decoding.arrays import Arrays, PassEngine
 from dflash_trt.decoding.caches import Caches, Snapshot
 from dflash_trt.decoding.draft import Draft, Verified, chain_rows, tree_rows
 from dflash_trt.decoding.drafter import Drafter
-from dflash_trt.decoding.exact import FREE
 from dflash_trt.decoding.request import Request
+from dflash_trt.errors import DFlashError
+
+
+@dataclass(frozen=True)
+class PassRule:
+    """Which passes give a row the same bits. The default allows every pass, and promises nothing by itself.
+
+    widths: numbers of rows of a sequence in a pass, ascending, that agree with each other. A pass with fewer rows than
+        the last of them gets the next of these widths, by repeating its last row. Empty: no pass is padded.
+    any_batch: whether a row is the same beside any other sequences, and at any place. If not, one sequence is decoded
+        at a time.
+    any_cut: whether a row is the same however its prompt was cut into passes, and whether the prompt's rows come from
+        an answer. If not, only whole chunks of earlier prompts are reused.
+    any_tree: whether the rows of an accepted path are the same wherever they lie in a tree. If not, chains are
+        verified.
+    """
+
+    widths: tuple[int, ...] = ()
+    any_batch: bool = True
+    any_cut: bool = True
+    any_tree: bool = True
+
+    def padded(self, rows: int) -> int:
+        """The rows of a pass for so many rows."""
+        at = bisect_left(self.widths, rows)
+        return self.widths[at] if at < len(self.widths) else rows
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def read(cls, values: Any) -> Self:
+        """The rule that `as_dict` described. Raises DFlashError for anything else."""
+        names = {field.name for field in fields(cls)}
+        if not isinstance(values, dict) or set(values) != names:
+            raise DFlashError(f"a rule has the fields {', '.join(sorted(names))}")
+        widths, others = values["widths"], [values[name] for name in sorted(names - {"widths"})]
+        sound = isinstance(widths, list) and all(type(n) is int and n > 0 for n in widths)
+        if not sound or widths != sorted(set(widths)) or any(type(each) is not bool for each in others):
+            raise DFlashError("the values of a rule are ascending widths, true and false")
+        return cls(**{**values, "widths": tuple(widths)})
+
+
+FREE = PassRule()
 
 # Tokens in the caches during dummy passes.
 USUAL_CONTEXT = 128

@@ -1,4 +1,4 @@
-"""The parameters of a request, and its result."""
+"""The parameters and options of a request."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from secrets import randbits
-from typing import Literal
+from typing import Literal, TypedDict
 
 import numpy as np
 
 from dflash_trt.decoding.sampling.structure import StructuredOutputs
-from dflash_trt.decoding.statistics import Statistics
-from dflash_trt.errors import UsageError, quoted
+from dflash_trt.errors import RequestError, UsageError, quoted
 
 # "cancelled" and "timeout" come from the caller. "error" exists only in the metrics, for requests that ended by their
 # own error; their caller gets that error.
@@ -23,6 +22,7 @@ MOST_SAMPLES = 128  # of one prompt, as in OpenAI's API
 MOST_PRIORITY = 100  # either way; requests with lower numbers start first
 MOST_LOGPROBS = 20  # for top_logprobs, as in OpenAI's API
 _FLAGS = ("ignore_eos", "logprobs", "prompt_logprobs", "include_stop_str_in_output", "skip_special_tokens")
+_LONG = 1e9  # seconds: practically no timeout
 _SMALLEST = 2.0**-126  # the smallest normal float32; kernels may take smaller numbers for 0
 
 
@@ -251,56 +251,85 @@ def token_ids(values: Collection[object], name: str) -> list[int]:
     return [int(value) for value in values]  # type: ignore[call-overload]
 
 
-TopLogprobs = list[tuple[int, float]]
-"""The most probable tokens of a position, best first: token id and log-probability."""
+class DraftingOptions(TypedDict, total=False):
+    """Keyword arguments of `LLM`'s methods. `RequestOptions` describes them."""
+
+    speculate: bool
+    block_length: int | None
+    tree_nodes: int | None
+
+
+class ServingOptions(DraftingOptions, total=False):
+    """Keyword arguments of `AsyncLLM`'s methods. `RequestOptions` describes them."""
+
+    timeout: float | None
+    priority: int
+    cache_salt: str
+    count_prompt: bool
 
 
 @dataclass(frozen=True)
-class Completion:
-    """One finished request.
+class RequestOptions:
+    """How a request is decoded and served. No option changes the tokens. Raises RequestError naming the option.
 
-    token_ids: include the stop token.
-    text: excludes the stop token, and ends before a stop string, unless they are asked for.
-    logprobs: one number per token, if requested. top_logprobs: one list per token.
-    prompt_logprobs: one number per token of the prompt, if requested. The first is None, because nothing precedes it.
-    prompt_top_logprobs: one list per token of the prompt; the first is empty.
+    speculate: whether the request takes drafts.
+    block_length: tokens verified per round, 1 to the block size. None: each round drafts and verifies the number that
+        is expected to be fastest, or none (`AdaptiveLength`).
+    tree_nodes: for bundles built with `--tree-width`: the tokens of the tree that each round verifies, including the
+        newest token. 0 verifies chains. None: a round verifies a tree where that is expected to be faster.
+    timeout: seconds after which the request ends with finish_reason "timeout".
+    priority: -100 to 100. Each step counts like a second in the queue, and the lowest starts first.
+    cache_salt: the request reuses the cache rows of requests with the same one only.
+    count_prompt: whether the metrics count the prompt's tokens. Further samples of a prompt leave them out.
+
+    For `LLM`, block_length and tree_nodes are those of every round of a call. `AsyncLLM` has its own for all rounds.
+    There a request's block_length is the most that rounds verify for it, and its tree_nodes the most nodes of trees in
+    its rounds, also for the other requests of the batch.
     """
 
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
-    statistics: Statistics
-    seed: int
-    prompt_token_ids: list[int]
-    logprobs: list[float] | None = None
-    top_logprobs: list[TopLogprobs] | None = None
-    prompt_logprobs: list[float | None] | None = None
-    prompt_top_logprobs: list[TopLogprobs] | None = None
+    speculate: bool = True
+    block_length: int | None = None
+    tree_nodes: int | None = None
+    timeout: float | None = None
+    priority: int = 0
+    cache_salt: str = ""
+    count_prompt: bool = True
 
-    def __repr__(self) -> str:
-        return f"Completion({self.text!r}, {self.finish_reason!r}, {self.statistics})"
+    def __post_init__(self) -> None:
+        timeout = self.timeout
+        if timeout is not None:
+            if not isinstance(timeout, Real) or isinstance(timeout, bool) or not timeout >= 0:
+                raise RequestError(f"timeout is {quoted(timeout)}, expected seconds, 0 or more")
+            object.__setattr__(self, "timeout", float(min(timeout, _LONG)))
+        priority = integer("priority", self.priority, -MOST_PRIORITY, MOST_PRIORITY)
+        object.__setattr__(self, "priority", priority)
+        if not isinstance(self.cache_salt, str):
+            raise RequestError(f"cache_salt is {quoted(self.cache_salt)}, expected a text")
+        for name in ("block_length", "tree_nodes"):  # `check` knows their limits
+            value = getattr(self, name)
+            if isinstance(value, Integral) and not isinstance(value, bool):
+                object.__setattr__(self, name, int(value))
 
+    def check(self, block_size: int, most_tree_nodes: int) -> None:
+        """Raise RequestError if a bundle of this block size does not support them.
 
-@dataclass(frozen=True)
-class Chunk:
-    """Some tokens of a stream. `text` may lag behind the tokens.
-
-    The first chunk has the prompt's token ids and log-probabilities, the last one the statistics.
-    rounds: for each round in this chunk its tokens, how many of them, the first ones, were drafted, and how many drafts
-        were verified. The token after the prompt is a round of its own.
-    """
-
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason | None = None
-    statistics: Statistics | None = None
-    logprobs: list[float] | None = None
-    prompt_token_ids: list[int] | None = None
-    top_logprobs: list[TopLogprobs] | None = None
-    prompt_logprobs: list[float | None] | None = None
-    prompt_top_logprobs: list[TopLogprobs] | None = None
-    rounds: list[tuple[int, int, int]] = field(default_factory=list)
-
-    def __repr__(self) -> str:
-        ended = "" if self.finish_reason is None else f", {self.finish_reason!r}"
-        return f"Chunk({self.text!r}, {self.token_ids}{ended})"
+        most_tree_nodes: the most nodes of a tree that a pass verifies; 0 if it takes chains only.
+        """
+        length, nodes = self.block_length, self.tree_nodes
+        if length is not None and not (type(length) is int and 1 <= length <= block_size):
+            raise UsageError(
+                f"block_length is {quoted(length)}, expected 1..{block_size} (this bundle's block size); "
+                "leave it out for the default"
+            )
+        if nodes is None or (type(nodes) is int and nodes == 0):
+            return
+        if not most_tree_nodes:
+            raise UsageError(
+                f"tree_nodes is {quoted(nodes)}, but this bundle drafts chains: build it with --tree-width 2 or more, "
+                "or open it without exact, if that refuses its trees on this machine"
+            )
+        if type(nodes) is not int or not 2 <= nodes <= most_tree_nodes:
+            raise UsageError(
+                f"tree_nodes is {quoted(nodes)}, expected 2..{most_tree_nodes}, or 0 for chains; leave it out for the "
+                "default"
+            )

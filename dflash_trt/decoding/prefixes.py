@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dflash_trt.decoding.caches import Snapshot, longest
+from dflash_trt.decoding.caches import Snapshot
 from dflash_trt.decoding.pair import Pair
 from dflash_trt.logs import warn_once
 
@@ -61,6 +62,18 @@ def common(a: Sequence[int], b: Sequence[int], limit: int) -> int:
         else:
             high = middle - 1
     return low
+
+
+def longest(most: int, *lengths: Sequence[int]) -> int:
+    """The largest number up to `most` that is in all of these ascending sequences; 0 if there is none."""
+    while True:
+        least = most
+        for each in lengths:
+            fitting = bisect_right(each, least)
+            least = each[fitting - 1] if fitting else 0
+        if least == most:
+            return most
+        most = least
 
 
 Children = dict[tuple[int, ...], Page]

@@ -13,19 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from dflash_trt.decoding.acceptance import Verdict
+from dflash_trt.decoding.acceptance import Verdict, decide, fail, first_token, leave, non_finite, read_prompt
 from dflash_trt.decoding.draft import Draft, Verified, couple
-from dflash_trt.decoding.emission import decide, fail, first_token, leave, non_finite, read_prompt
-from dflash_trt.decoding.exact import PassRule
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
 from dflash_trt.decoding.length.policy import FixedLength, Lengths, round_done
 from dflash_trt.decoding.length.trees import MOST_NODES, TreeLengths
 from dflash_trt.decoding.metrics import Metrics
-from dflash_trt.decoding.options import RequestOptions
-from dflash_trt.decoding.pair import USUAL_CONTEXT, Pair
-from dflash_trt.decoding.params import SamplingParams
-from dflash_trt.decoding.queue import Queue
-from dflash_trt.decoding.request import Emission, Request
+from dflash_trt.decoding.pair import USUAL_CONTEXT, Pair, PassRule
+from dflash_trt.decoding.params import RequestOptions, SamplingParams
+from dflash_trt.decoding.request import Emission, Queue, Request
 from dflash_trt.decoding.slots import Reuse, Slots
 
 Array = np.ndarray[Any, Any]

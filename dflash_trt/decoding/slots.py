@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dflash_trt.decoding.caches import longest
 from dflash_trt.decoding.pair import Pair
-from dflash_trt.decoding.prefixes import PAGE, Page, PrefixCounts, Prefixes, common
+from dflash_trt.decoding.prefixes import PAGE, Page, PrefixCounts, Prefixes, common, longest
 from dflash_trt.decoding.request import Request
 
 

@@ -16,8 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dflash_trt.decoding.exact import FREE, PassRule
-from dflash_trt.decoding.pair import Pair
+from dflash_trt.decoding.pair import FREE, Pair, PassRule
 from dflash_trt.errors import UsageError
 
 Array = np.ndarray[Any, Any]

@@ -12,10 +12,9 @@ from typing import Any
 from dflash_trt.bundle.workspace import Progress, silent
 from dflash_trt.decoding.length.policy import Lengths
 from dflash_trt.decoding.metrics import quantiles
-from dflash_trt.decoding.options import RequestOptions
-from dflash_trt.decoding.params import SamplingParams
+from dflash_trt.decoding.params import RequestOptions, SamplingParams
 from dflash_trt.decoding.request import Request
-from dflash_trt.decoding.statistics import Statistics
+from dflash_trt.decoding.results import Statistics
 from dflash_trt.runtime import Runtime
 
 _SEGMENTS = 4

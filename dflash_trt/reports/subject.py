@@ -10,9 +10,8 @@ import numpy as np
 
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.draft import Draft
-from dflash_trt.decoding.options import RequestOptions
 from dflash_trt.decoding.pair import Pair
-from dflash_trt.decoding.params import SamplingParams
+from dflash_trt.decoding.params import RequestOptions, SamplingParams
 from dflash_trt.decoding.request import Request
 from dflash_trt.decoding.widths import cache_rows
 from dflash_trt.engines.base import PREFILL_CHUNK

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from dflash_trt.decoding.options import DraftingOptions
-from dflash_trt.decoding.params import Completion, SamplingParams
+from dflash_trt.decoding.params import DraftingOptions, SamplingParams
+from dflash_trt.decoding.results import Completion, Statistics
 from dflash_trt.decoding.sampling.philox import gumbel_from_bits, token_bits
 from dflash_trt.decoding.sampling.sampler import process
-from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.llm import LLM
 from dflash_trt.prompts import Prompt
 

@@ -12,7 +12,7 @@ from string import Template
 
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.bundle.workspace import workspace
-from dflash_trt.decoding.options import RequestOptions
+from dflash_trt.decoding.params import RequestOptions
 from dflash_trt.engines.registry import engine_of
 from dflash_trt.errors import DFlashError
 

@@ -22,7 +22,8 @@ from functools import partial
 from typing import Any, cast
 
 from dflash_trt.async_llm import AsyncLLM
-from dflash_trt.decoding.params import Chunk, Completion, SamplingParams
+from dflash_trt.decoding.params import SamplingParams
+from dflash_trt.decoding.results import Chunk, Completion
 from dflash_trt.decoding.sampling.structure import StructuredOutputs
 from dflash_trt.errors import BusyError, DecodingError, DFlashError, RequestError, quoted
 from dflash_trt.runtime import Prompt

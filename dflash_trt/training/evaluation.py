@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_trt.decoding.params import SamplingParams
-from dflash_trt.decoding.statistics import Statistics
+from dflash_trt.decoding.results import Statistics
 from dflash_trt.prompts import Prompt
 from dflash_trt.reports import plots
 from dflash_trt.text.tokenizer import Tokenizer

@@ -19,14 +19,12 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from dflash_trt.bundle.manifest import Bundle
-from dflash_trt.decoding.emission import fail, isolated, leave
-from dflash_trt.decoding.exact import PassRule
+from dflash_trt.decoding.acceptance import fail, isolated, leave
 from dflash_trt.decoding.length.policy import FixedLength, Lengths
 from dflash_trt.decoding.metrics import Metrics
-from dflash_trt.decoding.options import RequestOptions
-from dflash_trt.decoding.params import FinishReason, SamplingParams
-from dflash_trt.decoding.queue import Queue
-from dflash_trt.decoding.request import Emission, Request
+from dflash_trt.decoding.pair import PassRule
+from dflash_trt.decoding.params import FinishReason, RequestOptions, SamplingParams
+from dflash_trt.decoding.request import Emission, Queue, Request
 from dflash_trt.errors import DFlashError, EngineError, RequestError
 from dflash_trt.trtllm.installed import load, read_llm_args
 

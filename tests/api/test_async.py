@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from dflash_trt import LLM, AsyncLLM, Completion, SamplingParams, async_llm
-from dflash_trt.decoding.params import Chunk
 from dflash_trt.decoding.request import Request
+from dflash_trt.decoding.results import Chunk
 from dflash_trt.errors import BusyError, DFlashError, RequestError
 from tests.doubles.checkpoints import VOCAB
 

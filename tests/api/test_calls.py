@@ -11,6 +11,7 @@ import pytest
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.errors import DFlashError, RequestError
+from dflash_trt.runtime import thinking_warning
 from tests.api.pairs import MAX_SEQ_LEN, SAMPLING, Pair, chooser, make
 from tests.doubles.checkpoints import ENDOFTEXT, IM_END, SPECIAL_TOKENS, VOCAB
 from tests.doubles.reference import Drafter, decode, decode_drafting, load_target
@@ -211,8 +212,7 @@ def test_chat_in_a_mode_that_the_drafter_was_not_trained_for_is_warned_about(
     llm = pairs["tiny"].llm
     messages = [{"role": "user", "content": "What is 17 + 25?"}]
     plain = llm.chat_prompt(messages)
-    target = llm.bundle.manifest["target"] | {"name": "Qwen/Qwen3-4B"}
-    monkeypatch.setitem(llm.bundle.manifest, "target", target)
+    monkeypatch.setattr(llm._runtime, "_thinking_warning", thinking_warning("Qwen/Qwen3-4B"))
     monkeypatch.setattr("dflash_trt.logs._warned", set())
     llm.chat_prompt(messages, {"enable_thinking": False})
     assert caplog.text == ""

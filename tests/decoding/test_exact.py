@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from dflash_trt.decoding.exact import FREE, PassRule
 from dflash_trt.decoding.length.policy import FixedLength
 from dflash_trt.decoding.length.trees import TreeLengths
+from dflash_trt.decoding.pair import FREE, PassRule
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.request import Request
 from dflash_trt.decoding.scheduler import Scheduler

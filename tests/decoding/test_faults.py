@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from dflash_trt.decoding import scheduler as scheduler_module
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
 from dflash_trt.decoding.length.pass_times import measure
-from dflash_trt.decoding.output.stopping import StopChecker
-from dflash_trt.decoding.output.stopping import StoppedText as Stopped
+from dflash_trt.decoding.output import StopChecker
+from dflash_trt.decoding.output import StoppedText as Stopped
 from dflash_trt.decoding.params import FinishReason, SamplingParams
 from dflash_trt.decoding.request import Request
 from dflash_trt.errors import DecodingError, NonFiniteError

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from dflash_trt.decoding.metrics import Distribution, Metrics, quantiles
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.request import Request
-from dflash_trt.decoding.statistics import Statistics
+from dflash_trt.decoding.results import Statistics
 from tests.doubles.fake_engines import BLOCK, Pool, request
 from tests.doubles.schedules import AnyLengths, prompt
 

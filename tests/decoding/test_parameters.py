@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dflash_trt import LLM, AsyncLLM, Completion, SamplingParams
-from dflash_trt.decoding.queue import Queue
+from dflash_trt.decoding.request import Queue
 from dflash_trt.errors import RequestError
 from tests.api.test_async import prompt
 from tests.doubles.fake_engines import request

@@ -12,9 +12,8 @@ import pytest
 from dflash_trt import LLM
 from dflash_trt.decoding import scheduler as scheduler_module
 from dflash_trt.decoding.draft import Draft
-from dflash_trt.decoding.options import RequestOptions
 from dflash_trt.decoding.pair import Pair
-from dflash_trt.decoding.params import MOST_PRIORITY, SamplingParams
+from dflash_trt.decoding.params import MOST_PRIORITY, RequestOptions, SamplingParams
 from dflash_trt.decoding.request import Request
 from tests.doubles.fake_engines import BLOCK, Pool, expected, request
 from tests.doubles.schedules import Clock, Lengths, drive, finish, prompt

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dflash_trt.decoding.statistics import Statistics
+from dflash_trt.decoding.results import Statistics
 
 
 def drafted(*rounds: tuple[int, int]) -> Statistics:

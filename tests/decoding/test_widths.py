@@ -13,8 +13,7 @@ import pytest
 
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
-from dflash_trt.decoding.exact import PassRule
-from dflash_trt.decoding.pair import Pair
+from dflash_trt.decoding.pair import Pair, PassRule
 from dflash_trt.decoding.widths import Outcome, classes, measure
 from dflash_trt.errors import UsageError
 from dflash_trt.graph import onnxruntime as functions

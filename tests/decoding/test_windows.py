@@ -15,7 +15,7 @@ from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.length.trees import TreeLengths
-from dflash_trt.decoding.options import RequestOptions
+from dflash_trt.decoding.params import RequestOptions
 from dflash_trt.decoding.request import Request
 from dflash_trt.errors import UsageError
 from dflash_trt.runtime import Runtime

@@ -19,10 +19,9 @@ import numpy as np
 from dflash_trt.bundle.cache_kinds import CacheKind, rows_by_window
 from dflash_trt.decoding.arrays import HostArrays
 from dflash_trt.decoding.caches import Snapshot
-from dflash_trt.decoding.options import RequestOptions, ServingOptions
-from dflash_trt.decoding.output.stopping import StopChecker
+from dflash_trt.decoding.output import StopChecker
 from dflash_trt.decoding.pair import Pair
-from dflash_trt.decoding.params import SamplingParams
+from dflash_trt.decoding.params import RequestOptions, SamplingParams, ServingOptions
 from dflash_trt.decoding.prefixes import Page, Prefixes
 from dflash_trt.decoding.request import Request
 from dflash_trt.decoding.sampling.history import History

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from dflash_trt.decoding.arrays import HostArrays
-from dflash_trt.decoding.exact import FREE, PassRule
-from dflash_trt.decoding.pair import Pair
+from dflash_trt.decoding.pair import FREE, Pair, PassRule
 from dflash_trt.decoding.scheduler import Scheduler
 from dflash_trt.decoding.slots import Slots
 from tests.doubles.fake_engines import MASK, ROW_BYTES, VOCAB, FakeDrafter, FakeEngine, FakeTarget

@@ -12,7 +12,7 @@ import torch
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.decoding.draft import Draft
-from dflash_trt.decoding.statistics import Statistics
+from dflash_trt.decoding.results import Statistics
 from dflash_trt.engines.onnxruntime import entry
 from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
 from dflash_trt.errors import BuildError, RequestError

@@ -9,7 +9,7 @@ import pytest
 
 from dflash_trt.building.build import build
 from dflash_trt.decoding.metrics import quantiles
-from dflash_trt.decoding.options import RequestOptions
+from dflash_trt.decoding.params import RequestOptions
 from dflash_trt.errors import DFlashError
 from dflash_trt.reports import plots
 from dflash_trt.reports.benchmark import Load, Method, MethodPoint, bench

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dflash_trt.decoding.output.automaton import Automaton
+from dflash_trt.decoding.output import Automaton
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.sampling.structure import Structure
 

@@ -63,7 +63,7 @@ class OnnxRuntimeEngine:
 
         `deferred`: the graph and its weights are loaded with the first pass. Until then all slots are empty.
         """
-        self._path, self._threads = path, threads
+        self._path, self._threads = path, threads or cores() or 1
         self._session: Any = None
         self._inputs: dict[str, Any] = {}
         self._outputs: dict[str, Any] = {}
@@ -79,7 +79,7 @@ class OnnxRuntimeEngine:
 
     def _load(self) -> None:
         options = ort.SessionOptions()
-        options.intra_op_num_threads = self._threads or cores() or 1
+        options.intra_op_num_threads = self._threads
         options.log_severity_level = 3
         # Target and drafter take turns. Idle threads spin, because waking them takes as long as a small pass. They
         # spin only until the pass ends, because then the other engine needs the cores.

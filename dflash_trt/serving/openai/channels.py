@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from dflash_trt.decoding.output.detokenizer import Detokenizer
+from dflash_trt.decoding.output import Detokenizer
 from dflash_trt.serving.openai.calls import Call
 from dflash_trt.serving.openai.parsing import AnswerPart, Stage
 from dflash_trt.text.tokenizer import Tokenizer

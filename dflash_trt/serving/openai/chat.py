@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_trt.decoding.output.detokenizer import Detokenizer
+from dflash_trt.decoding.output import Detokenizer
 from dflash_trt.errors import RequestError
 from dflash_trt.serving.openai import logprobs
 from dflash_trt.serving.openai.channels import Channels

@@ -23,8 +23,8 @@ from dflash_plugins.launch import by_triton
 from dflash_trt import LLM, Completion, SamplingParams, StructuredOutputs
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle, write_manifest
-from dflash_trt.decoding.exact import PassRule
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
+from dflash_trt.decoding.pair import PassRule
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
 from dflash_trt.engines.tensorrt.profiles import DECODE
 from dflash_trt.errors import BatchError, BuildError, BundleError, EngineError, NonFiniteError

@@ -18,7 +18,7 @@ from dflash_trt import LLM, SamplingParams
 from dflash_trt.building import exactness
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
-from dflash_trt.decoding.exact import PassRule
+from dflash_trt.decoding.pair import PassRule
 from dflash_trt.engines.state_caches import POSITION
 from dflash_trt.engines.tensorrt import plans
 from dflash_trt.engines.tensorrt.options import TensorRTOptions

@@ -17,7 +17,7 @@ from dflash_trt import LLM, SamplingParams, logs
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle, write_manifest
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
-from dflash_trt.decoding.options import RequestOptions
+from dflash_trt.decoding.params import RequestOptions
 from dflash_trt.engines.tensorrt import opening
 from dflash_trt.engines.tensorrt.engine import TensorRTEngine
 from dflash_trt.engines.tensorrt.options import TensorRTOptions

@@ -10,7 +10,7 @@ import pytest
 from openai.types.responses import Response
 from pydantic import BaseModel
 
-from dflash_trt.decoding.output.detokenizer import Detokenizer
+from dflash_trt.decoding.output import Detokenizer
 from dflash_trt.serving.openai.errors import ApiError
 from dflash_trt.serving.openai.responses_request import ResponsesRequest
 from tests.serving.openai.conftest import CHATS, COMPLETIONS, HI, RESPONSES, Server, chat_of, model_of, tool

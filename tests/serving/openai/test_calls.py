@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dflash_trt.decoding.output.detokenizer import Detokenizer
+from dflash_trt.decoding.output import Detokenizer
 from dflash_trt.decoding.sampling.structure import StructuredOutputs, Structures
 from dflash_trt.serving.openai.chat import Chat
 from dflash_trt.serving.openai.errors import ApiError

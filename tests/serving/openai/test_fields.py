@@ -11,8 +11,7 @@ import pytest
 
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.bundle.manifest import Bundle
-from dflash_trt.decoding.output.detokenizer import Detokenizer
-from dflash_trt.decoding.output.stopping import StopChecker
+from dflash_trt.decoding.output import Detokenizer, StopChecker
 from dflash_trt.serving.openai.chat import Chat
 from dflash_trt.serving.openai.errors import ApiError
 from dflash_trt.serving.openai.model import Model

@@ -1,10 +1,12 @@
-"""Statistics of one request or of many, under the field names of vLLM's metrics."""
+"""What a request gives: text and tokens, whole or in chunks, and statistics under the field names of vLLM's metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
+
+from dflash_trt.decoding.params import FinishReason
 
 
 @dataclass
@@ -137,3 +139,58 @@ def add_at(histogram: list[int], index: int, count: int) -> None:
 
 _HISTOGRAMS = ("acceptance_histogram", "block_length_histogram")
 _SUMMED = [f.name for f in fields(Statistics) if f.name not in ("time_to_first_token", *_HISTOGRAMS)]
+
+
+TopLogprobs = list[tuple[int, float]]
+"""The most probable tokens of a position, best first: token id and log-probability."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One finished request.
+
+    token_ids: include the stop token.
+    text: excludes the stop token, and ends before a stop string, unless they are asked for.
+    logprobs: one number per token, if requested. top_logprobs: one list per token.
+    prompt_logprobs: one number per token of the prompt, if requested. The first is None, because nothing precedes it.
+    prompt_top_logprobs: one list per token of the prompt; the first is empty.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    statistics: Statistics
+    seed: int
+    prompt_token_ids: list[int]
+    logprobs: list[float] | None = None
+    top_logprobs: list[TopLogprobs] | None = None
+    prompt_logprobs: list[float | None] | None = None
+    prompt_top_logprobs: list[TopLogprobs] | None = None
+
+    def __repr__(self) -> str:
+        return f"Completion({self.text!r}, {self.finish_reason!r}, {self.statistics})"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some tokens of a stream. `text` may lag behind the tokens.
+
+    The first chunk has the prompt's token ids and log-probabilities, the last one the statistics.
+    rounds: for each round in this chunk its tokens, how many of them, the first ones, were drafted, and how many drafts
+        were verified. The token after the prompt is a round of its own.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    statistics: Statistics | None = None
+    logprobs: list[float] | None = None
+    prompt_token_ids: list[int] | None = None
+    top_logprobs: list[TopLogprobs] | None = None
+    prompt_logprobs: list[float | None] | None = None
+    prompt_top_logprobs: list[TopLogprobs] | None = None
+    rounds: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        ended = "" if self.finish_reason is None else f", {self.finish_reason!r}"
+        return f"Chunk({self.text!r}, {self.token_ids}{ended})"

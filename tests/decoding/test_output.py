@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from dflash_trt.decoding.output.detokenizer import Detokenizer
-from dflash_trt.decoding.output.stopping import StopChecker
+from dflash_trt.decoding.output import Detokenizer, StopChecker
 from dflash_trt.decoding.params import SamplingParams
 
 SAMPLE = "stop the spot, 你好世界 naïve été 😀😃 </s> hello world"

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_trt.decoding.output.automaton import Automaton
-from dflash_trt.decoding.output.stopping import StopChecker
+from dflash_trt.decoding.output import Automaton, StopChecker
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.sampling.history import History
 from tests.doubles.fake_engines import Letters
@@ -45,7 +44,7 @@ class Steps(Automaton):
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> type[Steps]:
-    for module in ("sampling.history", "output.stopping"):
+    for module in ("sampling.history", "output"):
         monkeypatch.setattr(f"dflash_trt.decoding.{module}.Automaton", Steps)
     monkeypatch.setattr(Steps, "taken", 0)
     return Steps

@@ -1,1 +1,0 @@
-"""From token ids to text, and the end of an answer."""
