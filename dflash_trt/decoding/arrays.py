@@ -1,4 +1,4 @@
-"""The array operations of a pair: on the host here, on a GPU in `dflash_trt/engines/tensorrt/device_arrays.py`."""
+"""The array operations of a pair: on the host here, on a GPU in `dflash_trt/engines/device/arrays.py`."""
 
 from __future__ import annotations
 

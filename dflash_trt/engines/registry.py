@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 # Engine -> the module whose `entry(name)` returns its entry.
 _MODULES = {
     "onnxruntime": "dflash_trt.engines.onnxruntime.entry",
+    "torch": "dflash_trt.engines.torch.entry",
     "tensorrt-rtx": "dflash_trt.engines.tensorrt.entry",
     "tensorrt": "dflash_trt.engines.tensorrt.entry",
     "tensorrt-llm": "dflash_trt.trtllm.entry",

@@ -231,6 +231,25 @@ def mask_name(operator: str, kind: AttentionKind) -> str:
     return kind.operator(f"Tree{operator}" if kind.trees else operator)
 
 
+def ranges(name: str, kind: AttentionKind, *, sinks: bool) -> ir.Function:
+    """A mask's operator for kernels, which need no mask: the cache rows that each row sees [B,S], and the rows of its
+    pass [B,S,S] as numbers, for trees.
+    """
+    g = GraphBuilder(mask_name(name, kind))
+    both = [g.input(n, INT64, ["B", "S"]) for n in ("first", "last")]
+    if sinks:
+        g.input("sink", INT64, ["B"])
+    for value, output in zip(both, ("from_row", "to_row"), strict=True):
+        g.output(g.op("Identity", value), output, INT64, ["B", "S"])
+    if kind.trees:
+        g.input("start", INT64, ["B"])
+        visible = g.input("visible", BOOL, ["B", "S", "S"])
+        number = g.op("Cast", visible, name="as_number", to=int(ir.DataType.INT32))
+        g.output(number, "rows", ir.DataType.INT32, ["B", "S", "S"])
+    g.input("capacity", INT64, [1])
+    return g.function()
+
+
 class TreeRows:
     """The inputs of a mask's body that tell which rows of its own pass a row sees, declared as inputs of `g`.
 

@@ -118,7 +118,7 @@ def onnxruntime_experts(
     for name, stack in stacks.items():
         given[name] = {part: ir.Value(name=f"{name}_{part}") for part in stack.parts}
         g.graph.inputs.extend(given[name].values())
-    by_expert = {name: _by_expert(g, stack, given[name], resident) for name, stack in stacks.items()}
+    by_expert = {name: widened_by_expert(g, stack, given[name], resident) for name, stack in stacks.items()}
     scales = g.input("expert_scales", FLOAT, ["E"]) if scaled else None
 
     k = g.op("Constant", name="k", value_int=ir.RefAttr("value_int", "k", ir.AttributeType.INT))
@@ -200,7 +200,7 @@ def _signature(stack: Stack) -> str:
     return operator_name(stack.kind) + "_per_row" * per_row
 
 
-def _by_expert(
+def widened_by_expert(
     g: GraphBuilder, stack: Stack, given: Mapping[str, ir.Value], resident: bool
 ) -> dict[str, ir.Value]:
     """Everything with an axis of experts in front; `weight` in float32 where it is resident."""

@@ -12,9 +12,9 @@ import numpy as np
 import onnx_ir as ir
 
 from dflash_plugins.version import NAMESPACE, versioned
-from dflash_trt.graph.builder import BOOL, DFLASH_DOMAIN, DFLASH_VERSION, FLOAT, INT64, GraphBuilder
+from dflash_trt.graph.builder import DFLASH_DOMAIN, DFLASH_VERSION, FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.delta_net import DeltaInputs, DeltaKind
-from dflash_trt.graph.dialect import AttentionInputs, AttentionKind, Dialect, mask_name
+from dflash_trt.graph.dialect import AttentionInputs, AttentionKind, Dialect, ranges
 from dflash_trt.graph.experts import Storage, declared
 from dflash_trt.graph.lowering.bodies import TRT_DOMAIN
 from dflash_trt.graph.tensorrt import TensorRT
@@ -104,11 +104,11 @@ class TensorRTPlugins(TensorRTLayerPlugins):
 
     def attention_mask(self, kind: AttentionKind) -> ir.Function:
         """The ranges of cache rows in place of a mask."""
-        return _ranges("AttentionMask", kind, sinks=False)
+        return ranges("AttentionMask", kind, sinks=False)
 
     def sink_attention_mask(self, kind: AttentionKind) -> ir.Function:
         """The ranges of cache rows in place of a mask."""
-        return _ranges("SinkAttentionMask", kind, sinks=True)
+        return ranges("SinkAttentionMask", kind, sinks=True)
 
     def cached_attention(self, kind: AttentionKind) -> ir.Function:
         """Nodes that write the cache, attend in parts and merge them."""
@@ -165,23 +165,6 @@ class TensorRTPlugins(TensorRTLayerPlugins):
         g.output(accepted, "accepted", INT64, ["B"])
         g.output(following, "next", INT64, ["B"])
         return g.function()
-
-
-def _ranges(name: str, kind: AttentionKind, *, sinks: bool) -> ir.Function:
-    """No mask: the cache rows that each row sees [B,S], and the rows of its pass [B,S,S] as numbers, for trees."""
-    g = GraphBuilder(mask_name(name, kind))
-    ranges = [g.input(n, INT64, ["B", "S"]) for n in ("first", "last")]
-    if sinks:
-        g.input("sink", INT64, ["B"])
-    for value, output in zip(ranges, ("from_row", "to_row"), strict=True):
-        g.output(g.op("Identity", value), output, INT64, ["B", "S"])
-    if kind.trees:
-        g.input("start", INT64, ["B"])
-        visible = g.input("visible", BOOL, ["B", "S", "S"])
-        number = g.op("Cast", visible, name="as_number", to=int(ir.DataType.INT32))
-        g.output(number, "rows", ir.DataType.INT32, ["B", "S", "S"])
-    g.input("capacity", INT64, [1])
-    return g.function()
 
 
 def _attribute(name: str, kind: ir.AttributeType) -> ir.Attr:

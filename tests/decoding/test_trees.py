@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.request import Request
+from dflash_trt.engines.device.caches import DevicePool
 from dflash_trt.engines.onnxruntime.caches import CachePool
-from dflash_trt.engines.tensorrt.caches import DevicePool
 from tests.doubles.fake_engines import VOCAB, FakeTarget, Pool, StateTarget, expected, request
 from tests.doubles.schedules import AnyLengths, finish, prompt
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dflash_trt import hardware
+from dflash_trt.engines.device.arrays import DeviceArrays
 from dflash_trt.engines.tensorrt import opening, plans
-from dflash_trt.engines.tensorrt.device_arrays import DeviceArrays
 from tests.doubles import fake_tensorrt, fake_tensorrt_rtx
 from tests.doubles.cuda_double import Cuda, deferred
 

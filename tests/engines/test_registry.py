@@ -19,7 +19,7 @@ from dflash_trt.errors import BuildError, BundleError
 
 def test_an_unknown_engine_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(
-        BuildError, match=r"--engine is 'onnx', .*onnxruntime, tensorrt-rtx, tensorrt, tensorrt-llm"
+        BuildError, match=r"--engine is 'onnx', .*onnxruntime, torch, tensorrt-rtx, tensorrt, tensorrt-llm"
     ):
         build("tiny", None, tmp_path / "b", engine="onnx")
 
@@ -40,16 +40,13 @@ GPU_ROOMS = (
     "torch",
     "triton",
     "dflash_plugins",
-    "dflash_trt.engines.tensorrt",
+    *(f"dflash_trt.engines.{room}" for room in ("device", "tensorrt", "torch")),
     "dflash_trt.trtllm",
 )
 LIGHT = {
-    *(
-        "dflash_trt.engines.tensorrt",
-        "dflash_trt.engines.tensorrt.entry",
-        "dflash_trt.engines.tensorrt.flavour",
-    ),
-    *("dflash_trt.engines.tensorrt.options", "dflash_trt.engines.tensorrt.profiles"),
+    *(f"dflash_trt.engines.device{module}" for module in ("", ".sizes")),
+    *(f"dflash_trt.engines.tensorrt{module}" for module in ("", ".entry", ".flavour", ".options")),
+    *(f"dflash_trt.engines.torch{module}" for module in ("", ".entry")),
     *("dflash_trt.trtllm", "dflash_trt.trtllm.entry"),
     *("dflash_plugins", "dflash_plugins.kernel_specs"),  # sizes of kernels, which import nothing
 }

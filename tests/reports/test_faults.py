@@ -21,10 +21,10 @@ from dflash_trt import SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.drafter import Drafter
-from dflash_trt.engines.tensorrt.caches import DevicePool
+from dflash_trt.engines.device.caches import DevicePool
+from dflash_trt.engines.device.sizes import DECODE
+from dflash_trt.engines.device.states import DeviceHybridCaches
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
-from dflash_trt.engines.tensorrt.profiles import DECODE
-from dflash_trt.engines.tensorrt.states import DeviceHybridCaches
 from dflash_trt.formats.precision import Precision
 from dflash_trt.reports import selftest
 from dflash_trt.reports.selftest import Check, Selftest

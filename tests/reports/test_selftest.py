@@ -19,10 +19,10 @@ from dflash_plugins import launch
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle, write_manifest
 from dflash_trt.cli import main
-from dflash_trt.engines.tensorrt.device_arrays import DeviceArrays
+from dflash_trt.engines.device.arrays import DeviceArrays
+from dflash_trt.engines.device.sizes import DECODE, PREFILL
 from dflash_trt.engines.tensorrt.engine import TensorRTEngine
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
-from dflash_trt.engines.tensorrt.profiles import DECODE, PREFILL
 from dflash_trt.formats.precision import Precision
 from dflash_trt.reports.selftest import Check, Selftest
 from dflash_trt.reports.subject import Failure

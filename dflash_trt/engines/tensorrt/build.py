@@ -11,6 +11,7 @@ from dflash_trt.bundle.workspace import Progress
 from dflash_trt.checkpoint.linears import number_formats
 from dflash_trt.checkpoint.pair import CheckpointPair
 from dflash_trt.engines.base import BuildSettings
+from dflash_trt.engines.device.sizes import aligned_rows
 from dflash_trt.engines.graph_job import (
     GraphJob,
     cache_rows_by_window,
@@ -21,7 +22,6 @@ from dflash_trt.engines.graph_job import (
 )
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
 from dflash_trt.engines.tensorrt.plans import FOLDER, Plans
-from dflash_trt.engines.tensorrt.profiles import aligned_rows
 
 
 @dataclass(kw_only=True)
@@ -52,7 +52,7 @@ def plan_job(engine: str, pair: CheckpointPair, settings: BuildSettings, progres
         expert_formats={"mxfp4"} if moe is not None and moe.quantization else (),
         recurrent=bool(pair.target.config.delta_layers),
     )
-    # Beside a pass that filled a slot, other passes write a block there while it is idle (round_memory.py).
+    # Beside a pass that filled a slot, other passes write a block there while it is idle (rounds.py).
     by_window = cache_rows_by_window(
         pair,
         plans.dialects,

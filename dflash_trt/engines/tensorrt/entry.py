@@ -16,9 +16,9 @@ from dflash_trt.engines.base import (
     RunSettings,
     Weights,
 )
+from dflash_trt.engines.device.sizes import ROW_UNIT
 from dflash_trt.engines.tensorrt.flavour import FLAVOURS
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
-from dflash_trt.engines.tensorrt.profiles import ROW_UNIT
 from dflash_trt.errors import BuildError, UsageError
 
 if TYPE_CHECKING:

@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from dflash_plugins import rtx
-from dflash_plugins.kernel_specs import round_uses
-from dflash_plugins.launch import TYPE_NAMES
+from dflash_plugins import compiled, rtx
+from dflash_plugins.driver import Kernels
+from dflash_plugins.kernel_specs import Use
+from dflash_plugins.version import VERSION
 from dflash_plugins.version import check as check_plugins
 
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.pair import Pair
-from dflash_trt.engines.tensorrt.device_arrays import DeviceArrays
+from dflash_trt.engines.device.arrays import DeviceArrays
+from dflash_trt.engines.device.kernels import kernels_here
+from dflash_trt.engines.device.opening import DEVICE, arrays_of, pair_of, warm_up
 from dflash_trt.engines.tensorrt.engine import TensorRTEngine
 from dflash_trt.engines.tensorrt.flavour import FLAVOURS
-from dflash_trt.engines.tensorrt.profiles import pass_sizes, prefill_lengths
-from dflash_trt.engines.tensorrt.round_kernels import kernels_of
 from dflash_trt.engines.tensorrt.runtime_config import captures_by_itself, kernel_cache
-from dflash_trt.errors import BuildError, BundleError
+from dflash_trt.errors import BuildError, BundleError, EngineError
+from dflash_trt.logs import warn_once
 
 if TYPE_CHECKING:
     from dflash_trt.bundle.workspace import Progress
 
 _log = logging.getLogger(__name__)
-DEVICE = "cuda"
 # TensorRT-RTX compiles in the first pass of a shape, captures the second one, and replays from the third on. The engine
 # captures full TensorRT's first pass itself.
 _RUNS = 3
-STEP = "warm up"
 
 
 def open_pair(bundle: Bundle, *, slots: int, prefill_chunk: int, progress: Progress) -> Pair:
@@ -61,18 +60,7 @@ def open_pair(bundle: Bundle, *, slots: int, prefill_chunk: int, progress: Progr
             for role in ("target", "drafter")
         )
         arrays = _arrays(bundle, target, drafter, slots, chunk)
-    pair = Pair(
-        target,
-        drafter,
-        arrays,
-        slots=slots,
-        capacity=bundle.capacity,
-        mask_token_id=manifest["mask_token_id"],
-        vocab_size=manifest["vocab_size"],
-        prefill_chunk=chunk,
-        trees=manifest["tree_width"] > 1,
-        chunks_differ=arrays.chunks_differ,
-    )
+    pair = pair_of(bundle, target, drafter, arrays, slots=slots, prefill_chunk=chunk)
     warm_up(pair, manifest["block_size"], progress, runs=_RUNS if captures_by_itself(trt) else 1)
     if kernels is not None:
         kernels.save()
@@ -116,51 +104,51 @@ def _plans(bundle: Bundle) -> Mapping[str, Any]:
 def _arrays(
     bundle: Bundle, target: TensorRTEngine, drafter: TensorRTEngine, slots: int, chunk: int
 ) -> DeviceArrays:
-    manifest, taps = bundle.manifest, len(bundle.manifest["target_layer_ids"])
-    vocab, hidden, block_size = manifest["vocab_size"], manifest["hidden_size"], manifest["block_size"]
-    dtype = TYPE_NAMES[drafter.dtypes["features"]]
-    return DeviceArrays(
-        target,
-        drafter,
+    scratch = max(target.memory_size, drafter.memory_size, 1)
+    lent = torch.empty(scratch, dtype=torch.uint8, device=target.device)
+    for engine in (target, drafter):
+        engine.lend(lent)
+    return arrays_of(
+        PlanArrays,
+        *(bundle, target, drafter),
         slots=slots,
-        capacity=bundle.capacity,
         prefill_chunk=chunk,
-        block_size=block_size,
-        taps=taps,
-        hidden_size=hidden,
-        vocab_size=vocab,
-        tree_width=manifest["tree_width"],
-        chunks_differ=manifest["tensorrt"].get("mxfp8_rows") == chunk,
-        run=kernels_of(bundle, round_uses(vocab, taps * hidden, dtype, block_size)),
+        kernels=partial(_kernels_of, bundle),
+        chunks_differ=bundle.manifest["tensorrt"].get("mxfp8_rows") == chunk,
     )
 
 
-def warm_up(pair: Pair, block_size: int, progress: Progress, *, runs: int) -> int:
-    """Run passes of both models in every size that requests can bring. Returns the number of sizes.
+class PlanArrays(DeviceArrays):
+    """Arrays of two plans."""
 
-    runs: of each size of decoding passes. All slots are clear then, as after opening.
+    def problems(self, manifest: Mapping[str, Any]) -> list[str]:
+        """The differences between the plans and the manifest."""
+        major, minor = torch.cuda.get_device_capability()
+        plans = manifest["tensorrt"]["plans"][f"{major}{minor}"]
+        return [
+            problem
+            for role, engine in (("target", self._target), ("drafter", self._drafter))
+            if isinstance(engine, TensorRTEngine)
+            for problem in engine.problems(plans[role]["profiles"])
+        ]
+
+
+def _kernels_of(bundle: Bundle, wanted: Sequence[Use]) -> Kernels | None:
+    """The kernels between passes that a build compiled. None if the bundle or the driver lacks one of `wanted`. A
+    warning then says so once.
     """
-    begin, passes = perf_counter(), list(_passes(pair, block_size, runs))
-    for done, run in enumerate(passes, 1):
-        run()
-        progress(STEP, done, len(passes))
-    for slot in range(pair.slots):
-        pair.clear(slot)
-    pair.arrays.wait()
-    _log.info("ran passes of %d sizes in %.1f s", len(passes), perf_counter() - begin)
-    return len(passes)
-
-
-def _passes(pair: Pair, block_size: int, runs: int) -> Iterator[Callable[[], object]]:
-    for length in reversed(prefill_lengths(pair.prefill_chunk, apart=pair.chunks_differ)):
-        yield partial(pair.prefill, [0] * length, 0, 0, draft=True)
-    for batch in pass_sizes(pair.slots):
-        for length in pass_sizes(block_size):
-            yield partial(_repeated, pair.dummy_verify, batch, length, runs)
-            if length > 1:
-                yield partial(_repeated, pair.dummy_draft, batch, length, runs)
-
-
-def _repeated(run: Callable[[int, int], object], batch: int, length: int, runs: int) -> None:
-    for _ in range(runs):
-        run(batch, length)
+    entry: Mapping[str, Any] = bundle.manifest["tensorrt"].get("kernels", {})
+    try:
+        if entry.get("version") != VERSION:
+            reason = "has kernels of another version" if entry else "was built without kernels"
+            raise BundleError(f"{reason}; build it again where `dflash-trt doctor` finds their compiler")
+        kernels = compiled.read(bundle.path / compiled.FILE)
+        if missing := [use.function for use in wanted if use.digest not in kernels]:
+            raise BundleError(f"{compiled.FILE} lacks {missing[0]} for this pair; build it again")
+        return kernels_here(kernels)
+    except (BundleError, EngineError) as error:
+        warn_once(
+            _log,
+            f"{bundle.path}: {error}; torch's operators take the place of kernels between passes, and the host samples",
+        )
+        return None

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from dflash_trt.engines.tensorrt.profiles import DECODE
+from dflash_trt.engines.device.sizes import DECODE
 from dflash_trt.errors import BundleError
 from dflash_trt.files.disk import whole_file
 from dflash_trt.files.reading import read_file

@@ -25,8 +25,8 @@ from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle, write_manifest
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
 from dflash_trt.decoding.pair import PassRule
+from dflash_trt.engines.device.sizes import DECODE
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
-from dflash_trt.engines.tensorrt.profiles import DECODE
 from dflash_trt.errors import BatchError, BuildError, BundleError, EngineError, NonFiniteError
 from dflash_trt.formats.precision import Precision
 from tests.decoding.test_isolation import SPOILT, spoil, spoilt_prompt

@@ -18,10 +18,10 @@ from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle, write_manifest
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
 from dflash_trt.decoding.params import RequestOptions
+from dflash_trt.engines.device.sizes import DECODE, PREFILL, fitting, pass_sizes, prefill_lengths
 from dflash_trt.engines.tensorrt import opening
 from dflash_trt.engines.tensorrt.engine import TensorRTEngine
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
-from dflash_trt.engines.tensorrt.profiles import DECODE, PREFILL, fitting, pass_sizes, prefill_lengths
 from dflash_trt.formats.precision import Precision
 from tests.doubles import fake_tensorrt_rtx
 from tests.doubles.checkpoints import make_drafter, make_target

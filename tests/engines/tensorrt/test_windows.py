@@ -15,8 +15,8 @@ import torch
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.engines.device.sizes import aligned_rows
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
-from dflash_trt.engines.tensorrt.profiles import aligned_rows
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.models.inventory import take_inventory
 from dflash_trt.planning import memory

@@ -9,6 +9,7 @@ import torch
 from dflash_plugins.launch import Compaction, Run
 
 from dflash_trt.bundle.cache_kinds import CacheKind
+from dflash_trt.engines.device.stream import on
 from dflash_trt.engines.row_caches import RowCaches, SlotRows, by_kind, whole
 
 Tensor = torch.Tensor
@@ -27,31 +28,31 @@ class DevicePool:
         self.row_bytes = sum(rows.shape[1] * rows.shape[3] * rows.element_size() for rows in arrays.values())
 
     def copy(self, source: int, target: int, count: int) -> None:
-        with torch.cuda.stream(self._stream):
+        with on(self._stream):
             for rows in self.arrays.values():
                 rows[target, :, :count].copy_(rows[source, :, :count])
 
     def take(self, slot: int, first: int, stop: int) -> list[Tensor]:
         try:
-            with torch.cuda.stream(self._stream):
+            with on(self._stream):
                 return [rows[slot, :, first:stop].clone() for rows in self.arrays.values()]
         except torch.OutOfMemoryError as error:
             raise MemoryError(str(error)) from error
 
     def write(self, rows: Sequence[Tensor], slot: int, first: int) -> None:
-        with torch.cuda.stream(self._stream):
+        with on(self._stream):
             for mine, given in zip(self.arrays.values(), rows, strict=True):
                 mine[slot, :, first : first + given.shape[1]].copy_(given)
 
     def drop(self, slot: int, count: int, left: int) -> None:
-        with torch.cuda.stream(self._stream):
+        with on(self._stream):
             for rows in self.arrays.values():
                 kept = rows[slot, :, count : count + left]
                 rows[slot, :, :left].copy_(kept if left <= count else kept.clone())
 
     def compact(self, slot: int, start: int, nodes: Sequence[int]) -> None:
         """One kernel if `compact_by` gave one, else copies for each layer."""
-        with torch.cuda.stream(self._stream):
+        with on(self._stream):
             if self.compaction is not None:
                 self.compaction(slot, start, nodes)
                 return
@@ -62,11 +63,11 @@ class DevicePool:
     def compact_by(self, run: Run, most: int) -> None:
         """Let a kernel move up to `most` rows."""
         if self.arrays:
-            with torch.cuda.stream(self._stream):
+            with on(self._stream):
                 self.compaction = Compaction(list(self.arrays.values()), most, run)
 
     def clear(self, slot: int, first: int, last: int | None) -> None:
-        with torch.cuda.stream(self._stream):
+        with on(self._stream):
             for rows in self.arrays.values():
                 rows[slot, :, first:last].zero_()
 

@@ -18,11 +18,12 @@ from dflash_plugins.launch import decide_round, sampling_tensors
 from dflash_trt.decoding.arrays import chosen
 from dflash_trt.decoding.draft import Candidates, Draft, Verified, chain_rows
 from dflash_trt.decoding.request import Request
-from dflash_trt.engines.tensorrt.engine import TensorRTEngine
-from dflash_trt.engines.tensorrt.profiles import DECODE, PREFILL, fitting, prefill_lengths
-from dflash_trt.engines.tensorrt.round_kernels import compiles_here
-from dflash_trt.engines.tensorrt.round_memory import RoundMemory
-from dflash_trt.engines.tensorrt.states import DeviceHybridCaches
+from dflash_trt.engines.device.engine import DeviceEngine
+from dflash_trt.engines.device.kernels import compiles_here
+from dflash_trt.engines.device.rounds import RoundMemory
+from dflash_trt.engines.device.sizes import DECODE, PREFILL, fitting, prefill_lengths
+from dflash_trt.engines.device.states import DeviceHybridCaches
+from dflash_trt.engines.device.stream import now, on, seconds
 
 if TYPE_CHECKING:
     from dflash_plugins.launch import Accepted, Run, Sampling
@@ -44,7 +45,7 @@ class DeviceArray:
     def host(self) -> Array:
         """The numbers, after the pass that computes them."""
         if self._host is None:
-            with torch.cuda.stream(self._stream):
+            with on(self._stream):
                 self._host = self.tensor.cpu().numpy()
         return self._host
 
@@ -66,7 +67,7 @@ class DeviceArrays:
     """Tensors on the engines' stream. `dflash_trt.decoding.arrays.Arrays` documents the methods.
 
     Waiting features are in the drafter's input buffer of the DECODE profile. Its input of the PREFILL profile is the
-    target's output. A round's numbers go to the device in one copy and come back in one (round_memory.py).
+    target's output. A round's numbers go to the device in one copy and come back in one (rounds.py).
 
     run: launches kernels between passes. Without it torch's operators take their place, and the host samples.
     """
@@ -76,8 +77,8 @@ class DeviceArrays:
 
     def __init__(
         self,
-        target: TensorRTEngine,
-        drafter: TensorRTEngine,
+        target: DeviceEngine,
+        drafter: DeviceEngine,
         *,
         slots: int,
         capacity: int,
@@ -97,10 +98,6 @@ class DeviceArrays:
         self._prompt_lengths = prefill_lengths(prefill_chunk, apart=chunks_differ)
         device, self._stream = target.device, target.stream
         self._target, self._drafter = target, drafter
-        scratch = max(target.memory_size, drafter.memory_size, 1)
-        lent = torch.empty(scratch, dtype=torch.uint8, device=device)
-        for engine in (target, drafter):
-            engine.lend(lent)
         dtype = drafter.dtypes["features"]
         self._unread = torch.zeros((slots, block_size, taps * hidden_size), dtype=dtype, device=device)
         drafter.bind(DECODE, "features", self._unread)
@@ -128,16 +125,6 @@ class DeviceArrays:
                 kind.pool.compact_by(run, block_size)
         self._sampling: tuple[Sequence[Request], Sampling | None] = ((), None)
 
-    def problems(self, manifest: Mapping[str, Any]) -> list[str]:
-        """The differences between the plans and the manifest."""
-        major, minor = torch.cuda.get_device_capability()
-        plans = manifest["tensorrt"]["plans"][f"{major}{minor}"]
-        return [
-            problem
-            for role, engine in (("target", self._target), ("drafter", self._drafter))
-            for problem in engine.problems(plans[role]["profiles"])
-        ]
-
     def kernel_problems(self) -> dict[str, str]:
         """The kernels against their references on this GPU: a problem for each operator, or none. Those that plans hold
         are compiled again, which needs Triton; without it they are left out.
@@ -145,7 +132,7 @@ class DeviceArrays:
         from dflash_plugins.checks import problems
 
         assert self.run is not None
-        with torch.cuda.stream(self._stream):
+        with on(self._stream):
             return problems(
                 self._target.device,
                 self.run,
@@ -158,7 +145,7 @@ class DeviceArrays:
             )
 
     def prefill(
-        self, engine: TensorRTEngine, feeds: Mapping[str, Any], slot: int
+        self, engine: DeviceEngine, feeds: Mapping[str, Any], slot: int
     ) -> Mapping[str, torch.Tensor]:
         """A pass of one of a few lengths. Rows after the prompt's are garbage, as those after committed ones."""
         name = "tokens" if engine is self._target else "features"
@@ -177,23 +164,23 @@ class DeviceArrays:
             engine.caches.passed(slot, feeds["start"], int(feeds["rows"][0, 0]))
         return {**outputs, "features": outputs["features"][:, :length]}
 
-    def _filled(self, engine: TensorRTEngine, name: str, given: Any, length: int) -> Any:
+    def _filled(self, engine: DeviceEngine, name: str, given: Any, length: int) -> Any:
         """Tokens [1, n] or features [1, n, F] with further rows. Those must be finite: tokens of the prompt, or 0."""
         if isinstance(given, np.ndarray):
             return np.pad(given, ((0, 0), (0, length - given.shape[1])), mode="edge")
         buffer = engine.buffer(PREFILL, name, 1, length, given.shape[2])
         if given.data_ptr() != buffer.data_ptr():  # else they are the target's own, with its further rows
-            with torch.cuda.stream(self._stream):
+            with on(self._stream):
                 buffer[:, : given.shape[1]].copy_(given)
                 buffer[:, given.shape[1] :].zero_()
         return buffer
 
-    def decode(self, engine: TensorRTEngine, feeds: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
+    def decode(self, engine: DeviceEngine, feeds: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
         tensors = {n: each.tensor if isinstance(each, DeviceArray) else each for n, each in feeds.items()}
         starts, drafting = feeds["start"].tolist(), engine is self._drafter
         written = feeds["n_features"].tolist() if drafting else [feeds["rows"].shape[1]] * len(starts)
         engine.rows.advance(0, starts, written)
-        with torch.cuda.stream(self._stream):
+        with on(self._stream):
             if drafting:
                 tensors = self._round.drafter_feeds(tensors, self._unread)
             else:
@@ -208,12 +195,10 @@ class DeviceArrays:
         return fitting(nodes, self._round.widths)
 
     def now(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(self._stream)
-        return event
+        return now(self._stream)
 
     def seconds(self, begin: Any, end: Any) -> float:
-        return float(begin.elapsed_time(end)) / 1e3
+        return seconds(begin, end)
 
     def wait(self) -> None:
         self._stream.synchronize()
@@ -235,15 +220,15 @@ class DeviceArrays:
     def check(self, numbers: torch.Tensor, slot: int | None = None) -> None:
         """Those of a pass for one slot. `verified` reads the log-probabilities of a draft."""
         assert slot is not None
-        with torch.cuda.stream(self._stream):
+        with on(self._stream):
             self._round.note(slot, numbers)
 
     def finite(self, numbers: torch.Tensor) -> bool:
-        with torch.cuda.stream(self._stream):
+        with on(self._stream):
             return bool(torch.isfinite(numbers).all())
 
     def drafts(self, blocks: torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor) -> Draft:
-        with torch.cuda.stream(self._stream):
+        with on(self._stream):
             drafted = self._round.tokens(drafted=True)
         places = blocks.shape[1] - 1  # the pass may have had more
         self._logprobs = self.readable(logprobs[:, :places])
@@ -252,7 +237,7 @@ class DeviceArrays:
         return Draft(self.readable(drafted), None, self._best, candidates if tokens.shape[2] > 1 else None)
 
     def chains(self, tokens: Array, logprobs: Array) -> Draft:
-        with torch.cuda.stream(self._stream):
+        with on(self._stream):
             drafted = self._round.chains(tokens)
         return Draft(self.readable(drafted), None, logprobs)
 
@@ -266,7 +251,7 @@ class DeviceArrays:
         logits, chains = outputs["logits"], draft.parents is None
         width = logits.shape[1]  # with the copies of the last node
         self._features = outputs["features"]
-        with torch.cuda.stream(self._stream):
+        with on(self._stream):
             made = self._decide(active, length, outputs) if chains else None
             for name in ("accepted", "next_token") if made is not None else ():
                 self._target.buffer(DECODE, name, n).copy_(getattr(made, name))
@@ -304,12 +289,12 @@ class DeviceArrays:
 
     def copy_unread(self, source: int, target: int, count: int) -> None:
         self._flush()
-        with torch.cuda.stream(self._stream):
+        with on(self._stream):
             self._unread[target, :count].copy_(self._unread[source, :count])
 
     def clear_unread(self, slot: int) -> None:
         self._flush()
-        with torch.cuda.stream(self._stream):
+        with on(self._stream):
             self._unread[slot].zero_()
 
     def _flush(self) -> None:
@@ -318,7 +303,7 @@ class DeviceArrays:
         if features is None or not committed:
             return
         self._committed = []
-        with torch.cuda.stream(self._stream):
+        with on(self._stream):
             for slot, at, nodes in committed:
                 self._unread[slot, at : at + len(nodes)].copy_(features[slot][chosen(nodes)])
 

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from dflash_trt.engines.device.caches import DeviceRows
+from dflash_trt.engines.device.stream import on
 from dflash_trt.engines.state_caches import PENDING, POSITION, StateCaches
-from dflash_trt.engines.tensorrt.caches import DeviceRows
 
 Array = np.ndarray[Any, Any]
 Tensor = torch.Tensor
@@ -77,9 +78,9 @@ class DeviceHybridCaches(StateCaches[DeviceRows]):
         }
 
     def bound(self, first_slot: int) -> dict[str, tuple[Tensor, Tensor]]:
-        """The memory that a pass from this slot on reads, and the memory that it writes, by name."""
+        """The memory from this slot on that a pass reads, and the memory that it writes, by name."""
         return {POSITION: (self._read, self._written)} | {
-            name: (pool.now[i, first_slot], pool.new[i, first_slot])
+            name: (pool.now[i, first_slot:], pool.new[i, first_slot:])
             for pool in self._pools
             for i, name in enumerate(pool.names)
         }
@@ -91,7 +92,7 @@ class DeviceHybridCaches(StateCaches[DeviceRows]):
     def passed(self, first_slot: int, start: Array, certain: int) -> None:
         """Take over the states that the pass just enqueued writes. `start` [B]; `certain`: as for the graph."""
         stop = first_slot + len(start)
-        with torch.cuda.stream(self._stream):
+        with on(self._stream):
             for pool in self._pools:
                 pool.now[:, first_slot:stop].copy_(pool.new[:, first_slot:stop])
             self._on_device[first_slot:stop].copy_(self._written[: len(start)])
@@ -105,28 +106,28 @@ class DeviceHybridCaches(StateCaches[DeviceRows]):
 
     def _take(self, slot: int) -> tuple[list[Tensor], int]:
         try:
-            with torch.cuda.stream(self._stream):
+            with on(self._stream):
                 return [pool.now[:, slot].clone() for pool in self._pools], self.position(slot)
         except torch.OutOfMemoryError as error:
             raise MemoryError(str(error)) from error
 
     def _put(self, slot: int, states: tuple[Sequence[Tensor], int]) -> None:
         tensors, position = states
-        with torch.cuda.stream(self._stream):
+        with on(self._stream):
             for pool, each in zip(self._pools, tensors, strict=True):
                 pool.now[:, slot].copy_(each)
             self._on_device[slot].fill_(position)
         self._positions[slot] = position
 
     def _copy(self, source: int, target: int) -> None:
-        with torch.cuda.stream(self._stream):
+        with on(self._stream):
             for pool in self._pools:
                 pool.now[:, target].copy_(pool.now[:, source])
             self._on_device[target : target + 1].copy_(self._on_device[source : source + 1])
         self._positions[target] = self._positions[source]
 
     def _clear(self, slot: int, pending: int | None) -> None:
-        with torch.cuda.stream(self._stream):
+        with on(self._stream):
             for pool in self._pools:
                 if pending is None:
                     pool.now[:, slot].zero_()

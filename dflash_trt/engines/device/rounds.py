@@ -16,8 +16,9 @@ import torch
 from dflash_plugins import round_reference, rounds
 from dflash_plugins.launch import Run
 
-from dflash_trt.engines.tensorrt.engine import TensorRTEngine
-from dflash_trt.engines.tensorrt.profiles import ALIGNMENT, DECODE, fitting, pass_sizes
+from dflash_trt.engines.device.engine import DeviceEngine
+from dflash_trt.engines.device.sizes import ALIGNMENT, DECODE, fitting, pass_sizes
+from dflash_trt.engines.device.stream import on
 
 Array = np.ndarray[Any, Any]
 Sizes = dict[str, tuple[int, torch.dtype]]
@@ -46,8 +47,8 @@ class RoundMemory:
 
     def __init__(
         self,
-        target: TensorRTEngine,
-        drafter: TensorRTEngine,
+        target: DeviceEngine,
+        drafter: DeviceEngine,
         *,
         slots: int,
         block_size: int,
@@ -122,7 +123,7 @@ class RoundMemory:
     def start(self) -> None:
         """Begin a round."""
         if self._noted:
-            with torch.cuda.stream(self._stream):
+            with on(self._stream):
                 self._device_parts["noted"].zero_()
             self._noted = False
 

@@ -1,0 +1,50 @@
+"""Kernels for the GPU of this process, loaded through its driver, and compiled here where Triton is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from dflash_plugins import compiled
+from dflash_plugins.driver import Kernels
+from dflash_plugins.kernel_specs import ROUND_TARGET, SHARED_BYTES, TARGETS, Use
+
+from dflash_trt.errors import BuildError
+
+
+def kernels_here(made: Mapping[str, compiled.Compiled]) -> Kernels:
+    """Kernels that were compiled before, by the digests of their uses, launched on torch's current stream. Others are
+    compiled when they are launched. Raises EngineError if the driver is missing or refuses one.
+    """
+    return Kernels(
+        made,
+        device=torch.cuda.current_device(),
+        stream=lambda: int(torch.cuda.current_stream().cuda_stream),
+        compile_kernel=compile_here,
+    )
+
+
+def compiles_here() -> bool:
+    """Whether the kernels of layers can be compiled on this machine for its GPU."""
+    return target() is not None and compiled.trial() is None
+
+
+def compile_here(use: Use) -> compiled.Compiled:
+    """A kernel for this GPU. Raises BuildError if it cannot be made, or does not fit a launch."""
+    from dflash_plugins.compiler import compile_kernel
+
+    made = compile_kernel(use, target() or ROUND_TARGET)
+    if not made.stores or made.shared_bytes > SHARED_BYTES:
+        raise BuildError(f"{made.name} writes nothing, or takes {made.shared_bytes} bytes of shared memory")
+    return made
+
+
+def target() -> int | None:
+    """The compute capability that kernels of layers are compiled for here: this GPU's, or the newest one whose code it
+    runs. That of 9.0 and later GPUs runs nowhere else. None where there are no such kernels.
+    """
+    major, minor = torch.cuda.get_device_capability()
+    capability = 10 * major + minor
+    if capability in TARGETS:
+        return capability
+    return next((older for older in (89, ROUND_TARGET) if older <= capability), None)

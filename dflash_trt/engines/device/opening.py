@@ -1,0 +1,115 @@
+"""From two engines on a device to a pair that is ready: arrays, and passes of the sizes that will come."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from dflash_plugins.kernel_specs import Use, round_uses
+from dflash_plugins.launch import TYPE_NAMES, Run
+
+from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.decoding.pair import Pair
+from dflash_trt.engines.device.arrays import DeviceArrays
+from dflash_trt.engines.device.engine import DeviceEngine
+from dflash_trt.engines.device.sizes import pass_sizes, prefill_lengths
+
+if TYPE_CHECKING:
+    from dflash_trt.bundle.workspace import Progress
+
+_log = logging.getLogger(__name__)
+DEVICE = "cuda"
+STEP = "warm up"
+
+
+def arrays_of(
+    kind: type[DeviceArrays],
+    bundle: Bundle,
+    target: DeviceEngine,
+    drafter: DeviceEngine,
+    *,
+    slots: int,
+    prefill_chunk: int,
+    kernels: Callable[[Sequence[Use]], Run | None],
+    chunks_differ: bool = False,
+) -> DeviceArrays:
+    """The arrays of a bundle's engines. `kernels` gives what launches these kernels between passes, or nothing."""
+    manifest, taps = bundle.manifest, len(bundle.manifest["target_layer_ids"])
+    vocab, hidden, block_size = manifest["vocab_size"], manifest["hidden_size"], manifest["block_size"]
+    dtype = TYPE_NAMES[drafter.dtypes["features"]]
+    return kind(
+        target,
+        drafter,
+        slots=slots,
+        capacity=bundle.capacity,
+        prefill_chunk=prefill_chunk,
+        block_size=block_size,
+        taps=taps,
+        hidden_size=hidden,
+        vocab_size=vocab,
+        tree_width=manifest["tree_width"],
+        chunks_differ=chunks_differ,
+        run=kernels(round_uses(vocab, taps * hidden, dtype, block_size)),
+    )
+
+
+def pair_of(
+    bundle: Bundle,
+    target: DeviceEngine,
+    drafter: DeviceEngine,
+    arrays: DeviceArrays,
+    *,
+    slots: int,
+    prefill_chunk: int,
+) -> Pair:
+    """The pair of a bundle's engines."""
+    manifest = bundle.manifest
+    return Pair(
+        target,
+        drafter,
+        arrays,
+        slots=slots,
+        capacity=bundle.capacity,
+        mask_token_id=manifest["mask_token_id"],
+        vocab_size=manifest["vocab_size"],
+        prefill_chunk=prefill_chunk,
+        trees=manifest["tree_width"] > 1,
+        chunks_differ=arrays.chunks_differ,
+    )
+
+
+def warm_up(
+    pair: Pair, block_size: int, progress: Progress, *, runs: int, most_requests: int | None = None
+) -> int:
+    """Run passes of both models in every size that requests can bring. Returns the number of sizes.
+
+    runs: of each size of decoding passes. most_requests: in a pass; None: as many as there are slots. All slots are
+    clear then, as after opening.
+    """
+    begin, passes = perf_counter(), list(_passes(pair, block_size, runs, most_requests or pair.slots))
+    for done, run in enumerate(passes, 1):
+        run()
+        progress(STEP, done, len(passes))
+    for slot in range(pair.slots):
+        pair.clear(slot)
+    pair.arrays.wait()
+    _log.info("ran passes of %d sizes in %.1f s", len(passes), perf_counter() - begin)
+    return len(passes)
+
+
+def _passes(pair: Pair, block_size: int, runs: int, most_requests: int) -> Iterator[Callable[[], object]]:
+    for length in reversed(prefill_lengths(pair.prefill_chunk, apart=pair.chunks_differ)):
+        yield partial(pair.prefill, [0] * length, 0, 0, draft=True)
+    for batch in pass_sizes(most_requests):
+        for length in pass_sizes(block_size):
+            yield partial(_repeated, pair.dummy_verify, batch, length, runs)
+            if length > 1:
+                yield partial(_repeated, pair.dummy_draft, batch, length, runs)
+
+
+def _repeated(run: Callable[[int, int], object], batch: int, length: int, runs: int) -> None:
+    for _ in range(runs):
+        run(batch, length)

@@ -1,0 +1,199 @@
+"""Run a graph by torch on tensors and a stream of one GPU, or on a CPU.
+
+On a GPU, decoding passes are CUDA graphs, one for each set of shapes: the first pass of a set prepares its program, the
+second is captured, and later ones are replayed. Nothing is then allocated, uploaded or waited for in a pass.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dflash_trt.bundle.cache_kinds import CacheKind
+from dflash_trt.engines.device.caches import DeviceRows
+from dflash_trt.engines.device.sizes import DECODE, PREFILL
+from dflash_trt.engines.device.states import DeviceHybridCaches
+from dflash_trt.engines.device.stream import HostStream, on
+from dflash_trt.engines.torch.program import Graph, Program
+from dflash_trt.logs import warn_once
+
+Array = np.ndarray[Any, Any]
+Tensor = torch.Tensor
+_log = logging.getLogger(__name__)
+# Passes are padded to few sizes (device/sizes.py): 8 slots and blocks of 16 have 20 of a target and 16 of a drafter.
+# Those used longest ago are dropped beyond so many. A prompt adds its last parts at the end of a cache.
+MOST_PROGRAMS = 64
+
+
+class TorchEngine:
+    """One graph over a pool of cache slots [slots, heads, capacity, size], one per cache. `DeviceEngine` documents it.
+
+    Caches are written in place. A state's output has memory of its own (device/states.py).
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        slots: int,
+        prefill_chunk: int,
+        block_size: int,
+        stream: Any,
+        device: torch.device,
+        graphs: bool = True,
+        kinds: Sequence[CacheKind] = (),
+    ) -> None:
+        """`graphs`: whether passes on a GPU become CUDA graphs. `kinds`: of the caches."""
+        self.stream, self.device = stream, device
+        self.graphs = graphs and not isinstance(stream, HostStream)
+        self._graph = graph = Graph(path, device)
+        self.dtypes = {name: s.dtype for name, s in (graph.inputs | graph.outputs).items()}
+        self._caches: dict[str, Tensor] = {}
+        states: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for name, given in graph.inputs.items():
+            shape = tuple(int(n) for n in given.shape[1:] if isinstance(n, int))
+            if "_cache." in name:
+                self._caches[name] = torch.zeros((slots, *shape), dtype=given.dtype, device=device)
+            elif name.partition(".")[0].endswith("_state"):
+                states[name] = shape, given.dtype
+        held = {*self._caches, *states}
+        self.inputs = [name for name in graph.inputs if name not in held]
+        self.outputs = [name for name in graph.outputs if name not in set(map(_output, held))]
+        self.rows = DeviceRows(self._caches, stream, slots, kinds)
+        self.caches: DeviceRows | DeviceHybridCaches = self.rows
+        if states:
+            self.caches = DeviceHybridCaches(self.rows, states, slots, stream, device)
+        one = {"B": 1, "S": prefill_chunk, "R": 1, "K": 2, "K-1": 1}
+        several = {"B": slots, "S": block_size, "R": block_size, "K": block_size, "K-1": block_size - 1}
+        self._most = {PREFILL: one, DECODE: several}
+        self._buffers: dict[tuple[int, str], Tensor] = {}
+        self._programs: OrderedDict[Any, Program] = OrderedDict()
+        self._captured: dict[Any, Any] = {}  # CUDA graphs
+        self._pool: Any = None  # their memory: they take turns
+
+    def bind(self, profile: int, name: str, buffer: Tensor) -> None:
+        self._buffers[profile, name] = buffer.view(-1)
+
+    def buffer(self, profile: int, name: str, *shape: int) -> Tensor:
+        return self.whole_buffer(profile, name)[: prod(shape)].view(shape)
+
+    def whole_buffer(self, profile: int, name: str) -> Tensor:
+        if (profile, name) not in self._buffers:
+            described = self._graph.inputs.get(name) or self._graph.outputs[name]
+            most = self._most[profile]
+            size = prod(n if isinstance(n, int) else most[n] for n in described.shape)
+            made = torch.zeros(size, dtype=described.dtype, device=self.device)
+            self._buffers[profile, name] = made
+        return self._buffers[profile, name]
+
+    def run(
+        self, profile: int, feeds: Mapping[str, Array | Tensor], *, first_slot: int = 0
+    ) -> Mapping[str, Tensor]:
+        if set(feeds) != set(self.inputs):
+            raise ValueError(f"{self._graph.path}: needs {sorted(self.inputs)}, not {sorted(feeds)}")
+        batch = len(feeds["start"])
+        key = (profile, *[(name, tuple(feeds[name].shape)) for name in self.inputs])
+        with on(self.stream):
+            if isinstance(self.caches, DeviceHybridCaches):
+                self.caches.prepare(first_slot, batch)
+            given: dict[str, Tensor] = {}
+            for name, array in feeds.items():
+                given[name] = buffer = self.buffer(profile, name, *array.shape)
+                fed = torch.from_numpy(array) if isinstance(array, np.ndarray) else array
+                if fed.data_ptr() != buffer.data_ptr():
+                    buffer.copy_(fed, non_blocking=True)  # pageable memory is read before this returns
+            held = self._held(first_slot, batch)
+            return self._pass(key, given | {name: now for name, (now, _) in held.items()}, held)
+
+    def _held(self, first_slot: int, batch: int) -> dict[str, tuple[Tensor, Tensor]]:
+        """What a pass from this slot on reads of each cache and state, and where it writes."""
+        part = slice(first_slot, first_slot + batch)
+        held = {name: (cache[part], cache[part]) for name, cache in self._caches.items()}
+        if isinstance(self.caches, DeviceHybridCaches):
+            for name, (now, new) in self.caches.bound(first_slot).items():
+                held[name] = now[:batch], new[:batch]
+        return held
+
+    def _pass(
+        self, key: Any, feeds: Mapping[str, Tensor], held: Mapping[str, tuple[Tensor, Tensor]]
+    ) -> dict[str, Tensor]:
+        profile: int = key[0]
+        program = self._programs.get(key)
+        if program is None:
+            while len(self._programs) >= MOST_PROGRAMS:
+                dropped, _ = self._programs.popitem(last=False)
+                self._captured.pop(dropped, None)
+            self._programs[key], made = self._graph.first_pass(feeds)
+            return self._placed(profile, made, held)
+        self._programs.move_to_end(key)
+        if key in self._captured:
+            graph, outputs = self._captured[key]
+            graph.replay()
+            return dict(outputs)
+        if profile == DECODE and self.graphs:
+            captured = self._capture(key, program, feeds, held)
+            if captured is not None:
+                return captured
+        return self._placed(profile, program(feeds), held)
+
+    def _placed(
+        self, profile: int, made: Mapping[str, Tensor], held: Mapping[str, tuple[Tensor, Tensor]]
+    ) -> dict[str, Tensor]:
+        """Copy a pass's outputs to their buffers, and new states to their place."""
+        for name, (_, new) in held.items():
+            state = made[_output(name)]
+            if state.data_ptr() != new.data_ptr():
+                new.copy_(state)
+        outputs = {}
+        for name in self.outputs:
+            outputs[name] = self.buffer(profile, name, *made[name].shape)
+            outputs[name].copy_(made[name])
+        return outputs
+
+    def _capture(
+        self,
+        key: Any,
+        program: Program,
+        feeds: Mapping[str, Tensor],
+        held: Mapping[str, tuple[Tensor, Tensor]],
+    ) -> dict[str, Tensor] | None:
+        """Capture this pass, and run it. If it cannot be captured, passes run without graphs from now on."""
+        graph = torch.cuda.CUDAGraph()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        try:
+            # Work of other threads may go on. `torch.cuda.graph` would wait for the device and empty its cache.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                outputs = self._placed(key[0], program(feeds), held)
+            finally:
+                graph.capture_end()
+        except (RuntimeError, torch.OutOfMemoryError) as error:
+            self.graphs = False
+            warn_once(
+                _log, f"{self._graph.path}: runs without CUDA graphs, because a capture failed: {error}"
+            )
+            return None
+        self._captured[key] = graph, outputs
+        graph.replay()
+        return dict(outputs)
+
+    def close(self) -> None:
+        """Free graphs, buffers, caches and weights."""
+        self.stream.synchronize()
+        for each in (self._captured, self._programs, self._buffers, self._caches):
+            each.clear()
+        self._graph.close()
+        self.caches = self.rows = DeviceRows({}, self.stream, 0)
+
+
+def _output(name: str) -> str:
+    """The output that updates a cache or a state: k_cache.0 -> k_cache_out.0."""
+    kind, dot, layer = name.partition(".")
+    return f"{kind}_out{dot}{layer}"

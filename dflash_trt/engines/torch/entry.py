@@ -1,0 +1,130 @@
+"""torch as an engine: the graphs as they are, on an NVIDIA GPU or on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dflash_plugins.kernel_specs import TARGETS
+
+from dflash_trt.engines.base import (
+    PREFILL_CHUNK,
+    Availability,
+    BuildSettings,
+    Container,
+    EngineEntry,
+    MemoryTraits,
+    RunSettings,
+    Weights,
+)
+from dflash_trt.extras import install
+
+if TYPE_CHECKING:
+    from dflash_trt.bundle.manifest import Bundle
+    from dflash_trt.bundle.workspace import Progress, Workspace
+    from dflash_trt.checkpoint.pair import CheckpointPair
+    from dflash_trt.decoding.scheduler import Scheduler
+    from dflash_trt.engines.graph_job import GraphJob
+    from dflash_trt.formats.precision import Precision
+    from dflash_trt.graph.dialect import Dialect
+
+
+class TorchEntry(EngineEntry):
+    """Runs graphs by torch."""
+
+    name = "torch"
+    modules = ("torch", "triton")
+    weight_layout = "int4_by_row"
+    memory = MemoryTraits(
+        expert_kernels={"mxfp4": frozenset(TARGETS)},
+        idle_blocks=1,
+        states=2,  # a pass writes new ones beside those that it reads
+        attention_kernels=frozenset(TARGETS),
+    )
+
+    def check(self, precision: Precision | None, weights: Weights, options: None) -> None:
+        """Everything is possible: weights may be copied, linked or left out, in any dtype."""
+
+    def job(
+        self, pair: CheckpointPair, settings: BuildSettings, place: Workspace, progress: Progress
+    ) -> GraphJob:
+        """Graphs in BF16 where a GPU is, and else in FP32, unless the precision says otherwise."""
+        from dflash_trt.bundle.manifest import cache_rows
+        from dflash_trt.engines.graph_job import (
+            GraphJob,
+            cache_rows_by_window,
+            export,
+            graph_digests,
+            graph_fields,
+            graph_files,
+        )
+        from dflash_trt.graph.torch import COMPUTE, Torch
+        from dflash_trt.hardware import compute_capabilities
+
+        default = "bf16" if compute_capabilities() else "fp32"
+        dialects: dict[str, Dialect] = {
+            role: Torch(COMPUTE[settings.precision.compute(role, default)]) for role in ("target", "drafter")
+        }
+        # Beside a pass that filled a slot, other passes write a block there while it is idle.
+        chunk = min(PREFILL_CHUNK, cache_rows(settings.max_seq_len, settings.block_size))
+        rows = cache_rows_by_window(
+            pair,
+            dialects,
+            max_seq_len=settings.max_seq_len,
+            block_size=settings.block_size,
+            chunk=chunk + settings.block_size,
+        )
+        models = export(pair, dialects, rows, settings.tree_width, progress)
+        return GraphJob(
+            manifest=graph_fields(pair, dialects, models, rows),
+            files=graph_files(pair),
+            digests=graph_digests(models),
+            link=settings.weights == "link",
+            models=models,
+        )
+
+    def open(self, bundle: Bundle, settings: RunSettings) -> Scheduler:
+        from dflash_trt.decoding.scheduler import Scheduler
+        from dflash_trt.errors import BundleError
+
+        try:
+            from dflash_trt.engines.torch.opening import open_pair
+        except ImportError as error:
+            raise BundleError(
+                f"{bundle.path}: was built for --engine {self.name}, which needs torch ({error}): "
+                f"{install(self.name)}"
+            ) from None
+        slots = settings.max_batch_size
+        pair = open_pair(
+            bundle,
+            slots=slots,
+            prefill_chunk=settings.prefill_chunk,
+            threads=settings.threads,
+            progress=settings.progress,
+        )
+        return Scheduler(pair, bundle.manifest["block_size"], slots, settings.prefix_cache_bytes)
+
+    def describe(self, bundle: Bundle) -> dict[str, Any]:
+        """The dtypes beside the rows of its caches."""
+        return super().describe(bundle) | {"precision": bundle.manifest["precision"]}
+
+    def availability(self, missing: Sequence[str], capabilities: Sequence[int]) -> Availability:
+        ready, there = not missing, importlib.util.find_spec("torch") is not None
+        where = "on an NVIDIA GPU" if capabilities else "on the CPU, for trying: no GPU is here"
+        return Availability(
+            ready, ready and there, where if there else f"install torch, to run: {install(self.name)}"
+        )
+
+    def window_stride(self, head_dim: int) -> int:
+        from dflash_trt.graph.torch import Torch
+
+        return Torch.window_stride(head_dim)
+
+    def container(self, manifest: Mapping[str, Any]) -> Container:
+        return Container(packages=("torch", "triton"))
+
+
+def entry(name: str) -> EngineEntry:
+    """The registry's entry."""
+    return TorchEntry()

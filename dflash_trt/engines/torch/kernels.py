@@ -1,0 +1,122 @@
+"""Our Triton kernels in the layers of a graph: each is compiled as it is first launched, or left out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from dflash_plugins import attention, compiled, launch, moe
+from dflash_plugins import kernel_specs as uses
+
+from dflash_trt.engines.device import kernels as device
+from dflash_trt.errors import BuildError, EngineError
+from dflash_trt.logs import warn_once
+
+Tensor = torch.Tensor
+T, Made = TypeVar("T"), TypeVar("Made")
+_log = logging.getLogger(__name__)
+# Passes of more rows of a sequence are of a prompt, and have tiles of their own. Verification has one tile at every
+# length, because the order of a sum depends on it.
+_VERIFIED_ROWS = 64
+
+
+class LayerKernels:
+    """Kernels on one GPU. A method returns None if torch's operators have to do: with float32, which tensor cores would
+    round, and where no tile compiles.
+    """
+
+    def __init__(self, run: launch.Run) -> None:
+        self._run = run
+        self._tiles: dict[Any, Any] = {}  # the first one that compiles, by kind of layer; None: none does
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        first: Tensor,
+        last: Tensor,
+        start: Tensor | None,
+        visible: Tensor | None,
+        sinks: Tensor | None,
+        scale: float,
+    ) -> Tensor | None:
+        """q [B,H,S,d] over caches [B,N,C,d], as dflash_trt/graph/torch.py describes `Attend`."""
+        if q.dtype == torch.float32:
+            return None
+        size, long = q.shape[3], q.shape[2] > _VERIFIED_ROWS
+        if abs(scale * size**0.5 - 1) > 1e-6:  # the kernel's own is d ** -0.5
+            q = (q.float() * (scale * size**0.5)).to(q.dtype)
+        given: list[Tensor] = [x.contiguous() for x in (q, k, v, first, last)]
+        more = {"start": start, "visible": visible, "sinks": sinks}
+
+        def launched(tile: uses.AttentionTile) -> Tensor:
+            return attention.attention(*given, **more, tile=tile, run=self._run)
+
+        tiles = uses.attention_tiles(size)
+        order = tiles[3:] + tiles[2::-1] if long else tiles[1:2] + tiles[:1] + tiles[2:]
+        key = "attention", size, k.shape[1], q.shape[1], q.dtype, visible is not None, sinks is not None, long
+        return self._first(key, "attention", order, launched)
+
+    def experts(self, x: Tensor, router: Tensor, weights: Sequence[Any], a: Any) -> Tensor | None:
+        """`dflash::MoE` with MXFP4 weights."""
+        if x.dtype == torch.float32:
+            return None
+        layer = moe.PackedExperts(*weights, k=a["k"], alpha=a["alpha"], beta=a["beta"], limit=a["limit"])
+        long = len(x) > 4 * _VERIFIED_ROWS
+
+        def launched(tile: uses.Tile) -> Tensor:
+            return moe.moe(x.contiguous(), router.contiguous(), layer, tile, self._run)
+
+        order = uses.TILES[::-1] if long else uses.TILES
+        key = "experts", layer.gate_up.shape, layer.k, x.dtype, layer.gate_up_bias is not None, long
+        return self._first(key, "experts", order, launched)
+
+    def delta_net(self, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """`dflash::GatedDeltaNet`."""
+        given = [each.contiguous() for each in inputs]
+        v, state = given[2], given[4]
+
+        def launched(_: None) -> tuple[Tensor, Tensor, Tensor]:
+            return launch.gated_delta_net(*given, run=self._run)
+
+        return self._first(("delta", state.shape[1:], v.shape[2]), "Gated DeltaNet", [None], launched)
+
+    def _first(self, key: Any, what: str, tiles: Iterable[T], launched: Callable[[T], Made]) -> Made | None:
+        """A launch with the first of these tiles that compiles and fits, which then stays the one."""
+        if key in self._tiles:
+            found = self._tiles[key]
+            return None if found is None else launched(*found)
+        problems = []
+        for tile in tiles:
+            try:
+                made = launched(tile)
+            except (BuildError, EngineError) as error:
+                problems.append(str(error))
+                continue
+            self._tiles[key] = (tile,)
+            return made
+        self._tiles[key] = None
+        warn_once(
+            _log, f"no kernel of ours for {what} on this GPU: {problems[0]}. torch's operators take its place"
+        )
+        return None
+
+
+def of(x: Tensor) -> LayerKernels | None:
+    """The kernels for this tensor's device; None on a CPU, and where no kernel can be compiled."""
+    return _of_this_gpu() if x.is_cuda else None
+
+
+@cache
+def _of_this_gpu() -> LayerKernels | None:
+    try:
+        if (reason := compiled.trial()) is not None:
+            raise BuildError(reason)
+        return LayerKernels(device.kernels_here({}))
+    except (BuildError, EngineError) as error:
+        warn_once(_log, f"{error}; torch's operators take the place of all kernels")
+        return None

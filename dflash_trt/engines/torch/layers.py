@@ -1,0 +1,168 @@
+"""The engine's own operators (dflash_trt/graph/torch.py), by our Triton kernels on a GPU, else by torch's operators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from dflash_trt.engines.torch import kernels
+from dflash_trt.formats.numbers import BYTE_TO_PAIR
+
+Tensor = torch.Tensor
+Attributes = Mapping[str, Any]
+# On a CPU, a row sees a multiple of so many cache rows, so that a sum has the same parts in passes of any length.
+_STEP = 256
+
+
+def write_rows(a: Attributes, cache: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+    """The cache [B,N,C,d], in place, with rows [B,N,T,d] at places [B,T]."""
+    sequence = torch.arange(len(cache), device=cache.device)[:, None]
+    cache[sequence, :, places] = rows.transpose(1, 2)
+    return cache
+
+
+def attend(
+    a: Attributes,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first: Tensor,
+    last: Tensor,
+    start: Tensor | None = None,
+    visible: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """q [B,H,S,d] over caches [B,N,C,d]."""
+    run = kernels.of(q)
+    if (
+        run is not None
+        and (y := run.attend(q, k, v, first, last, start, visible, sinks, a["scale"])) is not None
+    ):
+        return y
+    if not q.is_cuda:  # without kernels, a GPU attends to all cache rows: it cannot know which are in use
+        k, v = (x[:, :, : _rows_in_use(last, start, visible, x.shape[2])] for x in (k, v))
+    mask = _seen(first, last, start, visible, k.shape[2])
+    if sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=a["scale"], enable_gqa=True)
+    batch, heads, count, size = q.shape
+    grouped = q.reshape(batch, k.shape[1], -1, size)
+    scores = (grouped @ k.transpose(2, 3)).float().reshape(batch, heads, count, -1) * a["scale"]
+    scores = scores.masked_fill(~mask, float("-inf"))
+    sink = sinks.float()[None, :, None, None].expand(batch, heads, count, 1)
+    shares = torch.cat((scores, sink), -1).softmax(-1)[..., :-1].to(q.dtype)
+    return (shares.reshape(batch, k.shape[1], -1, shares.shape[-1]) @ v).reshape(q.shape)
+
+
+def _rows_in_use(last: Tensor, start: Tensor | None, visible: Tensor | None, capacity: int) -> int:
+    most = int(last.max()) + 1
+    if start is not None and visible is not None:
+        most = max(most, int(start.max()) + visible.shape[2])
+    return min(capacity, -(-most // _STEP) * _STEP)
+
+
+def _seen(first: Tensor, last: Tensor, start: Tensor | None, visible: Tensor | None, count: int) -> Tensor:
+    """bool [B,1,S,count]"""
+    row = torch.arange(count, device=first.device)
+    seen = (row >= first[..., None]) & (row <= last[..., None])
+    if start is not None and visible is not None:
+        own = row - start[:, None]
+        inside = (own >= 0) & (own < visible.shape[2])
+        index = own.clamp(0, visible.shape[2] - 1)[:, None].expand(seen.shape)
+        seen = torch.where(inside[:, None], visible.gather(2, index) != 0, seen)
+    return seen[:, None]
+
+
+def grouped_product(a: Attributes, x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
+    """x [pairs,in] by the matrices of experts [pairs] of weight [E,out,in] -> [pairs,out]."""
+    if not x.is_cuda:
+        y = x.new_empty(len(x), weight.shape[1])
+        for number in expert.unique().tolist():
+            chosen = expert == number
+            y[chosen] = F.linear(x[chosen], weight[number])
+        return y
+    order = torch.sort(expert, stable=True).indices
+    ends = torch.searchsorted(expert[order], torch.arange(len(weight), device=x.device), right=True)
+    y = torch._grouped_mm(x[order], weight.transpose(1, 2), offs=ends.to(torch.int32))
+    return torch.empty_like(y).index_copy_(0, order, y)
+
+
+def mxfp4_experts(
+    a: Attributes,
+    x: Tensor,
+    router: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_scales: Tensor,
+    down_bias: Tensor | None,
+) -> Tensor:
+    """`dflash::MoE` (dflash_trt/graph/experts.py) with packed weights."""
+    weights = gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias
+    run = kernels.of(x)
+    if run is not None and (y := run.experts(x, router, weights, a)) is not None:
+        return y
+    values, best = (part[:, : a["k"]] for part in torch.sort(router, descending=True, stable=True))
+    shares, total = values.softmax(-1), torch.zeros(x.shape, device=x.device)
+    for number in best.unique().tolist():
+        row, place = (best == number).nonzero(as_tuple=True)
+        h = _packed_linear(x[row], gate_up, gate_up_scales, gate_up_bias, number).float()
+        gate, up = h[:, 0::2].clamp(max=a["limit"]), h[:, 1::2].clamp(-a["limit"], a["limit"])
+        h = ((up + a["beta"]) * gate * torch.sigmoid(a["alpha"] * gate)).to(x.dtype)
+        y = _packed_linear(h, down, down_scales, down_bias, number).float()
+        total.index_add_(0, row, y * shares[row, place, None])
+    return total.to(x.dtype)
+
+
+def _packed_linear(x: Tensor, blocks: Tensor, scales: Tensor, bias: Tensor | None, expert: int) -> Tensor:
+    table = torch.from_numpy(BYTE_TO_PAIR).to(x.device)
+    numbers = table[blocks[expert].long()].flatten(-2)  # [O,G,32]
+    exponents = scales[expert].int() - 127
+    powers = torch.ldexp(torch.ones(exponents.shape, device=x.device), exponents)
+    weight = (numbers * powers[..., None]).flatten(1).to(x.dtype)
+    return F.linear(x, weight, None if bias is None else bias[expert])
+
+
+def gated_delta_net(
+    a: Attributes,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Tensor,
+    state: Tensor,
+    pending_gates: Tensor,
+    replayed: Tensor,
+    certain: Tensor,
+    begun: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`dflash::GatedDeltaNet` (dflash_trt/graph/delta_net.py), row by row."""
+    run = kernels.of(q)
+    if run is not None:
+        given = q, k, v, gates, state, pending_gates, replayed, certain, begun
+        if (made := run.delta_net(*given)) is not None:
+            return made
+    (batch, count, _), (_, heads, key_dim, value_dim) = gates.shape, state.shape
+    waiting = q.shape[1] - count
+    # A pending row that is not replayed changes nothing: its decay is 1, and its beta 0.
+    row = torch.arange(waiting, device=q.device)
+    counted = (row < replayed[:, None])[..., None]
+    all_gates = torch.cat((pending_gates[:, :waiting] * counted, gates), 1)
+    decay, beta = all_gates[..., :heads].exp(), all_gates[..., heads:]
+    q, k = (x.unflatten(2, (-1, key_dim)) for x in (q, k))
+    q, k = (x.repeat_interleave(heads // x.shape[2], 2) for x in (q, k))
+    v = v.unflatten(2, (heads, value_dim))
+    s = state * begun[:, None, None, None]
+    kept, y = s, v.new_empty(batch, count, heads, value_dim)
+    for i in range(waiting + count):
+        s = s * decay[:, i, :, None, None]
+        change = beta[:, i, :, None] * (v[:, i] - (k[:, i, :, None] @ s)[:, :, 0])
+        s = s + k[:, i, :, :, None] * change[:, :, None]
+        if i >= waiting:
+            y[:, i - waiting] = (q[:, i, :, None] @ s)[:, :, 0]
+        kept = torch.where((i < waiting + certain)[:, None, None, None], s, kept)
+    following = certain[:, None] + torch.arange(pending_gates.shape[1], device=q.device)
+    index = following.clamp(max=count - 1)[..., None].expand(-1, -1, gates.shape[2])
+    return y.flatten(2), kept, gates.gather(1, index)

@@ -1,0 +1,78 @@
+"""From a bundle to a pair that is ready: both graphs on a GPU of this process, or on the CPU."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from dflash_plugins import compiled
+from dflash_plugins.kernel_specs import Use
+from dflash_plugins.launch import Run
+
+from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.decoding.pair import Pair
+from dflash_trt.engines.base import PREFILL_CHUNK
+from dflash_trt.engines.device.arrays import DeviceArrays
+from dflash_trt.engines.device.kernels import kernels_here
+from dflash_trt.engines.device.opening import DEVICE, arrays_of, pair_of, warm_up
+from dflash_trt.engines.device.stream import HostStream, on
+from dflash_trt.engines.torch.engine import TorchEngine
+from dflash_trt.errors import BuildError, EngineError
+from dflash_trt.logs import warn_once
+
+if TYPE_CHECKING:
+    from dflash_trt.bundle.workspace import Progress
+
+_log = logging.getLogger(__name__)
+
+
+def open_pair(
+    bundle: Bundle, *, slots: int, prefill_chunk: int, threads: int | None, progress: Progress
+) -> Pair:
+    """The bundle's graphs with `slots` cache slots. On a GPU, kernels are compiled and passes of one request captured.
+    Those of several are captured when they come.
+    """
+    on_gpu, block_size = torch.cuda.is_available(), bundle.manifest["block_size"]
+    device = torch.device(DEVICE if on_gpu else "cpu")
+    stream: Any = torch.cuda.Stream() if on_gpu else HostStream()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    chunk = min(prefill_chunk, PREFILL_CHUNK, bundle.capacity - block_size - 1)
+    # Only this stream fills memory. torch's default stream is not ordered with it.
+    with on(stream):
+        target, drafter = (
+            TorchEngine(
+                bundle.listed(f"{role}.onnx"),
+                slots=slots,
+                prefill_chunk=chunk,
+                block_size=block_size,
+                stream=stream,
+                device=device,
+                kinds=bundle.cache_kinds(role),
+            )
+            for role in ("target", "drafter")
+        )
+        arrays = arrays_of(
+            DeviceArrays,
+            *(bundle, target, drafter),
+            slots=slots,
+            prefill_chunk=chunk,
+            kernels=_kernels if on_gpu else lambda wanted: None,
+        )
+    pair = pair_of(bundle, target, drafter, arrays, slots=slots, prefill_chunk=chunk)
+    if on_gpu:
+        warm_up(pair, block_size, progress, runs=2, most_requests=1)
+    return pair
+
+
+def _kernels(wanted: Sequence[Use]) -> Run | None:
+    """The kernels between passes, compiled here. None if they cannot be; a warning then says so once."""
+    try:
+        return kernels_here(compiled.compile_round(wanted))
+    except (BuildError, EngineError) as error:
+        warn_once(
+            _log, f"{error}; torch's operators take the place of kernels between passes, and the host samples"
+        )
+        return None

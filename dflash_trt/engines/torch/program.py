@@ -1,0 +1,309 @@
+"""A graph as a list of calls of torch's operators.
+
+What depends on weights alone is computed as the graph is loaded. What depends on the shapes of a pass is computed by
+the first pass of these shapes, on the host. The rest is a `Program`: the same calls on the same memory in every pass,
+without a number of the host, as a CUDA graph needs it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from onnx_ir.passes import common
+
+from dflash_trt.engines.torch.operators import DTYPES, HOST, OPERATORS
+from dflash_trt.errors import BundleError
+
+Tensor = torch.Tensor
+INT4 = ir.DataType.INT4
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """An operator with names of its inputs and outputs. An absent input has no name."""
+
+    operator: str
+    attributes: Mapping[str, Any]
+    inputs: Sequence[str]
+    outputs: Sequence[str]
+    host: Sequence[int]
+
+    def __call__(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        made = OPERATORS[self.operator](self.attributes, *inputs)
+        return made if isinstance(made, tuple | list) else (made,)
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """An input or an output of a graph; a dimension is a number or the name of one."""
+
+    dtype: torch.dtype
+    shape: Sequence[int | str]
+
+
+class Graph:
+    """A model of the dialect `torch`. Its weights are on `device`."""
+
+    def __init__(self, path: Path, device: torch.device) -> None:
+        self.path, self.device = path, device
+        model = ir.load(path)
+        if model.functions:
+            common.InlinePass()(model)
+        common.CommonSubexpressionEliminationPass()(model)
+        self.inputs = {str(v.name): _signature(v) for v in model.graph.inputs}
+        self.outputs = {str(v.name): _signature(v) for v in model.graph.outputs}
+        nodes = [self._node(node) for node in model.graph]
+        self.known: dict[str, Tensor] = {}  # numbers of the host
+        self.weights: dict[str, Tensor] = {}
+        self.nodes = self._folded(nodes, model.graph.initializers)
+        self._uploaded: dict[str, Tensor] = {}
+
+    def _node(self, node: ir.Node) -> _Node:
+        if node.op_type not in OPERATORS:
+            raise BundleError(
+                f"{self.path}: has the operator {node.domain}::{node.op_type}, which this version of dflash-trt does "
+                "not run by torch; build the bundle again"
+            )
+        inputs = ["" if value is None else str(value.name) for value in node.inputs]
+        while inputs and not inputs[-1]:
+            inputs.pop()
+        outputs = [str(value.name) for value in node.outputs]
+        attributes = {name: _attribute(attribute) for name, attribute in node.attributes.items()}
+        return _Node(node.op_type, attributes, inputs, outputs, HOST.get(node.op_type, ()))
+
+    @torch.inference_mode()
+    def _folded(self, nodes: Sequence[_Node], initializers: Mapping[str, ir.Value]) -> list[_Node]:
+        """Compute what needs no input of the graph. Returns the other nodes. A weight is read when it is needed, and
+        freed when nothing needs it any more.
+        """
+        left = Counter(name for node in nodes for name in node.inputs)
+        left.update(self.outputs.keys())
+        tensors, files = {name: value.const_value for name, value in initializers.items()}, _Files(self.path)
+        external = {name for name, tensor in tensors.items() if isinstance(tensor, ir.ExternalTensor)}
+        constant, kept = set(tensors), []
+
+        def value(name: str) -> Tensor:
+            """The number itself, on the host if it is one of the host."""
+            if name in external and name not in self.weights:
+                self.weights[name] = files.read(tensors[name]).to(self.device)
+            if name in tensors and name not in external and name not in self.known:
+                self.known[name] = _tensor(tensors[name])
+            return self.weights[name] if name in self.weights else self.known[name]
+
+        for node in nodes:
+            given = [name for name in node.inputs if name]
+            if not constant.issuperset(given):
+                kept.append(node)
+                continue
+            inputs = [value(name) if name else None for name in node.inputs]
+            on_device = any(name in self.weights for name in given)
+            made = node(self._arguments(node, inputs, on_device=on_device))
+            (self.weights if on_device and node.operator != "Shape" else self.known).update(
+                zip(node.outputs, made, strict=False)
+            )
+            constant.update(node.outputs)
+            left.subtract(given)
+            for name in given:
+                if left[name] == 0:
+                    self.weights.pop(name, None)
+        for name in [name for node in kept for name in node.inputs if name in constant]:
+            value(name)
+        self.weights = {name: _compact(weight) for name, weight in self.weights.items() if left[name]}
+        return kept
+
+    def _arguments(self, node: _Node, inputs: Sequence[Tensor | None], *, on_device: bool) -> list[Any]:
+        """Numbers of the host as lists where an operator wants them, and on the device beside tensors there."""
+        arguments: list[Any] = []
+        for i, x in enumerate(inputs):
+            if x is None:
+                arguments.append(None)
+            elif i in node.host:
+                numbers = x.tolist()
+                arguments.append(numbers)
+            else:
+                arguments.append(x.to(self.device) if on_device else x)
+        return arguments
+
+    def close(self) -> None:
+        """Free the weights."""
+        for each in (self.weights, self.known, self._uploaded):
+            each.clear()
+
+    def on_device(self, name: str) -> Tensor:
+        """A number of the host that does not depend on shapes, on the device."""
+        if name not in self._uploaded:
+            self._uploaded[name] = self.known[name].to(self.device)
+        return self._uploaded[name]
+
+    @torch.inference_mode()
+    def first_pass(self, feeds: Mapping[str, Tensor]) -> tuple[Program, dict[str, Tensor]]:
+        """Run a pass. Returns the program for its shapes, and the pass's outputs."""
+        known, values, numbers = dict(self.known), list[Any](), dict[str, int]()
+        steps: list[_Step] = []
+
+        def number(name: str, value: Any) -> int:
+            """The place of a value, which is new."""
+            numbers[name] = len(values)
+            values.append(value)
+            return numbers[name]
+
+        def place(name: str) -> int:
+            if not name:
+                name = "nothing"
+            if name in numbers:
+                return numbers[name]
+            if name == "nothing":
+                return number(name, None)
+            if name in self.weights:
+                return number(name, self.weights[name])
+            return number(name, self.on_device(name) if name in self.known else known[name].to(self.device))
+
+        for name, fed in feeds.items():
+            number(name, fed)
+        for node in self.nodes:
+            given = [name for name in node.inputs if name]
+            if node.operator == "Shape":
+                known[node.outputs[0]] = node([values[place(given[0])]])[0]
+                continue
+            if known.keys() >= set(given):
+                made = node(self._arguments(node, [known.get(n) for n in node.inputs], on_device=False))
+                known.update(zip(node.outputs, made, strict=False))
+                continue
+            fixed = {
+                i: known[node.inputs[i]].tolist()
+                for i in node.host
+                if i < len(node.inputs) and node.inputs[i]
+            }
+            inputs = [
+                number(f"{node.outputs[0]}:{i}", fixed[i]) if i in fixed else place(name)
+                for i, name in enumerate(node.inputs)
+            ]
+            made = node([values[i] for i in inputs])
+            outputs = [number(name, value) for name, value in zip(node.outputs, made, strict=False)]
+            steps.append(_Step(OPERATORS[node.operator], node.attributes, inputs, outputs, ()))
+        results = {name: place(name) for name in self.outputs}
+        outputs_of_pass = {name: values[i] for name, i in results.items()}
+        computed = {i for step in steps for i in step.outputs}
+        fed_places = {name: numbers[name] for name in feeds}
+        for i in {*computed, *fed_places.values()}:
+            values[i] = None
+        return Program(
+            _with_ends(steps, computed, results.values()), values, fed_places, results
+        ), outputs_of_pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A call: places of its inputs and outputs, and of the values that nothing reads after it."""
+
+    function: Any
+    attributes: Mapping[str, Any]
+    inputs: Sequence[int]
+    outputs: Sequence[int]
+    ended: Sequence[int]
+
+
+class Program:
+    """The calls of a pass of one set of shapes. `constants`: the values by place, None where a pass computes them."""
+
+    def __init__(
+        self,
+        steps: Sequence[_Step],
+        constants: Sequence[Any],
+        inputs: Mapping[str, int],
+        outputs: Mapping[str, int],
+    ) -> None:
+        self._steps, self._constants, self._inputs, self._outputs = steps, constants, inputs, outputs
+
+    @torch.inference_mode()
+    def __call__(self, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Run a pass. Its outputs are new tensors, or the caches that it wrote."""
+        values = list(self._constants)
+        for name, place in self._inputs.items():
+            values[place] = feeds[name]
+        for step in self._steps:
+            made = step.function(step.attributes, *[values[i] for i in step.inputs])
+            if isinstance(made, tuple | list):
+                for place, value in zip(step.outputs, made, strict=False):
+                    values[place] = value
+            else:
+                values[step.outputs[0]] = made
+            for place in step.ended:
+                values[place] = None
+        return {name: values[place] for name, place in self._outputs.items()}
+
+
+def _with_ends(steps: Sequence[_Step], computed: set[int], results: Iterable[int]) -> list[_Step]:
+    """The steps with the values that end with each of them, so that their memory is free for the next one."""
+    seen, ended = set(results), list[_Step]()
+    for step in reversed(steps):
+        ends = tuple({i for i in (*step.inputs, *step.outputs) if i in computed and i not in seen})
+        seen.update(ends)
+        ended.append(_Step(step.function, step.attributes, step.inputs, step.outputs, ends))
+    return ended[::-1]
+
+
+class _Files:
+    """The files beside a graph that hold its weights, mapped."""
+
+    def __init__(self, graph: Path) -> None:
+        self._graph, self._maps = graph, dict[Path, Any]()
+
+    def read(self, tensor: Any) -> Tensor:
+        """A weight. On the host, it is the file's own memory."""
+        folder = self._graph.parent
+        path = folder / tensor.location
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise BundleError(f"{self._graph}: {tensor.name} is in {tensor.location}, outside of the bundle")
+        if path not in self._maps:
+            try:
+                self._maps[path] = np.memmap(path, np.uint8, mode="c")
+            except (OSError, ValueError) as error:
+                raise BundleError(f"{path}: cannot be read: {error}") from error
+        begin = tensor.offset or 0
+        data = self._maps[path][begin : begin + tensor.nbytes]
+        if len(data) < tensor.nbytes:
+            raise BundleError(f"{path}: ends within {tensor.name}; build the bundle again")
+        raw, shape = torch.from_numpy(data), [int(n) for n in tensor.shape]
+        if tensor.dtype == INT4:
+            both = torch.stack((raw << 4, raw & 0xF0), -1).view(torch.int8)
+            return (both >> 4).reshape(shape)
+        dtype = DTYPES[int(tensor.dtype)]
+        if data.ctypes.data % dtype.itemsize:
+            raw = raw.clone()
+        return raw.view(dtype).reshape(shape)
+
+
+def _compact(weight: Tensor) -> Tensor:
+    """A tensor with memory of its own, if it is a part of another one or lies otherwise."""
+    part = weight.untyped_storage().nbytes() > weight.nbytes
+    return (
+        weight.clone(memory_format=torch.contiguous_format) if part or not weight.is_contiguous() else weight
+    )
+
+
+def _tensor(tensor: Any) -> Tensor:
+    array = tensor.numpy()
+    if tensor.dtype == ir.DataType.BFLOAT16:
+        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(np.array(array))
+
+
+def _attribute(attribute: ir.Attr) -> Any:
+    if attribute.type == ir.AttributeType.TENSOR:
+        return _tensor(attribute.value)
+    return attribute.value
+
+
+def _signature(value: ir.Value) -> Signature:
+    assert value.shape is not None
+    assert value.dtype is not None
+    shape = [n if isinstance(n, int) else str(n.value) for n in value.shape]
+    return Signature(DTYPES[int(value.dtype)], shape)

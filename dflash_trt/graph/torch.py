@@ -1,0 +1,298 @@
+"""The bodies for the engine that runs graphs by torch: standard operators, and a few of its own in the domain `torch`
+(dflash_trt/engines/torch/operators.py).
+
+WriteRows(cache [B,N,C,d], rows [B,N,T,d], places [B,T]) -> cache
+    The cache itself, with the rows in these places.
+Attend(q [B,H,S,d], k_cache, v_cache [B,N,C,d], first [B,S], last [B,S], start [B], visible int32 [B,S,S], sinks [H];
+       scale) -> y [B,H,S,d]
+    Row i sees the cache rows first[i] .. last[i]; of those that the pass wrote, from `start` on, the ones that
+    visible[i] marks. Without trees the two are absent, and without sinks the last one.
+GroupedProduct(x [pairs,in], weight [E,out,in], expert [pairs]) -> y [pairs,out]
+    Each row by the matrix of its expert.
+MXFP4Experts, GatedDeltaNet: the operators of experts.py and delta_net.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from dflash_trt.checkpoint.linears import StoredLinear
+from dflash_trt.checkpoint.schema import Activation
+from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
+from dflash_trt.graph.delta_net import DeltaInputs, DeltaKind
+from dflash_trt.graph.dialect import AttentionInputs, AttentionKind, Dialect, ranges
+from dflash_trt.graph.experts import Experts, Storage, activated, declared
+from dflash_trt.graph.lowering import LOWERINGS
+from dflash_trt.graph.quantized import input_scale, kind_of, prepared, split_rows, tensors
+from dflash_trt.graph.quantized_experts import (
+    Projection,
+    Stack,
+    onnxruntime_inputs,
+    stacked,
+    widened_by_expert,
+)
+from dflash_trt.graph.tensorrt import TensorRT
+
+DOMAIN = "torch"
+# Attention's kernel divides the cache into stripes of so many rows, and sums up each of them apart.
+STRIDE = 256
+COMPUTE = {"bf16": ir.DataType.BFLOAT16, "fp16": ir.DataType.FLOAT16, "fp32": FLOAT}
+
+
+class Torch(TensorRT):
+    """`dtype`: BF16, FP16 or FP32. Weights in few bits are widened as the engine loads, all but experts in MXFP4."""
+
+    name = "torch"
+    joins_floats = True
+    masks_by_layer = False
+    experts_apart = True
+
+    def __init__(self, dtype: ir.DataType) -> None:
+        super().__init__(dtype, trt_operators=False)
+
+    def cache_sizes(self, head_dim: int, *, sinks: bool) -> tuple[int, int]:
+        """No columns for sinks."""
+        return head_dim, head_dim
+
+    @staticmethod
+    def window_stride(head_dim: int) -> int:
+        return STRIDE
+
+    def keep(self, g: GraphBuilder, cache: ir.Value, rows: ir.Value, start: ir.Value) -> ir.Value:
+        body = self._builder("KeptRows")
+        given = [body.input(n, self.dtype, ["B", "N", c, "d"]) for n, c in (("cache", "C"), ("rows", "S"))]
+        kept = _written(body, given[0], given[1], body.input("start", INT64, ["B"]))
+        body.output(kept, "kept", self.dtype, ["B", "N", "C", "d"])
+        (updated,) = g.call(body.function(), cache, rows, start, name="keep")
+        return updated
+
+    def attention_mask(self, kind: AttentionKind) -> ir.Function:
+        """The ranges of cache rows in place of a mask."""
+        return ranges("AttentionMask", kind, sinks=False)
+
+    def sink_attention_mask(self, kind: AttentionKind) -> ir.Function:
+        """The ranges of cache rows in place of a mask."""
+        return ranges("SinkAttentionMask", kind, sinks=True)
+
+    def cached_attention(self, kind: AttentionKind) -> ir.Function:
+        return self._attention("CachedAttention", kind)
+
+    def sink_attention(self, kind: AttentionKind) -> ir.Function:
+        return self._attention("SinkAttention", kind)
+
+    def _attention(self, name: str, kind: AttentionKind) -> ir.Function:
+        g = self._builder(kind.operator(name))
+        a = AttentionInputs(g, by_head=True, mask=None, trees=kind.trees)
+        tree = [a.start, *a.visible] if kind.trees else [None, None]
+        sinks = g.input("sinks", self.dtype, ["H"]) if name == "SinkAttention" else None
+        k, v = (_written(g, cache, new, a.start) for cache, new in zip(a.caches, (a.k, a.v), strict=True))
+        y = _own(g, "Attend", a.q, k, v, *a.ranges, *tree, sinks, scale=kind.factor)
+        a.output(y, k, v)
+        return g.function()
+
+    def quantized_linear(
+        self,
+        g: GraphBuilder,
+        x: ir.Value,
+        stored: StoredLinear,
+        folder: str,
+        bias: ir.Value | None,
+        *,
+        name: str,
+        widened_bytes: int,
+    ) -> ir.Value:
+        """A product with the widened weight, its input rounded as the format does; written out in the graph."""
+        kind = kind_of(stored, biased=bias is not None)
+        inputs = tensors(g, stored, folder, packed_as_bytes=True)
+        lowering = LOWERINGS[kind.scheme]
+        with g.scope(name):
+            weight = lowering.onnxruntime_weight(g, kind, inputs, x, True)
+            if kind.zero_term:
+                weight = _with_zeros(g, weight, inputs["zero_term"], stored.weight.shape[0])
+            weight = g.from_dtype(weight, FLOAT, name="weight")
+            x = prepared(g, x, inputs.get("order"), inputs.get("pre_quant_scale"), g.dtype)
+            factor: ir.Value | None = None
+            if kind.activations != "none":
+                x = g.to_float(x)
+                if kind.activations == "row":
+                    x, factor = split_rows(g, x)
+                scale = input_scale(g, kind, inputs)
+                if kind.reciprocal and kind.activations == "static":
+                    scale = g.op("Reciprocal", scale, name="input_scale")
+                x = g.from_dtype(lowering.onnxruntime_input(g, scale, x), FLOAT)
+            if factor is None:
+                return g.op("Gemm", x, weight, *([] if bias is None else [bias]), name="product", transB=1)
+            y = g.to_float(g.op("Gemm", x, weight, name="product", transB=1))
+            y = g.from_dtype(g.op("Mul", y, factor, name="rescaled"), FLOAT)
+            return y if bias is None else g.op("Add", y, bias, name="with_bias")
+
+    def quantized_experts(
+        self,
+        g: GraphBuilder,
+        x: ir.Value,
+        router: ir.Value,
+        stacks: Mapping[Projection, Stack],
+        folder: str,
+        *,
+        k: int,
+        widened_bytes: int,
+        activation: Activation = "silu",
+        scales: ir.Value | None = None,
+    ) -> ir.Value:
+        """Products of pairs of a row and one of its experts; written out in the graph."""
+        with g.scope("experts"):
+            pairs = _Pairs(g, router, g.constant([k]))
+            if scales is not None:
+                own = g.op("Gather", scales, pairs.best, name="own_scales", axis=0)
+                pairs.shares = g.op("Mul", pairs.shares, own, name="scaled_shares")
+
+            def linear(name: Projection, value: ir.Value) -> ir.Value:
+                with g.scope(name):
+                    return _expert_linear(g, stacks[name], value, pairs.expert, folder)
+
+            x = pairs.rows(x)
+            gate, up = linear("gate", x), linear("up", x)
+            hidden = g.op("Mul", activated(g, gate, activation), up, name="gated")
+            return pairs.sum(linear("down", hidden))
+
+    def mxfp4_experts(
+        self, g: GraphBuilder, blocks: ir.Value, scales: ir.Value
+    ) -> tuple[Storage, ir.Value, ir.Value | None]:
+        return "mxfp4", blocks, scales
+
+    def experts(
+        self,
+        g: GraphBuilder,
+        x: ir.Value,
+        logits: ir.Value,
+        e: Experts,
+        *,
+        widened_bytes: int,
+        **attributes: Any,
+    ) -> ir.Value:
+        return Dialect.experts(self, g, x, logits, e, widened_bytes=widened_bytes, **attributes)
+
+    def moe(
+        self, storage: Storage, weight_dtype: ir.DataType, *, biased: bool, widened_bytes: int
+    ) -> ir.Function:
+        """Products of pairs of a row and one of its experts. In MXFP4, one operator."""
+        g = self._builder("MoE")
+        x, router = g.input("x", self.dtype, ["rows", "D"]), g.input("router_logits", FLOAT, ["rows", "E"])
+        packed = storage == "mxfp4"
+        given: dict[str, tuple[ir.Value, ir.Value | None, ir.Value | None]] = {}
+        for name in ("gate_up", "down"):
+            weight = g.input(name, weight_dtype, ["E", "O", "G", 16] if packed else ["E", "O", "I"])
+            scales = g.input(f"{name}_scales", ir.DataType.UINT8, ["E", "O", "G"]) if packed else None
+            given[name] = weight, scales, g.input(f"{name}_bias", self.dtype, ["E", "O"]) if biased else None
+        if packed:
+            attributes: dict[str, Any] = {"k": ir.RefAttr("k", "k", ir.AttributeType.INT)}
+            for name in ("alpha", "beta", "limit"):
+                attributes[name] = ir.RefAttr(name, name, ir.AttributeType.FLOAT)
+            y = _own(g, "MXFP4Experts", x, router, *given["gate_up"], *given["down"], **attributes)
+        else:
+            k = g.op("Constant", name="k", value_int=ir.RefAttr("value_int", "k", ir.AttributeType.INT))
+            pairs = _Pairs(g, router, g.op("Reshape", k, g.constant([1]), name="count"))
+
+            def linear(name: str, value: ir.Value) -> ir.Value:
+                weight, _, bias = given[name]
+                y = _own(g, "GroupedProduct", value, g.cast(weight, self.dtype), pairs.expert)
+                return y if bias is None else g.op("Add", y, g.op("Gather", bias, pairs.expert, axis=0))
+
+            y = pairs.sum(linear("down", self._swiglu(g, linear("gate_up", pairs.rows(x)))))
+        g.output(y, "y", self.dtype, ["rows", "D"])
+        return g.function(declared())
+
+    def gated_delta_net(self, kind: DeltaKind) -> ir.Function:
+        """One operator, which goes row by row."""
+        g = self._builder("GatedDeltaNet")
+        a = DeltaInputs(g, kind)
+        a.output(*g.multi("GatedDeltaNet", *g.graph.inputs, outputs=3, name="delta", domain=DOMAIN))
+        return g.function()
+
+    def _builder(self, name: str) -> GraphBuilder:
+        return GraphBuilder(name, dtype=self.dtype, opsets={DOMAIN: 1})
+
+
+class _Pairs:
+    """Pairs of a row and one of its k experts. shares: float32 [rows,k]. best [rows,k], expert [rows*k]: int64."""
+
+    def __init__(self, g: GraphBuilder, router: ir.Value, k: ir.Value) -> None:
+        """`k`: int64 [1]."""
+        self._g, self._k = g, k
+        logits, self.best = g.multi("TopK", router, k, outputs=2, name="best", axis=-1)
+        self.shares = g.op("Softmax", logits, name="shares", axis=-1)
+        self.expert = g.op("Reshape", self.best, g.constant([-1]), name="expert")
+
+    def rows(self, x: ir.Value) -> ir.Value:
+        """x [rows,D] as rows of pairs [rows*k,D]."""
+        g = self._g
+        times = g.op("Concat", g.constant([1]), self._k, g.constant([1]), name="times", axis=0)
+        x = g.op("Expand", g.unsqueeze(x, 1), times, name="of_pairs")
+        return g.op("Reshape", x, g.op("Concat", g.constant([-1]), g.dim(x, 2), axis=0), name="pairs")
+
+    def sum(self, y: ir.Value) -> ir.Value:
+        """y [rows*k,D] by row, weighted, summed in float32."""
+        g = self._g
+        shape = g.op("Concat", g.constant([-1]), self._k, g.dim(y, 1), name="by_row", axis=0)
+        y = g.op("Reshape", g.to_float(y), shape, name="of_row")
+        y = g.op("Mul", y, g.unsqueeze(self.shares, 2), name="weighted")
+        return g.from_dtype(g.op("ReduceSum", y, g.constant([1]), name="sum", keepdims=0), FLOAT)
+
+
+def _own(g: GraphBuilder, name: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
+    g.graph.opset_imports[DOMAIN] = 1
+    return g.op(name, *inputs, name=name, domain=DOMAIN, **attributes)
+
+
+def _written(g: GraphBuilder, cache: ir.Value, rows: ir.Value, start: ir.Value) -> ir.Value:
+    """The cache with rows [B,N,T,d] from cache row `start` [B] on."""
+    new = g.arange(g.dim(rows, 2, name="new"))
+    return _own(g, "WriteRows", cache, rows, g.op("Add", g.unsqueeze(start, 1), new, name="places"))
+
+
+def _with_zeros(g: GraphBuilder, weight: ir.Value, term: ir.Value, rows: int) -> ir.Value:
+    """A widened weight [rows,in] and what a zero point adds to each weight of a group, [rows,groups]."""
+    by_group = g.op("Reshape", weight, g.shape(rows, g.dim(term, 1, name="groups"), -1), name="by_group")
+    moved = g.op("Add", by_group, g.unsqueeze(g.cast(term, FLOAT), 2), name="with_zeros")
+    return g.op("Reshape", moved, g.constant([rows, -1]), name="moved")
+
+
+def _expert_linear(g: GraphBuilder, stack: Stack, x: ir.Value, expert: ir.Value, folder: str) -> ir.Value:
+    """x [pairs,columns] by the layer of each pair's expert -> [pairs,rows]."""
+    kind = stack.kind
+    given = dict(zip(stack.parts, onnxruntime_inputs(g, stack, folder), strict=True))
+    parts = widened_by_expert(g, stack, given, resident=True)
+    weight, factor = parts["weight"], None
+    if kind is not None and kind.zero_term:
+        terms = stacked(g, [g.raw_weight(s.zero_term, folder) for s in stack.stored if s.zero_term])
+        count = len(stack) * stack.rows
+        weight = _with_zeros(g, g.op("Reshape", weight, g.constant([count, -1])), terms, count)
+        weight = g.op("Reshape", weight, g.constant([len(stack), stack.rows, -1]), name="by_expert")
+    weight = g.cast(weight, g.dtype, name="weight") if kind is None else g.from_dtype(weight, FLOAT)
+
+    def own(name: str) -> ir.Value:
+        return g.op("Gather", parts[name], expert, name=f"own_{name}", axis=0)
+
+    if "order" in parts:
+        x = g.op("GatherElements", x, own("order"), name="ordered", axis=1)
+    if "pre_quant_scale" in parts:
+        x = g.op("Mul", x, g.cast(own("pre_quant_scale"), g.dtype), name="smoothed")
+    if kind is not None and kind.activations != "none":
+        x, scale = g.to_float(x), g.constant(1, np.float32)
+        if kind.activations == "row":
+            x, factor = split_rows(g, x)
+            scale = input_scale(g, kind, {})
+        else:
+            factor = g.unsqueeze(own("input_scale"), 1)
+            if kind.reciprocal:
+                factor = g.op("Reciprocal", factor, name="input_scale")
+            x = g.op("Div", x, factor, name="by_scale")
+        x = g.from_dtype(LOWERINGS[kind.scheme].onnxruntime_input(g, scale, x), FLOAT)
+    y = _own(g, "GroupedProduct", x, weight, expert)
+    if factor is None:
+        return y
+    return g.from_dtype(g.op("Mul", g.to_float(y), factor, name="rescaled"), FLOAT)

@@ -1,0 +1,182 @@
+"""The engine on torch: tokens, log-probabilities and accepted drafts are those of ONNX Runtime, in float32 on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+
+from dflash_trt import LLM, Completion, SamplingParams
+from dflash_trt.building.build import build
+from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.checkpoint.linears import stored_linear
+from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.checkpoint.widening import widen
+from dflash_trt.engines.torch.program import Graph
+from dflash_trt.formats.precision import Precision
+from dflash_trt.graph.builder import FLOAT, GraphBuilder
+from dflash_trt.graph.torch import Torch
+from dflash_trt.quantization import repack
+from dflash_trt.reports.checks import Checks
+from tests.doubles import kind_checkpoints as kinds
+from tests.doubles.checkpoints import make_drafter, make_target
+from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter, make_llama, make_qwen3_moe
+from tests.doubles.hybrid_checkpoints import make_hybrid
+from tests.doubles.quantized_checkpoints import (
+    INT4_GROUP,
+    encoded,
+    rounded,
+    write_quant_config,
+    write_safetensors,
+)
+from tests.doubles.text_checkpoints import EXPERTS, GEMMA_IMAGES, make_gemma, make_ministral
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+LINEAR = "linear_attention"
+FLOAT32 = Precision(target="fp32", drafter="fp32")
+Make = Callable[..., Path]
+WINDOWS = {"layers": 3, "layer_types": (SLIDING, FULL, SLIDING), "sliding_window": 12}
+HYBRID = {"num_hidden_layers": 3, "layer_types": [LINEAR, FULL, LINEAR]}
+# name: target's maker and settings, drafter's maker and settings, settings of the build
+PAIRS: dict[str, tuple[Make, dict[str, Any], Make, dict[str, Any], dict[str, Any]]] = {
+    "qwen3": (make_target, {}, make_drafter, WINDOWS, {}),
+    "qwen3, trees": (make_target, {}, make_drafter, {}, {"tree_width": 3}),
+    "llama, biases, tied": (
+        make_llama,
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1},
+        make_drafter,
+        {"rope_theta": 500_000.0},
+        {},
+    ),
+    "qwen3-moe": (make_qwen3_moe, {}, make_drafter, {"layers": 2}, {}),
+    "qwen3-moe, fp8": (make_qwen3_moe, {}, make_drafter, {}, {"precision": Precision(target="fp8")}),
+    "qwen3-moe, nvfp4": (make_qwen3_moe, {}, make_drafter, {}, {"precision": Precision(target="nvfp4")}),
+    "gpt-oss, trees": (make_gpt_oss, {}, make_gpt_oss_drafter, {"layers": 2}, {"tree_width": 3}),
+    "gpt-oss, not quantized": (make_gpt_oss, {"quantized": False}, make_gpt_oss_drafter, {"layers": 2}, {}),
+    "qwen3.5": (make_hybrid, HYBRID, make_drafter, {"layers": 2}, {}),
+    "qwen3-next": (
+        make_hybrid,
+        {"architecture": "Qwen3NextForCausalLM", **HYBRID},
+        make_drafter,
+        {"layers": 1},
+        {},
+    ),
+    "ministral": (make_ministral, {}, make_drafter, {"layers": 1}, {}),
+    "gemma4, experts": (
+        make_gemma,
+        {"architecture": GEMMA_IMAGES, **EXPERTS},
+        make_drafter,
+        {"layers": 1, "softcap": 5.0},
+        {},
+    ),
+    "eagle3": (make_target, {}, kinds.make_eagle3, {"layout": "layers.0", "aux": (1, 2, 3)}, {}),
+    "dflash2": (make_target, {}, kinds.make_dflash2, {}, {"tree_width": 2}),
+    "dspark": (make_target, {}, kinds.make_dspark, {"head": "rnn", "confidence": True}, {}),
+    "dflare": (make_target, {"layers": 8}, kinds.make_dflare, {}, {}),
+    "jetspec": (make_target, {"layers": 8}, kinds.make_jetspec, {}, {}),
+}
+# Layers in fewer bits: how `quantized_checkpoints` names them.
+FORMATS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "W4A16_MXFP4", "W4A16_AWQ", "W8A16")
+
+
+def both(directory: Path, name: str) -> tuple[Bundle, Bundle]:
+    """A pair of the table, built for ONNX Runtime and for torch."""
+    make, fields, make_draft, drafter_fields, settings = PAIRS[name]
+    target = make(directory / "target", favourites=6, **fields)
+    drafter = make_draft(directory / "drafter", target, **drafter_fields)
+    asked: dict[str, Any] = {"max_seq_len": 120, **settings}
+    plain = build(str(target), str(drafter), directory / "onnxruntime", **asked)
+    return plain, build(
+        str(target), str(drafter), directory / "torch", engine="torch", **{"precision": FLOAT32, **asked}
+    )
+
+
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(1)
+    shared = rng.integers(0, 300, 40).tolist()
+    return [shared, [7], [*shared[:33], *rng.integers(0, 300, 9).tolist()]]
+
+
+def answers(bundle: Bundle, slots: int, lengths: tuple[int | None, ...]) -> list[list[Completion]]:
+    """Three requests in a few slots, at several lengths of a block and two temperatures; prefixes are reused."""
+    with LLM(bundle.path, max_batch_size=slots, prefill_chunk=16, threads=1) as llm:
+        return [
+            llm.generate(
+                prompts(),
+                [
+                    SamplingParams(temperature=t, max_tokens=n, seed=n, ignore_eos=True, logprobs=True)
+                    for n in (24, 9, 16)
+                ],
+                block_length=llm.block_size if length == 0 else length,
+            )
+            for t in (0.0, 0.8)
+            for length in lengths
+        ]
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_tokens_and_log_probabilities_are_those_of_onnxruntime(name: str, tmp_path: Path) -> None:
+    plain, ours = both(tmp_path, name)
+    expected, found = answers(plain, 2, (0,)), answers(ours, 2, (0, 1, 3))
+    for i, wanted in enumerate(expected):
+        for completions in found[3 * i : 3 * i + 3]:
+            assert [c.token_ids for c in completions] == [c.token_ids for c in wanted]
+            for mine, theirs in zip(completions, wanted, strict=True):
+                # Where inputs are rounded to eight or four bits, a last bit may choose another number.
+                most = 0.3 if "fp" in name else 2e-3
+                np.testing.assert_allclose(mine.logprobs, theirs.logprobs, rtol=0, atol=most)
+    checks = Checks(ours.path, plain.path)
+    try:
+        for check in (checks.integrity, checks.cache_writes, checks.copies, checks.layers, checks.chunks):
+            check()
+        checks.drafts()
+        accepted = checks.acceptance()["accepted"]
+    finally:
+        checks.close()
+    assert accepted > 0
+
+
+@pytest.mark.parametrize("algorithm", FORMATS)
+def test_a_layer_in_fewer_bits_is_that_of_numpy(tmp_path: Path, algorithm: str) -> None:
+    """Its weight is widened as the graph is loaded, once, and its input is rounded as the format does."""
+    random = np.random.default_rng(0)
+    w = random.standard_t(3, (48, 256)).astype(np.float32)
+    x = random.standard_t(3, (5, 256)).astype(np.float32)
+    scale = float(np.abs(x).max() / 448) if algorithm == "FP8" else None
+    found: dict[str, Any] = encoded("l", algorithm, w)
+    found |= {"l.input_scale": np.float32(scale)} if scale else {}
+    smooth, bias = (
+        random.uniform(0.5, 2, 256).astype(np.float32),
+        random.standard_normal(48).astype(np.float32),
+    )
+    found |= {"l.pre_quant_scale": smooth, "l.bias": bias}
+    source = tmp_path / "source"
+    source.mkdir()
+    write_safetensors(source / "model.safetensors", found)
+    (source / "config.json").write_text("{}")
+    write_quant_config(source, algorithm, group_size=INT4_GROUP if algorithm == "W4A16_AWQ" else None)
+    checkpoint, folder = Checkpoint(source), "source"
+    if repack.has_signed(checkpoint):  # as a build lays them out
+        folder = "by-row"
+        checkpoint = Checkpoint(repack.int4_by_row(checkpoint, tmp_path / folder, lambda *_: None))
+    stored = stored_linear(checkpoint, "l", 256, 48)
+    assert stored is not None
+    g = GraphBuilder("test")
+    y = Torch(FLOAT).quantized_linear(
+        *(g, g.input("x", FLOAT, ["rows", 256]), stored, folder, g.raw_weight(checkpoint["l.bias"], folder)),
+        name="linear",
+        widened_bytes=0,
+    )
+    g.output(y, "y", FLOAT, ["rows", 48])
+    ir.save(g.model(), tmp_path / "model.onnx")
+    graph = Graph(tmp_path / "model.onnx", torch.device("cpu"))
+    assert [weight.dtype for weight in graph.weights.values() if weight.ndim == 2] == [torch.float32]
+    program, made = graph.first_pass({"x": torch.from_numpy(x)})
+    exact = rounded(algorithm, x * smooth, scale).astype(np.float64) @ widen(checkpoint, stored).T + bias
+    for each in (made, program({"x": torch.from_numpy(x)})):
+        np.testing.assert_allclose(each["y"].numpy(), exact, rtol=1e-4, atol=1e-4)
