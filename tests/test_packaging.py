@@ -38,11 +38,14 @@ def test_the_core_imports_nothing_that_only_extras_install() -> None:
     # GPU code and training need torch, compiling kernels needs triton, and the servers need their extras.
     with_kernels = "kernels. launch attention moe compiler checks rounds round_reference"
     plugins = [f"dflash_plugins.{name}" for name in with_kernels.split()]
-    with_tensors = (
-        "device.arrays device.caches device.engine device.kernels device.rounds device.states device.stream"
-        " tensorrt.engine tensorrt.opening tensorrt.pass_context"
-    )
-    engines = [f"dflash_trt.engines.{name}" for name in with_tensors.split()]
+    with_tensors = {
+        "device": "arrays caches engine kernels opening rounds states stream",
+        "tensorrt": "engine opening pass_context",
+        "torch": "engine kernels layers opening operators program",
+    }
+    engines = [
+        f"dflash_trt.engines.{room}.{n}" for room, names in with_tensors.items() for n in names.split()
+    ]
     names = (
         "app chat completions connections errors frames gate gemma_arguments generation logprobs metrics model"
         " protocol responses structure"

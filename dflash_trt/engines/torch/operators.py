@@ -113,12 +113,13 @@ def _gather(a: Attributes, x: Tensor, index: Tensor) -> Tensor:
 
 
 def _gather_nd(a: Attributes, x: Tensor, index: Tensor) -> Tensor:
-    """Without an axis of sequences, or with one."""
-    if a.get("batch_dims", 0) == 0:
-        return x[index.unbind(-1)]
-    assert a["batch_dims"] == 1
-    sequence = torch.arange(x.shape[0], device=x.device).reshape(-1, *[1] * (index.ndim - 2))
-    return x[(sequence, *index.unbind(-1))]
+    """Entries of x, apart for each place of its first `batch_dims` axes."""
+    axes = a.get("batch_dims", 0)
+    places = [
+        torch.arange(x.shape[axis], device=x.device).reshape(-1, *[1] * (index.ndim - 2 - axis))
+        for axis in range(axes)
+    ]
+    return x[(*places, *index.unbind(-1))]
 
 
 def _top_k(a: Attributes, x: Tensor, k: list[int]) -> Any:
