@@ -75,7 +75,7 @@ class PublishedDrafter:
     target: the repository that it drafts for, or a model whose repository was not looked up. licence: that of its page,
     where a description gives it. block: tokens of a verification, the anchor included; None where it is not stated.
     downloads: in 30 days of autumn 2026, where somebody gave them. unread: what of it no engine reads; empty if it is
-    read. speculators: in the format of the library speculators.
+    read. only: the engine that alone runs its target. speculators: in the format of the library speculators.
     """
 
     repository: str
@@ -85,6 +85,7 @@ class PublishedDrafter:
     block: int | None = None
     downloads: int | None = None
     unread: str = ""
+    only: str = ""
     speculators: bool = False
 
     @property

@@ -11,6 +11,7 @@ from dflash_trt.cli.output import print_json, print_table
 
 if TYPE_CHECKING:
     from dflash_trt.checkpoint.catalogue import KnownPair, PublishedDrafter, TargetForm
+    from dflash_trt.engines.base import EngineEntry
 
 SUMMARY = "list the known pairs, and published drafters"
 DESCRIPTION = (
@@ -138,5 +139,11 @@ def _engines(drafter: PublishedDrafter, form: TargetForm | None) -> dict[str, st
     """Engine -> why it does not take this drafter, or this form of its target; empty where it does."""
     from dflash_trt.engines import registry
 
-    unread = f"{drafter.unread} is not read" if drafter.unread else ""
-    return {each.name: unread or each.refuses_published(drafter, form) for each in registry.engines()}
+    def why(engine: EngineEntry) -> str:
+        if drafter.unread:
+            return f"{drafter.unread} is not read"
+        if drafter.only not in ("", engine.name):
+            return f"only {drafter.only} runs the target"
+        return engine.refuses_published(drafter, form)
+
+    return {each.name: why(each) for each in registry.engines()}

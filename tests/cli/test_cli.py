@@ -250,6 +250,8 @@ def test_pairs_shows_all_of_one(command: Command, monkeypatch: pytest.MonkeyPatc
     assert form["tensorrt-llm"].startswith("no: several groups")
     assert rows("incoai/glm-5.3-flash-DFlash2")["onnxruntime"] == "no: the target's family is not read"
     assert rows("qwen3.5-9b")["nobody confirms"].startswith("drafter.dflash_config.mask_token_id")
+    alone = rows("z-lab/MiniMax-M2.5-DFlash")
+    assert (alone["tensorrt-llm"], alone["onnxruntime"]) == ("yes", "no: only tensorrt-llm runs the target")
     wrong = command("pairs", "qwen3.8-28b")
     assert wrong.code == 1
     assert "did you mean 'qwen3.8-27b'" in wrong.err
