@@ -30,7 +30,7 @@ from dflash_trt.trtllm.choices import (
 )
 from dflash_trt.trtllm.entry import TensorRTLLMOptions
 from dflash_trt.trtllm.installed import IMAGE
-from dflash_trt.trtllm.targets import TARGETS, TargetQuantization, check_gpu
+from dflash_trt.trtllm.targets import TargetQuantization, check_gpu
 
 ENGINE = "tensorrt-llm"
 VERSION = "1.4.0rc1"  # whose fields llm_args.json has
@@ -154,8 +154,7 @@ def _check_parallel(
     tp, ep, moe = options.tensor_parallel, options.expert_parallel, inventory.target.moe
     if tp < 1 or ep < 1:
         raise UsageError(f"--tp is {tp} and --ep is {ep}, expected 1 or more")
-    foreign = inventory.target.architecture in TARGETS  # latent rows are not divided
-    for config in (inventory.drafter,) if foreign else (inventory.target, inventory.drafter):
+    for config in (inventory.target, inventory.drafter):
         heads, kv = config.num_attention_heads, config.num_key_value_heads
         if heads % tp or (kv % tp and tp % kv):
             raise UsageError(

@@ -57,7 +57,7 @@ def read_target(directory: Path) -> TargetConfig:
     top = Fields(path, read_object(path))
     names = top.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
-    if name not in TARGETS:
+    if not isinstance(name, str) or name not in TARGETS:
         return read_target_config(directory)
     text = top.section("text_config") or top
     hidden, heads = (text.integer(key, maximum=WIDTH) for key in ("hidden_size", "num_attention_heads"))
@@ -152,9 +152,9 @@ def target_quantization(config: TargetConfig) -> TargetQuantization:
     if config.moe is not None and config.moe.quantization is not None:
         return TargetQuantization(frozenset({config.moe.quantization}))
     directory = config.path.parent
-    fields = read_object(config.path)
-    text = fields.get("text_config")
-    section = fields.get("quantization_config") or (
+    top = read_object(config.path)
+    text = top.get("text_config")
+    section = top.get("quantization_config") or (
         text.get("quantization_config") if isinstance(text, dict) else None
     )
     if (directory / QUANT_CONFIG).is_file() or not isinstance(section, dict):

@@ -17,7 +17,7 @@ from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import BuildError, CheckpointError, DFlashError
 from dflash_trt.reports.inspection import inspect
 from dflash_trt.trtllm.entry import TensorRTLLMOptions
-from dflash_trt.trtllm.targets import TARGETS, read_target
+from dflash_trt.trtllm.targets import TARGETS, read_target, target_quantization
 from tests.doubles.checkpoints import IM_END, MASK, VOCAB, make_drafter, make_tokenizer, write_json
 
 COMMON: dict[str, Any] = {
@@ -137,3 +137,18 @@ def test_the_experts_are_known_to_the_plan(name: str, tmp_path: Path) -> None:
     assert (config.moe.num_experts, config.moe.experts_per_token) == (4, 2)
     assert config.moe.intermediate_size == 32
     assert sum(config.moe.sparse_layers) == KINDS[name][3]
+
+
+def test_a_number_format_of_the_text_part_is_seen(tmp_path: Path) -> None:
+    """Kimi-K2.5 as published: experts in INT4 of compressed-tensors, which TensorRT-LLM does not read."""
+    target = make(tmp_path / "target", "KimiK25ForConditionalGeneration")
+    values = json.loads((target / "config.json").read_text())
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+    values["text_config"]["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "config_groups": groups,
+    }
+    write_json(target / "config.json", values)
+    with pytest.raises(CheckpointError, match="are 4 bits of int by group"):
+        target_quantization(read_target(target))
