@@ -24,6 +24,7 @@ class TargetForm:
     name: for `build --target`; empty for a form that nothing here reads. format: how its weights are stored.
     downloads: in the 30 days before LOOKED_UP, where somebody gave them. unread: why nothing here reads it; empty if
     it is read. groups: whether its layers are quantized in several groups, each with a format of its own.
+    source, unverified: those of its built-in configuration, where there is one, beyond the pair's.
     """
 
     name: str
@@ -32,6 +33,8 @@ class TargetForm:
     downloads: int | None = None
     unread: str = ""
     groups: bool = False
+    source: str = ""
+    unverified: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,10 @@ PAIRS = tuple(
         **values
         | {
             "unverified": tuple(values.get("unverified", ())),
-            "forms": tuple(TargetForm(**form) for form in values.get("forms", ())),
+            "forms": tuple(
+                TargetForm(**form | {"unverified": tuple(form.get("unverified", ()))})
+                for form in values.get("forms", ())
+            ),
         }
     )
     for values in _LISTS["pairs"]
@@ -126,14 +132,16 @@ def known_configs(name: str) -> tuple[Path, Path]:
         raise CheckpointError(
             f"{name}: no pair has this name{did_you_mean(name, [p.name for p in PAIRS])}; known pairs: {NAMES}"
         )
-    if pair not in PAIRS:
-        base = next(known for known in PAIRS if known.drafter_repo == pair.drafter_repo)
+    base = next(
+        (known for known in PAIRS if pair.drafter_repo and known.drafter_repo == pair.drafter_repo), pair
+    )
+    target = (SHIPPED if pair.target_repo is None else _KNOWN_CONFIGS) / pair.name / "target"
+    if not target.is_dir():
         raise CheckpointError(
             f"{name}: the configuration of {pair.target_repo} does not come with the package; give {base.name}, or the "
             "checkpoint's directory"
         )
-    target = (SHIPPED if pair.target_repo is None else _KNOWN_CONFIGS) / pair.name / "target"
-    return target, (SHIPPED if pair.drafter_repo is None else _KNOWN_CONFIGS) / pair.name / "drafter"
+    return target, (SHIPPED if pair.drafter_repo is None else _KNOWN_CONFIGS) / base.name / "drafter"
 
 
 def known_pair(name: str) -> KnownPair | None:
@@ -147,7 +155,14 @@ def known_pair(name: str) -> KnownPair | None:
             return pair
         for form in pair.forms:
             if form.name and name in (form.name, form.repository.lower()):
-                return replace(pair, name=form.name, target_repo=form.repository, forms=(form,))
+                return replace(
+                    pair,
+                    name=form.name,
+                    target_repo=form.repository,
+                    forms=(form,),
+                    source="; ".join(filter(None, (pair.source, form.source))),
+                    unverified=(*pair.unverified, *form.unverified),
+                )
     return None
 
 

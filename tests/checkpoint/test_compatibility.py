@@ -138,8 +138,8 @@ def test_other_forms_of_a_target_have_its_drafter() -> None:
         assert pair is not None
         assert (pair.name, pair.target_repo) == ("qwen3.8-27b-fp8", "Qwen/Qwen3.8-27B-FP8")
         assert pair.drafter_repo == "z-lab/Qwen3.8-27B-DFlash2"
-    with pytest.raises(CheckpointError, match=r"Qwen3.8-27B-FP8 does not come with the package; give"):
-        known_configs("qwen3.8-27b-fp8")
+    with pytest.raises(CheckpointError, match=r"Gemma-4-31B-IT-NVFP4 does not come with the package; give"):
+        known_configs("gemma-4-31b-nvfp4")
 
 
 @pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair.drafter_repo], ids=lambda pair: pair.name)
