@@ -141,6 +141,8 @@ class MemoryTraits:
     beside a pass, as other passes write there while the slot is idle.
     `keeps_queries`: whether the queries of all layers of a pass have memory at once. `states`: how often a sequence's
     recurrent states are held.
+    `score_copies`: how often attention holds the scores of a pass in float32, with a column for each cache row.
+    `shares_tables`: whether the drafter reads the target's own embedding and head, instead of copies.
     `attention_kernels`: compute capabilities for which attention has kernels of this project, and needs neither masks
     nor these queries.
     `pool`: the pages of an engine with several GPUs and a scheduler of its own; None for dense caches on one GPU.
@@ -151,6 +153,8 @@ class MemoryTraits:
     scratch_bytes: int = 0
     expert_kernels: Mapping[str, frozenset[int]] = field(default_factory=dict)
     keeps_queries: bool = False
+    score_copies: int = 0
+    shares_tables: bool = False
     states: int = 1
     row_unit: int = 1
     idle_blocks: int = 0

@@ -53,7 +53,10 @@ class _Size(NamedTuple):
 
 @dataclass(frozen=True)
 class Inventory:
-    """The configurations and tensors of both models, by side: "target" and "drafter"."""
+    """The configurations and tensors of both models, by side: "target" and "drafter".
+
+    "borrowed": those tensors of the target that the drafter reads too: embedding and head, as far as it has none.
+    """
 
     target: TargetConfig
     drafter: DrafterConfig
@@ -61,7 +64,7 @@ class Inventory:
 
     def config(self, side: str) -> DecoderConfig:
         """The configuration of a side."""
-        return self.target if side == "target" else self.drafter
+        return self.drafter if side == "drafter" else self.target
 
     def weights(
         self,
@@ -123,11 +126,15 @@ class Inventory:
 
     @cached_property
     def draft_rows(self) -> int:
-        """Rows of the head that the drafter takes from its target: those of its draft vocabulary, by default all."""
+        """Rows of the head that the drafter takes from its target: those of its draft vocabulary, by default all.
+
+        0: it has a head of its own.
+        """
         file = self.drafter.path.parent / draft_vocabulary.FILE
         whole = self.target.vocab_size
-        own = not self.drafter.masks or any(t.name == "lm_head.weight" for t in self.tensors["drafter"])
-        if own or not file.is_file():
+        if not self.drafter.masks or any(t.name == "lm_head.weight" for t in self.tensors["drafter"]):
+            return 0
+        if not file.is_file():
             return whole
         return len(draft_vocabulary.read_draft_vocabulary(file, whole))
 
@@ -191,7 +198,8 @@ def take_inventory(
     taps, dialect = drafter.target_layer_ids, OnnxRuntime()
     if family:
         build_target(target, plain[0], taps, dialect, folder="target")
-    build_drafter(drafter, plain[1], target, plain[0], dialect, folder="drafter", target_folder="target")
+    borrowed = Outline(folders[0], Quantization(folders[0]))
+    build_drafter(drafter, plain[1], target, borrowed, dialect, folder="drafter", target_folder="target")
     stored: tuple[Checkpoint | Outline, Checkpoint | Outline]
     stored = checkpoints or (Outline(folders[0]), Outline(folders[1]))
     ignored = ("lm_head.weight",) if target.tie_word_embeddings else ()
@@ -203,6 +211,8 @@ def take_inventory(
         ),
         "drafter": _as_stored(plain[1], stored[1]),
     }
+    layers = {name.rpartition(".")[0] for name in borrowed.tensors}
+    tensors["borrowed"] = tuple(t for t in tensors["target"] if t.name.rpartition(".")[0] in layers)
     return Inventory(target, drafter, tensors)
 
 

@@ -1,7 +1,7 @@
 """The memory of a pair on one GPU, and the longest context and the largest batch that fit beside it.
 
 Everything but activations and the runtime's own memory follows exactly from the configurations. For these two, an
-engine has allowances of its own (`MemoryTraits`). Activations may also be estimated from shapes.
+engine has allowances of its own (`MemoryTraits`), and activations are estimated from shapes.
 """
 
 from __future__ import annotations
@@ -248,6 +248,8 @@ class _Layout:
         estimate = round(taps * NUMBER_BYTES[s.compute("target")] + verified * c.vocab_size * 4)
         if self.traits.keeps_queries and not self.own_attention:
             estimate += sum(round(rows * self._query_bytes(side)) for side in ("target", "drafter"))
+        heads = max(config.num_attention_heads for config in (c, self.inventory.drafter))
+        estimate += self.traits.score_copies * 4 * heads * rows * self.rows(length)
         estimate += self.scratch(batch, length) if self.traits.scratch_bytes else self._working(rows)
         return estimate if self.pages is None else max(estimate, self.pages.activation_bytes)
 

@@ -15,32 +15,61 @@ from dflash_trt.planning.settings import Settings
 
 
 def weights_of(inventory: Inventory, s: Settings, side: str) -> dict[str, dict[str, int]]:
-    """Bytes of the weights of "target" or "drafter" on one GPU, by role and format, as a build has them."""
-    scheme = s.precision.scheme(side)
-    in_blocks = registry.find(s.engine).weight_layout == "blocks"
+    """Bytes of the weights of "target" or "drafter" on one GPU, by role and format, as a build has them.
+
+    The drafter's have the target's embedding and head where an engine holds them again for it.
+    """
+    scheme, in_blocks = s.precision.scheme(side), registry.find(s.engine).weight_layout == "blocks"
     largest = _largest_group(scheme) if in_blocks else None
     roles = inventory.weights(side, s.compute(side), scheme, s.tensor_parallel, largest)
     if largest == 0 and "experts" in roles:  # these stay in groups
         in_groups = inventory.weights(side, s.compute(side), scheme, s.tensor_parallel, BLOCK)
         roles["experts"] = in_groups["experts"]
-    if in_blocks and side == "target" and _integer(scheme):
-        # The head has the target's format too. The table of a tied embedding stays beside it, as it is on disk.
-        roles["head"] = _head(inventory, scheme, largest, inventory.target.vocab_size)
-        roles["embedding"] = dict(inventory.stored("target")["embedding"])
-        roles |= {role: _on_this_processor(sizes) for role, sizes in roles.items() if role != "experts"}
-    whole = inventory.target.vocab_size
-    rows = inventory.draft_rows if registry.find(s.engine).draft_vocabulary else whole
-    if side == "drafter" and s.precision.head is not None:  # its own copy of the target's head
-        largest = _largest_group(s.precision.head) if in_blocks else None
-        roles["head"] = _head(inventory, s.precision.head, largest, rows)
-    elif side == "drafter" and rows < whole:
-        roles["head"] = _head(inventory, s.compute("drafter"), largest, rows)
-    elif in_blocks and side == "drafter":  # the sessions of both models hold the head that they multiply
-        target = s.precision.scheme("target")
-        stored = target if _integer(target) else s.compute("target")
-        head = _head(inventory, stored, _largest_group(stored), whole)
-        roles["head"] = _on_this_processor(head)
+    if side == "drafter":
+        return roles | _borrowed(inventory, s)
+    if in_blocks:
+        roles |= _tables(inventory, s, roles)
+        if _integer(scheme):
+            roles |= {role: _on_this_processor(sizes) for role, sizes in roles.items() if role != "experts"}
     return roles
+
+
+def _tables(inventory: Inventory, s: Settings, roles: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
+    """Embedding and head of a target on ONNX Runtime.
+
+    Both sessions look tokens up in the file, which is mapped into memory once. The head is a matrix of its own, also
+    where it is tied, and has the format of the layers.
+    """
+    scheme = s.precision.scheme("target")
+    tables = {"embedding": dict(inventory.stored("target")["embedding"])}
+    if _integer(scheme) or "head" not in roles:
+        tables["head"] = _target_head(inventory, s)
+    return tables
+
+
+def _borrowed(inventory: Inventory, s: Settings) -> dict[str, dict[str, int]]:
+    """What the drafter holds of its target's embedding and head, as a copy of its own."""
+    engine, whole = registry.find(s.engine), inventory.target.vocab_size
+    in_blocks = engine.weight_layout == "blocks"
+    rows = inventory.draft_rows and (inventory.draft_rows if engine.draft_vocabulary else whole)
+    held: dict[str, dict[str, int]] = {}
+    if not s.traits.shares_tables and not in_blocks:
+        held = inventory.weights("borrowed", s.compute("drafter"), None, s.tensor_parallel)
+    if s.precision.head is not None:
+        largest = _largest_group(s.precision.head) if in_blocks else None
+        return held | {"head": _head(inventory, s.precision.head, largest, rows or whole)}
+    if 0 < rows < whole:
+        return held | {"head": _head(inventory, s.compute("drafter"), None, rows)}
+    if in_blocks and rows:  # the sessions of both models hold the head that they multiply
+        held["head"] = _on_this_processor(_target_head(inventory, s))
+    return held
+
+
+def _target_head(inventory: Inventory, s: Settings) -> dict[str, int]:
+    """The target's head as ONNX Runtime multiplies it."""
+    scheme = s.precision.scheme("target")
+    stored = scheme if _integer(scheme) else s.compute("target")
+    return _head(inventory, stored, _largest_group(stored), inventory.target.vocab_size)
 
 
 def _largest_group(precision: str | None) -> int:

@@ -144,7 +144,9 @@ class TensorRTLLMEntry(EngineEntry):
     tokenizer_folder = "target"
     modules = ("tensorrt_llm", "jsonschema")
     own_loop = True
-    memory = MemoryTraits(runtime_bytes=4 * GIB, pool=POOL)  # _DFLASH_BUDGET_RUNTIME_OVERHEAD_BYTES
+    memory = MemoryTraits(
+        runtime_bytes=4 * GIB, shares_tables=True, pool=POOL
+    )  # _DFLASH_BUDGET_RUNTIME_OVERHEAD_BYTES
     server = "trtllm-serve"
 
     def check(

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 
 from dflash_trt.building.build import build
@@ -25,7 +26,7 @@ from dflash_trt.planning.memory import GIB, arena_bytes, estimate_memory
 from dflash_trt.planning.settings import Settings
 from dflash_trt.quantization.convert import quantize
 
-# Bytes of the published safetensors, if known. Only gpt-oss's were compared with a source (OpenAI's GiB).
+# Bytes of the target's published safetensors. Only gpt-oss's were compared with a source (OpenAI's GiB).
 PUBLISHED_TARGETS = {
     "qwen3-4b": 8_044_936_192,
     "qwen3-8b": 16_381_470_720,
@@ -34,7 +35,20 @@ PUBLISHED_TARGETS = {
     "gpt-oss-20b": 13_761_264_768,
     "gpt-oss-120b": 65_248_815_744,
 }
-PUBLISHED_DRAFTERS = {"qwen3-4b": 1_074_854_400}
+# GB of target and drafter, as README.md has them. Text models only.
+README = {
+    "gpt-oss-120b": (65, 1.6),
+    "gpt-oss-20b": (14, 1.6),
+    "qwen3-8b": (16, 2.1),
+    "qwen3-4b": (8, 1.1),
+    "qwen3-coder-30b-a3b": (61, 0.9),
+    "llama-3.1-8b": (16, 2.1),
+    "qwen3.8-27b": (54, 3.8),
+    "qwen3.8-27b-fp8": (29, 3.8),
+    "qwen3.8-27b-nvfp4": (20, 3.8),
+    "gemma-4-31b": (61, 3.1),
+    "gemma-4-26b-a4b": (51, 0.9),
+}
 
 
 @cache
@@ -48,13 +62,43 @@ def settings(gpu: str = "b200", **values: Any) -> Settings:
     return Settings(**base | {"gpu": find_gpu(gpu)} | values)
 
 
-@pytest.mark.parametrize("name", PUBLISHED_TARGETS)
+def total(roles: dict[str, dict[str, int]]) -> int:
+    return sum(sum(role.values()) for role in roles.values())
+
+
+@pytest.mark.parametrize("name", README)
 def test_weights_are_the_published_sizes(name: str) -> None:
-    """From config.json alone. The last two are also OpenAI's 12.8 and 60.8 GiB."""
-    total = sum(sum(role.values()) for role in inventory_of(name).weights("target").values())
-    assert total == PUBLISHED_TARGETS[name]
-    drafter = sum(sum(role.values()) for role in inventory_of(name).weights("drafter").values())
-    assert drafter == PUBLISHED_DRAFTERS.get(name, drafter)
+    """From the built-in configurations alone. gpt-oss's targets are also OpenAI's 12.8 and 60.8 GiB."""
+    target, drafter = (total(inventory_of(name).weights(side)) for side in ("target", "drafter"))
+    assert target == PUBLISHED_TARGETS.get(name, target)
+    assert target / 1e9 == pytest.approx(README[name][0], rel=0.03)
+    assert drafter / 1e9 == pytest.approx(README[name][1], abs=0.05)
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-gpt-oss"])
+def test_the_drafters_own_copies_are_the_targets_tensors_in_its_graph(name: str, tmp_path: Path) -> None:
+    bundle = build(name, None, tmp_path / name)
+    graph = onnx.load(bundle.path / "drafter.onnx", load_external_data=False).graph
+    read = {each.name for each in graph.initializer if each.name.startswith("weights/target/")}
+    assert {f"weights/target/{t.name}" for t in inventory_of(name).tensors["borrowed"]} == read
+
+
+def test_plans_hold_embedding_and_head_twice() -> None:
+    """gpt-oss-20b: 16.5 GiB of plans. TensorRT-LLM, and lookups in ONNX Runtime's mapped file, share them."""
+    inventory = inventory_of("gpt-oss-20b")
+    tables = {"embedding": {"bf16": 201_088 * 2880 * 2}, "head": {"bf16": 201_088 * 2880 * 2}}
+    for engine in ("tensorrt", "tensorrt-rtx"):
+        plan = estimate_memory(inventory, settings(engine=engine))
+        assert {role: plan.weights["drafter"][role] for role in tables} == tables
+        assert plan.weight_bytes / GIB == pytest.approx(16.5, rel=0.01)
+    assert (
+        not tables.keys()
+        & estimate_memory(inventory, settings(engine="tensorrt-llm")).weights["drafter"].keys()
+    )
+    here = estimate_memory(inventory, settings(engine="onnxruntime")).weights
+    assert here["target"]["embedding"] == tables["embedding"]
+    assert "embedding" not in here["drafter"]
+    assert here["drafter"]["head"] == here["target"]["head"] == {"fp32": 201_088 * 2880 * 4}
 
 
 @pytest.mark.parametrize(("name", "length"), [("tiny", 256), ("tiny-gpt-oss", 900)])
@@ -309,7 +353,7 @@ def test_what_does_not_fit_says_so_with_the_sum() -> None:
     plan = estimate_memory(inventory, settings("h100", max_seq_len=131_072))
     assert not plan.fits
     message = str(plan.refuse())
-    for part in ("weights 62.23", "= ", "of 79.65 GiB", f"lower --max-batch-size to {plan.largest_batch}"):
+    for part in ("weights 64.39", "= ", "of 79.65 GiB", f"lower --max-batch-size to {plan.largest_batch}"):
         assert part in message
     message = str(estimate_memory(inventory, settings("rtx-5090")).refuse())
     assert "not one sequence fits" in message

@@ -51,7 +51,8 @@ class OnnxRuntimeEntry(EngineEntry):
     name = "onnxruntime"
     modules = ("onnxruntime",)
     weight_layout = "blocks"
-    memory = MemoryTraits(compute="fp32", runtime_bytes=0)
+    # Measured (docs/planning.md).
+    memory = MemoryTraits(compute="fp32", runtime_bytes=24 << 20, score_copies=2)
 
     def check(self, precision: Precision | None, weights: Weights, options: None) -> None:
         for role in ("target", "drafter"):
