@@ -336,7 +336,8 @@ def _size(prompt: Prompt, params: SamplingParams) -> int:
     """The length of a request's prompt and texts, in characters or tokens."""
     try:
         form = params.structured_outputs  # to compile it may take as long as to tokenize a long text
-        return len(prompt) + sum(map(len, (*params.stop, *params.bad_words))) + (LONG if form else 0)
+        words = sum(map(len, (*params.stop, *params.bad_words))) + len(params.allowed_token_ids or ())
+        return len(prompt) + words + (LONG if form else 0)
     except (AttributeError, TypeError):  # the request will be refused for it
         return 0
 

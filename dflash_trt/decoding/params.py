@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 from secrets import randbits
 from typing import Literal, TypedDict
@@ -17,6 +18,7 @@ from dflash_trt.errors import RequestError, UsageError, quoted
 # own error; their caller gets that error.
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 MOST_WORDS = 1024  # for stop, bad_words, stop_token_ids and logit_bias
+MOST_ALLOWED = 1 << 17  # for allowed_token_ids: they are checked in about 10 ms
 MOST_CHARACTERS = 8192  # for stop, and for bad_words: the search takes 120 bytes of memory per character
 MOST_SAMPLES = 128  # of one prompt, as in OpenAI's API
 MOST_PRIORITY = 100  # either way; requests with lower numbers start first
@@ -62,7 +64,7 @@ class SamplingParams:
     prompt_logprobs: report the same for the prompt's tokens, from the second on. The prompt reuses no rows then.
 
     `stop` and `bad_words` have at most 1024 strings and 8192 characters each. `stop_token_ids` and `logit_bias` have
-    at most 1024 ids.
+    at most 1024 ids, and `allowed_token_ids` at most 131,072.
     """
 
     max_tokens: int = 256
@@ -138,6 +140,8 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             if not isinstance(self.allowed_token_ids, Sequence | np.ndarray):
                 raise UsageError(f"allowed_token_ids is {quoted(self.allowed_token_ids)}, expected a list")
+            if (count := len(self.allowed_token_ids)) > MOST_ALLOWED:
+                raise UsageError(f"allowed_token_ids has {count} ids, expected at most {MOST_ALLOWED}")
             allowed = tuple(dict.fromkeys(token_ids(self.allowed_token_ids, "allowed_token_ids")))
             if not allowed or min(allowed) < 0:
                 raise UsageError(
@@ -180,7 +184,10 @@ class SamplingParams:
         if integer("n", n, 1, MOST_SAMPLES) == 1:
             return [self]
         first = randbits(64) if self.seed is None else self.seed
-        return [replace(self, seed=(first + i) % 2**64) for i in range(n)]
+        samples = [copy(self) for _ in range(n)]
+        for i, sample in enumerate(samples):  # all but the seed was checked already
+            object.__setattr__(sample, "seed", (first + i) % 2**64)
+        return samples
 
     def _integer(self, field: str, low: int, high: int) -> None:
         object.__setattr__(self, field, integer(field, getattr(self, field), low, high))
@@ -240,11 +247,11 @@ def token_ids(values: Collection[object], name: str) -> list[int]:
     """Token ids as Python integers. Raises RequestError naming a value that is not an integer: a float, a bool,
     bytes.
     """
-    kinds = {
-        kind for kind in set(map(type, values)) if not issubclass(kind, Integral) or issubclass(kind, bool)
-    }
-    if kinds:
-        wrong = next(value for value in values if type(value) in kinds)
+    kinds = set(map(type, values))
+    if kinds == {int}:
+        return list(values)  # type: ignore[arg-type]
+    if others := {kind for kind in kinds if not issubclass(kind, Integral) or issubclass(kind, bool)}:
+        wrong = next(value for value in values if type(value) in others)
         raise UsageError(
             f"{name} contains {quoted(wrong)}, a {type(wrong).__name__}, expected token ids: integers"
         )

@@ -42,12 +42,15 @@ class EngineRequest(TypedDict, total=False):
     """A request. Every field but `params` and the prompt has the default of `AsyncLLM`.
 
     prompt: a text or token ids; without it there are `messages`, with the variables of their template.
+    like, others: the id of an earlier request that has the other fields, and how many later ones will name this one.
     params: fields of SamplingParams. n: sequences, each of which has an `index`.
     logit_bias: pairs, because the keys of JSON's objects are texts. bias_words: the same for words of one token.
     end_id: one more end token; -1: none. echo: whether the first update has the prompt.
     """
 
     id: int
+    like: int
+    others: int
     prompt: str | list[int]
     messages: list[Any]
     chat_template_kwargs: dict[str, Any]
@@ -77,8 +80,8 @@ class Error(TypedDict):
 class Update(TypedDict, total=False):
     """A part of one sequence, or an error, which ends the request.
 
-    The fields are those of `Chunk` and its statistics under the same names. The first update has those of the prompt,
-    the last one those from `finish_reason` on.
+    The fields are those of `Chunk` and its statistics under the same names. The first updates have those of the prompt,
+    the last one those from `finish_reason` on. Many log-probabilities of a prompt come in several updates.
     times: arrival, start of prefill, first token and last token, in nanoseconds since the epoch.
     metrics: the answer to "ask", in Prometheus' text format.
     """
@@ -108,11 +111,16 @@ def refusal(code: Code, text: str, field: str | None = None) -> Update:
     return {"error": {"code": code, "text": text, "field": field}}
 
 
+_GROWING = (
+    "text", "token_ids", "rounds", "logprobs", "top_logprobs", "prompt_logprobs", "prompt_top_logprobs"
+)  # fmt: skip
+
+
 def merge(earlier: Update, later: Update) -> None:
     """Add a later update of a sequence to an earlier one."""
     whole: Any = earlier
     for key, value in later.items():
-        added = key in whole and key in ("text", "token_ids", "rounds", "logprobs", "top_logprobs")
+        added = key in whole and key in _GROWING
         whole[key] = whole[key] + value if added else value
 
 

@@ -17,7 +17,9 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -39,6 +41,9 @@ _OPTIONS = ("speculate", "block_length", "tree_nodes", "timeout", "priority", "c
 _PARTS = (
     "text", "token_ids", "rounds", "logprobs", "top_logprobs", "prompt_logprobs", "prompt_top_logprobs", "finish_reason"
 )  # fmt: skip
+# What is written in one turn of the loop: so many log-probabilities and texts take 5 ms.
+_STEP = 4096
+_LONG = 1 << 16  # bytes of a request whose parameters a thread checks
 _COUNTS = ("num_draft_tokens", "num_accepted_tokens", "num_cached_tokens", "acceptance_histogram")
 
 
@@ -118,6 +123,15 @@ def _options(settings: dict[str, str]) -> dict[str, Any]:
     return options
 
 
+@dataclass
+class _Shared:
+    """What requests have in common: the fields of the first one, its parameters, and how many others there will be."""
+
+    request: wire.EngineRequest
+    params: asyncio.Task[SamplingParams]
+    others: int
+
+
 class Worker:
     """The requests of one socket."""
 
@@ -125,8 +139,11 @@ class Worker:
         self._llm = llm
         # JSON writes a byte of UTF-8 as at most 6 bytes. The rest is for stop words and parameters.
         self._longest_line = 6 * llm.tokenizer.most_bytes(llm.max_seq_len) + (1 << 20)
-        self._updates: list[str] = []  # JSON, one string per update
+        # Updates to be sent, by request and sequence, and those of a sequence that wait for an earlier one.
+        self._updates = deque[tuple[tuple[int | str, int], Any]]()
+        self._behind: dict[tuple[int | str, int], deque[Any]] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._shared: dict[int, _Shared] = {}  # what later requests will take from earlier ones, by id
         self._failed = False
         self.told = False  # whether the other side has said that it ends
         self._closing: asyncio.Task[None] | None = None
@@ -143,6 +160,7 @@ class Worker:
         while not self._failed and (line := await self._next_line()):
             message = json.loads(line)
             if "cancel" in message:
+                self._shared.pop(message["cancel"], None)
                 if task := self._tasks.get(message["cancel"]):
                     task.cancel()
             elif "ask" in message:
@@ -153,13 +171,15 @@ class Worker:
                 shown.append(asyncio.create_task(self._show_metrics()))
             else:
                 key = message["id"]
-                self._tasks[key] = asyncio.create_task(self._answer(key, message))
+                shared = self._share(key, message, len(line))
+                self._tasks[key] = asyncio.create_task(self._answer(key, shared.request | message, shared))
                 self._tasks[key].add_done_callback(partial(self._ended, key))
         for task in shown:
             task.cancel()
         if self._failed:  # the requests in flight have already reported it
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-            self._flush()
+            while self._updates:
+                self._flush()
             await self._writer.drain()
             return 1
         await self._llm.close(finish=False)
@@ -180,7 +200,22 @@ class Worker:
         await asyncio.sleep(_LAST_SECONDS)
         self._fail()
 
-    async def _answer(self, key: int, message: wire.EngineRequest) -> None:
+    def _share(self, key: int, message: wire.EngineRequest, size: int) -> _Shared:
+        """What a request has in common with others, which is read once. size: bytes of its line."""
+        if (like := message.get("like")) is not None:
+            shared = self._shared[like]
+            shared.others -= 1
+            if shared.others == 0:
+                del self._shared[like]
+            return shared
+        params = self._params(message) if size < _LONG else asyncio.to_thread(self._checked, message)
+        shared = _Shared(message, asyncio.create_task(params), message.get("others", 0))
+        shared.params.add_done_callback(lambda task: task.cancelled() or task.exception())  # if all have left
+        if shared.others:
+            self._shared[key] = shared
+        return shared
+
+    async def _answer(self, key: int, message: wire.EngineRequest, shared: _Shared) -> None:
         arrived = time.time_ns()
         try:
             prompt: Prompt
@@ -189,7 +224,7 @@ class Worker:
             else:
                 kwargs = message.get("chat_template_kwargs")
                 prompt = await asyncio.to_thread(self._llm.chat_prompt, message["messages"], kwargs)
-            params = self._params(message)
+            params = await asyncio.shield(shared.params)
             if (n := message.get("n", 1)) == 1:
                 await self._generate(key, message, prompt, params, arrived)
                 return
@@ -214,7 +249,10 @@ class Worker:
             text = str(error) if self._closing is None else "the server is stopping"
             self._refuse(key, "UNAVAILABLE", text)
 
-    def _params(self, message: wire.EngineRequest) -> SamplingParams:
+    async def _params(self, message: wire.EngineRequest) -> SamplingParams:
+        return self._checked(message)
+
+    def _checked(self, message: wire.EngineRequest) -> SamplingParams:
         given = dict(message["params"])
         ends = [*given.pop("stop_token_ids", ()), *self._end_ids(message.get("end_id", -1))]
         bias = dict(message.get("logit_bias", ()))
@@ -280,17 +318,39 @@ class Worker:
         return [] if end_id == -1 else [end_id]
 
     def _send(self, key: int | str, update: Any) -> None:
-        """Send soon. All updates of a round go out in one line."""
-        text = json.dumps([key, update])
+        """Send soon, behind what is still to be sent of the same sequence. What has log-probabilities becomes JSON when
+        its turn comes.
+        """
+        place = key, update.get("index", 0) if isinstance(update, dict) else 0
+        parts = _parts(update) if _size(update) else [json.dumps([key, update])]
+        if (behind := self._behind.get(place)) is not None:
+            behind += parts
+            return
+        if len(parts) > 1:
+            self._behind[place] = deque(parts[1:])
         if not self._updates:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._updates.append(text)
+        self._updates.append((place, parts[0]))
 
     def _flush(self) -> None:
-        updates, self._updates = self._updates, []
+        """Write what is to be sent, usually all updates of a round, in one line; if it is much, the rest in other turns
+        of the loop.
+        """
+        texts, size = list[str](), 0
+        while self._updates and size < _STEP:
+            place, update = self._updates.popleft()
+            texts.append(update if isinstance(update, str) else json.dumps([place[0], update]))
+            size += 1 + _size(update)
+            if (behind := self._behind.get(place)) is not None:
+                if behind:
+                    self._updates.append((place, behind.popleft()))
+                else:
+                    del self._behind[place]
         if self._writer.is_closing():  # the server has ended
             return
-        self._writer.write(f"[{','.join(updates)}]\n".encode())
+        self._writer.write(f"[{','.join(texts)}]\n".encode())
+        if self._updates:
+            asyncio.get_running_loop().call_soon(self._flush)
 
     async def _show_metrics(self) -> None:
         while True:
@@ -301,6 +361,33 @@ class Worker:
         """End this process after an engine failure, so that the model becomes unready."""
         self._failed = True
         self._reader.feed_eof()
+
+
+def _size(update: Any) -> int:
+    """How many log-probabilities an update has."""
+    if not isinstance(update, dict):
+        return 0
+    rows = len(update.get("prompt_logprobs", ())) + len(update.get("logprobs", ()))
+    tops = update.get("prompt_top_logprobs") or update.get("top_logprobs") or [[]]
+    return rows * (1 + len(tops[-1]))
+
+
+def _parts(update: Any) -> list[Any]:
+    """An update, before it the log-probabilities of the prompt in pieces if they are many."""
+    rows = update.get("prompt_logprobs", ())
+    if not rows or (size := _size(update)) <= _STEP:
+        return [update]
+    tops, rest = update.get("prompt_top_logprobs"), dict(update)
+    for name in ("prompt_logprobs", "prompt_top_logprobs"):
+        rest.pop(name, None)
+    made, step = list[Any](), max(1, _STEP * len(rows) // size)
+    for at in range(0, len(rows), step):
+        made.append({"text": "", "token_ids": [], "prompt_logprobs": rows[at : at + step]})
+        if tops:
+            made[-1]["prompt_top_logprobs"] = tops[at : at + step]
+        if "index" in update:
+            made[-1]["index"] = update["index"]
+    return [*made, rest]
 
 
 def _update(part: Chunk | Completion, arrived: int) -> wire.Update:

@@ -101,6 +101,8 @@ def _schema(schema: object) -> str:
         except (TypeError, ValueError, RecursionError) as error:
             raise RequestError(f"json is not a JSON schema: {error}") from error
     assert isinstance(text, str)
+    if len(text) > MOST_CHARACTERS:  # before it is parsed
+        raise RequestError(f"json has {len(text)} characters, expected at most {MOST_CHARACTERS}")
     try:
         read = json.loads(text)
     except (ValueError, RecursionError) as error:

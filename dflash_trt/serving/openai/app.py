@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import dflash_trt
 from dflash_trt.errors import RequestError
+from dflash_trt.serving.openai import reading
 from dflash_trt.serving.openai.chat import Chat
 from dflash_trt.serving.openai.completions import Completions
 from dflash_trt.serving.openai.engine import EngineDownError, EngineProcess
@@ -27,10 +30,11 @@ from dflash_trt.serving.openai.protocol import (
     CommonFields,
     CompletionRequest,
     DetokenizeRequest,
+    ResponsesRequest,
     TokenizeRequest,
+    check_values,
 )
 from dflash_trt.serving.openai.responses import Responses
-from dflash_trt.serving.openai.responses_request import ResponsesRequest
 from dflash_trt.serving.openai.server import ServerSettings
 
 Answering = Chat | Completions
@@ -106,8 +110,8 @@ def _add_answers(
             request_id = named or str(request.state.request_id)
             made: Answering = await answering(model, body, request_id, settings.max_seconds)
             made.usage.details = settings.shows_cached_tokens
-            for message in made.prepared.messages:
-                message["cache_salt"] = cache_salt(request.state.key_digest, body.cache_salt)
+            salt = cache_salt(request.state.key_digest, body.cache_salt)
+            made.prepared.request["cache_salt"] = salt
             return await _answer(made, engine)
 
         return answer
@@ -121,7 +125,7 @@ def _add_answers(
 
 async def _answer(answering: Answering, engine: EngineProcess) -> ASGIApp:
     if not answering.body.stream:
-        return _json(await answering.whole(engine))
+        return _Whole(await answering.whole(engine))
     chunks = answering.chunks(engine)
     # The first chunk comes before the status, so that a refusal is a status and no event.
     first = await anext(chunks)
@@ -135,17 +139,19 @@ def _add_texts(app: FastAPI, model: Model) -> None:
     async def tokenize(request: Request) -> Response:
         body = await _read(request, TokenizeRequest)
         model.check_name(body.model)
-        if (body.prompt is None) == (body.messages is None):
+        if (body.prompt is None) == (not body.messages):
             raise ApiError(400, "prompt and messages: expected one of them", "prompt")
         try:
-            if body.prompt is not None:
+            if body.messages is None:
+                assert body.prompt is not None
                 ids = await model.encode(body.prompt, special=body.add_special_tokens is not False)
             else:
-                ids, _ = await model.chat(
-                    body.messages or [],
-                    body.tools,
+                ids, *_ = await model.chat(
+                    partial(reading.messages, body.messages),
+                    reading.tools(body.tools),
                     body.chat_template_kwargs or {},
-                    generation_prompt=body.add_generation_prompt,
+                    generation_prompt=body.add_generation_prompt is not False,
+                    special=bool(body.add_special_tokens),
                 )
         except RequestError as error:
             raise refused(error) from None
@@ -274,6 +280,26 @@ class _Events:
         await send({"type": "http.response.body", "body": end, "more_body": False})
 
 
+class _Whole:
+    """A whole answer, in pieces of its JSON."""
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        size = str(sum(map(len, self._pieces))).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", size)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        part = list[bytes]()
+        for piece in self._pieces:
+            part.append(piece)
+            if sum(map(len, part)) > _LONG:
+                await send({"type": "http.response.body", "body": b"".join(part), "more_body": True})
+                await asyncio.sleep(0)
+                part.clear()
+        await send({"type": "http.response.body", "body": b"".join(part), "more_body": False})
+
+
 def _json(value: Any) -> Response:
     return Response(to_json(value), media_type="application/json")
 
@@ -288,8 +314,14 @@ async def _read(request: Request, kind: type[B]) -> B:
     media = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if media != "application/json":  # pages of other sites can send the other types without being asked
         raise ApiError(415, f"Content-Type is {media[:100] or 'missing'}, expected application/json")
+    body = await request.body()
+
+    def parsed() -> B:
+        check_values(body)
+        return kind.model_validate_json(body)
+
     try:
-        return kind.model_validate_json(await request.body())
+        return parsed() if len(body) < _LONG else await asyncio.to_thread(parsed)
     except ValidationError as error:
         raise from_validation(error) from None
 
@@ -312,6 +344,7 @@ def _card(model: Model) -> dict[str, Any]:
     }
 
 
+_LONG = 1 << 16  # bytes of a body from which on a thread parses it, and of the pieces of an answer
 _STARTED = int(time.time())
 _PAGE = Path(__file__).with_name("page")
 # The page needs nothing from elsewhere, and no other page may frame it.

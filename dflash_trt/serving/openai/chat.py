@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dflash_trt.decoding.output import Detokenizer
-from dflash_trt.errors import RequestError
+from dflash_trt.errors import RequestError, shorten
 from dflash_trt.serving.openai import logprobs
 from dflash_trt.serving.openai.channels import Channels
 from dflash_trt.serving.openai.engine import EngineProcess
 from dflash_trt.serving.openai.errors import ApiError, refused
-from dflash_trt.serving.openai.frames import frame_of
 from dflash_trt.serving.openai.generation import AnswerChoice, Generation, Prepared, Usage, prepare, shortened
-from dflash_trt.serving.openai.model import Model, text_of
+from dflash_trt.serving.openai.model import Model
 from dflash_trt.serving.openai.parsing import AnswerParser, AnswerPart, Stage, Think
-from dflash_trt.serving.openai.protocol import ChatRequest, Tool
-from dflash_trt.serving.openai.structure import names as form_names
-from dflash_trt.serving.openai.structure import of_calls, of_format
+from dflash_trt.serving.openai.protocol import ChatRequest
+from dflash_trt.serving.openai.reading import Json, ToolChoice
+from dflash_trt.serving.openai.reading import tool_choice as tool_choice_of
+from dflash_trt.serving.openai.reading import tools as tools_of
+from dflash_trt.serving.openai.structure import calls_form, form_of, frame_of, names_of
 from dflash_trt.serving.openai.written import (
     RESPONSE,
     calls_of,
@@ -36,7 +38,7 @@ class ChatChoice(AnswerChoice):
     """One choice of a chat so far.
 
     one_call: drop calls after the first. echo: the last message's content, with which the answer begins. words: splits
-    the text by rounds. calls: how many there have been.
+    the text by rounds. calls: how many there have been. parts: those of the whole answer.
     """
 
     parser: AnswerParser | Channels
@@ -44,6 +46,7 @@ class ChatChoice(AnswerChoice):
     echo: str = ""
     words: Detokenizer | None = None
     calls: int = 0
+    parts: list[AnswerPart] = field(default_factory=list)
 
     def rounds(self, update: Update) -> list[dict[str, Any]]:
         """The texts of an update's rounds: of the accepted drafts, and of the target's own token."""
@@ -91,34 +94,26 @@ class Chat(Generation[ChatRequest, ChatChoice]):
         choice.calls += len(calls)
         if reason == "stop" and choice.calls:
             choice.finish_reason = "tool_calls"
-        hidden = () if self.body.include_reasoning else ("reasoning",)
+        hidden = ("reasoning",) if self.body.include_reasoning is False else ()
         return [part for part in parts if part.kind not in hidden and (part.call is None or part in calls)]
 
-    async def whole(self, engine: EngineProcess) -> dict[str, Any]:
+    async def whole(self, engine: EngineProcess) -> list[bytes]:
         """The answer at once."""
-        choices: list[dict[str, Any]] = [{} for _ in self.choices]
         async with aclosing(self.run(engine)) as given:
-            async for index, update in given:  # one for each choice
-                made = {"index": index, "message": self._message(index, self.parts(index, update))}
-                made["finish_reason"] = self.choices[index].finish_reason
-                made["logprobs"] = logprobs.of_chat(self.model, update)
-                if self.body.return_token_ids:
-                    made["token_ids"] = update["token_ids"]
-                choices[index] = made
+            async for index, update in given:
+                choice = self.choices[index]
+                choice.parts += self.parts(index, update)
+                choice.token_ids += update["token_ids"]
+                choice.note(logprobs.of_chat(self.model, update))
+        choices = []
+        for index, choice in enumerate(self.choices):
+            made = {"index": index, "message": _message(choice), "finish_reason": choice.finish_reason}
+            made["stop_reason"] = choice.stop_reason
+            if self.body.return_token_ids:
+                made["token_ids"] = choice.token_ids
+            choices.append(choice.whole(made))
+            await asyncio.sleep(0)
         return self.answer(choices)
-
-    def _message(self, index: int, parts: list[AnswerPart]) -> dict[str, Any]:
-        content, reasoning = (
-            "".join(p.text for p in parts if p.kind == kind) for kind in ("content", "reasoning")
-        )
-        calls = [part.call.to_dict() for part in parts if part.call]
-        content = self.choices[index].echo + content
-        message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
-        if reasoning:
-            message["reasoning_content"] = reasoning
-        if calls:
-            message["tool_calls"] = calls
-        return message
 
     async def chunks(self, engine: EngineProcess) -> AsyncGenerator[dict[str, Any], None]:
         """The answer in chunks."""
@@ -144,7 +139,7 @@ class Chat(Generation[ChatRequest, ChatChoice]):
 
     def _beside(self, choice: ChatChoice, update: Update) -> dict[str, Any]:
         """What the last delta of an update has beside its text."""
-        more: dict[str, Any] = {"finish_reason": choice.finish_reason}
+        more: dict[str, Any] = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
         more["logprobs"] = logprobs.of_chat(self.model, update)
         if self.body.return_token_ids:
             more["token_ids"] = update["token_ids"]
@@ -161,12 +156,32 @@ def _delta(part: AnswerPart, numbers: Iterator[int]) -> dict[str, Any]:
     """A part as a stream gives it. numbers: of the calls."""
     if part.call is not None:
         return {"tool_calls": [{"index": next(numbers), **part.call.to_dict()}]}
-    return {"reasoning_content" if part.kind == "reasoning" else "content": part.text}
+    return _reasoning(part.text) if part.kind == "reasoning" else {"content": part.text}
+
+
+def _reasoning(text: str) -> Json:
+    """Reasoning under its names in clients: those of DeepSeek's API, and of OpenRouter and vLLM."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _message(choice: ChatChoice) -> Json:
+    """The message of a whole answer."""
+    content, reasoning = (
+        "".join(p.text for p in choice.parts if p.kind == kind) for kind in ("content", "reasoning")
+    )
+    calls = [part.call.to_dict() for part in choice.parts if part.call]
+    content = choice.echo + content
+    message: Json = {"role": "assistant", "content": content or (None if calls else "")}
+    message |= _reasoning(reasoning) if reasoning else {}
+    return message | {"tool_calls": calls} if calls else message
 
 
 def _check(body: ChatRequest) -> None:
     """Raise ApiError for fields that exclude each other."""
-    if body.max_tokens is not None and body.max_completion_tokens is not None:
+    if (
+        None not in (body.max_tokens, body.max_completion_tokens)
+        and body.max_tokens != body.max_completion_tokens
+    ):
         raise ApiError(400, "max_tokens and max_completion_tokens are given, expected one", "max_tokens")
     if body.continue_final_message and body.add_generation_prompt:
         raise ApiError(
@@ -180,19 +195,25 @@ def _check(body: ChatRequest) -> None:
 async def _prepared(
     model: Model, body: ChatRequest, most_seconds: float | None, names: list[tuple[str, str]]
 ) -> tuple[Prepared, list[ChatChoice]]:
-    """The engine's message, and the choices, without text yet. names: gets the names of the form's fields."""
+    """The engine's request, and the choices, without text yet. names: gets the names of the form's fields."""
     template = model.template
-    tools = body.tools if body.tools and body.tool_choice != "none" else []
-    schemas = {tool.function.name: tool.function.parameters or {} for tool in tools} if tools else None
+    choice, tools = tool_choice_of(body.tool_choice), tools_of(body.tools)
+    callable_tools = _callable(choice, tools)
+    if choice.mode == "none":
+        tools = []
+    elif choice.mode == "auto":  # the model may call what it sees
+        tools = callable_tools
     most = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-    ids, text = await _rendered(model, body, tools)
+    ids, text, message = await _rendered(model, body, tools)
+    last = message["content"]
     ids = shortened(model, body, ids, most)
-    wanted = of_format(body)
+    wanted = form_of(body)
     frame = frame_of(template, model.tokenizer.backend.token_to_id, text[max(text.rfind("<|start|>"), 0) :])
-    grammar = of_calls(body, tools, frame, wanted)
-    names += form_names(body, "tools" if grammar else "response_format" if body.response_format else "")
+    single = choice.one or body.parallel_tool_calls is False
+    beside = wanted if body.response_format is not None and choice.mode != "none" else None
+    grammar = calls_form(choice, callable_tools, frame, single=single, beside=beside)
+    names += names_of(body, calls=grammar is not None)
     form = grammar or wanted
-    last = text_of(body.messages[-1].content)
     # Whether the answer begins within a thought, which its generation prompt or the continued message has begun.
     thoughts = thoughts_of(template)
     thinks = thoughts is not None and (
@@ -202,50 +223,75 @@ async def _prepared(
     if form is not None and (begin := _begin(template, text, thinks, calls=grammar is not None)):
         text, thinks = text + begin, False
         ids = [*ids, *await model.encode(begin, special=False)]
-    more: dict[str, Any] = {}
-    if body.logprobs:
-        more = {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
-    if form is not None:
-        more["structured_outputs"] = form
-    if "<|channel|>" in template:
-        more["skip_special_tokens"] = True  # they are read as tokens
-    elif has_special_marks(template):
-        more["skip_special_tokens"] = False
-        response = model.tokenizer.backend.token_to_id(RESPONSE)
-        if schemas and response is not None:
-            more["stop_token_ids"] = [*(body.stop_token_ids or ()), response]
+    more = _params(model, body, form, bool(tools))
     if body.stop:
-        more["stop_outside"] = _hidden(template, text, thinks, bool(schemas))
+        more["stop_outside"] = _hidden(template, text, thinks, bool(tools))
     prepared = prepare(model, body, [ids], max_tokens=most, more=more, most_seconds=most_seconds)
     calling = template if grammar or form is None else ""  # an answer of another form has no calls
+    schemas = (
+        {each["function"]["name"]: each["function"].get("parameters", {}) for each in tools}
+        if tools
+        else None
+    )
     choices = []
     for _ in range(prepared.n):
         calls = calls_of(calling, schemas, known=wanted is not None)
         words = Detokenizer(model.tokenizer.backend) if body.return_rounds else None
-        echo = last if body.echo and body.messages[-1].role == "assistant" else ""
+        echo = last if body.echo and message["role"] == "assistant" else ""
         parser = _parser(model, text, thinks, calls)
         one_call = body.parallel_tool_calls is False
         choices.append(ChatChoice(parser=parser, one_call=one_call, echo=echo, words=words))
     return prepared, choices
 
 
-async def _rendered(model: Model, body: ChatRequest, tools: list[Tool]) -> tuple[list[int], str]:
-    """Token ids and text of the prompt. Raises ApiError."""
+def _params(model: Model, body: ChatRequest, form: Json | None, tools: bool) -> Json:
+    """Fields of `SamplingParams` that the chat's family needs. tools: whether the model sees any."""
+    more: Json = {}
+    if body.logprobs:
+        more = {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
+    if form is not None:
+        more["structured_outputs"] = form
+    if "<|channel|>" in model.template:
+        more["skip_special_tokens"] = True  # they are read as tokens
+    elif has_special_marks(model.template):
+        more["skip_special_tokens"] = False
+        response = model.tokenizer.backend.token_to_id(RESPONSE)
+        if tools and response is not None:
+            more["stop_token_ids"] = [*(body.stop_token_ids or ()), response]
+    return more
+
+
+def _callable(choice: ToolChoice, tools: list[Json]) -> list[Json]:
+    """The tools that an answer may call. Raises ApiError if it must call one that is not there."""
+    names = [tool["function"]["name"] for tool in tools]
+    for name in choice.names or ():
+        if name not in names:
+            raise ApiError(
+                400, f"tool_choice names {shorten(name, 100)}, which is not in tools", "tool_choice"
+            )
+    if choice.mode == "required" and not tools:
+        raise ApiError(400, "tool_choice requires a call, but tools has no function", "tool_choice")
+    return [tool for tool in tools if choice.names is None or tool["function"]["name"] in choice.names]
+
+
+async def _rendered(model: Model, body: ChatRequest, tools: list[Json]) -> tuple[list[int], str, Json]:
+    """Token ids and text of the prompt, and the last message. Raises ApiError."""
     continued = bool(body.continue_final_message)
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         variables["reasoning_effort"] = body.reasoning_effort
+    if body.documents:
+        variables["documents"] = body.documents
     try:
         return await model.chat(
-            body.messages,
+            body.conversation,
             tools,
             variables,
             generation_prompt=not continued and body.add_generation_prompt is not False,
             continued=continued,
+            special=bool(body.add_special_tokens),
             any_length=body.truncate_prompt_tokens is not None,
         )
-    except TypeError as error:  # a variable with a name of the renderer's own
-        raise ApiError(400, f"chat_template_kwargs is refused: {error}", "chat_template_kwargs") from None
     except RequestError as error:
         raise refused(error) from None
 

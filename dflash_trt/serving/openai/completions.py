@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dflash_trt.errors import RequestError
@@ -15,7 +15,7 @@ from dflash_trt.serving.openai.generation import AnswerChoice, Generation, prepa
 from dflash_trt.serving.openai.logprobs import of_completion
 from dflash_trt.serving.openai.model import Model
 from dflash_trt.serving.openai.protocol import CompletionRequest
-from dflash_trt.serving.openai.structure import asked, names
+from dflash_trt.serving.openai.structure import form_of, names_of
 from dflash_trt.serving.wire import Update
 
 _DEFAULT_TOKENS = 16  # OpenAI's
@@ -23,9 +23,14 @@ _DEFAULT_TOKENS = 16  # OpenAI's
 
 @dataclass
 class CompletionChoice(AnswerChoice):
-    """One choice of a completion so far. offset: characters of the tokens that log-probabilities were given for."""
+    """One choice of a completion so far.
+
+    offset, read: characters of the tokens, and tokens of the prompt, that log-probabilities were given for.
+    """
 
     offset: int = 0
+    read: int = 0
+    texts: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -51,13 +56,13 @@ class Completions(Generation[CompletionRequest, CompletionChoice]):
         more: dict[str, Any] = {}
         if body.logprobs is not None:
             more = {"logprobs": True, "top_logprobs": body.logprobs, "prompt_logprobs": bool(body.echo)}
-        if (form := asked(body)) is not None:
+        if (form := form_of(body)) is not None:
             more["structured_outputs"] = form
         # With max_tokens 0 the prompt alone is echoed. The engine's least is one token, which is dropped.
         least = 1 if body.echo and tokens == 0 else tokens
         prepared = prepare(model, body, prompts, max_tokens=least, more=more, most_seconds=most_seconds)
         choices = [CompletionChoice() for _ in range(prepared.choices)]
-        return cls(model, body, f"cmpl-{request_id}", prepared, choices, names(body))
+        return cls(model, body, f"cmpl-{request_id}", prepared, choices, names_of(body))
 
     def take(self, index: int, update: Update) -> None:
         """Count an update of a choice. Where only the prompt is asked for, its token is dropped."""
@@ -69,15 +74,23 @@ class Completions(Generation[CompletionRequest, CompletionChoice]):
                 update["finish_reason"] = "length"
         super().take(index, update)
 
-    async def whole(self, engine: EngineProcess) -> dict[str, Any]:
+    async def whole(self, engine: EngineProcess) -> list[bytes]:
         """The completions at once."""
-        choices: list[dict[str, Any]] = [{} for _ in self.choices]
         async with aclosing(self.run(engine)) as given:
-            async for index, update in given:  # one for each choice
-                choices[index] = self._choice(index, update)
-                if self.body.return_token_ids:
-                    choices[index]["prompt_token_ids"] = self.prepared.prompts[index // self.prepared.n]
-                await asyncio.sleep(0)  # log-probabilities of a long prompt take their time for each choice
+            async for index, update in given:
+                choice, made = self.choices[index], self._choice(index, update)
+                choice.texts.append(made["text"])
+                choice.token_ids += update["token_ids"]
+                choice.note(made["logprobs"])
+        choices = []
+        for index, choice in enumerate(self.choices):
+            made = {"index": index, "text": "".join(choice.texts), "finish_reason": choice.finish_reason}
+            made["stop_reason"] = choice.stop_reason
+            if self.body.return_token_ids:
+                made["token_ids"] = choice.token_ids
+                made["prompt_token_ids"] = self.prepared.prompts[index // self.prepared.n]
+            choices.append(choice.whole(made))
+            await asyncio.sleep(0)
         return self.answer(choices)
 
     async def chunks(self, engine: EngineProcess) -> AsyncGenerator[dict[str, Any], None]:
@@ -97,11 +110,13 @@ class Completions(Generation[CompletionRequest, CompletionChoice]):
             "index": index,
             "text": text,
             "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
             "logprobs": None,
         }
         if self.body.logprobs is not None:
             prompt = self.prepared.prompts[index // self.prepared.n]
-            made["logprobs"] = of_completion(self.model, prompt, update, choice.offset)
+            first, choice.read = choice.read, choice.read + len(update.get("prompt_logprobs", ()))
+            made["logprobs"] = of_completion(self.model, prompt[first : choice.read], update, choice.offset)
             choice.offset += sum(map(len, made["logprobs"]["tokens"]))
         if self.body.return_token_ids:
             made["token_ids"] = update["token_ids"]
@@ -121,7 +136,9 @@ async def _ids(model: Model, prompt: str | list[int], body: CompletionRequest) -
     if isinstance(prompt, str):
         any_length = body.truncate_prompt_tokens is not None
         try:
-            prompt = await model.encode(prompt, special=body.add_special_tokens, any_length=any_length)
+            prompt = await model.encode(
+                prompt, special=body.add_special_tokens is not False, any_length=any_length
+            )
         except RequestError as error:
             raise refused(error) from None
     if not prompt:

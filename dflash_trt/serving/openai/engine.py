@@ -12,7 +12,6 @@ import socket
 import sys
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from itertools import accumulate
 from time import monotonic
 from typing import Any, cast
 
@@ -70,6 +69,25 @@ class _RunningEngine(asyncio.Protocol):
     def tell(self, message: dict[str, Any]) -> None:
         """Send a message, if the engine has not ended."""
         self.transport.write(wire.line(message))
+
+    async def ask(self, request: EngineRequest, prompts: dict[int, list[int]]) -> None:
+        """Send a request for prompts by their keys, a line at a time. Raises RequestError if one is too long."""
+        first, *others = prompts
+        message: EngineRequest = {**request, "id": first, "prompt": prompts[first], "others": len(others)}
+        self._say(message)
+        try:
+            for key in others:
+                await asyncio.sleep(0)  # each line takes its time
+                self._say({"id": key, "like": first, "prompt": prompts[key]})
+        except BaseException:
+            self.tell({"cancel": first})  # so that the engine does not wait for the others
+            raise
+
+    def _say(self, message: EngineRequest) -> None:
+        line = wire.line(message)
+        if (size := len(line)) > self.longest_line:
+            raise RequestError(f"the request has {size} bytes in JSON, expected at most {self.longest_line}")
+        self.transport.write(line)
 
     def _deliver(self, updates: list[Any]) -> None:
         """Give the updates to the requests, one per turn of the loop.
@@ -155,11 +173,13 @@ class EngineProcess:
             connection.refuse("the server is stopping")
             await _end(connection.process)
 
-    async def updates(self, messages: Sequence[EngineRequest]) -> AsyncGenerator[tuple[int, Update], None]:
+    async def updates(
+        self, request: EngineRequest, prompts: Sequence[list[int]]
+    ) -> AsyncGenerator[tuple[int, Update], None]:
         """Index and update of each choice, until each has a finish_reason, or one has an error.
 
-        messages: of one request, each with its `n` choices, which are counted on from message to message. A consumer
-        that leaves cancels the request.
+        request: what the prompts share. Each has its `n` choices, which are counted on from prompt to prompt. A
+        consumer that leaves cancels the request.
 
         Raises:
             EngineDownError: there is no engine.
@@ -169,24 +189,20 @@ class EngineProcess:
         connection = self._connection
         if connection is None or self._closing:
             raise EngineDownError("the engine is being started; try again in some seconds")
-        left = {next(self._numbers): message.get("n", 1) for message in messages}  # choices by message
-        choices = sum(left.values())
-        firsts = dict(zip(left, accumulate(left.values(), initial=0), strict=False))
+        n = request.get("n", 1)
+        left = {next(self._numbers): n for _ in prompts}  # choices by message
+        firsts = {key: n * number for number, key in enumerate(left)}
+        choices = n * len(prompts)
         if connection.in_flight + choices > self.limit:
             raise QueueFullError(
                 f"{connection.in_flight} requests are in flight, and the limit is {self.limit}; try again later"
             )
-        lines = [wire.line(message | {"id": key}) for key, message in zip(left, messages, strict=True)]
-        if (size := max(map(len, lines))) > connection.longest_line:
-            raise RequestError(
-                f"the request has {size} bytes in JSON, expected at most {connection.longest_line}"
-            )
         queue: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
         connection.pending |= dict.fromkeys(left, queue)
         connection.in_flight += choices
-        connection.transport.writelines(lines)
-        late = self._late(messages[0].get("timeout"), queue)
+        late = self._late(request.get("timeout"), queue)
         try:
+            await connection.ask(request, dict(zip(left, prompts, strict=True)))
             while left:
                 key, update = await queue.get()
                 if "error" in update:

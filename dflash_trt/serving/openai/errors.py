@@ -38,7 +38,6 @@ _TYPES = {
     504: "timeout_error",
 }
 RETRY_SECONDS = 1
-_MOST_FAULTS = 1000  # of a body: to list a hundred thousand takes most of a second
 # Patterns of fields, and their names in the client's request.
 Names = Sequence[tuple[str, str]]
 
@@ -91,16 +90,10 @@ def refused(error: RequestError) -> ApiError:
 
 def from_validation(error: ValidationError) -> ApiError:
     """The first fault of a body, by field."""
-    if (count := error.error_count()) > _MOST_FAULTS:
-        return ApiError(
-            400, f"the body has {count} unknown fields or wrong values, see docs/openai.md for the fields"
-        )
     errors = error.errors(include_url=False)
     first = next((each for each in errors if each["type"] == "too_long"), errors[0])
     place = _place(first["loc"])
     kind, value = first["type"], first.get("input")
-    if kind == "extra_forbidden":
-        return ApiError(400, f"{place} is not a field that this server knows; leave it out", place)
     if kind == "json_invalid":
         return ApiError(
             400, f"the body is not JSON: {shorten(first['msg'].removeprefix('Invalid JSON: '), 200)}"
@@ -113,16 +106,13 @@ def from_validation(error: ValidationError) -> ApiError:
         )
     if not place:
         return ApiError(400, f"the body is {show(value)}, expected a JSON object")
-    text = first["msg"][0].lower() + first["msg"][1:]
-    return ApiError(400, f"{place} is {show(value)}: {shorten(text, 300)}", place)
+    text = first["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{place} is {show(value)}: {shorten(text[0].lower() + text[1:], 300)}", place)
 
 
 def _place(parts: tuple[int | str, ...]) -> str:
-    """The path of a field. Pydantic adds the alternatives of a union to it, whose names have brackets or are types."""
+    """The path of a field."""
     path = ""
     for part in parts:
-        if isinstance(part, int):
-            path += f"[{part}]"
-        elif not path or not (part in ("str", "int") or "[" in part or part[:1].isupper()):
-            path += f".{part}" if path else shorten(part, 100)
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else shorten(part, 100)
     return path

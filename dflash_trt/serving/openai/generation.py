@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, Generic, TypeVar
 
 from pydantic_core import to_json
@@ -18,12 +20,15 @@ from dflash_trt.serving.openai.model import Model
 from dflash_trt.serving.openai.protocol import SamplingFields
 from dflash_trt.serving.wire import EngineRequest, Update
 
+# Log-probabilities of all answers to a request together: about 100 bytes each in an answer, and as many in the engine.
+MOST_LOGPROBS = 1 << 19
+
 
 @dataclass
 class Prepared:
-    """A request ready for the engine: one message per prompt, which asks for `n` choices."""
+    """A request ready for the engine: what its prompts share, and the prompts, each of which asks for `n` choices."""
 
-    messages: list[EngineRequest]
+    request: EngineRequest
     prompts: list[list[int]]
     n: int
 
@@ -42,31 +47,44 @@ def prepare(
     more: dict[str, Any],
     most_seconds: float | None,
 ) -> Prepared:
-    """The engine's messages for the prompts of a request, `n` choices for each. Raises ApiError naming the field."""
-    messages: list[EngineRequest] = []
-    n, bias = body.n or 1, _biases(body.logit_bias)
-    for prompt in prompts:
-        room = model.max_seq_len - len(prompt)
-        if room < 1:
-            text = f"the prompt has {len(prompt)} tokens, but this model holds {model.max_seq_len} with its answer"
-            raise ApiError(400, text, "prompt", "context_length_exceeded")
-        params = {**model.defaults, **body.sampling(), **more}
-        params["max_tokens"] = room if max_tokens is None else max_tokens
-        messages.append(
-            EngineRequest(
-                prompt=prompt,
-                params=params,
-                n=n,
-                stream=bool(body.stream),
-                speculate=body.speculate is not False,
-                block_length=body.block_length,
-                tree_nodes=body.tree_nodes,
-                priority=body.priority or 0,
-                logit_bias=bias,
-                timeout=min((s for s in (body.timeout, most_seconds) if s is not None), default=None),
-            )
-        )
-    return Prepared(messages, prompts, n)
+    """The engine's request for some prompts, `n` choices for each. Raises ApiError naming the field."""
+    longest, n = max(map(len, prompts)), body.n or 1
+    room = model.max_seq_len - longest
+    if room < 1:
+        text = f"the prompt has {longest} tokens, but this model holds {model.max_seq_len} with its answer"
+        raise ApiError(400, text, "prompt", "context_length_exceeded")
+    most = _most_tokens(body, prompts, echoed=bool(more.get("prompt_logprobs")))
+    if max_tokens is None:
+        max_tokens = min(room, most)
+    elif min(max_tokens, room) > most:
+        text = f"answers have {MOST_LOGPROBS} log-probabilities at most; ask for fewer of them, or of tokens"
+        raise ApiError(400, f"max_tokens is {max_tokens}, but {text}", "max_tokens")
+    request = EngineRequest(
+        params={**model.defaults, **body.sampling(), **more, "max_tokens": max_tokens},
+        n=n,
+        # So that log-probabilities come in pieces, whatever the client gets.
+        stream=bool(body.stream or body.logprobs_of_a_token()),
+        speculate=body.speculate is not False,
+        block_length=body.block_length,
+        tree_nodes=body.tree_nodes,
+        priority=body.priority or 0,
+        logit_bias=_biases(body.logit_bias),
+        timeout=min((s for s in (body.timeout, most_seconds) if s is not None), default=None),
+    )
+    return Prepared(request, prompts, n)
+
+
+def _most_tokens(body: SamplingFields, prompts: list[list[int]], *, echoed: bool) -> int:
+    """The most tokens of each answer that its log-probabilities leave room for. Raises ApiError if there is none.
+
+    echoed: whether the tokens of the prompts have log-probabilities, too.
+    """
+    if not (each := body.logprobs_of_a_token() * (body.n or 1)):
+        return 2**31 - 1
+    left = MOST_LOGPROBS // each - (sum(map(len, prompts)) if echoed else 0)
+    if (most := left // len(prompts)) < 1:
+        raise ApiError(400, f"logprobs: answers have {MOST_LOGPROBS} at most; ask for fewer", "logprobs")
+    return most
 
 
 def event(value: dict[str, Any]) -> bytes:
@@ -167,11 +185,35 @@ class Usage:
 
 @dataclass
 class AnswerChoice:
-    """One of the answers to a request, so far. answered: whether it has tokens. begun: whether a part was given."""
+    """One of the answers to a request, so far.
+
+    answered: whether it has tokens. begun: whether a part was given. latest: its latest tokens, for `stop_reason`.
+    logprobs: the lists of its log-probabilities in JSON without their brackets, in pieces, by name.
+    """
 
     answered: bool = False
     begun: bool = False
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    latest: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: dict[str, list[bytes]] = field(default_factory=dict)
+
+    def note(self, logprobs: dict[str, Any] | None) -> None:
+        """Keep an update's log-probabilities for the whole answer."""
+        for name, values in (logprobs or {}).items():
+            pieces = self.logprobs.setdefault(name, [] if values is not None else [b"null"])
+            if values:
+                pieces += [b","] if pieces else []
+                pieces.append(to_json(values)[1:-1])
+
+    def whole(self, made: dict[str, Any]) -> list[bytes]:
+        """The choice in JSON, with its log-probabilities."""
+        pieces = [to_json(made)[:-1], b',"logprobs":']
+        for number, (name, parts) in enumerate(self.logprobs.items()):
+            listed = parts if parts == [b"null"] else [b"[", *parts, b"]"]
+            pieces += [b"," if number else b"{", to_json(name), b":", *listed]
+        return [*pieces, b"}}" if self.logprobs else b"null}"]
 
 
 B = TypeVar("B", bound=SamplingFields)
@@ -199,8 +241,10 @@ class Generation(Generic[B, C]):
     async def run(self, engine: EngineProcess) -> AsyncGenerator[tuple[int, Update], None]:
         """Index and update of every choice, as they come. An error of one choice ends all. Raises ApiError."""
         try:
-            async with aclosing(engine.updates(self.prepared.messages)) as given:
+            async with aclosing(engine.updates(self.prepared.request, self.prepared.prompts)) as given:
                 async for index, update in given:
+                    if "logprobs" in update or "prompt_logprobs" in update:
+                        await asyncio.sleep(0)  # each takes its time
                     if "error" in update:
                         raise from_engine(update["error"])
                     choice = self.choices[index]
@@ -221,7 +265,29 @@ class Generation(Generic[B, C]):
     def take(self, index: int, update: Update) -> None:
         """Count an update of a choice."""
         self.usage.add(update, prompt=index % self.prepared.n == 0)
-        self.choices[index].finish_reason = update.get("finish_reason")
+        choice, stops = self.choices[index], self._stops
+        choice.finish_reason = update.get("finish_reason")
+        if stops is not None:
+            choice.latest = (choice.latest + update["token_ids"])[-stops[2] :]
+            if choice.finish_reason == "stop" and choice.latest:
+                choice.stop_reason = self._stop_reason(choice.latest, stops[0], stops[1])
+
+    @cached_property
+    def _stops(self) -> tuple[list[str], list[int], int] | None:
+        """The request's stop strings and stop tokens, and how many tokens the longest string may have."""
+        stop, ids = getattr(self.body, "stop", None) or [], getattr(self.body, "stop_token_ids", None) or []
+        return (stop, ids, max(map(len, stop), default=0) + 8) if stop or ids else None
+
+    def _stop_reason(self, latest: list[int], stop: list[str], ids: list[int]) -> int | str | None:
+        """The stop token, or the stop string that the last token completes; None for the model's own end."""
+        if latest[-1] in ids:
+            return latest[-1]
+        text, before = (
+            self.model.tokenizer.decode(part, skip_special_tokens=False) for part in (latest, latest[:-1])
+        )
+        ends = [(at + len(each), -len(each), each) for each in stop if (at := text.rfind(each)) >= 0]
+        ends = [end for end in ends if end[0] > len(before)]
+        return min(ends)[2] if ends else None
 
     def reasons(self) -> list[str | None]:
         """The finish reasons of the choices so far."""
@@ -232,9 +298,14 @@ class Generation(Generic[B, C]):
         """Whether all choices have ended."""
         return all(self.reasons())
 
-    def answer(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """The whole answer."""
-        return self._frame(self.kind, choices) | self._totals()
+    def answer(self, choices: Iterable[list[bytes]]) -> list[bytes]:
+        """The whole answer in JSON, in pieces that are sent one by one."""
+        frame = self._frame(self.kind, [])
+        del frame["choices"]
+        pieces = [to_json(frame)[:-1], b',"choices":']
+        for number, choice in enumerate(choices):
+            pieces += [b"," if number else b"[", *choice]
+        return [*pieces, b"],", to_json(self._totals())[1:]]
 
     def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         """A chunk of a stream, with the usage so far where it is asked for."""

@@ -27,22 +27,24 @@ def _entry(model: Model, token: int, logprob: float) -> dict[str, Any]:
 
 
 def of_completion(model: Model, prompt: list[int], update: Update, offset: int) -> dict[str, Any]:
-    """`logprobs` of a completion's choice: of an update's tokens, and in the first one of an echo of the prompt.
+    """`logprobs` of a completion's choice: of an update's tokens, and before them of the prompt's that it is about.
 
-    offset: characters of the text before these tokens.
+    prompt: the prompt's tokens that belong to its `prompt_logprobs`. offset: characters of the text before all these.
     """
     ids, logprobs = update["token_ids"], list[float | None](update.get("logprobs") or [])
     tops: list[Any] = update.get("top_logprobs") or [None] * len(logprobs)
-    if "prompt_logprobs" in update:
+    if prompt:
         ids, logprobs = [*prompt, *ids], [*update["prompt_logprobs"], *logprobs]
-        tops = [None, *(update.get("prompt_top_logprobs") or [[]] * len(prompt))[1:], *tops]
+        tops = [*(update.get("prompt_top_logprobs") or [[]] * len(prompt)), *tops]
     texts = [model.token_text(token) for token in ids]
     return {
         "tokens": texts,
         "token_logprobs": [None if value is None else _finite(value) for value in logprobs],
         "top_logprobs": [
-            None if top is None else {model.token_text(token): _finite(value) for token, value in top}
-            for top in tops
+            None
+            if top is None or own is None
+            else {model.token_text(token): _finite(value) for token, value in top}
+            for top, own in zip(tops, logprobs, strict=True)
         ],
         "text_offset": list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else [],
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,8 @@ from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.engines.registry import engine_of
 from dflash_trt.errors import CheckpointError, DFlashError, RequestError
 from dflash_trt.files.reading import read_object
-from dflash_trt.serving.openai.calls import parsed
 from dflash_trt.serving.openai.errors import ApiError
-from dflash_trt.serving.openai.protocol import Message, Tool
+from dflash_trt.serving.openai.reading import Json
 from dflash_trt.text.text_thread import TextThread
 from dflash_trt.text.tokenizer import Tokenizer
 
@@ -72,6 +72,8 @@ class Model:
 
     async def decode(self, ids: list[int]) -> str:
         """The text of token ids, special tokens included. Raises RequestError. A thread decodes long lists."""
+        if len(ids) > self.max_seq_len:
+            raise RequestError(f"tokens has {len(ids)} ids, expected at most {self.max_seq_len}")
         if wrong := [token for token in ids if not 0 <= token < self.vocab_size]:
             raise RequestError(f"tokens contains {wrong[0]}, expected 0..{self.vocab_size - 1}")
         return await self._texts.run(
@@ -84,25 +86,34 @@ class Model:
 
     async def chat(
         self,
-        messages: list[Message],
-        tools: list[Tool] | None,
-        variables: dict[str, Any],
+        read: Callable[[], list[Json]],
+        tools: list[Json],
+        variables: Json,
         *,
         generation_prompt: bool = True,
         continued: bool = False,
+        special: bool = False,
         any_length: bool = False,
-    ) -> tuple[list[int], str]:
-        """Token ids and text of a chat by the model's template. Raises RequestError.
+    ) -> tuple[list[int], str, Json]:
+        """Token ids and text of a chat by the model's template, and its last message. Raises RequestError, ApiError.
 
-        continued: the text ends with the content of the last message. any_length: as in `encode`.
+        read: gives the messages. continued: the text ends with the content of the last message. special, any_length:
+        as in `encode`.
         """
         most = self.tokenizer.most_bytes(self.max_seq_len) + (1 << 20)
 
-        def render() -> tuple[list[int], str]:
-            given = [self._message(message) for message in messages]
-            listed = [tool.model_dump(exclude_none=True) for tool in tools] if tools else None
+        if "tools" in variables:
+            raise ApiError(400, "chat_template_kwargs has tools: send them as tools", "chat_template_kwargs")
+
+        def render() -> tuple[list[int], str, Json]:
+            given = read()
+            if "developer" not in self.template:
+                for message in given:
+                    message["role"] = {"developer": "system"}.get(message["role"], message["role"])
             try:
-                text = self.tokenizer.apply_chat_template(given, generation_prompt, tools=listed, **variables)
+                text = self.tokenizer.apply_chat_template(
+                    given, generation_prompt, tools=tools or None, **variables
+                )
             except CheckpointError:
                 raise RequestError(
                     "messages cannot be rendered: this model has no working chat template; "
@@ -110,34 +121,10 @@ class Model:
                 ) from None
             if continued:
                 text = _until(text, given[-1]["content"])
-            return self._encode(text, special=False, any_length=any_length), text
+            return self._encode(text, special=special, any_length=any_length), text, given[-1]
 
         # The renderer is a process of its own, so the event loop must not wait for it.
         return await self._texts.run(render, size=most)
-
-    def _message(self, message: Message) -> dict[str, Any]:
-        """A message as templates know it: texts joined, arguments of calls as objects."""
-        made: dict[str, Any] = {"role": message.role, "content": text_of(message.content)}
-        if message.role == "developer" and "developer" not in self.template:
-            made["role"] = "system"
-        if reasoning := message.reasoning_content or message.reasoning:
-            made |= {"reasoning_content": reasoning, "thinking": reasoning}
-        if message.tool_calls:
-            made["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {
-                        "name": call.function.name,
-                        "arguments": _arguments(call.function.arguments),
-                    },
-                }
-                for call in message.tool_calls
-            ]
-        for field in ("name", "tool_call_id"):
-            if (value := getattr(message, field)) is not None:
-                made[field] = value
-        return made
 
     def token_text(self, token: int) -> str:
         """A token as text, special tokens included."""
@@ -158,13 +145,6 @@ class Model:
         return text.encode(errors="replace")
 
 
-def text_of(content: Any) -> str:
-    """The text of a message's content: a text, a list of texts, or nothing."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "".join([part.text for part in content])
-
-
 def _until(text: str, content: str) -> str:
     """A rendered chat up to the end of its last message's content. Raises RequestError."""
     for shown in (content, content.strip()):  # templates may strip it
@@ -173,12 +153,6 @@ def _until(text: str, content: str) -> str:
     raise RequestError(
         "continue_final_message is true, but the chat template shows no text of the last message"
     )
-
-
-def _arguments(text: str) -> Any:
-    """The arguments of a call: the object that the text spells, or the text where it spells none."""
-    value = parsed(text or "{}")
-    return value if isinstance(value, dict) else text
 
 
 def _defaults(path: Path) -> dict[str, Any]:

@@ -1,79 +1,136 @@
 """The bodies of requests: OpenAI's fields, vLLM's additions under their names there, and our own.
 
-A field that is not here is refused by name. Some fields have no effect on a local server. They are accepted with every
-value that OpenAI's API has.
+Clients are read liberally and answered strictly. Null is as good as nothing. Of fields that this server does not have,
+the value that changes nothing is taken, and any other is refused by the field's name. Every field has a bound, so that
+the time and memory of a request have one.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, model_validator
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import to_json
 
-from dflash_trt.decoding.params import MOST_PRIORITY, MOST_WORDS, SamplingParams
-from dflash_trt.decoding.sampling.structure import MOST_CHOICES
+from dflash_trt.decoding.params import (
+    MOST_ALLOWED,
+    MOST_CHARACTERS,
+    MOST_PRIORITY,
+    MOST_WORDS,
+    SamplingParams,
+)
+from dflash_trt.decoding.sampling.structure import MOST_CHARACTERS as MOST_FORM_CHARACTERS
+from dflash_trt.errors import show, show_name
+from dflash_trt.serving.openai import reading
 from dflash_trt.serving.openai.errors import ApiError
+from dflash_trt.serving.openai.reading import Json, refuse
+
+MOST_PROMPTS = 1024
+MOST_MESSAGES = 1 << 14  # and items of a response's input
+MOST_TOOLS = 1024
+# Numbers of a body, which is parsed at once: these take 8 ms. A list or object takes as long as four of them, and a key
+# as two, so that no body takes much over 30 ms.
+MOST_VALUES = 1 << 18
+_MOST_METADATA = 1 << 14  # bytes: OpenAI's 16 keys and values
+_BYTES = 6  # of a character in JSON, at most
+
+# Accepted with every value: they are about OpenAI's own service, or say nothing about the answer.
+_WITHOUT_EFFECT = frozenset((
+    "user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "prompt_cache_options", "client_metadata", "verbosity", "prediction", "max_tool_calls",
+    "spaces_between_special_tokens", "extra_headers",
+))  # fmt: skip
+# Fields that this server does not have, and their values that ask for nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,), "suffix": ("",), "length_penalty": (1,), "use_beam_search": (False,), "early_stopping": (False,),
+    "detokenize": (True,), "typical_p": (1,), "modalities": (["text"],), "functions": ([],),
+    "function_call": ("auto", "none"), "background": (False,), "logits_processors": ([],),
+    "return_tokens_as_token_ids": (False,), "mm_processor_kwargs": ({},), "vllm_xargs": ({},), "extra_body": ({},),
+}  # fmt: skip
+_WHY = {
+    "previous_response_id": "nothing is stored here: send the whole conversation as input",
+    "conversation": "nothing is stored here: send the whole conversation as input",
+    "functions": "send tools",
+    "function_call": "send tool_choice",
+    "web_search_options": "this server does not search",
+}
 
 
-def _fail_fast(schema: Any) -> None:
-    """Let all lists of a schema of pydantic's core stop at their first error."""
-    if isinstance(schema, dict):
-        if schema.get("type") == "list":
-            schema["fail_fast"] = True
-        schema = schema.values()
-    elif not isinstance(schema, list | tuple):
-        return
-    for part in schema:
-        _fail_fast(part)
+def _whole(value: Any) -> Any:
+    """An integer that a client has written with a decimal point."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _words(value: Any) -> Any:
+    """Texts, one of which may stand alone. Empty ones say nothing."""
+    given = [value] if isinstance(value, str) else value
+    if (
+        not isinstance(given, list)
+        or len(given) > MOST_WORDS
+        or not all(isinstance(word, str) for word in given)
+    ):
+        return value if isinstance(value, list) else [value]  # refused by its type
+    return [word for word in given if word]
+
+
+def _bounded(most: int) -> Callable[[Any], Any]:
+    """A validator of values with at most so many bytes as JSON."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict | list | str) and (size := len(to_json(value))) > most:
+            raise ValueError(f"it has {size} bytes, expected at most {most}")
+        return value
+
+    return check
+
+
+Int = Annotated[int, BeforeValidator(_whole)]
+Priority = Annotated[Int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)]
+RequestId = Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,128}$")]
+Ids = Annotated[list[int], Field(max_length=MOST_WORDS, fail_fast=True)]
+Words = Annotated[
+    list[str],
+    Field(max_length=MOST_WORDS, fail_fast=True),
+    BeforeValidator(_words),
+    BeforeValidator(_bounded(_BYTES * MOST_CHARACTERS)),
+]
+Form = Annotated[Any, BeforeValidator(_bounded(_BYTES * MOST_FORM_CHARACTERS))]
+Tools = Annotated[list[Any], Field(max_length=MOST_TOOLS)]
+Metadata = Annotated[Json, BeforeValidator(_bounded(_MOST_METADATA))]
+Most = Annotated[Int, Field(ge=0, le=20)]
 
 
 class Body(BaseModel):
-    """Strict: no field but those named, and no value of another JSON type.
+    """No value of another JSON type, and no other field with a value that asks for something.
 
     A list is refused at its first wrong item: to collect the errors of a million takes many seconds.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True)
 
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        schema = handler(source)
-        _fail_fast(schema)
-        return schema
-
-
-MOST_PROMPTS = 1024
-MOST_MESSAGES = 1 << 15  # and items of a response's input
-MOST_TOOLS = 1024
-# `SamplingParams` takes no more. Checked here, before anything is made of them.
-Words = Annotated[list[str], Field(max_length=MOST_WORDS)]
-Priority = Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)]
-Ids = Annotated[list[int], Field(max_length=MOST_WORDS)]
-
-
-RequestId = Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,128}$")]
-ServiceTier = Literal["auto", "default", "flex", "scale", "priority"]
-Verbosity = Literal["low", "medium", "high"]
+    @model_validator(mode="after")
+    def _is_known(self) -> Body:
+        for name, value in (self.model_extra or {}).items():
+            # 1 == True, so a number stands for no switch, nor the reverse.
+            neutral = any(value == each and isinstance(value, bool) == isinstance(each, bool)
+                          for each in _NEUTRAL.get(name, ()))  # fmt: skip
+            if value is None or neutral or name in _WITHOUT_EFFECT:
+                continue
+            if name in _NEUTRAL and name not in _WHY:
+                refuse(name, value, f"{show(_NEUTRAL[name][0])}: this server does nothing else")
+            place, why = show_name(name), _WHY.get(name, "leave it out")
+            raise ApiError(400, f"{place} is not a field that this server knows; {why}", place)
+        return self
 
 
-class StreamOptions(Body):
+class StreamOptions(BaseModel):
     """`include_usage`: one more chunk at the end, with the usage. `continuous_usage_stats`: usage in every chunk."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
-    include_obfuscation: Literal[False] = False
+    model_config = ConfigDict(strict=True)
 
-
-class StructureFields(Body):
-    """`StructuredOutputs`: exactly one of these."""
-
-    schema_: str | dict[str, Any] | bool | None = Field(None, alias="json")
-    json_object: bool | None = None
-    regex: str | None = None
-    choice: Annotated[list[str], Field(max_length=MOST_CHOICES)] | None = None
-    grammar: str | None = None
-    disable_any_whitespace: bool | None = None
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class CommonFields(Body):
@@ -82,24 +139,19 @@ class CommonFields(Body):
     model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
-    seed: int | None = None
+    seed: Int | None = None
     stream: bool | None = None
+    stream_options: StreamOptions | None = None
     request_id: RequestId | None = None
     # Ours: whether and how far to draft, and the seconds after which the answer ends.
     speculate: bool | None = None
-    block_length: int | None = None
-    tree_nodes: int | None = None
+    block_length: Int | None = None
+    tree_nodes: Int | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
     priority: Priority | None = None
     # vLLM's: cache rows are reused only between requests with the same one.
-    cache_salt: Annotated[str, Field(min_length=1)] | None = None
-    # Without effect here.
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    service_tier: ServiceTier | None = None
-    store: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    metadata: Metadata | None = None
 
     def answers(self) -> int:
         """How many answers the request asks for."""
@@ -109,30 +161,31 @@ class CommonFields(Body):
 class SamplingFields(CommonFields):
     """The fields that chats and completions share."""
 
-    top_k: int | None = None
+    top_k: Int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    stop: str | Words | None = None
+    stop: Words | None = None
     stop_token_ids: Ids | None = None
     ignore_eos: bool | None = None
     bad_words: Words | None = None
-    min_tokens: int | None = None
+    min_tokens: Int | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    allowed_token_ids: list[int] | None = None
-    truncate_prompt_tokens: int | None = None
-    max_tokens: int | None = None
+    allowed_token_ids: Annotated[list[int], Field(max_length=MOST_ALLOWED, fail_fast=True)] | None = None
+    truncate_prompt_tokens: Int | None = None
+    max_tokens: Int | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MOST_WORDS)] | None = None
-    structured_outputs: StructureFields | None = None
+    response_format: Form = None
+    structured_outputs: Form = None
     # vLLM's earlier names of the fields of `structured_outputs`.
-    guided_json: str | dict[str, Any] | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
-    stream_options: StreamOptions | None = None
+    guided_json: Form = None
+    guided_regex: Form = None
+    guided_choice: Form = None
+    guided_grammar: Form = None
+    n: Annotated[Int, Field(ge=1, le=128)] | None = None
+    add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     # Ours: in a chat's stream, the text of each round, its accepted drafts apart.
     return_rounds: bool | None = None
@@ -141,10 +194,22 @@ class SamplingFields(CommonFields):
         """`n`, by default 1."""
         return self.n or 1
 
-    def sampling(self) -> dict[str, Any]:
-        """The given fields of `SamplingParams`."""
-        given = {name: getattr(self, name) for name in SAMPLING if getattr(self, name) is not None}
-        return given | {"top_k": 0} if given.get("top_k") == -1 else given  # -1: all tokens, as in vLLM
+    def logprobs_of_a_token(self) -> int:
+        """How many log-probabilities each token of an answer gets."""
+        return 0
+
+    def sampling(self) -> Json:
+        """The given fields of `SamplingParams`, with the values that other servers take beside its own."""
+        given = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
+        if given.get("top_k") == -1:  # all tokens, as in vLLM
+            given["top_k"] = 0
+        if 0 < given.get("temperature", 0) < 0.01:  # as in vLLM
+            given["temperature"] = 0.01
+        if given.get("top_p") == 0:  # the best token, as in OpenAI's API
+            given["top_p"] = 2.0**-126
+        if (seed := given.get("seed", 0)) < 0:  # -1: none, as in vLLM; OpenAI's are integers of 64 bits
+            given["seed"] = None if seed == -1 else seed % 2**64
+        return given
 
 
 # Fields of a request that are `SamplingParams`' own, under the same name and with the same meaning.
@@ -153,156 +218,122 @@ SAMPLING = (SamplingFields.model_fields.keys() & SamplingParams.__dataclass_fiel
 }
 
 
+def _no_logprobs(value: Any) -> Any:
+    return None if value is False else _whole(value)
+
+
 class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Any
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    add_special_tokens: bool = True
-    best_of: Literal[1] | None = None
-    suffix: Literal[""] | None = None
+    logprobs: Annotated[Most | None, BeforeValidator(_no_logprobs)] = None
 
     def answers(self) -> int:
         """`n` for each prompt."""
         return len(self.prompts()) * super().answers()
 
+    def logprobs_of_a_token(self) -> int:
+        """Its own and the most probable ones."""
+        return 0 if self.logprobs is None else 1 + self.logprobs
+
     def prompts(self) -> list[str | list[int]]:
         """One text or list of ids, or several. Raises ApiError."""
         prompt = self.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        if not prompt:
+        several = prompt if isinstance(prompt, list) and not _are_ids(prompt) else [prompt]
+        if not several:
             raise ApiError(400, "prompt is [], expected a text, token ids, or a list of them", "prompt")
-        if isinstance(prompt[0], int):
-            return [prompt]
-        if len(prompt) > MOST_PROMPTS:
-            raise ApiError(400, f"prompt has {len(prompt)} texts, expected at most {MOST_PROMPTS}", "prompt")
-        return prompt  # type: ignore[return-value]
+        if len(several) > MOST_PROMPTS:
+            raise ApiError(400, f"prompt has {len(several)} texts, expected at most {MOST_PROMPTS}", "prompt")
+        for i, each in enumerate(several):
+            if not isinstance(each, str) and not _are_ids(each):
+                place = "prompt" if each is prompt else f"prompt[{i}]"
+                refuse(place, each, "a text, or a list of token ids")
+        return several
 
 
-class TextPart(Body):
-    """A part of a content."""
-
-    type: Literal["text", "input_text", "output_text", "refusal"]
-    text: str
-
-
-def _texts(content: Any) -> Any:
-    """Raises PydanticCustomError for a part of a content that is no text, by its type."""
-    for part in content if isinstance(content, list) else ():
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and any(word in kind for word in ("image", "audio", "video", "file")):
-            raise PydanticCustomError(
-                "not_a_text", "this server reads text only, and one part is of type {kind}", {"kind": kind}
-            )
-    return content
-
-
-class FunctionCall(Body):
-    """The function that an answer has called."""
-
-    name: str
-    arguments: str
-
-
-class ToolCall(Body):
-    """A call of an earlier answer."""
-
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: FunctionCall
-    index: int | None = None
-
-
-class Message(Body):
-    """One message. `content`: a text, or a list of parts that are texts."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | list[TextPart] | None, BeforeValidator(_texts)] = None
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    refusal: str | None = None
-    annotations: list[Any] | None = None
-    audio: None = None
-    function_call: None = None
-
-
-class Function(Body):
-    """A function that the model may call."""
-
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(Body):
-    """A tool, which is a function."""
-
-    type: Literal["function"]
-    function: Function
-
-
-class NamedFunction(Body):
-    """A function by its name."""
-
-    name: str
-
-
-class NamedTool(Body):
-    """A tool by its name."""
-
-    type: Literal["function"]
-    function: NamedFunction
-
-
-class JsonSchema(Body):
-    """A JSON schema of an answer."""
-
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None
-
-
-class Format(Body):
-    """The form of an answer."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    @model_validator(mode="after")
-    def _complete(self) -> Format:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema belongs to the type json_schema")
-        return self
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and set(map(type, value)) == {int}
 
 
 class ChatRequest(SamplingFields):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
-    max_completion_tokens: int | None = None
+    messages: Annotated[list[Any], Field(min_length=1, max_length=MOST_MESSAGES)]
+    max_completion_tokens: Int | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    top_logprobs: Most | None = None
+    tools: Tools | None = None
+    tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    response_format: Format | None = None
     reasoning_effort: str | None = None
-    include_reasoning: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool | None = None
+    documents: list[Any] | None = None
+    chat_template_kwargs: Json | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     echo: bool | None = None
-    modalities: list[Literal["text"]] | None = None
-    # Without effect here.
-    verbosity: Verbosity | None = None
-    prediction: dict[str, Any] | None = None
+
+    def logprobs_of_a_token(self) -> int:
+        """Its own and the most probable ones."""
+        return 1 + (self.top_logprobs or 0) if self.logprobs else 0
+
+    def conversation(self) -> list[Json]:
+        """The messages as templates know them. It takes time. Raises ApiError."""
+        return reading.messages(self.messages)
+
+
+class ResponsesRequest(CommonFields):
+    """POST /v1/responses."""
+
+    input: Any
+    instructions: str | None = None
+    max_output_tokens: Int | None = None
+    tools: Tools | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Json | None = None
+    text: Json | None = None
+    truncation: str | None = None
+    include: list[str] | None = None
+    top_logprobs: Most | None = None  # without effect: OpenAI's API gives none unless `include` asks for them
+
+    def chat(self) -> ChatRequest:
+        """The same request as a chat. Raises ApiError."""
+        if not isinstance(self.input, str | list) or (isinstance(self.input, list) and not self.input):
+            refuse("input", self.input, "a text, or a list of items")
+        if isinstance(self.input, list) and len(self.input) > MOST_MESSAGES:
+            raise ApiError(400, f"input has too many items, expected at most {MOST_MESSAGES}", "input")
+        if self.truncation not in (None, "auto", "disabled"):
+            refuse("truncation", self.truncation, "auto or disabled")
+        if "message.output_text.logprobs" in (self.include or ()):
+            raise ApiError(
+                400,
+                "include has message.output_text.logprobs: responses have none here, but chats do",
+                "include",
+            )
+        effort = (self.reasoning or {}).get("effort")
+        form = (self.text or {}).get("format")
+        for place, value, kinds in (("reasoning.effort", effort, str), ("text.format", form, dict)):
+            if value is not None and not isinstance(value, kinds):
+                refuse(place, value, "a text" if kinds is str else "an object")
+        _bounded(_BYTES * MOST_FORM_CHARACTERS)(form)
+        return _AsChat.model_construct(
+            **{name: getattr(self, name) for name in CommonFields.model_fields},
+            tools=self.tools, tool_choice=self.tool_choice, parallel_tool_calls=self.parallel_tool_calls,
+            messages=[], response=self, max_completion_tokens=self.max_output_tokens, reasoning_effort=effort,
+            response_format=form, truncate_prompt_tokens=-1 if self.truncation == "auto" else None,
+        )  # fmt: skip
+
+
+class _AsChat(ChatRequest):
+    """A response as a chat."""
+
+    response: ResponsesRequest
+
+    def conversation(self) -> list[Json]:
+        """The messages that its items are."""
+        return reading.items(self.response.input, self.response.instructions)
 
 
 class TokenizeRequest(Body):
@@ -310,16 +341,34 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(max_length=MOST_MESSAGES)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    messages: Annotated[list[Any], Field(max_length=MOST_MESSAGES)] | None = None
+    tools: Tools | None = None
+    chat_template_kwargs: Json | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True
-    return_token_strs: bool = False
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[list[int], Field(fail_fast=True)]
+
+
+def check_values(body: bytes) -> None:
+    """Raise ApiError for a body with too many values, before it is parsed.
+
+    Each follows a comma, a colon or a bracket. Those within texts count only if the first look finds too many.
+    """
+    if _marks(body) <= MOST_VALUES:
+        return
+    bare = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    if bare.count(b'"') > 4 * MOST_VALUES or _marks(b"".join(bare.split(b'"')[::2])) > MOST_VALUES:
+        raise ApiError(
+            400, f"the body has over {MOST_VALUES} values; send long prompts as texts, or fewer at a time"
+        )
+
+
+def _marks(text: bytes) -> int:
+    return text.count(b",") + 2 * text.count(b":") + 4 * (text.count(b"[") + text.count(b"{"))

@@ -10,16 +10,24 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic_core import to_json
 
 from dflash_trt.serving.openai.calls import Call
 from dflash_trt.serving.openai.chat import Chat
 from dflash_trt.serving.openai.engine import EngineProcess
-from dflash_trt.serving.openai.errors import ApiError, from_validation
+from dflash_trt.serving.openai.errors import ApiError, Names
 from dflash_trt.serving.openai.generation import event as event_text
 from dflash_trt.serving.openai.model import Model
-from dflash_trt.serving.openai.responses_request import NAMES, Json, ResponsesRequest
+from dflash_trt.serving.openai.protocol import ResponsesRequest
+from dflash_trt.serving.openai.reading import Json
 
+# The names of a chat's fields in a response.
+NAMES: Names = (
+    (r"\b(?:max_tokens|max_completion_tokens)\b", "max_output_tokens"),
+    (r"^messages\b(?:[\w.\[\]]*)", "input"),
+    (r"^response_format(?:\.json_schema)?\b", "text.format"),
+    (r"^reasoning_effort\b", "reasoning.effort"),
+)
 _TYPES = {"content": "message", "reasoning": "reasoning", "call": "function_call"}  # of items
 
 
@@ -30,6 +38,7 @@ class Responses(Chat):
     asked: ResponsesRequest
     _number: int = 0
     _items: list[Json] = field(default_factory=list)
+    _texts: list[str] = field(default_factory=list)  # of the open item
 
     @classmethod
     async def respond(
@@ -38,20 +47,17 @@ class Responses(Chat):
         """Render and tokenize. Raises ApiError."""
         try:
             chat = await Chat.of(model, body.chat(), request_id, most_seconds)
-        except ValidationError as error:
-            raise from_validation(error).renamed(NAMES) from None
         except ApiError as error:
             raise error.renamed(NAMES) from None
         names = [*chat.names, *NAMES]
         return cls(**vars(chat) | {"asked": body, "id": f"resp_{request_id}", "names": names})
 
-    async def whole(self, engine: EngineProcess) -> Json:
+    async def whole(self, engine: EngineProcess) -> list[bytes]:
         """The response at once."""
         async with aclosing(self.chunks(engine)) as events:
             async for event in events:
                 last = event
-        whole: Json = last["response"]
-        return whole
+        return [to_json(last["response"])]
 
     async def chunks(self, engine: EngineProcess) -> AsyncGenerator[Json, None]:
         """The events of a stream. The last one has the whole response."""
@@ -74,7 +80,7 @@ class Responses(Chat):
                         open_item = self._new(part.kind)
                         for event in self._opened(open_item):
                             yield event
-                    open_item["content"][0]["text"] += part.text
+                    self._texts.append(part.text)
                     yield self._text_event("delta", open_item, delta=part.text)
         for event in self._closed(open_item, self._status()):
             yield event
@@ -101,10 +107,11 @@ class Responses(Chat):
             item = {"id": f"rs_{self.id}_{number}", "type": "reasoning", "summary": [], "content": [part]}
         item["status"] = "in_progress"
         self._items.append(item)
+        self._texts.clear()
         return item
 
     def _place(self, item: Json) -> Json:
-        return {"item_id": item["id"], "output_index": self._items.index(item)}
+        return {"item_id": item["id"], "output_index": len(self._items) - 1}
 
     def _text_event(self, name: str, item: Json, **fields: Any) -> Json:
         """An event about the text of a message or of reasoning."""
@@ -124,6 +131,7 @@ class Responses(Chat):
         if item is None:
             return
         item["status"] = status
+        item["content"][0]["text"] = "".join(self._texts)
         place, part = self._place(item), dict(item["content"][0])
         yield self._text_event("done", item, text=part["text"])
         yield self._event("response.content_part.done", **place, content_index=0, part=part)
@@ -179,10 +187,10 @@ class Responses(Chat):
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "temperature": body.temperature,
             "top_p": body.top_p,
-            "tool_choice": body.model_dump()["tool_choice"] or "auto",
-            "tools": [tool.model_dump() for tool in body.tools or []],
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
             "max_output_tokens": body.max_output_tokens,
-            "text": {"format": (body.text.format if body.text else None) or {"type": "text"}},
+            "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
             "store": False,
             "usage": None if status == "in_progress" else counts,
         }

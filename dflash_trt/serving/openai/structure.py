@@ -1,213 +1,195 @@
-"""The form that an answer must have: `response_format`, `structured_outputs`, and calls that are required."""
+"""The form that an answer must have: `response_format`, `structured_outputs`, and calls that are required.
+
+Calls are enforced by a grammar in Lark's syntax, as the family writes them. Marks that are special tokens stand in it
+as ids, because no text of a grammar matches such a token. A schema holds as it is given: an object without
+`additionalProperties` may have others.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from dflash_trt.decoding.sampling.structure import MOST_CHARACTERS, WHITESPACE
+from dflash_trt.decoding.sampling.structure import WHITESPACE
+from dflash_trt.serving.openai.calls import ARGUMENTS
 from dflash_trt.serving.openai.errors import ApiError, Names
-from dflash_trt.serving.openai.frames import Frame
-from dflash_trt.serving.openai.gemma_arguments import check_keywords, schema_at
-from dflash_trt.serving.openai.protocol import ChatRequest, NamedTool, SamplingFields, Tool
+from dflash_trt.serving.openai.protocol import SamplingFields
+from dflash_trt.serving.openai.reading import Json, ToolChoice, refuse
+from dflash_trt.serving.openai.written import BARE, MISTRAL, TAG, notation_of
 
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_FIELDS = ("json", "json_object", "regex", "choice", "grammar", "disable_any_whitespace")
 
 
-def asked(body: SamplingFields) -> dict[str, Any] | None:
-    """`StructuredOutputs`' fields of `structured_outputs` and `guided_json` and the others; None without them.
+def form_of(body: SamplingFields) -> Json | None:
+    """`StructuredOutputs`' fields for the form that a request asks for; None for free text. Raises ApiError."""
+    names = ("response_format", "structured_outputs", *_GUIDED)
+    given = {name: form for name in names if (form := getattr(body, name)) is not None}
+    if (form := given.pop("response_format", None)) is not None and (made := _of_format(form)) is not None:
+        given["response_format"] = made
+    if len(given) > 1:
+        first, *_ = [name for name in ("response_format", *_GUIDED) if name in given]
+        raise ApiError(400, f"{' and '.join(sorted(given))} are given, expected one", first)
+    for name, form in given.items():
+        if name == "structured_outputs":
+            return _of_fields(form)
+        return form if name == "response_format" else {name.removeprefix("guided_"): form}
+    return None
 
-    Raises ApiError.
-    """
-    guided = {name: getattr(body, name) for name in _GUIDED if getattr(body, name) is not None}
-    if guided and (len(guided) > 1 or body.structured_outputs is not None):
-        given = [*guided, *(["structured_outputs"] if body.structured_outputs is not None else [])]
-        raise ApiError(400, f"{' and '.join(given)} are given, expected one", given[0])
-    if body.structured_outputs is not None:
-        return body.structured_outputs.model_dump(exclude_none=True, by_alias=True)
-    return {name.removeprefix("guided_"): value for name, value in guided.items()} or None
+
+def _of_fields(form: Any) -> Json:
+    if not isinstance(form, dict):
+        refuse("structured_outputs", form, "an object")
+    asked = {name: value for name, value in form.items() if value is not None and value is not False}
+    if unknown := [name for name in asked if name not in _FIELDS]:
+        place = f"structured_outputs.{unknown[0]}"
+        raise ApiError(400, f"{place} is not a field that this server knows; leave it out", place)
+    return asked
 
 
-def names(body: SamplingFields, source: str = "") -> Names:
-    """The client's names for the fields of the form that it asked for. `source`: the field that has no such fields."""
-    fields = "json|json_object|regex|choice|grammar"
-    if source:
-        return [(rf"^(?:structured_outputs|{fields})\b", source)]
+def _of_format(form: Any) -> Json | None:
+    """`response_format`, or `text.format` of a response, whose schema is not nested."""
+    kind = form.get("type") if isinstance(form, dict) else refuse("response_format", form, "an object")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        schema = form.get("schema")
+        if schema is None:
+            return {"json_object": True}
+    elif kind == "json_schema":
+        inner = form.get("json_schema", form)
+        if not isinstance(inner, dict):
+            refuse("response_format.json_schema", inner, "an object with a schema")
+        schema = inner.get("schema")
+    else:
+        refuse("response_format.type", kind, "text, json_object or json_schema")
+    if not isinstance(schema, dict | None):
+        refuse("response_format.json_schema.schema", schema, "a JSON schema")
+    return {"json": schema or {}}
+
+
+def names_of(body: SamplingFields, *, calls: bool = False) -> Names:
+    """The client's names for the fields of the form that it asked for. calls: the form is that of calls."""
+    fields = "|".join(_FIELDS[:-1])
+    if calls or body.response_format is not None:
+        return [(rf"^(?:structured_outputs|{fields})\b", "tools" if calls else "response_format")]
     if body.structured_outputs is not None:
         return [(rf"^({fields})\b", r"structured_outputs.\1")]
     return [(rf"^({fields})\b", r"guided_\1")]
 
 
-def of_format(body: ChatRequest) -> dict[str, Any] | None:
-    """`StructuredOutputs`' fields for a chat's format; None for free text. Raises ApiError."""
-    form = body.response_format
-    if (structure := asked(body)) is not None:
-        if form is not None and form.type != "text":
-            raise ApiError(
-                400, "response_format and structured_outputs are given, expected one", "response_format"
-            )
-        return structure
-    if form is None or form.type == "text":
-        return None
-    if form.type == "json_object":
-        return {"json_object": True}
-    assert form.json_schema is not None
-    return {"json": form.json_schema.schema_ or {}}
+# As Python writes JSON, which chat templates show. A model that may write blanks sometimes writes no end.
+_BLANKS = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 
 
-def of_calls(
-    body: ChatRequest, tools: list[Tool], frame: Frame | None, form: dict[str, Any] | None
-) -> dict[str, Any] | None:
-    """The grammar of an answer that has calls, or may have them instead of a `response_format`; None where any text
-    will do, or only the format. Raises ApiError.
+@dataclass(frozen=True)
+class Frame:
+    """What stands around calls.
 
-    form: what `of_format` gave.
+    call: the grammar of one call, from the function's name and the name of the rule of its arguments.
+    between: what separates calls; None where an answer has one call.
+    begin, content: how an answer begins, and how one that is no call goes on.
     """
-    choice = body.tool_choice
-    required = not (choice is None or (isinstance(choice, str) and choice != "required"))
-    optional = bool(tools) and form is not None and not required and body.response_format is not None
-    if not (required or optional):
+
+    call: Callable[[str, str], str]
+    between: str | None = ""
+    begin: str = ""
+    content: str = ""
+
+
+def frame_of(template: str, token_id: Callable[[str], int | None], header: str) -> Frame | None:
+    """The frame of this template's family, None where calls cannot be enforced.
+
+    token_id: the id of a mark; None where the tokenizer has no such token. header: the prompt from its last
+    `<|start|>` on.
+    """
+
+    def mark(text: str) -> str:
+        return json.dumps(text) if (number := token_id(text)) is None else f"<[{number}]>"
+
+    if "<|channel|>" in template:
+        return _channels(mark, token_id("<|constrain|>") is not None, header)
+    notation = notation_of(template)
+    if notation == MISTRAL:
+        return Frame(lambda name, rule: f"{mark(MISTRAL)} {json.dumps(name)} {mark(ARGUMENTS)} {rule}")
+    if notation == TAG:
+        return Frame(
+            lambda name, rule: f'"<tool_call>\\n" {_call_object(name, "arguments", rule)} "\\n</tool_call>"',
+            between='"\\n"',
+        )
+    if notation == BARE:
+        return Frame(lambda name, rule: _call_object(name, "parameters", rule), between='"; "')
+    return None
+
+
+def _call_object(name: str, key: str, rule: str) -> str:
+    start = f'{{"name": {json.dumps(name)}, "{key}": '
+    return f'{json.dumps(start)} {rule} "}}"'
+
+
+def _channels(mark: Callable[[str], str], constrain: bool, header: str) -> Frame:
+    """gpt-oss: a message to the function. Its end token ends the answer, so there is one call."""
+    channel, message = mark("<|channel|>"), mark("<|message|>")
+    kind = f'" " {mark("<|constrain|>")} "json"' if constrain else '" json"'
+    return Frame(
+        lambda name, rule: f"{json.dumps(f'commentary to=functions.{name}')} {kind} {message} {rule}",
+        between=None,
+        # A message that the prompt has begun ends first.
+        begin=(f'{mark("<|end|>")} {mark("<|start|>")} "assistant" ' if "<|message|>" in header else "")
+        + channel,
+        content=f'"final" {message}',
+    )
+
+
+def calls_form(
+    choice: ToolChoice, tools: Sequence[Json], frame: Frame | None, *, single: bool, beside: Json | None
+) -> Json | None:
+    """The grammar of an answer that has calls, or may have them instead of the form `beside`; None where any text will
+    do, or only that form. Raises ApiError.
+
+    single: no more than one call.
+    """
+    required = choice.mode == "required"
+    if not required and (beside is None or not tools):
         return None
-    functions = [tool.function for tool in tools]
-    if isinstance(choice, NamedTool):
-        functions = [each for each in functions if each.name == choice.function.name]
-        if not functions:
-            raise ApiError(
-                400, f"tool_choice names {choice.function.name}, which is not in tools", "tool_choice"
-            )
+    functions = [tool["function"] for tool in tools]
     if frame is None:
-        if optional:
+        if not required:
             return None
         raise ApiError(
-            400, "tool_choice: this model's chat template has no form for required calls", "tool_choice"
+            400,
+            "tool_choice: calls cannot be required in the notation of this model's chat template",
+            "tool_choice",
         )
-    alone = frame.between is None or body.parallel_tool_calls is False or isinstance(choice, NamedTool)
+    alone = frame.between is None or single
     rules = [
-        f"start: {frame.begin} {'(calls | format)' if optional else 'calls'}",
-        "calls: call " + ("" if alone else f"({frame.between} call)* ") + frame.after,
+        f"start: {frame.begin} {'calls' if required else '(calls | format)'}",
+        "calls: call " + ("" if alone else f"({frame.between} call)*"),
         f"call: {' | '.join(f'call{i}' for i in range(len(functions)))}",
     ]
-    closing = Closing()
     for i, function in enumerate(functions):
-        rules.append(f"call{i}: {frame.call(function.name, f'arguments{i}')}")
-        rules += frame.arguments(f"arguments{i}", _object(function.parameters, closing))
-    if optional:
-        assert form is not None
-        schema = form.get("json", {"type": "object"})
-        spaces = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
-        rules += [f"format: {frame.content} text", f"text: %json {json.dumps(schema | spaces)}"]
+        schema = json.dumps(_arguments(function.get("parameters")) | _BLANKS)
+        # A rule of its own, so that the references of the schema begin at its root.
+        rules += [
+            f"call{i}: {frame.call(function['name'], f'arguments{i}')}",
+            f"arguments{i}: %json {schema}",
+        ]
+    if not required:
+        assert beside is not None
+        schema = json.dumps(
+            beside.get("json", {"type": "object"}) | {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+        )
+        rules += [f"format: {frame.content} text", f"text: %json {schema}"]
     return {"grammar": "\n".join(rules) + "\n"}
 
 
-def _object(schema: dict[str, Any] | None, closing: Closing) -> dict[str, Any]:
+def _arguments(schema: Json | None) -> Json:
     """The schema of arguments, which are an object. Without one there are none."""
     if schema is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     kinds = schema.get("type", "object")
     if kinds == "object" or (isinstance(kinds, list) and "object" in kinds):
-        return closing.closed(schema) | ({} if "$ref" in schema else {"type": "object"})
+        return schema | ({} if "$ref" in schema else {"type": "object"})
     return {"type": "object"}
-
-
-# Keywords that may hold schemas for other values than the one that a schema is about: by name, in a list, or one.
-_NAMED = ("properties", "patternProperties", "$defs", "definitions")
-_OTHERS = ("items", "prefixItems", "additionalProperties", "contains")
-_PARTS = ("allOf", "anyOf", "oneOf")  # they hold lists of schemas for the same value
-_TOLD = ("additionalProperties", "unevaluatedProperties", "if", "then", "else", "not", "dependentSchemas")
-
-
-class Closing:
-    """Makes schemas whose objects have no properties but those that they declare.
-
-    Without `additionalProperties` a JSON schema allows any others, and a model then invents some. Objects that have it,
-    or that declare no property, stay as they are.
-    """
-
-    def __init__(self) -> None:
-        # Of what is put in the place of references, which may double it each time.
-        self._left = MOST_CHARACTERS
-        self._parts: dict[str, tuple[Any, int]] = {}
-
-    def closed(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """A closed copy of a function's schema. Raises ApiError if too much is put in the place of references."""
-        self._root, self._parts = schema, {}
-        try:
-            made: dict[str, Any] = self._close(schema)
-        except RecursionError:
-            raise ApiError(
-                400, "tools has a schema whose references are nested too deeply", "tools"
-            ) from None
-        return made
-
-    def _part(self, place: str) -> Any:
-        """What a reference refers to; None if there is nothing."""
-        if place not in self._parts:
-            part = schema_at(self._root, place)
-            self._parts[place] = part, len(json.dumps(part))
-        part, size = self._parts[place]
-        self._left -= size
-        if self._left < 0:
-            text = f"tools has schemas with over {MOST_CHARACTERS} characters where their references are"
-            raise ApiError(400, text, "tools")
-        return part
-
-    def _close(self, schema: Any, seen: tuple[str, ...] = ()) -> Any:
-        """seen: the references that led here, which are not followed again."""
-        if not isinstance(schema, dict):
-            return schema
-        parts = sum(len(schema[key]) for key in _PARTS if isinstance(schema.get(key), list))
-        together = ("allOf" in schema and parts > 1) or ("$ref" in schema and parts > 0)
-        if together or ("properties" in schema and (parts or "$ref" in schema)):
-            # Each part would refuse the properties of the others. So the parts stay open, and the whole declares all.
-            made = self._open(schema, seen)
-            names = self._names(made)
-            if names is not None:
-                made["properties"] = dict.fromkeys(names, True) | made.get("properties", {})
-                made["additionalProperties"] = False
-            return made
-        made = self._others(schema, seen)
-        for key in _PARTS:
-            if isinstance(schema.get(key), list):
-                made[key] = [self._close(each, seen) for each in schema[key]]
-        if isinstance(schema.get("properties"), dict) and not any(key in schema for key in _TOLD):
-            made["additionalProperties"] = False
-        return made
-
-    def _others(self, schema: dict[str, Any], seen: tuple[str, ...]) -> dict[str, Any]:
-        """A copy, in which the schemas for other values are closed."""
-        check_keywords(schema)
-        made = dict(schema)
-        for key in _NAMED:
-            if isinstance(schema.get(key), dict):
-                made[key] = {name: self._close(each, seen) for name, each in schema[key].items()}
-        for key in _OTHERS:
-            if key in schema:
-                value = schema[key]
-                several = isinstance(value, list)
-                made[key] = [self._close(e, seen) for e in value] if several else self._close(value, seen)
-        return made
-
-    def _open(self, schema: Any, seen: tuple[str, ...]) -> Any:
-        """The same for a part, with the parts that it refers to."""
-        if not isinstance(schema, dict):
-            return schema
-        made = self._others(schema, seen)
-        for key in _PARTS:
-            if isinstance(schema.get(key), list):
-                made[key] = [self._open(each, seen) for each in schema[key]]
-        place = schema.get("$ref")
-        if isinstance(place, str) and place not in seen and (target := self._part(place)) is not None:
-            del made["$ref"]
-            made["allOf"] = [*made.get("allOf", []), self._open(target, (*seen, place))]
-        return made
-
-    def _names(self, schema: Any) -> list[str] | None:
-        """The properties that a schema and its parts declare; None if one says something about all others."""
-        if not isinstance(schema, dict) or any(key in schema for key in (*_TOLD, "$ref")):
-            return None
-        names = list(schema["properties"]) if isinstance(schema.get("properties"), dict) else []
-        for part in (part for key in _PARTS for part in schema.get(key, ())):
-            if (more := self._names(part)) is None:
-                return None
-            names += more
-        return names

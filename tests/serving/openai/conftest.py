@@ -44,8 +44,8 @@ def model_of(bundle: Path, template: str, prompt: str = "hi", marks: Sequence[st
     model.template = template
     model.tokenizer.backend.add_special_tokens([*marks])
 
-    async def chat(*_: Any, **__: Any) -> tuple[list[int], str]:
-        return await model.encode(prompt, special=False), prompt
+    async def chat(read: Any, *_: Any, **__: Any) -> tuple[list[int], str, Any]:
+        return await model.encode(prompt, special=False), prompt, read()[-1]
 
     model.chat = chat  # type: ignore[method-assign]
     return model

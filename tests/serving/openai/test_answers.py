@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from dflash_trt.decoding.output import Detokenizer
 from dflash_trt.serving.openai.errors import ApiError
-from dflash_trt.serving.openai.responses_request import ResponsesRequest
+from dflash_trt.serving.openai.protocol import ResponsesRequest
 from tests.serving.openai.conftest import CHATS, COMPLETIONS, HI, RESPONSES, Server, chat_of, model_of, tool
 
 
@@ -71,7 +71,7 @@ def test_marks_that_are_special_tokens_are_read(tiny: Path) -> None:
     model = model_of(tiny, "<|channel>thought <channel|> <|tool_call>call:", marks=marks)
     tokenizer = model.tokenizer.backend
     asked = chat_of(model, tools=[tool(None, "get")], stop_token_ids=[3])
-    params = asked.prepared.messages[0]["params"]
+    params = asked.prepared.request["params"]
     response = tokenizer.token_to_id("<|tool_response>")
     assert (params["skip_special_tokens"], params["stop_token_ids"]) == (False, [3, response])
     words, parser = Detokenizer(tokenizer, params["skip_special_tokens"]), asked.choices[0].parser
@@ -142,13 +142,13 @@ def test_an_assistants_turn_is_one_message() -> None:
         {"type": "reasoning", "id": "r", "summary": []},
         {"role": "user", "content": "more"},
     ]
-    messages = ResponsesRequest.model_validate({"input": items}).chat().messages
-    roles = [message.role for message in messages]
+    messages = ResponsesRequest.model_validate({"input": items}).chat().conversation()
+    roles = [message["role"] for message in messages]
     assert roles == ["user", "assistant", "tool", "tool", "assistant", "assistant", "user"]
     turn = messages[1]
-    assert (turn.content, turn.reasoning_content) == ("Let me see.", "why")
-    assert "reasoning_content" not in messages[4].model_fields_set  # templates ask whether there is one
-    assert [call.function.name for call in turn.tool_calls or []] == ["a", "b"]
+    assert (turn["content"], turn["reasoning_content"]) == ("Let me see.", "why")
+    assert "reasoning_content" not in messages[4]  # templates ask whether there is one
+    assert [call["function"]["name"] for call in turn["tool_calls"]] == ["a", "b"]
 
 
 def test_an_error_within_a_response_is_an_event_of_the_clients_types() -> None:

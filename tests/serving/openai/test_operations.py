@@ -26,7 +26,7 @@ from dflash_trt.serving.wire import EngineRequest, Update, refusal
 from tests.serving.openai.conftest import COMPLETIONS, LONG, Server, Streaming, waiting_behind
 
 SHORT = {"prompt": "x = [", "max_tokens": 3}
-MESSAGE: EngineRequest = {"prompt": [5, 6], "params": {"max_tokens": 3, "temperature": 0.0}}
+MESSAGE: EngineRequest = {"params": {"max_tokens": 3, "temperature": 0.0}}
 
 
 def engine_of(bundle: Path, said: list[str]) -> EngineProcess:
@@ -46,7 +46,7 @@ async def running(bundle: Path, said: list[str]) -> AsyncIterator[EngineProcess]
 
 async def last(engine: EngineProcess, **changes: Any) -> Update:
     """The last update of a request."""
-    *_, (_, update) = [given async for given in engine.updates([{**MESSAGE, **changes}])]
+    *_, (_, update) = [given async for given in engine.updates({**MESSAGE, **changes}, [[5, 6]])]
     return update
 
 

@@ -1,0 +1,267 @@
+"""Messages, tools and items of earlier answers, read as clients send them.
+
+Unknown keys are left out, and null is as good as nothing: clients send back what they got, from this server or from
+others, with the fields of their own types. What a model would have to see, and cannot, is refused by its place. Every
+function raises ApiError. They take time for each message, so they run in a thread.
+
+What comes out is what chat templates know: {"role", "content", ...} with contents as texts and arguments as objects.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+from pydantic_core import to_json
+
+from dflash_trt.errors import show
+from dflash_trt.serving.openai.calls import parsed
+from dflash_trt.serving.openai.errors import ApiError
+
+Json = dict[str, Any]
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+MOST_TOOL_BYTES = 1 << 20  # of all tools, as JSON
+
+
+def refuse(place: str, value: Any, expected: str) -> NoReturn:
+    """Raise ApiError for a value."""
+    raise ApiError(400, f"{place} is {show(value)}, expected {expected}", place)
+
+
+def _object(value: Any, place: str) -> Json:
+    return value if isinstance(value, dict) else refuse(place, value, "an object")
+
+
+def _string(value: Any, place: str) -> str:
+    return value if isinstance(value, str) else refuse(place, value, "a text")
+
+
+def text_of(content: Any, place: str) -> str:
+    """The text of a content: a text, a list of parts that are texts, or nothing."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        refuse(place, content, "a text, or a list of parts of type text")
+    return "".join([_part(part, f"{place}[{i}]") for i, part in enumerate(content)])
+
+
+def _part(part: Any, place: str) -> str:
+    """The text of a part; none of a thought, which `_thoughts` reads."""
+    if isinstance(part, str):
+        return part
+    kind = _object(part, place).get("type", "text")
+    if kind in ("thinking", "redacted_thinking"):
+        return ""
+    text = part.get("refusal" if kind == "refusal" else "text")
+    if not isinstance(text, str):
+        if isinstance(kind, str) and kind not in ("text", "input_text", "output_text", "refusal"):
+            raise ApiError(400, f"{place}.type is {show(kind)}: this server reads text only", f"{place}.type")
+        refuse(f"{place}.text", text, "a text")
+    return text
+
+
+def _thoughts(given: Json) -> str:
+    """The reasoning of an earlier answer, under any of its names."""
+    for name in ("reasoning_content", "reasoning"):
+        if isinstance(given.get(name), str) and given[name]:
+            return str(given[name])
+    parts = given.get("content")
+    found = (
+        [part.get("thinking") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+    )
+    return "".join([text for text in found if isinstance(text, str)])
+
+
+def message(given: Any, place: str) -> Json:
+    """One message of a chat."""
+    given = _object(given, place)
+    role = given.get("role")
+    if role not in _ROLES:
+        refuse(f"{place}.role", role, f"one of {', '.join(_ROLES)}")
+    made: Json = {
+        "role": "tool" if role == "function" else role,
+        "content": text_of(given.get("content", given.get("refusal")), f"{place}.content"),
+    }
+    if role == "assistant":
+        if thoughts := _thoughts(given):
+            made |= {"reasoning_content": thoughts, "thinking": thoughts}
+        calls = given.get("tool_calls")
+        if calls is not None and not isinstance(calls, list):
+            refuse(f"{place}.tool_calls", calls, "a list")
+        listed = [_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(calls or ())]
+        if given.get("function_call") is not None:  # the form before tools
+            listed.append(_call({"function": given["function_call"]}, f"{place}.function_call"))
+        if listed:
+            made["tool_calls"] = listed
+    for name in ("name", "tool_call_id"):
+        if given.get(name) is not None:
+            made[name] = _string(given[name], f"{place}.{name}")
+    return made
+
+
+def _call(given: Any, place: str) -> Json:
+    """A call of an earlier answer. A custom tool's input is its only argument."""
+    given = _object(given, place)
+    kind = "custom" if given.get("custom") is not None else "function"
+    asked = _object(given.get(kind), f"{place}.{kind}")
+    name = _string(asked.get("name"), f"{place}.{kind}.name")
+    arguments = {"input": asked.get("input")} if kind == "custom" else asked.get("arguments")
+    return _called(given.get("id"), name, arguments, f"{place}.{kind}.arguments")
+
+
+def _called(call_id: Any, name: str, arguments: Any, place: str) -> Json:
+    if arguments is None or arguments == "":
+        arguments = {}
+    elif isinstance(arguments, str):  # the object that it spells, or the text where it spells none
+        value = parsed(arguments)
+        arguments = value if isinstance(value, dict) else arguments
+    elif not isinstance(arguments, dict):
+        refuse(place, arguments, "a JSON object as text")
+    made = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"id": call_id, **made} if isinstance(call_id, str) else made
+
+
+def messages(given: list[Any]) -> list[Json]:
+    """The messages of a chat."""
+    return [message(each, f"messages[{i}]") for i, each in enumerate(given)]
+
+
+def tools(given: list[Any] | None) -> list[Json]:
+    """The functions among the tools, nested as a chat has them or flat as a response has them. Other tools cannot be
+    run here, so the model does not hear of them.
+    """
+    if given and (size := len(to_json(given))) > MOST_TOOL_BYTES:
+        raise ApiError(400, f"tools has {size} bytes, expected at most {MOST_TOOL_BYTES}", "tools")
+    found = []
+    for i, tool in enumerate(given or ()):
+        place = f"tools[{i}]"
+        kind = _object(tool, place).get("type", "function")
+        if kind != "function":
+            _string(kind, f"{place}.type")
+            continue
+        nested = tool.get("function") is not None or "name" not in tool
+        function = _object(tool.get("function"), f"{place}.function") if nested else tool
+        place = f"{place}.function" if nested else place
+        name = function.get("name")
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            refuse(f"{place}.name", name, "1 to 128 letters, digits, _, . and -")
+        made: Json = {"name": name}
+        if function.get("description") is not None:
+            made["description"] = _string(function["description"], f"{place}.description")
+        if function.get("parameters") is not None:
+            made["parameters"] = _object(function["parameters"], f"{place}.parameters")
+        if isinstance(function.get("strict"), bool):
+            made["strict"] = function["strict"]
+        found.append({"type": "function", "function": made})
+    return found
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """What the answer may or must call. names: the only functions that it may call; None: any."""
+
+    mode: Literal["none", "auto", "required"] = "auto"
+    names: tuple[str, ...] | None = None
+    one: bool = False  # a single call
+
+
+def tool_choice(given: Any) -> ToolChoice:
+    """`tool_choice` of a chat or a response."""
+    if given is None or given in ("none", "auto", "required"):
+        return ToolChoice(given or "auto")
+    if given == "any":  # Mistral's name
+        return ToolChoice("required")
+    if isinstance(given, dict) and given.get("type") == "allowed_tools":
+        inner = given.get("allowed_tools", given)
+        mode, allowed = (inner.get("mode"), inner.get("tools")) if isinstance(inner, dict) else (None, None)
+        if mode in ("auto", "required") and isinstance(allowed, list):
+            places = [(each, f"tool_choice.tools[{i}]") for i, each in enumerate(allowed)]
+            functions = [pair for pair in places if _object(*pair).get("type", "function") == "function"]
+            return ToolChoice(mode, tuple(_named(*pair) for pair in functions))
+    if isinstance(given, dict) and given.get("type", "function") == "function":
+        return ToolChoice("required", (_named(given, "tool_choice"),), one=True)
+    refuse("tool_choice", given, "none, auto, required, or a function by its name")
+
+
+def _named(given: Any, place: str) -> str:
+    inner = _object(given, place).get("function", given)
+    return _string(_object(inner, f"{place}.function").get("name"), f"{place}.name")
+
+
+# Items of other servers whose results the texts of their messages have.
+_SILENT = frozenset(
+    (
+        "web_search_call",
+        "file_search_call",
+        "code_interpreter_call",
+        "image_generation_call",
+        "mcp_list_tools",
+    )
+)
+
+
+def items(given: str | list[Any], instructions: str | None) -> list[Json]:
+    """The chat that a response's input stands for."""
+    first = [{"role": "system", "content": instructions}] if instructions else []
+    if isinstance(given, str):
+        return [*first, {"role": "user", "content": given}]
+    made = [*first, *_turns(given)]
+    return made if made else refuse("input", given, "a message")
+
+
+def _turns(given: list[Any]) -> Iterator[Json]:
+    """One message of a chat has the reasoning, the text and the calls of the assistant's turn."""
+    turn: Json = {}
+    for at, item in enumerate(given):
+        place = f"input[{at}]"
+        kind = _object(item, place).get("type") or ("message" if "role" in item else "item_reference")
+        if kind == "reasoning":
+            parts = item.get("content") or item.get("summary")
+            turn.setdefault("thoughts", []).append(text_of(parts, f"{place}.content"))
+        elif kind == "message" and item.get("role") == "assistant":
+            if {"content", "tool_calls"} & turn.keys():
+                yield from _turn(turn)
+                turn = {}
+            turn["content"] = text_of(item.get("content"), f"{place}.content")
+        elif kind == "message":
+            yield from _turn(turn)
+            turn = {}
+            yield message(item, place)
+        elif isinstance(kind, str) and kind.endswith("_output"):
+            yield from _turn(turn)
+            turn = {}
+            output = item.get("output")
+            known = output is None or isinstance(output, str | list)
+            text = text_of(output, f"{place}.output") if known else json.dumps(output, ensure_ascii=False)
+            yield {"role": "tool", "content": text, "tool_call_id": str(item.get("call_id") or "")}
+        elif isinstance(kind, str) and kind.endswith("_call") and kind not in _SILENT:
+            turn.setdefault("tool_calls", []).append(_item_call(item, kind, place))
+        elif kind not in _SILENT:
+            refuse(
+                f"{place}.type", kind, "a message, reasoning, a call or its output: nothing is stored here"
+            )
+    yield from _turn(turn)
+
+
+def _item_call(item: Json, kind: str, place: str) -> Json:
+    """A call of a function or a custom tool, or one of a tool that only other servers have, by its kind."""
+    arguments = item.get("arguments", item.get("action", item.get("operation")))
+    if kind == "custom_tool_call":
+        arguments = {"input": item.get("input")}
+    name = item.get("name") if kind in ("function_call", "custom_tool_call") else kind.removesuffix("_call")
+    return _called(item.get("call_id"), _string(name, f"{place}.name"), arguments, f"{place}.arguments")
+
+
+def _turn(turn: Json) -> Iterator[Json]:
+    """The assistant's message, unless there is nothing but reasoning."""
+    if {"content", "tool_calls"} & turn.keys():
+        made: Json = {"role": "assistant", "content": turn.get("content", "")}
+        if thoughts := "".join(turn.get("thoughts", ())):
+            made |= {"reasoning_content": thoughts, "thinking": thoughts}
+        if "tool_calls" in turn:
+            made["tool_calls"] = turn["tool_calls"]
+        yield made

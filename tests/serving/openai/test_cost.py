@@ -1,0 +1,367 @@
+"""What a request may cost: no field at its largest makes a step of an event loop long, or takes much memory.
+
+The server and its engine process run in one event loop here, so that the steps of both are seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import resource
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dflash_trt.async_llm import AsyncLLM
+from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.decoding.params import MOST_ALLOWED, SamplingParams
+from dflash_trt.serving import wire
+from dflash_trt.serving.openai import engine as engines
+from dflash_trt.serving.openai import protocol
+from dflash_trt.serving.openai.errors import ApiError
+from dflash_trt.serving.openai.generation import MOST_LOGPROBS
+from dflash_trt.serving.openai.server import ServerSettings, application
+from dflash_trt.serving.worker import Worker
+from tests.serving.openai.conftest import CHATS, COMPLETIONS, HI, RESPONSES, chat_of, model_of, tool
+
+# The law is 20 ms of CPU time. Machines are slower than ours, and a collection of garbage may fall into a step.
+LONGEST = 0.1
+MOST_MB = 400.0  # for all requests together
+LIMIT = 40  # answers at a time
+
+
+class Steps:
+    """The CPU time of this thread's longest step, and what it was."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.longest, self.what = 0.0, ""
+        run = asyncio.Handle._run
+
+        def timed(handle: Any) -> None:
+            begun = time.thread_time()
+            run(handle)
+            if (took := time.thread_time() - begun) > self.longest:
+                self.longest, self.what = took, repr(handle)
+
+        monkeypatch.setattr(asyncio.Handle, "_run", timed)
+
+
+@asynccontextmanager
+async def serving(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
+    """The application, with the engine process in this one."""
+    llm = AsyncLLM(bundle, threads=1, block_length=4, max_batch_size=4, max_queue=LIMIT)
+    ended: list[asyncio.Task[int]] = []
+
+    async def in_here(*command: str, pass_fds: list[int], **_: Any) -> Any:
+        ended.append(asyncio.create_task(Worker(llm).serve(socket.socket(fileno=socket.dup(pass_fds[0])))))
+        return SimpleNamespace(pid=0, wait=lambda: ended[0], kill=lambda: None)
+
+    monkeypatch.setattr(engines.asyncio, "create_subprocess_exec", in_here)
+    app, engine = application(ServerSettings(bundle=Bundle.open(bundle), limit=LIMIT, priorities=True), print)
+    await engine.start()
+    try:
+        yield app
+    finally:
+        await engine.close()
+
+
+async def post(app: Any, path: str, body: bytes) -> tuple[int, bytes]:
+    """Status and beginning of the answer to a request, whose pieces are not kept."""
+    left, status, begin = asyncio.Event(), 0, b""
+    given = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Any:
+        if given:
+            return given.pop()
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        nonlocal status, begin
+        status = message.get("status", status)
+        begin = begin or message.get("body", b"")[:300]
+
+    headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
+    await app(
+        {"type": "http", "path": path, "method": "POST", "headers": headers, "query_string": b""},
+        receive,
+        send,
+    )
+    left.set()
+    return status, begin
+
+
+LONG, WORDS = "word " * 190_000, ["w" * 8] * 1024
+MANY = [1] * 262_000  # what a body may hold
+CLOSED = {"type": "object", "additionalProperties": False}
+SCHEMA = CLOSED | {"properties": {f"p{i}": {"enum": ["x" * 99]} for i in range(400)}}
+FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+ANY = {"truncate_prompt_tokens": -1, "max_tokens": 2}
+SAMPLED = {"temperature": 1.0, "max_tokens": 2}
+COMMON: dict[str, Any] = {
+    "model": "tiny", "temperature": 100.0, "top_p": 1.0, "seed": 2**64 - 1, "stream": True, "request_id": "x" * 128,
+    "stream_options": {"include_usage": True, "continuous_usage_stats": True}, "speculate": True, "block_length": 8,
+    "tree_nodes": 0, "timeout": 1e9, "priority": 100, "cache_salt": "x" * 1024, "metadata": {"k": "v" * 16_000},
+}  # fmt: skip
+SAMPLING: dict[str, Any] = COMMON | {
+    "top_k": 2**31 - 1, "min_p": 1.0, "repetition_penalty": 100.0, "presence_penalty": 100.0,
+    "frequency_penalty": 100.0, "stop": WORDS, "stop_token_ids": [5] * 1024, "ignore_eos": True, "bad_words": WORDS,
+    "min_tokens": 2, "include_stop_str_in_output": True, "skip_special_tokens": True,
+    "allowed_token_ids": [*range(2000)] * 65, "truncate_prompt_tokens": 2**31, "max_tokens": 400,
+    "logit_bias": {str(i): 1 for i in range(1024)}, "response_format": FORM,
+    "structured_outputs": {"regex": "x" * 65_000}, "guided_json": SCHEMA, "guided_regex": "[a-z]{9}" * 8000,
+    "guided_choice": [f"{i:060d}" for i in range(1024)], "guided_grammar": f'start: "{"x" * 65_000}"\n',
+    "n": LIMIT, "add_special_tokens": True, "return_token_ids": True, "return_rounds": True,
+}  # fmt: skip
+TOOLS = [tool(CLOSED | {"properties": {"a": {"description": "x" * 850}}}, f"f{i}") for i in range(1024)]
+CHAT: dict[str, Any] = SAMPLING | {
+    "messages": [{"role": "user", "content": "x"}] * (1 << 14), "max_completion_tokens": 400, "logprobs": True,
+    "top_logprobs": 20, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f0"}},
+    "parallel_tool_calls": True, "reasoning_effort": LONG, "include_reasoning": True, "documents": MANY,
+    "chat_template_kwargs": {"x": MANY}, "add_generation_prompt": True, "continue_final_message": False, "echo": True,
+}  # fmt: skip
+COMPLETION: dict[str, Any] = SAMPLING | {"prompt": [[5] * 500] * LIMIT, "echo": True, "logprobs": 20}
+ITEM = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}]}
+RESPONSE: dict[str, Any] = COMMON | {
+    "input": [{"role": "user", "content": "x"}] * (1 << 14), "instructions": LONG, "max_output_tokens": 400,
+    "tools": [each["function"] | {"type": "function"} for each in TOOLS],
+    "tool_choice": "auto", "parallel_tool_calls": True, "reasoning": {"effort": LONG}, "text": {"x": MANY},
+    "truncation": "auto", "include": ["x" * 100] * 9000, "top_logprobs": 20,
+}  # fmt: skip
+TOKENIZE = {
+    "model": "tiny", "prompt": "x" * 1000, "messages": [{"role": "user", "content": "x"}] * 50, "tools": TOOLS[:1],
+    "chat_template_kwargs": {"x": MANY}, "add_special_tokens": True, "add_generation_prompt": True,
+    "return_token_strs": True,
+}  # fmt: skip
+# By path: the body, the fields at their largest, and what else a field needs to be taken.
+WALKS: dict[str, tuple[type[protocol.Body], dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    CHATS: (
+        protocol.ChatRequest, {"messages": HI} | SAMPLED, CHAT,
+        {
+            "messages": ANY, "tools": ANY, "tool_choice": ANY | {"tools": [tool(SCHEMA, "f0")]},
+            "top_logprobs": {"logprobs": True, "n": LIMIT}, "max_completion_tokens": {"max_tokens": None},
+            "n": {"logprobs": True, "top_logprobs": 20, "max_tokens": 12, "ignore_eos": True},
+        },
+    ),
+    COMPLETIONS: (
+        protocol.CompletionRequest, {"prompt": [[5]] * LIMIT} | SAMPLED, COMPLETION,
+        {
+            "n": {"prompt": "x"}, "max_tokens": {"prompt": "x"}, "echo": {"logprobs": 20, "prompt": [[5] * 500] * 40},
+            "prompt": {"echo": True},
+        },
+    ),
+    RESPONSES: (
+        protocol.ResponsesRequest, {"input": "x", "temperature": 1.0, "max_output_tokens": 2}, RESPONSE,
+        {name: {"truncation": "auto"} for name in ("input", "instructions", "tools")},
+    ),
+    "/tokenize": (
+        protocol.TokenizeRequest, {"prompt": "x"}, TOKENIZE,
+        {name: {"prompt": None, "messages": HI} for name in ("messages", "tools", "chat_template_kwargs")},
+    ),
+    "/detokenize": (protocol.DetokenizeRequest, {"tokens": [5]}, {"model": "tiny", "tokens": [5] * 512}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", WALKS)
+def test_no_field_at_its_largest_makes_a_long_step(
+    tiny: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, base, largest, beside = WALKS[path]
+    assert largest.keys() == kind.model_fields.keys()  # of a new field, too
+    unknown = {"user": LONG, "extra": None, "service_tier": MANY}
+
+    bodies = {
+        name: json.dumps(base | beside.get(name, {}) | {name: value}, separators=(",", ":")).encode()
+        for name, value in (largest | unknown).items()
+    }
+
+    async def walk() -> list[tuple[float, str, str]]:
+        found, refused = [], []
+        async with serving(tiny, monkeypatch) as app:
+            await post(app, path, json.dumps(base).encode())  # the first one loads what is needed
+            gc.freeze()
+            steps = Steps(monkeypatch)
+            for name, body in bodies.items():
+                steps.longest = 0.0
+                status, begin = await post(app, path, body)
+                if status != 200 or b'"error":{' in begin:
+                    refused.append((name, len(body), begin))
+                found.append((steps.longest, name, steps.what))
+        assert refused == []
+        return found
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        found = asyncio.run(walk())
+    finally:
+        gc.unfreeze()
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    print(
+        *(f"{seconds * 1e3:6.1f} ms  {name}" for seconds, name, _ in sorted(found)[-6:]),
+        sep="\n",
+        file=sys.stderr,
+    )
+    print(f"{grown:.0f} MB", file=sys.stderr)
+    assert max(found)[0] < LONGEST, max(found)
+    assert grown < MOST_MB
+
+
+@pytest.mark.parametrize(
+    ("body", "taken"),
+    [
+        ("[" + "1," * 262_000 + "1]", True),
+        ("[" + "1," * 263_000 + "1]", False),
+        ("[" + "[]," * 66_000 + "1]", False),
+        ("[" + "[" * 66_000, False),
+        ('{"x": "' + "[,:{" * 100_000 + '"}', True),
+        ('{"x": "' + '[\\",:{' * 100_000 + '\\\\"}', True),
+        ('{"x": "\\\\", "y": [' + "1," * 263_000 + '1, "\\\\"]}', False),
+        ('"",' * 200_000, True),
+        ('""' * 600_000 + "," * 263_000, False),
+    ],
+)
+def test_the_values_of_a_body_are_counted_outside_of_its_texts(body: str, taken: bool) -> None:
+    with nullcontext() if taken else pytest.raises(ApiError, match="over 262144 values"):
+        protocol.check_values(body.encode())
+
+
+def updates(tokens: int, tops: int) -> list[wire.Update]:
+    """The updates of an answer, eight tokens at a time."""
+    top = [(5 + i, -0.123456789) for i in range(tops)]
+    made: list[wire.Update] = [
+        {"text": "a", "token_ids": [5] * 8, "logprobs": [-0.123456789] * 8, "top_logprobs": [top] * 8}
+        for _ in range(tokens // 8)
+    ]
+    ended = {
+        "num_draft_tokens": 0,
+        "num_accepted_tokens": 0,
+        "num_cached_tokens": 0,
+        "acceptance_histogram": [],
+    }
+    made[-1] |= {"finish_reason": "length", **ended}  # type: ignore[typeddict-item]
+    made[0] |= {"num_input_tokens": 1}
+    return made
+
+
+def test_the_log_probabilities_of_a_whole_answer_leave_in_pieces(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as there may be, from a double of the engine."""
+    model = model_of(tiny, "")
+    monkeypatch.setattr(model, "max_seq_len", 1 << 20)
+    chat = chat_of(model, logprobs=True, top_logprobs=20)
+    most = MOST_LOGPROBS // 21
+    assert chat.prepared.request["params"]["max_tokens"] == most
+    assert chat.prepared.request["stream"]  # so that the engine, too, says them in pieces
+
+    async def given(*_: Any) -> AsyncIterator[tuple[int, wire.Update]]:
+        for update in updates(most, 20):
+            yield 0, update
+
+    async def run() -> list[bytes]:
+        gc.freeze()
+        steps = Steps(monkeypatch)
+        pieces = await chat.whole(SimpleNamespace(updates=given))  # type: ignore[arg-type]
+        assert steps.longest < LONGEST, steps.what
+        return pieces
+
+    try:
+        pieces = asyncio.run(run())
+    finally:
+        gc.unfreeze()
+    assert max(map(len, pieces)) < 100_000
+    (choice,) = json.loads(b"".join(pieces))["choices"]
+    content = choice["logprobs"]["content"]
+    assert len(content) == most // 8 * 8
+    assert len(content[-1]["top_logprobs"]) == 20
+    assert choice["logprobs"]["refusal"] is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logprobs": True, "top_logprobs": 20, "max_tokens": MOST_LOGPROBS // 21 + 1}, "max_tokens"),
+        (
+            {"logprobs": True, "n": 128, "max_completion_tokens": MOST_LOGPROBS // 128 + 1},
+            "max_completion_tokens",
+        ),
+    ],
+)
+def test_more_log_probabilities_are_refused(
+    tiny: Path, fields: dict[str, Any], param: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of(tiny, "")
+    monkeypatch.setattr(model, "max_seq_len", 1 << 20)
+    with pytest.raises(ApiError, match="524288 log-probabilities") as error:
+        chat_of(model, **fields)
+    assert error.value.param == param
+    most = fields.get("max_tokens") or fields["max_completion_tokens"]
+    chat_of(model, **{**fields, param: most - 1})
+
+
+def test_many_log_probabilities_of_a_prompt_are_said_in_pieces() -> None:
+    """An update of the same sequence waits for them, and that of another one does not."""
+    worker, lines = Worker.__new__(Worker), list[bytes]()
+    worker._updates, worker._behind = engines.deque(), {}
+    worker._writer = SimpleNamespace(is_closing=lambda: False, write=lines.append)  # type: ignore[assignment]
+    rows = [-float(i) for i in range(30_000)]
+    tops = [[(i, -0.5)] for i in range(30_000)]
+
+    async def run() -> None:
+        begin: Any = {
+            "text": "a",
+            "token_ids": [5],
+            "prompt_logprobs": rows,
+            "prompt_top_logprobs": tops,
+            "index": 1,
+        }
+        worker._send(7, begin)
+        worker._send(7, {"text": "b", "token_ids": [6], "index": 1})
+        worker._send(8, {"text": "c", "token_ids": [7]})
+        while worker._updates:
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
+    said = [pair for line in lines for pair in json.loads(line)]
+    assert max(len(update.get("prompt_logprobs", ())) for _, update in said) < 3000
+    assert next(i for i, (key, _) in enumerate(said) if key == 8) < 3
+    merged: wire.Update = {}
+    for key, update in said:
+        if key == 7:
+            assert update["index"] == 1
+            wire.merge(merged, update)
+    assert (merged["text"], merged["token_ids"], merged["prompt_logprobs"]) == ("ab", [5, 6], rows)
+    assert merged["prompt_top_logprobs"] == [[list(pair) for pair in top] for top in tops]
+
+
+def test_what_prompts_share_is_sent_and_read_once(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, sent = list[int](), list[int]()
+    check, line = SamplingParams.__post_init__, wire.line
+
+    def checked(params: SamplingParams) -> None:
+        made.append(len(params.allowed_token_ids or ()))
+        check(params)
+
+    def said(message: Any) -> bytes:
+        sent.append(len(line(message)))
+        return line(message)
+
+    async def run() -> None:
+        async with serving(tiny, monkeypatch) as app:
+            monkeypatch.setattr(SamplingParams, "__post_init__", checked)
+            monkeypatch.setattr(wire, "line", said)
+            body = {"prompt": [[5]] * 8, "n": 5, "allowed_token_ids": [1] * MOST_ALLOWED, "max_tokens": 1}
+            assert (await post(app, COMPLETIONS, json.dumps(body).encode()))[0] == 200
+
+    asyncio.run(run())
+    assert made.count(MOST_ALLOWED) == 1
+    assert sum(size > 1000 for size in sent) == 1
+    assert len(sent) >= 8
