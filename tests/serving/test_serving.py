@@ -280,8 +280,8 @@ def test_every_request_is_answered_whatever_happens_to_it(bundle: Path) -> None:
             return make(tokens, *given, **options)
 
         def not_finite(tokens: list[int], *given: Any, **options: Any) -> Any:
-            logits, sound = prefill(tokens, *given, **options)
-            return (logits * np.nan if tokens[0] == 2 else logits), sound
+            logits, *sound = prefill(tokens, *given, **options)
+            return (logits * np.nan if tokens[0] == 2 else logits), *sound
 
         echo = worker._echo
         llm._runtime.request = panicking  # type: ignore[method-assign]
