@@ -138,7 +138,7 @@ $(TEST)/triton-%: $(TEST)/installed
 .venv-floors/installed: pyproject.toml
 	$(call venv,$(@D))
 	@$(@D)/bin/python -c "$(FLOORS)" > $(@D)/floors.txt
-	@$(@D)/bin/python $(PIP) --constraint $(@D)/floors.txt --editable . pytest hypothesis
+	@$(@D)/bin/python $(PIP) --constraint $(@D)/floors.txt --editable . pytest pytest-timeout hypothesis
 	@touch $@
 
 comma := ,

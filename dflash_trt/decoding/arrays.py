@@ -129,9 +129,8 @@ class HostArrays:
         self, *, slots: int, feature_size: int, most_unread: int, most_prompt_rows: int = 64
     ) -> None:  # 64 rows: 39 MB at a vocabulary of 151,936
         self.most_unread, self.most_prompt_rows = most_unread, most_prompt_rows
-        self._unread = np.zeros(
-            (slots, 1, feature_size), np.float32
-        )  # grows to the largest number of unread rows
+        # By slot, with room for the most rows that it had.
+        self._unread = [np.zeros((0, feature_size), np.float32) for _ in range(slots)]
         self._nodes: dict[tuple[int, int], Array] = {}
         self._drafts_finite: list[bool] = []
 
@@ -209,29 +208,31 @@ class HostArrays:
 
     def add_unread(self, slot: int, at: int, features: Array, nodes: Sequence[int]) -> None:
         stop = at + len(nodes)
-        self._grow(stop)
-        self._unread[slot, at:stop] = features[chosen(nodes)]
+        self._make_room(slot, stop)
+        self._unread[slot][at:stop] = features[chosen(nodes)]
 
     def unread_features(self, counts: Sequence[int]) -> Array:
-        rows = max(1, *counts)
-        self._grow(rows)
-        return self._unread[: len(counts), :rows]
+        features = np.zeros((len(counts), max(1, *counts), self._unread[0].shape[1]), np.float32)
+        for slot, count in enumerate(counts):
+            rows = self._unread[slot][:count]
+            features[slot, : len(rows)] = rows
+        return features
 
     def unread_features_of(self, slot: int, first: int, stop: int) -> Array:
-        return self._unread[slot : slot + 1, first:stop]
+        return self._unread[slot][None, first:stop]
 
     def copy_unread(self, source: int, target: int, count: int) -> None:
-        self._unread[target, :count] = self._unread[source, :count]
+        self._make_room(target, count)
+        self._unread[target][:count] = self._unread[source][:count]
 
     def clear_unread(self, slot: int) -> None:
-        self._unread[slot] = 0
+        self._unread[slot] = self._unread[slot][:0].copy()
 
-    def _grow(self, rows: int) -> None:
-        slots, now, size = self._unread.shape
-        if rows > now:
-            grown = np.zeros((slots, max(rows, 2 * now), size), np.float32)
-            grown[:, :now] = self._unread
-            self._unread = grown
+    def _make_room(self, slot: int, rows: int) -> None:
+        held = self._unread[slot]
+        if rows > len(held):
+            self._unread[slot] = np.zeros((max(rows, 2 * len(held)), held.shape[1]), np.float32)
+            self._unread[slot][: len(held)] = held
 
 
 def _rows_not_finite(logits: Array) -> Array | None:

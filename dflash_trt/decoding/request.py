@@ -67,11 +67,6 @@ class Request:
         """Whether its text must have a form."""
         return self.history is not None and self.history.structure is not None
 
-    @property
-    def cached(self) -> Sequence[int]:
-        """The tokens in the target's caches."""
-        return [*self.prompt, *self.output][: self.committed]
-
 
 @dataclass(slots=True)
 class Emission:

@@ -12,16 +12,16 @@ from dflash_trt.decoding.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The content of a slot: `tokens`, and the lengths to which the target's and the drafter's caches can be cut.
+    """The content of a slot: the first `count` tokens of a request, and the lengths to which the target's and the
+    drafter's caches can be cut.
 
-    salt: that of its request. Only requests with the same one may reuse it.
     step: a reused prefix has a multiple of so many tokens.
     """
 
-    tokens: Sequence[int]
+    request: Request
+    count: int
     target: Sequence[int]
     drafter: Sequence[int]
-    salt: str
     step: int = 1
 
     def longest(self, most: int, *, draft: bool) -> int:
@@ -33,7 +33,10 @@ class Contents:
 
     def shared(self, prompt: Sequence[int], *, draft: bool) -> int:
         """The number of tokens of a prompt that can be reused. The last one must be run."""
-        same = common(self.tokens, prompt, min(len(self.tokens), len(prompt) - 1))
+        mine, answer, most = self.request.prompt, self.request.output, min(self.count, len(prompt) - 1)
+        same = common(mine, prompt, min(len(mine), most))
+        if same == len(mine) < most:
+            same += common(answer, prompt[same:most], most - same)
         return self.longest(same, draft=draft)
 
 
@@ -70,11 +73,10 @@ class Slots:
     def contents(self, request: Request) -> Contents:
         """The content of a request's slot that others may reuse."""
         lengths = self.pair.cut_lengths(request.slot, request.committed, draft=request.takes_drafts)
-        tokens, step = request.cached, self.step
+        count, step = request.committed, self.step
         if step > 1:  # the whole chunks of the prompt, unless each of its rows gave logits, in shorter chunks
-            chunks = 0 if request.params.prompt_logprobs else min(len(request.prompt), len(tokens)) // step
-            tokens = tokens[: chunks * step]
-        return Contents(tokens, *lengths, request.options.cache_salt, step)
+            count = 0 if request.params.prompt_logprobs else min(len(request.prompt), count) // step * step
+        return Contents(request, count, *lengths, step)
 
     def find(self, request: Request, live: Sequence[Request]) -> Reuse:
         """Choose a free slot for a request. The place with the most tokens of its prompt: a slot, or kept pages.
@@ -86,9 +88,9 @@ class Slots:
         prompt, draft, salt = request.prompt, request.takes_drafts, request.options.cache_salt
         if self.prefixes is None or request.params.prompt_logprobs:  # which need every row computed
             return Reuse(0, slot)
-        held = {each.slot: self.contents(each) for each in live} | self.left
-        ours = {each: contents for each, contents in held.items() if contents.salt == salt}
-        sources = [Reuse(contents.shared(prompt, draft=draft), each) for each, contents in ours.items()]
+        held = {each.slot: self.contents(each) for each in live if each.options.cache_salt == salt}
+        held |= {at: left for at, left in self.left.items() if left.request.options.cache_salt == salt}
+        sources = [Reuse(contents.shared(prompt, draft=draft), at) for at, contents in held.items()]
         best = max([Reuse(0, slot), *sources], key=lambda each: (each.length, each.slot == slot))
         path, kept = self.prefixes.find(prompt[:-1], draft=draft, salt=salt)
         while kept % self.step:
@@ -120,9 +122,8 @@ class Slots:
     def _keep(self, request: Request) -> Contents:
         """Keep a copy of a slot's content. Returns what the slot holds."""
         contents = self.contents(request)
-        if not contents.tokens:
+        if not (most := contents.count):
             return contents
-        most = len(contents.tokens)
         both = contents.longest(most, draft=True)
         # A drafter that is behind may have none of the lengths of a state.
         if not both and request.takes_drafts:
@@ -133,9 +134,8 @@ class Slots:
             both = contents.longest(most, draft=True)
         length = both or contents.longest(most, draft=False)
         assert self.prefixes is not None
-        self.prefixes.keep(
-            request.slot, contents.tokens[:length], draft=both > 0, salt=request.options.cache_salt
-        )
+        tokens = [*request.prompt[:length], *request.output[: max(0, length - len(request.prompt))]]
+        self.prefixes.keep(request.slot, tokens, draft=both > 0, salt=request.options.cache_salt)
         return contents
 
     def move(self, request: Request, slot: int) -> None:

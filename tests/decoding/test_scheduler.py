@@ -11,6 +11,7 @@ import pytest
 
 from dflash_trt import LLM
 from dflash_trt.decoding import scheduler as scheduler_module
+from dflash_trt.decoding.arrays import HostArrays
 from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.pair import Pair
 from dflash_trt.decoding.params import MOST_PRIORITY, RequestOptions, SamplingParams
@@ -238,6 +239,22 @@ def test_much_to_take_in_and_a_neighbour_at_the_end_of_its_context() -> None:
     late = request(prompt(60, 3), SamplingParams(max_tokens=4))
     tokens = finish(pool, lengths, behind, full, late)
     assert all(tokens[r] == expected(r.prompt, r.params, r.seed) for r in (behind, full, late))
+
+
+def test_features_that_wait_take_memory_in_their_own_slot_only() -> None:
+    arrays, features = (
+        HostArrays(slots=32, feature_size=100, most_unread=512),
+        np.ones((400, 100), np.float32),
+    )
+    arrays.add_unread(3, 0, features, range(400))
+    assert sum(each.nbytes for each in arrays._unread) <= 2 * features.nbytes
+    found = arrays.unread_features([1, 0, 0, 400])
+    assert (found.shape, found[3].min(), np.abs(found[:3]).max()) == ((4, 400, 100), 1, 0)
+    arrays.copy_unread(3, 5, 7)
+    assert arrays.unread_features_of(5, 0, 7).sum() == 700
+    for slot in (3, 5):
+        arrays.clear_unread(slot)
+    assert sum(each.nbytes for each in arrays._unread) == 0
 
 
 def test_a_tree_at_the_end_of_the_context_leaves_a_row_for_a_sink() -> None:

@@ -18,7 +18,7 @@ from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.sampling.history import History
 from dflash_trt.decoding.sampling.philox import (
     GUMBEL_MAX,
-    GUMBEL_MIN,
+    gumbel,
     gumbel_from_bits,
     rough_gumbel_from_bits,
     token_bits,
@@ -29,8 +29,10 @@ from dflash_trt.errors import NonFiniteError
 Floats = NDArray[np.float32]
 Tokens = NDArray[np.int64]
 
-# A token this far below the best cannot win with any noise. The slack covers rounding of value + noise.
-_REACH = np.float32(float(GUMBEL_MAX) - float(GUMBEL_MIN) + 1e-3)
+# A value this far below a score cannot win with any noise. The slack covers rounding of value + noise.
+_REACH = np.float32(float(GUMBEL_MAX) + 1e-3)
+# So many tokens, at most, this close to the best one, are drawn first. Their best score tells which others can win.
+_FIRST, _NEAR = 8, np.float32(-3)
 # Rough scores are within 2e-4 of the exact ones. So only scores this close to the best must be exact.
 _MARGIN = np.float32(1e-3)
 
@@ -64,8 +66,10 @@ def sample(
     tokens, values = _kept(logits, params, history)
     if tokens.size == 1:
         return int(tokens[0])
-    near = values >= -_REACH
-    tokens, values = tokens[near], values[near]
+    first = (values >= _NEAR).nonzero()[0][:_FIRST]
+    leading = (values[first] + gumbel(seed, position, tokens[first])).max()
+    can_win = (values >= leading - _REACH).nonzero()[0]
+    tokens, values = tokens[can_win], values[can_win]
     bits = token_bits(seed, position, tokens)
     rough = values + rough_gumbel_from_bits(bits)
     close = (rough >= rough.max() - _MARGIN).nonzero()[0]
