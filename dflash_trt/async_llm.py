@@ -263,7 +263,7 @@ class AsyncLLM(Opened):
             self._fail(error)
         finally:
             self._texts.close()
-            self._runtime.scheduler.close()
+            self._runtime.close()
 
     def _serve_requests(self) -> None:
         scheduler = self._runtime.scheduler

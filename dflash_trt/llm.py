@@ -214,7 +214,7 @@ class LLM(Opened):
                 self._take_turn(turn)
                 with _engine_errors():
                     scheduler.clear()  # an interruption may have left some
-                    lengths = self._runtime.lengths(asked, len(requests))
+                    lengths = self._runtime.lengths(asked)
                 for request in requests:
                     request.arrived = perf_counter()
                     scheduler.submit(request)
@@ -277,7 +277,7 @@ def _chunks(emissions: Generator[Emission]) -> Iterator[Chunk]:
 
 def _free(engines: threading.RLock, runtime: Runtime) -> None:
     with engines:
-        runtime.scheduler.close()
+        runtime.close()
 
 
 def _is_single(prompts: Any) -> bool:

@@ -14,12 +14,13 @@ from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack
 
 import numpy as np
 
-from dflash_trt.building.exactness import Exactness, exactness, kept
+from dflash_trt.building.exactness import Exactness, exactness, kept, place_of
 from dflash_trt.building.first_use import open_bundle
 from dflash_trt.building.progress import progress_display
 from dflash_trt.bundle.manifest import Check
 from dflash_trt.bundle.workspace import Progress
 from dflash_trt.checkpoint.catalogue import known_pair
+from dflash_trt.decoding.length.choice import Policies
 from dflash_trt.decoding.length.policy import Lengths
 from dflash_trt.decoding.metrics import Metrics
 from dflash_trt.decoding.output import Detokenizer, StopChecker
@@ -133,6 +134,7 @@ class Runtime:
                 f"{self.bundle.path}: no memory is left for {max_batch_size} sequences of {self.max_seq_len} tokens "
                 f"({error}); lower max_batch_size, or build with a smaller --max-seq-len"
             ) from error
+        self._policies = Policies(self.block_size, self._times_file(threads))
         _log.info(
             "opened %s for %s in %.2f s: block %d, %d tokens, %d slots",
             *(self.bundle.path, manifest["engine"], perf_counter() - began),
@@ -163,6 +165,13 @@ class Runtime:
         self.scheduler.follow(measured.rule)
         return measured
 
+    def _times_file(self, threads: int | None) -> Path | None:
+        """Where the times of passes are kept; None where an engine runs its passes by itself."""
+        try:
+            return place_of(self.bundle, self.pair, threads, "pass-times")
+        except DFlashError:
+            return None
+
     def _measured_prompts(self) -> list[list[int]]:
         """A short prompt, and one that is cut into passes, for exact mode's measurement."""
         texts = [str(prompt.content) for prompt in natural_prompts(None, 8)]
@@ -186,10 +195,15 @@ class Runtime:
         """The pair whose passes it runs. Raises DFlashError if the engine runs its passes by itself."""
         return self.scheduler.pair
 
-    def lengths(self, options: RequestOptions, requests: int | None = None) -> Lengths:
-        """The policy for these options, see `DecodingLoop.lengths`. Raises RequestError."""
+    def lengths(self, options: RequestOptions) -> Lengths:
+        """The policy for these options. Raises RequestError."""
         self.check(options)
-        return self.scheduler.lengths(options, requests)
+        return self._policies(options, self.scheduler.most_tree_nodes)
+
+    def close(self) -> None:
+        """Free the engines. What was learned of their times is kept for later processes."""
+        self._policies.keep()
+        self.scheduler.close()
 
     def check(self, options: RequestOptions, params: SamplingParams | None = None) -> None:
         """Raise RequestError if this bundle does not support them."""

@@ -22,8 +22,8 @@ from tests.doubles.simulation import BEGINNINGS, HARD, LOADS, prompts, world
 
 CONSTANTS = {
     "adaptive": ("_SHARE", "_CREDIT", "_DRAFTED", "_IDLE", "_PRIOR", "_MARGIN", "_INTERVAL"),
-    "round_times": ("LAST",),
-    "stalls": ("_ROUNDS", "_FEW", "_LONGEST"),
+    "times": ("LAST", "_ROW", "_DRAFTER", "_ROUNDS", "_FEW", "_LONGEST"),
+    "odds": ("_ALL", "_EACH", "_SLOPE", "_OWN", "_FORGETS"),
 }
 # The kinds of start with which constants are varied.
 TRIED = ("right", "each by its own factor", "all three times from the middle")

@@ -94,7 +94,7 @@ class Exactness:
 
 def kept(bundle: Bundle, pair: Pair, threads: int | None) -> Exactness | None:
     """The measurement of this bundle on this machine, for at least as many sequences, if there is one."""
-    place = _place(bundle, pair, threads)
+    place = place_of(bundle, pair, threads)
     if not place.exists():
         return None
     try:
@@ -124,7 +124,7 @@ def settle(
     measured = Exactness(rule, _cost(pair, rule or FREE), worst.rows, worst.flips, most, pair.slots)
     for slot in range(pair.slots):
         pair.clear(slot)
-    place = _place(bundle, pair, threads)
+    place = place_of(bundle, pair, threads)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(place) as file:
@@ -189,10 +189,11 @@ def _cost(pair: Pair, rule: PassRule) -> float:
     return max(shares)
 
 
-def _place(bundle: Bundle, pair: Pair, threads: int | None) -> Path:
+def place_of(bundle: Bundle, pair: Pair, threads: int | None, kind: str = "exact") -> Path:
+    """The file in the cache for what was measured of a bundle on this machine with so many threads."""
     text = json.dumps(_machine(bundle, pair, threads), sort_keys=True)
     name = f"{bundle.manifest['key'][:16]}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
-    return cache_folder() / "exact" / name
+    return cache_folder() / kind / name
 
 
 def _machine(bundle: Bundle, pair: Pair, threads: int | None) -> dict[str, Any]:

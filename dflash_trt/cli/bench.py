@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
                 threads=args.threads,
                 exact=args.exact,
             )
-            opened.callback(runtime.scheduler.close)
+            opened.callback(runtime.close)
             methods += _methods(args, bundle, runtime)
         counts = {"requests": args.requests, "max_tokens": args.max_tokens}
         measured = list(bench(methods, loads, **counts, progress=progress))

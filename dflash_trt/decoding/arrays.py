@@ -36,13 +36,11 @@ class Arrays(Protocol):
     most_unread: the most unread rows of a slot.
     most_prompt_rows: the most rows of a prompt that one pass may give logits for.
     most_nodes: the most nodes of a request that one pass verifies.
-    most_timed: the most tokens of a pass of several requests that is timed at start-up.
     """
 
     most_unread: int
     most_prompt_rows: int
     most_nodes: int
-    most_timed: float
 
     def prefill(self, engine: Any, feeds: Mapping[str, Any], slot: int) -> Mapping[str, Any]:
         """Run a pass over one sequence, in this slot."""
@@ -123,7 +121,6 @@ class HostArrays:
     """NumPy arrays. A pass has ended when its engine returns. `Arrays` documents the methods."""
 
     most_nodes = 128  # 78 MB of logits at a vocabulary of 151,936
-    most_timed = 128.0  # as many, so that timing takes no more memory than one request may
 
     def __init__(
         self, *, slots: int, feature_size: int, most_unread: int, most_prompt_rows: int = 64

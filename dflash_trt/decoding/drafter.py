@@ -91,9 +91,8 @@ class Drafter:
         self.unread[:n] = [0] * n
         return arrays.drafts(blocks, out["draft_tokens"], out["draft_logprobs"])
 
-    def fit(self, active: Sequence[Request], proposed: Draft, most: int) -> tuple[Draft, dict[int, int]]:
-        """A chain of up to `most` nodes whose tokens fit the structures of their requests, and of each request with a
-        structure, by slot, the leading drafts that are the drafter's own.
+    def fit(self, active: Sequence[Request], proposed: Draft, most: int) -> Draft:
+        """A chain of up to `most` nodes whose tokens fit the structures of their requests.
 
         A structure cuts what it refuses, and what it forces is drafted for free, with probability 1.
         `Request.fitting` has the nodes that count. No token is decided here: a draft is accepted if it equals the
@@ -101,14 +100,12 @@ class Drafter:
         """
         tokens, logprobs = np.array(proposed.tokens), np.array(proposed.logprobs)
         drafts = [(row[1:].tolist(), odds.tolist()) for row, odds in zip(tokens, logprobs, strict=True)]
-        own: dict[int, int] = {}
         for slot, request in enumerate(active):
             if request.takes_drafts and request.history is not None and request.history.structure is not None:
                 # All accepted nodes must find room after the features that wait for the drafter.
                 room = self.arrays.most_unread - self.unread[slot]
                 most_own = min(request.block_length or most, most, room) - 1
                 taken, forced = request.history.structure.follow(drafts[slot][0], most_own)
-                own[slot] = forced.index(True) if any(forced) else len(taken)
                 odds = [0.0 if f else float(logprobs[slot, i]) for i, f in enumerate(forced)]
                 drafts[slot] = taken, odds
             request.fitting = 1 + len(drafts[slot][0])
@@ -118,7 +115,7 @@ class Drafter:
         for slot, (taken, odds) in enumerate(drafts):
             fitted[slot, 1 : 1 + len(taken)] = taken
             fitted_odds[slot, : len(taken)] = odds
-        return self.arrays.chains(fitted, fitted_odds), own
+        return self.arrays.chains(fitted, fitted_odds)
 
     def add_features(self, slot: int, features: Any, nodes: Sequence[int]) -> None:
         """Keep the features [N, F] of accepted nodes of a sequence. Each node is the child of the previous one."""

@@ -41,13 +41,6 @@ class DecodingLoop(Protocol):
     def check(self, options: RequestOptions, params: SamplingParams) -> None:
         """Raise RequestError naming the field for what the engine does not support."""
 
-    def lengths(self, options: RequestOptions, requests: int | None = None) -> Lengths:
-        """The policy for a block length and a number of tree nodes. None selects the adaptive one.
-
-        The adaptive policy times some passes when it is first requested, or for more requests at a time than before.
-        Only when idle. `requests`: how many will come; None: as many as run at a time.
-        """
-
     def submit(self, request: Request) -> None:
         """Queue a request."""
 

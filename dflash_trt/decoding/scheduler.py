@@ -15,11 +15,9 @@ import numpy as np
 
 from dflash_trt.decoding.acceptance import Verdict, decide, fail, first_token, leave, non_finite, read_prompt
 from dflash_trt.decoding.draft import Draft, Verified, couple
-from dflash_trt.decoding.length.adaptive import AdaptiveLength
-from dflash_trt.decoding.length.policy import FixedLength, Lengths, round_done
-from dflash_trt.decoding.length.trees import MOST_NODES, TreeLengths
+from dflash_trt.decoding.length.policy import Lengths, RoundDone
 from dflash_trt.decoding.metrics import Metrics
-from dflash_trt.decoding.pair import USUAL_CONTEXT, Pair, PassRule
+from dflash_trt.decoding.pair import Pair, PassRule
 from dflash_trt.decoding.params import RequestOptions, SamplingParams
 from dflash_trt.decoding.request import Emission, Queue, Request
 from dflash_trt.decoding.slots import Reuse, Slots
@@ -42,9 +40,6 @@ class Scheduler:
         self.filling: Request | None = None  # its prompt has been read in part
         self.metrics = Metrics()
         self.cut_short = False
-        self._adaptive: AdaptiveLength | None = None  # made when first asked for, with its trees
-        self._timed = 0  # the most requests at a time that it knows the times of
-        self._trees: TreeLengths | None = None
 
     @property
     def most_tree_nodes(self) -> int:
@@ -64,31 +59,6 @@ class Scheduler:
 
     def check(self, options: RequestOptions, params: SamplingParams) -> None:
         """Every option and parameter is supported."""
-
-    def lengths(self, options: RequestOptions, requests: int | None = None) -> Lengths:
-        length, nodes = options.block_length, options.tree_nodes
-        if not options.speculate:
-            return FixedLength(1)
-        if nodes:
-            return TreeLengths(FixedLength(length or self.block_size), self.block_size - 1, nodes)
-        if length is not None:
-            return FixedLength(length)
-        at_a_time = self.max_batch_size
-        if requests is not None:
-            at_a_time = min(at_a_time, 1 << max(0, requests - 1).bit_length())
-        if self._adaptive is None or self._timed < at_a_time:
-            self.slots.overwritten()
-            with self._whole():
-                most = min(MOST_NODES, self.most_tree_nodes)
-                if self._adaptive is None:
-                    self._adaptive = AdaptiveLength.measured(self.block_size, self.pair, at_a_time, most)
-                    self._trees = TreeLengths(self._adaptive, self.block_size - 1) if most else None
-                else:
-                    self._adaptive.measure(self.pair, at_a_time, most)
-                for slot in range(at_a_time):  # the numbers of these passes may not be finite
-                    self.pair.clear(slot, last=USUAL_CONTEXT + 2 * max(most, self.block_size))
-                self._timed = at_a_time
-        return self._adaptive if self._trees is None or nodes == 0 else self._trees
 
     def submit(self, request: Request) -> None:
         self.waiting.add(request)
@@ -160,7 +130,7 @@ class Scheduler:
     def _round(self, lengths: Lengths) -> list[Emission]:
         """Draft, verify and commit tokens of every active request."""
         begin, active = perf_counter(), list(self.active)
-        proposed, draft, own = self._draft(active, lengths)
+        proposed, draft = self._draft(active, lengths)
         verified = self.pair.verify(active, draft)
         verdicts, emissions = list[Verdict](), list[Emission]()
         for request in active:
@@ -169,28 +139,27 @@ class Scheduler:
             if emission.token_ids or emission.finish_reason is not None:
                 emissions.append(emission)
         judged = [slot for slot, request in enumerate(active) if request.takes_drafts and verdicts[slot].ok]
+        decided = [active[slot].output[-len(verdicts[slot].path) - 1 :] for slot in judged]
         times = self.pair.drafter.seconds, self.pair.verify_time
         self.metrics.observe_round(draft.nodes)
         host_time = perf_counter() - begin - sum(times)
-        lengths.observe(round_done(active, judged, proposed, draft, own, verdicts, *times, host_time))
+        ended = sum(request.stop.finish_reason is not None for request in active)
+        lengths.observe(RoundDone(active, proposed, draft.nodes, judged, decided, *times, host_time, ended))
         for request in active:
             request.statistics.add_times(*times, host_time)
         return emissions
 
-    def _draft(self, active: Sequence[Request], lengths: Lengths) -> tuple[Draft, Draft, dict[int, int]]:
-        """What the drafter proposes; what is verified of it, cut to a structure or grown to a tree; and by slot with a
-        structure, how many leading drafts are the drafter's own.
-        """
+    def _draft(self, active: Sequence[Request], lengths: Lengths) -> tuple[Draft, Draft]:
+        """What the drafter proposes, and what is verified of it: cut to a structure, or grown to a tree."""
         drafting = [slot for slot, request in enumerate(active) if request.takes_drafts]
         room = max([min(r.stop.remaining, r.block_length or r.stop.remaining) for r in active])
         if any(request.in_doubt for request in active):
             room = 1
-        proposed = self.pair.drafter.propose(active, min(lengths.draft(len(active)), room) if drafting else 1)
-        proposed = couple(proposed, active)
+        length = min(lengths.draft(active), room) if drafting else 1
+        proposed = couple(self.pair.drafter.propose(active, length), active)
         if any(request.structured for request in active):
-            draft, own = self.pair.drafter.fit(active, proposed, min(lengths.most, room))
-            return proposed, draft, own
-        return proposed, lengths.select(proposed, drafting, self._most_nodes), {}
+            return proposed, self.pair.drafter.fit(active, proposed, min(lengths.most, room))
+        return proposed, lengths.select(proposed, active, drafting, self._most_nodes)
 
     @property
     def _most_nodes(self) -> int:

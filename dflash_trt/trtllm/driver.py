@@ -20,7 +20,7 @@ import numpy as np
 
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.acceptance import fail, isolated, leave
-from dflash_trt.decoding.length.policy import FixedLength, Lengths
+from dflash_trt.decoding.length.policy import Lengths
 from dflash_trt.decoding.metrics import Metrics
 from dflash_trt.decoding.pair import PassRule
 from dflash_trt.decoding.params import FinishReason, RequestOptions, SamplingParams
@@ -129,10 +129,6 @@ class Driver:
                 "repetition_penalty, presence_penalty and frequency_penalty: TensorRT-LLM refuses penalties with "
                 "speculative decoding unless the bundle is built with --penalties"
             )
-
-    def lengths(self, options: RequestOptions, requests: int | None = None) -> Lengths:
-        """TensorRT-LLM verifies whole blocks, as `check` makes sure."""
-        return FixedLength(self._draft_len + 1)
 
     def submit(self, request: Request) -> None:
         """Hand a request over."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from dflash_trt.decoding.length.policy import FixedLength
-from dflash_trt.decoding.length.trees import TreeLengths
+from dflash_trt.decoding.length.trees import FixedTrees
 from dflash_trt.decoding.pair import FREE, PassRule
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.request import Request
@@ -72,7 +72,7 @@ def plain(lies: Lies, rule: PassRule, kinds: list[Job], *, chunks_differ: bool =
 def traffic(scheduler: Scheduler, kinds: list[Job], count: int) -> Iterator[tuple[int, Request]]:
     """Run so many jobs that come, draft and leave at random. Yields each with the number of its kind."""
     draw, live = random.Random(1), dict[Request, int]()
-    trees = [TreeLengths(FixedLength(BLOCK), BLOCK - 1, nodes) for nodes in (3, 6, 8)]
+    trees = [FixedTrees(BLOCK, BLOCK - 1, nodes) for nodes in (3, 6, 8)]
     trees = trees if scheduler.most_tree_nodes else []
     left = count
     while left or not scheduler.idle:

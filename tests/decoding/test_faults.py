@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dflash_trt.decoding import scheduler as scheduler_module
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
-from dflash_trt.decoding.length.pass_times import measure
+from dflash_trt.decoding.length.times import PassTimes
 from dflash_trt.decoding.output import StopChecker
 from dflash_trt.decoding.output import StoppedText as Stopped
 from dflash_trt.decoding.params import FinishReason, SamplingParams
@@ -209,12 +209,7 @@ def test_a_drafter_without_numbers_at_a_request_s_end_leaves_a_clear_slot() -> N
 
 
 def adaptive(pool: Pool) -> Any:
-    lengths = range(1, BLOCK + 1)
-    return AdaptiveLength(
-        BLOCK,
-        measure(lambda batch, length: None, [1, 2], lengths[1:]),
-        measure(lambda batch, length: None, [1, 2], lengths),
-    )
+    return AdaptiveLength(BLOCK, PassTimes(BLOCK), PassTimes(BLOCK))
 
 
 def test_a_prompt_that_is_not_finite_is_no_prefix_and_leaves_a_clear_slot() -> None:

@@ -196,8 +196,8 @@ def test_one_batch_may_have_requests_that_draft_and_others_that_do_not(spare: in
     assert max(each.statistics.mean_acceptance_length for each in requests) > 2
     # The policy learns from the requests that draft, and from the time of all.
     mixed = next(seen for seen in lengths.rounds if seen.batch == 3)
-    assert len(mixed.accepted) == 2
-    alone = [seen for seen in lengths.rounds if seen.batch == 1 and not seen.accepted]
+    assert len(mixed.judged) == 2
+    alone = [seen for seen in lengths.rounds if seen.batch == 1 and not seen.judged]
     assert all(seen.drafted == seen.verified == 1 for seen in alone)
 
 
@@ -210,8 +210,8 @@ def test_the_drafter_s_context_is_complete_after_it_was_off() -> None:
     accepted_at: dict[int, int] = {}
     at = 0
     for seen in always.rounds:
-        accepted_at[at] = seen.accepted[0]
-        at += seen.accepted[0] + 1
+        accepted_at[at] = len(seen.decided[0]) - 1
+        at += len(seen.decided[0])
     for off in (1, 7, 8, 9, 33):
         pool, lengths = Pool(2, 2, chunk=8), Lengths(*[1] * off, BLOCK)
         flight = request(prompt(4), params)
@@ -226,8 +226,8 @@ def test_the_drafter_s_context_is_complete_after_it_was_off() -> None:
         for seen in lengths.rounds:
             if seen.drafted == BLOCK and at in accepted_at:
                 compared += 1
-                assert seen.accepted[0] == accepted_at[at]
-            at += (seen.accepted or [0])[0] + 1
+                assert len(seen.decided[0]) - 1 == accepted_at[at]
+            at += len(seen.decided[0]) if seen.decided else 1
         assert compared > 3
 
 
@@ -262,7 +262,7 @@ def test_a_tree_at_the_end_of_the_context_leaves_a_row_for_a_sink() -> None:
     pool, most = Pool(1, 1, max_seq_len=60), list[int]()
 
     class Widest(Lengths):
-        def select(self, draft: Draft, slots: Sequence[int], nodes: int) -> Draft:
+        def select(self, draft: Draft, active: Sequence[Request], slots: Sequence[int], nodes: int) -> Draft:
             most.append(nodes)
             chain = np.arange(-1, nodes - 1)[None]
             logprobs = np.zeros((1, nodes - 1), np.float32)
@@ -294,25 +294,20 @@ def test_urgent_requests_keep_a_plain_one_waiting_for_a_bounded_time(clock: Cloc
     assert len(started) == MOST_PRIORITY + 1
 
 
-def test_passes_are_timed_for_as_many_requests_as_there_are(
-    bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A single prompt does not wait for the times of six. The policy that has learned stays."""
-    timed, verify = set[int](), Pair.dummy_verify
-
-    def noted(pair: Pair, batch: int, *given: Any) -> None:
-        timed.add(batch)
-        verify(pair, batch, *given)
-
-    monkeypatch.setattr(Pair, "dummy_verify", noted)
+def test_no_pass_is_timed_before_an_answer(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every pass that runs is one of a request. The policy that has learned stays, for the next process too."""
+    for name in ("dummy_verify", "dummy_draft"):
+        monkeypatch.delattr(Pair, name)
     params, policies = SamplingParams(max_tokens=24, ignore_eos=True), set[Any]()
     with LLM(bundle, max_batch_size=6, threads=1) as llm:
-        for requests, batches in ((1, {1}), (3, {1, 2, 4}), (2, set[int]()), (20, {1, 2, 4, 6}), (6, set())):
+        for requests in (1, 3, 20):
             prompts = [prompt(4, i) for i in range(requests)]
             plain = llm.generate(prompts, params, speculate=False)
-            timed.clear()
             drafted = llm.generate(prompts, params)
-            assert timed == batches
             assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
-            policies.add(llm._runtime.lengths(RequestOptions(), requests))
-    assert len(policies) == 1
+            policies.add(llm._runtime.lengths(RequestOptions()))
+        (policy,) = policies
+        known = policy.verify_times.kept()
+    with LLM(bundle, max_batch_size=6, threads=1) as llm:
+        again: Any = llm._runtime.lengths(RequestOptions())
+        assert again.verify_times.kept().keys() == known.keys()

@@ -14,7 +14,7 @@ import pytest
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
-from dflash_trt.decoding.length.trees import TreeLengths
+from dflash_trt.decoding.length.trees import FixedTrees
 from dflash_trt.decoding.params import RequestOptions
 from dflash_trt.decoding.request import Request
 from dflash_trt.errors import UsageError
@@ -119,7 +119,10 @@ def test_any_schedule_gives_the_tokens_of_caches_with_all_rows(
     chains = AnyLengths(seed)
     chains.most = BLOCK
     trees = bundle.manifest["tree_width"] > 1
-    lengths: Any = TreeLengths(chains, BLOCK - 1, 12) if trees else chains
+    lengths: Any = chains
+    if trees:
+        lengths = FixedTrees(BLOCK, BLOCK - 1, 12)
+        lengths.draft = chains.draft
     due = [
         (rng.randint(0, 60), served.request(ids, p, RequestOptions(speculate=rng.random() < 0.8)))
         for ids, p in asked

@@ -22,15 +22,15 @@ class Lengths:
     def __init__(self, *draft: int) -> None:
         self.lengths, self.rounds = list(draft), list[RoundDone]()
 
-    def draft(self, batch: int) -> int:
+    def draft(self, active: Sequence[Request]) -> int:
         return self.lengths.pop(0) if len(self.lengths) > 1 else self.lengths[0]
 
-    def select(self, draft: Draft, slots: Sequence[int], most: int) -> Draft:
+    def select(self, draft: Draft, active: Sequence[Request], slots: Sequence[int], most: int) -> Draft:
         return draft
 
     def observe(self, done: RoundDone) -> None:
-        assert len(done.accepted) <= done.batch
-        assert all(0 <= n < done.verified for n in done.accepted)
+        assert len(done.judged) == len(done.decided) <= done.batch
+        assert all(1 <= len(tokens) <= done.verified for tokens in done.decided)
         self.rounds.append(done)
 
 
@@ -39,7 +39,7 @@ class AnyLengths(Lengths):
         super().__init__(1)
         self.random, self.off = random.Random(seed), 0
 
-    def draft(self, batch: int) -> int:
+    def draft(self, active: Sequence[Request]) -> int:
         self.off = self.off - 1 if self.off else self.random.choice([0, 0, 0, 0, 0, 25])
         return 1 if self.off else self.random.randint(1, BLOCK)
 

@@ -6,14 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from math import exp
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
-from dflash_trt.decoding.length.pass_times import PassTimes
 from dflash_trt.decoding.length.policy import RoundDone
+from dflash_trt.decoding.length.times import PassTimes
+from dflash_trt.decoding.params import SamplingParams
+from dflash_trt.decoding.request import Request
+from tests.doubles.fake_engines import request
 
 Cost = Callable[[int, int], float]
 # The time that each token the drafter still has to read adds to its pass.
@@ -68,12 +72,16 @@ class World:
     beginning: Beginning = as_measured
     drift: Drift = steady
     cold: float = 1.0  # time of the first pass of a size that start-up did not run, relative to later ones
-    single: bool = False  # start-up has time for single requests only
+    single: bool = False  # kept times are of single requests only
+    kept: bool = True  # whether an earlier process kept times
     load: Load = field(default_factory=Load)
     said: Callable[[np.ndarray], np.ndarray] | None = None
     rng: np.random.Generator = field(init=False)
 
+    active: list[Request] = field(init=False)
+
     def __post_init__(self) -> None:
+        self.active = [request([1], SamplingParams()) for _ in range(self.batch)]
         self.rng = np.random.default_rng(self.seed)
 
     def cost(self, kind: Kind, length: int, at: float = 0.0) -> float:
@@ -106,19 +114,22 @@ class World:
         return seconds + plain * (stall + pause * (pause > 0 and self.rng.random() < seconds / plain / work))
 
     def start_up(self, kind: Kind) -> PassTimes:
-        """The start-up measurements, with their errors."""
+        """The kept times of an earlier process, with their errors."""
         cost = self.verify if kind == "verify" else self.draft
         batches = sorted({1, 2, 4, self.batch})
         return PassTimes(
+            self.block,
             {
                 b: {
                     n: min(self.timed(self._at_start(cost(b, n), b)) for _ in range(3))
                     * self.beginning(self.rng, kind, b, n)
                     for n in self.lengths()
+                    if kind == "verify" or n > 1
                 }
                 for b in (batches[:1] if self.single else batches)
-            },
-            batches,
+            }
+            if self.kept
+            else None,
         )
 
     def controller(self) -> AdaptiveLength:
@@ -133,8 +144,7 @@ class World:
             at = i / rounds
             chance = self.drafts(self.rng, i, self.batch, self.block - 1)
             drafted, verified = self.choose(policy, chance)
-            right = self.rng.random((self.batch, verified - 1)) < chance[:, : verified - 1]
-            accepted = right.cumprod(axis=1).sum(axis=1)
+            right = self.rng.random((self.batch, drafted - 1)) < chance[:, : drafted - 1]
             draft_seconds = 0.0
             if drafted > 1:  # it also reads the tokens committed since its last pass
                 draft_seconds, behind = self.cost("draft", drafted, at) * (1 + CATCH_UP * behind), 0
@@ -150,28 +160,23 @@ class World:
             if self.rng.random() < self.load.share(at):
                 stall += plain * self.load.stall
             stalled = self.rng.random() * true < draft_seconds  # which of the passes
-            offered = [verified - 1] * self.batch
             passes = [
                 cold[0] * self.timed(draft_seconds) + stall * stalled if drafted > 1 else 0.0,
                 cold[1] * self.timed(verify_seconds) + stall * (not stalled),
             ]
-            policy.observe(
-                RoundDone(
-                    self.batch, drafted, verified, accepted.tolist(), offered, *passes, range(self.batch)
-                )
-            )
+            policy.observe(done(self.active, verified, right, passes))
             tokens = self.batch + chance[:, : verified - 1].cumprod(axis=1).sum()
             log[i] = tokens, self.with_stalls(true, at), drafted
         return log
 
     def choose(self, policy: AdaptiveLength, chance: np.ndarray) -> tuple[int, int]:
         """The drafted and the verified tokens of a round whose drafts have this chance [requests, drafts]."""
-        drafted, batch = policy.draft(len(chance)), len(chance)
-        if self.said is None:
-            return drafted, drafted
-        said = np.log(self.said(chance[:, : drafted - 1])).astype(np.float32)
+        drafted, batch = policy.draft(self.active), len(chance)
+        said: Any = torch.zeros((batch, drafted - 1))
+        if self.said is not None:
+            said = np.log(self.said(chance[:, : drafted - 1])).astype(np.float32)
         draft = Draft(np.zeros((batch, drafted), np.int64), None, said)
-        return drafted, policy.select(draft, range(batch), 1).nodes
+        return drafted, policy.select(draft, self.active, range(batch), 1).nodes
 
     def requests(self, policy: AdaptiveLength, chances: np.ndarray, tokens: int = 128) -> list[float]:
         """The speed of requests of so many tokens, one after the other, relative to plain decoding.
@@ -180,19 +185,17 @@ class World:
         """
         speeds = []
         for chance in chances:
-            done = seconds = 0.0
-            while done < tokens:
+            self.active = [request([1], SamplingParams())]
+            tokens_done = seconds = 0.0
+            while tokens_done < tokens:
                 drafted, verified = self.choose(policy, chance[None])
-                right = self.rng.random(verified - 1) < chance[: verified - 1]
+                right = self.rng.random((1, drafted - 1)) < chance[: drafted - 1]
                 costs = [self.cost("draft", drafted) if drafted > 1 else 0.0, self.cost("verify", verified)]
-                done += 1 + chance[: verified - 1].cumprod().sum()
+                tokens_done += 1 + chance[: verified - 1].cumprod().sum()
                 seconds += sum(costs)
-                accepted, offered = [int(right.cumprod().sum())], [verified - 1]
-                passes, ended = map(self.timed, costs), int(done >= tokens)
-                policy.observe(
-                    RoundDone(1, drafted, verified, accepted, offered, *passes, judged=[0], ended=ended)
-                )
-            speeds.append(done * self.cost("verify", 1) / seconds)
+                passes, ended = [*map(self.timed, costs)], int(tokens_done >= tokens)
+                policy.observe(done(self.active, verified, right, passes, ended))
+            speeds.append(tokens_done * self.cost("verify", 1) / seconds)
         return speeds
 
     def fixed(self, rounds: int) -> np.ndarray:
@@ -218,6 +221,18 @@ class World:
             part[:, 1].sum() for part in parts
         )
         return ratios
+
+
+def done(
+    active: list[Request], verified: int, right: np.ndarray, passes: list[float], ended: int = 0
+) -> RoundDone:
+    """The report on a round of drafts of the token 0, of which these [requests, drafts] are right."""
+    drafted = right.shape[1] + 1
+    proposed = Draft(np.zeros((len(active), drafted), np.int64), None, np.zeros((len(active), drafted - 1)))
+    decided = []
+    for accepted, each in zip(right[:, : verified - 1].cumprod(axis=1).sum(axis=1), right, strict=True):
+        decided.append([0] * accepted + [0 if accepted < drafted - 1 and each[accepted] else 1])
+    return RoundDone(active, proposed, verified, range(len(active)), decided, *passes, ended=ended)
 
 
 # A run is compared in equal parts, because the best length may change. Their times are means over some points.

@@ -1,13 +1,13 @@
-"""The adaptive block length: each round drafts and verifies what is expected to commit the most tokens per second.
+"""The adaptive length: each round drafts and verifies what is expected to commit the most tokens per second.
 
 With S_j the probability that the first j drafts of a request are all right, a round of length L commits
 G(L) = 1 + S_1 + ... + S_{L-1} tokens per request on average, and takes T(L) seconds. Over many rounds, the tokens per
-second are G(L) / T(L). S comes from earlier drafts (`AcceptanceByPlace`). T is the usual time of the round
-(`round_times`) plus the time of the host and the mean stall, which all lengths share (`stalls`).
+second are G(L) / T(L). T is the usual time of the round (`PassTimes`) plus the time of the host and the mean stall. S
+is the mean of the probabilities that `Odds` gave recent drafts, because before the drafter has run, nothing else is
+known of a draft.
 
-The drafter's own probabilities say more about the draft at hand, once they are calibrated (`NodeOdds`). So where the
-host can read them, only those of its first tokens are verified that are worth the time of their rows. They also stand
-for the results of earlier drafts, because a probability is known of every place and varies less than a result.
+Once it has run, its log-probabilities say more. So where the host can read them, those nodes are verified that are
+worth the time of their rows: the number of nodes with the largest gain - rate * seconds.
 
 Times and chances of lengths that are not in use grow old. So a share of the time is spent on trials of other lengths.
 """
@@ -17,20 +17,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
 from dflash_trt.decoding.draft import Draft
-from dflash_trt.decoding.length.node_odds import NodeOdds
-from dflash_trt.decoding.length.pass_times import PassTimes, measure
+from dflash_trt.decoding.length.odds import Odds, Own
 from dflash_trt.decoding.length.policy import RoundDone
-from dflash_trt.decoding.length.round_times import LAST, RoundTimes, quarter_up
-from dflash_trt.decoding.length.stalls import Stalls
-from dflash_trt.decoding.pair import Pair
+from dflash_trt.decoding.length.times import LAST, PassTimes, Stalls, quarter_up
+from dflash_trt.decoding.length.trees import Tree, joined, learn_ranks
+from dflash_trt.decoding.request import Request
 
 Array = np.ndarray[Any, Any]
 
+# The most nodes of a tree. Beyond, the measured gains are small.
+MOST_NODES = 32
 # `python -m build_scripts.bench.adaptive_length --constants` shows what half or twice each of these does.
 # What trials may cost: a share of the rounds, and so many rounds in advance.
 _SHARE, _CREDIT = 0.01, 2.0
@@ -43,22 +44,19 @@ _MARGIN = 0.05
 _INTERVAL, _COUNTED = 8, 8
 
 
-class AcceptanceByPlace:
-    """The share of drafts that are right, by place, among those that came after right ones.
+class Expected:
+    """The mean probability that drafts are right, by place, given those before it.
 
-    Requests differ, so evidence on the running requests counts most. Without it, they are taken to be like all earlier
-    requests.
+    Requests differ, so those that run count most. Without evidence of them, they are taken to be like all earlier ones.
     """
 
     def __init__(self, drafts: int) -> None:
-        # For each place: right drafts and those after right ones, of all requests, then of the running ones.
+        # For each place: probabilities of drafts and of those before them, of all requests, then of the running ones.
         self._counts = [[0.0] * 4 for _ in range(drafts)]
 
     def observe(self, requests: Sequence[Sequence[float]]) -> None:
-        """For each request the probability that its first 1, 2 .. drafts are right, or 1 and 0 as they were, up to the
-        last place that this is known of.
-        """
-        self._fade(1 - 1 / _IDLE, 1 - 1 / _DRAFTED)
+        """For each request the probability that its first 1, 2 .. drafts are right."""
+        self.fade(1 - 1 / _IDLE, 1 - 1 / _DRAFTED)
         for survival in requests:
             before = 1.0
             for counts, right in zip(self._counts, survival, strict=False):
@@ -68,185 +66,213 @@ class AcceptanceByPlace:
                 counts[3] += before
                 before = right
 
-    def observe_plain(self) -> None:
-        """No draft was verified."""
-        self._fade(1 - 1 / _IDLE, 1 - 1 / _IDLE)
-
-    def leave(self, share: float) -> None:
-        """A share of the running requests has ended."""
-        self._fade(1.0, 1 - share)
-
-    def tokens(self) -> Array:
-        """The expected tokens of a request, for lengths 1, 2 .. A place without evidence is as the one before it."""
-        tokens, survival, usual = [1.0], 1.0, 0.7
-        for right, judged, own_right, own_judged in self._counts:
-            usual = (right + _PRIOR * usual) / (judged + _PRIOR)
-            survival *= (own_right + _PRIOR * usual) / (own_judged + _PRIOR)
-            tokens.append(tokens[-1] + survival)
-        return np.array(tokens)
-
-    def _fade(self, of_all: float, of_running: float) -> None:
+    def fade(self, of_all: float, of_running: float) -> None:
+        """Let only these shares of the evidence remain."""
         for counts in self._counts:
             counts[0] *= of_all
             counts[1] *= of_all
             counts[2] *= of_running
             counts[3] *= of_running
 
+    def tokens(self) -> Array:
+        """The expected tokens of a request, for lengths 1, 2 .. A place without evidence is as the one before it."""
+        tokens, survival, usual = [1.0], 1.0, 0.7
+        for right, before, own_right, own_before in self._counts:
+            usual = (right + _PRIOR * usual) / (before + _PRIOR)
+            survival *= (own_right + _PRIOR * usual) / (own_before + _PRIOR)
+            tokens.append(tokens[-1] + survival)
+        return np.array(tokens)
+
 
 @dataclass(frozen=True)
 class _Plan:
-    """The best length for one batch size, including the anchor, and the next one to try."""
+    """The best length for one batch size, including the anchor, and the next one to try.
+
+    seconds, tokens: of a round of that length; beside: its seconds beside the usual time of its passes.
+    verify: the seconds of verifying 1, 2 .. nodes.
+    least: by the nodes so far, the fewest tokens with which a further one can pay.
+    """
 
     length: int
     trial: int
-    seconds: float  # that a round takes in all
-    beside: float  # of these, beside the usual time of its passes
-    tokens: float  # that it commits
+    seconds: float
+    beside: float
+    tokens: float
+    verify: list[float]
+    least: list[float]
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What a request's drafts of this round were: candidates [places][W] and their log-probabilities,
+    and the probability that the first 1, 2 .. best ones are right.
+    """
+
+    tokens: list[list[int]]
+    said: list[list[float]]
+    survival: list[float]
 
 
 class AdaptiveLength:
-    """A `Lengths` that learns. It knows no engine: the scheduler reports pass times and results of drafts.
+    """A `Lengths` that learns. It knows no engine. For any numbers, it returns a length from 1 to the block size."""
 
-    For any numbers, it returns a length from 1 to the block size.
-    """
-
-    def __init__(self, block_size: int, draft_times: PassTimes, verify_times: PassTimes) -> None:
+    def __init__(
+        self, block_size: int, draft_times: PassTimes, verify_times: PassTimes, most_nodes: int = 0
+    ) -> None:
+        """most_nodes: the most nodes of a tree; 0 verifies chains only."""
         self.block_size = self.most = block_size
-        self._times = RoundTimes(draft_times, verify_times, block_size)
-        self._warm = verify_times.warm
-        self._acceptance, self._stalls = AcceptanceByPlace(block_size - 1), Stalls()
-        self._odds = NodeOdds(block_size - 1)
-        # Of the round, by slot, where the host could read them: the drafter's log-probabilities, and for each place the
-        # probability that all drafts up to it are right.
-        self._said: dict[int, tuple[list[float], list[float]]] = {}
-        # What `_odds` has not learned from yet, by round: log-probabilities of drafts, and the ranks of decided tokens.
-        self._judged = list[list[tuple[list[float], list[int]]]]()
+        self.draft_times, self.verify_times, self._most_nodes = draft_times, verify_times, most_nodes
+        self._odds, self._expected = Odds(block_size - 1), Expected(block_size - 1)
+        self._own: dict[Request, Own] = {}  # of the running requests
+        self._seen: dict[int, _Seen] = {}  # of this round, by slot
         self._host = deque[float](maxlen=LAST)  # seconds of recent rounds beside their passes
+        self._stalls = Stalls()
         self._plans: dict[int, _Plan] = {}
-        self._last: dict[int, Array] = {}  # the round in which each length last ran, by batch size
+        self._tried: dict[int, Array] = {}  # the round in which each length last ran, by batch size
         self._batch, self._trial = 1, False  # of this round
         self._untimed = False  # whether the trial before had no time for its draft
         self._rounds = self._idle = 0  # rounds in all, and since the last draft
         self._credit = _CREDIT
 
-    @classmethod
-    def measured(cls, block_size: int, pair: Pair, most_requests: int, most_nodes: int = 0) -> Self:
-        """The policy of a pair, for up to `most_requests` at a time. Times the pair's passes, which overwrites rows of
-        slots 0 .. most_requests-1.
-
-        most_nodes: the most nodes of a tree, whose times are followed too.
-        """
-        return cls(block_size, *_times(block_size, pair, most_requests, most_nodes))
-
-    def measure(self, pair: Pair, most_requests: int, most_nodes: int = 0) -> None:
-        """Time the passes again, for more requests at a time. What was learned of drafts is kept."""
-        draft_times, verify_times = _times(self.block_size, pair, most_requests, most_nodes)
-        self._times = RoundTimes(draft_times, verify_times, self.block_size)
-        self._warm = verify_times.warm
-        self._plans.clear()
-        self._last.clear()
-
-    def draft(self, batch: int) -> int:
+    def draft(self, active: Sequence[Request]) -> int:
         """The planned length, or now and then another one on trial."""
-        self._batch, self._said = max(1, batch), {}
+        self._batch, self._seen = max(1, len(active)), {}
+        if list(self._own) != active:
+            self._own = {
+                each: self._own.get(each) or Own(min(each.params.temperature, 2.0)) for each in active
+            }
         plan = self._plan(self._batch)
-        self._trial = (self._credit > 0 or self._untimed) and self._times.settled(self._batch)
+        self._trial = (self._credit > 0 or self._untimed) and self.verify_times.settled(self._batch)
         return plan.trial if self._trial else plan.length
 
-    def select(self, draft: Draft, slots: Sequence[int], most: int) -> Draft:
-        """The first nodes of each chain, as many as are expected to be fastest."""
-        if draft.nodes == 1 or not slots or not draft.at_hand:
+    def select(self, draft: Draft, active: Sequence[Request], slots: Sequence[int], most: int) -> Draft:
+        """As many nodes as are expected to be fastest: the first of each chain, or trees of at most `most`."""
+        if draft.nodes == 1 or not slots:
+            return draft
+        if not draft.at_hand:  # waiting for a device's numbers costs more than it saves
             return draft
         counted = self._some(slots)
-        for slot in counted:
-            said = draft.logprobs[slot].tolist()
-            self._said[slot] = said, self._odds.chain(said)
+        wide = draft.candidates is not None and most > 1 and self._most_nodes > 0
+        for slot in slots if wide else counted:
+            self._seen[slot] = self._look(draft, active[slot], slot, wide=wide)
         if self._trial:
-            return draft  # results of all places show whether the probabilities are right
+            return draft
         plan = self._plan(self._batch)
-        rate = plan.tokens / plan.seconds * len(counted) / len(slots)
-        seconds = self._times.verify(self._batch, draft.nodes).tolist()
-        nodes, best, gain = 1, -rate * seconds[0], 0.0
-        for place, right in enumerate(zip(*(survival for _, survival in self._said.values()), strict=True)):
+        if wide:
+            return self._trees(plan, draft, active, slots, most)
+        rate = plan.rate * len(counted) / len(slots)
+        nodes, best, gain = 1, -rate * plan.verify[0], 0.0
+        for place, right in enumerate(zip(*[each.survival for each in self._seen.values()], strict=True)):
             gain += sum(right)
-            if gain - rate * seconds[place + 1] > best:
-                nodes, best = place + 2, gain - rate * seconds[place + 1]
+            if gain - rate * plan.verify[place + 1] > best:
+                nodes, best = place + 2, gain - rate * plan.verify[place + 1]
         return Draft(draft.tokens[:, :nodes], None, draft.logprobs[:, : nodes - 1], draft.candidates)
 
-    def prices(self, batch: int, nodes: int) -> tuple[float, Array]:
-        """The best tokens per second of chains, and the seconds of verifying 1, 2 .. nodes of each request."""
-        plan = self._plan(max(1, batch))
-        return plan.tokens / plan.seconds, self._times.verify(max(1, batch), nodes)
+    def _trees(
+        self, plan: _Plan, draft: Draft, active: Sequence[Request], slots: Sequence[int], most: int
+    ) -> Draft:
+        most = min(most, self._most_nodes, len(plan.verify))
+        least = [each / len(slots) for each in plan.least]
+        trees: dict[int, Tree] = {}
+        for slot in slots:
+            seen = self._seen[slot]
+            trees[slot] = Tree(
+                self._odds, self._own[active[slot]], int(draft.tokens[slot, 0]), seen.tokens, seen.said
+            )
+            trees[slot].grow(most, least)
+        nodes, best, gain = 1, -float("inf"), 0.0
+        for place in range(max(len(tree.chances) for tree in trees.values())):
+            gain += sum([tree.chances[place] for tree in trees.values() if place < len(tree.chances)])
+            if gain - plan.rate * plan.verify[place] > best:
+                nodes, best = place + 1, gain - plan.rate * plan.verify[place]
+        for tree in trees.values():
+            tree.grow(nodes)
+        return joined(draft, trees, nodes)
 
-    @property
-    def in_trial(self) -> bool:
-        """Whether this round tries a length."""
-        return self._trial
+    def _look(self, draft: Draft, request: Request, slot: int, *, wide: bool) -> _Seen:
+        best: list[float] = draft.logprobs[slot].tolist()
+        survival = self._odds.chain(self._own[request], best)
+        if wide and draft.candidates is not None:
+            return _Seen(
+                draft.candidates.tokens[slot].tolist(), draft.candidates.logprobs[slot].tolist(), survival
+            )
+        return _Seen(
+            [[token] for token in draft.tokens[slot, 1:].tolist()], [[each] for each in best], survival
+        )
 
     def observe(self, done: RoundDone) -> None:
         """Learn the times and the acceptance of a round. What a trial cost is taken from the credit."""
         batch, drafts = max(1, done.batch), done.drafted > 1
-        plan, results = self._plan(batch), self._results(done)
-        last, seconds = self._last[batch], done.verify_seconds + (done.draft_seconds if drafts else 0.0)
-        # Engines prepare a size when it first comes. A drafter that was off also reads the rows committed meanwhile.
-        timed = last[done.drafted - 1] >= 0 and not (drafts and self._idle)
-        if timed:
-            usual = self._times.observe(batch, done.drafted, done.verified, seconds, self._trial)
-            self._stalls.observe(usual, seconds)
-        else:
-            usual = float(self._times(batch)[done.drafted - 1])
-        if 0 <= done.host_seconds < 1e9:
-            self._host.append(done.host_seconds)
+        plan = self._plan(batch)
+        timed, seconds, usual = self._learn_times(done, batch)
+        survivals = self._survivals(done) if drafts else []
         self._credit = min(self._credit + _SHARE, _CREDIT)
         lost = 0.0
         if self._trial:
             # By its usual time, with what is beside it in a usual round: its own stalls say little.
-            right = sum(sum(survival[: done.verified - 1]) for survival in results)
-            tokens = batch + right * len(done.accepted) / max(1, len(results))
+            right = sum(sum(survival[: done.verified - 1]) for survival in survivals)
+            tokens = batch + right * len(done.judged) / max(1, len(survivals))
             lost = (min(usual, seconds) + plan.beside) / plan.seconds - tokens / plan.tokens
             self._credit = max(self._credit - max(0.0, lost), -10 * _CREDIT)
-        self._untimed = self._trial and not timed
-        if lost >= 0 or not timed:  # a trial that pays is repeated
-            last[done.drafted - 1] = self._rounds
+        self._untimed = self._trial and not timed and not self._untimed
+        if lost >= 0 and not self._untimed:  # a trial that pays or had no time is repeated
+            self._tried[batch][done.drafted - 1] = self._rounds
         if drafts:
-            self._acceptance.observe(results)
-            if self._said:
-                each = zip(done.judged, done.accepted, done.offered, strict=True)
-                ranks = {slot: [0] * right + [1] * (right < offered) for slot, right, offered in each}
-                self._judged.append([(said, ranks[s]) for s, (said, _) in self._said.items() if s in ranks])
+            self._expected.observe(survivals)
             self._idle = 0
         else:
-            self._acceptance.observe_plain()
+            self._expected.fade(1 - 1 / _IDLE, 1 - 1 / _IDLE)
             self._idle += 1
         if done.ended:
-            self._acceptance.leave(done.ended / batch)
+            self._expected.fade(1.0, 1 - done.ended / batch)
         self._rounds += 1
         if self._trial or self._rounds % _INTERVAL == 0 or self._rounds < _INTERVAL or done.ended:
-            self._learn()
             self._plans.clear()
         self._trial = False
 
-    def _some(self, requests: Sequence[int]) -> Sequence[int]:
+    def _learn_times(self, done: RoundDone, batch: int) -> tuple[bool, float, float]:
+        """Whether the round's passes tell usual times, its seconds, and the usual ones."""
+        drafts, draft, verify = done.drafted > 1, self.draft_times, self.verify_times
+        # A drafter that was off also reads the rows committed meanwhile.
+        timed = verify.ran(batch, done.verified) and not (
+            drafts and (self._idle or not draft.ran(batch, done.drafted))
+        )
+        if drafts and not self._idle:
+            draft.observe(batch, done.drafted, done.draft_seconds, self._trial)
+        verify.observe(batch, done.verified, done.verify_seconds, self._trial)
+        seconds = done.verify_seconds + (done.draft_seconds if drafts else 0.0)
+        usual = verify.of(batch, done.verified) + (draft.of(batch, done.drafted) if drafts else 0.0)
+        if timed:
+            self._stalls.observe(usual, seconds)
+        if 0 <= done.host_seconds < 1e9:
+            self._host.append(done.host_seconds)
+        return timed, seconds, usual
+
+    def _survivals(self, done: RoundDone) -> list[list[float]]:
+        """Of requests, the probability that their first 1, 2 .. drafts were right, and 1 and 0 as they were where the
+        host did not read what the drafter said. The odds learn from the results.
+        """
+        judged = dict(zip(done.judged, done.decided, strict=True))
+        for slot, seen in self._seen.items():
+            if slot in judged:
+                learn_ranks(self._odds, self._own[done.active[slot]], seen.tokens, seen.said, judged[slot])
+        if self._seen:
+            return [seen.survival for seen in self._seen.values()]
+        survivals = []
+        for slot in self._some(done.judged):
+            pairs = zip(done.proposed.tokens_of(slot)[1:], judged[slot], strict=False)
+            right = [float(drafted == token) for drafted, token in pairs]
+            survivals.append(right[: right.index(0.0) + 1] if 0.0 in right else right)
+        return survivals
+
+    def _some(self, slots: Sequence[int]) -> Sequence[int]:
         """Those that are counted in this round."""
-        few = len(requests) // _COUNTED + 1
-        return requests[self._rounds % few :: few]
-
-    def _results(self, done: RoundDone) -> list[list[float]]:
-        """As `AcceptanceByPlace.observe` takes them."""
-        if self._said:
-            return [self._said[slot][1] for slot in done.judged if slot in self._said]
-        counted = self._some(range(len(done.accepted)))
-        return [[1.0] * done.accepted[i] + [0.0] * (done.accepted[i] < done.offered[i]) for i in counted]
-
-    def _learn(self) -> None:
-        """Learn what the drafter's probabilities of the last rounds were worth."""
-        drafts = [each for some in self._judged for each in some]
-        if drafts:
-            logprobs = np.zeros((len(drafts), self.block_size - 1, 1))
-            for row, (said, _) in zip(logprobs, drafts, strict=True):
-                row[: len(said), 0] = said
-            self._odds.observe(logprobs, [ranks for _, ranks in drafts], len(self._judged))
-        self._judged.clear()
+        few = len(slots) // _COUNTED + 1
+        return slots[self._rounds % few :: few]
 
     def _plan(self, batch: int) -> _Plan:
         if batch not in self._plans:
@@ -254,41 +280,31 @@ class AdaptiveLength:
         return self._plans[batch]
 
     def _make_plan(self, batch: int) -> _Plan:
-        seconds = self._times(batch)
-        # Fewer rows take no longer than more: a start-up time that a busy machine made too long is found out.
-        seconds = np.minimum.accumulate(seconds[::-1])[::-1]
-        beside = self._stalls(seconds) + (quarter_up(self._host) if self._host else 0.0)
-        seconds = seconds + beside
-        tokens = batch * self._acceptance.tokens()
+        verify, draft = self.verify_times(batch), self.draft_times(batch)[: self.block_size]
+        draft[0] = 0.0  # length 1 has no draft
+        usual = np.minimum.accumulate((draft + verify[: self.block_size])[::-1])[::-1]
+        tokens = batch * self._expected.tokens()
+        beside = self._stalls(usual) + (quarter_up(self._host) if self._host else 0.0)
+        seconds = usual + beside
         rates = tokens / seconds
         best = int(rates.argmax())
         if rates[best] < (1 + _MARGIN) * rates[0]:
             best = 0
         # Each trial costs about as much in sum: what costs half is tried twice as often.
         lost = np.maximum(seconds / seconds[best] - tokens / tokens[best], 0) + 0.05
-        if batch not in self._last:
-            warm = [(batch, length) in self._warm for length in range(1, self.block_size + 1)]
-            self._last[batch] = np.array(warm, int) - 1
-        last = self._last[batch]
-        waiting = (1 + self._rounds - last) / lost
+        if batch not in self._tried:
+            self._tried[batch] = np.full(self.block_size, -1)
+        waiting = (1 + self._rounds - self._tried[batch]) / lost
         waiting[best] = -1.0
+        rate, nodes = float(rates[best]), np.arange(len(verify))
+        each = (verify[None] - verify[:, None]) / np.maximum(nodes[None] - nodes[:, None], 1)
+        each[nodes[None] <= nodes[:, None]] = np.inf
         return _Plan(
-            best + 1,
-            int(waiting.argmax()) + 1,
-            float(seconds[best]),
-            float(beside[best]),
-            float(tokens[best]),
+            length=best + 1,
+            trial=int(waiting.argmax()) + 1,
+            seconds=float(seconds[best]),
+            beside=float(beside[best]),
+            tokens=float(tokens[best]),
+            verify=verify.tolist(),
+            least=[0.0, *(rate * each.min(axis=1)).tolist()],
         )
-
-
-def _times(block_size: int, pair: Pair, most_requests: int, most_nodes: int) -> tuple[PassTimes, PassTimes]:
-    """Of drafting and of verifying, by start-up's measurement."""
-    powers = [2**i for i in range(most_requests.bit_length())]
-    batches = [*(power for power in powers if power < most_requests), most_requests]
-    lengths = sorted({n for n in (1, 2, 4, 8, 16, block_size) if n <= block_size})
-    nodes = sorted({n for n in (16, most_nodes) if block_size < n <= most_nodes})
-    most_tokens = pair.arrays.most_timed
-    return (
-        measure(pair.dummy_draft, batches, lengths[1:], most_tokens),
-        measure(pair.dummy_verify, batches, lengths + nodes, most_tokens),
-    )

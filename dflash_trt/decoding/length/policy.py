@@ -1,109 +1,62 @@
-"""The interface of a policy for the number of drafted and verified tokens."""
+"""The interface of a policy for the drafts of a round, and the policy that always drafts the same."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from dflash_trt.decoding.acceptance import Verdict
 from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.request import Request
 
 
 @dataclass(frozen=True)
 class RoundDone:
-    """A finished round, as the policy that chose its length sees it.
+    """A finished round, as the policy that chose its drafts sees it.
 
-    batch: its requests. n of them take drafts: `judged` are their slots.
-    drafted, verified: the tokens per request, including the anchor.
-    accepted, offered: of each of the n, the drafts that were accepted, and those that could have been. In a tree too,
-    they count the chain of the best candidates.
+    active: its requests, by slot.
+    proposed: the drafter's chains.
+    verified: the nodes that were verified of each request, including the anchor.
+    judged: the slots of requests that take drafts and got tokens.
+    decided: of each of these, the tokens that the round decided.
     draft_seconds, verify_seconds, host_seconds: of the passes, and of all else in the round.
-    decided: of each of the n, the tokens that the round decided.
-    ended: how many requests of the batch ended with the round.
+    ended: how many of its requests ended with the round.
     """
 
-    batch: int
-    drafted: int
+    active: Sequence[Request]
+    proposed: Draft
     verified: int
-    accepted: Sequence[int]
-    offered: Sequence[int]
+    judged: Sequence[int]
+    decided: Sequence[Sequence[int]]
     draft_seconds: float
     verify_seconds: float
-    judged: Sequence[int] = ()
-    decided: Sequence[Sequence[int]] = ()
-    ended: int = 0
     host_seconds: float = 0.0
+    ended: int = 0
 
+    @property
+    def batch(self) -> int:
+        """The number of its requests."""
+        return len(self.active)
 
-def round_done(
-    active: Sequence[Request],
-    judged: Sequence[int],
-    proposed: Draft,
-    draft: Draft,
-    own: Mapping[int, int],
-    verdicts: Sequence[Verdict],
-    draft_seconds: float,
-    verify_seconds: float,
-    host_seconds: float,
-) -> RoundDone:
-    """The report on a round whose tokens are committed.
-
-    judged: the slots of requests whose drafts were judged.
-    proposed, draft: what the drafter gave, and what was verified.
-    own: of requests with a structure, the leading drafts that are the drafter's own.
-    """
-    drafted, verified = proposed.nodes, draft.nodes
-    accepted, offered, decided = list[int](), list[int](), list[Sequence[int]]()
-    for slot in judged:
-        request, path = active[slot], verdicts[slot].path
-        decided.append(request.output[-len(path) - 1 :])
-        if draft.parents is not None and proposed.parents is None:
-            right, known = _of_chain(proposed, slot, decided[-1])
-        else:
-            most = min(request.block_length or drafted, drafted, verified) - 1
-            known = min(most, own.get(slot, most))
-            right = min(len(path), known)
-        accepted.append(right)
-        offered.append(known)
-    return RoundDone(
-        batch=len(active),
-        drafted=drafted,
-        verified=verified,
-        accepted=accepted,
-        offered=offered,
-        draft_seconds=draft_seconds,
-        verify_seconds=verify_seconds,
-        judged=judged,
-        decided=decided,
-        ended=sum(request.stop.finish_reason is not None for request in active),
-        host_seconds=host_seconds,
-    )
-
-
-def _of_chain(proposed: Draft, slot: int, decided: Sequence[int]) -> tuple[int, int]:
-    """How many of a request's proposed drafts are the decided tokens, and of how many this is known."""
-    drafts = proposed.tokens_of(slot)[1:]
-    right = [a == b for a, b in zip(drafts, decided, strict=False)]
-    accepted = right.index(False) if False in right else len(right)
-    return accepted, min(accepted + 1, len(right))
+    @property
+    def drafted(self) -> int:
+        """The tokens of the drafter's chains, including the anchor; 1 if it was not asked."""
+        return self.proposed.nodes
 
 
 class Lengths(Protocol):
-    """Chooses how many tokens a round drafts and verifies per request, including the anchor; 1 is no drafting.
-
-    The choice never changes the committed tokens, only their time (see `acceptance.accept`).
+    """Chooses what a round drafts and verifies. The choice never changes the committed tokens, only their time (see
+    `acceptance.accept`).
     """
 
     @property
     def most(self) -> int:
         """The most tokens of a round, including the anchor, where a structured output adds tokens to a draft."""
 
-    def draft(self, batch: int) -> int:
-        """The tokens that this round drafts for each of `batch` requests, including the anchor."""
+    def draft(self, active: Sequence[Request]) -> int:
+        """The tokens that the drafter's chains have in this round, including the anchor; 1 asks for no drafts."""
 
-    def select(self, draft: Draft, slots: Sequence[int], most: int) -> Draft:
+    def select(self, draft: Draft, active: Sequence[Request], slots: Sequence[int], most: int) -> Draft:
         """What is verified for the `slots` that take drafts: the first nodes of the draft, or trees of at most `most`
         nodes from its candidates.
         """
@@ -118,11 +71,11 @@ class FixedLength:
     def __init__(self, length: int) -> None:
         self.most = length
 
-    def draft(self, batch: int) -> int:
+    def draft(self, active: Sequence[Request]) -> int:
         """The length."""
         return self.most
 
-    def select(self, draft: Draft, slots: Sequence[int], most: int) -> Draft:
+    def select(self, draft: Draft, active: Sequence[Request], slots: Sequence[int], most: int) -> Draft:
         """The whole draft."""
         return draft
 

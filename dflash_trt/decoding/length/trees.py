@@ -2,152 +2,144 @@
 
 A tree takes its nodes best first (arXiv 2604.12989): each time the node whose path is most probably right. So it is the
 tree of its size with the most expected tokens, and its first n nodes are the best tree of n nodes. The probabilities
-are the drafter's, calibrated by place and rank (`NodeOdds`).
-
-The width follows the rule of the adaptive length: the number of nodes with the largest gain - rate * seconds. Where
-more rows do not pay, that is a chain, and the chain's own policy decides its length.
+are the drafter's, as `Odds` has learned to read them. A chain is a tree of one candidate for each place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
+from math import exp, log
 from typing import Any
 
 import numpy as np
 
 from dflash_trt.decoding.draft import Draft
-from dflash_trt.decoding.length.adaptive import AdaptiveLength
-from dflash_trt.decoding.length.node_odds import NodeOdds
-from dflash_trt.decoding.length.policy import Lengths, RoundDone
+from dflash_trt.decoding.length.odds import FEW_RANKS, Odds, Own, log_odds
+from dflash_trt.decoding.length.policy import FixedLength, RoundDone
+from dflash_trt.decoding.request import Request
 
 Array = np.ndarray[Any, Any]
 
-# The most nodes that the policy itself chooses. Beyond, the measured gains are small.
-MOST_NODES = 32
-# The share of the evidence on tokens per second that remains after a round.
-_MEMORY = 0.98
 
+class Tree:
+    """The best tree of a request's candidates, as far as it has grown. Node 0 is the anchor.
 
-def best_first(on: Sequence[Sequence[float]], off: Sequence[Sequence[float]], nodes: int) -> tuple[Any, ...]:
-    """The best tree of `nodes` nodes, including the anchor: parents, places, ranks, and P(the node is right) of each.
-
-    on, off [drafts][W]: the probability of each candidate if its parent is right; `off` after a path that left the
-    best candidates. They fall from rank to rank. Fewer nodes if there are no more.
-    """
-    parents, places, ranks, chances = [-1], [-1], [0], [1.0]
-    heap: list[tuple[float, int, int, int, bool]] = []
-
-    def push(parent: int, place: int, rank: int, left: bool) -> None:
-        chance = chances[parent] * (off if left else on)[place][rank]
-        heappush(heap, (-chance, place, parent, rank, left))
-
-    if on:
-        push(0, 0, 0, False)
-    while heap and len(parents) < nodes:
-        chance, place, parent, rank, left = heappop(heap)
-        parents.append(parent)
-        places.append(place)
-        ranks.append(rank)
-        chances.append(-chance)
-        if rank + 1 < len(on[place]):
-            push(parent, place, rank + 1, left)
-        if place + 1 < len(on):
-            push(len(parents) - 1, place + 1, 0, left or rank > 0)
-    return parents, places, ranks, chances
-
-
-class TreeLengths:
-    """A `Lengths` that adds trees to one for chains.
-
-    nodes: the nodes of every tree, including the anchor. None: as many as are expected to be fastest, which needs the
-    adaptive length.
+    tokens, parents, logprobs, chances: of each node; its chance is P(the node is right).
     """
 
-    def __init__(self, chains: Lengths, drafts: int, nodes: int | None = None) -> None:
-        if nodes is None and not isinstance(chains, AdaptiveLength):
-            raise ValueError("only the adaptive length knows how many nodes are fastest")
-        self.chains, self.most, self._nodes = chains, chains.most, nodes
-        self._odds = NodeOdds(drafts)
-        self._batch = 1
-        self._tokens = self._seconds = 0.0  # of recent rounds
-        # The candidates of the round: tokens and log-probabilities.
-        self._seen: tuple[Array, Array] | None = None
+    def __init__(
+        self,
+        odds: Odds,
+        own: Own,
+        anchor: int,
+        tokens: Sequence[Sequence[int]],
+        said: Sequence[Sequence[float]],
+    ) -> None:
+        """tokens, said [places][W]: the drafter's candidates of each place, best first, and their log-probabilities."""
+        self._odds, self._own, self._candidates, self._said = odds, own, tokens, said
+        self.tokens, self.parents, self.logprobs, self.chances = [anchor], [-1], [0.0], [1.0]
+        # By falling chance: place, parent, rank, whether an ancestor is not the best of its place, the probability of
+        # the path without better siblings of this candidate, and the mass that these had for the drafter.
+        self._heap: list[tuple[float, int, int, int, bool, float, float]] = []
+        if tokens:
+            self._push(0, 0, 0, False, 1.0, 0.0)
 
-    def draft(self, batch: int) -> int:
-        """The length of the chains."""
-        self._batch, self._seen = batch, None
-        return self.chains.draft(batch)
+    def grow(self, nodes: int, least: Sequence[float] | None = None) -> None:
+        """Add nodes up to so many, while the next one's chance is at least `least[nodes so far]`."""
+        heap, chances = self._heap, self.chances
+        while heap and len(chances) < nodes:
+            if least is not None and -heap[0][0] < least[len(chances)]:
+                return
+            chance, place, parent, rank, left, rest, mass = heappop(heap)
+            logprob = self._said[place][rank]
+            self.tokens.append(self._candidates[place][rank])
+            self.parents.append(parent)
+            self.logprobs.append(logprob)
+            chances.append(-chance)
+            if rank + 1 < len(self._said[place]):
+                self._push(parent, place, rank + 1, left, rest + chance, mass + exp(min(logprob, 0.0)))
+            if place + 1 < len(self._said):
+                self._push(len(chances) - 1, place + 1, 0, left or rank > 0, -chance, 0.0)
 
-    def select(self, draft: Draft, slots: Sequence[int], most: int) -> Draft:
-        """Trees of the given number of nodes, or of the fastest one; chains where other nodes do not pay."""
-        # On a device, waiting for the numbers costs more than it saves.
-        alone = self._nodes is None and (self._trial or not draft.at_hand)
-        if alone or draft.candidates is None or not slots or most <= 1:
-            return self.chains.select(draft, slots, most)
+    def _push(self, parent: int, place: int, rank: int, left: bool, rest: float, mass: float) -> None:
+        x = relative(self._said[place][rank], mass)
+        chance = rest * self._odds.drafted(self._own, place, x, rank, left)
+        heappush(self._heap, (-chance, place, parent, rank, left, rest, mass))
+
+
+def relative(logprob: float, mass: float) -> float:
+    """The log-odds of a candidate if its better siblings, with this mass, are wrong."""
+    return log_odds(logprob - log(max(1 - mass, 1e-9)) if mass else logprob)
+
+
+def joined(draft: Draft, trees: dict[int, Tree], nodes: int) -> Draft:
+    """The first nodes of the trees of some slots, as a draft. Requests without drafts may have any tokens.
+
+    A tree without so many is continued by a chain of its anchor's token, which is as good a draft as any.
+    """
+    count = draft.tokens.shape[0]
+    tokens = np.repeat(np.asarray(draft.tokens)[:, :1], nodes, axis=1)
+    parents = np.tile(np.arange(-1, nodes - 1), (count, 1))
+    logprobs = np.zeros((count, nodes - 1), np.float32)
+    for slot, tree in trees.items():
+        known = min(nodes, len(tree.tokens))
+        tokens[slot, :known], parents[slot, :known] = tree.tokens[:known], tree.parents[:known]
+        logprobs[slot, : known - 1] = tree.logprobs[1:known]
+    if (parents == np.arange(-1, nodes - 1)).all():
+        return Draft(tokens, None, logprobs, draft.candidates)
+    return Draft(tokens, parents, logprobs, draft.candidates)
+
+
+def learn_ranks(
+    odds: Odds,
+    own: Own,
+    tokens: Sequence[Sequence[int]],
+    said: Sequence[Sequence[float]],
+    decided: Sequence[int],
+) -> None:
+    """Learn which candidates were right. Places after a token that is no candidate count no more: they were computed
+    for another history.
+    """
+    off = False
+    for place, (candidates, logprobs, token) in enumerate(zip(tokens, said, decided, strict=False)):
+        mass = 0.0
+        for rank, (candidate, logprob) in enumerate(zip(candidates, logprobs, strict=True)):
+            if rank < FEW_RANKS:  # they say enough
+                odds.learn_drafted(own, place, relative(logprob, mass), candidate == token, rank, off)
+            if candidate == token:
+                break
+            mass += exp(min(logprob, 0.0))
+        else:
+            return
+        off = off or rank > 0
+
+
+class FixedTrees(FixedLength):
+    """Trees of the same number of nodes in every round, including the anchor."""
+
+    def __init__(self, length: int, drafts: int, nodes: int) -> None:
+        super().__init__(length)
+        self._nodes, self._odds = nodes, Odds(drafts)
+        self._seen: dict[int, tuple[Own, list[list[int]], list[list[float]]]] = {}
+
+    def select(self, draft: Draft, active: Sequence[Request], slots: Sequence[int], most: int) -> Draft:
+        """Trees of so many nodes, within `most`."""
+        self._seen = {}
+        nodes = min(self._nodes, most)
+        if draft.candidates is None or not slots or nodes <= 1:
+            return draft
         tokens, said = (np.asarray(x) for x in (draft.candidates.tokens, draft.candidates.logprobs))
-        self._seen = tokens, said
-        wanted = min(most, MOST_NODES if self._nodes is None else self._nodes)
-        on, off = self._odds(said)
-        trees = {slot: best_first(on[slot].tolist(), off[slot].tolist(), wanted) for slot in slots}
-        nodes = len(next(iter(trees.values()))[0])
-        if self._nodes is None:
-            nodes = self._fastest(np.array([tree[3] for tree in trees.values()]))
-        parents = np.zeros((len(tokens), nodes), np.int64)
-        parents[:, 0] = -1
-        # Requests without drafts may have any tokens.
-        drafted = np.repeat(np.asarray(draft.tokens)[:, :1], nodes, axis=1)
-        logprobs = np.zeros((len(tokens), nodes - 1), np.float32)
-        for slot, (above, places, ranks, _) in trees.items():
-            parents[slot] = above[:nodes]
-            chosen = places[1:nodes], ranks[1:nodes]
-            drafted[slot, 1:] = tokens[slot][chosen]
-            logprobs[slot] = said[slot][chosen]
-        chains = (parents[list(slots)] == np.arange(-1, nodes - 1)).all()
-        if chains and self._nodes is None:
-            return self.chains.select(draft, slots, most)
-        if chains:
-            return Draft(draft.tokens[:, :nodes], None, draft.logprobs[:, : nodes - 1], draft.candidates)
-        return Draft(drafted, parents, logprobs, draft.candidates)
+        trees: dict[int, Tree] = {}
+        for slot in slots:
+            own = Own(active[slot].params.temperature)
+            self._seen[slot] = own, tokens[slot].tolist(), said[slot].tolist()
+            trees[slot] = Tree(self._odds, own, int(draft.tokens[slot, 0]), *self._seen[slot][1:])
+            trees[slot].grow(nodes)
+        return joined(draft, trees, max(len(tree.tokens) for tree in trees.values()))
 
     def observe(self, done: RoundDone) -> None:
-        """Learn which candidates were right, and let the chains' policy learn."""
-        seconds = done.draft_seconds + done.verify_seconds
-        if done.drafted > 1 and 0 < seconds < 1e9:
-            self._tokens = _MEMORY * self._tokens + sum(map(len, done.decided))
-            self._seconds = _MEMORY * self._seconds + seconds
-        if self._seen is not None:
-            tokens, said = self._seen
-            ranks = [
-                ranks_of(tokens[slot], taken) for slot, taken in zip(done.judged, done.decided, strict=True)
-            ]
-            self._odds.observe(said[list(done.judged)], ranks)
-        self.chains.observe(done)
-
-    @property
-    def _trial(self) -> bool:
-        return isinstance(self.chains, AdaptiveLength) and self.chains.in_trial
-
-    def _fastest(self, chances: Array) -> int:
-        """The best number of nodes, from P(right) of each [requests, nodes], best first."""
-        assert isinstance(self.chains, AdaptiveLength)
-        rate, seconds = self.chains.prices(self._batch, chances.shape[1])
-        if self._seconds > 0:
-            rate = max(rate, self._tokens / self._seconds)
-        gains = np.cumsum(chances.sum(axis=0))[: len(seconds)]
-        return int(np.argmax(gains - rate * seconds[: len(gains)])) + 1
-
-
-def ranks_of(candidates: Array, taken: Sequence[int]) -> list[int]:
-    """The rank of each decided token among the candidates [drafts, W] of its place.
-
-    The first token that is not a candidate has rank W, and ends the list.
-    """
-    ranks = list[int]()
-    width = candidates.shape[1]
-    for place, token in enumerate(taken[: len(candidates)]):
-        of_token = np.flatnonzero(candidates[place] == token)
-        ranks.append(int(of_token[0]) if len(of_token) else width)
-        if not len(of_token):
-            break
-    return ranks
+        """Learn which candidates were right."""
+        for slot, decided in zip(done.judged, done.decided, strict=True):
+            if slot in self._seen:
+                learn_ranks(self._odds, *self._seen[slot], decided)

@@ -8,7 +8,6 @@ requests also read their rows of logits.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import inf
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -73,7 +72,6 @@ class DeviceArrays:
     """
 
     most_prompt_rows = 1  # the PREFILL profile has one row of logits
-    most_timed = inf  # buffers are those of the largest pass anyway, and a shape's first pass is slow
 
     def __init__(
         self,

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
-from dflash_trt.decoding.length.pass_times import PassTimes
 from dflash_trt.decoding.length.policy import RoundDone
+from dflash_trt.decoding.length.times import PassTimes
 from dflash_trt.decoding.params import SamplingParams
 from tests.doubles.fake_engines import BLOCK, Pool, expected, request
 from tests.doubles.simulation import (
@@ -53,17 +53,15 @@ def test_close_to_the_best_fixed_length_and_never_much_below_plain_decoding(veri
 
 @pytest.mark.parametrize("beginning", BEGINNINGS)
 def test_recovers_from_wrong_times(beginning: str) -> None:
-    """Start-up times wrong by up to four times, or times that change later: over 3,000 rounds, including learning.
+    """Kept times wrong by up to four times, or times that change later: over 1,500 rounds, including learning.
 
-    The mean of three seeds, each on two of the six pairs; `python -m build_scripts.bench.adaptive_length` plays all.
+    One of the six pairs for each; `python -m build_scripts.bench.adaptive_length` plays all.
     """
-    for names in HARD[list(BEGINNINGS).index(beginning) % 3 :: 3]:
-        ratios = []
-        for seed in range(3):
-            simulated = world(*names, beginning, seed)
-            ratios.append(simulated.compare(simulated.run(simulated.controller(), 3000)))
-        assert np.mean(ratios, axis=0)[0] > 0.96, names
-        assert np.mean(ratios, axis=0).min() > 0.93, names
+    names = HARD[list(BEGINNINGS).index(beginning) % len(HARD)]
+    simulated = world(*names, beginning)
+    ratios = simulated.compare(simulated.run(simulated.controller(), 1500))
+    assert ratios[0] > 0.95, names
+    assert ratios.min() > 0.92, names
 
 
 @pytest.mark.parametrize("beginning", ["length 1 a quarter", "length 8 four times"])
@@ -76,21 +74,6 @@ def test_wrong_times_do_not_cut_drafts_for_good(beginning: str) -> None:
             simulated.said = SAYINGS["the truth"]
             ratios.append(simulated.compare(simulated.run(simulated.controller(), 1500)).min())
         assert np.mean(ratios) > 0.87, names
-
-
-@pytest.mark.parametrize(("verify", "drafts"), [("dense_cpu", "good"), ("moe", "fading")])
-def test_replicas_started_on_a_busy_host_are_alike_after_500_rounds(verify: str, drafts: str) -> None:
-    """Each replica measured its own times, all distorted by a random factor in 1/4 .. 4."""
-    for pair in ("small", "large"):
-        speeds = []
-        for replica in range(4):
-            simulated = world(verify, drafts, pair, "each by its own factor", seed=replica)
-            policy = simulated.controller()
-            simulated.run(policy, 500)
-            simulated.rng = np.random.default_rng(99)  # the same traffic for all
-            tokens, seconds, _ = simulated.run(policy, 500).sum(axis=0)
-            speeds.append(tokens / seconds)
-        assert max(speeds) < 1.15 * min(speeds), (pair, speeds)
 
 
 @pytest.fixture
@@ -125,25 +108,25 @@ def rounds(draw: st.DrawFn) -> dict[str, Any]:
         "draft_seconds": draw(ANY_NUMBER),
         "verify_seconds": draw(ANY_NUMBER),
         "right": draw(st.integers(0, 5)),
+        "said": draw(ANY_NUMBER),
     }
 
 
 def feed(policy: AdaptiveLength, seen: dict[str, Any]) -> None:
     """One round with these numbers, as the scheduler would report it."""
     batch, drafts, requests = seen["batch"], seen["drafts"], seen["requests"]
-    asked = policy.draft(batch)
+    active = [request([1], SamplingParams()) for _ in range(batch)]
+    asked = policy.draft(active)
     assert 1 <= asked <= policy.block_size
-    policy.observe(
-        RoundDone(
-            batch=batch,
-            drafted=drafts + 1,
-            verified=drafts + 1,
-            accepted=[min(seen["right"], drafts)] * requests,
-            offered=[drafts] * requests,
-            draft_seconds=seen["draft_seconds"],
-            verify_seconds=seen["verify_seconds"],
-        )
-    )
+    with np.errstate(over="ignore"):
+        said = np.full((batch, drafts), seen["said"], np.float32)
+    draft = Draft(np.zeros((batch, drafts + 1), int), None, said)
+    slots = range(min(requests, batch))
+    verified = policy.select(draft, active, slots, 1).nodes
+    right = min(seen["right"], verified - 1)
+    decided = [[0] * right + [1]] * len(slots)
+    passes = seen["draft_seconds"], seen["verify_seconds"]
+    policy.observe(RoundDone(active, draft, verified, slots, decided, *passes))
 
 
 def one_round(seconds: float, right: int, drafts: int = 7) -> dict[str, Any]:
@@ -155,6 +138,7 @@ def one_round(seconds: float, right: int, drafts: int = 7) -> dict[str, Any]:
         "draft_seconds": seconds,
         "verify_seconds": seconds,
         "right": right,
+        "said": -0.1,
     }
 
 
@@ -164,26 +148,23 @@ NAN_ROUND = one_round(float("nan"), right=0, drafts=5)
 @pytest.mark.usefixtures("_no_hang")
 @settings(deadline=None, max_examples=60)
 @given(
-    st.lists(ANY_NUMBER, min_size=12, max_size=12),
+    st.lists(st.floats(1e-9, 1e9), min_size=12, max_size=12),
     st.lists(rounds(), max_size=12),
     st.lists(rounds(), max_size=3),
 )
 @example([1.0] * 12, [NAN_ROUND], [NAN_ROUND])
-@example([float("nan")] * 12, [], [])
 def test_no_numbers_stop_the_controller(
     start_up: list[float], some: list[dict[str, Any]], often: list[dict[str, Any]]
 ) -> None:
-    """For any numbers of drafters and clocks, at start-up and in every round, each length is one of the block's."""
+    """For any numbers of drafters and clocks in every round, each length is one of the block's."""
     draft, verify = (
-        PassTimes(
-            {1: dict(zip((2, 4, 6), a, strict=True)), 8: dict(zip((2, 4, 6), b, strict=True))}, [1, 2, 4, 8]
-        )
+        PassTimes(6, {1: dict(zip((2, 4, 6), a, strict=True)), 8: dict(zip((2, 4, 6), b, strict=True))})
         for a, b in ((start_up[:3], start_up[3:6]), (start_up[6:9], start_up[9:]))
     )
     policy = AdaptiveLength(6, draft, verify)
     for seen in [*some, *(20 * often)]:
         feed(policy, seen)
-    assert 1 <= policy.draft(1) <= 6
+    assert 1 <= policy.draft([request([1], SamplingParams())]) <= 6
 
 
 @pytest.mark.usefixtures("_no_hang")
@@ -226,17 +207,17 @@ def test_drafting_comes_back_when_it_pays_again() -> None:
 
 @pytest.mark.parametrize("load", LOADS)
 def test_a_shared_machine(load: str) -> None:
-    """Stalls, drifts and busy periods, over 3,000 rounds from the start. The mean time counts, with all stalls.
+    """Stalls, drifts and busy periods, over 1,500 rounds from the start. The mean time counts, with all stalls.
 
-    `python -m build_scripts.bench.adaptive_length --loads` plays all pairs.
+    Two of the six pairs for each; `python -m build_scripts.bench.adaptive_length --loads` plays all.
     """
     speeds = []
-    for names in HARD[list(LOADS).index(load) % 2 :: 2]:
+    for names in HARD[list(LOADS).index(load) % 3 :: 3]:
         simulated = world(*names, load=load)
-        ratios = simulated.compare(simulated.run(simulated.controller(), 3000))
-        assert ratios[0] > 0.95, names
+        ratios = simulated.compare(simulated.run(simulated.controller(), 1500))
+        assert ratios[0] > 0.94, names
         speeds.append(ratios.min())
-    assert np.mean(speeds) > 0.95, speeds
+    assert np.mean(speeds) > 0.94, speeds
 
 
 @pytest.mark.parametrize("verify", ["dense_cpu", "gpu"])
@@ -266,7 +247,7 @@ def test_trials_cost_one_round_in_a_hundred() -> None:
 @pytest.mark.parametrize("mean", [-3.0, -1.0, 0.3])
 def test_hardly_any_request_loses_by_drafts(rows: float, mean: float, said: str | None) -> None:
     """Where drafts pay for some requests and not for others, those that they do not pay for soon go without."""
-    speeds = prompts(rows, mean, said=said)
+    speeds = prompts(rows, mean, count=24, said=said)
     assert (speeds < 0.97).sum() <= 1
     assert speeds.min() > 0.95
     assert speeds.max() > 1.05 or mean == -3.0
@@ -289,15 +270,16 @@ def test_only_drafts_that_are_worth_their_rows_are_verified() -> None:
     policy = World(8, lambda batch, n: 0.8 + 0.2 * n, small_drafter, honest(0.0)).controller()
     said = np.log([[0.99] * 7, [0.9, 0.8, 0.02, 0.99, 0.99, 0.99, 0.99], [0.01] * 7]).astype(np.float32)
     tokens = np.arange(8)[None]
-    policy.draft(1)
+    active = [request([1], SamplingParams())]
+    policy.draft(active)
     for row, nodes in zip(said, (8, 3, 1), strict=True):
-        draft = policy.select(Draft(tokens, None, row[None]), [0], 1)
+        draft = policy.select(Draft(tokens, None, row[None]), active, [0], 1)
         assert draft.tokens.tolist() == [list(range(nodes))]
         assert draft.logprobs.shape == (1, nodes - 1)
     # On a device, waiting for the numbers costs more than it saves.
     on_device = Draft(tokens, None, torch.from_numpy(said[2:]))
-    assert policy.select(on_device, [0], 1) is on_device
-    assert policy.select(whole := Draft(tokens, None, said[2:]), [], 1) is whole
+    assert policy.select(on_device, active, [0], 1) is on_device
+    assert policy.select(whole := Draft(tokens, None, said[2:]), active, [], 1) is whole
 
 
 def test_the_smallest_block() -> None:
@@ -307,10 +289,11 @@ def test_the_smallest_block() -> None:
 
 def test_in_the_scheduler_tokens_are_those_of_plain_decoding() -> None:
     """The drafter's rows are complete whenever it is on; the pool checks this at every step."""
-    costs = PassTimes({1: {1: 1.0, 2: 1.2, BLOCK: 2.0}}, [1, 2, 3])
+    costs = {1: {1: 1.0, 2: 1.2, BLOCK: 2.0}}
     for draft_cost in (0.01, 100.0):
         pool = Pool(3, 6)
-        policy = AdaptiveLength(BLOCK, PassTimes({1: {2: draft_cost, BLOCK: draft_cost}}, [1, 2, 3]), costs)
+        drafts = {1: {2: draft_cost, BLOCK: draft_cost}}
+        policy = AdaptiveLength(BLOCK, PassTimes(BLOCK, drafts), PassTimes(BLOCK, costs))
         requests = [
             request([1 + i, 2, 3], SamplingParams(max_tokens=50, temperature=0.5 * (i % 2), seed=i))
             for i in range(9)
@@ -324,10 +307,11 @@ def test_in_the_scheduler_tokens_are_those_of_plain_decoding() -> None:
             assert each.output[:50] == expected(each.prompt, each.params, i)
 
 
-def test_start_up_without_time_for_several_requests() -> None:
-    """Larger batches begin with the times of single requests."""
+@pytest.mark.parametrize("kept", [False, True])
+def test_times_that_were_not_kept(kept: bool) -> None:
+    """Nothing was kept, or larger batches begin with the times of single requests."""
     for names in HARD[1::2]:
-        simulated = replace(world(*names), batch=4, single=True)
+        simulated = replace(world(*names), batch=4, single=True, kept=kept)
         ratios = simulated.compare(simulated.run(simulated.controller(), 1500))
         assert ratios[0] > 0.95, names
         assert ratios.min() > 0.93, names

@@ -123,7 +123,7 @@ def test_the_block_length_learns_from_the_device(bundles: dict[str, Bundle]) -> 
         tokens(llm)
         policy = llm._runtime.lengths(RequestOptions())
         assert isinstance(policy, AdaptiveLength)
-        assert any(judged for _, judged, _, _ in policy._acceptance._counts)
+        assert any(before for _, before, _, _ in policy._expected._counts)
 
 
 def test_passes_have_few_sizes() -> None:
