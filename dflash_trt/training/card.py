@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dflash_trt.training.export import contract_breaks
 from dflash_trt.training.loop import Recipe
 
 _KINDS = {"DFlash2DraftModel": "DFlash2"}
@@ -40,7 +41,22 @@ def model_card(
         f"tokens in one pass, from hidden states of the target after layers {taps}. It works only with that target, "
         "and does not change the target's tokens.",
         "",
-        f"    dflash-trt build --target {target} --drafter THIS_DIRECTORY",
+        "## Use",
+        "",
+        "With `DIR` for this directory, on TensorRT, ONNX Runtime or TensorRT-LLM by dflash-trt:",
+        "",
+        f"    dflash-trt build --target {target} --drafter DIR --out bundle && dflash-trt serve bundle",
+        "",
+        "vLLM (name the method: it is guessed from the name of the directory otherwise), SGLang, and the section of "
+        "TensorRT-LLM's configuration file:",
+        "",
+        f"    vllm serve {target} --speculative-config "
+        f"""'{{"method": "dflash", "model": "DIR", "num_speculative_tokens": {size - 1}}}'""",
+        f"    python -m sglang.launch_server --model-path {target} --speculative-algorithm DFLASH "
+        f"--speculative-draft-model-path DIR --speculative-num-draft-tokens {size}",
+        f"    speculative_config: {{decoding_type: DFlash, speculative_model: DIR, max_draft_len: {size - 1}}}",
+        "",
+        *(f"TensorRT Edge-LLM refuses it: {each}." for each in contract_breaks(dict(config))),
         "",
         "## Training",
         "",

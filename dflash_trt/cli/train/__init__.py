@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from dflash_trt.cli.train import drafter, evaluate, regenerate
+from dflash_trt.cli.train import drafter, evaluate, export, regenerate
 
 SUMMARY = "train a drafter for a target, on the target's own answers"
 DESCRIPTION = """\
 Train a DFlash or DFlash2 drafter for any target that Transformers runs and this package builds.
-`regenerate` lets the target answer prompts, `drafter` trains on the answers, `evaluate` measures a drafter.
-Each continues an interrupted call with the same arguments. They need dflash-trt[train].
+`regenerate` lets the target answer prompts, `drafter` trains on the answers, `evaluate` measures a drafter, and
+`export` writes it for other programs. The first two continue an interrupted call with the same arguments. They need
+dflash-trt[train].
 """
 EXAMPLES = """\
 examples:
@@ -21,9 +22,10 @@ examples:
   dflash-trt train drafter --target qwen3-4b --from z-lab/Qwen3-4B-DFlash-b16 --data answers.jsonl --out runs/tuned
   accelerate launch -m dflash_trt train drafter ...            # several GPUs or nodes
   dflash-trt train evaluate --target tiny --drafter runs/mine/best
+  dflash-trt train export --target Qwen/Qwen3-4B --drafter runs/mine/best --format zlab --out drafter
 """
 
-STEPS = {"regenerate": regenerate, "drafter": drafter, "evaluate": evaluate}
+STEPS = {"regenerate": regenerate, "drafter": drafter, "evaluate": evaluate, "export": export}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

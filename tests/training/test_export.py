@@ -1,0 +1,120 @@
+"""Exported drafters: this package's reader, z-lab's own classes and speculators' load them and draft the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dflash_trt.building.build import build
+from dflash_trt.checkpoint.catalogue import SHIPPED
+from dflash_trt.checkpoint.draft_vocabulary import FILE
+from dflash_trt.cli import main
+from dflash_trt.errors import CheckpointError
+from dflash_trt.llm import LLM
+from dflash_trt.models.configs import read_target_config
+from dflash_trt.training.checkpoint import dflash2_config, new_config, open_drafter, write_checkpoint
+from dflash_trt.training.export import contract_breaks, export
+from tests.doubles.text_checkpoints import make_gemma
+
+TARGET, DRAFTER = SHIPPED / "tiny" / "target", SHIPPED / "tiny" / "drafter"
+
+
+def with_vocabulary(folder: Path, size: int) -> Path:
+    """The shipped drafter, with the tokens 0, 2, 4 and so on as its vocabulary."""
+    config = json.loads((DRAFTER / "config.json").read_text())
+    write_checkpoint(load_file(DRAFTER / "model.safetensors"), config, folder, "card", range(0, 2 * size, 2))
+    return folder
+
+
+def dflash2(folder: Path) -> Path:
+    """A new DFlash2 drafter from the shipped one."""
+    config = dflash2_config(json.loads((DRAFTER / "config.json").read_text()))
+    (folder / "config").mkdir(parents=True)
+    (folder / "config" / "config.json").write_text(json.dumps(config))
+    drafter = open_drafter(folder / "config", DRAFTER, TARGET)
+    embedding = load_file(TARGET / "model.safetensors")["model.embed_tokens.weight"]
+    write_checkpoint(drafter.published(drafter.state_dict(), embedding), config, folder / "made", "card")
+    return folder / "made"
+
+
+def drafted(drafter: Path, work: Path) -> list[Any]:
+    """Tokens and accepted drafts of a few prompts."""
+    with LLM(build(str(TARGET), str(drafter), work).path, threads=1) as llm:
+        answers = llm.generate(["12 + 7 =", "def add(", "The quick"], block_length=8, tree_nodes=0)
+        return [(answer.token_ids, answer.statistics.acceptance_histogram) for answer in answers]
+
+
+def test_both_layouts_draft_what_the_drafter_drafts(tmp_path: Path) -> None:
+    expected = drafted(DRAFTER, tmp_path / "own")
+    for form in ("zlab", "speculators"):
+        assert export(DRAFTER, TARGET, "tiny", tmp_path / form, form) == []
+        assert drafted(tmp_path / form, tmp_path / f"{form}-bundle") == expected
+
+
+def test_a_draft_vocabulary_becomes_a_head_with_its_map(tmp_path: Path) -> None:
+    folder, out = with_vocabulary(tmp_path / "few", 300), tmp_path / "out"
+    assert export(folder, TARGET, "tiny", out, "speculators") == []
+    tensors, head = load_file(out / "model.safetensors"), load_file(TARGET / "model.safetensors")
+    rows = torch.arange(300) + tensors["d2t"]
+    assert rows.tolist() == tensors["t2d"].nonzero().flatten().tolist() == list(range(0, 600, 2))
+    assert torch.equal(tensors["lm_head.weight"], head["model.embed_tokens.weight"][rows].bfloat16())
+    assert not (out / FILE).exists()
+    assert drafted(out, tmp_path / "a") == drafted(folder, tmp_path / "b")
+    (warning,) = export(folder, TARGET, "tiny", tmp_path / "zlab", "zlab")
+    assert "no draft vocabulary" in warning
+
+
+def test_dflash2_keeps_the_published_contract_or_says_who_refuses_it(tmp_path: Path) -> None:
+    made = dflash2(tmp_path)
+    config = json.loads((made / "config.json").read_text())
+    (warning,) = export(made, TARGET, "tiny", tmp_path / "out", "speculators")
+    assert warning == "TensorRT Edge-LLM refuses this drafter: target_layer_ids has 4 taps, not 5"
+    config["dflash_config"]["target_layer_ids"].append(8)
+    assert contract_breaks(config) == []
+    config["dflash_config"]["selector_rank"] = 64
+    assert contract_breaks(config) == ["selector_rank is 64, not 256"]
+
+
+def test_a_target_that_scales_its_embedding_is_refused_for_speculators(tmp_path: Path) -> None:
+    target = make_gemma(tmp_path / "target")
+    config = new_config(read_target_config(target), layers=1, taps=[1], block_size=4, mask_token_id=3)
+    (folder := tmp_path / "drafter").mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    write_checkpoint(open_drafter(folder, None, target).state_dict(), config, folder, "card")
+    assert export(folder, target, "gemma", tmp_path / "out", "zlab") == []
+    with pytest.raises(CheckpointError, match="use --format zlab"):
+        export(folder, target, "gemma", tmp_path / "out", "speculators")
+
+
+def test_z_labs_own_classes_load_it(tmp_path: Path) -> None:
+    model = pytest.importorskip("dflash.model")
+    for folder, kind in ((DRAFTER, model.DFlashDraftModel), (dflash2(tmp_path), model.DFlash2DraftModel)):
+        export(folder, TARGET, "tiny", tmp_path / "out", "zlab")
+        _, said = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
+        assert not said["missing_keys"]
+        assert not said["unexpected_keys"]
+        assert not said["mismatched_keys"]
+
+
+def test_speculators_own_reader_loads_it(tmp_path: Path) -> None:
+    speculators = pytest.importorskip("speculators")
+    folders = {"dflash": with_vocabulary(tmp_path / "few", 300), "dflash2": dflash2(tmp_path)}
+    for name, folder in folders.items():
+        export(folder, TARGET, str(TARGET), tmp_path / name, "speculators")
+        read = speculators.SpeculatorModel.from_pretrained(str(tmp_path / name))
+        written, state = load_file(tmp_path / name / "model.safetensors"), read.state_dict()
+        assert set(written) <= set(state)
+        assert all(torch.equal(state[key].to(value.dtype), value) for key, value in written.items())
+        assert read.target_layer_ids == [2, 4, 6, 8]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"train export --target tiny --drafter {DRAFTER} --format zlab --out {tmp_path / 'out'}"
+    assert main(words.split()) == 0
+    assert str(tmp_path / "out") in capsys.readouterr().out
+    assert (tmp_path / "out" / "config.json").is_file()
