@@ -27,6 +27,7 @@ from tests.doubles import kind_checkpoints as kinds
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter, make_llama, make_qwen3_moe
 from tests.doubles.hybrid_checkpoints import make_hybrid
+from tests.doubles.muse_checkpoints import make_assistant, make_muse
 from tests.doubles.quantized_checkpoints import (
     INT4_GROUP,
     encoded,
@@ -74,6 +75,8 @@ PAIRS: dict[str, tuple[Make, dict[str, Any], Make, dict[str, Any], dict[str, Any
         {"layers": 1, "softcap": 5.0},
         {},
     ),
+    "muse glimmer, by meta": (make_muse, {}, make_assistant, {}, {}),
+    "muse glimmer, dflash2": (make_muse, {}, kinds.make_dflash2, {"softcap": 20.0, "multiplier": 0.5}, {}),
     "eagle3": (make_target, {}, kinds.make_eagle3, {"layout": "layers.0", "aux": (1, 2, 3)}, {}),
     "dflash2": (make_target, {}, kinds.make_dflash2, {}, {"tree_width": 2}),
     "dspark": (make_target, {}, kinds.make_dspark, {"head": "rnn", "confidence": True}, {}),
