@@ -14,7 +14,7 @@ import contextlib
 import json
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,25 +120,94 @@ def cut_json_call(text: str) -> Call | None:
     return _call(start[1], arguments if arguments.startswith("{") else "")
 
 
-_XML = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>)?\s*", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|$)", re.DOTALL)
+_FUNCTION, _PARAMETER, _VALUE_END, _END = "<function=", "<parameter=", "</parameter>", "</function>"
+_GOES_ON = re.compile(r"\s*(?:$|<parameter=)")  # what may follow the end of a value
 
 
 def _xml_call(text: str, schemas: Schemas) -> Call | None:
-    """A call as Qwen3-Coder writes it. A value is JSON unless the tool's schema says that it is a string."""
-    call = _XML.fullmatch(text)
-    if call is None:
+    """A call as Qwen3-Coder writes it. A value is JSON unless the tool's schema takes it as a text."""
+    text = text.strip()
+    name, closed, body = text.removeprefix(_FUNCTION).partition(">")
+    if not text.startswith(_FUNCTION) or not closed or not name or "\n" in name:
         return None
-    properties = schemas.get(call[1], {}).get("properties")
-    types = properties if isinstance(properties, dict) else {}
+    root = schemas.get(name, {})
+    properties = root.get("properties") if isinstance(root.get("properties"), dict) else {}
+    assert isinstance(properties, dict)
     arguments: dict[str, Any] = {}
-    for name, given in _PARAMETER.findall(call[2]):
-        text = given.removeprefix("\n").removesuffix("\n")
-        schema = types.get(name)
-        is_text = isinstance(schema, dict) and schema.get("type") == "string"
-        value = None if is_text else parsed(text)
-        arguments[name] = text if value is None and text.strip() != "null" else value
-    return _call(call[1], json.dumps(arguments, ensure_ascii=False))
+    for key, value in _values(body.removesuffix(_END), properties.keys()):
+        arguments[key] = _typed(value.removeprefix("\n").removesuffix("\n"), properties.get(key, True), root)
+    return _call(name, json.dumps(arguments, ensure_ascii=False))
+
+
+def _values(body: str, known: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Names and values of parameters. An end mark is a part of the value unless a parameter or the call's end follows.
+
+    Where a value has no end mark, the next parameter ends it, if the tool has one of this name.
+    """
+    at = body.find(_PARAMETER)
+    while at >= 0:
+        end = body.find(">", at)
+        if end < 0:
+            return
+        key, start = body[at + len(_PARAMETER) : end], end + 1
+        stop = body.find(_VALUE_END, start)
+        while stop >= 0 and not _GOES_ON.match(body, stop + len(_VALUE_END)):
+            stop = body.find(_VALUE_END, stop + 1)
+        limit, following = stop if stop >= 0 else len(body), body.find(_PARAMETER, start)
+        while 0 <= following < limit:
+            close = body.find(">", following, following + 300)
+            if close >= 0 and body[following + len(_PARAMETER) : close] in known:
+                limit = following
+                break
+            following = body.find(_PARAMETER, following + 1)
+        yield key, body[start:limit]
+        at = body.find(_PARAMETER, limit)
+
+
+def _typed(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
+    """The value of a parameter that is written as a text."""
+    word = text.strip()
+    if word in ("null", "None") and _admits(schema, root, "null"):
+        return None
+    if _admits(schema, root, "string", text):
+        return text
+    value = parsed(word.lower() if word in ("True", "False") else text)
+    return text if value is None and word != "null" else value
+
+
+def _admits(
+    schema: Any, root: Mapping[str, Any], kind: str, text: str | None = None, seen: set[str] | None = None
+) -> bool:
+    """Whether a schema takes values of a type; with a text, this one. One that says nothing takes texts alone.
+
+    seen: references that were followed, each of them once.
+    """
+    seen = set() if seen is None else seen
+    if not isinstance(schema, dict):
+        return kind == "string" and schema is True
+    if isinstance(place := schema.get("$ref"), str):
+        if place in seen:
+            return False
+        seen.add(place)
+        return _admits(_part(root, place), root, kind, text, seen)
+    if "enum" in schema or "const" in schema:
+        listed = schema.get("enum", [schema.get("const")])
+        return isinstance(listed, list) and (text if kind == "string" else None) in listed
+    for key in ("anyOf", "oneOf", "allOf"):
+        if isinstance(schema.get(key), list):
+            found = (_admits(each, root, kind, text, seen) for each in schema[key])
+            return all(found) if key == "allOf" else any(found)
+    kinds = schema.get("type", "object" if schema.keys() & {"properties", "items"} else "string")
+    return kind in kinds if isinstance(kinds, list) else kind == kinds
+
+
+def _part(root: Mapping[str, Any], place: str) -> Any:
+    """What a reference such as #/$defs/NAME refers to in a schema; None if there is nothing."""
+    schema: Any = root if place.startswith("#") else None
+    for name in place.split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        schema = schema.get(name) if isinstance(schema, dict) else None
+    return schema
 
 
 def tagged_call(text: str, schemas: Schemas, *, cut: bool) -> list[Call]:
@@ -146,14 +215,14 @@ def tagged_call(text: str, schemas: Schemas, *, cut: bool) -> list[Call]:
     if not cut:
         call = _xml_call(text, schemas) or json_call(parsed(text))
     elif call := _xml_call(text[: len(text) - overlap(text, "</parameter>")], schemas):
-        if "</function>" not in text:
+        if not text.rstrip().endswith(_END):
             call = Call(call.name, call.arguments[:-1], call.id)
     else:
         call = cut_json_call(text)
     return [call] if call else []
 
 
-def gemma_call(text: str, *, cut: bool) -> list[Call]:
+def gemma_call(text: str, schemas: Schemas, *, cut: bool) -> list[Call]:
     """The call between Gemma's marks, with the arguments as JSON."""
     name, brace, rest = text.strip().removeprefix("call:").partition("{")
     if not text.strip().startswith("call:") or not name.strip() or not (brace or cut):
@@ -162,6 +231,7 @@ def gemma_call(text: str, *, cut: bool) -> list[Call]:
     return [_call(name.strip(), arguments)] if cut or isinstance(parsed(arguments), dict) else []
 
 
+_MARK = re.compile(r'[{}\[\],:]|<\|"\|>')
 _LITERAL = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null")
 
 
@@ -180,8 +250,8 @@ def _as_json(text: str) -> str:
         elif text[at].isspace():
             at += 1
         else:
-            places = (text.find(mark, at) for mark in (*"{}[],:", QUOTE))
-            end = min((place for place in places if place >= 0), default=len(text))
+            found = _MARK.search(text, at)
+            end = found.start() if found else len(text)
             word = text[at:end].strip()
             if _LITERAL.fullmatch(word) and text[end : end + 1] != ":":
                 made.append(word)
@@ -192,7 +262,7 @@ def _as_json(text: str) -> str:
     return "".join(made)
 
 
-def mistral_calls(text: str, *, cut: bool) -> list[Call]:
+def mistral_calls(text: str, schemas: Schemas, *, cut: bool) -> list[Call]:
     """The calls that a mark of Mistral's begins: a name and arguments, or in older models a list of calls."""
     name, mark, arguments = text.strip().partition(ARGUMENTS)
     if mark and name.strip() and (cut or isinstance(parsed(arguments), dict)):

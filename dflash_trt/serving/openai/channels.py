@@ -9,7 +9,9 @@ tokens of one vocabulary, which it downloads. This reads the tokens of the bundl
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterator
+from functools import lru_cache
 
 from dflash_trt.decoding.output import Detokenizer
 from dflash_trt.serving.openai.calls import Call
@@ -17,6 +19,7 @@ from dflash_trt.serving.openai.parsing import AnswerPart, Stage
 from dflash_trt.text.tokenizer import Tokenizer
 
 _MARKERS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
+_MOST_HEADER = 1000  # characters; a channel and a tool take fewer
 
 
 class Channels:
@@ -34,23 +37,32 @@ class Channels:
         self._header, body, _ = head.partition("<|message|>")
         self._in_body = bool(body)
         self._words = Detokenizer(tokenizer.backend)
-        self._call = ""
+        self._call = list[str]()
         # Stop strings cut the engine's text, but not its tokens. So no more characters are given out than it has.
         self._allowed = self._seen = 0
-        self._waiting: list[tuple[str, str]] = []
+        self._waiting = deque[tuple[str, str]]()
         self.reasoning_tokens = 0
 
     def push(self, text: str, token_ids: list[int]) -> list[AnswerPart]:
         """The parts that a text and its tokens make certain."""
         self._allowed += len(text)
+        run = list[int]()  # tokens between markers
         for token in token_ids:
             if (marker := self._markers.get(token)) is None:
-                self.reasoning_tokens += self._in_body and _read(self._header)[0] == "analysis"
-                self._take(self._words.push([token]))
+                run.append(token)
             else:
+                self._say(run)
+                run = []
                 self._end_of_text()
                 self._mark(marker)
+        self._say(run)
         return list(self._due())
+
+    def _say(self, tokens: list[int]) -> None:
+        if tokens:
+            if self._in_body and _read(self._header)[0] == "analysis":
+                self.reasoning_tokens += len(tokens)
+            self._take(self._words.push(tokens))
 
     def finish(self, *, cut: bool = False) -> list[AnswerPart]:
         """The rest. cut: the answer was ended before its end, so the arguments of a call may lack theirs."""
@@ -69,7 +81,9 @@ class Channels:
         if self._in_body:
             self._waiting.append((self._header, text))
         else:
-            self._header += text
+            self._header += (
+                text[: _MOST_HEADER - len(self._header)] if len(self._header) < _MOST_HEADER else ""
+            )
             self._seen += len(text)
 
     def _mark(self, marker: str) -> None:
@@ -86,7 +100,7 @@ class Channels:
         while self._waiting:
             header, text = self._waiting[0]
             if header in ("end", "cut"):
-                self._waiting.pop(0)
+                self._waiting.popleft()
                 yield from self._message_end(text, "{}" if header == "end" else "")
                 continue
             room = self._allowed - self._seen
@@ -97,13 +111,13 @@ class Channels:
             if len(now) < len(text):
                 self._waiting[0] = header, text[room:]
             else:
-                self._waiting.pop(0)
+                self._waiting.popleft()
             yield from self._part(header, now)
 
     def _part(self, header: str, text: str) -> Iterator[AnswerPart]:
         channel, tool = _read(header)
         if tool:
-            self._call += text
+            self._call.append(text)
         elif channel == "analysis":
             yield AnswerPart("reasoning", text)
         else:
@@ -113,10 +127,11 @@ class Channels:
         """without: the arguments of a call that has none."""
         tool = _read(header)[1]
         if tool:
-            yield AnswerPart("call", call=Call(tool, self._call.strip() or without))
-            self._call = ""
+            yield AnswerPart("call", call=Call(tool, "".join(self._call).strip() or without))
+            self._call = list[str]()
 
 
+@lru_cache(maxsize=64)
 def _read(header: str) -> tuple[str, str]:
     """The channel of a message, and the tool that it calls."""
     tool = re.search(r"to=(?:functions\.)?([\w.-]+)", header)

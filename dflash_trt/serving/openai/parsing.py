@@ -1,17 +1,20 @@
 """A chat's answer in parts: reasoning, content and calls of tools, from a stream of text and tokens.
 
-An answer passes two stages: reasoning first, where the family has any, then calls in its content. channels.py has the
-parser of gpt-oss, and written.py says which stages a model's chat template needs.
+An answer passes two stages: reasoning first, where the family has any, then calls in its content. Each takes time in
+proportion to the text. channels.py has the parser of gpt-oss, and written.py says which stages a model's chat template
+needs.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from dflash_trt.serving.openai.calls import (
     Call,
+    Schemas,
     begins_json_call,
     cut_json_call,
     json_call,
@@ -27,6 +30,9 @@ class AnswerPart:
     kind: Literal["content", "reasoning", "call"]
     text: str = ""
     call: Call | None = None
+
+
+BARE = "<|python_tag|>"  # may stand before objects that are calls
 
 
 class Stage:
@@ -55,7 +61,7 @@ class Think(Stage):
     def __init__(self, inside: bool, begin: str = "<think>", end: str = "</think>") -> None:
         self._begin, self._end = begin, end
         self._state: Literal["before", "inside", "trim", "after"] = "inside" if inside else "before"
-        self._held, self.thought = "", inside
+        self._blanks, self._held, self.thought = list[str](), "", inside
 
     @property
     def over(self) -> bool:
@@ -64,15 +70,19 @@ class Think(Stage):
 
     def push(self, text: str) -> Iterator[AnswerPart]:
         """Reasoning as soon as no end mark can be in it, and the content after that."""
+        if self._state == "before" and not self._held:
+            rest = text.lstrip()
+            self._blanks.append(text[: len(text) - len(rest)])
+            text = rest
         self._held += text
         if self._state == "before":
-            start = self._held.lstrip()
-            size = len(self._begin)
-            if self._begin.startswith(start[:size]) and len(start) < size:
+            if self._begin.startswith(self._held) and self._held != self._begin:
                 return
-            self._state = "inside" if start.startswith(self._begin) else "after"
-            if self._state == "inside":
-                self._held, self.thought = start[size:], True
+            self.thought = self._held.startswith(self._begin)
+            self._state = "inside" if self.thought else "after"
+            self._held = (
+                self._held[len(self._begin) :] if self.thought else "".join(self._blanks) + self._held
+            )
         if self._state == "inside":
             yield from self._reason()
         if self._state == "trim":  # the line breaks after the tag are no content
@@ -95,64 +105,165 @@ class Think(Stage):
 
     def finish(self, *, cut: bool = False) -> Iterator[AnswerPart]:
         """What is held back, which is no mark."""
+        if self._state == "before":
+            self._held = "".join(self._blanks) + self._held
         if self._held and self._state != "trim":
             yield AnswerPart("reasoning" if self._state == "inside" else "content", self._held)
         self._held = ""
 
 
-class MarkedCalls(Stage):
-    """Calls between the marks `begin` and `end`. Without `end` a block goes on to the next `begin`.
+@dataclass(frozen=True)
+class Notation:
+    """How a family marks calls.
 
-    A block in which `read` sees no call stays content, with its marks. Blanks around calls are no content.
+    kind: what a block with this beginning is: "json" or "tags", where texts may have marks, or "other"; "" is no call,
+    and None needs more. read: the calls of a block.
     """
 
-    def __init__(self, begin: str, end: str, read: Callable[..., list[Call]]) -> None:
-        self._begin, self._end, self._read = begin, end, read
-        self._held, self._inside, self._after_call = "", False, False
+    begin: str
+    end: str
+    kind: Callable[[str], str | None]
+    read: Callable[..., list[Call]]
+
+
+class MarkedCalls(Stage):
+    """Calls between the marks of a notation. Where it has no end mark, a block goes on to the next begin.
+
+    A block in which no call is seen stays content, with its marks and the blanks before it; it is given as soon as its
+    first characters show that. Blanks around calls are no content. A mark within a text of JSON, or within a value of
+    Qwen3-Coder's tags, is a part of it.
+    """
+
+    def __init__(self, notation: Notation, schemas: Schemas) -> None:
+        self._notation, self._schemas = notation, schemas
+        self._mark = notation.begin  # what ends the present block or content
+        self._text = ""  # of the mark, or of what tells what a block is: a few characters that wait for more
+        self._blanks, self._block = list[str](), list[str]()
+        self._inside, self._after_call = False, False
+        self._scan: Callable[[str], bool] | None = (
+            None  # of a block that may be a call: whether a mark may end it
+        )
 
     def push(self, text: str) -> Iterator[AnswerPart]:
         """The content before a mark, and each call when its block has ended."""
-        self._held += text
-        while True:
-            mark = (self._end or self._begin) if self._inside else self._begin
-            before, marked, rest = self._held.partition(mark)
-            if self._inside:
-                if not marked:
-                    return
-                yield from self._block(before, self._end)
-                self._inside = not self._end
-            else:
-                # Blanks may belong to a call, so those at the end wait for what follows them.
-                shown = (before if marked else before[: len(before) - overlap(before, mark)]).rstrip()
-                if content := shown.lstrip() if self._after_call else shown:
-                    self._after_call = False
-                    yield AnswerPart("content", content)
-                rest = rest if marked else before[len(shown) :]
-                self._inside = bool(marked)
-            self._held = rest
-            if not marked:
+        text, self._text = self._text + text, ""
+        while text:
+            if self._inside and self._scan is None and (text := self._begun(text)) == "":
                 return
+            at = text.find(self._mark)
+            before = text[: at if at >= 0 else len(text) - overlap(text, self._mark)]
+            rest = text[len(before) + len(self._mark) :] if at >= 0 else ""
+            if at < 0:
+                self._text = text[len(before) :]
+            if not self._inside:
+                yield from self._content(before)
+                self._inside = at >= 0
+                self._mark = (self._notation.end or self._notation.begin) if self._inside else self._mark
+            else:
+                assert self._scan is not None
+                ends = self._scan(before)
+                self._block.append(before)
+                if at >= 0 and ends:
+                    yield from self._ended(self._notation.end)
+                    self._inside = not self._notation.end
+                    self._mark = (
+                        self._notation.end or self._notation.begin if self._inside else self._notation.begin
+                    )
+                elif at >= 0:
+                    self._scan(self._mark)
+                    self._block.append(self._mark)
+            text = rest
 
-    def _block(self, text: str, end: str, *, cut: bool = False) -> Iterator[AnswerPart]:
-        calls = self._read(text, cut=cut)
-        self._after_call = bool(calls)
-        for call in calls:
-            yield AnswerPart("call", call=call)
-        if not calls and not cut:
-            yield AnswerPart("content", f"{self._begin}{text}{end}")
+    def _begun(self, text: str) -> str:
+        """Look at the beginning of a block. Returns what is to be read on with; nothing if more is needed."""
+        if not (start := text.lstrip()):
+            self._block.append(text)
+            return ""
+        kind = self._notation.kind(start)
+        if kind is None and len(start) < 200:
+            self._text = text
+            return ""
+        if kind:
+            self._scan = _Tags() if kind == "tags" else _Quotes() if kind == "json" else lambda _: True
+            return text
+        # No call: the mark is content.
+        self._inside, self._mark = False, self._notation.begin
+        self._blanks.append(self._notation.begin + "".join(self._block))
+        self._block, self._after_call = [], False
+        return text
+
+    def _content(self, text: str) -> Iterator[AnswerPart]:
+        """Blanks may belong to a call, so those at the end wait for what follows them."""
+        shown = text.rstrip()
+        if shown or "".join(self._blanks[-1:]).strip():
+            whole = "".join(self._blanks) + shown
+            self._blanks.clear()
+            if content := whole.lstrip() if self._after_call else whole:
+                self._after_call = False
+                yield AnswerPart("content", content)
+        self._blanks.append(text[len(shown) :])
+
+    def _ended(self, end: str, *, cut: bool = False) -> Iterator[AnswerPart]:
+        text = "".join(self._block)
+        self._block, self._scan = [], None
+        calls = self._notation.read(text, self._schemas, cut=cut)
+        if calls:
+            self._blanks, self._after_call = [], True
+            for call in calls:
+                yield AnswerPart("call", call=call)
+        elif not cut:
+            whole = "".join(self._blanks) + self._notation.begin + text + end
+            self._blanks = []
+            yield AnswerPart("content", whole.lstrip() if self._after_call else whole)
+            self._after_call = False
 
     def finish(self, *, cut: bool = False) -> Iterator[AnswerPart]:
         """A block without an end may be a call; the beginning of a mark is none."""
-        held, inside = self._held, self._inside
-        self._held, self._inside = "", False
-        if inside:  # the end mark alone may be missing
-            yield from self._block(held[: len(held) - overlap(held, self._end)] if cut else held, "", cut=cut)
+        held, self._text = self._text, ""
+        if self._inside:  # the end mark alone may be missing
+            self._block.append(held[: len(held) - overlap(held, self._notation.end)] if cut else held)
+            yield from self._ended("", cut=cut)
+            self._inside = False
             return
         # Of a cut answer, but a single < is rarely the beginning of a mark.
-        if cut and (size := overlap(held, self._begin)) > 1:
-            held = held[: len(held) - size]
-        if content := held.lstrip() if self._after_call else held:
+        if cut and len(held) > 1:
+            held = ""
+        content = "".join(self._blanks) + held
+        if content := content.lstrip() if self._after_call else content:
             yield AnswerPart("content", content)
+
+
+class _Quotes:
+    """Whether a mark after some JSON is outside of its texts. A line break ends a text: JSON has none within."""
+
+    _STEP = re.compile(r'\\.|["\n\\]', re.DOTALL)
+
+    def __init__(self) -> None:
+        self._within = self._escaped = False
+
+    def __call__(self, text: str) -> bool:
+        at = 1 if self._escaped and text else 0
+        self._escaped = self._escaped and not text
+        for found in self._STEP.finditer(text, at):
+            if found[0] == '"':
+                self._within = not self._within
+            elif found[0] == "\n":
+                self._within = False
+            elif found[0] == "\\":  # at the end of the piece
+                self._escaped = True
+        return not self._within
+
+
+class _Tags:
+    """Whether a mark after some of Qwen3-Coder's tags follows the end of one."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def __call__(self, text: str) -> bool:
+        if shown := text[-200:].rstrip() or text.rstrip():
+            self._last = (self._last + shown)[-len("</parameter>") :]
+        return self._last.endswith(("</function>", "</parameter>"))
 
 
 class BareCalls(Stage):
@@ -162,22 +273,28 @@ class BareCalls(Stage):
     """
 
     def __init__(self, known: Iterable[str] | None = None) -> None:
-        self._held, self._content = "", False
+        self._held, self._begin = list[str](), ""
+        self._state: Literal["begin", "may be", "content"] = "begin"
         self._known = None if known is None else frozenset(known)
 
     def push(self, text: str) -> Iterator[AnswerPart]:
         """Nothing while the text may be a call; then all of it is content."""
-        self._held += text
-        start = self._held.lstrip().removeprefix("<|python_tag|>").lstrip()
-        may_call = not start or start[0] in "{[" or "<|python_tag|>".startswith(start)
-        self._content = self._content or not may_call
-        if self._content and self._held:
-            yield AnswerPart("content", self._held)
-            self._held = ""
+        self._held.append(text)
+        if self._state == "begin":
+            self._begin = (self._begin + text).lstrip()
+            start = self._begin.removeprefix(BARE).lstrip()
+            self._begin = self._begin if start else self._begin.rstrip()
+            if start and not BARE.startswith(self._begin):
+                self._state = "may be" if start[0] in "{[" else "content"
+        if self._state == "content" and (content := "".join(self._held)):
+            self._held.clear()
+            yield AnswerPart("content", content)
 
     def finish(self, *, cut: bool = False) -> Iterator[AnswerPart]:
         """The calls, if the text is nothing else; otherwise it is content."""
-        values, rest = json_values(self._held.strip().removeprefix("<|python_tag|>"))
+        text = "".join(self._held)
+        self._held.clear()
+        values, rest = json_values(text.strip().removeprefix(BARE))
         rest = rest.removeprefix("[") if cut else rest
         calls = [call for value in values if (call := self._known_call(value))]
         begun = bool(rest) and cut and begins_json_call(rest, self._known)
@@ -186,9 +303,8 @@ class BareCalls(Stage):
                 calls.append(last)
             for call in calls:
                 yield AnswerPart("call", call=call)
-        elif self._held:
-            yield AnswerPart("content", self._held)
-        self._held = ""
+        elif text:
+            yield AnswerPart("content", text)
 
     def _known_call(self, value: Any) -> Call | None:
         call = json_call(value)

@@ -15,9 +15,10 @@ from typing import Any
 from dflash_trt.decoding.sampling.structure import WHITESPACE
 from dflash_trt.serving.openai.calls import ARGUMENTS
 from dflash_trt.serving.openai.errors import ApiError, Names
+from dflash_trt.serving.openai.parsing import BARE
 from dflash_trt.serving.openai.protocol import SamplingFields
 from dflash_trt.serving.openai.reading import Json, ToolChoice, refuse
-from dflash_trt.serving.openai.written import BARE, MISTRAL, TAG, notation_of
+from dflash_trt.serving.openai.written import MISTRAL, TAG, notation_of
 
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _FIELDS = ("json", "json_object", "regex", "choice", "grammar", "disable_any_whitespace")
@@ -113,7 +114,7 @@ def frame_of(template: str, token_id: Callable[[str], int | None], header: str) 
         return _channels(mark, token_id("<|constrain|>") is not None, header)
     notation = notation_of(template)
     if notation == MISTRAL:
-        return Frame(lambda name, rule: f"{mark(MISTRAL)} {json.dumps(name)} {mark(ARGUMENTS)} {rule}")
+        return Frame(lambda name, rule: f"{mark(MISTRAL.begin)} {json.dumps(name)} {mark(ARGUMENTS)} {rule}")
     if notation == TAG:
         return Frame(
             lambda name, rule: f'"<tool_call>\\n" {_call_object(name, "arguments", rule)} "\\n</tool_call>"',

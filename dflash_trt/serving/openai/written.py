@@ -12,12 +12,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+import re
 from typing import NamedTuple
 
-from dflash_trt.serving.openai.calls import Call, Schemas, gemma_call, mistral_calls, tagged_call
-from dflash_trt.serving.openai.parsing import BareCalls, MarkedCalls, Stage
+from dflash_trt.serving.openai.calls import ARGUMENTS, Schemas, gemma_call, mistral_calls, tagged_call
+from dflash_trt.serving.openai.parsing import BARE, BareCalls, MarkedCalls, Notation, Stage
+
+
+def _kind_of_tagged(start: str) -> str | None:
+    if start.startswith(("{", "<function=")):
+        return "json" if start[0] == "{" else "tags"
+    return None if "<function=".startswith(start) else ""
+
+
+def _kind_of_gemma(start: str) -> str | None:
+    return "other" if start.startswith("call:") else None if "call:".startswith(start) else ""
+
+
+def _kind_of_mistral(start: str) -> str | None:
+    if start.startswith(("[", "{")):
+        return "json"
+    name = re.match(r"[\w.-]*\s*", start)
+    rest = start[name.end() :] if name else start
+    return "json" if rest.startswith(ARGUMENTS) else None if ARGUMENTS.startswith(rest) else ""
+
+
+TAG = Notation("<tool_call>", "</tool_call>", _kind_of_tagged, tagged_call)
+GEMMA = Notation("<|tool_call>", "<tool_call|>", _kind_of_gemma, gemma_call)
+MISTRAL = Notation("[TOOL_CALLS]", "", _kind_of_mistral, mistral_calls)
+# A model that has called goes on with this token, where what the tool answers belongs.
+RESPONSE = "<|tool_response>"
 
 
 class Thoughts(NamedTuple):
@@ -37,10 +61,6 @@ _THOUGHTS = (
     Thoughts("<|channel>thought\n", "<channel|>", shown=False),
     Thoughts("[THINK]", "[/THINK]", shown=False),
 )
-TAG, GEMMA, MISTRAL, BARE = "<tool_call>", "<|tool_call>", "[TOOL_CALLS]", "<|python_tag|>"
-_ENDS = {TAG: "</tool_call>", GEMMA: "<tool_call|>"}
-# A model that has called goes on with this token, where what the tool answers belongs.
-RESPONSE = "<|tool_response>"
 
 
 def thoughts_of(template: str) -> Thoughts | None:
@@ -51,18 +71,19 @@ def thoughts_of(template: str) -> Thoughts | None:
 def has_special_marks(template: str) -> bool:
     """Whether marks of this template are special tokens, which must have a text to be read."""
     thoughts = thoughts_of(template)
-    return GEMMA in template or MISTRAL in template or (thoughts is not None and not thoughts.shown)
+    special = thoughts is not None and not thoughts.shown
+    return GEMMA.begin in template or MISTRAL.begin in template or special
 
 
 def marks_of_calls(template: str) -> list[tuple[str, str]]:
     """Marks around calls, where they have both."""
-    return [(begin, end) for begin, end in _ENDS.items() if begin in template]
+    return [(each.begin, each.end) for each in (TAG, GEMMA) if each.begin in template]
 
 
-def notation_of(template: str) -> str:
-    """What marks the calls of this template's family; an empty text if it has none."""
+def notation_of(template: str) -> Notation | str:
+    """How this template's family marks calls; BARE for objects without marks, "" if it has none."""
     bare = BARE if "python_tag" in template or '"parameters"' in template else ""
-    return next((mark for mark in (GEMMA, MISTRAL, TAG) if mark in template), bare)
+    return next((each for each in (GEMMA, MISTRAL, TAG) if each.begin in template), bare)
 
 
 def calls_of(template: str, schemas: Schemas | None, *, known: bool = False) -> Stage:
@@ -73,8 +94,6 @@ def calls_of(template: str, schemas: Schemas | None, *, known: bool = False) -> 
     notation = notation_of(template)
     if schemas is None or not notation:
         return Stage()
-    if notation == BARE:
-        return BareCalls(schemas if known else None)
-    readers: dict[str, Callable[..., list[Call]]]
-    readers = {TAG: partial(tagged_call, schemas=schemas), GEMMA: gemma_call, MISTRAL: mistral_calls}
-    return MarkedCalls(notation, _ENDS.get(notation, ""), readers[notation])
+    if isinstance(notation, Notation):
+        return MarkedCalls(notation, schemas)
+    return BareCalls(schemas if known else None)

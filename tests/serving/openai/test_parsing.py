@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dflash_trt.serving.openai.channels import Channels
-from dflash_trt.serving.openai.parsing import AnswerParser, AnswerPart, BareCalls, Stage, Think
+from dflash_trt.serving.openai.parsing import BARE, AnswerParser, AnswerPart, BareCalls, Stage, Think
 from dflash_trt.serving.openai.written import (
-    BARE,
     GEMMA,
     MISTRAL,
     TAG,
@@ -75,10 +78,110 @@ def test_reasoning_is_apart(text: str, inside: bool, content: str, reasoning: st
         ("<tool_call>{broken</tool_call> and on", "<tool_call>{broken</tool_call> and on", []),
         ('<tool_call>{"name": "get", "argum', '<tool_call>{"name": "get", "argum', []),
         ("a <tool_", "a <tool_", []),
+        ("The tag <tool_call> begins it, 1 < 2", "The tag <tool_call> begins it, 1 < 2", []),
+        ("A <tool_call>\n\nof <tool_call>", "A <tool_call>\n\nof <tool_call>", []),
+        ('See <tool_call> {"name": "b"}</tool_call> <tool_call>', "See<tool_call>", [("b", {})]),
+        ('<tool_call>{"name": "get", "arguments": {"city": "a</tool_call>\\"</tool_call>b"}}</tool_call>',
+         "", [("get", {"city": 'a</tool_call>"</tool_call>b'})]),
+        ('<tool_call>{"name": "get\n</tool_call>on', '<tool_call>{"name": "get\n</tool_call>on', []),
+        ("<tool_call><function=get><parameter=city>a</parameter> b</tool_call>\n</parameter></function></tool_call>!",
+         "!", [("get", {"city": "a</parameter> b</tool_call>"})]),
+        ("<tool_call><function=get><parameter=city>a<parameter=x>b</parameter><parameter=days>3</function></tool_call>",
+         "", [("get", {"city": "a<parameter=x>b", "days": 3})]),
+        ("<tool_call><function=get><parameter=city>a\n<parameter=days>\n3\n</parameter></function></tool_call>",
+         "", [("get", {"city": "a", "days": 3})]),
     ],
 )  # fmt: skip
 def test_calls_in_tags(text: str, content: str, calls: object) -> None:
-    assert read(lambda: parser(TAG), text) == (content, "", calls)
+    assert read(lambda: parser(TAG.begin), text) == (content, "", calls)
+
+
+TYPES: dict[str, Any] = {
+    "properties": {
+        "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "kinds": {"type": ["string", "null"]},
+        "enum": {"enum": ["1", 2]},
+        "ref": {"$ref": "#/$defs/Name"},
+        "all": {"allOf": [{"$ref": "#/$defs/Name"}]},
+        "free": {},
+        "number": {"type": "number"},
+        "flag": {"type": "boolean"},
+        "list": {"items": {"type": "string"}},
+        "object": {"$ref": "#/$defs/Thing"},
+        "loop": {"$ref": "#/$defs/Loop"},
+    },
+    "$defs": {
+        "Name": {"type": "string"}, "Thing": {"properties": {}}, "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}] * 50},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        *((name, "123", "123") for name in ("maybe", "kinds", "ref", "all", "free", "unknown")),
+        *((name, "null", None) for name in ("maybe", "kinds")),
+        *((name, "null", "null") for name in ("ref", "unknown")),
+        ("enum", "1", "1"), ("enum", "2", 2), ("number", "1.5", 1.5), ("number", "many", "many"),
+        ("flag", "True", True), ("flag", "false", False), ("list", '["1"]', ["1"]), ("object", '{"a": 1}', {"a": 1}),
+        ("loop", "1", 1),
+    ],
+)  # fmt: skip
+def test_a_value_in_tags_is_json_only_where_it_cannot_be_a_text(name: str, text: str, value: object) -> None:
+    stage = calls_of(TAG.begin, {"f": TYPES})
+    call = f"<tool_call><function=f><parameter={name}>\n{text}\n</parameter></function></tool_call>"
+    (part,) = [*stage.push(call), *stage.finish()]
+    assert part.call is not None
+    assert json.loads(part.call.arguments) == {name: value}
+
+
+def in_bits(make: Callable[[], Any], text: str) -> float:
+    """Seconds of CPU time to read a text four characters at a time."""
+    made = make()
+    begun = time.thread_time()
+    for at in range(0, len(text), 4):
+        [*made.push(text[at : at + 4])]
+    [*made.finish()]
+    return time.thread_time() - begun
+
+
+HOSTILE = {
+    "blanks": " ", "quotes": '"', "escapes": "\\", "braces": "{", "marks": "<tool_call>", "ends": "</tool_call>",
+    "parameters": "<parameter=", "named": "<parameter=a>", "values": "</parameter>", "functions": "<function=",
+    "words": "a ", "gemma": '<|"|>a', "literals": "1 ", "lists": "[", "commas": ",", "turns": "<tool_call> x ",
+}  # fmt: skip
+BEGINNINGS = {
+    TAG: (
+        "", "<tool_call>", '<tool_call>{"name": "', "<tool_call><function=get>",
+        "<tool_call><function=get><parameter=city>",
+    ),
+    GEMMA: ("", "<|tool_call>", "<|tool_call>call:get{", '<|tool_call>call:get{city:<|"|>'),
+    MISTRAL: ("", "[TOOL_CALLS]", '[TOOL_CALLS]get[ARGS]{"city": "'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("piece", HOSTILE)
+def test_twice_the_text_takes_twice_the_time(piece: str) -> None:
+    """Measured again where something else took time; four times as much would be quadratic."""
+    makes = [
+        *(
+            (partial(calls_of, each.begin, SCHEMAS), start)
+            for each, starts in BEGINNINGS.items()
+            for start in starts
+        ),
+        (BareCalls, ""),
+        (BareCalls, '{"name": "'),
+        (partial(Think, False), ""),
+        (partial(Think, True), ""),
+    ]
+    for make, start in makes:
+        for _ in range(6):
+            size = 20_000 // len(HOSTILE[piece])
+            once, twice = (in_bits(make, start + HOSTILE[piece] * size * factor) for factor in (1, 2))
+            if twice < 3 * once + 0.002:
+                break
+        else:
+            raise AssertionError((make, start, once, twice))
 
 
 @pytest.mark.parametrize(
@@ -133,11 +236,11 @@ CUT_OBJECTS = {
 @pytest.mark.parametrize(
     ("kind", "text", "call"),
     [
-        *((TAG, text, call) for text, call in CUT_TAGS.items()),
+        *((TAG.begin, text, call) for text, call in CUT_TAGS.items()),
         *(("python_tag", text, call) for text, call in CUT_OBJECTS.items()),
-        (GEMMA, '<|tool_call>call:get{city:<|"|>Ber', ("get", '{"city": "Ber')),
-        (GEMMA, "<|tool_call>call:get{days:3<tool_", ("get", '{"days": 3')),
-        (MISTRAL, '[TOOL_CALLS]get[ARGS]{"city": "Ber', ("get", '{"city": "Ber')),
+        (GEMMA.begin, '<|tool_call>call:get{city:<|"|>Ber', ("get", '{"city": "Ber')),
+        (GEMMA.begin, "<|tool_call>call:get{days:3<tool_", ("get", '{"days": 3')),
+        (MISTRAL.begin, '[TOOL_CALLS]get[ARGS]{"city": "Ber', ("get", '{"city": "Ber')),
     ],
 )
 def test_a_call_that_is_cut_is_given_as_far_as_it_goes_and_is_no_content(
@@ -152,8 +255,8 @@ def test_a_call_that_is_cut_is_given_as_far_as_it_goes_and_is_no_content(
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        (TAG, "3 <"),
-        (TAG, "Let me se"),
+        (TAG.begin, "3 <"),
+        (TAG.begin, "Let me se"),
         ("python_tag", '{"city": "Bo'),
         ("python_tag", '{"name": "Alice", "age": 3'),
         ("python_tag", "{ is a bra"),
