@@ -22,6 +22,7 @@ from dflash_trt.formats import ALGORITHMS, FORMATS, Algorithm
 from dflash_trt.formats.base import BLOCK
 
 QUANT_CONFIG = "hf_quant_config.json"
+SECTIONS = ("quantization_config", "compression_config")  # of config.json; the second in early files
 # Methods that are not read -> how people call them.
 _OTHERS = {
     "bitsandbytes": "bitsandbytes",
@@ -75,9 +76,9 @@ def read_quantization(directory: Path) -> Quantization:
 
 
 def _section(path: Path, config: Mapping[str, Any]) -> Fields | None:
-    """The section about quantization. Early files of compressed-tensors call it compression_config."""
+    """The section about quantization."""
     whole = Fields(path, config)
-    for key in ("quantization_config", "compression_config"):
+    for key in SECTIONS:
         section = whole.section(key)
         if section is None:
             continue

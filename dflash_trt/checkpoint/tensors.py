@@ -53,7 +53,7 @@ _INDEX_BYTES = 64 << 20
 _NEAR_NAMES, _NEAR_CHARACTERS = 1000, 200
 _PIECE = 8 << 20
 INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+SINGLE = "model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Checkpoint:
         self.directory = directory
         if not directory.is_dir():
             raise CheckpointError(
-                f"{directory}: no such directory; expected one with config.json and {_SINGLE}"
+                f"{directory}: no such directory; expected one with config.json and {SINGLE}"
             )
         weight_map = _read_index(directory)
         self.files: tuple[Path, ...] = _files(directory, weight_map)
@@ -219,7 +219,7 @@ class Outline:
         """The tensor, which has this shape and the first of these dtypes if it was not asked for before."""
         if name not in self.tensors:
             size = math.prod(shape) * DTYPES[dtypes[0]].itemsize
-            self.tensors[name] = TensorInfo(name, dtypes[0], shape, self.directory / _SINGLE, self._end, size)
+            self.tensors[name] = TensorInfo(name, dtypes[0], shape, self.directory / SINGLE, self._end, size)
             self._end += size
         return self.tensors[name]
 
@@ -293,9 +293,9 @@ def _read_index(directory: Path) -> dict[str, str] | None:
     path = directory / INDEX
     if not path.is_file():
         return None
-    if (directory / _SINGLE).exists():
+    if (directory / SINGLE).exists():
         raise CheckpointError(
-            f"{directory}: has both {_SINGLE} and {INDEX}; remove the one that does not belong"
+            f"{directory}: has both {SINGLE} and {INDEX}; remove the one that does not belong"
         )
     section = Fields(path, read_object(path, _INDEX_BYTES)).section("weight_map")
     if section is None or not section.values:
@@ -316,10 +316,10 @@ def _read_index(directory: Path) -> dict[str, str] | None:
 def _files(directory: Path, weight_map: Mapping[str, str] | None) -> tuple[Path, ...]:
     if weight_map is not None:
         return tuple(directory / shard for shard in sorted(set(weight_map.values())))
-    if (directory / _SINGLE).is_file():
-        return (directory / _SINGLE,)
+    if (directory / SINGLE).is_file():
+        return (directory / SINGLE,)
     others = sorted(
         path.name for path in directory.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf", ".ckpt")
     )
     hint = f"; {others[0]} is there, but only safetensors is read" if others else ""
-    raise CheckpointError(f"{directory}: has neither {_SINGLE} nor {INDEX}{hint}")
+    raise CheckpointError(f"{directory}: has neither {SINGLE} nor {INDEX}{hint}")

@@ -1,10 +1,11 @@
-"""Write safetensors files in pieces: first the header, then the bytes of each tensor at its place."""
+"""Write checkpoints: safetensors files in pieces, their index, config.json and the files beside them."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dflash_trt.checkpoint.tensors import DTYPES
-from dflash_trt.files.disk import whole_file
+from dflash_trt.checkpoint.quantization import QUANT_CONFIG
+from dflash_trt.checkpoint.tensors import DTYPES, INDEX, SINGLE
+from dflash_trt.files.disk import own_file, whole_file
 
 _ALIGNMENT = 64
+_BESIDE = (".json", ".jinja", ".txt", ".model")  # tokenizer, chat template, generation settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,38 @@ class Entry:
     dtype: str
     shape: tuple[int, ...]
     pieces: Iterable[tuple[str, NDArray[Any]]] = field(default=())
+
+
+def write_checkpoint(
+    source: Path, out: Path, shards: Iterable[tuple[str, Sequence[Entry]]], config: Mapping[str, Any]
+) -> None:
+    """Write a checkpoint to `out`: files of tensors by name, `config` as config.json, other files as in `source`.
+
+    The index is made anew from the tensors. Files of tensors that are there already stay: an interrupted run continues.
+    """
+    weight_map: dict[str, str] = {}
+    for name, entries in shards:
+        weight_map |= dict.fromkeys((entry.name for entry in entries), name)
+        if entries and not (out / name).is_file():
+            write_shard(out / name, entries)
+    if set(weight_map.values()) != {SINGLE}:
+        size = sum((out / name).stat().st_size for name in set(weight_map.values()))
+        write_json(out / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+    copy_beside(source, out)
+    write_json(out / "config.json", config)
+
+
+def copy_beside(source: Path, out: Path) -> None:
+    """Copy the files of a checkpoint that are neither tensors nor about them."""
+    for path in source.iterdir():
+        if path.suffix in _BESIDE and path.name not in ("config.json", QUANT_CONFIG, INDEX):
+            shutil.copyfile(own_file(source, path), out / path.name)
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a configuration, which appears when it is whole."""
+    with whole_file(path) as file:
+        file.write(json.dumps(values, indent=2).encode() + b"\n")
 
 
 def write_shard(path: Path, entries: Sequence[Entry]) -> None:

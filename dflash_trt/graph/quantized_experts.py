@@ -270,7 +270,7 @@ def _widened(g: GraphBuilder, kind: LinearKind, columns: int, parts: Mapping[str
         )
     numbers = in_byte[0]
     if form.numbers_in_byte == 2:
-        axis = 2 if kind.by_row else 1  # the two in a byte are neighbours in a row, or in a column
+        axis = -1 if kind.by_row else 1  # the two in a byte are neighbours in a row, or in a column
         halves = [g.unsqueeze(half, axis) for half in in_byte]
         numbers = g.op("Concat", *halves, name="numbers", axis=axis)
     groups = columns // kind.group_size

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -24,10 +23,9 @@ from dflash_trt.bundle.workspace import Progress, silent, workspace
 from dflash_trt.checkpoint.gguf import rounded_to
 from dflash_trt.checkpoint.mapped import released
 from dflash_trt.checkpoint.quantization import QUANT_CONFIG
-from dflash_trt.checkpoint.tensors import INDEX, Checkpoint, TensorInfo
-from dflash_trt.checkpoint.writer import Entry, write_shard
+from dflash_trt.checkpoint.tensors import Checkpoint, TensorInfo
+from dflash_trt.checkpoint.writer import Entry, write_checkpoint, write_json
 from dflash_trt.errors import BuildError, CheckpointError, UsageError
-from dflash_trt.files.disk import own_file, whole_file
 from dflash_trt.files.reading import read_object
 from dflash_trt.formats import INT4, SCHEMES, Algorithm
 from dflash_trt.logs import warn_once
@@ -41,7 +39,6 @@ from dflash_trt.quantization.layers import (
     of_all_experts,
 )
 
-_COPIED = (".json", ".jinja", ".txt", ".model")
 # Bytes of float32 that one step widens.
 STEP_BYTES = 32 << 20
 
@@ -131,17 +128,12 @@ def _convert(
             place.empty()
             write_json(begun, config)
         shards = _Shards(checkpoint, layers, copied, amax, progress)
-        weight_map: dict[str, str] = {}
-        for file in checkpoint.files:
-            entries = shards.entries(file)
-            weight_map |= {entry.name: file.name for entry in entries}
-            if entries and not (work / file.name).is_file():
-                write_shard(work / file.name, entries)
-        if set(weight_map.values()) != {"model.safetensors"}:
-            size = sum(path.stat().st_size for path in work.glob("*.safetensors"))
-            write_json(work / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
-        copy_files(checkpoint.directory, work)
-        _write_config(checkpoint.directory, work, config, untied=HEAD in layers)
+        write_checkpoint(
+            checkpoint.directory,
+            work,
+            ((file.name, shards.entries(file)) for file in checkpoint.files),
+            _config(checkpoint.directory, config, untied=HEAD in layers),
+        )
         progress("quantize", shards.total, shards.total)
         digests = {path.name: digest(path) for path in sorted(work.glob("*.safetensors"))}
         write_json(begun, config | {"producer": config["producer"] | {"sha256": digests}})
@@ -289,14 +281,8 @@ def _made_as(file: Path, config: Mapping[str, Any]) -> bool:
     return said == config
 
 
-def copy_files(source: Path, work: Path) -> None:
-    """Copy the tokenizer and generation settings."""
-    for path in source.iterdir():
-        if path.suffix in _COPIED and path.name not in ("config.json", QUANT_CONFIG, INDEX):
-            shutil.copyfile(own_file(source, path), work / path.name)
-
-
-def _write_config(source: Path, work: Path, quantization: Mapping[str, Any], *, untied: bool) -> None:
+def _config(source: Path, quantization: Mapping[str, Any], *, untied: bool) -> dict[str, Any]:
+    """The content of config.json."""
     config = read_object(source / "config.json")
     if not config.get("quantization_config"):  # gpt-oss's config describes its experts here
         said = dict(quantization["quantization"])
@@ -305,10 +291,4 @@ def _write_config(source: Path, work: Path, quantization: Mapping[str, Any], *, 
         config["quantization_config"] = {"quant_method": "modelopt", **said}
     if untied and config.get("tie_word_embeddings"):
         config["tie_word_embeddings"] = False
-    write_json(work / "config.json", config)
-
-
-def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a configuration, which appears when it is whole."""
-    with whole_file(path) as file:
-        file.write(json.dumps(values, indent=2).encode() + b"\n")
+    return config

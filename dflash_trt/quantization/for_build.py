@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from dflash_trt.bundle.workspace import Progress, workspace
 from dflash_trt.checkpoint.linears import number_formats
 from dflash_trt.checkpoint.rules import Quantization
-from dflash_trt.checkpoint.tensors import Checkpoint, Outline
-from dflash_trt.checkpoint.writer import Entry, write_shard
+from dflash_trt.checkpoint.tensors import SINGLE, Checkpoint, Outline
+from dflash_trt.checkpoint.writer import Entry, write_checkpoint
 from dflash_trt.errors import UsageError
 from dflash_trt.files.disk import stamp, whole_file
 from dflash_trt.files.reading import read_object
@@ -25,7 +25,7 @@ from dflash_trt.formats.base import BLOCK, WeightLayout
 from dflash_trt.formats.int8 import PER_CHANNEL
 from dflash_trt.formats.precision import Precision
 from dflash_trt.quantization import repack
-from dflash_trt.quantization.convert import STEP_BYTES, quantize, quantize_head, write_json
+from dflash_trt.quantization.convert import STEP_BYTES, quantize, quantize_head
 from dflash_trt.quantization.layers import HEAD, QuantizationRecipe, head_weight
 
 Weights = Checkpoint | Outline
@@ -188,9 +188,8 @@ def _write_draft_head(target: Checkpoint, tokens: NDArray[np.int64], out: Path) 
             Entry(f"{HEAD}.weight", weight.dtype, (len(tokens), weight.shape[1]), rows()),
             Entry("d2t", "I64", (len(tokens),), [("d2t", tokens - np.arange(len(tokens)))]),
         ]
-        write_shard(place.path / "model.safetensors", entries)
         config = read_object(target.directory / "config.json") | {"tie_word_embeddings": False}
-        write_json(place.path / "config.json", config)
+        write_checkpoint(target.directory, place.path, [(SINGLE, entries)], config)
         place.publish()
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from dflash_trt.bundle.workspace import workspace
 from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.checkpoint.writer import copy_beside
 from dflash_trt.errors import BuildError, UsageError
 from dflash_trt.extras import install
 from dflash_trt.formats import FORMATS
-from dflash_trt.quantization.convert import copy_files
 from dflash_trt.quantization.layers import QuantizationRecipe, linear_layers
 
 AWQ_TOKENS, AWQ_ROW = 4096, 1024
@@ -66,7 +66,7 @@ def quantize_with_modelopt(
         place.empty()
         model = mtq.quantize(model, config, calibrate)
         export(model, export_dir=place.path)
-        copy_files(source, place.path)
+        copy_beside(source, place.path)
         place.publish()
     return out
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,17 +12,16 @@ from numpy.typing import NDArray
 
 from dflash_trt.bundle.workspace import Progress
 from dflash_trt.checkpoint.linears import StoredLinear, quantized_layers, shape_of, stored_linear
-from dflash_trt.checkpoint.quantization import QUANT_CONFIG
+from dflash_trt.checkpoint.quantization import QUANT_CONFIG, SECTIONS
 from dflash_trt.checkpoint.rules import CACHE_SCALES
 from dflash_trt.checkpoint.tensors import DTYPES, Checkpoint, TensorInfo
 from dflash_trt.checkpoint.widening import Integers, widened_pieces
-from dflash_trt.checkpoint.writer import Entry, write_shard
-from dflash_trt.files.disk import own_file
+from dflash_trt.checkpoint.writer import Entry, write_checkpoint, write_json
 from dflash_trt.files.reading import read_object
 from dflash_trt.formats import FORMATS
 from dflash_trt.formats.base import BLOCK, Codes
 from dflash_trt.formats.numbers import pack_pairs, unpack_rows
-from dflash_trt.quantization.convert import STEP_BYTES, as_it_is, write_json
+from dflash_trt.quantization.convert import STEP_BYTES, as_it_is
 from dflash_trt.quantization.layers import multiplied_as_one, of_all_experts
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "F4"}
@@ -99,13 +97,7 @@ def in_bf16(checkpoint: Checkpoint, out: Path, progress: Progress) -> Path:
     layers, ending = _stored_layers(checkpoint), CACHE_SCALES if checkpoint.quantization.kv_cache else ()
     dropped = {name for name in checkpoint.tensors if name.endswith(ending)}
     dropped |= {info.name for stored in layers.values() for info in stored.tensors}
-    _rewritten(checkpoint, layers, entries, out, progress, dropped=dropped)
-    config = read_object(out / "config.json")
-    for key in ("quantization_config", "compression_config"):
-        config.pop(key, None)
-    write_json(out / "config.json", config)
-    (out / QUANT_CONFIG).unlink(missing_ok=True)
-    return out
+    return _rewritten(checkpoint, layers, entries, out, progress, dropped=dropped, quantized=False)
 
 
 def _stored_layers(checkpoint: Checkpoint, *, integers: bool = False) -> dict[str, StoredLinear]:
@@ -263,10 +255,11 @@ def _rewritten(
     progress: Progress,
     *,
     dropped: Collection[str] = (),
+    quantized: bool = True,
 ) -> Path:
     """Write the checkpoint with other tensors of some layers, all but their `pre_quant_scale`, and without `dropped`.
 
-    Shards that are there already stay.
+    `quantized`: whether its configuration still holds.
     """
     out.mkdir(parents=True, exist_ok=True)
     weights = {stored.weight.name: layer for layer, stored in layers.items()}
@@ -282,18 +275,25 @@ def _rewritten(
 
     tensors = checkpoint.tensors.values()
     groups = multiplied_as_one(tensors, lambda info: info.name.rpartition(".")[0]).values()
-    total, done = sum(info.nbytes for info in tensors), 0
-    for file in checkpoint.files:
-        stored_here = [info for group in groups for info in group if info.file == file]
-        if not (out / file.name).is_file():
+    total = sum(info.nbytes for info in tensors)
+
+    def shards() -> Iterator[tuple[str, list[Entry]]]:
+        done = 0
+        for file in checkpoint.files:
             progress("repack", done, total)
-            write_shard(out / file.name, [entry for info in stored_here for entry in new_entries(info)])
-        done += sum(info.nbytes for info in stored_here)
+            stored_here = [info for group in groups for info in group if info.file == file]
+            yield file.name, [entry for info in stored_here for entry in new_entries(info)]
+            done += sum(info.nbytes for info in stored_here)
+
+    config = read_object(checkpoint.directory / "config.json")
+    said = checkpoint.directory / QUANT_CONFIG
+    if not quantized:
+        config = {key: value for key, value in config.items() if key not in SECTIONS}
+    elif said.is_file():
+        described = read_object(said)
+        if isinstance(described.get("producer"), dict):
+            described["producer"].pop("sha256", None)  # the weights are other files now
+        write_json(out / QUANT_CONFIG, described)
+    write_checkpoint(checkpoint.directory, out, shards(), config)
     progress("repack", total, total)
-    for path in checkpoint.directory.glob("*.json"):
-        shutil.copyfile(own_file(checkpoint.directory, path), out / path.name)
-    if (out / QUANT_CONFIG).is_file():
-        config = read_object(out / QUANT_CONFIG)
-        if isinstance(config.get("producer"), dict) and config["producer"].pop("sha256", None):
-            write_json(out / QUANT_CONFIG, config)  # the weights are other files now
     return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -70,17 +71,17 @@ def in_words(
     bits: int = 4,
     symmetric: bool = True,
     ordered: bool = False,
-    float_layers: tuple[str, ...] = (),
+    pattern: str = "proj$",
 ) -> dict[str, np.ndarray]:
-    """Write the checkpoint in `source` to `out` with its linear layers quantized; returns their numbers."""
+    """Write the checkpoint in `source` to `out` with the linear layers that `pattern` finds in words; their numbers."""
     shutil.copytree(source, out, ignore=shutil.ignore_patterns("*.safetensors*"))
     stored: dict[str, torch.Tensor] = {}
     numbers = {}
     for name, tensor in load_file(source / "model.safetensors").items():
-        if not name.endswith("proj.weight") or name.removesuffix(".weight") in float_layers:
+        base = name.removesuffix(".weight")
+        if base == name or not re.search(pattern, base):
             stored[name] = tensor
             continue
-        base = name.removesuffix(".weight")
         found, numbers[base] = layer(
             tensor.float().numpy(), method, bits, symmetric=symmetric, ordered=ordered
         )

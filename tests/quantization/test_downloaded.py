@@ -18,7 +18,7 @@ from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import digest
 from dflash_trt.bundle.workspace import silent
-from dflash_trt.checkpoint.linears import quantized_layers, shape_of, stored_linear
+from dflash_trt.checkpoint.linears import stored_linear
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.checkpoint.widening import widen
 from dflash_trt.engines.onnxruntime import products
@@ -31,72 +31,24 @@ from dflash_trt.quantization.repack import in_blocks, int4_by_row
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.compressed import compressed
 from tests.doubles.family_checkpoints import make_qwen3_moe
-from tests.doubles.integer_words import GROUP, in_words
+from tests.doubles.formats import COMPRESSED, WORDS, group, numbers, read_numbers, stored_as
 from tests.doubles.sessions import session
 from tests.doubles.text_checkpoints import EXPERTS as EXPERT_FIELDS
 from tests.doubles.text_checkpoints import GEMMA_IMAGES, make_gemma, split_experts
 
-LINEAR = ["Linear"]
 PROMPT = [3, 5, 7, 11, 13]
-
-
-def integers(type_: str = "int", bits: int = 4, **fields: Any) -> dict[str, Any]:
-    return {"type": type_, "num_bits": bits, **fields}
-
-
-def group(**fields: Any) -> dict[str, Any]:
-    return {"group_0": {"targets": LINEAR, **fields}}
-
-
 # Mixed as Qwen3.8-27B-NVFP4 is: two expressions match the same layers, and the one that sorts first decides.
 MIXED = {
     "group_0": {
         "targets": [r"re:.*mlp\.(gate|up|down)_proj$", r"re:.*self_attn\.(q|k|v|o)_proj$"],
-        "weights": integers("float", 4, strategy="tensor_group", group_size=16),
+        "weights": numbers("float", 4, strategy="tensor_group", group_size=16),
     },
     "group_1": {
         "targets": [r"re:.*layers\.1\.mlp\.(gate|up|down)_proj$", "model.layers.0.self_attn.o_proj"],
-        "weights": integers("float", 8, strategy="channel"),
-        "input_activations": integers("float", 8, strategy="token", dynamic=True),
+        "weights": numbers("float", 8, strategy="channel"),
+        "input_activations": numbers("float", 8, strategy="token", dynamic=True),
     },
 }
-PRESETS = (
-    *("FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W4A16", "W4A16_ASYM", "W8A16", "W8A8", "NVFP4", "NVFP4A16"),
-    *("MXFP4", "MXFP4A16", "MXFP8", "MXFP8A16"),
-)
-COMPRESSED: dict[str, dict[str, Any]] = {preset: {preset: LINEAR} for preset in PRESETS} | {
-    "W8A16 asymmetric": group(weights=integers(bits=8, strategy="group", group_size=32, symmetric=False)),
-    "W4A16 by row": group(weights=integers(strategy="channel", symmetric=False)),
-    "FP8 weights": group(weights=integers("float", 8, strategy="channel")),
-    "mixed": MIXED,
-}
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
-ROUND = {
-    "quant_method": "auto-round",
-    "bits": 4,
-    "group_size": GROUP,
-    "sym": False,
-    "data_type": "int",
-    "block_name_to_quantize": "model.layers",
-}
-WORDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "GPTQ": (GPTQ, {"method": "gptq"}),
-    "GPTQ asymmetric": (GPTQ | {"sym": False}, {"method": "gptq", "symmetric": False}),
-    "GPTQ 2, ordered": (
-        GPTQ | {"sym": False, "desc_act": True, "checkpoint_format": "gptq_v2"},
-        {"method": "gptq_v2", "symmetric": False, "ordered": True},
-    ),
-    "GPTQ of 8 bits": (GPTQ | {"bits": 8, "sym": False}, {"method": "gptq", "bits": 8, "symmetric": False}),
-    "AWQ": (AWQ, {"method": "awq", "symmetric": False}),
-    "AutoRound, GPTQ": (ROUND | {"packing_format": "auto_round:auto_gptq", "sym": True}, {"method": "gptq"}),
-    "AutoRound": (ROUND | {"packing_format": "auto_round"}, {"method": "gptq_v2", "symmetric": False}),
-    "AutoRound, AWQ": (
-        ROUND | {"packing_format": "auto_round:auto_awq"},
-        {"method": "awq", "symmetric": False},
-    ),
-}
-EXPERTS = ("FP8", "FP8_BLOCK", "W4A16", "W4A16_ASYM", "W8A8", "NVFP4", "MXFP8", *WORDS)
 
 
 @pytest.fixture(scope="module")
@@ -122,26 +74,13 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def written(name: str, source: Path, out: Path) -> dict[str, np.ndarray]:
     """A checkpoint, and the numbers of its layers as their writer reads them."""
-    if name in WORDS:
-        config, how = WORDS[name]
-        return in_words(source, out, config, **how)
-    return {
-        layer: weight.float().numpy()
-        for layer, weight in compressed(source, out, {"config_groups": COMPRESSED[name]}).items()
-    }
+    if name == "mixed":
+        found = compressed(source, out, {"config_groups": MIXED})
+        return {layer: weight.float().numpy() for layer, weight in found.items()}
+    return stored_as(name, source, out)
 
 
-def numbers(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
-    found = {}
-    for layer, algorithm, info in quantized_layers(checkpoint):
-        rows, columns = shape_of(checkpoint, algorithm, layer, info)
-        stored = stored_linear(checkpoint, layer, columns, rows)
-        assert stored is not None
-        found[layer] = widen(checkpoint, stored)
-    return found
-
-
-@pytest.fixture(scope="module", params=[*COMPRESSED, *WORDS])
+@pytest.fixture(scope="module", params=[*COMPRESSED, "mixed", *WORDS])
 def downloaded(
     request: pytest.FixtureRequest, pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path, dict[str, np.ndarray]]:
@@ -162,7 +101,7 @@ def test_weights_are_those_of_their_writer(
         in_blocks(original, tmp_path / "eight", silent, eight_bits=True),
         int4_by_row(original, tmp_path / "signed", silent),
     ):
-        found = numbers(Checkpoint(folder))
+        found = read_numbers(Checkpoint(folder))
         assert found.keys() == theirs.keys()
         for layer, w in found.items():
             if name in WORDS and folder.name != "signed":
@@ -196,18 +135,6 @@ def test_scales_of_outputs_stay_where_that_is_faster(
     assert file["sha256"] == digest(tmp_path / "q" / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", EXPERTS)
-def test_experts(moe: tuple[Path, Path], tmp_path: Path, name: str) -> None:
-    theirs = written(name, moe[0], tmp_path / "q")
-    found = numbers(Checkpoint(tmp_path / "q"))
-    experts = [layer for layer in theirs if ".experts." in layer]
-    assert len(experts) == 3 * 8
-    for layer in experts:
-        close = {"rtol": 0, "atol": 0} if name in WORDS else {"rtol": 2**-8, "atol": 1e-6}
-        np.testing.assert_allclose(found[layer], theirs[layer], **close)
-    answers_agree(build(str(tmp_path / "q"), str(moe[1]), tmp_path / "bundle").path)
-
-
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """With a tied embedding, experts beside the MLP, and a vision tower."""
@@ -228,7 +155,7 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_gemma_of_compressed_tensors(gemma: tuple[Path, Path], tmp_path: Path, name: str) -> None:
     config = {"config_groups": COMPRESSED[name], "ignore": ["re:.*router.*", "re:.*vision.*"]}
     theirs = compressed(gemma[0], tmp_path / "q", config)
-    found = numbers(Checkpoint(tmp_path / "q"))
+    found = read_numbers(Checkpoint(tmp_path / "q"))
     assert sum(".experts." in layer for layer in theirs) == 2 * 3 * 5
     for layer, weight in theirs.items():
         np.testing.assert_allclose(found[layer], weight.float().numpy(), rtol=2**-8, atol=1e-6)
@@ -309,12 +236,12 @@ def test_activation_order_of_compressed_tensors(pair: tuple[Path, Path], tmp_pat
         expected[layer] = (codes * scale[:, index]).numpy()
     save_file(tensors, file, metadata={"format": "pt"})
     said = json.loads(config.read_text())
-    weights = integers(strategy="group", group_size=128, actorder="group")
+    weights = numbers(strategy="group", group_size=128, actorder="group")
     said["quantization_config"]["config_groups"] = group(weights=weights)
     config.write_text(json.dumps(said))
     original = Checkpoint(tmp_path / "q")
     for folder in (tmp_path / "q", in_blocks(original, tmp_path / "blocks", silent)):
-        for layer, w in numbers(Checkpoint(folder)).items():
+        for layer, w in read_numbers(Checkpoint(folder)).items():
             np.testing.assert_array_equal(w, expected[layer])
     answers_agree(build(str(tmp_path / "q"), str(pair[1]), tmp_path / "bundle").path)
 
@@ -347,4 +274,4 @@ def test_tensors_that_do_not_fit_are_named(
         tensors[f"{UP}.{suffix}"] = change(before)
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=message):
-        numbers(Checkpoint(tmp_path / "q"))
+        read_numbers(Checkpoint(tmp_path / "q"))

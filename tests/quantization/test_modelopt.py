@@ -22,10 +22,11 @@ from dflash_trt.building.build import build
 from dflash_trt.checkpoint.linears import stored_experts, stored_linear
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.checkpoint.widening import widen
+from dflash_trt.checkpoint.writer import copy_beside
 from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
 from dflash_trt.errors import BuildError
 from dflash_trt.quantization.calibrate import calibration_set
-from dflash_trt.quantization.convert import copy_files, quantize
+from dflash_trt.quantization.convert import quantize
 from dflash_trt.quantization.modelopt import quantize_with_modelopt
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.family_checkpoints import make_qwen3_moe
@@ -76,7 +77,7 @@ def exported(source: Path, out: Path, config: str) -> tuple[dict[str, Floats], F
                         weights[f"{name}.{e}.{projection}_proj"] = w.numpy()
             logits = model(TOKENS).logits[0].numpy()
         export_hf_checkpoint(model, export_dir=out)
-    copy_files(source, out)
+    copy_beside(source, out)
     return weights, logits
 
 

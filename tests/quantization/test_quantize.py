@@ -13,6 +13,7 @@ import pytest
 
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
+from dflash_trt.checkpoint import writer
 from dflash_trt.checkpoint.linears import stored_linear
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.checkpoint.widening import widen
@@ -21,7 +22,7 @@ from dflash_trt.errors import BuildError, CheckpointError, DFlashError
 from dflash_trt.formats import SCHEMES, numbers
 from dflash_trt.formats.precision import parse_precision
 from dflash_trt.graph import onnxruntime as functions
-from dflash_trt.quantization import convert, for_build
+from dflash_trt.quantization import for_build
 from dflash_trt.quantization.calibrate import activation_amax, calibration_set
 from dflash_trt.quantization.convert import quantize
 from dflash_trt.reports.inspection import inspect
@@ -133,7 +134,7 @@ def test_an_interrupted_run_leaves_nothing_that_looks_finished(
 ) -> None:
     source = _sharded(tmp_path / "source")
     written: list[str] = []
-    whole = convert.write_shard
+    whole = writer.write_shard
 
     def stops(path: Path, entries: Any) -> None:
         if written:
@@ -142,7 +143,7 @@ def test_an_interrupted_run_leaves_nothing_that_looks_finished(
         whole(path, entries)
         written.append(path.name)
 
-    monkeypatch.setattr(convert, "write_shard", stops)
+    monkeypatch.setattr(writer, "write_shard", stops)
     with pytest.raises(KeyboardInterrupt):
         quantize(source, tmp_path / "out", "fp8")
     assert not (tmp_path / "out").exists()
@@ -151,7 +152,7 @@ def test_an_interrupted_run_leaves_nothing_that_looks_finished(
         written.append(path.name)
         whole(path, entries)
 
-    monkeypatch.setattr(convert, "write_shard", goes_on)
+    monkeypatch.setattr(writer, "write_shard", goes_on)
     out = quantize(source, tmp_path / "out", "fp8")
     assert sorted(written) == ["model-1.safetensors", "model-2.safetensors"]
     assert not list(out.glob("*.part"))

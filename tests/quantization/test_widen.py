@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from dflash_trt.quantization.convert import quantize
 from dflash_trt.quantization.repack import in_bf16
 from dflash_trt.trtllm.entry import TensorRTLLMOptions
 from tests.doubles.checkpoints import make_drafter, make_target, write_json
+from tests.doubles.formats import split
 
 BLOCK = 16
 
@@ -60,12 +62,18 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torc
     return root, in_blocks(root / "target")
 
 
+@pytest.mark.parametrize("shards", [1, 2])
 def test_widened_weights_are_those_of_transformers(
-    pair: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+    pair: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, shards: int
 ) -> None:
     root, original = pair
-    out = in_bf16(Checkpoint(root / "target"), tmp_path / "bf16", silent)
-    made, stored = load_file(out / "model.safetensors"), load_file(root / "target" / "model.safetensors")
+    stored = load_file(root / "target" / "model.safetensors")
+    shutil.copytree(root / "target", tmp_path / "target")
+    if shards > 1:
+        split(tmp_path / "target", shards)
+    out = in_bf16(Checkpoint(tmp_path / "target"), tmp_path / "bf16", silent)
+    assert len(Checkpoint(out).files) == shards
+    made = {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
     assert made.keys() == original.keys()
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
     read: Any = Fp8Dequantize(None)
