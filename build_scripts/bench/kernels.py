@@ -41,10 +41,6 @@ def kernels() -> Iterator[tuple[str, Any, uses.Use]]:
         inner = (HIDDEN, HIDDEN)
         yield "gate_up", tile, uses.gate_up(*inner, 4, 1.702, 1.0, 7.0, "bf16", True, tile)
         yield "down", tile, uses.down(*inner, "bf16", True, tile)
-    for tile in uses.CHUNK_TILES:
-        inner = (HIDDEN, HIDDEN)
-        yield "gate_up, MXFP8", tile, uses.gate_up(*inner, 4, 1.702, 1.0, 7.0, "bf16", True, tile, 512)
-        yield "down, MXFP8", tile, uses.down(*inner, "bf16", True, tile, 512)
     yield "other kernels in plans", "route", uses.route(EXPERTS, 4)
     yield "other kernels in plans", "group", uses.group(EXPERTS, 4)
     yield "other kernels in plans", "combine", uses.combine(HIDDEN, 4, "bf16")
@@ -64,7 +60,7 @@ def measured() -> dict[str, Any]:
     for name, what, use in kernels():
         tiled = isinstance(what, uses.Tile | uses.AttentionTile)
         label = " ".join(map(str, vars(what).values())) if tiled else str(what)
-        for capability in uses.TARGETS if use.module != "moe_chunks" else (100,):
+        for capability in uses.TARGETS:
             made = compile_kernel(use, capability)
             taken = {"registers": made.registers, "spills": made.spill_bytes, "shared": made.shared_bytes}
             rows.append({"kernel": name, "of": label, "sm": capability, **taken, "fits": made.fits})

@@ -93,14 +93,12 @@ class Pair:
         prompt_pass: int | None = None,
         trees: bool = False,
         least_rows: int = 1,
-        chunks_differ: bool = False,
     ) -> None:
         """prompt_pass: the most tokens of a prompt in one pass; None: `prefill_chunk`.
-        chunks_differ: whether a pass of `prefill_chunk` tokens gives a row other bits than every other pass.
         trees: whether the target's graph takes the visibility among the rows of a pass.
         """
         self.trees, self._least_rows = trees, least_rows
-        self.rule, self.chunks_differ = FREE, chunks_differ
+        self.rule = FREE
         self.target, self.arrays, self.slots, self.capacity = target, arrays, slots, capacity
         self.vocab_size, self.prefill_chunk = vocab_size, prefill_chunk
         self._prompt_pass = prompt_pass or prefill_chunk
@@ -118,7 +116,7 @@ class Pair:
     @property
     def any_cut(self) -> bool:
         """Whether prompts may be cut anywhere, see `PassRule.any_cut`."""
-        return self.rule.any_cut and not self.chunks_differ
+        return self.rule.any_cut
 
     @property
     def verify_time(self) -> float:

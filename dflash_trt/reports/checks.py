@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 
 from dflash_trt.decoding.params import SamplingParams
-from dflash_trt.decoding.widths import cache_rows
 from dflash_trt.errors import DFlashError
 from dflash_trt.llm import LLM
 from dflash_trt.prompts import Prompt
 from dflash_trt.reports.localize import Localizer
-from dflash_trt.reports.rounding import FP8_INPUTS, PART, centred, deviation
+from dflash_trt.reports.rounding import PART, centred
 from dflash_trt.reports.subject import Array, Failure, Skip, Subject, chain
 from dflash_trt.reports.verification import Case, Difference, chains, verify
 
@@ -37,7 +36,7 @@ class Checks(Subject):
         """Every check, in order."""
         return [
             *(self.integrity, self.kernels, self.cache_writes, self.copies, self.prefill, self.layers),
-            *(self.chunks, self.prompt_experts, self.batch, self.replay, self.drafts),
+            *(self.chunks, self.batch, self.replay, self.drafts),
             *(self.acceptance, self.tokens, self.time),
         ]
 
@@ -151,36 +150,6 @@ class Checks(Subject):
         logits = self.pair.logits([self.prompt[n - rows :]], [n - rows])[0, -1]
         errors["verified"] = self._close("logits of prefill and of verification", logits, whole)
         return errors
-
-    def prompt_experts(self) -> Figures:
-        """Whole chunks of a prompt, with MXFP8, have the numbers of shorter ones but for rounding."""
-        rows = self.bundle.manifest.get("tensorrt", {}).get("mxfp8_rows")
-        if not rows:
-            raise Skip("the inputs of experts have 16 bits in every pass")
-        full = (i for kind in self.bundle.cache_kinds("target") if kind.window is None for i in kind.layers)
-        layer = min(i for i in full if i > 0)  # the first one behind experts that keeps all rows
-        vocabulary = self.bundle.manifest["vocab_size"]
-        tokens = np.random.default_rng(1).integers(0, vocabulary, rows).tolist()
-
-        def values(*ends: int) -> Array:
-            for start, end in zip((0, *ends), ends, strict=False):
-                self._prefill(tokens[start:end], start)
-            by_head = dict(cache_rows(self.pair, "target", 0, 0, rows))[f"v_cache.{layer}"]
-            return by_head.transpose(1, 0, 2).reshape(rows, -1)
-
-        whole, parts = values(rows), values(rows // 2, rows)
-        if np.array_equal(whole, parts):
-            raise Failure(
-                f"a chunk of {rows} tokens has the bits of its halves: no product had inputs in MXFP8"
-            )
-        # Behind more than one layer of experts, rounding makes some rows choose other experts.
-        error, limit = deviation(whole, parts, median=layer > 1), FP8_INPUTS
-        if error > limit:
-            raise Failure(
-                f"v_cache.{layer} of a chunk of {rows} tokens and of its halves differ by {error:.2g} of their size, "
-                f"where the rounding of inputs explains {limit:.2g}"
-            )
-        return {"error": float(f"{error:.3g}")}
 
     def batch(self) -> Figures:
         """A sequence does not depend on other slots."""

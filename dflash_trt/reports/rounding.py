@@ -27,8 +27,6 @@ FORMAT_UNITS = {
     **dict.fromkeys(("AWQ", "GPTQ", "INT", "W8", "W4"), 2.0**-7),
 }
 _MARGIN, _GROWTH, _GROWTH_OF_EXPERTS = 2.0, 1.3, 4.0
-# What separates one layer with inputs in MXFP8 from the same layer with 16 bits.
-FP8_INPUTS = _MARGIN * FORMAT_UNITS["FP8"] * (1 + _GROWTH)
 # A single row, column or number has a larger error than all of them together, and a common factor a smaller one.
 PART, _FACTOR = 3.0, 2.0
 _FEWEST_ROWS = 8  # for a column to have an error of its own

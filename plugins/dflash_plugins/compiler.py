@@ -21,7 +21,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from dflash_plugins.compiled import Compiled, from_json
-from dflash_plugins.kernel_specs import ROUND_TARGET, TARGETS, Use
+from dflash_plugins.kernel_specs import PTX_VERSION, ROUND_TARGET, TARGETS, Use
 from dflash_trt.errors import BuildError
 
 # Triton adds two undeclared pointers to the end of an entry: scratch memory of the program and of its profiler.
@@ -130,7 +130,7 @@ def _compile(use: Use, capability: int) -> Compiled:
     options = {
         "num_warps": use.num_warps,
         "num_stages": use.num_stages,
-        "ptx_version": use.ptx_version,  # Triton's default is its newest
+        "ptx_version": PTX_VERSION,  # Triton's default is its newest
         "enable_fp_fusion": use.fp_fusion,
         "maxnreg": use.most_registers,
     }

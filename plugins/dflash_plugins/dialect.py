@@ -5,7 +5,6 @@ Each operator keeps its signature. Its body has one plugin node per kernel, in l
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,9 +25,6 @@ class TensorRTLayerPlugins(TensorRT):
     """
 
     name = "tensorrt-layer-plugins"
-
-    # The rows of a pass whose experts are multiplied in MXFP8 (kernels/moe_chunks.py); 0 for none.
-    mxfp8_rows = 0
 
     experts = Dialect.experts  # one operator for any storage
 
@@ -64,21 +60,11 @@ class TensorRTLayerPlugins(TensorRT):
         }
         shares, chosen, counts = _plugin(g, "MoERoute", router, outputs=3, **k)
         pairs, groups = _plugin(g, "MoEGroup", chosen, counts, outputs=2, **k)
-        product = partial(self._product, g, shares)
-        hidden = product("MoEGateUp", x, pairs, groups, *weights["gate_up"], **k, **activation)
-        parts = product("MoEDown", hidden, shares, pairs, groups, *weights["down"])
+        (hidden,) = _plugin(g, "MoEGateUp", x, pairs, groups, *weights["gate_up"], **k, **activation)
+        (parts,) = _plugin(g, "MoEDown", hidden, shares, pairs, groups, *weights["down"])
         (y,) = _plugin(g, "MoECombine", parts, x, **k)
         g.output(y, "y", self.dtype, ["rows", "D"])
         return g.function(declared())
-
-    def _product(
-        self, g: GraphBuilder, shares: ir.Value, name: str, x: ir.Value, *inputs: ir.Value, **attributes: Any
-    ) -> ir.Value:
-        if not self.mxfp8_rows:
-            return _plugin(g, name, x, *inputs, **attributes)[0]
-        whole = {"whole": self.mxfp8_rows}
-        quantized = _plugin(g, "MoEQuantize", x, shares, outputs=2, **whole)
-        return _plugin(g, f"{name}OfChunks", x, *quantized, *inputs, **attributes, **whole)[0]
 
     def gated_delta_net(self, kind: DeltaKind) -> ir.Function:
         """One node, which goes row by row."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+# The lowest version of PTX that has all instructions, which drivers from CUDA 12.8 on read.
+PTX_VERSION = 87
 # Compute capability -> its tensor-core instruction in PTX.
 TARGETS = {89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 # The kernels between passes have no instruction that later GPUs add. So their PTX is compiled once, for the oldest GPU,
@@ -39,8 +41,6 @@ class Use:
     num_stages: int = 3
     # Off where sums must be rounded as on the host: kernels/noise.py.
     fp_fusion: bool = False
-    # The lowest version that has all its instructions: drivers from CUDA 12.8 on read 8.7, from 12.9 on 8.8.
-    ptx_version: int = 87
     # Of a thread. None lets the assembler choose.
     most_registers: int | None = None
 
@@ -75,8 +75,6 @@ TILES = (
     Tile(128, 128, 64, 8, 2),
     Tile(128, 64, 64, 8, 2),
 )
-# With MXFP8 for whole chunks. Its instruction takes 128 outputs, and more stages take too much shared memory.
-CHUNK_TILES = (Tile(128, 128, 16, 8, 2), Tile(128, 128, 32, 8, 2), TILES[4])
 
 
 def _optional(types: Types, constants: dict[str, Any], present: bool, **arguments: str) -> None:
@@ -213,40 +211,24 @@ def gate_up(
     dtype: str,
     biased: bool,
     tile: Tile,
-    whole: int = 0,
 ) -> Use:
-    """`whole`: the rows of a pass that is multiplied in MXFP8; 0 for none."""
+    """The experts' first product, with their activation."""
     constants = {"K": k, "ALPHA": alpha, "BETA": beta, "LIMIT": limit, "D": hidden, "INNER": inner}
     types: Types = {"x": f"*{dtype}", "activated": f"*{dtype}"}
-    return _product("gate_up", types, constants, dtype, biased, tile, whole)
+    return _product("gate_up", types, constants, dtype, biased, tile)
 
 
-def down(hidden: int, inner: int, dtype: str, biased: bool, tile: Tile, whole: int = 0) -> Use:
-    """`whole`: as in `gate_up`."""
+def down(hidden: int, inner: int, dtype: str, biased: bool, tile: Tile) -> Use:
+    """The experts' second product."""
     types: Types = {"activated": f"*{dtype}", "shares": "*fp32", "outputs": "*fp32"}
-    return _product("down", types, {"D": hidden, "INNER": inner}, dtype, biased, tile, whole)
+    return _product("down", types, {"D": hidden, "INNER": inner}, dtype, biased, tile)
 
 
-def _product(
-    name: str, types: Types, constants: dict[str, Any], dtype: str, biased: bool, tile: Tile, whole: int
-) -> Use:
+def _product(name: str, types: Types, constants: dict[str, Any], dtype: str, biased: bool, tile: Tile) -> Use:
     types |= {"pairs": "*i32", "groups": "*i32", "blocks": "*u8", "scales": "*u8"}
     constants |= {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "TOKENS": tile.tokens}
     _optional(types, constants, biased, bias=f"*{dtype}")
-    if whole:
-        types |= {"numbers": "*u8", "powers": "*u8", "rows": "i32"}
-        constants["WHOLE"] = whole
-    use = Use("moe", name, types, constants, tile.num_warps, tile.num_stages, fp_fusion=True)
-    return replace(use, module="moe_chunks", ptx_version=88) if whole else use
-
-
-QUANTIZE_BLOCK = 1024
-
-
-def quantize(width: int, dtype: str, whole: int) -> Use:
-    """The kernel that rounds `width` numbers of each row to MXFP8, in a pass of `whole` rows."""
-    types: Types = {"x": f"*{dtype}", "shares": "*fp32", "rows": "i32", "numbers": "*u8", "powers": "*u8"}
-    return Use("moe_chunks", "quantize", types, {"D": width, "WHOLE": whole, "BLOCK": QUANTIZE_BLOCK})
+    return Use("moe", name, types, constants, tile.num_warps, tile.num_stages, fp_fusion=True)
 
 
 COMBINE_BLOCK = 1024

@@ -171,42 +171,6 @@ def _merge(name: str, *sinks: str) -> Plugin:
     )
 
 
-def _gate_up(name: str, tiles: Sequence[uses.Tile], *quantized: str) -> Plugin:
-    """The experts' first product. `quantized`: inputs of x in MXFP8, for whole chunks."""
-    at = 1 + len(quantized)  # of `pairs`
-    chunks: Mapping[str, type] = {"whole": int} if quantized else {}
-    return Plugin(
-        name,
-        ("x", *quantized, "pairs", "groups", "blocks", "scales", "bias"),
-        attributes={"k": int, "alpha": float, "beta": float, "limit": float, **chunks},
-        outputs=lambda s, a: [((s[at][0], s[at + 2][1] // 2), 0)],
-        use=lambda z, a, t: uses.gate_up(
-            *(z.fixed(0, 1), z.fixed(at + 2, 1) // 2, a["k"], a["alpha"], a["beta"], a["limit"]),
-            *(z.type(0), True, t, a.get("whole", 0)),
-        ),
-        grid=lambda s, a, t: (s.ceil_div(s[at + 2][1], 2 * t.block_n), s.minimum(s[at + 2][0], s[at][0])),
-        integers=lambda s, a: (s[0][0],) * bool(quantized),
-        tiles=lambda z: tiles,
-    )
-
-
-def _down(name: str, tiles: Sequence[uses.Tile], *quantized: str) -> Plugin:
-    """The experts' second product. `quantized`: inputs of its input in MXFP8, for whole chunks."""
-    at = 2 + len(quantized)  # of `pairs`
-    return Plugin(
-        name,
-        ("activated", *quantized, "shares", "pairs", "groups", "blocks", "scales", "bias"),
-        attributes={"whole": int} if quantized else {},
-        outputs=lambda s, a: [((s[at][0], s[at + 2][1]), "FLOAT")],
-        use=lambda z, a, t: uses.down(
-            z.fixed(at + 2, 1), z.fixed(0, 1), z.type(0), True, t, a.get("whole", 0)
-        ),
-        grid=lambda s, a, t: (s.ceil_div(s[at + 2][1], t.block_n), s.minimum(s[at + 2][0], s[at][0])),
-        integers=lambda s, a: (s[at - 1][0],) * bool(quantized),
-        tiles=lambda z: tiles,
-    )
-
-
 _SAMPLING = ("logits", "temperature", "top_p", "seed", "position")
 _PARTIAL = ("group_max", "group_noise", "tile_max", "tile_sum", "tile_weight")
 
@@ -265,18 +229,25 @@ PLUGINS = (
         grid=lambda s, a, t: (s.ceil_div(s[0][0], uses.ROUTE_ROWS),),
         integers=lambda s, a: (s[0][0],),
     ),
-    _gate_up("MoEGateUp", uses.TILES),
-    _gate_up("MoEGateUpOfChunks", uses.CHUNK_TILES, "numbers", "powers"),
-    _down("MoEDown", uses.TILES),
-    _down("MoEDownOfChunks", uses.CHUNK_TILES, "numbers", "powers"),
     Plugin(
-        "MoEQuantize",
-        ("x", "shares"),
-        attributes={"whole": int},
-        outputs=lambda s, a: [((s[0][0], s[0][1]), "INT8"), ((s[0][0], s.ceil_div(s[0][1], 32)), "INT8")],
-        use=lambda z, a, t: uses.quantize(z.fixed(0, 1), z.type(0), a["whole"]),
-        grid=lambda s, a, t: (s[0][0], s.ceil_div(s[0][1], uses.QUANTIZE_BLOCK)),
-        integers=lambda s, a: (s[1][0],),
+        "MoEGateUp",
+        ("x", "pairs", "groups", "blocks", "scales", "bias"),
+        attributes={"k": int, "alpha": float, "beta": float, "limit": float},
+        outputs=lambda s, a: [((s[1][0], s[3][1] // 2), 0)],
+        use=lambda z, a, t: uses.gate_up(
+            *(z.fixed(0, 1), z.fixed(3, 1) // 2, a["k"], a["alpha"], a["beta"], a["limit"]),
+            *(z.type(0), True, t),
+        ),
+        grid=lambda s, a, t: (s.ceil_div(s[3][1], 2 * t.block_n), s.minimum(s[3][0], s[1][0])),
+        tiles=lambda z: uses.TILES,
+    ),
+    Plugin(
+        "MoEDown",
+        ("activated", "shares", "pairs", "groups", "blocks", "scales", "bias"),
+        outputs=lambda s, a: [((s[2][0], s[4][1]), "FLOAT")],
+        use=lambda z, a, t: uses.down(z.fixed(4, 1), z.fixed(0, 1), z.type(0), True, t),
+        grid=lambda s, a, t: (s.ceil_div(s[4][1], t.block_n), s.minimum(s[4][0], s[2][0])),
+        tiles=lambda z: uses.TILES,
     ),
     Plugin(
         "MoECombine",

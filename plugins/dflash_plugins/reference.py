@@ -6,7 +6,7 @@ each row. Dtypes narrower than float32 come from ml_dtypes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -52,14 +52,10 @@ def moe(
     alpha: float,
     beta: float,
     limit: float,
-    rounded: Callable[[Array], Array] = lambda x: x,
 ) -> Array:
-    """dflash::MoE with MXFP4 experts, each (blocks, scales, bias). Sums in float64, rounded where the kernels round.
-
-    rounded: what is done to the input of each product before it.
-    """
+    """dflash::MoE with MXFP4 experts, each (blocks, scales, bias). Sums in float64, rounded where the kernels round."""
     dtype = x.dtype
-    x = rounded(x.astype(np.float64))
+    x = x.astype(np.float64)
     y = np.zeros_like(x)
     for row in range(x.shape[0]):
         best = np.argsort(-router_logits[row], kind="stable")[:k]
@@ -68,7 +64,7 @@ def moe(
             h = _linear(x[row], gate_up, expert)
             gate, up = np.minimum(h[0::2], limit), np.clip(h[1::2], -limit, limit)
             h = ((up + beta) * gate / (1 + np.exp(-alpha * gate))).astype(dtype).astype(np.float64)
-            y[row] += p * _linear(rounded(h), down, expert)
+            y[row] += p * _linear(h, down, expert)
     return y.astype(dtype)
 
 

@@ -57,9 +57,9 @@ def asked(job: Job, tokens: int, *, draft: bool = True, **options: int | None) -
     )
 
 
-def plain(lies: Lies, rule: PassRule, kinds: list[Job], *, chunks_differ: bool = False) -> list[list[int]]:
+def plain(lies: Lies, rule: PassRule, kinds: list[Job]) -> list[list[int]]:
     """The tokens of plain decoding, one request at a time, without reused rows."""
-    scheduler, found = ulp_scheduler(lies, rule, batch=1, kept=0, chunks_differ=chunks_differ), []
+    scheduler, found = ulp_scheduler(lies, rule, batch=1, kept=0), []
     for job in kinds:
         scheduler.submit(one := asked(job, TOKENS, draft=False))
         while not scheduler.idle:
@@ -96,11 +96,11 @@ def traffic(scheduler: Scheduler, kinds: list[Job], count: int) -> Iterator[tupl
                 yield live.pop(emission.request), emission.request
 
 
-def changed(lies: Lies, rule: PassRule, count: int, *, chunks_differ: bool = False) -> tuple[int, Scheduler]:
+def changed(lies: Lies, rule: PassRule, count: int) -> tuple[int, Scheduler]:
     """Of so many jobs, those whose tokens are not a beginning of plain decoding's."""
     kinds = jobs(200)
-    right = plain(lies, rule, kinds, chunks_differ=chunks_differ)
-    scheduler = ulp_scheduler(lies, rule, chunks_differ=chunks_differ)
+    right = plain(lies, rule, kinds)
+    scheduler = ulp_scheduler(lies, rule)
     wrong = []
     for kind, job in traffic(scheduler, kinds, count):
         given = job.output[: job.statistics.num_generation_tokens]
@@ -133,15 +133,6 @@ def test_every_job_has_the_tokens_of_plain_decoding(engine: str) -> None:
 )
 def test_each_part_of_the_rule_is_needed(engine: str, rule: PassRule) -> None:
     assert changed(ENGINES[engine][0], rule, 600)[0] > 0
-
-
-@pytest.mark.parametrize("chunks_differ", [True, False])
-def test_whole_chunks_may_have_numbers_of_their_own(chunks_differ: bool) -> None:
-    """An engine that is exact but for whole chunks needs no other rule: only such chunks are reused then."""
-    lies = Lies(paths=False, cuts=False, chunks=True, groups=tuple((n, 5) for n in range(1, BLOCK + 1)))
-    wrong, scheduler = changed(lies, FREE, 600, chunks_differ=chunks_differ)
-    assert (wrong == 0) == chunks_differ
-    assert scheduler.slots.counts.reused_tokens > 200
 
 
 @pytest.mark.parametrize("engine", ENGINES)

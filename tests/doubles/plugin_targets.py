@@ -64,23 +64,6 @@ CASES: dict[str, tuple[list[tuple[tuple[Any, ...], DataType]], dict[str, Any]]] 
         {"k": 4, "alpha": 1.702, "beta": 1.0, "limit": 7.0},
     ),
     "MoEDown": ([(("pairs", D), H), (("rows", 4), F), PAIRS, GROUPS, *DOWN], {}),
-    "MoEQuantize": ([(("rows", D), H), (("rows", 4), F)], {"whole": 512}),
-    "MoEGateUpOfChunks": (
-        [(("rows", D), H), (("rows", D), BYTE), (("rows", D // 32), BYTE), PAIRS, GROUPS, *MATRIX],
-        {"k": 4, "alpha": 1.702, "beta": 1.0, "limit": 7.0, "whole": 512},
-    ),
-    "MoEDownOfChunks": (
-        [
-            (("pairs", D), H),
-            (("pairs", D), BYTE),
-            (("pairs", D // 32), BYTE),
-            (("rows", 4), F),
-            PAIRS,
-            GROUPS,
-            *DOWN,
-        ],
-        {"whole": 512},
-    ),
     "MoECombine": ([(("pairs", D), F), (("rows", D), H)], {"k": 4}),
     "GatedDeltaNet": (
         [
@@ -91,11 +74,6 @@ CASES: dict[str, tuple[list[tuple[tuple[Any, ...], DataType]], dict[str, Any]]] 
         {},
     ),
 }
-
-
-def cases(capability: int) -> list[str]:
-    """The plugins for a target: only sm_100 has those that multiply in MXFP8."""
-    return [name for name in CASES if capability == 100 or not re.search("Quantize|OfChunks", name)]
 
 
 def sizes(shape: tuple[Any, ...], known: dict[str, int]) -> tuple[int, ...]:
@@ -200,7 +178,6 @@ def build(trt: Any, name: str, capability: int) -> list[dict[str, Any]]:
                 "required_threads": re.findall(r"\.reqntid (\d+)", text),
                 "version": re.findall(r"\.version (\S+)", text)[0],
                 "target": re.findall(r"\.target (\w+)", text)[0],
-                "scaled": len(re.findall(r"tcgen05\.mma\S*kind::mxf8f6f4\.block_scale", text)),
                 "products": sorted(set(re.findall(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync", text))),
                 "most_registers": [int(n) for n in re.findall(r"\.maxnreg (\d+)", text)],
                 "fused": len(re.findall(r"\bfma\.", text)),
@@ -225,7 +202,7 @@ if __name__ == "__main__":
     tensorrt = double.install()
     target = int(sys.argv[1])
     registration.register(tensorrt, target)
-    built = {name: build(tensorrt, name, target) for name in cases(target)}
+    built = {name: build(tensorrt, name, target) for name in CASES}
     if target == min(uses.TARGETS):  # the same Python code decides for all targets
         for name, tactics in built.items():
             tactics[0]["by_profile"] = kernels_by_profile(tensorrt, name)

@@ -48,7 +48,6 @@ class Lies:
     partners: bool = False
     paths: bool = True
     cuts: bool = True
-    chunks: bool = False
     groups: tuple[tuple[int, int], ...] = tuple(GROUPS.items())
 
 
@@ -122,8 +121,6 @@ class UlpTarget(FakeTarget):
         n, lies = len(tokens), self.lies
         rows = n * width if lies.sequences else width
         kernel: list[object] = [self.groups.get(rows, -(-rows // 4) if lies.cuts else self.groups[BLOCK])]
-        if lies.chunks and width == CHUNK:
-            kernel.append("chunk")
         if lies.place:
             kernel.append(place)
         if lies.partners:
@@ -160,9 +157,7 @@ class UlpDrafter(FakeDrafter):
         return {"draft_tokens": tokens, "draft_logprobs": np.broadcast_to(said, tokens.shape).copy()}
 
 
-def ulp_scheduler(
-    lies: Lies, rule: PassRule = FREE, *, batch: int = 4, kept: int = 200, chunks_differ: bool = False
-) -> Scheduler:
+def ulp_scheduler(lies: Lies, rule: PassRule = FREE, *, batch: int = 4, kept: int = 200) -> Scheduler:
     """A scheduler over these engines, for texts of up to 64 tokens, with memory for the rows of `kept` tokens."""
     capacity = 64 + 2 * BLOCK + 1
     pair = Pair(
@@ -175,7 +170,6 @@ def ulp_scheduler(
         vocab_size=VOCAB,
         prefill_chunk=CHUNK,
         trees=True,
-        chunks_differ=chunks_differ,
     )
     scheduler = Scheduler(pair, BLOCK, batch)
     scheduler.slots = Slots(pair, kept * 2 * ROW_BYTES, page=8)

@@ -19,7 +19,7 @@ from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.engines.tensorrt import builder, plans
 from dflash_trt.engines.tensorrt.flavour import FLAVOURS, Flavour
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
-from dflash_trt.errors import BuildError, UsageError
+from dflash_trt.errors import BuildError
 from dflash_trt.formats.precision import parse_precision
 from dflash_trt.graph.builder import DFLASH_DOMAIN
 from dflash_trt.graph.tensorrt import TensorRT
@@ -72,42 +72,6 @@ def test_the_graph_of_plugins_is_that_of_bodies_but_for_the_bodies(tmp_path: Pat
     experts = [v for v in with_plugins.graph.initializers.values() if "_proj_blocks" in (v.name or "")]
     assert experts
     assert {v.dtype for v in experts} == {ir.DataType.INT8}  # the checkpoint's bytes as signed bytes
-
-
-def test_whole_chunks_have_products_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chunks = {"capability": 100, "expert_formats": ("mxfp4",), "prompt_experts": "mxfp8"}
-    found = made(monkeypatch, **chunks, prefill_chunk=72)
-    assert found.describe()["mxfp8_rows"] == 72
-    body = next(
-        body for name, body in gpt_oss(tmp_path / "weights", found.dialects["target"]).functions.items()
-        if name[1] == "MoE"
-    )  # fmt: skip
-    nodes = [node for node in body if node.domain == DFLASH_DOMAIN]
-    for node in nodes:
-        plugin = PLUGINS[node.op_type]
-        assert len(node.inputs) == len(plugin.inputs)
-        assert node.attributes.keys() - {"plugin_namespace", "plugin_version"} == plugin.attributes.keys()
-        assert "whole" not in plugin.attributes or node.attributes["whole"].as_int() == 72
-    products = "MoEQuantize", "MoEGateUpOfChunks", "MoEQuantize", "MoEDownOfChunks"
-    assert [PLUGINS[node.op_type].name for node in nodes] == ["MoERoute", "MoEGroup", *products, "MoECombine"]
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"expert_formats": ()}, "no MXFP4 experts"),
-        ({"capability": 120}, "--compute-capability 100"),
-        ({"engine": "tensorrt-rtx", "capability": 120}, "--engine tensorrt "),
-        ({"plugins": "none"}, "--plugins auto"),
-        ({"prefill_chunk": 64}, "64 rows.*--prefill-chunk 65"),  # 8 sequences with blocks of 8
-    ],
-)
-def test_mxfp8_where_it_cannot_be_is_refused(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], says: str
-) -> None:
-    chunks = {"capability": 100, "expert_formats": ("mxfp4",), "prompt_experts": "mxfp8"}
-    with pytest.raises(UsageError, match=f"--prompt-experts mxfp8: .*{says}"):
-        made(monkeypatch, **(chunks | given))
 
 
 def test_both_models_have_plugins(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -192,62 +191,3 @@ def test_the_plugins_give_what_the_function_body_gives(biased: bool) -> None:
     body = ir.to_proto(TensorRT(ir.DataType.FLOAT).moe("float", ir.DataType.FLOAT, **shape))
     (expected,) = ReferenceEvaluator(body).run(None, feeds, attributes=constants)
     assert np.max(np.abs(y.float().numpy() - expected)) < 2**-7 * np.max(np.abs(expected))
-
-
-def in_mxfp8(x: np.ndarray) -> np.ndarray:
-    """The nearest numbers of MXFP8: E4M3 times the least power of two at which none of 32 is larger than 448."""
-    groups = x.astype(np.float64).reshape(*x.shape[:-1], -1, 32)
-    largest = np.abs(groups).max(-1, keepdims=True)
-    power = 2.0 ** np.ceil(np.log2(np.maximum(largest, 2.0**-118) / 448))
-    return ((groups / power).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * power).reshape(x.shape)
-
-
-def chunks(
-    e: moe.PackedExperts, x: torch.Tensor, router: torch.Tensor, whole: int, tile: uses.Tile
-) -> np.ndarray:
-    """The layer as a plan with MXFP8 for passes of `whole` rows has it."""
-    dialect = TensorRTPlugins(ir.DataType.BFLOAT16)
-    dialect.mxfp8_rows = whole
-    body = dialect.moe("mxfp4", ir.DataType.INT8, biased=True, widened_bytes=0)
-    tensors = {"x": x, "router_logits": router}
-    for name in ("gate_up", "down"):
-        blocks, scales = getattr(e, name), getattr(e, f"{name}_scales")
-        tensors |= {name: blocks.view(torch.int8), f"{name}_scales": scales.view(torch.int8)}
-        tensors[f"{name}_bias"] = getattr(e, f"{name}_bias")
-    constants = {"k": e.k, "alpha": e.alpha, "beta": e.beta, "limit": e.limit}
-    return plugin_graph.run(body, tensors, constants, tile)[0].double().numpy()
-
-
-@pytest.mark.parametrize("tile", uses.CHUNK_TILES)
-def test_whole_chunks_are_multiplied_in_mxfp8_and_no_other_passes(tile: uses.Tile) -> None:
-    rng = np.random.default_rng(6)
-    e = layer(rng, 4, 192, 96, 2, biased=True)
-    x = torch.from_numpy(rng.standard_normal((20, 192)) / 8).bfloat16()
-    x[3, 40] = 0
-    router = torch.from_numpy(rng.standard_normal((20, 4)).astype(np.float32))
-    plain = moe.moe(x, router, e, tile).double().numpy()
-    assert np.array_equal(chunks(e, x, router, 21, tile), plain)
-    sides = [
-        tuple(to_numpy(part) for part in side)
-        for side in ((e.gate_up, e.gate_up_scales, e.gate_up_bias), (e.down, e.down_scales, e.down_bias))
-    ]
-    constants = {"k": e.k, "alpha": e.alpha, "beta": e.beta, "limit": e.limit}
-    quantized = reference.moe(to_numpy(x), router.numpy(), *sides, **constants, rounded=in_mxfp8)
-    exact = reference.moe(x.double().numpy(), router.numpy(), *sides, **constants)
-    found = chunks(e, x, router, 20, tile)
-    size = np.abs(exact).max()
-    assert np.abs(found - quantized.astype(np.float64)).max() <= 2**-7 * size
-    errors = [np.linalg.norm(each - exact) / np.linalg.norm(exact) for each in (found, plain)]
-    assert 0.02 < errors[0] < 0.06
-    assert errors[1] < 0.004
-
-
-def test_a_token_in_mxfp8_does_not_depend_on_its_neighbours() -> None:
-    rng = np.random.default_rng(7)
-    e = layer(rng, 4, 64, 64, 2, biased=True)
-    x = torch.from_numpy(rng.standard_normal((9, 64))).bfloat16()
-    router = torch.from_numpy(rng.standard_normal((9, 4)).astype(np.float32))
-    y = chunks(e, x, router, 9, uses.CHUNK_TILES[0])
-    x[2, 33], x[5, 40] = np.nan, 1e30
-    beside = chunks(e, x, router, 9, uses.CHUNK_TILES[0])
-    assert np.array_equal(np.delete(beside, (2, 5), 0), np.delete(y, (2, 5), 0))

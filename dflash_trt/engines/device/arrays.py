@@ -86,14 +86,12 @@ class DeviceArrays:
         hidden_size: int,
         vocab_size: int,
         tree_width: int = 1,
-        chunks_differ: bool = False,
         run: Run | None = None,
     ) -> None:
-        """`chunks_differ`: whether only whole chunks may have passes of `prefill_chunk` tokens."""
         self._taps, self._vocab = taps, vocab_size
         self.most_unread = self.most_nodes = block_size
-        self._capacity, self.chunks_differ = capacity, chunks_differ
-        self._prompt_lengths = prefill_lengths(prefill_chunk, apart=chunks_differ)
+        self._capacity = capacity
+        self._prompt_lengths = prefill_lengths(prefill_chunk)
         device, self._stream = target.device, target.stream
         self._target, self._drafter = target, drafter
         dtype = drafter.dtypes["features"]

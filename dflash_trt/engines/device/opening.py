@@ -34,7 +34,6 @@ def arrays_of(
     slots: int,
     prefill_chunk: int,
     kernels: Callable[[Sequence[Use]], Run | None],
-    chunks_differ: bool = False,
 ) -> DeviceArrays:
     """The arrays of a bundle's engines. `kernels` gives what launches these kernels between passes, or nothing."""
     manifest, taps = bundle.manifest, len(bundle.manifest["target_layer_ids"])
@@ -51,7 +50,6 @@ def arrays_of(
         hidden_size=hidden,
         vocab_size=vocab,
         tree_width=manifest["tree_width"],
-        chunks_differ=chunks_differ,
         run=kernels(round_uses(vocab, taps * hidden, dtype, block_size)),
     )
 
@@ -77,7 +75,6 @@ def pair_of(
         vocab_size=manifest["vocab_size"],
         prefill_chunk=prefill_chunk,
         trees=manifest["tree_width"] > 1,
-        chunks_differ=arrays.chunks_differ,
     )
 
 
@@ -101,7 +98,7 @@ def warm_up(
 
 
 def _passes(pair: Pair, block_size: int, runs: int, most_requests: int) -> Iterator[Callable[[], object]]:
-    for length in reversed(prefill_lengths(pair.prefill_chunk, apart=pair.chunks_differ)):
+    for length in reversed(prefill_lengths(pair.prefill_chunk)):
         yield partial(pair.prefill, [0] * length, 0, 0, draft=True)
     for batch in pass_sizes(most_requests):
         for length in pass_sizes(block_size):

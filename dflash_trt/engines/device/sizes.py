@@ -18,13 +18,12 @@ def aligned_rows(rows: int) -> int:
     return -(-rows // ROW_UNIT) * ROW_UNIT
 
 
-def prefill_lengths(most: int, *, apart: bool = False) -> list[int]:
+def prefill_lengths(most: int) -> list[int]:
     """The lengths of prefill passes, up to `most` tokens. A shorter part of a prompt is filled up to one of them.
 
-    Each length costs TensorRT-RTX a compilation, and any engine a preparation. `apart`: no shorter part is filled up to
-    `most`.
+    Each length costs TensorRT-RTX a compilation, and any engine a preparation.
     """
-    lengths = [16, 32, 64, *range(128, most, 128), *([most - 1] * apart)]
+    lengths = [16, 32, 64, *range(128, most, 128)]
     return [*(n for n in lengths if n < most), most]
 
 

@@ -114,7 +114,6 @@ def _arrays(
         slots=slots,
         prefill_chunk=chunk,
         kernels=partial(_kernels_of, bundle),
-        chunks_differ=bundle.manifest["tensorrt"].get("mxfp8_rows") == chunk,
     )
 
 

@@ -28,8 +28,6 @@ class TensorRTOptions(EngineOptions):
     plugins: "auto" uses our kernels for attention, taps, acceptance, MXFP4 experts and Gated DeltaNet if the engine,
         the GPU and the installed packages support them (`plugins/`). "none" uses standard operators. The result is the
         same but for rounding.
-    prompt_experts: "mxfp8" multiplies MXFP4 experts in whole chunks of prompts with inputs in MXFP8, which unpacks no
-        weight and changes results (docs/plugins.md). Only for compute capability 10.0.
     timing_cache: a bundle whose timing caches the build reads, to choose the same tactics again.
     """
 
@@ -69,14 +67,5 @@ class TensorRTOptions(EngineOptions):
             choices=["auto", "none"],
             help="auto: our kernels for attention, taps, acceptance, MXFP4 experts and Gated DeltaNet, where supported "
             "(default)",
-        ),
-    )
-    prompt_experts: Literal["16-bit", "mxfp8"] = field(
-        default="16-bit",
-        metadata=option(
-            "--prompt-experts",
-            choices=["16-bit", "mxfp8"],
-            help="inputs of MXFP4 experts in whole chunks of prompts; mxfp8 is for compute capability 10.0 and changes "
-            "results (default: 16-bit)",
         ),
     )

@@ -94,28 +94,6 @@ class Plans:
             role: (with_plugins if role in self.plugins else TensorRT)(dtype, trt_operators=fused)
             for role, dtype in dtypes.items()
         }
-        self._mxfp8_rows = (
-            self._whole_chunks(bool(expert_formats)) if options.prompt_experts == "mxfp8" else 0
-        )
-        if isinstance(dialect := self.dialects["target"], TensorRTPlugins):
-            dialect.mxfp8_rows = self._mxfp8_rows
-
-    def _whole_chunks(self, packed_experts: bool) -> int:
-        """The rows of a pass with MXFP8. Raises UsageError if there can be none."""
-        limits, kernels = self.limits, isinstance(self.dialects["target"], TensorRTPlugins)
-        block_rows = limits.max_batch_size * limits.block_size
-        if not packed_experts:
-            problem = "the target has no MXFP4 experts; leave it out"
-        elif not kernels or self.capabilities != (100,):
-            problem = "needs --engine tensorrt with --plugins auto, and --compute-capability 100 alone"
-        elif block_rows >= limits.prefill_chunk:
-            problem = (
-                f"a verification may have {block_rows} rows, as many as a chunk of a prompt: give --prefill-chunk "
-                f"{block_rows + 1} or more, or a smaller --max-batch-size"
-            )
-        else:
-            return limits.prefill_chunk
-        raise UsageError(f"--prompt-experts mxfp8: {problem}")
 
     def compile_kernels(self, models: Mapping[str, ir.Model]) -> None:
         """Compile the kernels between the passes of these models. If that fails, a warning says why."""
@@ -152,8 +130,6 @@ class Plans:
             "max_batch_size": self.limits.max_batch_size,
             "prefill_chunk": self.limits.prefill_chunk,
         }
-        if self._mxfp8_rows:
-            described["mxfp8_rows"] = self._mxfp8_rows
         if self.kernels:
             described["kernels"] = {"version": PLUGIN_VERSION}
         if self._timings:

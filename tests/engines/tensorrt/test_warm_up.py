@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 
 from dflash_trt import LLM, SamplingParams, logs
 from dflash_trt.building.build import build
-from dflash_trt.bundle.manifest import Bundle, write_manifest
+from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
 from dflash_trt.decoding.params import RequestOptions
 from dflash_trt.engines.device.sizes import DECODE, PREFILL, fitting, pass_sizes, prefill_lengths
@@ -135,7 +134,6 @@ def test_passes_have_few_sizes() -> None:
         [1, 2, 4, 8, 10],
     ]
     assert prefill_lengths(512) == [16, 32, 64, 128, 256, 384, 512]
-    assert prefill_lengths(512, apart=True) == [16, 32, 64, 128, 256, 384, 511, 512]
     assert prefill_lengths(40) == [16, 32, 40]
     assert prefill_lengths(8) == [8]
     assert [fitting(n, prefill_lengths(512)) for n in (1, 16, 17, 129, 512)] == [16, 16, 32, 256, 512]
@@ -279,27 +277,3 @@ def test_the_double_has_the_names_of_tensorrt_rtx(monkeypatch: pytest.MonkeyPatc
         assert not missing, name
     assert hasattr(real.ICudaEngine, "create_runtime_config")
     assert hasattr(real.IExecutionContext, "is_stream_capturable")
-
-
-def test_only_whole_chunks_have_passes_of_their_size(
-    bundles: dict[str, Bundle], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where such a pass has other numbers. The parts of a prompt end at multiples, also after reused rows."""
-    path = tmp_path / "bundle"
-    manifest = bundles["tensorrt"].manifest
-    shutil.copytree(bundles["tensorrt"].path, path)
-    write_manifest(path, manifest | {"tensorrt": manifest["tensorrt"] | {"mxfp8_rows": CHUNK}})
-    with LLM(path, prefix_cache_bytes=1 << 24) as llm:
-        pair, ran = llm._runtime.pair, list[tuple[int, int]]()
-        run = pair.target.run
-
-        def watched(profile: int, feeds: Any, **given: Any) -> Any:
-            if profile == PREFILL:
-                ran.append((int(feeds["start"][0]), feeds["tokens"].shape[1]))
-            return run(profile, feeds, **given)
-
-        monkeypatch.setattr(pair.target, "run", watched)
-        prompt = [token % 50 for token in range(79)]
-        for tokens in (prompt[:39], prompt, [*prompt[:60], 7]):
-            llm.generate([tokens], SamplingParams(max_tokens=2))
-        assert ran == [(0, 39), (0, 40), (40, 39), (40, 32)]
