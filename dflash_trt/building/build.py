@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -24,7 +27,7 @@ from dflash_trt.checkpoint.pair import CheckpointPair, Side, Source
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
 from dflash_trt.engines import registry
 from dflash_trt.engines.base import BuildJob, BuildSettings, EngineEntry, EngineOptions, Weights
-from dflash_trt.errors import UsageError
+from dflash_trt.errors import DFlashError, UsageError
 from dflash_trt.formats.precision import Precision
 from dflash_trt.models.configs import read_drafter_config
 from dflash_trt.quantization.for_build import in_precision
@@ -92,8 +95,23 @@ def build(
     )
     pair = replace(pair, draft_tokens=_draft_tokens(pair, draft_vocabulary, entry))
     progress("read checkpoints", 1, 1)
-    with workspace(out) as place:
+    with workspace(out) as place, _sources_named(pair, place.scratch):
         return _write(pair, settings, entry, place, force, progress)
+
+
+@contextmanager
+def _sources_named(pair: CheckpointPair, scratch: Path) -> Iterator[None]:
+    """Errors name the checkpoints that were given, not what was made of them in the work directory."""
+    try:
+        yield
+    except DFlashError as error:
+        said = str(error)
+        for role, side in (("target", pair.target), ("drafter", pair.drafter), ("head", pair.target)):
+            made = rf"{re.escape(str(scratch))}/(draft-)?{role}[\w-]*"
+            said = re.sub(made, str(side.source.directory).replace("\\", r"\\"), said)
+        if said == str(error):
+            raise
+        raise type(error)(said) from error
 
 
 def _write(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
 from dflash_trt.checkpoint import gguf
 from dflash_trt.checkpoint.catalogue import NAMES, PAIRS, SHIPPED, KnownPair, known_configs, known_pair
 from dflash_trt.checkpoint.pair import Source
+from dflash_trt.checkpoint.tensors import INDEX, SINGLE, read_index
 from dflash_trt.engines.base import Weights
 from dflash_trt.errors import CheckpointError, did_you_mean, show_name
 from dflash_trt.files.reading import read_object
@@ -21,7 +23,9 @@ Role = Literal["target", "drafter"]
 _REPOSITORY = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./-]*))?")
 _CONFIGS = ["config.json", "generation_config.json"]
 # The hub matches patterns with fnmatch. Its * crosses slashes, so subdirectories are excluded separately.
-_FILES = ["*.safetensors", "*.json", "*.jinja"]
+_FILES = ["*.json", "*.jinja"]
+# Files beside the weights of some drafters that change what they draft.
+_SIDE_FILES = ("mask_embedding.pt", "embeddings.pt")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -48,6 +52,8 @@ def resolve_pair(target: str, drafter: str | None = None, *, stored: bool = Fals
         pair = None if Path(target).is_dir() else known_pair(target)
         if pair is None:
             _check_path(target, "target")
+            if Path(target).is_dir():
+                read_target_config(Path(target))  # that it is supported is the first question
             raise CheckpointError(
                 f"--target {target}{_meant(target)}: no drafter is known for it; give one with --drafter, "
                 f"train one (`dflash-trt train --help` has the steps), or give a known pair as the target: {NAMES}"
@@ -125,23 +131,41 @@ def _shipped(pair: KnownPair, role: Role) -> Source:
 def _snapshot(repo: str, revision: str | None, role: Role) -> Source:
     from huggingface_hub import snapshot_download  # slow to import, and only needed for the hub
 
-    commit = revision
+    commit, patterns = revision, [*_CONFIGS, *(_SIDE_FILES if role == "drafter" else ())]
     try:
-        for patterns in (_CONFIGS, _FILES):
+        for step in range(3):  # the index first, then the files of weights that it names
             directory = Path(
                 snapshot_download(repo, revision=commit, allow_patterns=patterns, ignore_patterns=["*/*"])
             )
+            patterns = _weights(directory) if step else _FILES
             commit = directory.name  # the snapshot's directory is named after its commit
             if role == "target":
                 read_target_config(directory)
             else:
                 read_drafter_config(directory)
+                _check_side_files(path.name for path in directory.iterdir())
     except CheckpointError as error:
         raise CheckpointError(f"{repo}: {error}") from None
     except Exception as error:
         # The hub raises the errors of its HTTP client, which differ between versions.
         raise _hub_error(repo, error, role) from error
     return Source(directory, repo, commit)
+
+
+def _weights(directory: Path) -> list[str]:
+    """The files with a checkpoint's tensors."""
+    if not (directory / INDEX).is_file():
+        return [SINGLE]
+    return sorted(set(read_index(directory).values()))
+
+
+def _check_side_files(names: Iterable[str]) -> None:
+    """Raise CheckpointError where a drafter has a file that would change its drafts and is not read."""
+    if side := next((name for name in names if name in _SIDE_FILES), None):
+        raise CheckpointError(
+            f"{side} changes what this drafter drafts, and is not read, as loading a pickle runs code; put its tensors "
+            "into the safetensors file, or take another drafter"
+        )
 
 
 def _check_directory(path: Path, role: str) -> None:
@@ -158,6 +182,11 @@ def _check_directory(path: Path, role: str) -> None:
             f"merge_and_unload, then save_pretrained), and give that directory as --{role}"
         )
     if (path / "config.json").exists():
+        if role == "drafter":
+            try:
+                _check_side_files(file.name for file in path.iterdir())
+            except CheckpointError as error:
+                raise CheckpointError(f"{path}: {error}") from None
         names = [file.name for file in sorted(path.iterdir()) if file.suffix in _PICKLED]
         if names and not any(path.glob("*.safetensors*")):
             raise CheckpointError(

@@ -11,7 +11,15 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from dflash_trt.checkpoint.fields import Fields
-from dflash_trt.checkpoint.rules import NAMES, Quantization, Rule, check_count, optional_names, regex
+from dflash_trt.checkpoint.rules import (
+    NAMES,
+    Quantization,
+    Rule,
+    check_count,
+    optional_names,
+    regex,
+    text_name,
+)
 from dflash_trt.errors import show
 from dflash_trt.formats import Algorithm
 from dflash_trt.formats.base import BLOCK
@@ -53,7 +61,9 @@ _NUMBERS = {
     "mxfp8": _Numbers("float", 8, ("group",), BLOCK, ("mxfp8-quantized",), {True: ("group",)}, None),
     "fp8": _Numbers("float", 8, _FP8_ROWS, None, _FP8_FORMATS, {True: _ROWS, False: ("tensor",)}, 8),
     "nvfp4": _Numbers(
-        "float", 4, _TENSOR, NVFP4_BLOCK, ("nvfp4-pack-quantized",), {True: _TENSOR, "local": _TENSOR}, 4
+        *("float", 4, _TENSOR, NVFP4_BLOCK, ("nvfp4-pack-quantized",)),
+        inputs=dict.fromkeys((True, False, "local"), (*_TENSOR, "group")),
+        input_bits=4,
     ),
     "mxfp4": _Numbers("float", 4, ("group",), BLOCK, ("mxfp4-pack-quantized",), {True: ("group",)}, None),
     "int8": _Numbers("int", 8, ("channel", "group"), None, _INT8_FORMATS, {True: _ROWS}, 8),
@@ -142,11 +152,11 @@ def _ruled(fields: Fields, targets: dict[str, Algorithm | None], kv_cache: bool)
     rules = [Rule(regex(fields, "ignore", text)) for text in patterns]
     ignored = tuple(rule.pattern for rule in rules)
     layers: dict[str, Algorithm | None] = {
-        name: None if any(pattern.match(name) for pattern in ignored) else algorithm
+        text_name(name): None if any(pattern.match(name) for pattern in ignored) else algorithm
         for name, algorithm in targets.items()
         if not name.startswith("re:") and name not in _LINEAR
     }
-    layers.update(dict.fromkeys(name for name in ignore if not name.startswith("re:")))
+    layers.update(dict.fromkeys(text_name(name) for name in ignore if not name.startswith("re:")))
     ordered = sorted(name for name in targets if name.startswith("re:"))
     check_count(fields, "config_groups", ordered)
     rules += [Rule(regex(fields, "config_groups", text), targets[text]) for text in ordered]
@@ -286,6 +296,7 @@ def _inputs(name: str, inputs: Fields) -> tuple[bool, bool]:
         raise inputs.error("dynamic", f"is {show(dynamic)}, expected true, false or 'local'")
     fits = kind == row.type and row.input_bits in (None, bits)
     fits = fits and strategy in row.inputs.get(dynamic or False, ())
+    fits = fits and (name != "nvfp4" or inputs.get("group_size") in (None, NVFP4_BLOCK))
     if not fits or not (row.integer or inputs.boolean("symmetric", default=True)):
         raise inputs.error(
             "num_bits",

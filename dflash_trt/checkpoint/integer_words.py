@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from dflash_trt.checkpoint.fields import Fields, stated
-from dflash_trt.checkpoint.rules import Quantization, Rule, check_count, named, regex
+from dflash_trt.checkpoint.rules import Quantization, Rule, check_count, named, regex, text_name
 from dflash_trt.errors import show
 from dflash_trt.formats import Algorithm
 from dflash_trt.formats.base import BLOCK, FileLayout
@@ -94,9 +94,9 @@ def read_autoround(fields: Fields) -> Quantization:
     extra = fields.section("extra_config") or Fields(fields.path, {})
     for key in extra.values:
         if (section := extra.section(key)) is not None:
-            layers[key] = _changed(section, default)
+            layers[text_name(key)] = changed = _changed(section, default)
             if re.search(r"[*+?\\^$|(\[]", key):
-                rules.append(Rule(regex(extra, key, rf".*?(?:{key})"), layers[key]))
+                rules.append(Rule(regex(extra, key, rf".*?(?:{key})"), changed))
     check_count(fields, "extra_config", rules)
     blocks = fields.get("block_name_to_quantize") or fields.get("to_quant_block_names")
     if isinstance(blocks, str):
@@ -104,7 +104,7 @@ def read_autoround(fields: Fields) -> Quantization:
     if blocks:
         each = Fields(fields.path, {"block_name_to_quantize": blocks}, fields.prefix)
         names = each.strings("block_name_to_quantize", most=1024)
-        rules += [Rule(re.compile(re.escape(name.strip())), default) for name in names]
+        rules += [Rule(re.compile(re.escape(text_name(name.strip()))), default) for name in names]
         return Quantization(fields.path, None, layers, tuple(rules))
     layers.setdefault(_HEAD, None)
     return Quantization(fields.path, default, layers, tuple(rules))

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from dflash_trt.formats import FORMATS, Algorithm
-from dflash_trt.formats.base import BLOCK, EXPONENT_DTYPES, FLOAT_DTYPES, ONE, Form, Shape
+from dflash_trt.formats.base import BLOCK, EXPONENT_DTYPES, FLOAT_DTYPES, ONE, FileLayout, Form, Shape
 
 WORD = 32  # bits
 # GGUF's types whose numbers ONNX Runtime's blocks hold: five bits take eight. Q6_K has a scale for each 16 numbers.
@@ -42,6 +42,13 @@ LayerTensors = Mapping[str, LayerTensor]
 def weight_name(name: str) -> str | None:
     """The layer whose weight a tensor of this name may be."""
     return next((name.removesuffix(end) for end in _WEIGHTS if name.endswith(end)), None)
+
+
+def weight_end(layout: FileLayout) -> str:
+    """The end of the name of a weight's tensor."""
+    return {"gptq": "qweight", "gptq_v2": "qweight", "awq": "qweight", "packed": "weight_packed"}.get(
+        layout, "weight"
+    )
 
 
 def parts(algorithm: Algorithm, rows: int, columns: int) -> LayerTensors:

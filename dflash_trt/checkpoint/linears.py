@@ -13,6 +13,7 @@ from dflash_trt.checkpoint.layouts import (
     blocks,
     parts,
     signed,
+    weight_end,
     weight_name,
 )
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline, TensorInfo, adjacent, same_bytes
@@ -90,9 +91,8 @@ def stored_linear(
     Raises CheckpointError, naming the tensor, if one is missing or has a shape or dtype that its format does not
     have.
     """
-    algorithm = checkpoint.quantization.algorithm(layer)
-    weight = checkpoint.tensors.get(f"{layer}.weight")
-    if algorithm is None or (weight is not None and weight.dtype in FLOAT_DTYPES):
+    algorithm = algorithm_of(checkpoint, layer)
+    if algorithm is None:
         return None
     algorithm = _checked(checkpoint, algorithm, layer, inputs, outputs)
     tensors: dict[str, Any] = {}
@@ -110,6 +110,18 @@ def stored_linear(
     by_row = stored.in_words or stored.weight.shape[0] == outputs
     stored = replace(stored, by_row=by_row)
     return _as_blocks(stored, outputs, inputs) if algorithm.layout == "packed" and stored.in_words else stored
+
+
+def algorithm_of(checkpoint: Checkpoint | Outline, layer: str) -> Algorithm | None:
+    """The algorithm of a layer; None if its weight is in floating point. The tensors tell that, where there are any."""
+    if isinstance(checkpoint, Outline) or (codes := checkpoint.codes(layer)) is None:
+        weight = checkpoint.tensors.get(f"{layer}.weight")
+        floats = weight is not None and weight.dtype in FLOAT_DTYPES
+        return None if floats else checkpoint.quantization.algorithm(layer)
+    end = codes.name.rpartition(".")[2]
+    return checkpoint.quantization.of_codes(
+        layer, lambda algorithm: end in ("weight", weight_end(algorithm.layout))
+    )
 
 
 def _checked(
@@ -276,7 +288,7 @@ def quantized_layers(checkpoint: Checkpoint | Outline) -> Iterator[tuple[str, Al
         layer = weight_name(info.name)
         if layer is None or info.dtype in FLOAT_DTYPES:
             continue
-        if (algorithm := checkpoint.quantization.algorithm(layer)) is not None:
+        if (algorithm := algorithm_of(checkpoint, layer)) is not None:
             yield layer, algorithm, info
 
 

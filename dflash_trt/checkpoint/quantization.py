@@ -59,9 +59,7 @@ def read_quantization(directory: Path) -> Quantization:
     method = section.get("quant_method")
     if method is None and section.get("config_groups") is not None:
         method = "compressed-tensors"
-    if method is None:
-        raise section.error("quant_method", "is missing, expected a string")
-    if method == "mxfp4":
+    if method in (None, "mxfp4"):  # without a method, weights are floats that a training rounded
         return Quantization(path)
     if method == "modelopt_mixed":  # some files with MIXED_PRECISION have this
         method = "modelopt"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from fnmatch import translate
 from pathlib import Path
@@ -17,7 +17,7 @@ from dflash_trt.formats import Algorithm
 NAMES, _PATTERNS, _CHARACTERS, _NAME_CHARACTERS = 1 << 18, 1024, 4096, 256
 CACHE_SCALES = (".k_scale", ".v_scale")  # the ends of names of tensors for a quantized cache
 _REPEATS = 5  # of a regular expression, each of which may multiply the time of a search by a name's length
-_PATTERN_CHARACTERS = 512  # with * and ?
+_PATTERN_CHARACTERS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +65,19 @@ class Quantization:
         """The algorithm of a linear layer. `layer` is the name of its tensors without `.weight`."""
         if layer in self.layers:
             return self.layers[layer]
+        names = _file_names(layer)
         for rule in self.rules if len(layer) <= _NAME_CHARACTERS else ():
-            if rule.pattern.match(layer):
+            if any(rule.pattern.match(name) for name in names):
                 return rule.algorithm
         return self.default
+
+    def of_codes(self, layer: str, algorithms: Callable[[Algorithm], bool]) -> Algorithm | None:
+        """The algorithm of a layer whose tensors are codes. Where the file names none, it is its only one for which
+        `algorithms` holds.
+        """
+        found = self.algorithm(layer)
+        fitting = [each for each in self.algorithms if algorithms(each)] if found is None else []
+        return fitting[0] if len(fitting) == 1 else found
 
 
 def text_name(name: str) -> str:
@@ -77,6 +86,13 @@ def text_name(name: str) -> str:
         name = name.removeprefix("language_model.")
         return f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name
     return name
+
+
+def _file_names(layer: str) -> tuple[str, ...]:
+    """The names that a layer may have in a file's rules: its own, and that of `text_name`'s early files."""
+    if layer.startswith("model.language_model."):
+        return layer, f"language_model.model.{layer.removeprefix('model.language_model.')}"
+    return (layer, f"language_model.{layer}") if layer == "lm_head" else (layer,)
 
 
 def optional_names(fields: Fields, key: str) -> tuple[str, ...]:
@@ -93,13 +109,12 @@ def named(fields: Fields, key: str) -> tuple[Rule, ...]:
 
 
 def globs(fields: Fields, key: str, patterns: Sequence[str]) -> tuple[Rule, ...]:
-    """Layers that are not quantized, by patterns in which * stands for any characters and ? for one."""
+    """Layers that are not quantized, by the patterns of `fnmatch`: *, ? and [...]."""
     check_count(fields, key, patterns)
     for pattern in patterns:
-        if "[" in pattern or len(pattern) > _PATTERN_CHARACTERS:
+        if len(pattern) > _PATTERN_CHARACTERS:
             raise fields.error(
-                key,
-                f"has {show(pattern)}, expected names of at most {_PATTERN_CHARACTERS} characters, with * or ?",
+                key, f"has {show(pattern)}, expected patterns of at most {_PATTERN_CHARACTERS} characters"
             )
     return tuple(Rule(re.compile(translate(pattern))) for pattern in patterns)
 

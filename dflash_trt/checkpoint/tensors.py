@@ -9,7 +9,7 @@ import difflib
 import math
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -45,6 +45,7 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "F4": np.dtype(np.uint8),  # two values per byte, the first in the low half
 }
+CODE_DTYPES = ("U8", "I8", "I32", "F8_E4M3", "F4")  # of weights in fewer bits
 _PACKED = {"F4": 2}  # dtype -> values per byte
 # Space for 250,000 tensors. The library accepts 100 MB, which may take 2.5 GB when parsed.
 _HEADER_BYTES = 32 << 20
@@ -85,7 +86,9 @@ class Checkpoint:
             raise CheckpointError(
                 f"{directory}: no such directory; expected one with config.json and {SINGLE}"
             )
-        weight_map = _read_index(directory)
+        weight_map = read_index(directory) if (directory / INDEX).is_file() else None
+        if weight_map is not None:
+            _check_shards(directory, weight_map)
         self.files: tuple[Path, ...] = _files(directory, weight_map)
         self._stamps = {file: stamp(own_file(directory, file).stat()) for file in self.files}
         tensors: dict[str, TensorInfo] = {}
@@ -123,6 +126,14 @@ class Checkpoint:
 
     def expect(self, name: str, shape: tuple[int, ...], dtypes: Sequence[str]) -> TensorInfo:
         """The tensor. Raises CheckpointError if it does not have this shape and one of these dtypes."""
+        layer, _, end = name.rpartition(".")
+        floats = end == "weight" and "BF16" in dtypes and self.quantization.name is not None
+        if floats and (stored := self.codes(layer)) is not None:
+            raise CheckpointError(
+                f"{stored.file}: {quoted(layer)} is quantized (tensor {quoted(stored.name)} is {stored.dtype}), but is "
+                "read in floating point only, as embeddings, routers and gates are; fetch a quantization that leaves "
+                "it as it is, or make one with: dflash-trt quantize"
+            )
         tensor = self[name]
         if tensor.shape != shape:
             raise CheckpointError(
@@ -135,6 +146,12 @@ class Checkpoint:
                 "save the checkpoint again in one of these"
             )
         return tensor
+
+    def codes(self, layer: str) -> TensorInfo | None:
+        """The tensor with a layer's weight in fewer bits, if it is stored so."""
+        found = [self.tensors.get(f"{layer}.{end}") for end in ("weight", "weight_packed", "qweight")]
+        first = next(filter(None, found), None)
+        return first if first is not None and first.dtype in CODE_DTYPES else None
 
     def check_digests(self, digests: Mapping[str, str]) -> None:
         """Compare the weight files' sha256 digests with those that `dflash-trt quantize` recorded by name, if any.
@@ -224,6 +241,14 @@ class Outline:
         return self.tensors[name]
 
 
+def tensor_names(directory: Path) -> Collection[str]:
+    """The names of a checkpoint's tensors, of headers or the index alone; none where it has no weights yet."""
+    if (directory / INDEX).is_file():
+        return read_index(directory)
+    file = directory / SINGLE
+    return {tensor.name for tensor in read_header(file)} if file.is_file() else ()
+
+
 def read_header(file: Path) -> list[TensorInfo]:
     """The tensors of one safetensors file, in file order.
 
@@ -288,15 +313,9 @@ def _read_entry(file: Path, name: str, entry: object, data: int) -> TensorInfo:
     return TensorInfo(name, dtype, shape, file, data + offsets[0], nbytes)
 
 
-def _read_index(directory: Path) -> dict[str, str] | None:
-    """Tensor name -> shard file name; None if there is no index and no shard."""
+def read_index(directory: Path) -> dict[str, str]:
+    """Tensor name -> shard file name, as the index has them. Shards need not be there yet."""
     path = directory / INDEX
-    if not path.is_file():
-        return None
-    if (directory / SINGLE).exists():
-        raise CheckpointError(
-            f"{directory}: has both {SINGLE} and {INDEX}; remove the one that does not belong"
-        )
     section = Fields(path, read_object(path, _INDEX_BYTES)).section("weight_map")
     if section is None or not section.values:
         raise CheckpointError(
@@ -308,9 +327,19 @@ def _read_index(directory: Path) -> dict[str, str] | None:
             raise section.error(
                 name, f"is {show(shard)}, expected the name of a .safetensors file in the same directory"
             )
-        if not os.path.isfile(directory / shard):  # Path.is_file raises OSError for a name that is too long
-            raise section.error(name, f"is {show(shard)}, but {directory} has no such file; fetch it")
     return weight_map
+
+
+def _check_shards(directory: Path, weight_map: Mapping[str, str]) -> None:
+    if (directory / SINGLE).exists():
+        raise CheckpointError(
+            f"{directory}: has both {SINGLE} and {INDEX}; remove the one that does not belong"
+        )
+    for name, shard in weight_map.items():
+        if not os.path.isfile(directory / shard):  # Path.is_file raises OSError for a name that is too long
+            raise Fields(directory / INDEX, weight_map, "weight_map.").error(
+                name, f"is {show(shard)}, but {directory} has no such file; fetch it"
+            )
 
 
 def _files(directory: Path, weight_map: Mapping[str, str] | None) -> tuple[Path, ...]:

@@ -8,7 +8,6 @@ import onnx_ir as ir
 
 from dflash_trt.checkpoint.fields import Fields, stated
 from dflash_trt.checkpoint.schema import MoEConfig, TargetConfig
-from dflash_trt.errors import show
 from dflash_trt.formats.base import BLOCK
 from dflash_trt.graph.builder import FLOAT
 from dflash_trt.graph.experts import Experts, Storage
@@ -60,10 +59,8 @@ def _mxfp4(fields: Fields) -> Literal["mxfp4"] | None:
     )
     if section.get("modules_to_not_convert") is not None:
         kept = section.strings("modules_to_not_convert", most=LAYERS)
-        if set(kept) != _MXFP4_KEPT:
-            raise section.error(
-                "modules_to_not_convert", f"is {show(list(kept))}, expected {', '.join(sorted(_MXFP4_KEPT))}"
-            )
+        if missing := sorted(_MXFP4_KEPT - set(kept)):
+            raise section.error("modules_to_not_convert", f"lacks {', '.join(missing)}")
     for key in ("hidden_size", "intermediate_size"):
         if fields.integer(key) % BLOCK:
             raise fields.error(key, f"is {fields.get(key)}, but MXFP4 needs a multiple of {BLOCK}")

@@ -187,12 +187,13 @@ class Module:
 def cache_scales(
     checkpoint: Checkpoint | Outline, used: Collection[str], skipped: tuple[str, ...] = ()
 ) -> list[str]:
-    """The scales of an FP8 cache, the only tensors that may stay unused beside those with the prefixes `skipped`.
+    """The scales of an FP8 cache, the only tensors that may stay unused beside idle ones and those with the prefixes
+    `skipped`.
 
     Caches are in the compute dtype, because TensorRT's KVCacheUpdate needs it. Raises CheckpointError for any other.
     """
     left = sorted(set(checkpoint.tensors) - set(used))
-    left = [name for name in left if not name.startswith(skipped)]
+    left = [name for name in left if not name.startswith(skipped) and not _idle(checkpoint, name)]
     ending = CACHE_SCALES if checkpoint.quantization.kv_cache else ()
     if unknown := [name for name in left if not name.endswith(ending)]:
         raise CheckpointError(
@@ -200,3 +201,13 @@ def cache_scales(
             f"describes: {', '.join(unknown[:4])}{', ...' if len(unknown) > 4 else ''}"
         )
     return left
+
+
+def _idle(checkpoint: Checkpoint | Outline, name: str) -> bool:
+    """Whether a tensor changes nothing: frequencies that old files have saved, or zeros that GPTQ adds as a bias."""
+    if name.endswith("rotary_emb.inv_freq"):
+        return True
+    layer, _, end = name.rpartition(".")
+    if end != "bias" or isinstance(checkpoint, Outline) or checkpoint.codes(layer) is None:
+        return False
+    return not checkpoint.array(name).any()

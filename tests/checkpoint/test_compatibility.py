@@ -231,18 +231,19 @@ def test_known_names_come_from_the_hub(tmp_path: Path, hub: list[tuple[str, str 
     assert target == Source(snapshot, "Qwen/Qwen3-4B", "0123abc")
     assert drafter == Source(snapshot, "z-lab/Qwen3-4B-DFlash-b16", "0123abc")
     assert resolve_pair("Qwen/Qwen3-4B") == (target, drafter)
-    configs, everything = ["config.json", "generation_config.json"], ["*.safetensors", "*.json", "*.jinja"]
-    # The second request names the commit that the first one found, so that both see the same files.
-    assert hub[:2] == [("Qwen/Qwen3-4B", None, configs), ("Qwen/Qwen3-4B", "0123abc", everything)]
+    configs, others = ["config.json", "generation_config.json"], ["*.json", "*.jinja"]
+    # The later requests name the commit that the first one found, so that all see the same files.
+    later = [("Qwen/Qwen3-4B", "0123abc", files) for files in (others, ["model.safetensors"])]
+    assert hub[:3] == [("Qwen/Qwen3-4B", None, configs), *later]
 
 
 def test_a_revision_is_passed_on(hub: list[tuple[str, str | None, list[str]]]) -> None:
     target, drafter = resolve_pair("qwen3-4b@v2")  # a pinned target keeps its drafter
     assert (target.repo, drafter.repo) == ("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16")
     assert hub[0][:2] == ("Qwen/Qwen3-4B", "v2")
-    assert hub[2][:2] == ("z-lab/Qwen3-4B-DFlash-b16", None)
+    assert hub[3][:2] == ("z-lab/Qwen3-4B-DFlash-b16", None)
     assert resolve_pair("Qwen/Qwen3-4B@v2", "z-lab/Qwen3-4B-DFlash-b16@v3")
-    assert hub[6][:2] == ("z-lab/Qwen3-4B-DFlash-b16", "v3")
+    assert hub[9][:2] == ("z-lab/Qwen3-4B-DFlash-b16", "v3")
     hub.clear()
     assert resolve("someone/Qwen3-Fine@refs/pr/1", "target").repo == "someone/Qwen3-Fine"
     assert hub[0][:2] == ("someone/Qwen3-Fine", "refs/pr/1")

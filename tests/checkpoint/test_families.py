@@ -360,7 +360,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     (
         "gpt-oss-20b",
         {QUANTIZED: ["lm_head"]},
-        f'{QUANTIZED} is ["lm_head"], expected lm_head, model.embed_tokens',
+        f"{QUANTIZED} lacks model.embed_tokens, model.layers.*.mlp.router",
     ),
     ("gpt-oss-20b", {"quantization_config.group": 16}, "quantization_config.group is 16, which"),
     ("gpt-oss-20b", {"intermediate_size": 2890}, "intermediate_size is 2890, but MXFP4 needs"),

@@ -28,6 +28,9 @@ WANTED = {
 }
 
 
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
 class Hub(ThreadingHTTPServer):
     """A hub. Every repository holds a Qwen3-4B target, or a drafter for it if its name contains DFlash."""
 
@@ -47,9 +50,17 @@ class Hub(ThreadingHTTPServer):
     def files(self, repo: str) -> dict[str, bytes]:
         config = DRAFTER if "DFlash" in repo else TARGET
         files = dict.fromkeys(WANTED, b"{}") | {"model.safetensors": self.weights}
+        if "Sharded" in repo:
+            weight_map = {str(i): shard for i, shard in enumerate(SHARDS)}
+            del files["model.safetensors"]
+            files |= dict.fromkeys(SHARDS, self.weights)
+            files["model.safetensors.index.json"] = json.dumps({"weight_map": weight_map}).encode()
+        if "Mask" in repo:
+            files["mask_embedding.pt"] = b"mask"
         files["config.json"] = json.dumps(config).encode()
         unwanted = (
             "original/model.safetensors",
+            "consolidated.safetensors",
             "metal/model.bin",
             "onnx/config.json",
             "pytorch_model.bin",
@@ -186,6 +197,21 @@ def test_downloads(hub: Hub, tmp_path: Path) -> None:
     again = resolve(tmp_path, url, "qwen3-4b", f"{drafter}@v1", HF_HUB_OFFLINE="1")
     assert json.loads(again.stdout) == [target_source, drafter_source], again.stderr
     assert hub.served == []
+
+
+def test_the_files_of_the_index_are_fetched(hub: Hub, tmp_path: Path) -> None:
+    """Mistral's repositories have all weights a second time, as consolidated.safetensors."""
+    url = f"http://127.0.0.1:{hub.server_port}"
+    done = resolve(tmp_path, url, "org/Sharded", "z-lab/Qwen3-4B-DFlash-b16")
+    assert done.returncode == 0, done.stderr
+    found = {path.name for path in Path(json.loads(done.stdout)[0][0]).iterdir()}
+    assert found == {*WANTED, *SHARDS, "model.safetensors.index.json"} - {"model.safetensors"}
+
+
+def test_a_side_file_that_changes_a_drafter_is_refused(hub: Hub, tmp_path: Path) -> None:
+    done = resolve(tmp_path, f"http://127.0.0.1:{hub.server_port}", "qwen3-4b", "org/Mask-DFlash")
+    assert errors(done)[0].startswith("ERROR org/Mask-DFlash: mask_embedding.pt changes what this drafter")
+    assert ("org/Mask-DFlash", COMMIT, "model.safetensors") not in hub.served
 
 
 def test_the_hub_learns_no_more_than_a_download_needs(hub: Hub, tmp_path: Path) -> None:

@@ -52,14 +52,15 @@ def make_eagle3(
     vocabulary: int | None = 200,
     seed: int = 5,
     fc_norm: bool = False,
+    norm_before_fc: bool = False,
     norm_output: bool = False,
     embedding: bool = False,
     aux: tuple[int, ...] | None = None,
     heads: int = HEADS,
 ) -> Path:
-    """An EAGLE-3 head. layout: "midlayer" as SafeAILab's, "layers.0" as Model Optimizer's. vocabulary None: all tokens.
+    """An EAGLE-3 head. layout: "midlayer" as SafeAILab's, with `aux` as SpecForge's; "layers.0" as Model Optimizer's.
 
-    embedding: a copy of the target's is in the file. aux: eagle_aux_hidden_state_layer_ids.
+    vocabulary None: all tokens. embedding: a copy of the target's is in the file. aux: the ids of tapped states.
     """
     of_target = target_config(target)
     hidden, vocab = of_target["hidden_size"], of_target["vocab_size"]
@@ -91,7 +92,12 @@ def make_eagle3(
             "next_layer_regular": True,
             "parallel_draft_step": 1,
             **({"eagle_aux_hidden_state_layer_ids": list(aux)} if aux else {}),
+            **({"norm_before_fc": True} if norm_before_fc else {}),
         }
+    elif aux:
+        config["architectures"] = ["LlamaForCausalLMEagle3"]
+        ids = {"eagle_aux_hidden_state_layer_ids": list(aux)}
+        config["eagle_config"] = {"use_aux_hidden_state": True, **ids}
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, 3 * hidden),
         "norm.weight": (hidden,),
@@ -99,6 +105,8 @@ def make_eagle3(
         f"{layout}.hidden_norm.weight": (hidden,),
         **layer_shapes(layout, {"head_dim": HEAD_DIM, **config}, 2 * hidden),
     }
+    if norm_before_fc:
+        shapes["input_norm.weight"] = (3 * hidden,)
     if fc_norm:
         shapes |= {f"fc_norm.{i}.weight": (hidden,) for i in range(3)}
     others: dict[str, torch.Tensor] = {}

@@ -22,9 +22,11 @@ class Eagle3(Reference):
     def __init__(self, directory: Path, layers: int) -> None:
         super().__init__(directory)
         exported = self.config.get("eagle_config") or {}
-        self.layer = "layers.0" if exported else "midlayer"
-        entered = exported.get("eagle_aux_hidden_state_layer_ids") or [2, layers // 2, layers - 3]
-        self.taps = [each - 1 for each in entered]  # states that enter a layer are behind the one before it
+        self.layer = "midlayer" if "midlayer.hidden_norm.weight" in self.w else "layers.0"
+        ids = exported.get("eagle_aux_hidden_state_layer_ids")
+        # SpecForge names the layers whose output is read, all others the layers that the states enter.
+        entered = ids is None or self.layer == "layers.0"
+        self.taps = [each - entered for each in ids or [2, layers // 2, layers - 3]]
 
     def row(self, rows: list[tuple[int, Tensor]], target: Qwen3ForCausalLM) -> Tensor:
         """The layer's last row, after these tokens with their states."""
@@ -47,7 +49,7 @@ class Eagle3(Reference):
     @torch.no_grad()
     def draft(self, target: Qwen3ForCausalLM, tokens: list[int], anchor: int, length: int) -> Drafts:
         features = target_outputs(target, tokens, self.taps)[1]
-        if self.config.get("norm_before_fc"):
+        if "input_norm.weight" in self.w:
             features = self.norm(features, "input_norm")
         if self.config.get("fc_norm"):
             parts = features.chunk(3, -1)

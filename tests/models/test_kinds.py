@@ -119,6 +119,8 @@ CASES: dict[str, tuple[Make, Callable[[Path], Any]]] = {
     ),
     "eagle3": eagle3(embedding=True),
     "eagle3, exported": eagle3(layout="layers.0", aux=(1, 3, 5), heads=2),
+    "eagle3 of SpecForge": eagle3(aux=(1, 3, 4)),
+    "eagle3, exported with a norm": eagle3(layout="layers.0", aux=(1, 3, 5), norm_before_fc=True),
     "eagle3.1": eagle3(vocabulary=None, fc_norm=True, norm_output=True),
 }
 

@@ -22,7 +22,7 @@ import onnx_ir as ir
 from dflash_trt.checkpoint.fields import Fields, stated
 from dflash_trt.checkpoint.rope import read_rope
 from dflash_trt.checkpoint.schema import DrafterConfig, LayerAttention
-from dflash_trt.checkpoint.tensors import Checkpoint, same_bytes
+from dflash_trt.checkpoint.tensors import Checkpoint, same_bytes, tensor_names
 from dflash_trt.errors import CheckpointError, quoted
 from dflash_trt.graph.builder import INT64, GraphBuilder
 from dflash_trt.models.attention import Attention
@@ -59,6 +59,7 @@ class Eagle3:
     norm_before_residual: bool = False
 
 
+NORMS = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
 # What Transformers' LlamaConfig has without `rope_theta`, which SafeAILab's files leave out.
 _THETA = 10_000.0
 # Fields that change the computation, with the values that this module computes.
@@ -79,21 +80,29 @@ _NEUTRAL_EAGLE = {
 
 
 def read_eagle3(fields: Fields) -> DrafterConfig:
-    """The configuration of an EAGLE-3 head: as SafeAILab publishes them, or as Model Optimizer exports them.
+    """The configuration of an EAGLE-3 head: as SafeAILab, SpecForge or Model Optimizer save them.
 
-    The latter has an `eagle_config`, and its layer is `layers.0` in place of `midlayer`. `draft_vocab_size` tells
-    either from a target.
+    The last two have an `eagle_config`. SafeAILab's and SpecForge's layer is `midlayer`, whose tapped states are the
+    outputs of the layers in the file; Model Optimizer's is `layers.0`, whose states enter them. The tensors tell, and
+    before they are there, the file does. `draft_vocab_size` tells either from a target.
     """
     exported = fields.section("eagle_config")
     refuse(fields, _NEUTRAL)
+    places = [fields]
     if exported is not None:
         refuse(exported, _NEUTRAL_EAGLE)
+        places.append(exported)
+    names = tensor_names(fields.path.parent)
+    midlayer = any(name.startswith("midlayer.") for name in names) if names else exported is None
+    layers = () if exported is None else eagle3_layers(exported)
+    norms: dict[str, Any] = {
+        name: stated([(place, name) for place in places], Fields.boolean) or False for name in NORMS
+    }
     return eagle3_config(
         fields,
-        entered=() if exported is None else eagle3_layers(exported),
-        layer="midlayer" if exported is None else "layers.0",
-        fc_norm=fields.boolean("fc_norm", default=False),
-        norm_output=fields.boolean("norm_output", default=False),
+        entered=tuple(layer + 1 for layer in layers) if midlayer else layers,
+        layer="midlayer" if midlayer else "layers.0",
+        **norms,
     )
 
 

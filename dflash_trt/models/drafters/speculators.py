@@ -17,7 +17,7 @@ from dflash_trt.models.drafters.block import BlockSettings
 from dflash_trt.models.drafters.dflash import BLOCK, build_dflash
 from dflash_trt.models.drafters.dflash2 import build_dflash2, selector
 from dflash_trt.models.drafters.dspark import build_dspark, heads, most_candidates
-from dflash_trt.models.drafters.eagle3 import build_eagle3, eagle3_config, eagle3_layers, usual_taps
+from dflash_trt.models.drafters.eagle3 import NORMS, build_eagle3, eagle3_config, eagle3_layers, usual_taps
 from dflash_trt.models.drafters.kind import DrafterKind
 from dflash_trt.models.reading import (
     LAYERS,
@@ -115,10 +115,7 @@ def read_eagle3(fields: Fields) -> DrafterConfig:
         architecture=_ARCHITECTURES["eagle3"],
         entered=eagle3_layers(fields),
         layer="layers.0",
-        **{
-            name: fields.boolean(name, default=False)
-            for name in ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
-        },
+        **{name: fields.boolean(name, default=False) for name in NORMS},
     )
 
 
