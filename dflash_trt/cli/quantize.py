@@ -14,15 +14,16 @@ SUMMARY = "write a checkpoint with its linear layers in FP8, NVFP4, MXFP4 or INT
 DESCRIPTION = """\
 Quantize the linear layers of a target or a drafter. Embedding, norms, routers and LM head stay as they are. The result
 is a checkpoint in the format of NVIDIA's Model Optimizer, for `dflash-trt build` and other engines.
-Scales come from the weights alone, and every pass computes the scales of its activations. With --calibration, fp8 and
-nvfp4 get static scales from a set of prompts, which ONNX Runtime runs on this machine.
+Scales come from the weights alone, and every pass computes the scales of its activations. With --calibration, NVIDIA's
+Model Optimizer (the extra quantize) gives a target's fp8 and nvfp4 static scales, and its int4 AWQ's, from prompts.
 `dflash-trt build --precision` does the same, without calibration, on the way to a bundle.
 """
 EXAMPLES = """\
 examples:
   dflash-trt quantize tiny --scheme nvfp4 --out checkpoints/tiny-nvfp4
   dflash-trt quantize checkpoints/target --scheme fp8 --head fp8 --out checkpoints/target-fp8
-  dflash-trt quantize tiny --role drafter --scheme fp8 --calibration shipped --out checkpoints/drafter-fp8
+  dflash-trt quantize tiny --role drafter --scheme fp8 --out checkpoints/drafter-fp8
+  dflash-trt quantize checkpoints/target --scheme fp8 --calibration shipped --out checkpoints/target-fp8-static
   dflash-trt quantize checkpoints/target --scheme int4 --exclude 'model.layers.0.*' --out checkpoints/target-int4
 """
 
@@ -43,12 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
            "leave these layers as they are, such as 'model.layers.0.*'; may be repeated", [], action="append"
     )  # fmt: skip
     option(parser, "--calibration", "FILE", str,
-           "JSONL prompts for static scales; 'shipped' uses the package's own prompts")  # fmt: skip
-    option(parser, "--calibrator", None, str,
-           "the calibrator that runs the prompts; modelopt needs the extra [quantize] (default: onnxruntime)",
-           choices=["onnxruntime", "modelopt"])  # fmt: skip
-    option(parser, "--target", "NAME_OR_PATH", str,
-           "the target of a calibrated drafter (default: its known target)")  # fmt: skip
+           "JSONL prompts for Model Optimizer; 'shipped' uses the package's own prompts")  # fmt: skip
     add_json(parser)
 
 
@@ -63,48 +59,24 @@ def _scheme(text: str) -> str:
 def run(args: argparse.Namespace) -> int:
     """Write the checkpoint and describe it."""
     from dflash_trt.building.sources import resolve
+    from dflash_trt.checkpoint.fields import Fields
     from dflash_trt.files.reading import read_object
-    from dflash_trt.formats import FORMATS
-    from dflash_trt.quantization.calibrate import activation_amax, calibration_set
+    from dflash_trt.models.configs import is_drafter
     from dflash_trt.quantization.convert import quantize
     from dflash_trt.reports.inspection import inspect
 
-    if args.calibrator and not args.calibration:
-        args.usage_error("--calibrator needs --calibration")
-    source = resolve(args.checkpoint, args.role).directory
-    drafter = "dflash_config" in read_object(source / "config.json")
-    amax = None
-    with progress_display() as progress:
-        if args.calibration:
-            if not FORMATS[args.scheme].activations and args.calibrator != "modelopt":
-                raise UsageError(
-                    f"--scheme {args.scheme} quantizes weights only: there is nothing to calibrate"
-                )
-            if drafter and args.target is None and Path(args.checkpoint).is_dir():
-                raise UsageError(f"{source} is a drafter: --calibration needs its target, give --target")
-            target = resolve(args.target or args.checkpoint, "target").directory if drafter else source
-            file = None if args.calibration == "shipped" else Path(args.calibration)
-            prompts = calibration_set(target, file)
-            if args.calibrator == "modelopt":
-                from dflash_trt.quantization.modelopt import quantize_with_modelopt
+    source, config = resolve(args.checkpoint, args.role).directory, "config.json"
+    if args.calibration:
+        from dflash_trt.quantization.modelopt import calibration_set, quantize_with_modelopt
 
-                if drafter or args.head:
-                    raise UsageError("--calibrator modelopt quantizes targets, without their LM head")
-                quantize_with_modelopt(source, args.out, args.scheme, prompts, exclude=args.exclude)
-            else:
-                amax = activation_amax(
-                    target, source if drafter else None, prompts, work=args.out.parent, progress=progress
-                )
-        if args.calibrator != "modelopt":
-            quantize(
-                source,
-                args.out,
-                args.scheme,
-                exclude=args.exclude,
-                head=args.head,
-                calibration=amax,
-                progress=progress,
-            )
+        if args.head or is_drafter(Fields(source / config, read_object(source / config))):
+            raise UsageError("--calibration is for targets, without their LM head")
+        file = None if args.calibration == "shipped" else Path(args.calibration)
+        prompts = calibration_set(source, file)
+        quantize_with_modelopt(source, args.out, args.scheme, prompts, exclude=args.exclude)
+    else:
+        with progress_display() as progress:
+            quantize(source, args.out, args.scheme, exclude=args.exclude, head=args.head, progress=progress)
     description = inspect(args.out)
     if args.json:
         print_json(description)

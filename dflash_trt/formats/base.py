@@ -120,7 +120,7 @@ class NumberFormat(ABC):
         from `scale_of`.
         """
 
-    def algorithm(self, *, calibrated: bool, inputs: Sequence[int]) -> Algorithm:
+    def algorithm(self, *, inputs: Sequence[int]) -> Algorithm:
         """The algorithm that `dflash-trt quantize` uses for layers with these numbers of inputs: with the largest group
         that divides all of them, if there is one.
         """

@@ -49,9 +49,9 @@ class FP8(NumberFormat):
         shapes = ONE + per_row if algorithm.static else per_row + ONE
         return {"weight": weight, "weight_scale": Form(shapes, _SCALE_DTYPES)}
 
-    def algorithm(self, *, calibrated: bool, inputs: Sequence[int]) -> Algorithm:
-        """One scale where inputs have one from a calibration, otherwise one for each row."""
-        return _STATIC if calibrated else _BY_ROW
+    def algorithm(self, *, inputs: Sequence[int]) -> Algorithm:
+        """One scale for each row."""
+        return _BY_ROW
 
     def encode(self, algorithm: Algorithm, rows: Floats, shared: Floats) -> dict[str, NDArray[Any]]:
         """weight, and weight_scale where each row has its own."""

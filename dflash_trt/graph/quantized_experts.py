@@ -100,19 +100,17 @@ def onnxruntime_experts(
     stacks: Mapping[Projection, Stack],
     *,
     resident: bool,
-    observed: bool = False,
     activation: Activation = "silu",
     scaled: bool = False,
 ) -> ir.Function:
     """The body for ONNX Runtime: a loop over the experts that some row chose, in float32.
 
     `resident`: all experts are widened to float32 as the engine loads. Otherwise every pass widens those in use, one
-    at a time, so that what it reads and holds follows their number. `observed`: a second output, the largest magnitude
-    that reaches a down projection. `scaled`: each expert has a scale of its own.
+    at a time, so that what it reads and holds follows their number. `scaled`: each expert has a scale of its own.
     """
     kinds = "_".join(_signature(stack) for stack in stacks.values())
     kinds += f"_{activation}" * (activation != "silu") + "_scaled" * scaled
-    g = GraphBuilder(f"QuantizedExperts_{kinds}{'_observed' * observed}")
+    g = GraphBuilder(f"QuantizedExperts_{kinds}")
     x, router = g.input("x", FLOAT, ["rows", "D"]), g.input("router_logits", FLOAT, ["rows", "E"])
     given: dict[Projection, dict[str, ir.Value]] = {}
     for name, stack in stacks.items():
@@ -147,12 +145,10 @@ def onnxruntime_experts(
         weight = own["weight"] if resident else _widened(body, kind, stack.columns, own)
         return product(body, kind, own, value, weight)
 
-    _add_expert(body, linear, x, (active, best, shares), activation, observed=observed)
+    _add_expert(body, linear, x, (active, best, shares), activation)
     count = g.op("Size", active, name="count")
-    y, *seen = g.multi("Loop", count, None, nothing, outputs=1 + observed, name="loop", body=body.graph)
+    y = g.op("Loop", count, None, nothing, name="loop", body=body.graph)
     g.output(pairs.own(y), "y", FLOAT, ["rows", "D"])
-    if observed:
-        g.output(g.op("ReduceMax", seen[0], keepdims=0), "largest", FLOAT, [])
     return g.function([ir.Attr("k", ir.AttributeType.UNDEFINED, None)])
 
 
@@ -162,8 +158,6 @@ def _add_expert(
     x: ir.Value,
     chosen: tuple[ir.Value, ir.Value, ir.Value],
     activation: Activation,
-    *,
-    observed: bool,
 ) -> None:
     """The body of the loop: add to the total what one expert gives for the rows that chose it.
 
@@ -187,9 +181,6 @@ def _add_expert(
     y = body.op("ScatterND", total, rows, y, name="added", reduction="add")
     body.output(body.op("Identity", go_on), f"{go_on.name}_out", BOOL, [])
     body.output(y, f"{total.name}_out", FLOAT, ["rows", "D"])
-    if observed:
-        largest = body.op("ReduceMax", body.op("Abs", hidden), keepdims=0)
-        body.output(largest, f"{body.graph.name}/largest", FLOAT, [])
 
 
 def _signature(stack: Stack) -> str:

@@ -141,7 +141,7 @@ class Inventory:
     def group_size(self, side: str, scheme: str) -> int:
         """Weights per scale, as `dflash-trt quantize` chooses them."""
         inputs = {t.shape[-1] for t in self.tensors[side] if _is_matrix(t) and role_of(t.name) in _LINEAR}
-        return FORMATS[scheme].algorithm(calibrated=False, inputs=sorted(inputs)).group_size
+        return FORMATS[scheme].algorithm(inputs=sorted(inputs)).group_size
 
 
 def _totals(sizes: Iterable[tuple[str, str, int]]) -> dict[str, dict[str, int]]:

@@ -101,7 +101,7 @@ def _head(inventory: Inventory, precision: str, largest_group: int | None, rows:
     columns = inventory.target.hidden_size
     form, group = FORMATS.get(precision), 0
     if form is not None:
-        group = form.algorithm(calibrated=False, inputs=[columns]).group_size
+        group = form.algorithm(inputs=[columns]).group_size
         group = group if largest_group is None else min(group, largest_group)
     return {precision: weight_bytes(precision, rows * columns, rows, group)}
 

@@ -1,7 +1,7 @@
 """Quantize the linear layers of a checkpoint, in the format of NVIDIA's Model Optimizer.
 
 Only the weights are read, and their scales come from their own magnitudes. Scales of activations are computed in each
-pass, unless a calibration provides the largest magnitudes (calibrate.py).
+pass; those of a calibration are Model Optimizer's (modelopt.py).
 """
 
 from __future__ import annotations
@@ -50,15 +50,13 @@ def quantize(
     *,
     exclude: Sequence[str] = (),
     head: str | None = None,
-    calibration: Mapping[str, float] | None = None,
     progress: Progress = silent,
 ) -> Path:
     """Write the checkpoint in `source` to `out` with its linear layers in `scheme`; returns `out`.
 
     `scheme` is fp8, nvfp4, mxfp4, int8 or int4, or a recipe. Embedding, norms, routers and gpt-oss's experts (in MXFP4)
     stay as they are, and so do layers that a pattern of `exclude` matches, such as `model.layers.0.*`. The LM head
-    stays, too, unless `head` names a scheme for it. `calibration`: layer -> largest magnitude of its input; fp8 and
-    nvfp4 then get static input scales.
+    stays, too, unless `head` names a scheme for it.
 
     Works shard by shard beside `out`, which appears when all is whole; an interrupted run continues where it was. Holds
     one step of a tensor in memory, 32 MiB in float32.
@@ -68,7 +66,6 @@ def quantize(
         BuildError: the scheme does not fit a layer, or `out` holds something else.
     """
     recipe = scheme if isinstance(scheme, QuantizationRecipe) else QuantizationRecipe(scheme)
-    recipe = replace(recipe, calibrated=calibration is not None)
     for option, value in (("scheme", recipe.scheme), ("head", head or recipe.scheme)):
         if value not in SCHEMES:
             raise UsageError(f"--{option} is {value!r}, expected one of: {', '.join(SCHEMES)}")
@@ -84,17 +81,13 @@ def quantize(
             "for ONNX Runtime keeps the file's numbers where --precision leaves target out",
         )
     layers = recipe.layers(linear_layers(checkpoint, exclude))
-    if calibration is not None and (missing := sorted(layers.keys() - calibration.keys())):
-        raise BuildError(
-            f"{source}: the calibration has no value for {len(missing)} layers, such as {missing[0]}"
-        )
-    if head is not None:  # every row brings its own input scale
-        of_head = replace(recipe, scheme=head, calibrated=False)
+    if head is not None:
+        of_head = replace(recipe, scheme=head)
         layers |= of_head.layers({HEAD: head_weight(checkpoint)})
     if not layers:
         raise BuildError(f"{source}: has no linear layer to quantize")
     copied = [t for t in checkpoint.tensors.values() if t.name.removesuffix(".weight") not in layers]
-    return _convert(checkpoint, out, layers, copied, calibration or {}, progress)
+    return _convert(checkpoint, out, layers, copied, progress)
 
 
 def quantize_head(source: Path, out: Path, recipe: QuantizationRecipe, progress: Progress) -> Path:
@@ -102,7 +95,7 @@ def quantize_head(source: Path, out: Path, recipe: QuantizationRecipe, progress:
     checkpoint = Checkpoint(source)
     layers = recipe.layers({HEAD: head_weight(checkpoint)})
     table = [tensor for tensor in checkpoint.tensors.values() if tensor.name == "d2t"]
-    return _convert(checkpoint, out, layers, table, {}, progress)
+    return _convert(checkpoint, out, layers, table, progress)
 
 
 def _convert(
@@ -110,11 +103,10 @@ def _convert(
     out: Path,
     layers: Mapping[str, LinearLayer],
     copied: Sequence[TensorInfo],
-    amax: Mapping[str, float],
     progress: Progress,
 ) -> Path:
     config = _quant_config(layers, copied)
-    config["producer"]["inputs"] = _key(checkpoint, config, amax, copied)
+    config["producer"]["inputs"] = _key(checkpoint, config, copied)
     with workspace(out) as place, released(checkpoint.files):
         if _made_as(out / QUANT_CONFIG, config):
             place.done = True
@@ -127,7 +119,7 @@ def _convert(
         if not _made_as(begun, config):
             place.empty()
             write_json(begun, config)
-        shards = _Shards(checkpoint, layers, copied, amax, progress)
+        shards = _Shards(checkpoint, layers, copied, progress)
         write_checkpoint(
             checkpoint.directory,
             work,
@@ -152,10 +144,9 @@ class _Shards:
         checkpoint: Checkpoint,
         layers: Mapping[str, LinearLayer],
         copied: Sequence[TensorInfo],
-        amax: Mapping[str, float],
         progress: Progress,
     ) -> None:
-        self.checkpoint, self.copied, self.amax, self.progress = checkpoint, copied, amax, progress
+        self.checkpoint, self.copied, self.progress = checkpoint, copied, progress
         sources = [*copied, *(layer.source for layer in layers.values())]
         self.total, self.done = sum(tensor.nbytes for tensor in sources), 0
         self.groups = multiplied_as_one(layers.values(), lambda layer: layer.name)
@@ -184,22 +175,16 @@ class _Shards:
         """The layer's tensors. The first yields the data of all."""
         written = layer.format.written(layer.algorithm, *layer.source.shape)
         shared = [suffix for suffix, (_, shape) in written.items() if not shape]  # the scale of whole weights
-        names = [member.name for member in self.groups[group] if layer.algorithm.activations]
-        observed = max((self.amax[name] for name in names if name in self.amax), default=None)
-        if observed is not None:
-            written["input_scale"] = ("F32", ())
         entries = [Entry(f"{layer.name}.{suffix}", *form) for suffix, form in written.items()]
-        pieces = self._encoded(layer, group, shared, observed)
+        pieces = self._encoded(layer, group, shared)
         first = replace(entries[0], pieces=pieces)
         return [replace(first, pieces=self._counted(first, layer.source)), *entries[1:]]
 
     def _encoded(
-        self, layer: LinearLayer, group: str, shared: Sequence[str], observed: float | None
+        self, layer: LinearLayer, group: str, shared: Sequence[str]
     ) -> Iterator[tuple[str, NDArray[Any]]]:
         """Pieces of the layer's tensors, by name. The pieces of each tensor are in order."""
         name, form, scale = layer.name, layer.format, np.ones((), np.float32)
-        if observed is not None:
-            yield f"{name}.input_scale", form.scale_of(observed)
         for suffix in shared:
             scale = form.scale_of(self._largest_of(group))
             yield f"{name}.{suffix}", scale
@@ -261,12 +246,10 @@ def _quant_config(layers: Mapping[str, LinearLayer], copied: Sequence[TensorInfo
     return {"producer": producer, "quantization": said}
 
 
-def _key(
-    checkpoint: Checkpoint, config: Mapping[str, Any], amax: Mapping[str, float], copied: Sequence[TensorInfo]
-) -> str:
+def _key(checkpoint: Checkpoint, config: Mapping[str, Any], copied: Sequence[TensorInfo]) -> str:
     """A digest of everything that the result depends on. The source's files count by size and time."""
     files = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in checkpoint.files]
-    inputs = [config, files, sorted(amax.items()), [tensor.name for tensor in copied]]
+    inputs = [config, files, [tensor.name for tensor in copied]]
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
 

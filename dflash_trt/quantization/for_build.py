@@ -45,7 +45,7 @@ def in_precision(
 
     New checkpoints are written to `folder`. Those that an interrupted build made there of the same input are reused.
 
-    Scales come from the weights alone; calibrated ones are made before, by `dflash-trt quantize`. `layout`: how the
+    Scales come from the weights alone; calibrated ones are made before, by `quantize --calibration`. `layout`: how the
     engine reads quantized weights. An engine of blocks multiplies the head in them too: the target's gets its scheme.
     `draft_tokens`: the drafter's own head has the rows of these tokens only. The target's head is not quantized then.
 

@@ -44,20 +44,18 @@ class QuantizationRecipe:
 
     largest_group: the most weights that share a scale, where the scheme leaves a choice.
     per_channel: INT8 layers, experts apart, have one scale for each output.
-    calibrated: inputs have scales from a calibration.
     """
 
     scheme: str
     largest_group: int | None = None
     per_channel: bool = False
-    calibrated: bool = False
 
     def algorithm(self, inputs: Sequence[int], *, expert: bool = False) -> Algorithm:
         """The algorithm of layers with these numbers of inputs."""
         if self.per_channel and self.scheme == PER_CHANNEL.scheme and not expert:
             return PER_CHANNEL
         groups = [] if self.largest_group is None else [self.largest_group]
-        return FORMATS[self.scheme].algorithm(calibrated=self.calibrated, inputs=[*inputs, *groups])
+        return FORMATS[self.scheme].algorithm(inputs=[*inputs, *groups])
 
     def layers(self, weights: Mapping[str, TensorInfo]) -> dict[str, LinearLayer]:
         """The layers with these weights. Raises BuildError, naming a layer, where the scheme does not fit."""

@@ -15,10 +15,26 @@ from dflash_trt.checkpoint.writer import copy_beside
 from dflash_trt.errors import BuildError, UsageError
 from dflash_trt.extras import install
 from dflash_trt.formats import FORMATS
+from dflash_trt.prompts import read_prompts
 from dflash_trt.quantization.layers import QuantizationRecipe, linear_layers
+from dflash_trt.text.tokenizer import Tokenizer
 
+PROMPT_TOKENS = 1024
 AWQ_TOKENS, AWQ_ROW = 4096, 1024
 _EXPERT = re.compile(r"\.experts\.\d+\.(?=(gate|up|down)_proj$)")
+
+
+def calibration_set(directory: Path, file: Path | None) -> list[list[int]]:
+    """Token ids of the prompts in a JSONL file, or of the shipped prompts, by the target's tokenizer."""
+    tokenizer, prompts = Tokenizer(directory), []
+    for prompt in read_prompts(file, 0):
+        if isinstance(prompt.content, str):
+            ids = tokenizer.encode(prompt.content)
+        else:
+            text = tokenizer.apply_chat_template(prompt.content)
+            ids = tokenizer.encode(text, add_special_tokens=False)
+        prompts.append(ids[:PROMPT_TOKENS])
+    return [ids for ids in prompts if ids]
 
 
 def quantize_with_modelopt(
@@ -41,7 +57,7 @@ def quantize_with_modelopt(
         export = importlib.import_module("modelopt.torch.export").export_hf_checkpoint
     except ImportError as error:
         raise BuildError(
-            f"--calibrator modelopt needs torch, transformers and nvidia-modelopt ({error}): "
+            f"--calibration needs torch, transformers and nvidia-modelopt ({error}): "
             f"{install('quantize')} (torch first, from the index for your CPU or GPU)"
         ) from error
     if out.exists():
@@ -76,7 +92,7 @@ def _check(checkpoint: Checkpoint, scheme: str) -> None:
     if FORMATS[scheme].modelopt_config is None:
         calibrated = ", ".join(name for name, form in FORMATS.items() if form.modelopt_config)
         raise UsageError(
-            f"--scheme {scheme}: --calibrator modelopt supports {calibrated}; {scheme} quantizes weights only"
+            f"--scheme {scheme}: --calibration is for {calibrated}; {scheme} quantizes weights only"
         )
     if scheme == "int4" and any(_EXPERT.search(name) for name in linear_layers(checkpoint)):
         raise BuildError(
@@ -85,8 +101,8 @@ def _check(checkpoint: Checkpoint, scheme: str) -> None:
         )
     if any(name.endswith("_blocks") for name in checkpoint.tensors):
         raise BuildError(
-            f"{checkpoint.directory}: has experts in MXFP4, and Transformers would widen them for Model Optimizer; use "
-            "--calibrator onnxruntime, which leaves them as they are"
+            f"{checkpoint.directory}: has experts in MXFP4, which Transformers would widen for Model Optimizer; "
+            "quantize without --calibration, which leaves them as they are"
         )
 
 
@@ -104,7 +120,7 @@ def _disabled(checkpoint: Checkpoint, exclude: Sequence[str]) -> list[str]:
         if names in ({"gate"}, {"up"}):
             raise UsageError(
                 f"--exclude leaves {names.pop()} projections of {quantizer.partition('.gate_up')[0]} as they are, but "
-                "Model Optimizer quantizes gate and up as one: leave both, or use --calibrator onnxruntime"
+                "Model Optimizer quantizes gate and up as one: leave both, or quantize without --calibration"
             )
     return list(left)
 

@@ -116,10 +116,10 @@ def named(tree: ast.Module) -> list[int]:
     return found
 
 
-# Names that are no engine's but a Python package's: torch, and what runs the prompts of `quantize --calibration`.
+# Names that are no engine's but a Python package's: torch.
 ELSEWHERE = dict.fromkeys(
     (
-        *("building/exactness.py", "cli/quantize.py", "cli/train/extra.py"),
+        *("building/exactness.py", "cli/train/extra.py"),
         *("quantization/modelopt.py", "reports/environment.py"),
     ),
     1,

@@ -52,7 +52,7 @@ def test_packing_loses_nothing(codes: np.ndarray) -> None:
 def stored(scheme: str, w: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """What a weight is read as after it was written, its block scales, and the scale of the whole."""
     form = FORMATS[scheme]
-    algorithm = form.algorithm(calibrated=False, inputs=[w.shape[1]])
+    algorithm = form.algorithm(inputs=[w.shape[1]])
     second = form.scale_of(np.abs(w).max()) if form.largest else np.ones((), np.float32)
     codes = form.encode(algorithm, w, second)
     written = form.written(algorithm, *w.shape)

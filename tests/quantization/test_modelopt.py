@@ -25,9 +25,8 @@ from dflash_trt.checkpoint.widening import widen
 from dflash_trt.checkpoint.writer import copy_beside
 from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
 from dflash_trt.errors import BuildError
-from dflash_trt.quantization.calibrate import calibration_set
 from dflash_trt.quantization.convert import quantize
-from dflash_trt.quantization.modelopt import quantize_with_modelopt
+from dflash_trt.quantization.modelopt import calibration_set, quantize_with_modelopt
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.family_checkpoints import make_qwen3_moe
 

@@ -1,13 +1,11 @@
-"""Quantize Qwen3-MoE: experts like other layers, exclusions, calibrated scales, and the resulting pair."""
+"""Quantize Qwen3-MoE: experts like other layers, exclusions, and the resulting pair."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
@@ -17,9 +15,7 @@ from dflash_trt.checkpoint.widening import widen
 from dflash_trt.errors import BuildError
 from dflash_trt.formats import SCHEMES
 from dflash_trt.graph import onnxruntime as functions
-from dflash_trt.quantization.calibrate import activation_amax, calibration_set
 from dflash_trt.quantization.convert import quantize
-from tests.models.test_families import load
 from tests.quantization.test_downloaded import moe
 from tests.quantization.test_quantize import ERRORS
 
@@ -65,34 +61,3 @@ def test_excluding_experts(moe: tuple[Path, Path], tmp_path: Path) -> None:
         build(str(path), str(moe[1]), tmp_path / f"{path.name}-bundle")
     with pytest.raises(BuildError, match=r"matches some of model\.layers\.1\.mlp\.experts\.\*\.down_proj"):
         quantize(moe[0], tmp_path / "out", "nvfp4", exclude=[f"{layer}.*"])
-
-
-def test_experts_share_their_calibrated_scales(moe: tuple[Path, Path], tmp_path: Path) -> None:
-    """Some experts may get no token. The inputs of down projections are observed after the activation."""
-    prompts = [ids[:2] for ids in calibration_set(moe[0], None)[:1]]
-    amax = activation_amax(moe[0], None, prompts, work=tmp_path)
-    found = Checkpoint(quantize(moe[0], tmp_path / "out", "fp8", calibration=amax))
-    layer = "model.layers.1.mlp.experts"
-    scales = {
-        name: {found.array(f"{layer}.{e}.{name}_proj.input_scale").item() for e in range(8)}
-        for name in ("gate", "up", "down")
-    }
-    assert [len(values) for values in scales.values()] == [1, 1, 1]
-    assert scales["gate"] == scales["up"]
-    assert scales["gate"].pop() == pytest.approx(amax["model.layers.1.mlp.gate"] / 448)
-    assert scales["down"].pop() == pytest.approx(_largest_hidden(moe[0], prompts[0]) / 448, rel=1e-4)
-
-
-def _largest_hidden(target: Path, prompt: list[int]) -> float:
-    """The largest value between SwiGLU and the down projections of layer 1, in the chosen experts, by Transformers."""
-    model, tokens, seen = load(target), list(prompt), list[tuple[Any, ...]]()
-    model.model.layers[1].mlp.experts.register_forward_pre_hook(lambda _, inputs: seen.append(inputs))
-    weights = model.model.layers[1].mlp.experts.gate_up_proj
-    with torch.no_grad():
-        for _ in range(32):
-            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-        seen.clear()
-        model(torch.tensor([tokens]))
-        ((hidden, chosen, *_),) = seen
-        gate, up = torch.einsum("rd,rkid->rki", hidden, weights[chosen]).chunk(2, dim=-1)
-        return float((torch.nn.functional.silu(gate) * up).abs().max())
