@@ -6,18 +6,16 @@ Signatures are at the top of onnxruntime.py, delta_net.py, experts.py, quantized
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.linears import StoredLinear
-from dflash_trt.checkpoint.schema import Activation
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.delta_net import DeltaKind, causal_conv
 from dflash_trt.graph.experts import Experts, Storage
-from dflash_trt.graph.quantized_experts import Projection, Stack
+from dflash_trt.graph.quantized_experts import ExpertLayer
 
 # Extra key columns that carry the sink; eight keep the rows aligned.
 SINK_PADDING = 8
@@ -173,19 +171,9 @@ class Dialect(ABC):
         g: GraphBuilder,
         x: ir.Value,
         router: ir.Value,
-        stacks: Mapping[Projection, Stack],
-        folder: str,
-        *,
-        k: int,
-        widened_bytes: int,
-        activation: Activation = "silu",
-        scales: ir.Value | None = None,
+        layer: ExpertLayer,
     ) -> ir.Value:
-        """x [rows, D], router logits [rows, E] in float32 -> [rows, D]; see quantized_experts.py.
-
-        widened_bytes: bytes of all experts of the model in float32. activation: of gates. scales: float32 [E], of each
-        expert's weight; None: 1.
-        """
+        """x [rows, D], router logits [rows, E] in float32 -> [rows, D]; see quantized_experts.py."""
 
     @abstractmethod
     def gated_delta_net(self, kind: DeltaKind) -> ir.Function:

@@ -35,14 +35,12 @@ MoE: see experts.py. FP8Linear and the like: see quantized.py. QuantizedExperts:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.linears import StoredLinear
-from dflash_trt.checkpoint.schema import Activation
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.channels import onnxruntime_channels
 from dflash_trt.graph.delta_net import DeltaKind, causal_conv, onnxruntime_delta
@@ -56,7 +54,7 @@ from dflash_trt.graph.dialect import (
 )
 from dflash_trt.graph.experts import Storage, onnxruntime_moe
 from dflash_trt.graph.quantized import INPUTS, kind_of, onnxruntime_integers, onnxruntime_linear, tensors
-from dflash_trt.graph.quantized_experts import Projection, Stack, onnxruntime_experts, onnxruntime_inputs
+from dflash_trt.graph.quantized_experts import ExpertLayer, onnxruntime_experts, onnxruntime_inputs
 
 # Up to this size all experts are widened to float32 as the engine loads (its peak then is four times that); beyond it,
 # those in use are, in every pass.
@@ -195,22 +193,14 @@ class OnnxRuntime(Dialect):
         g: GraphBuilder,
         x: ir.Value,
         router: ir.Value,
-        stacks: Mapping[Projection, Stack],
-        folder: str,
-        *,
-        k: int,
-        widened_bytes: int,
-        activation: Activation = "silu",
-        scales: ir.Value | None = None,
+        layer: ExpertLayer,
     ) -> ir.Value:
         """A loop over the experts that some row chose, in float32."""
-        inputs = [value for stack in stacks.values() for value in onnxruntime_inputs(g, stack, folder)]
-        inputs += [] if scales is None else [scales]
-        resident = widened_bytes <= RESIDENT_EXPERT_BYTES
-        body = onnxruntime_experts(
-            stacks, resident=resident, activation=activation, scaled=scales is not None
-        )
-        (y,) = g.call(body, x, router, *inputs, name="experts", k=k)
+        stacks = layer.stacks.values()
+        inputs = [value for stack in stacks for value in onnxruntime_inputs(g, stack, layer.folder)]
+        inputs += [] if layer.scales is None else [layer.scales]
+        body = onnxruntime_experts(layer, resident=layer.widened_bytes <= RESIDENT_EXPERT_BYTES)
+        (y,) = g.call(body, x, router, *inputs, name="experts", k=layer.k)
         return y
 
 

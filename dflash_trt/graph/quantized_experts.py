@@ -66,6 +66,22 @@ class Stack:
         return [name for name in INPUTS[:-1] if getattr(self.stored[0], name) is not None]
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExpertLayer:
+    """A layer of experts with gate and up apart. Each row has its `k` best.
+
+    folder: of the weights. widened_bytes: bytes of all experts of the model in float32. activation: of gates.
+    scales: float32 [E], of each expert's output; None: 1.
+    """
+
+    stacks: Mapping[Projection, Stack]
+    folder: str
+    k: int
+    widened_bytes: int
+    activation: Activation = "silu"
+    scales: ir.Value | None = None
+
+
 def onnxruntime_inputs(g: GraphBuilder, stack: Stack, folder: str) -> list[ir.Value]:
     """The operator's inputs for one projection. Codes and their scales are bytes: no other type can be gathered."""
     if stack.plain:
@@ -96,18 +112,13 @@ def stacked(g: GraphBuilder, values: list[ir.Value]) -> ir.Value:
     return g.op("Concat", *values, name="stacked", axis=0)
 
 
-def onnxruntime_experts(
-    stacks: Mapping[Projection, Stack],
-    *,
-    resident: bool,
-    activation: Activation = "silu",
-    scaled: bool = False,
-) -> ir.Function:
+def onnxruntime_experts(layer: ExpertLayer, *, resident: bool) -> ir.Function:
     """The body for ONNX Runtime: a loop over the experts that some row chose, in float32.
 
     `resident`: all experts are widened to float32 as the engine loads. Otherwise every pass widens those in use, one
-    at a time, so that what it reads and holds follows their number. `scaled`: each expert has a scale of its own.
+    at a time, so that what it reads and holds follows their number.
     """
+    stacks, activation, scaled = layer.stacks, layer.activation, layer.scales is not None
     kinds = "_".join(_signature(stack) for stack in stacks.values())
     kinds += f"_{activation}" * (activation != "silu") + "_scaled" * scaled
     g = GraphBuilder(f"QuantizedExperts_{kinds}")

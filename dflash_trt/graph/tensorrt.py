@@ -6,14 +6,12 @@ Caches have a static capacity C. Attention covers all of it, with a mask, up to 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.linears import StoredLinear
-from dflash_trt.checkpoint.schema import Activation
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.delta_net import DeltaKind
 from dflash_trt.graph.delta_net_chunks import chunked_delta
@@ -28,7 +26,7 @@ from dflash_trt.graph.dialect import (
 from dflash_trt.graph.experts import Experts, Storage, declared
 from dflash_trt.graph.lowering.bodies import TRT_DOMAIN
 from dflash_trt.graph.quantized import tensorrt_linear
-from dflash_trt.graph.quantized_experts import Projection, Stack
+from dflash_trt.graph.quantized_experts import ExpertLayer
 from dflash_trt.graph.tensorrt_experts import mxfp4_experts, quantized_experts, router_shares, shared
 
 # Attention's kernels take up to so many keys at a time.
@@ -141,16 +139,10 @@ class TensorRT(Dialect):
         g: GraphBuilder,
         x: ir.Value,
         router: ir.Value,
-        stacks: Mapping[Projection, Stack],
-        folder: str,
-        *,
-        k: int,
-        widened_bytes: int,
-        activation: Activation = "silu",
-        scales: ir.Value | None = None,
+        layer: ExpertLayer,
     ) -> ir.Value:
         with g.scope("experts"):
-            return quantized_experts(g, x, router, stacks, k, folder, activation, scales)
+            return quantized_experts(g, x, router, layer)
 
     def experts(
         self,

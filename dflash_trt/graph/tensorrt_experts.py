@@ -9,14 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import onnx_ir as ir
 
-from dflash_trt.checkpoint.schema import Activation
 from dflash_trt.formats.base import BLOCK
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.experts import Experts, activated
 from dflash_trt.graph.lowering import LOWERINGS
 from dflash_trt.graph.lowering.mxfp4 import tensorrt_blocks
 from dflash_trt.graph.quantized import input_scale, split_rows, tensors
-from dflash_trt.graph.quantized_experts import Projection, Stack, stacked
+from dflash_trt.graph.quantized_experts import ExpertLayer, Projection, Stack, stacked
 
 WIDENED_BYTES = 1 << 28  # widened weights of one product: eight of gpt-oss's experts
 
@@ -99,16 +98,7 @@ def at_a_time(experts: int, size: int) -> int:
     return max(n for n in range(1, experts + 1) if experts % n == 0 and n * size <= most)
 
 
-def quantized_experts(
-    g: GraphBuilder,
-    x: ir.Value,
-    router: ir.Value,
-    stacks: Mapping[Projection, Stack],
-    k: int,
-    folder: str,
-    activation: Activation,
-    scales: ir.Value | None,
-) -> ir.Value:
+def quantized_experts(g: GraphBuilder, x: ir.Value, router: ir.Value, layer: ExpertLayer) -> ir.Value:
     """The layer for TensorRT and TensorRT-RTX, written out in the graph itself (see quantized.py), in its dtype.
 
     As in tensorrt.py's `moe`, every expert is computed for every row. Packed constants cannot be concatenated, so
@@ -116,8 +106,9 @@ def quantized_experts(
     after the other. Each expert has its own static input scale. So inputs are divided by it and
     rounded with a scale of 1, and the product is multiplied by it.
     """
-    shares = router_shares(g, router, g.constant([k]))
+    shares = router_shares(g, router, g.constant([layer.k]))
     shares = g.unsqueeze(g.op("Transpose", shares, name="by_expert", perm=[1, 0]), 2)
+    stacks, scales = layer.stacks, layer.scales
     gate = stacks["gate"]
     count = at_a_time(len(gate), 2 * gate.rows * gate.columns * g.dtype.numpy().itemsize)
     steps = len(gate) // count
@@ -129,10 +120,10 @@ def quantized_experts(
         def linear(name: Projection, value: ir.Value) -> ir.Value:
             """[1 or count, rows, columns] -> [count, rows, rows of the stack]"""
             with g.scope(name):
-                return _linear(g, stacks[name].part(first, count), value, folder)
+                return _linear(g, stacks[name].part(first, count), value, layer.folder)
 
         gate, up = (g.to_float(linear(name, x)) for name in ("gate", "up"))
-        gated = g.op("Mul", activated(g, gate, activation), up, name="gated")
+        gated = g.op("Mul", activated(g, gate, layer.activation), up, name="gated")
         y = shared(g, linear("down", g.from_dtype(gated, FLOAT)), share)
         if scales is not None:
             y = g.op(

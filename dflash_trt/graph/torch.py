@@ -14,14 +14,12 @@ MXFP4Experts, GatedDeltaNet: the operators of experts.py and delta_net.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.linears import StoredLinear
-from dflash_trt.checkpoint.schema import Activation
 from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.delta_net import DeltaInputs, DeltaKind
 from dflash_trt.graph.dialect import AttentionInputs, AttentionKind, Dialect, ranges
@@ -29,6 +27,7 @@ from dflash_trt.graph.experts import Experts, Storage, activated, declared
 from dflash_trt.graph.lowering import LOWERINGS
 from dflash_trt.graph.quantized import input_scale, kind_of, prepared, split_rows, tensors
 from dflash_trt.graph.quantized_experts import (
+    ExpertLayer,
     Projection,
     Stack,
     onnxruntime_inputs,
@@ -135,28 +134,22 @@ class Torch(TensorRT):
         g: GraphBuilder,
         x: ir.Value,
         router: ir.Value,
-        stacks: Mapping[Projection, Stack],
-        folder: str,
-        *,
-        k: int,
-        widened_bytes: int,
-        activation: Activation = "silu",
-        scales: ir.Value | None = None,
+        layer: ExpertLayer,
     ) -> ir.Value:
         """Products of pairs of a row and one of its experts; written out in the graph."""
         with g.scope("experts"):
-            pairs = _Pairs(g, router, g.constant([k]))
-            if scales is not None:
-                own = g.op("Gather", scales, pairs.best, name="own_scales", axis=0)
+            pairs = _Pairs(g, router, g.constant([layer.k]))
+            if layer.scales is not None:
+                own = g.op("Gather", layer.scales, pairs.best, name="own_scales", axis=0)
                 pairs.shares = g.op("Mul", pairs.shares, own, name="scaled_shares")
 
             def linear(name: Projection, value: ir.Value) -> ir.Value:
                 with g.scope(name):
-                    return _expert_linear(g, stacks[name], value, pairs.expert, folder)
+                    return _expert_linear(g, layer.stacks[name], value, pairs.expert, layer.folder)
 
             x = pairs.rows(x)
             gate, up = linear("gate", x), linear("up", x)
-            hidden = g.op("Mul", activated(g, gate, activation), up, name="gated")
+            hidden = g.op("Mul", activated(g, gate, layer.activation), up, name="gated")
             return pairs.sum(linear("down", hidden))
 
     def mxfp4_experts(

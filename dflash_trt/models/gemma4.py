@@ -18,6 +18,7 @@ from dflash_trt.checkpoint.rope import RopeConfig, read_rope_of
 from dflash_trt.checkpoint.schema import Heads, LayerAttention, MoEConfig, TargetConfig
 from dflash_trt.errors import show
 from dflash_trt.graph.builder import FLOAT
+from dflash_trt.graph.quantized_experts import ExpertLayer
 from dflash_trt.models.decoder import gated_mlp, sandwich_layer
 from dflash_trt.models.experts import widened_bytes
 from dflash_trt.models.family import Family
@@ -189,16 +190,19 @@ def _experts(m: Module, c: TargetConfig, moe: MoEConfig, x: ir.Value) -> ir.Valu
     scale = router.weight("scale", size, dtype=FLOAT)
     factor = g.constant(size**-0.5, np.float32)
     normed = g.op("Mul", g.op("Mul", normed, scale, name="by_channel"), factor, name="router_input")
-    return m.dialect.quantized_experts(
-        g,
-        m.rms_norm(x, "pre_feedforward_layernorm_2", size, c.rms_norm_eps),
-        router.linear(normed, "proj", size, moe.num_experts, dtype=FLOAT),
-        expert_stacks(m, size, moe),
-        m.folder,
+    layer = ExpertLayer(
+        stacks=expert_stacks(m, size, moe),
+        folder=m.folder,
         k=moe.experts_per_token,
         widened_bytes=widened_bytes(size, moe),
         activation=c.activation,
         scales=router.weight("per_expert_scale", moe.num_experts, dtype=FLOAT),
+    )
+    return m.dialect.quantized_experts(
+        g,
+        m.rms_norm(x, "pre_feedforward_layernorm_2", size, c.rms_norm_eps),
+        router.linear(normed, "proj", size, moe.num_experts, dtype=FLOAT),
+        layer,
     )
 
 

@@ -15,7 +15,7 @@ from dflash_trt.checkpoint.schema import MoEConfig, TargetConfig
 from dflash_trt.checkpoint.tensors import Outline, TensorInfo
 from dflash_trt.graph.builder import FLOAT, ONNX_DTYPES
 from dflash_trt.graph.experts import Experts
-from dflash_trt.graph.quantized_experts import Projection, Stack
+from dflash_trt.graph.quantized_experts import ExpertLayer, Projection, Stack
 from dflash_trt.models.decoder import dense_layer, gated_mlp, mixer_block
 from dflash_trt.models.experts import experts, weighted, widened_bytes
 from dflash_trt.models.family import Family
@@ -92,11 +92,13 @@ def moe_layer(m: Module, mixer: Mixer, c: TargetConfig, i: int, x: ir.Value) -> 
         if not stacks:
             y = experts(m, c.hidden_size, moe, h, logits, _paired(mlp, c.hidden_size, moe))
         elif dialect.experts_apart or any(stack.stored for stack in stacks.values()):
-            y = dialect.quantized_experts(
-                *(g, h, logits, stacks, m.folder),
+            layer = ExpertLayer(
+                stacks=stacks,
+                folder=m.folder,
                 k=moe.experts_per_token,
                 widened_bytes=widened_bytes(c.hidden_size, moe),
             )
+            y = dialect.quantized_experts(g, h, logits, layer)
             y = weighted(g, y, logits, moe)
         else:
             y = experts(m, c.hidden_size, moe, h, logits, _joined(mlp, stacks))

@@ -39,6 +39,9 @@ def write_safetensors(file: Path, tensors: dict[str, Any]) -> None:
 
 
 def write_quant_config(directory: Path, algorithm: str | None, **fields: Any) -> None:
+    """Beside a config.json, which may be there."""
+    if not (directory / "config.json").is_file():
+        (directory / "config.json").write_text("{}")
     config = {"producer": {"name": "tests"}, "quantization": {"quant_algo": algorithm, **fields}}
     (directory / "hf_quant_config.json").write_text(json.dumps(config))
 

@@ -22,7 +22,7 @@ from dflash_trt.graph import tensorrt_experts
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.dialect import Dialect
 from dflash_trt.graph.onnxruntime import OnnxRuntime
-from dflash_trt.graph.quantized_experts import Projection, Stack
+from dflash_trt.graph.quantized_experts import ExpertLayer, Projection, Stack
 from dflash_trt.graph.tensorrt import TensorRT
 from dflash_trt.quantization.repack import int4_by_row
 from tests.doubles.integer_words import GROUP, layer
@@ -90,7 +90,9 @@ def stacks_of(checkpoint: Checkpoint) -> dict[Projection, Stack]:
 def model(checkpoint: Checkpoint, dialect: Dialect, *, widened_bytes: int = 0) -> ir.Model:
     g = GraphBuilder("layer", dtype=dialect.dtype)
     x, router = g.input("x", dialect.dtype, ["rows", HIDDEN]), g.input("router", FLOAT, ["rows", EXPERTS])
-    y = dialect.quantized_experts(g, x, router, stacks_of(checkpoint), ".", k=K, widened_bytes=widened_bytes)
+    y = dialect.quantized_experts(
+        g, x, router, ExpertLayer(stacks=stacks_of(checkpoint), folder=".", k=K, widened_bytes=widened_bytes)
+    )
     g.output(y, "y", dialect.dtype, ["rows", HIDDEN])
     return g.model()
 

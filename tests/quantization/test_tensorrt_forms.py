@@ -32,7 +32,7 @@ from dflash_trt.formats.base import Algorithm
 from dflash_trt.formats.numbers import E2M1, E4M3, E8M0, unpack_pairs
 from dflash_trt.formats.precision import parse_precision
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
-from dflash_trt.graph.quantized_experts import Projection, Stack
+from dflash_trt.graph.quantized_experts import ExpertLayer, Projection, Stack
 from dflash_trt.graph.tensorrt import TensorRT
 from dflash_trt.quantization.convert import quantize
 from dflash_trt.quantization.repack import int4_by_row
@@ -276,7 +276,7 @@ def test_plans_keep_experts_packed(tmp_path: Path, scheme: str, capability: int,
     dialect = TensorRT(ir.DataType[dtype])
     g = GraphBuilder("test", dtype=dialect.dtype)
     x, router = g.input("x", dialect.dtype, ["R", WIDTH]), g.input("router", FLOAT, ["R", COUNT])
-    y = dialect.quantized_experts(g, x, router, stacks, ".", k=2, widened_bytes=0)
+    y = dialect.quantized_experts(g, x, router, ExpertLayer(stacks=stacks, folder=".", k=2, widened_bytes=0))
     g.output(y, "y", dialect.dtype, ["R", WIDTH])
     weights = len(entries) * WIDTH * WIDTH
     packed = PACKED[scheme] * weights

@@ -20,7 +20,7 @@ from dflash_trt.engines.tensorrt.profiles import Profile
 from dflash_trt.graph import tensorrt_experts
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.experts import Experts
-from dflash_trt.graph.quantized_experts import Projection, Stack
+from dflash_trt.graph.quantized_experts import ExpertLayer, Projection, Stack
 from dflash_trt.graph.tensorrt import TensorRT
 from dflash_trt.quantization.convert import quantize
 
@@ -58,7 +58,9 @@ def qwen3_moe(directory: Path) -> AddLayer:
             p: Stack(WIDTH, WIDTH, tuple(stored_experts(checkpoint, names[i, p], WIDTH, WIDTH) or ()))
             for p in PROJECTIONS
         }
-        return dialect.quantized_experts(g, x, router, stacks, ".", k=2, widened_bytes=0)
+        return dialect.quantized_experts(
+            g, x, router, ExpertLayer(stacks=stacks, folder=".", k=2, widened_bytes=0)
+        )
 
     return add
 
