@@ -10,7 +10,7 @@ from dflash_trt.bundle.cache_kinds import base_input
 from dflash_trt.checkpoint.schema import Heads, LayerAttention
 from dflash_trt.graph.builder import INT64
 from dflash_trt.graph.dialect import AttentionKind
-from dflash_trt.models.module import Module
+from dflash_trt.models.module import Module, Shaped
 from dflash_trt.models.passes import Pass, PassRows, Tree, rows_of
 
 
@@ -138,7 +138,11 @@ class Attention:
             x = m.rms_norm(x, norm, size, self.config.rms_norm_eps)
         if self.dialect.by_head:
             return self.g.op("Transpose", x, name="by_head", perm=[0, 2, 1, 3])
-        return self.g.op("Reshape", x, rows.shape(n * size), name="by_row")
+        return self._by_row(x, n * size, rows)
+
+    def _by_row(self, x: ir.Value, size: int, rows: PassRows | None = None) -> ir.Value:
+        """x with `size` numbers in a row, as [B,S,size]."""
+        return self.g.op("Reshape", x, (rows or self.queries).shape(size), name="by_row")
 
     def _gate(self, q: ir.Value, size: int) -> tuple[ir.Value, ir.Value]:
         """q_proj's columns, [query | gate] by head, as queries and gates [rows, heads*size]."""
@@ -156,8 +160,9 @@ class Attention:
         written: ir.Value,
         width: int,
         stored: tuple[ir.Value, ir.Value] | None,
+        shaped: Shaped | None,
     ) -> tuple[ir.Value, ir.Value, ir.Value]:
-        """Queries (and gates) of x, and keys and values of `written` or as `stored`."""
+        """Queries (and gates) of x, and keys and values of `written` or as `stored`. `shaped`: see `Module.linears`."""
         c, heads = self.config, self.config.heads_of(layer)
         bias, kept = c.attention_bias, heads.kv_heads * heads.head_dim
         asking = {
@@ -167,7 +172,7 @@ class Attention:
         if stored is not None:
             return m.linears(x, asking, width, bias=bias)[0], *stored
         if written is x:
-            q, k, *v = m.linears(x, asking | others, width, bias=bias)
+            q, k, *v = m.linears(x, asking | others, width, bias=bias, shaped=shaped)
         else:
             (q,) = m.linears(x, asking, width, bias=bias)
             k, *v = m.linears(written, others, width, bias=bias)
@@ -190,16 +195,20 @@ class Attention:
         g, c, m = self.g, self.config, m.at("self_attn")
         heads = c.heads_of(self._layers[i])
         size, n_q, n_kv = heads.head_dim, c.num_attention_heads, heads.kv_heads
-        q, k, v = self._projected(m, self._layers[i], x, written, width or c.hidden_size, stored)
+        # By row, as the dialect has them, all three in one step where nothing is done to a head.
+        plain = not (self.dialect.by_head or c.qk_norm or c.value_norm or c.attention_gate == "q_proj")
+        shaped = self._by_row if plain and written is x and stored is None else None
+        q, k, v = self._projected(m, self._layers[i], x, written, width or c.hidden_size, stored, shaped)
         gate = None
         if c.attention_gate == "q_proj":
             q, gate = self._gate(q, size)
         elif c.attention_gate is not None:
             gate = m.linear(x, c.attention_gate, width or c.hidden_size, n_q * size)
-        q_norm, k_norm = ("q_norm", "k_norm") if c.qk_norm_weights else (None, None)
-        q = self._arranged(m, self.queries, q, n_q, size, q_norm, normed=c.qk_norm)
-        k = self._arranged(m, self.written, k, n_kv, size, k_norm, normed=c.qk_norm)
-        v = self._arranged(m, self.written, v, n_kv, size, normed=c.value_norm)
+        if shaped is None:
+            q_norm, k_norm = ("q_norm", "k_norm") if c.qk_norm_weights else (None, None)
+            q = self._arranged(m, self.queries, q, n_q, size, q_norm, normed=c.qk_norm)
+            k = self._arranged(m, self.written, k, n_kv, size, k_norm, normed=c.qk_norm)
+            v = self._arranged(m, self.written, v, n_kv, size, normed=c.value_norm)
         kind, by_head = self._kind(self._layers[i]), self.dialect.by_head
         rows = self._rows[self._layers[i].window]
         body = self.dialect.sink_attention(kind) if self.sinks else self.dialect.cached_attention(kind)

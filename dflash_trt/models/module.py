@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import copy
 from typing import Any
 
@@ -16,6 +16,8 @@ from dflash_trt.errors import CheckpointError
 from dflash_trt.formats.base import FLOAT_DTYPES
 from dflash_trt.graph.builder import FLOAT, ONNX_DTYPES, GraphBuilder
 from dflash_trt.graph.dialect import Dialect
+
+Shaped = Callable[[ir.Value, int], ir.Value]
 
 
 class Module:
@@ -117,9 +119,18 @@ class Module:
         return self.g.op("Gemm", x, *parameters, name=name, transB=1)
 
     def linears(
-        self, x: ir.Value, outputs: Mapping[str, int], inputs: int, *, bias: bool = False
+        self,
+        x: ir.Value,
+        outputs: Mapping[str, int],
+        inputs: int,
+        *,
+        bias: bool = False,
+        shaped: Shaped | None = None,
     ) -> list[ir.Value]:
-        """x [rows, inputs] through each layer that `outputs` names; see the `joins_` of `Dialect`."""
+        """x [rows, inputs] through each layer that `outputs` names; see the `joins_` of `Dialect`.
+
+        `shaped`: gives a product [rows, n] another shape [..., n], all layers of a joined one at once.
+        """
         layers = {n: stored_linear(self.checkpoint, self.prefix + n, inputs, m) for n, m in outputs.items()}
         stored = {name: layer for name, layer in layers.items() if layer is not None}
         plain = {name: outputs[name] for name in outputs if name not in stored}
@@ -128,13 +139,14 @@ class Module:
             if len(names) > 1:
                 self.used.update(info.name for name in names for info in stored[name].tensors)
                 y = self._quantized(x, "-".join(names), layer, None)
-                products |= self._split(y, {name: outputs[name] for name in names})
+                products |= self._split(y, {name: outputs[name] for name in names}, shaped)
         if self.dialect.joins_floats and len(plain) > 1:
-            products |= self._split(self._joined(x, plain, inputs, bias=bias), plain)
-        return [
-            products[name] if name in products else self.linear(x, name, inputs, n, bias=bias)
-            for name, n in outputs.items()
-        ]
+            products |= self._split(self._joined(x, plain, inputs, bias=bias), plain, shaped)
+        for name, n in outputs.items():
+            if name not in products:
+                y = self.linear(x, name, inputs, n, bias=bias)
+                products[name] = y if shaped is None else shaped(y, n)
+        return [products[name] for name in outputs]
 
     def _joined(self, x: ir.Value, outputs: Mapping[str, int], inputs: int, *, bias: bool) -> ir.Value:
         """One product with the weights of several layers, one below the other: folded as the graph is loaded."""
@@ -150,10 +162,11 @@ class Module:
             )
         return self.g.op("Gemm", x, *parameters, name=name, transB=1)
 
-    def _split(self, y: ir.Value, outputs: Mapping[str, int]) -> dict[str, ir.Value]:
+    def _split(self, y: ir.Value, outputs: Mapping[str, int], shaped: Shaped | None) -> dict[str, ir.Value]:
         """The columns of each layer."""
         sizes, name = self.g.constant(list(outputs.values())), "-".join(outputs)
-        parts = self.g.multi("Split", y, sizes, outputs=len(outputs), name=f"{name}/split", axis=1)
+        y = y if shaped is None else shaped(y, sum(outputs.values()))
+        parts = self.g.multi("Split", y, sizes, outputs=len(outputs), name=f"{name}/split", axis=-1)
         return dict(zip(outputs, parts, strict=True))
 
     def _quantized(self, x: ir.Value, name: str, stored: StoredLinear, bias: ir.Value | None) -> ir.Value:
