@@ -10,8 +10,9 @@ from pathlib import Path
 
 
 def processor() -> str:
-    """The processor's name and the number of cores this process may use."""
-    return f"{processor_name()}, {cores()} cores"
+    """The processor's name, its instructions for products, and the number of cores this process may use."""
+    known = instructions()
+    return f"{processor_name()}{f' ({known})' if known else ''}, {cores()} cores"
 
 
 def cores() -> int | None:
@@ -33,9 +34,24 @@ def processor_name() -> str:
     return next(iter(_cpuinfo("model name")), "") or platform.processor() or platform.machine()
 
 
+def _flags() -> set[str]:
+    return set(next(iter(_cpuinfo("flags")), "").split())
+
+
+def instructions() -> str | None:
+    """The instructions for products of floats and of bytes on x86, such as "AVX2" or "AVX-512, VNNI, AMX".
+
+    By what Linux says; None on other systems.
+    """
+    flags = _flags()
+    wide = "AVX-512" if "avx512f" in flags else "AVX2" if "avx2" in flags else None
+    vnni, amx = flags & {"avx512_vnni", "avx_vnni"}, "amx_int8" in flags
+    return ", ".join(filter(None, [wide, "VNNI" if vnni else None, "AMX" if amx else None])) or None
+
+
 def has_amx_int8() -> bool:
     """Whether the processor multiplies tiles of bytes (AMX-INT8), by what Linux says; False on other systems."""
-    return any("amx_int8" in flags.split() for flags in _cpuinfo("flags"))
+    return "amx_int8" in _flags()
 
 
 def memory_bytes() -> int | None:

@@ -2,7 +2,7 @@
 
 pip install openai
 dflash-trt serve smollm2-135m                               # in another terminal
-python examples/openai_client.py "What is the capital of France?"
+python examples/openai_client.py "What is the capital of Japan?"
 """
 
 from __future__ import annotations

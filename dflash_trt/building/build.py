@@ -234,7 +234,7 @@ def _draft_tokens(pair: CheckpointPair, asked: str | Path | None, engine: Engine
         reason = f"{pair.drafter.config.path} is of a drafter with its own head"
     elif not isinstance(pair.target.checkpoint, Checkpoint):
         reason = "--weights none makes the graphs without any head"
-    elif pair.target.checkpoint.quantization.algorithm(HEAD) is not None:
+    elif (kept := pair.target.checkpoint.quantization).algorithm(HEAD) is not None and kept.method != "gguf":
         reason = f"the LM head in {pair.target.checkpoint.directory} is quantized"
     if reason is None:
         return read_draft_vocabulary(file, pair.target.config.vocab_size)

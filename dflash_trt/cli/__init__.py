@@ -41,7 +41,7 @@ COMMANDS = {
 EXAMPLES = """\
 examples:
   dflash-trt chat smollm2-135m
-  dflash-trt generate smollm2-135m --chat --prompt "What is the capital of France?" --stats
+  dflash-trt generate smollm2-135m --chat --prompt "What is the capital of Japan?" --stats
   dflash-trt serve smollm2-135m
   dflash-trt verify smollm2-135m
   dflash-trt bench smollm2-135m --requests 8 --concurrency 1,4

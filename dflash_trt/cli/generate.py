@@ -23,12 +23,12 @@ block length. Only the speed differs.
 """
 EXAMPLES = """\
 examples:
-  dflash-trt generate bundles/smollm2-135m --chat --prompt "What is the capital of France?" --stats
+  dflash-trt generate bundles/smollm2-135m --chat --prompt "What is the capital of Japan?" --stats
   dflash-trt generate bundles/smollm2-135m --chat -p "Write a haiku about the sea." --temperature 0.7 --seed 1
-  dflash-trt generate bundles/smollm2-135m --chat -p "What is the capital of France?" --no-draft --json
+  dflash-trt generate bundles/smollm2-135m --chat -p "What is the capital of Japan?" --no-draft --json
   dflash-trt generate bundles/smollm2-135m --prompt "The sea is" --max-tokens 16
   dflash-trt generate bundles/smollm2-135m --chat -p "Describe a person." --json-schema person.json
-  echo "What is the capital of France?" | dflash-trt generate bundles/smollm2-135m --chat
+  echo "What is the capital of Japan?" | dflash-trt generate bundles/smollm2-135m --chat
 
 Chat models answer with --chat. Without it, the model goes on with the text of the prompt.
 """

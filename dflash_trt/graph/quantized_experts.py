@@ -28,7 +28,7 @@ from dflash_trt.formats.numbers import unsigned_values
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, ONNX_DTYPES, GraphBuilder
 from dflash_trt.graph.experts import PairedRows, activated
 from dflash_trt.graph.lowering import LOWERINGS, LinearKind
-from dflash_trt.graph.lowering.bodies import lookup
+from dflash_trt.graph.lowering.base import lookup
 from dflash_trt.graph.quantized import INPUTS, kind_of, operator_name, product, zero_points
 
 Projection = Literal["gate", "up", "down"]

@@ -24,7 +24,7 @@ from dflash_trt.graph.dialect import (
     mask_name,
 )
 from dflash_trt.graph.experts import Experts, Storage, declared
-from dflash_trt.graph.lowering.bodies import TRT_DOMAIN
+from dflash_trt.graph.lowering.base import TRT_DOMAIN
 from dflash_trt.graph.quantized import tensorrt_linear
 from dflash_trt.graph.quantized_experts import ExpertLayer
 from dflash_trt.graph.tensorrt_experts import mxfp4_experts, quantized_experts, router_shares, shared

@@ -13,7 +13,7 @@ from dflash_trt.formats.base import BLOCK
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.experts import Experts, activated
 from dflash_trt.graph.lowering import LOWERINGS
-from dflash_trt.graph.lowering.mxfp4 import tensorrt_blocks
+from dflash_trt.graph.lowering.formats import tensorrt_blocks
 from dflash_trt.graph.quantized import input_scale, split_rows, tensors
 from dflash_trt.graph.quantized_experts import ExpertLayer, Projection, Stack, stacked
 

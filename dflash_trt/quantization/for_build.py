@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_trt.bundle.workspace import Progress, workspace
-from dflash_trt.checkpoint.linears import number_formats
+from dflash_trt.checkpoint.linears import number_formats, shape_of, stored_linear
 from dflash_trt.checkpoint.rules import Quantization
 from dflash_trt.checkpoint.tensors import SINGLE, Checkpoint, Outline
 from dflash_trt.checkpoint.writer import Entry, write_checkpoint
@@ -174,18 +174,26 @@ def _write_draft_head(target: Checkpoint, tokens: NDArray[np.int64], out: Path) 
 
     Raises BuildError if the target has no LM head.
     """
-    weight = head_weight(target)
+    tensors = {"weight": head_weight(target)}
+    if (algorithm := target.quantization.algorithm(HEAD)) is not None:  # every tensor is by row there
+        rows, columns = shape_of(target, algorithm, HEAD, tensors["weight"])
+        stored = stored_linear(target, HEAD, columns, rows)
+        assert stored is not None
+        tensors = {info.name.rpartition(".")[2]: info for info in stored.tensors}
 
-    def rows() -> Iterator[tuple[str, NDArray[Any]]]:
-        head = target.array(weight.name)
-        step = max(1, STEP_BYTES // (head.itemsize * head.shape[1]))
+    def some(name: str, end: str) -> Iterator[tuple[str, NDArray[Any]]]:
+        head = target.array(name)
+        step = max(1, STEP_BYTES // head[0].nbytes)
         for at in range(0, len(tokens), step):
-            yield f"{HEAD}.weight", head[tokens[at : at + step]]
+            yield f"{HEAD}.{end}", head[tokens[at : at + step]]
 
     with workspace(out) as place:
         place.empty()
         entries = [
-            Entry(f"{HEAD}.weight", weight.dtype, (len(tokens), weight.shape[1]), rows()),
+            *(
+                Entry(f"{HEAD}.{end}", info.dtype, (len(tokens), *info.shape[1:]), some(info.name, end))
+                for end, info in tensors.items()
+            ),
             Entry("d2t", "I64", (len(tokens),), [("d2t", tokens - np.arange(len(tokens)))]),
         ]
         config = read_object(target.directory / "config.json") | {"tie_word_embeddings": False}

@@ -41,6 +41,16 @@ def test_small_heads_quantized_pairs_and_other_engines_stay_as_stored() -> None:
     assert chosen("qwen3-4b", Precision(), "tensorrt") == Precision()
 
 
+def test_many_requests_in_integers_are_warned_of_without_vnni(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bundle = build("tiny", None, tmp_path / "int8", max_seq_len=64, precision=Precision(target="int8"))
+    for instructions, slots, warned in (("AVX-512, VNNI", 32, False), ("AVX2", 8, False), ("AVX2", 32, True)):
+        monkeypatch.setattr("dflash_trt.hardware.instructions", lambda known=instructions: known)
+        LLM(bundle.path, max_batch_size=slots).close()
+        assert ("this processor has no VNNI" in caplog.text) == warned
+
+
 def test_a_build_takes_the_choice_and_the_tokens_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,11 +102,19 @@ def test_they_are_for_processors_with_amx_whose_sums_are_exact(
 ) -> None:
     info = tmp_path / "cpuinfo"
     monkeypatch.setattr(hardware, "Path", lambda path: info)
-    for flags, expected in (("avx2 avx512_vnni amx_tile", False), ("amx_tile amx_int8", True)):
+    for flags, expected, names in (
+        ("avx2 avx512f avx512_vnni amx_tile", False, "AVX-512, VNNI"),
+        ("avx2 avx512f avx512_vnni amx_int8", True, "AVX-512, VNNI, AMX"),
+        ("avx2 avx_vnni", False, "AVX2, VNNI"),
+        ("avx2 fma", False, "AVX2"),
+        ("neon", False, None),
+    ):
         info.write_text(f"model name\t: x\nflags\t\t: fpu {flags}\n")
         assert has_amx_int8() == expected
+        assert hardware.instructions() == names
     info.unlink()
     assert not has_amx_int8()
+    assert hardware.instructions() is None
     for amx in (False, True):
         for exact in (False, True):
             monkeypatch.setattr(hardware, "has_amx_int8", lambda amx=amx: amx)

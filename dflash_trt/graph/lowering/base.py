@@ -1,4 +1,6 @@
-"""The contract of a lowering: how the layers of a number format become nodes of a graph, in each dialect."""
+"""The contract of a lowering: how the layers of a number format become nodes of a graph, in each dialect. At the end,
+the nodes that several formats share.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +9,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.linears import StoredLinear
 from dflash_trt.formats import FORMATS, NumberFormat
-from dflash_trt.graph.builder import GraphBuilder
-
-from . import bodies
+from dflash_trt.formats.base import BLOCK
+from dflash_trt.graph.builder import FLOAT, GraphBuilder
 
 Activations = Literal["none", "static", "row"]
+TRT_DOMAIN = "trt"  # its operators are those of TensorRT's own parser
+E4M3, E2M1, INT4 = ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT4E2M1, ir.DataType.INT4
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,4 +96,48 @@ class Lowering(ABC):
 
     def expert_factors(self, g: GraphBuilder, kind: LinearKind, parts: Mapping[str, ir.Value]) -> ir.Value:
         """The factor of each row or group of a stack of experts, float32, from scales that may be bytes."""
-        return g.op("Cast", parts["scale"], name="factors", to=int(bodies.FLOAT))
+        return g.op("Cast", parts["scale"], name="factors", to=int(FLOAT))
+
+
+def lookup(g: GraphBuilder, table: ir.Value, codes: ir.Value) -> ir.Value:
+    """The entries of a table [n] that codes of any shape stand for."""
+    flat = g.op("Reshape", codes, g.constant([-1]), name="flat")
+    index = g.op("Cast", flat, name="index", to=int(ir.DataType.INT32))
+    found = g.op("GatherElements", table, index, name="looked_up", axis=0)
+    return g.op("Reshape", found, g.op("Shape", codes), name="as_codes")
+
+
+def table(g: GraphBuilder, values: np.ndarray, x: ir.Value, resident: bool) -> ir.Value:
+    """A table to look up in: folded into the weight as the engine loads where that is `resident`, never otherwise."""
+    whole = g.constant(values, np.float32)
+    if resident:
+        return whole
+    # A length that only the pass knows, so that nothing looked up can be folded into a widened weight.
+    end = g.op("Add", g.dim(x, 0), g.constant([len(values)]), name="table_end")
+    return g.op("Slice", whole, g.constant([0]), end, name="table")
+
+
+def by_block(g: GraphBuilder, low: ir.Value, high: ir.Value, weight: ir.Value, group_size: int) -> ir.Value:
+    """Pairs of numbers [out, in/2], looked up in two tables -> [out, groups, group_size]."""
+    # On entries this small, Gather takes many times as long as GatherElements on one axis.
+    halves = [g.unsqueeze(lookup(g, half, weight), 2) for half in (low, high)]
+    numbers = g.op("Concat", *halves, name="numbers", axis=2)
+    return g.op("Reshape", numbers, g.constant([0, -1, group_size]), name="numbers_by_block")
+
+
+def times_factors(g: GraphBuilder, numbers: ir.Value, factors: ir.Value) -> ir.Value:
+    """[out, groups, group_size] and [out, groups] -> [out, in]."""
+    widened = g.op("Mul", numbers, g.unsqueeze(factors, 2), name="widened_by_block")
+    return g.op("Reshape", widened, g.constant([0, -1]), name="widened")
+
+
+def microscaled(g: GraphBuilder, numbers: ir.Value, exponents: ir.Value, name: str) -> ir.Value:
+    """E2M1 or E4M3 numbers [..., n] and exponents [..., n/32] -> the graph's dtype, by TensorRT's own operator."""
+    return g.op(
+        *("TRT_MXFP8DequantizeLinear", numbers, exponents),
+        name=name,
+        domain=TRT_DOMAIN,
+        axis=-1,
+        block_size=BLOCK,
+        output_dtype=int(g.dtype),
+    )

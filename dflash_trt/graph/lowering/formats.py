@@ -1,0 +1,334 @@
+"""The lowering of each number format.
+
+fp8    QuantizeLinear and DequantizeLinear of E4M3, which all engines have
+nvfp4  look-ups for ONNX Runtime, which has no E2M1; DequantizeLinear twice for TensorRT
+mxfp4  look-ups for ONNX Runtime, TensorRT's own operator there; stacks of experts, too
+int8   blocked DequantizeLinear, in groups
+int4   the same, with two rows or two columns in a byte
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from dflash_trt.checkpoint.linears import StoredLinear
+from dflash_trt.formats.base import BLOCK
+from dflash_trt.formats.numbers import BYTE_TO_PAIR, E2M1_MAX, E4M3_MAX, E4M3_MIN, E8M0
+from dflash_trt.formats.numbers import E4M3 as E4M3_NUMBERS
+from dflash_trt.formats.nvfp4 import BLOCK as NVFP4_BLOCK
+from dflash_trt.graph.builder import FLOAT, GraphBuilder
+
+from .base import (
+    E2M1,
+    E4M3,
+    INT4,
+    TRT_DOMAIN,
+    LinearKind,
+    Lowering,
+    by_block,
+    lookup,
+    microscaled,
+    table,
+    times_factors,
+)
+
+_E4M3_VALUES = np.arange(256, dtype=np.uint8).view(E4M3_NUMBERS).astype(np.float32)
+
+
+class FP8Lowering(Lowering):
+    """QuantizeLinear and DequantizeLinear; blocks of scales are repeated."""
+
+    unit_input_scale = 1 / E4M3_MAX
+
+    def operator(self, kind: LinearKind) -> str:
+        """A body for each size of a block."""
+        block = f"{kind.group_rows}x{kind.group_size}" if kind.group_size else ""
+        return f"FP8Linear{block}{'Exponents' * kind.exponents}"
+
+    def onnxruntime_weight(
+        self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value], x: ir.Value, resident: bool
+    ) -> ir.Value:
+        """Numbers times the scales of their rows or blocks."""
+        weight, scale = inputs["weight"], inputs["scale"]
+        if not kind.group_size and not resident:
+            return g.op("DequantizeLinear", weight, scale, name="widened", axis=0)
+        if resident:
+            numbers = g.op("Cast", weight, name="numbers", to=int(FLOAT))
+        else:
+            numbers = g.op("DequantizeLinear", weight, g.constant(1, np.float32), name="numbers")
+        if not kind.group_size:
+            column = g.op("Reshape", scale, g.constant([-1, 1]), name="column")
+            return g.op("Mul", numbers, column, name="widened")
+        rows, columns = g.dim(weight, 0, name="rows"), g.dim(weight, 1, name="columns")
+        factors = self._repeated(g, self._factors(g, kind, scale), 0, kind.group_rows, rows)
+        if not resident:  # a length that only the pass knows: nothing of the weight's size is folded
+            columns = g.dim(x, 1, name="inputs")
+        return g.op("Mul", numbers, self._repeated(g, factors, 1, kind.group_size, columns), name="widened")
+
+    def _factors(self, g: GraphBuilder, kind: LinearKind, scale: ir.Value) -> ir.Value:
+        if kind.exponents:
+            return lookup(g, g.constant(E8M0, np.float32), scale)
+        return g.op("Cast", scale, name="factors", to=int(FLOAT))
+
+    def _repeated(self, g: GraphBuilder, x: ir.Value, axis: int, times: int, length: ir.Value) -> ir.Value:
+        """[a, b] with each entry `times` times along an axis, of which the first `length` are kept."""
+        if times == 1:
+            return x
+        shape = [1, 1, 1]
+        shape[axis + 1] = times
+        x = g.op("Expand", g.unsqueeze(x, axis + 1), g.constant(shape), name="repeated")
+        shape_after = g.shape(-1, g.dim(x, 2)) if axis == 0 else g.constant([0, -1])
+        x = g.op("Reshape", x, shape_after, name="repeated_rows" if axis == 0 else "repeated_columns")
+        return g.op("Slice", x, g.constant([0]), length, g.constant([axis]), name="own")
+
+    def tensorrt_weight(self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value]) -> ir.Value:
+        """Codes and scales as they are stored. Blocks have an operator of the parser's own, because DequantizeLinear
+        knows blocks along one axis only; the last block of an axis may be smaller.
+        """
+        weight, scale = inputs["weight"], inputs["scale"]
+        if kind.exponents and (kind.group_rows, kind.group_size) == (1, BLOCK):
+            return microscaled(g, weight, scale, name="widened")
+        if kind.group_size:
+            scale = self._block_scales(g, kind, scale)
+            if inputs["scale"].shape != (1, 1):
+                return g.op(
+                    *("TRT_BlockDequantize", weight, scale),
+                    name="widened",
+                    domain=TRT_DOMAIN,
+                    block_shape=[kind.group_rows, kind.group_size],
+                    output_dtype=int(g.dtype),
+                )
+            scale = g.op("Reshape", scale, g.constant([]), name="scale")  # one block is a whole weight there
+        return g.op("DequantizeLinear", weight, scale, name="widened", axis=0, output_dtype=int(g.dtype))
+
+    def _block_scales(self, g: GraphBuilder, kind: LinearKind, scale: ir.Value) -> ir.Value:
+        """Scales of blocks in float32 or in the graph's dtype: the compiler refuses others."""
+        if kind.exponents:
+            power = g.op("Cast", scale, name="exponents", to=int(FLOAT))
+            power = g.op("Sub", power, g.constant(127, np.float32), name="powers")
+            return g.op("Pow", g.constant(2, np.float32), power, name="scales")
+        return scale if scale.dtype == g.dtype else g.cast(scale, FLOAT, name="scales")
+
+    def onnxruntime_input(self, g: GraphBuilder, scale: ir.Value, x: ir.Value) -> ir.Value:
+        """There and back, in float32."""
+        codes = g.op("QuantizeLinear", x, scale, name="x_codes", output_dtype=int(E4M3))
+        return g.op("DequantizeLinear", codes, scale, name="x_rounded")
+
+    def tensorrt_input(self, g: GraphBuilder, scale: ir.Value, x: ir.Value) -> ir.Value:
+        """There and back, in the graph's dtype."""
+        codes = g.op("QuantizeLinear", x, scale, name="x_codes", output_dtype=int(E4M3))
+        return g.op("DequantizeLinear", codes, scale, name="x_rounded", output_dtype=int(g.dtype))
+
+    def expert_factors(self, g: GraphBuilder, kind: LinearKind, parts: Mapping[str, ir.Value]) -> ir.Value:
+        """The scales; those of blocks in float32."""
+        return self._factors(g, kind, parts["scale"]) if kind.group_size else parts["scale"]
+
+
+class NVFP4Lowering(Lowering):
+    """Look-ups, or DequantizeLinear for the scales and then for the numbers."""
+
+    pairs = E2M1
+    unit_input_scale = 1 / (E2M1_MAX * E4M3_MAX)
+
+    def onnxruntime_weight(
+        self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value], x: ir.Value, resident: bool
+    ) -> ir.Value:
+        """Looked up in tables, times both scales."""
+        low, high = (table(g, BYTE_TO_PAIR[:, i], x, resident) for i in (0, 1))
+        numbers = by_block(g, low, high, inputs["weight"], NVFP4_BLOCK)
+        scale, second = inputs["scale"], inputs["global_scale"]
+        if resident:
+            factors = g.op("Cast", scale, name="scale_float", to=int(FLOAT))
+        else:
+            factors = g.op("DequantizeLinear", scale, g.constant(1, np.float32), name="scale_float")
+        return times_factors(g, numbers, _times_second(g, kind, factors, second))
+
+    def tensorrt_weight(self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value]) -> ir.Value:
+        """First the scales, then the numbers."""
+        both = inputs["scale"], inputs["global_scale"]
+        scales = g.op("DequantizeLinear", *both, name="scales", output_dtype=int(g.dtype))
+        return g.op(
+            "DequantizeLinear", inputs["weight"], scales, name="widened", axis=1, block_size=NVFP4_BLOCK
+        )
+
+    def onnxruntime_input(self, g: GraphBuilder, scale: ir.Value, x: ir.Value) -> ir.Value:
+        """Rounded to E2M1 in blocks, their scales to E4M3: from standard operators, as E2M1 has no CPU kernels."""
+        second = scale
+
+        def number(value: float) -> ir.Value:
+            return g.constant(value, np.float32)
+
+        blocks = g.op("Reshape", x, g.constant([0, -1, NVFP4_BLOCK]), name="blocks")
+        magnitude = g.op("Abs", blocks, name="magnitude")
+        largest = g.op("ReduceMax", magnitude, g.constant([2]), name="block_largest", keepdims=1)
+        scale = g.op("Div", largest, g.op("Mul", second, number(E2M1_MAX)), name="block_scale")
+        scale = g.op("Clip", scale, number(E4M3_MIN), number(E4M3_MAX), name="block_scale_in_range")
+        scale = g.op("Cast", scale, name="block_scale_code", to=int(E4M3))
+        scale = g.op("Mul", g.op("Cast", scale, to=int(FLOAT)), second, name="block_scale_rounded")
+        v = g.op("Clip", g.op("Div", blocks, scale), number(-E2M1_MAX), number(E2M1_MAX), name="in_range")
+        # Numbers lie 0.5 apart below 2, 1 apart below 4, 2 apart up to 6; Round takes ties to even, as the codes do.
+        magnitude = g.op("Abs", v, name="magnitude")
+        step = g.op("Where", g.op("Less", magnitude, number(4)), number(1), number(2), name="step")
+        step = g.op("Where", g.op("Less", magnitude, number(2)), number(0.5), step, name="step")
+        rounded = g.op("Mul", g.op("Round", g.op("Div", v, step), name="round"), step, name="rounded")
+        return g.op("Reshape", g.op("Mul", rounded, scale), g.constant([0, -1]), name="x_rounded")
+
+    def tensorrt_input(self, g: GraphBuilder, scale: ir.Value, x: ir.Value) -> ir.Value:
+        """By TensorRT's own operator, then back."""
+        codes, scales = g.multi(
+            *("TRT_FP4DynamicQuantize", x, scale),
+            outputs=2,
+            name="x_codes",
+            domain=TRT_DOMAIN,
+            axis=-1,
+            block_size=NVFP4_BLOCK,
+            scale_type=int(E4M3),
+        )
+        scales = g.op("DequantizeLinear", scales, scale, name="x_scales", output_dtype=int(g.dtype))
+        return g.op("DequantizeLinear", codes, scales, name="x_rounded", axis=-1, block_size=NVFP4_BLOCK)
+
+    def expert_factors(self, g: GraphBuilder, kind: LinearKind, parts: Mapping[str, ir.Value]) -> ir.Value:
+        """Both scales of each block."""
+        factors = lookup(g, g.constant(_E4M3_VALUES, np.float32), parts["scale"])
+        return _times_second(g, kind, factors, parts["global_scale"])
+
+
+def _times_second(g: GraphBuilder, kind: LinearKind, scales: ir.Value, second: ir.Value) -> ir.Value:
+    """The factor of each block."""
+    return g.op("Div" if kind.reciprocal else "Mul", scales, second, name="factors")
+
+
+class MXFP4Lowering(Lowering):
+    """Look-ups of bytes and of exponents, or TensorRT's own operator."""
+
+    pairs = E2M1
+
+    def onnxruntime_weight(
+        self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value], x: ir.Value, resident: bool
+    ) -> ir.Value:
+        """Looked up in tables."""
+        tables = [BYTE_TO_PAIR[:, 0], BYTE_TO_PAIR[:, 1], E8M0]
+        low, high, powers = (table(g, values, x, resident) for values in tables)
+        numbers = by_block(g, low, high, inputs["weight"], BLOCK)
+        return times_factors(g, numbers, lookup(g, powers, inputs["scale"]))
+
+    def tensorrt_weight(self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value]) -> ir.Value:
+        """By TensorRT's own operator."""
+        return microscaled(g, inputs["weight"], inputs["scale"], name="widened")
+
+    def expert_factors(self, g: GraphBuilder, kind: LinearKind, parts: Mapping[str, ir.Value]) -> ir.Value:
+        """Powers of two."""
+        return lookup(g, g.constant(E8M0, np.float32), parts["scale"])
+
+
+def widened_blocks(g: GraphBuilder, blocks: ir.Value, scales: ir.Value, resident: bool) -> ir.Value:
+    """uint8 [E,O,G,16] and [E,O,G] -> float32 [E,O,G*32]: exactly, or infinity where a product reaches 2**128."""
+    index, exponent = (g.op("Cast", t, name="index", to=int(ir.DataType.INT32)) for t in (blocks, scales))
+    if resident:  # in few steps: until it has folded the whole graph, the engine holds what each step made
+        numbers = g.op("Gather", g.constant(BYTE_TO_PAIR, np.float32), index, name="numbers")
+        scale = g.op("Gather", g.constant(E8M0, np.float32), exponent, name="scale")
+    else:  # in quick ones: on entries this small, Gather takes ten times as long as GatherElements on one axis
+        halves = [_entries(g, BYTE_TO_PAIR[:, i], index, name) for i, name in enumerate(("low", "high"))]
+        numbers = g.op("Concat", *(g.unsqueeze(half, 4) for half in halves), name="numbers", axis=4)
+        scale = _entries(g, E8M0, exponent, "scale")
+    scaled = g.op("Mul", numbers, g.unsqueeze(scale, 3, 4), name="scaled")  # [E,O,G,16,2]
+    return g.op("Reshape", scaled, g.constant([0, 0, -1]), name="widened")
+
+
+def _entries(g: GraphBuilder, table: np.ndarray, index: ir.Value, name: str) -> ir.Value:
+    flat = g.op("Reshape", index, g.constant([-1]), name="flat")
+    found = g.op("GatherElements", g.constant(table, np.float32), flat, name=name, axis=0)
+    return g.op("Reshape", found, g.op("Shape", index, name="shape"), name="as_index")
+
+
+def tensorrt_blocks(g: GraphBuilder, blocks: ir.Value, scales: ir.Value, steps: int) -> Sequence[ir.Value]:
+    """One [E/steps,O,I] in the graph's dtype per step, from blocks [E,O,G,16] and scales [E,O,G]."""
+    experts, rows, groups, _ = (int(str(n)) for n in blocks.shape or ())
+    count = experts // steps
+    fp4 = g.parts(blocks, steps, ir.DataType.FLOAT4E2M1, (count, rows, groups * BLOCK))
+    exponents = g.parts(scales, steps, ir.DataType.UINT8, (count, rows, groups))
+    widened = [microscaled(g, *pair, name="dequantize") for pair in zip(fp4, exponents, strict=True)]
+    for weight in widened:
+        weight.type = ir.TensorType(g.dtype)
+    return widened
+
+
+class INT8Lowering(Lowering):
+    """Blocked DequantizeLinear, or a product of blocks that can be folded."""
+
+    def onnxruntime_weight(
+        self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value], x: ir.Value, resident: bool
+    ) -> ir.Value:
+        """Numbers times the scales of their groups."""
+        weight, block = inputs["weight"], kind.group_size
+        scale = g.op("Cast", inputs["scale"], name="scale_float", to=int(FLOAT))
+        if not resident:
+            return g.op("DequantizeLinear", weight, scale, name="widened", axis=1, block_size=block)
+        numbers = g.op("Cast", weight, to=int(FLOAT))
+        numbers = g.op("Reshape", numbers, g.constant([0, -1, block]), name="numbers_by_block")
+        return times_factors(g, numbers, scale)
+
+    def tensorrt_weight(self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value]) -> ir.Value:
+        """In groups, or in one for each row."""
+        weight = inputs["weight"]
+        assert weight.shape is not None
+        columns = kind.group_size or int(str(weight.shape[1]))  # a row may share one scale
+        scales = g.cast(inputs["scale"], g.dtype, name="scales")
+        return g.op("DequantizeLinear", weight, scales, name="widened", axis=1, block_size=columns)
+
+
+class INT4Lowering(Lowering):
+    """Blocked DequantizeLinear, or a product of blocks that can be folded."""
+
+    def operator(self, kind: LinearKind) -> str:
+        """A body for each size of a group and each packing."""
+        return f"INT4Linear{kind.group_size}{'' if kind.by_row else 'x2'}"
+
+    def weight(
+        self, g: GraphBuilder, stored: StoredLinear, raw: ir.Value, *, packed_as_bytes: bool
+    ) -> ir.Value:
+        """[out, in], or [out/2, in, 2] where two rows share bytes."""
+        rows, columns = stored.weight.shape
+        return g.reinterpret(raw, INT4, (rows, 2 * columns) if stored.by_row else (rows, columns, 2))
+
+    def onnxruntime_weight(
+        self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value], x: ir.Value, resident: bool
+    ) -> ir.Value:
+        """Widened in the order of its bytes, then in rows."""
+        weight = inputs["weight"]
+        scale = g.op("Cast", inputs["scale"], name="scale_float", to=int(FLOAT))
+        if not kind.by_row:  # the weight is [out/2, in, 2]: bring its scales, [out, groups], into that order
+            pairs = g.op("Reshape", scale, g.shape(-1, 2, g.dim(scale, 1)), name="scale_pairs")
+            scale = g.op("Transpose", pairs, name="scale_by_pair", perm=[0, 2, 1])
+        if resident:
+            split = [0, -1, kind.group_size, 2][: 3 if kind.by_row else 4]
+            numbers = g.op("Cast", weight, to=int(FLOAT))
+            numbers = g.op("Reshape", numbers, g.constant(split), name="by_block")
+            widened = g.op("Mul", numbers, g.unsqueeze(scale, 2), name="widened_by_block")
+            whole = [0, -1] if kind.by_row else [0, -1, 2]
+            widened = g.op("Reshape", widened, g.constant(whole), name="widened")
+        else:
+            block = kind.group_size
+            widened = g.op("DequantizeLinear", weight, scale, name="widened", axis=1, block_size=block)
+        if kind.by_row:
+            return widened
+        by_row = g.op("Transpose", widened, name="by_row", perm=[0, 2, 1])
+        return g.op("Reshape", by_row, g.shape(-1, g.dim(x, 1)), name="rows")
+
+    def tensorrt_weight(self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value]) -> ir.Value:
+        """By row, as `int4_by_row` writes it."""
+        weight, scales = inputs["weight"], g.cast(inputs["scale"], g.dtype, name="scales")
+        return g.op("DequantizeLinear", weight, scales, name="widened", axis=1, block_size=kind.group_size)
+
+
+# By the names in formats.FORMATS.
+LOWERINGS: Mapping[str, Lowering] = {
+    "fp8": FP8Lowering(),
+    "nvfp4": NVFP4Lowering(),
+    "mxfp4": MXFP4Lowering(),
+    "int8": INT8Lowering(),
+    "int4": INT4Lowering(),
+}
