@@ -1,4 +1,4 @@
-"""TensorRT-LLM in a build: the checkpoints' files, and the configuration to run them."""
+"""TensorRT-LLM in a build: the target's files, the drafter as it loads it, the configuration, and the scripts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import yaml
 
 from dflash_trt.bundle.contents import describe_file
@@ -15,14 +17,16 @@ from dflash_trt.bundle.workspace import Progress, Workspace
 from dflash_trt.checkpoint.pair import TOKENIZER_FILES, CheckpointPair, tokenizer_files
 from dflash_trt.checkpoint.schema import DrafterConfig
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
+from dflash_trt.checkpoint.writer import Entry, write_shard
 from dflash_trt.engines.base import BuildJob, BuildSettings
 from dflash_trt.errors import UsageError
+from dflash_trt.files.reading import read_object
 from dflash_trt.models.inventory import Inventory, take_inventory
 from dflash_trt.trtllm.configuration import CONTAINER, ENGINE, VERSION, Configuration, configure, describe
-from dflash_trt.trtllm.drafter import as_it_is, drafter_config, write_weights
 from dflash_trt.trtllm.targets import TARGETS, target_quantization
 
 _SCRIPTS = Path(__file__).with_name("scripts")
+_DROPPED = ("auto_map", "dtype", "torch_dtype")
 _DRAFTER = "drafter/model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _TARGET_FILES = (*TOKENIZER_FILES, "config.json", "hf_quant_config.json", _INDEX)
@@ -130,15 +134,52 @@ def launch_files(configuration: Configuration) -> dict[str, str]:
     world = c.llm_args["tensor_parallel_size"]
     header = f"# TensorRT-LLM {VERSION} on {world} x {c.gpu.product}; dflash-trt inspect has the reasons.\n"
     files = {"llm_args.yaml": header + yaml.safe_dump(c.llm_args, sort_keys=False)}
-    values = {
-        "WORLD": world,
-        "NODES": c.nodes,
-        "GPUS_PER_NODE": c.gpus_per_node,
-        "CONTAINER": CONTAINER,
-    }
+    values = {"WORLD": world, "NODES": c.nodes, "GPUS_PER_NODE": c.gpus_per_node, "CONTAINER": CONTAINER}
     for template in sorted(_SCRIPTS.iterdir()):
         text = template.read_text()
         for key, value in values.items():
             text = text.replace(f"@{key}@", str(value))
         files[f"launch/{template.name}"] = text
     return files
+
+
+def as_it_is(config: DrafterConfig, checkpoint: Checkpoint) -> bool:
+    """Whether the weights need no change: taps are ascending, and everything is BF16 in one file."""
+    ascending = list(config.target_layer_ids) == sorted(config.target_layer_ids)
+    dtypes = {tensor.dtype for tensor in checkpoint.tensors.values()}
+    return ascending and dtypes == {"BF16"} and len(checkpoint.files) == 1
+
+
+def drafter_config(config: DrafterConfig) -> dict[str, Any]:
+    """config.json with every field where TensorRT-LLM reads it, and without code to fetch."""
+    values = {key: value for key, value in read_object(config.path).items() if key not in _DROPPED}
+    dflash = dict(values.get("dflash_config", {}))
+    dflash |= {
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": sorted(config.target_layer_ids),
+        "block_size": config.block_size,
+    }
+    return values | {
+        "architectures": [config.architecture],
+        "model_type": "qwen3",
+        "block_size": config.block_size,
+        "dflash_config": dflash,
+        "dtype": "bfloat16",
+    }
+
+
+def write_weights(config: DrafterConfig, checkpoint: Checkpoint, path: Path) -> None:
+    """Write one safetensors file in BF16, with the columns of `fc` in the order of ascending taps."""
+
+    def array(name: str) -> np.ndarray[Any, Any]:
+        values = checkpoint.array(name)
+        if name == "fc.weight":
+            taps = config.target_layer_ids
+            columns = values.reshape(len(values), len(taps), config.hidden_size)
+            values = columns[:, sorted(range(len(taps)), key=taps.__getitem__)].reshape(values.shape)
+        return values.astype(ml_dtypes.bfloat16)
+
+    def entry(name: str, shape: tuple[int, ...]) -> Entry:
+        return Entry(name, "BF16", shape, ((key, array(key)) for key in (name,)))
+
+    write_shard(path, [entry(name, tensor.shape) for name, tensor in sorted(checkpoint.tensors.items())])

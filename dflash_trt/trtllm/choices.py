@@ -14,9 +14,8 @@ from dflash_trt.models.inventory import Inventory
 from dflash_trt.planning.gpus import Gpu
 from dflash_trt.planning.memory import MemoryEstimate
 from dflash_trt.planning.settings import Settings
-from dflash_trt.trtllm.drafter import DFLASH2
 from dflash_trt.trtllm.entry import TensorRTLLMOptions
-from dflash_trt.trtllm.targets import TARGETS, TargetQuantization
+from dflash_trt.trtllm.targets import DFLASH2, TARGETS, TargetQuantization
 
 DRAFTER_BACKENDS = ("VANILLA", "TRTLLM", "FA4")
 # Paths inside the bundle; the launch scripts change to its directory first.
@@ -97,122 +96,72 @@ def expert_choices(
     yield Choice("moe_config.backend", best, reason)
 
 
-def size_choices(settings: Settings, batch: int, schedule: dict[int, int]) -> Iterator[Choice]:
-    """Lengths, batches, and the sizes that CUDA graphs are captured for."""
-    length, block = settings.max_seq_len, settings.block_size
-    yield Choice(
-        "max_seq_len",
-        length,
-        "prompt and output together; always set, because the drafter's context buffer grows with it",
-    )
-    yield Choice(
-        "max_num_tokens",
-        max(length, batch * block),
-        f"a whole prompt in one pass, and {block} tokens of every sequence",
-    )
-    yield Choice("stream_interval", 1, "every token is passed on when it is there")
-    sizes = {1, 2, 4, *range(8, batch + 1, 8), batch, *schedule}
-    yield Choice("cuda_graph_config.enable_padding", True, "batches are padded to the next size")
-    yield Choice(
-        "cuda_graph_config.batch_sizes",
-        sorted(size for size in sizes if size <= batch),
-        "one graph per size is captured",
-    )
-
-
-def target_choices(inventory: Inventory, quantization: TargetQuantization) -> Iterator[Choice]:
-    """The settings of the target."""
-    yield Choice("trust_remote_code", False, "code of a checkpoint is never run")
-    yield Choice(
-        "attn_backend",
-        "TRTLLM",
-        "of the target; with heads of 256 FlashInfer would be chosen, which verifies no blocks "
-        "(NVIDIA/TensorRT-LLM#19466)",
-    )
-    if inventory.target.architecture.endswith("ForConditionalGeneration"):
-        yield Choice("disable_mm_encoder", True, "text only: the vision tower is not loaded")
-    if quantization.formats:
-        yield Choice("format", quantization.name, "of the target, passed on as stored", written=False)
-
-
-def cache_choices(
+def engine_choices(
     inventory: Inventory,
     quantization: TargetQuantization,
     memory: MemoryEstimate,
     settings: Settings,
     reuse: int,
 ) -> Iterator[Choice]:
-    """The settings of the KV cache. `reuse`: of `_block_reuse`."""
-    dtype = quantization.kv_cache or "auto"
-    yield Choice("kv_cache_config.dtype", dtype, "as the checkpoint says; auto: the model's dtype")
+    """The settings of lengths, target and KV cache. reuse: tokens at the end of a reused prompt that are computed."""
+    length, batch, target = settings.max_seq_len, settings.max_batch_size, inventory.target
+    windows = any(layer.window is not None for layer in target.attention_layers)
     room = "leaves room for the drafter's buffer, whether buffer or pool is allocated first"
     if not settings.arena:
         room = "TensorRT-LLM's default: the drafter's context is inside the pool"
-    yield Choice("kv_cache_config.free_gpu_memory_fraction", memory.kv_fraction, room)
-    if any(layer.window is not None for layer in inventory.target.attention_layers):
-        yield Choice(
-            "kv_cache_config.use_kv_cache_manager_v2",
-            True,
-            "the target has windows, which version 2 reads from its config.json: their layers keep no more rows than "
-            "these see (NVIDIA/TensorRT-LLM#16942), and reuse is sound, which in version 1 it is not",
-        )
-    yield from _reused(inventory, reuse)
-    if inventory.target.delta_layers:
-        yield Choice(
-            "kv_cache_config.mamba_ssm_cache_dtype",
-            "float32",
-            "states as the target was trained with; rounding them, as NVIDIA's files for throughput do, changes tokens",
-        )
-
-
-def _reused(inventory: Inventory, tail: int) -> Iterator[Choice]:
-    reuse, chunked = "kv_cache_config.enable_block_reuse", "enable_chunked_prefill"
-    if not tail:
-        yield Choice(
-            reuse, False, "reused prompt tokens give the drafter no hidden states (NVIDIA/TensorRT-LLM#16005)"
-        )
-        yield Choice(chunked, False, "hardly tested with DFlash, and a whole prompt fits in one pass")
-        return
-    yield Choice(reuse, True, "as asked (--block-reuse)")
-    yield Choice(chunked, True, "reuse needs it: the end of a prompt is computed as a chunk")
-    yield Choice(
-        "speculative_config.context_recompute_tail",
-        tail,
-        "tokens of a reused prompt that the drafter sees; fewer drafts are accepted until a sliding drafter has its "
-        "window again, or where a layer attends to the whole context",
-    )
+    rows: list[tuple[bool, str, Any, str]] = [
+        (True, "max_seq_len", length, "prompt and output; always set: the drafter's context buffer grows with it"),
+        (True, "max_num_tokens", max(length, batch * settings.block_size), "a whole prompt, or the blocks of all"),
+        (True, "stream_interval", 1, "every token is passed on when it is there"),
+        (True, "trust_remote_code", False, "code of a checkpoint is never run"),
+        (True, "attn_backend", "TRTLLM", "with heads of 256 FlashInfer would be chosen, which verifies no blocks "
+         "(NVIDIA/TensorRT-LLM#19466)"),
+        (target.architecture.endswith("ForConditionalGeneration"), "disable_mm_encoder", True,
+         "text only: the vision tower is not loaded"),
+        (True, "kv_cache_config.dtype", quantization.kv_cache or "auto", "as the checkpoint says; auto: the model's"),
+        (True, "kv_cache_config.free_gpu_memory_fraction", memory.kv_fraction, room),
+        (windows, "kv_cache_config.use_kv_cache_manager_v2", True,
+         "reads the target's windows from its config.json: their layers keep no more rows than these see "
+         "(NVIDIA/TensorRT-LLM#16942), and reuse is sound, which in version 1 it is not"),
+        (bool(target.delta_layers), "kv_cache_config.mamba_ssm_cache_dtype", "float32",
+         "states as the target was trained with; rounding them, as NVIDIA's files for throughput do, changes tokens"),
+        (not reuse, "kv_cache_config.enable_block_reuse", False,
+         "reused prompt tokens give the drafter no hidden states (NVIDIA/TensorRT-LLM#16005)"),
+        (not reuse, "enable_chunked_prefill", False, "hardly tested with DFlash, and a whole prompt fits in one pass"),
+        (reuse > 0, "kv_cache_config.enable_block_reuse", True, "as asked (--block-reuse)"),
+        (reuse > 0, "enable_chunked_prefill", True, "reuse needs it: the end of a prompt is computed as a chunk"),
+        (reuse > 0, "speculative_config.context_recompute_tail", reuse,
+         "tokens of a reused prompt that the drafter sees; fewer drafts are accepted until a sliding drafter has its "
+         "window again, or where a layer attends to the whole context"),
+    ]  # fmt: skip
+    yield from (Choice(name, value, reason) for applies, name, value, reason in rows if applies)
+    if quantization.formats:
+        yield Choice("format", quantization.name, "of the target, passed on as stored", written=False)
 
 
 def drafting_choices(
-    inventory: Inventory, options: TensorRTLLMOptions, draft_len: int, schedule: dict[int, int]
+    inventory: Inventory, options: TensorRTLLMOptions, settings: Settings, schedule: dict[int, int]
 ) -> Iterator[Choice]:
-    """The settings of speculative decoding."""
-
-    def choice(name: str, value: Any, reason: str, *, written: bool = True) -> Choice:
-        return Choice(f"speculative_config.{name}", value, reason, written)
-
-    drafter = inventory.drafter
-    yield choice("decoding_type", "DFlash", "DFlash2 too: the drafter's config.json tells them apart")
-    yield choice("speculative_model", DRAFTER, "in the bundle")
-    yield choice("max_draft_len", draft_len, f"block of {draft_len + 1}, without the anchor")
-    yield choice(
-        "mask_token_id",
-        drafter.mask_token_id,
-        "always written: where TensorRT-LLM finds none, it takes vocab_size",
-    )
-    yield choice(
-        "target_layer_ids",
-        sorted(drafter.target_layer_ids),
-        "always written, ascending, as TensorRT-LLM joins the taps",
-    )
+    """The settings of speculative decoding, and the batch sizes that CUDA graphs are captured for."""
+    batch, block, drafter = settings.max_batch_size, settings.block_size, inventory.drafter
+    sizes = {1, 2, 4, *range(8, batch + 1, 8), batch, *schedule}
+    yield Choice("cuda_graph_config.enable_padding", True, "batches are padded to the next size")
+    graphs = sorted(size for size in sizes if size <= batch)
+    yield Choice("cuda_graph_config.batch_sizes", graphs, "one graph per size is captured")
     asked = "as asked (--draft-len-schedule)" if schedule else "none: always the whole block"
-    yield choice("draft_len_schedule", schedule, asked, written=bool(schedule))
-    prototypes = {
-        "use_rejection_sampling": ("--rejection-sampling", options.rejection_sampling),
-        "enable_penalty": ("--penalties", options.penalties),
-    }
-    for name, (flag, on) in prototypes.items():
-        yield choice(name, on, f"a prototype, {'as' if on else 'not'} asked ({flag})", written=on)
+    rows: list[tuple[bool, str, Any, str]] = [
+        (True, "decoding_type", "DFlash", "DFlash2 too: the drafter's config.json tells them apart"),
+        (True, "speculative_model", DRAFTER, "in the bundle"),
+        (True, "max_draft_len", block - 1, f"block of {block}, without the anchor"),
+        (True, "mask_token_id", drafter.mask_token_id, "where TensorRT-LLM finds none, it takes vocab_size"),
+        (True, "target_layer_ids", sorted(drafter.target_layer_ids), "ascending, as TensorRT-LLM joins the taps"),
+        (bool(schedule), "draft_len_schedule", schedule, asked),
+        (options.rejection_sampling, "use_rejection_sampling", True, "a prototype, as asked (--rejection-sampling)"),
+        (options.penalties, "enable_penalty", True, "a prototype, as asked (--penalties)"),
+    ]  # fmt: skip
+    for written, name, value, reason in rows:
+        if written or name == "draft_len_schedule":
+            yield Choice(f"speculative_config.{name}", value, reason, written)
 
 
 def drafter_context(settings: Settings) -> str:

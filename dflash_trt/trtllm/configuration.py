@@ -19,13 +19,11 @@ from dflash_trt.planning.memory import MemoryEstimate, estimate_memory, gib
 from dflash_trt.planning.settings import Settings
 from dflash_trt.trtllm.choices import (
     Choice,
-    cache_choices,
     drafter_attention,
     drafter_context,
     drafting_choices,
+    engine_choices,
     expert_choices,
-    size_choices,
-    target_choices,
     warnings,
 )
 from dflash_trt.trtllm.entry import TensorRTLLMOptions
@@ -75,6 +73,7 @@ def configure(
     )
     gpus_per_node, nodes = _nodes(options, gpu)
     memory, batch = _batch(inventory, settings, options)
+    settings = replace(settings, max_batch_size=batch.value)
     schedule = _schedule(options, block_size - 1)
     reuse = _block_reuse(inventory, options)
     choices = (
@@ -82,11 +81,9 @@ def configure(
         Choice("pipeline_parallel_size", 1, "speculative decoding runs on one stage only"),
         Choice("gpus_per_node", gpus_per_node, f"of {nodes} node(s)"),
         batch,
-        *size_choices(settings, batch.value, schedule),
-        *target_choices(inventory, quantization),
+        *engine_choices(inventory, quantization, memory, settings, reuse),
         *expert_choices(inventory, options, gpu, quantization),
-        *cache_choices(inventory, quantization, memory, settings, reuse),
-        *drafting_choices(inventory, options, block_size - 1, schedule),
+        *drafting_choices(inventory, options, settings, schedule),
         drafter_attention(inventory, options, gpu),
         Choice("drafter_context_bytes", memory.drafter_bytes, drafter_context(settings), written=False),
         *warnings(inventory, gpu, schedule),

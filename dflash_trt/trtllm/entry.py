@@ -171,8 +171,7 @@ class TensorRTLLMEntry(EngineEntry):
 
     def check_pair(self, target: TargetConfig, drafter: DrafterConfig) -> None:
         """Raise CheckpointError for a format that it does not read, and a drafter that it computes otherwise."""
-        from dflash_trt.trtllm.drafter import check_drafter
-        from dflash_trt.trtllm.targets import target_quantization
+        from dflash_trt.trtllm.targets import check_drafter, target_quantization
 
         target_quantization(target)
         check_drafter(drafter)

@@ -1,4 +1,4 @@
-"""The targets that TensorRT-LLM runs: families that this package does not read, formats, and the GPUs for them.
+"""What TensorRT-LLM runs: families that this package does not read, formats and the GPUs for them, and drafters.
 
 Its PyTorch runtime reads Model Optimizer's files, and from config.json FP8 in blocks, compressed-tensors with one group
 of layers, and gpt-oss's MXFP4; it raises NotImplementedError for other methods (tensorrt_llm/llmapi/llm_utils.py,
@@ -15,12 +15,14 @@ from typing import Any, NamedTuple
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.quantization import QUANT_CONFIG, read_quantization
 from dflash_trt.checkpoint.rope import RopeConfig
-from dflash_trt.checkpoint.schema import MoEConfig, TargetConfig
+from dflash_trt.checkpoint.schema import DrafterConfig, MoEConfig, TargetConfig
 from dflash_trt.errors import BuildError, CheckpointError, show
 from dflash_trt.files.reading import read_object
 from dflash_trt.models.configs import read_target_config
 from dflash_trt.models.reading import HEAD_DIM, LAYERS, WIDTH, expert_counts, target
 from dflash_trt.planning.gpus import Gpu
+
+DFLASH2 = "DFlash2DraftModel"
 
 
 class Foreign(NamedTuple):
@@ -239,3 +241,27 @@ def check_gpu(config: TargetConfig, quantization: TargetQuantization, gpu: Gpu) 
                 f"SM{', SM'.join(map(str, RUNS_ON[name]))}, and {gpu.product} is SM{gpu.sm}; give a checkpoint in "
                 f"BF16, or in a format for SM{gpu.sm}: {others}"
             )
+
+
+def check_drafter(config: DrafterConfig) -> None:
+    """Check that TensorRT-LLM's class for DFlash and DFlash2 computes what this drafter computes.
+
+    Raises CheckpointError for another kind, for full attention that is causal in a block (JetSpec), and for a quantized
+    drafter: the class takes `fc`, key and value projections as plain matrices.
+    """
+    if config.architecture not in ("DFlashDraftModel", DFLASH2):
+        raise CheckpointError(
+            f"{config.path}: the architecture is {config.architecture}, but TensorRT-LLM gets DFlashDraftModel and "
+            f"{DFLASH2} only; build with another engine"
+        )
+    if any(layer.causal and layer.window is None for layer in config.layers):
+        raise CheckpointError(
+            f"{config.path}: rows of a block see earlier rows only (causal_head or is_causal), but TensorRT-LLM's "
+            "DFlash lets them see each other; build with another engine"
+        )
+    quantization = read_quantization(config.path.parent)
+    if quantization.name is not None:
+        raise CheckpointError(
+            f"{quantization.path}: the drafter is quantized, but TensorRT-LLM uses its fc, key and value projections "
+            "as plain matrices; give the drafter in BF16"
+        )

@@ -20,9 +20,8 @@ from dflash_trt.planning.gpus import gpus
 from dflash_trt.planning.memory import GIB, arena_bytes
 from dflash_trt.trtllm.build import launch_files
 from dflash_trt.trtllm.configuration import CONTAINER, SCHEMA, VERSION, Configuration, check_fields, configure
-from dflash_trt.trtllm.drafter import DFLASH2, check_drafter
 from dflash_trt.trtllm.entry import POOL, TensorRTLLMOptions
-from dflash_trt.trtllm.targets import TargetQuantization, target_quantization
+from dflash_trt.trtllm.targets import DFLASH2, TargetQuantization, check_drafter, target_quantization
 from tests.doubles.checkpoints import make_drafter, make_target, write_json
 from tests.doubles.kind_checkpoints import make_dflare, make_dflash2, make_jetspec
 
