@@ -200,9 +200,7 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"\ntemperature {temperature:g}, {requests} at a time: tokens per second\n")
                 print(markdown(rows, args.categories if requests == 1 else []))
         if args.svg is not None:
-            args.svg.write_text(
-                chart(document["tables"][0]["rows"], f"{processor()}, {args.threads} threads")
-            )
+            chart(args.svg, document["tables"][0]["rows"], f"{processor()}, {args.threads} threads")
     print(json.dumps(document))
     return 0
 

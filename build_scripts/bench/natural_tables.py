@@ -5,19 +5,12 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from html import escape
+from pathlib import Path
 from typing import Any
 
 from build_scripts.bench.peers import OURS, kind_of
 
 Record = dict[str, Any]
-# Without a background, and with other colours in dark mode: an image in a README follows the viewer's mode.
-STYLE = """\
-text { font: 13px sans-serif; fill: #24292f } .title { font-weight: bold } .spread { stroke: #24292f }
-.other { fill: #8c959f } .ours { fill: #0969da }
-@media (prefers-color-scheme: dark) {
-  text { fill: #e6edf3 } .spread { stroke: #e6edf3 } .other { fill: #7d8590 } .ours { fill: #58a6ff }
-}"""
 
 
 def count(record: Record) -> tuple[float, float]:
@@ -130,27 +123,21 @@ def label(peer: str) -> str:
     return f"dflash-trt, {method}" if weights == "default" else f"dflash-trt {weights}, {method}"
 
 
-def chart(rows: Mapping[str, Record], machine: str) -> str:
-    """An SVG document: a bar for each decoder's tokens per second, and a line from the first to the third quartile."""
-    left, step, width = 230, 28, 760
-    scale = (width - left - 60) / max(row["quartiles"][1] for row in rows.values())
-    count = max(row["prompts"] for row in rows.values())
-    title = f"SmolLM2-135M, tokens per second: {count} prompts, quartiles over runs"
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {60 + step * len(rows)}" role="img">',
-        f"<title>{escape(title)}</title>",
-        f"<style>{STYLE}</style>",
-        f'<text class="title" x="0" y="16">{escape(title)}</text>',
-        f'<text x="0" y="36">{escape(machine)}</text>',
-    ]
-    for i, (peer, row) in enumerate(rows.items()):
-        y, (low, high) = 52 + step * i, (left + scale * each for each in row["quartiles"])
-        kind = "ours" if kind_of(peer) in OURS else "other"
-        end = max(high, left + row["all"] * scale) + 6
-        out += [
-            f'<text x="{left - 8}" y="{y + 14}" text-anchor="end">{escape(label(peer))}</text>',
-            f'<rect class="{kind}" x="{left}" y="{y}" width="{row["all"] * scale:.1f}" height="18"/>',
-            f'<path class="spread" d="M{low:.1f} {y + 9}H{high:.1f}M{low:.1f} {y + 5}v8M{high:.1f} {y + 5}v8"/>',
-            f'<text x="{end:.1f}" y="{y + 14}">{row["all"]:.0f}</text>',
-        ]
-    return "\n".join([*out, "</svg>"]) + "\n"
+def chart(file: Path, rows: Mapping[str, Record], machine: str) -> None:
+    """Draw a bar for each decoder's tokens per second, with a line from the first to the third quartile."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    names, speeds = [label(peer) for peer in rows], [row["all"] for row in rows.values()]
+    spread = [[abs(row["all"] - row["quartiles"][end]) for row in rows.values()] for end in (0, 1)]
+    colours = ["#0969da" if kind_of(peer) in OURS else "#8c959f" for peer in rows]
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        figure = Figure(figsize=(9, 1 + 0.35 * len(rows)), layout="constrained")
+        axis = figure.subplots()
+        axis.bar_label(axis.barh(names, speeds, xerr=spread, color=colours), fmt="%.0f", padding=4)
+        axis.invert_yaxis()
+        count = max(row["prompts"] for row in rows.values())
+        axis.set(
+            title=f"SmolLM2-135M, {count} prompts, {machine}", xlabel="tokens per second, quartiles of runs"
+        )
+        figure.savefig(file)

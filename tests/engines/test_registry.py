@@ -119,7 +119,7 @@ def named(tree: ast.Module) -> list[int]:
 # Names that are no engine's but a Python package's: torch.
 ELSEWHERE = dict.fromkeys(
     (
-        *("building/exactness.py", "cli/train/extra.py"),
+        *("building/exactness.py", "cli/train/common.py"),
         *("quantization/modelopt.py", "reports/environment.py"),
     ),
     1,

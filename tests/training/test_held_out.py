@@ -188,7 +188,7 @@ def test_the_terminal_has_no_json(
 def test_a_missing_extra_is_named_with_its_command(
     words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dflash_trt.cli.train.extra.find_spec", lambda name: name != "torch" or None)
+    monkeypatch.setattr("dflash_trt.cli.train.common.find_spec", lambda name: name != "torch" or None)
     assert main(["train", *words.split()]) == 1
     assert "torch is not installed; training needs: pip install " in capsys.readouterr().err
 

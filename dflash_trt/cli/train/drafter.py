@@ -10,10 +10,9 @@ from typing import Any
 
 from dflash_trt.building.progress import Display, progress_display
 from dflash_trt.checkpoint.draft_vocabulary import LEAST
-from dflash_trt.cli.options import add_target, at_least, each, share
+from dflash_trt.cli.options import add_target, at_least, each, option, share
 from dflash_trt.cli.output import byte_count
-from dflash_trt.cli.train.extra import check_installed
-from dflash_trt.cli.train.questions import add_questions
+from dflash_trt.cli.train.common import add_questions, check_installed
 from dflash_trt.extras import install
 
 SUMMARY = "train a drafter and measure it regularly"
@@ -22,92 +21,63 @@ SUMMARY = "train a drafter and measure it regularly"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the step."""
     add_target(parser, "the model that the drafter is for")
-    parser.add_argument(
-        "--data", type=Path, required=True, metavar="FILE", help="the answers of `train regenerate`"
-    )
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="directory of the run; it is continued"
-    )
-    number: dict[str, Any] = {"type": at_least(1), "metavar": "N"}
-    parser.add_argument("--steps", required=True, help="number of steps", **number)
-    parser.add_argument(
-        "--seed", type=at_least(0), default=0, help="of weights, order and anchors (default: 0)"
-    )
-    parser.add_argument(
-        "--features", type=Path, metavar="DIR", help="keep the target's features here (default: nowhere)"
-    )
-    parser.add_argument(
-        "--save-every", default=50, help="steps between saved states (default: %(default)s)", **number
-    )
-    parser.add_argument(
-        "--evaluate-every", type=at_least(0), default=500, metavar="N",
-        help="steps between evaluations; 0: only before the first step and at the end (default: %(default)s)",
-    )  # fmt: skip
+    option(parser, "--data", "FILE", Path, "the answers of `train regenerate`", required=True)
+    option(parser, "--out", "DIR", Path, "directory of the run; it is continued", required=True)
+    option(parser, "--steps", "N", at_least(1), "number of steps", required=True)
+    option(parser, "--seed", "N", at_least(0), "of weights, order and anchors", 0)
+    option(parser, "--features", "DIR", Path, "keep the target's features here (default: nowhere)")
+    option(parser, "--save-every", "N", at_least(1), "steps between saved states", 50)
+    option(parser, "--evaluate-every", "N", at_least(0),
+           "steps between evaluations; 0: only before the first step and at the end", 500)  # fmt: skip
     add_questions(parser, "a tenth of those of --data, whose answers are not trained on")
-    _add_drafter(parser.add_argument_group("drafter"))
-    _add_recipe(parser.add_argument_group("recipe"))
-
-
-def _add_drafter(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--from", dest="checkpoint", metavar="NAME_OR_PATH",
-        help="a drafter to continue from (default: a new one)",
-    )  # fmt: skip
-    group.add_argument(
-        "--kind", choices=["dflash", "dflash2"],
-        help="default: dflash, or as --from; dflash2 can begin with a DFlash drafter",
-    )  # fmt: skip
-    group.add_argument(
-        "--draft-vocabulary", type=at_least(LEAST), metavar="N",
-        help="draft only so many tokens: the end tokens and the most frequent ones of the answers (default: all)",
-    )  # fmt: skip
-    group.add_argument("--layers", type=at_least(1), metavar="N", help="layers of a new drafter (default: 2)")
-    group.add_argument(
-        "--taps", type=each(at_least(0)), metavar="L,...",
-        help="tapped target layers of a new drafter (default: 5, spread evenly)",
-    )  # fmt: skip
-    group.add_argument(
-        "--block-size", type=at_least(2), metavar="K",
-        help="tokens of a block, including the anchor (default: 8, or as --from)",
-    )  # fmt: skip
-    group.add_argument(
-        "--mask-token-id", type=at_least(0), metavar="ID",
-        help="mask token of a new drafter (default: an unused token)",
-    )  # fmt: skip
-
-
-def _add_recipe(group: argparse._ArgumentGroup) -> None:
-    """The fields of `Recipe` that are options."""
-    number: dict[str, Any] = {"type": at_least(1), "metavar": "N"}
-    group.add_argument("--batch-size", default=8, help="answers per step and process (default: 8)", **number)
-    group.add_argument(
-        "--anchors", default=64, help="limit of blocks per answer and step (default: 64)", **number
+    new = parser.add_argument_group("drafter")
+    option(
+        new,
+        "--from",
+        "NAME_OR_PATH",
+        str,
+        "a drafter to continue from (default: a new one)",
+        dest="checkpoint",
     )
-    group.add_argument(
-        "--max-length", type=at_least(4), default=1024, metavar="N",
-        help="limit of tokens of prompt and answer (default: 1024)",
+    option(new, "--kind", None, str, "default: dflash, or as --from; dflash2 can begin with a DFlash drafter",
+           choices=["dflash", "dflash2"])  # fmt: skip
+    option(new, "--draft-vocabulary", "N", at_least(LEAST),
+           "draft only so many tokens: the end tokens and the most frequent ones of the answers (default: all)"
     )  # fmt: skip
-    group.add_argument(
-        "--head-tokens", type=at_least(0), default=0, metavar="N",
-        help="tokens whose logits the loss has, drawn for each step; 0: all (default: 0)",
-    )  # fmt: skip
-    group.add_argument(
-        "--distill", type=share, default=0.0, metavar="SHARE",
-        help="share of the loss that compares with the target's own distribution, 0 to 1 (default: 0)",
-    )  # fmt: skip
-    group.add_argument(
-        "--learning-rate", type=float, default=6e-4, metavar="R", help="the highest (default: 0.0006)"
+    option(new, "--layers", "N", at_least(1), "layers of a new drafter (default: 2)")
+    option(
+        new,
+        "--taps",
+        "L,...",
+        each(at_least(0)),
+        "tapped target layers of a new drafter (default: 5, spread evenly)",
     )
-    group.add_argument(
-        "--optimizer", choices=["adamw", "muon"], default="adamw", help="of the matrices (default: adamw)"
+    option(
+        new, "--block-size", "K", at_least(2), "tokens of a block, with the anchor (default: 8, or as --from)"
     )
-    group.add_argument(
-        "--weighting", choices=["dpace", "decay"], default="dpace",
-        help="weights of the loss over a block (default: dpace)",
-    )  # fmt: skip
-    group.add_argument(
-        "--shorter", type=share, default=0.2, metavar="SHARE", help="share of shortened blocks (default: 0.2)"
+    option(
+        new, "--mask-token-id", "ID", at_least(0), "mask token of a new drafter (default: an unused token)"
     )
+    recipe = parser.add_argument_group("recipe")
+    option(recipe, "--batch-size", "N", at_least(1), "answers per step and process", 8)
+    option(recipe, "--anchors", "N", at_least(1), "limit of blocks per answer and step", 64)
+    option(recipe, "--max-length", "N", at_least(4), "limit of tokens of prompt and answer", 1024)
+    option(recipe, "--head-tokens", "N", at_least(0),
+           "tokens whose logits the loss has, drawn for each step; 0: all", 0)  # fmt: skip
+    option(recipe, "--distill", "SHARE", share,
+           "share of the loss that compares with the target's own distribution, 0 to 1", 0.0)  # fmt: skip
+    option(recipe, "--learning-rate", "R", float, "the highest", 6e-4)
+    option(recipe, "--optimizer", None, str, "of the matrices", "adamw", choices=["adamw", "muon"])
+    option(
+        recipe,
+        "--weighting",
+        None,
+        str,
+        "weights of the loss over a block",
+        "dpace",
+        choices=["dpace", "decay"],
+    )
+    option(recipe, "--shorter", "SHARE", share, "share of shortened blocks", 0.2)
 
 
 def run(args: argparse.Namespace) -> int:

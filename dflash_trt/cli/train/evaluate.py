@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from dflash_trt.cli.options import add_json, add_target
+from dflash_trt.cli.options import add_json, add_target, option
 from dflash_trt.cli.output import print_json, print_table
-from dflash_trt.cli.train.questions import add_questions
+from dflash_trt.cli.train.common import add_questions
 
 SUMMARY = "acceptance length of a drafter, by category and position in the block"
 
@@ -14,11 +14,9 @@ SUMMARY = "acceptance length of a drafter, by category and position in the block
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the step."""
     add_target(parser, "the model that the drafter is for")
-    parser.add_argument("--drafter", metavar="NAME_OR_PATH", help="default: the target's known drafter")
-    parser.add_argument(
-        "--draft-vocabulary", metavar="FILE", help="as of build: tokens that may be drafted, or all"
-    )
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0")
+    option(parser, "--drafter", "NAME_OR_PATH", str, "default: the target's known drafter")
+    option(parser, "--draft-vocabulary", "FILE", str, "as of build: tokens that may be drafted, or all")
+    option(parser, "--temperature", "T", float, default=0.0)
     add_questions(parser, "the shipped natural ones")
     add_json(parser)
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from dflash_trt.cli.options import add_target, option
-from dflash_trt.cli.train.extra import check_installed
+from dflash_trt.cli.train.common import check_installed
 
 SUMMARY = "write a drafter for vLLM, SGLang, TensorRT-LLM and others"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflash_trt.building.progress import progress_display
-from dflash_trt.cli.options import add_threads, at_least, each
-from dflash_trt.cli.train.extra import check_installed
+from dflash_trt.cli.options import add_threads, at_least, each, option
+from dflash_trt.cli.train.common import check_installed
 from dflash_trt.errors import DFlashError
 
 if TYPE_CHECKING:
@@ -22,57 +22,32 @@ SUMMARY = "let the target answer prompts: the data to train on"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the step."""
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--target",
-        metavar="NAME_OR_PATH",
-        help="the target, decoded here without a drafter; with --server: its tokenizer and template",
-    )
-    source.add_argument(
+    option(source, "--target", "NAME_OR_PATH", str,
+           "the target, decoded here without a drafter; with --server: its tokenizer and template")  # fmt: skip
+    option(
+        source,
         "--bundle",
-        metavar="BUNDLE",
-        help="the target as a bundle, or a pair's name; decoded here without drafting",
+        "BUNDLE",
+        str,
+        "the target as a bundle, or a pair's name; decoded here without drafting",
     )
-    parser.add_argument(
+    option(
+        parser,
         "--server",
-        metavar="URL",
-        help="the base URL of a server with OpenAI's chat completions, which answers",
+        "URL",
+        str,
+        "the base URL of a server with OpenAI's chat completions, which answers",
     )
-    parser.add_argument("--model", metavar="NAME", help="with --server: its name for the model")
-    parser.add_argument(
-        "--prompts",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="a JSONL file: id, category, and prompt or messages",
+    option(parser, "--model", "NAME", str, "with --server: its name for the model")
+    option(
+        parser, "--prompts", "FILE", Path, "a JSONL file: id, category, and prompt or messages", required=True
     )
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="FILE", help="a JSONL file of answers; it is continued"
-    )
-    parser.add_argument(
-        "--max-tokens",
-        type=at_least(2),
-        default=256,
-        metavar="N",
-        help="limit of tokens per answer (default: 256)",
-    )
-    parser.add_argument(
-        "--temperatures",
-        type=each(float),
-        default=[0.0, 0.7],
-        metavar="T,...",
-        help="temperatures; each prompt gets one (default: 0,0.7)",
-    )
-    parser.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="top-p if the temperature is not 0 (default: 1)"
-    )
-    parser.add_argument("--seed", type=at_least(0), default=0, help="seed of sampling (default: 0)")
-    parser.add_argument(
-        "--concurrency",
-        type=at_least(1),
-        default=32,
-        metavar="N",
-        help="prompts answered at a time (default: 32)",
-    )
+    option(parser, "--out", "FILE", Path, "a JSONL file of answers; it is continued", required=True)
+    option(parser, "--max-tokens", "N", at_least(2), "limit of tokens per answer", 256)
+    option(parser, "--temperatures", "T,...", each(float), "temperatures; each prompt gets one", [0.0, 0.7])
+    option(parser, "--top-p", "P", float, "top-p if the temperature is not 0", 1.0)
+    option(parser, "--seed", "N", at_least(0), "seed of sampling", 0)
+    option(parser, "--concurrency", "N", at_least(1), "prompts answered at a time", 32)
     add_threads(parser)
 
 
