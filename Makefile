@@ -21,10 +21,13 @@ TORCH := $(shell grep -om1 'torch==[0-9.]*' requirements/test.in)
 EXTRAS := gguf,serve,train,quantize,tensorrt-rtx,tensorrt-llm
 # The versions of Triton that pyproject.toml allows beside the newest, which the tests have.
 TRITONS := 3.7.1 3.8.0
-CLIENTS := langchain litellm pydantic_ai lm_eval aiperf harmony
+CLIENTS := langchain litellm pydantic_ai agents codex instructor lm_eval aiperf harmony
 CLIENT_langchain := langchain-openai
 CLIENT_litellm := litellm mcp
 CLIENT_pydantic_ai := pydantic-ai-slim[openai]
+CLIENT_agents := openai-agents
+CLIENT_codex := openai
+CLIENT_instructor := instructor
 CLIENT_lm_eval := lm-eval[api] transformers
 CLIENT_aiperf := aiperf
 CLIENT_harmony := openai-harmony bpe-openai

@@ -55,6 +55,38 @@ def test_litellm(client: Run, llm: LLM) -> None:
     assert list(said["trip"]) == ["city"]
     assert said["completion"] == llm.generate("x = [", SamplingParams(max_tokens=12)).text
     assert "this server has tiny" in said["refused"]
+    (called,) = said["loop"]
+    assert (called["name"], json.loads(called["arguments"])["amount"]) == ("convert_money", 130)
+    assert said["third"] > 40
+
+
+def test_agents_sdk(client: Run) -> None:
+    said = client("agents")
+    assert said.pop("amounts") == [130] * 4
+    for loop in said.values():
+        assert (
+            loop["items"]
+            == loop["streamed"]
+            == ["tool_call_item", "tool_call_output_item", "message_output_item"]
+        )
+        assert loop["text"] == loop["streamed_text"] != ""
+    chat, response = said.values()
+    assert chat == response
+
+
+def test_a_loop_as_codex_runs_it(client: Run) -> None:
+    first, second = client("codex")
+    ((name, arguments),) = first["calls"]
+    assert (name, json.loads(arguments)["amount"]) == ("convert_money", 130)
+    assert first["last"] == second["last"] == "response.completed"
+    assert second["text"] or second["calls"]
+
+
+def test_instructor(client: Run) -> None:
+    said = client("instructor")
+    assert said["tries"] == 4
+    assert all(said[mode]["trip"]["days"] in (1, 2, 3) for mode in ("TOOLS", "JSON_SCHEMA"))
+    assert said["TOOLS"]["prompt"] > 400  # the call and its error were sent back
 
 
 def test_pydantic_ai(client: Run, llm: LLM) -> None:

@@ -16,6 +16,7 @@ TOOL = {
             "type": "object",
             "properties": {"amount": {"type": "integer", "maximum": 999}},
             "required": ["amount"],
+            "additionalProperties": False,
         },
     },
 }
@@ -25,6 +26,7 @@ WEATHER = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 8}},
     "required": ["city"],
+    "additionalProperties": False,
 }
 TRIP = {
     "title": "trip",

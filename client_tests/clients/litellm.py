@@ -7,8 +7,9 @@ import sys
 import litellm
 
 ASKED = [{"role": "user", "content": "What should I eat in Borvik?"}]
+CLOSED = {"additionalProperties": False}
 AMOUNT = {"type": "integer", "maximum": 999}
-PARAMETERS = {"type": "object", "properties": {"amount": AMOUNT}, "required": ["amount"]}
+PARAMETERS = {"type": "object", "properties": {"amount": AMOUNT}, "required": ["amount"]} | CLOSED
 TOOL = {"type": "function", "function": {"name": "convert_money", "parameters": PARAMETERS}}
 SCHEMA = {
     "type": "object",
@@ -28,6 +29,22 @@ call = litellm.completion(
 )
 form = {"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEMA, "strict": True}}
 shaped = litellm.completion(**chat | {"max_tokens": 60}, response_format=form)
+# A loop of two turns, whose messages are LiteLLM's own objects.
+money = {
+    "name": "convert_money",
+    "description": "Convert an amount of money",
+    "parameters": {"amount": "integer", "from": "string", "to": "string"},
+}
+loop = [{"role": "user", "content": "Convert 130 euros to dollars."}]
+ask = chat | {"max_tokens": 80, "messages": loop}
+first = litellm.completion(**ask, tools=[{"type": "function", "function": money}])
+loop.append(first.choices[0].message)
+for each in first.choices[0].message.tool_calls:
+    answer = {"role": "tool", "tool_call_id": each.id, "name": each.function.name, "content": "141 dollars"}
+    loop.append(answer)
+second = litellm.completion(**ask, tools=[{"type": "function", "function": money}])
+loop.append(second.choices[0].message)
+third = litellm.completion(**ask | {"messages": [*loop, {"role": "user", "content": "And 20?"}]})
 try:
     litellm.completion(**chat | {"model": "openai/other"})
     refused = ""
@@ -45,6 +62,9 @@ print(
             "calls": [each.function.model_dump() for each in call.choices[0].message.tool_calls],
             "trip": json.loads(shaped.choices[0].message.content),
             "refused": refused,
+            "loop": [each.function.model_dump() for each in first.choices[0].message.tool_calls],
+            "second": second.choices[0].message.content,
+            "third": third.usage.prompt_tokens,
         }
     )
 )

@@ -18,7 +18,8 @@ for await (const chunk of await client.chat.completions.create({
 }
 const helper = client.chat.completions.stream(chat);
 const final = await helper.finalChatCompletion();
-const parameters = { type: "object", properties: { amount: { type: "integer", maximum: 999 } }, required: ["amount"] };
+const parameters = { type: "object", properties: { amount: { type: "integer", maximum: 999 } }, required: ["amount"],
+  additionalProperties: false };
 const called = await client.chat.completions.create({
   ...chat, max_completion_tokens: 80, tool_choice: "required", parallel_tool_calls: false,
   tools: [{ type: "function", function: { name: "convert_money", parameters } }],
