@@ -11,8 +11,13 @@ from pathlib import Path
 
 def processor() -> str:
     """The processor's name, its instructions for products, and the number of cores this process may use."""
+    return f"{processor_kind()}, {cores()} cores"
+
+
+def processor_kind() -> str:
+    """The model of the processor, with its instructions for products."""
     known = instructions()
-    return f"{processor_name()}{f' ({known})' if known else ''}, {cores()} cores"
+    return f"{processor_name()} ({known})" if known else processor_name()
 
 
 def cores() -> int | None:

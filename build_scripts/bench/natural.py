@@ -42,12 +42,13 @@ from dflash_trt.text.tokenizer import Tokenizer
 ROOT = Path(__file__).parent.parent.parent
 PROMPTS = SHIPPED_PROMPTS / "natural"
 PEERS = (
-    *("plain:default", "adaptive:default", "plain:target=int8", "adaptive:target=int8", "plain:target=int4"),
+    *("plain:target=fp32", "adaptive:target=fp32", "plain:default", "adaptive:default"),
+    *("plain:target=int8", "adaptive:target=int8"),
     *("llama.cpp:F32", "llama.cpp:BF16", "llama.cpp:Q8_0", "llama.cpp:Q4_0"),
     *("genai:fp32", "genai:int4", "openvino:F16", "openvino:Q8_0", "openvino:Q4_0"),
 )
 WIDTHS_PEERS = (
-    *("plain:default", "plain:target=int8", "plain:target=int4"),
+    *("plain:target=fp32", "plain:default", "plain:target=int8"),
     *("llama.cpp:F32", "llama.cpp:BF16", "llama.cpp:Q8_0", "llama.cpp:Q4_0"),
     *("genai:fp32", "genai:int4", "transformers:float32", "transformers:bfloat16"),
 )

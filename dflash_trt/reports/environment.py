@@ -37,7 +37,7 @@ def describe() -> dict[str, Any]:
         "required": {name: versions[name] for name in REQUIRED},
         "optional": {name: versions[name] for name in optional()},
         "system": platform.platform(),
-        "cpu": hardware.processor_name(),
+        "cpu": hardware.processor_kind(),
         "cores": hardware.cores(),
         "memory_bytes": hardware.memory_bytes(),
         "gpus": hardware.gpus(),
