@@ -177,7 +177,7 @@ def _add_page(app: FastAPI) -> None:
 
     @app.get("/page/{name}", include_in_schema=False)
     async def part_of_page(name: str) -> Response:
-        if name not in ("page.css", "page.js", "charts.js", "markdown.js"):
+        if name not in ("page.css", "page.js", "markdown.js"):
             raise ApiError(404, f"/page/{name[:100]} is not an endpoint of this server")
         return FileResponse(_PAGE / name, headers=_PAGE_HEADERS)
 

@@ -1,7 +1,6 @@
 "use strict";
-// The page of one server: a chat, a race, and charts. Texts of the model are only ever set as text, never as HTML.
-import { watch } from "./charts.js";
-import { Markdown, copyButton } from "./markdown.js";
+// The page of one server: a chat and a race. Texts of the model are only ever set as text, never as HTML.
+import { Markdown } from "./markdown.js";
 
 const $ = (id) => document.getElementById(id);
 const KEPT = "dflash-trt conversation"; // in this tab's storage, until it is closed or cleared
@@ -49,11 +48,35 @@ function part(parent, kind, name, text = "") {
   return made;
 }
 
+function copyButton(text) {
+  const made = part(document.createDocumentFragment(), "button", "copy", "Copy");
+  made.type = "button";
+  made.addEventListener("click", async () => {
+    made.textContent = (await copied(text())) ? "Copied" : "Not copied";
+    setTimeout(() => { made.textContent = "Copy"; }, 1500);
+  });
+  return made;
+}
+
+async function copied(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch { // browsers have no clipboard for pages over plain HTTP from other machines
+    const field = part(document.body, "textarea", "");
+    field.value = text;
+    field.select();
+    const done = document.execCommand("copy");
+    field.remove();
+    return done;
+  }
+}
+
 // A place that shows an answer by rounds, and counts what it sees.
 class Shown {
   constructor(text, figures, strip) {
     Object.assign(this, { figures, strip, tokens: 0, rounds: 0, accepted: 0, verified: 0, content: "" });
-    Object.assign(this, { seen: [], written: "", pieces: [], markdown: new Markdown(text, (...where) => this.put(...where)) });
+    Object.assign(this, { seen: [], written: "", pieces: [], markdown: new Markdown(text, (...where) => this.put(...where), copyButton) });
     this.begun = performance.now(); this.first = this.last = 0;
   }
   // As it was shown before: the rounds, and the times when it was asked for, and of its first and last round.
@@ -298,6 +321,18 @@ async function name() {
   if (!answer.ok) message("error", (await answer.json()).error.message);
 }
 
+// Says every few seconds how the server is.
+async function watch() {
+  let words = "The server does not answer", good = false;
+  try {
+    good = (await (await fetch("health")).json()).engine === "serving";
+    words = good ? "The engine serves" : "The engine is being started";
+  } catch { /* as above */ }
+  $("state").textContent = words;
+  $("state").className = good ? "up" : "down";
+  setTimeout(watch, document.hidden ? 10000 : 2000);
+}
+
 $("ask").addEventListener("submit", (event) => { event.preventDefault(); send(); });
 $("access").addEventListener("submit", (event) => { event.preventDefault(); $("prompt").focus(); });
 $("prompt").addEventListener("keydown", (event) => { if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); } });
@@ -307,4 +342,4 @@ $("clear").addEventListener("click", clear);
 $("key").addEventListener("change", name);
 restore();
 name();
-watch($("charts"), (words, good) => { $("state").textContent = words; $("state").className = good ? "up" : "down"; });
+watch();
