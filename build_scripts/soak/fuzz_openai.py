@@ -42,7 +42,8 @@ _NAMES = (
     "top_k", "min_p", "seed", "stop", "stop_token_ids", "bad_words", "n", "logprobs", "top_logprobs",
     "logit_bias", "echo", "stream", "stream_options", "tools", "tool_choice", "response_format",
     "structured_outputs", "timeout", "priority", "block_length", "tree_nodes", "speculate",
-    "return_rounds", "chat_template_kwargs", "reasoning_effort", "unknown",
+    "return_rounds", "chat_template_kwargs", "reasoning_effort", "unknown", "allowed_token_ids", "documents", "text",
+    "add_special_tokens", "length_penalty", "metadata", "instructions", "truncation", "include", "reasoning", "seed",
 )  # fmt: skip
 _HEADERS = (
     b"Content-Length: -1", b"Content-Length: 99999999999999", b"Transfer-Encoding: chunked", b"Expect: 100-continue",

@@ -15,6 +15,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from pydantic import ValidationError
+
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.building.limits import choose_block_size, choose_max_seq_len
@@ -28,6 +30,16 @@ from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import DFlashError, RequestError
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.prompts import read_prompts
+from dflash_trt.serving.openai import reading
+from dflash_trt.serving.openai.errors import ApiError, from_validation
+from dflash_trt.serving.openai.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    ResponsesRequest,
+    SamplingFields,
+    check_values,
+)
+from dflash_trt.serving.openai.structure import form_of
 from dflash_trt.text import chat_template
 from dflash_trt.text.chat_template import ChatTemplates
 from dflash_trt.text.tokenizer import Tokenizer
@@ -170,6 +182,55 @@ def _requests(directory: Path) -> None:
     llm.chat_prompt(request.get("messages"), kwargs if isinstance(kwargs, dict) else None)  # type: ignore[arg-type]
 
 
+def _bodies(directory: Path) -> None:
+    """A body of the OpenAI server, as each of its endpoints reads it."""
+    body = (directory / "body.json").read_bytes()
+    for kind in (ChatRequest, CompletionRequest, ResponsesRequest):
+        try:
+            check_values(body)
+            made = kind.model_validate_json(body)
+            if isinstance(made, CompletionRequest):
+                made.prompts()
+                asked: SamplingFields = made
+            else:
+                asked = chat = made.chat() if isinstance(made, ResponsesRequest) else made
+                reading.tools(chat.tools)
+                reading.tool_choice(chat.tool_choice)
+                chat.conversation()
+            form_of(asked)
+            asked.sampling()
+        except ValidationError as error:
+            raise DFlashError(from_validation(error).message) from None
+        except ApiError as error:
+            raise DFlashError(error.message) from None
+
+
+_BODY = {
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "x"}]},
+        {"role": "assistant", "content": None, "reasoning": "hm", "tool_calls": [
+            {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
+        {"role": "tool", "tool_call_id": "c", "content": "7"},
+    ],
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
+        {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "hm"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "custom_tool_call", "call_id": "d", "name": "g", "input": "x"},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "7"}]},
+    ],
+    "prompt": [[1, 2], "x"],
+    "tools": [
+        {"type": "function", "function": {"name": "f", "parameters": {}}, "cache_control": {}}, {"type": "web_search"},
+    ],
+    "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [{"function": {"name": "f"}}]},
+    "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}},
+    "stop": ["x"], "logit_bias": {"5": 1}, "seed": -1, "temperature": 0.001, "max_tokens": 2.0, "truncation": "auto",
+    "stream_options": {"include_usage": True}, "length_penalty": 1.0, "documents": None, "text": {"format": None},
+    "reasoning": {"effort": "low"}, "include": ["reasoning.encrypted_content"], "metadata": {"a": "b"},
+}  # fmt: skip
+
+
 def _parsed(file: Path) -> Any:
     try:
         return json.loads(file.read_bytes())
@@ -266,5 +327,6 @@ READERS: Mapping[str, Reader] = {
         lambda d: read_prompts(d / "prompts.jsonl", 0),
     ),
     "manifest": Reader(_manifest, lambda d: Bundle.open(d / "bundle"), _bundle),
+    "bodies": Reader(_fixed(**{"body.json": (_BODY, mutate_json)}), _bodies),
     "requests": Reader(_fixed(**{"request.json": (_REQUEST, mutate_json)}), _requests, _bundle),
 }
