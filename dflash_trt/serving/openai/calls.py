@@ -2,6 +2,7 @@
 
     {"name": "get", "arguments": {...}}, or with "parameters"          Qwen, Hermes, Llama 3
     <function=get><parameter=key>text</parameter></function>           Qwen3-Coder
+    <atem:invoke name="get"><atem:parameter name="key">text ...        Muse Glimmer
     call:get{key:<|"|>text<|"|>,other:1}                               Gemma 4
     get[ARGS]{"key": "text"}                                           Mistral
 
@@ -16,7 +17,7 @@ import re
 import uuid
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 # Parameters of each tool by its name: a JSON schema.
 Schemas = Mapping[str, Mapping[str, Any]]
@@ -120,48 +121,70 @@ def cut_json_call(text: str) -> Call | None:
     return _call(start[1], arguments if arguments.startswith("{") else "")
 
 
-_FUNCTION, _PARAMETER, _VALUE_END, _END = "<function=", "<parameter=", "</parameter>", "</function>"
-_GOES_ON = re.compile(r"\s*(?:$|<parameter=)")  # what may follow the end of a value
+class _Tags(NamedTuple):
+    """The tags of a call and of its parameters. `opened`: what ends an opening tag."""
+
+    call: str
+    call_end: str
+    parameter: str
+    parameter_end: str
+    opened: str
 
 
-def _xml_call(text: str, schemas: Schemas) -> Call | None:
-    """A call as Qwen3-Coder writes it. A value is JSON unless the tool's schema takes it as a text."""
+def _before(text: str, end: str, at: int, following: str) -> int:
+    """Where the next `end` stands that only blanks part from `following` or from the end of the text; -1: nowhere."""
+    stop = text.find(end, at)
+    while stop >= 0:
+        rest = _BLANK.match(text, stop + len(end))
+        if rest is None or rest.end() == len(text) or text.startswith(following, rest.end()):
+            break
+        stop = text.find(end, stop + 1)
+    return stop
+
+
+_BLANK = re.compile(r"\s*")
+_QWEN = _Tags("<function=", "</function>", "<parameter=", "</parameter>", ">")
+_MUSE = _Tags('<atem:invoke name="', "</atem:invoke>", '<atem:parameter name="', "</atem:parameter>", '">')
+_BLOCK, _BLOCK_END = "<atem:function_calls>", "</atem:function_calls>"
+
+
+def _xml_call(text: str, schemas: Schemas, tags: _Tags = _QWEN) -> Call | None:
+    """A call in tags. A value is JSON unless the tool's schema takes it as a text."""
     text = text.strip()
-    name, closed, body = text.removeprefix(_FUNCTION).partition(">")
-    if not text.startswith(_FUNCTION) or not closed or not name or "\n" in name:
+    name, closed, body = text.removeprefix(tags.call).partition(tags.opened)
+    if not text.startswith(tags.call) or not closed or not name or "\n" in name:
         return None
     root = schemas.get(name, {})
     properties = root.get("properties") if isinstance(root.get("properties"), dict) else {}
     assert isinstance(properties, dict)
     arguments: dict[str, Any] = {}
-    for key, value in _values(body.removesuffix(_END), properties.keys()):
+    for key, value in _values(body.removesuffix(tags.call_end), properties.keys(), tags):
         arguments[key] = _typed(value.removeprefix("\n").removesuffix("\n"), properties.get(key, True), root)
     return _call(name, json.dumps(arguments, ensure_ascii=False))
 
 
-def _values(body: str, known: Collection[str]) -> Iterator[tuple[str, str]]:
+def _values(body: str, known: Collection[str], tags: _Tags) -> Iterator[tuple[str, str]]:
     """Names and values of parameters. An end mark is a part of the value unless a parameter or the call's end follows.
 
     Where a value has no end mark, the next parameter ends it, if the tool has one of this name.
     """
-    at = body.find(_PARAMETER)
+    _, _, mark, value_end, opened = tags
+    at = body.find(mark)
     while at >= 0:
-        end = body.find(">", at)
+        end = body.find(opened, at)
         if end < 0:
             return
-        key, start = body[at + len(_PARAMETER) : end], end + 1
-        stop = body.find(_VALUE_END, start)
-        while stop >= 0 and not _GOES_ON.match(body, stop + len(_VALUE_END)):
-            stop = body.find(_VALUE_END, stop + 1)
-        limit, following = stop if stop >= 0 else len(body), body.find(_PARAMETER, start)
+        key, start = body[at + len(mark) : end], end + len(opened)
+        stop = _before(body, value_end, start, mark)
+        limit, following = stop if stop >= 0 else len(body), body.find(mark, start)
         while 0 <= following < limit:
-            close = body.find(">", following, following + 300)
-            if close >= 0 and body[following + len(_PARAMETER) : close] in known:
+            close = body.find(opened, following, following + 300)
+            if close >= 0 and body[following + len(mark) : close] in known:
                 limit = following
                 break
-            following = body.find(_PARAMETER, following + 1)
+            following = body.find(mark, following + 1)
         yield key, body[start:limit]
-        at = body.find(_PARAMETER, limit)
+        at = body.find(mark, limit)
 
 
 def _typed(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
@@ -215,11 +238,31 @@ def tagged_call(text: str, schemas: Schemas, *, cut: bool) -> list[Call]:
     if not cut:
         call = _xml_call(text, schemas) or json_call(parsed(text))
     elif call := _xml_call(text[: len(text) - overlap(text, "</parameter>")], schemas):
-        if not text.rstrip().endswith(_END):
+        if not text.rstrip().endswith(_QWEN.call_end):
             call = Call(call.name, call.arguments[:-1], call.id)
     else:
         call = cut_json_call(text)
     return [call] if call else []
+
+
+def muse_calls(text: str, schemas: Schemas, *, cut: bool) -> list[Call]:
+    """The calls of a message of Muse Glimmer's to a tool; none if it has anything else."""
+    body, calls, at = text.strip().removeprefix(_BLOCK).removesuffix(_BLOCK_END).strip(), list[Call](), 0
+    while at < len(body):
+        end = _before(body, _MUSE.call_end, at, _MUSE.call)
+        if end >= 0:
+            call = _xml_call(body[at:end], schemas, _MUSE)
+            at = end + len(_MUSE.call_end)
+        else:
+            rest = body[at:] if cut else ""
+            call = _xml_call(rest[: len(rest) - overlap(rest, _MUSE.parameter_end)], schemas, _MUSE)
+            if call is not None:
+                call = Call(call.name, call.arguments[:-1], call.id)
+            at = len(body)
+        if call is None:
+            return calls if cut else []
+        calls.append(call)
+    return calls
 
 
 def gemma_call(text: str, schemas: Schemas, *, cut: bool) -> list[Call]:

@@ -2,6 +2,10 @@
 
     <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
 
+Muse Glimmer's messages have a recipient instead: `self` for reasoning, `user` for the answer, or a tool.
+
+    <|start|>assistant to=NAME<|message|><atem:function_calls>...</atem:function_calls><|eom|>
+
 The format is that of OpenAI's Harmony (https://github.com/openai/harmony). The library `openai-harmony` reads the
 tokens of one vocabulary, which it downloads. This reads the tokens of the bundle's own tokenizer, without a network.
 """
@@ -14,24 +18,41 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from dflash_trt.decoding.output import Detokenizer
-from dflash_trt.serving.openai.calls import Call
+from dflash_trt.serving.openai.calls import Call, Schemas, muse_calls
 from dflash_trt.serving.openai.parsing import AnswerPart, Stage
 from dflash_trt.text.tokenizer import Tokenizer
 
 _MARKERS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
+_ENDS = ("<|eom|>", "<|eot|>")  # of Muse Glimmer's messages
+_MUSE = "<atem:"  # its calls, which its template describes
+# The end of a message's text that may be the header of another one, which Muse Glimmer sometimes begins there.
+_HEADER = re.compile(r"(?:^|(?<=\s))(?:to?|to=[\w.-]*)\Z")
 _MOST_HEADER = 1000  # characters; a channel and a tool take fewer
+
+
+def in_channels(template: str) -> bool:
+    """Whether a template's family writes messages of several channels."""
+    return "<|channel|>" in template or _MUSE in template
+
+
+def by_recipient(template: str) -> bool:
+    """Whether it names their recipients."""
+    return _MUSE in template
 
 
 class Channels:
     """A parser of answers in channels.
 
     prompt: the text of the prompt. It may end within a message's header, or after it. `calls`: reads calls in the
-    text of `final`.
+    text of `final`. `schemas`: of the tools, where messages have recipients; None elsewhere.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: str, calls: Stage) -> None:
-        self._tokenizer, self._calls = tokenizer, calls
-        ids = {marker: tokenizer.backend.token_to_id(marker) for marker in _MARKERS}
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: str, calls: Stage, schemas: Schemas | None = None
+    ) -> None:
+        self._tokenizer, self._calls, self._schemas = tokenizer, calls, schemas
+        self._read, self._held = _read if schemas is None else _recipient, ""
+        ids = {marker: tokenizer.backend.token_to_id(marker) for marker in (*_MARKERS, *_ENDS)}
         self._markers = {token: marker for marker, token in ids.items() if token is not None}
         head = prompt[prompt.rfind("<|start|>") + len("<|start|>") :] if "<|start|>" in prompt else ""
         self._header, body, _ = head.partition("<|message|>")
@@ -60,13 +81,14 @@ class Channels:
 
     def _say(self, tokens: list[int]) -> None:
         if tokens:
-            if self._in_body and _read(self._header)[0] == "analysis":
+            if self._in_body and self._read(self._header)[0] == "analysis":
                 self.reasoning_tokens += len(tokens)
             self._take(self._words.push(tokens))
 
     def finish(self, *, cut: bool = False) -> list[AnswerPart]:
         """The rest. cut: the answer was ended before its end, so the arguments of a call may lack theirs."""
         self._end_of_text()
+        self._release()
         if self._in_body:
             self._waiting.append(("cut" if cut else "end", self._header))
         return [*self._due(), *self._calls.finish(cut=cut)]
@@ -79,14 +101,29 @@ class Channels:
         if not text:
             return
         if self._in_body:
-            self._waiting.append((self._header, text))
+            text = self._held + text
+            header = None if self._schemas is None else _HEADER.search(text)
+            text, self._held = (text, "") if header is None else (text[: header.start()], header[0])
+            if text:
+                self._waiting.append((self._header, text))
         else:
             self._header += (
                 text[: _MOST_HEADER - len(self._header)] if len(self._header) < _MOST_HEADER else ""
             )
             self._seen += len(text)
 
+    def _release(self) -> None:
+        """What was held back is no header."""
+        if self._held:
+            self._waiting.append((self._header, self._held))
+            self._held = ""
+
     def _mark(self, marker: str) -> None:
+        if self._in_body and marker == "<|message|>" and self._held.startswith("to="):
+            self._waiting.append(("end", self._header))
+            self._header, self._held, self._seen = self._held, "", self._seen + len(self._held)
+            return
+        self._release()
         if marker == "<|message|>":
             self._in_body = True
         elif marker in ("<|channel|>", "<|constrain|>") and not self._in_body:
@@ -115,7 +152,7 @@ class Channels:
             yield from self._part(header, now)
 
     def _part(self, header: str, text: str) -> Iterator[AnswerPart]:
-        channel, tool = _read(header)
+        channel, tool = self._read(header)
         if tool:
             self._call.append(text)
         elif channel == "analysis":
@@ -125,10 +162,16 @@ class Channels:
 
     def _message_end(self, header: str, without: str) -> Iterator[AnswerPart]:
         """without: the arguments of a call that has none."""
-        tool = _read(header)[1]
-        if tool:
-            yield AnswerPart("call", call=Call(tool, "".join(self._call).strip() or without))
-            self._call = list[str]()
+        tool = self._read(header)[1]
+        if not tool:
+            return
+        text, self._call = "".join(self._call), list[str]()
+        if self._schemas is None:
+            yield AnswerPart("call", call=Call(tool, text.strip() or without))
+        elif calls := muse_calls(text, self._schemas, cut=not without):
+            yield from (AnswerPart("call", call=call) for call in calls)
+        elif text:
+            yield AnswerPart("content", text)
 
 
 @lru_cache(maxsize=64)
@@ -137,3 +180,11 @@ def _read(header: str) -> tuple[str, str]:
     tool = re.search(r"to=(?:functions\.)?([\w.-]+)", header)
     channel = re.search(r"<\|channel\|>\s*(\w+)", header)
     return channel[1] if channel else "final", tool[1] if tool else ""
+
+
+@lru_cache(maxsize=64)
+def _recipient(header: str) -> tuple[str, str]:
+    """The channel of a message that has a recipient, and the tool that it calls. Without one it is for the user."""
+    found = re.search(r"to=([\w.-]+)", header)
+    name = found[1] if found else "user"
+    return ("analysis", "") if name == "self" else ("final", "" if name == "user" else name)

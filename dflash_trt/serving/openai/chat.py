@@ -12,7 +12,8 @@ from typing import Any
 from dflash_trt.decoding.output import Detokenizer
 from dflash_trt.errors import RequestError, shorten
 from dflash_trt.serving.openai import logprobs
-from dflash_trt.serving.openai.channels import Channels
+from dflash_trt.serving.openai.calls import Schemas
+from dflash_trt.serving.openai.channels import Channels, by_recipient, in_channels
 from dflash_trt.serving.openai.engine import EngineProcess
 from dflash_trt.serving.openai.errors import ApiError, refused
 from dflash_trt.serving.openai.generation import AnswerChoice, Generation, Prepared, Usage, prepare, shortened
@@ -238,7 +239,7 @@ async def _prepared(
         calls = calls_of(calling, schemas, known=wanted is not None)
         words = Detokenizer(model.tokenizer.backend) if body.return_rounds else None
         echo = last if body.echo and message["role"] == "assistant" else ""
-        parser = _parser(model, text, thinks, calls)
+        parser = _parser(model, text, thinks, calls, schemas)
         one_call = body.parallel_tool_calls is False
         choices.append(ChatChoice(parser=parser, one_call=one_call, echo=echo, words=words))
     return prepared, choices
@@ -251,7 +252,7 @@ def _params(model: Model, body: ChatRequest, form: Json | None, tools: bool) -> 
         more = {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     if form is not None:
         more["structured_outputs"] = form
-    if "<|channel|>" in model.template:
+    if in_channels(model.template):
         more["skip_special_tokens"] = True  # they are read as tokens
     elif has_special_marks(model.template):
         more["skip_special_tokens"] = False
@@ -280,6 +281,13 @@ async def _rendered(model: Model, body: ChatRequest, tools: list[Json]) -> tuple
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         variables["reasoning_effort"] = body.reasoning_effort
+        if by_recipient(
+            model.template
+        ):  # Muse Glimmer's template has a name and least and greatest values of its own
+            strength = {"none": "low", "minimal": "low", "xhigh": "max"}
+            variables.setdefault(
+                "reasoning_strength", strength.get(body.reasoning_effort, body.reasoning_effort)
+            )
     if body.documents:
         variables["documents"] = body.documents
     try:
@@ -301,17 +309,22 @@ def _begin(template: str, text: str, thinks: bool, calls: bool) -> str:
 
     calls: whether the form is that of calls, which has their channel.
     """
-    if "<|channel|>" in template:
+    if in_channels(template):
         header = text[text.rfind("<|start|>") :]
-        return "" if calls or "<|message|>" in header else "<|channel|>final<|message|>"
+        begin = " to=user<|message|>" if by_recipient(template) else "<|channel|>final<|message|>"
+        return "" if calls or "<|message|>" in header else begin
     thoughts = thoughts_of(template)
     return f"\n{thoughts.end}\n\n" if thinks and thoughts else ""
 
 
-def _parser(model: Model, text: str, thinks: bool, calls: Stage) -> AnswerParser | Channels:
+def _parser(
+    model: Model, text: str, thinks: bool, calls: Stage, schemas: Schemas | None
+) -> AnswerParser | Channels:
     """What reads the answer to a prompt of this text, as the template's family writes it."""
-    if "<|channel|>" in model.template:
-        return Channels(model.tokenizer, text, calls)
+    if in_channels(model.template):
+        return Channels(
+            model.tokenizer, text, calls, (schemas or {}) if by_recipient(model.template) else None
+        )
     if (thoughts := thoughts_of(model.template)) is not None:
         think = Think(thinks, thoughts.begin, thoughts.end)
         return AnswerParser(think, calls, model.tokenizer.backend.token_to_id(thoughts.end))
@@ -320,8 +333,15 @@ def _parser(model: Model, text: str, thinks: bool, calls: Stage) -> AnswerParser
 
 def _hidden(template: str, prompt: str, thinks: bool, tools: bool) -> list[tuple[str, str]]:
     """Marks around what is no content of an answer: `stop` is about the content."""
-    if "<|channel|>" in template:
+    if in_channels(template):
         header, body, _ = prompt[prompt.rfind("<|start|>") :].partition("<|message|>")
+        if by_recipient(template):
+            marks = [
+                ("<|start|>", "<|message|>"),
+                ("to=self", "<|eom|>"),
+                ("<atem:function_calls>", "<|eom|>"),
+            ]
+            return marks if body else [*marks, ("", "<|message|>")]
         pairs = [
             ("<|start|>", "<|message|>"),
             ("<|channel|>analysis", "<|end|>"),

@@ -8,6 +8,7 @@
 | <|channel>, <|tool_call> | Gemma 4 | between special tokens |
 | [THINK], [TOOL_CALLS] | Mistral | from a special token on |
 | <|channel|> | gpt-oss: channels.py | messages |
+| <atem: | Muse Glimmer: channels.py | messages |
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import re
 from typing import NamedTuple
 
 from dflash_trt.serving.openai.calls import ARGUMENTS, Schemas, gemma_call, mistral_calls, tagged_call
+from dflash_trt.serving.openai.channels import by_recipient
 from dflash_trt.serving.openai.parsing import BARE, BareCalls, MarkedCalls, Notation, Stage
 
 
@@ -82,6 +84,8 @@ def marks_of_calls(template: str) -> list[tuple[str, str]]:
 
 def notation_of(template: str) -> Notation | str:
     """How this template's family marks calls; BARE for objects without marks, "" if it has none."""
+    if by_recipient(template):
+        return ""
     bare = BARE if "python_tag" in template or '"parameters"' in template else ""
     return next((each for each in (GEMMA, MISTRAL, TAG) if each.begin in template), bare)
 
