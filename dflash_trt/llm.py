@@ -89,8 +89,8 @@ class LLM(Opened):
         One prompt with a list of parameters gives a list of completions, one for each. So
         `generate(prompt, params.samples(4))` gives four samples.
 
-        `RequestOptions` describes the options speculate, block_length and tree_nodes. The tokens are the same for all
-        of them, and in every batch. Only the speed differs.
+        `RequestOptions` describes the options speculate, block_length, tree_nodes and draft_source. The tokens are the
+        same for all of them, and in every batch. Only the speed differs.
 
         If a request of a list fails during decoding, the others are finished, and BatchError has their completions.
 
@@ -201,7 +201,8 @@ class LLM(Opened):
 
     def _request(self, prompt: Prompt, params: SamplingParams, asked: RequestOptions) -> Request:
         """Without block_length and tree_nodes: in `LLM` they are those of every round of the call, see `_run`."""
-        return self._runtime.request(prompt, params, RequestOptions(speculate=asked.speculate))
+        own = RequestOptions(speculate=asked.speculate, draft_source=asked.draft_source)
+        return self._runtime.request(prompt, params, own)
 
     def _decode(self, requests: list[Request], asked: RequestOptions) -> Generator[Emission]:
         self._runtime.check(asked)  # before the first item is taken

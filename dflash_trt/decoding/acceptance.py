@@ -6,7 +6,7 @@ BaseException. Only an interruption of the whole process propagates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -120,7 +120,8 @@ def decide(request: Request, draft: Draft, verified: Verified, slot: int) -> tup
         tokens = draft.tokens_of(slot)
         verdict = judge(request, tokens, draft, verified, slot)
         rows = verified.logits[slot][[0, *verdict.path]] if request.params.logprobs else None
-        return verdict, _of_verdict(request, tokens, verdict, rows, tree=draft.parents is not None)
+        copied = draft.copied.get(slot, set[int]())
+        return verdict, _of_verdict(request, tokens, verdict, rows, copied, tree=draft.parents is not None)
     except INTERRUPTIONS:
         raise
     except BaseException as error:
@@ -178,22 +179,37 @@ def _first_token(request: Request, logits: Array) -> Emission:
 
 
 def _of_verdict(
-    request: Request, drafted: Sequence[int], verdict: Verdict, logits: Array | None, *, tree: bool
+    request: Request,
+    drafted: Sequence[int],
+    verdict: Verdict,
+    logits: Array | None,
+    copied: Collection[int],
+    *,
+    tree: bool,
 ) -> Emission:
     accepted = [drafted[node] for node in verdict.path]
-    drafts = request.own_length(len(drafted)) - 1
+    drafts, own = request.own_length(len(drafted)) - 1, len(copied) and sum(n in copied for n in verdict.path)
     request.statistics.record_round(drafts, len(accepted), tree=tree)
+    request.statistics.num_lookup_draft_tokens += sum(node <= drafts for node in copied)
+    request.statistics.num_lookup_accepted_tokens += own
+    counts = len(accepted), drafts, own
     if verdict.ok:
-        return _emit(request, [*accepted, verdict.token], logits, len(accepted), drafts)
+        return _emit(request, [*accepted, verdict.token], logits, *counts)
     if len(drafted) > 1:  # perhaps because of a draft; the next round decides without drafts
-        return _emit(request, accepted, logits, len(accepted), drafts)
+        return _emit(request, accepted, logits, *counts)
     return fail(request, non_finite(request.committed + 1))
 
 
 def _emit(
-    request: Request, tokens: list[int], logits: Array | None, accepted: int = 0, drafts: int = 0
+    request: Request,
+    tokens: list[int],
+    logits: Array | None,
+    accepted: int = 0,
+    drafts: int = 0,
+    copied: int = 0,
 ) -> Emission:
-    """Emit tokens, the first `accepted` of them drafts, of `drafts` that were verified.
+    """Emit tokens, the first `accepted` of them drafts, of `drafts` that were verified; the last `copied` of the
+    accepted ones from the request's own text.
 
     `logits` [n,V], if log-probabilities are requested, has the row that decided each token.
     """
@@ -212,9 +228,10 @@ def _emit(
         if most:
             tops = [top for _, top in said]
             request.top_logprobs += tops
-    return Emission(
-        request, tokens[:kept], text, reason, logprobs, tops, accepted=min(accepted, kept), drafts=drafts
-    )
+    emission = Emission(request, tokens[:kept], text, reason, logprobs, tops, drafts=drafts)
+    emission.accepted = min(accepted, kept)
+    emission.copied = max(0, copied - max(0, accepted - kept))
+    return emission
 
 
 def read_prompt(request: Request, logits: Array, start: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -44,6 +44,7 @@ class Draft:
     parents: int [n, N], -1 for the anchor. None: chains, where every node follows the previous one.
     logprobs: float32 [n, N-1], the drafter's log-probabilities of nodes 1 .. N-1.
     candidates: what a tree can be built from; None if the drafter gives one token for each place.
+    copied: by slot, the nodes that come from the request's own text (`Lookup`) and not from the drafter.
 
     The arrays may be on a device until their numbers are read.
     """
@@ -52,6 +53,7 @@ class Draft:
     parents: Any
     logprobs: Any
     candidates: Candidates | None = None
+    copied: dict[int, set[int]] = field(default_factory=dict)
 
     @property
     def nodes(self) -> int:
@@ -62,6 +64,14 @@ class Draft:
     def at_hand(self) -> bool:
         """Whether the host can read the log-probabilities without waiting for a device."""
         return isinstance(self.logprobs, np.ndarray)
+
+    def first(self, nodes: int) -> Draft:
+        """Its first nodes. Of a tree, every parent comes before its children."""
+        if nodes >= self.nodes:
+            return self
+        parents = None if self.parents is None else self.parents[:, :nodes]
+        copied = {slot: {node for node in own if node < nodes} for slot, own in self.copied.items()}
+        return Draft(self.tokens[:, :nodes], parents, self.logprobs[:, : nodes - 1], self.candidates, copied)
 
     def tokens_of(self, slot: int) -> list[int]:
         """The tokens of one request's nodes."""
@@ -110,7 +120,7 @@ def couple(draft: Draft, active: Sequence[Request], weight: float = _NOISE_WEIGH
     """
     if draft.candidates is None or not draft.at_hand:
         return draft
-    sampled = [slot for slot, each in enumerate(active) if each.takes_drafts and each.params.temperature > 0]
+    sampled = [slot for slot, each in enumerate(active) if each.takes_drafter and each.params.temperature > 0]
     if not sampled:
         return draft
     tokens, logprobs = np.array(draft.candidates.tokens), np.array(draft.candidates.logprobs)

@@ -20,11 +20,14 @@ _NEVER = -100.0  # the log-probability of a node that no request has
 
 
 class Drafter:
-    """For each slot, `unread` is the number of committed tokens whose features the drafter has not read."""
+    """For each slot, `unread` is the number of committed tokens whose features the drafter has not read.
+
+    engine: None for a target without a drafter. Then `propose` gives anchors alone, and no request `takes_drafter`.
+    """
 
     def __init__(
         self,
-        engine: PassEngine,
+        engine: PassEngine | None,
         arrays: Arrays,
         *,
         slots: int,
@@ -38,9 +41,20 @@ class Drafter:
         self._passes: list[tuple[Any, Any]] = []  # start and end of each pass of the last `propose`
 
     @property
+    def present(self) -> bool:
+        """Whether there is a drafter."""
+        return self.engine is not None
+
+    @property
     def caches(self) -> Caches:
         """The engine's."""
+        assert self.engine is not None
         return self.engine.caches
+
+    def close(self) -> None:
+        """Free the engine."""
+        if self.engine is not None:
+            self.engine.close()
 
     @property
     def seconds(self) -> float:
@@ -68,6 +82,8 @@ class Drafter:
         can wait.
         """
         n, arrays = len(active), self.arrays
+        if self.engine is None:
+            length = 1
         arrays.start_round(n)
         self._passes = []
         committed = [request.committed for request in active]
@@ -136,6 +152,8 @@ class Drafter:
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy a request's `length` committed tokens over another slot, including its unread features."""
+        if self.engine is None:
+            return
         unread = self.unread[source]
         self.caches.copy(source, target, length - unread)
         self.arrays.copy_unread(source, target, unread)
@@ -143,6 +161,8 @@ class Drafter:
 
     def clear(self, slot: int, first: int = 0, last: int | None = None) -> None:
         """Set positions first .. last-1 of a slot to 0. If these are all, its unread features are removed too."""
+        if self.engine is None:
+            return
         self.caches.clear(slot, first, last)
         if first == 0:
             self.unread[slot] = 0

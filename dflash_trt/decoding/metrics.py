@@ -39,6 +39,14 @@ _COUNTERS = {
     "spec_decode_num_trees": ("verifications of a tree instead of a chain", "num_trees"),
     "spec_decode_num_tree_nodes": ("nodes of the verified trees", "num_tree_nodes"),
     "spec_decode_num_accepted_tokens": ("drafted tokens accepted", "num_accepted_tokens"),
+    "lookup_num_draft_tokens": (
+        "of the drafted tokens, those from the text itself",
+        "num_lookup_draft_tokens",
+    ),
+    "lookup_num_accepted_tokens": (
+        "of the accepted, those from the text itself",
+        "num_lookup_accepted_tokens",
+    ),
 }
 _PREFIX_GAUGES = {
     "limit_bytes": "memory limit of kept prefixes",

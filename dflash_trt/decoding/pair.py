@@ -82,7 +82,7 @@ class Pair:
     def __init__(
         self,
         target: PassEngine,
-        drafter: PassEngine,
+        drafter: PassEngine | None,
         arrays: Arrays,
         *,
         slots: int,
@@ -180,7 +180,7 @@ class Pair:
         """
         if nodes[-1] >= len(nodes):
             self.target.caches.compact(slot, request.committed, nodes)
-        if request.takes_drafts:
+        if request.takes_drafter:
             self.drafter.add_features(slot, self._features[slot], nodes)
 
     def cut_lengths(self, slot: int, committed: int, *, draft: bool) -> tuple[Sequence[int], Sequence[int]]:
@@ -257,7 +257,7 @@ class Pair:
     def close(self) -> None:
         """Free both engines."""
         self.target.close()
-        self.drafter.engine.close()
+        self.drafter.close()
 
     def _feeds(self, tokens: Any, start: Sequence[int], parents: Any = None) -> dict[str, Any]:
         """The inputs of a pass over nodes [n, N] of slots 0 .. n-1, which has `_width(n, N)` rows of each.

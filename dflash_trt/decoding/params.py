@@ -258,12 +258,16 @@ def token_ids(values: Collection[object], name: str) -> list[int]:
     return [int(value) for value in values]  # type: ignore[call-overload]
 
 
+_SOURCES = ("drafter", "lookup", "drafter,lookup", "lookup,drafter")
+
+
 class DraftingOptions(TypedDict, total=False):
     """Keyword arguments of `LLM`'s methods. `RequestOptions` describes them."""
 
     speculate: bool
     block_length: int | None
     tree_nodes: int | None
+    draft_source: str
 
 
 class ServingOptions(DraftingOptions, total=False):
@@ -284,6 +288,7 @@ class RequestOptions:
         is expected to be fastest, or none (`AdaptiveLength`).
     tree_nodes: for bundles built with `--tree-width`: the tokens of the tree that each round verifies, including the
         newest token. 0 verifies chains. None: a round verifies a tree where that is expected to be faster.
+    draft_source: where drafts may come from: "drafter", "lookup" (the request's own text), or "drafter,lookup".
     timeout: seconds after which the request ends with finish_reason "timeout".
     priority: -100 to 100. Each step counts like a second in the queue, and the lowest starts first.
     cache_salt: the request reuses the cache rows of requests with the same one only.
@@ -297,10 +302,21 @@ class RequestOptions:
     speculate: bool = True
     block_length: int | None = None
     tree_nodes: int | None = None
+    draft_source: str = "drafter,lookup"
     timeout: float | None = None
     priority: int = 0
     cache_salt: str = ""
     count_prompt: bool = True
+
+    @property
+    def takes_drafter(self) -> bool:
+        """Whether drafts may come from the drafter."""
+        return "drafter" in self.draft_source
+
+    @property
+    def takes_lookup(self) -> bool:
+        """Whether drafts may come from the request's own text."""
+        return "lookup" in self.draft_source
 
     def __post_init__(self) -> None:
         timeout = self.timeout
@@ -310,6 +326,10 @@ class RequestOptions:
             object.__setattr__(self, "timeout", float(min(timeout, _LONG)))
         priority = integer("priority", self.priority, -MOST_PRIORITY, MOST_PRIORITY)
         object.__setattr__(self, "priority", priority)
+        if not isinstance(self.draft_source, str) or self.draft_source not in _SOURCES:
+            raise RequestError(
+                f"draft_source is {quoted(self.draft_source)}, expected drafter, lookup, or drafter,lookup"
+            )
         if not isinstance(self.cache_salt, str):
             raise RequestError(f"cache_salt is {quoted(self.cache_salt)}, expected a text")
         for name in ("block_length", "tree_nodes"):  # `check` knows their limits

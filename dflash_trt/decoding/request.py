@@ -28,7 +28,9 @@ class Request:
     options: RequestOptions = field(default_factory=RequestOptions)
     deadline: float | None = None
     statistics: Statistics = field(default_factory=Statistics)
-    takes_drafts: bool = field(init=False)  # as asked, until the drafter gives it numbers that are not finite
+    takes_drafts: bool = field(init=False)
+    # Whether the drafter reads its tokens: as asked, until the drafter gives it numbers that are not finite.
+    takes_drafter: bool = field(init=False)
     cancelled: bool = False
     sound: bool = True  # False: it ended with numbers that are not finite, and its slot may hold such numbers
     fitting: int | None = None  # nodes of this round's draft that fit its structure; None: all
@@ -47,6 +49,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.takes_drafts = self.options.speculate
+        self.takes_drafter = self.takes_drafts and self.options.takes_drafter
 
     @property
     def block_length(self) -> int | None:
@@ -73,7 +76,8 @@ class Emission:
     """A step's result for one request: the kept tokens, the text that is certain now, and the end, if any.
 
     error: the error that ended the request, if finish_reason is "error".
-    accepted: the first so many tokens were drafted, of `drafts` that were verified.
+    accepted: the first so many tokens were drafted, of `drafts` that were verified. The last `copied` of these come
+        from the request's own text.
     """
 
     request: Request
@@ -85,6 +89,7 @@ class Emission:
     error: RequestError | None = None
     accepted: int = 0
     drafts: int = 0
+    copied: int = 0
 
 
 def chunk(emissions: Sequence[Emission]) -> Chunk:
@@ -99,7 +104,11 @@ def chunk(emissions: Sequence[Emission]) -> Chunk:
         None if last.finish_reason is None else last.request.statistics,
         [logprob for each in logprobs for logprob in each] if logprobs else None,
         top_logprobs=[top for each in tops for top in each] if tops else None,
-        rounds=[(len(each.token_ids), each.accepted, each.drafts) for each in emissions if each.token_ids],
+        rounds=[
+            (len(each.token_ids), each.accepted, each.drafts, each.copied)
+            for each in emissions
+            if each.token_ids
+        ],
     )
 
 

@@ -18,6 +18,8 @@ class Statistics:
     block_length_histogram[n]: rounds that verified n tokens, including the anchor; 1 is a round without a draft.
     num_trees: rounds that verified a tree instead of a chain. Each of its nodes but the anchor is a drafted token.
     num_tree_nodes: the nodes of these trees, including the anchors.
+    num_lookup_draft_tokens, num_lookup_accepted_tokens: of the drafted and the accepted tokens, those from the
+        request's own text.
     prefill_time, draft_time, verify_time, host_time: time in passes that served this request, and in host code
     between them.
         A batched pass counts in full for each of its requests.
@@ -34,6 +36,8 @@ class Statistics:
     num_draft_tokens: int = 0
     num_trees: int = 0
     num_tree_nodes: int = 0
+    num_lookup_draft_tokens: int = 0
+    num_lookup_accepted_tokens: int = 0
     acceptance_histogram: list[int] = field(default_factory=list)
     block_length_histogram: list[int] = field(default_factory=list)
     queue_time: float = 0.0

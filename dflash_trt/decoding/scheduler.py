@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -61,6 +62,7 @@ class Scheduler:
         """Every option and parameter is supported."""
 
     def submit(self, request: Request) -> None:
+        request.takes_drafter = request.takes_drafter and self.pair.drafter.present
         self.waiting.add(request)
 
     def cancel(self, request: Request) -> None:
@@ -157,9 +159,21 @@ class Scheduler:
             room = 1
         length = min(lengths.draft(active), room) if drafting else 1
         proposed = couple(self.pair.drafter.propose(active, length), active)
-        if any(request.structured for request in active):
-            return proposed, self.pair.drafter.fit(active, proposed, min(lengths.most, room))
-        return proposed, lengths.select(proposed, active, drafting, self._most_nodes)
+        structured = any(request.structured for request in active)
+        draft = proposed
+        if room > 1:
+            draft = lengths.select(proposed, active, drafting, 1 if structured else self._most_nodes)
+        if (
+            draft.nodes > proposed.nodes == 1
+        ):  # all accepted nodes must find room after the features that wait
+            drafter, most = self.pair.drafter, self.pair.arrays.most_unread
+            rooms = [most - drafter.unread[slot] for slot, each in enumerate(active) if each.takes_drafter]
+            draft = draft.first(min([room, *rooms]))
+        if structured:
+            draft = self.pair.drafter.fit(active, draft, min(lengths.most, room))
+        elif draft.copied and draft.parents is None:
+            draft = replace(self.pair.arrays.chains(draft.tokens, draft.logprobs), copied=draft.copied)
+        return proposed, draft
 
     @property
     def _most_nodes(self) -> int:
@@ -222,7 +236,7 @@ class Scheduler:
         start, every_row = request.committed, request.params.prompt_logprobs
         chunk = request.prompt[start : self._chunk_end(request, budget)]
         logits, sound, drafts_sound = self.pair.prefill(
-            chunk, start, request.slot, draft=request.takes_drafts, every_row=every_row
+            chunk, start, request.slot, draft=request.takes_drafter, every_row=every_row
         )
         request.committed += len(chunk)
         request.sound = sound and _finite(logits)
@@ -255,11 +269,11 @@ class Scheduler:
         if len(request.prompt) - source.length > budget:  # rounds continue meanwhile and need the first slots
             self._close_up()
             source = self.slots.find(request, self.active)
-        self.slots.occupy(request.slot, source, draft=request.takes_drafts)
+        self.slots.occupy(request.slot, source, draft=request.takes_drafter)
         request.committed = request.statistics.num_cached_tokens = source.length
 
     def _stop_drafting(self, request: Request) -> None:
-        request.takes_drafts = False
+        request.takes_drafter = False
         self.pair.drafter.clear(request.slot)
 
     def _leave_early(self) -> list[Emission]:

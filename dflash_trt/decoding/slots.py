@@ -72,7 +72,7 @@ class Slots:
 
     def contents(self, request: Request) -> Contents:
         """The content of a request's slot that others may reuse."""
-        lengths = self.pair.cut_lengths(request.slot, request.committed, draft=request.takes_drafts)
+        lengths = self.pair.cut_lengths(request.slot, request.committed, draft=request.takes_drafter)
         count, step = request.committed, self.step
         if step > 1:  # the whole chunks of the prompt, unless each of its rows gave logits, in shorter chunks
             count = 0 if request.params.prompt_logprobs else min(len(request.prompt), count) // step * step
@@ -85,7 +85,7 @@ class Slots:
         has the drafter's part too.
         """
         slot = request.slot = min(set(range(self.pair.slots)) - {each.slot for each in live})
-        prompt, draft, salt = request.prompt, request.takes_drafts, request.options.cache_salt
+        prompt, draft, salt = request.prompt, request.takes_drafter, request.options.cache_salt
         if self.prefixes is None or request.params.prompt_logprobs:  # which need every row computed
             return Reuse(0, slot)
         held = {each.slot: self.contents(each) for each in live if each.options.cache_salt == salt}
@@ -115,7 +115,7 @@ class Slots:
         """Keep a copy of a prompt's beginning, if its slot cannot be cut to every length after the whole prompt."""
         if self.prefixes is None:
             return
-        later = self.pair.cut_lengths(request.slot, len(request.prompt), draft=request.takes_drafts)
+        later = self.pair.cut_lengths(request.slot, len(request.prompt), draft=request.takes_drafter)
         if any(lengths and lengths[0] > 1 for lengths in later):
             self._keep(request)
 
@@ -126,9 +126,9 @@ class Slots:
             return contents
         both = contents.longest(most, draft=True)
         # A drafter that is behind may have none of the lengths of a state.
-        if not both and request.takes_drafts:
+        if not both and request.takes_drafter:
             if not self.pair.drafter.catch_up(request.slot, request.committed):
-                request.takes_drafts = False
+                request.takes_drafter = False
                 self.pair.drafter.clear(request.slot)
             contents = self.contents(request)
             both = contents.longest(most, draft=True)

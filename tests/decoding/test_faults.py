@@ -190,7 +190,7 @@ def test_a_drafter_without_numbers_costs_speed_only() -> None:
         tokens = finish(pool, lengths, *flights)
         for each in flights:
             assert tokens[each] == expected(each.prompt, each.params, 0)
-        assert [each.takes_drafts for each in flights] == [True, False]
+        assert [each.takes_drafter for each in flights] == [True, False]
         pool.scheduler.forget()
 
 
@@ -205,7 +205,7 @@ def test_a_drafter_without_numbers_at_a_request_s_end_leaves_a_clear_slot() -> N
     pool.drafter.not_a_number = nothing
     again = request([*ends.prompt, *ends.output, 3], SamplingParams(max_tokens=20))
     assert finish(pool, Lengths(5), again)[again] == expected(again.prompt, again.params, 0)
-    assert again.takes_drafts
+    assert again.takes_drafter
 
 
 def adaptive(pool: Pool) -> Any:

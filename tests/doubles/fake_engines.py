@@ -493,7 +493,7 @@ class Pool:
             history = rows_of([*each.prompt, *each.output][: each.committed])
             assert self.target.holds(slot, history)
             behind = self.pair.drafter.unread[slot]
-            if each.takes_drafts:
+            if each.takes_drafter:
                 unread = self.pair.arrays.unread_features_of(slot, 0, behind)[0, :, 0].astype(int).tolist()
                 seen = each.committed - behind
                 assert self.drafter.cache[slot, :seen].tolist() + unread == history

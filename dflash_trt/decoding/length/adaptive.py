@@ -6,6 +6,10 @@ second are G(L) / T(L). T is the usual time of the round (`PassTimes`) plus the 
 is the mean of the probabilities that `Odds` gave recent drafts, because before the drafter has run, nothing else is
 known of a draft.
 
+A request's own text proposes drafts at once (`Lookup`), and `Odds` tells by the length of the match what they are
+worth. Where they promise more than the drafter's for the time that both take, the drafter is not asked in this round,
+and reads what it missed later. Where it is asked, each request gets the better source, or a tree of both.
+
 Once it has run, its log-probabilities say more. So where the host can read them, those nodes are verified that are
 worth the time of their rows: the number of nodes with the largest gain - rate * seconds.
 
@@ -26,6 +30,7 @@ from dflash_trt.decoding.length.odds import Odds, Own
 from dflash_trt.decoding.length.policy import RoundDone
 from dflash_trt.decoding.length.times import LAST, PassTimes, Stalls, quarter_up
 from dflash_trt.decoding.length.trees import Tree, joined, learn_ranks
+from dflash_trt.decoding.lookup import Lookups
 from dflash_trt.decoding.request import Request
 
 Array = np.ndarray[Any, Any]
@@ -128,7 +133,12 @@ class AdaptiveLength:
         self.draft_times, self.verify_times, self._most_nodes = draft_times, verify_times, most_nodes
         self._odds, self._expected = Odds(block_size - 1), Expected(block_size - 1)
         self._own: dict[Request, Own] = {}  # of the running requests
-        self._seen: dict[int, _Seen] = {}  # of this round, by slot
+        self._lookups = Lookups()
+        # Of this round, by slot: drafts of the drafter; drafts from the text, the length of the match, and the
+        # probability that the first 1, 2 .. are right.
+        self._seen: dict[int, _Seen] = {}
+        self._found: dict[int, tuple[list[int], int, list[float]]] = {}
+        self._rate = 0.0  # tokens per second of recent rounds of as many requests
         self._host = deque[float](maxlen=LAST)  # seconds of recent rounds beside their passes
         self._stalls = Stalls()
         self._plans: dict[int, _Plan] = {}
@@ -139,30 +149,59 @@ class AdaptiveLength:
         self._credit = _CREDIT
 
     def draft(self, active: Sequence[Request]) -> int:
-        """The planned length, or now and then another one on trial."""
-        self._batch, self._seen = max(1, len(active)), {}
+        """The planned length, or now and then another one on trial; 1 where drafts from the texts promise more."""
+        batch, self._seen = max(1, len(active)), {}
         if list(self._own) != active:
             self._own = {
                 each: self._own.get(each) or Own(min(each.params.temperature, 2.0)) for each in active
             }
-        plan = self._plan(self._batch)
-        self._trial = (self._credit > 0 or self._untimed) and self.verify_times.settled(self._batch)
-        return plan.trial if self._trial else plan.length
+            self._rate = 0.0
+        self._batch = batch
+        self._found = {
+            slot: (tokens, match, self._odds.copies(self._own[active[slot]], match, len(tokens)))
+            for slot, (tokens, match) in self._lookups.find(active, self.block_size - 1).items()
+        }
+        plan = self._plan(batch)
+        asks = any(request.takes_drafter for request in active)
+        self._trial = asks and (self._credit > 0 or self._untimed) and self.verify_times.settled(batch)
+        if self._trial:
+            return plan.trial
+        if self._found and (not asks or self._copies_pay(plan)):
+            return 1
+        return plan.length if asks else 1
+
+    def _copies_pay(self, plan: _Plan) -> bool:
+        """Whether drafts from the texts alone promise more tokens for their time than the plan."""
+        own = (plan.tokens - self._batch) / self._batch
+        best = rest = float(self._batch)
+        gains = [0.0] * self.block_size
+        for _, _, survival in self._found.values():
+            rest += max(own, sum(survival))
+            for i, right in enumerate(survival):
+                gains[i + 1] += right
+        rest += own * (self._batch - len(self._found))
+        rate, gain, best = max(plan.rate, self._rate), 0.0, -float("inf")
+        for nodes, more in enumerate(gains):
+            gain += more
+            best = max(best, gain - rate * plan.verify[nodes])
+        return self._batch + best - rate * plan.beside > rest - rate * plan.seconds
 
     def select(self, draft: Draft, active: Sequence[Request], slots: Sequence[int], most: int) -> Draft:
-        """As many nodes as are expected to be fastest: the first of each chain, or trees of at most `most`."""
-        if draft.nodes == 1 or not slots:
+        """As many nodes as are expected to be fastest: the first of each chain, or trees of at most `most` nodes."""
+        if not slots or (self._trial and draft.nodes == 1) or not draft.at_hand:
+            return draft  # waiting for a device's numbers costs more than it saves
+        if draft.nodes == 1 and not self._found:
             return draft
-        if not draft.at_hand:  # waiting for a device's numbers costs more than it saves
-            return draft
-        counted = self._some(slots)
         wide = draft.candidates is not None and most > 1 and self._most_nodes > 0
-        for slot in slots if wide else counted:
-            self._seen[slot] = self._look(draft, active[slot], slot, wide=wide)
+        counted = slots if wide or self._found else self._some(slots)
+        if draft.nodes > 1:
+            for slot in counted:
+                if active[slot].takes_drafter:
+                    self._seen[slot] = self._look(draft, active[slot], slot, wide=wide)
         if self._trial:
             return draft
         plan = self._plan(self._batch)
-        if wide:
+        if wide or self._found:
             return self._trees(plan, draft, active, slots, most)
         rate = plan.rate * len(counted) / len(slots)
         nodes, best, gain = 1, -rate * plan.verify[0], 0.0
@@ -170,28 +209,36 @@ class AdaptiveLength:
             gain += sum(right)
             if gain - rate * plan.verify[place + 1] > best:
                 nodes, best = place + 2, gain - rate * plan.verify[place + 1]
-        return Draft(draft.tokens[:, :nodes], None, draft.logprobs[:, : nodes - 1], draft.candidates)
+        return draft.first(nodes)
 
     def _trees(
         self, plan: _Plan, draft: Draft, active: Sequence[Request], slots: Sequence[int], most: int
     ) -> Draft:
-        most = min(most, self._most_nodes, len(plan.verify))
-        least = [each / len(slots) for each in plan.least]
+        """Trees of both sources. Where `most` allows only chains, each has the source that promises more."""
         trees: dict[int, Tree] = {}
+        wide = min(most, self._most_nodes) > 1 and draft.nodes > 1
+        most = min(most, self._most_nodes, len(plan.verify)) if wide else self.block_size
+        least = [each / len(slots) for each in plan.least]
         for slot in slots:
-            seen = self._seen[slot]
-            trees[slot] = Tree(
-                self._odds, self._own[active[slot]], int(draft.tokens[slot, 0]), seen.tokens, seen.said
-            )
+            seen = self._seen.get(slot) or _Seen([], [], [])
+            copied, _, survival = self._found.get(slot, ([], 0, []))
+            if copied and not wide:
+                if sum(survival) > sum(seen.survival):
+                    seen = _Seen([], [], [])
+                else:
+                    copied = []
+            own, anchor = self._own[active[slot]], int(draft.tokens[slot, 0])
+            trees[slot] = Tree(self._odds, own, anchor, seen.tokens, seen.said, copied, survival)
             trees[slot].grow(most, least)
         nodes, best, gain = 1, -float("inf"), 0.0
         for place in range(max(len(tree.chances) for tree in trees.values())):
             gain += sum([tree.chances[place] for tree in trees.values() if place < len(tree.chances)])
             if gain - plan.rate * plan.verify[place] > best:
                 nodes, best = place + 1, gain - plan.rate * plan.verify[place]
-        for tree in trees.values():
+        for slot, tree in trees.items():
             tree.grow(nodes)
-        return joined(draft, trees, nodes)
+            active[slot].fitting = min(nodes, len(tree.tokens))
+        return joined(draft, trees, nodes) if nodes > 1 else draft.first(1)
 
     def _look(self, draft: Draft, request: Request, slot: int, *, wide: bool) -> _Seen:
         best: list[float] = draft.logprobs[slot].tolist()
@@ -219,7 +266,9 @@ class AdaptiveLength:
             lost = (min(usual, seconds) + plan.beside) / plan.seconds - tokens / plan.tokens
             self._credit = max(self._credit - max(0.0, lost), -10 * _CREDIT)
         self._untimed = self._trial and not timed and not self._untimed
-        if lost >= 0 and not self._untimed:  # a trial that pays or had no time is repeated
+        if (
+            lost >= 0 and not self._untimed and (drafts or done.verified == 1)
+        ):  # a trial that pays or had no time is repeated
             self._tried[batch][done.drafted - 1] = self._rounds
         if drafts:
             self._expected.observe(survivals)
@@ -227,6 +276,11 @@ class AdaptiveLength:
         else:
             self._expected.fade(1 - 1 / _IDLE, 1 - 1 / _IDLE)
             self._idle += 1
+        for slot, decided in zip(done.judged, done.decided, strict=True):
+            self._learn_copies(done.active[slot], slot, decided)
+        tokens_now, seconds = sum(map(len, done.decided)), seconds + done.host_seconds
+        if 0 < seconds < 1e9 and tokens_now:
+            self._rate += (tokens_now / seconds - self._rate) * (0.02 if self._rate else 1.0)
         if done.ended:
             self._expected.fade(1.0, 1 - done.ended / batch)
         self._rounds += 1
@@ -263,11 +317,20 @@ class AdaptiveLength:
         if self._seen:
             return [seen.survival for seen in self._seen.values()]
         survivals = []
-        for slot in self._some(done.judged):
+        asked = [slot for slot in done.judged if done.active[slot].takes_drafter]
+        for slot in self._some(asked):
             pairs = zip(done.proposed.tokens_of(slot)[1:], judged[slot], strict=False)
             right = [float(drafted == token) for drafted, token in pairs]
             survivals.append(right[: right.index(0.0) + 1] if 0.0 in right else right)
         return survivals
+
+    def _learn_copies(self, request: Request, slot: int, decided: Sequence[int]) -> None:
+        """Learn whether what the text proposed was right, verified or not."""
+        copied, match, _ = self._found.get(slot, ([], 0, []))
+        for place, (found, token) in enumerate(zip(copied, decided, strict=False)):
+            self._odds.learn_copied(self._own[request], match + place, found == token)
+            if found != token:
+                return
 
     def _some(self, slots: Sequence[int]) -> Sequence[int]:
         """Those that are counted in this round."""

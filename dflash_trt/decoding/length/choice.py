@@ -9,7 +9,7 @@ from typing import Any
 from dflash_trt.decoding.length.adaptive import MOST_NODES, AdaptiveLength
 from dflash_trt.decoding.length.policy import FixedLength, Lengths
 from dflash_trt.decoding.length.times import Kept, PassTimes
-from dflash_trt.decoding.length.trees import FixedTrees
+from dflash_trt.decoding.length.trees import FixedCopies, FixedTrees
 from dflash_trt.decoding.params import RequestOptions
 from dflash_trt.errors import DFlashError
 from dflash_trt.files.disk import write_object
@@ -27,8 +27,9 @@ class Policies:
     place: the file with times of passes of an earlier process, which `keep` writes; None: no file.
     """
 
-    def __init__(self, block_size: int, place: Path | None = None) -> None:
-        self.block_size, self._place = block_size, place
+    def __init__(self, block_size: int, place: Path | None = None, *, drafter: bool = True) -> None:
+        """drafter: whether the bundle has one."""
+        self.block_size, self._place, self._drafter = block_size, place, drafter
         self._times: tuple[PassTimes, PassTimes] | None = None
         self._adaptive: dict[int, AdaptiveLength] = {}  # by the most nodes of a tree
 
@@ -43,7 +44,7 @@ class Policies:
         if nodes:
             return FixedTrees(length or self.block_size, self.block_size - 1, nodes)
         if length is not None:
-            return FixedLength(length)
+            return FixedLength(length) if self._drafter and options.takes_drafter else FixedCopies(length)
         most = 0 if nodes == 0 else min(MOST_NODES, most_tree_nodes)
         if most not in self._adaptive:
             self._times = self._times or self._read()

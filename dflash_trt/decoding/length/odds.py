@@ -96,6 +96,16 @@ class Odds:
             right.append(survival)
         return right
 
+    def copies(self, own: Own, match: int, drafts: int) -> list[float]:
+        """The probability that the first 1, 2 .. tokens from the text after a match are right. Each right one makes the
+        match longer.
+        """
+        survival, right = 1.0, list[float]()
+        for place in range(drafts):
+            survival *= self.copied(own, match + place)
+            right.append(survival)
+        return right
+
     def learn_drafted(
         self, own: Own, place: int, x: float, right: bool, rank: int = 0, off: bool = False
     ) -> None:

@@ -17,9 +17,11 @@ import numpy as np
 from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.length.odds import FEW_RANKS, Odds, Own, log_odds
 from dflash_trt.decoding.length.policy import FixedLength, RoundDone
+from dflash_trt.decoding.lookup import Lookups
 from dflash_trt.decoding.request import Request
 
 Array = np.ndarray[Any, Any]
+_NO_ODDS = Odds(1)  # of trees without candidates
 
 
 class Tree:
@@ -35,15 +37,26 @@ class Tree:
         anchor: int,
         tokens: Sequence[Sequence[int]],
         said: Sequence[Sequence[float]],
+        copied: Sequence[int] = (),
+        survival: Sequence[float] = (),
     ) -> None:
-        """tokens, said [places][W]: the drafter's candidates of each place, best first, and their log-probabilities."""
+        """tokens, said [places][W]: the drafter's candidates of each place, best first, and their log-probabilities.
+
+        copied, survival: tokens from the request's own text, and the probability that the first 1, 2 .. are right.
+        """
         self._odds, self._own, self._candidates, self._said = odds, own, tokens, said
+        self._text, self._survival = copied, survival
         self.tokens, self.parents, self.logprobs, self.chances = [anchor], [-1], [0.0], [1.0]
+        self.copied = set[int]()  # the nodes that only the text proposes
+        self._children: dict[tuple[int, int], int] = {}
         # By falling chance: place, parent, rank, whether an ancestor is not the best of its place, the probability of
-        # the path without better siblings of this candidate, and the mass that these had for the drafter.
+        # the path without better siblings of this candidate, and the mass that these had for the drafter. A copied
+        # token has the rank -1.
         self._heap: list[tuple[float, int, int, int, bool, float, float]] = []
         if tokens:
             self._push(0, 0, 0, False, 1.0, 0.0)
+        if copied:
+            heappush(self._heap, (-survival[0], 0, 0, -1, False, 0.0, 0.0))
 
     def grow(self, nodes: int, least: Sequence[float] | None = None) -> None:
         """Add nodes up to so many, while the next one's chance is at least `least[nodes so far]`."""
@@ -52,15 +65,29 @@ class Tree:
             if least is not None and -heap[0][0] < least[len(chances)]:
                 return
             chance, place, parent, rank, left, rest, mass = heappop(heap)
+            if rank < 0:
+                node = self._node(parent, self._text[place], 0.0, -chance)
+                if place + 1 < len(self._text):
+                    heappush(heap, (-self._survival[place + 1], place + 1, node, -1, False, 0.0, 0.0))
+                continue
             logprob = self._said[place][rank]
-            self.tokens.append(self._candidates[place][rank])
-            self.parents.append(parent)
-            self.logprobs.append(logprob)
-            chances.append(-chance)
+            node = self._node(parent, self._candidates[place][rank], logprob, -chance)
+            self.copied.discard(node)
             if rank + 1 < len(self._said[place]):
                 self._push(parent, place, rank + 1, left, rest + chance, mass + exp(min(logprob, 0.0)))
             if place + 1 < len(self._said):
-                self._push(len(chances) - 1, place + 1, 0, left or rank > 0, -chance, 0.0)
+                self._push(node, place + 1, 0, left or rank > 0, -chance, 0.0)
+
+    def _node(self, parent: int, token: int, logprob: float, chance: float) -> int:
+        """The child of a node with this token, which both sources may propose."""
+        node = self._children.setdefault((parent, token), len(self.tokens))
+        if node == len(self.tokens):
+            self.tokens.append(token)
+            self.parents.append(parent)
+            self.logprobs.append(logprob)
+            self.chances.append(chance)
+            self.copied.add(node)
+        return node
 
     def _push(self, parent: int, place: int, rank: int, left: bool, rest: float, mass: float) -> None:
         x = relative(self._said[place][rank], mass)
@@ -82,13 +109,15 @@ def joined(draft: Draft, trees: dict[int, Tree], nodes: int) -> Draft:
     tokens = np.repeat(np.asarray(draft.tokens)[:, :1], nodes, axis=1)
     parents = np.tile(np.arange(-1, nodes - 1), (count, 1))
     logprobs = np.zeros((count, nodes - 1), np.float32)
+    copied: dict[int, set[int]] = {}
     for slot, tree in trees.items():
         known = min(nodes, len(tree.tokens))
         tokens[slot, :known], parents[slot, :known] = tree.tokens[:known], tree.parents[:known]
         logprobs[slot, : known - 1] = tree.logprobs[1:known]
-    if (parents == np.arange(-1, nodes - 1)).all():
-        return Draft(tokens, None, logprobs, draft.candidates)
-    return Draft(tokens, parents, logprobs, draft.candidates)
+        if own := {node for node in tree.copied if node < known}:
+            copied[slot] = own
+    chains = (parents == np.arange(-1, nodes - 1)).all()
+    return Draft(tokens, None if chains else parents, logprobs, draft.candidates, copied)
 
 
 def learn_ranks(
@@ -113,6 +142,29 @@ def learn_ranks(
         else:
             return
         off = off or rank > 0
+
+
+class FixedCopies(FixedLength):
+    """Chains of the same length from the requests' own texts alone."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self._lookups = Lookups()
+
+    def draft(self, active: Sequence[Request]) -> int:
+        """1: the drafter is not asked."""
+        return 1
+
+    def select(self, draft: Draft, active: Sequence[Request], slots: Sequence[int], most: int) -> Draft:
+        """What followed the longest matches."""
+        trees: dict[int, Tree] = {}
+        for slot, (tokens, _) in self._lookups.find(active, self.most - 1).items():
+            anchor, own = int(draft.tokens[slot, 0]), Own(0.0)
+            trees[slot] = Tree(_NO_ODDS, own, anchor, (), (), tokens, [1.0] * len(tokens))
+            trees[slot].grow(self.most)
+        for slot in slots:
+            active[slot].fitting = self.most if slot in trees else 1
+        return joined(draft, trees, self.most) if trees else draft
 
 
 class FixedTrees(FixedLength):

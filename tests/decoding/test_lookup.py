@@ -1,0 +1,142 @@
+"""Drafts from a request's own text."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_trt.decoding.length.adaptive import AdaptiveLength
+from dflash_trt.decoding.length.odds import Odds, Own
+from dflash_trt.decoding.length.policy import FixedLength
+from dflash_trt.decoding.length.times import PassTimes
+from dflash_trt.decoding.length.trees import FixedCopies, Tree
+from dflash_trt.decoding.lookup import Lookup, Lookups
+from dflash_trt.decoding.params import SamplingParams
+from dflash_trt.decoding.request import Request
+from tests.doubles.fake_engines import BLOCK, Pool, StateTarget, WindowTarget, expected, request
+from tests.doubles.schedules import finish, prompt
+
+
+def longest(text: list[int]) -> tuple[int, set[tuple[int, ...]]]:
+    """The length of the longest suffix that occurred before, and what followed it each time, by trying all."""
+    for length in range(len(text) - 1, 0, -1):
+        suffix = text[-length:]
+        after = {
+            tuple(text[i + length :]) for i in range(len(text) - length) if text[i : i + length] == suffix
+        }
+        if after:
+            return length, after
+    return 0, set()
+
+
+@given(st.lists(st.integers(0, 3), max_size=60), st.lists(st.integers(0, 2), max_size=60), st.integers(1, 9))
+@settings(max_examples=300, deadline=None)
+def test_the_longest_suffix_that_occurred_before(prompt: list[int], answer: list[int], most: int) -> None:
+    """After every token, compared with a search of the whole text."""
+    lookup, text = Lookup(prompt), list(prompt)
+    for token in [*answer, None]:
+        found, match = lookup.find(most)
+        length, after = longest(text)
+        assert match == length
+        assert len(found) == (most if match else 0)
+        # A continuation that reaches the end of the text goes on as if the found tokens were there.
+        assert not match or any(tuple(found) == ((*each, *found) * 2)[:most] for each in after)
+        if token is not None:
+            lookup.extend([token])
+            text.append(token)
+
+
+def test_memory_is_linear_in_the_text() -> None:
+    for text in ([1] * 3000, list(range(3000)), [1, 2] * 1500):
+        lookup = Lookup(text)
+        assert len(lookup._next) <= 2 * len(text)
+        assert sum(map(len, lookup._next)) <= 3 * len(text)
+
+
+def test_the_latest_occurrence_counts() -> None:
+    lookup = Lookup([7, 8, 1, 7, 8, 2, 7, 8])
+    assert lookup.find(1) == ([2], 2)
+
+
+@pytest.mark.parametrize("target", [None, StateTarget, WindowTarget])
+@pytest.mark.parametrize("seed", range(3))
+def test_any_mix_of_sources_gives_the_tokens_of_plain_decoding(target: Any, seed: int) -> None:
+    """Batches of requests with the drafter, the text, both and none; chains and trees; greedy, sampled and penalized.
+
+    Texts repeat themselves, and passes take times by turns that make one source or the other, or neither, the best.
+    """
+    rng = random.Random(seed)
+    pool = Pool(3, 5, **({} if target is None else {"target": target}))
+    trees = target is None and seed % 2 == 0
+    pool.drafter.width = 3 if trees else 1
+    policies: list[Any] = [FixedCopies(BLOCK), FixedLength(BLOCK)]
+    for drafter, row in ((0.01, 0.001), (3.0, 0.001), (0.1, 0.2)):
+        draft, verify = {1: {2: drafter, BLOCK: drafter}}, {1: {1: 1.0, BLOCK: 1.0 + row * BLOCK}}
+        times = PassTimes(BLOCK + 2, draft), PassTimes(BLOCK + 2, verify)
+        policies.append(AdaptiveLength(BLOCK, *times, BLOCK + 2 if trees else 0))
+    copied = 0
+    for policy in policies:
+        asked = list[Request]()
+        for i in range(6):
+            temperature, penalty = rng.choice([(0.0, 0.0), (0.0, 0.0), (0.8, 0.0), (0.0, 0.7)])
+            params = SamplingParams(
+                max_tokens=rng.randint(15, 60), temperature=temperature, presence_penalty=penalty, seed=i
+            )
+            source = rng.choice(["drafter", "lookup", "drafter,lookup", "drafter,lookup"])
+            ids = prompt(rng.randint(1, 8), i) * rng.randint(1, 6)
+            asked.append(request(ids, params, draft=rng.random() < 0.9, draft_source=source))
+        tokens = finish(pool, policy, *asked)
+        for each in asked:
+            assert tokens[each] == expected(each.prompt, each.params, each.seed)
+            if not (each.takes_drafts and each.options.takes_lookup):
+                assert each.statistics.num_lookup_draft_tokens == 0
+            copied += each.statistics.num_lookup_accepted_tokens
+            assert each.statistics.num_lookup_accepted_tokens <= each.statistics.num_accepted_tokens
+    assert copied > 0
+
+
+def test_a_request_sees_its_own_text_only() -> None:
+    """Two requests with the same beginning, of which one has the continuation in its prompt. Nothing is left of it."""
+    lookups = Lookups()
+    beside = request([1, 2, 3, 4, 5, 6, 1, 2, 3], SamplingParams())
+    alone = request([1, 2, 3], SamplingParams())
+    refusing = [
+        request(beside.prompt, SamplingParams(), draft=False),
+        request(beside.prompt, SamplingParams(), draft_source="drafter"),
+    ]
+    for active in ([beside, alone, *refusing], [alone, beside], [alone]):
+        expected_of = {slot: ([4, 5], 3) for slot, each in enumerate(active) if each is beside}
+        assert lookups.find(active, 2) == expected_of
+    assert list(lookups._of) == [alone]
+
+
+def test_the_odds_follow_the_length_of_a_match() -> None:
+    """Long matches are mostly right here and short ones are not. The first of them are known from the start."""
+    odds, own = Odds(3), Own(0.0)
+    assert odds.copied(own, 1) < odds.copied(own, 3) < odds.copied(own, 12)
+    rng = random.Random(0)
+    for _ in range(300):
+        for match, chance in ((1, 0.05), (4, 0.6), (16, 0.97)):
+            odds.learn_copied(own, match, rng.random() < chance)
+    for match, chance in ((1, 0.05), (4, 0.6), (16, 0.97)):
+        assert odds.copied(own, match) == pytest.approx(chance, abs=0.15)
+
+
+def test_a_tree_of_both_sources_has_no_node_twice() -> None:
+    """They agree at first. Then the text goes on where the drafter has its second choice, and where it has none."""
+    odds, own = Odds(3), Own(0.0)
+    tokens, said = [[1, 2], [3, 4], [5, 6]], [[-0.4, -1.5]] * 3
+    for copied in ([1, 4, 9], [2, 3, 5], [8, 8, 8], [1, 3, 5, 7, 7]):
+        tree = Tree(odds, own, 0, tokens, said, copied, odds.copies(own, 9, len(copied)))
+        tree.grow(40)
+        children = list(zip(tree.parents, tree.tokens, strict=True))
+        assert len(set(children)) == len(children)
+        assert all(0 <= parent < node for node, parent in enumerate(tree.parents) if node)
+        node = 0
+        for token in copied:
+            node = children.index((node, token))
+        assert len(children) >= 15
