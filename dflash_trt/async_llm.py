@@ -41,6 +41,7 @@ class AsyncLLM(Opened):
 
     max_queue: requests that may wait beyond the `max_batch_size` being decoded. Further ones get BusyError at once.
     block_length, tree_nodes: of all rounds, see `RequestOptions`. A request may have less.
+    draft_source: of requests that do not say otherwise.
     stream_interval: the least number of seconds between chunks of a stream. Tokens in between are held back and
         delivered as one chunk, in the first round after the interval. The end is never held back (default 0: a chunk
         per round).
@@ -57,6 +58,7 @@ class AsyncLLM(Opened):
         max_queue: int = 256,
         block_length: int | None = None,
         tree_nodes: int | None = None,
+        draft_source: str = "drafter,lookup",
         stream_interval: float = 0.0,
         **options: Unpack[OpeningOptions],
     ) -> None:
@@ -64,7 +66,8 @@ class AsyncLLM(Opened):
         if not stream_interval >= 0:
             raise DFlashError(f"stream_interval is {stream_interval}, expected 0 or more seconds")
         super().__init__(bundle, **options)
-        own = RequestOptions(block_length=block_length, tree_nodes=tree_nodes)
+        own = RequestOptions(block_length=block_length, tree_nodes=tree_nodes, draft_source=draft_source)
+        self._draft_source = draft_source
         self._lengths = self._runtime.lengths(own)
         self._limit = self._runtime.max_batch_size + max_queue
         self._stream_interval = stream_interval
@@ -87,6 +90,9 @@ class AsyncLLM(Opened):
         """Requests that are tokenized, waiting or decoded."""
         return len(self._streams) + self._preparing
 
+    def _asked(self, options: ServingOptions) -> RequestOptions:
+        return RequestOptions(**({"draft_source": self._draft_source} | options))
+
     @takes(ServingOptions)
     async def stream(
         self,
@@ -106,7 +112,7 @@ class AsyncLLM(Opened):
             EngineError: the engine failed and accepts no more requests.
             DFlashError: this object is closed.
         """
-        async with aclosing(self._chunks(prompt, sampling_params, RequestOptions(**options))) as chunks:
+        async with aclosing(self._chunks(prompt, sampling_params, self._asked(options))) as chunks:
             async for _, chunk in chunks:
                 yield chunk
 
@@ -138,7 +144,7 @@ class AsyncLLM(Opened):
             if item.finish_reason is not None:
                 ended.set_result(None)
 
-        request = await self._admit(prompt, sampling_params, RequestOptions(**options), take)
+        request = await self._admit(prompt, sampling_params, self._asked(options), take)
         try:
             await ended
         finally:
@@ -152,7 +158,7 @@ class AsyncLLM(Opened):
         **options: Unpack[ServingOptions],
     ) -> Completion:
         """Complete one prompt. See `stream`."""
-        asked = RequestOptions(**options)
+        asked = self._asked(options)
         async with aclosing(self._chunks(prompt, sampling_params, asked, due=inf)) as chunks:
             ((request, whole),) = [each async for each in chunks]
         return completion(request, whole.text, whole.token_ids)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SUMMARY = "talk with a bundle, and see its drafts accepted"
 DESCRIPTION = """\
 Talk with a bundle. Answers appear as they are generated. On a terminal with colours, drafts that the target accepted
-are coloured. A line below each answer has its speed and its acceptance length: tokens per pass of the target.
+are coloured, in a second colour if they repeat the conversation. A line below each answer has its speed and its acceptance length: tokens per pass of the target.
 
 Ctrl-C stops an answer. These lines are commands:
   /reset         begin a new conversation
@@ -37,7 +37,7 @@ examples:
   echo "Why is the sky blue?" | dflash-trt chat bundles/smollm2-135m
 """
 PROMPT = "> "
-DRAFTED = "cyan"
+DRAFTED, COPIED = "cyan", "yellow"  # of the drafter, and of the text itself
 MAX_TOKENS = 512  # of an answer
 COMMANDS = ("/reset", "/system", "/draft", "/stats", "/quit", "/help")
 
@@ -154,10 +154,9 @@ class Conversation:
         try:
             for chunk in stream:
                 # The last token of a round is the target's own. Those before it are drafts that it accepted.
-                drafted = detokenizer.push(chunk.token_ids[:-1])
-                own = detokenizer.push(chunk.token_ids[-1:])
-                self._print(drafted, "" if first else DRAFTED)
-                self._print(own)
+                copied = len(chunk.token_ids) - 1 - sum(each[3] for each in chunk.rounds)
+                for part, style in (((0, copied), DRAFTED), ((copied, -1), COPIED), ((-1, None), "")):
+                    self._print(detokenizer.push(chunk.token_ids[slice(*part)]), "" if first else style)
                 answer, first = answer + chunk.text, False
                 if chunk.statistics is not None:
                     self._print(detokenizer.flush())

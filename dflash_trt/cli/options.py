@@ -149,12 +149,18 @@ def add_drafting(parser: argparse._ActionsContainer) -> None:
            "tokens verified per round (default: auto, the length that is expected to be fastest in each round)"
     )  # fmt: skip
     add_tree_nodes(parser)
+    option(parser, "--draft-source", "SOURCES", str,
+           "where drafts come from: drafter, lookup (what followed the same words earlier in the prompt and the answer), "
+           "or drafter,lookup (default)")  # fmt: skip
     add_exact(parser)
 
 
 def drafting_of(args: argparse.Namespace) -> DraftingOptions:
     """What the options of `add_drafting` ask for."""
-    return {"block_length": args.block_length, "tree_nodes": args.tree_nodes}
+    asked: DraftingOptions = {"block_length": args.block_length, "tree_nodes": args.tree_nodes}
+    if args.draft_source is not None:
+        asked["draft_source"] = args.draft_source
+    return asked
 
 
 def each(kind: Callable[[str], T]) -> Callable[[str], list[T]]:

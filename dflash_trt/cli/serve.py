@@ -146,7 +146,7 @@ def _openai(args: argparse.Namespace) -> int:
     keys = _keys(args.api_key_file)
     check_certificate(args.tls_cert, args.tls_key)
     bundle = bundle_of(args)
-    check_drafting(bundle, args.block_length, args.tree_nodes)
+    check_drafting(bundle, args.block_length, args.tree_nodes, args.draft_source)
     settings = ServerSettings(
         bundle=bundle,
         name=args.served_model_name,

@@ -180,8 +180,8 @@ class Chunk:
     """Some tokens of a stream. `text` may lag behind the tokens.
 
     The first chunk has the prompt's token ids and log-probabilities, the last one the statistics.
-    rounds: for each round in this chunk its tokens, how many of them, the first ones, were drafted, and how many drafts
-        were verified. The token after the prompt is a round of its own.
+    rounds: for each round in this chunk its tokens, how many of them, the first ones, were drafted, how many drafts were
+        verified, and how many of the drafted ones, the last, come from the request's own text. The token after the prompt is a round of its own.
     """
 
     text: str
@@ -193,7 +193,7 @@ class Chunk:
     top_logprobs: list[TopLogprobs] | None = None
     prompt_logprobs: list[float | None] | None = None
     prompt_top_logprobs: list[TopLogprobs] | None = None
-    rounds: list[tuple[int, int, int]] = field(default_factory=list)
+    rounds: list[tuple[int, int, int, int]] = field(default_factory=list)
 
     def __repr__(self) -> str:
         ended = "" if self.finish_reason is None else f", {self.finish_reason!r}"

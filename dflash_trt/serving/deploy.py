@@ -47,6 +47,7 @@ def deploy(
     max_queue: int = 256,
     block_length: int | None = None,
     tree_nodes: int | None = None,
+    draft_source: str = "drafter,lookup",
     stream_interval_ms: int = 50,
     threads: int | None = None,
     exact: bool | None = None,
@@ -69,7 +70,7 @@ def deploy(
     for setting, (value, least) in numbers.items():
         if value < least:
             raise DFlashError(f"{setting} is {value}, expected {least} or more")
-    check_drafting(bundle, block_length, tree_nodes)
+    check_drafting(bundle, block_length, tree_nodes, draft_source)
     settings = {
         "name": name or MODEL,
         "bundle": "bundle",
@@ -78,6 +79,7 @@ def deploy(
         "max_queue": max_queue,
         "block_length": block_length or "auto",
         "tree_nodes": "auto" if tree_nodes is None else tree_nodes,
+        "draft_source": draft_source,
         "stream_interval_ms": stream_interval_ms,
         "threads": threads or "",
         "exact": "" if exact is None else int(exact),
@@ -96,10 +98,13 @@ def deploy(
     return out
 
 
-def check_drafting(bundle: Bundle, block_length: int | None, tree_nodes: int | None) -> None:
+def check_drafting(
+    bundle: Bundle, block_length: int | None, tree_nodes: int | None, draft_source: str | None = None
+) -> None:
     """Raise UsageError for what no engine can draft for this bundle, before one is started."""
     most_nodes = bundle.capacity // 2 if bundle.manifest["tree_width"] > 1 else 0
-    options = RequestOptions(block_length=block_length, tree_nodes=tree_nodes)
+    source = {} if draft_source is None else {"draft_source": draft_source}
+    options = RequestOptions(block_length=block_length, tree_nodes=tree_nodes, **source)
     options.check(bundle.manifest["block_size"], most_nodes)
 
 

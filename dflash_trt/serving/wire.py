@@ -89,7 +89,7 @@ class Update(TypedDict, total=False):
     index: int
     text: str
     token_ids: list[int]
-    rounds: list[tuple[int, int, int]]
+    rounds: list[tuple[int, int, int, int]]
     logprobs: list[float]
     top_logprobs: list[list[tuple[int, float]]]
     num_input_tokens: int

@@ -112,6 +112,9 @@ def _options(settings: dict[str, str]) -> dict[str, Any]:
     for name, value in settings.items():
         if value == "" or (name in _AUTO and value == "auto"):
             continue
+        if name == "draft_source":
+            options[name] = value
+            continue
         if not value.isdecimal():
             expected = "a whole number" + (" or auto" if name in _AUTO else "")
             raise DFlashError(f"config.pbtxt: parameter {name} is {value!r}, expected {expected}")

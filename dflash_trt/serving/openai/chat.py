@@ -50,14 +50,16 @@ class ChatChoice(AnswerChoice):
     parts: list[AnswerPart] = field(default_factory=list)
 
     def rounds(self, update: Update) -> list[dict[str, Any]]:
-        """The texts of an update's rounds: of the accepted drafts, and of the target's own token."""
+        """The texts of an update's rounds: of the drafter's accepted drafts, of those from the chat's own text, and of
+        the target's own token.
+        """
         assert self.words is not None
         made, at = [], 0
-        for tokens, accepted, verified in update["rounds"]:
-            ids = update["token_ids"][at : at + tokens]
-            drafted, own = self.words.push(ids[:accepted]), self.words.push(ids[accepted:])
+        for tokens, accepted, verified, copied in update["rounds"]:
+            ids, first = update["token_ids"][at : at + tokens], accepted - copied
+            texts = [self.words.push(part) for part in (ids[:first], ids[first:accepted], ids[accepted:])]
             counts = {"tokens": tokens, "accepted": accepted, "verified": verified}
-            made.append({**counts, "drafted": drafted, "own": own})
+            made.append({**counts, **dict(zip(("drafted", "copied", "own"), texts, strict=True))})
             at += tokens
         return made
 

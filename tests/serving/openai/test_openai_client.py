@@ -254,7 +254,7 @@ def test_rounds_show_the_accepted_drafts(server: Server) -> None:
     choices = [chunk["choices"][0] for chunk in chunks]
     rounds = [each for choice in choices for each in choice.get("rounds", ())]
     text = "".join(choice["delta"].get("content", "") for choice in choices)
-    assert "".join(each["drafted"] + each["own"] for each in rounds) == text
+    assert "".join(each["drafted"] + each["copied"] + each["own"] for each in rounds) == text
     assert rounds[0]["accepted"] == 0
     assert sum(each["accepted"] for each in rounds) > 10
     assert all(each["accepted"] <= each["verified"] < 8 for each in rounds)

@@ -97,11 +97,11 @@ class Shown {
     this.show();
   }
   count(round) {
-    const { tokens, accepted, verified, drafted, own } = round;
+    const { tokens, accepted, verified, drafted, copied, own } = round;
     this.tokens += tokens; this.accepted += accepted; this.verified += verified; this.rounds += 1;
     this.seen.push(round);
     const title = `Round ${this.rounds}: ${accepted} of ${verified} drafts accepted, ${tokens - accepted} of the target's own`;
-    for (const [name, words] of [["drafted", drafted], ["own", own]]) {
+    for (const [name, words] of [["drafted", drafted], ["copied", copied], ["own", own]]) {
       if (!words) continue;
       this.pieces.push({ from: this.written.length, name, title });
       this.written += words;
