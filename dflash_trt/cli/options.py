@@ -150,8 +150,8 @@ def add_drafting(parser: argparse._ActionsContainer) -> None:
     )  # fmt: skip
     add_tree_nodes(parser)
     option(parser, "--draft-source", "SOURCES", str,
-           "where drafts come from: drafter, lookup (what followed the same words earlier in the prompt and the answer), "
-           "or drafter,lookup (default)")  # fmt: skip
+           "where drafts come from: drafter, lookup (what followed the same words earlier in prompt or answer), or "
+           "drafter,lookup (default)")  # fmt: skip
     add_exact(parser)
 
 

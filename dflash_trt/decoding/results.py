@@ -180,8 +180,9 @@ class Chunk:
     """Some tokens of a stream. `text` may lag behind the tokens.
 
     The first chunk has the prompt's token ids and log-probabilities, the last one the statistics.
-    rounds: for each round in this chunk its tokens, how many of them, the first ones, were drafted, how many drafts were
-        verified, and how many of the drafted ones, the last, come from the request's own text. The token after the prompt is a round of its own.
+    rounds: for each round in this chunk its tokens, how many of them, the first ones, were drafted, how many drafts
+        were verified, and how many of the drafted ones, the last, come from the request's own text. The token after the
+        prompt is a round of its own.
     """
 
     text: str

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -132,7 +133,7 @@ class AdaptiveLength:
         self.block_size = self.most = block_size
         self.draft_times, self.verify_times, self._most_nodes = draft_times, verify_times, most_nodes
         self._odds, self._expected = Odds(block_size - 1), Expected(block_size - 1)
-        self._own: dict[Request, Own] = {}  # of the running requests
+        self._own = WeakKeyDictionary[Request, Own]()  # of the running requests
         self._lookups = Lookups()
         # Of this round, by slot: drafts of the drafter; drafts from the text, the length of the match, and the
         # probability that the first 1, 2 .. are right.
@@ -152,9 +153,9 @@ class AdaptiveLength:
         """The planned length, or now and then another one on trial; 1 where drafts from the texts promise more."""
         batch, self._seen = max(1, len(active)), {}
         if list(self._own) != active:
-            self._own = {
-                each: self._own.get(each) or Own(min(each.params.temperature, 2.0)) for each in active
-            }
+            known, self._own = self._own, WeakKeyDictionary()
+            for each in active:
+                self._own[each] = known.get(each) or Own(min(each.params.temperature, 2.0))
             self._rate = 0.0
         self._batch = batch
         self._found = {
