@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from dflash_trt.building.build import build
@@ -18,7 +20,8 @@ from dflash_trt.errors import CheckpointError
 from dflash_trt.llm import LLM
 from dflash_trt.models.configs import read_target_config
 from dflash_trt.training.checkpoint import dflash2_config, new_config, open_drafter, write_checkpoint
-from dflash_trt.training.export import contract_breaks, export
+from dflash_trt.training.export import contract_breaks, export, model_card
+from dflash_trt.training.loop import Recipe
 from tests.doubles.text_checkpoints import make_gemma
 
 TARGET, DRAFTER = SHIPPED / "tiny" / "target", SHIPPED / "tiny" / "drafter"
@@ -111,6 +114,19 @@ def test_speculators_own_reader_loads_it(tmp_path: Path) -> None:
         assert set(written) <= set(state)
         assert all(torch.equal(state[key].to(value.dtype), value) for key, value in written.items())
         assert read.target_layer_ids == [2, 4, 6, 8]
+
+
+def test_the_card_has_the_commands_with_the_drafters_numbers() -> None:
+    config = json.loads((DRAFTER / "config.json").read_text())
+    counts = {"steps": 3, "categories": {"chat": 2}, "answers": 2, "answer_tokens": 9}
+    text = model_card("org/name", dflash2_config(config), [1, 3], Recipe(steps=3), counts, [])
+    (vllm,) = re.findall(r"vllm serve org/name --speculative-config '(.*)'", text)
+    assert json.loads(vllm) == {"method": "dflash", "model": "DIR", "num_speculative_tokens": 7}
+    (section,) = re.findall(r"^    speculative_config: (.*)", text, re.M)
+    asked = {"decoding_type": "DFlash", "speculative_model": "DIR", "max_draft_len": 7}
+    assert yaml.safe_load(section) == asked
+    assert "--speculative-num-draft-tokens 8" in text
+    assert "TensorRT Edge-LLM refuses it: target_layer_ids has 4 taps, not 5." in text
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
