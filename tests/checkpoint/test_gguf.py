@@ -219,8 +219,14 @@ def test_a_build_multiplies_a_file_as_stored_and_rounds_it_again_with_a_warning(
     file = write_gguf(tmp_path / "model.gguf", vocabulary, kind="Q4_1")
     target = reading.cached_checkpoint(file, stored=True)
     drafter = make_drafter(tmp_path / "drafter", target, taps=(0, 1), mask_token_id=1)
+    draftable = [token for token in range(len(vocabulary[0])) if token % 7]
+    (drafter / "draft_vocabulary.json").write_text(json.dumps({"tokens": draftable}))
     bundle = build(str(file), str(drafter), tmp_path / "stored", max_seq_len=64)
     assert caplog.text == ""
+    whole, head = Checkpoint(target), Checkpoint(bundle.path / "weights" / "head")
+    for name in ("weight", "weight_scale", "weight_zero_term"):
+        rows = whole.array(f"lm_head.{name}")[draftable]
+        np.testing.assert_array_equal(head.array(f"lm_head.{name}"), rows)
     quantized = bundle.manifest["quantization"]
     assert quantized["target"] == "Q4_1"
     assert quantized["drafter"].startswith("W8A16")
