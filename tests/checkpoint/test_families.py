@@ -20,6 +20,7 @@ from transformers import (
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.muse_glimmer.modeling_muse_glimmer import MuseGlimmerTextRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding, Qwen3MoeSparseMoeBlock
@@ -38,6 +39,7 @@ PUBLISHED = [pair.name for pair in PAIRS if pair.target_repo is not None]
 ROTARY = {
     "gpt_oss": GptOssRotaryEmbedding,
     "llama": LlamaRotaryEmbedding,
+    "muse_glimmer_text": MuseGlimmerTextRotaryEmbedding,
     "qwen3": Qwen3RotaryEmbedding,
     "qwen3_moe": Qwen3MoeRotaryEmbedding,
     "qwen3_next": Qwen3NextRotaryEmbedding,
@@ -122,7 +124,7 @@ def test_known_targets_mean_what_transformers_reads(name: str) -> None:
     assert_as_transformers(mine, theirs)
     assert mine.tie_word_embeddings == theirs.tie_word_embeddings
     assert mine.mlp_bias == getattr(theirs, "mlp_bias", False)
-    assert mine.qk_norm == mine.model_type.startswith(("qwen3", "gemma4"))
+    assert mine.qk_norm == mine.model_type.startswith(("qwen3", "gemma4", "muse"))
     assert mine.attention_sinks == (mine.model_type == "gpt_oss")
     assert all(layer.causal for layer in mine.attention_layers)
 
