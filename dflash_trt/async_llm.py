@@ -20,7 +20,7 @@ from dflash_trt.decoding.request import Emission, Request, completion, items
 from dflash_trt.decoding.results import Chunk, Completion
 from dflash_trt.errors import BusyError, DFlashError, EngineError
 from dflash_trt.runtime import Opened, OpeningOptions, Prompt, takes
-from dflash_trt.text.text_thread import LONG, TextThread
+from dflash_trt.text.tokenizer import LONG, TextThread
 
 # An item from the engine thread to a stream: a chunk, or the error that ends the stream.
 _Item = Chunk | DFlashError

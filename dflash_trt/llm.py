@@ -113,11 +113,13 @@ class LLM(Opened):
         else:
             params = [sampling_params or SamplingParams()] * len(listed)
         asked = RequestOptions(**options)
-        requests = [self._request(p, s, asked) for p, s in zip(listed, params, strict=True)]
+        plain = _own(asked)
+        requests = [self._runtime.request(p, s, plain) for p, s in zip(listed, params, strict=True)]
         texts: dict[Request, list[str]] = {request: [] for request in requests}
         tokens: dict[Request, list[int]] = {request: [] for request in requests}
         errors: dict[Request, RequestError] = {}
-        for emission in self._decode(requests, asked):
+        self._runtime.check(asked)
+        for emission in self._run(requests, asked):
             tokens[emission.request] += emission.token_ids
             texts[emission.request].append(emission.text)
             if emission.error is not None:
@@ -138,8 +140,10 @@ class LLM(Opened):
     ) -> Iterator[Chunk]:
         """Complete one prompt in chunks: the tokens that each round commits. See `generate`."""
         asked = RequestOptions(**options)
-        request = self._request(prompt, sampling_params or SamplingParams(), asked)
-        return _chunks(self._decode([request], asked))
+        plain = _own(asked)
+        request = self._runtime.request(prompt, sampling_params or SamplingParams(), plain)
+        self._runtime.check(asked)  # before the first chunk is taken
+        return _chunks(self._run([request], asked))
 
     @takes(DraftingOptions)
     def chat(
@@ -151,7 +155,7 @@ class LLM(Opened):
         **options: Unpack[DraftingOptions],
     ) -> Completion:
         """The assistant's answer to `messages` ({"role": ..., "content": ...}), by the model's chat template."""
-        prompt = self.chat_prompt(messages, chat_template_kwargs)
+        prompt = self._runtime.chat_prompt(messages, chat_template_kwargs)
         return self.generate(prompt, sampling_params, **options)
 
     @takes(DraftingOptions)
@@ -164,7 +168,7 @@ class LLM(Opened):
         **options: Unpack[DraftingOptions],
     ) -> Iterator[Chunk]:
         """`chat`, in chunks."""
-        prompt = self.chat_prompt(messages, chat_template_kwargs)
+        prompt = self._runtime.chat_prompt(messages, chat_template_kwargs)
         return self.stream(prompt, sampling_params, **options)
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray[Any, Any]:
@@ -198,15 +202,6 @@ class LLM(Opened):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-    def _request(self, prompt: Prompt, params: SamplingParams, asked: RequestOptions) -> Request:
-        """Without block_length and tree_nodes: in `LLM` they are those of every round of the call, see `_run`."""
-        own = RequestOptions(speculate=asked.speculate, draft_source=asked.draft_source)
-        return self._runtime.request(prompt, params, own)
-
-    def _decode(self, requests: list[Request], asked: RequestOptions) -> Generator[Emission]:
-        self._runtime.check(asked)  # before the first item is taken
-        return self._run(requests, asked)
 
     def _run(self, requests: list[Request], asked: RequestOptions) -> Generator[Emission]:
         scheduler, turn = self._runtime.scheduler, _Turn()
@@ -263,6 +258,11 @@ def _engine_errors() -> Iterator[None]:
         raise
     except BaseException as error:
         raise EngineError(f"the engine failed: {type(error).__name__}: {error}") from error
+
+
+def _own(asked: RequestOptions) -> RequestOptions:
+    """A request's own options. In `LLM`, block_length and tree_nodes are those of every round of the call."""
+    return RequestOptions(speculate=asked.speculate, draft_source=asked.draft_source)
 
 
 def _chunks(emissions: Generator[Emission]) -> Iterator[Chunk]:

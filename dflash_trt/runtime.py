@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from functools import wraps
 from inspect import signature
@@ -75,9 +76,8 @@ class Opened:
     def chat_prompt(
         self, messages: Messages, chat_template_kwargs: Mapping[str, Any] | None = None
     ) -> list[int]:
-        """Token ids of the rendered chat, ready for `generate` and `stream`.
-
-        Tokenizes in the calling thread. For a long chat, use `asyncio.to_thread`, so that an event loop is not blocked.
+        """Token ids of the rendered chat, for `generate` and `stream`; made in the calling thread. In an event loop use
+        `asyncio.to_thread` for a long chat.
         """
         return self._runtime.chat_prompt(messages, chat_template_kwargs)
 
@@ -97,10 +97,10 @@ class Runtime:
         exact: bool | None = None,
     ) -> None:
         began = perf_counter()
-        max_batch_size = integer("max_batch_size", max_batch_size, 1)
+        self.max_batch_size = max_batch_size = integer("max_batch_size", max_batch_size, 1)
         prefill_chunk = integer("prefill_chunk", prefill_chunk, 1)
         prefix_cache_bytes = integer("prefix_cache_bytes", prefix_cache_bytes, 0)
-        self.max_batch_size, self.bundle = max_batch_size, open_bundle(bundle, check)
+        self.bundle = open_bundle(bundle, check)
         manifest = self.bundle.manifest
         if manifest["weights"] == "none":
             raise BundleError(
@@ -188,11 +188,14 @@ class Runtime:
         files = self.bundle.manifest["files"]
         if folder:
             files = {name.removeprefix(f"{folder}/") for name in files if name.startswith(f"{folder}/")}
-        return Tokenizer(self.bundle.path / folder, files)
+        tokenizer = Tokenizer(self.bundle.path / folder, files)
+        with suppress(DFlashError):  # chats raise it
+            tokenizer.templates  # noqa: B018 - read now, so that the first chat need not
+        return tokenizer
 
     @property
     def pair(self) -> Pair:
-        """The pair whose passes it runs. Raises DFlashError if the engine runs its passes by itself."""
+        """Its pair. Raises DFlashError if the engine runs its passes by itself."""
         return self.scheduler.pair
 
     def lengths(self, options: RequestOptions) -> Lengths:

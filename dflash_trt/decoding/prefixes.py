@@ -53,8 +53,11 @@ class Page:
 
 def common(a: Sequence[int], b: Sequence[int], limit: int) -> int:
     """The number of equal items, at most `limit`, at the start of two sequences of one type."""
-    # Sequences that share anything usually share much: compare slices, then find the place.
-    low, high = 0, max(limit, 0)
+    # Slices of growing size are compared until they differ, then halves of the last one.
+    low, size, limit = 0, 16, max(limit, 0)
+    while low < limit and a[low : min(low + size, limit)] == b[low : min(low + size, limit)]:
+        low, size = min(low + size, limit), 2 * size
+    high = min(low + size, limit)
     while low < high:
         middle = (low + high + 1) // 2
         if a[low:middle] == b[low:middle]:

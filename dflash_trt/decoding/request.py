@@ -31,6 +31,8 @@ class Request:
     takes_drafts: bool = field(init=False)
     # Whether the drafter reads its tokens: as asked, until the drafter gives it numbers that are not finite.
     takes_drafter: bool = field(init=False)
+    block_length: int | None = field(init=False)  # its most tokens in a round; None: no own limit
+    structured: bool = field(init=False)  # its text must have a form
     cancelled: bool = False
     sound: bool = True  # False: it ended with numbers that are not finite, and its slot may hold such numbers
     fitting: int | None = None  # nodes of this round's draft that fit its structure; None: all
@@ -48,13 +50,9 @@ class Request:
     prompt_top_logprobs: list[TopLogprobs] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.takes_drafts = self.options.speculate
+        self.takes_drafts, self.block_length = self.options.speculate, self.options.block_length
         self.takes_drafter = self.takes_drafts and self.options.takes_drafter
-
-    @property
-    def block_length(self) -> int | None:
-        """The most tokens of this request that a round verifies; None: no limit of its own."""
-        return self.options.block_length
+        self.structured = self.history is not None and self.history.structure is not None
 
     @property
     def anchor(self) -> int:
@@ -64,11 +62,6 @@ class Request:
     def own_length(self, length: int) -> int:
         """The number of tokens of its block that count in a round that verifies `length`, including the anchor."""
         return min(self.block_length or length, length, self.fitting or length) if self.takes_drafts else 1
-
-    @property
-    def structured(self) -> bool:
-        """Whether its text must have a form."""
-        return self.history is not None and self.history.structure is not None
 
 
 @dataclass(slots=True)

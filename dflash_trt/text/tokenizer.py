@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tokenizers
 
 from dflash_trt.errors import CheckpointError, DFlashError, RequestError
 from dflash_trt.files.reading import read_text
 from dflash_trt.text.chat_template import ChatTemplates
-from dflash_trt.text.text_thread import LONG
 
+T = TypeVar("T")
+
+LONG = 4097  # characters: a shorter text is tokenized faster than handed to a thread
 TOKENIZER_BYTES = 64 << 20  # the largest published file has 33 MB
 # Characters that the normalizers, pre-tokenizers and byte fallbacks of published tokenizers treat differently.
 _TRIAL = (
@@ -147,7 +151,7 @@ class Tokenizer:
         _check_messages(messages)
         if "messages" in kwargs:
             raise RequestError("messages are given twice: as the argument and as a variable of the template")
-        named = self._templates.sources
+        named = self.templates.sources
         name = "tool_use" if tools and "tool_use" in named else "default"
         if name not in named:
             names = f"only {sorted(named)}" if named else "none"
@@ -161,15 +165,59 @@ class Tokenizer:
             "tools": tools,
             "documents": documents,
         }
-        return self._templates.render(name, given | {"messages": messages})
+        return self.templates.render(name, given | {"messages": messages})
 
     def chat_source(self) -> str:
         """The default chat template as text; "" without one."""
-        return self._templates.sources.get("default", "")
+        return self.templates.sources.get("default", "")
 
     @cached_property
-    def _templates(self) -> ChatTemplates:
+    def templates(self) -> ChatTemplates:
         return ChatTemplates(self.directory, self._files)
+
+
+class TextThread:
+    """One thread that tokenizes long texts in order of arrival. `Tokenizer` releases the GIL meanwhile.
+
+    One text at a time limits the memory to the tokens of one text. The thread is faster than prefill.
+    """
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="dflash-trt texts")
+        self._closed = False
+
+    async def run(self, work: Callable[[], T], *, size: int, timeout: float | None = None) -> T:
+        """The result of `work` on a text of this size. Raises TimeoutError if it takes over `timeout` seconds.
+
+        A cancelled or timed-out task does not wait. Its text is dropped unless the thread is already working on it.
+        """
+        if size < LONG:
+            return work()
+        kept = [work]
+
+        def next_text() -> T:
+            if self._closed:
+                raise _closed()
+            return kept.pop()()
+
+        try:
+            done = self._executor.submit(next_text)
+        except RuntimeError as error:  # another thread closed it meanwhile
+            raise _closed() from error
+        try:
+            async with asyncio.timeout(timeout):
+                return await asyncio.wrap_future(done)
+        finally:
+            kept.clear()
+
+    def close(self) -> None:
+        """Accept no more work and refuse the waiting work."""
+        self._closed = True
+        self._executor.shutdown(wait=False)
+
+
+def _closed() -> DFlashError:
+    return DFlashError("this AsyncLLM is closed; open the bundle again")
 
 
 @contextmanager

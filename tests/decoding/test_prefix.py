@@ -40,6 +40,19 @@ def hits(
     return made
 
 
+@given(
+    st.integers(0, 90).map(lambda n: list(range(n))),
+    st.integers(0, 99),
+    st.integers(0, 99),
+    st.integers(-1, 99),
+)
+def test_common_beginnings_are_counted_up_to_the_limit(
+    a: list[int], differs: int, size: int, limit: int
+) -> None:
+    b = [-1 if i == differs else i for i in range(size)]
+    assert shared(a, b, min(limit, len(a), size)) == max(0, min(limit, len(a), size, differs))
+
+
 def test_a_prefix_of_a_request_that_has_ended_is_reused_by_target_and_drafter() -> None:
     base = prompt(30)
     cold = hits(Pool(1, 2), base + prompt(9, 1))

@@ -28,7 +28,7 @@ from dflash_trt.decoding.sampling.history import History
 from dflash_trt.decoding.sampling.sampler import sample
 from dflash_trt.decoding.scheduler import Scheduler
 from dflash_trt.decoding.slots import Slots
-from dflash_trt.engines.row_caches import RowCaches, SlotRows
+from dflash_trt.engines.caches import RowCaches, SlotRows
 
 Array = np.ndarray[Any, Any]
 

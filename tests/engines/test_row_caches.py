@@ -14,7 +14,7 @@ from dflash_trt.bundle.cache_kinds import CacheKind
 from dflash_trt.engines.onnxruntime.caches import HostRows
 
 SLOTS, CAPACITY, MOST = 4, 500, 60
-WIDTHS = {"k_cache.0": (3, np.float32), "v_cache.0": (2, np.float32), "k_cache.1": (1, np.float32)}
+WIDTHS = {"k_cache.0": (97, np.float32), "v_cache.0": (2, np.float32), "k_cache.1": (1, np.float32)}
 
 
 def kinds(window: int, stride: int) -> list[CacheKind]:

@@ -9,14 +9,14 @@ import torch
 from dflash_plugins.launch import Compaction, Run
 
 from dflash_trt.bundle.cache_kinds import CacheKind
+from dflash_trt.engines.caches import RowCaches, SlotRows, by_kind, whole
 from dflash_trt.engines.device.stream import on
-from dflash_trt.engines.row_caches import RowCaches, SlotRows, by_kind, whole
 
 Tensor = torch.Tensor
 
 
 class DevicePool:
-    """Tensors [slots, heads, rows, size] of one kind of caches. `RowPool` in row_caches.py documents the methods.
+    """Tensors [slots, heads, rows, size] of one kind of caches. `RowPool` in engines/caches.py documents the methods.
 
     The stream orders copies on the device, so they need no wait.
     """

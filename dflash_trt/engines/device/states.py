@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from dflash_trt.engines.caches import PENDING, POSITION, StateCaches
 from dflash_trt.engines.device.caches import DeviceRows
 from dflash_trt.engines.device.stream import on
-from dflash_trt.engines.state_caches import PENDING, POSITION, StateCaches
 
 Array = np.ndarray[Any, Any]
 Tensor = torch.Tensor

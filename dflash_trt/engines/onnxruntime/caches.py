@@ -1,4 +1,4 @@
-"""The memory of the embedded engine's caches: where the rows of each slot lie, and how passes see them."""
+"""The memory of the embedded engine's caches: where the rows and states of each slot lie, and how passes see them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dflash_trt.bundle.cache_kinds import CacheKind
-from dflash_trt.engines.row_caches import RowCaches, SlotRows, by_kind, whole
+from dflash_trt.engines.caches import PENDING, POSITION, RowCaches, SlotRows, StateCaches, by_kind, whole
 from dflash_trt.errors import DFlashError
 
 Array = np.ndarray[Any, Any]
@@ -25,7 +25,7 @@ STEP = 128
 class CachePool:
     """Rows of every slot in caches of one kind. A pass sees the slots it works on as one array [slots, rows, width].
 
-    `RowPool` in row_caches.py documents the other methods.
+    `RowPool` in engines/caches.py documents the other methods.
 
     Slot i begins at row i * capacity, and has the memory of the rows that were written. A pass over one slot sees as
     many rows of it as it needs, where they lie. A pass over several needs them at equal distances without gaps: its
@@ -38,6 +38,7 @@ class CachePool:
     def __init__(self, caches: Mapping[str, tuple[int, Any]], slots: int, capacity: int) -> None:
         """`caches`: width and dtype of a row, by name."""
         self.slots, self.capacity = slots, -(-capacity // STEP) * STEP
+        self.records: list[SlotRows] = []
         self.allocate(caches)
 
     def allocate(self, caches: Mapping[str, tuple[int, Any]]) -> None:
@@ -48,7 +49,7 @@ class CachePool:
             self._maps[name], flat = _zeros(self.slots, self.capacity, width, dtype)
             self.arrays[name] = flat.reshape(self.slots * self.capacity, width)
         self.row_bytes: int = sum(width * np.dtype(dtype).itemsize for width, dtype in caches.values())
-        self.records = [SlotRows() for _ in range(self.slots)]
+        self.records[:] = [SlotRows() for _ in range(self.slots)]
         self._packed, self._stride = range(0), self.capacity
 
     def place(self, first: int, ends: Sequence[int]) -> tuple[int, int]:
@@ -94,9 +95,7 @@ class CachePool:
             mine[...] = given
 
     def copy(self, source: int, target: int, count: int) -> None:
-        count = min(count, self.records[source].finite)
-        self.place(target, [count])  # may move the source too
-        self.write(self.read(source, 0, count), target, 0)
+        self.write(self.read(source, 0, min(count, self.records[source].finite)), target, 0)
 
     def take(self, slot: int, first: int, stop: int) -> list[Array]:
         return [rows.copy() for rows in self.read(slot, first, stop)]
@@ -237,3 +236,61 @@ def _zeros(slots: int, capacity: int, width: int, dtype: Any) -> tuple[mmap.mmap
         with contextlib.suppress(OSError):  # the kernel may lack huge pages
             memory.madvise(mmap.MADV_NOHUGEPAGE)
     return memory, np.frombuffer(memory, dtype, count)
+
+
+class HybridCaches(StateCaches[HostRows]):
+    """Rows and states of every slot, in arrays [slots, ...]."""
+
+    def __init__(self, rows: HostRows, shapes: Mapping[str, tuple[tuple[int, ...], Any]]) -> None:
+        """`shapes`: shape and dtype of each state of a sequence, by name."""
+        super().__init__(rows)
+        self.state_bytes = sum(
+            int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in shapes.values()
+        )
+        try:
+            self.states = {
+                name: np.zeros((rows.slots, *shape), dtype) for name, (shape, dtype) in shapes.items()
+            }
+        except (MemoryError, ValueError) as error:
+            raise DFlashError(
+                f"no memory for the states of {rows.slots} sequences ({self.state_bytes} bytes each): "
+                "lower max_batch_size"
+            ) from error
+        self._pending = [memory for name, memory in self.states.items() if name.startswith(PENDING)]
+        self.most_pending = self._pending[0].shape[1] if self._pending else 0
+
+    @property
+    def arrays(self) -> dict[str, Array]:
+        """All memory by name."""
+        return self.rows.arrays | self.states
+
+    def views(self, first: int, slots: int) -> Iterator[tuple[str, Array]]:
+        """The states of consecutive slots, for a pass."""
+        for name, memory in self.states.items():
+            yield name, memory[first : first + slots]
+
+    def position(self, slot: int) -> int:
+        """The length that a slot's states belong to, which is one of them."""
+        return int(self.states[POSITION][slot])
+
+    def _take(self, slot: int) -> dict[str, Array]:
+        return {name: memory[slot].copy() for name, memory in self.states.items()}
+
+    def _put(self, slot: int, states: Mapping[str, Any]) -> None:
+        for name, state in states.items():
+            self.states[name][slot] = state
+
+    def _copy(self, source: int, target: int) -> None:
+        for memory in self.states.values():
+            memory[target] = memory[source]
+
+    def _clear(self, slot: int, pending: int | None) -> None:
+        if pending is None:
+            self._put(slot, dict.fromkeys(self.states, 0))
+        for memory in self._pending:
+            memory[slot, pending:] = 0
+
+    def close(self) -> None:
+        """Free all memory."""
+        self.rows.close()
+        self.states, self._pending = {}, []

@@ -10,8 +10,7 @@ import numpy as np
 import onnxruntime as ort
 
 from dflash_trt.bundle.cache_kinds import CacheKind
-from dflash_trt.engines.onnxruntime.caches import HostRows
-from dflash_trt.engines.onnxruntime.states import HybridCaches
+from dflash_trt.engines.onnxruntime.caches import HostRows, HybridCaches
 from dflash_trt.errors import BundleError
 from dflash_trt.hardware import cores
 

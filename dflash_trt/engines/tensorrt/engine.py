@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from dflash_trt.bundle.cache_kinds import CacheKind
+from dflash_trt.engines.caches import POSITION
 from dflash_trt.engines.device.caches import DeviceRows
 from dflash_trt.engines.device.sizes import ALIGNMENT, DECODE, PREFILL
 from dflash_trt.engines.device.states import DeviceHybridCaches
-from dflash_trt.engines.state_caches import POSITION
 from dflash_trt.engines.tensorrt.pass_context import Messages, PassContext
 from dflash_trt.engines.tensorrt.profiles import QUERY
 from dflash_trt.engines.tensorrt.runtime_config import KernelCache, captures_by_itself, new_context

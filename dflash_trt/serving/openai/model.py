@@ -16,8 +16,7 @@ from dflash_trt.errors import CheckpointError, DFlashError, RequestError
 from dflash_trt.files.reading import read_object
 from dflash_trt.serving.openai.errors import ApiError
 from dflash_trt.serving.openai.reading import Json
-from dflash_trt.text.text_thread import TextThread
-from dflash_trt.text.tokenizer import Tokenizer
+from dflash_trt.text.tokenizer import TextThread, Tokenizer
 
 # Characters that stand for bytes in vocabularies of bytes: printable ones for themselves, the others from 256 on.
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

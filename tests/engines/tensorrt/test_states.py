@@ -19,8 +19,8 @@ from dflash_trt.building import exactness
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.pair import PassRule
+from dflash_trt.engines.caches import POSITION
 from dflash_trt.engines.device.states import DeviceHybridCaches
-from dflash_trt.engines.state_caches import POSITION
 from dflash_trt.engines.tensorrt import plans
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
 from dflash_trt.errors import BundleError

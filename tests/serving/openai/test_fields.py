@@ -234,7 +234,7 @@ def test_the_tokens_of_prompts_are_those_of_the_usages(server: Server) -> None:
 
 def test_errors_have_no_path_of_the_bundle(tiny: Path) -> None:
     model = Model(Bundle.open(tiny), None)
-    sources = model.tokenizer._templates.sources
+    sources = model.tokenizer.templates.sources
     for template, says in (
         ("{{ raise_exception('no') }}", "refuses the messages: no"),
         (None, "no working chat"),

@@ -1,12 +1,16 @@
-"""Caches of rows, for attention: which row of a slot belongs to which position, for engines on the host and on a GPU.
+"""The caches of an engine by slot, on the host and on a GPU: rows for attention, and recurrent states beside them.
 
 Layers of one kind (dflash_trt/bundle/cache_kinds.py) share a pool, in which row j of a slot is position base + j. Each
 slot has one record for each kind (`SlotRows`). A pass moves a slot's rows down before it runs, if the base of its first
 position is another than that of the pass before.
+
+A slot's states have one fixed size and belong to `position`. The rows from there on are pending: docs/hybrid.md says
+how a pass replays them. So such a slot can be cut to `position`, and to each length after it up to its own.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -88,11 +92,7 @@ class _RowsOfKind(Generic[P]):
 
     kind: CacheKind
     pool: P
-
-    @property
-    def records(self) -> Sequence[SlotRows]:
-        """The record of each slot."""
-        return self.pool.records
+    records: Sequence[SlotRows]
 
 
 def by_kind(kinds: Sequence[CacheKind], names: Iterable[str]) -> list[list[str]]:
@@ -109,17 +109,12 @@ class RowCaches(Generic[P]):
 
     def __init__(self, pools: Sequence[tuple[CacheKind, P]], slots: int) -> None:
         self.slots = slots
-        self.kinds = [_RowsOfKind(kind, pool) for kind, pool in pools]
+        self.kinds = [_RowsOfKind(kind, pool, pool.records) for kind, pool in pools]
 
     @property
     def arrays(self) -> dict[str, Any]:
         """All memory by name."""
         return {name: array for each in self.kinds for name, array in each.pool.arrays.items()}
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row in all caches."""
-        return sum(each.pool.row_bytes for each in self.kinds)
 
     def advance(self, first: int, starts: Sequence[int], written: Sequence[int]) -> None:
         """Move the rows of the slots from `first` on to where a pass needs them that begins at these positions, and
@@ -148,17 +143,13 @@ class RowCaches(Generic[P]):
             if each.kind.window is not None
         }
 
-    def shortest(self, slot: int, length: int) -> int:
-        """The least length to which a slot of this length can be cut."""
-        return max(
-            [each.kind.shortest(max(each.kind.base(length), each.records[slot].first)) for each in self.kinds]
-        )
-
-    def cut_lengths(self, slot: int, length: int) -> Sequence[int]:
-        return range(self.shortest(slot, length), length + 1)
+    def cut_lengths(self, slot: int, length: int) -> range:
+        first = [max(each.kind.base(length), each.records[slot].first) for each in self.kinds]
+        shortest = [each.kind.shortest(at) for each, at in zip(self.kinds, first, strict=True)]
+        return range(max(shortest), length + 1)
 
     def kept_bytes(self, length: int) -> int:
-        return length * self.row_bytes
+        return length * sum([each.pool.row_bytes for each in self.kinds])
 
     def copy(self, source: int, target: int, length: int) -> None:
         for each in self.kinds:
@@ -221,3 +212,90 @@ class RowCaches(Generic[P]):
                 held.base = held.first = held.last = 0
             elif last is None:
                 held.last = min(held.last, first)
+
+
+POSITION, PENDING = "position_state", "pending_"
+R = TypeVar("R", bound=RowCaches[Any])
+
+
+@dataclass(frozen=True, slots=True)
+class _RowsAndStates:
+    """The content of a snapshot: rows, and the states that belong to their end; or None."""
+
+    rows: Snapshot
+    states: Any
+
+
+class StateCaches(ABC, Generic[R]):
+    """Rows and states of every slot. `Caches` in decoding/caches.py documents the methods.
+
+    state_bytes: of the states of one slot. most_pending: the most rows after a slot's position.
+    """
+
+    state_bytes: int
+    most_pending: int
+
+    def __init__(self, rows: R) -> None:
+        self.rows = rows
+
+    @abstractmethod
+    def position(self, slot: int) -> int:
+        """The length that a slot's states belong to."""
+
+    @abstractmethod
+    def _take(self, slot: int) -> Any:
+        """A copy of a slot's states. Raises MemoryError if there is no memory."""
+
+    @abstractmethod
+    def _put(self, slot: int, states: Any) -> None:
+        """Give a slot the states that `_take` returned."""
+
+    @abstractmethod
+    def _copy(self, source: int, target: int) -> None:
+        """Give a slot the states of another one."""
+
+    @abstractmethod
+    def _clear(self, slot: int, pending: int | None) -> None:
+        """Set a slot's pending rows to 0 from this one on; with None, all of its states."""
+
+    def cut_lengths(self, slot: int, length: int) -> Sequence[int]:
+        """From the states' position on, if the rows can be cut so far."""
+        return range(max(self.rows.cut_lengths(slot, length).start, self.position(slot)), length + 1)
+
+    def kept_bytes(self, length: int) -> int:
+        """Of the rows, and of one slot's states."""
+        return self.rows.kept_bytes(length) + self.state_bytes
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Rows and states."""
+        self.rows.copy(source, target, length)
+        self._copy(source, target)
+
+    def keep(self, slot: int, start: int, stop: int, shortest: int) -> Snapshot:
+        """The states are with the rows that end at their position, or at a pending row."""
+        position, rows = self.position(slot), self.rows.keep(slot, start, stop, shortest)
+        if not position <= stop <= position + self.most_pending:
+            return Snapshot(start, stop, (), _RowsAndStates(rows, None), rows.size)
+        content = _RowsAndStates(rows, self._take(slot))
+        lengths = range(max(rows.lengths[0], position), stop + 1) if rows.lengths else ()
+        return Snapshot(start, stop, lengths, content, rows.size + self.state_bytes)
+
+    def lacks(self, kept: Snapshot, shortest: int) -> bool:
+        """States are with the last copy of a prefix only."""
+        if kept.start < shortest <= kept.stop and kept.stop not in kept.lengths:
+            return True
+        return self.rows.lacks(kept.data.rows, shortest)
+
+    def restore(self, slot: int, kept: Sequence[Snapshot], length: int) -> None:
+        """All rows, and the states of the last copy."""
+        self.rows.restore(slot, [each.data.rows for each in kept], length)
+        self._put(slot, kept[-1].data.states)
+
+    def compact(self, slot: int, start: int, nodes: Sequence[int]) -> None:
+        """Rows alone: targets with states verify chains, whose rows lie in order."""
+        self.rows.compact(slot, start, nodes)
+
+    def clear(self, slot: int, first: int = 0, last: int | None = None) -> None:
+        """Rows, and the pending ones from `first` on, or all states."""
+        self.rows.clear(slot, first, last)
+        self._clear(slot, max(first - self.position(slot), 0) if first else None)
