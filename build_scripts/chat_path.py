@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import threading
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -31,13 +30,9 @@ def functions_of_a_chat(bundle: str) -> set[tuple[str, str]]:
             seen.add((code.co_filename[len(PACKAGE) + 1 :], code.co_qualname))
 
     with LLM(bundle) as llm:
-        threading.setprofile_all_threads(profile) if sys.version_info >= (3, 12) else threading.setprofile(
-            profile
-        )
         sys.setprofile(profile)
         llm.chat(MESSAGES)
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
     return seen
 
 
