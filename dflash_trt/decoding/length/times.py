@@ -72,7 +72,7 @@ class PassTimes:
     def of(self, batch: int, rows: int) -> float:
         """Usual seconds of one pass."""
         followed = self._of(batch)
-        return self._default(batch, rows) * followed.scale * followed.between(rows)
+        return float(self._default(batch, rows)) * followed.scale * followed.between(rows)
 
     def settled(self, batch: int) -> bool:
         """Whether enough passes have told the scale for factors to be learned."""

@@ -1,0 +1,110 @@
+"""Drafts from the drafter, from the text itself and from both, on natural prompts and on such that copy, as a table.
+
+    python -m build_scripts.bench.lookup BUNDLE [BUNDLE ...] [--prompts 6] [--rounds 5] [--max-tokens 96]
+
+Each prompt goes to all methods in turn, one request at a time, several rounds long, so that a slow moment of the
+machine hits all. All methods must give the same tokens. A speed is that of the tokens after the first one, relative to
+plain decoding of the same prompt: the median of its rounds. The table has the speed of all prompts together (the sum of
+median times), the least prompt, and tokens per pass. The last line is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from build_scripts import harness
+from dflash_trt import LLM, SamplingParams
+from dflash_trt.hardware import processor
+from dflash_trt.prompts import SHIPPED_PROMPTS, read_prompts
+
+METHODS: dict[str, dict[str, Any]] = {
+    "plain": {"speculate": False},
+    "drafter": {"draft_source": "drafter"},
+    "lookup": {"draft_source": "lookup"},
+    "both": {"draft_source": "drafter,lookup"},
+}
+COPYING = "copying"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print a table for each bundle. Returns 1 if methods differ in a token."""
+    parser = harness.parser(__doc__)
+    parser.add_argument("bundles", nargs="+", metavar="BUNDLE")
+    parser.add_argument(
+        "--prompts", type=int, default=6, help="of copying, and of all other categories together"
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--threads", type=int)
+    args = parser.parse_args(argv)
+    chosen = prompts(args.prompts)
+    print(processor())
+    records, same = list[dict[str, Any]](), True
+    for bundle in args.bundles:
+        with LLM(bundle, max_batch_size=1, prefix_cache_bytes=0, threads=args.threads) as llm:
+            made, equal = measure(llm, chosen, args)
+        table(bundle, made)
+        records += [{"bundle": bundle, **record} for record in made]
+        same = same and equal
+    print(f"tokens of the methods: {'all equal' if same else 'DIFFERENT'}")
+    print(json.dumps({"processor": processor(), "rounds": args.rounds, "records": records}))
+    return 0 if same else 1
+
+
+def prompts(count: int) -> list[tuple[str, Any]]:
+    """So many that copy, and as many of the other categories in turn, each with its kind."""
+    files = sorted((SHIPPED_PROMPTS / "natural").glob("*.jsonl"))
+    others = [read_prompts(file, 0) for file in files if file.stem != COPYING]
+    natural = [prompt for row in zip(*others, strict=True) for prompt in row]
+    copying = read_prompts(SHIPPED_PROMPTS / "natural" / f"{COPYING}.jsonl", count)
+    return [("natural", each) for each in natural[:count]] + [(COPYING, each) for each in copying]
+
+
+def measure(
+    llm: LLM, chosen: list[tuple[str, Any]], args: argparse.Namespace
+) -> tuple[list[dict[str, Any]], bool]:
+    """For each prompt and method the median seconds after the first token; and whether all tokens are equal."""
+    seconds = defaultdict[tuple[str, str, str], list[float]](list)
+    counts, outputs = dict[tuple[str, str, str], tuple[int, int]](), dict[str, list[int]]()
+    params, equal = SamplingParams(max_tokens=args.max_tokens), True
+    for number in range(args.rounds + 1):  # the first one warms up
+        for place, (kind, prompt) in enumerate(chosen):
+            ids = llm.chat_prompt(prompt.content)
+            turn = (number + place) % len(METHODS)
+            for method in [*METHODS][turn:] + [*METHODS][:turn]:
+                answer = llm.generate(ids, params, **METHODS[method])
+                equal = equal and outputs.setdefault(prompt.id, answer.token_ids) == answer.token_ids
+                statistics, key = answer.statistics, (kind, prompt.id, method)
+                if number:
+                    seconds[key].append(statistics.generation_time)
+                    passes = sum(statistics.block_length_histogram)
+                    counts[key] = len(answer.token_ids) - 1, passes
+    fields = ("kind", "prompt", "method", "seconds", "tokens", "passes")
+    made = [
+        dict(zip(fields, (*key, median(times), *counts[key]), strict=True)) for key, times in seconds.items()
+    ]
+    return [record for record in made if record["tokens"] > 0], equal
+
+
+def table(bundle: str, records: list[dict[str, Any]]) -> None:
+    """Print speeds relative to plain decoding, with the least prompt, and tokens per pass."""
+    plain = {record["prompt"]: record["seconds"] for record in records if record["method"] == "plain"}
+    print(f"\n{Path(bundle).name}\n| | {' | '.join([*METHODS][1:])} |\n|---|{'---|' * (len(METHODS) - 1)}")
+    for kind in ("natural", COPYING):
+        cells = []
+        for method in [*METHODS][1:]:
+            own = [r for r in records if r["kind"] == kind and r["method"] == method]
+            speed = sum(plain[r["prompt"]] for r in own) / sum(r["seconds"] for r in own)
+            least = min(plain[r["prompt"]] / r["seconds"] for r in own)
+            tokens = sum(r["tokens"] for r in own) / sum(r["passes"] for r in own)
+            cells.append(f"{speed:.2f} (least {least:.2f}; {tokens:.2f} tokens a pass)")
+        print(f"| {kind} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
