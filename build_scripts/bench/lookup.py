@@ -86,9 +86,11 @@ def measure(
                     counts[key] = len(answer.token_ids) - 1, passes
     fields = ("kind", "prompt", "method", "seconds", "tokens", "passes")
     made = [
-        dict(zip(fields, (*key, median(times), *counts[key]), strict=True)) for key, times in seconds.items()
+        dict(zip(fields, (*key, median(times), *counts[key]), strict=True))
+        for key, times in seconds.items()
+        if counts[key][0] > 0
     ]
-    return [record for record in made if record["tokens"] > 0], equal
+    return made, equal
 
 
 def table(bundle: str, records: list[dict[str, Any]]) -> None:

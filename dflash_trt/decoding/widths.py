@@ -302,10 +302,9 @@ def cache_rows(pair: Pair, model: str, slot: int, start: int, stop: int) -> Iter
 
     Layers with a window have those that the row after them sees.
     """
-    caches: Any = (pair.target if model == "target" else pair.drafter.engine).caches
-    rows = getattr(caches, "rows", caches).read(
-        slot, start, stop
-    )  # those beside states, where there are states
+    caches: Any = (pair.target if model == "target" else pair.drafter).caches
+    # Rows stand beside states, where there are states.
+    rows = getattr(caches, "rows", caches).read(slot, start, stop)
     pair.arrays.wait()
     for name in sorted(rows, key=lambda each: (int(each.rpartition(".")[2]), each)):
         cache = rows[name]

@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from string import Template
 
@@ -103,8 +104,9 @@ def check_drafting(
 ) -> None:
     """Raise UsageError for what no engine can draft for this bundle, before one is started."""
     most_nodes = bundle.capacity // 2 if bundle.manifest["tree_width"] > 1 else 0
-    source = {} if draft_source is None else {"draft_source": draft_source}
-    options = RequestOptions(block_length=block_length, tree_nodes=tree_nodes, **source)
+    options = RequestOptions(block_length=block_length, tree_nodes=tree_nodes)
+    if draft_source is not None:
+        options = replace(options, draft_source=draft_source)
     options.check(bundle.manifest["block_size"], most_nodes)
 
 

@@ -45,3 +45,6 @@ class DeviceEngine(Protocol):
         Feeds on the host are uploaded. Feeds on the device are copied unless they are already in their buffer.
         Outputs are views of buffers that the next pass of this profile overwrites.
         """
+
+    def close(self) -> None:
+        """Free the caches and the engine."""

@@ -107,7 +107,9 @@ class TensorRTEngine:
         """Sort the plan's inputs and outputs: those of a pass, caches, states, and outputs that nothing reads."""
         trt, engine = self._trt, self._engine
         names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
-        self.dtypes = {name: _torch_dtype(trt, engine.get_tensor_dtype(name)) for name in names}
+        self.dtypes: Mapping[str, torch.dtype] = {
+            name: _torch_dtype(trt, engine.get_tensor_dtype(name)) for name in names
+        }
         inputs = [n for n in names if engine.get_tensor_mode(n) == trt.TensorIOMode.INPUT]
         self._cache_names = [name for name in inputs if "_cache." in name]
         self._state_names = [name for name in inputs if name.partition(".")[0].endswith("_state")]

@@ -54,7 +54,9 @@ class TorchEngine:
         self.stream, self.device = stream, device
         self.graphs = graphs and not isinstance(stream, HostStream)
         self._graph = graph = Graph(path, device)
-        self.dtypes = {name: s.dtype for name, s in (graph.inputs | graph.outputs).items()}
+        self.dtypes: Mapping[str, torch.dtype] = {
+            name: s.dtype for name, s in (graph.inputs | graph.outputs).items()
+        }
         self._caches: dict[str, Tensor] = {}
         states: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for name, given in graph.inputs.items():

@@ -16,7 +16,8 @@ from dflash_trt.errors import BuildError, EngineError
 from dflash_trt.logs import warn_once
 
 Tensor = torch.Tensor
-T, Made = TypeVar("T"), TypeVar("Made")
+T = TypeVar("T")
+Made = TypeVar("Made")
 _log = logging.getLogger(__name__)
 # Passes of more rows of a sequence are of a prompt, and have tiles of their own. Verification has one tile at every
 # length, because the order of a sum depends on it.
@@ -51,10 +52,11 @@ class LayerKernels:
         if abs(scale * size**0.5 - 1) > 1e-6:  # the kernel's own is d ** -0.5
             q = (q.float() * (scale * size**0.5)).to(q.dtype)
         given: list[Tensor] = [x.contiguous() for x in (q, k, v, first, last)]
-        more = {"start": start, "visible": visible, "sinks": sinks}
 
         def launched(tile: uses.AttentionTile) -> Tensor:
-            return attention.attention(*given, **more, tile=tile, run=self._run)
+            return attention.attention(
+                *given, start=start, visible=visible, sinks=sinks, tile=tile, run=self._run
+            )
 
         tiles = uses.attention_tiles(size)
         order = tiles[3:] + tiles[2::-1] if long else tiles[1:2] + tiles[:1] + tiles[2:]
@@ -65,7 +67,7 @@ class LayerKernels:
         """`dflash::MoE` with MXFP4 weights."""
         if x.dtype == torch.float32:
             return None
-        layer = moe.PackedExperts(*weights, k=a["k"], alpha=a["alpha"], beta=a["beta"], limit=a["limit"])
+        layer = moe.PackedExperts(*weights, *(a[name] for name in ("k", "alpha", "beta", "limit")))
         long = len(x) > 4 * _VERIFIED_ROWS
 
         def launched(tile: uses.Tile) -> Tensor:
