@@ -48,7 +48,7 @@ examples:
 
 A prompt file is as `dflash-trt verify --help` describes it.
 """
-METHODS = ("plain", "draft", "adaptive", "tree")
+METHODS = ("plain", "draft", "adaptive", "tree", "lookup")
 # Two lines of headings, so that the table of one bundle fits 80 columns.
 HEADINGS = (
     ("", "", "", "tokens", "to", "TPOT, ms", "TTFT, ms", "accept.", "", ""),
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--requests", "N", at_least(1), "requests per load and method", 96)
     option(parser, "--max-tokens", "N", at_least(2), "tokens per request", 64)
     option(parser, "--methods", "M,...", each(_method),
-           "any of plain, draft, adaptive, tree (default: all that the bundle can do)")  # fmt: skip
+           "any of plain, draft, adaptive, tree, lookup (default: all but lookup that the bundle can do)")  # fmt: skip
     option(parser, "--block-length", "N", int, "block length of `draft` (default: the block size)")
     add_tree_nodes(parser)
     add_prompts(parser)
@@ -161,6 +161,7 @@ def _methods(args: argparse.Namespace, bundle: str, runtime: Runtime) -> list[Me
     if not runtime.scheduler.most_tree_nodes or args.tree_nodes == 0:
         del ways["tree"]
     asked = list(dict.fromkeys(args.methods or ways))
+    ways["lookup"] = RequestOptions(draft_source="lookup", tree_nodes=0)
     if not set(asked) <= set(ways):
         raise UsageError(
             f"--methods has tree, but {bundle} verifies chains: build it with --tree-width 2 or more"

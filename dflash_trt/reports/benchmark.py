@@ -38,7 +38,8 @@ class Load:
 class Method:
     """One way of decoding with one bundle.
 
-    name: "plain" decodes without drafts. lengths: chooses how much is drafted.
+    name: "plain" decodes without drafts, "lookup" with those from the text itself alone.
+    lengths: chooses how much is drafted.
     prompts: token ids. Request i has prompt i, from the first again after the last.
     """
 
@@ -134,7 +135,8 @@ def _segment(point: MethodPoint, numbers: range, max_tokens: int) -> None:
     scheduler.forget()
     gaps = random.Random(numbers.start)
     params = SamplingParams(max_tokens=max_tokens)
-    options = RequestOptions(speculate=method.name != "plain")
+    source = "lookup" if method.name == "lookup" else "drafter,lookup"
+    options = RequestOptions(speculate=method.name != "plain", draft_source=source)
     waiting = deque(runtime.request(prompts[n % len(prompts)], params, options) for n in numbers)
     point.requests += waiting
     begin = due = perf_counter()

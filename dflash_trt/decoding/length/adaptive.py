@@ -27,7 +27,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from dflash_trt.decoding.draft import Draft
-from dflash_trt.decoding.length.odds import Odds, Own
+from dflash_trt.decoding.length.odds import IDLE, Expected, Odds, Own
 from dflash_trt.decoding.length.policy import RoundDone
 from dflash_trt.decoding.length.times import LAST, PassTimes, Stalls, quarter_up
 from dflash_trt.decoding.length.trees import Tree, joined, learn_ranks
@@ -41,53 +41,10 @@ MOST_NODES = 32
 # `python -m build_scripts.bench.adaptive_length --constants` shows what half or twice each of these does.
 # What trials may cost: a share of the rounds, and so many rounds in advance.
 _SHARE, _CREDIT = 0.01, 2.0
-# Drafting rounds over which evidence on the running requests fades by 1/e, rounds for the evidence on all requests and
-# for any evidence that no draft renews, and the weight of what is assumed without evidence, in drafts.
-_DRAFTED, _IDLE, _PRIOR = 50, 500, 2.0
 # How much faster than plain decoding drafting has to promise to be: an estimate near 1 is as often wrong as right.
 _MARGIN = 0.05
 # Two bounds of the CPU time of a round: the rounds between plans, and the requests of a round that are counted.
 _INTERVAL, _COUNTED = 8, 8
-
-
-class Expected:
-    """The mean probability that drafts are right, by place, given those before it.
-
-    Requests differ, so those that run count most. Without evidence of them, they are taken to be like all earlier ones.
-    """
-
-    def __init__(self, drafts: int) -> None:
-        # For each place: probabilities of drafts and of those before them, of all requests, then of the running ones.
-        self._counts = [[0.0] * 4 for _ in range(drafts)]
-
-    def observe(self, requests: Sequence[Sequence[float]]) -> None:
-        """For each request the probability that its first 1, 2 .. drafts are right."""
-        self.fade(1 - 1 / _IDLE, 1 - 1 / _DRAFTED)
-        for survival in requests:
-            before = 1.0
-            for counts, right in zip(self._counts, survival, strict=False):
-                counts[0] += right
-                counts[1] += before
-                counts[2] += right
-                counts[3] += before
-                before = right
-
-    def fade(self, of_all: float, of_running: float) -> None:
-        """Let only these shares of the evidence remain."""
-        for counts in self._counts:
-            counts[0] *= of_all
-            counts[1] *= of_all
-            counts[2] *= of_running
-            counts[3] *= of_running
-
-    def tokens(self) -> Array:
-        """The expected tokens of a request, for lengths 1, 2 .. A place without evidence is as the one before it."""
-        tokens, survival, usual = [1.0], 1.0, 0.7
-        for right, before, own_right, own_before in self._counts:
-            usual = (right + _PRIOR * usual) / (before + _PRIOR)
-            survival *= (own_right + _PRIOR * usual) / (own_before + _PRIOR)
-            tokens.append(tokens[-1] + survival)
-        return np.array(tokens)
 
 
 @dataclass(frozen=True)
@@ -275,7 +232,7 @@ class AdaptiveLength:
             self._expected.observe(survivals)
             self._idle = 0
         else:
-            self._expected.fade(1 - 1 / _IDLE, 1 - 1 / _IDLE)
+            self._expected.fade(1 - 1 / IDLE, 1 - 1 / IDLE)
             self._idle += 1
         for slot, decided in zip(done.judged, done.decided, strict=True):
             self._learn_copies(done.active[slot], slot, decided)
@@ -347,7 +304,7 @@ class AdaptiveLength:
         verify, draft = self.verify_times(batch), self.draft_times(batch)[: self.block_size]
         draft[0] = 0.0  # length 1 has no draft
         usual = np.minimum.accumulate((draft + verify[: self.block_size])[::-1])[::-1]
-        tokens = batch * self._expected.tokens()
+        tokens = batch * np.array(self._expected.tokens())
         beside = self._stalls(usual) + (quarter_up(self._host) if self._host else 0.0)
         seconds = usual + beside
         rates = tokens / seconds

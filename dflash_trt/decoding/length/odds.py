@@ -34,6 +34,10 @@ _LEAST, _MOST = -log(1 + exp(_CERTAIN)), -log(1 + exp(-_CERTAIN))
 _MATCHES = ((1, -1.5), (2, -0.5), (3, 0.0), (4, 0.5), (6, 1.0), (9, 1.5), (16, 2.0))
 _OF_MATCH = [max(i for i, (least, _) in enumerate(_MATCHES) if least <= max(n, 1)) for n in range(17)]
 
+# Drafting rounds over which evidence on the running requests fades by 1/e, rounds for the evidence on all requests and
+# for any evidence that no draft renews, and the weight of what is assumed without evidence, in drafts.
+DRAFTED, IDLE, PRIOR = 50, 500, 2.0
+
 
 @dataclass(slots=True)
 class Own:
@@ -142,6 +146,46 @@ class Odds:
         gain = own.variance / total
         own.offset += gain * wrong
         own.variance = min(own.variance * (1 - gain) + _FORGETS, _OWN**2)
+
+
+class Expected:
+    """The mean probability that drafts are right, by place, given those before it.
+
+    Requests differ, so those that run count most. Without evidence of them, they are taken to be like all earlier ones.
+    """
+
+    def __init__(self, drafts: int) -> None:
+        # For each place: probabilities of drafts and of those before them, of all requests, then of the running ones.
+        self._counts = [[0.0] * 4 for _ in range(drafts)]
+
+    def observe(self, requests: Sequence[Sequence[float]]) -> None:
+        """For each request the probability that its first 1, 2 .. drafts are right."""
+        self.fade(1 - 1 / IDLE, 1 - 1 / DRAFTED)
+        for survival in requests:
+            before = 1.0
+            for counts, right in zip(self._counts, survival, strict=False):
+                counts[0] += right
+                counts[1] += before
+                counts[2] += right
+                counts[3] += before
+                before = right
+
+    def fade(self, of_all: float, of_running: float) -> None:
+        """Let only these shares of the evidence remain."""
+        for counts in self._counts:
+            counts[0] *= of_all
+            counts[1] *= of_all
+            counts[2] *= of_running
+            counts[3] *= of_running
+
+    def tokens(self) -> list[float]:
+        """The expected tokens of a request, for lengths 1, 2 .. A place without evidence is as the one before it."""
+        tokens, survival, usual = [1.0], 1.0, 0.7
+        for right, before, own_right, own_before in self._counts:
+            usual = (right + PRIOR * usual) / (before + PRIOR)
+            survival *= (own_right + PRIOR * usual) / (own_before + PRIOR)
+            tokens.append(tokens[-1] + survival)
+        return tokens
 
 
 def log_odds(logprob: float) -> float:
