@@ -33,7 +33,6 @@ COMMANDS = {
         "generate BUNDLE --prompt x --max-tokens 4",
         "verify BUNDLE --limit 1 --temperatures 0 --max-tokens 4",
         "selftest BUNDLE",
-        "compare --target tiny --drafter tiny --limit 1 --temperatures 0 --max-tokens 4",
     ],
     "files": [
         "deploy BUNDLE --out triton",
@@ -54,9 +53,11 @@ COMMANDS = {
     ],
 }
 RUN = "import sys; from dflash_trt.cli import main; sys.exit(max(main(words.split()) for words in sys.argv[1:]))"
-# Places that commands with charts write to; SECURITY.md lists them, too.
+# Places that commands that generate or draw write to; SECURITY.md lists them, too.
 DRAW = ("bench", "train drafter")
 TRAIN = ("train drafter",)
+GENERATE = ("answers", "bench", "serve", "train regenerate")
+TIMES = "~/.cache/dflash-trt/pass-times"
 CHARTS = ("~/.cache/matplotlib", "~/.config/matplotlib", "~/.cache/fontconfig", "/var/cache/fontconfig")
 
 pytestmark = pytest.mark.skipif(not available(), reason="needs Linux with seccomp's user notifications")
@@ -147,8 +148,8 @@ def test_commands_send_nothing_and_write_only_what_is_listed(
 ) -> None:
     place, watch = runs[name].result()
     assert watch.sent == []
-    charts = CHARTS if name in DRAW else ()
-    places = [Path(each) for each in charts]
+    listed = (*(CHARTS if name in DRAW else ()), *((TIMES,) if name in GENERATE else ()))
+    places = [Path(each) for each in listed]
     allowed = {str(parent) for each in places for parent in each.parents}  # made on the way
     strays = {
         stray for stray in place.strays(watch) - allowed
@@ -161,7 +162,11 @@ def test_commands_send_nothing_and_write_only_what_is_listed(
 
 def test_every_place_is_listed() -> None:
     text = (ROOT / "SECURITY.md").read_text()
-    assert [each for each in (*CHARTS, "torchinductor_USER") if f"`{each}`" not in text] == []
+    assert [
+        each
+        for each in (*CHARTS, "~/.cache/dflash-trt", "pass-times", "torchinductor_USER")
+        if f"`{each}`" not in text
+    ] == []
 
 
 def test_the_images_and_security_md_name_the_variables_that_the_package_sets() -> None:
