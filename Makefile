@@ -18,9 +18,9 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3; do $$p -c '$(RUNS)' 2>
 PIP := -m pip --disable-pip-version-check install --quiet --quiet
 TEST ?= .venv-test
 TORCH := $(shell grep -om1 'torch==[0-9.]*' requirements/test.in)
-EXTRAS := gguf,serve,train,quantize,tensorrt-rtx,tensorrt-llm
+EXTRAS := gguf,serve,train,quantize,torch,tensorrt-rtx,tensorrt-llm
 # The versions of Triton that pyproject.toml allows beside the newest, which the tests have.
-TRITONS := 3.7.1 3.8.0
+TRITONS := 3.6.0 3.7.1 3.8.0
 CLIENTS := langchain litellm pydantic_ai agents codex instructor lm_eval aiperf harmony
 CLIENT_langchain := langchain-openai
 CLIENT_litellm := litellm mcp

@@ -15,7 +15,7 @@ from dflash_trt.errors import BuildError, BundleError
 from dflash_trt.files.reading import read_object
 
 FILE = "kernels.json"
-TESTED = (3, 7, 1), (3, 10)  # versions of Triton: from the first on, before the second
+TESTED = (3, 6), (3, 10)  # versions of Triton: from the first on, before the second
 _MOST_BYTES = 16 << 20  # the kernels for a vocabulary of 201,088 tokens have 0.7 MB
 
 

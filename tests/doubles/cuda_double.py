@@ -139,7 +139,7 @@ class CudaGraph:
         self.runs: list[Work] = []
         self.replays = 0
 
-    def capture_begin(self, *, capture_error_mode: str = "global") -> None:
+    def capture_begin(self, pool: object = None, *, capture_error_mode: str = "global") -> None:
         assert Cuda.capturing is None, "another capture has not ended"
         assert Cuda.current is not Cuda.default, "the default stream cannot be captured"
         assert capture_error_mode == "thread_local", "other threads may allocate meanwhile"
@@ -338,6 +338,10 @@ class Cuda:
         """Queue a kernel."""
         cls.counts["kernels"] += 1
         cls.enqueue(work)
+
+    @staticmethod
+    def graph_pool_handle() -> object:
+        return object()
 
     @staticmethod
     def get_device_name() -> str:

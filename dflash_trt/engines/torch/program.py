@@ -78,7 +78,6 @@ class Graph:
         attributes = {name: _attribute(attribute) for name, attribute in node.attributes.items()}
         return _Node(node.op_type, attributes, inputs, outputs, HOST.get(node.op_type, ()))
 
-    @torch.inference_mode()
     def _folded(self, nodes: Sequence[_Node], initializers: Mapping[str, ir.Value]) -> list[_Node]:
         """Compute what needs no input of the graph. Returns the other nodes. A weight is read when it is needed, and
         freed when nothing needs it any more.
@@ -142,7 +141,6 @@ class Graph:
             self._uploaded[name] = self.known[name].to(self.device)
         return self._uploaded[name]
 
-    @torch.inference_mode()
     def first_pass(self, feeds: Mapping[str, Tensor]) -> tuple[Program, dict[str, Tensor]]:
         """Run a pass. Returns the program for its shapes, and the pass's outputs."""
         known, values, numbers = dict(self.known), list[Any](), dict[str, int]()
@@ -222,7 +220,6 @@ class Program:
     ) -> None:
         self._steps, self._constants, self._inputs, self._outputs = steps, constants, inputs, outputs
 
-    @torch.inference_mode()
     def __call__(self, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run a pass. Its outputs are new tensors, or the caches that it wrote."""
         values = list(self._constants)

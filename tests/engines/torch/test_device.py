@@ -1,0 +1,202 @@
+"""The engine on torch, on a GPU's double: work is deferred, and kernels run in Triton's interpreter.
+
+docs/torch.md says what this leaves open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dflash_plugins import compiled
+from dflash_plugins.launch import by_triton
+
+from dflash_trt import LLM, SamplingParams
+from dflash_trt.building.build import build
+from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.engines.torch import engine, kernels, opening
+from dflash_trt.errors import BuildError
+from dflash_trt.formats.precision import Precision
+from tests.doubles.checkpoints import make_drafter, make_target
+from tests.doubles.cuda_double import Cuda
+from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter
+from tests.doubles.hybrid_checkpoints import make_hybrid
+from tests.doubles.one_gpu import one_gpu
+from tests.engines.torch.test_pairs import FLOAT32, HYBRID, prompts
+
+SIXTEEN = Precision(target="fp16", drafter="fp16")
+
+
+@pytest.fixture
+def gpu() -> Iterator[pytest.MonkeyPatch]:
+    with one_gpu(on_host=False) as patch:
+        patch.setattr(opening, "warm_up", lambda *_, **__: 0)
+        yield patch
+
+
+def bundle(directory: Path, make: Any, make_draft: Any, precision: Precision, **settings: Any) -> Bundle:
+    target = make(directory / "target", favourites=6, **settings)
+    drafter = make_draft(directory / "drafter", target, block_size=4, layers=1)
+    given: dict[str, Any] = {"engine": "torch", "precision": precision, "max_seq_len": 100}
+    return build(str(target), str(drafter), directory / "bundle", **given)
+
+
+def params(temperature: float, *lengths: int) -> list[SamplingParams]:
+    return [SamplingParams(temperature=temperature, max_tokens=n, seed=n, ignore_eos=True) for n in lengths]
+
+
+def tokens(llm: LLM, temperature: float, count: int = 3, **options: Any) -> list[list[int]]:
+    completions = llm.generate(prompts()[:count], params(temperature, 8, 5, 6)[:count], **options)
+    return [c.token_ids for c in completions]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "hybrid"])
+def test_graphs_of_every_shape_give_the_tokens_of_a_cpu(
+    family: str, tmp_path: Path, gpu: pytest.MonkeyPatch
+) -> None:
+    """In float32, where torch's operators take the kernels' place: a read too early, memory that is not the graph's or
+    a number of the host that changes would give other tokens.
+    """
+    make, settings = (make_target, {}) if family == "qwen3" else (make_hybrid, HYBRID)
+    made = bundle(tmp_path, make, make_drafter, FLOAT32, **settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Cuda, "is_available", staticmethod(lambda: False))
+        with LLM(made.path, max_batch_size=2, threads=1) as llm:
+            expected = tokens(llm, 0.8, block_length=4)
+    with LLM(made.path, max_batch_size=2) as llm:
+        target = llm._runtime.pair.target
+        assert target.device.type == "cuda"
+        for length in (4, 2, 4):
+            assert tokens(llm, 0.8, block_length=length) == expected
+        assert len(target._captured) >= 2
+        assert all(graph.replays for graph, _ in target._captured.values())
+
+
+def test_a_round_uploads_its_numbers_once_and_waits_once(tmp_path: Path, gpu: pytest.MonkeyPatch) -> None:
+    made = bundle(tmp_path, make_target, make_drafter, FLOAT32)
+    with LLM(made.path, max_batch_size=1) as llm:
+        tokens(llm, 0.0, 1, block_length=4)
+        rounds: list[Any] = []
+        step = llm._runtime.scheduler._round
+
+        def counted(*given: Any, **named: Any) -> Any:
+            before = Cuda.counts.copy()
+            made = step(*given, **named)
+            rounds.append(Cuda.counts - before)
+            return made
+
+        gpu.setattr(llm._runtime.scheduler, "_round", counted)
+        tokens(llm, 0.0, 1, block_length=4)
+    usual = rounds[2]
+    assert usual["copies to the device"] == usual["copies to the host"] == 1, usual
+    assert usual["graph launches"] == 2
+    assert not usual["copies of pageable memory"]
+
+
+def test_a_pass_that_cannot_be_captured_runs_without_graphs(
+    tmp_path: Path, gpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = bundle(tmp_path, make_target, make_drafter, FLOAT32)
+
+    def refused(self: Any, *given: Any, **named: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with LLM(made.path, max_batch_size=1) as llm:
+        expected = tokens(llm, 0.0, 1)
+    gpu.setattr(Cuda.CUDAGraph, "capture_begin", refused)
+    with LLM(made.path, max_batch_size=1) as llm:
+        assert tokens(llm, 0.0, 1) == expected
+        assert not llm._runtime.pair.target._captured
+    assert "runs without CUDA graphs, because a capture failed: operation not permitted" in caplog.text
+
+
+def test_programs_are_bounded(tmp_path: Path, gpu: pytest.MonkeyPatch) -> None:
+    gpu.setattr(engine, "MOST_PROGRAMS", 3)
+    made = bundle(tmp_path, make_target, make_drafter, FLOAT32)
+    with LLM(made.path, max_batch_size=2) as llm:
+        tokens(llm, 0.8)
+        target = llm._runtime.pair.target
+        assert len(target._programs) == 3
+        assert set(target._captured) <= set(target._programs)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt-oss", "hybrid"])
+def test_kernels_in_the_layers_give_the_numbers_of_torchs_operators(
+    family: str, tmp_path: Path, gpu: pytest.MonkeyPatch
+) -> None:
+    """In FP16, on Triton's interpreter: attention with windows and sinks, experts in MXFP4, Gated DeltaNet."""
+    makers: dict[str, Any] = {
+        "qwen3": (make_target, make_drafter, {"layers": 2}),
+        "gpt-oss": (make_gpt_oss, make_gpt_oss_drafter, {"num_hidden_layers": 2}),
+        "hybrid": (make_hybrid, make_drafter, HYBRID),
+    }
+    make, make_draft, settings = makers[family]
+    made = bundle(tmp_path, make, make_draft, SIXTEEN, **settings)
+    launched = set[str]()
+
+    def run(use: Any, *given: Any, **arguments: Any) -> None:
+        launched.add(use.function)
+        by_triton(use, *given, **arguments)
+
+    def logits() -> Any:
+        with LLM(made.path, max_batch_size=2) as llm:
+            pair = llm._runtime.pair
+            for slot, prompt in enumerate((prompts()[0][:20], prompts()[2][:11])):
+                pair.prefill(prompt, 0, slot, draft=True)
+            return [pair.logits([[5, 6, 7], [8, 9, 10]], [20, 11]) for _ in range(3)]
+
+    plain = logits()
+    found = kernels.LayerKernels(run)
+    gpu.setattr(kernels, "_of_this_gpu", lambda: found)
+    ours = logits()
+    wanted = {"qwen3": "attend", "gpt-oss": "down", "hybrid": "delta_rows"}[family]
+    assert {"attend", "merge", wanted} <= launched
+    for with_kernels, without in zip(ours, plain, strict=True):
+        scale = np.abs(without).max()
+        np.testing.assert_allclose(with_kernels / scale, without / scale, rtol=0, atol=0.02)
+    for again in ours[1:]:  # the first one was not captured
+        np.testing.assert_array_equal(again, ours[0])
+
+
+def test_tiles_that_do_not_compile_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    q = torch.zeros(1, 2, 3, 64, dtype=torch.float16)
+    cache, rows = torch.zeros(1, 1, 16, 64, dtype=torch.float16), torch.zeros(1, 3, dtype=torch.int64)
+    tried: list[Any] = []
+
+    def run(use: Any, *given: Any, **arguments: Any) -> None:
+        if use.function == "attend":
+            tried.append(use.constants["ROWS"])
+            if len(tried) < 3:
+                raise BuildError("it writes nothing")
+
+    layer = kernels.LayerKernels(run)
+    for _ in range(2):
+        assert layer.attend(q, cache, cache, rows, rows, None, None, None, 0.125) is not None
+    assert len(tried) == 4
+    assert tried[2] == tried[3], "the tile that compiled stays"
+    assert not caplog.text
+
+    def never(*given: Any, **arguments: Any) -> None:
+        raise BuildError("ptxas refused it")
+
+    layer = kernels.LayerKernels(never)
+    for _ in range(2):
+        assert layer.attend(q, cache, cache, rows, rows, None, None, None, 0.125) is None
+    assert caplog.text.count("no kernel of ours for attention on this GPU: ptxas refused it") == 1
+    assert layer.attend(q.float(), cache, cache, rows, rows, None, None, None, 0.125) is None
+
+
+def test_without_a_compiler_torchs_operators_and_the_host_do_the_work(
+    gpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu.setattr(compiled, "trial", lambda: "Triton cannot be imported")
+    gpu.setattr(compiled, "no_compiler", lambda: "Triton cannot be imported")
+    kernels._of_this_gpu.cache_clear()
+    assert kernels._of_this_gpu() is None
+    assert opening._kernels([]) is None
+    kernels._of_this_gpu.cache_clear()
+    assert "Triton cannot be imported; torch's operators take the place of all kernels" in caplog.text
