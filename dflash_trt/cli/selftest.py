@@ -22,8 +22,8 @@ examples:
   dflash-trt selftest bundles/tiny-rtx --reference bundles/tiny --localize selftest.zip
   dflash-trt selftest --first-gpu
 
---reference is a bundle of the same pair for ONNX Runtime. Then the numbers are compared, too. --localize compares them
-layer by layer, and packs what a bug report needs into one file.
+--reference is a bundle of the same pair for ONNX Runtime, or for torch in fp32 on the same GPU. Then the numbers are
+compared, too. --localize compares them layer by layer, and packs what a bug report needs into one file.
 
 --first-gpu needs no bundle. It runs doctor, builds the pair tiny for every engine that this machine runs, and for each
 runs selftest, verify, verify --widths and a short bench. It stops at the first failure, says what to do, and packs
@@ -34,7 +34,7 @@ versions, logs and figures into one file to send.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The bundle and its reference, or --first-gpu, and where the findings are written."""
     add_bundle(parser, nargs="?")
-    option(parser, "--reference", "BUNDLE", Path, "the same pair, built with --engine onnxruntime")
+    option(parser, "--reference", "BUNDLE", Path, "the same pair, built with --engine onnxruntime or torch")
     option(parser, "--report", "FILE", Path, default=Path("selftest.json"))
     option(parser, "--localize", "FILE", Path,
            "find the first layer that differs from --reference, and write an archive for a bug report")  # fmt: skip

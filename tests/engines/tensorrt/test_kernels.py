@@ -218,7 +218,7 @@ def test_doctor_says_what_builds_do_about_kernels(
 def test_the_tested_versions_are_those_of_the_extras() -> None:
     extras = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
     bounds = [".".join(map(str, bound)) for bound in compiled.TESTED]
-    for extra in ("tensorrt", "tensorrt-rtx"):
+    for extra in ("torch", "tensorrt", "tensorrt-rtx"):
         assert f"triton>={bounds[0]},<{bounds[1]}" in extras[extra]
-    tried = ("3.7.0", "3.7.1", "3.9.1+git1", "3.10.0")
+    tried = ("3.5.1", "3.6.0", "3.9.1+git1", "3.10.0")
     assert [compiled.tested(version) for version in tried] == [False, True, True, False]

@@ -1,0 +1,257 @@
+"""The measurements of `first_gpu.sh`: one part a call, one JSON document on the last line.
+
+    python -m build_scripts.first_gpu kernels            each kernel in a layer against torch's operators
+    python -m build_scripts.first_gpu ceilings           what the GPU can reach, and how products round
+    python -m build_scripts.first_gpu passes [--pair qwen3-8b] [--layers 36]
+                                                         passes of a random pair against the bytes they read
+
+Without a GPU, they run at the smallest sizes on the CPU, kernels in Triton's interpreter (TRITON_INTERPRET=1).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from dflash_plugins import attention, checks, moe
+from dflash_plugins import kernel_specs as uses
+from dflash_plugins.launch import by_triton
+
+from build_scripts import harness
+from build_scripts.bench.plans import write_pair
+from dflash_trt import LLM
+from dflash_trt.building.build import build
+from dflash_trt.engines.device.kernels import kernels_here
+from dflash_trt.engines.torch import layers
+from dflash_trt.formats.precision import Precision
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+TYPES = (torch.bfloat16, torch.float16)
+# Query heads, key heads, size of a head, and rows in the cache; experts, chosen ones, hidden and inner numbers.
+ATTENTION = {"tiny": (4, 2, 64, 300), "qwen3-8b": (32, 8, 128, 4000), "gpt-oss": (64, 8, 64, 4000)}
+EXPERTS = {"tiny": (4, 2, 96, 32), "gpt-oss": (32, 4, 2880, 2880)}
+SIZES = list(ATTENTION) if GPU else ["tiny"]
+WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+
+
+def main() -> int:
+    """Run one part. Exit code 1 if a kernel's numbers are wrong."""
+    parser = harness.parser(__doc__)
+    parser.add_argument("part", choices=["kernels", "ceilings", "passes"])
+    parser.add_argument("--pair", default="qwen3-8b")
+    parser.add_argument("--layers", type=int, default=36 if GPU else 1)
+    args = parser.parse_args()
+    device = torch.cuda.get_device_name() if GPU else "CPU"
+    parts = {"kernels": kernels, "ceilings": ceilings, "passes": lambda: passes(args.pair, args.layers)}
+    found = parts[args.part]()
+    print(json.dumps({"device": device, "torch": torch.__version__, **found}))
+    return int(bool(found.get("wrong")))
+
+
+def seconds(run: Callable[[], object], times: int) -> float:
+    """The median time of a call, between events on a GPU."""
+    for _ in range(3 if GPU else 1):
+        run()
+    taken = []
+    for _ in range(times):
+        if GPU:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            taken.append(begin.elapsed_time(end) / 1e3)
+        else:
+            start = perf_counter()
+            run()
+            taken.append(perf_counter() - start)
+    return sorted(taken)[len(taken) // 2]
+
+
+def kernels() -> dict[str, Any]:
+    """Errors as shares of the largest number; microseconds of each tile."""
+    run = kernels_here({}) if GPU else by_triton
+    sizes = {"vocab": 151_936, "taps": 5, "hidden": 4096} if GPU else {"vocab": 300, "taps": 2, "hidden": 64}
+    small = checks.problems(DEVICE, run, **sizes, dtype=TYPES[0], block_size=8, in_plans=True)
+    rows = [{"kernel": name, "problem": problem} for name, problem in small.items()]
+    for dtype in TYPES:
+        for size in SIZES:
+            rows += [_attention(run, size, dtype, count) for count in ((1, 8, 512) if GPU else (3,))]
+            if size in EXPERTS:
+                rows += [_experts(run, size, dtype, count) for count in ((1, 8, 512) if GPU else (3,))]
+    for row in rows:
+        print(row, flush=True)
+    return {
+        "kernels": rows,
+        "wrong": [row for row in rows if row.get("problem") or row.get("error", 0) > 0.02],
+    }
+
+
+def _attention(run: Any, size: str, dtype: torch.dtype, count: int) -> dict[str, Any]:
+    heads, kv_heads, head, used = ATTENTION[size]
+    torch.manual_seed(0)
+    q = torch.randn(1, heads, count, head).to(dtype)
+    k, v = (torch.randn(1, kv_heads, used + count, head).to(dtype) for _ in "kv")
+    last = used + torch.arange(count)[None]
+    sinks = torch.randn(heads).to(dtype)
+    exact = layers.attend(
+        {"scale": head**-0.5}, *(x.float() for x in (q, k, v)), last * 0, last, sinks=sinks.float()
+    )
+    there = [x.to(DEVICE) for x in (q, k, v, last * 0, last)]
+    tiles: dict[str, Any] = {}
+    error = 0.0
+    for tile in uses.attention_tiles(head):
+        try:
+            y = attention.attention(*there, sinks=sinks.to(DEVICE), tile=tile, run=run)
+            error = max(error, float((y.cpu().float() - exact).abs().max() / exact.abs().max()))
+            once = seconds(partial(attention.attention, *there, tile=tile, run=run), 20 if GPU else 1)
+            tiles[str(tuple(vars(tile).values()))] = round(1e6 * once, 1)
+        except Exception as problem:  # of the compiler or the driver: the others go on
+            tiles[str(tuple(vars(tile).values()))] = str(problem)[:200]
+    row = {"kernel": "attention", "of": size, "dtype": str(dtype), "rows": count}
+    return {**row, "cache_rows": used, "error": error, "microseconds": tiles}
+
+
+def _experts(run: Any, size: str, dtype: torch.dtype, count: int) -> dict[str, Any]:
+    experts, k, hidden, inner = EXPERTS[size]
+    torch.manual_seed(0)
+
+    def matrix(out: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        blocks = torch.randint(0, 256, (experts, out, columns // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(118, 123, (experts, out, columns // 32), dtype=torch.uint8)
+        return blocks, scales, torch.randn(experts, out).to(dtype)
+
+    weights = [*matrix(2 * inner, hidden), *matrix(hidden, inner)]
+    x, router = (torch.randn(count, hidden) / 8).to(dtype), torch.randn(count, experts)
+    constants: dict[str, Any] = {"k": k, "alpha": 1.702, "beta": 1.0, "limit": 7.0}
+    wide = [w.float() if w.is_floating_point() else w for w in weights]
+    exact = layers.mxfp4_experts(constants, x.float(), router, *wide)
+    layer = moe.PackedExperts(*(w.to(DEVICE) for w in weights), **constants)
+    there, tiles, error = (x.to(DEVICE), router.to(DEVICE)), dict[str, Any](), 0.0
+    for tile in uses.TILES:
+        try:
+            y = moe.moe(*there, layer, tile, run)
+            error = max(error, float((y.cpu().float() - exact).abs().max() / exact.abs().max()))
+            once = seconds(partial(moe.moe, *there, layer, tile, run), 20 if GPU else 1)
+            tiles[str(tuple(vars(tile).values()))] = round(1e6 * once, 1)
+        except Exception as problem:  # of the compiler or the driver: the others go on
+            tiles[str(tuple(vars(tile).values()))] = str(problem)[:200]
+    return {
+        "kernel": "experts",
+        "of": size,
+        "dtype": str(dtype),
+        "rows": count,
+        "error": error,
+        "microseconds": tiles,
+    }
+
+
+def ceilings() -> dict[str, Any]:
+    """Bytes per second of a copy and of products, widths whose rows have the same bits, and the cost of a launch."""
+    count = (1 << 30) if GPU else (1 << 20)
+    source = torch.zeros(count, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    copy = 2 * count / seconds(lambda: target.copy_(source), 10)
+    products = {}
+    for out, columns in ((4096, 4096), (24_576, 4096), (151_936, 4096)) if GPU else ((256, 256),):
+        weight = torch.randn(out, columns, device=DEVICE).to(TYPES[0])
+        x = torch.randn(WIDTHS[-1], columns, device=DEVICE).to(TYPES[0])
+        classes: list[list[int]] = []
+        first: list[torch.Tensor] = []
+        speeds = {}
+        for rows in WIDTHS:
+            y = F.linear(x[:rows], weight)[0].clone()
+            same = [i for i, other in enumerate(first) if torch.equal(other, y)]
+            if same:
+                classes[same[0]].append(rows)
+            else:
+                first.append(y)
+                classes.append([rows])
+            speeds[rows] = round(weight.nbytes / seconds(partial(F.linear, x[:rows], weight), 20) / 1e9)
+        products[f"{out}x{columns}"] = {"classes": classes, "GB/s by rows": speeds}
+    found = {"copy GB/s": round(copy / 1e9), "products": products}
+    return found | ({"launches": _launches()} if GPU else {})
+
+
+def _launches() -> dict[str, float]:
+    """Microseconds of a small kernel, launched 200 times and replayed as one graph."""
+    x = torch.zeros(256, device=DEVICE)
+
+    def work() -> None:
+        for _ in range(200):
+            x.add_(1)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        work()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        work()
+        graph.capture_end()
+    torch.cuda.synchronize()
+    return {
+        name: round(1e6 * seconds(run, 20) / 200, 2)
+        for name, run in (("launched", work), ("replayed", graph.replay))
+    }
+
+
+def passes(pair: str, count: int) -> dict[str, Any]:
+    """Milliseconds of passes of a pair of this shape with random weights, and what the bytes that they read would take.
+
+    `host`: of a pass's call, which the GPU's work hides if it takes longer.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = write_pair(Path(folder), pair, count, None)
+        both = Precision(target="bf16", drafter="bf16") if GPU else Precision()
+        bundle = build(
+            *(str(Path(folder) / role) for role in ("target", "drafter")),
+            Path(folder) / "bundle",
+            engine="torch",
+            weights="link",
+            max_seq_len=2048 if GPU else 128,
+            precision=both,
+        )
+        begin = perf_counter()
+        with LLM(bundle.path, max_batch_size=1, prefix_cache_bytes=0) as llm:
+            opened, inner = perf_counter() - begin, llm._runtime.pair
+            rows = [
+                _pass(f"verify {n}", inner, inner.dummy_verify, n)
+                for n in (1, 4, 8, 16)
+                if n <= llm.block_size
+            ]
+            rows.append(_pass(f"draft {llm.block_size}", inner, inner.dummy_draft, llm.block_size))
+            prompt = [1] * min(512, llm.max_seq_len // 2)
+            whole = seconds(lambda: (inner.prefill(prompt, 0, 0, draft=True), inner.arrays.wait()), 5)
+    return {"pair": pair, "layers": count, "weight_bytes": sizes, "opened_seconds": round(opened, 1), "passes": rows,
+            "prefill": {"tokens": len(prompt), "ms": round(1e3 * whole, 2)}}  # fmt: skip
+
+
+def _pass(name: str, pair: Any, run: Callable[..., Any], width: int) -> dict[str, Any]:
+    taken, host = [], []
+    wait, pair.arrays.wait = pair.arrays.wait, lambda: None  # so that the call's own time is seen
+    try:
+        for _ in range(24 if GPU else 3):
+            wait()
+            begin, start = pair.arrays.now(), perf_counter()
+            run(1, width)
+            host.append(perf_counter() - start)
+            end = pair.arrays.now()
+            wait()
+            taken.append(pair.arrays.seconds(begin, end))
+    finally:
+        pair.arrays.wait = wait
+    middle = [round(1e3 * sorted(each)[len(each) // 2], 3) for each in (taken, host)]
+    return {"pass": name, "ms": middle[0], "host ms": middle[1]}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
