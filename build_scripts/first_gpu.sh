@@ -14,10 +14,10 @@ export PYTHONPATH=".:plugins${PYTHONPATH:+:$PYTHONPATH}" DFLASH_KERNEL_CACHE="$o
 python=${PYTHON:-python3}
 gpu=$("$python" -c 'import torch; print(int(torch.cuda.is_available()))' 2>"$out/torch.txt" || echo 0)
 [ "$gpu" = 1 ] || { small=--small; echo 'torch sees no GPU here: the sections run on the CPU at the smallest sizes'; }
-interpret=(); [ "$gpu" = 1 ] || interpret=(env TRITON_INTERPRET=1)
+interpret=(); slower=1; [ "$gpu" = 1 ] || { interpret=(env TRITON_INTERPRET=1); slower=10; }
 
 section() {  # name, seconds, command
-    local name=$1 limit=$2 begin=$SECONDS; shift 2
+    local name=$1 limit=$(($2 * slower)) begin=$SECONDS; shift 2
     timeout "$limit" "$@" >"$out/$name.txt" 2>&1
     local code=$?
     printf '%-24s exit %3d  %4d s\n' "$name" $code $((SECONDS - begin)) | tee -a "$out/sections.txt"

@@ -142,6 +142,7 @@ class MemoryTraits:
     `keeps_queries`: whether the queries of all layers of a pass have memory at once. `states`: how often a sequence's
     recurrent states are held.
     `score_copies`: how often attention holds the scores of a pass in float32, with a column for each cache row.
+    `widens`: whether weights in few bits have the compute dtype on the GPU, except experts with kernels.
     `shares_tables`: whether the drafter reads the target's own embedding and head, instead of copies.
     `attention_kernels`: compute capabilities for which attention has kernels of this project, and needs neither masks
     nor these queries.
@@ -154,6 +155,7 @@ class MemoryTraits:
     expert_kernels: Mapping[str, frozenset[int]] = field(default_factory=dict)
     keeps_queries: bool = False
     score_copies: int = 0
+    widens: bool = False
     shares_tables: bool = False
     states: int = 1
     row_unit: int = 1

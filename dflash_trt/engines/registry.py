@@ -22,6 +22,8 @@ _MODULES = {
 }
 NAMES = tuple(_MODULES)
 DEFAULT = "onnxruntime"
+# What other engines are compared with on a GPU, in float32.
+GPU_REFERENCE = "torch"
 
 
 @cache

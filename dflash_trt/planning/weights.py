@@ -25,6 +25,8 @@ def weights_of(inventory: Inventory, s: Settings, side: str) -> dict[str, dict[s
     if largest == 0 and "experts" in roles:  # these stay in groups
         in_groups = inventory.weights(side, s.compute(side), scheme, s.tensor_parallel, BLOCK)
         roles["experts"] = in_groups["experts"]
+    if s.traits.widens:
+        roles |= {role: _widened(inventory, s, side, role, sizes) for role, sizes in roles.items()}
     if side == "drafter":
         return roles | _borrowed(inventory, s)
     if in_blocks:
@@ -32,6 +34,19 @@ def weights_of(inventory: Inventory, s: Settings, side: str) -> dict[str, dict[s
         if _integer(scheme):
             roles |= {role: _on_this_processor(sizes) for role, sizes in roles.items() if role != "experts"}
     return roles
+
+
+def _widened(
+    inventory: Inventory, s: Settings, side: str, role: str, sizes: dict[str, int]
+) -> dict[str, int]:
+    """The sizes of a role whose formats are widened, in the compute dtype."""
+    few = set(sizes) & set(FORMATS)
+    if role == "experts":
+        few = {form for form in few if not s.traits.has_expert_kernels(form, s.gpu.sm)}
+    if not few:
+        return sizes
+    numbers = inventory.parameters(side)[role] // s.tensor_parallel
+    return {s.compute(side): numbers * NUMBER_BYTES[s.compute(side)]}
 
 
 def _tables(inventory: Inventory, s: Settings, roles: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:

@@ -18,7 +18,8 @@ from importlib import metadata
 from pathlib import Path
 from time import perf_counter
 
-from dflash_trt.engines.registry import DEFAULT, engines
+from dflash_trt import hardware
+from dflash_trt.engines.registry import DEFAULT, GPU_REFERENCE, engines
 from dflash_trt.errors import UsageError
 from dflash_trt.files.disk import whole_file
 
@@ -69,7 +70,8 @@ def in_process_of_its_own(words: Sequence[str], output: Path, errors: Path) -> i
 class FirstGPU:
     """The commands, in a temporary directory. `run` yields each step when it has ended, and stops at a failure.
 
-    Without an engine for a GPU that builds and runs here, they run on ONNX Runtime. `left_out` says why.
+    Without a GPU, or an engine that builds and runs for it here, they run on ONNX Runtime. `left_out` says why. On a
+    GPU, engines are compared with torch in float32 there if it runs, and else with ONNX Runtime.
     """
 
     def __init__(self, archive: Path, runner: Runner = in_process_of_its_own) -> None:
@@ -99,17 +101,22 @@ class FirstGPU:
         """The steps. Those after doctor depend on what it said."""
         yield Step("doctor", ["doctor", "--json"])
         rows = {row["engine"]: row for row in json.loads(self._read("doctor.json"))["engines"]}
-        here = []
+        here, on_gpu = [], bool(hardware.compute_capabilities())
         for engine in engines():
             row = rows[engine.name]
             if engine.memory.several_gpus:
                 self.left_out[engine.name] = "its server schedules for itself, and has checks of its own"
             elif engine.name != DEFAULT and not (row["build"] and row["run"]):
                 self.left_out[engine.name] = f"cannot build and run here: {row['note']}"
+            elif engine.name != DEFAULT and not on_gpu:
+                self.left_out[engine.name] = "no GPU is here"
             elif engine.name != DEFAULT:
                 here.append(engine.name)
-        reference = str(self.work / "bundles" / DEFAULT)
-        yield Step("build", ["build", "--target", "tiny", "--out", reference])
+        name, form = DEFAULT, list[str]()
+        if GPU_REFERENCE in here:
+            name, form = "reference", ["--engine", GPU_REFERENCE, "--precision", "target=fp32,drafter=fp32"]
+        reference = str(self.work / "bundles" / name)
+        yield Step("build", ["build", "--target", "tiny", *form, "--out", reference])
         for name in here or [DEFAULT]:
             yield from self._of_engine(name, reference)
 

@@ -157,11 +157,11 @@ def write_archive(
 
 def _alike(ours: Array, theirs: Array) -> tuple[Array, Array]:
     """Rows [positions, numbers] of both. On a device they are [heads, positions, size], with columns for sinks."""
-    if ours.ndim == theirs.ndim:
+    if ours.ndim == 2:
         return ours, theirs
     heads, positions, size = ours.shape
-    theirs = theirs.reshape(positions, heads, -1)
+    if theirs.ndim == 2:
+        theirs = theirs.reshape(positions, heads, -1).transpose(1, 0, 2)
     size = min(size, theirs.shape[2])
-    return ours.transpose(1, 0, 2)[..., :size].reshape(positions, -1), theirs[..., :size].reshape(
-        positions, -1
-    )
+    both = (rows.transpose(1, 0, 2)[..., :size].reshape(positions, -1) for rows in (ours, theirs))
+    return next(both), next(both)

@@ -12,6 +12,9 @@ import pytest
 
 from dflash_trt import hardware
 from dflash_trt.cli import main
+from dflash_trt.engines.base import Availability
+from dflash_trt.engines.registry import engines
+from dflash_trt.engines.torch.entry import TorchEntry
 from dflash_trt.reports.first_gpu import FirstGPU
 from tests.doubles import fake_tensorrt
 from tests.doubles.one_gpu import one_gpu
@@ -41,7 +44,9 @@ def here(words: Sequence[str], output: Path, errors: Path) -> int:
 
 @pytest.fixture
 def gpu() -> Iterator[None]:
-    with one_gpu():
+    with one_gpu() as patch:
+        # Its passes are slow on this double.
+        patch.setattr(TorchEntry, "availability", lambda *given: Availability(False, False, "not here"))
         yield
 
 
@@ -64,7 +69,7 @@ def test_without_a_gpu_the_steps_run_on_onnxruntime(tmp_path: Path, monkeypatch:
         *("verify onnxruntime widths", "bench onnxruntime"),
     ]
     assert set(found.values()) == {"passed"}
-    assert set(first.left_out) == {"tensorrt-rtx", "tensorrt", "tensorrt-llm"}
+    assert set(first.left_out) == {"torch", "tensorrt-rtx", "tensorrt", "tensorrt-llm"}
     files = packed(tmp_path / "first.zip")
     assert json.loads(files["first_gpu.json"])["left_out"] == first.left_out
     assert json.loads(files["verify-onnxruntime-widths.json"])["equal"] is True
@@ -124,3 +129,26 @@ def test_a_failure_has_the_first_words_about_it(tmp_path: Path, code: int, print
 
     first = FirstGPU(tmp_path / "first.zip", run)
     assert [(step.state, step.detail.partition(";")[0]) for step in first.run()] == [("failed", detail)]
+
+
+def test_on_a_gpu_engines_are_compared_with_torch_in_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[Sequence[str]] = []
+    rows = [{"engine": e.name, "build": True, "run": True, "note": ""} for e in engines()]
+
+    def run(words: Sequence[str], output: Path, errors: Path) -> int:
+        commands.append(words)
+        output.write_text(json.dumps({"engines": rows}) if words[0] == "doctor" else "{}")
+        return 0
+
+    monkeypatch.setattr(hardware, "compute_capabilities", lambda: [90])
+    assert set(states(FirstGPU(tmp_path / "first.zip", run)).values()) == {"passed"}
+    assert commands[1][3:7] == ["--engine", "torch", "--precision", "target=fp32,drafter=fp32"]
+    (reference,) = {words[words.index("--reference") + 1] for words in commands if "--reference" in words}
+    assert commands[1][-1] == reference
+    assert [words[4] for words in commands[2:] if words[0] == "build"] == [
+        "torch",
+        "tensorrt-rtx",
+        "tensorrt",
+    ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -49,11 +49,12 @@ class TorchEngine:
         device: torch.device,
         graphs: bool = True,
         kinds: Sequence[CacheKind] = (),
+        shared: MutableMapping[Any, Tensor] | None = None,
     ) -> None:
-        """`graphs`: whether passes on a GPU become CUDA graphs. `kinds`: of the caches."""
+        """`graphs`: whether passes on a GPU become CUDA graphs. `kinds`: of the caches. `shared`: see `Graph`."""
         self.stream, self.device = stream, device
         self.graphs = graphs and not isinstance(stream, HostStream)
-        self._graph = graph = Graph(path, device)
+        self._graph = graph = Graph(path, device, shared)
         self.dtypes: Mapping[str, torch.dtype] = {
             name: s.dtype for name, s in (graph.inputs | graph.outputs).items()
         }

@@ -39,6 +39,8 @@ class TorchEntry(EngineEntry):
     memory = MemoryTraits(
         expert_kernels={"mxfp4": frozenset(TARGETS)},
         idle_blocks=1,
+        widens=True,
+        shares_tables=True,
         states=2,  # a pass writes new ones beside those that it reads
         attention_kernels=frozenset(TARGETS),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 from dflash_plugins import compiled
@@ -41,6 +42,7 @@ def open_pair(
         torch.set_num_threads(threads)
     chunk = min(prefill_chunk, PREFILL_CHUNK, bundle.capacity - block_size - 1)
     # Only this stream fills memory. torch's default stream is not ordered with it.
+    shared: WeakValueDictionary[Any, torch.Tensor] = WeakValueDictionary()
     with on(stream):
         target, drafter = (
             TorchEngine(
@@ -51,6 +53,7 @@ def open_pair(
                 stream=stream,
                 device=device,
                 kinds=bundle.cache_kinds(role),
+                shared=shared,
             )
             for role in ("target", "drafter")
         )

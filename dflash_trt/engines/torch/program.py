@@ -8,10 +8,11 @@ without a number of the host, as a CUDA graph needs it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import onnx_ir as ir
@@ -51,8 +52,17 @@ class Signature:
 class Graph:
     """A model of the dialect `torch`. Its weights are on `device`."""
 
-    def __init__(self, path: Path, device: torch.device) -> None:
-        self.path, self.device = path, device
+    def __init__(
+        self, path: Path, device: torch.device, shared: MutableMapping[Any, Tensor] | None = None
+    ) -> None:
+        """`shared`: weights of another graph, by their place in a file; both graphs then hold those that they share
+        once.
+        """
+        self.path, self.device, self._shared = (
+            path,
+            device,
+            WeakValueDictionary() if shared is None else shared,
+        )
         model = ir.load(path)
         if model.functions:
             common.InlinePass()(model)
@@ -91,7 +101,7 @@ class Graph:
         def value(name: str) -> Tensor:
             """The number itself, on the host if it is one of the host."""
             if name in external and name not in self.weights:
-                self.weights[name] = files.read(tensors[name]).to(self.device)
+                self.weights[name] = self._read(files, tensors[name])
             if name in tensors and name not in external and name not in self.known:
                 self.known[name] = _tensor(tensors[name])
             return self.weights[name] if name in self.weights else self.known[name]
@@ -116,6 +126,12 @@ class Graph:
             value(name)
         self.weights = {name: _compact(weight) for name, weight in self.weights.items() if left[name]}
         return kept
+
+    def _read(self, files: _Files, tensor: Any) -> Tensor:
+        key = tensor.location, tensor.offset, tensor.dtype, tuple(map(int, tensor.shape))
+        if (found := self._shared.get(key)) is None:
+            found = self._shared[key] = files.read(tensor).to(self.device)
+        return found
 
     def _arguments(self, node: _Node, inputs: Sequence[Tensor | None], *, on_device: bool) -> list[Any]:
         """Numbers of the host as lists where an operator wants them, and on the device beside tensors there."""

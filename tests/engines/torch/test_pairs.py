@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.checkpoint.linears import stored_linear
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.checkpoint.widening import widen
+from dflash_trt.cli import main
 from dflash_trt.engines.torch.program import Graph
 from dflash_trt.formats.precision import Precision
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
@@ -142,6 +144,47 @@ def test_tokens_and_log_probabilities_are_those_of_onnxruntime(name: str, tmp_pa
     finally:
         checks.close()
     assert accepted > 0
+
+
+def test_a_pair_holds_the_weights_that_its_graphs_share_once(tmp_path: Path) -> None:
+    """The drafter reads the target's embedding."""
+    _, ours = both(tmp_path, "qwen3, trees")
+    with LLM(ours.path, threads=1) as llm:
+        pair = llm._runtime.pair
+        target, drafter = (
+            {w.data_ptr() for w in engine._graph.weights.values()}
+            for engine in (pair.target, pair.drafter.engine)
+        )
+    assert target & drafter
+
+
+@pytest.mark.parametrize(
+    ("target", "precision", "experts"),
+    [
+        ("qwen3-8b", "target=int4", {}),
+        ("qwen3.8-27b-fp8", None, {}),
+        ("gpt-oss-20b", None, {"bf16", "mxfp4"}),
+    ],
+)
+def test_a_plan_counts_widened_weights(
+    target: str, precision: str | None, experts: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "--target", target, "--gpu", "h100", "--engine", "torch", "--json"]
+    assert main([*words, *(["--precision", precision] if precision else [])]) == 0
+    weights = json.loads(capsys.readouterr().out)["weights"]["target"]
+    assert set(weights.pop("experts", {})) == set(experts)
+    assert {form for sizes in weights.values() for form in sizes} == {"bf16"}
+
+
+def test_it_is_a_reference_of_other_device_engines(tmp_path: Path) -> None:
+    """Layer by layer, whose caches have other axes than those of ONNX Runtime."""
+    _, ours = both(tmp_path, "gpt-oss, not quantized")
+    checks = Checks(ours.path, ours.path)
+    try:
+        checks.integrity()
+        assert checks.layers() == {"share of what rounding explains": 0.0}
+    finally:
+        checks.close()
 
 
 @pytest.mark.parametrize("algorithm", FORMATS)
