@@ -19,6 +19,7 @@ from dflash_trt.checkpoint.linears import stored_linear
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.checkpoint.widening import widen
 from dflash_trt.cli import main
+from dflash_trt.engines.torch.operators import OPERATORS
 from dflash_trt.engines.torch.program import Graph
 from dflash_trt.formats.precision import Precision
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
@@ -226,3 +227,29 @@ def test_a_layer_in_fewer_bits_is_that_of_numpy(tmp_path: Path, algorithm: str) 
     exact = rounded(algorithm, x * smooth, scale).astype(np.float64) @ widen(checkpoint, stored).T + bias
     for each in (made, program({"x": torch.from_numpy(x)})):
         np.testing.assert_allclose(each["y"].numpy(), exact, rtol=1e-4, atol=1e-4)
+
+
+def test_exact_mode_holds_where_products_depend_on_the_number_of_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As cuBLAS chooses kernels by it. Without exact mode, tokens depend on the length of a block."""
+    _, ours = both(tmp_path, "qwen3, trees")
+    product = OPERATORS["Gemm"]
+
+    def by_rows(a: Any, x: torch.Tensor, *others: torch.Tensor) -> Any:
+        y = product(a, x, *others)
+        kind = 0 if len(x) == 1 else 1 if len(x) < 6 else 2
+        return y * (1 + 0.02 * torch.sin(torch.arange(y.shape[1]) * (kind + 1.0)))
+
+    monkeypatch.setitem(OPERATORS, "Gemm", by_rows)
+
+    def tokens(*, exact: bool) -> list[list[list[int]]]:
+        params = SamplingParams(max_tokens=24, ignore_eos=True)
+        with LLM(ours.path, max_batch_size=1, threads=1, exact=exact) as llm:
+            several: list[dict[str, Any]] = [{"speculate": False}, {"block_length": 8}, {"block_length": 3}]
+            return [[c.token_ids for c in llm.generate(prompts(), params, **each)] for each in several]
+
+    plain, *drafted = tokens(exact=True)
+    assert drafted == [plain, plain]
+    plain, *drafted = tokens(exact=False)
+    assert drafted != [plain, plain]
