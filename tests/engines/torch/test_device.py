@@ -1,4 +1,4 @@
-"""The engine on torch, on a GPU's double: work is deferred, and kernels run in Triton's interpreter.
+"""The engine on torch, on a GPU's double: whose work is deferred.
 
 docs/torch.md says what this leaves open.
 """
@@ -9,11 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from dflash_plugins import compiled
-from dflash_plugins.launch import by_triton
 
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
@@ -23,11 +21,8 @@ from dflash_trt.errors import BuildError
 from dflash_trt.formats.precision import Precision
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.cuda_double import Cuda
-from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter
 from tests.doubles.one_gpu import one_gpu
 from tests.engines.torch.test_pairs import FLOAT32, prompts
-
-SIXTEEN = Precision(target="fp16", drafter="fp16")
 
 
 @pytest.fixture
@@ -117,43 +112,6 @@ def test_programs_are_bounded(tmp_path: Path, gpu: pytest.MonkeyPatch) -> None:
         target = llm._runtime.pair.target
         assert len(target._programs) == 3
         assert set(target._captured) <= set(target._programs)
-
-
-@pytest.mark.parametrize("family", ["qwen3", "gpt-oss"])
-def test_kernels_in_the_layers_give_the_numbers_of_torchs_operators(
-    family: str, tmp_path: Path, gpu: pytest.MonkeyPatch
-) -> None:
-    """In FP16, on Triton's interpreter: attention with windows and sinks, and experts in MXFP4."""
-    makers: dict[str, Any] = {
-        "qwen3": (make_target, make_drafter, {}),
-        "gpt-oss": (make_gpt_oss, make_gpt_oss_drafter, {}),
-    }
-    make, make_draft, settings = makers[family]
-    made = bundle(tmp_path, make, make_draft, SIXTEEN, **settings)
-    launched = set[str]()
-
-    def run(use: Any, *given: Any, **arguments: Any) -> None:
-        launched.add(use.function)
-        by_triton(use, *given, **arguments)
-
-    def logits() -> Any:
-        with LLM(made.path, max_batch_size=2) as llm:
-            pair = llm._runtime.pair
-            for slot, prompt in enumerate((prompts()[0][:20], prompts()[2][:11])):
-                pair.prefill(prompt, 0, slot, draft=True)
-            return [pair.logits([[5, 6, 7], [8, 9, 10]], [20, 11]) for _ in range(3)]
-
-    plain = logits()
-    found = kernels.LayerKernels(run)
-    gpu.setattr(kernels, "_of_this_gpu", lambda: found)
-    ours = logits()
-    wanted = {"qwen3": "attend", "gpt-oss": "down"}[family]
-    assert {"attend", "merge", wanted} <= launched
-    for with_kernels, without in zip(ours, plain, strict=True):
-        scale = np.abs(without).max()
-        np.testing.assert_allclose(with_kernels / scale, without / scale, rtol=0, atol=0.02)
-    for again in ours[1:]:  # the first one was not captured
-        np.testing.assert_array_equal(again, ours[0])
 
 
 def test_tiles_that_do_not_compile_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
