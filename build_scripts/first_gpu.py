@@ -51,7 +51,11 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=36 if GPU else 1)
     args = parser.parse_args()
     device = torch.cuda.get_device_name() if GPU else "CPU"
-    parts = {"kernels": kernels, "ceilings": ceilings, "passes": lambda: passes(args.pair, args.layers)}
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "kernels": kernels,
+        "ceilings": ceilings,
+        "passes": lambda: passes(args.pair, args.layers),
+    }
     found = parts[args.part]()
     print(json.dumps({"device": device, "torch": torch.__version__, **found}))
     return int(bool(found.get("wrong")))
@@ -61,7 +65,7 @@ def seconds(run: Callable[[], object], times: int) -> float:
     """The median time of a call, between events on a GPU."""
     for _ in range(3 if GPU else 1):
         run()
-    taken = []
+    taken = list[float]()
     for _ in range(times):
         if GPU:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -82,7 +86,7 @@ def kernels() -> dict[str, Any]:
     run = kernels_here({}) if GPU else by_triton
     sizes = {"vocab": 151_936, "taps": 5, "hidden": 4096} if GPU else {"vocab": 300, "taps": 2, "hidden": 64}
     small = checks.problems(DEVICE, run, **sizes, dtype=TYPES[0], block_size=8, in_plans=GPU)
-    rows = [{"kernel": name, "problem": problem} for name, problem in small.items()]
+    rows: list[dict[str, Any]] = [{"kernel": n, "problem": problem} for n, problem in small.items()]
     for dtype in TYPES:
         for size in SIZES:
             rows += [_attention(run, size, dtype, count) for count in ((1, 8, 512) if GPU else (3,))]
@@ -104,7 +108,8 @@ def _attention(run: Any, size: str, dtype: torch.dtype, count: int) -> dict[str,
     last = used + torch.arange(count)[None]
     sinks = torch.randn(heads).to(dtype)
     exact = layers.attend(
-        {"scale": head**-0.5}, *(x.float() for x in (q, k, v)), last * 0, last, sinks=sinks.float()
+        *({"scale": head**-0.5}, q.float(), k.float(), v.float(), last * 0, last),
+        sinks=sinks.float(),
     )
     there = [x.to(DEVICE) for x in (q, k, v, last * 0, last)]
     tiles: dict[str, Any] = {}
@@ -135,7 +140,8 @@ def _experts(run: Any, size: str, dtype: torch.dtype, count: int) -> dict[str, A
     constants: dict[str, Any] = {"k": k, "alpha": 1.702, "beta": 1.0, "limit": 7.0}
     wide = [w.float() if w.is_floating_point() else w for w in weights]
     exact = layers.mxfp4_experts(constants, x.float(), router, *wide)
-    layer = moe.PackedExperts(*(w.to(DEVICE) for w in weights), **constants)
+    packed: list[Any] = [w.to(DEVICE) for w in weights]
+    layer = moe.PackedExperts(*packed, **constants)
     there, tiles, error = (x.to(DEVICE), router.to(DEVICE)), dict[str, Any](), 0.0
     for tile in uses.TILES:
         try:
@@ -213,7 +219,8 @@ def passes(pair: str, count: int) -> dict[str, Any]:
         sizes = write_pair(Path(folder), pair, count, None)
         both = Precision(target="bf16", drafter="bf16") if GPU else Precision()
         bundle = build(
-            *(str(Path(folder) / role) for role in ("target", "drafter")),
+            str(Path(folder) / "target"),
+            str(Path(folder) / "drafter"),
             Path(folder) / "bundle",
             engine="torch",
             weights="link",
@@ -230,7 +237,12 @@ def passes(pair: str, count: int) -> dict[str, Any]:
             ]
             rows.append(_pass(f"draft {llm.block_size}", inner, inner.dummy_draft, llm.block_size))
             prompt = [1] * min(512, llm.max_seq_len // 2)
-            whole = seconds(lambda: (inner.prefill(prompt, 0, 0, draft=True), inner.arrays.wait()), 5)
+
+            def prefill() -> None:
+                inner.prefill(prompt, 0, 0, draft=True)
+                inner.arrays.wait()
+
+            whole = seconds(prefill, 5)
     return {"pair": pair, "layers": count, "weight_bytes": sizes, "opened_seconds": round(opened, 1), "passes": rows,
             "prefill": {"tokens": len(prompt), "ms": round(1e3 * whole, 2)}}  # fmt: skip
 
