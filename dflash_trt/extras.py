@@ -6,6 +6,7 @@ import re
 from importlib import metadata
 
 _NAME = "dflash-trt"
+_DISTRIBUTIONS = {"yaml": "pyyaml"}  # of modules with another name
 # Packages that single options use.
 _OPTIONS = {
     "plot": ["matplotlib>=3.8"],
@@ -17,12 +18,14 @@ _OPTIONS = {
 def install(*names: str) -> str:
     """The pip command for extras, single options, or one package of an extra ("serve:llguidance").
 
-    It names the packages themselves, as no index has this one.
+    ":numpy" is a package of the core. It names the packages themselves, as no index has this one.
     """
     try:
         needed = [each for name in names for each in _OPTIONS.get(name) or _needed(*name.split(":"))]
     except metadata.PackageNotFoundError:  # run from its source
         needed = []
+    if not needed and all(name.startswith(":") for name in names):
+        needed = [_DISTRIBUTIONS.get(name[1:], name[1:]) for name in names]
     return (
         f"pip install {' '.join(map(_quoted, needed))}"
         if needed
@@ -37,8 +40,15 @@ def _quoted(requirement: str) -> str:
 def _needed(extra: str, package: str = "") -> list[str]:
     """Requirements of an extra: all of them, or that of one package."""
     requirements: list[str] = []
+    package = _DISTRIBUTIONS.get(package, package)
     for line in metadata.requires(_NAME) or []:
         requirement, _, marker = (part.strip() for part in line.partition(";"))
-        if re.search(rf"extra == ['\"]{re.escape(extra)}['\"]", marker) and requirement.startswith(package):
+        if not extra:
+            named = re.split(r"[^\w.-]", requirement)[0].replace("-", "_") == package.replace("-", "_")
+            wanted = named and "extra" not in marker
+        else:
+            own = re.search(rf"extra == ['\"]{re.escape(extra)}['\"]", marker)
+            wanted = own is not None and requirement.startswith(package)
+        if wanted:
             requirements.append(requirement)
     return requirements

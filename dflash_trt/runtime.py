@@ -32,7 +32,7 @@ from dflash_trt.decoding.results import Statistics
 from dflash_trt.decoding.sampling.history import History
 from dflash_trt.decoding.sampling.structure import Structure, Structures
 from dflash_trt.engines.base import PREFILL_CHUNK, RunSettings
-from dflash_trt.engines.registry import engine_of
+from dflash_trt.engines.registry import engine_of, require_packages
 from dflash_trt.errors import BundleError, DFlashError, RequestError, quoted
 from dflash_trt.logs import warn_once
 from dflash_trt.prompts import natural_prompts
@@ -106,6 +106,7 @@ class Runtime:
             raise BundleError(
                 f"{bundle}: was built with --weights none and cannot run; build it with its weights"
             )
+        require_packages(self.bundle)
         self.max_seq_len: int = manifest["max_seq_len"]
         self.block_size: int = manifest["block_size"]
         self._thinking_warning = thinking_warning(manifest["target"]["name"])

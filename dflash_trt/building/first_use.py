@@ -14,6 +14,7 @@ from filelock import FileLock
 from dflash_trt.building.progress import progress_display
 from dflash_trt.bundle.manifest import MANIFEST, Bundle, Check, digest
 from dflash_trt.checkpoint.catalogue import PAIRS, KnownPair, known_configs, known_pair
+from dflash_trt.engines import registry
 from dflash_trt.errors import BundleError, did_you_mean
 from dflash_trt.files.disk import cache_folder, cached_in, whole_file
 
@@ -24,7 +25,7 @@ def open_bundle(bundle: str | Path, check: Check) -> Bundle:
     """The bundle in a directory; or that of a known pair, given by its name as a `str`, from the cache.
 
     The cache is the folder `bundles` of DFLASH_TRT_CACHE, by default of ~/.cache/dflash-trt. A bundle that is missing
-    there, damaged, or of other checkpoints than this package has, is built, for ONNX Runtime.
+    there, damaged, or of other checkpoints than this package has, is built, for the engine that this machine runs best.
 
     Raises BundleError, and for a pair whatever `build` raises.
     """
@@ -32,21 +33,26 @@ def open_bundle(bundle: str | Path, check: Check) -> Bundle:
     if pair is None:
         check_path(Path(bundle))
         return Bundle.open(bundle, check)
-    place = cache_folder() / "bundles" / pair.name
-    note, inputs = place.parent / f".{pair.name}.inputs", _inputs(pair)
+    best, name = registry.best_here(), pair.name
+    if best.engine != registry.DEFAULT:
+        name += f"-{best.engine}-sm{'-'.join(map(str, sorted(best.capabilities)))}"
+    place = cache_folder() / "bundles" / name
+    note, inputs = place.parent / f".{name}.inputs", _inputs(pair)
     if cached := _cached(place, note, inputs, check):  # also in a cache that cannot be written
         return cached
     with ExitStack() as held:
         with cached_in(place.parent):
             place.parent.mkdir(parents=True, exist_ok=True)
-            held.enter_context(FileLock(place.parent / f".{pair.name}.first-use"))
+            held.enter_context(FileLock(place.parent / f".{name}.first-use"))
         if cached := _cached(place, note, inputs, check):  # another process has built it meanwhile
             return cached
         from dflash_trt.building.build import build  # slow to import, and only needed here
+        from dflash_trt.building.choice import choose_engine
 
+        engine = choose_engine(pair.name)
         print(f"building {pair.name} into {place} (once)", file=sys.stderr)
         with progress_display() as progress:
-            built = build(pair.name, None, place, force=True, progress=progress)
+            built = build(pair.name, None, place, engine=engine, force=True, progress=progress)
         # The bundle has them in other files if the build quantized them.
         with whole_file(note) as file:
             file.write(f"{built.manifest['key']} {inputs}".encode())

@@ -28,6 +28,7 @@ from dflash_trt.cli import (
 from dflash_trt.cli.options import option, switch
 from dflash_trt.cli.parser import CommandParser
 from dflash_trt.errors import DFlashError, UsageError
+from dflash_trt.extras import install
 from dflash_trt.logs import LEVELS, to_stderr
 
 COMMANDS = {
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         refuse: Callable[[str], NoReturn] = getattr(args, "step_error", args.usage_error)
         refuse(str(error))
-    except (DFlashError, OSError, UnicodeError, MemoryError) as error:
+    except (DFlashError, ImportError, OSError, UnicodeError, MemoryError) as error:
         if args.debug:
             raise
         print(f"dflash-trt: error: {_said(error)}", file=sys.stderr)
@@ -90,6 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _said(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+        return f"the Python package {package} is not installed: {install(f':{package}')}"
     if isinstance(error, MemoryError):
         return f"no memory is left ({error or 'the system gives no more'}); nothing was kept of this"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -49,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--drafter", "NAME_OR_PATH", str,
            "the model that proposes blocks of tokens (default: the target's known drafter)")  # fmt: skip
     option(parser, "--out", "DIR", Path, "directory of the bundle (default: bundles/NAME)")
-    option(parser, "--engine", None, str, "what runs the graphs", registry.DEFAULT, choices=registry.NAMES)
+    option(parser, "--engine", None, str, "what runs the graphs; auto: what this machine runs best",
+           registry.AUTO, choices=(registry.AUTO, *registry.NAMES))  # fmt: skip
     option(parser, "--max-seq-len", "N", int,
            "longest prompt and output together (default: both models' limit, at most 8192)")  # fmt: skip
     option(parser, "--block-size", "K", int, "tokens of a block, including the anchor (default: as trained)")
@@ -76,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Build the bundle and describe it."""
     from dflash_trt.building.build import build
+    from dflash_trt.building.choice import choose_engine
     from dflash_trt.building.sources import built_in
     from dflash_trt.checkpoint.catalogue import known_pair
     from dflash_trt.formats.precision import parse_precision
@@ -89,6 +91,9 @@ def run(args: argparse.Namespace) -> int:
     planned = built_in(args.target, args.drafter) if args.weights == "none" else None
     if planned is not None and planned.doubt is not None:
         print(f"note: {planned.doubt}", file=sys.stderr)
+    precision = parse_precision(args.precision)
+    if args.engine == registry.AUTO:
+        args.engine = choose_engine(args.target, args.weights, precision, args.max_seq_len)
     with progress_display() as progress:
         bundle = build(
             args.target,
@@ -100,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
             exact=args.exact,
             engine=args.engine,
             weights=args.weights,
-            precision=parse_precision(args.precision),
+            precision=precision,
             draft_vocabulary=args.draft_vocabulary,
             drafter_window=args.drafter_window,
             options=engine_options.from_arguments(args),

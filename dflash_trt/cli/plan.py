@@ -41,7 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--drafter", "PATH", str, "a drafter's directory (default: the target's known drafter)")
     option(parser, "--gpu", "NAME", str,
            "a GPU that --gpus lists, or the figures of another: memory=24,sm=89")  # fmt: skip
-    option(parser, "--engine", None, str, default="tensorrt", choices=registry.NAMES)
+    option(parser, "--engine", None, str, "auto: what this GPU runs best, or several", registry.AUTO,
+           choices=(registry.AUTO, *registry.NAMES))  # fmt: skip
     several = " or ".join(engine.name for engine in registry.engines() if engine.memory.several_gpus)
     parser.add_argument("--tp", type=at_least(1), default=1, metavar="N", dest="tensor_parallel",
                         help=f"GPUs, with {several}")  # fmt: skip
@@ -62,8 +63,13 @@ def run(args: argparse.Namespace) -> int:
     if args.target is None or args.gpu is None:
         args.usage_error("--target and --gpu are required (or --gpus, which lists the GPUs)")
     from dflash_trt.building.sources import built_in
+    from dflash_trt.planning.gpus import find_gpu
     from dflash_trt.planning.memory import estimate_memory
 
+    if args.engine == registry.AUTO:
+        choice = registry.best_on(find_gpu(args.gpu).sm, several=args.tensor_parallel > 1)
+        args.engine = choice.engine
+        print(f"{choice}; --engine chooses another", file=sys.stderr)
     inventory, settings = prepare(args)
     pair = built_in(args.target, args.drafter)
     if pair is not None and pair.doubt is not None:

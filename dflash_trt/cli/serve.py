@@ -146,6 +146,7 @@ def _openai(args: argparse.Namespace) -> int:
     keys = _keys(args.api_key_file)
     check_certificate(args.tls_cert, args.tls_key)
     bundle = bundle_of(args)
+    registry.require_packages(bundle)
     check_drafting(bundle, args.block_length, args.tree_nodes, args.draft_source)
     settings = ServerSettings(
         bundle=bundle,
@@ -211,6 +212,7 @@ def _triton(args: argparse.Namespace) -> int:
             )
             print(container_command(bundle))
             return 1
+        registry.require_packages(bundle)
         server.check()
         addresses.check({"http": "--port", "grpc": "--grpc-port", "metrics": "--metrics-port"})
         repository = deploy(bundle, directory / "repository", python=sys.executable, **engine_settings(args))

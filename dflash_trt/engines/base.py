@@ -7,6 +7,7 @@ installed.
 
 from __future__ import annotations
 
+import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
 from dflash_trt.errors import DFlashError
+from dflash_trt.extras import install
 
 if TYPE_CHECKING:
     from dflash_trt.bundle.manifest import Bundle
@@ -190,9 +192,9 @@ class EngineEntry(ABC):
 
     `options`: its own options of a build. `weights_folder`: where checkpoints lie in its bundles. `tokenizer_folder`:
     where the tokenizer lies in them. `weight_layout`: how it reads quantized layers. `server`: the name of a
-    server of its own, beside Triton. `modules`: Python modules that it can use, which `doctor` shows. `memory`: its
-    layout, for `plan`. `draft_vocabulary`: whether a drafter may have fewer tokens than its target. `own_loop`: whether
-    it runs its passes by itself, and not as this package asks.
+    server of its own, beside Triton. `modules`: Python modules that it can use, which `doctor` shows. `needed`: those
+    without which it opens no bundle. `memory`: its layout, for `plan`. `draft_vocabulary`: whether a drafter may
+    have fewer tokens than its target. `own_loop`: whether it runs its passes by itself, and not as this package asks.
     """
 
     name: str
@@ -204,6 +206,7 @@ class EngineEntry(ABC):
     draft_vocabulary: ClassVar[bool] = True
     own_loop: ClassVar[bool] = False
     modules: tuple[str, ...] = ()
+    needed: tuple[str, ...] = ()
     memory: MemoryTraits
 
     @abstractmethod
@@ -263,6 +266,19 @@ class EngineEntry(ABC):
         `missing`: packages of the core that are not there. `capabilities`: compute capabilities of the GPUs here, as
         120 for 12.0.
         """
+
+    def lacking(self) -> list[str]:
+        """The modules that opening a bundle needs and that are not installed."""
+        return [name for name in self.needed if importlib.util.find_spec(name) is None]
+
+    def installation(self, manifest: Mapping[str, Any]) -> str:
+        """The command that installs what opening this bundle needs."""
+        packages = self.container(manifest).packages
+        return f"pip install {' '.join(packages)}" if packages else install(*(f":{n}" for n in self.needed))
+
+    def serves(self, capability: int) -> bool:
+        """Whether it runs on GPUs of this compute capability."""
+        return False
 
     def refusal(self, capability: int, inventory: Inventory, formats: Iterable[str]) -> str | None:
         """The reason if a build for GPUs of this compute capability is refused. `formats`: those of the weights."""

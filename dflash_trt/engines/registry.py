@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, cast
+from importlib import metadata
+from typing import TYPE_CHECKING, NamedTuple, cast
 
+from dflash_trt import hardware
 from dflash_trt.engines.base import EngineEntry, EngineOptions
 from dflash_trt.errors import BundleError, UsageError, did_you_mean, show
+from dflash_trt.extras import install
 
 if TYPE_CHECKING:
     from dflash_trt.bundle.manifest import Bundle
@@ -21,7 +25,10 @@ _MODULES = {
     "tensorrt-llm": "dflash_trt.trtllm.entry",
 }
 NAMES = tuple(_MODULES)
-DEFAULT = "onnxruntime"
+DEFAULT = "onnxruntime"  # which runs everywhere
+AUTO = "auto"
+# Those that run on one GPU, the best first.
+_ON_GPU = ("tensorrt-rtx", "tensorrt", "torch")
 # What other engines are compared with on a GPU, in float32.
 GPU_REFERENCE = "torch"
 
@@ -58,3 +65,60 @@ def names_by_options() -> dict[type[EngineOptions], list[str]]:
         if engine.options is not None:
             names.setdefault(engine.options, []).append(engine.name)
     return names
+
+
+class Choice(NamedTuple):
+    """The engine that `auto` stands for. `capabilities`: those of the GPUs here."""
+
+    engine: str
+    why: str
+    capabilities: tuple[int, ...] = ()
+
+    @property
+    def leaves_gpu_idle(self) -> bool:
+        """Whether it runs on the CPU although there is a GPU."""
+        return self.engine == DEFAULT and bool(self.capabilities)
+
+    def __str__(self) -> str:
+        return f"engine {self.engine}: {self.why}"
+
+
+def best_on(capability: int, *, several: bool) -> Choice:
+    """What a GPU of this compute capability, or several, run best, where all packages are installed."""
+    if several:
+        return Choice(next(e.name for e in engines() if e.memory.several_gpus), "for several GPUs")
+    name = next(name for name in _ON_GPU if find(name).serves(capability))
+    return Choice(name, f"the best for compute capability {capability}")
+
+
+def best_here(possible: Callable[[EngineEntry], bool] = lambda engine: True) -> Choice:
+    """What this machine runs best, of the engines for which a build is `possible`."""
+    here = tuple(dict.fromkeys(hardware.compute_capabilities()))
+    if not here:
+        return Choice(DEFAULT, "nvidia-smi shows no GPU here")
+    on_gpu = [find(name) for name in _ON_GPU if any(find(name).serves(capability) for capability in here)]
+    for engine in on_gpu:
+        available = engine.availability((), here)
+        if available.build and available.run and not _without_cuda() and possible(engine):
+            why = f"the best with the packages that are installed, for compute capability {here[0]}"
+            return Choice(engine.name, why, here)
+    missing = " or ".join(f"{engine.name} ({install(engine.name)})" for engine in on_gpu)
+    return Choice(DEFAULT, f"runs on the CPU; the GPU that is here needs {missing}", here)
+
+
+def _without_cuda() -> bool:
+    """Whether the torch that is installed, on which every engine of a GPU runs, is one for the CPU alone."""
+    try:
+        return metadata.version("torch").endswith("+cpu")
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def require_packages(bundle: Bundle) -> None:
+    """Raise BundleError, with the command that installs them, where this machine lacks packages to open a bundle."""
+    engine = engine_of(bundle)
+    if lacking := engine.lacking():
+        raise BundleError(
+            f"{bundle.path}: was built for --engine {engine.name}, which needs {', '.join(lacking)}, not installed "
+            f"here: {engine.installation(bundle.manifest)}"
+        )

@@ -57,7 +57,7 @@ class OnnxRuntimeEntry(EngineEntry):
     """Runs graphs on the CPU."""
 
     name = "onnxruntime"
-    modules = ("onnxruntime",)
+    modules = needed = ("onnxruntime",)
     weight_layout = "blocks"
     # Measured (docs/planning.md).
     memory = MemoryTraits(compute="fp32", runtime_bytes=24 << 20, score_copies=2)

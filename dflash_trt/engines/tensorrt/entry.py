@@ -41,6 +41,7 @@ class TensorRTEntry(EngineEntry):
         self.name = name
         self.flavour = FLAVOURS[name]
         self.modules = (self.flavour.module, "torch", "triton")
+        self.needed = (self.flavour.module, "torch")
         # TensorRT-RTX's plans ask for up to so much scratch memory beside the estimate from shapes (docs/planning.md).
         # Taken for TensorRT too. The plugins widen no experts, and compute none that nobody chose.
         targets = self.flavour.plugin_capabilities
@@ -96,7 +97,7 @@ class TensorRTEntry(EngineEntry):
     def availability(self, missing: Sequence[str], capabilities: Sequence[int]) -> Availability:
         flavour, ready = self.flavour, not missing
         there = importlib.util.find_spec(flavour.module) is not None
-        here = any(capability in flavour.capabilities for capability in capabilities)
+        here = any(map(self.serves, capabilities))
         absent = [] if there else [flavour.module]
         if importlib.util.find_spec("torch") is None:
             absent.append("torch, to run")
@@ -106,6 +107,9 @@ class TensorRTEntry(EngineEntry):
             run=ready and not absent and here,
             note="; ".join([serves, *([f"install {', '.join(absent)}"] if absent else [])]),
         )
+
+    def serves(self, capability: int) -> bool:
+        return capability in self.flavour.capabilities
 
     def refusal(self, capability: int, inventory: Inventory, formats: Iterable[str]) -> str | None:
         from dflash_trt.formats import FORMATS

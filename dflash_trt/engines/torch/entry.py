@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +34,7 @@ class TorchEntry(EngineEntry):
 
     name = "torch"
     modules = ("torch", "triton")
+    needed = ("torch",)
     weight_layout = "int4_by_row"
     memory = MemoryTraits(
         expert_kernels={"mxfp4": frozenset(TARGETS)},
@@ -88,15 +88,8 @@ class TorchEntry(EngineEntry):
 
     def open(self, bundle: Bundle, settings: RunSettings) -> Scheduler:
         from dflash_trt.decoding.scheduler import Scheduler
-        from dflash_trt.errors import BundleError
+        from dflash_trt.engines.torch.opening import open_pair
 
-        try:
-            from dflash_trt.engines.torch.opening import open_pair
-        except ImportError as error:
-            raise BundleError(
-                f"{bundle.path}: was built for --engine {self.name}, which needs torch ({error}): "
-                f"{install(self.name)}"
-            ) from None
         slots = settings.max_batch_size
         pair = open_pair(
             bundle,
@@ -112,11 +105,14 @@ class TorchEntry(EngineEntry):
         return super().describe(bundle) | {"precision": bundle.manifest["precision"]}
 
     def availability(self, missing: Sequence[str], capabilities: Sequence[int]) -> Availability:
-        ready, there = not missing, importlib.util.find_spec("torch") is not None
+        ready, there = not missing, not self.lacking()
         where = "on an NVIDIA GPU" if capabilities else "on the CPU, for trying: no GPU is here"
         return Availability(
             ready, ready and there, where if there else f"install torch, to run: {install(self.name)}"
         )
+
+    def serves(self, capability: int) -> bool:
+        return True
 
     def window_stride(self, head_dim: int) -> int:
         from dflash_trt.graph.torch import Torch

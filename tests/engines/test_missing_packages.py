@@ -1,0 +1,90 @@
+"""Bundles of every engine, and every command, on machines that lack packages."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dflash_trt import LLM
+from dflash_trt.building.build import build
+from dflash_trt.cli import main
+from dflash_trt.engines import registry
+from dflash_trt.engines.tensorrt.options import TensorRTOptions
+from dflash_trt.errors import BundleError
+from dflash_trt.extras import install
+from dflash_trt.reports.environment import REQUIRED
+from tests.doubles.checkpoints import make_drafter, make_target
+from tests.doubles.one_gpu import one_gpu
+
+SMALL = TensorRTOptions(capabilities=(90,), max_batch_size=1, prefill_chunk=16, plugins="none")
+NEEDED = [(name, module) for name in registry.NAMES for module in registry.find(name).needed]
+# Modules that no text from a bundle needs: those of builds, chats and TensorRT-LLM.
+UNUSED = {"onnx_ir", "huggingface_hub", "jinja2", "yaml"}
+TENSORRT = "tensorrt", "tensorrt-rtx"
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("bundles")
+    target = make_target(place / "target", layers=1)
+    drafter = make_drafter(place / "drafter", target, layers=1, taps=(0,), block_size=4)
+    made = {}
+    with one_gpu():
+        for engine in dict(NEEDED):
+            options = SMALL if engine in TENSORRT else None
+            if engine == "tensorrt-rtx":
+                options = TensorRTOptions(
+                    capabilities=(120,), max_batch_size=1, prefill_chunk=16, plugins="none"
+                )
+            made[engine] = build(
+                str(target), str(drafter), place / engine, engine=engine, max_seq_len=64, options=options
+            ).path
+    return made
+
+
+def test_every_engine_with_passes_of_ours_says_what_it_needs() -> None:
+    """TensorRT-LLM's own check says it (tests/trtllm/test_driver.py)."""
+    assert {name for name, _ in NEEDED} == {e.name for e in registry.engines() if not e.own_loop}
+
+
+@pytest.mark.parametrize(("engine", "module"), NEEDED)
+def test_opening_a_bundle_names_what_is_missing_and_its_installation(
+    engine: str,
+    module: str,
+    bundles: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(BundleError) as raised:
+        LLM(bundles[engine])
+    said = str(raised.value)
+    start = f"{bundles[engine]}: was built for --engine {engine}, which needs "
+    assert said.startswith(start)
+    assert module in said.removeprefix(start).partition(", not installed here: ")[0].split(", ")
+    assert module.replace("_", "-") in said.partition("pip install ")[2]
+    for words in (["generate", "-p", "x"], ["chat"], ["serve"], ["verify"], ["bench"]):
+        assert main([words[0], str(bundles[engine]), *words[1:]]) == 1
+        assert said in capsys.readouterr().err, words
+    assert main(["inspect", str(bundles[engine])]) == 0  # which runs nothing
+
+
+@pytest.mark.parametrize("module", REQUIRED)
+def test_a_package_of_the_core_that_is_missing_is_named(module: str, bundles: dict[str, Path]) -> None:
+    program = (
+        f"import sys; sys.modules[{module!r}] = None\nfrom dflash_trt.cli import main\n"
+        f"sys.exit(main(['generate', {str(bundles['onnxruntime'])!r}, '-p', 'x', '--max-tokens', '2']))"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "Traceback" not in run.stderr
+    assert (run.returncode == 0) == (module in UNUSED)
+    if run.returncode:
+        assert module in run.stderr
+        assert run.stderr.partition("pip install ")[2].strip("'\n").split(">=")[0].replace("-", "_") == module
+
+
+def test_a_package_is_installed_by_its_own_name() -> None:
+    assert install(":yaml").lower().startswith(("pip install pyyaml", "pip install 'pyyaml"))
