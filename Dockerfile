@@ -1,5 +1,8 @@
 # Serves a bundle. By OpenAI's API (docs/openai.md): docker build -t dflash-trt .
 # By Triton Inference Server (docs/serving.md):      docker build -t dflash-trt-triton --target triton .
+# ENGINE is that of its bundles: onnxruntime (the default), torch, tensorrt-rtx or tensorrt. For a GPU, whatever they need
+# comes in wheels, in the versions of requirements/, and the host has the driver and NVIDIA's container toolkit:
+#   docker build -t dflash-trt:0.1.0-tensorrt-rtx --build-arg ENGINE=tensorrt-rtx .
 # On NVIDIA's images, which have TensorRT in the version that built a bundle, or a tritonserver already, with TAG as in
 # dflash_trt/engines/base.py, TRITON_IMAGE:
 #   docker build -t dflash-trt --build-arg BASE=nvcr.io/nvidia/tensorrt:TAG .
@@ -22,11 +25,15 @@ ENV ORT_DISABLE_TELEMETRY=1 HF_HUB_DISABLE_TELEMETRY=1 TRTLLM_NO_USAGE_STATS=1
 WORKDIR /tmp
 COPY requirements/server.txt requirements/test.txt /opt/dflash-trt/
 COPY --from=wheel /wheels /opt/dflash-trt/wheels
+# What the container toolkit gives a container of the driver.
+ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility
 
 FROM base AS triton
 ARG TRITONSERVER=nvidia-pytriton
-RUN python3 -m pip install --no-cache-dir --constraint /opt/dflash-trt/server.txt ${TRITONSERVER} \
-        "$(echo /opt/dflash-trt/wheels/dflash_trt-*.whl)[serve]"
+ARG ENGINE=onnxruntime
+# The core has ONNX Runtime; every other engine has an extra of its name.
+RUN extra="${ENGINE#onnxruntime}" && python3 -m pip install --no-cache-dir --constraint /opt/dflash-trt/server.txt ${TRITONSERVER} \
+        "$(echo /opt/dflash-trt/wheels/dflash_trt-*.whl)[serve${extra:+,$extra}]"
 # A user id without an account. No file of the image belongs to it.
 USER 65532:65532
 EXPOSE 8000 8001 8002
@@ -36,8 +43,9 @@ HEALTHCHECK --interval=10s --timeout=5s --start-period=120s \
 ENTRYPOINT ["dflash-trt", "serve", "/bundle", "--api", "triton", "--host", "0.0.0.0"]
 
 FROM base AS openai
-RUN python3 -m pip install --no-cache-dir --constraint /opt/dflash-trt/test.txt \
-        "$(echo /opt/dflash-trt/wheels/dflash_trt-*.whl)[serve]"
+ARG ENGINE=onnxruntime
+RUN extra="${ENGINE#onnxruntime}" && python3 -m pip install --no-cache-dir --constraint /opt/dflash-trt/test.txt \
+        "$(echo /opt/dflash-trt/wheels/dflash_trt-*.whl)[serve${extra:+,$extra}]"
 USER 65532:65532
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=120s \

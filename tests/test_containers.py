@@ -19,6 +19,7 @@ import yaml
 
 from dflash_trt.cli import make_parser
 from dflash_trt.decoding.metrics import Metrics
+from dflash_trt.engines.registry import DEFAULT, NAMES
 from dflash_trt.serving.openai.gate import OPEN
 from dflash_trt.serving.openai.server import _END_SECONDS
 
@@ -73,7 +74,16 @@ def test_an_image_has_its_extra_and_shows_the_ports_of_its_command(name: str) ->
     arguments = served(name, COMPOSE[name]["command"])
     ports = {"openai": ["port"], "triton": ["port", "grpc_port", "metrics_port"]}[name]
     assert set(instruction(name, "EXPOSE").split()) == {str(arguments[port]) for port in ports}
-    assert re.findall(r"whl\)\[([\w-]+)\]", stage(name)) == ["serve"]
+    (extras,) = re.findall(r"RUN (extra=.*?) && .*whl\)\[(.*)\]", stage(name))
+    extra = PROJECT["project"]["optional-dependencies"]
+    default = instruction(name, "ARG").removeprefix("ENGINE=")
+    for engine in (None, "onnxruntime", "torch", "tensorrt-rtx", "tensorrt"):
+        script = f'ENGINE={engine or default}; {extras[0]}; echo "{extras[1]}"'
+        found = subprocess.run(
+            ["sh", "-c", script], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        assert found == ("serve" if engine in (None, DEFAULT) else f"serve,{engine}")
+        assert set(found.split(",")) <= set(extra)
     assert not instruction(name, "USER").startswith(("0", "root"))
 
 
@@ -149,6 +159,29 @@ def test_the_pod_runs_the_image_and_is_probed_where_no_key_is_needed() -> None:
     assert arguments["allowed_host"] == [
         service, *(longest.removesuffix(end) for end in (".svc.cluster.local", ".cluster.local", ""))
     ]  # fmt: skip
+
+
+def test_a_gpu_is_reserved_for_the_image_of_its_engine() -> None:
+    """Compose and Kubernetes start the same image, with one GPU, and otherwise as without."""
+    service, plain = COMPOSE["gpu"], COMPOSE["openai"]
+    own = {"profiles", "build", "image", "deploy"}
+    assert {key: value for key, value in service.items() if key not in own} == {
+        key: value for key, value in plain.items() if key not in own
+    }
+    (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+    assert (device["driver"], device["count"], device["capabilities"]) == ("nvidia", 1, ["gpu"])
+    (engine,) = re.findall(r":-([\w-]+)}$", service["build"]["args"]["ENGINE"])
+    assert engine in NAMES
+    overlay = yaml.safe_load((ROOT / "kubernetes" / "gpu" / "kustomization.yaml").read_text())
+    (image,) = overlay["images"]
+    assert f"{image['name']}:{image['newTag']}" == re.sub(r"\$\{\w+:-(.*)\}", r"\1", service["image"])
+    assert image["newTag"] == f"{read('kustomization.yaml')['images'][0]['newTag']}-{engine}"
+    (patch,) = (yaml.safe_load(each["patch"]) for each in overlay["patches"])
+    deployment = read("deployment.yaml")
+    assert (patch["kind"], patch["metadata"]) == (deployment["kind"], deployment["metadata"])
+    (container,) = patch["spec"]["template"]["spec"]["containers"]
+    assert container["name"] == deployment["spec"]["template"]["spec"]["containers"][0]["name"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 1
 
 
 def test_the_objects_belong_together() -> None:
