@@ -30,7 +30,7 @@ _SMALLEST = 2.0**-126  # the smallest normal float32; kernels may take smaller n
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The decoding parameters of one request, with vLLM's names and meanings. Raises RequestError naming the field.
+    """The decoding parameters of one request, with vLLM's names. Raises RequestError naming the field.
 
     They apply in vLLM's order: `structured_outputs`, `allowed_token_ids`, bad words and `min_tokens`, bias, penalties,
     temperature, min-p, top-k, top-p.
