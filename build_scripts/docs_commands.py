@@ -41,7 +41,7 @@ SKIPPED = {
     r"~/": "writes into the home directory",
     r"(Qwen|openai|z-lab|meta-llama)/": "downloads a model",
     r"--target (qwen3|gpt-oss|llama|gemma)(?!.*(--weights none|--gpu))": "downloads a model",
-    r"build .*--engine tensorrt|bundles/tiny-rtx": "needs an engine's package",
+    r"build .*--engine tensorrt|bundles/tiny-rtx|(?<!--out )bundles/tiny-torch": "needs an engine's package",
     r"quantize .*modelopt": "needs the package nvidia-modelopt",
     r"dflash-trt train": "trains",
 }
