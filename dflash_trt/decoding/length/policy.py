@@ -72,8 +72,8 @@ class FixedLength:
         self.most = length
 
     def draft(self, active: Sequence[Request]) -> int:
-        """The length."""
-        return self.most
+        """The length, while the drafter is there for a request: its numbers may have stopped being finite."""
+        return self.most if any(request.takes_drafter for request in active) else 1
 
     def select(self, draft: Draft, active: Sequence[Request], slots: Sequence[int], most: int) -> Draft:
         """The whole draft."""

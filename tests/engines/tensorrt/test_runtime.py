@@ -278,7 +278,7 @@ def test_a_draft_that_spoils_a_round_ends_no_request(tmp_path: Path, here: Any) 
 
         for broken in (spoilt_draft, no_numbers):
             drafter.run = broken
-            found = llm.generate(asked, params, block_length=4)
+            found = llm.generate(asked, params, block_length=4, draft_source="drafter")
             assert [c.token_ids for c in found] == expected
             pair.arrays.wait()
             assert all(torch.isfinite(c).all() for c in pair.target.caches.arrays.values())
@@ -383,7 +383,7 @@ def test_a_shape_outside_of_the_profile_is_refused(bundles: tuple[Bundle, Bundle
         (fake_tensorrt, "__version__", "11.5.0", r"built with TensorRT 11\.4\.0, but 11\.5\.0 is installed"),
         (Cuda, "capability", (12, 0), "capability 90, but this GPU has 120; .*--compute-capability 120"),
         (Cuda, "is_available", lambda: False, "needs an NVIDIA GPU"),
-        (sys.modules, "tensorrt", None, "was built for TensorRT, and .*tensorrt-cu13"),
+        (sys.modules, "tensorrt", None, "was built for --engine tensorrt, .*tensorrt-cu13"),
     ],
     ids=["another version", "another GPU", "no GPU", "TensorRT-RTX alone"],
 )
