@@ -22,6 +22,9 @@ Array = np.ndarray[Any, Any]
 STEP = 128
 
 
+_MOST_SLOTS = 1 << 20  # their records alone take more memory than any caches of so many have
+
+
 class CachePool:
     """Rows of every slot in caches of one kind. A pass sees the slots it works on as one array [slots, rows, width].
 
@@ -37,6 +40,8 @@ class CachePool:
 
     def __init__(self, caches: Mapping[str, tuple[int, Any]], slots: int, capacity: int) -> None:
         """`caches`: width and dtype of a row, by name."""
+        if slots > _MOST_SLOTS:
+            raise DFlashError(f"no memory for a cache of {slots} sequences: lower max_batch_size")
         self.slots, self.capacity = slots, -(-capacity // STEP) * STEP
         self.records: list[SlotRows] = []
         self.allocate(caches)
