@@ -15,10 +15,13 @@ class Contents:
     """The content of a slot: the first `count` tokens of a request, and the lengths to which the target's and the
     drafter's caches can be cut.
 
+    salt, prompt, answer: of the request, which is not kept itself.
     step: a reused prefix has a multiple of so many tokens.
     """
 
-    request: Request
+    salt: str
+    prompt: Sequence[int]
+    answer: Sequence[int]
     count: int
     target: Sequence[int]
     drafter: Sequence[int]
@@ -33,7 +36,7 @@ class Contents:
 
     def shared(self, prompt: Sequence[int], *, draft: bool) -> int:
         """The number of tokens of a prompt that can be reused. The last one must be run."""
-        mine, answer, most = self.request.prompt, self.request.output, min(self.count, len(prompt) - 1)
+        mine, answer, most = self.prompt, self.answer, min(self.count, len(prompt) - 1)
         same = common(mine, prompt, min(len(mine), most))
         if same == len(mine) < most:
             same += common(answer, prompt[same:most], most - same)
@@ -76,7 +79,8 @@ class Slots:
         count, step = request.committed, self.step
         if step > 1:  # the whole chunks of the prompt, unless each of its rows gave logits, in shorter chunks
             count = 0 if request.params.prompt_logprobs else min(len(request.prompt), count) // step * step
-        return Contents(request, count, *lengths, step)
+        salt = request.options.cache_salt
+        return Contents(salt, request.prompt, request.output, count, *lengths, step)
 
     def find(self, request: Request, live: Sequence[Request]) -> Reuse:
         """Choose a free slot for a request. The place with the most tokens of its prompt: a slot, or kept pages.
@@ -89,7 +93,7 @@ class Slots:
         if self.prefixes is None or request.params.prompt_logprobs:  # which need every row computed
             return Reuse(0, slot)
         held = {each.slot: self.contents(each) for each in live if each.options.cache_salt == salt}
-        held |= {at: left for at, left in self.left.items() if left.request.options.cache_salt == salt}
+        held |= {at: left for at, left in self.left.items() if left.salt == salt}
         sources = [Reuse(contents.shared(prompt, draft=draft), at) for at, contents in held.items()]
         best = max([Reuse(0, slot), *sources], key=lambda each: (each.length, each.slot == slot))
         path, kept = self.prefixes.find(prompt[:-1], draft=draft, salt=salt)

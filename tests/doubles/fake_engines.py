@@ -504,7 +504,7 @@ class Pool:
             assert each.committed == len(each.prompt) + len(each.output) - 1
         assert set(s.slots.left) <= set(range(self.pair.slots)) - set(taken)
         for slot, left in s.slots.left.items():
-            history = rows_of([*left.request.prompt, *left.request.output][: left.count])
+            history = rows_of([*left.prompt, *left.answer][: left.count])
             assert self.target.holds(slot, history)
             drafted = max(left.drafter, default=0)
             assert self.drafter.cache[slot, :drafted].tolist() == history[:drafted]
