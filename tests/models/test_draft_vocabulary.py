@@ -15,13 +15,11 @@ from dflash_trt.building.build import build
 from dflash_trt.checkpoint.catalogue import SHIPPED
 from dflash_trt.checkpoint.draft_vocabulary import FILE, most_frequent, read_draft_vocabulary
 from dflash_trt.checkpoint.tensors import Checkpoint
-from dflash_trt.cli import main
 from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
 from dflash_trt.errors import BuildError, CheckpointError
 from dflash_trt.formats.precision import parse_precision
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.models.inventory import take_inventory
-from dflash_trt.training.answers import Answer, AnswerFile
 from tests.doubles.checkpoints import make_target
 from tests.doubles.kind_checkpoints import make_dflare, make_dflash2, make_dspark, make_eagle3, make_jetspec
 from tests.doubles.reference import Drafter, load_target, target_outputs
@@ -167,14 +165,3 @@ def test_the_most_frequent_tokens_are_taken() -> None:
     assert most_frequent([[9, 9, 5], [5, 9, 300]], 2, VOCAB, []) == [5, 9]
     assert most_frequent([[9, 9, 5], [5, 9, 300]], 3, VOCAB, [1]) == [1, 5, 9]
     assert most_frequent([[9, 9, 5]], 5, VOCAB, [7]) == [0, 1, 5, 7, 9]
-
-
-def test_the_command_writes_a_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    answers = AnswerFile(tmp_path / "answers.jsonl")
-    answers.append(Answer("0", "", [1, 2], [1500, 1500, 1400], 0.0, "length"))
-    answers.close()
-    data = str(tmp_path / "answers.jsonl")
-    asked = ["train", "vocabulary", "--target", "tiny", "--data", data, "--size", "300"]
-    assert main([*asked, "--out", str(tmp_path / "made.json")]) == 0
-    assert "made.json: 300 of 2048 tokens, 100.0% of 3 tokens" in capsys.readouterr().out
-    assert {0, 1400, 1500} < set(read_draft_vocabulary(tmp_path / "made.json", 2048))
