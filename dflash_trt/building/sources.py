@@ -52,8 +52,11 @@ def resolve_pair(target: str, drafter: str | None = None, *, stored: bool = Fals
         pair = None if Path(target).is_dir() else known_pair(target)
         if pair is None:
             _check_path(target, "target")
+            # That it is supported is the first question.
             if Path(target).is_dir():
-                read_target_config(Path(target))  # that it is supported is the first question
+                read_target_config(Path(target))
+            elif not Path(target).exists() and (match := _REPOSITORY.fullmatch(target)):
+                _snapshot(match["repo"], match["revision"], "target", steps=1)
             raise CheckpointError(
                 f"--target {target}{_meant(target)}: no drafter is known for it; give one with --drafter, "
                 f"train one (`dflash-trt train --help` has the steps), or give a known pair as the target: {NAMES}"
@@ -128,12 +131,13 @@ def _shipped(pair: KnownPair, role: Role) -> Source:
     return Source(directory)
 
 
-def _snapshot(repo: str, revision: str | None, role: Role) -> Source:
+def _snapshot(repo: str, revision: str | None, role: Role, steps: int = 3) -> Source:
+    """steps: of the configuration, the other small files, and the weights, the first ones."""
     from huggingface_hub import snapshot_download  # slow to import, and only needed for the hub
 
     commit, patterns = revision, [*_CONFIGS, *(_SIDE_FILES if role == "drafter" else ())]
     try:
-        for step in range(3):  # the index first, then the files of weights that it names
+        for step in range(steps):  # the index first, then the files of weights that it names
             directory = Path(
                 snapshot_download(repo, revision=commit, allow_patterns=patterns, ignore_patterns=["*/*"])
             )

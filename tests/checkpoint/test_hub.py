@@ -49,6 +49,8 @@ class Hub(ThreadingHTTPServer):
 
     def files(self, repo: str) -> dict[str, bytes]:
         config = DRAFTER if "DFlash" in repo else TARGET
+        if "Toy" in repo:
+            config = config | {"architectures": ["ToyForCausalLM"], "model_type": "toy"}
         files = dict.fromkeys(WANTED, b"{}") | {"model.safetensors": self.weights}
         if "Sharded" in repo:
             weight_map = {str(i): shard for i, shard in enumerate(SHARDS)}
@@ -212,6 +214,19 @@ def test_a_side_file_that_changes_a_drafter_is_refused(hub: Hub, tmp_path: Path)
     done = resolve(tmp_path, f"http://127.0.0.1:{hub.server_port}", "qwen3-4b", "org/Mask-DFlash")
     assert errors(done)[0].startswith("ERROR org/Mask-DFlash: mask_embedding.pt changes what this drafter")
     assert ("org/Mask-DFlash", COMMIT, "model.safetensors") not in hub.served
+
+
+@pytest.mark.parametrize(
+    ("repository", "message"), [("org/Toy", "ToyForCausalLM"), ("org/Qwen3", "no drafter is known for it")]
+)
+def test_that_a_target_is_supported_is_the_first_question(
+    hub: Hub, tmp_path: Path, repository: str, message: str
+) -> None:
+    """No drafter is named. Only an unknown family is refused as that, and nothing else is fetched."""
+    done = resolve(tmp_path, f"http://127.0.0.1:{hub.server_port}", repository)
+    assert message in errors(done)[0]
+    assert ("no drafter" in errors(done)[0]) == (repository != "org/Toy")
+    assert {name for _, _, name in hub.served} == {"config.json", "generation_config.json"}
 
 
 def test_the_hub_learns_no_more_than_a_download_needs(hub: Hub, tmp_path: Path) -> None:
