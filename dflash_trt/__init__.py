@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from dflash_trt.errors import DFlashError
+from dflash_trt.version import __version__
 
 if TYPE_CHECKING:
     from dflash_trt.async_llm import AsyncLLM
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from dflash_trt.decoding.results import Chunk, Completion, Statistics
     from dflash_trt.decoding.sampling.structure import StructuredOutputs
     from dflash_trt.llm import LLM
-
-    __version__: str
 
 __all__ = [
     "LLM",
@@ -50,6 +48,4 @@ def __getattr__(name: str) -> Any:
     # Imported on first use, so that the command line starts without loading an engine.
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
-    if name == "__version__":
-        return version("dflash-trt")
     raise AttributeError(f"module 'dflash_trt' has no attribute {name!r}")

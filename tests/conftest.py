@@ -1,4 +1,4 @@
-"""Settings of all tests. Triton's must precede any import of it: kernels run in its interpreter, on a CPU."""
+"""Settings of all tests. Kernels run in Triton's interpreter, unless set otherwise before; must precede its import."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-os.environ["TRITON_INTERPRET"] = "1"
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session", autouse=True)

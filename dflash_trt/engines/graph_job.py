@@ -24,6 +24,7 @@ from dflash_trt.models.decoder import cache_row_bytes
 from dflash_trt.models.drafters import build_drafter
 from dflash_trt.models.passes import Capacity
 from dflash_trt.models.target import build_target
+from dflash_trt.version import __version__
 
 _HEAD_FOLDER = "weights/head"  # for the drafter's own copy of the LM head
 
@@ -130,7 +131,7 @@ def graph_fields(
             ]
             for role, side in (("target", pair.target), ("drafter", pair.drafter))
         },
-        "versions": {name: version(name) for name in ("dflash-trt", "onnx-ir")},
+        "versions": {"dflash-trt": __version__, "onnx-ir": version("onnx-ir")},
     }
 
 

@@ -11,7 +11,6 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ from dflash_trt.quantization.layers import (
     multiplied_as_one,
     of_all_experts,
 )
+from dflash_trt.version import __version__
 
 # Bytes of float32 that one step widens.
 STEP_BYTES = 32 << 20
@@ -242,7 +242,7 @@ def _quant_config(layers: Mapping[str, LinearLayer], copied: Sequence[TensorInfo
     else:
         each = {name: fields(layers[name].algorithm) for name in sorted(layers)}
         said |= {"quant_algo": "MIXED_PRECISION", "quantized_layers": each}
-    producer = {"name": "dflash-trt", "version": version("dflash-trt")}
+    producer = {"name": "dflash-trt", "version": __version__}
     return {"producer": producer, "quantization": said}
 
 

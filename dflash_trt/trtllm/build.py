@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from dflash_trt.files.reading import read_object
 from dflash_trt.models.inventory import Inventory, take_inventory
 from dflash_trt.trtllm.configuration import CONTAINER, ENGINE, VERSION, Configuration, configure, describe
 from dflash_trt.trtllm.targets import TARGETS, target_quantization
+from dflash_trt.version import __version__
 
 _SCRIPTS = Path(__file__).with_name("scripts")
 _DROPPED = ("auto_map", "dtype", "torch_dtype")
@@ -79,10 +79,7 @@ def configuration_job(
                 "target": configuration.memory.kv_bytes_per_token,
                 "drafter": configuration.memory.drafter_bytes_per_token,
             },
-            "versions": {
-                "dflash-trt": version("dflash-trt"),
-                ENGINE: VERSION,
-            },
+            "versions": {"dflash-trt": __version__, ENGINE: VERSION},
             "tensorrt_llm": describe(configuration),
         },
         files=_files(pair, place, progress),
