@@ -74,17 +74,32 @@ def compute_capabilities() -> list[int]:
 
 
 def gpus() -> list[dict[str, str]]:
-    """The GPUs that nvidia-smi reports; empty if it is absent or fails."""
+    """The GPUs that nvidia-smi reports, of those that CUDA_VISIBLE_DEVICES shows in its order; empty if it fails."""
     if shutil.which("nvidia-smi") is None:
         return []
-    fields = ("name", "compute_cap", "memory.total", "driver_version")
+    fields = ("name", "compute_cap", "memory.total", "driver_version", "uuid")
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return []
-    return [
+    found = [
         dict(zip(fields, map(str.strip, line.split(",")), strict=False))
         for line in answer.splitlines()
         if line
     ]
+    ids = [gpu.pop("uuid", "") for gpu in found]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or visible.startswith("MIG-"):  # a part of a GPU, which is none of these ids
+        return found
+    shown = list[dict[str, str]]()
+    for name in map(str.strip, visible.split(",")):
+        places = [
+            i
+            for i, uuid in enumerate(ids)
+            if name == str(i) or (name[:4] == "GPU-" and uuid.startswith(name))
+        ]
+        if len(places) != 1:  # as CUDA does: those before an unknown one are there
+            break
+        shown.append(found[places[0]])
+    return shown

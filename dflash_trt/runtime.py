@@ -32,7 +32,7 @@ from dflash_trt.decoding.results import Statistics
 from dflash_trt.decoding.sampling.history import History
 from dflash_trt.decoding.sampling.structure import Structure, Structures
 from dflash_trt.engines.base import PREFILL_CHUNK, RunSettings
-from dflash_trt.engines.registry import engine_of, require_packages
+from dflash_trt.engines.registry import AUTO, engine_of, require_packages
 from dflash_trt.errors import BundleError, DFlashError, RequestError, quoted
 from dflash_trt.logs import warn_once
 from dflash_trt.prompts import natural_prompts
@@ -57,6 +57,7 @@ class OpeningOptions(TypedDict, total=False):
     threads: int | None
     check: Check
     exact: bool | None
+    engine: str
 
 
 class Opened:
@@ -95,12 +96,13 @@ class Runtime:
         threads: int | None = None,
         check: Check = "size",
         exact: bool | None = None,
+        engine: str = AUTO,
     ) -> None:
         began = perf_counter()
         self.max_batch_size = max_batch_size = integer("max_batch_size", max_batch_size, 1)
         prefill_chunk = integer("prefill_chunk", prefill_chunk, 1)
         prefix_cache_bytes = integer("prefix_cache_bytes", prefix_cache_bytes, 0)
-        self.bundle = open_bundle(bundle, check)
+        self.bundle = open_bundle(bundle, check, engine)
         manifest = self.bundle.manifest
         if manifest["weights"] == "none":
             raise BundleError(
@@ -110,8 +112,8 @@ class Runtime:
         self.max_seq_len: int = manifest["max_seq_len"]
         self.block_size: int = manifest["block_size"]
         self._thinking_warning = thinking_warning(manifest["target"]["name"])
-        engine = engine_of(self.bundle)
-        self.tokenizer = self._tokenizer(engine.tokenizer_folder)
+        opener = engine_of(self.bundle)
+        self.tokenizer = self._tokenizer(opener.tokenizer_folder)
         self._structures = Structures(
             self.tokenizer.backend, manifest["vocab_size"], manifest["eos_token_ids"]
         )
@@ -124,7 +126,7 @@ class Runtime:
                     threads=threads,
                     progress=progress,
                 )
-                self.scheduler = engine.open(self.bundle, settings)
+                self.scheduler = opener.open(self.bundle, settings)
                 try:
                     self.exactness = self._follow_rule(exact, threads, progress)
                 except BaseException:

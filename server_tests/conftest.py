@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.checkpoint.catalogue import PAIRS
 from server_tests.serving import STUB, Serving, idle
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU here would change what `auto` chooses
 SHIPPED = [pair.name for pair in PAIRS if pair.target_repo is None]
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+from dflash_trt.building.choice import choose_engine
 from dflash_trt.building.limits import (
     choose_block_size,
     choose_max_seq_len,
@@ -44,7 +45,7 @@ def build(
     max_seq_len: int | None = None,
     block_size: int | None = None,
     tree_width: int | None = None,
-    engine: str = registry.DEFAULT,
+    engine: str = registry.AUTO,
     weights: Weights = "copy",
     precision: Precision | None = None,
     draft_vocabulary: str | Path | None = None,
@@ -61,6 +62,7 @@ def build(
     block_size: tokens of a verification; may be smaller than the drafter's.
     tree_width: candidates of the drafter for each place. 1 verifies chains. By default 8 where trees were measured to
         pay (docs/cli.md, "build"), else 1.
+    engine: what runs the graphs; "auto": what this machine runs best, which a line on standard error names.
     weights: "copy", "link" (hard links, where numbers are kept) or "none" (graphs from configurations alone, to
         inspect).
     precision: the dtype that the engine computes in, or a number format that the build quantizes weights to.
@@ -77,6 +79,8 @@ def build(
         CheckpointError, PairError: the checkpoints cannot be read or do not fit.
         BuildError: an argument is impossible, or `out` holds something else.
     """
+    if engine == registry.AUTO:
+        engine = choose_engine(target, weights, precision, max_seq_len)
     progress, out, entry = progress or silent, Path(out), registry.find(engine)
     _check_arguments(entry, weights, precision, options, exact)
     check_out(out)

@@ -36,12 +36,12 @@ def choose_engine(
     choice = registry.best_here(possible)
     pair = None if Path(target).is_dir() or weights == "none" else known_pair(target)
     if choice.engine == registry.DEFAULT and pair is not None and _is_fetched(pair):
-        go_on = f"to build it for the CPU all the same: dflash-trt build --target {target} --engine {choice.engine}"
+        go_on = f"--engine {choice.engine} builds it for the CPU all the same"
         if choice.leaves_gpu_idle:
             raise BuildError(f"{target}: {choice.why}; {go_on}")
         if said := _too_large(pair, choice.engine, precision or Precision(), max_seq_len):
             raise BuildError(f"{target}: {said}, and {choice.why}; {go_on}")
-    print(f"{choice}; for another: dflash-trt build --target {target} --engine NAME", file=sys.stderr)
+    print(f"{choice}; --engine NAME (in Python engine=NAME) chooses another", file=sys.stderr)
     return choice.engine
 
 

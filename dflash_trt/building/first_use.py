@@ -17,25 +17,32 @@ from dflash_trt.checkpoint.catalogue import PAIRS, KnownPair, known_configs, kno
 from dflash_trt.engines import registry
 from dflash_trt.errors import BundleError, did_you_mean
 from dflash_trt.files.disk import cache_folder, cached_in, whole_file
+from dflash_trt.hardware import compute_capabilities
 
 _log = logging.getLogger(__name__)
 
 
-def open_bundle(bundle: str | Path, check: Check) -> Bundle:
+def open_bundle(bundle: str | Path, check: Check, engine: str = registry.AUTO) -> Bundle:
     """The bundle in a directory; or that of a known pair, given by its name as a `str`, from the cache.
 
     The cache is the folder `bundles` of DFLASH_TRT_CACHE, by default of ~/.cache/dflash-trt. A bundle that is missing
-    there, damaged, or of other checkpoints than this package has, is built, for the engine that this machine runs best.
+    there, damaged, or of other checkpoints than this package has, is built for `engine`, "auto" being the one that this
+    machine runs best.
 
-    Raises BundleError, and for a pair whatever `build` raises.
+    Raises BundleError, also for a directory with a bundle for another engine, and for a pair whatever `build` raises.
     """
+    if engine != registry.AUTO:
+        registry.find(engine)
     pair = known_pair(bundle) if isinstance(bundle, str) and not os.path.lexists(bundle) else None
     if pair is None:
         check_path(Path(bundle))
-        return Bundle.open(bundle, check)
-    best, name = registry.best_here(), pair.name
-    if best.engine != registry.DEFAULT:
-        name += f"-{best.engine}-sm{'-'.join(map(str, sorted(best.capabilities)))}"
+        opened = Bundle.open(bundle, check)
+        if engine not in (registry.AUTO, built_for := opened.manifest["engine"]):
+            raise BundleError(f"{bundle}: was built for {built_for}, and --engine is {engine}; leave it out")
+        return opened
+    name, best = pair.name, registry.best_here().engine if engine == registry.AUTO else engine
+    if best != registry.DEFAULT:  # plans are for these GPUs, and torch computes in BF16 on a GPU
+        name += f"-{best}" + "".join(f"-sm{each}" for each in sorted(set(compute_capabilities())))
     place = cache_folder() / "bundles" / name
     note, inputs = place.parent / f".{name}.inputs", _inputs(pair)
     if cached := _cached(place, note, inputs, check):  # also in a cache that cannot be written
@@ -47,9 +54,7 @@ def open_bundle(bundle: str | Path, check: Check) -> Bundle:
         if cached := _cached(place, note, inputs, check):  # another process has built it meanwhile
             return cached
         from dflash_trt.building.build import build  # slow to import, and only needed here
-        from dflash_trt.building.choice import choose_engine
 
-        engine = choose_engine(pair.name)
         print(f"building {pair.name} into {place} (once)", file=sys.stderr)
         with progress_display() as progress:
             built = build(pair.name, None, place, engine=engine, force=True, progress=progress)

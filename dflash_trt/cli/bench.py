@@ -108,6 +108,7 @@ def run(args: argparse.Namespace) -> int:
                 prefix_cache_bytes=0,
                 threads=args.threads,
                 exact=args.exact,
+                engine=args.engine,
             )
             opened.callback(runtime.close)
             methods += _methods(args, bundle, runtime)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dflash_trt.building.progress import progress_display
 from dflash_trt.cli import engine_options
-from dflash_trt.cli.options import add_json, add_target, at_least, option, switch
+from dflash_trt.cli.options import add_engine, add_json, add_target, at_least, option, switch
 from dflash_trt.cli.output import byte_count, print_json, print_text
 from dflash_trt.engines import registry
 
@@ -49,8 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--drafter", "NAME_OR_PATH", str,
            "the model that proposes blocks of tokens (default: the target's known drafter)")  # fmt: skip
     option(parser, "--out", "DIR", Path, "directory of the bundle (default: bundles/NAME)")
-    option(parser, "--engine", None, str, "what runs the graphs; auto: what this machine runs best",
-           registry.AUTO, choices=(registry.AUTO, *registry.NAMES))  # fmt: skip
+    add_engine(parser, "what runs the graphs; auto: what this machine runs best")
     option(parser, "--max-seq-len", "N", int,
            "longest prompt and output together (default: both models' limit, at most 8192)")  # fmt: skip
     option(parser, "--block-size", "K", int, "tokens of a block, including the anchor (default: as trained)")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dflash_trt.cli.output import loading
+from dflash_trt.engines import registry
 
 if TYPE_CHECKING:
     from dflash_trt.bundle.manifest import Bundle
@@ -41,18 +42,33 @@ def switch(parser: argparse._ActionsContainer, flag: str, text: str, default: bo
 
 
 def add_bundle(parser: argparse.ArgumentParser, name: str = "bundle", **more: Any) -> None:
-    """Add the argument of a command that runs a bundle. `bundle_of` reads it."""
+    """Add the argument of a command that runs a bundle, and --engine. `bundle_of` reads both."""
     text = (
         "a directory made by `dflash-trt build`, or the name of a pair, which is built when it is first used"
     )
     parser.add_argument(name, metavar="BUNDLE", help=text, **more)
+    add_engine(parser, "for which a pair is built at first use; auto: what this machine runs best")
+
+
+def add_engine(parser: argparse.ArgumentParser, text: str) -> None:
+    """Add --engine."""
+    names = (registry.AUTO, *registry.NAMES)
+    option(
+        parser,
+        "--engine",
+        "NAME",
+        str,
+        f"{text}; or {', '.join(registry.NAMES)}",
+        registry.AUTO,
+        choices=names,
+    )
 
 
 def bundle_of(args: argparse.Namespace) -> Bundle:
     """The bundle that was asked for. A known pair's is built into the cache at first use."""
     from dflash_trt.building.first_use import open_bundle
 
-    return open_bundle(args.bundle, "size")
+    return open_bundle(args.bundle, "size", args.engine)
 
 
 def llm_of(args: argparse.Namespace) -> LLM:

@@ -8,12 +8,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dflash_trt.cli import engine_options
-from dflash_trt.cli.options import add_json, at_least, option, switch
+from dflash_trt.cli.options import add_engine, add_json, at_least, option, switch
 from dflash_trt.cli.output import print_json, print_table
 from dflash_trt.engines import registry
+from dflash_trt.errors import UsageError
 
 if TYPE_CHECKING:
     from dflash_trt.models.inventory import Inventory
+    from dflash_trt.planning.gpus import Gpu
     from dflash_trt.planning.memory import MemoryEstimate
     from dflash_trt.planning.settings import Settings
 
@@ -24,6 +26,7 @@ largest batch that fit. Exit code 1 if the requested limits do not fit.
 """
 EXAMPLES = """\
 examples:
+  dflash-trt plan --target qwen3-8b
   dflash-trt plan --target gpt-oss-120b --gpu b200
   dflash-trt plan --target gpt-oss-120b --gpu h100 --engine tensorrt-llm --tp 8 --max-seq-len 131072
   dflash-trt plan --target qwen3-8b --gpu rtx-5090 --engine tensorrt-rtx --precision target=fp8
@@ -40,9 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--target", "NAME_OR_PATH", str, "a known pair, or a target's directory")
     option(parser, "--drafter", "PATH", str, "a drafter's directory (default: the target's known drafter)")
     option(parser, "--gpu", "NAME", str,
-           "a GPU that --gpus lists, or the figures of another: memory=24,sm=89")  # fmt: skip
-    option(parser, "--engine", None, str, "auto: what this GPU runs best, or several", registry.AUTO,
-           choices=(registry.AUTO, *registry.NAMES))  # fmt: skip
+           "a GPU that --gpus lists, or the figures of another: memory=24,sm=89 (default: the first one here)"
+    )  # fmt: skip
+    add_engine(parser, "auto: what this GPU runs best, or several")
     several = " or ".join(engine.name for engine in registry.engines() if engine.memory.several_gpus)
     parser.add_argument("--tp", type=at_least(1), default=1, metavar="N", dest="tensor_parallel",
                         help=f"GPUs, with {several}")  # fmt: skip
@@ -60,17 +63,20 @@ def run(args: argparse.Namespace) -> int:
     """Print the memory, or the GPUs' figures. Returns 1 if the limits do not fit, or a build would be refused."""
     if args.gpus:
         return _gpus(args)
-    if args.target is None or args.gpu is None:
-        args.usage_error("--target and --gpu are required (or --gpus, which lists the GPUs)")
+    if args.target is None:
+        args.usage_error("--target is required (or --gpus, which lists the GPUs)")
     from dflash_trt.building.sources import built_in
-    from dflash_trt.planning.gpus import find_gpu
+    from dflash_trt.planning.gpus import find_gpu, gpu_here
     from dflash_trt.planning.memory import estimate_memory
 
+    gpu = find_gpu(args.gpu) if args.gpu else gpu_here()
+    if gpu is None:
+        raise UsageError("--gpu is required where nvidia-smi shows none (--gpus lists those that are known)")
     if args.engine == registry.AUTO:
-        choice = registry.best_on(find_gpu(args.gpu).sm, several=args.tensor_parallel > 1)
+        choice = registry.best_on(gpu.sm, several=args.tensor_parallel > 1)
         args.engine = choice.engine
         print(f"{choice}; --engine chooses another", file=sys.stderr)
-    inventory, settings = prepare(args)
+    inventory, settings = prepare(args, gpu)
     pair = built_in(args.target, args.drafter)
     if pair is not None and pair.doubt is not None:
         print(f"note: {pair.doubt}", file=sys.stderr)
@@ -89,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if estimate.fits and refused is None else 1
 
 
-def prepare(args: argparse.Namespace) -> tuple[Inventory, Settings]:
+def prepare(args: argparse.Namespace, gpu: Gpu) -> tuple[Inventory, Settings]:
     """The pair's tensors and the setting to plan for."""
     from dflash_trt.building.limits import choose_block_size, choose_max_seq_len, narrow_drafter
     from dflash_trt.building.sources import find_sources
@@ -98,7 +104,6 @@ def prepare(args: argparse.Namespace) -> tuple[Inventory, Settings]:
     from dflash_trt.formats.precision import parse_precision
     from dflash_trt.models.configs import read_drafter_config, read_target_config
     from dflash_trt.models.inventory import take_inventory
-    from dflash_trt.planning.gpus import find_gpu
     from dflash_trt.planning.settings import Settings
     from dflash_trt.quantization.layers import HEAD
 
@@ -116,7 +121,7 @@ def prepare(args: argparse.Namespace) -> tuple[Inventory, Settings]:
     quantized = stored[0].algorithm(HEAD) or stored[1].algorithms
     settings = Settings(
         engine=args.engine,
-        gpu=find_gpu(args.gpu),
+        gpu=gpu,
         max_seq_len=choose_max_seq_len(args.max_seq_len, target, drafter),
         max_batch_size=args.max_batch_size,
         block_size=choose_block_size(args.block_size, drafter),

@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     if args.widths is not None:
         return _widths(args, prompts, max(batches))
     cases = []
-    with LLM(args.bundle, max_batch_size=max(batches), exact=args.exact) as llm:
+    with LLM(args.bundle, max_batch_size=max(batches), exact=args.exact, engine=args.engine) as llm:
         if llm.exactness:
             print(f"exact mode: {llm.exactness.describe()}", file=sys.stderr)
         asked: dict[str, Any] = {
@@ -130,7 +130,7 @@ def _widths(args: argparse.Namespace, prompts: list[Prompt], batch: int) -> int:
     from dflash_trt.reports.verification import token_ids
 
     outcomes, known = [], None
-    with LLM(args.bundle, max_batch_size=batch, exact=args.exact or False) as llm:
+    with LLM(args.bundle, max_batch_size=batch, exact=args.exact or False, engine=args.engine) as llm:
         pair, manifest, ids = llm._runtime.pair, llm.bundle.manifest, token_ids(llm, prompts, args.context)
         widths = sorted({1, *args.widths}) if args.widths else list(range(1, llm.block_size + 1))
         if not args.json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 from functools import cache
 from importlib import metadata
@@ -95,8 +96,9 @@ def best_here(possible: Callable[[EngineEntry], bool] = lambda engine: True) -> 
     """What this machine runs best, of the engines for which a build is `possible`."""
     here = tuple(dict.fromkeys(hardware.compute_capabilities()))
     if not here:
-        return Choice(DEFAULT, "nvidia-smi shows no GPU here")
-    on_gpu = [find(name) for name in _ON_GPU if any(find(name).serves(capability) for capability in here)]
+        hidden = "CUDA_VISIBLE_DEVICES" in os.environ
+        return Choice(DEFAULT, f"{'CUDA_VISIBLE_DEVICES' if hidden else 'nvidia-smi'} shows no GPU here")
+    on_gpu = [find(name) for name in _ON_GPU if find(name).serves(here[0])]
     for engine in on_gpu:
         available = engine.availability((), here)
         if available.build and available.run and not _without_cuda() and possible(engine):

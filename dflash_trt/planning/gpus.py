@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from dflash_trt import hardware
 from dflash_trt.errors import UsageError, did_you_mean, show
 
 _TABLE = Path(__file__).with_name("gpus.json")
@@ -66,6 +67,17 @@ def find_gpu(name: str) -> Gpu:
             "or give the figures of yours: --gpu memory=24,sm=89 (GiB, compute capability)"
         )
     return table[short[wanted]]
+
+
+def gpu_here() -> Gpu | None:
+    """The first GPU here, by what nvidia-smi says; None if there is none, or it shares the memory of the host."""
+    gpu = next(iter(hardware.gpus()), {})
+    mib, capability = (gpu.get(name, "").partition(" ")[0] for name in ("memory.total", "compute_cap"))
+    if not mib.isdigit() or not capability.replace(".", "").isdigit():
+        return None
+    sources = dict.fromkeys(("memory_mib", "gpus_per_node"), "nvidia-smi")
+    sm, count = int(capability.replace(".", "")), len(hardware.gpus())
+    return Gpu(gpu["name"], gpu["name"], sm, int(mib) << 20, count, sources)
 
 
 def _letters(name: str) -> str:

@@ -10,12 +10,13 @@ from types import ModuleType
 
 import pytest
 
-from dflash_trt import hardware
+from dflash_trt import LLM, hardware
 from dflash_trt.building import choice
 from dflash_trt.building.first_use import open_bundle
+from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.cli import main
 from dflash_trt.engines import registry
-from dflash_trt.errors import BuildError
+from dflash_trt.errors import BuildError, BundleError, UsageError
 from tests.doubles import fake_tensorrt, fake_tensorrt_rtx
 
 RTX, TRT = ("tensorrt_rtx", fake_tensorrt_rtx), ("tensorrt", fake_tensorrt)
@@ -28,6 +29,7 @@ def machine(patch: pytest.MonkeyPatch, place: Path, capability: str, packages: t
     program = place / "nvidia-smi"
     program.write_text(f"#!/bin/sh\necho 'NVIDIA X, {capability}, 81559 MiB, 580.65'\n")
     program.chmod(0o755)
+    patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     patch.setenv("PATH", f"{place}{os.pathsep}{os.environ['PATH']}")
     for name, double in (RTX, TRT):
         patch.setitem(sys.modules, name, double if name in packages else None)
@@ -87,9 +89,10 @@ def test_a_pair_is_built_and_kept_for_the_engine_that_is_best_now(
     monkeypatch.setenv("DFLASH_TRT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(hardware, "gpus", list)
     on_cpu = open_bundle("tiny", "size")
+    said = capsys.readouterr().err
     assert (
-        "engine onnxruntime: nvidia-smi shows no GPU here; for another: dflash-trt build --target tiny"
-        in (capsys.readouterr().err)
+        "engine onnxruntime: CUDA_VISIBLE_DEVICES shows no GPU here; --engine NAME (in Python engine=NAME)"
+        in said
     )
     monkeypatch.undo()
     with monkeypatch.context() as patch:
@@ -119,7 +122,7 @@ def test_nothing_large_is_fetched_for_the_cpu_beside_a_gpu(
     said = capsys.readouterr().err
     assert "the GPU that is here needs tensorrt (pip install" in said
     assert "torch (pip install" in said
-    assert "dflash-trt build --target qwen3-8b --engine onnxruntime" in said
+    assert "--engine onnxruntime builds it for the CPU all the same" in said
 
 
 def test_nothing_is_fetched_that_the_memory_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,6 +142,67 @@ def test_build_leaves_out_engines_that_cannot_do_what_is_asked(
     assert choice.choose_engine("tiny") == "tensorrt"
     assert main(["build", "--target", "tiny", "--weights", "none", "--out", str(tmp_path / "b")]) == 0
     assert '"engine": "torch"' in (tmp_path / "b" / "manifest.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, ["A", "B"]),
+        ("", []),
+        ("-1", []),
+        ("1", ["B"]),
+        ("1, 0", ["B", "A"]),
+        ("GPU-b0", ["B"]),
+        ("GPU-", []),  # of both
+        ("0,7,1", ["A"]),
+        ("MIG-a0", ["A", "B"]),
+    ],
+)
+def test_the_gpus_here_are_those_that_cuda_shows(
+    visible: str | None, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(monkeypatch, tmp_path, "9.0", ALL)
+    lines = "A, 8.9, 24564 MiB, 580.65, GPU-a0\nB, 9.0, 81559 MiB, 580.65, GPU-b0"
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{lines}'\n")
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [gpu["name"] for gpu in hardware.gpus()] == expected
+    best = {"A": "tensorrt-rtx", "B": "tensorrt", "": "onnxruntime"}[(expected or [""])[0]]
+    assert registry.best_here().engine == best
+
+
+def test_a_plan_without_a_gpu_named_is_for_the_one_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--target", "qwen3-8b"])
+    assert "--gpu is required where nvidia-smi shows none" in capsys.readouterr().err
+    machine(monkeypatch, tmp_path, "9.0", ALL)
+    assert main(["plan", "--target", "qwen3-8b"]) == 0
+    said = capsys.readouterr()
+    assert "engine tensorrt: the best for compute capability 90" in said.err
+    assert "NVIDIA X, tensorrt: GiB on the GPU" in said.out
+    assert "of 79.65, " in said.out
+
+
+@pytest.mark.parametrize("by", ["command", "class"])
+def test_a_pair_is_built_for_the_engine_that_is_asked_for(
+    by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DFLASH_TRT_CACHE", str(tmp_path))
+    if by == "command":
+        words = ["generate", "--engine", "torch", "-p", "x", "--max-tokens", "2"]
+        assert main([*words, "tiny"]) == 0
+        assert main([*words, str(tmp_path / "bundles" / "tiny-torch")]) == 0
+    else:
+        with LLM("tiny", engine="torch") as llm:
+            assert llm.bundle.path == tmp_path / "bundles" / "tiny-torch"
+    assert "chooses another" not in capsys.readouterr().err
+    assert Bundle.open(tmp_path / "bundles" / "tiny-torch").manifest["engine"] == "torch"
+    with pytest.raises(BundleError, match="was built for torch, and --engine is onnxruntime"):
+        open_bundle(tmp_path / "bundles" / "tiny-torch", "size", "onnxruntime")
+    with pytest.raises(UsageError, match=r"--engine is 'torc' \(did you mean 'torch'"):
+        open_bundle("tiny", "size", "torc")
 
 
 @pytest.mark.parametrize(
