@@ -131,3 +131,20 @@ def test_the_page_of_examples_has_each_program() -> None:
     for path in site_pages.EXAMPLES.glob("*.py"):
         assert f"## {path.name}\n" in page
         assert path.read_text().rstrip() in page
+
+
+def test_the_list_of_environment_variables_is_that_of_the_code() -> None:
+    code = "\n".join(
+        path.read_text()
+        for folder in ("dflash_trt", "plugins", "triton_repo")
+        for path in (ROOT / folder).rglob("*.py")
+    )
+    read = set(re.findall(r'environ(?:\.get)?[(\[]"(\w+)"', code)) | set(
+        re.findall(r'"(DFLASH_[A-Z_]+)"', code)
+    )
+    rows = (
+        (ROOT / "docs" / "cli.md").read_text().partition("| environment variable |")[2].partition("\n\n")[0]
+    )
+    listed = {name for line in rows.splitlines() for name in re.findall(r"`([A-Z_]+)`", line.split("|")[1])}
+    of_the_hub = {"HF_HOME", "HF_TOKEN"}
+    assert read - {"PATH", "LD_LIBRARY_PATH", "TERM", "COLUMNS"} == listed - of_the_hub

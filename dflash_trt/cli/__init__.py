@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.passed = words[end + 1 :]  # options for another program
     if unknown or (args.passed and args.command != "serve"):
         args.parser.unknown(unknown or args.passed)
-    to_stderr({"verbose": "debug"}.get(args.log_level, args.log_level))
+    to_stderr(args.log_level or "warning")
     try:
         code: int = args.run(args)
         sys.stdout.flush()
@@ -121,7 +121,7 @@ def make_parser() -> CommandParser:
         )
         module.add_arguments(command)
         switch(command, "--debug", "show the traceback of an error")
-        if command.get_default("log_level") is None:  # `serve` has one of its own
+        if "--log-level" not in command._option_string_actions:  # `serve` has one of its own
             text = "what is logged on standard error"
             option(command, "--log-level", None, str, text, "warning", choices=tuple(LEVELS))
         command.set_defaults(run=module.run, usage_error=command.error, parser=command)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from dflash_trt.cli.options import (
     option,
     switch,
 )
+from dflash_trt.engines import registry
+from dflash_trt.errors import BundleError
 
 SUMMARY = "write a Triton model repository that serves a bundle"
 DESCRIPTION = """\
@@ -67,7 +70,12 @@ def run(args: argparse.Namespace) -> int:
     """Write the repository, and print the command that serves it."""
     from dflash_trt.serving.deploy import bare_command, deploy
 
-    deploy(bundle_of(args), args.out, name=args.name, copy=args.copy, **engine_settings(args))
+    bundle = bundle_of(args)
+    try:
+        registry.require_packages(bundle)
+    except BundleError as error:  # another machine may serve it
+        print(f"note: {error}", file=sys.stderr)
+    deploy(bundle, args.out, name=args.name, copy=args.copy, **engine_settings(args))
     models = "models dflash and ensemble" if args.name is None else f"model {args.name}"
     print(f"{args.out}: {models}, serving {args.bundle}; serve it with:")
     print(bare_command(args.out))

@@ -13,6 +13,7 @@ from dflash_trt.cli.deploy import add_engine_arguments, engine_settings
 from dflash_trt.cli.options import add_bundle, at_least, bundle_of, option, port, seconds, switch
 from dflash_trt.engines import registry
 from dflash_trt.errors import DFlashError
+from dflash_trt.logs import LEVELS
 
 SUMMARY = "serve a bundle with OpenAI's API, or with Triton Inference Server"
 DESCRIPTION = """\
@@ -52,12 +53,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
            choices=[engine.server for engine in registry.engines() if engine.server])  # fmt: skip
     option(parser, "--grace", "SECONDS", seconds,
            "time for requests to finish after a signal to stop", 30.0)  # fmt: skip
+    option(parser, "--log-level", None, str,
+           "what server and engine log on standard error (default: warnings, and with --api openai requests)",
+           choices=tuple(LEVELS))  # fmt: skip
+    switch(parser, "--quiet", "print no addresses, and log no requests")
     _add_openai(parser.add_argument_group(_OPENAI))
     triton = parser.add_argument_group("with --api triton")
     for name, number in _PORTS.items():
         option(triton, f"--{name.replace('_', '-')}", "PORT", port, default=number)
-    option(triton, "--log-level", None, str, "log level of the server on standard error", "warning",
-           choices=("error", "warning", "info", "verbose"))  # fmt: skip
     add_engine_arguments(parser)
 
 
@@ -148,6 +151,7 @@ def _openai(args: argparse.Namespace) -> int:
     bundle = bundle_of(args)
     registry.require_packages(bundle)
     check_drafting(bundle, args.block_length, args.tree_nodes, args.draft_source)
+    engine = engine_settings(args) | {"log_level": args.log_level}
     settings = ServerSettings(
         bundle=bundle,
         name=args.served_model_name,
@@ -164,12 +168,15 @@ def _openai(args: argparse.Namespace) -> int:
         drain=args.drain,
         grace=args.grace,
         prompt_details=args.enable_prompt_tokens_details,
-        engine={name: str(value) for name, value in engine_settings(args).items() if value is not None},
+        engine={name: str(value) for name, value in engine.items() if value is not None},
+        log_level=args.log_level or ("warning" if args.quiet else "info"),
         limit=args.max_batch_size + args.max_queue,
     )
     host = _shown(args.host)
 
     def ready(port: int) -> None:
+        if args.quiet:
+            return
         url = f"http{'s' if args.tls_cert else ''}://{host}:{port}"
         print(f"serving {args.bundle}; Ctrl-C stops")
         print(f"page     {url}/")
@@ -218,6 +225,8 @@ def _triton(args: argparse.Namespace) -> int:
         repository = deploy(bundle, directory / "repository", python=sys.executable, **engine_settings(args))
 
         def ready() -> None:
+            if args.quiet:
+                return
             print(f"serving {args.bundle}, model dflash; Ctrl-C stops")
             print(f"HTTP     http://{host}:{args.port}/v2/models/dflash/generate")
             print(f"gRPC     {host}:{args.grpc_port}")
@@ -227,5 +236,7 @@ def _triton(args: argparse.Namespace) -> int:
             _say(
                 f"anyone who reaches {args.host} may use the model: put a gateway with authentication in front"
             )
-        arguments = server_arguments(repository, addresses, args.log_level, args.grace, args.passed)
+        arguments = server_arguments(
+            repository, addresses, args.log_level or "warning", args.grace, args.passed
+        )
         return run(server, arguments, addresses, args.grace, ready, _say)

@@ -18,14 +18,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
 
 from dflash_trt.errors import DFlashError, UsageError
+from dflash_trt.logs import LEVELS
 from dflash_trt.serving import wire
 from dflash_trt.serving.deploy import MODEL, RESTRICTED, RESTRICTIONS
 from dflash_trt.serving.processes import allow_open_files, descendants, send_signal
 
-LogLevel = Literal["error", "warning", "info", "verbose"]
 _STUB = "triton_python_backend_stub"
 _PR_SET_PDEATHSIG = 1
 _LAST_SECONDS = 5.0  # from cancelling requests to ending the server
@@ -143,7 +142,7 @@ def _libpython(version: str) -> Path:
 
 
 def server_arguments(
-    repository: Path, addresses: Addresses, log_level: LogLevel, grace: float, others: Sequence[str] = ()
+    repository: Path, addresses: Addresses, log_level: str, grace: float, others: Sequence[str] = ()
 ) -> list[str]:
     """tritonserver's arguments for a repository that clients can only use: no API changes, loads or traces anything.
 
@@ -152,7 +151,7 @@ def server_arguments(
     """
     # Nobody sends this key, and nobody can: no header holds a line break. Other users of this machine may read it.
     key = f"{secrets.token_hex(16)}\n{secrets.token_hex(16)}"
-    shown = get_args(LogLevel).index(log_level)
+    shown = list(LEVELS).index(log_level)
     arguments = {
         "model-repository": repository,
         "model-control-mode": "none",

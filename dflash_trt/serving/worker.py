@@ -28,6 +28,7 @@ from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.results import Chunk, Completion
 from dflash_trt.decoding.sampling.structure import StructuredOutputs
 from dflash_trt.errors import BusyError, DecodingError, DFlashError, RequestError, quoted
+from dflash_trt.logs import to_stderr
 from dflash_trt.runtime import Prompt
 from dflash_trt.serving import wire
 from dflash_trt.serving.processes import is_running, run_loop, send_signal
@@ -54,6 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     loaded = threading.Event()
     threading.Thread(target=_end_while_loading, args=(connection, loaded), daemon=True).start()
     settings = json.loads(arguments[1])
+    to_stderr(settings.pop("log_level", "warning"))
     bundle = settings.pop("bundle")
     server, backend = int(settings.pop("server", "0")), os.getppid()
     if server and is_running(server):  # else it cannot be seen

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dflash_trt.checkpoint.compatibility import check_pair
@@ -27,6 +27,7 @@ from dflash_trt.models.drafters.dflash2 import DFlash2
 from dflash_trt.text.tokenizer import Tokenizer
 from dflash_trt.training.dflash2 import DFlash2Drafter
 from dflash_trt.training.model import DrafterModel
+from dflash_trt.training.state import write_tensors
 
 _DEFAULT_TAPS = 5
 Kind = Literal["dflash", "dflash2"]
@@ -188,7 +189,7 @@ def write_checkpoint(
         name: value.detach().to("cpu", torch.bfloat16 if value.is_floating_point() else None).contiguous()
         for name, value in weights.items()
     }
-    save_file(tensors, work / "model.safetensors", {"format": "pt"})
+    write_tensors(tensors, work / "model.safetensors", {"format": "pt"})
     (work / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (work / "README.md").write_text(card, encoding="utf-8")
     if draft_vocabulary is not None:

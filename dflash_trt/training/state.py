@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,14 @@ from dflash_trt.errors import DFlashError
 
 _OPTIONS = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _SEPARATOR = "|"
+
+
+def write_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file that others may read as any new file; the library gives it to its owner alone."""
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(dict(tensors), file, metadata)
+    file.chmod(mode & 0o777)
 
 
 def save_state(
@@ -36,7 +44,7 @@ def save_state(
     work = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    save_file({name: value.contiguous() for name, value in tensors.items()}, work / "state.safetensors")
+    write_tensors({name: value.contiguous() for name, value in tensors.items()}, work / "state.safetensors")
     (work / "state.json").write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)

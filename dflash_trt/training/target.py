@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from dflash_trt.checkpoint.schema import TargetConfig
 from dflash_trt.errors import CheckpointError, DFlashError
 from dflash_trt.training.answers import Answer
+from dflash_trt.training.state import write_tensors
 
 
 def matrix_dtype(device: torch.device) -> torch.dtype:
@@ -145,7 +146,7 @@ class FeatureCache:
         """Store `features` of the answer's first `length` tokens."""
         file = self._file(answer, length)
         partial = file.with_suffix(f".{os.getpid()}.part")
-        save_file({"features": features[:length].to("cpu", torch.bfloat16).contiguous()}, partial)
+        write_tensors({"features": features[:length].to("cpu", torch.bfloat16).contiguous()}, partial)
         partial.rename(file)
 
     def _file(self, answer: Answer, length: int) -> Path:

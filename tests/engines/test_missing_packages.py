@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -57,8 +58,14 @@ def test_opening_a_bundle_names_what_is_missing_and_its_installation(
     bundles: dict[str, Path],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.chdir(tmp_path)
+    server = tmp_path / "tritonserver"
+    server.write_text("#!/bin/sh\n")
+    server.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     with pytest.raises(BundleError) as raised:
         LLM(bundles[engine])
     said = str(raised.value)
@@ -66,9 +73,13 @@ def test_opening_a_bundle_names_what_is_missing_and_its_installation(
     assert said.startswith(start)
     assert module in said.removeprefix(start).partition(", not installed here: ")[0].split(", ")
     assert module.replace("_", "-") in said.partition("pip install ")[2]
-    for words in (["generate", "-p", "x"], ["chat"], ["serve"], ["verify"], ["bench"]):
+    triton = ["serve", "--api", "triton"]
+    for words in (["generate", "-p", "x"], ["chat"], ["serve"], triton, ["verify"], ["bench"], ["selftest"]):
         assert main([words[0], str(bundles[engine]), *words[1:]]) == 1
-        assert said in capsys.readouterr().err, words
+        shown = capsys.readouterr()
+        assert said in " ".join((shown.out + shown.err).split()), words  # a table breaks lines
+    assert main(["deploy", str(bundles[engine]), "--out", "repository"]) == 0  # for another machine
+    assert capsys.readouterr().err == f"note: {said}\n"
     assert main(["inspect", str(bundles[engine])]) == 0  # which runs nothing
 
 

@@ -388,7 +388,7 @@ def test_tritonserver_is_closed_and_listens_where_it_is_told() -> None:
     for host, http, grpc in (("127.0.0.1",) * 3, ("::1", "ipv6:::1", "[::1]")):
         given = arguments("info", host)
         assert [given[f"{name}-address"] for name in ("http", "metrics", "grpc")] == [http, http, grpc]
-    for level, shown in (("error", 0), ("warning", 1), ("info", 2), ("verbose", 3)):
+    for level, shown in (("error", 0), ("warning", 1), ("info", 2), ("debug", 3)):
         logs = [value for name, value in arguments(level).items() if name.startswith("log")]
         assert logs == [str(int(shown > 2)), str(shown > 1).lower(), str(shown > 0).lower()]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from contextlib import nullcontext
 from dataclasses import replace
@@ -48,6 +49,11 @@ SMALL = Recipe(steps=6, batch_size=4, anchors=8, learning_rate=2e-3, max_length=
 @pytest.fixture(scope="module")
 def target() -> FrozenTarget:
     return FrozenTarget(TARGET, read_target_config(TARGET), (1, 3, 5, 7), CPU, torch.float32)
+
+
+def umask() -> int:
+    os.umask(mask := os.umask(0o077))
+    return mask
 
 
 def in_float32() -> Accelerator:
@@ -224,6 +230,7 @@ def test_a_short_training_makes_drafts_longer(answers: Path, tmp_path: Path) -> 
     write_prompts(held_out, HELD_OUT)
     recipe = replace(SMALL, steps=100, anchors=16, learning_rate=4e-3, max_length=200, eval_tokens=32)
     run(TARGET, "tiny", answers, out, Design(layers=1), recipe, held_out=held_out, evaluate_every=50)
+    assert {path.stat().st_mode & 0o777 for path in out.rglob("*") if path.is_file()} == {0o666 & ~umask()}
     history = read_history(out / "evaluation.jsonl")
     assert [entry["step"] for entry in history] == [0, 50, 100]
     lengths = [average(entry["figures"]) for entry in history]

@@ -44,7 +44,8 @@ class ServerSettings:
     drain: seconds from SIGTERM until it takes no more requests; /ready is 503 meanwhile. grace: seconds for requests to
     finish after that. prompt_details: show the number of cached tokens also
     to clients that share a key, or need none.
-    engine: `AsyncLLM`'s arguments as texts. limit: requests in flight at most.
+    engine: `AsyncLLM`'s arguments as texts. limit: requests in flight at most. log_level: of the server itself; "info"
+    logs each request.
     """
 
     bundle: Bundle
@@ -64,6 +65,7 @@ class ServerSettings:
     prompt_details: bool = False
     engine: dict[str, str] = field(default_factory=dict)
     limit: int = 264
+    log_level: str = "info"
 
     @property
     def shows_cached_tokens(self) -> bool:
@@ -220,6 +222,7 @@ def _config(gate: Any, settings: ServerSettings) -> Any:
         ws="none",
         lifespan="on",
         server_header=False,
+        log_level=settings.log_level,
         timeout_keep_alive=_IDLE_SECONDS,
         timeout_graceful_shutdown=math.ceil(settings.grace + _END_SECONDS),
         ssl_certfile=settings.certificate,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +134,31 @@ def test_the_port_of_the_systems_choice_is_shown_and_an_interrupt_waits_for_no_d
     assert httpx.get(shown["metrics"], timeout=60).status_code == 200
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize("option", ["--quiet", "--log-level=info"])
+def test_what_is_logged_is_the_operators_choice(option: str, tiny: Path, tmp_path: Path) -> None:
+    server = Server.__new__(Server)
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        server.port = s.getsockname()[1]
+    server.log_file = tmp_path / "log"
+    command = [sys.executable, "-m", "dflash_trt", "serve", str(tiny), f"--port={server.port}", option]
+    with server.log_file.open("wb") as out:
+        server.process = subprocess.Popen(command, stdout=out, stderr=out)
+    server.http = httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=60)
+
+    def answers() -> bool:
+        with suppress(httpx.TransportError):
+            return bool(server.post(COMPLETIONS, LONG | {"max_tokens": 3}).status_code == 200)
+        return False
+
+    server.until(answers)
+    assert server.stop() == 0
+    quiet = option == "--quiet"
+    assert (f"POST {COMPLETIONS} HTTP/1.1" in server.log) != quiet
+    assert ("info runtime: opened " in server.log) != quiet  # the engine's own process
+    assert not quiet or server.log == "dflash-trt serve: stopping\n"
 
 
 def test_an_operator_limits_every_deadline(start: Callable[..., Server]) -> None:
