@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from dflash_trt.cli.options import add_bundle, at_least, bundle_of, option
+from dflash_trt.cli.options import add_bundle, at_least, bundle_of, option, switch
 from dflash_trt.cli.output import print_table
 
 SUMMARY = "check a bundle's numbers on this machine, step by step"
@@ -20,14 +20,16 @@ examples:
   dflash-trt selftest bundles/tiny-rtx
   dflash-trt selftest bundles/tiny-rtx --reference bundles/tiny --report selftest.json
   dflash-trt selftest bundles/tiny-rtx --reference bundles/tiny --localize selftest.zip
+  dflash-trt selftest --kernels
   dflash-trt selftest --first-gpu
 
 --reference is a bundle of the same pair for ONNX Runtime, or for torch in fp32 on the same GPU. Then the numbers are
 compared, too. --localize compares them layer by layer, and packs what a bug report needs into one file.
 
---first-gpu needs no bundle. It runs doctor, builds the pair tiny for every engine that this machine runs, and for each
-runs selftest, verify, verify --widths and a short bench. It stops at the first failure, says what to do, and packs
-versions, logs and figures into one file to send.
+--first-gpu needs no bundle. It runs doctor; then the kernels alone, for which torch and Triton are enough, as --kernels
+does; then on torch, and on every other engine that this machine runs, it builds the pairs tiny and tiny-gpt-oss, and
+runs selftest, verify, verify --widths and a short bench. A failure does not stop what does not depend on it. It packs
+versions, logs and figures into one file to send. Exit code 3 if nothing failed, but no step used a GPU.
 """
 
 
@@ -41,14 +43,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--first-gpu", "FILE", Path,
            "run every step of a first contact with a GPU, and write this archive (default: first-gpu.zip)",
            nargs="?", const=Path("first-gpu.zip"))  # fmt: skip
+    switch(parser, "--kernels", "compare each kernel with its reference on the GPU; needs no bundle")
     option(parser, "--timeout", "SECONDS", at_least(1), "the longest time of one check", 300)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print each check or step when it has ended. Returns 1 if one fails."""
-    if (args.bundle is None) == (args.first_gpu is None):
-        args.usage_error("give a BUNDLE, or --first-gpu, which builds its own")
+    if [args.bundle is None, args.first_gpu is None, not args.kernels].count(False) != 1:
+        args.usage_error("give a BUNDLE, or one of --kernels and --first-gpu, which need none")
+    if args.kernels:
+        return _kernels(args.report)
     return _bundle(args) if args.first_gpu is None else _first_gpu(args.first_gpu)
+
+
+def _kernels(report: Path) -> int:
+    from dflash_trt.files.disk import write_object
+    from dflash_trt.reports.kernels import check_kernels
+
+    found = check_kernels()
+    write_object(report, found)
+    rows = [(name, dtype, said) for dtype, each in found["problems"].items() for name, said in each.items()]
+    print_table([("failed" if said else "passed", name, dtype, said) for name, dtype, said in rows])
+    print(f"ran on {found['gpu'] or 'the CPU, in the interpreter'}\nreport: {report}")
+    return int(any(said for _, _, said in rows))
 
 
 def _first_gpu(archive: Path) -> int:
@@ -60,10 +77,14 @@ def _first_gpu(archive: Path) -> int:
             [(step.state, f"{step.seconds:.0f} s", step.name + (f": {step.detail}" if step.detail else ""))]
         )
         sys.stdout.flush()
-    for engine, reason in first.left_out.items():
-        print_table([("left out", engine, reason)])
+    for name, reason in first.left_out.items():
+        print_table([("left out", name, reason)])
+    for gpu in first.not_tested():
+        print_table([("not tested", gpu)])
+    if first.touched:
+        print(f"ran on {first.touched}, whose memory copies {first.copied} GB/s")
     print(f"archive to send: {archive}")
-    return int(any(step.state != "passed" for step in first.steps))
+    return first.exit_code
 
 
 def _bundle(args: argparse.Namespace) -> int:

@@ -13,23 +13,30 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from time import perf_counter
 
 from dflash_trt import hardware
-from dflash_trt.engines.registry import DEFAULT, GPU_REFERENCE, engines
+from dflash_trt.checkpoint.catalogue import known_configs
+from dflash_trt.engines.registry import DEFAULT, GPU_REFERENCE, engines, find
 from dflash_trt.errors import UsageError
 from dflash_trt.files.disk import whole_file
+from dflash_trt.models.configs import read_drafter_config, read_target_config
+from dflash_trt.models.inventory import take_inventory
 
 FORMAT = "dflash-trt first gpu"
+PAIRS = ("tiny", "tiny-gpt-oss")
+UNTOUCHED = 3  # the exit code where all is well, but no GPU was used
 # The longest time of a command in seconds.
 LIMIT = 1800
 # Runs a command of dflash-trt. Its output and its errors go to the two files. Returns the exit code.
 Runner = Callable[[Sequence[str], Path, Path], int]
 _ADVICE = {
     "doctor": "install what it lists as missing, then start again",
+    "kernels": "its report has every operator's problem; docs/plugins.md says what kernels need",
     "build": "its log ends with the builder's own words; doctor.json has the versions and the GPU it was built for",
     "selftest": "the first check that failed is nearest to the cause; docs/guides/gpu.md says what each one means",
     "verify": "see its log; in BF16 rounding may choose another token where two logits are nearly equal",
@@ -38,6 +45,7 @@ _ADVICE = {
 # The archive's own notes for who receives it.
 _CONTENTS = """\
 first_gpu.json      every command, its exit code and seconds, and what was left out
+kernels.json        each kernel's problem, if any, and the speed of a copy in the GPU's memory
 packages.json       installed Python packages and their versions
 *.json, *.txt       what each command printed, and its errors
 bundles/            manifests and logs of the builds; no weights, no plans
@@ -68,10 +76,12 @@ def in_process_of_its_own(words: Sequence[str], output: Path, errors: Path) -> i
 
 
 class FirstGPU:
-    """The commands, in a temporary directory. `run` yields each step when it has ended, and stops at a failure.
+    """The commands, in a temporary directory. `run` yields each step when it has ended.
 
-    Without a GPU, or an engine that builds and runs for it here, they run on ONNX Runtime. `left_out` says why. On a
-    GPU, engines are compared with torch in float32 there if it runs, and else with ONNX Runtime.
+    The kernels come first, then rounds on torch, then every other engine that builds and runs here, on both pairs. A
+    failure leaves out only what needs its result. Without a GPU the rounds run on ONNX Runtime. `left_out` says why.
+    Engines are compared with torch in float32 on the GPU if it runs, and else with ONNX Runtime. `touched` is the GPU
+    that kernels ran on.
     """
 
     def __init__(self, archive: Path, runner: Runner = in_process_of_its_own) -> None:
@@ -83,6 +93,7 @@ class FirstGPU:
         self.archive, self.runner = archive, runner
         self.steps: list[Step] = []
         self.left_out: dict[str, str] = {}
+        self.touched, self.copied = "", 0
 
     def run(self) -> Iterator[Step]:
         """Run the commands and write the archive, also after an interruption."""
@@ -92,14 +103,28 @@ class FirstGPU:
                 for step in self._planned():
                     self._run(step)
                     yield step
-                    if step.state in ("failed", "timed out"):
-                        break
             finally:
                 self._write()
 
+    @property
+    def exit_code(self) -> int:
+        """1 if a step failed, else UNTOUCHED if no GPU was used, else 0."""
+        failed = any(step.state != "passed" for step in self.steps)
+        return 1 if failed else 0 if self.touched else UNTOUCHED
+
+    def not_tested(self) -> list[str]:
+        """The GPUs here that no step has used."""
+        names = [gpu["name"] for gpu in hardware.gpus()]
+        if self.touched in names:
+            names.remove(self.touched)
+        return names or ([] if self.touched else ["no GPU is here"])
+
     def _planned(self) -> Iterator[Step]:
         """The steps. Those after doctor depend on what it said."""
-        yield Step("doctor", ["doctor", "--json"])
+        doctor = Step("doctor", ["doctor", "--json"])
+        yield doctor
+        if doctor.state != "passed":
+            return
         rows = {row["engine"]: row for row in json.loads(self._read("doctor.json"))["engines"]}
         here, on_gpu = [], bool(hardware.compute_capabilities())
         for engine in engines():
@@ -112,26 +137,68 @@ class FirstGPU:
                 self.left_out[engine.name] = "no GPU is here"
             elif engine.name != DEFAULT:
                 here.append(engine.name)
-        name, form = DEFAULT, list[str]()
-        if GPU_REFERENCE in here:
-            name, form = "reference", ["--engine", GPU_REFERENCE, "--precision", "target=fp32,drafter=fp32"]
-        reference = str(self.work / "bundles" / name)
-        yield Step("build", ["build", "--target", "tiny", *form, "--out", reference])
+        if on_gpu and not find(GPU_REFERENCE).lacking():
+            yield from self._kernels()
+        else:
+            self.left_out["kernels"] = "torch is not installed" if on_gpu else "no GPU is here"
+        references: dict[str, str] = {}
         for name in here or [DEFAULT]:
-            yield from self._of_engine(name, reference)
+            for pair in PAIRS:
+                if refused := self._refused(name, pair):
+                    self.left_out[f"{pair} {name}"] = refused
+                else:
+                    yield from self._of_engine(name, pair, references, by_torch=GPU_REFERENCE in here)
 
-    def _of_engine(self, name: str, reference: str) -> Iterator[Step]:
-        bundle, folder = str(self.work / "bundles" / name), self.work / name
+    def _kernels(self) -> Iterator[Step]:
+        report = self.work / "kernels.json"
+        yield Step("kernels", ["selftest", "--kernels", "--report", str(report)])
+        with suppress(OSError, ValueError):
+            found = json.loads(report.read_text(encoding="utf-8"))
+            self.touched, self.copied = found["gpu"] or "", found["copy_gb_per_s"] or 0
+
+    def _refused(self, name: str, pair: str) -> str | None:
+        """Why an engine takes no build of this pair for the GPU here."""
+        folders = known_configs(pair)
+        target = read_target_config(folders[0])
+        inventory = take_inventory(target, read_drafter_config(folders[1], target))
+        moe = inventory.target.moe
+        formats = [moe.quantization] if moe is not None and moe.quantization else []
+        capabilities = hardware.compute_capabilities()
+        return find(name).refusal(capabilities[0], inventory, formats) if capabilities else None
+
+    def _of_engine(
+        self, name: str, pair: str, references: dict[str, str], *, by_torch: bool
+    ) -> Iterator[Step]:
+        """Build a pair and check it. references: the bundles that it is compared with, by pair."""
+        if pair not in references:
+            form = ["--engine", GPU_REFERENCE, "--precision", "target=fp32,drafter=fp32"]
+            made = str(self.work / "bundles" / f"{pair}-reference")
+            form = form if by_torch else ["--engine", DEFAULT]
+            yield (step := Step(f"build {pair} reference", ["build", "--target", pair, *form, "--out", made]))
+            references[pair] = made if step.state == "passed" else ""
+        place = f"{pair}-{name}"
+        bundle, folder = str(self.work / "bundles" / place), self.work / place
         folder.mkdir()
         report = ["--report", str(folder / "selftest.json")]
-        if name != DEFAULT:
-            yield Step(f"build {name}", ["build", "--target", "tiny", "--engine", name, "--out", bundle])
-            report += ["--reference", reference, "--localize", str(folder / "selftest.zip")]
-        yield Step(f"selftest {name}", ["selftest", bundle, *report])
-        yield Step(f"verify {name}", ["verify", bundle, "--json"])
-        yield Step(f"verify {name} widths", ["verify", bundle, "--widths", "--limit", "2", "--json"])
+        if name == DEFAULT:
+            bundle = references[pair]
+            if not bundle:
+                return
+        else:
+            yield (
+                step := Step(
+                    f"build {pair} {name}", ["build", "--target", pair, "--engine", name, "--out", bundle]
+                )
+            )
+            if step.state != "passed":
+                return
+            if references[pair]:
+                report += ["--reference", references[pair], "--localize", str(folder / "selftest.zip")]
+        yield Step(f"selftest {pair} {name}", ["selftest", bundle, *report])
+        yield Step(f"verify {pair} {name}", ["verify", bundle, "--json"])
+        yield Step(f"verify {pair} {name} widths", ["verify", bundle, "--widths", "--limit", "2", "--json"])
         loads = ["--concurrency", "1,4", "--requests", "16", "--max-tokens", "32"]
-        yield Step(f"bench {name}", ["bench", bundle, *loads, "--json"])
+        yield Step(f"bench {pair} {name}", ["bench", bundle, *loads, "--json"])
 
     def _run(self, step: Step) -> None:
         self.steps.append(step)
@@ -164,7 +231,12 @@ class FirstGPU:
 
     def _write(self) -> None:
         steps = [asdict(step) for step in self.steps]
-        summary = {"format": FORMAT, "steps": steps, "left_out": self.left_out}
+        summary = {
+            "format": FORMAT,
+            "steps": steps,
+            "left_out": self.left_out,
+            "not_tested": self.not_tested(),
+        }
         packages = ((d.metadata["Name"], d.version) for d in metadata.distributions())
         documents = {"first_gpu.json": summary, "packages.json": dict(sorted(packages, key=str))}
         with whole_file(self.archive) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as packed:
