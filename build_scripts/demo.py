@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -77,13 +77,6 @@ class Column:
         """Tokens per second after the first token."""
         return (len(self.token_ids) - 1) / (self.seconds - self.first) if self.seconds > self.first else 0.0
 
-    @property
-    def footer(self) -> Text:
-        """Tokens and speed."""
-        return Text(
-            f"{len(self.token_ids)} tokens, {self.speed:.0f} tokens/s", "bold" if self.statistics else "dim"
-        )
-
 
 def main(target: str = "smollm2-135m") -> int:
     """Show SmolLM2 or, where its package is missing, why not; then `tiny`."""
@@ -91,16 +84,15 @@ def main(target: str = "smollm2-135m") -> int:
     try:
         resolve_pair(target)
     except CheckpointError as error:
-        console.print(
-            f"{target} cannot be shown: {error}\nThe shipped pair tiny is shown instead.\n", markup=False
-        )
+        said = f"{target} cannot be shown: {error}\nThe shipped pair tiny is shown instead.\n"
+        console.print(said, markup=False)
         return show(console, "tiny")
     status = show(console, target)
+    console.print(f"\nTalk with it: .venv/bin/dflash-trt chat bundles/{target}\n", markup=False)
     console.print(
-        f"\nTalk with it: .venv/bin/dflash-trt chat bundles/{target}\n\nSmolLM2's drafter was trained for a few hours: "
-        "about 1.7 tokens per pass (docs/training.md).\nThe pair tiny has a drafter that fits its easy text:\n",
-        markup=False,
+        "SmolLM2's drafter was trained for a few hours: about 1.7 tokens per pass (docs/training.md)."
     )
+    console.print("The pair tiny has a drafter that fits its easy text:\n")
     return show(console, "tiny") or status
 
 
@@ -116,8 +108,7 @@ def show(console: Console, target: str) -> int:
     with ExitStack() as stack:
         engines = [stack.enter_context(LLM(bundle, max_batch_size=1, prefix_cache_bytes=0)) for _ in range(2)]
         for llm, speculate in zip(engines, (False, True), strict=True):
-            warm_up = SamplingParams(max_tokens=16, ignore_eos=True)
-            llm.generate([1], warm_up, speculate=speculate)
+            llm.generate([1], SamplingParams(max_tokens=16, ignore_eos=True), speculate=speculate)
         if console.color_system is not None:
             console.print(Text.assemble("\nDrafts that were accepted are ", ("coloured", DRAFTED), "."))
         for question in QUESTIONS[target]:
@@ -129,12 +120,10 @@ def show(console: Console, target: str) -> int:
 def answer(console: Console, engines: list[LLM], question: str) -> list[Column]:
     """Both columns, to their ends."""
     params, messages = SamplingParams(max_tokens=MAX_TOKENS), [{"role": "user", "content": question}]
-    both = [
-        Column(
-            title, llm.stream_chat(messages, params, speculate=speculate), Detokenizer(llm.tokenizer.backend)
-        )
-        for title, llm, speculate in zip(("plain", "drafted"), engines, (False, True), strict=True)
-    ]
+    both = []
+    for title, llm, speculate in zip(("plain", "drafted"), engines, (False, True), strict=True):
+        stream = llm.stream_chat(messages, params, speculate=speculate)
+        both.append(Column(title, stream, Detokenizer(llm.tokenizer.backend)))
     with ExitStack() as stack:
         live = stack.enter_context(Live(console=console, auto_refresh=False)) if console.is_terminal else None
         while running := [each for each in both if each.statistics is None]:
@@ -146,7 +135,7 @@ def answer(console: Console, engines: list[LLM], question: str) -> list[Column]:
     return both
 
 
-def columns(console: Console, both: list[Column]) -> Group:
+def columns(console: Console, both: list[Column]) -> Table:
     """Two columns; while they grow, no more lines than the terminal has."""
     table = Table.grid(expand=True, padding=(0, 2, 0, 0))
     width = (min(console.width, 120) - 4) // 2
@@ -158,30 +147,30 @@ def columns(console: Console, both: list[Column]) -> Group:
         most = max(1, console.height - 4)
         texts = [lines[-most:] for lines in texts]
     table.add_row(*(Text("\n").join(lines) for lines in texts))
-    table.add_row(*(each.footer for each in both))
-    return Group(table)
+    table.add_row(*(f"{len(each.token_ids)} tokens, {each.speed:.0f} tokens/s" for each in both))
+    return table
 
 
 def report(console: Console, pairs: list[list[Column]]) -> int:
     """A line for each question. 1 where tokens differ."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    titles = "question", "tokens", "plain tok/s", "drafted tok/s", "speedup", "acceptance", "same tokens"
-    for title in titles:
+    for title in (
+        "question",
+        "tokens",
+        "plain tok/s",
+        "drafted tok/s",
+        "speedup",
+        "acceptance",
+        "same tokens",
+    ):
         table.add_column(title, justify="right")
     equal = [plain.token_ids == drafted.token_ids for plain, drafted in pairs]
     for number, ((plain, drafted), same) in enumerate(zip(pairs, equal, strict=True), start=1):
         assert drafted.statistics is not None
-        table.add_row(
-            str(number),
-            str(len(plain.token_ids)),
-            f"{plain.speed:.0f}",
-            f"{drafted.speed:.0f}",
-            f"{drafted.speed / plain.speed:.2f}x" if plain.speed else "",
-            f"{drafted.statistics.mean_acceptance_length:.2f}"
-            if drafted.statistics.num_drafts
-            else "no drafts",
-            "yes" if same else "NO",
-        )
+        drafts, length = drafted.statistics.num_drafts, drafted.statistics.mean_acceptance_length
+        cells = f"{number} {len(plain.token_ids)} {plain.speed:.0f} {drafted.speed:.0f} ".split()
+        cells.append(f"{drafted.speed / plain.speed:.2f}x" if plain.speed else "")
+        table.add_row(*cells, f"{length:.2f}" if drafts else "no drafts", "yes" if same else "NO")
     console.print()
     console.print(table)
     console.print("\nacceptance: tokens per pass of the target that had drafts to verify")

@@ -1,38 +1,25 @@
-"""What programs share: options, a server, memory of processes; and of the soaks prompts, answers and the last line."""
+"""What programs share: options, turns, tables, a server, memory of processes, and the last line of a soak."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import random
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.request import urlopen
 
-from dflash_trt import LLM, SamplingParams
-from dflash_trt.decoding.results import Completion
 from dflash_trt.serving.processes import descendants
 
-WORDS = [
-    "def add(a, b):",
-    "\n    return",
-    "the",
-    "sum of",
-    "17 and 25",
-    "stickers",
-    ", please.",
-    "héllo",
-    "{'x': [1, 2]}",
-]
+T = TypeVar("T")
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -51,25 +38,21 @@ def options(description: str | None, **numbers: float) -> argparse.ArgumentParse
     return made
 
 
-def random_prompts(rng: random.Random, count: int) -> list[str]:
-    """Texts of up to 20 pieces."""
-    return [" ".join(rng.choices(WORDS, k=rng.randint(1, 20))) for _ in range(count)]
+def in_turn(rounds: int, jobs: Sequence[T]) -> Iterator[tuple[int, T]]:
+    """Every job in every round, with the number of who begins."""
+    return ((number + place, job) for number in range(rounds) for place, job in enumerate(jobs))
 
 
-def known_answers(bundle: Path, prompts: Sequence[Any], params: Any) -> list[Completion]:
-    """The complete answers, decoded by the target alone."""
-    with LLM(bundle, threads=1) as llm:
-        answers: list[Completion] = llm.generate(prompts, params, speculate=False)
-        return answers
+def rotated(everyone: Sequence[T], first: int) -> list[T]:
+    """All of them, beginning with this one, so that none is always behind the same other."""
+    first %= len(everyone)
+    return [*everyone[first:], *everyone[:first]]
 
 
-def greedy_or_sampled(rng: random.Random, count: int, tokens: int) -> list[SamplingParams]:
-    """Parameters with seeds, half of them greedy, for answers of this length."""
-    temperatures = [rng.choice((0.0, 1.0)) for _ in range(count)]
-    return [
-        SamplingParams(max_tokens=tokens, temperature=temperature, seed=seed, ignore_eos=True)
-        for seed, temperature in enumerate(temperatures)
-    ]
+def markdown(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table as pages have it."""
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)
 
 
 @dataclass
@@ -97,14 +80,17 @@ class OpenAIServer:
 
 
 @contextmanager
-def openai_server(bundle: Path, *arguments: str) -> Iterator[OpenAIServer]:
-    """Start a server on a free port, and stop it at the end."""
+def openai_server(
+    bundle: Path, *arguments: str, program: Sequence[str] = ("-m", "dflash_trt"), **environment: str
+) -> Iterator[OpenAIServer]:
+    """Start a server on a free port, and stop it at the end. program: what Python runs."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "dflash_trt", "serve", str(bundle), f"--port={port}", *arguments]
+    command = [sys.executable, *program, "serve", str(bundle), f"--port={port}", *arguments]
     with tempfile.TemporaryFile() as log:
-        server = OpenAIServer(port, subprocess.Popen(command, stdout=log, stderr=log))
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | environment)
+        server = OpenAIServer(port, process)
         try:
             while server.process.poll() is None:
                 with suppress(OSError):

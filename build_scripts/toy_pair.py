@@ -115,11 +115,11 @@ def loss_of(model: nn.Module, batch: list[Tensor]) -> Tensor:
     return (losses * scale).sum() / scale.sum()
 
 
-def rate_at(progress: float, warm_up: float = 0.04, floor: float = 0.02) -> float:
-    """The factor on the learning rate at a share of the run: a linear rise, then a cosine down to `floor`."""
-    if progress < warm_up:
-        return (progress + 1e-3) / (warm_up + 1e-3)
-    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * (progress - warm_up) / (1 - warm_up)))
+def rate_at(progress: float) -> float:
+    """The factor on the learning rate at a share of the run: a linear rise, then a cosine down to 0.02."""
+    if progress < 0.04:
+        return (progress + 1e-3) / 0.041
+    return 0.02 + 0.49 * (1 + math.cos(math.pi * (progress - 0.04) / 0.96))
 
 
 def train(model: nn.Module, rows: Iterator[tuple[np.ndarray, ...]], args: argparse.Namespace) -> float:

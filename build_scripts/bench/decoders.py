@@ -1,230 +1,145 @@
-"""The decoders of a comparison: this package, llama.cpp, onnxruntime-genai, OpenVINO and Transformers, in one form.
+"""The decoders that `build_scripts.bench.natural` compares, each in a process of its own.
 
-Each takes token ids and gives token ids: `run` answers prompts, `begin` and `advance` feed one text pass by pass.
+    python -m build_scripts.bench.decoders NAME TARGET MODELS BATCH CAPACITY THREADS
+
+reads tasks (JSON, one a line) from its input and writes one answer for each. A name is KIND:WEIGHTS:
+
+    plain, adaptive     this package, on the bundle MODELS/bundles/WEIGHTS
+    llama.cpp, openvino llama-cpp-python and openvino-genai, on MODELS/gguf/WEIGHTS.gguf
+    genai               onnxruntime-genai, on MODELS/genai/WEIGHTS
+
+Every decoder takes the same token ids and gives token ids, decoded greedily.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from dflash_trt.building.build import build
 from dflash_trt.building.sources import resolve
+from dflash_trt.checkpoint.gguf import packaged_target
+from dflash_trt.formats.precision import parse_precision
 
+GGUF = {"BF16": 32, "F32": 0, "F16": 1, "Q8_0": 7, "Q4_0": 2}  # llama_ftype in llama.h
 _PASS = 512  # prompt tokens in a pass, the default of llama.cpp and of this package
+_KEPT: list[Any] = []  # callbacks, of which C keeps only the address
 
 
 @dataclass
 class Task:
-    """Prompts to complete at the same time. `stop`: token ids that end a text.
-
-    With `widths`, the one prompt's greedy answer is fed again in passes of so many tokens instead.
-    """
+    """Prompts to complete at the same time. `stop`: token ids that end a text."""
 
     prompts: list[list[int]]
     max_tokens: int
-    temperature: float
     stop: list[int]
-    seed: int = 1
-    widths: list[int] = field(default_factory=list)
 
 
 @dataclass
 class Decoded:
     """Tokens of each prompt, and seconds from the start to the first token and to the last.
 
-    `rounds` are verification passes with drafts, `accepted` the drafts that were right in them. `flips` has, for each
-    width, the number of tokens that were fed and the places at which another token had the largest logit.
+    `rounds` are verification passes with drafts, `accepted` the drafts that were right in them.
     """
 
     tokens: list[list[int]]
-    first: float = 0.0
-    seconds: float = 0.0
+    first: float
+    seconds: float
     rounds: int = 0
     accepted: int = 0
-    flips: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
 
 
-class Stepper(Protocol):
-    """A decoder whose passes can be given token by token. Both methods give the ids with the largest logits."""
-
-    def begin(self, prompt: list[int]) -> int:
-        """Forget everything and read a prompt: the first token after it."""
-        ...
-
-    def advance(self, tokens: list[int]) -> list[int]:
-        """One pass over these tokens: the token after each."""
-        ...
+Decoder = Callable[[Task], Decoded]
 
 
-class Ours:
+def ours(kind: str, bundle: Path, batch: int, threads: int) -> Decoder:
     """This package, from Python."""
+    from dflash_trt import LLM, SamplingParams
+    from dflash_trt.decoding.results import Statistics
 
-    def __init__(self, kind: str, bundle: Path, batch: int, threads: int) -> None:
-        from dflash_trt import LLM
+    llm = LLM(bundle, max_batch_size=batch, prefix_cache_bytes=0, threads=threads)
 
-        self._llm = LLM(bundle, max_batch_size=batch, prefix_cache_bytes=0, threads=threads)
-        self._options: dict[str, Any] = {"speculate": kind != "plain"}
-        if kind.startswith("draft"):
-            self._options["block_length"] = int(kind.partition("-")[2] or self._llm.block_size)
-        self._position = 0
-
-    def run(self, task: Task) -> Decoded:
-        from dflash_trt import SamplingParams
-        from dflash_trt.decoding.results import Statistics
-
-        params = SamplingParams(
-            max_tokens=task.max_tokens,
-            temperature=task.temperature,
-            seed=task.seed,
-            stop_token_ids=task.stop,
-        )
+    def run(task: Task) -> Decoded:
+        params = SamplingParams(max_tokens=task.max_tokens, stop_token_ids=task.stop)
         began = perf_counter()
-        done = self._llm.generate(task.prompts, params, **self._options)
+        done = llm.generate(task.prompts, params, speculate=kind != "plain")
         seconds, counts = perf_counter() - began, Statistics.merge(each.statistics for each in done)
-        tokens = [each.token_ids for each in done]
-        first = done[0].statistics.time_to_first_token
+        tokens, first = [each.token_ids for each in done], done[0].statistics.time_to_first_token
         return Decoded(tokens, first, seconds, counts.num_drafts, counts.num_accepted_tokens)
 
-    def begin(self, prompt: list[int]) -> int:
-        pair = self._llm._runtime.pair
-        for start in range(0, len(prompt), pair.prefill_chunk):
-            piece = prompt[start : start + pair.prefill_chunk]
-            logits, _, _ = pair.prefill(piece, start, 0, draft=False)
-        self._position = len(prompt)
-        return int(np.argmax(logits))
-
-    def advance(self, tokens: list[int]) -> list[int]:
-        logits = self._llm._runtime.pair.logits([tokens], [self._position])
-        self._position += len(tokens)
-        return _largest(logits[0])
+    return run
 
 
-class LlamaCpp:
+def llama_cpp(file: Path, batch: int, capacity: int, threads: int) -> Decoder:
     """llama.cpp by its C interface, so that no Python stands between two passes but this loop."""
+    import llama_cpp as lib
 
-    def __init__(self, file: Path, batch: int, capacity: int, threads: int) -> None:
-        import llama_cpp
+    _KEPT.append(lib.llama_log_callback(lambda *_: None))
+    lib.llama_log_set(_KEPT[-1], None)
+    lib.llama_backend_init()
+    model = lib.llama_model_load_from_file(str(file).encode(), lib.llama_model_default_params())
+    options = lib.llama_context_default_params()
+    options.n_ctx, options.n_seq_max, options.n_batch = capacity * batch, batch, _PASS
+    options.n_threads = options.n_threads_batch = threads
+    context, rows_of_a_pass = lib.llama_init_from_model(model, options), lib.llama_batch_init(_PASS, 0, 1)
+    greedy = lib.llama_sampler_init_greedy()
 
-        self._lib = llama_cpp
-        self._log = llama_cpp.llama_log_callback(_silent)  # C keeps only its address
-        llama_cpp.llama_log_set(self._log, None)
-        llama_cpp.llama_backend_init()
-        params = llama_cpp.llama_model_default_params()
-        self._model = llama_cpp.llama_model_load_from_file(str(file).encode(), params)
-        if not self._model:
-            raise RuntimeError(f"{file}: llama.cpp does not load it")
-        context = llama_cpp.llama_context_default_params()
-        context.n_ctx, context.n_seq_max, context.n_batch = capacity * batch, batch, _PASS
-        context.n_threads = context.n_threads_batch = threads
-        self._context = llama_cpp.llama_init_from_model(self._model, context)
-        self._batch = llama_cpp.llama_batch_init(_PASS, 0, 1)
-        self._vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
-        self._position = 0
-
-    def _pass(self, rows: Sequence[tuple[int, int, int, bool]]) -> None:
-        """One pass over rows: token, position, sequence, and whether logits are wanted."""
-        batch = self._batch
-        batch.n_tokens = len(rows)
+    def one_pass(rows: Sequence[tuple[int, int, int, bool]]) -> None:
+        """Rows: token, position, sequence, and whether logits are wanted."""
+        rows_of_a_pass.n_tokens = len(rows)
         for i, (token, position, sequence, wanted) in enumerate(rows):
-            batch.token[i], batch.pos[i], batch.logits[i] = token, position, wanted
-            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
-        if status := self._lib.llama_decode(self._context, batch):
+            rows_of_a_pass.token[i], rows_of_a_pass.pos[i] = token, position
+            rows_of_a_pass.logits[i], rows_of_a_pass.n_seq_id[i] = wanted, 1
+            rows_of_a_pass.seq_id[i][0] = sequence
+        if status := lib.llama_decode(context, rows_of_a_pass):
             raise RuntimeError(f"llama_decode: {status}")
 
-    def _read(self, prompt: list[int], sequence: int) -> None:
-        for start in range(0, len(prompt), _PASS):
-            piece = enumerate(prompt[start : start + _PASS], start)
-            self._pass([(token, i, sequence, i + 1 == len(prompt)) for i, token in piece])
-
-    def _clear(self) -> None:
-        self._lib.llama_memory_clear(self._lib.llama_get_memory(self._context), True)
-
-    def _sampler(self, task: Task, number: int) -> Any:
-        lib = self._lib
-        chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
-        if task.temperature:
-            lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_temp(task.temperature))
-            lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_dist(task.seed + number))
-        else:
-            lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_greedy())
-        return chain
-
-    def run(self, task: Task) -> Decoded:
-        lib, context, prompts = self._lib, self._context, task.prompts
-        self._clear()
-        samplers = [self._sampler(task, i) for i in range(len(prompts))]
-        tokens: list[list[int]] = []
-        first, began = 0.0, perf_counter()
-        for sequence, prompt in enumerate(prompts):
-            self._read(prompt, sequence)
-            tokens.append([lib.llama_sampler_sample(samplers[sequence], context, -1)])
+    def run(task: Task) -> Decoded:
+        lib.llama_memory_clear(lib.llama_get_memory(context), True)
+        tokens, first, began = list[list[int]](), 0.0, perf_counter()
+        for sequence, prompt in enumerate(task.prompts):
+            for start in range(0, len(prompt), _PASS):
+                piece = enumerate(prompt[start : start + _PASS], start)
+                one_pass([(token, i, sequence, i + 1 == len(prompt)) for i, token in piece])
+            tokens.append([lib.llama_sampler_sample(greedy, context, -1)])
             first = first or perf_counter() - began
-        while active := [
-            i for i, out in enumerate(tokens) if len(out) < task.max_tokens and out[-1] not in task.stop
-        ]:
-            self._pass([(tokens[i][-1], len(prompts[i]) + len(tokens[i]) - 1, i, True) for i in active])
+        while active := [i for i, out in enumerate(tokens) if not _ended(out, task)]:
+            one_pass([(tokens[i][-1], len(task.prompts[i]) + len(tokens[i]) - 1, i, True) for i in active])
             for row, i in enumerate(active):
-                tokens[i].append(lib.llama_sampler_sample(samplers[i], context, row))
-        seconds = perf_counter() - began
-        for sampler in samplers:
-            lib.llama_sampler_free(sampler)
-        return Decoded(tokens, first, seconds)
+                tokens[i].append(lib.llama_sampler_sample(greedy, context, row))
+        return Decoded(tokens, first, perf_counter() - began)
 
-    def begin(self, prompt: list[int]) -> int:
-        self._clear()
-        self._read(prompt, 0)
-        self._position = len(prompt)
-        return self._choices(1)[0]
-
-    def advance(self, tokens: list[int]) -> list[int]:
-        self._pass([(token, i, 0, True) for i, token in enumerate(tokens, self._position)])
-        self._position += len(tokens)
-        return self._choices(len(tokens))
-
-    def _choices(self, rows: int) -> list[int]:
-        """Of the last pass, whose logits lie row after row."""
-        logits = self._lib.llama_get_logits(self._context)
-        return _largest(np.ctypeslib.as_array(logits, (rows, self._vocabulary)))
+    return run
 
 
-def _silent(level: int, text: bytes, data: object) -> None:
-    pass
-
-
-class Genai:
+def genai(model: Path, threads: int) -> Decoder:
     """onnxruntime-genai. Prompts of a batch are padded on the left."""
+    import onnxruntime_genai as lib
 
-    def __init__(self, model: Path, capacity: int, threads: int) -> None:
-        import onnxruntime_genai
+    config = lib.Config(str(model))
+    session = {"session_options": {"intra_op_num_threads": threads}}
+    config.overlay(json.dumps({"model": {"decoder": session}}))
+    loaded = lib.Model(config)
 
-        self._lib, self._capacity = onnxruntime_genai, capacity
-        config = onnxruntime_genai.Config(str(model))
-        options = {"intra_op_num_threads": threads}
-        config.overlay(json.dumps({"model": {"decoder": {"session_options": options}}}))
-        self._model = onnxruntime_genai.Model(config)
-        self._generator: Any = None
-
-    def _open(self, **options: Any) -> Any:
-        params = self._lib.GeneratorParams(self._model)
-        params.set_search_options(**options)
-        return self._lib.Generator(self._model, params)
-
-    def run(self, task: Task) -> Decoded:
+    def run(task: Task) -> Decoded:
         prompts, _ = _padded(task, np.int32)
         count, longest = prompts.shape
-        options: dict[str, Any] = {"max_length": longest + task.max_tokens, "batch_size": count}
-        if task.temperature:
-            options |= {"do_sample": True, "temperature": task.temperature, "top_k": 0, "top_p": 1.0}
-            options["random_seed"] = task.seed
         tokens: list[list[int]] = [[] for _ in task.prompts]
-        first, began = 0.0, perf_counter()
-        generator = self._open(**options)
+        first, began, params = 0.0, perf_counter(), lib.GeneratorParams(loaded)
+        params.set_search_options(max_length=longest + task.max_tokens, batch_size=count)
+        generator = lib.Generator(loaded, params)
         generator.append_tokens(prompts if count > 1 else prompts[0])
         while not generator.is_done():
             generator.generate_next_token()
@@ -234,65 +149,111 @@ class Genai:
         seconds = perf_counter() - began
         return Decoded([_until(each, task.stop) for each in tokens], first, seconds)
 
-    def begin(self, prompt: list[int]) -> int:
-        self._generator = self._open(max_length=self._capacity, batch_size=1)
-        return self.advance(prompt)[-1]
-
-    def advance(self, tokens: list[int]) -> list[int]:
-        self._generator.append_tokens(np.array(tokens, np.int32))
-        return _largest(self._generator.get_output("logits")[0])
+    return run
 
 
-class OpenVINO:
+def openvino(file: Path, threads: int) -> Decoder:
     """The pipeline of openvino-genai, which reads GGUF files. Prompts of a batch are padded on the left."""
+    import openvino_genai as lib
+    from openvino import Tensor
 
-    def __init__(self, file: Path, threads: int) -> None:
-        import openvino
-        import openvino_genai
+    pipeline = lib.LLMPipeline(str(file), "CPU", INFERENCE_NUM_THREADS=threads)
 
-        self._lib, self._tensor = openvino_genai, openvino.Tensor
-        self._pipeline = openvino_genai.LLMPipeline(str(file), "CPU", INFERENCE_NUM_THREADS=threads)
-
-    def run(self, task: Task) -> Decoded:
-        config = self._lib.GenerationConfig()
+    def run(task: Task) -> Decoded:
+        config = lib.GenerationConfig()
         config.max_new_tokens, config.stop_token_ids = task.max_tokens, set(task.stop)
-        config.do_sample = bool(task.temperature)
-        if task.temperature:
-            config.temperature, config.rng_seed = task.temperature, task.seed
-        ids, mask = (self._tensor(each) for each in _padded(task, np.int64))
+        config.do_sample = False
+        ids, mask = (Tensor(each) for each in _padded(task, np.int64))
         began = perf_counter()
-        done = self._pipeline.generate(self._lib.TokenizedInputs(ids, mask), config)
+        done = pipeline.generate(lib.TokenizedInputs(ids, mask), config)
         seconds = perf_counter() - began
         tokens = [_until(list(each), task.stop) for each in done.tokens]
         return Decoded(tokens, done.perf_metrics.get_ttft().mean / 1e3, seconds)
 
-
-class Transformers:
-    """The forward passes of Transformers, with its cache of keys and values."""
-
-    def __init__(self, target: str, dtype: str, threads: int) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        torch.set_num_threads(threads)
-        self._torch = torch
-        source = resolve(target, "target").directory
-        self._model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype))
-        self._cache: Any = None
-
-    def begin(self, prompt: list[int]) -> int:
-        self._cache = None
-        return self.advance(prompt)[-1]
-
-    def advance(self, tokens: list[int]) -> list[int]:
-        with self._torch.inference_mode():
-            out = self._model(self._torch.tensor([tokens]), past_key_values=self._cache, use_cache=True)
-        self._cache = out.past_key_values
-        return _largest(out.logits[0].float().numpy())
+    return run
 
 
-def _largest(logits: Any) -> list[int]:
-    return [int(token) for token in np.argmax(logits, axis=-1)]
+# The package that each kind needs.
+PACKAGES = {
+    "plain": "onnxruntime",
+    "adaptive": "onnxruntime",
+    "llama.cpp": "llama_cpp",
+    "genai": "onnxruntime_genai",
+    "openvino": "openvino_genai",
+}
+
+
+def installed(name: str) -> bool:
+    """Whether the decoder's package is here. Exits where the name is of none."""
+    kind, _, weights = name.partition(":")
+    if kind not in PACKAGES or not weights:
+        raise SystemExit(f"{name!r} is no KIND:WEIGHTS; kinds: {', '.join(PACKAGES)}")
+    return find_spec(PACKAGES[kind]) is not None
+
+
+def load(name: str, target: str, models: Path, batch: int, capacity: int, threads: int) -> Decoder:
+    """`capacity`: most tokens of a prompt and its answer."""
+    kind, _, weights = name.partition(":")
+    if kind == "llama.cpp":
+        return llama_cpp(models / "gguf" / f"{weights}.gguf", batch, capacity, threads)
+    if kind == "openvino":
+        return openvino(models / "gguf" / f"{weights}.gguf", threads)
+    if kind == "genai":
+        return genai(models / "genai" / weights, threads)
+    return ours(kind, models / "bundles" / weights, batch, threads)
+
+
+def make_model(name: str, target: str, drafter: str | None, models: Path) -> None:
+    """What a decoder reads. A file of another program that is there is kept."""
+    kind, _, weights = name.partition(":")
+    if kind in ("llama.cpp", "openvino"):
+        _make_gguf(target, models / "gguf" / f"{weights}.gguf")
+    elif kind == "genai":
+        _make_genai(target, models / "genai" / weights)
+    else:
+        precision = parse_precision(None if weights == "default" else weights)
+        build(target, drafter, models / "bundles" / weights, precision=precision, force=True)
+
+
+def _make_gguf(target: str, file: Path) -> None:
+    """By llama.cpp's own quantization: BF16 has the weights that `build` converts, and the others come from it."""
+    import llama_cpp
+
+    if file.exists():
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    source = packaged_target(target)
+    if file.stem != "BF16":
+        _make_gguf(target, source := file.with_stem("BF16"))
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype, params.allow_requantize = GGUF[file.stem], True
+    work = file.with_suffix(".part")
+    if llama_cpp.llama_model_quantize(str(source).encode(), str(work).encode(), ctypes.byref(params)):
+        raise SystemExit(f"{source}: llama.cpp could not make {file.stem} of it")
+    work.rename(file)
+
+
+def _make_genai(target: str, directory: Path) -> None:
+    """By the builder of onnxruntime-genai, from the checkpoint that `build` converts."""
+    if directory.exists():
+        return
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory.parent) as work:
+        places = [
+            "-i",
+            str(resolve(target, "target").directory),
+            "-o",
+            f"{work}/model",
+            "-c",
+            f"{work}/cache",
+        ]
+        command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-e", "cpu"]
+        subprocess.run([*command, *places, "-p", directory.name], check=True, stdout=sys.stderr)
+        Path(work, "model").rename(directory)
+
+
+def _ended(tokens: list[int], task: Task) -> bool:
+    return len(tokens) >= task.max_tokens or tokens[-1] in task.stop
 
 
 def _padded(task: Task, dtype: Any) -> tuple[Any, Any]:
@@ -307,3 +268,28 @@ def _until(tokens: list[int], stop: list[int]) -> list[int]:
     """Tokens up to the first that ends a text, that one included."""
     ends = (i for i, token in enumerate(tokens) if token in stop)
     return tokens[: next(ends, len(tokens)) + 1]
+
+
+def _peak_megabytes() -> float:
+    """The most memory that this process had. 0 where the system does not say."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0.0
+    return next((int(line.split()[1]) / 1000 for line in lines if line.startswith("VmHWM")), 0.0)
+
+
+def main() -> None:
+    """Answer the tasks. Prints of libraries go to standard error."""
+    name, target, models, *numbers = sys.argv[1:]
+    with os.fdopen(os.dup(1), "w") as out:
+        os.dup2(2, 1)
+        decoder = load(name, target, Path(models), *map(int, numbers))
+        print(json.dumps({"ready": name}), file=out, flush=True)
+        for line in sys.stdin:
+            answer = asdict(decoder(Task(**json.loads(line))))
+            print(json.dumps(answer | {"peak_mb": _peak_megabytes()}), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,25 +1,23 @@
-"""Decoders on natural text, in one run: this package, llama.cpp, onnxruntime-genai, OpenVINO and Transformers.
+"""Decoders on natural text, in one run: this package, llama.cpp, onnxruntime-genai and OpenVINO.
 
-    python -m build_scripts.bench.natural [--prompts 2] [--requests 1,8] [--peers KIND:WEIGHTS ...] [--svg FILE]
-    python -m build_scripts.bench.natural --widths 1,4 --max-tokens 128
+    python -m build_scripts.bench.natural [--prompts 2] [--requests 1,8] [--peers KIND:WEIGHTS ...]
 
-Each decoder runs in a process of its own, with the same token ids and threads. Every prompt goes to all of them in
-turn, several rounds long, so that a slow moment of the machine hits all. A figure is of the median of the rounds of
-each prompt: tokens per second after the first token for one request, and in all for several at a time. Decoders are
-named KIND:WEIGHTS, see `build_scripts.bench.peers`; those whose package is not installed are left out.
-
-With --widths no time counts: each decoder's plain greedy answer is fed to it again in passes of so many tokens, as
-verification of drafts does, and every place at which another token has the largest logit is a flip. An answer with a
-flip would have changed. The last line is one JSON document.
+Each decoder runs in a process of its own, with the same token ids and threads, at temperature 0. Every prompt goes to
+all of them in turn, several rounds long, so that a slow moment of the machine hits all. A figure is of the median of
+the rounds of each prompt: tokens per second after the first token for one request, and in all for several at a time.
+Decoders are named KIND:WEIGHTS, see `build_scripts.bench.decoders`; those whose package is not installed are left out.
+The last line is one JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -27,19 +25,15 @@ from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Any
 
-from build_scripts.bench.decoders import Task
-from build_scripts.bench.natural_tables import chart, markdown, table, widths_markdown, widths_table
-from build_scripts.bench.peers import OURS, installed, kind_of, make_genai, make_gguf
-from dflash_trt.building.build import build
+from build_scripts import harness
+from build_scripts.bench.decoders import Task, installed, make_model
 from dflash_trt.building.sources import resolve
 from dflash_trt.cli.options import each
-from dflash_trt.formats.precision import parse_precision
 from dflash_trt.hardware import cores, processor
 from dflash_trt.models.configs import read_target_config
 from dflash_trt.prompts import SHIPPED_PROMPTS, read_prompts
 from dflash_trt.text.tokenizer import Tokenizer
 
-ROOT = Path(__file__).parent.parent.parent
 PROMPTS = SHIPPED_PROMPTS / "natural"
 PEERS = (
     *("plain:target=fp32", "adaptive:target=fp32", "plain:default", "adaptive:default"),
@@ -47,15 +41,7 @@ PEERS = (
     *("llama.cpp:F32", "llama.cpp:BF16", "llama.cpp:Q8_0", "llama.cpp:Q4_0"),
     *("genai:fp32", "genai:int4", "openvino:F16", "openvino:Q8_0", "openvino:Q4_0"),
 )
-WIDTHS_PEERS = (
-    *("plain:target=fp32", "plain:default", "plain:target=int8"),
-    *("llama.cpp:F32", "llama.cpp:BF16", "llama.cpp:Q8_0", "llama.cpp:Q4_0"),
-    *("genai:fp32", "genai:int4", "transformers:float32", "transformers:bfloat16"),
-)
-DISTRIBUTIONS = (
-    *("dflash-trt", "onnxruntime", "llama-cpp-python", "onnxruntime-genai", "openvino-genai"),
-    *("transformers", "torch"),
-)
+DISTRIBUTIONS = ("dflash-trt", "onnxruntime", "llama-cpp-python", "onnxruntime-genai", "openvino-genai")
 
 Record = dict[str, Any]
 
@@ -65,13 +51,14 @@ class PeerProcess:
 
     def __init__(self, name: str, target: str, models: Path, *numbers: int) -> None:
         self.name = name
-        command = [sys.executable, "-m", "build_scripts.bench.peers", name, target, str(models)]
+        command = [sys.executable, "-m", "build_scripts.bench.decoders", name, target, str(models)]
         self._process = subprocess.Popen(
             [*command, *map(str, numbers)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self._answer()
 
     def run(self, task: Task) -> Record:
+        """What the decoder answers, by the fields of Decoded, and `peak_mb`."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(asdict(task)) + "\n")
         self._process.stdin.flush()
@@ -100,23 +87,6 @@ class Job:
     task: Task
 
 
-def prepare(args: argparse.Namespace) -> list[str]:
-    """Make the models that are missing. Names of the decoders that can run."""
-    names = [name for name in args.peers if installed(name)]
-    if left_out := [name for name in args.peers if name not in names]:
-        print(f"left out, as their packages are not installed: {', '.join(left_out)}", file=sys.stderr)
-    for name in names:
-        kind, _, weights = name.partition(":")
-        if kind in ("llama.cpp", "openvino"):
-            make_gguf(args.target, args.models / "gguf" / f"{weights}.gguf")
-        elif kind == "genai":
-            make_genai(args.target, args.models / "genai" / weights)
-    for weights in {name.partition(":")[2] for name in names if kind_of(name) in OURS}:
-        precision = parse_precision(None if weights == "default" else weights)
-        build(args.target, args.drafter, args.models / "bundles" / weights, precision=precision, force=True)
-    return names
-
-
 def jobs(args: argparse.Namespace) -> Iterator[Job]:
     """One for each prompt, and for each number of requests at a time one for so many prompts of all categories."""
     directory = resolve(args.target, "target").directory
@@ -127,92 +97,130 @@ def jobs(args: argparse.Namespace) -> Iterator[Job]:
         for prompt in chain.from_iterable(zip(*by_category, strict=True))
         if not isinstance(prompt.content, str)  # the shipped prompts are chats
     ]
-    for temperature in args.temperatures:
-        options: Any = {"temperature": temperature, "stop": stop, "widths": args.widths}
-        for requests in args.requests:
-            for first in range(0, max(len(prompts) // requests, 1) * requests, requests):
-                chosen = list(islice(cycle(prompts), first, first + requests))
-                task = Task([ids for _, ids in chosen], args.max_tokens, **options)
-                yield Job(chosen[0][0].id, chosen[0][0].category, task)
+    for requests in args.requests:
+        for first in range(0, max(len(prompts) // requests, 1) * requests, requests):
+            chosen = list(islice(cycle(prompts), first, first + requests))
+            task = Task([ids for _, ids in chosen], args.max_tokens, stop)
+            yield Job(chosen[0][0].id, chosen[0][0].category, task)
 
 
 def measure(args: argparse.Namespace, names: list[str], chosen: list[Job]) -> Iterator[Record]:
     """Rounds of the jobs, by processes that hold as many tokens as these jobs need."""
-    capacity = max(len(ids) + job.task.max_tokens for job in chosen for ids in job.task.prompts) + 16
+    capacity = max(len(ids) + args.max_tokens for job in chosen for ids in job.task.prompts) + 16
+    numbers = max(args.requests), capacity, args.threads
     workers: list[PeerProcess] = []
     try:
         for name in names:
-            workers.append(
-                PeerProcess(name, args.target, args.models, max(args.requests), capacity, args.threads)
-            )
-        first = chosen[0].task
-        for worker in workers:
-            if not args.widths:
-                worker.run(Task([first.prompts[0][-16:]], 16, 0.0, first.stop))  # a warm-up
-        for number in range(args.rounds):
-            for place, job in enumerate(chosen):
-                turn = (number + place) % len(workers)
-                for worker in workers[turn:] + workers[:turn]:
-                    record: Record = {"prompt": job.prompt, "category": job.category, "peer": worker.name}
-                    record |= {"temperature": job.task.temperature, "requests": len(job.task.prompts)}
-                    yield record | worker.run(job.task)
+            workers.append(PeerProcess(name, args.target, args.models, *numbers))
+            first = chosen[0].task
+            workers[-1].run(Task([first.prompts[0][-16:]], 16, first.stop))  # a warm-up
+        for turn, job in harness.in_turn(args.rounds, chosen):
+            for worker in harness.rotated(workers, turn):
+                record: Record = {"prompt": job.prompt, "category": job.category, "peer": worker.name}
+                yield record | {"requests": len(job.task.prompts)} | worker.run(job.task)
     finally:
         for worker in workers:
             worker.close()
 
 
+def count(record: Record) -> tuple[float, float]:
+    """Tokens and their seconds of one run. Of one request, without the first token."""
+    alone = record["requests"] == 1
+    return sum(map(len, record["tokens"])) - alone, record["seconds"] - alone * record["first"]
+
+
+def rate(records: Iterable[Record]) -> float | None:
+    """Tokens per second over all prompts, of the median of each prompt's rounds."""
+    prompts: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for record in records:
+        prompts[record["prompt"]].append(count(record))
+    medians = [[statistics.median(each) for each in zip(*runs, strict=True)] for runs in prompts.values()]
+    return sum(n for n, _ in medians) / sum(s for _, s in medians) if medians else None
+
+
+def table(records: list[Record], peers: Iterable[str]) -> dict[str, Record]:
+    """The figures of each decoder. The ratio, that of the prompt where it is least, and the same answers are to the
+    first one's.
+    """
+    categories = sorted({r["category"] for r in records})
+    rows: dict[str, Record] = {}
+    for peer in peers:
+        mine = [r for r in records if r["peer"] == peer]
+        rounds, given = sum(r["rounds"] for r in mine), {r["prompt"]: r["tokens"] for r in mine}
+        alone = {prompt: rate(r for r in mine if r["prompt"] == prompt) or 0 for prompt in given}
+        rates = [n / s for n, s in map(count, mine)]
+        if not rows:
+            base, first, base_alone = rate(mine) or 1, given, alone
+        rows[peer] = {
+            **{category: rate(r for r in mine if r["category"] == category) for category in categories},
+            "all": (speed := rate(mine) or 0),
+            "quartiles": statistics.quantiles(rates, method="inclusive")[::2]
+            if len(rates) > 1
+            else rates * 2,
+            "ratio": speed / base,
+            "least_ratio": min(alone[prompt] / (base_alone[prompt] or 1) for prompt in alone),
+            "acceptance_length": 1 + sum(r["accepted"] for r in mine) / rounds if rounds else None,
+            "same_answers": sum(tokens == first.get(prompt) for prompt, tokens in given.items()),
+            "prompts": len(given),
+            "peak_mb": max(r["peak_mb"] for r in mine),
+        }
+    return rows
+
+
+def markdown(rows: Mapping[str, Record], categories: list[str]) -> str:
+    """The table of a page."""
+    titles = [*categories, "all", "quartiles", "ratio", "least", "acceptance", "same answers", "peak MB"]
+    cells = [
+        [
+            *(peer, *(f"{row[name]:.1f}" for name in (*categories, "all"))),
+            *("{:.0f}-{:.0f}".format(*row["quartiles"]), f"{row['ratio']:.2f}", f"{row['least_ratio']:.2f}"),
+            "" if row["acceptance_length"] is None else f"{row['acceptance_length']:.2f}",
+            *(f"{row['same_answers']}/{row['prompts']}", f"{row['peak_mb']:.0f}"),
+        ]
+        for peer, row in rows.items()
+    ]
+    return harness.markdown(["", *titles], cells)
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that are installed."""
+    found = {}
+    for name in DISTRIBUTIONS:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Make the models that are missing, and print a table for each number of requests."""
+    parser = harness.parser(__doc__)
     parser.add_argument("--target", default="smollm2-135m")
     parser.add_argument("--drafter", help="a directory (default: the one that is known for the target)")
-    parser.add_argument("--models", type=Path, default=ROOT / "runs" / "natural", help="is made")
-    parser.add_argument("--peers", nargs="+", metavar="KIND:WEIGHTS")
+    parser.add_argument("--models", type=Path, default=Path("runs/natural"), help="is made")
+    parser.add_argument("--peers", nargs="+", metavar="KIND:WEIGHTS", default=PEERS)
     categories = sorted(path.stem for path in PROMPTS.glob("*.jsonl"))
     parser.add_argument("--categories", nargs="+", default=categories)
     parser.add_argument("--prompts", type=int, default=2, help="of each category")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--temperatures", type=each(float), default=[0.0])
     parser.add_argument("--requests", type=each(int), default=[1], help="at a time")
-    parser.add_argument("--widths", type=each(int), default=[], help="tokens of a pass, instead of times")
     parser.add_argument("--threads", type=int, default=cores())
-    parser.add_argument("--svg", type=Path, help="draw the first temperature and number of requests")
     args = parser.parse_args(argv)
-    args.peers = args.peers or (WIDTHS_PEERS if args.widths else PEERS)
-    if args.widths:
-        args.rounds, args.temperatures, args.requests = 1, [0.0], [1]
-
-    names = prepare(args)
+    names = [name for name in args.peers if installed(name)]
+    if left_out := [name for name in args.peers if name not in names]:
+        print(f"left out, as their packages are not installed: {', '.join(left_out)}", file=sys.stderr)
+    for name in names:
+        make_model(name, args.target, args.drafter, args.models)
     records = list(measure(args, names, list(jobs(args))))
-    document: Record = {"processor": processor(), "threads": args.threads, "versions": versions()}
     print(f"{processor()}, {args.threads} threads; " + ", ".join(f"{k} {v}" for k, v in versions().items()))
-    if args.widths:
-        document["widths"] = widths_table(records)
-        print(f"\n{widths_markdown(document['widths'])}")
-    else:
-        document["tables"] = []
-        for temperature in args.temperatures:
-            for requests in args.requests:
-                key = {"temperature": temperature, "requests": requests}
-                rows = table([r for r in records if key.items() <= r.items()], names)
-                document["tables"].append(key | {"rows": rows})
-                print(f"\ntemperature {temperature:g}, {requests} at a time: tokens per second\n")
-                print(markdown(rows, args.categories if requests == 1 else []))
-        if args.svg is not None:
-            chart(args.svg, document["tables"][0]["rows"], f"{processor()}, {args.threads} threads")
-    print(json.dumps(document))
+    tables = []
+    for requests in args.requests:
+        rows = table([r for r in records if r["requests"] == requests], names)
+        tables.append({"requests": requests, "rows": rows})
+        print(f"\n{requests} at a time: tokens per second\n")
+        print(markdown(rows, args.categories if requests == 1 else []))
+    print(json.dumps({"processor": processor(), "versions": versions(), "tables": tables}))
     return 0
-
-
-def versions() -> dict[str, str]:
-    """Versions of the packages that are installed."""
-    installed_versions = {}
-    for name in DISTRIBUTIONS:
-        with suppress(PackageNotFoundError):
-            installed_versions[name] = version(name)
-    return installed_versions
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Long tests: hours of load, kills and attacks, and checks of the remains."""
+"""Minutes of mixed load."""

@@ -1,4 +1,4 @@
-"""The comparison of decoders, the calibration's figures, and the demo: on the shipped pair `tiny`."""
+"""The comparisons of decoders and with the server, and the demo: on the shipped pair `tiny`."""
 
 from __future__ import annotations
 
@@ -10,93 +10,56 @@ from typing import Any
 import pytest
 
 from build_scripts import demo
-from build_scripts.bench import decoders, natural, natural_tables, peers, sleeping_passes
+from build_scripts.bench import natural, server
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
 
 
 def record(prompt: str, peer: str, first: float, seconds: float, **more: Any) -> dict[str, Any]:
-    base = {
-        "category": "chat",
-        "requests": 1,
-        "rounds": 0,
-        "accepted": 0,
-        "peak_mb": 1.0,
-        "tokens": [[1] * 11],
-    }
+    base = {"category": "chat", "requests": 1, "rounds": 0, "accepted": 0, "peak_mb": 1, "tokens": [[1] * 11]}
     return base | {"prompt": prompt, "peer": peer, "first": first, "seconds": seconds} | more
 
 
 def test_a_rate_is_of_the_median_of_the_rounds_of_each_prompt() -> None:
     rounds = [record("a", "p", 1.0, 2.0), record("a", "p", 1.0, 3.0), record("a", "p", 1.0, 9.0)]
-    assert natural_tables.rate(rounds) == pytest.approx(10 / 2)
-    assert natural_tables.rate([*rounds, record("b", "p", 0.0, 8.0)]) == pytest.approx(20 / 10)
-    assert natural_tables.rate([]) is None
+    assert natural.rate(rounds) == pytest.approx(10 / 2)
+    assert natural.rate([*rounds, record("b", "p", 0.0, 8.0)]) == pytest.approx(20 / 10)
+    assert natural.rate([]) is None
     together = record("a", "p", 1.0, 4.0, requests=2, tokens=[[1] * 8, [1] * 4])
-    assert natural_tables.rate([together]) == pytest.approx(12 / 4)
+    assert natural.rate([together]) == pytest.approx(12 / 4)
 
 
 def test_the_table_has_ratios_acceptance_and_equal_answers() -> None:
     records = [
         record("a", "llama.cpp:Q8_0", 0.0, 4.0, tokens=[[2] * 11]),
         record("a", "plain:default", 0.0, 2.0),
-        record("a", "draft-4:default", 0.0, 1.0, rounds=4, accepted=6),
+        record("a", "adaptive:default", 0.0, 1.0, rounds=4, accepted=6),
     ]
-    rows = natural_tables.table(records, ["plain:default", "draft-4:default", "llama.cpp:Q8_0"])
+    rows = natural.table(records, ["plain:default", "adaptive:default", "llama.cpp:Q8_0"])
     assert [rows[name]["ratio"] for name in rows] == [1.0, 2.0, 0.5]
-    assert rows["draft-4:default"]["acceptance_length"] == 2.5
+    assert rows["adaptive:default"]["acceptance_length"] == 2.5
     assert [rows[name]["same_answers"] for name in rows] == [1, 1, 0]
-    text = natural_tables.markdown(rows, ["chat"])
-    assert "| dflash-trt, blocks of 4 | 10.0 | 10.0 | 10-10 | 2.00 | 2.00 | 2.50 | 1/1 | 1 |" in text
-    assert "| llama.cpp Q8_0 | 2.5 |" in text
+    text = natural.markdown(rows, ["chat"])
+    assert "| adaptive:default | 10.0 | 10.0 | 10-10 | 2.00 | 2.00 | 2.50 | 1/1 | 1 |" in text
 
 
 def test_decoders_run_in_processes_of_their_own_and_agree(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--target", "tiny", "--models", str(tmp_path), "--categories", "chat", "--prompts", "2"]
-    options += ["--max-tokens", "12", "--rounds", "1", "--svg", str(tmp_path / "speed.svg")]
-    options += ["--temperatures", "0,1", "--requests", "1,2"]
-    names = ["plain:default", "draft:default"]
+    options += ["--max-tokens", "12", "--rounds", "1", "--requests", "1,2"]
+    names = ["plain:default", "adaptive:default"]
     assert natural.main([*options, "--peers", *names]) == 0
     tables = json.loads(capsys.readouterr().out.splitlines()[-1])["tables"]
-    assert [(each["temperature"], each["requests"]) for each in tables] == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    assert [each["requests"] for each in tables] == [1, 2]
     for table in tables:
         same = [table["rows"][name]["same_answers"] for name in names]
         assert same == [2 // table["requests"]] * 2
-        assert table["rows"]["draft:default"]["acceptance_length"] > 1
-    assert "dflash-trt, whole blocks" in (tmp_path / "speed.svg").read_text()
-
-
-class Stepper:
-    """Answers the next number, but after 5 another one where a pass has several tokens."""
-
-    def begin(self, prompt: list[int]) -> int:
-        return prompt[-1] + 1
-
-    def advance(self, tokens: list[int]) -> list[int]:
-        return [0 if token == 5 and len(tokens) > 1 else token + 1 for token in tokens]
-
-
-def test_flips_are_the_tokens_that_change_with_the_width_of_a_pass() -> None:
-    task = decoders.Task([[1]], 7, 0.0, stop=[], widths=[1, 2, 3])
-    answer = peers.compare_widths(Stepper(), task)
-    assert answer.tokens == [[2, 3, 4, 5, 6, 7, 8, 9]]
-    assert answer.flips == {1: (7, []), 2: (6, [3]), 3: (6, [3])}
-
-
-def test_answers_are_compared_between_widths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--target", "tiny", "--models", str(tmp_path), "--categories", "chat", "--prompts", "2"]
-    options += ["--max-tokens", "12", "--widths", "1,4", "--peers", "plain:default"]
-    assert natural.main(options) == 0
-    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["widths"]
-    assert [(row["width"], row["answers"], row["flips"]) for row in rows] == [(1, 2, 0), (4, 2, 0)]
-    assert all(row["tokens"] > 0 for row in rows)
 
 
 def test_a_decoder_that_is_not_known_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"'vllm:bf16' is no KIND:WEIGHTS; kinds: plain, "):
+    with pytest.raises(SystemExit, match=r"'vllm:bf16' is no KIND:WEIGHTS; kinds: "):
         natural.main(["--target", "tiny", "--models", str(tmp_path), "--peers", "vllm:bf16"])
 
 
@@ -120,7 +83,7 @@ def test_passes_that_sleep_take_their_time_and_compute_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(OnnxRuntimeEngine, "_load", OnnxRuntimeEngine._load)  # restored behind the test
-    sleeping_passes.install(20)
+    server.let_passes_sleep(20)
     with LLM(build("tiny", None, tmp_path / "tiny").path) as llm:
         params = SamplingParams(max_tokens=5, ignore_eos=True)
         begin = perf_counter()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -21,7 +20,7 @@ from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import MANIFEST, Bundle, write_manifest
 from dflash_trt.checkpoint.catalogue import PAIRS, known_configs
 from dflash_trt.engines import graph_job
-from dflash_trt.errors import BuildError, BundleError, CheckpointError, DFlashError
+from dflash_trt.errors import BuildError, BundleError, CheckpointError
 from tests.doubles.checkpoints import make_drafter, make_target
 
 
@@ -172,16 +171,6 @@ def test_impossible_options_are_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failed_build_leaves_nothing_that_looks_finished(checkpoints: Path, tmp_path: Path) -> None:
-    target = Path(shutil.copytree(checkpoints / "target", tmp_path / "target"))
-    config = json.loads((target / "config.json").read_text())
-    config["intermediate_size"] += 8
-    (target / "config.json").write_text(json.dumps(config))
-    with pytest.raises(DFlashError, match=r"mlp\.\w+_proj\.weight' has shape"):
-        build(str(target), str(checkpoints / "drafter"), tmp_path / "bundle")
-    assert not (tmp_path / "bundle").exists()
-
-
 def test_a_tied_head_that_is_stored_must_be_the_embedding(checkpoints: Path, tmp_path: Path) -> None:
     make_target(tmp_path / "target", tie=True)
     weights = tmp_path / "target" / "model.safetensors"
@@ -207,25 +196,6 @@ def progress(name, done, total):
         os.kill(os.getpid(), signal.SIGKILL)
 build(sys.argv[1], sys.argv[2], Path(sys.argv[3]), progress=progress)
 """
-
-
-@pytest.mark.parametrize(
-    ("step", "count"),
-    [("copy weights", 1), ("write graphs", 2)],
-)
-def test_a_killed_build_never_looks_finished_and_can_be_continued(
-    checkpoints: Path, tmp_path: Path, step: str, count: int
-) -> None:
-    out = tmp_path / "bundle"
-    pair = [str(checkpoints / "target"), str(checkpoints / "drafter")]
-    killed = subprocess.run([sys.executable, "-c", _KILLED, *pair, str(out), step, str(count)], check=False)
-    assert killed.returncode == -signal.SIGKILL
-    assert not out.exists()
-    with pytest.raises(BundleError):
-        Bundle.open(out)
-    again = build_pair(checkpoints, out)
-    assert Bundle.open(out, "full").manifest == again.manifest
-    assert leftovers(out) == []
 
 
 def test_a_continued_build_does_not_digest_twice(checkpoints: Path, tmp_path: Path) -> None:

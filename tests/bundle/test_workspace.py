@@ -17,7 +17,7 @@ import pytest
 from dflash_trt.bundle.manifest import MANIFEST, Bundle
 from dflash_trt.bundle.workspace import Workspace, workspace
 from dflash_trt.errors import BuildError, CheckpointError, DFlashError
-from dflash_trt.files.disk import held_folder, own_file, temporary_folder, whole_file
+from dflash_trt.files.disk import held_folder, own_file, whole_file
 from dflash_trt.quantization.convert import quantize
 from dflash_trt.serving.deploy import deploy
 from tests.bundle.test_bundle import build_pair, built, bundle, checkpoints, leftovers, manifest_of
@@ -303,27 +303,6 @@ def test_an_error_names_no_directory_that_is_gone(tmp_path: Path, role: str, err
     assert str(found.value) == (
         expected if isinstance(error, BuildError) else f"[Errno 28] no room: '{tmp_path}/out'"
     )
-
-
-def test_an_error_names_a_directory_that_is_kept(tmp_path: Path) -> None:
-    def fail() -> None:
-        with workspace(tmp_path / "out") as place:
-            (place.path / "plan.log").write_text("why")
-            raise BuildError(f"failed; the log is {place.path / 'plan.log'}")
-
-    with pytest.raises(BuildError, match="the log is ") as found:
-        fail()
-    assert Path(str(found.value).partition("the log is ")[2]).read_text() == "why"
-
-
-def test_an_error_names_no_temporary_folder(tmp_path: Path) -> None:
-    def fail() -> None:
-        with temporary_folder(dir=tmp_path) as folder:
-            raise BuildError(f"{folder / 'bundle'}: needs 9 bytes for copies")
-
-    with pytest.raises(BuildError, match=f"^{tmp_path}: needs 9 bytes"):
-        fail()
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_that_is_not_written_to_its_end_does_not_appear(tmp_path: Path) -> None:

@@ -138,44 +138,6 @@ def test_any_schedule_with_any_faults_gives_each_request_its_own_tokens(
             assert reason == "cancelled" or made.deadline is not None
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_logits_that_are_not_finite_end_the_request_with_its_error(temperature: float) -> None:
-    """The error comes after the earlier tokens, with and without drafting. Token 0 does not stand for NaN."""
-    bad, pool = every(61), Pool(3, 3)
-    pool.target.not_a_number = bad
-    params = [SamplingParams(max_tokens=40, temperature=temperature, seed=i) for i in range(12)]
-    wholes = [expected(prompt(3, i), p, i, bad) for i, p in enumerate(params)]
-    assert {len(whole) == 40 for whole in wholes} == {True, False}
-    for draft in (True, False):
-        requests = [request(prompt(3, i), p, draft=draft) for i, p in enumerate(params)]
-        tokens = finish(pool, Lengths(5), *requests)
-        assert list(tokens.values()) == wholes
-        assert [r.stop.finish_reason == "error" for r in requests] == [len(w) < 40 for w in wholes]
-        assert [r.statistics.num_generation_tokens for r in requests] == [len(w) for w in wholes]
-    counts = pool.scheduler.metrics.snapshot()["request_success"]
-    assert counts["error"] == 2 * sum(len(whole) < 40 for whole in wholes)
-
-
-def test_a_draft_whose_row_is_not_finite_costs_a_round_and_no_token() -> None:
-    """It spoils the earlier rows too, because masked attention multiplies it by 0."""
-    params = SamplingParams(max_tokens=60)
-    plain = expected(prompt(4), params, 0)
-    history = set(rows_of(prompt(4) + plain))
-    pool, hit = Pool(2, 2), []
-
-    def bad(number: int) -> bool:
-        if number % 3 == 0 and number not in history:
-            hit.append(number)
-            return True
-        return False
-
-    pool.target.not_a_number = bad
-    each = request(prompt(4), params)
-    assert finish(pool, Lengths(5), each)[each] == plain
-    assert hit
-    assert each.statistics.num_accepted_tokens > 0
-
-
 def test_a_drafter_without_numbers_costs_speed_only() -> None:
     """Its request continues without drafts, also under the adaptive length, and its neighbour drafts as before."""
     pool = Pool(2, 4)
@@ -210,19 +172,6 @@ def test_a_drafter_without_numbers_at_a_request_s_end_leaves_a_clear_slot() -> N
 
 def adaptive(pool: Pool) -> Any:
     return AdaptiveLength(BLOCK, PassTimes(BLOCK), PassTimes(BLOCK))
-
-
-def test_a_prompt_that_is_not_finite_is_no_prefix_and_leaves_a_clear_slot() -> None:
-    pool, whole = Pool(1, 3), prompt(30)
-    spoilt = rows_of(whole)[20]
-    pool.target.not_a_number = lambda number: number == spoilt
-    bad = request(whole, SamplingParams(max_tokens=5))
-    assert finish(pool, Lengths(5), bad)[bad] == []
-    assert bad.stop.finish_reason == "error"
-    assert (pool.scheduler.slots.counts.tokens, pool.scheduler.slots.left) == (0, {})
-    good = request(whole[:20], SamplingParams(max_tokens=5))
-    assert finish(pool, Lengths(5), good)[good] == expected(good.prompt, good.params, 0)
-    assert good.statistics.num_cached_tokens == 0
 
 
 def test_logits_of_a_prompt_that_is_not_finite_leave_a_clear_slot() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import subprocess
 import sys
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import dflash_trt
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.engines import registry
@@ -95,49 +93,3 @@ def test_a_bundle_of_an_unknown_engine_is_refused(tmp_path: Path) -> None:
         BundleError, match='b: engine is "abacus", this version of dflash-trt has: onnxruntime, '
     ):
         registry.engine_of(other)
-
-
-def named(tree: ast.Module) -> list[int]:
-    """Lines where an engine's name is compared, or stands in a list, a tuple, a set or a mapping."""
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Compare):
-            parts = [node.left, *node.comparators]
-        elif isinstance(node, ast.List | ast.Tuple | ast.Set):
-            parts = node.elts
-        elif isinstance(node, ast.Dict):
-            parts = [key for key in node.keys if key is not None]
-        elif isinstance(node, ast.MatchValue):
-            parts = [node.value]
-        else:
-            continue
-        if any(isinstance(part, ast.Constant) and part.value in registry.NAMES for part in parts):
-            found.append(node.lineno)
-    return found
-
-
-# Names that are no engine's but a Python package's: torch.
-ELSEWHERE = dict.fromkeys(
-    (
-        *("building/exactness.py", "cli/train/common.py"),
-        *("quantization/modelopt.py", "reports/environment.py"),
-    ),
-    1,
-)
-
-
-def test_engines_are_named_in_their_own_rooms_only() -> None:
-    """A new engine must not have to be added anywhere else."""
-    package = Path(dflash_trt.__file__).parent
-    found = {
-        name: lines
-        for file in sorted(package.rglob("*.py"))
-        if not (name := file.relative_to(package).as_posix()).startswith(("engines/", "trtllm/"))
-        and (lines := named(ast.parse(file.read_text())))
-    }
-    assert {name: len(lines) for name, lines in found.items()} == ELSEWHERE, found
-
-
-def test_the_search_for_names_finds_them() -> None:
-    program = "if a == 'tensorrt' or a in ('onnxruntime', 'b'): pass\nx = {'tensorrt-llm': 1}\ny = 'tensorrt'"
-    assert sorted(named(ast.parse(program))) == [1, 1, 2]

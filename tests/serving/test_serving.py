@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,6 @@ from dflash_trt.errors import DFlashError, UsageError
 from dflash_trt.serving import wire
 from dflash_trt.serving.deploy import container_command, deploy
 from dflash_trt.serving.launch import Addresses, TritonServer, find_server, server_arguments
-from dflash_trt.serving.processes import descendants
 from dflash_trt.serving.worker import Worker, _options
 from tests.api.test_async import prompt
 from tests.decoding.test_faults import Panic
@@ -435,22 +432,6 @@ def test_a_repository_is_where_tritonserver_can_read_it(
     shown = capsys.readouterr().out
     assert f"--model-repository '{out}'" in shown
     assert re.findall("--load-model ([^ ]+)", shown) == ["mine"]
-
-
-def test_descendants_are_found_at_any_depth() -> None:
-    script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
-    child = subprocess.Popen([sys.executable, "-c", script])
-    end = time.monotonic() + 60
-    while not (
-        grandchildren := [
-            p for p, (_, _, a) in descendants(os.getpid()).items() if "sleep(600)" in a and "run" not in a
-        ]
-    ):
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    child.kill()
-    child.wait()
-    os.kill(grandchildren[0], 9)
 
 
 def test_models_of_several_names_share_a_repository(bundle: Path, tmp_path: Path) -> None:

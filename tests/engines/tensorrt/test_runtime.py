@@ -321,14 +321,6 @@ def test_a_round_waits_once_and_copies_once_each_way(
         assert all(len(graph.runs) == 1 for graph in Cuda.graphs)
 
 
-def test_the_plain_path_gives_the_same(bundles: tuple[Bundle, Bundle], here: Any) -> None:
-    with LLM(bundles[1].path) as llm:
-        expected = llm.generate(prompts(), params(0.0))
-        for engine in (llm._runtime.pair.target, llm._runtime.pair.drafter.engine):
-            engine.graphs = False
-        assert [c.token_ids for c in llm.generate(prompts(), params(0.0))] == [c.token_ids for c in expected]
-
-
 def test_a_failed_capture_is_said_once_and_graphs_are_left_alone(
     bundles: tuple[Bundle, Bundle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -473,19 +465,6 @@ def test_slots_begin_at_aligned_addresses(bundles: tuple[Bundle, Bundle]) -> Non
                 assert {rows[slot].data_ptr() % 256 for slot in range(rows.shape[0])} == {0}
 
 
-def test_a_capacity_that_misaligns_slots_is_refused(
-    tmp_path: Path, here: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = make_target(tmp_path / "target", favourites=6)
-    drafter = make_drafter(tmp_path / "drafter", target, block_size=BLOCK)
-    monkeypatch.setattr("dflash_trt.engines.tensorrt.build.aligned_rows", lambda rows: rows)
-    settings: dict[str, Any] = {"engine": "tensorrt", "max_seq_len": 64, "precision": FLOAT32}
-    bundle = build(str(target), str(drafter), tmp_path / "bundle", **settings)
-    with pytest.raises(BundleError, match=r"k_cache\.0 .* multiple of 256 bytes; build the bundle again"):
-        LLM(bundle.path)
-    LLM(bundle.path, max_batch_size=1).close()
-
-
 @pytest.mark.parametrize("call", ["set_tensor_address", "set_optimization_profile_async", "execute_async_v3"])
 def test_a_call_that_tensorrt_refuses_raises_with_its_words(
     bundles: tuple[Bundle, Bundle], monkeypatch: pytest.MonkeyPatch, call: str
@@ -504,17 +483,3 @@ def test_a_call_that_tensorrt_refuses_raises_with_its_words(
         LLM(bundles[1].path) as llm,
     ):
         llm.generate(prompts()[0], SamplingParams(max_tokens=1))
-
-
-def test_shapes_that_cannot_be_inferred_raise_with_its_words(
-    bundles: tuple[Bundle, Bundle], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(self: Any) -> list[str]:
-        self._engine._logger.log(fake_tensorrt.ILogger.ERROR, "a negative dimension")
-        raise RuntimeError("shape inference failed")
-
-    monkeypatch.setattr(fake_tensorrt.Context, "infer_shapes", failing)
-    with pytest.raises(
-        RuntimeError, match=r"refused the shapes: shape inference failed.*: a negative dimension"
-    ):
-        LLM(bundles[1].path)

@@ -17,8 +17,7 @@ from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
 from dflash_trt.decoding.params import RequestOptions
-from dflash_trt.engines.device.sizes import DECODE, PREFILL, fitting, pass_sizes, prefill_lengths
-from dflash_trt.engines.tensorrt import opening
+from dflash_trt.engines.device.sizes import DECODE, PREFILL
 from dflash_trt.engines.tensorrt.engine import TensorRTEngine
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
 from dflash_trt.formats.precision import Precision
@@ -125,20 +124,6 @@ def test_the_block_length_learns_from_the_device(bundles: dict[str, Bundle]) -> 
         assert any(before for _, before, _, _ in policy._expected._counts)
 
 
-def test_passes_have_few_sizes() -> None:
-    assert [pass_sizes(n) for n in (1, 2, 4, 8, 10)] == [
-        [1],
-        [1, 2],
-        [1, 2, 4],
-        [1, 2, 4, 8],
-        [1, 2, 4, 8, 10],
-    ]
-    assert prefill_lengths(512) == [16, 32, 64, 128, 256, 384, 512]
-    assert prefill_lengths(40) == [16, 32, 40]
-    assert prefill_lengths(8) == [8]
-    assert [fitting(n, prefill_lengths(512)) for n in (1, 16, 17, 129, 512)] == [16, 16, 32, 256, 512]
-
-
 def test_a_prompt_fills_the_cache_to_its_last_row(bundles: dict[str, Bundle]) -> None:
     """The last part of a prompt is not filled up where the cache ends. Longer than the slot, it would be refused."""
     prompt = np.random.default_rng(2).integers(0, 300, 97).tolist()
@@ -161,15 +146,6 @@ def test_the_drafter_reads_zeros_behind_the_features_of_a_short_part(bundles: di
         buffer = pair.drafter.engine.buffer(PREFILL, "features", 1, 16, unread.shape[2])
         pair.arrays.wait()
         assert not buffer[0, 2:].any()
-
-
-def test_warm_up_shows_its_progress(bundles: dict[str, Bundle], capsys: pytest.CaptureFixture[str]) -> None:
-    seen: list[tuple[str, int, int]] = []
-    with LLM(bundles["tensorrt"].path) as llm:
-        assert capsys.readouterr().err.endswith("warm up ...\n")
-        done = opening.warm_up(llm._runtime.pair, BLOCK, lambda *step: seen.append(step), runs=1)
-    assert seen == [("warm up", n, done) for n in range(1, done + 1)]
-    assert done == 3 + 12 + 9
 
 
 def test_kernels_are_compiled_once_for_a_gpu_and_driver(bundles: dict[str, Bundle]) -> None:
@@ -213,23 +189,6 @@ def test_a_place_that_cannot_be_written_costs_a_warning(
     assert len(told) == 1, caplog.text
     assert "Read-only file system" in told[0]
     assert not kept(bundles).exists()
-
-
-def test_an_interrupted_write_leaves_the_former_kernels(
-    bundles: dict[str, Bundle], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with LLM(bundles["tensorrt-rtx"].path) as llm:
-        cache = llm._runtime.pair.target._kernels
-        before = cache.file.read_bytes()
-        cache._cache.kernels.add("another")
-
-        def full(*_: Any) -> None:
-            raise OSError(28, "No space left on device")
-
-        with monkeypatch.context() as patch:
-            patch.setattr("os.fsync", full)
-            cache.save()
-        assert [file.read_bytes() for file in kept(bundles).iterdir()] == [before]
 
 
 def test_a_plan_that_cannot_be_captured_runs_plainly_and_says_so_once(
