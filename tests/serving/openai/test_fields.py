@@ -23,7 +23,6 @@ from tests.serving.openai.conftest import (
     COMPLETIONS,
     HI,
     QUESTION,
-    RESPONSES,
     Server,
     chat_of,
     model_of,
@@ -31,30 +30,7 @@ from tests.serving.openai.conftest import (
 )
 
 BEGUN = [*QUESTION, {"role": "assistant", "content": "You should eat "}]
-WRONG = {"type": "x"}
 GPT_OSS = Path(__file__).parents[3] / "dflash_trt" / "shipped" / "tiny-gpt-oss" / "target"
-
-
-@pytest.mark.parametrize(
-    ("path", "fields"),
-    [
-        (CHATS, {"verbosity": "low"}),
-        (CHATS, {"prediction": {"type": "content", "content": "x"}}),
-        *((CHATS, {"store": store}) for store in (True, False)),
-        *((CHATS, {"service_tier": tier}) for tier in ("auto", "default", "flex", "scale", "priority")),
-        (RESPONSES, {"text": {"verbosity": "high"}}),
-        (RESPONSES, {"store": True, "service_tier": "flex", "max_tool_calls": 3, "top_logprobs": 2}),
-    ],
-)
-def test_fields_that_have_no_effect_are_taken(server: Server, path: str, fields: Any) -> None:
-    asked = {"messages": HI} if path == CHATS else {"input": "hi"}
-
-    def text(answer: Any) -> Any:
-        return answer["choices"][0]["message"] if path == CHATS else answer["output"][0]["content"]
-
-    answer = server.made(path, **asked, **fields)
-    assert text(answer) == text(server.made(path, **asked))
-    assert path == CHATS or answer["store"] is False
 
 
 def test_a_last_message_can_be_continued(server: Server, llm: LLM) -> None:
@@ -158,39 +134,6 @@ def test_earlier_names_of_structures_are_known(server: Server, guide: Any, texts
     assert server.made(COMPLETIONS, prompt="Well,", max_tokens=9, **guide)["choices"][0]["text"] in texts
     message = server.made(CHATS, messages=HI, max_tokens=9, **guide)["choices"][0]["message"]
     assert message["content"] in texts
-
-
-@pytest.mark.parametrize(
-    ("path", "fields", "param"),
-    [
-        (COMPLETIONS, {"prompt": "x", "guided_regex": "a", "structured_outputs": {"regex": "a"}}, "guided_regex"),
-        (COMPLETIONS, {"prompt": "x", "guided_regex": "("}, "guided_regex"),
-        (COMPLETIONS, {"prompt": "x", "structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
-        (CHATS, {"messages": HI, "max_completion_tokens": 0}, "max_completion_tokens"),
-        (CHATS, {"messages": HI, "max_tokens": 0}, "max_tokens"),
-        (CHATS, {"messages": HI * 300}, "messages"),
-        (CHATS, {"messages": HI, "max_tokens": 600}, "messages"),
-        (
-            CHATS,
-            {"messages": HI, "response_format": {"type": "json_schema", "json_schema": {"schema": WRONG}}},
-            "response_format",
-        ),
-        (RESPONSES, {"input": "x" * 100_000}, "input"),
-        (RESPONSES, {"input": "hi", "max_output_tokens": 0}, "max_output_tokens"),
-        (RESPONSES, {"input": "hi", "max_output_tokens": 600}, "input"),
-        (RESPONSES, {"input": "hi", "text": {"format": {"type": "x"}}}, "text.format.type"),
-        (RESPONSES, {"input": "hi", "text": {"format": {"type": "json_schema", "schema": WRONG}}}, "text.format"),
-        (RESPONSES, {"input": "hi", "tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
-        (RESPONSES, {"input": "hi", "reasoning": {"effort": 3}}, "reasoning.effort"),
-    ],
-)  # fmt: skip
-def test_a_refusal_names_the_field_that_was_sent(server: Server, path: str, fields: Any, param: str) -> None:
-    for more in ({}, {"stream": True}):
-        answer = server.post(path, fields | more)
-        assert answer.status_code == 400
-        error = answer.json()["error"]
-        assert error["param"] == param
-        assert error["message"].startswith((param, "the prompt "))
 
 
 def test_drafts_are_counted_as_in_vllm(server: Server) -> None:

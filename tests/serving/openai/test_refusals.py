@@ -10,63 +10,91 @@ from typing import Any
 
 import pytest
 
-from tests.serving.openai.conftest import Server
+from tests.serving.openai.conftest import CHATS, COMPLETIONS, HI, RESPONSES, Server, tool
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BIASES = {str(i): 1 for i in range(1025)}
-HELLO = [{"role": "user", "content": "Hello"}]
+IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
+CALLED = [
+    *HI,
+    {"role": "assistant", "tool_calls": {}},
+    {"role": "tool", "tool_call_id": "c1", "content": "7"},
+]
+UNKNOWN = {"type": "json_schema", "schema": {"type": "x"}}  # a schema of no type
+BASES = {CHATS: {"messages": HI}, COMPLETIONS: {"prompt": "x"}, RESPONSES: {"input": HI}}
+# By path: the fields, and `param`. What stands behind it is also said.
+REFUSED: dict[str, list[tuple[Any, str | None, *tuple[str, ...]]]] = {
+    COMPLETIONS: [
+        ({"foo": 1}, "foo"), ({"temperature": "hot"}, "temperature", '"hot"'), ({"temperature": -1}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 4000}, "prompt", "max_tokens is 4000"),
+        ({"seed": 2**70}, "seed", "11805"), ({"n": 0}, "n"), ({"block_length": 99}, "block_length", "99"),
+        ({"tree_nodes": 8}, "tree_nodes"), ({"suffix": "y"}, "suffix"), ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"), ({"prompt": [1, 99999]}, "prompt", "99999"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": [5] * 600}, "prompt", "600", "512"), ({"prompt": "x" * 100_000}, "prompt", "100000"),
+        ({"prompt": [[5], "x", None]}, "prompt[2]"), ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": [5, 1.5]}, "prompt[0]"),
+        ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "guided_regex"),
+        ({"guided_regex": "("}, "guided_regex"), ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+        # Before anything is copied or tokenized: these prompts would be too long.
+        ({"prompt": ["x" * 3000] * 300}, "n", "300"), ({"prompt": ["x" * 4000] * 3, "n": 128}, "n", "384"),
+        ({"prompt": "x" * 4000, "logit_bias": BIASES}, "logit_bias", "1024"),
+        *(({"prompt": "x" * 4000, name: value}, name, "1024") for name, value in
+          (("stop_token_ids", [5] * 1025), ("bad_words", ["x"] * 1025), ("stop", ["x"] * 1025))),
+    ],
+    CHATS: [
+        ({"messages": [{"role": "user"}] * 16385}, "messages", "16384"), ({"messages": []}, "messages"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "king"),
+        ({"messages": [7]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type", "image_url"),
+        ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": CALLED}, "messages[1].tool_calls"), ({"messages": HI * 300}, "messages"),
+        ({"messages": [HI[0], {"role": "assistant", "tool_calls": [{"function": {}}]}]},
+         "messages[1].tool_calls[0].function.name"),
+        ({"model": "gpt-5"}, "model", "tiny"), ({"timeout": 0}, "timeout"), ([1], None, "[1]"),
+        (dict.fromkeys(map(str, range(70_000)), 1), "0"), ({"use_beam_search": True}, "use_beam_search"),
+        ({"length_penalty": 2.0}, "length_penalty"), ({"best_of": True}, "best_of"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"functions": [{"name": "f"}]}, "functions"), ({"web_search_options": {}}, "web_search_options"),
+        ({"modalities": ["text", "audio"]}, "modalities", "audio"), ({"max_tokens": 2.5}, "max_tokens"),
+        ({"max_tokens": "2"}, "max_tokens"), ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 600}, "messages"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"), ({"stop": [1]}, "stop[0]"), ({"stop": 3}, "stop[0]"),
+        ({"response_format": {"type": "grammar"}}, "response_format.type"),
+        ({"response_format": "json"}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}}, "response_format"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+        ({"tools": [tool({}, "a b")]}, "tools[0].function.name"), ({"tools": [{"function": 7}]}, "tools[0].function"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+    ],
+    RESPONSES: [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"), ({"input": [{"id": "msg_1"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"), ({"input": {}}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"include": ["message.output_text.logprobs"]}, "include"), ({"truncation": "x"}, "truncation"),
+        ({"background": True}, "background"), ({"input": "x" * 100_000}, "input"),
+        ({"max_output_tokens": 0}, "max_output_tokens"), ({"max_output_tokens": 600}, "input"),
+        ({"text": {"format": {"type": "x"}}}, "text.format.type"), ({"text": {"format": UNKNOWN}}, "text.format"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
+        ({"reasoning": {"effort": 3}}, "reasoning.effort"),
+    ],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "param", "says"),
-    [
-        (COMPLETIONS, {"prompt": "x", "foo": 1}, "foo", "foo is not a field that this server knows"),
-        (COMPLETIONS, {"prompt": "x", "temperature": "hot"}, "temperature", 'temperature is "hot"'),
-        (COMPLETIONS, {"prompt": "x", "temperature": -1}, "temperature", "expected 0 (greedy) or 0.01 to 100"),
-        (COMPLETIONS, {"prompt": "x", "max_tokens": 0}, "max_tokens", "expected an integer, 1 to"),
-        (COMPLETIONS, {"prompt": "x", "max_tokens": 4000}, "prompt", "max_tokens is 4000"),
-        (COMPLETIONS, {"prompt": "x", "seed": 2**70}, "seed", "seed is 11805"),
-        (COMPLETIONS, {"prompt": "x", "n": 0}, "n", "n is 0"),
-        (COMPLETIONS, {"prompt": "x", "block_length": 99}, "block_length", "block_length is 99"),
-        (COMPLETIONS, {"prompt": "x", "tree_nodes": 8}, "tree_nodes", "tree_nodes is 8, but this bundle drafts chains"),
-        (COMPLETIONS, {"prompt": "x", "suffix": "y"}, "suffix", "suffix is"),
-        (COMPLETIONS, {"prompt": []}, "prompt", "prompt is []"),
-        (COMPLETIONS, {"prompt": ""}, "prompt", "the prompt is empty"),
-        (COMPLETIONS, {"prompt": [1, 99999]}, "prompt", "token id 99999"),
-        (COMPLETIONS, {"prompt": [5] * 600}, "prompt", "600 tokens, but this model holds 512"),
-        (COMPLETIONS, {"prompt": "x" * 100_000}, "prompt", "100000 bytes"),
-        (COMPLETIONS, {}, "prompt", "prompt is missing"),
-        # Before anything is copied or tokenized: these prompts would be too long.
-        (COMPLETIONS, {"prompt": ["x" * 3000] * 300}, "n", "asks for 300 answers"),
-        (COMPLETIONS, {"prompt": ["x" * 4000] * 3, "n": 128}, "n", "asks for 384 answers"),
-        (COMPLETIONS, {"prompt": "x" * 4000, "logit_bias": BIASES}, "logit_bias", "at most 1024"),
-        (COMPLETIONS, {"prompt": "x" * 4000, "stop_token_ids": [5] * 1025}, "stop_token_ids", "at most 1024"),
-        (COMPLETIONS, {"prompt": "x" * 4000, "bad_words": ["x"] * 1025}, "bad_words", "at most 1024"),
-        (COMPLETIONS, {"prompt": "x" * 4000, "stop": ["x"] * 1025}, "stop", "at most 1024"),
-        (CHAT, {"messages": [{"role": "user"}] * 16385}, "messages", "at most 16384"),
-        (CHAT, {"messages": []}, "messages", "messages is []"),
-        (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "king"),
-        (
-            CHAT,
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
-            "messages[0].content[0].type",
-            'is "image_url": this server reads text only',
-        ),
-        (CHAT, {"messages": HELLO, "modalities": ["audio"]}, "modalities", "audio"),
-        (CHAT, {"messages": HELLO, "model": "gpt-5"}, "model", "this server has tiny"),
-        (CHAT, {"messages": HELLO, "timeout": 0}, "timeout", "timeout is 0"),
-        (CHAT, [1], None, "the body is [1], expected a JSON object"),
-        (CHAT, {"messages": HELLO} | dict.fromkeys(map(str, range(70_000)), 1), "0", "0 is not a field"),
-    ],
-)  # fmt: skip
-def test_a_refusal_names_the_field(
-    server: Server, path: str, body: Any, param: str | None, says: str
-) -> None:
+    ("path", "case"), [(path, case) for path, cases in REFUSED.items() for case in cases], ids=lambda _: ""
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refusal_names_the_field(server: Server, path: str, case: Any, stream: bool) -> None:
+    fields, param, *said = case
+    body = BASES[path] | fields | ({"stream": True} if stream else {}) if isinstance(fields, dict) else fields
     answer = server.post(path, body)
     assert answer.status_code == (404 if param == "model" else 400)
     error = answer.json()["error"]
-    assert says in error["message"]
     assert error["param"] == param
+    assert [each for each in said if each not in error["message"]] == []
+    names = "prompt", *re.split(r"[.\[]", param or "")[:1]
+    assert any(name in error["message"] for name in names)
 
 
 @pytest.mark.parametrize("body", [b"{", b"", b'{"prompt": "\\ud800"}', b"[" * 10_000, b"\xff"])
