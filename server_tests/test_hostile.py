@@ -32,16 +32,13 @@ class TritonPythonModel:
 CONFIG = {"name": "evil", "backend": "python", "max_batch_size": 0}
 CLOSED = [
     *(("POST", f"/v2/repository/{path}") for path in ("index", "models/evil/load", "models/dflash/unload")),
-    *(
-        ("POST", f"/v2/repository/any/{path}")
-        for path in ("index", "models/evil/load", "models/dflash/unload")
-    ),
+    *(("POST", f"/v2/repository/any/{path}") for path in ("index", "models/evil/load", "models/dflash/unload")),
     *(("GET", f"/v2/{kind}sharedmemory/status") for kind in ("system", "cuda")),
     *(("POST", f"/v2/{kind}sharedmemory/region/a/register") for kind in ("system", "cuda")),
     *(("POST", f"/v2/{kind}sharedmemory/unregister") for kind in ("system", "cuda")),
     *((method, path) for method in ("GET", "POST") for path in ("/v2/logging", "/v2/trace/setting")),
     *((method, "/v2/models/dflash/trace/setting") for method in ("GET", "POST")),
-]
+]  # fmt: skip
 
 
 def evil(marker: Path) -> dict[str, object]:

@@ -32,11 +32,8 @@ from server_tests.serving import (
 )
 
 LONG: dict[str, Any] = {
-    "text_input": "def add(a, b):",
-    "max_tokens": 450,
-    "ignore_eos": True,
-    "speculate": False,
-}
+    "text_input": "def add(a, b):", "max_tokens": 450, "ignore_eos": True, "speculate": False,
+}  # fmt: skip
 
 
 def cancelled(server: Serving) -> float:

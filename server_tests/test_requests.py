@@ -21,13 +21,10 @@ from server_tests.serving import NUMPY, TYPES, Client, fetch, ids_of, refused, t
 
 PROMPT = "def add(a, b):"
 PARAMETERS = [
-    {},
-    {"temperature": 0.7, "top_k": 20, "seed": 2**64 - 1},
-    {"temperature": 1.0, "top_p": 0.95, "seed": 7},
+    {}, {"temperature": 0.7, "top_k": 20, "seed": 2**64 - 1}, {"temperature": 1.0, "top_p": 0.95, "seed": 7},
     {"temperature": 1.3, "min_p": 0.05, "seed": 3, "repetition_penalty": 1.2},
-    {"presence_penalty": 0.5, "frequency_penalty": 0.25},
-    {"ignore_eos": True},
-]
+    {"presence_penalty": 0.5, "frequency_penalty": 0.25}, {"ignore_eos": True},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("fields", PARAMETERS, ids=str)
@@ -58,13 +55,8 @@ def test_the_same_answer_over_http_and_grpc_streamed_or_not(served: Served, fiel
 def test_64_requests_at_once_get_the_tokens_of_generate(served: Served) -> None:
     rng = random.Random(0)
     texts = [
-        PROMPT,
-        "What is 17 + 25?",
-        "Mila has 58 stickers.",
-        '{"name":',
-        "héllo wörld ",
-        "x = [1, 2, 3]\n",
-    ]
+        PROMPT, "What is 17 + 25?", "Mila has 58 stickers.", '{"name":', "héllo wörld ", "x = [1, 2, 3]\n",
+    ]  # fmt: skip
     prompts = [rng.choice(texts) * rng.randint(1, 4) + str(i % 8) for i in range(64)]
     params = [
         SamplingParams(max_tokens=rng.randint(1, 40), temperature=float(i % 2), seed=i) for i in range(64)
@@ -164,14 +156,12 @@ def test_every_byte_of_a_text_comes_through(served: Served) -> None:
 
 # Fields beside the prompt, and the expected error.
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"text_input": ""}, "text_input is empty"),
-    ({"text_input": "a b " * 600}, "text_input has .* tokens"),
+    ({"text_input": ""}, "text_input is empty"), ({"text_input": "a b " * 600}, "text_input has .* tokens"),
     ({"text_input": "a" * 1_000_000}, "text_input has 1000000 bytes"),
     ({"text_input": "a" * 60_000}, "text_input has 60000 bytes"),
     ({"text_input": "a", "stop_words": ["b" * 1_000_000]}, "stop_words has 1000000 characters"),
     ({"text_input": "a", "bad_words": ["b" * 9_000]}, "bad_words has 9000 characters"),
-    ({"input_ids": []}, "input_ids is empty"),
-    ({"input_ids": [1, 10**9]}, "input_ids has token id 1000000000"),
+    ({"input_ids": []}, "input_ids is empty"), ({"input_ids": [1, 10**9]}, "input_ids has token id 1000000000"),
     ({"input_ids": [-1]}, "input_ids has token id -1"),
     ({"input_ids": [-1], "exclude_input_in_output": False, "stream": True}, "input_ids has token id -1"),
     ({"text_input": "a", "input_ids": [1]}, "text_input and input_ids are given"),
@@ -181,14 +171,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"text_input": "a", "temperature": -1.0}, "temperature is -1"),
     ({"text_input": "a", "temperature": float("nan")}, "temperature is nan"),
     ({"text_input": "a", "temperature": float("inf")}, "temperature is inf"),
-    ({"text_input": "a", "top_p": 0.0}, "top_p is 0"),
-    ({"text_input": "a", "top_k": -2}, "top_k is -2"),
+    ({"text_input": "a", "top_p": 0.0}, "top_p is 0"), ({"text_input": "a", "top_k": -2}, "top_k is -2"),
     ({"text_input": "a", "min_p": 2.0}, "min_p is 2"),
     ({"text_input": "a", "repetition_penalty": 1e-30}, "repetition_penalty is 1e-30"),
     ({"text_input": "a", "presence_penalty": 1e6}, "presence_penalty is 1"),
     ({"text_input": "a", "frequency_penalty": -1e6}, "frequency_penalty is -1"),
-    ({"text_input": "a", "beam_width": 4}, "beam_width is 4"),
-    ({"text_input": "a", "end_id": -7}, "end_id is -7"),
+    ({"text_input": "a", "beam_width": 4}, "beam_width is 4"), ({"text_input": "a", "end_id": -7}, "end_id is -7"),
     ({"text_input": "a", "end_id": 10**9}, "end_id is 1000000000"),
     ({"text_input": "a", "block_length": 0}, "block_length is 0"),
     ({"text_input": "a", "block_length": 99}, "block_length is 99"),
@@ -197,8 +185,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"text_input": b"a\xff\xfe"}, "text_input is not valid UTF-8 .byte 1"),
     ({"text_input": "a", "stop_words": [b"ok", b"\xc3"]}, "stop_words is not valid UTF-8"),
     ({"text_input": "a", "bad_words": [b"\x80"]}, "bad_words is not valid UTF-8"),
-    ({"text_input": "a", "seed": [1, 2]}, "seed|text_input"),
-    ({"text_input": ["a", "b"]}, "text_input"),
+    ({"text_input": "a", "seed": [1, 2]}, "seed|text_input"), ({"text_input": ["a", "b"]}, "text_input"),
     # The engine's own parser of JSON reads fewer levels than the first one.
     *(({"messages": "[" * depth + "]" * depth}, "messages") for depth in (101, 970, 980, 985, 990, 2000)),
     (
@@ -209,7 +196,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         },
         "guided_decoding_guide",
     ),
-]
+]  # fmt: skip
 
 
 def test_a_bad_request_is_refused_by_its_field_and_disturbs_no_neighbour(served: Served) -> None:
@@ -233,14 +220,11 @@ def test_a_bad_request_is_refused_by_its_field_and_disturbs_no_neighbour(served:
 def test_wrong_types_shapes_and_bodies(served: Served) -> None:
     server = served.server
     wrong = [
-        ("max_tokens", "INT64", np.array([[3]], np.int64)),
-        ("max_tokens", "INT32", np.array([3], np.int32)),
-        ("max_tokens", "INT32", np.array([[3, 4]], np.int32)),
-        ("temperature", "FP64", np.array([[0.5]])),
-        ("stream", "INT32", np.array([[1]], np.int32)),
-        ("text_input", "BYTES", np.array([["a", "b"]], dtype=object)),
+        ("max_tokens", "INT64", np.array([[3]], np.int64)), ("max_tokens", "INT32", np.array([3], np.int32)),
+        ("max_tokens", "INT32", np.array([[3, 4]], np.int32)), ("temperature", "FP64", np.array([[0.5]])),
+        ("stream", "INT32", np.array([[1]], np.int32)), ("text_input", "BYTES", np.array([["a", "b"]], dtype=object)),
         ("no_such_field", "INT32", np.array([[1]], np.int32)),
-    ]
+    ]  # fmt: skip
     for name, kind, values in wrong:
         extra = grpcclient.InferInput(name, list(values.shape), kind)
         extra.set_data_from_numpy(values)
@@ -253,13 +237,8 @@ def test_wrong_types_shapes_and_bodies(served: Served) -> None:
             assert name in refused(call)
     url = f"http://127.0.0.1:{server.http_port}/v2/models/dflash/generate"
     bodies: list[bytes] = [
-        b"",
-        b"{",
-        b"[]",
-        b'{"text_input": {"a": 1}}',
-        b'{"text_input": "\xff"}',
-        b'{"max_tokens": "x"}',
-    ]
+        b"", b"{", b"[]", b'{"text_input": {"a": 1}}', b'{"text_input": "\xff"}', b'{"max_tokens": "x"}',
+    ]  # fmt: skip
     bodies += [
         b'{"text_input": "a", "max_tokens": 99999999999999}',
         b'{"text_input": "a", "parameters": {"timeout": "x"}}',

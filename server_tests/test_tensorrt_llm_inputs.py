@@ -13,20 +13,11 @@ from server_tests.serving import Client, Serving, ids_of, refused, tensors
 
 PROMPT = "def add(a, b):"
 NEUTRAL: dict[str, Any] = {
-    "length_penalty": 1.0,
-    "early_stopping": False,
-    "beam_search_diversity_rate": 0.0,
-    "decoder_text_input": "",
-    "return_context_logits": False,
-    "return_generation_logits": False,
-    "prompt_table_extra_id": 0,
-    "prompt_vocab_size": 0,
-    "lora_task_id": 0,
-    "num_return_sequences": 1,
-    "guided_decoding_guide_type": "",
-    "guided_decoding_guide": "",
-    "min_length": 0,
-}
+    "length_penalty": 1.0, "early_stopping": False, "beam_search_diversity_rate": 0.0, "decoder_text_input": "",
+    "return_context_logits": False, "return_generation_logits": False, "prompt_table_extra_id": 0,
+    "prompt_vocab_size": 0, "lora_task_id": 0, "num_return_sequences": 1, "guided_decoding_guide_type": "",
+    "guided_decoding_guide": "", "min_length": 0,
+}  # fmt: skip
 
 
 def test_values_that_ask_for_nothing_change_nothing(tiny: Serving) -> None:
@@ -39,12 +30,9 @@ def test_values_that_ask_for_nothing_change_nothing(tiny: Serving) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"length_penalty": 0.5},
-        {"return_context_logits": True},
-        {"lora_task_id": 3},
-        {"decoder_text_input": "x"},
+        {"length_penalty": 0.5}, {"return_context_logits": True}, {"lora_task_id": 3}, {"decoder_text_input": "x"},
     ],
-)
+)  # fmt: skip
 def test_other_values_are_refused_by_name(tiny: Serving, fields: dict[str, Any]) -> None:
     status, answer = tiny.generate(text_input=PROMPT, max_tokens=2, **fields)
     assert (status, next(iter(fields)) in answer["error"]) == (400, True)

@@ -175,12 +175,9 @@ def openvino(file: Path, threads: int) -> Decoder:
 
 # The package that each kind needs.
 PACKAGES = {
-    "plain": "onnxruntime",
-    "adaptive": "onnxruntime",
-    "llama.cpp": "llama_cpp",
-    "genai": "onnxruntime_genai",
+    "plain": "onnxruntime", "adaptive": "onnxruntime", "llama.cpp": "llama_cpp", "genai": "onnxruntime_genai",
     "openvino": "openvino_genai",
-}
+}  # fmt: skip
 
 
 def installed(name: str) -> bool:
@@ -240,13 +237,8 @@ def _make_genai(target: str, directory: Path) -> None:
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent) as work:
         places = [
-            "-i",
-            str(resolve(target, "target").directory),
-            "-o",
-            f"{work}/model",
-            "-c",
-            f"{work}/cache",
-        ]
+            "-i", str(resolve(target, "target").directory), "-o", f"{work}/model", "-c", f"{work}/cache",
+        ]  # fmt: skip
         command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-e", "cpu"]
         subprocess.run([*command, *places, "-p", directory.name], check=True, stdout=sys.stderr)
         Path(work, "model").rename(directory)

@@ -29,11 +29,8 @@ from pathlib import Path
 from build_scripts.corpus import arithmetic, chat, functions, tool_calls
 
 GENERATORS = {
-    "math": arithmetic.example,
-    "code": functions.example,
-    "tools": tool_calls.example,
-    "chat": chat.example,
-}
+    "math": arithmetic.example, "code": functions.example, "tools": tool_calls.example, "chat": chat.example,
+}  # fmt: skip
 CATEGORIES = tuple(GENERATORS)
 HELD_OUT_ONE_IN = 24
 SYSTEM_PROMPTS = (

@@ -10,14 +10,10 @@ from dataclasses import dataclass
 NUMBERS = (("numbers", "number"), ("values", "value"), ("scores", "score"), ("prices", "price"))
 WORDS = (("words", "word"), ("names", "name"), ("lines", "line"), ("titles", "title"))
 NUMBER_FILTERS = (
-    ("even", "even", "{x} % 2 == 0"),
-    ("odd", "odd", "{x} % 2 == 1"),
-    ("positive", "positive", "{x} > 0"),
-    ("above_{n}", "greater than {n}", "{x} > {n}"),
-    ("below_{n}", "smaller than {n}", "{x} < {n}"),
-    ("multiple_of_{n}", "divisible by {n}", "{x} % {n} == 0"),
-    ("not_{n}", "not equal to {n}", "{x} != {n}"),
-)
+    ("even", "even", "{x} % 2 == 0"), ("odd", "odd", "{x} % 2 == 1"), ("positive", "positive", "{x} > 0"),
+    ("above_{n}", "greater than {n}", "{x} > {n}"), ("below_{n}", "smaller than {n}", "{x} < {n}"),
+    ("multiple_of_{n}", "divisible by {n}", "{x} % {n} == 0"), ("not_{n}", "not equal to {n}", "{x} != {n}"),
+)  # fmt: skip
 NUMBER_MAPS = (
     ("values", "the numbers", "{x}"),
     ("squares", "the squares of the numbers", "{x} * {x}"),

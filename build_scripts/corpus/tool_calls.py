@@ -10,27 +10,18 @@ from build_scripts.corpus import entries
 
 # What a parameter can be.
 VALUES: dict[str, list[Any]] = {
-    "city": list(
-        entries("Lisbon; Oslo; Kyoto; Cairo; Quito; Perth; Dublin; Hanoi; Turin; Bergen; Porto; Lyon")
-    ),
-    "person": list(
-        entries("Maya; Leo; Nina; Omar; Ruth; Ivan; Tara; Hugo; Lena; Sami; Cora; Felix; Dina; Paul")
-    ),
+    "city": list(entries("Lisbon; Oslo; Kyoto; Cairo; Quito; Perth; Dublin; Hanoi; Turin; Bergen; Porto; Lyon")),
+    "person": list(entries("Maya; Leo; Nina; Omar; Ruth; Ivan; Tara; Hugo; Lena; Sami; Cora; Felix; Dina; Paul")),
     "topic": list(entries("the budget; the new design; the travel plan; the test results; the garden party")),
     "day": list(entries("Monday; Tuesday; Wednesday; Thursday; Friday; Saturday; Sunday")),
-    "goods": list(
-        entries("desk lamp; rain coat; tea pot; notebook; phone case; wall clock; travel bag; wool scarf")
-    ),
+    "goods": list(entries("desk lamp; rain coat; tea pot; notebook; phone case; wall clock; travel bag; wool scarf")),
     "music": list(entries("jazz; folk; piano; opera; rock; choir; drum")),
-    "room": list(entries("kitchen; bedroom; office; hall; garage; bathroom")),
-    "unit": ["celsius", "fahrenheit"],
-    "small": list(range(2, 10)),
-    "minutes": list(range(15, 95, 5)),
-    "price": list(range(10, 200, 5)),
+    "room": list(entries("kitchen; bedroom; office; hall; garage; bathroom")), "unit": ["celsius", "fahrenheit"],
+    "small": list(range(2, 10)), "minutes": list(range(15, 95, 5)), "price": list(range(10, 200, 5)),
     "flag": [True, False],
     "time": [f"{hour:02d}:{minute:02d}" for hour in range(7, 22) for minute in (0, 15, 30, 45)],
     "coin": ["dollars", "euros", "pounds", "francs", "crowns"],
-}
+}  # fmt: skip
 # name: description, parameters and what they are, and a way to ask. `city2` is another city than `city`.
 TOOLS: dict[str, tuple[str, dict[str, str], str]] = {
     "get_weather": (

@@ -32,27 +32,15 @@ from dflash_trt import LLM, SamplingParams
 
 PROMPTS, LONGEST = 48, 48
 PIECES = (
-    "def add(a, b):",
-    "\n    return",
-    "the",
-    "sum of",
-    "17 and 25",
-    ", please.",
-    "héllo",
-    "{'x': [1, 2]}",
-)
+    "def add(a, b):", "\n    return", "the", "sum of", "17 and 25", ", please.", "héllo", "{'x': [1, 2]}",
+)  # fmt: skip
 WRONG: list[dict[str, Any]] = [
     {"temperature": -3.0}, {"max_tokens": 0}, {"prompt": ""}, {"prompt": "a" * 100_000}, {"top_p": 7.0},
 ]  # fmt: skip
 WRONG_FIELDS: dict[str, list[dict[str, Any]]] = {
-    "openai": [
-        {"unknown": 1},
-        {"prompt": [10**8]},
-        {"structured_outputs": {"regex": "("}},
-        {"model": "another"},
-    ],
+    "openai": [{"unknown": 1}, {"prompt": [10**8]}, {"structured_outputs": {"regex": "("}}, {"model": "another"}],
     "triton": [{"prompt": b"\xff\xfe"}, {"input_ids": [1]}],
-}
+}  # fmt: skip
 FULL, MOST_GROWTH = 0.95, 1.03  # share of the cache's limit; memory of the last third over that of the first
 
 

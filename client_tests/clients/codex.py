@@ -7,12 +7,9 @@ from openai import OpenAI
 
 client = OpenAI(base_url=sys.argv[1], api_key="none", max_retries=0)
 FUNCTION = {
-    "type": "function",
-    "name": "convert_money",
-    "description": "Convert an amount of money",
-    "strict": False,
+    "type": "function", "name": "convert_money", "description": "Convert an amount of money", "strict": False,
     "parameters": {"amount": "integer", "from": "string", "to": "string"},
-}
+}  # fmt: skip
 OTHERS = [
     {"type": "web_search", "external_web_access": False},
     {"type": "local_shell"},

@@ -21,13 +21,9 @@ TOOL = {
     },
 }
 WEATHER = {
-    "title": "get_weather",
-    "description": "The weather in a city",
-    "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 8}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
+    "title": "get_weather", "description": "The weather in a city", "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}}, "required": ["city"], "additionalProperties": False,
+}  # fmt: skip
 TRIP = {
     "title": "trip",
     "type": "object",

@@ -8,13 +8,9 @@ from lm_eval.tasks import TaskManager
 
 url, tokenizer, folder = sys.argv[1:]
 arguments = {
-    "model": "tiny",
-    "base_url": f"{url}/completions",
-    "tokenizer": tokenizer,
-    "num_concurrent": 2,
-    "max_length": 512,
+    "model": "tiny", "base_url": f"{url}/completions", "tokenizer": tokenizer, "num_concurrent": 2, "max_length": 512,
     "max_retries": 1,
-}
+}  # fmt: skip
 found = lm_eval.simple_evaluate(
     model="local-completions",
     model_args=arguments,

@@ -66,23 +66,11 @@ def llm(bundle: Path) -> Iterator[LLM]:
 
 
 WRONG_IDS = [
-    (b"abc", "bytes"),
-    (b"", "bytes"),
-    (bytearray(b"abc"), "bytearray"),
-    ([1, 2.0], "float"),
-    ([1.5], "float"),
-    ([True, 1], "bool"),
-    ([1, np.True_], "bool"),
-    ([1, "2"], "str"),
-    ([1, None], "NoneType"),
-    (np.array([1.0, 2.0]), "float"),
-    (np.array([True]), "bool"),
-    (5, "int"),
-    (None, "NoneType"),
-    ({1, 2}, "set"),
-    ([1, 10**5000], "token id"),
-    ([1, -(10**5000)], "token id"),
-]
+    (b"abc", "bytes"), (b"", "bytes"), (bytearray(b"abc"), "bytearray"), ([1, 2.0], "float"), ([1.5], "float"),
+    ([True, 1], "bool"), ([1, np.True_], "bool"), ([1, "2"], "str"), ([1, None], "NoneType"),
+    (np.array([1.0, 2.0]), "float"), (np.array([True]), "bool"), (5, "int"), (None, "NoneType"), ({1, 2}, "set"),
+    ([1, 10**5000], "token id"), ([1, -(10**5000)], "token id"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("ids", "match"), WRONG_IDS, ids=lambda value: type(value).__name__)

@@ -272,10 +272,8 @@ def test_graphs_of_two_builds_do_not_go_together(checkpoints: Path, bundle: Path
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format_version": 99}, "format_version is 99"),
-        ({"format_version": None}, "format_version is null"),
-        ({"block_size": "8"}, 'block_size is "8"'),
-        ({"block_size": 7}, r"block_size is 8, the manifest says 7"),
+        ({"format_version": 99}, "format_version is 99"), ({"format_version": None}, "format_version is null"),
+        ({"block_size": "8"}, 'block_size is "8"'), ({"block_size": 7}, r"block_size is 8, the manifest says 7"),
         ({"files": {}}, r"does not list target\.onnx"),
         ({"files": {"../x": {"size": 1}}}, "not a file inside the bundle"),
         ({"files": {"/etc/passwd": {"size": 1, "sha256": ""}}}, "not a file inside the bundle"),
@@ -283,12 +281,10 @@ def test_graphs_of_two_builds_do_not_go_together(checkpoints: Path, bundle: Path
         ({"files": {"a\0b": {"size": 1, "sha256": ""}}}, "not a file inside the bundle"),
         ({"files": {"": {"size": 1, "sha256": ""}}}, "not a file inside the bundle"),
         ({"files": {MANIFEST: {"size": 1, "sha256": ""}}}, "not a file inside the bundle"),
-        ({"files": {"x": 1}}, "has no size"),
-        ({"files": {"x": {"size": 1}}}, "has no sha256"),
-        ({"mask_token_id": True}, "mask_token_id is true"),
-        ({"max_seq_len": None}, "max_seq_len is null"),
+        ({"files": {"x": 1}}, "has no size"), ({"files": {"x": {"size": 1}}}, "has no sha256"),
+        ({"mask_token_id": True}, "mask_token_id is true"), ({"max_seq_len": None}, "max_seq_len is null"),
     ],
-)
+)  # fmt: skip
 def test_a_manifest_that_is_wrong_names_the_field(bundle: Path, change: dict[str, Any], message: str) -> None:
     write_manifest(bundle, manifest_of(bundle) | change)
     with pytest.raises(BundleError, match=message):

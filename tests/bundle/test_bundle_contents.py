@@ -41,13 +41,9 @@ def pair(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("eos_token_ids", [1]),
-        ("max_seq_len", 16),
-        ("engine", "tensorrt"),
-        ("cache_bytes_per_token", {}),
-        ("x", 1),
+        ("eos_token_ids", [1]), ("max_seq_len", 16), ("engine", "tensorrt"), ("cache_bytes_per_token", {}), ("x", 1),
     ],
-)
+)  # fmt: skip
 def test_an_edited_manifest_is_noticed_at_every_check(bundle: Path, field: str, value: object) -> None:
     (bundle / MANIFEST).write_text(json.dumps(manifest_of(bundle) | {field: value}))
     for check in ("size", "full"):

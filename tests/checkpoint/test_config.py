@@ -16,38 +16,18 @@ from dflash_trt.models.configs import read_drafter_config, read_target_config
 
 MISSING = object()
 TARGET: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_act": "silu",
-    "hidden_size": 2560,
-    "intermediate_size": 9728,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "rms_norm_eps": 1e-06,
-    "max_position_embeddings": 40960,
-    "attention_bias": False,
-    "rope_theta": 1000000,
-    "rope_scaling": None,
-    "tie_word_embeddings": True,
-    "use_sliding_window": False,
-    "sliding_window": None,
-    "max_window_layers": 36,
-    "bos_token_id": 151643,
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "hidden_size": 2560,
+    "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 128, "vocab_size": 151936, "rms_norm_eps": 1e-06, "max_position_embeddings": 40960,
+    "attention_bias": False, "rope_theta": 1000000, "rope_scaling": None, "tie_word_embeddings": True,
+    "use_sliding_window": False, "sliding_window": None, "max_window_layers": 36, "bos_token_id": 151643,
     "eos_token_id": 151645,
-}
+}  # fmt: skip
 DRAFTER: dict[str, Any] = TARGET | {
-    "architectures": ["DFlashDraftModel"],
-    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
-    "num_hidden_layers": 5,
-    "layer_types": ["full_attention"] * 5,
-    "max_window_layers": 5,
-    "num_target_layers": 36,
-    "block_size": 16,
-    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
-}
+    "architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+    "num_hidden_layers": 5, "layer_types": ["full_attention"] * 5, "max_window_layers": 5, "num_target_layers": 36,
+    "block_size": 16, "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+}  # fmt: skip
 SLIDING = {
     "layer_types": ["sliding_attention"] * 4 + ["full_attention"],
     "use_sliding_window": True,
@@ -147,14 +127,11 @@ def test_block_size_in_both_places(tmp_path: Path, changes: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("changes", "sliding", "full"),
     [
-        ({}, True, False),
-        ({"is_causal": False}, False, False),
-        ({"is_causal": True}, True, True),
-        ({"dflash_config.causal": False}, False, False),
-        ({"dflash_config.causal": True}, True, True),
+        ({}, True, False), ({"is_causal": False}, False, False), ({"is_causal": True}, True, True),
+        ({"dflash_config.causal": False}, False, False), ({"dflash_config.causal": True}, True, True),
         ({"is_causal": False, "dflash_config.causal": True}, False, False),
     ],
-)
+)  # fmt: skip
 def test_causality_per_layer(tmp_path: Path, changes: dict[str, Any], sliding: bool, full: bool) -> None:
     config = read_drafter_config(write(tmp_path, changed(DRAFTER, SLIDING | changes)))
     assert config.layers == (LayerAttention(sliding, 2048),) * 4 + (LayerAttention(full, None),)
@@ -164,10 +141,7 @@ def test_causality_per_layer(tmp_path: Path, changes: dict[str, Any], sliding: b
     "changes",
     [
         {"rope_theta": 5e5, "rope_scaling": YARN},
-        {
-            "rope_theta": 5e5,
-            "rope_scaling": {("type" if k == "rope_type" else k): v for k, v in YARN.items()},
-        },
+        {"rope_theta": 5e5, "rope_scaling": {("type" if k == "rope_type" else k): v for k, v in YARN.items()}},
         {"rope_theta": MISSING, "rope_parameters": YARN | {"rope_theta": 5e5}},
         {"rope_theta": 5e5, "rope_parameters": YARN},
         {"rope_theta": 5e5, "rope_parameters": YARN, "rope_scaling": YARN},
@@ -177,7 +151,7 @@ def test_causality_per_layer(tmp_path: Path, changes: dict[str, Any], sliding: b
             "rope_scaling": {"rope_type": "yarn", "factor": 32},
         },
     ],
-)
+)  # fmt: skip
 def test_rope_in_all_places(tmp_path: Path, changes: dict[str, Any]) -> None:
     rope = read_drafter_config(write(tmp_path, changed(DRAFTER, changes))).rope
     assert rope == RopeConfig("yarn", 5e5, {"factor": 32.0, "original_max_position_embeddings": 4096})
@@ -218,13 +192,10 @@ COMMON_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"mrope_section": [16, 24, 24]}}, "rope_scaling.mrope_section is [16, 24, 24]"),
     ({"rope_scaling": YARN | {"truncate": 0}}, "rope_scaling.truncate is 0, expected true or false"),
     ({"rope_scaling": YARN | {"beta_fast": 1, "beta_slow": 2}}, "beta_fast is 1, but beta_slow is 2"),
-    (
-        {"rope_scaling": YARN, "original_max_position_embeddings": 8192},
-        "max_position_embeddings is 4096, but",
-    ),
+    ({"rope_scaling": YARN, "original_max_position_embeddings": 8192}, "max_position_embeddings is 4096, but"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     ({"rope_scaling": YARN | {"partial_rotary_factor": 0.5}}, "rope_scaling.partial_rotary_factor is 0.5"),
-]
+]  # fmt: skip
 DRAFTER_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["DFlash9DraftModel"]}, "is ['DFlash9DraftModel'], supported as a drafter: "),
     ({"dflash_config": MISSING}, "dflash_config is missing"),
@@ -248,17 +219,14 @@ DRAFTER_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"sample_from_anchor": True}, "sample_from_anchor is true, which this version does not support"),
     ({"is_neox_style": False}, "is_neox_style is false, which this version does not support"),
     ({"final_logit_softcapping": 0}, "final_logit_softcapping is 0, expected a number greater than 0"),
-    (
-        {"final_logit_softcapping": 20.0, "dflash_config.final_logit_softcapping": 30.0},
-        "softcapping is 20.0, but",
-    ),
+    ({"final_logit_softcapping": 20.0, "dflash_config.final_logit_softcapping": 30.0}, "softcapping is 20.0, but"),
     ({"dflash_config.output_multiplier": 0.2}, "dflash_config.output_multiplier is 0.2, which"),
     ({"dflash_config.conv_kernel_size": 2}, "dflash_config.conv_kernel_size is 2, which"),
     ({"dflash_config.selector_rank": 256}, "dflash_config.selector_rank is 256, which"),
     ({"dflash_config.projector_type": "domino"}, 'dflash_config.projector_type is "domino", which'),
     ({"dflash_config.attention_sink_bias": True}, "dflash_config.attention_sink_bias is true, which"),
     ({"dflash_config.never_heard_of": 3}, "dflash_config.never_heard_of is 3, which"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("changes", "message"), COMMON_REFUSALS)
@@ -280,13 +248,9 @@ def test_refuses_a_drafter(tmp_path: Path, changes: dict[str, Any], message: str
 
 def test_neutral_values_of_other_kinds_are_accepted(tmp_path: Path) -> None:
     neutral = {
-        "sample_from_anchor": False,
-        "draft_vocab_size": 151936,
-        "dflash_config.output_multiplier": 1.0,
-        "dflash_config.projector_type": "dflash",
-        "dflash_config.causal": None,
-        "quantization_config": None,
-    }
+        "sample_from_anchor": False, "draft_vocab_size": 151936, "dflash_config.output_multiplier": 1.0,
+        "dflash_config.projector_type": "dflash", "dflash_config.causal": None, "quantization_config": None,
+    }  # fmt: skip
     read_drafter_config(write(tmp_path, changed(DRAFTER, neutral)))
 
 

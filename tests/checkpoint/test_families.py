@@ -37,23 +37,16 @@ from tests.doubles.text_checkpoints import SMALL, YARN
 
 PUBLISHED = [pair.name for pair in PAIRS if pair.target_repo is not None]
 ROTARY = {
-    "gpt_oss": GptOssRotaryEmbedding,
-    "llama": LlamaRotaryEmbedding,
-    "muse_glimmer_text": MuseGlimmerTextRotaryEmbedding,
-    "qwen3": Qwen3RotaryEmbedding,
-    "qwen3_moe": Qwen3MoeRotaryEmbedding,
-    "qwen3_next": Qwen3NextRotaryEmbedding,
-    "qwen3_5_text": Qwen3_5TextRotaryEmbedding,
-    "qwen3_5_moe_text": Qwen3_5TextRotaryEmbedding,
-}
+    "gpt_oss": GptOssRotaryEmbedding, "llama": LlamaRotaryEmbedding,
+    "muse_glimmer_text": MuseGlimmerTextRotaryEmbedding, "qwen3": Qwen3RotaryEmbedding,
+    "qwen3_moe": Qwen3MoeRotaryEmbedding, "qwen3_next": Qwen3NextRotaryEmbedding,
+    "qwen3_5_text": Qwen3_5TextRotaryEmbedding, "qwen3_5_moe_text": Qwen3_5TextRotaryEmbedding,
+}  # fmt: skip
 
 MINISTRAL = SMALL | {
-    "architectures": ["Ministral3ForCausalLM"],
-    "model_type": "ministral3",
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": YARN,
-}
+    "architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3", "hidden_act": "silu",
+    "rms_norm_eps": 1e-5, "rope_parameters": YARN,
+}  # fmt: skip
 
 
 def published(name: str, role: str = "target") -> dict[str, Any]:
@@ -196,17 +189,11 @@ def test_the_drafter_of_the_largest_hybrid_has_the_published_mask() -> None:
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        ("qwen3-4b", 1_074_860_568 / 2**30),
-        ("qwen3-8b", 1.95),
-        ("qwen3-coder-30b-a3b", 0.88),
-        ("llama-3.1-8b", 1.95),
-        ("gpt-oss-20b", 1.46),
-        ("gpt-oss-120b", 1.46),
-        ("qwen3-coder-next", 0.88),
-        ("qwen3.5-4b", 1.18),
-        ("qwen3.5-9b", 2.41),
+        ("qwen3-4b", 1_074_860_568 / 2**30), ("qwen3-8b", 1.95), ("qwen3-coder-30b-a3b", 0.88),
+        ("llama-3.1-8b", 1.95), ("gpt-oss-20b", 1.46), ("gpt-oss-120b", 1.46), ("qwen3-coder-next", 0.88),
+        ("qwen3.5-4b", 1.18), ("qwen3.5-9b", 2.41),
     ],
-)
+)  # fmt: skip
 def test_known_drafters_have_the_published_size(name: str, size: float) -> None:
     c = read_drafter_config(known_configs(name)[1])
     hidden, q, kv = c.hidden_size, c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
@@ -327,11 +314,7 @@ def of_full_layers(**fields: Any) -> dict[str, Any]:
 
 REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("llama-3.1-8b", {"pretraining_tp": 2}, "pretraining_tp is 2, which"),
-    (
-        "llama-3.1-8b",
-        {"quantization_config": {"quant_method": "torchao"}},
-        'quant_method is "torchao": torchao',
-    ),
+    ("llama-3.1-8b", {"quantization_config": {"quant_method": "torchao"}}, 'quant_method is "torchao": torchao'),
     *(
         (name, {f"{text}is_causal": False}, f"{text}is_causal is false, which")
         for name, text in (
@@ -351,19 +334,11 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3-coder-30b-a3b", {"num_local_experts": 64}, "num_experts is 128, but num_local_experts is 64"),
     ("qwen3-coder-30b-a3b", {"num_experts_per_tok": 129}, "num_experts_per_tok is 129, but there are"),
     ("qwen3-coder-30b-a3b", {"moe_intermediate_size": MISSING}, "moe_intermediate_size is missing"),
-    (
-        "qwen3-coder-30b-a3b",
-        {"shared_expert_intermediate_size": 512},
-        "expert_intermediate_size is 512, which",
-    ),
+    ("qwen3-coder-30b-a3b", {"shared_expert_intermediate_size": 512}, "expert_intermediate_size is 512, which"),
     ("qwen3-coder-30b-a3b", {"mlp_only_layers": 3}, "mlp_only_layers is 3, expected a list of integers"),
     ("qwen3-coder-30b-a3b", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0, expected an integer"),
     ("gpt-oss-20b", {"quantization_config.quant_method": "awq"}, "quant_method is 'awq', supported"),
-    (
-        "gpt-oss-20b",
-        {QUANTIZED: ["lm_head"]},
-        f"{QUANTIZED} lacks model.embed_tokens, model.layers.*.mlp.router",
-    ),
+    ("gpt-oss-20b", {QUANTIZED: ["lm_head"]}, f"{QUANTIZED} lacks model.embed_tokens, model.layers.*.mlp.router"),
     ("gpt-oss-20b", {"quantization_config.group": 16}, "quantization_config.group is 16, which"),
     ("gpt-oss-20b", {"intermediate_size": 2890}, "intermediate_size is 2890, but MXFP4 needs"),
     ("gpt-oss-20b", {"rope_scaling": None}, "rope_scaling is missing, expected the YaRN parameters"),
@@ -405,7 +380,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
             ("model_type", "gemma3_text", "model_type is 'gemma3_text'"),
         )
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "changes", "message"), REFUSALS)

@@ -20,12 +20,8 @@ from tests.checkpoint.test_config import DRAFTER, TARGET
 COMMIT, OLDER = "a" * 40, "b" * 40
 WEIGHTS = bytes(range(256)) * 400
 WANTED = {
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "chat_template.jinja",
-}
+    "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja",
+}  # fmt: skip
 
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -61,13 +57,9 @@ class Hub(ThreadingHTTPServer):
             files["mask_embedding.pt"] = b"mask"
         files["config.json"] = json.dumps(config).encode()
         unwanted = (
-            "original/model.safetensors",
-            "consolidated.safetensors",
-            "metal/model.bin",
-            "onnx/config.json",
-            "pytorch_model.bin",
-            "README.md",
-        )
+            "original/model.safetensors", "consolidated.safetensors", "metal/model.bin", "onnx/config.json",
+            "pytorch_model.bin", "README.md",
+        )  # fmt: skip
         return files | dict.fromkeys(unwanted, b"unwanted")
 
 

@@ -25,21 +25,11 @@ from tests.doubles.hybrid_checkpoints import SPARSE, make_hybrid
 
 # The fields of the published config.json that decide.
 LAYER = {
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "hidden_size": 2880,
-    "intermediate_size": 17280,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 131072,
-    "vocab_size": 201088,
-    "draft_vocab_size": 32000,
-    "attention_bias": False,
-}
+    "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_act": "silu", "hidden_size": 2880,
+    "intermediate_size": 17280, "num_hidden_layers": 1, "num_attention_heads": 64, "num_key_value_heads": 8,
+    "head_dim": 64, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "vocab_size": 201088,
+    "draft_vocab_size": 32000, "attention_bias": False,
+}  # fmt: skip
 SPECFORGE = LAYER | {
     "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 17, 33], "use_aux_hidden_state": True}
 }

@@ -53,12 +53,9 @@ INT4 = {
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 ROUND = {
-    "quant_method": "auto-round",
-    "packing_format": "auto_round:auto_gptq",
-    "bits": 4,
-    "group_size": 128,
+    "quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": 128,
     "block_name_to_quantize": "model.layers",
-}
+}  # fmt: skip
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": [HEAD]}
 GROUPS = "config_groups"
 WEIGHTS, INPUTS = f"{GROUPS}.g.weights", f"{GROUPS}.g.input_activations"

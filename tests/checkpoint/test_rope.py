@@ -12,25 +12,18 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from dflash_trt.checkpoint.rope import RopeConfig, inverse_frequencies
 
 LLAMA3 = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+    "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
 YARN = {"factor": 32.0, "original_max_position_embeddings": 4096}
 CASES: list[tuple[str, float, dict[str, Any]]] = [
-    ("default", 1e6, {}),
-    ("default", 1e4, {}),
-    ("linear", 1e4, {"factor": 4.0}),
-    ("llama3", 5e5, LLAMA3),
+    ("default", 1e6, {}), ("default", 1e4, {}), ("linear", 1e4, {"factor": 4.0}), ("llama3", 5e5, LLAMA3),
     ("llama3", 1e6, {"factor": 32, "low_freq_factor": 2, "high_freq_factor": 8}),
-    ("yarn", 150000.0, YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}),
-    ("yarn", 150000.0, YARN),
+    ("yarn", 150000.0, YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}), ("yarn", 150000.0, YARN),
     ("yarn", 1e6, {"factor": 4.0, "original_max_position_embeddings": 32768, "attention_factor": 0.8}),
     ("yarn", 1e4, YARN | {"factor": 40, "mscale": 1.0, "mscale_all_dim": 0.8}),
     ("yarn", 1e4, YARN | {"mscale": 1.0, "mscale_all_dim": 0.0}),
     ("yarn", 1e4, {"factor": 1.0, "beta_fast": 20, "beta_slow": 2}),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128])

@@ -143,12 +143,9 @@ def test_names_what_is_near(tmp_path: Path) -> None:
 
 
 HEADERS: list[tuple[object, str]] = [
-    ([1], "header: holds a JSON list"),
-    (b"{", "header: not valid JSON"),
-    (b'{"w": 1, "w": 2}', "'w' appears more than once"),
-    ({"w": 1}, 'header entry "w" is 1, expected an object'),
-    ({"w": {}}, "w.dtype is missing"),
-    ({"w": ENTRY | {"dtype": "F3"}}, "w.dtype is 'F3', supported are"),
+    ([1], "header: holds a JSON list"), (b"{", "header: not valid JSON"),
+    (b'{"w": 1, "w": 2}', "'w' appears more than once"), ({"w": 1}, 'header entry "w" is 1, expected an object'),
+    ({"w": {}}, "w.dtype is missing"), ({"w": ENTRY | {"dtype": "F3"}}, "w.dtype is 'F3', supported are"),
     ({"w": ENTRY | {"dtype": "F4"}}, r"w.shape is \[2, 3\], but F4 needs a last axis of a multiple of 2"),
     ({"w": ENTRY | {"dtype": "F4", "shape": [2, 4]}}, r"span 24 bytes, but F4 \[2, 4\] takes 4"),
     ({"w": ENTRY | {"shape": 6}}, "w.shape is 6, expected a list of integers"),
@@ -162,9 +159,8 @@ HEADERS: list[tuple[object, str]] = [
     ({"w": ENTRY | {"shape": [5], "data_offsets": [4, 24]}}, "leaves a gap before it"),
     ({"w": ENTRY | {"shape": [5], "data_offsets": [0, 20]}}, "longer than its header says"),
     ({"w": ENTRY | {"shape": [3, 3], "data_offsets": [0, 36]}}, "truncated, from tensor 'w' on"),
-    ({}, "longer than its header says"),
-    (b'{"a\\u001b[2J\\ud800": {}}', r": a\\x1b\[2J\\ud800\.dtype is missing"),
-]
+    ({}, "longer than its header says"), (b'{"a\\u001b[2J\\ud800": {}}', r": a\\x1b\[2J\\ud800\.dtype is missing"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("header", "message"), HEADERS)

@@ -155,11 +155,8 @@ def test_verify_finds_no_difference(bundle: Path, tmp_path: Path, command: Comma
     assert document.code == 0
     assert document.json["equal"] is True
     assert [(case["temperature"], case["block_length"]) for case in document.json["cases"]] == [
-        (0.0, 1),
-        (0.0, 8),
-        (1.0, 1),
-        (1.0, 8),
-    ]
+        (0.0, 1), (0.0, 8), (1.0, 1), (1.0, 8),
+    ]  # fmt: skip
 
 
 def test_verify_shows_the_first_difference(

@@ -16,13 +16,11 @@ from dflash_trt.cli import main
 # The exit status, the words of the command, and the value and the field that the message must name. {b} is a bundle.
 # The folders are made by `folders`.
 MISTAKES = [
-    (2, "bulid --target tiny", "bulid", "build"),
-    (2, "build --taget tiny", "--taget", "--target"),
+    (2, "bulid --target tiny", "bulid", "build"), (2, "build --taget tiny", "--taget", "--target"),
     (2, "build", "--target"),
     (2, "build --target target --drafter drafter --precision target=fp9", "--precision", "fp9"),
     (2, "build --target target --drafter drafter --tree-width 999", "--tree-width", "999"),
-    (2, "build --target x --engine abacus", "--engine", "abacus"),
-    (2, "generate {b} one", "one"),
+    (2, "build --target x --engine abacus", "--engine", "abacus"), (2, "generate {b} one", "one"),
     (2, "generate {b} -p one --system two", "--system", "--chat"),
     (2, "generate {b} -p one --chat-template-kwargs {{", "--chat-template-kwargs"),
     (2, "generate {b} -p one --block-length long", "--block-length", "'long' is not auto|N"),
@@ -46,9 +44,8 @@ MISTAKES = [
     (1, "build --target drafter --drafter target", "config.json", "DFlashDraftModel"),
     (1, "build --target target --drafter drafter --out lora", "lora", "--out"),
     (1, "build --target target --drafter drafter --out /proc/x", "/proc/x", "--out"),
-    (1, "generate target -p hi", "target", "checkpoint"),
-    (1, "verify {b} --prompts none.jsonl", "none.jsonl"),
-]
+    (1, "generate target -p hi", "target", "checkpoint"), (1, "verify {b} --prompts none.jsonl", "none.jsonl"),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -185,16 +182,8 @@ def test_a_build_without_room_leaves_nothing_behind(
     monkeypatch.setattr(contents, "clone", lambda *_: False)
     monkeypatch.setattr(contents, "copy", full)
     words = [
-        "build",
-        "--target",
-        "target",
-        "--drafter",
-        "drafter",
-        "--engine",
-        "onnxruntime",
-        "--out",
-        "full",
-    ]
+        "build", "--target", "target", "--drafter", "drafter", "--engine", "onnxruntime", "--out", "full",
+    ]  # fmt: skip
     code, message = run(words, capsys)
     assert (code, message.count("\n")) == (1, 0)
     assert said in message

@@ -57,13 +57,8 @@ def test_a_word_in_pieces_is_taken_back_to_the_next_line(monkeypatch: pytest.Mon
     ):
         words.write(piece)
     assert screen.lines() == [
-        "The blue sky is ",
-        "Rayleigh ",
-        "scattering.",
-        "",
-        "And so it goes on ",
-        "and on!",
-    ]
+        "The blue sky is ", "Rayleigh ", "scattering.", "", "And so it goes on ", "and on!",
+    ]  # fmt: skip
 
 
 def test_a_word_longer_than_a_line_stays(monkeypatch: pytest.MonkeyPatch) -> None:

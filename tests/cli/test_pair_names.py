@@ -68,10 +68,7 @@ def test_the_estimate_grows_with_what_is_asked(bundle: Path) -> None:
     with LLM(bundle) as llm:
         few = {"temperatures": [0.0], "ways": chains([8]), "batch_sizes": [1], "max_tokens": 8}
         many = {
-            "temperatures": [0.0, 1.0],
-            "ways": chains([8, 4, None]),
-            "batch_sizes": [1, 4],
-            "max_tokens": 64,
-        }
+            "temperatures": [0.0, 1.0], "ways": chains([8, 4, None]), "batch_sizes": [1, 4], "max_tokens": 64,
+        }  # fmt: skip
         small, large = expected_seconds(llm, prompts[:1], **few), expected_seconds(llm, prompts, **many)  # type: ignore[arg-type]
     assert 0 < 4 * small < large

@@ -14,20 +14,8 @@ from typing import Any
 from dflash_trt import LLM, Completion, SamplingParams, StructuredOutputs
 
 WORDS = [
-    "name",
-    "age",
-    "city",
-    "price",
-    "tags",
-    "kind",
-    "owner",
-    "count",
-    "colour",
-    "size",
-    "date",
-    "id",
-    "items",
-]
+    "name", "age", "city", "price", "tags", "kind", "owner", "count", "colour", "size", "date", "id", "items",
+]  # fmt: skip
 PATTERNS = ("^[a-z]{2,6}$", "^[A-Z][a-z]{1,8}$", "^[0-9]{3}-[0-9]{4}$", "^(red|green|blue)$")
 # Not "date": RFC 3339 has a year 0000, which the checker of jsonschema refuses.
 FORMATS = ("uuid", "ipv4", "ipv6")

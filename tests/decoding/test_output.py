@@ -36,16 +36,8 @@ def byte_level() -> tokenizers.Tokenizer:
 def byte_fallback() -> tokenizers.Tokenizer:
     """The decoder of Llama 2 and Gemma: words begin with a mark, unknown characters are byte tokens."""
     pieces = [
-        "<unk>",
-        "<s>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "▁",
-        "▁hello",
-        "world",
-        "▁é",
-        "a",
-        "é",
-    ]
+        "<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁hello", "world", "▁é", "a", "é",
+    ]  # fmt: skip
     vocabulary = {piece: token for token, piece in enumerate(pieces)}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
     space = decoders.Replace("▁", " ")

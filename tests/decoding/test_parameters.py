@@ -177,16 +177,11 @@ def test_a_request_of_lower_number_starts_first(bundle: Path) -> None:
     ("wrong", "match"),
     [
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens is 9, expected at most max_tokens"),
-        ({"min_tokens": -1}, "min_tokens is -1"),
-        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs is 21"),
-        ({"top_logprobs": 2}, "top_logprobs is 2, but logprobs"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs is 1"),
-        ({"logit_bias": [1]}, "logit_bias is"),
-        ({"allowed_token_ids": []}, "allowed_token_ids is"),
-        ({"allowed_token_ids": [-1]}, "allowed_token_ids is"),
-        ({"allowed_token_ids": 7}, "allowed_token_ids is 7"),
-        ({"stop_outside": [("a",)]}, "stop_outside contains"),
-        ({"stop_outside": ["ab"]}, "stop_outside contains"),
+        ({"min_tokens": -1}, "min_tokens is -1"), ({"top_logprobs": 21, "logprobs": True}, "top_logprobs is 21"),
+        ({"top_logprobs": 2}, "top_logprobs is 2, but logprobs"), ({"prompt_logprobs": 1}, "prompt_logprobs is 1"),
+        ({"logit_bias": [1]}, "logit_bias is"), ({"allowed_token_ids": []}, "allowed_token_ids is"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids is"), ({"allowed_token_ids": 7}, "allowed_token_ids is 7"),
+        ({"stop_outside": [("a",)]}, "stop_outside contains"), ({"stop_outside": ["ab"]}, "stop_outside contains"),
         ({"skip_special_tokens": 1}, "skip_special_tokens is 1"),
         ({"logit_bias": {"1": 2}}, "logit_bias contains '1'"),
         ({"logit_bias": {-1: 2}}, "logit_bias has token id -1"),
@@ -194,7 +189,7 @@ def test_a_request_of_lower_number_starts_first(bundle: Path) -> None:
         ({"logit_bias": {3: float("nan")}}, r"logit_bias\[3\] is nan"),
         ({"logit_bias": dict.fromkeys(range(1025), 1)}, "1025 ids"),
     ],
-)
+)  # fmt: skip
 def test_wrong_parameters_are_named(wrong: dict[str, Any], match: str) -> None:
     with pytest.raises(RequestError, match=match):
         SamplingParams(**wrong)

@@ -111,28 +111,19 @@ def test_a_form_goes_before_min_tokens_bad_words_and_bias(llm: LLM) -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({}, "no field"),
-    ({"regex": "a", "json_object": True}, "regex and json_object"),
-    ({"json": "{"}, "expected a JSON schema"),
-    ({"json": [1]}, "expected a JSON schema"),
-    ({"json": False}, "expected a JSON schema"),
-    ({"json": {"enum": [object()]}}, "not a JSON schema"),
-    ({"regex": ""}, "regex is ''"),
-    ({"choice": []}, "choice is"),
-    ({"choice": "yes"}, "choice is 'yes'"),
-    ({"choice": ["a", 1]}, "choice contains 1"),
-    ({"grammar": "x" * 65537}, "65537 characters"),
-    *(
-        ({"regex": part * 5000}, "regex has 5000 optional parts")
-        for part in ("a?", "(ab)*", "(a|)", "a{0,3}")
-    ),
+    ({}, "no field"), ({"regex": "a", "json_object": True}, "regex and json_object"),
+    ({"json": "{"}, "expected a JSON schema"), ({"json": [1]}, "expected a JSON schema"),
+    ({"json": False}, "expected a JSON schema"), ({"json": {"enum": [object()]}}, "not a JSON schema"),
+    ({"regex": ""}, "regex is ''"), ({"choice": []}, "choice is"), ({"choice": "yes"}, "choice is 'yes'"),
+    ({"choice": ["a", 1]}, "choice contains 1"), ({"grammar": "x" * 65537}, "65537 characters"),
+    *(({"regex": part * 5000}, "regex has 5000 optional parts") for part in ("a?", "(ab)*", "(a|)", "a{0,3}")),
     ({"grammar": "start: " + '"a"? ' * 4097}, "grammar has 4097 optional parts"),
     (
         {"json": {"items": [{"properties": {f"p{i}": {} for i in range(1025)}}]}},
         "json has an object of 1025 properties",
     ),
     ({"json_object": 1}, "json_object is 1"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("fields", "match"), WRONG)

@@ -24,11 +24,8 @@ from tests.doubles.family_checkpoints import make_gpt_oss
 from tests.doubles.hybrid_checkpoints import DENSE, make_hybrid
 
 SMALL: dict[str, Any] = {
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+    "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+}  # fmt: skip
 TARGETS: dict[str, Callable[[Path], Path]] = {
     "qwen3": partial(make_target, hidden=128, layers=2, heads=4, kv_heads=2),
     "gpt-oss": partial(make_gpt_oss, num_key_value_heads=2, **SMALL),
@@ -75,13 +72,10 @@ def test_an_operator_that_rounds_one_row_otherwise(tmp_path: Path, monkeypatch: 
     ("lie", "different"),
     [
         (lambda tokens, slot: tokens.shape in ((1, 3), (1, 4)), {"width 4"}),  # kernels for groups of widths
-        (
-            lambda tokens, slot: len(tokens) > 1,
-            {f"place {i} of 3, width {w}" for i in (1, 2, 3) for w in (1, 4)},
-        ),
+        (lambda tokens, slot: len(tokens) > 1, {f"place {i} of 3, width {w}" for i in (1, 2, 3) for w in (1, 4)}),
         (lambda tokens, slot: slot > 0, {f"place {i} of 3, width {w}" for i in (2, 3) for w in (1, 4)}),
     ],
-)
+)  # fmt: skip
 def test_lies_of_a_pass(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -188,11 +188,8 @@ class FakeTarget(FakeEngine):
         next_token = chosen[np.arange(n), accepted]
         for i in np.flatnonzero(self.nan[first_slot : first_slot + n, : max(starts) + width].any(axis=1)):
             logits[i], features[i], accepted[i], next_token[i] = (
-                np.nan,
-                np.nan,
-                0,
-                0,
-            )  # as the graph then decides
+                np.nan, np.nan, 0, 0,
+            )  # as the graph then decides  # fmt: skip
         return {"logits": logits, "features": features, "accepted": accepted, "next_token": next_token}
 
 

@@ -26,12 +26,9 @@ from tests.doubles.trt_bodies import executable
 __version__ = "11.4.0"
 MAGIC = b"FAKEPLAN"
 NUMPY: dict[int, Any] = {
-    onnx.TensorProto.FLOAT: np.float32,
-    onnx.TensorProto.INT64: np.int64,
-    onnx.TensorProto.FLOAT16: np.float16,
-    onnx.TensorProto.BFLOAT16: ml_dtypes.bfloat16,
-    onnx.TensorProto.BOOL: np.bool_,
-}
+    onnx.TensorProto.FLOAT: np.float32, onnx.TensorProto.INT64: np.int64, onnx.TensorProto.FLOAT16: np.float16,
+    onnx.TensorProto.BFLOAT16: ml_dtypes.bfloat16, onnx.TensorProto.BOOL: np.bool_,
+}  # fmt: skip
 
 
 class Severity:

@@ -26,17 +26,9 @@ from tests.doubles.fake_tensorrt import (
 )
 
 __all__ = [
-    "DataType",
-    "ExecutionContextAllocationStrategy",
-    "ILogger",
-    "IProgressMonitor",
-    "IStreamWriter",
-    "LayerType",
-    "Logger",
-    "NetworkDefinitionCreationFlag",
-    "OnnxParser",
-    "TensorIOMode",
-]
+    "DataType", "ExecutionContextAllocationStrategy", "ILogger", "IProgressMonitor", "IStreamWriter", "LayerType",
+    "Logger", "NetworkDefinitionCreationFlag", "OnnxParser", "TensorIOMode",
+]  # fmt: skip
 __version__ = "1.7.1.116"
 MAGIC = b"RTXCACHE"
 

@@ -32,33 +32,19 @@ from tests.doubles.checkpoints import (
 KNOWN = Path(dflash_trt.__file__).parent / "checkpoint" / "known"
 EOS = [IM_END, ENDOFTEXT]
 SMALL = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-    "bos_token_id": None,
-    "eos_token_id": EOS[0],
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 1024, "bos_token_id": None, "eos_token_id": EOS[0],
     "pad_token_id": None,
-}
+}  # fmt: skip
 ORIGINAL_LENGTH = 32  # of RoPE, before scaling
 # The published gpt-oss drafters: eight layers, biases, and the target's YaRN.
 GPT_OSS_YARN = {
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "factor": 32.0,
-    "original_max_position_embeddings": ORIGINAL_LENGTH,
-    "rope_type": "yarn",
-    "truncate": False,
-}
+    "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": ORIGINAL_LENGTH,
+    "rope_type": "yarn", "truncate": False,
+}  # fmt: skip
 GPT_OSS_DRAFTER: dict[str, Any] = {
-    "layers": 8,
-    "attention_bias": True,
-    "rope_theta": 150_000,
-    "rope_scaling": GPT_OSS_YARN,
-}
+    "layers": 8, "attention_bias": True, "rope_theta": 150_000, "rope_scaling": GPT_OSS_YARN,
+}  # fmt: skip
 # Root mean square of the sixteen E2M1 numbers.
 _E2M1_RMS = math.sqrt(68.5 / 8)
 

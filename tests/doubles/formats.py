@@ -46,13 +46,9 @@ COMPRESSED: dict[str, dict[str, Any]] = {preset: {preset: LINEAR} for preset in 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
 ROUND = {
-    "quant_method": "auto-round",
-    "bits": 4,
-    "group_size": GROUP,
-    "sym": False,
-    "data_type": "int",
+    "quant_method": "auto-round", "bits": 4, "group_size": GROUP, "sym": False, "data_type": "int",
     "block_name_to_quantize": "model.layers",
-}
+}  # fmt: skip
 WORDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "GPTQ": (GPTQ, {"method": "gptq"}),
     "GPTQ asymmetric": (GPTQ | {"sym": False}, {"method": "gptq", "symmetric": False}),
@@ -64,11 +60,8 @@ WORDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "AWQ": (AWQ, {"method": "awq", "symmetric": False}),
     "AutoRound, GPTQ": (ROUND | {"packing_format": "auto_round:auto_gptq", "sym": True}, {"method": "gptq"}),
     "AutoRound": (ROUND | {"packing_format": "auto_round"}, {"method": "gptq_v2", "symmetric": False}),
-    "AutoRound, AWQ": (
-        ROUND | {"packing_format": "auto_round:auto_awq"},
-        {"method": "awq", "symmetric": False},
-    ),
-}
+    "AutoRound, AWQ": (ROUND | {"packing_format": "auto_round:auto_awq"}, {"method": "awq", "symmetric": False}),
+}  # fmt: skip
 
 
 class Optimizer(NamedTuple):
@@ -81,16 +74,13 @@ class Optimizer(NamedTuple):
 
 OPTIMIZER = {
     "Model Optimizer FP8": Optimizer("FP8", static=20),
-    "Model Optimizer FP8 by row": Optimizer("FP8_PER_CHANNEL_PER_TOKEN"),
-    "Model Optimizer NVFP4": Optimizer("NVFP4"),
+    "Model Optimizer FP8 by row": Optimizer("FP8_PER_CHANNEL_PER_TOKEN"), "Model Optimizer NVFP4": Optimizer("NVFP4"),
     "Model Optimizer NVFP4, static": Optimizer("NVFP4", static=20),
     "Model Optimizer NVFP4, AWQ": Optimizer("NVFP4_AWQ", smooth=True),
-    "Model Optimizer NVFP4 weights": Optimizer("W4A16_NVFP4"),
-    "Model Optimizer MXFP4": Optimizer("W4A16_MXFP4"),
-    "Model Optimizer INT8": Optimizer("W8A16"),
-    "Model Optimizer INT8 by row": Optimizer("W8A16_PER_CHANNEL"),
+    "Model Optimizer NVFP4 weights": Optimizer("W4A16_NVFP4"), "Model Optimizer MXFP4": Optimizer("W4A16_MXFP4"),
+    "Model Optimizer INT8": Optimizer("W8A16"), "Model Optimizer INT8 by row": Optimizer("W8A16_PER_CHANNEL"),
     "Model Optimizer INT4": Optimizer("W4A16_AWQ", smooth=True),
-}
+}  # fmt: skip
 FP8_BLOCKS = "FP8 in blocks"
 FORMATS = (*COMPRESSED, *WORDS, *OPTIMIZER, FP8_BLOCKS)
 

@@ -19,33 +19,18 @@ NEXT = "Qwen3NextForCausalLM"
 DENSE, SPARSE = "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
 IMAGES, SPARSE_IMAGES = "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"
 _CONFIGS = {
-    NEXT: "Qwen3NextConfig",
-    DENSE: "Qwen3_5TextConfig",
-    SPARSE: "Qwen3_5MoeTextConfig",
-    IMAGES: "Qwen3_5Config",
+    NEXT: "Qwen3NextConfig", DENSE: "Qwen3_5TextConfig", SPARSE: "Qwen3_5MoeTextConfig", IMAGES: "Qwen3_5Config",
     SPARSE_IMAGES: "Qwen3_5MoeConfig",
-}
+}  # fmt: skip
 SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "max_position_embeddings": 4096,
-    "eos_token_id": IM_END,
+    "vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "max_position_embeddings": 4096, "eos_token_id": IM_END,
     "bos_token_id": None,
-}
+}  # fmt: skip
 EXPERTS = {
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 40,
-}
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
+}  # fmt: skip
 _VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
 
 

@@ -16,34 +16,16 @@ from transformers import (
 from tests.doubles.checkpoints import IM_END, MASK, VOCAB, draw, save_drawn
 
 TEXT: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 4096,
-    "sliding_window": 9,
-    "eos_token_id": IM_END,
-    "bos_token_id": None,
-    "output_multiplier": 1.3,
-    "final_logit_softcapping": 25.0,
-}
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096, "sliding_window": 9,
+    "eos_token_id": IM_END, "bos_token_id": None, "output_multiplier": 1.3, "final_logit_softcapping": 25.0,
+}  # fmt: skip
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
 ASSISTANT: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "sliding_window": 12,
-    "max_position_embeddings": 4096,
-    "block_size": 8,
-    "mask_token_id": MASK,
-    "target_layer_ids": [0, 2, 3],
-}
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 12, "max_position_embeddings": 4096, "block_size": 8,
+    "mask_token_id": MASK, "target_layer_ids": [0, 2, 3],
+}  # fmt: skip
 
 
 def make_muse(directory: Path, *, seed: int = 0, favourites: int = 0, **fields: Any) -> Path:

@@ -52,17 +52,12 @@ CASES: dict[str, tuple[list[tuple[tuple[Any, ...], DataType]], dict[str, Any]]] 
         {},
     ),
     "AcceptBlock": ([(("B", "S"), I8), (("B", "R"), I8), (("B", "R"), I8)], {}),
-    "HiddenStateTap5": ([(("rows", D), H)] * 5, {}),
-    "Attend": (ATTEND, {"group": 8}),
+    "HiddenStateTap5": ([(("rows", D), H)] * 5, {}), "Attend": (ATTEND, {"group": 8}),
     "AttendTree": ([*ATTEND, (("B",), I8), (("B", "S", "S"), I4)], {"group": 8}),
     "MergeAttention": (MERGE, {"group": 8, "heads": 64}),
     "MergeSinkAttention": ([*MERGE, ((64,), H)], {"group": 8, "heads": 64}),
-    "MoERoute": ([(("rows", E), F)], {"k": 4}),
-    "MoEGroup": ([(("rows", 4), I4), (("parts", E), I4)], {"k": 4}),
-    "MoEGateUp": (
-        [(("rows", D), H), PAIRS, GROUPS, *MATRIX],
-        {"k": 4, "alpha": 1.702, "beta": 1.0, "limit": 7.0},
-    ),
+    "MoERoute": ([(("rows", E), F)], {"k": 4}), "MoEGroup": ([(("rows", 4), I4), (("parts", E), I4)], {"k": 4}),
+    "MoEGateUp": ([(("rows", D), H), PAIRS, GROUPS, *MATRIX], {"k": 4, "alpha": 1.702, "beta": 1.0, "limit": 7.0}),
     "MoEDown": ([(("pairs", D), H), (("rows", 4), F), PAIRS, GROUPS, *DOWN], {}),
     "MoECombine": ([(("pairs", D), F), (("rows", D), H)], {"k": 4}),
     "GatedDeltaNet": (
@@ -73,7 +68,7 @@ CASES: dict[str, tuple[list[tuple[tuple[Any, ...], DataType]], dict[str, Any]]] 
         ],
         {},
     ),
-}
+}  # fmt: skip
 
 
 def sizes(shape: tuple[Any, ...], known: dict[str, int]) -> tuple[int, ...]:

@@ -15,13 +15,9 @@ from dflash_trt.formats.numbers import E4M3
 
 INT4_GROUP = 64
 NAMES = {
-    np.dtype(np.float32): "F32",
-    np.dtype(np.float16): "F16",
-    np.dtype(ml_dtypes.bfloat16): "BF16",
-    np.dtype(np.uint8): "U8",
-    np.dtype(np.int8): "I8",
-    E4M3: "F8_E4M3",
-}
+    np.dtype(np.float32): "F32", np.dtype(np.float16): "F16", np.dtype(ml_dtypes.bfloat16): "BF16",
+    np.dtype(np.uint8): "U8", np.dtype(np.int8): "I8", E4M3: "F8_E4M3",
+}  # fmt: skip
 
 
 def write_safetensors(file: Path, tensors: dict[str, Any]) -> None:

@@ -13,17 +13,8 @@ from onnx import TensorProto, helper, numpy_helper
 BF16, FLOAT = TensorProto.BFLOAT16, TensorProto.FLOAT
 # Operators that move numbers, and so round none.
 MOVES = {
-    "Concat",
-    "Expand",
-    "Gather",
-    "GatherElements",
-    "Identity",
-    "Reshape",
-    "ScatterND",
-    "Slice",
-    "Split",
-    "Squeeze",
-}
+    "Concat", "Expand", "Gather", "GatherElements", "Identity", "Reshape", "ScatterND", "Slice", "Split", "Squeeze",
+}  # fmt: skip
 MOVES |= {"TensorScatter", "Tile", "Transpose", "Unsqueeze", "Where", "Pad"}
 
 

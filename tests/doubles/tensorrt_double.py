@@ -33,13 +33,10 @@ class DimensionOperation(enum.Enum):
 
 
 _OPERATIONS: dict[DimensionOperation, Callable[[int, int], int]] = {
-    DimensionOperation.SUM: lambda a, b: a + b,
-    DimensionOperation.PROD: lambda a, b: a * b,
-    DimensionOperation.MIN: min,
-    DimensionOperation.SUB: lambda a, b: a - b,
-    DimensionOperation.FLOOR_DIV: lambda a, b: a // b,
-    DimensionOperation.CEIL_DIV: lambda a, b: -(-a // b),
-}
+    DimensionOperation.SUM: lambda a, b: a + b, DimensionOperation.PROD: lambda a, b: a * b,
+    DimensionOperation.MIN: min, DimensionOperation.SUB: lambda a, b: a - b,
+    DimensionOperation.FLOOR_DIV: lambda a, b: a // b, DimensionOperation.CEIL_DIV: lambda a, b: -(-a // b),
+}  # fmt: skip
 
 
 class IExprBuilder:
@@ -151,10 +148,7 @@ def described(trt: Any, dims: tuple[int, ...], largest: tuple[int, ...], dtype: 
     desc = trt.DynamicPluginTensorDesc()
     desc.desc = trt.PluginTensorDesc()
     desc.desc.dims, desc.desc.type, desc.desc.format, desc.desc.scale = (
-        dims,
-        dtype,
-        trt.TensorFormat.LINEAR,
-        1.0,
-    )
+        dims, dtype, trt.TensorFormat.LINEAR, 1.0,
+    )  # fmt: skip
     desc.min, desc.opt, desc.max = tuple(max(1, d) for d in dims), largest, largest
     return desc

@@ -184,11 +184,8 @@ def make_double(answer: Answer, *, version: str = VERSION, runs: Sequence[int] =
     schemas = {**SCHEMA["$defs"], "TorchLlmArgs": SCHEMA}
     made: list[LLM] = []
     members = {
-        "answer": staticmethod(answer),
-        "runs": runs,
-        "fields": frozenset(SCHEMA["properties"]),
-        "made": made,
-    }
+        "answer": staticmethod(answer), "runs": runs, "fields": frozenset(SCHEMA["properties"]), "made": made,
+    }  # fmt: skip
     module: Any = types.ModuleType("tensorrt_llm")
     module.__version__ = version
     module.__spec__ = ModuleSpec("tensorrt_llm", None)

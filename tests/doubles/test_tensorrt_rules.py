@@ -194,15 +194,10 @@ UNDEFINED: dict[str, Callable[[Case], object]] = {
     "profile stream": lambda c: c.run(c.other),
     "memory aligned": lambda c: c.context.set_device_memory(c.memory.data_ptr() + 64, 8000),
     "memory size": lambda c: c.context.set_device_memory(c.memory.data_ptr(), 4095),
-    "memory in parallel": another_stream,
-    "address of the device": too_small,
-    "cache in place": lambda c: (
-        c.context.set_tensor_address("k_cache_out.0", c.zeros(1 << 12).data_ptr()),
-        c.run(),
-    ),
-    "stream": lambda c: c.run(Cuda.default),
-    "memory there": released,
-}
+    "memory in parallel": another_stream, "address of the device": too_small,
+    "cache in place": lambda c: (c.context.set_tensor_address("k_cache_out.0", c.zeros(1 << 12).data_ptr()), c.run()),
+    "stream": lambda c: c.run(Cuda.default), "memory there": released,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("rule", UNDEFINED)

@@ -19,51 +19,25 @@ GEMMA, GEMMA_IMAGES = "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"
 UNIFIED, UNIFIED_IMAGES = "Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"
 MINISTRAL, MINISTRAL_IMAGES = "Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"
 SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 65536,
-    "eos_token_id": IM_END,
-    "bos_token_id": None,
-    "pad_token_id": None,
-}
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 65536, "eos_token_id": IM_END,
+    "bos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
 GEMMA_FIELDS: dict[str, Any] = {
-    "num_hidden_layers": 6,
-    "global_head_dim": 32,
-    "num_global_key_value_heads": 1,
-    "attention_k_eq_v": True,
-    "hidden_size_per_layer_input": 0,
-    "sliding_window": 7,
-    "final_logit_softcapping": 30.0,
-    "pad_token_id": 0,
+    "num_hidden_layers": 6, "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0, "sliding_window": 7, "final_logit_softcapping": 30.0, "pad_token_id": 0,
     "max_position_embeddings": 4096,
-}
+}  # fmt: skip
 EXPERTS = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 24}
 YARN = {
-    "type": "yarn",
-    "rope_type": "yarn",
-    "rope_theta": 1_000_000.0,
-    "factor": 16.0,
-    "original_max_position_embeddings": 16384,
-    "max_position_embeddings": 65536,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.1,
-}
+    "type": "yarn", "rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0,
+    "original_max_position_embeddings": 16384, "max_position_embeddings": 65536, "beta_fast": 32.0, "beta_slow": 1.0,
+    "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
 _VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 32,
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32,
     "patch_size": 16,
-}
+}  # fmt: skip
 
 
 def make_ministral(

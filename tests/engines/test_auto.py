@@ -46,17 +46,13 @@ def torch_with_cuda(patch: pytest.MonkeyPatch, version: str = "2.9.0") -> None:
 @pytest.mark.parametrize(
     ("capability", "packages", "expected"),
     [
-        ("8.9", ALL, "tensorrt-rtx"),
-        ("12.0", RTX_PACKAGES, "tensorrt-rtx"),
-        ("12.0", TRT_PACKAGES, "tensorrt"),
+        ("8.9", ALL, "tensorrt-rtx"), ("12.0", RTX_PACKAGES, "tensorrt-rtx"), ("12.0", TRT_PACKAGES, "tensorrt"),
         ("9.0", ALL, "tensorrt"),  # TensorRT-RTX is for other GPUs
-        ("10.0", RTX_PACKAGES, "torch"),
-        ("9.0", ("torch",), "torch"),
+        ("10.0", RTX_PACKAGES, "torch"), ("9.0", ("torch",), "torch"),
         ("9.0", ("tensorrt",), "onnxruntime"),  # plans run on torch
-        ("7.5", ALL, "torch"),
-        ("9.0", (), "onnxruntime"),
+        ("7.5", ALL, "torch"), ("9.0", (), "onnxruntime"),
     ],
-)
+)  # fmt: skip
 def test_a_gpu_is_used_as_well_as_the_packages_allow(
     capability: str,
     packages: tuple[str, ...],
@@ -147,17 +143,11 @@ def test_build_leaves_out_engines_that_cannot_do_what_is_asked(
 @pytest.mark.parametrize(
     ("visible", "expected"),
     [
-        (None, ["A", "B"]),
-        ("", []),
-        ("-1", []),
-        ("1", ["B"]),
-        ("1, 0", ["B", "A"]),
-        ("GPU-b0", ["B"]),
+        (None, ["A", "B"]), ("", []), ("-1", []), ("1", ["B"]), ("1, 0", ["B", "A"]), ("GPU-b0", ["B"]),
         ("GPU-", []),  # of both
-        ("0,7,1", ["A"]),
-        ("MIG-a0", ["A", "B"]),
+        ("0,7,1", ["A"]), ("MIG-a0", ["A", "B"]),
     ],
-)
+)  # fmt: skip
 def test_the_gpus_here_are_those_that_cuda_shows(
     visible: str | None, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

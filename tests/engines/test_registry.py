@@ -34,13 +34,9 @@ def test_options_of_another_engine_are_refused(tmp_path: Path) -> None:
 
 # Nothing of these rooms may be imported, except the modules of LIGHT, which list engines and their options.
 GPU_ROOMS = (
-    "tensorrt",
-    "torch",
-    "triton",
-    "dflash_plugins",
-    *(f"dflash_trt.engines.{room}" for room in ("device", "tensorrt", "torch")),
-    "dflash_trt.trtllm",
-)
+    "tensorrt", "torch", "triton", "dflash_plugins",
+    *(f"dflash_trt.engines.{room}" for room in ("device", "tensorrt", "torch")), "dflash_trt.trtllm",
+)  # fmt: skip
 LIGHT = {
     *(f"dflash_trt.engines.device{module}" for module in ("", ".sizes")),
     *(f"dflash_trt.engines.tensorrt{module}" for module in ("", ".entry", ".flavour", ".options")),

@@ -67,15 +67,12 @@ def test_a_key_that_appears_twice_is_found_in_linear_time(tmp_path: Path) -> Non
         ({"num_hidden_layers": 2**30}, "num_hidden_layers is 1073741824, expected"),
         ({"vocab_size": 2**31 - 1}, "vocab_size is 2147483647, expected an integer from 1 to 16777216"),
         ({"intermediate_size": 2**30}, "intermediate_size is 1073741824, expected"),
-        (
-            {"layer_types": ["full_attention"] * 500_000},
-            "layer_types has 500000 entries, expected at most 10000",
-        ),
+        ({"layer_types": ["full_attention"] * 500_000}, "layer_types has 500000 entries, expected at most 10000"),
         ({"architectures": ["Qwen3ForCausalLM"] * 500_000}, "architectures has 500000 entries"),
         ({"eos_token_id": list(range(100_000))}, "eos_token_id has 100000 entries, expected at most 1024"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
+)  # fmt: skip
 def test_sizes_are_bounded_before_anything_is_made_of_them(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
@@ -151,17 +148,14 @@ def endless(file: Path) -> str:
 
 # Contents of a file, and what is said of them.
 CONTENTS = {
-    b"": "not valid JSON",
-    b"[]": "holds a JSON list, expected an object",
-    b'{"a": NaN}': "NaN is not JSON",
+    b"": "not valid JSON", b"[]": "holds a JSON list, expected an object", b'{"a": NaN}': "NaN is not JSON",
     b'{"a": "\xff"}': "not valid JSON ('utf-8' codec can't decode byte 0xff",
     "\ufeff{}".encode(): "not valid JSON (Unexpected UTF-8 BOM",
     b'{"a": ' + b"[" * 100_000: "nested deeper than the 64 levels allowed",
     b'{"a": ' + b"[" * 64 + b"]" * 64 + b"}": "nested deeper than the 64 levels allowed",
-    b'{"a": 1e999}': "1e999 is not JSON; JSON numbers are finite",
-    b'{"a": -Infinity}': "-Infinity is not JSON",
+    b'{"a": 1e999}': "1e999 is not JSON; JSON numbers are finite", b'{"a": -Infinity}': "-Infinity is not JSON",
     b'{"a": 1' + b"0" * 5000 + b"}": "not valid JSON (Exceeds the limit",
-}
+}  # fmt: skip
 
 
 def holding(content: bytes) -> Callable[[Path], str]:
@@ -227,16 +221,13 @@ def test_errors_are_one_short_line_of_printable_characters(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("value", "shown"),
     [
-        ("text\x1b", '"text\\u001b"'),
-        ("é" * 10**7, '"' + "\\u00e9" * 9 + "\\u..."),
+        ("text\x1b", '"text\\u001b"'), ("é" * 10**7, '"' + "\\u00e9" * 9 + "\\u..."),
         ([[[]]] * 10**6, "[[[]], [[]]," + " [[]]," * 7 + " [[..."),
-        ({"a": b"x", "b": {1, 2}}, '{"a": "<bytes>", "b": "<set>"}'),
-        (10**5000, "<int>"),
-        (float("nan"), "NaN"),
+        ({"a": b"x", "b": {1, 2}}, '{"a": "<bytes>", "b": "<set>"}'), (10**5000, "<int>"), (float("nan"), "NaN"),
         ({(): 1}, "<dict>"),
     ],
     ids=["control", "long", "list", "types", "digits", "nan", "key"],
-)
+)  # fmt: skip
 def test_values_are_shown_bounded(value: object, shown: str) -> None:
     assert show(value) == shown
 

@@ -24,14 +24,10 @@ _VALUES = (
     *([], {}, [[]], {"a": {}}, [None], [0, 0], {"": 0}),
 )
 HOSTILE: tuple[Callable[[], Any], ...] = (
-    *(partial(deepcopy, value) for value in _VALUES),
-    lambda: "x" * 100_000,
-    lambda: "[" * 50_000,
-    lambda: list(range(20_000)),
-    lambda: ["full_attention"] * 20_000,
-    lambda: {str(i): i for i in range(5_000)},
+    *(partial(deepcopy, value) for value in _VALUES), lambda: "x" * 100_000, lambda: "[" * 50_000,
+    lambda: list(range(20_000)), lambda: ["full_attention"] * 20_000, lambda: {str(i): i for i in range(5_000)},
     lambda: _nested(80),
-)
+)  # fmt: skip
 _LARGE = 200_000  # larger inputs are not enlarged further
 
 
@@ -90,28 +86,15 @@ def mutate_text(random: Random, text: bytes) -> bytes:
 
 
 _STATEMENTS = (
-    "{{ messages }}",
-    "{{ messages[0].content * 10 ** 9 }}",
-    "{{ 'a'.ljust(10 ** 10) }}",
-    "{{ '%999999999d' | format(1) }}",
-    "{{ ''.__class__ }}",
-    "{{ x.y.z }}",
-    "{{ [1] * 10 ** 10 }}",
+    "{{ messages }}", "{{ messages[0].content * 10 ** 9 }}", "{{ 'a'.ljust(10 ** 10) }}",
+    "{{ '%999999999d' | format(1) }}", "{{ ''.__class__ }}", "{{ x.y.z }}", "{{ [1] * 10 ** 10 }}",
     "{% for i in range(99999) %}{{ i }}{% endfor %}",
     "{% set ns = namespace(a='a') %}{% for i in range(60) %}{% set ns.a = ns.a ~ ns.a %}{% endfor %}{{ ns.a }}",
-    "{% macro m(x) %}{{ m(x) }}{{ m(x) }}{% endmacro %}{{ m(1) }}",
-    "{% include 'other' %}",
-    "{% extends 'other' %}",
-    "{{ raise_exception('\x1b[2J') }}",
-    "{{ raise_exception(messages) }}",
-    "{{ strftime_now('%Y' * 1000) }}",
-    "{{ messages | tojson(indent=10 ** 9) }}",
-    "{{ 1 / 0 }}",
-    "{% if",
-    "{% generation %}",
-    "{{ lipsum(n=10 ** 6) }}",
+    "{% macro m(x) %}{{ m(x) }}{{ m(x) }}{% endmacro %}{{ m(1) }}", "{% include 'other' %}", "{% extends 'other' %}",
+    "{{ raise_exception('\x1b[2J') }}", "{{ raise_exception(messages) }}", "{{ strftime_now('%Y' * 1000) }}",
+    "{{ messages | tojson(indent=10 ** 9) }}", "{{ 1 / 0 }}", "{% if", "{% generation %}", "{{ lipsum(n=10 ** 6) }}",
     "{{ 10 ** (10 ** 7) }}",
-)
+)  # fmt: skip
 
 
 def _change(random: Random, document: Any) -> Any:

@@ -254,12 +254,9 @@ _PARAMS = SamplingParams(
     logprobs=True,
 )
 _REQUEST = {
-    "prompt": [1, 2, 3],
-    "params": asdict(_PARAMS),
-    "block_length": 4,
-    "messages": [{"role": "user", "content": "What is 17 + 25?"}],
-    "kwargs": {"enable_thinking": False},
-}
+    "prompt": [1, 2, 3], "params": asdict(_PARAMS), "block_length": 4,
+    "messages": [{"role": "user", "content": "What is 17 + 25?"}], "kwargs": {"enable_thinking": False},
+}  # fmt: skip
 
 
 def _known(name: str, role: int) -> Callable[[Path], Files]:

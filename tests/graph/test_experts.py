@@ -35,11 +35,8 @@ UNLIMITED = float(np.finfo(np.float32).max)
 GPT_OSS = {"alpha": 1.702, "beta": 1.0, "limit": 7.0}
 SILU = {"alpha": 1.0, "beta": 0.0, "limit": UNLIMITED}
 STORAGES = {
-    "mxfp4": np.uint8,
-    "float32": np.float32,
-    "float16": np.float16,
-    "bfloat16": ml_dtypes.bfloat16,
-}
+    "mxfp4": np.uint8, "float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16,
+}  # fmt: skip
 LOAD = pytest.mark.parametrize("resident", [True, False], ids=["resident", "in use"])
 
 

@@ -40,17 +40,12 @@ SHAPES: dict[Projection, tuple[int, int]] = {
 # Algorithm, whether its inputs have static scales, and AWQ's factors. The last one keeps its down projections in
 # BF16.
 FORMATS = {
-    "FP8": ("FP8", True, False),
-    "FP8 by channel": ("FP8_PER_CHANNEL_PER_TOKEN", False, False),
-    "NVFP4": ("NVFP4", False, False),
-    "NVFP4, static": ("NVFP4", True, False),
-    "NVFP4, smoothed": ("NVFP4_AWQ", True, True),
-    "W4A16_NVFP4": ("W4A16_NVFP4", False, False),
-    "MXFP4": ("MXFP4", False, False),
-    "AWQ": ("W4A16_AWQ", False, True),
-    "W8A16": ("W8A16", False, False),
+    "FP8": ("FP8", True, False), "FP8 by channel": ("FP8_PER_CHANNEL_PER_TOKEN", False, False),
+    "NVFP4": ("NVFP4", False, False), "NVFP4, static": ("NVFP4", True, False),
+    "NVFP4, smoothed": ("NVFP4_AWQ", True, True), "W4A16_NVFP4": ("W4A16_NVFP4", False, False),
+    "MXFP4": ("MXFP4", False, False), "AWQ": ("W4A16_AWQ", False, True), "W8A16": ("W8A16", False, False),
     "FP8, down not": ("FP8", True, False),
-}
+}  # fmt: skip
 
 
 def write(directory: Path, name: str, **changes: Any) -> Checkpoint:
@@ -213,15 +208,9 @@ def test_what_tensorrt_gets_against_numpy(
 
 WORDS: dict[str, dict[str, Any]] = {
     "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True},
-    "gptq_v2": {
-        "quant_method": "gptq",
-        "bits": 4,
-        "group_size": GROUP,
-        "desc_act": True,
-        "format": "gptq_v2",
-    },
+    "gptq_v2": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "format": "gptq_v2"},
     "gptq": {"quant_method": "gptq", "bits": 8, "group_size": GROUP},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("method", WORDS)
@@ -254,11 +243,7 @@ def test_tensorrt_experts_with_zero_points(tmp_path: Path, method: str) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        (
-            "FP8",
-            {"experts__4__up_proj__weight_scale": None},
-            r"no tensor 'experts\.4\.up_proj\.weight_scale', but",
-        ),
+        ("FP8", {"experts__4__up_proj__weight_scale": None}, r"no tensor 'experts\.4\.up_proj\.weight_scale', but"),
         (
             "NVFP4",
             {"experts__2__down_proj__weight": np.zeros((HIDDEN, INNER), np.uint8)},
@@ -280,7 +265,7 @@ def test_tensorrt_experts_with_zero_points(tmp_path: Path, method: str) -> None:
             r"experts\.1\.up_proj\.weight_scale is F32 \[192\], but experts\.0\.up_proj\.weight_scale is F32 \[\]",
         ),
     ],
-)
+)  # fmt: skip
 def test_experts_that_do_not_fit_are_named(
     tmp_path: Path, name: str, changes: dict[str, Any], message: str
 ) -> None:

@@ -28,27 +28,16 @@ from dflash_trt.quantization.convert import quantize
 
 # Bytes of the target's published safetensors. Only gpt-oss's were compared with a source (OpenAI's GiB).
 PUBLISHED_TARGETS = {
-    "qwen3-4b": 8_044_936_192,
-    "qwen3-8b": 16_381_470_720,
-    "qwen3-coder-30b-a3b": 61_064_245_248,
-    "llama-3.1-8b": 16_060_522_496,
-    "gpt-oss-20b": 13_761_264_768,
-    "gpt-oss-120b": 65_248_815_744,
-}
+    "qwen3-4b": 8_044_936_192, "qwen3-8b": 16_381_470_720, "qwen3-coder-30b-a3b": 61_064_245_248,
+    "llama-3.1-8b": 16_060_522_496, "gpt-oss-20b": 13_761_264_768, "gpt-oss-120b": 65_248_815_744,
+}  # fmt: skip
 # GB of target and drafter, as README.md has them. Text models only.
 README = {
-    "gpt-oss-120b": (65, 1.6),
-    "gpt-oss-20b": (14, 1.6),
-    "qwen3-8b": (16, 2.1),
-    "qwen3-4b": (8, 1.1),
-    "qwen3-coder-30b-a3b": (61, 0.9),
-    "llama-3.1-8b": (16, 2.1),
-    "qwen3.8-27b": (54, 3.8),
-    "qwen3.8-27b-fp8": (29, 3.8),
-    "qwen3.8-27b-nvfp4": (20, 3.8),
-    "gemma-4-31b": (61, 3.1),
+    "gpt-oss-120b": (65, 1.6), "gpt-oss-20b": (14, 1.6), "qwen3-8b": (16, 2.1), "qwen3-4b": (8, 1.1),
+    "qwen3-coder-30b-a3b": (61, 0.9), "llama-3.1-8b": (16, 2.1), "qwen3.8-27b": (54, 3.8),
+    "qwen3.8-27b-fp8": (29, 3.8), "qwen3.8-27b-nvfp4": (20, 3.8), "gemma-4-31b": (61, 3.1),
     "gemma-4-26b-a4b": (51, 0.9),
-}
+}  # fmt: skip
 
 
 @cache
@@ -309,16 +298,11 @@ def test_what_tensorrt_rtx_widens_is_counted() -> None:
 @pytest.mark.parametrize(
     ("pair", "batch", "length", "measured"),
     [
-        ("qwen3-4b", 2, 4096, 45.8e6),
-        ("qwen3-4b", 2, 32_768, 91.0e6),
-        ("qwen3-4b", 8, 4096, 156.2e6),
-        ("qwen3-4b", 8, 32_768, 186.0e6),
-        ("gpt-oss-20b", 2, 4096, 370.0e6),
-        ("gpt-oss-20b", 2, 32_768, 399.4e6),
-        ("gpt-oss-20b", 8, 4096, 370.0e6),
-        ("gpt-oss-20b", 8, 32_768, 399.4e6),
+        ("qwen3-4b", 2, 4096, 45.8e6), ("qwen3-4b", 2, 32_768, 91.0e6), ("qwen3-4b", 8, 4096, 156.2e6),
+        ("qwen3-4b", 8, 32_768, 186.0e6), ("gpt-oss-20b", 2, 4096, 370.0e6), ("gpt-oss-20b", 2, 32_768, 399.4e6),
+        ("gpt-oss-20b", 8, 4096, 370.0e6), ("gpt-oss-20b", 8, 32_768, 399.4e6),
     ],
-)
+)  # fmt: skip
 def test_scratch_memory_follows_batch_and_capacity(
     pair: str, batch: int, length: int, measured: float
 ) -> None:

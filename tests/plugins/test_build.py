@@ -105,22 +105,17 @@ def made(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ({}, {"target", "drafter"}),
-        ({"capability": 89}, {"target", "drafter"}),
-        ({"capability": 100}, {"target", "drafter"}),
-        ({"capability": 120}, {"target", "drafter"}),
-        ({"precision": "target=fp16"}, {"target", "drafter"}),
-        ({"precision": "target=fp32"}, {"drafter"}),
-        ({"precision": "drafter=fp32"}, {"target"}),
-        ({"plugins": "none"}, set()),
-        ({"capability": 86}, set()),
+        ({}, {"target", "drafter"}), ({"capability": 89}, {"target", "drafter"}),
+        ({"capability": 100}, {"target", "drafter"}), ({"capability": 120}, {"target", "drafter"}),
+        ({"precision": "target=fp16"}, {"target", "drafter"}), ({"precision": "target=fp32"}, {"drafter"}),
+        ({"precision": "drafter=fp32"}, {"target"}), ({"plugins": "none"}, set()), ({"capability": 86}, set()),
         ({"engine": "tensorrt-rtx", "capability": 120}, set()),
         ({"engine": "tensorrt-rtx", "capability": 120, "expert_formats": ("mxfp4",)}, {"target"}),
         ({"engine": "tensorrt-rtx", "capability": 89, "expert_formats": ("mxfp4",)}, {"target"}),
         ({"engine": "tensorrt-rtx", "capability": 121, "expert_formats": ("mxfp4",)}, {"target"}),
         ({"engine": "tensorrt-rtx", "capability": 86, "recurrent": True}, {"target"}),
     ],
-)
+)  # fmt: skip
 def test_who_gets_plugins(
     monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], expected: set[str]
 ) -> None:

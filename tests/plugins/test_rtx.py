@@ -70,12 +70,8 @@ def test_a_plan_holds_the_recurrence(tmp_path: Path) -> None:
 def built_plan(target: Path, drafter: Path, out: Path) -> bytes:
     """The target's plan for Ampere, built in a process that compiles kernels."""
     settings = {
-        "target": target,
-        "drafter": drafter,
-        "compute-capability": 86,
-        "max-seq-len": 128,
-        "out": out,
-    }
+        "target": target, "drafter": drafter, "compute-capability": 86, "max-seq-len": 128, "out": out,
+    }  # fmt: skip
     command = [sys.executable, "-m", "dflash_trt", "build", "--engine=tensorrt-rtx", "--max-batch-size=1"]
     command += [f"--{name}={value}" for name, value in settings.items()]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -22,15 +22,11 @@ from tests.doubles.triton_interpreter import to_numpy
 
 Logits = np.ndarray[Any, np.dtype[np.float32]]
 PARAMS = [
-    SamplingParams(),
-    SamplingParams(temperature=1.0),
-    SamplingParams(temperature=0.6, top_k=20, top_p=0.95),
-    SamplingParams(temperature=1.3, top_k=7),
-    SamplingParams(temperature=0.8, min_p=0.05),
-    SamplingParams(temperature=0.7, top_p=0.95),
-    SamplingParams(temperature=1.0, min_p=0.01, top_p=0.5, top_k=300),
+    SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=0.6, top_k=20, top_p=0.95),
+    SamplingParams(temperature=1.3, top_k=7), SamplingParams(temperature=0.8, min_p=0.05),
+    SamplingParams(temperature=0.7, top_p=0.95), SamplingParams(temperature=1.0, min_p=0.01, top_p=0.5, top_k=300),
     SamplingParams(temperature=2.0, top_p=0.9999999),
-]
+]  # fmt: skip
 
 
 @triton.jit

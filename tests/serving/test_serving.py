@@ -186,12 +186,8 @@ def test_a_stream_gets_a_response_per_round_or_one_per_interval(bundle: Path) ->
 
 def test_updates_that_waited_for_each_other_lose_nothing() -> None:
     whole: wire.Update = {
-        "index": 0,
-        "text": "a",
-        "token_ids": [1],
-        "rounds": [(1, 0, 3)],
-        "num_input_tokens": 4,
-    }
+        "index": 0, "text": "a", "token_ids": [1], "rounds": [(1, 0, 3)], "num_input_tokens": 4,
+    }  # fmt: skip
     wire.merge(
         whole, {"index": 0, "text": "bc", "token_ids": [2, 3], "rounds": [(2, 1, 3)], "logprobs": [-1.0]}
     )
@@ -353,13 +349,10 @@ ADDRESSES = Addresses("127.0.0.1", {"http": 8000, "grpc": 8001, "metrics": 8002}
 @pytest.mark.parametrize(
     "option",
     [
-        "--model-repository=x",
-        "--http-address",
-        "--model-control-mode=explicit",
-        "--model-repo=x",
+        "--model-repository=x", "--http-address", "--model-control-mode=explicit", "--model-repo=x",
         "--allow-http=false",
     ],
-)
+)  # fmt: skip
 def test_options_of_tritonserver_come_last_but_not_those_that_serve_sets(option: str) -> None:
     own = ["--log-format", "ISO8601", "--http-thread-count=4", "--http-restricted-api=inference:key=value"]
     plain = server_arguments(Path("repository"), ADDRESSES, "warning", 30)

@@ -197,10 +197,5 @@ def test_the_model_s_code_needs_numpy_alone(tmp_path: Path) -> None:
     command = [sys.executable, "-I", "-c", program, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
     assert done.stdout.split() == [
-        "dflash_metrics",
-        "dflash_request",
-        "dflash_wire",
-        "model",
-        "numpy",
-        "triton_python_backend_utils",
-    ]
+        "dflash_metrics", "dflash_request", "dflash_wire", "model", "numpy", "triton_python_backend_utils",
+    ]  # fmt: skip

@@ -81,11 +81,8 @@ CHAT: list[dict[str, Any]] = [
     {"role": "user", "content": "danke"},
 ]
 TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "weather", "description": "it's <hot> & 暑い", "parameters": {}},
-    }
-]
+    {"type": "function", "function": {"name": "weather", "description": "it's <hot> & 暑い", "parameters": {}}},
+]  # fmt: skip
 SPECIAL = ["<|bos|>", "<|im_start|>", "<|im_end|>"]
 
 
@@ -180,16 +177,13 @@ def test_a_template_may_ask_for_the_date(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("messages", "field"),
     [
-        ("hello", "messages is 'hello'"),
-        ([], r"messages is \[\]"),
-        ({"role": "user"}, "messages is"),
-        (["hello"], r"messages\[0\] is 'hello'"),
-        ([{"content": "x"}], r"messages\[0\].role is None"),
+        ("hello", "messages is 'hello'"), ([], r"messages is \[\]"), ({"role": "user"}, "messages is"),
+        (["hello"], r"messages\[0\] is 'hello'"), ([{"content": "x"}], r"messages\[0\].role is None"),
         ([*CHAT[:1], {"role": "user"}], r"messages\[1\].content is None"),
         ([{"role": "user", "content": 5}], r"messages\[0\].content is 5"),
         ([{"role": "poet", "content": "x"}], "tokenizer_config.json.*unknown role poet"),
     ],
-)
+)  # fmt: skip
 def test_malformed_messages_name_the_place(directory: Path, messages: Any, field: str) -> None:
     with pytest.raises(RequestError, match=field):
         Tokenizer(directory).apply_chat_template(messages)
@@ -198,13 +192,10 @@ def test_malformed_messages_name_the_place(directory: Path, messages: Any, field
 @pytest.mark.parametrize(
     "template",
     [
-        "{{ ''.__class__.__mro__ }}",
-        "{{ messages.append(1) }}",
-        "{% set ns = namespace(__class__=1) %}",
-        "{{ cycler.__init__.__globals__ }}",
-        "{{ dict.__base__ }}{{ 1 + [] }}",
+        "{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{% set ns = namespace(__class__=1) %}",
+        "{{ cycler.__init__.__globals__ }}", "{{ dict.__base__ }}{{ 1 + [] }}",
     ],
-)
+)  # fmt: skip
 def test_templates_are_confined(directory: Path, template: str) -> None:
     configure(directory, chat_template=template)
     with pytest.raises(RequestError, match="refuses the messages"):

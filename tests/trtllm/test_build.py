@@ -32,13 +32,8 @@ H200 = TensorRTLLMOptions(gpu="h200")
 REFUSED = ("qwen3-coder-next",)  # the target's architecture
 # Hybrids of the same architectures as qwen3.5-4b and qwen3.5-397b-a17b.
 ALIKE = (
-    "qwen3.5-9b",
-    "qwen3.5-27b",
-    "qwen3.5-35b-a3b",
-    "qwen3.5-122b-a10b",
-    "qwen3.6-27b",
-    "qwen3.6-35b-a3b",
-)
+    "qwen3.5-9b", "qwen3.5-27b", "qwen3.5-35b-a3b", "qwen3.5-122b-a10b", "qwen3.6-27b", "qwen3.6-35b-a3b",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -174,19 +169,11 @@ def test_missing_and_unknown_tensors_are_refused(pair: Path, tmp_path: Path) -> 
     shutil.copytree(pair / "target", tmp_path / "target")
     tensors = load_file(pair / "drafter" / "model.safetensors")
     cases: list[tuple[str, dict[str, torch.Tensor], str]] = [
-        (
-            "missing",
-            {k: t for k, t in tensors.items() if k != "layers.1.self_attn.k_norm.weight"},
-            "has no tensor",
-        ),
-        (
-            "unknown",
-            tensors | {"layers.0.conv.weight": torch.zeros(2)},
-            "not part of the architecture",
-        ),
+        ("missing", {k: t for k, t in tensors.items() if k != "layers.1.self_attn.k_norm.weight"}, "has no tensor"),
+        ("unknown", tensors | {"layers.0.conv.weight": torch.zeros(2)}, "not part of the architecture"),
         ("shape", tensors | {"fc.weight": tensors["fc.weight"][:, :64].contiguous()}, "has shape"),
         ("dtype", tensors | {"fc.weight": tensors["fc.weight"].to(torch.float8_e4m3fn)}, "is F8_E4M3"),
-    ]
+    ]  # fmt: skip
     for name, changed, message in cases:
         shutil.copytree(pair / "drafter", tmp_path / name)
         save_file(changed, tmp_path / name / "model.safetensors")

@@ -307,14 +307,11 @@ def test_experts_in_blocks_are_divided_into_whole_blocks(pairs: dict[str, Pair])
 @pytest.mark.parametrize(
     "document",
     [
-        {"speculative": {}},
-        {"speculative_config": {"decoding_type": "DFlash", "max_draft_len": 7}},
-        {"kv_cache_config": {"free_gpu_memory_fraction": 1.5}},
-        {"max_batch_size": "many"},
-        {"moe_config": {"backend": "FAST"}},
-        {"cuda_graph_config": {"batch_sizes": [0]}},
+        {"speculative": {}}, {"speculative_config": {"decoding_type": "DFlash", "max_draft_len": 7}},
+        {"kv_cache_config": {"free_gpu_memory_fraction": 1.5}}, {"max_batch_size": "many"},
+        {"moe_config": {"backend": "FAST"}}, {"cuda_graph_config": {"batch_sizes": [0]}},
     ],
-)
+)  # fmt: skip
 def test_the_schema_refuses_what_the_package_would(document: dict[str, Any]) -> None:
     with pytest.raises(BuildError):
         check_fields(document)
@@ -424,13 +421,9 @@ def test_blocks_of_model_optimizer_are_named_in_small_letters(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        (
-            {"quant_method": "awq", "bits": 4},
-            "quant_method is .awq., which TensorRT-LLM does not read; it reads",
-        ),
+        ({"quant_method": "awq", "bits": 4}, "quant_method is .awq., which TensorRT-LLM does not read; it reads"),
         ({"quant_method": "gptq", "bits": 4}, "quant_method is .gptq., which"),
-        ({"quant_method": "auto-round"}, "quant_method is .auto-round."),
-        ({"quant_method": 3}, "quant_method is 3"),
+        ({"quant_method": "auto-round"}, "quant_method is .auto-round."), ({"quant_method": 3}, "quant_method is 3"),
         (BLOCKS | {"weight_block_size": [64, 64]}, r"weight_block_size is \[64, 64\]"),
         (compressed(4, "int", "group", None), "are 4 bits of int by group, with inputs by none"),
         (compressed(8, "int", "channel", "token"), "are 8 bits of int by channel"),
@@ -442,7 +435,7 @@ def test_blocks_of_model_optimizer_are_named_in_small_letters(tmp_path: Path) ->
             "config_groups has 2 groups .*#17725",
         ),
     ],
-)
+)  # fmt: skip
 def test_formats_that_are_not_read_are_refused_by_name(
     section: dict[str, Any], message: str, tmp_path: Path
 ) -> None:

@@ -156,13 +156,10 @@ def test_what_tensorrt_llm_is_asked(bundles: Path, double: Any) -> None:
 def test_what_it_cannot_do_is_refused_by_name(bundles: Path, double: Any) -> None:
     with LLM(bundles / "trtllm") as llm:
         refused: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-            ("speculate", {}, {"speculate": False}),
-            ("block_length is 3", {}, {"block_length": 3}),
-            ("min_p", {"min_p": 0.1, "temperature": 1.0}, {}),
-            ("logprobs", {"logprobs": True}, {}),
-            ("repetition_penalty", {"repetition_penalty": 1.2}, {}),
-            ("bad_words", {"bad_words": ("no",)}, {}),
-        ]
+            ("speculate", {}, {"speculate": False}), ("block_length is 3", {}, {"block_length": 3}),
+            ("min_p", {"min_p": 0.1, "temperature": 1.0}, {}), ("logprobs", {"logprobs": True}, {}),
+            ("repetition_penalty", {"repetition_penalty": 1.2}, {}), ("bad_words", {"bad_words": ("no",)}, {}),
+        ]  # fmt: skip
         for message, params, options in refused:
             with pytest.raises(RequestError, match=message):
                 llm.generate("x", SamplingParams(**params), **options)

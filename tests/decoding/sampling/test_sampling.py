@@ -91,11 +91,8 @@ def test_weights_never_change() -> None:
     scaled = np.arange(5000, dtype=np.float32) / -257
     assert weights.total_weight(scaled) == 4423821977294
     assert weights.weight(scaled[[0, 1, 100, 5000 - 1]]).tolist() == [
-        17179869184,
-        17113151488,
-        11642163200,
-        61,
-    ]
+        17179869184, 17113151488, 11642163200, 61,
+    ]  # fmt: skip
 
 
 GOLDEN = ["3f9e11fd", "402a285b", "403fffdd", "be0498f1", "3ef610b2", "3f3c4e80", "401814fc", "bd05b2a6"]
@@ -290,31 +287,13 @@ def test_minus_infinity_is_never_drawn() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("max_tokens", 0),
-        ("max_tokens", 1.5),
-        ("max_tokens", True),
-        ("temperature", -1),
-        ("temperature", math.nan),
-        ("temperature", 0.001),
-        ("temperature", "hot"),
-        ("top_k", -1),
-        ("top_p", 0),
-        ("top_p", 1.1),
-        ("min_p", -0.1),
-        ("min_p", math.inf),
-        ("repetition_penalty", 0),
-        ("presence_penalty", math.nan),
-        ("frequency_penalty", None),
-        ("seed", -1),
-        ("seed", 2**64),
-        ("stop", [""]),
-        ("stop", 7),
-        ("stop", [b"x"]),
-        ("stop_token_ids", [-1]),
-        ("stop_token_ids", 5),
-        ("ignore_eos", 1),
+        ("max_tokens", 0), ("max_tokens", 1.5), ("max_tokens", True), ("temperature", -1), ("temperature", math.nan),
+        ("temperature", 0.001), ("temperature", "hot"), ("top_k", -1), ("top_p", 0), ("top_p", 1.1), ("min_p", -0.1),
+        ("min_p", math.inf), ("repetition_penalty", 0), ("presence_penalty", math.nan), ("frequency_penalty", None),
+        ("seed", -1), ("seed", 2**64), ("stop", [""]), ("stop", 7), ("stop", [b"x"]), ("stop_token_ids", [-1]),
+        ("stop_token_ids", 5), ("ignore_eos", 1),
     ],
-)
+)  # fmt: skip
 def test_params_out_of_range_name_the_field_and_the_value(field: str, value: Any) -> None:
     with pytest.raises(RequestError) as caught:
         SamplingParams(**{field: value})

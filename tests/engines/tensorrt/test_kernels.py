@@ -192,13 +192,9 @@ def test_no_c_compiler_and_no_headers_are_needed(tmp_path: Path, monkeypatch: py
     [
         ("3.9.0", None, "compiled in builds by Triton 3.9.0; running a bundle needs no compiler"),
         ("3.10.0", None, "compiled in builds by Triton 3.10.0 (not a tested version: pip install "),
-        (
-            None,
-            "Triton, the compiler of kernels, cannot be imported",
-            "the host samples, and plans have no plugins",
-        ),
+        (None, "Triton, the compiler of kernels, cannot be imported", "the host samples, and plans have no plugins"),
     ],
-)
+)  # fmt: skip
 def test_doctor_says_what_builds_do_about_kernels(
     version: str | None,
     problem: str | None,

@@ -139,13 +139,9 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     ("experts", "size", "count"),
     [
         (32, 2 * 5760 * 2880, 8),  # gpt-oss
-        (128, 2 * 5760 * 2880, 8),
-        (8, 1024, 8),
-        (32, 1 << 28, 2),
-        (12, 50 << 20, 4),
-        (7, 1 << 27, 1),
+        (128, 2 * 5760 * 2880, 8), (8, 1024, 8), (32, 1 << 28, 2), (12, 50 << 20, 4), (7, 1 << 27, 1),
     ],
-)
+)  # fmt: skip
 def test_as_many_experts_at_a_time_as_fit(experts: int, size: int, count: int) -> None:
     assert tensorrt_experts.at_a_time(experts, size) == count
 
@@ -195,11 +191,8 @@ def session(path: Path) -> ort.InferenceSession:
 def drafts(run: ort.InferenceSession, features: np.ndarray, block: list[int]) -> dict[str, np.ndarray]:
     """One pass over new caches."""
     feeds: dict[str, np.ndarray] = {
-        "features": features[None],
-        "n_features": ints(len(features)),
-        "start": ints(0),
-        "block": ints(block),
-    }
+        "features": features[None], "n_features": ints(len(features)), "start": ints(0), "block": ints(block),
+    }  # fmt: skip
     for i in run.get_inputs():
         if "_cache." in i.name:
             feeds[i.name] = np.zeros((1, *i.shape[1:]), features.dtype)

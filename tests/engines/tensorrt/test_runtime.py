@@ -223,11 +223,8 @@ def test_numbers_that_are_not_finite_end_their_request_alone(
     drafter = make_drafter(tmp_path / "drafter", target, block_size=BLOCK)
     options = TensorRTOptions(max_batch_size=3, prefill_chunk=16)
     settings: dict[str, Any] = {
-        "engine": "tensorrt",
-        "max_seq_len": 64,
-        "precision": FLOAT32,
-        "options": options,
-    }
+        "engine": "tensorrt", "max_seq_len": 64, "precision": FLOAT32, "options": options,
+    }  # fmt: skip
     bundle = build(str(target), str(drafter), tmp_path / "bundle", **settings)
     kinds: list[dict[str, Any]] = [{}, {"temperature": 0.8}, {"repetition_penalty": 1.2}]
     wanted = [SamplingParams(max_tokens=5, seed=9, ignore_eos=True, **kind) for kind in kinds]

@@ -63,13 +63,7 @@ PAIRS: dict[str, tuple[Make, dict[str, Any], Make, dict[str, Any], dict[str, Any
     "gpt-oss, trees": (make_gpt_oss, {}, make_gpt_oss_drafter, {"layers": 2}, {"tree_width": 3}),
     "gpt-oss, not quantized": (make_gpt_oss, {"quantized": False}, make_gpt_oss_drafter, {"layers": 2}, {}),
     "qwen3.5": (make_hybrid, HYBRID, make_drafter, {"layers": 2}, {}),
-    "qwen3-next": (
-        make_hybrid,
-        {"architecture": "Qwen3NextForCausalLM", **HYBRID},
-        make_drafter,
-        {"layers": 1},
-        {},
-    ),
+    "qwen3-next": (make_hybrid, {"architecture": "Qwen3NextForCausalLM", **HYBRID}, make_drafter, {"layers": 1}, {}),
     "ministral": (make_ministral, {}, make_drafter, {"layers": 1}, {}),
     "gemma4, experts": (
         make_gemma,
@@ -85,7 +79,7 @@ PAIRS: dict[str, tuple[Make, dict[str, Any], Make, dict[str, Any], dict[str, Any
     "dspark": (make_target, {}, kinds.make_dspark, {"head": "rnn", "confidence": True}, {}),
     "dflare": (make_target, {"layers": 8}, kinds.make_dflare, {}, {}),
     "jetspec": (make_target, {"layers": 8}, kinds.make_jetspec, {}, {}),
-}
+}  # fmt: skip
 # Layers in fewer bits: how `quantized_checkpoints` names them.
 FORMATS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "W4A16_MXFP4", "W4A16_AWQ", "W8A16")
 

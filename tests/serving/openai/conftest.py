@@ -66,14 +66,8 @@ class Server:
             self.port = s.getsockname()[1]
         self.log_file = log
         command = [
-            sys.executable,
-            "-m",
-            "dflash_trt",
-            "serve",
-            str(bundle),
-            f"--port={self.port}",
-            *options,
-        ]
+            sys.executable, "-m", "dflash_trt", "serve", str(bundle), f"--port={self.port}", *options,
+        ]  # fmt: skip
         with log.open("wb") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | environment)
         self.url = f"http{'s' if any('--tls' in o for o in options) else ''}://127.0.0.1:{self.port}"

@@ -126,22 +126,15 @@ def test_a_response_that_is_cut_has_a_message_that_is_incomplete(server: Server)
 def test_an_assistants_turn_is_one_message() -> None:
     items = [
         {"role": "user", "content": "q"},
-        {
-            "type": "reasoning",
-            "id": "r",
-            "summary": [],
-            "content": [{"type": "reasoning_text", "text": "why"}],
-        },
+        {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "why"}]},
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Let me see."}]},
         {"type": "function_call", "call_id": "1", "name": "a", "arguments": "{}"},
         {"type": "function_call", "call_id": "2", "name": "b", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "1", "output": "x"},
-        {"type": "function_call_output", "call_id": "2", "output": "y"},
-        {"role": "assistant", "content": "one"},
-        {"role": "assistant", "content": "two"},
-        {"type": "reasoning", "id": "r", "summary": []},
+        {"type": "function_call_output", "call_id": "2", "output": "y"}, {"role": "assistant", "content": "one"},
+        {"role": "assistant", "content": "two"}, {"type": "reasoning", "id": "r", "summary": []},
         {"role": "user", "content": "more"},
-    ]
+    ]  # fmt: skip
     messages = ResponsesRequest.model_validate({"input": items}).chat().conversation()
     roles = [message["role"] for message in messages]
     assert roles == ["user", "assistant", "tool", "tool", "assistant", "assistant", "user"]

@@ -35,12 +35,9 @@ def test_a_malformed_schema_is_refused(server: Server, schema: Any) -> None:
     [
         ({"tool_choice": "required"}, "requires a call, but tools has no function"),
         ({"tool_choice": "required", "tools": [{"type": "web_search"}]}, "requires a call"),
-        (
-            {"tool_choice": {"type": "function", "function": {"name": "no"}}, "tools": [tool(LETTER)]},
-            "names no",
-        ),
+        ({"tool_choice": {"type": "function", "function": {"name": "no"}}, "tools": [tool(LETTER)]}, "names no"),
     ],
-)
+)  # fmt: skip
 def test_a_call_of_no_function_cannot_be_required(tiny: Path, fields: dict[str, Any], said: str) -> None:
     with pytest.raises(ApiError, match=said) as error:
         chat_of(model_of(tiny, '<tool_call>{"name"'), **fields)
@@ -123,12 +120,9 @@ ANY = {
         "tags": {"type": "array", "items": {"enum": ["a", 1, None]}, "maxItems": 2},
         "at": {"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]},
     },
-    "required": ["days"],
-    "additionalProperties": False,
-    "$defs": {
-        "Place": {"properties": {"in": {"$ref": "#/$defs/Place"}, "x": {"type": ["number", "boolean"]}}}
-    },
-}
+    "required": ["days"], "additionalProperties": False,
+    "$defs": {"Place": {"properties": {"in": {"$ref": "#/$defs/Place"}, "x": {"type": ["number", "boolean"]}}}},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

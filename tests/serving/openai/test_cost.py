@@ -217,17 +217,13 @@ def test_no_field_at_its_largest_makes_a_long_step(
 @pytest.mark.parametrize(
     ("body", "taken"),
     [
-        ("[" + "1," * 262_000 + "1]", True),
-        ("[" + "1," * 263_000 + "1]", False),
-        ("[" + "[]," * 66_000 + "1]", False),
-        ("[" + "[" * 66_000, False),
-        ('{"x": "' + "[,:{" * 100_000 + '"}', True),
-        ('{"x": "' + '[\\",:{' * 100_000 + '\\\\"}', True),
-        ('{"x": "\\\\", "y": [' + "1," * 263_000 + '1, "\\\\"]}', False),
-        ('"",' * 200_000, True),
+        ("[" + "1," * 262_000 + "1]", True), ("[" + "1," * 263_000 + "1]", False),
+        ("[" + "[]," * 66_000 + "1]", False), ("[" + "[" * 66_000, False),
+        ('{"x": "' + "[,:{" * 100_000 + '"}', True), ('{"x": "' + '[\\",:{' * 100_000 + '\\\\"}', True),
+        ('{"x": "\\\\", "y": [' + "1," * 263_000 + '1, "\\\\"]}', False), ('"",' * 200_000, True),
         ('""' * 600_000 + "," * 263_000, False),
     ],
-)
+)  # fmt: skip
 def test_the_values_of_a_body_are_counted_outside_of_its_texts(body: str, taken: bool) -> None:
     with nullcontext() if taken else pytest.raises(ApiError, match="over 262144 values"):
         protocol.check_values(body.encode())
@@ -241,11 +237,8 @@ def updates(tokens: int, tops: int) -> list[wire.Update]:
         for _ in range(tokens // 8)
     ]
     ended = {
-        "num_draft_tokens": 0,
-        "num_accepted_tokens": 0,
-        "num_cached_tokens": 0,
-        "acceptance_histogram": [],
-    }
+        "num_draft_tokens": 0, "num_accepted_tokens": 0, "num_cached_tokens": 0, "acceptance_histogram": [],
+    }  # fmt: skip
     made[-1] |= {"finish_reason": "length", **ended}  # type: ignore[typeddict-item]
     made[0] |= {"num_input_tokens": 1}
     return made
@@ -289,12 +282,9 @@ def test_the_log_probabilities_of_a_whole_answer_leave_in_pieces(
     ("fields", "param"),
     [
         ({"logprobs": True, "top_logprobs": 20, "max_tokens": MOST_LOGPROBS // 21 + 1}, "max_tokens"),
-        (
-            {"logprobs": True, "n": 128, "max_completion_tokens": MOST_LOGPROBS // 128 + 1},
-            "max_completion_tokens",
-        ),
+        ({"logprobs": True, "n": 128, "max_completion_tokens": MOST_LOGPROBS // 128 + 1}, "max_completion_tokens"),
     ],
-)
+)  # fmt: skip
 def test_more_log_probabilities_are_refused(
     tiny: Path, fields: dict[str, Any], param: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,12 +307,8 @@ def test_many_log_probabilities_of_a_prompt_are_said_in_pieces() -> None:
 
     async def run() -> None:
         begin: Any = {
-            "text": "a",
-            "token_ids": [5],
-            "prompt_logprobs": rows,
-            "prompt_top_logprobs": tops,
-            "index": 1,
-        }
+            "text": "a", "token_ids": [5], "prompt_logprobs": rows, "prompt_top_logprobs": tops, "index": 1,
+        }  # fmt: skip
         worker._send(7, begin)
         worker._send(7, {"text": "b", "token_ids": [6], "index": 1})
         worker._send(8, {"text": "c", "token_ids": [7]})

@@ -217,12 +217,8 @@ def test_the_output_of_a_response_is_the_input_of_the_next_one(server: Server) -
     first = server.openai.responses.create(input=HI, parallel_tool_calls=False, **asked)
     (call,) = first.output
     output = {
-        "type": "function_call_output",
-        "call_id": call.call_id,
-        "output": "7",
-        "id": None,
-        "status": None,
-    }
+        "type": "function_call_output", "call_id": call.call_id, "output": "7", "id": None, "status": None,
+    }  # fmt: skip
     turn = [*HI, *[item.model_dump() for item in first.output], output]
     second = server.openai.responses.create(model="tiny", input=turn, max_output_tokens=4)
     third = server.openai.responses.create(

@@ -39,11 +39,8 @@ def shared(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
 
 def test_a_key_reuses_its_own_prompts_and_no_other_s(shared: Server) -> None:
     assert [reused(shared, key) for key in ("one", "two", "one", "two")] == [
-        (0, 0),
-        (0, 0),
-        (49, 49),
-        (49, 49),
-    ]
+        (0, 0), (0, 0), (49, 49), (49, 49),
+    ]  # fmt: skip
     guess = [*PROMPT[:30], 7, 8]
     assert reused(shared, "two", guess)[0] == 30  # its own
     longer = [*PROMPT, *PROMPT]
@@ -54,14 +51,8 @@ def test_a_key_reuses_its_own_prompts_and_no_other_s(shared: Server) -> None:
 def test_salts_part_the_prompts_of_a_key(shared: Server) -> None:
     prompt = [*range(90, 60, -1)]
     asked = [
-        ("one", "a"),
-        ("one", "b"),
-        ("two", "a"),
-        ("one", None),
-        ("one", "a"),
-        ("two", "a"),
-        ("one", None),
-    ]
+        ("one", "a"), ("one", "b"), ("two", "a"), ("one", None), ("one", "a"), ("two", "a"), ("one", None),
+    ]  # fmt: skip
     counts = [reused(shared, key, prompt, **({"cache_salt": salt} if salt else {}))[0] for key, salt in asked]
     assert counts == [0, 0, 0, 0, 29, 29, 29]
 

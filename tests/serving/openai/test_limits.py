@@ -130,17 +130,13 @@ def test_a_token_is_decoded_once(model: Model, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
-        ({}, {"127.0.0.1"}),
-        ({"keys": ["x"]}, {"127.0.0.1"}),
+        ({}, {"127.0.0.1"}), ({"keys": ["x"]}, {"127.0.0.1"}),
         ({"host": "::1", "hosts": ["A.example"], "keys": ["x"]}, {"::1", "a.example"}),
-        ({"host": "LocalHost"}, {"localhost"}),
-        ({"host": "0.0.0.0"}, {"0.0.0.0"}),
-        ({"host": "0.0.0.0", "hosts": ["box."]}, {"0.0.0.0", "box"}),
-        ({"host": "0.0.0.0", "keys": ["x"]}, None),
-        ({"host": "box.example", "keys": ["x"], "hosts": ["b"]}, None),
-        ({"hosts": ["*"]}, None),
+        ({"host": "LocalHost"}, {"localhost"}), ({"host": "0.0.0.0"}, {"0.0.0.0"}),
+        ({"host": "0.0.0.0", "hosts": ["box."]}, {"0.0.0.0", "box"}), ({"host": "0.0.0.0", "keys": ["x"]}, None),
+        ({"host": "box.example", "keys": ["x"], "hosts": ["b"]}, None), ({"hosts": ["*"]}, None),
     ],
-)
+)  # fmt: skip
 def test_names_matter_on_loopback_and_without_keys(settings: dict[str, Any], names: set[str] | None) -> None:
     assert _hosts(ServerSettings(bundle=Bundle(Path("x"), {}), **settings)) == names
 

@@ -51,15 +51,12 @@ def parser(notation: str = "", inside: bool = False) -> AnswerParser:
 @pytest.mark.parametrize(
     ("text", "inside", "content", "reasoning"),
     [
-        ("<think>\nHm.\n</think>\n\nYes.", False, "Yes.", "\nHm.\n"),
-        ("Hm.</think>\n\nYes.", True, "Yes.", "Hm."),
+        ("<think>\nHm.\n</think>\n\nYes.", False, "Yes.", "\nHm.\n"), ("Hm.</think>\n\nYes.", True, "Yes.", "Hm."),
         ("Hm. 3 < 4 </thin", True, "", "Hm. 3 < 4 </thin"),
         ("<thinking> is a word", False, "<thinking> is a word", ""),
-        ("No tags <think> here", False, "No tags <think> here", ""),
-        ("<th", False, "<th", ""),
-        ("", False, "", ""),
+        ("No tags <think> here", False, "No tags <think> here", ""), ("<th", False, "<th", ""), ("", False, "", ""),
     ],
-)
+)  # fmt: skip
 def test_reasoning_is_apart(text: str, inside: bool, content: str, reasoning: str) -> None:
     assert read(lambda: parser(inside=inside), text) == (content, reasoning, [])
 
@@ -164,16 +161,9 @@ BEGINNINGS = {
 def test_twice_the_text_takes_twice_the_time(piece: str) -> None:
     """Measured again where something else took time; four times as much would be quadratic."""
     makes = [
-        *(
-            (partial(calls_of, each.begin, SCHEMAS), start)
-            for each, starts in BEGINNINGS.items()
-            for start in starts
-        ),
-        (BareCalls, ""),
-        (BareCalls, '{"name": "'),
-        (partial(Think, False), ""),
-        (partial(Think, True), ""),
-    ]
+        *((partial(calls_of, each.begin, SCHEMAS), start) for each, starts in BEGINNINGS.items() for start in starts),
+        (BareCalls, ""), (BareCalls, '{"name": "'), (partial(Think, False), ""), (partial(Think, True), ""),
+    ]  # fmt: skip
     for make, start in makes:
         for _ in range(6):
             size = 20_000 // len(HOSTILE[piece])
@@ -217,13 +207,10 @@ CUT_TAGS = {
     '<tool_call>\n{"name": "get", "arguments": {"city": "Bo': ("get", '{"city": "Bo'),
     '<tool_call>\n{"name": "get", "arguments": {"city": "B"}}\n</tool': ("get", '{"city": "B"}'),
     '<tool_call>\n{"name": "get", "arguments": {"city": "B"}': ("get", '{"city": "B"}'),
-    '<tool_call>\n{"name": "get", "arg': ("get", ""),
-    '<tool_call>\n{"name": "ge': None,
-    "<tool_call>": None,
-    "<tool_c": None,
-    "<tool_call>\n<function=get>\n<parameter=city>\nBo": ("get", '{"city": "Bo"'),
+    '<tool_call>\n{"name": "get", "arg': ("get", ""), '<tool_call>\n{"name": "ge': None, "<tool_call>": None,
+    "<tool_c": None, "<tool_call>\n<function=get>\n<parameter=city>\nBo": ("get", '{"city": "Bo"'),
     "<tool_call>\n<function=ge": None,
-}
+}  # fmt: skip
 CUT_OBJECTS = {
     '{"name": "get", "parameters": {"city": "Bo': ("get", '{"city": "Bo'),
     '<|python_tag|>{"name": "get", "par': ("get", ""),
@@ -255,13 +242,10 @@ def test_a_call_that_is_cut_is_given_as_far_as_it_goes_and_is_no_content(
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        (TAG.begin, "3 <"),
-        (TAG.begin, "Let me se"),
-        ("python_tag", '{"city": "Bo'),
-        ("python_tag", '{"name": "Alice", "age": 3'),
-        ("python_tag", "{ is a bra"),
+        (TAG.begin, "3 <"), (TAG.begin, "Let me se"), ("python_tag", '{"city": "Bo'),
+        ("python_tag", '{"name": "Alice", "age": 3'), ("python_tag", "{ is a bra"),
     ],
-)
+)  # fmt: skip
 def test_content_that_is_cut_is_whole_and_no_call(kind: str, text: str) -> None:
     made = parser(kind)
     parts = [*made.push(text, []), *made.finish(cut=True)]
@@ -305,11 +289,8 @@ def test_the_template_says_how_a_family_calls() -> None:
     assert {template: notation_of(template) for template in notations} == notations
     assert type(calls_of("<tool_call>", None)) is Stage
     assert [has_special_marks(t) for t in ("<channel|>", "[THINK]", "<think>", "<|channel|>")] == [
-        True,
-        True,
-        False,
-        False,
-    ]
+        True, True, False, False,
+    ]  # fmt: skip
 
 
 def thinking(template: str, inside: bool = False) -> object:
