@@ -7,10 +7,7 @@ memory that is linear in the text. Each request has an automaton of its own, so 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from weakref import WeakKeyDictionary
-
-from dflash_trt.decoding.request import Request
+from collections.abc import Iterable
 
 
 class Lookup:
@@ -77,27 +74,3 @@ class Lookup:
             following[place][token] = state
             place = link[place]
         return state
-
-
-class Lookups:
-    """The automata of the running requests. They vanish with their requests."""
-
-    def __init__(self) -> None:
-        self._of = WeakKeyDictionary[Request, Lookup]()
-
-    def find(self, active: Sequence[Request], most: int) -> dict[int, tuple[list[int], int]]:
-        """By slot, of the requests that take such drafts: what `Lookup.find` gives after their newest token."""
-        if len(self._of) > len(active):
-            for request in [each for each in self._of if each not in active]:
-                del self._of[request]
-        found = {}
-        for slot, request in enumerate(active):
-            if request.takes_drafts and request.options.takes_lookup:
-                lookup = self._of.get(request)
-                if lookup is None:
-                    lookup = self._of[request] = Lookup(request.prompt)
-                lookup.extend(request.output[len(lookup.text) - len(request.prompt) :])
-                copied = lookup.find(most)
-                if copied[1]:
-                    found[slot] = copied
-        return found

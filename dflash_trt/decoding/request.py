@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dflash_trt.decoding.length.odds import Own
+from dflash_trt.decoding.lookup import Lookup
 from dflash_trt.decoding.output import StopChecker
 from dflash_trt.decoding.params import FinishReason, RequestOptions, SamplingParams
 from dflash_trt.decoding.results import Chunk, Completion, Statistics, TopLogprobs
@@ -33,6 +35,8 @@ class Request:
     takes_drafter: bool = field(init=False)
     block_length: int | None = field(init=False)  # its most tokens in a round; None: no own limit
     structured: bool = field(init=False)  # its text must have a form
+    own: Own = field(init=False)  # what its drafts differ by
+    lookup: Lookup | None = None  # the automaton of its text, while it runs
     cancelled: bool = False
     sound: bool = True  # False: it ended with numbers that are not finite, and its slot may hold such numbers
     fitting: int | None = None  # nodes of this round's draft that fit its structure; None: all
@@ -53,11 +57,21 @@ class Request:
         self.takes_drafts, self.block_length = self.options.speculate, self.options.block_length
         self.takes_drafter = self.takes_drafts and self.options.takes_drafter
         self.structured = self.history is not None and self.history.structure is not None
+        self.own = Own(min(self.params.temperature, 2.0))
 
     @property
     def anchor(self) -> int:
         """The newest token: decided, but in no cache yet."""
         return self.output[-1]
+
+    def copied(self, most: int) -> tuple[list[int], int]:
+        """Up to `most` tokens that its own text proposes after the anchor, and the length of the match, or 0."""
+        if not (self.takes_drafts and self.options.takes_lookup):
+            return [], 0
+        if self.lookup is None:
+            self.lookup = Lookup(self.prompt)
+        self.lookup.extend(self.output[len(self.lookup.text) - len(self.prompt) :])
+        return self.lookup.find(most)
 
     def own_length(self, length: int) -> int:
         """The number of tokens of its block that count in a round that verifies `length`, including the anchor."""

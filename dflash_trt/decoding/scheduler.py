@@ -296,6 +296,7 @@ class Scheduler:
 
     def _keep(self, ended: Request) -> None:
         """Keep the rows of an ended request for others, if they are finite."""
+        ended.lookup = None
         if ended.sound:
             self.slots.keep(ended)
         else:

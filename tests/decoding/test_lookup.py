@@ -14,7 +14,7 @@ from dflash_trt.decoding.length.odds import Odds, Own
 from dflash_trt.decoding.length.policy import FixedLength
 from dflash_trt.decoding.length.times import PassTimes
 from dflash_trt.decoding.length.trees import FixedCopies, Tree
-from dflash_trt.decoding.lookup import Lookup, Lookups
+from dflash_trt.decoding.lookup import Lookup
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.request import Request
 from tests.doubles.fake_engines import BLOCK, Pool, StateTarget, WindowTarget, expected, request
@@ -100,30 +100,31 @@ def test_any_mix_of_sources_gives_the_tokens_of_plain_decoding(target: Any, seed
 
 
 def test_a_request_sees_its_own_text_only() -> None:
-    """Two requests with the same beginning, of which one has the continuation in its prompt. Nothing is left of it."""
-    lookups = Lookups()
+    """Two requests with the same beginning, of which one has the continuation in its prompt."""
     beside = request([1, 2, 3, 4, 5, 6, 1, 2, 3], SamplingParams())
     alone = request([1, 2, 3], SamplingParams())
     refusing = [
         request(beside.prompt, SamplingParams(), draft=False),
         request(beside.prompt, SamplingParams(), draft_source="drafter"),
     ]
-    for active in ([beside, alone, *refusing], [alone, beside], [alone]):
-        expected_of = {slot: ([4, 5], 3) for slot, each in enumerate(active) if each is beside}
-        assert lookups.find(active, 2) == expected_of
-    assert list(lookups._of) == [alone]
+    assert beside.copied(2) == ([4, 5], 3)
+    assert [each.copied(2) for each in (alone, *refusing)] == [([], 0)] * 3
 
 
 def test_the_odds_follow_the_length_of_a_match() -> None:
     """Long matches are mostly right here and short ones are not. The first of them are known from the start."""
     odds, own = Odds(3), Own(0.0)
-    assert odds.copied(own, 1) < odds.copied(own, 3) < odds.copied(own, 12)
+
+    def right(match: int) -> float:
+        return odds.chance(own, odds.copied(own, match))
+
+    assert right(1) < right(3) < right(12)
     rng = random.Random(0)
     for _ in range(300):
         for match, chance in ((1, 0.05), (4, 0.6), (16, 0.97)):
-            odds.learn_copied(own, match, rng.random() < chance)
+            odds.judged(own, odds.copied(own, match), rng.random() < chance)
     for match, chance in ((1, 0.05), (4, 0.6), (16, 0.97)):
-        assert odds.copied(own, match) == pytest.approx(chance, abs=0.15)
+        assert right(match) == pytest.approx(chance, abs=0.15)
 
 
 def test_a_tree_of_both_sources_has_no_node_twice() -> None:

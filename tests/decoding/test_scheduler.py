@@ -195,9 +195,9 @@ def test_one_batch_may_have_requests_that_draft_and_others_that_do_not(spare: in
         assert (each.statistics.num_drafts > 0) == each.takes_drafts
     assert max(each.statistics.mean_acceptance_length for each in requests) > 2
     # The policy learns from the requests that draft, and from the time of all.
-    mixed = next(seen for seen in lengths.rounds if seen.batch == 3)
+    mixed = next(seen for seen in lengths.rounds if len(seen.active) == 3)
     assert len(mixed.judged) == 2
-    alone = [seen for seen in lengths.rounds if seen.batch == 1 and not seen.judged]
+    alone = [seen for seen in lengths.rounds if len(seen.active) == 1 and not seen.judged]
     assert all(seen.drafted == seen.verified == 1 for seen in alone)
 
 

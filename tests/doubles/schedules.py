@@ -29,7 +29,7 @@ class Lengths:
         return draft
 
     def observe(self, done: RoundDone) -> None:
-        assert len(done.judged) == len(done.decided) <= done.batch
+        assert len(done.judged) == len(done.decided) <= len(done.active)
         assert all(1 <= len(tokens) <= done.verified for tokens in done.decided)
         self.rounds.append(done)
 

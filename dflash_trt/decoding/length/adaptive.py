@@ -19,22 +19,16 @@ Times and chances of lengths that are not in use grow old. So a share of the tim
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
-from weakref import WeakKeyDictionary
-
-import numpy as np
+from itertools import zip_longest
 
 from dflash_trt.decoding.draft import Draft
-from dflash_trt.decoding.length.odds import IDLE, Expected, Odds, Own
+from dflash_trt.decoding.length.odds import IDLE, Expected, Odds, Said, Tokens
 from dflash_trt.decoding.length.policy import RoundDone
 from dflash_trt.decoding.length.times import LAST, PassTimes, Stalls, quarter_up
-from dflash_trt.decoding.length.trees import Tree, joined, learn_ranks
-from dflash_trt.decoding.lookup import Lookups
+from dflash_trt.decoding.length.trees import Tree, joined
 from dflash_trt.decoding.request import Request
-
-Array = np.ndarray[Any, Any]
 
 # The most nodes of a tree. Beyond, the measured gains are small.
 MOST_NODES = 32
@@ -47,13 +41,13 @@ _MARGIN = 0.05
 _INTERVAL, _COUNTED = 8, 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Plan:
     """The best length for one batch size, including the anchor, and the next one to try.
 
     seconds, tokens: of a round of that length; beside: its seconds beside the usual time of its passes.
-    verify: the seconds of verifying 1, 2 .. nodes.
-    least: by the nodes so far, the fewest tokens with which a further one can pay.
+    draft, verify: the seconds of passes of 1, 2 .. rows of each request.
+    steps: by the nodes so far, the least seconds of each further one (`PassTimes.steps`).
     """
 
     length: int
@@ -61,23 +55,26 @@ class _Plan:
     seconds: float
     beside: float
     tokens: float
+    draft: list[float]
     verify: list[float]
-    least: list[float]
+    steps: list[float]
 
     @property
     def rate(self) -> float:
         return self.tokens / self.seconds
 
+    def best(self, rate: float, chances: Iterable[Sequence[float]]) -> tuple[int, float]:
+        """The nodes with the largest gain - rate * seconds, and this. chances: that nodes 1, 2 .. are right."""
+        nodes, gain, best = 1, 0.0, -rate * self.verify[0]
+        for place, right in enumerate(chances, 1):
+            gain += sum(right)
+            if (worth := gain - rate * self.verify[place]) > best:
+                nodes, best = place + 1, worth
+        return nodes, best
 
-@dataclass(slots=True)
-class _Seen:
-    """What a request's drafts of this round were: candidates [places][W] and their log-probabilities,
-    and the probability that the first 1, 2 .. best ones are right.
-    """
 
-    tokens: list[list[int]]
-    said: list[list[float]]
-    survival: list[float]
+# A request's drafts of a round, and the probability that the first 1, 2 .. best ones are right.
+_Seen = tuple[Tokens, Said, list[float]]
 
 
 class AdaptiveLength:
@@ -90,17 +87,15 @@ class AdaptiveLength:
         self.block_size = self.most = block_size
         self.draft_times, self.verify_times, self._most_nodes = draft_times, verify_times, most_nodes
         self._odds, self._expected = Odds(block_size - 1), Expected(block_size - 1)
-        self._own = WeakKeyDictionary[Request, Own]()  # of the running requests
-        self._lookups = Lookups()
         # Of this round, by slot: drafts of the drafter; drafts from the text, the length of the match, and the
         # probability that the first 1, 2 .. are right.
         self._seen: dict[int, _Seen] = {}
         self._found: dict[int, tuple[list[int], int, list[float]]] = {}
-        self._rate = 0.0  # tokens per second of recent rounds of as many requests
+        self._rate = 0.0  # tokens per second of recent rounds of the same requests
         self._host = deque[float](maxlen=LAST)  # seconds of recent rounds beside their passes
         self._stalls = Stalls()
         self._plans: dict[int, _Plan] = {}
-        self._tried: dict[int, Array] = {}  # the round in which each length last ran, by batch size
+        self._tried: dict[int, list[int]] = {}  # the round in which each length last ran, by batch size
         self._batch, self._trial = 1, False  # of this round
         self._untimed = False  # whether the trial before had no time for its draft
         self._rounds = self._idle = 0  # rounds in all, and since the last draft
@@ -108,17 +103,13 @@ class AdaptiveLength:
 
     def draft(self, active: Sequence[Request]) -> int:
         """The planned length, or now and then another one on trial; 1 where drafts from the texts promise more."""
-        batch, self._seen = max(1, len(active)), {}
-        if list(self._own) != active:
-            known, self._own = self._own, WeakKeyDictionary()
-            for each in active:
-                self._own[each] = known.get(each) or Own(min(each.params.temperature, 2.0))
-            self._rate = 0.0
-        self._batch = batch
-        self._found = {
-            slot: (tokens, match, self._odds.copies(self._own[active[slot]], match, len(tokens)))
-            for slot, (tokens, match) in self._lookups.find(active, self.block_size - 1).items()
-        }
+        if self._batch != (batch := max(1, len(active))):
+            self._batch, self._rate = batch, 0.0
+        self._seen, self._found = {}, {}
+        for slot, request in enumerate(active):
+            tokens, match = request.copied(self.block_size - 1)
+            if match:
+                self._found[slot] = tokens, match, self._odds.copies(request.own, match, len(tokens))
         plan = self._plan(batch)
         asks = any(request.takes_drafter for request in active)
         self._trial = asks and (self._credit > 0 or self._untimed) and self.verify_times.settled(batch)
@@ -131,18 +122,11 @@ class AdaptiveLength:
     def _copies_pay(self, plan: _Plan) -> bool:
         """Whether drafts from the texts alone promise more tokens for their time than the plan."""
         own = (plan.tokens - self._batch) / self._batch
-        best = rest = float(self._batch)
-        gains = [0.0] * self.block_size
-        for _, _, survival in self._found.values():
-            rest += max(own, sum(survival))
-            for i, right in enumerate(survival):
-                gains[i + 1] += right
-        rest += own * (self._batch - len(self._found))
-        rate, gain, best = max(plan.rate, self._rate), 0.0, -float("inf")
-        for nodes, more in enumerate(gains):
-            gain += more
-            best = max(best, gain - rate * plan.verify[nodes])
-        return self._batch + best - rate * plan.beside > rest - rate * plan.seconds
+        survivals = [survival for _, _, survival in self._found.values()]
+        rest = own * (self._batch - len(survivals)) + sum([max(own, sum(survival)) for survival in survivals])
+        rate = max(plan.rate, self._rate)
+        _, best = plan.best(rate, zip_longest(*survivals, fillvalue=0.0))
+        return best - rate * plan.beside > rest - rate * plan.seconds
 
     def select(self, draft: Draft, active: Sequence[Request], slots: Sequence[int], most: int) -> Draft:
         """As many nodes as are expected to be fastest: the first of each chain, or trees of at most `most` nodes."""
@@ -162,12 +146,8 @@ class AdaptiveLength:
         if wide or self._found:
             return self._trees(plan, draft, active, slots, most)
         rate = plan.rate * len(counted) / len(slots)
-        nodes, best, gain = 1, -rate * plan.verify[0], 0.0
-        for place, right in enumerate(zip(*[each.survival for each in self._seen.values()], strict=True)):
-            gain += sum(right)
-            if gain - rate * plan.verify[place + 1] > best:
-                nodes, best = place + 2, gain - rate * plan.verify[place + 1]
-        return draft.first(nodes)
+        survivals = [survival for _, _, survival in self._seen.values()]
+        return draft.first(plan.best(rate, zip(*survivals, strict=True))[0])
 
     def _trees(
         self, plan: _Plan, draft: Draft, active: Sequence[Request], slots: Sequence[int], most: int
@@ -176,57 +156,49 @@ class AdaptiveLength:
         trees: dict[int, Tree] = {}
         wide = min(most, self._most_nodes) > 1 and draft.nodes > 1
         most = min(most, self._most_nodes, len(plan.verify)) if wide else self.block_size
-        least = [each / len(slots) for each in plan.least]
         for slot in slots:
-            seen = self._seen.get(slot) or _Seen([], [], [])
+            tokens, said, own_survival = self._seen.get(slot, ((), (), []))
             copied, _, survival = self._found.get(slot, ([], 0, []))
             if copied and not wide:
-                if sum(survival) > sum(seen.survival):
-                    seen = _Seen([], [], [])
+                if sum(survival) > sum(own_survival):
+                    tokens, said = (), ()
                 else:
                     copied = []
-            own, anchor = self._own[active[slot]], int(draft.tokens[slot, 0])
-            trees[slot] = Tree(self._odds, own, anchor, seen.tokens, seen.said, copied, survival)
-            trees[slot].grow(most, least)
-        nodes, best, gain = 1, -float("inf"), 0.0
-        for place in range(max(len(tree.chances) for tree in trees.values())):
-            gain += sum([tree.chances[place] for tree in trees.values() if place < len(tree.chances)])
-            if gain - plan.rate * plan.verify[place] > best:
-                nodes, best = place + 1, gain - plan.rate * plan.verify[place]
+            own, anchor = active[slot].own, int(draft.tokens[slot, 0])
+            trees[slot] = Tree(self._odds, own, anchor, tokens, said, copied, survival)
+            trees[slot].grow(most, plan.steps, plan.rate / len(slots))
+        chances = zip_longest(*[tree.chances[1:] for tree in trees.values()], fillvalue=0.0)
+        nodes, _ = plan.best(plan.rate, chances)
         for slot, tree in trees.items():
             tree.grow(nodes)
             active[slot].fitting = min(nodes, len(tree.tokens))
         return joined(draft, trees, nodes) if nodes > 1 else draft.first(1)
 
     def _look(self, draft: Draft, request: Request, slot: int, *, wide: bool) -> _Seen:
-        best: list[float] = draft.logprobs[slot].tolist()
-        survival = self._odds.chain(self._own[request], best)
+        survival = self._odds.chain(request.own, draft.logprobs[slot].tolist())
         if wide and draft.candidates is not None:
-            return _Seen(
-                draft.candidates.tokens[slot].tolist(), draft.candidates.logprobs[slot].tolist(), survival
-            )
-        return _Seen(
-            [[token] for token in draft.tokens[slot, 1:].tolist()], [[each] for each in best], survival
-        )
+            tokens, said = draft.candidates.tokens[slot], draft.candidates.logprobs[slot]
+        else:
+            tokens, said = draft.tokens[slot, 1:, None], draft.logprobs[slot, :, None]
+        return tokens.tolist(), said.tolist(), survival
 
     def observe(self, done: RoundDone) -> None:
         """Learn the times and the acceptance of a round. What a trial cost is taken from the credit."""
-        batch, drafts = max(1, done.batch), done.drafted > 1
+        batch, drafts = max(1, len(done.active)), done.drafted > 1
         plan = self._plan(batch)
-        timed, seconds, usual = self._learn_times(done, batch)
+        timed, seconds, usual = self._learn_times(done, batch, plan)
         survivals = self._survivals(done) if drafts else []
         self._credit = min(self._credit + _SHARE, _CREDIT)
         lost = 0.0
         if self._trial:
             # By its usual time, with what is beside it in a usual round: its own stalls say little.
-            right = sum(sum(survival[: done.verified - 1]) for survival in survivals)
+            right = sum([sum(survival[: done.verified - 1]) for survival in survivals])
             tokens = batch + right * len(done.judged) / max(1, len(survivals))
             lost = (min(usual, seconds) + plan.beside) / plan.seconds - tokens / plan.tokens
             self._credit = max(self._credit - max(0.0, lost), -10 * _CREDIT)
         self._untimed = self._trial and not timed and not self._untimed
-        if (
-            lost >= 0 and not self._untimed and (drafts or done.verified == 1)
-        ):  # a trial that pays or had no time is repeated
+        # A trial that pays or had no time is repeated.
+        if lost >= 0 and not self._untimed and (drafts or done.verified == 1):
             self._tried[batch][done.drafted - 1] = self._rounds
         if drafts:
             self._expected.observe(survivals)
@@ -235,29 +207,34 @@ class AdaptiveLength:
             self._expected.fade(1 - 1 / IDLE, 1 - 1 / IDLE)
             self._idle += 1
         for slot, decided in zip(done.judged, done.decided, strict=True):
-            self._learn_copies(done.active[slot], slot, decided)
+            if slot in self._found:
+                copied, match, _ = self._found[slot]
+                self._odds.learn_copies(done.active[slot].own, match, copied, decided)
         tokens_now, seconds = sum(map(len, done.decided)), seconds + done.host_seconds
         if 0 < seconds < 1e9 and tokens_now:
             self._rate += (tokens_now / seconds - self._rate) * (0.02 if self._rate else 1.0)
         if done.ended:
             self._expected.fade(1.0, 1 - done.ended / batch)
+            self._rate = 0.0
         self._rounds += 1
         if self._trial or self._rounds % _INTERVAL == 0 or self._rounds < _INTERVAL or done.ended:
             self._plans.clear()
         self._trial = False
 
-    def _learn_times(self, done: RoundDone, batch: int) -> tuple[bool, float, float]:
+    def _learn_times(self, done: RoundDone, batch: int, plan: _Plan) -> tuple[bool, float, float]:
         """Whether the round's passes tell usual times, its seconds, and the usual ones."""
-        drafts, draft, verify = done.drafted > 1, self.draft_times, self.verify_times
-        # A drafter that was off also reads the rows committed meanwhile.
-        timed = verify.ran(batch, done.verified) and not (
-            drafts and (self._idle or not draft.ran(batch, done.drafted))
-        )
-        if drafts and not self._idle:
-            draft.observe(batch, done.drafted, done.draft_seconds, self._trial)
-        verify.observe(batch, done.verified, done.verify_seconds, self._trial)
-        seconds = done.verify_seconds + (done.draft_seconds if drafts else 0.0)
-        usual = verify.of(batch, done.verified) + (draft.of(batch, done.drafted) if drafts else 0.0)
+        timed = self.verify_times.observe(batch, done.verified, done.verify_seconds, self._trial)
+        drafts, seconds = done.drafted > 1, done.verify_seconds
+        if drafts:
+            seconds += done.draft_seconds
+            # A drafter that was off also reads the rows committed meanwhile.
+            timed &= not self._idle and self.draft_times.observe(
+                batch, done.drafted, done.draft_seconds, self._trial
+            )
+        verify, draft = plan.verify, plan.draft
+        if self._trial:  # which may have corrected them
+            verify, draft = self.verify_times(batch), self.draft_times(batch)
+        usual = verify[done.verified - 1] + (draft[done.drafted - 1] if drafts else 0.0)
         if timed:
             self._stalls.observe(usual, seconds)
         if 0 <= done.host_seconds < 1e9:
@@ -269,26 +246,17 @@ class AdaptiveLength:
         host did not read what the drafter said. The odds learn from the results.
         """
         judged = dict(zip(done.judged, done.decided, strict=True))
-        for slot, seen in self._seen.items():
+        for slot, (tokens, said, _) in self._seen.items():
             if slot in judged:
-                learn_ranks(self._odds, self._own[done.active[slot]], seen.tokens, seen.said, judged[slot])
+                self._odds.learn(done.active[slot].own, tokens, said, judged[slot])
         if self._seen:
-            return [seen.survival for seen in self._seen.values()]
+            return [survival for _, _, survival in self._seen.values()]
         survivals = []
-        asked = [slot for slot in done.judged if done.active[slot].takes_drafter]
-        for slot in self._some(asked):
+        for slot in self._some([slot for slot in judged if done.active[slot].takes_drafter]):
             pairs = zip(done.proposed.tokens_of(slot)[1:], judged[slot], strict=False)
             right = [float(drafted == token) for drafted, token in pairs]
             survivals.append(right[: right.index(0.0) + 1] if 0.0 in right else right)
         return survivals
-
-    def _learn_copies(self, request: Request, slot: int, decided: Sequence[int]) -> None:
-        """Learn whether what the text proposed was right, verified or not."""
-        copied, match, _ = self._found.get(slot, ([], 0, []))
-        for place, (found, token) in enumerate(zip(copied, decided, strict=False)):
-            self._odds.learn_copied(self._own[request], match + place, found == token)
-            if found != token:
-                return
 
     def _some(self, slots: Sequence[int]) -> Sequence[int]:
         """Those that are counted in this round."""
@@ -301,31 +269,28 @@ class AdaptiveLength:
         return self._plans[batch]
 
     def _make_plan(self, batch: int) -> _Plan:
-        verify, draft = self.verify_times(batch), self.draft_times(batch)[: self.block_size]
-        draft[0] = 0.0  # length 1 has no draft
-        usual = np.minimum.accumulate((draft + verify[: self.block_size])[::-1])[::-1]
-        tokens = batch * np.array(self._expected.tokens())
-        beside = self._stalls(usual) + (quarter_up(self._host) if self._host else 0.0)
-        seconds = usual + beside
-        rates = tokens / seconds
-        best = int(rates.argmax())
+        verify, draft = self.verify_times(batch), self.draft_times(batch)
+        usual = [verify[0], *map(sum, zip(verify[1 : self.block_size], draft[1:], strict=False))]
+        tokens = [batch * each for each in self._expected.tokens()]
+        host = quarter_up(self._host) if self._host else 0.0
+        beside = [stall + host for stall in self._stalls(usual)]
+        seconds = [sum(each) for each in zip(usual, beside, strict=True)]
+        rates = [each / time for each, time in zip(tokens, seconds, strict=True)]
+        best = rates.index(max(rates))
         if rates[best] < (1 + _MARGIN) * rates[0]:
             best = 0
+        tried = self._tried.setdefault(batch, [-1] * self.block_size)
         # Each trial costs about as much in sum: what costs half is tried twice as often.
-        lost = np.maximum(seconds / seconds[best] - tokens / tokens[best], 0) + 0.05
-        if batch not in self._tried:
-            self._tried[batch] = np.full(self.block_size, -1)
-        waiting = (1 + self._rounds - self._tried[batch]) / lost
+        lost = [max(a / seconds[best] - b / tokens[best], 0.0) for a, b in zip(seconds, tokens, strict=True)]
+        waiting = [(1 + self._rounds - last) / (each + 0.05) for last, each in zip(tried, lost, strict=True)]
         waiting[best] = -1.0
-        rate, nodes = float(rates[best]), np.arange(len(verify))
-        each = (verify[None] - verify[:, None]) / np.maximum(nodes[None] - nodes[:, None], 1)
-        each[nodes[None] <= nodes[:, None]] = np.inf
         return _Plan(
             length=best + 1,
-            trial=int(waiting.argmax()) + 1,
-            seconds=float(seconds[best]),
-            beside=float(beside[best]),
-            tokens=float(tokens[best]),
-            verify=verify.tolist(),
-            least=[0.0, *(rate * each.min(axis=1)).tolist()],
+            trial=waiting.index(max(waiting)) + 1,
+            seconds=seconds[best],
+            beside=beside[best],
+            tokens=tokens[best],
+            draft=draft,
+            verify=verify,
+            steps=self.verify_times.steps(batch),
         )

@@ -74,7 +74,7 @@ class Policies:
         except (DFlashError, AttributeError, KeyError, TypeError, ValueError) as error:
             warn_once(_log, f"{self._place}: {error}; times of passes are learned anew")
         verify = PassTimes(rows, kept[1])
-        return PassTimes(rows, kept[0], verify), verify
+        return PassTimes(self.block_size, kept[0], verify), verify
 
 
 def _numbers(values: Any) -> Kept:

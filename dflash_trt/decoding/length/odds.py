@@ -18,7 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import exp, expm1, log
+from operator import mul
 
 # Ranks from here on share an offset.
 FEW_RANKS = 4
@@ -38,6 +40,11 @@ _OF_MATCH = [max(i for i, (least, _) in enumerate(_MATCHES) if least <= max(n, 1
 # for any evidence that no draft renews, and the weight of what is assumed without evidence, in drafts.
 DRAFTED, IDLE, PRIOR = 50, 500, 2.0
 
+Inputs = list[tuple[int, float]]  # columns of the regression, with their values
+# [places][W]: the drafter's candidates of each place, best first, and their log-probabilities.
+Tokens = Sequence[Sequence[int]]
+Said = Sequence[Sequence[float]]
+
 
 @dataclass(slots=True)
 class Own:
@@ -56,7 +63,6 @@ class Odds:
         self._drafter = self._off + 1  # all, temperature, log-odds
         self._match = self._drafter + 3
         self._lookup = self._match + len(_MATCHES)  # all, temperature
-        self._last_place = drafts - 1
         size = self._lookup + 2
         self._w, self._most = [0.0] * size, [_EACH**2] * size
         for column in (self._drafter, self._lookup):
@@ -65,87 +71,84 @@ class Odds:
         self._w[self._match : self._lookup] = [begin for _, begin in _MATCHES]
         self._v = list(self._most)
 
-    def drafted(self, own: Own, place: int, x: float, rank: int = 0, off: bool = False) -> float:
-        """The probability of the drafter's candidate with log-odds x."""
-        w, drafter = self._w, self._drafter
-        z = (
-            w[place if place < self._rank else self._last_place]
-            + w[drafter]
-            + own.offset
-            + x * w[drafter + 2]
-        )
+    def drafted(self, own: Own, place: int, x: float, rank: int = 0, off: bool = False) -> Inputs:
+        """The inputs of the drafter's candidate with log-odds x."""
+        inputs = [(place, 1.0), (self._drafter, 1.0), (self._drafter + 2, x)]
         if own.temperature:
-            z += own.temperature * w[drafter + 1]
-        if rank:
-            z += w[self._rank + (rank if rank < FEW_RANKS else FEW_RANKS - 1)]
-        if off:
-            z += w[self._off]
-        return 1 / (1 + exp(-z)) if z > -50 else 0.0
-
-    def copied(self, own: Own, match: int) -> float:
-        """The probability of a token from the text after a match of so many tokens."""
-        w, lookup = self._w, self._lookup
-        return _logistic(
-            w[self._match + _OF_MATCH[min(match, 16)]]
-            + w[lookup]
-            + own.temperature * w[lookup + 1]
-            + own.offset
-        )
-
-    def chain(self, own: Own, said: Sequence[float]) -> list[float]:
-        """The probability that the first 1, 2 .. drafts of a chain with these log-probabilities are right."""
-        survival, right = 1.0, list[float]()
-        for place, logprob in enumerate(said):
-            survival *= self.drafted(own, place, log_odds(logprob))
-            right.append(survival)
-        return right
-
-    def copies(self, own: Own, match: int, drafts: int) -> list[float]:
-        """The probability that the first 1, 2 .. tokens from the text after a match are right. Each right one makes the
-        match longer.
-        """
-        survival, right = 1.0, list[float]()
-        for place in range(drafts):
-            survival *= self.copied(own, match + place)
-            right.append(survival)
-        return right
-
-    def learn_drafted(
-        self, own: Own, place: int, x: float, right: bool, rank: int = 0, off: bool = False
-    ) -> None:
-        """A candidate was right, or another token in its place was."""
-        inputs = [(min(place, self._last_place), 1.0), (self._drafter, 1.0), (self._drafter + 2, x)]
+            inputs.append((self._drafter + 1, own.temperature))
         if rank:
             inputs.append((self._rank + min(rank, FEW_RANKS - 1), 1.0))
         if off:
             inputs.append((self._off, 1.0))
-        if own.temperature:
-            inputs.append((self._drafter + 1, own.temperature))
-        self._learn(own, inputs, self.drafted(own, place, x, rank, off), right)
+        return inputs
 
-    def learn_copied(self, own: Own, match: int, right: bool) -> None:
-        """A token after a match was right, or another one."""
+    def copied(self, own: Own, match: int) -> Inputs:
+        """The inputs of a token from the text after a match of so many tokens."""
         inputs = [(self._match + _OF_MATCH[min(match, 16)], 1.0), (self._lookup, 1.0)]
-        if own.temperature:
-            inputs.append((self._lookup + 1, own.temperature))
-        self._learn(own, inputs, self.copied(own, match), right)
+        return [*inputs, (self._lookup + 1, own.temperature)] if own.temperature else inputs
 
-    def _learn(self, own: Own, inputs: list[tuple[int, float]], p: float, right: bool) -> None:
-        w, v, most = self._w, self._v, self._most
+    def chance(self, own: Own, inputs: Inputs) -> float:
+        """The probability that a draft with these inputs is right."""
+        w, z = self._w, own.offset
+        for column, value in inputs:
+            z += w[column] * value
+        return 1 / (1 + exp(-z)) if z > -50 else 0.0
+
+    def chain(self, own: Own, said: Sequence[float]) -> list[float]:
+        """The probability that the first 1, 2 .. drafts of a chain with these log-probabilities are right."""
+        w, slope, survival = self._w, self._w[self._drafter + 2], 1.0
+        of_all = w[self._drafter] + own.offset + own.temperature * w[self._drafter + 1]
+        right: list[float] = []
+        for place, logprob in enumerate(said):
+            z = of_all + w[place] + slope * log_odds(logprob)
+            survival *= 1 / (1 + exp(-z)) if z > -50 else 0.0
+            right.append(survival)
+        return right
+
+    def copies(self, own: Own, match: int, drafts: int) -> list[float]:
+        """The same of tokens from the text after a match, which each right one makes longer."""
+        chances = [self.chance(own, self.copied(own, match + place)) for place in range(drafts)]
+        return [*accumulate(chances, mul)]
+
+    def learn(self, own: Own, tokens: Tokens, said: Said, decided: Sequence[int]) -> None:
+        """Learn which candidates were right. Those after a token that is none were computed for another history."""
+        off = False
+        for place, token in enumerate(decided[: len(tokens)]):
+            mass = 0.0
+            for rank, candidate in enumerate(tokens[place]):
+                logprob, right = said[place][rank], candidate == token
+                if rank < FEW_RANKS:  # they say enough
+                    self.judged(own, self.drafted(own, place, relative(logprob, mass), rank, off), right)
+                if right:
+                    break
+                mass += exp(min(logprob, 0.0))
+            else:
+                return
+            off = off or rank > 0
+
+    def learn_copies(self, own: Own, match: int, copied: Sequence[int], decided: Sequence[int]) -> None:
+        """Learn which tokens from the text after a match were right."""
+        for place, (found, token) in enumerate(zip(copied, decided, strict=False)):
+            self.judged(own, self.copied(own, match + place), found == token)
+            if found != token:
+                return
+
+    def judged(self, own: Own, inputs: Inputs, right: bool) -> None:
+        """Learn that a draft with these inputs was right, or another token in its place was."""
+        w, v, most, p = self._w, self._v, self._most, self.chance(own, inputs)
         certainty = p * (1 - p) if 0.02 < p < 0.98 else 0.02
         total = own.variance + 1 / certainty
         for column, value in inputs:
             variance = v[column] * (1 + _FORGETS)
             v[column] = variance = variance if variance < most[column] else most[column]
             total += variance * value * value
-        wrong = (right - p) / certainty
+        wrong = (right - p) / (certainty * total)
         for column, value in inputs:
-            gain = v[column] * value / total
+            gain = v[column] * value
             w[column] += gain * wrong
-            v[column] *= 1 - gain * value
-        gain = own.variance / total
-        own.offset += gain * wrong
-        own.variance = min(own.variance * (1 - gain) + _FORGETS, _OWN**2)
+            v[column] -= gain * gain / total
+        own.offset += own.variance * wrong
+        own.variance = min(own.variance * (1 - own.variance / total) + _FORGETS, _OWN**2)
 
 
 class Expected:
@@ -157,29 +160,31 @@ class Expected:
     def __init__(self, drafts: int) -> None:
         # For each place: probabilities of drafts and of those before them, of all requests, then of the running ones.
         self._counts = [[0.0] * 4 for _ in range(drafts)]
+        self._new, self._rounds = [[0.0, 0.0] for _ in range(drafts)], 0  # of rounds that are not counted yet
 
     def observe(self, requests: Sequence[Sequence[float]]) -> None:
         """For each request the probability that its first 1, 2 .. drafts are right."""
-        self.fade(1 - 1 / IDLE, 1 - 1 / DRAFTED)
+        self._rounds += 1
         for survival in requests:
             before = 1.0
-            for counts, right in zip(self._counts, survival, strict=False):
-                counts[0] += right
-                counts[1] += before
-                counts[2] += right
-                counts[3] += before
+            for new, right in zip(self._new, survival, strict=False):
+                new[0] += right
+                new[1] += before
                 before = right
 
     def fade(self, of_all: float, of_running: float) -> None:
         """Let only these shares of the evidence remain."""
-        for counts in self._counts:
-            counts[0] *= of_all
-            counts[1] *= of_all
-            counts[2] *= of_running
-            counts[3] *= of_running
+        kept, own_kept = (1 - 1 / IDLE) ** self._rounds, (1 - 1 / DRAFTED) ** self._rounds
+        for counts, (right, before) in zip(self._counts, self._new, strict=True):
+            counts[0] = (counts[0] * kept + right) * of_all
+            counts[1] = (counts[1] * kept + before) * of_all
+            counts[2] = (counts[2] * own_kept + right) * of_running
+            counts[3] = (counts[3] * own_kept + before) * of_running
+        self._new, self._rounds = [[0.0, 0.0] for _ in self._new], 0
 
     def tokens(self) -> list[float]:
         """The expected tokens of a request, for lengths 1, 2 .. A place without evidence is as the one before it."""
+        self.fade(1.0, 1.0)
         tokens, survival, usual = [1.0], 1.0, 0.7
         for right, before, own_right, own_before in self._counts:
             usual = (right + PRIOR * usual) / (before + PRIOR)
@@ -188,10 +193,13 @@ class Expected:
         return tokens
 
 
+def relative(logprob: float, mass: float) -> float:
+    """The log-odds of a candidate if its better siblings, with this mass, are wrong."""
+    return log_odds(logprob - log(max(1 - mass, 1e-9)) if mass else logprob)
+
+
 def log_odds(logprob: float) -> float:
     """Clipped log-odds of a log-probability. One that is not a number counts as that of a wrong draft."""
-    return -log(expm1(-(min(logprob, _MOST) if logprob > _LEAST else _LEAST)))
-
-
-def _logistic(z: float) -> float:
-    return 1 / (1 + exp(-z)) if z > -50 else 0.0
+    if _LEAST < logprob < _MOST:
+        return -log(expm1(-logprob))
+    return _CERTAIN if logprob >= _MOST else -_CERTAIN

@@ -34,11 +34,6 @@ class RoundDone:
     ended: int = 0
 
     @property
-    def batch(self) -> int:
-        """The number of its requests."""
-        return len(self.active)
-
-    @property
     def drafted(self) -> int:
         """The tokens of the drafter's chains, including the anchor; 1 if it was not asked."""
         return self.proposed.nodes

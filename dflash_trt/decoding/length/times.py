@@ -11,12 +11,11 @@ as one.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
-
-Array = np.ndarray[Any, Any]
 
 # The passes that a scale or factor rests on.
 LAST = 16
@@ -44,61 +43,65 @@ class PassTimes:
         """most: the most rows of a sequence. kept: seconds of an earlier process. target: for a drafter, the times of
         its target, which tell of its own before any was timed.
         """
-        self._most, self._target = most, target
+        self._most, self._rows, self._target = most, np.arange(1, most + 1), target
         self._followed: dict[int, _Followed] = {}
         self._ran = set[tuple[int, int]]()
         for batch, seconds in (kept or {}).items():
-            followed = self._followed[_power(batch)] = _Followed()
-            least = min(seconds)
-            followed.scale = seconds[least] / self._default(batch, least)
-            for rows, each in seconds.items():
-                followed.factors[rows] = each / self._default(batch, rows) / followed.scale
+            ratios = {rows: each / self._default(batch, rows) for rows, each in seconds.items()}
+            scale = ratios[min(ratios)]
+            self._followed[_power(batch)] = _Followed(scale, {n: each / scale for n, each in ratios.items()})
 
-    def __call__(self, batch: int) -> Array:
+    def __call__(self, batch: int) -> list[float]:
         """Seconds of passes over `batch` sequences of 1, 2 .. rows. Fewer rows take no longer than more, and what was
         observed corrects what was not.
         """
-        followed, rows = self._of(batch), np.arange(1, self._most + 1)
-        seconds = self._default(batch, rows) * followed.scale
-        if factors := followed.factors:
-            known = sorted(factors)
-            seconds = seconds * np.interp(rows, known, [factors[n] for n in known])
-        observed = np.isin(rows, list(followed.own))
-        least = np.minimum.accumulate(np.where(observed, seconds, np.inf)[::-1])[::-1]
-        floor = np.maximum.accumulate(np.where(observed, least, 0.0))
-        corrected: Array = np.minimum(np.maximum(seconds, floor), least)
-        return np.minimum.accumulate(corrected[::-1])[::-1]
-
-    def of(self, batch: int, rows: int) -> float:
-        """Usual seconds of one pass."""
         followed = self._of(batch)
-        return float(self._default(batch, rows)) * followed.scale * followed.between(rows)
+        scale = followed.scale
+        return [scale * each for each in self._shape(followed, batch)[0]]
+
+    def steps(self, batch: int) -> list[float]:
+        """By rows so far: the seconds that each further row takes at least, where as many are added as is cheapest."""
+        followed = self._of(batch)
+        scale = followed.scale
+        return [scale * each for each in self._shape(followed, batch)[1]]
+
+    def _shape(self, followed: _Followed, batch: int) -> tuple[list[float], list[float]]:
+        """The seconds and the steps in a scale of 1."""
+        if batch not in followed.shapes:
+            seconds = self._default(batch, self._rows) * followed.between(self._rows)
+            observed = np.isin(self._rows, list(followed.own))
+            least = np.minimum.accumulate(np.where(observed, seconds, np.inf)[::-1])[::-1]
+            floor = np.maximum.accumulate(np.where(observed, least, 0.0))
+            seconds = np.minimum.accumulate(np.clip(seconds, floor, least)[::-1])[::-1]
+            more = self._rows - self._rows[:, None]
+            steps = np.where(more > 0, seconds - seconds[:, None], np.inf) / np.maximum(more, 1)
+            followed.shapes[batch] = seconds.tolist(), steps.min(axis=1).tolist()
+        return followed.shapes[batch]
 
     def settled(self, batch: int) -> bool:
         """Whether enough passes have told the scale for factors to be learned."""
         return len(self._of(batch).recent) == LAST
 
-    def ran(self, batch: int, rows: int) -> bool:
-        """Whether such a pass ran before: engines prepare a size when it first comes."""
-        return (batch, rows) in self._ran
-
-    def observe(self, batch: int, rows: int, seconds: float, trial: bool) -> None:
-        """Learn from a pass. The first one of its size and impossible times are ignored.
+    def observe(self, batch: int, rows: int, seconds: float, trial: bool) -> bool:
+        """Learn from a pass. Times that are impossible are ignored, and so is the first one of its size, because
+        engines prepare a size when it first comes. Returns whether it was not the first.
 
         trial: whether its length was not the one in use.
         """
-        if not self.ran(batch, rows):
+        if (batch, rows) not in self._ran:
             self._ran.add((batch, rows))
-        elif 1e-9 < seconds < 1e9:
+            return False
+        if 1e-9 < seconds < 1e9:
             followed = self._of(batch)
             self._followed[_power(batch)] = followed
             followed.observe(rows, seconds / self._default(batch, rows), trial)
+        return True
 
     def kept(self) -> dict[int, dict[int, float]]:
         """What was learned, for `kept` of a later process."""
         return {
-            batch: {n: self.of(batch, n) for n in sorted(followed.factors)}
-            for batch, followed in sorted(self._followed.items())
+            batch: {n: each.scale * f * self._default(batch, n) for n, f in sorted(each.factors.items())}
+            for batch, each in sorted(self._followed.items())
         }
 
     @staticmethod
@@ -110,45 +113,50 @@ class PassTimes:
         power = _power(batch)
         if power in self._followed:
             return self._followed[power]
-        alike = _Followed()
         if self._followed:
             nearest = self._followed[min(self._followed, key=lambda each: abs(np.log2(each / power)))]
-            alike.scale = nearest.scale
-            alike.factors = dict(nearest.factors)
-        elif self._target is not None:
-            alike.scale = _DRAFTER * self._target.of(batch, 1) / self._default(batch, 1)
-        return alike
+            return _Followed(nearest.scale, nearest.factors)
+        if self._target is not None:
+            return _Followed(_DRAFTER * self._target(batch)[0] / self._default(batch, 1))
+        return _Followed()
 
 
 class _Followed:
     """The scale and the factors of one batch size."""
 
-    def __init__(self) -> None:
-        self.scale, self.recent = 1.0, deque[float](maxlen=LAST)
+    def __init__(self, scale: float = 1.0, factors: Mapping[int, float] | None = None) -> None:
+        self._begin, self.recent = scale, deque[float](maxlen=LAST)
         self.own: dict[int, deque[float]] = {}
         # Of the number of rows. Those without an own time come from elsewhere, until there is one.
-        self.factors: dict[int, float] = {}
+        self.factors = dict(factors or {})
+        self.shapes: dict[int, tuple[list[float], list[float]]] = {}  # by batch size, while factors stay
 
-    def between(self, rows: int) -> float:
+    @property
+    def scale(self) -> float:
+        """Of recent passes, or as they began."""
+        return quarter_up(self.recent) if self.recent else self._begin
+
+    def between(self, rows: Any) -> Any:
         """The factor of so many rows, from those of the nearest known ones."""
-        if rows in self.factors or not self.factors:
-            return self.factors.get(rows, 1.0)
-        known = sorted(self.factors)
-        return float(np.interp(rows, known, [self.factors[n] for n in known]))
+        known = sorted(self.factors) or [1]
+        return np.interp(rows, known, [self.factors.get(n, 1.0) for n in known])
 
     def observe(self, rows: int, ratio: float, trial: bool) -> None:
         """ratio: a pass's time, relative to the default."""
         if not self.recent:
-            self.scale = ratio / self.between(rows)
-        own = self.own.setdefault(rows, deque(maxlen=LAST))
-        if trial or not own or (len(self.recent) == LAST and len(own) < LAST):
+            self._begin = ratio / float(self.between(rows))
+        own = self.own.get(rows)
+        if trial or not own or (len(own) < LAST == len(self.recent)):
+            own = self.own.setdefault(rows, deque(maxlen=LAST))
             own.append(ratio / self.scale)
-            self.factors[rows] = quarter_up(own)
+            if (factor := quarter_up(own)) != self.factors.get(rows) or len(own) == 1:
+                self.factors[rows] = factor
+                self.shapes.clear()
         if not trial:
             self.recent.append(ratio / self.factors[rows])
-            self.scale = quarter_up(self.recent)
 
 
+@cache
 def _power(batch: int) -> int:
     """The nearest power of two."""
     below = 1 << (max(1, batch).bit_length() - 1)
@@ -164,25 +172,24 @@ class Stalls:
 
     def __init__(self) -> None:
         # Over recent rounds: their number, and sums of usual times u and stalls s: u, s, u*u, u*s, s*s.
-        self._sums: tuple[float, ...] = (0.0,) * 6
+        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
     def observe(self, u: float, seconds: float) -> None:
         """A round whose usual passes take u seconds took `seconds`."""
         if 1e-9 < u < 1e9 and seconds == seconds:
-            s = min(max(seconds - u, -u), _LONGEST * u)
-            new = (1.0, u, s, u * u, u * s, s * s)
-            self._sums = tuple((1 - 1 / _ROUNDS) * a + b for a, b in zip(self._sums, new, strict=True))
+            s, k = min(max(seconds - u, -u), _LONGEST * u), 1 - 1 / _ROUNDS
+            n, a, b, uu, us, ss = self._sums
+            self._sums = (k * n + 1, k * a + u, k * b + s, k * uu + u * u, k * us + u * s, k * ss + s * s)
 
-    def __call__(self, usual: Array) -> Array:
+    def __call__(self, usual: Sequence[float]) -> list[float]:
         """The mean stall of rounds whose usual passes take so many seconds."""
         n, u, s, uu, us, ss = self._sums
         if s <= 0:
-            return np.zeros_like(usual)
+            return [0.0] * len(usual)
         u, s = u / n, s / n
         most, noise = s / u, (ss / n - s * s) / n
         slope = ((us / n - u * s) + 2 * noise / most) / (
             (uu / n - u * u) + 4 * noise / most**2 + 1e-12 * u * u
         )
         slope = min(max(slope, 0.0), most)
-        expected: Array = n / (n + _FEW) * (s + slope * (usual - u))
-        return expected
+        return [n / (n + _FEW) * (s + slope * (each - u)) for each in usual]

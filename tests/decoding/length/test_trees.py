@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from dflash_trt.decoding.draft import Candidates, Draft
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
-from dflash_trt.decoding.length.odds import Odds, Own
+from dflash_trt.decoding.length.odds import Inputs, Odds, Own
 from dflash_trt.decoding.length.policy import FixedLength
 from dflash_trt.decoding.length.times import PassTimes
-from dflash_trt.decoding.length.trees import FixedTrees, Tree, learn_ranks
+from dflash_trt.decoding.length.trees import FixedTrees, Tree
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.request import Request
 from tests.doubles.fake_engines import BLOCK, VOCAB, Pool, expected, request
@@ -36,9 +36,10 @@ def tables(draw: st.DrawFn) -> np.ndarray:
 class Calibrated(Odds):
     """Trusts the drafter: a candidate after wrong better ones has its share of what they leave."""
 
-    def drafted(self, own: Own, place: int, x: float, rank: int = 0, off: bool = False) -> float:
+    def chance(self, own: Own, inputs: Inputs) -> float:
+        (_, x), *rest = inputs[2:]
         chance = 1 / (1 + np.exp(-x))
-        return float(chance / 2 if off else chance)
+        return float(chance / 2 if (self._off, 1.0) in rest else chance)
 
 
 @given(tables(), st.integers(1, 12))
@@ -92,7 +93,7 @@ def test_the_odds_are_learnt_by_place_rank_and_path() -> None:
             chances = (off if left else on)[place]
             decided.append(1 + int(rng.choice(3, p=[*chances, 1 - chances.sum()])))
             left |= decided[-1] > 1
-        learn_ranks(odds, own, tokens, said, decided)
+        odds.learn(own, tokens, said, decided)
     tree = Tree(odds, own, 0, tokens, said)
     tree.grow(99)
     for node in range(1, len(tree.tokens)):
@@ -111,9 +112,11 @@ def test_a_request_whose_drafts_differ_does_not_cost_the_others(sampled: bool) -
     for chance, temperature in ((0.9, 0.0), (0.05, 1.0 if sampled else 0.0)):
         first = Own(temperature)
         for _ in range(200 if chance > 0.5 else 8):
-            odds.learn_drafted(first, 0, 1.0, bool(rng.random() < chance))
-        assert abs(odds.drafted(first, 0, 1.0) - chance) < (0.15 if chance > 0.5 else 0.35)
-    assert odds.drafted(Own(0.0), 0, 1.0) > 0.6
+            odds.judged(first, odds.drafted(first, 0, 1.0), bool(rng.random() < chance))
+        assert abs(odds.chance(first, odds.drafted(first, 0, 1.0)) - chance) < (
+            0.15 if chance > 0.5 else 0.35
+        )
+    assert odds.chance(Own(0.0), odds.drafted(Own(0.0), 0, 1.0)) > 0.6
 
 
 def candidates(said: np.ndarray) -> Draft:
