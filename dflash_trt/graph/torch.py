@@ -1,8 +1,8 @@
 """The bodies for the engine that runs graphs by torch: standard operators, and a few of its own in the domain `torch`
 (dflash_trt/engines/torch/operators.py).
 
-WriteRows(cache [B,N,C,d], rows [B,N,T,d], places [B,T]) -> cache
-    The cache itself, with the rows in these places.
+WriteRows(cache [B,N,C,d], rows [B,N,T,d], start int64 [B]) -> cache
+    The cache itself, with the rows from cache row start[b] on.
 Attend(q [B,H,S,d], k_cache, v_cache [B,N,C,d], first [B,S], last [B,S], start [B], visible int32 [B,S,S], sinks [H];
        scale) -> y [B,H,S,d]
     Row i sees the cache rows first[i] .. last[i]; of those that the pass wrote, from `start` on, the ones that
@@ -243,8 +243,7 @@ def _own(g: GraphBuilder, name: str, *inputs: ir.Value | None, **attributes: Any
 
 def _written(g: GraphBuilder, cache: ir.Value, rows: ir.Value, start: ir.Value) -> ir.Value:
     """The cache with rows [B,N,T,d] from cache row `start` [B] on."""
-    new = g.arange(g.dim(rows, 2, name="new"))
-    return _own(g, "WriteRows", cache, rows, g.op("Add", g.unsqueeze(start, 1), new, name="places"))
+    return _own(g, "WriteRows", cache, rows, start)
 
 
 def _with_zeros(g: GraphBuilder, weight: ir.Value, term: ir.Value, rows: int) -> ir.Value:

@@ -19,9 +19,11 @@ def attention(
     visible: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     tile: uses.AttentionTile | None = None,
+    by_row: bool = False,
     run: Run = by_triton,
 ) -> torch.Tensor:
-    """q [B, H, S, D] over caches [B, N, C, D], all of one type -> y [B, H, S, D], all contiguous.
+    """q [B, H, S, D] over caches [B, N, C, D], all of one type -> y [B, H, S, D], or with `by_row` [B, S, H, D].
+    All are contiguous.
 
     first, last: int64 [B, S], the range of cache rows that a row sees. start: int64 [B], and visible: int32 [B, S, S],
     the rows that a row sees among those of its pass, in cache rows start .. start+S-1. sinks: [H].
@@ -55,8 +57,8 @@ def attention(
         splits=parts,
         **parted,
     )
-    y = torch.empty_like(q)
+    y = q.new_empty(batch, count, heads, head_dim) if by_row else torch.empty_like(q)
     sink = {} if sinks is None else {"sinks": sinks}
-    use = uses.merge(heads, head_dim, dtype, sinks=bool(sink))
+    use = uses.merge(heads, head_dim, dtype, sinks=bool(sink), by_row=by_row)
     run(use, (rows,), **parted, like=q, **sink, rows=rows, count=count, splits=parts, y=y)
     return y

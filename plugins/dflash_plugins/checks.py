@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dflash_plugins import attention, launch, moe, reference, round_reference, rounds
+from dflash_plugins import attention, launch, layers, moe, reference, round_reference, rounds
 from dflash_plugins import kernel_specs as uses
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.sampling.sampler import sample
@@ -50,6 +50,7 @@ def problems(
         wrong["HiddenStateTap"] = gathered(device, run, taps, hidden)
         wrong |= {"Attention": attended(device, run), "MoE": experts(device, run)}
         wrong["GatedDeltaNet"] = recurrent(device, run)
+        wrong["layers"] = between_products(device, run)
     return wrong
 
 
@@ -148,6 +149,72 @@ def between_passes(
         if not torch.equal(got[name].cpu(), expected[name]):
             return f"`{name}` differs from that of torch's operators"
     return "" if not counters.cpu().any() else "the counters are not zero again"
+
+
+def between_products(device: torch.device | str, run: launch.Run) -> str:
+    """The kernels between a layer's products: rows of two sequences with four query heads and two key heads."""
+    rng, batch, count, size, kv_heads, heads, capacity = np.random.default_rng(0), 2, 3, 64, 2, 4, 9
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.from_numpy(rng.standard_normal(shape)).bfloat16()
+
+    def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6) * weight.double()
+
+    rows = numbers(batch * count, (heads + 2 * kv_heads) * size)
+    norms, angles, start = numbers(2, size), numbers(batch * count, size // 2).double(), [4, 0]
+    caches, weight, router = (
+        numbers(2, batch, kv_heads, capacity, size),
+        numbers(rows.shape[1]),
+        numbers(5, rows.shape[1]),
+    )
+    turns = [angles.cos().bfloat16(), angles.sin().bfloat16()]
+    by_head = rows.double().unflatten(1, (-1, size)).unflatten(0, (batch, count)).transpose(1, 2)
+    q, k, v = by_head.split([heads, kv_heads, kv_heads], 1)
+    cos, sin = (each.double().unflatten(0, (batch, 1, count)) for each in turns)
+    expected = dict[str, torch.Tensor]()
+    for name, x, norm in (("q", q, norms[0]), ("k", k, norms[1])):
+        first, second = normed(x, norm).chunk(2, -1)
+        expected[name] = torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
+    written = caches.double()
+    for b, row in enumerate(start):
+        written[:, b, :, row : row + count] = torch.stack([expected["k"][b], v[b]])
+    total = (rows.double() + rows.double()).bfloat16().double()
+    inner = rows.shape[1] // 2
+    expected |= {
+        "caches": written,
+        "total": total,
+        "normed": normed(total, weight),
+        "logits": rows.double() @ router.double().T,
+    }
+    expected["gated"] = torch.nn.functional.silu(rows[:, :inner].double()) * rows[:, inner:].double()
+    x, q_norm, k_norm, c, s, there, w = (t.to(device) for t in (rows, *norms, *turns, caches, weight))
+    k_cache, v_cache = (part.contiguous() for part in there)
+    got = dict[str, torch.Tensor | None]()
+    got["q"] = layers.place_heads(
+        *(x, count, size, heads),
+        q_norm=q_norm,
+        k_norm=k_norm,
+        cos=c,
+        sin=s,
+        start=torch.tensor(start).to(device),
+        k_cache=k_cache,
+        v_cache=v_cache,
+        epsilon=1e-6,
+        run=run,
+    )
+    got["caches"] = torch.stack([k_cache, v_cache])
+    got["total"], got["normed"] = layers.add_norm(x, x, w, 1e-6, run=run)
+    got["gated"] = layers.gate(x, run=run)
+    got["logits"] = layers.router(x, router.float().to(device), None, run=run)
+    for name, made in got.items():
+        want = expected[name]
+        error = (
+            float((made.cpu().double() - want).abs().max() / want.abs().max()) if made is not None else 1.0
+        )
+        if not error <= 2 * _ROUNDING:
+            return f"`{name}` differs by {error:.3f} of the largest number"
+    return ""
 
 
 def recurrent(device: torch.device | str, run: launch.Run) -> str:

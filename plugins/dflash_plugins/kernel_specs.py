@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field
+from functools import cache, cached_property
 from typing import Any
 
 # The lowest version of PTX that has all instructions, which drivers from CUDA 12.8 on read.
@@ -44,12 +45,12 @@ class Use:
     # Of a thread. None lets the assembler choose.
     most_registers: int | None = None
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Names the kernel among others: 32 hexadecimal digits of all of the above."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:32]
 
-    @property
+    @cached_property
     def launch(self) -> dict[str, Any]:
         """Keyword arguments of a launch by Triton."""
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.most_registers}
@@ -101,11 +102,13 @@ _SAMPLING: Types = dict.fromkeys(("logits", "temperature", "top_p"), "*fp32")
 _SAMPLING |= dict.fromkeys(("seed", "position"), "*i64") | {"rows_per_sequence": "i32"} | _PARTIAL
 
 
+@cache
 def sample_tiles(vocab: int) -> Use:
     """The kernel that sums up each tile of a row's logits."""
     return Use("sampling", "sample_tiles", _SAMPLING, {"VOCAB": vocab})
 
 
+@cache
 def sample_select(vocab: int) -> Use:
     """The kernel that selects a row's token from its tiles."""
     types: Types = _SAMPLING | dict.fromkeys(("reach", "logprob"), "*fp32")
@@ -120,6 +123,7 @@ def sample_select(vocab: int) -> Use:
 ACCEPT_NODES = 64
 
 
+@cache
 def accept_block(*, block_size: int | None = None, mask_token: int = 0, tree: bool = False) -> Use:
     """The acceptance kernel for up to ACCEPT_NODES nodes. Without `block_size` it writes only the accepted count and
     next token.
@@ -136,6 +140,7 @@ def accept_block(*, block_size: int | None = None, mask_token: int = 0, tree: bo
 COMPACT_WORDS = 64
 
 
+@cache
 def compact_rows(nodes: int) -> Use:
     """The kernel that moves up to `nodes` rows of each head of each cache."""
     types: Types = {"caches": "*i64", "heads": "*i32", "words": "*i32", "nodes": "*i64"}
@@ -144,6 +149,7 @@ def compact_rows(nodes: int) -> Use:
     return Use("compaction", "compact_rows", types, constants)
 
 
+@cache
 def fill_tokens(most: int, *, drafted: bool) -> Use:
     """The kernel that joins anchors and drafts to blocks of up to `most` tokens."""
     types: Types = dict.fromkeys(("block", "tokens", "rows"), "*i64")
@@ -153,6 +159,7 @@ def fill_tokens(most: int, *, drafted: bool) -> Use:
     return Use("rounds", "fill_tokens", types, constants, num_warps=1)
 
 
+@cache
 def end_round(vocab: int, features: int, dtype: str, *, committing: bool) -> Use:
     """The kernel after the target's pass. With `committing`, it copies features of this type."""
     types: Types = {"logits": "*fp32", "features": f"*{dtype}", "unread": f"*{dtype}"}
@@ -172,6 +179,7 @@ def round_uses(vocab: int, features: int, dtype: str, block_size: int) -> tuple[
     )
 
 
+@cache
 def gather_taps(taps: int, hidden: int, source: str, target: str, *, ragged: bool = False) -> Use:
     """The kernel that puts the rows of `taps` layers side by side; `ragged`: only valid rows, others are 0."""
     types: Types = {"taps": (f"*{source}",) * taps, "rows_per_sequence": "i32", "features": f"*{target}"}
@@ -185,6 +193,7 @@ ROUTE_ROWS = 16
 ROUTE_PARTS = 16
 
 
+@cache
 def route(experts: int, k: int) -> Use:
     """The kernel that selects the k experts of each row."""
     types: Types = {"router_logits": "*fp32", "rows": "i32", "shares": "*fp32"}
@@ -193,6 +202,7 @@ def route(experts: int, k: int) -> Use:
     return Use("moe", "route", types, {"E": experts, "K": k} | slots, fp_fusion=True)
 
 
+@cache
 def group(experts: int, k: int) -> Use:
     """The kernel that groups pairs of a row and an expert by expert."""
     types: Types = dict.fromkeys(("chosen", "counts", "pairs", "groups"), "*i32")
@@ -201,6 +211,7 @@ def group(experts: int, k: int) -> Use:
     return Use("moe", "group", types, {"E": experts, "K": k} | slots, fp_fusion=True)
 
 
+@cache
 def gate_up(
     hidden: int,
     inner: int,
@@ -218,6 +229,7 @@ def gate_up(
     return _product("gate_up", types, constants, dtype, biased, tile)
 
 
+@cache
 def down(hidden: int, inner: int, dtype: str, biased: bool, tile: Tile) -> Use:
     """The experts' second product."""
     types: Types = {"activated": f"*{dtype}", "shares": "*fp32", "outputs": "*fp32"}
@@ -234,6 +246,7 @@ def _product(name: str, types: Types, constants: dict[str, Any], dtype: str, bia
 COMBINE_BLOCK = 1024
 
 
+@cache
 def combine(hidden: int, k: int, dtype: str) -> Use:
     """The kernel that adds the experts of each row."""
     types: Types = {"outputs": "*fp32", "like": f"*{dtype}", "y": f"*{dtype}"}
@@ -263,6 +276,7 @@ _ATTENTION_TILES = {
 }
 
 
+@cache
 def attention_tiles(head_dim: int) -> tuple[AttentionTile, ...]:
     """Tile shapes for heads of so many numbers. Those of 512 are also tried for wider ones."""
     shapes = _ATTENTION_TILES[min(512, max(64, power_of_two(head_dim)))]
@@ -291,6 +305,7 @@ def attention_bytes(batch: int, kv_heads: int, rows: int, head_dim: int) -> int:
     return (ATTENTION_PROGRAMS + programs) * ATTENTION_ROWS * (head_dim + 2) * 4
 
 
+@cache
 def attend(kv_heads: int, group: int, head_dim: int, dtype: str, tile: AttentionTile, *, tree: bool) -> Use:
     """The kernel of one attention layer's parts, for heads in groups that share a key head."""
     types: Types = dict.fromkeys(("q", "k_cache", "v_cache"), f"*{dtype}")
@@ -302,11 +317,12 @@ def attend(kv_heads: int, group: int, head_dim: int, dtype: str, tile: Attention
     return Use("attention", "attend", types, constants, tile.num_warps, tile.num_stages, fp_fusion=True)
 
 
-def merge(heads: int, head_dim: int, dtype: str, *, sinks: bool) -> Use:
-    """The kernel that joins the parts of `attend`, and adds a sink's share."""
+@cache
+def merge(heads: int, head_dim: int, dtype: str, *, sinks: bool, by_row: bool = False) -> Use:
+    """The kernel that joins the parts of `attend`, and adds a sink's share. `by_row`: heads beside each other."""
     types: Types = dict.fromkeys(("partial", "largest", "total"), "*fp32")
     types |= dict.fromkeys(("rows", "count", "splits"), "i32") | dict.fromkeys(("like", "y"), f"*{dtype}")
-    constants = {"HEADS": heads, "SPLITS": ATTENTION_SPLITS} | _head(head_dim)
+    constants = {"HEADS": heads, "SPLITS": ATTENTION_SPLITS, "BY_ROW": by_row} | _head(head_dim)
     _optional(types, constants, sinks, sinks=f"*{dtype}")
     return Use("attention", "merge", types, constants, fp_fusion=True)
 
@@ -319,6 +335,7 @@ def _head(head_dim: int) -> dict[str, Any]:
 DELTA_COLUMNS = 8
 
 
+@cache
 def delta_rows(key_heads: int, heads: int, key_dim: int, value_dim: int, pending: int) -> Use:
     """The kernel of a Gated DeltaNet layer, with `pending` rows that may be replayed. Not fused, so that a row's
     numbers are rounded alike wherever a compiler unrolls the loop.
@@ -331,3 +348,53 @@ def delta_rows(key_heads: int, heads: int, key_dim: int, value_dim: int, pending
     # Left to itself, ptxas (12.9 to 13.4) takes 96 registers on sm_90, and sums up one column after the other.
     most = 128 if key_dim <= 128 else None  # keys of 256 numbers need more
     return Use("delta_net", "delta_rows", types, constants, num_warps=1, most_registers=most)
+
+
+@cache
+def add_norm(hidden: int, epsilon: float, dtype: str) -> Use:
+    """The kernel of a residual sum and the norm after it."""
+    types: Types = dict.fromkeys(("x", "y", "weight", "total", "normed"), f"*{dtype}")
+    constants = {"EPSILON": epsilon, "D": hidden, "D_SLOTS": power_of_two(hidden)}
+    return Use("layers", "add_norm", types, constants, num_warps=8)
+
+
+@cache
+def place_heads(
+    heads: int,
+    keys: int,
+    values: int,
+    size: int,
+    pairs: int,
+    epsilon: float,
+    dtype: str,
+    *,
+    given: tuple[str, ...],
+) -> Use:
+    """The kernel of the norm, the rotation and the place of heads. `given`: the tensors that are there."""
+    types: Types = {"x": f"*{dtype}", "count": "i32", "capacity": "i32"}
+    constants: dict[str, Any] = {"H": heads, "KEYS": keys, "VALUES": values, "HALF": pairs}
+    constants |= {"EPSILON": epsilon, "D": size, "D_SLOTS": power_of_two(size)}
+    for name in ("q_norm", "k_norm", "cos", "sin", "q", "k_cache", "v_cache"):
+        _optional(types, constants, name in given, **{name: f"*{dtype}"})
+    _optional(types, constants, "start" in given, start="*i64")
+    return Use("layers", "place_heads", types, constants, num_warps=1)
+
+
+GATE_BLOCK = 1024
+ROUTER_OUTPUTS = 4
+
+
+@cache
+def gate(inner: int, dtype: str) -> Use:
+    """The kernel of a gated activation."""
+    types: Types = dict.fromkeys("xy", f"*{dtype}")
+    return Use("layers", "gate", types, {"INNER": inner, "BLOCK": GATE_BLOCK})
+
+
+@cache
+def router(experts: int, hidden: int, dtype: str, *, biased: bool) -> Use:
+    """The kernel of a router's product."""
+    types: Types = {"x": f"*{dtype}", "weight": "*fp32", "logits": "*fp32"}
+    constants: dict[str, Any] = {"D": hidden, "E": experts, "OUTPUTS": ROUTER_OUTPUTS, "COLUMNS": 512}
+    _optional(types, constants, biased, bias="*fp32")
+    return Use("layers", "router", types, constants)

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 import torch
-from dflash_plugins import attention, compiled, launch, moe
+from dflash_plugins import attention, compiled, launch, layers, moe
 from dflash_plugins import kernel_specs as uses
 
 from dflash_trt.engines.device import kernels as device
@@ -44,6 +44,8 @@ class LayerKernels:
         visible: Tensor | None,
         sinks: Tensor | None,
         scale: float,
+        *,
+        by_row: bool = False,
     ) -> Tensor | None:
         """q [B,H,S,d] over caches [B,N,C,d], as dflash_trt/graph/torch.py describes `Attend`."""
         if q.dtype == torch.float32:
@@ -55,7 +57,7 @@ class LayerKernels:
 
         def launched(tile: uses.AttentionTile) -> Tensor:
             return attention.attention(
-                *given, start=start, visible=visible, sinks=sinks, tile=tile, run=self._run
+                *given, start=start, visible=visible, sinks=sinks, tile=tile, by_row=by_row, run=self._run
             )
 
         tiles = uses.attention_tiles(size)
@@ -86,6 +88,60 @@ class LayerKernels:
             return launch.gated_delta_net(*given, run=self._run)
 
         return self._first(("delta", state.shape[1:], v.shape[2]), "Gated DeltaNet", [None], launched)
+
+    def add_norm(self, x: Tensor, y: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor] | None:
+        """x + y and its norm, [rows,D]."""
+
+        def launched(_: None) -> tuple[Tensor, Tensor]:
+            return layers.add_norm(x.contiguous(), y.contiguous(), weight, epsilon, run=self._run)
+
+        return self._first(("norm", x.shape[1], epsilon, x.dtype), "norms", [None], launched)
+
+    def place_heads(
+        self,
+        x: Tensor,
+        count: int,
+        size: int,
+        heads: int,
+        epsilon: float,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        start: Tensor | None,
+        k_cache: Tensor | None,
+        v_cache: Tensor | None,
+    ) -> Tensor | None:
+        """`PlaceHeads`. An empty tensor if there are no queries."""
+        given = {"q_norm": q_norm, "k_norm": k_norm, "cos": cos, "sin": sin}
+        given |= {"k_cache": k_cache, "v_cache": v_cache}
+        if any(each is not None and each.dtype != x.dtype for each in given.values()):
+            return None
+
+        def launched(_: None) -> Tensor:
+            contiguous = {n: None if each is None else each.contiguous() for n, each in given.items()}
+            rows = x.contiguous()
+            q = layers.place_heads(
+                rows, count, size, heads, start=start, epsilon=epsilon, run=self._run, **contiguous
+            )
+            return rows[:0] if q is None else q
+
+        there = tuple(name for name, each in given.items() if each is not None)
+        key = "heads", heads, x.shape[1], size, epsilon, x.dtype, there
+        return self._first(key, "heads", [None], launched)
+
+    def gate(self, x: Tensor) -> Tensor | None:
+        """Gated activation of x [rows, 2 * inner]."""
+        key = "gate", x.shape[1], x.dtype
+        return self._first(key, "gates", [None], lambda _: layers.gate(x.contiguous(), run=self._run))
+
+    def router(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """A router's product in float32."""
+
+        def launched(_: None) -> Tensor:
+            return layers.router(x.contiguous(), weight, bias, run=self._run)
+
+        return self._first(("router", weight.shape, bias is None, x.dtype), "routers", [None], launched)
 
     def _first(self, key: Any, what: str, tiles: Iterable[T], launched: Callable[[T], Made]) -> Made | None:
         """A launch with the first of these tiles that compiles and fits, which then stays the one."""

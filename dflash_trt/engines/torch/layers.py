@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +15,107 @@ Tensor = torch.Tensor
 Attributes = Mapping[str, Any]
 # On a CPU, a row sees a multiple of so many cache rows, so that a sum has the same parts in passes of any length.
 _STEP = 256
+# Routers have 32 to 512 experts. Other products in float32 are torch's.
+_MOST_EXPERTS = 512
 
 
-def write_rows(a: Attributes, cache: Tensor, rows: Tensor, places: Tensor) -> Tensor:
-    """The cache [B,N,C,d], in place, with rows [B,N,T,d] at places [B,T]."""
+def rms_norm(a: Attributes, x: Tensor, weight: Tensor) -> Tensor:
+    """Over the last axis."""
+    assert a.get("axis", -1) in (-1, x.ndim - 1)
+    return F.rms_norm(x, weight.shape, weight, a.get("epsilon", 1e-5))
+
+
+def add_norm(a: Attributes, x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """x + y, and its RMS norm."""
+    run = kernels.of(x)
+    if run is not None and x.ndim == 2 and x.shape == y.shape and x.dtype == y.dtype == weight.dtype:
+        made = run.add_norm(x, y, weight, a.get("epsilon", 1e-5))
+        if made is not None:
+            return made
+    total = x + y
+    return total, rms_norm(a, total, weight)
+
+
+def gate(a: Attributes, x: Tensor, sizes: list[int]) -> Tensor:
+    """Swish of the first part of each row times the second."""
+    run = kernels.of(x)
+    if run is not None and x.ndim == 2 and sizes[0] == sizes[1] and (y := run.gate(x)) is not None:
+        return y
+    first, second = torch.split(x, sizes, -1)
+    return F.silu(first) * second
+
+
+def router(a: Attributes, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A product in float32."""
+    run = kernels.of(x)
+    if run is not None and len(weight) <= _MOST_EXPERTS and (y := run.router(x, weight, bias)) is not None:
+        return y
+    return F.linear(x.float(), weight, bias)
+
+
+def rotary(a: Attributes, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Half-split pairs of x [B,n,S,d]; cos and sin [B,S,r/2] of the first r numbers."""
+    size = a.get("rotary_embedding_dim", 0) or x.shape[-1]
+    cos, sin = cos[:, None], sin[:, None]
+    first, second = x[..., : size // 2], x[..., size // 2 : size]
+    turned = [first * cos - second * sin, first * sin + second * cos]
+    return torch.cat([*turned, x[..., size:]] if size < x.shape[-1] else turned, -1)
+
+
+def place_heads(
+    a: Attributes,
+    x: Tensor,
+    q_shape: list[int] | None,
+    k_shape: list[int] | None,
+    v_shape: list[int] | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    start: Tensor | None = None,
+    k_cache: Tensor | None = None,
+    v_cache: Tensor | None = None,
+) -> Sequence[Tensor]:
+    """x [rows, columns] is queries, keys and values, or some of them: `kinds`. Their shapes are [B,S,n,d].
+
+    Queries become [B,n,S,d]; keys and values are written into their caches from row start[b] on. Queries and keys are
+    normed and rotated before, if there are norms and angles.
+    """
+    shapes = [shape for shape in (q_shape, k_shape, v_shape) if shape is not None]
+    batch, count, _, size = shapes[0]
+    made: dict[str, Tensor | None] = {"k": k_cache, "v": v_cache}
+    run = kernels.of(x)
+    rotated = 0 if cos is None else a.get("rotary_embedding_dim", 0) or size
+    fits = len({shape[3] for shape in shapes}) == 1 and (
+        cos is None or cos.shape == (batch, count, rotated // 2)
+    )
+    if run is not None and fits:
+        heads = 0 if q_shape is None else q_shape[2]
+        epsilon = a.get("epsilon", 1e-5)
+        q = run.place_heads(x, count, size, heads, epsilon, q_norm, k_norm, cos, sin, start, k_cache, v_cache)
+        if q is not None:
+            return [q if kind == "q" else made[kind] for kind in a["kinds"]]  # type: ignore[misc]
+    parts = iter(torch.split(x, [shape[2] * shape[3] for shape in shapes], -1))
+    if q_shape is not None:
+        made["q"] = _rotated(a, next(parts).reshape(q_shape), q_norm, cos, sin)
+    if k_shape is not None and k_cache is not None and start is not None:
+        write_rows(a, k_cache, _rotated(a, next(parts).reshape(k_shape), k_norm, cos, sin), start)
+    if v_shape is not None and v_cache is not None and start is not None:
+        write_rows(a, v_cache, next(parts).reshape(v_shape).transpose(1, 2), start)
+    return [made[kind] for kind in a["kinds"]]  # type: ignore[misc]
+
+
+def _rotated(a: Attributes, x: Tensor, norm: Tensor | None, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+    if norm is not None:
+        x = rms_norm(a, x, norm)
+    x = x.transpose(1, 2)
+    return x if cos is None or sin is None else rotary(a, x, cos, sin)
+
+
+def write_rows(a: Attributes, cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
+    """The cache [B,N,C,d], in place, with rows [B,N,T,d] from cache row start[b] on."""
     sequence = torch.arange(len(cache), device=cache.device)[:, None]
+    places = start[:, None] + torch.arange(rows.shape[2], device=cache.device)
     cache[sequence, :, places] = rows.transpose(1, 2)
     return cache
 
@@ -35,21 +131,35 @@ def attend(
     visible: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """q [B,H,S,d] over caches [B,N,C,d]."""
-    run = kernels.of(q)
-    if (
-        run is not None
-        and (y := run.attend(q, k, v, first, last, start, visible, sinks, a["scale"])) is not None
-    ):
-        return y
+    """q [B,H,S,d] over caches [B,N,C,d] -> [B,H,S,d], or with `by_row` [B,S,H,d]."""
+    run, by_row = kernels.of(q), bool(a.get("by_row"))
+    if run is not None:
+        y = run.attend(q, k, v, first, last, start, visible, sinks, a["scale"], by_row=by_row)
+        if y is not None:
+            return y
+    y = _attended(a["scale"], q, k, v, first, last, start, visible, sinks)
+    return y.transpose(1, 2) if by_row else y
+
+
+def _attended(
+    scale: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first: Tensor,
+    last: Tensor,
+    start: Tensor | None,
+    visible: Tensor | None,
+    sinks: Tensor | None,
+) -> Tensor:
     if not q.is_cuda:  # without kernels, a GPU attends to all cache rows: it cannot know which are in use
         k, v = (x[:, :, : _rows_in_use(last, start, visible, x.shape[2])] for x in (k, v))
     mask = _seen(first, last, start, visible, k.shape[2])
     if sinks is None:
-        return F.scaled_dot_product_attention(q, k, v, mask, scale=a["scale"], enable_gqa=True)
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
     batch, heads, count, size = q.shape
     grouped = q.reshape(batch, k.shape[1], -1, size)
-    scores = (grouped @ k.transpose(2, 3)).float().reshape(batch, heads, count, -1) * a["scale"]
+    scores = (grouped @ k.transpose(2, 3)).float().reshape(batch, heads, count, -1) * scale
     scores = scores.masked_fill(~mask, float("-inf"))
     sink = sinks.float()[None, :, None, None].expand(batch, heads, count, 1)
     shares = torch.cat((scores, sink), -1).softmax(-1)[..., :-1].to(q.dtype)

@@ -53,11 +53,6 @@ def _constant(a: Attributes) -> Tensor:
     return value if isinstance(value, Tensor) else torch.tensor(value)
 
 
-def _rms_norm(a: Attributes, x: Tensor, weight: Tensor) -> Tensor:
-    assert a.get("axis", -1) in (-1, x.ndim - 1)
-    return F.rms_norm(x, weight.shape, weight, a.get("epsilon", 1e-5))
-
-
 def _gemm(a: Attributes, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     assert a.get("alpha", 1.0) == a.get("beta", 1.0) == 1.0
     x, weight = x.t() if a.get("transA") else x, weight if a.get("transB") else weight.t()
@@ -146,15 +141,6 @@ def _pad(a: Attributes, x: Tensor, pads: list[int], value: Tensor | None = None)
     return F.pad(x, by_axis, value=0 if value is None else value.item())
 
 
-def _rotary(a: Attributes, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Half-split pairs of x [B,n,S,d]; cos and sin [B,S,r/2] of the first r numbers."""
-    size = a.get("rotary_embedding_dim", 0) or x.shape[-1]
-    cos, sin = cos[:, None], sin[:, None]
-    first, second = x[..., : size // 2], x[..., size // 2 : size]
-    turned = [first * cos - second * sin, first * sin + second * cos]
-    return torch.cat([*turned, x[..., size:]] if size < x.shape[-1] else turned, -1)
-
-
 def _quantize(a: Attributes, x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
     """To E4M3, saturating."""
     assert a.get("output_dtype") == 17
@@ -169,6 +155,7 @@ def _swish(a: Attributes, x: Tensor) -> Tensor:
 OPERATORS: dict[str, Operator] = {
     "Abs": lambda a, x: x.abs(),
     "Add": lambda a, x, y: x + y,
+    "AddNorm": layers.add_norm,
     "And": lambda a, x, y: x & y,
     "ArgMax": lambda a, x: x.argmax(a.get("axis", 0), keepdim=bool(a.get("keepdims", 1))),
     "Attend": layers.attend,
@@ -183,6 +170,7 @@ OPERATORS: dict[str, Operator] = {
     "Exp": lambda a, x: x.exp(),
     "Expand": lambda a, x, shape: x.expand(torch.broadcast_shapes(x.shape, tuple(shape))),
     "Floor": lambda a, x: x.floor(),
+    "Gate": layers.gate,
     "GatedDeltaNet": layers.gated_delta_net,
     "Gather": _gather,
     "GatherElements": lambda a, x, index: torch.gather(x, a.get("axis", 0), index.long()),
@@ -207,9 +195,10 @@ OPERATORS: dict[str, Operator] = {
     "Not": lambda a, x: ~x,
     "Or": lambda a, x, y: x | y,
     "Pad": _pad,
+    "PlaceHeads": layers.place_heads,
     "Pow": lambda a, x, y: x**y,
     "QuantizeLinear": _quantize,
-    "RMSNormalization": _rms_norm,
+    "RMSNormalization": layers.rms_norm,
     "Range": lambda a, start, end, step: torch.arange(start, end, step),
     "Reciprocal": lambda a, x: 1 / x,
     "ReduceLogSumExp": _reduced(torch.logsumexp),
@@ -217,7 +206,8 @@ OPERATORS: dict[str, Operator] = {
     "ReduceMin": _reduced(torch.amin),
     "ReduceSum": _reduced(torch.sum),
     "Reshape": _reshape,
-    "RotaryEmbedding": _rotary,
+    "RotaryEmbedding": layers.rotary,
+    "Router": layers.router,
     "Round": lambda a, x: x.round(),
     "Shape": lambda a, x: torch.tensor(x.shape[a.get("start", 0) : a.get("end")], dtype=torch.int64),
     "Sigmoid": lambda a, x: x.sigmoid(),

@@ -19,6 +19,7 @@ import onnx_ir as ir
 import torch
 from onnx_ir.passes import common
 
+from dflash_trt.engines.torch.fusion import Node, fused
 from dflash_trt.engines.torch.operators import DTYPES, HOST, OPERATORS
 from dflash_trt.errors import BundleError
 
@@ -26,19 +27,9 @@ Tensor = torch.Tensor
 INT4 = ir.DataType.INT4
 
 
-@dataclass(frozen=True, slots=True)
-class _Node:
-    """An operator with names of its inputs and outputs. An absent input has no name."""
-
-    operator: str
-    attributes: Mapping[str, Any]
-    inputs: Sequence[str]
-    outputs: Sequence[str]
-    host: Sequence[int]
-
-    def __call__(self, inputs: Sequence[Any]) -> Sequence[Any]:
-        made = OPERATORS[self.operator](self.attributes, *inputs)
-        return made if isinstance(made, tuple | list) else (made,)
+def _called(node: Node, inputs: Sequence[Any]) -> Sequence[Any]:
+    made = OPERATORS[node.operator](node.attributes, *inputs)
+    return made if isinstance(made, tuple | list) else (made,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +63,10 @@ class Graph:
         nodes = [self._node(node) for node in model.graph]
         self.known: dict[str, Tensor] = {}  # numbers of the host
         self.weights: dict[str, Tensor] = {}
-        self.nodes = self._folded(nodes, model.graph.initializers)
+        self.nodes = fused(self._folded(nodes, model.graph.initializers), self.outputs)
         self._uploaded: dict[str, Tensor] = {}
 
-    def _node(self, node: ir.Node) -> _Node:
+    def _node(self, node: ir.Node) -> Node:
         if node.op_type not in OPERATORS:
             raise BundleError(
                 f"{self.path}: has the operator {node.domain}::{node.op_type}, which this version of dflash-trt does "
@@ -86,9 +77,9 @@ class Graph:
             inputs.pop()
         outputs = [str(value.name) for value in node.outputs]
         attributes = {name: _attribute(attribute) for name, attribute in node.attributes.items()}
-        return _Node(node.op_type, attributes, inputs, outputs, HOST.get(node.op_type, ()))
+        return Node(node.op_type, attributes, inputs, outputs, HOST.get(node.op_type, ()))
 
-    def _folded(self, nodes: Sequence[_Node], initializers: Mapping[str, ir.Value]) -> list[_Node]:
+    def _folded(self, nodes: Sequence[Node], initializers: Mapping[str, ir.Value]) -> list[Node]:
         """Compute what needs no input of the graph. Returns the other nodes. A weight is read when it is needed, and
         freed when nothing needs it any more.
         """
@@ -113,7 +104,7 @@ class Graph:
                 continue
             inputs = [value(name) if name else None for name in node.inputs]
             on_device = any(name in self.weights for name in given)
-            made = node(self._arguments(node, inputs, on_device=on_device))
+            made = _called(node, self._arguments(node, inputs, on_device=on_device))
             (self.weights if on_device and node.operator != "Shape" else self.known).update(
                 zip(node.outputs, made, strict=False)
             )
@@ -133,7 +124,7 @@ class Graph:
             found = self._shared[key] = files.read(tensor).to(self.device)
         return found
 
-    def _arguments(self, node: _Node, inputs: Sequence[Tensor | None], *, on_device: bool) -> list[Any]:
+    def _arguments(self, node: Node, inputs: Sequence[Tensor | None], *, on_device: bool) -> list[Any]:
         """Numbers of the host as lists where an operator wants them, and on the device beside tensors there."""
         arguments: list[Any] = []
         for i, x in enumerate(inputs):
@@ -184,10 +175,12 @@ class Graph:
         for node in self.nodes:
             given = [name for name in node.inputs if name]
             if node.operator == "Shape":
-                known[node.outputs[0]] = node([values[place(given[0])]])[0]
+                known[node.outputs[0]] = _called(node, [values[place(given[0])]])[0]
                 continue
             if known.keys() >= set(given):
-                made = node(self._arguments(node, [known.get(n) for n in node.inputs], on_device=False))
+                made = _called(
+                    node, self._arguments(node, [known.get(n) for n in node.inputs], on_device=False)
+                )
                 known.update(zip(node.outputs, made, strict=False))
                 continue
             fixed = {
@@ -199,7 +192,7 @@ class Graph:
                 number(f"{node.outputs[0]}:{i}", fixed[i]) if i in fixed else place(name)
                 for i, name in enumerate(node.inputs)
             ]
-            made = node([values[i] for i in inputs])
+            made = _called(node, [values[i] for i in inputs])
             outputs = [number(name, value) for name, value in zip(node.outputs, made, strict=False)]
             steps.append(_Step(OPERATORS[node.operator], node.attributes, inputs, outputs, ()))
         results = {name: place(name) for name in self.outputs}

@@ -141,11 +141,12 @@ def merge(
     rows,  # B * H * count
     count,
     splits,
-    y,  # [B, H, count, D]; rows that see nothing are 0
+    y,  # [B, H, count, D], or [B, count, H, D] with BY_ROW; rows that see nothing are 0
     HEADS: tl.constexpr,
     D: tl.constexpr,
     D_SLOTS: tl.constexpr,
     SPLITS: tl.constexpr,  # a power of two, at least `splits`
+    BY_ROW: tl.constexpr,
 ):
     """One program for each row: its parts as one, and a sink's share."""
     row, split, column = tl.program_id(0), tl.arange(0, SPLITS), tl.arange(0, D_SLOTS)
@@ -165,4 +166,6 @@ def merge(
     at = part.to(tl.int64)[:, None] * D + column[None, :]
     values = tl.load(partial + at, mask=used[:, None] & (column < D)[None, :], other=0.0)
     value = tl.sum(values * weight[:, None], axis=0) / tl.where(summed == 0, 1.0, summed)
+    if BY_ROW:
+        row = (row // (count * HEADS) * count + row % count) * HEADS + row // count % HEADS
     tl.store(y + row.to(tl.int64) * D + column, value.to(y.dtype.element_ty), mask=column < D)

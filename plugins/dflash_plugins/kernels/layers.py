@@ -1,0 +1,148 @@
+"""What lies between the products of a layer, each in one step: a residual sum with the norm after it, heads with their
+norm, rotation and place in a cache, a gated activation, and the product of a router.
+
+Each row is computed alone and in one order, whatever the other rows of a pass. Numbers are float32 until they are
+stored.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_norm(
+    x,  # [rows, D]
+    y,  # [rows, D]
+    weight,  # [D]
+    total,  # [rows, D]: x + y, rounded
+    normed,  # [rows, D]: RMS norm of `total`
+    EPSILON: tl.constexpr,
+    D: tl.constexpr,
+    D_SLOTS: tl.constexpr,  # D, rounded up to a power of two
+):
+    """One program for each row."""
+    column = tl.arange(0, D_SLOTS)
+    inner = column < D
+    at = tl.program_id(0).to(tl.int64) * D + column
+    one = tl.load(x + at, mask=inner, other=0.0).to(tl.float32)
+    other = tl.load(y + at, mask=inner, other=0.0).to(tl.float32)
+    added = (one + other).to(total.dtype.element_ty)
+    tl.store(total + at, added, mask=inner)
+    wide = added.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / D + EPSILON)
+    factor = tl.load(weight + column, mask=inner, other=0.0).to(tl.float32)
+    tl.store(normed + at, (wide * scale * factor).to(normed.dtype.element_ty), mask=inner)
+
+
+@triton.jit(do_not_specialize=["count", "capacity"])
+def place_heads(
+    x,  # [B * count, (H + KEYS + VALUES) * D]: queries, keys and values of each row
+    q_norm,  # [D], or None
+    k_norm,  # [D], or None
+    cos,  # [B * count, HALF], or None: no rotation
+    sin,
+    start,  # [B] int64: the cache row of the first row; None without keys and values
+    count,
+    capacity,
+    q,  # [B, H, count, D]; None without queries
+    k_cache,  # [B, KEYS, capacity, D], or None
+    v_cache,  # [B, VALUES, capacity, D], or None
+    H: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    HALF: tl.constexpr,  # pairs that are rotated: column i with column HALF + i
+    EPSILON: tl.constexpr,
+    D: tl.constexpr,
+    D_SLOTS: tl.constexpr,  # D, rounded up to a power of two
+):
+    """One program for each head of each row: its norm, its rotation, and its place."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    sequence, i = row // count, row % count
+    column = tl.arange(0, D_SLOTS)
+    inner = column < D
+    source = x + (row.to(tl.int64) * (H + KEYS + VALUES) + head) * D
+    value = tl.load(source + column, mask=inner, other=0.0).to(tl.float32)
+    if head < H + KEYS:
+        partner = tl.where(column < HALF, column + HALF, column - HALF)
+        turned = column < 2 * HALF
+        other = value
+        if cos is not None:
+            other = tl.load(source + partner, mask=turned, other=0.0).to(tl.float32)
+        scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / D + EPSILON)
+        if head < H:
+            if q_norm is not None:
+                value *= scale * tl.load(q_norm + column, mask=inner, other=0.0).to(tl.float32)
+                if cos is not None:
+                    other *= scale * tl.load(q_norm + partner, mask=turned, other=0.0).to(tl.float32)
+        else:
+            if k_norm is not None:
+                value *= scale * tl.load(k_norm + column, mask=inner, other=0.0).to(tl.float32)
+                if cos is not None:
+                    other *= scale * tl.load(k_norm + partner, mask=turned, other=0.0).to(tl.float32)
+        if cos is not None:
+            pair = row * HALF + tl.where(column < HALF, column, column - HALF)
+            c = tl.load(cos + pair, mask=turned, other=1.0).to(tl.float32)
+            s = tl.load(sin + pair, mask=turned, other=0.0).to(tl.float32)
+            value = value * c + tl.where(column < HALF, -other, other) * s
+    if q is not None:
+        at = ((sequence.to(tl.int64) * H + head) * count + i) * D + column
+        tl.store(q + at, value.to(q.dtype.element_ty), mask=column < tl.where(head < H, D, 0))
+    if start is not None:
+        place = tl.load(start + sequence) + i
+        key = head - H
+        if k_cache is not None:
+            at = ((sequence.to(tl.int64) * KEYS + key) * capacity + place) * D + column
+            mine = tl.where((key >= 0) & (key < KEYS), D, 0)
+            tl.store(k_cache + at, value.to(k_cache.dtype.element_ty), mask=column < mine)
+        if v_cache is not None:
+            at = ((sequence.to(tl.int64) * VALUES + key - KEYS) * capacity + place) * D + column
+            tl.store(
+                v_cache + at, value.to(v_cache.dtype.element_ty), mask=column < tl.where(key >= KEYS, D, 0)
+            )
+
+
+@triton.jit
+def gate(
+    x,  # [rows, 2 * INNER]: gates, then values
+    y,  # [rows, INNER]: silu(gates) * values
+    INNER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program for BLOCK numbers of a row."""
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inner = column < INNER
+    gates = tl.load(x + row * 2 * INNER + column, mask=inner, other=0.0).to(tl.float32)
+    values = tl.load(x + row * 2 * INNER + INNER + column, mask=inner, other=0.0).to(tl.float32)
+    gated = gates / (1.0 + tl.exp(-gates)) * values
+    tl.store(y + row * INNER + column, gated.to(y.dtype.element_ty), mask=inner)
+
+
+@triton.jit
+def router(
+    x,  # [rows, D]
+    weight,  # [E, D] float32
+    bias,  # [E] float32, or None
+    logits,  # [rows, E] float32
+    D: tl.constexpr,
+    E: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """One program for OUTPUTS experts of a row."""
+    row, expert = tl.program_id(0).to(tl.int64), tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    real = expert < E
+    summed = tl.zeros([OUTPUTS, COLUMNS], tl.float32)
+    for begin in range(0, D, COLUMNS):
+        column = begin + tl.arange(0, COLUMNS)
+        inner = column < D
+        part = tl.load(x + row * D + column, mask=inner, other=0.0).to(tl.float32)
+        weights = tl.load(
+            weight + expert[:, None] * D + column[None, :], mask=real[:, None] & inner[None, :], other=0.0
+        )
+        summed += weights * part[None, :]
+    logit = tl.sum(summed, axis=1)
+    if bias is not None:
+        logit += tl.load(bias + expert, mask=real, other=0.0)
+    tl.store(logits + row * E + expert, logit, mask=real)

@@ -1,0 +1,67 @@
+"""Operators between products are joined, and a joined graph gives the answers of the one that it stands for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_trt import LLM, SamplingParams
+from dflash_trt.building.build import build
+from dflash_trt.engines.torch import program
+from dflash_trt.engines.torch.fusion import Node, fused
+from tests.engines.torch.test_pairs import FLOAT32, PAIRS, prompts
+
+LAYERS = {
+    "qwen3": {"AddNorm": 2, "PlaceHeads": 1, "Gate": 1, "Attend": 1},
+    "qwen3, trees": {"AddNorm": 2, "PlaceHeads": 1, "Gate": 1, "Attend": 1},
+    "gpt-oss, trees": {"AddNorm": 2, "PlaceHeads": 1, "MXFP4Experts": 1, "Attend": 1},
+    "qwen3-moe": {"AddNorm": 2, "PlaceHeads": 1, "Attend": 1},
+}
+
+
+@pytest.mark.parametrize("name", [*LAYERS, "qwen3.5", "gemma4, experts", "llama, biases, tied"])
+def test_a_joined_graph_gives_the_same_answers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, settings, drafter, drafter_settings, options = PAIRS[name]
+    target_at = target(tmp_path / "target", favourites=6, **settings)
+    drafter_at = drafter(tmp_path / "drafter", target_at, block_size=4, **drafter_settings)
+    given: dict[str, Any] = {"engine": "torch", "max_seq_len": 100, "precision": FLOAT32} | options
+    made = build(str(target_at), str(drafter_at), tmp_path / "bundle", **given)
+    graph = program.Graph(tmp_path / "bundle" / "target.onnx", torch.device("cpu"))
+    counts = Counter(node.operator for node in graph.nodes)
+    if name in LAYERS:
+        layers = counts["Attend"]
+        # The first norm has no sum before it, and the last one may read chosen rows.
+        wanted = {op: n * layers - (op == "AddNorm") for op, n in LAYERS[name].items()}
+        assert {op: counts[op] for op in wanted} == wanted
+        assert not {"Split", "RotaryEmbedding", "Transpose", "WriteRows"} & counts.keys()
+
+    def answers() -> list[Any]:
+        params = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=True)
+        with LLM(made.path, max_batch_size=3, threads=1) as llm:
+            return [[*c.token_ids, *c.logprobs] for c in llm.generate(prompts()[:3], params)]
+
+    joined = answers()
+    monkeypatch.setattr(program, "fused", lambda nodes, results: nodes)
+    for apart, together in zip(answers(), joined, strict=True):
+        assert apart == pytest.approx(together, abs=1e-4)
+
+
+def test_what_something_else_reads_stays_apart() -> None:
+    split = Node("Split", {"axis": -1}, ["y", "sizes"], ["gate", "up"], (1,))
+    nodes = [
+        Node("Gemm", {"transB": 1}, ["x", "w"], ["y"]),
+        split,
+        Node("Swish", {}, ["gate"], ["silu"]),
+        Node("Mul", {}, ["silu", "up"], ["gated"]),
+    ]
+    assert [node.operator for node in fused(nodes, ["gated"])] == ["Gemm", "Gate"]
+    for results in (["gated", "gate"], ["gated", "up"], ["gated", "silu"], ["gated", "y"]):
+        assert fused(nodes, results) == nodes
+    read = Node("Neg", {}, ["up"], ["other"])
+    assert fused([*nodes, read], ["gated", "other"]) == [*nodes, read]

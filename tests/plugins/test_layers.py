@@ -1,0 +1,96 @@
+"""The kernels between products in Triton's interpreter, against torch's operators, and the graph that they stand in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from dflash_plugins import layers as launch
+from dflash_plugins.launch import by_triton
+
+from dflash_trt.engines.torch import kernels, layers
+
+TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+# One rounding of the largest number, in the type.
+ROUNDING = {torch.float32: 1e-6, torch.float16: 2**-10}
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    assert got.dtype == expected.dtype
+    assert got.shape == expected.shape
+    largest = float(expected.abs().max())
+    torch.testing.assert_close(got, expected, rtol=0, atol=4 * ROUNDING[got.dtype] * largest)
+
+
+@TYPES
+@pytest.mark.parametrize("hidden", [64, 96])
+def test_a_residual_sum_and_its_norm(hidden: int, dtype: torch.dtype) -> None:
+    x, y, weight = (
+        drawn(3, hidden, dtype=dtype),
+        drawn(3, hidden, dtype=dtype) * 2,
+        drawn(hidden, dtype=dtype),
+    )
+    total, normed = launch.add_norm(x, y, weight, 1e-5)
+    assert torch.equal(total, x + y)
+    close(normed, layers.rms_norm({"epsilon": 1e-5}, x + y, weight))
+
+
+@TYPES
+def test_a_gated_activation(dtype: torch.dtype) -> None:
+    x = drawn(3, 2 * 1100, dtype=dtype)
+    close(launch.gate(x), (torch.nn.functional.silu(x[:, :1100].float()) * x[:, 1100:].float()).to(dtype))
+
+
+@TYPES
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_router(dtype: torch.dtype, *, biased: bool) -> None:
+    x, weight, bias = drawn(3, 700, dtype=dtype), drawn(10, 700), drawn(10) if biased else None
+    got = launch.router(x, weight, bias)
+    close(got, layers.router({}, x, weight, bias))
+    assert torch.equal(launch.router(x[1:2].contiguous(), weight, bias), got[1:2])
+
+
+KINDS = {
+    "queries, keys and values, normed and rotated": ("qkv", True, 1.0),
+    "of gpt-oss": ("qkv", False, 1.0),
+    "rotated in part": ("qkv", True, 0.5),
+    "not rotated": ("qkv", True, 0),
+    "queries alone": ("q", True, 1.0),
+    "keys and values": ("kv", True, 1.0),
+    "values alone": ("v", False, 0),
+}
+
+
+@TYPES
+@pytest.mark.parametrize(("kinds", "normed", "turned"), KINDS.values(), ids=KINDS)
+def test_heads(
+    kinds: str, turned: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, *, normed: bool
+) -> None:
+    batch, count, size, capacity = 2, 3, 48, 11
+    counts = {"q": 4, "k": 2, "v": 2}
+    x = drawn(batch * count, sum(counts[kind] for kind in kinds) * size, dtype=dtype)
+    shapes = [[batch, count, counts[kind], size] if kind in kinds else None for kind in "qkv"]
+    norms = [drawn(size + i, dtype=dtype)[:size].clone() if normed else None for i in range(2)]
+    pairs = int(size * turned / 2)
+    angles = drawn(batch, count, pairs) if pairs else None
+    turns = [None, None] if angles is None else [angles.cos().to(dtype), angles.sin().to(dtype)]
+    caches = [
+        drawn(batch, counts[kind], capacity, size, dtype=dtype) if kind in kinds else None for kind in "kv"
+    ]
+    attributes: dict[str, Any] = {"epsilon": 1e-6, "kinds": kinds, "rotary_embedding_dim": 2 * pairs}
+    results = []
+    for run in (None, kernels.LayerKernels(by_triton)):
+        monkeypatch.setattr(kernels, "of", lambda x, run=run: run)
+        own = [None if cache is None else cache.clone() for cache in caches]
+        start = torch.tensor([5, 0]) if kinds != "q" else None
+        results.append(layers.place_heads(attributes, x, *shapes, *norms, *turns, start, *own))
+    for got, expected in zip(*reversed(results), strict=True):
+        close(got, expected)
+    for cache, got in zip(caches, results[1][1 if "q" in kinds else 0 :], strict=False):
+        if cache is not None:
+            assert torch.equal(got[0, :, :5], cache[0, :, :5]), "rows before `start` stay"
