@@ -106,7 +106,9 @@ def attended(device: torch.device | str, run: launch.Run) -> str:
     for name in ("k_cache", "v_cache"):
         drawn[name][1, :, start[1] + count :] = float("nan")
     where = {"first": last - 299, "last": last, "start": start, "visible": visible.astype(np.int32)}
-    there = {n: t.to(device) for n, t in (drawn | {n: torch.from_numpy(a) for n, a in where.items()}).items()}
+    there: dict[str, Any] = {
+        n: t.to(device) for n, t in (drawn | {n: torch.from_numpy(a) for n, a in where.items()}).items()
+    }
     expected = reference.attention(**{n: t.double().numpy() for n, t in drawn.items()}, **where)
     largest = np.abs(expected).max()
     for tile in uses.attention_tiles(size)[:2]:
@@ -169,9 +171,9 @@ def between_products(device: torch.device | str, run: launch.Run) -> str:
         numbers(5, rows.shape[1]),
     )
     turns = [angles.cos().bfloat16(), angles.sin().bfloat16()]
-    by_head = rows.double().unflatten(1, (-1, size)).unflatten(0, (batch, count)).transpose(1, 2)
-    q, k, v = by_head.split([heads, kv_heads, kv_heads], 1)
-    cos, sin = (each.double().unflatten(0, (batch, 1, count)) for each in turns)
+    by_head = rows.double().reshape(batch, count, -1, size).transpose(1, 2)
+    q, k, v = torch.split(by_head, [heads, kv_heads, kv_heads], 1)
+    cos, sin = (each.double().reshape(batch, 1, count, -1) for each in turns)
     expected = dict[str, torch.Tensor]()
     for name, x, norm in (("q", q, norms[0]), ("k", k, norms[1])):
         first, second = normed(x, norm).chunk(2, -1)

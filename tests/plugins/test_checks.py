@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from dflash_plugins import attention, checks, launch, moe
+from dflash_plugins import attention, checks, launch, layers, moe
 
 from tests.doubles import triton_interpreter  # noqa: F401  # corrects it
 
@@ -15,13 +15,23 @@ SIZES: dict[str, Any] = {"vocab": 300, "taps": 2, "hidden": 48, "dtype": torch.b
 
 def test_right_kernels_pass() -> None:
     assert checks.problems("cpu", launch.by_triton, **SIZES, in_plans=True) == dict.fromkeys(
-        ("SampleRows", "BlockAcceptance", "Round", "HiddenStateTap", "Attention", "MoE", "GatedDeltaNet"), ""
+        (
+            "SampleRows",
+            "BlockAcceptance",
+            "Round",
+            "HiddenStateTap",
+            "Attention",
+            "MoE",
+            "GatedDeltaNet",
+            "layers",
+        ),
+        "",
     )
 
 
 def test_a_wrong_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     taps, sample, attend, experts = launch.gather_taps, launch.sample_rows, attention.attention, moe.moe
-    delta = launch.gated_delta_net
+    delta, gate = launch.gated_delta_net, layers.gate
 
     def other_noise(logits: Any, params: Any, positions: Any, **options: Any) -> Any:
         return sample(logits, params, positions + 1, **options)
@@ -42,8 +52,9 @@ def test_a_wrong_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "sample_rows", other_noise)
     monkeypatch.setattr(moe, "moe", other_experts)
     monkeypatch.setattr(attention, "attention", no_sinks)
+    monkeypatch.setattr(layers, "gate", lambda x, **options: gate(-x, **options))
     found = checks.problems("cpu", launch.by_triton, **SIZES, in_plans=True)
     assert [name for name, problem in found.items() if problem] == [
-        *("SampleRows", "HiddenStateTap", "Attention", "MoE", "GatedDeltaNet")
+        *("SampleRows", "HiddenStateTap", "Attention", "MoE", "GatedDeltaNet", "layers")
     ]
     assert found["GatedDeltaNet"] == "rows that are replayed get other bits"

@@ -128,16 +128,12 @@ def _gate(graph: _Graph, gemm: Node) -> None:
     split = graph.only(gemm.outputs[0], "Split")
     if split is None or len(split.outputs) != 2:
         return
-    swish, product = graph.only(split.outputs[0], "Swish"), graph.only(split.outputs[1], "Mul")
-    if (
-        swish is not None
-        and product is not None
-        and list(product.inputs) == [*swish.outputs, split.outputs[1]]
-    ):
-        joined = Node(
-            "Gate", {**swish.attributes, **split.attributes}, split.inputs, product.outputs, split.host
-        )
-        graph.put(joined, split, swish, product)
+    gate, value = split.outputs
+    swish, product = graph.only(gate, "Swish"), graph.only(value, "Mul")
+    if swish is None or product is None or graph.only(swish.outputs[0], "Mul") is not product:
+        return
+    joined = Node("Gate", {**swish.attributes, **split.attributes}, split.inputs, product.outputs, split.host)
+    graph.put(joined, split, swish, product)
 
 
 def _router(graph: _Graph, gemm: Node) -> None:

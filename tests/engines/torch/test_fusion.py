@@ -44,7 +44,7 @@ def test_a_joined_graph_gives_the_same_answers(
     def answers() -> list[Any]:
         params = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=True)
         with LLM(made.path, max_batch_size=3, threads=1) as llm:
-            return [[*c.token_ids, *c.logprobs] for c in llm.generate(prompts()[:3], params)]
+            return [[*c.token_ids, *(c.logprobs or [])] for c in llm.generate(prompts()[:3], params)]
 
     joined = answers()
     monkeypatch.setattr(program, "fused", lambda nodes, results: nodes)
