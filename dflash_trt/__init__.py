@@ -1,4 +1,4 @@
-"""DFlash for TensorRT and ONNX Runtime: block-diffusion speculative decoding. The same tokens, faster."""
+"""DFlash for TensorRT and ONNX Runtime: block-diffusion speculative decoding."""
 
 from __future__ import annotations
 

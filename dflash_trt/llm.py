@@ -35,7 +35,7 @@ class LLM(Opened):
     check: how thoroughly the bundle is verified first, see `Bundle.open` (default: "size").
     exact: run only passes that give a row the same bits, so that drafts change no token (docs/decoding.md,
         "Exact mode"). What that takes is measured at first use, and then is `exactness`. None: as the bundle was built,
-        or if a measurement of this machine shows that it costs under 5%.
+        or if a measurement of this machine shows that it costs under 5%. A warning says where drafts may change tokens.
 
     One call generates at a time (`AsyncLLM` serves many). The memory is freed by `close()`, at the end of a `with`, or
     with the object itself. An interrupted call (Ctrl-C) leaves nothing behind.
@@ -90,8 +90,8 @@ class LLM(Opened):
         One prompt with a list of parameters gives a list of completions, one for each. So
         `generate(prompt, params.samples(4))` gives four samples.
 
-        `RequestOptions` describes the options speculate, block_length, tree_nodes and draft_source. The tokens are the
-        same for all of them, and in every batch. Only the speed differs.
+        `RequestOptions` describes the options speculate, block_length, tree_nodes and draft_source. They and the batch
+        change the speed alone, on ONNX Runtime with chains and in exact mode (docs/decoding.md, "Sampling").
 
         If a request of a list fails during decoding, the others are finished, and BatchError has their completions.
 

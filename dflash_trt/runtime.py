@@ -155,6 +155,7 @@ class Runtime:
             if wanted:
                 reason = f"{error}, so exact mode cannot promise equal tokens; leave exact out"
                 raise DFlashError(reason) from None
+            self._say_what_may_differ(None)
             return None
         if wanted:
             prompts = self._measured_prompts()
@@ -162,11 +163,27 @@ class Runtime:
         else:
             known = kept(self.bundle, pair, threads)
             if known is None or not known.free:
+                self._say_what_may_differ(known)
                 return None
             measured = known
         assert measured.rule is not None
         self.scheduler.follow(measured.rule)
         return measured
+
+    def _say_what_may_differ(self, known: Exactness | None) -> None:
+        """Warn where rounding may let drafts change a token. known: what was measured of exact mode here."""
+        engine = engine_of(self.bundle)
+        if engine.equal_rows and self.bundle.manifest["tree_width"] == 1:
+            return
+        if engine.own_loop or (known is not None and known.rule is None):
+            way = "exact mode is not possible here"
+        elif known is None:
+            way = "`dflash-trt verify BUNDLE --widths` measures exact mode, which then is on if it costs nothing"
+        else:
+            way = f"exact mode prevents that ({known.describe()})"
+        warn_once(
+            _log, f"{self.bundle.path}: drafts may change a token where two logits are nearly equal; {way}"
+        )
 
     def _times_file(self, threads: int | None) -> Path | None:
         """Where the times of passes are kept; None where an engine runs its passes by itself."""

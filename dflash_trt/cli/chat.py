@@ -27,7 +27,7 @@ acceptance length: tokens per pass of the target.
 Ctrl-C stops an answer. These lines are commands:
   /reset         begin a new conversation
   /system TEXT   begin a new conversation with a system message
-  /draft on|off  draft or not; the answers are the same
+  /draft on|off  draft or not
   /stats         show all answers together
   /quit          end, as Ctrl-D does
 """

@@ -195,6 +195,7 @@ class EngineEntry(ABC):
     server of its own, beside Triton. `modules`: Python modules that it can use, which `doctor` shows. `needed`: those
     without which it opens no bundle. `memory`: its layout, for `plan`. `draft_vocabulary`: whether a drafter may
     have fewer tokens than its target. `own_loop`: whether it runs its passes by itself, and not as this package asks.
+    `equal_rows`: whether a row has the same bits in every pass without trees, so that drafts change no token.
     """
 
     name: str
@@ -205,6 +206,7 @@ class EngineEntry(ABC):
     server: ClassVar[str] = ""
     draft_vocabulary: ClassVar[bool] = True
     own_loop: ClassVar[bool] = False
+    equal_rows: ClassVar[bool] = False
     modules: tuple[str, ...] = ()
     needed: tuple[str, ...] = ()
     memory: MemoryTraits

@@ -13,8 +13,10 @@ import pytest
 
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
+from dflash_trt.building.exactness import Exactness
 from dflash_trt.decoding.pair import Pair, PassRule
 from dflash_trt.decoding.widths import Outcome, classes, measure
+from dflash_trt.engines.onnxruntime.entry import OnnxRuntimeEntry
 from dflash_trt.errors import UsageError
 from dflash_trt.graph import onnxruntime as functions
 from dflash_trt.trtllm.entry import TensorRTLLMOptions
@@ -193,6 +195,26 @@ def test_what_is_known_to_cost_nothing_is_on(tmp_path: Path, monkeypatch: pytest
         assert llm.exactness == known
     with LLM(path, max_batch_size=9) as llm:  # only eight sequences were measured
         assert llm.exactness is None
+
+
+def test_a_warning_says_where_drafts_may_change_a_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Until exact mode was measured, and after it if it costs something; never where rows agree by themselves."""
+    monkeypatch.setenv("DFLASH_TRT_CACHE", str(tmp_path / "cache"))
+    path = bundle(tmp_path)
+    LLM(path).close()
+    assert not caplog.messages
+    monkeypatch.setattr(OnnxRuntimeEntry, "equal_rows", False)
+    LLM(path).close()
+    assert "two logits are nearly equal; `dflash-trt verify BUNDLE --widths` measures" in caplog.messages[-1]
+    caplog.clear()
+    LLM(path, exact=True).close()
+    LLM(path).close()
+    assert not caplog.messages
+    monkeypatch.setattr(Exactness, "free", False)
+    LLM(path).close()
+    assert "exact mode prevents that (every pass agrees; a plain pass takes 1.00" in caplog.messages[-1]
 
 
 def test_a_bundle_built_to_be_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

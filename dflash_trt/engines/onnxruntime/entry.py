@@ -59,6 +59,7 @@ class OnnxRuntimeEntry(EngineEntry):
     name = "onnxruntime"
     modules = needed = ("onnxruntime",)
     weight_layout = "blocks"
+    equal_rows = True  # tests/models/test_widths.py
     # Measured (docs/planning.md).
     memory = MemoryTraits(compute="fp32", runtime_bytes=24 << 20, score_copies=2)
 
