@@ -111,7 +111,7 @@ class Runtime:
         require_packages(self.bundle)
         self.max_seq_len: int = manifest["max_seq_len"]
         self.block_size: int = manifest["block_size"]
-        self._thinking_warning = thinking_warning(manifest["target"]["name"])
+        self._thinking_warning = thinking_warning(manifest["target"]["name"]) if manifest["drafter"] else ""
         opener = engine_of(self.bundle)
         self.tokenizer = self._tokenizer(opener.tokenizer_folder)
         self._structures = Structures(
@@ -137,7 +137,8 @@ class Runtime:
                 f"{self.bundle.path}: no memory is left for {max_batch_size} sequences of {self.max_seq_len} tokens "
                 f"({error}); lower max_batch_size, or build with a smaller --max-seq-len"
             ) from error
-        self._policies = Policies(self.block_size, self._times_file(threads))
+        drafter = "drafter" in self.bundle.roles
+        self._policies = Policies(self.block_size, self._times_file(threads), drafter=drafter)
         _log.info(
             "opened %s for %s in %.2f s: block %d, %d tokens, %d slots",
             *(self.bundle.path, manifest["engine"], perf_counter() - began),
@@ -230,7 +231,8 @@ class Runtime:
 
     def check(self, options: RequestOptions, params: SamplingParams | None = None) -> None:
         """Raise RequestError if this bundle does not support them."""
-        options.check(self.block_size, self.scheduler.most_tree_nodes)
+        drafter = "drafter" in self.bundle.roles
+        options.check(self.block_size, self.scheduler.most_tree_nodes, drafter=drafter)
         self.scheduler.check(options, params or SamplingParams())
 
     def chat_prompt(

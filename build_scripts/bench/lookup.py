@@ -1,4 +1,5 @@
 """Drafts from the drafter, from the text itself and from both, on natural prompts and on such that copy, as a table.
+Of a bundle without a drafter, drafts come from the text itself.
 
     python -m build_scripts.bench.lookup BUNDLE [BUNDLE ...] [--prompts 6] [--rounds 5] [--max-tokens 96]
 
@@ -72,11 +73,12 @@ def measure(
     seconds = defaultdict[tuple[str, str, str], list[float]](list)
     counts, outputs = dict[tuple[str, str, str], tuple[int, int]](), dict[str, list[int]]()
     params, equal = SamplingParams(max_tokens=args.max_tokens), True
+    methods = [*METHODS] if "drafter" in llm.bundle.roles else ["plain", "lookup"]
     for number in range(args.rounds + 1):  # the first one warms up
         for place, (kind, prompt) in enumerate(chosen):
             ids = llm.chat_prompt(prompt.content)
-            turn = (number + place) % len(METHODS)
-            for method in [*METHODS][turn:] + [*METHODS][:turn]:
+            turn = (number + place) % len(methods)
+            for method in methods[turn:] + methods[:turn]:
                 answer = llm.generate(ids, params, **METHODS[method])
                 equal = equal and outputs.setdefault(prompt.id, answer.token_ids) == answer.token_ids
                 statistics, key = answer.statistics, (kind, prompt.id, method)
@@ -96,10 +98,11 @@ def measure(
 def table(bundle: str, records: list[dict[str, Any]]) -> None:
     """Print speeds relative to plain decoding, with the least prompt, and tokens per pass."""
     plain = {record["prompt"]: record["seconds"] for record in records if record["method"] == "plain"}
-    print(f"\n{Path(bundle).name}\n| | {' | '.join([*METHODS][1:])} |\n|---|{'---|' * (len(METHODS) - 1)}")
+    methods = [method for method in METHODS if any(r["method"] == method for r in records)][1:]
+    print(f"\n{Path(bundle).name}\n| | {' | '.join(methods)} |\n|---|{'---|' * len(methods)}")
     for kind in ("natural", COPYING):
         cells = []
-        for method in [*METHODS][1:]:
+        for method in methods:
             own = [r for r in records if r["kind"] == kind and r["method"] == method]
             speed = sum(plain[r["prompt"]] for r in own) / sum(r["seconds"] for r in own)
             least = min(plain[r["prompt"]] / r["seconds"] for r in own)

@@ -13,6 +13,7 @@ from dflash_trt.building.choice import choose_engine
 from dflash_trt.building.limits import (
     choose_block_size,
     choose_max_seq_len,
+    choose_precision,
     choose_tree_width,
     narrow_drafter,
 )
@@ -48,6 +49,7 @@ def build(
     engine: str = registry.AUTO,
     weights: Weights = "copy",
     precision: Precision | None = None,
+    no_drafter: bool = False,
     draft_vocabulary: str | Path | None = None,
     drafter_window: int | None = None,
     options: EngineOptions | None = None,
@@ -58,8 +60,10 @@ def build(
     """Build a bundle in `out`. docs/bundle.md describes it, and docs/cli.md the options at length.
 
     target, drafter: names of known pairs, hub repositories or directories; a known pair brings its drafter.
+    no_drafter: the target alone, whose drafts come from each request's own text. That is the default where no drafter
+        is known.
     max_seq_len: tokens of a prompt and its output together.
-    block_size: tokens of a verification; may be smaller than the drafter's.
+    block_size: tokens of a verification; may be smaller than the drafter's, and is 16 without one.
     tree_width: candidates of the drafter for each place. 1 verifies chains. By default 8 where trees were measured to
         pay (docs/cli.md, "build"), else 1.
     engine: what runs the graphs; "auto": what this machine runs best, which a line on standard error names.
@@ -80,18 +84,20 @@ def build(
         BuildError: an argument is impossible, or `out` holds something else.
     """
     if engine == registry.AUTO:
-        engine = choose_engine(target, weights, precision, max_seq_len)
+        engine = choose_engine(target, weights, precision, max_seq_len, no_drafter=no_drafter)
     progress, out, entry = progress or silent, Path(out), registry.find(engine)
     _check_arguments(entry, weights, precision, options, exact)
     check_out(out)
     progress("read checkpoints", 0, 1)
     # A precision that is asked for is made of the numbers in floating point.
     stored = entry.weight_layout == "blocks" and (precision is None or precision.target is None)
-    pair = _read_pair(find_sources(target, drafter, weights, stored=stored), entry, weights, drafter_window)
+    sources = find_sources(target, drafter, weights, no_drafter=no_drafter, stored=stored)
+    pair = _read_pair(sources, entry, weights, drafter_window)
+    configs = pair.target.config, pair.draft_config
     settings = BuildSettings(
-        block_size=choose_block_size(block_size, pair.drafter.config),
+        block_size=choose_block_size(block_size, *configs),
         tree_width=_tree_width(tree_width, pair, precision, entry),
-        max_seq_len=choose_max_seq_len(max_seq_len, pair.target.config, pair.drafter.config),
+        max_seq_len=choose_max_seq_len(max_seq_len, *configs),
         weights=weights,
         precision=_precision(precision, pair, entry),
         options=options,
@@ -110,7 +116,7 @@ def _sources_named(pair: CheckpointPair, scratch: Path) -> Iterator[None]:
         yield
     except DFlashError as error:
         said = str(error)
-        for role, side in (("target", pair.target), ("drafter", pair.drafter), ("head", pair.target)):
+        for role, side in [*pair.sides.items(), ("head", pair.target)]:
             made = rf"{re.escape(str(scratch))}/(draft-)?{role}[\w-]*"
             said = re.sub(made, str(side.source.directory).replace("\\", r"\\"), said)
         if said == str(error):
@@ -129,7 +135,7 @@ def _write(
     """The bundle in its place: made in the work directory, or the one of the same key that is there."""
     target, drafter, head = in_precision(
         pair.target.checkpoint,
-        pair.drafter.checkpoint,
+        pair.drafter.checkpoint if pair.drafter else None,
         settings.precision,
         place.scratch,
         progress,
@@ -139,7 +145,7 @@ def _write(
     pair = replace(
         pair,
         target=replace(pair.target, checkpoint=target),
-        drafter=replace(pair.drafter, checkpoint=drafter),
+        drafter=replace(pair.drafter, checkpoint=drafter) if pair.drafter and drafter else None,
         head=head,
     )
     job = engine.job(pair, settings, place, progress)
@@ -182,21 +188,24 @@ def _check_arguments(
 
 
 def _read_pair(
-    sources: tuple[Source, Source], engine: EngineEntry, weights: Weights, drafter_window: int | None
+    sources: tuple[Source, Source | None], engine: EngineEntry, weights: Weights, drafter_window: int | None
 ) -> CheckpointPair:
-    """Both checkpoints, which fit each other and the engine, with the drafter's windows as asked."""
-    target = engine.read_target(sources[0].directory)
-    drafter = read_drafter_config(sources[1].directory, target)
+    """The checkpoints, which fit each other and the engine, with the drafter's windows as asked."""
+    source, drafts = sources
+    target = engine.read_target(source.directory)
+    drafter = read_drafter_config(drafts.directory, target) if drafts else None
     engine.check_pair(target, drafter)
-    check_pair(target, drafter)
+    if drafter is not None:
+        check_pair(target, drafter)
     if weights != "none":
-        mask = drafter.mask_token_id if drafter.masks else None
-        check_tokenizers(sources[0].directory, sources[1].directory, mask)
+        mask = drafter.mask_token_id if drafter and drafter.masks else None
+        check_tokenizers(source.directory, drafts.directory if drafts else None, mask)
     opened = Outline if weights == "none" else Checkpoint
-    narrow = narrow_drafter(drafter_window, drafter, engine)
+    side, narrow = None, narrow_drafter(drafter_window, drafter, engine)
+    if drafts and narrow:
+        side = Side(drafts, narrow, opened(drafts.directory), f"{engine.weights_folder}drafter")
     return CheckpointPair(
-        Side(sources[0], target, opened(sources[0].directory), f"{engine.weights_folder}target"),
-        Side(sources[1], narrow, opened(sources[1].directory), f"{engine.weights_folder}drafter"),
+        Side(source, target, opened(source.directory), f"{engine.weights_folder}target"), side
     )
 
 
@@ -207,7 +216,7 @@ def _tree_width(
     scheme = precision.scheme("target") if precision is not None else None
     formats = number_formats(pair.target.checkpoint) | ({scheme} if scheme is not None else set())
     default = engine.default_tree_width(pair.target.config, formats)
-    width = choose_tree_width(asked, default, pair.target.config, pair.drafter.config)
+    width = choose_tree_width(asked, default, pair.target.config, pair.draft_config)
     if width > 1:
         engine.check_trees(width, formats)
     return width
@@ -215,10 +224,11 @@ def _tree_width(
 
 def _precision(asked: Precision | None, pair: CheckpointPair, engine: EngineEntry) -> Precision:
     """The precision of the build: as asked, and the engine's choice for the rest. A head that is quantized stays."""
-    target, drafter = pair.target.checkpoint.quantization, pair.drafter.checkpoint.quantization
-    configs = pair.target.config, pair.drafter.config
-    chosen = engine.choose_precision(asked or Precision(), *configs, quantized=bool(drafter.algorithms))
-    return replace(chosen, head=asked.head if asked else None) if target.algorithm(HEAD) else chosen
+    quantized = bool(pair.drafter and pair.drafter.checkpoint.quantization.algorithms)
+    configs = pair.target.config, pair.draft_config
+    chosen = choose_precision(asked, engine, *configs, quantized=quantized)
+    kept = pair.target.checkpoint.quantization.algorithm(HEAD)
+    return replace(chosen, head=asked.head if asked else None) if kept else chosen
 
 
 def _draft_tokens(pair: CheckpointPair, asked: str | Path | None, engine: EngineEntry) -> list[int] | None:
@@ -226,8 +236,10 @@ def _draft_tokens(pair: CheckpointPair, asked: str | Path | None, engine: Engine
 
     Raises BuildError if `asked` is a file, and this pair or engine can only draft from all tokens.
     """
-    if asked == ALL:
+    if asked == ALL or (asked is None and pair.drafter is None):
         return None
+    if pair.drafter is None:
+        raise UsageError(f"--draft-vocabulary is {asked}, but there is no drafter: leave it out")
     file = pair.drafter.source.directory / FILE if asked is None else Path(asked)
     if asked is None and not file.is_file():
         return None
@@ -251,18 +263,18 @@ def _describe(
     pair: CheckpointPair, settings: BuildSettings, engine: EngineEntry, job: BuildJob
 ) -> dict[str, Any]:
     """The manifest without its key and files."""
-    target, drafter = pair.target.config, pair.drafter.config
+    target, drafter = pair.target.config, pair.draft_config
     return {
         "format_version": bundle.FORMAT_VERSION,
         "key": "",
         "engine": engine.name,
         "weights": settings.weights,
         "target": pair.target.describe(),
-        "drafter": pair.drafter.describe(),
+        "drafter": pair.drafter and pair.drafter.describe(),
         "block_size": settings.block_size,
         "tree_width": settings.tree_width,
-        "mask_token_id": drafter.mask_token_id,
-        "target_layer_ids": list(drafter.target_layer_ids),
+        "mask_token_id": drafter and drafter.mask_token_id,
+        "target_layer_ids": list(drafter.target_layer_ids) if drafter else [],
         "hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,
         "max_seq_len": settings.max_seq_len,
@@ -274,7 +286,7 @@ def _describe(
 
 def _check_digests(pair: CheckpointPair, digests: dict[str, str]) -> None:
     """Compare the digests of the weights with those that their checkpoints recorded, if any."""
-    for side in pair.sides:
+    for side in pair.sides.values():
         if isinstance(side.checkpoint, Checkpoint):
             names = {f"{side.folder}/{file.name}": file.name for file in side.checkpoint.files}
             side.checkpoint.check_digests({names[name]: d for name, d in digests.items() if name in names})

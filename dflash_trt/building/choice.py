@@ -20,6 +20,8 @@ def choose_engine(
     weights: Weights = "copy",
     precision: Precision | None = None,
     max_seq_len: int | None = None,
+    *,
+    no_drafter: bool = False,
 ) -> str:
     """What this machine runs best of the engines that take these arguments of `build`. A line says so.
 
@@ -39,7 +41,7 @@ def choose_engine(
         go_on = f"--engine {choice.engine} builds it for the CPU all the same"
         if choice.leaves_gpu_idle:
             raise BuildError(f"{target}: {choice.why}; {go_on}")
-        if said := _too_large(pair, choice.engine, precision or Precision(), max_seq_len):
+        if said := _too_large(pair, choice.engine, precision, max_seq_len, no_drafter):
             raise BuildError(f"{target}: {said}, and {choice.why}; {go_on}")
     print(f"{choice}; --engine NAME (in Python engine=NAME) chooses another", file=sys.stderr)
     return choice.engine
@@ -50,9 +52,11 @@ def _is_fetched(pair: KnownPair) -> bool:
     return pair.target_repo is not None and pair.name not in gguf.PACKAGED
 
 
-def _too_large(pair: KnownPair, engine: str, precision: Precision, max_seq_len: int | None) -> str:
+def _too_large(
+    pair: KnownPair, engine: str, precision: Precision | None, max_seq_len: int | None, no_drafter: bool
+) -> str:
     """Why one sequence of a pair does not fit into this machine's memory; empty if it does, or nobody knows."""
-    from dflash_trt.building.limits import choose_max_seq_len
+    from dflash_trt.building.limits import choose_block_size, choose_max_seq_len, choose_precision
     from dflash_trt.models.configs import read_drafter_config, read_target_config
     from dflash_trt.models.inventory import take_inventory
     from dflash_trt.planning.gpus import Gpu
@@ -64,15 +68,15 @@ def _too_large(pair: KnownPair, engine: str, precision: Precision, max_seq_len: 
         return ""
     folders = known_configs(pair.name)
     target = read_target_config(folders[0])
-    drafter = read_drafter_config(folders[1], target)
+    drafter = None if no_drafter else read_drafter_config(folders[1], target)
     cpu = Gpu("this machine", "its memory", sm=0, memory_bytes=memory, gpus_per_node=1, sources={})
     settings = Settings(
         engine=engine,
         gpu=cpu,
         max_seq_len=choose_max_seq_len(max_seq_len, target, drafter),
         max_batch_size=1,
-        block_size=drafter.block_size,
-        precision=registry.find(engine).choose_precision(precision, target, drafter, quantized=False),
+        block_size=choose_block_size(None, target, drafter),
+        precision=choose_precision(precision, registry.find(engine), target, drafter, quantized=False),
     )
     estimate = estimate_memory(take_inventory(target, drafter), settings)
     if estimate.fits:

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
+from dflash_trt.checkpoint.schema import PENDING_ROWS, DrafterConfig, TargetConfig
 from dflash_trt.engines.base import EngineEntry
 from dflash_trt.errors import UsageError
+from dflash_trt.formats.precision import Precision
 
 # The default of --max-seq-len: the models' own limit, but no more than this, because cache memory grows with it.
 DEFAULT_MAX_SEQ_LEN = 8192
 # The most candidates for a place. Trees of the published budgets, up to 128 nodes, use fewer.
 _TREE_WIDTH = 64
+# Tokens of a verification without a drafter: as many as most published drafters have, and the most that may be asked.
+_COPIED, _MOST_COPIED = 16, 32
 
 
-def choose_block_size(asked: int | None, drafter: DrafterConfig) -> int:
-    """Tokens of a block, by default as trained. Raises BuildError for what the drafter was not trained for."""
+def choose_block_size(asked: int | None, target: TargetConfig, drafter: DrafterConfig | None) -> int:
+    """Tokens of a verification, by default as the drafter was trained. Raises BuildError for more than that, and
+    without a drafter for more than the target can take back.
+    """
+    if drafter is None:
+        most = PENDING_ROWS if target.delta_layers else _MOST_COPIED
+        if asked is not None and not 2 <= asked <= most:
+            raise UsageError(f"--block-size is {asked}, expected 2..{most} without a drafter ({target.path})")
+        return _COPIED if asked is None else asked
     if asked is None:
         return drafter.block_size
     if not 2 <= asked <= drafter.block_size:
@@ -26,10 +36,16 @@ def choose_block_size(asked: int | None, drafter: DrafterConfig) -> int:
     return asked
 
 
-def choose_tree_width(asked: int | None, default: int, target: TargetConfig, drafter: DrafterConfig) -> int:
+def choose_tree_width(
+    asked: int | None, default: int, target: TargetConfig, drafter: DrafterConfig | None
+) -> int:
     """Candidates for each place: `default`, or as many as the models allow. Raises BuildError for more than the drafter
     has, or a target without trees.
     """
+    if drafter is None:
+        if asked not in (None, 1):
+            raise UsageError(f"--tree-width is {asked}, but no drafter gives candidates: leave it out")
+        return 1
     most = min(_TREE_WIDTH, drafter.vocab_size, drafter.most_candidates or drafter.vocab_size)
     if asked is None:
         return 1 if target.delta_layers else min(default, most)
@@ -45,20 +61,44 @@ def choose_tree_width(asked: int | None, default: int, target: TargetConfig, dra
     return asked
 
 
-def choose_max_seq_len(asked: int | None, target: TargetConfig, drafter: DrafterConfig) -> int:
-    """Tokens of a prompt and its output together. Raises BuildError for more than both models take."""
-    limit = min(target.max_position_embeddings, drafter.max_position_embeddings)
-    if asked is None:
-        return min(limit, DEFAULT_MAX_SEQ_LEN)
-    if not 2 <= asked <= limit:
-        raise UsageError(
-            f"--max-seq-len is {asked}, expected 2..{limit}: max_position_embeddings is "
-            f"{target.max_position_embeddings} in the target and {drafter.max_position_embeddings} in the drafter"
-        )
+def choose_precision(
+    asked: Precision | None,
+    engine: EngineEntry,
+    target: TargetConfig,
+    drafter: DrafterConfig | None,
+    *,
+    quantized: bool,
+) -> Precision:
+    """The precision of a build: as asked, and the engine's choice for the rest. `quantized`: see `EngineEntry`.
+
+    Raises UsageError for a precision of a drafter that there is not.
+    """
+    asked = asked or Precision()
+    if drafter is not None:
+        return engine.choose_precision(asked, target, drafter, quantized=quantized)
+    for role in ("drafter", "head"):
+        if value := getattr(asked, role):
+            raise UsageError(f"--precision has {role}={value}, but there is no drafter: leave it out")
     return asked
 
 
-def narrow_drafter(asked: int | None, drafter: DrafterConfig, engine: EngineEntry) -> DrafterConfig:
+def choose_max_seq_len(asked: int | None, target: TargetConfig, drafter: DrafterConfig | None) -> int:
+    """Tokens of a prompt and its output together. Raises BuildError for more than the models take."""
+    limits = {"target": target.max_position_embeddings}
+    if drafter is not None:
+        limits["drafter"] = drafter.max_position_embeddings
+    limit = min(limits.values())
+    if asked is None:
+        return min(limit, DEFAULT_MAX_SEQ_LEN)
+    if not 2 <= asked <= limit:
+        each = " and ".join(f"{most} in the {role}" for role, most in limits.items())
+        raise UsageError(f"--max-seq-len is {asked}, expected 2..{limit}: max_position_embeddings is {each}")
+    return asked
+
+
+def narrow_drafter(
+    asked: int | None, drafter: DrafterConfig | None, engine: EngineEntry
+) -> DrafterConfig | None:
     """The drafter with layers that see at most `asked` tokens. No token of an answer depends on it, only acceptance.
 
     Raises UsageError for a window that is no narrower than the trained ones, or smaller than a block, and where engine
@@ -66,6 +106,8 @@ def narrow_drafter(asked: int | None, drafter: DrafterConfig, engine: EngineEntr
     """
     if asked is None:
         return drafter
+    if drafter is None:
+        raise UsageError(f"--drafter-window is {asked}, but there is no drafter: leave it out")
     if engine.window_stride(drafter.head_dim) is None:
         raise UsageError(
             f"--drafter-window is {asked}, but --engine {engine.name} reads the drafter's config.json itself: "

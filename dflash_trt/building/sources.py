@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import re
+import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +16,7 @@ from dflash_trt.checkpoint.catalogue import NAMES, PAIRS, SHIPPED, KnownPair, kn
 from dflash_trt.checkpoint.pair import Source
 from dflash_trt.checkpoint.tensors import INDEX, SINGLE, read_index
 from dflash_trt.engines.base import Weights
-from dflash_trt.errors import CheckpointError, did_you_mean, show_name
+from dflash_trt.errors import CheckpointError, UsageError, did_you_mean, show_name
 from dflash_trt.files.reading import read_object
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 
@@ -30,39 +32,62 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def find_sources(
-    target: str, drafter: str | None, weights: Weights, *, stored: bool = False
-) -> tuple[Source, Source]:
-    """Both checkpoints of a pair. With weights "none", those of a known pair are configurations alone. `stored`: see
+    target: str,
+    drafter: str | None,
+    weights: Weights,
+    *,
+    no_drafter: bool = False,
+    stored: bool = False,
+) -> tuple[Source, Source | None]:
+    """The checkpoints of a target and its drafter, by default the known one. A line says so if none is known. With
+    weights "none", those of a known pair are configurations alone. `no_drafter`: the target alone. `stored`: see
     `resolve`.
     """
+    if no_drafter and drafter is not None:
+        raise UsageError(f"--drafter is {drafter}, and --no-drafter asks for none: leave one of them out")
     if weights == "none" and drafter is None and not Path(target).is_dir():
         directories = known_configs(target)
-        return Source(directories[0], target), Source(directories[1], target)
-    return resolve_pair(target, drafter, stored=stored)
+        return Source(directories[0], target), None if no_drafter else Source(directories[1], target)
+    drafter = drafter if drafter is not None or no_drafter else _known_drafter(target)
+    source = resolve(target, "target", stored=stored)
+    if drafter is not None:
+        return source, resolve(drafter, "drafter")
+    if not no_drafter:
+        print(
+            f"{target}: no drafter is known for it, so drafts come from each request's own text; --drafter gives one",
+            file=sys.stderr,
+        )
+    return source, None
 
 
-def built_in(target: str, drafter: str | None) -> KnownPair | None:
+def built_in(target: str, drafter: str | None, *, no_drafter: bool = False) -> KnownPair | None:
     """The pair whose built-in configurations find_sources gives without weights, if it gives any."""
-    return known_pair(target) if drafter is None and not Path(target).is_dir() else None
+    pair = known_pair(target) if drafter is None and not Path(target).is_dir() else None
+    if pair is None or not no_drafter:
+        return pair
+    return replace(pair, unverified=tuple(name for name in pair.unverified if name.startswith("target.")))
 
 
-def resolve_pair(target: str, drafter: str | None = None, *, stored: bool = False) -> tuple[Source, Source]:
+def resolve_pair(target: str, drafter: str | None = None) -> tuple[Source, Source]:
     """Both checkpoints of a pair. Without a drafter, `target` must be a known pair, given by name or repository."""
+    drafter = drafter or _known_drafter(target)
     if drafter is None:
-        pair = None if Path(target).is_dir() else known_pair(target)
-        if pair is None:
-            _check_path(target, "target")
-            # That it is supported is the first question.
-            if Path(target).is_dir():
-                read_target_config(Path(target))
-            elif not Path(target).exists() and (match := _REPOSITORY.fullmatch(target)):
-                _snapshot(match["repo"], match["revision"], "target", steps=1)
-            raise CheckpointError(
-                f"--target {target}{_meant(target)}: no drafter is known for it; give one with --drafter, "
-                f"train one (`dflash-trt train --help` has the steps), or give a known pair as the target: {NAMES}"
-            )
-        drafter = pair.drafter_repo or pair.name
-    return resolve(target, "target", stored=stored), resolve(drafter, "drafter")
+        _check_path(target, "target")
+        # That it is supported is the first question.
+        if Path(target).is_dir():
+            read_target_config(Path(target))
+        elif not Path(target).exists() and (match := _REPOSITORY.fullmatch(target)):
+            _snapshot(match["repo"], match["revision"], "target", steps=1)
+        raise CheckpointError(
+            f"--target {target}{_meant(target)}: no drafter is known for it; give one with --drafter, "
+            f"train one (`dflash-trt train --help` has the steps), or give a known pair as the target: {NAMES}"
+        )
+    return resolve(target, "target"), resolve(drafter, "drafter")
+
+
+def _known_drafter(target: str) -> str | None:
+    pair = None if Path(target).is_dir() else known_pair(target)
+    return (pair.drafter_repo or pair.name) if pair else None
 
 
 def resolve(name_or_path: str, role: Role, *, stored: bool = False) -> Source:

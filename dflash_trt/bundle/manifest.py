@@ -28,17 +28,17 @@ _OWN_DIGEST = "manifest_sha256"
 
 Check = Literal["size", "full"]
 
-_FIELDS: Mapping[str, type] = {
+_FIELDS: Mapping[str, Any] = {
     "key": str,
     "engine": str,
     "dialect": str,
     "precision": dict,
     "weights": str,
     "target": dict,
-    "drafter": dict,
+    "drafter": dict | None,
     "block_size": int,
     "tree_width": int,
-    "mask_token_id": int,
+    "mask_token_id": int | None,
     "target_layer_ids": list,
     "hidden_size": int,
     "vocab_size": int,
@@ -91,7 +91,7 @@ class Bundle:
                 "whole directories, could read it; move it out of the bundle"
             )
         bundle = cls(path, manifest)
-        for graph in GRAPHS if graphs else ():
+        for graph in GRAPHS[: len(bundle.roles)] if graphs else ():
             _check_graph(bundle.listed(graph), manifest)
         return bundle
 
@@ -107,6 +107,16 @@ class Bundle:
             (path / name).parent.mkdir(parents=True, exist_ok=True)
             if not clone(self.path / name, path / name):
                 copy(self.path / name, path / name)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Its models: "target" and, if there is one, "drafter"."""
+        return ("target",) if self.manifest["drafter"] is None else ("target", "drafter")
+
+    @property
+    def feature_size(self) -> int:
+        """The numbers that the target gives for each row: its taps, or one of a target without a drafter."""
+        return len(self.manifest["target_layer_ids"]) * int(self.manifest["hidden_size"]) or 1
 
     @property
     def capacity(self) -> int:
@@ -153,7 +163,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise BundleError(f"{path}: no such directory; make a bundle with: dflash-trt build --out {path}")
     if not os.path.lexists(file) and (path / "config.json").is_file():
         raise BundleError(
-            f"{path}: is a checkpoint, not a bundle; build one with: dflash-trt build --target {path} --drafter DRAFTER"
+            f"{path}: is a checkpoint, not a bundle; build one with: dflash-trt build --target {path}"
         )
     if not os.path.lexists(file):
         raise BundleError(f"{path}: no {MANIFEST}, so this is not a finished bundle; run the build again")
@@ -175,7 +185,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         )
     for field, kind in _FIELDS.items():
         value = manifest.get(field)
-        if not isinstance(value, kind) or isinstance(value, bool):
+        if field not in manifest or not isinstance(value, kind) or isinstance(value, bool):
             raise BundleError(f"{file}: {field} is {show(value)}; build the bundle again")
     for name, entry in manifest["files"].items():
         _check_entry(file, name, entry)

@@ -52,8 +52,8 @@ def check_pair(target: TargetConfig, drafter: DrafterConfig) -> None:
         )
 
 
-def check_tokenizers(target_dir: Path, drafter_dir: Path, mask_token_id: int | None) -> None:
-    """Check the token ids that the pair shares.
+def check_tokenizers(target_dir: Path, drafter_dir: Path | None, mask_token_id: int | None) -> None:
+    """Check the token ids that the pair shares, or those of a target without a drafter.
 
     The target needs a tokenizer.json whose ids its embedding covers. The mask token must not be an ordinary entry of
     the vocabulary: drafters are trained with a special or unused id. A drafter may lack a tokenizer, as most published
@@ -73,6 +73,8 @@ def check_tokenizers(target_dir: Path, drafter_dir: Path, mask_token_id: int | N
     if largest >= vocab_size:
         raise PairError(f"{path}: token {show(token)} has id {largest}, but vocab_size is {vocab_size}")
     tokenizer.check()
+    if drafter_dir is None:
+        return
     added = tokenizer.backend.get_added_tokens_decoder()
     usual = next((token for token, id_ in tokens.items() if id_ == mask_token_id and id_ not in added), None)
     if usual is not None:

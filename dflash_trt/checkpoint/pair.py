@@ -66,20 +66,25 @@ class Side(Generic[Config]):
 
 @dataclass(frozen=True)
 class CheckpointPair:
-    """A target, its drafter, and the drafter's own LM head, if it has one.
+    """A target, its drafter if it has one, and the drafter's own LM head, if it has one.
 
     `draft_tokens`: the token ids of that head's rows; None for all.
     """
 
     target: Side[TargetConfig]
-    drafter: Side[DrafterConfig]
+    drafter: Side[DrafterConfig] | None
     head: Checkpoint | Outline | None = None
     draft_tokens: Sequence[int] | None = None
 
     @property
-    def sides(self) -> tuple[Side[TargetConfig], Side[DrafterConfig]]:
-        """Target and drafter."""
-        return self.target, self.drafter
+    def sides(self) -> dict[str, Side[TargetConfig] | Side[DrafterConfig]]:
+        """The checkpoints by role: "target" and, if there is one, "drafter"."""
+        return {"target": self.target} | ({"drafter": self.drafter} if self.drafter else {})
+
+    @property
+    def draft_config(self) -> DrafterConfig | None:
+        """The drafter's configuration."""
+        return self.drafter.config if self.drafter else None
 
 
 def tokenizer_files(target: Side[TargetConfig], names: Sequence[str] = TOKENIZER_FILES) -> dict[str, Path]:

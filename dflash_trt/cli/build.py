@@ -48,11 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
     option(parser, "--drafter", "NAME_OR_PATH", str,
            "the model that proposes blocks of tokens (default: the target's known drafter)")  # fmt: skip
+    switch(parser, "--no-drafter",
+           "the target alone: drafts come from each request's own text (default where none is known)")  # fmt: skip
     option(parser, "--out", "DIR", Path, "directory of the bundle (default: bundles/NAME)")
     add_engine(parser, "what runs the graphs; auto: what this machine runs best")
     option(parser, "--max-seq-len", "N", int,
            "longest prompt and output together (default: both models' limit, at most 8192)")  # fmt: skip
-    option(parser, "--block-size", "K", int, "tokens of a block, including the anchor (default: as trained)")
+    option(parser, "--block-size", "K", int,
+           "tokens of a block, including the anchor (default: as trained; without a drafter 16)")  # fmt: skip
     option(parser, "--tree-width", "W", int,
            "candidates that the drafter gives for each place; draft trees need more than 1 (default: 8 for a large "
            "target in floats on ONNX Runtime, else 1)")  # fmt: skip
@@ -85,19 +88,24 @@ def run(args: argparse.Namespace) -> int:
     out = args.out or Path("bundles") / Path(args.target).resolve().name
     began = time.perf_counter()
     pair = known_pair(args.target)
-    if pair is not None and pair.warning:
+    if pair is not None and pair.warning and not args.no_drafter:
         print(f"note: {pair.warning}", file=sys.stderr)
-    planned = built_in(args.target, args.drafter) if args.weights == "none" else None
+    planned = None
+    if args.weights == "none":
+        planned = built_in(args.target, args.drafter, no_drafter=args.no_drafter)
     if planned is not None and planned.doubt is not None:
         print(f"note: {planned.doubt}", file=sys.stderr)
     precision = parse_precision(args.precision)
     if args.engine == registry.AUTO:
-        args.engine = choose_engine(args.target, args.weights, precision, args.max_seq_len)
+        args.engine = choose_engine(
+            args.target, args.weights, precision, args.max_seq_len, no_drafter=args.no_drafter
+        )
     with progress_display() as progress:
         bundle = build(
             args.target,
             args.drafter,
             out,
+            no_drafter=args.no_drafter,
             max_seq_len=args.max_seq_len,
             block_size=args.block_size,
             tree_width=args.tree_width,

@@ -64,5 +64,5 @@ def _show(name: str, value: object) -> str:
     if isinstance(value, int) and name == "parameters":
         return f"{value:,}"
     if value is None:
-        return "none" if name == "quantization" else "unknown"
+        return "none" if name in ("quantization", "drafter") else "unknown"
     return str(value)

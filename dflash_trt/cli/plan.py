@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The pair, the GPU, the engine, what is to fit, and what is shown of it."""
     option(parser, "--target", "NAME_OR_PATH", str, "a known pair, or a target's directory")
     option(parser, "--drafter", "PATH", str, "a drafter's directory (default: the target's known drafter)")
+    switch(parser, "--no-drafter", "the target alone, as for `build`")
     option(parser, "--gpu", "NAME", str,
            "a GPU that --gpus lists, or the figures of another: memory=24,sm=89 (default: the first one here)"
     )  # fmt: skip
@@ -51,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help=f"GPUs, with {several}")  # fmt: skip
     option(parser, "--max-seq-len", "N", at_least(1), "default: as for `build`, at most 8192")
     option(parser, "--max-batch-size", "N", at_least(1), default=8)
-    option(parser, "--block-size", "K", at_least(2), "default: as trained")
+    option(parser, "--block-size", "K", at_least(2), "default: as trained, or 16")
     option(parser, "--drafter-window", "N", at_least(1), "as for `build`")
     option(parser, "--precision", "ROLE=VALUE,...", str, "as for `build`")
     engine_options.add_plan_arguments(parser)
@@ -77,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         args.engine = choice.engine
         print(f"{choice}; --engine chooses another", file=sys.stderr)
     inventory, settings = prepare(args, gpu)
-    pair = built_in(args.target, args.drafter)
+    pair = built_in(args.target, args.drafter, no_drafter=args.no_drafter)
     if pair is not None and pair.doubt is not None:
         print(f"note: {pair.doubt}", file=sys.stderr)
     estimate = estimate_memory(inventory, settings)
@@ -97,7 +98,12 @@ def run(args: argparse.Namespace) -> int:
 
 def prepare(args: argparse.Namespace, gpu: Gpu) -> tuple[Inventory, Settings]:
     """The pair's tensors and the setting to plan for."""
-    from dflash_trt.building.limits import choose_block_size, choose_max_seq_len, narrow_drafter
+    from dflash_trt.building.limits import (
+        choose_block_size,
+        choose_max_seq_len,
+        choose_precision,
+        narrow_drafter,
+    )
     from dflash_trt.building.sources import find_sources
     from dflash_trt.checkpoint.compatibility import check_pair
     from dflash_trt.checkpoint.rules import Quantization
@@ -110,23 +116,24 @@ def prepare(args: argparse.Namespace, gpu: Gpu) -> tuple[Inventory, Settings]:
     engine, options = registry.find(args.engine), engine_options.from_arguments(args, plan=True)
     precision = parse_precision(args.precision)
     engine.check(precision, "copy", options)
-    sources = find_sources(args.target, args.drafter, "none")
+    sources = find_sources(args.target, args.drafter, "none", no_drafter=args.no_drafter)
     target = read_target_config(sources[0].directory)
-    drafter = read_drafter_config(sources[1].directory, target)
+    drafter = read_drafter_config(sources[1].directory, target) if sources[1] else None
     engine.check_pair(target, drafter)
-    check_pair(target, drafter)
+    if drafter is not None:
+        check_pair(target, drafter)
     drafter = narrow_drafter(args.drafter_window, drafter, engine)
     inventory = take_inventory(target, drafter)
-    stored = [Quantization(source.directory) for source in sources]
-    quantized = stored[0].algorithm(HEAD) or stored[1].algorithms
+    stored = [Quantization(source.directory) for source in sources if source]
+    quantized = stored[0].algorithm(HEAD) or stored[-1].algorithms
     settings = Settings(
         engine=args.engine,
         gpu=gpu,
         max_seq_len=choose_max_seq_len(args.max_seq_len, target, drafter),
         max_batch_size=args.max_batch_size,
-        block_size=choose_block_size(args.block_size, drafter),
+        block_size=choose_block_size(args.block_size, target, drafter),
         tensor_parallel=args.tensor_parallel,
-        precision=engine.choose_precision(precision, target, drafter, quantized=bool(quantized)),
+        precision=choose_precision(precision, engine, target, drafter, quantized=bool(quantized)),
     )
     return inventory, replace(settings, **engine.memory_settings(inventory, options))
 
@@ -148,7 +155,7 @@ def _print(estimate: MemoryEstimate) -> None:
         ("runtime", estimate.runtime_bytes, "an allowance"),
         ("activations", estimate.activation_bytes, "an allowance"),
         ("KV cache", estimate.kv_bytes, f"{batch} x {length} tokens, {cache}"),
-        ("drafter context", estimate.drafter_bytes, context),
+        *([("drafter context", estimate.drafter_bytes, context)] if "drafter" in estimate.weights else []),
         ("total", estimate.total_bytes, f"of {gib(estimate.memory_bytes)}, {_left(estimate.left_bytes)}"),
     ]
     if estimate.kv_fraction is not None:

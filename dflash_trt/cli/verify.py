@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 SUMMARY = "check that drafting does not change the tokens"
 DESCRIPTION = """\
 Generate from every prompt with and without drafting, and compare the tokens at several temperatures, block lengths,
-tree sizes and batch sizes. The first difference, if any, is shown with the gap between the two logits.
-Exit code 1 if anything differs.
+tree sizes and batch sizes, and with drafts from the text itself alone (lookup). The first difference, if any, is shown
+with the gap between the two logits. Exit code 1 if anything differs.
 
 It begins with the time that it will take. By default it decodes 32 tokens from one prompt of each category.
 
@@ -67,6 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--tree-nodes", "auto|N,...", each(tree_nodes),
            "trees of so many nodes too, of a bundle built with --tree-width; 0: chains only "
            "(default: 1.5 blocks, auto)")  # fmt: skip
+    option(parser, "--draft-source", "SOURCES", str,
+           "drafts from drafter, lookup (the text itself), or drafter,lookup (default: both, and lookup alone)"
+    )  # fmt: skip
     option(parser, "--batch-sizes", "N,...", each(at_least(1)),
            "sequences at a time (default: 1,4); with --widths, up to the largest (default: 8)")  # fmt: skip
     option(parser, "--max-tokens", "N", at_least(1), "tokens per prompt", 32)
@@ -110,6 +113,8 @@ def run(args: argparse.Namespace) -> int:
                 length = case.block_length or "auto"
                 if case.tree_nodes != 0:
                     length = f"tree {case.tree_nodes or 'auto'}"
+                elif case.draft_source == "lookup":
+                    length = f"lookup {length}"
                 numbers = (case.temperature, length, case.batch_size, case.equal, case.differing)
                 print(COLUMNS.format(*numbers, f"{case.mean_acceptance_length:.2f}"), flush=True)
     differing = [case.first_difference for case in cases if case.first_difference]
@@ -178,14 +183,21 @@ def _time(seconds: float) -> str:
 
 
 def _ways(args: argparse.Namespace, llm: LLM) -> list[DraftingOptions]:
-    """The ways to draft: chains, and then trees if the bundle verifies them."""
+    """The ways to draft: chains, then trees if the bundle verifies them, and chains from the text itself."""
     from dflash_trt.reports.verification import chains
 
     trees, most = args.tree_nodes, llm.most_tree_nodes
     if trees is None:
         trees = [min(llm.block_size * 3 // 2, most), None] if most else []
-    ways = chains(args.block_lengths or [llm.block_size, None])
-    return ways + [{"tree_nodes": nodes} for nodes in trees if nodes != 0]
+    lengths = args.block_lengths or [llm.block_size, None]
+    ways = chains(lengths) + [{"tree_nodes": nodes} for nodes in trees if nodes != 0]
+    source, chosen = args.draft_source, ways
+    if source is None and "drafter" in llm.bundle.roles:
+        source, chosen = "lookup", chains([max(lengths, key=lambda length: length or 0)])
+        ways += chosen
+    for way in chosen if source else ():
+        way["draft_source"] = source
+    return ways
 
 
 def _print_difference(difference: Difference) -> None:

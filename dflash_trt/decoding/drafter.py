@@ -7,6 +7,7 @@ are features of committed tokens and a block. Outputs are drafted tokens and the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -116,6 +117,7 @@ class Drafter:
         """
         tokens, logprobs = np.array(proposed.tokens), np.array(proposed.logprobs)
         drafts = [(row[1:].tolist(), odds.tolist()) for row, odds in zip(tokens, logprobs, strict=True)]
+        copied = dict(proposed.copied)
         for slot, request in enumerate(active):
             if request.takes_drafts and request.history is not None and request.history.structure is not None:
                 # All accepted nodes must find room after the features that wait for the drafter.
@@ -124,6 +126,10 @@ class Drafter:
                 taken, forced = request.history.structure.follow(drafts[slot][0], most_own)
                 odds = [0.0 if f else float(logprobs[slot, i]) for i, f in enumerate(forced)]
                 drafts[slot] = taken, odds
+                if slot in copied:
+                    copied[slot] = {
+                        node for node in copied[slot] if node <= len(taken) and not forced[node - 1]
+                    }
             request.fitting = 1 + len(drafts[slot][0])
         nodes = 1 + max([len(taken) for taken, _ in drafts])
         fitted = np.repeat(tokens[:, :1], nodes, axis=1)  # any token will do where no draft is
@@ -131,7 +137,7 @@ class Drafter:
         for slot, (taken, odds) in enumerate(drafts):
             fitted[slot, 1 : 1 + len(taken)] = taken
             fitted_odds[slot, : len(taken)] = odds
-        return self.arrays.chains(fitted, fitted_odds)
+        return replace(self.arrays.chains(fitted, fitted_odds), copied=copied)
 
     def add_features(self, slot: int, features: Any, nodes: Sequence[int]) -> None:
         """Keep the features [N, F] of accepted nodes of a sequence. Each node is the child of the previous one."""

@@ -87,7 +87,7 @@ class Pair:
         *,
         slots: int,
         capacity: int,
-        mask_token_id: int,
+        mask_token_id: int | None,
         vocab_size: int,
         prefill_chunk: int,
         prompt_pass: int | None = None,
@@ -107,7 +107,7 @@ class Pair:
             arrays,
             slots=slots,
             capacity=capacity,
-            mask_token_id=mask_token_id,
+            mask_token_id=mask_token_id or 0,  # a target without a drafter has none, and no masks
             prefill_chunk=prefill_chunk,
         )
         self._features: Any = None  # of the last `verify`
@@ -199,7 +199,7 @@ class Pair:
     def copy(self, source: int, target: int, length: int, *, draft: bool) -> None:
         """Give a slot the first `length` tokens of another one, which are one of its `cut_lengths`.
 
-        draft: for both models.
+        draft: for both models, as in the methods below.
         """
         for caches in self._caches(draft):
             caches.copy(source, target, length)
@@ -288,7 +288,8 @@ class Pair:
         return chain_rows(count, nodes) if parents is None else tree_rows(np.asarray(parents))
 
     def _caches(self, draft: bool) -> list[Caches]:
-        return [self.target.caches, self.drafter.caches] if draft else [self.target.caches]
+        both = draft and self.drafter.present
+        return [self.target.caches, self.drafter.caches] if both else [self.target.caches]
 
 
 def _without_padding(verified: Verified, draft: Draft) -> Verified:

@@ -337,12 +337,17 @@ class RequestOptions:
             if isinstance(value, Integral) and not isinstance(value, bool):
                 object.__setattr__(self, name, int(value))
 
-    def check(self, block_size: int, most_tree_nodes: int) -> None:
+    def check(self, block_size: int, most_tree_nodes: int, *, drafter: bool = True) -> None:
         """Raise RequestError if a bundle of this block size does not support them.
 
         most_tree_nodes: the most nodes of a tree that a pass verifies; 0 if it takes chains only.
+        drafter: whether the bundle has one.
         """
         length, nodes = self.block_length, self.tree_nodes
+        if self.draft_source == "drafter" and not drafter:
+            raise UsageError(
+                "draft_source is drafter, but this bundle has none: leave it out, or give lookup"
+            )
         if length is not None and not (type(length) is int and 1 <= length <= block_size):
             raise UsageError(
                 f"block_length is {quoted(length)}, expected 1..{block_size} (this bundle's block size); "

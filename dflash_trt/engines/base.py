@@ -221,8 +221,8 @@ class EngineEntry(ABC):
 
         return read_target_config(directory)
 
-    def check_pair(self, target: TargetConfig, drafter: DrafterConfig) -> None:  # noqa: B027 - most take any
-        """Raise CheckpointError for a pair that this engine does not support."""
+    def check_pair(self, target: TargetConfig, drafter: DrafterConfig | None) -> None:  # noqa: B027 - most take any
+        """Raise CheckpointError for a pair, or a target without a drafter, that this engine does not support."""
 
     def refuses_published(self, drafter: PublishedDrafter, form: TargetForm | None) -> str:
         """Why this engine does not take a published drafter, or this form of its target; empty if it does."""
@@ -256,7 +256,7 @@ class EngineEntry(ABC):
 
     def describe(self, bundle: Bundle) -> dict[str, Any]:
         """The lines of `inspect` for a bundle of this engine, beside those of every bundle."""
-        kinds = [(role, kind) for role in ("target", "drafter") for kind in bundle.cache_kinds(role)]
+        kinds = [(role, kind) for role in bundle.roles for kind in bundle.cache_kinds(role)]
         whole = [kind.rows for _, kind in kinds if kind.window is None]
         windows = {f"{role}_rows_of_window_{kind.window}": kind.rows for role, kind in kinds if kind.window}
         return {"cache_rows": max(whole, default=bundle.capacity), **windows}

@@ -31,7 +31,7 @@ _HEAD_FOLDER = "weights/head"  # for the drafter's own copy of the LM head
 
 @dataclass(kw_only=True)
 class GraphJob(BuildJob):
-    """Writes `target.onnx` and `drafter.onnx`."""
+    """Writes `target.onnx` and, if there is a drafter, `drafter.onnx`."""
 
     models: Mapping[str, ir.Model]
 
@@ -54,7 +54,7 @@ def export(
     width: int,
     progress: Progress,
 ) -> dict[str, ir.Model]:
-    """Both graphs. Weights are not read; their shapes and dtypes are checked against the configurations.
+    """The graphs. Weights are not read; their shapes and dtypes are checked against the configurations.
 
     capacities: cache rows per sequence, by role, or the name of an axis that is fixed at run time.
     width: the candidates of the drafter for each place. With more than one, the target takes trees.
@@ -63,13 +63,15 @@ def export(
     target = build_target(
         pair.target.config,
         pair.target.checkpoint,
-        pair.drafter.config.target_layer_ids,
+        pair.draft_config.target_layer_ids if pair.draft_config else (),
         dialects["target"],
         folder=pair.target.folder,
         capacity=capacities["target"],
         trees=width > 1,
     )
     progress("export target", 1, 1)
+    if pair.drafter is None:
+        return {"target": target}
     progress("export drafter", 0, 1)
     drafter = build_drafter(
         pair.drafter.config,
@@ -103,7 +105,7 @@ def cache_rows_by_window(
             capacity,
             most_written(role, chunk, block_size),
         )
-        for role, side in (("target", pair.target), ("drafter", pair.drafter))
+        for role, side in pair.sides.items()
     }
 
 
@@ -114,22 +116,22 @@ def graph_fields(
     rows: Mapping[str, Mapping[int | None, int]],
 ) -> dict[str, Any]:
     """The manifest's fields of a bundle with graphs. `rows`: of `cache_rows_by_window`."""
+    tokens = len(pair.draft_tokens) if pair.draft_tokens else pair.target.config.vocab_size
     return {
         "dialect": dialects["target"].name,
         "precision": {role: dialect.dtype.name.lower() for role, dialect in dialects.items()},
         "quantization": {
-            "target": pair.target.checkpoint.quantization.name,
-            "drafter": pair.drafter.checkpoint.quantization.name,
+            **{role: side.checkpoint.quantization.name for role, side in pair.sides.items()},
             "head": pair.head and pair.head.quantization.name,
             "cache": pair.target.checkpoint.quantization.cache,
         },
-        "draft_vocab_size": len(pair.draft_tokens) if pair.draft_tokens else pair.target.config.vocab_size,
+        **({"draft_vocab_size": tokens} if pair.drafter else {}),
         "caches": {
             role: [
                 kind.describe()
                 for kind in _cache_kinds(side.config, dialects[role], models[role], rows[role])
             ]
-            for role, side in (("target", pair.target), ("drafter", pair.drafter))
+            for role, side in pair.sides.items()
         },
         "versions": {"dflash-trt": __version__, "onnx-ir": version("onnx-ir")},
     }
@@ -159,7 +161,7 @@ def _cache_kinds(
 def graph_files(pair: CheckpointPair) -> dict[str, Path]:
     """Weights, tokenizer and configs: name in the bundle -> current path."""
     files: dict[str, Path] = {}
-    for role, side in (("target", pair.target), ("drafter", pair.drafter)):
+    for role, side in pair.sides.items():
         files |= {f"{side.folder}/{file.name}": file for file in side.checkpoint.files}
         files[f"configs/{role}.json"] = own_file(side.source.directory, side.config.path)
     files |= {f"{_HEAD_FOLDER}/{file.name}": file for file in (pair.head.files if pair.head else ())}

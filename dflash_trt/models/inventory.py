@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -53,18 +53,28 @@ class _Size(NamedTuple):
 
 @dataclass(frozen=True)
 class Inventory:
-    """The configurations and tensors of both models, by side: "target" and "drafter".
+    """The configurations and tensors of the models, by side: "target" and, if there is one, "drafter".
 
     "borrowed": those tensors of the target that the drafter reads too: embedding and head, as far as it has none.
     """
 
     target: TargetConfig
-    drafter: DrafterConfig
+    drafter: DrafterConfig | None
     tensors: Mapping[str, tuple[TensorInfo, ...]]
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """ "target" and, if there is one, "drafter"."""
+        return ("target",) if self.drafter is None else ("target", "drafter")
+
+    @property
+    def configs(self) -> tuple[DecoderConfig, ...]:
+        """The configurations of the sides."""
+        return tuple(map(self.config, self.sides))
 
     def config(self, side: str) -> DecoderConfig:
         """The configuration of a side."""
-        return self.drafter if side == "drafter" else self.target
+        return self.drafter if side == "drafter" and self.drafter else self.target
 
     def weights(
         self,
@@ -130,6 +140,7 @@ class Inventory:
 
         0: it has a head of its own.
         """
+        assert self.drafter is not None
         file = self.drafter.path.parent / draft_vocabulary.FILE
         whole = self.target.vocab_size
         if not self.drafter.masks or any(t.name == "lm_head.weight" for t in self.tensors["drafter"]):
@@ -176,12 +187,12 @@ def _spread(role: str, name: str) -> str:
 
 def take_inventory(
     target: TargetConfig,
-    drafter: DrafterConfig,
-    checkpoints: tuple[Checkpoint, Checkpoint] | None = None,
+    drafter: DrafterConfig | None,
+    checkpoints: Sequence[Checkpoint] | None = None,
     *,
     family: bool = True,
 ) -> Inventory:
-    """List the tensors of both models. Without `checkpoints`, the configurations alone determine them.
+    """List the tensors of the models. Without `checkpoints`, the configurations alone determine them.
 
     Any linear layer, also of experts, may be stored in one of Model Optimizer's formats. family: whether the target's
     family is read here; else its tensors are taken as its checkpoint has them.
@@ -190,27 +201,28 @@ def take_inventory(
         CheckpointError: a checkpoint lacks a tensor, has it in another form, or has an unused one.
     """
     # The graphs determine names and shapes, and are discarded.
-    folders = target.path.parent, drafter.path.parent
+    folders = [config.path.parent for config in (target, drafter) if config]
     if checkpoints and target.moe is not None and target.moe.stacked:
         stacked = any(name.endswith("experts.gate_up_proj") for name in checkpoints[0].tensors)
         target = replace(target, moe=replace(target.moe, stacked=stacked))
     plain = [Outline(folder, Quantization(folder)) for folder in folders]
-    taps, dialect = drafter.target_layer_ids, OnnxRuntime()
+    taps, dialect = drafter.target_layer_ids if drafter else (), OnnxRuntime()
     if family:
         build_target(target, plain[0], taps, dialect, folder="target")
-    borrowed = Outline(folders[0], Quantization(folders[0]))
-    build_drafter(drafter, plain[1], target, borrowed, dialect, folder="drafter", target_folder="target")
-    stored: tuple[Checkpoint | Outline, Checkpoint | Outline]
-    stored = checkpoints or (Outline(folders[0]), Outline(folders[1]))
+    stored: Sequence[Checkpoint | Outline] = checkpoints or [Outline(folder) for folder in folders]
     ignored = ("lm_head.weight",) if target.tie_word_embeddings else ()
     tensors = {
         "target": (
             _as_stored(plain[0], stored[0], ignored, target.skipped)
             if family
             else (*stored[0].tensors.values(),)
-        ),
-        "drafter": _as_stored(plain[1], stored[1]),
+        )
     }
+    if drafter is None:
+        return Inventory(target, None, tensors)
+    borrowed = Outline(folders[0], Quantization(folders[0]))
+    build_drafter(drafter, plain[1], target, borrowed, dialect, folder="drafter", target_folder="target")
+    tensors["drafter"] = _as_stored(plain[1], stored[1])
     layers = {name.rpartition(".")[0] for name in borrowed.tensors}
     tensors["borrowed"] = tuple(t for t in tensors["target"] if t.name.rpartition(".")[0] in layers)
     return Inventory(target, drafter, tensors)

@@ -2,7 +2,8 @@
 
 in:  tokens [B,S], start [B] (rows already committed), rows [B,R] (the rows of S that get logits), caches;
      with trees also depths [B,S] (of the rows below the first) and visible [B,S,S] (row i sees row j)
-out: features [B,S,n*D], logits [B,R,V] float32, accepted [B], next_token [B], updated caches
+out: features [B,S,n*D] (without taps [B,S,1] in float32, not finite where a row's numbers are not), logits [B,R,V]
+     float32, accepted [B], next_token [B], updated caches
 
 Prefill is a pass with S = one chunk and R = 1. Verification is a pass over [anchor, drafts ...] with R = S.
 A row of a tree has the position start + depth, and lies in the cache row start + row until it is accepted.
@@ -40,7 +41,7 @@ def build_target(
     """The target as an ONNX model. Its weights stay in the safetensors files of `folder`.
 
     `taps` are 0-based layer indices. Tap i is the residual stream after decoder layer i, before the final norm. Tap -1
-    is the embedding.
+    is the embedding. Without taps, for a target without a drafter, the features are the sum of a row of that stream.
     `trees`: whether the graph takes the depths of a pass's rows, and which of them a row sees.
     Raises CheckpointError if a tensor is missing, is unused, or has another shape than the config gives.
     """
@@ -61,9 +62,13 @@ def build_target(
             x = family.layer(m.at(f"layers.{i}"), by_layer[i], config, i, x)
         tapped[i] = x
 
-    states = (tapped[i] for i in taps)
-    (features,) = g.call(dialect.hidden_state_tap(len(taps)), *states, name="features_flat")
-    features = g.op("Reshape", features, this_pass.shape(len(taps) * hidden), name="features")
+    width = len(taps) * hidden or 1
+    if taps:
+        states = (tapped[i] for i in taps)
+        (features,) = g.call(dialect.hidden_state_tap(len(taps)), *states, name="features_flat")
+    else:  # what is not finite in any layer of a row is not in its sum either
+        features = g.op("ReduceSum", g.to_float(x), g.constant([1]), name="row_sums", keepdims=1)
+    features = g.op("Reshape", features, this_pass.shape(width), name="features")
     by_row = g.op("Reshape", x, this_pass.shape(hidden), name="by_row")
     chosen = g.op("GatherND", by_row, g.unsqueeze(rows, 2), name="rows_with_logits", batch_dims=1)
     chosen = g.op("Reshape", chosen, g.constant([-1, hidden]), name="flat_rows")
@@ -74,7 +79,7 @@ def build_target(
     accepted, next_token = g.call(acceptance, tokens, rows, logits, outputs=2, name="acceptance")
     root.check_all_used(_tied_copy(config, checkpoint), config.skipped)
 
-    g.output(features, "features", g.dtype, ["B", "S", len(taps) * hidden])
+    g.output(features, "features", g.dtype if taps else FLOAT, ["B", "S", width])
     g.output(logits, "logits", FLOAT, ["B", "R", vocab])
     g.output(accepted, "accepted", INT64, ["B"])
     g.output(next_token, "next_token", INT64, ["B"])

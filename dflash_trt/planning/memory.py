@@ -74,10 +74,11 @@ class MemoryEstimate:
     def arithmetic(self) -> str:
         """The sum, in GiB, as one line."""
         states = "states and " if self.state_bytes_per_sequence else ""
+        context = f" + drafter context {gib(self.drafter_bytes)}" if "drafter" in self.weights else ""
         return (
             f"weights {gib(self.weight_bytes)} + runtime {gib(self.runtime_bytes)} + "
             f"activations {gib(self.activation_bytes)} + {states}KV cache of {self.max_batch_size} x "
-            f"{self.max_seq_len} tokens {gib(self.kv_bytes)} + drafter context {gib(self.drafter_bytes)} = "
+            f"{self.max_seq_len} tokens {gib(self.kv_bytes)}{context} = "
             f"{gib(self.total_bytes)} of {gib(self.memory_bytes)} GiB"
         )
 
@@ -120,12 +121,12 @@ def estimate_memory(inventory: Inventory, settings: Settings) -> MemoryEstimate:
     if s.tensor_parallel > 1 and not s.traits.several_gpus:
         several = " or ".join(engine.name for engine in registry.engines() if engine.memory.several_gpus)
         raise UsageError(f"--tp is {s.tensor_parallel}, but {s.engine} runs on one GPU; use {several}")
-    weights = {side: weights_of(inventory, s, side) for side in ("target", "drafter")}
+    weights = {side: weights_of(inventory, s, side) for side in inventory.sides}
     held = sum(n for side in weights.values() for role in side.values() for n in role.values())
     experts = weights["target"].get("experts", {})
     layout = _Layout(inventory, s, held, packed_experts=not experts.keys().isdisjoint(SCHEMES))
     total = layout.total(s.max_batch_size, s.max_seq_len)
-    limit = min(config.max_position_embeddings for config in (inventory.target, inventory.drafter))
+    limit = min(config.max_position_embeddings for config in inventory.configs)
     fraction, pool = layout.pool(s.max_batch_size, s.max_seq_len)
     return MemoryEstimate(
         engine=s.engine,
@@ -169,7 +170,7 @@ class _Layout:
         self.inventory, self.s, self.weight_bytes = inventory, settings, weight_bytes
         self.traits = settings.traits
         self.pages = self.traits.pool
-        caches = {side: settings.compute(side) for side in ("target", "drafter")}
+        caches = {side: settings.compute(side) for side in inventory.sides}
         caches["target"] = settings.cache or caches["target"]
         self.row_bytes = {side: self._row_bytes(side, NUMBER_BYTES[cache]) for side, cache in caches.items()}
         state = state_bytes(inventory.target, NUMBER_BYTES[settings.compute("target")])
@@ -192,8 +193,8 @@ class _Layout:
         return registry.find(self.s.engine).window_stride(self.inventory.config(side).window_head_dim)
 
     def per_token(self, side: str) -> int:
-        """Bytes of a token in the layers that keep all rows."""
-        return self.row_bytes[side].get(None, 0)
+        """Bytes of a token in the layers that keep all rows; 0 of a side that there is not."""
+        return self.row_bytes.get(side, {}).get(None, 0)
 
     def window_bytes(self, side: str, length: int) -> int:
         """Bytes of a sequence in the layers that keep the rows of a window."""
@@ -210,7 +211,9 @@ class _Layout:
         return {window: self._whole_units(count) for window, count in rows.items()}
 
     def sequence_bytes(self, side: str, length: int) -> int:
-        """Bytes of a sequence's rows in all layers of a model."""
+        """Bytes of a sequence's rows in all layers of a model; 0 of a side that there is not."""
+        if side not in self.row_bytes:
+            return 0
         rows = self._rows(side, length)
         return sum(rows[window] * size for window, size in self.row_bytes[side].items())
 
@@ -228,10 +231,11 @@ class _Layout:
         return batch * (self.sequence_bytes("target", length) + self.state)
 
     def drafter(self, batch: int, length: int) -> int:
-        if not self.s.arena:
+        drafter = self.inventory.drafter
+        if drafter is None or not self.s.arena:
             return batch * self.sequence_bytes("drafter", length)
         return arena_bytes(
-            self.inventory.drafter,
+            drafter,
             max_batch_size=batch,
             max_seq_len=length,
             draft_len=self.s.block_size - 1,
@@ -240,15 +244,15 @@ class _Layout:
 
     def activations(self, batch: int, length: int) -> int:
         """Taps, logits, the widest rows of two passes, and queries of all layers where they are kept."""
-        s, c = self.s, self.inventory.target
+        s, c, drafter = self.s, self.inventory.target, self.inventory.drafter
         verified = batch * s.block_size
         prompt = min(length, PREFILL_CHUNK) if self.pages is None else length
         rows = s.max_num_tokens or max(verified, prompt)
-        taps = rows * len(self.inventory.drafter.target_layer_ids) * c.hidden_size
+        taps = rows * len(drafter.target_layer_ids) * c.hidden_size if drafter else 0
         estimate = round(taps * NUMBER_BYTES[s.compute("target")] + verified * c.vocab_size * 4)
         if self.traits.keeps_queries and not self.own_attention:
-            estimate += sum(round(rows * self._query_bytes(side)) for side in ("target", "drafter"))
-        heads = max(config.num_attention_heads for config in (c, self.inventory.drafter))
+            estimate += sum(round(rows * self._query_bytes(side)) for side in self.inventory.sides)
+        heads = max(config.num_attention_heads for config in self.inventory.configs)
         estimate += self.traits.score_copies * 4 * heads * rows * self.rows(length)
         estimate += self.scratch(batch, length) if self.traits.scratch_bytes else self._working(rows)
         return estimate if self.pages is None else max(estimate, self.pages.activation_bytes)
@@ -272,9 +276,11 @@ class _Layout:
         verified = batch * self.s.block_size
         seen = {
             side: 0 if self.own_attention else max(self._rows(side, length).values())
-            for side in ("target", "drafter")
+            for side in self.inventory.sides
         }
-        drafter = verified * (2 * 4 * self.inventory.target.vocab_size + 8 * seen["drafter"])
+        drafter = 0
+        if "drafter" in seen:
+            drafter = verified * (2 * 4 * self.inventory.target.vocab_size + 8 * seen["drafter"])
         chunk = max(verified, min(length, PREFILL_CHUNK))
         target = self._working(chunk) + 4 * chunk * seen["target"] + self.experts
         parts = self._attention_parts(batch, chunk) if self.own_attention else 0
@@ -288,7 +294,7 @@ class _Layout:
             attention_bytes(
                 sequences, heads.kv_heads, rows * c.num_attention_heads // heads.kv_heads, heads.head_dim
             )
-            for c in (self.inventory.target, self.inventory.drafter)
+            for c in self.inventory.configs
             for heads in map(c.heads_of, c.attention_layers)
             for sequences, rows in ((1, chunk), (batch, self.s.block_size))
         )

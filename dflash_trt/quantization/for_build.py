@@ -33,15 +33,15 @@ Weights = Checkpoint | Outline
 
 def in_precision(
     target: Weights,
-    drafter: Weights,
+    drafter: Weights | None,
     precision: Precision,
     folder: Path,
     progress: Progress,
     *,
     layout: WeightLayout = "stored",
     draft_tokens: Sequence[int] | None = None,
-) -> tuple[Weights, Weights, Weights | None]:
-    """Target, drafter, and the head that the drafter has to itself, if any.
+) -> tuple[Weights, Weights | None, Weights | None]:
+    """Target, drafter if there is one, and the head that the drafter has to itself, if any.
 
     New checkpoints are written to `folder`. Those that an interrupted build made there of the same input are reused.
 
@@ -52,7 +52,7 @@ def in_precision(
     Raises BuildError where a checkpoint is quantized already, otherwise than asked.
     """
     work = _Work(folder, progress, layout)
-    made: dict[str, Weights] = {"target": target, "drafter": drafter}
+    made: dict[str, Weights] = {"target": target} | ({"drafter": drafter} if drafter else {})
     schemes = {role: scheme for role in made if (scheme := precision.scheme(role)) is not None}
     for role in schemes:
         made[role] = work.without_blocks(role, made[role])
@@ -66,7 +66,7 @@ def in_precision(
     for role, checkpoint in made.items():
         if isinstance(checkpoint, Checkpoint):
             made[role] = work.laid_out(role, checkpoint)
-    return made["target"], made["drafter"], made.get("head")
+    return made["target"], made.get("drafter"), made.get("head")
 
 
 class _Work:

@@ -126,12 +126,19 @@ class Checks(Subject):
             raise Skip("give --reference to compare the numbers with ONNX Runtime's")
         self.localizer = Localizer(self.pair, self.reference._runtime.pair, self.limits)
         prompt, block = (0, self.length), (self.length, self.length + len(self.block))
-        both, target, drafter = ("target", "drafter"), ("target",), ("drafter",)
+        roles = self.bundle.roles
+        drafted = ("draft", roles[1:], prompt, "log-probabilities", lambda pair: self._drafted(pair)[0])
         self.localizer.run(
             [
-                ("prefill", both, prompt, "logits", lambda pair: self._prefill(pair=pair, draft=True)),
-                ("verification", target, block, "logits", lambda pair: self._verify(pair=pair)[0]),
-                ("draft", drafter, prompt, "log-probabilities", lambda pair: self._drafted(pair)[0]),
+                (
+                    "prefill",
+                    roles,
+                    prompt,
+                    "logits",
+                    lambda pair: self._prefill(pair=pair, draft=len(roles) > 1),
+                ),
+                ("verification", roles[:1], block, "logits", lambda pair: self._verify(pair=pair)[0]),
+                *([drafted] if len(roles) > 1 else []),
             ]
         )
         if self.localizer.first is not None:
@@ -178,6 +185,8 @@ class Checks(Subject):
 
         Two rounds: the second one reads features of the first verification.
         """
+        if "drafter" not in self.bundle.roles:
+            raise Skip("the bundle has no drafter")
         if self.reference is None:
             raise Skip("give --reference to compare them with ONNX Runtime's")
         expected, drafted = self._drafted(self.reference._runtime.pair), self._drafted(self.pair)

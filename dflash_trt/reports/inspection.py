@@ -17,9 +17,10 @@ from dflash_trt.errors import CheckpointError
 from dflash_trt.files.reading import read_object
 from dflash_trt.models.configs import is_drafter, read_drafter_config, read_target_config
 
-# Fields of the manifest that are shown unchanged. Files are shown by name and size.
+# Fields of the manifest that are shown unchanged, and those of a drafter. Files are shown by name and size.
+_DRAFTER = ("tree_width", "mask_token_id", "target_layer_ids")
 _SHOWN = (
-    *("target", "drafter", "block_size", "tree_width", "mask_token_id", "target_layer_ids", "hidden_size"),
+    *("target", "drafter", "block_size", *_DRAFTER, "hidden_size"),
     *("vocab_size", "eos_token_ids", "max_seq_len", "engine", "precision", "weights", "key", "versions"),
 )
 
@@ -60,7 +61,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
 def _bundle(path: Path) -> dict[str, Any]:
     bundle = Bundle.open(path)
     manifest = bundle.manifest
-    sides = (manifest["target"], manifest["drafter"])
+    sides = [manifest[role] for role in bundle.roles]
     by_dtype = Counter[str]()
     for role in (role for side in sides for role in side["weight_bytes"].values()):
         by_dtype.update(role)
@@ -68,7 +69,7 @@ def _bundle(path: Path) -> dict[str, Any]:
         "kind": "bundle",
         "path": str(path),
         "format_version": manifest["format_version"],
-        **{field: manifest[field] for field in _SHOWN},
+        **{field: manifest[field] for field in _SHOWN if manifest["drafter"] or field not in _DRAFTER},
         "quantization": manifest.get("quantization", {}),
         **engine_of(bundle).describe(bundle),
         **_weights(sum(side["parameters"] for side in sides), by_dtype),

@@ -37,7 +37,8 @@ class Limits:
 
     def __init__(self, manifest: Mapping[str, Any]) -> None:
         self.experts = "experts" in manifest["target"].get("weight_bytes", {})
-        self._layers = {role: manifest[role]["num_hidden_layers"] for role in ("target", "drafter")}
+        roles = [role for role in ("target", "drafter") if manifest[role] is not None]
+        self._layers = {role: manifest[role]["num_hidden_layers"] for role in roles}
         units = {role: _unit(manifest, role) for role in self._layers}
         self._units = units | {"drafter": max(units.values())}  # what it reads comes from the target
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_trt.decoding.params import DraftingOptions, SamplingParams
+from dflash_trt.decoding.params import DraftingOptions, RequestOptions, SamplingParams
 from dflash_trt.decoding.results import Completion, Statistics
 from dflash_trt.decoding.sampling.philox import gumbel_from_bits, token_bits
 from dflash_trt.decoding.sampling.sampler import process
@@ -46,6 +46,7 @@ class Case:
     temperature: float
     block_length: int | None  # None: adaptive
     tree_nodes: int | None  # 0: chains; None: adaptive
+    draft_source: str
     batch_size: int
     equal: int
     differing: int
@@ -160,6 +161,7 @@ def _compare(
         temperature=sampling[0].temperature,
         block_length=way.get("block_length"),
         tree_nodes=way.get("tree_nodes"),
+        draft_source=way.get("draft_source", RequestOptions.draft_source),
         batch_size=batch_size,
         equal=len(prompts) - len(differing),
         differing=len(differing),

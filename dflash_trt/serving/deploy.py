@@ -107,7 +107,7 @@ def check_drafting(
     options = RequestOptions(block_length=block_length, tree_nodes=tree_nodes)
     if draft_source is not None:
         options = replace(options, draft_source=draft_source)
-    options.check(bundle.manifest["block_size"], most_nodes)
+    options.check(bundle.manifest["block_size"], most_nodes, drafter="drafter" in bundle.roles)
 
 
 def _write_model(folder: Path, bundle: Bundle, settings: Mapping[str, object], *, copy: bool) -> None:

@@ -37,14 +37,17 @@ class ConfigurationJob(BuildJob):
     """Writes the drafter's configuration, `llm_args.yaml` and the launch scripts."""
 
     configuration: Configuration
-    drafter: DrafterConfig
+    drafter: DrafterConfig | None
 
     def write(
         self, work: Path, manifest: dict[str, Any], files: dict[str, dict[str, Any]], progress: Progress
     ) -> dict[str, dict[str, Any]]:
         """Write these files, and give the manifest's entries of all files."""
-        config = json.dumps(drafter_config(self.drafter), indent=2, sort_keys=True) + "\n"
-        for name, text in {"drafter/config.json": config, **launch_files(self.configuration)}.items():
+        written = launch_files(self.configuration)
+        if self.drafter is not None:
+            config = json.dumps(drafter_config(self.drafter), indent=2, sort_keys=True) + "\n"
+            written = {"drafter/config.json": config, **written}
+        for name, text in written.items():
             path = work / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
@@ -57,7 +60,7 @@ def configuration_job(
     pair: CheckpointPair, settings: BuildSettings, place: Workspace, progress: Progress
 ) -> ConfigurationJob:
     """TensorRT-LLM's part in a build. Raises BuildError for what it cannot load or run, or what does not fit."""
-    target, drafter = pair.target.config, pair.drafter.config
+    target, drafter = pair.target.config, pair.draft_config
     if settings.tree_width > 1:
         raise UsageError(
             f"--tree-width is {settings.tree_width}, but TensorRT-LLM drafts chains; leave the option out"
@@ -73,8 +76,8 @@ def configuration_job(
     return ConfigurationJob(
         manifest={
             "dialect": ENGINE,
-            "precision": {"target": quantization.name, "drafter": "bfloat16"},
-            "target_layer_ids": sorted(drafter.target_layer_ids),
+            "precision": {"target": quantization.name, **({"drafter": "bfloat16"} if drafter else {})},
+            "target_layer_ids": sorted(drafter.target_layer_ids) if drafter else [],
             "cache_bytes_per_token": {
                 "target": configuration.memory.kv_bytes_per_token,
                 "drafter": configuration.memory.drafter_bytes_per_token,
@@ -90,18 +93,20 @@ def configuration_job(
 
 
 def _inventory(pair: CheckpointPair) -> Inventory:
-    """The tensors of both models. Outlines learn their tensors from it."""
-    target, drafter = pair.target.checkpoint, pair.drafter.checkpoint
+    """The tensors of the models. Outlines learn their tensors from it."""
+    configs = pair.target.config, pair.draft_config
     known = pair.target.config.architecture not in TARGETS
-    if isinstance(target, Checkpoint) and isinstance(drafter, Checkpoint):
+    checkpoints = [side.checkpoint for side in pair.sides.values()]
+    read = [each for each in checkpoints if isinstance(each, Checkpoint)]
+    if len(read) == len(checkpoints):
         # TensorRT-LLM's loader ignores unknown tensors and does not notice missing ones.
-        return take_inventory(pair.target.config, pair.drafter.config, (target, drafter), family=known)
+        return take_inventory(*configs, read, family=known)
     if not known:
         raise UsageError(
             f"--weights none: the sizes of a {pair.target.config.architecture} are those of its files; leave it out"
         )
-    inventory = take_inventory(pair.target.config, pair.drafter.config)
-    for outline, side in ((target, "target"), (drafter, "drafter")):
+    inventory = take_inventory(*configs)
+    for side, outline in zip(pair.sides, checkpoints, strict=True):
         assert isinstance(outline, Outline)
         outline.tensors = {tensor.name: tensor for tensor in inventory.tensors[side]}
     return inventory
@@ -114,7 +119,7 @@ def _files(pair: CheckpointPair, place: Workspace, progress: Progress) -> dict[s
     files = {f"target/{name}": path for name, path in tokenizer_files(pair.target, _TARGET_FILES).items()}
     files |= {f"target/{file.name}": file for file in pair.target.checkpoint.files}
     drafter = pair.drafter
-    if not isinstance(drafter.checkpoint, Checkpoint):
+    if drafter is None or not isinstance(drafter.checkpoint, Checkpoint):
         return files
     if as_it_is(drafter.config, drafter.checkpoint):
         return files | {_DRAFTER: drafter.checkpoint.files[0]}

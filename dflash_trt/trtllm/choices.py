@@ -35,8 +35,16 @@ class Choice:
     written: bool = True
 
 
-def drafter_attention(inventory: Inventory, options: TensorRTLLMOptions, gpu: Gpu) -> Choice:
-    """The backend of the drafter's attention, as asked or the best for the GPU. Raises UsageError if it cannot run."""
+def drafter_attention(inventory: Inventory, options: TensorRTLLMOptions, gpu: Gpu) -> Choice | None:
+    """The backend of the drafter's attention, as asked or the best for the GPU; None without a drafter. Raises
+    UsageError if it cannot run.
+    """
+    if inventory.drafter is None:
+        if options.drafter_attention is not None:
+            raise UsageError(
+                f"--drafter-attention is {options.drafter_attention}, but there is no drafter: leave it out"
+            )
+        return None
     name = "speculative_config.attention_backend"
     flash = "needs the flash-attn package"
     dflash2 = inventory.drafter.architecture == DFLASH2
@@ -106,11 +114,13 @@ def engine_choices(
     """The settings of lengths, target and KV cache. reuse: tokens at the end of a reused prompt that are computed."""
     length, batch, target = settings.max_seq_len, settings.max_batch_size, inventory.target
     windows = any(layer.window is not None for layer in target.attention_layers)
+    lone = inventory.drafter is None
     room = "leaves room for the drafter's buffer, whether buffer or pool is allocated first"
-    if not settings.arena:
-        room = "TensorRT-LLM's default: the drafter's context is inside the pool"
+    grows = "" if lone else ": the drafter's context buffer grows with it"
+    if lone or not settings.arena:
+        room = "TensorRT-LLM's default" + ("" if lone else ": the drafter's context is inside the pool")
     rows: list[tuple[bool, str, Any, str]] = [
-        (True, "max_seq_len", length, "prompt and output; always set: the drafter's context buffer grows with it"),
+        (True, "max_seq_len", length, "prompt and output; always set" + grows),
         (True, "max_num_tokens", max(length, batch * settings.block_size), "a whole prompt, or the blocks of all"),
         (True, "stream_interval", 1, "every token is passed on when it is there"),
         (True, "trust_remote_code", False, "code of a checkpoint is never run"),
@@ -125,9 +135,11 @@ def engine_choices(
          "(NVIDIA/TensorRT-LLM#16942), and reuse is sound, which in version 1 it is not"),
         (bool(target.delta_layers), "kv_cache_config.mamba_ssm_cache_dtype", "float32",
          "states as the target was trained with; rounding them, as NVIDIA's files for throughput do, changes tokens"),
-        (not reuse, "kv_cache_config.enable_block_reuse", False,
+        (lone, "kv_cache_config.enable_block_reuse", True, "TensorRT-LLM's default: no drafter needs the prompt"),
+        (not (reuse or lone), "kv_cache_config.enable_block_reuse", False,
          "reused prompt tokens give the drafter no hidden states (NVIDIA/TensorRT-LLM#16005)"),
-        (not reuse, "enable_chunked_prefill", False, "hardly tested with DFlash, and a whole prompt fits in one pass"),
+        (not reuse, "enable_chunked_prefill", False, "a whole prompt fits in one pass"
+         if lone else "hardly tested with DFlash, and a whole prompt fits in one pass"),
         (reuse > 0, "kv_cache_config.enable_block_reuse", True, "as asked (--block-reuse)"),
         (reuse > 0, "enable_chunked_prefill", True, "reuse needs it: the end of a prompt is computed as a chunk"),
         (reuse > 0, "speculative_config.context_recompute_tail", reuse,
@@ -149,12 +161,36 @@ def drafting_choices(
     graphs = sorted(size for size in sizes if size <= batch)
     yield Choice("cuda_graph_config.batch_sizes", graphs, "one graph per size is captured")
     asked = "as asked (--draft-len-schedule)" if schedule else "none: always the whole block"
-    rows: list[tuple[bool, str, Any, str]] = [
-        (True, "decoding_type", "DFlash", "DFlash2 too: the drafter's config.json tells them apart"),
-        (True, "speculative_model", DRAFTER, "in the bundle"),
+    sources: list[tuple[bool, str, Any, str]] = [
+        (True, "decoding_type", "SA", "no drafter: what followed the longest suffix that occurred before"),
+        (True, "max_matching_ngram_size", -1, "the longest suffix"),
+        (
+            True,
+            "enable_global_pool",
+            False,
+            "of the request's own text: nothing of one request is visible to another",
+        ),
+    ]
+    if drafter is not None:
+        sources = [
+            (True, "decoding_type", "DFlash", "DFlash2 too: the drafter's config.json tells them apart"),
+            (True, "speculative_model", DRAFTER, "in the bundle"),
+            (
+                True,
+                "mask_token_id",
+                drafter.mask_token_id,
+                "where TensorRT-LLM finds none, it takes vocab_size",
+            ),
+            (
+                True,
+                "target_layer_ids",
+                sorted(drafter.target_layer_ids),
+                "ascending, as TensorRT-LLM joins the taps",
+            ),
+        ]
+    rows = [
+        *sources,
         (True, "max_draft_len", block - 1, f"block of {block}, without the anchor"),
-        (True, "mask_token_id", drafter.mask_token_id, "where TensorRT-LLM finds none, it takes vocab_size"),
-        (True, "target_layer_ids", sorted(drafter.target_layer_ids), "ascending, as TensorRT-LLM joins the taps"),
         (bool(schedule), "draft_len_schedule", schedule, asked),
         (options.rejection_sampling, "use_rejection_sampling", True, "a prototype, as asked (--rejection-sampling)"),
         (options.penalties, "enable_penalty", True, "a prototype, as asked (--penalties)"),
@@ -175,7 +211,12 @@ def warnings(inventory: Inventory, gpu: Gpu, schedule: dict[int, int]) -> Iterat
     """Known problems, each with its report."""
     architecture = inventory.target.architecture
     gpt_oss, foreign = architecture == "GptOssForCausalLM", TARGETS.get(architecture)
+    lone = inventory.drafter is None
     known = (
+        (
+            lone,
+            "drafts from a request's own text (SADecodingConfig) were configured from its page, and not run",
+        ),
         (
             foreign is not None,
             f"only TensorRT-LLM runs {architecture} ({foreign.source}); DFlash with it: {foreign.dflash}"
@@ -183,7 +224,7 @@ def warnings(inventory: Inventory, gpu: Gpu, schedule: dict[int, int]) -> Iterat
             else "",
         ),
         (
-            foreign is not None,
+            foreign is not None and not lone,
             "checked were taps, vocabulary, mask token, block, tokenizer and the drafter's tensors; not the target's "
             "tensors, its number format on this GPU, and how its weights are spread over GPUs",
         ),
@@ -197,7 +238,7 @@ def warnings(inventory: Inventory, gpu: Gpu, schedule: dict[int, int]) -> Iterat
             f"gpt-oss-20b was reported not to start on SM{gpu.sm} (NVIDIA/TensorRT-LLM#13156)",
         ),
         (
-            inventory.target.embedding_scale != 1,
+            inventory.target.embedding_scale != 1 and not lone,
             "whether TensorRT-LLM scales a drafter's embedded tokens as Gemma 4 does, and caps its logits, was not "
             "seen; only the number of accepted drafts depends on it",
         ),
@@ -207,7 +248,7 @@ def warnings(inventory: Inventory, gpu: Gpu, schedule: dict[int, int]) -> Iterat
             "the drafts of a round was not seen",
         ),
         (
-            0 in schedule.values(),
+            0 in schedule.values() and not lone,
             "without drafting the drafter stores no context, so later drafts of those requests are worse",
         ),
     )

@@ -84,8 +84,7 @@ def configure(
         *engine_choices(inventory, quantization, memory, settings, reuse),
         *expert_choices(inventory, options, gpu, quantization),
         *drafting_choices(inventory, options, settings, schedule),
-        drafter_attention(inventory, options, gpu),
-        Choice("drafter_context_bytes", memory.drafter_bytes, drafter_context(settings), written=False),
+        *_of_drafter(inventory, options, settings, memory),
         *warnings(inventory, gpu, schedule),
     )
     args = _nested(choice for choice in choices if choice.written)
@@ -115,11 +114,23 @@ def memory_settings(
     gpu = find_gpu(options.gpu)
     check_gpu(inventory.target, quantization, gpu)
     _check_parallel(inventory, options, gpu, quantization)
+    attention = drafter_attention(inventory, options, gpu)
     return {
         "tensor_parallel": options.tensor_parallel,
         "cache": quantization.kv_cache,
-        "drafter_attention": drafter_attention(inventory, options, gpu).value,
+        **({"drafter_attention": attention.value} if attention else {}),
     }
+
+
+def _of_drafter(
+    inventory: Inventory, options: TensorRTLLMOptions, settings: Settings, memory: MemoryEstimate
+) -> list[Choice]:
+    """The drafter's attention and context, if there is a drafter."""
+    attention = drafter_attention(inventory, options, settings.gpu)
+    if attention is None:
+        return []
+    context = Choice("drafter_context_bytes", memory.drafter_bytes, drafter_context(settings), written=False)
+    return [attention, context]
 
 
 def _nested(choices: Iterable[Choice]) -> dict[str, Any]:
@@ -151,7 +162,7 @@ def _check_parallel(
     tp, ep, moe = options.tensor_parallel, options.expert_parallel, inventory.target.moe
     if tp < 1 or ep < 1:
         raise UsageError(f"--tp is {tp} and --ep is {ep}, expected 1 or more")
-    for config in (inventory.target, inventory.drafter):
+    for config in inventory.configs:
         heads, kv = config.num_attention_heads, config.num_key_value_heads
         if heads % tp or (kv % tp and tp % kv):
             raise UsageError(
@@ -220,10 +231,14 @@ def _schedule(options: TensorRTLLMOptions, draft_len: int) -> dict[int, int]:
 
 
 def _block_reuse(inventory: Inventory, options: TensorRTLLMOptions) -> int:
-    """The tokens at the end of a prompt that are computed where its beginning is reused; 0 if nothing is reused."""
+    """The tokens at the end of a prompt that are computed for the drafter where its beginning is reused; 0 if nothing
+    is reused, or there is no drafter.
+    """
     tail = options.block_reuse
     if tail is None:
         return 0
+    if inventory.drafter is None:
+        raise UsageError(f"--block-reuse is {tail}, but no drafter needs a part of the prompt: leave it out")
     if tail < 1:
         raise UsageError(f"--block-reuse is {tail}, expected 1 or more")
     if inventory.target.delta_layers:

@@ -65,6 +65,7 @@ class Driver:
         self._path, manifest = bundle.path, bundle.manifest
         self._eos: tuple[int, ...] = tuple(manifest["eos_token_ids"])
         self._draft_len: int = manifest["block_size"] - 1
+        self._source = "drafter" if "drafter" in bundle.roles else "lookup"
         self._penalties = bool(read_llm_args(bundle)["speculative_config"].get("enable_penalty"))
         self._module, self._llm = load(bundle)
         self.metrics = Metrics()
@@ -109,6 +110,11 @@ class Driver:
             raise RequestError(
                 "speculate is False, but TensorRT-LLM drafts for every request of an engine; leave it out, or remove "
                 "speculative_config from the bundle's llm_args.yaml and serve that with trtllm-serve"
+            )
+        if options.draft_source != self._source and "," not in options.draft_source:
+            raise RequestError(
+                f"draft_source is {options.draft_source}, but TensorRT-LLM takes the drafts of this bundle from: "
+                f"{self._source}; leave it out"
             )
         refused = {
             "min_p": params.min_p != 0,

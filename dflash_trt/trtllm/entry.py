@@ -24,7 +24,7 @@ from dflash_trt.engines.base import (
     Weights,
     option,
 )
-from dflash_trt.errors import BuildError, UsageError
+from dflash_trt.errors import BuildError, CheckpointError, UsageError
 
 if TYPE_CHECKING:
     from dflash_trt.bundle.manifest import Bundle
@@ -169,12 +169,20 @@ class TensorRTLLMEntry(EngineEntry):
 
         return read_target(directory)
 
-    def check_pair(self, target: TargetConfig, drafter: DrafterConfig) -> None:
-        """Raise CheckpointError for a format that it does not read, and a drafter that it computes otherwise."""
+    def check_pair(self, target: TargetConfig, drafter: DrafterConfig | None) -> None:
+        """Raise CheckpointError for a format that it does not read, and a drafter that it computes otherwise; or for a
+        target with which its drafts without a drafter are not known.
+        """
         from dflash_trt.trtllm.targets import check_drafter, target_quantization
 
         target_quantization(target)
-        check_drafter(drafter)
+        if drafter is not None:
+            check_drafter(drafter)
+        elif target.delta_layers:
+            raise CheckpointError(
+                f"{target.path}: has layers with a state, with which TensorRT-LLM's drafts from a request's own text "
+                "were not seen; give a drafter, or use another engine"
+            )
 
     def refuses_published(self, drafter: PublishedDrafter, form: TargetForm | None) -> str:
         """Why it has no bundle of a drafter of the hub; "" if it has one."""

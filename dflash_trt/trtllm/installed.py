@@ -31,8 +31,8 @@ _SECTIONS = {
     "kv_cache_config": "KvCacheConfig",
     "cuda_graph_config": "CudaGraphConfig",
     "moe_config": "MoeConfig",
-    "speculative_config": "DFlashDecodingConfig",
 }
+_DRAFTING = {"DFlash": "DFlashDecodingConfig", "SA": "SADecodingConfig"}  # by decoding_type
 
 
 def import_tensorrt_llm(version: str) -> Any:
@@ -57,7 +57,8 @@ def _constructed(api: Any, llm_args: Mapping[str, Any]) -> dict[str, Any]:
         if key not in api.TorchLlmArgs.model_fields
     ]
     args = dict(llm_args)
-    for section, name in _SECTIONS.items():
+    drafting = _DRAFTING[llm_args["speculative_config"]["decoding_type"]]
+    for section, name in {**_SECTIONS, "speculative_config": drafting}.items():
         if llm_args.get(section) is None:
             continue
         try:
@@ -91,8 +92,8 @@ def load(bundle: Bundle) -> tuple[Any, Any]:
     module = import_tensorrt_llm(version)
     args = read_llm_args(bundle)
     check_attention(bundle, args)
-    drafting = args["speculative_config"]
-    drafting["speculative_model"] = str((bundle.path / "drafter").resolve())
+    if "drafter" in bundle.roles:
+        args["speculative_config"]["speculative_model"] = str((bundle.path / "drafter").resolve())
     try:
         args = _constructed(module.llmapi, args)
     except ValueError as error:
@@ -111,8 +112,8 @@ def load(bundle: Bundle) -> tuple[Any, Any]:
 
 def check_attention(bundle: Bundle, llm_args: Mapping[str, Any]) -> None:
     """Raise DFlashError if a package of the drafter's attention cannot be imported here."""
-    backend = llm_args["speculative_config"]["attention_backend"]
-    for module, package in _NEEDS[backend].items():
+    backend = llm_args["speculative_config"].get("attention_backend")
+    for module, package in _NEEDS[backend].items() if backend else ():
         try:
             importlib.import_module(module)
         except Exception as error:  # native parts may raise anything

@@ -154,9 +154,13 @@ def test_verify_finds_no_difference(bundle: Path, tmp_path: Path, command: Comma
     document = command(*options, "--temperatures", "0,1.0", "--batch-sizes", "3", "--json")
     assert document.code == 0
     assert document.json["equal"] is True
-    assert [(case["temperature"], case["block_length"]) for case in document.json["cases"]] == [
-        (0.0, 1), (0.0, 8), (1.0, 1), (1.0, 8),
-    ]  # fmt: skip
+    fields = ("temperature", "block_length", "draft_source")
+    usual = "drafter,lookup"
+    assert [tuple(case[field] for field in fields) for case in document.json["cases"]] == [
+        (t, *way) for t in (0.0, 1.0) for way in ((1, usual), (8, usual), (8, "lookup"))
+    ]
+    alone = command(*options, "--temperatures", "0", "--draft-source", "lookup", "--json")
+    assert {case["draft_source"] for case in alone.json["cases"]} == {"lookup"}
 
 
 def test_verify_shows_the_first_difference(

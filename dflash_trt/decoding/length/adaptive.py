@@ -94,9 +94,9 @@ class AdaptiveLength:
         self._rate = 0.0  # tokens per second of recent rounds of the same requests
         self._host = deque[float](maxlen=LAST)  # seconds of recent rounds beside their passes
         self._stalls = Stalls()
-        self._plans: dict[int, _Plan] = {}
+        self._plans: dict[tuple[int, bool], _Plan] = {}  # by batch size, and whether the drafter may be asked
         self._tried: dict[int, list[int]] = {}  # the round in which each length last ran, by batch size
-        self._batch, self._trial = 1, False  # of this round
+        self._batch, self._asks, self._trial = 1, False, False  # of this round
         self._untimed = False  # whether the trial before had no time for its draft
         self._rounds = self._idle = 0  # rounds in all, and since the last draft
         self._credit = _CREDIT
@@ -110,8 +110,8 @@ class AdaptiveLength:
             tokens, match = request.copied(self.block_size - 1)
             if match:
                 self._found[slot] = tokens, match, self._odds.copies(request.own, match, len(tokens))
+        asks = self._asks = any(request.takes_drafter for request in active)
         plan = self._plan(batch)
-        asks = any(request.takes_drafter for request in active)
         self._trial = asks and (self._credit > 0 or self._untimed) and self.verify_times.settled(batch)
         if self._trial:
             return plan.trial
@@ -264,9 +264,10 @@ class AdaptiveLength:
         return slots[self._rounds % few :: few]
 
     def _plan(self, batch: int) -> _Plan:
-        if batch not in self._plans:
-            self._plans[batch] = self._make_plan(batch)
-        return self._plans[batch]
+        key = batch, self._asks
+        if key not in self._plans:
+            self._plans[key] = self._make_plan(batch)
+        return self._plans[key]
 
     def _make_plan(self, batch: int) -> _Plan:
         verify, draft = self.verify_times(batch), self.draft_times(batch)
@@ -277,7 +278,7 @@ class AdaptiveLength:
         seconds = [sum(each) for each in zip(usual, beside, strict=True)]
         rates = [each / time for each, time in zip(tokens, seconds, strict=True)]
         best = rates.index(max(rates))
-        if rates[best] < (1 + _MARGIN) * rates[0]:
+        if not self._asks or rates[best] < (1 + _MARGIN) * rates[0]:
             best = 0
         tried = self._tried.setdefault(batch, [-1] * self.block_size)
         # Each trial costs about as much in sum: what costs half is tried twice as often.

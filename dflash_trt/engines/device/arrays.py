@@ -76,7 +76,7 @@ class DeviceArrays:
     def __init__(
         self,
         target: DeviceEngine,
-        drafter: DeviceEngine,
+        drafter: DeviceEngine | None,
         *,
         slots: int,
         capacity: int,
@@ -94,10 +94,11 @@ class DeviceArrays:
         self._prompt_lengths = prefill_lengths(prefill_chunk)
         device, self._stream = target.device, target.stream
         self._target, self._drafter = target, drafter
-        dtype = drafter.dtypes["features"]
+        dtype = (drafter or target).dtypes["features"]
         self._unread = torch.zeros((slots, block_size, taps * hidden_size), dtype=dtype, device=device)
-        drafter.bind(DECODE, "features", self._unread)
-        drafter.bind(PREFILL, "features", target.whole_buffer(PREFILL, "features"))
+        if drafter is not None:
+            drafter.bind(DECODE, "features", self._unread)
+            drafter.bind(PREFILL, "features", target.whole_buffer(PREFILL, "features"))
         self._round = RoundMemory(
             *(target, drafter),
             slots=slots,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -28,36 +28,36 @@ STEP = "warm up"
 def arrays_of(
     kind: type[DeviceArrays],
     bundle: Bundle,
-    target: DeviceEngine,
-    drafter: DeviceEngine,
+    engines: Mapping[str, DeviceEngine],
     *,
     slots: int,
     prefill_chunk: int,
     kernels: Callable[[Sequence[Use]], Run | None],
 ) -> DeviceArrays:
-    """The arrays of a bundle's engines. `kernels` gives what launches these kernels between passes, or nothing."""
-    manifest, taps = bundle.manifest, len(bundle.manifest["target_layer_ids"])
-    vocab, hidden, block_size = manifest["vocab_size"], manifest["hidden_size"], manifest["block_size"]
-    dtype = TYPE_NAMES[drafter.dtypes["features"]]
+    """The arrays of a bundle's engines, by role. `kernels` gives what launches these kernels between passes, or
+    nothing.
+    """
+    manifest, taps = bundle.manifest, max(1, len(bundle.manifest["target_layer_ids"]))
+    vocab, block_size = manifest["vocab_size"], manifest["block_size"]
+    dtype = TYPE_NAMES[engines[bundle.roles[-1]].dtypes["features"]]
     return kind(
-        target,
-        drafter,
+        engines["target"],
+        engines.get("drafter"),
         slots=slots,
         capacity=bundle.capacity,
         prefill_chunk=prefill_chunk,
         block_size=block_size,
         taps=taps,
-        hidden_size=hidden,
+        hidden_size=bundle.feature_size // taps,
         vocab_size=vocab,
         tree_width=manifest["tree_width"],
-        run=kernels(round_uses(vocab, taps * hidden, dtype, block_size)),
+        run=kernels(round_uses(vocab, bundle.feature_size, dtype, block_size)),
     )
 
 
 def pair_of(
     bundle: Bundle,
-    target: DeviceEngine,
-    drafter: DeviceEngine,
+    engines: Mapping[str, DeviceEngine],
     arrays: DeviceArrays,
     *,
     slots: int,
@@ -66,8 +66,8 @@ def pair_of(
     """The pair of a bundle's engines."""
     manifest = bundle.manifest
     return Pair(
-        target,
-        drafter,
+        engines["target"],
+        engines.get("drafter"),
         arrays,
         slots=slots,
         capacity=bundle.capacity,
@@ -99,11 +99,11 @@ def warm_up(
 
 def _passes(pair: Pair, block_size: int, runs: int, most_requests: int) -> Iterator[Callable[[], object]]:
     for length in reversed(prefill_lengths(pair.prefill_chunk)):
-        yield partial(pair.prefill, [0] * length, 0, 0, draft=True)
+        yield partial(pair.prefill, [0] * length, 0, 0, draft=pair.drafter.present)
     for batch in pass_sizes(most_requests):
         for length in pass_sizes(block_size):
             yield partial(_repeated, pair.dummy_verify, batch, length, runs)
-            if length > 1:
+            if length > 1 and pair.drafter.present:
                 yield partial(_repeated, pair.dummy_draft, batch, length, runs)
 
 

@@ -48,7 +48,7 @@ class RoundMemory:
     def __init__(
         self,
         target: DeviceEngine,
-        drafter: DeviceEngine,
+        drafter: DeviceEngine | None,
         *,
         slots: int,
         block_size: int,
@@ -58,7 +58,7 @@ class RoundMemory:
     ) -> None:
         self.run, self._most, self._capacity = run, block_size, capacity
         self.batches, self.widths = pass_sizes(slots), pass_sizes(block_size)
-        self._engines = {"target": target, "drafter": drafter}
+        self._engines = {"target": target} | ({"drafter": drafter} if drafter else {})
         self._stream, self._target, self._drafter = target.stream, target, drafter
         self._tree_width = tree_width
         self._allocate(self._inputs(slots, block_size), self._outputs(slots, block_size))
@@ -111,9 +111,10 @@ class RoundMemory:
 
     def _bind(self) -> None:
         parts, target, drafter = self._device_parts, self._target, self._drafter
-        for name in ("n_features", "block"):
-            drafter.bind(DECODE, name, parts[name])
-        drafter.bind(DECODE, "draft_logprobs", parts["logprobs"])
+        if drafter is not None:
+            for name in ("n_features", "block"):
+                drafter.bind(DECODE, name, parts[name])
+            drafter.bind(DECODE, "draft_logprobs", parts["logprobs"])
         for name in ("tokens", "accepted", "next_token"):
             target.bind(DECODE, name, parts[name])
         for role, engine in self._engines.items():
@@ -192,7 +193,7 @@ class RoundMemory:
         (n, length), (batch, width) = self._asked, self._block
         tokens, rows = (self._target.buffer(DECODE, name, batch, width) for name in ("tokens", "rows"))
         drafts = None
-        if drafted:
+        if drafted and self._drafter is not None:
             candidates = self._drafter.whole_buffer(DECODE, "draft_tokens")
             drafts = candidates[: batch * (width - 1) * self._tree_width].view(batch, width - 1, -1)
         if self.run is None:
@@ -242,9 +243,9 @@ class RoundMemory:
     def end(
         self, logits: torch.Tensor, features: torch.Tensor, unread: torch.Tensor, *, chains: bool
     ) -> None:
-        """Find the finite rows of logits [n, N, V]. Copies features of chains to where they will wait."""
+        """Find the finite rows of logits [n, N, V]. Copies features of chains to where they will wait for a drafter."""
         n, length = logits.shape[:2]
-        places = self._device_parts["places"][:n] if chains else None
+        places = self._device_parts["places"][:n] if chains and self._drafter is not None else None
         given = {"finite": self._device_parts["finite"][: n * length].view(n, length), "unread": unread}
         if self.run is None:
             round_reference.end_round(logits, features, places, **given)

@@ -106,8 +106,8 @@ class OnnxRuntimeEntry(EngineEntry):
         )
         from dflash_trt.graph.onnxruntime import OnnxRuntime
 
-        dialects: dict[str, Dialect] = {"target": OnnxRuntime(), "drafter": OnnxRuntime()}
-        models = export(pair, dialects, {"target": "C", "drafter": "C"}, settings.tree_width, progress)
+        dialects: dict[str, Dialect] = {role: OnnxRuntime() for role in pair.sides}
+        models = export(pair, dialects, dict.fromkeys(dialects, "C"), settings.tree_width, progress)
         rows = cache_rows_by_window(
             pair,
             dialects,
@@ -141,8 +141,8 @@ class OnnxRuntimeEntry(EngineEntry):
                 f"{bundle.path}: multiplies integers, but this processor has no VNNI: with many requests at a time "
                 "float32 is faster (build with --precision target=fp32)",
             )
-        target, drafter = (
-            OnnxRuntimeEngine(
+        engines = {
+            role: OnnxRuntimeEngine(
                 bundle.listed(f"{role}.onnx"),
                 slots=slots,
                 capacity=bundle.capacity,
@@ -150,15 +150,15 @@ class OnnxRuntimeEntry(EngineEntry):
                 threads=settings.threads,
                 deferred=role == "drafter",  # until a draft is asked for
             )
-            for role in ("target", "drafter")
-        )
-        features = len(manifest["target_layer_ids"]) * manifest["hidden_size"]
+            for role in bundle.roles
+        }
+        target = engines["target"]
         pair = Pair(
             target,
-            drafter,
+            engines.get("drafter"),
             HostArrays(
                 slots=slots,
-                feature_size=features,
+                feature_size=bundle.feature_size,
                 most_unread=settings.prefill_chunk,
                 **({"most_prompt_rows": target.most_pending} if target.most_pending else {}),
             ),

@@ -46,6 +46,7 @@ def plan_job(engine: str, pair: CheckpointPair, settings: BuildSettings, progres
         engine,
         settings.options or TensorRTOptions(),
         settings.precision,
+        roles=pair.sides,
         block_size=settings.block_size,
         capacity=capacity,
         formats=_formats(pair),
@@ -78,5 +79,7 @@ def plan_job(engine: str, pair: CheckpointPair, settings: BuildSettings, progres
 
 
 def _formats(pair: CheckpointPair) -> set[str]:
-    checkpoints = [side.checkpoint for side in pair.sides] + ([] if pair.head is None else [pair.head])
+    checkpoints = [side.checkpoint for side in pair.sides.values()] + (
+        [] if pair.head is None else [pair.head]
+    )
     return {scheme for checkpoint in checkpoints for scheme in number_formats(checkpoint)}

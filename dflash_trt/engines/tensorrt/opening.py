@@ -48,8 +48,8 @@ def open_pair(bundle: Bundle, *, slots: int, prefill_chunk: int, progress: Progr
     chunk, stream = min(prefill_chunk, manifest["tensorrt"]["prefill_chunk"]), torch.cuda.Stream()
     # Only this stream fills memory. torch's default stream is not ordered with it.
     with torch.cuda.stream(stream):
-        target, drafter = (
-            TensorRTEngine(
+        engines = {
+            role: TensorRTEngine(
                 *(trt, bundle.path / plans[role]["plan"]),
                 slots=slots,
                 stream=stream,
@@ -57,10 +57,10 @@ def open_pair(bundle: Bundle, *, slots: int, prefill_chunk: int, progress: Progr
                 kernels=kernels,
                 kinds=bundle.cache_kinds(role),
             )
-            for role in ("target", "drafter")
-        )
-        arrays = _arrays(bundle, target, drafter, slots, chunk)
-    pair = pair_of(bundle, target, drafter, arrays, slots=slots, prefill_chunk=chunk)
+            for role in bundle.roles
+        }
+        arrays = _arrays(bundle, engines, slots, chunk)
+    pair = pair_of(bundle, engines, arrays, slots=slots, prefill_chunk=chunk)
     warm_up(pair, manifest["block_size"], progress, runs=_RUNS if captures_by_itself(trt) else 1)
     if kernels is not None:
         kernels.save()
@@ -101,16 +101,14 @@ def _plans(bundle: Bundle) -> Mapping[str, Any]:
     return plans
 
 
-def _arrays(
-    bundle: Bundle, target: TensorRTEngine, drafter: TensorRTEngine, slots: int, chunk: int
-) -> DeviceArrays:
-    scratch = max(target.memory_size, drafter.memory_size, 1)
-    lent = torch.empty(scratch, dtype=torch.uint8, device=target.device)
-    for engine in (target, drafter):
+def _arrays(bundle: Bundle, engines: Mapping[str, TensorRTEngine], slots: int, chunk: int) -> DeviceArrays:
+    scratch = max([1, *(engine.memory_size for engine in engines.values())])
+    lent = torch.empty(scratch, dtype=torch.uint8, device=engines["target"].device)
+    for engine in engines.values():
         engine.lend(lent)
     return arrays_of(
         PlanArrays,
-        *(bundle, target, drafter),
+        *(bundle, engines),
         slots=slots,
         prefill_chunk=chunk,
         kernels=partial(_kernels_of, bundle),
@@ -118,7 +116,7 @@ def _arrays(
 
 
 class PlanArrays(DeviceArrays):
-    """Arrays of two plans."""
+    """Arrays of plans."""
 
     def problems(self, manifest: Mapping[str, Any]) -> list[str]:
         """The differences between the plans and the manifest."""

@@ -50,6 +50,7 @@ class Plans:
         options: TensorRTOptions,
         precision: Precision,
         *,
+        roles: Collection[str],
         block_size: int,
         capacity: int,
         formats: Iterable[str],
@@ -65,19 +66,16 @@ class Plans:
         if chunk is None:
             chunk = max(1, min(PREFILL_CHUNK, capacity - block_size - 1))
         self.limits = PlanLimits(options.max_batch_size, chunk, block_size, capacity)
-        dtypes = {role: DTYPES[precision.compute(role, "bf16")] for role in ("target", "drafter")}
+        dtypes = {role: DTYPES[precision.compute(role, "bf16")] for role in roles}
         usable = (
             options.plugins == "auto"
             and set(self.capabilities) <= self.flavour.plugin_capabilities
             and compiled.no_compiler() is None
         )
-        roles = (
-            {"target", "drafter"}
-            if self.flavour.plugins == "all"
-            else {"target"}
-            if expert_formats or recurrent
-            else set()
-        )
+        plugged = set(roles) if self.flavour.plugins == "all" else set[str]()
+        if expert_formats or recurrent:
+            plugged.add("target")
+        self._roles = roles
         self.kernels: dict[str, compiled.Compiled] = {}  # between passes, by digest
         if options.timing_cache is not None and self.flavour.ahead:
             raise UsageError(
@@ -85,7 +83,7 @@ class Plans:
             )
         self._timings = {} if options.timing_cache is None else self._read_timings(options.timing_cache)
         # The models whose plans have plugins.
-        self.plugins = {role for role in roles if usable and dtypes[role] != ir.DataType.FLOAT}
+        self.plugins = {role for role in plugged if usable and dtypes[role] != ir.DataType.FLOAT}
         if "target" not in self.plugins:
             self.flavour.check_capabilities(self.capabilities, self.capabilities, formats=expert_formats)
         with_plugins = TensorRTPlugins if self.flavour.plugins == "all" else TensorRTLayerPlugins
@@ -98,7 +96,9 @@ class Plans:
     def compile_kernels(self, models: Mapping[str, ir.Model]) -> None:
         """Compile the kernels between the passes of these models. If that fails, a warning says why."""
         (logits,) = (v for v in models["target"].graph.outputs if v.name == "logits")
-        (features,) = (v for v in models["drafter"].graph.inputs if v.name == "features")
+        drafter = models.get("drafter")
+        values = models["target"].graph.outputs if drafter is None else drafter.graph.inputs
+        (features,) = (v for v in values if v.name == "features")
         assert logits.shape is not None
         assert features.shape is not None
         assert features.dtype is not None
@@ -115,9 +115,7 @@ class Plans:
 
     def _read_timings(self, bundle: Path) -> dict[str, bytes]:
         """The timing caches of a bundle's plans, by folder and role."""
-        names = [
-            f"sm{capability}/{role}" for capability in self.capabilities for role in ("target", "drafter")
-        ]
+        names = [f"sm{capability}/{role}" for capability in self.capabilities for role in self._roles]
         return {
             name: read_file(bundle / FOLDER / f"{name}{TIMINGS}", _TIMING_BYTES, BuildError) for name in names
         }

@@ -66,7 +66,7 @@ class TorchEntry(EngineEntry):
 
         default = "bf16" if compute_capabilities() else "fp32"
         dialects: dict[str, Dialect] = {
-            role: Torch(COMPUTE[settings.precision.compute(role, default)]) for role in ("target", "drafter")
+            role: Torch(COMPUTE[settings.precision.compute(role, default)]) for role in pair.sides
         }
         # Beside a pass that filled a slot, other passes write a block there while it is idle.
         chunk = min(PREFILL_CHUNK, cache_rows(settings.max_seq_len, settings.block_size))

@@ -44,8 +44,8 @@ def open_pair(
     # Only this stream fills memory. torch's default stream is not ordered with it.
     shared: WeakValueDictionary[Any, torch.Tensor] = WeakValueDictionary()
     with on(stream):
-        target, drafter = (
-            TorchEngine(
+        engines = {
+            role: TorchEngine(
                 bundle.listed(f"{role}.onnx"),
                 slots=slots,
                 prefill_chunk=chunk,
@@ -55,16 +55,16 @@ def open_pair(
                 kinds=bundle.cache_kinds(role),
                 shared=shared,
             )
-            for role in ("target", "drafter")
-        )
+            for role in bundle.roles
+        }
         arrays = arrays_of(
             DeviceArrays,
-            *(bundle, target, drafter),
+            *(bundle, engines),
             slots=slots,
             prefill_chunk=chunk,
             kernels=_kernels if on_gpu else lambda wanted: None,
         )
-    pair = pair_of(bundle, target, drafter, arrays, slots=slots, prefill_chunk=chunk)
+    pair = pair_of(bundle, engines, arrays, slots=slots, prefill_chunk=chunk)
     if on_gpu:
         warm_up(pair, block_size, progress, runs=2, most_requests=1)
     return pair

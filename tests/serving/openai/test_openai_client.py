@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -14,7 +15,11 @@ import pytest
 from openai import AsyncOpenAI
 
 from dflash_trt import LLM, SamplingParams
+from dflash_trt.checkpoint.catalogue import SHIPPED
+from dflash_trt.decoding.output import Detokenizer
 from dflash_trt.decoding.sampling.structure import StructuredOutputs
+from dflash_trt.serving.openai.chat import ChatChoice
+from dflash_trt.text.tokenizer import Tokenizer
 from tests.serving.openai.conftest import CHATS, QUESTION, Server
 
 
@@ -259,6 +264,26 @@ def test_rounds_show_the_accepted_drafts(server: Server) -> None:
     assert sum(each["accepted"] for each in rounds) > 10
     assert all(each["accepted"] <= each["verified"] < 8 for each in rounds)
     assert sum(each["tokens"] for each in rounds) <= 60
+
+
+def test_a_round_has_the_texts_of_the_drafter_of_the_chat_and_of_the_target() -> None:
+    """Five tokens in two rounds, of which the second has one draft of the drafter and two copied ones."""
+    tokenizer = Tokenizer(SHIPPED / "tiny" / "target")
+    ids = tokenizer.encode("one two three four five", add_special_tokens=False)[:5]
+    words = [tokenizer.decode([token]) for token in ids]
+    choice = SimpleNamespace(words=Detokenizer(tokenizer.backend))
+    made = ChatChoice.rounds(choice, {"token_ids": ids, "rounds": [(1, 0, 0, 0), (4, 3, 5, 2)]})  # type: ignore[arg-type]
+    assert made == [
+        {"tokens": 1, "accepted": 0, "verified": 0, "drafted": "", "copied": "", "own": words[0]},
+        {
+            "tokens": 4,
+            "accepted": 3,
+            "verified": 5,
+            "drafted": words[1],
+            "copied": "".join(words[2:4]),
+            "own": words[4],
+        },
+    ]
 
 
 def test_the_example_prints_the_answer_and_the_drafts(server: Server) -> None:
