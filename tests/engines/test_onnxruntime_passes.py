@@ -1,4 +1,4 @@
-"""The passes that read a prompt on the embedded engine."""
+"""The embedded engine: passes that read a prompt, and where a pool of caches puts its slots."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.engines.onnxruntime import entry
+from dflash_trt.engines.onnxruntime.caches import STEP, CachePool
 from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
+from dflash_trt.errors import BundleError
+from dflash_trt.graph.builder import FLOAT, GraphBuilder
 
 PASS, PROMPT, PREFIX = 16, 70, 37
 
@@ -42,3 +46,28 @@ def test_passes_of_a_prompt_end_at_multiples_and_keep_its_bits(
     assert again.statistics.num_cached_tokens == PREFIX
     assert [start for start, _ in passes] == [PREFIX, 48, 64]
     assert sum(count for _, count in passes) == PROMPT - PREFIX
+
+
+SLOTS, CAPACITY, WIDTHS = 4, 500, {"k_cache.0": (3, np.float32), "v_cache.0": (2, np.float32)}
+
+
+def test_a_slot_alone_does_not_move() -> None:
+    """However long it grows, and while the others are packed. A slot has whole steps of rows."""
+    pool = CachePool(WIDTHS, SLOTS, CAPACITY)
+    assert [pool.place(3, [n]) for n in (1, 129, 499)] == [(1536, STEP), (1536, 2 * STEP), (1536, 512)]
+    assert pool.place(0, [100, 30]) == (0, 128)
+    assert pool.place(0, [90, 100]) == (0, 128)
+    assert pool.place(1, [64]) == (128, 128)
+    assert pool.place(3, [499]) == (1536, 512)
+    assert pool.place(1, [129]) == (512, 256)  # more than its share: it goes back
+    with pytest.raises(ValueError, match=r"slots 3\.\.4 of 4"):
+        pool.place(3, [1, 1])
+
+
+def test_a_graph_with_caches_by_head_is_refused(tmp_path: Path) -> None:
+    g = GraphBuilder("target")
+    cache = g.input("k_cache.0", FLOAT, ["B", 2, "C", 16])
+    g.output(g.op("Identity", cache), "k_cache_out.0", FLOAT, ["B", 2, "C", 16])
+    ir.save(g.model(), tmp_path / "target.onnx")
+    with pytest.raises(BundleError, match=r"k_cache\.0 has 4 axes, expected 3: .* build it again"):
+        OnnxRuntimeEngine(tmp_path / "target.onnx", slots=1, capacity=64)

@@ -11,8 +11,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from dflash_trt.errors import BuildError
 from dflash_trt.formats import FORMATS, numbers
 from dflash_trt.formats.base import Codes
+from dflash_trt.formats.precision import Precision, parse_precision
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 TIES = st.sampled_from([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -5.0, 6.0, 7.0, -0.0, 2.0**-140])
@@ -109,3 +111,26 @@ def test_fp8_reaches_from_the_largest_number_down(w: np.ndarray) -> None:
 @pytest.mark.parametrize("scheme", FORMATS)
 def test_zero_blocks_stay_zero(scheme: str) -> None:
     assert not stored(scheme, np.zeros((2, 128), np.float32))[0].any()
+
+
+def test_roles_are_parsed() -> None:
+    precision = parse_precision("target=nvfp4, drafter=bf16,head=fp8")
+    assert precision == Precision(target="nvfp4", drafter="bf16", head="fp8")
+    assert precision.scheme("target") == "nvfp4"
+    assert precision.scheme("drafter") is None
+    assert precision.compute("drafter", "fp32") == "bf16"
+    assert precision.compute("target", "fp32") == "fp32"
+    assert parse_precision(None) == Precision()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "expected ROLE=VALUE"), ("fp8", "expected ROLE=VALUE"), ("model=fp8", "target, drafter, head"),
+        ("target=", "expected one of"), ("target=fp4", "did you mean"),
+        ("head=bf16", "fp8, nvfp4, mxfp4, int8, int4"), ("target=fp8,target=fp8", "twice"),
+    ],
+)  # fmt: skip
+def test_wrong_precisions_are_refused(text: str, message: str) -> None:
+    with pytest.raises(BuildError, match=message):
+        parse_precision(text)

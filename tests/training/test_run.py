@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +40,14 @@ from dflash_trt.training.loop import Recipe, _step, train
 from dflash_trt.training.model import DrafterModel, dense_mask
 from dflash_trt.training.run import Design, run
 from dflash_trt.training.target import FeatureCache, FrozenTarget
+from tests.doubles.reference import target_outputs
+from tests.doubles.text_checkpoints import (
+    GEMMA_IMAGES,
+    MINISTRAL_IMAGES,
+    load_text,
+    make_gemma,
+    make_ministral,
+)
 
 TARGET, DRAFTER = SHIPPED / "tiny" / "target", SHIPPED / "tiny" / "drafter"
 CPU = torch.device("cpu")
@@ -325,3 +334,14 @@ def test_the_command_trains_and_measures(
     with pytest.raises(SystemExit, match="2"):
         main([*command, "--steps", "9", "--taps", "50", "--data", "none.jsonl"])
     assert "--taps has layer 50, but the target has layers 0 to 9" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("make", "name"), [(make_ministral, MINISTRAL_IMAGES), (make_gemma, GEMMA_IMAGES)])
+def test_the_text_part_of_models_with_images(make: Callable[..., Path], name: str, tmp_path: Path) -> None:
+    directory, tokens = make(tmp_path / "target", name, dtype="float32"), list(range(20))
+    model, taps = load_text(directory), (-1, 0, 2)
+    frozen = FrozenTarget(directory, read_target_config(directory), taps, torch.device("cpu"), torch.float32)
+    _, expected = target_outputs(model, tokens, taps)
+    ids = torch.tensor([tokens])
+    torch.testing.assert_close(frozen.features(ids)[0], expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(frozen.embed(ids)[0], expected[:, : frozen.head.shape[1]])
