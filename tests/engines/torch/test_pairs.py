@@ -12,7 +12,7 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from dflash_trt import LLM, Completion, SamplingParams
+from dflash_trt import LLM, Completion, SamplingParams, hardware
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.checkpoint.linears import stored_linear
@@ -94,6 +94,12 @@ def both(directory: Path, name: str) -> tuple[Bundle, Bundle]:
     return plain, build(
         str(target), str(drafter), directory / "torch", engine="torch", **{"precision": FLOAT32, **asked}
     )
+
+
+@pytest.fixture(autouse=True)
+def float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the tests run on a GPU, and a build would choose BF16."""
+    monkeypatch.setattr(hardware, "compute_capabilities", lambda: [])
 
 
 def prompts() -> list[list[int]]:
@@ -233,7 +239,7 @@ def test_exact_mode_holds_where_products_depend_on_the_number_of_rows(
     def by_rows(a: Any, x: torch.Tensor, *others: torch.Tensor) -> Any:
         y = product(a, x, *others)
         kind = 0 if len(x) == 1 else 1 if len(x) < 6 else 2
-        return y * (1 + 0.02 * torch.sin(torch.arange(y.shape[1]) * (kind + 1.0)))
+        return y * (1 + 0.02 * torch.sin(torch.arange(y.shape[1], device=y.device) * (kind + 1.0)))
 
     monkeypatch.setitem(OPERATORS, "Gemm", by_rows)
 
