@@ -99,7 +99,7 @@ def both(directory: Path, name: str) -> tuple[Bundle, Bundle]:
 @pytest.fixture(autouse=True)
 def float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the tests run on a GPU, and a build would choose BF16."""
-    monkeypatch.setattr(hardware, "compute_capabilities", lambda: [])
+    monkeypatch.setattr(hardware, "compute_capabilities", list)
 
 
 def prompts() -> list[list[int]]:
