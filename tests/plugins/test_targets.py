@@ -159,6 +159,30 @@ def test_attention_has_kernels_for_every_head(folder: str, cache: Path) -> None:
         assert most >= (64 if name.startswith("128") else 32), name
 
 
+LAYERS = """
+import json
+from dflash_plugins import compiler
+from dflash_plugins import kernel_specs as uses
+heads = "cos", "sin", "q", "start", "k_cache", "v_cache"
+wanted = [uses.gate(12_288, "bf16"), uses.router(128, 2048, "bf16", biased=False)]
+wanted += [uses.router(32, 2880, "bf16", biased=True)]
+wanted += [uses.add_norm(hidden, 1e-6, "bf16") for hidden in (576, 4096, 8192)]
+wanted += [uses.place_heads(32, 8, 8, 128, 64, 1e-6, "bf16", given=("q_norm", "k_norm", *heads))]
+wanted += [uses.place_heads(64, 8, 8, 64, 32, 1e-5, "bf16", given=heads)]
+ours = "k_norm", "cos", "sin", "start", "k_cache", "v_cache"
+wanted += [uses.place_heads(0, 4, 4, 256, 32, 1e-6, "fp32", given=ours)]
+wanted += [uses.merge(32, 128, "bf16", sinks=False, by_row=True)]
+print(json.dumps([f"{use.function} {target}" for use in wanted for target in (uses.ROUND_TARGET, *uses.TARGETS)
+                  if not compiler.compile_kernel(use, target).fits]))
+"""
+
+
+def test_kernels_between_products_compile_for_every_target(folder: str, cache: Path) -> None:
+    done = run(cache, "-c", LAYERS, folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == []
+
+
 def test_the_noise_and_the_recurrence_are_compiled_without_fused_operations(target: tuple[int, Any]) -> None:
     """A fused multiply-add would round differently from the host. In sample_select, only the library's log has some.
     What the driver translates may not be fused either, where a loop is unrolled.
