@@ -100,11 +100,6 @@ def test_accepted_drafts_are_coloured(chat: Command, monkeypatch: pytest.MonkeyP
     assert plain.splitlines()[0] != ""
 
 
-def test_a_missing_bundle_is_one_line(tmp_path: Path, command: Command) -> None:
-    missing = command("chat", tmp_path / "none")
-    assert (missing.code, missing.err.count("\n")) == (1, 1)
-
-
 @pytest.fixture(scope="module")
 def wide(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle that verifies trees."""

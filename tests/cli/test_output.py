@@ -61,14 +61,6 @@ def test_a_word_in_pieces_is_taken_back_to_the_next_line(monkeypatch: pytest.Mon
     ]  # fmt: skip
 
 
-def test_a_word_longer_than_a_line_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = shown(monkeypatch)
-    words = Words(lambda text, style: print(text, end=""))
-    for piece in ("See ", "a" * 15, "b" * 15, " c"):
-        words.write(piece)
-    assert "".join(screen.lines()) == "See " + "a" * 15 + "b" * 15 + " c"
-
-
 def test_lines_are_wrapped_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = shown(monkeypatch)
     print_text("tokens per second with 1 and 4 requests")

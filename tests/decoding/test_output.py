@@ -234,24 +234,6 @@ def test_any_runs_stop_where_the_plain_reference_stops(
         assert text == expected_text
 
 
-def spell(text: str) -> list[int]:
-    return byte_level().encode(text).ids
-
-
-def test_text_that_may_begin_a_stop_string_is_held_back_and_then_shown() -> None:
-    checker = StopChecker(SamplingParams(stop="world"), (), Detokenizer(byte_level()))
-    texts = [checker.push([token]).text for token in [*spell("a wor"), *spell("k wo")]]
-    assert "".join(texts) == "a work "
-    assert "wor" not in "".join(texts[: len(spell("a wor"))])
-    assert checker.finish_reason is None
-
-
-def test_nothing_is_kept_after_the_end() -> None:
-    checker = StopChecker(SamplingParams(max_tokens=1), (), Detokenizer(byte_level()))
-    assert checker.push(spell("ab")).kept == 1
-    assert checker.push(spell("ab")) == (0, "", "length")
-
-
 def stopped(tokens: list[int], **fields: object) -> list[tuple[str, int]]:
     """Text and number of tokens, for pieces of every size."""
     found = []

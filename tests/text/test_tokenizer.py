@@ -322,7 +322,3 @@ def test_a_tokenizer_that_panics_at_a_prompt_fails_that_request(directory: Path)
     path.write_text(json.dumps(json.loads(path.read_text()) | PANICS[0]))
     with pytest.raises(RequestError, match="the tokenizer fails on this prompt"):
         Tokenizer(directory).encode("text")
-
-
-def test_tokenizers_that_work_pass_the_trial(directory: Path) -> None:
-    Tokenizer(directory).check()
