@@ -142,7 +142,8 @@ def test_verify_tries_trees(wide: Path, bundle: Path, command: Command) -> None:
     assert "tree 12" in shown.out
     assert "tree auto" in shown.out
     found = command("verify", wide, *options, "--batch-sizes", "1", "--tree-nodes", "0,6", "--json")
-    assert [(case["block_length"], case["tree_nodes"]) for case in found.json["cases"]] == [(4, 0), (None, 6)]
+    ways = [(case["block_length"], case["tree_nodes"], case["draft_source"]) for case in found.json["cases"]]
+    assert ways == [(4, 0, "drafter,lookup"), (None, 6, "drafter,lookup"), (4, 0, "lookup")]
     assert found.json["equal"] is True
     refused = command("verify", bundle, *options, "--tree-nodes", "8")
     assert refused.code == 2
