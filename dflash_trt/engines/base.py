@@ -144,7 +144,9 @@ class MemoryTraits:
     `keeps_queries`: whether the queries of all layers of a pass have memory at once. `states`: how often a sequence's
     recurrent states are held.
     `score_copies`: how often attention holds the scores of a pass in float32, with a column for each cache row.
-    `widens`: whether weights in few bits have the compute dtype on the GPU, except experts with kernels.
+    `widens`: whether weights in few bits have the compute dtype on the GPU, except experts and linear layers with
+    kernels. `linear_kernels`: the lowest compute capability with kernels for linear layers in any format, where the
+    compute dtype is not FP32.
     `shares_tables`: whether the drafter reads the target's own embedding and head, instead of copies.
     `attention_kernels`: compute capabilities for which attention has kernels of this project, and needs neither masks
     nor these queries.
@@ -158,6 +160,7 @@ class MemoryTraits:
     keeps_queries: bool = False
     score_copies: int = 0
     widens: bool = False
+    linear_kernels: int | None = None
     shares_tables: bool = False
     states: int = 1
     row_unit: int = 1

@@ -9,6 +9,10 @@ Attend(q [B,H,S,d], k_cache, v_cache [B,N,C,d], first [B,S], last [B,S], start [
     visible[i] marks. Without trees the two are absent, and without sinks the last one.
 GroupedProduct(x [pairs,in], weight [E,out,in], expert [pairs]) -> y [pairs,out]
     Each row by the matrix of its expert.
+Widened(codes uint8 [out,in/2] or [out,in], scale, global_scale, zero_term [out,groups]; codes, columns, group_size,
+        group_rows, reciprocal, to) -> weight [out,in]
+    The numbers that `codes` stand for ("int4" and "e2m1", the first of two in the low half of a byte; "int8", "e4m3")
+    times the scale of their group, plus its zero term. It is computed as the graph is loaded, or only in a product.
 MXFP4Experts, GatedDeltaNet: the operators of experts.py and delta_net.py.
 """
 
@@ -25,7 +29,7 @@ from dflash_trt.graph.delta_net import DeltaInputs, DeltaKind
 from dflash_trt.graph.dialect import AttentionInputs, AttentionKind, Dialect, ranges
 from dflash_trt.graph.experts import Experts, Storage, activated, declared
 from dflash_trt.graph.lowering import LOWERINGS
-from dflash_trt.graph.quantized import input_scale, kind_of, prepared, split_rows, tensors
+from dflash_trt.graph.quantized import input_scale, kind_of, prepared, split_rows
 from dflash_trt.graph.quantized_experts import (
     ExpertLayer,
     Projection,
@@ -39,11 +43,12 @@ from dflash_trt.graph.tensorrt import TensorRT
 DOMAIN = "torch"
 # Attention's kernel divides the cache into stripes of so many rows, and sums up each of them apart.
 STRIDE = 256
+_CODES = {"int4": "int4", "nvfp4": "e2m1", "mxfp4": "e2m1", "int8": "int8", "fp8": "e4m3"}
 COMPUTE = {"bf16": ir.DataType.BFLOAT16, "fp16": ir.DataType.FLOAT16, "fp32": FLOAT}
 
 
 class Torch(TensorRT):
-    """`dtype`: BF16, FP16 or FP32. Weights in few bits are widened as the engine loads, all but experts in MXFP4."""
+    """`dtype`: BF16, FP16 or FP32."""
 
     name = "torch"
     joins_floats = True
@@ -104,22 +109,32 @@ class Torch(TensorRT):
         name: str,
         widened_bytes: int,
     ) -> ir.Value:
-        """A product with the widened weight, its input rounded as the format does; written out in the graph."""
+        """A product with the weight, its input rounded as the format does."""
         kind = kind_of(stored, biased=bias is not None)
-        inputs = tensors(g, stored, folder, packed_as_bytes=True)
         lowering = LOWERINGS[kind.scheme]
+
+        def raw(part: str) -> ir.Value | None:
+            info = getattr(stored, part)
+            return None if info is None else g.raw_weight(info, folder)
+
         with g.scope(name):
-            weight = lowering.onnxruntime_weight(g, kind, inputs, x, True)
-            if kind.zero_term:
-                weight = _with_zeros(g, weight, inputs["zero_term"], stored.weight.shape[0])
-            weight = g.from_dtype(weight, FLOAT, name="weight")
-            x = prepared(g, x, inputs.get("order"), inputs.get("pre_quant_scale"), g.dtype)
+            weight = _own(
+                *(g, "Widened", raw("weight"), raw("scale"), raw("global_scale"), raw("zero_term")),
+                codes=_CODES[kind.scheme],
+                columns=stored.weight.shape[1] * kind.format.numbers_in_byte,
+                group_size=kind.group_size,
+                group_rows=kind.group_rows,
+                reciprocal=int(kind.reciprocal),
+                to=int(g.dtype),
+            )
+            x = prepared(g, x, raw("order"), raw("pre_quant_scale"), g.dtype)
             factor: ir.Value | None = None
             if kind.activations != "none":
                 x = g.to_float(x)
                 if kind.activations == "row":
                     x, factor = split_rows(g, x)
-                scale = input_scale(g, kind, inputs)
+                given = raw("input_scale")
+                scale = input_scale(g, kind, {} if given is None else {"input_scale": g.cast(given, FLOAT)})
                 if kind.reciprocal and kind.activations == "static":
                     scale = g.op("Reciprocal", scale, name="input_scale")
                 x = g.from_dtype(lowering.onnxruntime_input(g, scale, x), FLOAT)

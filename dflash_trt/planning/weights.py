@@ -41,6 +41,9 @@ def _widened(
 ) -> dict[str, int]:
     """The sizes of a role whose formats are widened, in the compute dtype."""
     few = set(sizes) & set(FORMATS)
+    lowest = s.traits.linear_kernels
+    if role != "experts" and lowest is not None and s.gpu.sm >= lowest and s.compute(side) != "fp32":
+        return sizes
     if role == "experts":
         few = {form for form in few if not s.traits.has_expert_kernels(form, s.gpu.sm)}
     if not few:

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from dflash_plugins import attention, launch, layers, moe, reference, round_reference, rounds
+from dflash_plugins import attention, launch, layers, moe, packed, reference, round_reference, rounds
 from dflash_plugins import kernel_specs as uses
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.sampling.sampler import sample
+from dflash_trt.formats import numbers
 
 _SAMPLED = (
     SamplingParams(),
@@ -51,6 +52,7 @@ def problems(
         wrong |= {"Attention": attended(device, run), "MoE": experts(device, run)}
         wrong["GatedDeltaNet"] = recurrent(device, run)
         wrong["layers"] = between_products(device, run)
+        wrong["PackedLinear"] = packed_linear(device, run)
     return wrong
 
 
@@ -277,3 +279,70 @@ def experts(device: torch.device | str, run: launch.Run) -> str:
     expected = reference.moe(x.double().numpy(), router, *both, k=_CHOSEN, alpha=1.702, beta=1.0, limit=7.0)
     error = float(np.abs(got - expected).max() / np.abs(expected).max())
     return "" if error <= 2 * _ROUNDING else f"differs by {error:.3f} of the largest number"
+
+
+# One for each kind of codes and of scales: outputs, inputs, and the rest of `Packing`.
+_FORMS = (
+    packed.Packing(48, 640, "int4", "bf16", group=128),
+    packed.Packing(48, 640, "int4", "fp32", group=32, zeros=True),
+    packed.Packing(48, 640, "e2m1", "e4m3", group=16, second="over"),
+    packed.Packing(48, 640, "e2m1", "e8m0", group=32),
+    packed.Packing(48, 640, "e4m3", "fp32"),
+    packed.Packing(48, 640, "e4m3", "bf16", group=128, group_rows=128),
+    packed.Packing(48, 640, "int8", "fp16"),
+)
+
+
+def packed_linear(device: torch.device | str, run: launch.Run) -> str:
+    """Products with weights as they are stored: the weights, rows of passes of two lengths, and their sums."""
+    for form in _FORMS:
+        weight, wide = random_weight(form)
+        there = packed.PackedWeight(form, *(None if t is None else t.to(device) for t in weight))
+        for dtype in (torch.bfloat16, torch.float16):
+            tile = packed.TILES[form.in_word][0]
+            if not torch.equal(packed.widen(there, dtype, tile, run).cpu(), wide.to(dtype)):
+                return f"a weight of {form.codes} in groups of {form.group} has other numbers in {dtype}"
+            x = torch.from_numpy(np.random.default_rng(0).standard_normal((33, form.inputs))).to(dtype)
+            exact = x.double() @ wide.to(dtype).double().T
+            one, several = (packed.product(x[:n].to(device), there, None, tile, run).cpu() for n in (1, 33))
+            error = float((several.double() - exact).abs().max() / exact.abs().max())
+            if not error <= _ROUNDING:
+                return f"{form.codes} in groups of {form.group} differs by {error:.3f} of the largest number"
+            if not torch.equal(one, several[:1]):
+                return f"{form.codes} in groups of {form.group}: a row depends on the number of rows"
+    return ""
+
+
+def random_weight(form: packed.Packing) -> tuple[tuple[torch.Tensor | None, ...], torch.Tensor]:
+    """A weight's tensors, and its numbers in float32 by NumPy, as dflash_trt/formats have them."""
+    rng = np.random.default_rng(0)
+    groups = -(-form.inputs // form.group) if form.group else 1
+    codes = rng.integers(
+        0, 256, (form.outputs, form.inputs // (1 if form.in_word == 2 else 2)), dtype=np.uint8
+    )
+    codes[(codes & 127) == 127] = 0  # NaN in E4M3
+    rows = -(-form.outputs // form.group_rows)
+    scales: Array = rng.random((rows, groups), np.float32) * np.float32(0.01)
+    if form.scales == "e8m0":
+        stored = torch.from_numpy(rng.integers(115, 122, (rows, groups), dtype=np.uint8))
+        scales = numbers.E8M0[stored.numpy()]
+    elif form.scales == "e4m3":
+        stored = torch.from_numpy(numbers.encode_e4m3(scales * 10_000).view(np.uint8))
+        scales = stored.numpy().view(numbers.E4M3).astype(np.float32)
+    else:
+        stored = torch.from_numpy(scales).to(launch.TYPES[form.scales])
+        scales = stored.float().numpy()
+    second = np.float32({"over": 437.5, "times": 1 / 437.5}[form.second]) if form.second else None
+    factors = scales if second is None else scales / second if form.second == "over" else scales * second
+    terms = rng.standard_normal((form.outputs, groups)).astype(np.float32) / 100 if form.zeros else None
+    nibbles = np.stack((codes & 15, codes >> 4), -1).reshape(form.outputs, -1)
+    if form.codes in ("int4", "e2m1"):
+        values = numbers.E2M1[nibbles] if form.codes == "e2m1" else ((nibbles ^ 8).astype(np.float32) - 8)
+    else:
+        values = codes.view(np.int8 if form.codes == "int8" else numbers.E4M3).astype(np.float32)
+    wide = values * factors.repeat(form.group_rows, 0)[: form.outputs].repeat(form.inputs // groups, 1)
+    if terms is not None:
+        wide += terms.repeat(form.inputs // groups, 1)
+    given = (None if each is None else torch.from_numpy(np.asarray(each)) for each in (second, terms))
+    parts = torch.from_numpy(codes), stored, *given, torch.zeros(form.outputs, dtype=torch.int32)
+    return parts, torch.from_numpy(wide)

@@ -78,7 +78,7 @@ TILES = (
 )
 
 
-def _optional(types: Types, constants: dict[str, Any], present: bool, **arguments: str) -> None:
+def optional(types: Types, constants: dict[str, Any], present: bool, **arguments: str) -> None:
     """Add arguments that a kernel may go without. Then they are a constant, None."""
     if present:
         types.update(arguments)
@@ -131,9 +131,9 @@ def accept_block(*, block_size: int | None = None, mask_token: int = 0, tree: bo
     types: Types = dict.fromkeys(("tokens", "rows", "sampled", "accepted", "next_token"), "*i64")
     types |= {"tokens_per_sequence": "i32", "nodes_per_sequence": "i32"}
     constants: dict[str, Any] = {"MASK": mask_token, "BLOCK": block_size or 1, "SLOTS": ACCEPT_NODES}
-    _optional(types, constants, tree, parents="*i64")
+    optional(types, constants, tree, parents="*i64")
     of_next_block = dict.fromkeys(("start", "path", "block", "positions"), "*i64")
-    _optional(types, constants, block_size is not None, **of_next_block)
+    optional(types, constants, block_size is not None, **of_next_block)
     return Use("acceptance", "accept_block", types, constants, num_warps=1)
 
 
@@ -155,7 +155,7 @@ def fill_tokens(most: int, *, drafted: bool) -> Use:
     types: Types = dict.fromkeys(("block", "tokens", "rows"), "*i64")
     types |= dict.fromkeys(("nodes", "drafted", "width"), "i32")
     constants: dict[str, Any] = {"SLOTS": power_of_two(most)}
-    _optional(types, constants, drafted, drafts="*i64")
+    optional(types, constants, drafted, drafts="*i64")
     return Use("rounds", "fill_tokens", types, constants, num_warps=1)
 
 
@@ -166,7 +166,7 @@ def end_round(vocab: int, features: int, dtype: str, *, committing: bool) -> Use
     types |= dict.fromkeys(("nodes", "room"), "i32") | dict.fromkeys(("counters", "finite"), "*i32")
     constants: dict[str, Any] = {"VOCAB": vocab, "FEATURES": features}
     constants |= {"TILES": vocabulary_tiles(vocab), "TILE": TILE_TOKENS}
-    _optional(types, constants, committing, places="*i64")
+    optional(types, constants, committing, places="*i64")
     return Use("rounds", "end_round", types, constants)
 
 
@@ -184,7 +184,7 @@ def gather_taps(taps: int, hidden: int, source: str, target: str, *, ragged: boo
     """The kernel that puts the rows of `taps` layers side by side; `ragged`: only valid rows, others are 0."""
     types: Types = {"taps": (f"*{source}",) * taps, "rows_per_sequence": "i32", "features": f"*{target}"}
     constants: dict[str, Any] = {"D": hidden, "SLOTS": power_of_two(hidden)}
-    _optional(types, constants, ragged, valid="*i64")
+    optional(types, constants, ragged, valid="*i64")
     return Use("taps", "gather_taps", types, constants)
 
 
@@ -239,7 +239,7 @@ def down(hidden: int, inner: int, dtype: str, biased: bool, tile: Tile) -> Use:
 def _product(name: str, types: Types, constants: dict[str, Any], dtype: str, biased: bool, tile: Tile) -> Use:
     types |= {"pairs": "*i32", "groups": "*i32", "blocks": "*u8", "scales": "*u8"}
     constants |= {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "TOKENS": tile.tokens}
-    _optional(types, constants, biased, bias=f"*{dtype}")
+    optional(types, constants, biased, bias=f"*{dtype}")
     return Use("moe", name, types, constants, tile.num_warps, tile.num_stages, fp_fusion=True)
 
 
@@ -313,7 +313,7 @@ def attend(kv_heads: int, group: int, head_dim: int, dtype: str, tile: Attention
     types |= dict.fromkeys(("partial", "largest", "total"), "*fp32")
     constants = {"KV_HEADS": kv_heads, "GROUP": group, "STRIPE": ATTENTION_STRIPE} | _head(head_dim)
     constants |= {"ROWS": tile.rows, "SLOTS": tile.slots, "COLUMNS": tile.columns or constants["D_SLOTS"]}
-    _optional(types, constants, tree, start="*i64", visible="*i32")
+    optional(types, constants, tree, start="*i64", visible="*i32")
     return Use("attention", "attend", types, constants, tile.num_warps, tile.num_stages, fp_fusion=True)
 
 
@@ -323,7 +323,7 @@ def merge(heads: int, head_dim: int, dtype: str, *, sinks: bool, by_row: bool = 
     types: Types = dict.fromkeys(("partial", "largest", "total"), "*fp32")
     types |= dict.fromkeys(("rows", "count", "splits"), "i32") | dict.fromkeys(("like", "y"), f"*{dtype}")
     constants = {"HEADS": heads, "SPLITS": ATTENTION_SPLITS, "BY_ROW": by_row} | _head(head_dim)
-    _optional(types, constants, sinks, sinks=f"*{dtype}")
+    optional(types, constants, sinks, sinks=f"*{dtype}")
     return Use("attention", "merge", types, constants, fp_fusion=True)
 
 
@@ -375,8 +375,8 @@ def place_heads(
     constants: dict[str, Any] = {"H": heads, "KEYS": keys, "VALUES": values, "HALF": pairs}
     constants |= {"EPSILON": epsilon, "D": size, "D_SLOTS": power_of_two(size)}
     for name in ("q_norm", "k_norm", "cos", "sin", "q", "k_cache", "v_cache"):
-        _optional(types, constants, name in given, **{name: f"*{dtype}"})
-    _optional(types, constants, "start" in given, start="*i64")
+        optional(types, constants, name in given, **{name: f"*{dtype}"})
+    optional(types, constants, "start" in given, start="*i64")
     return Use("layers", "place_heads", types, constants, num_warps=1)
 
 
@@ -396,5 +396,5 @@ def router(experts: int, hidden: int, dtype: str, *, biased: bool) -> Use:
     """The kernel of a router's product."""
     types: Types = {"x": f"*{dtype}", "weight": "*fp32", "logits": "*fp32"}
     constants: dict[str, Any] = {"D": hidden, "E": experts, "OUTPUTS": ROUTER_OUTPUTS, "COLUMNS": 512}
-    _optional(types, constants, biased, bias="*fp32")
+    optional(types, constants, biased, bias="*fp32")
     return Use("layers", "router", types, constants)

@@ -19,6 +19,7 @@ from dflash_plugins import kernel_specs as uses
 from dflash_trt.decoding.params import SamplingParams
 
 TYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 
 # Called with a kernel's use, its grid, and its arguments by name, without those that are constants.
 Run = Callable[..., None]

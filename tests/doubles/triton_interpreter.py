@@ -34,17 +34,19 @@ interpreter._convert_float = _rounded
 _create_dot = interpreter.InterpreterBuilder.create_dot
 
 
-def _create_bfloat16_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-    """The interpreter keeps bfloat16 as its bits, and would multiply these."""
-    if a.dtype == tl.bfloat16:
-        a, b = (
-            interpreter.TensorHandle(each.data.view(ml_dtypes.bfloat16).astype(np.float32), tl.float32)
-            for each in (a, b)
-        )
-    return _create_dot(self, a, b, *rest)
+def _create_exact_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+    """The interpreter keeps bfloat16 as its bits, and would multiply these. Its products in float32 are added in an
+    order that depends on the number of columns; in float64 that is not seen.
+    """
+    wide = [x.data.view(ml_dtypes.bfloat16) if x.dtype == tl.bfloat16 else x.data for x in (a, b)]
+    if d.dtype != tl.float32:
+        return _create_dot(self, a, b, d, *rest)
+    with np.errstate(invalid="ignore", over="ignore"):
+        product = np.matmul(*(x.astype(np.float64) for x in wide)).astype(np.float32)
+        return interpreter.TensorHandle(product + d.data, tl.float32)
 
 
-interpreter.InterpreterBuilder.create_dot = _create_bfloat16_dot
+interpreter.InterpreterBuilder.create_dot = _create_exact_dot
 
 
 class _Results(list[Any]):
@@ -56,6 +58,9 @@ class _Results(list[Any]):
 
 def _shifted(count: int, value: Any) -> Any:
     return value << np.uint32(count) if count >= 0 else value >> np.uint32(-count)
+
+
+BITWISE = {"and.b32": np.bitwise_and, "or.b32": np.bitwise_or, "xor.b32": np.bitwise_xor}
 
 
 def _create_inline_asm(
@@ -81,8 +86,8 @@ def _create_inline_asm(
         a, b = values[:2]
         if name in ("shl.b32", "shr.u32"):
             registers[target] = _shifted(int(b) if name == "shl.b32" else -int(b), a)
-        elif name in ("and.b32", "or.b32"):
-            registers[target] = a & b if name == "and.b32" else a | b
+        elif name in BITWISE:
+            registers[target] = BITWISE[name](a, b)
         else:
             kind = {"fma.rn.bf16x2": ml_dtypes.bfloat16, "fma.rn.f16x2": np.float16}[name]
             x, y, z = (np.ascontiguousarray(each).view(kind).astype(np.float64) for each in values)

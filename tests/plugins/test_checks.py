@@ -24,6 +24,7 @@ def test_right_kernels_pass() -> None:
             "MoE",
             "GatedDeltaNet",
             "layers",
+            "PackedLinear",
         ),
         "",
     )

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from dflash_trt.building.progress import progress_display
 from dflash_trt.cli.options import add_threads, at_least, each, option
-from dflash_trt.engines import registry
+from dflash_trt.cli.train.common import check_installed
 from dflash_trt.errors import DFlashError
 
 if TYPE_CHECKING:
@@ -59,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
         args.step_error("--server and --model belong together")
     if args.server is not None and args.target is None:
         args.step_error("--server needs --target, for its tokenizer and template")
+    if args.server is None and args.target is not None:
+        check_installed()
     from dflash_trt.prompts import read_prompts
     from dflash_trt.training.answers import read_answers, summary
     from dflash_trt.training.regenerate import AnswerSampling
@@ -116,24 +116,9 @@ def _answer(
     )
 
 
-@contextmanager
-def _bundle(args: argparse.Namespace, target: Path | None) -> Iterator[Path]:
-    """The bundle that was given, or one of the target alone, in a folder beside the answers that is removed at the
-    end.
-    """
+def _bundle(args: argparse.Namespace, target: Path | None) -> AbstractContextManager[Path]:
     if target is None:
-        yield args.bundle
-        return
-    from dflash_trt.building.build import build
+        return nullcontext(args.bundle)
+    from dflash_trt.training.checkpoint import plain_bundle
 
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f".{args.out.name}.", dir=args.out.parent) as work:
-        yield build(
-            str(target),
-            None,
-            Path(work, "bundle"),
-            no_drafter=True,
-            engine=registry.DEFAULT,
-            weights="link",
-            block_size=2,
-        ).path
+    return plain_bundle(target, args.out)

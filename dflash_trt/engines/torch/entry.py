@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dflash_plugins.kernel_specs import TARGETS
+from dflash_plugins.kernel_specs import ROUND_TARGET, TARGETS
 
 from dflash_trt.engines.base import (
     PREFILL_CHUNK,
@@ -40,6 +40,7 @@ class TorchEntry(EngineEntry):
         expert_kernels={"mxfp4": frozenset(TARGETS)},
         idle_blocks=1,
         widens=True,
+        linear_kernels=ROUND_TARGET,
         shares_tables=True,
         states=2,  # a pass writes new ones beside those that it reads
         attention_kernels=frozenset(TARGETS),

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 import torch
-from dflash_plugins import attention, compiled, launch, layers, moe
+from dflash_plugins import attention, compiled, launch, layers, moe, packed
 from dflash_plugins import kernel_specs as uses
 
 from dflash_trt.engines.device import kernels as device
@@ -142,6 +142,33 @@ class LayerKernels:
             return layers.router(x.contiguous(), weight, bias, run=self._run)
 
         return self._first(("router", weight.shape, bias is None, x.dtype), "routers", [None], launched)
+
+    def multiplies(self, weight: packed.PackedWeight, dtype: torch.dtype) -> bool:
+        """Whether a kernel multiplies a weight as it is stored. The tile that is found here is that of any number of
+        rows, because the order of a sum depends on it.
+        """
+        if not weight.form.fits:
+            return False
+
+        def launched(tile: packed.Tile) -> Tensor:
+            packed.widen(weight, dtype, tile, self._run)
+            for rows in packed.ROWS[::-1]:
+                x = torch.zeros(rows, weight.form.inputs, dtype=dtype, device=weight.codes.device)
+                y = packed.product(x, weight, None, tile, self._run)
+            return y
+
+        tiles = packed.TILES[weight.form.in_word]
+        return self._first(("packed", weight.form, dtype), "packed weights", tiles, launched) is not None
+
+    def packed_linear(self, x: Tensor, weight: packed.PackedWeight, bias: Tensor | None) -> Tensor:
+        """x [rows,in], few rows, through a layer with a weight that `multiplies` allowed."""
+        (tile,) = self._tiles["packed", weight.form, x.dtype]
+        return packed.product(x.contiguous(), weight, bias, tile, self._run)
+
+    def widened(self, weight: packed.PackedWeight, dtype: torch.dtype) -> Tensor:
+        """The weight [out,in] in this dtype."""
+        (tile,) = self._tiles["packed", weight.form, dtype]
+        return packed.widen(weight, dtype, tile, self._run)
 
     def _first(self, key: Any, what: str, tiles: Iterable[T], launched: Callable[[T], Made]) -> Made | None:
         """A launch with the first of these tiles that compiles and fits, which then stays the one."""

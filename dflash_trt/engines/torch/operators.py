@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from dflash_plugins.packed import PackedWeight
 
-from dflash_trt.engines.torch import layers
+from dflash_trt.engines.torch import layers, packed
 
 Tensor = torch.Tensor
 Attributes = Mapping[str, Any]
@@ -53,7 +54,9 @@ def _constant(a: Attributes) -> Tensor:
     return value if isinstance(value, Tensor) else torch.tensor(value)
 
 
-def _gemm(a: Attributes, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _gemm(a: Attributes, x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
+    if isinstance(weight, PackedWeight):
+        return packed.linear(x, weight, bias)
     assert a.get("alpha", 1.0) == a.get("beta", 1.0) == 1.0
     x, weight = x.t() if a.get("transA") else x, weight if a.get("transB") else weight.t()
     return F.linear(x, weight, bias)
@@ -225,5 +228,6 @@ OPERATORS: dict[str, Operator] = {
     "Transpose": lambda a, x: x.permute(a["perm"]),
     "Unsqueeze": _unsqueeze,
     "Where": lambda a, condition, x, y: torch.where(condition, x, y),
+    "Widened": packed.weight,
     "WriteRows": layers.write_rows,
 }

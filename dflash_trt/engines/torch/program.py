@@ -62,7 +62,7 @@ class Graph:
         self.outputs = {str(v.name): _signature(v) for v in model.graph.outputs}
         nodes = [self._node(node) for node in model.graph]
         self.known: dict[str, Tensor] = {}  # numbers of the host
-        self.weights: dict[str, Tensor] = {}
+        self.weights: dict[str, Any] = {}  # tensors, or as they are stored (packed.py)
         self.nodes = fused(self._folded(nodes, model.graph.initializers), self.outputs)
         self._uploaded: dict[str, Tensor] = {}
 
@@ -287,8 +287,10 @@ class _Files:
         return raw.view(dtype).reshape(shape)
 
 
-def _compact(weight: Tensor) -> Tensor:
+def _compact(weight: Any) -> Any:
     """A tensor with memory of its own, if it is a part of another one or lies otherwise."""
+    if not isinstance(weight, Tensor):
+        return weight
     part = weight.untyped_storage().nbytes() > weight.nbytes
     return (
         weight.clone(memory_format=torch.contiguous_format) if part or not weight.is_contiguous() else weight

@@ -11,6 +11,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
+from dflash_plugins.launch import by_triton
+from dflash_plugins.packed import PackedWeight
 
 from dflash_trt import LLM, Completion, SamplingParams, hardware
 from dflash_trt.building.build import build
@@ -19,6 +21,8 @@ from dflash_trt.checkpoint.linears import stored_linear
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.checkpoint.widening import widen
 from dflash_trt.cli import main
+from dflash_trt.engines.torch import kernels
+from dflash_trt.engines.torch.kernels import LayerKernels
 from dflash_trt.engines.torch.operators import OPERATORS
 from dflash_trt.engines.torch.program import Graph
 from dflash_trt.formats.precision import Precision
@@ -27,6 +31,7 @@ from dflash_trt.graph.torch import Torch
 from dflash_trt.quantization import repack
 from dflash_trt.reports.checks import Checks
 from tests.doubles import kind_checkpoints as kinds
+from tests.doubles import triton_interpreter  # noqa: F401  # corrects it
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter, make_llama, make_qwen3_moe
 from tests.doubles.hybrid_checkpoints import make_hybrid
@@ -160,21 +165,28 @@ def test_a_pair_holds_the_weights_that_its_graphs_share_once(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("target", "precision", "experts"),
+    ("target", "gpu", "precision", "linear", "experts"),
     [
-        ("qwen3-8b", "target=int4", {}),
-        ("qwen3.8-27b-fp8", None, {}),
-        ("gpt-oss-20b", None, {"bf16", "mxfp4"}),
+        ("qwen3-8b", "h100", "target=int4", {"bf16", "int4"}, {}),
+        ("qwen3-8b", "memory=48,sm=80", "target=int4", {"bf16", "int4"}, {}),
+        ("qwen3-8b", "memory=48,sm=75", "target=int4", {"bf16"}, {}),
+        ("qwen3.8-27b-fp8", "h100", None, {"bf16", "fp8"}, {}),
+        ("gpt-oss-20b", "h100", None, {"bf16"}, {"bf16", "mxfp4"}),
     ],
 )
-def test_a_plan_counts_widened_weights(
-    target: str, precision: str | None, experts: set[str], capsys: pytest.CaptureFixture[str]
+def test_a_plan_counts_weights_as_products_read_them(
+    target: str,
+    gpu: str,
+    precision: str | None,
+    linear: set[str],
+    experts: set[str],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["plan", "--target", target, "--gpu", "h100", "--engine", "torch", "--json"]
+    words = ["plan", "--target", target, "--gpu", gpu, "--engine", "torch", "--json"]
     assert main([*words, *(["--precision", precision] if precision else [])]) == 0
     weights = json.loads(capsys.readouterr().out)["weights"]["target"]
     assert set(weights.pop("experts", {})) == set(experts)
-    assert {form for sizes in weights.values() for form in sizes} == {"bf16"}
+    assert {form for sizes in weights.values() for form in sizes} == linear
 
 
 def test_it_is_a_reference_of_other_device_engines(tmp_path: Path) -> None:
@@ -213,20 +225,36 @@ def test_a_layer_in_fewer_bits_is_that_of_numpy(tmp_path: Path, algorithm: str) 
         checkpoint = Checkpoint(repack.int4_by_row(checkpoint, tmp_path / folder, lambda *_: None))
     stored = stored_linear(checkpoint, "l", 256, 48)
     assert stored is not None
-    g = GraphBuilder("test")
-    y = Torch(FLOAT).quantized_linear(
-        *(g, g.input("x", FLOAT, ["rows", 256]), stored, folder, g.raw_weight(checkpoint["l.bias"], folder)),
-        name="linear",
-        widened_bytes=0,
-    )
-    g.output(y, "y", FLOAT, ["rows", 48])
-    ir.save(g.model(), tmp_path / "model.onnx")
-    graph = Graph(tmp_path / "model.onnx", torch.device("cpu"))
+    graph = _of_layer(tmp_path, FLOAT, checkpoint, stored, folder)
     assert [weight.dtype for weight in graph.weights.values() if weight.ndim == 2] == [torch.float32]
     program, made = graph.first_pass({"x": torch.from_numpy(x)})
     exact = rounded(algorithm, x * smooth, scale).astype(np.float64) @ widen(checkpoint, stored).T + bias
     for each in (made, program({"x": torch.from_numpy(x)})):
         np.testing.assert_allclose(each["y"].numpy(), exact, rtol=1e-4, atol=1e-4)
+    interpreted = LayerKernels(by_triton)
+    for kind in (ir.DataType.BFLOAT16, ir.DataType.FLOAT16):  # on a GPU, it stays as it is stored
+        whole = _of_layer(tmp_path, kind, checkpoint, stored, folder)
+        dtype = whole.inputs["x"].dtype
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, "of", lambda _: interpreted)
+            packed = _of_layer(tmp_path, kind, checkpoint, stored, folder)
+            for rows in (5, 70):
+                given = {"x": torch.from_numpy(np.resize(x, (rows, 256))).to(dtype)}
+                ours, theirs = (graph.first_pass(given)[1]["y"].float() for graph in (packed, whole))
+                error = (ours - theirs).abs().max() / theirs.abs().max()
+                assert error <= 2**-7 if rows == 5 else error == 0
+            assert [type(weight) for weight in packed.weights.values()].count(PackedWeight) == 1
+
+
+def _of_layer(place: Path, dtype: ir.DataType, checkpoint: Checkpoint, stored: Any, folder: str) -> Graph:
+    g = GraphBuilder("test", dtype=dtype)
+    bias = g.cast(g.raw_weight(checkpoint["l.bias"], folder), dtype)
+    y = Torch(dtype).quantized_linear(
+        *(g, g.input("x", dtype, ["rows", 256]), stored, folder, bias), name="linear", widened_bytes=0
+    )
+    g.output(y, "y", dtype, ["rows", 48])
+    ir.save(g.model(), place / "model.onnx")
+    return Graph(place / "model.onnx", torch.device("cpu"))
 
 
 def test_exact_mode_holds_where_products_depend_on_the_number_of_rows(

@@ -1,0 +1,120 @@
+"""Linear layers with weights in four or eight bits: multiplied as they are stored where a kernel can, else widened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from dflash_plugins.launch import TYPE_NAMES
+from dflash_plugins.packed import ROWS, PackedWeight, Packing
+
+from dflash_trt.engines.torch import kernels
+from dflash_trt.formats.numbers import E2M1, E8M0
+
+Tensor = torch.Tensor
+Attributes = Mapping[str, Any]
+_DTYPES = {1: torch.float32, 10: torch.float16, 16: torch.bfloat16}
+
+
+def weight(
+    a: Attributes, codes: Tensor, scales: Tensor, second: Tensor | None = None, zeros: Tensor | None = None
+) -> Tensor | PackedWeight:
+    """`Widened` (dflash_trt/graph/torch.py): as stored where a kernel multiplies it so, else in the dtype `to`."""
+    dtype = _DTYPES[a["to"]]
+    run = kernels.of(codes)
+    if run is None or dtype == torch.float32 or _has_nan(codes):
+        return widened(a, codes, scales, second, zeros).to(dtype)
+    packed = stored(a, codes, scales, second, zeros)
+    return packed if run.multiplies(packed, dtype) else widened(a, codes, scales, second, zeros).to(dtype)
+
+
+def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
+    """x [rows,in] -> [rows,out]. The many rows of a prompt are multiplied by a copy of the weight, widened for them."""
+    run = kernels.of(x)
+    assert run is not None  # as the weight was loaded
+    if len(x) <= ROWS[-1]:
+        return run.packed_linear(x, packed, bias)
+    return F.linear(x, run.widened(packed, x.dtype), bias)
+
+
+def stored(
+    a: Attributes, codes: Tensor, scales: Tensor, second: Tensor | None, zeros: Tensor | None
+) -> PackedWeight:
+    """A weight for the kernels, from the inputs of `Widened`."""
+    rows, columns = len(codes), a["columns"]
+    kind = {torch.float8_e4m3fn: "e4m3", torch.uint8: "e8m0"}.get(scales.dtype) or TYPE_NAMES[scales.dtype]
+    group, group_rows = _groups(a, scales, columns)
+    form = Packing(
+        rows,
+        columns,
+        codes=a["codes"],
+        scales=kind,
+        group=group,
+        group_rows=group_rows,
+        second="" if second is None else "over" if a["reciprocal"] else "times",
+        zeros=zeros is not None,
+    )
+    return PackedWeight(
+        form,
+        codes.view(torch.uint8).contiguous(),
+        (scales.view(torch.uint8) if scales.itemsize == 1 else scales).contiguous(),
+        None if second is None else second.float().reshape(1),
+        None if zeros is None else zeros.float().contiguous(),
+        torch.zeros(-(-rows // 16), dtype=torch.int32, device=codes.device),
+    )
+
+
+def widened(
+    a: Attributes, codes: Tensor, scales: Tensor, second: Tensor | None = None, zeros: Tensor | None = None
+) -> Tensor:
+    """float32 [out,in]: numbers times the factors of their groups, plus what a zero point adds to each number."""
+    columns = a["columns"]
+    numbers = _numbers(a["codes"], codes)
+    factors = _table(E8M0, scales) if scales.dtype == torch.uint8 else scales.float()
+    if second is not None:
+        factors = factors / second.float() if a["reciprocal"] else factors * second.float()
+    group, group_rows = _groups(a, scales, columns)
+    factors = (
+        factors.reshape(1, 1) if not group_rows else factors.reshape(-1, -(-columns // (group or columns)))
+    )
+    if group_rows > 1:
+        factors = factors.repeat_interleave(group_rows, 0)[: len(numbers)]
+    if group and columns % group:
+        return numbers.mul_(factors.repeat_interleave(group, 1)[:, :columns])
+    by_group = numbers.unflatten(1, (-1, group or columns))
+    by_group.mul_(factors[..., None])
+    if zeros is not None:
+        by_group.add_(zeros.float()[..., None])
+    return numbers
+
+
+def _groups(a: Attributes, scales: Tensor, columns: int) -> tuple[int, int]:
+    """Columns and rows that share a scale; 0: all of them."""
+    if scales.numel() == 1:
+        return 0, 0
+    size = a["group_size"]
+    return (size, a["group_rows"]) if size and size < columns else (0, a["group_rows"] if size else 1)
+
+
+def _numbers(kind: str, codes: Tensor) -> Tensor:
+    """float32 [out,in], of its own memory."""
+    if kind in ("int8", "e4m3"):
+        return codes.to(torch.float32)
+    low, high = codes & 15, codes >> 4
+    both = torch.stack((low, high), -1).flatten(1)
+    if kind == "e2m1":
+        return _table(E2M1, both)
+    return (both.view(torch.int8).bitwise_xor_(8) - 8).float()
+
+
+def _table(values: Any, codes: Tensor) -> Tensor:
+    return torch.from_numpy(values).to(codes.device)[codes.int()]
+
+
+def _has_nan(codes: Tensor) -> bool:
+    """Whether codes stand for no number, which the kernels would take for one."""
+    if codes.dtype != torch.float8_e4m3fn:
+        return False
+    return bool(((codes.view(torch.uint8) & 127) == 127).any())

@@ -1,0 +1,299 @@
+"""Products with a weight [OUT, IN] that is multiplied as it is stored: codes of four or eight bits, with scales.
+
+A code stands for number * factor + zero term, computed in float32 and rounded to x's type, as the operators of torch
+widen it (reference.py). The weights are the left operand of the tensor cores, the tokens the right one, as in moe.py.
+
+A program adds up some of the inputs for a stripe of outputs. The last program of a stripe adds what the others wrote,
+in their order. Neither that order nor the division of the inputs depends on the number of rows.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# The bits of 2**23 in float32: a whole number in the low bits is added to it.
+_WHOLE = tl.constexpr(0x4B000000)
+
+
+@triton.constexpr_function
+def _unpacking(codes: str, brain: bool, multiplied: bool) -> str:
+    """Instructions that make pairs of numbers of twice 16 bits: pair i is code i of both, and exact in 16-bit floats.
+    With `multiplied`, each is multiplied by its factor, of the same type.
+
+    An integer is put into the low bits of a power of two, which is subtracted again. The bits of an E2M1 or E4M3 number
+    make a float that is too small by a power of two, also if it is subnormal.
+
+    sm_89 has no multiplication of two bfloat16. Adding -0 to a product changes no bit of it.
+    """
+    numbers, words = "bf16x2" if brain else "f16x2", 2 if codes == "e4m3" else 4
+    source, one, fraction, bias = f"${words}", *((0x3F80, 7, 127) if brain else (0x3C00, 10, 15))
+    if codes == "int4":
+        power = bias + fraction << fraction  # the bits of 2**fraction
+        up, less = one, 0x8000 | power | 8
+    else:
+        exponent, mantissa = (1, 1) if codes == "e2m1" else (7, 3)
+        up, less = 2 * bias - exponent << fraction, 0x8000
+        top, width = (
+            fraction - mantissa,
+            3 if codes == "e2m1" else 7,
+        )  # the lowest bit, and the bits of a magnitude
+    lines = ["{", ".reg .b32 number, sign, nothing, up, less;", "mov.b32 nothing, 0x80008000;"]
+    lines += [f"mov.b32 up, {up * 0x10001:#010x};", f"mov.b32 less, {less * 0x10001:#010x};"]
+    for i in range(words):
+        if codes == "int4":
+            lines += [f"shr.u32 number, {source}, {4 * i};", "and.b32 number, number, 0x000f000f;"]
+            lines.append(f"xor.b32 number, number, {(power | 8) * 0x10001:#010x};")
+        else:
+            shift, size = top - (width + 1) * i, width + 1
+            move = (
+                f"shl.b32 number, {source}, {shift};" if shift > 0 else f"shr.u32 number, {source}, {-shift};"
+            )
+            lines += [move, f"and.b32 number, number, {((1 << width) - 1 << top) * 0x10001:#010x};"]
+            lines += [f"shl.b32 sign, {source}, {16 - size * (i + 1)};", "and.b32 sign, sign, 0x80008000;"]
+            lines.append("or.b32 number, number, sign;")
+        lines.append(f"fma.rn.{numbers} {'number' if multiplied else f'${i}'}, number, up, less;")
+        if multiplied:
+            lines.append(f"fma.rn.{numbers} ${i}, number, ${words + 1}, nothing;")
+    return "\n".join([*lines, "}"])
+
+
+@triton.jit
+def _e4m3(bits):
+    """E4M3 numbers of bytes in 32 bits, as float32."""
+    magnitude = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0**120
+    value = tl.where((bits & 0x80) != 0, -magnitude, magnitude)
+    return tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def _unpacked(words, factor, CODES: tl.constexpr, BRAIN: tl.constexpr, EXACT: tl.constexpr):
+    """The bits of the numbers of two or four codes in each word. With EXACT, `factor`, in 16 bits, multiplies them."""
+    text: tl.constexpr = _unpacking(CODES, BRAIN, EXACT)
+    given = (words, factor) if EXACT else (words,)
+    if CODES == "e4m3":
+        two: tl.constexpr = "=r,=r,r,r" if EXACT else "=r,=r,r"
+        return tl.inline_asm_elementwise(text, two, given, dtype=(tl.int16, tl.int16), is_pure=True, pack=2)
+    else:
+        four: tl.constexpr = "=r,=r,=r,=r,r,r" if EXACT else "=r,=r,=r,=r,r"
+        return tl.inline_asm_elementwise(
+            text, four, given, dtype=(tl.int16, tl.int16, tl.int16, tl.int16), is_pure=True, pack=2
+        )
+
+
+@triton.jit
+def _weight(
+    words,
+    parts,
+    factor,
+    zero,
+    PART: tl.constexpr,
+    CODES: tl.constexpr,
+    DTYPE: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """A part of the weight in DTYPE, [rows, words]. A factor of that type (EXACT) has multiplied already, which rounds
+    as the operators of torch do: float32 has the product exactly.
+    """
+    if EXACT:
+        return parts[PART].to(DTYPE, bitcast=True)
+    else:
+        if (
+            CODES == "int8"
+        ):  # the sign's bit is turned, so that whole numbers from 0 to 255 are 128 more than the codes
+            whole = (words.to(tl.uint32) & (255 << 8 * PART)) ^ (_WHOLE | (128 << 8 * PART))
+            less: tl.constexpr = 2.0 ** (23 - 8 * PART) + 128
+            number = tl.fma(whole.to(tl.float32, bitcast=True), 2.0 ** (-8 * PART), -less)
+        else:
+            kind: tl.constexpr = tl.float16 if DTYPE.is_fp16() else tl.bfloat16
+            number = parts[PART].to(kind, bitcast=True).to(tl.float32)
+        value = number * factor
+        if zero is not None:
+            value += zero
+        return value.to(DTYPE)
+
+
+@triton.jit
+def _words(codes, row, in_row, k, IN: tl.constexpr, PER: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Words of PER codes each, 16 bits, [rows, BLOCK_K / PER]."""
+    word = k // PER + tl.arange(0, BLOCK_K // PER)
+    codes = codes.to(tl.pointer_type(tl.uint16))
+    at = codes + row[:, None] * (IN // PER) + word[None, :]
+    return tl.load(at, mask=in_row[:, None] & (word < IN // PER)[None, :], other=0)
+
+
+@triton.jit
+def _by_group(
+    values, row, in_row, k, IN: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """The entries of the groups of columns from k on, [rows, groups]."""
+    count: tl.constexpr = BLOCK_K // GROUP if GROUP < BLOCK_K else 1
+    columns: tl.constexpr = (IN + GROUP - 1) // GROUP
+    column = k // GROUP + tl.arange(0, count)
+    at = values + (row // ROWS)[:, None] * columns + column[None, :]
+    return tl.load(at, mask=in_row[:, None] & (column < columns)[None, :], other=0)
+
+
+@triton.jit
+def _factors(
+    scales, second, SCALES: tl.constexpr, SECOND: tl.constexpr, EXACT: tl.constexpr, DTYPE: tl.constexpr
+):
+    """Factors from scales as they are stored: in DTYPE if it has them all exactly (EXACT), else in float32. `second`:
+    the scale of the whole weight, or None.
+    """
+    if SCALES == "e8m0":
+        exponent = scales.to(tl.uint32)
+        bits = tl.where(exponent == 0, 0x400000, exponent << 23)  # 2**-127 is subnormal
+        factor = tl.where(exponent == 255, float("nan"), bits.to(tl.float32, bitcast=True))
+    elif SCALES == "e4m3":
+        factor = _e4m3(scales.to(tl.uint32))
+    else:
+        factor = scales.to(tl.float32)
+    if SECOND == "times":
+        factor = factor * tl.load(second)
+    elif SECOND == "over":
+        factor = tl.div_rn(factor, tl.load(second))
+    if EXACT:
+        factor = factor.to(DTYPE)
+    return factor
+
+
+@triton.jit
+def _for_words(values, WORDS: tl.constexpr):
+    """[rows, groups] for each of the words of a row, [rows, WORDS]."""
+    rows: tl.constexpr = values.shape[0]
+    groups: tl.constexpr = values.shape[1]
+    each: tl.constexpr = WORDS // groups
+    return tl.reshape(tl.broadcast_to(values[:, :, None], [rows, groups, each]), [rows, WORDS])
+
+
+@triton.jit
+def _columns(x, token, in_token, k, IN: tl.constexpr, PER: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The numbers of tokens, [BLOCK_K / PER, tokens] for each of the codes of a word."""
+    column = k + tl.arange(0, BLOCK_K)
+    at = x + token[:, None] * IN + column[None, :]
+    numbers = tl.load(at, mask=in_token[:, None] & (column < IN)[None, :], other=0.0)
+    if PER == 4:
+        even, odd = tl.split(tl.reshape(numbers, [token.shape[0], BLOCK_K // 4, 2, 2]))
+        zeroth, second = tl.split(even)
+        first, third = tl.split(odd)
+        return tl.trans(zeroth), tl.trans(first), tl.trans(second), tl.trans(third)
+    else:
+        even, odd = tl.split(tl.reshape(numbers, [token.shape[0], BLOCK_K // 2, 2]))
+        return tl.trans(even), tl.trans(odd)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def packed_product(
+    x,  # [rows, IN] bfloat16 or float16
+    codes,  # [OUT, IN / 2] bytes of two codes, the first in the low half; or [OUT, IN]
+    scales,  # [ceil(OUT / GROUP_ROWS), ceil(IN / GROUP)]
+    second,  # [1] float32, or None
+    zeros,  # [OUT, IN / GROUP] float32, or None
+    bias,  # [OUT] of x's type, or None
+    rows,
+    partial,  # [SPLITS, rows, OUT] float32; None if there is one split
+    counters,  # [stripes] int32, zeros, and zeros again at the end; None likewise
+    y,  # [rows, OUT] of x's type
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    CODES: tl.constexpr,
+    SCALES: tl.constexpr,
+    SECOND: tl.constexpr,
+    EXACT: tl.constexpr,  # whether x's type has the factors exactly
+    PER: tl.constexpr,  # codes of a word
+    GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPAN: tl.constexpr,  # inputs of a split, a multiple of BLOCK_K
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TOKENS: tl.constexpr,  # at least `rows`
+):
+    """y = x @ weight.T + bias. One program for a stripe of outputs and a part of the inputs."""
+    out = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_row, row = out < OUT, out.to(tl.int64)
+    token = tl.arange(0, TOKENS)
+    in_token = token < rows
+    begin = tl.program_id(1) * SPAN
+    total = tl.zeros([BLOCK_N, TOKENS], tl.float32)
+    scale = _by_group(scales, row, in_row, begin, IN, GROUP, GROUP_ROWS, BLOCK_K)
+    columns = _columns(x, token, in_token, begin, IN, PER, BLOCK_K)
+    for k in range(begin, min(begin + SPAN, IN), BLOCK_K):
+        # The compiler pipelines the codes. The other operands are fetched one step ahead.
+        next_columns = _columns(x, token, in_token, k + BLOCK_K, IN, PER, BLOCK_K)
+        next_scale = _by_group(scales, row, in_row, k + BLOCK_K, IN, GROUP, GROUP_ROWS, BLOCK_K)
+        words = _words(codes, row, in_row, k, IN, PER, BLOCK_K)
+        factor = _for_words(
+            _factors(scale, second, SCALES, SECOND, EXACT, x.dtype.element_ty), BLOCK_K // PER
+        )
+        zero = None
+        if zeros is not None:
+            zero = _for_words(_by_group(zeros, row, in_row, k, IN, GROUP, 1, BLOCK_K), BLOCK_K // PER)
+        parts = None
+        if CODES != "int8":
+            parts = _unpacked(words, factor, CODES, x.dtype.element_ty != tl.float16, EXACT)
+        for part in tl.static_range(PER):
+            weight = _weight(words, parts, factor, zero, part, CODES, x.dtype.element_ty, EXACT)
+            total = tl.dot(weight, columns[part], acc=total)
+        columns, scale = next_columns, next_scale
+    mask = in_row[:, None] & in_token[None, :]
+    at = token[None, :] * OUT + out[:, None]
+    if SPLITS == 1:
+        _write(total, bias, y, out, in_row, at, mask)
+    else:
+        tl.store(partial + tl.program_id(1) * rows.to(tl.int64) * OUT + at, total, mask=mask)
+        tl.debug_barrier()  # the whole program has written
+        done = tl.atomic_add(counters + tl.program_id(0), 1, sem="acq_rel")
+        if done == SPLITS - 1:
+            total = tl.zeros([BLOCK_N, TOKENS], tl.float32)
+            for split in range(SPLITS):
+                part_of = partial + split * rows.to(tl.int64) * OUT + at
+                total += tl.load(part_of, mask=mask, other=0.0, cache_modifier=".cg")
+            _write(total, bias, y, out, in_row, at, mask)
+            tl.store(counters + tl.program_id(0), 0)
+
+
+@triton.jit
+def _write(total, bias, y, out, in_row, at, mask):
+    if bias is not None:
+        total += tl.load(bias + out, mask=in_row, other=0.0).to(tl.float32)[:, None]
+    tl.store(y + at, total.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def widen(
+    codes,
+    scales,
+    second,
+    zeros,
+    y,  # [OUT, IN]
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    CODES: tl.constexpr,
+    SCALES: tl.constexpr,
+    SECOND: tl.constexpr,
+    EXACT: tl.constexpr,
+    PER: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The weight in y's type: a block of it by each program."""
+    out = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_row, row, k = out < OUT, out.to(tl.int64), tl.program_id(1) * BLOCK_K
+    words = _words(codes, row, in_row, k, IN, PER, BLOCK_K)
+    scale = _by_group(scales, row, in_row, k, IN, GROUP, GROUP_ROWS, BLOCK_K)
+    factor = _for_words(_factors(scale, second, SCALES, SECOND, EXACT, y.dtype.element_ty), BLOCK_K // PER)
+    zero = None
+    if zeros is not None:
+        zero = _for_words(_by_group(zeros, row, in_row, k, IN, GROUP, 1, BLOCK_K), BLOCK_K // PER)
+    parts = None
+    if CODES != "int8":
+        parts = _unpacked(words, factor, CODES, y.dtype.element_ty != tl.float16, EXACT)
+    for part in tl.static_range(PER):
+        column = k + tl.arange(0, BLOCK_K // PER) * PER + part
+        at = y + row[:, None] * IN + column[None, :]
+        weight = _weight(words, parts, factor, zero, part, CODES, y.dtype.element_ty, EXACT)
+        tl.store(at, weight, mask=in_row[:, None] & (column < IN)[None, :])

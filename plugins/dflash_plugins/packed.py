@@ -1,0 +1,159 @@
+"""Products with weights as they are stored: the kernels of kernels/packed.py, and their launches on torch tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from dflash_plugins.kernel_specs import Types, Use, optional
+from dflash_plugins.launch import TYPE_NAMES, Run, by_triton
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a weight [outputs, inputs] is stored: see kernels/packed.py."""
+
+    outputs: int
+    inputs: int
+    codes: str  # int4 and e2m1, two in a byte; int8 and e4m3
+    scales: str  # fp32, bf16, fp16, e4m3, or e8m0
+    group: int = 0  # columns that share a scale; 0: all of a row do
+    group_rows: int = 1  # rows that share it, too; 0: all do
+    second: str = ""  # what the scale of the whole weight does with the others: "times", "over"
+    zeros: bool = False
+
+    @property
+    def in_word(self) -> int:
+        """Codes of 16 bits."""
+        return 4 if self.codes in ("int4", "e2m1") else 2
+
+    @property
+    def fits(self) -> bool:
+        """Whether the kernels take it: a step has whole groups, or a group has whole steps."""
+        step = TILES[self.in_word][0].block_k
+        whole = not self.group or not (step % self.group and self.group % step)
+        return whole and not self.inputs % self.in_word
+
+    def exact(self, dtype: str) -> bool:
+        """Whether the factor of every number is one of this type."""
+        alone = not self.second and not self.zeros and self.codes != "int8" and dtype != "fp32"
+        return alone and (self.scales == dtype or (self.scales, dtype) == ("e8m0", "bf16"))
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Tile sizes of a product with a packed weight: outputs and inputs of a step, warps, pipeline stages."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+# The first one that compiles is taken. In a step, each row of a weight is 64 or 128 bytes.
+TILES = {4: (Tile(64, 128, 4, 4), Tile(64, 128, 4, 2)), 2: (Tile(64, 64, 4, 4), Tile(64, 64, 4, 2))}
+ROWS = (16, 32, 64)  # tokens of a program
+# Programs that keep the memory of 132 to 188 multiprocessors busy, and inputs of each at least.
+PROGRAMS, SPAN = 512, 512
+
+
+@cache
+def splits_of(weight: Packing, tile: Tile) -> tuple[int, int]:
+    """The parts of a weight's inputs that programs add up, and the inputs of each."""
+    stripes = -(-weight.outputs // tile.block_n)
+    parts = max(1, min(PROGRAMS // stripes, weight.inputs // SPAN))
+    span = -(-weight.inputs // (parts * tile.block_k)) * tile.block_k
+    return -(-weight.inputs // span), span
+
+
+@cache
+def product_use(weight: Packing, dtype: str, tokens: int, tile: Tile, *, biased: bool) -> Use:
+    """The product of up to `tokens` rows with a packed weight."""
+    types, constants = _packed(weight, tile)
+    splits, span = splits_of(weight, tile)
+    types |= {"x": f"*{dtype}", "rows": "i32", "y": f"*{dtype}"}
+    constants |= {"SPLITS": splits, "SPAN": span, "TOKENS": tokens, "EXACT": weight.exact(dtype)}
+    optional(types, constants, biased, bias=f"*{dtype}")
+    optional(types, constants, splits > 1, partial="*fp32", counters="*i32")
+    return Use("packed", "packed_product", types, constants, tile.num_warps, tile.num_stages)
+
+
+@cache
+def widen_use(weight: Packing, dtype: str, tile: Tile) -> Use:
+    """The kernel that writes a packed weight in another type."""
+    types, constants = _packed(weight, tile)
+    constants["EXACT"] = weight.exact(dtype)
+    return Use("packed", "widen", types | {"y": f"*{dtype}"}, constants)
+
+
+def _packed(weight: Packing, tile: Tile) -> tuple[Types, dict[str, Any]]:
+    types: Types = {
+        "codes": "*u8",
+        "scales": f"*{'u8' if weight.scales in ('e4m3', 'e8m0') else weight.scales}",
+    }
+    constants: dict[str, Any] = {"OUT": weight.outputs, "IN": weight.inputs, "PER": weight.in_word}
+    constants |= {"CODES": weight.codes, "SCALES": weight.scales, "SECOND": weight.second}
+    # One group is one of any size.
+    constants |= {"GROUP": weight.group or 1 << 30, "GROUP_ROWS": weight.group_rows or 1 << 30}
+    constants |= {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
+    optional(types, constants, bool(weight.second), second="*fp32")
+    optional(types, constants, weight.zeros, zeros="*fp32")
+    return types, constants
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight [outputs, inputs] as it is stored; tensors are contiguous. Scales of one byte are uint8."""
+
+    form: Packing
+    codes: Tensor  # bytes [outputs, inputs / 2] or [outputs, inputs]
+    scales: Tensor
+    second: Tensor | None  # float32 [1]
+    zeros: Tensor | None  # float32 [outputs, groups]
+    counters: Tensor  # int32 zeros, one for each 16 outputs; products of one weight do not overlap
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.nbytes for t in (self.codes, self.scales, self.second, self.zeros) if t is not None)
+
+
+def product(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    tile: Tile,
+    run: Run = by_triton,
+) -> Tensor:
+    """x [rows, inputs] bfloat16 or float16, up to 64 rows -> [rows, outputs], all contiguous."""
+    rows, form = len(x), weight.form
+    tokens = next(count for count in ROWS if count >= rows)
+    y = x.new_empty(rows, form.outputs)
+    splits, _ = splits_of(form, tile)
+    given = {} if bias is None else {"bias": bias}
+    if splits > 1:
+        partial = torch.empty(splits, rows, form.outputs, dtype=torch.float32, device=x.device)
+        given |= {"partial": partial, "counters": weight.counters}
+    use = product_use(form, TYPE_NAMES[x.dtype], tokens, tile, biased=bias is not None)
+    grid = -(-form.outputs // tile.block_n), splits
+    run(use, grid, x=x, **_given(weight), **given, rows=rows, y=y)
+    return y
+
+
+def widen(weight: PackedWeight, dtype: torch.dtype, tile: Tile, run: Run = by_triton) -> Tensor:
+    """The weight [outputs, inputs] in another type."""
+    form = weight.form
+    y = torch.empty(form.outputs, form.inputs, dtype=dtype, device=weight.codes.device)
+    grid = -(-form.outputs // tile.block_n), -(-form.inputs // tile.block_k)
+    run(widen_use(form, TYPE_NAMES[dtype], tile), grid, **_given(weight), y=y)
+    return y
+
+
+def _given(weight: PackedWeight) -> dict[str, Tensor]:
+    given = {"codes": weight.codes, "scales": weight.scales, "second": weight.second, "zeros": weight.zeros}
+    return {name: tensor for name, tensor in given.items() if tensor is not None}

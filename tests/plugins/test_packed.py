@@ -1,0 +1,104 @@
+"""Products with weights as they are stored: in Triton's interpreter against NumPy, and compiled for every GPU."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from dflash_plugins import checks, packed
+
+from tests.doubles import triton_interpreter  # noqa: F401  # corrects it
+from tests.plugins.test_targets import VERSIONS, run
+
+FORMS = [
+    packed.Packing(80, 1184, "int4", "bf16", group=32),
+    packed.Packing(80, 1184, "int4", "fp16", zeros=True),
+    packed.Packing(72, 1024, "e2m1", "e4m3", group=16, second="times"),
+    packed.Packing(80, 1184, "e2m1", "e8m0", group=32),
+    packed.Packing(80, 1184, "e4m3", "bf16"),
+    packed.Packing(200, 1024, "e4m3", "fp32", group=128, group_rows=128),
+    packed.Packing(80, 1024, "int8", "fp32", group=64),
+]
+
+
+def weight(form: packed.Packing) -> tuple[packed.PackedWeight, torch.Tensor]:
+    parts, wide = checks.random_weight(form)
+    return packed.PackedWeight(form, *parts), wide  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.codes} {form.scales}")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_row_is_the_same_in_passes_of_any_length(form: packed.Packing, dtype: torch.dtype) -> None:
+    """The weight's numbers are those of the format, bit for bit; its inputs are divided alike for all rows."""
+    stored, wide = weight(form)
+    x, bias = (
+        torch.from_numpy(np.random.default_rng(1).standard_normal(s))
+        for s in ((64, form.inputs), (form.outputs,))
+    )
+    x, bias = x.to(dtype), bias.to(dtype)
+    exact = x.double() @ wide.to(dtype).double().T + bias.double()
+    tile = packed.TILES[form.in_word][0]
+    assert packed.splits_of(form, tile)[0] == 2
+    assert torch.equal(packed.widen(stored, dtype, tile), wide.to(dtype))
+    longest = packed.product(x, stored, bias, tile)
+    error = (longest.double() - exact).abs().max() / exact.abs().max()
+    assert error <= (2**-8 if dtype == torch.bfloat16 else 2**-10)
+    for rows in (1, 5, 16, 17, 32, 33):
+        assert torch.equal(packed.product(x[:rows].contiguous(), stored, bias, tile), longest[:rows])
+    assert not stored.counters.any()
+
+
+def test_numbers_at_the_ends_of_their_range() -> None:
+    """Every exponent of E8M0, the subnormal one and infinite products too, and every code of E4M3 that is a number."""
+    exponents = replace(FORMS[3], outputs=255, inputs=32)
+    (_, _, *rest), _ = checks.random_weight(exponents)
+    codes = torch.arange(16, dtype=torch.uint8)[None].repeat(255, 1) * 17
+    scales = torch.arange(255, dtype=torch.uint8)[:, None]
+    stored = packed.PackedWeight(exponents, codes, scales, *rest)  # type: ignore[arg-type]
+    pairs = torch.stack((codes & 15, codes >> 4), -1).flatten(1)
+    expected = checks.numbers.E2M1[pairs.numpy()] * checks.numbers.E8M0[:255, None]
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        got = packed.widen(stored, dtype, packed.TILES[4][0])
+        assert torch.equal(got, torch.from_numpy(expected).to(dtype))
+    bytes_ = replace(FORMS[4], outputs=1, inputs=256, scales="fp32")
+    codes = torch.arange(256, dtype=torch.uint8)[None]
+    codes[(codes & 127) == 127] = 0
+    stored = packed.PackedWeight(bytes_, codes, torch.ones(1, 1), *rest)  # type: ignore[arg-type]
+    for dtype in (torch.bfloat16, torch.float16):
+        got = packed.widen(stored, dtype, packed.TILES[2][0])
+        assert torch.equal(got, codes.view(torch.float8_e4m3fn).to(dtype))
+
+
+COMPILED = """
+import json
+from dataclasses import replace
+from dflash_plugins import compiler, packed
+from dflash_plugins import kernel_specs as uses
+from tests.plugins.test_packed import FORMS
+found = {}
+for form in FORMS:
+    form = replace(form, outputs=2304, inputs=4096)
+    for target in (uses.ROUND_TARGET, *uses.TARGETS):
+        tile = next(
+            tile
+            for tile in packed.TILES[form.in_word]
+            if all(compiler.compile_kernel(packed.product_use(form, "bf16", n, tile, biased=False), target).fits
+                   for n in (packed.ROWS[0], packed.ROWS[-1]))
+        )
+        made = compiler.compile_kernel(packed.widen_use(form, "bf16", tile), target)
+        assert made.fits
+        found[f"{form.codes} {form.scales} {target}"] = packed.TILES[form.in_word].index(tile)
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("folder", VERSIONS, ids=lambda folder: Path(folder).name or "installed")
+def test_every_format_has_kernels_for_every_gpu(folder: str, pytestconfig: pytest.Config) -> None:
+    """They fit 48 KiB, need no scratch memory and do not spill."""
+    done = run(Path(pytestconfig.cache.mkdir("kernels")), "-c", COMPILED, folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)) == 5 * len(FORMS)
