@@ -43,12 +43,14 @@ def _scales(module: torch.nn.Module) -> None:
             getattr(module, name).data.fill_(value)
 
 
-def _tree(tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
-    """A module for each part of the tensors' names, with a linear layer for each matrix."""
+def _tree(tensors: dict[str, torch.Tensor], *, embeddings: bool) -> torch.nn.Module:
+    """A module for each part of the tensors' names, with a linear layer for each matrix. An embedding is written as
+    such a layer is.
+    """
     root = torch.nn.Module()
     for name, tensor in tensors.items():
         path = name.split(".")[:-1]
-        if not name.endswith(".weight") or tensor.ndim != 2 or "embed" in name:
+        if not name.endswith(".weight") or tensor.ndim != 2 or ("embed" in name and not embeddings):
             continue
         place = root
         for part in path[:-1]:
@@ -64,7 +66,7 @@ def _tree(tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
 def compressed(source: Path, out: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Write the checkpoint in `source` to `out` as the package does; returns each layer's weight as it reads it."""
     tensors = load_file(source / "model.safetensors")
-    model = _tree(tensors)
+    model = _tree(tensors, embeddings="embed" in json.dumps(config))
     config = {"ignore": ["lm_head", "re:.*mlp.gate$"], **config}
     apply_quantization_config(model, QuantizationConfig(**config), show_progress=False)
     layers: dict[str, Any] = {

@@ -178,14 +178,16 @@ class World:
         draft = Draft(np.zeros((batch, drafted), np.int64), None, said)
         return drafted, policy.select(draft, self.active, range(batch), 1).nodes
 
-    def requests(self, policy: AdaptiveLength, chances: np.ndarray, tokens: int = 128) -> list[float]:
+    def requests(
+        self, policy: AdaptiveLength, chances: np.ndarray, tokens: int = 128, temperature: float = 0.0
+    ) -> list[float]:
         """The speed of requests of so many tokens, one after the other, relative to plain decoding.
 
         chances: of each request's drafts [requests, drafts]. `drafts`, loads and catching up play no part.
         """
         speeds = []
         for chance in chances:
-            self.active = [request([1], SamplingParams())]
+            self.active = [request([1], SamplingParams(temperature=temperature))]
             tokens_done = seconds = 0.0
             while tokens_done < tokens:
                 drafted, verified = self.choose(policy, chance[None])

@@ -1,7 +1,8 @@
 """Every number format, in every place of a model, on every engine: logits against the dequantized dense weights.
 
 Transformers has the dense target and reference.py the dense drafter, in float32, with the numbers that a format's
-writer reads. With one shard, one place is quantized; with two, all places are, and a layer's tensors lie in both.
+writer reads. TensorRT's bodies run on ONNX Runtime. A build lays weights out alike for TensorRT and torch, so each
+layout is tried with one shard and with two, where a layer's tensors lie in both.
 """
 
 from __future__ import annotations
@@ -20,11 +21,18 @@ from safetensors.torch import load_file, save_file
 
 from dflash_trt.bundle.workspace import silent
 from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.engines import registry
+from dflash_trt.engines.device.sizes import DECODE
+from dflash_trt.engines.device.stream import HostStream
 from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
+from dflash_trt.engines.torch.engine import TorchEngine
+from dflash_trt.errors import CheckpointError
 from dflash_trt.formats.precision import Precision
 from dflash_trt.graph.builder import FLOAT
+from dflash_trt.graph.dialect import Dialect
 from dflash_trt.graph.onnxruntime import OnnxRuntime
 from dflash_trt.graph.tensorrt import TensorRT
+from dflash_trt.graph.torch import Torch
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.models.drafters import build_drafter
 from dflash_trt.models.target import build_target
@@ -46,9 +54,10 @@ PLACES = {
     "drafter": r"(proj|fc)$",
     "everything": r"(proj|lm_head)$",
 }
+EMBEDDING = r"embed_tokens$"
 # AutoAWQ has no quantized head.
 NO_HEAD = ("AWQ",)
-TWO_SHARDS = ("drafter", "everything")
+RUNS = [("onnxruntime", 1), ("onnxruntime", 2), ("tensorrt", 1), ("torch", 2)]
 CAPACITY, ANCHOR = 32, 7
 TOKENS = [int(token) for token in np.random.default_rng(0).integers(0, VOCAB, 9)]
 FEATURES = np.random.default_rng(1).standard_normal((5, 256)).astype(np.float32)
@@ -72,9 +81,9 @@ def tolerance(place: str, name: str, engine: str) -> float:
 
 
 class Cell(NamedTuple):
-    """A checkpoint in a format, and what comes of the numbers that its writer reads; without: of zeros."""
+    """A checkpoint by its shards, and what comes of the numbers that the writer reads; without: of zeros."""
 
-    stored: Path
+    stored: dict[int, Path]
     expected: np.ndarray
     without: np.ndarray
 
@@ -116,9 +125,9 @@ def cell(
     expected = dense_outputs(pair, role, numbers)
     if place not in without:
         without[place] = dense_outputs(pair, role, {layer: 0 * w for layer, w in numbers.items()})
-    if place in TWO_SHARDS:
-        split(folder / "stored", 2)
-    yield place, name, Cell(folder / "stored", expected, without[place])
+    two = shutil.copytree(folder / "stored", folder / "two shards")
+    split(two, 2)
+    yield place, name, Cell({1: folder / "stored", 2: two}, expected, without[place])
     shutil.rmtree(folder)
 
 
@@ -137,21 +146,22 @@ def dense_outputs(pair: Path, role: str, numbers: dict[str, np.ndarray]) -> np.n
         return torch.stack(drafts.scores).numpy()
 
 
+DIALECTS: dict[str, Dialect] = {
+    "onnxruntime": OnnxRuntime(),
+    "tensorrt": TensorRT(FLOAT),
+    "torch": Torch(FLOAT),
+}
+
+
 def found_outputs(pair: Path, role: str, stored: Path, engine: str) -> np.ndarray:
     """The same from an engine."""
-    on_tensorrt = engine == "tensorrt"
-    dialect: Any = TensorRT(FLOAT) if on_tensorrt else OnnxRuntime()
-    capacity: Any = CAPACITY if on_tensorrt else "C"
-    work = stored.parent / engine
+    dialect, layout = DIALECTS[engine], registry.find(engine).weight_layout
+    capacity: Any = "C" if engine == "onnxruntime" else CAPACITY
+    work = stored.parent / f"{engine} of {stored.name}"
     work.mkdir()
     sources = {"target": pair / "target", "drafter": pair / "drafter"} | {role: stored}
-    target, drafter, _ = in_precision(
-        *(Checkpoint(sources[role]) for role in ("target", "drafter")),
-        Precision(),
-        work,
-        silent,
-        layout="int4_by_row" if on_tensorrt else "blocks",
-    )
+    both = (Checkpoint(sources[each]) for each in ("target", "drafter"))
+    target, drafter, _ = in_precision(*both, Precision(), work, silent, layout=layout)
     configs = read_target_config(sources["target"]), read_drafter_config(sources["drafter"])
     folders = [str(checkpoint.directory.relative_to(pair)) for checkpoint in (target, drafter)]
     if role == "target":
@@ -167,25 +177,44 @@ def found_outputs(pair: Path, role: str, stored: Path, engine: str) -> np.ndarra
         )
         block = [ANCHOR] + [configs[1].mask_token_id] * 3
         feeds = {"features": FEATURES[None], "n_features": ints(len(FEATURES)), "block": ints(block)}
-    file = pair / "graph.onnx"
-    ir.save(model, file)
-    if on_tensorrt:
-        onnx.save(executable(onnx.load(file)), file)
-    run: Any = (
-        HeadMajorEngine(file, slots=1) if on_tensorrt else OnnxRuntimeEngine(file, slots=1, capacity=CAPACITY)
-    )
-    out = run.run(feeds | {"start": ints(0)})
+    ir.save(model, pair / "graph.onnx")
+    out = outputs(pair / "graph.onnx", engine, feeds | {"start": ints(0)})
     if role == "target":
         return out["logits"][0]
     order = np.argsort(out["draft_tokens"][0], axis=-1)
     return np.take_along_axis(out["draft_logprobs"][0], order, axis=-1)
 
 
-@pytest.mark.parametrize("engine", ["onnxruntime", "tensorrt"])
-def test_logits(cell: tuple[str, str, Cell], pair: Path, engine: str) -> None:
+def outputs(file: Path, engine: str, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """One pass of a graph."""
+    if engine == "torch":
+        host: dict[str, Any] = {"stream": HostStream(), "device": torch.device("cpu")}
+        on_torch = TorchEngine(file, slots=1, prefill_chunk=1, block_size=len(TOKENS), **host)
+        return {name: each.numpy() for name, each in on_torch.run(DECODE, feeds).items()}
+    if engine == "tensorrt":
+        onnx.save(executable(onnx.load(file)), file)
+        return HeadMajorEngine(file, slots=1).run(feeds)
+    return OnnxRuntimeEngine(file, slots=1, capacity=CAPACITY).run(feeds)
+
+
+@pytest.mark.parametrize(("engine", "shards"), RUNS)
+def test_logits(cell: tuple[str, str, Cell], pair: Path, engine: str, shards: int) -> None:
     place, name, (stored, expected, without) = cell
     role = "drafter" if place == "drafter" else "target"
-    found = found_outputs(pair, role, stored, engine)
+    found = found_outputs(pair, role, stored[shards], engine)
     # The median row: a rounded input may change the experts of a row.
     error = np.median(np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected - without, axis=1))
     assert error < tolerance(place, name, engine)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_quantized_embedding_is_refused_by_name(pair: Path, name: str) -> None:
+    """No engine reads one, although the format could store it."""
+    folder = pair / "embedding"
+    folder.mkdir()
+    numbers = stored_as(name, pair / "target", folder / "stored", EMBEDDING)
+    assert list(numbers) == ["model.embed_tokens"]
+    for engine in DIALECTS:
+        with pytest.raises(CheckpointError, match=r"'model\.embed_tokens' is quantized .* as embeddings"):
+            found_outputs(pair, "target", folder / "stored", engine)
+    shutil.rmtree(folder)

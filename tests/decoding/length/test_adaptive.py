@@ -253,6 +253,16 @@ def test_hardly_any_request_loses_by_drafts(rows: float, mean: float, said: str 
     assert speeds.max() > 1.05 or mean == -3.0
 
 
+def test_a_change_of_temperature_does_not_cost_the_next_requests() -> None:
+    """The drafter says the same as of greedy requests, but its drafts are mostly wrong."""
+    pair = World(8, lambda batch, n: 1 + 0.17 * (n - 1), lambda batch, n: 0.12 + 0.01 * n, honest(0.0))
+    greedy, sampled = (1 / (1 + np.exp(-mean + 0.2 * np.arange(7))) for mean in (1.5, -1.5))
+    pair.said = lambda chance: greedy[None, : chance.shape[1]]
+    policy = pair.controller()
+    assert pair.requests(policy, np.tile(greedy, (20, 1)))[-1] > 1.6
+    assert min(pair.requests(policy, np.tile(sampled, (3, 1)), temperature=1.0)) > 0.93
+
+
 @pytest.mark.parametrize("said", SAYINGS)
 def test_whatever_the_drafter_says_of_its_drafts(said: str) -> None:
     """Over 500 rounds from the start. Fixed lengths verify whole drafts, so they can all be slower."""
