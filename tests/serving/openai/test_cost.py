@@ -34,7 +34,7 @@ from tests.serving.openai.conftest import CHATS, COMPLETIONS, HI, RESPONSES, cha
 
 # The law is 20 ms of CPU time. Machines are slower than ours, and a collection of garbage may fall into a step.
 LONGEST = 0.1
-MOST_MB = 400.0  # for all requests together
+MOST_MB = 600.0  # for all requests together
 LIMIT = 40  # answers at a time
 
 
@@ -190,6 +190,7 @@ def test_no_field_at_its_largest_makes_a_long_step(
             gc.freeze()
             steps = Steps(monkeypatch)
             for name, body in bodies.items():
+                gc.collect()  # what the request before left is no part of this one
                 steps.longest = 0.0
                 status, begin = await post(app, path, body)
                 if status != 200 or b'"error":{' in begin:
