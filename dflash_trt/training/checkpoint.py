@@ -23,6 +23,7 @@ from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import CheckpointError, DFlashError
 from dflash_trt.files.disk import write_object
 from dflash_trt.models.configs import read_drafter_config, read_target_config
+from dflash_trt.models.drafters.dflash import ROW_SCALE
 from dflash_trt.models.drafters.dflash2 import DFlash2
 from dflash_trt.text.tokenizer import Tokenizer
 from dflash_trt.training.dflash2 import DFlash2Drafter
@@ -77,12 +78,13 @@ def new_config(
     target: TargetConfig, *, layers: int, taps: list[int], block_size: int, mask_token_id: int
 ) -> dict[str, Any]:
     """config.json of a drafter with the target's sizes and RoPE base, without RoPE scaling."""
+    scale = {} if target.embedding_scale == 1 else {ROW_SCALE: target.embedding_scale}
     return {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         "block_size": block_size,
         "num_target_layers": target.num_hidden_layers,
-        "dflash_config": {"mask_token_id": mask_token_id, "target_layer_ids": taps},
+        "dflash_config": {"mask_token_id": mask_token_id, "target_layer_ids": taps, **scale},
         "attention_bias": False,
         "attention_dropout": 0.0,
         "head_dim": target.head_dim,
@@ -108,15 +110,19 @@ def new_config(
     }
 
 
-def dflash2_config(config: dict[str, Any]) -> dict[str, Any]:
-    """config.json of a DFlash2 drafter, from that of a DFlash drafter of the same sizes."""
+def dflash2_config(config: dict[str, Any], row_scale: float = 1.0) -> dict[str, Any]:
+    """config.json of a DFlash2 drafter, from that of a DFlash drafter of the same sizes.
+
+    row_scale: the target's, which DFlash has without a word and DFlash2 states.
+    """
+    scale = {} if row_scale == 1 else {ROW_SCALE: row_scale}
     added = {
         "conv_kernel_size": _CONV_KERNEL,
         "conv_group_size": math.gcd(_CONV_GROUP, config["hidden_size"]),
         "selector_rank": _SELECTOR_RANK,
         "selector_top_k": min(_SELECTOR_TOP_K, config["vocab_size"]),
     }
-    dflash = {**config["dflash_config"], **added}
+    dflash = {**scale, **config["dflash_config"], **added}
     return {**config, "architectures": ["DFlash2DraftModel"], "is_causal": False, "dflash_config": dflash}
 
 

@@ -119,7 +119,8 @@ def _frozen_target(
     # Without autocast, the drafter computes in float32, and takes nothing else.
     dtype = matrix_dtype(accelerator.device) if accelerator.mixed_precision == "bf16" else torch.float32
     taps = drafter.config.target_layer_ids
-    return FrozenTarget(target, config, taps, accelerator.device, dtype, final=recipe.distill > 0)
+    scale, final = drafter.config.row_scale, recipe.distill > 0
+    return FrozenTarget(target, config, taps, accelerator.device, dtype, final=final, row_scale=scale)
 
 
 def _feature_cache(
@@ -205,7 +206,7 @@ def _drafter_config(file: Path, target: Path, target_config: TargetConfig, desig
                 raise UsageError(
                     f"--{name} is {asked}, but {design.checkpoint} determines it: leave --{name} out"
                 )
-        config = _of_kind(config, design)
+        config = _of_kind(config, design, target_config)
         if design.block_size is not None:
             config = {**config, "block_size": design.block_size}
             config["dflash_config"] = {k: v for k, v in config["dflash_config"].items() if k != "block_size"}
@@ -235,11 +236,11 @@ def _drafter_config(file: Path, target: Path, target_config: TargetConfig, desig
     return config
 
 
-def _of_kind(config: dict[str, Any], design: Design) -> dict[str, Any]:
+def _of_kind(config: dict[str, Any], design: Design, target: TargetConfig) -> dict[str, Any]:
     """The configuration of the checkpoint, or that of the DFlash2 drafter that begins with it."""
     architecture = config["architectures"][0]
     if design.kind == "dflash2" and architecture == "DFlashDraftModel":
-        return drafters.dflash2_config(config)
+        return drafters.dflash2_config(config, target.embedding_scale)
     if design.kind is not None and architecture != _ARCHITECTURES[design.kind]:
         raise UsageError(
             f"--kind is {design.kind}, but {design.checkpoint} has the architecture {architecture}"

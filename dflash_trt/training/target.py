@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn import functional
 
 from dflash_trt.checkpoint.schema import TargetConfig
 from dflash_trt.errors import CheckpointError, DFlashError
@@ -35,7 +36,8 @@ class FrozenTarget:
     """A target checkpoint without gradients. Tap i is the residual stream after layer `taps[i]` (0-based; -1: the
     embedding).
 
-    With `final`, the features end in one part more: the normed rows that the LM head takes.
+    With `final`, the features end in one part more: the normed rows that the LM head takes. row_scale: as in
+    `DrafterConfig`.
 
     Raises CheckpointError if Transformers cannot load it, or loads something that differs from the configuration.
     """
@@ -49,6 +51,7 @@ class FrozenTarget:
         dtype: torch.dtype,
         *,
         final: bool = False,
+        row_scale: float | None = None,
     ) -> None:
         try:
             model = _load(directory, dtype)
@@ -62,8 +65,9 @@ class FrozenTarget:
                 f"{directory}: has {len(layers)} layers in Transformers, but {config.num_hidden_layers} in config.json"
             )
         self.device, self.dtype = device, dtype
-        self._embed = model.get_input_embeddings()
-        self.embedding: Tensor = self._embed.weight
+        self.embedding: Tensor = model.get_input_embeddings().weight
+        scale = config.embedding_scale if row_scale is None else row_scale
+        self._scale = torch.tensor(scale, dtype=self.embedding.dtype, device=device)
         self.head: Tensor = model.get_output_embeddings().weight.to(dtype)
         self._taps: list[Tensor] = [self.embedding] * len(taps)
         self._final = final
@@ -95,9 +99,8 @@ class FrozenTarget:
 
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embedded tokens for the drafter, as the target itself embeds them."""
-        embedded: Tensor = self._embed(tokens)
-        return embedded
+        """Embedded tokens for the drafter: rows as they are stored, without a norm that the target has, scaled."""
+        return functional.embedding(tokens, self.embedding) * self._scale
 
 
 def _load(directory: Path, dtype: torch.dtype) -> Any:

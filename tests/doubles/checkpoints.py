@@ -179,12 +179,14 @@ def make_drafter(
     old_config: bool = True,
     dtype: str = "bfloat16",
     softcap: float | None = None,
+    scale: float | None = None,
 ) -> Path:
     """Write a random DFlashDraftModel for the target in `target_dir` into `directory`, and return it.
 
     block_size_in: "config" (top level) or "dflash_config".
     is_causal: at the top level.
     causal_in_dflash_config: as `dflash_config.causal`. Without either, sliding layers are causal within the block.
+    scale: of embedded rows.
     old_config: write RoPE and dtype as in the first published checkpoints, else as Transformers 5 does.
     """
     target = json.loads((target_dir / "config.json").read_text())
@@ -194,6 +196,8 @@ def make_drafter(
     dflash: dict[str, Any] = {"mask_token_id": mask_token_id, "target_layer_ids": list(taps)}
     if causal_in_dflash_config is not None:
         dflash["causal"] = causal_in_dflash_config
+    if scale is not None:
+        dflash["input_embedding_scale"] = scale
     config: dict[str, Any] = {
         **({} if softcap is None else {"final_logit_softcapping": softcap}),
         "architectures": ["DFlashDraftModel"],

@@ -151,6 +151,7 @@ def make_dflash2(
     window: int | None = None,
     softcap: float | None = None,
     multiplier: float | None = None,
+    scale: float | None = None,
     layers: int = 2,
     seed: int = 6,
 ) -> Path:
@@ -177,6 +178,7 @@ def make_dflash2(
             "selector_top_k": 6,
             **({} if softcap is None else {"final_logit_softcapping": softcap}),
             **({} if multiplier is None else {"output_multiplier": multiplier}),
+            **({} if scale is None else {"input_embedding_scale": scale}),
         },
     }
     shapes = dflash_shapes(config, 2)

@@ -43,7 +43,6 @@ class BlockSettings:
         enough. Otherwise row i predicts the token at its position, and the anchor's row nothing.
     vocabulary: tokens of the head that the file must have. None: the target's head, or one in the file for all tokens.
     embedding: the file must have an embedding. Otherwise it is the target's, or one in the file.
-    plain_embedding: rows of the target's embedding are not scaled as the target scales them.
     sandwich: layers have norms before and after each half, and a scale (`decoder.sandwich_layer`).
     fusion: the names of the layer that fuses features, and of the norm after it.
     """
@@ -51,7 +50,6 @@ class BlockSettings:
     every_row: bool = False
     vocabulary: int | None = None
     embedding: bool = False
-    plain_embedding: bool = False
     sandwich: bool = False
     fusion: tuple[str, str] = ("fc", "hidden_norm")
 
@@ -118,8 +116,8 @@ class BlockPass(DrafterPass):
             self.context()
         own = self.settings.embedding or self.m.has("embed_tokens.weight")
         root = self.m if own else self.root.at(self.target.prefix)
-        scale = self.config.embedding_scale if own else self.target.embedding_scale
-        scale = 1.0 if self.settings.plain_embedding else scale
+        target_scale = self.target.embedding_scale if self.config.row_scale is None else self.config.row_scale
+        scale = self.config.embedding_scale if own else target_scale
         return embed(root, self.rows_of_block, self.target.vocab_size, self.config.hidden_size, scale=scale)
 
     def layers(self, x: ir.Value, convolve: Convolve | None = None) -> ir.Value:

@@ -26,6 +26,7 @@ from dflash_trt.models.reading import (
 )
 
 BLOCK = 1024  # published drafters have 8 to 16
+ROW_SCALE = "input_embedding_scale"
 
 
 def read_dflash(fields: Fields, known: Collection[str] = ()) -> DrafterConfig:
@@ -62,6 +63,7 @@ def read_dflash(fields: Fields, known: Collection[str] = ()) -> DrafterConfig:
         target_layer_ids=layer_ids(dflash, "target_layer_ids"),
         num_target_layers=stated([(place, "num_target_layers") for place in places], Fields.integer),
         logit_softcap=softcap(fields, dflash),
+        row_scale=stated([(place, ROW_SCALE) for place in places], Fields.number),
     )
 
 
@@ -75,6 +77,7 @@ _DFLASH_FIELDS = {
     "draft_vocab_size",
     "target_hidden_size",
     "final_logit_softcapping",
+    ROW_SCALE,
 }
 # Fields of published drafters of other kinds that change the computation, with the values that leave it unchanged.
 _DRAFTER_NEUTRAL: Mapping[str, tuple[object, ...]] = {

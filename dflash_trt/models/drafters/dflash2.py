@@ -45,7 +45,9 @@ def read_dflash2(fields: Fields) -> DrafterConfig:
     """The configuration of a DFlash2 drafter: DFlash's, with more fields in `dflash_config`."""
     config = read_dflash(fields, _FIELDS)
     own = selector(fields.needed("dflash_config", "an object"), config.hidden_size, config.vocab_size)
-    return replace(config, own=own, most_candidates=own.top_k)
+    # Where the file is silent, z-lab's class and vLLM take the target's rows as they are stored.
+    row_scale = 1.0 if config.row_scale is None else config.row_scale
+    return replace(config, own=own, most_candidates=own.top_k, row_scale=row_scale)
 
 
 def selector(fields: Fields, hidden_size: int, vocab_size: int, **settings: Any) -> DFlash2:

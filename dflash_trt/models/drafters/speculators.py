@@ -14,7 +14,7 @@ from functools import partial
 from dflash_trt.checkpoint.fields import Fields, stated
 from dflash_trt.checkpoint.schema import DrafterConfig, LayerAttention
 from dflash_trt.models.drafters.block import BlockSettings
-from dflash_trt.models.drafters.dflash import BLOCK, build_dflash
+from dflash_trt.models.drafters.dflash import BLOCK, ROW_SCALE, build_dflash
 from dflash_trt.models.drafters.dflash2 import build_dflash2, selector
 from dflash_trt.models.drafters.dspark import build_dspark, heads, most_candidates
 from dflash_trt.models.drafters.eagle3 import NORMS, build_eagle3, eagle3_config, eagle3_layers, usual_taps
@@ -75,7 +75,8 @@ def _block(fields: Fields, settings: Callable[..., BlockSettings]) -> DrafterCon
         block_size=fields.integer("block_size", minimum=1 if every_row else 2, maximum=BLOCK) + every_row,
         mask_token_id=fields.integer("mask_token_id", minimum=0),
         target_layer_ids=tuple(layer - 1 for layer in entered or ()),
-        own=settings(every_row=every_row, vocabulary=None if size == vocab else size, plain_embedding=True),
+        own=settings(every_row=every_row, vocabulary=None if size == vocab else size),
+        row_scale=fields.number(ROW_SCALE, default=1.0),
         logit_softcap=softcap(fields),
     )
 
