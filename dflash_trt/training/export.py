@@ -17,17 +17,21 @@ from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import CheckpointError
 from dflash_trt.files.reading import read_object
 from dflash_trt.models.configs import read_drafter_config, read_target_config
+from dflash_trt.models.drafters.dflash import ROW_SCALE
 from dflash_trt.models.drafters.dflash2 import DFlash2
 from dflash_trt.models.inventory import take_inventory
 from dflash_trt.training.checkpoint import write_checkpoint
 from dflash_trt.training.loop import Recipe
 
 Form = Literal["zlab", "speculators"]
-# What every published DFlash2 drafter has, and NVIDIA's TensorRT Edge-LLM asks for.
+# What every published DFlash2 drafter has, and NVIDIA's TensorRT Edge-LLM 0.11.0 asks for.
 CONTRACT = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
-_TAPS = 5
+_FIVE, _BLOCK = 5, 16  # taps and layers; tokens of a block
 # Fields of z-lab's config.json that are not those of the layers.
-_OWN = ("architectures", "block_size", "dflash_config", "is_causal", "num_target_layers", "dtype")
+_OWN = (
+    *("architectures", "block_size", "dflash_config", "is_causal", "num_target_layers", "dtype"),
+    *("output_multiplier", "final_logit_softcapping", ROW_SCALE),
+)
 
 
 def contract_breaks(config: dict[str, Any]) -> list[str]:
@@ -38,8 +42,11 @@ def contract_breaks(config: dict[str, Any]) -> list[str]:
     found = [
         f"{key} is {section[key]}, not {value}" for key, value in CONTRACT.items() if section[key] != value
     ]
-    count = len(section["target_layer_ids"])
-    return found + [f"target_layer_ids has {count} taps, not {_TAPS}"] * (count != _TAPS)
+    taps, layers = len(section["target_layer_ids"]), config["num_hidden_layers"]
+    size = section.get("block_size") or config["block_size"]
+    found += [f"target_layer_ids has {taps} taps, not {_FIVE}"] * (taps != _FIVE)
+    found += [f"num_hidden_layers is {layers}, not {_FIVE}"] * (layers != _FIVE)
+    return found + [f"block_size is {size}, more than {_BLOCK}"] * (size > _BLOCK)
 
 
 def export(drafter: Path, target: Path, target_name: str, out: Path, form: Form) -> list[str]:
@@ -74,14 +81,21 @@ def export(drafter: Path, target: Path, target_name: str, out: Path, form: Form)
         layout = "z-lab's layout" if form == "zlab" else "DFlash2 in speculators' layout"
         warnings.append(f"{layout} has no draft vocabulary: every token may be drafted")
         tokens = None
+    scale = target_config.embedding_scale if config.row_scale is None else config.row_scale
     card = (drafter / "README.md").read_text(encoding="utf-8") if (drafter / "README.md").is_file() else ""
     if form == "zlab":
-        write_checkpoint(tensors, own, out, card)
+        section = own["dflash_config"] | ({} if scale == 1 else {ROW_SCALE: scale})
+        write_checkpoint(tensors, own | {"dflash_config": section}, out, card)
         return warnings
-    if target_config.embedding_scale != 1:
+    unread = {ROW_SCALE: scale}
+    if isinstance(config.own, DFlash2):  # a cap or factor of DFlash's logits changes no draft
+        unread |= {
+            "output_multiplier": config.own.multiplier,
+            "final_logit_softcapping": config.logit_softcap or 1,
+        }
+    if changed := [f"{name} {value:g}" for name, value in unread.items() if value != 1]:
         raise CheckpointError(
-            f"{target}: multiplies embedded tokens by {target_config.embedding_scale:g}, which speculators' readers do "
-            "not do for a drafter: use --format zlab"
+            f"{drafter}: needs {', '.join(changed)}, which speculators' readers do not know: use --format zlab"
         )
     if tokens is not None:
         tensors |= _draft_head(Checkpoint(target), target_config, tokens)
