@@ -18,6 +18,7 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3; do $$p -c '$(RUNS)' 2>
 PIP := -m pip --disable-pip-version-check install --quiet --quiet
 TEST ?= .venv-test
 TORCH := $(shell grep -om1 'torch==[0-9.]*' requirements/test.in)
+ZLAB := $(shell grep -om1 'dflash==[0-9.]*' requirements/test.in)
 EXTRAS := gguf,serve,train,quantize,torch,tensorrt-rtx,tensorrt-llm
 # The versions of Triton that pyproject.toml allows beside the newest, which the tests have.
 TRITONS := 3.6.0 3.7.1 3.8.0
@@ -114,6 +115,7 @@ $(TEST)/installed: pyproject.toml requirements/test.txt requirements/test.in
 	$(call venv,$(@D))
 	@$(@D)/bin/python $(PIP) --constraint requirements/test.txt $(TORCH)
 	@$(@D)/bin/python $(PIP) --constraint requirements/test.txt --requirement requirements/test.in --editable '.[$(EXTRAS)]'
+	@$(@D)/bin/python $(PIP) --no-deps $(ZLAB)
 	@touch $@
 
 $(TEST)/triton-%: $(TEST)/installed

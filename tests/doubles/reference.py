@@ -1,8 +1,8 @@
-"""The oracle: a DFlash drafter and the decoding loop in plain torch, float32, batch 1, without any cache.
+"""The oracles of drafts and tokens, in float32, batch 1, without any cache: every row is computed anew in every round.
 
-It reads the same checkpoints as the product, by the names of their tensors, and recomputes every row in every round. So
-it cannot have the faults of a cache, a batch or a padded row. Semantics: the DFlash paper (arXiv 2602.06036, section 4
-and appendix A.3) and the published drafters' own code. reference_kinds.py has the drafters of other kinds.
+Transformers has the target. z-lab's own classes (its package `dflash`) have the layers, logits and selector of DFlash
+and DFlash2; reference_kinds.py has the kinds that no package beside Transformers 5.23 has. The loop is ours because
+tests choose tokens with the product's noise; tests/models/test_loops.py has the loops of Transformers and z-lab.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import dflash.model
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import Qwen3Config, Qwen3ForCausalLM
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, rotate_half
 
 torch.set_num_threads(1)  # the models are tiny: more threads would only wait for each other
 
@@ -47,9 +47,6 @@ class Reference:
         stored = load_file(directory / "model.safetensors")
         self.w = {name: t.float() if t.is_floating_point() else t for name, t in stored.items()}
         self.configure()
-        self.eps: float = self.config["rms_norm_eps"]
-        config = self.config
-        self.size: int = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         self.ids = torch.arange(self.config.get("draft_vocab_size") or self.config["vocab_size"])
         if "d2t" in self.w:
             self.ids = self.ids + self.w["d2t"]
@@ -63,107 +60,47 @@ class Reference:
         found[..., self.ids] = scores
         return found
 
-    def norm(self, x: Tensor, name: str) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.w[f"{name}.weight"]
-
     def linear(self, x: Tensor, name: str) -> Tensor:
         return F.linear(x, self.w[f"{name}.weight"], self.w.get(f"{name}.bias"))
-
-    def mlp(self, x: Tensor, name: str) -> Tensor:
-        gated = F.silu(self.linear(x, f"{name}.gate_proj")) * self.linear(x, f"{name}.up_proj")
-        return self.linear(gated, f"{name}.down_proj")
-
-    def heads(self, x: Tensor) -> Tensor:
-        """[rows, n * size] -> [n, rows, size]."""
-        return x.unflatten(-1, (-1, self.size)).transpose(0, 1)
-
-    @cached_property
-    def rotary(self) -> Qwen3RotaryEmbedding:
-        config = self.config
-        usual = {"rope_type": "default", "rope_theta": config.get("rope_theta", 10_000.0)}  # as LlamaConfig
-        rope = usual | (config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
-        length = config["max_position_embeddings"]
-        return Qwen3RotaryEmbedding(
-            Qwen3Config(head_dim=self.size, max_position_embeddings=length, rope_parameters=rope)
-        )
-
-    def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
-        """[n, rows, size] by half-split pairs."""
-        cos, sin = self.rotary(x, positions[None])
-        return x * cos + rotate_half(x) * sin
-
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-        """[n, rows, size] over [n_kv, keys, size]: [rows, n * size]."""
-        k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
-        scores = (q @ k.transpose(-1, -2) * self.size**-0.5).masked_fill(~visible, -torch.inf)
-        return (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
 
 
 class Drafter(Reference):
     """A drafter with DFlash's layers: rows [anchor, mask, ...] after the fused states of all earlier tokens."""
+
+    model_class = dflash.model.DFlashDraftModel
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         own = self.config.get("dflash_config", self.config)
         self.own, self.taps, self.mask_token_id = own, own["target_layer_ids"], own["mask_token_id"]
         self.block_size: int = own.get("block_size") or self.config["block_size"]
-        self.layers: int = self.config["num_hidden_layers"]
+        self.load()
 
-    def fused(self, features: Tensor, layer: int) -> Tensor:
-        return self.norm(self.linear(features, "fc"), "hidden_norm")
-
-    def keys(self, layer: int, context: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys, not yet normed, and values of context and block rows: [rows, n * size]."""
-        rows, name = torch.cat([context, block]), f"layers.{layer}.self_attn"
-        return self.linear(rows, f"{name}.k_proj"), self.linear(rows, f"{name}.v_proj")
-
-    def visible(self, layer: int, query: Tensor, key: Tensor) -> Tensor:
-        """[K, L]: whether position `query` sees position `key`. Without a word on it, just sliding layers are causal.
-
-        A window includes the row itself.
-        """
-        distance = query[:, None] - key
-        slides = (self.config.get("layer_types") or {layer: ""})[layer] == "sliding_attention"
+    def load(self) -> None:
+        # z-lab's class reads `is_causal` only, Model Optimizer writes `causal` and JetSpec `causal_head`.
         said = [self.config.get("is_causal"), self.own.get("causal"), self.own.get("causal_head")]
-        visible = torch.ones_like(distance, dtype=torch.bool)
-        if next((causal for causal in said if causal is not None), slides):
-            visible &= distance >= 0
-        if slides:
-            visible &= distance.abs() < self.config["sliding_window"]
-        return visible
-
-    def attend(self, layer: int, context: Tensor, block: Tensor) -> Tensor:
-        name = f"layers.{layer}.self_attn"
-        k, v = map(self.heads, self.keys(layer, context, block))
-        q = self.norm(self.heads(self.linear(block, f"{name}.q_proj")), f"{name}.q_norm")
-        k = self.norm(k, f"{name}.k_norm")
-        positions = torch.arange(len(context) + len(block))
-        asking = positions[len(context) :]
-        visible = self.visible(layer, asking, positions)
-        y = self.attention(self.rotated(q, asking), self.rotated(k, positions), v, visible)
-        return self.linear(y, f"{name}.o_proj")
-
-    def sublayer(self, layer: int, name: str, x: Tensor, run: Any) -> Tensor:
-        """The residual stream after attention or the MLP."""
-        norm = "input_layernorm" if name == "attention" else "post_attention_layernorm"
-        return x + run(self.norm(x, f"layers.{layer}.{norm}"))
+        causal = next((causal for causal in said if causal is not None), None)
+        fields = {"num_target_layers": 6, **self.config, "is_causal": causal}
+        self.model = self.model_class(Qwen3Config(**fields)).eval()
+        tensors = {n + ".weight" * n.endswith("_codebook"): tensor for n, tensor in self.w.items()}
+        assert not self.model.load_state_dict(tensors, strict=False).missing_keys
 
     def hidden(self, features: Tensor, block: Tensor) -> Tensor:
-        for i in range(self.layers):
-            context = self.fused(features, i)
-            block = self.sublayer(i, "attention", block, lambda u, i=i, c=context: self.attend(i, c, u))
-            block = self.sublayer(i, "mlp", block, lambda u, i=i: self.mlp(u, f"layers.{i}.mlp"))
-        return self.norm(block, "norm")
+        """Rows [K, D] after the last norm, from `features` [C, taps * D] and embedded rows `block` [K, D]."""
+        positions = torch.arange(len(features) + len(block))
+        return self.model(positions[None], noise_embedding=block[None], target_hidden=features[None])[0]
 
     def embed(self, target: Qwen3ForCausalLM, tokens: Tensor) -> Tensor:
-        own = self.w.get("embed_tokens.weight")
-        return target.model.embed_tokens(tokens) if own is None else own[tokens]
+        own, scale = self.w.get("embed_tokens.weight"), self.own.get("input_embedding_scale")
+        if own is None and scale is None:
+            return target.model.embed_tokens(tokens)
+        return (target.model.embed_tokens.weight if own is None else own)[tokens] * (scale or 1.0)
 
     def logits(self, target: Qwen3ForCausalLM, rows: Tensor) -> Tensor:
-        logits = self.linear(rows, "lm_head") if "lm_head.weight" in self.w else target.lm_head(rows)
-        logits = logits * self.own.get("output_multiplier", 1)
-        cap = self.own.get("final_logit_softcapping") or self.config.get("final_logit_softcapping")
-        return (logits / cap).tanh() * cap if cap else logits
+        own = "lm_head.weight" in self.w
+        return self.model.compute_logits(
+            rows, (lambda x: self.linear(x, "lm_head")) if own else target.lm_head
+        )
 
     def rows(self, hidden: Tensor) -> Tensor:
         """The rows that predict the K - 1 places."""
@@ -188,6 +125,22 @@ class Drafter(Reference):
 
     def chain(self, target: Qwen3ForCausalLM, rows: Tensor, anchor: int) -> list[Tensor]:
         return list(self.of_target(self.logits(target, rows).log_softmax(-1)))
+
+
+class DFlash2(Drafter):
+    """Convolutions around each sublayer, and the selector."""
+
+    model_class = dflash.model.DFlash2DraftModel
+
+    def configure(self) -> None:
+        self.config.get("dflash_config", self.config).setdefault("input_embedding_scale", 1.0)
+
+    def chain(self, target: Qwen3ForCausalLM, rows: Tensor, anchor: int) -> list[Tensor]:
+        select, logits = self.model.candidate_selector.select, self.logits(target, rows)
+        # At temperature 1 it returns the probabilities of the candidates. The walk takes the best ones.
+        with mock.patch.object(dflash.model, "_sample_probs", lambda probs: probs.argmax(-1)):
+            _, candidates, probs = select(rows[None], logits[None], torch.tensor([anchor]), 1.0)
+        return list(torch.full_like(logits, -torch.inf).scatter(-1, candidates[0], probs[0].log()))
 
 
 @dataclass

@@ -1,22 +1,65 @@
-"""Drafters of other kinds in plain torch, float32, batch 1, without any cache. Every row is computed anew.
+"""Drafters that no package beside Transformers 5.23 has, in plain torch, float32, batch 1, uncached.
 
-They read the published tensors by name. Each function of a class is the rule of its kind's public code.
+DFlare, EAGLE-3, DSpark and DeepSpec's drafter for Gemma 4: z-lab's package and Transformers have none of them.
+speculators 0.9.0 has EAGLE-3 and DSpark, in its own format and with Transformers up to 5.19; vLLM's wheel for CPUs runs
+them in its engine only. Each function of a class is the rule of its kind's public code, with the published names.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, rotate_half
 
 from tests.doubles.reference import Drafter, Drafts, Reference, target_outputs
 
 
-class Eagle3(Reference):
+class Plain(Reference):
+    """Parts of layers, by the names of their tensors."""
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.w[f"{name}.weight"], self.config["rms_norm_eps"])
+
+    def mlp(self, x: Tensor, name: str) -> Tensor:
+        gated = F.silu(self.linear(x, f"{name}.gate_proj")) * self.linear(x, f"{name}.up_proj")
+        return self.linear(gated, f"{name}.down_proj")
+
+    @cached_property
+    def size(self) -> int:
+        config = self.config
+        return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+    def heads(self, x: Tensor) -> Tensor:
+        """[rows, n * size] -> [n, rows, size]."""
+        return x.unflatten(-1, (-1, self.size)).transpose(0, 1)
+
+    @cached_property
+    def rotary(self) -> Qwen3RotaryEmbedding:
+        config = self.config
+        usual = {"rope_type": "default", "rope_theta": config.get("rope_theta", 10_000.0)}  # as LlamaConfig
+        rope = usual | (config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
+        length = config["max_position_embeddings"]
+        return Qwen3RotaryEmbedding(
+            Qwen3Config(head_dim=self.size, max_position_embeddings=length, rope_parameters=rope)
+        )
+
+    def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+        """[n, rows, size] by half-split pairs."""
+        cos, sin = self.rotary(x, positions[None])
+        return x * cos + rotate_half(x) * sin
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None) -> Tensor:
+        """[n, rows, size] over [n_kv, keys, size]: [rows, n * size]."""
+        y = F.scaled_dot_product_attention(q[None], k[None], v[None], visible, enable_gqa=True)
+        return y[0].transpose(0, 1).flatten(1)
+
+
+class Eagle3(Plain):
     """An EAGLE-3 head. Position j has token j + 1 beside its states; see `EAGLE/eagle/model/cnets.py`."""
 
     def __init__(self, directory: Path, layers: int) -> None:
@@ -68,56 +111,36 @@ class Eagle3(Reference):
         return found
 
 
-class DFlash2(Drafter):
-    """Convolutions around each sublayer, and the selector."""
-
-    def convolved(self, name: str, side: int, u: Tensor, y: Tensor) -> Tensor:
-        group = self.own["conv_group_size"]
-        varying = self.linear(u, f"{name}.kernel_projection").view(len(u), 2, 2, -1)
-        kernel = self.w[f"{name}.base_kernel"] + varying.repeat_interleave(group, -1)
-        before = torch.cat([torch.zeros(1, y.shape[1]), y[:-1]])
-        return kernel[:, side, 0] * y + kernel[:, side, 1] * before
-
-    def sublayer(self, layer: int, name: str, x: Tensor, run: Any) -> Tensor:
-        norm = "input_layernorm" if name == "attention" else "post_attention_layernorm"
-        u, conv = self.norm(x, f"layers.{layer}.{norm}"), f"layers.{layer}.{name}_conv"
-        return x + self.convolved(conv, 1, u, run(self.convolved(conv, 0, u, u)))
-
-    def chain(self, target: Qwen3ForCausalLM, rows: Tensor, anchor: int) -> list[Tensor]:
-        logits = self.logits(target, rows)
-        found, before = list[Tensor](), anchor
-        for row, scores in zip(rows, logits, strict=True):
-            best = scores.topk(self.own["selector_top_k"])
-            weights = self.linear(row, "candidate_selector.hidden_projection")
-            weights = weights * self.w["candidate_selector.predecessor_codebook"][before]
-            fit = self.w["candidate_selector.successor_codebook"][best.indices] @ weights
-            place = torch.full_like(scores, -torch.inf)
-            place[best.indices] = (best.values + fit).log_softmax(-1)
-            found.append(place)
-            before = int(place.argmax())
-        return found
-
-
-class DFlare(Drafter):
+class DFlare(Plain, Drafter):
     """Each layer mixes the tapped states with shares of its own, and projects them with matrices of its own."""
 
-    def fused(self, features: Tensor, layer: int) -> Tensor:
-        states = features.unflatten(-1, (len(self.taps), -1))
-        shares = self.w["layer_fusion_weights"][layer].softmax(-1)
-        return self.norm((states * shares[:, None]).sum(1), "hidden_norm")
+    def load(self) -> None:
+        """Nothing of it is z-lab's."""
 
-    def keys(self, layer: int, context: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
-        name = f"layers.{layer}.self_attn"
-        k, v = (
-            torch.cat(
-                [
-                    self.linear(context, f"{name}.{side}_proj_target"),
-                    self.linear(block, f"{name}.{side}_proj"),
-                ]
+    def logits(self, target: Qwen3ForCausalLM, rows: Tensor) -> Tensor:
+        return target.lm_head(rows)
+
+    def hidden(self, features: Tensor, block: Tensor) -> Tensor:
+        states = features.unflatten(-1, (len(self.taps), -1))
+        positions = torch.arange(len(features) + len(block))
+        for i in range(self.config["num_hidden_layers"]):
+            layer, name = f"layers.{i}", f"layers.{i}.self_attn"
+            shares = self.w["layer_fusion_weights"][i].softmax(-1)
+            context = self.norm((states * shares[:, None]).sum(1), "hidden_norm")
+            y = self.norm(block, f"{layer}.input_layernorm")
+            sides = (
+                (self.linear(context, f"{name}.{x}_proj_target"), self.linear(y, f"{name}.{x}_proj"))
+                for x in "kv"
             )
-            for side in "kv"
-        )
-        return k, v
+            k, v = (self.heads(torch.cat(each)) for each in sides)
+            q, k = (
+                self.norm(self.heads(self.linear(y, f"{name}.q_proj")), f"{name}.q_norm"),
+                self.norm(k, f"{name}.k_norm"),
+            )
+            q, k = self.rotated(q, positions[len(features) :]), self.rotated(k, positions)
+            block = block + self.linear(self.attention(q, k, v), f"{name}.o_proj")
+            block = block + self.mlp(self.norm(block, f"{layer}.post_attention_layernorm"), f"{layer}.mlp")
+        return self.norm(block, "norm")
 
 
 class DSpark(Drafter):
@@ -174,14 +197,21 @@ class DSpark(Drafter):
         return int((scores - logprobs[place]).abs().argmin())
 
 
-class GemmaDSpark(DSpark):
+class GemmaDSpark(Plain, DSpark):
     """DeepSpec's drafter for Gemma 4: keys are values, norms on both sides, one factor for a layer's result."""
 
     def configure(self) -> None:
         self.config["head_dim"] = self.config["global_head_dim"]
 
+    def load(self) -> None:
+        """Nothing of it is z-lab's."""
+
+    def logits(self, target: Qwen3ForCausalLM, rows: Tensor) -> Tensor:
+        cap = self.config["final_logit_softcapping"]
+        return (self.linear(rows, "lm_head") / cap).tanh() * cap
+
     def unit(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+        return F.rms_norm(x, x.shape[-1:], eps=self.config["rms_norm_eps"])
 
     def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
         """A quarter of the pairs (i, i + size / 2) rotates."""
@@ -201,13 +231,14 @@ class GemmaDSpark(DSpark):
         positions = torch.arange(len(rows))
         q = self.rotated(q, positions[len(context) :]) * self.size**0.5  # products are not scaled
         k = self.rotated(self.norm(k, f"{name}.k_norm"), positions)
-        y = self.attention(q, k, self.unit(v), torch.ones(len(block), len(rows), dtype=torch.bool))
+        y = self.attention(q, k, self.unit(v))
         return self.linear(y, f"{name}.o_proj")
 
     def hidden(self, features: Tensor, block: Tensor) -> Tensor:
-        for i in range(self.layers):
+        context = self.norm(self.linear(features, "fc"), "hidden_norm")
+        for i in range(self.config["num_hidden_layers"]):
             name = f"layers.{i}"
-            y = self.attend(i, self.fused(features, i), self.norm(block, f"{name}.input_layernorm"))
+            y = self.attend(i, context, self.norm(block, f"{name}.input_layernorm"))
             block = block + self.norm(y, f"{name}.post_attention_layernorm")
             y = self.norm(block, f"{name}.pre_feedforward_layernorm")
             gate = F.gelu(self.linear(y, f"{name}.mlp.gate_proj"), approximate="tanh")

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.doubles.checkpoints import MASK, draw, write_json
 from tests.doubles.kind_checkpoints import HEAD_DIM, draft_vocabulary, target_config
-from tests.doubles.reference import Drafter, Reference
-from tests.doubles.reference_kinds import DFlash2, DSpark, Eagle3
+from tests.doubles.reference import DFlash2, Drafter, Reference
+from tests.doubles.reference_kinds import DSpark, Eagle3
 
 _LAYER = (
     *("attention_bias", "hidden_act", "hidden_size", "head_dim", "intermediate_size", "num_hidden_layers"),

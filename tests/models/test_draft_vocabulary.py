@@ -22,8 +22,8 @@ from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.models.inventory import take_inventory
 from tests.doubles.checkpoints import make_target
 from tests.doubles.kind_checkpoints import make_dflare, make_dflash2, make_dspark, make_eagle3, make_jetspec
-from tests.doubles.reference import Drafter, load_target, target_outputs
-from tests.doubles.reference_kinds import DFlare, DFlash2
+from tests.doubles.reference import DFlash2, Drafter, load_target, target_outputs
+from tests.doubles.reference_kinds import DFlare
 from tests.doubles.speculators import SpeculatorsDSpark, as_speculators
 
 VOCAB = 384

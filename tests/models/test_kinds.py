@@ -27,8 +27,8 @@ from tests.doubles.kind_checkpoints import (
     make_jetspec,
     target_config,
 )
-from tests.doubles.reference import Drafter, load_target, target_outputs
-from tests.doubles.reference_kinds import DFlare, DFlash2, DSpark, Eagle3
+from tests.doubles.reference import DFlash2, Drafter, load_target, target_outputs
+from tests.doubles.reference_kinds import DFlare, DSpark, Eagle3
 from tests.doubles.speculators import (
     SpeculatorsBlock,
     SpeculatorsDFlash2,

@@ -7,21 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from transformers import MuseGlimmerAssistantModel, MuseGlimmerForConditionalGeneration
-from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 
-from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.errors import CheckpointError
 from dflash_trt.models.configs import read_drafter_config, read_target_config
-from tests.doubles.checkpoints import MASK, VOCAB, make_drafter, write_json
-from tests.doubles.kind_checkpoints import make_dflash2
+from tests.doubles.checkpoints import VOCAB, make_drafter, write_json
 from tests.doubles.muse_checkpoints import make_assistant, make_muse
 from tests.doubles.reference import Drafter, target_outputs
-from tests.doubles.reference_kinds import DFlash2
 from tests.doubles.text_checkpoints import edit_config, load_text
 from tests.models.test_families import LONG, test_long_positions  # noqa: F401
 from tests.models.test_parity import (  # noqa: F401  # the tests among them run on this module's `case`
@@ -100,62 +94,6 @@ def test_no_part_is_idle(tmp_path: Path) -> None:
         "soft-cap": lambda model: setattr(model.config.text_config, "final_logit_softcapping", 100.0),
     }
     assert {name for name, change in parts.items() if without(change) < 0.05} == set()
-
-
-@pytest.mark.parametrize("favourites", [6, 0])
-def test_tokens_and_accepted_drafts_are_those_of_transformers(
-    tmp_path: Path, favourites: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Transformers' own DFlash loop with Meta's drafter, beyond both windows: 64 greedy tokens, and the accepted drafts
-    of each round.
-    """
-    target = make_muse(tmp_path / "target", favourites=favourites, sliding_window=20)
-    drafter = make_assistant(tmp_path / "drafter")
-    model = MuseGlimmerForConditionalGeneration.from_pretrained(target, attn_implementation="eager").eval()
-    theirs = MuseGlimmerAssistantModel.from_pretrained(drafter, attn_implementation="eager").eval()
-    rounds: list[int] = []
-    get_candidates = DFlashTokenCandidateGenerator.get_candidates
-
-    def counted(self: Any, *args: Any, n_last_matches: int, **kwargs: Any) -> Any:
-        rounds.append(n_last_matches)
-        return get_candidates(self, *args, n_last_matches=n_last_matches, **kwargs)
-
-    monkeypatch.setattr(DFlashTokenCandidateGenerator, "get_candidates", counted)
-    prompt = np.random.default_rng(0).integers(0, 300, 50).tolist()
-    common = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": None}
-    ids = torch.tensor([prompt])
-    with torch.no_grad():
-        plain = model.generate(ids, **common)[0, len(prompt) :].tolist()
-        drafted = model.generate(ids, assistant_model=theirs, speculation_type="dflash", **common)
-    assert drafted[0, len(prompt) :].tolist() == plain
-    build(str(target), str(drafter), tmp_path / "bundle", max_seq_len=256)
-    params = SamplingParams(max_tokens=64, ignore_eos=True)
-    with LLM(tmp_path / "bundle", max_batch_size=2, prefill_chunk=16, threads=1) as llm:
-        assert list(llm.generate(prompt, params, speculate=False).token_ids) == plain
-        chunks = list(llm.stream(prompt, params, block_length=8))
-    assert [token for chunk in chunks for token in chunk.token_ids] == plain
-    ours = [len(chunk.token_ids) - 1 for chunk in chunks if chunk.token_ids]
-    # Their first call only follows, as our first chunk, and the last round may be cut.
-    assert ours[:-1] == rounds[1 : len(ours)]
-    assert sum(ours) > 0 or not favourites
-
-
-def test_dflash2_of_this_target(tmp_path: Path) -> None:
-    """z-lab's other drafter: its logits have a multiplier and a soft-cap of their own, and rows have no norm."""
-    target = make_muse(tmp_path / "target", favourites=6)
-    drafter = make_dflash2(tmp_path / "drafter", target, softcap=20.0, multiplier=0.5)
-    model, reference = load(target), DFlash2(drafter)
-    tokens = np.random.default_rng(1).integers(0, 300, 25).tolist()
-    expected = reference.propose(model, target_outputs(model, tokens, reference.taps)[1], 7)
-    bundle = build(str(target), str(drafter), tmp_path / "bundle", max_seq_len=128)
-    engine = Case(bundle, model, reference, VOCAB).engine("drafter.onnx")
-    features = target_outputs(model, tokens, reference.taps)[1][None].numpy()
-    block = np.array([[7] + [MASK] * 7])
-    out = engine.run(
-        {"features": features, "n_features": np.array([25]), "start": np.array([0]), "block": block}
-    )
-    assert out["draft_tokens"][0, :, 0].tolist() == expected.tokens
-    assert np.abs(out["draft_logprobs"][0, :, 0] - expected.logprobs.numpy()).max() <= 2e-4
 
 
 def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:

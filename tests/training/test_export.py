@@ -1,4 +1,4 @@
-"""Exported drafters: this package's reader, z-lab's own classes and speculators' load them and draft the same."""
+"""Exported drafters, read by this package, z-lab's own classes, Transformers' and speculators'."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from dflash.model import DFlash2DraftModel, DFlashDraftModel
 from safetensors.torch import load_file
 
 from dflash_trt.building.build import build
@@ -18,11 +19,13 @@ from dflash_trt.checkpoint.draft_vocabulary import FILE
 from dflash_trt.cli import main
 from dflash_trt.errors import CheckpointError
 from dflash_trt.llm import LLM
-from dflash_trt.models.configs import read_target_config
+from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.training.checkpoint import dflash2_config, new_config, open_drafter, write_checkpoint
 from dflash_trt.training.export import contract_breaks, export, model_card
 from dflash_trt.training.loop import Recipe
+from tests.doubles.reference import load_target
 from tests.doubles.text_checkpoints import make_gemma
+from tests.models.test_loops import assert_ours, assistant, of_transformers, of_zlab
 
 TARGET, DRAFTER = SHIPPED / "tiny" / "target", SHIPPED / "tiny" / "drafter"
 
@@ -76,32 +79,56 @@ def test_dflash2_keeps_the_published_contract_or_says_who_refuses_it(tmp_path: P
     made = dflash2(tmp_path)
     config = json.loads((made / "config.json").read_text())
     (warning,) = export(made, TARGET, "tiny", tmp_path / "out", "speculators")
-    assert warning == "TensorRT Edge-LLM refuses this drafter: target_layer_ids has 4 taps, not 5"
+    assert warning == (
+        "TensorRT Edge-LLM refuses this drafter: target_layer_ids has 4 taps, not 5; num_hidden_layers is 2, not 5"
+    )
     config["dflash_config"]["target_layer_ids"].append(8)
+    config["num_hidden_layers"] = 5
     assert contract_breaks(config) == []
-    config["dflash_config"]["selector_rank"] = 64
-    assert contract_breaks(config) == ["selector_rank is 64, not 256"]
+    config["dflash_config"]["selector_rank"], config["block_size"] = 64, 17
+    assert contract_breaks(config) == ["selector_rank is 64, not 256", "block_size is 17, more than 16"]
 
 
 def test_a_target_that_scales_its_embedding_is_refused_for_speculators(tmp_path: Path) -> None:
     target = make_gemma(tmp_path / "target")
     config = new_config(read_target_config(target), layers=1, taps=[1], block_size=4, mask_token_id=3)
+    assert (
+        config["dflash_config"].pop("input_embedding_scale") == 8
+    )  # published ones for this family are silent
     (folder := tmp_path / "drafter").mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     write_checkpoint(open_drafter(folder, None, target).state_dict(), config, folder, "card")
     assert export(folder, target, "gemma", tmp_path / "out", "zlab") == []
-    with pytest.raises(CheckpointError, match="use --format zlab"):
+    assert read_drafter_config(tmp_path / "out").row_scale == 8
+    (tmp_path / "out" / "config.json").write_text(json.dumps(dflash2_config(config, 8.0)))
+    assert read_drafter_config(tmp_path / "out").row_scale == 8
+    with pytest.raises(CheckpointError, match=r"input_embedding_scale 8, .* use --format zlab"):
         export(folder, target, "gemma", tmp_path / "out", "speculators")
 
 
-def test_z_labs_own_classes_load_it(tmp_path: Path) -> None:
-    model = pytest.importorskip("dflash.model")
-    for folder, kind in ((DRAFTER, model.DFlashDraftModel), (dflash2(tmp_path), model.DFlash2DraftModel)):
-        export(folder, TARGET, "tiny", tmp_path / "out", "zlab")
-        _, said = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
+@pytest.mark.parametrize("name", ["output_multiplier", "final_logit_softcapping", "input_embedding_scale"])
+def test_fields_that_speculators_readers_do_not_know_are_refused(name: str, tmp_path: Path) -> None:
+    made = dflash2(tmp_path)
+    config = json.loads((made / "config.json").read_text())
+    config["dflash_config"][name] = 0.5
+    (made / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=f"{name} 0.5, .* use --format zlab"):
+        export(made, TARGET, "tiny", tmp_path / "out", "speculators")
+
+
+def test_other_loops_accept_the_same_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """z-lab's classes read the files themselves. Transformers' only class is given the tensors."""
+    for folder, kind in ((DRAFTER, DFlashDraftModel), (dflash2(tmp_path), DFlash2DraftModel)):
+        out, work = tmp_path / f"out-{kind.__name__}", tmp_path / kind.__name__
+        export(folder, TARGET, "tiny", out, "zlab")
+        read, said = kind.from_pretrained(out, dtype=torch.float32, output_loading_info=True)
         assert not said["missing_keys"]
         assert not said["unexpected_keys"]
         assert not said["mismatched_keys"]
+        assert_ours(TARGET, out, work, of_zlab(load_target(TARGET), read.eval(), monkeypatch))
+    out = tmp_path / "out-DFlashDraftModel"
+    theirs = of_transformers(load_target(TARGET), assistant(out), monkeypatch)
+    assert_ours(TARGET, out, tmp_path / "again", theirs)
 
 
 def test_speculators_own_reader_loads_it(tmp_path: Path) -> None:
@@ -127,6 +154,7 @@ def test_the_card_has_the_commands_with_the_drafters_numbers() -> None:
     assert yaml.safe_load(section) == asked
     assert "--speculative-num-draft-tokens 8" in text
     assert "TensorRT Edge-LLM refuses it: target_layer_ids has 4 taps, not 5." in text
+    assert "TensorRT Edge-LLM refuses it: num_hidden_layers is 2, not 5." in text
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

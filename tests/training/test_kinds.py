@@ -25,8 +25,7 @@ from dflash_trt.training.model import dense_mask
 from dflash_trt.training.run import Design, run
 from tests.doubles.checkpoints import make_target
 from tests.doubles.kind_checkpoints import make_dflash2
-from tests.doubles.reference import load_target, target_outputs
-from tests.doubles.reference_kinds import DFlash2
+from tests.doubles.reference import DFlash2, load_target, target_outputs
 
 LAYERS, TINY = 6, SHIPPED / "tiny" / "target"
 
