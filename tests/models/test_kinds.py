@@ -202,7 +202,7 @@ def test_tokens_are_those_of_plain_decoding(bundle: Any) -> None:
     assert all(c.statistics.num_draft_tokens for c in drafted)
 
 
-EAGLE, SPECULATORS = "eagle3", "speculators, dspark"
+EAGLE, SPECULATORS, SCALE = "eagle3", "speculators, dspark", "input_embedding_scale"
 
 
 @pytest.mark.parametrize(
@@ -210,6 +210,9 @@ EAGLE, SPECULATORS = "eagle3", "speculators, dspark"
     [
         (EAGLE, {"num_hidden_layers": 2}, "num_hidden_layers is 2, but EAGLE-3 has 1 layer"),
         (EAGLE, {"target_hidden_size": 128}, "target_hidden_size is 128, but hidden_size is 64"),
+        ("dflash2", {f"dflash_config.{SCALE}": 0}, f"{SCALE} is 0, expected a number greater than 0"),
+        ("jetspec", {f"dflash_config.{SCALE}": 2.0, SCALE: 3.0}, f"{SCALE} is 2.0, but {SCALE} is 3.0"),
+        ("speculators, dflash", {SCALE: -1}, f"{SCALE} is -1, expected a number greater than 0"),
         (
             EAGLE,
             {"parallel_drafting": True},
