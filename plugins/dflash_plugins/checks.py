@@ -296,13 +296,12 @@ _FORMS = (
 def packed_linear(device: torch.device | str, run: launch.Run) -> str:
     """Products with weights as they are stored: the weights, rows of passes of two lengths, and their sums."""
     for form in _FORMS:
-        weight, wide = random_weight(form)
-        there = packed.PackedWeight(form, *(None if t is None else t.to(device) for t in weight))
+        there, wide = random_weight(form, device)
         for dtype in (torch.bfloat16, torch.float16):
             tile = packed.TILES[form.in_word][0]
             if not torch.equal(packed.widen(there, dtype, tile, run).cpu(), wide.to(dtype)):
                 return f"a weight of {form.codes} in groups of {form.group} has other numbers in {dtype}"
-            x = torch.from_numpy(np.random.default_rng(0).standard_normal((33, form.inputs))).to(dtype)
+            x = torch.randn(33, form.inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
             exact = x.double() @ wide.to(dtype).double().T
             one, several = (packed.product(x[:n].to(device), there, None, tile, run).cpu() for n in (1, 33))
             error = float((several.double() - exact).abs().max() / exact.abs().max())
@@ -313,15 +312,14 @@ def packed_linear(device: torch.device | str, run: launch.Run) -> str:
     return ""
 
 
-def random_weight(form: packed.Packing) -> tuple[tuple[torch.Tensor | None, ...], torch.Tensor]:
-    """A weight's tensors, and its numbers in float32 by NumPy, as dflash_trt/formats have them."""
+def random_weight(
+    form: packed.Packing, device: torch.device | str = "cpu"
+) -> tuple[packed.PackedWeight, torch.Tensor]:
+    """A weight, and its numbers in float32 by NumPy on the host, as dflash_trt/formats have them."""
     rng = np.random.default_rng(0)
-    groups = -(-form.inputs // form.group) if form.group else 1
-    codes = rng.integers(
-        0, 256, (form.outputs, form.inputs // (1 if form.in_word == 2 else 2)), dtype=np.uint8
-    )
+    groups, rows = -(-form.inputs // (form.group or form.inputs)), -(-form.outputs // form.group_rows)
+    codes = rng.integers(0, 256, (form.outputs, 2 * form.inputs // form.in_word), dtype=np.uint8)
     codes[(codes & 127) == 127] = 0  # NaN in E4M3
-    rows = -(-form.outputs // form.group_rows)
     scales: Array = rng.random((rows, groups), np.float32) * np.float32(0.01)
     if form.scales == "e8m0":
         stored = torch.from_numpy(rng.integers(115, 122, (rows, groups), dtype=np.uint8))
@@ -340,9 +338,13 @@ def random_weight(form: packed.Packing) -> tuple[tuple[torch.Tensor | None, ...]
         values = numbers.E2M1[nibbles] if form.codes == "e2m1" else ((nibbles ^ 8).astype(np.float32) - 8)
     else:
         values = codes.view(np.int8 if form.codes == "int8" else numbers.E4M3).astype(np.float32)
-    wide = values * factors.repeat(form.group_rows, 0)[: form.outputs].repeat(form.inputs // groups, 1)
-    if terms is not None:
-        wide += terms.repeat(form.inputs // groups, 1)
-    given = (None if each is None else torch.from_numpy(np.asarray(each)) for each in (second, terms))
-    parts = torch.from_numpy(codes), stored, *given, torch.zeros(form.outputs, dtype=torch.int32)
-    return parts, torch.from_numpy(wide)
+    factors, each = factors.repeat(form.group_rows, 0)[: form.outputs], form.inputs // groups
+    wide = values * factors.repeat(each, 1) + (0 if terms is None else terms.repeat(each, 1))
+    parts: dict[str, Any] = {"codes": torch.from_numpy(codes), "scales": stored}
+    parts |= {
+        "second": second if second is None else torch.tensor([second]),
+        "counters": torch.zeros(1024).int(),
+    }
+    parts["zeros"] = None if terms is None else torch.from_numpy(terms)
+    parts = {name: part if part is None else part.to(device) for name, part in parts.items()}
+    return packed.PackedWeight(form, **parts), torch.from_numpy(wide)

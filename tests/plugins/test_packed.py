@@ -25,16 +25,11 @@ FORMS = [
 ]
 
 
-def weight(form: packed.Packing) -> tuple[packed.PackedWeight, torch.Tensor]:
-    parts, wide = checks.random_weight(form)
-    return packed.PackedWeight(form, *parts), wide  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.codes} {form.scales}")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_row_is_the_same_in_passes_of_any_length(form: packed.Packing, dtype: torch.dtype) -> None:
     """The weight's numbers are those of the format, bit for bit; its inputs are divided alike for all rows."""
-    stored, wide = weight(form)
+    stored, wide = checks.random_weight(form)
     x, bias = (
         torch.from_numpy(np.random.default_rng(1).standard_normal(s))
         for s in ((64, form.inputs), (form.outputs,))
@@ -55,10 +50,10 @@ def test_a_row_is_the_same_in_passes_of_any_length(form: packed.Packing, dtype: 
 def test_numbers_at_the_ends_of_their_range() -> None:
     """Every exponent of E8M0, the subnormal one and infinite products too, and every code of E4M3 that is a number."""
     exponents = replace(FORMS[3], outputs=255, inputs=32)
-    (_, _, *rest), _ = checks.random_weight(exponents)
+    given, _ = checks.random_weight(exponents)
     codes = torch.arange(16, dtype=torch.uint8)[None].repeat(255, 1) * 17
     scales = torch.arange(255, dtype=torch.uint8)[:, None]
-    stored = packed.PackedWeight(exponents, codes, scales, *rest)  # type: ignore[arg-type]
+    stored = replace(given, codes=codes, scales=scales)
     pairs = torch.stack((codes & 15, codes >> 4), -1).flatten(1)
     expected = checks.numbers.E2M1[pairs.numpy()] * checks.numbers.E8M0[:255, None]
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -67,7 +62,7 @@ def test_numbers_at_the_ends_of_their_range() -> None:
     bytes_ = replace(FORMS[4], outputs=1, inputs=256, scales="fp32")
     codes = torch.arange(256, dtype=torch.uint8)[None]
     codes[(codes & 127) == 127] = 0
-    stored = packed.PackedWeight(bytes_, codes, torch.ones(1, 1), *rest)  # type: ignore[arg-type]
+    stored = replace(given, form=bytes_, codes=codes, scales=torch.ones(1, 1))
     for dtype in (torch.bfloat16, torch.float16):
         got = packed.widen(stored, dtype, packed.TILES[2][0])
         assert torch.equal(got, codes.view(torch.float8_e4m3fn).to(dtype))
