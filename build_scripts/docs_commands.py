@@ -7,11 +7,13 @@
 Commands run in an empty directory, those of a page in their order, after the bundles that they need were built. In a
 block that begins with `$`, the lines below a command are its output. `...` stands for lines that the page leaves out.
 Times, speeds and sizes of this machine are not compared (`comparable`). SKIPPED names the commands that are not run,
-with the reason. Exit code 1 if a command fails or prints something else.
+with the reason. Every option that a page names in its text must be one of some command. Exit code 1 if a command fails
+or prints something else, or if there is no such option.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shlex
@@ -22,9 +24,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from build_scripts import harness
+from dflash_trt.cli import COMMANDS, make_parser
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -44,6 +48,9 @@ SKIPPED = {
     r"quantize .*modelopt": "needs the package nvidia-modelopt",
     r"dflash-trt train": "trains",
 }
+# Options of other programs, and of programs of this checkout, that pages name without the program.
+OTHERS = {"--build-arg", "--burst", "--grpc-restricted-protocol", "--http-restricted-api", "--loads"}
+OTHERS |= {"--mixed_precision", "--pair", "--rounds", "--small"}
 SLOW = re.compile(r"verify|bench|smollm2|calibration")  # left out with --cheap
 
 
@@ -73,12 +80,42 @@ def shown_commands(page: Path) -> Iterator[Shown]:
 
 def help_examples() -> Iterator[Shown]:
     """The examples of every command's --help."""
-    from dflash_trt.cli import COMMANDS
-
     for name, module in COMMANDS.items():
         for line in module.EXAMPLES.splitlines():
             if line.startswith("  ") and COMMAND.match(line[2:]):
                 yield Shown(f"dflash-trt {name} --help", line.strip())
+
+
+def unknown_options(page: Path) -> list[str]:
+    """The options in inline code of a page that no command of this project takes.
+
+    Code that begins with the name of another program is that program's own, as are OTHERS.
+    """
+    text = re.sub(
+        r"^(?:```.*?^```| {4}.*?$)", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
+    found = set[str]()
+    for code in re.findall(r"`([^`]+)`", text):
+        program = code.split()[0]
+        if program.startswith(("-", "dflash-trt")) or program in COMMANDS:
+            found |= set(re.findall(r"(?<![\w-])--[a-z][\w-]*", code.partition(" -- ")[0]))
+    return sorted(found - options() - OTHERS)
+
+
+@cache
+def options(command: str = "") -> frozenset[str]:
+    """The options of a command with its steps, or of all commands and of this checkout's other programs."""
+    parsers: list[argparse.ArgumentParser] = [make_parser()]
+    found = set[str]()
+    for parser in parsers:
+        for action in parser._actions:
+            if not isinstance(action, argparse._SubParsersAction):
+                found |= set(action.option_strings)
+            elif parser.prog == "dflash-trt" and command:
+                parsers.append(action.choices[command])
+            else:
+                parsers += action.choices.values()
+    return frozenset(found)
 
 
 def packages(python: str) -> set[str]:
@@ -196,6 +233,10 @@ def main() -> int:
             failed += bool(faults)
             if faults and args.update and each.printed and ELLIPSIS not in (each.output or ()):
                 update(each)
+    for page in args.pages or PAGES:
+        for each in unknown_options(page.resolve()):
+            failed += 1
+            print(f"FAILED   {page}: no command takes {each}")
     print(f"{len(done)} commands ran, {failed} failed, the others of {len(shown)} were not run or repeat one")
     return int(failed > 0)
 

@@ -18,7 +18,7 @@ from dflash_trt.decoding.params import DraftingOptions, RequestOptions, Sampling
 from dflash_trt.decoding.request import Emission, Request, completion, items
 from dflash_trt.decoding.results import Chunk, Completion
 from dflash_trt.errors import BatchError, DFlashError, EngineError, RequestError
-from dflash_trt.runtime import Messages, Opened, OpeningOptions, Prompt, Runtime, takes
+from dflash_trt.runtime import Messages, Opened, OpeningOptions, Prompt, Runtime, Tools, takes
 
 
 class LLM(Opened):
@@ -152,11 +152,16 @@ class LLM(Opened):
         messages: Messages,
         sampling_params: SamplingParams | None = None,
         *,
+        tools: Tools | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Unpack[DraftingOptions],
     ) -> Completion:
-        """The assistant's answer to `messages` ({"role": ..., "content": ...}), by the model's chat template."""
-        prompt = self._runtime.chat_prompt(messages, chat_template_kwargs)
+        """The assistant's answer to `messages` ({"role": ..., "content": ...}), by the model's chat template.
+
+        tools: functions that the model may call, as in OpenAI's API ({"type": "function", "function": {...}}). Calls
+            are in the answer's text, in the model's own notation; the server reads them.
+        """
+        prompt = self._runtime.chat_prompt(messages, chat_template_kwargs, tools)
         return self.generate(prompt, sampling_params, **options)
 
     @takes(DraftingOptions)
@@ -165,11 +170,12 @@ class LLM(Opened):
         messages: Messages,
         sampling_params: SamplingParams | None = None,
         *,
+        tools: Tools | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Unpack[DraftingOptions],
     ) -> Iterator[Chunk]:
         """`chat`, in chunks."""
-        prompt = self._runtime.chat_prompt(messages, chat_template_kwargs)
+        prompt = self._runtime.chat_prompt(messages, chat_template_kwargs, tools)
         return self.stream(prompt, sampling_params, **options)
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray[Any, Any]:

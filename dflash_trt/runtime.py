@@ -46,6 +46,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
 
 
 class OpeningOptions(TypedDict, total=False):
@@ -75,12 +76,15 @@ class Opened:
         return self._runtime.scheduler.metrics
 
     def chat_prompt(
-        self, messages: Messages, chat_template_kwargs: Mapping[str, Any] | None = None
+        self,
+        messages: Messages,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Tools | None = None,
     ) -> list[int]:
         """Token ids of the rendered chat, for `generate` and `stream`; made in the calling thread. In an event loop use
         `asyncio.to_thread` for a long chat.
         """
-        return self._runtime.chat_prompt(messages, chat_template_kwargs)
+        return self._runtime.chat_prompt(messages, chat_template_kwargs, tools)
 
 
 class Runtime:
@@ -236,13 +240,16 @@ class Runtime:
         self.scheduler.check(options, params or SamplingParams())
 
     def chat_prompt(
-        self, messages: Messages, chat_template_kwargs: Mapping[str, Any] | None = None
+        self,
+        messages: Messages,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Tools | None = None,
     ) -> list[int]:
         """Token ids of the rendered chat. Warns once if the drafter was trained for another mode of the target."""
         if self._thinking_warning and (chat_template_kwargs or {}).get("enable_thinking", True):
             warn_once(_log, self._thinking_warning)
         most = self.tokenizer.most_bytes(self.max_seq_len)
-        if _characters([messages, chat_template_kwargs], most) > most:
+        if _characters([messages, chat_template_kwargs, tools], most) > most:
             raise RequestError(
                 f"the messages have over {most} characters, more than the {self.max_seq_len} tokens of this bundle "
                 "can have: shorten them"
@@ -251,7 +258,14 @@ class Runtime:
             raise RequestError(
                 f"chat_template_kwargs is {quoted(chat_template_kwargs)}, expected names and values"
             )
-        text = self.tokenizer.apply_chat_template(messages, **(chat_template_kwargs or {}))
+        variables = dict(chat_template_kwargs or {})
+        if tools is not None:
+            if "tools" in variables:
+                raise RequestError("tools are given twice: as the argument and in chat_template_kwargs")
+            if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
+                raise RequestError(f"tools is {quoted(tools)}, expected a list of objects as in OpenAI's API")
+            variables["tools"] = list(tools)
+        text = self.tokenizer.apply_chat_template(messages, **variables)
         return self.tokenizer.encode(text, add_special_tokens=False, max_tokens=self.max_seq_len)
 
     def request(

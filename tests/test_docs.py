@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
 import re
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from build_scripts import site_pages
+from build_scripts import docs_commands, site_pages
 from dflash_trt import cli
 
 ROOT = Path(__file__).parent.parent
@@ -77,7 +76,7 @@ def resolve(name: str) -> object:
 
 @each_page
 def test_commands_have_the_options_that_documents_give_them(page: Path) -> None:
-    known = {name: options(name) for name in cli.COMMANDS}
+    known = {name: docs_commands.options(name) for name in cli.COMMANDS}
     text = page.read_text().replace("\\\n", " ")
     for line in re.findall(r"(?:^ {4}|^\$ |`)dflash-trt ([^`\n|]*)", text, re.MULTILINE):
         words = shlex.split(line.partition(" # ")[0].partition("...")[0], comments=True)
@@ -90,16 +89,19 @@ def test_commands_have_the_options_that_documents_give_them(page: Path) -> None:
             assert command in ("", "COMMAND", "bundle", "toy", "--version", "--help"), line
 
 
-def options(command: str) -> set[str]:
-    parser = argparse.ArgumentParser()
-    cli.COMMANDS[command].add_arguments(parser)
-    found, parsers = {"--debug", "--help", "--json", "--log-level"}, [parser]
-    for each in parsers:
-        for action in each._actions:
-            found |= set(action.option_strings)
-            if isinstance(action, argparse._SubParsersAction):
-                parsers += action.choices.values()
-    return found
+@each_page
+def test_options_that_the_text_names_are_taken_by_some_command(page: Path) -> None:
+    if page.name != "CHANGELOG.md":  # which names what is gone
+        assert docs_commands.unknown_options(page) == []
+
+
+def test_an_option_that_no_command_takes_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "`--precision` and `build --engin torch` and `pip install --no-deps`\n\n"
+        "    dflash-trt build --tagret tiny\n\n```\n`--fenced`\n```\n`--presicion=fp8`\n"
+    )
+    assert docs_commands.unknown_options(page) == ["--engin", "--presicion"]
 
 
 def test_every_page_is_in_the_readme_and_in_the_site() -> None:

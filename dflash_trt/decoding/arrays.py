@@ -93,6 +93,9 @@ class Arrays(Protocol):
     def chains(self, tokens: Array, logprobs: Array) -> Draft:
         """Chains from numbers of the host: the nodes [n, N], and the log-probabilities [n, N-1] of their drafts."""
 
+    def replace(self, draft: Draft) -> None:
+        """Put the `replaced` tokens of a draft into this round's chains."""
+
     def verified(self, active: Sequence[Request], draft: Draft, outputs: Mapping[str, Any]) -> Verified:
         """The result of the target's pass over a round's draft. Waits for it."""
 
@@ -190,6 +193,10 @@ class HostArrays:
 
     def chains(self, tokens: Array, logprobs: Array) -> Draft:
         return Draft(tokens, None, logprobs)
+
+    def replace(self, draft: Draft) -> None:
+        for slot, tokens in draft.replaced.items():
+            draft.tokens[slot, 1 : 1 + len(tokens)] = tokens
 
     def verified(self, active: Sequence[Request], draft: Draft, outputs: Mapping[str, Any]) -> Verified:
         """The graph decides for greedy requests with chains."""

@@ -45,6 +45,7 @@ class Draft:
     logprobs: float32 [n, N-1], the drafter's log-probabilities of nodes 1 .. N-1.
     candidates: what a tree can be built from; None if the drafter gives one token for each place.
     copied: by slot, the nodes that come from the request's own text (`Lookup`) and not from the drafter.
+    replaced: by slot, copied tokens that shall take the place of a device's chain (`Arrays.replace`).
 
     The arrays may be on a device until their numbers are read.
     """
@@ -54,6 +55,7 @@ class Draft:
     logprobs: Any
     candidates: Candidates | None = None
     copied: dict[int, set[int]] = field(default_factory=dict)
+    replaced: dict[int, list[int]] = field(default_factory=dict)
 
     @property
     def nodes(self) -> int:

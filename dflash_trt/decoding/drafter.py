@@ -116,7 +116,9 @@ class Drafter:
         target's own choice. A draft on a device is read to the host.
         """
         tokens, logprobs = np.array(proposed.tokens), np.array(proposed.logprobs)
-        drafts = [(row[1:].tolist(), odds.tolist()) for row, odds in zip(tokens, logprobs, strict=True)]
+        own = [request.own_length(proposed.nodes) for request in active]
+        rows = zip(tokens, logprobs, own, strict=True)
+        drafts = [(row[1:n].tolist(), odds[: n - 1].tolist()) for row, odds, n in rows]
         copied = dict(proposed.copied)
         for slot, request in enumerate(active):
             if request.takes_drafts and request.history is not None and request.history.structure is not None:

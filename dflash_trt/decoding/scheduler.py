@@ -163,6 +163,11 @@ class Scheduler:
         draft = proposed
         if room > 1:
             draft = lengths.select(proposed, active, drafting, 1 if structured else self._most_nodes)
+        for slot in drafting:  # without the drafter, no draft of its counts
+            if not active[slot].takes_drafter and slot not in draft.copied:
+                active[slot].fitting = 1
+        if draft.replaced:
+            self.pair.arrays.replace(draft)
         if (
             draft.nodes > proposed.nodes == 1
         ):  # all accepted nodes must find room after the features that wait
@@ -171,7 +176,7 @@ class Scheduler:
             draft = draft.first(min([room, *rooms]))
         if structured:
             draft = self.pair.drafter.fit(active, draft, min(lengths.most, room))
-        elif draft.copied and draft.parents is None:
+        elif draft.copied and not draft.replaced and draft.parents is None:
             draft = replace(self.pair.arrays.chains(draft.tokens, draft.logprobs), copied=draft.copied)
         return proposed, draft
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -150,31 +148,6 @@ def open_drafter(configuration: Path, weights: Path | None, target: Path) -> Dra
         return made(config, tensors)
     except RuntimeError as error:
         raise CheckpointError(f"{weights}: its tensors are not those of config.json: {error}") from None
-
-
-@contextmanager
-def plain_bundle(target: Path, beside: Path) -> Iterator[Path]:
-    """A bundle for plain decoding of a target that has no drafter, in a folder next to `beside` that is removed at the
-    end.
-
-    A bundle has a pair. So it gets a new drafter, as small as can be, which plain decoding never runs.
-
-    Raises whatever `build` raises.
-    """
-    from dflash_trt.building.build import build
-
-    config = read_target_config(target)
-    mask = default_mask_token(Tokenizer(target), config)
-    fields = new_config(config, layers=1, taps=[0], block_size=2, mask_token_id=mask)
-    smallest = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2, "intermediate_size": 1}
-    beside.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{beside.name}.", dir=beside.parent) as work:
-        drafter = Path(work, "drafter")
-        drafter.mkdir()
-        (drafter / "config.json").write_text(json.dumps(fields | smallest), encoding="utf-8")
-        weights = DrafterModel(read_drafter_config(drafter, config)).state_dict()
-        write_checkpoint(weights, fields | smallest, drafter, "")
-        yield build(str(target), str(drafter), Path(work, "bundle"), weights="link").path
 
 
 def write_checkpoint(

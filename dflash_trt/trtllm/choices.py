@@ -161,35 +161,17 @@ def drafting_choices(
     graphs = sorted(size for size in sizes if size <= batch)
     yield Choice("cuda_graph_config.batch_sizes", graphs, "one graph per size is captured")
     asked = "as asked (--draft-len-schedule)" if schedule else "none: always the whole block"
-    sources: list[tuple[bool, str, Any, str]] = [
-        (True, "decoding_type", "SA", "no drafter: what followed the longest suffix that occurred before"),
-        (True, "max_matching_ngram_size", -1, "the longest suffix"),
-        (
-            True,
-            "enable_global_pool",
-            False,
-            "of the request's own text: nothing of one request is visible to another",
-        ),
-    ]
-    if drafter is not None:
-        sources = [
-            (True, "decoding_type", "DFlash", "DFlash2 too: the drafter's config.json tells them apart"),
-            (True, "speculative_model", DRAFTER, "in the bundle"),
-            (
-                True,
-                "mask_token_id",
-                drafter.mask_token_id,
-                "where TensorRT-LLM finds none, it takes vocab_size",
-            ),
-            (
-                True,
-                "target_layer_ids",
-                sorted(drafter.target_layer_ids),
-                "ascending, as TensorRT-LLM joins the taps",
-            ),
-        ]
-    rows = [
-        *sources,
+    lone = drafter is None
+    taps = sorted(drafter.target_layer_ids) if drafter is not None else ()
+    rows: list[tuple[bool, str, Any, str]] = [
+        (lone, "decoding_type", "SA", "no drafter: what followed the longest suffix that occurred before"),
+        (lone, "max_matching_ngram_size", -1, "the longest suffix"),
+        (lone, "enable_global_pool", False, "of the request's own text: nothing of one request is visible to another"),
+        (not lone, "decoding_type", "DFlash", "DFlash2 too: the drafter's config.json tells them apart"),
+        (not lone, "speculative_model", DRAFTER, "in the bundle"),
+        (not lone, "mask_token_id", drafter and drafter.mask_token_id,
+         "where TensorRT-LLM finds none, it takes vocab_size"),
+        (not lone, "target_layer_ids", taps, "ascending, as TensorRT-LLM joins the taps"),
         (True, "max_draft_len", block - 1, f"block of {block}, without the anchor"),
         (bool(schedule), "draft_len_schedule", schedule, asked),
         (options.rejection_sampling, "use_rejection_sampling", True, "a prototype, as asked (--rejection-sampling)"),
@@ -212,45 +194,25 @@ def warnings(inventory: Inventory, gpu: Gpu, schedule: dict[int, int]) -> Iterat
     architecture = inventory.target.architecture
     gpt_oss, foreign = architecture == "GptOssForCausalLM", TARGETS.get(architecture)
     lone = inventory.drafter is None
-    known = (
-        (
-            lone,
-            "drafts from a request's own text (SADecodingConfig) were configured from its page, and not run",
-        ),
-        (
-            foreign is not None,
-            f"only TensorRT-LLM runs {architecture} ({foreign.source}); DFlash with it: {foreign.dflash}"
-            if foreign
-            else "",
-        ),
-        (
-            foreign is not None and not lone,
-            "checked were taps, vocabulary, mask token, block, tokenizer and the drafter's tensors; not the target's "
-            "tensors, its number format on this GPU, and how its weights are spread over GPUs",
-        ),
-        (
-            gpt_oss,
-            "gpt-oss with speculative decoding was reported to lose tool calls and to loop, with EAGLE3 "
-            "(NVIDIA/TensorRT-LLM#16377, #8615)",
-        ),
-        (
-            gpt_oss and gpu.sm >= 120,
-            f"gpt-oss-20b was reported not to start on SM{gpu.sm} (NVIDIA/TensorRT-LLM#13156)",
-        ),
-        (
-            inventory.target.embedding_scale != 1 and not lone,
-            "whether TensorRT-LLM scales a drafter's embedded tokens as Gemma 4 does, and caps its logits, was not "
-            "seen; only the number of accepted drafts depends on it",
-        ),
-        (
-            bool(inventory.target.delta_layers),
-            "the memory plan counts one state for each request, with its pending rows; how many TensorRT-LLM keeps for "
-            "the drafts of a round was not seen",
-        ),
-        (
-            0 in schedule.values() and not lone,
-            "without drafting the drafter stores no context, so later drafts of those requests are worse",
-        ),
-    )
-    for number, text in enumerate((text for applies, text in known if applies), 1):
+    known: list[tuple[bool, str]] = [
+        (lone, "drafts from a request's own text (SADecodingConfig) were configured from its page, and not run"),
+        (foreign is not None and not lone, "checked were taps, vocabulary, mask token, block, tokenizer and the "
+         "drafter's tensors; not the target's tensors, its number format on this GPU, and how its weights are spread "
+         "over GPUs"),
+        (gpt_oss, "gpt-oss with speculative decoding was reported to lose tool calls and to loop, with EAGLE3 "
+         "(NVIDIA/TensorRT-LLM#16377, #8615)"),
+        (gpt_oss and gpu.sm >= 120, f"gpt-oss-20b was reported not to start on SM{gpu.sm} (NVIDIA/TensorRT-LLM#13156)"),
+        (inventory.target.embedding_scale != 1 and not lone, "whether TensorRT-LLM scales a drafter's embedded tokens "
+         "as Gemma 4 does, and caps its logits, was not seen; only the number of accepted drafts depends on it"),
+        (bool(inventory.target.delta_layers), "the memory plan counts one state for each request, with its pending "
+         "rows; how many TensorRT-LLM keeps for the drafts of a round was not seen"),
+        (0 in schedule.values() and not lone, "without drafting the drafter stores no context, so later drafts of "
+         "those requests are worse"),
+    ]  # fmt: skip
+    texts = [text for applies, text in known if applies]
+    if foreign is not None:
+        texts.insert(
+            0, f"only TensorRT-LLM runs {architecture} ({foreign.source}); DFlash with it: {foreign.dflash}"
+        )
+    for number, text in enumerate(texts, 1):
         yield Choice(f"warning {number}", "", text, written=False)

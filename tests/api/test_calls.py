@@ -206,6 +206,22 @@ def test_logits_are_the_target_s(oracle) -> None:
     assert int(pair.llm.logits(tokens).argmax()) == expected[0]
 
 
+def test_the_tools_of_a_chat_are_in_its_prompt_as_transformers_puts_them_there(oracle, monkeypatch) -> None:
+    llm = oracle[0].llm
+    template = "{{ messages[0].content }}{% for tool in tools or [] %} {{ tool.function.name }}{% endfor %}"
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+    messages = [{"role": "user", "content": "Hi"}]
+    monkeypatch.setitem(llm.tokenizer.templates.sources, "default", template)
+    prompt = llm.chat(messages, SamplingParams(max_tokens=2), tools=tools).prompt_token_ids
+    assert llm.tokenizer.decode(prompt) == "Hi weather"
+    assert llm.tokenizer.decode(llm.chat_prompt(messages)) == "Hi"
+    for wrong in ("weather", ["weather"]):
+        with pytest.raises(RequestError, match=r"tools is .*weather.*, expected a list of objects"):
+            llm.chat(messages, tools=wrong)
+    with pytest.raises(RequestError, match="tools are given twice"):
+        llm.chat_prompt(messages, {"tools": tools}, tools)
+
+
 def test_chat_in_a_mode_that_the_drafter_was_not_trained_for_is_warned_about(
     pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

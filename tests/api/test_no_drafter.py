@@ -15,6 +15,9 @@ from dflash_trt import LLM, SamplingParams, StructuredOutputs
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.cli import main
+from dflash_trt.decoding.length.adaptive import AdaptiveLength
+from dflash_trt.decoding.length.policy import FixedLength, Lengths
+from dflash_trt.decoding.length.times import PassTimes
 from dflash_trt.decoding.params import RequestOptions
 from dflash_trt.decoding.request import Request
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
@@ -124,20 +127,28 @@ def test_tokens_are_those_of_plain_decoding(
     assert copied > 0
 
 
-def generate(llm: LLM, asked: list[tuple[list[int], SamplingParams, RequestOptions]]) -> list[Request]:
+def generate(
+    llm: LLM, asked: list[tuple[list[int], SamplingParams, RequestOptions]], lengths: Lengths | None = None
+) -> list[Request]:
     """All at a time, each with options of its own."""
     runtime = llm._runtime
     requests = [runtime.request(*each) for each in asked]
     for each in requests:
         runtime.scheduler.submit(each)
     while not runtime.scheduler.idle:
-        runtime.scheduler.step(runtime.lengths(RequestOptions()))
+        runtime.scheduler.step(lengths or runtime.lengths(RequestOptions()))
     return requests
 
 
-@pytest.mark.parametrize(("engine", "width"), [("onnxruntime", 1), ("onnxruntime", 3)])
+@pytest.mark.parametrize(
+    ("engine", "width"),
+    [("onnxruntime", 1), ("onnxruntime", 3), ("torch", 1), ("torch", 3), ("tensorrt", 1), ("tensorrt", 3)],
+)
 def test_a_batch_mixes_sources(targets: dict[str, Path], engine: str, width: int, tmp_path: Path) -> None:
-    """The drafter, the text, both and neither, side by side: each has its own, and the tokens of plain decoding."""
+    """The drafter, the text, both and neither, side by side: each has its own, and the tokens of plain decoding.
+
+    On a device the drafter's chains are not read, and copies are put into them.
+    """
     drafter = make_drafter(tmp_path / "drafter", targets["windows"], block_size=BLOCK, layers=1, taps=(0, 1))
     sources = [
         {"draft_source": "lookup"},
@@ -154,17 +165,29 @@ def test_a_batch_mixes_sources(targets: dict[str, Path], engine: str, width: int
                 for j in range(2)
                 for i, options in enumerate(sources)
             ]
-            found = generate(llm, asked)
-            for each, (ids, params, _) in zip(found, asked, strict=True):
-                plain = llm.generate(ids, params, speculate=False).token_ids
-                assert each.output[: len(plain)] == plain
-            lookups = [
-                (r.statistics.num_lookup_draft_tokens, r.statistics.num_draft_tokens, r.options)
-                for r in found
-            ]
-            assert all(copied == drafts for copied, drafts, o in lookups if not o.takes_drafter)
-            assert all(copied == 0 for copied, _, o in lookups if not o.takes_lookup or not o.speculate)
-            assert sum(copied for copied, _, o in lookups if o.takes_lookup and not o.takes_drafter) > 0
+            arrays, placed = llm._runtime.pair.arrays, list[set[int]]()
+            put = arrays.replace
+            arrays.replace = lambda draft: (placed.append(set(draft.replaced)), put(draft))  # type: ignore[method-assign]
+            plain = [llm.generate(ids, params, speculate=False).token_ids for ids, params, _ in asked]
+            # Passes of the drafter take no time before they are measured.
+            times = (
+                PassTimes(BLOCK, {1: {2: 1e-5, BLOCK: 1e-5}}),
+                PassTimes(BLOCK, {1: {1: 1.0, BLOCK: 1.01}}),
+            )
+            for lengths in (AdaptiveLength(BLOCK, *times, llm.most_tree_nodes), FixedLength(4)):
+                found = generate(llm, asked, lengths)
+                for each, expected in zip(found, plain, strict=True):
+                    assert each.output[: len(expected)] == expected
+                counts = [
+                    (r.statistics.num_lookup_draft_tokens, r.statistics.num_draft_tokens, r.options)
+                    for r in found
+                ]
+                assert all(copied == drafts for copied, drafts, o in counts if not o.takes_drafter)
+                assert all(copied == 0 for copied, _, o in counts if not o.takes_lookup or not o.speculate)
+                lone = sum(copied for copied, _, o in counts if not o.takes_drafter)
+                # A fixed length drafts by the drafter.
+                assert lone == 0 if isinstance(lengths, FixedLength) else lone > 0
+            assert bool(placed) == (engine != "onnxruntime")
 
 
 FIELDS = {

@@ -257,3 +257,12 @@ def test_the_estimate_grows_with_what_is_asked(bundle: Path) -> None:
         }  # fmt: skip
         small, large = expected_seconds(llm, prompts[:1], **few), expected_seconds(llm, prompts, **many)  # type: ignore[arg-type]
     assert 0 < 4 * small < large
+
+
+@pytest.mark.parametrize("step", ["regenerate", "drafter", "evaluate", "export"])
+def test_steps_of_train_take_a_log_level_and_their_help_has_examples(command: Command, step: str) -> None:
+    shown = command("train", step, "--help")
+    assert shown.code == 0
+    assert f"  dflash-trt train {step} --" in shown.out.partition("examples:")[2]
+    missing = command("train", step, "--log-level", "info")
+    assert "the following arguments are required" in missing.err

@@ -156,8 +156,9 @@ class LLM:
         if unknown := set(kwargs) - self.fields:
             raise TypeError(f"LLM got unexpected arguments {sorted(unknown)}")
         assert Path(model, "config.json").is_file(), model
-        draft = kwargs["speculative_config"].values["speculative_model"]
-        assert Path(draft, "config.json").is_file(), draft
+        drafting = kwargs["speculative_config"].values
+        if drafting["decoding_type"] == "DFlash":
+            assert Path(drafting["speculative_model"], "config.json").is_file(), drafting
         self.model, self.kwargs, self.skip_tokenizer_init = model, kwargs, skip_tokenizer_init
         self.max_seq_len: int = kwargs["max_seq_len"]
         self.aborted, self.closed = 0, False

@@ -20,7 +20,7 @@ from dflash_trt.bundle.manifest import MANIFEST, Bundle
 from dflash_trt.checkpoint.catalogue import PAIRS
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.cli import main
-from dflash_trt.errors import BuildError, CheckpointError
+from dflash_trt.errors import BuildError, CheckpointError, DFlashError
 from dflash_trt.models.configs import read_drafter_config
 from dflash_trt.reports.inspection import inspect
 from dflash_trt.trtllm.entry import TensorRTLLMOptions
@@ -66,6 +66,28 @@ def test_every_known_pair_builds_without_weights(name: str, tmp_path: Path) -> N
     assert not [file for file in files if file.endswith(".safetensors")]
     config = read_drafter_config(bundle.path / "drafter")
     assert list(config.target_layer_ids) == bundle.manifest["target_layer_ids"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("qwen3-8b", {"drafter_attention": "FA4"}, "--drafter-attention is FA4, but there is no drafter"),
+        ("qwen3-8b", {"block_reuse": 64}, "--block-reuse is 64, but no drafter needs a part of the prompt"),
+        (
+            "qwen3-coder-next",
+            {},
+            "has layers with a state, with which TensorRT-LLM's drafts from a request's own text",
+        ),
+    ],
+)
+def test_what_is_refused_without_a_drafter(
+    name: str, options: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    where = TensorRTLLMOptions(gpu="h200", **options)
+    with pytest.raises(DFlashError, match=said):
+        build(
+            name, None, tmp_path / "b", engine="tensorrt-llm", weights="none", options=where, no_drafter=True
+        )
 
 
 def test_other_hybrids_are_refused_by_name(tmp_path: Path) -> None:

@@ -153,10 +153,45 @@ def test_what_tensorrt_llm_is_asked(bundles: Path, double: Any) -> None:
     assert made.model == str(bundles / "trtllm" / "target")
 
 
+def test_a_target_without_a_drafter(
+    bundles: Path, double: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts are from a request's own text, by a class of TensorRT-LLM's own, and no drafter's attention is needed."""
+    for package in ATTENTION:
+        monkeypatch.delitem(sys.modules, package)
+    options = TensorRTLLMOptions(gpu="h100")
+    bundle = build(
+        "tiny",
+        None,
+        tmp_path / "alone",
+        engine="tensorrt-llm",
+        options=options,
+        no_drafter=True,
+        block_size=8,
+    )
+    assert not [name for name in bundle.manifest["files"] if "drafter" in name]
+    assert bundle.manifest["cache_bytes_per_token"]["drafter"] == 0
+    with LLM(bundles / "onnx") as ours, LLM(bundle.path) as theirs:
+        expected = ours.generate(PROMPTS, SamplingParams(max_tokens=30))
+        found = theirs.generate(PROMPTS, SamplingParams(max_tokens=30))
+        assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+        for source in ("lookup", "drafter,lookup"):
+            theirs.generate(PROMPTS[:1], SamplingParams(max_tokens=4), draft_source=source)
+        with pytest.raises(DFlashError, match="draft_source is drafter, but this bundle has none"):
+            theirs.generate("x", draft_source="drafter")
+    drafting = double.made[0].kwargs["speculative_config"]
+    assert isinstance(drafting, double.llmapi.SADecodingConfig)
+    assert drafting.values == {
+        "decoding_type": "SA", "max_draft_len": 7, "max_matching_ngram_size": -1, "enable_global_pool": False,
+    }  # fmt: skip
+    assert double.made[0].kwargs["kv_cache_config"].values["enable_block_reuse"] is True
+
+
 def test_what_it_cannot_do_is_refused_by_name(bundles: Path, double: Any) -> None:
     with LLM(bundles / "trtllm") as llm:
         refused: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
             ("speculate", {}, {"speculate": False}), ("block_length is 3", {}, {"block_length": 3}),
+            ("draft_source is lookup, but .* from: drafter", {}, {"draft_source": "lookup"}),
             ("min_p", {"min_p": 0.1, "temperature": 1.0}, {}), ("logprobs", {"logprobs": True}, {}),
             ("repetition_penalty", {"repetition_penalty": 1.2}, {}), ("bad_words", {"bad_words": ("no",)}, {}),
         ]  # fmt: skip

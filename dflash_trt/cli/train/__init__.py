@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from dflash_trt.cli.train import drafter, evaluate, export, regenerate
+from dflash_trt.logs import LEVELS
 
 SUMMARY = "train a drafter for a target, on the target's own answers"
 DESCRIPTION = """\
@@ -33,10 +34,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     steps = parser.add_subparsers(title="steps", metavar="STEP", required=True)
     for name, module in STEPS.items():
         text = module.SUMMARY
-        step = steps.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        examples = [line for line in EXAMPLES.splitlines() if f" train {name} " in line]
+        step = steps.add_parser(
+            name,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            epilog="\n".join(["examples:", *examples]),
+        )
         module.add_arguments(step)
         step.add_argument(
             "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
+        )
+        step.add_argument(
+            "--log-level",
+            choices=tuple(LEVELS),
+            default=argparse.SUPPRESS,
+            help="what is logged on standard error",
         )
         step.set_defaults(run_step=module.run, step_error=step.error)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from dflash_trt.building.progress import progress_display
 from dflash_trt.cli.options import add_threads, at_least, each, option
-from dflash_trt.cli.train.common import check_installed
+from dflash_trt.engines import registry
 from dflash_trt.errors import DFlashError
 
 if TYPE_CHECKING:
@@ -57,8 +59,6 @@ def run(args: argparse.Namespace) -> int:
         args.step_error("--server and --model belong together")
     if args.server is not None and args.target is None:
         args.step_error("--server needs --target, for its tokenizer and template")
-    if args.server is None and args.target is not None:
-        check_installed()
     from dflash_trt.prompts import read_prompts
     from dflash_trt.training.answers import read_answers, summary
     from dflash_trt.training.regenerate import AnswerSampling
@@ -116,9 +116,24 @@ def _answer(
     )
 
 
-def _bundle(args: argparse.Namespace, target: Path | None) -> AbstractContextManager[Path]:
+@contextmanager
+def _bundle(args: argparse.Namespace, target: Path | None) -> Iterator[Path]:
+    """The bundle that was given, or one of the target alone, in a folder beside the answers that is removed at the
+    end.
+    """
     if target is None:
-        return nullcontext(args.bundle)
-    from dflash_trt.training.checkpoint import plain_bundle
+        yield args.bundle
+        return
+    from dflash_trt.building.build import build
 
-    return plain_bundle(target, args.out)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{args.out.name}.", dir=args.out.parent) as work:
+        yield build(
+            str(target),
+            None,
+            Path(work, "bundle"),
+            no_drafter=True,
+            engine=registry.DEFAULT,
+            weights="link",
+            block_size=2,
+        ).path

@@ -130,8 +130,10 @@ class AdaptiveLength:
 
     def select(self, draft: Draft, active: Sequence[Request], slots: Sequence[int], most: int) -> Draft:
         """As many nodes as are expected to be fastest: the first of each chain, or trees of at most `most` nodes."""
-        if not slots or (self._trial and draft.nodes == 1) or not draft.at_hand:
-            return draft  # waiting for a device's numbers costs more than it saves
+        if not slots or (self._trial and draft.nodes == 1):
+            return draft
+        if not draft.at_hand:  # waiting for a device's numbers costs more than it saves
+            return self._replaced(draft, active)
         if draft.nodes == 1 and not self._found:
             return draft
         wide = draft.candidates is not None and most > 1 and self._most_nodes > 0
@@ -173,6 +175,17 @@ class AdaptiveLength:
             tree.grow(nodes)
             active[slot].fitting = min(nodes, len(tree.tokens))
         return joined(draft, trees, nodes) if nodes > 1 else draft.first(1)
+
+    def _replaced(self, draft: Draft, active: Sequence[Request]) -> Draft:
+        """The drafter's chains, or what texts propose for requests without it, and where that promises more than its
+        drafts are worth on average.
+        """
+        usual, drafts = self._expected.tokens()[draft.nodes - 1] - 1, draft.nodes - 1
+        for slot, (copied, _, survival) in self._found.items():
+            if not active[slot].takes_drafter or (not self._trial and sum(survival[:drafts]) > usual):
+                draft.replaced[slot] = copied[:drafts]
+                draft.copied[slot] = set(range(1, 1 + len(copied[:drafts])))
+        return draft
 
     def _look(self, draft: Draft, request: Request, slot: int, *, wide: bool) -> _Seen:
         survival = self._odds.chain(request.own, draft.logprobs[slot].tolist())
@@ -252,7 +265,8 @@ class AdaptiveLength:
         if self._seen:
             return [survival for _, _, survival in self._seen.values()]
         survivals = []
-        for slot in self._some([slot for slot in judged if done.active[slot].takes_drafter]):
+        copied = done.proposed.copied
+        for slot in self._some([s for s in judged if done.active[s].takes_drafter and s not in copied]):
             pairs = zip(done.proposed.tokens_of(slot)[1:], judged[slot], strict=False)
             right = [float(drafted == token) for drafted, token in pairs]
             survivals.append(right[: right.index(0.0) + 1] if 0.0 in right else right)

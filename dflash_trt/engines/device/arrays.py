@@ -238,6 +238,10 @@ class DeviceArrays:
             drafted = self._round.chains(tokens)
         return Draft(self.readable(drafted), None, logprobs)
 
+    def replace(self, draft: Draft) -> None:
+        with on(self._stream):
+            self._round.replace(draft.replaced)
+
     def verified(self, active: Sequence[Request], draft: Draft, outputs: Mapping[str, Any]) -> Verified:
         """The graph decides for greedy requests. If the kernels sample, they decide for all requests except adjusted
         ones. The host decides over trees.

@@ -218,6 +218,13 @@ class RoundMemory:
         )  # pageable memory is read before this returns
         return buffer
 
+    def replace(self, chains: Mapping[int, Sequence[int]]) -> None:
+        """Put drafts of the host into this round's tokens, in place of the drafter's, with copies of the last one."""
+        tokens = self._target.buffer(DECODE, "tokens", *self._block)
+        for slot, chain in chains.items():
+            row = [*chain, *[chain[-1]] * self._block[1]][: self._block[1] - 1]
+            tokens[slot, 1:].copy_(torch.tensor(row), non_blocking=True)
+
     def _widened(self, tokens: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
         """Put tokens [n, N] into the target's input with copies of the last sequence and of the last column."""
         sequence, node = self._slots[: shape[0]], self._nodes[: shape[1]]
