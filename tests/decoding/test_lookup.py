@@ -96,6 +96,7 @@ def test_any_mix_of_sources_gives_the_tokens_of_plain_decoding(target: Any, seed
                 assert each.statistics.num_lookup_draft_tokens == 0
             copied += each.statistics.num_lookup_accepted_tokens
             assert each.statistics.num_lookup_accepted_tokens <= each.statistics.num_accepted_tokens
+            assert each.lookup is None  # its memory is that of a text
     assert copied > 0
 
 
