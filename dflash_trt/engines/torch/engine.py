@@ -1,7 +1,8 @@
 """Run a graph by torch on tensors and a stream of one GPU, or on a CPU.
 
-On a GPU, decoding passes are CUDA graphs, one for each set of shapes: the first pass of a set prepares its program, the
-second is captured, and later ones are replayed. Nothing is then allocated, uploaded or waited for in a pass.
+On a GPU, passes are CUDA graphs, one for each set of shapes: the first pass of a set prepares its program, the second
+is captured, and later ones are replayed. Nothing is then allocated, uploaded or waited for in a pass. A prompt's graph
+is that of one slot, too, so only a few of them are kept.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ _log = logging.getLogger(__name__)
 # Passes are padded to few sizes (device/sizes.py): 8 slots and blocks of 16 have 20 of a target and 16 of a drafter.
 # Those used longest ago are dropped beyond so many. A prompt adds its last parts at the end of a cache.
 MOST_PROGRAMS = 64
+# Prompts that are captured: seven lengths (device/sizes.py) in the first slots. Others are launched call by call.
+MOST_PROMPTS = 28
 
 
 class TorchEngine:
@@ -113,7 +116,8 @@ class TorchEngine:
                 if fed.data_ptr() != buffer.data_ptr():
                     buffer.copy_(fed, non_blocking=True)  # pageable memory is read before this returns
             held = self._held(first_slot, batch)
-            return self._pass(key, given | {name: now for name, (now, _) in held.items()}, held)
+            feeds = given | {name: now for name, (now, _) in held.items()}
+            return self._pass(key, first_slot, feeds, held)
 
     def _held(self, first_slot: int, batch: int) -> dict[str, tuple[Tensor, Tensor]]:
         """What a pass from this slot on reads of each cache and state, and where it writes."""
@@ -125,26 +129,35 @@ class TorchEngine:
         return held
 
     def _pass(
-        self, key: Any, feeds: Mapping[str, Tensor], held: Mapping[str, tuple[Tensor, Tensor]]
+        self,
+        key: Any,
+        first_slot: int,
+        feeds: Mapping[str, Tensor],
+        held: Mapping[str, tuple[Tensor, Tensor]],
     ) -> dict[str, Tensor]:
         profile: int = key[0]
         program = self._programs.get(key)
         if program is None:
             while len(self._programs) >= MOST_PROGRAMS:
                 dropped, _ = self._programs.popitem(last=False)
-                self._captured.pop(dropped, None)
+                for place in [place for place in self._captured if place[0] == dropped]:
+                    del self._captured[place]
             self._programs[key], made = self._graph.first_pass(feeds)
             return self._placed(profile, made, held)
         self._programs.move_to_end(key)
-        if key in self._captured:
-            graph, outputs = self._captured[key]
+        place = key, first_slot
+        if place in self._captured:
+            graph, outputs = self._captured[place]
             graph.replay()
             return dict(outputs)
-        if profile == DECODE and self.graphs:
-            captured = self._capture(key, program, feeds, held)
+        if self.graphs and (profile == DECODE or self._prompts() < MOST_PROMPTS):
+            captured = self._capture(place, program, feeds, held)
             if captured is not None:
                 return captured
         return self._placed(profile, program(feeds), held)
+
+    def _prompts(self) -> int:
+        return sum(profile == PREFILL for (profile, *_), _ in self._captured)
 
     def _placed(
         self, profile: int, made: Mapping[str, Tensor], held: Mapping[str, tuple[Tensor, Tensor]]
@@ -162,7 +175,7 @@ class TorchEngine:
 
     def _capture(
         self,
-        key: Any,
+        place: Any,
         program: Program,
         feeds: Mapping[str, Tensor],
         held: Mapping[str, tuple[Tensor, Tensor]],
@@ -174,7 +187,7 @@ class TorchEngine:
             # Work of other threads may go on. `torch.cuda.graph` would wait for the device and empty its cache.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                outputs = self._placed(key[0], program(feeds), held)
+                outputs = self._placed(place[0][0], program(feeds), held)
             finally:
                 graph.capture_end()
         except (RuntimeError, torch.OutOfMemoryError) as error:
@@ -183,7 +196,7 @@ class TorchEngine:
                 _log, f"{self._graph.path}: runs without CUDA graphs, because a capture failed: {error}"
             )
             return None
-        self._captured[key] = graph, outputs
+        self._captured[place] = graph, outputs
         graph.replay()
         return dict(outputs)
 

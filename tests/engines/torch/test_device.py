@@ -16,6 +16,7 @@ from dflash_plugins import compiled
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.engines.device.sizes import PREFILL
 from dflash_trt.engines.torch import engine, kernels, opening
 from dflash_trt.errors import BuildError
 from dflash_trt.formats.precision import Precision
@@ -64,6 +65,20 @@ def test_graphs_of_every_shape_give_the_tokens_of_a_cpu(tmp_path: Path, gpu: pyt
             assert tokens(llm, 0.8, block_length=length) == expected
         assert len(target._captured) >= 2
         assert all(graph.replays for graph, _ in target._captured.values())
+        assert {slot for (profile, *_), slot in target._captured if profile == PREFILL} == {0, 1}
+
+
+def test_only_a_few_prompts_are_captured(tmp_path: Path, gpu: pytest.MonkeyPatch) -> None:
+    """As each slot has its own."""
+    gpu.setattr(engine, "MOST_PROMPTS", 1)
+    made = bundle(tmp_path, make_target, make_drafter, FLOAT32)
+    with LLM(made.path, max_batch_size=2, prefix_cache_bytes=0) as llm:
+        expected = tokens(llm, 0.8)
+        for _ in range(3):
+            assert tokens(llm, 0.8) == expected
+        target = llm._runtime.pair.target
+        assert target._prompts() == 1
+        assert len(target._captured) > 1
 
 
 def test_a_round_uploads_its_numbers_once_and_waits_once(tmp_path: Path, gpu: pytest.MonkeyPatch) -> None:
@@ -111,7 +126,7 @@ def test_programs_are_bounded(tmp_path: Path, gpu: pytest.MonkeyPatch) -> None:
         tokens(llm, 0.8)
         target = llm._runtime.pair.target
         assert len(target._programs) == 3
-        assert set(target._captured) <= set(target._programs)
+        assert {key for key, _ in target._captured} <= set(target._programs)
 
 
 def test_tiles_that_do_not_compile_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
