@@ -14,7 +14,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,6 +97,13 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "expert_used_count": (0,),
     "rope.scaling.type": ("none",),
 }
+
+
+def is_installed(name: str) -> bool:
+    """Whether a name is that of a target from a Python package that is installed."""
+    with suppress(PackageNotFoundError):
+        return name in PACKAGED and distribution(PACKAGED[name][0]) is not None
+    return False
 
 
 def packaged_target(name: str) -> Path:

@@ -14,6 +14,7 @@ from dflash_trt.engines import registry
 from dflash_trt.errors import UsageError
 
 if TYPE_CHECKING:
+    from dflash_trt.engines.base import Weights
     from dflash_trt.models.inventory import Inventory
     from dflash_trt.planning.gpus import Gpu
     from dflash_trt.planning.memory import MemoryEstimate
@@ -106,6 +107,7 @@ def prepare(args: argparse.Namespace, gpu: Gpu) -> tuple[Inventory, Settings]:
     )
     from dflash_trt.building.sources import find_sources
     from dflash_trt.checkpoint.compatibility import check_pair
+    from dflash_trt.checkpoint.gguf import is_installed
     from dflash_trt.checkpoint.rules import Quantization
     from dflash_trt.formats.precision import parse_precision
     from dflash_trt.models.configs import read_drafter_config, read_target_config
@@ -116,7 +118,10 @@ def prepare(args: argparse.Namespace, gpu: Gpu) -> tuple[Inventory, Settings]:
     engine, options = registry.find(args.engine), engine_options.from_arguments(args, plan=True)
     precision = parse_precision(args.precision)
     engine.check(precision, "copy", options)
-    sources = find_sources(args.target, args.drafter, "none", no_drafter=args.no_drafter)
+    # The number formats of a target in a Python package are those of its file.
+    kept = engine.weight_layout == "blocks" and precision.target is None and is_installed(args.target)
+    weights: Weights = "copy" if kept else "none"
+    sources = find_sources(args.target, args.drafter, weights, no_drafter=args.no_drafter, stored=kept)
     target = read_target_config(sources[0].directory)
     drafter = read_drafter_config(sources[1].directory, target) if sources[1] else None
     engine.check_pair(target, drafter)

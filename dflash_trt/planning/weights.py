@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeGuard
 
+from dflash_trt.checkpoint.quantization import read_quantization
 from dflash_trt.engines import registry
 from dflash_trt.engines.base import PREFILL_CHUNK
 from dflash_trt.formats import FORMATS, INT4
@@ -85,9 +86,13 @@ def _borrowed(inventory: Inventory, s: Settings) -> dict[str, dict[str, int]]:
 
 def _target_head(inventory: Inventory, s: Settings) -> dict[str, int]:
     """The target's head as ONNX Runtime multiplies it."""
-    scheme = s.precision.scheme("target")
+    scheme, vocab = s.precision.scheme("target"), inventory.target.vocab_size
+    if s.precision.target is None:
+        kept = read_quantization(inventory.target.path.parent).algorithm("lm_head")
+        if kept is not None and _integer(kept.scheme):
+            return _head(inventory, kept.scheme, BLOCK, vocab)  # in the blocks of its file
     stored = scheme if _integer(scheme) else s.compute("target")
-    return _head(inventory, stored, _largest_group(stored), inventory.target.vocab_size)
+    return _head(inventory, stored, _largest_group(stored), vocab)
 
 
 def _largest_group(precision: str | None) -> int:

