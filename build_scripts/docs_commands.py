@@ -234,9 +234,9 @@ def main() -> int:
             if faults and args.update and each.printed and ELLIPSIS not in (each.output or ()):
                 update(each)
     for page in args.pages or PAGES:
-        for each in unknown_options(page.resolve()):
+        for name in unknown_options(page.resolve()):
             failed += 1
-            print(f"FAILED   {page}: no command takes {each}")
+            print(f"FAILED   {page}: no command takes {name}")
     print(f"{len(done)} commands ran, {failed} failed, the others of {len(shown)} were not run or repeat one")
     return int(failed > 0)
 
