@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from dflash_plugins import attention, compiled, launch, layers, moe, packed
 from dflash_plugins import kernel_specs as uses
 
@@ -143,18 +144,29 @@ class LayerKernels:
 
         return self._first(("router", weight.shape, bias is None, x.dtype), "routers", [None], launched)
 
-    def multiplies(self, weight: packed.PackedWeight, dtype: torch.dtype) -> bool:
-        """Whether a kernel multiplies a weight as it is stored. The tile that is found here is that of any number of
-        rows, because the order of a sum depends on it.
+    def multiplies(
+        self, weight: packed.PackedWeight, dtype: torch.dtype, widened: Callable[[], Tensor]
+    ) -> bool:
+        """Whether a kernel multiplies a weight as it is stored, which is tried on random rows against torch's product
+        with the `widened` one. The tile that is found here is that of any number of rows, because the order of a sum
+        depends on it.
         """
         if not weight.form.fits:
             return False
 
         def launched(tile: packed.Tile) -> Tensor:
-            packed.widen(weight, dtype, tile, self._run)
+            dense = widened()
+            if not torch.equal(packed.widen(weight, dtype, tile, self._run), dense):
+                raise BuildError("it widens a weight to other numbers")
             for rows in packed.ROWS[::-1]:
-                x = torch.zeros(rows, weight.form.inputs, dtype=dtype, device=weight.codes.device)
-                y = packed.product(x, weight, None, tile, self._run)
+                x = torch.randn(rows, weight.form.inputs, device=dense.device).to(dtype)
+                y, exact = (
+                    packed.product(x, weight, None, tile, self._run),
+                    F.linear(x.float(), dense.float()),
+                )
+                error = (y - exact).abs().max() / exact.abs().max()
+                if not error <= 4 * torch.finfo(dtype).eps:
+                    raise BuildError(f"a product is off by {float(error):.1e} of the largest number")
             return y
 
         tiles = packed.TILES[weight.form.in_word]

@@ -24,10 +24,14 @@ def weight(
     """`Widened` (dflash_trt/graph/torch.py): as stored where a kernel multiplies it so, else in the dtype `to`."""
     dtype = _DTYPES[a["to"]]
     run = kernels.of(codes)
-    if run is None or dtype == torch.float32 or _has_nan(codes):
+
+    def wide() -> Tensor:
         return widened(a, codes, scales, second, zeros).to(dtype)
+
+    if run is None or dtype == torch.float32 or _has_nan(codes):
+        return wide()
     packed = stored(a, codes, scales, second, zeros)
-    return packed if run.multiplies(packed, dtype) else widened(a, codes, scales, second, zeros).to(dtype)
+    return packed if run.multiplies(packed, dtype, wide) else wide()
 
 
 def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from dflash_plugins import compiled
+from dflash_plugins import checks, compiled, packed
+from dflash_plugins.launch import by_triton
 
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
@@ -167,3 +168,17 @@ def test_without_a_compiler_torchs_operators_and_the_host_do_the_work(
     assert opening._kernels([]) is None
     kernels._of_this_gpu.cache_clear()
     assert "Triton cannot be imported; torch's operators take the place of all kernels" in caplog.text
+
+
+@pytest.mark.parametrize("wrong", ["widen", "product"])
+def test_a_kernel_with_other_numbers_is_not_used(
+    wrong: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A layer is then widened, as where no kernel compiles."""
+    right = getattr(packed, wrong)
+    stored, wide = checks.random_weight(packed.Packing(32, 128, "int4", "bf16", group=32))
+    dense = wide.to(torch.bfloat16)
+    assert kernels.LayerKernels(by_triton).multiplies(stored, dense.dtype, lambda: dense)
+    monkeypatch.setattr(packed, wrong, lambda *given: right(*given) * 1.05)
+    assert not kernels.LayerKernels(by_triton).multiplies(stored, dense.dtype, lambda: dense)
+    assert "no kernel of ours for packed weights on this GPU" in caplog.text
