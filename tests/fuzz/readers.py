@@ -126,8 +126,9 @@ def _target(directory: Path) -> None:
 def _drafter(directory: Path) -> None:
     config = read_drafter_config(directory)
     inverse_frequencies(config.rope, config.head_dim, config.max_position_embeddings)
-    choose_block_size(None, config)
-    check_pair(read_target_config(known_configs("qwen3-8b")[0]), config)
+    target = read_target_config(known_configs("qwen3-8b")[0])
+    choose_block_size(None, target, config)
+    check_pair(target, config)
 
 
 def _quantization(directory: Path) -> None:

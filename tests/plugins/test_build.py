@@ -94,6 +94,7 @@ def made(
         engine,
         TensorRTOptions(capabilities=(capability,), **options),
         parse_precision(precision),
+        roles=("target", "drafter"),
         block_size=8,
         capacity=128,
         formats=(),

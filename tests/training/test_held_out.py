@@ -197,8 +197,3 @@ def test_the_options_of_regenerate_that_belong_together(capsys: pytest.CaptureFi
         with pytest.raises(SystemExit):
             main(["train", "regenerate", *words, *rest])
         assert message in capsys.readouterr().err
-
-
-def test_a_target_without_a_known_drafter_is_sent_to_training(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["build", "--target", str(TINY)]) == 1
-    assert "train one (`dflash-trt train --help` has the steps)" in capsys.readouterr().err
