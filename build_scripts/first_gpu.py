@@ -35,6 +35,7 @@ from dflash_trt.building.build import build
 from dflash_trt.engines.device.kernels import kernels_here
 from dflash_trt.engines.torch import layers
 from dflash_trt.formats.precision import Precision
+from dflash_trt.reports.kernels import check_kernels
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -120,9 +121,11 @@ def seconds(run: Callable[[], object], times: int) -> float:
 def kernels() -> dict[str, Any]:
     """Errors as shares of the largest number; microseconds of each tile."""
     run = kernels_here({}) if GPU else by_triton
-    sizes = {"vocab": 151_936, "taps": 5, "hidden": 4096} if GPU else {"vocab": 300, "taps": 2, "hidden": 64}
-    small = checks.problems(DEVICE, run, **sizes, dtype=TYPES[0], block_size=8, in_plans=GPU)
-    rows: list[dict[str, Any]] = [{"kernel": n, "problem": problem} for n, problem in small.items()]
+    rows: list[dict[str, Any]] = [
+        {"kernel": name, "dtype": dtype, "problem": problem}
+        for dtype, found in check_kernels()["problems"].items()
+        for name, problem in found.items()
+    ]
     for dtype in TYPES:
         for size in SIZES:
             rows += [_attention(run, size, dtype, count) for count in ((1, 8, 512) if GPU else (3,))]

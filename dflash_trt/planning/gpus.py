@@ -71,12 +71,13 @@ def find_gpu(name: str) -> Gpu:
 
 def gpu_here() -> Gpu | None:
     """The first GPU here, by what nvidia-smi says; None if there is none, or it shares the memory of the host."""
-    gpu = next(iter(hardware.gpus()), {})
+    here = hardware.gpus()
+    gpu = here[0] if here else {}
     mib, capability = (gpu.get(name, "").partition(" ")[0] for name in ("memory.total", "compute_cap"))
     if not mib.isdigit() or not capability.replace(".", "").isdigit():
         return None
     sources = dict.fromkeys(("memory_mib", "gpus_per_node"), "nvidia-smi")
-    sm, count = int(capability.replace(".", "")), len(hardware.gpus())
+    sm, count = int(capability.replace(".", "")), len(here)
     return Gpu(gpu["name"], gpu["name"], sm, int(mib) << 20, count, sources)
 
 

@@ -20,8 +20,6 @@ Array = np.ndarray[Any, Any]
 # depend on how many masked rows follow: ONNX Runtime's softmax adds up 64 numbers at a time, and its products divide
 # the numbers of a head into blocks otherwise below 128 rows.
 STEP = 128
-
-
 _MOST_SLOTS = 1 << 20  # their records alone take more memory than any caches of so many have
 
 

@@ -147,12 +147,13 @@ class LayerKernels:
     def multiplies(
         self, weight: packed.PackedWeight, dtype: torch.dtype, widened: Callable[[], Tensor]
     ) -> bool:
-        """Whether a kernel multiplies a weight as it is stored, which is tried on random rows against torch's product
-        with the `widened` one. The tile that is found here is that of any number of rows, because the order of a sum
-        depends on it.
+        """Whether a kernel multiplies a weight as it is stored. The first weight of a form is tried on random rows
+        against torch's product with the `widened` one. The tile that is found here is that of any number of rows,
+        because the order of a sum depends on it.
         """
-        if not weight.form.fits:
-            return False
+        key = "packed", weight.form, dtype
+        if not weight.form.fits or key in self._tiles:
+            return self._tiles.get(key) is not None
 
         def launched(tile: packed.Tile) -> Tensor:
             dense = widened()
@@ -164,13 +165,13 @@ class LayerKernels:
                     packed.product(x, weight, None, tile, self._run),
                     F.linear(x.float(), dense.float()),
                 )
-                error = (y - exact).abs().max() / exact.abs().max()
+                error = (y - exact).abs().max() / exact.abs().max().clamp_min(torch.finfo(dtype).tiny)
                 if not error <= 4 * torch.finfo(dtype).eps:
                     raise BuildError(f"a product is off by {float(error):.1e} of the largest number")
             return y
 
         tiles = packed.TILES[weight.form.in_word]
-        return self._first(("packed", weight.form, dtype), "packed weights", tiles, launched) is not None
+        return self._first(key, "packed weights", tiles, launched) is not None
 
     def packed_linear(self, x: Tensor, weight: packed.PackedWeight, bias: Tensor | None) -> Tensor:
         """x [rows,in], few rows, through a layer with a weight that `multiplies` allowed."""

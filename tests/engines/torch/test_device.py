@@ -6,6 +6,7 @@ docs/torch.md says what this leaves open.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +179,17 @@ def test_a_kernel_with_other_numbers_is_not_used(
     right = getattr(packed, wrong)
     stored, wide = checks.random_weight(packed.Packing(32, 128, "int4", "bf16", group=32))
     dense = wide.to(torch.bfloat16)
-    assert kernels.LayerKernels(by_triton).multiplies(stored, dense.dtype, lambda: dense)
+    layer, asked = kernels.LayerKernels(by_triton), list[torch.Tensor]()
+
+    def widened() -> torch.Tensor:
+        asked.append(dense)
+        return dense
+
+    for each in (stored, replace(stored, codes=stored.codes * 0)):  # which is not tried: its form was
+        assert layer.multiplies(each, dense.dtype, widened)
+    assert len(asked) == 1
+    nothing = replace(stored, codes=stored.codes * 0)
+    assert kernels.LayerKernels(by_triton).multiplies(nothing, dense.dtype, lambda: dense * 0)
     monkeypatch.setattr(packed, wrong, lambda *given: right(*given) * 1.05)
     assert not kernels.LayerKernels(by_triton).multiplies(stored, dense.dtype, lambda: dense)
     assert "no kernel of ours for packed weights on this GPU" in caplog.text
