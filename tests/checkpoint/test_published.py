@@ -42,14 +42,31 @@ OPTIMIZER = LAYER | {
     }
 }
 
+YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+NEBIUS = LAYER | {
+    "architectures": ["LlamaForCausalLM"],
+    "intermediate_size": 11520,
+    "draft_vocab_size": 64000,
+    "truncated_vocab_size": 64000,
+    "rope_theta": 150000,
+    "rope_scaling": YARN | {"original_max_position_embeddings": 4096},
+}
+
 
 @pytest.mark.parametrize(
     ("config", "layer", "taps", "norm"),
     [
         (SPECFORGE, "midlayer", (-1, 1, 17, 33), False),
         (OPTIMIZER, "layers.0", (-1, 1, 17, 32), True),
+        (NEBIUS, "midlayer", (), False),
+        (LAYER | {"architectures": ["Eagle3LlamaForCausalLM"]}, "midlayer", (), False),
     ],
-    ids=["lmsys/EAGLE3-gpt-oss-120b-bf16", "nvidia/gpt-oss-120b-Eagle3-v3"],
+    ids=[
+        "lmsys/EAGLE3-gpt-oss-120b-bf16",
+        "nvidia/gpt-oss-120b-Eagle3-v3",
+        "nebius/EAGLE3-gpt-oss-20b",
+        "vLLM",
+    ],
 )
 def test_eagle3_heads_are_read_by_their_tensors(
     tmp_path: Path, config: dict[str, Any], layer: str, taps: tuple[int, ...], norm: bool

@@ -298,5 +298,5 @@ def _fused(g: GraphBuilder, m: Module, config: DrafterConfig, tapped: ir.Value) 
 
 KINDS = tuple(
     DrafterKind(name, "llama", read_eagle3, build_eagle3, taps=usual_taps, also=("qwen3", "qwen2"))
-    for name in ("LlamaForCausalLMEagle3", "LlamaForCausalLM")
+    for name in ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
 )
