@@ -4,7 +4,7 @@ Layers of one kind (dflash_trt/bundle/cache_kinds.py) share a pool, in which row
 slot has one record for each kind (`SlotRows`). A pass moves a slot's rows down before it runs, if the base of its first
 position is another than that of the pass before.
 
-A slot's states have one fixed size and belong to `position`. The rows from there on are pending: docs/hybrid.md says
+A slot's states have one fixed size and belong to `position`. The rows from there on are pending: docs/graphs.md says
 how a pass replays them. So such a slot can be cut to `position`, and to each length after it up to its own.
 """
 

@@ -253,7 +253,7 @@ def test_the_limits_are_tight(engine: str, backend: str) -> None:
 
 
 def test_plans_hold_states_twice() -> None:
-    """A pass writes new states, with their pending rows, beside those that it reads. Bytes as in docs/hybrid.md."""
+    """A pass writes new states, with their pending rows, beside those that it reads. Bytes as in docs/graphs.md."""
     plan = estimate_memory(inventory_of("qwen3.5-4b"), settings(engine="tensorrt-rtx", max_batch_size=3))
     assert plan.state_bytes_per_sequence == 2 * 57_901_056
     longer = estimate_memory(inventory_of("qwen3.5-4b"), settings(engine="tensorrt-rtx", max_batch_size=4))
