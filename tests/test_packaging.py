@@ -40,7 +40,7 @@ def test_the_core_imports_nothing_that_only_extras_install() -> None:
     plugins = [f"dflash_plugins.{name}" for name in with_kernels.split()]
     with_tensors = {
         "device": "arrays caches engine kernels opening rounds states stream",
-        "tensorrt": "engine opening pass_context",
+        "tensorrt": "contexts engine opening",
         "torch": "engine kernels layers opening operators packed program",
     }
     engines = [

@@ -14,7 +14,6 @@ import onnx_ir as ir
 from dflash_trt.checkpoint.linears import StoredLinear
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.delta_net import DeltaKind
-from dflash_trt.graph.delta_net_chunks import chunked_delta
 from dflash_trt.graph.dialect import (
     SINK_PADDING,
     AttentionInputs,
@@ -23,11 +22,11 @@ from dflash_trt.graph.dialect import (
     TreeRows,
     mask_name,
 )
-from dflash_trt.graph.experts import Experts, Storage, declared
+from dflash_trt.graph.experts import Storage, declared
 from dflash_trt.graph.lowering.base import TRT_DOMAIN
 from dflash_trt.graph.quantized import tensorrt_linear
 from dflash_trt.graph.quantized_experts import ExpertLayer
-from dflash_trt.graph.tensorrt_experts import mxfp4_experts, quantized_experts, router_shares, shared
+from dflash_trt.graph.tensorrt_experts import quantized_experts, router_shares, shared
 
 # Attention's kernels take up to so many keys at a time.
 STRIDE = 128
@@ -144,57 +143,21 @@ class TensorRT(Dialect):
         with g.scope("experts"):
             return quantized_experts(g, x, router, layer)
 
-    def experts(
-        self,
-        g: GraphBuilder,
-        x: ir.Value,
-        logits: ir.Value,
-        e: Experts,
-        *,
-        widened_bytes: int,
-        **attributes: Any,
-    ) -> ir.Value:
-        if e.storage != "mxfp4":
-            return super().experts(g, x, logits, e, widened_bytes=widened_bytes, **attributes)
-        body, k = self._some_experts(biased=e.gate_up_bias is not None), attributes.pop("k")
-
-        def some(*inputs: ir.Value) -> ir.Value:
-            (total,) = g.call(body, *inputs, name="some", **attributes)
-            return total
-
-        with g.scope("experts"):
-            return mxfp4_experts(g, x, logits, e, k, some)
-
-    def _some_experts(self, *, biased: bool) -> ir.Function:
-        """`Experts(total, x, shares, gate_up, down, biases) -> total`, as tensorrt_experts.py calls it."""
-        g = self._builder("Experts")
-        total, x = g.input("total", FLOAT, ["D", "rows"]), g.input("x", self.dtype, [1, "D", "rows"])
-        shares = g.input("shares", FLOAT, ["n", 1, "rows"])
-        weights = [g.input(name, self.dtype, ["n", "O", "I"]) for name in ("gate_up", "down")]
-        biases = [g.input(f"{w.name}_bias", self.dtype, ["n", "O", 1]) for w in weights] if biased else []
-
-        def linear(which: int, value: ir.Value) -> ir.Value:
-            """[1 or n, I, rows] -> [n, O, rows]"""
-            name = str(weights[which].name)
-            value = g.op("MatMul", weights[which], value, name=name)
-            return g.op("Add", value, biases[which], name=f"{name}/biased") if biased else value
-
-        y = shared(g, linear(1, self._swiglu(g, linear(0, x), axis=1)), shares)
-        y = g.op("ReduceSum", y, g.constant([0]), name="sum", keepdims=0)
-        g.output(g.op("Add", total, y, name="total"), "total_out", FLOAT, ["D", "rows"])
-        return g.function([a for a in declared() if a.name != "k"])
-
     def gated_delta_net(self, kind: DeltaKind) -> ir.Function:
-        return chunked_delta(kind)
+        """Left to the dialects with plugins."""
+        raise NotImplementedError
 
     def moe(
         self, storage: Storage, weight_dtype: ir.DataType, *, biased: bool, widened_bytes: int
     ) -> ir.Function:
-        """Every expert for every row, weighted by 0 if it was not chosen. The sum over experts is in float32.
+        """Every expert for every row, weighted by 0 if it was not chosen. The sum over experts is in float32. MXFP4 is
+        left to the dialects with plugins.
 
         Gathering the chosen matrices would read less. But TensorRT-RTX 1.7 writes the gathered matrices to memory: 72
         GB for 512 rows of gpt-oss-20b.
         """
+        if storage != "float":
+            raise NotImplementedError
         g = self._builder("MoE")
         x, router = g.input("x", self.dtype, ["rows", "D"]), g.input("router_logits", FLOAT, ["rows", "E"])
         weights: dict[str, tuple[ir.Value, ir.Value | None]] = {}
@@ -267,8 +230,8 @@ class TensorRT(Dialect):
         )
         return k, v
 
-    def _swiglu(self, g: GraphBuilder, x: ir.Value, axis: int = -1) -> ir.Value:
-        """Interleaved gate and up, 2I numbers along an axis -> I. In float32, where no limit overflows."""
+    def _swiglu(self, g: GraphBuilder, x: ir.Value) -> ir.Value:
+        """Interleaved gate and up, 2I numbers in a row -> I. In float32, where no limit overflows."""
 
         def attribute(name: str) -> ir.Value:
             reference = ir.RefAttr("value_float", name, ir.AttributeType.FLOAT)
@@ -276,7 +239,7 @@ class TensorRT(Dialect):
 
         limit = attribute("limit")
         gate, up = (
-            g.op("Slice", g.to_float(x), *map(g.constant, ([i], [2**31], [axis], [2])), name=name)
+            g.op("Slice", g.to_float(x), *map(g.constant, ([i], [2**31], [-1], [2])), name=name)
             for i, name in enumerate(("gate", "up"))
         )
         gate = g.op("Min", gate, limit, name="gate_cut")

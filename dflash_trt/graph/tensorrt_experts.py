@@ -5,15 +5,13 @@ TensorRT-RTX widens weights before it multiplies them. A group limits the memory
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
-from dflash_trt.formats.base import BLOCK
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
-from dflash_trt.graph.experts import Experts, activated
+from dflash_trt.graph.experts import activated
 from dflash_trt.graph.lowering import LOWERINGS
-from dflash_trt.graph.lowering.formats import tensorrt_blocks
 from dflash_trt.graph.quantized import input_scale, split_rows, tensors
 from dflash_trt.graph.quantized_experts import ExpertLayer, Projection, Stack, stacked
 
@@ -33,48 +31,6 @@ def shared(g: GraphBuilder, y: ir.Value, shares: ir.Value) -> ir.Value:
     zero = g.scalar(0.0, FLOAT)
     y = g.op("Where", g.op("Greater", shares, zero, name="chosen"), g.to_float(y), zero, name="asked")
     return g.op("Mul", y, shares, name="shared")
-
-
-def mxfp4_experts(
-    g: GraphBuilder,
-    x: ir.Value,
-    router: ir.Value,
-    e: Experts,
-    k: int,
-    some: Callable[..., ir.Value],
-) -> ir.Value:
-    """x [rows,D] -> [rows,D] in g's dtype, in groups of at least two experts whose widened weights fit WIDENED_BYTES.
-
-    `some` adds the output of n experts to the total [D,rows], in float32. Its inputs are the total, x [1,D,rows],
-    shares [n,1,rows], gate_up [n,2I,D], down [n,D,I] and the biases, if any, [n,2I,1] and [n,D,1]. The weights are
-    the left operands. TensorRT copies a right operand in transposed form while it builds, once per profile.
-
-    The blocks are FLOAT4E2M1 as on disk, and the plan keeps their four bits. They are dequantized in the main graph.
-    Inside a function the parser takes the scales' exponents for numbers.
-    """
-    assert e.gate_up_scales is not None
-    assert e.down_scales is not None
-    experts, rows, groups, _ = (int(str(n)) for n in e.gate_up.shape or ())
-    steps = experts // at_a_time(experts, rows * groups * BLOCK * g.dtype.numpy().itemsize)
-
-    def by_step(value: ir.Value, name: str) -> Sequence[ir.Value]:
-        return g.multi("Split", value, outputs=steps, name=name, axis=0, num_outputs=steps)
-
-    weights = [
-        tensorrt_blocks(g, e.gate_up, e.gate_up_scales, steps),
-        tensorrt_blocks(g, e.down, e.down_scales, steps),
-    ]
-    for name, bias in (("gate_up_biases", e.gate_up_bias), ("down_biases", e.down_bias)):
-        if bias is not None:
-            weights.append(by_step(g.unsqueeze(bias, 2), name))
-    shares = router_shares(g, router, g.constant([k]))
-    shares = g.unsqueeze(g.op("Transpose", shares, name="by_expert", perm=[1, 0]), 1)
-    columns = g.op("Transpose", x, name="columns", perm=[1, 0])
-    total = g.op("Expand", g.scalar(0.0, FLOAT), g.op("Shape", columns, name="shape"), name="zero")
-    columns = g.unsqueeze(columns, 0)
-    for i, inputs in enumerate(zip(by_step(shares, "shares"), *weights, strict=True)):
-        total = some(total, after(g, columns, total) if i else columns, *inputs)
-    return g.from_dtype(g.op("Transpose", total, name="rows", perm=[1, 0]), FLOAT)
 
 
 def after(g: GraphBuilder, x: ir.Value, total: ir.Value) -> ir.Value:

@@ -26,8 +26,8 @@ import onnx_ir as ir
 from dflash_trt.checkpoint.linears import StoredLinear
 from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.delta_net import DeltaInputs, DeltaKind
-from dflash_trt.graph.dialect import AttentionInputs, AttentionKind, Dialect, ranges
-from dflash_trt.graph.experts import Experts, Storage, activated, declared
+from dflash_trt.graph.dialect import AttentionInputs, AttentionKind, ranges
+from dflash_trt.graph.experts import Storage, activated, declared
 from dflash_trt.graph.lowering import LOWERINGS
 from dflash_trt.graph.quantized import input_scale, kind_of, prepared, split_rows
 from dflash_trt.graph.quantized_experts import (
@@ -166,23 +166,6 @@ class Torch(TensorRT):
             gate, up = linear("gate", x), linear("up", x)
             hidden = g.op("Mul", activated(g, gate, layer.activation), up, name="gated")
             return pairs.sum(linear("down", hidden))
-
-    def mxfp4_experts(
-        self, g: GraphBuilder, blocks: ir.Value, scales: ir.Value
-    ) -> tuple[Storage, ir.Value, ir.Value | None]:
-        return "mxfp4", blocks, scales
-
-    def experts(
-        self,
-        g: GraphBuilder,
-        x: ir.Value,
-        logits: ir.Value,
-        e: Experts,
-        *,
-        widened_bytes: int,
-        **attributes: Any,
-    ) -> ir.Value:
-        return Dialect.experts(self, g, x, logits, e, widened_bytes=widened_bytes, **attributes)
 
     def moe(
         self, storage: Storage, weight_dtype: ir.DataType, *, biased: bool, widened_bytes: int

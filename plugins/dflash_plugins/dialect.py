@@ -13,7 +13,7 @@ import onnx_ir as ir
 from dflash_plugins.version import NAMESPACE, versioned
 from dflash_trt.graph.builder import DFLASH_DOMAIN, DFLASH_VERSION, FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.delta_net import DeltaInputs, DeltaKind
-from dflash_trt.graph.dialect import AttentionInputs, AttentionKind, Dialect, ranges
+from dflash_trt.graph.dialect import AttentionInputs, AttentionKind, ranges
 from dflash_trt.graph.experts import Storage, declared
 from dflash_trt.graph.lowering.base import TRT_DOMAIN
 from dflash_trt.graph.tensorrt import TensorRT
@@ -25,8 +25,6 @@ class TensorRTLayerPlugins(TensorRT):
     """
 
     name = "tensorrt-layer-plugins"
-
-    experts = Dialect.experts  # one operator for any storage
 
     def mxfp4_experts(
         self, g: GraphBuilder, blocks: ir.Value, scales: ir.Value

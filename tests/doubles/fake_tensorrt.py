@@ -18,8 +18,8 @@ import onnx
 import onnx.inliner
 
 from tests.doubles.cuda_double import ALIGNMENT, Cuda, Room
-from tests.doubles.plugin_session import plugin_session
 from tests.doubles.rounding import in_float32
+from tests.doubles.sessions import session
 from tests.doubles.tensorrt_rules import RULES, refused, undefined
 from tests.doubles.trt_bodies import executable
 
@@ -64,7 +64,7 @@ class IProgressMonitor:
 
 
 class NetworkDefinitionCreationFlag:
-    STRONGLY_TYPED = 1
+    STRONGLY_TYPED, PREFER_AOT_PYTHON_PLUGINS = 1, 2
 
 
 class BuilderFlag:
@@ -310,7 +310,7 @@ class Engine:
         self._types = {v.name: NUMPY[v.type.tensor_type.elem_type] for v in (*graph.input, *graph.output)}
         self._names = [*self._inputs, *self._outputs]
         self.num_io_tensors = len(self._names)
-        self._session = plugin_session(in_float32(self.document))
+        self._session = session(in_float32(self.document))
         self._unread = self._shapes_of_queries()
 
     def _shapes_of_queries(self) -> dict[str, tuple[int, int]]:

@@ -6,14 +6,32 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import onnx_ir as ir
 import pytest
 import torch
+from dflash_plugins.dialect import TensorRTLayerPlugins
 
 from dflash_trt import hardware
 from dflash_trt.engines.device.arrays import DeviceArrays
-from dflash_trt.engines.tensorrt import opening, plans
+from dflash_trt.engines.tensorrt import builder, opening, plans
+from dflash_trt.graph.builder import GraphBuilder
+from dflash_trt.graph.delta_net import DeltaKind, onnxruntime_delta
+from dflash_trt.graph.experts import Storage
+from dflash_trt.graph.lowering.formats import widened_blocks
 from tests.doubles import fake_tensorrt, fake_tensorrt_rtx
 from tests.doubles.cuda_double import Cuda, deferred
+
+
+class Bodies(TensorRTLayerPlugins):
+    """Standard operators in place of plugins, as the double of TensorRT runs no kernels."""
+
+    def mxfp4_experts(
+        self, g: GraphBuilder, blocks: ir.Value, scales: ir.Value
+    ) -> tuple[Storage, ir.Value, None]:
+        return "float", widened_blocks(g, blocks, scales, resident=True), None
+
+    def gated_delta_net(self, kind: DeltaKind) -> ir.Function:
+        return onnxruntime_delta(kind)
 
 
 @contextmanager
@@ -32,6 +50,10 @@ def one_gpu(
             patch.setattr(module, "compute_capabilities", lambda: [capability])
         patch.setattr(Cuda, "capability", divmod(capability, 10))
         patch.setattr(torch, "cuda", Cuda)
+        patch.setattr(plans, "TensorRTLayerPlugins", Bodies)
+        patch.setitem(sys.modules, "tensorrt.plugin", fake_tensorrt)
+        for module in (builder.registration, builder.rtx):
+            patch.setattr(module, "register", lambda *_: None)
         if not warm_up:
             patch.setattr(opening, "warm_up", lambda *_, **__: 0)
         if on_host:

@@ -10,7 +10,6 @@ from typing import Any
 
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.family_checkpoints import make_gpt_oss, make_llama, make_qwen3_moe
-from tests.doubles.hybrid_checkpoints import DENSE, make_hybrid
 
 
 @dataclass(frozen=True)
@@ -33,15 +32,7 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
     "qwen3": partial(make_target, **_QWEN3),
     "llama": partial(make_llama, num_hidden_layers=2, attention_bias=True),
     "qwen3-moe": partial(make_qwen3_moe, num_hidden_layers=2, norm_topk_prob=False, moe_intermediate_size=64),
-    "gpt-oss": partial(make_gpt_oss, num_hidden_layers=2),
     "gpt-oss, experts in BF16": partial(make_gpt_oss, num_hidden_layers=2, quantized=False),
-    "hybrid": partial(
-        make_hybrid,
-        architecture=DENSE,
-        num_hidden_layers=2,
-        layer_types=["linear_attention", "full_attention"],
-        intermediate_size=128,
-    ),
 }
 # Two narrow layers with the attention of a published target.
 WIDE: dict[str, Callable[[Path], Path]] = {
@@ -74,11 +65,8 @@ CASES = [
         ("qwen3-moe", "", 80),
         ("qwen3-moe", "target=nvfp4,drafter=nvfp4", 121),
         ("qwen3-moe", "target=int4,drafter=int4", 86),
-        ("gpt-oss", "target=fp16,drafter=bf16", 121),
-        ("gpt-oss", "target=fp8,drafter=nvfp4,head=mxfp4", 120),
         ("gpt-oss, experts in BF16", "", 89),
-        ("hybrid", "", 89),
-        ("hybrid", "target=nvfp4,drafter=nvfp4", 120),
+        ("gpt-oss, experts in BF16", "target=fp16,drafter=nvfp4,head=mxfp4", 120),
     )
 ]
 

@@ -11,7 +11,6 @@ from dflash_plugins import reference
 from dflash_trt.checkpoint.schema import PENDING_ROWS
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.delta_net import DeltaKind, causal_conv, onnxruntime_delta
-from dflash_trt.graph.delta_net_chunks import chunked_delta
 from tests.doubles import sessions
 
 KIND = DeltaKind(key_heads=2, value_heads=6, key_dim=16, value_dim=24, kernel=4)
@@ -63,14 +62,15 @@ def test_convolution_of_replayed_and_new_rows(count: int, certain: int, few: boo
 
 
 @pytest.mark.parametrize(("count", "certain"), [(1, 0), (16, 0), (7, 3), (50, 49), (33, 33)])
-@pytest.mark.parametrize("body", [onnxruntime_delta, chunked_delta])
+@pytest.mark.parametrize("pending_rows", [None, PENDING_ROWS])
 @pytest.mark.parametrize("alike", [0.0, 0.9])
-def test_recurrence_over_replayed_and_new_rows(body: object, count: int, certain: int, alike: float) -> None:
-    """`alike`: how nearly parallel the keys are."""
+def test_recurrence_over_replayed_and_new_rows(
+    pending_rows: int | None, count: int, certain: int, alike: float
+) -> None:
+    """`pending_rows`: all, or as many as some sequence replays. `alike`: how nearly parallel the keys are."""
     batch, heads = 3, KIND.value_heads
     at = places(batch, count, certain)
-    pending_rows = int(at["replayed"].max()) if body is onnxruntime_delta else PENDING_ROWS
-    total = pending_rows + count
+    total = (int(at["replayed"].max()) if pending_rows is None else pending_rows) + count
 
     def unit(*shape: int) -> np.ndarray:
         x = (1 - alike) * RNG.normal(size=shape) + alike * RNG.normal(size=shape[-1])
@@ -93,7 +93,7 @@ def test_recurrence_over_replayed_and_new_rows(body: object, count: int, certain
         "state": state,
         "pending_gates": pending,
     } | at
-    y, new_state, new_pending = session(body(KIND)).run(None, feeds)  # type: ignore[operator]
+    y, new_state, new_pending = session(onnxruntime_delta(KIND)).run(None, feeds)
     want_y, want_state, want_pending = reference.gated_delta_net(**feeds)
     for b in range(batch):
         defined = count if count <= PENDING_ROWS else at["certain"][b] + 1

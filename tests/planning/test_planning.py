@@ -413,7 +413,7 @@ def test_the_command_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert main([*ampere, "tensorrt", "--json"]) == 1
     refused = json.loads(capsys.readouterr().out)["refused"]
-    assert "86: has no MXFP4 arithmetic" in refused
+    assert "86: TensorRT computes experts in MXFP4 by plugins only" in refused
     assert main([*base, "--gpu", "b200", "--engine", "tensorrt-rtx"]) == 1
     assert (
         "a build for b200 is refused: --compute-capability 100: TensorRT-RTX serves"

@@ -17,8 +17,7 @@ from dflash_plugins.version import VERSION, versioned
 
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.engines.tensorrt import builder, plans
-from dflash_trt.engines.tensorrt.flavour import FLAVOURS, Flavour
-from dflash_trt.engines.tensorrt.options import TensorRTOptions
+from dflash_trt.engines.tensorrt.options import FLAVOURS, Flavour, TensorRTOptions
 from dflash_trt.errors import BuildError
 from dflash_trt.formats.precision import parse_precision
 from dflash_trt.graph.builder import DFLASH_DOMAIN
@@ -27,6 +26,15 @@ from dflash_trt.models.configs import read_target_config
 from dflash_trt.models.target import build_target
 from tests.doubles.family_checkpoints import make_gpt_oss
 
+# What a build reads of a target's configuration.
+TARGETS: dict[str, Any] = {
+    name: SimpleNamespace(
+        path="config.json",
+        moe=SimpleNamespace(quantization="mxfp4") if name == "experts" else None,
+        delta_layers=["a layer"] if name == "states" else [],
+    )
+    for name in ("", "experts", "states")
+}
 PLUGINS = {versioned(plugin.name): plugin for plugin in plugin_table.PLUGINS}
 
 
@@ -37,27 +45,18 @@ def gpt_oss(directory: Path, dialect: TensorRT) -> ir.Model:
     return build_target(config, checkpoint, [0, 1], dialect, folder="weights", capacity=64)
 
 
-def test_the_graph_of_plugins_is_that_of_bodies_but_for_the_bodies(tmp_path: Path) -> None:
+def test_the_graph_calls_plugins_as_their_table_says(tmp_path: Path) -> None:
     with_plugins = gpt_oss(tmp_path / "weights", TensorRTPlugins(ir.DataType.BFLOAT16))
     caches = [v for v in with_plugins.graph.inputs if "_cache." in (v.name or "")]
     sizes = {v.shape[3] for v in caches if v.shape is not None}
     assert sizes == {read_target_config(tmp_path / "weights").head_dim}  # no columns for sinks
     ir.save(with_plugins, tmp_path / "target.onnx")
     onnx.checker.check_model(tmp_path / "target.onnx")
-    without = gpt_oss(tmp_path / "weights", TensorRT(ir.DataType.BFLOAT16))
-    calls = [[n.op_type for n in m.graph if n.domain == DFLASH_DOMAIN] for m in (with_plugins, without)]
-    assert calls[0].count("MoE") > 0
+    nodes = [node.op_type for node in with_plugins.graph if node.domain == DFLASH_DOMAIN]
+    assert nodes.count("MoE") == 4
     # One range of cache rows for each kind of layer, in place of a mask for each layer.
-    attention = [name for name in calls[0] if name.startswith("SinkAttention")]
+    attention = [name for name in nodes if name.startswith("SinkAttention")]
     assert sorted(attention) == ["SinkAttention"] * 4 + ["SinkAttentionMask"] * 2
-    assert [n for n in calls[0] if n != "SinkAttentionMask"] == [
-        "MoE" if name == "Experts" else name for name in calls[1] if name != "SinkAttentionMask"
-    ]
-    outputs = [
-        [(v.name, v.dtype, None if "_cache_out." in (v.name or "") else v.shape) for v in model.graph.outputs]
-        for model in (with_plugins, without)
-    ]
-    assert outputs[0] == outputs[1]
     used = set()
     for node in itertools.chain.from_iterable(with_plugins.functions.values()):
         if node.domain == DFLASH_DOMAIN:
@@ -83,8 +82,7 @@ def made(
     engine: str = "tensorrt",
     capability: int = 90,
     precision: str | None = None,
-    expert_formats: tuple[str, ...] = (),
-    recurrent: bool = False,
+    target: str = "",
     **options: Any,
 ) -> plans.Plans:
     monkeypatch.setattr(Flavour, "load", lambda self: SimpleNamespace(__version__="11.4"))
@@ -94,12 +92,11 @@ def made(
         engine,
         TensorRTOptions(capabilities=(capability,), **options),
         parse_precision(precision),
+        TARGETS[target],
         roles=("target", "drafter"),
         block_size=8,
         capacity=128,
         formats=(),
-        expert_formats=expert_formats,
-        recurrent=recurrent,
     )
 
 
@@ -111,10 +108,11 @@ def made(
         ({"precision": "target=fp16"}, {"target", "drafter"}), ({"precision": "target=fp32"}, {"drafter"}),
         ({"precision": "drafter=fp32"}, {"target"}), ({"plugins": "none"}, set()), ({"capability": 86}, set()),
         ({"engine": "tensorrt-rtx", "capability": 120}, set()),
-        ({"engine": "tensorrt-rtx", "capability": 120, "expert_formats": ("mxfp4",)}, {"target"}),
-        ({"engine": "tensorrt-rtx", "capability": 89, "expert_formats": ("mxfp4",)}, {"target"}),
-        ({"engine": "tensorrt-rtx", "capability": 121, "expert_formats": ("mxfp4",)}, {"target"}),
-        ({"engine": "tensorrt-rtx", "capability": 86, "recurrent": True}, {"target"}),
+        ({"engine": "tensorrt-rtx", "capability": 120, "target": "experts"}, {"target"}),
+        ({"engine": "tensorrt-rtx", "capability": 89, "target": "experts"}, {"target"}),
+        ({"engine": "tensorrt-rtx", "capability": 121, "target": "experts"}, {"target"}),
+        ({"engine": "tensorrt-rtx", "capability": 86, "target": "states"}, {"target"}),
+        ({"capability": 90, "target": "states", "precision": "target=fp32,drafter=fp32"}, {"target"}),
     ],
 )  # fmt: skip
 def test_who_gets_plugins(
@@ -126,13 +124,24 @@ def test_who_gets_plugins(
     assert {role for role, each in found.dialects.items() if each.name != "tensorrt"} == expected
 
 
-@pytest.mark.parametrize("capability", [89, 90])
-def test_ada_and_hopper_take_mxfp4_experts_as_plugins_only(
-    monkeypatch: pytest.MonkeyPatch, capability: int
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"target": "experts", "plugins": "none"}, "experts in MXFP4 by plugins only, and --plugins none"),
+        ({"target": "states", "plugins": "none"}, "Gated DeltaNet by plugins only, and --plugins none"),
+        ({"target": "states", "engine": "tensorrt-rtx", "plugins": "none"}, "--plugins none"),
+        ({"target": "experts", "precision": "target=fp32"}, "leave --precision target=fp32 out"),
+        (
+            {"target": "states", "capability": 103},
+            "103: .* Gated DeltaNet .* for 89, 90, 100, 120; use --engine torch",
+        ),
+    ],
+)
+def test_targets_that_need_plugins_are_refused_without(
+    monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], said: str
 ) -> None:
-    assert made(monkeypatch, capability=capability, expert_formats=("mxfp4",)).plugins
-    with pytest.raises(BuildError, match="MXFP4"):
-        made(monkeypatch, capability=capability, expert_formats=("mxfp4",), plugins="none")
+    with pytest.raises(BuildError, match=said):
+        made(monkeypatch, **{"capability": 120} | arguments)
 
 
 def test_without_triton_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +149,8 @@ def test_without_triton_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "dflash_plugins.compiler", raising=False)
     assert not made(monkeypatch).plugins
+    with pytest.raises(BuildError, match="Triton"):
+        made(monkeypatch, target="states")
 
 
 @pytest.mark.parametrize("plugins", [True, False])

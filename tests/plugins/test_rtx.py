@@ -58,21 +58,20 @@ def test_a_plan_holds_the_experts_as_they_are_stored(tmp_path: Path) -> None:
 
 @linux
 def test_a_plan_holds_the_recurrence(tmp_path: Path) -> None:
-    """In each of two layers."""
+    """In each of two layers, between quantized ones."""
     target = make_hybrid(
         tmp_path / "target", num_hidden_layers=3, layer_types=[*["linear_attention"] * 2, "full_attention"]
     )
     drafter = make_drafter(tmp_path / "drafter", target, block_size=6, layers=1, taps=(0, 1))
-    plan = built_plan(target, drafter, tmp_path / "b")
+    plan = built_plan(target, drafter, tmp_path / "b", precision="target=int4")
     assert plan.count(versioned("GatedDeltaNet").encode()) >= 2
 
 
-def built_plan(target: Path, drafter: Path, out: Path) -> bytes:
+def built_plan(target: Path, drafter: Path, out: Path, **settings: str) -> bytes:
     """The target's plan for Ampere, built in a process that compiles kernels."""
-    settings = {
-        "target": target, "drafter": drafter, "compute-capability": 86, "max-seq-len": 128, "out": out,
-    }  # fmt: skip
+    settings |= {"target": str(target), "drafter": str(drafter), "out": str(out)}
     command = [sys.executable, "-m", "dflash_trt", "build", "--engine=tensorrt-rtx", "--max-batch-size=1"]
+    command += ["--compute-capability=86", "--max-seq-len=128"]
     command += [f"--{name}={value}" for name, value in settings.items()]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

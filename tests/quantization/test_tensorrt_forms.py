@@ -23,10 +23,8 @@ from dflash_trt.bundle.workspace import silent
 from dflash_trt.checkpoint.linears import StoredLinear, stored_experts
 from dflash_trt.checkpoint.tensors import Checkpoint, TensorInfo
 from dflash_trt.checkpoint.writer import Entry, write_shard
-from dflash_trt.engines.tensorrt.builder import build_plan
-from dflash_trt.engines.tensorrt.flavour import FLAVOURS
-from dflash_trt.engines.tensorrt.options import TensorRTOptions
-from dflash_trt.engines.tensorrt.profiles import Profile
+from dflash_trt.engines.tensorrt.builder import Profile, build_plan
+from dflash_trt.engines.tensorrt.options import FLAVOURS, TensorRTOptions
 from dflash_trt.errors import BuildError
 from dflash_trt.formats.base import Algorithm
 from dflash_trt.formats.numbers import E2M1, E4M3, E8M0, unpack_pairs

@@ -63,7 +63,7 @@ PAIRS = {"qwen3": qwen3, "gpt-oss": gpt_oss, "hybrid": hybrid}
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, str], Selftest]]:
-    """The self-test of a pair in a precision, with both bundles loaded, on a machine with one GPU (10.0)."""
+    """The self-test of a pair in a precision, with both bundles loaded, on a machine with one GPU (12.0)."""
     root, tests = tmp_path_factory.mktemp("faults"), dict[tuple[str, str], Selftest]()
 
     def of(name: str, precision: str) -> Selftest:
@@ -75,7 +75,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, 
             tests[name, precision] = loaded(directory, precision)
         return tests[name, precision]
 
-    with one_gpu(100) as patch:
+    with one_gpu(120) as patch:
         patch.setattr(selftest, "describe", lambda: {"dflash_trt": "0", "gpus": [], "cpu": ""})
         yield of
         for test in tests.values():
@@ -91,10 +91,10 @@ def loaded(directory: Path, precision: str) -> Selftest:
     bundle = build(
         *sources,
         directory / precision,
-        engine="tensorrt",
+        engine="tensorrt-rtx",
         max_seq_len=96,
         precision=Precision(target=precision, drafter=precision),
-        options=TensorRTOptions(max_batch_size=2, prefill_chunk=32, plugins="none"),
+        options=TensorRTOptions(max_batch_size=2, prefill_chunk=32),
     )
     test = Selftest(bundle.path, plain.path)
     for check in islice(test.run(directory / "report.json", 600), 2):

@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,32 @@ from dflash_plugins import registration, rtx
 
 from dflash_trt.bundle.workspace import Progress
 from dflash_trt.checkpoint.mapped import released
-from dflash_trt.engines.tensorrt.flavour import Flavour
-from dflash_trt.engines.tensorrt.profiles import QUERY, Profile
+from dflash_trt.engines.tensorrt.options import Flavour
 from dflash_trt.errors import BuildError
 from dflash_trt.files.disk import whole_file
 
+# The beginning of the names of a plan's outputs that nothing reads.
+QUERY = "query."
 # Ends the name of a plan's timing cache.
 TIMINGS = ".timing"
 _NODE = re.compile(r"\b(?:target|drafter)/[\w./:-]+")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Smallest, usual and largest length of each dynamic dimension."""
+
+    name: str
+    lengths: Mapping[str, tuple[int, int, int]]
+
+    def shapes(self, shape: Sequence[int | str]) -> tuple[tuple[int, ...], ...]:
+        """Smallest, usual and largest shape of an input whose dimensions are numbers or names."""
+        return tuple(
+            tuple(d if isinstance(d, int) else self.lengths[d][which] for d in shape) for which in range(3)
+        )
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": self.name, **{name: list(lengths) for name, lengths in self.lengths.items()}}
 
 
 def build_plan(

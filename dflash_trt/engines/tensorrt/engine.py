@@ -21,9 +21,14 @@ from dflash_trt.engines.caches import POSITION
 from dflash_trt.engines.device.caches import DeviceRows
 from dflash_trt.engines.device.sizes import ALIGNMENT, DECODE, PREFILL
 from dflash_trt.engines.device.states import DeviceHybridCaches
-from dflash_trt.engines.tensorrt.pass_context import Messages, PassContext
-from dflash_trt.engines.tensorrt.profiles import QUERY
-from dflash_trt.engines.tensorrt.runtime_config import KernelCache, captures_by_itself, new_context
+from dflash_trt.engines.tensorrt.builder import QUERY
+from dflash_trt.engines.tensorrt.contexts import (
+    KernelCache,
+    Messages,
+    PassContext,
+    captures_by_itself,
+    new_context,
+)
 from dflash_trt.errors import BundleError
 
 Array = np.ndarray[Any, Any]

@@ -17,8 +17,7 @@ from dflash_trt.engines.base import (
     Weights,
 )
 from dflash_trt.engines.device.sizes import ROW_UNIT
-from dflash_trt.engines.tensorrt.flavour import FLAVOURS
-from dflash_trt.engines.tensorrt.options import TensorRTOptions
+from dflash_trt.engines.tensorrt.options import FLAVOURS, TensorRTOptions
 from dflash_trt.errors import BuildError, UsageError
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from dflash_trt.bundle.workspace import Progress, Workspace
     from dflash_trt.checkpoint.pair import CheckpointPair
     from dflash_trt.decoding.scheduler import Scheduler
-    from dflash_trt.engines.tensorrt.build import PlanJob
+    from dflash_trt.engines.tensorrt.plans import PlanJob
     from dflash_trt.formats.precision import Precision
     from dflash_trt.models.inventory import Inventory
 
@@ -64,7 +63,7 @@ class TensorRTEntry(EngineEntry):
     def job(
         self, pair: CheckpointPair, settings: BuildSettings, place: Workspace, progress: Progress
     ) -> PlanJob:
-        from dflash_trt.engines.tensorrt.build import plan_job
+        from dflash_trt.engines.tensorrt.plans import plan_job
 
         return plan_job(self.name, pair, settings, progress)
 
@@ -114,14 +113,14 @@ class TensorRTEntry(EngineEntry):
     def refusal(self, capability: int, inventory: Inventory, formats: Iterable[str]) -> str | None:
         from dflash_trt.formats import FORMATS
 
-        moe, needed = inventory.target.moe, set(formats) & set(FORMATS)
-        if moe is not None and self.memory.has_expert_kernels(moe.quantization, capability):
-            needed.discard(moe.quantization)  # the plugins need no such arithmetic
+        target, needed = inventory.target, set(formats) & set(FORMATS)
+        if target.moe is not None:
+            needed.discard(target.moe.quantization or "")  # the plugins need no such arithmetic
         try:
             self.flavour.check_capabilities((capability,), (capability,), formats=needed)
         except BuildError as error:
             return str(error)
-        return None
+        return self.flavour.refuses(target, (capability,)) or None
 
     def window_stride(self, head_dim: int) -> int:
         from dflash_trt.graph.tensorrt import TensorRT

@@ -19,9 +19,9 @@ from dflash_trt.decoding.pair import Pair
 from dflash_trt.engines.device.arrays import DeviceArrays
 from dflash_trt.engines.device.kernels import kernels_here
 from dflash_trt.engines.device.opening import DEVICE, arrays_of, pair_of, warm_up
+from dflash_trt.engines.tensorrt.contexts import captures_by_itself, kernel_cache
 from dflash_trt.engines.tensorrt.engine import TensorRTEngine
-from dflash_trt.engines.tensorrt.flavour import FLAVOURS
-from dflash_trt.engines.tensorrt.runtime_config import captures_by_itself, kernel_cache
+from dflash_trt.engines.tensorrt.options import FLAVOURS
 from dflash_trt.errors import BuildError, BundleError, EngineError
 from dflash_trt.logs import warn_once
 

@@ -1,4 +1,4 @@
-"""TensorRT's part of a build: options and their limits, dialects, and one plan per graph and compute capability."""
+"""TensorRT's part of a build: graphs as for ONNX Runtime, and from them one plan per graph and compute capability."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import logging
 import shutil
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,23 @@ from dflash_plugins.kernel_specs import round_uses
 from dflash_plugins.version import VERSION as PLUGIN_VERSION
 
 from dflash_trt.bundle.contents import describe_file
+from dflash_trt.bundle.manifest import cache_rows
 from dflash_trt.bundle.workspace import Progress
-from dflash_trt.engines.base import PREFILL_CHUNK
-from dflash_trt.engines.tensorrt.builder import TIMINGS, build_plan, has_operator, weight_bytes
-from dflash_trt.engines.tensorrt.flavour import FLAVOURS
-from dflash_trt.engines.tensorrt.options import TensorRTOptions
-from dflash_trt.engines.tensorrt.profiles import PlanLimits, profiles
+from dflash_trt.checkpoint.linears import number_formats
+from dflash_trt.checkpoint.pair import CheckpointPair
+from dflash_trt.checkpoint.schema import TargetConfig
+from dflash_trt.engines.base import PREFILL_CHUNK, BuildSettings
+from dflash_trt.engines.device.sizes import aligned_rows
+from dflash_trt.engines.graph_job import (
+    GraphJob,
+    cache_rows_by_window,
+    export,
+    graph_digests,
+    graph_fields,
+    graph_files,
+)
+from dflash_trt.engines.tensorrt.builder import TIMINGS, Profile, build_plan, has_operator, weight_bytes
+from dflash_trt.engines.tensorrt.options import FLAVOURS, TensorRTOptions, needs_plugins
 from dflash_trt.errors import BuildError, UsageError
 from dflash_trt.files.reading import read_file
 from dflash_trt.formats.precision import Precision
@@ -38,8 +50,98 @@ FOLDER = "plans"
 _TIMING_BYTES = 1 << 30
 
 
+@dataclass(frozen=True)
+class PlanLimits:
+    """The limits of a plan: sequences at a time, prompt tokens per pass, tokens per block, cache rows."""
+
+    max_batch_size: int
+    prefill_chunk: int
+    block_size: int
+    capacity: int
+
+    def __post_init__(self) -> None:
+        if self.max_batch_size < 1:
+            raise UsageError(f"--max-batch-size is {self.max_batch_size}, expected 1 or more")
+        if self.prefill_chunk < self.block_size:
+            raise UsageError(
+                f"--prefill-chunk is {self.prefill_chunk}, expected {self.block_size} (the block size) or more"
+            )
+        most = self.capacity - self.block_size - 1
+        if self.prefill_chunk > most:
+            raise UsageError(
+                f"--prefill-chunk is {self.prefill_chunk}, but the cache has {self.capacity} rows, and a pass can fill "
+                f"{most} of them: lower it, or build with a larger --max-seq-len"
+            )
+
+
+def profiles(role: str, limits: PlanLimits) -> tuple[Profile, Profile]:
+    """The profiles of "target" or "drafter", in the order PREFILL, DECODE."""
+    batch, chunk, block = limits.max_batch_size, limits.prefill_chunk, limits.block_size
+    one, batches, chunks = (1, 1, 1), (1, max(1, batch // 2), batch), (1, chunk, chunk)
+    if role == "target":
+        decode = {"B": batches, "S": (1, block, block), "R": (1, block, block)}
+        return Profile("prefill", {"B": one, "S": chunks, "R": one}), Profile("verify", decode)
+    # The features for the drafter are in a buffer with one block per sequence, and are passed in together.
+    decode = {"B": batches, "S": (block, block, block), "K": (2, block, block)}
+    return Profile("prefill", {"B": one, "S": chunks, "K": (2, 2, 2)}), Profile("draft", decode)
+
+
+@dataclass(kw_only=True)
+class PlanJob(GraphJob):
+    """Writes the graphs and, from them, one plan per graph and compute capability."""
+
+    plans: Plans
+
+    def write(
+        self, work: Path, manifest: dict[str, Any], files: dict[str, dict[str, Any]], progress: Progress
+    ) -> dict[str, dict[str, Any]]:
+        files = super().write(work, manifest, files, progress)
+        manifest["tensorrt"]["plans"], built = self.plans.build(work, self.models, manifest["key"], progress)
+        return {name: entry for name, entry in files.items() if not name.startswith("weights/")} | built
+
+
+def plan_job(engine: str, pair: CheckpointPair, settings: BuildSettings, progress: Progress) -> PlanJob:
+    """The part of a flavour in a build. Raises BuildError for what is impossible."""
+    checkpoints = [side.checkpoint for side in pair.sides.values()] + ([pair.head] if pair.head else [])
+    plans = Plans(
+        engine,
+        settings.options or TensorRTOptions(),
+        settings.precision,
+        pair.target.config,
+        roles=pair.sides,
+        block_size=settings.block_size,
+        capacity=cache_rows(settings.max_seq_len, settings.block_size),
+        formats={scheme for checkpoint in checkpoints for scheme in number_formats(checkpoint)},
+    )
+    # Beside a pass that filled a slot, other passes write a block there while it is idle (rounds.py).
+    by_window = cache_rows_by_window(
+        pair,
+        plans.dialects,
+        max_seq_len=settings.max_seq_len,
+        block_size=settings.block_size,
+        chunk=plans.limits.prefill_chunk + settings.block_size,
+    )
+    rows = {
+        role: {window: aligned_rows(count) for window, count in counts.items()}
+        for role, counts in by_window.items()
+    }
+    models = export(pair, plans.dialects, rows, settings.tree_width, progress)
+    plans.compile_kernels(models)
+    return PlanJob(
+        manifest=graph_fields(pair, plans.dialects, models, rows) | {"tensorrt": plans.describe()},
+        files=graph_files(pair),
+        digests=graph_digests(models),
+        link=True,  # plans contain the weights, so no copies are made for them
+        keep=FOLDER,
+        models=models,
+        plans=plans,
+    )
+
+
 class Plans:
     """The plans of a build: options are checked, then plans are built.
+
+    plugins: the models whose plans have plugins.
 
     Raises BuildError if the package is missing or too old, or an option is impossible.
     """
@@ -49,13 +151,12 @@ class Plans:
         engine: str,
         options: TensorRTOptions,
         precision: Precision,
+        target: TargetConfig,
         *,
         roles: Collection[str],
         block_size: int,
         capacity: int,
         formats: Iterable[str],
-        expert_formats: Collection[str],
-        recurrent: bool,
     ) -> None:
         self.flavour = FLAVOURS[engine]
         self.module = self.flavour.load()
@@ -67,14 +168,6 @@ class Plans:
             chunk = max(1, min(PREFILL_CHUNK, capacity - block_size - 1))
         self.limits = PlanLimits(options.max_batch_size, chunk, block_size, capacity)
         dtypes = {role: DTYPES[precision.compute(role, "bf16")] for role in roles}
-        usable = (
-            options.plugins == "auto"
-            and set(self.capabilities) <= self.flavour.plugin_capabilities
-            and compiled.no_compiler() is None
-        )
-        plugged = set(roles) if self.flavour.plugins == "all" else set[str]()
-        if expert_formats or recurrent:
-            plugged.add("target")
         self._roles = roles
         self.kernels: dict[str, compiled.Compiled] = {}  # between passes, by digest
         if options.timing_cache is not None and self.flavour.ahead:
@@ -82,16 +175,42 @@ class Plans:
                 f"--timing-cache: {self.flavour.label} builds without timing anything; leave it out"
             )
         self._timings = {} if options.timing_cache is None else self._read_timings(options.timing_cache)
-        # The models whose plans have plugins.
-        self.plugins = {role for role in plugged if usable and dtypes[role] != ir.DataType.FLOAT}
-        if "target" not in self.plugins:
-            self.flavour.check_capabilities(self.capabilities, self.capabilities, formats=expert_formats)
-        with_plugins = TensorRTPlugins if self.flavour.plugins == "all" else TensorRTLayerPlugins
+        self.plugins = self._plugged(options, target, dtypes)
         fused = has_operator(self.module, "TRT_Attention") and has_operator(self.module, "TRT_KVCacheUpdate")
         self.dialects = {
-            role: (with_plugins if role in self.plugins else TensorRT)(dtype, trt_operators=fused)
-            for role, dtype in dtypes.items()
+            role: self._dialect(role, dtype)(dtype, trt_operators=fused) for role, dtype in dtypes.items()
         }
+
+    def _plugged(
+        self, options: TensorRTOptions, target: TargetConfig, dtypes: Mapping[str, ir.DataType]
+    ) -> set[str]:
+        """The models that get plugins. Raises BuildError for a target that needs them where there are none."""
+        usable = set(self.capabilities) <= self.flavour.plugin_capabilities and options.plugins == "auto"
+        missing = compiled.no_compiler() if usable else None
+        plugged = set(dtypes) if self.flavour.plugins == "all" and usable and missing is None else set()
+        plugged -= {role for role, dtype in dtypes.items() if dtype == ir.DataType.FLOAT}
+        if not (needing := needs_plugins(target)):
+            return plugged
+        if reason := self.flavour.refuses(target, self.capabilities):
+            raise BuildError(reason)
+        if options.plugins == "none":
+            reason = "--plugins none leaves them out: leave it out, or use --engine torch"
+        elif missing is not None:
+            reason = missing
+        elif target.moe is not None and target.moe.quantization and dtypes["target"] == ir.DataType.FLOAT:
+            reason = "they compute in BF16 and FP16: leave --precision target=fp32 out, or use --engine torch"
+        if reason:
+            raise BuildError(
+                f"{target.path}: --engine {self.flavour.name} computes {needing} by plugins only, and {reason}"
+            )
+        return {*plugged, "target"}
+
+    def _dialect(self, role: str, dtype: ir.DataType) -> type[TensorRT]:
+        """The recurrence of Gated DeltaNet alone has a plugin in FP32, too."""
+        if role not in self.plugins:
+            return TensorRT
+        every = self.flavour.plugins == "all" and dtype != ir.DataType.FLOAT
+        return TensorRTPlugins if every else TensorRTLayerPlugins
 
     def compile_kernels(self, models: Mapping[str, ir.Model]) -> None:
         """Compile the kernels between the passes of these models. If that fails, a warning says why."""

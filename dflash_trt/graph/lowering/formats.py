@@ -9,7 +9,7 @@ int4   the same, with two rows or two columns in a byte
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import onnx_ir as ir
@@ -242,18 +242,6 @@ def _entries(g: GraphBuilder, table: np.ndarray, index: ir.Value, name: str) -> 
     flat = g.op("Reshape", index, g.constant([-1]), name="flat")
     found = g.op("GatherElements", g.constant(table, np.float32), flat, name=name, axis=0)
     return g.op("Reshape", found, g.op("Shape", index, name="shape"), name="as_index")
-
-
-def tensorrt_blocks(g: GraphBuilder, blocks: ir.Value, scales: ir.Value, steps: int) -> Sequence[ir.Value]:
-    """One [E/steps,O,I] in the graph's dtype per step, from blocks [E,O,G,16] and scales [E,O,G]."""
-    experts, rows, groups, _ = (int(str(n)) for n in blocks.shape or ())
-    count = experts // steps
-    fp4 = g.parts(blocks, steps, ir.DataType.FLOAT4E2M1, (count, rows, groups * BLOCK))
-    exponents = g.parts(scales, steps, ir.DataType.UINT8, (count, rows, groups))
-    widened = [microscaled(g, *pair, name="dequantize") for pair in zip(fp4, exponents, strict=True)]
-    for weight in widened:
-        weight.type = ir.TensorType(g.dtype)
-    return widened
 
 
 class INT8Lowering(Lowering):

@@ -30,7 +30,7 @@ LEFT_OUT = ("dflash-trt serve", "curl", "dflash-trt build --target qwen3.8-27b-n
 SMALLER = {
     "build --engine torch": ["--max-seq-len", "512"],
     "build --engine tensorrt-llm": ["--max-seq-len", "256"],
-    "build --engine tensorrt-rtx": ["--max-seq-len", "256", "--plugins", "none", "--prefill-chunk", "64"],
+    "build --engine tensorrt-rtx": ["--max-seq-len", "256", "--prefill-chunk", "64"],
     "chat": ["--max-tokens", "4"],
     "verify": ["--limit", "1", "--temperatures", "0", "--batch-sizes", "1", "--max-tokens", "4"],
     "verify --widths": ["--limit", "1", "--max-tokens", "4", "--widths", "1,2"],

@@ -6,6 +6,7 @@ Compared with Transformers in float32, by the tests of test_parity.py, and in FP
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ FAMILIES: dict[str, Any] = {
     "qwen3": (make_target, make_drafter, {"layer_types": (SLIDING, FULL), "sliding_window": 10}),
     "llama": (make_llama, make_drafter, {}),
     "qwen3-moe": (make_qwen3_moe, make_drafter, {"is_causal": True}),
-    "gpt-oss": (make_gpt_oss, make_gpt_oss_drafter, {"layers": 2}),
+    "gpt-oss": (partial(make_gpt_oss, quantized=False), make_gpt_oss_drafter, {"layers": 2}),
 }
 
 
@@ -117,22 +118,14 @@ def make_pair(directory: Path, family: str) -> Path:
     return directory
 
 
-def two_at_a_time() -> TensorRT:
-    """Experts in groups of two, as if more were too large. In the other tests all are multiplied at once."""
-    return fused()
-
-
 @pytest.fixture(
     scope="module",
-    params=[*((f, d) for f in FAMILIES for d in (fused, standard)), ("gpt-oss", two_at_a_time)],
+    params=[(f, d) for f in FAMILIES for d in (fused, standard)],
     ids=lambda c: f"{c[0]}, {c[1].__name__}",
 )
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     family, dialect = request.param
-    with pytest.MonkeyPatch.context() as patch:
-        if dialect is two_at_a_time:
-            patch.setattr(tensorrt_experts, "WIDENED_BYTES", 0)
-        return Case(make_pair(tmp_path_factory.mktemp("numbers"), family), dialect())
+    return Case(make_pair(tmp_path_factory.mktemp("numbers"), family), dialect())
 
 
 @pytest.mark.parametrize(
@@ -144,16 +137,6 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 )  # fmt: skip
 def test_as_many_experts_at_a_time_as_fit(experts: int, size: int, count: int) -> None:
     assert tensorrt_experts.at_a_time(experts, size) == count
-
-
-def test_experts_in_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_pair(tmp_path, "gpt-oss")
-    counts = []
-    for widened in (1 << 28, 0):
-        monkeypatch.setattr(tensorrt_experts, "WIDENED_BYTES", widened)
-        nodes = export(tmp_path, fused())["target"].graph
-        counts.append(sum(node.op_type == "Experts" for node in nodes))
-    assert counts == [4, 16]  # of 4 layers with 8 experts each
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "nvfp4", "mxfp4"])

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dflash_plugins import kernel_specs
-from dflash_plugins.dialect import TensorRTLayerPlugins
 
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building import exactness
@@ -21,7 +19,6 @@ from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.pair import PassRule
 from dflash_trt.engines.caches import POSITION
 from dflash_trt.engines.device.states import DeviceHybridCaches
-from dflash_trt.engines.tensorrt import plans
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
 from dflash_trt.errors import BundleError
 from dflash_trt.runtime import Runtime
@@ -92,17 +89,7 @@ def test_the_tokens_are_those_of_onnxruntime(bundles: tuple[Bundle, Bundle]) -> 
 
 
 @pytest.mark.usefixtures("measured_here")
-def test_exact_mode_is_refused_without_the_kernel(bundles: tuple[Bundle, Bundle]) -> None:
-    """A state is summed in chunks that depend on how many drafts were accepted, whatever the width of a pass."""
-    for _ in range(2):  # measured, then known
-        with pytest.raises(BundleError, match="not possible"):
-            LLM(bundles[1].path, max_batch_size=1, exact=True)
-    with LLM(bundles[1].path, max_batch_size=1) as llm:
-        assert llm.exactness is None
-
-
-@pytest.mark.usefixtures("measured_here")
-def test_exact_mode_opens_with_the_kernel(
+def test_exact_mode_opens(
     tmp_path: Path,
     here: Any,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
@@ -110,12 +97,6 @@ def test_exact_mode_opens_with_the_kernel(
     """All widths agree, in every batch and however a prompt was cut, but for passes of one row, which ONNX Runtime
     multiplies in another way here, whatever the target.
     """
-    monkeypatch.setattr(
-        kernel_specs, "DELTA_COLUMNS", 16
-    )  # one program for a head, as the interpreter is slow
-    monkeypatch.setattr(
-        plans, "TensorRT", TensorRTLayerPlugins
-    )  # in FP32 too, where no rounding hides anything
     heads = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
     target = make_hybrid(
         tmp_path / "target", favourites=6, num_hidden_layers=2, layer_types=LAYERS[:2], **heads
