@@ -39,7 +39,7 @@ def test_the_core_imports_nothing_that_only_extras_install() -> None:
     with_kernels = "kernels. launch layers packed attention moe compiler checks rounds round_reference"
     plugins = [f"dflash_plugins.{name}" for name in with_kernels.split()]
     with_tensors = {
-        "device": "arrays caches engine kernels opening rounds states stream",
+        "device": "arrays caches engine kernels opening rounds stream",
         "tensorrt": "contexts engine opening",
         "torch": "engine kernels layers opening operators packed program",
     }

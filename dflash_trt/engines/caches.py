@@ -1,8 +1,8 @@
 """The caches of an engine by slot, on the host and on a GPU: rows for attention, and recurrent states beside them.
 
-Layers of one kind (dflash_trt/bundle/cache_kinds.py) share a pool, in which row j of a slot is position base + j. Each
-slot has one record for each kind (`SlotRows`). A pass moves a slot's rows down before it runs, if the base of its first
-position is another than that of the pass before.
+Layers of one kind (dflash_trt/bundle/cache_kinds.py) share a pool of rows, in which row j of a slot is position
+base + j. Each slot has one record for each kind (`SlotRows`). A pass moves a slot's rows down before it runs, if the
+base of its first position is another than that of the pass before.
 
 A slot's states have one fixed size and belong to `position`. The rows from there on are pending: docs/graphs.md says
 how a pass replays them. So such a slot can be cut to `position`, and to each length after it up to its own.
@@ -10,7 +10,6 @@ how a pass replays them. So such a slot can be cut to `position`, and to each le
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -70,7 +69,40 @@ class RowPool(Protocol):
         """Rows first .. last-1 of a slot become 0."""
 
 
+POSITION, PENDING = "position_state", "pending_"
+
+
+class States(Protocol):
+    """The states of every slot, and its pending rows.
+
+    state_bytes: of one slot. most_pending: the most rows after a slot's position.
+    """
+
+    state_bytes: int
+    most_pending: int
+
+    @property
+    def arrays(self) -> Mapping[str, Any]:
+        """All memory by name."""
+
+    def position(self, slot: int) -> int:
+        """The length that a slot's states belong to."""
+
+    def take(self, slot: int) -> Any:
+        """A copy of a slot's states. Raises MemoryError if there is no memory."""
+
+    def put(self, slot: int, states: Any) -> None:
+        """Give a slot the states that `take` returned."""
+
+    def copy(self, source: int, target: int) -> None:
+        """Give a slot the states of another one."""
+
+    def clear(self, slot: int, pending: int | None) -> None:
+        """Set a slot's pending rows to 0 from this one on; with None, all of its states."""
+
+
 P = TypeVar("P", bound=RowPool)
+S = TypeVar("S", bound=States)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +111,14 @@ class _KeptRows:
 
     first: int
     rows: Sequence[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The content of a snapshot: rows of each kind, and the states that belong to their end; or None."""
+
+    rows: Sequence[_KeptRows]
+    states: Any
 
 
 def whole(capacity: int) -> CacheKind:
@@ -104,17 +144,18 @@ def by_kind(kinds: Sequence[CacheKind], names: Iterable[str]) -> list[list[str]]
     return caches
 
 
-class RowCaches(Generic[P]):
-    """Rows of every slot in caches of every kind. `Caches` in decoding/caches.py documents the methods."""
+class SlotCaches(Generic[P, S]):
+    """Rows of every slot in caches of every kind, and states. `Caches` in decoding/caches.py documents the methods."""
 
-    def __init__(self, pools: Sequence[tuple[CacheKind, P]], slots: int) -> None:
-        self.slots = slots
+    def __init__(self, pools: Sequence[tuple[CacheKind, P]], slots: int, states: S | None = None) -> None:
+        self.slots, self.states = slots, states
         self.kinds = [_RowsOfKind(kind, pool, pool.records) for kind, pool in pools]
 
     @property
     def arrays(self) -> dict[str, Any]:
         """All memory by name."""
-        return {name: array for each in self.kinds for name, array in each.pool.arrays.items()}
+        rows = {name: array for each in self.kinds for name, array in each.pool.arrays.items()}
+        return rows if self.states is None else rows | dict(self.states.arrays)
 
     def advance(self, first: int, starts: Sequence[int], written: Sequence[int]) -> None:
         """Move the rows of the slots from `first` on to where a pass needs them that begins at these positions, and
@@ -146,18 +187,24 @@ class RowCaches(Generic[P]):
     def cut_lengths(self, slot: int, length: int) -> range:
         first = [max(each.kind.base(length), each.records[slot].first) for each in self.kinds]
         shortest = [each.kind.shortest(at) for each, at in zip(self.kinds, first, strict=True)]
+        if self.states is not None:
+            shortest.append(self.states.position(slot))
         return range(max(shortest), length + 1)
 
     def kept_bytes(self, length: int) -> int:
-        return length * sum([each.pool.row_bytes for each in self.kinds])
+        states = 0 if self.states is None else self.states.state_bytes
+        return length * sum([each.pool.row_bytes for each in self.kinds]) + states
 
     def copy(self, source: int, target: int, length: int) -> None:
         for each in self.kinds:
             given, held = each.records[source], each.records[target]
             each.pool.copy(source, target, max(0, length - given.base))
             held.base, held.first, held.last = given.base, given.first, length
+        if self.states is not None:
+            self.states.copy(source, target)
 
     def keep(self, slot: int, start: int, stop: int, shortest: int) -> Snapshot:
+        """The states are with the rows that end at their position, or at a pending row."""
         copies, least, size = [], start + 1, 0
         for each in self.kinds:
             held = each.records[slot]
@@ -168,7 +215,13 @@ class RowCaches(Generic[P]):
             copies.append(_KeptRows(first, each.pool.take(slot, row, row + stop - first)))
             least = max(least, each.kind.shortest(needed))
             size += (stop - first) * each.pool.row_bytes
-        return Snapshot(start, stop, range(least, stop + 1), copies, size)
+        if self.states is None:
+            return Snapshot(start, stop, range(least, stop + 1), _Kept(copies, None), size)
+        position = self.states.position(slot)
+        if not position <= stop <= position + self.states.most_pending:
+            return Snapshot(start, stop, (), _Kept(copies, None), size)
+        lengths, states = range(max(least, position), stop + 1), self.states.take(slot)
+        return Snapshot(start, stop, lengths, _Kept(copies, states), size + self.states.state_bytes)
 
     def read(self, slot: int, start: int, stop: int) -> dict[str, Any]:
         """Copies of the rows of positions start .. stop-1, by cache: those that the row after them sees."""
@@ -179,9 +232,12 @@ class RowCaches(Generic[P]):
         return rows
 
     def lacks(self, kept: Snapshot, shortest: int) -> bool:
+        """States are with the last copy of a prefix only."""
+        if self.states is not None and kept.start < shortest <= kept.stop and kept.stop not in kept.lengths:
+            return True
         return any(
             copy.first > min(max(kept.start, each.kind.first(shortest)), kept.stop)
-            for each, copy in zip(self.kinds, kept.data, strict=True)
+            for each, copy in zip(self.kinds, kept.data.rows, strict=True)
         )
 
     def restore(self, slot: int, kept: Sequence[Snapshot], length: int) -> None:
@@ -190,15 +246,18 @@ class RowCaches(Generic[P]):
             held.base = held.first = each.kind.base(length)
             held.last = length
             for snapshot in kept:
-                copy: _KeptRows = snapshot.data[i]
+                copy: _KeptRows = snapshot.data.rows[i]
                 if copy.first > snapshot.start:
                     held.first = max(held.base, copy.first)
                 first, stop = max(copy.first, held.base), min(snapshot.stop, length)
                 if first < stop:
                     part = slice(first - copy.first, stop - copy.first)
                     each.pool.write([rows[..., part, :] for rows in copy.rows], slot, first - held.base)
+        if self.states is not None:
+            self.states.put(slot, kept[-1].data.states)
 
     def compact(self, slot: int, start: int, nodes: Sequence[int]) -> None:
+        """Rows alone: targets with states verify chains, whose rows lie in order."""
         for each in self.kinds:
             each.pool.compact(slot, start - each.records[slot].base, nodes)
 
@@ -212,90 +271,5 @@ class RowCaches(Generic[P]):
                 held.base = held.first = held.last = 0
             elif last is None:
                 held.last = min(held.last, first)
-
-
-POSITION, PENDING = "position_state", "pending_"
-R = TypeVar("R", bound=RowCaches[Any])
-
-
-@dataclass(frozen=True, slots=True)
-class _RowsAndStates:
-    """The content of a snapshot: rows, and the states that belong to their end; or None."""
-
-    rows: Snapshot
-    states: Any
-
-
-class StateCaches(ABC, Generic[R]):
-    """Rows and states of every slot. `Caches` in decoding/caches.py documents the methods.
-
-    state_bytes: of the states of one slot. most_pending: the most rows after a slot's position.
-    """
-
-    state_bytes: int
-    most_pending: int
-
-    def __init__(self, rows: R) -> None:
-        self.rows = rows
-
-    @abstractmethod
-    def position(self, slot: int) -> int:
-        """The length that a slot's states belong to."""
-
-    @abstractmethod
-    def _take(self, slot: int) -> Any:
-        """A copy of a slot's states. Raises MemoryError if there is no memory."""
-
-    @abstractmethod
-    def _put(self, slot: int, states: Any) -> None:
-        """Give a slot the states that `_take` returned."""
-
-    @abstractmethod
-    def _copy(self, source: int, target: int) -> None:
-        """Give a slot the states of another one."""
-
-    @abstractmethod
-    def _clear(self, slot: int, pending: int | None) -> None:
-        """Set a slot's pending rows to 0 from this one on; with None, all of its states."""
-
-    def cut_lengths(self, slot: int, length: int) -> Sequence[int]:
-        """From the states' position on, if the rows can be cut so far."""
-        return range(max(self.rows.cut_lengths(slot, length).start, self.position(slot)), length + 1)
-
-    def kept_bytes(self, length: int) -> int:
-        """Of the rows, and of one slot's states."""
-        return self.rows.kept_bytes(length) + self.state_bytes
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Rows and states."""
-        self.rows.copy(source, target, length)
-        self._copy(source, target)
-
-    def keep(self, slot: int, start: int, stop: int, shortest: int) -> Snapshot:
-        """The states are with the rows that end at their position, or at a pending row."""
-        position, rows = self.position(slot), self.rows.keep(slot, start, stop, shortest)
-        if not position <= stop <= position + self.most_pending:
-            return Snapshot(start, stop, (), _RowsAndStates(rows, None), rows.size)
-        content = _RowsAndStates(rows, self._take(slot))
-        lengths = range(max(rows.lengths[0], position), stop + 1) if rows.lengths else ()
-        return Snapshot(start, stop, lengths, content, rows.size + self.state_bytes)
-
-    def lacks(self, kept: Snapshot, shortest: int) -> bool:
-        """States are with the last copy of a prefix only."""
-        if kept.start < shortest <= kept.stop and kept.stop not in kept.lengths:
-            return True
-        return self.rows.lacks(kept.data.rows, shortest)
-
-    def restore(self, slot: int, kept: Sequence[Snapshot], length: int) -> None:
-        """All rows, and the states of the last copy."""
-        self.rows.restore(slot, [each.data.rows for each in kept], length)
-        self._put(slot, kept[-1].data.states)
-
-    def compact(self, slot: int, start: int, nodes: Sequence[int]) -> None:
-        """Rows alone: targets with states verify chains, whose rows lie in order."""
-        self.rows.compact(slot, start, nodes)
-
-    def clear(self, slot: int, first: int = 0, last: int | None = None) -> None:
-        """Rows, and the pending ones from `first` on, or all states."""
-        self.rows.clear(slot, first, last)
-        self._clear(slot, max(first - self.position(slot), 0) if first else None)
+        if self.states is not None:
+            self.states.clear(slot, max(first - self.states.position(slot), 0) if first else None)

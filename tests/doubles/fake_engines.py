@@ -28,7 +28,7 @@ from dflash_trt.decoding.sampling.history import History
 from dflash_trt.decoding.sampling.sampler import sample
 from dflash_trt.decoding.scheduler import Scheduler
 from dflash_trt.decoding.slots import Slots
-from dflash_trt.engines.caches import RowCaches, SlotRows
+from dflash_trt.engines.caches import SlotCaches, SlotRows
 
 Array = np.ndarray[Any, Any]
 
@@ -310,7 +310,7 @@ class WindowTarget(FakeTarget):
         super().__init__(slots, capacity)
         rows = rows_by_window([self.window], self.stride, capacity, self.most)[self.window]
         kind = CacheKind(window=self.window, stride=self.stride, rows=rows, row_bytes=ROW_BYTES, layers=(0,))
-        self.rows = RowCaches([(kind, _RowPool(slots, rows))], slots)
+        self.rows: SlotCaches[Any, Any] = SlotCaches([(kind, _RowPool(slots, rows))], slots)
 
     def total(self, slot: int, length: int) -> int:
         self.rows.advance(slot, [length], [self.most])

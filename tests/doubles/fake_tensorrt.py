@@ -1,8 +1,10 @@
 """A stand-in for the TensorRT module. It accepts exactly the documented calls that the project makes.
 
 A plan is the graph itself, and executing it runs ONNX Runtime on the bound addresses. Memory, shapes, profiles,
-aliases and stream capture follow the rules of tensorrt_rules.py, and a call that violates them fails. This shows that
-the engine uses the API as documented. It cannot show TensorRT's own computations.
+aliases and stream capture follow the rules in NvInfer.h and NvInferRuntime.h of TensorRT 11.1 and in the docstrings of
+tensorrt_rtx 1.7.1: a call that TensorRT would refuse returns False and logs why, and one for which it promises nothing,
+not even an error, raises `Undefined`. This shows that the engine uses the API as documented. It cannot show TensorRT's
+own computations.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ import onnx.inliner
 from tests.doubles.cuda_double import ALIGNMENT, Cuda, Room
 from tests.doubles.rounding import in_float32
 from tests.doubles.sessions import session
-from tests.doubles.tensorrt_rules import RULES, refused, undefined
 from tests.doubles.trt_bodies import executable
 
 __version__ = "11.4.0"
@@ -51,6 +52,16 @@ class Logger(ILogger):
 
     def log(self, severity: Severity, message: str) -> None:
         pass
+
+
+class Undefined(AssertionError):
+    """A call for which TensorRT promises nothing."""
+
+
+def refused(logger: Any, what: str) -> bool:
+    """What a call returns that TensorRT refuses."""
+    logger.log(ILogger.ERROR, what)
+    return False
 
 
 class IStreamWriter:
@@ -191,7 +202,7 @@ class Profile:
     def set_shape(self, name: str, *shapes: tuple[int, ...]) -> None:
         low, usual, high = shapes
         if not all(0 <= a <= b <= c for a, b, c in zip(low, usual, high, strict=True)):
-            raise ValueError(f"{name}: {RULES['profile order'].sentence}")
+            raise ValueError(f"{name}: 0 <= min <= opt <= max does not hold")
         self.shapes[name] = list(shapes)
 
     def __bool__(self) -> bool:
@@ -260,22 +271,20 @@ class Builder:
                 fixed = Tensor(value).shape
                 shapes = profile.shapes.get(value.name)
                 if shapes is None and -1 in fixed:
-                    return refused(self.logger, ILogger.ERROR, "profile whole", f"no shapes of {value.name}")
+                    return refused(self.logger, f"no shapes of {value.name}")
                 for shape in shapes or ():
                     if len(shape) != len(fixed) or any(
                         n not in (-1, m) for n, m in zip(fixed, shape, strict=True)
                     ):
                         what = f"{value.name} {list(fixed)} has {list(shape)} in a profile"
-                        return refused(self.logger, ILogger.ERROR, "profile fixed", what)
+                        return refused(self.logger, what)
         header = json.dumps([profile.shapes for profile in config.profiles]).encode()
         plan = MAGIC + len(header).to_bytes(8, "little") + header
         plan += executable(network.model).SerializeToString()
         for at in range(0, len(plan), 1 << 16):
             piece = plan[at : at + (1 << 16)]
             if writer.write(piece) != len(piece):
-                return refused(
-                    self.logger, ILogger.ERROR, "written", "the writer took less than it was given"
-                )
+                return refused(self.logger, ILogger.ERROR, "the writer took less than it was given")
         if not monitor.step_complete("Building", 0):
             return False
         monitor.phase_finish("Building")
@@ -358,25 +367,25 @@ class Context:
 
     def set_optimization_profile_async(self, index: int, stream: int) -> bool:
         if not 0 <= index < len(self._engine._profiles):
-            return self._refused("profile index", f"profile {index}")
+            return self._refused(f"there is no profile {index}")
         self._profile, self._profile_stream = index, stream
         return True
 
     def set_device_memory(self, memory: int, size: int) -> None:
         if memory % ALIGNMENT:
-            raise undefined("memory aligned", f"memory at {memory:#x}")
+            raise Undefined(f"scratch memory at {memory:#x}, which is not aligned")
         if size < self._engine.device_memory_size_v2:
-            raise undefined("memory size", f"{size} bytes of memory")
+            raise Undefined(f"{size} bytes of scratch memory are less than the plan needs")
         self._memory = memory
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
         if self._profile is None:
-            raise undefined("profile first", f"the shape of {name}")
+            raise Undefined(f"the shape of {name} before a profile")
         if name not in self._engine._inputs:
-            return self._refused("shape name", f"the shape of {name}")
+            return self._refused(f"{name} is no input")
         low, _, high = self._engine.get_tensor_profile_shape(name, self._profile)
         if len(shape) != len(low) or not all(a <= n <= b for a, n, b in zip(low, shape, high, strict=True)):
-            return self._refused("shape fixed", f"{name} {list(shape)}")
+            return self._refused(f"{name} {list(shape)} is outside of the profile")
         self._shapes[name] = tuple(shape)
         return True
 
@@ -384,7 +393,7 @@ class Context:
         """As the Python package does, -1 is an exception."""
         unknown = [name for name in self._engine._inputs if name not in self._shapes]
         if not unknown and (wrong := self._contradiction()):
-            self._refused("shapes valid", wrong)
+            self._refused(wrong)
             raise RuntimeError(wrong)
         return unknown
 
@@ -416,43 +425,43 @@ class Context:
 
     def set_tensor_address(self, name: str, address: int) -> bool:
         if name not in self._engine._names:
-            return self._refused("address name", f"the address of {name}")
+            return self._refused(f"{name} is no input or output")
         if address % ALIGNMENT:
-            return self._refused("address aligned", f"{name} at {address:#x}: data must be aligned")
+            return self._refused(f"{name} at {address:#x}: data must be aligned")
         room = Cuda.device_memory.room(address)
         if room is None:
-            return self._refused("address of the device", f"{name} at {address:#x}")
+            return self._refused(f"{name} at {address:#x}, which is no memory of the device")
         self._addresses[name], self._rooms[name] = address, room
         return True
 
     def execute_async_v3(self, stream: int) -> bool:
         assert self._memory, "a context of this strategy has no memory of its own"
         if stream == Cuda.default.cuda_stream:
-            raise undefined("stream", "a pass on the default stream")
+            raise Undefined("a pass on the default stream")
         if self._profile_stream != stream:
-            raise undefined("profile stream", f"a pass on stream {stream}")
+            raise Undefined(f"a pass on stream {stream}, and the profile was set on another")
         last = Context._users.setdefault(self._memory, stream)
         if last != stream and Cuda.streams[last].queue:
-            raise undefined("memory in parallel", f"streams {last} and {stream} use the same memory")
+            raise Undefined(f"streams {last} and {stream} use the same memory")
         Context._users[self._memory] = stream
         if unknown := self.infer_shapes():
-            return self._refused("shapes known", ", ".join(unknown))
+            return self._refused(f"no shapes of {', '.join(unknown)}")
         if unbound := [name for name in self._engine._names if name not in self._addresses]:
-            return self._refused("address known", ", ".join(unbound))
+            return self._refused(f"no addresses of {', '.join(unbound)}")
         shapes = {name: self.get_tensor_shape(name) for name in self._engine._names}
         run = _Run(self._engine, shapes, dict(self._addresses), dict(self._rooms))
         if Cuda.capturing is None:
             self._prepared = shapes
             Cuda.counts["passes"] += 1
         elif self._prepared != shapes:
-            return self._refused("capture", "a capture of shapes that no pass has prepared")
+            return self._refused("a capture of shapes that no pass has prepared")
         else:
             run.captured = self
         Cuda.enqueue(run, Cuda.streams[stream])  # shapes and addresses are fixed from here on
         return True
 
-    def _refused(self, rule: str, what: str) -> bool:
-        return refused(self._engine._logger, ILogger.ERROR, rule, what)
+    def _refused(self, what: str) -> bool:
+        return refused(self._engine._logger, what)
 
 
 class _Run:
@@ -467,13 +476,11 @@ class _Run:
         self.captured: Context | None = None  # by which context
         for name in shapes:
             if self._bytes(name) > rooms[name].size:
-                raise undefined(
-                    "address of the device", f"{name} {list(shapes[name])} has {rooms[name].size} bytes"
-                )
+                raise Undefined(f"{name} {list(shapes[name])} has {rooms[name].size} bytes")
         for name in engine._inputs:
             out = name.replace("_cache.", "_cache_out.")
             if out != name and addresses[out] != addresses[name]:
-                raise undefined("cache in place", f"{out} is not bound to the memory of {name}")
+                raise Undefined(f"{out} is not bound to the memory of {name}")
             if name.partition(".")[0].endswith("_state"):
                 kind, dot, layer = name.partition(".")
                 assert addresses[f"{kind}_out{dot}{layer}"] != addresses[name], f"{name} is read and written"
@@ -483,13 +490,13 @@ class _Run:
 
     def memory(self, name: str) -> np.ndarray:
         if self.rooms[name].freed():
-            raise undefined("memory there", f"the memory of {name} was released")
+            raise Undefined(f"the memory of {name} was released")
         room = (ctypes.c_char * self._bytes(name)).from_address(self.addresses[name])
         return np.frombuffer(room, self.engine._types[name]).reshape(self.shapes[name])
 
     def __call__(self) -> None:
         if self.captured is not None and self.captured._prepared != self.shapes:
-            raise undefined("one context per graph", "a graph's context ran other shapes since the capture")
+            raise Undefined("a graph's context ran other shapes since the capture")
         feeds = {name: self.memory(name).copy() for name in self.engine._inputs}
         results = self.engine._session.run(list(self.engine._outputs), _as_given(feeds))
         for name, result in zip(self.engine._outputs, results, strict=True):

@@ -38,8 +38,8 @@ def in_float32(model: onnx.ModelProto) -> onnx.ModelProto:
             elif attribute.type == onnx.AttributeProto.TENSOR and attribute.t.data_type == BF16:
                 attribute.t.CopyFrom(_widened(attribute.t))
         nodes.append(node)
-        if node.op_type in MOVES or node.op_type == "Constant":
-            continue
+        if node.op_type in MOVES or node.op_type == "Constant" or node.domain == "com.microsoft":
+            continue  # ONNX Runtime's own operators compute in float32
         for i, name in enumerate(node.output):
             if not name:
                 continue

@@ -39,7 +39,7 @@ GPU_ROOMS = (
 )  # fmt: skip
 LIGHT = {
     *(f"dflash_trt.engines.device{module}" for module in ("", ".sizes")),
-    *(f"dflash_trt.engines.tensorrt{module}" for module in ("", ".entry", ".flavour", ".options")),
+    *(f"dflash_trt.engines.tensorrt{module}" for module in ("", ".entry", ".options")),
     *(f"dflash_trt.engines.torch{module}" for module in ("", ".entry")),
     *("dflash_trt.trtllm", "dflash_trt.trtllm.entry"),
     *("dflash_plugins", "dflash_plugins.kernel_specs"),  # sizes of kernels, which import nothing

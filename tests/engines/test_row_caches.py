@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dflash_trt.bundle.cache_kinds import CacheKind
-from dflash_trt.engines.onnxruntime.caches import HostRows
+from dflash_trt.engines.onnxruntime.caches import HostCaches
 
 SLOTS, CAPACITY, MOST = 4, 500, 60
 WIDTHS = {"k_cache.0": (97, np.float32), "v_cache.0": (2, np.float32), "k_cache.1": (1, np.float32)}
@@ -31,7 +31,7 @@ class Model:
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
         self.kinds = kinds(int(self.rng.integers(2, 50)), int(self.rng.choice([1, 8, 64, 128])))
-        self.caches = HostRows(self.kinds, SLOTS, CAPACITY)
+        self.caches = HostCaches(self.kinds, SLOTS, CAPACITY)
         self.caches.allocate(WIDTHS)
         self.rows: list[list[float]] = [[] for _ in range(SLOTS)]
         self.kept: list[tuple[list[float], list[Any]]] = []  # tokens, and adjacent copies of them

@@ -116,9 +116,9 @@ def test_what_is_computed_does_not_depend_on_the_passes(case: Case) -> None:
     for engine, slot in ((alone, 0), (beside, 1)):
         at = tokens[33]
         engine.run({"tokens": ints([at]), "start": ints(33), "rows": ints([0])}, first_slot=slot)
-    for name, state in alone.caches.states.items():
+    for name, state in alone.caches.states.arrays.items():
         if not name.startswith("pending"):
-            np.testing.assert_array_equal(state[0], beside.caches.states[name][1], err_msg=name)
+            np.testing.assert_array_equal(state[0], beside.caches.states.arrays[name][1], err_msg=name)
 
 
 def test_an_engine_that_does_not_know_the_architecture_refuses_it(tmp_path: Path) -> None:

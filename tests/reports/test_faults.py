@@ -21,9 +21,8 @@ from dflash_trt import SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.drafter import Drafter
-from dflash_trt.engines.device.caches import DevicePool
+from dflash_trt.engines.device.caches import DevicePool, DeviceStates
 from dflash_trt.engines.device.sizes import DECODE
-from dflash_trt.engines.device.states import DeviceHybridCaches
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
 from dflash_trt.formats.precision import Precision
 from dflash_trt.reports import selftest
@@ -299,14 +298,14 @@ def short_copy(patch: pytest.MonkeyPatch, test: Selftest) -> None:
 
 def lost_state(patch: pytest.MonkeyPatch, test: Selftest) -> None:
     """The state of the convolution is not copied."""
-    restore = DeviceHybridCaches.restore
+    put = DeviceStates.put
 
-    def less(self: DeviceHybridCaches, slot: int, *given: Any) -> None:
-        restore(self, slot, *given)
+    def less(self: DeviceStates, slot: int, *given: Any) -> None:
+        put(self, slot, *given)
         with torch.cuda.stream(test.subject.pair.target.stream):  # type: ignore[attr-defined]
             self.arrays["conv_state.0"][slot].zero_()
 
-    patch.setattr(DeviceHybridCaches, "restore", less)
+    patch.setattr(DeviceStates, "put", less)
 
 
 def mixed_sequences(patch: pytest.MonkeyPatch, test: Selftest) -> None:

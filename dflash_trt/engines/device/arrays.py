@@ -21,7 +21,6 @@ from dflash_trt.engines.device.engine import DeviceEngine
 from dflash_trt.engines.device.kernels import compiles_here
 from dflash_trt.engines.device.rounds import RoundMemory
 from dflash_trt.engines.device.sizes import DECODE, PREFILL, fitting, prefill_lengths
-from dflash_trt.engines.device.states import DeviceHybridCaches
 from dflash_trt.engines.device.stream import now, on, seconds
 
 if TYPE_CHECKING:
@@ -118,7 +117,7 @@ class DeviceArrays:
         self._best: DeviceArray | None = None
         self.run, self.samples = run, run is not None  # kernels decide for sampled requests, else the host
         if run is not None and tree_width > 1:
-            for kind in target.rows.kinds:
+            for kind in target.caches.kinds:
                 kind.pool.compact_by(run, block_size)
         self._sampling: tuple[Sequence[Request], Sampling | None] = ((), None)
 
@@ -152,13 +151,13 @@ class DeviceArrays:
             filled = length
         feeds = {**feeds, name: self._filled(engine, name, feeds[name], filled)}
         feeds |= chain_rows(1, filled) if "depths" in feeds else {}
-        engine.rows.advance(slot, [start], [length])
-        bases = {name: np.array(numbers) for name, numbers in engine.rows.bases([start]).items()}
+        engine.caches.advance(slot, [start], [length])
+        bases = {name: np.array(numbers) for name, numbers in engine.caches.bases([start]).items()}
         outputs = engine.run(PREFILL, feeds | bases, first_slot=slot)
         if engine is not self._target:
             return outputs
-        if isinstance(engine.caches, DeviceHybridCaches):
-            engine.caches.passed(slot, feeds["start"], int(feeds["rows"][0, 0]))
+        if engine.caches.states is not None:
+            engine.caches.states.passed(slot, feeds["start"], int(feeds["rows"][0, 0]))
         return {**outputs, "features": outputs["features"][:, :length]}
 
     def _filled(self, engine: DeviceEngine, name: str, given: Any, length: int) -> Any:
@@ -176,7 +175,7 @@ class DeviceArrays:
         tensors = {n: each.tensor if isinstance(each, DeviceArray) else each for n, each in feeds.items()}
         starts, drafting = feeds["start"].tolist(), engine is self._drafter
         written = feeds["n_features"].tolist() if drafting else [feeds["rows"].shape[1]] * len(starts)
-        engine.rows.advance(0, starts, written)
+        engine.caches.advance(0, starts, written)
         with on(self._stream):
             if drafting:
                 tensors = self._round.drafter_feeds(tensors, self._unread)
@@ -184,8 +183,8 @@ class DeviceArrays:
                 self._flush()  # the pass overwrites the features
                 tensors = self._round.target_feeds(tensors)
         outputs = engine.run(DECODE, tensors)
-        if isinstance(engine.caches, DeviceHybridCaches):
-            engine.caches.passed(0, feeds["start"], 0)  # every row has logits, so none is certain
+        if engine.caches.states is not None:
+            engine.caches.states.passed(0, feeds["start"], 0)  # every row has logits, so none is certain
         return {name: numbers[: len(starts)] for name, numbers in outputs.items()}
 
     def width(self, nodes: int) -> int:

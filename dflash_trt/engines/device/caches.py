@@ -1,17 +1,20 @@
-"""Caches of rows on a GPU, for attention."""
+"""Caches on a GPU: rows for attention, and the states of recurrent layers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from dflash_plugins.launch import Compaction, Run
 
 from dflash_trt.bundle.cache_kinds import CacheKind
-from dflash_trt.engines.caches import RowCaches, SlotRows, by_kind, whole
+from dflash_trt.engines.caches import PENDING, POSITION, SlotCaches, SlotRows, by_kind, whole
 from dflash_trt.engines.device.stream import on
 
+Array = np.ndarray[Any, Any]
 Tensor = torch.Tensor
 
 
@@ -72,11 +75,133 @@ class DevicePool:
                 rows[slot, :, first:last].zero_()
 
 
-class DeviceRows(RowCaches[DevicePool]):
-    """The rows of every slot on a GPU. Without `kinds`, every layer keeps all rows."""
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """States of one kind, of all layers and slots: [layers, slots, ...]. A pass reads `now` and writes `new`."""
+
+    names: Sequence[str]
+    now: Tensor
+    new: Tensor
+    pending: bool
+
+
+class DeviceStates:
+    """States of every slot, in tensors [layers, slots, ...]. `States` in engines/caches.py documents the methods.
+
+    A pass writes new states beside the old ones, because TensorRT must not write what it still reads. They are copied
+    over them after the pass, on its stream. The host counts the positions too, so that it need not wait to know them.
+
+    TensorRT wants aligned addresses. The states of published models fill whole units, which the engine checks, but a
+    position does not, so positions are copied to a place of their own before a pass.
+    """
 
     def __init__(
-        self, arrays: Mapping[str, Tensor], stream: Any, slots: int, kinds: Sequence[CacheKind] = ()
+        self,
+        states: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+        slots: int,
+        stream: Any,
+        device: torch.device,
+    ) -> None:
+        """`states`: shape and dtype of each state of a sequence, by the name of the plan's input."""
+        self._stream = stream
+        self._on_device, self._read, self._written = (
+            torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(3)
+        )
+        kinds: dict[tuple[str, tuple[int, ...], torch.dtype], list[str]] = {}
+        for name, (shape, dtype) in states.items():
+            if name == POSITION:
+                continue
+            kinds.setdefault((name.partition(".")[0], shape, dtype), []).append(name)
+
+        def memory(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return torch.zeros((count, slots, *shape), dtype=dtype, device=device)
+
+        self._pools = []
+        for (kind, shape, dtype), names in kinds.items():
+            now, new = (memory(len(names), shape, dtype) for _ in range(2))
+            self._pools.append(_Pool(names, now, new, kind.startswith(PENDING)))
+        self._positions: Array = np.zeros(slots, np.int64)
+        self.state_bytes = self._on_device.element_size() + sum(
+            pool.now[:, 0].numel() * pool.now.element_size() for pool in self._pools
+        )
+        self.most_pending = next((int(pool.now.shape[2]) for pool in self._pools if pool.pending), 0)
+
+    @property
+    def arrays(self) -> dict[str, Tensor]:
+        return {name: pool.now[i] for pool in self._pools for i, name in enumerate(pool.names)}
+
+    def bound(self, first_slot: int) -> dict[str, tuple[Tensor, Tensor]]:
+        """The memory from this slot on that a pass reads, and the memory that it writes, by name."""
+        return {POSITION: (self._read, self._written)} | {
+            name: (pool.now[i, first_slot:], pool.new[i, first_slot:])
+            for pool in self._pools
+            for i, name in enumerate(pool.names)
+        }
+
+    def prepare(self, first_slot: int, batch: int) -> None:
+        """Put the positions of these slots where the next pass reads them. Called on the pass's stream."""
+        self._read[:batch].copy_(self._on_device[first_slot : first_slot + batch])
+
+    def passed(self, first_slot: int, start: Array, certain: int) -> None:
+        """Take over the states that the pass just enqueued writes. `start` [B]; `certain`: as for the graph."""
+        stop = first_slot + len(start)
+        with on(self._stream):
+            for pool in self._pools:
+                pool.now[:, first_slot:stop].copy_(pool.new[:, first_slot:stop])
+            self._on_device[first_slot:stop].copy_(self._written[: len(start)])
+        before = self._positions[first_slot:stop]
+        replayed = np.clip(start - before, 0, self.most_pending)
+        self._positions[first_slot:stop] = np.where(start > 0, before + replayed, 0) + certain
+
+    def position(self, slot: int) -> int:
+        """As the host counts it."""
+        return int(self._positions[slot])
+
+    def take(self, slot: int) -> tuple[list[Tensor], int]:
+        try:
+            with on(self._stream):
+                return [pool.now[:, slot].clone() for pool in self._pools], self.position(slot)
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(str(error)) from error
+
+    def put(self, slot: int, states: tuple[Sequence[Tensor], int]) -> None:
+        tensors, position = states
+        with on(self._stream):
+            for pool, each in zip(self._pools, tensors, strict=True):
+                pool.now[:, slot].copy_(each)
+            self._on_device[slot].fill_(position)
+        self._positions[slot] = position
+
+    def copy(self, source: int, target: int) -> None:
+        with on(self._stream):
+            for pool in self._pools:
+                pool.now[:, target].copy_(pool.now[:, source])
+            self._on_device[target : target + 1].copy_(self._on_device[source : source + 1])
+        self._positions[target] = self._positions[source]
+
+    def clear(self, slot: int, pending: int | None) -> None:
+        with on(self._stream):
+            for pool in self._pools:
+                if pending is None:
+                    pool.now[:, slot].zero_()
+                elif pool.pending:
+                    pool.now[:, slot, pending:].zero_()
+            if pending is None:
+                self._on_device[slot].zero_()
+        if pending is None:
+            self._positions[slot] = 0
+
+
+class DeviceCaches(SlotCaches[DevicePool, DeviceStates]):
+    """The caches of every slot on a GPU. Without `kinds`, every layer keeps all rows."""
+
+    def __init__(
+        self,
+        arrays: Mapping[str, Tensor],
+        stream: Any,
+        slots: int,
+        kinds: Sequence[CacheKind] = (),
+        states: DeviceStates | None = None,
     ) -> None:
         kinds = kinds or (whole(0),)
         parts = by_kind(kinds, arrays)
@@ -84,4 +209,4 @@ class DeviceRows(RowCaches[DevicePool]):
             (kind, DevicePool({name: arrays[name] for name in names}, stream, slots))
             for kind, names in zip(kinds, parts, strict=True)
         ]
-        super().__init__(pools, slots)
+        super().__init__(pools, slots, states)

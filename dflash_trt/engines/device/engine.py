@@ -8,8 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from dflash_trt.engines.device.caches import DeviceRows
-from dflash_trt.engines.device.states import DeviceHybridCaches
+from dflash_trt.engines.device.caches import DeviceCaches
 
 Array = np.ndarray[Any, Any]
 Tensor = torch.Tensor
@@ -25,8 +24,7 @@ class DeviceEngine(Protocol):
     device: torch.device
     stream: Any
     dtypes: Mapping[str, torch.dtype]
-    rows: DeviceRows
-    caches: DeviceRows | DeviceHybridCaches
+    caches: DeviceCaches
 
     def bind(self, profile: int, name: str, buffer: Tensor) -> None:
         """Use other memory, which must be large enough, for an input or an output. Before the first pass."""

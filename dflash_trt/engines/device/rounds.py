@@ -76,7 +76,9 @@ class RoundMemory:
 
     def _inputs(self, slots: int, block_size: int) -> Sizes:
         per_slot = ["drafter_start", "n_features", "target_start", "places"]
-        per_slot += [f"{role}_{name}" for role, each in self._engines.items() for name in each.rows.bases([])]
+        per_slot += [
+            f"{role}_{name}" for role, each in self._engines.items() for name in each.caches.bases([])
+        ]
         return {**dict.fromkeys(per_slot, (slots, torch.int64)), "block": (slots * block_size, torch.int64)}
 
     def _outputs(self, slots: int, block_size: int) -> Sizes:
@@ -118,7 +120,7 @@ class RoundMemory:
         for name in ("tokens", "accepted", "next_token"):
             target.bind(DECODE, name, parts[name])
         for role, engine in self._engines.items():
-            for name in ("start", *engine.rows.bases([])):
+            for name in ("start", *engine.caches.bases([])):
                 engine.bind(DECODE, name, parts[f"{role}_{name}"])
 
     def start(self) -> None:
@@ -279,7 +281,7 @@ class RoundMemory:
 
     def _begin(self, role: str, start: Array) -> dict[str, torch.Tensor]:
         """The inputs about where a pass begins, in this memory. In idle slots it begins after the rows of tokens."""
-        rows, n, batch = self._engines[role].rows, len(start), fitting(len(start), self.batches)
+        rows, n, batch = self._engines[role].caches, len(start), fitting(len(start), self.batches)
         # A drafter's pass writes a block of features and one of nodes. A row for attention's sink follows.
         last = self._capacity - 1 - self._most * (2 if role == "drafter" else 1)
         idle = [min(rows.last(slot), last) for slot in range(n, batch)]

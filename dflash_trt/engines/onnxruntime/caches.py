@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dflash_trt.bundle.cache_kinds import CacheKind
-from dflash_trt.engines.caches import PENDING, POSITION, RowCaches, SlotRows, StateCaches, by_kind, whole
+from dflash_trt.engines.caches import PENDING, POSITION, SlotCaches, SlotRows, by_kind, whole
 from dflash_trt.errors import DFlashError
 
 Array = np.ndarray[Any, Any]
@@ -173,8 +173,82 @@ class CachePool:
         backing.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
 
-class HostRows(RowCaches[CachePool]):
-    """Rows of every slot, and where a pass finds them."""
+def _no_memory(slots: int, capacity: int, size: int) -> DFlashError:
+    return DFlashError(
+        f"no memory for a cache of {slots} sequences, {capacity} tokens each ({size} bytes): lower "
+        "max_batch_size, or build with a smaller --max-seq-len"
+    )
+
+
+def _zeros(slots: int, capacity: int, width: int, dtype: Any) -> tuple[mmap.mmap | None, Array]:
+    """Zeros [slots * capacity * width], of which only what is written takes memory, in small pages, and their map.
+
+    Huge pages, which NumPy asks for, would make more of the capacity resident than the rows that are written.
+    """
+    count = slots * capacity * width
+    size = count * np.dtype(dtype).itemsize
+    try:
+        if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
+            return None, np.zeros(count, dtype)
+        memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, MemoryError, OverflowError, ValueError) as error:
+        raise _no_memory(slots, capacity, size) from error
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with contextlib.suppress(OSError):  # the kernel may lack huge pages
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return memory, np.frombuffer(memory, dtype, count)
+
+
+class HostStates:
+    """States of every slot, in arrays [slots, ...]. `States` in engines/caches.py documents the methods."""
+
+    def __init__(self, slots: int, shapes: Mapping[str, tuple[tuple[int, ...], Any]]) -> None:
+        """`shapes`: shape and dtype of each state of a sequence, by name."""
+        self.state_bytes = sum(
+            int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in shapes.values()
+        )
+        try:
+            self.arrays = {name: np.zeros((slots, *shape), dtype) for name, (shape, dtype) in shapes.items()}
+        except (MemoryError, ValueError) as error:
+            raise DFlashError(
+                f"no memory for the states of {slots} sequences ({self.state_bytes} bytes each): "
+                "lower max_batch_size"
+            ) from error
+        self._pending = [memory for name, memory in self.arrays.items() if name.startswith(PENDING)]
+        self.most_pending = self._pending[0].shape[1] if self._pending else 0
+
+    def views(self, first: int, slots: int) -> Iterator[tuple[str, Array]]:
+        """The states of consecutive slots, for a pass."""
+        for name, memory in self.arrays.items():
+            yield name, memory[first : first + slots]
+
+    def position(self, slot: int) -> int:
+        return int(self.arrays[POSITION][slot])
+
+    def take(self, slot: int) -> dict[str, Array]:
+        return {name: memory[slot].copy() for name, memory in self.arrays.items()}
+
+    def put(self, slot: int, states: Mapping[str, Any]) -> None:
+        for name, state in states.items():
+            self.arrays[name][slot] = state
+
+    def copy(self, source: int, target: int) -> None:
+        for memory in self.arrays.values():
+            memory[target] = memory[source]
+
+    def clear(self, slot: int, pending: int | None) -> None:
+        if pending is None:
+            self.put(slot, dict.fromkeys(self.arrays, 0))
+        for memory in self._pending:
+            memory[slot, pending:] = 0
+
+    def close(self) -> None:
+        """Free all memory."""
+        self.arrays, self._pending = {}, []
+
+
+class HostCaches(SlotCaches[CachePool, HostStates]):
+    """The caches of every slot, and where a pass finds them."""
 
     def __init__(self, kinds: Sequence[CacheKind], slots: int, capacity: int) -> None:
         """`capacity`: the address space of a slot in rows. Only rows that are written take memory.
@@ -213,87 +287,5 @@ class HostRows(RowCaches[CachePool]):
         """Free all memory."""
         for each in self.kinds:
             each.pool.close()
-
-
-def _no_memory(slots: int, capacity: int, size: int) -> DFlashError:
-    return DFlashError(
-        f"no memory for a cache of {slots} sequences, {capacity} tokens each ({size} bytes): lower "
-        "max_batch_size, or build with a smaller --max-seq-len"
-    )
-
-
-def _zeros(slots: int, capacity: int, width: int, dtype: Any) -> tuple[mmap.mmap | None, Array]:
-    """Zeros [slots * capacity * width], of which only what is written takes memory, in small pages, and their map.
-
-    Huge pages, which NumPy asks for, would make more of the capacity resident than the rows that are written.
-    """
-    count = slots * capacity * width
-    size = count * np.dtype(dtype).itemsize
-    try:
-        if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
-            return None, np.zeros(count, dtype)
-        memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, MemoryError, OverflowError, ValueError) as error:
-        raise _no_memory(slots, capacity, size) from error
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        with contextlib.suppress(OSError):  # the kernel may lack huge pages
-            memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return memory, np.frombuffer(memory, dtype, count)
-
-
-class HybridCaches(StateCaches[HostRows]):
-    """Rows and states of every slot, in arrays [slots, ...]."""
-
-    def __init__(self, rows: HostRows, shapes: Mapping[str, tuple[tuple[int, ...], Any]]) -> None:
-        """`shapes`: shape and dtype of each state of a sequence, by name."""
-        super().__init__(rows)
-        self.state_bytes = sum(
-            int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in shapes.values()
-        )
-        try:
-            self.states = {
-                name: np.zeros((rows.slots, *shape), dtype) for name, (shape, dtype) in shapes.items()
-            }
-        except (MemoryError, ValueError) as error:
-            raise DFlashError(
-                f"no memory for the states of {rows.slots} sequences ({self.state_bytes} bytes each): "
-                "lower max_batch_size"
-            ) from error
-        self._pending = [memory for name, memory in self.states.items() if name.startswith(PENDING)]
-        self.most_pending = self._pending[0].shape[1] if self._pending else 0
-
-    @property
-    def arrays(self) -> dict[str, Array]:
-        """All memory by name."""
-        return self.rows.arrays | self.states
-
-    def views(self, first: int, slots: int) -> Iterator[tuple[str, Array]]:
-        """The states of consecutive slots, for a pass."""
-        for name, memory in self.states.items():
-            yield name, memory[first : first + slots]
-
-    def position(self, slot: int) -> int:
-        """The length that a slot's states belong to, which is one of them."""
-        return int(self.states[POSITION][slot])
-
-    def _take(self, slot: int) -> dict[str, Array]:
-        return {name: memory[slot].copy() for name, memory in self.states.items()}
-
-    def _put(self, slot: int, states: Mapping[str, Any]) -> None:
-        for name, state in states.items():
-            self.states[name][slot] = state
-
-    def _copy(self, source: int, target: int) -> None:
-        for memory in self.states.values():
-            memory[target] = memory[source]
-
-    def _clear(self, slot: int, pending: int | None) -> None:
-        if pending is None:
-            self._put(slot, dict.fromkeys(self.states, 0))
-        for memory in self._pending:
-            memory[slot, pending:] = 0
-
-    def close(self) -> None:
-        """Free all memory."""
-        self.rows.close()
-        self.states, self._pending = {}, []
+        if self.states is not None:
+            self.states.close()

@@ -10,7 +10,7 @@ import numpy as np
 import onnxruntime as ort
 
 from dflash_trt.bundle.cache_kinds import CacheKind
-from dflash_trt.engines.onnxruntime.caches import HostRows, HybridCaches
+from dflash_trt.engines.onnxruntime.caches import HostCaches, HostStates
 from dflash_trt.errors import BundleError
 from dflash_trt.hardware import cores
 
@@ -66,8 +66,7 @@ class OnnxRuntimeEngine:
         self._session: Any = None
         self._inputs: dict[str, Any] = {}
         self._outputs: dict[str, Any] = {}
-        self._rows = HostRows(kinds, slots, capacity)
-        self.caches: HostRows | HybridCaches = self._rows
+        self.caches = HostCaches(kinds, slots, capacity)
         self._memory: dict[str, Array] = {}
         self._bound: dict[tuple[Any, ...], _Bound] = {}
         self._small = 0  # passes since one that needed at least half of `_memory`
@@ -96,14 +95,14 @@ class OnnxRuntimeEngine:
                 "built this bundle; build it again"
             )
         caches = {n: (i.shape[2], _DTYPES[i.type]) for n, i in self._inputs.items() if "_cache." in n}
-        self._rows.allocate(caches)
+        self.caches.allocate(caches)
         states = {
             n: (tuple(i.shape[1:]), _DTYPES[i.type])
             for n, i in self._inputs.items()
             if n.partition(".")[0].endswith("_state")
         }
         if states:
-            self.caches = HybridCaches(self._rows, states)
+            self.caches.states = HostStates(self.caches.slots, states)
         self._base_inputs = [name for name in self._inputs if name.startswith("base.")]
         self._written = [
             n for n, i in self._inputs.items() if n not in _NO_ROWS and i.shape[1:2] in (["S"], ["K"])
@@ -112,14 +111,14 @@ class OnnxRuntimeEngine:
     @property
     def most_pending(self) -> int:
         """The most rows of a pass that can be taken back; 0: any number."""
-        return self.caches.most_pending if isinstance(self.caches, HybridCaches) else 0
+        return 0 if self.caches.states is None else self.caches.states.most_pending
 
     def run(self, feeds: Mapping[str, Array], *, first_slot: int = 0) -> dict[str, Array]:
         """Run one pass. The outputs are views that the next pass overwrites."""
         if self._session is None:
             self._load()
         places = self._places(feeds, first_slot)
-        known, batch = self._rows.bases(feeds["start"].tolist()), len(feeds["start"])
+        known, batch = self.caches.bases(feeds["start"].tolist()), len(feeds["start"])
         feeds = {**feeds, **{name: np.array(known.get(name, [0] * batch)) for name in self._base_inputs}}
         if shrinking := self._small >= _SMALL_PASSES:
             self._bound, self._memory, self._small = {}, {}, 0
@@ -140,9 +139,9 @@ class OnnxRuntimeEngine:
         return sum(array.nbytes for array in self._memory.values())
 
     def _places(self, feeds: Mapping[str, Array], first_slot: int) -> tuple[tuple[int, int], ...]:
-        """Where the pass finds its slots, see `HostRows.prepare`. One row more than the pass writes, for a sink."""
+        """Where the pass finds its slots, see `HostCaches.prepare`. One row more than the pass writes, for a sink."""
         count = sum([feeds[name].shape[1] for name in self._written if name in feeds]) + 1
-        return self._rows.prepare(first_slot, feeds["start"].tolist(), count)
+        return self.caches.prepare(first_slot, feeds["start"].tolist(), count)
 
     def _bind(
         self, feeds: Mapping[str, Array], places: tuple[tuple[int, int], ...], first_slot: int
@@ -172,9 +171,9 @@ class OnnxRuntimeEngine:
         for name, array in outputs.items():
             binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
         batch = sizes.get("B", 1)
-        views = dict(self._rows.views(places, batch))
-        if isinstance(self.caches, HybridCaches):
-            views |= dict(self.caches.views(first_slot, batch))
+        views = dict(self.caches.views(places, batch))
+        if self.caches.states is not None:
+            views |= dict(self.caches.states.views(first_slot, batch))
         for name, view in views.items():
             binding.bind_input(name, "cpu", 0, view.dtype.type, view.shape, view.ctypes.data)
             kind, dot, layer = name.partition(".")

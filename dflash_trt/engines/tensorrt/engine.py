@@ -18,9 +18,8 @@ import torch
 
 from dflash_trt.bundle.cache_kinds import CacheKind
 from dflash_trt.engines.caches import POSITION
-from dflash_trt.engines.device.caches import DeviceRows
+from dflash_trt.engines.device.caches import DeviceCaches, DeviceStates
 from dflash_trt.engines.device.sizes import ALIGNMENT, DECODE, PREFILL
-from dflash_trt.engines.device.states import DeviceHybridCaches
 from dflash_trt.engines.tensorrt.builder import QUERY
 from dflash_trt.engines.tensorrt.contexts import (
     KernelCache,
@@ -53,8 +52,8 @@ class TensorRTEngine:
 
     A pass over n sequences uses the slots `first_slot .. first_slot + n - 1` as a view; of the DECODE profile, from
     slot 0 on. Cache inputs and outputs are bound to the same memory. A state's output has memory of its own
-    (states.py). Inputs and outputs are buffers of their largest size, and a pass uses the beginning. Contexts are bound
-    to them once; the caches of prefill change with the slot.
+    (device/caches.py). Inputs and outputs are buffers of their largest size, and a pass uses the beginning. Contexts
+    are bound to them once; the caches of prefill change with the slot.
 
     Passes of the DECODE profile are CUDA graphs, one per set of shapes. With full TensorRT, the graphs are captured
     here. TensorRT-RTX captures by itself. A context whose shapes change spoils its graph, so each set of shapes has a
@@ -89,12 +88,10 @@ class TensorRTEngine:
             )
         self._read_names()
         self._caches = {name: self._cache(name, slots) for name in self._cache_names}
-        self.rows = DeviceRows(self._caches, stream, slots, kinds)
-        self.caches: DeviceRows | DeviceHybridCaches = self.rows
         self._state_shapes = {name: self._slot_shape(name, slots) for name in self._state_names}
-        if self._state_shapes:
-            shapes = {name: (shape, self.dtypes[name]) for name, shape in self._state_shapes.items()}
-            self.caches = DeviceHybridCaches(self.rows, shapes, slots, stream, device)
+        shapes = {name: (shape, self.dtypes[name]) for name, shape in self._state_shapes.items()}
+        states = DeviceStates(shapes, slots, stream, device) if shapes else None
+        self.caches = DeviceCaches(self._caches, stream, slots, kinds, states)
         self._buffers: dict[tuple[int, str], Tensor] = {}
         self._views: dict[_Shapes, dict[str, Tensor]] = {}
         self._captured: dict[_Shapes, Any] = {}  # CUDA graphs, by the shapes of a pass
@@ -185,8 +182,8 @@ class TensorRTEngine:
                 n: self.buffer(profile, n, *context.shape(n)) for n in self.outputs
             }
         with torch.cuda.stream(self.stream):
-            if isinstance(self.caches, DeviceHybridCaches):
-                self.caches.prepare(first_slot, len(feeds["start"]))
+            if self.caches.states is not None:
+                self.caches.states.prepare(first_slot, len(feeds["start"]))
             for name, array in feeds.items():
                 buffer = self.buffer(profile, name, *array.shape)
                 given = torch.from_numpy(array) if isinstance(array, np.ndarray) else array
@@ -206,7 +203,7 @@ class TensorRTEngine:
         for held in (self._captured, self._of_shapes, self._views, self._buffers, self._caches, self._shared):
             held.clear()
         self._contexts.clear()
-        self.caches = self.rows = DeviceRows({}, self.stream, 0)
+        self.caches = DeviceCaches({}, self.stream, 0)
         self._engine = self._runtime = self._memory = None
 
     def _context(self, profile: int) -> PassContext:
@@ -299,8 +296,8 @@ class TensorRTEngine:
         for name, cache in self._caches.items():
             for bound in (name, _output(name)):
                 context.set_address(bound, cache[first_slot])
-        if isinstance(self.caches, DeviceHybridCaches):
-            for name, (now, new) in self.caches.bound(first_slot).items():
+        if self.caches.states is not None:
+            for name, (now, new) in self.caches.states.bound(first_slot).items():
                 context.set_address(name, now)
                 context.set_address(_output(name), new)
         context.slot = first_slot

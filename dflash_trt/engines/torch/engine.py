@@ -18,9 +18,8 @@ import numpy as np
 import torch
 
 from dflash_trt.bundle.cache_kinds import CacheKind
-from dflash_trt.engines.device.caches import DeviceRows
+from dflash_trt.engines.device.caches import DeviceCaches, DeviceStates
 from dflash_trt.engines.device.sizes import DECODE, PREFILL
-from dflash_trt.engines.device.states import DeviceHybridCaches
 from dflash_trt.engines.device.stream import HostStream, on
 from dflash_trt.engines.torch.program import Graph, Program
 from dflash_trt.logs import warn_once
@@ -38,7 +37,7 @@ MOST_PROMPTS = 28
 class TorchEngine:
     """One graph over a pool of cache slots [slots, heads, capacity, size], one per cache. `DeviceEngine` documents it.
 
-    Caches are written in place. A state's output has memory of its own (device/states.py).
+    Caches are written in place. A state's output has memory of its own (device/caches.py).
     """
 
     def __init__(
@@ -72,10 +71,8 @@ class TorchEngine:
         held = {*self._caches, *states}
         self.inputs = [name for name in graph.inputs if name not in held]
         self.outputs = [name for name in graph.outputs if name not in set(map(_output, held))]
-        self.rows = DeviceRows(self._caches, stream, slots, kinds)
-        self.caches: DeviceRows | DeviceHybridCaches = self.rows
-        if states:
-            self.caches = DeviceHybridCaches(self.rows, states, slots, stream, device)
+        of_slots = DeviceStates(states, slots, stream, device) if states else None
+        self.caches = DeviceCaches(self._caches, stream, slots, kinds, of_slots)
         one = {"B": 1, "S": prefill_chunk, "R": 1, "K": 2, "K-1": 1}
         several = {"B": slots, "S": block_size, "R": block_size, "K": block_size, "K-1": block_size - 1}
         self._most = {PREFILL: one, DECODE: several}
@@ -107,8 +104,8 @@ class TorchEngine:
         batch = len(feeds["start"])
         key = (profile, *[(name, tuple(feeds[name].shape)) for name in self.inputs])
         with on(self.stream):
-            if isinstance(self.caches, DeviceHybridCaches):
-                self.caches.prepare(first_slot, batch)
+            if self.caches.states is not None:
+                self.caches.states.prepare(first_slot, batch)
             given: dict[str, Tensor] = {}
             for name, array in feeds.items():
                 given[name] = buffer = self.buffer(profile, name, *array.shape)
@@ -123,8 +120,8 @@ class TorchEngine:
         """What a pass from this slot on reads of each cache and state, and where it writes."""
         part = slice(first_slot, first_slot + batch)
         held = {name: (cache[part], cache[part]) for name, cache in self._caches.items()}
-        if isinstance(self.caches, DeviceHybridCaches):
-            for name, (now, new) in self.caches.bound(first_slot).items():
+        if self.caches.states is not None:
+            for name, (now, new) in self.caches.states.bound(first_slot).items():
                 held[name] = now[:batch], new[:batch]
         return held
 
@@ -206,7 +203,7 @@ class TorchEngine:
         for each in (self._captured, self._programs, self._buffers, self._caches):
             each.clear()
         self._graph.close()
-        self.caches = self.rows = DeviceRows({}, self.stream, 0)
+        self.caches = DeviceCaches({}, self.stream, 0)
 
 
 def _output(name: str) -> str:

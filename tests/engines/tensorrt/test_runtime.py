@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +19,16 @@ import pytest
 import torch
 from dflash_plugins.launch import by_triton
 
-from dflash_trt import LLM, Completion, SamplingParams, StructuredOutputs
+from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle, write_manifest
-from dflash_trt.decoding.length.adaptive import AdaptiveLength
-from dflash_trt.decoding.pair import PassRule
 from dflash_trt.engines.device.sizes import DECODE
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
-from dflash_trt.errors import BatchError, BuildError, BundleError, EngineError, NonFiniteError
+from dflash_trt.errors import BuildError, BundleError, EngineError
 from dflash_trt.formats.precision import Precision
-from tests.decoding.test_isolation import SPOILT, spoil, spoilt_prompt
 from tests.doubles import fake_tensorrt
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.cuda_double import Cuda
-from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter
 from tests.doubles.one_gpu import one_gpu
 
 FLOAT32 = Precision(target="fp32", drafter="fp32")
@@ -47,28 +42,17 @@ def here() -> Any:
         yield patch
 
 
-@pytest.fixture(scope="module", params=["qwen3", "gpt-oss"])
-def bundles(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, here: Any
-) -> tuple[Bundle, Bundle]:
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory, here: Any) -> tuple[Bundle, Bundle]:
     """One pair, built for ONNX Runtime and for TensorRT."""
     directory = tmp_path_factory.mktemp("runtime")
-    if request.param == "qwen3":
-        target = make_target(directory / "target", favourites=6)
-        drafter = make_drafter(directory / "drafter", target, block_size=BLOCK)
-    else:
-        target = make_gpt_oss(directory / "target", favourites=6, quantized=False)
-        drafter = make_gpt_oss_drafter(directory / "drafter", target, block_size=BLOCK, layers=2)
-    plain = build(str(target), str(drafter), directory / "onnxruntime", max_seq_len=100)
+    target = make_target(directory / "target", favourites=6)
+    drafter = make_drafter(directory / "drafter", target, block_size=BLOCK)
+    sources = str(target), str(drafter)
     options = TensorRTOptions(max_batch_size=3, prefill_chunk=16)
-    return plain, build(
-        str(target),
-        str(drafter),
-        directory / "tensorrt",
-        engine="tensorrt",
-        max_seq_len=100,
-        precision=FLOAT32,
-        options=options,
+    settings: dict[str, Any] = {"engine": "tensorrt", "precision": FLOAT32, "options": options}
+    return build(*sources, directory / "onnxruntime", max_seq_len=100), build(
+        *sources, directory / "tensorrt", max_seq_len=100, **settings
     )
 
 
@@ -97,36 +81,6 @@ def test_the_tokens_are_those_of_onnxruntime(bundles: tuple[Bundle, Bundle], tem
         assert accepted > 0
         mixed = llm.generate(prompts()[:2], params(temperature)[:2], speculate=False)
         assert [c.token_ids for c in mixed] == expected[:2]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_padded_passes_give_the_same_tokens(
-    bundles: tuple[Bundle, Bundle], temperature: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In exact mode a pass has copies of its last rows, made on the device or on the host."""
-    with LLM(bundles[0].path, threads=1) as reference:
-        expected = [c.token_ids for c in reference.generate(prompts(), params(temperature))]
-    with LLM(bundles[1].path, prefix_cache_bytes=1 << 20) as llm:
-        pair, widths = llm._runtime.pair, set[int]()
-        pair.arrays.samples = False
-        llm._runtime.scheduler.follow(PassRule((4, BLOCK), any_cut=False))
-        run = pair.target.run
-
-        def watched(profile: int, feeds: Any, **given: Any) -> Any:
-            widths.update({feeds["tokens"].shape[1]} if profile == DECODE else ())
-            return run(profile, feeds, **given)
-
-        monkeypatch.setattr(pair.target, "run", watched)
-        for block_length in (BLOCK, None, 3):
-            completions = llm.generate(prompts(), params(temperature), block_length=block_length)
-            assert [c.token_ids for c in completions] == expected
-        alone = llm.generate(prompts()[:2], params(temperature)[:2], speculate=False)
-        assert [c.token_ids for c in alone] == expected[:2]
-        form = StructuredOutputs(choice=["a", "b"])
-        chosen = SamplingParams(max_tokens=4, structured_outputs=form)
-        assert llm.generate("b", chosen).token_ids == llm.generate("b", chosen, speculate=False).token_ids
-        assert pair.logits([[1, 2], [3, 4]], [0, 0]).shape[1] == 2
-    assert widths == {4, BLOCK}
 
 
 def test_a_rebuild_chooses_by_the_same_times(tmp_path: Path, here: Any) -> None:
@@ -167,156 +121,6 @@ def test_outputs_that_nothing_reads_have_memory(tmp_path: Path, here: Any) -> No
         assert not {*engine._unread} & {*engine.outputs}
         expected = [c.token_ids for c in llm.generate(prompts()[:2], params, speculate=False)]
         assert [c.token_ids for c in llm.generate(prompts()[:2], params)] == expected
-
-
-def test_rows_are_kept_where_a_whole_slot_would_not_fit(bundles: tuple[Bundle, Bundle]) -> None:
-    prompt, params = prompts()[1], SamplingParams(max_tokens=20, ignore_eos=True)
-    with LLM(bundles[1].path, max_batch_size=1, prefix_cache_bytes=0) as llm:
-        cold = llm.generate(prompt, params, block_length=BLOCK)
-        slot = llm._runtime.pair.kept_bytes(llm.bundle.capacity, draft=True)
-    with LLM(bundles[1].path, max_batch_size=1, prefix_cache_bytes=int(0.9 * slot)) as llm:
-        for other in (prompt, prompts()[2]):
-            llm.generate(other, params, block_length=BLOCK)
-        warm = llm.generate(prompt, params, block_length=BLOCK)
-        kept = llm.metrics.snapshot()["prefix_cache"]
-    assert warm.statistics.num_cached_tokens == kept["reused_tokens"] == len(prompt) - 1
-    assert warm.token_ids == cold.token_ids
-    assert warm.statistics.acceptance_histogram == cold.statistics.acceptance_histogram
-
-
-def test_a_full_gpu_keeps_no_rows(bundles: tuple[Bundle, Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
-    with LLM(bundles[1].path) as llm:
-        llm.generate(prompts()[1], SamplingParams(max_tokens=4))
-        engine = llm._runtime.pair.target
-
-        def full(*_: Any) -> None:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-        monkeypatch.setattr(Cuda, "stream", full)
-        with pytest.raises(MemoryError, match="CUDA out of memory"):
-            engine.caches.keep(0, 0, 4, 1)
-        monkeypatch.undo()
-
-
-def test_sampling_on_the_device_gives_the_same(bundles: tuple[Bundle, Bundle]) -> None:
-    """Its kernels run in Triton's interpreter. Sampled, greedy and penalized requests share a batch."""
-    kinds: list[dict[str, Any]] = [{"temperature": 0.8}, {}, {"temperature": 1.0, "presence_penalty": 0.5}]
-    wanted = [SamplingParams(max_tokens=7, seed=2**63 + i, ignore_eos=True, **k) for i, k in enumerate(kinds)]
-    with LLM(bundles[1].path) as llm:
-        arrays: Any = llm._runtime.pair.arrays
-        expected = [c.token_ids for c in llm.generate(prompts()[:3], wanted, block_length=4)]
-        arrays.run, arrays.samples = by_triton, True
-        found = llm.generate(prompts()[:3], wanted, block_length=4)
-        assert [c.token_ids for c in found] == expected
-        assert arrays._sampling[1] is not None
-        llm._runtime.scheduler.follow(PassRule((BLOCK,)))  # the copies of a row are no drafts
-        assert llm.generate(prompts()[0], wanted[0], block_length=2).token_ids == expected[0]
-
-
-@pytest.mark.parametrize("sampled_on_the_device", [False, True])
-def test_numbers_that_are_not_finite_end_their_request_alone(
-    sampled_on_the_device: bool, tmp_path: Path, here: Any
-) -> None:
-    """Greedy, sampled and penalized ones alike. Their slots are clear for the next requests."""
-    target = make_target(tmp_path / "target", favourites=6)
-    spoil(target)
-    drafter = make_drafter(tmp_path / "drafter", target, block_size=BLOCK)
-    options = TensorRTOptions(max_batch_size=3, prefill_chunk=16)
-    settings: dict[str, Any] = {
-        "engine": "tensorrt", "max_seq_len": 64, "precision": FLOAT32, "options": options,
-    }  # fmt: skip
-    bundle = build(str(target), str(drafter), tmp_path / "bundle", **settings)
-    kinds: list[dict[str, Any]] = [{}, {"temperature": 0.8}, {"repetition_penalty": 1.2}]
-    wanted = [SamplingParams(max_tokens=5, seed=9, ignore_eos=True, **kind) for kind in kinds]
-    good, bad = [spoilt_prompt(9 + i, i) for i in range(3)], [spoilt_prompt(20 + i, i) for i in range(3)]
-    good = [[token for token in each if token != SPOILT] for each in good]
-    with LLM(bundle.path) as llm:
-        pair: Any = llm._runtime.pair
-        pair.arrays.run, pair.arrays.samples = by_triton, sampled_on_the_device
-        expected = [llm.generate(*each, block_length=1).token_ids for each in zip(good, wanted, strict=True)]
-        with pytest.raises(BatchError, match="3 of 6") as caught:
-            llm.generate([*bad, *good], wanted * 2, block_length=4)
-        assert all(isinstance(outcome, NonFiniteError) for outcome in caught.value.outcomes[:3])
-        assert [c.token_ids for c in caught.value.outcomes[3:] if isinstance(c, Completion)] == expected
-        caches = [*pair.target.caches.arrays.values(), *pair.drafter.caches.arrays.values()]
-        pair.arrays.wait()
-        assert all(torch.isfinite(rows).all() for rows in [*caches, pair.arrays._unread])
-
-
-def test_a_draft_that_spoils_a_round_ends_no_request(tmp_path: Path, here: Any) -> None:
-    """The same for a drafter whose numbers are not finite."""
-    target = make_target(tmp_path / "target", favourites=6)
-    spoil(target)
-    drafter = make_drafter(tmp_path / "drafter", target, block_size=BLOCK)
-    settings: dict[str, Any] = {"engine": "tensorrt", "max_seq_len": 64, "precision": FLOAT32}
-    bundle = build(str(target), str(drafter), tmp_path / "bundle", **settings)
-    params = [SamplingParams(max_tokens=20, seed=9, ignore_eos=True, temperature=t) for t in (0.0, 0.8)]
-    asked = [[token for token in spoilt_prompt(9 + i, i) if token != SPOILT] for i in range(2)]
-    with LLM(bundle.path) as llm:
-        pair: Any = llm._runtime.pair
-        pair.arrays.samples = False
-        expected = [c.token_ids for c in llm.generate(asked, params, speculate=False)]
-        drafter = pair.drafter.engine
-        run = drafter.run
-
-        def spoilt_draft(profile: int, feeds: Any, **slot: int) -> Any:
-            out = run(profile, feeds, **slot)
-            if profile == DECODE:
-                with torch.cuda.stream(drafter.stream):
-                    out["draft_tokens"][:, -1] = SPOILT
-            return out
-
-        def no_numbers(profile: int, feeds: Any, **slot: int) -> Any:
-            out = run(profile, feeds, **slot)
-            if profile == DECODE:
-                with torch.cuda.stream(drafter.stream):
-                    out["draft_logprobs"][:] = torch.nan
-            return out
-
-        for broken in (spoilt_draft, no_numbers):
-            drafter.run = broken
-            found = llm.generate(asked, params, block_length=4, draft_source="drafter")
-            assert [c.token_ids for c in found] == expected
-            pair.arrays.wait()
-            assert all(torch.isfinite(c).all() for c in pair.target.caches.arrays.values())
-        assert [c.statistics.num_drafts for c in found] == [1, 1]
-
-
-@pytest.mark.parametrize(
-    ("block_length", "kernels"), [(BLOCK, True), (None, False)], ids=["fixed", "adaptive"]
-)
-def test_a_round_waits_once_and_copies_once_each_way(
-    bundles: tuple[Bundle, Bundle], block_length: int | None, kernels: bool
-) -> None:
-    params = SamplingParams(max_tokens=30, ignore_eos=True)
-    others = len(Cuda.graphs)
-    with LLM(bundles[1].path, prefix_cache_bytes=0) as llm:
-        pair: Any = llm._runtime.pair
-        expected = llm.generate(prompts()[0], params, block_length=block_length).token_ids
-        pair.arrays._round.run = by_triton if kernels else None
-        assert llm.generate(prompts()[0], params, block_length=block_length).token_ids == expected
-
-        def counted(most: int) -> tuple[Counter[str], int]:
-            Cuda.counts.clear()
-            params = SamplingParams(max_tokens=most, ignore_eos=True)
-            found = llm.generate(prompts()[0], params, block_length=block_length)
-            # A pass takes a millisecond, by the double's event.
-            return Counter(Cuda.counts), round(found.statistics.verify_time / 1e-3)
-
-        prefill, _ = counted(1)
-        all_rounds, rounds = counted(30)
-        per_round = all_rounds - prefill
-        assert per_round["waits"] == rounds
-        assert per_round["copies to the host"] == rounds
-        if kernels:  # else, after many rounds without drafts, the drafter has passes of its own
-            assert per_round["copies of pageable memory"] == 0
-            # One behind each pass: the target's tokens; its finite rows and the features for the drafter.
-            assert per_round["copies to the device"] == rounds
-            assert per_round["kernels"] == 2 * rounds
-        # Without drafts, a round is one pass.
-        assert rounds <= per_round["graph launches"] + per_round["passes"]
-        assert per_round["graph launches"] > rounds / 2
-        assert all(len(graph.runs) == 1 for graph in Cuda.graphs[others:])
 
 
 def test_a_failed_capture_is_said_once_and_graphs_are_left_alone(
@@ -360,7 +164,7 @@ def test_a_shape_outside_of_the_profile_is_refused(bundles: tuple[Bundle, Bundle
     with LLM(bundles[1].path) as llm:
         target, block = llm._runtime.pair.target, np.zeros((1, BLOCK + 1), np.int64)
         feeds = {"tokens": block, "start": np.zeros(1, np.int64), "rows": block}
-        feeds |= {name: np.zeros(1, np.int64) for name in target.rows.bases([])}
+        feeds |= {name: np.zeros(1, np.int64) for name in target.caches.bases([])}
         with pytest.raises(ValueError, match=rf"(tokens|rows) \[1, {BLOCK + 1}\] is outside of profile 1"):
             target.run(DECODE, feeds)
         with pytest.raises(ValueError, match=r"needs \[.*'rows', 'start', 'tokens'\], not .*'parents'"):
@@ -408,48 +212,6 @@ def test_a_plan_that_does_not_load_is_named(bundles: tuple[Bundle, Bundle], tmp_
         BundleError, match=r"target\.plan: .* cannot load this plan.*: Magic tag does not match"
     ):
         LLM(path)
-
-
-def test_forced_tokens_of_rounds_without_a_draft_find_room(
-    bundles: tuple[Bundle, Bundle], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their features wait for a drafter that is not asked. A slot has room for a block of them."""
-    pytest.importorskip("llguidance")
-    form = StructuredOutputs(grammar='start: ("abcdefghijklmnop" /[0-9]/)+')
-    params = SamplingParams(max_tokens=40, structured_outputs=form)
-    monkeypatch.setattr(AdaptiveLength, "draft", lambda *_: 1)
-    with LLM(bundles[1].path, max_batch_size=2) as llm:
-        plain = llm.generate(prompts()[:2], params, speculate=False)
-        drafted = llm.generate(prompts()[:2], params)
-    assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
-    assert max(c.statistics.mean_acceptance_length for c in drafted) > 1
-
-
-def test_structured_outputs_and_prompt_logprobs_are_those_of_onnxruntime(
-    bundles: tuple[Bundle, Bundle],
-) -> None:
-    """The host cuts and extends the drafts of a batch that is on the device."""
-    pytest.importorskip("llguidance")
-    form = StructuredOutputs(grammar='start: "abcdefgh" /[a-z]{1,9}/ ("," /[0-9]{2}/)*')
-    wanted = [
-        SamplingParams(max_tokens=24, structured_outputs=form),
-        SamplingParams(max_tokens=12, ignore_eos=True),
-        SamplingParams(max_tokens=9, temperature=0.9, seed=3, structured_outputs=form),
-        SamplingParams(max_tokens=2, prompt_logprobs=True, top_logprobs=2),
-    ]
-    found = []
-    for bundle in bundles:
-        with LLM(bundle.path, max_batch_size=3) as llm:
-            found.append([llm.generate(prompts()[:4], wanted, block_length=n) for n in (BLOCK, 2, 1, None)])
-    for ours, theirs in zip(*found, strict=True):
-        assert [c.token_ids for c in theirs] == [c.token_ids for c in ours]
-        assert theirs[0].text.startswith("abcdefgh")
-        logprobs = [c[3].prompt_logprobs or [] for c in (ours, theirs)]
-        assert logprobs[1][1:] == pytest.approx(logprobs[0][1:], abs=1e-3)
-        tops = [
-            [[token for token, _ in top] for top in c[3].prompt_top_logprobs or []] for c in (ours, theirs)
-        ]
-        assert tops[0] == tops[1]
 
 
 def test_slots_begin_at_aligned_addresses(bundles: tuple[Bundle, Bundle]) -> None:

@@ -10,13 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from dflash_trt import LLM, SamplingParams, logs
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
-from dflash_trt.decoding.length.adaptive import AdaptiveLength
-from dflash_trt.decoding.params import RequestOptions
 from dflash_trt.engines.device.sizes import DECODE, PREFILL
 from dflash_trt.engines.tensorrt.engine import TensorRTEngine
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
@@ -113,39 +110,6 @@ def test_no_request_meets_a_shape_that_was_not_prepared(bundles: dict[str, Bundl
             if (profile, name) == (PREFILL, "tokens")
         }
         assert lengths <= {16, 32, CHUNK}
-
-
-def test_the_block_length_learns_from_the_device(bundles: dict[str, Bundle]) -> None:
-    """By default it is adaptive on every engine. It gets the log-probabilities of drafts from the device."""
-    with LLM(bundles["tensorrt"].path) as llm:
-        tokens(llm)
-        policy = llm._runtime.lengths(RequestOptions())
-        assert isinstance(policy, AdaptiveLength)
-        assert any(before for _, before, _, _ in policy._expected._counts)
-
-
-def test_a_prompt_fills_the_cache_to_its_last_row(bundles: dict[str, Bundle]) -> None:
-    """The last part of a prompt is not filled up where the cache ends. Longer than the slot, it would be refused."""
-    prompt = np.random.default_rng(2).integers(0, 300, 97).tolist()
-    found = []
-    for engine in ("onnxruntime", "tensorrt"):
-        with LLM(bundles[engine].path, prefill_chunk=32) as llm:
-            found.append(llm.generate(prompt, SamplingParams(max_tokens=3, ignore_eos=True)).token_ids)
-    assert found[0] == found[1]
-
-
-def test_the_drafter_reads_zeros_behind_the_features_of_a_short_part(bundles: dict[str, Bundle]) -> None:
-    with LLM(bundles["tensorrt"].path) as llm:
-        pair: Any = llm._runtime.pair
-        pair.prefill(prompts()[1], 0, 0, draft=True)
-        features = pair.drafter.engine.whole_buffer(PREFILL, "features")
-        with torch.cuda.stream(pair.target.stream):
-            features.fill_(torch.nan)  # such as those of a request that was not finite
-        assert pair.arrays.finite(pair.drafter.read(pair.arrays.unread_features_of(0, 0, 2), 40, 0))
-        unread = pair.arrays.unread_features_of(0, 0, 2)
-        buffer = pair.drafter.engine.buffer(PREFILL, "features", 1, 16, unread.shape[2])
-        pair.arrays.wait()
-        assert not buffer[0, 2:].any()
 
 
 def test_kernels_are_compiled_once_for_a_gpu_and_driver(bundles: dict[str, Bundle]) -> None:

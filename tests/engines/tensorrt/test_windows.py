@@ -22,7 +22,7 @@ from dflash_trt.models.inventory import take_inventory
 from dflash_trt.planning import memory
 from dflash_trt.planning.gpus import find_gpu
 from dflash_trt.planning.settings import Settings
-from tests.doubles.checkpoints import VOCAB, make_drafter, make_target
+from tests.doubles.checkpoints import VOCAB, make_drafter
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter
 from tests.doubles.hybrid_checkpoints import DENSE, make_hybrid
 from tests.engines.tensorrt.test_runtime import BLOCK, FLOAT32, here  # noqa: F401  # a fixture
@@ -31,11 +31,6 @@ SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention
 WINDOW, MOST, CHUNK, SLOTS = 20, 420, 48, 4
 WINDOWED = {"sliding_window": WINDOW, "head_dim": 32}
 PAIRS: dict[str, tuple[Any, Any, int]] = {
-    "chains": (
-        partial(make_target, layers=2, favourites=6, layer_types=(SLIDING, FULL), **WINDOWED),
-        partial(make_drafter, layer_types=(SLIDING, FULL), **WINDOWED),
-        1,
-    ),
     "beside states, in both directions": (
         lambda directory, **sizes: make_hybrid(
             directory, DENSE, favourites=6, num_hidden_layers=2, layer_types=[LINEAR, FULL], **sizes
@@ -86,7 +81,7 @@ def test_the_tokens_are_those_of_onnxruntime(bundles: tuple[Bundle, Bundle]) -> 
         expected = [c.token_ids for c in reference.generate(prompts, asked, speculate=False)]
     with LLM(bundles[1].path, max_batch_size=SLOTS) as llm:
         pair: Any = llm._runtime.pair
-        kinds = [*pair.target.rows.kinds, *pair.drafter.caches.kinds]
+        kinds = [*pair.target.caches.kinds, *pair.drafter.caches.kinds]
         for each in kinds:
             for rows in each.pool.arrays.values():
                 assert rows.shape[2] == each.kind.rows
@@ -117,9 +112,9 @@ def test_a_pass_leaves_the_tokens_of_idle_slots(bundles: tuple[Bundle, Bundle]) 
         def held() -> list[Any]:
             """All that belongs to the fourth slot's tokens, and the rows after them."""
             pair.arrays.wait()
-            kinds = [each for engine in engines for each in engine.rows.kinds]
+            kinds = [each for engine in engines for each in engine.caches.kinds]
             rows = [(each.pool.take(3, 0, each.kind.rows), length - each.records[3].base) for each in kinds]
-            states = [pool.now[:, 3].clone() for pool in getattr(pair.target.caches, "_pools", ())]
+            states = [pool.now[:, 3].clone() for pool in getattr(pair.target.caches.states, "_pools", ())]
             return [
                 [array[:, :end] for arrays, end in rows for array in arrays] + states,
                 [array[:, end:] for arrays, end in rows for array in arrays],

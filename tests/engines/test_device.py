@@ -1,0 +1,351 @@
+"""What the engines of a GPU share (dflash_trt/engines/device), under the engine on torch, on a CPU: the tokens must be
+those of the same pair on ONNX Runtime. tests/engines/torch/test_device.py defers the work, as a GPU may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dflash_plugins.launch import by_triton
+
+from dflash_trt import LLM, Completion, SamplingParams, StructuredOutputs, hardware
+from dflash_trt.building.build import build
+from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.decoding.length.adaptive import AdaptiveLength
+from dflash_trt.decoding.pair import PassRule
+from dflash_trt.decoding.params import RequestOptions
+from dflash_trt.engines.caches import POSITION
+from dflash_trt.engines.device.sizes import DECODE, PREFILL
+from dflash_trt.errors import BatchError, NonFiniteError, RequestError
+from dflash_trt.formats.precision import Precision
+from tests.decoding.test_isolation import SPOILT, spoil, spoilt_prompt
+from tests.doubles import triton_interpreter  # noqa: F401  # corrects it
+from tests.doubles.checkpoints import make_drafter, make_target
+from tests.doubles.hybrid_checkpoints import DENSE, make_hybrid
+
+FLOAT32, BLOCK = Precision(target="fp32", drafter="fp32"), 6
+
+
+@pytest.fixture(autouse=True, scope="module")
+def on_the_cpu() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hardware, "compute_capabilities", list)
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        yield
+
+
+def built(directory: Path, target: Path, drafter: Path, **settings: Any) -> tuple[Bundle, Bundle]:
+    """A pair for ONNX Runtime and for torch."""
+    sources, asked = (str(target), str(drafter)), {"max_seq_len": 100, **settings}
+    return build(*sources, directory / "onnxruntime", **asked), build(
+        *sources, directory / "torch", engine="torch", precision=FLOAT32, **asked
+    )
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, Bundle]:
+    directory = tmp_path_factory.mktemp("device")
+    target = make_target(directory / "target", favourites=6)
+    return built(directory, target, make_drafter(directory / "drafter", target, block_size=BLOCK))
+
+
+@pytest.fixture(scope="module")
+def spoilt(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """A target with a token whose numbers are not finite."""
+    directory = tmp_path_factory.mktemp("spoilt")
+    target = make_target(directory / "target", favourites=6)
+    spoil(target)
+    drafter = make_drafter(directory / "drafter", target, block_size=BLOCK)
+    return built(directory, target, drafter, max_seq_len=64)[1]
+
+
+def opened(bundle: Bundle, slots: int = 3, **settings: Any) -> LLM:
+    return LLM(bundle.path, threads=1, max_batch_size=slots, prefill_chunk=16, **settings)
+
+
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(1)
+    return [rng.integers(0, 300, n).tolist() for n in (3, 40, 17, 1, 25)]
+
+
+def params(temperature: float) -> list[SamplingParams]:
+    lengths = (30, 8, 50, 21, 12)
+    return [SamplingParams(temperature=temperature, max_tokens=n, seed=n, ignore_eos=True) for n in lengths]
+
+
+def expected_of(bundle: Bundle, temperature: float) -> list[list[int]]:
+    with LLM(bundle.path, threads=1) as reference:
+        return [c.token_ids for c in reference.generate(prompts(), params(temperature), speculate=False)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_padded_passes_give_the_same_tokens(
+    bundles: tuple[Bundle, Bundle], temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In exact mode a pass has copies of its last rows, made on the device or on the host."""
+    expected = expected_of(bundles[0], temperature)
+    with opened(bundles[1], prefix_cache_bytes=1 << 20) as llm:
+        pair, widths = llm._runtime.pair, set[int]()
+        llm._runtime.scheduler.follow(PassRule((4, BLOCK), any_cut=False))
+        run = pair.target.run
+
+        def watched(profile: int, feeds: Any, **given: Any) -> Any:
+            widths.update({feeds["tokens"].shape[1]} if profile == DECODE else ())
+            return run(profile, feeds, **given)
+
+        monkeypatch.setattr(pair.target, "run", watched)
+        for block_length in (BLOCK, None, 3):
+            completions = llm.generate(prompts(), params(temperature), block_length=block_length)
+            assert [c.token_ids for c in completions] == expected
+        form = StructuredOutputs(choice=["a", "b"])
+        chosen = SamplingParams(max_tokens=4, structured_outputs=form)
+        assert llm.generate("b", chosen).token_ids == llm.generate("b", chosen, speculate=False).token_ids
+        assert pair.logits([[1, 2], [3, 4]], [0, 0]).shape[1] == 2
+    assert widths == {4, BLOCK}
+
+
+def test_rows_are_kept_where_a_whole_slot_would_not_fit(bundles: tuple[Bundle, Bundle]) -> None:
+    prompt, params = prompts()[1], SamplingParams(max_tokens=20, ignore_eos=True)
+    with opened(bundles[1], 1, prefix_cache_bytes=0) as llm:
+        cold = llm.generate(prompt, params, block_length=BLOCK)
+        slot = llm._runtime.pair.kept_bytes(llm.bundle.capacity, draft=True)
+    with opened(bundles[1], 1, prefix_cache_bytes=int(0.9 * slot)) as llm:
+        for other in (prompt, prompts()[2]):
+            llm.generate(other, params, block_length=BLOCK)
+        warm = llm.generate(prompt, params, block_length=BLOCK)
+        kept = llm.metrics.snapshot()["prefix_cache"]
+    assert warm.statistics.num_cached_tokens == kept["reused_tokens"] == len(prompt) - 1
+    assert warm.token_ids == cold.token_ids
+    assert warm.statistics.acceptance_histogram == cold.statistics.acceptance_histogram
+
+
+def test_a_full_gpu_keeps_no_rows(bundles: tuple[Bundle, Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(bundles[1]) as llm:
+        llm.generate(prompts()[1], SamplingParams(max_tokens=4))
+
+        def full(*_: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        monkeypatch.setattr(torch.Tensor, "clone", full)
+        with pytest.raises(MemoryError, match="CUDA out of memory"):
+            llm._runtime.pair.target.caches.keep(0, 0, 4, 1)
+
+
+def test_sampling_by_kernels_gives_the_same(bundles: tuple[Bundle, Bundle]) -> None:
+    """In Triton's interpreter. Sampled, greedy and penalized requests share a batch."""
+    kinds: list[dict[str, Any]] = [{"temperature": 0.8}, {}, {"temperature": 1.0, "presence_penalty": 0.5}]
+    wanted = [SamplingParams(max_tokens=7, seed=2**63 + i, ignore_eos=True, **k) for i, k in enumerate(kinds)]
+    with opened(bundles[1]) as llm:
+        arrays: Any = llm._runtime.pair.arrays
+        expected = [c.token_ids for c in llm.generate(prompts()[:3], wanted, block_length=4)]
+        arrays.run, arrays.samples, arrays._round.run = by_triton, True, by_triton
+        found = llm.generate(prompts()[:3], wanted, block_length=4)
+        assert [c.token_ids for c in found] == expected
+        assert arrays._sampling[1] is not None
+        llm._runtime.scheduler.follow(PassRule((BLOCK,)))  # the copies of a row are no drafts
+        assert llm.generate(prompts()[0], wanted[0], block_length=2).token_ids == expected[0]
+
+
+@pytest.mark.parametrize("by_kernels", [False, True])
+def test_numbers_that_are_not_finite_end_their_request_alone(by_kernels: bool, spoilt: Bundle) -> None:
+    """Greedy, sampled and penalized ones alike. Their slots are clear for the next requests."""
+    kinds: list[dict[str, Any]] = [{}, {"temperature": 0.8}, {"repetition_penalty": 1.2}]
+    wanted = [SamplingParams(max_tokens=5, seed=9, ignore_eos=True, **kind) for kind in kinds]
+    good, bad = [spoilt_prompt(9 + i, i) for i in range(3)], [spoilt_prompt(20 + i, i) for i in range(3)]
+    good = [[token for token in each if token != SPOILT] for each in good]
+    with opened(spoilt) as llm:
+        pair: Any = llm._runtime.pair
+        pair.arrays.run, pair.arrays.samples = by_triton if by_kernels else None, by_kernels
+        expected = [llm.generate(*each, block_length=1).token_ids for each in zip(good, wanted, strict=True)]
+        with pytest.raises(BatchError, match="3 of 6") as caught:
+            llm.generate([*bad, *good], wanted * 2, block_length=4)
+        assert all(isinstance(outcome, NonFiniteError) for outcome in caught.value.outcomes[:3])
+        assert [c.token_ids for c in caught.value.outcomes[3:] if isinstance(c, Completion)] == expected
+        caches = [*pair.target.caches.arrays.values(), *pair.drafter.caches.arrays.values()]
+        assert all(torch.isfinite(rows).all() for rows in [*caches, pair.arrays._unread])
+
+
+def test_a_draft_that_spoils_a_round_ends_no_request(spoilt: Bundle) -> None:
+    """The same for a drafter whose numbers are not finite."""
+    params = [SamplingParams(max_tokens=20, seed=9, ignore_eos=True, temperature=t) for t in (0.0, 0.8)]
+    asked = [[token for token in spoilt_prompt(9 + i, i) if token != SPOILT] for i in range(2)]
+    with opened(spoilt) as llm:
+        pair: Any = llm._runtime.pair
+        expected = [c.token_ids for c in llm.generate(asked, params, speculate=False)]
+        drafter = pair.drafter.engine
+        run = drafter.run
+
+        def spoilt_draft(profile: int, feeds: Any, **slot: int) -> Any:
+            out = run(profile, feeds, **slot)
+            if profile == DECODE:
+                out["draft_tokens"][:, -1] = SPOILT
+            return out
+
+        def no_numbers(profile: int, feeds: Any, **slot: int) -> Any:
+            out = run(profile, feeds, **slot)
+            if profile == DECODE:
+                out["draft_logprobs"][:] = torch.nan
+            return out
+
+        for broken in (spoilt_draft, no_numbers):
+            drafter.run = broken
+            found = llm.generate(asked, params, block_length=4, draft_source="drafter")
+            assert [c.token_ids for c in found] == expected
+            assert all(torch.isfinite(c).all() for c in pair.target.caches.arrays.values())
+        assert [c.statistics.num_drafts for c in found] == [1, 1]
+
+
+def test_forced_tokens_of_rounds_without_a_draft_find_room(
+    bundles: tuple[Bundle, Bundle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their features wait for a drafter that is not asked. A slot has room for a block of them."""
+    pytest.importorskip("llguidance")
+    form = StructuredOutputs(grammar='start: ("abcdefghijklmnop" /[0-9]/)+')
+    params = SamplingParams(max_tokens=40, structured_outputs=form)
+    monkeypatch.setattr(AdaptiveLength, "draft", lambda *_: 1)
+    with opened(bundles[1], 2) as llm:
+        plain = llm.generate(prompts()[:2], params, speculate=False)
+        drafted = llm.generate(prompts()[:2], params)
+    assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
+    assert max(c.statistics.mean_acceptance_length for c in drafted) > 1
+
+
+def test_structured_outputs_and_prompt_logprobs_are_those_of_onnxruntime(
+    bundles: tuple[Bundle, Bundle],
+) -> None:
+    """The host cuts and extends the drafts of a batch that is on the device."""
+    pytest.importorskip("llguidance")
+    form = StructuredOutputs(grammar='start: "abcdefgh" /[a-z]{1,9}/ ("," /[0-9]{2}/)*')
+    wanted = [
+        SamplingParams(max_tokens=24, structured_outputs=form),
+        SamplingParams(max_tokens=12, ignore_eos=True),
+        SamplingParams(max_tokens=9, temperature=0.9, seed=3, structured_outputs=form),
+        SamplingParams(max_tokens=2, prompt_logprobs=True, top_logprobs=2),
+    ]
+    found = []
+    for bundle in bundles:
+        with opened(bundle) as llm:
+            found.append([llm.generate(prompts()[:4], wanted, block_length=n) for n in (BLOCK, 2, 1, None)])
+    for ours, theirs in zip(*found, strict=True):
+        assert [c.token_ids for c in theirs] == [c.token_ids for c in ours]
+        assert theirs[0].text.startswith("abcdefgh")
+        logprobs = [c[3].prompt_logprobs or [] for c in (ours, theirs)]
+        assert logprobs[1][1:] == pytest.approx(logprobs[0][1:], abs=1e-3)
+        tops = [
+            [[token for token, _ in top] for top in c[3].prompt_top_logprobs or []] for c in (ours, theirs)
+        ]
+        assert tops[0] == tops[1]
+
+
+def test_the_block_length_learns_from_the_device(bundles: tuple[Bundle, Bundle]) -> None:
+    """It gets the log-probabilities of drafts, which are read with the tokens."""
+    with opened(bundles[1]) as llm:
+        llm.generate(prompts(), params(0.0))
+        policy = llm._runtime.lengths(RequestOptions())
+        assert isinstance(policy, AdaptiveLength)
+        assert any(before for _, before, _, _ in policy._expected._counts)
+
+
+def test_a_prompt_fills_the_cache_to_its_last_row(bundles: tuple[Bundle, Bundle]) -> None:
+    """The last part of a prompt is not filled up where the cache ends. Longer than the slot, it would be refused."""
+    prompt = np.random.default_rng(2).integers(0, 300, 97).tolist()
+    found = []
+    for bundle in bundles:
+        with LLM(bundle.path, threads=1, prefill_chunk=32) as llm:
+            found.append(llm.generate(prompt, SamplingParams(max_tokens=3, ignore_eos=True)).token_ids)
+    assert found[0] == found[1]
+
+
+def test_the_drafter_reads_zeros_behind_the_features_of_a_short_part(bundles: tuple[Bundle, Bundle]) -> None:
+    with LLM(bundles[1].path, threads=1) as llm:
+        pair: Any = llm._runtime.pair
+        pair.prefill(prompts()[1], 0, 0, draft=True)
+        features = pair.drafter.engine.whole_buffer(PREFILL, "features")
+        features.fill_(torch.nan)  # such as those of a request that was not finite
+        assert pair.arrays.finite(pair.drafter.read(pair.arrays.unread_features_of(0, 0, 2), 40, 0))
+        unread = pair.arrays.unread_features_of(0, 0, 2)
+        buffer = pair.drafter.engine.buffer(PREFILL, "features", 1, 16, unread.shape[2])
+        assert not buffer[0, 2:].any()
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, Bundle]:
+    """A pair with two candidates for each place, and a window that ends within a tree."""
+    directory = tmp_path_factory.mktemp("wide")
+    layers = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 9}
+    target = make_target(directory / "target", favourites=6, layers=2, **layers)
+    drafter = make_drafter(directory / "drafter", target, taps=(0, 1), block_size=BLOCK)
+    return built(directory, target, drafter, tree_width=2)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("kernel", [False, True], ids=["copies", "kernel"])
+def test_trees_give_the_tokens_of_onnxruntime(
+    wide: tuple[Bundle, Bundle], temperature: float, kernel: bool
+) -> None:
+    """Five requests in three slots, with penalties. Rows move by copies, or by the kernel in the interpreter."""
+    asked = [replace(p, presence_penalty=0.4 * (i % 2)) for i, p in enumerate(params(temperature))]
+    moved = list[Sequence[int]]()
+    with LLM(wide[0].path, threads=1) as reference:
+        expected = [c.token_ids for c in reference.generate(prompts(), asked, speculate=False)]
+    with opened(wide[1]) as llm:
+        pair: Any = llm._runtime.pair
+        for each in pair.target.caches.kinds if kernel else ():
+            each.pool.compact_by(by_triton, BLOCK)
+        compact = pair.target.caches.compact
+        pair.target.caches.compact = lambda slot, start, nodes: (
+            moved.append(nodes) or compact(slot, start, nodes)
+        )
+        for nodes in (BLOCK, 4, 0) if not kernel else (BLOCK,):
+            found = llm.generate(prompts(), asked, tree_nodes=nodes)
+            assert [c.token_ids for c in found] == expected
+            assert (sum(c.statistics.num_trees for c in found) > 0) == (nodes > 0)
+        assert moved
+        # The host would wait for the candidates, so a tree has to be asked for.
+        assert llm.most_tree_nodes == BLOCK
+        with pytest.raises(RequestError, match=rf"tree_nodes is {BLOCK + 1}, expected 2\.\.{BLOCK}, or 0"):
+            llm.generate([1, 2], tree_nodes=BLOCK + 1)
+        assert llm.generate([1, 2], asked[0]).statistics.num_trees == 0
+
+
+def test_states_move_and_are_cleared_by_slot(tmp_path: Path) -> None:
+    layers = ["linear_attention", "full_attention", "linear_attention"]
+    target = make_hybrid(tmp_path / "target", DENSE, favourites=6, num_hidden_layers=3, layer_types=layers)
+    drafter = make_drafter(tmp_path / "drafter", target, block_size=BLOCK, layers=1, taps=(0, 1))
+    with LLM(built(tmp_path, target, drafter)[1].path, threads=1, max_batch_size=4) as llm:
+        pair: Any = llm._runtime.pair
+        caches = pair.target.caches
+        pair.prefill(prompts()[1][:20], 0, 1, draft=False)
+        names = [name for name in caches.arrays if "_state" in name]
+        assert len(names) == 8  # four of each of two layers
+
+        def state(slot: int) -> dict[str, torch.Tensor]:
+            return {name: caches.arrays[name][slot].clone() for name in names}
+
+        made = state(1)
+        assert caches.states.position(1) == 19  # the last row of a prompt can be taken back
+        assert list(caches.cut_lengths(1, 20)) == [19, 20]
+        assert all(each.abs().max() > 0 for each in made.values())
+        caches.copy(1, 0, 20)
+        kept = caches.keep(1, 0, 20, 1)
+        assert list(kept.lengths) == [19, 20]
+        assert kept.size == caches.kept_bytes(20)
+        caches.clear(1, 19)
+        cleared = state(1)
+        for name, before in made.items():
+            assert torch.equal(cleared[name], torch.zeros_like(before) if "pending" in name else before)
+        caches.clear(1)
+        assert caches.states.position(1) == 0
+        assert all(each.abs().max() == 0 for each in state(1).values())
+        caches.restore(2, [kept], 20)
+        for slot in (0, 2):
+            assert caches.states.position(slot) == 19
+            assert all(torch.equal(made[name], each) for name, each in state(slot).items())
+        assert caches.keep(2, 0, 12, 1).lengths == ()  # the state has read more
+        assert POSITION not in caches.arrays
