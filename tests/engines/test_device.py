@@ -140,16 +140,14 @@ def test_a_full_gpu_keeps_no_rows(bundles: tuple[Bundle, Bundle], monkeypatch: p
 def test_sampling_by_kernels_gives_the_same(bundles: tuple[Bundle, Bundle]) -> None:
     """In Triton's interpreter. Sampled, greedy and penalized requests share a batch."""
     kinds: list[dict[str, Any]] = [{"temperature": 0.8}, {}, {"temperature": 1.0, "presence_penalty": 0.5}]
-    wanted = [SamplingParams(max_tokens=7, seed=2**63 + i, ignore_eos=True, **k) for i, k in enumerate(kinds)]
+    wanted = [SamplingParams(max_tokens=5, seed=2**63 + i, ignore_eos=True, **k) for i, k in enumerate(kinds)]
     with opened(bundles[1]) as llm:
         arrays: Any = llm._runtime.pair.arrays
         expected = [c.token_ids for c in llm.generate(prompts()[:3], wanted, block_length=4)]
-        arrays.run, arrays.samples, arrays._round.run = by_triton, True, by_triton
+        arrays.run, arrays.samples = by_triton, True
         found = llm.generate(prompts()[:3], wanted, block_length=4)
         assert [c.token_ids for c in found] == expected
         assert arrays._sampling[1] is not None
-        llm._runtime.scheduler.follow(PassRule((BLOCK,)))  # the copies of a row are no drafts
-        assert llm.generate(prompts()[0], wanted[0], block_length=2).token_ids == expected[0]
 
 
 @pytest.mark.parametrize("by_kernels", [False, True])
