@@ -24,8 +24,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from dflash_plugins import attention, checks, moe, packed
 from dflash_plugins import kernel_specs as uses
+from dflash_plugins import layers as ours
+from dflash_plugins import packed
 from dflash_plugins.launch import by_triton
 
 from build_scripts import harness
@@ -33,7 +34,7 @@ from build_scripts.bench.plans import write_pair
 from dflash_trt import LLM
 from dflash_trt.building.build import build
 from dflash_trt.engines.device.kernels import kernels_here
-from dflash_trt.engines.torch import layers
+from dflash_trt.engines.torch import checks, layers
 from dflash_trt.formats.precision import Precision
 from dflash_trt.reports.kernels import check_kernels
 
@@ -155,9 +156,9 @@ def _attention(run: Any, size: str, dtype: torch.dtype, count: int) -> dict[str,
     error = 0.0
     for tile in uses.attention_tiles(head):
         try:
-            y = attention.attention(*there, sinks=sinks.to(DEVICE), tile=tile, run=run)
+            y = ours.attention(*there, sinks=sinks.to(DEVICE), tile=tile, run=run)
             error = max(error, float((y.cpu().float() - exact).abs().max() / exact.abs().max()))
-            once = replayed(partial(attention.attention, *there, tile=tile, run=run))
+            once = replayed(partial(ours.attention, *there, tile=tile, run=run))
             tiles[str(tuple(vars(tile).values()))] = round(1e6 * once, 1)
         except Exception as problem:  # of the compiler or the driver: the others go on
             tiles[str(tuple(vars(tile).values()))] = str(problem)[:200]
@@ -180,13 +181,13 @@ def _experts(run: Any, size: str, dtype: torch.dtype, count: int) -> dict[str, A
     wide = [w.float() if w.is_floating_point() else w for w in weights]
     exact = layers.mxfp4_experts(constants, x.float(), router, *wide)
     packed: list[Any] = [w.to(DEVICE) for w in weights]
-    layer = moe.PackedExperts(*packed, **constants)
+    layer = ours.PackedExperts(*packed, **constants)
     there, tiles, error = (x.to(DEVICE), router.to(DEVICE)), dict[str, Any](), 0.0
     for tile in uses.TILES:
         try:
-            y = moe.moe(*there, layer, tile, run)
+            y = ours.moe(*there, layer, tile, run)
             error = max(error, float((y.cpu().float() - exact).abs().max() / exact.abs().max()))
-            once = replayed(partial(moe.moe, *there, layer, tile, run))
+            once = replayed(partial(ours.moe, *there, layer, tile, run))
             tiles[str(tuple(vars(tile).values()))] = round(1e6 * once, 1)
         except Exception as problem:  # of the compiler or the driver: the others go on
             tiles[str(tuple(vars(tile).values()))] = str(problem)[:200]
@@ -207,18 +208,15 @@ def as_stored() -> dict[str, Any]:
         stored, wide = checks.random_weight(packed.Packing(out, columns, **given), DEVICE)
         copies = (160 << 20) // stored.nbytes
         weights = [stored, *(replace(stored, codes=stored.codes.clone()) for _ in range(copies))]
-        own = packed.TILES[stored.form.in_word][0]
         dense = wide.to("cpu", TYPES[0])
         x = torch.randn(64, columns, generator=torch.Generator().manual_seed(0)).to(TYPES[0])
         exact, there = x.double() @ dense.double().T, x.to(DEVICE)
-        made = {
-            n: packed.product(there[:n].contiguous(), stored, None, own, run).cpu() for n in (1, 8, 33, 64)
-        }
+        made = {n: packed.product(there[:n].contiguous(), stored, None, run).cpu() for n in (1, 8, 33, 64)}
         error = max(float((y.double() - exact[:n]).abs().max() / exact.abs().max()) for n, y in made.items())
         alike = all(torch.equal(y, made[64][:n]) for n, y in made.items())
-        equal = torch.equal(packed.widen(stored, TYPES[0], own, run).cpu(), dense)
+        equal = torch.equal(packed.widen(stored, TYPES[0], run).cpu(), dense)
         tiles: dict[str, Any] = {}
-        for tile in (own, *(packed.Tile(*shape) for shape in TRIED[stored.form.in_word])):
+        for tile in (stored.tile, *(packed.Tile(*shape) for shape in TRIED[stored.form.in_word])):
             try:
                 times = [
                     replayed(partial(_each, weights, there[:n].contiguous(), tile, run), calls=1)
@@ -236,7 +234,7 @@ def as_stored() -> dict[str, Any]:
 
 def _each(weights: Sequence[packed.PackedWeight], x: torch.Tensor, tile: packed.Tile, run: Any) -> None:
     for weight in weights:
-        packed.product(x, weight, None, tile, run)
+        packed.product(x, replace(weight, tile=tile), None, run)
 
 
 def ceilings() -> dict[str, Any]:

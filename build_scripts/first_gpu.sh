@@ -30,7 +30,7 @@ section packed 90 "${interpret[@]}" "$python" -m build_scripts.first_gpu packed
 section kernels 150 "${interpret[@]}" "$python" -m build_scripts.first_gpu kernels
 if command -v compute-sanitizer >/dev/null && [ "$gpu" = 1 ]; then
     section sanitizer 90 compute-sanitizer --tool memcheck "$python" -c \
-        'import torch; from dflash_plugins import checks; from dflash_trt.engines.device.kernels import kernels_here; print(checks.problems("cuda", kernels_here({}), vocab=3000, taps=2, hidden=64, dtype=torch.bfloat16, block_size=8, in_plans=True))'
+        'import torch; from dflash_trt.engines.torch import checks; from dflash_trt.engines.device.kernels import kernels_here; print(checks.problems("cuda", kernels_here({}), vocab=3000, features=128, dtype=torch.bfloat16, block_size=8, of_layers=True))'
 else
     echo 'sanitizer                left out: no compute-sanitizer, or no GPU' | tee -a "$out/sections.txt"
 fi

@@ -8,8 +8,8 @@ from typing import Any
 from dflash_trt.errors import DFlashError
 from dflash_trt.reports.environment import versions_of
 
-_SIZES = {"vocab": 151_936, "taps": 5, "hidden": 4096}  # those of Qwen3-8B
-_SMALL = {"vocab": 300, "taps": 2, "hidden": 64}
+_SIZES = {"vocab": 151_936, "features": 5 * 4096}  # those of Qwen3-8B
+_SMALL = {"vocab": 300, "features": 128}
 _COPIED = 1 << 30
 
 
@@ -34,9 +34,10 @@ def check_kernels() -> dict[str, Any]:
         (torch.bfloat16, torch.float16) if on_gpu else (torch.float16,)
     ):  # it rounds BF16 in its own way
         try:
-            from dflash_plugins import checks, launch
+            from dflash_plugins import launch
 
             from dflash_trt.engines.device.kernels import kernels_here
+            from dflash_trt.engines.torch import checks
 
             # The interpreter lacks the assembly of the kernels in plans.
             found = checks.problems(
@@ -45,7 +46,7 @@ def check_kernels() -> dict[str, Any]:
                 **sizes,
                 dtype=dtype,
                 block_size=8,
-                in_plans=on_gpu,
+                of_layers=on_gpu,
             )
         except Exception as error:  # of the compiler or the driver, or without Triton
             found = {"all": f"{type(error).__name__}: {error}"}

@@ -8,7 +8,7 @@ from typing import Any
 
 from dflash_plugins.compiled import Compiled
 from dflash_plugins.kernel_specs import SHARED_BYTES, Use
-from dflash_trt.errors import EngineError
+from dflash_trt.errors import BuildError, EngineError
 
 LIBRARY = "libcuda.so.1"
 _ALIGNMENT = 16  # of every pointer, which kernels are compiled for
@@ -69,7 +69,8 @@ class Kernels:
 
     compiled: the kernels by the digests of their uses. Loading translates their PTX for this GPU.
     stream: the number of the stream that a launch goes to.
-    compile_kernel: makes a kernel that is not among `compiled`. Without it, its launch raises EngineError.
+    compile_kernel: makes a kernel that is not among `compiled`. Without it, its launch raises EngineError. What
+        could not be made is not tried again.
 
     Raises EngineError if the driver is missing or refuses a kernel.
     """
@@ -89,17 +90,25 @@ class Kernels:
         self._driver.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
         self._driver.call("cuCtxSetCurrent", self._context)
         self._loaded = {digest: (self._driver.load(each), each) for digest, each in compiled.items()}
+        self._failed = dict[str, BuildError | EngineError]()
 
     def __call__(self, use: Use, grid: tuple[int, ...], **arguments: Any) -> None:
         """Queue a kernel. Tensors are contiguous and on the GPU; arguments that are None are constants of the kernel.
 
-        Raises EngineError if the kernel is missing, a tensor is not aligned, or the driver refuses the launch.
+        Raises EngineError if the kernel is missing, a tensor is not aligned, or the driver refuses the kernel or the
+        launch, and BuildError if the kernel cannot be compiled.
         """
+        if use.digest in self._failed:
+            raise self._failed[use.digest].with_traceback(None)
         if use.digest not in self._loaded:
             if self._compile is None:
                 raise EngineError(f"{use.function} was not compiled for these sizes")
-            made = self._compile(use)
-            self._loaded[use.digest] = self._driver.load(made), made
+            try:
+                made = self._compile(use)
+                self._loaded[use.digest] = self._driver.load(made), made
+            except (BuildError, EngineError) as error:
+                self._failed[use.digest] = error
+                raise
         function, compiled = self._loaded[use.digest]
         values: list[Any] = []
         for name in compiled.parameters:

@@ -124,17 +124,11 @@ ACCEPT_NODES = 64
 
 
 @cache
-def accept_block(*, block_size: int | None = None, mask_token: int = 0, tree: bool = False) -> Use:
-    """The acceptance kernel for up to ACCEPT_NODES nodes. Without `block_size` it writes only the accepted count and
-    next token.
-    """
+def accept_block() -> Use:
+    """The acceptance kernel for up to ACCEPT_NODES nodes."""
     types: Types = dict.fromkeys(("tokens", "rows", "sampled", "accepted", "next_token"), "*i64")
     types |= {"tokens_per_sequence": "i32", "nodes_per_sequence": "i32"}
-    constants: dict[str, Any] = {"MASK": mask_token, "BLOCK": block_size or 1, "SLOTS": ACCEPT_NODES}
-    optional(types, constants, tree, parents="*i64")
-    of_next_block = dict.fromkeys(("start", "path", "block", "positions"), "*i64")
-    optional(types, constants, block_size is not None, **of_next_block)
-    return Use("acceptance", "accept_block", types, constants, num_warps=1)
+    return Use("acceptance", "accept_block", types, {"SLOTS": ACCEPT_NODES}, num_warps=1)
 
 
 COMPACT_WORDS = 64
@@ -180,12 +174,10 @@ def round_uses(vocab: int, features: int, dtype: str, block_size: int) -> tuple[
 
 
 @cache
-def gather_taps(taps: int, hidden: int, source: str, target: str, *, ragged: bool = False) -> Use:
-    """The kernel that puts the rows of `taps` layers side by side; `ragged`: only valid rows, others are 0."""
-    types: Types = {"taps": (f"*{source}",) * taps, "rows_per_sequence": "i32", "features": f"*{target}"}
-    constants: dict[str, Any] = {"D": hidden, "SLOTS": power_of_two(hidden)}
-    optional(types, constants, ragged, valid="*i64")
-    return Use("taps", "gather_taps", types, constants)
+def gather_taps(taps: int, hidden: int, dtype: str) -> Use:
+    """The kernel that puts the rows of `taps` layers side by side."""
+    types: Types = {"taps": (f"*{dtype}",) * taps, "features": f"*{dtype}"}
+    return Use("taps", "gather_taps", types, {"D": hidden, "SLOTS": power_of_two(hidden)})
 
 
 # Rows of a program that routes, and programs whose counts are added in one step.

@@ -1,4 +1,4 @@
-"""Launch the kernels on torch tensors, for the runtime, tests and benchmarks.
+"""Launch the kernels between the passes of a round on contiguous torch tensors; layers.py has those of layers.
 
 `run` says how: `driver.Kernels` launches what was compiled before, and needs no Triton. `by_triton` compiles, or
 interprets on CPU tensors; set TRITON_INTERPRET=1 before anything imports triton. Launches go to torch's current stream.
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dflash_plugins import kernel_specs as uses
 from dflash_trt.decoding.params import SamplingParams
@@ -21,25 +22,26 @@ from dflash_trt.decoding.params import SamplingParams
 TYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 
-# Called with a kernel's use, its grid, and its arguments by name, without those that are constants.
+# Called with a kernel's use, its grid, and its arguments by name. Those that a kernel goes without are None.
 Run = Callable[..., None]
 
 
 def by_triton(use: uses.Use, grid: tuple[int, ...], **arguments: Any) -> None:
     """A launch for which Triton compiles the kernel, or interprets it."""
     module = importlib.import_module(f"dflash_plugins.kernels.{use.module}")
-    getattr(module, use.function)[grid](**arguments, **use.launch)
+    given = {name: value for name, value in arguments.items() if value is not None}
+    getattr(module, use.function)[grid](**given, **use.launch)
 
 
 @dataclass(frozen=True)
 class Sampling:
     """The sampling parameters of B requests, one tensor entry each: see `sampling_tensors`."""
 
-    temperature: torch.Tensor  # [B] float32
-    reach: torch.Tensor  # [B] float32, -log(min_p)
-    top_k: torch.Tensor  # [B] int32
-    top_p: torch.Tensor  # [B] float32
-    seed: torch.Tensor  # [B] int64, the bits of an unsigned number
+    temperature: Tensor  # [B] float32
+    reach: Tensor  # [B] float32, -log(min_p)
+    top_k: Tensor  # [B] int32
+    top_p: Tensor  # [B] float32
+    seed: Tensor  # [B] int64, the bits of an unsigned number
 
 
 def sampling_tensors(
@@ -47,7 +49,7 @@ def sampling_tensors(
 ) -> Sampling:
     """The parameters of requests as tensors. Penalties are not included: apply them to the logits first."""
 
-    def tensor(values: list[float], dtype: torch.dtype) -> torch.Tensor:
+    def tensor(values: list[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
     return Sampling(
@@ -60,8 +62,8 @@ def sampling_tensors(
 
 
 def sample_rows(
-    logits: torch.Tensor, params: Sampling, positions: torch.Tensor, *, run: Run = by_triton
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: Tensor, params: Sampling, positions: Tensor, *, run: Run = by_triton
+) -> tuple[Tensor, Tensor]:
     """Tokens int64 [B, R] and their log-probabilities float32 [B, R] from float32 logits [B, R, V].
 
     positions: int64 [B, R], the position of the token that each row predicts. A row with a NaN or infinite logit, or
@@ -71,7 +73,7 @@ def sample_rows(
     tiles = uses.vocabulary_tiles(vocab)
     groups = tiles * uses.TILE_GROUPS
 
-    def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    def empty(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=logits.device)
 
     given = {name: getattr(params, name) for name in ("temperature", "top_p", "seed")}
@@ -96,62 +98,30 @@ def sample_rows(
 
 @dataclass(frozen=True)
 class Accepted:
-    """The result of a round, and the next block if it was asked for: int64 tensors."""
+    """The result of a round: int64 tensors."""
 
-    accepted: torch.Tensor  # [B]
-    next_token: torch.Tensor  # [B], -1 if the deciding row had no finite largest logit
-    path: torch.Tensor | None = None  # [B, R], the accepted nodes from the anchor down, then -1
-    block: torch.Tensor | None = None  # [B, K], [next_token, mask, ...]
-    positions: torch.Tensor | None = None  # [B, K]
+    accepted: Tensor  # [B]
+    next_token: Tensor  # [B], -1 if the deciding row had no finite largest logit
 
 
-def accept_block(
-    tokens: torch.Tensor,
-    rows: torch.Tensor,
-    sampled: torch.Tensor,
-    start: torch.Tensor | None = None,
-    *,
-    block_size: int | None = None,
-    mask_token: int = 0,
-    parents: torch.Tensor | None = None,
-    run: Run = by_triton,
-) -> Accepted:
-    """Compare drafted with sampled tokens: contiguous int64 tokens [B, S], rows [B, R], sampled [B, R].
-
-    `parents` [B, R] makes the R nodes a tree. Each node comes after its parent, and siblings have different tokens
-    (the first of equal ones is followed). `block_size` asks for the path and the next block, and needs `start` [B].
-    """
+def accept_block(tokens: Tensor, rows: Tensor, sampled: Tensor, *, run: Run = by_triton) -> Accepted:
+    """Compare drafted with sampled tokens: contiguous int64 tokens [B, S], rows [B, R], sampled [B, R]."""
     batch, nodes = rows.shape
-    if max(nodes, block_size or 1) > uses.ACCEPT_NODES:
-        most = max(nodes, block_size or 1)
-        raise ValueError(f"a block has {most} nodes, expected {uses.ACCEPT_NODES} or fewer")
+    if nodes > uses.ACCEPT_NODES:
+        raise ValueError(f"a block has {nodes} nodes, expected {uses.ACCEPT_NODES} or fewer")
     made = {name: tokens.new_empty(batch) for name in ("accepted", "next_token")}
-    following = {}
-    if block_size is not None:
-        made["path"] = tokens.new_empty(batch, nodes)
-        made |= {name: tokens.new_empty(batch, block_size) for name in ("block", "positions")}
-        following = {"start": start}
-    run(
-        uses.accept_block(block_size=block_size, mask_token=mask_token, tree=parents is not None),
-        (batch,),
-        tokens=tokens,
-        rows=rows,
-        sampled=sampled,
-        **{} if parents is None else {"parents": parents},
-        **following,
-        tokens_per_sequence=tokens.shape[1],
-        nodes_per_sequence=nodes,
-        **made,
-    )
+    given = {"tokens": tokens, "rows": rows, "sampled": sampled}
+    counts = {"tokens_per_sequence": tokens.shape[1], "nodes_per_sequence": nodes}
+    run(uses.accept_block(), (batch,), **given, **counts, **made)
     return Accepted(**made)
 
 
 def decide_round(
     params: Sampling,
-    lengths: torch.Tensor,
-    tokens: torch.Tensor,
-    logits: torch.Tensor,
-    start: torch.Tensor,
+    lengths: Tensor,
+    tokens: Tensor,
+    logits: Tensor,
+    start: Tensor,
     *,
     run: Run = by_triton,
 ) -> Accepted:
@@ -174,7 +144,7 @@ class Compaction:
     `most` at a time.
     """
 
-    def __init__(self, caches: Sequence[torch.Tensor], most: int, run: Run = by_triton) -> None:
+    def __init__(self, caches: Sequence[Tensor], most: int, run: Run = by_triton) -> None:
         sizes = [rows.shape[3] * rows.element_size() for rows in caches]
         if wrong := [size for size in sizes if size % 4]:
             raise ValueError(f"a row has {wrong[0]} bytes, expected a multiple of 4")
@@ -199,47 +169,70 @@ class Compaction:
         self._run(self._use, (len(self._caches), self._most_heads), **self._table, **given)
 
 
-def gather_taps(
-    taps: Sequence[torch.Tensor],
-    dtype: torch.dtype,
-    valid: torch.Tensor | None = None,
-    rows: int = 1,
+def fill_tokens(
+    block: Tensor,
+    drafts: Tensor | None,
     *,
-    run: Run = by_triton,
-) -> torch.Tensor:
-    """n contiguous tensors [B * rows, D] -> [B * rows, n * D] in `dtype`. Rows from valid[b] on (int64 [B]) are 0."""
-    total, hidden = taps[0].shape
-    features = torch.empty(total, len(taps) * hidden, dtype=dtype, device=taps[0].device)
-    types = TYPE_NAMES[taps[0].dtype], TYPE_NAMES[dtype]
-    ragged = {} if valid is None else {"valid": valid}
-    use = uses.gather_taps(len(taps), hidden, *types, ragged=bool(ragged))
-    run(use, (total, len(taps)), taps=tuple(taps), **ragged, rows_per_sequence=rows, features=features)
-    return features
+    drafted: int,
+    tokens: Tensor,
+    rows: Tensor,
+    most: int,
+    run: Run | None = by_triton,
+) -> None:
+    """The target's input: the anchors of `block`, then the best drafts. From column `drafted` on, 1 to N, the column
+    before it is repeated. Without `run`, torch's operators do it.
 
-
-def gated_delta_net(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    gates: torch.Tensor,
-    state: torch.Tensor,
-    pending_gates: torch.Tensor,
-    replayed: torch.Tensor,
-    certain: torch.Tensor,
-    begun: torch.Tensor,
-    *,
-    run: Run = by_triton,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`dflash::GatedDeltaNet` (graph/delta_net.py) of contiguous tensors, as many pending rows as `pending_gates` has.
-
-    Returns y, the new state, and the gates that are pending then.
+    block, tokens, rows: int64 [B, N], N up to `most`. `rows` becomes 0 .. N-1. drafts: int64 [B, N-1, W], best first.
+    Without drafts, `tokens` becomes the block.
     """
-    batch, count, _ = gates.shape
-    heads, key_dim, value_dim = state.shape[1:]
-    made = v.new_empty(batch, count, v.shape[2]), torch.empty_like(state), torch.empty_like(pending_gates)
-    use = uses.delta_rows(q.shape[2] // key_dim, heads, key_dim, value_dim, pending_gates.shape[1])
-    given = {"q": q, "k": k, "v": v, "gates": gates, "state": state, "pending_gates": pending_gates}
-    given |= {"replayed": replayed, "certain": certain, "begun": begun}
-    given |= dict(zip(("y", "state_out", "pending_gates_out"), made, strict=True))
-    run(use, (-(-value_dim // uses.DELTA_COLUMNS), batch * heads), **given, count=count)
-    return made
+    if run is None:
+        if drafts is None:
+            tokens.copy_(block)
+        else:
+            torch.cat((block[:, :1], drafts[:, :, 0]), dim=1, out=tokens)
+        tokens[:, drafted:] = tokens[:, drafted - 1 : drafted]
+        rows.copy_(torch.arange(rows.shape[1], device=rows.device).expand(rows.shape))
+        return
+    sizes = {"nodes": block.shape[1], "drafted": drafted, "width": 1 if drafts is None else drafts.shape[2]}
+    use = uses.fill_tokens(most, drafted=drafts is not None)
+    run(use, (len(block),), block=block, drafts=drafts, **sizes, tokens=tokens, rows=rows)
+
+
+def end_round(
+    logits: Tensor,
+    features: Tensor,
+    places: Tensor | None,
+    *,
+    finite: Tensor,
+    unread: Tensor,
+    counters: Tensor,
+    run: Run | None = by_triton,
+) -> None:
+    """Whether each row of logits has a finite largest number, and the features of such rows for the drafter. Without
+    `run`, torch's operators do it.
+
+    logits: float32 [B, N, V]. A NaN is the largest number. finite: int32 [B, N].
+    features: [B, N, F]. Those of node i become row places[b] + i of unread [slots, room, F], if there is such a row.
+    places: int64 [B]. None copies no features.
+    counters: int32 [B * N or more], zeros. The kernel leaves zeros there.
+    """
+    batch, nodes, vocab = logits.shape
+    if run is not None:
+        use = uses.end_round(
+            vocab, features.shape[2], TYPE_NAMES[features.dtype], committing=places is not None
+        )
+        given = {"logits": logits, "features": features, "places": places, "finite": finite}
+        given |= {"unread": unread, "counters": counters}
+        run(use, (batch * nodes, use.constants["TILES"]), **given, nodes=nodes, room=unread.shape[1])
+        return
+    sound = torch.isfinite(logits.amax(dim=-1))
+    finite.copy_(sound)
+    if places is None:
+        return
+    mine = unread[:batch]
+    node = torch.arange(mine.shape[1], device=mine.device) - places[:, None]
+    inside = (node >= 0) & (node < nodes)
+    node = node.clamp(0, nodes - 1)
+    taken = (inside & sound.gather(1, node))[:, :, None]
+    rows = features.gather(1, node[:, :, None].expand(mine.shape))
+    mine.copy_(torch.where(taken, rows, mine))

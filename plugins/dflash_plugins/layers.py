@@ -1,16 +1,153 @@
-"""Launch the kernels between the products of a layer on torch tensors. All are contiguous."""
+"""Launch the kernels of a layer on contiguous torch tensors: attention, experts, Gated DeltaNet, and what lies between
+products.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+from torch import Tensor
 
 from dflash_plugins import kernel_specs as uses
 from dflash_plugins.launch import TYPE_NAMES, Run, by_triton
 
 
+def attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    first: Tensor,
+    last: Tensor,
+    *,
+    start: Tensor | None = None,
+    visible: Tensor | None = None,
+    sinks: Tensor | None = None,
+    tile: uses.AttentionTile | None = None,
+    by_row: bool = False,
+    run: Run = by_triton,
+) -> Tensor:
+    """q [B, H, S, D] over caches [B, N, C, D], all of one type -> y [B, H, S, D], or with `by_row` [B, S, H, D].
+
+    first, last: int64 [B, S], the range of cache rows that a row sees. start: int64 [B], and visible: int32 [B, S, S],
+    the rows that a row sees among those of its pass, in cache rows start .. start+S-1. sinks: [H].
+    """
+    batch, heads, count, head_dim = q.shape
+    kv_heads, capacity, dtype = k_cache.shape[1], k_cache.shape[2], TYPE_NAMES[q.dtype]
+    group, tile = heads // kv_heads, tile or uses.attention_tiles(head_dim)[0]
+    parts, rows = uses.attention_parts(batch, kv_heads, group * count), batch * heads * count
+    of_parts = {
+        name: torch.empty((parts * rows, *size), dtype=torch.float32, device=q.device)
+        for name, size in (("partial", (head_dim,)), ("largest", ()), ("total", ()))
+    }
+    run(
+        uses.attend(kv_heads, group, head_dim, dtype, tile, tree=visible is not None),
+        (-(-group * count // tile.rows), batch * kv_heads, parts),
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        first=first,
+        last=last,
+        start=None if visible is None else start,
+        visible=visible,
+        count=count,
+        capacity=capacity,
+        splits=parts,
+        **of_parts,
+    )
+    y = q.new_empty(batch, count, heads, head_dim) if by_row else torch.empty_like(q)
+    use = uses.merge(heads, head_dim, dtype, sinks=sinks is not None, by_row=by_row)
+    run(use, (rows,), **of_parts, like=q, sinks=sinks, rows=rows, count=count, splits=parts, y=y)
+    return y
+
+
+@dataclass(frozen=True)
+class PackedExperts:
+    """A layer's MXFP4 weights as inputs of `dflash::MoE` (graph/experts.py), and its constants."""
+
+    gate_up: Tensor  # [E, 2I, D/32, 16] bytes
+    gate_up_scales: Tensor  # [E, 2I, D/32] bytes
+    gate_up_bias: Tensor | None  # [E, 2I]
+    down: Tensor  # [E, D, I/32, 16] bytes
+    down_scales: Tensor  # [E, D, I/32] bytes
+    down_bias: Tensor | None  # [E, D]
+    k: int
+    alpha: float
+    beta: float
+    limit: float
+
+
+def route(router_logits: Tensor, k: int, run: Run = by_triton) -> tuple[Tensor, Tensor, Tensor]:
+    """Router logits float32 [rows, E] -> shares [rows, k], pairs [rows * k], groups [E, 3]; see kernels/moe.py."""
+    rows, experts = router_logits.shape
+    programs = -(-rows // uses.ROUTE_ROWS)
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=router_logits.device)
+
+    shares, chosen, counts = router_logits.new_empty(rows, k), empty(rows, k), empty(programs, experts)
+    counted = {"rows": rows, "chosen": chosen, "counts": counts}
+    run(uses.route(experts, k), (programs,), router_logits=router_logits, shares=shares, **counted)
+    pairs, groups = empty(rows * k), empty(experts, 3)
+    run(uses.group(experts, k), (programs,), **counted, pairs=pairs, groups=groups)
+    return shares, pairs, groups
+
+
+def moe(
+    x: Tensor, router_logits: Tensor, e: PackedExperts, tile: uses.Tile = uses.TILES[0], run: Run = by_triton
+) -> Tensor:
+    """x [rows, D] bfloat16 or float16, router logits float32 [rows, E] -> [rows, D]."""
+    rows, hidden = x.shape
+    experts, inner, dtype = e.down.shape[0], e.gate_up.shape[1] // 2, TYPE_NAMES[x.dtype]
+    in_use = min(experts, rows * e.k)
+    shares, pairs, groups = route(router_logits, e.k, run)
+    activated = x.new_empty(rows * e.k, inner)
+    given = {"pairs": pairs, "groups": groups, "activated": activated}
+    biased = e.gate_up_bias is not None
+    use = uses.gate_up(hidden, inner, e.k, e.alpha, e.beta, e.limit, dtype, biased, tile)
+    weights = {"blocks": e.gate_up, "scales": e.gate_up_scales, "bias": e.gate_up_bias}
+    run(use, (-(-inner // tile.block_n), in_use), x=x, **given, **weights)
+    outputs = torch.empty(rows * e.k, hidden, dtype=torch.float32, device=x.device)
+    use = uses.down(hidden, inner, dtype, e.down_bias is not None, tile)
+    weights = {"blocks": e.down, "scales": e.down_scales, "bias": e.down_bias}
+    run(use, (-(-hidden // tile.block_n), in_use), **given, shares=shares, **weights, outputs=outputs)
+    y = torch.empty_like(x)
+    grid = rows, -(-hidden // uses.COMBINE_BLOCK)
+    run(uses.combine(hidden, e.k, dtype), grid, outputs=outputs, like=x, y=y)
+    return y
+
+
+def gated_delta_net(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Tensor,
+    state: Tensor,
+    pending_gates: Tensor,
+    replayed: Tensor,
+    certain: Tensor,
+    begun: Tensor,
+    *,
+    run: Run = by_triton,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`dflash::GatedDeltaNet` (graph/delta_net.py), with as many pending rows as `pending_gates` has.
+
+    Returns y, the new state, and the gates that are pending then.
+    """
+    batch, count, _ = gates.shape
+    heads, key_dim, value_dim = state.shape[1:]
+    made = v.new_empty(batch, count, v.shape[2]), torch.empty_like(state), torch.empty_like(pending_gates)
+    use = uses.delta_rows(q.shape[2] // key_dim, heads, key_dim, value_dim, pending_gates.shape[1])
+    given = {"q": q, "k": k, "v": v, "gates": gates, "state": state, "pending_gates": pending_gates}
+    given |= {"replayed": replayed, "certain": certain, "begun": begun}
+    given |= dict(zip(("y", "state_out", "pending_gates_out"), made, strict=True))
+    run(use, (-(-value_dim // uses.DELTA_COLUMNS), batch * heads), **given, count=count)
+    return made
+
+
 def add_norm(
-    x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, epsilon: float, *, run: Run = by_triton
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, y: Tensor, weight: Tensor, epsilon: float, *, run: Run = by_triton
+) -> tuple[Tensor, Tensor]:
     """x + y and its RMS norm. x, y [rows, D], weight [D], of one type."""
     total, normed = torch.empty_like(x), torch.empty_like(x)
     use = uses.add_norm(x.shape[1], epsilon, TYPE_NAMES[x.dtype])
@@ -19,21 +156,21 @@ def add_norm(
 
 
 def place_heads(
-    x: torch.Tensor,
+    x: Tensor,
     count: int,
     size: int,
     heads: int,
     *,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
-    cos: torch.Tensor | None = None,
-    sin: torch.Tensor | None = None,
-    start: torch.Tensor | None = None,
-    k_cache: torch.Tensor | None = None,
-    v_cache: torch.Tensor | None = None,
-    epsilon: float = 0.0,
+    epsilon: float,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    start: Tensor | None = None,
+    k_cache: Tensor | None = None,
+    v_cache: Tensor | None = None,
     run: Run = by_triton,
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """The heads of x [B * count, columns]: queries, keys and values, each of `size` numbers.
 
     Returns the queries [B, heads, count, size]. Keys and values are written into caches [B, N, capacity, size] from row
@@ -46,16 +183,15 @@ def place_heads(
     q = x.new_empty(batch, heads, count, size) if heads else None
     given = {"q_norm": q_norm, "k_norm": k_norm, "cos": cos, "sin": sin, "start": start}
     given |= {"q": q, "k_cache": k_cache, "v_cache": v_cache}
-    there = {name: tensor for name, tensor in given.items() if tensor is not None}
     use = uses.place_heads(
         *(heads, keys, values, size, 0 if cos is None else cos.shape[-1], epsilon, TYPE_NAMES[x.dtype]),
-        given=tuple(there),
+        given=tuple(name for name, tensor in given.items() if tensor is not None),
     )
-    run(use, (len(x), heads + keys + values), x=x, count=count, capacity=capacity, **there)
+    run(use, (len(x), heads + keys + values), x=x, count=count, capacity=capacity, **given)
     return q
 
 
-def gate(x: torch.Tensor, *, run: Run = by_triton) -> torch.Tensor:
+def gate(x: Tensor, *, run: Run = by_triton) -> Tensor:
     """silu of the first half of each row times the second half: x [rows, 2 * inner] -> [rows, inner]."""
     y = x.new_empty(len(x), x.shape[1] // 2)
     use = uses.gate(y.shape[1], TYPE_NAMES[x.dtype])
@@ -63,13 +199,10 @@ def gate(x: torch.Tensor, *, run: Run = by_triton) -> torch.Tensor:
     return y
 
 
-def router(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, run: Run = by_triton
-) -> torch.Tensor:
+def router(x: Tensor, weight: Tensor, bias: Tensor | None, *, run: Run = by_triton) -> Tensor:
     """x [rows, D] by weight [E, D], both widened to float32, with bias [E] -> float32 [rows, E]."""
     logits = torch.empty(len(x), len(weight), dtype=torch.float32, device=x.device)
     use = uses.router(len(weight), x.shape[1], TYPE_NAMES[x.dtype], biased=bias is not None)
-    biased = {} if bias is None else {"bias": bias}
     grid = len(x), -(-len(weight) // uses.ROUTER_OUTPUTS)
-    run(use, grid, x=x, weight=weight, **biased, logits=logits)
+    run(use, grid, x=x, weight=weight, bias=bias, logits=logits)
     return logits

@@ -7,11 +7,10 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dflash_plugins.kernel_specs import Types, Use, optional
 from dflash_plugins.launch import TYPE_NAMES, Run, by_triton
-
-Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -116,44 +115,39 @@ class PackedWeight:
     second: Tensor | None  # float32 [1]
     zeros: Tensor | None  # float32 [outputs, groups]
     counters: Tensor  # int32 zeros, one for each 16 outputs; products of one weight do not overlap
+    tile: Tile
+
+    @property
+    def stored(self) -> dict[str, Tensor | None]:
+        """The weight's own tensors, as arguments of the kernels."""
+        return {"codes": self.codes, "scales": self.scales, "second": self.second, "zeros": self.zeros}
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(t.nbytes for t in (self.codes, self.scales, self.second, self.zeros) if t is not None)
+        return sum(t.nbytes for t in self.stored.values() if t is not None)
 
 
-def product(
-    x: Tensor,
-    weight: PackedWeight,
-    bias: Tensor | None,
-    tile: Tile,
-    run: Run = by_triton,
-) -> Tensor:
+def product(x: Tensor, weight: PackedWeight, bias: Tensor | None, run: Run = by_triton) -> Tensor:
     """x [rows, inputs] bfloat16 or float16, up to 64 rows -> [rows, outputs], all contiguous."""
-    rows, form = len(x), weight.form
+    rows, form, tile = len(x), weight.form, weight.tile
     tokens = next(count for count in ROWS if count >= rows)
     y = x.new_empty(rows, form.outputs)
     splits, _ = splits_of(form, tile)
-    given = {} if bias is None else {"bias": bias}
+    given = {"bias": bias}
     if splits > 1:
-        partial = torch.empty(splits, rows, form.outputs, dtype=torch.float32, device=x.device)
-        given |= {"partial": partial, "counters": weight.counters}
+        given["partial"] = torch.empty(splits, rows, form.outputs, dtype=torch.float32, device=x.device)
+        given["counters"] = weight.counters
     use = product_use(form, TYPE_NAMES[x.dtype], tokens, tile, biased=bias is not None)
     grid = -(-form.outputs // tile.block_n), splits
-    run(use, grid, x=x, **_given(weight), **given, rows=rows, y=y)
+    run(use, grid, x=x, **weight.stored, **given, rows=rows, y=y)
     return y
 
 
-def widen(weight: PackedWeight, dtype: torch.dtype, tile: Tile, run: Run = by_triton) -> Tensor:
+def widen(weight: PackedWeight, dtype: torch.dtype, run: Run = by_triton) -> Tensor:
     """The weight [outputs, inputs] in another type."""
-    form = weight.form
+    form, tile = weight.form, weight.tile
     y = torch.empty(form.outputs, form.inputs, dtype=dtype, device=weight.codes.device)
     grid = -(-form.outputs // tile.block_n), -(-form.inputs // tile.block_k)
-    run(widen_use(form, TYPE_NAMES[dtype], tile), grid, **_given(weight), y=y)
+    run(widen_use(form, TYPE_NAMES[dtype], tile), grid, **weight.stored, y=y)
     return y
-
-
-def _given(weight: PackedWeight) -> dict[str, Tensor]:
-    given = {"codes": weight.codes, "scales": weight.scales, "second": weight.second, "zeros": weight.zeros}
-    return {name: tensor for name, tensor in given.items() if tensor is not None}

@@ -1,7 +1,7 @@
 """The plugins that a plan may have: one for each kernel, with its inputs, outputs, sizes and launch.
 
 TensorRT passes inputs, then integers, then outputs; the kernels' arguments have the same order. Attributes become
-constants of the compiled kernel. registration.py and rtx.py register them.
+constants of the compiled kernel. registration.py and rtx.py register them. Nothing here imports TensorRT.
 """
 
 from __future__ import annotations
@@ -11,8 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dflash_plugins import kernel_specs as uses
-from dflash_trt.errors import BuildError
+from dflash_trt.errors import BuildError, BundleError
 
+# Increment when a plugin's inputs, outputs or results change, and when the noise or weights of decoding/ change. It is
+# part of the plugins' names and of a bundle's manifest.
+VERSION = 2
+NAMESPACE = "dflash"
 # The largest number of taps of a supported drafter.
 MAX_TAPS = 16
 # Names in trt.DataType -> names in Triton.
@@ -20,6 +24,24 @@ TYPES = {"FLOAT": "fp32", "HALF": "fp16", "BF16": "bf16"}
 
 Attributes = Mapping[str, Any]
 Shape = tuple[Any, ...]  # ints and symbolic dimensions
+
+
+def versioned(name: str) -> str:
+    """The name under which a plugin is registered."""
+    return f"{name}_v{VERSION}"
+
+
+def check_version(manifest: Mapping[str, Any], where: str) -> None:
+    """Refuse a plan whose plugins follow other rules than this version's host code. `where` names the bundle.
+
+    Raises BundleError.
+    """
+    version = manifest.get("tensorrt", {}).get("plugins", {}).get("version", VERSION)
+    if version != VERSION:
+        raise BundleError(
+            f"{where}: manifest.json tensorrt.plugins.version is {version!r}, expected {VERSION}: the plans hold "
+            "kernels of another version of dflash-trt; build the bundle again"
+        )
 
 
 @dataclass(frozen=True)
@@ -53,15 +75,12 @@ class Sizes:
             )
         return size
 
-    def check(self, most: Mapping[tuple[int, int], int]) -> None:
+    def check(self, i: int, axis: int, most: int) -> None:
         """Raise BuildError if a profile has more than a kernel takes."""
-        for (i, axis), limit in most.items():
-            shape = self.inputs[i].shape
-            largest = int(shape.max[axis] if shape[axis] < 0 else shape[axis])
-            if largest > limit:
-                raise BuildError(
-                    f"{self.name}: size {axis} of input {i} is {largest}, expected {limit} or less"
-                )
+        shape = self.inputs[i].shape
+        largest = int(shape.max[axis] if shape[axis] < 0 else shape[axis])
+        if largest > most:
+            raise BuildError(f"{self.name}: size {axis} of input {i} is {largest}, expected {most} or less")
 
     def type(self, i: int) -> str:
         """The type of an input. Raises BuildError for a type that no kernel supports."""
@@ -80,7 +99,6 @@ class Plugin:
     grid: the number of its programs.
     integers: its integer arguments.
     tiles: alternative tile sizes, for sizes that the graph fixes.
-    most: the largest size that the kernel takes, by input and axis.
     """
 
     name: str
@@ -91,7 +109,6 @@ class Plugin:
     integers: Callable[[Symbols, Attributes], Shape] = lambda s, a: ()
     attributes: Mapping[str, type] = field(default_factory=dict)
     tiles: Callable[[Sizes], Sequence[uses.Tile] | Sequence[uses.AttentionTile]] | None = None
-    most: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
     def kinds(self, attributes: Attributes) -> list[str | int]:
         """The type of each output, as in `outputs`."""
@@ -108,9 +125,8 @@ def _taps(n: int) -> Plugin:
         f"HiddenStateTap{n}",
         tuple(f"h_{i}" for i in range(n)),
         outputs=lambda s, a: [((s[0][0], s[0][1] * n), 0)],
-        use=lambda z, a, t: uses.gather_taps(n, z.fixed(0, 1), z.type(0), z.type(0)),
+        use=lambda z, a, t: uses.gather_taps(n, z.fixed(0, 1), z.type(0)),
         grid=lambda s, a, t: (s[0][0], n),
-        integers=lambda s, a: (s[0][0],),
     )
 
 
@@ -171,6 +187,11 @@ def _merge(name: str, *sinks: str) -> Plugin:
     )
 
 
+def _accept(z: Sizes, a: Attributes, t: None) -> uses.Use:
+    z.check(1, 1, uses.ACCEPT_NODES)
+    return uses.accept_block()
+
+
 _SAMPLING = ("logits", "temperature", "top_p", "seed", "position")
 _PARTIAL = ("group_max", "group_noise", "tile_max", "tile_sum", "tile_weight")
 
@@ -202,8 +223,7 @@ PLUGINS = (
         "AcceptBlock",
         ("tokens", "rows", "sampled"),
         outputs=lambda s, a: [((s[0][0],), "INT64"), ((s[0][0],), "INT64")],
-        use=lambda z, a, t: uses.accept_block(),
-        most={(1, 1): uses.ACCEPT_NODES},
+        use=_accept,
         grid=lambda s, a, t: (s[0][0],),
         integers=lambda s, a: (s[0][1], s[1][1]),
     ),

@@ -15,8 +15,7 @@ from types import GenericAlias
 from typing import TYPE_CHECKING, Any
 
 from dflash_plugins import kernel_specs as uses
-from dflash_plugins.plugin_table import PLUGINS, Attributes, Plugin, Sizes, Symbols
-from dflash_plugins.version import NAMESPACE, versioned
+from dflash_plugins.plugin_table import NAMESPACE, PLUGINS, Attributes, Plugin, Sizes, Symbols, versioned
 from dflash_trt.errors import BuildError
 
 if TYPE_CHECKING:
@@ -117,9 +116,7 @@ class _Registration:
     def _compiled(self, inputs: Sequence[Any], attributes: Attributes, tile: Any) -> Compiled:
         from dflash_plugins.compiler import compile_kernel
 
-        sizes = Sizes(self.name, inputs)
-        sizes.check(self.plugin.most)
-        return compile_kernel(self.plugin.use(sizes, attributes, tile), self.capability)
+        return compile_kernel(self.plugin.use(Sizes(self.name, inputs), attributes, tile), self.capability)
 
 
 def _type_name(dtype: Any) -> str:

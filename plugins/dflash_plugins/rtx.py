@@ -11,10 +11,16 @@ from __future__ import annotations
 
 import ctypes
 import json
+import platform
+import struct
+import sys
+import tempfile
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,9 +28,7 @@ import numpy as np
 from dflash_plugins import kernel_specs as uses
 from dflash_plugins.compiled import Compiled, from_json
 from dflash_plugins.driver import CudaDriver
-from dflash_plugins.plugin_table import PLUGINS, Plugin, Sizes, Symbols
-from dflash_plugins.shim import provide_library_name
-from dflash_plugins.version import NAMESPACE, versioned
+from dflash_plugins.plugin_table import NAMESPACE, PLUGINS, Plugin, Sizes, Symbols, versioned
 from dflash_trt.errors import BuildError
 
 # TensorRT-RTX computes attention, taps and acceptance well by itself. It widens all experts for every row, and has no
@@ -33,9 +37,8 @@ NAMES = ("MoERoute", "MoEGroup", "MoEGateUp", "MoEDown", "MoECombine", "GatedDel
 _KERNEL = "kernel"  # the field of a plan that holds a compiled kernel
 _loaded: dict[tuple[Any, ...], ctypes.c_void_p] = {}  # kernels by context, name and text
 _creators: list[Any] = []  # TensorRT-RTX refers to them for as long as the process lives
-_failures: list[
-    Exception
-] = []  # of kernels that a plan needs: an exception in `configure_plugin` ends the process
+# Of kernels that a plan needs: an exception in `configure_plugin` ends the process.
+_failures: list[Exception] = []
 
 
 def register(trt: Any, capability: int | None = None) -> None:
@@ -90,18 +93,6 @@ class _Dimension:
         return self._with("MIN", other)
 
 
-class _Shape(list[int]):
-    """Sizes of an input while a plan is built, -1 where they vary, and the largest ones."""
-
-    max: Sequence[int] = ()
-
-
-@dataclass(frozen=True)
-class _Input:
-    shape: _Shape
-    dtype: Any
-
-
 @dataclass(frozen=True)
 class _Kernel:
     """A compiled kernel, as a plan holds it, and its tile sizes."""
@@ -129,14 +120,11 @@ class _Kernel:
         return _loaded[key]
 
 
-def _compiled(
-    plugin: Plugin, inputs: Sequence[_Input], attributes: dict[str, Any], capability: int
-) -> _Kernel:
+def _compiled(plugin: Plugin, inputs: Sequence[Any], attributes: dict[str, Any], capability: int) -> _Kernel:
     """The kernel with the first tile sizes that a launch can have: TensorRT-RTX times no tactics without a GPU."""
     from dflash_plugins.compiler import compile_kernel
 
     sizes = Sizes(versioned(plugin.name), inputs)
-    sizes.check(plugin.most)
     # Kernels for the oldest GPU run on all later ones.
     target = capability if capability in uses.TARGETS else uses.ROUND_TARGET
     for tile in (None,) if plugin.tiles is None else plugin.tiles(sizes):
@@ -197,11 +185,7 @@ class _KernelPlugin:
         return bool(described[position].desc.format == self.trt.TensorFormat.LINEAR)
 
     def configure_plugin(self, inputs: Any, outputs: Any) -> None:
-        given = []
-        for each in inputs:
-            shape = _Shape(each.desc.dims)
-            shape.max = tuple(each.max)
-            given.append(_Input(shape, each.desc.type))
+        given = [SimpleNamespace(shape=each.desc.dims, dtype=each.desc.type) for each in inputs]
         try:
             if self.capability is not None:
                 self.kernel = _compiled(self.plugin, given, self.attributes, self.capability)
@@ -276,3 +260,48 @@ def _creator_class(trt: Any) -> Callable[..., Any]:
             return make(trt, self.plugin, attributes, self.capability, kernel)
 
     return Creator
+
+
+_MACHINES = {"x86_64": 62, "aarch64": 183}  # ELF's numbers of the processors
+_NEEDED, _HASH, _STRTAB, _SYMTAB, _STRSZ, _SYMENT, _SONAME = 1, 4, 5, 6, 10, 11, 14
+_HEADER, _SEGMENT, _SYMBOL = 64, 56, 24  # sizes of ELF's structures
+
+
+def provide_library_name() -> None:
+    """Let this process open TensorRT-RTX's library, which it has loaded, without the version in its name.
+
+    The parser opens `libtensorrt_rtx.so` for a plugin, and NVIDIA's wheels have `libtensorrt_rtx.so.1` only. So the
+    process ends ("terminate called without an active exception", seen with 1.7.1) unless a library of that name, which
+    holds nothing and needs the real one, is loaded before. The loader finds what is loaded by its name.
+    """
+    if sys.platform != "linux":
+        return
+    try:
+        ctypes.CDLL("libtensorrt_rtx.so")
+    except OSError:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "shim.so"
+            file.write_bytes(empty_library("libtensorrt_rtx.so", needs="libtensorrt_rtx.so.1"))
+            ctypes.CDLL(str(file), ctypes.RTLD_GLOBAL)
+
+
+def empty_library(name: str, *, needs: str) -> bytes:
+    """A shared library for this processor (64 bits) with this name, no symbols and one dependency."""
+    strings = b"\0" + name.encode() + b"\0" + needs.encode() + b"\0"
+    strings += bytes(-len(strings) % 8)
+    symbols = bytes(_SYMBOL)  # the first one is empty
+    hashes = struct.pack("<4I", 1, 1, 0, 0)  # one bucket, with the empty symbol
+    begin = _HEADER + 2 * _SEGMENT
+    at = {_SYMTAB: begin, _HASH: begin + len(symbols), _STRTAB: begin + len(symbols) + len(hashes)}
+    entries = [
+        *((_NEEDED, 2 + len(name)), (_SONAME, 1), *at.items()),
+        *((_STRSZ, len(strings)), (_SYMENT, _SYMBOL), (0, 0)),
+    ]
+    dynamic = b"".join(struct.pack("<QQ", *entry) for entry in entries)
+    place = at[_STRTAB] + len(strings)
+    size = place + len(dynamic)
+    machine = _MACHINES[platform.machine()]
+    header = struct.pack("<HHIQQQIHHHHHH", 3, machine, 1, 0, _HEADER, 0, 0, _HEADER, _SEGMENT, 2, 64, 0, 0)
+    load = struct.pack("<IIQQQQQQ", 1, 6, 0, 0, 0, size, size, 0x10000)
+    links = struct.pack("<IIQQQQQQ", 2, 6, place, place, place, len(dynamic), len(dynamic), 8)
+    return b"\x7fELF\2\1\1" + bytes(9) + header + load + links + symbols + hashes + strings + dynamic

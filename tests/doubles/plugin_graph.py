@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 from dflash_plugins import plugin_table
-from dflash_plugins.version import versioned
+from dflash_plugins.plugin_table import versioned
 
 from dflash_trt.graph.builder import DFLASH_DOMAIN
 from tests.doubles.triton_interpreter import to_numpy

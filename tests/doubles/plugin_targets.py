@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from dflash_plugins import compiler, registration
 from dflash_plugins import kernel_specs as uses
-from dflash_plugins.version import NAMESPACE, versioned
+from dflash_plugins.plugin_table import NAMESPACE, versioned
 
 from tests.doubles import tensorrt_double as double
 from tests.doubles.tensorrt_double import DataType

@@ -1,4 +1,4 @@
-"""The attention kernels in Triton's interpreter, against NumPy and against TensorRT's body in ONNX Runtime."""
+"""The attention kernels in Triton's interpreter, against torch's operators and TensorRT's body in ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
-from dflash_plugins import attention, plugin_table, reference
 from dflash_plugins import kernel_specs as uses
+from dflash_plugins import layers as launch
+from dflash_plugins import plugin_table
 from dflash_plugins.dialect import TensorRTPlugins
 
+from dflash_trt.engines.torch import layers
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.dialect import AttentionKind
 from dflash_trt.graph.tensorrt import TensorRT
@@ -77,8 +79,10 @@ def drawn(
 
 
 def expected(given: Tensors) -> np.ndarray[Any, Any]:
-    wide = {n: t.double().numpy() if t.is_floating_point() else t.numpy() for n, t in given.items()}
-    return reference.attention(**wide)
+    wide = {n: t.double().nan_to_num() for n, t in given.items() if t.is_floating_point()}
+    named = {name.removesuffix("_cache"): t for name, t in (given | wide).items()}
+    y = layers.attend({"scale": given["q"].shape[3] ** -0.5}, **named)
+    return y.nan_to_num().numpy()  # a row that sees nothing is 0
 
 
 def close(y: torch.Tensor, want: np.ndarray[Any, Any]) -> None:
@@ -100,7 +104,7 @@ def close(y: torch.Tensor, want: np.ndarray[Any, Any]) -> None:
 )
 def test_attention_is_the_reference(shape: tuple[int, ...], traits: dict[str, Any]) -> None:
     given = drawn(*shape, **traits)
-    close(attention.attention(**given), expected(given))
+    close(launch.attention(**given), expected(given))
 
 
 @pytest.mark.usefixtures("few_programs")
@@ -110,7 +114,7 @@ def test_attention_is_the_reference(shape: tuple[int, ...], traits: dict[str, An
 def test_every_tile_gives_the_same(size: int, tile: uses.AttentionTile) -> None:
     """A head of 200 numbers ends within a part of its columns."""
     given = drawn(1, 4, 1, size, 20, 90, window=50, sinks=True, tree=True)
-    close(attention.attention(**given, tile=tile), expected(given))
+    close(launch.attention(**given, tile=tile), expected(given))
 
 
 @pytest.mark.usefixtures("few_programs")
@@ -118,11 +122,11 @@ def test_every_tile_gives_the_same(size: int, tile: uses.AttentionTile) -> None:
 def test_a_row_has_the_same_bits_in_a_pass_of_any_width(window: int | None) -> None:
     """Its keys are split where the cache is, and not where the pass begins or ends."""
     wide = drawn(1, 4, 2, 16, 8, 676, window=window)
-    y = attention.attention(**wide)
+    y = launch.attention(**wide)
     for at, count in ((0, 1), (7, 1), (0, 3), (2, 5), (3, 4)):
         part = {name: wide[name][:, at : at + count] for name in ("first", "last")}
         part["q"] = wide["q"][:, :, at : at + count].contiguous()
-        assert torch.equal(attention.attention(**{**wide, **part}), y[:, :, at : at + count])
+        assert torch.equal(launch.attention(**{**wide, **part}), y[:, :, at : at + count])
 
 
 @pytest.mark.usefixtures("few_programs")
@@ -130,7 +134,7 @@ def test_a_row_has_the_same_bits_in_a_pass_of_any_width(window: int | None) -> N
 def test_a_sink_of_any_size(sink: float) -> None:
     given = drawn(1, 2, 1, 16, 2, 30, sinks=True)
     given["sinks"][:] = sink
-    close(attention.attention(**given), expected(given))
+    close(launch.attention(**given), expected(given))
 
 
 @pytest.mark.usefixtures("few_programs")
@@ -138,7 +142,7 @@ def test_a_row_that_sees_nothing_is_zero_and_a_nan_stays() -> None:
     given = drawn(1, 2, 2, 16, 3, 300)
     given["first"][0, 1] = given["last"][0, 1] + 1
     given["q"][0, 1, 2, 5] = float("nan")
-    y = attention.attention(**given)
+    y = launch.attention(**given)
     assert torch.equal(y[0, :, 1], torch.zeros(2, 16))
     assert y[0, 1, 2].isnan().all()
     assert y.isnan().sum() == 16

@@ -13,7 +13,7 @@ import onnx_ir as ir
 import pytest
 from dflash_plugins import plugin_table
 from dflash_plugins.dialect import TensorRTPlugins
-from dflash_plugins.version import VERSION, versioned
+from dflash_plugins.plugin_table import VERSION, versioned
 
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.engines.tensorrt import builder, plans

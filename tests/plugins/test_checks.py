@@ -6,56 +6,58 @@ from typing import Any
 
 import pytest
 import torch
-from dflash_plugins import attention, checks, launch, layers, moe
+from dflash_plugins import launch, layers, packed
 
+from dflash_trt.engines.torch import checks, kernels
 from tests.doubles import triton_interpreter  # noqa: F401  # corrects it
 
-SIZES: dict[str, Any] = {"vocab": 300, "taps": 2, "hidden": 48, "dtype": torch.bfloat16, "block_size": 4}
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operators of layers run kernels, but for the float64 of what is exact."""
+    ours = kernels.LayerKernels(launch.by_triton)
+    monkeypatch.setattr(kernels, "of", lambda x: None if x.dtype == torch.float64 else ours)
+
+
+def problems() -> dict[str, str]:
+    sizes: dict[str, Any] = {"vocab": 300, "features": 96, "dtype": torch.bfloat16, "block_size": 4}
+    return checks.problems("cpu", launch.by_triton, **sizes, of_layers=True)
 
 
 def test_right_kernels_pass() -> None:
-    assert checks.problems("cpu", launch.by_triton, **SIZES, in_plans=True) == dict.fromkeys(
-        (
-            "SampleRows",
-            "BlockAcceptance",
-            "Round",
-            "HiddenStateTap",
-            "Attention",
-            "MoE",
-            "GatedDeltaNet",
-            "layers",
-            "PackedLinear",
-        ),
-        "",
-    )
+    found = problems()
+    names = {"SampleRows", "BlockAcceptance", "Round", "Attention", "MoE", "GatedDeltaNet", "PackedLinear"}
+    assert found == dict.fromkeys(found, "")
+    assert found.keys() == names | {"AddNorm", "Gate", "PlaceHeads", "Router"}
 
 
 def test_a_wrong_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    taps, sample, attend, experts = launch.gather_taps, launch.sample_rows, attention.attention, moe.moe
-    delta, gate = launch.gated_delta_net, layers.gate
+    sample, attend, experts, delta = launch.sample_rows, layers.attention, layers.moe, layers.gated_delta_net
+    gate, end, product = layers.gate, launch.end_round, packed.product
 
-    def other_noise(logits: Any, params: Any, positions: Any, **options: Any) -> Any:
-        return sample(logits, params, positions + 1, **options)
+    def other_state(*given: Any, run: Any) -> Any:
+        state, replayed = given[4], given[6]
+        return delta(*given[:4], state * (1 + 1e-6 * replayed[0]), *given[5:], run=run)
 
-    def no_sinks(*, sinks: Any, **given: Any) -> Any:
-        return attend(**given)
+    def other_round(logits: Any, *given: Any, run: Any, **memory: Any) -> None:
+        end(logits if run is None else logits * 0, *given, run=run, **memory)
 
-    def other_experts(x: Any, logits: Any, layer: Any, **options: Any) -> Any:
-        return experts(x, -logits, layer, **options)
+    def other_rows(x: Any, *given: Any) -> Any:
+        return product(x, *given) * (1 + 0.001 * (len(x) > 1))
 
-    def other_state(*, state: Any, **given: Any) -> Any:
-        return delta(state=state * (1 + 1e-6 * given["replayed"][0]), **given)
-
-    monkeypatch.setattr(launch, "gated_delta_net", other_state)
-    monkeypatch.setattr(
-        launch, "gather_taps", lambda rows, *given, **options: taps(rows[::-1], *given, **options)
-    )
-    monkeypatch.setattr(launch, "sample_rows", other_noise)
-    monkeypatch.setattr(moe, "moe", other_experts)
-    monkeypatch.setattr(attention, "attention", no_sinks)
-    monkeypatch.setattr(layers, "gate", lambda x, **options: gate(-x, **options))
-    found = checks.problems("cpu", launch.by_triton, **SIZES, in_plans=True)
-    assert [name for name, problem in found.items() if problem] == [
-        *("SampleRows", "HiddenStateTap", "Attention", "MoE", "GatedDeltaNet", "layers")
-    ]
+    wrong = {
+        (launch, "sample_rows"): lambda logits, params, at, run: sample(logits, params, at + 1, run=run),
+        (launch, "end_round"): other_round,
+        (layers, "attention"): lambda *given, sinks, **options: attend(*given, **options),
+        (layers, "moe"): lambda x, logits, *given: experts(x, -logits, *given),
+        (layers, "gated_delta_net"): other_state,
+        (layers, "gate"): lambda x, **options: gate(-x, **options),
+        (packed, "product"): other_rows,
+    }
+    for (module, name), function in wrong.items():
+        monkeypatch.setattr(module, name, function)
+    found = problems()
+    assert {name for name, problem in found.items() if problem} == {
+        *("SampleRows", "Round", "Attention", "MoE", "GatedDeltaNet", "Gate", "PackedLinear")
+    }
     assert found["GatedDeltaNet"] == "rows that are replayed get other bits"

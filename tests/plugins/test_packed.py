@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from dflash_plugins import checks, packed
+from dflash_plugins import packed
 
+from dflash_trt.engines.torch.checks import random_weight
+from dflash_trt.formats import numbers
 from tests.doubles import triton_interpreter  # noqa: F401  # corrects it
 from tests.plugins.test_targets import VERSIONS, run
 
@@ -28,42 +30,41 @@ FORMS = [
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_row_is_the_same_in_passes_of_any_length(form: packed.Packing, dtype: torch.dtype) -> None:
     """The weight's numbers are those of the format, bit for bit; its inputs are divided alike for all rows."""
-    stored, wide = checks.random_weight(form)
+    stored, wide = random_weight(form)
     x, bias = (
         torch.from_numpy(np.random.default_rng(1).standard_normal(s))
         for s in ((64, form.inputs), (form.outputs,))
     )
     x, bias = x.to(dtype), bias.to(dtype)
     exact = x.double() @ wide.to(dtype).double().T + bias.double()
-    tile = packed.TILES[form.in_word][0]
-    assert packed.splits_of(form, tile)[0] == 2
-    assert torch.equal(packed.widen(stored, dtype, tile), wide.to(dtype))
-    longest = packed.product(x, stored, bias, tile)
+    assert packed.splits_of(form, stored.tile)[0] == 2
+    assert torch.equal(packed.widen(stored, dtype), wide.to(dtype))
+    longest = packed.product(x, stored, bias)
     error = (longest.double() - exact).abs().max() / exact.abs().max()
     assert error <= (2**-8 if dtype == torch.bfloat16 else 2**-10)
     for rows in (1, 5, 16, 17, 32, 33):
-        assert torch.equal(packed.product(x[:rows].contiguous(), stored, bias, tile), longest[:rows])
+        assert torch.equal(packed.product(x[:rows].contiguous(), stored, bias), longest[:rows])
     assert not stored.counters.any()
 
 
 def test_numbers_at_the_ends_of_their_range() -> None:
     """Every exponent of E8M0, the subnormal one and infinite products too, and every code of E4M3 that is a number."""
     exponents = replace(FORMS[3], outputs=255, inputs=32)
-    given, _ = checks.random_weight(exponents)
+    given, _ = random_weight(exponents)
     codes = torch.arange(16, dtype=torch.uint8)[None].repeat(255, 1) * 17
     scales = torch.arange(255, dtype=torch.uint8)[:, None]
     stored = replace(given, codes=codes, scales=scales)
     pairs = torch.stack((codes & 15, codes >> 4), -1).flatten(1)
-    expected = checks.numbers.E2M1[pairs.numpy()] * checks.numbers.E8M0[:255, None]
+    expected = numbers.E2M1[pairs.numpy()] * numbers.E8M0[:255, None]
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        got = packed.widen(stored, dtype, packed.TILES[4][0])
+        got = packed.widen(stored, dtype)
         assert torch.equal(got, torch.from_numpy(expected).to(dtype))
     bytes_ = replace(FORMS[4], outputs=1, inputs=256, scales="fp32")
     codes = torch.arange(256, dtype=torch.uint8)[None]
     codes[(codes & 127) == 127] = 0
-    stored = replace(given, form=bytes_, codes=codes, scales=torch.ones(1, 1))
+    stored = replace(given, form=bytes_, codes=codes, scales=torch.ones(1, 1), tile=packed.TILES[2][0])
     for dtype in (torch.bfloat16, torch.float16):
-        got = packed.widen(stored, dtype, packed.TILES[2][0])
+        got = packed.widen(stored, dtype)
         assert torch.equal(got, codes.view(torch.float8_e4m3fn).to(dtype))
 
 

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dflash_plugins import compiler, kernels, launch, rtx, shim
+from dflash_plugins import compiler, kernels, rtx
 from dflash_plugins import kernel_specs as uses
+from dflash_plugins import layers as launch
 from dflash_plugins.compiled import Compiled
-from dflash_plugins.plugin_table import PLUGINS, Symbols
-from dflash_plugins.version import versioned
+from dflash_plugins.plugin_table import PLUGINS, Symbols, versioned
 
 from dflash_trt.checkpoint.tensors import Checkpoint
 from tests.doubles.checkpoints import make_drafter
@@ -37,7 +37,7 @@ TYPES[torch.int64] = "INT64"
 def test_a_library_is_found_by_a_name_that_its_file_lacks(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"libdflash-none\.so"):
         ctypes.CDLL("libdflash-none.so")
-    (tmp_path / "other.so").write_bytes(shim.empty_library("libdflash-none.so", needs="libc.so.6"))
+    (tmp_path / "other.so").write_bytes(rtx.empty_library("libdflash-none.so", needs="libc.so.6"))
     ctypes.CDLL(str(tmp_path / "other.so"))
     assert ctypes.CDLL("libdflash-none.so").getpid() == os.getpid()  # of the library that it needs
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from dflash_plugins import kernel_specs as uses
-from dflash_plugins import version
+from dflash_plugins import plugin_table
 
 from dflash_trt.errors import BundleError
 from tests.doubles.plugin_targets import CASES
@@ -259,7 +259,7 @@ except BuildError as error:
 dynamic = tensorrt_double.described(trt, (-1, -1), (8, 64), tensorrt_double.DataType.INT64)
 sizes = plugin_table.Sizes("MoECombine", [type("Desc", (), {"shape": (-1, -1), "dtype": dynamic.desc.type})])
 wide = plugin_table.Sizes("AcceptBlock", [type("Desc", (), {"shape": (1, 65), "dtype": None})])
-for ask in (lambda: sizes.fixed(0, 1), lambda: sizes.type(0), lambda: wide.check({(0, 1): 64})):
+for ask in (lambda: sizes.fixed(0, 1), lambda: sizes.type(0), lambda: wide.check(0, 1, 64)):
     try:
         ask()
     except BuildError as error:
@@ -310,10 +310,10 @@ def test_a_kernel_that_writes_nothing_is_not_launched(tmp_path: Path) -> None:
 
 
 def test_plans_of_another_version_are_refused() -> None:
-    version.check({"engine": "onnxruntime"}, "bundle")
-    version.check({"tensorrt": {"plugins": {"version": version.VERSION}}}, "bundle")
+    plugin_table.check_version({"engine": "onnxruntime"}, "bundle")
+    plugin_table.check_version({"tensorrt": {"plugins": {"version": plugin_table.VERSION}}}, "bundle")
     with pytest.raises(BundleError, match=r"bundle: .*version is 0, expected 2"):
-        version.check({"tensorrt": {"plugins": {"version": 0}}}, "bundle")
+        plugin_table.check_version({"tensorrt": {"plugins": {"version": 0}}}, "bundle")
 
 
 def test_the_recurrence_has_registers_for_the_next_row(target: tuple[int, Any]) -> None:

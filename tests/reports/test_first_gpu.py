@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from dflash_plugins import checks
 
 from dflash_trt import hardware
 from dflash_trt.cli import main
 from dflash_trt.engines.base import Availability
 from dflash_trt.engines.registry import engines
+from dflash_trt.engines.torch import checks
 from dflash_trt.engines.torch.entry import TorchEntry
 from dflash_trt.reports import first_gpu
 from dflash_trt.reports.first_gpu import FirstGPU
@@ -152,7 +152,7 @@ def test_kernels_are_checked_without_a_bundle(
     found = json.loads(report.read_text())
     assert found["gpu"] is None
     assert found["problems"] == {"float16": dict.fromkeys(("SampleRows", "BlockAcceptance", "Round"), "")}
-    monkeypatch.setattr(checks, "accepted", lambda *given: "counts are wrong")
+    monkeypatch.setattr(checks, "_accepted", lambda *given: "counts are wrong")
     assert main(words) == 1
     assert "failed  BlockAcceptance  float16  counts are wrong" in capsys.readouterr().out
     monkeypatch.delenv("TRITON_INTERPRET")

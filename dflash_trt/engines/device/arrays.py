@@ -81,20 +81,19 @@ class DeviceArrays:
         capacity: int,
         prefill_chunk: int,
         block_size: int,
-        taps: int,
-        hidden_size: int,
+        feature_size: int,
         vocab_size: int,
         tree_width: int = 1,
         run: Run | None = None,
     ) -> None:
-        self._taps, self._vocab = taps, vocab_size
+        self._vocab = vocab_size
         self.most_unread = self.most_nodes = block_size
         self._capacity = capacity
         self._prompt_lengths = prefill_lengths(prefill_chunk)
         device, self._stream = target.device, target.stream
         self._target, self._drafter = target, drafter
         dtype = (drafter or target).dtypes["features"]
-        self._unread = torch.zeros((slots, block_size, taps * hidden_size), dtype=dtype, device=device)
+        self._unread = torch.zeros((slots, block_size, feature_size), dtype=dtype, device=device)
         if drafter is not None:
             drafter.bind(DECODE, "features", self._unread)
             drafter.bind(PREFILL, "features", target.whole_buffer(PREFILL, "features"))
@@ -125,7 +124,7 @@ class DeviceArrays:
         """The kernels against their references on this GPU: a problem for each operator, or none. Those that plans hold
         are compiled again, which needs Triton; without it they are left out.
         """
-        from dflash_plugins.checks import problems
+        from dflash_trt.engines.torch.checks import problems
 
         assert self.run is not None
         with on(self._stream):
@@ -133,11 +132,10 @@ class DeviceArrays:
                 self._target.device,
                 self.run,
                 vocab=self._vocab,
-                taps=self._taps,
-                hidden=self._unread.shape[2] // self._taps,
+                features=self._unread.shape[2],
                 dtype=self._unread.dtype,
                 block_size=self.most_nodes,
-                in_plans=compiles_here(),
+                of_layers=compiles_here(),
             )
 
     def prefill(

@@ -37,7 +37,7 @@ def arrays_of(
     """The arrays of a bundle's engines, by role. `kernels` gives what launches these kernels between passes, or
     nothing.
     """
-    manifest, taps = bundle.manifest, max(1, len(bundle.manifest["target_layer_ids"]))
+    manifest = bundle.manifest
     vocab, block_size = manifest["vocab_size"], manifest["block_size"]
     dtype = TYPE_NAMES[engines[bundle.roles[-1]].dtypes["features"]]
     return kind(
@@ -47,8 +47,7 @@ def arrays_of(
         capacity=bundle.capacity,
         prefill_chunk=prefill_chunk,
         block_size=block_size,
-        taps=taps,
-        hidden_size=bundle.feature_size // taps,
+        feature_size=bundle.feature_size,
         vocab_size=vocab,
         tree_width=manifest["tree_width"],
         run=kernels(round_uses(vocab, bundle.feature_size, dtype, block_size)),

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from dflash_plugins import round_reference, rounds
-from dflash_plugins.launch import Run
+from dflash_plugins.launch import Run, end_round, fill_tokens
 
 from dflash_trt.engines.device.engine import DeviceEngine
 from dflash_trt.engines.device.sizes import ALIGNMENT, DECODE, fitting, pass_sizes
@@ -198,17 +197,8 @@ class RoundMemory:
         if drafted and self._drafter is not None:
             candidates = self._drafter.whole_buffer(DECODE, "draft_tokens")
             drafts = candidates[: batch * (width - 1) * self._tree_width].view(batch, width - 1, -1)
-        if self.run is None:
-            round_reference.fill_tokens(self._whole_block(), drafts, drafted=length, tokens=tokens, rows=rows)
-        else:
-            rounds.fill_tokens(
-                *(self._whole_block(), drafts),
-                drafted=length,
-                tokens=tokens,
-                rows=rows,
-                most=self._most,
-                run=self.run,
-            )
+        given = {"drafted": length, "tokens": tokens, "rows": rows, "most": self._most, "run": self.run}
+        fill_tokens(self._whole_block(), drafts, **given)
         self._rows, self._filled = (batch, width), True
         return tokens[:n, :length]
 
@@ -255,11 +245,9 @@ class RoundMemory:
         """Find the finite rows of logits [n, N, V]. Copies features of chains to where they will wait for a drafter."""
         n, length = logits.shape[:2]
         places = self._device_parts["places"][:n] if chains and self._drafter is not None else None
-        given = {"finite": self._device_parts["finite"][: n * length].view(n, length), "unread": unread}
-        if self.run is None:
-            round_reference.end_round(logits, features, places, **given)
-        else:
-            rounds.end_round(logits, features, places, **given, counters=self._counters, run=self.run)
+        finite = self._device_parts["finite"][: n * length].view(n, length)
+        memory = {"finite": finite, "unread": unread, "counters": self._counters}
+        end_round(logits, features, places, **memory, run=self.run)
 
     def results(self, n: int, length: int, *, drafted: bool) -> Results:
         """Wait for the pass, and read its results: n requests with `length` nodes."""

@@ -11,8 +11,7 @@ import torch
 from dflash_plugins import compiled, rtx
 from dflash_plugins.driver import Kernels
 from dflash_plugins.kernel_specs import Use
-from dflash_plugins.version import VERSION
-from dflash_plugins.version import check as check_plugins
+from dflash_plugins.plugin_table import VERSION, check_version
 
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.pair import Pair
@@ -41,7 +40,7 @@ def open_pair(bundle: Bundle, *, slots: int, prefill_chunk: int, progress: Progr
     GPU, or was built with another version of the package or the plugins.
     """
     manifest = bundle.manifest
-    check_plugins(manifest, str(bundle.path))
+    check_version(manifest, str(bundle.path))
     trt = _module(bundle)
     plans = _plans(bundle)
     kernels = kernel_cache(trt, bundle.path, torch.cuda.get_device_name())

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from dflash_plugins import compiled
 from dflash_plugins.dialect import TensorRTLayerPlugins, TensorRTPlugins
 from dflash_plugins.kernel_specs import round_uses
-from dflash_plugins.version import VERSION as PLUGIN_VERSION
+from dflash_plugins.plugin_table import VERSION as PLUGIN_VERSION
 
 from dflash_trt.bundle.contents import describe_file
 from dflash_trt.bundle.manifest import cache_rows

@@ -7,12 +7,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from dflash_plugins import kernel_specs as uses
+from dflash_plugins import layers as ours
+from dflash_plugins.launch import Run
+from torch import Tensor
 
 from dflash_trt.engines.torch import kernels
 from dflash_trt.formats.numbers import BYTE_TO_PAIR
 
-Tensor = torch.Tensor
 Attributes = Mapping[str, Any]
+# Passes of more rows of a sequence are of a prompt, and have tiles of their own. Verification has one tile at every
+# length, because the order of a sum depends on it.
+_VERIFIED_ROWS = 64
 # On a CPU, a row sees a multiple of so many cache rows, so that a sum has the same parts in passes of any length.
 _STEP = 256
 # Routers have 32 to 512 experts. Other products in float32 are torch's.
@@ -27,10 +33,10 @@ def rms_norm(a: Attributes, x: Tensor, weight: Tensor) -> Tensor:
 
 def add_norm(a: Attributes, x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """x + y, and its RMS norm."""
-    run = kernels.of(x)
-    if run is not None and x.ndim == 2 and x.shape == y.shape and x.dtype == y.dtype == weight.dtype:
-        made = run.add_norm(x, y, weight, a.get("epsilon", 1e-5))
-        if made is not None:
+    layer = kernels.of(x)
+    if layer is not None and x.ndim == 2 and x.shape == y.shape and x.dtype == y.dtype == weight.dtype:
+        given = x.contiguous(), y.contiguous(), weight, a.get("epsilon", 1e-5)
+        if (made := layer.first("norms", lambda run, _: ours.add_norm(*given, run=run))) is not None:
             return made
     total = x + y
     return total, rms_norm(a, total, weight)
@@ -38,19 +44,23 @@ def add_norm(a: Attributes, x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tenso
 
 def gate(a: Attributes, x: Tensor, sizes: list[int]) -> Tensor:
     """Swish of the first part of each row times the second."""
-    run = kernels.of(x)
-    if run is not None and x.ndim == 2 and sizes[0] == sizes[1] and (y := run.gate(x)) is not None:
-        return y
+    layer = kernels.of(x)
+    if layer is not None and x.ndim == 2 and sizes[0] == sizes[1]:
+        y = layer.first("gates", lambda run, _: ours.gate(x.contiguous(), run=run))
+        if y is not None:
+            return y
     first, second = torch.split(x, sizes, -1)
     return F.silu(first) * second
 
 
 def router(a: Attributes, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """A product in float32."""
-    run = kernels.of(x)
-    if run is not None and len(weight) <= _MOST_EXPERTS and (y := run.router(x, weight, bias)) is not None:
-        return y
-    return F.linear(x.float(), weight, bias)
+    layer = kernels.of(x)
+    if layer is not None and len(weight) <= _MOST_EXPERTS:
+        y = layer.first("routers", lambda run, _: ours.router(x.contiguous(), weight, bias, run=run))
+        if y is not None:
+            return y
+    return F.linear(x.to(weight.dtype), weight, bias)
 
 
 def rotary(a: Attributes, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -84,17 +94,30 @@ def place_heads(
     shapes = [shape for shape in (q_shape, k_shape, v_shape) if shape is not None]
     batch, count, _, size = shapes[0]
     made: dict[str, Tensor | None] = {"k": k_cache, "v": v_cache}
-    run = kernels.of(x)
-    rotated = 0 if cos is None else a.get("rotary_embedding_dim", 0) or size
-    fits = len({shape[3] for shape in shapes}) == 1 and (
-        cos is None or cos.shape == (batch, count, rotated // 2)
-    )
-    if run is not None and fits:
-        heads = 0 if q_shape is None else q_shape[2]
-        epsilon = a.get("epsilon", 1e-5)
-        q = run.place_heads(x, count, size, heads, epsilon, q_norm, k_norm, cos, sin, start, k_cache, v_cache)
-        if q is not None:
-            return [q if kind == "q" else made[kind] for kind in a["kinds"]]  # type: ignore[misc]
+    epsilon: float = a.get("epsilon", 1e-5)
+    layer, rotated = kernels.of(x), 0 if cos is None else a.get("rotary_embedding_dim", 0) or size
+    given = {
+        "q_norm": q_norm,
+        "k_norm": k_norm,
+        "cos": cos,
+        "sin": sin,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+    }
+    fits = len({shape[3] for shape in shapes}) == 1
+    fits &= cos is None or cos.shape == (batch, count, rotated // 2)
+    fits &= all(each is None or each.dtype == x.dtype for each in given.values())
+    if layer is not None and fits:
+        there = {n: None if each is None else each.contiguous() for n, each in given.items()}
+        there |= {"start": start}
+        sizes = count, size, 0 if q_shape is None else q_shape[2]
+
+        def launched(run: Run, _: None) -> tuple[Tensor | None]:
+            return (ours.place_heads(x.contiguous(), *sizes, **there, epsilon=epsilon, run=run),)
+
+        if (queries := layer.first("heads", launched)) is not None:
+            (made["q"],) = queries
+            return [made[kind] for kind in a["kinds"]]  # type: ignore[misc]
     parts = iter(torch.split(x, [shape[2] * shape[3] for shape in shapes], -1))
     if q_shape is not None:
         made["q"] = _rotated(a, next(parts).reshape(q_shape), q_norm, cos, sin)
@@ -132,10 +155,20 @@ def attend(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """q [B,H,S,d] over caches [B,N,C,d] -> [B,H,S,d], or with `by_row` [B,S,H,d]."""
-    run, by_row = kernels.of(q), bool(a.get("by_row"))
-    if run is not None:
-        y = run.attend(q, k, v, first, last, start, visible, sinks, a["scale"], by_row=by_row)
-        if y is not None:
+    layer, by_row = kernels.of(q), bool(a.get("by_row"))
+    if layer is not None and q.dtype != torch.float32:  # which tensor cores would round
+        factor, tiles = a["scale"] * q.shape[3] ** 0.5, uses.attention_tiles(q.shape[3])
+        # The kernel's own scale is d ** -0.5.
+        scaled = q if abs(factor - 1) <= 1e-6 else (q.float() * factor).to(q.dtype)
+        given = [x.contiguous() for x in (scaled, k, v, first, last)]
+
+        def launched(run: Run, tile: uses.AttentionTile) -> Tensor:
+            options: dict[str, Any] = {"start": start, "visible": visible, "sinks": sinks, "tile": tile}
+            return ours.attention(*given, **options, by_row=by_row, run=run)
+
+        many = q.shape[2] > _VERIFIED_ROWS
+        order = tiles[3:] + tiles[2::-1] if many else tiles[1:2] + tiles[:1] + tiles[2:]
+        if (y := layer.first("attention", launched, order)) is not None:
             return y
     y = _attended(a["scale"], q, k, v, first, last, start, visible, sinks)
     return y.transpose(1, 2) if by_row else y
@@ -211,12 +244,16 @@ def mxfp4_experts(
     down_bias: Tensor | None,
 ) -> Tensor:
     """`dflash::MoE` (dflash_trt/graph/experts.py) with packed weights."""
-    weights = gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias
-    run = kernels.of(x)
-    if run is not None and (y := run.experts(x, router, weights, a)) is not None:
-        return y
+    layer = kernels.of(x)
+    if layer is not None and x.dtype != torch.float32:
+        weights = gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias
+        packed = ours.PackedExperts(*weights, *(a[name] for name in ("k", "alpha", "beta", "limit")))
+        given = x.contiguous(), router.contiguous(), packed
+        tiles = uses.TILES[::-1] if len(x) > 4 * _VERIFIED_ROWS else uses.TILES
+        if (y := layer.first("experts", lambda run, tile: ours.moe(*given, tile, run), tiles)) is not None:
+            return y
     values, best = (part[:, : a["k"]] for part in torch.sort(router, descending=True, stable=True))
-    shares, total = values.softmax(-1), torch.zeros(x.shape, device=x.device)
+    shares, total = values.softmax(-1), torch.zeros(x.shape, dtype=router.dtype, device=x.device)
     for number in best.unique().tolist():
         row, place = (best == number).nonzero(as_tuple=True)
         h = _packed_linear(x[row], gate_up, gate_up_scales, gate_up_bias, number).float()
@@ -249,10 +286,11 @@ def gated_delta_net(
     begun: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`dflash::GatedDeltaNet` (dflash_trt/graph/delta_net.py), row by row."""
-    run = kernels.of(q)
-    if run is not None:
-        given = q, k, v, gates, state, pending_gates, replayed, certain, begun
-        if (made := run.delta_net(*given)) is not None:
+    if (layer := kernels.of(q)) is not None:
+        inputs = q, k, v, gates, state, pending_gates, replayed, certain, begun
+        given = [each.contiguous() for each in inputs]
+        made = layer.first("Gated DeltaNet", lambda run, _: ours.gated_delta_net(*given, run=run))
+        if made is not None:
             return made
     (batch, count, _), (_, heads, key_dim, value_dim) = gates.shape, state.shape
     waiting = q.shape[1] - count

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from dflash_plugins.launch import TYPE_NAMES
-from dflash_plugins.packed import ROWS, PackedWeight, Packing
+from dflash_plugins import packed as ours
+from dflash_plugins.launch import TYPE_NAMES, Run
+from dflash_plugins.packed import ROWS, TILES, PackedWeight, Packing, Tile
+from torch import Tensor
 
 from dflash_trt.engines.torch import kernels
+from dflash_trt.errors import BuildError
 from dflash_trt.formats.numbers import E2M1, E8M0
 
-Tensor = torch.Tensor
 Attributes = Mapping[str, Any]
 _DTYPES = {1: torch.float32, 10: torch.float16, 16: torch.bfloat16}
 
@@ -22,29 +25,57 @@ def weight(
     a: Attributes, codes: Tensor, scales: Tensor, second: Tensor | None = None, zeros: Tensor | None = None
 ) -> Tensor | PackedWeight:
     """`Widened` (dflash_trt/graph/torch.py): as stored where a kernel multiplies it so, else in the dtype `to`."""
-    dtype = _DTYPES[a["to"]]
-    run = kernels.of(codes)
+    dtype, layer = _DTYPES[a["to"]], kernels.of(codes)
 
     def wide() -> Tensor:
         return widened(a, codes, scales, second, zeros).to(dtype)
 
-    if run is None or dtype == torch.float32 or _has_nan(codes):
+    if layer is None or dtype == torch.float32 or _has_nan(codes):
         return wide()
     packed = stored(a, codes, scales, second, zeros)
-    return packed if run.multiplies(packed, dtype, wide) else wide()
+    return wide() if (tile := _tile(layer, packed, dtype, wide)) is None else replace(packed, tile=tile)
+
+
+def _tile(
+    layer: kernels.LayerKernels, packed: PackedWeight, dtype: torch.dtype, wide: Callable[[], Tensor]
+) -> Tile | None:
+    """The tile with which a kernel multiplies a weight as it is stored, at any number of rows, because the order of a
+    sum depends on it. The first weight of a form is tried on random rows against torch's product with the wide one.
+    """
+    form, key = packed.form, (packed.form, dtype)
+
+    def launched(run: Run, tile: Tile) -> Tile:
+        dense, tried = wide(), replace(packed, tile=tile)
+        if not torch.equal(ours.widen(tried, dtype, run), dense):
+            raise BuildError("it widens a weight to other numbers")
+        for rows in ROWS[::-1]:
+            x = torch.randn(rows, form.inputs, device=dense.device).to(dtype)
+            y, exact = ours.product(x, tried, None, run), F.linear(x.float(), dense.float())
+            error = (y - exact).abs().max() / exact.abs().max().clamp_min(torch.finfo(dtype).tiny)
+            if not error <= 4 * torch.finfo(dtype).eps:
+                raise BuildError(f"a product is off by {float(error):.1e} of the largest number")
+        return tile
+
+    if form.fits and key not in layer.packed:
+        layer.packed[key] = layer.first("packed weights", launched, TILES[form.in_word])
+    return layer.packed.get(key)
 
 
 def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
     """x [rows,in] -> [rows,out]. The many rows of a prompt are multiplied by a copy of the weight, widened for them."""
-    run = kernels.of(x)
-    assert run is not None  # as the weight was loaded
+    layer = kernels.of(x)
+    assert layer is not None  # as the weight was loaded
     if len(x) <= ROWS[-1]:
-        return run.packed_linear(x, packed, bias)
-    return F.linear(x, run.widened(packed, x.dtype), bias)
+        return ours.product(x.contiguous(), packed, bias, layer.run)
+    return F.linear(x, ours.widen(packed, x.dtype, layer.run), bias)
 
 
 def stored(
-    a: Attributes, codes: Tensor, scales: Tensor, second: Tensor | None, zeros: Tensor | None
+    a: Attributes,
+    codes: Tensor,
+    scales: Tensor,
+    second: Tensor | None = None,
+    zeros: Tensor | None = None,
 ) -> PackedWeight:
     """A weight for the kernels, from the inputs of `Widened`."""
     rows, columns = len(codes), a["columns"]
@@ -67,6 +98,7 @@ def stored(
         None if second is None else second.float().reshape(1),
         None if zeros is None else zeros.float().contiguous(),
         torch.zeros(-(-rows // 16), dtype=torch.int32, device=codes.device),
+        TILES[form.in_word][0],
     )
 
 

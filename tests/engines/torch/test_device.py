@@ -12,14 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from dflash_plugins import checks, compiled, packed
+from dflash_plugins import compiled, packed
 from dflash_plugins.launch import by_triton
 
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.engines.device.sizes import PREFILL
-from dflash_trt.engines.torch import engine, kernels, opening
+from dflash_trt.engines.torch import engine, kernels, layers, opening
+from dflash_trt.engines.torch.checks import random_weight
+from dflash_trt.engines.torch.packed import _tile
 from dflash_trt.errors import BuildError
 from dflash_trt.formats.precision import Precision
 from tests.doubles.checkpoints import make_drafter, make_target
@@ -131,32 +133,36 @@ def test_programs_are_bounded(tmp_path: Path, gpu: pytest.MonkeyPatch) -> None:
         assert {key for key, _ in target._captured} <= set(target._programs)
 
 
-def test_tiles_that_do_not_compile_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    q = torch.zeros(1, 2, 3, 64, dtype=torch.float16)
-    cache, rows = torch.zeros(1, 1, 16, 64, dtype=torch.float16), torch.zeros(1, 3, dtype=torch.int64)
+def test_tiles_that_do_not_compile_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    q = torch.randn(1, 2, 3, 64).half()
+    cache, rows = torch.randn(1, 1, 16, 64).half(), torch.tensor([[0, 1, 2]])
+    given = {"scale": 0.125}, q, cache, cache, rows * 0, rows
     tried: list[Any] = []
 
-    def run(use: Any, *given: Any, **arguments: Any) -> None:
+    def run(use: Any, *grid: Any, **arguments: Any) -> None:
         if use.function == "attend":
-            tried.append(use.constants["ROWS"])
-            if len(tried) < 3:
+            tried.append(use)
+            if use in tried[:2]:
                 raise BuildError("it writes nothing")
+        by_triton(use, *grid, **arguments)
 
-    layer = kernels.LayerKernels(run)
+    exact = layers.attend(*given)
+    monkeypatch.setattr(kernels, "of", lambda x: kernels.LayerKernels(run))
     for _ in range(2):
-        assert layer.attend(q, cache, cache, rows, rows, None, None, None, 0.125) is not None
-    assert len(tried) == 4
-    assert tried[2] == tried[3], "the tile that compiled stays"
+        torch.testing.assert_close(layers.attend(*given), exact, atol=2e-3, rtol=0)
+    assert tried[:3] == tried[3:], "the third tile stays the first one that compiles"
+    assert len(set(map(str, tried))) == 3
     assert not caplog.text
 
     def never(*given: Any, **arguments: Any) -> None:
         raise BuildError("ptxas refused it")
 
-    layer = kernels.LayerKernels(never)
+    monkeypatch.setattr(kernels, "of", lambda x: kernels.LayerKernels(never))
     for _ in range(2):
-        assert layer.attend(q, cache, cache, rows, rows, None, None, None, 0.125) is None
+        torch.testing.assert_close(layers.attend(*given), exact, atol=2e-3, rtol=0)
     assert caplog.text.count("no kernel of ours for attention on this GPU: ptxas refused it") == 1
-    assert layer.attend(q.float(), cache, cache, rows, rows, None, None, None, 0.125) is None
 
 
 def test_without_a_compiler_torchs_operators_and_the_host_do_the_work(
@@ -177,7 +183,7 @@ def test_a_kernel_with_other_numbers_is_not_used(
 ) -> None:
     """A layer is then widened, as where no kernel compiles."""
     right = getattr(packed, wrong)
-    stored, wide = checks.random_weight(packed.Packing(32, 128, "int4", "bf16", group=32))
+    stored, wide = random_weight(packed.Packing(32, 128, "int4", "bf16", group=32))
     dense = wide.to(torch.bfloat16)
     layer, asked = kernels.LayerKernels(by_triton), list[torch.Tensor]()
 
@@ -186,10 +192,10 @@ def test_a_kernel_with_other_numbers_is_not_used(
         return dense
 
     for each in (stored, replace(stored, codes=stored.codes * 0)):  # which is not tried: its form was
-        assert layer.multiplies(each, dense.dtype, widened)
+        assert _tile(layer, each, dense.dtype, widened) is not None
     assert len(asked) == 1
     nothing = replace(stored, codes=stored.codes * 0)
-    assert kernels.LayerKernels(by_triton).multiplies(nothing, dense.dtype, lambda: dense * 0)
+    assert _tile(kernels.LayerKernels(by_triton), nothing, dense.dtype, lambda: dense * 0) is not None
     monkeypatch.setattr(packed, wrong, lambda *given: right(*given) * 1.05)
-    assert not kernels.LayerKernels(by_triton).multiplies(stored, dense.dtype, lambda: dense)
+    assert _tile(kernels.LayerKernels(by_triton), stored, dense.dtype, lambda: dense) is None
     assert "no kernel of ours for packed weights on this GPU" in caplog.text

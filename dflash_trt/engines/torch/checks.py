@@ -1,0 +1,242 @@
+"""Each kernel on this machine against the host or torch's operators, on small random inputs: for `selftest`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from dflash_plugins import launch
+from dflash_plugins import packed as products
+from torch import Tensor
+
+from dflash_trt.decoding.params import SamplingParams
+from dflash_trt.decoding.sampling.sampler import sample
+from dflash_trt.engines.torch import layers, packed
+
+Device = torch.device | str
+# An operator of layers.py, its attributes and its inputs.
+Case = tuple[Callable[..., Any], Mapping[str, Any], Sequence[Any]]
+_SAMPLED = (
+    SamplingParams(),
+    SamplingParams(temperature=0.9, top_k=20, top_p=0.95),
+    SamplingParams(temperature=1.0, min_p=0.02),
+)
+_TYPES = torch.bfloat16, torch.float16
+# The error of a result, as a share of its largest number: two roundings to bfloat16.
+_MOST = 2**-7
+# One for each kind of codes and of scales: outputs, inputs, and the rest of `Packing`.
+_FORMS = (
+    products.Packing(48, 640, "int4", "bf16", group=128),
+    products.Packing(48, 640, "int4", "fp32", group=32, zeros=True),
+    products.Packing(48, 640, "e2m1", "e4m3", group=16, second="over"),
+    products.Packing(48, 640, "e2m1", "e8m0", group=32),
+    products.Packing(48, 640, "e4m3", "fp32"),
+    products.Packing(48, 640, "e4m3", "bf16", group=128, group_rows=128),
+    products.Packing(48, 640, "int8", "fp16"),
+)
+
+
+def problems(
+    device: Device,
+    run: launch.Run,
+    *,
+    vocab: int,
+    features: int,
+    dtype: torch.dtype,
+    block_size: int,
+    of_layers: bool,
+) -> dict[str, str]:
+    """Run each operator. Returns a problem for each name, empty if its numbers are right.
+
+    features, dtype: numbers of a token for the drafter, and their type. block_size: the most nodes of a block.
+    of_layers: also those operators that are compiled for this GPU, as they are launched.
+    """
+    wrong = {
+        "SampleRows": _sampled(device, run, vocab),
+        "BlockAcceptance": _accepted(device, run),
+        "Round": _between_passes(device, run, vocab, features, dtype, block_size),
+    }
+    if of_layers:
+        wrong |= {name: _differs(case, device) for name, case in _cases()}
+        wrong["GatedDeltaNet"] = _recurrent(device)
+        wrong["PackedLinear"] = _packed_linear(device, run)
+    return wrong
+
+
+def _sampled(device: Device, run: launch.Run, vocab: int) -> str:
+    """SampleRows against the host's sampler."""
+    rng = np.random.default_rng(0)
+    logits = (2.5 * rng.standard_normal((len(_SAMPLED), 2, vocab))).astype(np.float32)
+    positions = np.array([[5, 6]] * len(_SAMPLED))
+    seeds = [7, 2**63 + 1, 3]
+    tensors = launch.sampling_tensors(_SAMPLED, seeds, device)
+    there, at = (torch.from_numpy(each).to(device) for each in (logits, positions))
+    got = launch.sample_rows(there, tensors, at, run=run)[0].cpu().tolist()
+    expected = [
+        [sample(logits[i, r], params, seed, int(positions[i, r])) for r in range(2)]
+        for i, (params, seed) in enumerate(zip(_SAMPLED, seeds, strict=True))
+    ]
+    return "" if got == expected else f"tokens {got}, but the host's are {expected}"
+
+
+def _accepted(device: Device, run: launch.Run) -> str:
+    """BlockAcceptance on random chains."""
+    tokens, chosen = np.random.default_rng(0).integers(0, 2, (2, 4, 7))
+    order = np.tile(np.arange(7), (4, 1))
+    given = [torch.from_numpy(np.ascontiguousarray(each)).to(device) for each in (tokens, order, chosen)]
+    got = launch.accept_block(*given, run=run).accepted.cpu().tolist()
+    expected = np.cumprod(tokens[:, 1:] == chosen[:, :-1], axis=1).sum(axis=1).tolist()
+    return "" if got == expected else f"{got} drafts accepted, expected {expected}"
+
+
+def _between_passes(
+    device: Device, run: launch.Run, vocab: int, features: int, dtype: torch.dtype, block_size: int
+) -> str:
+    """Chains of two sequences with rows that are not finite, features that find no room, and ones that find it."""
+    rng, nodes = np.random.default_rng(0), min(3, block_size)
+    logits = rng.standard_normal((2, nodes, vocab)).astype(np.float32)
+    logits[0, nodes // 2, -1], logits[1, -1, :], logits[1, 0, 0] = np.nan, -np.inf, -np.inf
+    drawn = {"features": (2, nodes, features), "unread": (3, 4, features)}
+    given = {n: torch.from_numpy(rng.standard_normal(s)).to(dtype) for n, s in drawn.items()}
+    given |= {"logits": torch.from_numpy(logits), "places": torch.tensor([0, 3])}
+    given["finite"] = torch.zeros((2, nodes), dtype=torch.int32)
+    given["counters"] = torch.zeros(2 * nodes, dtype=torch.int32)
+    whole = {"block": (2, nodes), "drafts": (2, nodes - 1, 2), "tokens": (2, nodes), "rows": (2, nodes)}
+    blocks = {n: torch.from_numpy(rng.integers(0, vocab, s)) for n, s in whole.items()}
+    there, filled = ({n: t.clone().to(device) for n, t in each.items()} for each in (given, blocks))
+    drafted = max(1, nodes - 1)  # the last column is a copy
+    for own, round_, by in ((filled, there, run), (blocks, given, None)):
+        launch.fill_tokens(**own, drafted=drafted, most=block_size, run=by)  # type: ignore[arg-type]
+        launch.end_round(**round_, run=by)
+    for got, expected in ((filled, blocks), (there, given)):
+        for name in ("tokens", "rows", "finite", "unread", "counters"):
+            if name in got and not torch.equal(got[name].cpu(), expected[name]):
+                return f"`{name}` differs from that of torch's operators"
+    return ""
+
+
+def _cases() -> Iterator[tuple[str, Case]]:
+    """In bfloat16: two sequences in a tree of rows with sinks and a window; experts; rows with four query heads and two
+    key heads; and what else lies between products.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    def integers(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    count, size, capacity = 5, 64, 600
+    start = torch.tensor([capacity - count, 40])
+    last = start[:, None] + torch.arange(count)
+    visible = (integers(0, 2, 2, count, count) | torch.eye(count, dtype=torch.int64)).tril().int()
+    caches = drawn(2, 2, capacity, size), drawn(2, 2, capacity, size)
+    seen = last - 299, last, start, visible, drawn(4)
+    yield "Attention", (layers.attend, {"scale": size**-0.5}, [drawn(2, 4, count, size), *caches, *seen])
+
+    def matrix(out: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+        blocks = integers(0, 256, 4, out, columns // 32, 16).to(torch.uint8)
+        return blocks, integers(118, 125, 4, out, columns // 32).to(torch.uint8), drawn(4, out)
+
+    constants = {"k": 2, "alpha": 1.702, "beta": 1.0, "limit": 7.0}
+    x, router = drawn(5, 96) / 8, drawn(5, 4, dtype=torch.float32)
+    yield "MoE", (layers.mxfp4_experts, constants, [x, router, *matrix(64, 96), *matrix(96, 32)])
+
+    x, angles = drawn(6, 8 * size), drawn(2, 3, size // 2)
+    shapes = [[2, 3, heads, size] for heads in (4, 2, 2)]
+    turns = drawn(size), drawn(size), angles.cos(), angles.sin()
+    caches = drawn(2, 2, 9, size), drawn(2, 2, 9, size)
+    attributes = {"kinds": "qkv", "epsilon": 1e-6}
+    yield (
+        "PlaceHeads",
+        (layers.place_heads, attributes, [x, *shapes, *turns, torch.tensor([4, 0]), *caches]),
+    )
+    yield "AddNorm", (layers.add_norm, {"epsilon": 1e-6}, [x, x, drawn(8 * size)])
+    yield "Gate", (layers.gate, {}, [x, [4 * size, 4 * size]])
+    yield "Router", (layers.router, {}, [x, drawn(5, 8 * size, dtype=torch.float32)])
+
+
+def _differs(case: Case, device: Device) -> str:
+    """How an operator's results on this device differ from those in float64 on the host."""
+    operator, attributes, inputs = case
+
+    def results(prepared: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        made = operator(attributes, *(prepared(x) if isinstance(x, Tensor) else x for x in inputs))
+        return list(made) if isinstance(made, tuple | list) else [made]
+
+    exact = results(lambda x: x.double() if x.is_floating_point() else x)
+    for got, want in zip(results(lambda x: x.clone().to(device)), exact, strict=True):
+        error = float((got.cpu().double() - want).abs().max() / want.abs().max())
+        if not error <= _MOST:
+            return f"differs by {error:.3f} of the largest number"
+    return ""
+
+
+def _recurrent(device: Device) -> str:
+    """GatedDeltaNet: nine rows in one pass, and the same rows with four of them replayed, which changes no bit."""
+    generator, rows, again, heads, size = torch.Generator().manual_seed(0), 9, 4, 2, 32
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn((2, *shape), generator=generator)
+
+    inputs = {
+        "q": drawn(rows, size) / size**0.5,
+        "k": drawn(rows, size) / size**0.5,
+        "v": drawn(rows, heads * size),
+    }
+    gates = torch.cat((-drawn(rows, heads).abs(), drawn(rows, heads).sigmoid()), 2)
+    state, results = drawn(heads, size, size), []
+    for replayed in (0, again):
+        q, k, v = (torch.cat((x.new_zeros(2, again - replayed, x.shape[2]), x), 1) for x in inputs.values())
+        counts = torch.full((2,), replayed), torch.full((2,), rows - replayed)
+        given = [q, k, v, gates[:, replayed:], state, gates[:, :again], *counts, torch.ones(2)]
+        if problem := _differs((layers.gated_delta_net, {}, given), device):
+            return problem
+        results.append(layers.gated_delta_net({}, *(x.to(device) for x in given)))
+    (y, after, _), (y_again, after_again, _) = results
+    same = torch.equal(y[:, again:], y_again) and torch.equal(after, after_again)
+    return "" if same else "rows that are replayed get other bits"
+
+
+def _packed_linear(device: Device, run: launch.Run) -> str:
+    """Products with weights as they are stored: the weights, rows of passes of two lengths, and their sums."""
+    for form in _FORMS:
+        there, wide = random_weight(form, device)
+        for dtype in _TYPES:
+            if not torch.equal(products.widen(there, dtype, run).cpu(), wide.to(dtype)):
+                return f"a weight of {form.codes} in groups of {form.group} has other numbers in {dtype}"
+            x = torch.randn(33, form.inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
+            exact = x.double() @ wide.to(dtype).double().T
+            one, several = (products.product(x[:n].to(device), there, None, run).cpu() for n in (1, 33))
+            error = float((several.double() - exact).abs().max() / exact.abs().max())
+            if not error <= _MOST:
+                return f"{form.codes} in groups of {form.group} differs by {error:.3f} of the largest number"
+            if not torch.equal(one, several[:1]):
+                return f"{form.codes} in groups of {form.group}: a row depends on the number of rows"
+    return ""
+
+
+def random_weight(form: products.Packing, device: Device = "cpu") -> tuple[products.PackedWeight, Tensor]:
+    """A weight of this form, and its numbers in float32 by torch's operators on the host."""
+    generator = torch.Generator().manual_seed(0)
+    shape = -(-form.outputs // form.group_rows), -(-form.inputs // (form.group or form.inputs))
+    codes = torch.randint(0, 256, (form.outputs, 2 * form.inputs // form.in_word), generator=generator)
+    codes[(codes & 127) == 127] = 0  # NaN in E4M3
+    stored = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}.get(form.codes, torch.uint8)
+    scales = torch.rand(shape, generator=generator) / 100
+    if form.scales == "e8m0":
+        scales = torch.randint(115, 122, shape, generator=generator).to(torch.uint8)
+    elif form.scales == "e4m3":
+        scales = (scales * 10_000).to(torch.float8_e4m3fn)
+    else:
+        scales = scales.to(launch.TYPES[form.scales])
+    second = torch.tensor([437.5 if form.second == "over" else 1 / 437.5]) if form.second else None
+    zeros = torch.randn(form.outputs, shape[1], generator=generator) / 100 if form.zeros else None
+    a = {"codes": form.codes, "columns": form.inputs, "group_size": form.group, "group_rows": form.group_rows}
+    a["reciprocal"] = form.second == "over"
+    parts = [codes.to(torch.uint8).view(stored), scales, second, zeros]
+    there = [None if part is None else part.to(device) for part in parts]
+    return packed.stored(a, *there), packed.widened(a, *parts)  # type: ignore[arg-type]
