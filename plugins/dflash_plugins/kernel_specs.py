@@ -78,6 +78,12 @@ TILES = (
 )
 
 
+def typed(**names: str) -> Types:
+    """Types of arguments. A keyword is the type of numbers in memory, `scalar` of an int32; its value has the names."""
+    kinds = {kind: "i32" if kind == "scalar" else f"*{kind}" for kind in names}
+    return {name: kinds[kind] for kind, given in names.items() for name in given.split()}
+
+
 def optional(types: Types, constants: dict[str, Any], present: bool, **arguments: str) -> None:
     """Add arguments that a kernel may go without. Then they are a constant, None."""
     if present:
@@ -96,10 +102,11 @@ def vocabulary_tiles(vocab: int) -> int:
     return -(-vocab // TILE_TOKENS)
 
 
-_PARTIAL = dict.fromkeys(("group_max", "group_noise", "tile_max", "tile_sum"), "*fp32")
-_PARTIAL["tile_weight"] = "*i64"
-_SAMPLING: Types = dict.fromkeys(("logits", "temperature", "top_p"), "*fp32")
-_SAMPLING |= dict.fromkeys(("seed", "position"), "*i64") | {"rows_per_sequence": "i32"} | _PARTIAL
+_SAMPLING = typed(
+    fp32="logits temperature top_p group_max group_noise tile_max tile_sum",
+    i64="seed position tile_weight",
+    scalar="rows_per_sequence",
+)
 
 
 @cache
@@ -111,8 +118,7 @@ def sample_tiles(vocab: int) -> Use:
 @cache
 def sample_select(vocab: int) -> Use:
     """The kernel that selects a row's token from its tiles."""
-    types: Types = _SAMPLING | dict.fromkeys(("reach", "logprob"), "*fp32")
-    types |= {"top_k": "*i32", "shortlist": "*i32", "sampled": "*i64"}
+    types = _SAMPLING | typed(fp32="reach logprob", i32="top_k shortlist", i64="sampled")
     tiles = vocabulary_tiles(vocab)
     slots = {"TILE_SLOTS": power_of_two(tiles), "GROUP_SLOTS": power_of_two(tiles * TILE_GROUPS)}
     constants = {"VOCAB": vocab, "TILES": tiles} | slots
@@ -126,9 +132,9 @@ ACCEPT_NODES = 64
 @cache
 def accept_block() -> Use:
     """The acceptance kernel for up to ACCEPT_NODES nodes."""
-    types: Types = dict.fromkeys(("tokens", "rows", "sampled", "accepted", "next_token"), "*i64")
-    types |= {"tokens_per_sequence": "i32", "nodes_per_sequence": "i32"}
-    return Use("acceptance", "accept_block", types, {"SLOTS": ACCEPT_NODES}, num_warps=1)
+    counts = "tokens_per_sequence nodes_per_sequence"
+    types = typed(i64="tokens rows sampled accepted next_token", scalar=counts)
+    return Use("rounds", "accept_block", types, {"SLOTS": ACCEPT_NODES}, num_warps=1)
 
 
 COMPACT_WORDS = 64
@@ -137,17 +143,15 @@ COMPACT_WORDS = 64
 @cache
 def compact_rows(nodes: int) -> Use:
     """The kernel that moves up to `nodes` rows of each head of each cache."""
-    types: Types = {"caches": "*i64", "heads": "*i32", "words": "*i32", "nodes": "*i64"}
-    types |= dict.fromkeys(("slot", "start", "count", "capacity"), "i32")
+    types = typed(i64="caches nodes", i32="heads words", scalar="slot start count capacity")
     constants = {"NODES": power_of_two(nodes), "WORDS": COMPACT_WORDS}
-    return Use("compaction", "compact_rows", types, constants)
+    return Use("rounds", "compact_rows", types, constants)
 
 
 @cache
 def fill_tokens(most: int, *, drafted: bool) -> Use:
     """The kernel that joins anchors and drafts to blocks of up to `most` tokens."""
-    types: Types = dict.fromkeys(("block", "tokens", "rows"), "*i64")
-    types |= dict.fromkeys(("nodes", "drafted", "width"), "i32")
+    types = typed(i64="block tokens rows", scalar="nodes drafted width")
     constants: dict[str, Any] = {"SLOTS": power_of_two(most)}
     optional(types, constants, drafted, drafts="*i64")
     return Use("rounds", "fill_tokens", types, constants, num_warps=1)
@@ -156,8 +160,8 @@ def fill_tokens(most: int, *, drafted: bool) -> Use:
 @cache
 def end_round(vocab: int, features: int, dtype: str, *, committing: bool) -> Use:
     """The kernel after the target's pass. With `committing`, it copies features of this type."""
-    types: Types = {"logits": "*fp32", "features": f"*{dtype}", "unread": f"*{dtype}"}
-    types |= dict.fromkeys(("nodes", "room"), "i32") | dict.fromkeys(("counters", "finite"), "*i32")
+    types = typed(fp32="logits", i32="counters finite", scalar="nodes room")
+    types |= typed(**{dtype: "features unread"})
     constants: dict[str, Any] = {"VOCAB": vocab, "FEATURES": features}
     constants |= {"TILES": vocabulary_tiles(vocab), "TILE": TILE_TOKENS}
     optional(types, constants, committing, places="*i64")
@@ -177,7 +181,7 @@ def round_uses(vocab: int, features: int, dtype: str, block_size: int) -> tuple[
 def gather_taps(taps: int, hidden: int, dtype: str) -> Use:
     """The kernel that puts the rows of `taps` layers side by side."""
     types: Types = {"taps": (f"*{dtype}",) * taps, "features": f"*{dtype}"}
-    return Use("taps", "gather_taps", types, {"D": hidden, "SLOTS": power_of_two(hidden)})
+    return Use("rounds", "gather_taps", types, {"D": hidden, "SLOTS": power_of_two(hidden)})
 
 
 # Rows of a program that routes, and programs whose counts are added in one step.
@@ -188,8 +192,7 @@ ROUTE_PARTS = 16
 @cache
 def route(experts: int, k: int) -> Use:
     """The kernel that selects the k experts of each row."""
-    types: Types = {"router_logits": "*fp32", "rows": "i32", "shares": "*fp32"}
-    types |= dict.fromkeys(("chosen", "counts"), "*i32")
+    types = typed(fp32="router_logits shares", i32="chosen counts", scalar="rows")
     slots = {"E_SLOTS": power_of_two(experts), "K_SLOTS": power_of_two(k), "ROW_SLOTS": ROUTE_ROWS}
     return Use("moe", "route", types, {"E": experts, "K": k} | slots, fp_fusion=True)
 
@@ -197,8 +200,7 @@ def route(experts: int, k: int) -> Use:
 @cache
 def group(experts: int, k: int) -> Use:
     """The kernel that groups pairs of a row and an expert by expert."""
-    types: Types = dict.fromkeys(("chosen", "counts", "pairs", "groups"), "*i32")
-    types |= {"rows": "i32"}
+    types = typed(i32="chosen counts pairs groups", scalar="rows")
     slots = {"E_SLOTS": power_of_two(experts), "ROW_SLOTS": ROUTE_ROWS, "PART_SLOTS": ROUTE_PARTS}
     return Use("moe", "group", types, {"E": experts, "K": k} | slots, fp_fusion=True)
 
@@ -217,7 +219,7 @@ def gate_up(
 ) -> Use:
     """The experts' first product, with their activation."""
     constants = {"K": k, "ALPHA": alpha, "BETA": beta, "LIMIT": limit, "D": hidden, "INNER": inner}
-    types: Types = {"x": f"*{dtype}", "activated": f"*{dtype}"}
+    types = typed(**{dtype: "x activated"})
     return _product("gate_up", types, constants, dtype, biased, tile)
 
 
@@ -229,7 +231,7 @@ def down(hidden: int, inner: int, dtype: str, biased: bool, tile: Tile) -> Use:
 
 
 def _product(name: str, types: Types, constants: dict[str, Any], dtype: str, biased: bool, tile: Tile) -> Use:
-    types |= {"pairs": "*i32", "groups": "*i32", "blocks": "*u8", "scales": "*u8"}
+    types |= typed(i32="pairs groups", u8="blocks scales")
     constants |= {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "TOKENS": tile.tokens}
     optional(types, constants, biased, bias=f"*{dtype}")
     return Use("moe", name, types, constants, tile.num_warps, tile.num_stages, fp_fusion=True)
@@ -300,9 +302,8 @@ def attention_bytes(batch: int, kv_heads: int, rows: int, head_dim: int) -> int:
 @cache
 def attend(kv_heads: int, group: int, head_dim: int, dtype: str, tile: AttentionTile, *, tree: bool) -> Use:
     """The kernel of one attention layer's parts, for heads in groups that share a key head."""
-    types: Types = dict.fromkeys(("q", "k_cache", "v_cache"), f"*{dtype}")
-    types |= dict.fromkeys(("first", "last"), "*i64") | dict.fromkeys(("count", "capacity", "splits"), "i32")
-    types |= dict.fromkeys(("partial", "largest", "total"), "*fp32")
+    types = typed(i64="first last", fp32="partial largest total", scalar="count capacity splits")
+    types |= typed(**{dtype: "q k_cache v_cache"})
     constants = {"KV_HEADS": kv_heads, "GROUP": group, "STRIPE": ATTENTION_STRIPE} | _head(head_dim)
     constants |= {"ROWS": tile.rows, "SLOTS": tile.slots, "COLUMNS": tile.columns or constants["D_SLOTS"]}
     optional(types, constants, tree, start="*i64", visible="*i32")
@@ -312,8 +313,7 @@ def attend(kv_heads: int, group: int, head_dim: int, dtype: str, tile: Attention
 @cache
 def merge(heads: int, head_dim: int, dtype: str, *, sinks: bool, by_row: bool = False) -> Use:
     """The kernel that joins the parts of `attend`, and adds a sink's share. `by_row`: heads beside each other."""
-    types: Types = dict.fromkeys(("partial", "largest", "total"), "*fp32")
-    types |= dict.fromkeys(("rows", "count", "splits"), "i32") | dict.fromkeys(("like", "y"), f"*{dtype}")
+    types = typed(fp32="partial largest total", scalar="rows count splits") | typed(**{dtype: "like y"})
     constants = {"HEADS": heads, "SPLITS": ATTENTION_SPLITS, "BY_ROW": by_row} | _head(head_dim)
     optional(types, constants, sinks, sinks=f"*{dtype}")
     return Use("attention", "merge", types, constants, fp_fusion=True)
@@ -332,9 +332,8 @@ def delta_rows(key_heads: int, heads: int, key_dim: int, value_dim: int, pending
     """The kernel of a Gated DeltaNet layer, with `pending` rows that may be replayed. Not fused, so that a row's
     numbers are rounded alike wherever a compiler unrolls the loop.
     """
-    types: Types = dict.fromkeys(("q", "k", "v", "gates", "state", "pending_gates", "begun"), "*fp32")
-    types |= dict.fromkeys(("replayed", "certain"), "*i64") | {"count": "i32"}
-    types |= dict.fromkeys(("y", "state_out", "pending_gates_out"), "*fp32")
+    numbers = "q k v gates state pending_gates begun y state_out pending_gates_out"
+    types = typed(fp32=numbers, i64="replayed certain", scalar="count")
     constants = {"KEY_HEADS": key_heads, "HEADS": heads, "DK": key_dim, "DV": value_dim, "PENDING": pending}
     constants |= {"DK_SLOTS": power_of_two(key_dim), "COLUMNS": DELTA_COLUMNS}
     # Left to itself, ptxas (12.9 to 13.4) takes 96 registers on sm_90, and sums up one column after the other.
@@ -345,7 +344,7 @@ def delta_rows(key_heads: int, heads: int, key_dim: int, value_dim: int, pending
 @cache
 def add_norm(hidden: int, epsilon: float, dtype: str) -> Use:
     """The kernel of a residual sum and the norm after it."""
-    types: Types = dict.fromkeys(("x", "y", "weight", "total", "normed"), f"*{dtype}")
+    types = typed(**{dtype: "x y weight total normed"})
     constants = {"EPSILON": epsilon, "D": hidden, "D_SLOTS": power_of_two(hidden)}
     return Use("layers", "add_norm", types, constants, num_warps=8)
 
@@ -379,8 +378,7 @@ ROUTER_OUTPUTS = 4
 @cache
 def gate(inner: int, dtype: str) -> Use:
     """The kernel of a gated activation."""
-    types: Types = dict.fromkeys("xy", f"*{dtype}")
-    return Use("layers", "gate", types, {"INNER": inner, "BLOCK": GATE_BLOCK})
+    return Use("layers", "gate", typed(**{dtype: "x y"}), {"INNER": inner, "BLOCK": GATE_BLOCK})
 
 
 @cache

@@ -6,7 +6,7 @@ On a CPU, and where a kernel does not compile, a joined operator makes the calls
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,24 +91,17 @@ class _Graph:
         """Each node after those that make its inputs, and else where it was."""
         done, ordered = set[int](), list[Node]()
 
-        def add(node: Node) -> Iterator[Node]:
+        def add(node: Node) -> None:
+            if id(node) in done:
+                return
             done.add(id(node))
             for name in node.inputs:
-                maker = self._makers.get(name)
-                if maker is not None and id(maker) not in done:
-                    yield maker
+                if name in self._makers:
+                    add(self._makers[name])
             ordered.append(node)
 
         for node in sorted(self._nodes.values(), key=lambda node: self._place[id(node)]):
-            if id(node) in done:
-                continue
-            stack = [add(node)]
-            while stack:
-                before = next(stack[-1], None)
-                if before is None:
-                    stack.pop()
-                else:
-                    stack.append(add(before))
+            add(node)
         return ordered
 
 

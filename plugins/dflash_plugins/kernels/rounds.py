@@ -1,12 +1,31 @@
-"""Between the passes of a round: the drafter's tokens go to the target, and the target's features to the drafter.
+"""Between the passes of a round: the drafter's tokens go to the target and the target's features to the drafter, drafts
+are compared with what was sampled, and accepted nodes of a tree move to their rows.
 
-Both kernels read and write memory of the plans, and need no number of the host but what a round has uploaded.
+The kernels read and write memory of the plans, and need no number of the host but what a round has uploaded.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def gather_taps(
+    taps,  # n tensors [rows, D]
+    features,  # [rows, n * D]
+    D: tl.constexpr,
+    SLOTS: tl.constexpr,  # D, rounded up to a power of two
+):
+    """The hidden states of n layers side by side. One program for each row of each tap."""
+    row, tap = tl.program_id(0), tl.program_id(1)
+    column = tl.arange(0, SLOTS)
+    x = tl.zeros([SLOTS], features.dtype.element_ty)
+    for i in tl.static_range(len(taps)):
+        if tap == i:
+            x = tl.load(taps[i] + row.to(tl.int64) * D + column, mask=column < D, other=0).to(x.dtype)
+    out = features + (row.to(tl.int64) * len(taps) + tap) * D
+    tl.store(out + column, x, mask=column < D)
 
 
 @triton.jit(do_not_specialize=["nodes", "drafted", "width"])
@@ -76,3 +95,77 @@ def end_round(
                     there = first + step < FEATURES
                     number = tl.load(source + first + step, mask=there)
                     tl.store(target + first + step, number, mask=there)
+
+
+@triton.jit(do_not_specialize=["tokens_per_sequence", "nodes_per_sequence"])
+def accept_block(
+    tokens,  # [B, S] int64
+    rows,  # [B, R] int64: index of each node in the S tokens
+    sampled,  # [B, R] int64: the token after each node, negative if there is none
+    tokens_per_sequence,
+    nodes_per_sequence,
+    accepted,  # [B] int64: number of correct drafts
+    next_token,  # [B] int64: the token after them
+    SLOTS: tl.constexpr,  # a power of two, at least R
+):
+    """From drafted and sampled tokens to the number of accepted drafts and the token after them.
+
+    Node 0 is the anchor. Every other node is accepted if the one before it is accepted and its token equals the token
+    sampled there. One program of one warp for each sequence follows the sampled tokens down its chain.
+    """
+    sequence = tl.program_id(0)
+    node = tl.arange(0, SLOTS)
+    there = node < nodes_per_sequence
+    at = sequence * nodes_per_sequence + node
+    row = tl.load(rows + at, mask=there, other=0)
+    drafted = tl.load(tokens + sequence * tokens_per_sequence + row, mask=there, other=-1)
+    following = tl.load(sampled + at, mask=there, other=-1)
+
+    depth = tl.full([], 0, tl.int32)
+    token = tl.sum(tl.where(node == 0, following, 0))
+    walking = True
+    while walking:
+        matches = there & (node == depth + 1) & (drafted == token) & (token >= 0)
+        child = tl.min(tl.where(matches, node, SLOTS))
+        walking = child < SLOTS
+        if walking:
+            depth = child
+            token = tl.sum(tl.where(node == child, following, 0))
+
+    tl.store(accepted + sequence, depth.to(tl.int64))
+    tl.store(next_token + sequence, token)
+
+
+@triton.jit(do_not_specialize=["slot", "start", "count", "capacity"])
+def compact_rows(
+    caches,  # [caches] int64: the addresses of [slots, heads, capacity, words]
+    heads,  # [caches] int32
+    words,  # [caches] int32: 4-byte words of a row
+    nodes,  # [count] int64: rows after `start`, rising
+    slot,
+    start,
+    count,
+    capacity,
+    NODES: tl.constexpr,  # a power of two, at least `count`
+    WORDS: tl.constexpr,  # words of a row that are moved at a time
+):
+    """Accepted nodes of a tree move to their positions, in all caches at once: row start + nodes[i] becomes start + i.
+
+    A pass writes node i of a slot to row start + i. The accepted nodes, from the anchor down, belong to the rows
+    start, start + 1, .... One program for each head of each cache reads all rows before it writes any.
+    """
+    cache, head = tl.program_id(0), tl.program_id(1)
+    in_cache = tl.load(heads + cache)
+    if head < in_cache:
+        width = tl.load(words + cache)
+        row = (slot.to(tl.int64) * in_cache + head) * capacity + start
+        base = tl.load(caches + cache).to(tl.pointer_type(tl.int32)) + row * width
+        place, column = tl.arange(0, NODES), tl.arange(0, WORDS)
+        there = place < count
+        node = tl.load(nodes + place, mask=there, other=0)
+        for first in range(0, width, WORDS):
+            at = first + column
+            whole = there[:, None] & (at < width)[None, :]
+            moved = tl.load(base + node[:, None] * width + at[None, :], mask=whole, other=0)
+            tl.debug_barrier()  # all threads have read
+            tl.store(base + place.to(tl.int64)[:, None] * width + at[None, :], moved, mask=whole)
