@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +17,7 @@ from dflash_trt.bundle.contents import describe_file
 from dflash_trt.bundle.workspace import Progress
 from dflash_trt.checkpoint.pair import CheckpointPair, tokenizer_files
 from dflash_trt.checkpoint.schema import DecoderConfig, LayerAttention
-from dflash_trt.engines.base import BuildJob
+from dflash_trt.engines.base import BuildJob, BuildSettings
 from dflash_trt.files.disk import own_file
 from dflash_trt.graph.dialect import Dialect
 from dflash_trt.models.decoder import cache_row_bytes
@@ -156,6 +156,32 @@ def _cache_kinds(
         )
         for window, indices in layers.items()
     ]
+
+
+def plain_job(
+    pair: CheckpointPair,
+    settings: BuildSettings,
+    dialects: Mapping[str, Dialect],
+    progress: Progress,
+    *,
+    chunk: int,
+    capacities: Mapping[str, Capacity] | None = None,
+    fields: Callable[[Mapping[str, ir.Model]], dict[str, Any]] = lambda models: {},
+) -> GraphJob:
+    """The job of an engine that runs the graphs as they are. capacities: as for `export`, if they are not the rows that
+    the caches need. fields: more of the manifest.
+    """
+    rows = cache_rows_by_window(
+        pair, dialects, max_seq_len=settings.max_seq_len, block_size=settings.block_size, chunk=chunk
+    )
+    models = export(pair, dialects, capacities or rows, settings.tree_width, progress)
+    return GraphJob(
+        manifest=graph_fields(pair, dialects, models, rows) | fields(models),
+        files=graph_files(pair),
+        digests=graph_digests(models),
+        link=settings.weights == "link",
+        models=models,
+    )
 
 
 def graph_files(pair: CheckpointPair) -> dict[str, Path]:

@@ -96,35 +96,23 @@ class OnnxRuntimeEntry(EngineEntry):
     def job(
         self, pair: CheckpointPair, settings: BuildSettings, place: Workspace, progress: Progress
     ) -> GraphJob:
-        from dflash_trt.engines.graph_job import (
-            GraphJob,
-            cache_rows_by_window,
-            export,
-            graph_digests,
-            graph_fields,
-            graph_files,
-        )
+        from dflash_trt.engines.graph_job import plain_job
+        from dflash_trt.graph.channels import OPERATOR
         from dflash_trt.graph.onnxruntime import OnnxRuntime
 
+        def fields(models: Mapping[str, ir.Model]) -> dict[str, Any]:
+            """The bits of the weights that the target multiplies as integers, and whether bytes are multiplied with
+            bytes, which not every processor adds exactly.
+            """
+            target = (n for n in models["target"].graph if n.op_type == "MatMulNBits")
+            operators = {node.op_type for model in models.values() for node in model.graph}
+            bits = sorted({node.attributes["bits"].as_int() for node in target})
+            return {"integer_bits": bits, "exact_bytes": OPERATOR in operators}
+
         dialects: dict[str, Dialect] = {role: OnnxRuntime() for role in pair.sides}
-        models = export(pair, dialects, dict.fromkeys(dialects, "C"), settings.tree_width, progress)
-        rows = cache_rows_by_window(
-            pair,
-            dialects,
-            max_seq_len=settings.max_seq_len,
-            block_size=settings.block_size,
-            chunk=PREFILL_CHUNK,
-        )
-        return GraphJob(
-            manifest=graph_fields(pair, dialects, models, rows)
-            | {
-                "integer_bits": _integer_bits(models["target"]),
-                "exact_bytes": any(map(_multiplies_bytes, models.values())),
-            },
-            files=graph_files(pair),
-            digests=graph_digests(models),
-            link=settings.weights == "link",
-            models=models,
+        axes = dict.fromkeys(dialects, "C")
+        return plain_job(
+            pair, settings, dialects, progress, chunk=PREFILL_CHUNK, capacities=axes, fields=fields
         )
 
     def open(self, bundle: Bundle, settings: RunSettings) -> Scheduler:
@@ -189,18 +177,6 @@ class OnnxRuntimeEntry(EngineEntry):
 
     def container(self, manifest: Mapping[str, Any]) -> Container:
         return Container(gpus=False)
-
-
-def _integer_bits(target: ir.Model) -> list[int]:
-    """The bits of the weights that a graph multiplies as integers."""
-    return sorted({n.attributes["bits"].as_int() for n in target.graph if n.op_type == "MatMulNBits"})
-
-
-def _multiplies_bytes(graph: ir.Model) -> bool:
-    """Whether a graph has products of bytes with bytes, which not every processor adds exactly."""
-    from dflash_trt.graph.channels import OPERATOR
-
-    return any(node.op_type == OPERATOR for node in graph.graph)
 
 
 def _products(manifest: Mapping[str, Any]) -> str:

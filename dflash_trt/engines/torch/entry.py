@@ -54,14 +54,7 @@ class TorchEntry(EngineEntry):
     ) -> GraphJob:
         """Graphs in BF16 where a GPU is, and else in FP32, unless the precision says otherwise."""
         from dflash_trt.bundle.manifest import cache_rows
-        from dflash_trt.engines.graph_job import (
-            GraphJob,
-            cache_rows_by_window,
-            export,
-            graph_digests,
-            graph_fields,
-            graph_files,
-        )
+        from dflash_trt.engines.graph_job import plain_job
         from dflash_trt.graph.torch import COMPUTE, Torch
         from dflash_trt.hardware import compute_capabilities
 
@@ -71,21 +64,7 @@ class TorchEntry(EngineEntry):
         }
         # Beside a pass that filled a slot, other passes write a block there while it is idle.
         chunk = min(PREFILL_CHUNK, cache_rows(settings.max_seq_len, settings.block_size))
-        rows = cache_rows_by_window(
-            pair,
-            dialects,
-            max_seq_len=settings.max_seq_len,
-            block_size=settings.block_size,
-            chunk=chunk + settings.block_size,
-        )
-        models = export(pair, dialects, rows, settings.tree_width, progress)
-        return GraphJob(
-            manifest=graph_fields(pair, dialects, models, rows),
-            files=graph_files(pair),
-            digests=graph_digests(models),
-            link=settings.weights == "link",
-            models=models,
-        )
+        return plain_job(pair, settings, dialects, progress, chunk=chunk + settings.block_size)
 
     def open(self, bundle: Bundle, settings: RunSettings) -> Scheduler:
         from dflash_trt.decoding.scheduler import Scheduler
