@@ -1,9 +1,8 @@
-"""Products with weights as they are stored: in Triton's interpreter against NumPy, and compiled for every GPU."""
+"""Products with weights as they are stored, in Triton's interpreter against torch's operators and tables of numbers."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from dflash_plugins import packed
 from dflash_trt.engines.torch.checks import random_weight
 from dflash_trt.formats import numbers
 from tests.doubles import triton_interpreter  # noqa: F401  # corrects it
-from tests.plugins.test_targets import VERSIONS, run
 
 FORMS = [
     packed.Packing(80, 1184, "int4", "bf16", group=32),
@@ -66,29 +64,3 @@ def test_numbers_at_the_ends_of_their_range() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         got = packed.widen(stored, dtype)
         assert torch.equal(got, codes.view(torch.float8_e4m3fn).to(dtype))
-
-
-COMPILED = """
-from dataclasses import replace
-from dflash_plugins import compiler, packed
-from dflash_plugins import kernel_specs as uses
-from tests.plugins.test_packed import FORMS
-for form in FORMS:
-    form = replace(form, outputs=2304, inputs=4096)
-    tile = packed.TILES[form.in_word][0]
-    for target in (uses.ROUND_TARGET, *uses.TARGETS):
-        wanted = [packed.product_use(form, "bf16", packed.ROWS[-1], tile, biased=False)]
-        if target == 90:
-            wanted += [packed.product_use(form, "fp16", 16, tile, biased=True), packed.widen_use(form, "bf16", tile)]
-        for use in wanted:
-            made = compiler.compile_kernel(use, target)
-            assert made.stores and made.shared_bytes <= uses.SHARED_BYTES and made.spill_bytes <= 16, (form, made)
-print("compiled")
-"""
-
-
-@pytest.mark.parametrize("folder", VERSIONS, ids=lambda folder: Path(folder).name or "installed")
-def test_every_format_has_kernels_for_every_gpu(folder: str, pytestconfig: pytest.Config) -> None:
-    """They fit 48 KiB, need no scratch memory and spill next to nothing."""
-    done = run(Path(pytestconfig.cache.mkdir("kernels")), "-c", COMPILED, folder=folder)
-    assert done.stdout == "compiled\n", done.stderr

@@ -164,8 +164,7 @@ def test_weights_of_four_bits_take_eight_where_no_padding_makes_rows_agree(
         assert made.manifest["integer_bits"] == [4 if least else 8]
         assert bits(made.path / "target.onnx") == {4 if least else 8}
         assert bits(made.path / "drafter.onnx") == {4}
-        said = inspect(made.path)["choices"]["integer_products"]
-        assert ("at least 2 rows" if least else "8 bits in blocks, for INT4") in said
+        assert inspect(made.path)["fewest_rows"] == {4 if least else 8: least}
         described.append(made.manifest["target"])
     four, eight = described
     assert eight["parameters"] == four["parameters"]

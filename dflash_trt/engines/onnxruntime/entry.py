@@ -162,9 +162,11 @@ class OnnxRuntimeEntry(EngineEntry):
         return Scheduler(pair, manifest["block_size"], slots, settings.prefix_cache_bytes)
 
     def describe(self, bundle: Bundle) -> dict[str, Any]:
-        """The rows of its caches, and how integer layers of the target are multiplied."""
-        products = _products(bundle.manifest)
-        return super().describe(bundle) | ({"choices": {"integer_products": products}} if products else {})
+        """The rows of its caches, and the fewest rows of a pass with weights in so many bits on this processor."""
+        from dflash_trt.engines.onnxruntime.products import fewest_rows
+
+        bits = bundle.manifest["integer_bits"]
+        return super().describe(bundle) | ({"fewest_rows": {n: fewest_rows(n) for n in bits}} if bits else {})
 
     def availability(self, missing: Sequence[str], capabilities: Sequence[int]) -> Availability:
         ready = not missing
@@ -177,27 +179,6 @@ class OnnxRuntimeEntry(EngineEntry):
 
     def container(self, manifest: Mapping[str, Any]) -> Container:
         return Container(gpus=False)
-
-
-def _products(manifest: Mapping[str, Any]) -> str:
-    """What the build's processor chose for integer layers of the target, and what this one does with short passes."""
-    from dflash_trt.engines.onnxruntime.products import fewest_rows
-
-    parts, bits = [], manifest["integer_bits"]
-    for each in bits:
-        text, least = f"weights of {each} bits in blocks", fewest_rows(each)
-        if each == 8 and 4 not in bits and "W4A16" in (manifest["quantization"]["target"] or ""):
-            text += ", for INT4, of which the build's processor rounds a row by the number of rows"
-        if least is None or least > 1:
-            text += (
-                ", which this processor cannot run"
-                if least is None
-                else f", at least {least} rows a pass here"
-            )
-        parts.append(text)
-    if manifest["exact_bytes"]:
-        parts.append("INT8 with one scale for each output, as the build's processor has AMX")
-    return "; ".join(parts)
 
 
 def _fewest_rows(bundle: Bundle) -> int:
