@@ -197,8 +197,8 @@ class RoundMemory:
         if drafted and self._drafter is not None:
             candidates = self._drafter.whole_buffer(DECODE, "draft_tokens")
             drafts = candidates[: batch * (width - 1) * self._tree_width].view(batch, width - 1, -1)
-        given = {"drafted": length, "tokens": tokens, "rows": rows, "most": self._most, "run": self.run}
-        fill_tokens(self._whole_block(), drafts, **given)
+        given = {"tokens": tokens, "rows": rows}
+        fill_tokens(self._whole_block(), drafts, **given, drafted=length, most=self._most, run=self.run)
         self._rows, self._filled = (batch, width), True
         return tokens[:n, :length]
 

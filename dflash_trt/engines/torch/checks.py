@@ -108,7 +108,7 @@ def _between_passes(
     there, filled = ({n: t.clone().to(device) for n, t in each.items()} for each in (given, blocks))
     drafted = max(1, nodes - 1)  # the last column is a copy
     for own, round_, by in ((filled, there, run), (blocks, given, None)):
-        launch.fill_tokens(**own, drafted=drafted, most=block_size, run=by)  # type: ignore[arg-type]
+        launch.fill_tokens(**own, drafted=drafted, most=block_size, run=by)
         launch.end_round(**round_, run=by)
     for got, expected in ((filled, blocks), (there, given)):
         for name in ("tokens", "rows", "finite", "unread", "counters"):

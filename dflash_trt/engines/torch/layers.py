@@ -109,11 +109,11 @@ def place_heads(
     fits &= all(each is None or each.dtype == x.dtype for each in given.values())
     if layer is not None and fits:
         there = {n: None if each is None else each.contiguous() for n, each in given.items()}
-        there |= {"start": start}
         sizes = count, size, 0 if q_shape is None else q_shape[2]
 
         def launched(run: Run, _: None) -> tuple[Tensor | None]:
-            return (ours.place_heads(x.contiguous(), *sizes, **there, epsilon=epsilon, run=run),)
+            made = ours.place_heads(x.contiguous(), *sizes, epsilon=epsilon, start=start, **there, run=run)
+            return (made,)
 
         if (queries := layer.first("heads", launched)) is not None:
             (made["q"],) = queries
