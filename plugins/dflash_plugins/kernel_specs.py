@@ -1,6 +1,6 @@
 """The compilation of each kernel for given sizes: argument types, constants, warps.
 
-The launches in launch.py and moe.py and the plugins in plugin_table.py both use these. So an engine contains the
+The launches in launch.py and layers.py and the plugins in plugin_table.py both use these. So an engine contains the
 kernels that the tests run. Type names are Triton's. Nothing here imports triton.
 """
 

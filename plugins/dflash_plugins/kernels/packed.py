@@ -1,7 +1,7 @@
 """Products with a weight [OUT, IN] that is multiplied as it is stored: codes of four or eight bits, with scales.
 
 A code stands for number * factor + zero term, computed in float32 and rounded to x's type, as the operators of torch
-widen it (reference.py). The weights are the left operand of the tensor cores, the tokens the right one, as in moe.py.
+widen it. The weights are the left operand of the tensor cores, the tokens the right one, as in moe.py.
 
 A program adds up some of the inputs for a stripe of outputs. The last program of a stripe adds what the others wrote,
 in their order. Neither that order nor the division of the inputs depends on the number of rows.
@@ -34,10 +34,8 @@ def _unpacking(codes: str, brain: bool, multiplied: bool) -> str:
     else:
         exponent, mantissa = (1, 1) if codes == "e2m1" else (7, 3)
         up, less = 2 * bias - exponent << fraction, 0x8000
-        top, width = (
-            fraction - mantissa,
-            3 if codes == "e2m1" else 7,
-        )  # the lowest bit, and the bits of a magnitude
+        # The lowest bit, and the bits of a magnitude.
+        top, width = fraction - mantissa, 3 if codes == "e2m1" else 7
     lines = ["{", ".reg .b32 number, sign, nothing, up, less;", "mov.b32 nothing, 0x80008000;"]
     lines += [f"mov.b32 up, {up * 0x10001:#010x};", f"mov.b32 less, {less * 0x10001:#010x};"]
     for i in range(words):
@@ -98,9 +96,8 @@ def _weight(
     if EXACT:
         return parts[PART].to(DTYPE, bitcast=True)
     else:
-        if (
-            CODES == "int8"
-        ):  # the sign's bit is turned, so that whole numbers from 0 to 255 are 128 more than the codes
+        if CODES == "int8":
+            # The sign's bit is turned, so that whole numbers from 0 to 255 are 128 more than the codes.
             whole = (words.to(tl.uint32) & (255 << 8 * PART)) ^ (_WHOLE | (128 << 8 * PART))
             less: tl.constexpr = 2.0 ** (23 - 8 * PART) + 128
             number = tl.fma(whole.to(tl.float32, bitcast=True), 2.0 ** (-8 * PART), -less)
