@@ -73,10 +73,6 @@ def test_the_graph_calls_plugins_as_their_table_says(tmp_path: Path) -> None:
     assert {v.dtype for v in experts} == {ir.DataType.INT8}  # the checkpoint's bytes as signed bytes
 
 
-def test_both_models_have_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert all(type(dialect) is TensorRTPlugins for dialect in made(monkeypatch).dialects.values())
-
-
 def made(
     monkeypatch: pytest.MonkeyPatch,
     engine: str = "tensorrt",

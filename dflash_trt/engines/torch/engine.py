@@ -49,13 +49,12 @@ class TorchEngine:
         block_size: int,
         stream: Any,
         device: torch.device,
-        graphs: bool = True,
         kinds: Sequence[CacheKind] = (),
         shared: MutableMapping[Any, Tensor] | None = None,
     ) -> None:
-        """`graphs`: whether passes on a GPU become CUDA graphs. `kinds`: of the caches. `shared`: see `Graph`."""
+        """`kinds`: of the caches. `shared`: see `Graph`."""
         self.stream, self.device = stream, device
-        self.graphs = graphs and not isinstance(stream, HostStream)
+        self.graphs = not isinstance(stream, HostStream)
         self._graph = graph = Graph(path, device, shared)
         self.dtypes: Mapping[str, torch.dtype] = {
             name: s.dtype for name, s in (graph.inputs | graph.outputs).items()
