@@ -108,7 +108,7 @@ def place_heads(
     fits &= cos is None or cos.shape == (batch, count, rotated // 2)
     fits &= all(each is None or each.dtype == x.dtype for each in given.values())
     if layer is not None and fits:
-        there = {n: None if each is None else each.contiguous() for n, each in given.items()}
+        there: dict[str, Any] = {n: t if t is None else t.contiguous() for n, t in given.items()}
         sizes = count, size, 0 if q_shape is None else q_shape[2]
 
         def launched(run: Run, _: None) -> tuple[Tensor | None]:
