@@ -76,8 +76,7 @@ def build(
     exact: the bundle opens in exact mode unless its user says otherwise.
     force: replace a bundle of other inputs, or a damaged one; nothing else is ever replaced.
 
-    An interrupted build never looks finished; the next one continues with what is whole. A bundle of the same inputs
-    is kept as it is.
+    An interrupted build never looks finished. A bundle of the same inputs is kept as it is.
 
     Raises:
         CheckpointError, PairError: the checkpoints cannot be read or do not fit.
@@ -150,14 +149,13 @@ def _write(
     )
     job = engine.job(pair, settings, place, progress)
     manifest = _describe(pair, settings, engine, job)
-    inputs = read_inputs(job.files, place, progress)
+    inputs = read_inputs(job.files, progress)
     _check_digests(pair, {name: file.sha256 for name, file in inputs.items()})
     manifest["key"] = key_of(manifest, inputs, job.digests)
     existing = place.existing(manifest["key"], force=force)
     if existing is not None:
-        place.done = True
         return existing
-    files = bring(inputs, place, progress, link=job.link, keep=job.keep)
+    files = bring(inputs, place, progress, link=job.link)
     files = job.write(place.path, manifest, files, progress)
     manifest["files"] = {name: files[name] for name in sorted(files)}
     bundle.write_manifest(place.path, manifest)

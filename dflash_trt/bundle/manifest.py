@@ -14,7 +14,7 @@ import onnx
 
 from dflash_trt.bundle.cache_kinds import CacheKind, read_kind
 from dflash_trt.errors import BundleError, CheckpointError, show
-from dflash_trt.files.disk import clone, copy, own_file, write_object
+from dflash_trt.files.disk import copy, own_file, write_object
 from dflash_trt.files.reading import read_object
 
 FORMAT = "dflash-trt bundle"
@@ -105,8 +105,7 @@ class Bundle:
         """Copy the files that the manifest lists to the new directory `path`, and the manifest last."""
         for name in [*self.manifest["files"], MANIFEST]:
             (path / name).parent.mkdir(parents=True, exist_ok=True)
-            if not clone(self.path / name, path / name):
-                copy(self.path / name, path / name)
+            copy(self.path / name, path / name)
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -142,6 +141,11 @@ def digest(path: Path) -> str:
     """The sha256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    """The manifest's entry of a file that the build wrote."""
+    return {"size": path.stat().st_size, "sha256": digest(path)}
 
 
 def write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:

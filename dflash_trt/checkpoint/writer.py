@@ -36,12 +36,12 @@ def write_checkpoint(
 ) -> None:
     """Write a checkpoint to `out`: files of tensors by name, `config` as config.json, other files as in `source`.
 
-    The index is made anew from the tensors. Files of tensors that are there already stay: an interrupted run continues.
+    The index is made anew from the tensors.
     """
     weight_map: dict[str, str] = {}
     for name, entries in shards:
         weight_map |= dict.fromkeys((entry.name for entry in entries), name)
-        if entries and not (out / name).is_file():
+        if entries:
             write_shard(out / name, entries)
     if set(weight_map.values()) != {SINGLE}:
         size = sum((out / name).stat().st_size for name in set(weight_map.values()))

@@ -20,7 +20,6 @@ SUMMARY = "build a bundle from a target and a drafter checkpoint"
 DESCRIPTION = """\
 Build a bundle from a target and its drafter: check that they fit, export both as graphs, and add their weights.
 NAME is a pair or model listed by `dflash-trt pairs`. PATH is a directory with config.json and safetensors files.
-An interrupted build continues from its complete files.
 """
 EXAMPLES = """\
 examples:

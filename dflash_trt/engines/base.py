@@ -65,14 +65,12 @@ class BuildJob(ABC):
     files: files that go into the bundle unchanged, by their names there.
     digests: sha256 of the files that it will write, by name. They become part of the bundle's key.
     link: whether weights are hard-linked.
-    keep: the folder of the work directory with reusable results of an interrupted build.
     """
 
     manifest: dict[str, Any]
     files: Mapping[str, Path]
     digests: Mapping[str, str] = field(default_factory=dict)
     link: bool
-    keep: str = ""
 
     @abstractmethod
     def write(

@@ -11,9 +11,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from dflash_trt.bundle import manifest as bundle
 from dflash_trt.bundle.cache_kinds import CacheKind, most_written, rows_by_window
-from dflash_trt.bundle.contents import describe_file
+from dflash_trt.bundle.manifest import cache_rows, describe_file, graph_metadata
 from dflash_trt.bundle.workspace import Progress
 from dflash_trt.checkpoint.pair import CheckpointPair, tokenizer_files
 from dflash_trt.checkpoint.schema import DecoderConfig, LayerAttention
@@ -40,7 +39,7 @@ class GraphJob(BuildJob):
     ) -> dict[str, dict[str, Any]]:
         for i, (name, model) in enumerate(self.models.items()):
             progress("write graphs", i, len(self.models))
-            model.metadata_props.update(bundle.graph_metadata(manifest))
+            model.metadata_props.update(graph_metadata(manifest))
             ir.save(model, work / f"{name}.onnx")
             files[f"{name}.onnx"] = describe_file(work / f"{name}.onnx")
         progress("write graphs", len(self.models), len(self.models))
@@ -97,7 +96,7 @@ def cache_rows_by_window(
 
     chunk: the most tokens of a prompt in one pass.
     """
-    capacity = bundle.cache_rows(max_seq_len, block_size)
+    capacity = cache_rows(max_seq_len, block_size)
     return {
         role: rows_by_window(
             {None, *(layer.window for layer in side.config.attention_layers)},

@@ -22,13 +22,8 @@ import filelock
 
 from dflash_trt.errors import BuildError, CheckpointError, DFlashError
 
-try:
-    import fcntl
-except ImportError:  # Windows has none
-    fcntl = None  # type: ignore[assignment]
-
 LOCK = "lock"  # the name of the file in a held folder
-_FICLONE = 0x40049409  # linux/fs.h: _IOW(0x94, 9, int)
+_COPIED = 1 << 30  # bytes of a call
 
 
 def cache_folder() -> Path:
@@ -157,35 +152,24 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def clone(source: Path, destination: Path) -> bool:
-    """Make `destination` a copy of `source` that shares its blocks until one of the two is written to.
-
-    Returns False, without a `destination`, if the file system cannot do this. Btrfs, XFS and ZFS can.
-    """
-    if fcntl is None:
-        return False
-    try:
-        with source.open("rb") as old, whole_file(destination) as new:
-            fcntl.ioctl(new.fileno(), _FICLONE, old.fileno())
-            _keep_time(old.fileno(), new.fileno())
-    except OSError as error:
-        if error.errno in (errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL, errno.ENOSYS):
-            return False
-        raise
-    return True
-
-
 def copy(source: Path, destination: Path) -> None:
-    """Copy a file and its modification time. `destination` appears once it is complete and on disk."""
+    """Copy a file and its modification time. `destination` appears once it is complete and on disk.
+
+    The two share their blocks where the file system can.
+    """
     with source.open("rb") as old, whole_file(destination) as new:
-        shutil.copyfileobj(old, new, 8 << 20)
-        new.flush()
-        _keep_time(old.fileno(), new.fileno())
-
-
-def _keep_time(source: int, destination: int) -> None:
-    times = os.fstat(source)
-    os.utime(destination, ns=(times.st_atime_ns, times.st_mtime_ns))
+        try:
+            while os.copy_file_range(old.fileno(), new.fileno(), _COPIED):
+                pass
+        except (AttributeError, OSError) as error:  # other systems lack it, and some file systems refuse
+            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            old.seek(0)
+            new.seek(0)
+            shutil.copyfileobj(old, new, 8 << 20)
+            new.flush()
+        times = os.fstat(old.fileno())
+        os.utime(new.fileno(), ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 @contextmanager

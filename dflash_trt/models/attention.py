@@ -159,18 +159,15 @@ class Attention:
         x: ir.Value,
         written: ir.Value,
         width: int,
-        stored: tuple[ir.Value, ir.Value] | None,
         shaped: Shaped | None,
     ) -> tuple[ir.Value, ir.Value, ir.Value]:
-        """Queries (and gates) of x, and keys and values of `written` or as `stored`. `shaped`: see `Module.linears`."""
+        """Queries (and gates) of x, and keys and values of `written`. `shaped`: see `Module.linears`."""
         c, heads = self.config, self.config.heads_of(layer)
         bias, kept = c.attention_bias, heads.kv_heads * heads.head_dim
         asking = {
             "q_proj": c.num_attention_heads * heads.head_dim * (2 if c.attention_gate == "q_proj" else 1)
         }
         others = {"k_proj": kept} | ({} if layer.keys_as_values else {"v_proj": kept})
-        if stored is not None:
-            return m.linears(x, asking, width, bias=bias)[0], *stored
         if written is x:
             q, k, *v = m.linears(x, asking | others, width, bias=bias, shaped=shaped)
         else:
@@ -186,19 +183,15 @@ class Attention:
         written: ir.Value,
         *,
         width: int | None = None,
-        stored: tuple[ir.Value, ir.Value] | None = None,
     ) -> ir.Value:
-        """`Mixer.layer`; rows have `width` numbers, the hidden size by default.
-
-        `stored`: keys, not yet normed, and values [B*T, N*d] in place of those of `written`.
-        """
+        """`Mixer.layer`; rows have `width` numbers, the hidden size by default."""
         g, c, m = self.g, self.config, m.at("self_attn")
         heads = c.heads_of(self._layers[i])
         size, n_q, n_kv = heads.head_dim, c.num_attention_heads, heads.kv_heads
         # By row, as the dialect has them, all three in one step where nothing is done to a head.
         plain = not (self.dialect.by_head or c.qk_norm or c.value_norm or c.attention_gate == "q_proj")
-        shaped = self._by_row if plain and written is x and stored is None else None
-        q, k, v = self._projected(m, self._layers[i], x, written, width or c.hidden_size, stored, shaped)
+        shaped = self._by_row if plain and written is x else None
+        q, k, v = self._projected(m, self._layers[i], x, written, width or c.hidden_size, shaped)
         gate = None
         if c.attention_gate == "q_proj":
             q, gate = self._gate(q, size)

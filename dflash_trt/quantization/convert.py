@@ -6,8 +6,6 @@ pass; those of a calibration are Model Optimizer's (modelopt.py).
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +18,6 @@ from numpy.typing import NDArray
 from dflash_trt.bundle.manifest import digest
 from dflash_trt.bundle.workspace import Progress, silent, workspace
 from dflash_trt.checkpoint.gguf import rounded_to
-from dflash_trt.checkpoint.mapped import released
 from dflash_trt.checkpoint.quantization import QUANT_CONFIG
 from dflash_trt.checkpoint.tensors import Checkpoint, TensorInfo
 from dflash_trt.checkpoint.writer import Entry, write_checkpoint, write_json
@@ -58,12 +55,12 @@ def quantize(
     stay as they are, and so do layers that a pattern of `exclude` matches, such as `model.layers.0.*`. The LM head
     stays, too, unless `head` names a scheme for it.
 
-    Works shard by shard beside `out`, which appears when all is whole; an interrupted run continues where it was. Holds
-    one step of a tensor in memory, 32 MiB in float32.
+    Works shard by shard beside `out`, which appears when all is whole. Holds one step of a tensor in memory, 32 MiB in
+    float32.
 
     Raises:
         CheckpointError: the source is quantized already, or has a weight that is not finite.
-        BuildError: the scheme does not fit a layer, or `out` holds something else.
+        BuildError: the scheme does not fit a layer, or `out` exists.
     """
     recipe = scheme if isinstance(scheme, QuantizationRecipe) else QuantizationRecipe(scheme)
     for option, value in (("scheme", recipe.scheme), ("head", head or recipe.scheme)):
@@ -106,19 +103,9 @@ def _convert(
     progress: Progress,
 ) -> Path:
     config = _quant_config(layers, copied)
-    config["producer"]["inputs"] = _key(checkpoint, config, copied)
-    with workspace(out) as place, released(checkpoint.files):
-        if _made_as(out / QUANT_CONFIG, config):
-            place.done = True
-            whole = Checkpoint(out)
-            whole.check_digests({file.name: digest(file) for file in whole.files})
-            return out
-        place.check_free("exists and is not this checkpoint quantized this way")
+    with workspace(out) as place:
+        place.check_free("exists")
         work = place.path
-        begun = work / QUANT_CONFIG
-        if not _made_as(begun, config):
-            place.empty()
-            write_json(begun, config)
         shards = _Shards(checkpoint, layers, copied, progress)
         write_checkpoint(
             checkpoint.directory,
@@ -128,7 +115,7 @@ def _convert(
         )
         progress("quantize", shards.total, shards.total)
         digests = {path.name: digest(path) for path in sorted(work.glob("*.safetensors"))}
-        write_json(begun, config | {"producer": config["producer"] | {"sha256": digests}})
+        write_json(work / QUANT_CONFIG, config | {"producer": config["producer"] | {"sha256": digests}})
         place.publish()
     return out
 
@@ -244,24 +231,6 @@ def _quant_config(layers: Mapping[str, LinearLayer], copied: Sequence[TensorInfo
         said |= {"quant_algo": "MIXED_PRECISION", "quantized_layers": each}
     producer = {"name": "dflash-trt", "version": __version__}
     return {"producer": producer, "quantization": said}
-
-
-def _key(checkpoint: Checkpoint, config: Mapping[str, Any], copied: Sequence[TensorInfo]) -> str:
-    """A digest of everything that the result depends on. The source's files count by size and time."""
-    files = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in checkpoint.files]
-    inputs = [config, files, [tensor.name for tensor in copied]]
-    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
-
-
-def _made_as(file: Path, config: Mapping[str, Any]) -> bool:
-    """Whether the file says `config`, apart from the digests, which are only known at the end."""
-    try:
-        said = read_object(file)
-    except CheckpointError:
-        return False
-    if isinstance(producer := said.get("producer"), dict):
-        producer.pop("sha256", None)
-    return said == config
 
 
 def _config(source: Path, quantization: Mapping[str, Any], *, untied: bool) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -12,13 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dflash_trt.bundle.workspace import Progress, workspace
+from dflash_trt.bundle.workspace import Progress
 from dflash_trt.checkpoint.linears import number_formats, shape_of, stored_linear
 from dflash_trt.checkpoint.rules import Quantization
 from dflash_trt.checkpoint.tensors import SINGLE, Checkpoint, Outline
 from dflash_trt.checkpoint.writer import Entry, write_checkpoint
 from dflash_trt.errors import UsageError
-from dflash_trt.files.disk import stamp, whole_file
 from dflash_trt.files.reading import read_object
 from dflash_trt.formats import FORMATS, Algorithm
 from dflash_trt.formats.base import BLOCK, WeightLayout
@@ -43,7 +40,7 @@ def in_precision(
 ) -> tuple[Weights, Weights | None, Weights | None]:
     """Target, drafter if there is one, and the head that the drafter has to itself, if any.
 
-    New checkpoints are written to `folder`. Those that an interrupted build made there of the same input are reused.
+    New checkpoints are written to `folder`.
 
     Scales come from the weights alone; calibrated ones are made before, by `quantize --calibration`. `layout`: how the
     engine reads quantized weights. An engine of blocks multiplies the head in them too: the target's gets its scheme.
@@ -88,10 +85,6 @@ class _Work:
         """Blocks have a scale of their own each: larger groups would spare nothing."""
         return QuantizationRecipe(scheme, BLOCK if self.layout == "blocks" else None, self.per_channel)
 
-    def place(self, name: str, source: Checkpoint, made: str) -> Path:
-        """The directory for what is `made` of a checkpoint."""
-        return _place(self.folder / name, source, made)
-
     def without_blocks(self, role: str, checkpoint: Weights) -> Weights:
         """The checkpoint in BF16 where all its layers are in FP8 by blocks, which may be quantized again."""
         algorithms = checkpoint.quantization.algorithms
@@ -99,14 +92,12 @@ class _Work:
             return checkpoint
         if isinstance(checkpoint, Outline):
             return Outline(checkpoint.directory, Quantization(checkpoint.quantization.path))
-        out = self.place(f"{role}-bf16", checkpoint, "bf16")
-        return Checkpoint(repack.in_bf16(checkpoint, out, self.progress))
+        return Checkpoint(repack.in_bf16(checkpoint, self.folder / f"{role}-bf16", self.progress))
 
     def draft_head(self, target: Checkpoint, tokens: Sequence[int]) -> Checkpoint:
         """The head's rows of `tokens`, as stored."""
-        out = self.place("draft-head", target, json.dumps(list(tokens)))
-        if not (out / "config.json").is_file():
-            _write_draft_head(target, np.asarray(tokens, np.int64), out)
+        out = self.folder / "draft-head"
+        _write_draft_head(target, np.asarray(tokens, np.int64), out)
         return Checkpoint(out)
 
     def head(self, target: Weights, scheme: str) -> Weights:
@@ -117,8 +108,8 @@ class _Work:
             raise UsageError(
                 f"--precision is head={scheme}, but {target.directory} already has a quantized LM head: leave head out"
             )
-        out = self.place("head", target, self._made(scheme))
-        return Checkpoint(quantize_head(target.directory, out, self.recipe(scheme), self.progress))
+        recipe = self.recipe(scheme)
+        return Checkpoint(quantize_head(target.directory, self.folder / "head", recipe, self.progress))
 
     def quantized(self, role: str, checkpoint: Weights, scheme: str) -> Weights:
         """The checkpoint in a scheme."""
@@ -134,14 +125,13 @@ class _Work:
         head = scheme if in_blocks and role == "target" else None
         if isinstance(checkpoint, Outline):
             return self._outline(checkpoint, scheme, {HEAD: None} if head is None else {})
-        out, recipe = self.place(role, checkpoint, self._made(scheme)), self.recipe(scheme)
+        out, recipe = self.folder / role, self.recipe(scheme)
         return Checkpoint(quantize(checkpoint.directory, out, recipe, head=head, progress=self.progress))
 
     def laid_out(self, role: str, checkpoint: Checkpoint) -> Checkpoint:
         """The checkpoint with its weights as the engine reads them."""
-        name = f"{role}-{self.layout}"
+        out = self.folder / f"{role}-{self.layout}"
         if self.layout == "int4_by_row" and repack.has_signed(checkpoint):
-            out = self.place(name, checkpoint, self.layout)
             return Checkpoint(repack.int4_by_row(checkpoint, out, self.progress))
         if self.layout != "blocks":
             return checkpoint
@@ -153,13 +143,7 @@ class _Work:
         options = {"eight_bits": eight_bits, "channels": integers and self.per_channel}
         if not repack.has_blocks(checkpoint, **options):
             return checkpoint
-        made = f"blocks of {8 if eight_bits else 4} bits{', by output' * options['channels']}"
-        return Checkpoint(
-            repack.in_blocks(checkpoint, self.place(name, checkpoint, made), self.progress, **options)
-        )
-
-    def _made(self, scheme: str) -> str:
-        return f"{scheme}{', by output' * self.per_channel}"
+        return Checkpoint(repack.in_blocks(checkpoint, out, self.progress, **options))
 
     def _outline(self, checkpoint: Outline, scheme: str, layers: Mapping[str, Algorithm | None]) -> Outline:
         """A checkpoint without weights in a scheme, but for `layers`. The widths of its layers are not known here."""
@@ -187,28 +171,13 @@ def _write_draft_head(target: Checkpoint, tokens: NDArray[np.int64], out: Path) 
         for at in range(0, len(tokens), step):
             yield f"{HEAD}.{end}", head[tokens[at : at + step]]
 
-    with workspace(out) as place:
-        place.empty()
-        entries = [
-            *(
-                Entry(f"{HEAD}.{end}", info.dtype, (len(tokens), *info.shape[1:]), some(info.name, end))
-                for end, info in tensors.items()
-            ),
-            Entry("d2t", "I64", (len(tokens),), [("d2t", tokens - np.arange(len(tokens)))]),
-        ]
-        config = read_object(target.directory / "config.json") | {"tie_word_embeddings": False}
-        write_checkpoint(target.directory, place.path, [(SINGLE, entries)], config)
-        place.publish()
-
-
-def _place(folder: Path, source: Checkpoint, made: str) -> Path:
-    """`folder`, for a checkpoint made from `source`. Anything that another source left there is removed."""
-    files = [source.directory / "config.json", *source.files]
-    inputs = json.dumps([made, [stamp(file.stat()) for file in files]]).encode()
-    note = folder.with_name(f"{folder.name}.inputs")
-    if not note.is_file() or note.read_bytes() != inputs:
-        note.unlink(missing_ok=True)  # first: what a kill leaves of the folder belongs to no inputs
-        shutil.rmtree(folder, ignore_errors=True)
-        with whole_file(note) as file:
-            file.write(inputs)
-    return folder
+    entries = [
+        *(
+            Entry(f"{HEAD}.{end}", info.dtype, (len(tokens), *info.shape[1:]), some(info.name, end))
+            for end, info in tensors.items()
+        ),
+        Entry("d2t", "I64", (len(tokens),), [("d2t", tokens - np.arange(len(tokens)))]),
+    ]
+    config = read_object(target.directory / "config.json") | {"tie_word_embeddings": False}
+    out.mkdir()
+    write_checkpoint(target.directory, out, [(SINGLE, entries)], config)

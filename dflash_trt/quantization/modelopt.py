@@ -79,7 +79,6 @@ def quantize_with_modelopt(
 
     with workspace(out) as place:
         place.check_free("is there already")
-        place.empty()
         model = mtq.quantize(model, config, calibrate)
         export(model, export_dir=place.path)
         copy_beside(source, place.path)

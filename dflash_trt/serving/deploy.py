@@ -88,7 +88,6 @@ def deploy(
     if name is not None:
         out.mkdir(parents=True, exist_ok=True)
     with workspace(out if name is None else out / name) as place:
-        place.empty()
         place.check_free("is there already")
         if name is None:
             # Triton needs a version directory, even an empty one.

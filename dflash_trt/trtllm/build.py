@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import yaml
 
-from dflash_trt.bundle.contents import describe_file
+from dflash_trt.bundle.manifest import describe_file
 from dflash_trt.bundle.workspace import Progress, Workspace
 from dflash_trt.checkpoint.pair import TOKENIZER_FILES, CheckpointPair, tokenizer_files
 from dflash_trt.checkpoint.schema import DrafterConfig

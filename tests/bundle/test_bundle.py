@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -182,34 +180,6 @@ def test_a_tied_head_that_is_stored_must_be_the_embedding(checkpoints: Path, tmp
     save_file(tensors, weights)
     with pytest.raises(CheckpointError, match=r"tie_word_embeddings is true.*lm_head\.weight that differs"):
         build(str(tmp_path / "target"), str(checkpoints / "drafter"), tmp_path / "other")
-
-
-_KILLED = """
-import os, signal, sys
-from pathlib import Path
-from dflash_trt import LLM
-from dflash_trt.building import build as build_module
-from dflash_trt.building.build import build
-step, count = sys.argv[4], int(sys.argv[5])
-def progress(name, done, total):
-    if name == step and done >= count:
-        os.kill(os.getpid(), signal.SIGKILL)
-build(sys.argv[1], sys.argv[2], Path(sys.argv[3]), progress=progress)
-"""
-
-
-def test_a_continued_build_does_not_digest_twice(checkpoints: Path, tmp_path: Path) -> None:
-    out = tmp_path / "bundle"
-    pair = [str(checkpoints / "target"), str(checkpoints / "drafter")]
-    subprocess.run([sys.executable, "-c", _KILLED, *pair, str(out), "write graphs", "0"], check=False)
-    (digests,) = tmp_path.glob(".bundle.dflash-trt-work/digests.json")
-    known = json.loads(digests.read_text())
-    # Only the interrupted build can have recorded a wrong digest. It ends up in the manifest and is noticed.
-    known["weights/target/model.safetensors"]["sha256"] = "0" * 64
-    digests.write_text(json.dumps(known))
-    with pytest.raises(BundleError, match=r"weights/target/model\.safetensors: sha256 differs"):
-        build_pair(checkpoints, out)
-    assert manifest_of(out)["files"]["weights/target/model.safetensors"]["sha256"] == "0" * 64
 
 
 def test_two_builds_of_one_bundle_do_not_mix(checkpoints: Path, tmp_path: Path) -> None:

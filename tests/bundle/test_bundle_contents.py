@@ -8,17 +8,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
-from dflash_trt.bundle import contents
 from dflash_trt.bundle.manifest import MANIFEST, Bundle, write_manifest
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import BuildError, BundleError, CheckpointError
-from dflash_trt.files import disk
 from dflash_trt.quantization.convert import quantize
 from dflash_trt.serving.deploy import deploy
 from dflash_trt.trtllm.entry import TensorRTLLMOptions
@@ -174,19 +171,6 @@ def test_weights_are_linked_when_asked_and_a_change_of_them_is_noticed(pair: Pat
     Bundle.open(elsewhere, "full")
 
 
-def test_copied_and_linked_weights_are_not_mixed_by_an_interrupted_build(pair: Path) -> None:
-    def stop(step: str, done: int, total: int) -> None:
-        if step == "write graphs":
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        build_pair(pair, pair / "bundle", weights="link", progress=stop)
-    out = build_pair(pair, pair / "bundle").path
-    assert not (out / WEIGHTS).samefile(pair / "target" / "model.safetensors")
-    assert (out / WEIGHTS).stat().st_nlink == 1
-    assert leftovers(out) == []
-
-
 def test_a_file_system_without_links_gets_copies(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise OSError("no links here")
@@ -200,34 +184,11 @@ def test_a_file_system_without_links_gets_copies(pair: Path, monkeypatch: pytest
     Bundle.open(out, "full")
 
 
-@pytest.mark.skipif(disk.fcntl is None, reason="FICLONE is an ioctl of Linux")
-def test_weights_share_their_blocks_where_the_file_system_can(
-    pair: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cloned = []
-
-    def ioctl(new: int, request: int, old: int) -> int:
-        assert request == 0x40049409  # FICLONE
-        cloned.append(os.readlink(f"/proc/self/fd/{old}"))
-        os.pwrite(new, os.pread(old, os.fstat(old).st_size, 0), 0)
-        return 0
-
-    def no_copy(*args: object) -> None:
-        raise AssertionError(args)
-
-    monkeypatch.setattr(disk.fcntl, "ioctl", ioctl)
-    monkeypatch.setattr(contents, "copy", no_copy)
-    out = build_pair(pair, pair / "bundle").path
-    Bundle.open(out, "full")
-    assert str(pair / "target" / "model.safetensors") in cloned
-
-
 def test_copies_that_do_not_fit_on_the_disk_are_not_begun(
     pair: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(pair)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    monkeypatch.setattr(contents, "clone", lambda source, destination: False)
     with pytest.raises(
         BuildError, match=r"bytes for copies, but its file system has 1000 free.*--weights link"
     ):
@@ -258,23 +219,3 @@ def test_a_checkpoint_that_changes_between_header_and_data_is_not_mapped(pair: P
         file.truncate(4096)
     with pytest.raises(CheckpointError, match=r"model\.safetensors: was changed since its header was read"):
         checkpoint.array("model.norm.weight")
-
-
-def test_a_build_with_another_precision_takes_over_nothing_that_is_stale(pair: Path) -> None:
-    """Weights quantized for an interrupted build belong to the checkpoint as it was then."""
-
-    def stop(step: str, done: int, total: int) -> None:
-        if step == "write graphs":
-            raise KeyboardInterrupt
-
-    from dflash_trt.formats.precision import Precision
-
-    options: dict[str, Any] = {"precision": Precision(target="int4")}
-    with pytest.raises(KeyboardInterrupt):
-        build_pair(pair, pair / "bundle", progress=stop, **options)
-    assert leftovers(pair / "bundle")
-    make_target(pair / "target", seed=5)
-    found = build_pair(pair, pair / "bundle", **options).manifest
-    fresh = build_pair(pair, pair / "fresh", **options).manifest
-    assert found["files"] == fresh["files"]
-    assert leftovers(pair / "bundle") == []

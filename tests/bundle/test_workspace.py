@@ -8,14 +8,14 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dflash_trt.bundle.manifest import MANIFEST, Bundle
-from dflash_trt.bundle.workspace import Workspace, workspace
+from dflash_trt.bundle.workspace import workspace
 from dflash_trt.errors import BuildError, CheckpointError, DFlashError
 from dflash_trt.files.disk import held_folder, own_file, whole_file
 from dflash_trt.quantization.convert import quantize
@@ -34,17 +34,6 @@ POSIX = pytest.mark.skipif(
 
 def contents(directory: Path) -> dict[str, bytes]:
     return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
-
-
-def interrupted(out: Path) -> None:
-    """Leave the work directory of an interrupted run."""
-    with suppress(KeyboardInterrupt), workspace(out) as place:
-        (place.path / "half").write_text("done")
-        raise KeyboardInterrupt
-
-
-def place(folder: Path) -> AbstractContextManager[Workspace]:
-    return workspace(folder / "bundle")
 
 
 # Manifests of other programs and of other versions of this one, and a damaged one.
@@ -155,60 +144,45 @@ def test_a_lock_whose_file_is_removed_meanwhile_is_not_held_twice(
         assert again
 
 
+@pytest.mark.parametrize("full", [False, True])
+def test_an_interrupted_run_leaves_plans_unless_the_disk_is_full(tmp_path: Path, full: bool) -> None:
+    """The next run removes only our own names, whatever a kill has left of them."""
+    out, area = tmp_path / "bundle", tmp_path / WORK
+    with suppress(KeyboardInterrupt, OSError), workspace(out) as place:
+        plan = place.path / "plans" / "sm90" / "target.plan"
+        plan.parent.mkdir(parents=True)
+        for file in (plan, place.path / "x", place.scratch / "y"):
+            file.write_text("whole")
+        raise OSError(errno.ENOSPC, "no room") if full else KeyboardInterrupt
+    assert contents(tmp_path) == ({} if full else {f"{WORK}/new/plans/sm90/target.plan": b"whole"})
+    for folder in (out, *(area / name for name in ("new", "scratch", "replaced"))):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "half").write_text("half")
+    (area / "thesis.tex").write_text("five years")
+    with workspace(out) as again:
+        assert contents(again.area).keys() - {"lock"} == {"thesis.tex"} | (
+            set() if full else {"new/plans/sm90/target.plan"}
+        )
+    assert contents(tmp_path) == {f"{WORK}/thesis.tex": b"five years", "bundle/half": b"half"}
+
+
 @POSIX
-def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_or_a_directory_of_another_user_is_not_taken_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     victim = tmp_path / "victim"
     victim.mkdir()
     (victim / "thesis.tex").write_text("five years")
     (tmp_path / WORK).symlink_to(victim)
-    with pytest.raises(BuildError, match="is not a directory of this user"), place(tmp_path):
+    refusal = pytest.raises(BuildError, match="is not a directory of this user")
+    with refusal, workspace(tmp_path / "bundle"):
         pass
-    assert contents(victim) == {"thesis.tex": b"five years"}
-
-
-def test_only_our_own_names_in_the_work_directory_are_removed(tmp_path: Path) -> None:
-    interrupted(tmp_path / "bundle")
-    (tmp_path / WORK / "thesis.tex").write_text("five years")
-    with place(tmp_path) as again:
-        again.done = True
-    assert contents(tmp_path / WORK) == {"thesis.tex": b"five years"}
-
-
-@POSIX
-def test_a_directory_of_another_user_is_not_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupted(tmp_path / "bundle")
+    (tmp_path / WORK).unlink()
+    victim.rename(tmp_path / WORK)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    with pytest.raises(BuildError, match="not a directory of this user"), place(tmp_path):
+    with refusal, workspace(tmp_path / "bundle"):
         pass
-    monkeypatch.undo()
-    with place(tmp_path) as again:
-        assert (again.path / "half").read_text() == "done"
-
-
-def test_what_is_left_of_an_interrupted_removal_is_not_taken_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, unlink = tmp_path / "bundle", os.unlink
-    removed: list[str] = []
-
-    def second_fails(name: Any, **kwargs: Any) -> None:
-        if removed:
-            raise KeyboardInterrupt
-        removed.append(name)
-        unlink(name, **kwargs)
-
-    with suppress(KeyboardInterrupt), workspace(out) as place:
-        quantized = place.scratch / "target"
-        quantized.mkdir()
-        for name in ("config.json", "model.safetensors"):
-            (quantized / name).write_text("whole")
-        place.done = True
-        monkeypatch.setattr(os, "unlink", second_fails)
-    monkeypatch.undo()
-    assert len(removed) == 1
-    with workspace(out) as again:
-        assert not any(again.scratch.iterdir())
-    assert leftovers(out) == []
+    assert contents(tmp_path / WORK) == {"thesis.tex": b"five years"}
 
 
 def test_a_replacement_that_ends_between_its_renames_is_undone(
@@ -227,13 +201,28 @@ def test_a_replacement_that_ends_between_its_renames_is_undone(
         build_pair(checkpoints, bundle, "other", force=True)
     monkeypatch.undo()
     assert contents(bundle) == before
+    (bundle.parent / WORK).mkdir(mode=0o700)
     bundle.rename(bundle.parent / WORK / "replaced")  # as a kill leaves it
     with pytest.raises(BuildError, match="other inputs"):
         build_pair(checkpoints, bundle, "other")
     assert contents(bundle) == before
-    build_pair(checkpoints, bundle, "other", force=True)
-    Bundle.open(bundle, "full")
     assert leftovers(bundle) == []
+
+
+@pytest.mark.parametrize("role", ["path", "scratch"])
+@pytest.mark.parametrize("kind", [OSError, BuildError])
+def test_an_error_names_no_directory_that_is_gone(tmp_path: Path, role: str, kind: type[Exception]) -> None:
+    def fail() -> None:
+        with workspace(tmp_path / "out") as place:
+            file = f"{getattr(place, role)}/half"
+            raise (
+                OSError(errno.ENOSPC, "no room", file) if kind is OSError else BuildError(f"{file}: is wrong")
+            )
+
+    with pytest.raises(kind, match=f"{tmp_path}/out") as found:
+        fail()
+    assert "dflash-trt-work" not in str(found.value)
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_comes_into_the_place_during_the_work_is_not_replaced(tmp_path: Path) -> None:
@@ -279,30 +268,6 @@ def test_everything_is_on_disk_before_it_has_its_name(
         assert expected <= before, out
         assert any(event.endswith("/new") for event in events[:at])
         assert str(tmp_path) in events[at:]
-
-
-@pytest.mark.parametrize("role", ["path", "scratch"])
-@pytest.mark.parametrize(
-    "error", [OSError(errno.ENOSPC, "no room", "{}"), BuildError("{}/a.bin: is wrong ({})")]
-)
-def test_an_error_names_no_directory_that_is_gone(tmp_path: Path, role: str, error: Exception) -> None:
-    """A full disk removes the work, and so does an error before there is any."""
-
-    def fail() -> None:
-        with workspace(tmp_path / "out") as place:
-            folder = str(getattr(place, role))
-            if isinstance(error, OSError):
-                (Path(folder) / "half").write_text("x")
-                raise OSError(error.errno, "no room", f"{folder}/half")
-            raise BuildError(str(error).replace("{}", folder))
-
-    with pytest.raises(type(error)) as found:
-        fail()
-    assert not list(tmp_path.iterdir())
-    expected = f"{tmp_path}/out: is wrong ({tmp_path}/out)"
-    assert str(found.value) == (
-        expected if isinstance(error, BuildError) else f"[Errno 28] no room: '{tmp_path}/out'"
-    )
 
 
 def test_a_file_that_is_not_written_to_its_end_does_not_appear(tmp_path: Path) -> None:

@@ -180,7 +180,6 @@ def test_a_build_without_room_leaves_nothing_behind(
 
     monkeypatch.chdir(folders)
     before = tree(folders)
-    monkeypatch.setattr(contents, "clone", lambda *_: False)
     monkeypatch.setattr(contents, "copy", full)
     words = [
         "build", "--target", "target", "--drafter", "drafter", "--engine", "onnxruntime", "--out", "full",

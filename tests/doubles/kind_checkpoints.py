@@ -222,26 +222,9 @@ def make_dspark(
         if head == "gated":
             shapes["markov_head.gate_proj.weight"] = (rank, hidden + rank)
             shapes["markov_head.gate_proj.bias"] = (rank,)
-        elif head == "rnn":
-            shapes["markov_head.joint_proj.weight"] = (3 * rank, 2 * rank + hidden)
-            shapes["markov_head.joint_proj.bias"] = (3 * rank,)
     if confidence:
         shapes["confidence_head.proj.weight"] = (1, hidden + rank)
         shapes["confidence_head.proj.bias"] = (1,)
-    return _write(directory, config, shapes, seed)
-
-
-def make_dflare(directory: Path, target: Path, *, seed: int = 8) -> Path:
-    """A DFlare drafter: no fc, shares for each layer, and projections for the context."""
-    config = dflash_fields(target, "QwenDFlareDraftModel", 2)
-    hidden = config["hidden_size"]
-    config["dflash_config"] = {"block_size": 8, "mask_token_id": MASK, "target_layer_ids": [1, 2, 4]}
-    shapes = dflash_shapes(config, 3)
-    del shapes["fc.weight"]
-    shapes["layer_fusion_weights"] = (2, 3)
-    for i in range(2):
-        for side in "kv":
-            shapes[f"layers.{i}.self_attn.{side}_proj_target.weight"] = (KV_HEADS * HEAD_DIM, hidden)
     return _write(directory, config, shapes, seed)
 
 

@@ -1,6 +1,6 @@
 """Drafters that no package beside Transformers 5.23 has, in plain torch, float32, batch 1, uncached.
 
-DFlare, EAGLE-3, DSpark and DeepSpec's drafter for Gemma 4: z-lab's package and Transformers have none of them.
+EAGLE-3, DSpark and DeepSpec's drafter for Gemma 4: z-lab's package and Transformers have none of them.
 speculators 0.9.0 has EAGLE-3 and DSpark, in its own format and with Transformers up to 5.19; vLLM's wheel for CPUs runs
 them in its engine only. Each function of a class is the rule of its kind's public code, with the published names.
 """
@@ -111,38 +111,6 @@ class Eagle3(Plain):
         return found
 
 
-class DFlare(Plain, Drafter):
-    """Each layer mixes the tapped states with shares of its own, and projects them with matrices of its own."""
-
-    def load(self) -> None:
-        """Nothing of it is z-lab's."""
-
-    def logits(self, target: Qwen3ForCausalLM, rows: Tensor) -> Tensor:
-        return target.lm_head(rows)
-
-    def hidden(self, features: Tensor, block: Tensor) -> Tensor:
-        states = features.unflatten(-1, (len(self.taps), -1))
-        positions = torch.arange(len(features) + len(block))
-        for i in range(self.config["num_hidden_layers"]):
-            layer, name = f"layers.{i}", f"layers.{i}.self_attn"
-            shares = self.w["layer_fusion_weights"][i].softmax(-1)
-            context = self.norm((states * shares[:, None]).sum(1), "hidden_norm")
-            y = self.norm(block, f"{layer}.input_layernorm")
-            sides = (
-                (self.linear(context, f"{name}.{x}_proj_target"), self.linear(y, f"{name}.{x}_proj"))
-                for x in "kv"
-            )
-            k, v = (self.heads(torch.cat(each)) for each in sides)
-            q, k = (
-                self.norm(self.heads(self.linear(y, f"{name}.q_proj")), f"{name}.q_norm"),
-                self.norm(k, f"{name}.k_norm"),
-            )
-            q, k = self.rotated(q, positions[len(features) :]), self.rotated(k, positions)
-            block = block + self.linear(self.attention(q, k, v), f"{name}.o_proj")
-            block = block + self.mlp(self.norm(block, f"{layer}.post_attention_layernorm"), f"{layer}.mlp")
-        return self.norm(block, "norm")
-
-
 class DSpark(Drafter):
     """Every row predicts the next token. The Markov head corrects the best `candidates` of a place."""
 
@@ -158,18 +126,12 @@ class DSpark(Drafter):
         block = torch.tensor([anchor] + [self.mask_token_id] * ((length or self.block_size + 1) - 2))
         rows = self.hidden(features, self.embed(target, block))
         scores, logprobs, before = list[Tensor](), list[float](), anchor
-        state = torch.zeros(self.own["markov_rank"])
         for row in rows:
             logits, w = self.logits(target, row), torch.empty(0)
             if self.own["markov_rank"]:
                 w = of_token = self.w["markov_head.markov_w1.weight"][before]
                 if self.own["markov_head_type"] == "gated":
                     of_token = self.linear(torch.cat([row, w]), "markov_head.gate_proj").sigmoid() * w
-                elif self.own["markov_head_type"] == "rnn":
-                    joint = self.linear(torch.cat([state, w, row]), "markov_head.joint_proj")
-                    gate, fresh, out = joint.chunk(3)
-                    state = gate.sigmoid() * state + (1 - gate.sigmoid()) * fresh.tanh()
-                    of_token = out.tanh()
                 best = logits.topk(self.candidates).indices
                 corrected = logits + self.w["markov_head.markov_w2.weight"] @ of_token
                 logits = torch.full_like(logits, -torch.inf)

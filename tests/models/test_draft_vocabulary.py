@@ -21,9 +21,8 @@ from dflash_trt.formats.precision import parse_precision
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.models.inventory import take_inventory
 from tests.doubles.checkpoints import make_target
-from tests.doubles.kind_checkpoints import make_dflare, make_dflash2, make_dspark, make_eagle3, make_jetspec
+from tests.doubles.kind_checkpoints import make_dflash2, make_dspark, make_eagle3, make_jetspec
 from tests.doubles.reference import DFlash2, Drafter, load_target, target_outputs
-from tests.doubles.reference_kinds import DFlare
 from tests.doubles.speculators import SpeculatorsDSpark, as_speculators
 
 VOCAB = 384
@@ -39,7 +38,6 @@ def make_speculators_dspark(directory: Path, target: Path) -> Path:
 
 KINDS: dict[str, tuple[Any, Any]] = {
     "jetspec": (make_jetspec, Drafter),
-    "dflare": (make_dflare, DFlare),
     "dflash2": (make_dflash2, DFlash2),
     "dspark": (make_speculators_dspark, SpeculatorsDSpark),
 }

@@ -20,7 +20,6 @@ from dflash_trt.errors import DFlashError
 from dflash_trt.models.configs import read_drafter_config
 from tests.doubles.checkpoints import make_target, write_json
 from tests.doubles.kind_checkpoints import (
-    make_dflare,
     make_dflash2,
     make_dspark,
     make_eagle3,
@@ -28,7 +27,7 @@ from tests.doubles.kind_checkpoints import (
     target_config,
 )
 from tests.doubles.reference import DFlash2, Drafter, load_target, target_outputs
-from tests.doubles.reference_kinds import DFlare, DSpark, Eagle3
+from tests.doubles.reference_kinds import DSpark, Eagle3
 from tests.doubles.speculators import (
     SpeculatorsBlock,
     SpeculatorsDFlash2,
@@ -70,11 +69,9 @@ CASES: dict[str, tuple[Make, Callable[[Path], Any]]] = {
     "dflash2": dflash2(),
     "dflash2, windows": dflash2(window=9, softcap=6.0, multiplier=0.5, block_size=5),
     "jetspec": (make_jetspec, Drafter),
-    "dflare": (make_dflare, DFlare),
     "deepspec's dflash": dspark(rank=0),
     "dspark": dspark(),
     "dspark, gated, with confidence": dspark(head="gated", confidence=True),
-    "dspark, rnn": dspark(head="rnn"),
     "speculators, dflash": speculators(
         make_jetspec, "dflash", SpeculatorsBlock, entered=(2, 4), vocabulary=200, layer=SLIDING
     ),
@@ -90,14 +87,14 @@ CASES: dict[str, tuple[Make, Callable[[Path], Any]]] = {
         selector_top_k=6,
     ),
     "speculators, dspark": speculators(
-        dspark(head="rnn", confidence=True)[0],
+        dspark(head="gated", confidence=True)[0],
         *("dspark", SpeculatorsDSpark),
         entered=(0, 3),
         vocabulary=200,
         block_size=7,
         sample_from_anchor=True,
         markov_rank=24,
-        markov_head_type="rnn",
+        markov_head_type="gated",
         enable_confidence_head=True,
         confidence_head_with_markov=True,
     ),
@@ -229,7 +226,7 @@ EAGLE, SPECULATORS, SCALE = "eagle3", "speculators, dspark", "input_embedding_sc
                 ({"target_hidden_size": 128}, "target_hidden_size is 128, but hidden_size is 64"),
                 ({"aux_hidden_state_layer_ids": [2, 2]}, "aux_hidden_state_layer_ids is .2, 2., expected"),
                 ({"aux_hidden_state_layer_ids": [2, 7]}, "the target has 6 layers"),
-                ({"sample_from_anchor": False}, "markov_head_type 'rnn' needs true"),
+                ({"markov_head_type": "rnn"}, "markov_head_type is 'rnn', supported are: vanilla, gated"),
             )
         ),
     ],

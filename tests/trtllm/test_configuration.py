@@ -23,7 +23,7 @@ from dflash_trt.trtllm.configuration import CONTAINER, SCHEMA, VERSION, Configur
 from dflash_trt.trtllm.entry import POOL, TensorRTLLMOptions
 from dflash_trt.trtllm.targets import DFLASH2, TargetQuantization, check_drafter, target_quantization
 from tests.doubles.checkpoints import make_drafter, make_target, write_json
-from tests.doubles.kind_checkpoints import make_dflare, make_dflash2, make_jetspec
+from tests.doubles.kind_checkpoints import make_dflash2, make_jetspec
 
 Pair = tuple[Inventory, TargetQuantization]
 PARALLEL = ((1, 1), (2, 1), (2, 2), (4, 1), (8, 1), (8, 4), (8, 8), (16, 8))
@@ -448,8 +448,6 @@ def test_drafters_that_tensorrt_llm_computes_otherwise_are_refused(tmp_path: Pat
     check_drafter(read_drafter_config(make_dflash2(tmp_path / "dflash2", target)))
     with pytest.raises(CheckpointError, match="rows of a block see earlier rows only"):
         check_drafter(read_drafter_config(make_jetspec(tmp_path / "jetspec", target)))
-    with pytest.raises(CheckpointError, match="the architecture is QwenDFlareDraftModel"):
-        check_drafter(read_drafter_config(make_dflare(tmp_path / "dflare", target)))
     drafter = make_drafter(tmp_path / "drafter", target)
     write_json(drafter / "hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}})
     with pytest.raises(CheckpointError, match="the drafter is quantized"):

@@ -16,7 +16,6 @@ from typing import Any
 from dflash_plugins import registration, rtx
 
 from dflash_trt.bundle.workspace import Progress
-from dflash_trt.checkpoint.mapped import released
 from dflash_trt.engines.tensorrt.options import Flavour
 from dflash_trt.errors import BuildError
 from dflash_trt.files.disk import whole_file
@@ -70,7 +69,7 @@ def build_plan(
     trt = flavour.load()
     step = f"build {graph.stem} sm{capability}"
     plan.parent.mkdir(parents=True, exist_ok=True)
-    with plan.with_suffix(".log").open("w", encoding="utf-8") as log, released(graph.parent.rglob("*")):
+    with plan.with_suffix(".log").open("w", encoding="utf-8") as log:
         logger = _logger(trt, log)
         builder = trt.Builder(logger)
         network = _network(trt, flavour, builder, logger, graph, capability if plugins else None)

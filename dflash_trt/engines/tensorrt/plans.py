@@ -17,9 +17,8 @@ from dflash_plugins.dialect import TensorRTLayerPlugins, TensorRTPlugins
 from dflash_plugins.kernel_specs import round_uses
 from dflash_plugins.plugin_table import VERSION as PLUGIN_VERSION
 
-from dflash_trt.bundle.contents import describe_file
-from dflash_trt.bundle.manifest import cache_rows
-from dflash_trt.bundle.workspace import Progress
+from dflash_trt.bundle.manifest import cache_rows, describe_file
+from dflash_trt.bundle.workspace import PLANS, Progress
 from dflash_trt.checkpoint.linears import number_formats
 from dflash_trt.checkpoint.pair import CheckpointPair
 from dflash_trt.checkpoint.schema import TargetConfig
@@ -46,7 +45,6 @@ _log = logging.getLogger(__name__)
 DTYPES = {"bf16": ir.DataType.BFLOAT16, "fp16": ir.DataType.FLOAT16, "fp32": ir.DataType.FLOAT}
 # Their names in Triton.
 _TYPES = {dtype: name for name, dtype in DTYPES.items()}
-FOLDER = "plans"
 _TIMING_BYTES = 1 << 30
 
 
@@ -132,7 +130,6 @@ def plan_job(engine: str, pair: CheckpointPair, settings: BuildSettings, progres
         files=graph_files(pair),
         digests=graph_digests(models),
         link=True,  # plans contain the weights, so no copies are made for them
-        keep=FOLDER,
         models=models,
         plans=plans,
     )
@@ -236,7 +233,7 @@ class Plans:
         """The timing caches of a bundle's plans, by folder and role."""
         names = [f"sm{capability}/{role}" for capability in self.capabilities for role in self._roles]
         return {
-            name: read_file(bundle / FOLDER / f"{name}{TIMINGS}", _TIMING_BYTES, BuildError) for name in names
+            name: read_file(bundle / PLANS / f"{name}{TIMINGS}", _TIMING_BYTES, BuildError) for name in names
         }
 
     def describe(self) -> dict[str, Any]:
@@ -266,13 +263,13 @@ class Plans:
 
         Returns the plans as the manifest lists them, and their files with size and digest.
         """
-        for folder in (work / FOLDER).glob("*"):
+        for folder in (work / PLANS).glob("*"):
             if folder.name not in {f"sm{capability}" for capability in self.capabilities}:
                 shutil.rmtree(folder)
         plans: dict[str, Any] = {}
         files: dict[str, dict[str, Any]] = {}
         for capability in self.capabilities:
-            folder = work / FOLDER / f"sm{capability}"
+            folder = work / PLANS / f"sm{capability}"
             plans[str(capability)] = {}
             for role, model in models.items():
                 plan, memo = folder / f"{role}.plan", folder / f"{role}.json"
@@ -296,10 +293,10 @@ class Plans:
         if self.kernels:
             compiled.write(work / compiled.FILE, self.kernels)
             files[compiled.FILE] = describe_file(work / compiled.FILE)
-        for memo in (work / FOLDER).rglob("*.json"):
+        for memo in (work / PLANS).rglob("*.json"):
             memo.unlink()
         for pattern in ("*.log", f"*{TIMINGS}"):
-            for file in (work / FOLDER).rglob(pattern):
+            for file in (work / PLANS).rglob(pattern):
                 files[str(file.relative_to(work))] = describe_file(file)
         # The plans contain the weights now. The graphs stay for inspection.
         shutil.rmtree(work / "weights")

@@ -8,7 +8,6 @@ from typing import Any
 import onnx_ir as ir
 
 from dflash_trt.models.drafters import (
-    dflare,
     dflash,
     dflash2,
     dspark,
@@ -23,7 +22,6 @@ _KINDS = (
     dflash.KIND,
     dflash2.KIND,
     dspark.KIND,
-    dflare.KIND,
     gemma4.KIND,
     muse_glimmer.KIND,
     *eagle3.KINDS,

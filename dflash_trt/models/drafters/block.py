@@ -17,7 +17,6 @@ from functools import wraps
 
 import onnx_ir as ir
 
-from dflash_trt.models.attention import Attention
 from dflash_trt.models.decoder import embed, gated_mlp, sandwich_layer, soft_capped
 from dflash_trt.models.drafters.drafter_pass import DrafterPass, best_candidates
 from dflash_trt.models.drafters.kind import DrafterParts
@@ -110,10 +109,9 @@ class BlockPass(DrafterPass):
             self._context = g.op("Reshape", context, self.by_sequence, name="context")
         return self._context
 
-    def embedded(self, *, fuse: bool = True) -> ir.Value:
-        """The embedded rows of the block, [B*R, D]. fuse: whether all layers share one context."""
-        if fuse:
-            self.context()
+    def embedded(self) -> ir.Value:
+        """The embedded rows of the block, [B*R, D]."""
+        self.context()
         own = self.settings.embedding or self.m.has("embed_tokens.weight")
         root = self.m if own else self.root.at(self.target.prefix)
         target_scale = self.target.embedding_scale if self.config.row_scale is None else self.config.row_scale
@@ -126,20 +124,15 @@ class BlockPass(DrafterPass):
             x = self.layer(i, x, convolve)
         return x
 
-    def layer(
-        self, i: int, x: ir.Value, convolve: Convolve | None = None, context: ir.Value | None = None
-    ) -> ir.Value:
+    def layer(self, i: int, x: ir.Value, convolve: Convolve | None = None) -> ir.Value:
         """Layer i on the block rows x [B*R, D].
 
         `convolve(m, name, u)` gives what is done before and after the sublayer `name`, whose normed input is u.
-        `context` [B*S, D]: the layer's own, with projections for keys and values of its own.
         """
         g, layer, config = self.g, self.m.at(f"layers.{i}"), self.config
         hidden = config.hidden_size
 
         def attention(h: ir.Value) -> ir.Value:
-            if context is not None:
-                return self._with_own_context(i, layer, h, context)
             return self.by_layer[i].layer(layer, i, h, self._behind_context(self.context(), h, hidden))
 
         def mlp(h: ir.Value) -> ir.Value:
@@ -171,17 +164,6 @@ class BlockPass(DrafterPass):
         both = g.op("Concat", *parts, name="both", axis=1)
         both = g.op("Reshape", both, g.constant([-1, width]), name="flat")
         return g.op("Gather", both, self.order, name="packed")
-
-    def _with_own_context(self, i: int, layer: Module, h: ir.Value, context: ir.Value) -> ir.Value:
-        config, m, mixer = self.config, layer.at("self_attn"), self.by_layer[i]
-        assert isinstance(mixer, Attention)
-        width, hidden = config.num_key_value_heads * config.head_dim, config.hidden_size
-        stored = []
-        for side in "kv":
-            of_context = m.linear(context, f"{side}_proj_target", hidden, width, bias=config.attention_bias)
-            of_block = m.linear(h, f"{side}_proj", hidden, width, bias=config.attention_bias)
-            stored.append(self._behind_context(of_context, of_block, width))
-        return mixer.layer(layer, i, h, h, stored=(stored[0], stored[1]))
 
     def drafted(self, x: ir.Value) -> ir.Value:
         """The normed rows that predict, [B*(K-1), D]."""

@@ -1,10 +1,9 @@
 """DSpark and DeepSpec's DFlash: every row of the block predicts, and a Markov head corrects a token by the one before.
 
 Row i predicts the token after its own position, so that K - 1 rows give K - 1 drafts. The head adds W2 W1[a] to the
-logits after token a, or W2 (gate * W1[a]) with a gate that follows from the row and a. The head `rnn` adds W2 o. A
-recurrent cell gives o from the row, W1[a] and its own state. A head corrects the best CANDIDATES tokens of each place.
-All tokens would take a product with the whole vocabulary for each place. The confidence head estimates how likely the
-draft of a place is accepted. It stands in for the log-probability of the draft.
+logits after token a, or W2 (gate * W1[a]) with a gate that follows from the row and a. A head corrects the best
+CANDIDATES tokens of each place. All tokens would take a product with the whole vocabulary for each place. The
+confidence head estimates how likely the draft of a place is accepted, which stands in for its log-probability.
 
 Embedding and head are the drafter's own.
 """
@@ -26,7 +25,7 @@ from dflash_trt.models.module import Module
 from dflash_trt.models.reading import QWEN_HEAD_DIM, check_quantization, decoder, layer_ids, refuse, windows
 
 CANDIDATES = 64
-Head = Literal["vanilla", "gated", "rnn"]
+Head = Literal["vanilla", "gated"]
 _ROWS, _RANK = 1024, 1 << 14
 
 
@@ -115,8 +114,7 @@ def build_dspark(block: BlockPass, width: int) -> tuple[ir.Value, ir.Value]:
     if own.rank:
         scores = PairScores.of_logits(block, logits, most_candidates(own, config.vocab_size))
         with block.g.scope("markov"):
-            walk = _recurrent if own.head == "rnn" else _markov
-            tokens, logprobs, before = walk(block, rows, scores, width)
+            tokens, logprobs, before = _markov(block, rows, scores, width)
     else:
         tokens, logprobs = block.best(logits, width)
     if own.confidence:
@@ -164,56 +162,6 @@ def _markov(
     fit = g.op("MatMul", left, g.op("Transpose", w2, name="by_rank", perm=[0, 1, 3, 2]), name="fit")
     tokens, logprobs, behind = best_walk(block, scores, g.to_float(fit), width)
     return tokens, logprobs, followed(g, w1, behind)
-
-
-def _recurrent(
-    block: BlockPass, rows: ir.Value, scores: PairScores, width: int
-) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """`_markov` for the head `rnn`: a state runs along the places, so the score of a token depends on all before it.
-
-    The steps are unrolled for the longest block. In a shorter one the last place is repeated and cut off.
-    """
-    g, m, config, rank = block.g, block.m.at("markov_head"), block.config, block.config.own.rank
-    hidden = config.hidden_size
-    w2 = _successors(block, scores)
-    weight = m.weight("joint_proj.weight", 3 * rank, 2 * rank + hidden)
-    sizes = g.constant([2 * rank, hidden])
-    of_state, of_row = g.multi("Split", weight, sizes, outputs=2, name="joint_parts", axis=1)
-    bias = m.weight("joint_proj.bias", 3 * rank)
-    part = g.op("Gemm", rows, of_row, bias, name="joint_of_row", transB=1)
-    part = g.op("Reshape", part, g.shape(block.batch, -1, 3 * rank), name="by_place")
-    turned = g.op("Transpose", of_state, name="turned", perm=[1, 0])
-    count, one = g.dim(scores.tokens, 1, name="places"), g.scalar(1.0)
-    last = g.op("Sub", count, g.constant([1]), name="last_place")
-    state = g.op("Expand", g.scalar(0.0), g.shape(block.batch, 1, rank), name="state")
-    token = g.slice(block.block, 0, 1, axis=1, name="anchor")  # [B,1]
-    thirds = g.constant([rank] * 3)
-    places: list[tuple[ir.Value, ir.Value, ir.Value]] = []
-    for p in range(config.block_size - 1):
-        place = g.op("Min", g.constant([p]), last, name="place")
-        here = [
-            g.op("Gather", x, place, name="here", axis=1) for x in (part, w2, scores.logits, scores.tokens)
-        ]
-        before = _table(m, "markov_w1", config.vocab_size, rank, token)
-        joint = g.op("Concat", state, before, name="state_and_token", axis=2)
-        joint = g.op("Add", g.op("MatMul", joint, turned, name="joint"), here[0], name="joint_sum")
-        gate, fresh, out = g.multi("Split", joint, thirds, outputs=3, name="gate_fresh_out", axis=2)
-        gate = g.op("Sigmoid", gate, name="gate")
-        kept = g.op("Mul", gate, state, name="kept")
-        fresh = g.op("Mul", g.op("Sub", one, gate, name="open"), g.op("Tanh", fresh), name="fresh")
-        state = g.op("Add", kept, fresh, name="state")
-        fit = g.op("MatMul", here[1], g.unsqueeze(g.op("Tanh", out, name="out"), 3), name="fit")
-        fit = g.to_float(g.op("Squeeze", fit, g.constant([3]), name="fit_of_place"))
-        logprobs = g.op("LogSoftmax", g.op("Add", here[2], fit, name="scores"), name="logprobs", axis=-1)
-        best, chosen = g.multi("TopK", logprobs, g.constant([width]), outputs=2, name="best", axis=-1)
-        tokens = g.op("GatherElements", here[3], chosen, name="tokens", axis=2)  # [B,1,W]
-        places.append((tokens, best, before))
-        token = g.slice(tokens, 0, 1, axis=2, name="first")
-        token = g.op("Squeeze", token, g.constant([2]), name="token")
-    all_places = [g.op("Concat", *each, name="all_places", axis=1) for each in zip(*places, strict=True)]
-    tokens, best, before = (g.slice(x, 0, count, axis=1, name="of_block") for x in all_places)
-    flat = g.constant([-1, width])
-    return g.op("Reshape", tokens, flat), g.op("Reshape", best, flat), before
 
 
 def _confident(

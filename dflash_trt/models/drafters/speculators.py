@@ -99,8 +99,6 @@ def read_dflash2(fields: Fields) -> DrafterConfig:
 def read_dspark(fields: Fields) -> DrafterConfig:
     """DSpark, whose confidence head reads the token before too unless the file says otherwise."""
     config = _block(fields, lambda vocabulary, **block: heads(fields, vocabulary, confidence=True, **block))
-    if config.own.head == "rnn" and not config.own.every_row:
-        raise fields.error("sample_from_anchor", "is false, but markov_head_type 'rnn' needs true")
     return replace(config, most_candidates=most_candidates(config.own, config.vocab_size))
 
 

@@ -46,7 +46,7 @@ PAIRS: dict[str, tuple[Make, Make, int]] = {
     ),
     "eagle3": (make_target, partial(make_eagle3, layout="layers.0", aux=(1, 2, 3)), 120),
     "dflash2": (make_target, make_dflash2, 89),
-    "dspark": (make_target, partial(make_dspark, head="rnn", confidence=True), 120),
+    "dspark": (make_target, partial(make_dspark, head="gated", confidence=True), 120),
 }  # fmt: skip
 
 

@@ -81,8 +81,7 @@ PAIRS: dict[str, tuple[Make, dict[str, Any], Make, dict[str, Any], dict[str, Any
     "muse glimmer, dflash2": (make_muse, {}, kinds.make_dflash2, {"softcap": 20.0, "multiplier": 0.5}, {}),
     "eagle3": (make_target, {}, kinds.make_eagle3, {"layout": "layers.0", "aux": (1, 2, 3)}, {}),
     "dflash2": (make_target, {}, kinds.make_dflash2, {}, {"tree_width": 2}),
-    "dspark": (make_target, {}, kinds.make_dspark, {"head": "rnn", "confidence": True}, {}),
-    "dflare": (make_target, {"layers": 8}, kinds.make_dflare, {}, {}),
+    "dspark": (make_target, {}, kinds.make_dspark, {"head": "gated", "confidence": True}, {}),
     "jetspec": (make_target, {"layers": 8}, kinds.make_jetspec, {}, {}),
 }  # fmt: skip
 # Layers in fewer bits: how `quantized_checkpoints` names them.
