@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-from dflash_trt.building.choice import choose_engine
-from dflash_trt.building.limits import (
+from dflash_trt.building.choice import (
     choose_block_size,
+    choose_engine,
     choose_max_seq_len,
     choose_precision,
     choose_tree_width,

@@ -1,14 +1,18 @@
-"""The engine that a pair is built for where nobody named one."""
+"""Engine, block size, candidates, longest sequence and precision of a build: as asked if the models allow it, or by
+default.
+"""
 
 from __future__ import annotations
 
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from dflash_trt import hardware
 from dflash_trt.checkpoint import gguf
 from dflash_trt.checkpoint.catalogue import KnownPair, known_configs, known_pair
+from dflash_trt.checkpoint.schema import PENDING_ROWS, DrafterConfig, TargetConfig
 from dflash_trt.engines import registry
 from dflash_trt.engines.base import EngineEntry, Weights
 from dflash_trt.errors import BuildError, UsageError
@@ -56,12 +60,12 @@ def _too_large(
     pair: KnownPair, engine: str, precision: Precision | None, max_seq_len: int | None, no_drafter: bool
 ) -> str:
     """Why one sequence of a pair does not fit into this machine's memory; empty if it does, or nobody knows."""
-    from dflash_trt.building.limits import choose_block_size, choose_max_seq_len, choose_precision
+    from dflash_trt.building.choice import choose_block_size, choose_max_seq_len, choose_precision
     from dflash_trt.models.configs import read_drafter_config, read_target_config
     from dflash_trt.models.inventory import take_inventory
     from dflash_trt.planning.gpus import Gpu
     from dflash_trt.planning.memory import estimate_memory, gib
-    from dflash_trt.planning.settings import Settings
+    from dflash_trt.planning.weights import Settings
 
     memory = hardware.memory_bytes()
     if memory is None:
@@ -83,3 +87,121 @@ def _too_large(
         return ""
     needed = gib(estimate.total_bytes)
     return f"needs {needed} GiB of memory for one sequence on the CPU, of which {gib(memory)} GiB are here"
+
+
+# The default of --max-seq-len: the models' own limit, but no more than this, because cache memory grows with it.
+DEFAULT_MAX_SEQ_LEN = 8192
+# The most candidates for a place. Trees of the published budgets, up to 128 nodes, use fewer.
+_TREE_WIDTH = 64
+# Tokens of a verification without a drafter: as many as most published drafters have, and the most that may be asked.
+_COPIED, _MOST_COPIED = 16, 32
+
+
+def choose_block_size(asked: int | None, target: TargetConfig, drafter: DrafterConfig | None) -> int:
+    """Tokens of a verification, by default as the drafter was trained. Raises BuildError for more than that, and
+    without a drafter for more than the target can take back.
+    """
+    if drafter is None:
+        most = PENDING_ROWS if target.delta_layers else _MOST_COPIED
+        if asked is not None and not 2 <= asked <= most:
+            raise UsageError(f"--block-size is {asked}, expected 2..{most} without a drafter ({target.path})")
+        return _COPIED if asked is None else asked
+    if asked is None:
+        return drafter.block_size
+    if not 2 <= asked <= drafter.block_size:
+        raise UsageError(
+            f"--block-size is {asked}, expected 2..{drafter.block_size}: the drafter was trained for blocks of "
+            f"{drafter.block_size} ({drafter.path})"
+        )
+    return asked
+
+
+def choose_tree_width(
+    asked: int | None, default: int, target: TargetConfig, drafter: DrafterConfig | None
+) -> int:
+    """Candidates for each place: `default`, or as many as the models allow. Raises BuildError for more than the drafter
+    has, or a target without trees.
+    """
+    if drafter is None:
+        if asked not in (None, 1):
+            raise UsageError(f"--tree-width is {asked}, but no drafter gives candidates: leave it out")
+        return 1
+    most = min(_TREE_WIDTH, drafter.vocab_size, drafter.most_candidates or drafter.vocab_size)
+    if asked is None:
+        return 1 if target.delta_layers else min(default, most)
+    if not 1 <= asked <= most:
+        raise UsageError(
+            f"--tree-width is {asked}, expected 1..{most}: the most candidates that {drafter.path} allows for a place"
+        )
+    if asked > 1 and target.delta_layers:
+        raise UsageError(
+            f"--tree-width is {asked}, but {target.path} has layers that keep a state and verify chains only: "
+            "leave it out"
+        )
+    return asked
+
+
+def choose_precision(
+    asked: Precision | None,
+    engine: EngineEntry,
+    target: TargetConfig,
+    drafter: DrafterConfig | None,
+    *,
+    quantized: bool,
+) -> Precision:
+    """The precision of a build: as asked, and the engine's choice for the rest. `quantized`: see `EngineEntry`.
+
+    Raises UsageError for a precision of a drafter that there is not.
+    """
+    asked = asked or Precision()
+    if drafter is not None:
+        return engine.choose_precision(asked, target, drafter, quantized=quantized)
+    for role in ("drafter", "head"):
+        if value := getattr(asked, role):
+            raise UsageError(f"--precision has {role}={value}, but there is no drafter: leave it out")
+    return asked
+
+
+def choose_max_seq_len(asked: int | None, target: TargetConfig, drafter: DrafterConfig | None) -> int:
+    """Tokens of a prompt and its output together. Raises BuildError for more than the models take."""
+    limits = {"target": target.max_position_embeddings}
+    if drafter is not None:
+        limits["drafter"] = drafter.max_position_embeddings
+    limit = min(limits.values())
+    if asked is None:
+        return min(limit, DEFAULT_MAX_SEQ_LEN)
+    if not 2 <= asked <= limit:
+        each = " and ".join(f"{most} in the {role}" for role, most in limits.items())
+        raise UsageError(f"--max-seq-len is {asked}, expected 2..{limit}: max_position_embeddings is {each}")
+    return asked
+
+
+def narrow_drafter(
+    asked: int | None, drafter: DrafterConfig | None, engine: EngineEntry
+) -> DrafterConfig | None:
+    """The drafter with layers that see at most `asked` tokens. No token of an answer depends on it, only acceptance.
+
+    Raises UsageError for a window that is no narrower than the trained ones, or smaller than a block, and where engine
+    or drafter take none.
+    """
+    if asked is None:
+        return drafter
+    if drafter is None:
+        raise UsageError(f"--drafter-window is {asked}, but there is no drafter: leave it out")
+    if engine.window_stride(drafter.head_dim) is None:
+        raise UsageError(
+            f"--drafter-window is {asked}, but --engine {engine.name} reads the drafter's config.json itself: "
+            "leave it out"
+        )
+    if not drafter.masks:
+        raise UsageError(
+            f"--drafter-window is {asked}, but {drafter.path} drafts one token after another: leave it out"
+        )
+    most = max(layer.window or drafter.max_position_embeddings for layer in drafter.layers)
+    if not drafter.block_size <= asked < most:
+        raise UsageError(
+            f"--drafter-window is {asked}, expected {drafter.block_size}..{most - 1}: at least a block, and less than "
+            f"the drafter was trained for ({drafter.path})"
+        )
+    layers = tuple(replace(layer, window=min(asked, layer.window or asked)) for layer in drafter.layers)
+    return replace(drafter, layers=layers)

@@ -143,7 +143,6 @@ def _check_path(name: str, role: Role) -> None:
 
 
 def _meant(name: str) -> str:
-    """The known name or repository that is nearest."""
     return did_you_mean(name, [known for pair in PAIRS for known in (pair.name, pair.target_repo) if known])
 
 

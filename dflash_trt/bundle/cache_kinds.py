@@ -47,7 +47,6 @@ class CacheKind:
         return 1 if first == 0 or self.window is None else first + self.window - 1
 
     def describe(self) -> dict[str, Any]:
-        """As the manifest lists it."""
         return {**asdict(self), "layers": list(self.layers)}
 
 
@@ -57,7 +56,6 @@ def base_input(window: int | None) -> str:
 
 
 def read_kind(fields: Mapping[str, Any]) -> CacheKind:
-    """A kind as the manifest lists it."""
     return CacheKind(**{**fields, "layers": tuple(fields["layers"])})
 
 

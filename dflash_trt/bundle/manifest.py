@@ -109,7 +109,6 @@ class Bundle:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Its models: "target" and, if there is one, "drafter"."""
         return ("target",) if self.manifest["drafter"] is None else ("target", "drafter")
 
     @property
@@ -119,7 +118,6 @@ class Bundle:
 
     @property
     def capacity(self) -> int:
-        """Cache rows per sequence."""
         return cache_rows(int(self.manifest["max_seq_len"]), int(self.manifest["block_size"]))
 
     def cache_kinds(self, role: str) -> tuple[CacheKind, ...]:
@@ -138,7 +136,6 @@ def graph_metadata(manifest: Mapping[str, Any]) -> dict[str, str]:
 
 
 def digest(path: Path) -> str:
-    """The sha256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

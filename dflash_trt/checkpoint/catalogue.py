@@ -93,12 +93,10 @@ class PublishedDrafter:
 
     @property
     def publisher(self) -> str:
-        """The account of the repository."""
         return self.repository.partition("/")[0]
 
     @property
     def read(self) -> bool:
-        """Whether an engine reads it."""
         return not self.unread
 
 
@@ -172,5 +170,4 @@ def find_drafter(name: str) -> PublishedDrafter | None:
 
 
 def pair_of(drafter: PublishedDrafter) -> KnownPair | None:
-    """The pair that has this drafter."""
     return next((pair for pair in PAIRS if pair.drafter_repo == drafter.repository), None)

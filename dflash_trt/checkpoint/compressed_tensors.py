@@ -8,7 +8,7 @@ compressed-tensors 0.20.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.rules import (
@@ -72,48 +72,6 @@ _NUMBERS = {
 _FORMATS = tuple(dict.fromkeys(name for numbers in _NUMBERS.values() for name in numbers.formats))
 
 
-def _arguments(type_: str, bits: int, **more: Any) -> dict[str, Any]:
-    return {"type": type_, "num_bits": bits, "symmetric": True, **more}
-
-
-_TOKEN = {"strategy": "token", "dynamic": True}
-_NVFP4 = _arguments("float", 4, strategy="tensor_group", group_size=16)
-_MXFP4 = _arguments("float", 4, strategy="group", group_size=32, scale_dtype="torch.uint8")
-_MXFP8 = _MXFP4 | {"num_bits": 8}
-_INT4 = _arguments("int", 4, strategy="group", group_size=128)
-_INT8_ROWS = {
-    "weights": _arguments("int", 8, strategy="channel"),
-    "input_activations": _arguments("int", 8, **_TOKEN),
-}
-_PRESETS: dict[str, dict[str, Any]] = {
-    "UNQUANTIZED": {},
-    "W8A16": {"weights": _INT4 | {"num_bits": 8}},
-    "W4A16": {"weights": _INT4},
-    "W4A16_ASYM": {"weights": _INT4 | {"symmetric": False}},
-    "W4A8": {"weights": _INT4, "input_activations": _arguments("int", 8, **_TOKEN)},
-    "W8A8": _INT8_ROWS,
-    "INT8": _INT8_ROWS,
-    "FP8": {
-        "weights": _arguments("float", 8, strategy="tensor"),
-        "input_activations": _arguments("float", 8, strategy="tensor", dynamic=False),
-    },
-    "FP8_DYNAMIC": {
-        "weights": _arguments("float", 8, strategy="channel"),
-        "input_activations": _arguments("float", 8, **_TOKEN),
-    },
-    "FP8_BLOCK": {
-        "weights": _arguments("float", 8, strategy="block", block_structure=[128, 128]),
-        "input_activations": _arguments("float", 8, strategy="group", group_size=128, dynamic=True),
-    },
-    "NVFP4A16": {"weights": _NVFP4},
-    "NVFP4": {"weights": _NVFP4, "input_activations": _NVFP4 | {"dynamic": "local"}},
-    "MXFP4A16": {"weights": _MXFP4},
-    "MXFP4": {"weights": _MXFP4, "input_activations": _MXFP4 | {"dynamic": True}},
-    "MXFP8A16": {"weights": _MXFP8},
-    "MXFP8": {"weights": _MXFP8, "input_activations": _MXFP8 | {"dynamic": True}},
-}
-
-
 def read_compressed_tensors(fields: Fields) -> Quantization:
     """Raises CheckpointError, naming the field, for whatever would change the numbers and is not read."""
     for key in ("transform_config", "moe_sparsity_config"):
@@ -168,15 +126,8 @@ def _ruled(fields: Fields, targets: dict[str, Algorithm | None], kv_cache: bool)
 
 def _group(fields: Fields, groups: Fields, name: str) -> tuple[tuple[str, ...], Algorithm | None]:
     """The targets of a group, and the algorithm of their layers; None: they are not quantized."""
-    if isinstance(groups.get(name), list):
-        preset = _PRESETS.get(name.upper())
-        if preset is None:
-            raise groups.error(name, f"is no preset that is read, which are: {', '.join(_PRESETS)}; {_HOW}")
-        names = groups.strings(name, most=NAMES)
-        group = Fields(groups.path, preset, f"{groups.prefix}{name}.")
-    else:
-        group = groups.needed(name, "an object or a list of targets")
-        names = group.strings("targets", most=NAMES)
+    group = groups.needed(name, "an object")
+    names = group.strings("targets", most=NAMES)
     if embeddings := [text for text in names if "Embedding" in text]:
         raise group.error(
             "targets", f"has {show(embeddings[0])}: quantized embeddings are not supported; {_HOW}"
@@ -238,7 +189,6 @@ def _strategy(fields: Fields) -> str:
 
 
 def _block(weights: Fields) -> tuple[int, int]:
-    """The rows and columns of a block."""
     block = weights.get("block_structure")
     if isinstance(block, str):  # as early files have it
         parts = block.split("x")

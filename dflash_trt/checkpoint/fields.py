@@ -93,13 +93,11 @@ class Fields:
         return value
 
     def strings(self, key: str, *, most: int, among: Collection[str] | None = None) -> tuple[str, ...]:
-        """A list of at most `most` strings."""
         return tuple(item.string(place, among) for place, item in self._items(key, "strings", most))
 
     def integers(
         self, key: str, *, most: int, minimum: int = 0, maximum: int = LARGEST_INTEGER
     ) -> tuple[int, ...]:
-        """A list of at most `most` integers."""
         items = self._items(key, "integers", most)
         return tuple(item.integer(place, minimum=minimum, maximum=maximum) for place, item in items)
 

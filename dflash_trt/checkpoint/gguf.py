@@ -333,7 +333,6 @@ def _rows(tensor: ReaderTensor, head_dim: int | None) -> Iterator[NDArray[Any]]:
 
 
 def _pieces(name: str, tensor: ReaderTensor, head_dim: int | None) -> Iterator[tuple[str, NDArray[Any]]]:
-    """The tensor in `_dtype`."""
     from gguf import dequantize
 
     for rows in _rows(tensor, head_dim):

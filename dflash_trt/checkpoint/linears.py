@@ -55,7 +55,6 @@ class StoredLinear:
 
     @property
     def format(self) -> NumberFormat:
-        """The number format."""
         return FORMATS[self.algorithm.scheme]
 
     @property
@@ -78,7 +77,6 @@ class StoredLinear:
 
     @property
     def tensors(self) -> list[TensorInfo]:
-        """All tensors of the layer."""
         values = [getattr(self, f.name) for f in fields(self)]
         return [value for value in values if isinstance(value, TensorInfo)] + list(self.others)
 
@@ -321,5 +319,4 @@ def widened_bytes(checkpoint: Checkpoint | Outline) -> int:
 
 
 def number_formats(checkpoint: Checkpoint | Outline) -> set[str]:
-    """The number formats of the checkpoint's linear layers."""
     return {algorithm.scheme for _, algorithm, _ in quantized_layers(checkpoint)}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from dflash_trt.bundle.manifest import digest
-from dflash_trt.checkpoint.roles import parameters_of, role_of
+from dflash_trt.checkpoint.layouts import parameters_of, role_of
 from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
 from dflash_trt.errors import BuildError
@@ -45,7 +45,6 @@ class Side(Generic[Config]):
     folder: str
 
     def describe(self) -> dict[str, Any]:
-        """The manifest's `target` or `drafter`."""
         weights: dict[str, dict[str, int]] = {}
         for tensor in self.checkpoint.tensors.values():
             by_dtype = weights.setdefault(role_of(tensor.name), {})
@@ -83,7 +82,6 @@ class CheckpointPair:
 
     @property
     def draft_config(self) -> DrafterConfig | None:
-        """The drafter's configuration."""
         return self.drafter.config if self.drafter else None
 
 

@@ -74,7 +74,6 @@ def read_quantization(directory: Path) -> Quantization:
 
 
 def _section(path: Path, config: Mapping[str, Any]) -> Fields | None:
-    """The section about quantization."""
     whole = Fields(path, config)
     for key in SECTIONS:
         section = whole.section(key)

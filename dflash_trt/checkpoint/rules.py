@@ -47,7 +47,6 @@ class Quantization:
 
     @property
     def algorithms(self) -> set[Algorithm]:
-        """The algorithms of all layers."""
         named = {self.default, *self.layers.values(), *(rule.algorithm for rule in self.rules)}
         return {algorithm for algorithm in named if algorithm is not None}
 

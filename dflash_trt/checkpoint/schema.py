@@ -153,7 +153,6 @@ class DecoderConfig:
         return Heads(self.num_key_value_heads, self.head_dim, self.rope)
 
     def heads_of(self, layer: LayerAttention) -> Heads:
-        """The heads of one layer."""
         return layer.heads or self.heads
 
     @property
@@ -164,12 +163,10 @@ class DecoderConfig:
 
     @property
     def attention_layers(self) -> list[LayerAttention]:
-        """The layers with attention."""
         return [layer for layer in self.layers if isinstance(layer, LayerAttention)]
 
     @property
     def delta_layers(self) -> list[LayerDeltaNet]:
-        """The layers with Gated DeltaNet."""
         return [layer for layer in self.layers if isinstance(layer, LayerDeltaNet)]
 
 

@@ -43,10 +43,8 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
-    "F4": np.dtype(np.uint8),  # two values per byte, the first in the low half
 }
-CODE_DTYPES = ("U8", "I8", "I32", "F8_E4M3", "F4")  # of weights in fewer bits
-_PACKED = {"F4": 2}  # dtype -> values per byte
+CODE_DTYPES = ("U8", "I8", "I32", "F8_E4M3")  # of weights in fewer bits
 # Space for 250,000 tensors. The library accepts 100 MB, which may take 2.5 GB when parsed.
 _HEADER_BYTES = 32 << 20
 _INDEX_BYTES = 64 << 20
@@ -167,15 +165,11 @@ class Checkpoint:
                 )
 
     def array(self, name: str) -> NDArray[Any]:
-        """A read-only view of the mapped file, in the tensor's shape and dtype (from ml_dtypes for BF16 and FP8).
-
-        F4 is returned as bytes, with a last axis of half the length.
-        """
+        """A read-only view of the mapped file, in the tensor's shape and dtype (from ml_dtypes for BF16 and FP8)."""
         tensor = self[name]
         dtype = DTYPES[tensor.dtype]
-        shape = (*tensor.shape[:-1], tensor.shape[-1] // 2) if tensor.dtype in _PACKED else tensor.shape
         if tensor.nbytes == 0:
-            empty: NDArray[Any] = np.empty(shape, dtype)
+            empty: NDArray[Any] = np.empty(tensor.shape, dtype)
             empty.flags.writeable = False
             return empty
         if tensor.file not in self._maps:
@@ -186,7 +180,7 @@ class Checkpoint:
                     )
                 self._maps[tensor.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         count = tensor.nbytes // dtype.itemsize
-        return np.frombuffer(self._maps[tensor.file], dtype, count, tensor.offset).reshape(shape)
+        return np.frombuffer(self._maps[tensor.file], dtype, count, tensor.offset).reshape(tensor.shape)
 
 
 def same_bytes(first: TensorInfo, second: TensorInfo) -> bool:
@@ -302,12 +296,7 @@ def _read_entry(file: Path, name: str, entry: object, data: int) -> TensorInfo:
     offsets = fields.integers("data_offsets", most=2, maximum=2**63 - 1)
     if len(offsets) != 2 or offsets[0] > offsets[1]:
         raise fields.error("data_offsets", f"is {list(offsets)}, expected a start and an end not before it")
-    packed = _PACKED.get(dtype, 1)
-    if packed > 1 and (not shape or shape[-1] % packed):
-        raise fields.error(
-            "shape", f"is {list(shape)}, but {dtype} needs a last axis of a multiple of {packed}"
-        )
-    expected, nbytes = math.prod(shape) // packed * DTYPES[dtype].itemsize, offsets[1] - offsets[0]
+    expected, nbytes = math.prod(shape) * DTYPES[dtype].itemsize, offsets[1] - offsets[0]
     if nbytes != expected:
         raise fields.error("data_offsets", f"span {nbytes} bytes, but {dtype} {list(shape)} takes {expected}")
     return TensorInfo(name, dtype, shape, file, data + offsets[0], nbytes)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dflash_trt.models.inventory import Inventory
     from dflash_trt.planning.gpus import Gpu
     from dflash_trt.planning.memory import MemoryEstimate
-    from dflash_trt.planning.settings import Settings
+    from dflash_trt.planning.weights import Settings
 
 SUMMARY = "show the GPU memory of a pair, and the context and batch that fit"
 DESCRIPTION = """\
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 def prepare(args: argparse.Namespace, gpu: Gpu) -> tuple[Inventory, Settings]:
     """The pair's tensors and the setting to plan for."""
-    from dflash_trt.building.limits import (
+    from dflash_trt.building.choice import (
         choose_block_size,
         choose_max_seq_len,
         choose_precision,
@@ -112,7 +112,7 @@ def prepare(args: argparse.Namespace, gpu: Gpu) -> tuple[Inventory, Settings]:
     from dflash_trt.formats.precision import parse_precision
     from dflash_trt.models.configs import read_drafter_config, read_target_config
     from dflash_trt.models.inventory import take_inventory
-    from dflash_trt.planning.settings import Settings
+    from dflash_trt.planning.weights import Settings
     from dflash_trt.quantization.layers import HEAD
 
     engine, options = registry.find(args.engine), engine_options.from_arguments(args, plan=True)

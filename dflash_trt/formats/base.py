@@ -102,7 +102,6 @@ class NumberFormat(ABC):
 
     @property
     def numbers_in_byte(self) -> int:
-        """1 or 2."""
         return len(self.byte_values[0])
 
     @property

@@ -26,8 +26,6 @@ _SCALE_DTYPES = ("F32", "BF16", "F16")
 
 
 class FP8(NumberFormat):
-    """E4M3."""
-
     name = "fp8"
     algorithms = (_STATIC, _BY_ROW, *_IN_BLOCKS, _MXFP8)
     byte_values = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)[:, None]

@@ -24,8 +24,6 @@ def quantize_int4(w: Floats, block: int) -> tuple[NDArray[np.uint8], Floats]:
 
 
 class INT4(NumberFormat):
-    """Two's complement in four bits."""
-
     name = "int4"
     algorithms = (Algorithm("W4A16_AWQ", "int4", group_size=128),)
     byte_values = ((unpack_pairs(np.arange(256, dtype=np.uint8)[:, None]).view(np.int8) ^ 8) - 8).astype(
@@ -44,6 +42,5 @@ class INT4(NumberFormat):
         }
 
     def encode(self, algorithm: Algorithm, rows: Floats, shared: Floats) -> dict[str, NDArray[Any]]:
-        """weight, with two rows in a byte, and weight_scale."""
         codes, scales = quantize_int4(rows, algorithm.group_size)
         return {"weight": pack_rows(codes), "weight_scale": scales}

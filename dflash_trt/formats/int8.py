@@ -26,8 +26,6 @@ def quantize_int8(w: Floats, group: int = GROUP) -> tuple[NDArray[np.int8], Floa
 
 
 class INT8(NumberFormat):
-    """Two's complement in a byte."""
-
     name = "int8"
     algorithms = (Algorithm("W8A16", "int8", group_size=GROUP), PER_CHANNEL)
     byte_values = np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32)[:, None]
@@ -42,6 +40,5 @@ class INT8(NumberFormat):
         }
 
     def encode(self, algorithm: Algorithm, rows: Floats, shared: Floats) -> dict[str, NDArray[Any]]:
-        """weight and weight_scale."""
         codes, scales = quantize_int8(rows, algorithm.group_size or rows.shape[1])
         return {"weight": codes, "weight_scale": scales}

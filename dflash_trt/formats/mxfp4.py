@@ -62,6 +62,5 @@ class MXFP4(NumberFormat):
         }
 
     def encode(self, algorithm: Algorithm, rows: Floats, shared: Floats) -> dict[str, NDArray[Any]]:
-        """weight and weight_scale."""
         codes, scales = quantize_mxfp4(rows)
         return {"weight": codes, "weight_scale": scales}

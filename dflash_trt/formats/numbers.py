@@ -30,7 +30,6 @@ INT4_MAX, INT8_MAX = 7.0, 127.0
 
 
 def encode_e4m3(x: Floats) -> NDArray[Any]:
-    """The nearest E4M3 numbers."""
     return np.clip(x, -E4M3_MAX, E4M3_MAX).astype(E4M3)
 
 

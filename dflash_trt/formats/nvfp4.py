@@ -52,6 +52,5 @@ class NVFP4(NumberFormat):
         }
 
     def encode(self, algorithm: Algorithm, rows: Floats, shared: Floats) -> dict[str, NDArray[Any]]:
-        """weight and weight_scale."""
         codes, scales = quantize_nvfp4(rows, shared)
         return {"weight": codes, "weight_scale": scales}

@@ -34,8 +34,6 @@ _ALIGNED = 16
 
 
 class DeltaNet:
-    """The layers of Gated DeltaNet in one pass."""
-
     def __init__(self, shared: Pass, layers: Sequence[int]) -> None:
         g = self.g = shared.g
         self.dialect, self.config, self.rows = shared.dialect, shared.config, shared.queries

@@ -20,14 +20,13 @@ from dflash_trt.errors import show
 from dflash_trt.graph.builder import FLOAT
 from dflash_trt.graph.quantized_experts import ExpertLayer
 from dflash_trt.models.decoder import gated_mlp, sandwich_layer
-from dflash_trt.models.experts import widened_bytes
-from dflash_trt.models.family import Family
 from dflash_trt.models.module import Module
 from dflash_trt.models.passes import Mixer
-from dflash_trt.models.qwen3_moe import expert_stacks
+from dflash_trt.models.qwen3_moe import expert_stacks, widened_bytes
 from dflash_trt.models.reading import (
     HEAD_DIM,
     WIDTH,
+    Family,
     alone,
     beside_images,
     check_quantization,

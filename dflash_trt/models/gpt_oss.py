@@ -12,11 +12,19 @@ from dflash_trt.formats.base import BLOCK
 from dflash_trt.graph.builder import FLOAT
 from dflash_trt.graph.experts import Experts, Storage
 from dflash_trt.models.decoder import mixer_block
-from dflash_trt.models.experts import experts
-from dflash_trt.models.family import Family
 from dflash_trt.models.module import Module
 from dflash_trt.models.passes import Mixer
-from dflash_trt.models.reading import HEAD_DIM, LAYERS, decoder, expert_counts, place_window, refuse, target
+from dflash_trt.models.qwen3_moe import experts
+from dflash_trt.models.reading import (
+    HEAD_DIM,
+    LAYERS,
+    Family,
+    decoder,
+    expert_counts,
+    place_window,
+    refuse,
+    target,
+)
 
 # The parts of published gpt-oss checkpoints that are in BF16: everything but the experts' matrices.
 _MXFP4_KEPT = {"model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"}

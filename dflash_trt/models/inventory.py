@@ -10,9 +10,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from dflash_trt.checkpoint import draft_vocabulary
+from dflash_trt.checkpoint.layouts import parameters_of, role_of
 from dflash_trt.checkpoint.linears import stored_linear
 from dflash_trt.checkpoint.quantization import read_quantization
-from dflash_trt.checkpoint.roles import parameters_of, role_of
 from dflash_trt.checkpoint.rules import Quantization
 from dflash_trt.checkpoint.schema import DecoderConfig, DrafterConfig, TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline, TensorInfo
@@ -64,16 +64,13 @@ class Inventory:
 
     @property
     def sides(self) -> tuple[str, ...]:
-        """ "target" and, if there is one, "drafter"."""
         return ("target",) if self.drafter is None else ("target", "drafter")
 
     @property
     def configs(self) -> tuple[DecoderConfig, ...]:
-        """The configurations of the sides."""
         return tuple(map(self.config, self.sides))
 
     def config(self, side: str) -> DecoderConfig:
-        """The configuration of a side."""
         return self.drafter if side == "drafter" and self.drafter else self.target
 
     def weights(
@@ -108,7 +105,6 @@ class Inventory:
         return _totals((role_of(t.name), t.dtype.lower(), t.nbytes) for t in self.tensors[side])
 
     def quantized(self, side: str) -> bool:
-        """Whether the checkpoint has quantized tensors."""
         return any(traits.quantized is not None for traits in self._sizes[side])
 
     def parameters(self, side: str) -> dict[str, int]:

@@ -1,4 +1,7 @@
-"""Qwen3-MoE: Qwen3 with experts instead of the MLP in most layers. Each expert is stored separately."""
+"""Qwen3-MoE: Qwen3 with experts instead of the MLP in most layers. Each expert is stored separately.
+
+The parts of expert layers that other families share are here, too.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +10,23 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.fields import Fields, stated
 from dflash_trt.checkpoint.linears import stored_experts
 from dflash_trt.checkpoint.schema import MoEConfig, TargetConfig
 from dflash_trt.checkpoint.tensors import Outline, TensorInfo
-from dflash_trt.graph.builder import FLOAT, ONNX_DTYPES
+from dflash_trt.graph.builder import FLOAT, ONNX_DTYPES, GraphBuilder
 from dflash_trt.graph.experts import Experts
 from dflash_trt.graph.quantized_experts import ExpertLayer, Projection, Stack
 from dflash_trt.models.decoder import dense_layer, gated_mlp, mixer_block
-from dflash_trt.models.experts import experts, weighted, widened_bytes
-from dflash_trt.models.family import Family
 from dflash_trt.models.module import Module
 from dflash_trt.models.passes import Mixer
 from dflash_trt.models.reading import (
     LAYERS,
     WIDTH,
+    Family,
     check_quantization,
     decoder,
     expert_counts,
@@ -200,3 +203,36 @@ def _joined(m: Module, stacks: Mapping[Projection, Stack]) -> Experts:
 
 
 FAMILY = Family("Qwen3MoeForCausalLM", "qwen3_moe", _read, moe_layer)
+
+
+def experts(m: Module, hidden: int, moe: MoEConfig, x: ir.Value, logits: ir.Value, e: Experts) -> ir.Value:
+    """x [rows, D], router logits [rows, E] in float32 -> [rows, D]."""
+    y = m.dialect.experts(
+        *(m.g, x, logits, e),
+        widened_bytes=widened_bytes(hidden, moe),
+        k=moe.experts_per_token,
+        alpha=moe.alpha,
+        beta=1.0 if moe.activation == "gpt_oss" else 0.0,
+        limit=float(np.finfo(np.float32).max) if moe.limit is None else moe.limit,
+    )
+    return weighted(m.g, y, logits, moe)
+
+
+def widened_bytes(hidden: int, moe: MoEConfig) -> int:
+    """Bytes of all experts of the model in float32."""
+    return 4 * 3 * hidden * moe.intermediate_size * moe.num_experts * sum(moe.sparse_layers)
+
+
+def weighted(g: GraphBuilder, y: ir.Value, logits: ir.Value, moe: MoEConfig) -> ir.Value:
+    """Scale y where the family's weights are a softmax over all logits.
+
+    The operators weight by a softmax over the chosen logits. The softmax over all logits is that times the chosen
+    share.
+    """
+    if moe.normalize_weights:
+        return y
+    best, _ = g.multi("TopK", logits, g.constant([moe.experts_per_token]), outputs=2, name="chosen")
+    axis = g.constant([-1])
+    chosen, total = (g.op("ReduceLogSumExp", v, axis, name="log_total") for v in (best, logits))
+    share = g.op("Exp", g.op("Sub", chosen, total, name="log_share"), name="share")
+    return g.op("Mul", y, g.from_dtype(share, FLOAT), name="weighted")

@@ -1,7 +1,8 @@
-"""Qwen3-Next, and what Qwen3.5 and its successors share with it: three layers of Gated DeltaNet, then one of attention.
+"""Qwen3-Next, Qwen3.5 and their successors Qwen3.6 and Qwen3.8: three layers of Gated DeltaNet, then one of attention.
 
 Attention has a gate for each head and rotates a part of each head. Norms scale by 1 + weight. The MLP is dense, or has
-experts and an expert that every token passes.
+experts and an expert that every token passes. Qwen3.5 has its projections apart, and its published checkpoints are of
+models that also see images (`ForConditionalGeneration`): only the text part is read.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from functools import partial
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.rope import read_rope
 from dflash_trt.checkpoint.schema import LayerAttention, LayerDeltaNet, MoEConfig, TargetConfig
-from dflash_trt.models.family import Family
 from dflash_trt.models.qwen3_moe import moe_layer, read_experts
 from dflash_trt.models.reading import (
     HEAD_DIM,
     LAYERS,
     WIDTH,
+    Family,
     alone,
+    beside_images,
     check_quantization,
     decoder,
     layer_types,
@@ -27,12 +29,12 @@ from dflash_trt.models.reading import (
 )
 
 # Layers of multi-token prediction. DFlash's drafter replaces them.
-PREDICTION = "mtp."
+_PREDICTION = "mtp."
 _LINEAR, _FULL = "linear_attention", "full_attention"
 _INTERVAL, _PARTIAL, _KERNEL = 4, 0.25, 64  # defaults of Transformers; the most taps of a convolution
 
 
-def read_hybrid(top: Fields, text: Fields, *, fused: bool, sparse: bool, stacked: bool) -> TargetConfig:
+def _read(top: Fields, text: Fields, *, fused: bool, sparse: bool, stacked: bool) -> TargetConfig:
     """The configuration in `text`, of a checkpoint whose config.json is `top`.
 
     fused: see LayerDeltaNet. sparse: whether there are experts. stacked: see MoEConfig.
@@ -68,7 +70,7 @@ def read_hybrid(top: Fields, text: Fields, *, fused: bool, sparse: bool, stacked
             "head_dim",
             f"is {config.head_dim}, of which {rotated} are rotated: RoPE needs an even number",
         )
-    return replace(config, layers=_layers(text, count, fused=fused), skipped=(PREDICTION,))
+    return replace(config, layers=_layers(text, count, fused=fused), skipped=(_PREDICTION,))
 
 
 def _layers(fields: Fields, count: int, *, fused: bool) -> tuple[LayerAttention | LayerDeltaNet, ...]:
@@ -102,5 +104,18 @@ def _moe(fields: Fields, layers: int, stacked: bool) -> MoEConfig:
     return read_experts(fields, layers, normalize=True, shared_intermediate_size=shared, stacked=stacked)
 
 
-_read = partial(read_hybrid, fused=True, sparse=True, stacked=True)
-FAMILY = Family("Qwen3NextForCausalLM", "qwen3_next", alone(_read), moe_layer)
+def _families(name: str, model_type: str, *, sparse: bool) -> tuple[Family, Family]:
+    read = partial(_read, fused=False, sparse=sparse, stacked=sparse)
+    with_images = beside_images(read, skipped=(_PREDICTION, "model.visual."))
+    return (
+        Family(f"{name}ForCausalLM", f"{model_type}_text", alone(read), moe_layer),
+        Family(f"{name}ForConditionalGeneration", model_type, with_images, moe_layer),
+    )
+
+
+_next = partial(_read, fused=True, sparse=True, stacked=True)
+FAMILIES = (
+    Family("Qwen3NextForCausalLM", "qwen3_next", alone(_next), moe_layer),
+    *_families("Qwen3_5", "qwen3_5", sparse=False),
+    *_families("Qwen3_5Moe", "qwen3_5_moe", sparse=True),
+)

@@ -6,9 +6,11 @@ No relevant field is guessed or ignored. Fields mean the same as in Transformers
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+
+import onnx_ir as ir
 
 from dflash_trt.checkpoint.fields import Fields, stated
 from dflash_trt.checkpoint.quantization import read_quantization
@@ -16,6 +18,8 @@ from dflash_trt.checkpoint.rope import RopeConfig, read_rope
 from dflash_trt.checkpoint.schema import Activation, LayerAttention, MoEConfig, TargetConfig
 from dflash_trt.errors import quoted, show
 from dflash_trt.files.reading import read_object
+from dflash_trt.models.module import Module
+from dflash_trt.models.passes import Mixer
 
 # Far above any model. These numbers determine work and memory before the tensor shapes are checked.
 LAYERS, HEAD_DIM = 10_000, 1 << 14
@@ -164,7 +168,6 @@ def place_window(fields: Fields, layers: int, window: int | None) -> list[int | 
 
 
 def layer_types(fields: Fields, layers: int, *kinds: str) -> tuple[str, ...]:
-    """The field `layer_types`, with one of `kinds` for each layer."""
     types = fields.strings("layer_types", most=LAYERS, among=kinds)
     if len(types) != layers:
         raise fields.error("layer_types", f"has {len(types)} entries, but num_hidden_layers is {layers}")
@@ -186,7 +189,6 @@ def must_equal(fields: Fields, key: str, name: str, value: int) -> None:
 
 
 def softcap(*places: Fields) -> float | None:
-    """The soft-cap of logits, which may be in several places."""
     return stated([(place, "final_logit_softcapping") for place in places], Fields.number)
 
 
@@ -239,3 +241,21 @@ def _token_ids(fields: Fields | None, key: str, vocab_size: int) -> tuple[int, .
     if isinstance(fields.get(key), list):
         return fields.integers(key, maximum=vocab_size - 1, most=_EOS_IDS)
     return (fields.integer(key, minimum=0, maximum=vocab_size - 1),)
+
+
+# Adds decoder layer i to the residual stream [B*S, D]. The mixer mixes the tokens.
+Layer = Callable[[Module, Mixer, TargetConfig, int, ir.Value], ir.Value]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A target family, with the `architecture` and `model_type` of config.json.
+
+    read: turns the file's fields into a configuration. Raises CheckpointError, naming a field that it cannot take.
+    layer: adds one decoder layer to a graph.
+    """
+
+    architecture: str
+    model_type: str
+    read: Callable[[Fields], TargetConfig]
+    layer: Layer

@@ -33,7 +33,6 @@ class Gpu:
 
 
 def gpus() -> dict[str, Gpu]:
-    """Every GPU of the table, by name."""
     by_name = {}
     for name, row in json.loads(_TABLE.read_text(encoding="utf-8")).items():
         major, minor = row["compute_capability"].split(".")
@@ -87,7 +86,6 @@ def _letters(name: str) -> str:
 
 
 def _own(text: str) -> Gpu:
-    """A GPU that the table lacks."""
     expected = "expected memory=GIB,sm=COMPUTE_CAPABILITY, such as memory=24,sm=89"
     given: dict[str, float] = {}
     for part in text.split(","):

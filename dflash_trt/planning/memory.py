@@ -20,8 +20,7 @@ from dflash_trt.formats import SCHEMES
 from dflash_trt.graph.dialect import SINK_PADDING
 from dflash_trt.models.delta_net import state_bytes
 from dflash_trt.models.inventory import NUMBER_BYTES, Inventory
-from dflash_trt.planning.settings import Settings
-from dflash_trt.planning.weights import experts_scratch, weights_of
+from dflash_trt.planning.weights import Settings, experts_scratch, weights_of
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,6 @@ class MemoryEstimate:
     scratch_bytes: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field, as JSON has it."""
         return asdict(self)
 
     @property
@@ -157,7 +155,6 @@ def estimate_memory(inventory: Inventory, settings: Settings) -> MemoryEstimate:
 
 
 def gib(count: float) -> str:
-    """Bytes in GiB."""
     return f"{count / GIB:.2f}"
 
 

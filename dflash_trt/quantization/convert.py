@@ -209,7 +209,6 @@ def as_it_is(checkpoint: Checkpoint, info: TensorInfo) -> Entry:
 
 
 def _quant_config(layers: Mapping[str, LinearLayer], copied: Sequence[TensorInfo]) -> dict[str, Any]:
-    """The content of hf_quant_config.json."""
 
     def fields(algorithm: Algorithm) -> dict[str, Any]:
         grouped = {"group_size": algorithm.group_size} if algorithm.group_size else {}
@@ -234,7 +233,6 @@ def _quant_config(layers: Mapping[str, LinearLayer], copied: Sequence[TensorInfo
 
 
 def _config(source: Path, quantization: Mapping[str, Any], *, untied: bool) -> dict[str, Any]:
-    """The content of config.json."""
     config = read_object(source / "config.json")
     if not config.get("quantization_config"):  # gpt-oss's config describes its experts here
         said = dict(quantization["quantization"])

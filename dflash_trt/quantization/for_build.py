@@ -95,7 +95,6 @@ class _Work:
         return Checkpoint(repack.in_bf16(checkpoint, self.folder / f"{role}-bf16", self.progress))
 
     def draft_head(self, target: Checkpoint, tokens: Sequence[int]) -> Checkpoint:
-        """The head's rows of `tokens`, as stored."""
         out = self.folder / "draft-head"
         _write_draft_head(target, np.asarray(tokens, np.int64), out)
         return Checkpoint(out)
@@ -112,7 +111,6 @@ class _Work:
         return Checkpoint(quantize_head(target.directory, self.folder / "head", recipe, self.progress))
 
     def quantized(self, role: str, checkpoint: Weights, scheme: str) -> Weights:
-        """The checkpoint in a scheme."""
         stored = sorted({algorithm.scheme for algorithm in checkpoint.quantization.algorithms})
         if stored and stored != [scheme]:
             raise UsageError(

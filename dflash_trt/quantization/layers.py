@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
-from dflash_trt.checkpoint.roles import role_of
+from dflash_trt.checkpoint.layouts import role_of
 from dflash_trt.checkpoint.tensors import Checkpoint, TensorInfo
 from dflash_trt.errors import BuildError, UsageError
 from dflash_trt.formats import FORMATS, Algorithm, NumberFormat
@@ -34,7 +34,6 @@ class LinearLayer:
 
     @property
     def format(self) -> NumberFormat:
-        """The number format."""
         return FORMATS[self.algorithm.scheme]
 
 
@@ -51,7 +50,6 @@ class QuantizationRecipe:
     per_channel: bool = False
 
     def algorithm(self, inputs: Sequence[int], *, expert: bool = False) -> Algorithm:
-        """The algorithm of layers with these numbers of inputs."""
         if self.per_channel and self.scheme == PER_CHANNEL.scheme and not expert:
             return PER_CHANNEL
         groups = [] if self.largest_group is None else [self.largest_group]

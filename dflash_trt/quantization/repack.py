@@ -24,7 +24,7 @@ from dflash_trt.formats.numbers import pack_pairs, unpack_rows
 from dflash_trt.quantization.convert import STEP_BYTES, as_it_is
 from dflash_trt.quantization.layers import multiplied_as_one, of_all_experts
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "F4"}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Pieces = Iterator[tuple[str, NDArray[Any]]]
 
 

@@ -16,7 +16,7 @@ from dflash_trt.extras import install
 from dflash_trt.models.inventory import Inventory
 from dflash_trt.planning.gpus import Gpu, find_gpu
 from dflash_trt.planning.memory import MemoryEstimate, estimate_memory, gib
-from dflash_trt.planning.settings import Settings
+from dflash_trt.planning.weights import Settings
 from dflash_trt.trtllm.choices import (
     Choice,
     drafter_attention,

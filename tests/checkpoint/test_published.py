@@ -91,6 +91,19 @@ def test_gpt_oss_may_leave_more_in_floating_point(tmp_path: Path) -> None:
                 read_target_config(path)
 
 
+def fp8_by_row(target: str) -> dict[str, Any]:
+    """The group of layers in FP8 with a scale for each row."""
+    numbers = {"num_bits": 8, "type": "float", "symmetric": True}
+    inputs = numbers | {"strategy": "token", "dynamic": True}
+    return {
+        "group_0": {
+            "targets": [target],
+            "weights": numbers | {"strategy": "channel"},
+            "input_activations": inputs,
+        }
+    }
+
+
 INPUTS = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False, "group_size": 16}
 CONFIGS: dict[str, tuple[dict[str, Any], str, dict[str, Any] | None]] = {
     "NVFP4 with inputs in static groups": (
@@ -116,7 +129,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str, dict[str, Any] | None]] = {
     "a target with the file's own prefix": (
         {
             "quant_method": "compressed-tensors",
-            "config_groups": {"FP8_DYNAMIC": [r"re:language_model\.model\.layers\.\d+\.mlp.*"]},
+            "config_groups": fp8_by_row(r"re:language_model\.model\.layers\.\d+\.mlp.*"),
         },
         "model.language_model.layers.1.mlp.up_proj",
         {"name": "FP8"},
@@ -125,7 +138,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str, dict[str, Any] | None]] = {
         {
             "quant_method": "compressed-tensors",
             "ignore": ["language_model.model.layers.1.mlp.up_proj"],
-            "config_groups": {"FP8_DYNAMIC": ["Linear"]},
+            "config_groups": fp8_by_row("Linear"),
         },
         "model.language_model.layers.1.mlp.up_proj",
         None,
@@ -212,8 +225,10 @@ def test_a_layer_that_must_be_in_floating_point_is_named(
     target = make(tmp_path / "target")
     changed(target, packed(layer))
     config = json.loads((target / "config.json").read_text())
-    groups = {"FP8_DYNAMIC": [f"re:{layer}$"]}
-    config["quantization_config"] = {"quant_method": "compressed-tensors", "config_groups": groups}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "config_groups": fp8_by_row(f"re:{layer}$"),
+    }
     write_json(target / "config.json", config)
     make_drafter(tmp_path / "drafter", target, taps=(0, 1), layers=1)
     with pytest.raises(CheckpointError, match=f"{target}.*'{layer}' is quantized"):

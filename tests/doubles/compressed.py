@@ -68,7 +68,8 @@ def compressed(source: Path, out: Path, config: dict[str, Any]) -> dict[str, tor
     tensors = load_file(source / "model.safetensors")
     model = _tree(tensors, embeddings="embed" in json.dumps(config))
     config = {"ignore": ["lm_head", "re:.*mlp.gate$"], **config}
-    apply_quantization_config(model, QuantizationConfig(**config), show_progress=False)
+    whole = QuantizationConfig(**config)
+    apply_quantization_config(model, whole, show_progress=False)
     layers: dict[str, Any] = {
         name: module for name, module in model.named_modules() if hasattr(module, "quantization_scheme")
     }
@@ -83,7 +84,7 @@ def compressed(source: Path, out: Path, config: dict[str, Any]) -> dict[str, tor
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     said = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "format": stored.value}
     settings = json.loads((out / "config.json").read_text())
-    settings["quantization_config"] = said | config
+    settings["quantization_config"] = whole.model_dump(mode="json") | said
     (out / "config.json").write_text(json.dumps(settings))
     weights = {}
     for name, module in layers.items():

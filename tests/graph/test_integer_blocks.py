@@ -13,8 +13,8 @@ import pytest
 
 from dflash_trt.bundle.workspace import silent
 from dflash_trt.checkpoint import gguf_blocks
+from dflash_trt.checkpoint.layouts import parameters_of
 from dflash_trt.checkpoint.linears import stored_linear
-from dflash_trt.checkpoint.roles import parameters_of
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.checkpoint.widening import widen
 from dflash_trt.engines.onnxruntime.products import fewest_rows

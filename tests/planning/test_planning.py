@@ -24,7 +24,7 @@ from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.models.inventory import Inventory, take_inventory
 from dflash_trt.planning.gpus import find_gpu, gpus
 from dflash_trt.planning.memory import GIB, arena_bytes, estimate_memory
-from dflash_trt.planning.settings import Settings
+from dflash_trt.planning.weights import Settings
 from dflash_trt.quantization.convert import quantize
 
 # Bytes of the target's published safetensors. Only gpt-oss's were compared with a source (OpenAI's GiB).

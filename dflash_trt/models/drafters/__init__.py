@@ -12,7 +12,6 @@ from dflash_trt.models.drafters import (
     dflash2,
     dspark,
     eagle3,
-    gemma4,
     muse_glimmer,
     speculators,
 )
@@ -21,8 +20,7 @@ from dflash_trt.models.drafters.kind import DrafterKind, DrafterParts
 _KINDS = (
     dflash.KIND,
     dflash2.KIND,
-    dspark.KIND,
-    gemma4.KIND,
+    *dspark.KINDS,
     muse_glimmer.KIND,
     *eagle3.KINDS,
     *speculators.KINDS,

@@ -18,9 +18,7 @@ from functools import wraps
 import onnx_ir as ir
 
 from dflash_trt.models.decoder import embed, gated_mlp, sandwich_layer, soft_capped
-from dflash_trt.models.drafters.drafter_pass import DrafterPass, best_candidates
-from dflash_trt.models.drafters.kind import DrafterParts
-from dflash_trt.models.drafters.vocabulary import DraftVocabulary
+from dflash_trt.models.drafters.kind import DrafterParts, DrafterPass, DraftVocabulary, best_candidates
 from dflash_trt.models.module import Module
 from dflash_trt.models.passes import PassRows, positions_from
 from dflash_trt.models.target import lm_head
@@ -110,7 +108,6 @@ class BlockPass(DrafterPass):
         return self._context
 
     def embedded(self) -> ir.Value:
-        """The embedded rows of the block, [B*R, D]."""
         self.context()
         own = self.settings.embedding or self.m.has("embed_tokens.weight")
         root = self.m if own else self.root.at(self.target.prefix)
@@ -119,7 +116,6 @@ class BlockPass(DrafterPass):
         return embed(root, self.rows_of_block, self.target.vocab_size, self.config.hidden_size, scale=scale)
 
     def layers(self, x: ir.Value, convolve: Convolve | None = None) -> ir.Value:
-        """All layers, on the block rows x [B*R, D]."""
         for i in range(self.config.num_hidden_layers):
             x = self.layer(i, x, convolve)
         return x

@@ -112,7 +112,6 @@ _DRAFTER_NEUTRAL: Mapping[str, tuple[object, ...]] = {
 
 @block_builder
 def build_dflash(block: BlockPass, width: int) -> tuple[ir.Value, ir.Value]:
-    """DFlash: the best tokens of each row."""
     return block.best(block.logits(block.drafted(block.layers(block.embedded()))), width)
 
 

@@ -68,7 +68,6 @@ def selector(fields: Fields, hidden_size: int, vocab_size: int, **settings: Any)
 
 @block_builder
 def build_dflash2(block: BlockPass, width: int) -> tuple[ir.Value, ir.Value]:
-    """DFlash2: convolutions in the layers, and the selector's walk."""
     x = block.layers(block.embedded(), lambda m, name, u: _convolutions(block, m.at(name), u))
     rows = block.drafted(x)
     return _select(block, rows, block.logits(rows, multiplier=block.config.own.multiplier), width)

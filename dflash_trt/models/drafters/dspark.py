@@ -10,7 +10,7 @@ Embedding and head are the drafter's own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
@@ -21,6 +21,7 @@ from dflash_trt.checkpoint.schema import DrafterConfig, LayerAttention
 from dflash_trt.models.drafters.block import BlockPass, BlockSettings, block_builder
 from dflash_trt.models.drafters.kind import DrafterKind
 from dflash_trt.models.drafters.walk import PairScores, best_walk, followed
+from dflash_trt.models.gemma4 import gemma_decoder
 from dflash_trt.models.module import Module
 from dflash_trt.models.reading import QWEN_HEAD_DIM, check_quantization, decoder, layer_ids, refuse, windows
 
@@ -184,4 +185,28 @@ def _confident(
     return g.op("Concat", sure, g.op("Add", unsure, share, name="rest"), name="confident", axis=1)
 
 
-KIND = DrafterKind("Qwen3DSparkModel", "qwen3", read_dspark, build_dspark)
+def _read_gemma4(fields: Fields) -> DrafterConfig:
+    """DeepSpec's drafters for Gemma 4, through Gemma's own layers: the target's text model with other numbers.
+
+    All layers see all tokens and have the heads that such layers of the target have. Embedded rows are scaled, and
+    logits soft-capped, as the target's.
+    """
+    check_quantization(fields)
+    refuse(fields, {"enable_moe_block": (False,), "is_causal": (False,)})
+    common = gemma_decoder(fields)
+    layers = common.pop("layers")
+    if any(layer.window for layer in layers):
+        raise fields.error("layer_types", "has a sliding window, but these drafters are read without any")
+    if (heads := layers[0].heads) is not None:
+        common |= {"num_key_value_heads": heads.kv_heads, "head_dim": heads.head_dim, "rope": heads.rope}
+    config = drafter_config(fields, common, tuple(replace(each, causal=False, heads=None) for each in layers))
+    return replace(config, own=replace(config.own, sandwich=True))
+
+
+KINDS = (
+    DrafterKind("Qwen3DSparkModel", "qwen3", read_dspark, build_dspark),
+    # The names of the text models whose configuration the drafter's was made from.
+    DrafterKind(
+        *("Gemma4DSparkModel", "gemma4_unified_text", _read_gemma4, build_dspark), also=("gemma4_text",)
+    ),
+)

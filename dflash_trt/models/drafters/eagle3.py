@@ -27,10 +27,14 @@ from dflash_trt.errors import CheckpointError, quoted
 from dflash_trt.graph.builder import INT64, GraphBuilder
 from dflash_trt.models.attention import Attention
 from dflash_trt.models.decoder import embed
-from dflash_trt.models.drafters.drafter_pass import DrafterPass, best_candidates
 from dflash_trt.models.drafters.eagle3_chain import DraftChain, UnrolledChain, layer_input, rest_of_layer
-from dflash_trt.models.drafters.kind import DrafterKind, DrafterParts
-from dflash_trt.models.drafters.vocabulary import DraftVocabulary
+from dflash_trt.models.drafters.kind import (
+    DrafterKind,
+    DrafterParts,
+    DrafterPass,
+    DraftVocabulary,
+    best_candidates,
+)
 from dflash_trt.models.module import Module
 from dflash_trt.models.passes import PassRows, rows_of
 from dflash_trt.models.reading import LAYERS, check_quantization, decoder, must_equal, refuse
@@ -165,7 +169,6 @@ def usual_taps(layers: int) -> tuple[int, ...]:
 
 
 def build_eagle3(parts: DrafterParts) -> ir.Model:
-    """The head as an ONNX model."""
     return _HeadPass(parts).drafted()
 
 

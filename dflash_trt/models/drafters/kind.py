@@ -1,4 +1,4 @@
-"""The contract of a kind of drafter: the modules beside this one.
+"""The contract of a kind of drafter, and the common parts of their graphs; the modules beside this one have the kinds.
 
 A drafter's graph takes the features that the target committed since the last pass, an anchor and its own caches. It
 returns W candidates for each place, best first, with their log-probabilities. docs/graphs.md gives the inputs and
@@ -10,13 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
+from dflash_trt.errors import CheckpointError
+from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.dialect import Dialect
-from dflash_trt.models.passes import Capacity
+from dflash_trt.models.mixers import mixers
+from dflash_trt.models.module import Module
+from dflash_trt.models.passes import Capacity, Mixer, Pass, PassRows, ints, positions_from
 
 
 @dataclass(frozen=True)
@@ -60,3 +65,106 @@ class DrafterKind:
     taps: Callable[[int], tuple[int, ...]] | None = None
     also: tuple[str, ...] = ()
     vocabulary_of_target: bool = False
+
+
+class DrafterPass:
+    """One pass of a drafter.
+
+    m, root, head: the drafter's checkpoint, the target's, and that of the drafter's own copy of the head, if any.
+    """
+
+    def __init__(self, parts: DrafterParts) -> None:
+        self.parts, self.config, self.target = parts, parts.config, parts.target
+        g = self.g = GraphBuilder("drafter", dtype=parts.dialect.dtype)
+        self.m = Module(g, parts.checkpoint, parts.folder, parts.dialect)
+        self.root = Module(g, parts.target_checkpoint, parts.target_folder, parts.dialect)
+        self.head = None if parts.head is None else Module(g, *parts.head, parts.dialect)
+        hidden = self.config.hidden_size
+        taps = len(self.config.target_layer_ids) * hidden
+        self.features = g.input("features", parts.features_dtype or g.dtype, ["B", "S", taps])
+        self.n_features, self.start = ints(g, "n_features", "B"), ints(g, "start", "B")
+        self.block = ints(g, "block", "B", "K")
+        self.batch = g.dim(self.block, 0, name="batch")
+        self.n_context = g.dim(self.features, 1, name="n_context")
+        self.by_sequence = g.shape(self.batch, -1, hidden)
+
+    def mixers(
+        self, start: ir.Value, n_written: ir.Value, asking: PassRows, lengths: ir.Value
+    ) -> list[Mixer]:
+        """The mixer of each layer, where `n_written` rows are written from cache row `start` on."""
+        g, parts = self.g, self.parts
+        positions = positions_from(g, start, n_written, name="written_positions")
+        written = PassRows(g, self.batch, n_written, positions, self.config)
+        return mixers(Pass(g, parts.dialect, self.config, parts.capacity, start, asking, written, lengths))
+
+    def flat_rows(self, rows: ir.Value, count: ir.Value) -> ir.Value:
+        """Numbers [B, count] of rows of each sequence, which has `count`, as numbers of flat rows, [B*count]."""
+        g = self.g
+        base = g.op("Mul", g.unsqueeze(g.arange(self.batch), 1), count, name="base")
+        return g.op("Reshape", g.op("Add", base, rows, name="order"), g.constant([-1]), name="flat_order")
+
+    def model(self, tokens: ir.Value, logprobs: ir.Value) -> ir.Model:
+        """The graph, with these candidates [B*(K-1), W] and their log-probabilities as outputs."""
+        self.m.check_all_used(OF_TRAINING)
+        g, width = self.g, self.parts.width
+        shape = g.shape(self.batch, -1, width)
+        named: list[int | str] = ["B", "K-1", width]
+        g.output(g.op("Reshape", tokens, shape), "draft_tokens", INT64, named)
+        g.output(g.op("Reshape", logprobs, shape), "draft_logprobs", FLOAT, named)
+        return g.model()
+
+
+def best_candidates(g: GraphBuilder, logits: ir.Value, width: int) -> tuple[ir.Value, ir.Value]:
+    """logits [rows, V] float32 -> the `width` best tokens of each row, best first, and their log-probabilities."""
+    logprobs = g.op("LogSoftmax", logits, name="logprobs", axis=-1)
+    if width == 1:
+        tokens = g.op("ArgMax", logits, name="best", axis=-1, keepdims=1)
+        return tokens, g.op("ReduceMax", logprobs, g.constant([-1]), name="best_logprob", keepdims=1)
+    best, tokens = g.multi("TopK", logprobs, g.constant([width]), outputs=2, name="best", axis=-1)
+    return tokens, best
+
+
+# The target's tensors that training may leave in a drafter's file.
+OF_TRAINING = ("verifier_norm.weight", "verifier_lm_head.weight")
+
+
+class DraftVocabulary:
+    """The `size` tokens of a drafter's own head. Token i of the target's has number j here if i = j + d2t[j].
+
+    The mask t2d says the same from the other side, and is not read. A drafter with all tokens needs neither.
+    """
+
+    def __init__(self, m: Module, config: DrafterConfig, size: int) -> None:
+        self.m, self.size = m, size
+        for name in ("t2d", "d2t") if size == config.vocab_size else ("t2d",):
+            m.ignore(name)
+        self._offsets = None
+        if size != config.vocab_size:
+            self._offsets = m.integers("d2t", size)
+            if isinstance(m.checkpoint, Checkpoint):
+                self._check(m.checkpoint, config)
+
+    def _check(self, checkpoint: Checkpoint, config: DrafterConfig) -> None:
+        tokens = np.arange(self.size) + checkpoint.array("d2t")
+        outside = (tokens < 0) | (tokens >= config.vocab_size)
+        if outside.any():
+            place = int(np.flatnonzero(outside)[0])
+            raise CheckpointError(
+                f"{checkpoint['d2t'].file}: d2t maps draft token {place} to {int(tokens[place])}, but vocab_size is "
+                f"{config.vocab_size}; the table has offsets, target id minus draft id"
+            )
+        if len(np.unique(tokens)) < self.size:
+            raise CheckpointError(
+                f"{checkpoint['d2t'].file}: d2t maps two draft tokens to one of the target's"
+            )
+
+    def logits(self, rows: ir.Value, m: Module, hidden: int) -> ir.Value:
+        """Rows [rows, D] through the head at `m`: float32 [rows, size]."""
+        return m.g.to_float(m.linear(rows, "lm_head", hidden, self.size))
+
+    def tokens(self, numbers: ir.Value, m: Module) -> ir.Value:
+        """The target's ids of tokens of this vocabulary, of any shape."""
+        if self._offsets is None:
+            return numbers
+        offsets = m.g.op("Gather", self._offsets, numbers, name="offsets")
+        return m.g.op("Add", numbers, offsets, name="target_ids")

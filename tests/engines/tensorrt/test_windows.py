@@ -21,7 +21,7 @@ from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.models.inventory import take_inventory
 from dflash_trt.planning import memory
 from dflash_trt.planning.gpus import find_gpu
-from dflash_trt.planning.settings import Settings
+from dflash_trt.planning.weights import Settings
 from tests.doubles.checkpoints import VOCAB, make_drafter
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter
 from tests.doubles.hybrid_checkpoints import DENSE, make_hybrid
