@@ -11,7 +11,6 @@ import torch
 
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
-from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.results import Statistics
 from dflash_trt.engines.onnxruntime import entry
 from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
@@ -50,34 +49,6 @@ def test_the_best_tokens_of_each_place(pair: tuple[Path, Path, Path]) -> None:
     )
     assert out["draft_tokens"][0].tolist() == expected.indices.tolist()
     torch.testing.assert_close(torch.tensor(out["draft_logprobs"][0]), expected.values, atol=2e-4, rtol=0)
-
-
-def test_chains_take_the_first_candidates(pair: tuple[Path, Path, Path]) -> None:
-    """The tokens are those of plain decoding, and every draft has its candidates."""
-    params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.0)
-    with LLM(pair[2]) as llm:
-        plain = llm.generate([[3, 1, 4], [1, 5]], params, speculate=False)
-        seen: list[Draft] = []
-        drafter: Any = llm._runtime.pair.drafter
-        propose = drafter.propose
-
-        def watched(*args: Any) -> Draft:
-            seen.append(propose(*args))
-            return seen[-1]
-
-        drafter.propose = watched
-        found = llm.generate([[3, 1, 4], [1, 5]], params, block_length=4)
-    assert [c.token_ids for c in found] == [c.token_ids for c in plain]
-    drafted = [draft for draft in seen if draft.nodes > 1]
-    assert drafted
-    for draft in drafted:
-        assert draft.candidates is not None
-        assert draft.candidates.tokens.shape == (*draft.logprobs.shape, WIDTH)
-    # The next pass overwrites the numbers. So only the last draft still has its own.
-    last = drafted[-1].candidates
-    assert last is not None
-    assert (last.tokens[:, :, 0] == drafted[-1].tokens[:, 1:]).all()
-    assert (np.diff(last.logprobs) <= 0).all()
 
 
 @pytest.mark.parametrize("width", [0, 65])

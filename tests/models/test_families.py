@@ -35,7 +35,6 @@ from tests.models.test_parity import (  # noqa: F401  # the tests among them run
     assert_close,
     fill,
     ints,
-    test_drafter,
     test_sequences_of_a_batch_do_not_meet,
     test_target,
     test_target_verifies_a_block_and_rolls_back,

@@ -15,7 +15,7 @@ from dflash_trt.building.build import build
 from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.request import Request
 from tests.doubles.checkpoints import VOCAB, make_drafter
-from tests.doubles.hybrid_checkpoints import DENSE, SPARSE_IMAGES, load_hybrid, make_hybrid
+from tests.doubles.hybrid_checkpoints import DENSE, load_hybrid, make_hybrid
 from tests.doubles.reference import Drafter, target_outputs
 from tests.models.test_families import (  # noqa: F401  # run on this module's `pair`
     test_a_pair_decodes_as_the_oracle_does,
@@ -165,29 +165,9 @@ def test_prefixes_are_reused_at_boundaries(case: Case) -> None:
     assert again.token_ids == expected[0]
 
 
-def test_a_small_memory_keeps_few_boundaries(case: Case) -> None:
-    with LLM(case.bundle.path, prefix_cache_bytes=160_000, threads=1, prefill_chunk=64) as llm:
-        for seed in range(4):
-            llm.generate(case.tokens(200, seed=seed), greedy(3))
-        counts = llm._runtime.scheduler.slots.counts
-    assert counts.dropped_tokens > 0
-    assert counts.bytes <= 160_000
-
-
 def test_log_probabilities_of_a_prompt(case: Case, llm: LLM) -> None:
     """Their passes give logits for every row, so no row is certain: they have at most 16 rows."""
     prompt = case.tokens(60)
     params = SamplingParams(max_tokens=8, ignore_eos=True, prompt_logprobs=True)
     found = llm.generate(prompt, params, speculate=False)
     assert found.token_ids == llm.generate(prompt, greedy(8), speculate=False).token_ids
-
-
-def test_experts(directory: Path) -> None:
-    case = make_case(
-        directory / "sparse", SPARSE_IMAGES, stacked=True, num_hidden_layers=2, full_attention_interval=2
-    )
-    prompt = case.tokens(30)
-    with LLM(case.bundle.path, max_batch_size=2, threads=1) as llm:
-        plain = llm.generate(prompt, greedy(120), speculate=False).token_ids
-        for block_length in (3, 16):
-            assert llm.generate(prompt, greedy(120), block_length=block_length).token_ids == plain

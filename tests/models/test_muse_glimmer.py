@@ -20,7 +20,6 @@ from tests.doubles.text_checkpoints import edit_config, load_text
 from tests.models.test_families import LONG, test_long_positions  # noqa: F401
 from tests.models.test_parity import (  # noqa: F401  # the tests among them run on this module's `case`
     Case,
-    test_drafter,
     test_sequences_of_a_batch_do_not_meet,
     test_target,
     test_target_verifies_a_block_and_rolls_back,

@@ -98,12 +98,13 @@ def differing(target: Path, folder: Path, precision: str | None = None, *, conte
     return [name for name, widths in cuts.items() if not np.array_equal(logits(iter(widths)), alone)]
 
 
-# Each family with each precision, and with one and with two query heads for a key head, in turn.
+# Each family with two precisions in turn, and with one and with two query heads for a key head.
 @pytest.mark.parametrize(
     ("family", "heads", "precision"),
     [
         (family, 4 >> (i + j) % 2, precision)
         for (i, family), (j, precision) in product(enumerate(FAMILIES), enumerate(PRECISIONS))
+        if (i + i // 2 + j) % 2
     ],
 )
 def test_a_row_does_not_depend_on_the_width_of_its_pass(
