@@ -150,7 +150,6 @@ def _write(
     job = engine.job(pair, settings, place, progress)
     manifest = _describe(pair, settings, engine, job)
     inputs = read_inputs(job.files, progress)
-    _check_digests(pair, {name: file.sha256 for name, file in inputs.items()})
     manifest["key"] = key_of(manifest, inputs, job.digests)
     existing = place.existing(manifest["key"], force=force)
     if existing is not None:
@@ -280,11 +279,3 @@ def _describe(
         **({"exact": True} if settings.exact else {}),
         **job.manifest,
     }
-
-
-def _check_digests(pair: CheckpointPair, digests: dict[str, str]) -> None:
-    """Compare the digests of the weights with those that their checkpoints recorded, if any."""
-    for side in pair.sides.values():
-        if isinstance(side.checkpoint, Checkpoint):
-            names = {f"{side.folder}/{file.name}": file.name for file in side.checkpoint.files}
-            side.checkpoint.check_digests({names[name]: d for name, d in digests.items() if name in names})

@@ -48,10 +48,7 @@ def read_quantization(directory: Path) -> Quantization:
         if whole.get("quantization") is None and "quant_algo" in whole.values:  # as config.json has them
             return _read_modelopt(whole)
         own = whole.needed("quantization", "an object with quant_algo")
-        producer = whole.section("producer")
-        files = producer.section("sha256") if producer is not None else None
-        digests = {name: files.string(name) for name in files.values} if files is not None else {}
-        return replace(_read_modelopt(own, "exclude_modules", "kv_cache_quant_algo"), digests=digests)
+        return _read_modelopt(own, "exclude_modules", "kv_cache_quant_algo")
     path = directory / "config.json"
     section = _section(path, read_object(path)) if path.is_file() else None
     if section is None:

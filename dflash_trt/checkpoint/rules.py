@@ -33,7 +33,6 @@ class Quantization:
     """By `path`, linear layers are stored as `layers` names them, else as the first rule says, else in `default`.
 
     kv_cache: whether there are scales for a quantized cache.
-    digests: sha256 of weight files by name, if they were recorded during quantization.
     method: the `quant_method`; "modelopt" for hf_quant_config.json.
     """
 
@@ -42,7 +41,6 @@ class Quantization:
     layers: Mapping[str, Algorithm | None] = field(default_factory=dict)
     rules: tuple[Rule, ...] = ()
     kv_cache: bool = False
-    digests: Mapping[str, str] = field(default_factory=dict)
     method: str = "modelopt"
 
     @property

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.quantization import read_quantization
 from dflash_trt.checkpoint.rules import Quantization, text_name
-from dflash_trt.errors import CheckpointError, quoted, show, show_name
+from dflash_trt.errors import CheckpointError, quoted, show
 from dflash_trt.files.disk import own_file, stamp
 from dflash_trt.files.reading import open_file, parse_object, read_object
 
@@ -150,19 +150,6 @@ class Checkpoint:
         found = [self.tensors.get(f"{layer}.{end}") for end in ("weight", "weight_packed", "qweight")]
         first = next(filter(None, found), None)
         return first if first is not None and first.dtype in CODE_DTYPES else None
-
-    def check_digests(self, digests: Mapping[str, str]) -> None:
-        """Compare the weight files' sha256 digests with those that `dflash-trt quantize` recorded by name, if any.
-
-        Raises CheckpointError, naming a file that was changed or damaged since.
-        """
-        for name, expected in self.quantization.digests.items():
-            if digests.get(name) != expected:
-                raise CheckpointError(
-                    f"{self.directory / show_name(name)}: sha256 is {digests.get(name)}, but "
-                    f"{self.quantization.path.name} says {quoted(expected)}: the file was "
-                    "damaged or changed; quantize again, to another directory"
-                )
 
     def array(self, name: str) -> NDArray[Any]:
         """A read-only view of the mapped file, in the tensor's shape and dtype (from ml_dtypes for BF16 and FP8)."""

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dflash_trt.bundle.manifest import digest
 from dflash_trt.bundle.workspace import Progress, silent, workspace
 from dflash_trt.checkpoint.gguf import rounded_to
 from dflash_trt.checkpoint.quantization import QUANT_CONFIG
@@ -114,8 +113,7 @@ def _convert(
             _config(checkpoint.directory, config, untied=HEAD in layers),
         )
         progress("quantize", shards.total, shards.total)
-        digests = {path.name: digest(path) for path in sorted(work.glob("*.safetensors"))}
-        write_json(work / QUANT_CONFIG, config | {"producer": config["producer"] | {"sha256": digests}})
+        write_json(work / QUANT_CONFIG, config)
         place.publish()
     return out
 

@@ -290,10 +290,7 @@ def _rewritten(
     if not quantized:
         config = {key: value for key, value in config.items() if key not in SECTIONS}
     elif said.is_file():
-        described = read_object(said)
-        if isinstance(described.get("producer"), dict):
-            described["producer"].pop("sha256", None)  # the weights are other files now
-        write_json(out / QUANT_CONFIG, described)
+        write_json(out / QUANT_CONFIG, read_object(said))
     write_checkpoint(checkpoint.directory, out, shards(), config)
     progress("repack", total, total)
     return out

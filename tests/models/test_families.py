@@ -1,4 +1,4 @@
-"""Llama, Qwen3-MoE and gpt-oss on ONNX Runtime, compared with Transformers' own classes in float32, and as pairs.
+"""The families on ONNX Runtime, compared with Transformers' own classes in float32, and as pairs.
 
 The checkpoints are in published form, including MXFP4 experts. Our loader and Transformers each read them in their
 own way. The tests of test_parity.py compare the graphs with the reference; they are collected here for these cases.
@@ -7,11 +7,11 @@ own way. The tests of test_parity.py compare the graphs with the reference; they
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import onnxruntime as ort
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -22,14 +22,21 @@ from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.formats.mxfp4 import unpack_blocks
 from dflash_trt.graph import onnxruntime as functions
-from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
-from dflash_trt.graph.dialect import SINK_PADDING, AttentionKind
-from dflash_trt.graph.onnxruntime import OnnxRuntime
 from dflash_trt.models.configs import read_target_config
 from tests.doubles.checkpoints import VOCAB, make_drafter
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter, make_llama, make_qwen3_moe
+from tests.doubles.muse_checkpoints import make_muse
 from tests.doubles.reference import Drafter, decode, decode_drafting, target_outputs
-from tests.doubles.sessions import session
+from tests.doubles.text_checkpoints import (
+    EXPERTS,
+    GEMMA_IMAGES,
+    MINISTRAL_IMAGES,
+    UNIFIED,
+    UNIFIED_IMAGES,
+    load_text,
+    make_gemma,
+    make_ministral,
+)
 from tests.models.test_parity import (  # noqa: F401  # the tests among them run on this module's `case`
     Case,
     assert_close,
@@ -45,48 +52,14 @@ LONG = 200  # six times the length before RoPE scaling, 25 windows of 8
 MAX_SEQ_LEN = LONG + 40
 RESIDENT, IN_USE = 1 << 30, 0  # bytes of experts up to which all are widened at load time
 
-Maker = Callable[..., Path]
-# name: (target's maker and settings, drafter's maker and settings, RESIDENT_EXPERT_BYTES)
-CASES: dict[str, tuple[Maker, dict[str, Any], Maker, dict[str, Any], int]] = {
-    "llama": (make_llama, {}, make_drafter, {"block_size": 10, "rope_theta": 500_000.0}, RESIDENT),
-    "llama, biases, tied": (
-        make_llama,
-        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1},
-        make_drafter,
-        {"layer_types": (SLIDING, SLIDING, FULL), "sliding_window": 12, "layers": 3},
-        RESIDENT,
-    ),
-    "qwen3-moe": (make_qwen3_moe, {}, make_drafter, {"block_size": 16, "layers": 3}, RESIDENT),
-    "qwen3-moe, some layers dense": (
-        make_qwen3_moe,
-        {
-            "norm_topk_prob": False,
-            "decoder_sparse_step": 2,
-            "mlp_only_layers": [3],
-            "num_hidden_layers": 6,
-            "num_experts_per_tok": 3,
-        },
-        make_drafter,
-        {"taps": (1, 4)},
-        IN_USE,
-    ),
-    "gpt-oss": (make_gpt_oss, {}, make_gpt_oss_drafter, {}, RESIDENT),
-    "gpt-oss, experts in use": (
-        make_gpt_oss,
-        {"seed": 3, "sliding_window": 128},  # as published
-        make_gpt_oss_drafter,
-        {"block_size": 10},
-        IN_USE,
-    ),
-    "gpt-oss, not quantized": (
-        make_gpt_oss,
-        {"quantized": False, "num_experts_per_tok": 8, "experts_per_token": 8, "swiglu_limit": 2.5},
-        make_gpt_oss_drafter,
-        {"layers": 2, "layer_types": (SLIDING, FULL), "sliding_window": 9},
-        IN_USE,
-    ),
-}
-GPT_OSS = [name for name in CASES if name.startswith("gpt-oss")]
+
+class Family(NamedTuple):
+    """How the target is made and read by Transformers, how its drafter is made, and RESIDENT_EXPERT_BYTES."""
+
+    make: Callable[..., Path]
+    load: Callable[[Path], Any]
+    drafter: Callable[[Path, Path], Path] = make_drafter
+    resident: int = RESIDENT
 
 
 def load(directory: Path) -> Any:
@@ -105,19 +78,136 @@ def load(directory: Path) -> Any:
     return model.eval()
 
 
+def load_muse(directory: Path) -> Any:
+    """`model.embed_tokens` gives drafters the rows without their norm."""
+    model = load_text(directory)
+    table = model.model.language_model.embed_tokens
+    model.model.embed_tokens = torch.nn.Embedding.from_pretrained(table.weight)
+    return model
+
+
+# Queries of Ministral grow with every position, every 16th, or from 16,384 on.
+CASES: dict[str, Family] = {
+    "llama": Family(make_llama, load, partial(make_drafter, block_size=10, rope_theta=500_000.0)),
+    "llama, biases, tied": Family(
+        partial(
+            make_llama, attention_bias=True, mlp_bias=True, tie_word_embeddings=True, num_key_value_heads=1
+        ),
+        load,
+        partial(make_drafter, layer_types=(SLIDING, SLIDING, FULL), sliding_window=12, layers=3),
+    ),
+    "qwen3-moe": Family(make_qwen3_moe, load, partial(make_drafter, block_size=16, layers=3)),
+    "qwen3-moe, some layers dense": Family(
+        partial(
+            make_qwen3_moe,
+            norm_topk_prob=False,
+            decoder_sparse_step=2,
+            mlp_only_layers=[3],
+            num_hidden_layers=6,
+            num_experts_per_tok=3,
+        ),
+        load,
+        partial(make_drafter, taps=(1, 4)),
+        IN_USE,
+    ),
+    "gpt-oss": Family(make_gpt_oss, load, make_gpt_oss_drafter),
+    "gpt-oss, experts in use": Family(
+        partial(make_gpt_oss, seed=3, sliding_window=128),  # as published
+        load,
+        partial(make_gpt_oss_drafter, block_size=10),
+        IN_USE,
+    ),
+    "gpt-oss, not quantized": Family(
+        partial(make_gpt_oss, quantized=False, num_experts_per_tok=8, experts_per_token=8, swiglu_limit=2.5),
+        load,
+        partial(make_gpt_oss_drafter, layers=2, layer_types=(SLIDING, FULL), sliding_window=9),
+        IN_USE,
+    ),
+    "ministral3": Family(partial(make_ministral, original=16, num_key_value_heads=1), load_text),
+    "ministral3 with images": Family(
+        partial(make_ministral, architecture=MINISTRAL_IMAGES, original=1), load_text
+    ),
+    "ministral3 with images, tied, windows": Family(
+        partial(
+            make_ministral,
+            architecture=MINISTRAL_IMAGES,
+            tie_word_embeddings=True,
+            sliding_window=7,
+            head_dim=24,
+            num_attention_heads=2,
+        ),
+        load_text,
+    ),
+    "muse glimmer": Family(make_muse, load_muse),
+    "muse glimmer, other sizes and places": Family(
+        partial(
+            make_muse,
+            hidden_size=40,
+            intermediate_size=56,
+            num_key_value_heads=1,
+            num_hidden_layers=5,
+            head_dim=24,
+            attention_bias=True,
+            tie_word_embeddings=True,
+            layer_types=[FULL, SLIDING, FULL, SLIDING, FULL],
+            layer_rope_theta=[10000.0, 10000.0, 0, 0, 10000.0],
+            qk_scale_factor=2.5,
+            post_norm_eps=0.1,
+        ),
+        load_muse,
+        partial(make_drafter, taps=(0, 3), block_size=5, head_dim=12),
+    ),
+    "gemma 31B": Family(partial(make_gemma, architecture=GEMMA_IMAGES), load_text),
+    "gemma 26B-A4B": Family(partial(make_gemma, architecture=GEMMA_IMAGES, **EXPERTS), load_text),
+    "gemma 12B": Family(
+        partial(make_gemma, architecture=UNIFIED_IMAGES, hidden_size=48, num_attention_heads=2), load_text
+    ),
+    "gemma, values of their own": Family(
+        partial(make_gemma, attention_k_eq_v=False, hidden_size=40, dtype="float16", global_head_dim=24),
+        load_text,
+    ),
+    "gemma, experts, untied, no soft-cap": Family(
+        partial(
+            make_gemma,
+            **EXPERTS
+            | {
+                "top_k_experts": 4,
+                "tie_word_embeddings": False,
+                "final_logit_softcapping": None,
+                "layer_types": [FULL] * 2 + [SLIDING] * 2 + [FULL],
+                "num_hidden_layers": 5,
+                "attention_bias": True,
+            },
+        ),
+        load_text,
+    ),
+    "gemma, heads by layer": Family(
+        partial(
+            make_gemma,
+            architecture=UNIFIED,
+            per_layer_config={
+                **{i: {"head_dim": 24, "num_key_value_heads": 4} for i in range(5)},
+                5: {"head_dim": 64},
+            },
+        ),
+        load_text,
+    ),
+}
+
+
 @pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     return make_case(tmp_path_factory.mktemp("family"), request.param)
 
 
 def make_case(directory: Path, name: str, **changes: Any) -> Case:
-    make_target, settings, make, drafter_settings, resident = CASES[name]
-    target = make_target(directory / "target", **settings, **changes)
-    drafter = make(directory / "drafter", target, **drafter_settings)
+    family = CASES[name]
+    target = family.make(directory / "target", **changes)
+    drafter = family.drafter(directory / "drafter", target)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(functions, "RESIDENT_EXPERT_BYTES", resident)
+        patch.setattr(functions, "RESIDENT_EXPERT_BYTES", family.resident)
         bundle = build(str(target), str(drafter), directory / "bundle", max_seq_len=MAX_SEQ_LEN)
-    return Case(bundle, load(target), Drafter(drafter), VOCAB)
+    return Case(bundle, family.load(target), Drafter(drafter), VOCAB)
 
 
 @pytest.mark.parametrize("chunk", [LONG, 64])
@@ -154,34 +244,9 @@ def test_mxfp4_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
     assert sum(name.endswith("_blocks") for name in stored) == 8
 
 
-def test_no_part_of_gpt_oss_is_idle(tmp_path: Path) -> None:
-    """Shows that the parity tests of these checkpoints mean something: without any part, logits move far beyond the
-    bound.
-    """
-    directory, tokens = make_gpt_oss(tmp_path / "target"), list(range(40))
-    expected, _ = target_outputs(load(directory), tokens)
-
-    def without(change: Callable[[Any], Any]) -> float:
-        model = load(directory)
-        with torch.no_grad():
-            for layer in model.model.layers:
-                change(layer)
-        return float((target_outputs(model, tokens)[0] - expected).abs().max())
-
-    parts: dict[str, Callable[[Any], Any]] = {
-        "sinks": lambda layer: layer.self_attn.sinks.fill_(-100),
-        "attention bias": lambda layer: layer.self_attn.k_proj.bias.zero_(),
-        "output bias": lambda layer: layer.self_attn.o_proj.bias.zero_(),
-        "router bias": lambda layer: layer.mlp.router.bias.zero_(),
-        "gate and up bias": lambda layer: layer.mlp.experts.gate_up_proj_bias.zero_(),
-        "down bias": lambda layer: layer.mlp.experts.down_proj_bias.zero_(),
-        "clamp": lambda layer: setattr(layer.mlp.experts, "limit", 1e9),
-        "alpha": lambda layer: setattr(layer.mlp.experts, "alpha", 1.0),
-    }
-    assert {name for name, change in parts.items() if without(change) < 0.05} == set()
-
-
-@pytest.fixture(scope="module", params=["llama", "qwen3-moe, some layers dense", *GPT_OSS[:2]])
+@pytest.fixture(
+    scope="module", params=["llama", "qwen3-moe, some layers dense", "gpt-oss", "gpt-oss, experts in use"]
+)
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Case, LLM]]:
@@ -222,73 +287,3 @@ def test_a_pair_decodes_as_the_oracle_does(pair: tuple[Case, LLM]) -> None:
     completion = llm.generate(prompt, params, block_length=8)
     assert completion.token_ids == expected.tokens
     assert completion.statistics.num_accepted_tokens == sum(expected.accepted)
-
-
-@pytest.mark.parametrize("window", [None, 8])
-@pytest.mark.parametrize("sink", [-1e30, -30.0, 0.0, 30.0, 1e4, 1e30])
-def test_attention_with_a_sink(sink: float, window: int | None) -> None:
-    """Compared with a softmax over the visible scores and the sink, at row 1500 of a cache full of garbage."""
-    rng = np.random.default_rng(0)
-    heads, kv_heads, size, start, count, capacity = 4, 2, 16, (1500, 1350), 5, 1600
-    q = rng.normal(0, 2, (2, heads, count, size)).astype(np.float32)
-    past = [rng.normal(0, 2, (2, kv_heads, capacity, size)).astype(np.float32) for _ in "kv"]
-    new = [rng.normal(0, 2, (2, kv_heads, count, size)).astype(np.float32) for _ in "kv"]
-    sinks = np.array([sink, sink + 1, 0, sink / 2], np.float32)
-    padded = np.zeros((2, kv_heads, capacity, size + SINK_PADDING), np.float32)
-    padded[..., :size] = past[0]
-    for row, n in enumerate(start):
-        padded[row, :, n:] = rng.normal(0, 30, padded[row, :, n:].shape)
-    last = np.array(start)[:, None] + np.arange(count)
-    first = np.zeros_like(last) if window is None else last - (window - 1)
-    kind = AttentionKind(heads, kv_heads, size, windowed=window is not None)
-    y = _sink_session(kind).run(
-        ["y"],
-        {
-            "q": by_row(q),
-            "k": by_row(new[0]),
-            "v": by_row(new[1]),
-            "k_cache": by_row(padded),
-            "v_cache": by_row(past[1]),
-            "start": np.array(start),
-            "first": first,
-            "last": last,
-            "lengths": np.array(start) + count,
-            "sinks": sinks,
-        },
-    )[0]
-    y = y.reshape(2, count, heads, size).transpose(0, 2, 1, 3)
-    for row, n in enumerate(start):
-        k, v = (np.concatenate([p[row, :, :n], x[row]], axis=1) for p, x in zip(past, new, strict=True))
-        k, v = (np.repeat(x, heads // kv_heads, axis=0).astype(np.float64) for x in (k, v))
-        scores = q[row] @ k.transpose(0, 2, 1) * size**-0.5
-        rows = np.arange(n + count)
-        visible = (rows >= first[row][:, None]) & (rows <= last[row][:, None])
-        scores = np.where(visible, scores, -np.inf)
-        highest = np.maximum(scores.max(-1), sinks[:, None])[..., None]
-        shares = np.exp(scores - highest)
-        total = shares.sum(-1, keepdims=True) + np.exp(sinks[:, None, None] - highest)
-        np.testing.assert_allclose(y[row], shares / total @ v, atol=2e-5)
-
-
-def by_row(x: np.ndarray) -> np.ndarray:
-    """[B, heads, rows, size] -> [B, rows, heads*size]."""
-    return np.ascontiguousarray(x.transpose(0, 2, 1, 3)).reshape(x.shape[0], x.shape[2], -1)
-
-
-def _sink_session(kind: AttentionKind) -> ort.InferenceSession:
-    """The sink's mask and attention alone."""
-    g, dialect = GraphBuilder("sink"), OnnxRuntime()
-    q = g.input("q", FLOAT, ["B", "S", kind.heads * kind.head_dim])
-    rows = [g.input(name, FLOAT, ["B", "S", kind.kv_heads * kind.head_dim]) for name in "kv"]
-    shapes = dialect.cache_shapes(kind.kv_heads, kind.head_dim, "C", sinks=True)
-    caches = [g.input(f"{name}_cache", FLOAT, shape) for name, shape in zip("kv", shapes, strict=True)]
-    start, lengths = g.input("start", INT64, ["B"]), g.input("lengths", INT64, ["B"])
-    first, last = g.input("first", INT64, ["B", "S"]), g.input("last", INT64, ["B", "S"])
-    sinks = g.input("sinks", FLOAT, [kind.heads])
-    capacity = g.dim(caches[0], 1)
-    mask = g.call(dialect.sink_attention_mask(kind), first, last, lengths, capacity, outputs=3, name="mask")
-    inputs = (q, *rows, *caches, start, *mask, lengths, sinks)
-    y, *_ = g.call(dialect.sink_attention(kind), *inputs, outputs=3, name="attention")
-    y = g.op("Reshape", y, g.constant([0, 0, -1]))
-    g.output(y, "y", FLOAT, ["B", "S", kind.heads * kind.head_dim])
-    return session(g.model())
