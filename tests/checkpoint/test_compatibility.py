@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 
 from dflash_trt.building import sources
@@ -203,56 +201,6 @@ def test_refuses_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: st
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match=message):
         resolve(name, "target")
-
-
-Download = Callable[..., str]
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None, list[str]]]:
-    """A hub with one target and one drafter, which records its requests."""
-    asked: list[tuple[str, str | None, list[str]]] = []
-
-    def download(
-        repo: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]
-    ) -> str:
-        assert ignore_patterns == ["*/*"]
-        asked.append((repo, revision, allow_patterns))
-        return str(write(tmp_path / "0123abc", DRAFTER if "DFlash" in repo else TARGET))
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    return asked
-
-
-def test_known_names_come_from_the_hub(tmp_path: Path, hub: list[tuple[str, str | None, list[str]]]) -> None:
-    snapshot = tmp_path / "0123abc"
-    target, drafter = resolve_pair("qwen3-4b")
-    assert target == Source(snapshot, "Qwen/Qwen3-4B", "0123abc")
-    assert drafter == Source(snapshot, "z-lab/Qwen3-4B-DFlash-b16", "0123abc")
-    assert resolve_pair("Qwen/Qwen3-4B") == (target, drafter)
-    configs, others = ["config.json", "generation_config.json"], ["*.json", "*.jinja"]
-    # The later requests name the commit that the first one found, so that all see the same files.
-    later = [("Qwen/Qwen3-4B", "0123abc", files) for files in (others, ["model.safetensors"])]
-    assert hub[:3] == [("Qwen/Qwen3-4B", None, configs), *later]
-
-
-def test_a_revision_is_passed_on(hub: list[tuple[str, str | None, list[str]]]) -> None:
-    target, drafter = resolve_pair("qwen3-4b@v2")  # a pinned target keeps its drafter
-    assert (target.repo, drafter.repo) == ("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16")
-    assert hub[0][:2] == ("Qwen/Qwen3-4B", "v2")
-    assert hub[3][:2] == ("z-lab/Qwen3-4B-DFlash-b16", None)
-    assert resolve_pair("Qwen/Qwen3-4B@v2", "z-lab/Qwen3-4B-DFlash-b16@v3")
-    assert hub[9][:2] == ("z-lab/Qwen3-4B-DFlash-b16", "v3")
-    hub.clear()
-    assert resolve("someone/Qwen3-Fine@refs/pr/1", "target").repo == "someone/Qwen3-Fine"
-    assert hub[0][:2] == ("someone/Qwen3-Fine", "refs/pr/1")
-
-
-def test_weights_of_what_cannot_be_read_are_not_fetched(hub: list[tuple[str, str | None, list[str]]]) -> None:
-    with pytest.raises(CheckpointError, match=r"^someone/Qwen3: .*supported as a drafter: DFlashDraftModel"):
-        resolve("someone/Qwen3", "drafter")
-    assert len(hub) == 1
 
 
 def test_reading_needs_no_torch() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -15,19 +15,21 @@ import torch
 
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
+from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
-from dflash_trt.errors import DFlashError
+from dflash_trt.errors import DFlashError, PairError
 from dflash_trt.models.configs import read_drafter_config
-from tests.doubles.checkpoints import make_target, write_json
+from tests.doubles.checkpoints import make_drafter, make_target, write_json
 from tests.doubles.kind_checkpoints import (
     make_dflash2,
     make_dspark,
     make_eagle3,
+    make_gemma_dspark,
     make_jetspec,
     target_config,
 )
 from tests.doubles.reference import DFlash2, Drafter, load_target, target_outputs
-from tests.doubles.reference_kinds import DSpark, Eagle3
+from tests.doubles.reference_kinds import DSpark, Eagle3, GemmaDSpark
 from tests.doubles.speculators import (
     SpeculatorsBlock,
     SpeculatorsDFlash2,
@@ -35,6 +37,7 @@ from tests.doubles.speculators import (
     SpeculatorsEagle3,
     as_speculators,
 )
+from tests.doubles.text_checkpoints import EXPERTS, GEMMA, load_text, make_gemma
 
 LAYERS, TOLERANCE, WIDTH = 6, 2e-4, 3
 Make = Callable[[Path, Path], Path]
@@ -63,6 +66,23 @@ SLIDING = {
     "use_sliding_window": True,
     "sliding_window": 9,
 }
+
+
+def as_z_lab(out: Path, target: Path) -> Path:
+    """For Gemma 4: six taps, four windows and a layer that sees all, blocks of 16, the soft-cap of the target."""
+    windows: dict[str, Any] = {
+        "layer_types": ["sliding_attention"] * 4 + ["full_attention"],
+        "sliding_window": 9,
+    }
+    return make_drafter(out, target, taps=(0, 1, 2, 3, 4, 5), layers=5, block_size=16, softcap=4.0, **windows)
+
+
+class RedHat(SpeculatorsBlock):
+    """Trained on embedded rows as they are stored, without the target's factor."""
+
+    def embed(self, target: Any, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.embedding(tokens, target.model.embed_tokens.weight)
+
 
 # name: how the checkpoint is made, and its reference
 CASES: dict[str, tuple[Make, Callable[[Path], Any]]] = {
@@ -119,6 +139,13 @@ CASES: dict[str, tuple[Make, Callable[[Path], Any]]] = {
     "eagle3 of SpecForge": eagle3(aux=(1, 3, 4)),
     "eagle3, exported with a norm": eagle3(layout="layers.0", aux=(1, 3, 5), norm_before_fc=True),
     "eagle3.1": eagle3(vocabulary=None, fc_norm=True, norm_output=True),
+    "gemma, z-lab": (as_z_lab, Drafter),
+    "gemma, DeepSpec's DSpark": (make_gemma_dspark, GemmaDSpark),
+    "gemma, DeepSpec's DFlash": (
+        lambda out, target: make_gemma_dspark(out, target, rank=0, keys_as_values=False),
+        GemmaDSpark,
+    ),
+    "gemma, speculators": speculators(make_jetspec, "dflash", RedHat, entered=(1, 6), vocabulary=200),
 }
 
 
@@ -127,29 +154,34 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_target(tmp_path_factory.mktemp("target"), layers=LAYERS, dtype="float32", favourites=6)
 
 
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_gemma(tmp_path_factory.mktemp("gemma"), GEMMA, dtype="float32", favourites=6, **EXPERTS)
+
+
+class Made(NamedTuple):
+    """A target as Transformers reads it, the reference of its drafter, and the bundle of both."""
+
+    model: Any
+    reference: Any
+    bundle: Bundle
+
+
 @pytest.fixture(scope="module", params=CASES)
-def drafter(
-    request: pytest.FixtureRequest, target: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, Any]:
+def made(
+    request: pytest.FixtureRequest, target: Path, gemma: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Made:
     make, reference = CASES[request.param]
-    path = make(tmp_path_factory.mktemp("drafter"), target)
-    return path, reference(path)
+    source, load = (gemma, load_text) if request.param.startswith("gemma") else (target, load_target)
+    folder = tmp_path_factory.mktemp("kinds")
+    path = make(folder / "drafter", source)
+    bundle = build(str(source), str(path), folder / "bundle", max_seq_len=96, tree_width=WIDTH)
+    return Made(load(source), reference(path), bundle)
 
 
-@pytest.fixture(scope="module")
-def bundle(target: Path, drafter: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    out = tmp_path_factory.mktemp("kinds") / "bundle"
-    return build(str(target), str(drafter[0]), out, max_seq_len=96, tree_width=WIDTH)
-
-
-@pytest.fixture(scope="module")
-def model(target: Path) -> Any:
-    return load_target(target)
-
-
-def test_drafts(model: Any, drafter: tuple[Path, Any], bundle: Any) -> None:
+def test_drafts(made: Made) -> None:
     """Two sequences side by side: a prompt in chunks, drafts, and drafts again after some were committed."""
-    reference = drafter[1]
+    model, reference, bundle = made
     manifest = bundle.manifest
     engine = OnnxRuntimeEngine(bundle.path / "drafter.onnx", slots=2, capacity=bundle.capacity, threads=1)
     for i, cache in enumerate(engine.caches.arrays.values()):
@@ -189,10 +221,10 @@ def test_drafts(model: Any, drafter: tuple[Path, Any], bundle: Any) -> None:
             assert out["draft_tokens"].max() < vocab
 
 
-def test_tokens_are_those_of_plain_decoding(bundle: Any) -> None:
+def test_tokens_are_those_of_plain_decoding(made: Made) -> None:
     prompts = [[5, 9, 200, 31], [7], [3, 1, 4, 1, 5, 9, 2, 6]]
     params = [SamplingParams(max_tokens=24, ignore_eos=True, temperature=t, seed=4) for t in (0, 0.9, 0.9)]
-    with LLM(bundle.path, prefill_chunk=5, threads=1) as llm:
+    with LLM(made.bundle.path, prefill_chunk=5, threads=1) as llm:
         plain = llm.generate(prompts, params, speculate=False)
         drafted = llm.generate(prompts, params, block_length=llm.block_size)
     assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
@@ -242,6 +274,13 @@ def test_what_is_not_supported_is_named(
     write_json(path / "config.json", fields)
     with pytest.raises(DFlashError, match=message):
         build(str(target), str(path), tmp_path / "out")
+
+
+def test_eagle3_for_gemma_is_refused(gemma: Path, tmp_path: Path) -> None:
+    """Its embedded rows are the target's, which Gemma scales."""
+    path = make_eagle3(tmp_path / "drafter", gemma)
+    with pytest.raises(PairError, match="EAGLE-3 heads are not supported"):
+        build(str(gemma), str(path), tmp_path / "out")
 
 
 def test_the_first_tap_of_speculators_is_the_embedding(target: Path, tmp_path: Path) -> None:

@@ -64,24 +64,6 @@ def test_the_head_has_fewer_bits_beside_a_tied_embedding(bundle: Bundle, tmp_pat
     assert bundle.manifest["quantization"]["head"] == "W4A16_AWQ"
 
 
-def test_an_outline_has_the_same_products(
-    bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No two layers of an imagined file lie one behind the other, so each is a product."""
-    by_output = bundle.manifest["exact_bytes"]
-    monkeypatch.setattr(products, "channels_pay", lambda: by_output)
-    scheme = "int8" if bundle.manifest["quantization"]["target"].startswith("W8A16") else "int4"
-    precision = parse_precision(f"target={scheme},drafter=int8,head=int4")
-    outline = build("tiny", None, tmp_path / "outline", weights="none", precision=precision)
-    kind = "INT8ChannelLinear" if by_output else "MatMulNBits"
-    assert operators(outline.path / "target.onnx")[kind] == LAYERS * 7 + 1
-    for name in ("target.onnx", "drafter.onnx"):
-        found = operators(outline.path / name)
-        assert found["Gemm"] == found["MatMul"] == 0
-        kinds = set(operators(bundle.path / name)) - {"Split"}
-        assert set(found) - {"Split"} == kinds
-
-
 @pytest.mark.usefixtures("exact")
 def test_rows_do_not_depend_on_the_pass(bundle: Bundle) -> None:
     """Bit for bit. A difference of one bit in front of a rounded input would become one of a hundredth."""
