@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dflash_trt import LLM, Chunk, SamplingParams, Statistics
-from dflash_trt.building.sources import resolve_pair
+from dflash_trt.building.sources import find_sources
 from dflash_trt.decoding.output import Detokenizer
 from dflash_trt.errors import CheckpointError
 from dflash_trt.prompts import SHIPPED_PROMPTS, read_prompts
@@ -82,7 +82,7 @@ def main(target: str = "smollm2-135m") -> int:
     """Show SmolLM2 or, where its package is missing, why not; then `tiny`."""
     console = Console(highlight=False)
     try:
-        resolve_pair(target)
+        find_sources(target, None, "copy")
     except CheckpointError as error:
         said = f"{target} cannot be shown: {error}\nThe shipped pair tiny is shown instead.\n"
         console.print(said, markup=False)

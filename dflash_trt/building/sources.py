@@ -68,23 +68,6 @@ def built_in(target: str, drafter: str | None, *, no_drafter: bool = False) -> K
     return replace(pair, unverified=tuple(name for name in pair.unverified if name.startswith("target.")))
 
 
-def resolve_pair(target: str, drafter: str | None = None) -> tuple[Source, Source]:
-    """Both checkpoints of a pair. Without a drafter, `target` must be a known pair, given by name or repository."""
-    drafter = drafter or _known_drafter(target)
-    if drafter is None:
-        _check_path(target, "target")
-        # That it is supported is the first question.
-        if Path(target).is_dir():
-            read_target_config(Path(target))
-        elif not Path(target).exists() and (match := _REPOSITORY.fullmatch(target)):
-            _snapshot(match["repo"], match["revision"], "target", steps=1)
-        raise CheckpointError(
-            f"--target {target}{_meant(target)}: no drafter is known for it; give one with --drafter, "
-            f"train one (`dflash-trt train --help` has the steps), or give a known pair as the target: {NAMES}"
-        )
-    return resolve(target, "target"), resolve(drafter, "drafter")
-
-
 def _known_drafter(target: str) -> str | None:
     pair = None if Path(target).is_dir() else known_pair(target)
     return (pair.drafter_repo or pair.name) if pair else None

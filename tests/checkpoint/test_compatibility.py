@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dflash_trt.building import sources
-from dflash_trt.building.sources import Source, resolve, resolve_pair
+from dflash_trt.building.sources import Source, find_sources, resolve
 from dflash_trt.checkpoint.catalogue import PAIRS, KnownPair, find_drafter, known_configs, known_pair
 from dflash_trt.checkpoint.compatibility import check_pair, check_tokenizers
 from dflash_trt.engines import registry
@@ -125,9 +125,8 @@ def test_a_directory_wins(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPat
     (pair[0].parent / "qwen3-8b").mkdir()
     (pair[0].parent / "qwen3-8b" / "config.json").write_text("{}")
     assert resolve("qwen3-8b", "target") == Source(Path("qwen3-8b"))
-    assert resolve_pair("target", "drafter") == (Source(Path("target")), Source(Path("drafter")))
-    with pytest.raises(CheckpointError, match="no drafter is known for it; give one with --drafter"):
-        resolve_pair("target")
+    assert find_sources("target", "drafter", "copy") == (Source(Path("target")), Source(Path("drafter")))
+    assert find_sources("target", None, "copy")[1] is None
 
 
 def test_other_forms_of_a_target_have_its_drafter() -> None:
@@ -158,11 +157,11 @@ def test_shipped_pairs_come_from_the_package(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sources, "SHIPPED", tmp_path / "shipped")
     with pytest.raises(CheckpointError, match="the installation is incomplete"):
-        resolve_pair("tiny")
+        find_sources("tiny", None, "copy")
     for role in ("target", "drafter"):
         (tmp_path / "shipped" / "tiny" / role).mkdir(parents=True)
     shipped = tmp_path / "shipped" / "tiny"
-    assert resolve_pair("tiny") == (Source(shipped / "target"), Source(shipped / "drafter"))
+    assert find_sources("tiny", None, "copy") == (Source(shipped / "target"), Source(shipped / "drafter"))
 
 
 def test_a_shipped_drafter_is_found_by_its_targets_names(
@@ -179,11 +178,11 @@ def test_a_shipped_drafter_is_found_by_its_targets_names(
     monkeypatch.setattr(sources.gguf, "packaged_target", lambda name: tmp_path / name)
     monkeypatch.setattr(sources.gguf, "cached_checkpoint", converted)
     drafter = Source(sources.SHIPPED / "smollm2-135m" / "drafter")
-    assert resolve_pair("smollm2-135m") == (Source(tmp_path / "converted"), drafter)
+    assert find_sources("smollm2-135m", None, "copy") == (Source(tmp_path / "converted"), drafter)
     assert found == [str(tmp_path / "smollm2-135m")]
     monkeypatch.setattr(sources, "_snapshot", lambda *asked: asked)
     repository = "HuggingFaceTB/SmolLM2-135M-Instruct"
-    assert resolve_pair(repository) == ((repository, None, "target"), drafter)
+    assert find_sources(repository, None, "copy") == ((repository, None, "target"), drafter)
     assert read_drafter_config(drafter.directory).block_size == 8
 
 

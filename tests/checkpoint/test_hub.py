@@ -121,13 +121,13 @@ def hub() -> Iterator[Hub]:
 def resolve(
     home: Path, endpoint: str, *arguments: str | None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run resolve_pair(*arguments) in its own process, because the client reads its environment on import."""
+    """Run find_sources(*arguments, "copy") in its own process, because the client reads its environment on import."""
     program = (
         "import json, sys\n"
-        "from dflash_trt.building.sources import resolve_pair\n"
+        "from dflash_trt.building.sources import find_sources\n"
         "from dflash_trt.errors import DFlashError\n"
         "try:\n"
-        f"    print(json.dumps([[str(s.directory), s.repo, s.revision] for s in resolve_pair(*{arguments})]))\n"
+        f"    print(json.dumps([[str(s.directory), s.repo, s.revision] for s in find_sources(*{arguments}, 'copy')]))\n"
         "except DFlashError as error:\n"
         "    sys.exit(f'ERROR {error}')\n"
     )
@@ -191,16 +191,9 @@ def test_a_side_file_that_changes_a_drafter_is_refused(hub: Hub, tmp_path: Path)
     assert ("org/Mask-DFlash", COMMIT, "model.safetensors") not in hub.served
 
 
-@pytest.mark.parametrize(
-    ("repository", "message"), [("org/Toy", "ToyForCausalLM"), ("org/Qwen3", "no drafter is known for it")]
-)
-def test_that_a_target_is_supported_is_the_first_question(
-    hub: Hub, tmp_path: Path, repository: str, message: str
-) -> None:
-    """No drafter is named. Only an unknown family is refused as that, and nothing else is fetched."""
-    done = resolve(tmp_path, f"http://127.0.0.1:{hub.server_port}", repository)
-    assert message in errors(done)[0]
-    assert ("no drafter" in errors(done)[0]) == (repository != "org/Toy")
+def test_of_an_unknown_family_nothing_but_configurations_is_fetched(hub: Hub, tmp_path: Path) -> None:
+    done = resolve(tmp_path, f"http://127.0.0.1:{hub.server_port}", "org/Toy", None)
+    assert "ToyForCausalLM" in errors(done)[0]
     assert {name for _, _, name in hub.served} == {"config.json", "generation_config.json"}
 
 

@@ -7,6 +7,7 @@ import argparse
 from dflash_trt.cli.options import add_json, add_target, option
 from dflash_trt.cli.output import print_json, print_table
 from dflash_trt.cli.train.common import add_questions
+from dflash_trt.errors import UsageError
 
 SUMMARY = "acceptance length of a drafter, by category and position in the block"
 
@@ -23,12 +24,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, and print a table or JSON."""
-    from dflash_trt.building.sources import resolve_pair
+    from dflash_trt.building.sources import find_sources
     from dflash_trt.files.disk import temporary_folder
     from dflash_trt.prompts import natural_prompts
     from dflash_trt.training.evaluation import Questions, measure
 
-    target, drafter = resolve_pair(args.target, args.drafter)
+    target, drafter = find_sources(args.target, args.drafter, "copy")
+    if drafter is None:
+        raise UsageError(
+            f"--target {args.target}: no drafter is known for it; give one with --drafter, or train one"
+        )
     with temporary_folder(prefix="dflash-trt-") as work:
         questions = Questions(natural_prompts(args.held_out, args.limit), args.eval_tokens, args.temperature)
         figures = measure(target.directory, drafter.directory, questions, work, args.draft_vocabulary)
