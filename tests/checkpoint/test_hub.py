@@ -202,7 +202,7 @@ def test_the_hub_learns_no_more_than_a_download_needs(hub: Hub, tmp_path: Path) 
         hub.paths.clear()
         hub.agents.clear()
         home.mkdir()
-        done = resolve(home, f"http://127.0.0.1:{hub.server_port}", "qwen3-4b", **environment)
+        done = resolve(home, f"http://127.0.0.1:{hub.server_port}", "qwen3-4b", None, **environment)
         assert done.returncode == 0, done.stderr
         about = {path for path in hub.paths if not re.match(r"(/api/models)?/(Qwen|z-lab)/Qwen3-4B", path)}
         return about, " ".join(sorted(filter(None, hub.agents)))
