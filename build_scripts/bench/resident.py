@@ -22,9 +22,11 @@ from typing import Any
 from build_scripts import harness
 from dflash_trt import LLM, SamplingParams, hardware
 from dflash_trt.building.build import build
+from dflash_trt.checkpoint.catalogue import known_configs
 from dflash_trt.cli import make_parser
 from dflash_trt.cli.plan import prepare
 from dflash_trt.formats.precision import parse_precision
+from dflash_trt.models.configs import read_target_config
 from dflash_trt.planning.gpus import Gpu
 from dflash_trt.planning.memory import estimate_memory
 
@@ -60,6 +62,7 @@ def _row(
     place: Path, engine: str, pair: str, precision: str | None, length: int, batch: int
 ) -> dict[str, Any]:
     chosen = parse_precision(precision)
+    length = min(length, read_target_config(known_configs(pair)[0]).max_position_embeddings)
     out = place.with_name(f"{pair}-{engine}-{precision}-{length}")
     if not out.exists():
         build(pair, None, out, engine=engine, max_seq_len=length, precision=chosen, weights="link")

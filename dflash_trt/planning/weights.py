@@ -11,7 +11,8 @@ from dflash_trt.engines.base import PREFILL_CHUNK, MemoryTraits
 from dflash_trt.formats import FORMATS, INT4
 from dflash_trt.formats.base import BLOCK
 from dflash_trt.formats.int8 import INT8
-from dflash_trt.formats.precision import Precision
+from dflash_trt.formats.precision import COMPUTE_DTYPES, Precision
+from dflash_trt.graph.onnxruntime import RESIDENT_EXPERT_BYTES, RESIDENT_LINEAR_BYTES
 from dflash_trt.graph.tensorrt_experts import at_a_time
 from dflash_trt.models.inventory import NUMBER_BYTES, Inventory, weight_bytes
 from dflash_trt.planning.gpus import Gpu
@@ -65,6 +66,9 @@ def weights_of(inventory: Inventory, s: Settings, side: str) -> dict[str, dict[s
         roles["experts"] = in_groups["experts"]
     if s.traits.widens:
         roles |= {role: _widened(inventory, s, side, role, sizes) for role, sizes in roles.items()}
+    if in_blocks:
+        for role, size in _widened_once(inventory, side, roles).items():
+            roles[role] = roles[role] | {"fp32": roles[role].get("fp32", 0) + size}
     if side == "drafter":
         return roles | _borrowed(inventory, s)
     if in_blocks:
@@ -88,6 +92,18 @@ def _widened(
         return sizes
     numbers = inventory.parameters(side)[role] // s.tensor_parallel
     return {s.compute(side): numbers * NUMBER_BYTES[s.compute(side)]}
+
+
+def _widened_once(inventory: Inventory, side: str, roles: dict[str, dict[str, int]]) -> dict[str, int]:
+    """Bytes in float32 by role that ONNX Runtime makes as it loads, of what it does not multiply as integers."""
+    made = {}
+    for role, sizes in roles.items():
+        if any(FORMATS[form].integer_bits is None or role == "experts" for form in FORMATS if form in sizes):
+            floats = sum(sizes[name] // NUMBER_BYTES[name] for name in COMPUTE_DTYPES if name in sizes)
+            made[role] = 4 * (inventory.parameters(side)[role] - floats)
+    experts = made.pop("experts", 0)
+    made = made if sum(made.values()) <= RESIDENT_LINEAR_BYTES else {}
+    return made | ({"experts": experts} if 0 < experts <= RESIDENT_EXPERT_BYTES else {})
 
 
 def _tables(inventory: Inventory, s: Settings, roles: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:

@@ -142,6 +142,27 @@ def test_integer_weights_are_those_of_a_bundle(
     assert plan["drafter"]["head"] == plan["target"]["head"]  # each session has its own
 
 
+def test_what_onnxruntime_widens_as_it_loads_is_counted() -> None:
+    """What it does not multiply as integers is in memory twice: as stored, and in float32."""
+    inventory = inventory_of("tiny")
+    numbers = inventory.parameters("target")["mlp"]
+    for scheme, widened in (("fp8", {"fp8", "fp32"}), ("nvfp4", {"nvfp4", "fp32"}), ("int8", {"int8"})):
+        asked = settings(engine="onnxruntime", precision=Precision(target=scheme))
+        sizes = estimate_memory(inventory, asked).weights["target"]["mlp"]
+        assert set(sizes) == widened
+        assert sizes.get("fp32", 4 * numbers) == 4 * numbers
+    for pair, widened in (
+        ("tiny-gpt-oss", True),
+        ("gpt-oss-20b", False),
+    ):  # those of the large one are widened in use
+        experts = estimate_memory(inventory_of(pair), settings(engine="onnxruntime")).weights["target"][
+            "experts"
+        ]
+        numbers = inventory_of(pair).parameters("target")["experts"]
+        assert (experts["fp32"] == 4 * numbers) == widened
+        assert experts["mxfp4"] > numbers / 2
+
+
 @pytest.mark.parametrize("text", ["target=fp8", "target=nvfp4,drafter=fp8"])
 def test_plans_agree_with_what_quantized_bundles_hold(text: str, tmp_path: Path) -> None:
     precision = parse_precision(text)
