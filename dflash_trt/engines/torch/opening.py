@@ -48,7 +48,7 @@ def open_pair(
             role: TorchEngine(
                 bundle.listed(f"{role}.onnx"),
                 slots=slots,
-                prefill_chunk=chunk,
+                prefill_chunk=max(chunk, block_size),  # exact mode pads prompts to widths of a block, too
                 block_size=block_size,
                 stream=stream,
                 device=device,
