@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import onnx_ir as ir
 
@@ -34,6 +34,54 @@ class GraphJob(BuildJob):
 
     models: Mapping[str, ir.Model]
 
+    @classmethod
+    def of(
+        cls,
+        pair: CheckpointPair,
+        settings: BuildSettings,
+        dialects: Mapping[str, Dialect],
+        progress: Progress,
+        *,
+        chunk: int,
+        unit: int = 1,
+        fixed: bool = True,
+        link: bool,
+        **more: Any,
+    ) -> Self:
+        """The job of a pair. Weights are not read; their shapes and dtypes are checked against the configurations.
+
+        chunk: the most tokens of a prompt in one pass. unit: of the cache rows of a sequence. fixed: whether the graphs
+        have their number, and not an axis that is fixed at run time.
+        """
+        capacity = cache_rows(settings.max_seq_len, settings.block_size)
+        rows = {
+            role: {
+                window: -(-count // unit) * unit
+                for window, count in rows_by_window(
+                    {None, *(layer.window for layer in side.config.attention_layers)},
+                    dialects[role].window_stride(side.config.window_head_dim),
+                    capacity,
+                    most_written(role, chunk, settings.block_size),
+                ).items()
+            }
+            for role, side in pair.sides.items()
+        }
+        models = _export(
+            pair, dialects, rows if fixed else dict.fromkeys(rows, "C"), settings.tree_width, progress
+        )
+        return cls(
+            manifest=_fields(pair, dialects, models, rows),
+            files=_files(pair),
+            # Of the graphs without their weights, which are external data with their own digests.
+            digests={
+                name: hashlib.sha256(ir.to_proto(model).SerializeToString(deterministic=True)).hexdigest()
+                for name, model in models.items()
+            },
+            link=link,
+            models=models,
+            **more,
+        )
+
     def write(
         self, work: Path, manifest: dict[str, Any], files: dict[str, dict[str, Any]], progress: Progress
     ) -> dict[str, dict[str, Any]]:
@@ -46,14 +94,14 @@ class GraphJob(BuildJob):
         return files
 
 
-def export(
+def _export(
     pair: CheckpointPair,
     dialects: Mapping[str, Dialect],
     capacities: Mapping[str, Capacity],
     width: int,
     progress: Progress,
 ) -> dict[str, ir.Model]:
-    """The graphs. Weights are not read; their shapes and dtypes are checked against the configurations.
+    """The graphs.
 
     capacities: cache rows per sequence, by role, or the name of an axis that is fixed at run time.
     width: the candidates of the drafter for each place. With more than one, the target takes trees.
@@ -89,32 +137,13 @@ def export(
     return {"target": target, "drafter": drafter}
 
 
-def cache_rows_by_window(
-    pair: CheckpointPair, dialects: Mapping[str, Dialect], *, max_seq_len: int, block_size: int, chunk: int
-) -> dict[str, dict[int | None, int]]:
-    """Cache rows of a sequence by role, and by the window of a layer (None: no window).
-
-    chunk: the most tokens of a prompt in one pass.
-    """
-    capacity = cache_rows(max_seq_len, block_size)
-    return {
-        role: rows_by_window(
-            {None, *(layer.window for layer in side.config.attention_layers)},
-            dialects[role].window_stride(side.config.window_head_dim),
-            capacity,
-            most_written(role, chunk, block_size),
-        )
-        for role, side in pair.sides.items()
-    }
-
-
-def graph_fields(
+def _fields(
     pair: CheckpointPair,
     dialects: Mapping[str, Dialect],
     models: Mapping[str, ir.Model],
     rows: Mapping[str, Mapping[int | None, int]],
 ) -> dict[str, Any]:
-    """The manifest's fields of a bundle with graphs. `rows`: of `cache_rows_by_window`."""
+    """The manifest's fields of a bundle with graphs."""
     tokens = len(pair.draft_tokens) if pair.draft_tokens else pair.target.config.vocab_size
     return {
         "dialect": dialects["target"].name,
@@ -157,33 +186,7 @@ def _cache_kinds(
     ]
 
 
-def plain_job(
-    pair: CheckpointPair,
-    settings: BuildSettings,
-    dialects: Mapping[str, Dialect],
-    progress: Progress,
-    *,
-    chunk: int,
-    capacities: Mapping[str, Capacity] | None = None,
-    fields: Callable[[Mapping[str, ir.Model]], dict[str, Any]] = lambda models: {},
-) -> GraphJob:
-    """The job of an engine that runs the graphs as they are. capacities: as for `export`, if they are not the rows that
-    the caches need. fields: more of the manifest.
-    """
-    rows = cache_rows_by_window(
-        pair, dialects, max_seq_len=settings.max_seq_len, block_size=settings.block_size, chunk=chunk
-    )
-    models = export(pair, dialects, capacities or rows, settings.tree_width, progress)
-    return GraphJob(
-        manifest=graph_fields(pair, dialects, models, rows) | fields(models),
-        files=graph_files(pair),
-        digests=graph_digests(models),
-        link=settings.weights == "link",
-        models=models,
-    )
-
-
-def graph_files(pair: CheckpointPair) -> dict[str, Path]:
+def _files(pair: CheckpointPair) -> dict[str, Path]:
     """Weights, tokenizer and configs: name in the bundle -> current path."""
     files: dict[str, Path] = {}
     for role, side in pair.sides.items():
@@ -191,11 +194,3 @@ def graph_files(pair: CheckpointPair) -> dict[str, Path]:
         files[f"configs/{role}.json"] = own_file(side.source.directory, side.config.path)
     files |= {f"{_HEAD_FOLDER}/{file.name}": file for file in (pair.head.files if pair.head else ())}
     return files | tokenizer_files(pair.target)
-
-
-def graph_digests(models: Mapping[str, ir.Model]) -> dict[str, str]:
-    """Digests of the graphs without their weights, which are external data with their own digests."""
-    return {
-        name: hashlib.sha256(ir.to_proto(model).SerializeToString(deterministic=True)).hexdigest()
-        for name, model in models.items()
-    }

@@ -25,24 +25,22 @@ DEVICE = "cuda"
 STEP = "warm up"
 
 
-def arrays_of(
-    kind: type[DeviceArrays],
+def pair_of(
     bundle: Bundle,
     engines: Mapping[str, DeviceEngine],
     *,
     slots: int,
     prefill_chunk: int,
     kernels: Callable[[Sequence[Use]], Run | None],
-) -> DeviceArrays:
-    """The arrays of a bundle's engines, by role. `kernels` gives what launches these kernels between passes, or
-    nothing.
-    """
+    kind: type[DeviceArrays] = DeviceArrays,
+) -> Pair:
+    """The pair of a bundle's engines, by role. `kernels` gives what launches these between passes, if any."""
     manifest = bundle.manifest
+    target, drafter = engines["target"], engines.get("drafter")
     vocab, block_size = manifest["vocab_size"], manifest["block_size"]
     dtype = TYPE_NAMES[engines[bundle.roles[-1]].dtypes["features"]]
-    return kind(
-        engines["target"],
-        engines.get("drafter"),
+    arrays = kind(
+        *(target, drafter),
         slots=slots,
         capacity=bundle.capacity,
         prefill_chunk=prefill_chunk,
@@ -52,26 +50,12 @@ def arrays_of(
         tree_width=manifest["tree_width"],
         run=kernels(round_uses(vocab, bundle.feature_size, dtype, block_size)),
     )
-
-
-def pair_of(
-    bundle: Bundle,
-    engines: Mapping[str, DeviceEngine],
-    arrays: DeviceArrays,
-    *,
-    slots: int,
-    prefill_chunk: int,
-) -> Pair:
-    """The pair of a bundle's engines."""
-    manifest = bundle.manifest
     return Pair(
-        engines["target"],
-        engines.get("drafter"),
-        arrays,
+        *(target, drafter, arrays),
         slots=slots,
         capacity=bundle.capacity,
         mask_token_id=manifest["mask_token_id"],
-        vocab_size=manifest["vocab_size"],
+        vocab_size=vocab,
         prefill_chunk=prefill_chunk,
         trees=manifest["tree_width"] > 1,
     )

@@ -13,11 +13,6 @@ ALIGNMENT = 256
 ROW_UNIT = ALIGNMENT // 16
 
 
-def aligned_rows(rows: int) -> int:
-    """At least so many cache rows, such that every slot begins at an aligned address."""
-    return -(-rows // ROW_UNIT) * ROW_UNIT
-
-
 def prefill_lengths(most: int) -> list[int]:
     """The lengths of prefill passes, up to `most` tokens. A shorter part of a prompt is filled up to one of them.
 

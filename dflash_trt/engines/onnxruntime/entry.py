@@ -96,24 +96,20 @@ class OnnxRuntimeEntry(EngineEntry):
     def job(
         self, pair: CheckpointPair, settings: BuildSettings, place: Workspace, progress: Progress
     ) -> GraphJob:
-        from dflash_trt.engines.graph_job import plain_job
+        from dflash_trt.engines.graph_job import GraphJob
         from dflash_trt.graph.channels import OPERATOR
         from dflash_trt.graph.onnxruntime import OnnxRuntime
 
-        def fields(models: Mapping[str, ir.Model]) -> dict[str, Any]:
-            """The bits of the weights that the target multiplies as integers, and whether bytes are multiplied with
-            bytes, which not every processor adds exactly.
-            """
-            target = (n for n in models["target"].graph if n.op_type == "MatMulNBits")
-            operators = {node.op_type for model in models.values() for node in model.graph}
-            bits = sorted({node.attributes["bits"].as_int() for node in target})
-            return {"integer_bits": bits, "exact_bytes": OPERATOR in operators}
-
         dialects: dict[str, Dialect] = {role: OnnxRuntime() for role in pair.sides}
-        axes = dict.fromkeys(dialects, "C")
-        return plain_job(
-            pair, settings, dialects, progress, chunk=PREFILL_CHUNK, capacities=axes, fields=fields
-        )
+        link = settings.weights == "link"
+        job = GraphJob.of(pair, settings, dialects, progress, chunk=PREFILL_CHUNK, fixed=False, link=link)
+        # The bits of the weights that the target multiplies as integers, and whether bytes are multiplied with bytes,
+        # which not every processor adds exactly.
+        integers = (node for node in job.models["target"].graph if node.op_type == "MatMulNBits")
+        job.manifest["integer_bits"] = sorted({node.attributes["bits"].as_int() for node in integers})
+        operators = {node.op_type for model in job.models.values() for node in model.graph}
+        job.manifest["exact_bytes"] = OPERATOR in operators
+        return job
 
     def open(self, bundle: Bundle, settings: RunSettings) -> Scheduler:
         from dflash_trt.decoding.arrays import HostArrays

@@ -17,7 +17,7 @@ from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.pair import Pair
 from dflash_trt.engines.device.arrays import DeviceArrays
 from dflash_trt.engines.device.kernels import kernels_here
-from dflash_trt.engines.device.opening import DEVICE, arrays_of, pair_of, warm_up
+from dflash_trt.engines.device.opening import DEVICE, pair_of, warm_up
 from dflash_trt.engines.tensorrt.contexts import captures_by_itself, kernel_cache
 from dflash_trt.engines.tensorrt.engine import TensorRTEngine
 from dflash_trt.engines.tensorrt.options import FLAVOURS
@@ -58,8 +58,12 @@ def open_pair(bundle: Bundle, *, slots: int, prefill_chunk: int, progress: Progr
             )
             for role in bundle.roles
         }
-        arrays = _arrays(bundle, engines, slots, chunk)
-    pair = pair_of(bundle, engines, arrays, slots=slots, prefill_chunk=chunk)
+        scratch = max([1, *(engine.memory_size for engine in engines.values())])
+        lent = torch.empty(scratch, dtype=torch.uint8, device=DEVICE)
+        for engine in engines.values():
+            engine.lend(lent)
+        own = partial(_kernels_of, bundle)
+        pair = pair_of(bundle, engines, slots=slots, prefill_chunk=chunk, kernels=own, kind=PlanArrays)
     warm_up(pair, manifest["block_size"], progress, runs=_RUNS if captures_by_itself(trt) else 1)
     if kernels is not None:
         kernels.save()
@@ -98,20 +102,6 @@ def _plans(bundle: Bundle) -> Mapping[str, Any]:
             f"{major}{minor}; build with --compute-capability {major}{minor}"
         )
     return plans
-
-
-def _arrays(bundle: Bundle, engines: Mapping[str, TensorRTEngine], slots: int, chunk: int) -> DeviceArrays:
-    scratch = max([1, *(engine.memory_size for engine in engines.values())])
-    lent = torch.empty(scratch, dtype=torch.uint8, device=engines["target"].device)
-    for engine in engines.values():
-        engine.lend(lent)
-    return arrays_of(
-        PlanArrays,
-        *(bundle, engines),
-        slots=slots,
-        prefill_chunk=chunk,
-        kernels=partial(_kernels_of, bundle),
-    )
 
 
 class PlanArrays(DeviceArrays):

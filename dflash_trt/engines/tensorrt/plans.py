@@ -23,15 +23,8 @@ from dflash_trt.checkpoint.linears import number_formats
 from dflash_trt.checkpoint.pair import CheckpointPair
 from dflash_trt.checkpoint.schema import TargetConfig
 from dflash_trt.engines.base import PREFILL_CHUNK, BuildSettings
-from dflash_trt.engines.device.sizes import aligned_rows
-from dflash_trt.engines.graph_job import (
-    GraphJob,
-    cache_rows_by_window,
-    export,
-    graph_digests,
-    graph_fields,
-    graph_files,
-)
+from dflash_trt.engines.device.sizes import ROW_UNIT
+from dflash_trt.engines.graph_job import GraphJob
 from dflash_trt.engines.tensorrt.builder import TIMINGS, Profile, build_plan, has_operator, weight_bytes
 from dflash_trt.engines.tensorrt.options import FLAVOURS, TensorRTOptions, needs_plugins
 from dflash_trt.errors import BuildError, UsageError
@@ -111,28 +104,17 @@ def plan_job(engine: str, pair: CheckpointPair, settings: BuildSettings, progres
         capacity=cache_rows(settings.max_seq_len, settings.block_size),
         formats={scheme for checkpoint in checkpoints for scheme in number_formats(checkpoint)},
     )
-    # Beside a pass that filled a slot, other passes write a block there while it is idle (rounds.py).
-    by_window = cache_rows_by_window(
-        pair,
-        plans.dialects,
-        max_seq_len=settings.max_seq_len,
-        block_size=settings.block_size,
+    job = PlanJob.of(
+        *(pair, settings, plans.dialects, progress),
+        # Beside a pass that filled a slot, other passes write a block there while it is idle (rounds.py).
         chunk=plans.limits.prefill_chunk + settings.block_size,
-    )
-    rows = {
-        role: {window: aligned_rows(count) for window, count in counts.items()}
-        for role, counts in by_window.items()
-    }
-    models = export(pair, plans.dialects, rows, settings.tree_width, progress)
-    plans.compile_kernels(models)
-    return PlanJob(
-        manifest=graph_fields(pair, plans.dialects, models, rows) | {"tensorrt": plans.describe()},
-        files=graph_files(pair),
-        digests=graph_digests(models),
+        unit=ROW_UNIT,
         link=True,  # plans contain the weights, so no copies are made for them
-        models=models,
         plans=plans,
     )
+    plans.compile_kernels(job.models)
+    job.manifest["tensorrt"] = plans.describe()
+    return job
 
 
 class Plans:

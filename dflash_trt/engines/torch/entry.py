@@ -54,7 +54,7 @@ class TorchEntry(EngineEntry):
     ) -> GraphJob:
         """Graphs in BF16 where a GPU is, and else in FP32, unless the precision says otherwise."""
         from dflash_trt.bundle.manifest import cache_rows
-        from dflash_trt.engines.graph_job import plain_job
+        from dflash_trt.engines.graph_job import GraphJob
         from dflash_trt.graph.torch import COMPUTE, Torch
         from dflash_trt.hardware import compute_capabilities
 
@@ -64,7 +64,8 @@ class TorchEntry(EngineEntry):
         }
         # Beside a pass that filled a slot, other passes write a block there while it is idle.
         chunk = min(PREFILL_CHUNK, cache_rows(settings.max_seq_len, settings.block_size))
-        return plain_job(pair, settings, dialects, progress, chunk=chunk + settings.block_size)
+        chunk += settings.block_size
+        return GraphJob.of(pair, settings, dialects, progress, chunk=chunk, link=settings.weights == "link")
 
     def open(self, bundle: Bundle, settings: RunSettings) -> Scheduler:
         from dflash_trt.decoding.scheduler import Scheduler

@@ -15,9 +15,8 @@ from dflash_plugins.launch import Run
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.pair import Pair
 from dflash_trt.engines.base import PREFILL_CHUNK
-from dflash_trt.engines.device.arrays import DeviceArrays
 from dflash_trt.engines.device.kernels import kernels_here
-from dflash_trt.engines.device.opening import DEVICE, arrays_of, pair_of, warm_up
+from dflash_trt.engines.device.opening import DEVICE, pair_of, warm_up
 from dflash_trt.engines.device.stream import HostStream, on
 from dflash_trt.engines.torch.engine import TorchEngine
 from dflash_trt.errors import BuildError, EngineError
@@ -57,14 +56,8 @@ def open_pair(
             )
             for role in bundle.roles
         }
-        arrays = arrays_of(
-            DeviceArrays,
-            *(bundle, engines),
-            slots=slots,
-            prefill_chunk=chunk,
-            kernels=_kernels if on_gpu else lambda wanted: None,
-        )
-    pair = pair_of(bundle, engines, arrays, slots=slots, prefill_chunk=chunk)
+        kernels = _kernels if on_gpu else lambda wanted: None
+        pair = pair_of(bundle, engines, slots=slots, prefill_chunk=chunk, kernels=kernels)
     if on_gpu:
         warm_up(pair, block_size, progress, runs=2, most_requests=1)
     return pair
