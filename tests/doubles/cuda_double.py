@@ -84,14 +84,6 @@ class Stream:
         Cuda.counts["waits"] += 1
         self.drain()
 
-    def wait_event(self, event: Event) -> None:
-        Cuda.enqueue(event.synchronize_on_device, self)
-
-    def wait_stream(self, other: Stream) -> None:
-        event = Event()
-        event.record(other)
-        self.wait_event(event)
-
     def drain(self, until: Event | None = None) -> None:
         assert Cuda.capturing is None, "a stream cannot be waited for while work is captured"
         running, Cuda.running = Cuda.running, True
@@ -116,9 +108,6 @@ class Event:
             self.done = True
 
         Cuda.enqueue(reached, self._stream)
-
-    def query(self) -> bool:
-        return self.done
 
     def synchronize(self) -> None:
         Cuda.counts["waits"] += 1

@@ -56,6 +56,7 @@ CASES = [
     Case(*row)
     for row in (
         ("tiny", "target=nvfp4,drafter=fp8,head=int4", 120),
+        ("tiny", "target=int8", 86),
         ("qwen3", "target=fp32,drafter=fp32", 80),
         ("qwen3", "target=bf16,drafter=fp16", 89),
         ("qwen3", "target=mxfp4,drafter=mxfp4", 120),

@@ -32,14 +32,13 @@ def pair_of(
     slots: int,
     prefill_chunk: int,
     kernels: Callable[[Sequence[Use]], Run | None],
-    kind: type[DeviceArrays] = DeviceArrays,
 ) -> Pair:
     """The pair of a bundle's engines, by role. `kernels` gives what launches these between passes, if any."""
     manifest = bundle.manifest
     target, drafter = engines["target"], engines.get("drafter")
     vocab, block_size = manifest["vocab_size"], manifest["block_size"]
     dtype = TYPE_NAMES[engines[bundle.roles[-1]].dtypes["features"]]
-    arrays = kind(
+    arrays = DeviceArrays(
         *(target, drafter),
         slots=slots,
         capacity=bundle.capacity,

@@ -32,17 +32,6 @@ from dflash_trt.errors import BundleError
 
 Array = np.ndarray[Any, Any]
 Tensor = torch.Tensor
-# The dynamic dimensions of the inputs, as the manifest's profiles name them. Those not listed, bases, have B.
-_DIMENSIONS = {
-    "tokens": "BS",
-    "start": "B",
-    "rows": "BR",
-    "depths": "BS",
-    "visible": "BSS",
-    "features": "BS",
-    "n_features": "B",
-    "block": "BK",
-}
 # A profile, and names and shapes of the inputs of a pass.
 _Shapes = tuple[Any, ...]
 
@@ -144,21 +133,6 @@ class TensorRTEngine:
     def whole_buffer(self, profile: int, name: str) -> Tensor:
         """The memory of an input or an output at its largest size."""
         return self._buffers[profile, name]
-
-    def problems(self, ranges: Sequence[Mapping[str, Any]]) -> list[str]:
-        """The differences between the plan's profiles and these of the manifest."""
-        differences = []
-        for profile, expected in enumerate(ranges):
-            for name in self.inputs:
-                shapes = self._engine.get_tensor_profile_shape(name, profile)
-                for axis, length in enumerate(_DIMENSIONS.get(name, "B")):
-                    lengths = [int(shape[axis]) for shape in shapes]
-                    if lengths != list(expected.get(length, lengths)):
-                        differences.append(
-                            f"{self.plan.name}: {name} has {length} = {lengths} in profile {profile}, but the manifest "
-                            f"has {expected[length]} in {expected['name']}"
-                        )
-        return differences
 
     def run(
         self, profile: int, feeds: Mapping[str, Array | Tensor], *, first_slot: int = 0

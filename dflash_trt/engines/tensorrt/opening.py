@@ -15,7 +15,6 @@ from dflash_plugins.plugin_table import VERSION, check_version
 
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.pair import Pair
-from dflash_trt.engines.device.arrays import DeviceArrays
 from dflash_trt.engines.device.kernels import kernels_here
 from dflash_trt.engines.device.opening import DEVICE, pair_of, warm_up
 from dflash_trt.engines.tensorrt.contexts import captures_by_itself, kernel_cache
@@ -63,7 +62,7 @@ def open_pair(bundle: Bundle, *, slots: int, prefill_chunk: int, progress: Progr
         for engine in engines.values():
             engine.lend(lent)
         own = partial(_kernels_of, bundle)
-        pair = pair_of(bundle, engines, slots=slots, prefill_chunk=chunk, kernels=own, kind=PlanArrays)
+        pair = pair_of(bundle, engines, slots=slots, prefill_chunk=chunk, kernels=own)
     warm_up(pair, manifest["block_size"], progress, runs=_RUNS if captures_by_itself(trt) else 1)
     if kernels is not None:
         kernels.save()
@@ -102,21 +101,6 @@ def _plans(bundle: Bundle) -> Mapping[str, Any]:
             f"{major}{minor}; build with --compute-capability {major}{minor}"
         )
     return plans
-
-
-class PlanArrays(DeviceArrays):
-    """Arrays of plans."""
-
-    def problems(self, manifest: Mapping[str, Any]) -> list[str]:
-        """The differences between the plans and the manifest."""
-        major, minor = torch.cuda.get_device_capability()
-        plans = manifest["tensorrt"]["plans"][f"{major}{minor}"]
-        return [
-            problem
-            for role, engine in (("target", self._target), ("drafter", self._drafter))
-            if isinstance(engine, TensorRTEngine)
-            for problem in engine.problems(plans[role]["profiles"])
-        ]
 
 
 def _kernels_of(bundle: Bundle, wanted: Sequence[Use]) -> Kernels | None:

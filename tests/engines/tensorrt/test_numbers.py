@@ -17,7 +17,6 @@ import onnxruntime as ort
 import pytest
 
 from dflash_trt.checkpoint.tensors import Checkpoint
-from dflash_trt.graph import tensorrt_experts
 from dflash_trt.graph.builder import FLOAT
 from dflash_trt.graph.tensorrt import TensorRT
 from dflash_trt.models.configs import read_drafter_config, read_target_config
@@ -126,17 +125,6 @@ def make_pair(directory: Path, family: str) -> Path:
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     family, dialect = request.param
     return Case(make_pair(tmp_path_factory.mktemp("numbers"), family), dialect())
-
-
-@pytest.mark.parametrize(
-    ("experts", "size", "count"),
-    [
-        (32, 2 * 5760 * 2880, 8),  # gpt-oss
-        (128, 2 * 5760 * 2880, 8), (8, 1024, 8), (32, 1 << 28, 2), (12, 50 << 20, 4), (7, 1 << 27, 1),
-    ],
-)  # fmt: skip
-def test_as_many_experts_at_a_time_as_fit(experts: int, size: int, count: int) -> None:
-    assert tensorrt_experts.at_a_time(experts, size) == count
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "nvfp4", "mxfp4"])
