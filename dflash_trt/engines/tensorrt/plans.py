@@ -193,18 +193,11 @@ class Plans:
 
     def compile_kernels(self, models: Mapping[str, ir.Model]) -> None:
         """Compile the kernels between the passes of these models. If that fails, a warning says why."""
-        (logits,) = (v for v in models["target"].graph.outputs if v.name == "logits")
-        drafter = models.get("drafter")
-        values = models["target"].graph.outputs if drafter is None else drafter.graph.inputs
-        (features,) = (v for v in values if v.name == "features")
-        assert logits.shape is not None
-        assert features.shape is not None
-        assert features.dtype is not None
-        sizes = int(str(logits.shape[-1])), int(str(features.shape[-1]))
+        outputs = {value.name: value for value in models["target"].graph.outputs}
+        vocab, width = (int(str((outputs[name].shape or ())[-1])) for name in ("logits", "features"))
+        dtype = _TYPES[self.dialects["target"].dtype]
         try:
-            self.kernels = compiled.compile_round(
-                round_uses(*sizes, _TYPES[features.dtype], self.limits.block_size)
-            )
+            self.kernels = compiled.compile_round(round_uses(vocab, width, dtype, self.limits.block_size))
         except BuildError as error:
             warn_once(
                 _log,
