@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
-    import onnx_ir as ir
-
     from dflash_trt.bundle.manifest import Bundle
     from dflash_trt.bundle.workspace import Progress, Workspace
     from dflash_trt.checkpoint.pair import CheckpointPair
