@@ -166,7 +166,7 @@ def workspace(out: Path) -> Iterator[Workspace]:
         except BaseException as error:
             full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
             keep = not (full or isinstance(error, MemoryError))  # else there is no room for the work
-            name_instead(error, place.area, out)
+            name_instead(error, place.area, out, but=place.path / PLANS if keep else None)
             raise
         finally:
             place.tidy(keep=keep)

@@ -96,16 +96,26 @@ def write_object(path: Path, values: dict[str, Any]) -> None:
         file.write(json.dumps(values, indent=2).encode() + b"\n")
 
 
-def name_instead(error: BaseException, gone: Path, known: Path) -> None:
-    """Let an error name `known` wherever it names a path in `gone`, a directory that is removed before it is read."""
+def name_instead(error: BaseException, gone: Path, known: Path, but: Path | None = None) -> None:
+    """Let an error name `known` wherever it names a path in `gone`, a directory that is removed before it is read.
+
+    but: a directory in `gone` that stays.
+    """
+
+    def stays(name: str) -> bool:
+        return but is not None and Path(name).is_relative_to(but)
+
     if isinstance(error, OSError):
         for attribute in ("filename", "filename2"):
             name = getattr(error, attribute)
-            if isinstance(name, str | Path) and Path(name).is_relative_to(gone):
+            if isinstance(name, str | Path) and Path(name).is_relative_to(gone) and not stays(str(name)):
                 setattr(error, attribute, str(known))
     elif isinstance(error, DFlashError):
         inside = re.compile(re.escape(str(gone)) + r"[^\s:,;'\")]*")
-        error.args = tuple(inside.sub(str(known).replace("\\", r"\\"), str(text)) for text in error.args)
+        error.args = tuple(
+            inside.sub(lambda found: found[0] if stays(found[0]) else str(known), str(text))
+            for text in error.args
+        )
 
 
 @contextmanager

@@ -225,6 +225,19 @@ def test_an_error_names_no_directory_that_is_gone(tmp_path: Path, role: str, kin
     assert not list(tmp_path.iterdir())
 
 
+def test_an_error_names_a_log_that_stays(tmp_path: Path) -> None:
+    def fail() -> None:
+        with workspace(tmp_path / "out") as place:
+            log = place.path / "plans" / "target.log"
+            log.parent.mkdir()
+            log.write_text("why")
+            raise BuildError(f"{place.scratch}: is wrong; the log is {log}")
+
+    with pytest.raises(BuildError, match=f"{tmp_path}/out: is wrong") as found:
+        fail()
+    assert Path(str(found.value).rpartition(" ")[2]).read_text() == "why"
+
+
 def test_what_comes_into_the_place_during_the_work_is_not_replaced(tmp_path: Path) -> None:
     out = tmp_path / "bundle"
     with workspace(out) as place:
