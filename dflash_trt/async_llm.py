@@ -19,7 +19,7 @@ from dflash_trt.decoding.params import RequestOptions, SamplingParams, ServingOp
 from dflash_trt.decoding.request import Emission, Request, completion, items
 from dflash_trt.decoding.results import Chunk, Completion
 from dflash_trt.errors import BusyError, DFlashError, EngineError
-from dflash_trt.runtime import Opened, OpeningOptions, Prompt, takes
+from dflash_trt.runtime import Opened, OpeningOptions, Prompt, asked
 from dflash_trt.text.tokenizer import LONG, TextThread
 
 # An item from the engine thread to a stream: a chunk, or the error that ends the stream.
@@ -50,7 +50,6 @@ class AsyncLLM(Opened):
     an async context manager, or `await close()`. Requests that run when the interpreter exits are cancelled.
     """
 
-    @takes(OpeningOptions)
     def __init__(
         self,
         bundle: str | Path,
@@ -91,9 +90,8 @@ class AsyncLLM(Opened):
         return len(self._streams) + self._preparing
 
     def _asked(self, options: ServingOptions) -> RequestOptions:
-        return RequestOptions(**({"draft_source": self._draft_source} | options))
+        return asked(ServingOptions, {"draft_source": self._draft_source} | options)
 
-    @takes(ServingOptions)
     async def stream(
         self,
         prompt: Prompt,
@@ -116,7 +114,6 @@ class AsyncLLM(Opened):
             async for _, chunk in chunks:
                 yield chunk
 
-    @takes(ServingOptions)
     async def deliver(
         self,
         prompt: Prompt,
@@ -150,7 +147,6 @@ class AsyncLLM(Opened):
         finally:
             self._leave(request)
 
-    @takes(ServingOptions)
     async def generate(
         self,
         prompt: Prompt,
@@ -158,8 +154,8 @@ class AsyncLLM(Opened):
         **options: Unpack[ServingOptions],
     ) -> Completion:
         """Complete one prompt. See `stream`."""
-        asked = self._asked(options)
-        async with aclosing(self._chunks(prompt, sampling_params, asked, due=inf)) as chunks:
+        chosen = self._asked(options)
+        async with aclosing(self._chunks(prompt, sampling_params, chosen, due=inf)) as chunks:
             ((request, whole),) = [each async for each in chunks]
         return completion(request, whole.text, whole.token_ids)
 

@@ -18,7 +18,7 @@ from dflash_trt.decoding.params import DraftingOptions, RequestOptions, Sampling
 from dflash_trt.decoding.request import Emission, Request, completion, items
 from dflash_trt.decoding.results import Chunk, Completion
 from dflash_trt.errors import BatchError, DFlashError, EngineError, RequestError
-from dflash_trt.runtime import Messages, Opened, OpeningOptions, Prompt, Runtime, Tools, takes
+from dflash_trt.runtime import Messages, Opened, OpeningOptions, Prompt, Runtime, Tools, asked
 
 
 class LLM(Opened):
@@ -43,7 +43,6 @@ class LLM(Opened):
     Raises BundleError if the bundle is incomplete, or if `exact` cannot be promised on this machine.
     """
 
-    @takes(OpeningOptions)
     def __init__(self, bundle: str | Path, **options: Unpack[OpeningOptions]) -> None:
         super().__init__(bundle, **options)
         self.most_tree_nodes = self._runtime.scheduler.most_tree_nodes
@@ -65,20 +64,11 @@ class LLM(Opened):
     @overload
     def generate(
         self,
-        prompts: Prompt,
-        sampling_params: Sequence[SamplingParams],
-        **options: Unpack[DraftingOptions],
-    ) -> list[Completion]: ...
-
-    @overload
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         **options: Unpack[DraftingOptions],
     ) -> list[Completion]: ...
 
-    @takes(DraftingOptions)
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -113,26 +103,24 @@ class LLM(Opened):
             params = list(sampling_params)
         else:
             params = [sampling_params or SamplingParams()] * len(listed)
-        asked = RequestOptions(**options)
-        plain = _own(asked)
-        requests = [self._runtime.request(p, s, plain) for p, s in zip(listed, params, strict=True)]
+        drafting = asked(DraftingOptions, options)
+        requests = [self._runtime.request(p, s, _own(drafting)) for p, s in zip(listed, params, strict=True)]
         texts: dict[Request, list[str]] = {request: [] for request in requests}
         tokens: dict[Request, list[int]] = {request: [] for request in requests}
         errors: dict[Request, RequestError] = {}
-        self._runtime.check(asked)
-        for emission in self._run(requests, asked):
+        self._runtime.check(drafting)
+        for emission in self._run(requests, drafting):
             tokens[emission.request] += emission.token_ids
             texts[emission.request].append(emission.text)
             if emission.error is not None:
                 errors[emission.request] = emission.error
         if errors and single:
             raise errors[requests[0]]
+        made = [errors.get(r) or completion(r, "".join(texts[r]), tokens[r]) for r in requests]
         if errors:
-            raise BatchError([errors.get(r) or completion(r, "".join(texts[r]), tokens[r]) for r in requests])
-        completions = [completion(r, "".join(texts[r]), tokens[r]) for r in requests]
-        return completions[0] if single else completions
+            raise BatchError(made)
+        return cast(Completion, made[0]) if single else cast(list[Completion], made)
 
-    @takes(DraftingOptions)
     def stream(
         self,
         prompt: Prompt,
@@ -140,13 +128,11 @@ class LLM(Opened):
         **options: Unpack[DraftingOptions],
     ) -> Iterator[Chunk]:
         """Complete one prompt in chunks: the tokens that each round commits. See `generate`."""
-        asked = RequestOptions(**options)
-        plain = _own(asked)
-        request = self._runtime.request(prompt, sampling_params or SamplingParams(), plain)
-        self._runtime.check(asked)  # before the first chunk is taken
-        return _chunks(self._run([request], asked))
+        drafting = asked(DraftingOptions, options)
+        request = self._runtime.request(prompt, sampling_params or SamplingParams(), _own(drafting))
+        self._runtime.check(drafting)  # before the first chunk is taken
+        return _chunks(self._run([request], drafting))
 
-    @takes(DraftingOptions)
     def chat(
         self,
         messages: Messages,
@@ -164,7 +150,6 @@ class LLM(Opened):
         prompt = self._runtime.chat_prompt(messages, chat_template_kwargs, tools)
         return self.generate(prompt, sampling_params, **options)
 
-    @takes(DraftingOptions)
     def stream_chat(
         self,
         messages: Messages,
@@ -210,14 +195,14 @@ class LLM(Opened):
     ) -> None:
         self.close()
 
-    def _run(self, requests: list[Request], asked: RequestOptions) -> Generator[Emission]:
+    def _run(self, requests: list[Request], drafting: RequestOptions) -> Generator[Emission]:
         scheduler, turn = self._runtime.scheduler, _Turn()
         try:
             with self._engines:
                 self._take_turn(turn)
                 with _engine_errors():
                     scheduler.clear()  # an interruption may have left some
-                    lengths = self._runtime.lengths(asked)
+                    lengths = self._runtime.lengths(drafting)
                 for request in requests:
                     request.arrived = perf_counter()
                     scheduler.submit(request)
@@ -267,9 +252,9 @@ def _engine_errors() -> Iterator[None]:
         raise EngineError(f"the engine failed: {type(error).__name__}: {error}") from error
 
 
-def _own(asked: RequestOptions) -> RequestOptions:
+def _own(drafting: RequestOptions) -> RequestOptions:
     """A request's own options. In `LLM`, block_length and tree_nodes are those of every round of the call."""
-    return RequestOptions(speculate=asked.speculate, draft_source=asked.draft_source)
+    return RequestOptions(speculate=drafting.speculate, draft_source=drafting.draft_source)
 
 
 def _chunks(emissions: Generator[Emission]) -> Iterator[Chunk]:

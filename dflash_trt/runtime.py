@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
-from functools import wraps
-from inspect import signature
 from pathlib import Path
 from time import perf_counter
-from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
@@ -42,8 +40,6 @@ from dflash_trt.text.tokenizer import Tokenizer
 _LONG_PROMPT = 300
 _log = logging.getLogger(__name__)
 
-P = ParamSpec("P")
-R = TypeVar("R")
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
@@ -380,26 +376,10 @@ def _characters(value: object, most: int) -> int:
 _SAMPLING = {field.name for field in fields(SamplingParams)}
 
 
-def takes(options: type[Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A method whose further keyword arguments are `options`, a TypedDict.
-
-    It raises TypeError for other names. The error for a field of SamplingParams shows where that belongs.
-    """
-
-    def decorate(method: Callable[P, R]) -> Callable[P, R]:
-        known = {*signature(method).parameters, *options.__optional_keys__}
-
-        @wraps(method)
-        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            if given := [f"{name}={quoted(value)}" for name, value in kwargs.items() if name in _SAMPLING]:
-                raise TypeError(
-                    f"{method.__qualname__}() takes no {given[0].partition('=')[0]} of its own: "
-                    f"it belongs in sampling_params=SamplingParams({', '.join(given)})"
-                )
-            if unknown := [name for name in kwargs if name not in known]:
-                raise TypeError(f"{method.__qualname__}() got an unexpected keyword argument {unknown[0]!r}")
-            return method(*args, **kwargs)
-
-        return checked
-
-    return decorate
+def asked(kind: type[Any], options: Mapping[str, Any]) -> RequestOptions:
+    """The options of a call, whose names are those of `kind`, a TypedDict. Raises TypeError for others."""
+    if given := [f"{name}={quoted(value)}" for name, value in options.items() if name in _SAMPLING]:
+        raise TypeError(f"{given[0]} belongs in sampling_params=SamplingParams({', '.join(given)})")
+    if unknown := [name for name in options if name not in kind.__optional_keys__]:
+        raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
+    return RequestOptions(**options)

@@ -30,7 +30,7 @@ print(len(names))
 NOT_CORE = (
     *("torch", "transformers", "safetensors", "modelopt", "jsonschema", "triton", "gguf", "accelerate"),
     *("tensorrt", "tensorrt_rtx", "tensorrt_llm", "hypothesis", "pytest"),
-    *("fastapi", "starlette", "uvicorn", "pydantic", "pydantic_core", "openai", "prometheus_client"),
+    *("starlette", "uvicorn", "pydantic", "pydantic_core", "openai", "prometheus_client"),
 )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from dflash_trt.building.progress import progress_display
 from dflash_trt.cli import engine_options
 from dflash_trt.cli.options import add_engine, add_json, add_target, at_least, option, switch
-from dflash_trt.cli.output import byte_count, print_json, print_text
+from dflash_trt.cli.output import byte_count, print_json
 from dflash_trt.engines import registry
 
 # Settings of an engine of its own scheduler that are shown with their reasons.
@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
         weights = {"copy": "its own", "link": "linked with the checkpoints'", "none": "none"}[
             description["weights"]
         ]
-        print_text(f"{out}: {shape}, {size}, weights {weights}, built in {seconds:.1f} s")
+        print(f"{out}: {shape}, {size}, weights {weights}, built in {seconds:.1f} s")
         for name in _CHOSEN:
             if name in description.get("choices", {}):
                 print(f"{name} {description['choices'][name]}")

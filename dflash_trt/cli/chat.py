@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_trt.cli import generate
 from dflash_trt.cli.options import add_bundle, add_drafting, drafting_of, llm_of, option, switch
-from dflash_trt.cli.output import Words, print_text
-from dflash_trt.errors import did_you_mean
 
 if TYPE_CHECKING:
     from dflash_trt.decoding.params import DraftingOptions, SamplingParams
@@ -61,17 +59,13 @@ def run(args: argparse.Namespace) -> int:
         if sys.stdin.isatty():
             with suppress(ImportError):
                 import readline  # noqa: F401  # gives input() a history and editing
-            print_text(
-                f"{args.bundle}: up to {llm.max_seq_len} tokens. /help shows the commands, Ctrl-D ends."
-            )
+            print(f"{args.bundle}: up to {llm.max_seq_len} tokens. /help shows the commands, Ctrl-D ends.")
         while (line := _read()) is not None:
             if line.startswith("/") and line.split()[0] in COMMANDS:
                 if not conversation.command(line):
                     break
             elif re.match(r"/[a-z]+(\s|$)", line):
-                conversation.note(
-                    f"{line.split()[0]} is no command{did_you_mean(line.split()[0], COMMANDS)}; see /help"
-                )
+                conversation.note(f"{line.split()[0]} is no command; see /help")
             elif line:
                 conversation.ask(line)
     return 0
@@ -99,7 +93,7 @@ class Conversation:
         from rich.console import Console
 
         self.llm, self.params = llm, params
-        self.console, self.words = Console(highlight=False, soft_wrap=True), Words(self._emit)
+        self.console = Console(highlight=False, soft_wrap=True)
         self.system, self.variables = args.system, args.chat_template_kwargs
         self.drafting: DraftingOptions = {"speculate": not args.no_draft, **drafting_of(args)}
         self.messages: list[dict[str, Any]] = []
@@ -176,13 +170,10 @@ class Conversation:
         self._print(f"[{text}]\n", "dim")
 
     def _print(self, text: str, style: str = "") -> None:
-        self.words.write(text, style)
-        sys.stdout.flush()
-
-    def _emit(self, text: str, style: str) -> None:
         from rich.text import Text
 
         self.console.print(Text(text, style), end="")
+        sys.stdout.flush()
 
 
 def _figures(s: Statistics) -> str:

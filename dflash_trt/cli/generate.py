@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_trt.cli.options import add_bundle, add_drafting, add_json, drafting_of, llm_of, option, switch
-from dflash_trt.cli.output import Words, print_json
+from dflash_trt.cli.output import print_json
 from dflash_trt.errors import DFlashError, RequestError
 
 if TYPE_CHECKING:
@@ -141,10 +141,8 @@ def run(args: argparse.Namespace) -> int:
             completion = llm.generate(prompt, params, **drafting)
             print_json({**vars(completion), "statistics": completion.statistics.to_dict()})
             return 0
-        words = Words(lambda text, _: print(text, end=""))
         for chunk in llm.stream(prompt, params, **drafting):
-            words.write(chunk.text)
-            sys.stdout.flush()
+            print(chunk.text, end="", flush=True)
     print()
     if args.stats and chunk.statistics is not None:
         _print_statistics(chunk.statistics)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
@@ -42,54 +41,6 @@ def print_figures(rows: Sequence[Sequence[str]], *, headings: int = 1, left: int
         )
         line = "  ".join(aligned).rstrip()
         print(f"\033[1m{line}\033[0m" if bold and number < headings else line)
-
-
-def print_text(line: str) -> None:
-    """Print a line. On a terminal it is wrapped between words, and what follows is indented."""
-    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
-    options = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
-    print(textwrap.fill(line, room, **options) if room else line)  # type: ignore[arg-type]
-
-
-class Words:
-    """Text that appears in pieces, wrapped between words on a terminal: a word without room is taken back.
-
-    `emit` prints a piece, with a style that only it knows. Elsewhere than on a terminal nothing is wrapped.
-    """
-
-    def __init__(self, emit: Callable[[str, str], None]) -> None:
-        self._emit, self._column = emit, 0
-        self._word: list[tuple[str, str]] = []  # the pieces of the word at the end
-        self._wraps = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and os.name != "nt"
-
-    def write(self, text: str, style: str = "") -> None:
-        """Add a piece."""
-        if not self._wraps:
-            self._emit(text, style)
-            return
-        from rich.cells import cell_len
-
-        width = shutil.get_terminal_size().columns - 1  # a full line would leave the place of the cursor open
-        line = ""
-        for part in re.findall(r"\n|[^\S\n]+|\S+", text):
-            # Earlier pieces of this word stand at the end of the line. Then nothing of this text precedes it.
-            size, begun = cell_len(part), sum(cell_len(piece) for piece, _ in self._word)
-            if part == "\n":
-                self._column = size = 0
-            elif self._column + size > width and self._column > begun and begun + size <= width:
-                if part.isspace():
-                    part, size = "\n", 0
-                elif begun:
-                    sys.stdout.write(f"\033[{begun}D\033[K\n")
-                    for piece in self._word:
-                        self._emit(*piece)
-                else:
-                    line += "\n"
-                self._column = 0 if part == "\n" else begun
-            line += part
-            self._word = [] if part.isspace() else [*self._word, (part, style)]
-            self._column = (self._column + size) % (width + 1)
-        self._emit(line, style)
 
 
 def line_width() -> int:

@@ -105,20 +105,6 @@ def test_numpy_integers_are_token_ids(llm: LLM) -> None:
         SamplingParams(max_tokens=np.float64(4))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "field", ["max_tokens", "top_k", "seed", "temperature", "top_p", "min_p", "repetition_penalty"]
-)
-@pytest.mark.parametrize(
-    "value",
-    [10**400, -(10**5000), 1e400, "9" * 10**6, b"1", [10**5000]],
-    ids=["large", "huge", "inf", "text", "bytes", "list"],
-)
-def test_absurd_numbers_are_refused_in_one_short_line(field: str, value: Any) -> None:
-    with pytest.raises(RequestError, match=f"^{field} is ") as caught:
-        SamplingParams(**{field: value})
-    assert len(str(caught.value)) < 300
-
-
 @pytest.mark.parametrize("top_p", [1e-50, 5e-324, 2.0**-149, 1e-30])
 def test_a_tiny_top_p_keeps_the_best_token(top_p: float) -> None:
     rng = np.random.default_rng(0)

@@ -64,18 +64,6 @@ def test_stop_strings_inside_and_across_blocks(pair: Pair, sampling: str) -> Non
         assert "".join(chunk.text for chunk in pair.llm.stream(prompt, stopping)) == plain.text
 
 
-@pytest.mark.parametrize("speculate", [True, False])
-def test_max_tokens_is_exact(lucky: Pair, speculate: bool) -> None:
-    prompt = lucky.prompt(21)
-    whole = lucky.plain(prompt, SamplingParams(max_tokens=40, ignore_eos=True)).token_ids
-    for n in range(1, 41):
-        completion = lucky.llm.generate(
-            prompt, SamplingParams(max_tokens=n, ignore_eos=True), speculate=speculate
-        )
-        assert (completion.token_ids, completion.finish_reason) == (whole[:n], "length")
-        assert completion.statistics.num_generation_tokens == n
-
-
 @pytest.mark.parametrize("sampling", ["greedy", "1.0"])
 def test_the_context_may_be_filled_to_the_last_token(oracle, sampling) -> None:
     """In all slots at once: rows written past the last token must not affect any request."""

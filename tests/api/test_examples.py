@@ -131,9 +131,3 @@ def test_a_call_that_does_not_fit_is_the_models_error(text: str, result: str | N
     tools: dict[str, Any] = runpy.run_path(str(EXAMPLES / "tools.py"))
     found = [json.loads(tools["call"](each)) for each in tools["calls"](text)]
     assert [list(each) for each in found] == ([[result]] if result else [])
-
-
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda p: p.name)
-def test_every_example_is_run_by_a_test(path: Path) -> None:
-    tests = EXAMPLES.parent / "server_tests" / "test_examples.py"
-    assert path.name in Path(__file__).read_text() + tests.read_text()

@@ -178,20 +178,16 @@ def test_fields_of_sampling_params_given_to_a_call_are_answered_with_how_to_give
             with pytest.raises(TypeError, match=r"SamplingParams\(max_tokens=5\)"):
                 call("x = [", max_tokens=5)  # type: ignore[call-overload]
         for chat in (llm.chat, llm.stream_chat):
-            with pytest.raises(
-                TypeError, match=r"LLM\.\w+\(\) takes no temperature of its own.*stop='\\n'\)"
-            ):
+            with pytest.raises(TypeError, match=r"temperature=0.5 belongs in .*stop='\\n'\)"):
                 chat([{"role": "user", "content": "x"}], temperature=0.5, stop="\n")  # type: ignore[call-arg]
         with pytest.raises(TypeError, match="unexpected keyword argument 'most_tokens'"):
             llm.generate("x = [", most_tokens=5)  # type: ignore[call-overload]
 
     async def ask() -> None:
         async with AsyncLLM("tiny", max_batch_size=1) as llm:
-            with pytest.raises(
-                TypeError, match=r"AsyncLLM\.generate\(\).*SamplingParams\(max_tokens=5, seed=1\)"
-            ):
+            with pytest.raises(TypeError, match=r"SamplingParams\(max_tokens=5, seed=1\)"):
                 await llm.generate("x = [", max_tokens=5, seed=1)  # type: ignore[call-arg]
             with pytest.raises(TypeError, match=r"SamplingParams\(top_p=0\.5\)"):
-                llm.stream("x = [", top_p=0.5)  # type: ignore[call-arg]
+                await anext(llm.stream("x = [", top_p=0.5))  # type: ignore[call-arg]
 
     asyncio.run(ask())

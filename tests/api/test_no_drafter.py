@@ -24,8 +24,6 @@ from dflash_trt.engines.tensorrt.options import TensorRTOptions
 from dflash_trt.errors import DFlashError, NonFiniteError, UsageError
 from dflash_trt.formats.precision import Precision
 from dflash_trt.models.configs import read_target_config
-from dflash_trt.reports.checks import Checks
-from dflash_trt.reports.selftest import Selftest
 from tests.decoding.test_isolation import SPOILT, prompt, spoil, spoilt_prompt
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.family_checkpoints import make_gpt_oss
@@ -329,33 +327,6 @@ def test_what_commands_say_of_it(tiny: Path, capsys: pytest.CaptureFixture[str],
         LLM(tiny) as llm,
     ):
         llm.generate("a", draft_source="drafter")
-
-
-def test_selftest(tiny: Path, tmp_path: Path) -> None:
-    """Beside a reference of the same target, also built alone."""
-    assert isinstance(Selftest(tiny).subject, Checks)
-    states = {check.name: check for check in Selftest(tiny, tiny).run(tmp_path / "report.json", 600)}
-    assert {name for name, check in states.items() if check.state != "passed"} == {"kernels", "drafts"}
-    assert states["drafts"].detail == "the bundle has no drafter"
-
-
-@pytest.mark.parametrize("engine", ["onnxruntime", "tensorrt-rtx", "torch"])
-def test_a_plan_has_the_targets_part(engine: str, capsys: pytest.CaptureFixture[str]) -> None:
-    plans = {}
-    for more in ([], ["--no-drafter", "--block-size", "16"]):
-        main(["plan", "--target", "qwen3-8b", "--gpu", "h100", "--engine", engine, "--json", *more])
-        plans[bool(more)] = json.loads(capsys.readouterr().out)
-    alone, pair = plans[True], plans[False]
-    assert alone["weights"] == {"target": pair["weights"]["target"]}
-    assert alone["weight_bytes"] == sum(
-        n for role in alone["weights"]["target"].values() for n in role.values()
-    )
-    assert alone["kv_bytes"] == pair["kv_bytes"]
-    assert alone["drafter_bytes"] == 0
-    assert alone["activation_bytes"] <= pair["activation_bytes"]
-    assert alone["longest_context"] >= pair["longest_context"]
-    main(["plan", "--target", "qwen3-8b", "--gpu", "h100", "--engine", engine, "--no-drafter"])
-    assert "drafter" not in capsys.readouterr().out
 
 
 def test_a_plan_agrees_with_a_bundle(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

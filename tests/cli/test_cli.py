@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-import dflash_trt
 from dflash_trt.cli import COMMANDS, main
 from dflash_trt.cli.output import print_table
 from dflash_trt.logs import to_stderr
@@ -40,17 +39,6 @@ def test_help_imports_nothing_heavy() -> None:
     code += f"sys.exit(repr(sorted({heavy} & set(sys.modules))))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert found.stderr.strip() == "[]"
-
-
-def test_a_bare_call_lists_the_commands(command: Command) -> None:
-    bare = command()
-    assert (bare.code, bare.err) == (2, "")
-    assert all(f"\n    {name}" in bare.out for name in COMMANDS)
-
-
-def test_the_version(command: Command) -> None:
-    shown = command("--version")
-    assert (shown.code, shown.out) == (0, f"dflash-trt {dflash_trt.__version__}\n")
 
 
 def test_what_is_logged_goes_to_stderr(bundle: Path, command: Command) -> None:
@@ -79,12 +67,6 @@ def test_a_table_wraps_its_last_column(
     print_table([("a", "word " * 12), ("bcd", "")])
     lines = capsys.readouterr().out.splitlines()
     assert lines == ["a    " + " ".join(["word"] * 7), "     " + " ".join(["word"] * 5), "bcd"]
-
-
-@pytest.mark.parametrize("words", [["pairs"], ["doctor"], ["plan", "--gpus"]])
-def test_tables_fit_100_columns(words: list[str], command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
-    assert max(map(len, command(*words).out.splitlines())) <= 100
 
 
 def test_build_reports_progress_on_stderr(pair: tuple[Path, Path], tmp_path: Path, command: Command) -> None:
@@ -120,14 +102,6 @@ def test_generate_gives_the_same_text_by_every_way(bundle: Path, chat: list[str]
     assert as_json.json["seed"] == 5
     assert len(as_json.json["token_ids"]) <= 24
     assert as_json.json["finish_reason"] in ("stop", "length")
-
-
-def test_generate_stats_go_to_stderr(bundle: Path, command: Command) -> None:
-    done = command("generate", bundle, "-p", "12 + 7", "--stats", "--max-tokens", "16", "--ignore-eos")
-    assert done.code == 0
-    assert "16 tokens" in done.err
-    assert "acceptance length" in done.err
-    assert "acceptance length" not in done.out
 
 
 def test_generate_passes_variables_to_the_template(bundle: Path, command: Command) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from dflash_trt.building import progress
 from dflash_trt.building.progress import progress_display
-from dflash_trt.cli.output import Words, loading, print_text
+from dflash_trt.cli.output import loading
 
 
 class Screen(io.StringIO):
@@ -19,16 +19,7 @@ class Screen(io.StringIO):
         return True
 
     def lines(self) -> list[str]:
-        rows = [""]
-        for text, back, cleared in re.findall(r"([^\033\r]+)|\033\[(\d+)D|(\r?\033\[K)", self.getvalue()):
-            if back:
-                rows[-1] = rows[-1][: -int(back)]
-            elif cleared.startswith("\r"):
-                rows[-1] = ""
-            for number, part in enumerate(text.split("\n")):
-                rows += [""] if number else []
-                rows[-1] += part
-        return rows
+        return [self.getvalue().rpartition("\r\033[K")[2]]
 
 
 def shown(monkeypatch: pytest.MonkeyPatch) -> Screen:
@@ -39,36 +30,6 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Screen:
     monkeypatch.setenv("COLUMNS", "20")
     monkeypatch.setenv("TERM", "xterm")
     return made
-
-
-def test_a_word_in_pieces_is_taken_back_to_the_next_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = shown(monkeypatch)
-    words = Words(lambda text, style: print(text, end=""))
-    for piece in (
-        "The blue sky is",
-        " Ray",
-        "leigh scat",
-        "ter",
-        "ing.",
-        "\n\nAnd",
-        " so it goes on and",
-        " on",
-        "!",
-    ):
-        words.write(piece)
-    assert screen.lines() == [
-        "The blue sky is ", "Rayleigh ", "scattering.", "", "And so it goes on ", "and on!",
-    ]  # fmt: skip
-
-
-def test_lines_are_wrapped_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = shown(monkeypatch)
-    print_text("tokens per second with 1 and 4 requests")
-    assert screen.lines() == ["tokens per second", "  with 1 and 4", "  requests", ""]
-    monkeypatch.setattr(Screen, "isatty", lambda self: False)
-    screen.truncate(0), screen.seek(0)
-    print_text("tokens per second with 1 and 4 requests")
-    assert screen.lines()[0] == "tokens per second with 1 and 4 requests"
 
 
 def test_what_is_loaded_is_shown_until_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,19 +1,19 @@
-"""The routes."""
+"""The endpoints."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request
-from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel, ValidationError
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import dflash_trt
@@ -26,6 +26,7 @@ from dflash_trt.serving.openai.errors import ApiError, from_validation, log_refu
 from dflash_trt.serving.openai.generation import cache_salt, event
 from dflash_trt.serving.openai.model import Model
 from dflash_trt.serving.openai.protocol import (
+    Body,
     ChatRequest,
     CommonFields,
     CompletionRequest,
@@ -38,106 +39,94 @@ from dflash_trt.serving.openai.responses import Responses
 from dflash_trt.serving.openai.server import ServerSettings
 
 Answering = Chat | Completions
-# Endpoints that answer: the fields of a request, and what makes an answer of it.
-_ANSWERS: dict[str, tuple[type[CommonFields], Any]] = {
-    "/v1/chat/completions": (ChatRequest, Chat.of),
-    "/v1/completions": (CompletionRequest, Completions.of),
-    "/v1/responses": (ResponsesRequest, Responses.respond),
-}
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 B = TypeVar("B", bound=BaseModel)
+# The bodies of requests, by path.
+BODIES: dict[str, type[Body]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+
+_LONG = 1 << 16  # bytes of a body from which on a thread parses it, and of the pieces of an answer
+_STARTED = int(time.time())
+_PAGE = Path(__file__).with_name("page")
+# The page needs nothing from elsewhere, and no other page may frame it.
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'",
+    "Cache-Control": "no-cache",
+}
 
 
-def make_app(
-    model: Model,
-    engine: EngineProcess,
-    metrics: Callable[[], Awaitable[str]],
-    settings: ServerSettings,
-) -> ASGIApp:
-    """The API of one model. metrics: the text of /metrics."""
+class Api:
+    """The API of one model, for ASGI. metrics: the text of /metrics.
 
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        yield
-        await engine.close()
+    A framework's layers would take time of every request and of every chunk, so it finds its endpoints itself.
+    """
 
-    # Its pages of documentation load scripts from elsewhere; /openapi.json stays.
-    app = FastAPI(
-        title="dflash-trt", version=dflash_trt.__version__, docs_url=None, redoc_url=None, lifespan=lifespan
-    )
-    _add_errors(app)
-    posts = _add_answers(app, model, engine, settings)
-    _add_texts(app, model)
-    _add_page(app)
-    _add_state(app, model, engine, metrics)
-    return _Api(app, posts)
+    def __init__(
+        self,
+        model: Model,
+        engine: EngineProcess,
+        metrics: Callable[[], Awaitable[str]],
+        settings: ServerSettings,
+    ) -> None:
+        self._model, self._engine, self._metrics, self._settings = model, engine, metrics, settings
+        self._endpoints: dict[tuple[str, str], Endpoint] = {
+            ("POST", "/v1/chat/completions"): partial(self._answer, ChatRequest, Chat.of),
+            ("POST", "/v1/completions"): partial(self._answer, CompletionRequest, Completions.of),
+            ("POST", "/v1/responses"): partial(self._answer, ResponsesRequest, Responses.respond),
+            ("POST", "/tokenize"): self._tokenize,
+            ("POST", "/detokenize"): self._detokenize,
+            ("GET", "/v1/models"): self._models,
+            ("GET", "/health"): self._health,
+            ("GET", "/ready"): self._ready,
+            ("GET", "/version"): self._version,
+            ("GET", "/openapi.json"): self._describe,
+            ("GET", "/metrics"): self._show_metrics,
+            ("GET", "/"): partial(self._page, "index.html"),
+            **{("GET", f"/page/{name}"): partial(self._page, name) for name in ("page.css", "page.js", "markdown.js")},
+        }  # fmt: skip
 
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response: ASGIApp
+        try:
+            response = await self._endpoint(scope["method"], scope["path"])(Request(scope, receive))
+        except ApiError as error:
+            log_refusal(error, scope["state"]["request_id"])
+            response = JSONResponse(error.body(), error.status, error.headers())
+        await response(scope, receive, send)
 
-def _add_errors(app: FastAPI) -> None:
-    @app.exception_handler(ApiError)
-    async def api_error(request: Request, error: ApiError) -> Response:
-        return _refusal(error, request.state.request_id)
+    def _endpoint(self, method: str, path: str) -> Endpoint:
+        if (found := self._endpoints.get((method, path))) is not None:
+            return found
+        if method == "GET" and path.startswith("/v1/models/"):
+            return self._one_model
+        known = any(path == each for _, each in self._endpoints)
+        raise ApiError(405 if known else 404, f"{method} {path[:200]} is not an endpoint of this server")
 
-    @app.exception_handler(404)
-    @app.exception_handler(405)
-    async def no_route(request: Request, error: Any) -> Response:
-        text = f"{request.method} {request.url.path[:200]} is not an endpoint of this server"
-        return _refusal(ApiError(error.status_code, text), request.state.request_id)
-
-
-def _add_answers(
-    app: FastAPI,
-    model: Model,
-    engine: EngineProcess,
-    settings: ServerSettings,
-) -> dict[str, Endpoint]:
-    """The endpoints that answer requests, by path."""
-
-    def admit(body: CommonFields) -> None:
-        """Refuse what this server never takes, before work is done for it."""
+    async def _answer(self, kind: type[CommonFields], answering: Any, request: Request) -> ASGIApp:
+        """An answer, whole or in events."""
+        body, state, settings = await _read(request, kind), request.state, self._settings
         if body.priority and not settings.priorities:
             text = f"priority is {body.priority}, but this server has no priorities: start it with --allow-priority"
             raise ApiError(400, text, "priority")
-        if (asked := body.answers()) > engine.limit:  # not 429: it would never fit
-            text = f"the request asks for {asked} answers, but this server takes {engine.limit} at once"
+        if (asked := body.answers()) > self._engine.limit:  # not 429: it would never fit
+            text = f"the request asks for {asked} answers, but this server takes {self._engine.limit} at once"
             raise ApiError(400, text, "n")
+        made: Answering = await answering(self._model, body, str(state.request_id), settings.max_seconds)
+        made.usage.details = settings.shows_cached_tokens
+        made.prepared.request["cache_salt"] = cache_salt(state.key_digest, body.cache_salt)
+        if not body.stream:
+            return _Whole(await made.whole(self._engine))
+        chunks = made.chunks(self._engine)
+        # The first chunk comes before the status, so that a refusal is a status and no event.
+        return _Events(await anext(chunks), chunks, made)
 
-    def endpoint(kind: type[CommonFields], answering: Any) -> Endpoint:
-        async def answer(request: Request) -> ASGIApp:
-            body = await _read(request, kind)
-            admit(body)
-            named = "x-request-id" not in request.headers and body.request_id
-            request_id = named or str(request.state.request_id)
-            made: Answering = await answering(model, body, request_id, settings.max_seconds)
-            made.usage.details = settings.shows_cached_tokens
-            salt = cache_salt(request.state.key_digest, body.cache_salt)
-            made.prepared.request["cache_salt"] = salt
-            return await _answer(made, engine)
-
-        return answer
-
-    posts = {}
-    for path, (kind, answering) in _ANSWERS.items():
-        posts[path] = endpoint(kind, answering)
-        app.post(path, openapi_extra=_schema(kind), response_model=None)(posts[path])  # to be documented
-    return posts
-
-
-async def _answer(answering: Answering, engine: EngineProcess) -> ASGIApp:
-    if not answering.body.stream:
-        return _Whole(await answering.whole(engine))
-    chunks = answering.chunks(engine)
-    # The first chunk comes before the status, so that a refusal is a status and no event.
-    first = await anext(chunks)
-    return _Events(first, chunks, answering)
-
-
-def _add_texts(app: FastAPI, model: Model) -> None:
-    """Texts as tokens, and tokens as texts."""
-
-    @app.post("/tokenize", openapi_extra=_schema(TokenizeRequest))
-    async def tokenize(request: Request) -> Response:
-        body = await _read(request, TokenizeRequest)
+    async def _tokenize(self, request: Request) -> Response:
+        body, model = await _read(request, TokenizeRequest), self._model
         model.check_name(body.model)
         if (body.prompt is None) == (not body.messages):
             raise ApiError(400, "prompt and messages: expected one of them", "prompt")
@@ -155,93 +144,61 @@ def _add_texts(app: FastAPI, model: Model) -> None:
                 )
         except RequestError as error:
             raise refused(error) from None
-        texts = await model.token_texts(ids) if body.return_token_strs else None
-        return _json(
-            {"count": len(ids), "max_model_len": model.max_seq_len, "tokens": ids, "token_strs": texts}
-        )
+        return _json({"count": len(ids), "max_model_len": model.max_seq_len, "tokens": ids})
 
-    @app.post("/detokenize", openapi_extra=_schema(DetokenizeRequest))
-    async def detokenize(request: Request) -> Response:
+    async def _detokenize(self, request: Request) -> Response:
         body = await _read(request, DetokenizeRequest)
-        model.check_name(body.model)
+        self._model.check_name(body.model)
         try:
-            return _json({"prompt": await model.decode(body.tokens)})
+            return _json({"prompt": await self._model.decode(body.tokens)})
         except RequestError as error:
             raise refused(error) from None
 
-
-def _add_page(app: FastAPI) -> None:
-    @app.get("/", include_in_schema=False)
-    async def page() -> Response:
-        return FileResponse(_PAGE / "index.html", headers=_PAGE_HEADERS)
-
-    @app.get("/page/{name}", include_in_schema=False)
-    async def part_of_page(name: str) -> Response:
-        if name not in ("page.css", "page.js", "markdown.js"):
-            raise ApiError(404, f"/page/{name[:100]} is not an endpoint of this server")
+    async def _page(self, name: str, request: Request) -> Response:
         return FileResponse(_PAGE / name, headers=_PAGE_HEADERS)
 
+    async def _models(self, request: Request) -> Response:
+        return _json({"object": "list", "data": [_card(self._model)]})
 
-def _add_state(
-    app: FastAPI, model: Model, engine: EngineProcess, metrics: Callable[[], Awaitable[str]]
-) -> None:
-    """What the server has, and how it is."""
+    async def _one_model(self, request: Request) -> Response:
+        self._model.check_name(request.scope["path"].removeprefix("/v1/models/"))
+        return _json(_card(self._model))
 
-    @app.get("/v1/models")
-    async def models() -> Response:
-        return _json({"object": "list", "data": [_card(model)]})
-
-    @app.get("/v1/models/{name:path}")
-    async def one_model(name: str) -> Response:
-        model.check_name(name)
-        return _json(_card(model))
-
-    @app.get("/health")
-    async def health() -> Response:
+    async def _health(self, request: Request) -> Response:
         """Whether this process works. It starts a dead engine again by itself, so it need not be restarted then."""
-        if engine.replaced:
+        if self._engine.replaced:
             raise ApiError(503, "the bundle was replaced; start the server again", code="bundle_replaced")
-        return _json({"status": "ok", "engine": "serving" if engine.serves else "starting"})
+        return _json({"status": "ok", "engine": "serving" if self._engine.serves else "starting"})
 
-    @app.get("/ready")
-    async def ready() -> Response:
+    async def _ready(self, request: Request) -> Response:
         """Whether a request would be taken up: the engine lives and answers."""
-        if engine.draining:
+        if self._engine.draining:
             raise ApiError(503, "the server is stopping", code="stopping")
         try:
-            await engine.metrics()
+            await self._engine.metrics()
         except EngineDownError as error:
             raise ApiError(503, str(error), code="engine_down") from None
         return _json({"status": "ready"})
 
-    @app.get("/version")
-    async def version() -> Response:
+    async def _version(self, request: Request) -> Response:
         return _json({"version": dflash_trt.__version__})
 
-    @app.get("/metrics")
-    async def show_metrics() -> Response:
-        return PlainTextResponse(await metrics(), media_type="text/plain; version=0.0.4")
+    async def _describe(self, request: Request) -> Response:
+        """The fields of requests, as OpenAPI describes them."""
+        asked: list[tuple[type[BaseModel], JsonSchemaMode]] = [
+            (kind, "validation") for kind in BODIES.values()
+        ]
+        kinds, more = models_json_schema(asked, ref_template="#/components/schemas/{model}")
+        paths = {}
+        for path, kind in BODIES.items():
+            content = {"application/json": {"schema": kinds[kind, "validation"]}}
+            paths[path] = {"post": {"requestBody": {"required": True, "content": content}, "responses": {}}}
+        about = {"title": "dflash-trt", "version": dflash_trt.__version__}
+        components = {"schemas": more["$defs"]}
+        return _json({"openapi": "3.1.0", "info": about, "paths": paths, "components": components})
 
-
-class _Api:
-    """The endpoints with a body, and FastAPI for the others.
-
-    FastAPI's and Starlette's layers would take time of every request and of every chunk.
-    """
-
-    def __init__(self, others: ASGIApp, posts: dict[str, Endpoint]) -> None:
-        self._others, self._posts = others, posts
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in self._posts:
-            await self._others(scope, receive, send)
-            return
-        response: ASGIApp
-        try:
-            response = await self._posts[scope["path"]](Request(scope, receive))
-        except ApiError as error:
-            response = _refusal(error, scope["state"]["request_id"])
-        await response(scope, receive, send)
+    async def _show_metrics(self, request: Request) -> Response:
+        return PlainTextResponse(await self._metrics(), media_type="text/plain; version=0.0.4")
 
 
 class _Events:
@@ -290,23 +247,18 @@ class _Whole:
         size = str(sum(map(len, self._pieces))).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", size)]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        part = list[bytes]()
+        part = bytearray()
         for piece in self._pieces:
-            part.append(piece)
-            if sum(map(len, part)) > _LONG:
-                await send({"type": "http.response.body", "body": b"".join(part), "more_body": True})
+            part += piece
+            if len(part) > _LONG:
+                await send({"type": "http.response.body", "body": bytes(part), "more_body": True})
                 await asyncio.sleep(0)
                 part.clear()
-        await send({"type": "http.response.body", "body": b"".join(part), "more_body": False})
+        await send({"type": "http.response.body", "body": bytes(part), "more_body": False})
 
 
 def _json(value: Any) -> Response:
     return Response(to_json(value), media_type="application/json")
-
-
-def _refusal(error: ApiError, request_id: str) -> Response:
-    log_refusal(error, request_id)
-    return JSONResponse(error.body(), error.status, error.headers())
 
 
 async def _read(request: Request, kind: type[B]) -> B:
@@ -326,11 +278,6 @@ async def _read(request: Request, kind: type[B]) -> B:
         raise from_validation(error) from None
 
 
-def _schema(kind: type[BaseModel]) -> dict[str, Any]:
-    content = {"application/json": {"schema": kind.model_json_schema()}}
-    return {"requestBody": {"required": True, "content": content}}
-
-
 def _card(model: Model) -> dict[str, Any]:
     return {
         "id": model.name,
@@ -342,13 +289,3 @@ def _card(model: Model) -> dict[str, Any]:
         "max_model_len": model.max_seq_len,
         "block_size": model.block_size,
     }
-
-
-_LONG = 1 << 16  # bytes of a body from which on a thread parses it, and of the pieces of an answer
-_STARTED = int(time.time())
-_PAGE = Path(__file__).with_name("page")
-# The page needs nothing from elsewhere, and no other page may frame it.
-_PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'",
-    "Cache-Control": "no-cache",
-}

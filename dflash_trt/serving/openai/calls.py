@@ -1,17 +1,14 @@
 """The text of one call of a tool, as each family spells it.
 
-    {"name": "get", "arguments": {...}}, or with "parameters"          Qwen, Hermes, Llama 3
-    <function=get><parameter=key>text</parameter></function>           Qwen3-Coder
-    <atem:invoke name="get"><atem:parameter name="key">text ...        Muse Glimmer
-    call:get{key:<|"|>text<|"|>,other:1}                               Gemma 4
-    get[ARGS]{"key": "text"}                                           Mistral
-
-A reader with `cut` reads a text that ends early, and gives the arguments as far as they go.
+{"name": "get", "arguments": {...}}, or with "parameters"          Qwen, Hermes, Llama 3
+<function=get><parameter=key>text</parameter></function>           Qwen3-Coder
+<atem:invoke name="get"><atem:parameter name="key">text ...        Muse Glimmer
+call:get{key:<|"|>text<|"|>,other:1}                               Gemma 4
+get[ARGS]{"key": "text"}                                           Mistral
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import uuid
@@ -89,36 +86,6 @@ def json_values(text: str) -> tuple[list[Any], str]:
             return values, text[at:]
         values += value if isinstance(value, list) else [value]
     return values, ""
-
-
-_NAME = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"]*)("?)')
-_ARGUMENTS = re.compile(r'\s*,\s*"(?:arguments|parameters)"\s*:\s*')
-
-
-def begins_json_call(text: str, known: frozenset[str] | None) -> bool:
-    """Whether a text without an end may be the beginning of a call in JSON, of one of the known tools."""
-    start = _NAME.match(text)
-    if start is None:
-        return '{"name":"'.startswith(re.sub(r"\s", "", text))
-    name, complete = start.groups()
-    rest = re.sub(r"\s", "", text[start.end() :])
-    if known is not None and not (name in known if complete else any(k.startswith(name) for k in known)):
-        return False
-    return any(key.startswith(rest[: len(key)]) for key in (',"arguments":', ',"parameters":'))
-
-
-def cut_json_call(text: str) -> Call | None:
-    """A call in JSON, with the arguments as far as they go; None without a whole name."""
-    if call := json_call(parsed(text)):
-        return call
-    start = _NAME.match(text)
-    if start is None or not start[2]:
-        return None
-    key = _ARGUMENTS.match(text, start.end())
-    arguments = text[key.end() :] if key else ""
-    with contextlib.suppress(ValueError, RecursionError):
-        arguments = arguments[: json.JSONDecoder().raw_decode(arguments)[1]]
-    return _call(start[1], arguments if arguments.startswith("{") else "")
 
 
 class _Tags(NamedTuple):
@@ -233,45 +200,31 @@ def _part(root: Mapping[str, Any], place: str) -> Any:
     return schema
 
 
-def tagged_call(text: str, schemas: Schemas, *, cut: bool) -> list[Call]:
+def tagged_call(text: str, schemas: Schemas) -> list[Call]:
     """The call between the tags of Qwen and Hermes, in JSON or in tags as Qwen3-Coder writes it."""
-    if not cut:
-        call = _xml_call(text, schemas) or json_call(parsed(text))
-    elif call := _xml_call(text[: len(text) - overlap(text, "</parameter>")], schemas):
-        if not text.rstrip().endswith(_QWEN.call_end):
-            call = Call(call.name, call.arguments[:-1], call.id)
-    else:
-        call = cut_json_call(text)
+    call = _xml_call(text, schemas) or json_call(parsed(text))
     return [call] if call else []
 
 
-def muse_calls(text: str, schemas: Schemas, *, cut: bool) -> list[Call]:
+def muse_calls(text: str, schemas: Schemas) -> list[Call]:
     """The calls of a message of Muse Glimmer's to a tool; none if it has anything else."""
     body, calls, at = text.strip().removeprefix(_BLOCK).removesuffix(_BLOCK_END).strip(), list[Call](), 0
     while at < len(body):
         end = _before(body, _MUSE.call_end, at, _MUSE.call)
-        if end >= 0:
-            call = _xml_call(body[at:end], schemas, _MUSE)
-            at = end + len(_MUSE.call_end)
-        else:
-            rest = body[at:] if cut else ""
-            call = _xml_call(rest[: len(rest) - overlap(rest, _MUSE.parameter_end)], schemas, _MUSE)
-            if call is not None:
-                call = Call(call.name, call.arguments[:-1], call.id)
-            at = len(body)
+        call = _xml_call(body[at:end], schemas, _MUSE) if end >= 0 else None
         if call is None:
-            return calls if cut else []
+            return []
         calls.append(call)
+        at = end + len(_MUSE.call_end)
     return calls
 
 
-def gemma_call(text: str, schemas: Schemas, *, cut: bool) -> list[Call]:
+def gemma_call(text: str, schemas: Schemas) -> list[Call]:
     """The call between Gemma's marks, with the arguments as JSON."""
     name, brace, rest = text.strip().removeprefix("call:").partition("{")
-    if not text.strip().startswith("call:") or not name.strip() or not (brace or cut):
-        return []
     arguments = _as_json(brace + rest)
-    return [_call(name.strip(), arguments)] if cut or isinstance(parsed(arguments), dict) else []
+    called = text.strip().startswith("call:") and name.strip() and isinstance(parsed(arguments), dict)
+    return [_call(name.strip(), arguments)] if called else []
 
 
 _MARK = re.compile(r'[{}\[\],:]|<\|"\|>')
@@ -279,14 +232,14 @@ _LITERAL = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null")
 
 
 def _as_json(text: str) -> str:
-    """Gemma's arguments as JSON: bare keys, and texts between `<|"|>`. A text that ends early gives as much of it."""
+    """Gemma's arguments as JSON: bare keys, and texts between `<|"|>`."""
     made, at = list[str](), 0
     while at < len(text):
         if text.startswith(QUOTE, at):
             end = text.find(QUOTE, at + len(QUOTE))
-            whole = json.dumps(text[at + len(QUOTE) : end if end >= 0 else None], ensure_ascii=False)
-            made.append(whole if end >= 0 else whole[:-1])
-            at = end + len(QUOTE) if end >= 0 else len(text)
+            end = len(text) if end < 0 else end
+            made.append(json.dumps(text[at + len(QUOTE) : end], ensure_ascii=False))
+            at = end + len(QUOTE)
         elif text[at] in "{}[],:":
             made.append({",": ", ", ":": ": "}.get(text[at], text[at]))
             at += 1
@@ -296,20 +249,14 @@ def _as_json(text: str) -> str:
             found = _MARK.search(text, at)
             end = found.start() if found else len(text)
             word = text[at:end].strip()
-            if _LITERAL.fullmatch(word) and text[end : end + 1] != ":":
-                made.append(word)
-            else:
-                whole = json.dumps(word, ensure_ascii=False)
-                made.append(whole[:-1] if end == len(text) else whole)
+            literal = _LITERAL.fullmatch(word) and text[end : end + 1] != ":"
+            made.append(word if literal else json.dumps(word, ensure_ascii=False))
             at = end
     return "".join(made)
 
 
-def mistral_calls(text: str, schemas: Schemas, *, cut: bool) -> list[Call]:
-    """The calls that a mark of Mistral's begins: a name and arguments, or in older models a list of calls."""
+def mistral_call(text: str, schemas: Schemas) -> list[Call]:
+    """The call that a mark of Mistral's begins: a name and arguments."""
     name, mark, arguments = text.strip().partition(ARGUMENTS)
-    if mark and name.strip() and (cut or isinstance(parsed(arguments), dict)):
-        return [_call(name.strip(), arguments.strip())]
-    values = parsed(text)
-    calls = [json_call(value) for value in (values if isinstance(values, list) else [values])]
-    return [call for call in calls if call] if all(calls) else []
+    called = mark and name.strip() and isinstance(parsed(arguments), dict)
+    return [_call(name.strip(), arguments.strip())] if called else []

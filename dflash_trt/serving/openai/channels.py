@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from dflash_trt.decoding.output import Detokenizer
-from dflash_trt.serving.openai.calls import Call, Schemas, muse_calls
+from dflash_trt.serving.openai.calls import Call, Schemas, muse_calls, parsed
 from dflash_trt.serving.openai.parsing import AnswerPart, Stage
 from dflash_trt.text.tokenizer import Tokenizer
 
@@ -85,13 +85,13 @@ class Channels:
                 self.reasoning_tokens += len(tokens)
             self._take(self._words.push(tokens))
 
-    def finish(self, *, cut: bool = False) -> list[AnswerPart]:
-        """The rest. cut: the answer was ended before its end, so the arguments of a call may lack theirs."""
+    def finish(self) -> list[AnswerPart]:
+        """The rest."""
         self._end_of_text()
         self._release()
         if self._in_body:
-            self._waiting.append(("cut" if cut else "end", self._header))
-        return [*self._due(), *self._calls.finish(cut=cut)]
+            self._waiting.append(("end", self._header))
+        return [*self._due(), *self._calls.finish()]
 
     def _end_of_text(self) -> None:
         self._take(self._words.flush())
@@ -136,9 +136,9 @@ class Channels:
     def _due(self) -> Iterator[AnswerPart]:
         while self._waiting:
             header, text = self._waiting[0]
-            if header in ("end", "cut"):
+            if header == "end":
                 self._waiting.popleft()
-                yield from self._message_end(text, "{}" if header == "end" else "")
+                yield from self._message_end(text)
                 continue
             room = self._allowed - self._seen
             if room <= 0:
@@ -160,15 +160,17 @@ class Channels:
         else:
             yield from self._calls.push(text)
 
-    def _message_end(self, header: str, without: str) -> Iterator[AnswerPart]:
-        """without: the arguments of a call that has none."""
+    def _message_end(self, header: str) -> Iterator[AnswerPart]:
         tool = self._read(header)[1]
         if not tool:
             return
         text, self._call = "".join(self._call), list[str]()
-        if self._schemas is None:
-            yield AnswerPart("call", call=Call(tool, text.strip() or without))
-        elif calls := muse_calls(text, self._schemas, cut=not without):
+        if self._schemas is not None:
+            calls = muse_calls(text, self._schemas)
+        else:
+            arguments = text.strip() or "{}"
+            calls = [Call(tool, arguments)] if isinstance(parsed(arguments), dict) else []
+        if calls:
             yield from (AnswerPart("call", call=call) for call in calls)
         elif text:
             yield AnswerPart("content", text)

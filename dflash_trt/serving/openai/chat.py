@@ -16,7 +16,7 @@ from dflash_trt.serving.openai.calls import Schemas
 from dflash_trt.serving.openai.channels import Channels, by_recipient, in_channels
 from dflash_trt.serving.openai.engine import EngineProcess
 from dflash_trt.serving.openai.errors import ApiError, refused
-from dflash_trt.serving.openai.generation import AnswerChoice, Generation, Prepared, Usage, prepare, shortened
+from dflash_trt.serving.openai.generation import AnswerChoice, Generation, Prepared, Usage, prepare
 from dflash_trt.serving.openai.model import Model
 from dflash_trt.serving.openai.parsing import AnswerParser, AnswerPart, Stage, Think
 from dflash_trt.serving.openai.protocol import ChatRequest
@@ -38,13 +38,12 @@ from dflash_trt.serving.wire import Update
 class ChatChoice(AnswerChoice):
     """One choice of a chat so far.
 
-    one_call: drop calls after the first. echo: the last message's content, with which the answer begins. words: splits
-    the text by rounds. calls: how many there have been. parts: those of the whole answer.
+    one_call: drop calls after the first. words: splits the text by rounds. calls: how many there have been. parts:
+    those of the whole answer.
     """
 
     parser: AnswerParser | Channels
     one_call: bool = False
-    echo: str = ""
     words: Detokenizer | None = None
     calls: int = 0
     parts: list[AnswerPart] = field(default_factory=list)
@@ -89,7 +88,7 @@ class Chat(Generation[ChatRequest, ChatChoice]):
         choice, reason = self.choices[index], update.get("finish_reason")
         parts = choice.parser.push(update["text"], update["token_ids"])
         if reason is not None:
-            parts += choice.parser.finish(cut=reason != "stop")
+            parts += choice.parser.finish()
         self.usage.reasoning = sum(each.parser.reasoning_tokens for each in self.choices)
         calls = [part for part in parts if part.call]
         if choice.one_call:
@@ -126,8 +125,6 @@ class Chat(Generation[ChatRequest, ChatChoice]):
                 if not choice.begun:
                     choice.begun = True
                     yield self._delta(index, {"role": "assistant", "content": ""})
-                    if choice.echo:
-                        yield self._delta(index, {"content": choice.echo})
                 numbers = itertools.count(choice.calls)
                 deltas = [_delta(part, numbers) for part in self.parts(index, update)]
                 more = self._beside(choice, update)
@@ -173,7 +170,6 @@ def _message(choice: ChatChoice) -> Json:
         "".join(p.text for p in choice.parts if p.kind == kind) for kind in ("content", "reasoning")
     )
     calls = [part.call.to_dict() for part in choice.parts if part.call]
-    content = choice.echo + content
     message: Json = {"role": "assistant", "content": content or (None if calls else "")}
     message |= _reasoning(reasoning) if reasoning else {}
     return message | {"tool_calls": calls} if calls else message
@@ -209,7 +205,6 @@ async def _prepared(
     most = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     ids, text, message = await _rendered(model, body, tools)
     last = message["content"]
-    ids = shortened(model, body, ids, most)
     wanted = form_of(body)
     frame = frame_of(template, model.tokenizer.backend.token_to_id, text[max(text.rfind("<|start|>"), 0) :])
     single = choice.one or body.parallel_tool_calls is False
@@ -238,12 +233,11 @@ async def _prepared(
     )
     choices = []
     for _ in range(prepared.n):
-        calls = calls_of(calling, schemas, known=wanted is not None)
+        calls = calls_of(calling, schemas)
         words = Detokenizer(model.tokenizer.backend) if body.return_rounds else None
-        echo = last if body.echo and message["role"] == "assistant" else ""
         parser = _parser(model, text, thinks, calls, schemas)
         one_call = body.parallel_tool_calls is False
-        choices.append(ChatChoice(parser=parser, one_call=one_call, echo=echo, words=words))
+        choices.append(ChatChoice(parser=parser, one_call=one_call, words=words))
     return prepared, choices
 
 
@@ -300,7 +294,6 @@ async def _rendered(model: Model, body: ChatRequest, tools: list[Json]) -> tuple
             generation_prompt=not continued and body.add_generation_prompt is not False,
             continued=continued,
             special=bool(body.add_special_tokens),
-            any_length=body.truncate_prompt_tokens is not None,
         )
     except RequestError as error:
         raise refused(error) from None

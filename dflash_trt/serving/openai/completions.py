@@ -11,7 +11,7 @@ from typing import Any
 from dflash_trt.errors import RequestError
 from dflash_trt.serving.openai.engine import EngineProcess
 from dflash_trt.serving.openai.errors import ApiError, refused
-from dflash_trt.serving.openai.generation import AnswerChoice, Generation, prepare, shortened
+from dflash_trt.serving.openai.generation import AnswerChoice, Generation, prepare
 from dflash_trt.serving.openai.logprobs import of_completion
 from dflash_trt.serving.openai.model import Model
 from dflash_trt.serving.openai.protocol import CompletionRequest
@@ -48,7 +48,7 @@ class Completions(Generation[CompletionRequest, CompletionChoice]):
         tokens = body.max_tokens
         prompts = []
         for prompt in body.prompts():
-            prompts.append(shortened(model, body, await _ids(model, prompt, body), tokens))
+            prompts.append(await _ids(model, prompt, body))
             await asyncio.sleep(0)  # a short text is tokenized in the event loop, and there may be hundreds
         if tokens is None:
             room = model.max_seq_len - max(map(len, prompts), default=0)
@@ -127,18 +127,16 @@ class Completions(Generation[CompletionRequest, CompletionChoice]):
             return ""
         at = index // self.prepared.n
         given, ids = self.body.prompts()[at], self.prepared.prompts[at]
-        whole = isinstance(given, str) and self.body.truncate_prompt_tokens is None
-        return str(given) if whole else self.model.tokenizer.decode(ids, skip_special_tokens=False)
+        return (
+            given if isinstance(given, str) else self.model.tokenizer.decode(ids, skip_special_tokens=False)
+        )
 
 
 async def _ids(model: Model, prompt: str | list[int], body: CompletionRequest) -> list[int]:
     """Token ids of a prompt. The engine checks given ids. Raises ApiError."""
     if isinstance(prompt, str):
-        any_length = body.truncate_prompt_tokens is not None
         try:
-            prompt = await model.encode(
-                prompt, special=body.add_special_tokens is not False, any_length=any_length
-            )
+            prompt = await model.encode(prompt, special=body.add_special_tokens is not False)
         except RequestError as error:
             raise refused(error) from None
     if not prompt:

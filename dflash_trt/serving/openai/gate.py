@@ -52,9 +52,6 @@ class Gate:
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         await _Visit(self._app, scope, receive, send).run(self._admit, self._most, self._observe)
 
     def _admit(self, path: str, headers: dict[bytes, bytes]) -> str:

@@ -102,21 +102,6 @@ def cache_salt(key_digest: str, given: str | None) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def shortened(model: Model, body: SamplingFields, ids: list[int], max_tokens: int | None) -> list[int]:
-    """The last tokens of a prompt, as many as `truncate_prompt_tokens` says. -1: as many as the model holds beside
-    `max_tokens`. Raises ApiError.
-    """
-    most = body.truncate_prompt_tokens
-    if most is None:
-        return ids
-    if most == -1:
-        most = max(1, model.max_seq_len - (1 if max_tokens is None else max_tokens))
-    if most < 1:
-        text = f"truncate_prompt_tokens is {most}, expected 1 or more tokens, or -1 for as many as there is room for"
-        raise ApiError(400, text, "truncate_prompt_tokens")
-    return ids[-most:]
-
-
 def _biases(given: dict[str, float] | None) -> list[tuple[int, float]]:
     """Token ids and biases. JSON's keys are texts."""
     wrong = [key for key in given or {} if not (key.isascii() and key.isdecimal() and len(key) < 20)]

@@ -57,17 +57,12 @@ class Model:
                 "model_not_found",
             )
 
-    async def encode(self, text: str, *, special: bool, any_length: bool = False) -> list[int]:
-        """Token ids of a text. Raises RequestError. A thread tokenizes long texts.
+    async def encode(self, text: str, *, special: bool) -> list[int]:
+        """Token ids of a text. Raises RequestError. A thread tokenizes long texts."""
+        return await self._texts.run(partial(self._encode, text, special=special), size=len(text))
 
-        any_length: take a text that is longer than this model holds.
-        """
-        work = partial(self._encode, text, special=special, any_length=any_length)
-        return await self._texts.run(work, size=len(text))
-
-    def _encode(self, text: str, *, special: bool, any_length: bool) -> list[int]:
-        most = None if any_length else self.max_seq_len
-        return self.tokenizer.encode(text, add_special_tokens=special, max_tokens=most)
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=special, max_tokens=self.max_seq_len)
 
     async def decode(self, ids: list[int]) -> str:
         """The text of token ids, special tokens included. Raises RequestError. A thread decodes long lists."""
@@ -79,10 +74,6 @@ class Model:
             partial(self.tokenizer.decode, ids, skip_special_tokens=False), size=len(ids)
         )
 
-    async def token_texts(self, ids: list[int]) -> list[str]:
-        """Each token as text, special tokens included. A thread decodes long lists."""
-        return await self._texts.run(lambda: [self.token_text(token) for token in ids], size=len(ids))
-
     async def chat(
         self,
         read: Callable[[], list[Json]],
@@ -92,12 +83,11 @@ class Model:
         generation_prompt: bool = True,
         continued: bool = False,
         special: bool = False,
-        any_length: bool = False,
     ) -> tuple[list[int], str, Json]:
         """Token ids and text of a chat by the model's template, and its last message. Raises RequestError, ApiError.
 
-        read: gives the messages. continued: the text ends with the content of the last message. special, any_length:
-        as in `encode`.
+        read: gives the messages. continued: the text ends with the content of the last message. special: as in
+        `encode`.
         """
         most = self.tokenizer.most_bytes(self.max_seq_len) + (1 << 20)
 
@@ -120,7 +110,7 @@ class Model:
                 ) from None
             if continued:
                 text = _until(text, given[-1]["content"])
-            return self._encode(text, special=special, any_length=any_length), text, given[-1]
+            return self._encode(text, special=special), text, given[-1]
 
         # The renderer is a process of its own, so the event loop must not wait for it.
         return await self._texts.run(render, size=most)

@@ -10,13 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from dflash_trt.serving.openai.calls import (
     Call,
     Schemas,
-    begins_json_call,
-    cut_json_call,
     json_call,
     json_values,
     overlap,
@@ -38,8 +36,7 @@ BARE = "<|python_tag|>"  # may stand before objects that are calls
 class Stage:
     """Text in, parts out. `push` takes text as it comes, `finish` gives the rest. Here all text is content.
 
-    cut: the answer was ended before its end. A call that has begun is then given as far as its arguments go, and
-    nothing of it is content.
+    A call without an end, as where `max_tokens` cuts it, is content.
     """
 
     def push(self, text: str) -> Iterator[AnswerPart]:
@@ -47,7 +44,7 @@ class Stage:
         if text:
             yield AnswerPart("content", text)
 
-    def finish(self, *, cut: bool = False) -> Iterator[AnswerPart]:
+    def finish(self) -> Iterator[AnswerPart]:
         """The parts that the end makes certain."""
         return iter(())
 
@@ -103,7 +100,7 @@ class Think(Stage):
         if before:
             yield AnswerPart("reasoning", before)
 
-    def finish(self, *, cut: bool = False) -> Iterator[AnswerPart]:
+    def finish(self) -> Iterator[AnswerPart]:
         """What is held back, which is no mark."""
         if self._state == "before":
             self._held = "".join(self._blanks) + self._held
@@ -203,31 +200,28 @@ class MarkedCalls(Stage):
                 yield AnswerPart("content", content)
         self._blanks.append(text[len(shown) :])
 
-    def _ended(self, end: str, *, cut: bool = False) -> Iterator[AnswerPart]:
+    def _ended(self, end: str) -> Iterator[AnswerPart]:
         text = "".join(self._block)
         self._block, self._scan = [], None
-        calls = self._notation.read(text, self._schemas, cut=cut)
+        calls = self._notation.read(text, self._schemas)
         if calls:
             self._blanks, self._after_call = [], True
             for call in calls:
                 yield AnswerPart("call", call=call)
-        elif not cut:
+        else:
             whole = "".join(self._blanks) + self._notation.begin + text + end
             self._blanks = []
             yield AnswerPart("content", whole.lstrip() if self._after_call else whole)
             self._after_call = False
 
-    def finish(self, *, cut: bool = False) -> Iterator[AnswerPart]:
-        """A block without an end may be a call; the beginning of a mark is none."""
+    def finish(self) -> Iterator[AnswerPart]:
+        """A block may lack its end mark alone; the beginning of a mark is none."""
         held, self._text = self._text, ""
-        if self._inside:  # the end mark alone may be missing
-            self._block.append(held[: len(held) - overlap(held, self._notation.end)] if cut else held)
-            yield from self._ended("", cut=cut)
+        if self._inside:
+            self._block.append(held)
+            yield from self._ended("")
             self._inside = False
             return
-        # Of a cut answer, but a single < is rarely the beginning of a mark.
-        if cut and len(held) > 1:
-            held = ""
         content = "".join(self._blanks) + held
         if content := content.lstrip() if self._after_call else content:
             yield AnswerPart("content", content)
@@ -267,15 +261,12 @@ class _Tags:
 
 
 class BareCalls(Stage):
-    """An answer that is nothing but JSON objects with a name and parameters, perhaps separated by semicolons.
+    """An answer that is nothing but JSON objects with the name of a tool and parameters, perhaps between semicolons."""
 
-    known: names of the tools, if a call must have one of them.
-    """
-
-    def __init__(self, known: Iterable[str] | None = None) -> None:
+    def __init__(self, known: Iterable[str]) -> None:
         self._held, self._begin = list[str](), ""
         self._state: Literal["begin", "may be", "content"] = "begin"
-        self._known = None if known is None else frozenset(known)
+        self._known = frozenset(known)
 
     def push(self, text: str) -> Iterator[AnswerPart]:
         """Nothing while the text may be a call; then all of it is content."""
@@ -290,25 +281,16 @@ class BareCalls(Stage):
             self._held.clear()
             yield AnswerPart("content", content)
 
-    def finish(self, *, cut: bool = False) -> Iterator[AnswerPart]:
+    def finish(self) -> Iterator[AnswerPart]:
         """The calls, if the text is nothing else; otherwise it is content."""
         text = "".join(self._held)
         self._held.clear()
         values, rest = json_values(text.strip().removeprefix(BARE))
-        rest = rest.removeprefix("[") if cut else rest
-        calls = [call for value in values if (call := self._known_call(value))]
-        begun = bool(rest) and cut and begins_json_call(rest, self._known)
-        if len(calls) == len(values) and (begun if rest else calls):
-            if begun and (last := cut_json_call(rest)):
-                calls.append(last)
-            for call in calls:
-                yield AnswerPart("call", call=call)
+        calls = [call for value in values if (call := json_call(value)) and call.name in self._known]
+        if calls and len(calls) == len(values) and not rest:
+            yield from (AnswerPart("call", call=call) for call in calls)
         elif text:
             yield AnswerPart("content", text)
-
-    def _known_call(self, value: Any) -> Call | None:
-        call = json_call(value)
-        return call if call and (self._known is None or call.name in self._known) else None
 
 
 @dataclass
@@ -337,10 +319,10 @@ class AnswerParser:
             self.reasoning_tokens += len(token_ids)
         return parts
 
-    def finish(self, *, cut: bool = False) -> list[AnswerPart]:
-        """The rest. cut: as in `Stage`."""
-        rest = self.think.finish(cut=cut) if self.think else ()
-        return [*self._content(rest), *self.calls.finish(cut=cut)]
+    def finish(self) -> list[AnswerPart]:
+        """The rest."""
+        rest = self.think.finish() if self.think else ()
+        return [*self._content(rest), *self.calls.finish()]
 
     def _content(self, parts: Iterable[AnswerPart]) -> Iterator[AnswerPart]:
         for part in parts:

@@ -39,14 +39,15 @@ _BYTES = 6  # of a character in JSON, at most
 _WITHOUT_EFFECT = frozenset((
     "user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "prompt_cache_options", "client_metadata", "verbosity", "prediction", "max_tool_calls",
-    "spaces_between_special_tokens", "extra_headers",
+    "spaces_between_special_tokens", "extra_headers", "request_id",
 ))  # fmt: skip
 # Fields that this server does not have, and their values that ask for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,), "suffix": ("",), "length_penalty": (1,), "use_beam_search": (False,), "early_stopping": (False,),
     "detokenize": (True,), "typical_p": (1,), "modalities": (["text"],), "functions": ([],),
     "function_call": ("auto", "none"), "background": (False,), "logits_processors": ([],),
-    "return_tokens_as_token_ids": (False,), "mm_processor_kwargs": ({},), "vllm_xargs": ({},), "extra_body": ({},),
+    "return_tokens_as_token_ids": (False,), "return_token_strs": (False,), "echo": (False,),
+    "mm_processor_kwargs": ({},), "vllm_xargs": ({},), "extra_body": ({},),
 }  # fmt: skip
 _WHY = {
     "previous_response_id": "nothing is stored here: send the whole conversation as input",
@@ -87,7 +88,6 @@ def _bounded(most: int) -> Callable[[Any], Any]:
 
 Int = Annotated[int, BeforeValidator(_whole)]
 Priority = Annotated[Int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)]
-RequestId = Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,128}$")]
 Ids = Annotated[list[int], Field(max_length=MOST_WORDS, fail_fast=True)]
 Words = Annotated[
     list[str],
@@ -142,7 +142,6 @@ class CommonFields(Body):
     seed: Int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    request_id: RequestId | None = None
     # Ours: whether and how far to draft, and the seconds after which the answer ends.
     speculate: bool | None = None
     block_length: Int | None = None
@@ -174,16 +173,10 @@ class SamplingFields(CommonFields):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     allowed_token_ids: Annotated[list[int], Field(max_length=MOST_ALLOWED, fail_fast=True)] | None = None
-    truncate_prompt_tokens: Int | None = None
     max_tokens: Int | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MOST_WORDS)] | None = None
     response_format: Form = None
     structured_outputs: Form = None
-    # vLLM's earlier names of the fields of `structured_outputs`.
-    guided_json: Form = None
-    guided_regex: Form = None
-    guided_choice: Form = None
-    guided_grammar: Form = None
     n: Annotated[Int, Field(ge=1, le=128)] | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
@@ -272,7 +265,6 @@ class ChatRequest(SamplingFields):
     chat_template_kwargs: Json | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    echo: bool | None = None
 
     def logprobs_of_a_token(self) -> int:
         """Its own and the most probable ones."""
@@ -322,7 +314,7 @@ class ResponsesRequest(CommonFields):
             **{name: getattr(self, name) for name in CommonFields.model_fields},
             tools=self.tools, tool_choice=self.tool_choice, parallel_tool_calls=self.parallel_tool_calls,
             messages=[], response=self, max_completion_tokens=self.max_output_tokens, reasoning_effort=effort,
-            response_format=form, truncate_prompt_tokens=-1 if self.truncation == "auto" else None,
+            response_format=form,
         )  # fmt: skip
 
 
@@ -346,7 +338,6 @@ class TokenizeRequest(Body):
     chat_template_kwargs: Json | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
-    return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(Body):

@@ -76,7 +76,7 @@ class ServerSettings:
 def check_installed() -> None:
     """Raise DFlashError if a package of the extra `serve` is missing."""
     try:
-        import fastapi  # noqa: F401
+        import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise DFlashError(f"{error.name} is not installed; install it with: {install('serve')}") from None
@@ -98,7 +98,7 @@ def application(settings: ServerSettings, say: Callable[[str], None]) -> tuple[A
     """The gate and its routes, for ASGI, and the engine, which has to be started."""
     from starlette.middleware.cors import CORSMiddleware
 
-    from dflash_trt.serving.openai.app import make_app
+    from dflash_trt.serving.openai.app import Api
     from dflash_trt.serving.openai.engine import EngineProcess
     from dflash_trt.serving.openai.gate import Gate
     from dflash_trt.serving.openai.metrics import ServerMetrics
@@ -111,7 +111,7 @@ def application(settings: ServerSettings, say: Callable[[str], None]) -> tuple[A
         key=settings.bundle.manifest["key"], limit=settings.limit, say=say,
     )  # fmt: skip
     metrics = ServerMetrics(engine)
-    app = make_app(model, engine, metrics.text, settings)
+    app = Api(model, engine, metrics.text, settings)
     most = settings.max_body or max_request_bytes(model.max_seq_len)
     gate: Any = Gate(app, keys=settings.keys, most=most, observe=metrics.observe, hosts=_hosts(settings))
     if settings.origins:  # around the gate: browsers ask for permission without the key
@@ -220,7 +220,7 @@ def _config(gate: Any, settings: ServerSettings) -> Any:
         gate,
         http=Connection,
         ws="none",
-        lifespan="on",
+        lifespan="off",
         server_header=False,
         log_level=settings.log_level,
         timeout_keep_alive=_IDLE_SECONDS,

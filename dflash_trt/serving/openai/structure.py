@@ -20,24 +20,18 @@ from dflash_trt.serving.openai.protocol import SamplingFields
 from dflash_trt.serving.openai.reading import Json, ToolChoice, refuse
 from dflash_trt.serving.openai.written import MISTRAL, TAG, notation_of
 
-_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _FIELDS = ("json", "json_object", "regex", "choice", "grammar", "disable_any_whitespace")
 
 
 def form_of(body: SamplingFields) -> Json | None:
     """`StructuredOutputs`' fields for the form that a request asks for; None for free text. Raises ApiError."""
-    names = ("response_format", "structured_outputs", *_GUIDED)
-    given = {name: form for name in names if (form := getattr(body, name)) is not None}
-    if (form := given.pop("response_format", None)) is not None and (made := _of_format(form)) is not None:
-        given["response_format"] = made
-    if len(given) > 1:
-        first, *_ = [name for name in ("response_format", *_GUIDED) if name in given]
-        raise ApiError(400, f"{' and '.join(sorted(given))} are given, expected one", first)
-    for name, form in given.items():
-        if name == "structured_outputs":
-            return _of_fields(form)
-        return form if name == "response_format" else {name.removeprefix("guided_"): form}
-    return None
+    form = None if body.response_format is None else _of_format(body.response_format)
+    if body.structured_outputs is None:
+        return form
+    if form is not None:
+        text = "response_format and structured_outputs are given, expected one"
+        raise ApiError(400, text, "response_format")
+    return _of_fields(body.structured_outputs)
 
 
 def _of_fields(form: Any) -> Json:
@@ -76,9 +70,7 @@ def names_of(body: SamplingFields, *, calls: bool = False) -> Names:
     fields = "|".join(_FIELDS[:-1])
     if calls or body.response_format is not None:
         return [(rf"^(?:structured_outputs|{fields})\b", "tools" if calls else "response_format")]
-    if body.structured_outputs is not None:
-        return [(rf"^({fields})\b", r"structured_outputs.\1")]
-    return [(rf"^({fields})\b", r"guided_\1")]
+    return [(rf"^({fields})\b", r"structured_outputs.\1")]
 
 
 # As Python writes JSON, which chat templates show. A model that may write blanks sometimes writes no end.

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from dflash_trt.serving.openai.calls import ARGUMENTS, Schemas, gemma_call, mistral_calls, tagged_call
+from dflash_trt.serving.openai.calls import ARGUMENTS, Schemas, gemma_call, mistral_call, tagged_call
 from dflash_trt.serving.openai.channels import by_recipient
 from dflash_trt.serving.openai.parsing import BARE, BareCalls, MarkedCalls, Notation, Stage
 
@@ -32,8 +32,6 @@ def _kind_of_gemma(start: str) -> str | None:
 
 
 def _kind_of_mistral(start: str) -> str | None:
-    if start.startswith(("[", "{")):
-        return "json"
     name = re.match(r"[\w.-]*\s*", start)
     rest = start[name.end() :] if name else start
     return "json" if rest.startswith(ARGUMENTS) else None if ARGUMENTS.startswith(rest) else ""
@@ -41,7 +39,7 @@ def _kind_of_mistral(start: str) -> str | None:
 
 TAG = Notation("<tool_call>", "</tool_call>", _kind_of_tagged, tagged_call)
 GEMMA = Notation("<|tool_call>", "<tool_call|>", _kind_of_gemma, gemma_call)
-MISTRAL = Notation("[TOOL_CALLS]", "", _kind_of_mistral, mistral_calls)
+MISTRAL = Notation("[TOOL_CALLS]", "", _kind_of_mistral, mistral_call)
 # A model that has called goes on with this token, where what the tool answers belongs.
 RESPONSE = "<|tool_response>"
 
@@ -90,14 +88,11 @@ def notation_of(template: str) -> Notation | str:
     return next((each for each in (GEMMA, MISTRAL, TAG) if each.begin in template), bare)
 
 
-def calls_of(template: str, schemas: Schemas | None, *, known: bool = False) -> Stage:
-    """The stage that reads calls as this template's family writes them. Without tools there are none.
-
-    known: bare objects with the names of other functions are content.
-    """
+def calls_of(template: str, schemas: Schemas | None) -> Stage:
+    """The stage that reads calls as this template's family writes them. Without tools there are none."""
     notation = notation_of(template)
     if schemas is None or not notation:
         return Stage()
     if isinstance(notation, Notation):
         return MarkedCalls(notation, schemas)
-    return BareCalls(schemas if known else None)
+    return BareCalls(schemas)

@@ -83,12 +83,6 @@ def test_marks_that_are_special_tokens_are_read(tiny: Path) -> None:
     assert [(p.call.name, p.call.arguments) for p in parts if p.call] == [("get", '{"city": "B"}')]
 
 
-def test_all_tokens_may_be_asked_for_as_in_vllm(server: Server) -> None:
-    body = {"prompt": "x = [", "max_tokens": 8, "temperature": 1, "seed": 5}
-    answers = [server.post(COMPLETIONS, body | {"top_k": k}).json()["choices"][0]["text"] for k in (-1, 0)]
-    assert answers[0] == answers[1]
-
-
 def test_the_bytes_of_tokens_are_those_of_the_text(server: Server) -> None:
     form = {"choice": ["😀ä日"]}
     (choice,) = server.made(CHATS, messages=HI, structured_outputs=form, logprobs=True, max_tokens=30)[

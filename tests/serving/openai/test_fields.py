@@ -42,11 +42,6 @@ def test_a_last_message_can_be_continued(server: Server, llm: LLM) -> None:
     asked = {"messages": BEGUN, "max_tokens": 12, "continue_final_message": True}
     for more in ({}, {"add_generation_prompt": False}):
         assert server.made(CHATS, **asked, **more)["choices"][0]["message"]["content"] == expected
-    whole = server.made(CHATS, **asked, echo=True)["choices"][0]["message"]["content"]
-    assert whole == "You should eat " + expected
-    parts = [e["choices"][0]["delta"].get("content", "") for e in server.events(CHATS, **asked, echo=True)]
-    assert "".join(parts) == whole
-    assert server.made(CHATS, messages=QUESTION, max_tokens=3, echo=True)["choices"][0]["message"]["content"]
 
 
 @pytest.mark.parametrize(
@@ -89,51 +84,18 @@ def test_only_allowed_tokens_come(server: Server) -> None:
     assert set(choice["token_ids"]) <= {70, 71}
 
 
-def test_a_request_may_name_itself(server: Server) -> None:
-    assert server.made(COMPLETIONS, prompt="x", max_tokens=1, request_id="mine-7")["id"] == "cmpl-mine-7"
-    assert server.made(CHATS, messages=HI, max_tokens=1, request_id="mine-8")["id"] == "chatcmpl-mine-8"
-    body = {"prompt": "x", "max_tokens": 1, "request_id": "mine-9"}
-    assert server.post(COMPLETIONS, body, **{"X-Request-Id": "first"}).json()["id"] == "cmpl-first"
-    assert (
-        server.post(COMPLETIONS, {"prompt": "x", "request_id": "a b"}).json()["error"]["param"]
-        == "request_id"
-    )
-
-
-def test_a_prompt_keeps_its_last_tokens(server: Server, llm: LLM) -> None:
-    ids = llm.tokenizer.encode("def add(a, b):\n    return a + b")
-    expected = llm.generate(ids[-5:], SamplingParams(max_tokens=6)).text
-    asked = {"prompt": "def add(a, b):\n    return a + b", "max_tokens": 6, "truncate_prompt_tokens": 5}
-    answer = server.made(COMPLETIONS, **asked)
-    assert (answer["choices"][0]["text"], answer["usage"]["prompt_tokens"]) == (expected, 5)
-    echoed = server.made(COMPLETIONS, **asked, echo=True)["choices"][0]["text"]
-    assert echoed == llm.tokenizer.decode(ids[-5:]) + expected
-    long = server.made(COMPLETIONS, prompt="x" * 90_000, max_tokens=6, truncate_prompt_tokens=-1)
-    assert long["usage"]["prompt_tokens"] == 506
-    chat = server.made(CHATS, messages=HI * 300, max_tokens=6, truncate_prompt_tokens=20)
-    assert chat["usage"]["prompt_tokens"] == 20
-    for wrong in (0, -2):
-        answer = server.post(COMPLETIONS, {"prompt": "x", "truncate_prompt_tokens": wrong})
-        assert answer.json()["error"]["param"] == "truncate_prompt_tokens"
-
-
 @pytest.mark.parametrize(
-    ("guide", "texts"),
+    ("form", "texts"),
     [
-        ({"guided_choice": ["yes", "no"]}, ("yes", "no")),
-        ({"structured_outputs": {"choice": ["yes", "no"]}}, ("yes", "no")),
-        ({"structured_outputs": {"regex": "(yes|no)"}}, ("yes", "no")),
-        ({"structured_outputs": {"grammar": 'start: "yes" | "no"\n'}}, ("yes", "no")),
-        ({"guided_regex": "(yes|no)"}, ("yes", "no")),
-        ({"guided_grammar": 'start: "yes" | "no"\n'}, ("yes", "no")),
-        ({"guided_json": {"enum": ["yes", "no"]}}, ('"yes"', '"no"')),
-        ({"guided_json": '{"enum": ["yes", "no"]}'}, ('"yes"', '"no"')),
+        ({"choice": ["yes", "no"]}, ("yes", "no")), ({"regex": "(yes|no)"}, ("yes", "no")),
+        ({"grammar": 'start: "yes" | "no"\n'}, ("yes", "no")), ({"json": {"enum": ["yes", "no"]}}, ('"yes"', '"no"')),
+        ({"json": '{"enum": ["yes", "no"]}'}, ('"yes"', '"no"')),
     ],
-)
-def test_earlier_names_of_structures_are_known(server: Server, guide: Any, texts: tuple[str, str]) -> None:
-    assert server.made(COMPLETIONS, prompt="Well,", max_tokens=9, **guide)["choices"][0]["text"] in texts
-    message = server.made(CHATS, messages=HI, max_tokens=9, **guide)["choices"][0]["message"]
-    assert message["content"] in texts
+)  # fmt: skip
+def test_an_answer_has_the_form_that_is_asked_for(server: Server, form: Any, texts: tuple[str, str]) -> None:
+    asked = {"max_tokens": 9, "structured_outputs": form}
+    assert server.made(COMPLETIONS, prompt="Well,", **asked)["choices"][0]["text"] in texts
+    assert server.made(CHATS, messages=HI, **asked)["choices"][0]["message"]["content"] in texts
 
 
 def test_drafts_are_counted_as_in_vllm(server: Server) -> None:

@@ -170,11 +170,12 @@ def test_a_field_that_asks_for_nothing_changes_nothing(server: Server, path: str
         (CHATS, {"documents": [{"title": "a", "text": "b"}]}),
         (CHATS, {"tools": [TOOL | {"cache_control": {}}, {"type": "web_search"}], "tool_choice": "auto"}),
         (CHATS, {"tools": [{"type": "function", "function": {"name": "a", "parameters": None, "strict": None}}]}),
-        (CHATS, {"tools": [FLAT], "tool_choice": "any", "max_tokens": 30}),
-        (CHATS, {"tools": [TOOL], "tool_choice": {"type": "function", "name": "get"}, "max_tokens": 30}),
+        (CHATS, {"tools": [FLAT], "tool_choice": "any", "max_tokens": 90, "parallel_tool_calls": False}),
+        (CHATS, {"tools": [TOOL], "tool_choice": {"type": "function", "name": "get"},
+                 "max_tokens": 90, "parallel_tool_calls": False}),
         (
             CHATS,
-            {"tools": [TOOL, tool(EMPTY, "b")], "max_tokens": 30, "tool_choice": {
+            {"tools": [TOOL, tool(EMPTY, "b")], "max_tokens": 90, "parallel_tool_calls": False, "tool_choice": {
                 "type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [TOOL]}}},
         ),
         (COMPLETIONS, {"response_format": FORM, "max_tokens": 4}),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,22 +14,10 @@ import pytest
 
 from build_scripts.harness import resident_of
 from dflash_trt.bundle.manifest import Bundle
-from dflash_trt.errors import RequestError
-from dflash_trt.serving.openai import reading
 from dflash_trt.serving.openai.engine import QueueFullError
-from dflash_trt.serving.openai.generation import prepare
-from dflash_trt.serving.openai.model import Model
-from dflash_trt.serving.openai.protocol import (
-    CompletionRequest,
-)
 from dflash_trt.serving.openai.server import ServerSettings, _hosts
 from tests.serving.openai.conftest import COMPLETIONS, OPTIONS, Server
 from tests.serving.openai.test_operations import MESSAGE, last, running
-
-
-@pytest.fixture(scope="module")
-def model(tiny: Path) -> Model:
-    return Model(Bundle.open(tiny), None)
 
 
 def test_trailers_without_end_after_a_refusal_take_no_memory(start: Callable[..., Server]) -> None:
@@ -50,13 +37,6 @@ def test_trailers_without_end_after_a_refusal_take_no_memory(start: Callable[...
     assert time.monotonic() - begin < 30
     assert resident_of(server.process.pid) - before < 32  # MB
     server.until(lambda: " 401" in server.log)
-
-
-def test_samples_of_a_prompt_are_one_message_for_the_engine(model: Model) -> None:
-    body = CompletionRequest(prompt="x", n=128, logit_bias={"5": 1.0}, seed=7)
-    prepared = prepare(model, body, [[5], [6]], max_tokens=1, more={}, most_seconds=None)
-    assert (prepared.prompts, prepared.request["n"]) == ([[5], [6]], 128)
-    assert prepared.choices == 256
 
 
 def test_samples_count_as_requests_in_flight(tiny: Path) -> None:
@@ -83,48 +63,6 @@ def test_samples_count_as_requests_in_flight(tiny: Path) -> None:
             assert set(samples) == {0, 1, 2}
 
     asyncio.run(run())
-
-
-def test_long_lists_are_worked_on_outside_the_event_loop(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads = set[str]()
-
-    def noting(work: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*args: Any, **options: Any) -> Any:
-            threads.add(threading.current_thread().name)
-            return work(*args, **options)
-
-        return noted
-
-    async def run() -> None:
-        monkeypatch.setattr(model, "max_seq_len", 10_001)
-        ids, text = [5] * 10_000, model.token_text(5)
-        monkeypatch.setattr(model.tokenizer, "decode", noting(model.tokenizer.decode))
-        assert await model.decode(ids) == text * 10_000
-        with pytest.raises(RequestError, match="tokens contains 99999, expected 0"):
-            await model.decode([*ids, 99999])
-        monkeypatch.setattr(model, "token_text", noting(model.token_text))
-        assert len(await model.token_texts(ids)) == 10_000
-        read = noting(lambda: reading.messages([{"role": "user", "content": "x"}] * 100_000))
-        with pytest.raises(RequestError):
-            await model.chat(read, [], {})
-
-    asyncio.run(run())
-    assert threads == {"dflash-trt texts_0"}
-
-
-def test_a_token_is_decoded_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoded: list[int] = []
-    decode = model.tokenizer.decode
-
-    def noting(ids: list[int], **options: Any) -> str:
-        decoded.extend(ids)
-        return decode(ids, **options)
-
-    monkeypatch.setattr(model.tokenizer, "decode", noting)
-    assert len({model.token_text(77) for _ in range(10)}) == 1
-    assert decoded == [77]
 
 
 @pytest.mark.parametrize(
@@ -230,10 +168,3 @@ def test_the_figure_is_shown_to_clients_that_have_keys_of_their_own_or_if_the_op
 ) -> None:
     settings = ServerSettings(bundle=Bundle(Path("x"), {}), keys=[*keys], prompt_details=asked)
     assert settings.shows_cached_tokens is shown
-
-
-@pytest.mark.parametrize("salt", ["", 7])
-def test_a_salt_is_a_text(server: Server, salt: Any) -> None:
-    answer = server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1, "cache_salt": salt})
-    assert answer.status_code == 400
-    assert "cache_salt" in answer.json()["error"]["message"]

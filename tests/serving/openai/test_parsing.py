@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dflash_trt.serving.openai.calls import muse_calls
 from dflash_trt.serving.openai.channels import Channels
 from dflash_trt.serving.openai.parsing import BARE, AnswerParser, AnswerPart, BareCalls, Stage, Think
 from dflash_trt.serving.openai.written import (
@@ -145,8 +146,25 @@ def in_bits(make: Callable[[], Any], text: str) -> float:
 HOSTILE = {
     "blanks": " ", "quotes": '"', "escapes": "\\", "braces": "{", "marks": "<tool_call>", "ends": "</tool_call>",
     "parameters": "<parameter=", "named": "<parameter=a>", "values": "</parameter>", "functions": "<function=",
+    "muse": "</atem:invoke>", "invoked": '<atem:invoke name="get"><atem:parameter name="city">x</atem:parameter>',
     "words": "a ", "gemma": '<|"|>a', "literals": "1 ", "lists": "[", "commas": ",", "turns": "<tool_call> x ",
 }  # fmt: skip
+
+
+class Muse(Stage):
+    """Reads the calls of a whole message of Muse Glimmer's."""
+
+    def __init__(self) -> None:
+        self.text = list[str]()
+
+    def push(self, text: str) -> Any:
+        self.text.append(text)
+        return ()
+
+    def finish(self) -> Any:
+        return muse_calls("".join(self.text), SCHEMAS)
+
+
 BEGINNINGS = {
     TAG: (
         "", "<tool_call>", '<tool_call>{"name": "', "<tool_call><function=get>",
@@ -162,7 +180,9 @@ def test_twice_the_text_takes_twice_the_time(piece: str) -> None:
     """Measured again where something else took time; four times as much would be quadratic."""
     makes = [
         *((partial(calls_of, each.begin, SCHEMAS), start) for each, starts in BEGINNINGS.items() for start in starts),
-        (BareCalls, ""), (BareCalls, '{"name": "'), (partial(Think, False), ""), (partial(Think, True), ""),
+        *((partial(BareCalls, SCHEMAS), start) for start in ("", '{"name": "')),
+        (partial(Think, False), ""), (partial(Think, True), ""),
+        (Muse, ""), (Muse, '<atem:invoke name="get">'),
     ]  # fmt: skip
     for make, start in makes:
         for _ in range(6):
@@ -178,7 +198,7 @@ def test_twice_the_text_takes_twice_the_time(piece: str) -> None:
     ("text", "content", "calls"),
     [
         ('{"name": "get", "parameters": {"city": "B"}}', "", [("get", {"city": "B"})]),
-        ('<|python_tag|>{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}', "", [("a", {}), ("b", {})]),
+        ('<|python_tag|>{"name": "get", "parameters": {}}; {"name": "get"}', "", [("get", {}), ("get", {})]),
         ('{"city": "B"}', '{"city": "B"}', []),
         ("{ is a brace", "{ is a brace", []),
         ("Hello {you}", "Hello {you}", []),
@@ -196,71 +216,26 @@ def test_calls_as_bare_objects(text: str, content: str, calls: object) -> None:
     ],
 )
 def test_calls_are_utf8_though_escapes_name_half_characters(text: str) -> None:
-    stage = BareCalls()
+    stage = BareCalls(["a?"])
     (part,) = [*stage.push(text), *stage.finish()]
     assert part.call is not None
     assert part.call.name == "a?"
     assert json.loads(part.call.arguments.encode()) == {"city": "?"}
 
 
-CUT_TAGS = {
-    '<tool_call>\n{"name": "get", "arguments": {"city": "Bo': ("get", '{"city": "Bo'),
-    '<tool_call>\n{"name": "get", "arguments": {"city": "B"}}\n</tool': ("get", '{"city": "B"}'),
-    '<tool_call>\n{"name": "get", "arguments": {"city": "B"}': ("get", '{"city": "B"}'),
-    '<tool_call>\n{"name": "get", "arg': ("get", ""), '<tool_call>\n{"name": "ge': None, "<tool_call>": None,
-    "<tool_c": None, "<tool_call>\n<function=get>\n<parameter=city>\nBo": ("get", '{"city": "Bo"'),
-    "<tool_call>\n<function=ge": None,
-}  # fmt: skip
-CUT_OBJECTS = {
-    '{"name": "get", "parameters": {"city": "Bo': ("get", '{"city": "Bo'),
-    '<|python_tag|>{"name": "get", "par': ("get", ""),
-    '[{"name": "get", "parameters": {"city"': ("get", '{"city"'),
-    '{"name": "g': None,
-    '{"na': None,
-}
-
-
-@pytest.mark.parametrize(
-    ("kind", "text", "call"),
-    [
-        *((TAG.begin, text, call) for text, call in CUT_TAGS.items()),
-        *(("python_tag", text, call) for text, call in CUT_OBJECTS.items()),
-        (GEMMA.begin, '<|tool_call>call:get{city:<|"|>Ber', ("get", '{"city": "Ber')),
-        (GEMMA.begin, "<|tool_call>call:get{days:3<tool_", ("get", '{"days": 3')),
-        (MISTRAL.begin, '[TOOL_CALLS]get[ARGS]{"city": "Ber', ("get", '{"city": "Ber')),
-    ],
-)
-def test_a_call_that_is_cut_is_given_as_far_as_it_goes_and_is_no_content(
-    kind: str, text: str, call: tuple[str, str] | None
-) -> None:
-    made = parser(kind)
-    parts = [*made.push(text, []), *made.finish(cut=True)]
-    assert [(part.call.name, part.call.arguments) for part in parts if part.call] == ([call] if call else [])
-    assert [part.text for part in parts if part.kind == "content"] == []
-
-
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        (TAG.begin, "3 <"), (TAG.begin, "Let me se"), ("python_tag", '{"city": "Bo'),
-        ("python_tag", '{"name": "Alice", "age": 3'), ("python_tag", "{ is a bra"),
+        (TAG.begin, '<tool_call>\n{"name": "get", "arguments": {"city": "Bo'), (TAG.begin, "<tool_c"),
+        (TAG.begin, "<tool_call>\n<function=ge"), (TAG.begin, "3 <"), (TAG.begin, "Let me se"),
+        ("python_tag", '{"name": "get", "parameters": {"city": "Bo'),
+        ("python_tag", '{"name": "Alice", "parameters": {}}'),
+        ("python_tag", "{ is a bra"), (GEMMA.begin, '<|tool_call>call:get{city:<|"|>Ber'),
+        (MISTRAL.begin, '[TOOL_CALLS]get[ARGS]{"city": "Ber'),
     ],
 )  # fmt: skip
-def test_content_that_is_cut_is_whole_and_no_call(kind: str, text: str) -> None:
-    made = parser(kind)
-    parts = [*made.push(text, []), *made.finish(cut=True)]
-    assert "".join(part.text for part in parts) == text
-    assert {part.kind for part in parts} == {"content"}
-
-
-def test_an_object_with_another_name_is_no_call_where_the_answer_may_be_an_object() -> None:
-    for text in ('{"name": "Alice", "parameters": {}}', '{"name": "Ali'):
-        stage = calls_of("python_tag", SCHEMAS, known=True)
-        parts = [*stage.push(text), *stage.finish(cut=True)]
-        assert [part.text for part in parts] == [text]
-    stage = calls_of("python_tag", SCHEMAS, known=True)
-    (part,) = [*stage.push('{"name": "get", "parameters": {}}'), *stage.finish()]
-    assert part.call is not None
+def test_what_is_no_whole_call_of_a_tool_is_content(kind: str, text: str) -> None:
+    assert read(lambda: parser(kind), text) == (text, "", [])
 
 
 def test_tokens_of_reasoning_are_counted() -> None:
@@ -273,14 +248,10 @@ def test_tokens_of_reasoning_are_counted() -> None:
     assert plain.reasoning_tokens == 0
 
 
-def test_a_commentary_that_is_cut_has_the_arguments_so_far(gpt_oss: Tokenizer) -> None:
-    for body, arguments in (('{"city": "B', '{"city": "B'), ("", "")):
-        text = f"<|channel|>commentary to=functions.get json<|message|>{body}"
-        made = Channels(gpt_oss, "<|start|>assistant", Stage())
-        made.push("x" * len(text), gpt_oss.encode(text, add_special_tokens=False))
-        (part,) = made.finish(cut=True)
-        assert part.call is not None
-        assert (part.call.name, part.call.arguments) == ("get", arguments)
+def test_a_commentary_that_is_cut_is_content(gpt_oss: Tokenizer) -> None:
+    text = '<|channel|>commentary to=functions.get json<|message|>{"city": "B'
+    parts = by_tokens(gpt_oss, "<|start|>assistant", text)
+    assert [(part.kind, part.text) for part in parts] == [("content", '{"city": "B')]
 
 
 def test_the_template_says_how_a_family_calls() -> None:
@@ -321,7 +292,6 @@ QUOTED = '<|"|>'
         (MISTRAL_TEMPLATE, "[THINK]Hm.[/THINK]Yes.", "Yes.", "Hm.", []),
         (MISTRAL_TEMPLATE, 'Yes.[TOOL_CALLS]get[ARGS]{"city": "B"}[TOOL_CALLS]a[ARGS]{}',
          "Yes.", "", [("get", {"city": "B"}), ("a", {})]),
-        (MISTRAL_TEMPLATE, '[TOOL_CALLS][{"name": "get", "arguments": {"days": 2}}]', "", "", [("get", {"days": 2})]),
         (MISTRAL_TEMPLATE, "[TOOL_CALLS]nothing [TOOL", "[TOOL_CALLS]nothing [TOOL", "", []),
     ],
 )  # fmt: skip

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken
 
-from dflash_trt.serving.openai.calls import muse_calls
 from dflash_trt.serving.openai.channels import Channels
 from dflash_trt.serving.openai.chat import _begin, _hidden
 from dflash_trt.serving.openai.parsing import AnswerPart, Stage
@@ -49,7 +48,7 @@ def block(*calls: str) -> str:
 
 
 def read(
-    tokenizer: Tokenizer, text: str, *, cut: bool = False, prompt: str = PROMPT, shown: int | None = None
+    tokenizer: Tokenizer, text: str, *, prompt: str = PROMPT, shown: int | None = None
 ) -> tuple[str, str, list[tuple[str, str]]]:
     """Content, reasoning and calls: the same for pieces of one token and of all. `shown`: characters that are due."""
     found = None
@@ -62,7 +61,7 @@ def read(
             length = len(tokenizer.decode(piece))
             parts += made.push(left[:length], piece)
             left = left[length:]
-        parts += made.finish(cut=cut)
+        parts += made.finish()
         content, reasoning = (
             "".join(part.text for part in parts if part.kind == kind) for kind in ("content", "reasoning")
         )
@@ -93,6 +92,7 @@ def read(
          "", "Go to=here\n", [("now", {})]),
         (" to=self<|message|>I want to", "", "I want to", []),
         (" to=get<|message|>no call<|eom|>", "no call", "", []),
+        (f" to=get<|message|>{block(atem('get', city='Bo'))[:-40]}", block(atem("get", city="Bo"))[:-40], "", []),
     ],
 )  # fmt: skip
 def test_messages(tokenizer: Tokenizer, text: str, content: str, reasoning: str, calls: object) -> None:
@@ -102,26 +102,6 @@ def test_messages(tokenizer: Tokenizer, text: str, content: str, reasoning: str,
         reasoning,
         calls,
     )
-
-
-@pytest.mark.parametrize(
-    ("text", "calls"),
-    [
-        (
-            '<atem:function_calls>\n<atem:invoke name="get">\n<atem:parameter name="city">Bo',
-            [("get", '{"city": "Bo"')],
-        ),
-        (f'<atem:function_calls>\n{atem("now")}\n<atem:invoke name="ge', [("now", "{}")]),
-        ("<atem:func", []),
-    ],
-)
-def test_a_message_that_is_cut_has_the_arguments_so_far(
-    tokenizer: Tokenizer, text: str, calls: list[tuple[str, str]]
-) -> None:
-    found = read(tokenizer, f" to=get<|message|>{text}", cut=True)[2]
-    assert [(name, given.removesuffix('"')) for name, given in found] == [
-        (name, given.removesuffix('"')) for name, given in calls
-    ]
 
 
 def test_a_stop_string_cuts_the_answer(tokenizer: Tokenizer) -> None:
@@ -142,31 +122,3 @@ def test_the_template_decides() -> None:
     assert _begin(TEMPLATE, PROMPT + USER, False, calls=False) == ""
     assert ("", "<|message|>") in _hidden(TEMPLATE, PROMPT, False, True)
     assert ("", "<|message|>") not in _hidden(TEMPLATE, PROMPT + USER, False, True)
-
-
-def test_calls_are_read_in_linear_time() -> None:
-    """Twice the text takes no more than twice the steps, which are counted as characters that `str.find` passes."""
-    for hostile in ("</atem:invoke>", '<atem:parameter name="', atem("get", city="x")):
-        steps = [_lines(f'<atem:invoke name="get">{hostile * n}') for n in (200, 400)]
-        assert steps[1] <= 2.5 * steps[0]
-
-
-def _lines(text: str) -> int:
-    """Lines of Python that reading takes."""
-    import sys
-
-    count = 0
-
-    def trace(*_: object) -> object:
-        nonlocal count
-        count += 1
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)  # type: ignore[arg-type]
-    try:
-        muse_calls(text, SCHEMAS, cut=False)
-        muse_calls(text, SCHEMAS, cut=True)
-    finally:
-        sys.settrace(before)
-    return count

@@ -27,14 +27,16 @@ REFUSED: dict[str, list[tuple[Any, str | None, *tuple[str, ...]]]] = {
         ({"foo": 1}, "foo"), ({"temperature": "hot"}, "temperature", '"hot"'), ({"temperature": -1}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 4000}, "prompt", "max_tokens is 4000"),
         ({"seed": 2**70}, "seed", "11805"), ({"n": 0}, "n"), ({"block_length": 99}, "block_length", "99"),
+        ({"cache_salt": ""}, "cache_salt"), ({"cache_salt": 7}, "cache_salt"),
         ({"tree_nodes": 8}, "tree_nodes"), ({"suffix": "y"}, "suffix"), ({"prompt": []}, "prompt"),
         ({"prompt": ""}, "prompt"), ({"prompt": [1, 99999]}, "prompt", "99999"),
         ({"prompt": None}, "prompt"),
         ({"prompt": [5] * 600}, "prompt", "600", "512"), ({"prompt": "x" * 100_000}, "prompt", "100000"),
         ({"prompt": [[5], "x", None]}, "prompt[2]"), ({"prompt": {"a": 1}}, "prompt"),
         ({"prompt": [5, 1.5]}, "prompt[0]"),
-        ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "guided_regex"),
-        ({"guided_regex": "("}, "guided_regex"), ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+        ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "response_format"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
         # Before anything is copied or tokenized: these prompts would be too long.
         ({"prompt": ["x" * 3000] * 300}, "n", "300"), ({"prompt": ["x" * 4000] * 3, "n": 128}, "n", "384"),
         ({"prompt": "x" * 4000, "logit_bias": BIASES}, "logit_bias", "1024"),
@@ -133,7 +135,7 @@ def test_requests_have_ids_in_answers_and_in_the_log(server: Server) -> None:
     )
     server.http.get("/a%0Ab%20c")  # as one line, and with the reason
     server.until(lambda: '"GET /a%0Ab%20c HTTP/1.1" 404' in server.log)
-    assert "404, GET /ab c is not an endpoint of this server" in server.log
+    assert r"404, GET /a\nb c is not an endpoint of this server" in server.log
 
 
 def test_refusals_are_counted_by_reason(server: Server) -> None:
