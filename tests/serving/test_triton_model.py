@@ -79,7 +79,7 @@ def model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", triton)
     copy_code(folder := tmp_path / "1")
     monkeypatch.syspath_prepend(str(folder))  # Triton does so, too
-    for module in ("dflash_metrics", "dflash_request", "dflash_wire"):
+    for module in ("dflash_request", "dflash_wire"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     spec = importlib.util.spec_from_file_location("model", folder / "model.py")
     assert spec is not None
@@ -197,5 +197,5 @@ def test_the_model_s_code_needs_numpy_alone(tmp_path: Path) -> None:
     command = [sys.executable, "-I", "-c", program, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
     assert done.stdout.split() == [
-        "dflash_metrics", "dflash_request", "dflash_wire", "model", "numpy", "triton_python_backend_utils",
+        "dflash_request", "dflash_wire", "model", "numpy", "triton_python_backend_utils",
     ]  # fmt: skip

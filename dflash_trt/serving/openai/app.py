@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from pydantic_core import to_json
@@ -17,12 +19,13 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, R
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import dflash_trt
+from dflash_trt.decoding.metrics import PREFIX
 from dflash_trt.errors import RequestError
 from dflash_trt.serving.openai import reading
 from dflash_trt.serving.openai.chat import Chat
 from dflash_trt.serving.openai.completions import Completions
 from dflash_trt.serving.openai.engine import EngineDownError, EngineProcess
-from dflash_trt.serving.openai.errors import ApiError, from_validation, log_refusal, refused
+from dflash_trt.serving.openai.errors import REASONS, ApiError, from_validation, log_refusal, refused
 from dflash_trt.serving.openai.generation import cache_salt, event
 from dflash_trt.serving.openai.model import Model
 from dflash_trt.serving.openai.protocol import (
@@ -60,8 +63,55 @@ _PAGE_HEADERS = {
 }
 
 
+class ServerMetrics:
+    """Counts of answers and refusals, and the state of the engine.
+
+    The engine's counters start again at 0 with a new process, which Prometheus' `rate` expects. These do not.
+    """
+
+    def __init__(self, engine: EngineProcess) -> None:
+        self._engine = engine
+        self._answers: dict[int, int] = {}
+        self._up = 0
+        self._refused = dict.fromkeys(sorted(set(REASONS.values())), 0)
+
+    def observe(self, status: int, end: int) -> None:
+        """Count one answered request. `end`: the status that tells how it ended."""
+        self._answers[status] = self._answers.get(status, 0) + 1
+        if end >= 400:
+            self._refused[REASONS.get(end, "error")] += 1
+
+    async def text(self) -> str:
+        """Prometheus' text format. A dead engine has no metrics of its own, and engine_up 0."""
+        try:
+            engine, up = await self._engine.metrics(), 1
+        except EngineDownError:
+            engine, up = "", 0
+        self._up = up
+        return engine + generate_latest(self).decode()
+
+    def collect(self) -> list[Metric]:
+        """The families that are this server's, for prometheus_client."""
+        deaths, restarts = self._engine.deaths, self._engine.restarts
+        answers = CounterMetricFamily(f"{PREFIX}http_responses", "answers, by status", labels=["status"])
+        for status, count in sorted(self._answers.items()):
+            answers.add_metric([str(status)], count)
+        refused = CounterMetricFamily(
+            f"{PREFIX}requests_refused", "requests without success, by reason", labels=["reason"]
+        )
+        for reason, count in self._refused.items():
+            refused.add_metric([reason], count)
+        return [
+            GaugeMetricFamily(f"{PREFIX}engine_up", "whether the engine answers", self._up),
+            CounterMetricFamily(f"{PREFIX}engine_deaths", "engine processes that died", deaths),
+            CounterMetricFamily(f"{PREFIX}engine_restarts", "engine processes started again", restarts),
+            answers,
+            refused,
+        ]
+
+
 class Api:
-    """The API of one model, for ASGI. metrics: the text of /metrics.
+    """The API of one model, for ASGI.
 
     A framework's layers would take time of every request and of every chunk, so it finds its endpoints itself.
     """
@@ -70,7 +120,7 @@ class Api:
         self,
         model: Model,
         engine: EngineProcess,
-        metrics: Callable[[], Awaitable[str]],
+        metrics: ServerMetrics,
         settings: ServerSettings,
     ) -> None:
         self._model, self._engine, self._metrics, self._settings = model, engine, metrics, settings
@@ -198,7 +248,7 @@ class Api:
         return _json({"openapi": "3.1.0", "info": about, "paths": paths, "components": components})
 
     async def _show_metrics(self, request: Request) -> Response:
-        return PlainTextResponse(await self._metrics(), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(await self._metrics.text(), media_type="text/plain; version=0.0.4")
 
 
 class _Events:

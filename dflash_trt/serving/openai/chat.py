@@ -11,13 +11,12 @@ from typing import Any
 
 from dflash_trt.decoding.output import Detokenizer
 from dflash_trt.errors import RequestError, shorten
-from dflash_trt.serving.openai import logprobs
 from dflash_trt.serving.openai.calls import Schemas
 from dflash_trt.serving.openai.channels import Channels, by_recipient, in_channels
 from dflash_trt.serving.openai.engine import EngineProcess
 from dflash_trt.serving.openai.errors import ApiError, refused
 from dflash_trt.serving.openai.generation import AnswerChoice, Generation, Prepared, Usage, prepare
-from dflash_trt.serving.openai.model import Model
+from dflash_trt.serving.openai.model import Model, chat_logprobs
 from dflash_trt.serving.openai.parsing import AnswerParser, AnswerPart, Stage, Think
 from dflash_trt.serving.openai.protocol import ChatRequest
 from dflash_trt.serving.openai.reading import Json, ToolChoice
@@ -106,7 +105,7 @@ class Chat(Generation[ChatRequest, ChatChoice]):
                 choice = self.choices[index]
                 choice.parts += self.parts(index, update)
                 choice.token_ids += update["token_ids"]
-                choice.note(logprobs.of_chat(self.model, update))
+                choice.note(chat_logprobs(self.model, update))
         choices = []
         for index, choice in enumerate(self.choices):
             made = {"index": index, "message": _message(choice), "finish_reason": choice.finish_reason}
@@ -140,7 +139,7 @@ class Chat(Generation[ChatRequest, ChatChoice]):
     def _beside(self, choice: ChatChoice, update: Update) -> dict[str, Any]:
         """What the last delta of an update has beside its text."""
         more: dict[str, Any] = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
-        more["logprobs"] = logprobs.of_chat(self.model, update)
+        more["logprobs"] = chat_logprobs(self.model, update)
         if self.body.return_token_ids:
             more["token_ids"] = update["token_ids"]
         if self.body.return_rounds:

@@ -12,8 +12,7 @@ from dflash_trt.errors import RequestError
 from dflash_trt.serving.openai.engine import EngineProcess
 from dflash_trt.serving.openai.errors import ApiError, refused
 from dflash_trt.serving.openai.generation import AnswerChoice, Generation, prepare
-from dflash_trt.serving.openai.logprobs import of_completion
-from dflash_trt.serving.openai.model import Model
+from dflash_trt.serving.openai.model import Model, completion_logprobs
 from dflash_trt.serving.openai.protocol import CompletionRequest
 from dflash_trt.serving.openai.structure import form_of, names_of
 from dflash_trt.serving.wire import Update
@@ -116,7 +115,9 @@ class Completions(Generation[CompletionRequest, CompletionChoice]):
         if self.body.logprobs is not None:
             prompt = self.prepared.prompts[index // self.prepared.n]
             first, choice.read = choice.read, choice.read + len(update.get("prompt_logprobs", ()))
-            made["logprobs"] = of_completion(self.model, prompt[first : choice.read], update, choice.offset)
+            made["logprobs"] = completion_logprobs(
+                self.model, prompt[first : choice.read], update, choice.offset
+            )
             choice.offset += sum(map(len, made["logprobs"]["tokens"]))
         if self.body.return_token_ids:
             made["token_ids"] = update["token_ids"]

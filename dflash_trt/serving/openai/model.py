@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from dflash_trt.errors import CheckpointError, DFlashError, RequestError
 from dflash_trt.files.reading import read_object
 from dflash_trt.serving.openai.errors import ApiError
 from dflash_trt.serving.openai.reading import Json
+from dflash_trt.serving.wire import Update
 from dflash_trt.text.tokenizer import TextThread, Tokenizer
 
 # Characters that stand for bytes in vocabularies of bytes: printable ones for themselves, the others from 256 on.
@@ -152,3 +154,49 @@ def _defaults(path: Path) -> dict[str, Any]:
     if fields.get("do_sample") is False:
         return {"temperature": 0.0}
     return {"temperature": 1.0} | {name: fields[name] for name in _DEFAULTS if fields.get(name) is not None}
+
+
+def chat_logprobs(model: Model, update: Update) -> dict[str, Any] | None:
+    """`logprobs` of a chat's choice: one entry per token of this update."""
+    if update.get("logprobs") is None:
+        return None
+    tops = update.get("top_logprobs") or [[]] * len(update["logprobs"])
+    content = []
+    for token, logprob, top in zip(update["token_ids"], update["logprobs"], tops, strict=True):
+        entry = _entry(model, token, logprob)
+        content.append(entry | {"top_logprobs": [_entry(model, *pair) for pair in top]})
+    return {"content": content, "refusal": None}
+
+
+def _entry(model: Model, token: int, logprob: float) -> dict[str, Any]:
+    text = model.token_text(token)
+    return {"token": text, "logprob": _finite(logprob), "bytes": list(model.token_bytes(token))}
+
+
+def completion_logprobs(model: Model, prompt: list[int], update: Update, offset: int) -> dict[str, Any]:
+    """`logprobs` of a completion's choice: of an update's tokens, and before them of the prompt's that it is about.
+
+    prompt: the prompt's tokens that belong to its `prompt_logprobs`. offset: characters of the text before all these.
+    """
+    ids, logprobs = update["token_ids"], list[float | None](update.get("logprobs") or [])
+    tops: list[Any] = update.get("top_logprobs") or [None] * len(logprobs)
+    if prompt:
+        ids, logprobs = [*prompt, *ids], [*update["prompt_logprobs"], *logprobs]
+        tops = [*(update.get("prompt_top_logprobs") or [[]] * len(prompt)), *tops]
+    texts = [model.token_text(token) for token in ids]
+    return {
+        "tokens": texts,
+        "token_logprobs": [None if value is None else _finite(value) for value in logprobs],
+        "top_logprobs": [
+            None
+            if top is None or own is None
+            else {model.token_text(token): _finite(value) for token, value in top}
+            for top, own in zip(tops, logprobs, strict=True)
+        ],
+        "text_offset": list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else [],
+    }
+
+
+def _finite(value: float) -> float:
+    """JSON has no infinity. -9999 stands for it, as in vLLM."""
+    return max(value, -9999.0)

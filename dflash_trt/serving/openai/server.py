@@ -98,10 +98,9 @@ def application(settings: ServerSettings, say: Callable[[str], None]) -> tuple[A
     """The gate and its routes, for ASGI, and the engine, which has to be started."""
     from starlette.middleware.cors import CORSMiddleware
 
-    from dflash_trt.serving.openai.app import Api
+    from dflash_trt.serving.openai.app import Api, ServerMetrics
     from dflash_trt.serving.openai.engine import EngineProcess
     from dflash_trt.serving.openai.gate import Gate
-    from dflash_trt.serving.openai.metrics import ServerMetrics
     from dflash_trt.serving.openai.model import Model
     from dflash_trt.serving.wire import max_request_bytes
 
@@ -111,7 +110,7 @@ def application(settings: ServerSettings, say: Callable[[str], None]) -> tuple[A
         key=settings.bundle.manifest["key"], limit=settings.limit, say=say,
     )  # fmt: skip
     metrics = ServerMetrics(engine)
-    app = Api(model, engine, metrics.text, settings)
+    app = Api(model, engine, metrics, settings)
     most = settings.max_body or max_request_bytes(model.max_seq_len)
     gate: Any = Gate(app, keys=settings.keys, most=most, observe=metrics.observe, hosts=_hosts(settings))
     if settings.origins:  # around the gate: browsers ask for permission without the key
