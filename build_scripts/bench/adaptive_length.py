@@ -21,9 +21,9 @@ from build_scripts import harness
 from tests.doubles.simulation import BEGINNINGS, HARD, LOADS, prompts, world
 
 CONSTANTS = {
-    "adaptive": ("_SHARE", "_CREDIT", "_MARGIN", "_INTERVAL"),
-    "times": ("LAST", "_ROW", "_DRAFTER", "_ROUNDS", "_FEW", "_LONGEST"),
-    "odds": ("DRAFTED", "IDLE", "PRIOR", "_ALL", "_EACH", "_SLOPE", "_OWN", "_FORGETS"),
+    "adaptive": ("_SHARE", "_CREDIT", "_MARGIN", "_INTERVAL", "_ROUNDS", "_LONGEST"),
+    "times": ("LAST", "_ROW", "_DRAFTER"),
+    "odds": ("DRAFTED", "LONG", "PRIOR", "_ALL", "_EACH", "_SLOPE", "_OWN", "_FORGETS", "_CAUTION"),
 }
 # The kinds of start with which constants are varied.
 TRIED = ("right", "each by its own factor", "all three times from the middle")

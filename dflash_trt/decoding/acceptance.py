@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -108,11 +107,6 @@ Array = np.ndarray[Any, Any]
 INTERRUPTIONS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
-def first_token(request: Request, logits: Array) -> Emission:
-    """The token after the prompt, from the logits [V] of the prompt's last row."""
-    return isolated(request, partial(_first_token, request, logits))
-
-
 def decide(request: Request, draft: Draft, verified: Verified, slot: int) -> tuple[Verdict, Emission]:
     """The verdict on the verified nodes of `slot`, and its tokens: the accepted drafts and the next token."""
     verdict = UNDECIDED
@@ -169,13 +163,18 @@ def isolated(request: Request, work: Callable[[], Emission]) -> Emission:
         return fail(request, error)
 
 
-def _first_token(request: Request, logits: Array) -> Emission:
-    token = sample(logits, request.params, request.seed, request.committed, request.history)
-    if request.history is not None:
-        request.history.add(token)
-    request.first_token_at = perf_counter()
-    request.statistics.time_to_first_token = request.first_token_at - request.arrived
-    return _emit(request, [token], logits[None])
+def first_token(request: Request, logits: Array) -> Emission:
+    """The token after the prompt, from the logits [V] of the prompt's last row."""
+
+    def emission() -> Emission:
+        token = sample(logits, request.params, request.seed, request.committed, request.history)
+        if request.history is not None:
+            request.history.add(token)
+        request.first_token_at = perf_counter()
+        request.statistics.time_to_first_token = request.first_token_at - request.arrived
+        return _emit(request, [token], logits[None])
+
+    return isolated(request, emission)
 
 
 def _of_verdict(

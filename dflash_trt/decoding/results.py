@@ -75,12 +75,6 @@ class Statistics:
             self.num_drafts += 1
             self.num_draft_tokens += drafted
 
-    def add_times(self, draft: float, verify: float, host: float) -> None:
-        """Add the times of a round, in seconds."""
-        self.draft_time += draft
-        self.verify_time += verify
-        self.host_time += host
-
     @property
     def num_accepted_tokens(self) -> int:
         """Drafted tokens that were accepted."""

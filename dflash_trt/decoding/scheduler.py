@@ -142,13 +142,16 @@ class Scheduler:
                 emissions.append(emission)
         judged = [slot for slot, request in enumerate(active) if request.takes_drafts and verdicts[slot].ok]
         decided = [active[slot].output[-len(verdicts[slot].path) - 1 :] for slot in judged]
-        times = self.pair.drafter.seconds, self.pair.verify_time
         self.metrics.observe_round(draft.nodes)
-        host_time = perf_counter() - begin - sum(times)
+        draft_time, verify_time = self.pair.drafter.seconds, self.pair.verify_time
+        host_time = perf_counter() - begin - draft_time - verify_time
         ended = sum(request.stop.finish_reason is not None for request in active)
-        lengths.observe(RoundDone(active, proposed, draft.nodes, judged, decided, *times, host_time, ended))
+        times = draft_time, verify_time, host_time
+        lengths.observe(RoundDone(active, proposed, draft.nodes, judged, decided, *times, ended))
         for request in active:
-            request.statistics.add_times(*times, host_time)
+            request.statistics.draft_time += draft_time
+            request.statistics.verify_time += verify_time
+            request.statistics.host_time += host_time
         return emissions
 
     def _draft(self, active: Sequence[Request], lengths: Lengths) -> tuple[Draft, Draft]:

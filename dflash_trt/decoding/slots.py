@@ -148,12 +148,8 @@ class Slots:
         self.pair.move(request.slot, slot, request.committed)
         request.slot = slot
 
-    def overwritten(self) -> None:
-        """Forget the rows in all slots."""
-        self.left.clear()
-
     def forget(self) -> None:
         """Reuse no rows of ended requests."""
-        self.overwritten()
+        self.left.clear()
         if self.prefixes is not None:
             self.prefixes.clear()

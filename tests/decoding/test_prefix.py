@@ -316,10 +316,10 @@ def test_the_longest_length_that_a_state_was_kept_at_is_reused() -> None:
     for length, cached in ((60, 44), (44, 40), (40, 32), (31, 24)):
         again = Pool(1, 1, kept=400, target=StateTarget)
         hits(again, base[:44], max_tokens=1)
-        again.scheduler.slots.overwritten()
+        again.scheduler.slots.left.clear()
         assert hits(again, base[:length], max_tokens=1).statistics.num_cached_tokens == cached
     for length, cached in ((17, 16), (16, 8), (30, 24), (17, 16)):
-        pool.scheduler.slots.overwritten()
+        pool.scheduler.slots.left.clear()
         assert hits(pool, base[:length], max_tokens=1).statistics.num_cached_tokens == cached
 
 
@@ -332,7 +332,7 @@ def test_a_conversation_goes_on_from_its_state() -> None:
             assert made.statistics.num_cached_tokens == (len(talk) - 4 if turn else 0)
             talk += made.output[:7] + prompt(3, turn)
             if overwritten:
-                pool.scheduler.slots.overwritten()
+                pool.scheduler.slots.left.clear()
 
 
 def test_a_prefix_is_reused_where_the_window_before_its_end_was_kept() -> None:
@@ -341,7 +341,7 @@ def test_a_prefix_is_reused_where_the_window_before_its_end_was_kept() -> None:
     for length, cached in ((60, 44), (44, 43), (42, 41), (40, 39), (30, 29), (26, 25), (25, 24)):
         again = Pool(1, 1, kept=400, target=WindowTarget)
         hits(again, base[:44], max_tokens=1)
-        again.scheduler.slots.overwritten()
+        again.scheduler.slots.left.clear()
         assert hits(again, base[:length], max_tokens=1).statistics.num_cached_tokens == cached
 
     class LongPasses(WindowTarget):
@@ -349,9 +349,9 @@ def test_a_prefix_is_reused_where_the_window_before_its_end_was_kept() -> None:
 
     pool = Pool(1, 1, kept=400, target=LongPasses, chunk=32)
     hits(pool, base[:60], max_tokens=1)
-    pool.scheduler.slots.overwritten()
+    pool.scheduler.slots.left.clear()
     for length, cached in ((24, 0), (31, 30), (50, 32), (60, 59)):  # the cuts are at 32 and 60, in pages of 8
-        pool.scheduler.slots.overwritten()
+        pool.scheduler.slots.left.clear()
         found = pool.prefixes.find(base[: length - 1], draft=True)[1]
         assert found == cached
 

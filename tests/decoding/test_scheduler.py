@@ -198,7 +198,7 @@ def test_one_batch_may_have_requests_that_draft_and_others_that_do_not(spare: in
     mixed = next(seen for seen in lengths.rounds if len(seen.active) == 3)
     assert len(mixed.judged) == 2
     alone = [seen for seen in lengths.rounds if len(seen.active) == 1 and not seen.judged]
-    assert all(seen.drafted == seen.verified == 1 for seen in alone)
+    assert all(seen.proposed.nodes == seen.verified == 1 for seen in alone)
 
 
 def test_the_drafter_s_context_is_complete_after_it_was_off() -> None:
@@ -224,7 +224,7 @@ def test_the_drafter_s_context_is_complete_after_it_was_off() -> None:
         assert most <= 8 + BLOCK
         at = compared = 0
         for seen in lengths.rounds:
-            if seen.drafted == BLOCK and at in accepted_at:
+            if seen.proposed.nodes == BLOCK and at in accepted_at:
                 compared += 1
                 assert len(seen.decided[0]) - 1 == accepted_at[at]
             at += len(seen.decided[0]) if seen.decided else 1

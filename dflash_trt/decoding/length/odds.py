@@ -18,15 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from math import exp, expm1, log
-from operator import mul
 
 # Ranks from here on share an offset.
 FEW_RANKS = 4
 # Standard deviations before any evidence: of what all drafts of a source share, of a place, rank or match, of a slope,
 # and of what a request differs by.
 _ALL, _EACH, _SLOPE, _OWN = 1.5, 1.0, 0.3, 1.0
+# By how much the drafts of a request are taken to be worse than those of others, as long as nothing is known of it: the
+# drafter's, and those from the text. So a request does not pay much to find out that drafts do not pay for it.
+_CAUTION, _CAUTION_COPIES = 0.5, 1.0
 # By how much a round lets the variance of a weight grow again, towards that before any evidence.
 _FORGETS = 0.01
 # Log-odds are clipped here, and so are the log-probabilities.
@@ -35,10 +36,12 @@ _LEAST, _MOST = -log(1 + exp(_CERTAIN)), -log(1 + exp(-_CERTAIN))
 # Matches of at least so many tokens share an offset, which begins here.
 _MATCHES = ((1, -1.5), (2, -0.5), (3, 0.0), (4, 0.5), (6, 1.0), (9, 1.5), (16, 2.0))
 _OF_MATCH = [max(i for i, (least, _) in enumerate(_MATCHES) if least <= max(n, 1)) for n in range(17)]
+# Drafts that are reached more seldom are not looked at.
+_SELDOM = 0.01
 
-# Drafting rounds over which evidence on the running requests fades by 1/e, rounds for the evidence on all requests and
-# for any evidence that no draft renews, and the weight of what is assumed without evidence, in drafts.
-DRAFTED, IDLE, PRIOR = 50, 500, 2.0
+# Drafting rounds over which evidence on the running requests and on all fades by 1/e, and the weight of what is assumed
+# without evidence, in drafts.
+DRAFTED, LONG, PRIOR = 50, 500, 2.0
 
 Inputs = list[tuple[int, float]]  # columns of the regression, with their values
 # [places][W]: the drafter's candidates of each place, best first, and their log-probabilities.
@@ -54,6 +57,10 @@ class Own:
     offset: float = 0.0
     variance: float = _OWN**2
 
+    def less(self, caution: float) -> float:
+        """The offset, less what is not known of it."""
+        return self.offset - caution * self.variance
+
 
 class Odds:
     """The regression. Weights are in one list: of the drafter, then of lookup."""
@@ -65,8 +72,7 @@ class Odds:
         self._lookup = self._match + len(_MATCHES)  # all, temperature
         size = self._lookup + 2
         self._w, self._most = [0.0] * size, [_EACH**2] * size
-        for column in (self._drafter, self._lookup):
-            self._most[column], self._most[column + 1] = _ALL**2, _EACH**2
+        self._most[self._drafter] = self._most[self._lookup] = _ALL**2
         self._w[self._drafter + 2], self._most[self._drafter + 2] = 1.0, _SLOPE**2
         self._w[self._match : self._lookup] = [begin for _, begin in _MATCHES]
         self._v = list(self._most)
@@ -95,20 +101,18 @@ class Odds:
         return 1 / (1 + exp(-z)) if z > -50 else 0.0
 
     def chain(self, own: Own, said: Sequence[float]) -> list[float]:
-        """The probability that the first 1, 2 .. drafts of a chain with these log-probabilities are right."""
-        w, slope, survival = self._w, self._w[self._drafter + 2], 1.0
-        of_all = w[self._drafter] + own.offset + own.temperature * w[self._drafter + 1]
-        right: list[float] = []
-        for place, logprob in enumerate(said):
-            z = of_all + w[place] + slope * log_odds(logprob)
-            survival *= 1 / (1 + exp(-z)) if z > -50 else 0.0
-            right.append(survival)
-        return right
+        """The probability that the first 1, 2 .. drafts of a chain with these log-probabilities are right, up to those
+        that are hardly ever reached.
+        """
+        w, slope = self._w, self._w[self._drafter + 2]
+        shared = w[self._drafter] + own.less(_CAUTION) + own.temperature * w[self._drafter + 1]
+        return _survival([shared + w[place] + slope * log_odds(each) for place, each in enumerate(said)])
 
     def copies(self, own: Own, match: int, drafts: int) -> list[float]:
         """The same of tokens from the text after a match, which each right one makes longer."""
-        chances = [self.chance(own, self.copied(own, match + place)) for place in range(drafts)]
-        return [*accumulate(chances, mul)]
+        w, of, column = self._w, _OF_MATCH, self._match
+        shared = w[self._lookup] + own.less(_CAUTION_COPIES) + own.temperature * w[self._lookup + 1]
+        return _survival([shared + w[column + of[min(match + n, 16)]] for n in range(drafts)])
 
     def learn(self, own: Own, tokens: Tokens, said: Said, decided: Sequence[int]) -> None:
         """Learn which candidates were right. Those after a token that is none were computed for another history."""
@@ -136,6 +140,8 @@ class Odds:
     def judged(self, own: Own, inputs: Inputs, right: bool) -> None:
         """Learn that a draft with these inputs was right, or another token in its place was."""
         w, v, most, p = self._w, self._v, self._most, self.chance(own, inputs)
+        if -0.02 < right - p < 0.02:  # nothing new
+            return
         certainty = p * (1 - p) if 0.02 < p < 0.98 else 0.02
         total = own.variance + 1 / certainty
         for column, value in inputs:
@@ -160,31 +166,32 @@ class Expected:
     def __init__(self, drafts: int) -> None:
         # For each place: probabilities of drafts and of those before them, of all requests, then of the running ones.
         self._counts = [[0.0] * 4 for _ in range(drafts)]
-        self._new, self._rounds = [[0.0, 0.0] for _ in range(drafts)], 0  # of rounds that are not counted yet
 
     def observe(self, requests: Sequence[Sequence[float]]) -> None:
         """For each request the probability that its first 1, 2 .. drafts are right."""
-        self._rounds += 1
+        self._fade(1 - 1 / LONG, 1 - 1 / DRAFTED)
         for survival in requests:
             before = 1.0
-            for new, right in zip(self._new, survival, strict=False):
-                new[0] += right
-                new[1] += before
+            for counts, right in zip(self._counts, survival, strict=False):
+                counts[0] += right
+                counts[1] += before
+                counts[2] += right
+                counts[3] += before
                 before = right
 
-    def fade(self, of_all: float, of_running: float) -> None:
-        """Let only these shares of the evidence remain."""
-        kept, own_kept = (1 - 1 / IDLE) ** self._rounds, (1 - 1 / DRAFTED) ** self._rounds
-        for counts, (right, before) in zip(self._counts, self._new, strict=True):
-            counts[0] = (counts[0] * kept + right) * of_all
-            counts[1] = (counts[1] * kept + before) * of_all
-            counts[2] = (counts[2] * own_kept + right) * of_running
-            counts[3] = (counts[3] * own_kept + before) * of_running
-        self._new, self._rounds = [[0.0, 0.0] for _ in self._new], 0
+    def leave(self, share: float) -> None:
+        """A share of the running requests has ended."""
+        self._fade(1.0, 1 - share)
+
+    def _fade(self, of_all: float, of_running: float) -> None:
+        for counts in self._counts:
+            counts[0] *= of_all
+            counts[1] *= of_all
+            counts[2] *= of_running
+            counts[3] *= of_running
 
     def tokens(self) -> list[float]:
         """The expected tokens of a request, for lengths 1, 2 .. A place without evidence is as the one before it."""
-        self.fade(1.0, 1.0)
         tokens, survival, usual = [1.0], 1.0, 0.7
         for right, before, own_right, own_before in self._counts:
             usual = (right + PRIOR * usual) / (before + PRIOR)
@@ -203,3 +210,13 @@ def log_odds(logprob: float) -> float:
     if _LEAST < logprob < _MOST:
         return -log(expm1(-logprob))
     return _CERTAIN if logprob >= _MOST else -_CERTAIN
+
+
+def _survival(log_odds_of_places: Sequence[float]) -> list[float]:
+    survival, found = 1.0, list[float]()
+    for z in log_odds_of_places:
+        survival *= 1 / (1 + exp(-z)) if z > -50 else 0.0
+        found.append(survival)
+        if survival < _SELDOM:
+            break
+    return found

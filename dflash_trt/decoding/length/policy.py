@@ -33,11 +33,6 @@ class RoundDone:
     host_seconds: float = 0.0
     ended: int = 0
 
-    @property
-    def drafted(self) -> int:
-        """The tokens of the drafter's chains, including the anchor; 1 if it was not asked."""
-        return self.proposed.nodes
-
 
 class Lengths(Protocol):
     """Chooses what a round drafts and verifies. The choice never changes the committed tokens, only their time (see

@@ -11,8 +11,9 @@ as one.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import log2
 from typing import Any
 
 import numpy as np
@@ -23,17 +24,8 @@ LAST = 16
 _ROW = 0.08
 # A drafter's pass, in passes of its target, before any was timed: of published pairs it is 0.1 to 0.4.
 _DRAFTER = 0.25
-# Rounds over which evidence on stalls fades by 1/e, rounds without one that are assumed at the start, and the most
-# usual rounds that one counts for: a suspended machine says nothing about the next round.
-_ROUNDS, _FEW, _LONGEST = 500, 16, 32.0
 # Seconds by batch size and rows of each sequence, as they are kept for later.
 Kept = Mapping[int, Mapping[int, float]]
-
-
-def quarter_up(ratios: Iterable[float]) -> float:
-    """The value a quarter up, or the least of up to three."""
-    ordered = sorted(ratios)
-    return ordered[len(ordered) // 4]
 
 
 class PassTimes:
@@ -43,40 +35,20 @@ class PassTimes:
         """most: the most rows of a sequence. kept: seconds of an earlier process. target: for a drafter, the times of
         its target, which tell of its own before any was timed.
         """
-        self._most, self._rows, self._target = most, np.arange(1, most + 1), target
-        self._followed: dict[int, _Followed] = {}
+        self._rows, self._target = np.arange(1, most + 1), target
+        self._tables: dict[int, _Table] = {}
         self._ran = set[tuple[int, int]]()
         for batch, seconds in (kept or {}).items():
-            ratios = {rows: each / self._default(batch, rows) for rows, each in seconds.items()}
+            ratios = {rows: each / _default(batch, rows) for rows, each in seconds.items()}
             scale = ratios[min(ratios)]
-            self._followed[_power(batch)] = _Followed(scale, {n: each / scale for n, each in ratios.items()})
+            self._tables[_power(batch)] = _Table(scale, {n: each / scale for n, each in ratios.items()})
 
     def __call__(self, batch: int) -> list[float]:
-        """Seconds of passes over `batch` sequences of 1, 2 .. rows. Fewer rows take no longer than more, and what was
-        observed corrects what was not.
-        """
-        followed = self._of(batch)
-        scale = followed.scale
-        return [scale * each for each in self._shape(followed, batch)[0]]
-
-    def steps(self, batch: int) -> list[float]:
-        """By rows so far: the seconds that each further row takes at least, where as many are added as is cheapest."""
-        followed = self._of(batch)
-        scale = followed.scale
-        return [scale * each for each in self._shape(followed, batch)[1]]
-
-    def _shape(self, followed: _Followed, batch: int) -> tuple[list[float], list[float]]:
-        """The seconds and the steps in a scale of 1."""
-        if batch not in followed.shapes:
-            seconds = self._default(batch, self._rows) * followed.between(self._rows)
-            observed = np.isin(self._rows, list(followed.own))
-            least = np.minimum.accumulate(np.where(observed, seconds, np.inf)[::-1])[::-1]
-            floor = np.maximum.accumulate(np.where(observed, least, 0.0))
-            seconds = np.minimum.accumulate(np.clip(seconds, floor, least)[::-1])[::-1]
-            more = self._rows - self._rows[:, None]
-            steps = np.where(more > 0, seconds - seconds[:, None], np.inf) / np.maximum(more, 1)
-            followed.shapes[batch] = seconds.tolist(), steps.min(axis=1).tolist()
-        return followed.shapes[batch]
+        """Seconds of passes over `batch` sequences of 1, 2 .. rows. Fewer rows take no longer than more."""
+        table = self._of(batch)
+        seconds = table.scale * _default(batch, self._rows) * table.factor(self._rows)
+        usual: list[float] = np.minimum.accumulate(seconds[::-1])[::-1].tolist()
+        return usual
 
     def settled(self, batch: int) -> bool:
         """Whether enough passes have told the scale for factors to be learned."""
@@ -91,105 +63,78 @@ class PassTimes:
         if (batch, rows) not in self._ran:
             self._ran.add((batch, rows))
             return False
-        if 1e-9 < seconds < 1e9:
-            followed = self._of(batch)
-            self._followed[_power(batch)] = followed
-            followed.observe(rows, seconds / self._default(batch, rows), trial)
+        if not 1e-9 < seconds < 1e9:
+            return True
+        table = self._tables.setdefault(_power(batch), self._of(batch))
+        ratio = seconds / _default(batch, rows)
+        if not table.recent:
+            table.begin = ratio / float(table.factor(rows))
+        own = table.own.get(rows)
+        if trial or not own or len(own) < LAST == len(table.recent):
+            own = table.own.setdefault(rows, deque(maxlen=LAST))
+            own.append(ratio / table.scale)
+            table.factors[rows] = _quarter_up(own)
+            usual = table.factors[rows] * _default(batch, rows)
+            for n in [n for n in table.factors if n not in table.own]:  # what was not observed gives way
+                if (n - rows) * (table.factors[n] * _default(batch, n) - usual) < 0:
+                    del table.factors[n]
+        if not trial:
+            table.recent.append(ratio / table.factors[rows])
         return True
 
     def kept(self) -> dict[int, dict[int, float]]:
         """What was learned, for `kept` of a later process."""
         return {
-            batch: {n: each.scale * f * self._default(batch, n) for n, f in sorted(each.factors.items())}
-            for batch, each in sorted(self._followed.items())
+            batch: {n: each.scale * f * _default(batch, n) for n, f in sorted(each.factors.items())}
+            for batch, each in sorted(self._tables.items())
         }
 
-    @staticmethod
-    def _default(batch: int, rows: Any) -> Any:
-        return 1 + _ROW * (batch * rows - 1)
-
-    def _of(self, batch: int) -> _Followed:
-        """What is known of a batch size, or of the nearest one."""
+    def _of(self, batch: int) -> _Table:
+        """What is known of a batch size, or a copy of what is known of the nearest one."""
         power = _power(batch)
-        if power in self._followed:
-            return self._followed[power]
-        if self._followed:
-            nearest = self._followed[min(self._followed, key=lambda each: abs(np.log2(each / power)))]
-            return _Followed(nearest.scale, nearest.factors)
+        if power in self._tables:
+            return self._tables[power]
+        if self._tables:
+            nearest = self._tables[min(self._tables, key=lambda each: abs(log2(each / power)))]
+            return _Table(nearest.scale, dict(nearest.factors))
         if self._target is not None:
-            return _Followed(_DRAFTER * self._target(batch)[0] / self._default(batch, 1))
-        return _Followed()
+            return _Table(_DRAFTER * self._target(batch)[0] / _default(batch, 1))
+        return _Table()
 
 
-class _Followed:
-    """The scale and the factors of one batch size."""
+@dataclass(slots=True)
+class _Table:
+    """What is known of one batch size.
 
-    def __init__(self, scale: float = 1.0, factors: Mapping[int, float] | None = None) -> None:
-        self._begin, self.recent = scale, deque[float](maxlen=LAST)
-        self.own: dict[int, deque[float]] = {}
-        # Of the number of rows. Those without an own time come from elsewhere, until there is one.
-        self.factors = dict(factors or {})
-        self.shapes: dict[int, tuple[list[float], list[float]]] = {}  # by batch size, while factors stay
+    begin, recent: the scale before any pass, and of recent passes.
+    factors, own: by rows, and what passes of these rows told. Factors without an own time come from elsewhere.
+    """
+
+    begin: float = 1.0
+    factors: dict[int, float] = field(default_factory=dict)
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=LAST))
+    own: dict[int, deque[float]] = field(default_factory=dict)
 
     @property
     def scale(self) -> float:
-        """Of recent passes, or as they began."""
-        return quarter_up(self.recent) if self.recent else self._begin
+        return _quarter_up(self.recent) if self.recent else self.begin
 
-    def between(self, rows: Any) -> Any:
-        """The factor of so many rows, from those of the nearest known ones."""
+    def factor(self, rows: Any) -> Any:
+        """The factors of numbers of rows, from those of the nearest known ones."""
         known = sorted(self.factors) or [1]
         return np.interp(rows, known, [self.factors.get(n, 1.0) for n in known])
 
-    def observe(self, rows: int, ratio: float, trial: bool) -> None:
-        """ratio: a pass's time, relative to the default."""
-        if not self.recent:
-            self._begin = ratio / float(self.between(rows))
-        own = self.own.get(rows)
-        if trial or not own or (len(own) < LAST == len(self.recent)):
-            own = self.own.setdefault(rows, deque(maxlen=LAST))
-            own.append(ratio / self.scale)
-            if (factor := quarter_up(own)) != self.factors.get(rows) or len(own) == 1:
-                self.factors[rows] = factor
-                self.shapes.clear()
-        if not trial:
-            self.recent.append(ratio / self.factors[rows])
+
+def _default(batch: int, rows: Any) -> Any:
+    return 1 + _ROW * (batch * rows - 1)
 
 
-@cache
 def _power(batch: int) -> int:
     """The nearest power of two."""
     below = 1 << (max(1, batch).bit_length() - 1)
     return below if batch * batch <= 2 * below * below else 2 * below
 
 
-class Stalls:
-    """The mean time of rounds beyond the usual time of their passes, because the machine is shared.
-
-    Some stalls come once in so many rounds, others once in so much work. So the mean is a line over the usual time of a
-    round: the regression of the stalls, drawn towards half and half where they tell little.
-    """
-
-    def __init__(self) -> None:
-        # Over recent rounds: their number, and sums of usual times u and stalls s: u, s, u*u, u*s, s*s.
-        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-
-    def observe(self, u: float, seconds: float) -> None:
-        """A round whose usual passes take u seconds took `seconds`."""
-        if 1e-9 < u < 1e9 and seconds == seconds:
-            s, k = min(max(seconds - u, -u), _LONGEST * u), 1 - 1 / _ROUNDS
-            n, a, b, uu, us, ss = self._sums
-            self._sums = (k * n + 1, k * a + u, k * b + s, k * uu + u * u, k * us + u * s, k * ss + s * s)
-
-    def __call__(self, usual: Sequence[float]) -> list[float]:
-        """The mean stall of rounds whose usual passes take so many seconds."""
-        n, u, s, uu, us, ss = self._sums
-        if s <= 0:
-            return [0.0] * len(usual)
-        u, s = u / n, s / n
-        most, noise = s / u, (ss / n - s * s) / n
-        slope = ((us / n - u * s) + 2 * noise / most) / (
-            (uu / n - u * u) + 4 * noise / most**2 + 1e-12 * u * u
-        )
-        slope = min(max(slope, 0.0), most)
-        return [n / (n + _FEW) * (s + slope * (each - u)) for each in usual]
+def _quarter_up(ratios: deque[float]) -> float:
+    """The value a quarter up, or the least of up to three."""
+    return sorted(ratios)[len(ratios) // 4]

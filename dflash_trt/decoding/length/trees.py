@@ -54,16 +54,19 @@ class Tree:
         if copied:
             heappush(self._heap, (-survival[0], 0, 0, -1, False, 1.0))
 
-    def grow(self, nodes: int, steps: Sequence[float] = (), rate: float = 0.0) -> None:
-        """Add nodes up to so many, while the next one's chance is worth its step in seconds, at this rate."""
+    def chance(self, node: int) -> float:
+        """P(a node is right), of a tree that has grown so far; 0 if there is none."""
+        self.grow(node + 1)
+        return self.chances[node] if node < len(self.chances) else 0.0
+
+    def grow(self, nodes: int) -> None:
+        """Add nodes up to so many."""
         heap, chances, said = self._heap, self.chances, self._said
         while heap and len(chances) < nodes:
-            if rate and -heap[0][0] < rate * steps[len(chances) - 1]:
-                return
             chance, place, parent, rank, off, before = heappop(heap)
             if rank < 0:
                 node = self._node(parent, self._text[place], 0.0, -chance)
-                if place + 1 < len(self._text):
+                if place + 1 < len(self._survival):
                     heappush(heap, (-self._survival[place + 1], place + 1, node, -1, False, -chance))
                 continue
             node = self._node(parent, self._candidates[place][rank], said[place][rank], -chance)

@@ -11,7 +11,7 @@ import pytest
 
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
 from dflash_trt.decoding.length.choice import Policies
-from dflash_trt.decoding.length.times import PassTimes, Stalls
+from dflash_trt.decoding.length.times import PassTimes
 from dflash_trt.decoding.params import RequestOptions
 
 KEPT = {1: {1: 1.0, 2: 1.25, 4: 1.75}, 4: {1: 2.0, 4: 3.5}}
@@ -62,7 +62,8 @@ def test_trials_correct_their_own_length_and_bound_others() -> None:
     assert times(1) == pytest.approx([1.0, 1.6, 1.675, 1.75], rel=0.01)
     for _ in range(2):
         times.observe(1, 3, 3.0, trial=True)
-    assert times(1) == pytest.approx([1.0, 1.6, 3.0, 3.0], rel=0.01)
+    assert times(1)[:3] == pytest.approx([1.0, 1.6, 3.0], rel=0.01)
+    assert times(1)[3] >= 3.0
 
 
 @pytest.mark.parametrize("trial", [False, True])
@@ -74,18 +75,6 @@ def test_a_stall_and_nonsense_are_no_usual_time(trial: bool, nonsense: float) ->
     before = times(1)
     times.observe(1, 2, nonsense, trial)
     assert times(1) == pytest.approx(before)
-
-
-def test_stalls_by_round_and_by_work_are_told_apart() -> None:
-    """Short and long rounds by turns. Without any stall, and before any round, there is none to expect."""
-    usual = np.array([1.0, 4.0])
-    for by_round, by_work in ((0.6, 0.0), (0.0, 0.3)):
-        rng, stalls = np.random.default_rng(0), Stalls()
-        assert stalls(usual.tolist()) == pytest.approx([0, 0])
-        for turn in range(800):
-            u = usual[turn % 2]
-            stalls.observe(u, u + (by_round + by_work * u) * rng.exponential())
-        assert stalls(usual.tolist()) == pytest.approx(by_round + by_work * usual, rel=0.2, abs=0.08)
 
 
 def test_times_are_kept_for_the_next_process(tmp_path: Path) -> None:
