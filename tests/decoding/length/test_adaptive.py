@@ -18,7 +18,7 @@ from dflash_trt.decoding.length.adaptive import AdaptiveLength
 from dflash_trt.decoding.length.policy import RoundDone
 from dflash_trt.decoding.length.times import PassTimes
 from dflash_trt.decoding.params import SamplingParams
-from tests.doubles.fake_engines import BLOCK, Pool, expected, request
+from tests.doubles.fake_engines import request
 from tests.doubles.simulation import (
     BEGINNINGS,
     DRAFTS,
@@ -260,26 +260,6 @@ def test_only_drafts_that_are_worth_their_rows_are_verified() -> None:
 def test_the_smallest_block() -> None:
     simulated = World(2, gpu, small_drafter, honest(2.0))
     assert simulated.run(simulated.controller(), 100)[:, 2].mean() > 1.8
-
-
-def test_in_the_scheduler_tokens_are_those_of_plain_decoding() -> None:
-    """The drafter's rows are complete whenever it is on; the pool checks this at every step."""
-    costs = {1: {1: 1.0, 2: 1.2, BLOCK: 2.0}}
-    for draft_cost in (0.01, 100.0):
-        pool = Pool(3, 6)
-        drafts = {1: {2: draft_cost, BLOCK: draft_cost}}
-        policy = AdaptiveLength(BLOCK, PassTimes(BLOCK, drafts), PassTimes(BLOCK, costs))
-        requests = [
-            request([1 + i, 2, 3], SamplingParams(max_tokens=50, temperature=0.5 * (i % 2), seed=i))
-            for i in range(9)
-        ]
-        for each in requests:
-            pool.scheduler.submit(each)
-        while not pool.scheduler.idle:
-            pool.scheduler.step(policy)
-            pool.check()
-        for i, each in enumerate(requests):
-            assert each.output[:50] == expected(each.prompt, each.params, i)
 
 
 @pytest.mark.parametrize("kept", [False, True])
