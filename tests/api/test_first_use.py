@@ -10,12 +10,11 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import pytest
 
 from dflash_trt import LLM, AsyncLLM, SamplingParams
 from dflash_trt.building.build import build
-from dflash_trt.errors import BundleError, DFlashError, RequestError
+from dflash_trt.errors import BundleError
 from dflash_trt.formats.precision import Precision
 
 
@@ -151,25 +150,6 @@ def test_an_event_loop_may_be_running_as_in_a_notebook() -> None:
     assert asyncio.run(one()) == expected
     asyncio.run(shared[0].close())
     assert repr(shared[0]).endswith(", closed)")
-
-
-def test_arguments_are_numpy_integers_too() -> None:
-    two, four = np.int64(2), np.uint8(4)
-    llm = LLM("tiny", max_batch_size=two)  # type: ignore[arg-type]
-    answer = llm.generate("12 + 7", SamplingParams(max_tokens=12, ignore_eos=True), block_length=four)  # type: ignore[call-overload]
-    assert answer.statistics.block_length_histogram[4]
-    assert all(type(count) is int for count in answer.statistics.block_length_histogram)
-    with pytest.raises(RequestError, match="block_length is 9, expected"):
-        llm.generate("12 + 7", block_length=np.int64(9))  # type: ignore[call-overload]
-    with pytest.raises(DFlashError, match="max_batch_size is 0, expected an integer, 1 or more"):
-        LLM("tiny", max_batch_size=np.int64(0))  # type: ignore[arg-type]
-
-
-def test_parameters_of_another_type_are_named() -> None:
-    with pytest.raises(
-        RequestError, match=r"sampling_params is \{'max_tokens': 4\}, expected a SamplingParams"
-    ):
-        LLM("tiny", max_batch_size=1).generate("12 + 7", {"max_tokens": 4})  # type: ignore[call-overload]
 
 
 def test_fields_of_sampling_params_given_to_a_call_are_answered_with_how_to_give_them() -> None:

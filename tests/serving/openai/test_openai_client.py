@@ -235,25 +235,6 @@ def test_a_response_has_the_text_of_a_chat_whole_and_in_events(server: Server) -
     assert len(deltas) > 3
 
 
-def test_a_response_calls_functions_and_takes_their_results(server: Server) -> None:
-    parameters = {"amount": "integer", "from": "string", "to": "string"}
-    tool = {"type": "function", "name": "convert_money", "parameters": parameters}
-    tool["description"] = "Convert an amount of money"
-    question = {"role": "user", "content": "Convert 130 euros to dollars."}
-    made = server.openai.responses.create(model="tiny", input=[question], tools=[tool], max_output_tokens=80)
-    (call,) = made.output
-    assert (call.type, call.name, json.loads(call.arguments)["amount"]) == (
-        "function_call",
-        "convert_money",
-        130,
-    )
-    result = {"type": "function_call_output", "call_id": call.call_id, "output": "141 dollars"}
-    again = server.openai.responses.create(
-        model="tiny", input=[question, call.model_dump(exclude_none=True), result], max_output_tokens=20
-    )
-    assert again.output_text
-
-
 def test_rounds_show_the_accepted_drafts(server: Server) -> None:
     chunks = server.events(CHATS, messages=QUESTION, max_tokens=60, return_rounds=True)
     choices = [chunk["choices"][0] for chunk in chunks]
