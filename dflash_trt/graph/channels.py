@@ -13,28 +13,26 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from dflash_trt.checkpoint.linears import StoredLinear
 from dflash_trt.graph import MICROSOFT_DOMAIN
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
-from dflash_trt.graph.quantized import prepared, split_rows
+from dflash_trt.graph.quantized import QuantizedLinear, prepared, split_rows
 
 OPERATOR = "INT8ChannelLinear"
 _STEP = 1 / 127  # of the high byte, for a row whose largest magnitude is 1
 _FINER = 1 / 256  # the low byte's step, in steps of the high byte
 
 
-def onnxruntime_channels(
-    g: GraphBuilder, x: ir.Value, stored: StoredLinear, folder: str, bias: ir.Value | None, name: str
-) -> ir.Value:
+def onnxruntime_channels(g: GraphBuilder, x: ir.Value, layer: QuantizedLinear) -> ir.Value:
     """A layer with one scale for each output, x in float32."""
+    stored, folder, bias = layer.stored, layer.folder, layer.bias
     scale = g.raw_weight(stored.scale, folder)
     assert scale.dtype is not None
-    with g.scope(name):
+    with g.scope(layer.name):
         if stored.pre_quant_scale is not None:
             x = prepared(g, x, None, g.raw_weight(stored.pre_quant_scale, folder), FLOAT)
         scale = g.cast(g.reinterpret(scale, scale.dtype, stored.scale.shape[:1]), FLOAT, name="scale")
-    (y,) = g.call(_body(), x, g.raw_weight(stored.weight, folder), scale, name=name)
-    return y if bias is None else g.op("Add", y, bias, name=f"{name}/biased")
+    (y,) = g.call(_body(), x, g.raw_weight(stored.weight, folder), scale, name=layer.name)
+    return y if bias is None else g.op("Add", y, bias, name=f"{layer.name}/biased")
 
 
 def _body() -> ir.Function:

@@ -11,10 +11,10 @@ from typing import Any
 
 import onnx_ir as ir
 
-from dflash_trt.checkpoint.linears import StoredLinear
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.delta_net import DeltaKind, causal_conv
 from dflash_trt.graph.experts import Experts, Storage
+from dflash_trt.graph.quantized import QuantizedLinear
 from dflash_trt.graph.quantized_experts import ExpertLayer
 
 # Extra key columns that carry the sink; eight keep the rows aligned.
@@ -149,29 +149,12 @@ class Dialect(ABC):
         """`MoE` for weights in this storage. widened_bytes: of all experts of the model in float32."""
 
     @abstractmethod
-    def quantized_linear(
-        self,
-        g: GraphBuilder,
-        x: ir.Value,
-        stored: StoredLinear,
-        folder: str,
-        bias: ir.Value | None,
-        *,
-        name: str,
-        widened_bytes: int,
-    ) -> ir.Value:
-        """x [rows, in] through a layer whose weights are in `folder`; see quantized.py.
-
-        widened_bytes: bytes of all quantized linear layers of the checkpoint in float32.
-        """
+    def quantized_linear(self, g: GraphBuilder, x: ir.Value, layer: QuantizedLinear) -> ir.Value:
+        """x [rows, in] through a layer; see quantized.py."""
 
     @abstractmethod
     def quantized_experts(
-        self,
-        g: GraphBuilder,
-        x: ir.Value,
-        router: ir.Value,
-        layer: ExpertLayer,
+        self, g: GraphBuilder, x: ir.Value, router: ir.Value, layer: ExpertLayer
     ) -> ir.Value:
         """x [rows, D], router logits [rows, E] in float32 -> [rows, D]; see quantized_experts.py."""
 

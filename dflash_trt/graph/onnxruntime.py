@@ -35,12 +35,9 @@ MoE: see experts.py. FP8Linear and the like: see quantized.py. QuantizedExperts:
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import onnx_ir as ir
 
-from dflash_trt.checkpoint.linears import StoredLinear
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.channels import onnxruntime_channels
 from dflash_trt.graph.delta_net import DeltaKind, causal_conv, onnxruntime_delta
@@ -53,7 +50,13 @@ from dflash_trt.graph.dialect import (
     mask_name,
 )
 from dflash_trt.graph.experts import Storage, onnxruntime_moe
-from dflash_trt.graph.quantized import INPUTS, kind_of, onnxruntime_integers, onnxruntime_linear, tensors
+from dflash_trt.graph.quantized import (
+    INPUTS,
+    QuantizedLinear,
+    onnxruntime_integers,
+    onnxruntime_linear,
+    tensors,
+)
 from dflash_trt.graph.quantized_experts import ExpertLayer, onnxruntime_experts, onnxruntime_inputs
 
 # Up to this size all experts are widened to float32 as the engine loads (its peak then is four times that); beyond it,
@@ -164,36 +167,22 @@ class OnnxRuntime(Dialect):
         resident = widened_bytes <= RESIDENT_EXPERT_BYTES
         return onnxruntime_moe(storage, weight_dtype, biased=biased, resident=resident)
 
-    def quantized_linear(
-        self,
-        g: GraphBuilder,
-        x: ir.Value,
-        stored: StoredLinear,
-        folder: str,
-        bias: ir.Value | None,
-        *,
-        name: str,
-        widened_bytes: int,
-    ) -> ir.Value:
+    def quantized_linear(self, g: GraphBuilder, x: ir.Value, layer: QuantizedLinear) -> ir.Value:
         """A product of integers where the weights are integers, and otherwise one in float32."""
-        if stored.in_blocks:
-            return onnxruntime_integers(g, x, stored, folder, bias, name)
-        if stored.per_channel:
-            return onnxruntime_channels(g, x, stored, folder, bias, name)
-        inputs = tensors(g, stored, folder, packed_as_bytes=True)
-        if bias is not None:
-            inputs["bias"] = bias
-        kind, resident = kind_of(stored, biased=bias is not None), widened_bytes <= RESIDENT_LINEAR_BYTES
-        body = onnxruntime_linear(kind, inputs, self.dtype, resident=resident)
-        (y,) = g.call(body, x, *(inputs[n] for n in INPUTS if n in inputs), name=name)
+        if layer.stored.in_blocks:
+            return onnxruntime_integers(g, x, layer)
+        if layer.stored.per_channel:
+            return onnxruntime_channels(g, x, layer)
+        inputs = tensors(g, layer.stored, layer.folder, packed_as_bytes=True)
+        if layer.bias is not None:
+            inputs["bias"] = layer.bias
+        resident = layer.widened_bytes <= RESIDENT_LINEAR_BYTES
+        body = onnxruntime_linear(layer.kind, inputs, self.dtype, resident=resident)
+        (y,) = g.call(body, x, *(inputs[n] for n in INPUTS if n in inputs), name=layer.name)
         return y
 
     def quantized_experts(
-        self,
-        g: GraphBuilder,
-        x: ir.Value,
-        router: ir.Value,
-        layer: ExpertLayer,
+        self, g: GraphBuilder, x: ir.Value, router: ir.Value, layer: ExpertLayer
     ) -> ir.Value:
         """A loop over the experts that some row chose, in float32."""
         stacks = layer.stacks.values()
@@ -306,11 +295,8 @@ def _attend(
         end = g.op("Add", a.origin, g.dim(a.mask, 3, name="seen"), name="end")
         k, v = (g.slice(u, a.origin, end, axis=1, name="in_use") for u in updated)
 
-    default = kind.scale is None and places is None
-    attributes: dict[str, Any] = {} if default else {"scale": kind.factor}
-
     def attend(g: GraphBuilder, q: ir.Value, heads: int) -> ir.Value:
-        return g.op("Attention", q, k, v, a.mask, q_num_heads=heads, kv_num_heads=n, **attributes)
+        return g.op("Attention", q, k, v, a.mask, q_num_heads=heads, kv_num_heads=n, scale=kind.factor)
 
     if group == 1:
         times = g.op("Where", a.few, g.constant([1, 2, 1]), g.constant([1, 1, 1]), name="times")

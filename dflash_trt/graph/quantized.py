@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -65,6 +66,25 @@ def kind_of(stored: StoredLinear, *, biased: bool) -> LinearKind:
         zero_term=stored.zero_term is not None,
         ordered=stored.order is not None,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedLinear:
+    """A layer as `stored`, with its weights in `folder` and a bias [out] in the graph's dtype.
+
+    widened_bytes: bytes of all quantized linear layers of the checkpoint in float32.
+    """
+
+    name: str
+    stored: StoredLinear
+    folder: str
+    bias: ir.Value | None = None
+    widened_bytes: int = 0
+
+    @property
+    def kind(self) -> LinearKind:
+        """The traits that its body depends on."""
+        return kind_of(self.stored, biased=self.bias is not None)
 
 
 def tensors(
@@ -179,18 +199,17 @@ def onnxruntime_linear(
     return g.function()
 
 
-def onnxruntime_integers(
-    g: GraphBuilder, x: ir.Value, stored: StoredLinear, folder: str, bias: ir.Value | None, name: str
-) -> ir.Value:
+def onnxruntime_integers(g: GraphBuilder, x: ir.Value, layer: QuantizedLinear) -> ir.Value:
     """A layer in blocks, x in float32, by ONNX Runtime's own product of integers.
 
     It rounds every row of x to eight bits, 32 numbers at a time, and adds in integers: a row does not depend on others.
     Scales and zero points of larger groups are repeated for their blocks, which the engine does as it loads.
     """
+    stored, folder, bias = layer.stored, layer.folder, layer.bias
     rows, blocks, block_bytes = stored.weight.shape
     bits, repeats = 8 * block_bytes // BLOCK, blocks // stored.scale.shape[1]
     zeros = None
-    with g.scope(name):
+    with g.scope(layer.name):
         order, smooth = (
             None if info is None else g.raw_weight(info, folder)
             for info in (stored.order, stored.pre_quant_scale)
@@ -208,7 +227,7 @@ def onnxruntime_integers(
     y = g.op(
         "MatMulNBits",
         *inputs,
-        name=name,
+        name=layer.name,
         domain=MICROSOFT_DOMAIN,
         K=blocks * BLOCK,
         N=rows,
@@ -218,7 +237,7 @@ def onnxruntime_integers(
     )
     if stored.zero_term is None:
         return y
-    with g.scope(name):
+    with g.scope(layer.name):
         return _with_zeros(g, y, x, g.raw_weight(stored.zero_term, folder))
 
 
@@ -285,19 +304,17 @@ def input_scale(g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value
     return g.constant(LOWERINGS[kind.scheme].unit_input_scale, np.float32)
 
 
-def tensorrt_linear(
-    g: GraphBuilder, x: ir.Value, stored: StoredLinear, folder: str, bias: ir.Value | None, name: str
-) -> ir.Value:
+def tensorrt_linear(g: GraphBuilder, x: ir.Value, layer: QuantizedLinear) -> ir.Value:
     """The layer for TensorRT and TensorRT-RTX, strongly typed, in the graph's dtype, BFLOAT16 or FLOAT16.
 
     It is written out in the graph itself. TensorRT refuses the quantizing layers of a function that is called twice,
     because of their names. Inside a function it also takes MXFP4's exponents for numbers. Scales of E4M3 numbers are
     float32, scales of blocks have the graph's dtype: the builder refuses other types.
     """
-    kind = kind_of(stored, biased=bias is not None)
-    inputs = tensors(g, stored, folder, packed_as_bytes=False)
+    kind, bias = layer.kind, layer.bias
+    inputs = tensors(g, layer.stored, layer.folder, packed_as_bytes=False)
     factor: ir.Value | None = None
-    with g.scope(name):
+    with g.scope(layer.name):
         given = x = prepared(g, x, inputs.get("order"), inputs.get("pre_quant_scale"), g.dtype)
         if kind.activations == "row":
             x, factor = split_rows(g, g.op("Cast", x, name="x_float", to=int(FLOAT)))

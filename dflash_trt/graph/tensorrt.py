@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from dflash_trt.checkpoint.linears import StoredLinear
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.delta_net import DeltaKind
 from dflash_trt.graph.dialect import (
@@ -24,7 +23,7 @@ from dflash_trt.graph.dialect import (
 )
 from dflash_trt.graph.experts import Storage, declared
 from dflash_trt.graph.lowering.base import TRT_DOMAIN
-from dflash_trt.graph.quantized import tensorrt_linear
+from dflash_trt.graph.quantized import QuantizedLinear, tensorrt_linear
 from dflash_trt.graph.quantized_experts import ExpertLayer
 from dflash_trt.graph.tensorrt_experts import quantized_experts, router_shares, shared
 
@@ -120,25 +119,11 @@ class TensorRT(Dialect):
         a.output(g.op("Slice", y, *map(g.constant, ([0], [head_dim], [3])), name="without_sink"), *caches)
         return g.function()
 
-    def quantized_linear(
-        self,
-        g: GraphBuilder,
-        x: ir.Value,
-        stored: StoredLinear,
-        folder: str,
-        bias: ir.Value | None,
-        *,
-        name: str,
-        widened_bytes: int,
-    ) -> ir.Value:
-        return tensorrt_linear(g, x, stored, folder, bias, name)
+    def quantized_linear(self, g: GraphBuilder, x: ir.Value, layer: QuantizedLinear) -> ir.Value:
+        return tensorrt_linear(g, x, layer)
 
     def quantized_experts(
-        self,
-        g: GraphBuilder,
-        x: ir.Value,
-        router: ir.Value,
-        layer: ExpertLayer,
+        self, g: GraphBuilder, x: ir.Value, router: ir.Value, layer: ExpertLayer
     ) -> ir.Value:
         with g.scope("experts"):
             return quantized_experts(g, x, router, layer)

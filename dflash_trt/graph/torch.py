@@ -23,13 +23,12 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from dflash_trt.checkpoint.linears import StoredLinear
 from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.delta_net import DeltaInputs, DeltaKind
 from dflash_trt.graph.dialect import AttentionInputs, AttentionKind, ranges
 from dflash_trt.graph.experts import Storage, activated, declared
 from dflash_trt.graph.lowering import LOWERINGS
-from dflash_trt.graph.quantized import input_scale, kind_of, prepared, split_rows
+from dflash_trt.graph.quantized import QuantizedLinear, input_scale, prepared, split_rows
 from dflash_trt.graph.quantized_experts import (
     ExpertLayer,
     Projection,
@@ -98,26 +97,16 @@ class Torch(TensorRT):
         a.output(y, k, v)
         return g.function()
 
-    def quantized_linear(
-        self,
-        g: GraphBuilder,
-        x: ir.Value,
-        stored: StoredLinear,
-        folder: str,
-        bias: ir.Value | None,
-        *,
-        name: str,
-        widened_bytes: int,
-    ) -> ir.Value:
+    def quantized_linear(self, g: GraphBuilder, x: ir.Value, layer: QuantizedLinear) -> ir.Value:
         """A product with the weight, its input rounded as the format does."""
-        kind = kind_of(stored, biased=bias is not None)
+        stored, bias, kind = layer.stored, layer.bias, layer.kind
         lowering = LOWERINGS[kind.scheme]
 
         def raw(part: str) -> ir.Value | None:
             info = getattr(stored, part)
-            return None if info is None else g.raw_weight(info, folder)
+            return None if info is None else g.raw_weight(info, layer.folder)
 
-        with g.scope(name):
+        with g.scope(layer.name):
             weight = _own(
                 *(g, "Widened", raw("weight"), raw("scale"), raw("global_scale"), raw("zero_term")),
                 codes=_CODES[kind.scheme],
@@ -145,11 +134,7 @@ class Torch(TensorRT):
             return y if bias is None else g.op("Add", y, bias, name="with_bias")
 
     def quantized_experts(
-        self,
-        g: GraphBuilder,
-        x: ir.Value,
-        router: ir.Value,
-        layer: ExpertLayer,
+        self, g: GraphBuilder, x: ir.Value, router: ir.Value, layer: ExpertLayer
     ) -> ir.Value:
         """Products of pairs of a row and one of its experts; written out in the graph."""
         with g.scope("experts"):

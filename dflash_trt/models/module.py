@@ -16,6 +16,7 @@ from dflash_trt.errors import CheckpointError
 from dflash_trt.formats.base import FLOAT_DTYPES
 from dflash_trt.graph.builder import FLOAT, ONNX_DTYPES, GraphBuilder
 from dflash_trt.graph.dialect import Dialect
+from dflash_trt.graph.quantized import QuantizedLinear
 
 Shaped = Callable[[ir.Value, int], ir.Value]
 
@@ -171,9 +172,10 @@ class Module:
 
     def _quantized(self, x: ir.Value, name: str, stored: StoredLinear, bias: ir.Value | None) -> ir.Value:
         self.used.update(info.name for info in stored.tensors)
-        return self.dialect.quantized_linear(
-            self.g, x, stored, self.folder, bias, name=name, widened_bytes=self._widened_bytes
+        layer = QuantizedLinear(
+            name=name, stored=stored, folder=self.folder, bias=bias, widened_bytes=self._widened_bytes
         )
+        return self.dialect.quantized_linear(self.g, x, layer)
 
     def rms_norm(self, x: ir.Value, name: str | None, size: int, epsilon: float) -> ir.Value:
         """RMSNorm over the last axis, of length `size`, in float32. `name`: of its weights; None: it has none."""

@@ -19,6 +19,7 @@ from dflash_trt.engines.onnxruntime.products import bytes_are_exact, channels_pa
 from dflash_trt.formats.int8 import PER_CHANNEL, quantize_int8
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.onnxruntime import OnnxRuntime
+from dflash_trt.graph.quantized import QuantizedLinear
 from dflash_trt.hardware import has_amx_int8
 from dflash_trt.quantization.repack import has_blocks, in_blocks
 from tests.doubles import sessions
@@ -51,7 +52,9 @@ def session(checkpoint: Checkpoint, threads: int = 1) -> ort.InferenceSession:
     assert stored.per_channel
     g = GraphBuilder("test")
     x, bias = g.input("x", FLOAT, ["rows", IN]), g.raw_weight(checkpoint["l.bias"], ".")
-    y = OnnxRuntime().quantized_linear(g, x, stored, ".", bias, name="linear", widened_bytes=0)
+    y = OnnxRuntime().quantized_linear(
+        g, x, QuantizedLinear(name="linear", stored=stored, folder=".", bias=bias)
+    )
     g.output(y, "y", FLOAT, ["rows", OUT])
     path = checkpoint.directory / "model.onnx"
     ir.save(g.model(), path)

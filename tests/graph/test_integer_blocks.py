@@ -23,6 +23,7 @@ from dflash_trt.formats.base import BLOCK
 from dflash_trt.formats.numbers import unpack_pairs
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.onnxruntime import OnnxRuntime
+from dflash_trt.graph.quantized import QuantizedLinear
 from dflash_trt.quantization.repack import has_blocks, in_blocks, int4_by_row
 from tests.doubles import sessions
 from tests.doubles.checkpoints import write_json
@@ -63,7 +64,9 @@ def session(checkpoint: Checkpoint, *, biased: bool = False, threads: int = 1) -
     g = GraphBuilder("test")
     x = g.input("x", FLOAT, ["rows", IN])
     bias = g.raw_weight(checkpoint["l.bias"], ".") if biased else None
-    y = OnnxRuntime().quantized_linear(g, x, stored, ".", bias, name="linear", widened_bytes=0)
+    y = OnnxRuntime().quantized_linear(
+        g, x, QuantizedLinear(name="linear", stored=stored, folder=".", bias=bias)
+    )
     g.output(y, "y", FLOAT, ["rows", OUT])
     path = checkpoint.directory / "model.onnx"
     ir.save(g.model(), path)

@@ -27,6 +27,7 @@ from dflash_trt.errors import CheckpointError
 from dflash_trt.formats.precision import Precision
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.onnxruntime import OnnxRuntime
+from dflash_trt.graph.quantized import QuantizedLinear
 from dflash_trt.quantization.repack import in_blocks, int4_by_row
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.compressed import compressed
@@ -195,7 +196,7 @@ def test_inputs_are_rounded_as_compressed_tensors_rounds_them(
     assert stored is not None
     g, x = GraphBuilder("layer"), torch.randn(9, 128, generator=torch.Generator().manual_seed(0))
     y = OnnxRuntime().quantized_linear(
-        g, g.input("x", FLOAT, ["rows", 128]), stored, ".", None, name="up", widened_bytes=0
+        g, g.input("x", FLOAT, ["rows", 128]), QuantizedLinear(name="up", stored=stored, folder=".")
     )
     g.output(y, "y", FLOAT, ["rows", 256])
     ir.save(g.model(), tmp_path / "q" / "layer.onnx")

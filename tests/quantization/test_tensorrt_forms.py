@@ -28,6 +28,7 @@ from dflash_trt.formats.base import Algorithm
 from dflash_trt.formats.numbers import E4M3, E8M0
 from dflash_trt.formats.precision import parse_precision
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
+from dflash_trt.graph.quantized import QuantizedLinear
 from dflash_trt.graph.quantized_experts import ExpertLayer, Projection, Stack
 from dflash_trt.graph.tensorrt import TensorRT
 from dflash_trt.quantization.convert import quantize
@@ -169,7 +170,9 @@ def graph(stored: StoredLinear, dtype: ir.DataType, columns: int, times: int = 1
     g = GraphBuilder("test", dtype=dtype)
     x = g.input("x", dtype, ["R", columns])
     for i in range(times):
-        x = TensorRT(dtype).quantized_linear(g, x, stored, ".", None, name=f"layer{i}", widened_bytes=0)
+        x = TensorRT(dtype).quantized_linear(
+            g, x, QuantizedLinear(name=f"layer{i}", stored=stored, folder=".")
+        )
     g.output(x, "y", dtype, ["R", stored.weight.shape[0]])
     return g
 

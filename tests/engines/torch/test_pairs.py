@@ -27,6 +27,7 @@ from dflash_trt.engines.torch.operators import OPERATORS
 from dflash_trt.engines.torch.program import Graph
 from dflash_trt.formats.precision import Precision
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
+from dflash_trt.graph.quantized import QuantizedLinear
 from dflash_trt.graph.torch import Torch
 from dflash_trt.quantization import repack
 from dflash_trt.reports.checks import Checks
@@ -248,9 +249,8 @@ def test_a_layer_in_fewer_bits_is_that_of_numpy(tmp_path: Path, algorithm: str) 
 def _of_layer(place: Path, dtype: ir.DataType, checkpoint: Checkpoint, stored: Any, folder: str) -> Graph:
     g = GraphBuilder("test", dtype=dtype)
     bias = g.cast(g.raw_weight(checkpoint["l.bias"], folder), dtype)
-    y = Torch(dtype).quantized_linear(
-        *(g, g.input("x", dtype, ["rows", 256]), stored, folder, bias), name="linear", widened_bytes=0
-    )
+    layer = QuantizedLinear(name="linear", stored=stored, folder=folder, bias=bias)
+    y = Torch(dtype).quantized_linear(g, g.input("x", dtype, ["rows", 256]), layer)
     g.output(y, "y", dtype, ["rows", 48])
     ir.save(g.model(), place / "model.onnx")
     return Graph(place / "model.onnx", torch.device("cpu"))
