@@ -75,6 +75,10 @@ class Dialect(ABC):
     def __init__(self, dtype: ir.DataType = FLOAT) -> None:
         self.dtype = dtype
 
+    def finished(self, model: ir.Model) -> ir.Model:
+        """A model's graph with this engine's own nodes in place of several."""
+        return model
+
     def cache_sizes(self, head_dim: int, *, sinks: bool) -> tuple[int, int]:
         """Row sizes of the key and the value cache of a head."""
         return (head_dim + SINK_PADDING if sinks else head_dim), head_dim

@@ -83,7 +83,7 @@ def build_target(
     g.output(logits, "logits", FLOAT, ["B", "R", vocab])
     g.output(accepted, "accepted", INT64, ["B"])
     g.output(next_token, "next_token", INT64, ["B"])
-    return g.model()
+    return dialect.finished(g.model())
 
 
 def _pass(

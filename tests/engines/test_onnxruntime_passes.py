@@ -16,6 +16,8 @@ from dflash_trt.engines.onnxruntime.caches import STEP, CachePool
 from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
 from dflash_trt.errors import BundleError
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
+from dflash_trt.graph.dialect import Dialect
+from dflash_trt.graph.onnxruntime import OnnxRuntime
 
 PASS, PROMPT, PREFIX = 16, 70, 37
 
@@ -46,6 +48,22 @@ def test_passes_of_a_prompt_end_at_multiples_and_keep_its_bits(
     assert again.statistics.num_cached_tokens == PREFIX
     assert [start for start, _ in passes] == [PREFIX, 48, 64]
     assert sum(count for _, count in passes) == PROMPT - PREFIX
+
+
+def test_the_residual_sum_and_the_norm_of_it_are_one_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One for each half of a layer, but for the very first norm. The numbers are those of the two nodes."""
+    logits, nodes = [], []
+    for name in ("joined", "apart"):
+        bundle = build("tiny", None, tmp_path / name, max_seq_len=256)
+        graph = ir.load(bundle.path / "target.onnx").graph
+        nodes.append([node.op_type for node in graph].count("SkipSimplifiedLayerNormalization"))
+        with LLM(bundle.path, threads=1) as llm:
+            logits.append(llm.logits(list(range(10, 60))))
+        monkeypatch.setattr(OnnxRuntime, "finished", Dialect.finished)
+    assert nodes == [2 * bundle.manifest["target"]["num_hidden_layers"] - 1, 0]
+    np.testing.assert_allclose(*logits, rtol=0, atol=1e-3)
 
 
 SLOTS, CAPACITY, WIDTHS = 4, 500, {"k_cache.0": (3, np.float32), "v_cache.0": (2, np.float32)}

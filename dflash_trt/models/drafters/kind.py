@@ -111,7 +111,7 @@ class DrafterPass:
         named: list[int | str] = ["B", "K-1", width]
         g.output(g.op("Reshape", tokens, shape), "draft_tokens", INT64, named)
         g.output(g.op("Reshape", logprobs, shape), "draft_logprobs", FLOAT, named)
-        return g.model()
+        return self.parts.dialect.finished(g.model())
 
 
 def best_candidates(g: GraphBuilder, logits: ir.Value, width: int) -> tuple[ir.Value, ir.Value]:
