@@ -148,6 +148,10 @@ def test_against_numpy(storage: str, biased: bool, resident: bool) -> None:
         for rows in (1, 5, 33):
             x = rng.normal(0, 2, (rows, HIDDEN)).astype(np.float32)
             router = rng.normal(0, 3, (rows, EXPERTS)).astype(np.float32)
+            if rows == 5:  # logits far apart, large, and one that leaves nothing to the others
+                router[1] *= 1e4
+                router[2] += 1e4
+                router[3, 5] = 1e30
             (y,) = run.run(None, {"x": x, "router": router})
             assert_close(y, layer.reference(x, router, k, settings))
 
@@ -190,18 +194,6 @@ def test_what_a_row_gets_does_not_depend_on_the_others(resident: bool) -> None:
         for row in range(len(x)):
             (alone,) = run.run(None, {"x": x[row : row + 1], "router": router[row : row + 1]})
             np.testing.assert_allclose(together[row], alone[0], atol=1e-5)
-
-
-@LOAD
-def test_extreme_router_logits(resident: bool) -> None:
-    layer, rng = Layer("float32"), np.random.default_rng(4)
-    x = rng.normal(size=(4, HIDDEN)).astype(np.float32)
-    router = rng.normal(size=(4, EXPERTS)).astype(np.float32)
-    router[1] *= 1e4
-    router[2] += 1e4
-    router[3, 5] = 1e30
-    (y,) = layer.session(resident=resident, k=3).run(None, {"x": x, "router": router})
-    assert_close(y, layer.reference(x, router, 3))
 
 
 def test_mxfp4_widens_exactly() -> None:
@@ -251,22 +243,6 @@ def test_extreme_scales(resident: bool) -> None:
     assert np.isnan(y[2]).all()
     keep = [0, 1, 3]
     assert_close(y[keep], layer.reference(x[keep], router[keep], k))
-
-
-@pytest.mark.parametrize("storage", STORAGES)
-def test_experts_that_stay_are_widened_once(storage: str, tmp_path: Path) -> None:
-    """At load time. A pass then only chooses rows and runs the operator, and the stored weights are gone."""
-    layer = Layer(storage)
-    profile = {"enable_profiling": True, "profile_file_prefix": str(tmp_path / "profile")}
-    run = layer.session(resident=True, **profile, optimized_model_filepath=str(tmp_path / "optimized.onnx"))
-    run.run(
-        None, {"x": np.ones((1, HIDDEN), np.float32), "router": routes(1, 3, 3, np.random.default_rng(6))}
-    )
-    operators = [event["args"]["op_name"] for event in executed(run)]
-    assert operators.count("MoE") == 1
-    assert not {"Cast", "Mul"} & {*operators}
-    graph = onnx.load(tmp_path / "optimized.onnx").graph
-    assert {i.data_type for i in graph.initializer if len(i.dims) > 1} == {onnx.TensorProto.FLOAT}
 
 
 MAKERS = {

@@ -1,4 +1,6 @@
-"""Layers in blocks of integers on ONNX Runtime: the same numbers as on disk, and rows that depend on no other row."""
+"""Layers of integers on ONNX Runtime, in blocks or with one scale for each output: the same numbers as on disk, and
+rows that depend on no other row.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +13,23 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
+from dflash_trt import hardware
 from dflash_trt.bundle.workspace import silent
 from dflash_trt.checkpoint import gguf_blocks
 from dflash_trt.checkpoint.layouts import parameters_of
 from dflash_trt.checkpoint.linears import stored_linear
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.checkpoint.widening import widen
-from dflash_trt.engines.onnxruntime.products import fewest_rows
+from dflash_trt.engines.onnxruntime import products
+from dflash_trt.engines.onnxruntime.products import bytes_are_exact, channels_pay, fewest_rows
 from dflash_trt.formats import FORMATS
 from dflash_trt.formats.base import BLOCK
+from dflash_trt.formats.int8 import PER_CHANNEL, quantize_int8
 from dflash_trt.formats.numbers import unpack_pairs
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.onnxruntime import OnnxRuntime
 from dflash_trt.graph.quantized import QuantizedLinear
+from dflash_trt.hardware import has_amx_int8
 from dflash_trt.quantization.repack import has_blocks, in_blocks, int4_by_row
 from tests.doubles import sessions
 from tests.doubles.checkpoints import write_json
@@ -31,7 +37,13 @@ from tests.doubles.quantized_checkpoints import INT4_GROUP, encoded, write_quant
 
 IN, OUT = 192, 80
 ALGORITHMS = ["W8A16", "W4A16_AWQ", "W4A16_MXFP4"]
+CHANNELS = PER_CHANNEL.name
 GGUF = ["Q4_0", "Q4_1", "Q8_0"]  # what the library `gguf` writes of the types that are read as stored
+
+
+exact_bytes = pytest.mark.skipif(
+    not bytes_are_exact(), reason="this processor's sums of products of bytes saturate"
+)
 
 
 def write(folder: Path, algorithm: str, *, extras: bool = False) -> Checkpoint:
@@ -39,7 +51,11 @@ def write(folder: Path, algorithm: str, *, extras: bool = False) -> Checkpoint:
     w = random.standard_t(3, (OUT, IN)).astype(np.float32)
     w[7] = 0
     found: dict[str, Any]
-    if algorithm in GGUF:
+    if algorithm == CHANNELS:
+        w[8] = np.abs(w[8]).max()  # with the largest input, sums that saturate in 16 bits
+        codes, scales = quantize_int8(w, IN)
+        found = {"l.weight": codes, "l.weight_scale": scales}
+    elif algorithm in GGUF:
         data = gguf.quantize(w + 0.1, gguf.GGMLQuantizationType[algorithm])
         found = {f"l.{end}": array for end, array in gguf_blocks.pieces(algorithm, data).items()}
     else:
@@ -60,7 +76,7 @@ def write(folder: Path, algorithm: str, *, extras: bool = False) -> Checkpoint:
 def session(checkpoint: Checkpoint, *, biased: bool = False, threads: int = 1) -> ort.InferenceSession:
     stored = stored_linear(checkpoint, "l", IN, OUT)
     assert stored is not None
-    assert stored.in_blocks
+    assert stored.in_blocks or stored.per_channel
     g = GraphBuilder("test")
     x = g.input("x", FLOAT, ["rows", IN])
     bias = g.raw_weight(checkpoint["l.bias"], ".") if biased else None
@@ -153,15 +169,15 @@ def test_product_is_that_of_inputs_in_eight_bits(tmp_path: Path, algorithm: str)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("algorithm", ALGORITHMS + GGUF)
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS, *GGUF, pytest.param(CHANNELS, marks=exact_bytes)])
 def test_a_row_does_not_depend_on_other_rows(tmp_path: Path, algorithm: str, threads: int) -> None:
     """Bit for bit: drafting must not change the tokens."""
     original = write(tmp_path / "l", algorithm)
-    found = as_blocks(original, tmp_path / "blocks")
+    found = original if algorithm == CHANNELS else as_blocks(original, tmp_path / "blocks")
     run = session(found, threads=threads)
     x = np.random.default_rng(1).standard_t(3, (64, IN)).astype(np.float32)
     whole = run.run(None, {"x": x})[0]
-    least = fewest_rows(8 if found.tensors["l.weight"].shape[2] == BLOCK else 4)
+    least = fewest_rows(4 if found.tensors["l.weight"].shape[-1] == BLOCK // 2 else 8)
     assert least is not None
     for rows in (least, 2, 3, 4, 7, 8, 9, 16, 17, 33):
         for first in range(0, 64 - rows, 7):
@@ -182,3 +198,55 @@ def test_other_formats_have_no_blocks(tmp_path: Path) -> None:
     checkpoint = write(tmp_path / "l", "NVFP4")
     assert FORMATS["nvfp4"].integer_bits is None
     assert not has_blocks(checkpoint)
+
+
+@exact_bytes
+def test_inputs_have_sixteen_bits(tmp_path: Path) -> None:
+    """Eight would leave an error of a hundredth."""
+    checkpoint = write(tmp_path / "l", CHANNELS, extras=True)
+    stored = stored_linear(checkpoint, "l", IN, OUT)
+    assert stored is not None
+    x = np.random.default_rng(1).standard_t(3, (6, IN)).astype(np.float32)
+    x[2], x[3], x[4] = 1e-20 * x[2], 0, 3
+    y = np.asarray(session(checkpoint, biased=True).run(None, {"x": x})[0])
+    smoothed = x.astype(np.float64) * checkpoint.array("l.pre_quant_scale")
+    product = smoothed @ widen(checkpoint, stored).astype(np.float64).T
+    bias = checkpoint.array("l.bias")
+    norms = np.linalg.norm(product, axis=1)
+    assert (np.linalg.norm(y - product - bias, axis=1) <= 3e-4 * norms + 1e-5).all()
+
+
+def test_blocks_of_channels_are_the_same_numbers(tmp_path: Path) -> None:
+    original = write(tmp_path / "l", CHANNELS)
+    assert has_blocks(original)
+    assert not has_blocks(original, channels=True)
+    found = Checkpoint(in_blocks(original, tmp_path / "blocks", silent))
+    before, after = stored_linear(original, "l", IN, OUT), stored_linear(found, "l", IN, OUT)
+    assert before is not None
+    assert after is not None
+    np.testing.assert_array_equal(widen(original, before), widen(found, after))
+
+
+def test_channels_are_for_processors_with_amx_whose_sums_are_exact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "cpuinfo"
+    monkeypatch.setattr(hardware, "Path", lambda path: info)
+    for flags, expected, names in (
+        ("avx2 avx512f avx512_vnni amx_tile", False, "AVX-512, VNNI"),
+        ("avx2 avx512f avx512_vnni amx_int8", True, "AVX-512, VNNI, AMX"),
+        ("avx2 avx_vnni", False, "AVX2, VNNI"),
+        ("avx2 fma", False, "AVX2"),
+        ("neon", False, None),
+    ):
+        info.write_text(f"model name\t: x\nflags\t\t: fpu {flags}\n")
+        assert has_amx_int8() == expected
+        assert hardware.instructions() == names
+    info.unlink()
+    assert not has_amx_int8()
+    assert hardware.instructions() is None
+    for amx in (False, True):
+        for exact in (False, True):
+            monkeypatch.setattr(hardware, "has_amx_int8", lambda amx=amx: amx)
+            monkeypatch.setattr(products, "bytes_are_exact", lambda exact=exact: exact)
+            assert channels_pay() == (amx and exact)
