@@ -168,8 +168,6 @@ class Network:
 
 
 class OnnxParser:
-    refused: str | None = None  # an operator that tests declare unknown
-
     def __init__(self, network: Network, logger: Any) -> None:
         self.network, self.num_errors = network, 0
 

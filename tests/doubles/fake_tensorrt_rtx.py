@@ -12,25 +12,14 @@ from typing import Any
 
 from tests.doubles import fake_tensorrt as full
 from tests.doubles.cuda_double import Cuda
-from tests.doubles.fake_tensorrt import (
-    DataType,
-    ExecutionContextAllocationStrategy,
-    ILogger,
-    IProgressMonitor,
-    IStreamWriter,
-    LayerType,
-    Logger,
-    NetworkDefinitionCreationFlag,
-    OnnxParser,
-    TensorIOMode,
-)
 
-__all__ = [
-    "DataType", "ExecutionContextAllocationStrategy", "ILogger", "IProgressMonitor", "IStreamWriter", "LayerType",
-    "Logger", "NetworkDefinitionCreationFlag", "OnnxParser", "TensorIOMode",
-]  # fmt: skip
 __version__ = "1.7.1.116"
 MAGIC = b"RTXCACHE"
+
+
+def __getattr__(name: str) -> Any:
+    """What both modules have."""
+    return getattr(full, name)
 
 
 class BuilderFlag:
@@ -125,7 +114,7 @@ class ICudaEngine(full.Engine):
 
     def create_execution_context(self, runtime_config: Any) -> IExecutionContext:
         strategy = runtime_config.get_execution_context_allocation_strategy()
-        assert strategy == ExecutionContextAllocationStrategy.USER_MANAGED
+        assert strategy == full.ExecutionContextAllocationStrategy.USER_MANAGED
         return IExecutionContext(self, runtime_config)
 
 

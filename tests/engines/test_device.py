@@ -312,11 +312,34 @@ def test_trees_give_the_tokens_of_onnxruntime(
         assert llm.generate([1, 2], asked[0]).statistics.num_trees == 0
 
 
-def test_states_move_and_are_cleared_by_slot(tmp_path: Path) -> None:
-    layers = ["linear_attention", "full_attention", "linear_attention"]
-    target = make_hybrid(tmp_path / "target", DENSE, favourites=6, num_hidden_layers=3, layer_types=layers)
-    drafter = make_drafter(tmp_path / "drafter", target, block_size=BLOCK, layers=1, taps=(0, 1))
-    with LLM(built(tmp_path, target, drafter)[1].path, threads=1, max_batch_size=4) as llm:
+@pytest.fixture(scope="module")
+def recurrent(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, Bundle]:
+    directory, layers = tmp_path_factory.mktemp("recurrent"), ["linear_attention", "full_attention"]
+    target = make_hybrid(
+        directory / "target", DENSE, favourites=6, num_hidden_layers=3, layer_types=[*layers, layers[0]]
+    )
+    drafter = make_drafter(directory / "drafter", target, block_size=BLOCK, layers=1, taps=(0, 1))
+    return built(directory, target, drafter)
+
+
+def test_states_give_the_tokens_of_onnxruntime(recurrent: tuple[Bundle, Bundle]) -> None:
+    """Later rounds reuse prefixes at the boundaries where states were kept, and the copies of a row enter no state."""
+    expected = expected_of(recurrent[0], 0.8)
+    with opened(recurrent[1], prefix_cache_bytes=1 << 22) as llm:
+        for block_length in (None, 1, BLOCK):
+            found = llm.generate(prompts(), params(0.8), block_length=block_length)
+            assert [c.token_ids for c in found] == expected
+        assert sum(c.statistics.num_accepted_tokens for c in found) > 0
+        assert found[1].statistics.num_cached_tokens == len(prompts()[1]) - 1
+        states = llm._runtime.pair.target.caches.states
+        assert states._on_device.tolist() == states._positions.tolist()
+        llm._runtime.scheduler.follow(PassRule((4, BLOCK)))
+        found = llm.generate(prompts(), params(0.8), block_length=3)
+        assert [c.token_ids for c in found] == expected
+
+
+def test_states_move_and_are_cleared_by_slot(recurrent: tuple[Bundle, Bundle]) -> None:
+    with opened(recurrent[1], 4) as llm:
         pair: Any = llm._runtime.pair
         caches = pair.target.caches
         pair.prefill(prompts()[1][:20], 0, 1, draft=False)

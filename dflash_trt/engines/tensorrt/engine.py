@@ -37,7 +37,8 @@ _Shapes = tuple[Any, ...]
 
 
 class TensorRTEngine:
-    """One plan over a pool of cache slots `[slots, heads, capacity, size]`, one per cache.
+    """One plan over a pool of cache slots `[slots, heads, capacity, size]`, one per cache. `DeviceEngine` documents the
+    methods.
 
     A pass over n sequences uses the slots `first_slot .. first_slot + n - 1` as a view; of the DECODE profile, from
     slot 0 on. Cache inputs and outputs are bound to the same memory. A state's output has memory of its own
@@ -122,26 +123,18 @@ class TensorRTEngine:
             context.set_scratch(memory)
 
     def bind(self, profile: int, name: str, buffer: Tensor) -> None:
-        """Use other memory, which must be large enough, for an input or an output. Before the first pass."""
         self._buffers[profile, name] = buffer.view(-1)
         self._contexts[profile].set_address(name, buffer)
 
     def buffer(self, profile: int, name: str, *shape: int) -> Tensor:
-        """The memory of an input or an output as a tensor of this shape."""
         return self._buffers[profile, name][: prod(shape)].view(shape)
 
     def whole_buffer(self, profile: int, name: str) -> Tensor:
-        """The memory of an input or an output at its largest size."""
         return self._buffers[profile, name]
 
     def run(
         self, profile: int, feeds: Mapping[str, Array | Tensor], *, first_slot: int = 0
     ) -> Mapping[str, Tensor]:
-        """Enqueue one pass over slots from `first_slot` on. Does not wait for it.
-
-        Feeds on the host are uploaded. Feeds on the device are copied unless they are already in their buffer.
-        Outputs are views of buffers that the next pass of this profile overwrites.
-        """
         if set(feeds) != set(self.inputs):
             raise ValueError(f"{self.plan}: needs {sorted(self.inputs)}, not {sorted(feeds)}")
         shapes = (profile, *[(name, tuple(array.shape)) for name, array in feeds.items()])

@@ -29,6 +29,7 @@ from dflash_trt.formats.precision import Precision
 from tests.doubles import fake_tensorrt
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.cuda_double import Cuda
+from tests.doubles.hybrid_checkpoints import make_hybrid
 from tests.doubles.one_gpu import one_gpu
 
 FLOAT32 = Precision(target="fp32", drafter="fp32")
@@ -243,3 +244,18 @@ def test_a_call_that_tensorrt_refuses_raises_with_its_words(
         LLM(bundles[1].path) as llm,
     ):
         llm.generate(prompts()[0], SamplingParams(max_tokens=1))
+
+
+def test_states_that_do_not_fill_whole_units_are_refused_at_any_batch(tmp_path: Path, here: Any) -> None:
+    """One slot's states follow those of the layer before."""
+    layers = ["linear_attention", "full_attention", "linear_attention"]
+    heads = {"linear_num_key_heads": 1, "linear_num_value_heads": 1}
+    target = make_hybrid(tmp_path / "target", favourites=6, num_hidden_layers=3, layer_types=layers, **heads)
+    drafter = make_drafter(tmp_path / "drafter", target, block_size=3, layers=1, taps=(0, 1))
+    settings: dict[str, Any] = {"engine": "tensorrt", "max_seq_len": 64, "precision": FLOAT32}
+    bundle = build(str(target), str(drafter), tmp_path / "bundle", **settings)
+    for batch in (1, 2):
+        with pytest.raises(
+            BundleError, match=r"conv_state\.0 .* 576 bytes .* multiple of 256 bytes; build for ONNX"
+        ):
+            LLM(bundle.path, max_batch_size=batch)
