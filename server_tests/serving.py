@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,11 +22,15 @@ import numpy as np
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
-from dflash_trt.serving.deploy import request_fields
+from dflash_trt.serving.deploy import MODEL, template
 from dflash_trt.serving.processes import descendants
 
 # The inputs of the model with the data types that clients name.
-TYPES = {name: kind.replace("STRING", "BYTES") for name, kind in request_fields().items() if kind}
+CONFIG = (template() / MODEL / "config.pbtxt").read_text().partition("\noutput [")[0]
+TYPES = {
+    name: kind.replace("STRING", "BYTES")
+    for name, kind in re.findall(r'name: "(\w+)" data_type: TYPE_(\w+)', CONFIG)
+}
 NUMPY = {
     "BYTES": object, "INT32": np.int32, "FP32": np.float32, "FP16": np.float16, "UINT64": np.uint64, "BOOL": bool
 }  # fmt: skip

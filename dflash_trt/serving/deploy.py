@@ -167,12 +167,6 @@ def _ensemble() -> str:
     return _ENSEMBLE.format(tensors="\n\n".join(tensors.values()), maps="\n".join(maps))
 
 
-def request_fields() -> dict[str, str]:
-    """The fields of a JSON request to the model: its inputs with their data types, and those of Triton's own."""
-    inputs = re.findall(r'name: "(\w+)" data_type: TYPE_(\w+)', _tensors("input"))
-    return dict(inputs) | {"id": "", "parameters": ""}
-
-
 def template() -> Path:
     """The repository's template: in the installed package, or in the source tree."""
     places = (_PACKAGE / "triton_repo", _PACKAGE.parent / "triton_repo")

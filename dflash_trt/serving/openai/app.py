@@ -36,7 +36,6 @@ from dflash_trt.serving.openai.protocol import (
     DetokenizeRequest,
     ResponsesRequest,
     TokenizeRequest,
-    check_values,
 )
 from dflash_trt.serving.openai.responses import Responses
 from dflash_trt.serving.openai.server import ServerSettings
@@ -319,7 +318,7 @@ async def _read(request: Request, kind: type[B]) -> B:
     body = await request.body()
 
     def parsed() -> B:
-        check_values(body)
+        reading.check_values(body)
         return kind.model_validate_json(body)
 
     try:

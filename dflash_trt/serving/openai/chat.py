@@ -176,10 +176,8 @@ def _message(choice: ChatChoice) -> Json:
 
 def _check(body: ChatRequest) -> None:
     """Raise ApiError for fields that exclude each other."""
-    if (
-        None not in (body.max_tokens, body.max_completion_tokens)
-        and body.max_tokens != body.max_completion_tokens
-    ):
+    both = body.max_tokens, body.max_completion_tokens
+    if None not in both and both[0] != both[1]:
         raise ApiError(400, "max_tokens and max_completion_tokens are given, expected one", "max_tokens")
     if body.continue_final_message and body.add_generation_prompt:
         raise ApiError(
@@ -276,13 +274,10 @@ async def _rendered(model: Model, body: ChatRequest, tools: list[Json]) -> tuple
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         variables["reasoning_effort"] = body.reasoning_effort
-        if by_recipient(
-            model.template
-        ):  # Muse Glimmer's template has a name and least and greatest values of its own
-            strength = {"none": "low", "minimal": "low", "xhigh": "max"}
-            variables.setdefault(
-                "reasoning_strength", strength.get(body.reasoning_effort, body.reasoning_effort)
-            )
+        if by_recipient(model.template):  # Muse Glimmer's has a name and least and greatest values of its own
+            effort = {"none": "low", "minimal": "low", "xhigh": "max"}
+            strength = effort.get(body.reasoning_effort, body.reasoning_effort)
+            variables.setdefault("reasoning_strength", strength)
     if body.documents:
         variables["documents"] = body.documents
     try:

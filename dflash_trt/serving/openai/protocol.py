@@ -29,9 +29,6 @@ from dflash_trt.serving.openai.reading import Json, refuse
 MOST_PROMPTS = 1024
 MOST_MESSAGES = 1 << 14  # and items of a response's input
 MOST_TOOLS = 1024
-# Numbers of a body, which is parsed at once: these take 8 ms. A list or object takes as long as four of them, and a key
-# as two, so that no body takes much over 30 ms.
-MOST_VALUES = 1 << 18
 _MOST_METADATA = 1 << 14  # bytes: OpenAI's 16 keys and values
 _BYTES = 6  # of a character in JSON, at most
 
@@ -345,21 +342,3 @@ class DetokenizeRequest(Body):
 
     model: str | None = None
     tokens: Annotated[list[int], Field(fail_fast=True)]
-
-
-def check_values(body: bytes) -> None:
-    """Raise ApiError for a body with too many values, before it is parsed.
-
-    Each follows a comma, a colon or a bracket. Those within texts count only if the first look finds too many.
-    """
-    if _marks(body) <= MOST_VALUES:
-        return
-    bare = body.replace(rb"\\", b"").replace(rb"\"", b"")
-    if bare.count(b'"') > 4 * MOST_VALUES or _marks(b"".join(bare.split(b'"')[::2])) > MOST_VALUES:
-        raise ApiError(
-            400, f"the body has over {MOST_VALUES} values; send long prompts as texts, or fewer at a time"
-        )
-
-
-def _marks(text: bytes) -> int:
-    return text.count(b",") + 2 * text.count(b":") + 4 * (text.count(b"[") + text.count(b"{"))

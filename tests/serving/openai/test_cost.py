@@ -25,7 +25,7 @@ from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.params import MOST_ALLOWED, SamplingParams
 from dflash_trt.serving import wire
 from dflash_trt.serving.openai import engine as engines
-from dflash_trt.serving.openai import protocol
+from dflash_trt.serving.openai import protocol, reading
 from dflash_trt.serving.openai.errors import ApiError
 from dflash_trt.serving.openai.generation import MOST_LOGPROBS
 from dflash_trt.serving.openai.server import ServerSettings, application
@@ -232,7 +232,7 @@ def test_no_field_at_its_largest_makes_a_long_step(
 )  # fmt: skip
 def test_the_values_of_a_body_are_counted_outside_of_its_texts(body: str, taken: bool) -> None:
     with nullcontext() if taken else pytest.raises(ApiError, match="over 262144 values"):
-        protocol.check_values(body.encode())
+        reading.check_values(body.encode())
 
 
 def updates(tokens: int, tops: int) -> list[wire.Update]:
