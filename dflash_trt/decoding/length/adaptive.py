@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from dflash_trt.decoding.draft import Draft
-from dflash_trt.decoding.length.odds import Expected, Odds, Said, Tokens
+from dflash_trt.decoding.length.odds import LONG, Expected, Odds, Said, Tokens
 from dflash_trt.decoding.length.policy import RoundDone
 from dflash_trt.decoding.length.times import PassTimes
 from dflash_trt.decoding.length.trees import Tree, joined
@@ -188,7 +188,8 @@ class AdaptiveLength:
             timed &= not self._idle and self.draft_times.observe(
                 batch, drafted, done.draft_seconds, self._trial
             )
-        self._learn_beside(done, batch)
+        if timed and not self._trial:
+            self._learn_beside(done, batch)
         survivals = self._survivals(done)
         self._credit = min(self._credit + _SHARE, _CREDIT)
         if self._trial:
@@ -198,8 +199,10 @@ class AdaptiveLength:
             self._idle = 0
         else:
             self._idle += 1
+            if self._idle % _INTERVAL == 0:  # what no draft renews grows old, too
+                self._expected.fade(*[(1 - 1 / LONG) ** _INTERVAL] * 2)
         if done.ended:
-            self._expected.leave(done.ended / batch)
+            self._expected.fade(1.0, 1 - done.ended / batch)
         self._rounds += 1
         if self._trial or self._rounds % _INTERVAL == 0 or self._rounds < _INTERVAL or done.ended:
             self._plans.clear()

@@ -169,7 +169,7 @@ class Expected:
 
     def observe(self, requests: Sequence[Sequence[float]]) -> None:
         """For each request the probability that its first 1, 2 .. drafts are right."""
-        self._fade(1 - 1 / LONG, 1 - 1 / DRAFTED)
+        self.fade(1 - 1 / LONG, 1 - 1 / DRAFTED)
         for survival in requests:
             before = 1.0
             for counts, right in zip(self._counts, survival, strict=False):
@@ -179,11 +179,8 @@ class Expected:
                 counts[3] += before
                 before = right
 
-    def leave(self, share: float) -> None:
-        """A share of the running requests has ended."""
-        self._fade(1.0, 1 - share)
-
-    def _fade(self, of_all: float, of_running: float) -> None:
+    def fade(self, of_all: float, of_running: float) -> None:
+        """Let only these shares of the evidence remain."""
         for counts in self._counts:
             counts[0] *= of_all
             counts[1] *= of_all
