@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,6 @@ class Answer:
 
     @property
     def token_ids(self) -> list[int]:
-        """Prompt and answer."""
         return self.prompt_ids + self.answer_ids
 
 
@@ -60,7 +60,6 @@ class AnswerFile:
         self._file = path.open("a", encoding="utf-8")
 
     def append(self, answer: Answer) -> None:
-        """Write an answer at the end of the file."""
         fields = asdict(answer)
         fields |= content_field(fields.pop("content"))
         self._file.write(json.dumps(fields, ensure_ascii=False, separators=(",", ":")) + "\n")
@@ -68,7 +67,6 @@ class AnswerFile:
         self.done.add(answer.id)
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -94,7 +92,8 @@ def _answer(path: Path, number: int, line: str) -> Answer:
     if not isinstance(fields, Mapping):
         raise RequestError(f"{path}:{number}: expected an object, found {line[:60]}")
     for key in ("prompt_ids", "answer_ids"):
-        if not _is_ids(fields.get(key)):
+        ids = fields.get(key)
+        if not (isinstance(ids, list) and ids and all(type(i) is int and i >= 0 for i in ids)):
             raise RequestError(
                 f"{path}:{number}: {key} is not a list of token ids; make it with: train regenerate"
             )
@@ -109,43 +108,21 @@ def _answer(path: Path, number: int, line: str) -> Answer:
     )
 
 
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(i) is int and i >= 0 for i in value)
-
-
-def temperature_of(prompt_id: str, temperatures: Sequence[float]) -> float:
-    """The temperature of a prompt's answer. It depends only on the prompt's id, not on order or number."""
-    return temperatures[number(prompt_id, "temperature") % len(temperatures)]
-
-
-def seed_of(prompt_id: str, seed: int) -> int:
-    """The seed of a prompt's answer."""
-    return number(prompt_id, str(seed))
-
-
-def number(prompt_id: str, purpose: str) -> int:
+def hashed(text: str, purpose: str) -> int:
     """A number of 64 bits from an id or a text, a different one for each purpose."""
-    digest = hashlib.sha256(f"{purpose}/{prompt_id}".encode()).digest()
+    digest = hashlib.sha256(f"{purpose}/{text}".encode()).digest()
     return int.from_bytes(digest[:8], "little")
 
 
 def summary(answers: Sequence[Answer]) -> dict[str, Any]:
     """Counts of answers: in total, by category, and of complete ones."""
-    categories: dict[str, int] = {}
-    for answer in answers:
-        categories[answer.category] = categories.get(answer.category, 0) + 1
     return {
         "answers": len(answers),
         "answer_tokens": sum(len(answer.answer_ids) for answer in answers),
         "prompt_tokens": sum(len(answer.prompt_ids) for answer in answers),
         "ended": sum(answer.finish_reason == "stop" for answer in answers),
-        "categories": dict(sorted(categories.items())),
+        "categories": dict(sorted(Counter(answer.category for answer in answers).items())),
     }
-
-
-def in_order(answers: Sequence[Answer]) -> Iterator[Answer]:
-    """Answers ordered by a hash of their ids, which does not depend on the order of completion."""
-    yield from sorted(answers, key=lambda answer: number(answer.id, "order"))
 
 
 def hold_out(answers: Sequence[Answer], file: Path | None, data: Path) -> tuple[list[Answer], list[Prompt]]:
@@ -169,7 +146,7 @@ def hold_out(answers: Sequence[Answer], file: Path | None, data: Path) -> tuple[
                 "with: give other prompts with --held-out"
             )
         text = _text(answer.content)
-        if number(text, "held out") % _SHARE:
+        if hashed(text, "held out") % _SHARE:
             rest.append(answer)
         else:
             held.setdefault(text, Prompt(answer.id, answer.category, answer.content))
@@ -182,7 +159,6 @@ def hold_out(answers: Sequence[Answer], file: Path | None, data: Path) -> tuple[
 
 
 def write_prompts(file: Path, prompts: Sequence[Prompt]) -> None:
-    """Write a prompt file."""
     with whole_file(file) as to:
         for prompt in prompts:
             line = {"id": prompt.id, "category": prompt.category, **content_field(prompt.content)}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from dflash_trt.errors import RequestError
-from dflash_trt.training.answers import Answer, in_order
+from dflash_trt.training.answers import Answer, hashed
 from dflash_trt.training.target import FeatureCache, FrozenTarget
 
 _WINDOW = 16  # batches whose answers are grouped by length
@@ -18,10 +19,7 @@ _STEP = 32  # T is a multiple of it: torch keeps compiled products of every shap
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """B answers with their prompts, padded to T: tokens [B, T]; first, ends [B]: an answer is tokens[first:ends].
-
-    T is a multiple of 32, so that there are few different shapes.
-    """
+    """B answers with their prompts, padded to T: tokens [B, T]; first, ends [B]: an answer is tokens[first:ends]."""
 
     answers: tuple[Answer, ...]
     tokens: Tensor
@@ -30,7 +28,7 @@ class Batch:
 
 
 class Batches:
-    """Answers in batches of similar length. Every epoch has a new order.
+    """Answers in batches of similar length, for a target of `vocabulary` tokens. Every epoch has a new order.
 
     A prompt with its answer is cut at `max_length` tokens. An answer with fewer than two tokens before the cut is
     left out.
@@ -38,11 +36,12 @@ class Batches:
     Raises RequestError if there are fewer answers than a batch needs.
     """
 
-    def __init__(self, answers: Sequence[Answer], size: int, max_length: int, seed: int) -> None:
-        self.answers = [
-            a for a in in_order(answers) if min(len(a.token_ids), max_length) - len(a.prompt_ids) >= 2
-        ]
-        self.size, self.max_length, self.seed = size, max_length, seed
+    def __init__(
+        self, answers: Sequence[Answer], size: int, max_length: int, seed: int, vocabulary: int = 0
+    ) -> None:
+        in_order = sorted(answers, key=lambda answer: hashed(answer.id, "order"))  # not that of completion
+        self.answers = [a for a in in_order if min(len(a.token_ids), max_length) - len(a.prompt_ids) >= 2]
+        self.size, self.max_length, self.seed, self._vocabulary = size, max_length, seed, vocabulary
         if len(self.answers) < size:
             raise RequestError(
                 f"only {len(self.answers)} answers have two tokens or more within {max_length} tokens with their "
@@ -50,7 +49,6 @@ class Batches:
             )
         self.per_epoch = len(self.answers) // size
         self._epoch: tuple[int, list[list[int]]] = (-1, [])
-        self._frequent: Tensor | None = None
 
     def __call__(self, step: int) -> Batch:
         """The batch of step 0, 1, ..."""
@@ -65,11 +63,13 @@ class Batches:
         first = torch.tensor([len(answer.prompt_ids) for answer in chosen])
         return Batch(chosen, tokens, first, torch.tensor(lengths))
 
-    def frequent(self, vocabulary: int) -> Tensor:
-        """Tokens by how frequent they are in the answers; int64 [vocabulary]."""
-        if self._frequent is None:
-            self._frequent = by_frequency(self.answers, vocabulary)
-        return self._frequent
+    @cached_property
+    def frequent(self) -> Tensor:
+        """All token ids, those first that are most frequent in the answers; int64 [vocabulary]."""
+        counts = torch.zeros(self._vocabulary, dtype=torch.int64)
+        for answer in self.answers:
+            counts += torch.bincount(torch.tensor(answer.answer_ids), minlength=self._vocabulary)
+        return counts.argsort(descending=True, stable=True)
 
     def _order(self, epoch: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(self.seed + epoch)
@@ -85,43 +85,24 @@ class Batches:
 
 def features_of(batch: Batch, target: FrozenTarget, cache: FeatureCache | None) -> Tensor:
     """Features [B, T, taps * D] of a batch: from the cache if it has them all, else from a pass of the target."""
-    lengths = batch.ends.tolist()
-    if cache is not None:
-        cached = [cache.get(a, n) for a, n in zip(batch.answers, lengths, strict=True)]
-        if all(part is not None for part in cached):
-            parts = [part for part in cached if part is not None]
-            padded = parts[0].new_zeros(*batch.tokens.shape, parts[0].shape[-1])
-            for row, part in enumerate(parts):
-                padded[row, : len(part)] = part
-            return padded.to(target.device, target.dtype)
+    texts = list(zip(batch.answers, batch.ends.tolist(), strict=True))
+    cached = [] if cache is None else [cache.get(*text) for text in texts]
+    if cached and all(part is not None for part in cached):
+        parts = [part for part in cached if part is not None]
+        padded = parts[0].new_zeros(*batch.tokens.shape, parts[0].shape[-1])
+        for row, part in enumerate(parts):
+            padded[row, : len(part)] = part
+        return padded.to(target.device, target.dtype)
     features = target.features(batch.tokens.to(target.device))
     if cache is not None:
-        for row, (answer, length) in enumerate(zip(batch.answers, lengths, strict=True)):
-            cache.put(answer, length, features[row])
+        for row, text in enumerate(texts):
+            cache.put(*text, features[row])
     return features
 
 
-@dataclass(frozen=True, slots=True)
-class HeadSample:
-    """ids [N]: tokens in ascending order. bias [N]: float32, log of how many tokens each of them stands for."""
-
-    ids: Tensor
-    bias: Tensor
-
-    def labels(self, tokens: Tensor) -> Tensor:
-        """Where `tokens` are in ids; those that are not there get some place or other."""
-        return torch.searchsorted(self.ids, tokens).clamp(max=len(self.ids) - 1)
-
-
-def by_frequency(answers: Sequence[Answer], vocabulary: int) -> Tensor:
-    """All token ids, those first that are most frequent in the answers; int64 [vocabulary]."""
-    counts = torch.zeros(vocabulary, dtype=torch.int64)
-    for answer in answers:
-        counts += torch.bincount(torch.tensor(answer.answer_ids), minlength=vocabulary)
-    return counts.argsort(descending=True, stable=True)
-
-
-def draw_head(wanted: Tensor, frequent: Tensor, count: int, generator: torch.Generator) -> HeadSample:
+def draw_head(
+    wanted: Tensor, frequent: Tensor, count: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """Part of the vocabulary for the loss, because logits of all tokens take most of the time of a small target.
 
     The loss of a row is log(sum of exp over all tokens) less the label's logit. Here the sum has the tokens that matter
@@ -130,8 +111,10 @@ def draw_head(wanted: Tensor, frequent: Tensor, count: int, generator: torch.Gen
 
     `count` tokens: all of `wanted`, then the first of `frequent` up to half of them, then others by chance.
 
-    wanted [n]: labels of the step, with repetitions. frequent [V]: all tokens, of by_frequency. There are more than
-    `count` where `wanted` alone needs it, and at most V.
+    wanted [n]: labels of the step, with repetitions. frequent [V]: all tokens, the most frequent first. There are more
+    than `count` where `wanted` alone needs it, and at most V.
+
+    Returns ids [N], in ascending order; and float32 [N], the log of how many tokens each of them stands for.
     """
     kept = torch.zeros(len(frequent), dtype=torch.bool)
     kept[frequent[: count // 2]] = True
@@ -143,4 +126,4 @@ def draw_head(wanted: Tensor, frequent: Tensor, count: int, generator: torch.Gen
         bias[drawn] = torch.tensor(len(others) / len(drawn)).log()
     kept[drawn] = True
     ids = kept.nonzero().squeeze(1)
-    return HeadSample(ids.to(wanted.device), bias[ids].to(wanted.device))
+    return ids.to(wanted.device), bias[ids].to(wanted.device)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 Weighting = Literal["decay", "dpace"]
-# exp(-(k - 1) / gamma): the paper's gamma by block size, interpolated linearly between these.
+# exp(-(k - 1) / gamma): the paper's gamma by block size, for others in proportion.
 _GAMMA = {8: 4.0, 10: 5.0, 16: 7.0}
 _DPACE_SMOOTHING = 0.5
 # On CPUs, oneDNN keeps a compiled product for each of the last 1,024 shapes, 3 to 5 MB each.
@@ -95,77 +95,24 @@ def weights_of(losses: Tensor, valid: Tensor, weighting: Weighting) -> Tensor:
     return reach.flip(1).cumsum(1).flip(1) * valid
 
 
-def _product(rows: Tensor, matrix: Tensor) -> Tensor:
-    """rows [n, D] @ matrix. Rows of zeros fill up to a multiple of _STEP, so that products have few shapes."""
-    return (F.pad(rows, (0, 0, 0, -len(rows) % _STEP)) @ matrix)[: len(rows)]
+def _logits(rows: Tensor, head: Tensor, bias: Tensor | None) -> Tensor:
+    """Float32 [n, V] of rows [n, D]. Rows of zeros fill up to a multiple of _STEP, so that products have few shapes."""
+    made = F.linear(F.pad(rows.to(head.dtype), (0, 0, 0, -len(rows) % _STEP)), head)[: len(rows)].float()
+    return made if bias is None else made + bias
 
 
-class _HeadLoss(torch.autograd.Function):
-    """Weighted cross entropy through the head, one chunk of blocks at a time.
-
-    The gradient is computed together with the loss. So only the logits of one chunk are held, and none are computed
-    twice.
-    """
+class _Given(torch.autograd.Function):
+    """A value whose gradient to `hidden` is known."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        head: Tensor,
-        labels: Tensor,
-        valid: Tensor,
-        weighting: Weighting,
-        chunk: int,
-        bias: Tensor | None,
-        teacher: Tensor | None,
-        share: float,
-    ) -> tuple[Tensor, Tensor]:
-        blocks, size, _ = hidden.shape
-        gradient = torch.zeros_like(hidden, dtype=head.dtype)
-        losses = torch.zeros(blocks, size, device=hidden.device)
-        total = weight = torch.zeros((), device=hidden.device)
-        for first in range(0, blocks, chunk):
-            part = slice(first, first + chunk)
-            mask = valid[part]
-            rows = hidden[part][mask].to(head.dtype)
-            logits = _product(rows, head.T).float()
-            if bias is not None:
-                logits += bias
-            norm = logits.logsumexp(-1, keepdim=True)
-            wanted = labels[part][mask][:, None]
-            loss = torch.zeros(mask.shape, device=hidden.device)
-            loss[mask] = (norm - logits.gather(1, wanted)).squeeze(1)
-            scale = weights_of(loss, mask, weighting)
-            losses[part] = loss
-            total = total + (loss * scale).sum()
-            spread = None
-            if teacher is not None:
-                spread = _product(teacher[part][mask].to(head.dtype), head.T).float()
-                if bias is not None:
-                    spread += bias
-                spread = spread.softmax(-1)
-                soft = norm.squeeze(1) - (spread * logits).sum(-1)
-                total = total + share * ((soft - loss[mask]) * scale[mask]).sum()
-            weight = weight + scale.sum()
-            if ctx.needs_input_grad[0]:
-                logits.sub_(norm).exp_()
-                if spread is not None:
-                    logits.sub_(spread, alpha=share)
-                logits.scatter_add_(
-                    1, wanted, torch.full_like(norm, (share if spread is not None else 0.0) - 1.0)
-                )
-                logits.mul_(scale[mask][:, None])
-                gradient[part][mask] = _product(logits.to(head.dtype), head)
-        weight = weight.clamp(min=1e-6)
-        ctx.save_for_backward(gradient, weight)
-        ctx.dtype = hidden.dtype
-        ctx.mark_non_differentiable(losses)
-        return total / weight, losses
+    def forward(ctx: Any, hidden: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        gradient, weight = ctx.saved_tensors
-        return (gradient.to(ctx.dtype) * (scale / weight), *[None] * 8)
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * scale, None, None
 
 
 def head_loss(
@@ -181,6 +128,9 @@ def head_loss(
 ) -> tuple[Tensor, Tensor]:
     """The mean weighted loss, and the cross entropy of every row's label.
 
+    The gradient is computed together with the loss, a chunk of blocks at a time. So only the logits of one chunk are
+    held, and none are computed twice.
+
     hidden [N, K, D]: normed rows of N blocks. head [V, D]: the target's, frozen; products are in its dtype.
     labels, valid [N, K]. `chunk`: blocks whose logits, [chunk * K, V] in float32, are held at a time.
     bias [V]: float32, added to the logits; for a head that has some of the tokens only (`draw_head`).
@@ -188,4 +138,23 @@ def head_loss(
         is the target's, and the rest the label. Weights depend on the labels alone.
     Returns a scalar with gradient to `hidden`, and float32 [N, K] without one.
     """
-    return _HeadLoss.apply(hidden, head, labels, valid, weighting, chunk, bias, teacher, share)
+    gradient, losses = torch.zeros_like(hidden), torch.zeros(valid.shape, device=hidden.device)
+    total = weight = torch.zeros((), device=hidden.device)
+    for first in range(0, len(hidden), chunk):
+        part = slice(first, first + chunk)
+        mask = valid[part]
+        with torch.enable_grad():
+            rows = hidden[part].detach()[mask].requires_grad_()
+            logits = _logits(rows, head, bias)
+            loss = F.cross_entropy(logits, labels[part][mask], reduction="none")
+            losses[part][mask] = loss.detach()
+            scale = weights_of(losses[part], mask, weighting)[mask]
+            if teacher is not None:
+                wanted = _logits(teacher[part][mask], head, bias).softmax(-1)
+                loss = (1 - share) * loss + share * F.cross_entropy(logits, wanted, reduction="none")
+            weighted = (loss * scale).sum()
+            if hidden.requires_grad:
+                gradient[part][mask] = torch.autograd.grad(weighted, rows)[0]
+        total, weight = total + weighted.detach(), weight + scale.sum()
+    weight = weight.clamp(min=1e-6)
+    return _Given.apply(hidden, total / weight, gradient / weight), losses

@@ -28,16 +28,13 @@ from dflash_trt.training.dflash2 import DFlash2Drafter
 from dflash_trt.training.model import DrafterModel
 from dflash_trt.training.state import write_tensors
 
-_DEFAULT_TAPS = 5
 Kind = Literal["dflash", "dflash2"]
-# As in the published DFlash2 drafters.
-_CONV_KERNEL, _CONV_GROUP, _SELECTOR_RANK, _SELECTOR_TOP_K = 2, 16, 256, 16
-_MATRICES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
-_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+# What every published DFlash2 drafter has, and NVIDIA's TensorRT Edge-LLM 0.11.0 asks for.
+CONTRACT = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 _NOISE = 0.1  # scale of the new fc weights beside the copied tap
 
 
-def default_taps(layers: int, taps: int = _DEFAULT_TAPS) -> list[int]:
+def default_taps(layers: int, taps: int = 5) -> list[int]:
     """The tapped layers: evenly from the second to the third-to-last, as in z-lab's drafters."""
     start, end = min(1, layers - 1), max(layers - 3, 0)
     if end <= start:
@@ -114,11 +111,9 @@ def dflash2_config(config: dict[str, Any], row_scale: float = 1.0) -> dict[str, 
     row_scale: the target's, which DFlash has without a word and DFlash2 states.
     """
     scale = {} if row_scale == 1 else {ROW_SCALE: row_scale}
-    added = {
-        "conv_kernel_size": _CONV_KERNEL,
-        "conv_group_size": math.gcd(_CONV_GROUP, config["hidden_size"]),
-        "selector_rank": _SELECTOR_RANK,
-        "selector_top_k": min(_SELECTOR_TOP_K, config["vocab_size"]),
+    added = CONTRACT | {
+        "conv_group_size": math.gcd(CONTRACT["conv_group_size"], config["hidden_size"]),
+        "selector_top_k": min(CONTRACT["selector_top_k"], config["vocab_size"]),
     }
     dflash = {**scale, **config["dflash_config"], **added}
     return {**config, "architectures": ["DFlash2DraftModel"], "is_causal": False, "dflash_config": dflash}
@@ -177,6 +172,7 @@ def write_checkpoint(
     work.rename(directory)
 
 
+@torch.no_grad()
 def start_from_target(drafter: DrafterModel, target: Checkpoint, config: TargetConfig) -> None:
     """Copy the target's last layers, its last tap and its final norm.
 
@@ -188,22 +184,23 @@ def start_from_target(drafter: DrafterModel, target: Checkpoint, config: TargetC
     first = max(0, config.num_hidden_layers - drafter.config.num_hidden_layers)
     for index in range(drafter.config.num_hidden_layers):
         source = f"model.layers.{min(first + index, config.num_hidden_layers - 1)}"
-        names = [
-            f"{part}.weight" for part in (*_MATRICES, *_MLP, "input_layernorm", "post_attention_layernorm")
-        ]
-        for name in (*names, "self_attn.q_norm.weight", "self_attn.k_norm.weight"):
+        for name in dict(drafter.layers[index].named_parameters()):
             _copy(drafter, f"layers.{index}.{name}", target, f"{source}.{name}")
-        if not config.qk_norm:
-            for side in "qk":
-                _imitate_scale(drafter, index, side, target, source)
+        gain = _read(target, f"{source}.input_layernorm.weight")
+        for side in (
+            "" if config.qk_norm or gain is None else "qk"
+        ):  # norms of the size of the target's q and k
+            matrix = _read(target, f"{source}.self_attn.{side}_proj.weight")
+            if matrix is not None:  # before the gain, rows of the input have a root mean square of 1
+                norm = drafter.get_parameter(f"layers.{index}.self_attn.{side}_norm.weight")
+                norm.fill_(float((matrix * gain).square().sum(1).mean().sqrt()))
     _copy(drafter, "norm.weight", target, "model.norm.weight")
     last = f"model.layers.{config.num_hidden_layers - 1}"
     _copy(drafter, "hidden_norm.weight", target, f"{last}.input_layernorm.weight")
-    with torch.no_grad():
-        size = drafter.config.hidden_size
-        newest = int(np.argmax(drafter.config.target_layer_ids))
-        drafter.fc.weight *= _NOISE
-        drafter.fc.weight[:, newest * size : (newest + 1) * size] += torch.eye(size)
+    size = drafter.config.hidden_size
+    newest = int(np.argmax(drafter.config.target_layer_ids))
+    drafter.fc.weight *= _NOISE
+    drafter.fc.weight[:, newest * size : (newest + 1) * size] += torch.eye(size)
 
 
 def _read(target: Checkpoint, name: str) -> Tensor | None:
@@ -218,16 +215,4 @@ def _copy(drafter: nn.Module, name: str, target: Checkpoint, source: str) -> Non
     """Copy a tensor of the target, if it can be read and has the shape of the drafter's."""
     value, place = _read(target, source), drafter.get_parameter(name)
     if value is not None and value.shape == place.shape:
-        with torch.no_grad():
-            place.copy_(value)
-
-
-def _imitate_scale(drafter: DrafterModel, index: int, side: str, target: Checkpoint, source: str) -> None:
-    """Set the drafter's norms of q and k from the size of the target's q and k, if the target has no such norms."""
-    matrix = _read(target, f"{source}.self_attn.{side}_proj.weight")
-    gain = _read(target, f"{source}.input_layernorm.weight")
-    if matrix is None or gain is None:
-        return
-    place = drafter.get_parameter(f"layers.{index}.self_attn.{side}_norm.weight")
-    with torch.no_grad():  # before the gain, rows of the input have a root mean square of 1
-        place.fill_(float((matrix * gain).square().sum(1).mean().sqrt()))
+        place.copy_(value)

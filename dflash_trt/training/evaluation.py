@@ -16,16 +16,16 @@ from dflash_trt.reports import plots
 from dflash_trt.text.tokenizer import Tokenizer
 
 ALL = "all"
+_AT_A_TIME = 8
 
 
 @dataclass(frozen=True)
 class Questions:
-    """The questions of a measurement: prompts, tokens per answer, temperature, and prompts at a time."""
+    """The questions of a measurement: prompts, tokens per answer, temperature."""
 
     prompts: Sequence[Prompt]
     max_tokens: int = 96
     temperature: float = 0.0
-    batch_size: int = 8
 
 
 def measure(
@@ -65,7 +65,7 @@ def measure(
         force=True,
     )
     by_category: dict[str, list[Statistics]] = {}
-    with LLM(bundle.path, max_batch_size=questions.batch_size, prefix_cache_bytes=0) as llm:
+    with LLM(bundle.path, max_batch_size=_AT_A_TIME, prefix_cache_bytes=0) as llm:
         sampling = [
             SamplingParams(
                 max_tokens=max(1, min(questions.max_tokens, longest - len(ids))),
@@ -108,13 +108,15 @@ def read_history(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.strip()]
 
 
-def draw_curve(history: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Draw the acceptance length over the steps, a line per category and their mean, if matplotlib is installed."""
+def draw_curve(history: Mapping[int, Mapping[str, Any]], file: Path) -> None:
+    """Draw the acceptance length over the steps, a line per category and their mean, if matplotlib is installed.
+    history: step -> figures.
+    """
     if not plots.available():
         return
     lines: dict[str, list[tuple[float, float]]] = {}
-    for entry in history:
-        lengths = {name: part["acceptance_length"] for name, part in entry["figures"].items() if name != ALL}
-        for name, length in {**lengths, "mean": average(entry["figures"])}.items():
-            lines.setdefault(name or "others", []).append((entry["step"], length))
+    for step, figures in history.items():
+        lengths = {name: part["acceptance_length"] for name, part in figures.items() if name != ALL}
+        for name, length in {**lengths, "mean": average(figures)}.items():
+            lines.setdefault(name or "others", []).append((step, length))
     plots.plot(file, {"tokens per pass": lines}, title="Held-out prompts, whole blocks", x="training step")

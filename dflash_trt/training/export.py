@@ -20,12 +20,10 @@ from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.models.drafters.dflash import ROW_SCALE
 from dflash_trt.models.drafters.dflash2 import DFlash2
 from dflash_trt.models.inventory import take_inventory
-from dflash_trt.training.checkpoint import write_checkpoint
+from dflash_trt.training.checkpoint import CONTRACT, write_checkpoint
 from dflash_trt.training.loop import Recipe
 
 Form = Literal["zlab", "speculators"]
-# What every published DFlash2 drafter has, and NVIDIA's TensorRT Edge-LLM 0.11.0 asks for.
-CONTRACT = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 _FIVE, _BLOCK = 5, 16  # taps and layers; tokens of a block
 # Fields of z-lab's config.json that are not those of the layers.
 _OWN = (
@@ -34,7 +32,7 @@ _OWN = (
 )
 
 
-def contract_breaks(config: dict[str, Any]) -> list[str]:
+def contract_breaks(config: Mapping[str, Any]) -> list[str]:
     """What a DFlash2 drafter has that differs from the published ones, as `field is value`; empty for DFlash."""
     if config["architectures"] != ["DFlash2DraftModel"]:
         return []
@@ -66,9 +64,8 @@ def export(drafter: Path, target: Path, target_name: str, out: Path, form: Form)
     ):
         raise CheckpointError(f"{drafter}: is no unquantized DFlash or DFlash2 drafter in z-lab's layout")
     check_pair(target_config, config)
-    take_inventory(
-        target_config, config, (Checkpoint(target), checkpoint)
-    )  # all tensors are there, in their shapes
+    # All tensors are there, in their shapes.
+    take_inventory(target_config, config, (Checkpoint(target), checkpoint))
     tensors = {
         name: torch.from_numpy(checkpoint.array(name).astype(np.float32)) for name in checkpoint.tensors
     }
@@ -148,82 +145,71 @@ def _speculators(
     return fields | {key: section[key] for key in CONTRACT if name == "dflash2"}
 
 
+_CARD = """\
+---
+library_name: transformers
+base_model: {target}
+tags: [dflash, speculative-decoding]
+---
+
+# {name} drafter for {target}
+
+A block-diffusion drafter (arXiv 2602.06036) of {layers} layers. It drafts {drafts} tokens in one pass, from hidden
+states of the target after layers {taps}. It works only with that target, and does not change the target's tokens.
+
+## Use
+
+With `DIR` for this directory, on TensorRT, ONNX Runtime or TensorRT-LLM by dflash-trt:
+
+    dflash-trt build --target {target} --drafter DIR --out bundle && dflash-trt serve bundle
+
+vLLM (name the method: it is guessed from the name of the directory otherwise), SGLang, and the section of
+TensorRT-LLM's configuration file:
+
+    vllm serve {target} --speculative-config \
+'{{"method": "dflash", "model": "DIR", "num_speculative_tokens": {drafts}}}'
+    python -m sglang.launch_server --model-path {target} --speculative-algorithm DFLASH \
+--speculative-draft-model-path DIR --speculative-num-draft-tokens {size}
+    speculative_config: {{decoding_type: DFlash, speculative_model: DIR, max_draft_len: {drafts}}}
+
+{refused}## Training
+
+{steps} steps of {recipe.batch_size} answers with up to {recipe.anchors} blocks each, on {answers} answers of the target
+itself ({answer_tokens} tokens; {categories}). Weights of the loss: {recipe.weighting}; AdamW, learning rate
+{recipe.learning_rate:g}; {recipe.shorter:.0%} of the blocks shorter. Trained with `dflash-trt train drafter`.
+{measured}"""
+
+
+_MEASURED = "Tokens per verification pass on held-out prompts, greedy and in whole blocks"
+
+
 def model_card(
     target: str,
     config: Mapping[str, Any],
     tapped: Sequence[int],
     recipe: Recipe,
     counts: Mapping[str, Any],
-    history: Sequence[Mapping[str, Any]],
+    figures: Mapping[str, Any] | None = None,
 ) -> str:
     """README.md of a checkpoint.
 
     tapped: the layers that the drafter taps. counts: the result of answers.summary, and "steps".
-    history: evaluations. The last one may be of this checkpoint.
+    figures: of the evaluation of this checkpoint.
     """
-    taps = ", ".join(str(layer) for layer in tapped if layer >= 0)
-    name = config["architectures"][0].removesuffix("DraftModel")
     size = config.get("block_size") or config["dflash_config"]["block_size"]
-    categories = ", ".join(f"{count} {name or 'others'}" for name, count in counts["categories"].items())
-    lines = [
-        "---",
-        "library_name: transformers",
-        f"base_model: {target}",
-        "tags: [dflash, speculative-decoding]",
-        "---",
-        "",
-        f"# {name} drafter for {target}",
-        "",
-        f"A block-diffusion drafter (arXiv 2602.06036) of {config['num_hidden_layers']} layers. It drafts {size - 1} "
-        f"tokens in one pass, from hidden states of the target after layers {taps}. It works only with that target, "
-        "and does not change the target's tokens.",
-        "",
-        "## Use",
-        "",
-        "With `DIR` for this directory, on TensorRT, ONNX Runtime or TensorRT-LLM by dflash-trt:",
-        "",
-        f"    dflash-trt build --target {target} --drafter DIR --out bundle && dflash-trt serve bundle",
-        "",
-        "vLLM (name the method: it is guessed from the name of the directory otherwise), SGLang, and the section of "
-        "TensorRT-LLM's configuration file:",
-        "",
-        f"    vllm serve {target} --speculative-config "
-        f"""'{{"method": "dflash", "model": "DIR", "num_speculative_tokens": {size - 1}}}'""",
-        f"    python -m sglang.launch_server --model-path {target} --speculative-algorithm DFLASH "
-        f"--speculative-draft-model-path DIR --speculative-num-draft-tokens {size}",
-        f"    speculative_config: {{decoding_type: DFlash, speculative_model: DIR, max_draft_len: {size - 1}}}",
-        "",
-        *(
-            line
-            for each in contract_breaks(dict(config))
-            for line in (f"TensorRT Edge-LLM refuses it: {each}.", "")
-        ),
-        "## Training",
-        "",
-        f"{counts['steps']} steps of {recipe.batch_size} answers with up to {recipe.anchors} blocks each, "
-        f"on {counts['answers']} answers of the target itself ({counts['answer_tokens']} tokens; {categories}). "
-        f"Weights of the loss: {'D-PACE (arXiv 2605.18810)' if recipe.weighting == 'dpace' else 'exponential decay'}; "
-        f"{recipe.optimizer}, learning rate {recipe.learning_rate:g}; {recipe.shorter:.0%} of the blocks shorter. "
-        "Trained with `dflash-trt train drafter`.",
-        "",
+    lengths = [
+        f"{name or 'others'} {part['acceptance_length']:.2f}" for name, part in (figures or {}).items()
     ]
-    if history and history[-1]["step"] == counts["steps"]:
-        lines += ["## Acceptance", "", *_table(history[-1]["figures"], size), ""]
-    return "\n".join(lines)
-
-
-def _table(figures: Mapping[str, Any], size: int) -> list[str]:
-    """Tokens per verification pass on held-out prompts, and the acceptance of each position."""
-    places = [str(place) for place in range(1, size)]
-    rows = [
-        "Greedy decoding of held-out prompts with dflash-trt's own loop, whole blocks: tokens per verification pass,",
-        "and the share of passes that accepted the draft at each position.",
-        "",
-        "| category | tokens per pass | " + " | ".join(places) + " |",
-        "|---" * (len(places) + 2) + "|",
-    ]
-    for category, part in figures.items():
-        shares = [f"{share:.2f}" for share in part["acceptance_by_place"]]
-        shares += [""] * (len(places) - len(shares))
-        rows.append(f"| {category} | {part['acceptance_length']:.2f} | " + " | ".join(shares) + " |")
-    return rows
+    return _CARD.format(
+        **counts
+        | {"categories": ", ".join(f"{n} {name or 'others'}" for name, n in counts["categories"].items())},
+        target=target,
+        name=config["architectures"][0].removesuffix("DraftModel"),
+        layers=config["num_hidden_layers"],
+        taps=", ".join(str(layer) for layer in tapped if layer >= 0),
+        size=size,
+        drafts=size - 1,
+        recipe=recipe,
+        refused="".join(f"TensorRT Edge-LLM refuses it: {each}.\n\n" for each in contract_breaks(config)),
+        measured=f"\n{_MEASURED}: {', '.join(lengths)}.\n" if lengths else "",
+    )

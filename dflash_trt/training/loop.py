@@ -8,11 +8,11 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil  # a requirement of accelerate
 import torch
@@ -49,7 +49,6 @@ class Recipe:
     warmup: float = 0.04
     floor: float = 0.1
     clip: float = 1.0
-    optimizer: Literal["adamw", "muon"] = "adamw"
     weighting: Weighting = "dpace"
     shorter: float = 0.2
     max_length: int = 1024
@@ -70,8 +69,6 @@ class Recipe:
 
 
 _CHUNK = 16  # blocks whose logits of the whole vocabulary are held at a time
-# Fields that a resumed run may change: they determine where it ends, not its steps.
-_FREE = {"steps"}
 
 
 def train(
@@ -86,7 +83,7 @@ def train(
     save_every: int = 50,
     evaluate_every: int = 0,
     on_weights: Callable[[int, dict[str, Tensor]], None] | None = None,
-    report: Callable[[dict[str, Any]], None] | None = None,
+    report: Callable[[dict[str, Any]], None] = lambda line: None,
 ) -> int:
     """Train until `recipe.steps` steps are done. Returns the number of steps done in this call.
 
@@ -99,8 +96,11 @@ def train(
     """
     out.mkdir(parents=True, exist_ok=True)
     _same_recipe(out / "recipe.json", recipe, accelerator)
-    module, *optimizers = accelerator.prepare(drafter, *_optimizers(drafter, recipe))
-    start = load_state(out / "state", module, optimizers)
+    optimizer: Any = torch.optim.AdamW(
+        drafter.parameters(), recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+    )
+    module, optimizer = accelerator.prepare(drafter, optimizer)
+    start = load_state(out / "state", module, optimizer)
     first = accelerator.is_main_process
     log = _Log(out / "log.jsonl", accelerator.device, report)
 
@@ -115,15 +115,18 @@ def train(
     with _asked_to_end() as asked:
         for step in range(start, recipe.steps):
             rate = recipe.learning_rate * recipe.factor(step)
-            for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            for group in optimizer.param_groups:
                 group["lr"] = rate
             loss, blocks = _step(module, target, batches, recipe, step, accelerator, cache)
-            _update(module, optimizers, loss, recipe.clip, accelerator)
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(module.parameters(), recipe.clip)
+            optimizer.step()
+            optimizer.zero_grad()
             done, ending = step + 1, _any(asked(), accelerator)
             if first:
                 log.add(done, loss.item(), rate, blocks)
             if done % save_every == 0 or ending or done == recipe.steps:
-                save_state(out / "state", module, optimizers, done, write=first)
+                save_state(out / "state", module, optimizer, done, write=first)
             if ending:
                 return done - start
             if done == recipe.steps or (evaluate_every and done % evaluate_every == 0):
@@ -131,22 +134,10 @@ def train(
     return max(0, recipe.steps - start)
 
 
-def _update(
-    module: nn.Module, optimizers: Sequence[Any], loss: Tensor, clip: float, accelerator: Accelerator
-) -> None:
-    accelerator.backward(loss)
-    accelerator.clip_grad_norm_(module.parameters(), clip)
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 class _Log:
     """Reports every step. Every tenth is a line of the log. A loss is the mean of the last ten."""
 
-    def __init__(
-        self, file: Path, device: torch.device, report: Callable[[dict[str, Any]], None] | None
-    ) -> None:
+    def __init__(self, file: Path, device: torch.device, report: Callable[[dict[str, Any]], None]) -> None:
         self._file, self._device, self._report = file, device, report
         self._began, self._blocks, self._losses = time.monotonic(), 0, deque[float](maxlen=10)
 
@@ -159,13 +150,15 @@ class _Log:
             "learning_rate": rate,
             "blocks": self._blocks,
             "seconds": round(time.monotonic() - self._began, 1),
-            "memory_bytes": _memory(self._device),
+            # On a GPU those of torch, else this process's resident memory.
+            "memory_bytes": torch.cuda.memory_reserved(self._device)
+            if self._device.type == "cuda"
+            else psutil.Process().memory_info().rss,
         }
         if step % 10 == 0:
             with self._file.open("a", encoding="utf-8") as log:
                 log.write(json.dumps(line) + "\n")
-        if self._report is not None:
-            self._report(line)
+        self._report(line)
 
 
 def _step(
@@ -210,9 +203,11 @@ def _step(
         teacher = final.gather(1, before[..., None].expand(-1, -1, final.shape[-1]))
         teacher = teacher.reshape(-1, size, final.shape[-1])
     if 0 < recipe.head_tokens < len(head):
-        sample = draw_head(labels[valid], batches.frequent(len(head)), recipe.head_tokens, generator)
-        chunk, ids = _CHUNK * len(head) // len(sample.ids), sample.ids
-        head, labels, bias = head[ids], sample.labels(labels), sample.bias
+        ids, bias = draw_head(labels[valid], batches.frequent, recipe.head_tokens, generator)
+        chunk, head = _CHUNK * len(head) // len(ids), head[ids]
+        labels = torch.searchsorted(ids, labels).clamp(
+            max=len(ids) - 1
+        )  # those that do not count are anywhere
     asked: dict[str, Any] = {}
     if drafter.selects:
         asked["selection"] = Selection(
@@ -226,13 +221,6 @@ def _step(
     return loss if added is None else loss + added, int((blocks.anchors >= 0).sum())
 
 
-def _memory(device: torch.device) -> int:
-    """Bytes that this process holds: on a GPU those of torch there, else its resident memory."""
-    if device.type == "cuda":
-        return torch.cuda.memory_reserved(device)
-    return int(psutil.Process().memory_info().rss)
-
-
 def make_accelerator() -> Accelerator:
     """The accelerator as `accelerate launch` configures it. Default precision: BF16 if the hardware supports it."""
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION")
@@ -241,25 +229,12 @@ def make_accelerator() -> Accelerator:
     return Accelerator(cpu=cpu, mixed_precision=asked or ("bf16" if fast else "no"))
 
 
-def _optimizers(drafter: DrafterModel, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """AdamW; or Muon for the matrices, with AdamW's step size, and AdamW for the rest."""
-    betas = (0.9, 0.95)
-    if recipe.optimizer == "adamw":
-        return [torch.optim.AdamW(drafter.parameters(), recipe.learning_rate, betas=betas, weight_decay=0.0)]
-    matrices = [p for p in drafter.parameters() if p.ndim == 2]
-    rest = [p for p in drafter.parameters() if p.ndim != 2]
-    return [
-        torch.optim.Muon(matrices, recipe.learning_rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, recipe.learning_rate, betas=betas, weight_decay=0.0),
-    ]
-
-
 def _same_recipe(file: Path, recipe: Recipe, accelerator: Accelerator) -> None:
     values = {**asdict(recipe), "processes": accelerator.num_processes}
     if file.exists():
         before = read_object(file)
         for key, value in values.items():
-            if key not in _FREE and before.get(key) != value:
+            if key != "steps" and before.get(key) != value:
                 raise DFlashError(
                     f"{file}: {key} is {before.get(key)}, but now {value}: a run continues with its first "
                     "recipe; choose another --out"
@@ -271,8 +246,6 @@ def _same_recipe(file: Path, recipe: Recipe, accelerator: Accelerator) -> None:
 
 def _any(mine: bool, accelerator: Accelerator) -> bool:
     """Whether any process was asked to end. All processes stop after the same step."""
-    if accelerator.num_processes == 1:
-        return mine
     flag = torch.tensor([float(mine)], device=accelerator.device)
     total: Any = accelerator.reduce(flag, "sum")
     return bool(total.item() > 0)

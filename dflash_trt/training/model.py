@@ -96,7 +96,7 @@ def _compiled() -> Callable[..., Tensor]:
 
 
 class Norm(nn.Module):
-    """RMSNorm, computed in float32."""
+    """RMSNorm in float32, given in the dtype of x."""
 
     def __init__(self, size: int, epsilon: float) -> None:
         super().__init__()
@@ -104,15 +104,12 @@ class Norm(nn.Module):
         self.epsilon = epsilon
 
     def forward(self, x: Tensor) -> Tensor:
-        """x of any shape [..., size], in its dtype."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
         return (wide * self.weight.float()).to(x.dtype)
 
 
 class Rotary(nn.Module):
-    """RoPE with the frequencies of the configuration."""
-
     frequencies: Tensor
 
     def __init__(self, config: DrafterConfig) -> None:
@@ -150,7 +147,6 @@ class DrafterAttention(nn.Module):
         self.k_norm = Norm(width, config.rms_norm_eps)
 
     def heads(self, x: Tensor) -> Tensor:
-        """[B, S, n * width] -> [B, n, S, width]."""
         return x.unflatten(-1, (-1, self.width)).transpose(1, 2)
 
     def forward(
@@ -168,8 +164,6 @@ class DrafterAttention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Qwen3's MLP."""
-
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -177,13 +171,10 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., D]."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Layer(nn.Module):
-    """Qwen3's decoder layer."""
-
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)

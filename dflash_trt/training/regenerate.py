@@ -19,7 +19,7 @@ from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.errors import DFlashError, RequestError
 from dflash_trt.prompts import Prompt
 from dflash_trt.text.tokenizer import Tokenizer
-from dflash_trt.training.answers import Answer, AnswerFile, seed_of, temperature_of
+from dflash_trt.training.answers import Answer, AnswerFile, hashed
 
 # Finished answers, all answers, tokens and seconds of this run.
 Report = Callable[[int, int, int, float], None]
@@ -35,13 +35,12 @@ class AnswerSampling:
     seed: int = 0
 
     def of(self, prompt_id: str) -> SamplingParams:
-        """The parameters of a prompt's answer."""
-        temperature = temperature_of(prompt_id, self.temperatures)
+        temperature = self.temperatures[hashed(prompt_id, "temperature") % len(self.temperatures)]
         return SamplingParams(
             max_tokens=self.max_tokens,
             temperature=temperature,
             top_p=self.top_p if temperature > 0 else 1.0,
-            seed=seed_of(prompt_id, self.seed),
+            seed=hashed(prompt_id, str(self.seed)),
         )
 
 

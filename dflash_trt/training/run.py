@@ -34,6 +34,7 @@ from dflash_trt.training.dflash2 import DFlash2Drafter
 from dflash_trt.training.evaluation import Questions, average, draw_curve, measure, read_history
 from dflash_trt.training.export import model_card
 from dflash_trt.training.loop import Recipe, make_accelerator, train
+from dflash_trt.training.model import DrafterModel
 from dflash_trt.training.target import FeatureCache, FrozenTarget, matrix_dtype
 
 _ARCHITECTURES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
@@ -68,7 +69,7 @@ def run(
     held_out: Path | None = None,
     save_every: int = 50,
     evaluate_every: int | None = 0,
-    report: Callable[[dict[str, Any]], None] | None = None,
+    report: Callable[[dict[str, Any]], None] = lambda line: None,
 ) -> int:
     """Train a drafter for the target in `out`, or resume the run there; returns after which step it ended.
 
@@ -82,55 +83,56 @@ def run(
     target_config = read_target_config(target)
     config = _drafter_config(out / "drafter.json", target, target_config, design)
     answers = read_answers(data)
-    _check_ids(answers, target_config, data)
+    for answer in answers:
+        if (largest := max(answer.token_ids)) >= target_config.vocab_size:
+            raise DFlashError(
+                f"{data}: answer {answer.id} has token {largest}, but the target embeds {target_config.vocab_size}: "
+                "the answers are of another target"
+            )
     answers, prompts = hold_out(answers, held_out, data)
     if held_out is not None:
         recipe = replace(recipe, held_out=digest(prompts))
     _write_beginning(out, config, prompts, accelerator)
     torch.manual_seed(recipe.seed)  # for the weights of a new drafter
     allowed = _draft_vocabulary(out / "beginning" / FILE, design, answers, target_config)
-    batches = Batches(answers, recipe.batch_size, recipe.max_length, recipe.seed)
+    batches = Batches(*(answers, recipe.batch_size, recipe.max_length, recipe.seed), target_config.vocab_size)
     drafter = drafters.open_drafter(out / "beginning", design.checkpoint, target)
     if accelerator.is_main_process:
         write_object(out / "drafter.json", config)  # only now does the run have to continue with this drafter
-    frozen = _frozen_target(target, target_config, drafter, recipe, accelerator)
+    # Without autocast, the drafter computes in float32, and takes nothing else.
+    narrow, read = accelerator.mixed_precision == "bf16", drafter.config
+    frozen = FrozenTarget(
+        *(target, target_config, read.target_layer_ids, accelerator.device),
+        matrix_dtype(accelerator.device) if narrow else torch.float32,
+        final=recipe.distill > 0,
+        row_scale=read.row_scale,
+    )
     if design.checkpoint is None:
         drafters.start_from_target(drafter, Checkpoint(target), target_config)
     if isinstance(drafter, DFlash2Drafter):  # a new selector, with the scale of its inputs
         inputs = (frozen.embedding, drafter.norm.weight)
         drafter.scale_selector(*(float(x.detach().float().square().mean().sqrt()) for x in inputs))
-    counts, measures = summary(batches.answers), evaluate_every is not None
+    cache, counts = None, summary(batches.answers)
+    if features is not None:
+        key = {"target": target_name, "taps": list(read.target_layer_ids), "hidden_size": read.hidden_size}
+        cache = FeatureCache(features, key | ({"final": True} if recipe.distill else {}))
+
+    def card(step: int, figures: Any) -> str:
+        counted = {**counts, "steps": step}
+        return model_card(target_name, config, read.target_layer_ids, recipe, counted, figures)
+
+    measures = evaluate_every is not None
     train(
         *(drafter, frozen, batches, recipe, out, accelerator),
-        cache=_feature_cache(features, target_name, target_config, drafter, recipe),
+        cache=cache,
         save_every=save_every,
         evaluate_every=evaluate_every or 0,
         on_weights=_Keeper(
-            target, target_name, out, config, recipe, drafter, frozen, counts, allowed, measures, report
+            *(target, out, config, recipe, drafter, frozen.embedding, card, allowed, measures, report)
         ),
         report=report,
     )
     return int(read_object(out / "state" / "state.json")["step"])
-
-
-def _frozen_target(
-    target: Path, config: TargetConfig, drafter: Any, recipe: Recipe, accelerator: Accelerator
-) -> FrozenTarget:
-    # Without autocast, the drafter computes in float32, and takes nothing else.
-    dtype = matrix_dtype(accelerator.device) if accelerator.mixed_precision == "bf16" else torch.float32
-    taps = drafter.config.target_layer_ids
-    scale, final = drafter.config.row_scale, recipe.distill > 0
-    return FrozenTarget(target, config, taps, accelerator.device, dtype, final=final, row_scale=scale)
-
-
-def _feature_cache(
-    folder: Path | None, target: str, config: TargetConfig, drafter: Any, recipe: Recipe
-) -> FeatureCache | None:
-    if folder is None:
-        return None
-    taps = list(drafter.config.target_layer_ids)
-    key = {"target": target, "taps": taps, "hidden_size": config.hidden_size}
-    return FeatureCache(folder, key | ({"final": True} if recipe.distill else {}))
 
 
 def _write_beginning(
@@ -151,49 +153,44 @@ class _Keeper:
     """Writes the checkpoint of a step with its card, and measures it with the prompts that are held out."""
 
     target: Path
-    target_name: str
     out: Path
     config: dict[str, Any]
     recipe: Recipe
-    drafter: Any
-    frozen: FrozenTarget
-    counts: dict[str, Any]  # of the answers
+    drafter: DrafterModel
+    embedding: Tensor  # of the target
+    card: Callable[[int, Any], str]  # of a step and its figures
     allowed: list[int] | None  # tokens that may be drafted
     measures: bool
-    report: Callable[[dict[str, Any]], None] | None
+    report: Callable[[dict[str, Any]], None]
 
     def __call__(self, step: int, weights: dict[str, Tensor]) -> None:
-        history = read_history(self.out / "evaluation.jsonl")
-        published = self.drafter.published(weights, self.frozen.embedding)
-        checkpoint = self.out / "checkpoint"
-        card = self._card(step, history)
-        drafters.write_checkpoint(published, self.config, checkpoint, card, self.allowed)
-        if self.measures and all(entry["step"] != step for entry in history):
+        history = {each["step"]: each["figures"] for each in read_history(self.out / "evaluation.jsonl")}
+        published, place = self.drafter.published(weights, self.embedding), self.out / "checkpoint"
+        card = self.card(step, history.get(step))
+        drafters.write_checkpoint(published, self.config, place, card, self.allowed)
+        if self.measures and step not in history:
             self._measure(step, history)
 
-    def _card(self, step: int, history: list[dict[str, Any]]) -> str:
-        counts, taps = {**self.counts, "steps": step}, self.drafter.config.target_layer_ids
-        return model_card(self.target_name, self.config, taps, self.recipe, counts, history)
-
-    def _measure(self, step: int, history: list[dict[str, Any]]) -> None:
+    def _measure(self, step: int, history: dict[int, Any]) -> None:
         """Add the step to the history, and keep the checkpoint if it is the best so far."""
-        out, report = self.out, self.report
+        out = self.out
         # Answers may have been added since the run began, but its evaluations have the same prompts.
         asked = read_prompts(out / "held_out.jsonl", self.recipe.limit)
-        if report is not None:
-            report({"step": step, "measuring": len(asked)})
+        self.report({"step": step, "measuring": len(asked)})
         questions = Questions(asked, self.recipe.eval_tokens)
         figures = measure(self.target, out / "checkpoint", questions, out / "work")
-        best = max((average(entry["figures"]) for entry in history), default=0.0)
-        history.append({"step": step, "figures": figures})
+        best = max(map(average, history.values()), default=0.0)
         with (out / "evaluation.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(history[-1]) + "\n")
-        draw_curve(history, out / "acceptance.svg")
-        (out / "checkpoint" / "README.md").write_text(self._card(step, history), encoding="utf-8")
+            file.write(json.dumps({"step": step, "figures": figures}) + "\n")
+        draw_curve(history | {step: figures}, out / "acceptance.svg")
+        (out / "checkpoint" / "README.md").write_text(self.card(step, figures), encoding="utf-8")
         if average(figures) > best:
-            _replace(out / "checkpoint", out / "best")
-        if report is not None:
-            report({"step": step, "acceptance_length": round(average(figures), 3), "figures": figures})
+            work = out / ".best.part"
+            shutil.rmtree(work, ignore_errors=True)
+            shutil.copytree(out / "checkpoint", work)
+            shutil.rmtree(out / "best", ignore_errors=True)
+            work.rename(out / "best")
+        self.report({"step": step, "acceptance_length": round(average(figures), 3), "figures": figures})
 
 
 def _drafter_config(file: Path, target: Path, target_config: TargetConfig, design: Design) -> dict[str, Any]:
@@ -270,20 +267,3 @@ def _draft_vocabulary(
             f"--draft-vocabulary is {design.draft_vocabulary}, but {file} has {len(tokens)} tokens"
         )
     return tokens
-
-
-def _check_ids(answers: Sequence[Any], config: TargetConfig, data: Path) -> None:
-    for answer in answers:
-        if (largest := max(answer.token_ids)) >= config.vocab_size:
-            raise DFlashError(
-                f"{data}: answer {answer.id} has token {largest}, but the target embeds {config.vocab_size}: the "
-                "answers are of another target"
-            )
-
-
-def _replace(source: Path, place: Path) -> None:
-    work = place.with_name(f".{place.name}.part")
-    shutil.rmtree(work, ignore_errors=True)
-    shutil.copytree(source, work)
-    shutil.rmtree(place, ignore_errors=True)
-    work.rename(place)

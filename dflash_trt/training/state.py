@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +28,17 @@ def write_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: dict[str,
 
 
 def save_state(
-    folder: Path, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], step: int, *, write: bool
+    folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, step: int, *, write: bool
 ) -> None:
     """Save the state after `step` steps. All processes call this; only the one with `write` writes.
 
     `folder` is replaced when the new state is complete and its files are closed.
     """
-    weights, optimizer = get_state_dict(module, optimizers, options=_OPTIONS)
+    weights, state = get_state_dict(module, optimizer, options=_OPTIONS)
     if not write:
         return
     tensors = {f"model{_SEPARATOR}{name}": value for name, value in weights.items()}
-    for name, values in optimizer["state"].items():
+    for name, values in state["state"].items():
         for key, value in values.items():
             tensors[f"optimizer{_SEPARATOR}{name}{_SEPARATOR}{key}"] = torch.as_tensor(value)
     work = folder.with_name(f".{folder.name}.part")
@@ -54,18 +54,15 @@ def save_state(
     shutil.rmtree(old, ignore_errors=True)
 
 
-def load_state(folder: Path, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
+def load_state(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Restore the last complete state. Returns the number of finished steps, 0 without a state.
 
     Raises DFlashError if the state belongs to another model or optimizer.
     """
-    for place in (
-        folder,
-        folder.with_name(f".{folder.name}.old"),
-    ):  # a kill between two renames leaves only the old one
-        if (place / "state.json").exists():
-            break
-    else:
+    # A kill between two renames leaves only the old one.
+    places = (folder, folder.with_name(f".{folder.name}.old"))
+    place = next((each for each in places if (each / "state.json").exists()), None)
+    if place is None:
         return 0
     step = json.loads((place / "state.json").read_text(encoding="utf-8"))["step"]
     weights: dict[str, Any] = {}
@@ -78,9 +75,9 @@ def load_state(folder: Path, module: nn.Module, optimizers: Sequence[torch.optim
             parameter, _, key = rest.rpartition(_SEPARATOR)
             state.setdefault(parameter, {})[key] = value
     # Offloaded to the CPU, the dictionaries exist in the first process only. Here every process needs them.
-    _, made = get_state_dict(module, optimizers, options=StateDictOptions(full_state_dict=True))
+    _, made = get_state_dict(module, optimizer, options=StateDictOptions(full_state_dict=True))
     if {n: set(v) for n, v in made["state"].items()} != {n: set(v) for n, v in state.items()}:  # type: ignore[arg-type]
         raise DFlashError(f"{place}: belongs to another drafter or optimizer; choose another --out")
-    optimizer: dict[str, Any] = {"state": state, "param_groups": made["param_groups"]}
-    set_state_dict(module, optimizers, model_state_dict=weights, optim_state_dict=optimizer, options=_OPTIONS)
+    held: dict[str, Any] = {"state": state, "param_groups": made["param_groups"]}
+    set_state_dict(module, optimizer, model_state_dict=weights, optim_state_dict=held, options=_OPTIONS)
     return int(step)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 from dflash_trt.checkpoint.schema import LayerAttention
 from dflash_trt.training.answers import Answer
-from dflash_trt.training.batches import by_frequency, draw_head
+from dflash_trt.training.batches import Batches, draw_head
 from dflash_trt.training.blocks import Blocks, Weighting, draw_blocks, head_loss, weights_of
 from dflash_trt.training.model import attend, dense_mask, flex_mask, visible
 from tests.training.reference import plain_loss
@@ -128,35 +129,22 @@ def loss_inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("weighting", ["decay", "dpace"])
-@pytest.mark.parametrize("chunk", [1, 3, 10, 64])
+@pytest.mark.parametrize(("chunk", "share"), [(1, 0.0), (3, 0.0), (64, 0.0), (3, 0.3), (10, 1.0)])
 def test_the_loss_in_chunks_has_the_value_and_gradient_of_the_plain_one(
-    weighting: Weighting, chunk: int
+    weighting: Weighting, chunk: int, share: float
 ) -> None:
     hidden, head, labels, valid = loss_inputs()
+    teacher = torch.randn(hidden.shape, generator=generator(1)) if share else None
     one, other = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
-    loss, rows = head_loss(one, head, labels, valid, weighting, chunk)
-    expected = plain_loss(other, head, labels, valid, weighting)
-    (2 * loss).backward()
-    (2 * expected).backward()
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(one.grad, other.grad)
-    assert rows.shape == labels.shape
-    assert (rows[~valid] == 0).all()
-
-
-@pytest.mark.parametrize("share", [0.3, 1.0])
-@pytest.mark.parametrize("weighting", ["decay", "dpace"])
-def test_the_targets_distribution_takes_its_share_of_the_label(weighting: Weighting, share: float) -> None:
-    hidden, head, labels, valid = loss_inputs()
-    teacher = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1))
-    one, other = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
-    loss, rows = head_loss(one, head, labels, valid, weighting, 3, None, teacher, share)
+    loss, rows = head_loss(one, head, labels, valid, weighting, chunk, None, teacher, share)
     expected = plain_loss(other, head, labels, valid, weighting, teacher, share)
     (2 * loss).backward()
     (2 * expected).backward()
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(one.grad, other.grad)
-    torch.testing.assert_close(rows, head_loss(hidden, head, labels, valid, weighting)[1])  # of the labels
+    of_labels = F.cross_entropy((hidden @ head.T)[valid], labels[valid], reduction="none")
+    torch.testing.assert_close(rows[valid], of_labels)
+    assert (rows[~valid] == 0).all()
 
 
 def test_a_batch_without_anything_to_predict_has_no_loss() -> None:
@@ -196,30 +184,22 @@ def test_tokens_come_in_the_order_of_their_frequency_in_the_answers() -> None:
         Answer("a", "", [9, 9, 9], [4, 2, 4], 0.0, "stop"),
         Answer("b", "", [1], [2, 4], 0.0, "stop"),
     ]
-    assert by_frequency(answers, 6).tolist() == [4, 2, 0, 1, 3, 5]  # prompts do not count
+    assert Batches(answers, 1, 9, 0, 6).frequent.tolist() == [4, 2, 0, 1, 3, 5]  # prompts do not count
 
 
 def test_labels_and_frequent_tokens_are_always_there_and_others_stand_for_the_rest() -> None:
     frequent = torch.arange(VOCABULARY).flip(0)
-    wanted = torch.tensor([7, 3, 7])
-    sample = draw_head(wanted, frequent, 20, generator())
-    assert sample.ids.tolist() == sorted(set(sample.ids.tolist()))
-    assert len(sample.ids) == 20
+    ids, bias = draw_head(torch.tensor([7, 3, 7]), frequent, 20, generator())
+    assert ids.tolist() == sorted(set(ids.tolist()))
+    assert len(ids) == 20
     certain = {3, 7, *range(50, 60)}
-    found = dict(zip(sample.ids.tolist(), sample.bias.exp().tolist(), strict=True))
+    found = dict(zip(ids.tolist(), bias.exp().tolist(), strict=True))
     assert all(found[token] == 1 for token in certain)
     others = [weight for token, weight in found.items() if token not in certain]
     assert others == pytest.approx([48 / 8] * 8)  # 48 tokens are left, 8 of them were drawn
-    assert sample.ids[sample.labels(wanted)].tolist() == wanted.tolist()
-    again = [draw_head(wanted, frequent, 20, generator(seed)).ids.tolist() for seed in (0, 1)]
-    assert again[0] == sample.ids.tolist() != again[1]
-
-
-def test_labels_may_be_more_than_were_asked_for() -> None:
-    wanted = torch.arange(30)
-    sample = draw_head(wanted, torch.arange(VOCABULARY), 10, generator())
-    assert sample.ids.tolist() == wanted.tolist()
-    assert not sample.bias.any()
+    again, none = draw_head(torch.arange(30), frequent.flip(0), 10, generator())
+    assert again.tolist() == list(range(30))  # labels may be more than were asked for
+    assert not none.any()
 
 
 def test_the_sum_over_all_tokens_is_right_on_average() -> None:
@@ -227,8 +207,8 @@ def test_the_sum_over_all_tokens_is_right_on_average() -> None:
     frequent, wanted = torch.arange(VOCABULARY), torch.tensor([40])
     sums = []
     for seed in range(2000):
-        sample = draw_head(wanted, frequent, 24, generator(seed))
-        sums.append((logits[sample.ids] + sample.bias).exp().sum())
+        ids, bias = draw_head(wanted, frequent, 24, generator(seed))
+        sums.append((logits[ids] + bias).exp().sum())
     assert torch.stack(sums).mean() == pytest.approx(float(logits.exp().sum()), rel=0.01)
 
 
@@ -239,15 +219,13 @@ def test_the_loss_is_the_cross_entropy_with_the_weighted_tokens(count: int) -> N
     head, labels = torch.randn(VOCABULARY, WIDTH), torch.randint(VOCABULARY, (5, 4))
     valid = torch.rand(5, 4) < 0.8
     valid[:, 0] = False
-    sample = draw_head(labels[valid], torch.arange(VOCABULARY), count, generator())
-    part = head[sample.ids]
-    loss, _ = head_loss(hidden, part, sample.labels(labels), valid, "decay", 2, sample.bias)
+    ids, bias = draw_head(labels[valid], torch.arange(VOCABULARY), count, generator())
+    part, places = head[ids], torch.searchsorted(ids, labels).clamp(max=len(ids) - 1)
+    loss, _ = head_loss(hidden, part, places, valid, "decay", 2, bias)
     (gradient,) = torch.autograd.grad(loss, hidden)
     # The same by a column of ones for the bias; with all tokens, the loss without a sample.
     wider = torch.cat((hidden, torch.ones(5, 4, 1)), -1)
-    expected = plain_loss(
-        wider, torch.cat((part, sample.bias[:, None]), 1), sample.labels(labels), valid, "decay"
-    )
+    expected = plain_loss(wider, torch.cat((part, bias[:, None]), 1), places, valid, "decay")
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, hidden)[0])
     if count == VOCABULARY:

@@ -67,7 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(recipe, "--distill", "SHARE", share,
            "share of the loss that compares with the target's own distribution, 0 to 1", 0.0)  # fmt: skip
     option(recipe, "--learning-rate", "R", float, "the highest", 6e-4)
-    option(recipe, "--optimizer", None, str, "of the matrices", "adamw", choices=["adamw", "muon"])
     option(
         recipe,
         "--weighting",
