@@ -28,7 +28,7 @@ print(len(names))
 """
 # Packages of extras, of a GPU, and of the tests.
 NOT_CORE = (
-    *("torch", "transformers", "safetensors", "modelopt", "jsonschema", "triton", "gguf", "accelerate"),
+    *("torch", "transformers", "safetensors", "modelopt", "triton", "gguf", "accelerate"),
     *("tensorrt", "tensorrt_rtx", "tensorrt_llm", "hypothesis", "pytest"),
     *("starlette", "uvicorn", "pydantic", "pydantic_core", "openai", "prometheus_client"),
 )

@@ -14,10 +14,9 @@ from dflash_trt.models.inventory import Inventory
 from dflash_trt.planning.gpus import Gpu
 from dflash_trt.planning.memory import MemoryEstimate
 from dflash_trt.planning.weights import Settings
-from dflash_trt.trtllm.entry import TensorRTLLMOptions
+from dflash_trt.trtllm.entry import DRAFTER_BACKENDS, MOE_BACKENDS, TensorRTLLMOptions
 from dflash_trt.trtllm.targets import DFLASH2, TARGETS, TargetQuantization
 
-DRAFTER_BACKENDS = ("VANILLA", "TRTLLM", "FA4")
 # Paths inside the bundle; the launch scripts change to its directory first.
 TARGET, DRAFTER = "target", "./drafter"
 
@@ -95,6 +94,8 @@ def expert_choices(
         best, reason = "TRTLLM", "NVFP4 experts on SM100 and SM103"
     asked = options.moe_backend
     if asked is not None and asked != best:
+        if asked not in MOE_BACKENDS:
+            raise UsageError(f"--moe-backend is {asked!r}, expected one of: {', '.join(MOE_BACKENDS)}")
         best, reason = asked, "as asked (--moe-backend)"
         if asked == "TRTLLM" and not (blackwell and formats):
             raise UsageError(

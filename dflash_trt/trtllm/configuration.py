@@ -5,14 +5,11 @@ docs/tensorrt_llm.md has the rules and their sources. Nothing here imports tenso
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from dflash_trt.errors import BuildError, UsageError
-from dflash_trt.extras import install
+from dflash_trt.errors import UsageError
 from dflash_trt.models.inventory import Inventory
 from dflash_trt.planning.gpus import Gpu, find_gpu
 from dflash_trt.planning.memory import MemoryEstimate, estimate_memory, gib
@@ -31,9 +28,8 @@ from dflash_trt.trtllm.installed import IMAGE
 from dflash_trt.trtllm.targets import TargetQuantization, check_gpu
 
 ENGINE = "tensorrt-llm"
-VERSION = "1.4.0rc1"  # whose fields llm_args.json has
+VERSION = "1.4.0rc1"
 CONTAINER = f"{IMAGE}:{VERSION}"
-SCHEMA: dict[str, Any] = json.loads(Path(__file__).with_name("llm_args.json").read_text())
 _LARGEST_DEFAULT_BATCH = 64
 
 
@@ -88,23 +84,7 @@ def configure(
         *warnings(inventory, gpu, schedule),
     )
     args = _nested(choice for choice in choices if choice.written)
-    check_fields(args)
     return Configuration(gpu, args, choices, memory, nodes, gpus_per_node)
-
-
-def check_fields(document: Mapping[str, Any]) -> None:
-    """Raise BuildError naming the first field that TensorRT-LLM does not know or would refuse."""
-    try:
-        from jsonschema import Draft202012Validator
-    except ImportError:
-        raise BuildError(f"jsonschema is not installed; install it with: {install('tensorrt-llm')}") from None
-
-    plain = json.loads(json.dumps(document))  # YAML allows integer keys, JSON does not
-    for error in Draft202012Validator(SCHEMA).iter_errors(plain):
-        while error.context:
-            error = error.context[0]
-        place = ".".join(map(str, error.absolute_path)) or "llm_args"
-        raise BuildError(f"TensorRT-LLM {VERSION}: {place}: {error.message}")
 
 
 def memory_settings(

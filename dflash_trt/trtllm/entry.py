@@ -39,6 +39,11 @@ if TYPE_CHECKING:
 
 # TensorRT-LLM 1.4: _DFLASH_BUDGET_ACTIVATION_RESERVE_BYTES and _SAFETY_FACTOR; the fraction is its default.
 POOL = PagedPool(page=32, fraction=0.9, activation_bytes=6 * GIB, arena_safety=0.70)
+DRAFTER_BACKENDS = ("VANILLA", "TRTLLM", "FA4")
+MOE_BACKENDS = (
+    *("CUTLASS", "CUTEDSL", "CUTEDSL_FC12", "TRTLLM", "DEEPGEMM", "DENSEGEMM", "VANILLA", "TRITON", "MARLIN"),
+    *("MEGAMOE_DEEPGEMM", "MEGAMOE_CUTEDSL"),
+)
 # Architectures with Gated DeltaNet that DFlash was run with: Qwen3.5-4B, Qwen3.5-35B-A3B and Qwen3.6-35B-A3B in
 # TensorRT-LLM's own tests (NVIDIA/TensorRT-LLM#15132, #16914, #18553), Qwen3.8-27B with DFlash2 by a user (#18085).
 HYBRIDS = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
@@ -86,9 +91,7 @@ class TensorRTLLMOptions(EngineOptions):
     max_batch_size: int | None = None
     drafter_attention: str | None = field(
         default=None,
-        metadata=option(
-            "--drafter-attention", metavar="BACKEND", help="VANILLA, TRTLLM or FA4 (default: by GPU)"
-        ),
+        metadata=option("--drafter-attention", choices=DRAFTER_BACKENDS, help="default: by GPU"),
     )
     block_reuse: int | None = field(
         default=None,
@@ -102,7 +105,9 @@ class TensorRTLLMOptions(EngineOptions):
     )
     moe_backend: str | None = field(
         default=None,
-        metadata=option("--moe-backend", metavar="BACKEND", help="of the target's experts (default: by GPU)"),
+        metadata=option(
+            "--moe-backend", choices=MOE_BACKENDS, help="of the target's experts (default: by GPU)"
+        ),
     )
     draft_len_schedule: dict[int, int] | None = field(
         default=None,
@@ -142,7 +147,7 @@ class TensorRTLLMEntry(EngineEntry):
     weights_folder = ""
     draft_vocabulary = False
     tokenizer_folder = "target"
-    modules = ("tensorrt_llm", "jsonschema")
+    modules = ("tensorrt_llm",)
     own_loop = True
     memory = MemoryTraits(
         runtime_bytes=4 * GIB, shares_tables=True, pool=POOL
@@ -232,13 +237,10 @@ class TensorRTLLMEntry(EngineEntry):
         }
 
     def availability(self, missing: Sequence[str], capabilities: Sequence[int]) -> Availability:
-        """Builds need jsonschema, and runs the package."""
-        package, schemas = (importlib.util.find_spec(name) is not None for name in self.modules)
-        lacks = {"jsonschema, to build": schemas, "tensorrt_llm, to run": package}
-        note = ", ".join(name for name, there in lacks.items() if not there)
-        return Availability(
-            build=not missing and schemas, run=not missing and package, note=f"install {note}" if note else ""
-        )
+        """Builds need no package, and runs tensorrt_llm."""
+        here = importlib.util.find_spec("tensorrt_llm") is not None
+        note = "" if here else "install tensorrt_llm to run"
+        return Availability(build=not missing, run=not missing and here, note=note)
 
     def memory_settings(self, inventory: Inventory, options: TensorRTLLMOptions) -> dict[str, Any]:
         """What the options and the target's format say to a memory plan. Raises BuildError."""

@@ -8,14 +8,17 @@ decoding iteration.
 from __future__ import annotations
 
 import asyncio
+import json
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from dflash_trt.trtllm.configuration import SCHEMA, VERSION
+from dflash_trt.trtllm.configuration import VERSION
 
+# The fields of the release's TorchLlmArgs, with their sources.
+SCHEMA: dict[str, Any] = json.loads(Path(__file__).with_name("llm_args.json").read_text())
 Answer = Callable[[list[int]], list[Any]]  # tokens; an exception among them ends the request
 
 

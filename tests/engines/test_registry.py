@@ -74,7 +74,7 @@ def test_engines_are_described_where_no_package_is_installed() -> None:
     """As `doctor` does on a machine without NumPy, ONNX and the rest."""
     program = (
         "import sys; sys.modules.update(dict.fromkeys(['numpy', 'onnx', 'onnx_ir', 'onnxruntime', 'ml_dtypes', 'yaml',"
-        " 'tokenizers', 'jinja2', 'rich', 'torch', 'tensorrt', 'tensorrt_rtx', 'tensorrt_llm', 'jsonschema']))\n"
+        " 'tokenizers', 'jinja2', 'rich', 'torch', 'tensorrt', 'tensorrt_rtx', 'tensorrt_llm']))\n"
         "from dflash_trt.engines.registry import engines\n"
         "import json; print(json.dumps([[e.name, e.availability(['numpy'], [90]).build] for e in engines()]))"
     )
