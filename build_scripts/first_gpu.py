@@ -30,7 +30,7 @@ from dflash_plugins import packed
 from dflash_plugins.launch import by_triton
 
 from build_scripts import harness
-from build_scripts.bench.plans import write_pair
+from build_scripts.random_pair import write_pair
 from dflash_trt import LLM
 from dflash_trt.building.build import build
 from dflash_trt.engines.device.kernels import kernels_here
@@ -152,18 +152,22 @@ def _attention(run: Any, size: str, dtype: torch.dtype, count: int) -> dict[str,
         sinks=sinks.float(),
     )
     there = [x.to(DEVICE) for x in (q, k, v, last * 0, last)]
-    tiles: dict[str, Any] = {}
-    error = 0.0
-    for tile in uses.attention_tiles(head):
+    call = partial(ours.attention, *there, sinks=sinks.to(DEVICE), run=run)
+    row = {"kernel": "attention", "of": size, "dtype": str(dtype), "rows": count, "cache_rows": used}
+    return row | _tried(lambda tile: call(tile=tile), uses.attention_tiles(head), exact)
+
+
+def _tried(call: Callable[[Any], torch.Tensor], tiles: Sequence[Any], exact: torch.Tensor) -> dict[str, Any]:
+    """The largest error of a kernel, as a share of the largest number, and microseconds with each tile."""
+    error, times = 0.0, dict[str, Any]()
+    for tile in tiles:
+        name = str(tuple(vars(tile).values()))
         try:
-            y = ours.attention(*there, sinks=sinks.to(DEVICE), tile=tile, run=run)
-            error = max(error, float((y.cpu().float() - exact).abs().max() / exact.abs().max()))
-            once = replayed(partial(ours.attention, *there, tile=tile, run=run))
-            tiles[str(tuple(vars(tile).values()))] = round(1e6 * once, 1)
+            error = max(error, float((call(tile).cpu().float() - exact).abs().max() / exact.abs().max()))
+            times[name] = round(1e6 * replayed(partial(call, tile)), 1)
         except Exception as problem:  # of the compiler or the driver: the others go on
-            tiles[str(tuple(vars(tile).values()))] = str(problem)[:200]
-    row = {"kernel": "attention", "of": size, "dtype": str(dtype), "rows": count}
-    return {**row, "cache_rows": used, "error": error, "microseconds": tiles}
+            times[name] = str(problem)[:200]
+    return {"error": error, "microseconds": times}
 
 
 def _experts(run: Any, size: str, dtype: torch.dtype, count: int) -> dict[str, Any]:
@@ -182,23 +186,9 @@ def _experts(run: Any, size: str, dtype: torch.dtype, count: int) -> dict[str, A
     exact = layers.mxfp4_experts(constants, x.float(), router, *wide)
     packed: list[Any] = [w.to(DEVICE) for w in weights]
     layer = ours.PackedExperts(*packed, **constants)
-    there, tiles, error = (x.to(DEVICE), router.to(DEVICE)), dict[str, Any](), 0.0
-    for tile in uses.TILES:
-        try:
-            y = ours.moe(*there, layer, tile, run)
-            error = max(error, float((y.cpu().float() - exact).abs().max() / exact.abs().max()))
-            once = replayed(partial(ours.moe, *there, layer, tile, run))
-            tiles[str(tuple(vars(tile).values()))] = round(1e6 * once, 1)
-        except Exception as problem:  # of the compiler or the driver: the others go on
-            tiles[str(tuple(vars(tile).values()))] = str(problem)[:200]
-    return {
-        "kernel": "experts",
-        "of": size,
-        "dtype": str(dtype),
-        "rows": count,
-        "error": error,
-        "microseconds": tiles,
-    }
+    there = x.to(DEVICE), router.to(DEVICE)
+    row = {"kernel": "experts", "of": size, "dtype": str(dtype), "rows": count}
+    return row | _tried(lambda tile: ours.moe(*there, layer, tile, run), uses.TILES, exact)
 
 
 def as_stored() -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The decoders that `build_scripts.bench.natural` compares, each in a process of its own.
 
-    python -m build_scripts.bench.decoders NAME TARGET MODELS BATCH CAPACITY THREADS
+    python -m build_scripts.bench.decoders NAME MODELS BATCH CAPACITY THREADS
 
 reads tasks (JSON, one a line) from its input and writes one answer for each. A name is KIND:WEIGHTS:
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -173,43 +174,44 @@ def openvino(file: Path, threads: int) -> Decoder:
     return run
 
 
-# The package that each kind needs.
-PACKAGES = {
-    "plain": "onnxruntime", "adaptive": "onnxruntime", "llama.cpp": "llama_cpp", "genai": "onnxruntime_genai",
-    "openvino": "openvino_genai",
+# The package that each kind needs, and where it reads weights of this name from.
+KINDS = {
+    "plain": ("onnxruntime", "bundles/{}"), "adaptive": ("onnxruntime", "bundles/{}"),
+    "llama.cpp": ("llama_cpp", "gguf/{}.gguf"), "openvino": ("openvino_genai", "gguf/{}.gguf"),
+    "genai": ("onnxruntime_genai", "genai/{}"),
 }  # fmt: skip
 
 
 def installed(name: str) -> bool:
     """Whether the decoder's package is here. Exits where the name is of none."""
     kind, _, weights = name.partition(":")
-    if kind not in PACKAGES or not weights:
-        raise SystemExit(f"{name!r} is no KIND:WEIGHTS; kinds: {', '.join(PACKAGES)}")
-    return find_spec(PACKAGES[kind]) is not None
+    if kind not in KINDS or not weights:
+        raise SystemExit(f"{name!r} is no KIND:WEIGHTS; kinds: {', '.join(KINDS)}")
+    return find_spec(KINDS[kind][0]) is not None
 
 
-def load(name: str, target: str, models: Path, batch: int, capacity: int, threads: int) -> Decoder:
+def load(name: str, models: Path, batch: int, capacity: int, threads: int) -> Decoder:
     """`capacity`: most tokens of a prompt and its answer."""
     kind, _, weights = name.partition(":")
+    place = models / KINDS[kind][1].format(weights)
     if kind == "llama.cpp":
-        return llama_cpp(models / "gguf" / f"{weights}.gguf", batch, capacity, threads)
-    if kind == "openvino":
-        return openvino(models / "gguf" / f"{weights}.gguf", threads)
-    if kind == "genai":
-        return genai(models / "genai" / weights, threads)
-    return ours(kind, models / "bundles" / weights, batch, threads)
+        return llama_cpp(place, batch, capacity, threads)
+    if kind in ("openvino", "genai"):
+        return {"openvino": openvino, "genai": genai}[kind](place, threads)
+    return ours(kind, place, batch, threads)
 
 
-def make_model(name: str, target: str, drafter: str | None, models: Path) -> None:
+def make_model(name: str, target: str, models: Path) -> None:
     """What a decoder reads. A file of another program that is there is kept."""
     kind, _, weights = name.partition(":")
+    place = models / KINDS[kind][1].format(weights)
     if kind in ("llama.cpp", "openvino"):
-        _make_gguf(target, models / "gguf" / f"{weights}.gguf")
+        _make_gguf(target, place)
     elif kind == "genai":
-        _make_genai(target, models / "genai" / weights)
+        _make_genai(target, place)
     else:
         precision = parse_precision(None if weights == "default" else weights)
-        build(target, drafter, models / "bundles" / weights, precision=precision, force=True)
+        build(target, None, place, precision=precision, force=True)
 
 
 def _make_gguf(target: str, file: Path) -> None:
@@ -262,25 +264,19 @@ def _until(tokens: list[int], stop: list[int]) -> list[int]:
     return tokens[: next(ends, len(tokens)) + 1]
 
 
-def _peak_megabytes() -> float:
-    """The most memory that this process had. 0 where the system does not say."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return 0.0
-    return next((int(line.split()[1]) / 1000 for line in lines if line.startswith("VmHWM")), 0.0)
-
-
 def main() -> None:
     """Answer the tasks. Prints of libraries go to standard error."""
-    name, target, models, *numbers = sys.argv[1:]
+    name, models, *numbers = sys.argv[1:]
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)
-        decoder = load(name, target, Path(models), *map(int, numbers))
+        decoder = load(name, Path(models), *map(int, numbers))
         print(json.dumps({"ready": name}), file=out, flush=True)
         for line in sys.stdin:
             answer = asdict(decoder(Task(**json.loads(line))))
-            print(json.dumps(answer | {"peak_mb": _peak_megabytes()}), file=out, flush=True)
+            # Not ru_maxrss, which has the memory of the process that started this one.
+            peak = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
+            answer["peak_mb"] = int(peak[1]) / 1000 if peak else 0.0
+            print(json.dumps(answer), file=out, flush=True)
 
 
 if __name__ == "__main__":

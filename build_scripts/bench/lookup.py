@@ -77,8 +77,7 @@ def measure(
     for number in range(args.rounds + 1):  # the first one warms up
         for place, (kind, prompt) in enumerate(chosen):
             ids = llm.chat_prompt(prompt.content)
-            turn = (number + place) % len(methods)
-            for method in methods[turn:] + methods[:turn]:
+            for method in harness.rotated(methods, number + place):
                 answer = llm.generate(ids, params, **METHODS[method])
                 equal = equal and outputs.setdefault(prompt.id, answer.token_ids) == answer.token_ids
                 statistics, key = answer.statistics, (kind, prompt.id, method)
@@ -99,16 +98,17 @@ def table(bundle: str, records: list[dict[str, Any]]) -> None:
     """Print speeds relative to plain decoding, with the least prompt, and tokens per pass."""
     plain = {record["prompt"]: record["seconds"] for record in records if record["method"] == "plain"}
     methods = [method for method in METHODS if any(r["method"] == method for r in records)][1:]
-    print(f"\n{Path(bundle).name}\n| | {' | '.join(methods)} |\n|---|{'---|' * len(methods)}")
+    rows = []
     for kind in ("natural", COPYING):
-        cells = []
+        cells = [kind]
         for method in methods:
             own = [r for r in records if r["kind"] == kind and r["method"] == method]
             speed = sum(plain[r["prompt"]] for r in own) / sum(r["seconds"] for r in own)
             least = min(plain[r["prompt"]] / r["seconds"] for r in own)
             tokens = sum(r["tokens"] for r in own) / sum(r["passes"] for r in own)
             cells.append(f"{speed:.2f} (least {least:.2f}; {tokens:.2f} tokens a pass)")
-        print(f"| {kind} | {' | '.join(cells)} |", flush=True)
+        rows.append(cells)
+    print(f"\n{Path(bundle).name}\n{harness.markdown(['', *methods], rows)}", flush=True)
 
 
 if __name__ == "__main__":

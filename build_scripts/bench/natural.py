@@ -18,9 +18,9 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Any
@@ -49,9 +49,9 @@ Record = dict[str, Any]
 class PeerProcess:
     """A decoder's process."""
 
-    def __init__(self, name: str, target: str, models: Path, *numbers: int) -> None:
+    def __init__(self, name: str, models: Path, *numbers: int) -> None:
         self.name = name
-        command = [sys.executable, "-m", "build_scripts.bench.decoders", name, target, str(models)]
+        command = [sys.executable, "-m", "build_scripts.bench.decoders", name, str(models)]
         self._process = subprocess.Popen(
             [*command, *map(str, numbers)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -111,7 +111,7 @@ def measure(args: argparse.Namespace, names: list[str], chosen: list[Job]) -> It
     workers: list[PeerProcess] = []
     try:
         for name in names:
-            workers.append(PeerProcess(name, args.target, args.models, *numbers))
+            workers.append(PeerProcess(name, args.models, *numbers))
             first = chosen[0].task
             workers[-1].run(Task([first.prompts[0][-16:]], 16, first.stop))  # a warm-up
         for turn, job in harness.in_turn(args.rounds, chosen):
@@ -139,26 +139,18 @@ def rate(records: Iterable[Record]) -> float | None:
 
 
 def table(records: list[Record], peers: Iterable[str]) -> dict[str, Record]:
-    """The figures of each decoder. The ratio, that of the prompt where it is least, and the same answers are to the
-    first one's.
-    """
+    """The figures of each decoder. The ratio and the same answers are to the first one's."""
     categories = sorted({r["category"] for r in records})
     rows: dict[str, Record] = {}
     for peer in peers:
         mine = [r for r in records if r["peer"] == peer]
         rounds, given = sum(r["rounds"] for r in mine), {r["prompt"]: r["tokens"] for r in mine}
-        alone = {prompt: rate(r for r in mine if r["prompt"] == prompt) or 0 for prompt in given}
-        rates = [n / s for n, s in map(count, mine)]
         if not rows:
-            base, first, base_alone = rate(mine) or 1, given, alone
+            base, first = rate(mine) or 1, given
         rows[peer] = {
             **{category: rate(r for r in mine if r["category"] == category) for category in categories},
             "all": (speed := rate(mine) or 0),
-            "quartiles": statistics.quantiles(rates, method="inclusive")[::2]
-            if len(rates) > 1
-            else rates * 2,
             "ratio": speed / base,
-            "least_ratio": min(alone[prompt] / (base_alone[prompt] or 1) for prompt in alone),
             "acceptance_length": 1 + sum(r["accepted"] for r in mine) / rounds if rounds else None,
             "same_answers": sum(tokens == first.get(prompt) for prompt, tokens in given.items()),
             "prompts": len(given),
@@ -169,11 +161,11 @@ def table(records: list[Record], peers: Iterable[str]) -> dict[str, Record]:
 
 def markdown(rows: Mapping[str, Record], categories: list[str]) -> str:
     """The table of a page."""
-    titles = [*categories, "all", "quartiles", "ratio", "least", "acceptance", "same answers", "peak MB"]
+    titles = [*categories, "all", "ratio", "acceptance", "same answers", "peak MB"]
     cells = [
         [
             *(peer, *(f"{row[name]:.1f}" for name in (*categories, "all"))),
-            *("{:.0f}-{:.0f}".format(*row["quartiles"]), f"{row['ratio']:.2f}", f"{row['least_ratio']:.2f}"),
+            f"{row['ratio']:.2f}",
             "" if row["acceptance_length"] is None else f"{row['acceptance_length']:.2f}",
             *(f"{row['same_answers']}/{row['prompts']}", f"{row['peak_mb']:.0f}"),
         ]
@@ -182,20 +174,10 @@ def markdown(rows: Mapping[str, Record], categories: list[str]) -> str:
     return harness.markdown(["", *titles], cells)
 
 
-def versions() -> dict[str, str]:
-    """Versions of the packages that are installed."""
-    found = {}
-    for name in DISTRIBUTIONS:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
-
-
 def main(argv: list[str] | None = None) -> int:
     """Make the models that are missing, and print a table for each number of requests."""
     parser = harness.parser(__doc__)
     parser.add_argument("--target", default="smollm2-135m")
-    parser.add_argument("--drafter", help="a directory (default: the one that is known for the target)")
     parser.add_argument("--models", type=Path, default=Path("runs/natural"), help="is made")
     parser.add_argument("--peers", nargs="+", metavar="KIND:WEIGHTS", default=PEERS)
     categories = sorted(path.stem for path in PROMPTS.glob("*.jsonl"))
@@ -210,16 +192,17 @@ def main(argv: list[str] | None = None) -> int:
     if left_out := [name for name in args.peers if name not in names]:
         print(f"left out, as their packages are not installed: {', '.join(left_out)}", file=sys.stderr)
     for name in names:
-        make_model(name, args.target, args.drafter, args.models)
+        make_model(name, args.target, args.models)
     records = list(measure(args, names, list(jobs(args))))
-    print(f"{processor()}, {args.threads} threads; " + ", ".join(f"{k} {v}" for k, v in versions().items()))
+    versions = {name: version(name) for name in DISTRIBUTIONS if find_spec(name.replace("-", "_"))}
+    print(f"{processor()}, {args.threads} threads; " + ", ".join(f"{k} {v}" for k, v in versions.items()))
     tables = []
     for requests in args.requests:
         rows = table([r for r in records if r["requests"] == requests], names)
         tables.append({"requests": requests, "rows": rows})
         print(f"\n{requests} at a time: tokens per second\n")
         print(markdown(rows, args.categories if requests == 1 else []))
-    print(json.dumps({"processor": processor(), "versions": versions(), "tables": tables}))
+    print(json.dumps({"processor": processor(), "versions": versions, "tables": tables}))
     return 0
 
 

@@ -1,6 +1,6 @@
 """Cost and gain of the precision of weights on a CPU: time of a pass, perplexity, agreement.
 
-    python -m build_scripts.bench.precision [--target smollm2-135m] [--drafter DIR] [--precisions P ...]
+    python -m build_scripts.bench.precision [--target smollm2-135m] [--precisions P ...]
         [--by-output] [--parts text time] [--tokens 4096] [--dir DIR]
 
 A precision is one of `dflash-trt build --precision`, or "default": that of a build without it. The target's graph alone
@@ -122,14 +122,13 @@ def measure_time(bundles: dict[str, Bundle], args: argparse.Namespace) -> dict[s
 def made(args: argparse.Namespace, folder: Path, precision: str) -> Bundle:
     """The bundle of a precision, without trees, whose graph has more inputs than `run` gives."""
     asked = None if precision == "default" else parse_precision(precision)
-    return build(args.target, args.drafter, folder, precision=asked, tree_width=1, force=True)
+    return build(args.target, None, folder, precision=asked, tree_width=1, force=True)
 
 
 def main() -> None:
     """Measure the parts that are asked for."""
     parser = harness.parser(__doc__)
     parser.add_argument("--target", default="smollm2-135m", metavar="NAME_OR_PATH")
-    parser.add_argument("--drafter", metavar="NAME_OR_PATH")
     parser.add_argument("--precisions", nargs="+", default=["target=fp32", "default", "target=int8"])
     parser.add_argument("--by-output", action="store_true", help="also measure INT8 as for AMX")
     parser.add_argument("--parts", nargs="+", choices=("text", "time"), default=["text", "time"])

@@ -1,4 +1,4 @@
-"""Prompts to train on: of the toy pairs in `corpus`, of natural language in `natural`."""
+"""Prompts that the toy pairs are trained on."""
 
 from __future__ import annotations
 

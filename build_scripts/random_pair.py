@@ -1,26 +1,17 @@
-"""Time, peak memory and plan sizes of `dflash-trt build --engine tensorrt-rtx` for a known pair's layers at full
-width.
+"""Checkpoints of a known pair's shapes, filled with noise: what a build of a large model takes, without its download.
 
-    python -m build_scripts.bench.plans [--pair gpt-oss-20b] [--layers 2 4] [--compute-capability 120] \
-        [--max-batch-size 2 8] [--max-seq-len 4096 32768] [--stored fp8] [--precision drafter=fp8,head=fp8] [--dir DIR]
+    python -m build_scripts.random_pair gpt-oss-20b DIR [--layers 2] [--stored fp8]
 
-The checkpoint is generated: names, shapes and dtypes of the pair, including MXFP4 experts, filled with noise. It has
-fewer layers, with the taps and windows of the first layers. With --stored, the target is quantized as on the hub:
-`fp8` has blocks of 128 x 128; `nvfp4` has NVFP4 in the MLPs and FP8 by rows elsewhere. Needs no GPU. Peak memory is
-the VmHWM of the build process, including mapped weights. With --precision, the build also quantizes. The last line is
-one JSON document.
+writes DIR/target and DIR/drafter: names, shapes and dtypes of the pair, including MXFP4 experts. They have fewer
+layers, with the taps and windows of the first ones. With --stored, the target is quantized as on the hub: `fp8` has
+blocks of 128 x 128; `nvfp4` has NVFP4 in the MLPs and FP8 by rows elsewhere.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import struct
-import subprocess
-import sys
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +23,12 @@ from build_scripts import harness
 from dflash_trt.checkpoint.catalogue import known_configs
 from dflash_trt.checkpoint.tensors import Outline
 from dflash_trt.graph.tensorrt import TensorRT
-from dflash_trt.hardware import processor
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.models.drafters import build_drafter
 from dflash_trt.models.target import build_target
-from dflash_trt.reports.inspection import inspect
 
-SHIPPED = Path(__file__).resolve().parents[2] / "dflash_trt" / "shipped" / "tiny"
+SHIPPED = Path(__file__).resolve().parents[1] / "dflash_trt" / "shipped" / "tiny"
 _CHUNK, _PIECE = 8 << 20, 4 << 20
-_SECONDS = 0.02  # between two samples of a process
 _NOT = ("lm_head", r"re:.*(embed_tokens|norm|conv1d|visual|in_proj_a|in_proj_b|in_proj_ba)$")
 _FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -78,58 +66,6 @@ STORED: dict[str, dict[str, Any]] = {
         "ignore": list(_NOT),
     },
 }
-
-
-def main() -> None:
-    """Build with every combination of the options."""
-    parser = harness.parser(__doc__)
-    parser.add_argument("--pair", default="gpt-oss-20b", help="a known pair")
-    parser.add_argument(
-        "--layers", type=int, nargs="+", default=[2, 4], help="layers of the target, one build each"
-    )
-    parser.add_argument("--compute-capability", default="120")
-    parser.add_argument("--max-batch-size", type=int, nargs="+", default=[2])
-    parser.add_argument("--max-seq-len", type=int, nargs="+", default=[4096])
-    parser.add_argument("--stored", choices=STORED, help="how the target is quantized (default: not)")
-    parser.add_argument("--precision", help="as for dflash-trt build (default: as stored, in bf16)")
-    parser.add_argument("--dir", type=Path, help="working directory (default: a temporary directory)")
-    args = parser.parse_args()
-    results = []
-    for layers in args.layers:
-        with tempfile.TemporaryDirectory(dir=args.dir) as folder:
-            sizes = write_pair(Path(folder), args.pair, layers, args.stored)
-            for batch in args.max_batch_size:
-                for length in args.max_seq_len:
-                    made = measured(Path(folder), args.compute_capability, args.precision, batch, length)
-                    results.append({"layers": layers, "checkpoint_bytes": sizes, **made})
-                    print(json.dumps(results[-1], indent=2), flush=True)
-    document = {"processor": processor(), "pair": args.pair, "stored": args.stored, "builds": results}
-    print(json.dumps(document))
-
-
-def measured(work: Path, capability: str, precision: str | None, batch: int, length: int) -> dict[str, Any]:
-    """One build of the checkpoints in `work`."""
-    command = [sys.executable, "-m", "dflash_trt", "build", "--engine", "tensorrt-rtx"]
-    command += ["--target", str(work / "target"), "--drafter", str(work / "drafter")]
-    command += ["--compute-capability", capability, "--out", str(work / "bundle"), "--force"]
-    command += ["--max-batch-size", str(batch), "--prefill-chunk", "512", "--max-seq-len", str(length)]
-    command += ["--precision", precision] if precision else []
-    seconds, peak = measure(command)
-    inspected = inspect(work / "bundle")
-    largest = max(entry["size"] for entry in inspected["plans"].values())
-    return {
-        "precision": precision,
-        "max_batch_size": batch,
-        "max_seq_len": length,
-        "seconds": round(seconds, 1),
-        "peak_rss_bytes": peak,
-        "peak_rss_over_largest_plan": round(peak / largest, 2),
-        "plans": {
-            name: {key: entry[key] for key in ("size", "scratch_bytes", "weight_bytes")}
-            | {"size_over_weights": round(entry["size"] / sum(entry["weight_bytes"].values()), 3)}
-            for name, entry in inspected["plans"].items()
-        },
-    }
 
 
 def write_pair(work: Path, pair: str, layers: int, stored: str | None) -> dict[str, int]:
@@ -215,20 +151,16 @@ def _kind(name: str, dtype: str) -> str:
     return "factors" if name.endswith(("_scale", "_scale_2", "_scale_inv")) else "numbers"
 
 
-def measure(command: list[str]) -> tuple[float, int]:
-    """Seconds and peak resident bytes of one process. ru_maxrss would include this process's own memory."""
-    begin, peak = time.perf_counter(), 0
-    with tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
-        while process.poll() is None:
-            line = re.search(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text(), re.M)
-            peak = max(peak, int(line[1]) << 10 if line else 0)  # a finished process has none
-            time.sleep(_SECONDS)
-        seconds = time.perf_counter() - begin
-        if process.returncode:
-            errors.seek(0)
-            sys.exit(f"{' '.join(command)} failed:\n{errors.read().decode()[-2000:]}")
-    return seconds, peak
+def main() -> None:
+    """Write the pair."""
+    parser = harness.parser(__doc__)
+    parser.add_argument("pair", help="a known pair")
+    parser.add_argument("directory", type=Path, help="is made")
+    parser.add_argument("--layers", type=int, default=2, help="of the target")
+    parser.add_argument("--stored", choices=STORED, help="how the target is quantized (default: not)")
+    args = parser.parse_args()
+    args.directory.mkdir(parents=True)
+    print(json.dumps(write_pair(args.directory, args.pair, args.layers, args.stored)))
 
 
 if __name__ == "__main__":
