@@ -48,9 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--host", "ADDRESS", str, "address to serve on", "127.0.0.1")
     option(parser, "--port", "PORT", port,
            "port of OpenAI's API, or of Triton's HTTP; 0 lets the system choose one", 8000)  # fmt: skip
-    option(parser, "--server", None, str,
-           "trtllm-serve: TensorRT-LLM's own, with OpenAI's API on the HTTP port; takes none of the options below",
-           choices=[engine.server for engine in registry.engines() if engine.server])  # fmt: skip
     option(parser, "--grace", "SECONDS", seconds,
            "time for requests to finish after a signal to stop", 30.0)  # fmt: skip
     option(parser, "--log-level", None, str,
@@ -96,9 +93,6 @@ def run(args: argparse.Namespace) -> int:
         raise DFlashError("the server's processes need Linux or macOS; on Windows, serve in WSL 2")
 
     _check_options(args)
-    if args.server is not None:
-        bundle = bundle_of(args)
-        registry.engine_of(bundle).serve(bundle, args.server, host=args.host, port=args.port)
     return _triton(args) if args.api == "triton" else _openai(args)
 
 
@@ -106,7 +100,7 @@ def _check_options(args: argparse.Namespace) -> None:
     """End the program, as for wrong usage, for values and combinations that cannot be served."""
     if args.passed and args.api != "triton":
         args.usage_error("words after -- are options of tritonserver: add --api triton")
-    if args.api == "triton" or args.server is not None:
+    if args.api == "triton":
         _check_unused(args)
     if (args.tls_cert is None) != (args.tls_key is None):
         args.usage_error("--tls-cert and --tls-key: only one is given, expected both")
@@ -124,9 +118,8 @@ def _check_unused(args: argparse.Namespace) -> None:
     if os.environ.get(_KEY_VARIABLE):
         unused.append(f"${_KEY_VARIABLE}")
     if unused:
-        other = f"--server {args.server}" if args.server else "--api triton"
         args.usage_error(
-            f"{unused[0]} is for --api openai, and {other} ignores it; for keys or TLS, put a gateway in front"
+            f"{unused[0]} is for --api openai, and --api triton ignores it; for keys or TLS, put a gateway in front"
         )
 
 

@@ -12,9 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from dflash_trt.errors import DFlashError
 from dflash_trt.extras import install
 
 if TYPE_CHECKING:
@@ -191,12 +190,12 @@ class EngineOptions:
 class EngineEntry(ABC):
     """An entry of the registry: all that the package knows of one engine.
 
-    `options`: its own options of a build. `weights_folder`: where checkpoints lie in its bundles. `tokenizer_folder`:
-    where the tokenizer lies in them. `weight_layout`: how it reads quantized layers. `server`: the name of a
-    server of its own, beside Triton. `modules`: Python modules that it can use, which `doctor` shows. `needed`: those
-    without which it opens no bundle. `memory`: its layout, for `plan`. `draft_vocabulary`: whether a drafter may
-    have fewer tokens than its target. `own_loop`: whether it runs its passes by itself, and not as this package asks.
-    `equal_rows`: whether a row has the same bits in every pass without trees, so that drafts change no token.
+    `options`: its own options of a build. `weights_folder`: where checkpoints lie in its bundles.
+    `tokenizer_folder`: where the tokenizer lies in them. `weight_layout`: how it reads quantized layers. `modules`:
+    Python modules that it can use, which `doctor` shows. `needed`: those without which it opens no bundle.
+    `memory`: its layout, for `plan`. `draft_vocabulary`: whether a drafter may have fewer tokens than its target.
+    `own_loop`: whether it runs its passes by itself, and not as this package asks. `equal_rows`: whether a row has
+    the same bits in every pass without trees, so that drafts change no token.
     """
 
     name: str
@@ -204,7 +203,6 @@ class EngineEntry(ABC):
     weights_folder: ClassVar[str] = "weights/"
     tokenizer_folder: ClassVar[str] = ""
     weight_layout: ClassVar[WeightLayout] = "stored"
-    server: ClassVar[str] = ""
     draft_vocabulary: ClassVar[bool] = True
     own_loop: ClassVar[bool] = False
     equal_rows: ClassVar[bool] = False
@@ -301,12 +299,6 @@ class EngineEntry(ABC):
     def container(self, manifest: Mapping[str, Any]) -> Container:
         """The container that serves a bundle of this engine. Raises DFlashError where none is known."""
         return Container()
-
-    def serve(self, bundle: Bundle, server: str, *, host: str, port: int) -> NoReturn:
-        """Become a server of this engine's own, in place of this process. Raises DFlashError where it cannot."""
-        raise DFlashError(
-            f"{bundle.path}: is a bundle for {self.name}, which {server} does not serve; serve it with Triton"
-        )
 
 
 def option(flag: str, *, plan: bool = False, least: int | None = None, **arguments: Any) -> dict[str, Any]:

@@ -42,7 +42,6 @@ class ConfigurationJob(BuildJob):
     def write(
         self, work: Path, manifest: dict[str, Any], files: dict[str, dict[str, Any]], progress: Progress
     ) -> dict[str, dict[str, Any]]:
-        """Write these files, and give the manifest's entries of all files."""
         written = launch_files(self.configuration)
         if self.drafter is not None:
             config = json.dumps(drafter_config(self.drafter), indent=2, sort_keys=True) + "\n"

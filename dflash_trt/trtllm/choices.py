@@ -14,7 +14,7 @@ from dflash_trt.models.inventory import Inventory
 from dflash_trt.planning.gpus import Gpu
 from dflash_trt.planning.memory import MemoryEstimate
 from dflash_trt.planning.weights import Settings
-from dflash_trt.trtllm.entry import DRAFTER_BACKENDS, MOE_BACKENDS, TensorRTLLMOptions
+from dflash_trt.trtllm.entry import MOE_BACKENDS, TensorRTLLMOptions
 from dflash_trt.trtllm.targets import DFLASH2, TARGETS, TargetQuantization
 
 # Paths inside the bundle; the launch scripts change to its directory first.
@@ -38,36 +38,30 @@ def drafter_attention(inventory: Inventory, options: TensorRTLLMOptions, gpu: Gp
     """The backend of the drafter's attention, as asked or the best for the GPU; None without a drafter. Raises
     UsageError if it cannot run.
     """
-    if inventory.drafter is None:
-        if options.drafter_attention is not None:
-            raise UsageError(
-                f"--drafter-attention is {options.drafter_attention}, but there is no drafter: leave it out"
-            )
-        return None
-    name = "speculative_config.attention_backend"
-    flash = "needs the flash-attn package"
-    dflash2 = inventory.drafter.architecture == DFLASH2
-    if dflash2:
-        best = "VANILLA"
-        reason = f"DFlash2: TRTLLM refuses windows that look both ways (NVIDIA/TensorRT-LLM#19159); {flash}"
-    elif gpu.sm in (100, 103):
-        best, reason = "TRTLLM", f"SM{gpu.sm}: context in pages of the KV pool, with generated kernels"
-    elif gpu.sm == 90:
-        best, reason = "FA4", "SM90: FlashAttention 4 over a dense buffer"
-    else:
-        best, reason = "VANILLA", f"SM{gpu.sm}: TRTLLM is for SM100 and SM103, FA4 for SM90; {flash}"
     asked = options.drafter_attention
-    if asked is None or asked == best:
-        return Choice(name, best, reason)
-    if asked not in DRAFTER_BACKENDS:
-        raise UsageError(f"--drafter-attention is {asked!r}, expected one of: {', '.join(DRAFTER_BACKENDS)}")
-    if asked != "VANILLA" and (gpu.sm != 90 if asked == "FA4" else dflash2 or gpu.sm not in (100, 103)):
+    if inventory.drafter is None:
+        if asked is not None:
+            raise UsageError(f"--drafter-attention is {asked}, but there is no drafter: leave it out")
+        return None
+    dflash2 = inventory.drafter.architecture == DFLASH2
+    runs = {"VANILLA": True, "TRTLLM": gpu.sm in (100, 103) and not dflash2, "FA4": gpu.sm == 90}
+    if asked is not None and not runs.get(asked, False):
         raise UsageError(
             f"--drafter-attention is {asked}, but {gpu.product} is SM{gpu.sm}: TRTLLM runs on SM100 and SM103 only, "
-            "and not with DFlash2 (NVIDIA/TensorRT-LLM#19159), FA4 on SM90 only; leave it out"
+            "and not with DFlash2 (NVIDIA/TensorRT-LLM#19159), FA4 on SM90 only, VANILLA everywhere; leave it out"
         )
-    needs = flash if asked == "VANILLA" else "with DFlash2's windows it was not seen"
-    return Choice(name, asked, f"as asked (--drafter-attention); {needs}")
+    flash = "needs the flash-attn package"
+    best, reason = "VANILLA", f"SM{gpu.sm}: TRTLLM is for SM100 and SM103, FA4 for SM90; {flash}"
+    if dflash2:
+        reason = f"DFlash2: TRTLLM refuses windows that look both ways (NVIDIA/TensorRT-LLM#19159); {flash}"
+    elif runs["TRTLLM"]:
+        best, reason = "TRTLLM", f"SM{gpu.sm}: context in pages of the KV pool, with generated kernels"
+    elif runs["FA4"]:
+        best, reason = "FA4", "SM90: FlashAttention 4 over a dense buffer"
+    if asked not in (None, best):
+        needs = flash if asked == "VANILLA" else "with DFlash2's windows it was not seen"
+        best, reason = asked, f"as asked (--drafter-attention); {needs}"
+    return Choice("speculative_config.attention_backend", best, reason)
 
 
 def expert_choices(
@@ -181,13 +175,6 @@ def drafting_choices(
     for written, name, value, reason in rows:
         if written or name == "draft_len_schedule":
             yield Choice(f"speculative_config.{name}", value, reason, written)
-
-
-def drafter_context(settings: Settings) -> str:
-    """How the bytes of the drafter's context come about."""
-    if settings.arena:
-        return "per GPU: 2 * (batch + 1) * layers * (context + block) * kv heads * head size * 2 bytes"
-    return "per GPU, in pages of the KV pool"
 
 
 def warnings(inventory: Inventory, gpu: Gpu, schedule: dict[int, int]) -> Iterator[Choice]:

@@ -17,7 +17,6 @@ from dflash_trt.planning.weights import Settings
 from dflash_trt.trtllm.choices import (
     Choice,
     drafter_attention,
-    drafter_context,
     drafting_choices,
     engine_choices,
     expert_choices,
@@ -80,7 +79,7 @@ def configure(
         *engine_choices(inventory, quantization, memory, settings, reuse),
         *expert_choices(inventory, options, gpu, quantization),
         *drafting_choices(inventory, options, settings, schedule),
-        *_of_drafter(inventory, options, settings, memory),
+        *_of_drafter(drafter_attention(inventory, options, gpu), settings, memory),
         *warnings(inventory, gpu, schedule),
     )
     args = _nested(choice for choice in choices if choice.written)
@@ -102,15 +101,14 @@ def memory_settings(
     }
 
 
-def _of_drafter(
-    inventory: Inventory, options: TensorRTLLMOptions, settings: Settings, memory: MemoryEstimate
-) -> list[Choice]:
+def _of_drafter(attention: Choice | None, settings: Settings, memory: MemoryEstimate) -> list[Choice]:
     """The drafter's attention and context, if there is a drafter."""
-    attention = drafter_attention(inventory, options, settings.gpu)
     if attention is None:
         return []
-    context = Choice("drafter_context_bytes", memory.drafter_bytes, drafter_context(settings), written=False)
-    return [attention, context]
+    how = "per GPU, in pages of the KV pool"
+    if settings.arena:
+        how = "per GPU: 2 * (batch + 1) * layers * (context + block) * kv heads * head size * 2 bytes"
+    return [attention, Choice("drafter_context_bytes", memory.drafter_bytes, how, written=False)]
 
 
 def _nested(choices: Iterable[Choice]) -> dict[str, Any]:

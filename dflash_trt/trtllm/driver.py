@@ -45,9 +45,7 @@ class _Response(NamedTuple):
 
 @dataclass
 class _Run:
-    """A running request of TensorRT-LLM. `result` is None until the request was handed over."""
-
-    result: Any = None
+    result: Any = None  # until the request was handed over
     iteration: int | None = None  # of the previous response
 
 
@@ -80,16 +78,13 @@ class Driver:
 
     @property
     def idle(self) -> bool:
-        """Whether there are no requests."""
         return not self._runs
 
     @property
     def pair(self) -> NoReturn:
-        """Raises DFlashError: there are no passes of ours."""
         raise DFlashError(f"{self._path}: this engine runs its own loop, and its passes cannot be checked")
 
     def follow(self, rule: PassRule) -> NoReturn:
-        """Raises DFlashError: exact mode needs passes of ours."""
         raise DFlashError(f"{self._path}: this engine runs its own loop, which follows no rule")
 
     @property
@@ -126,7 +121,7 @@ class Driver:
             "logprobs": params.logprobs,
             "prompt_logprobs": params.prompt_logprobs,
         }
-        for name in [name for name, asked in refused.items() if asked]:
+        if name := next((name for name, asked in refused.items() if asked), ""):
             raise RequestError(
                 f"{name} is {getattr(params, name)}, which TensorRT-LLM does not support with speculative decoding"
             )
@@ -137,13 +132,11 @@ class Driver:
             )
 
     def submit(self, request: Request) -> None:
-        """Hand a request over."""
         self._runs[request] = _Run()
         self._queue.watch(request)
         asyncio.run_coroutine_threadsafe(self._follow(request, self._runs[request]), self._loop)
 
     def cancel(self, request: Request) -> None:
-        """End a submitted request in the next step. No effect on an ended request."""
         self._queue.cancel(request)
 
     def step(self, lengths: Lengths) -> list[Emission]:
@@ -162,26 +155,22 @@ class Driver:
         return emissions
 
     def parts(self, lengths: Lengths) -> Iterator[list[Emission]]:
-        """One `step`, in one part."""
         yield self.step(lengths)
 
     def forget(self) -> None:
         """No effect: TensorRT-LLM has no call to drop what it keeps for reuse (--block-reuse; by default nothing)."""
 
     def clear(self) -> None:
-        """Drop every request."""
         for request in self._runs:
             self.cancel(request)
         self._give_up()
 
     def logits(self, ids: list[int]) -> np.ndarray[Any, Any]:
-        """Raises DFlashError: there are none with speculative decoding."""
         raise DFlashError(
             "TensorRT-LLM gives no logits with speculative decoding; use an ONNX Runtime bundle"
         )
 
     def close(self) -> None:
-        """Drop every request, and end TensorRT-LLM and the thread of its responses."""
         self.clear()
         self._llm.shutdown()
         asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result()

@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from dflash_trt.engines.base import (
     GIB,
@@ -152,7 +152,6 @@ class TensorRTLLMEntry(EngineEntry):
     memory = MemoryTraits(
         runtime_bytes=4 * GIB, shares_tables=True, pool=POOL
     )  # _DFLASH_BUDGET_RUNTIME_OVERHEAD_BYTES
-    server = "trtllm-serve"
 
     def check(
         self, precision: Precision | None, weights: Weights, options: TensorRTLLMOptions | None
@@ -169,7 +168,6 @@ class TensorRTLLMEntry(EngineEntry):
             )
 
     def read_target(self, directory: Path) -> TargetConfig:
-        """Also that of a target whose family only TensorRT-LLM runs. Raises CheckpointError."""
         from dflash_trt.trtllm.targets import read_target
 
         return read_target(directory)
@@ -190,7 +188,6 @@ class TensorRTLLMEntry(EngineEntry):
             )
 
     def refuses_published(self, drafter: PublishedDrafter, form: TargetForm | None) -> str:
-        """Why it has no bundle of a drafter of the hub; "" if it has one."""
         if drafter.kind not in ("DFlash", "DFlash2") or drafter.speculators:
             return "bundles are made for DFlash and DFlash2 as z-lab stores them"
         if drafter.target == "Qwen/Qwen3-Coder-Next":
@@ -237,13 +234,11 @@ class TensorRTLLMEntry(EngineEntry):
         }
 
     def availability(self, missing: Sequence[str], capabilities: Sequence[int]) -> Availability:
-        """Builds need no package, and runs tensorrt_llm."""
         here = importlib.util.find_spec("tensorrt_llm") is not None
         note = "" if here else "install tensorrt_llm to run"
         return Availability(build=not missing, run=not missing and here, note=note)
 
     def memory_settings(self, inventory: Inventory, options: TensorRTLLMOptions) -> dict[str, Any]:
-        """What the options and the target's format say to a memory plan. Raises BuildError."""
         from dflash_trt.trtllm.configuration import memory_settings
         from dflash_trt.trtllm.targets import target_quantization
 
@@ -254,19 +249,10 @@ class TensorRTLLMEntry(EngineEntry):
         version = manifest["tensorrt_llm"]["version"]
         note = (
             f"# This image has TensorRT-LLM {TRITON_TRTLLM_VERSION}, which lacks DFlash; the bundle is for {version}, "
-            "which the command installs. Without Triton: dflash-trt serve --server trtllm-serve"
+            "which the command installs. Without Triton: launch/serve.sh of the bundle"
         )
         return Container(TRITON_TRTLLM_IMAGE, packages=(f"tensorrt_llm=={version}",), note=note)
 
-    def serve(self, bundle: Bundle, server: str, *, host: str, port: int) -> NoReturn:
-        """Become `trtllm-serve`. Raises DFlashError if that cannot be."""
-        if server != self.server:
-            super().serve(bundle, server, host=host, port=port)
-        from dflash_trt.trtllm.installed import serve
-
-        serve(bundle, host=host, port=port)
-
 
 def entry(name: str) -> EngineEntry:
-    """The registry's entry."""
     return TensorRTLLMEntry()

@@ -1,14 +1,11 @@
-"""The installed tensorrt_llm: check that it agrees with a bundle, open an LLM from the bundle, or become its server."""
+"""The installed tensorrt_llm: check that it agrees with a bundle, and open an LLM from the bundle."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
-import os
-import shutil
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 
@@ -33,17 +30,6 @@ _SECTIONS = {
     "moe_config": "MoeConfig",
 }
 _DRAFTING = {"DFlash": "DFlashDecodingConfig", "SA": "SADecodingConfig"}  # by decoding_type
-
-
-def import_tensorrt_llm(version: str) -> Any:
-    """The package. Raises DFlashError if it is not installed or does not start."""
-    try:
-        return importlib.import_module("tensorrt_llm")
-    except Exception as error:  # its native parts may raise anything
-        raise DFlashError(
-            f"tensorrt_llm cannot be imported ({type(error).__name__}: {error}); this bundle is for {version}: run it "
-            f"in {IMAGE}:{version}, or pip install tensorrt_llm=={version}"
-        ) from error
 
 
 def _constructed(api: Any, llm_args: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,9 +75,23 @@ def load(bundle: Bundle) -> tuple[Any, Any]:
     configuration.
     """
     version = bundle.manifest["tensorrt_llm"]["version"]
-    module = import_tensorrt_llm(version)
+    try:
+        module: Any = importlib.import_module("tensorrt_llm")
+    except Exception as error:  # its native parts may raise anything
+        raise DFlashError(
+            f"tensorrt_llm cannot be imported ({type(error).__name__}: {error}); this bundle is for {version}: run it "
+            f"in {IMAGE}:{version}, or pip install tensorrt_llm=={version}"
+        ) from error
     args = read_llm_args(bundle)
-    check_attention(bundle, args)
+    backend = args["speculative_config"].get("attention_backend")
+    for needed, package in _NEEDS[backend].items() if backend else ():
+        try:
+            importlib.import_module(needed)
+        except Exception as error:  # native parts may raise anything
+            raise DFlashError(
+                f"{bundle.path}: the drafter's attention_backend is {backend}, but {needed} cannot be imported "
+                f"({error}); pip install {package}, or build the bundle again with another --drafter-attention"
+            ) from None
     if "drafter" in bundle.roles:
         args["speculative_config"]["speculative_model"] = str((bundle.path / "drafter").resolve())
     try:
@@ -108,49 +108,3 @@ def load(bundle: Bundle) -> tuple[Any, Any]:
         )
     model = str((bundle.path / "target").resolve())
     return module, module.LLM(model=model, skip_tokenizer_init=True, **args)
-
-
-def check_attention(bundle: Bundle, llm_args: Mapping[str, Any]) -> None:
-    """Raise DFlashError if a package of the drafter's attention cannot be imported here."""
-    backend = llm_args["speculative_config"].get("attention_backend")
-    for module, package in _NEEDS[backend].items() if backend else ():
-        try:
-            importlib.import_module(module)
-        except Exception as error:  # native parts may raise anything
-            raise DFlashError(
-                f"{bundle.path}: the drafter's attention_backend is {backend}, but {module} cannot be imported "
-                f"({error}); pip install {package}, or build the bundle again with another --drafter-attention"
-            ) from None
-
-
-def serve(bundle: Bundle, *, host: str, port: int) -> NoReturn:
-    """Become the server, in place of this process, so that signals reach it. Nothing of the bundle is executed.
-
-    Raises:
-        DFlashError: the bundle is for several nodes, or asks for code of its own to be run; there is no trtllm-serve;
-            or the drafter's attention lacks a package where this Python has tensorrt_llm.
-    """
-    path, manifest = bundle.path, bundle.manifest
-    if manifest["weights"] == "none":
-        raise DFlashError(f"{path}: was built with --weights none and cannot run; build it with its weights")
-    nodes = manifest["tensorrt_llm"]["nodes"]
-    if nodes > 1:
-        raise DFlashError(f"{path}: is for {nodes} nodes; start it under MPI or Slurm (docs/tensorrt_llm.md)")
-    args, version = read_llm_args(bundle), manifest["tensorrt_llm"]["version"]
-    if shutil.which("trtllm-serve") is None:
-        raise DFlashError(
-            f"there is no trtllm-serve on the PATH; install tensorrt_llm {version}, or serve in a container: "
-            "docker run --rm --ipc host --gpus all --ulimit memlock=-1 --ulimit stack=67108864 "
-            f"--publish {host}:{port}:8000 --volume {bundle.path.resolve()}:/bundle:ro --workdir /bundle "
-            f"{IMAGE}:{version} {' '.join(_command('0.0.0.0', 8000))}"
-        )
-    if importlib.util.find_spec("tensorrt_llm") is not None:  # else trtllm-serve belongs to another Python
-        check_attention(bundle, args)
-    os.chdir(bundle.path)
-    command = _command(host, port)
-    os.execvp(command[0], command)
-
-
-def _command(host: str, port: int) -> list[str]:
-    """trtllm-serve, as launch/serve.sh starts it by hand, in the bundle's directory."""
-    return ["trtllm-serve", "./target", "--host", host, "--port", str(port), "--config", "llm_args.yaml"]

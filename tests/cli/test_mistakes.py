@@ -36,7 +36,6 @@ MISTAKES = [
     (2, "serve {b} --api triton --api-key-file notes.txt", "--api-key-file", "--api triton"),
     (2, "serve {b} --api triton --tls-cert notes.txt --tls-key notes.txt", "--tls-cert", "--api triton"),
     (2, "serve {b} --api triton --cors-origin *", "--cors-origin", "--api triton"),
-    (2, "serve {b} --server trtllm-serve --api-key-file notes.txt", "--api-key-file", "trtllm-serve"),
     (1, "build --target tinny", "--target", "tinny", "tiny"),
     (1, "build --target empty --drafter drafter", "empty", "config.json"),
     (1, "build --target lora --drafter drafter", "lora", "LoRA"),
