@@ -100,12 +100,10 @@ def average(figures: Mapping[str, Any]) -> float:
     return sum(each) / len(each)
 
 
-def read_history(file: Path) -> list[dict[str, Any]]:
-    """Earlier evaluations, {"step": ..., "figures": ...} each. An incomplete line after a kill is left out."""
-    if not file.exists():
-        return []
-    lines = file.read_text(encoding="utf-8").split("\n")[:-1]
-    return [json.loads(line) for line in lines if line.strip()]
+def read_history(file: Path) -> dict[int, dict[str, Any]]:
+    """Earlier evaluations: step -> figures. An incomplete line after a kill is left out."""
+    lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.exists() else []
+    return {entry["step"]: entry["figures"] for entry in map(json.loads, lines)}
 
 
 def draw_curve(history: Mapping[int, Mapping[str, Any]], file: Path) -> None:

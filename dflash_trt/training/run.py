@@ -164,7 +164,7 @@ class _Keeper:
     report: Callable[[dict[str, Any]], None]
 
     def __call__(self, step: int, weights: dict[str, Tensor]) -> None:
-        history = {each["step"]: each["figures"] for each in read_history(self.out / "evaluation.jsonl")}
+        history = read_history(self.out / "evaluation.jsonl")
         published, place = self.drafter.published(weights, self.embedding), self.out / "checkpoint"
         card = self.card(step, history.get(step))
         drafters.write_checkpoint(published, self.config, place, card, self.allowed)

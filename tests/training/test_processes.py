@@ -6,43 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import cast
 
 import numpy as np
-import pytest
 import torch
-from accelerate import Accelerator
 from safetensors.torch import load_file
 
-from dflash_trt.errors import DFlashError
 from dflash_trt.files.reading import read_object
 from dflash_trt.training.answers import Answer, AnswerFile
-from dflash_trt.training.loop import Recipe, _same_recipe
-from dflash_trt.training.target import FeatureCache
-
-
-def test_no_process_reads_a_half_written_recipe(tmp_path: Path) -> None:
-    file, seen = tmp_path / "recipe.json", []
-
-    class First:
-        """The first of two processes. It looks for the file when it meets the other."""
-
-        num_processes = 2
-        is_main_process = True
-
-        def wait_for_everyone(self) -> None:
-            seen.append(file.exists())
-
-    _same_recipe(file, Recipe(steps=1), cast(Accelerator, First()))
-    assert seen == [False]
-    assert read_object(file)["processes"] == 2
-
-
-def test_a_feature_cache_begins_beside_another_process(tmp_path: Path) -> None:
-    (tmp_path / "features.1.part").write_text("{", encoding="utf-8")
-    FeatureCache(tmp_path, {"taps": [1]})
-    with pytest.raises(DFlashError, match="holds features of"):
-        FeatureCache(tmp_path, {"taps": [2]})
 
 
 def test_two_processes_train_one_drafter_and_resume_it(tmp_path: Path) -> None:

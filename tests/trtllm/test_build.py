@@ -22,9 +22,11 @@ from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.cli import main
 from dflash_trt.errors import BuildError, CheckpointError, DFlashError
 from dflash_trt.models.configs import read_drafter_config
+from dflash_trt.quantization.convert import quantize
 from dflash_trt.reports.inspection import inspect
 from dflash_trt.trtllm.entry import TensorRTLLMOptions
 from tests.doubles.checkpoints import make_drafter, make_target, write_json
+from tests.doubles.compressed import compressed
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter, make_qwen3_moe
 from tests.doubles.kind_checkpoints import make_dflash2
 
@@ -69,32 +71,20 @@ def test_every_known_pair_builds_without_weights(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "said"),
+    ("name", "options", "alone", "said"),
     [
-        ("qwen3-8b", {"drafter_attention": "FA4"}, "--drafter-attention is FA4, but there is no drafter"),
-        ("qwen3-8b", {"block_reuse": 64}, "--block-reuse is 64, but no drafter needs a part of the prompt"),
-        (
-            "qwen3-coder-next",
-            {},
-            "has layers with a state, with which TensorRT-LLM's drafts from a request's own text",
-        ),
+        ("qwen3-8b", {"drafter_attention": "FA4"}, True, "--drafter-attention is FA4, but there is no drafter"),
+        ("qwen3-8b", {"block_reuse": 64}, True, "--block-reuse is 64, but no drafter needs a part"),
+        ("qwen3-coder-next", {}, True, "has layers with a state, with which TensorRT-LLM's drafts from a request"),
+        ("qwen3-coder-next", {}, False, "Qwen3NextForCausalLM, but TensorRT-LLM's DFlash is known with Qwen3_5"),
     ],
-)
-def test_what_is_refused_without_a_drafter(
-    name: str, options: dict[str, Any], said: str, tmp_path: Path
+)  # fmt: skip
+def test_what_is_refused_of_known_targets(
+    name: str, options: dict[str, Any], alone: bool, said: str, tmp_path: Path
 ) -> None:
-    where = TensorRTLLMOptions(gpu="h200", **options)
+    asked: dict[str, Any] = {"engine": "tensorrt-llm", "weights": "none", "no_drafter": alone}
     with pytest.raises(DFlashError, match=said):
-        build(
-            name, None, tmp_path / "b", engine="tensorrt-llm", weights="none", options=where, no_drafter=True
-        )
-
-
-def test_other_hybrids_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(
-        BuildError, match="Qwen3NextForCausalLM, but TensorRT-LLM's DFlash is known with Qwen3_5"
-    ):
-        build("qwen3-coder-next", None, tmp_path / "b", engine="tensorrt-llm", weights="none", options=H200)
+        build(name, None, tmp_path / "b", options=TensorRTLLMOptions(gpu="h200", **options), **asked)
 
 
 def test_a_dflash2_drafter_keeps_its_kind(pair: Path, tmp_path: Path) -> None:
@@ -131,6 +121,9 @@ def test_a_drafter_directory_is_what_all_readers_take_it_for(pair: Path, tmp_pat
     assert config.target_layer_ids == (0, 1, 2)
     assert (config.block_size, config.mask_token_id) == (original.block_size, original.mask_token_id)
     assert config.rope == original.rope
+    written = json.loads((directory / "config.json").read_text())
+    assert not {"auto_map", "torch_dtype"} & written.keys()  # no code to fetch
+    assert written["block_size"] == written["dflash_config"]["block_size"]
 
     source = {
         name: t.to(torch.bfloat16) for name, t in load_file(pair / "turned" / "model.safetensors").items()
@@ -171,14 +164,6 @@ def test_reordered_taps_draft_the_same(pair: Path, tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-def test_the_drafters_config_points_to_no_code(built: Bundle) -> None:
-    config = json.loads((built.path / "drafter" / "config.json").read_text())
-    assert "auto_map" not in config
-    assert "torch_dtype" not in config
-    assert config["architectures"] == ["DFlashDraftModel"]
-    assert config["block_size"] == config["dflash_config"]["block_size"]
-
-
 def test_a_block_longer_than_trained_is_refused(pair: Path, tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=r"--block-size is 9, expected 2\.\.8: the drafter was trained"):
         build_pair(pair, tmp_path / "b", block_size=9)
@@ -204,101 +189,56 @@ def test_missing_and_unknown_tensors_are_refused(pair: Path, tmp_path: Path) -> 
     assert not (tmp_path / "b").exists()
 
 
-def quantize(directory: Path, scheme: str) -> None:
-    """Rewrite a target's matrices in ModelOpt's export form, but with other values."""
-    file = directory / "model.safetensors"
-    tensors = load_file(file)
-    for name in [n for n in tensors if n.endswith("_proj.weight")]:
-        rows, columns = tensors[name].shape
-        if scheme == "FP8":
-            tensors[name] = tensors[name].to(torch.float8_e4m3fn)
-            tensors[f"{name}_scale"] = torch.ones(())
-        else:
-            tensors[name] = torch.zeros(rows, columns // 2, dtype=torch.uint8)
-            tensors[f"{name}_scale"] = torch.ones(rows, columns // 16).to(torch.float8_e4m3fn)
-            tensors[f"{name}_scale_2"] = torch.ones(())
-        tensors[name.replace(".weight", ".input_scale")] = torch.ones(())
-    save_file(tensors, file)
-    section = {"quant_algo": scheme, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
-    write_json(
-        directory / "hf_quant_config.json", {"producer": {"name": "modelopt"}, "quantization": section}
-    )
+FP8 = {"num_bits": 8, "type": "float"}
+FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+BLOCK = FP8 | {"strategy": "block", "block_structure": [128, 128]}
+# Weights and inputs, for compressed-tensors.
+STORED = {
+    "fp8-rows": (FP8 | {"strategy": "channel"}, FP8 | {"strategy": "token", "dynamic": True}),
+    "fp8-blocks": (BLOCK, FP8 | {"strategy": "group", "group_size": 128, "dynamic": True}),
+    "nvfp4": (FP4, FP4 | {"dynamic": "local"}),
+}
 
 
-ROWS = (
-    {"num_bits": 8, "type": "float", "strategy": "channel"},
-    {"num_bits": 8, "type": "float", "strategy": "token"},
-)
-PAIRS_OF_FOUR_BITS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+def stored_bytes(bundle: Bundle) -> int:
+    """Of the target, as the memory plan of a bundle counts them."""
+    weights = bundle.manifest["tensorrt_llm"]["memory"]["weights"]["target"]
+    return sum(n for role in weights.values() for n in role.values())
 
 
-def store(directory: Path, name: str) -> None:
-    """Rewrite a target's matrices as the hub has them, but with other values."""
-    config, file = directory / "config.json", directory / "model.safetensors"
-    tensors: dict[str, torch.Tensor] = {}
-    for key, tensor in load_file(file).items():
-        rows, columns = tensor.shape if tensor.ndim == 2 else (0, 0)
-        if not key.endswith("_proj.weight"):
-            tensors[key] = tensor
-        elif name == "nvfp4":
-            tensors[f"{key}_packed"] = torch.zeros(rows, columns // 2, dtype=torch.uint8)
-            tensors[f"{key}_scale"] = torch.ones(rows, columns // 16).to(torch.float8_e4m3fn)
-            for scale in ("weight_global_scale", "input_global_scale"):
-                tensors[key.replace("weight", scale)] = torch.ones(1)
-        else:
-            scales = (rows, 1) if name == "fp8-rows" else (-(-rows // 128), -(-columns // 128))
-            tensors[key] = tensor.to(torch.float8_e4m3fn)
-            tensors[f"{key}_scale{'_inv' * (name == 'fp8-blocks')}"] = torch.ones(
-                scales, dtype=torch.bfloat16
-            )
-    save_file(tensors, file)
-    section: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    if name != "fp8-blocks":
-        weights, inputs = ROWS if name == "fp8-rows" else (PAIRS_OF_FOUR_BITS, PAIRS_OF_FOUR_BITS)
-        group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs | {"dynamic": True}}
-        section = {
-            "quant_method": "compressed-tensors",
-            "format": "float-quantized" if name == "fp8-rows" else "nvfp4-pack-quantized",
-            "config_groups": {"group_0": group},
-            "ignore": ["lm_head"],
-        }
-    write_json(config, json.loads(config.read_text()) | {"quantization_config": section})
-
-
-@pytest.mark.parametrize("name", ["fp8-blocks", "fp8-rows", "nvfp4"])
-def test_formats_of_the_hub_are_passed_on_as_stored(name: str, tmp_path: Path) -> None:
-    target = make_target(tmp_path / "target")
-    make_drafter(tmp_path / "drafter", target)
-    store(target, name)
+@pytest.mark.parametrize("name", STORED)
+def test_formats_of_compressed_tensors_are_passed_on_as_stored(name: str, tmp_path: Path) -> None:
+    make_drafter(tmp_path / "drafter", make_target(tmp_path / "plain"))
+    group = dict(zip(("weights", "input_activations"), STORED[name], strict=True))
+    target = tmp_path / "target"
+    compressed(tmp_path / "plain", target, {"config_groups": {"group_0": group | {"targets": ["Linear"]}}})
     where = TensorRTLLMOptions(gpu="b200" if name == "nvfp4" else "h200")
     bundle = build_pair(tmp_path, tmp_path / "b", options=where)
     assert bundle.manifest["precision"]["target"] == name
-    file = target / "model.safetensors"
-    assert (bundle.path / "target" / "model.safetensors").read_bytes() == file.read_bytes()
-    stored = sum(tensor.nbytes for tensor in Checkpoint(target).tensors.values())
-    weights = bundle.manifest["tensorrt_llm"]["memory"]["weights"]["target"]
-    assert sum(n for role in weights.values() for n in role.values()) == stored
+    file = "model.safetensors"
+    assert (bundle.path / "target" / file).read_bytes() == (target / file).read_bytes()
+    assert stored_bytes(bundle) == sum(tensor.nbytes for tensor in Checkpoint(target).tensors.values())
 
 
 @pytest.mark.parametrize("make", [make_target, make_qwen3_moe])
-@pytest.mark.parametrize("scheme", ["FP8", "NVFP4"])
+@pytest.mark.parametrize("scheme", ["fp8", "nvfp4"])
 def test_modelopt_checkpoints_build(scheme: str, make: Callable[[Path], Path], tmp_path: Path) -> None:
     """Dense layers and experts, each quantized separately."""
-    make(tmp_path / "target")
-    make_drafter(tmp_path / "drafter", tmp_path / "target")
-    quantize(tmp_path / "target", scheme)
+    make_drafter(tmp_path / "drafter", make(tmp_path / "plain"))
+    target = quantize(tmp_path / "plain", tmp_path / "target", scheme)
+    own = json.loads((target / "hf_quant_config.json").read_text())
+    own["quantization"]["kv_cache_quant_algo"] = "FP8"
+    write_json(target / "hf_quant_config.json", own)
     bundle = build_pair(tmp_path, tmp_path / "b", options=TensorRTLLMOptions(gpu="b200"))
-    assert bundle.manifest["precision"] == {"target": scheme.lower(), "drafter": "bfloat16"}
+    assert bundle.manifest["precision"] == {"target": scheme, "drafter": "bfloat16"}
     assert (bundle.path / "target" / "hf_quant_config.json").is_file()
     args = yaml.safe_load((bundle.path / "llm_args.yaml").read_text())
     assert args["kv_cache_config"]["dtype"] == "fp8"
-    stored = sum(tensor.nbytes for tensor in Checkpoint(tmp_path / "target").tensors.values())
-    weights = bundle.manifest["tensorrt_llm"]["memory"]["weights"]["target"]
-    assert sum(n for role in weights.values() for n in role.values()) == stored
+    assert stored_bytes(bundle) == sum(tensor.nbytes for tensor in Checkpoint(target).tensors.values())
 
-    tensors = load_file(tmp_path / "target" / "model.safetensors")
+    tensors = load_file(target / "model.safetensors")
     gone = next(name for name in sorted(tensors) if name.endswith("up_proj.weight_scale"))
-    save_file({n: t for n, t in tensors.items() if n != gone}, tmp_path / "target" / "model.safetensors")
+    save_file({n: t for n, t in tensors.items() if n != gone}, target / "model.safetensors")
     with pytest.raises(CheckpointError, match=f"no tensor '{gone}'"):
         build_pair(tmp_path, tmp_path / "c", options=TensorRTLLMOptions(gpu="b200"))
 
@@ -315,15 +255,6 @@ def test_experts_stay_as_they_are(tmp_path: Path) -> None:
     assert args["moe_expert_parallel_size"] == 2
 
 
-def test_inspect_explains_the_choices(built: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
-    found = inspect(built.path)
-    assert found["runs_on"] == "1 x h200, 1 node(s), TensorRT-LLM 1.4.0rc1"
-    assert found["choices"]["speculative_config.attention_backend"].startswith("FA4: SM90")
-    assert found["choices"]["speculative_config.max_draft_len"].startswith("7: block of 8")
-    assert main(["inspect", str(built.path)]) == 0
-    assert "free_gpu_memory_fraction" in capsys.readouterr().out
-
-
 def test_the_command_builds(pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = ["build", "--target", str(pair / "target"), "--drafter", str(pair / "drafter"), "--out"]
     options = ["--engine", "tensorrt-llm", "--gpu", "b300", "--tp", "2", "--max-batch-size", "16"]
@@ -334,6 +265,9 @@ def test_the_command_builds(pair: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert args["tensor_parallel_size"] == 2
     assert args["speculative_config"]["enable_penalty"] is True
     said = capsys.readouterr().out
+    found = inspect(tmp_path / "b")
+    assert found["runs_on"] == "2 x b300, 1 node(s), TensorRT-LLM 1.4.0rc1"
+    assert found["choices"]["speculative_config.max_draft_len"].startswith("7: block of 8")
     assert "max_batch_size 16: as asked" in said
     assert "speculative_config.draft_len_schedule 4:7,16:2: as asked" in said
     with pytest.raises(SystemExit) as ended:

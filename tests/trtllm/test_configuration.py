@@ -171,18 +171,27 @@ def fields_of(args: dict[str, Any], prefix: str = "") -> list[str]:
     return names
 
 
-def test_the_drafters_attention_may_be_asked_for(pairs: dict[str, Pair]) -> None:
-    args = configured(pairs["qwen3.8-27b"], "h200", drafter_attention="FA4").llm_args
-    assert args["speculative_config"]["attention_backend"] == "FA4"
-
-
-def test_blocks_are_reused_where_the_cache_manager_keeps_it_sound(pairs: dict[str, Pair]) -> None:
-    for name, version2 in (("qwen3-8b", None), ("gpt-oss-20b", True)):
-        args = configured(pairs[name], block_reuse=256).llm_args
-        assert args["kv_cache_config"]["enable_block_reuse"] is True
-        assert args["enable_chunked_prefill"] is True
-        assert args["speculative_config"]["context_recompute_tail"] == 256
-        assert args["kv_cache_config"].get("use_kv_cache_manager_v2") is version2
+@pytest.mark.parametrize(
+    ("name", "options", "fields"),
+    [
+        ("qwen3.8-27b", {"drafter_attention": "FA4"}, {"speculative_config.attention_backend": "FA4"}),
+        ("qwen3-8b", {"block_reuse": 256}, {
+            "kv_cache_config.enable_block_reuse": True, "enable_chunked_prefill": True,
+            "speculative_config.context_recompute_tail": 256, "kv_cache_config.use_kv_cache_manager_v2": None,
+        }),
+        ("gpt-oss-20b", {"block_reuse": 256}, {"kv_cache_config.use_kv_cache_manager_v2": True}),
+        ("qwen3-8b", {"rejection_sampling": True}, {"speculative_config.use_rejection_sampling": True}),
+        ("qwen3-8b", {"penalties": True}, {"speculative_config.enable_penalty": True}),
+        ("qwen3-8b", {}, dict.fromkeys(
+            ("speculative_config.use_rejection_sampling", "speculative_config.enable_penalty"))),
+    ],
+)  # fmt: skip
+def test_what_is_asked_for_is_written(
+    pairs: dict[str, Pair], name: str, options: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    found = configured(pairs[name], "h200", **options)
+    written = {choice.name: choice.value for choice in found.choices if choice.written}
+    assert {field: written.get(field) for field in fields} == fields
 
 
 def test_moe_backends_by_gpu(pairs: dict[str, Pair], tmp_path: Path) -> None:
@@ -316,16 +325,6 @@ def test_the_release_names_its_sources_and_the_guide_every_field_of_its_drafting
     assert [name for name in fields if f"`{name}`" not in guide] == []
 
 
-@pytest.mark.parametrize(
-    ("option", "field"),
-    [("rejection_sampling", "use_rejection_sampling"), ("penalties", "enable_penalty")],
-)
-def test_prototypes_are_on_where_asked(pairs: dict[str, Pair], option: str, field: str) -> None:
-    drafting = configured(pairs["qwen3-8b"], **{option: True}).llm_args["speculative_config"]
-    assert drafting[field] is True
-    assert field not in configured(pairs["qwen3-8b"]).llm_args["speculative_config"]
-
-
 def found_in(tmp_path: Path, section: dict[str, Any] | None = None, **own_file: Any) -> TargetQuantization:
     """The quantization of Qwen3-8B with this `quantization_config`, or with a file of Model Optimizer."""
     target = tmp_path / "target"
@@ -359,52 +358,30 @@ BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_sc
 CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
 
 
-@pytest.mark.parametrize(
-    ("section", "expected"),
-    [
-        (BLOCKS, "fp8-blocks"),
-        (compressed(8, "float", "channel", "token"), "fp8-rows"),
-        (compressed(8, "float", "block", "group"), "fp8-blocks"),
-        (compressed(4, "float", "tensor_group", "tensor_group"), "nvfp4"),
-        (compressed(4, "float", "tensor_group", "tensor_group", kv_cache_scheme=CACHE), "nvfp4, fp8"),
-    ],
-)
-def test_formats_of_config_json_are_named(section: dict[str, Any], expected: str, tmp_path: Path) -> None:
-    found = found_in(tmp_path, section)
-    assert ", ".join([*found.formats, *([found.kv_cache] if found.kv_cache else [])]) == expected
+MIXED = {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4", "group_size": 16}}
 
 
 @pytest.mark.parametrize(
-    ("own", "name", "cache"),
+    ("section", "own", "name", "cache"),
     [
-        ({"quant_algo": "FP8"}, "fp8", None),
-        ({"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}, "nvfp4", "fp8"),
-        ({"quant_algo": None, "kv_cache_quant_algo": "FP8"}, "bfloat16", "fp8"),
-        ({"quant_algo": "W4A16_AWQ", "group_size": 128}, "int4-awq", None),
-        ({"quant_algo": "fp8_pb_wo"}, "fp8-blocks", None),
-        (
-            {
-                "quant_algo": "MIXED_PRECISION",
-                "quantized_layers": {
-                    "a": {"quant_algo": "FP8"},
-                    "b": {"quant_algo": "NVFP4", "group_size": 16},
-                },
-            },
-            "fp8+nvfp4",
-            None,
-        ),
+        (BLOCKS, {}, "fp8-blocks", None),
+        (compressed(8, "float", "channel", "token"), {}, "fp8-rows", None),
+        (compressed(8, "float", "block", "group"), {}, "fp8-blocks", None),
+        (compressed(4, "float", "tensor_group", "tensor_group"), {}, "nvfp4", None),
+        (compressed(4, "float", "tensor_group", "tensor_group", kv_cache_scheme=CACHE), {}, "nvfp4", "fp8"),
+        (None, {"quant_algo": "FP8"}, "fp8", None),
+        (None, {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}, "nvfp4", "fp8"),
+        (None, {"quant_algo": None, "kv_cache_quant_algo": "FP8"}, "bfloat16", "fp8"),
+        (None, {"quant_algo": "W4A16_AWQ", "group_size": 128}, "int4-awq", None),
+        (None, {"quant_algo": "fp8_pb_wo"}, "fp8-blocks", None),
+        (None, {"quant_algo": "MIXED_PRECISION", "quantized_layers": MIXED}, "fp8+nvfp4", None),
     ],
 )
-def test_model_optimizers_formats_are_named(
-    own: dict[str, Any], name: str, cache: str | None, tmp_path: Path
+def test_formats_of_targets_are_named(
+    section: dict[str, Any] | None, own: dict[str, Any], name: str, cache: str | None, tmp_path: Path
 ) -> None:
-    found = found_in(tmp_path, **own)
+    found = found_in(tmp_path, section, **own)
     assert (found.name, found.kv_cache) == (name, cache)
-
-
-def test_blocks_of_model_optimizer_are_named_in_small_letters(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="write fp8_pb_wo"):
-        found_in(tmp_path, quant_algo="FP8_PB_WO")
 
 
 @pytest.mark.parametrize(
@@ -430,6 +407,11 @@ def test_formats_that_are_not_read_are_refused_by_name(
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         found_in(tmp_path, section)
+
+
+def test_blocks_of_model_optimizer_are_named_in_small_letters(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="write fp8_pb_wo"):
+        found_in(tmp_path, quant_algo="FP8_PB_WO")
 
 
 def test_drafters_that_tensorrt_llm_computes_otherwise_are_refused(tmp_path: Path) -> None:

@@ -159,16 +159,8 @@ def test_a_target_without_a_drafter(
     """Drafts are from a request's own text, by a class of TensorRT-LLM's own, and no drafter's attention is needed."""
     for package in ATTENTION:
         monkeypatch.delitem(sys.modules, package)
-    options = TensorRTLLMOptions(gpu="h100")
-    bundle = build(
-        "tiny",
-        None,
-        tmp_path / "alone",
-        engine="tensorrt-llm",
-        options=options,
-        no_drafter=True,
-        block_size=8,
-    )
+    asked: dict[str, Any] = {"engine": "tensorrt-llm", "no_drafter": True, "block_size": 8}
+    bundle = build("tiny", None, tmp_path / "alone", options=TensorRTLLMOptions(gpu="h100"), **asked)
     assert not [name for name in bundle.manifest["files"] if "drafter" in name]
     assert bundle.manifest["cache_bytes_per_token"]["drafter"] == 0
     with LLM(bundles / "onnx") as ours, LLM(bundle.path) as theirs:
@@ -276,12 +268,6 @@ def test_many_at_once_with_cancellation_and_deadlines(bundles: Path, double: Any
     assert double.made[0].closed
 
 
-def test_a_missing_package_names_the_container(bundles: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorrt_llm", None)
-    with pytest.raises(DFlashError, match=r"cannot be imported.*tensorrt-llm/release:1\.4\.0rc1"):
-        LLM(bundles / "trtllm")
-
-
 def test_an_installed_release_that_lacks_fields_is_reported_before_loading(
     bundles: Path, double: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,22 +288,22 @@ def test_an_installed_release_that_lacks_fields_is_reported_before_loading(
     assert double.made == []
 
 
-def test_an_installed_release_that_lacks_a_value_is_reported(bundles: Path, double: Any) -> None:
-    double.llmapi.KvCacheConfig.model_fields["dtype"]["enum"] = ["fp8", "nvfp4"]
-    with pytest.raises(
-        DFlashError, match=r"kv_cache_config: .* dtype should be .* not 'auto'. Install 1\.4\.0rc1"
-    ):
-        LLM(bundles / "trtllm")
-    assert double.made == []
-
-
-def test_attention_that_cannot_be_imported_is_reported_before_loading(
-    bundles: Path, double: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("lacks", "message"),
+    [
+        ("value", r"kv_cache_config: .* dtype should be .* not 'auto'. Install 1\.4\.0rc1"),
+        ("flashinfer", r"is FA4, but flashinfer .*pip install flashinfer-python, or build"),
+        ("tensorrt_llm", r"cannot be imported.*tensorrt-llm/release:1\.4\.0rc1"),
+    ],
+)
+def test_what_is_missing_here_is_reported_before_loading(
+    bundles: Path, double: Any, monkeypatch: pytest.MonkeyPatch, lacks: str, message: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, "flashinfer", None)
-    with pytest.raises(
-        DFlashError, match=r"is FA4, but flashinfer .*pip install flashinfer-python, or build"
-    ):
+    if lacks == "value":
+        double.llmapi.KvCacheConfig.model_fields["dtype"]["enum"] = ["fp8", "nvfp4"]
+    else:
+        monkeypatch.setitem(sys.modules, lacks, None)
+    with pytest.raises(DFlashError, match=message):
         LLM(bundles / "trtllm")
     assert double.made == []
 

@@ -91,16 +91,9 @@ def run(args: argparse.Namespace) -> int:
 
     given = {name: value for name, value in vars(args).items() if name != "held_out"}  # there a digest
     recipe = Recipe(**{each.name: given[each.name] for each in fields(Recipe) if each.name in given})
-    design = Design(
-        checkpoint=resolve(args.checkpoint, "drafter").directory if args.checkpoint else None,
-        kind=args.kind,
-        draft_vocabulary=args.draft_vocabulary,
-        layers=args.layers,
-        taps=args.taps,
-        block_size=args.block_size,
-        mask_token_id=args.mask_token_id,
-    )
-
+    if args.checkpoint:
+        given["checkpoint"] = resolve(args.checkpoint, "drafter").directory
+    design = Design(**{each.name: given[each.name] for each in fields(Design)})
     if not plots.available():
         print(f"there will be no curve, as matplotlib is not installed: {install('plot')}", file=sys.stderr)
     with progress_display() as display:
@@ -122,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
             report=report,
         )
     history = read_history(args.out / "evaluation.jsonl")
-    lengths = {entry["step"]: average(entry["figures"]) for entry in history}
+    lengths = {step: average(figures) for step, figures in history.items()}
     best = max(lengths, key=lambda step: lengths[step])
     print(
         f"{args.out}: on the prompts of held_out.jsonl {lengths[0]:.3f} tokens per pass before the first step, and at "
