@@ -9,14 +9,15 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 from dflash_trt.async_llm import AsyncLLM
 from dflash_trt.decoding.params import SamplingParams
-from dflash_trt.errors import DFlashError, RequestError
+from dflash_trt.errors import CheckpointError, DFlashError, RequestError
+from dflash_trt.models.configs import read_target_config
 from dflash_trt.prompts import Prompt
 from dflash_trt.text.tokenizer import Tokenizer
 from dflash_trt.training.answers import Answer, AnswerFile, hashed
@@ -34,10 +35,11 @@ class AnswerSampling:
     top_p: float = 1.0
     seed: int = 0
 
-    def of(self, prompt_id: str) -> SamplingParams:
+    def of(self, prompt_id: str, room: int | None = None) -> SamplingParams:
+        """The parameters of a prompt's answer, which has `room` tokens at most."""
         temperature = self.temperatures[hashed(prompt_id, "temperature") % len(self.temperatures)]
         return SamplingParams(
-            max_tokens=self.max_tokens,
+            max_tokens=self.max_tokens if room is None else min(self.max_tokens, room),
             temperature=temperature,
             top_p=self.top_p if temperature > 0 else 1.0,
             seed=hashed(prompt_id, str(self.seed)),
@@ -81,19 +83,10 @@ def regenerate_with_bundle(
                 room = llm.max_seq_len - len(ids)
                 if room < 2:
                     return None
-                params = sampling.of(prompt.id)
-                if params.max_tokens > room:
-                    params = replace(params, max_tokens=room)
+                params = sampling.of(prompt.id, room)
                 done = await llm.generate(ids, params, speculate=False)
-                return Answer(
-                    prompt.id,
-                    prompt.category,
-                    ids,
-                    done.token_ids,
-                    params.temperature,
-                    done.finish_reason,
-                    prompt.content,
-                )
+                how = params.temperature, done.finish_reason, prompt.content
+                return Answer(prompt.id, prompt.category, ids, done.token_ids, *how)
 
             await _answer_all(prompts, out, answer, concurrency, report)
 
@@ -103,8 +96,7 @@ def regenerate_with_bundle(
 def regenerate_with_server(
     url: str,
     model: str,
-    tokenizer: Tokenizer,
-    end_token_id: int,
+    target: Path,
     prompts: Sequence[Prompt],
     out: Path,
     sampling: AnswerSampling,
@@ -115,12 +107,15 @@ def regenerate_with_server(
 ) -> None:
     """As regenerate_with_bundle, by POST to `url`/chat/completions, with OPENAI_API_KEY if it is set.
 
-    The server returns text. The target's own tokenizer turns it into tokens, and a complete answer gets
-    `end_token_id`. The tokenizer also renders the prompts, which must be chats.
+    The server returns text. The tokenizer of the checkpoint `target` turns it into tokens, and a complete answer gets
+    the first end token. The tokenizer also renders the prompts, which must be chats.
 
-    Raises RequestError if the server refuses a request or its answer is malformed.
+    Raises RequestError if the server refuses a request or its answer is malformed, CheckpointError without end tokens.
     """
-    endpoint = url.rstrip("/") + "/chat/completions"
+    endpoint, tokenizer = url.rstrip("/") + "/chat/completions", Tokenizer(target)
+    ends = read_target_config(target).eos_token_ids
+    if not ends:
+        raise CheckpointError(f"{target}: names no eos_token_id, so the end of an answer is unknown")
 
     async def answer(prompt: Prompt) -> Answer | None:
         if isinstance(prompt.content, str):
@@ -142,7 +137,7 @@ def regenerate_with_server(
             raise RequestError(
                 f"{endpoint}: the answer has no choices[0].message.content: {said!s:.80}"
             ) from error
-        ids = tokenizer.encode(text, add_special_tokens=False) + [end_token_id] * (reason == "stop")
+        ids = tokenizer.encode(text, add_special_tokens=False) + [ends[0]] * (reason == "stop")
         if not ids:
             return None
         rendered = tokenizer.apply_chat_template(prompt.content)

@@ -76,12 +76,12 @@ def test_answers_of_a_server_become_tokens_of_the_target(
     Thread(target=server.serve_forever, daemon=True).start()
     url, out, tokenizer = f"http://127.0.0.1:{server.server_port}/v1", tmp_path / "a.jsonl", Tokenizer(TARGET)
     try:
-        arguments = (url, "tiny", tokenizer, 2, ASKED[:4], out, AnswerSampling(16, (0.5,)))
+        arguments = (url, "tiny", TARGET, ASKED[:4], out, AnswerSampling(16, (0.5,)))
         regenerate_with_server(*arguments, concurrency=1)
         regenerate_with_server(*arguments, concurrency=1)  # all are answered
         monkeypatch.setattr(_Server, "status", 404)
         with pytest.raises(RequestError, match=r"404 .*no such model"):
-            regenerate_with_server(*arguments[:4], ASKED[:5], *arguments[5:])
+            regenerate_with_server(*arguments[:3], ASKED[:5], *arguments[4:])
     finally:
         server.shutdown()
         server.server_close()
@@ -95,7 +95,7 @@ def test_answers_of_a_server_become_tokens_of_the_target(
         rendered = tokenizer.apply_chat_template(prompt.content)
         assert answer.prompt_ids == tokenizer.encode(rendered, add_special_tokens=False)
     with pytest.raises(RequestError, match="gave no answer"):
-        regenerate_with_server(*arguments[:4], ASKED[:5], *arguments[5:], timeout=5)
+        regenerate_with_server(*arguments[:3], ASKED[:5], *arguments[4:], timeout=5)
 
 
 @pytest.mark.parametrize(

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import Any
 
 from dflash_trt.building.progress import progress_display
 from dflash_trt.cli.options import add_threads, at_least, each, option
 from dflash_trt.engines import registry
-from dflash_trt.errors import DFlashError
-
-if TYPE_CHECKING:
-    from dflash_trt.prompts import Prompt
-    from dflash_trt.training.regenerate import AnswerSampling, Report
 
 SUMMARY = "let the target answer prompts: the data to train on"
 
@@ -59,18 +54,29 @@ def run(args: argparse.Namespace) -> int:
         args.step_error("--server and --model belong together")
     if args.server is not None and args.target is None:
         args.step_error("--server needs --target, for its tokenizer and template")
+    from dflash_trt.building.sources import resolve
     from dflash_trt.prompts import read_prompts
     from dflash_trt.training.answers import read_answers, summary
-    from dflash_trt.training.regenerate import AnswerSampling
+    from dflash_trt.training.regenerate import (
+        AnswerSampling,
+        regenerate_with_bundle,
+        regenerate_with_server,
+    )
 
     prompts = read_prompts(args.prompts, 0)
     sampling = AnswerSampling(args.max_tokens, args.temperatures, args.top_p, args.seed)
-    with progress_display() as display:
+    target = None if args.target is None else resolve(args.target, "target").directory
+    with progress_display() as display, ExitStack() as opened:
 
         def report(done: int, of: int, tokens: int, seconds: float) -> None:
             display("answer", done, of, f"{done} prompts, {tokens / max(seconds, 1e-9):.0f} tokens/s")
 
-        _answer(args, prompts, sampling, report)
+        task: dict[str, Any] = {"concurrency": args.concurrency, "report": report}
+        if args.server is not None and target is not None:
+            regenerate_with_server(args.server, args.model, target, prompts, args.out, sampling, **task)
+        else:
+            bundle = args.bundle if target is None else opened.enter_context(_bundle(target, args.out))
+            regenerate_with_bundle(bundle, prompts, args.out, sampling, threads=args.threads, **task)
     counts = summary(read_answers(args.out))
     print(
         f"{args.out}: {counts['answers']} answers of {counts['answer_tokens']} tokens, "
@@ -79,61 +85,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _answer(
-    args: argparse.Namespace, prompts: list[Prompt], sampling: AnswerSampling, report: Report
-) -> None:
-    from dflash_trt.building.sources import resolve
-    from dflash_trt.models.configs import read_target_config
-    from dflash_trt.text.tokenizer import Tokenizer
-    from dflash_trt.training.regenerate import regenerate_with_bundle, regenerate_with_server
-
-    directory = None if args.target is None else resolve(args.target, "target").directory
-    if directory is None or args.server is None:
-        with _bundle(args, directory) as bundle:
-            regenerate_with_bundle(
-                bundle,
-                prompts,
-                args.out,
-                sampling,
-                concurrency=args.concurrency,
-                threads=args.threads,
-                report=report,
-            )
-        return
-    ends = read_target_config(directory).eos_token_ids
-    if not ends:
-        raise DFlashError(f"{directory}: names no eos_token_id, so the end of an answer is unknown")
-    regenerate_with_server(
-        args.server,
-        args.model,
-        Tokenizer(directory),
-        ends[0],
-        prompts,
-        args.out,
-        sampling,
-        concurrency=args.concurrency,
-        report=report,
-    )
-
-
 @contextmanager
-def _bundle(args: argparse.Namespace, target: Path | None) -> Iterator[Path]:
-    """The bundle that was given, or one of the target alone, in a folder beside the answers that is removed at the
-    end.
-    """
-    if target is None:
-        yield args.bundle
-        return
+def _bundle(target: Path, out: Path) -> Iterator[Path]:
+    """A bundle of the target alone, in a folder beside the answers that is removed at the end."""
     from dflash_trt.building.build import build
 
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f".{args.out.name}.", dir=args.out.parent) as work:
-        yield build(
-            str(target),
-            None,
-            Path(work, "bundle"),
-            no_drafter=True,
-            engine=registry.DEFAULT,
-            weights="link",
-            block_size=2,
-        ).path
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as work:
+        asked: dict[str, Any] = {"no_drafter": True, "engine": registry.DEFAULT, "block_size": 2}
+        yield build(str(target), None, Path(work, "bundle"), weights="link", **asked).path
