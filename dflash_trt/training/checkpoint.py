@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -26,7 +25,7 @@ from dflash_trt.models.drafters.dflash2 import DFlash2
 from dflash_trt.text.tokenizer import Tokenizer
 from dflash_trt.training.dflash2 import DFlash2Drafter
 from dflash_trt.training.model import DrafterModel
-from dflash_trt.training.state import write_tensors
+from dflash_trt.training.state import whole_folder, write_tensors
 
 Kind = Literal["dflash", "dflash2"]
 # What every published DFlash2 drafter has, and NVIDIA's TensorRT Edge-LLM 0.11.0 asks for.
@@ -156,20 +155,16 @@ def write_checkpoint(
 
     `directory` appears or is replaced when complete.
     """
-    work = directory.with_name(f".{directory.name}.part")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
     tensors = {
         name: value.detach().to("cpu", torch.bfloat16 if value.is_floating_point() else None).contiguous()
         for name, value in weights.items()
     }
-    write_tensors(tensors, work / "model.safetensors", {"format": "pt"})
-    (work / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    (work / "README.md").write_text(card, encoding="utf-8")
-    if draft_vocabulary is not None:
-        write_object(work / FILE, {"tokens": list(draft_vocabulary)})
-    shutil.rmtree(directory, ignore_errors=True)
-    work.rename(directory)
+    with whole_folder(directory) as work:
+        write_tensors(tensors, work / "model.safetensors", {"format": "pt"})
+        (work / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (work / "README.md").write_text(card, encoding="utf-8")
+        if draft_vocabulary is not None:
+            write_object(work / FILE, {"tokens": list(draft_vocabulary)})
 
 
 @torch.no_grad()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,24 @@ def write_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: dict[str,
     file.chmod(mode & 0o777)
 
 
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A folder to fill, which takes the place of `folder` when it is complete."""
+    work, old = (folder.with_name(f".{folder.name}.{end}") for end in ("part", "old"))
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    yield work
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    work.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
 def save_state(
     folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, step: int, *, write: bool
 ) -> None:
-    """Save the state after `step` steps. All processes call this; only the one with `write` writes.
-
-    `folder` is replaced when the new state is complete and its files are closed.
-    """
+    """Save the state after `step` steps. All processes call this; only the one with `write` writes."""
     weights, state = get_state_dict(module, optimizer, options=_OPTIONS)
     if not write:
         return
@@ -41,17 +53,11 @@ def save_state(
     for name, values in state["state"].items():
         for key, value in values.items():
             tensors[f"optimizer{_SEPARATOR}{name}{_SEPARATOR}{key}"] = torch.as_tensor(value)
-    work = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    write_tensors({name: value.contiguous() for name, value in tensors.items()}, work / "state.safetensors")
-    (work / "state.json").write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    work.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+    with whole_folder(folder) as work:
+        write_tensors(
+            {name: value.contiguous() for name, value in tensors.items()}, work / "state.safetensors"
+        )
+        (work / "state.json").write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
 
 
 def load_state(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> int:
