@@ -203,17 +203,15 @@ def test_a_refused_request_leaves_the_others_alone(bundles: Path, double: Any) -
 
     double.LLM.answer = staticmethod(answer)
     double.LLM.delay = 0.001
-    with LLM(bundles / "trtllm") as llm:
-        with pytest.raises(RequestError, match=r"TensorRT-LLM: ValueError: no such luck"):
-            llm.generate([1, 1], SamplingParams(max_tokens=4))
-        assert llm.generate([1], SamplingParams(max_tokens=4)).token_ids == [9] * 4
 
     async def serve() -> None:
         async with AsyncLLM(bundles / "trtllm") as llm:
             params = SamplingParams(max_tokens=40)
             good = [llm.generate([1] * n, params) for n in (1, 3, 4)]
             found = await asyncio.gather(*good, llm.generate([1, 1], params), return_exceptions=True)
-            assert isinstance(found.pop(), RequestError)
+            refused = found.pop()
+            assert isinstance(refused, RequestError)
+            assert "TensorRT-LLM: ValueError: no such luck" in str(refused)
             assert [completion.token_ids for completion in found] == [[9] * 40] * 3  # type: ignore[union-attr]
 
     asyncio.run(serve())
@@ -233,17 +231,6 @@ def test_an_engine_that_fails_ends_everything(bundles: Path, double: Any) -> Non
                 await llm.generate([1], SamplingParams(max_tokens=4))
 
     asyncio.run(serve())
-
-
-def test_a_stream_that_is_left_is_aborted(bundles: Path, double: Any) -> None:
-    double.LLM.answer = staticmethod(lambda ids: [9] * 500)
-    double.LLM.delay = 0.001
-    with LLM(bundles / "trtllm") as llm:
-        stream = llm.stream("x", SamplingParams(max_tokens=500))
-        assert next(stream).token_ids == [9]
-        stream.close()  # type: ignore[attr-defined]
-        assert llm.generate("y", SamplingParams(max_tokens=3)).token_ids == [9] * 3
-    assert double.made[0].aborted == 1
 
 
 def test_many_at_once_with_cancellation_and_deadlines(bundles: Path, double: Any) -> None:
