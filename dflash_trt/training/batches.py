@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ class Batch:
 
 
 class Batches:
-    """Answers in batches of similar length, for a target of `vocabulary` tokens. Every epoch has a new order.
+    """Answers in batches of similar length. Every epoch has a new order.
 
     A prompt with its answer is cut at `max_length` tokens. An answer with fewer than two tokens before the cut is
     left out.
@@ -36,12 +35,10 @@ class Batches:
     Raises RequestError if there are fewer answers than a batch needs.
     """
 
-    def __init__(
-        self, answers: Sequence[Answer], size: int, max_length: int, seed: int, vocabulary: int = 0
-    ) -> None:
+    def __init__(self, answers: Sequence[Answer], size: int, max_length: int, seed: int) -> None:
         in_order = sorted(answers, key=lambda answer: hashed(answer.id, "order"))  # not that of completion
         self.answers = [a for a in in_order if min(len(a.token_ids), max_length) - len(a.prompt_ids) >= 2]
-        self.size, self.max_length, self.seed, self._vocabulary = size, max_length, seed, vocabulary
+        self.size, self.max_length, self.seed = size, max_length, seed
         if len(self.answers) < size:
             raise RequestError(
                 f"only {len(self.answers)} answers have two tokens or more within {max_length} tokens with their "
@@ -62,14 +59,6 @@ class Batches:
             tokens[row, :length] = torch.tensor(answer.token_ids[:length])
         first = torch.tensor([len(answer.prompt_ids) for answer in chosen])
         return Batch(chosen, tokens, first, torch.tensor(lengths))
-
-    @cached_property
-    def frequent(self) -> Tensor:
-        """All token ids, those first that are most frequent in the answers; int64 [vocabulary]."""
-        counts = torch.zeros(self._vocabulary, dtype=torch.int64)
-        for answer in self.answers:
-            counts += torch.bincount(torch.tensor(answer.answer_ids), minlength=self._vocabulary)
-        return counts.argsort(descending=True, stable=True)
 
     def _order(self, epoch: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(self.seed + epoch)
@@ -98,32 +87,3 @@ def features_of(batch: Batch, target: FrozenTarget, cache: FeatureCache | None) 
         for row, text in enumerate(texts):
             cache.put(*text, features[row])
     return features
-
-
-def draw_head(
-    wanted: Tensor, frequent: Tensor, count: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Part of the vocabulary for the loss, because logits of all tokens take most of the time of a small target.
-
-    The loss of a row is log(sum of exp over all tokens) less the label's logit. Here the sum has the tokens that matter
-    most and a sample of the others, each of which counts for as many as it stands for (sampled softmax, arXiv
-    1412.2007, with uniform draws). Decoding has all tokens.
-
-    `count` tokens: all of `wanted`, then the first of `frequent` up to half of them, then others by chance.
-
-    wanted [n]: labels of the step, with repetitions. frequent [V]: all tokens, the most frequent first. There are more
-    than `count` where `wanted` alone needs it, and at most V.
-
-    Returns ids [N], in ascending order; and float32 [N], the log of how many tokens each of them stands for.
-    """
-    kept = torch.zeros(len(frequent), dtype=torch.bool)
-    kept[frequent[: count // 2]] = True
-    kept[wanted.cpu()] = True
-    others = (~kept).nonzero().squeeze(1)
-    drawn = others[torch.randperm(len(others), generator=generator)[: max(0, count - int(kept.sum()))]]
-    bias = torch.zeros(len(frequent))
-    if len(drawn):
-        bias[drawn] = torch.tensor(len(others) / len(drawn)).log()
-    kept[drawn] = True
-    ids = kept.nonzero().squeeze(1)
-    return ids.to(wanted.device), bias[ids].to(wanted.device)

@@ -7,15 +7,12 @@ Positions after the end of the answer have no weight.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-Weighting = Literal["decay", "dpace"]
-# exp(-(k - 1) / gamma): the paper's gamma by block size, for others in proportion.
-_GAMMA = {8: 4.0, 10: 5.0, 16: 7.0}
 _DPACE_SMOOTHING = 0.5
 # On CPUs, oneDNN keeps a compiled product for each of the last 1,024 shapes, 3 to 5 MB each.
 _STEP = 64
@@ -78,27 +75,20 @@ def draw_blocks(
     return Blocks(anchor, lengths, rows.flatten(1), at.flatten(1), labels, inside & (offsets > 0))
 
 
-def weights_of(losses: Tensor, valid: Tensor, weighting: Weighting) -> Tensor:
+def weights_of(losses: Tensor, valid: Tensor) -> Tensor:
     """The weight of each row's loss, from losses and valid, [N, K] with row 0 the anchor. Has no gradient.
 
-    decay: exp(-(k - 1) / gamma).
-    dpace: the influence of row j on the acceptance length, by the drafter's own probabilities. It is the sum, over
-        all m >= j, of the product of the first m smoothed probabilities (arXiv 2605.18810).
+    It is the influence of row j on the acceptance length, by the drafter's own probabilities: the sum, over all m >= j,
+    of the product of the first m smoothed probabilities (D-PACE, arXiv 2605.18810).
     """
-    size = losses.shape[1]
-    if weighting == "decay":
-        gamma = _GAMMA.get(size, size * 7 / 16)
-        steps = torch.arange(size, device=losses.device, dtype=losses.dtype)
-        return torch.exp(-(steps - 1) / gamma) * valid
     smooth = (1 - _DPACE_SMOOTHING) * torch.exp(-losses.detach()) + _DPACE_SMOOTHING
     reach = torch.where(valid, smooth, 1.0).cumprod(1) * valid
     return reach.flip(1).cumsum(1).flip(1) * valid
 
 
-def _logits(rows: Tensor, head: Tensor, bias: Tensor | None) -> Tensor:
+def _logits(rows: Tensor, head: Tensor) -> Tensor:
     """Float32 [n, V] of rows [n, D]. Rows of zeros fill up to a multiple of _STEP, so that products have few shapes."""
-    made = F.linear(F.pad(rows.to(head.dtype), (0, 0, 0, -len(rows) % _STEP)), head)[: len(rows)].float()
-    return made if bias is None else made + bias
+    return F.linear(F.pad(rows.to(head.dtype), (0, 0, 0, -len(rows) % _STEP)), head)[: len(rows)].float()
 
 
 class _Given(torch.autograd.Function):
@@ -120,9 +110,7 @@ def head_loss(
     head: Tensor,
     labels: Tensor,
     valid: Tensor,
-    weighting: Weighting,
     chunk: int = 16,
-    bias: Tensor | None = None,
     teacher: Tensor | None = None,
     share: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
@@ -133,7 +121,6 @@ def head_loss(
 
     hidden [N, K, D]: normed rows of N blocks. head [V, D]: the target's, frozen; products are in its dtype.
     labels, valid [N, K]. `chunk`: blocks whose logits, [chunk * K, V] in float32, are held at a time.
-    bias [V]: float32, added to the logits; for a head that has some of the tokens only (`draw_head`).
     teacher [N, K, D]: the target's normed rows that predict the labels. With them, `share` of the wanted distribution
         is the target's, and the rest the label. Weights depend on the labels alone.
     Returns a scalar with gradient to `hidden`, and float32 [N, K] without one.
@@ -145,12 +132,12 @@ def head_loss(
         mask = valid[part]
         with torch.enable_grad():
             rows = hidden[part].detach()[mask].requires_grad_()
-            logits = _logits(rows, head, bias)
+            logits = _logits(rows, head)
             loss = F.cross_entropy(logits, labels[part][mask], reduction="none")
             losses[part][mask] = loss.detach()
-            scale = weights_of(losses[part], mask, weighting)[mask]
+            scale = weights_of(losses[part], mask)[mask]
             if teacher is not None:
-                wanted = _logits(teacher[part][mask], head, bias).softmax(-1)
+                wanted = _logits(teacher[part][mask], head).softmax(-1)
                 loss = (1 - share) * loss + share * F.cross_entropy(logits, wanted, reduction="none")
             weighted = (loss * scale).sum()
             if hidden.requires_grad:

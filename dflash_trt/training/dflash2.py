@@ -83,17 +83,15 @@ class _Selector(nn.Module):
 
 @dataclass(frozen=True)
 class Selection:
-    """The task of the selector in a step: labels, valid [N, K] as in the loss, and the head [V, D] with its tokens.
+    """The task of the selector in a step: tokens, valid [N, K] as in the loss, head and embedding [V, D] of the target.
 
-    labels are places in `ids`; tokens [N, K] are the target's. embedding [V, D]: the target's. With teacher [N, K, D],
-    the target's normed rows, `share` of the wanted distribution over the candidates is the target's.
+    With teacher [N, K, D], the target's normed rows, `share` of the wanted distribution over the candidates is the
+    target's.
     """
 
-    labels: Tensor
-    valid: Tensor
     tokens: Tensor
+    valid: Tensor
     head: Tensor
-    ids: Tensor | None
     embedding: Tensor
     teacher: Tensor | None = None
     share: float = 0.0
@@ -164,13 +162,14 @@ class DFlash2Drafter(DrafterModel):
         hidden = flat[block, place]
         with torch.no_grad():
             best = (hidden.to(s.head.dtype) @ s.head.T).float().topk(self.config.own.top_k)
-        hits = (best.indices == s.labels[block, place][:, None]) & counted
-        tokens = best.indices if s.ids is None else s.ids[best.indices]
+        hits = (best.indices == s.tokens[block, place][:, None]) & counted
         dtype = hidden.dtype
         before = selector.predecessor(F.embedding(s.tokens[block, place - 1], s.embedding).to(dtype))
         weights = selector.hidden_projection(hidden) * before
         query = weights @ selector.successor.weight.to(weights.dtype)  # [N, D]
-        fit = torch.einsum("nd,nkd->nk", query, F.embedding(tokens, s.embedding).to(query.dtype)).float()
+        fit = torch.einsum(
+            "nd,nkd->nk", query, F.embedding(best.indices, s.embedding).to(query.dtype)
+        ).float()
         scores, wanted = (best.values + fit).log_softmax(-1), hits.float()
         if s.teacher is not None:
             teacher = s.teacher[block, place].to(s.head.dtype)

@@ -175,7 +175,7 @@ TensorRT-LLM's configuration file:
 {refused}## Training
 
 {steps} steps of {recipe.batch_size} answers with up to {recipe.anchors} blocks each, on {answers} answers of the target
-itself ({answer_tokens} tokens; {categories}). Weights of the loss: {weights}; AdamW, learning rate
+itself ({answer_tokens} tokens; {categories}). Weights of the loss: D-PACE (arXiv 2605.18810); AdamW, learning rate
 {recipe.learning_rate:g}; {recipe.shorter:.0%} of the blocks shorter. Trained with `dflash-trt train drafter`.
 {measured}"""
 
@@ -210,7 +210,6 @@ def model_card(
         size=size,
         drafts=size - 1,
         recipe=recipe,
-        weights="D-PACE (arXiv 2605.18810)" if recipe.weighting == "dpace" else "exponential decay",
         refused="".join(f"TensorRT Edge-LLM refuses it: {each}.\n\n" for each in contract_breaks(config)),
         measured=f"\n{_MEASURED}: {', '.join(lengths)}.\n" if lengths else "",
     )

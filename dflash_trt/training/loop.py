@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from dflash_trt.errors import DFlashError
 from dflash_trt.files.disk import write_object
 from dflash_trt.files.reading import read_object
-from dflash_trt.training.batches import Batches, draw_head, features_of
-from dflash_trt.training.blocks import Weighting, draw_blocks, head_loss
+from dflash_trt.training.batches import Batches, features_of
+from dflash_trt.training.blocks import draw_blocks, head_loss
 from dflash_trt.training.dflash2 import Selection
 from dflash_trt.training.model import DrafterModel, dense_mask, flex_mask
 from dflash_trt.training.state import load_state, save_state
@@ -36,10 +36,9 @@ class Recipe:
 
     The learning rate rises over the first `warmup` of the steps and falls as a cosine to `floor` of it. `shorter`: the
     share of blocks with fewer rows than the block size. An answer is cut at `max_length` tokens, its prompt included.
-    `head_tokens`: the loss has the logits of that many tokens (`draw_head`), 0: of all. `distill`: the share of the
-    target's own distribution in what a row shall predict; the rest is the answer's token. An evaluation has the first
-    `limit` held-out prompts (0: all), with at most `eval_tokens` tokens each. `held_out` identifies the prompts of a
-    file; None: they are a share of those of the answers (`hold_out`).
+    `distill`: the share of the target's own distribution in what a row shall predict; the rest is the answer's token.
+    An evaluation has the first `limit` held-out prompts (0: all), with at most `eval_tokens` tokens each. `held_out`
+    identifies the prompts of a file; None: they are a share of those of the answers (`hold_out`).
     """
 
     steps: int
@@ -49,10 +48,8 @@ class Recipe:
     warmup: float = 0.04
     floor: float = 0.1
     clip: float = 1.0
-    weighting: Weighting = "dpace"
     shorter: float = 0.2
     max_length: int = 1024
-    head_tokens: int = 0
     distill: float = 0.0
     seed: int = 0
     limit: int = 32
@@ -194,30 +191,22 @@ def _step(
         for kind in set(config.layers)
     }
     positions = torch.arange(width, device=device).expand(len(batch.tokens), -1)
-    size, tokens = config.block_size, blocks.labels.flatten(0, 1)
-    head, labels, valid = target.head, tokens, blocks.valid.flatten(0, 1)
-    bias, chunk, teacher, ids = None, _CHUNK, None, None
+    size, tokens, valid = config.block_size, blocks.labels.flatten(0, 1), blocks.valid.flatten(0, 1)
+    teacher = None
     if recipe.distill and final is not None:
         # The row at a position predicts its token. The target's row before it does the same.
         before = (blocks.positions - 1).clamp(0, width - 1)
         teacher = final.gather(1, before[..., None].expand(-1, -1, final.shape[-1]))
         teacher = teacher.reshape(-1, size, final.shape[-1])
-    if 0 < recipe.head_tokens < len(head):
-        ids, bias = draw_head(labels[valid], batches.frequent, recipe.head_tokens, generator)
-        chunk, head = _CHUNK * len(head) // len(ids), head[ids]
-        labels = torch.searchsorted(ids, labels).clamp(
-            max=len(ids) - 1
-        )  # those that do not count are anywhere
     asked: dict[str, Any] = {}
     if drafter.selects:
-        asked["selection"] = Selection(
-            labels, valid, tokens, head, ids, target.embedding, teacher, recipe.distill
-        )
+        task = tokens, valid, target.head, target.embedding, teacher, recipe.distill
+        asked["selection"] = Selection(*task)
     with accelerator.autocast():
         hidden = module(features, positions, target.embed(blocks.tokens), blocks.positions, masks, **asked)
     hidden, added = hidden if asked else (hidden, None)
     rows = hidden.reshape(-1, size, hidden.shape[-1])
-    loss, _ = head_loss(rows, head, labels, valid, recipe.weighting, chunk, bias, teacher, recipe.distill)
+    loss, _ = head_loss(rows, target.head, tokens, valid, _CHUNK, teacher, recipe.distill)
     return loss if added is None else loss + added, int((blocks.anchors >= 0).sum())
 
 

@@ -96,7 +96,7 @@ def run(
     _write_beginning(out, config, prompts, accelerator)
     torch.manual_seed(recipe.seed)  # for the weights of a new drafter
     allowed = _draft_vocabulary(out / "beginning" / FILE, design, answers, target_config)
-    batches = Batches(*(answers, recipe.batch_size, recipe.max_length, recipe.seed), target_config.vocab_size)
+    batches = Batches(answers, recipe.batch_size, recipe.max_length, recipe.seed)
     drafter = drafters.open_drafter(out / "beginning", design.checkpoint, target)
     if accelerator.is_main_process:
         write_object(out / "drafter.json", config)  # only now does the run have to continue with this drafter

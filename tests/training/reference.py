@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from dflash_trt.training.blocks import Weighting, weights_of
+from dflash_trt.training.blocks import weights_of
 
 
 def plain_loss(
@@ -13,7 +13,6 @@ def plain_loss(
     head: Tensor,
     labels: Tensor,
     valid: Tensor,
-    weighting: Weighting,
     teacher: Tensor | None = None,
     share: float = 0.0,
 ) -> Tensor:
@@ -21,7 +20,7 @@ def plain_loss(
     logits = F.linear(hidden, head).float()
     flat = logits.flatten(0, 1)
     losses = F.cross_entropy(flat, labels.flatten(), reduction="none").view(labels.shape) * valid
-    weights = weights_of(losses, valid, weighting)
+    weights = weights_of(losses, valid)
     if teacher is not None:
         wanted = F.linear(teacher, head).float().flatten(0, 1).softmax(-1)
         soft = F.cross_entropy(flat, wanted, reduction="none").view(labels.shape) * valid

@@ -9,9 +9,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 from dflash_trt.checkpoint.schema import LayerAttention
-from dflash_trt.training.answers import Answer
-from dflash_trt.training.batches import Batches, draw_head
-from dflash_trt.training.blocks import Blocks, Weighting, draw_blocks, head_loss, weights_of
+from dflash_trt.training.blocks import Blocks, draw_blocks, head_loss, weights_of
 from dflash_trt.training.model import attend, dense_mask, flex_mask, visible
 from tests.training.reference import plain_loss
 
@@ -128,16 +126,13 @@ def loss_inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return hidden, head, labels, (place > 0) & (place < lengths)
 
 
-@pytest.mark.parametrize("weighting", ["decay", "dpace"])
 @pytest.mark.parametrize(("chunk", "share"), [(1, 0.0), (3, 0.0), (64, 0.0), (3, 0.3), (10, 1.0)])
-def test_the_loss_in_chunks_has_the_value_and_gradient_of_the_plain_one(
-    weighting: Weighting, chunk: int, share: float
-) -> None:
+def test_the_loss_in_chunks_has_the_value_and_gradient_of_the_plain_one(chunk: int, share: float) -> None:
     hidden, head, labels, valid = loss_inputs()
-    teacher = torch.randn(hidden.shape, generator=generator(1)) if share else None
+    teacher = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1)) if share else None
     one, other = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
-    loss, rows = head_loss(one, head, labels, valid, weighting, chunk, None, teacher, share)
-    expected = plain_loss(other, head, labels, valid, weighting, teacher, share)
+    loss, rows = head_loss(one, head, labels, valid, chunk, teacher, share)
+    expected = plain_loss(other, head, labels, valid, teacher, share)
     (2 * loss).backward()
     (2 * expected).backward()
     torch.testing.assert_close(loss, expected)
@@ -150,7 +145,7 @@ def test_the_loss_in_chunks_has_the_value_and_gradient_of_the_plain_one(
 def test_a_batch_without_anything_to_predict_has_no_loss() -> None:
     hidden, head, labels, valid = loss_inputs()
     hidden.requires_grad_()
-    loss, _ = head_loss(hidden, head, labels, valid & False, "dpace")
+    loss, _ = head_loss(hidden, head, labels, valid & False)
     loss.backward()
     assert loss.item() == 0
     assert (hidden.grad == 0).all()
@@ -162,71 +157,4 @@ def test_dpace_weights_are_the_gradients_of_the_expected_length() -> None:
     p = 0.5 * torch.exp(-losses) + 0.5
     first, second, third = p[0, 1], p[0, 1] * p[0, 2], p[0, 1] * p[0, 2] * p[0, 3]
     expected = torch.tensor([[0.0, first + second + third, second + third, third], [0.0, p[1, 1], 0.0, 0.0]])
-    torch.testing.assert_close(weights_of(losses, valid, "dpace"), expected)
-
-
-def test_decay_weights_follow_the_paper() -> None:
-    losses, valid = torch.zeros(1, 8), torch.tensor([[False] + [True] * 7])
-    weights = weights_of(losses, valid, "decay")[0]
-    torch.testing.assert_close(weights[1:], torch.exp(-torch.arange(7) / 4.0))
-    assert weights[0] == 0
-
-
-VOCABULARY, WIDTH = 60, 16
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def test_tokens_come_in_the_order_of_their_frequency_in_the_answers() -> None:
-    answers = [
-        Answer("a", "", [9, 9, 9], [4, 2, 4], 0.0, "stop"),
-        Answer("b", "", [1], [2, 4], 0.0, "stop"),
-    ]
-    assert Batches(answers, 1, 9, 0, 6).frequent.tolist() == [4, 2, 0, 1, 3, 5]  # prompts do not count
-
-
-def test_labels_and_frequent_tokens_are_always_there_and_others_stand_for_the_rest() -> None:
-    frequent = torch.arange(VOCABULARY).flip(0)
-    ids, bias = draw_head(torch.tensor([7, 3, 7]), frequent, 20, generator())
-    assert ids.tolist() == sorted(set(ids.tolist()))
-    assert len(ids) == 20
-    certain = {3, 7, *range(50, 60)}
-    found = dict(zip(ids.tolist(), bias.exp().tolist(), strict=True))
-    assert all(found[token] == 1 for token in certain)
-    others = [weight for token, weight in found.items() if token not in certain]
-    assert others == pytest.approx([48 / 8] * 8)  # 48 tokens are left, 8 of them were drawn
-    again, none = draw_head(torch.arange(30), frequent.flip(0), 10, generator())
-    assert again.tolist() == list(range(30))  # labels may be more than were asked for
-    assert not none.any()
-
-
-def test_the_sum_over_all_tokens_is_right_on_average() -> None:
-    logits = torch.randn(VOCABULARY, generator=generator(1))
-    frequent, wanted = torch.arange(VOCABULARY), torch.tensor([40])
-    sums = []
-    for seed in range(2000):
-        ids, bias = draw_head(wanted, frequent, 24, generator(seed))
-        sums.append((logits[ids] + bias).exp().sum())
-    assert torch.stack(sums).mean() == pytest.approx(float(logits.exp().sum()), rel=0.01)
-
-
-@pytest.mark.parametrize("count", [24, VOCABULARY])
-def test_the_loss_is_the_cross_entropy_with_the_weighted_tokens(count: int) -> None:
-    torch.manual_seed(0)
-    hidden = torch.randn(5, 4, WIDTH, requires_grad=True)
-    head, labels = torch.randn(VOCABULARY, WIDTH), torch.randint(VOCABULARY, (5, 4))
-    valid = torch.rand(5, 4) < 0.8
-    valid[:, 0] = False
-    ids, bias = draw_head(labels[valid], torch.arange(VOCABULARY), count, generator())
-    part, places = head[ids], torch.searchsorted(ids, labels).clamp(max=len(ids) - 1)
-    loss, _ = head_loss(hidden, part, places, valid, "decay", 2, bias)
-    (gradient,) = torch.autograd.grad(loss, hidden)
-    # The same by a column of ones for the bias; with all tokens, the loss without a sample.
-    wider = torch.cat((hidden, torch.ones(5, 4, 1)), -1)
-    expected = plain_loss(wider, torch.cat((part, bias[:, None]), 1), places, valid, "decay")
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(gradient, torch.autograd.grad(expected, hidden)[0])
-    if count == VOCABULARY:
-        torch.testing.assert_close(loss, plain_loss(hidden, head, labels, valid, "decay"))
+    torch.testing.assert_close(weights_of(losses, valid), expected)

@@ -69,7 +69,7 @@ def test_a_dflash2_drafter_begins_as_dflash_and_its_selector_learns(target: Path
     valid = torch.ones_like(labels, dtype=torch.bool)
     valid[0, 0] = False
     embedding = model.model.embed_tokens.weight
-    task = Selection(labels, valid, labels, model.lm_head.weight, None, embedding)
+    task = Selection(labels, valid, model.lm_head.weight, embedding)
     loss = drafter._selector_loss(hidden, task)
     counted = [i for i in range(1, config.block_size) if i != 3]
     scores = model.lm_head(hidden)[0].topk(config.own.top_k).values.log_softmax(-1)
@@ -101,7 +101,7 @@ def test_the_products_of_a_selector_have_few_shapes(target: Path, tmp_path: Path
         valid = torch.arange(blocks * size).view(blocks, size) < 40 * size + number * 7
         valid[:, 0] = False
         labels = torch.randint(0, 100, (blocks, size))
-        task = Selection(labels, valid, labels, model.lm_head.weight, None, model.model.embed_tokens.weight)
+        task = Selection(labels, valid, model.lm_head.weight, model.model.embed_tokens.weight)
         assert drafter._selector_loss(rows, task).isfinite()
     assert len(shapes) <= 2
 

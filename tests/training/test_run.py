@@ -149,7 +149,7 @@ def test_the_targets_own_distribution_is_taken_from_the_row_before_each_label(
     seen: list[tuple[torch.Tensor, ...]] = []
 
     def spy(hidden: Any, head: Any, labels: Any, valid: Any, *rest: Any) -> Any:
-        seen.append((rest[3], head, labels, valid))
+        seen.append((rest[1], head, labels, valid))
         return head_loss(hidden, head, labels, valid, *rest)
 
     monkeypatch.setattr("dflash_trt.training.loop.head_loss", spy)

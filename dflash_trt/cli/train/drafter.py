@@ -62,21 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(recipe, "--batch-size", "N", at_least(1), "answers per step and process", 8)
     option(recipe, "--anchors", "N", at_least(1), "limit of blocks per answer and step", 64)
     option(recipe, "--max-length", "N", at_least(4), "limit of tokens of prompt and answer", 1024)
-    option(recipe, "--head-tokens", "N", at_least(0),
-           "tokens whose logits the loss has, drawn for each step; 0: all", 0)  # fmt: skip
     option(recipe, "--distill", "SHARE", share,
            "share of the loss that compares with the target's own distribution, 0 to 1", 0.0)  # fmt: skip
     option(recipe, "--learning-rate", "R", float, "the highest", 6e-4)
-    option(
-        recipe,
-        "--weighting",
-        None,
-        str,
-        "weights of the loss over a block",
-        "dpace",
-        choices=["dpace", "decay"],
-    )
-    option(recipe, "--shorter", "SHARE", share, "share of shortened blocks", 0.2)
 
 
 def run(args: argparse.Namespace) -> int:
