@@ -221,16 +221,19 @@ def test_formats_of_compressed_tensors_are_passed_on_as_stored(name: str, tmp_pa
 
 
 @pytest.mark.parametrize("make", [make_target, make_qwen3_moe])
-@pytest.mark.parametrize("scheme", ["fp8", "nvfp4"])
-def test_modelopt_checkpoints_build(scheme: str, make: Callable[[Path], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("scheme", "name", "gpu"), [("fp8", "fp8-rows", "h200"), ("nvfp4", "nvfp4", "b200")])
+def test_modelopt_checkpoints_build(
+    scheme: str, name: str, gpu: str, make: Callable[[Path], Path], tmp_path: Path
+) -> None:
     """Dense layers and experts, each quantized separately."""
     make_drafter(tmp_path / "drafter", make(tmp_path / "plain"))
     target = quantize(tmp_path / "plain", tmp_path / "target", scheme)
     own = json.loads((target / "hf_quant_config.json").read_text())
     own["quantization"]["kv_cache_quant_algo"] = "FP8"
     write_json(target / "hf_quant_config.json", own)
-    bundle = build_pair(tmp_path, tmp_path / "b", options=TensorRTLLMOptions(gpu="b200"))
-    assert bundle.manifest["precision"] == {"target": scheme, "drafter": "bfloat16"}
+    where = TensorRTLLMOptions(gpu=gpu)
+    bundle = build_pair(tmp_path, tmp_path / "b", options=where)
+    assert bundle.manifest["precision"] == {"target": name, "drafter": "bfloat16"}
     assert (bundle.path / "target" / "hf_quant_config.json").is_file()
     args = yaml.safe_load((bundle.path / "llm_args.yaml").read_text())
     assert args["kv_cache_config"]["dtype"] == "fp8"
@@ -240,7 +243,7 @@ def test_modelopt_checkpoints_build(scheme: str, make: Callable[[Path], Path], t
     gone = next(name for name in sorted(tensors) if name.endswith("up_proj.weight_scale"))
     save_file({n: t for n, t in tensors.items() if n != gone}, target / "model.safetensors")
     with pytest.raises(CheckpointError, match=f"no tensor '{gone}'"):
-        build_pair(tmp_path, tmp_path / "c", options=TensorRTLLMOptions(gpu="b200"))
+        build_pair(tmp_path, tmp_path / "c", options=where)
 
 
 def test_experts_stay_as_they_are(tmp_path: Path) -> None:
