@@ -138,13 +138,12 @@ def _shipped(pair: KnownPair, role: Role) -> Source:
     return Source(directory)
 
 
-def _snapshot(repo: str, revision: str | None, role: Role, steps: int = 3) -> Source:
-    """steps: of the configuration, the other small files, and the weights, the first ones."""
+def _snapshot(repo: str, revision: str | None, role: Role) -> Source:
     from huggingface_hub import snapshot_download  # slow to import, and only needed for the hub
 
     commit, patterns = revision, [*_CONFIGS, *(_SIDE_FILES if role == "drafter" else ())]
     try:
-        for step in range(steps):  # the index first, then the files of weights that it names
+        for step in range(3):  # configuration, other small files, weights that the index names
             directory = Path(
                 snapshot_download(repo, revision=commit, allow_patterns=patterns, ignore_patterns=["*/*"])
             )
