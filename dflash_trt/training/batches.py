@@ -10,7 +10,6 @@ from torch import Tensor
 
 from dflash_trt.errors import RequestError
 from dflash_trt.training.answers import Answer, hashed
-from dflash_trt.training.target import FeatureCache, FrozenTarget
 
 _WINDOW = 16  # batches whose answers are grouped by length
 _STEP = 32  # T is a multiple of it: torch keeps compiled products of every shape that it has seen
@@ -70,20 +69,3 @@ class Batches:
             )
             made += [window[i : i + self.size] for i in range(0, len(window), self.size)]
         return [made[i] for i in torch.randperm(len(made), generator=generator).tolist()]
-
-
-def features_of(batch: Batch, target: FrozenTarget, cache: FeatureCache | None) -> Tensor:
-    """Features [B, T, taps * D] of a batch: from the cache if it has them all, else from a pass of the target."""
-    texts = list(zip(batch.answers, batch.ends.tolist(), strict=True))
-    cached = [] if cache is None else [cache.get(*text) for text in texts]
-    if cached and all(part is not None for part in cached):
-        parts = [part for part in cached if part is not None]
-        padded = parts[0].new_zeros(*batch.tokens.shape, parts[0].shape[-1])
-        for row, part in enumerate(parts):
-            padded[row, : len(part)] = part
-        return padded.to(target.device, target.dtype)
-    features = target.features(batch.tokens.to(target.device))
-    if cache is not None:
-        for row, text in enumerate(texts):
-            cache.put(*text, features[row])
-    return features

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from dflash_trt.errors import DFlashError
 from dflash_trt.files.disk import write_object
 from dflash_trt.files.reading import read_object
-from dflash_trt.training.batches import Batches, features_of
+from dflash_trt.training.batches import Batches
 from dflash_trt.training.blocks import draw_blocks, head_loss
 from dflash_trt.training.dflash2 import Selection
 from dflash_trt.training.model import DrafterModel, dense_mask, flex_mask
 from dflash_trt.training.state import load_state, save_state
-from dflash_trt.training.target import FeatureCache, FrozenTarget, matrix_dtype
+from dflash_trt.training.target import FrozenTarget, matrix_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,6 @@ def train(
     out: Path,
     accelerator: Accelerator,
     *,
-    cache: FeatureCache | None = None,
     save_every: int = 50,
     evaluate_every: int = 0,
     on_weights: Callable[[int, dict[str, Tensor]], None] | None = None,
@@ -114,7 +113,7 @@ def train(
             rate = recipe.learning_rate * recipe.factor(step)
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            loss, blocks = _step(module, target, batches, recipe, step, accelerator, cache)
+            loss, blocks = _step(module, target, batches, recipe, step, accelerator)
             accelerator.backward(loss)
             accelerator.clip_grad_norm_(module.parameters(), recipe.clip)
             optimizer.step()
@@ -165,7 +164,6 @@ def _step(
     recipe: Recipe,
     step: int,
     accelerator: Accelerator,
-    cache: FeatureCache | None,
 ) -> tuple[Tensor, int]:
     """The loss of this process's batch, and its number of blocks."""
     drafter = accelerator.unwrap_model(module)
@@ -173,7 +171,7 @@ def _step(
     number = step * accelerator.num_processes + accelerator.process_index
     batch = batches(number)
     generator = torch.Generator().manual_seed(recipe.seed + (number << 20))
-    features, final = target.split(features_of(batch, target, cache))
+    features, final = target.split(target.features(batch.tokens.to(device)))
     blocks = draw_blocks(
         batch.tokens.to(device),
         batch.first.to(device),

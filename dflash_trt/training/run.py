@@ -36,7 +36,7 @@ from dflash_trt.training.export import model_card
 from dflash_trt.training.loop import Recipe, make_accelerator, train
 from dflash_trt.training.model import DrafterModel
 from dflash_trt.training.state import whole_folder
-from dflash_trt.training.target import FeatureCache, FrozenTarget, matrix_dtype
+from dflash_trt.training.target import FrozenTarget, matrix_dtype
 
 _ARCHITECTURES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
 
@@ -66,7 +66,6 @@ def run(
     design: Design,
     recipe: Recipe,
     *,
-    features: Path | None = None,
     held_out: Path | None = None,
     save_every: int = 50,
     evaluate_every: int | None = 0,
@@ -113,10 +112,7 @@ def run(
     if isinstance(drafter, DFlash2Drafter):  # a new selector, with the scale of its inputs
         inputs = (frozen.embedding, drafter.norm.weight)
         drafter.scale_selector(*(float(x.detach().float().square().mean().sqrt()) for x in inputs))
-    cache, counts = None, summary(batches.answers)
-    if features is not None:
-        key = {"target": target_name, "taps": list(read.target_layer_ids), "hidden_size": read.hidden_size}
-        cache = FeatureCache(features, key | ({"final": True} if recipe.distill else {}))
+    counts = summary(batches.answers)
 
     def card(step: int, figures: Any) -> str:
         counted = {**counts, "steps": step}
@@ -125,7 +121,6 @@ def run(
     measures = evaluate_every is not None
     train(
         *(drafter, frozen, batches, recipe, out, accelerator),
-        cache=cache,
         save_every=save_every,
         evaluate_every=evaluate_every or 0,
         on_weights=_Keeper(

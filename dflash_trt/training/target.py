@@ -1,23 +1,17 @@
-"""The frozen target, loaded with Transformers: features at the taps, embedding, LM head. Also a feature cache."""
+"""The frozen target, loaded with Transformers: features at the taps, embedding, LM head."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
 from dflash_trt.checkpoint.schema import TargetConfig
-from dflash_trt.errors import CheckpointError, DFlashError
-from dflash_trt.training.answers import Answer
-from dflash_trt.training.state import write_tensors
+from dflash_trt.errors import CheckpointError
 
 
 def matrix_dtype(device: torch.device) -> torch.dtype:
@@ -113,45 +107,3 @@ def _load(directory: Path, dtype: torch.dtype) -> Any:
         if "Unrecognized configuration class" not in str(error):
             raise
     return AutoModelForImageTextToText.from_pretrained(directory, dtype=dtype, trust_remote_code=False)
-
-
-class FeatureCache:
-    """Features of answers on disk, [T, taps * D] in BF16. Each answer has a safetensors file, named after its tokens.
-
-    `key` describes the features. A folder with features of another target or of other taps is refused.
-    """
-
-    def __init__(self, folder: Path, key: dict[str, Any]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        label = folder / "features.json"
-        if label.exists():
-            held = json.loads(label.read_text(encoding="utf-8"))
-            if held != key:
-                raise DFlashError(
-                    f"{label}: holds features of {held}, not of {key}; choose another --features"
-                )
-        else:
-            if any(file.suffix != ".part" for file in folder.iterdir()) and not label.exists():
-                raise DFlashError(
-                    f"{folder}: is not empty and is not a feature cache; choose another --features"
-                )
-            partial = label.with_suffix(f".{os.getpid()}.part")  # several processes may begin at once
-            partial.write_text(json.dumps(key, indent=2) + "\n", encoding="utf-8")
-            partial.replace(label)
-        self.folder = folder
-
-    def get(self, answer: Answer, length: int) -> Tensor | None:
-        """Features of the answer's first `length` tokens; None if they are not there."""
-        file = self._file(answer, length)
-        return load_file(file)["features"] if file.exists() else None
-
-    def put(self, answer: Answer, length: int, features: Tensor) -> None:
-        """Store `features` of the answer's first `length` tokens."""
-        file = self._file(answer, length)
-        partial = file.with_suffix(f".{os.getpid()}.part")
-        write_tensors({"features": features[:length].to("cpu", torch.bfloat16).contiguous()}, partial)
-        partial.rename(file)
-
-    def _file(self, answer: Answer, length: int) -> Path:
-        text = ",".join(map(str, answer.token_ids[:length]))
-        return self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:40]}.safetensors"

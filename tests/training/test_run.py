@@ -26,7 +26,7 @@ from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.prompts import read_prompts
 from dflash_trt.text.tokenizer import Tokenizer
 from dflash_trt.training.answers import Answer, read_answers, write_prompts
-from dflash_trt.training.batches import Batches, features_of
+from dflash_trt.training.batches import Batches
 from dflash_trt.training.blocks import head_loss
 from dflash_trt.training.checkpoint import (
     default_mask_token,
@@ -38,7 +38,7 @@ from dflash_trt.training.evaluation import ALL, average, read_history
 from dflash_trt.training.loop import Recipe, _step, train
 from dflash_trt.training.model import DrafterModel, dense_mask
 from dflash_trt.training.run import Design, run
-from dflash_trt.training.target import FeatureCache, FrozenTarget
+from dflash_trt.training.target import FrozenTarget
 from tests.doubles.muse_checkpoints import make_muse
 from tests.doubles.reference import target_outputs
 from tests.doubles.text_checkpoints import (
@@ -120,27 +120,6 @@ def test_the_module_that_is_trained_drafts_what_the_engine_drafts(bundle: Path, 
             assert 0 <= sum(histogram) - sum(expected) <= 1
 
 
-def test_features_from_the_cache_are_those_of_the_target(
-    answers: Path, target: FrozenTarget, tmp_path: Path
-) -> None:
-    batch = Batches(read_answers(answers), 4, 128, 0)(0)
-    (tmp_path / "features").mkdir()
-    (tmp_path / "features" / "features.1.part").write_text(
-        "{", encoding="utf-8"
-    )  # another process begins, too
-    cache = FeatureCache(tmp_path / "features", {"target": "tiny"})
-    fresh = features_of(batch, target, cache)
-    monkey, target.decoder = target.decoder, None  # cached features need no pass
-    try:
-        cached = features_of(batch, target, cache)
-    finally:
-        target.decoder = monkey
-    for row, end in enumerate(batch.ends.tolist()):
-        assert torch.equal(cached[row, :end], fresh[row, :end].bfloat16().float())
-    with pytest.raises(DFlashError, match="choose another --features"):
-        FeatureCache(tmp_path / "features", {"target": "another"})
-
-
 def test_the_targets_own_distribution_is_taken_from_the_row_before_each_label(
     answers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,7 +135,7 @@ def test_the_targets_own_distribution_is_taken_from_the_row_before_each_label(
     recipe = replace(SMALL, distill=0.5)
     batches = Batches(read_answers(answers), recipe.batch_size, recipe.max_length, 0)
     recipe = replace(recipe, anchors=64)  # more than some answers have, so that some places stay empty
-    _step(small_drafter(), both, batches, recipe, 0, in_float32(), None)
+    _step(small_drafter(), both, batches, recipe, 0, in_float32())
     ((teacher, head, labels, valid),) = seen
     assert valid.sum() > 100
     assert torch.equal((teacher[valid] @ head.T).argmax(-1), labels[valid])

@@ -25,7 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--out", "DIR", Path, "directory of the run; it is continued", required=True)
     option(parser, "--steps", "N", at_least(1), "number of steps", required=True)
     option(parser, "--seed", "N", at_least(0), "of weights, order and anchors", 0)
-    option(parser, "--features", "DIR", Path, "keep the target's features here (default: nowhere)")
     option(parser, "--save-every", "N", at_least(1), "steps between saved states", 50)
     option(parser, "--evaluate-every", "N", at_least(0),
            "steps between evaluations; 0: only before the first step and at the end", 500)  # fmt: skip
@@ -96,7 +95,6 @@ def run(args: argparse.Namespace) -> int:
             args.out,
             design,
             recipe,
-            features=args.features,
             held_out=args.held_out,
             save_every=args.save_every,
             evaluate_every=args.evaluate_every,
