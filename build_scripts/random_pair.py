@@ -12,20 +12,18 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-import onnx_ir as ir
 
 from build_scripts import harness
 from dflash_trt.checkpoint.catalogue import known_configs
-from dflash_trt.checkpoint.tensors import Outline
-from dflash_trt.graph.tensorrt import TensorRT
+from dflash_trt.checkpoint.tensors import TensorInfo
 from dflash_trt.models.configs import read_drafter_config, read_target_config
-from dflash_trt.models.drafters import build_drafter
-from dflash_trt.models.target import build_target
+from dflash_trt.models.inventory import take_inventory
 
 SHIPPED = Path(__file__).resolve().parents[1] / "dflash_trt" / "shipped" / "tiny"
 _CHUNK, _PIECE = 8 << 20, 4 << 20
@@ -84,39 +82,24 @@ def write_pair(work: Path, pair: str, layers: int, stored: str | None) -> dict[s
         else:
             taps = [i * layers // 5 for i in range(5)]
             config["dflash_config"]["target_layer_ids"] = sorted(set(taps))
-            config["dflash_config"]["mask_token_id"] = (
-                config["vocab_size"] - 1
-            )  # none of the tokenizer's tokens
+            config["dflash_config"]["mask_token_id"] = config["vocab_size"] - 1  # no token of the tokenizer
             config["num_target_layers"] = layers
         (place / "config.json").write_text(json.dumps(config))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(SHIPPED / "target" / name, target / name)
     configs = read_target_config(target), read_drafter_config(drafter)
-    outlines, dialect = (Outline(target), Outline(drafter)), TensorRT(ir.DataType.BFLOAT16)
-    build_target(
-        configs[0], outlines[0], configs[1].target_layer_ids, dialect, folder="target", capacity=4096
-    )
-    build_drafter(
-        configs[1],
-        outlines[1],
-        configs[0],
-        outlines[0],
-        dialect,
-        folder="drafter",
-        target_folder="target",
-        capacity=4096,
-    )
+    inventory = take_inventory(*configs)
     return {
-        place.name: write_noise(place / "model.safetensors", outline)
-        for place, outline in zip((target, drafter), outlines, strict=True)
+        place.name: write_noise(place / "model.safetensors", inventory.tensors[place.name])
+        for place in (target, drafter)
     }
 
 
-def write_noise(file: Path, outline: Outline) -> int:
+def write_noise(file: Path, tensors: Sequence[TensorInfo]) -> int:
     """Write noise into every tensor. Scales of MXFP4 are bytes near 2**-7; other scales are positive."""
     header: dict[str, Any] = {}
     offset = 0
-    for tensor in outline.tensors.values():
+    for tensor in tensors:
         place = [offset, offset + tensor.nbytes]
         header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": place}
         offset += tensor.nbytes
@@ -133,7 +116,7 @@ def write_noise(file: Path, outline: Outline) -> int:
     }
     with file.open("wb") as out:
         out.write(struct.pack("<Q", len(text)) + text)
-        for tensor in outline.tensors.values():
+        for tensor in tensors:
             kind = _kind(tensor.name, tensor.dtype)
             for start in range(
                 0, tensor.nbytes, _PIECE
