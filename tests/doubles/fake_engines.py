@@ -368,7 +368,7 @@ class WindowTarget(FakeTarget):
         return super().holds(slot, history)
 
     def kept_right(self, kept: Snapshot, history: Sequence[int]) -> bool:
-        (copy,) = kept.data[1].data
+        (copy,) = kept.data[1].data.rows
         same = copy.rows[0][:, 0].tolist() == list(history[copy.first : kept.stop])
         return same and super().kept_right(kept.data[0], history)
 
