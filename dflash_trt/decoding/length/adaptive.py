@@ -41,7 +41,7 @@ _MARGIN = 0.05
 _ROUNDS, _LONGEST = 100, 32.0
 # Bounds of the CPU time of a round: the rounds between plans, the requests of a round that are counted, and the nodes
 # after the best number of them that are looked at.
-_INTERVAL, _COUNTED, _PATIENCE = 16, 8, 4
+_INTERVAL, _COUNTED, _PATIENCE = 16, 8, 3
 
 
 @dataclass(frozen=True, slots=True)

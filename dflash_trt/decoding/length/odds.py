@@ -100,6 +100,16 @@ class Odds:
             z += w[column] * value
         return 1 / (1 + exp(-z)) if z > -50 else 0.0
 
+    def candidate(self, own: Own, place: int, x: float, rank: int, off: bool) -> float:
+        """`chance` of `drafted`, without a list: trees ask for dozens in a round."""
+        w, all_ = self._w, self._drafter
+        z = own.offset + w[place] + w[all_] + own.temperature * w[all_ + 1] + x * w[all_ + 2]
+        if rank:
+            z += w[self._rank + min(rank, FEW_RANKS - 1)]
+        if off:
+            z += w[self._off]
+        return 1 / (1 + exp(-z)) if z > -50 else 0.0
+
     def chain(self, own: Own, said: Sequence[float]) -> list[float]:
         """The probability that the first 1, 2 .. drafts of a chain with these log-probabilities are right, up to those
         that are hardly ever reached.

@@ -92,8 +92,8 @@ class Tree:
         if rank == len(rights):
             said = self._said[place]
             mass = sum([exp(min(logprob, 0.0)) for logprob in said[:rank]])
-            inputs = self._odds.drafted(self._own, place, relative(said[rank], mass), rank, off)
-            rights.append((1 - sum(rights)) * self._odds.chance(self._own, inputs))
+            right = self._odds.candidate(self._own, place, relative(said[rank], mass), rank, off)
+            rights.append((1 - sum(rights)) * right)
         heappush(self._heap, (-before * rights[rank], place, parent, rank, off, before))
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dflash_trt.decoding.draft import Candidates, Draft
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
-from dflash_trt.decoding.length.odds import Inputs, Odds, Own
+from dflash_trt.decoding.length.odds import Odds, Own
 from dflash_trt.decoding.length.policy import FixedLength
 from dflash_trt.decoding.length.times import PassTimes
 from dflash_trt.decoding.length.trees import FixedTrees, Tree
@@ -36,10 +36,9 @@ def tables(draw: st.DrawFn) -> np.ndarray:
 class Calibrated(Odds):
     """Trusts the drafter: a candidate after wrong better ones has its share of what they leave."""
 
-    def chance(self, own: Own, inputs: Inputs) -> float:
-        (_, x), *rest = inputs[2:]
+    def candidate(self, own: Own, place: int, x: float, rank: int, off: bool) -> float:
         chance = 1 / (1 + np.exp(-x))
-        return float(chance / 2 if (self._off, 1.0) in rest else chance)
+        return float(chance / 2 if off else chance)
 
 
 @given(tables(), st.integers(1, 12))
@@ -94,6 +93,9 @@ def test_the_odds_are_learnt_by_place_rank_and_path() -> None:
             decided.append(1 + int(rng.choice(3, p=[*chances, 1 - chances.sum()])))
             left |= decided[-1] > 1
         odds.learn(own, tokens, said, decided)
+    for case in product(range(3), (0.3,), range(2), (False, True)):
+        inputs = odds.drafted(Own(0.7), *case)
+        assert odds.candidate(Own(0.7), *case) == pytest.approx(odds.chance(Own(0.7), inputs))
     tree = Tree(odds, own, 0, tokens, said)
     tree.grow(99)
     for node in range(1, len(tree.tokens)):
