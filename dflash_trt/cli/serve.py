@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--log-level", None, str,
            "what server and engine log on standard error (default: warnings, and with --api openai requests)",
            choices=tuple(LEVELS))  # fmt: skip
+    switch(parser, "--quiet", "print no addresses, and log no requests")
     _add_openai(parser.add_argument_group(_OPENAI))
     triton = parser.add_argument_group("with --api triton")
     for name, number in _PORTS.items():
@@ -161,12 +162,14 @@ def _openai(args: argparse.Namespace) -> int:
         grace=args.grace,
         prompt_details=args.enable_prompt_tokens_details,
         engine={name: str(value) for name, value in engine.items() if value is not None},
-        log_level=args.log_level or "info",
+        log_level=args.log_level or ("warning" if args.quiet else "info"),
         limit=args.max_batch_size + args.max_queue,
     )
     host = _shown(args.host)
 
     def ready(port: int) -> None:
+        if args.quiet:
+            return
         url = f"http{'s' if args.tls_cert else ''}://{host}:{port}"
         print(f"serving {args.bundle}; Ctrl-C stops")
         print(f"page     {url}/")
@@ -215,6 +218,8 @@ def _triton(args: argparse.Namespace) -> int:
         repository = deploy(bundle, directory / "repository", python=sys.executable, **engine_settings(args))
 
         def ready() -> None:
+            if args.quiet:
+                return
             print(f"serving {args.bundle}, model dflash; Ctrl-C stops")
             print(f"HTTP     http://{host}:{args.port}/v2/models/dflash/generate")
             print(f"gRPC     {host}:{args.grpc_port}")
