@@ -194,7 +194,7 @@ class Plans:
     def compile_kernels(self, models: Mapping[str, ir.Model]) -> None:
         """Compile the kernels between the passes of these models. If that fails, a warning says why."""
         outputs = {value.name: value for value in models["target"].graph.outputs}
-        vocab, width = (int(str((outputs[name].shape or ())[-1])) for name in ("logits", "features"))
+        vocab, width = (int(str([*(outputs[name].shape or ())][-1])) for name in ("logits", "features"))
         dtype = _TYPES[self.dialects["target"].dtype]
         try:
             self.kernels = compiled.compile_round(round_uses(vocab, width, dtype, self.limits.block_size))
