@@ -88,7 +88,7 @@ class OnnxRuntime(Dialect):
     joins_quantized = True
 
     def finished(self, model: ir.Model) -> ir.Model:
-        """The residual stream's sum and the norm of it are one node: 3% less time for a pass of one row."""
+        """The residual sum and the norm of it are one node: a pass of one row took 0.97 to 1.00 of the time."""
         graph = model.graph
         for norm in [node for node in graph if node.op_type == "RMSNormalization"]:
             x, weight = norm.inputs
