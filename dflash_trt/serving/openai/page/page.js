@@ -108,7 +108,8 @@ class Shown {
     }
     const column = part(this.strip, "span", "");
     column.title = title;
-    for (const [name, count] of [["", accepted], ["ends", tokens - accepted], ["missed", verified - accepted]])
+    const source = copied && !drafted ? "copied" : "";
+    for (const [name, count] of [[source, accepted], ["ends", tokens - accepted], ["missed", verified - accepted]])
       for (let i = 0; i < count; i += 1) part(column, "i", name);
   }
   // Appends a part of the text, in spans of the rounds that wrote it.
