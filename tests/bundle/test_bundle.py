@@ -117,14 +117,14 @@ def test_changed_weights_make_another_bundle(checkpoints: Path, built: Path) -> 
 def test_changed_graphs_make_another_bundle(
     checkpoints: Path, built: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    export = graph_job.export
+    export = graph_job._export
 
     def renamed(*args: Any) -> dict[str, ir.Model]:
         models = export(*args)
         next(iter(models["target"].graph)).name = "target/renamed"
         return models
 
-    monkeypatch.setattr(graph_job, "export", renamed)
+    monkeypatch.setattr(graph_job, "_export", renamed)
     other = build_pair(checkpoints, checkpoints / "other-graph")
     assert other.manifest["key"] != manifest_of(built)["key"]
     assert other.manifest.keys() == manifest_of(built).keys()

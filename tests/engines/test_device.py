@@ -224,8 +224,8 @@ def test_structured_outputs_and_prompt_logprobs_are_those_of_onnxruntime(
 def test_the_block_length_learns_from_the_device(bundles: tuple[Bundle, Bundle]) -> None:
     """It gets the log-probabilities of drafts, which are read with the tokens."""
     with opened(bundles[1]) as llm:
-        llm.generate(prompts(), params(0.0))
-        policy = llm._runtime.lengths(RequestOptions())
+        llm.generate(prompts(), params(0.0), draft_source="drafter")
+        policy = llm._runtime.lengths(RequestOptions(draft_source="drafter"))
         assert isinstance(policy, AdaptiveLength)
         assert any(before for _, before, _, _ in policy._expected._counts)
 

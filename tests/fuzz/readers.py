@@ -37,7 +37,6 @@ from dflash_trt.serving.openai.protocol import (
     CompletionRequest,
     ResponsesRequest,
     SamplingFields,
-    check_values,
 )
 from dflash_trt.serving.openai.structure import form_of
 from dflash_trt.text import chat_template
@@ -188,7 +187,7 @@ def _bodies(directory: Path) -> None:
     body = (directory / "body.json").read_bytes()
     for kind in (ChatRequest, CompletionRequest, ResponsesRequest):
         try:
-            check_values(body)
+            reading.check_values(body)
             made = kind.model_validate_json(body)
             if isinstance(made, CompletionRequest):
                 made.prompts()

@@ -299,11 +299,6 @@ def test_impossible_options(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_mxfp4_needs_a_gpu_that_has_it(tmp_path: Path) -> None:
-    with pytest.raises(BuildError, match=r"89: has no MXFP4 arithmetic.*100, 103, 110, 120, 121"):
-        rtx(("tiny-gpt-oss", None), tmp_path / "b", TensorRTOptions((120, 89)))
-
-
 def test_a_missing_package(pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
     with pytest.raises(BuildError, match="pip install 'tensorrt-rtx-cu13"):

@@ -20,7 +20,6 @@ PAGE = Path(__file__).parents[3] / "docs" / "guides" / "gpu.md"
 NOT_RUN = {
     "python3 -m venv .venv && . .venv/bin/activate": "makes an environment",
     "pip install '.[torch,serve]'": "downloads packages",
-    "pip install '.[tensorrt-llm]'": "downloads packages",
     "dflash-trt selftest --first-gpu": "starts commands of its own: tests/reports/test_first_gpu.py",
     "bundles/gpt-oss-120b/launch/container.sh": "needs a container: tests/trtllm/test_launch.py",
 }
