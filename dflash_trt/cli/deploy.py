@@ -52,6 +52,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     option(engine, "--max-batch-size", "N", at_least(1), "requests decoded at a time", 8)
     option(engine, "--max-queue", "N", at_least(0),
            "requests that may wait beyond these; further ones are refused at once", 256)  # fmt: skip
+    option(engine, "--prefix-cache-bytes", "N", at_least(0),
+           "memory for the rows of ended requests, which later ones with the same beginning reuse; 0: none are kept",
+           256 << 20)  # fmt: skip
     add_drafting(engine)
     option(engine, "--stream-interval", "MS", at_least(0),
            "least time between responses of a stream; tokens in between are sent as one response; 0: a response per "
@@ -61,7 +64,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     """The keyword arguments of `serving.deploy.deploy` that these options give."""
-    given = {name: getattr(args, name) for name in ("max_batch_size", "max_queue", "threads")}
+    given = {name: getattr(args, name) for name in ("max_batch_size", "max_queue", "prefix_cache_bytes", "threads")}
     given |= {"exact": args.exact and int(args.exact)}
     return {**given, **drafting_of(args), "stream_interval_ms": args.stream_interval}
 

@@ -46,6 +46,7 @@ def deploy(
     python: str = "",
     max_batch_size: int = 8,
     max_queue: int = 256,
+    prefix_cache_bytes: int = 256 << 20,
     block_length: int | None = None,
     tree_nodes: int | None = None,
     draft_source: str = "drafter,lookup",
@@ -67,7 +68,7 @@ def deploy(
     """
     _check_place(out, name)
     numbers = {"max_batch_size": (max_batch_size, 1), "max_queue": (max_queue, 0)}
-    numbers["stream_interval_ms"] = (stream_interval_ms, 0)
+    numbers |= {"prefix_cache_bytes": (prefix_cache_bytes, 0), "stream_interval_ms": (stream_interval_ms, 0)}
     for setting, (value, least) in numbers.items():
         if value < least:
             raise DFlashError(f"{setting} is {value}, expected {least} or more")
@@ -78,6 +79,7 @@ def deploy(
         "python": python,
         "max_batch_size": max_batch_size,
         "max_queue": max_queue,
+        "prefix_cache_bytes": prefix_cache_bytes,
         "block_length": block_length or "auto",
         "tree_nodes": "auto" if tree_nodes is None else tree_nodes,
         "draft_source": draft_source,

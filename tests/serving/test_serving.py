@@ -40,12 +40,13 @@ def names(config: str, section: str) -> list[tuple[str, ...]]:
 def test_deploy_writes_a_repository(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "repository"
     options = ["--max-batch-size", "5", "--max-queue", "7", "--block-length", "3"]
+    options += ["--prefix-cache-bytes", "1000"]
     assert main(["deploy", str(bundle), "--out", str(out), *options]) == 0
     config = (out / "dflash" / "config.pbtxt").read_text()
     given = dict(re.findall(r'key: "(\w+)" value \{ string_value: "(.*)" \}', config))
     assert given == {
         "bundle": "bundle", "python": "", "max_batch_size": "5", "max_queue": "7", "block_length": "3",
-        "tree_nodes": "auto", "draft_source": "drafter,lookup", "stream_interval_ms": "50", "threads": "", "exact": "",
+        "prefix_cache_bytes": "1000", "tree_nodes": "auto", "draft_source": "drafter,lookup", "stream_interval_ms": "50", "threads": "", "exact": "",
     }  # fmt: skip
     assert "${" not in config
     linked = out / "dflash" / "1" / "bundle"
