@@ -100,7 +100,6 @@ class PublishedDrafter:
         return not self.unread
 
 
-# A wheel leaves out tiny-gpt-oss, which serves the tests of a checkout.
 PAIRS = tuple(
     KnownPair(
         **values
@@ -113,7 +112,6 @@ PAIRS = tuple(
         }
     )
     for values in _LISTS["pairs"]
-    if values["target_repo"] is not None or (SHIPPED / values["name"]).is_dir()
 )
 PUBLISHED = tuple(PublishedDrafter(**values) for values in _LISTS["drafters"])
 NAMES = ", ".join(pair.name for pair in PAIRS)
