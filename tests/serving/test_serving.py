@@ -46,7 +46,8 @@ def test_deploy_writes_a_repository(bundle: Path, tmp_path: Path, capsys: pytest
     given = dict(re.findall(r'key: "(\w+)" value \{ string_value: "(.*)" \}', config))
     assert given == {
         "bundle": "bundle", "python": "", "max_batch_size": "5", "max_queue": "7", "block_length": "3",
-        "prefix_cache_bytes": "1000", "tree_nodes": "auto", "draft_source": "drafter,lookup", "stream_interval_ms": "50", "threads": "", "exact": "",
+        "prefix_cache_bytes": "1000", "tree_nodes": "auto", "draft_source": "drafter,lookup",
+        "stream_interval_ms": "50", "threads": "", "exact": "",
     }  # fmt: skip
     assert "${" not in config
     linked = out / "dflash" / "1" / "bundle"
