@@ -23,6 +23,8 @@ CASES: list[tuple[str, float, dict[str, Any]]] = [
     ("yarn", 1e4, YARN | {"factor": 40, "mscale": 1.0, "mscale_all_dim": 0.8}),
     ("yarn", 1e4, YARN | {"mscale": 1.0, "mscale_all_dim": 0.0}),
     ("yarn", 1e4, {"factor": 1.0, "beta_fast": 20, "beta_slow": 2}),
+    ("yarn", 20.0, YARN | {"beta_fast": 128.0}),  # the slow end lies beyond the head
+    ("proportional", 1e6, {"partial_rotary_factor": 0.25}),
 ]  # fmt: skip
 
 
