@@ -118,9 +118,8 @@ def write_noise(file: Path, tensors: Sequence[TensorInfo]) -> int:
         out.write(struct.pack("<Q", len(text)) + text)
         for tensor in tensors:
             kind = _kind(tensor.name, tensor.dtype)
-            for start in range(
-                0, tensor.nbytes, _PIECE
-            ):  # different bytes each time: TensorRT stores equal tensors once
+            for start in range(0, tensor.nbytes, _PIECE):
+                # Different bytes each time, because TensorRT stores equal tensors once.
                 shift = 4 * int(rng.integers(_PIECE // 4))
                 out.write(kinds[kind][shift : shift + min(_PIECE, tensor.nbytes - start)])
     return offset

@@ -60,7 +60,6 @@ def _too_large(
     pair: KnownPair, engine: str, precision: Precision | None, max_seq_len: int | None, no_drafter: bool
 ) -> str:
     """Why one sequence of a pair does not fit into this machine's memory; empty if it does, or nobody knows."""
-    from dflash_trt.building.choice import choose_block_size, choose_max_seq_len, choose_precision
     from dflash_trt.models.configs import read_drafter_config, read_target_config
     from dflash_trt.models.inventory import take_inventory
     from dflash_trt.planning.gpus import Gpu

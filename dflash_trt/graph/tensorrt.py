@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from dflash_trt.errors import BuildError
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.delta_net import DeltaKind
 from dflash_trt.graph.dialect import (
@@ -130,7 +131,7 @@ class TensorRT(Dialect):
 
     def gated_delta_net(self, kind: DeltaKind) -> ir.Function:
         """Left to the dialects with plugins."""
-        raise NotImplementedError
+        raise BuildError(f"{self.name}: Gated DeltaNet is computed by plugins only")
 
     def moe(
         self, storage: Storage, weight_dtype: ir.DataType, *, biased: bool, widened_bytes: int
@@ -142,7 +143,7 @@ class TensorRT(Dialect):
         GB for 512 rows of gpt-oss-20b.
         """
         if storage != "float":
-            raise NotImplementedError
+            raise BuildError(f"{self.name}: experts in {storage} are computed by plugins only")
         g = self._builder("MoE")
         x, router = g.input("x", self.dtype, ["rows", "D"]), g.input("router_logits", FLOAT, ["rows", "E"])
         weights: dict[str, tuple[ir.Value, ir.Value | None]] = {}
