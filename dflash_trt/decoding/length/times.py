@@ -2,7 +2,8 @@
 
 The time of a pass over `batch` sequences of n rows is a default for so many rows, times a factor of n, times a scale of
 the batch size. Rounds of the length in use tell the scale, because the machine may become faster or slower for all
-lengths, and trials tell the factors of their lengths; between them, factors are interpolated. Other programs only ever
+lengths. Trials tell the factors of their lengths, and so do rounds where several lengths are in use, each by the scale
+of the others; between them, factors are interpolated. Other programs only ever
 make a pass longer, and some of them stop one for many times its usual time. So each number is the ratio a quarter up
 among the last sixteen: it does not follow stalls in half of the rounds, and needs no limit from which on a time counts
 as one.
@@ -11,7 +12,7 @@ as one.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import log2
 from typing import Any
@@ -20,6 +21,8 @@ import numpy as np
 
 # The passes that a scale or factor rests on.
 LAST = 16
+# The passes of other lengths among them from which on a pass tells the factor of its own.
+FEW = 4
 # The default: what each row after the first adds, in passes of one row. On processors it is 0.03 to 0.2 (README).
 _ROW = 0.08
 # A drafter's pass, in passes of its target, before any was timed: of published pairs it is 0.1 to 0.4.
@@ -70,16 +73,17 @@ class PassTimes:
         if not table.recent:
             table.begin = ratio / float(table.factor(rows))
         own = table.own.get(rows)
-        if trial or not own or len(own) < LAST == len(table.recent):
+        others = [scale for n, scale in table.recent if n != rows]
+        if trial or not own or len(own) < LAST == len(table.recent) or len(others) >= FEW:
             own = table.own.setdefault(rows, deque(maxlen=LAST))
-            own.append(ratio / table.scale)
+            own.append(ratio / (_quarter_up(others) if len(others) >= FEW else table.scale))
             table.factors[rows] = _quarter_up(own)
             usual = table.factors[rows] * _default(batch, rows)
             for n in [n for n in table.factors if n not in table.own]:  # what was not observed gives way
                 if (n - rows) * (table.factors[n] * _default(batch, n) - usual) < 0:
                     del table.factors[n]
         if not trial:
-            table.recent.append(ratio / table.factors[rows])
+            table.recent.append((rows, ratio / table.factors[rows]))
         return True
 
     def kept(self) -> dict[int, dict[int, float]]:
@@ -106,18 +110,18 @@ class PassTimes:
 class _Table:
     """What is known of one batch size.
 
-    begin, recent: the scale before any pass, and of recent passes.
+    begin, recent: the scale before any pass, and rows and scale of recent passes.
     factors, own: by rows, and what passes of these rows told. Factors without an own time come from elsewhere.
     """
 
     begin: float = 1.0
     factors: dict[int, float] = field(default_factory=dict)
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=LAST))
+    recent: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=LAST))
     own: dict[int, deque[float]] = field(default_factory=dict)
 
     @property
     def scale(self) -> float:
-        return _quarter_up(self.recent) if self.recent else self.begin
+        return _quarter_up(scale for _, scale in self.recent) if self.recent else self.begin
 
     def factor(self, rows: Any) -> Any:
         """The factors of numbers of rows, from those of the nearest known ones."""
@@ -135,6 +139,7 @@ def _power(batch: int) -> int:
     return below if batch * batch <= 2 * below * below else 2 * below
 
 
-def _quarter_up(ratios: deque[float]) -> float:
+def _quarter_up(ratios: Iterable[float]) -> float:
     """The value a quarter up, or the least of up to three."""
-    return sorted(ratios)[len(ratios) // 4]
+    ordered = sorted(ratios)
+    return ordered[len(ordered) // 4]
