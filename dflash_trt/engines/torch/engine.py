@@ -69,6 +69,7 @@ class TorchEngine:
                 states[name] = shape, given.dtype
         held = {*self._caches, *states}
         self.inputs = [name for name in graph.inputs if name not in held]
+        self._names = set(self.inputs)
         self.outputs = [name for name in graph.outputs if name not in set(map(_output, held))]
         of_slots = DeviceStates(states, slots, stream, device) if states else None
         self.caches = DeviceCaches(self._caches, stream, slots, kinds, of_slots)
@@ -77,7 +78,7 @@ class TorchEngine:
         self._most = {PREFILL: one, DECODE: several}
         self._buffers: dict[tuple[int, str], Tensor] = {}
         self._programs: OrderedDict[Any, Program] = OrderedDict()
-        self._captured: dict[Any, Any] = {}  # CUDA graphs
+        self._captured: dict[Any, tuple[Any, dict[str, Tensor]]] = {}  # CUDA graphs, and what they write
         self._pool: Any = None  # their memory: they take turns
 
     def bind(self, profile: int, name: str, buffer: Tensor) -> None:
@@ -98,22 +99,24 @@ class TorchEngine:
     def run(
         self, profile: int, feeds: Mapping[str, Array | Tensor], *, first_slot: int = 0
     ) -> Mapping[str, Tensor]:
-        if set(feeds) != set(self.inputs):
+        if feeds.keys() != self._names:
             raise ValueError(f"{self._graph.path}: needs {sorted(self.inputs)}, not {sorted(feeds)}")
-        batch = len(feeds["start"])
-        key = (profile, *[(name, tuple(feeds[name].shape)) for name in self.inputs])
+        key = (profile, *[feeds[name].shape for name in self.inputs])
         with on(self.stream):
             if self.caches.states is not None:
-                self.caches.states.prepare(first_slot, batch)
-            given: dict[str, Tensor] = {}
-            for name, array in feeds.items():
-                given[name] = buffer = self.buffer(profile, name, *array.shape)
-                fed = torch.from_numpy(array) if isinstance(array, np.ndarray) else array
-                if fed.data_ptr() != buffer.data_ptr():
-                    buffer.copy_(fed, non_blocking=True)  # pageable memory is read before this returns
-            held = self._held(first_slot, batch)
-            feeds = given | {name: now for name, (now, _) in held.items()}
-            return self._pass(key, first_slot, feeds, held)
+                self.caches.states.prepare(first_slot, len(feeds["start"]))
+            for name, fed in feeds.items():
+                given = torch.from_numpy(fed) if isinstance(fed, np.ndarray) else fed
+                if given.data_ptr() != self.whole_buffer(profile, name).data_ptr():
+                    # pageable memory is read before this returns
+                    self.buffer(profile, name, *fed.shape).copy_(given, non_blocking=True)
+            if key in self._programs:
+                self._programs.move_to_end(key)
+            if (captured := self._captured.get((key, first_slot))) is not None:
+                graph, outputs = captured
+                graph.replay()
+                return outputs
+            return self._pass(key, first_slot)
 
     def _held(self, first_slot: int, batch: int) -> dict[str, tuple[Tensor, Tensor]]:
         """What a pass from this slot on reads of each cache and state, and where it writes."""
@@ -124,14 +127,14 @@ class TorchEngine:
                 held[name] = now[:batch], new[:batch]
         return held
 
-    def _pass(
-        self,
-        key: Any,
-        first_slot: int,
-        feeds: Mapping[str, Tensor],
-        held: Mapping[str, tuple[Tensor, Tensor]],
-    ) -> dict[str, Tensor]:
-        profile: int = key[0]
+    def _pass(self, key: Any, first_slot: int) -> dict[str, Tensor]:
+        """A pass that is not captured yet. Its inputs are in their buffers."""
+        profile, *shapes = key
+        feeds = {
+            name: self.buffer(profile, name, *shape) for name, shape in zip(self.inputs, shapes, strict=True)
+        }
+        held = self._held(first_slot, len(feeds["start"]))
+        feeds |= {name: now for name, (now, _) in held.items()}
         program = self._programs.get(key)
         if program is None:
             while len(self._programs) >= MOST_PROGRAMS:
@@ -140,14 +143,8 @@ class TorchEngine:
                     del self._captured[place]
             self._programs[key], made = self._graph.first_pass(feeds)
             return self._placed(profile, made, held)
-        self._programs.move_to_end(key)
-        place = key, first_slot
-        if place in self._captured:
-            graph, outputs = self._captured[place]
-            graph.replay()
-            return dict(outputs)
         if self.graphs and (profile == DECODE or self._prompts() < MOST_PROMPTS):
-            captured = self._capture(place, program, feeds, held)
+            captured = self._capture((key, first_slot), program, feeds, held)
             if captured is not None:
                 return captured
         return self._placed(profile, program(feeds), held)
@@ -194,7 +191,7 @@ class TorchEngine:
             return None
         self._captured[place] = graph, outputs
         graph.replay()
-        return dict(outputs)
+        return outputs
 
     def close(self) -> None:
         """Free graphs, buffers, caches and weights."""
