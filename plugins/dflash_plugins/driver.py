@@ -12,6 +12,7 @@ from dflash_trt.errors import BuildError, EngineError
 
 LIBRARY = "libcuda.so.1"
 _ALIGNMENT = 16  # of every pointer, which kernels are compiled for
+_INTEGERS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64}
 
 
 class CudaDriver:
@@ -115,16 +116,16 @@ class Kernels:
             kinds, given = use.types[name], arguments[name]
             several = isinstance(kinds, tuple)
             for kind, value in zip(kinds, given, strict=True) if several else [(kinds, given)]:
-                values.append(_value(f"{use.function}: {name}", str(kind), value))
+                values.append(_value(use, name, kind, value))
         self._driver.call("cuCtxSetCurrent", self._context)  # a thread that has used no torch yet has none
         self._driver.launch(function, compiled, grid, values, self._stream())
 
 
-def _value(name: str, kind: str, value: Any) -> Any:
+def _value(use: Use, name: str, kind: Any, value: Any) -> Any:
     """An argument as the kernel takes it: an address, or an integer."""
-    if not kind.startswith("*"):
-        return {"i32": ctypes.c_int32, "i64": ctypes.c_int64}[kind](value)
+    if kind in _INTEGERS:
+        return _INTEGERS[kind](value)
     address = value.data_ptr()
     if address % _ALIGNMENT:
-        raise EngineError(f"{name}: address {address:#x} is not a multiple of {_ALIGNMENT}")
+        raise EngineError(f"{use.function}: {name}: address {address:#x} is not a multiple of {_ALIGNMENT}")
     return ctypes.c_void_p(address)
