@@ -31,7 +31,7 @@ from dflash_plugins.launch import by_triton
 
 from build_scripts import harness
 from build_scripts.random_pair import write_pair
-from dflash_trt import LLM
+from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.engines.device.kernels import kernels_here
 from dflash_trt.engines.torch import checks, layers
@@ -279,7 +279,7 @@ def _launches() -> dict[str, float]:
 def passes(pair: str, count: int) -> dict[str, Any]:
     """Milliseconds of passes of a pair of this shape with random weights, and what the bytes that they read would take.
 
-    `host`: of a pass's call, which the GPU's work hides if it takes longer.
+    `host`: of a pass's call, which the GPU's work hides if it takes longer; of a round, what no pass hides.
     """
     with tempfile.TemporaryDirectory() as folder:
         sizes = write_pair(Path(folder), pair, count, None)
@@ -309,6 +309,7 @@ def passes(pair: str, count: int) -> dict[str, Any]:
                 inner.arrays.wait()
 
             whole = seconds(prefill, 5)
+            rows += [_rounds(llm, length) for length in (1, llm.block_size)]
     return {"pair": pair, "layers": count, "weight_bytes": sizes, "opened_seconds": round(opened, 1), "passes": rows,
             "prefill": {"tokens": len(prompt), "ms": round(1e3 * whole, 2)}}  # fmt: skip
 
@@ -329,6 +330,19 @@ def _pass(name: str, pair: Any, run: Callable[..., Any], width: int) -> dict[str
         pair.arrays.wait = wait
     middle = [round(1e3 * sorted(each)[len(each) // 2], 3) for each in (taken, host)]
     return {"pass": name, "ms": middle[0], "host ms": middle[1]}
+
+
+def _rounds(llm: LLM, length: int) -> dict[str, Any]:
+    """A request's rounds after its first token. Without drafts at length 1."""
+    asked = [1] * 8, SamplingParams(max_tokens=64 if GPU else 4, ignore_eos=True)
+    llm.generate(*asked, block_length=length)
+    told = llm.generate(*asked, block_length=length).statistics
+    count, host = sum(told.block_length_histogram), told.generation_time - told.draft_time - told.verify_time
+    return {
+        "round of": length,
+        "ms": round(1e3 * told.generation_time / count, 3),
+        "host ms": round(1e3 * host / count, 3),
+    }
 
 
 if __name__ == "__main__":
