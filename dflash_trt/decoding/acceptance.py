@@ -51,7 +51,7 @@ def judge(request: Request, tokens: Sequence[int], draft: Draft, verified: Verif
         logits, position, parents = verified.logits[slot], request.committed + 1, draft.parents_of(slot)
         return accept(tokens[:own], logits, request.params, request.seed, position, request.history, parents)
     accepted, token = int(verified.accepted[slot]), int(verified.next_token[slot])
-    # A greedy decision covers the whole chain. Here drafts beyond the own part were accepted too.
+    # The engine's decision covers the whole chain. Here drafts beyond the own part were accepted too.
     if accepted >= own:
         accepted, token = own - 1, tokens[own]
     if verified.finite is not None and not (finite := verified.finite[slot, : accepted + 1]).all():

@@ -100,7 +100,9 @@ class Arrays(Protocol):
         """The result of the target's pass over a round's draft. Waits for it."""
 
     def add_unread(self, slot: int, at: int, features: Any, nodes: Sequence[int]) -> None:
-        """Add these rows of a sequence's features [N, F] to the unread ones, as rows at, at + 1, ... of the slot."""
+        """Add these rows of a slot's features to the unread ones, as rows at, at + 1, ... of the slot. features
+        [n, N, F]: of the target's last pass.
+        """
 
     def unread_features(self, counts: Sequence[int]) -> Any:
         """The unread rows of slots 0 .. n-1: [n, S, F], with S at least each count. Rows beyond a count are finite."""
@@ -213,7 +215,7 @@ class HostArrays:
     def add_unread(self, slot: int, at: int, features: Array, nodes: Sequence[int]) -> None:
         stop = at + len(nodes)
         self._make_room(slot, stop)
-        self._unread[slot][at:stop] = features[chosen(nodes)]
+        self._unread[slot][at:stop] = features[slot][chosen(nodes)]
 
     def unread_features(self, counts: Sequence[int]) -> Array:
         features = np.zeros((len(counts), max(1, *counts), self._unread[0].shape[1]), np.float32)

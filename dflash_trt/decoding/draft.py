@@ -93,8 +93,8 @@ class Verified:
     """The result of a pass over a `Draft` of n requests with N nodes each. The next pass overwrites its arrays.
 
     accepted, next_token: int [n], the number of accepted nodes of a chain after the anchor, and the token after them.
-    They hold for the requests that the engine has `decided` [n]. The host decides for the others from their logits.
-    For a greedy request the engine covers all nodes, whatever the request's own length.
+    They hold for the requests that the engine has `decided` [n], and cover all nodes, whatever a request's own
+    length. The host decides for the others from their logits.
     finite: bool [n, N], whether a row of logits has a finite largest value; None if all have. NaN and +infinity are
     not finite; -infinity only excludes a token.
     logits: float32 [n, N, V]; they may be on a device.

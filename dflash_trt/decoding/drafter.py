@@ -142,7 +142,7 @@ class Drafter:
         return replace(self.arrays.chains(fitted, fitted_odds), copied=copied)
 
     def add_features(self, slot: int, features: Any, nodes: Sequence[int]) -> None:
-        """Keep the features [N, F] of accepted nodes of a sequence. Each node is the child of the previous one."""
+        """Keep the features, of those [n, N, F] of a pass, of accepted nodes. Each is the child of the previous one."""
         self.arrays.add_unread(slot, self.unread[slot], features, nodes)
         self.unread[slot] += len(nodes)
 

@@ -181,7 +181,7 @@ class Pair:
         if nodes[-1] >= len(nodes):
             self.target.caches.compact(slot, request.committed, nodes)
         if request.takes_drafter:
-            self.drafter.add_features(slot, self._features[slot], nodes)
+            self.drafter.add_features(slot, self._features, nodes)
 
     def cut_lengths(self, slot: int, committed: int, *, draft: bool) -> tuple[Sequence[int], Sequence[int]]:
         """The lengths to which a slot can be cut, of the target's caches and of the drafter's. Without `draft`, the

@@ -69,7 +69,7 @@ def trial() -> str | None:
     from dflash_plugins.compiler import try_one
 
     try:
-        try_one(fill_tokens(1, drafted=False))
+        try_one(fill_tokens(1))
     except BuildError as error:
         return str(error)
     return None

@@ -149,12 +149,10 @@ def compact_rows(nodes: int) -> Use:
 
 
 @cache
-def fill_tokens(most: int, *, drafted: bool) -> Use:
+def fill_tokens(most: int) -> Use:
     """The kernel that joins anchors and drafts to blocks of up to `most` tokens."""
-    types = typed(i64="block tokens rows", scalar="nodes drafted width")
-    constants: dict[str, Any] = {"SLOTS": power_of_two(most)}
-    optional(types, constants, drafted, drafts="*i64")
-    return Use("rounds", "fill_tokens", types, constants, num_warps=1)
+    types = typed(i64="block drafts tokens rows", scalar="nodes drafted width")
+    return Use("rounds", "fill_tokens", types, {"SLOTS": power_of_two(most)}, num_warps=1)
 
 
 @cache
@@ -171,7 +169,7 @@ def end_round(vocab: int, features: int, dtype: str, *, committing: bool) -> Use
 def round_uses(vocab: int, features: int, dtype: str, block_size: int) -> tuple[Use, ...]:
     """The kernels between the passes of a pair: `features` numbers of a token, of this type, go to the drafter."""
     return (
-        *(fill_tokens(block_size, drafted=drafted) for drafted in (False, True)),
+        fill_tokens(block_size),
         *(end_round(vocab, features, dtype, committing=committing) for committing in (False, True)),
         *(sample_tiles(vocab), sample_select(vocab), accept_block(), compact_rows(block_size)),
     )

@@ -104,39 +104,22 @@ class Accepted:
     next_token: Tensor  # [B], -1 if the deciding row had no finite largest logit
 
 
-def accept_block(tokens: Tensor, rows: Tensor, sampled: Tensor, *, run: Run = by_triton) -> Accepted:
-    """Compare drafted with sampled tokens: contiguous int64 tokens [B, S], rows [B, R], sampled [B, R]."""
+def accept_block(
+    tokens: Tensor, rows: Tensor, sampled: Tensor, *, made: Accepted | None = None, run: Run = by_triton
+) -> Accepted:
+    """Compare drafted with sampled tokens: contiguous int64 tokens [B, S], rows [B, R], sampled [B, R].
+
+    made: gets the result.
+    """
     batch, nodes = rows.shape
     if nodes > uses.ACCEPT_NODES:
         raise ValueError(f"a block has {nodes} nodes, expected {uses.ACCEPT_NODES} or fewer")
-    made = {name: tokens.new_empty(batch) for name in ("accepted", "next_token")}
+    made = made or Accepted(tokens.new_empty(batch), tokens.new_empty(batch))
     given = {"tokens": tokens, "rows": rows, "sampled": sampled}
+    given |= {"accepted": made.accepted, "next_token": made.next_token}
     counts = {"tokens_per_sequence": tokens.shape[1], "nodes_per_sequence": nodes}
-    run(uses.accept_block(), (batch,), **given, **counts, **made)
-    return Accepted(**made)
-
-
-def decide_round(
-    params: Sampling,
-    lengths: Tensor,
-    tokens: Tensor,
-    logits: Tensor,
-    start: Tensor,
-    *,
-    run: Run = by_triton,
-) -> Accepted:
-    """A round's decisions from the target's pass, for all requests at once on the device.
-
-    tokens: int64 [B, S] = [anchor, draft, ...], with the anchors at positions `start` [B].
-    logits: float32 [B, S, V].
-    lengths: [B], tokens of each block that count.
-
-    The result is the same as of `decoding.acceptance.accept` on the host.
-    """
-    column = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
-    sampled, _ = sample_rows(logits, params, start[:, None] + 1 + column, run=run)
-    drafted = torch.where(column < lengths[:, None], tokens, -1)  # never equal to a sampled token
-    return accept_block(drafted, column.contiguous(), sampled, run=run)
+    run(uses.accept_block(), (batch,), **given, **counts)
+    return made
 
 
 class Compaction:
@@ -171,7 +154,7 @@ class Compaction:
 
 def fill_tokens(
     block: Tensor,
-    drafts: Tensor | None,
+    drafts: Tensor,
     *,
     drafted: int,
     tokens: Tensor,
@@ -183,19 +166,14 @@ def fill_tokens(
     before it is repeated. Without `run`, torch's operators do it.
 
     block, tokens, rows: int64 [B, N], N up to `most`. `rows` becomes 0 .. N-1. drafts: int64 [B, N-1, W], best first.
-    Without drafts, `tokens` becomes the block.
     """
     if run is None:
-        if drafts is None:
-            tokens.copy_(block)
-        else:
-            torch.cat((block[:, :1], drafts[:, :, 0]), dim=1, out=tokens)
+        torch.cat((block[:, :1], drafts[:, :, 0]), dim=1, out=tokens)
         tokens[:, drafted:] = tokens[:, drafted - 1 : drafted]
         rows.copy_(torch.arange(rows.shape[1], device=rows.device).expand(rows.shape))
         return
-    sizes = {"nodes": block.shape[1], "drafted": drafted, "width": 1 if drafts is None else drafts.shape[2]}
-    use = uses.fill_tokens(most, drafted=drafts is not None)
-    run(use, (len(block),), block=block, drafts=drafts, **sizes, tokens=tokens, rows=rows)
+    sizes = {"nodes": block.shape[1], "drafted": drafted, "width": drafts.shape[2]}
+    run(uses.fill_tokens(most), (len(block),), block=block, drafts=drafts, **sizes, tokens=tokens, rows=rows)
 
 
 def end_round(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from dflash_plugins.launch import decide_round, sampling_tensors
+from dflash_plugins.launch import Accepted, accept_block, sample_rows, sampling_tensors
 
 from dflash_trt.decoding.arrays import chosen
 from dflash_trt.decoding.draft import Candidates, Draft, Verified, chain_rows
@@ -24,7 +24,7 @@ from dflash_trt.engines.device.sizes import DECODE, PREFILL, fitting, prefill_le
 from dflash_trt.engines.device.stream import now, on, seconds
 
 if TYPE_CHECKING:
-    from dflash_plugins.launch import Accepted, Run, Sampling
+    from dflash_plugins.launch import Run, Sampling
 
 Array = np.ndarray[Any, Any]
 
@@ -114,6 +114,7 @@ class DeviceArrays:
         # The log-probabilities of this round's draft: all, and those of the chain.
         self._logprobs: DeviceArray | None = None
         self._best: DeviceArray | None = None
+        self._drafted = 0  # places of the drafter's pass, which may be more
         self.run, self.samples = run, run is not None  # kernels decide for sampled requests, else the host
         if run is not None and tree_width > 1:
             for kind in target.caches.kinds:
@@ -180,10 +181,11 @@ class DeviceArrays:
             else:
                 self._flush()  # the pass overwrites the features
                 tensors = self._round.target_feeds(tensors)
-        outputs = engine.run(DECODE, tensors)
-        if engine.caches.states is not None:
-            engine.caches.states.passed(0, feeds["start"], 0)  # every row has logits, so none is certain
-        return {name: numbers[: len(starts)] for name, numbers in outputs.items()}
+            outputs = engine.run(DECODE, tensors)
+            if engine.caches.states is not None:
+                engine.caches.states.passed(0, feeds["start"], 0)  # every row has logits, so none is certain
+        n = len(starts)
+        return {name: numbers if numbers.shape[0] == n else numbers[:n] for name, numbers in outputs.items()}
 
     def width(self, nodes: int) -> int:
         return fitting(nodes, self._round.widths)
@@ -201,14 +203,14 @@ class DeviceArrays:
         return DeviceArray(outputs, self._stream, self._round.on_host(outputs))
 
     def nodes(self, count: int, nodes: int) -> torch.Tensor:
-        return self._target.buffer(DECODE, "rows", count, nodes)  # filled with the other feeds of the pass
+        return self._round.part("rows", count, nodes)  # filled with the other feeds of the pass
 
     def blocks(self, anchors: Sequence[int], length: int, mask: int, places: Sequence[int]) -> torch.Tensor:
         self._places = list(places)
         return self._round.blocks(anchors, length, mask, places)
 
     def start_round(self, count: int) -> None:
-        self._logprobs, self._best = None, None
+        self._logprobs, self._best, self._drafted = None, None, 0
         self._round.start()
 
     def check(self, numbers: torch.Tensor, slot: int | None = None) -> None:
@@ -223,17 +225,15 @@ class DeviceArrays:
 
     def drafts(self, blocks: torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor) -> Draft:
         with on(self._stream):
-            drafted = self._round.tokens(drafted=True)
-        places = blocks.shape[1] - 1  # the pass may have had more
+            drafted = self._round.tokens()
+        places, self._drafted = blocks.shape[1] - 1, logprobs.shape[1]
         self._logprobs = self.readable(logprobs[:, :places])
         self._best = self.readable(logprobs[:, :places, 0])
         candidates = Candidates(self.readable(tokens[:, :places]), self._logprobs)
         return Draft(self.readable(drafted), None, self._best, candidates if tokens.shape[2] > 1 else None)
 
     def chains(self, tokens: Array, logprobs: Array) -> Draft:
-        with on(self._stream):
-            drafted = self._round.chains(tokens)
-        return Draft(self.readable(drafted), None, logprobs)
+        return Draft(self.readable(self._round.chains(tokens)), None, logprobs)
 
     def replace(self, draft: Draft) -> None:
         with on(self._stream):
@@ -250,11 +250,9 @@ class DeviceArrays:
         width = logits.shape[1]  # with the copies of the last node
         self._features = outputs["features"]
         with on(self._stream):
-            made = self._decide(active, length, outputs) if chains else None
-            for name in ("accepted", "next_token") if made is not None else ():
-                self._target.buffer(DECODE, name, n).copy_(getattr(made, name))
+            sampled = chains and self._decide(active, logits)
             self._round.end(logits, self._features, self._unread, chains=chains)
-            results = self._round.results(n, width, drafted=self._logprobs is not None)
+            results = self._round.results(n, width, self._drafted)
         if isinstance(draft.tokens, DeviceArray):
             draft.tokens.read(results.tokens[:, :length])
         if self._logprobs is not None and self._best is not None:
@@ -265,7 +263,7 @@ class DeviceArrays:
         return Verified(
             results.accepted,
             results.next_token,
-            decided=[chains and (r.params.greedy if made is None else r.history is None) for r in active],
+            decided=[chains and (r.history is None if sampled else r.params.greedy) for r in active],
             finite=None if results.finite.all() else results.finite,
             logits=self.readable(logits),
             drafts_finite=results.drafts_finite.tolist(),
@@ -305,28 +303,21 @@ class DeviceArrays:
             for slot, at, nodes in committed:
                 self._unread[slot, at : at + len(nodes)].copy_(features[slot][chosen(nodes)])
 
-    def _decide(
-        self, active: Sequence[Request], nodes: int, outputs: Mapping[str, torch.Tensor]
-    ) -> Accepted | None:
-        """Sample and accept on the pass's stream. Returns None if all requests are greedy or adjusted.
-
-        nodes: of the draft. The rows after them are copies.
+    def _decide(self, active: Sequence[Request], logits: torch.Tensor) -> bool:
+        """Sample and accept on the pass's stream. Returns whether it did, as it need not if all requests are greedy or
+        adjusted.
         """
         plain = all(request.params.greedy or request.history is not None for request in active)
         if self.run is None or not self.samples or plain:
-            return None
-        logits, device = outputs["logits"], outputs["logits"].device
+            return False
         n, length = logits.shape[:2]
         requests, params = self._sampling
-        if params is None or list(requests) != list(active):
-            params = sampling_tensors([r.params for r in active], [r.seed for r in active], device)
+        if params is None or requests != active:
+            params = sampling_tensors([r.params for r in active], [r.seed for r in active], logits.device)
             self._sampling = (list(active), params)
-        lengths = [request.own_length(nodes) for request in active]
-        return decide_round(
-            params,
-            torch.tensor(lengths).to(device, non_blocking=True),
-            self._target.buffer(DECODE, "tokens", n, length),
-            logits,
-            self._target.buffer(DECODE, "start", n),
-            run=self.run,
-        )
+        part = self._round.part
+        start, *made = (part(name, n) for name in ("target_start", "accepted", "next_token"))
+        tokens, rows = (part(name, n, length) for name in ("tokens", "rows"))
+        sampled, _ = sample_rows(logits, params, rows + (start[:, None] + 1), run=self.run)
+        accept_block(tokens, rows, sampled, made=Accepted(*made), run=self.run)
+        return True

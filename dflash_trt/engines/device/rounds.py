@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -66,11 +67,11 @@ class RoundMemory:
         self._counters = torch.zeros(slots * block_size, dtype=torch.int32, device=device)
         self._nodes = torch.arange(block_size, device=device)
         self._slots = torch.arange(slots, device=device)
-        self._sent = np.zeros(0, np.uint8)  # the inputs that are on the device
+        self._sent = b""  # the inputs that are on the device
         self._rows: tuple[int, ...] | None = None  # the shape for which the target's rows are filled
         self._asked = (0, 0)  # sequences and nodes of this round's block
         self._block = (0, 0)  # its shape in memory, with idle slots and copies of the last node
-        self._filled = False  # whether the target's input has this block with its drafts
+        self._given: Array | None = None  # the target's tokens [n, N] of this round, if the host has them
         self._noted = False  # whether `noted` holds anything
 
     def _inputs(self, slots: int, block_size: int) -> Sizes:
@@ -97,9 +98,12 @@ class RoundMemory:
             offsets[name] = end
             end += -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         device = self._target.device
-        self._host = torch.zeros(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self._device = torch.zeros(end, dtype=torch.uint8, device=device)
-        self._first_result = offsets["tokens"]
+        host = torch.zeros(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        memory = torch.zeros(end, dtype=torch.uint8, device=device)
+        first, after = offsets["tokens"], offsets["accepted"]
+        self._upload, self._upload_tokens, self._download = (
+            (memory[at], host[at]) for at in (slice(first), slice(after), slice(first, None))
+        )
 
         def parts(memory: torch.Tensor) -> dict[str, torch.Tensor]:
             return {
@@ -107,20 +111,29 @@ class RoundMemory:
                 for name, (count, dtype) in sizes.items()
             }
 
-        self._device_parts = parts(self._device)
-        self._host_parts = {name: part.numpy() for name, part in parts(self._host).items()}
+        self._device_parts = parts(memory)
+        self._host_parts = {name: part.numpy() for name, part in parts(host).items()}
+        self._views: dict[Any, torch.Tensor] = {}
 
     def _bind(self) -> None:
         parts, target, drafter = self._device_parts, self._target, self._drafter
         if drafter is not None:
             for name in ("n_features", "block"):
                 drafter.bind(DECODE, name, parts[name])
+            parts["draft_tokens"] = drafter.whole_buffer(DECODE, "draft_tokens")
             drafter.bind(DECODE, "draft_logprobs", parts["logprobs"])
         for name in ("tokens", "accepted", "next_token"):
             target.bind(DECODE, name, parts[name])
+        parts["rows"] = target.whole_buffer(DECODE, "rows")
         for role, engine in self._engines.items():
             for name in ("start", *engine.caches.bases([])):
                 engine.bind(DECODE, name, parts[f"{role}_{name}"])
+
+    def part(self, name: str, *shape: int) -> torch.Tensor:
+        """A part on the device, or the target's rows, as a tensor of this shape. There are few shapes."""
+        if (view := self._views.get((name, shape))) is None:
+            view = self._views[name, shape] = self._device_parts[name][: prod(shape)].view(shape)
+        return view
 
     def start(self) -> None:
         """Begin a round."""
@@ -132,24 +145,26 @@ class RoundMemory:
     def blocks(self, anchors: Sequence[int], length: int, mask: int, places: Sequence[int]) -> torch.Tensor:
         """Anchors with mask tokens, [n, length]. They and the places reach the device with the round's first pass."""
         self._host_parts["places"][: len(places)] = places
-        n = len(anchors)
-        self._asked, self._filled = (n, length), False
-        self._block = fitting(n, self.batches), fitting(length, self.widths)
-        block = self._host_parts["block"][: self._block[0] * self._block[1]].reshape(self._block)
+        if length == 1:
+            return self.chains(np.array(anchors)[:, None])
+        n, self._given = len(anchors), None
+        self._asked, self._block = (n, length), (fitting(n, self.batches), fitting(length, self.widths))
+        block = self._host_parts["block"][: prod(self._block)].reshape(self._block)
         block[:] = mask
         block[:n, 0] = anchors
         block[n:, 0] = anchors[-1]
-        return self._whole_block()[:n, :length]
+        return self.part("block", *self._block)[:n, :length]
 
-    def _whole_block(self) -> torch.Tensor:
-        return self._device_parts["block"][: self._block[0] * self._block[1]].view(self._block)
+    def chains(self, tokens: Array) -> torch.Tensor:
+        """Tokens [n, N] of the host, which reach the device with the target's pass."""
+        self._given = tokens
+        return self.part("tokens", *tokens.shape)
 
     def on_host(self, tensor: torch.Tensor) -> Array | None:
-        """The numbers of `blocks`, which may not have reached the device. None for any other tensor."""
-        if tensor.data_ptr() != self._device_parts["block"].data_ptr():
+        """The tokens of `chains`, which may not have reached the device. None for any other tensor."""
+        if self._given is None or tensor.data_ptr() != self._device_parts["tokens"].data_ptr():
             return None
-        block = self._host_parts["block"][: self._block[0] * self._block[1]].reshape(self._block)
-        return block[: self._asked[0], : self._asked[1]].copy()
+        return self._given.copy()
 
     def drafter_feeds(self, feeds: Mapping[str, Any], unread: torch.Tensor) -> dict[str, Any]:
         """The feeds of a pass, for the idle slots too. `unread`: the features of all slots.
@@ -161,74 +176,66 @@ class RoundMemory:
         if isinstance(block, np.ndarray):  # not of a round
             block = _repeated(block, batch, fitting(block.shape[1], self.widths))
         else:
-            block = self._whole_block()
+            block = self.part("block", *self._block)
             self._begin("target", start + count)
         own = self._begin("drafter", start)
         own["n_features"] = self._put("n_features", [*count, *[0] * (batch - len(count))])
-        self._send()
+        self._send(self._upload)
         return {**own, "block": block, "features": unread[:batch]}
 
     def target_feeds(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         """The feeds of a pass, for the idle slots too. Its rows [n, N] may be more than its tokens."""
         start, tokens = feeds["start"], feeds["tokens"]
         shape = fitting(len(start), self.batches), feeds["rows"].shape[1]
-        given = {
+        given: dict[str, Any] = {
             name: _repeated(each, shape[0]) for name, each in feeds.items() if name in ("depths", "visible")
         }
-        begin = self._begin("target", start)
-        self._send()
-        if isinstance(tokens, np.ndarray):
-            return {**given, **begin, "tokens": _repeated(tokens, *shape), "rows": self._filled_rows(shape)}
-        if tokens.data_ptr() == self._device_parts["block"].data_ptr():  # nothing was drafted
-            tokens = self.tokens(drafted=False)
-        if not self._filled or (tokens.shape, self._block) != (self._asked, shape):
-            tokens = self._widened(tokens, shape)
-        buffer = self._target.buffer(DECODE, "tokens", *shape)
-        return {**given, **begin, "tokens": buffer, "rows": self._filled_rows(shape)}
+        given |= self._begin("target", start)
+        numbers = tokens if isinstance(tokens, np.ndarray) else self._given
+        if numbers is None:
+            self._send(self._upload)
+            if (tokens.shape, self._block) != (self._asked, shape):
+                self._widen(tokens, shape)
+        else:
+            n, length = tokens.shape
+            memory = self._host_parts["tokens"][: prod(shape)].reshape(shape)
+            memory[:n, :length] = numbers[:, :length]
+            memory[:n, length:] = memory[:n, length - 1 : length]
+            memory[n:] = memory[n - 1]
+            self._send(self._upload_tokens)
+        return {**given, "tokens": self.part("tokens", *shape), "rows": self._filled_rows(shape)}
 
-    def tokens(self, *, drafted: bool) -> torch.Tensor:
-        """The target's tokens [n, length], from this round's block and the drafter's output if there is one.
+    def tokens(self) -> torch.Tensor:
+        """The target's tokens [n, length], from this round's block and the drafter's output.
 
         In memory they have the shape of the drafter's pass, with copies of the last column. Fills the rows too.
         """
         (n, length), (batch, width) = self._asked, self._block
-        tokens, rows = (self._target.buffer(DECODE, name, batch, width) for name in ("tokens", "rows"))
-        drafts = None
-        if drafted and self._drafter is not None:
-            candidates = self._drafter.whole_buffer(DECODE, "draft_tokens")
-            drafts = candidates[: batch * (width - 1) * self._tree_width].view(batch, width - 1, -1)
+        block, tokens, rows = (self.part(name, batch, width) for name in ("block", "tokens", "rows"))
+        drafts = self.part("draft_tokens", batch, width - 1, self._tree_width)
         given = {"tokens": tokens, "rows": rows}
-        fill_tokens(self._whole_block(), drafts, **given, drafted=length, most=self._most, run=self.run)
-        self._rows, self._filled = (batch, width), True
+        fill_tokens(block, drafts, **given, drafted=length, most=self._most, run=self.run)
+        self._rows = batch, width
         return tokens[:n, :length]
-
-    def chains(self, tokens: Array) -> torch.Tensor:
-        """Tokens [n, N] of the host, on the device."""
-        buffer, self._filled = self._target.buffer(DECODE, "tokens", *tokens.shape), False
-        buffer.copy_(
-            torch.from_numpy(tokens), non_blocking=True
-        )  # pageable memory is read before this returns
-        return buffer
 
     def replace(self, chains: Mapping[int, Sequence[int]]) -> None:
         """Put drafts of the host into this round's tokens, in place of the drafter's, with copies of the last one."""
-        tokens = self._target.buffer(DECODE, "tokens", *self._block)
+        tokens = self.part("tokens", *self._block)
         for slot, chain in chains.items():
             row = [*chain, *[chain[-1]] * self._block[1]][: self._block[1] - 1]
             tokens[slot, 1:].copy_(torch.tensor(row), non_blocking=True)
 
-    def _widened(self, tokens: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    def _widen(self, tokens: torch.Tensor, shape: tuple[int, int]) -> None:
         """Put tokens [n, N] into the target's input with copies of the last sequence and of the last column."""
         sequence, node = self._slots[: shape[0]], self._nodes[: shape[1]]
         last = tokens.shape[0] - 1, tokens.shape[1] - 1
         wide = tokens[
             sequence.clamp(max=last[0])[:, None], node.clamp(max=last[1])
         ]  # the memory may be the same
-        self._filled = False
-        return self._target.buffer(DECODE, "tokens", *shape).copy_(wide)
+        self.part("tokens", *shape).copy_(wide)
 
     def _filled_rows(self, shape: tuple[int, int]) -> torch.Tensor:
-        rows = self._target.buffer(DECODE, "rows", *shape)
+        rows = self.part("rows", *shape)
         if self._rows != shape:
             rows.copy_(self._nodes[: shape[1]].expand(shape))
             self._rows = shape
@@ -244,26 +251,32 @@ class RoundMemory:
     ) -> None:
         """Find the finite rows of logits [n, N, V]. Copies features of chains to where they will wait for a drafter."""
         n, length = logits.shape[:2]
-        places = self._device_parts["places"][:n] if chains and self._drafter is not None else None
-        finite = self._device_parts["finite"][: n * length].view(n, length)
+        places = self.part("places", n) if chains and self._drafter is not None else None
+        finite = self.part("finite", n, length)
         memory = {"finite": finite, "unread": unread, "counters": self._counters}
         end_round(logits, features, places, **memory, run=self.run)
 
-    def results(self, n: int, length: int, *, drafted: bool) -> Results:
-        """Wait for the pass, and read its results: n requests with `length` nodes."""
-        self._host[self._first_result :].copy_(self._device[self._first_result :], non_blocking=True)
+    def results(self, n: int, length: int, drafted: int) -> Results:
+        """Wait for the pass, and read its results: n requests with `length` nodes. The drafter's pass had `drafted`
+        places.
+        """
+        device, host = self._download
+        host.copy_(device, non_blocking=True)
         self._stream.synchronize()
 
         def read(name: str, *shape: int) -> Array:
-            return self._host_parts[name][: int(np.prod(shape))].reshape(shape).copy()
+            return self._host_parts[name][: prod(shape)].reshape(shape).copy()
 
-        logprobs = read("logprobs", n, self._block[1] - 1 if drafted else 0, self._tree_width)
+        logprobs = read("logprobs", n, drafted, self._tree_width)
+        sound = np.isfinite(read("noted", n))
+        if drafted:
+            sound &= np.isfinite(logprobs).all(axis=(1, 2))
         return Results(
             accepted=read("accepted", n),
             next_token=read("next_token", n),
             tokens=read("tokens", n, length),
             finite=read("finite", n, length) != 0,
-            drafts_finite=np.isfinite(logprobs).all(axis=(1, 2)) & np.isfinite(read("noted", n)),
+            drafts_finite=sound,
             logprobs=logprobs,
         )
 
@@ -279,14 +292,14 @@ class RoundMemory:
 
     def _put(self, name: str, numbers: Sequence[int]) -> torch.Tensor:
         self._host_parts[name][: len(numbers)] = numbers
-        return self._device_parts[name][: len(numbers)]
+        return self.part(name, len(numbers))
 
-    def _send(self) -> None:
+    def _send(self, part: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Copy the inputs to the device, unless they are there."""
-        inputs = self._host[: self._first_result]
-        if not np.array_equal(numbers := inputs.numpy(), self._sent):
-            self._sent = numbers.copy()
-            self._device[: self._first_result].copy_(inputs, non_blocking=True)
+        device, host = part
+        if (given := host.numpy().tobytes()) != self._sent:
+            self._sent = given
+            device.copy_(host, non_blocking=True)
 
 
 def _repeated(numbers: Array, batch: int, width: int | None = None) -> Array:

@@ -31,11 +31,11 @@ def gather_taps(
 @triton.jit(do_not_specialize=["nodes", "drafted", "width"])
 def fill_tokens(
     block,  # [B, N] int64: the anchor, then mask tokens
-    drafts,  # [B, N - 1, W] int64, best first; None if nothing was drafted
+    drafts,  # [B, N - 1, W] int64, best first
     nodes,  # N
     drafted,  # nodes of the draft, 1 to N; those after them are copies of the last one
     width,  # W
-    tokens,  # [B, N] int64: the anchor, then the best drafts; without drafts the block
+    tokens,  # [B, N] int64: the anchor, then the best drafts
     rows,  # [B, N] int64: 0 .. N-1
     SLOTS: tl.constexpr,  # a power of two, at least N
 ):
@@ -44,13 +44,10 @@ def fill_tokens(
     node = tl.arange(0, SLOTS)
     there, at = node < nodes, sequence * nodes + node
     source = tl.minimum(node, drafted - 1)
-    if drafts is None:
-        token = tl.load(block + sequence * nodes + source, mask=there)
-    else:
-        token = tl.load(block + at - node, mask=there & (source == 0))
-        # Row b of the drafts is one shorter than row b of the tokens.
-        place = sequence * (nodes - 1) + source - 1
-        token = tl.where(source == 0, token, tl.load(drafts + place * width, mask=there & (source > 0)))
+    token = tl.load(block + at - node, mask=there & (source == 0))
+    # Row b of the drafts is one shorter than row b of the tokens.
+    place = sequence * (nodes - 1) + source - 1
+    token = tl.where(source == 0, token, tl.load(drafts + place * width, mask=there & (source > 0)))
     tl.store(tokens + at, token, mask=there)
     tl.store(rows + at, node.to(tl.int64), mask=there)
 
