@@ -306,6 +306,7 @@ def passes(pair: str, count: int) -> dict[str, Any]:
 
             def prefill() -> None:
                 inner.prefill(prompt, 0, 0, draft=True)
+                inner.drafter.catch_up(0)
                 inner.arrays.wait()
 
             whole = seconds(prefill, 5)

@@ -34,11 +34,15 @@ class Arrays(Protocol):
     the same kind overwrites. Features of committed tokens wait here for the drafter, by slot, one row [F] per token.
 
     most_unread: the most unread rows of a slot.
+    feature_bytes: of one row.
+    prompts_wait: whether rows of a prompt may wait, too. Then all caches of the drafter can be cut to any length.
     most_prompt_rows: the most rows of a prompt that one pass may give logits for.
     most_nodes: the most nodes of a request that one pass verifies.
     """
 
     most_unread: int
+    feature_bytes: int
+    prompts_wait: bool
     most_prompt_rows: int
     most_nodes: int
 
@@ -100,8 +104,8 @@ class Arrays(Protocol):
         """The result of the target's pass over a round's draft. Waits for it."""
 
     def add_unread(self, slot: int, at: int, features: Any, nodes: Sequence[int]) -> None:
-        """Add these rows of a slot's features to the unread ones, as rows at, at + 1, ... of the slot. features
-        [n, N, F]: of the target's last pass.
+        """Add these rows of a slot's features to the unread ones, as rows at, at + 1, ... of the slot. features: [n, N,
+        F] of the target's last pass, or, where prompts wait, other rows [N, F] by slot.
         """
 
     def unread_features(self, counts: Sequence[int]) -> Any:
@@ -128,9 +132,16 @@ class HostArrays:
     most_nodes = 128  # 78 MB of logits at a vocabulary of 151,936
 
     def __init__(
-        self, *, slots: int, feature_size: int, most_unread: int, most_prompt_rows: int = 64
-    ) -> None:  # 64 rows: 39 MB at a vocabulary of 151,936
+        self,
+        *,
+        slots: int,
+        feature_size: int,
+        most_unread: int,
+        prompts_wait: bool = True,
+        most_prompt_rows: int = 64,  # 39 MB at a vocabulary of 151,936
+    ) -> None:
         self.most_unread, self.most_prompt_rows = most_unread, most_prompt_rows
+        self.feature_bytes, self.prompts_wait = 4 * feature_size, prompts_wait
         # By slot, with room for the most rows that it had.
         self._unread = [np.zeros((0, feature_size), np.float32) for _ in range(slots)]
         self._nodes: dict[tuple[int, int], Array] = {}

@@ -7,21 +7,34 @@ are features of committed tokens and a block. Outputs are drafted tokens and the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from dflash_trt.decoding.arrays import Arrays, PassEngine
-from dflash_trt.decoding.caches import Caches
+from dflash_trt.decoding.caches import Caches, Snapshot
 from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.request import Request
 
 _NEVER = -100.0  # the log-probability of a node that no request has
+# A pass with drafts may read so many features of each request: what rounds without drafts leave, but no prompts.
+_FEW = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """The content of a snapshot that the drafter had not read to its end: rows, if any, then features [n, F]."""
+
+    rows: Snapshot | None
+    features: Any
 
 
 class Drafter:
-    """For each slot, `unread` is the number of committed tokens whose features the drafter has not read.
+    """For each slot, the drafter has read the first `seen` tokens, and `unread` more wait as features. They are read
+    when drafts are asked for, or no more can wait.
+
+    Its methods of `Caches` copy both: rows of what was read, and features of what was not.
 
     engine: None for a target without a drafter. Then `propose` gives anchors alone, and no request `takes_drafter`.
     """
@@ -38,7 +51,8 @@ class Drafter:
     ) -> None:
         self.engine, self.arrays = engine, arrays
         self.capacity, self.mask_token_id, self.prefill_chunk = capacity, mask_token_id, prefill_chunk
-        self.unread = [0] * slots
+        self.seen, self.unread = [0] * slots, [0] * slots
+        self.most_read = 0  # features of a slot that the last `propose` read
         self._passes: list[tuple[Any, Any]] = []  # start and end of each pass of the last `propose`
 
     @property
@@ -62,12 +76,25 @@ class Drafter:
         """The seconds of the passes of the last `propose`, once the round has ended."""
         return sum([self.arrays.seconds(begin, end) for begin, end in self._passes])
 
+    def take(self, features: Any, start: int, slot: int) -> bool:
+        """Take the features [1, n, F] of a prompt's positions start, start + 1, ... They wait where they may. Whether
+        the numbers of what was read are finite.
+        """
+        if not self.arrays.prompts_wait:
+            return self.arrays.finite(self.read(features, start, slot))
+        count, finite = features.shape[1], True
+        if self.unread[slot] + count > self.arrays.most_unread:
+            finite = self.catch_up(slot)
+        self.add_features(slot, {slot: features[0]}, range(count))
+        return finite
+
     def read(self, features: Any, start: int, slot: int) -> Any:
         """Write the rows of positions start, start + 1, ... from features [1, n, F]. Returns log-probabilities to
         check.
 
         They belong to two block rows without other use.
         """
+        self.seen[slot] = start + features.shape[1]
         feeds = {
             "features": features,
             "n_features": np.array([features.shape[1]]),
@@ -87,10 +114,12 @@ class Drafter:
             length = 1
         arrays.start_round(n)
         self._passes = []
+        self.most_read = 0 if length == 1 else max(self.unread[:n])
         committed = [request.committed for request in active]
-        # A pass writes as many rows for each sequence as for the one with the most unread ones. They must fit for all.
-        room = self.capacity - 1 - length - max(committed)
-        self._catch_up(committed, arrays.most_unread - 1 if length == 1 else room)
+        # A pass writes as many rows for each sequence as for the one with the most unread ones. They must fit for all,
+        # and should be few.
+        room = min(self.capacity - 1 - length - max(committed), max(self.prefill_chunk // n, _FEW))
+        self._catch_up(n, arrays.most_unread - 1 if length == 1 else room)
         places = self.unread[:n] if length == 1 else [0] * n  # a pass reads what waits
         blocks = arrays.blocks([request.anchor for request in active], length, self.mask_token_id, places)
         if length == 1:
@@ -105,6 +134,7 @@ class Drafter:
         begin = arrays.now()
         out = arrays.decode(self.engine, feeds)
         self._passes.append((begin, arrays.now()))
+        self.seen[:n] = [seen + count for seen, count in zip(self.seen, unread, strict=False)]
         self.unread[:n] = [0] * n
         return arrays.drafts(blocks, out["draft_tokens"], out["draft_logprobs"])
 
@@ -142,7 +172,7 @@ class Drafter:
         return replace(self.arrays.chains(fitted, fitted_odds), copied=copied)
 
     def add_features(self, slot: int, features: Any, nodes: Sequence[int]) -> None:
-        """Keep the features, of those [n, N, F] of a pass, of accepted nodes. Each is the child of the previous one."""
+        """Keep the features, of those [N, F] by slot, of accepted nodes. Each is the child of the previous one."""
         self.arrays.add_unread(slot, self.unread[slot], features, nodes)
         self.unread[slot] += len(nodes)
 
@@ -158,14 +188,51 @@ class Drafter:
         self.arrays.decode(self.engine, feeds)
         self.arrays.wait()
 
-    def move(self, source: int, target: int, length: int) -> None:
-        """Copy a request's `length` committed tokens over another slot, including its unread features."""
-        if self.engine is None:
-            return
-        unread = self.unread[source]
-        self.caches.copy(source, target, length - unread)
-        self.arrays.copy_unread(source, target, unread)
-        self.unread[target] = unread
+    def cut(self, slot: int, length: int) -> None:
+        """Forget what follows the first `length` tokens of a slot."""
+        self.seen[slot] = min(self.seen[slot], length)
+        self.unread[slot] = min(self.unread[slot], length - self.seen[slot])
+
+    def cut_lengths(self, slot: int) -> Sequence[int]:
+        """As of `Caches`. Where prompts wait, every length."""
+        if self.arrays.prompts_wait:
+            return range(1, self.seen[slot] + self.unread[slot] + 1)
+        return self.caches.cut_lengths(slot, self.seen[slot])
+
+    def kept_bytes(self, length: int) -> int:
+        most = self.caches.kept_bytes(length)
+        return max(most, length * self.arrays.feature_bytes) if self.arrays.prompts_wait else most
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        seen = min(self.seen[source], length)
+        if seen:
+            self.caches.copy(source, target, seen)
+        self.arrays.copy_unread(source, target, length - seen)
+        self.seen[target], self.unread[target] = seen, length - seen
+
+    def keep(self, slot: int, start: int, stop: int, shortest: int) -> Snapshot:
+        seen = self.seen[slot]
+        if stop <= seen:
+            return self.caches.keep(slot, start, stop, shortest)
+        rows = self.caches.keep(slot, start, seen, shortest) if start < seen else None
+        features = self.arrays.unread_features_of(slot, max(start - seen, 0), stop - seen)[0].copy()
+        size = features.nbytes + (rows.size if rows is not None else 0)
+        return Snapshot(start, stop, range(start + 1, stop + 1), _Waiting(rows, features), size)
+
+    def lacks(self, kept: Snapshot, shortest: int) -> bool:
+        """A slot may have rows where only features were kept. So no page with rows follows one without."""
+        return isinstance(kept.data, _Waiting) or self.caches.lacks(kept, shortest)
+
+    def restore(self, slot: int, kept: Sequence[Snapshot], length: int) -> None:
+        parts = [each.data if isinstance(each.data, _Waiting) else _Waiting(each, None) for each in kept]
+        rows = [each.rows for each in parts if each.rows is not None]
+        seen = min(rows[-1].stop, length) if rows else 0
+        if seen:
+            self.caches.restore(slot, rows, seen)
+        self.seen[slot], self.unread[slot] = seen, 0
+        if seen < length:
+            features = np.concatenate([each.features for each in parts if each.features is not None])
+            self.add_features(slot, {slot: features}, range(length - seen))
 
     def clear(self, slot: int, first: int = 0, last: int | None = None) -> None:
         """Set positions first .. last-1 of a slot to 0. If these are all, its unread features are removed too."""
@@ -173,24 +240,24 @@ class Drafter:
             return
         self.caches.clear(slot, first, last)
         if first == 0:
-            self.unread[slot] = 0
+            self.cut(slot, 0)
             self.arrays.clear_unread(slot)
 
-    def catch_up(self, slot: int, committed: int) -> bool:
+    def catch_up(self, slot: int) -> bool:
         """Read the unread features of a slot, between rounds. Whether its numbers are finite."""
-        finite = [self.arrays.finite(numbers) for numbers in self._read_in_chunks(slot, committed)]
+        finite = [self.arrays.finite(numbers) for numbers in self._read_in_chunks(slot)]
         return all(finite)
 
-    def _catch_up(self, committed: Sequence[int], most: int) -> None:
-        """Read the unread features of slots with more than `most` of them."""
-        for slot, end in enumerate(committed):
+    def _catch_up(self, count: int, most: int) -> None:
+        """Read the unread features of those of the first slots that have more than `most`."""
+        for slot in range(count):
             if self.unread[slot] > most:
                 begin = self.arrays.now()
-                for numbers in self._read_in_chunks(slot, end):
+                for numbers in self._read_in_chunks(slot):
                     self.arrays.check(numbers, slot)
                 self._passes.append((begin, self.arrays.now()))
 
-    def _read_in_chunks(self, slot: int, committed: int) -> Iterator[Any]:
+    def _read_in_chunks(self, slot: int) -> Iterator[Any]:
         """Read the unread features of a slot in chunks. Yields numbers to check: those features, too, as rows of
         layers with a window need not see all of a chunk before them.
         """
@@ -198,4 +265,4 @@ class Drafter:
         for at in range(0, unread, self.prefill_chunk):
             part = self.arrays.unread_features_of(slot, at, min(at + self.prefill_chunk, unread))
             yield part
-            yield self.read(part, committed - unread + at, slot)
+            yield self.read(part, self.seen[slot], slot)

@@ -128,11 +128,11 @@ class Pair:
     ) -> tuple[Any, bool, bool]:
         """Write the rows of `tokens` at positions start, start+1, ...; at most `prefill_chunk` of them.
 
-        With `draft`, the drafter reads them too. Returns the logits of the last row, [1, V], a view; whether the
+        With `draft`, the drafter takes their features. Returns the logits of the last row, [1, V], a view; whether the
         features of all rows are finite, as the last row need not see them all; and whether the drafter's numbers are.
         With `every_row` the logits are those of all rows, [n, V], at most `arrays.most_prompt_rows`.
         """
-        self.drafter.unread[slot] = 0  # from the slot's previous request
+        self.drafter.cut(slot, start if draft else 0)  # what the slot's previous request left
         sound, drafts_sound, end = True, True, start + len(tokens)
         # Passes end at multiples, wherever a reused prefix ends.
         ends = [] if every_row else [*range(start - start % self._prompt_pass, end, self._prompt_pass)][1:]
@@ -147,7 +147,7 @@ class Pair:
             out = self.arrays.prefill(self.target, feeds, slot)
             features = out["features"][:, :count]
             if draft:
-                drafts_sound = self.arrays.finite(self.drafter.read(features, begin, slot)) and drafts_sound
+                drafts_sound = self.drafter.take(features, begin, slot) and drafts_sound
             sound = self.arrays.finite(features) and sound
         return self.arrays.readable(out["logits"][0, :wanted]), sound, drafts_sound
 
@@ -187,14 +187,8 @@ class Pair:
         """The lengths to which a slot can be cut, of the target's caches and of the drafter's. Without `draft`, the
         latter is empty.
         """
-        unread = self.drafter.unread[slot]
-        drafted = self.drafter.caches.cut_lengths(slot, committed - unread) if draft else ()
+        drafted = self.drafter.cut_lengths(slot) if draft else ()
         return self.target.caches.cut_lengths(slot, committed), drafted
-
-    def move(self, source: int, target: int, length: int) -> None:
-        """Copy a request's `length` tokens from one slot over another's, including its unread features."""
-        self.target.caches.copy(source, target, length)
-        self.drafter.move(source, target, length)
 
     def copy(self, source: int, target: int, length: int, *, draft: bool) -> None:
         """Give a slot the first `length` tokens of another one, which are one of its `cut_lengths`.
@@ -287,9 +281,9 @@ class Pair:
             return {}
         return chain_rows(count, nodes) if parents is None else tree_rows(np.asarray(parents))
 
-    def _caches(self, draft: bool) -> list[Caches]:
+    def _caches(self, draft: bool) -> list[Caches | Drafter]:
         both = draft and self.drafter.present
-        return [self.target.caches, self.drafter.caches] if both else [self.target.caches]
+        return [self.target.caches, self.drafter] if both else [self.target.caches]
 
 
 def _without_padding(verified: Verified, draft: Draft) -> Verified:

@@ -147,7 +147,8 @@ class Scheduler:
         host_time = perf_counter() - begin - draft_time - verify_time
         ended = sum(request.stop.finish_reason is not None for request in active)
         times = draft_time, verify_time, host_time
-        lengths.observe(RoundDone(active, proposed, draft.nodes, judged, decided, *times, ended))
+        read = self.pair.drafter.most_read
+        lengths.observe(RoundDone(active, proposed, draft.nodes, judged, decided, *times, ended, read))
         for request in active:
             request.statistics.draft_time += draft_time
             request.statistics.verify_time += verify_time

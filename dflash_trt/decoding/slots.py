@@ -131,7 +131,7 @@ class Slots:
         both = contents.longest(most, draft=True)
         # A drafter that is behind may have none of the lengths of a state.
         if not both and request.takes_drafter:
-            if not self.pair.drafter.catch_up(request.slot, request.committed):
+            if not self.pair.drafter.catch_up(request.slot):
                 request.takes_drafter = False
                 self.pair.drafter.clear(request.slot)
             contents = self.contents(request)
@@ -145,7 +145,8 @@ class Slots:
     def move(self, request: Request, slot: int) -> None:
         """Move a request in flight to a free slot, over the rows there."""
         self.left.pop(slot, None)
-        self.pair.move(request.slot, slot, request.committed)
+        self.pair.drafter.cut(slot, 0)
+        self.pair.copy(request.slot, slot, request.committed, draft=request.takes_drafter)
         request.slot = slot
 
     def forget(self) -> None:

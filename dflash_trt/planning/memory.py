@@ -240,12 +240,16 @@ class _Layout:
         )
 
     def activations(self, batch: int, length: int) -> int:
-        """Taps, logits, the widest rows of two passes, and queries of all layers where they are kept."""
+        """Taps, also those that wait for the drafter, logits, the widest rows of two passes, and queries of all layers
+        where they are kept.
+        """
         s, c, drafter = self.s, self.inventory.target, self.inventory.drafter
         verified = batch * s.block_size
         prompt = min(length, PREFILL_CHUNK) if self.pages is None else length
         rows = s.max_num_tokens or max(verified, prompt)
-        taps = rows * len(drafter.target_layer_ids) * c.hidden_size if drafter else 0
+        waits = self.row_bytes.get("drafter", {}).keys() == {None}
+        tapped = rows + waits * batch * min(length, self.traits.waiting_tokens)
+        taps = tapped * len(drafter.target_layer_ids) * c.hidden_size if drafter else 0
         estimate = round(taps * NUMBER_BYTES[s.compute("target")] + verified * c.vocab_size * 4)
         if self.traits.keeps_queries and not self.own_attention:
             estimate += sum(round(rows * self._query_bytes(side)) for side in self.inventory.sides)

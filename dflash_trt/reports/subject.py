@@ -85,8 +85,10 @@ class Subject:
         draft: bool = False,
     ) -> Array:
         """The logits [1, V] after these tokens of the prompt, or all of it."""
-        logits, _, _ = (pair or self.pair).prefill(tokens or self.prompt, start, slot, draft=draft)
-        return np.array(logits)
+        pair = pair or self.pair
+        logits = np.array(pair.prefill(tokens or self.prompt, start, slot, draft=draft)[0])
+        pair.drafter.catch_up(slot)
+        return logits
 
     def _verify(self, count: int = 1, length: int | None = None, *, pair: Pair | None = None) -> Array:
         """The logits [count, N, V] of the block's first tokens after the prompt, in so many slots."""

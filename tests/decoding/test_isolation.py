@@ -154,10 +154,10 @@ def test_features_that_are_not_finite_are_found_however_they_are_read(
         features = np.zeros((200, pair.arrays.unread_features([1]).shape[2]), np.float32)
         features[at] = np.nan
         pair.drafter.add_features(0, features[None], range(200))
-        assert not pair.drafter.catch_up(0, 200)
+        assert not pair.drafter.catch_up(0)
         pair.drafter.clear(0)
         assert caches_are_finite(llm)
-        assert pair.drafter.catch_up(0, 0)
+        assert pair.drafter.catch_up(0)
 
 
 def test_requests_in_flight_go_on_where_one_fails(spoilt: Path) -> None:

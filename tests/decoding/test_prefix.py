@@ -153,13 +153,42 @@ def test_rows_without_the_drafter_s_are_of_use_only_without_drafting() -> None:
     assert hits(pool, base + prompt(5, 3), draft=False).statistics.num_cached_tokens == 34
 
 
+@pytest.mark.parametrize("overwritten", [False, True])
+def test_a_prefix_that_the_drafter_has_not_read_waits_in_its_copy(overwritten: bool) -> None:
+    """The first request that drafts reads it, and then has the whole context. Its copy has rows from then on."""
+    base, tail, other = prompt(13), prompt(5, 1), [(prompt(13)[0] + 1) % VOCAB]
+    cold = hits(Pool(1, 1), base + tail)
+    pool = Pool(1, 1, kept=200)
+
+    def off(tokens: list[int]) -> Request:
+        made = request(tokens, SamplingParams(max_tokens=2))
+        finish(pool, Lengths(1), made)
+        return made
+
+    off(base)
+    if overwritten:
+        off(other)
+    again = off([*base, 3])
+    assert (again.statistics.num_cached_tokens, pool.drafter.passes) == (13, 0)
+    for _ in range(2):
+        if overwritten:
+            off(other)
+        warm = hits(pool, base + tail)
+        assert warm.statistics.num_cached_tokens >= 13
+        assert warm.statistics.acceptance_histogram == cold.statistics.acceptance_histogram
+    assert pool.pair.drafter.seen[0] > 17
+    pages = pool.prefixes.find([*base, *tail], draft=True)[0]
+    assert all(isinstance(page.kept.data[1].data, np.ndarray) for page in pages)
+
+
 def test_a_prefix_stays_when_others_took_its_slot() -> None:
     """A prefix that takes less memory than a slot, in a pair of published size, is still kept."""
     pool, base = Pool(1, 1, kept=40), prompt(30)  # a slot has 133 rows
     first = hits(pool, base, max_tokens=2)
     assert first.statistics.num_cached_tokens == 0
     hits(pool, [(base[0] + 1) % VOCAB], max_tokens=2)
-    assert hits(pool, [*base, 3, 4], max_tokens=2).statistics.num_cached_tokens == 30
+    again = [*base, first.output[0], 4]  # also what it answered, whose features waited
+    assert hits(pool, again, max_tokens=2).statistics.num_cached_tokens == 31
     assert pool.prefixes.counts.bytes <= 40 * 2 * ROW_BYTES
 
 
@@ -233,13 +262,13 @@ def test_a_conversation_copies_only_what_is_new() -> None:
 def test_while_others_wait_a_request_that_ends_moves_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next request takes its slot. When nobody waits, one move fills each gap."""
     pool, moved = Pool(4, 4), list[tuple[int, int]]()
-    move = pool.pair.move
+    copy = pool.pair.copy
 
-    def counted(source: int, target: int, rows: int) -> None:
+    def counted(source: int, target: int, rows: int, *, draft: bool) -> None:
         moved.append((source, target))
-        move(source, target, rows)
+        copy(source, target, rows, draft=draft)
 
-    monkeypatch.setattr(pool.pair, "move", counted)
+    monkeypatch.setattr(pool.pair, "copy", counted)
     asked = [request(prompt(4, i), SamplingParams(max_tokens=5 + 7 * i % 11)) for i in range(24)]
     for each in asked:
         pool.scheduler.submit(each)
@@ -270,7 +299,7 @@ def test_too_little_memory_for_a_page_is_said_once(
     monkeypatch.setattr("dflash_trt.logs._warned", set())
     Pool(1, 1, kept=3)
     pool = Pool(1, 1, kept=3)
-    assert caplog.text.count("prefix_cache_bytes is 48, but 8 tokens of this pair take 128 bytes") == 1
+    assert caplog.text.count("prefix_cache_bytes is 24, but 8 tokens of this pair take 64 bytes") == 1
     base = prompt(20)
     hits(pool, base, max_tokens=1)
     assert hits(pool, [*base, 3], max_tokens=1).statistics.num_cached_tokens == 20  # its rows are in its slot
@@ -395,12 +424,14 @@ requests = st.lists(
     kept=st.integers(4, 90),
     seed=st.integers(0, 1000),
     target=st.sampled_from([FakeTarget, StateTarget, WindowTarget, LongStrideTarget]),
+    waits=st.booleans(),
 )
 def test_any_traffic_over_little_memory_gives_each_request_its_own_tokens(
-    asked, batch, kept, seed, target
+    asked, batch, kept, seed, target, waits
 ) -> None:
     """Prompts with common beginnings, next turns of chats, with and without drafts. Pages come and go all the time."""
     pool, lengths = Pool(batch, batch, kept=kept, target=target), AnyLengths(seed)
+    pool.pair.arrays.prompts_wait = waits
     common = prompt(45, 9)
     made: list[Request] = []
     for a in asked:

@@ -212,7 +212,7 @@ def test_the_drafter_s_context_is_complete_after_it_was_off() -> None:
     for seen in always.rounds:
         accepted_at[at] = len(seen.decided[0]) - 1
         at += len(seen.decided[0])
-    for off in (1, 7, 8, 9, 33):
+    for off in (1, 7, 8, 9, 17, 33):
         pool, lengths = Pool(2, 2, chunk=8), Lengths(*[1] * off, BLOCK)
         flight = request(prompt(4), params)
         neighbour = request(prompt(4, 5), SamplingParams(max_tokens=3))
@@ -221,7 +221,7 @@ def test_the_drafter_s_context_is_complete_after_it_was_off() -> None:
         most = 0
         for _ in drive(pool, lengths):
             most = max(most, pool.pair.drafter.unread[flight.slot])
-        assert most <= 8 + BLOCK
+        assert most <= pool.pair.arrays.most_unread + BLOCK
         at = compared = 0
         for seen in lengths.rounds:
             if seen.proposed.nodes == BLOCK and at in accepted_at:
@@ -229,6 +229,25 @@ def test_the_drafter_s_context_is_complete_after_it_was_off() -> None:
                 assert len(seen.decided[0]) - 1 == accepted_at[at]
             at += len(seen.decided[0]) if seen.decided else 1
         assert compared > 3
+
+
+@pytest.mark.parametrize(
+    ("length", "off", "passes"), [(6, 0, 1), (6, 3, 1), (6, 99, 0), (16, 0, 1), (41, 99, 4)]
+)
+def test_a_prompt_waits_for_the_drafter_until_drafting_begins(length: int, off: int, passes: int) -> None:
+    """A prompt of up to 16 tokens is read with the first block. Of a longer one, in chunks of 8, what has no room."""
+    pool, lengths = Pool(1, 1, kept=0), Lengths(*[1] * off, BLOCK)
+    made = request(prompt(length), SamplingParams(max_tokens=8))
+    pool.scheduler.submit(made)
+    while not made.output:
+        pool.scheduler.step(lengths)
+    assert pool.drafter.passes == passes - (off < 99)
+    while len(lengths.rounds) <= min(off, 6):
+        assert pool.drafter.passes == passes - (off < 99)
+        pool.scheduler.step(lengths)
+    assert pool.drafter.passes == passes
+    finish(pool, lengths)
+    assert made.output == expected(made.prompt, made.params, 0)
 
 
 def test_much_to_take_in_and_a_neighbour_at_the_end_of_its_context() -> None:

@@ -32,7 +32,7 @@ from dflash_trt.engines.caches import SlotCaches, SlotRows
 
 Array = np.ndarray[Any, Any]
 
-VOCAB, MASK, BLOCK, POISON, ROW_BYTES = 16, 15, 6, -7_000_001, 8
+VOCAB, MASK, BLOCK, POISON, ROW_BYTES = 16, 15, 6, -7_000_001, 4
 TABLE = 2 * np.random.default_rng(0).standard_normal((997, VOCAB)).astype(np.float32)
 
 
@@ -460,7 +460,7 @@ class Pool:
         self.pair = Pair(
             self.target,
             self.drafter,
-            HostArrays(slots=batch, feature_size=1, most_unread=chunk),
+            HostArrays(slots=batch, feature_size=1, most_unread=2 * chunk),
             slots=batch,
             capacity=capacity,
             mask_token_id=MASK,
@@ -494,7 +494,7 @@ class Pool:
                 unread = self.pair.arrays.unread_features_of(slot, 0, behind)[0, :, 0].astype(int).tolist()
                 seen = each.committed - behind
                 assert self.drafter.cache[slot, :seen].tolist() + unread == history
-                assert behind <= self.pair.prefill_chunk + BLOCK
+                assert behind <= self.pair.arrays.most_unread + BLOCK
             else:
                 assert behind == 0
         for each in s.active:
@@ -503,8 +503,11 @@ class Pool:
         for slot, left in s.slots.left.items():
             history = rows_of([*left.prompt, *left.answer][: left.count])
             assert self.target.holds(slot, history)
-            drafted = max(left.drafter, default=0)
-            assert self.drafter.cache[slot, :drafted].tolist() == history[:drafted]
+            drafted, seen = max(left.drafter, default=0), self.pair.drafter.seen[slot]
+            waiting = self.pair.arrays.unread_features_of(slot, 0, max(drafted - seen, 0))[0, :, 0].astype(
+                int
+            )
+            assert [*self.drafter.cache[slot, : min(seen, drafted)], *waiting] == history[:drafted]
         if s.slots.prefixes is not None:
             self.check_prefixes()
 
@@ -513,22 +516,28 @@ class Pool:
         seen: list[Page] = []
         for (_, draft), tree in prefixes._trees.items():
             assert tree
-            todo = [((), page) for page in tree.values()]
+            todo = [((), True, page) for page in tree.values()]
             while todo:
-                before, page = todo.pop()
+                before, rows_before, page = todo.pop()
                 whole = (*before, *page.tokens)
                 history = rows_of(whole)
                 assert len(page.kept.data) == 1 + draft
                 assert self.target.kept_right(page.kept.data[0], history)
+                rows = True
                 if draft:
-                    assert page.kept.data[1].data.tolist() == history[len(before) :]
+                    own: Any = page.kept.data[1].data
+                    if not (rows := isinstance(own, np.ndarray)):
+                        assert rows_before or own.rows is None, "rows after features"
+                        own = np.append([] if own.rows is None else own.rows.data, own.features)
+                    assert own.tolist() == history[len(before) :]
+                    assert rows_before or not rows, "rows after features"
                 assert (page.start, page.kept.start, page.kept.stop) == (len(before), len(before), len(whole))
                 assert len(before) % prefixes.page == 0
                 assert not page.children or len(page.tokens) == prefixes.page
                 tokens += len(page.tokens)
                 memory += page.kept.size
                 seen.append(page)
-                todo += [(whole, child) for child in page.children.values()]
+                todo += [(whole, rows, child) for child in page.children.values()]
         assert set(seen) == set(prefixes._used)
         place = {page: i for i, page in enumerate(prefixes._used)}
         assert all(place[child] < place[page] for page in seen for child in page.children.values())

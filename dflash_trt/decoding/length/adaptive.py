@@ -184,8 +184,8 @@ class AdaptiveLength:
         """Learn the times and the acceptance of a round. What a trial cost is taken from the credit."""
         batch, drafted = max(1, len(done.active)), done.proposed.nodes
         timed = self.verify_times.observe(batch, done.verified, done.verify_seconds, self._trial)
-        if drafted > 1:  # a drafter that was off also reads the rows committed meanwhile
-            timed &= not self._idle and self.draft_times.observe(
+        if drafted > 1:
+            timed &= not self._late(done) and self.draft_times.observe(
                 batch, drafted, done.draft_seconds, self._trial
             )
         if timed and not self._trial:
@@ -208,6 +208,10 @@ class AdaptiveLength:
             self._plans.clear()
         self._trial = False
 
+    def _late(self, done: RoundDone) -> bool:
+        """Whether the drafter also read prompts, or tokens committed while it was off."""
+        return self._idle > 0 or done.read > self.block_size
+
     def _learn_beside(self, done: RoundDone, batch: int) -> None:
         """The mean of the host's time and of half of the stalls: some come in so many rounds, others in so much
         work.
@@ -223,11 +227,14 @@ class AdaptiveLength:
     def _account(
         self, done: RoundDone, batch: int, survivals: Sequence[Sequence[float]], timed: bool
     ) -> None:
-        """Take the cost of a trial from the credit, by its usual time. One that pays or had no time is repeated."""
+        """Take the cost of a trial from the credit, by its usual time, and the time of prompts that it read. One that
+        pays or had no time is repeated.
+        """
         plan, drafted = self._plan(batch), done.proposed.nodes
         seconds = self.verify_times(batch)[done.verified - 1] + plan.beside
         if drafted > 1:
-            seconds += self.draft_times(batch)[drafted - 1]
+            usual = self.draft_times(batch)[drafted - 1]
+            seconds += max(usual, done.draft_seconds) if done.read > self.block_size else usual
         right = sum([sum(survival[: done.verified - 1]) for survival in survivals])
         tokens = batch + right * len(done.judged) / max(1, len(survivals))
         lost = seconds / (plan.seconds + plan.beside) - tokens / plan.tokens

@@ -21,6 +21,7 @@ class RoundDone:
     decided: of each of these, the tokens that the round decided.
     draft_seconds, verify_seconds, host_seconds: of the passes, and of all else in the round.
     ended: how many of its requests ended with the round.
+    read: the most features of a request that the drafter read in it.
     """
 
     active: Sequence[Request]
@@ -32,6 +33,7 @@ class RoundDone:
     verify_seconds: float
     host_seconds: float = 0.0
     ended: int = 0
+    read: int = 0
 
 
 class Lengths(Protocol):

@@ -71,6 +71,7 @@ class DeviceArrays:
     """
 
     most_prompt_rows = 1  # the PREFILL profile has one row of logits
+    prompts_wait = False  # a slot has room for a block
 
     def __init__(
         self,
@@ -94,6 +95,7 @@ class DeviceArrays:
         self._target, self._drafter = target, drafter
         dtype = (drafter or target).dtypes["features"]
         self._unread = torch.zeros((slots, block_size, feature_size), dtype=dtype, device=device)
+        self.feature_bytes = feature_size * self._unread.element_size()
         if drafter is not None:
             drafter.bind(DECODE, "features", self._unread)
             drafter.bind(PREFILL, "features", target.whole_buffer(PREFILL, "features"))

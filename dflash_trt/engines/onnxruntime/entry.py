@@ -59,7 +59,9 @@ class OnnxRuntimeEntry(EngineEntry):
     weight_layout = "blocks"
     equal_rows = True  # tests/models/test_widths.py
     # Measured (docs/planning.md).
-    memory = MemoryTraits(compute="fp32", runtime_bytes=24 << 20, score_copies=2)
+    memory = MemoryTraits(
+        compute="fp32", runtime_bytes=24 << 20, score_copies=2, waiting_tokens=2 * PREFILL_CHUNK
+    )
 
     def check(self, precision: Precision | None, weights: Weights, options: None) -> None:
         for role in ("target", "drafter"):
@@ -123,12 +125,14 @@ class OnnxRuntimeEntry(EngineEntry):
                 f"{bundle.path}: multiplies integers, but this processor has no VNNI: with many requests at a time "
                 "float32 is faster (build with --precision target=fp32)",
             )
+        kinds = {role: bundle.cache_kinds(role) for role in bundle.roles}
+        whole = all(kind.window is None for kind in kinds.get("drafter", ()))
         engines = {
             role: OnnxRuntimeEngine(
                 bundle.listed(f"{role}.onnx"),
                 slots=slots,
                 capacity=bundle.capacity,
-                kinds=bundle.cache_kinds(role),
+                kinds=kinds[role],
                 threads=settings.threads,
                 deferred=role == "drafter",  # until a draft is asked for
             )
@@ -141,7 +145,8 @@ class OnnxRuntimeEntry(EngineEntry):
             HostArrays(
                 slots=slots,
                 feature_size=bundle.feature_size,
-                most_unread=settings.prefill_chunk,
+                most_unread=(1 + whole) * settings.prefill_chunk,
+                prompts_wait=whole,
                 **({"most_prompt_rows": target.most_pending} if target.most_pending else {}),
             ),
             slots=slots,

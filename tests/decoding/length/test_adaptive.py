@@ -27,6 +27,7 @@ from tests.doubles.simulation import (
     SAYINGS,
     VERIFY,
     World,
+    done,
     gpu,
     honest,
     prompts,
@@ -205,6 +206,20 @@ def test_trials_cost_one_round_in_a_hundred() -> None:
         simulated.run(policy, 500)
         later = simulated.compare(simulated.run(policy, 2500))
         assert 0.975 < later[0] < 1.0, (verify, pair)
+
+
+def test_prompts_that_wait_are_part_of_what_a_trial_costs() -> None:
+    """No draft is right, and the first of every 30 rounds brings prompts that take the drafter 20 plain passes."""
+    policy = AdaptiveLength(8, PassTimes(8), PassTimes(8))
+    active, waits, lost = [request([1], SamplingParams())], False, 0.0
+    for i in range(6000):
+        length, waits = policy.draft(active), waits or i % 30 == 0
+        seconds = (0.5 + 20 * waits) * (length > 1)
+        lost += seconds * (i >= 1000)
+        seen = done(active, length, np.zeros((1, length - 1), int), [seconds, 1.0])
+        policy.observe(replace(seen, read=100 * waits * (length > 1)))
+        waits &= length == 1
+    assert 0 < lost < 0.02 * 5000
 
 
 @pytest.mark.parametrize("said", [None, "the truth"])
