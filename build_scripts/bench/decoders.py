@@ -29,11 +29,6 @@ from typing import Any
 
 import numpy as np
 
-from dflash_trt.building.build import build
-from dflash_trt.building.sources import resolve
-from dflash_trt.checkpoint.gguf import packaged_target
-from dflash_trt.formats.precision import parse_precision
-
 GGUF = {"BF16": 32, "F32": 0, "F16": 1, "Q8_0": 7, "Q4_0": 2}  # llama_ftype in llama.h
 _PASS = 512  # prompt tokens in a pass, the default of llama.cpp and of this package
 _KEPT: list[Any] = []  # callbacks, of which C keeps only the address
@@ -210,6 +205,9 @@ def make_model(name: str, target: str, models: Path) -> None:
     elif kind == "genai":
         _make_genai(target, place)
     else:
+        from dflash_trt.building.build import build  # which the processes of decoders do not need
+        from dflash_trt.formats.precision import parse_precision
+
         precision = parse_precision(None if weights == "default" else weights)
         build(target, None, place, precision=precision, force=True)
 
@@ -217,6 +215,8 @@ def make_model(name: str, target: str, models: Path) -> None:
 def _make_gguf(target: str, file: Path) -> None:
     """By llama.cpp's own quantization: BF16 has the weights that `build` converts, and the others come from it."""
     import llama_cpp
+
+    from dflash_trt.checkpoint.gguf import packaged_target
 
     if file.exists():
         return
@@ -234,6 +234,8 @@ def _make_gguf(target: str, file: Path) -> None:
 
 def _make_genai(target: str, directory: Path) -> None:
     """By the builder of onnxruntime-genai, from the checkpoint that `build` converts."""
+    from dflash_trt.building.sources import resolve
+
     if directory.exists():
         return
     directory.parent.mkdir(parents=True, exist_ok=True)

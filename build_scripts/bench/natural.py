@@ -1,11 +1,12 @@
 """Decoders on natural text, in one run: this package, llama.cpp, onnxruntime-genai and OpenVINO.
 
-    python -m build_scripts.bench.natural [--prompts 2] [--requests 1,8] [--peers KIND:WEIGHTS ...]
+    python -m build_scripts.bench.natural [--prompts 2] [--requests 1,8] [--starts N] [--peers KIND:WEIGHTS ...]
 
 Each decoder runs in a process of its own, with the same token ids and threads, at temperature 0. Every prompt goes to
 all of them in turn, several rounds long, so that a slow moment of the machine hits all. A figure is of the median of
 the rounds of each prompt: tokens per second after the first token for one request, and in all for several at a time.
 Decoders are named KIND:WEIGHTS, see `build_scripts.bench.decoders`; those whose package is not installed are left out.
+With `--starts` the seconds from the start of a fresh process to its first token are measured instead, N times each.
 The last line is one JSON document.
 """
 
@@ -23,6 +24,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import chain, cycle, islice
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from build_scripts import harness
@@ -123,6 +125,20 @@ def measure(args: argparse.Namespace, names: list[str], chosen: list[Job]) -> It
             worker.close()
 
 
+def starts(args: argparse.Namespace, names: list[str], task: Task) -> dict[str, list[float]]:
+    """Seconds of each decoder's fresh processes to the first token of one prompt."""
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    capacity, task = len(task.prompts[0]) + args.max_tokens + 16, Task(task.prompts[:1], 1, task.stop)
+    for turn in range(args.starts):
+        for name in harness.rotated(names, turn):
+            began = perf_counter()
+            worker = PeerProcess(name, args.models, 1, capacity, args.threads)
+            worker.run(task)
+            seconds[name].append(perf_counter() - began)
+            worker.close()
+    return seconds
+
+
 def count(record: Record) -> tuple[float, float]:
     """Tokens and their seconds of one run. Of one request, without the first token."""
     alone = record["requests"] == 1
@@ -187,15 +203,26 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=each(int), default=[1], help="at a time")
     parser.add_argument("--threads", type=int, default=cores())
+    parser.add_argument("--starts", type=int, metavar="N", help="fresh processes of each decoder")
     args = parser.parse_args(argv)
     names = [name for name in args.peers if installed(name)]
     if left_out := [name for name in args.peers if name not in names]:
         print(f"left out, as their packages are not installed: {', '.join(left_out)}", file=sys.stderr)
     for name in names:
         make_model(name, args.target, args.models)
-    records = list(measure(args, names, list(jobs(args))))
     versions = {name: version(name) for name in DISTRIBUTIONS if find_spec(name.replace("-", "_"))}
     print(f"{processor()}, {args.threads} threads; " + ", ".join(f"{k} {v}" for k, v in versions.items()))
+    chosen = list(jobs(args))
+    if args.starts:
+        seconds = starts(args, names, chosen[0].task)
+        cells = [
+            [name, *(f"{f(each):.2f}" for f in (statistics.median, min, max))]
+            for name, each in seconds.items()
+        ]
+        print(harness.markdown(["", "seconds to the first token", "least", "most"], cells))
+        print(json.dumps({"processor": processor(), "versions": versions, "starts": seconds}))
+        return 0
+    records = list(measure(args, names, chosen))
     tables = []
     for requests in args.requests:
         rows = table([r for r in records if r["requests"] == requests], names)
