@@ -222,7 +222,7 @@ def test_structured_outputs_and_prompt_logprobs_are_those_of_onnxruntime(
 
 
 def test_the_block_length_learns_from_the_device(bundles: tuple[Bundle, Bundle]) -> None:
-    """It gets the log-probabilities of drafts, which are read with the tokens."""
+    """It gets the drafts, which are read with the results."""
     with opened(bundles[1]) as llm:
         llm.generate(prompts(), params(0.0), draft_source="drafter")
         policy = llm._runtime.lengths(RequestOptions(draft_source="drafter"))

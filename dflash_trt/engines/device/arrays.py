@@ -113,10 +113,7 @@ class DeviceArrays:
         # Other rows of the target's last pass that the drafter shall read: slot, place, nodes.
         self._committed: list[tuple[int, int, Sequence[int]]] = []
         self._features: torch.Tensor | None = None  # of that pass
-        # The log-probabilities of this round's draft: all, and those of the chain.
-        self._logprobs: DeviceArray | None = None
-        self._best: DeviceArray | None = None
-        self._drafted = 0  # places of the drafter's pass, which may be more
+        self._drafted = 0  # places of the drafter's pass of this round, with those of padding
         self.run, self.samples = run, run is not None  # kernels decide for sampled requests, else the host
         if run is not None and tree_width > 1:
             for kind in target.caches.kinds:
@@ -212,7 +209,7 @@ class DeviceArrays:
         return self._round.blocks(anchors, length, mask, places)
 
     def start_round(self, count: int) -> None:
-        self._logprobs, self._best, self._drafted = None, None, 0
+        self._drafted = 0
         self._round.start()
 
     def check(self, numbers: torch.Tensor, slot: int | None = None) -> None:
@@ -229,10 +226,10 @@ class DeviceArrays:
         with on(self._stream):
             drafted = self._round.tokens()
         places, self._drafted = blocks.shape[1] - 1, logprobs.shape[1]
-        self._logprobs = self.readable(logprobs[:, :places])
-        self._best = self.readable(logprobs[:, :places, 0])
-        candidates = Candidates(self.readable(tokens[:, :places]), self._logprobs)
-        return Draft(self.readable(drafted), None, self._best, candidates if tokens.shape[2] > 1 else None)
+        best, candidates = self.readable(logprobs[:, :places, 0]), None
+        if tokens.shape[2] > 1:
+            candidates = Candidates(*(self.readable(each[:, :places]) for each in (tokens, logprobs)))
+        return Draft(self.readable(drafted), None, best, candidates)
 
     def chains(self, tokens: Array, logprobs: Array) -> Draft:
         return Draft(self.readable(self._round.chains(tokens)), None, logprobs)
@@ -245,7 +242,7 @@ class DeviceArrays:
         """The graph decides for greedy requests. If the kernels sample, they decide for all requests except adjusted
         ones. The host decides over trees.
 
-        Also reads the tokens of the draft and its log-probabilities.
+        Also reads the tokens of the draft.
         """
         n, length = draft.tokens.shape
         logits, chains = outputs["logits"], draft.parents is None
@@ -257,10 +254,6 @@ class DeviceArrays:
             results = self._round.results(n, width, self._drafted)
         if isinstance(draft.tokens, DeviceArray):
             draft.tokens.read(results.tokens[:, :length])
-        if self._logprobs is not None and self._best is not None:
-            logprobs = results.logprobs[:, : self._logprobs.shape[1]]
-            self._logprobs.read(logprobs)
-            self._best.read(logprobs[:, :, 0])
         self._kept = results.finite if chains else results.finite[:, :0]
         return Verified(
             results.accepted,

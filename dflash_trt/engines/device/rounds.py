@@ -26,16 +26,13 @@ Sizes = dict[str, tuple[int, torch.dtype]]
 
 @dataclass(frozen=True)
 class Results:
-    """A round's results for n requests with N nodes, of which K - 1 or fewer were drafted. `Verified` and `Draft` have
-    the fields.
-    """
+    """A round's results for n requests with N nodes. `Verified` and `Draft` have the fields."""
 
     accepted: Array  # int64 [n]
     next_token: Array  # int64 [n]
     tokens: Array  # int64 [n, N]
     finite: Array  # bool [n, N]
     drafts_finite: Array  # bool [n]
-    logprobs: Array  # float32 [n, K-1, W]
 
 
 class RoundMemory:
@@ -267,17 +264,15 @@ class RoundMemory:
         def read(name: str, *shape: int) -> Array:
             return self._host_parts[name][: prod(shape)].reshape(shape).copy()
 
-        logprobs = read("logprobs", n, drafted, self._tree_width)
         sound = np.isfinite(read("noted", n))
         if drafted:
-            sound &= np.isfinite(logprobs).all(axis=(1, 2))
+            sound &= np.isfinite(read("logprobs", n, drafted * self._tree_width)).all(axis=1)
         return Results(
             accepted=read("accepted", n),
             next_token=read("next_token", n),
             tokens=read("tokens", n, length),
             finite=read("finite", n, length) != 0,
             drafts_finite=sound,
-            logprobs=logprobs,
         )
 
     def _begin(self, role: str, start: Array) -> dict[str, torch.Tensor]:

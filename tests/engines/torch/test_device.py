@@ -72,10 +72,18 @@ def test_graphs_of_every_shape_give_the_tokens_of_a_cpu(tmp_path: Path, gpu: pyt
         assert {slot for (profile, *_), slot in target._captured if profile == PREFILL} == {0, 1}
 
 
-def test_a_round_uploads_its_numbers_once_and_waits_once(tmp_path: Path, gpu: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("passes", "options"),
+    [(2, {"block_length": 4}), (1, {"speculate": False}), (1, {"draft_source": "lookup"})],
+    ids=["drafts", "plain", "drafts of the text"],
+)
+def test_a_round_uploads_its_numbers_once_and_waits_once(
+    passes: int, options: dict[str, Any], tmp_path: Path, gpu: pytest.MonkeyPatch
+) -> None:
     made = bundle(tmp_path, make_target, make_drafter, FLOAT32)
     with LLM(made.path, max_batch_size=1) as llm:
-        tokens(llm, 0.0, 1, block_length=4)
+        for _ in range(2):
+            tokens(llm, 0.0, 1, **options)
         rounds: list[Any] = []
         step = llm._runtime.scheduler._round
 
@@ -86,11 +94,14 @@ def test_a_round_uploads_its_numbers_once_and_waits_once(tmp_path: Path, gpu: py
             return made
 
         gpu.setattr(llm._runtime.scheduler, "_round", counted)
-        tokens(llm, 0.0, 1, block_length=4)
-    usual = rounds[2]
-    assert usual["copies to the device"] == usual["copies to the host"] == 1, usual
-    assert usual["graph launches"] == 2
-    assert not usual["copies of pageable memory"]
+        tokens(llm, 0.0, 1, **options)
+        blocks = llm.generate(prompts()[0], params(0.0, 8)[0], **options).statistics.block_length_histogram
+    assert any(blocks[2:]) == ("speculate" not in options)
+    replayed = [each for each in rounds if each["graph launches"] == passes]
+    assert replayed
+    for each in replayed:
+        assert each["copies to the device"] == each["copies to the host"] == each["waits"] == 1, each
+        assert not each["copies of pageable memory"], each
 
 
 def test_a_pass_that_cannot_be_captured_runs_without_graphs(
