@@ -136,6 +136,9 @@ class Drafter:
         self._passes.append((begin, arrays.now()))
         self.seen[:n] = [seen + count for seen, count in zip(self.seen, unread, strict=False)]
         self.unread[:n] = [0] * n
+        if self.most_read > _FEW and arrays.prompts_wait:  # prompts, whose memory is given back
+            for slot in range(n):
+                arrays.clear_unread(slot)
         return arrays.drafts(blocks, out["draft_tokens"], out["draft_logprobs"])
 
     def fit(self, active: Sequence[Request], proposed: Draft, most: int) -> Draft:

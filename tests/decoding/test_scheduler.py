@@ -250,6 +250,14 @@ def test_a_prompt_waits_for_the_drafter_until_drafting_begins(length: int, off: 
     assert made.output == expected(made.prompt, made.params, 0)
 
 
+def test_a_prompt_that_was_read_waits_in_no_memory() -> None:
+    pool, lengths = Pool(1, 1, chunk=64, kept=0), Lengths(1, 1, BLOCK)
+    pool.scheduler.submit(request(prompt(64), SamplingParams(max_tokens=30)))
+    waiting = [sum(each.nbytes for each in pool.pair.arrays._unread) for _ in drive(pool, lengths)]
+    assert max(waiting[:3]) >= 64 * 4
+    assert max(waiting[4:]) <= 4 * 2 * BLOCK
+
+
 def test_much_to_take_in_and_a_neighbour_at_the_end_of_its_context() -> None:
     """The unread rows of one request's drafter must not push another's rows past its slot."""
     pool, lengths = Pool(2, 2, chunk=32, max_seq_len=64), Lengths(*[1] * 30, BLOCK)
