@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import platform
 import shutil
 import subprocess
+import sys
+import warnings
+from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
+
+from dflash_trt.extras import install
+
+# The oldest driver for CUDA 13, which torch and TensorRT take from PyPI, and for a torch that takes CUDA 12.8
+# (docs/guides/gpu.md has the sources).
+DRIVER = 580
+_OLD_DRIVER, _OLD_TORCH = 525, "torch==2.10.*"
+_ASK_TORCH = "import json, torch; from dflash_trt import hardware; print(json.dumps(hardware.said_by(torch)))"
 
 
 def processor() -> str:
@@ -103,3 +117,74 @@ def gpus() -> list[dict[str, str]]:
             break
         shown.append(found[places[0]])
     return shown
+
+
+class Torch(NamedTuple):
+    """What torch says of itself and of the GPUs here.
+
+    version: empty where it cannot be imported. cuda: the version of CUDA that it is for; None if it is for the CPU.
+    gpus: the names of those that it can use. said: its own words where there are none.
+    """
+
+    version: str
+    cuda: str | None
+    gpus: tuple[str, ...]
+    said: str = ""
+
+
+def torch_here() -> Torch | None:
+    """What torch says; None where it is not installed. A process that has not imported it asks another one, because an
+    import takes seconds, and a process that has asked CUDA can no longer fork.
+    """
+    if importlib.util.find_spec("torch") is None:
+        return None
+    return Torch(*said_by(sys.modules["torch"])) if "torch" in sys.modules else _asked()
+
+
+@cache
+def _asked() -> Torch:
+    try:
+        command = [sys.executable, "-c", _ASK_TORCH]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+        return Torch(*json.loads(done.stdout.splitlines()[-1]))
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.strip().splitlines()
+        return Torch("", None, (), said[-1] if said else f"exit code {error.returncode}")
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Torch("", None, (), str(error))
+
+
+def said_by(torch: Any) -> tuple[str, str | None, tuple[str, ...], str]:
+    """The fields of `Torch`, of the module. Its reasons are warnings."""
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = tuple(torch.cuda.get_device_name(i) for i in range(count))
+    return str(torch.__version__), torch.version.cuda, names, " ".join(str(each.message) for each in given)
+
+
+def driver() -> int | None:
+    """The first number of the driver's version, such as 580; None if nvidia-smi shows none."""
+    number = next(iter(gpus()), {}).get("driver_version", "").partition(".")[0]
+    return int(number) if number.isdigit() else None
+
+
+def torch_problem() -> str:
+    """Why the torch that is installed runs nothing on the GPU here, with the command that mends it.
+
+    Empty if it does, if no GPU is here, and where torch is not installed.
+    """
+    if not gpus() or (torch := torch_here()) is None or torch.gpus:
+        return ""
+    number = driver() or DRIVER
+    command = install("torch") if number >= DRIVER else f"pip install '{_OLD_TORCH}'"
+    if number < _OLD_DRIVER:
+        return f"the driver is {number}, and torch needs {_OLD_DRIVER} or newer: update the driver"
+    if not torch.version:
+        return f"torch cannot be imported ({torch.said}): pip uninstall -y torch && {command}"
+    if torch.cuda is None:
+        return f"torch {torch.version} has no CUDA: pip uninstall -y torch && {command}"
+    if number < DRIVER and int(torch.cuda.partition(".")[0]) >= 13:
+        needs = f"torch {torch.version} is for CUDA {torch.cuda}, which needs driver {DRIVER} or newer"
+        return f"{needs}, and {number} is here: {command}"
+    return f"torch {torch.version} for CUDA {torch.cuda} sees no GPU: {torch.said or 'it does not say why'}"

@@ -6,7 +6,6 @@ import importlib
 import os
 from collections.abc import Callable
 from functools import cache
-from importlib import metadata
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from dflash_trt import hardware
@@ -101,19 +100,12 @@ def best_here(possible: Callable[[EngineEntry], bool] = lambda engine: True) -> 
     on_gpu = [find(name) for name in _ON_GPU if find(name).serves(here[0])]
     for engine in on_gpu:
         available = engine.availability((), here)
-        if available.build and available.run and not _without_cuda() and possible(engine):
+        if available.build and available.run and possible(engine):
             why = f"the best with the packages that are installed, for compute capability {here[0]}"
             return Choice(engine.name, why, here)
     missing = " or ".join(f"{engine.name} ({install(engine.name)})" for engine in on_gpu)
-    return Choice(DEFAULT, f"runs on the CPU; the GPU that is here needs {missing}", here)
-
-
-def _without_cuda() -> bool:
-    """Whether the torch that is installed, on which every engine of a GPU runs, is one for the CPU alone."""
-    try:
-        return metadata.version("torch").endswith("+cpu")
-    except metadata.PackageNotFoundError:
-        return False
+    why = hardware.torch_problem() or f"the GPU that is here needs {missing}"
+    return Choice(DEFAULT, f"runs on the CPU; {why}", here)
 
 
 def require_packages(bundle: Bundle) -> None:

@@ -137,10 +137,12 @@ class FirstGPU:
                 self.left_out[engine.name] = "no GPU is here"
             elif engine.name != DEFAULT:
                 here.append(engine.name)
-        if on_gpu and not find(GPU_REFERENCE).lacking():
-            yield from self._kernels()
+        lacking = "torch is not installed" if find(GPU_REFERENCE).lacking() else ""
+        problem = (lacking or hardware.torch_problem()) if on_gpu else "no GPU is here"
+        if problem:
+            self.left_out["kernels"] = problem
         else:
-            self.left_out["kernels"] = "torch is not installed" if on_gpu else "no GPU is here"
+            yield from self._kernels()
         references: dict[str, str] = {}
         for name in here or [DEFAULT]:
             for pair in PAIRS:

@@ -333,8 +333,12 @@ class Cuda:
         return object()
 
     @staticmethod
-    def get_device_name() -> str:
+    def get_device_name(index: int = 0) -> str:
         return "A GPU (double)"
+
+    @staticmethod
+    def device_count() -> int:
+        return 1
 
     @staticmethod
     def is_available() -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
-from importlib import metadata
+import warnings
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from dflash_trt import LLM, hardware
 from dflash_trt.building import choice
@@ -17,6 +19,7 @@ from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.cli import main
 from dflash_trt.engines import registry
 from dflash_trt.errors import BuildError, BundleError, UsageError
+from dflash_trt.reports.environment import describe
 from tests.doubles import fake_tensorrt, fake_tensorrt_rtx
 
 RTX, TRT = ("tensorrt_rtx", fake_tensorrt_rtx), ("tensorrt", fake_tensorrt)
@@ -24,10 +27,12 @@ RTX_PACKAGES, TRT_PACKAGES = ("tensorrt_rtx", "torch"), ("tensorrt", "torch")
 ALL = ("tensorrt_rtx", "tensorrt", "torch")
 
 
-def machine(patch: pytest.MonkeyPatch, place: Path, capability: str, packages: tuple[str, ...]) -> None:
+def machine(
+    patch: pytest.MonkeyPatch, place: Path, capability: str, packages: tuple[str, ...], driver: str = "580.65"
+) -> None:
     """A machine with this GPU, as nvidia-smi says, and these packages."""
     program = place / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\necho 'NVIDIA X, {capability}, 81559 MiB, 580.65'\n")
+    program.write_text(f"#!/bin/sh\necho 'NVIDIA X, {capability}, 81559 MiB, {driver}'\n")
     program.chmod(0o755)
     patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     patch.setenv("PATH", f"{place}{os.pathsep}{os.environ['PATH']}")
@@ -35,12 +40,19 @@ def machine(patch: pytest.MonkeyPatch, place: Path, capability: str, packages: t
         patch.setitem(sys.modules, name, double if name in packages else None)
     if "torch" not in packages:
         patch.setitem(sys.modules, "torch", None)
-    torch_with_cuda(patch)
+    torch_says(patch, "13.0", ["NVIDIA X"])
 
 
-def torch_with_cuda(patch: pytest.MonkeyPatch, version: str = "2.9.0") -> None:
-    known = metadata.version
-    patch.setattr(metadata, "version", lambda name: version if name == "torch" else known(name))
+def torch_says(patch: pytest.MonkeyPatch, cuda: str | None, gpus: list[str], said: str = "") -> None:
+    def is_available() -> bool:
+        if said:
+            warnings.warn(said, stacklevel=1)
+        return bool(gpus)
+
+    patch.setattr(torch.version, "cuda", cuda)
+    patch.setattr(torch.cuda, "is_available", is_available)
+    patch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    patch.setattr(torch.cuda, "get_device_name", gpus.__getitem__)
 
 
 @pytest.mark.parametrize(
@@ -68,10 +80,60 @@ def test_a_gpu_is_used_as_well_as_the_packages_allow(
     assert packages != ALL or best.engine == expected
 
 
-def test_a_torch_for_the_cpu_runs_nothing_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("driver", "cuda", "gpus", "said", "expected"),
+    [
+        ("580.65", "13.0", ["NVIDIA X"], "", "on NVIDIA X, by torch"),
+        ("550.54", "12.8", ["NVIDIA X"], "", "on NVIDIA X, by torch"),
+        ("580.65", None, [], "", "has no CUDA: pip uninstall -y torch && pip install 'torch>="),
+        ("550.54", None, [], "", "has no CUDA: pip uninstall -y torch && pip install 'torch==2.10.*'"),
+        ("550.54", "13.0", [], "too old", "needs driver 580 or newer, and 550 is here: pip install 'torch==2.10.*'"),
+        ("470.82", "12.8", [], "too old", "the driver is 470, and torch needs 525 or newer: update the driver"),
+        ("580.65", "13.0", [], "busy or unavailable", "for CUDA 13.0 sees no GPU: busy or unavailable"),
+    ],
+)  # fmt: skip
+def test_auto_and_doctor_ask_torch_itself(
+    driver: str,
+    cuda: str | None,
+    gpus: list[str],
+    said: str,
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine(monkeypatch, tmp_path, "9.0", ALL, driver)
+    torch_says(monkeypatch, cuda, gpus, said)
+    rows = {row["engine"]: row for row in describe()["engines"]}
+    assert rows["torch"]["run"] == bool(gpus)
+    assert expected in rows["torch"]["note"]
+    plans = bool(gpus) and driver >= "580"
+    assert rows["tensorrt"]["run"] == plans
+    assert plans or "driver" in rows["tensorrt"]["note"] or expected in rows["tensorrt"]["note"]
+    choice = registry.best_here()
+    assert choice.engine == ("tensorrt" if plans else "torch" if gpus else "onnxruntime")
+    assert gpus or expected in choice.why
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_torch_is_asked_in_a_process_of_its_own(
+    broken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.version.cuda is not None:
+        pytest.skip("this torch is not for the CPU alone")
+    expected = f"torch {torch.__version__} has no CUDA: pip uninstall -y torch && "
     machine(monkeypatch, tmp_path, "9.0", ALL)
-    torch_with_cuda(monkeypatch, "2.9.0+cpu")
-    assert registry.best_here().engine == "onnxruntime"
+    if broken:
+        expected = (
+            "torch cannot be imported (ImportError: libcudnn.so.9 is missing): pip uninstall -y torch && "
+        )
+        (tmp_path / "torch.py").write_text("raise ImportError('libcudnn.so.9 is missing')")
+        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    program = (
+        "import sys; from dflash_trt.engines import registry; print(registry.best_here())\n"
+        "assert 'torch' not in sys.modules"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.startswith(f"engine onnxruntime: runs on the CPU; {expected}pip install 'torch>=")
 
 
 def test_without_a_gpu_it_is_the_engine_that_runs_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dflash_trt import hardware
 from dflash_trt.engines.base import (
     GIB,
     Availability,
@@ -19,6 +20,7 @@ from dflash_trt.engines.base import (
 from dflash_trt.engines.device.sizes import ROW_UNIT
 from dflash_trt.engines.tensorrt.options import FLAVOURS, TensorRTOptions
 from dflash_trt.errors import BuildError, UsageError
+from dflash_trt.extras import install
 
 if TYPE_CHECKING:
     from dflash_trt.bundle.manifest import Bundle
@@ -97,14 +99,19 @@ class TensorRTEntry(EngineEntry):
         flavour, ready = self.flavour, not missing
         there = importlib.util.find_spec(flavour.module) is not None
         here = any(map(self.serves, capabilities))
-        absent = [] if there else [flavour.module]
-        if importlib.util.find_spec("torch") is None:
-            absent.append("torch, to run")
+        problem = ""
+        if self.lacking():
+            problem = f"{'to run' if there else 'to build or run'}: {install(self.name)}"
+        elif here:
+            number = hardware.driver()
+            too_old = number is not None and number < hardware.DRIVER
+            problem = f"needs driver {hardware.DRIVER} or newer, and {number} is here" if too_old else ""
+            problem = problem or hardware.torch_problem()
         serves = f"for compute capability {', '.join(map(str, flavour.capabilities))}"
         return Availability(
             build=ready and there and (flavour.ahead or here),
-            run=ready and not absent and here,
-            note="; ".join([serves, *([f"install {', '.join(absent)}"] if absent else [])]),
+            run=ready and here and not problem,
+            note="; ".join(filter(None, [serves, problem])),
         )
 
     def serves(self, capability: int) -> bool:

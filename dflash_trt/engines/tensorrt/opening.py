@@ -13,6 +13,7 @@ from dflash_plugins.driver import Kernels
 from dflash_plugins.kernel_specs import Use
 from dflash_plugins.plugin_table import VERSION, check_version
 
+from dflash_trt import hardware
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.pair import Pair
 from dflash_trt.engines.device.kernels import kernels_here
@@ -82,9 +83,8 @@ def _module(bundle: Bundle) -> Any:
             "installed, and plans work only with the version that built them: install that one, or build again"
         )
     if not torch.cuda.is_available():
-        raise BundleError(
-            f"{bundle.path}: {flavour.label} needs an NVIDIA GPU and a torch that sees it (torch {torch.__version__})"
-        )
+        problem = hardware.torch_problem() or "nvidia-smi shows none"
+        raise BundleError(f"{bundle.path}: {flavour.label} needs an NVIDIA GPU; {problem}")
     if "plugins" in built and flavour.plugins == "layers":
         rtx.register(trt)
     return trt

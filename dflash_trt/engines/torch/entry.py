@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_plugins.kernel_specs import ROUND_TARGET, TARGETS
 
+from dflash_trt import hardware
 from dflash_trt.engines.base import (
     PREFILL_CHUNK,
     Availability,
@@ -56,9 +57,8 @@ class TorchEntry(EngineEntry):
         from dflash_trt.bundle.manifest import cache_rows
         from dflash_trt.engines.graph_job import GraphJob
         from dflash_trt.graph.torch import COMPUTE, Torch
-        from dflash_trt.hardware import compute_capabilities
 
-        default = "bf16" if compute_capabilities() else "fp32"
+        default = "bf16" if hardware.compute_capabilities() else "fp32"
         dialects: dict[str, Dialect] = {
             role: Torch(COMPUTE[settings.precision.compute(role, default)]) for role in pair.sides
         }
@@ -86,11 +86,17 @@ class TorchEntry(EngineEntry):
         return super().describe(bundle) | {"precision": bundle.manifest["precision"]}
 
     def availability(self, missing: Sequence[str], capabilities: Sequence[int]) -> Availability:
-        ready, there = not missing, not self.lacking()
-        where = "on an NVIDIA GPU" if capabilities else "on the CPU, for trying: no GPU is here"
-        return Availability(
-            ready, ready and there, where if there else f"install torch, to run: {install(self.name)}"
-        )
+        ready = not missing
+        if self.lacking():
+            return Availability(ready, run=False, note=f"to run: {install(self.name)}")
+        if not capabilities:
+            return Availability(ready, ready, "on the CPU, for trying: no GPU is here")
+        if problem := hardware.torch_problem():
+            return Availability(ready, run=False, note=problem)
+        torch = hardware.torch_here()
+        assert torch is not None
+        note = f"on {', '.join(torch.gpus)}, by torch {torch.version} for CUDA {torch.cuda}"
+        return Availability(ready, ready, note)
 
     def serves(self, capability: int) -> bool:
         return True

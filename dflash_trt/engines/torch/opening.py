@@ -12,6 +12,7 @@ from dflash_plugins import compiled
 from dflash_plugins.kernel_specs import Use
 from dflash_plugins.launch import Run
 
+from dflash_trt import hardware
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.pair import Pair
 from dflash_trt.engines.base import PREFILL_CHUNK
@@ -35,6 +36,8 @@ def open_pair(
     Those of several are captured when they come.
     """
     on_gpu, block_size = torch.cuda.is_available(), bundle.manifest["block_size"]
+    if not on_gpu and (problem := hardware.torch_problem()):
+        warn_once(_log, f"{bundle.path}: runs on the CPU, because {problem}")
     device = torch.device(DEVICE if on_gpu else "cpu")
     stream: Any = torch.cuda.Stream() if on_gpu else HostStream()
     if threads is not None:
