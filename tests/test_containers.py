@@ -22,6 +22,7 @@ from dflash_trt.decoding.metrics import Metrics
 from dflash_trt.engines.registry import DEFAULT, NAMES
 from dflash_trt.serving.openai.gate import OPEN
 from dflash_trt.serving.openai.server import _END_SECONDS
+from dflash_trt.version import __version__
 
 ROOT = Path(__file__).parent.parent
 DOCKERFILE = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.M).replace("\\\n", " ")
@@ -199,9 +200,11 @@ def test_the_objects_belong_together() -> None:
     kustomization = read("kustomization.yaml")
     files = {path.name for path in (ROOT / "kubernetes").glob("*.yaml")}
     assert set(kustomization["resources"]) == files - {"kustomization.yaml", "adapter-values.yaml"}
-    assert (
-        kustomization["images"][0]["name"] == deployment["spec"]["template"]["spec"]["containers"][0]["image"]
-    )
+    (image,) = kustomization["images"]
+    assert image["name"] == deployment["spec"]["template"]["spec"]["containers"][0]["image"]
+    assert COMPOSE["openai"]["image"] == f"{image['name']}:{image['newTag']}"
+    assert image["newTag"] == __version__
+    assert f"docker build -t {image['name']}:{image['newTag']} ." in (ROOT / "docs" / "openai.md").read_text()
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
