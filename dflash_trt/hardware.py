@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import json
 import os
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,6 +81,13 @@ def memory_bytes() -> int | None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return None
+
+
+def give_back_memory() -> None:
+    """Give the memory that this process has freed back to the system, as glibc does not by itself."""
+    if sys.platform == "linux":
+        with suppress(AttributeError):  # another C library
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def compute_capabilities() -> list[int]:

@@ -61,6 +61,7 @@ def open_pair(
         }
         kernels = _kernels if on_gpu else lambda wanted: None
         pair = pair_of(bundle, engines, slots=slots, prefill_chunk=chunk, kernels=kernels)
+    hardware.give_back_memory()  # what was read on the way to weights
     if on_gpu:
         warm_up(pair, block_size, progress, runs=2, most_requests=1)
     return pair

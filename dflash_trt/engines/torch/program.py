@@ -7,6 +7,7 @@ without a number of the host, as a CUDA graph needs it.
 
 from __future__ import annotations
 
+import mmap
 from collections import Counter
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -116,6 +117,7 @@ class Graph:
         for name in [name for node in kept for name in node.inputs if name in constant]:
             value(name)
         self.weights = {name: _compact(weight) for name, weight in self.weights.items() if left[name]}
+        files.forget()
         return kept
 
     def _read(self, files: _Files, tensor: Any) -> Tensor:
@@ -151,7 +153,8 @@ class Graph:
     def first_pass(self, feeds: Mapping[str, Tensor]) -> tuple[Program, dict[str, Tensor]]:
         """Run a pass. Returns the program for its shapes, and the pass's outputs."""
         known, values, numbers = dict(self.known), list[Any](), dict[str, int]()
-        steps: list[_Step] = []
+        steps, computed = list[_Step](), set[str]()
+        left = Counter([*self.outputs, *(name for node in self.nodes for name in node.inputs)])
 
         def number(name: str, value: Any) -> int:
             """The place of a value, which is new."""
@@ -160,15 +163,18 @@ class Graph:
             return numbers[name]
 
         def place(name: str) -> int:
-            if not name:
-                name = "nothing"
             if name in numbers:
                 return numbers[name]
-            if name == "nothing":
-                return number(name, None)
-            if name in self.weights:
-                return number(name, self.weights[name])
+            if not name or name in self.weights:
+                return number(name, self.weights[name] if name else None)
             return number(name, self.on_device(name) if name in self.known else known[name].to(self.device))
+
+        def end(node: Node) -> None:
+            """Free what no later node reads, as the passes after this one do."""
+            left.subtract(node.inputs)
+            for name in computed.intersection((*node.inputs, *node.outputs)):
+                if not left[name]:
+                    values[numbers[name]] = None
 
         for name, fed in feeds.items():
             number(name, fed)
@@ -176,6 +182,7 @@ class Graph:
             given = [name for name in node.inputs if name]
             if node.operator == "Shape":
                 known[node.outputs[0]] = _called(node, [values[place(given[0])]])[0]
+                end(node)
                 continue
             if known.keys() >= set(given):
                 made = _called(
@@ -195,15 +202,14 @@ class Graph:
             made = _called(node, [values[i] for i in inputs])
             outputs = [number(name, value) for name, value in zip(node.outputs, made, strict=False)]
             steps.append(_Step(OPERATORS[node.operator], node.attributes, inputs, outputs, ()))
+            computed.update(name for name in node.outputs if name in numbers)
+            end(node)
         results = {name: place(name) for name in self.outputs}
-        outputs_of_pass = {name: values[i] for name, i in results.items()}
-        computed = {i for step in steps for i in step.outputs}
-        fed_places = {name: numbers[name] for name in feeds}
-        for i in {*computed, *fed_places.values()}:
+        made_outputs = {name: values[i] for name, i in results.items()}
+        fed, of_pass = {name: numbers[name] for name in feeds}, {numbers[name] for name in computed}
+        for i in {*of_pass, *fed.values()}:
             values[i] = None
-        return Program(
-            _with_ends(steps, computed, results.values()), values, fed_places, results
-        ), outputs_of_pass
+        return Program(_with_ends(steps, of_pass, results.values()), values, fed, results), made_outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +263,7 @@ def _with_ends(steps: Sequence[_Step], computed: set[int], results: Iterable[int
 
 
 class _Files:
-    """The files beside a graph that hold its weights, mapped."""
+    """The files beside a graph that hold its weights, mapped for reading."""
 
     def __init__(self, graph: Path) -> None:
         self._graph, self._maps = graph, dict[Path, Any]()
@@ -285,6 +291,12 @@ class _Files:
         if data.ctypes.data % dtype.itemsize:
             raw = raw.clone()
         return raw.view(dtype).reshape(shape)
+
+    def forget(self) -> None:
+        """Give back the pages that were read. A weight that is still the file's own memory finds them again."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            for each in self._maps.values():
+                each._mmap.madvise(mmap.MADV_DONTNEED)
 
 
 def _compact(weight: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,26 @@ def test_a_joined_graph_gives_the_same_answers(
     monkeypatch.setattr(program, "fused", lambda nodes, results: nodes)
     for apart, together in zip(answers(), joined, strict=True):
         assert apart == pytest.approx(together, abs=1e-4)
+
+
+def test_the_first_pass_of_a_size_frees_what_was_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, too, the first prompt of a length would otherwise need the results of all layers at once."""
+    build("tiny", None, tmp_path / "bundle", engine="torch", max_seq_len=256, precision=FLOAT32)
+    made, most, called = list[Any](), 0, program._called
+
+    def watched(node: Node, inputs: Any) -> Any:
+        nonlocal most
+        results = called(node, inputs)
+        made.extend(weakref.ref(x) for x in results)
+        most = max(most, sum(each() is not None for each in made))
+        return results
+
+    with LLM(tmp_path / "bundle", max_batch_size=1, threads=1) as llm:
+        monkeypatch.setattr(program, "_called", watched)
+        llm.generate([[5] * 100], SamplingParams(max_tokens=1))
+    assert 0 < most < len(made) / 2, (most, len(made))  # caches stay
 
 
 def test_what_something_else_reads_stays_apart() -> None:
