@@ -2,9 +2,8 @@
 
     python -m build_scripts.bench.resident [--pairs smollm2-135m tiny] [--engines onnxruntime torch]
 
-Each row is a process of its own: it opens the pair, and decodes prompts that fill the caches. Measured is what VmRSS
-grows by, from the import of the engine's library on. On torch, which copies what it maps, it is RssAnon, and the
-plan's allowance for CUDA is left out.
+Each row is a process of its own: it opens the pair, and twice decodes prompts that fill the caches and look up the
+whole embedding. Measured is what VmRSS grows by, from the import of this package and the engine's library on.
 The last line is one JSON document.
 """
 
@@ -32,8 +31,8 @@ from dflash_trt.planning.memory import estimate_memory
 
 # Precision, tokens, sequences.
 ROWS: dict[str, list[tuple[str | None, int, int]]] = {
-    "onnxruntime": [(None, 512, 1), (None, 1024, 2), (None, 2048, 1), ("target=fp32", 1024, 2),
-                    ("target=int8", 1024, 2), ("target=int4", 1024, 1)],
+    "onnxruntime": [(None, 1024, 1), (None, 1024, 4), (None, 2048, 1), ("target=fp32", 1024, 2),
+                    ("target=int8", 1024, 2), ("target=fp8", 1024, 1)],
     "torch": [("target=fp32,drafter=fp32", 1024, 1), ("target=fp32,drafter=fp32", 1024, 4)],
 }  # fmt: skip
 
@@ -90,25 +89,26 @@ def _planned(engine: str, pair: str, precision: str | None, length: int, batch: 
     ]
     args = make_parser().parse_args([*words, *(["--precision", precision] if precision else [])])
     here = Gpu("here", "here", sm=0, memory_bytes=hardware.memory_bytes() or 0, gpus_per_node=1, sources={})
-    estimate = estimate_memory(*prepare(args, here))
-    return round((estimate.total_bytes - (estimate.runtime_bytes if engine == "torch" else 0)) / 1e6, 1)
+    return round(estimate_memory(*prepare(args, here)).total_bytes / 1e6, 1)
 
 
 def _inside(bundle: str, batch: int, library: str) -> int:
     importlib.import_module(library)
-    field = "RssAnon" if library == "torch" else "VmRSS"
-    before = _resident(field)
+    before = _resident()
     with LLM(bundle, max_batch_size=batch, prefix_cache_bytes=0, threads=1) as llm:
         tokens = 16
         length = llm.max_seq_len - tokens
-        prompts = [[(7 * i + j) % 250 for i in range(length)] for j in range(batch)]
-        llm.generate(prompts, SamplingParams(max_tokens=tokens, ignore_eos=True))
-        print(round((_resident(field) - before) / 1e6, 1))
+        vocab, block = (llm.bundle.manifest[name] for name in ("vocab_size", "block_size"))
+        drafting: Any = {"block_length": block, "draft_source": "drafter"}
+        prompts = [[(i * vocab // length + j) % vocab for i in range(length)] for j in range(batch)]
+        for _ in range(2):
+            llm.generate(prompts, SamplingParams(max_tokens=tokens, ignore_eos=True), **drafting)
+        print(round((_resident() - before) / 1e6, 1))
     return 0
 
 
-def _resident(field: str) -> int:
-    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+def _resident() -> int:
+    found = re.search(r"^VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
     assert found is not None
     return 1024 * int(found[1])
 

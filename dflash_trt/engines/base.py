@@ -133,9 +133,10 @@ class MemoryTraits:
     """How an engine lays a pair out in a GPU's memory.
 
     `compute`: the dtype of weights and caches for which no precision is given. `runtime_bytes`: context, libraries and
-    workspace, as an allowance. `scratch_bytes`: what both plans need beside the estimate from shapes; an engine that
-    has it computes every expert for every row. `expert_kernels`: formats of experts that need no such memory, and the
-    compute capabilities with kernels of this project for them.
+    workspace on a GPU, as an allowance; 0 if it runs on CPUs only. `host_bytes`: the same on a CPU, without the
+    tokenizer. `prompt_rows`: the most rows of a pass over a prompt. `scratch_bytes`: what both plans need beside the
+    estimate from shapes; an engine that has it computes every expert for every row. `expert_kernels`: formats of
+    experts that need no such memory, and the compute capabilities with kernels of this project for them.
     `row_unit`: the cache rows of a sequence are a multiple of it. `idle_blocks`: blocks that layers with a window keep
     beside a pass, as other passes write there while the slot is idle.
     `keeps_queries`: whether the queries of all layers of a pass have memory at once. `states`: how often a sequence's
@@ -153,6 +154,8 @@ class MemoryTraits:
 
     compute: str = "bf16"
     runtime_bytes: int = GIB
+    host_bytes: int = 0
+    prompt_rows: int = PREFILL_CHUNK
     scratch_bytes: int = 0
     expert_kernels: Mapping[str, frozenset[int]] = field(default_factory=dict)
     keeps_queries: bool = False

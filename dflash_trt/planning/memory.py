@@ -20,7 +20,12 @@ from dflash_trt.formats import SCHEMES
 from dflash_trt.graph.dialect import SINK_PADDING
 from dflash_trt.models.delta_net import state_bytes
 from dflash_trt.models.inventory import NUMBER_BYTES, Inventory
-from dflash_trt.planning.weights import Settings, experts_scratch, weights_of
+from dflash_trt.planning.weights import Settings, by_output, experts_scratch, weights_of
+
+# Of the tokenizer for each token, in a process whose memory holds the pair: SmolLM2's 49,152 tokens, with their merges.
+TOKENIZER_BYTES = 580
+# Copies of the rows of an INT8 layer with one scale for each output, as its inputs take two bytes (graph/channels.py).
+_OF_CHANNELS = 6
 
 
 @dataclass(frozen=True)
@@ -135,7 +140,7 @@ def estimate_memory(inventory: Inventory, settings: Settings) -> MemoryEstimate:
         memory_bytes=s.gpu.memory_bytes,
         weights=weights,
         weight_bytes=held,
-        runtime_bytes=layout.traits.runtime_bytes,
+        runtime_bytes=layout.runtime,
         activation_bytes=layout.activations(s.max_batch_size, s.max_seq_len),
         kv_bytes_per_token=layout.per_token("target"),
         kv_window_bytes=layout.window_bytes("target", s.max_seq_len),
@@ -167,6 +172,9 @@ class _Layout:
         self.inventory, self.s, self.weight_bytes = inventory, settings, weight_bytes
         self.traits = settings.traits
         self.pages = self.traits.pool
+        self.runtime = self.traits.runtime_bytes
+        if settings.gpu.sm == 0 or not self.runtime:
+            self.runtime = self.traits.host_bytes + TOKENIZER_BYTES * inventory.target.vocab_size
         caches = {side: settings.compute(side) for side in inventory.sides}
         caches["target"] = settings.cache or caches["target"]
         self.row_bytes = {side: self._row_bytes(side, NUMBER_BYTES[cache]) for side, cache in caches.items()}
@@ -245,10 +253,13 @@ class _Layout:
         """
         s, c, drafter = self.s, self.inventory.target, self.inventory.drafter
         verified = batch * s.block_size
-        prompt = min(length, PREFILL_CHUNK) if self.pages is None else length
+        prompt = min(length, self.traits.prompt_rows) if self.pages is None else length
         rows = s.max_num_tokens or max(verified, prompt)
+        passes = 1
+        if self.traits.score_copies:  # the drafter's pass has inputs of its own
+            passes = 2 + _OF_CHANNELS * by_output(s, "drafter")
         waits = self.row_bytes.get("drafter", {}).keys() == {None}
-        tapped = rows + waits * batch * min(length, self.traits.waiting_tokens)
+        tapped = passes * rows + waits * batch * min(length, self.traits.waiting_tokens)
         taps = tapped * len(drafter.target_layer_ids) * c.hidden_size if drafter else 0
         estimate = round(taps * NUMBER_BYTES[s.compute("target")] + verified * c.vocab_size * 4)
         if self.traits.keeps_queries and not self.own_attention:
@@ -308,7 +319,7 @@ class _Layout:
         return round(rows * (4 * c.hidden_size + 2 * widest) * NUMBER_BYTES[self.s.compute("target")])
 
     def total(self, batch: int, length: int) -> int:
-        fixed = self.weight_bytes + self.traits.runtime_bytes + self.activations(batch, length)
+        fixed = self.weight_bytes + self.runtime + self.activations(batch, length)
         return fixed + self.kv(batch, length) + self.drafter(batch, length)
 
     def pool(self, batch: int, length: int) -> tuple[float | None, int | None]:
@@ -319,7 +330,7 @@ class _Layout:
         """
         if self.pages is None:
             return None, None
-        free = self.s.gpu.memory_bytes - self.weight_bytes - self.traits.runtime_bytes
+        free = self.s.gpu.memory_bytes - self.weight_bytes - self.runtime
         arena = self.drafter(batch, length) if self.s.arena else 0
         fraction = self.pages.fraction
         if arena:

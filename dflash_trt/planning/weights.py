@@ -58,6 +58,11 @@ def weights_of(inventory: Inventory, s: Settings, side: str) -> dict[str, dict[s
 
     The drafter's have the target's embedding and head where an engine holds them again for it.
     """
+    roles, in_blocks = _as_built(inventory, s, side), registry.find(s.engine).weight_layout == "blocks"
+    return {role: _with_sums(s, side, role, sizes) for role, sizes in roles.items()} if in_blocks else roles
+
+
+def _as_built(inventory: Inventory, s: Settings, side: str) -> dict[str, dict[str, int]]:
     scheme, in_blocks = s.precision.scheme(side), registry.find(s.engine).weight_layout == "blocks"
     largest = _largest_group(scheme) if in_blocks else None
     roles = inventory.weights(side, s.compute(side), scheme, s.tensor_parallel, largest)
@@ -68,7 +73,8 @@ def weights_of(inventory: Inventory, s: Settings, side: str) -> dict[str, dict[s
         roles |= {role: _widened(inventory, s, side, role, sizes) for role, sizes in roles.items()}
     if in_blocks:
         for role, size in _widened_once(inventory, side, roles).items():
-            roles[role] = roles[role] | {"fp32": roles[role].get("fp32", 0) + size}
+            held = {name: n for name, n in roles[role].items() if role == "experts" or name not in FORMATS}
+            roles[role] = held | {"fp32": held.get("fp32", 0) + size}
     if side == "drafter":
         return roles | _borrowed(inventory, s)
     if in_blocks:
@@ -87,11 +93,29 @@ def _widened(
     if role != "experts" and lowest is not None and s.gpu.sm >= lowest and s.compute(side) != "fp32":
         return sizes
     if role == "experts":
-        few = {form for form in few if not s.traits.has_expert_kernels(form, s.gpu.sm)}
+        few -= s.traits.expert_kernels.keys()  # without a kernel, those are widened as they are used
     if not few:
         return sizes
     numbers = inventory.parameters(side)[role] // s.tensor_parallel
     return {s.compute(side): numbers * NUMBER_BYTES[s.compute(side)]}
+
+
+def _with_sums(s: Settings, side: str, role: str, sizes: dict[str, int]) -> dict[str, int]:
+    """The sizes with what ONNX Runtime's product of integers in blocks makes in float32 as it loads: the sum of each
+    block, and its scale once more (measured).
+    """
+    blocks, precision = 0, s.precision
+    of_head = precision.head or precision.scheme("target") if (side, role) == ("drafter", "head") else None
+    in_blocks = role != "experts" and _largest_group(of_head or precision.scheme(side)) > 0
+    for name in sizes.keys() & set(FORMATS) if in_blocks else ():
+        if FORMATS[name].integer_bits is not None:
+            blocks += sizes[name] // FORMATS[name].nbytes(BLOCK, 0, BLOCK)
+    return sizes | {"fp32": sizes.get("fp32", 0) + 2 * 4 * blocks} if blocks else sizes
+
+
+def by_output(s: Settings, side: str) -> bool:
+    """Whether a build here gives the INT8 layers of a model one scale for each output."""
+    return registry.find(s.engine).weight_layout == "blocks" and _largest_group(s.precision.scheme(side)) == 0
 
 
 def _widened_once(inventory: Inventory, side: str, roles: dict[str, dict[str, int]]) -> dict[str, int]:

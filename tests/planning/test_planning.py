@@ -136,21 +136,26 @@ def test_integer_weights_are_those_of_a_bundle(
     inventory = inventory_of("tiny")
     plan = estimate_memory(inventory, settings(engine="onnxruntime", precision=precision)).weights
     stored = bundle.manifest["target"]["weight_bytes"]
-    for role in ("attention", "mlp", "head"):
+    numbers = inventory.parameters("target")
+    for role in ("attention", "mlp"):
         assert plan["target"][role][scheme] == stored[role]["I8" if by_output else "U8"] + stored[role]["F32"]
+        # ONNX Runtime adds the sum of each block of 32 numbers, and keeps its scale twice.
+        sums = 0 if by_output else 2 * 4 * (numbers[role] // 32)
+        assert plan["target"][role].get("fp32", 0) == pytest.approx(sums, abs=8e3)  # and norms
+    assert (
+        plan["target"]["head"][scheme] == stored["head"]["I8" if by_output else "U8"] + stored["head"]["F32"]
+    )
     assert plan["target"]["embedding"] == {"bf16": stored["embedding"]["BF16"]}
     assert plan["drafter"]["head"] == plan["target"]["head"]  # each session has its own
 
 
 def test_what_onnxruntime_widens_as_it_loads_is_counted() -> None:
-    """What it does not multiply as integers is in memory twice: as stored, and in float32."""
+    """What it does not multiply as integers is in float32, and experts as stored beside that."""
     inventory = inventory_of("tiny")
     numbers = inventory.parameters("target")["mlp"]
-    for scheme, widened in (("fp8", {"fp8", "fp32"}), ("nvfp4", {"nvfp4", "fp32"}), ("int8", {"int8"})):
+    for scheme in ("fp8", "nvfp4"):
         asked = settings(engine="onnxruntime", precision=Precision(target=scheme))
-        sizes = estimate_memory(inventory, asked).weights["target"]["mlp"]
-        assert set(sizes) == widened
-        assert sizes.get("fp32", 4 * numbers) == 4 * numbers
+        assert estimate_memory(inventory, asked).weights["target"]["mlp"] == {"fp32": 4 * numbers}
     for pair, widened in (
         ("tiny-gpt-oss", True),
         ("gpt-oss-20b", False),
@@ -484,4 +489,6 @@ def test_a_packaged_target_is_planned_as_it_is_built(
     ]
     assert main([*words, *precision]) == 0
     weights = json.loads(capsys.readouterr().out)["weights"]["target"]
-    assert {role: set(weights[role]) for role in formats} == {role: {name} for role, name in formats.items()}
+    beside = {"fp32"} if not precision else set()  # sums of blocks
+    for role, name in formats.items():
+        assert weights[role].keys() - beside == {name}

@@ -60,7 +60,12 @@ class OnnxRuntimeEntry(EngineEntry):
     equal_rows = True  # tests/models/test_widths.py
     # Measured (docs/planning.md).
     memory = MemoryTraits(
-        compute="fp32", runtime_bytes=24 << 20, score_copies=2, waiting_tokens=2 * PREFILL_CHUNK
+        compute="fp32",
+        runtime_bytes=0,
+        host_bytes=22 << 20,
+        prompt_rows=PROMPT_PASS,
+        waiting_tokens=2 * PREFILL_CHUNK,
+        score_copies=2,
     )
 
     def check(self, precision: Precision | None, weights: Weights, options: None) -> None:
