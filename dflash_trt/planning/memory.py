@@ -25,7 +25,7 @@ from dflash_trt.planning.weights import Settings, by_output, experts_scratch, we
 # Of the tokenizer for each token, in a process whose memory holds the pair: SmolLM2's 49,152 tokens, with their merges.
 TOKENIZER_BYTES = 580
 # Copies of the rows of an INT8 layer with one scale for each output, as its inputs take two bytes (graph/channels.py).
-_OF_CHANNELS = 6
+_OF_CHANNELS = 2
 
 
 @dataclass(frozen=True)
@@ -255,11 +255,11 @@ class _Layout:
         verified = batch * s.block_size
         prompt = min(length, self.traits.prompt_rows) if self.pages is None else length
         rows = s.max_num_tokens or max(verified, prompt)
-        passes = 1
-        if self.traits.score_copies:  # the drafter's pass has inputs of its own
-            passes = 2 + _OF_CHANNELS * by_output(s, "drafter")
         waits = self.row_bytes.get("drafter", {}).keys() == {None}
-        tapped = passes * rows + waits * batch * min(length, self.traits.waiting_tokens)
+        waiting = waits * min(length, self.traits.waiting_tokens)
+        tapped = rows + batch * waiting
+        if self.traits.score_copies:  # the drafter's pass has inputs of its own
+            tapped += max(rows, waiting) * (1 + _OF_CHANNELS * by_output(s, "drafter"))
         taps = tapped * len(drafter.target_layer_ids) * c.hidden_size if drafter else 0
         estimate = round(taps * NUMBER_BYTES[s.compute("target")] + verified * c.vocab_size * 4)
         if self.traits.keeps_queries and not self.own_attention:

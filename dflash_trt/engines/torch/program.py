@@ -206,10 +206,10 @@ class Graph:
             end(node)
         results = {name: place(name) for name in self.outputs}
         made_outputs = {name: values[i] for name, i in results.items()}
-        fed, of_pass = {name: numbers[name] for name in feeds}, {numbers[name] for name in computed}
-        for i in {*of_pass, *fed.values()}:
+        feeds_at, of_pass = {name: numbers[name] for name in feeds}, {numbers[name] for name in computed}
+        for i in {*of_pass, *feeds_at.values()}:
             values[i] = None
-        return Program(_with_ends(steps, of_pass, results.values()), values, fed, results), made_outputs
+        return Program(_with_ends(steps, of_pass, results.values()), values, feeds_at, results), made_outputs
 
 
 @dataclass(frozen=True, slots=True)
