@@ -151,7 +151,8 @@ class DeviceArrays:
         feeds |= chain_rows(1, filled) if "depths" in feeds else {}
         engine.caches.advance(slot, [start], [length])
         bases = {name: np.array(numbers) for name, numbers in engine.caches.bases([start]).items()}
-        outputs = engine.run(PREFILL, feeds | bases, first_slot=slot)
+        with on(self._stream):
+            outputs = engine.run(PREFILL, feeds | bases, first_slot=slot)
         if engine is not self._target:
             return outputs
         if engine.caches.states is not None:

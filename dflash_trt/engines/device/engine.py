@@ -38,7 +38,7 @@ class DeviceEngine(Protocol):
     def run(
         self, profile: int, feeds: Mapping[str, Array | Tensor], *, first_slot: int = 0
     ) -> Mapping[str, Tensor]:
-        """Enqueue one pass over slots from `first_slot` on. Does not wait for it.
+        """Enqueue one pass over slots from `first_slot` on. Called on the stream. Does not wait for the pass.
 
         Feeds on the host are uploaded. Feeds on the device are copied unless they are already in their buffer.
         Outputs are views of buffers that the next pass of this profile overwrites.

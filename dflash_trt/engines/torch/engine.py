@@ -20,7 +20,7 @@ import torch
 from dflash_trt.bundle.cache_kinds import CacheKind
 from dflash_trt.engines.device.caches import DeviceCaches, DeviceStates
 from dflash_trt.engines.device.sizes import DECODE, PREFILL
-from dflash_trt.engines.device.stream import HostStream, on
+from dflash_trt.engines.device.stream import HostStream
 from dflash_trt.engines.torch.program import Graph, Program
 from dflash_trt.logs import warn_once
 
@@ -102,21 +102,20 @@ class TorchEngine:
         if feeds.keys() != self._names:
             raise ValueError(f"{self._graph.path}: needs {sorted(self.inputs)}, not {sorted(feeds)}")
         key = (profile, *[feeds[name].shape for name in self.inputs])
-        with on(self.stream):
-            if self.caches.states is not None:
-                self.caches.states.prepare(first_slot, len(feeds["start"]))
-            for name, fed in feeds.items():
-                given = torch.from_numpy(fed) if isinstance(fed, np.ndarray) else fed
-                if given.data_ptr() != self.whole_buffer(profile, name).data_ptr():
-                    # pageable memory is read before this returns
-                    self.buffer(profile, name, *fed.shape).copy_(given, non_blocking=True)
-            if key in self._programs:
-                self._programs.move_to_end(key)
-            if (captured := self._captured.get((key, first_slot))) is not None:
-                graph, outputs = captured
-                graph.replay()
-                return outputs
-            return self._pass(key, first_slot)
+        if self.caches.states is not None:
+            self.caches.states.prepare(first_slot, len(feeds["start"]))
+        for name, fed in feeds.items():
+            given = torch.from_numpy(fed) if isinstance(fed, np.ndarray) else fed
+            if given.data_ptr() != self.whole_buffer(profile, name).data_ptr():
+                # pageable memory is read before this returns
+                self.buffer(profile, name, *fed.shape).copy_(given, non_blocking=True)
+        if key in self._programs:
+            self._programs.move_to_end(key)
+        if (captured := self._captured.get((key, first_slot))) is not None:
+            graph, outputs = captured
+            graph.replay()
+            return outputs
+        return self._pass(key, first_slot)
 
     def _held(self, first_slot: int, batch: int) -> dict[str, tuple[Tensor, Tensor]]:
         """What a pass from this slot on reads of each cache and state, and where it writes."""
