@@ -88,7 +88,10 @@ class MemoryEstimate:
     def refuse(self) -> BuildError:
         """The error that says why the pair does not fit, and how it would fit."""
         if self.longest_context == 0:
-            advice = "not one sequence fits: use more GPUs (--tp) or GPUs with more memory"
+            advice = (
+                "not one sequence fits: take fewer bits (--precision), several GPUs (--engine tensorrt-llm --tp) or "
+                "one with more memory"
+            )
         elif self.largest_batch == 0:
             advice = f"lower --max-seq-len: at most {self.longest_context} tokens fit, at batch 1"
         else:
