@@ -86,7 +86,9 @@ def loaded(directory: Path, precision: str) -> Selftest:
     weights: dict[str, Any] = {}
     if precision not in ("fp32", "fp16", "bf16"):  # formats of weights, of both bundles
         weights = {"precision": Precision(target=precision, drafter=precision)}
-    plain = build(*sources, directory / f"onnxruntime-{precision}", max_seq_len=96, **weights)
+    plain = build(
+        *sources, directory / f"onnxruntime-{precision}", engine="onnxruntime", max_seq_len=96, **weights
+    )
     bundle = build(
         *sources,
         directory / precision,

@@ -44,7 +44,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     sources = str(target), str(drafter)
     precision, options = Precision("fp32", "fp32"), TensorRTOptions(max_batch_size=2, prefill_chunk=32)
     with one_gpu():
-        plain = build(*sources, directory / "onnxruntime", max_seq_len=96)
+        plain = build(*sources, directory / "onnxruntime", engine="onnxruntime", max_seq_len=96)
         more = {"engine": "tensorrt", "max_seq_len": 96, "precision": precision, "options": options}
         yield plain, build(*sources, directory / "tensorrt", **more)
 

@@ -81,7 +81,7 @@ def tokens(path: Path) -> tuple[list[list[int]], bool]:
 
 @pytest.fixture(scope="module")
 def expected(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    plain = build(*pair, tmp_path_factory.mktemp("plain") / "bundle", **SETTINGS)
+    plain = build(*pair, tmp_path_factory.mktemp("plain") / "bundle", engine="onnxruntime", **SETTINGS)
     return tokens(plain.path)[0]
 
 

@@ -65,7 +65,7 @@ def test_the_tokens_are_those_of_onnxruntime(
     """Three requests in two slots, with blocks of several lengths. The drafts are the same, too."""
     options = TensorRTOptions(max_batch_size=2, prefill_chunk=16)
     settings: dict[str, Any] = {"engine": "tensorrt", "precision": FLOAT32, "options": options}
-    plain = build(*pair[0], tmp_path / "onnxruntime", max_seq_len=100)
+    plain = build(*pair[0], tmp_path / "onnxruntime", engine="onnxruntime", max_seq_len=100)
     plans = build(*pair[0], tmp_path / "tensorrt", max_seq_len=100, **settings)
     with LLM(plain.path, threads=1) as reference:
         expected = reference.generate(prompts()[:3], params(0.8)[:3], block_length=reference.block_size)

@@ -52,7 +52,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory, here: Any) -> tuple[Bundle
     sources = str(target), str(drafter)
     options = TensorRTOptions(max_batch_size=3, prefill_chunk=16)
     settings: dict[str, Any] = {"engine": "tensorrt", "precision": FLOAT32, "options": options}
-    return build(*sources, directory / "onnxruntime", max_seq_len=100), build(
+    return build(*sources, directory / "onnxruntime", engine="onnxruntime", max_seq_len=100), build(
         *sources, directory / "tensorrt", max_seq_len=100, **settings
     )
 

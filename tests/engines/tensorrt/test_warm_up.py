@@ -34,7 +34,9 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Bund
     drafter = make_drafter(directory / "drafter", target, layers=1, taps=(0, 1), block_size=BLOCK)
     sources = str(target), str(drafter)
     with one_gpu(120, warm_up=True):
-        bundles = {"onnxruntime": build(*sources, directory / "onnxruntime", max_seq_len=100)}
+        bundles = {
+            "onnxruntime": build(*sources, directory / "onnxruntime", engine="onnxruntime", max_seq_len=100)
+        }
         for engine in ("tensorrt", "tensorrt-rtx"):
             bundles[engine] = build(
                 *sources,

@@ -57,7 +57,7 @@ def bundles(
     drafter(directory / "drafter", directory / "target", block_size=BLOCK, taps=(0, 1))
     sources = str(directory / "target"), str(directory / "drafter")
     settings: dict[str, Any] = {"max_seq_len": MOST, "tree_width": width}
-    plain = build(*sources, directory / "onnxruntime", **settings)
+    plain = build(*sources, directory / "onnxruntime", engine="onnxruntime", **settings)
     options = TensorRTOptions(max_batch_size=SLOTS, prefill_chunk=CHUNK)
     settings |= {"engine": "tensorrt", "precision": FLOAT32, "options": options}
     return plain, build(*sources, directory / "tensorrt", **settings)
