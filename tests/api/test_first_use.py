@@ -14,6 +14,7 @@ import pytest
 
 from dflash_trt import LLM, AsyncLLM, SamplingParams
 from dflash_trt.building.build import build
+from dflash_trt.engines.base import EngineEntry
 from dflash_trt.errors import BundleError
 from dflash_trt.formats.precision import Precision
 
@@ -47,6 +48,19 @@ def test_a_pair_is_built_at_first_use_and_found_afterwards(
     assert repr(answer).startswith(f"Completion({answer.text!r}, 'length', 8 tokens, ")
     llm.close()
     assert repr(llm).endswith(", closed)")
+
+
+def test_nothing_is_built_for_an_engine_without_its_packages(
+    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large pair would be downloaded first."""
+    monkeypatch.setattr(EngineEntry, "lacking", lambda self: list(self.needed))
+    with pytest.raises(
+        BundleError, match=r"^tiny: --engine torch needs torch, not installed here: pip install"
+    ):
+        LLM("tiny", engine="torch")
+    assert "building" not in capsys.readouterr().err
+    assert not [*cache.glob("bundles/tiny-torch*")]
 
 
 def test_a_bundle_with_another_drafter_than_the_packages_is_built_again(
