@@ -22,7 +22,7 @@ from tests.doubles.simulation import BEGINNINGS, HARD, LOADS, prompts, world
 
 CONSTANTS = {
     "adaptive": ("_SHARE", "_CREDIT", "_MARGIN", "_INTERVAL", "_ROUNDS", "_LONGEST"),
-    "times": ("LAST", "_ROW", "_DRAFTER"),
+    "times": ("LAST", "_FEW", "_ROW", "_DRAFTER"),
     "odds": ("DRAFTED", "LONG", "PRIOR", "_ALL", "_EACH", "_SLOPE", "_OWN", "_FORGETS", "_CAUTION"),
 }
 # The kinds of start with which constants are varied.

@@ -261,7 +261,7 @@ class _Layout:
         waits = self.row_bytes.get("drafter", {}).keys() == {None}
         waiting = waits * min(length, self.traits.waiting_tokens)
         tapped = rows + batch * waiting
-        if self.traits.score_copies:  # the drafter's pass has inputs of its own
+        if self.traits.waiting_tokens:  # the drafter's pass has a copy of what waited
             tapped += max(rows, waiting) * (1 + _OF_CHANNELS * by_output(s, "drafter"))
         taps = tapped * len(drafter.target_layer_ids) * c.hidden_size if drafter else 0
         estimate = round(taps * NUMBER_BYTES[s.compute("target")] + verified * c.vocab_size * 4)

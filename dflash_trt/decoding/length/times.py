@@ -3,10 +3,9 @@
 The time of a pass over `batch` sequences of n rows is a default for so many rows, times a factor of n, times a scale of
 the batch size. Rounds of the length in use tell the scale, because the machine may become faster or slower for all
 lengths. Trials tell the factors of their lengths, and so do rounds where several lengths are in use, each by the scale
-of the others; between them, factors are interpolated. Other programs only ever
-make a pass longer, and some of them stop one for many times its usual time. So each number is the ratio a quarter up
-among the last sixteen: it does not follow stalls in half of the rounds, and needs no limit from which on a time counts
-as one.
+of the others; between them, factors are interpolated. Other programs only ever make a pass longer, and some of them
+stop one for many times its usual time. So each number is the ratio a quarter up among the last sixteen: it does not
+follow stalls in half of the rounds, and needs no limit from which on a time counts as one.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import numpy as np
 # The passes that a scale or factor rests on.
 LAST = 16
 # The passes of other lengths among them from which on a pass tells the factor of its own.
-FEW = 4
+_FEW = 4
 # The default: what each row after the first adds, in passes of one row. On processors it is 0.03 to 0.2 (README).
 _ROW = 0.08
 # A drafter's pass, in passes of its target, before any was timed: of published pairs it is 0.1 to 0.4.
@@ -74,9 +73,9 @@ class PassTimes:
             table.begin = ratio / float(table.factor(rows))
         own = table.own.get(rows)
         others = [scale for n, scale in table.recent if n != rows]
-        if trial or not own or len(own) < LAST == len(table.recent) or len(others) >= FEW:
+        if trial or not own or len(own) < LAST == len(table.recent) or len(others) >= _FEW:
             own = table.own.setdefault(rows, deque(maxlen=LAST))
-            own.append(ratio / (_quarter_up(others) if len(others) >= FEW else table.scale))
+            own.append(ratio / (_quarter_up(others) if len(others) >= _FEW else table.scale))
             table.factors[rows] = _quarter_up(own)
             usual = table.factors[rows] * _default(batch, rows)
             for n in [n for n in table.factors if n not in table.own]:  # what was not observed gives way
