@@ -36,7 +36,7 @@ from dflash_trt.graph.builder import FLOAT, ONNX_DTYPES, GraphBuilder
 from dflash_trt.graph.lowering import LOWERINGS, Activations, LinearKind
 
 # The smallest magnitude assumed for a row: far below any real one, and safe from overflow of the reciprocal.
-_TINY = 2.0**-100
+TINY = 2.0**-100
 
 
 def operator_name(kind: LinearKind) -> str:
@@ -150,7 +150,7 @@ def prepared(
 def split_rows(g: GraphBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
     """x in float32 as x / m and m [..., 1], the largest magnitude of each row."""
     largest = g.op("ReduceMax", g.op("Abs", x), g.constant([-1]), name="largest", keepdims=1)
-    largest = g.op("Max", largest, g.constant(_TINY, np.float32), name="at_least")
+    largest = g.op("Max", largest, g.constant(TINY, np.float32), name="at_least")
     return g.op("Div", x, largest, name="by_row"), largest
 
 

@@ -102,7 +102,7 @@ class OnnxRuntimeEntry(EngineEntry):
         self, pair: CheckpointPair, settings: BuildSettings, place: Workspace, progress: Progress
     ) -> GraphJob:
         from dflash_trt.engines.graph_job import GraphJob
-        from dflash_trt.graph.channels import OPERATOR
+        from dflash_trt.graph.channels import PRODUCT
         from dflash_trt.graph.onnxruntime import OnnxRuntime
 
         dialects: dict[str, Dialect] = {role: OnnxRuntime() for role in pair.sides}
@@ -113,7 +113,7 @@ class OnnxRuntimeEntry(EngineEntry):
         integers = (node for node in job.models["target"].graph if node.op_type == "MatMulNBits")
         job.manifest["integer_bits"] = sorted({node.attributes["bits"].as_int() for node in integers})
         operators = {node.op_type for model in job.models.values() for node in model.graph}
-        job.manifest["exact_bytes"] = OPERATOR in operators
+        job.manifest["exact_bytes"] = PRODUCT in operators
         return job
 
     def open(self, bundle: Bundle, settings: RunSettings) -> Scheduler:
