@@ -24,11 +24,8 @@ def onnxruntime_channels(g: GraphBuilder, x: ir.Value, layer: QuantizedLinear) -
     """x [rows,in] in float32 through a layer of int8 [out,in] and scales [out]."""
     stored, folder, bias = layer.stored, layer.folder, layer.bias
     outputs, inputs = stored.weight.shape
-    step = inputs**0.5 / 127
-    zero, high_step, low_step = (
-        g.constant(number, dtype)
-        for number, dtype in ((128, np.uint8), (step, np.float32), (step * _FINER, np.float32))
-    )
+    size = inputs**0.5 / 127
+    zero, step = g.constant(128, np.uint8), g.constant(size, np.float32)
     g.graph.opset_imports[MICROSOFT_DOMAIN] = 1
     with g.scope(layer.name):
         if stored.pre_quant_scale is not None:
@@ -40,14 +37,14 @@ def onnxruntime_channels(g: GraphBuilder, x: ir.Value, layer: QuantizedLinear) -
         x, inverse = g.multi(
             "SimplifiedLayerNormalization", x, ones, outputs=2, name="by_row", axis=-1, epsilon=TINY
         )
-        high = g.op("QuantizeLinear", x, high_step, zero, name="high")
-        rest = g.op("Sub", x, g.op("DequantizeLinear", high, high_step, zero, name="rounded"), name="rest")
-        low = g.op("QuantizeLinear", rest, low_step, zero, name="low")
+        high = g.op("QuantizeLinear", x, step, zero, name="high")
+        rest = g.op("Sub", x, g.op("DequantizeLinear", high, step, zero, name="rounded"), name="rest")
+        low = g.op("QuantizeLinear", rest, g.constant(size * _FINER, np.float32), zero, name="low")
         # Transposed once, as the engine loads.
         columns = g.op("Transpose", g.raw_weight(stored.weight, folder), name="columns", perm=[1, 0])
         y = g.op(
             PRODUCT,
-            *(g.op("Concat", high, low, name="bytes", axis=0), columns, high_step, scale, zero),
+            *(g.op("Concat", high, low, name="bytes", axis=0), columns, step, scale, zero),
             name="product",
             domain=MICROSOFT_DOMAIN,
         )
