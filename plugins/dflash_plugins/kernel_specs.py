@@ -143,7 +143,8 @@ COMPACT_WORDS = 64
 @cache
 def compact_rows(nodes: int) -> Use:
     """The kernel that moves up to `nodes` rows of each head of each cache."""
-    types = typed(i64="caches nodes", i32="heads words", scalar="slot start count capacity")
+    types = typed(i64="caches", i32="heads words", scalar="slot start count capacity")
+    types["nodes"] = ("i32",) * nodes
     constants = {"NODES": power_of_two(nodes), "WORDS": COMPACT_WORDS}
     return Use("rounds", "compact_rows", types, constants)
 

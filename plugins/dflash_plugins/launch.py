@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,38 +62,44 @@ def sampling_tensors(
 
 
 def sample_rows(
-    logits: Tensor, params: Sampling, positions: Tensor, *, run: Run = by_triton
+    logits: Tensor,
+    params: Sampling,
+    positions: Tensor,
+    *,
+    memory: Mapping[str, Tensor] | None = None,
+    run: Run = by_triton,
 ) -> tuple[Tensor, Tensor]:
     """Tokens int64 [B, R] and their log-probabilities float32 [B, R] from float32 logits [B, R, V].
 
     positions: int64 [B, R], the position of the token that each row predicts. A row with a NaN or infinite logit, or
-    without a finite one, gets the token -1 and a NaN.
+    without a finite one, gets the token -1 and a NaN. memory: of `sampling_memory`; the results are its own then, with
+    room for more rows.
     """
     batch, rows, vocab = logits.shape
-    tiles = uses.vocabulary_tiles(vocab)
-    groups = tiles * uses.TILE_GROUPS
-
-    def empty(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=logits.device)
-
+    memory = memory or sampling_memory((batch, rows), vocab, logits.device)
     given = {name: getattr(params, name) for name in ("temperature", "top_p", "seed")}
     given |= {"logits": logits, "position": positions, "rows_per_sequence": rows}
-    given |= {name: empty(batch * rows, groups, dtype=torch.float32) for name in ("group_max", "group_noise")}
-    given |= {name: empty(batch * rows, tiles, dtype=torch.float32) for name in ("tile_max", "tile_sum")}
-    given["tile_weight"] = empty(batch * rows, tiles, dtype=torch.int64)
-    run(uses.sample_tiles(vocab), (tiles, batch * rows), **given)
-    sampled, logprob = empty(batch, rows, dtype=torch.int64), empty(batch, rows, dtype=torch.float32)
-    run(
-        uses.sample_select(vocab),
-        (batch * rows,),
-        **given,
-        reach=params.reach,
-        top_k=params.top_k,
-        shortlist=empty(batch * rows, groups, dtype=torch.int32),
-        sampled=sampled,
-        logprob=logprob,
-    )
-    return sampled, logprob
+    given |= {
+        name: memory[name] for name in ("group_max", "group_noise", "tile_max", "tile_sum", "tile_weight")
+    }
+    run(uses.sample_tiles(vocab), (uses.vocabulary_tiles(vocab), batch * rows), **given)
+    given |= {"reach": params.reach, "top_k": params.top_k}
+    given |= {name: memory[name] for name in ("shortlist", "sampled", "logprob")}
+    run(uses.sample_select(vocab), (batch * rows,), **given)
+    return memory["sampled"], memory["logprob"]
+
+
+def sampling_memory(rows: Sequence[int], vocab: int, device: torch.device | str) -> dict[str, Tensor]:
+    """What `sample_rows` writes for so many rows of logits, in any shape: its results and its scratch memory."""
+    tiles = uses.vocabulary_tiles(vocab)
+    groups = tiles * uses.TILE_GROUPS
+    sizes = {"group_max": [groups], "group_noise": [groups], "tile_max": [tiles], "tile_sum": [tiles]}
+    sizes |= {"tile_weight": [tiles], "shortlist": [groups], "sampled": [], "logprob": []}
+    types = {"tile_weight": torch.int64, "shortlist": torch.int32, "sampled": torch.int64}
+    return {
+        name: torch.empty(*rows, *size, dtype=types.get(name, torch.float32), device=device)
+        for name, size in sizes.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -145,8 +151,7 @@ class Compaction:
 
     def __call__(self, slot: int, start: int, nodes: Sequence[int]) -> None:
         """Rows start + nodes[i] of a slot become rows start + i, in every cache. `nodes` rise."""
-        device = self._table["caches"].device
-        order = torch.tensor(nodes, dtype=torch.int64).to(device, non_blocking=True)
+        order = (*nodes, *[0] * (len(self._use.types["nodes"]) - len(nodes)))
         capacity = self._caches[0].shape[2]
         given = {"nodes": order, "slot": slot, "start": start, "count": len(nodes), "capacity": capacity}
         self._run(self._use, (len(self._caches), self._most_heads), **self._table, **given)

@@ -43,13 +43,15 @@ class _Memory:
         # A reference to each storage, and its first and last address. While a reference to it is held, a storage's
         # address is not reused.
         self._held: dict[int, tuple[StorageWeakRef, int, int]] = {}
+        self._most = 4096
 
     def add(self, tensor: torch.Tensor) -> None:
         storage, begin = tensor.untyped_storage(), tensor.data_ptr()
         end = begin + tensor.numel() * tensor.element_size()
         self._held[storage._cdata] = StorageWeakRef(storage), begin, end
-        if len(self._held) > 4096:
+        if len(self._held) > self._most:
             self._held = {key: each for key, each in self._held.items() if not each[0].expired()}
+            self._most = max(4096, 2 * len(self._held))
 
     def __contains__(self, tensor: object) -> bool:
         return isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata in self._held
@@ -190,9 +192,10 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, torch.Tensor)]
-        if Cuda.running or not any(tensor in Cuda.device_memory for tensor in tensors):
-            return func(*args, **kwargs)
         returns = func._schema.returns
+        if Cuda.running or not any(tensor in Cuda.device_memory for tensor in tensors):
+            Cuda.counts["allocations"] += not Cuda.running and any(r.alias_info is None for r in returns)
+            return func(*args, **kwargs)
         if returns and all(r.alias_info is not None and not r.alias_info.is_write for r in returns):
             return func(*args, **kwargs)  # a view
         if func in (aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default):
@@ -236,6 +239,7 @@ def _staged(value: Any) -> Any:
 
 def _garbage(shape: torch.Tensor) -> torch.Tensor:
     """New memory of the device, as large as a tensor. Its former user left numbers in it."""
+    Cuda.counts["allocations"] += 1
     running, Cuda.running = Cuda.running, True
     made = _aligned(shape)
     if made.dtype.is_floating_point:
@@ -274,6 +278,7 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     if tensor not in Cuda.device_memory:
         return tensor
     host = new(tensor.shape, dtype=tensor.dtype)
+    Cuda.counts["allocations"] += 1
     return _copy(host, tensor, non_blocking=False)
 
 
@@ -389,6 +394,7 @@ def deferred() -> Iterator[type[Cuda]]:
             Cuda.launch(lambda: call(self, *args, **kwargs))
 
     Cuda.counts.clear()
+    Cuda.graphs = []
     GridExecutor.__call__ = launched
     try:
         with _Functions(), _Operators():

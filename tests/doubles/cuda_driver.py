@@ -27,7 +27,10 @@ COMPILE = """
 import json, sys
 from dataclasses import asdict
 from dflash_plugins import compiled, kernel_specs
-made = compiled.compile_round([kernel_specs.Use(**fields) for fields in json.load(sys.stdin)])
+wanted = json.load(sys.stdin)
+for fields in wanted:
+    fields["types"] = {n: tuple(each) if isinstance(each, list) else each for n, each in fields["types"].items()}
+made = compiled.compile_round([kernel_specs.Use(**fields) for fields in wanted])
 json.dump({digest: asdict(kernel) for digest, kernel in made.items()}, sys.stdout)
 """
 USES: dict[str, Use] = {}  # by PTX
@@ -101,16 +104,21 @@ class Driver:
         assert stream.value == Cuda.current.cuda_stream
         assert len(pointers) == len(widths)
         kinds = {"u64": ctypes.c_uint64, "u32": ctypes.c_int32}
-        values = [kinds[w].from_address(p).value for w, p in zip(widths, pointers, strict=True)]
+        values = iter([kinds[w].from_address(p).value for w, p in zip(widths, pointers, strict=True)])
         kernel = getattr(importlib.import_module(f"dflash_plugins.kernels.{use.module}"), use.function)
-        names = [each for each in kernel.arg_names if each in use.types]
-        given = {
-            each: _tensor(value, kind[1:]) if (kind := str(use.types[each])).startswith("*") else value
-            for each, value in zip(names, values, strict=True)
-        }
+        given = dict[str, Any]()
+        for each in [each for each in kernel.arg_names if each in use.types]:
+            several = isinstance(kinds_of := use.types[each], tuple)
+            read = [_argument(next(values), kind) for kind in (kinds_of if several else [kinds_of])]
+            given[each] = tuple(read) if several else read[0]
+        assert next(values, None) is None
         self.launches[name] += 1
         kernel[tuple(grid)](**given, **use.launch)
         return 0
+
+
+def _argument(value: int, kind: str) -> Any:
+    return _tensor(value, kind[1:]) if kind.startswith("*") else value
 
 
 def _tensor(address: int, dtype: str) -> torch.Tensor:

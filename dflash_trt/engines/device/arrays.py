@@ -8,57 +8,25 @@ requests also read their rows of logits.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from dflash_plugins.launch import Accepted, accept_block, sample_rows, sampling_tensors
+from dflash_plugins.launch import Accepted, accept_block, sample_rows, sampling_memory, sampling_tensors
 
-from dflash_trt.decoding.arrays import chosen
 from dflash_trt.decoding.draft import Candidates, Draft, Verified, chain_rows
 from dflash_trt.decoding.request import Request
 from dflash_trt.engines.device.engine import DeviceEngine
 from dflash_trt.engines.device.kernels import compiles_here
 from dflash_trt.engines.device.rounds import RoundMemory
 from dflash_trt.engines.device.sizes import DECODE, PREFILL, fitting, prefill_lengths
-from dflash_trt.engines.device.stream import now, on, seconds
+from dflash_trt.engines.device.stream import DeviceArray, now, on, seconds
 
 if TYPE_CHECKING:
     from dflash_plugins.launch import Run, Sampling
 
 Array = np.ndarray[Any, Any]
-
-
-class DeviceArray:
-    """A tensor on the GPU. Its numbers are copied to the host when they are read. Leading columns stay on the GPU."""
-
-    def __init__(self, tensor: torch.Tensor, stream: Any, host: Array | None = None) -> None:
-        self.tensor, self._stream, self._host = tensor, stream, host
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """As of the array."""
-        return tuple(self.tensor.shape)
-
-    def host(self) -> Array:
-        """The numbers, after the pass that computes them."""
-        if self._host is None:
-            with on(self._stream):
-                self._host = self.tensor.cpu().numpy()
-        return self._host
-
-    def read(self, host: Array) -> None:
-        """Set the numbers from a copy that already exists on the host."""
-        self._host = host
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        return np.array(self.host(), dtype=dtype, copy=copy)
-
-    def __getitem__(self, key: Any) -> Any:
-        if isinstance(key, tuple) and all(isinstance(part, slice) for part in key):
-            part = None if self._host is None else self._host[key]
-            return DeviceArray(self.tensor[key], self._stream, part)
-        return DeviceArray(self.tensor[key], self._stream).host() if self._host is None else self._host[key]
 
 
 class DeviceArrays:
@@ -119,6 +87,17 @@ class DeviceArrays:
             for kind in target.caches.kinds:
                 kind.pool.compact_by(run, block_size)
         self._sampling: tuple[Sequence[Request], Sampling | None] = ((), None)
+        self._slots = slots
+        self._rooms: dict[str, torch.Tensor] = {}  # pinned memory, of the largest tensor that was read
+
+    @cached_property
+    def _sampled(self) -> dict[str, torch.Tensor]:
+        """The memory of the kernels that sample, once one does."""
+        device, most = self._target.device, self._slots * self.most_nodes
+        positions = torch.empty(most, dtype=torch.int64, device=device)
+        following = torch.arange(1, self.most_nodes + 1, device=device)
+        own = sampling_memory([most], self._vocab, device)
+        return own | {"positions": positions, "following": following}
 
     def kernel_problems(self) -> dict[str, str]:
         """The kernels against their references on this GPU: a problem for each operator, or none. Those that plans hold
@@ -202,6 +181,18 @@ class DeviceArrays:
     def readable(self, outputs: torch.Tensor) -> DeviceArray:
         return DeviceArray(outputs, self._stream, self._round.on_host(outputs))
 
+    def _read_in(self, name: str, outputs: torch.Tensor) -> DeviceArray:
+        """Numbers of a round, for which the host has pinned memory of this name."""
+
+        def room(tensor: torch.Tensor) -> torch.Tensor:
+            held, size = self._rooms.get(name), tensor.numel()
+            if held is None or held.numel() < size:
+                pinned = self._target.device.type == "cuda"
+                held = self._rooms[name] = torch.empty(size, dtype=tensor.dtype, pin_memory=pinned)
+            return held[:size].view(tensor.shape)
+
+        return DeviceArray(outputs, self._stream, self._round.on_host(outputs), room)
+
     def nodes(self, count: int, nodes: int) -> torch.Tensor:
         return self._round.part("rows", count, nodes)  # filled with the other feeds of the pass
 
@@ -227,10 +218,11 @@ class DeviceArrays:
         with on(self._stream):
             drafted = self._round.tokens()
         places, self._drafted = blocks.shape[1] - 1, logprobs.shape[1]
-        best, candidates = self.readable(logprobs[:, :places, 0]), None
+        best, candidates = self._read_in("best", logprobs[:, :places, 0]), None
         if tokens.shape[2] > 1:
-            candidates = Candidates(*(self.readable(each[:, :places]) for each in (tokens, logprobs)))
-        return Draft(self.readable(drafted), None, best, candidates)
+            given = {"candidates": tokens, "logprobs": logprobs}
+            candidates = Candidates(*(self._read_in(n, each[:, :places]) for n, each in given.items()))
+        return Draft(self._read_in("tokens", drafted), None, best, candidates)
 
     def chains(self, tokens: Array, logprobs: Array) -> Draft:
         return Draft(self.readable(self._round.chains(tokens)), None, logprobs)
@@ -261,7 +253,7 @@ class DeviceArrays:
             results.next_token,
             decided=[chains and (r.history is None if sampled else r.params.greedy) for r in active],
             finite=None if results.finite.all() else results.finite,
-            logits=self.readable(logits),
+            logits=self._read_in("logits", logits),
             drafts_finite=results.drafts_finite.tolist(),
         )
 
@@ -297,7 +289,8 @@ class DeviceArrays:
         self._committed = []
         with on(self._stream):
             for slot, at, nodes in committed:
-                self._unread[slot, at : at + len(nodes)].copy_(features[slot][chosen(nodes)])
+                for place, node in enumerate(nodes, at):
+                    self._unread[slot, place].copy_(features[slot, node])
 
     def _decide(self, active: Sequence[Request], logits: torch.Tensor) -> bool:
         """Sample and accept on the pass's stream. Returns whether it did, as it need not if all requests are greedy or
@@ -311,9 +304,11 @@ class DeviceArrays:
         if params is None or requests != active:
             params = sampling_tensors([r.params for r in active], [r.seed for r in active], logits.device)
             self._sampling = (list(active), params)
-        part = self._round.part
+        part, memory = self._round.part, self._sampled
         start, *made = (part(name, n) for name in ("target_start", "accepted", "next_token"))
         tokens, rows = (part(name, n, length) for name in ("tokens", "rows"))
-        sampled, _ = sample_rows(logits, params, rows + (start[:, None] + 1), run=self.run)
+        positions = memory["positions"][: n * length].view(n, length)
+        torch.add(start[:, None], memory["following"][:length], out=positions)
+        sampled, _ = sample_rows(logits, params, positions, memory=memory, run=self.run)
         accept_block(tokens, rows, sampled, made=Accepted(*made), run=self.run)
         return True

@@ -63,7 +63,8 @@ class RoundMemory:
         device = target.device
         self._counters = torch.zeros(slots * block_size, dtype=torch.int32, device=device)
         self._nodes = torch.arange(block_size, device=device)
-        self._slots = torch.arange(slots, device=device)
+        self._spare = torch.zeros(slots * block_size, dtype=torch.int64, device=device)
+        self._wider: dict[Any, torch.Tensor] = {}  # places of the tokens of one shape in those of another
         self._sent = b""  # the inputs that are on the device
         self._rows: tuple[int, ...] | None = None  # the shape for which the target's rows are filled
         self._asked = (0, 0)  # sequences and nodes of this round's block
@@ -76,7 +77,11 @@ class RoundMemory:
         per_slot += [
             f"{role}_{name}" for role, each in self._engines.items() for name in each.caches.bases([])
         ]
-        return {**dict.fromkeys(per_slot, (slots, torch.int64)), "block": (slots * block_size, torch.int64)}
+        rows = slots * block_size
+        sizes = {**dict.fromkeys(per_slot, (slots, torch.int64)), "block": (rows, torch.int64)}
+        if self._tree_width > 1:
+            sizes |= {"depths": (rows, torch.int64), "visible": (rows * block_size, torch.bool)}
+        return sizes
 
     def _outputs(self, slots: int, block_size: int) -> Sizes:
         return {
@@ -108,8 +113,9 @@ class RoundMemory:
                 for name, (count, dtype) in sizes.items()
             }
 
-        self._device_parts = parts(memory)
-        self._host_parts = {name: part.numpy() for name, part in parts(host).items()}
+        self._device_parts, pinned = parts(memory), parts(host)
+        self._host_parts = {name: part.numpy() for name, part in pinned.items()}
+        self._tokens = self._device_parts["tokens"], pinned["tokens"]
         self._views: dict[Any, torch.Tensor] = {}
 
     def _bind(self) -> None:
@@ -119,8 +125,9 @@ class RoundMemory:
                 drafter.bind(DECODE, name, parts[name])
             parts["draft_tokens"] = drafter.whole_buffer(DECODE, "draft_tokens")
             drafter.bind(DECODE, "draft_logprobs", parts["logprobs"])
-        for name in ("tokens", "accepted", "next_token"):
-            target.bind(DECODE, name, parts[name])
+        for name in ("tokens", "accepted", "next_token", "depths", "visible"):
+            if name in parts:
+                target.bind(DECODE, name, parts[name])
         parts["rows"] = target.whole_buffer(DECODE, "rows")
         for role, engine in self._engines.items():
             for name in ("start", *engine.caches.bases([])):
@@ -184,10 +191,11 @@ class RoundMemory:
         """The feeds of a pass, for the idle slots too. Its rows [n, N] may be more than its tokens."""
         start, tokens = feeds["start"], feeds["tokens"]
         shape = fitting(len(start), self.batches), feeds["rows"].shape[1]
-        given: dict[str, Any] = {
-            name: _repeated(each, shape[0]) for name, each in feeds.items() if name in ("depths", "visible")
-        }
-        given |= self._begin("target", start)
+        given = self._begin("target", start)
+        for name in feeds.keys() & {"depths", "visible"}:
+            whole = _repeated(feeds[name], shape[0])
+            self._host_parts[name][: whole.size] = whole.ravel()
+            given[name] = self.part(name, *whole.shape)
         numbers = tokens if isinstance(tokens, np.ndarray) else self._given
         if numbers is None:
             self._send(self._upload)
@@ -217,19 +225,24 @@ class RoundMemory:
 
     def replace(self, chains: Mapping[int, Sequence[int]]) -> None:
         """Put drafts of the host into this round's tokens, in place of the drafter's, with copies of the last one."""
-        tokens = self.part("tokens", *self._block)
+        size, (device, host) = self._block[1], self._tokens
         for slot, chain in chains.items():
-            row = [*chain, *[chain[-1]] * self._block[1]][: self._block[1] - 1]
-            tokens[slot, 1:].copy_(torch.tensor(row), non_blocking=True)
+            row = slice(slot * size + 1, (slot + 1) * size)
+            self._host_parts["tokens"][row] = [*chain, *[chain[-1]] * size][: size - 1]
+            device[row].copy_(host[row], non_blocking=True)
 
     def _widen(self, tokens: torch.Tensor, shape: tuple[int, int]) -> None:
         """Put tokens [n, N] into the target's input with copies of the last sequence and of the last column."""
-        sequence, node = self._slots[: shape[0]], self._nodes[: shape[1]]
-        last = tokens.shape[0] - 1, tokens.shape[1] - 1
-        wide = tokens[
-            sequence.clamp(max=last[0])[:, None], node.clamp(max=last[1])
-        ]  # the memory may be the same
-        self.part("tokens", *shape).copy_(wide)
+        key = tokens.shape, tokens.stride(), shape
+        if (places := self._wider.get(key)) is None:
+            at = (
+                np.minimum(np.arange(most), size - 1) for most, size in zip(shape, tokens.shape, strict=True)
+            )
+            made = sum(each * step for each, step in zip(np.ix_(*at), tokens.stride(), strict=True))
+            places = self._wider[key] = torch.from_numpy(made).to(self._target.device)
+        memory, wide = self._device_parts["tokens"], self.part("tokens", *shape)
+        spare = self._spare[: wide.numel()].view(shape)
+        wide.copy_(torch.take(memory, places, out=spare))  # the memory is the same
 
     def _filled_rows(self, shape: tuple[int, int]) -> torch.Tensor:
         rows = self.part("rows", *shape)

@@ -1,12 +1,16 @@
-"""The stream of a GPU, and a CPU in its place."""
+"""The stream of a GPU, and a CPU in its place; what the host reads of it."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
+
+Array = np.ndarray[Any, Any]
 
 
 class HostStream:
@@ -35,3 +39,52 @@ def now(stream: Any) -> Any:
 def seconds(begin: Any, end: Any) -> float:
     """The time between two points of `now`, once the second has been reached."""
     return end - begin if isinstance(begin, float) else float(begin.elapsed_time(end)) / 1e3
+
+
+class DeviceArray:
+    """A tensor on the GPU. Its numbers are copied to the host when they are read. Leading columns stay on the GPU.
+
+    room: pinned memory for a tensor. What is read next takes it again.
+    """
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        stream: Any,
+        host: Array | None = None,
+        room: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        self.tensor, self._stream, self._host, self._room = tensor, stream, host, room
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As of the array."""
+        return tuple(self.tensor.shape)
+
+    def host(self) -> Array:
+        """The numbers, after the pass that computes them."""
+        if self._host is None:
+            self._host = self._copied(self.tensor)
+        return self._host
+
+    def read(self, host: Array) -> None:
+        """Set the numbers from a copy that already exists on the host."""
+        self._host = host
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        return np.array(self.host(), dtype=dtype, copy=copy)
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, tuple) and all(isinstance(part, slice) for part in key):
+            part = None if self._host is None else self._host[key]
+            return DeviceArray(self.tensor[key], self._stream, part, self._room)
+        return self._copied(self.tensor[key]) if self._host is None else self._host[key]
+
+    def _copied(self, tensor: torch.Tensor) -> Array:
+        with on(self._stream):
+            if self._room is None:
+                return tensor.cpu().numpy()
+            held = self._room(tensor)
+            held.copy_(tensor, non_blocking=True)
+        self._stream.synchronize()
+        return held.numpy()

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import mmap
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from dflash_trt.bundle.cache_kinds import CacheKind
 from dflash_trt.engines.caches import POSITION
 from dflash_trt.engines.device.caches import DeviceCaches, DeviceStates
+from dflash_trt.engines.device.engine import DeviceEngine, Outputs, Shapes, updated
 from dflash_trt.engines.device.sizes import ALIGNMENT, DECODE, PREFILL
 from dflash_trt.engines.tensorrt.builder import QUERY
 from dflash_trt.engines.tensorrt.contexts import (
@@ -30,13 +30,10 @@ from dflash_trt.engines.tensorrt.contexts import (
 )
 from dflash_trt.errors import BundleError
 
-Array = np.ndarray[Any, Any]
 Tensor = torch.Tensor
-# A profile, and names and shapes of the inputs of a pass.
-_Shapes = tuple[Any, ...]
 
 
-class TensorRTEngine:
+class TensorRTEngine(DeviceEngine):
     """One plan over a pool of cache slots `[slots, heads, capacity, size]`, one per cache. `DeviceEngine` documents the
     methods.
 
@@ -65,7 +62,7 @@ class TensorRTEngine:
         graphs: bool = True,
         kinds: Sequence[CacheKind] = (),
     ) -> None:
-        self.plan, self.stream, self.device, self.graphs = plan, stream, device, graphs
+        self.graphs = graphs
         self._trt, self._kernels, self._messages = trt, kernels, Messages()
         self._logger = self._messages.logger(trt)
         self._runtime = trt.Runtime(self._logger)
@@ -76,16 +73,14 @@ class TensorRTEngine:
                 f"{plan}: {trt.__name__} {trt.__version__} cannot load this plan; build the bundle again with it, "
                 f"for this GPU{self._messages}"
             )
-        self._read_names()
+        super().__init__(plan, *self._read_names(), stream=stream, device=device)
         self._caches = {name: self._cache(name, slots) for name in self._cache_names}
         self._state_shapes = {name: self._slot_shape(name, slots) for name in self._state_names}
         shapes = {name: (shape, self.dtypes[name]) for name, shape in self._state_shapes.items()}
         states = DeviceStates(shapes, slots, stream, device) if shapes else None
         self.caches = DeviceCaches(self._caches, stream, slots, kinds, states)
-        self._buffers: dict[tuple[int, str], Tensor] = {}
-        self._views: dict[_Shapes, dict[str, Tensor]] = {}
-        self._captured: dict[_Shapes, Any] = {}  # CUDA graphs, by the shapes of a pass
-        self._of_shapes: dict[_Shapes, PassContext] = {}  # contexts for DECODE
+        self._views: dict[Shapes, Outputs] = {}
+        self._of_shapes: dict[Shapes, PassContext] = {}  # contexts for DECODE
         self._memory: Tensor | None = None
         self._shared: dict[str, Tensor] = {}
         self._contexts = [self._context(profile) for profile in (PREFILL, DECODE)]
@@ -95,21 +90,21 @@ class TensorRTEngine:
             for context in self._contexts:
                 context.set_address(name, memory)
 
-    def _read_names(self) -> None:
-        """Sort the plan's inputs and outputs: those of a pass, caches, states, and outputs that nothing reads."""
+    def _read_names(self) -> tuple[dict[str, torch.dtype], list[str], list[str]]:
+        """Sort the plan's inputs and outputs: those of a pass, caches, states, and outputs that nothing reads. Returns
+        all with their types, and those of a pass.
+        """
         trt, engine = self._trt, self._engine
         names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
-        self.dtypes: Mapping[str, torch.dtype] = {
-            name: _torch_dtype(trt, engine.get_tensor_dtype(name)) for name in names
-        }
+        dtypes = {name: _torch_dtype(trt, engine.get_tensor_dtype(name)) for name in names}
         inputs = [n for n in names if engine.get_tensor_mode(n) == trt.TensorIOMode.INPUT]
         self._cache_names = [name for name in inputs if "_cache." in name]
         self._state_names = [name for name in inputs if name.partition(".")[0].endswith("_state")]
         held = {*self._cache_names, *self._state_names}
-        self.inputs = [name for name in inputs if name not in held]
-        outputs = [n for n in names if n not in inputs and n not in set(map(_output, held))]
-        self.outputs = [name for name in outputs if not name.startswith(QUERY)]
+        outputs = [n for n in names if n not in inputs and n not in set(map(updated, held))]
         self._unread = [name for name in outputs if name.startswith(QUERY)]
+        of_pass = [name for name in inputs if name not in held]
+        return dtypes, of_pass, [name for name in outputs if not name.startswith(QUERY)]
 
     @property
     def memory_size(self) -> int:
@@ -123,43 +118,29 @@ class TensorRTEngine:
             context.set_scratch(memory)
 
     def bind(self, profile: int, name: str, buffer: Tensor) -> None:
-        self._buffers[profile, name] = buffer.view(-1)
+        super().bind(profile, name, buffer)
         self._contexts[profile].set_address(name, buffer)
 
-    def buffer(self, profile: int, name: str, *shape: int) -> Tensor:
-        return self._buffers[profile, name][: prod(shape)].view(shape)
-
-    def whole_buffer(self, profile: int, name: str) -> Tensor:
-        return self._buffers[profile, name]
-
-    def run(
-        self, profile: int, feeds: Mapping[str, Array | Tensor], *, first_slot: int = 0
-    ) -> Mapping[str, Tensor]:
-        if set(feeds) != set(self.inputs):
-            raise ValueError(f"{self.plan}: needs {sorted(self.inputs)}, not {sorted(feeds)}")
-        shapes = (profile, *[(name, tuple(array.shape)) for name, array in feeds.items()])
-        context = self._context_for(shapes)
-        for name, array in feeds.items():
-            context.set_shape(name, tuple(array.shape))
-        self._bind_caches(context, first_slot, len(feeds["start"]))
-        outputs = self._views.get(shapes)
-        if outputs is None:
+    def _first(self, shapes: Shapes, first_slot: int) -> Outputs:
+        """TensorRT prepares new shapes in a pass that is not captured. Another pass in between would undo this."""
+        profile, *sizes = shapes
+        context, given = self._context_for(shapes), dict(zip(self.inputs, sizes, strict=True))
+        for name, size in given.items():
+            context.set_shape(name, tuple(size))
+        self._bind_caches(context, first_slot, given["start"][0])
+        if (outputs := self._views.get(shapes)) is None:
             context.infer()
             outputs = self._views[shapes] = {
                 n: self.buffer(profile, n, *context.shape(n)) for n in self.outputs
             }
-        with torch.cuda.stream(self.stream):
-            if self.caches.states is not None:
-                self.caches.states.prepare(first_slot, len(feeds["start"]))
-            for name, array in feeds.items():
-                buffer = self.buffer(profile, name, *array.shape)
-                given = torch.from_numpy(array) if isinstance(array, np.ndarray) else array
-                if given.data_ptr() != buffer.data_ptr():
-                    buffer.copy_(given, non_blocking=True)  # pageable memory is read before this returns
-            if self.graphs and profile == DECODE:
-                self._replay(shapes, context)
-            else:
-                context.enqueue()
+        context.enqueue()
+        if self.graphs and profile == DECODE:
+            if not context.capturable:
+                self._without_graphs(f"TensorRT says that its passes cannot be captured{self._messages}")
+            elif captures_by_itself(self._trt):
+                self._captured[shapes, first_slot] = context.enqueue, outputs
+            elif (graph := self._capture(context)) is not None:
+                self._captured[shapes, first_slot] = graph.replay, outputs
         return outputs
 
     def close(self) -> None:
@@ -175,9 +156,9 @@ class TensorRTEngine:
 
     def _context(self, profile: int) -> PassContext:
         context = new_context(self._trt, self._engine, profile, self._kernels)
-        return PassContext(context, profile, self.plan, self.stream, self._messages)
+        return PassContext(context, profile, self.path, self.stream, self._messages)
 
-    def _context_for(self, shapes: _Shapes) -> PassContext:
+    def _context_for(self, shapes: Shapes) -> PassContext:
         """The context of a profile; that of these shapes where passes are captured."""
         profile = shapes[0]
         if profile == PREFILL or not (self.graphs or captures_by_itself(self._trt)):
@@ -192,23 +173,6 @@ class TensorRTEngine:
             if self._memory is not None:
                 context.set_scratch(self._memory)
         return context
-
-    def _replay(self, shapes: _Shapes, context: PassContext) -> None:
-        """Replay the graph of these shapes. Without one, run the pass, then capture it for the next time.
-
-        TensorRT prepares new shapes in a pass that is not captured. Another pass in between would undo this.
-        """
-        if (graph := self._captured.get(shapes)) is not None:
-            graph.replay()
-            return
-        context.enqueue()
-        if shapes in self._captured:  # TensorRT-RTX has the graph
-            return
-        if not context.capturable:
-            self._without_graphs(f"TensorRT says that its passes cannot be captured{self._messages}")
-        else:
-            by_itself = captures_by_itself(self._trt)
-            self._captured[shapes] = None if by_itself else self._capture(context)
 
     def _capture(self, context: PassContext) -> Any:
         """The pass just enqueued as a CUDA graph. If it cannot be captured, passes run without graphs from now on."""
@@ -227,13 +191,13 @@ class TensorRTEngine:
 
     def _without_graphs(self, reason: str) -> None:
         self.graphs = False
-        warnings.warn(f"{self.plan}: runs without CUDA graphs, because {reason}", stacklevel=2)
+        warnings.warn(f"{self.path}: runs without CUDA graphs, because {reason}", stacklevel=2)
 
     def _cache(self, name: str, slots: int) -> Tensor:
-        out = _output(name)
+        out = updated(name)
         if (alias := self._engine.get_aliased_input_tensor(out)) != name:
             raise BundleError(
-                f"{self.plan}: {out} updates {alias!r} in place, expected {name}; build the bundle again"
+                f"{self.path}: {out} updates {alias!r} in place, expected {name}; build the bundle again"
             )
         shape = self._slot_shape(name, slots)
         return torch.zeros((slots, *shape), dtype=self.dtypes[name], device=self.device)
@@ -247,7 +211,7 @@ class TensorRTEngine:
         if (slots > 1 or state) and size % ALIGNMENT and name != POSITION:
             advice = "build the bundle again, or open it with max_batch_size 1"
             raise BundleError(
-                f"{self.plan}: {name} {list(shape)} has {size} bytes for each slot, but TensorRT wants every slot at a "
+                f"{self.path}: {name} {list(shape)} has {size} bytes for each slot, but TensorRT wants every slot at a "
                 f"multiple of {ALIGNMENT} bytes; {'build for ONNX Runtime' if state else advice}"
             )
         return shape
@@ -261,12 +225,12 @@ class TensorRTEngine:
             return
         context.slot = None  # until all are bound
         for name, cache in self._caches.items():
-            for bound in (name, _output(name)):
+            for bound in (name, updated(name)):
                 context.set_address(bound, cache[first_slot])
         if self.caches.states is not None:
             for name, (now, new) in self.caches.states.bound(first_slot).items():
                 context.set_address(name, now)
-                context.set_address(_output(name), new)
+                context.set_address(updated(name), new)
         context.slot = first_slot
 
     def _allocate(self, context: PassContext) -> None:
@@ -287,12 +251,6 @@ class TensorRTEngine:
 
     def _new_buffer(self, profile: int, name: str, shape: tuple[int, ...]) -> None:
         self.bind(profile, name, torch.zeros(prod(shape), dtype=self.dtypes[name], device=self.device))
-
-
-def _output(name: str) -> str:
-    """The output that updates a cache or a state: k_cache.0 -> k_cache_out.0."""
-    kind, dot, layer = name.partition(".")
-    return f"{kind}_out{dot}{layer}"
 
 
 def _torch_dtype(trt: Any, dtype: Any) -> torch.dtype:

@@ -14,17 +14,16 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from dflash_trt.bundle.cache_kinds import CacheKind
 from dflash_trt.engines.device.caches import DeviceCaches, DeviceStates
+from dflash_trt.engines.device.engine import DeviceEngine, Outputs, Shapes, updated
 from dflash_trt.engines.device.sizes import DECODE, PREFILL
 from dflash_trt.engines.device.stream import HostStream
 from dflash_trt.engines.torch.program import Graph, Program
 from dflash_trt.logs import warn_once
 
-Array = np.ndarray[Any, Any]
 Tensor = torch.Tensor
 _log = logging.getLogger(__name__)
 # Passes are padded to few sizes (device/sizes.py): 8 slots and blocks of 16 have 20 of a target and 16 of a drafter.
@@ -34,7 +33,7 @@ MOST_PROGRAMS = 64
 MOST_PROMPTS = 28
 
 
-class TorchEngine:
+class TorchEngine(DeviceEngine):
     """One graph over a pool of cache slots [slots, heads, capacity, size], one per cache. `DeviceEngine` documents it.
 
     Caches are written in place. A state's output has memory of its own (device/caches.py).
@@ -53,12 +52,8 @@ class TorchEngine:
         shared: MutableMapping[Any, Tensor] | None = None,
     ) -> None:
         """`kinds`: of the caches. `shared`: see `Graph`."""
-        self.stream, self.device = stream, device
         self.graphs = not isinstance(stream, HostStream)
         self._graph = graph = Graph(path, device, shared)
-        self.dtypes: Mapping[str, torch.dtype] = {
-            name: s.dtype for name, s in (graph.inputs | graph.outputs).items()
-        }
         self._caches: dict[str, Tensor] = {}
         states: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for name, given in graph.inputs.items():
@@ -68,24 +63,19 @@ class TorchEngine:
             elif name.partition(".")[0].endswith("_state"):
                 states[name] = shape, given.dtype
         held = {*self._caches, *states}
-        self.inputs = [name for name in graph.inputs if name not in held]
-        self._names = set(self.inputs)
-        self.outputs = [name for name in graph.outputs if name not in set(map(_output, held))]
+        dtypes = {name: s.dtype for name, s in (graph.inputs | graph.outputs).items()}
+        of_pass = (
+            (n for n in graph.inputs if n not in held),
+            (n for n in graph.outputs if n not in set(map(updated, held))),
+        )
+        super().__init__(path, dtypes, *of_pass, stream=stream, device=device)
         of_slots = DeviceStates(states, slots, stream, device) if states else None
         self.caches = DeviceCaches(self._caches, stream, slots, kinds, of_slots)
         one = {"B": 1, "S": prefill_chunk, "R": 1, "K": 2, "K-1": 1}
         several = {"B": slots, "S": block_size, "R": block_size, "K": block_size, "K-1": block_size - 1}
         self._most = {PREFILL: one, DECODE: several}
-        self._buffers: dict[tuple[int, str], Tensor] = {}
-        self._programs: OrderedDict[Any, Program] = OrderedDict()
-        self._captured: dict[Any, tuple[Any, dict[str, Tensor]]] = {}  # CUDA graphs, and what they write
-        self._pool: Any = None  # their memory: they take turns
-
-    def bind(self, profile: int, name: str, buffer: Tensor) -> None:
-        self._buffers[profile, name] = buffer.view(-1)
-
-    def buffer(self, profile: int, name: str, *shape: int) -> Tensor:
-        return self.whole_buffer(profile, name)[: prod(shape)].view(shape)
+        self._programs: OrderedDict[Shapes, Program] = OrderedDict()
+        self._pool: Any = None  # the graphs' memory: they take turns
 
     def whole_buffer(self, profile: int, name: str) -> Tensor:
         if (profile, name) not in self._buffers:
@@ -96,27 +86,6 @@ class TorchEngine:
             self._buffers[profile, name] = made
         return self._buffers[profile, name]
 
-    def run(
-        self, profile: int, feeds: Mapping[str, Array | Tensor], *, first_slot: int = 0
-    ) -> Mapping[str, Tensor]:
-        if feeds.keys() != self._names:
-            raise ValueError(f"{self._graph.path}: needs {sorted(self.inputs)}, not {sorted(feeds)}")
-        key = (profile, *[feeds[name].shape for name in self.inputs])
-        if self.caches.states is not None:
-            self.caches.states.prepare(first_slot, len(feeds["start"]))
-        for name, fed in feeds.items():
-            given = torch.from_numpy(fed) if isinstance(fed, np.ndarray) else fed
-            if given.data_ptr() != self.whole_buffer(profile, name).data_ptr():
-                # pageable memory is read before this returns
-                self.buffer(profile, name, *fed.shape).copy_(given, non_blocking=True)
-        if key in self._programs:
-            self._programs.move_to_end(key)
-        if (captured := self._captured.get((key, first_slot))) is not None:
-            graph, outputs = captured
-            graph.replay()
-            return outputs
-        return self._pass(key, first_slot)
-
     def _held(self, first_slot: int, batch: int) -> dict[str, tuple[Tensor, Tensor]]:
         """What a pass from this slot on reads of each cache and state, and where it writes."""
         part = slice(first_slot, first_slot + batch)
@@ -126,24 +95,24 @@ class TorchEngine:
                 held[name] = now[:batch], new[:batch]
         return held
 
-    def _pass(self, key: Any, first_slot: int) -> dict[str, Tensor]:
-        """A pass that is not captured yet. Its inputs are in their buffers."""
-        profile, *shapes = key
+    def _first(self, shapes: Shapes, first_slot: int) -> Outputs:
+        profile, *sizes = shapes
         feeds = {
-            name: self.buffer(profile, name, *shape) for name, shape in zip(self.inputs, shapes, strict=True)
+            name: self.buffer(profile, name, *size) for name, size in zip(self.inputs, sizes, strict=True)
         }
         held = self._held(first_slot, len(feeds["start"]))
         feeds |= {name: now for name, (now, _) in held.items()}
-        program = self._programs.get(key)
+        program = self._programs.get(shapes)
         if program is None:
             while len(self._programs) >= MOST_PROGRAMS:
                 dropped, _ = self._programs.popitem(last=False)
                 for place in [place for place in self._captured if place[0] == dropped]:
                     del self._captured[place]
-            self._programs[key], made = self._graph.first_pass(feeds)
+            self._programs[shapes], made = self._graph.first_pass(feeds)
             return self._placed(profile, made, held)
+        self._programs.move_to_end(shapes)
         if self.graphs and (profile == DECODE or self._prompts() < MOST_PROMPTS):
-            captured = self._capture((key, first_slot), program, feeds, held)
+            captured = self._capture((shapes, first_slot), program, feeds, held)
             if captured is not None:
                 return captured
         return self._placed(profile, program(feeds), held)
@@ -156,7 +125,7 @@ class TorchEngine:
     ) -> dict[str, Tensor]:
         """Copy a pass's outputs to their buffers, and new states to their place."""
         for name, (_, new) in held.items():
-            state = made[_output(name)]
+            state = made[updated(name)]
             if state.data_ptr() != new.data_ptr():
                 new.copy_(state)
         outputs = {}
@@ -171,7 +140,7 @@ class TorchEngine:
         program: Program,
         feeds: Mapping[str, Tensor],
         held: Mapping[str, tuple[Tensor, Tensor]],
-    ) -> dict[str, Tensor] | None:
+    ) -> Outputs | None:
         """Capture this pass, and run it. If it cannot be captured, passes run without graphs from now on."""
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
@@ -184,11 +153,14 @@ class TorchEngine:
                 graph.capture_end()
         except (RuntimeError, torch.OutOfMemoryError) as error:
             self.graphs = False
-            warn_once(
-                _log, f"{self._graph.path}: runs without CUDA graphs, because a capture failed: {error}"
-            )
+            warn_once(_log, f"{self.path}: runs without CUDA graphs, because a capture failed: {error}")
             return None
-        self._captured[place] = graph, outputs
+
+        def again() -> None:
+            self._programs.move_to_end(place[0])
+            graph.replay()
+
+        self._captured[place] = again, outputs
         graph.replay()
         return outputs
 
@@ -199,9 +171,3 @@ class TorchEngine:
             each.clear()
         self._graph.close()
         self.caches = DeviceCaches({}, self.stream, 0)
-
-
-def _output(name: str) -> str:
-    """The output that updates a cache or a state: k_cache.0 -> k_cache_out.0."""
-    kind, dot, layer = name.partition(".")
-    return f"{kind}_out{dot}{layer}"

@@ -138,7 +138,7 @@ def compact_rows(
     caches,  # [caches] int64: the addresses of [slots, heads, capacity, words]
     heads,  # [caches] int32
     words,  # [caches] int32: 4-byte words of a row
-    nodes,  # [count] int64: rows after `start`, rising
+    nodes,  # `count` numbers and others after them: rows after `start`, rising
     slot,
     start,
     count,
@@ -159,7 +159,9 @@ def compact_rows(
         base = tl.load(caches + cache).to(tl.pointer_type(tl.int32)) + row * width
         place, column = tl.arange(0, NODES), tl.arange(0, WORDS)
         there = place < count
-        node = tl.load(nodes + place, mask=there, other=0)
+        node = tl.zeros([NODES], tl.int64)
+        for i in tl.static_range(len(nodes)):
+            node = tl.where(place == i, nodes[i], node)
         for first in range(0, width, WORDS):
             at = first + column
             whole = there[:, None] & (at < width)[None, :]
