@@ -44,8 +44,9 @@ def parse_precision(text: str | None) -> Precision:
     for part in [] if text is None else text.split(","):
         role, equals, value = part.strip().lower().partition("=")
         if role not in roles or not equals:
+            meant = f"; for the target, write target={role}" if role in COMPUTE_DTYPES + SCHEMES else ""
             raise UsageError(
-                f"--precision has {part!r}, expected ROLE=VALUE with a role of: {', '.join(roles)}"
+                f"--precision has {part!r}, expected ROLE=VALUE with a role of: {', '.join(roles)}{meant}"
             )
         allowed = SCHEMES if role == "head" else COMPUTE_DTYPES + SCHEMES
         if value not in allowed:

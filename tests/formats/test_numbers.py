@@ -126,7 +126,7 @@ def test_roles_are_parsed() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "expected ROLE=VALUE"), ("fp8", "expected ROLE=VALUE"), ("model=fp8", "target, drafter, head"),
+        ("", "expected ROLE=VALUE"), ("fp8", "write target=fp8"), ("model=fp8", "target, drafter, head"),
         ("target=", "expected one of"), ("target=fp4", "did you mean"),
         ("head=bf16", "fp8, nvfp4, mxfp4, int8, int4"), ("target=fp8,target=fp8", "twice"),
     ],
