@@ -3,23 +3,28 @@
     python -m build_scripts.bench.resident [--pairs smollm2-135m tiny] [--engines onnxruntime torch]
 
 Each row is a process of its own: it opens the pair, and twice decodes prompts that fill the caches and look up the
-whole embedding. Measured is what VmRSS grows by, from the import of this package and the engine's library on.
-The last line is one JSON document.
+whole embedding. Only the last request drafts, so that the prompts of the others wait for the drafter until then.
+Measured is the peak of resident memory after the pair was opened, less what the process had after the import of this
+package and the engine's library. `windows`, `hybrid` and `eagle3` are pairs of noise, whose target has windows, Gated
+DeltaNet, or a drafter of that kind. The last line is one JSON document.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from build_scripts import harness
-from dflash_trt import LLM, SamplingParams, hardware
+from dflash_trt import AsyncLLM, SamplingParams, hardware
 from dflash_trt.building.build import build
 from dflash_trt.checkpoint.catalogue import known_configs
 from dflash_trt.cli import make_parser
@@ -28,6 +33,9 @@ from dflash_trt.formats.precision import parse_precision
 from dflash_trt.models.configs import read_target_config
 from dflash_trt.planning.gpus import Gpu
 from dflash_trt.planning.memory import estimate_memory
+from tests.doubles.checkpoints import make_drafter, make_target
+from tests.doubles.hybrid_checkpoints import make_hybrid
+from tests.doubles.kind_checkpoints import make_eagle3
 
 # Precision, tokens, sequences.
 ROWS: dict[str, list[tuple[str | None, int, int]]] = {
@@ -35,12 +43,13 @@ ROWS: dict[str, list[tuple[str | None, int, int]]] = {
                     ("target=int8", 1024, 2), ("target=fp8", 1024, 1)],
     "torch": [("target=fp32,drafter=fp32", 1024, 1), ("target=fp32,drafter=fp32", 1024, 4)],
 }  # fmt: skip
+NOISE = ("windows", "hybrid", "eagle3")
 
 
 def main() -> int:
     """Print a row for each setting."""
     parser = harness.parser(__doc__)
-    parser.add_argument("--pairs", nargs="+", default=["tiny", "tiny-gpt-oss", "smollm2-135m"])
+    parser.add_argument("--pairs", nargs="+", default=["tiny", "tiny-gpt-oss", "smollm2-135m", *NOISE])
     parser.add_argument("--engines", nargs="+", default=list(ROWS), choices=list(ROWS))
     parser.add_argument("--inside", nargs=3, help="of a process that is measured: bundle, sequences, library")
     args = parser.parse_args()
@@ -60,55 +69,86 @@ def main() -> int:
 def _row(
     place: Path, engine: str, pair: str, precision: str | None, length: int, batch: int
 ) -> dict[str, Any]:
-    chosen = parse_precision(precision)
-    length = min(length, read_target_config(known_configs(pair)[0]).max_position_embeddings)
+    chosen, (target, drafter) = parse_precision(precision), _pair(pair)
+    length = min(
+        length,
+        read_target_config(Path(target) if drafter else known_configs(pair)[0]).max_position_embeddings,
+    )
     out = place.with_name(f"{pair}-{engine}-{precision}-{length}")
     if not out.exists():
-        build(pair, None, out, engine=engine, max_seq_len=length, precision=chosen, weights="link")
+        build(target, drafter, out, engine=engine, max_seq_len=length, precision=chosen, weights="link")
     command = [sys.executable, "-m", "build_scripts.bench.resident", "--inside", str(out), str(batch), engine]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    # torch's passes free every result, and glibc keeps up to 20 MB of that, differently from run to run.
+    allocator = {"MALLOC_MMAP_THRESHOLD_": "131072"} if engine == "torch" else {}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | allocator)
     measured = json.loads(done.stdout.splitlines()[-1])
-    planned = _planned(engine, pair, precision, length, batch)
+    planned = _planned(engine, target, drafter, precision, length, batch)
     return {
         "engine": engine, "pair": pair, "precision": precision, "tokens": length, "sequences": batch,
         "planned": planned, "measured": measured, "ratio": round(planned / measured, 3),
     }  # fmt: skip
 
 
-def _planned(engine: str, pair: str, precision: str | None, length: int, batch: int) -> float:
-    words = [
-        "plan",
-        "--target",
-        pair,
-        "--engine",
-        engine,
-        "--max-seq-len",
-        str(length),
-        "--max-batch-size",
-        str(batch),
-    ]
-    args = make_parser().parse_args([*words, *(["--precision", precision] if precision else [])])
+@cache
+def _pair(name: str) -> tuple[str, str | None]:
+    """Target and drafter of a known pair, or of one of noise."""
+    if name not in NOISE:
+        return name, None
+    place = Path(tempfile.mkdtemp()) / name
+    shape: dict[str, Any] = {"hidden": 384, "layers": 8, "heads": 6, "head_dim": 64, "intermediate": 1536}
+    if name == "hybrid":
+        target = make_hybrid(place / "target", hidden_size=384, intermediate_size=1536, num_hidden_layers=8)
+    else:
+        target = make_target(place / "target", **shape, sliding_window=128 if name == "windows" else None)
+    if name == "eagle3":
+        return str(target), str(make_eagle3(place / "drafter", target))
+    return str(target), str(make_drafter(place / "drafter", target, head_dim=64, intermediate=1536))
+
+
+def _planned(
+    engine: str, target: str, drafter: str | None, precision: str | None, length: int, batch: int
+) -> float:
+    given = {"target": target, "drafter": drafter, "engine": engine, "precision": precision}
+    given |= {"max-seq-len": str(length), "max-batch-size": str(batch)}
+    args = make_parser().parse_args(
+        ["plan", *(f"--{name}={value}" for name, value in given.items() if value)]
+    )
     here = Gpu("here", "here", sm=0, memory_bytes=hardware.memory_bytes() or 0, gpus_per_node=1, sources={})
     return round(estimate_memory(*prepare(args, here)).total_bytes / 1e6, 1)
 
 
 def _inside(bundle: str, batch: int, library: str) -> int:
     importlib.import_module(library)
-    before = _resident()
-    with LLM(bundle, max_batch_size=batch, prefix_cache_bytes=0, threads=1) as llm:
-        tokens = 16
-        length = llm.max_seq_len - tokens
-        vocab, block = (llm.bundle.manifest[name] for name in ("vocab_size", "block_size"))
-        drafting: Any = {"block_length": block, "draft_source": "drafter"}
-        prompts = [[(i * vocab // length + j) % vocab for i in range(length)] for j in range(batch)]
-        for _ in range(2):
-            llm.generate(prompts, SamplingParams(max_tokens=tokens, ignore_eos=True), **drafting)
-        print(round((_resident() - before) / 1e6, 1))
+    before = _memory("VmRSS")
+    asyncio.run(_decode(bundle, batch))
+    print(round((_memory("VmHWM") - before) / 1e6, 1))
     return 0
 
 
-def _resident() -> int:
-    found = re.search(r"^VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+async def _decode(bundle: str, batch: int) -> None:
+    tokens = 32
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    async with AsyncLLM(bundle, max_batch_size=batch, prefix_cache_bytes=0, threads=1) as llm:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        length = llm.max_seq_len - tokens
+        vocab, block = (llm.bundle.manifest[name] for name in ("vocab_size", "block_size"))
+        prompts = [[(i * vocab // length + j) % vocab for i in range(length)] for j in range(batch)]
+        for _ in range(2):
+            await asyncio.gather(
+                *(
+                    llm.generate(
+                        prompt,
+                        params,
+                        block_length=block if prompt is prompts[-1] else 1,
+                        draft_source="drafter",
+                    )
+                    for prompt in prompts
+                )
+            )
+
+
+def _memory(field: str) -> int:
+    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
     assert found is not None
     return 1024 * int(found[1])
 

@@ -142,7 +142,9 @@ class MemoryTraits:
     `keeps_queries`: whether the queries of all layers of a pass have memory at once. `states`: how often a sequence's
     recurrent states are held.
     `waiting_tokens`: the tokens of a sequence whose features may wait for the drafter, if it keeps all rows.
-    `score_copies`: how often attention holds the scores of a pass in float32, with a column for each cache row.
+    `node_bytes`: on a CPU, of a node of a graph, without its numbers.
+    `score_copies`: how often attention without and with sinks holds the scores of a pass in float32, with a column for
+    each cache row.
     `widens`: whether weights in few bits have the compute dtype on the GPU, except experts and linear layers with
     kernels. `linear_kernels`: the lowest compute capability with kernels for linear layers in any format, where the
     compute dtype is not FP32.
@@ -160,7 +162,8 @@ class MemoryTraits:
     expert_kernels: Mapping[str, frozenset[int]] = field(default_factory=dict)
     keeps_queries: bool = False
     waiting_tokens: int = 0
-    score_copies: int = 0
+    node_bytes: int = 0
+    score_copies: tuple[int, int] = (0, 0)
     widens: bool = False
     linear_kernels: int | None = None
     shares_tables: bool = False

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+import onnx_ir as ir
+
 from dflash_trt.checkpoint import draft_vocabulary
 from dflash_trt.checkpoint.layouts import parameters_of, role_of
 from dflash_trt.checkpoint.linears import stored_linear
@@ -51,16 +53,25 @@ class _Size(NamedTuple):
     rows: int
 
 
+class GraphSize(NamedTuple):
+    """The nodes of a graph, with the bodies of functions in place of calls, and the products by weights among them."""
+
+    nodes: int
+    products: int
+
+
 @dataclass(frozen=True)
 class Inventory:
     """The configurations and tensors of the models, by side: "target" and, if there is one, "drafter".
 
     "borrowed": those tensors of the target that the drafter reads too: embedding and head, as far as it has none.
+    graphs: of each model, as ONNX Runtime runs it in floating point; none of a family that is not read here.
     """
 
     target: TargetConfig
     drafter: DrafterConfig | None
     tensors: Mapping[str, tuple[TensorInfo, ...]]
+    graphs: Mapping[str, GraphSize]
 
     @property
     def sides(self) -> tuple[str, ...]:
@@ -170,6 +181,8 @@ def _quantized(tensor: TensorInfo, quantization: Quantization) -> str | None:
         return MXFP4.name
     if tensor.dtype in FLOAT_DTYPES and parameters_of(tensor):
         return None
+    if tensor.name.endswith(".weight_zero_term"):  # what ONNX Runtime adds to products of a GGUF file's codes
+        return "fp32"
     algorithm = quantization.algorithm(tensor.name.rpartition(".")[0])
     return tensor.dtype.lower() if algorithm is None else algorithm.scheme
 
@@ -203,10 +216,12 @@ def take_inventory(
         target = replace(target, moe=replace(target.moe, stacked=stacked))
     plain = [Outline(folder, Quantization(folder)) for folder in folders]
     taps, dialect = drafter.target_layer_ids if drafter else (), OnnxRuntime()
+    graphs = {}
     if family:
-        build_target(target, plain[0], taps, dialect, folder="target")
+        graphs["target"] = _size(build_target(target, plain[0], taps, dialect, folder="target"))
     stored: Sequence[Checkpoint | Outline] = checkpoints or [Outline(folder) for folder in folders]
-    ignored = ("lm_head.weight",) if target.tie_word_embeddings else ()
+    tied = target.tie_word_embeddings  # also where a GGUF file's embedding is a quantized head, too
+    ignored = [name for name in stored[0].tensors if tied and name.startswith("lm_head.")]
     tensors = {
         "target": (
             _as_stored(plain[0], stored[0], ignored, target.skipped)
@@ -215,19 +230,29 @@ def take_inventory(
         )
     }
     if drafter is None:
-        return Inventory(target, None, tensors)
+        return Inventory(target, None, tensors, graphs)
     borrowed = Outline(folders[0], Quantization(folders[0]))
-    build_drafter(drafter, plain[1], target, borrowed, dialect, folder="drafter", target_folder="target")
+    graphs["drafter"] = _size(
+        build_drafter(drafter, plain[1], target, borrowed, dialect, folder="drafter", target_folder="target")
+    )
     tensors["drafter"] = _as_stored(plain[1], stored[1])
     layers = {name.rpartition(".")[0] for name in borrowed.tensors}
     tensors["borrowed"] = tuple(t for t in tensors["target"] if t.name.rpartition(".")[0] in layers)
-    return Inventory(target, drafter, tensors)
+    return Inventory(target, drafter, tensors, graphs)
+
+
+def _size(model: ir.Model) -> GraphSize:
+    def nodes(part: Iterable[ir.Node]) -> int:
+        bodies = (model.functions.get(node.op_identifier()) for node in part)
+        return sum(1 if body is None else nodes(body) for body in bodies)
+
+    return GraphSize(nodes(model.graph), sum(node.op_type in ("MatMul", "Gemm") for node in model.graph))
 
 
 def _as_stored(
     plain: Outline,
     checkpoint: Checkpoint | Outline,
-    ignored: tuple[str, ...] = (),
+    ignored: Sequence[str] = (),
     skipped: tuple[str, ...] = (),
 ) -> tuple[TensorInfo, ...]:
     """The checkpoint's tensors in place of those of a model in floating point."""

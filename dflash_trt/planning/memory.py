@@ -22,8 +22,10 @@ from dflash_trt.models.delta_net import state_bytes
 from dflash_trt.models.inventory import NUMBER_BYTES, Inventory
 from dflash_trt.planning.weights import Settings, by_output, experts_scratch, weights_of
 
-# Of the tokenizer for each token, in a process whose memory holds the pair: SmolLM2's 49,152 tokens, with their merges.
+# In a process whose memory holds the pair, of the tokenizer for each token: SmolLM2's 49,152 tokens, with their merges.
 TOKENIZER_BYTES = 580
+# Nodes of an INT8 layer with one scale for each output, beside its product (graph/channels.py).
+_CHANNEL_NODES = 23
 # Copies of the rows of an INT8 layer with one scale for each output, as its inputs take two bytes (graph/channels.py).
 _OF_CHANNELS = 2
 
@@ -177,7 +179,12 @@ class _Layout:
         self.pages = self.traits.pool
         self.runtime = self.traits.runtime_bytes
         if settings.gpu.sm == 0 or not self.runtime:
-            self.runtime = self.traits.host_bytes + TOKENIZER_BYTES * inventory.target.vocab_size
+            nodes = sum(
+                graph.nodes + _CHANNEL_NODES * graph.products * by_output(settings, side)
+                for side, graph in inventory.graphs.items()
+            )
+            self.runtime = self.traits.host_bytes + self.traits.node_bytes * nodes
+            self.runtime += TOKENIZER_BYTES * inventory.target.vocab_size
         caches = {side: settings.compute(side) for side in inventory.sides}
         caches["target"] = settings.cache or caches["target"]
         self.row_bytes = {side: self._row_bytes(side, NUMBER_BYTES[cache]) for side, cache in caches.items()}
@@ -267,8 +274,12 @@ class _Layout:
         estimate = round(taps * NUMBER_BYTES[s.compute("target")] + verified * c.vocab_size * 4)
         if self.traits.keeps_queries and not self.own_attention:
             estimate += sum(round(rows * self._query_bytes(side)) for side in self.inventory.sides)
-        heads = max(config.num_attention_heads for config in self.inventory.configs)
-        estimate += self.traits.score_copies * 4 * heads * rows * self.rows(length)
+        if not self.own_attention:
+            heads = max(
+                c.num_attention_heads * self.traits.score_copies[c.attention_sinks]
+                for c in self.inventory.configs
+            )
+            estimate += 4 * heads * rows * self.rows(length)
         estimate += self.scratch(batch, length) if self.traits.scratch_bytes else self._working(rows)
         return estimate if self.pages is None else max(estimate, self.pages.activation_bytes)
 

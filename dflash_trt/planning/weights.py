@@ -48,6 +48,11 @@ class Settings:
         return registry.find(self.engine).memory
 
     @property
+    def in_blocks(self) -> bool:
+        """Whether weights are in the blocks that ONNX Runtime multiplies."""
+        return registry.find(self.engine).weight_layout == "blocks"
+
+    @property
     def arena(self) -> bool:
         """Whether the drafter's context has its own dense buffer."""
         return self.traits.pool is not None and self.drafter_attention != "TRTLLM"
@@ -58,29 +63,29 @@ def weights_of(inventory: Inventory, s: Settings, side: str) -> dict[str, dict[s
 
     The drafter's have the target's embedding and head where an engine holds them again for it.
     """
-    roles, in_blocks = _as_built(inventory, s, side), registry.find(s.engine).weight_layout == "blocks"
-    return {role: _with_sums(s, side, role, sizes) for role, sizes in roles.items()} if in_blocks else roles
+    roles = _as_built(inventory, s, side)
+    return {role: _with_sums(s, side, role, sizes) for role, sizes in roles.items()} if s.in_blocks else roles
 
 
 def _as_built(inventory: Inventory, s: Settings, side: str) -> dict[str, dict[str, int]]:
-    scheme, in_blocks = s.precision.scheme(side), registry.find(s.engine).weight_layout == "blocks"
-    largest = _largest_group(scheme) if in_blocks else None
+    scheme = s.precision.scheme(side)
+    largest = _largest_group(scheme) if s.in_blocks else None
     roles = inventory.weights(side, s.compute(side), scheme, s.tensor_parallel, largest)
     if largest == 0 and "experts" in roles:  # these stay in groups
         in_groups = inventory.weights(side, s.compute(side), scheme, s.tensor_parallel, BLOCK)
         roles["experts"] = in_groups["experts"]
     if s.traits.widens:
         roles |= {role: _widened(inventory, s, side, role, sizes) for role, sizes in roles.items()}
-    if in_blocks:
+    if s.in_blocks:
         for role, size in _widened_once(inventory, side, roles).items():
-            held = {name: n for name, n in roles[role].items() if role == "experts" or name not in FORMATS}
+            held = {name: n for name, n in roles[role].items() if name not in FORMATS}
             roles[role] = held | {"fp32": held.get("fp32", 0) + size}
     if side == "drafter":
         return roles | _borrowed(inventory, s)
-    if in_blocks:
+    if s.in_blocks or s.traits.widens:
         roles |= _tables(inventory, s, roles)
-        if _integer(scheme):
-            roles |= {role: _on_this_processor(sizes) for role, sizes in roles.items() if role != "experts"}
+    if s.in_blocks and _integer(scheme):
+        roles |= {role: _on_this_processor(sizes) for role, sizes in roles.items() if role != "experts"}
     return roles
 
 
@@ -115,7 +120,7 @@ def _with_sums(s: Settings, side: str, role: str, sizes: dict[str, int]) -> dict
 
 def by_output(s: Settings, side: str) -> bool:
     """Whether a build here gives the INT8 layers of a model one scale for each output."""
-    return registry.find(s.engine).weight_layout == "blocks" and _largest_group(s.precision.scheme(side)) == 0
+    return s.in_blocks and _largest_group(s.precision.scheme(side)) == 0
 
 
 def _widened_once(inventory: Inventory, side: str, roles: dict[str, dict[str, int]]) -> dict[str, int]:
@@ -131,32 +136,31 @@ def _widened_once(inventory: Inventory, side: str, roles: dict[str, dict[str, in
 
 
 def _tables(inventory: Inventory, s: Settings, roles: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
-    """Embedding and head of a target on ONNX Runtime.
+    """Embedding and head of a target where tokens are looked up in the file, which is mapped into memory once.
 
-    Both sessions look tokens up in the file, which is mapped into memory once. The head is a matrix of its own, also
-    where it is tied, and has the format of the layers.
+    A tied head is a matrix of its own; on torch only in another dtype. ONNX Runtime's has the format of the layers.
     """
-    scheme = s.precision.scheme("target")
     tables = {"embedding": dict(inventory.stored("target")["embedding"])}
-    if _integer(scheme) or "head" not in roles:
+    if s.in_blocks and (_integer(s.precision.scheme("target")) or "head" not in roles):
         tables["head"] = _target_head(inventory, s)
+    elif "head" not in roles and s.compute("target").replace("fp", "f") not in tables["embedding"]:
+        tables["head"] = roles["embedding"]
     return tables
 
 
 def _borrowed(inventory: Inventory, s: Settings) -> dict[str, dict[str, int]]:
     """What the drafter holds of its target's embedding and head, as a copy of its own."""
-    engine, whole = registry.find(s.engine), inventory.target.vocab_size
-    in_blocks = engine.weight_layout == "blocks"
-    rows = inventory.draft_rows and (inventory.draft_rows if engine.draft_vocabulary else whole)
+    whole, narrowed = inventory.target.vocab_size, registry.find(s.engine).draft_vocabulary
+    rows = inventory.draft_rows and (inventory.draft_rows if narrowed else whole)
     held: dict[str, dict[str, int]] = {}
-    if not s.traits.shares_tables and not in_blocks:
+    if not s.traits.shares_tables and not s.in_blocks:
         held = inventory.weights("borrowed", s.compute("drafter"), None, s.tensor_parallel)
     if s.precision.head is not None:
-        largest = _largest_group(s.precision.head) if in_blocks else None
+        largest = _largest_group(s.precision.head) if s.in_blocks else None
         return held | {"head": _head(inventory, s.precision.head, largest, rows or whole)}
     if 0 < rows < whole:
         return held | {"head": _head(inventory, s.compute("drafter"), None, rows)}
-    if in_blocks and rows:  # the sessions of both models hold the head that they multiply
+    if s.in_blocks and rows:  # the sessions of both models hold the head that they multiply
         held["head"] = _on_this_processor(_target_head(inventory, s))
     return held
 

@@ -62,10 +62,11 @@ class OnnxRuntimeEntry(EngineEntry):
     memory = MemoryTraits(
         compute="fp32",
         runtime_bytes=0,
-        host_bytes=22 << 20,
+        host_bytes=19 << 20,
+        node_bytes=5 << 10,
         prompt_rows=PROMPT_PASS,
         waiting_tokens=2 * PREFILL_CHUNK,
-        score_copies=2,
+        score_copies=(2, 2),
     )
 
     def check(self, precision: Precision | None, weights: Weights, options: None) -> None:

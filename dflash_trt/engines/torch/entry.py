@@ -41,6 +41,7 @@ class TorchEntry(EngineEntry):
         host_bytes=36 << 20,
         expert_kernels={"mxfp4": frozenset(TARGETS)},
         idle_blocks=1,
+        score_copies=(0, 2),
         widens=True,
         linear_kernels=ROUND_TARGET,
         shares_tables=True,

@@ -192,10 +192,12 @@ def _attended(
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
     batch, heads, count, size = q.shape
     grouped = q.reshape(batch, k.shape[1], -1, size)
-    scores = (grouped @ k.transpose(2, 3)).float().reshape(batch, heads, count, -1) * scale
-    scores = scores.masked_fill(~mask, float("-inf"))
+    scores = (grouped @ k.transpose(2, 3)).float().reshape(batch, heads, count, -1)
+    scores = scores.mul_(scale).masked_fill_(~mask, float("-inf"))
     sink = sinks.float()[None, :, None, None].expand(batch, heads, count, 1)
-    shares = torch.cat((scores, sink), -1).softmax(-1)[..., :-1].to(q.dtype)
+    scores = torch.cat((scores, sink), -1)  # no more than two copies of them at a time
+    shares = scores.softmax(-1)[..., :-1].to(q.dtype)
+    del scores
     return (shares.reshape(batch, k.shape[1], -1, shares.shape[-1]) @ v).reshape(q.shape)
 
 
