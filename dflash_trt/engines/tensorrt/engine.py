@@ -59,10 +59,9 @@ class TensorRTEngine(DeviceEngine):
         stream: Any,
         device: torch.device,
         kernels: KernelCache | None = None,
-        graphs: bool = True,
         kinds: Sequence[CacheKind] = (),
     ) -> None:
-        self.graphs = graphs
+        self.graphs = True
         self._trt, self._kernels, self._messages = trt, kernels, Messages()
         self._logger = self._messages.logger(trt)
         self._runtime = trt.Runtime(self._logger)
