@@ -37,9 +37,7 @@ class RoundDone:
 
 
 class Lengths(Protocol):
-    """Chooses what a round drafts and verifies. The choice never changes the committed tokens, only their time (see
-    `acceptance.accept`).
-    """
+    """Chooses what a round drafts and verifies: their time, and no token where docs/decoding.md promises that."""
 
     @property
     def most(self) -> int:
