@@ -25,7 +25,7 @@ from dflash_trt.planning.weights import Settings, by_output, experts_scratch, we
 # In a process whose memory holds the pair, of the tokenizer for each token: SmolLM2's 49,152 tokens, with their merges.
 TOKENIZER_BYTES = 580
 # Nodes of an INT8 layer with one scale for each output, beside its product (graph/channels.py).
-_CHANNEL_NODES = 23
+_CHANNEL_NODES = 10
 # Copies of the rows of an INT8 layer with one scale for each output, as its inputs take two bytes (graph/channels.py).
 _OF_CHANNELS = 2
 

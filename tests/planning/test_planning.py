@@ -509,4 +509,4 @@ def test_a_process_on_the_cpu_holds_its_graphs_and_the_embedding_as_stored(
         monkeypatch.setattr(products, "channels_pay", lambda by_output=by_output: by_output)
         asked = settings(engine="onnxruntime", precision=Precision(target="int8"))
         runtime.append(estimate_memory(inventory, replace(asked, gpu=here)).runtime_bytes)
-    assert runtime[1] - runtime[0] == 5 * 1024 * 23 * 121
+    assert runtime[1] - runtime[0] == 5 * 1024 * 10 * 121
