@@ -101,7 +101,7 @@ def _pair(name: str) -> tuple[str, str | None]:
     else:
         target = make_target(place / "target", **shape, sliding_window=128 if name == "windows" else None)
     if name == "eagle3":
-        return str(target), str(make_eagle3(place / "drafter", target))
+        return str(target), str(make_eagle3(place / "drafter", target, layout="layers.0"))
     return str(target), str(make_drafter(place / "drafter", target, head_dim=64, intermediate=1536))
 
 

@@ -109,7 +109,7 @@ def prepare(args: argparse.Namespace, gpu: Gpu) -> tuple[Inventory, Settings]:
     from dflash_trt.checkpoint.compatibility import check_pair
     from dflash_trt.checkpoint.gguf import is_installed
     from dflash_trt.checkpoint.rules import Quantization
-    from dflash_trt.checkpoint.tensors import Checkpoint, tensor_names
+    from dflash_trt.checkpoint.tensors import Checkpoint, Outline, tensor_names
     from dflash_trt.formats.precision import parse_precision
     from dflash_trt.models.configs import read_drafter_config, read_target_config
     from dflash_trt.models.inventory import take_inventory
@@ -130,10 +130,10 @@ def prepare(args: argparse.Namespace, gpu: Gpu) -> tuple[Inventory, Settings]:
         check_pair(target, drafter)
     drafter = narrow_drafter(args.drafter_window, drafter, engine)
     folders = [source.directory for source in sources if source]
-    there = all(
-        tensor_names(folder) for folder in folders
-    )  # of others, the configurations say what they have
-    inventory = take_inventory(target, drafter, [Checkpoint(folder) for folder in folders] if there else None)
+    read = None
+    if tensor_names(folders[0]):  # else the configuration says what the target has
+        read = [Checkpoint(folders[0]), *map(Outline, folders[1:])]
+    inventory = take_inventory(target, drafter, read)
     stored = [Quantization(folder) for folder in folders]
     quantized = stored[0].algorithm(HEAD) or stored[-1].algorithms
     settings = Settings(

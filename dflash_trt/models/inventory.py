@@ -197,7 +197,7 @@ def _spread(role: str, name: str) -> str:
 def take_inventory(
     target: TargetConfig,
     drafter: DrafterConfig | None,
-    checkpoints: Sequence[Checkpoint] | None = None,
+    checkpoints: Sequence[Checkpoint | Outline] | None = None,
     *,
     family: bool = True,
 ) -> Inventory:
@@ -219,7 +219,7 @@ def take_inventory(
     graphs = {}
     if family:
         graphs["target"] = _size(build_target(target, plain[0], taps, dialect, folder="target"))
-    stored: Sequence[Checkpoint | Outline] = checkpoints or [Outline(folder) for folder in folders]
+    stored = checkpoints or [Outline(folder) for folder in folders]
     tied = target.tie_word_embeddings  # also where a GGUF file's embedding is a quantized head, too
     ignored = [name for name in stored[0].tensors if tied and name.startswith("lm_head.")]
     tensors = {

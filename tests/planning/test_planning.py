@@ -26,6 +26,8 @@ from dflash_trt.planning.gpus import find_gpu, gpus
 from dflash_trt.planning.memory import GIB, arena_bytes, estimate_memory
 from dflash_trt.planning.weights import Settings
 from dflash_trt.quantization.convert import quantize
+from tests.doubles.checkpoints import make_drafter, make_target
+from tests.doubles.kind_checkpoints import make_dflash2, make_eagle3
 
 # Bytes of the target's published safetensors. Only gpt-oss's were compared with a source (OpenAI's GiB).
 PUBLISHED_TARGETS = {
@@ -449,6 +451,19 @@ def test_a_plan_says_what_it_rests_on(tmp_path: Path, capsys: pytest.CaptureFixt
     own = [str(path) for path in known_configs("qwen3-coder-next")]  # files of one's own are not doubted
     main(["plan", "--target", own[0], "--drafter", own[1], *asking])
     assert capsys.readouterr().err == ""
+
+
+def test_a_plan_takes_files_of_every_kind_of_drafter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """EAGLE-3's has a mask of the vocabulary, which no graph reads."""
+    target = make_target(tmp_path / "target")
+    for name, make in (("dflash", make_drafter), ("dflash2", make_dflash2), ("eagle3", make_eagle3)):
+        drafter = make(tmp_path / name, target)
+        words = ("plan", "--target", str(target), "--drafter", str(drafter), "--gpu", "b200", "--json")
+        for engine in ("onnxruntime", "torch", "tensorrt"):
+            assert main([*words, "--engine", engine]) == 0
+            assert json.loads(capsys.readouterr().out)["fits"]
 
 
 def test_a_build_without_weights_says_what_it_rests_on(
