@@ -130,7 +130,7 @@ def prepare(args: argparse.Namespace, gpu: Gpu) -> tuple[Inventory, Settings]:
         check_pair(target, drafter)
     drafter = narrow_drafter(args.drafter_window, drafter, engine)
     folders = [source.directory for source in sources if source]
-    read = None
+    read: list[Checkpoint | Outline] | None = None
     if tensor_names(folders[0]):  # else the configuration says what the target has
         read = [Checkpoint(folders[0]), *map(Outline, folders[1:])]
     inventory = take_inventory(target, drafter, read)
