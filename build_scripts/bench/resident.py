@@ -69,7 +69,7 @@ def main() -> int:
 def _row(
     place: Path, engine: str, pair: str, precision: str | None, length: int, batch: int
 ) -> dict[str, Any]:
-    chosen, (target, drafter) = parse_precision(precision), _pair(pair)
+    chosen, (target, drafter) = parse_precision(precision), _pair(place.parent, pair)
     length = min(
         length,
         read_target_config(Path(target) if drafter else known_configs(pair)[0]).max_position_embeddings,
@@ -90,11 +90,11 @@ def _row(
 
 
 @cache
-def _pair(name: str) -> tuple[str, str | None]:
-    """Target and drafter of a known pair, or of one of noise."""
+def _pair(folder: Path, name: str) -> tuple[str, str | None]:
+    """Target and drafter of a known pair, or of one of noise, which is written to the folder."""
     if name not in NOISE:
         return name, None
-    place = Path(tempfile.mkdtemp()) / name
+    place = folder / name
     shape: dict[str, Any] = {"hidden": 384, "layers": 8, "heads": 6, "head_dim": 64, "intermediate": 1536}
     if name == "hybrid":
         target = make_hybrid(place / "target", hidden_size=384, intermediate_size=1536, num_hidden_layers=8)
@@ -134,16 +134,10 @@ async def _decode(bundle: str, batch: int) -> None:
         vocab, block = (llm.bundle.manifest[name] for name in ("vocab_size", "block_size"))
         prompts = [[(i * vocab // length + j) % vocab for i in range(length)] for j in range(batch)]
         for _ in range(2):
+            lengths = [*[1] * (batch - 1), block]
+            asked = zip(prompts, lengths, strict=True)
             await asyncio.gather(
-                *(
-                    llm.generate(
-                        prompt,
-                        params,
-                        block_length=block if prompt is prompts[-1] else 1,
-                        draft_source="drafter",
-                    )
-                    for prompt in prompts
-                )
+                *(llm.generate(ids, params, block_length=n, draft_source="drafter") for ids, n in asked)
             )
 
 

@@ -218,7 +218,7 @@ def take_inventory(
     taps, dialect = drafter.target_layer_ids if drafter else (), OnnxRuntime()
     graphs = {}
     if family:
-        graphs["target"] = _size(build_target(target, plain[0], taps, dialect, folder="target"))
+        graphs["target"] = _graph_size(build_target(target, plain[0], taps, dialect, folder="target"))
     stored = checkpoints or [Outline(folder) for folder in folders]
     tied = target.tie_word_embeddings  # also where a GGUF file's embedding is a quantized head, too
     ignored = [name for name in stored[0].tensors if tied and name.startswith("lm_head.")]
@@ -232,7 +232,7 @@ def take_inventory(
     if drafter is None:
         return Inventory(target, None, tensors, graphs)
     borrowed = Outline(folders[0], Quantization(folders[0]))
-    graphs["drafter"] = _size(
+    graphs["drafter"] = _graph_size(
         build_drafter(drafter, plain[1], target, borrowed, dialect, folder="drafter", target_folder="target")
     )
     tensors["drafter"] = _as_stored(plain[1], stored[1])
@@ -241,7 +241,7 @@ def take_inventory(
     return Inventory(target, drafter, tensors, graphs)
 
 
-def _size(model: ir.Model) -> GraphSize:
+def _graph_size(model: ir.Model) -> GraphSize:
     def nodes(part: Iterable[ir.Node]) -> int:
         bodies = (model.functions.get(node.op_identifier()) for node in part)
         return sum(1 if body is None else nodes(body) for body in bodies)

@@ -37,7 +37,7 @@ class RoundDone:
 
 
 class Lengths(Protocol):
-    """Chooses what a round drafts and verifies: their time, and no token where docs/decoding.md promises that."""
+    """Chooses what a round drafts and verifies, and so its time. docs/decoding.md says where no token depends on it."""
 
     @property
     def most(self) -> int:
