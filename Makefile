@@ -19,7 +19,7 @@ PIP := -m pip --disable-pip-version-check install --quiet --quiet
 TEST ?= .venv-test
 TORCH := $(shell grep -om1 'torch==[0-9.]*' requirements/test.in)
 ZLAB := $(shell grep -om1 'dflash==[0-9.]*' requirements/test.in)
-EXTRAS := gguf,serve,train,quantize,torch,tensorrt-rtx
+EXTRAS := gguf,serve,train,torch,tensorrt-rtx
 # The versions of Triton that pyproject.toml allows beside the newest, which the tests have.
 TRITONS := 3.6.0 3.7.1 3.8.0
 CLIENTS := langchain litellm pydantic_ai agents codex instructor lm_eval aiperf harmony
