@@ -13,7 +13,7 @@ from typing import Any
 
 from dflash_trt.checkpoint.compressed_tensors import read_compressed_tensors
 from dflash_trt.checkpoint.fields import Fields
-from dflash_trt.checkpoint.integer_words import read_autoround, read_awq, read_gptq
+from dflash_trt.checkpoint.integer_words import read_awq, read_gptq
 from dflash_trt.checkpoint.layouts import GGUF
 from dflash_trt.checkpoint.rules import Quantization, globs, named, optional_names, text_name
 from dflash_trt.errors import show
@@ -25,6 +25,7 @@ QUANT_CONFIG = "hf_quant_config.json"
 SECTIONS = ("quantization_config", "compression_config")  # of config.json; the second in early files
 # Methods that are not read -> how people call them.
 _OTHERS = {
+    "auto-round": "AutoRound's own format, unlike its exports as auto_gptq and auto_awq,",
     "bitsandbytes": "bitsandbytes",
     "hqq": "HQQ",
     "quark": "Quark",
@@ -169,6 +170,5 @@ _READERS: Mapping[str, Callable[[Fields], Quantization]] = {
     "mxfp8": _read_fp8,
     "gptq": read_gptq,
     "awq": read_awq,
-    "auto-round": read_autoround,
     "gguf": _read_gguf,
 }

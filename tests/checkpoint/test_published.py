@@ -143,11 +143,6 @@ CONFIGS: dict[str, tuple[dict[str, Any], str, dict[str, Any] | None]] = {
         "model.language_model.layers.1.mlp.up_proj",
         None,
     ),
-    "AutoRound's block with the file's own prefix": (
-        WORDS["AutoRound"][0] | {"block_name_to_quantize": "language_model.model.layers"},
-        "model.language_model.layers.1.mlp.up_proj",
-        {"name": "AutoRound"},
-    ),
     "floats that a training rounded": ({"q4_0": True}, "model.layers.0.mlp.up_proj", None),
 }
 

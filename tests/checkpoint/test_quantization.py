@@ -52,10 +52,6 @@ INT4 = {
 }
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
-ROUND = {
-    "quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": 128,
-    "block_name_to_quantize": "model.layers",
-}  # fmt: skip
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": [HEAD]}
 GROUPS = "config_groups"
 WEIGHTS, INPUTS = f"{GROUPS}.g.weights", f"{GROUPS}.g.input_activations"
@@ -111,10 +107,6 @@ HONOURED: list[tuple[dict[str, Any], dict[str, Any], str, str | None]] = [
     (GPTQ, {"dynamic": {r"+:.*\.57\..*": {"bits": 8}}}, GATE, "GPTQ"),
     (AWQ, {"modules_to_not_convert": ["mlp"]}, GATE, None),
     (AWQ, {"modules_to_not_convert": ["gate"]}, GATE, "AWQ"),
-    (ROUND, {}, GATE, "AutoRound"),
-    (ROUND, {"block_name_to_quantize": "model.layers.3"}, GATE, None),
-    (ROUND, {"extra_config": {GATE: {"bits": 16}}}, GATE, None),
-    (ROUND, {"extra_config": {r".*mlp\.gate_proj": {"bits": 16}}}, GATE, None),
     (FP8, {}, GATE, "FP8 in blocks"),
     (FP8, {"modules_to_not_convert": ["model.layers.1.mlp.gate"]}, GATE, "FP8 in blocks"),
     (FP8, {"modules_to_not_convert": [GATE]}, GATE, None),
@@ -129,9 +121,6 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (GPTQ, {"desc_act": True}, {"ordered": True, "layout": "gptq"}),
     (GPTQ, {"checkpoint_format": "gptq_v2"}, {"layout": "gptq_v2"}),
     (GPTQ, {"dynamic": {r"+:.*mlp.*": {"bits": 8, "group_size": 32}}}, {"scheme": "int8", "group_size": 32}),
-    (ROUND, {"packing_format": "auto_round"}, {"layout": "gptq_v2"}),
-    (ROUND, {"packing_format": "auto_round:auto_awq"}, {"layout": "awq"}),
-    (ROUND, {"extra_config": {GATE: {"bits": 8}}}, {"scheme": "int8"}),
     (FP8, {"weight_block_size": None, "activation_scheme": "static"}, {"static": True, "group_size": 0}),
     (FP8, {"weight_block_size": [64, 128]}, {"group_rows": 64, "group_size": 128}),
 ]
@@ -164,9 +153,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (AWQ, {"version": "gemv"}, "version is 'gemv', supported is 'gemm'"),
     (AWQ, {"bits": 8}, "bits is 8, supported is 4"),
     (AWQ, {"zero_point": False}, "zero_point is false"),
-    (ROUND, {"packing_format": "auto_round:auto_marlin"}, "packing_format is 'auto_round:auto_marlin'"),
-    (ROUND, {"act_bits": 8}, "act_bits is 8, supported is 16"),
-    (ROUND, {"extra_config": {GATE: {"bits": 3}}}, "bits is 3, supported are 4 and 8"),
+    (GPTQ, {"quant_method": "auto-round"}, "AutoRound's own format, unlike its exports as auto_gptq"),
     (FP8, {"fmt": "e5m2"}, "fmt is 'e5m2', expected 'e4m3'"),
     (FP8, {"expert_dtype": "fp4"}, "expert_dtype is 'fp4'"),
 ]  # fmt: skip

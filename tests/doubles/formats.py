@@ -45,10 +45,6 @@ COMPRESSED: dict[str, dict[str, Any]] = {preset: {preset: LINEAR} for preset in 
 }
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
-ROUND = {
-    "quant_method": "auto-round", "bits": 4, "group_size": GROUP, "sym": False, "data_type": "int",
-    "block_name_to_quantize": "model.layers",
-}  # fmt: skip
 WORDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "GPTQ": (GPTQ, {"method": "gptq"}),
     "GPTQ asymmetric": (GPTQ | {"sym": False}, {"method": "gptq", "symmetric": False}),
@@ -58,9 +54,6 @@ WORDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "GPTQ of 8 bits": (GPTQ | {"bits": 8, "sym": False}, {"method": "gptq", "bits": 8, "symmetric": False}),
     "AWQ": (AWQ, {"method": "awq", "symmetric": False}),
-    "AutoRound, GPTQ": (ROUND | {"packing_format": "auto_round:auto_gptq", "sym": True}, {"method": "gptq"}),
-    "AutoRound": (ROUND | {"packing_format": "auto_round"}, {"method": "gptq_v2", "symmetric": False}),
-    "AutoRound, AWQ": (ROUND | {"packing_format": "auto_round:auto_awq"}, {"method": "awq", "symmetric": False}),
 }  # fmt: skip
 
 
@@ -100,9 +93,6 @@ def stored_as(name: str, source: Path, out: Path, pattern: str = PROJECTIONS) ->
         config, how = WORDS[name]
         if "lm_head" in pattern:
             config = config | {"lm_head": True}
-            config |= {"extra_config": {"lm_head": {"bits": 4}}} if name.startswith("AutoRound") else {}
-        if "fc" in pattern:  # a drafter's layers have no model in front
-            config = config | {"block_name_to_quantize": None}
         return in_words(source, out, config, pattern=pattern, **how)
     if name in OPTIMIZER:
         return _of_model_optimizer(OPTIMIZER[name], source, out, pattern)
