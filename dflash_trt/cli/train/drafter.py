@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from dflash_trt.checkpoint.draft_vocabulary import LEAST
 from dflash_trt.cli.options import add_target, at_least, each, option, share
 from dflash_trt.cli.output import byte_count
 from dflash_trt.cli.train.common import add_questions, check_installed
-from dflash_trt.extras import install
 
 SUMMARY = "train a drafter and measure it regularly"
 
@@ -70,7 +68,6 @@ def run(args: argparse.Namespace) -> int:
     """Train, and print what came of it."""
     check_installed()
     from dflash_trt.building.sources import resolve
-    from dflash_trt.reports import plots
     from dflash_trt.training.evaluation import average, read_history
     from dflash_trt.training.loop import Recipe
     from dflash_trt.training.run import Design
@@ -81,8 +78,6 @@ def run(args: argparse.Namespace) -> int:
     if args.checkpoint:
         given["checkpoint"] = resolve(args.checkpoint, "drafter").directory
     design = Design(**{each.name: given[each.name] for each in fields(Design)})
-    if not plots.available():
-        print(f"there will be no curve, as matplotlib is not installed: {install('plot')}", file=sys.stderr)
     with progress_display() as display:
 
         def report(line: dict[str, Any]) -> None:
@@ -110,8 +105,7 @@ def run(args: argparse.Namespace) -> int:
     if ended < args.steps:
         print(f"{args.out}: ended after step {ended}, as asked; the same command continues from there")
         return 1
-    curve = ", curve in acceptance.svg" if plots.available() else ""
-    print(f"{args.out}: newest weights in checkpoint/, best weights in best/{curve}")
+    print(f"{args.out}: newest weights in checkpoint/, best weights in best/")
     return 0
 
 
