@@ -19,12 +19,11 @@ EXAMPLES = """\
 examples:
   dflash-trt selftest bundles/tiny-rtx
   dflash-trt selftest bundles/tiny-rtx --reference bundles/tiny --report selftest.json
-  dflash-trt selftest bundles/tiny-rtx --reference bundles/tiny --localize selftest.zip
   dflash-trt selftest --kernels
   dflash-trt selftest --first-gpu
 
 --reference is a bundle of the same pair for ONNX Runtime, or for torch in fp32 on the same GPU. Then the numbers are
-compared, too. --localize compares them layer by layer, and packs what a bug report needs into one file.
+compared, too, layer by layer.
 
 --first-gpu needs no bundle. It runs doctor; then the kernels alone, for which torch and Triton are enough, as --kernels
 does; then on torch, and on every other engine that this machine runs, it builds the pairs tiny and tiny-gpt-oss, and
@@ -38,8 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_bundle(parser, nargs="?")
     option(parser, "--reference", "BUNDLE", Path, "the same pair, built with --engine onnxruntime or torch")
     option(parser, "--report", "FILE", Path, default=Path("selftest.json"))
-    option(parser, "--localize", "FILE", Path,
-           "find the first layer that differs from --reference, and write an archive for a bug report")  # fmt: skip
     option(parser, "--first-gpu", "FILE", Path,
            "run every step of a first contact with a GPU, and write this archive (default: first-gpu.zip)",
            nargs="?", const=Path("first-gpu.zip"))  # fmt: skip
@@ -90,8 +87,6 @@ def _first_gpu(archive: Path) -> int:
 def _bundle(args: argparse.Namespace) -> int:
     from dflash_trt.reports.selftest import Selftest
 
-    if args.localize is not None and args.reference is None:
-        args.usage_error("--localize compares layers with another bundle's: give --reference")
     test, failed = Selftest(bundle_of(args).path, args.reference), False
     try:
         for check in test.run(args.report, args.timeout):
@@ -99,9 +94,6 @@ def _bundle(args: argparse.Namespace) -> int:
             row = (check.state, check.name, check.detail or figures or check.proves)
             print_table([row])
             failed |= check.state == "failed"
-        if args.localize is not None:
-            print(f"layers: {test.localize(args.report, args.localize)}")
-            print(f"archive: {args.localize}")
     finally:
         test.close()
     print(f"report: {args.report}")

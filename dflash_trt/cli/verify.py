@@ -33,7 +33,7 @@ Generate from every prompt with and without drafting, and compare the tokens at 
 tree sizes and batch sizes, and with drafts from the text itself alone (lookup). The first difference, if any, is shown
 with the gap between the two logits. Exit code 1 if anything differs.
 
-It begins with the time that it will take. By default it decodes 32 tokens from one prompt of each category.
+By default it decodes 32 tokens from one prompt of each category.
 
 With --widths, no drafter runs. The plain greedy answers are fed to the target again in passes of several rows, beside
 other sequences and after prompts that were read in parts, and every logit is compared bit for bit with plain
@@ -83,9 +83,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print each case or way when it has been compared. Returns 1 if a token differs."""
+    from dflash_trt.decoding.params import SamplingParams
     from dflash_trt.llm import LLM
     from dflash_trt.prompts import read_prompts
-    from dflash_trt.reports.verification import TOP_P, expected_seconds, verify
+    from dflash_trt.reports.verification import TOP_P, verify
 
     prompts = read_prompts(args.prompts, args.limit)
     batches = args.batch_sizes or ([8] if args.widths is not None else [1, 4])
@@ -102,7 +103,10 @@ def run(args: argparse.Namespace) -> int:
             "max_tokens": args.max_tokens,
             "context": args.context,
         }
-        print(f"this takes about {_time(expected_seconds(llm, prompts, **asked))}", file=sys.stderr)
+        for temperature in args.temperatures:  # wrong values are refused before the work
+            SamplingParams(temperature=temperature)
+        for way in asked["ways"]:
+            llm.generate([], **way)
         if not args.json:
             count = "1 prompt" if len(prompts) == 1 else f"{len(prompts)} prompts"
             print(f"{count}, {args.max_tokens} tokens each, top-p {TOP_P} where sampled")
@@ -173,13 +177,6 @@ def _widths(args: argparse.Namespace, prompts: list[Prompt], batch: int) -> int:
     if known and not args.json:
         print(f"exact mode: {known.describe()}")
     return 1 if flips else 0
-
-
-def _time(seconds: float) -> str:
-    """A time in its largest unit: 8 s, 3 min, 1.5 h."""
-    if seconds < 90:
-        return f"{max(seconds, 1):.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def _ways(args: argparse.Namespace, llm: LLM) -> list[DraftingOptions]:

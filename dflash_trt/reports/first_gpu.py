@@ -49,8 +49,7 @@ kernels.json        each kernel's problem, if any, and the speed of a copy in th
 packages.json       installed Python packages and their versions
 *.json, *.txt       what each command printed, and its errors
 bundles/            manifests and logs of the builds; no weights, no plans
-*/selftest.json     the figures of each check
-*/layers.json       the error of every layer, *.npz the first tensors that differ, tokens.json the tokens that were read
+*/selftest.json     the figures of each check, and the error of every layer
 
 There are no prompts but the package's own, no weights and no environment variables. Home directories are written as ~.
 """
@@ -195,7 +194,7 @@ class FirstGPU:
             if step.state != "passed":
                 return
             if references[pair]:
-                report += ["--reference", references[pair], "--localize", str(folder / "selftest.zip")]
+                report += ["--reference", references[pair]]
         yield Step(f"selftest {pair} {name}", ["selftest", bundle, *report])
         yield Step(f"verify {pair} {name}", ["verify", bundle, "--json"])
         yield Step(f"verify {pair} {name} widths", ["verify", bundle, "--widths", "--limit", "2", "--json"])
@@ -247,19 +246,8 @@ class FirstGPU:
                 packed.writestr(name, self._private(json.dumps(document, indent=1) + "\n"))
             for path in sorted(self.work.rglob("*")):
                 name = path.relative_to(self.work).as_posix()
-                if path.suffix == ".zip":
-                    self._unpack(path, name.rpartition("/")[0], packed)
-                elif _sent(name) and path.is_file():
+                if _sent(name) and path.is_file():
                     packed.writestr(name, self._private(self._read(name)))
-
-    def _unpack(self, path: Path, folder: str, packed: zipfile.ZipFile) -> None:
-        """What `--localize` found. The report and the builds' logs in its archive are beside it already."""
-        with zipfile.ZipFile(path) as given:
-            for name in given.namelist():
-                if name.endswith(".npz"):
-                    packed.writestr(f"{folder}/{name}", given.read(name))
-                elif name in ("layers.json", "tokens.json"):
-                    packed.writestr(f"{folder}/{name}", self._private(given.read(name).decode()))
 
     def _private(self, text: str) -> str:
         """The text without this machine's directories and without the values of secrets in the environment."""

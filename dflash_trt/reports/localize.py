@@ -1,4 +1,4 @@
-"""The first layer of a bundle whose numbers differ from ONNX Runtime's, and an archive of it for a bug report.
+"""The first layer of a bundle whose numbers differ from ONNX Runtime's.
 
 Every layer's keys and values are rows of a cache, and both engines keep them. They come from the layer's input, so the
 first layer whose rows differ comes after the fault, or has it in its own projections. No plan needs marks for this, and
@@ -7,19 +7,14 @@ any engine can be asked.
 
 from __future__ import annotations
 
-import io
-import json
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from dflash_trt.decoding.pair import Pair
 from dflash_trt.decoding.widths import cache_rows
-from dflash_trt.files.disk import whole_file
 from dflash_trt.reports.rounding import Limits, centred, deviation
 
 Array = np.ndarray[Any, Any]
@@ -49,7 +44,6 @@ class Localizer:
         self.pair, self.reference, self.limits = pair, reference, limits
         self.compared: list[Compared] = []
         self.first: Compared | None = None
-        self.tensors: tuple[Array, Array] | None = None  # of the first that differs
         self._largest: float | None = None  # of the target's logits
 
     def run(self, stages: Sequence[Stage]) -> None:
@@ -71,13 +65,8 @@ class Localizer:
 
     def describe(self) -> str:
         """The first tensor that differs, and the part of the model that is at fault."""
-        if self.first is None:
-            worst = max(self.compared, key=lambda each: each.error / each.limit)
-            return (
-                f"no layer differs; the largest error is {worst.error:.2g} of the size, {worst.tensor} of the "
-                f"{worst.model}, where rounding explains {worst.limit:.2g}"
-            )
         first = self.first
+        assert first is not None
         return (
             f"{first.stage}: {first.tensor} of the {first.model} differs by {first.error:.2g} of its size, where "
             f"rounding explains {first.limit:.2g}; look at {self.culprit()}"
@@ -122,37 +111,7 @@ class Localizer:
         comparison = Compared(stage, model, tensor, error, self.limits.of(model, tensor))
         self.compared.append(comparison)
         if self.first is None and comparison.wrong:
-            self.first, self.tensors = comparison, (ours, theirs)
-
-
-def write_archive(
-    archive: Path, localizer: Localizer, report: dict[str, Any], tokens: dict[str, list[int]], bundle: Path
-) -> None:
-    """One file with the report, the errors by layer, the tokens, the first tensor that differs, and the plans' logs.
-
-    It has numbers that follow from random tokens, and none of a user's.
-    """
-    with whole_file(archive) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as packed:
-        errors = {
-            "result": localizer.describe(),
-            "first": localizer.first and asdict(localizer.first),
-            "compared": [asdict(each) for each in localizer.compared],
-            "engine": {
-                model: {name: str(dtype) for name, dtype in getattr(engine, "dtypes", {}).items()}
-                for model, engine in (
-                    ("target", localizer.pair.target),
-                    ("drafter", localizer.pair.drafter.engine),
-                )
-            },
-        }
-        for name, content in (("selftest.json", report), ("layers.json", errors), ("tokens.json", tokens)):
-            packed.writestr(name, json.dumps(content, indent=1, default=str) + "\n")
-        if localizer.tensors is not None:
-            data = io.BytesIO()
-            np.savez(data, ours=localizer.tensors[0], reference=localizer.tensors[1])
-            packed.writestr("first.npz", data.getvalue())
-        for log in sorted(bundle.rglob("*.log")):
-            packed.write(log, str(log.relative_to(bundle)))
+            self.first = comparison
 
 
 def _alike(ours: Array, theirs: Array) -> tuple[Array, Array]:

@@ -12,11 +12,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from dflash_trt.errors import DFlashError
 from dflash_trt.files.disk import whole_file
 from dflash_trt.reports.checks import Checks, Figures
 from dflash_trt.reports.environment import describe
-from dflash_trt.reports.localize import write_archive
+from dflash_trt.reports.localize import Compared
 from dflash_trt.reports.subject import Failure, Skip
 
 FORMAT = "dflash-trt selftest"
@@ -69,7 +68,7 @@ class Selftest:
                 result.state, result.detail = "failed", f"{type(error).__name__}: {error}"
             timer.cancel()
             result.seconds = round(perf_counter() - begin, 3)
-            write_report(report, self.header(), done)
+            write_report(report, self.header(), done, self.subject.compared)
             yield result
 
     def header(self) -> dict[str, Any]:
@@ -84,27 +83,17 @@ class Selftest:
         machine = self.header()["machine"]
         return {"dflash_trt": machine["dflash_trt"], "gpus": machine["gpus"], "cpu": machine["cpu"]}
 
-    def localize(self, report: Path, archive: Path) -> str:
-        """What the check `layers` says, in words. Writes the archive of a bug report."""
-        subject = self.subject
-        if subject.localizer is None:
-            raise DFlashError(
-                f"{subject.bundle.path}: did not load, or has no --reference; layers are compared with "
-                "ONNX Runtime's"
-            )
-        tokens = {"prompt": subject.prompt, "block": subject.block}
-        written = json.loads(report.read_text(encoding="utf-8"))
-        write_archive(archive, subject.localizer, written, tokens, subject.bundle.path)
-        return subject.localizer.describe()
-
     def close(self) -> None:
         """Free the bundles."""
         self.subject.close()
 
 
-def write_report(report: Path, header: dict[str, Any], checks: Sequence[Check]) -> None:
+def write_report(
+    report: Path, header: dict[str, Any], checks: Sequence[Check], compared: Sequence[Compared] = ()
+) -> None:
     """Write the report, so that a reader never sees a part of it."""
     content = {"format": FORMAT, **header, "checks": [asdict(check) for check in checks]}
+    content["layers"] = [asdict(each) for each in compared]
     with whole_file(report) as file:
         file.write(json.dumps(content, indent=1, default=str).encode() + b"\n")
 

@@ -16,7 +16,7 @@ from dflash_trt.decoding.request import Request
 from dflash_trt.decoding.widths import cache_rows
 from dflash_trt.engines.base import PREFILL_CHUNK
 from dflash_trt.llm import LLM
-from dflash_trt.reports.localize import Localizer
+from dflash_trt.reports.localize import Compared, Localizer
 from dflash_trt.reports.rounding import Limits, centred, deviation
 
 Array = np.ndarray[Any, Any]
@@ -57,6 +57,11 @@ class Subject:
     def loaded(self) -> bool:
         """Whether the bundle is loaded. Only `integrity` runs without."""
         return self._llm is not None
+
+    @property
+    def compared(self) -> list[Compared]:
+        """What `layers` has compared with the reference."""
+        return [] if self.localizer is None else self.localizer.compared
 
     @property
     def llm(self) -> LLM:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle, islice, zip_longest
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -54,38 +53,6 @@ class Case:
     accepted: float  # the share of them
     mean_acceptance_length: float
     first_difference: Difference | None
-
-
-def expected_seconds(
-    llm: LLM,
-    prompts: Sequence[Prompt],
-    *,
-    temperatures: Sequence[float],
-    ways: Sequence[DraftingOptions],
-    batch_sizes: Sequence[int],
-    max_tokens: int,
-    context: int = 0,
-) -> float:
-    """About the seconds that `verify` takes with these arguments.
-
-    The first prompt is decoded with and without drafts, and all others are taken to be like it. A batch is taken to
-    need as long as its requests one after the other, which it needs at most. Raises UsageError for a temperature or a
-    length that no request may have.
-    """
-    (prompt,), seconds = token_ids(llm, prompts[:1], context), []
-    for temperature in temperatures:
-        SamplingParams(temperature=temperature)
-    for way in ways:
-        llm.generate([], **way)
-    llm.generate(prompt, SamplingParams(max_tokens=2), block_length=llm.block_size)  # first passes are slower
-    for speculate in (False, True):
-        began = perf_counter()
-        llm.generate(
-            prompt, SamplingParams(max_tokens=max_tokens), speculate=speculate, block_length=llm.block_size
-        )
-        seconds.append(perf_counter() - began)
-    plain, drafted = seconds
-    return len(temperatures) * len(prompts) * (plain + len(ways) * len(batch_sizes) * drafted)
 
 
 def chains(block_lengths: Sequence[int | None]) -> list[DraftingOptions]:
