@@ -14,7 +14,7 @@ from dflash_trt.models.inventory import Inventory
 from dflash_trt.planning.gpus import Gpu
 from dflash_trt.planning.memory import MemoryEstimate
 from dflash_trt.planning.weights import Settings
-from dflash_trt.trtllm.entry import MOE_BACKENDS, TensorRTLLMOptions
+from dflash_trt.trtllm.entry import TensorRTLLMOptions
 from dflash_trt.trtllm.targets import DFLASH2, TARGETS, TargetQuantization
 
 # Paths inside the bundle; the launch scripts change to its directory first.
@@ -72,8 +72,6 @@ def expert_choices(
 ) -> Iterator[Choice]:
     """The settings of the target's experts, if it has any."""
     if inventory.target.moe is None:
-        if options.moe_backend is not None:
-            raise UsageError(f"--moe-backend: {inventory.target.path} has no experts; leave it out")
         return
     yield Choice("moe_expert_parallel_size", options.expert_parallel, "as asked (--ep)")
     formats, blackwell = quantization.formats, gpu.sm in (100, 103)
@@ -86,16 +84,6 @@ def expert_choices(
         reason = f"MXFP4 experts on SM{gpu.sm}: reported to run by users, not in NVIDIA's guide"
     elif "nvfp4" in formats and blackwell:
         best, reason = "TRTLLM", "NVFP4 experts on SM100 and SM103"
-    asked = options.moe_backend
-    if asked is not None and asked != best:
-        if asked not in MOE_BACKENDS:
-            raise UsageError(f"--moe-backend is {asked!r}, expected one of: {', '.join(MOE_BACKENDS)}")
-        best, reason = asked, "as asked (--moe-backend)"
-        if asked == "TRTLLM" and not (blackwell and formats):
-            raise UsageError(
-                f"--moe-backend is TRTLLM, which runs quantized experts on SM100 and SM103, but {gpu.product} is "
-                f"SM{gpu.sm}, and the target is in {quantization.name}; leave it out"
-            )
     yield Choice("moe_config.backend", best, reason)
 
 
@@ -146,9 +134,7 @@ def engine_choices(
         yield Choice("format", quantization.name, "of the target, passed on as stored", written=False)
 
 
-def drafting_choices(
-    inventory: Inventory, options: TensorRTLLMOptions, settings: Settings, schedule: dict[int, int]
-) -> Iterator[Choice]:
+def drafting_choices(inventory: Inventory, settings: Settings, schedule: dict[int, int]) -> Iterator[Choice]:
     """The settings of speculative decoding, and the batch sizes that CUDA graphs are captured for."""
     batch, block, drafter = settings.max_batch_size, settings.block_size, inventory.drafter
     sizes = {1, 2, 4, *range(8, batch + 1, 8), batch, *schedule}
@@ -169,8 +155,6 @@ def drafting_choices(
         (not lone, "target_layer_ids", taps, "ascending, as TensorRT-LLM joins the taps"),
         (True, "max_draft_len", block - 1, f"block of {block}, without the anchor"),
         (bool(schedule), "draft_len_schedule", schedule, asked),
-        (options.rejection_sampling, "use_rejection_sampling", True, "a prototype, as asked (--rejection-sampling)"),
-        (options.penalties, "enable_penalty", True, "a prototype, as asked (--penalties)"),
     ]  # fmt: skip
     for written, name, value, reason in rows:
         if written or name == "draft_len_schedule":

@@ -26,10 +26,8 @@ from dflash_trt.decoding.pair import PassRule
 from dflash_trt.decoding.params import FinishReason, RequestOptions, SamplingParams
 from dflash_trt.decoding.request import Emission, Queue, Request
 from dflash_trt.errors import DFlashError, EngineError, RequestError
-from dflash_trt.trtllm.installed import load, read_llm_args
+from dflash_trt.trtllm.installed import load
 
-# The values that ask for none.
-_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _PATIENCE = 0.05  # seconds that a step waits for tokens before it checks cancellations and deadlines
 
 
@@ -64,7 +62,6 @@ class Driver:
         self._eos: tuple[int, ...] = tuple(manifest["eos_token_ids"])
         self._draft_len: int = manifest["block_size"] - 1
         self._source = "drafter" if "drafter" in bundle.roles else "lookup"
-        self._penalties = bool(read_llm_args(bundle)["speculative_config"].get("enable_penalty"))
         self._module, self._llm = load(bundle)
         self.metrics = Metrics()
         self._runs: dict[Request, _Run] = {}
@@ -125,10 +122,10 @@ class Driver:
             raise RequestError(
                 f"{name} is {getattr(params, name)}, which TensorRT-LLM does not support with speculative decoding"
             )
-        if params.penalized and not self._penalties:
+        if params.penalized:
             raise RequestError(
                 "repetition_penalty, presence_penalty and frequency_penalty: TensorRT-LLM refuses penalties with "
-                "speculative decoding unless the bundle is built with --penalties"
+                "speculative decoding"
             )
 
     def submit(self, request: Request) -> None:
@@ -218,7 +215,6 @@ class Driver:
             values |= {"temperature": p.temperature, "top_p": p.top_p}
             if p.top_k:
                 values["top_k"] = p.top_k
-        values |= {name: value for name, off in _PENALTIES.items() if (value := getattr(p, name)) != off}
         return self._module.SamplingParams(**values)
 
     def _answer(self, response: _Response) -> Emission:

@@ -40,10 +40,6 @@ if TYPE_CHECKING:
 # TensorRT-LLM 1.4: _DFLASH_BUDGET_ACTIVATION_RESERVE_BYTES and _SAFETY_FACTOR; the fraction is its default.
 POOL = PagedPool(page=32, fraction=0.9, activation_bytes=6 * GIB, arena_safety=0.70)
 DRAFTER_BACKENDS = ("VANILLA", "TRTLLM", "FA4")
-MOE_BACKENDS = (
-    *("CUTLASS", "CUTEDSL", "CUTEDSL_FC12", "TRTLLM", "DEEPGEMM", "DENSEGEMM", "VANILLA", "TRITON", "MARLIN"),
-    *("MEGAMOE_DEEPGEMM", "MEGAMOE_CUTEDSL"),
-)
 # Architectures with Gated DeltaNet that DFlash was run with: Qwen3.5-4B, Qwen3.5-35B-A3B and Qwen3.6-35B-A3B in
 # TensorRT-LLM's own tests (NVIDIA/TensorRT-LLM#15132, #16914, #18553), Qwen3.8-27B with DFlash2 by a user (#18085).
 HYBRIDS = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
@@ -84,10 +80,6 @@ class TensorRTLLMOptions(EngineOptions):
         default=1,
         metadata=option("--ep", least=1, metavar="N", help="GPUs that share the experts (default: 1)"),
     )
-    gpus_per_node: int | None = field(
-        default=None,
-        metadata=option("--gpus-per-node", least=1, metavar="N", help="default: what such machines have"),
-    )
     max_batch_size: int | None = None
     drafter_attention: str | None = field(
         default=None,
@@ -103,12 +95,6 @@ class TensorRTLLMOptions(EngineOptions):
             "drafter's context (default: compute the whole prompt)",
         ),
     )
-    moe_backend: str | None = field(
-        default=None,
-        metadata=option(
-            "--moe-backend", choices=MOE_BACKENDS, help="of the target's experts (default: by GPU)"
-        ),
-    )
     draft_len_schedule: dict[int, int] | None = field(
         default=None,
         metadata=option(
@@ -117,24 +103,6 @@ class TensorRTLLMOptions(EngineOptions):
             metavar="BATCH:LEN,...",
             help="draft LEN tokens while at most BATCH requests are active, or none: the whole block always (default: "
             "none)",
-        ),
-    )
-    rejection_sampling: bool = field(
-        default=False,
-        metadata=option(
-            "--rejection-sampling",
-            action="store_const",
-            const=True,
-            help="accept drafts of sampled requests by their probabilities (a prototype of TensorRT-LLM)",
-        ),
-    )
-    penalties: bool = field(
-        default=False,
-        metadata=option(
-            "--penalties",
-            action="store_const",
-            const=True,
-            help="let requests have repetition, presence and frequency penalties (a prototype of TensorRT-LLM)",
         ),
     )
 
@@ -227,7 +195,7 @@ class TensorRTLLMEntry(EngineEntry):
                 value = ",".join(f"{key}:{each}" for key, each in value.items()) or "none"
             choices[name] = choice["reason"] if value == "" else f"{value}: {choice['reason']}"
         return {
-            "runs_on": f"{world} x {section['gpu']}, {section['nodes']} node(s), TensorRT-LLM {section['version']}",
+            "runs_on": f"{world} x {section['gpu']}, TensorRT-LLM {section['version']}",
             "memory_per_gpu": section["arithmetic"],
             "room": section["room"],
             "choices": choices,

@@ -261,15 +261,14 @@ def test_experts_stay_as_they_are(tmp_path: Path) -> None:
 def test_the_command_builds(pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = ["build", "--target", str(pair / "target"), "--drafter", str(pair / "drafter"), "--out"]
     options = ["--engine", "tensorrt-llm", "--gpu", "b300", "--tp", "2", "--max-batch-size", "16"]
-    schedule = ["--draft-len-schedule", "4:7,16:2", "--penalties"]
+    schedule = ["--draft-len-schedule", "4:7,16:2"]
     assert main([*base, str(tmp_path / "b"), *options, *schedule]) == 0
     args = yaml.safe_load((tmp_path / "b" / "llm_args.yaml").read_text())
     assert args["speculative_config"]["draft_len_schedule"] == {4: 7, 16: 2}
     assert args["tensor_parallel_size"] == 2
-    assert args["speculative_config"]["enable_penalty"] is True
     said = capsys.readouterr().out
     found = inspect(tmp_path / "b")
-    assert found["runs_on"] == "2 x b300, 1 node(s), TensorRT-LLM 1.4.0rc1"
+    assert found["runs_on"] == "2 x b300, TensorRT-LLM 1.4.0rc1"
     assert found["choices"]["speculative_config.max_draft_len"].startswith("7: block of 8")
     assert "max_batch_size 16: as asked" in said
     assert "speculative_config.draft_len_schedule 4:7,16:2: as asked" in said
