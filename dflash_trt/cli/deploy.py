@@ -63,12 +63,10 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The keyword arguments of `serving.deploy.deploy` that these options give."""
-    given = {
-        name: getattr(args, name) for name in ("max_batch_size", "max_queue", "prefix_cache_bytes", "threads")
-    }
-    given |= {"exact": args.exact and int(args.exact)}
-    return {**given, **drafting_of(args), "stream_interval_ms": args.stream_interval}
+    """The arguments of `AsyncLLM` that these options give."""
+    names = ("max_batch_size", "max_queue", "prefix_cache_bytes", "threads", "exact")
+    given = {name: getattr(args, name) for name in names}
+    return {**given, **drafting_of(args), "stream_interval": args.stream_interval / 1e3}
 
 
 def run(args: argparse.Namespace) -> int:

@@ -161,7 +161,7 @@ def _openai(args: argparse.Namespace) -> int:
         drain=args.drain,
         grace=args.grace,
         prompt_details=args.enable_prompt_tokens_details,
-        engine={name: str(value) for name, value in engine.items() if value is not None},
+        engine={name: value for name, value in engine.items() if value is not None},
         log_level=args.log_level or ("warning" if args.quiet else "info"),
         limit=args.max_batch_size + args.max_queue,
     )

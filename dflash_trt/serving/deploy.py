@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from string import Template
+from typing import Any
 
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.bundle.workspace import workspace
@@ -44,15 +46,10 @@ def deploy(
     name: str | None = None,
     copy: bool = False,
     python: str = "",
-    max_batch_size: int = 8,
-    max_queue: int = 256,
-    prefix_cache_bytes: int = 256 << 20,
     block_length: int | None = None,
     tree_nodes: int | None = None,
-    draft_source: str = "drafter,lookup",
-    stream_interval_ms: int = 50,
-    threads: int | None = None,
-    exact: bool | None = None,
+    draft_source: str | None = None,
+    **options: Any,
 ) -> Path:
     """Write the models `dflash` and `ensemble` into the directory `out`, which must be missing or empty.
 
@@ -61,32 +58,16 @@ def deploy(
 
     copy: whether the repository contains a copy of the bundle, to move it elsewhere, or a link to the bundle.
     python: the interpreter that runs the engine. "" is the interpreter of Triton's Python backend.
-    stream_interval_ms: `AsyncLLM`'s stream_interval, in milliseconds.
-    All other arguments are those of `AsyncLLM`.
+    All other arguments are those of `AsyncLLM`; None stands for its default.
 
-    Returns `out`. Raises DFlashError if a setting is out of range, or `out` is in use.
+    Returns `out`. Raises DFlashError if the bundle cannot draft so, or `out` is in use.
     """
     _check_place(out, name)
-    numbers = {"max_batch_size": (max_batch_size, 1), "max_queue": (max_queue, 0)}
-    numbers |= {"prefix_cache_bytes": (prefix_cache_bytes, 0), "stream_interval_ms": (stream_interval_ms, 0)}
-    for setting, (value, least) in numbers.items():
-        if value < least:
-            raise DFlashError(f"{setting} is {value}, expected {least} or more")
     check_drafting(bundle, block_length, tree_nodes, draft_source)
-    settings = {
-        "name": name or MODEL,
-        "bundle": "bundle",
-        "python": python,
-        "max_batch_size": max_batch_size,
-        "max_queue": max_queue,
-        "prefix_cache_bytes": prefix_cache_bytes,
-        "block_length": block_length or "auto",
-        "tree_nodes": "auto" if tree_nodes is None else tree_nodes,
-        "draft_source": draft_source,
-        "stream_interval_ms": stream_interval_ms,
-        "threads": threads or "",
-        "exact": "" if exact is None else int(exact),
-    }
+    options |= {"block_length": block_length, "tree_nodes": tree_nodes, "draft_source": draft_source}
+    given = json.dumps({key: value for key, value in options.items() if value is not None})
+    # Escaped once more, as a text of the configuration.
+    settings = {"name": name or MODEL, "python": python, "options": json.dumps(given)[1:-1]}
     if name is not None:
         out.mkdir(parents=True, exist_ok=True)
     with workspace(out if name is None else out / name) as place:

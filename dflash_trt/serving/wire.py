@@ -170,8 +170,8 @@ def received(connection: socket.socket) -> Iterator[list[Any]]:
             yield values
 
 
-def command(python: str, connection: socket.socket, settings: Mapping[str, str]) -> list[str]:
-    """The command that starts an engine process. settings: the parameters of config.pbtxt."""
+def command(python: str, connection: socket.socket, settings: Mapping[str, Any]) -> list[str]:
+    """The command that starts an engine process. settings: `AsyncLLM`'s arguments, as JSON has them."""
     return [python, *WORKER, str(connection.fileno()), json.dumps(settings)]
 
 

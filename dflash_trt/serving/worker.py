@@ -2,7 +2,8 @@
 
     python -m dflash_trt.serving.worker FD SETTINGS
 
-FD: the socket. dflash_trt/serving/wire.py says what the lines are. SETTINGS: the parameters of config.pbtxt.
+FD: the socket. dflash_trt/serving/wire.py says what the lines are. SETTINGS: `AsyncLLM`'s arguments as a JSON object,
+and `server`, Triton's process, which ends with this one.
 """
 
 from __future__ import annotations
@@ -57,13 +58,13 @@ def main(arguments: Sequence[str]) -> int:
     settings = json.loads(arguments[1])
     to_stderr(settings.pop("log_level", "warning"))
     bundle = settings.pop("bundle")
-    server, backend = int(settings.pop("server", "0")), os.getppid()
+    server, backend = settings.pop("server", 0), os.getppid()
     if server and is_running(server):  # else it cannot be seen
         threading.Thread(target=_end_after, args=(server, backend), daemon=True).start()
     try:
-        llm = AsyncLLM(bundle, **_options(settings))
+        llm = AsyncLLM(bundle, **settings)
         llm.metrics.collect()  # also says so if prometheus_client is missing
-    except (DFlashError, OSError) as error:
+    except (DFlashError, OSError, TypeError) as error:  # also for an option that there is not
         connection.sendall(wire.line(wire.Ready(fatal=str(error))))
         return 1
     loaded.set()
@@ -102,30 +103,6 @@ def _end_server(server: int) -> None:
     # The second signal is for a server that is the first process of a container: that one no other can kill.
     for number in (signal.SIGKILL, signal.SIGTERM):
         send_signal(server, number)
-
-
-# Parameters that may be auto.
-_AUTO = ("block_length", "tree_nodes")
-
-
-def _options(settings: dict[str, str]) -> dict[str, Any]:
-    """`AsyncLLM`'s arguments, from the parameters in config.pbtxt."""
-    options: dict[str, Any] = {}
-    for name, value in settings.items():
-        if value == "" or (name in _AUTO and value == "auto"):
-            continue
-        if name == "draft_source":
-            options[name] = value
-            continue
-        if not value.isdecimal():
-            expected = "a whole number" + (" or auto" if name in _AUTO else "")
-            raise DFlashError(f"config.pbtxt: parameter {name} is {value!r}, expected {expected}")
-        options[name] = int(value)
-    if "stream_interval_ms" in options:
-        options["stream_interval"] = options.pop("stream_interval_ms") / 1e3
-    if "exact" in options:
-        options["exact"] = bool(options["exact"])
-    return options
 
 
 @dataclass

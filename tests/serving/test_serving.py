@@ -23,7 +23,7 @@ from dflash_trt.errors import DFlashError, UsageError
 from dflash_trt.serving import wire
 from dflash_trt.serving.deploy import container_command, deploy
 from dflash_trt.serving.launch import Addresses, TritonServer, find_server, server_arguments
-from dflash_trt.serving.worker import Worker, _options
+from dflash_trt.serving.worker import Worker
 from tests.api.test_async import prompt
 from tests.decoding.test_faults import Panic
 from tests.doubles.bundles import bundle
@@ -37,17 +37,21 @@ def names(config: str, section: str) -> list[tuple[str, ...]]:
     return re.findall(r'name: "(\w+)" data_type: (\w+) dims: (\[[^]]*\])', body[1])
 
 
+def options_of(config: str) -> dict[str, Any]:
+    """The engine's options in a model's configuration."""
+    (text,) = re.findall(r'key: "options" value \{ string_value: (".*") \}', config)
+    found: dict[str, Any] = json.loads(json.loads(text))
+    return found
+
+
 def test_deploy_writes_a_repository(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "repository"
     options = ["--max-batch-size", "5", "--max-queue", "7", "--block-length", "3"]
     options += ["--prefix-cache-bytes", "1000"]
     assert main(["deploy", str(bundle), "--out", str(out), *options]) == 0
     config = (out / "dflash" / "config.pbtxt").read_text()
-    given = dict(re.findall(r'key: "(\w+)" value \{ string_value: "(.*)" \}', config))
-    assert given == {
-        "bundle": "bundle", "python": "", "max_batch_size": "5", "max_queue": "7", "block_length": "3",
-        "prefix_cache_bytes": "1000", "tree_nodes": "auto", "draft_source": "drafter,lookup",
-        "stream_interval_ms": "50", "threads": "", "exact": "",
+    assert options_of(config) == {
+        "max_batch_size": 5, "max_queue": 7, "block_length": 3, "prefix_cache_bytes": 1000, "stream_interval": 0.05,
     }  # fmt: skip
     assert "${" not in config
     linked = out / "dflash" / "1" / "bundle"
@@ -59,23 +63,16 @@ def test_deploy_writes_a_repository(bundle: Path, tmp_path: Path, capsys: pytest
     options = ["--block-length", "auto", "--stream-interval", "0"]
     assert main(["deploy", str(bundle), "--out", str(tmp_path / "other"), *options]) == 0
     config = (tmp_path / "other" / "dflash" / "config.pbtxt").read_text()
-    assert 'key: "block_length" value { string_value: "auto" }' in config
-    assert 'key: "stream_interval_ms" value { string_value: "0" }' in config
+    assert options_of(config)["stream_interval"] == 0
+    assert "block_length" not in options_of(config)
     copied = deploy(Bundle.open(bundle), tmp_path / "copied", copy=True) / "dflash" / "1" / "bundle"
     assert not copied.is_symlink()
     assert {p.name for p in copied.iterdir()} == {p.name for p in bundle.iterdir()}
 
 
 def test_deploy_refuses_what_could_not_run(bundle: Path, tmp_path: Path) -> None:
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"max_batch_size": 0}, "max_batch_size is 0"),
-        ({"max_queue": -1}, "max_queue is -1"),
-        ({"block_length": 99}, "block_length is 99, expected 1.."),
-        ({"stream_interval_ms": -1}, "stream_interval_ms is -1"),
-    ]
-    for options, message in wrong:
-        with pytest.raises(DFlashError, match=message):
-            deploy(Bundle.open(bundle), tmp_path / "out", **options)
+    with pytest.raises(DFlashError, match=r"block_length is 99, expected 1\.\."):
+        deploy(Bundle.open(bundle), tmp_path / "out", block_length=99)
     assert main(["deploy", str(tmp_path / "nothing"), "--out", str(tmp_path / "out")]) == 1
     assert not (tmp_path / "out").exists()
 
@@ -97,9 +94,9 @@ def request(key: int, prompt: list[int], **params: Any) -> bytes:
 class Engine:
     """The worker, started as the Triton model does."""
 
-    def __init__(self, bundle: Path, **settings: str) -> None:
+    def __init__(self, bundle: Path, **settings: Any) -> None:
         self.socket, theirs = socket.socketpair()
-        arguments = {"bundle": str(bundle), "threads": "1", "block_length": "", **settings}
+        arguments = {"bundle": str(bundle), "threads": 1, **settings}
         command = wire.command(sys.executable, theirs, arguments)
         self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         theirs.close()
@@ -167,7 +164,7 @@ def test_a_text_that_cannot_fit_is_refused_and_one_that_fits_is_told_its_tokens(
 def test_a_stream_gets_a_response_per_round_or_one_per_interval(bundle: Path) -> None:
     got: dict[str, list[dict[str, Any]]] = {}
     for interval in ("0", "1000000000"):
-        engine = Engine(bundle, stream_interval_ms=interval, block_length="auto")
+        engine = Engine(bundle, stream_interval=int(interval))
         engine.file.readline()
         engine.ask(1, prompt(9), max_tokens=60, ignore_eos=True, logprobs=True)
         got[interval] = []
@@ -202,16 +199,14 @@ def test_updates_that_waited_for_each_other_lose_nothing() -> None:
     }  # fmt: skip
 
 
-def test_the_engine_process_says_why_it_cannot_start(tmp_path: Path) -> None:
+def test_the_engine_process_says_why_it_cannot_start(bundle: Path, tmp_path: Path) -> None:
     engine = Engine(tmp_path)
     assert "manifest.json" in json.loads(engine.file.readline())["fatal"]
     assert engine.process.wait(60) == 1
-    for name, value, expected in (
-        ("block_length", "none", "a whole number or auto"),
-        ("max_queue", "-1", "a whole number"),
-    ):
-        with pytest.raises(DFlashError, match=f"parameter {name} is '{value}', expected {expected}"):
-            _options({name: value})
+    for options, expected in (({"max_queue": -1}, "max_queue is -1"), ({"max_que": 4}, "max_que")):
+        engine = Engine(bundle, **options)
+        assert expected in json.loads(engine.file.readline())["fatal"]
+        assert engine.process.wait(60) == 1
 
 
 def test_sigterm_cancels_what_is_in_flight_and_takes_nothing_more(bundle: Path) -> None:

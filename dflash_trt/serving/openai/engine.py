@@ -121,11 +121,11 @@ class _RunningEngine(asyncio.Protocol):
 class EngineProcess:
     """The engine process of one bundle. It is started again when it dies, until `close`.
 
-    settings: `AsyncLLM`'s arguments as texts, as the parameters of config.pbtxt. `key`: of the bundle's manifest.
+    settings: `AsyncLLM`'s arguments. `key`: of the bundle's manifest.
     limit: requests in flight at most. `say`: takes a line about a death or a restart.
     """
 
-    def __init__(self, settings: dict[str, str], *, key: str, limit: int, say: Callable[[str], None]) -> None:
+    def __init__(self, settings: dict[str, Any], *, key: str, limit: int, say: Callable[[str], None]) -> None:
         self._settings, self._key, self.limit, self._say = settings, key, limit, say
         self._numbers = itertools.count(1)
         self._connection: _RunningEngine | None = None

@@ -44,7 +44,7 @@ class ServerSettings:
     drain: seconds from SIGTERM until it takes no more requests; /ready is 503 meanwhile. grace: seconds for requests to
     finish after that. prompt_details: show the number of cached tokens also
     to clients that share a key, or need none.
-    engine: `AsyncLLM`'s arguments as texts. limit: requests in flight at most. log_level: of the server itself; "info"
+    engine: `AsyncLLM`'s arguments. limit: requests in flight at most. log_level: of the server itself; "info"
     logs each request.
     """
 
@@ -63,7 +63,7 @@ class ServerSettings:
     drain: float = 0.0
     grace: float = 30.0
     prompt_details: bool = False
-    engine: dict[str, str] = field(default_factory=dict)
+    engine: dict[str, Any] = field(default_factory=dict)
     limit: int = 264
     log_level: str = "info"
 

@@ -31,7 +31,7 @@ MESSAGE: EngineRequest = {"params": {"max_tokens": 3, "temperature": 0.0}}
 
 def engine_of(bundle: Path, said: list[str]) -> EngineProcess:
     key = Bundle.open(bundle).manifest["key"]
-    return EngineProcess({"bundle": str(bundle), "threads": "1"}, key=key, limit=4, say=said.append)
+    return EngineProcess({"bundle": str(bundle), "threads": 1}, key=key, limit=4, say=said.append)
 
 
 @contextlib.asynccontextmanager

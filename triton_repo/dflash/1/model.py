@@ -45,10 +45,11 @@ class TritonPythonModel:
         """Load the bundle in an engine process."""
         name = args["model_name"]
         given = json.loads(args["model_config"])["parameters"]
-        settings = {key: value["string_value"] for key, value in given.items()}
-        python = settings.pop("python", "") or sys.executable
-        settings["server"] = str(os.getppid())
-        settings["bundle"] = str((Path(pb_utils.get_model_dir()) / settings["bundle"]).resolve())
+        texts = {key: value["string_value"] for key, value in given.items()}
+        python = texts.get("python") or sys.executable
+        settings = json.loads(texts.get("options") or "{}")
+        settings["server"] = os.getppid()
+        settings["bundle"] = str((Path(pb_utils.get_model_dir()) / texts["bundle"]).resolve())
         self.command = python, settings
         self.pending: dict[int, PendingRequest] = {}
         self.lock = threading.Lock()  # guards the following fields, and writing to the engine
