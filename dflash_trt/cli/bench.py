@@ -56,7 +56,6 @@ HEADINGS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is measured, under which loads, and what is printed."""
     add_bundle(parser, "bundles", nargs="+")
     option(parser, "--concurrency", "N,...", each(at_least(1)),
            "closed loops: requests at a time (default: 1,2,4,8,16, or none with --rate)")  # fmt: skip

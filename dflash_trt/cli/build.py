@@ -43,7 +43,6 @@ beside a large head in INT8."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The checkpoints, the bundle's place, its engine, its shape and its weights."""
     add_target(parser)
     option(parser, "--drafter", "NAME_OR_PATH", str,
            "the model that proposes blocks of tokens (default: the target's known drafter)")  # fmt: skip
@@ -76,7 +75,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Build the bundle and describe it."""
     from dflash_trt.building.build import build
     from dflash_trt.building.choice import choose_engine
     from dflash_trt.building.sources import built_in

@@ -42,7 +42,6 @@ COMMANDS = ("/reset", "/system", "/draft", "/stats", "/quit", "/help")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The bundle, the first message, drafting and sampling."""
     add_bundle(parser)
     option(parser, "--system", "TEXT", str, "the system message")
     generate.add_chat_template_arguments(parser)
@@ -52,7 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer line after line until the end of the input."""
     params = generate.sampling_params(args, most=MAX_TOKENS)
     with llm_of(args) as llm:
         conversation = Conversation(llm, params, args)

@@ -37,7 +37,6 @@ It prints the command that serves the repository on loopback. APIs that load cod
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The bundle, the repository, and how the bundle is served from it."""
     add_bundle(parser)
     option(parser, "--out", "REPO", Path, "the repository to write", required=True)
     option(parser, "--name", "NAME", str,
@@ -70,7 +69,6 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the repository, and print the command that serves it."""
     from dflash_trt.serving.deploy import bare_command, deploy
 
     bundle = bundle_of(args)

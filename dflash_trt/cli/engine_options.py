@@ -12,7 +12,6 @@ from dflash_trt.engines.base import EngineOptions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of every engine's builds, in a group for each kind."""
     for kind, engines in registry.names_by_options().items():
         group = parser.add_argument_group(
             kind.title, f"with --engine {' or '.join(engines)}, and --max-batch-size (default: {kind.batch})"

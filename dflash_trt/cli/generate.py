@@ -50,7 +50,6 @@ SAMPLING: dict[str, tuple[type, str, str]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The bundle, the prompt, drafting, sampling, the form of the text, and what is printed."""
     add_bundle(parser)
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt; - or none reads standard input")
     switch(parser, "--chat", "send the prompt as a user message, through the chat template")
@@ -120,7 +119,6 @@ def _form(args: argparse.Namespace) -> StructuredOutputs | None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the text as it comes, or all of it as JSON."""
     if args.system is not None and not args.chat:
         args.usage_error("--system needs --chat")
     if args.chat_template_kwargs and not args.chat:

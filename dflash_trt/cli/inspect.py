@@ -22,13 +22,11 @@ _BYTES = ("files", "size", "weight_bytes", "weight_bytes_by_dtype", "scratch_byt
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The directory, and the form of the output."""
     parser.add_argument("path", type=Path, metavar="PATH", help="a bundle, a target or a drafter directory")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the description, aligned or as JSON."""
     from dflash_trt.reports.inspection import inspect
 
     description = inspect(args.path)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from dflash_trt.cli.options import add_json
 from dflash_trt.cli.output import print_json, print_table
 
 if TYPE_CHECKING:
-    from dflash_trt.checkpoint.catalogue import KnownPair, PublishedDrafter, TargetForm
+    from dflash_trt.checkpoint.catalogue import PublishedDrafter, TargetForm
     from dflash_trt.engines.base import EngineEntry
 
 SUMMARY = "list the known pairs, and published drafters"
@@ -28,7 +29,6 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The name of one, and the form of the output."""
     parser.add_argument(
         "name", nargs="?", metavar="NAME", help="a pair, or a repository of a target or drafter"
     )
@@ -36,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print all pairs and drafters, or all that is known of one."""
     from dflash_trt.checkpoint.catalogue import PAIRS, PUBLISHED
 
     if args.name is not None:
@@ -55,11 +54,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _as_json(drafter: PublishedDrafter) -> dict[str, Any]:
+def _as_json(drafter: PublishedDrafter, form: TargetForm | None = None) -> dict[str, Any]:
+    """form: of its target, if that is not the first one."""
     from dflash_trt.checkpoint.catalogue import pair_of
 
     pair = pair_of(drafter)
-    more = {"publisher": drafter.publisher, "read": drafter.read, "engines": _engines(drafter, None)}
+    more = {"publisher": drafter.publisher, "read": drafter.read, "engines": _engines(drafter, form)}
     return {**dataclasses.asdict(drafter), **more, "pair": None if pair is None else pair.name}
 
 
@@ -86,53 +86,30 @@ def _show(name: str, *, as_json: bool) -> int:
         raise CheckpointError(
             f"{name}: no pair and no drafter in the list has this name{near}; pairs: {NAMES}"
         )
+    form = next((form for form in pair.forms if form.name == pair.name), None) if pair else None
+    known = {"pair": pair and dataclasses.asdict(pair), "drafter": drafter and _as_json(drafter, form)}
     if as_json:
-        known = {"pair": pair and dataclasses.asdict(pair), "drafter": drafter and _as_json(drafter)}
         print_json({**known, "looked_up": LOOKED_UP})
-        return 0
-    print_table([*_pair_rows(pair), *_drafter_rows(drafter, _form(pair)), ("looked up", LOOKED_UP)])
+    else:
+        rows = [row for fields in known.values() if fields for row in _rows(fields)]
+        print_table([*rows, ("looked up", LOOKED_UP)])
     return 0
 
 
-def _pair_rows(pair: KnownPair | None) -> list[tuple[str, str]]:
-    if pair is None:
-        return []
-    own = "comes with the package"
-    form = _form(pair)
-    stored = form.format if form is not None else "MXFP4 experts" if pair.family == "gpt_oss" else "BF16"
-    rows = [
-        *(("name", pair.name), ("target", pair.target_repo or own), ("drafter", pair.drafter_repo or own)),
-        *(("format", stored), ("family", pair.family), ("block", str(pair.block_size)), ("note", pair.note)),
-        *(("mode", text) for text in (pair.warning,) if text),
-        *(("quoted by", text) for text in (pair.source,) if text),
-        *(("nobody confirms", text) for text in (", ".join(pair.unverified),) if text),
-    ]
-    for other in pair.forms:
-        if other is not form:
-            count = f"; {other.downloads:,} downloads in 30 days" if other.downloads else ""
-            why = f": {reason}" if (reason := other.unread) else ""
-            label = f"as {other.name}" if other.name else "not read"
-            rows.append((label, f"{other.repository}: {other.format}{count}{why}"))
-    return rows
-
-
-def _form(pair: KnownPair | None) -> TargetForm | None:
-    """The form of the target that a pair's name stands for, if that is not the first one."""
-    return None if pair is None else next((form for form in pair.forms if form.name == pair.name), None)
-
-
-def _drafter_rows(drafter: PublishedDrafter | None, form: TargetForm | None) -> list[tuple[str, str]]:
-    if drafter is None:
-        return []
-    downloads = f"{drafter.downloads:,} in 30 days" if drafter.downloads else "not stated"
-    engines = _engines(drafter, form)
-    return [
-        *(("published as", drafter.repository), ("for", drafter.target), ("kind", drafter.kind)),
-        *((("format", "that of the library speculators"),) if drafter.speculators else ()),
-        *((("block", str(drafter.block)),) if drafter.block else ()),
-        *(("licence", drafter.licence), ("downloads", downloads)),
-        *((engine, f"no: {why}" if why else "yes") for engine, why in engines.items()),
-    ]
+def _rows(fields: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The fields that say something, and a row for each form of the target and each engine."""
+    for name, value in fields.items():
+        if name == "forms":
+            for form in value:
+                why = f": {form['unread']}" if form["unread"] else ""
+                yield (
+                    f"as {form['name']}" if form["name"] else "not read",
+                    f"{form['repository']}: {form['format']}{why}",
+                )
+        elif name == "engines":
+            yield from ((engine, f"no: {why}" if why else "yes") for engine, why in value.items())
+        elif value not in (None, "", False, ()):
+            yield name.replace("_", " "), ", ".join(value) if isinstance(value, tuple) else str(value)
 
 
 def _engines(drafter: PublishedDrafter, form: TargetForm | None) -> dict[str, str]:

@@ -40,7 +40,6 @@ and its compute capability.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The pair, the GPU, the engine, what is to fit, and what is shown of it."""
     option(parser, "--target", "NAME_OR_PATH", str, "a known pair, or a target's directory")
     option(parser, "--drafter", "PATH", str, "a drafter's directory (default: the target's known drafter)")
     switch(parser, "--no-drafter", "the target alone, as for `build`")

@@ -26,7 +26,6 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The checkpoint, its new format, and the layers that get it."""
     parser.add_argument(
         "checkpoint", metavar="NAME_OR_PATH", help="a known pair or model, or a directory with config.json"
     )
@@ -52,7 +51,6 @@ def _scheme(text: str) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the checkpoint and describe it."""
     from dflash_trt.building.sources import resolve
     from dflash_trt.quantization.convert import quantize
     from dflash_trt.reports.inspection import inspect

@@ -33,7 +33,6 @@ versions, logs and figures into one file to send. Exit code 3 if nothing failed,
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The bundle and its reference, or --first-gpu, and where the findings are written."""
     add_bundle(parser, nargs="?")
     option(parser, "--reference", "BUNDLE", Path, "the same pair, built with --engine onnxruntime or torch")
     option(parser, "--report", "FILE", Path, default=Path("selftest.json"))

@@ -42,7 +42,6 @@ _PORTS = {"grpc_port": 8001, "metrics_port": 8002}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The bundle, where it is served, what belongs to either API, and the engine."""
     add_bundle(parser)
     option(parser, "--api", None, str, "what clients speak", "openai", choices=("openai", "triton"))
     option(parser, "--host", "ADDRESS", str, "address to serve on", "127.0.0.1")
@@ -89,7 +88,6 @@ def _add_openai(openai: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal comes."""
     if not hasattr(os, "geteuid"):
         raise DFlashError("the server's processes need Linux or macOS; on Windows, serve in WSL 2")
 

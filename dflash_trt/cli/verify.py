@@ -58,7 +58,6 @@ WIDTH_COLUMNS = "{:<24}  {:>11}  {:>18}  {:>15}  {:>7}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The bundle, the prompts, and the ways of drafting that are compared."""
     add_bundle(parser)
     add_prompts(parser)
     add_limit(parser, 4)

@@ -221,10 +221,10 @@ def test_pairs_shows_all_of_one(command: Command, monkeypatch: pytest.MonkeyPatc
     assert (pair["kind"], pair["licence"], pair["tensorrt-llm"]) == ("DFlash2", "Apache-2.0", "yes")
     assert pair["as qwen3.8-27b-fp8"].startswith("Qwen/Qwen3.8-27B-FP8: FP8 in blocks")
     form = rows("qwen3.8-27b-nvfp4-unsloth")
-    assert form["target"] == "unsloth/Qwen3.8-27B-NVFP4"
+    assert form["target repo"] == "unsloth/Qwen3.8-27B-NVFP4"
     assert form["tensorrt-llm"].startswith("no: several groups")
     assert rows("incoai/glm-5.3-flash-DFlash2")["onnxruntime"] == "no: the target's family is not read"
-    assert rows("qwen3.5-9b")["nobody confirms"].startswith("drafter.dflash_config.mask_token_id")
+    assert rows("qwen3.5-9b")["unverified"].startswith("drafter.dflash_config.mask_token_id")
     alone = rows("z-lab/MiniMax-M2.5-DFlash")
     assert (alone["tensorrt-llm"], alone["onnxruntime"]) == ("yes", "no: only tensorrt-llm runs the target")
     wrong = command("pairs", "qwen3.8-28b")

@@ -30,7 +30,6 @@ STEPS = {"regenerate": regenerate, "drafter": drafter, "evaluate": evaluate, "ex
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The steps with their options."""
     steps = parser.add_subparsers(title="steps", metavar="STEP", required=True)
     for name, module in STEPS.items():
         text = module.SUMMARY
@@ -55,6 +54,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the step."""
     code: int = args.run_step(args)
     return code

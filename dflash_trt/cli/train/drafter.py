@@ -17,7 +17,6 @@ SUMMARY = "train a drafter and measure it regularly"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the step."""
     add_target(parser, "the model that the drafter is for")
     option(parser, "--data", "FILE", Path, "the answers of `train regenerate`", required=True)
     option(parser, "--out", "DIR", Path, "directory of the run; it is continued", required=True)
@@ -65,7 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, and print what came of it."""
     check_installed()
     from dflash_trt.building.sources import resolve
     from dflash_trt.training.evaluation import average, read_history

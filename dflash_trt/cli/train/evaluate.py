@@ -13,7 +13,6 @@ SUMMARY = "acceptance length of a drafter, by category and position in the block
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the step."""
     add_target(parser, "the model that the drafter is for")
     option(parser, "--drafter", "NAME_OR_PATH", str, "default: the target's known drafter")
     option(parser, "--draft-vocabulary", "FILE", str, "as of build: tokens that may be drafted, or all")
@@ -23,7 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, and print a table or JSON."""
     from dflash_trt.building.sources import find_sources
     from dflash_trt.files.disk import temporary_folder
     from dflash_trt.prompts import natural_prompts

@@ -13,7 +13,6 @@ SUMMARY = "write a drafter for vLLM, SGLang, TensorRT-LLM and others"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the step."""
     add_target(parser, "the model that the drafter is for")
     option(
         parser,
@@ -30,7 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the drafter, and say who will refuse it."""
     check_installed()
     from dflash_trt.building.sources import resolve
     from dflash_trt.training.export import export

@@ -17,7 +17,6 @@ SUMMARY = "let the target answer prompts: the data to train on"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the step."""
     source = parser.add_mutually_exclusive_group(required=True)
     option(source, "--target", "NAME_OR_PATH", str,
            "the target, decoded here without a drafter; with --server: its tokenizer and template")  # fmt: skip
@@ -49,7 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer the prompts that have no answer yet."""
     if (args.server is None) != (args.model is None):
         args.step_error("--server and --model belong together")
     if args.server is not None and args.target is None:
