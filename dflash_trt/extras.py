@@ -9,6 +9,7 @@ _NAME = "dflash-trt"
 _DISTRIBUTIONS = {"yaml": "pyyaml"}  # of modules with another name
 # Packages that single options use.
 _OPTIONS = {
+    "plot": ["matplotlib>=3.8"],
     # It holds a tritonserver, and needs NumPy below 2: an environment of its own.
     "tritonserver": ["nvidia-pytriton>=0.7,<0.8"],
 }

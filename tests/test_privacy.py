@@ -43,7 +43,7 @@ COMMANDS = {
         "doctor",
     ],
     "serve": ["serve BUNDLE --port 0"],
-    "bench": ["bench BUNDLE --requests 2 --concurrency 1 --max-tokens 4"],
+    "bench": ["bench BUNDLE --requests 2 --concurrency 1 --max-tokens 4 --plot bench.svg"],
     "train regenerate": [
         "train regenerate --bundle BUNDLE --prompts PROMPTS --out answers.jsonl --max-tokens 4"
     ],
@@ -53,10 +53,12 @@ COMMANDS = {
     ],
 }
 RUN = "import sys; from dflash_trt.cli import main; sys.exit(max(main(words.split()) for words in sys.argv[1:]))"
-# A place that commands that generate write to; SECURITY.md lists it, too.
+# Places that commands that generate or draw write to; SECURITY.md lists them, too.
+DRAW = ("bench", "train drafter")
 TRAIN = ("train drafter",)
 GENERATE = ("answers", "bench", "serve", "train regenerate")
 TIMES = "~/.cache/dflash-trt/pass-times"
+CHARTS = ("~/.cache/matplotlib", "~/.config/matplotlib", "~/.cache/fontconfig", "/var/cache/fontconfig")
 
 pytestmark = pytest.mark.skipif(not available(), reason="needs Linux with seccomp's user notifications")
 
@@ -146,7 +148,8 @@ def test_commands_send_nothing_and_write_only_what_is_listed(
 ) -> None:
     place, watch = runs[name].result()
     assert watch.sent == []
-    places = [Path(TIMES)] if name in GENERATE else []
+    listed = (*(CHARTS if name in DRAW else ()), *((TIMES,) if name in GENERATE else ()))
+    places = [Path(each) for each in listed]
     allowed = {str(parent) for each in places for parent in each.parents}  # made on the way
     strays = {
         stray for stray in place.strays(watch) - allowed
@@ -161,7 +164,7 @@ def test_every_place_is_listed() -> None:
     text = (ROOT / "SECURITY.md").read_text()
     assert [
         each
-        for each in ("~/.cache/dflash-trt", "pass-times", "torchinductor_USER")
+        for each in (*CHARTS, "~/.cache/dflash-trt", "pass-times", "torchinductor_USER")
         if f"`{each}`" not in text
     ] == []
 

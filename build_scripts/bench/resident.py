@@ -113,7 +113,7 @@ def _planned(
     args = make_parser().parse_args(
         ["plan", *(f"--{name}={value}" for name, value in given.items() if value)]
     )
-    here = Gpu("here", "here", sm=0, memory_bytes=hardware.memory_bytes() or 0, source="")
+    here = Gpu("here", "here", sm=0, memory_bytes=hardware.memory_bytes() or 0, gpus_per_node=1, sources={})
     return round(estimate_memory(*prepare(args, here)).total_bytes / 1e6, 1)
 
 

@@ -72,7 +72,7 @@ def _too_large(
     folders = known_configs(pair.name)
     target = read_target_config(folders[0])
     drafter = None if no_drafter else read_drafter_config(folders[1], target)
-    cpu = Gpu("this machine", "its memory", sm=0, memory_bytes=memory, source="")
+    cpu = Gpu("this machine", "its memory", sm=0, memory_bytes=memory, gpus_per_node=1, sources={})
     settings = Settings(
         engine=engine,
         gpu=cpu,

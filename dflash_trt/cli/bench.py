@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ block drafting, because a round gives several tokens at once.
 EXAMPLES = """\
 examples:
   dflash-trt bench bundles/tiny
-  dflash-trt bench bundles/tiny --concurrency 1,8 --requests 64
+  dflash-trt bench bundles/tiny --concurrency 1,8 --requests 64 --plot tiny.svg
   dflash-trt bench bundles/tiny --rate 20,40 --methods plain,draft
   dflash-trt bench bundles/dflash bundles/eagle3 --concurrency 1     # two drafters of one target
   dflash-trt bench bundles/mine --prompts prompts.jsonl --max-tokens 256 --json
@@ -69,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_prompts(parser)
     add_threads(parser)
     add_exact(parser)
+    option(parser, "--plot", "FILE", Path, "draw throughput and TPOT over the loads, as SVG, PNG or PDF")
     add_json(parser)
 
 
@@ -87,9 +89,11 @@ def _method(text: str) -> str:
 def run(args: argparse.Namespace) -> int:
     """Measure the bundles. Returns 1 if the methods of one differ in a token."""
     from dflash_trt.hardware import processor
+    from dflash_trt.reports import plots
     from dflash_trt.reports.benchmark import Load, bench
     from dflash_trt.runtime import Runtime
 
+    plots.check(args.plot)
     closed = args.concurrency or ([] if args.rate else [1, 2, 4, 8, 16])
     loads = [Load(n) for n in closed] + [Load(max(closed, default=16), rate) for rate in args.rate]
     if len(set(args.bundles)) < len(args.bundles):
@@ -112,6 +116,8 @@ def run(args: argparse.Namespace) -> int:
     first = {method.bundle: i for i, method in reversed(list(enumerate(methods)))}
     same = all(p.outputs == points[first[p.method.bundle]].outputs for points in measured for p in points)
     rows = [point.to_dict() for points in measured for point in points]
+    if args.plot:
+        _plot(args.plot, rows)
     runtimes = {method.bundle: method.runtime for method in methods}
     if args.json:
         sizes = {"requests": args.requests, "max_tokens": args.max_tokens, "same_tokens": same}
@@ -201,3 +207,18 @@ def _row(load: str, figures: dict[str, Any], plain: dict[str, float]) -> tuple[s
 def _milliseconds(value: float) -> str:
     """At most four characters below 10 s, so that the table fits 80 columns."""
     return next((f"{value:.{d}f}" for d in (2, 1) if len(f"{value:.{d}f}") <= 4), f"{value:.0f}")
+
+
+def _plot(file: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Throughput and TPOT over the loads, in the order in which they were given."""
+    from dflash_trt.reports.plots import plot
+
+    panels: dict[str, dict[str, list[tuple[str, float]]]] = {"tokens per second": {}, "TPOT, ms (median)": {}}
+    several = len({row["bundle"] for row in rows}) > 1
+    for row in rows:
+        label = f"{row['bundle']} {row['method']}" if several else row["method"]
+        values = (row["tokens_per_second"], row["tpot_ms"].get("p50", float("nan")))
+        for panel, value in zip(panels.values(), values, strict=True):
+            panel.setdefault(label, []).append((str(row["concurrency"] or f"{row['rate']:g}/s"), value))
+    title = ", ".join(dict.fromkeys(row["bundle"] for row in rows))
+    plot(file, panels, title=title, x="requests at a time, or per second")

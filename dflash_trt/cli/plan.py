@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--drafter-window", "N", at_least(1), "as for `build`")
     option(parser, "--precision", "ROLE=VALUE,...", str, "as for `build`")
     engine_options.add_plan_arguments(parser)
-    switch(parser, "--gpus", "list the GPUs with the source of their memory")
+    switch(parser, "--gpus", "list the GPUs with the source of each figure")
     add_json(parser)
 
 
@@ -199,9 +199,11 @@ def _gpus(args: argparse.Namespace) -> int:
     if args.json:
         print_json({name: asdict(gpu) for name, gpu in gpus().items()})
         return 0
-    rows = [
-        (name, gpu.product, f"SM{gpu.sm}", f"{gpu.memory_bytes / 2**30:.1f} GiB", gpu.source)
-        for name, gpu in gpus().items()
-    ]
-    print_table([("name", "product", "", "memory", "source"), *rows], heading=True)
+    for name, gpu in gpus().items():
+        print(f"{name}: {gpu.product}, SM{gpu.sm}")
+        values = {
+            "memory_mib": f"{gpu.memory_bytes / 2**30:.1f} GiB",
+            "gpus_per_node": f"{gpu.gpus_per_node} per node",
+        }
+        print_table(("", values[key], source) for key, source in gpu.sources.items())
     return 0

@@ -85,6 +85,8 @@ class NumberFormat(ABC):
     even_rows = False  # whether two rows share bytes
     # Compute capabilities with arithmetic in this format. None: weights are widened, which works on every GPU.
     capabilities: tuple[int, ...] | None = None
+    # Model Optimizer's configuration for calibration. None: only the weights are quantized.
+    modelopt_config: str | None = None
     # The number to which a scale of a whole weight or of an input brings the largest one. None: there is no such scale,
     # and inputs are not quantized.
     largest: float | None = None

@@ -30,6 +30,7 @@ class FP8(NumberFormat):
     algorithms = (_STATIC, _BY_ROW, *_IN_BLOCKS, _MXFP8)
     byte_values = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)[:, None]
     capabilities = (89, 90, 100, 103, 110, 120, 121)  # seen with TensorRT-RTX 1.7
+    modelopt_config = "FP8_DEFAULT_CFG"
     largest = E4M3_MAX
     scale_by_row = True
     expanded = "scale"

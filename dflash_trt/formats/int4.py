@@ -32,6 +32,7 @@ class INT4(NumberFormat):
     group_sizes = (128, 64, 32)  # supported by both TensorRT and ONNX Runtime
     even_rows = True
     integer_bits = 4
+    modelopt_config = "INT4_AWQ_CFG"
 
     def forms(self, algorithm: Algorithm, rows: int, columns: int) -> dict[str, Form]:
         """weight, with two rows or two columns in a byte, and weight_scale [rows, groups]."""

@@ -39,6 +39,7 @@ class NVFP4(NumberFormat):
     group_sizes = (BLOCK,)
     scale_bytes = 1
     capabilities = (100, 103, 110, 120, 121)  # seen with TensorRT-RTX 1.7
+    modelopt_config = "NVFP4_DEFAULT_CFG"
     largest = E2M1_MAX * E4M3_MAX
     expanded = "global_scale"
 

@@ -1,9 +1,10 @@
-"""The GPUs that can be planned for, with the source of their memory (gpus.json)."""
+"""The GPUs that can be planned for, with the source of each figure (gpus.json)."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,27 +21,29 @@ class Gpu:
 
     memory_bytes: all memory, as nvidia-smi shows it.
     sm: its compute capability, 89 for 8.9.
-    source: of its memory.
+    sources: the source of each figure, by its name in gpus.json.
     """
 
     name: str
     product: str
     sm: int
     memory_bytes: int
-    source: str
+    gpus_per_node: int
+    sources: Mapping[str, str]
 
 
 def gpus() -> dict[str, Gpu]:
     by_name = {}
     for name, row in json.loads(_TABLE.read_text(encoding="utf-8")).items():
         major, minor = row["compute_capability"].split(".")
-        mib, source = row["memory_mib"]
+        (mib, memory_source), (per_node, node_source) = row["memory_mib"], row["gpus_per_node"]
         by_name[name] = Gpu(
             name=name,
             product=row["product"],
             sm=10 * int(major) + int(minor),
             memory_bytes=mib << 20,
-            source=source,
+            gpus_per_node=per_node,
+            sources={"memory_mib": memory_source, "gpus_per_node": node_source},
         )
     return by_name
 
@@ -72,7 +75,9 @@ def gpu_here() -> Gpu | None:
     mib, capability = (gpu.get(name, "").partition(" ")[0] for name in ("memory.total", "compute_cap"))
     if not mib.isdigit() or not capability.replace(".", "").isdigit():
         return None
-    return Gpu(gpu["name"], gpu["name"], int(capability.replace(".", "")), int(mib) << 20, "nvidia-smi")
+    sources = dict.fromkeys(("memory_mib", "gpus_per_node"), "nvidia-smi")
+    sm, count = int(capability.replace(".", "")), len(here)
+    return Gpu(gpu["name"], gpu["name"], sm, int(mib) << 20, count, sources)
 
 
 def _letters(name: str) -> str:
@@ -107,5 +112,6 @@ def _own(text: str) -> Gpu:
         product="a GPU by its figures",
         sm=int(sm),
         memory_bytes=int(given["memory"] * 2**30),
-        source="as given with --gpu",
+        gpus_per_node=1,
+        sources=dict.fromkeys(("memory_mib", "gpus_per_node"), "as given with --gpu"),
     )

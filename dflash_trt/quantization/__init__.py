@@ -1,1 +1,1 @@
-"""Quantize checkpoints, with scales from the weights alone."""
+"""Quantize checkpoints, with scales from the weights alone, or calibrated by Model Optimizer."""

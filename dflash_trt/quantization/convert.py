@@ -1,7 +1,7 @@
 """Quantize the linear layers of a checkpoint, in the format of NVIDIA's Model Optimizer.
 
 Only the weights are read, and their scales come from their own magnitudes. Scales of activations are computed in each
-pass.
+pass; those of a calibration are Model Optimizer's (modelopt.py).
 """
 
 from __future__ import annotations

@@ -42,9 +42,9 @@ def in_precision(
 
     New checkpoints are written to `folder`.
 
-    `layout`: how the engine reads quantized weights. An engine of blocks multiplies the head in them too: the target's
-    gets its scheme. `draft_tokens`: the drafter's own head has the rows of these tokens only. The target's head is not
-    quantized then.
+    Scales come from the weights alone; calibrated ones are made before, by `quantize --calibration`. `layout`: how the
+    engine reads quantized weights. An engine of blocks multiplies the head in them too: the target's gets its scheme.
+    `draft_tokens`: the drafter's own head has the rows of these tokens only. The target's head is not quantized then.
 
     Raises BuildError where a checkpoint is quantized already, otherwise than asked.
     """

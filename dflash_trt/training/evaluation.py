@@ -12,6 +12,7 @@ from typing import Any
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.results import Statistics
 from dflash_trt.prompts import Prompt
+from dflash_trt.reports import plots
 from dflash_trt.text.tokenizer import Tokenizer
 
 ALL = "all"
@@ -103,3 +104,17 @@ def read_history(file: Path) -> dict[int, dict[str, Any]]:
     """Earlier evaluations: step -> figures. An incomplete line after a kill is left out."""
     lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.exists() else []
     return {entry["step"]: entry["figures"] for entry in map(json.loads, lines)}
+
+
+def draw_curve(history: Mapping[int, Mapping[str, Any]], file: Path) -> None:
+    """Draw the acceptance length over the steps, a line per category and their mean, if matplotlib is installed.
+    history: step -> figures.
+    """
+    if not plots.available():
+        return
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for step, figures in history.items():
+        lengths = {name: part["acceptance_length"] for name, part in figures.items() if name != ALL}
+        for name, length in {**lengths, "mean": average(figures)}.items():
+            lines.setdefault(name or "others", []).append((step, length))
+    plots.plot(file, {"tokens per pass": lines}, title="Held-out prompts, whole blocks", x="training step")

@@ -1,7 +1,7 @@
-"""A complete training run in a folder: from data and drafter to checkpoints, figures and a model card.
+"""A complete training run in a folder: from data and drafter to checkpoints, a curve and a model card.
 
 OUT/checkpoint/     the newest weights            OUT/best/      the weights with the longest acceptance so far
-OUT/evaluation.jsonl   what it measured            OUT/held_out.jsonl  the prompts that it is measured with
+OUT/evaluation.jsonl, OUT/acceptance.svg          OUT/held_out.jsonl  the prompts that it is measured with
 OUT/log.jsonl, OUT/recipe.json, OUT/drafter.json, OUT/state/
 """
 
@@ -31,7 +31,7 @@ from dflash_trt.training import checkpoint as drafters
 from dflash_trt.training.answers import Answer, digest, hold_out, read_answers, summary, write_prompts
 from dflash_trt.training.batches import Batches
 from dflash_trt.training.dflash2 import DFlash2Drafter
-from dflash_trt.training.evaluation import Questions, average, measure, read_history
+from dflash_trt.training.evaluation import Questions, average, draw_curve, measure, read_history
 from dflash_trt.training.export import model_card
 from dflash_trt.training.loop import Recipe, make_accelerator, train
 from dflash_trt.training.model import DrafterModel
@@ -178,6 +178,7 @@ class _Keeper:
         best = max(map(average, history.values()), default=0.0)
         with (out / "evaluation.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "figures": figures}) + "\n")
+        draw_curve(history | {step: figures}, out / "acceptance.svg")
         (out / "checkpoint" / "README.md").write_text(self.card(step, figures), encoding="utf-8")
         if average(figures) > best:
             with whole_folder(out / "best") as best_so_far:

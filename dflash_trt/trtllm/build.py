@@ -135,8 +135,12 @@ def launch_files(configuration: Configuration) -> dict[str, str]:
     world = c.llm_args["tensor_parallel_size"]
     header = f"# TensorRT-LLM {VERSION} on {world} x {c.gpu.product}; dflash-trt inspect has the reasons.\n"
     files = {"llm_args.yaml": header + yaml.safe_dump(c.llm_args, sort_keys=False)}
+    values = {"WORLD": world, "NODES": c.nodes, "GPUS_PER_NODE": c.gpus_per_node, "CONTAINER": CONTAINER}
     for template in sorted(_SCRIPTS.iterdir()):
-        files[f"launch/{template.name}"] = template.read_text().replace("@CONTAINER@", CONTAINER)
+        text = template.read_text()
+        for key, value in values.items():
+            text = text.replace(f"@{key}@", str(value))
+        files[f"launch/{template.name}"] = text
     return files
 
 

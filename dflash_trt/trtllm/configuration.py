@@ -40,6 +40,8 @@ class Configuration:
     llm_args: dict[str, Any]
     choices: tuple[Choice, ...]
     memory: MemoryEstimate
+    nodes: int
+    gpus_per_node: int
 
 
 def configure(
@@ -64,6 +66,7 @@ def configure(
         block_size=block_size,
         **memory_settings(inventory, options, quantization),
     )
+    gpus_per_node, nodes = _nodes(options, gpu)
     memory, batch = _batch(inventory, settings, options)
     settings = replace(settings, max_batch_size=batch.value)
     schedule = _schedule(options, block_size - 1)
@@ -71,6 +74,7 @@ def configure(
     choices = (
         Choice("tensor_parallel_size", options.tensor_parallel, "as asked (--tp)"),
         Choice("pipeline_parallel_size", 1, "speculative decoding runs on one stage only"),
+        Choice("gpus_per_node", gpus_per_node, f"of {nodes} node(s)"),
         batch,
         *engine_choices(inventory, quantization, memory, settings, reuse),
         *expert_choices(inventory, options, gpu, quantization),
@@ -79,7 +83,7 @@ def configure(
         *warnings(inventory, gpu, schedule),
     )
     args = _nested(choice for choice in choices if choice.written)
-    return Configuration(gpu, args, choices, memory)
+    return Configuration(gpu, args, choices, memory, nodes, gpus_per_node)
 
 
 def memory_settings(
@@ -117,6 +121,17 @@ def _nested(choices: Iterable[Choice]) -> dict[str, Any]:
             place = place.setdefault(section, {})
         place[field] = choice.value
     return args
+
+
+def _nodes(options: TensorRTLLMOptions, gpu: Gpu) -> tuple[int, int]:
+    per_node = options.gpus_per_node or gpu.gpus_per_node
+    world = options.tensor_parallel
+    if world > per_node and world % per_node:
+        raise UsageError(
+            f"--tp is {world}, but a node has {per_node} GPUs: whole nodes are needed, so a multiple of {per_node} "
+            "(--gpus-per-node says otherwise)"
+        )
+    return min(per_node, world), max(1, world // per_node)
 
 
 def _check_parallel(
@@ -218,6 +233,8 @@ def describe(configuration: Configuration) -> dict[str, Any]:
     return {
         "version": VERSION,
         "gpu": c.gpu.name,
+        "nodes": c.nodes,
+        "gpus_per_node": c.gpus_per_node,
         "choices": [{"name": x.name, "value": x.value, "reason": x.reason} for x in c.choices],
         "memory": c.memory.to_dict(),
         "arithmetic": c.memory.arithmetic(),

@@ -80,6 +80,10 @@ class TensorRTLLMOptions(EngineOptions):
         default=1,
         metadata=option("--ep", least=1, metavar="N", help="GPUs that share the experts (default: 1)"),
     )
+    gpus_per_node: int | None = field(
+        default=None,
+        metadata=option("--gpus-per-node", least=1, metavar="N", help="default: what such machines have"),
+    )
     max_batch_size: int | None = None
     drafter_attention: str | None = field(
         default=None,
@@ -195,7 +199,7 @@ class TensorRTLLMEntry(EngineEntry):
                 value = ",".join(f"{key}:{each}" for key, each in value.items()) or "none"
             choices[name] = choice["reason"] if value == "" else f"{value}: {choice['reason']}"
         return {
-            "runs_on": f"{world} x {section['gpu']}, TensorRT-LLM {section['version']}",
+            "runs_on": f"{world} x {section['gpu']}, {section['nodes']} node(s), TensorRT-LLM {section['version']}",
             "memory_per_gpu": section["arithmetic"],
             "room": section["room"],
             "choices": choices,

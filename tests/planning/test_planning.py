@@ -356,7 +356,8 @@ def test_what_does_not_fit_says_so_with_the_sum() -> None:
 def test_every_figure_of_the_table_has_a_source() -> None:
     assert {"h100", "b200", "rtx-4090", "dgx-spark"} <= set(gpus())
     for gpu in gpus().values():
-        assert len(gpu.source) > 5
+        assert set(gpu.sources) == {"memory_mib", "gpus_per_node"}
+        assert all(len(text) > 5 for text in gpu.sources.values())
         assert gpu.sm in (80, 86, 89, 90, 100, 103, 120, 121)
 
 

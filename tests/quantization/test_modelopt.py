@@ -23,7 +23,9 @@ from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.checkpoint.widening import widen
 from dflash_trt.checkpoint.writer import copy_beside
 from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
+from dflash_trt.errors import BuildError
 from dflash_trt.quantization.convert import quantize
+from dflash_trt.quantization.modelopt import calibration_set, quantize_with_modelopt
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.family_checkpoints import make_qwen3_moe
 
@@ -199,6 +201,27 @@ def test_quantizing_without_data_gives_the_same_bytes(
             assert ours.array(name).tobytes() == theirs.array(name).tobytes()
 
 
+@pytest.mark.parametrize(("scheme", "algorithm"), [("fp8", "FP8"), ("int4", "W4A16_AWQ")])
+def test_calibrating_with_model_optimizer(
+    pair: tuple[Path, Path], tmp_path: Path, scheme: str, algorithm: str
+) -> None:
+    prompts = [ids[:32] for ids in calibration_set(pair[0], None)[:2]]
+    out = quantize_with_modelopt(pair[0], tmp_path / "out", scheme, prompts, exclude=["model.layers.0.*"])
+    checkpoint = Checkpoint(out)
+    assert checkpoint.quantization.name == algorithm
+    stored = [stored_linear(checkpoint, layer, HIDDEN, outputs(layer)) for layer in LAYERS]
+    assert [s is not None for s in stored] == [".1." in layer for layer in LAYERS]
+    down = stored[-1]
+    assert down is not None
+    w, found = Checkpoint(pair[0]).array(down.weight.name).astype(np.float32), widen(checkpoint, down)
+    if scheme == "int4":
+        assert down.pre_quant_scale is not None
+        found = found * checkpoint.array(down.pre_quant_scale.name).astype(np.float32)
+    else:
+        assert down.input_scale is not None
+    assert np.linalg.norm(found - w) < {"fp8": 0.03, "int4": 0.15}[scheme] * np.linalg.norm(w)
+
+
 def test_mxfp8_is_read_to_the_same_numbers(pair: tuple[Path, Path], tmp_path: Path) -> None:
     """Its simulation runs on CUDA only, so the file is made of its tensor class and the fields that it exports."""
     copytree(pair[0], tmp_path / "exported")
@@ -266,3 +289,28 @@ def test_experts_are_read_to_the_same_numbers(moe: tuple[Path, Path], tmp_path: 
         plain = logits_of(moe[0], moe[1], tmp_path / "plain")
         assert np.linalg.norm(ours - expected) < 0.03 * np.linalg.norm(expected)
         assert np.linalg.norm(ours - expected) < np.linalg.norm(plain - expected) / 2
+
+
+def test_calibrating_experts_with_model_optimizer(moe: tuple[Path, Path], tmp_path: Path) -> None:
+    """One token reaches two of the experts, but all get its scale. Down projections can stay unquantized."""
+    prompts = [[5]]
+    theirs = Checkpoint(quantize_with_modelopt(moe[0], tmp_path / "theirs", "fp8", prompts))
+    assert len(experts_of(theirs)) == 2 * 3 * EXPERTS
+    for name in ("gate", "up", "down"):
+        scales = [f"model.layers.0.mlp.experts.{e}.{name}_proj.input_scale" for e in range(EXPERTS)]
+        assert len({theirs.array(scale).item() for scale in scales}) == 1
+    kept = quantize_with_modelopt(
+        moe[0], tmp_path / "kept", "fp8", prompts, exclude=["*.experts.*.down_proj"]
+    )
+    layer, found = "model.layers.1.mlp.experts.0", Checkpoint(kept)
+    assert stored_linear(found, f"{layer}.up_proj", HIDDEN, INNER) is not None
+    assert stored_linear(found, f"{layer}.down_proj", INNER, HIDDEN) is None
+    bundle = build(str(kept), str(moe[1]), tmp_path / "bundle")
+    assert bundle.manifest["quantization"]["target"] == "FP8"
+    for scheme, exclude, message in (
+        ("int4", [], "cannot export experts from AWQ"),
+        ("fp8", ["*.experts.*.up_proj"], "quantizes gate and up as one"),
+    ):
+        with pytest.raises(BuildError, match=message):
+            quantize_with_modelopt(moe[0], tmp_path / "out", scheme, prompts, exclude=exclude)
+    assert not (tmp_path / "out").exists()

@@ -195,6 +195,25 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     out = tmp_path / "drafter"
     assert main(["quantize", "tiny", "--role", "drafter", "--scheme", "nvfp4", "--out", str(out)]) == 0
     assert "drafter, NVFP4" in capsys.readouterr().out
+    for source, scheme, said in (
+        (str(TINY / "drafter"), "fp8", "--calibration is for targets"),
+        ("tiny", "int8", "quantizes weights only"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(
+                [
+                    "quantize",
+                    source,
+                    "--scheme",
+                    scheme,
+                    "--out",
+                    str(tmp_path / "x"),
+                    "--calibration",
+                    "shipped",
+                ]
+            )
+        assert ended.value.code == 2
+        assert said in capsys.readouterr().err
 
 
 LAYER = "model.layers.0.mlp.up_proj"

@@ -1,4 +1,4 @@
-"""The benchmark's loads, figures, table and JSON, for small random pairs."""
+"""The benchmark's loads, figures, table, JSON and plot, for small random pairs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 from dflash_trt.building.build import build
 from dflash_trt.decoding.metrics import quantiles
 from dflash_trt.decoding.params import RequestOptions
+from dflash_trt.errors import DFlashError
+from dflash_trt.reports import plots
 from dflash_trt.reports.benchmark import Load, Method, MethodPoint, bench
 from dflash_trt.runtime import Runtime
 from tests.doubles.checkpoints import make_drafter, make_target
@@ -102,9 +104,10 @@ def test_an_open_loop_counts_from_the_arrival(runtime: Runtime) -> None:
     assert point.to_dict()["rate"] == 400
 
 
-def test_the_command(bundle: Path, command: Command) -> None:
+def test_the_command(bundle: Path, tmp_path: Path, command: Command) -> None:
+    plotted = tmp_path / "load.png"
     loads = ("--requests", "6", "--max-tokens", "8", "--concurrency", "1,2", "--rate", "300")
-    options = ("bench", bundle, *loads, "--block-length", "5")
+    options = ("bench", bundle, *loads, "--plot", plotted, "--block-length", "5")
     shown = command(*options)
     assert shown.code == 0
     lines = shown.out.splitlines()
@@ -114,6 +117,7 @@ def test_the_command(bundle: Path, command: Command) -> None:
         [load, method] for load in ("1", "2", "300/s") for method in ("plain", "draft", "adaptive", "tree")
     ]
     assert shown.err.splitlines() == [f"load {load} ..." for load in ("1", "2", "300/s")]
+    assert plotted.read_bytes().startswith(b"\x89PNG")
     document = command(*options, "--json").json
     assert document["same_tokens"] is True
     assert document["bundles"][str(bundle)]["fixed_block_length"] == 5
@@ -134,6 +138,17 @@ def test_several_bundles_take_turns_and_share_one_table(bundles: list[Path], com
     rows = [line.split()[:3] for line in command("bench", *bundles, *asked).out.splitlines()[-4:]]
     assert rows == [["2", *each] for each in expected]
     assert command("bench", bundles[0], bundles[0]).code == 2
+
+
+def test_a_plot_is_refused_before_the_work(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    for wrong in ("missing/load.svg", "load.xyz"):
+        refused = command("bench", bundle, "--plot", tmp_path / wrong)
+        assert (refused.code, f"--plot {tmp_path / wrong}: " in refused.err) == (1, True)
+    monkeypatch.setattr(plots, "available", lambda: False)
+    with pytest.raises(DFlashError, match="matplotlib"):
+        plots.check(tmp_path / "load.svg")
 
 
 def test_the_cost_of_exact_mode(

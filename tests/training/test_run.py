@@ -222,6 +222,7 @@ def test_a_short_training_makes_drafts_longer(answers: Path, tmp_path: Path) -> 
     assert (
         f"math {figures['math']['acceptance_length']:.2f}" in (out / "checkpoint" / "README.md").read_text()
     )
+    assert "<svg" in (out / "acceptance.svg").read_text()
     with pytest.raises(DFlashError, match=r"layer_types is .*choose another --out"):
         run(TARGET, "tiny", answers, out, Design(layers=3), recipe, held_out=held_out)
 
@@ -293,12 +294,16 @@ def test_the_command_trains_and_measures(
     out = str(tmp_path / "run")
     sizes = ["--batch-size", "4", "--anchors", "4", "--layers", "1", "--max-length", "160"]
     command = [*f"train drafter --target tiny --data {answers} --out {out}".split(), *sizes, *asking]
-    assert main([*command, "--steps", "2"]) == 0
+    with pytest.MonkeyPatch.context() as without:
+        without.setattr("dflash_trt.reports.plots.find_spec", lambda name: None)
+        assert main([*command, "--steps", "2"]) == 0
     printed, told = capsys.readouterr()
     assert "{" not in printed + told  # no JSON in a terminal
     assert "train ...\n" in told
+    assert "matplotlib is not installed: pip install" in told  # at once, not after hours
     assert "tokens per pass before the first step, and at best " in printed
     assert "newest weights in checkpoint/" in printed
+    assert "acceptance.svg" not in printed
     assert (
         main(["train", "evaluate", "--target", "tiny", "--drafter", f"{out}/checkpoint", "--json", *asking])
         == 0

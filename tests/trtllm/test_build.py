@@ -268,7 +268,7 @@ def test_the_command_builds(pair: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert args["tensor_parallel_size"] == 2
     said = capsys.readouterr().out
     found = inspect(tmp_path / "b")
-    assert found["runs_on"] == "2 x b300, TensorRT-LLM 1.4.0rc1"
+    assert found["runs_on"] == "2 x b300, 1 node(s), TensorRT-LLM 1.4.0rc1"
     assert found["choices"]["speculative_config.max_draft_len"].startswith("7: block of 8")
     assert "max_batch_size 16: as asked" in said
     assert "speculative_config.draft_len_schedule 4:7,16:2: as asked" in said

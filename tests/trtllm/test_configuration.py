@@ -85,7 +85,9 @@ def test_every_configuration_is_valid_for_every_pair_and_parallelism(
     valid = 0
     for (name, pair), (tp, ep) in product(pairs.items(), PARALLEL):
         target, drafter = pair[0].target, pair[0].drafter
-        found, refusal = attempt(pair, gpu, {"tensor_parallel": tp, "expert_parallel": ep})
+        found, refusal = attempt(
+            pair, gpu, {"tensor_parallel": tp, "expert_parallel": ep, "gpus_per_node": 8}
+        )
         if found is None:
             heads = any(
                 c.num_attention_heads % tp or (c.num_key_value_heads % tp and tp % c.num_key_value_heads)
@@ -131,7 +133,7 @@ def check_rules(found: Configuration, inventory: Inventory, tp: int, ep: int) ->
     assert cache.get("use_kv_cache_manager_v2", False) == windows
     assert "max_attention_window" not in cache  # version 2 of the manager reads it from config.json
     assert args["pipeline_parallel_size"] == 1
-    assert args["tensor_parallel_size"] == tp
+    assert args["tensor_parallel_size"] == tp == found.nodes * found.gpus_per_node
     assert ("moe_config" in args) == (inventory.target.moe is not None)
     assert args.get("moe_expert_parallel_size", 1) == ep
     graphs = args["cuda_graph_config"]["batch_sizes"]
@@ -256,6 +258,7 @@ def test_quantized_targets_are_planned_as_such(pairs: dict[str, Pair], tmp_path:
         ("gpt-oss-20b", "rtx-pro-6000", {"tensor_parallel": 2, "expert_parallel": 2}, "no expert-parallel path"),
         ("gpt-oss-20b", "b200", {"tensor_parallel": 3}, "64 attention heads and 8 key-value heads"),
         ("gpt-oss-20b", "b200", {"tensor_parallel": 0}, "expected 1 or more"),
+        ("gpt-oss-20b", "b200", {"tensor_parallel": 16, "gpus_per_node": 3}, "a multiple of 3"),
         ("gpt-oss-20b", "b200", {"max_batch_size": 0}, "expected 1 or more"),
         ("gpt-oss-20b", "b200", {"draft_len_schedule": {4: 3}}, r"begins with 4:3, .*: 4:7"),
         ("gpt-oss-20b", "b200", {"draft_len_schedule": {4: 8}}, r"has 4:8, expected a batch of 1 or more and 0\.\.7"),

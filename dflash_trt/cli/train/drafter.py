@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from dflash_trt.checkpoint.draft_vocabulary import LEAST
 from dflash_trt.cli.options import add_target, at_least, each, option, share
 from dflash_trt.cli.output import byte_count
 from dflash_trt.cli.train.common import add_questions, check_installed
+from dflash_trt.extras import install
 
 SUMMARY = "train a drafter and measure it regularly"
 
@@ -66,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     check_installed()
     from dflash_trt.building.sources import resolve
+    from dflash_trt.reports import plots
     from dflash_trt.training.evaluation import average, read_history
     from dflash_trt.training.loop import Recipe
     from dflash_trt.training.run import Design
@@ -76,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
     if args.checkpoint:
         given["checkpoint"] = resolve(args.checkpoint, "drafter").directory
     design = Design(**{each.name: given[each.name] for each in fields(Design)})
+    if not plots.available():
+        print(f"there will be no curve, as matplotlib is not installed: {install('plot')}", file=sys.stderr)
     with progress_display() as display:
 
         def report(line: dict[str, Any]) -> None:
@@ -103,7 +108,8 @@ def run(args: argparse.Namespace) -> int:
     if ended < args.steps:
         print(f"{args.out}: ended after step {ended}, as asked; the same command continues from there")
         return 1
-    print(f"{args.out}: newest weights in checkpoint/, best weights in best/")
+    curve = ", curve in acceptance.svg" if plots.available() else ""
+    print(f"{args.out}: newest weights in checkpoint/, best weights in best/{curve}")
     return 0
 
 
