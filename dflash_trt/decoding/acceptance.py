@@ -46,10 +46,13 @@ def judge(request: Request, tokens: Sequence[int], draft: Draft, verified: Verif
 
     tokens: the verified nodes of this request. Its own part is the first of them, and may be shorter.
     """
-    own = request.own_length(len(tokens))
+    own, parents = request.own_length(len(tokens)), draft.parents_of(slot)
     if not verified.decided[slot]:
-        logits, position, parents = verified.logits[slot], request.committed + 1, draft.parents_of(slot)
+        logits, position = verified.logits[slot], request.committed + 1
         return accept(tokens[:own], logits, request.params, request.seed, position, request.history, parents)
+    if verified.sampled is not None:
+        chosen = verified.sampled[slot].tolist()
+        return _walk(tokens[:own], parents, lambda node, _: chosen[node])
     accepted, token = int(verified.accepted[slot]), int(verified.next_token[slot])
     # The engine's decision covers the whole chain. Here drafts beyond the own part were accepted too.
     if accepted >= own:
@@ -83,22 +86,34 @@ def accept(
     """
     if not tokens:
         raise ValueError("accept needs at least the anchor's token")
+
+    def chosen(node: int, depth: int) -> int:
+        try:
+            token = sample(logits[node], params, seed, position + depth, history)
+        except NonFiniteError:
+            return -1
+        if history is not None:
+            history.add(token)
+        return token
+
+    return _walk(tokens, parents, chosen)
+
+
+def _walk(tokens: Sequence[int], parents: Sequence[int] | None, chosen: Callable[[int, int], int]) -> Verdict:
+    """The nodes from the anchor down that have the chosen tokens. `chosen` gives the token after a node and its depth,
+    -1 if it has no usable logits.
+    """
     if parents is None:
         parents = range(-1, len(tokens) - 1)
     children: dict[tuple[int, int], int] = {}
     for child in range(1, len(tokens)):
         children.setdefault((parents[child], tokens[child]), child)
     node, path = 0, list[int]()
-    while True:
-        try:
-            token = sample(logits[node], params, seed, position + len(path), history)
-        except NonFiniteError:
-            return Verdict(path, -1, ok=False)
-        if history is not None:
-            history.add(token)
+    while (token := chosen(node, len(path))) >= 0:
         if (node := children.get((node, token), 0)) == 0:
             return Verdict(path, token)
         path.append(node)
+    return Verdict(path, -1, ok=False)
 
 
 Array = np.ndarray[Any, Any]

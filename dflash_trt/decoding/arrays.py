@@ -67,23 +67,23 @@ class Arrays(Protocol):
     def wait(self) -> None:
         """Wait until all passes have ended."""
 
-    def readable(self, outputs: Any) -> Any:
-        """Numbers that the host can read before the next pass."""
+    def readable(self, outputs: Any) -> Array:
+        """The numbers on the host, which the next pass may overwrite. Waits for them."""
 
     def nodes(self, count: int, nodes: int) -> Any:
         """The numbers 0 .. nodes-1 of the nodes, for each of `count` sequences: int64 [count, nodes]."""
 
-    def blocks(self, anchors: Sequence[int], length: int, mask: int, places: Sequence[int]) -> Any:
-        """Anchors, each followed by `length - 1` mask tokens: int64 [n, length], valid until the next call.
+    def alone(self, anchors: Sequence[int], places: Sequence[int]) -> Draft:
+        """Chains of anchors without drafts, for a round without a pass of the drafter after this.
 
-        places: the unread row of each slot that the anchor's features will be.
+        places: the unread row of each slot that the anchor's features will be. After a pass it is the first.
         """
 
-    def start_round(self, count: int) -> None:
-        """Begin a round of `count` requests. The drafter's numbers count as finite."""
+    def blocks(self, anchors: Sequence[int], length: int, mask: int) -> Any:
+        """Anchors, each followed by `length - 1` mask tokens: int64 [n, length], valid until the next call."""
 
-    def check(self, numbers: Any, slot: int | None = None) -> None:
-        """Record which of the drafter's numbers in this round are not finite: [n, ...], or [1, ...] for one slot."""
+    def start_round(self, active: Sequence[Request]) -> None:
+        """Begin a round of these requests. The drafter's numbers count as finite."""
 
     def finite(self, numbers: Any) -> bool:
         """Whether all numbers are finite. Waits for them."""
@@ -179,27 +179,22 @@ class HostArrays:
             numbers = self._nodes[count, nodes] = np.tile(np.arange(nodes), (count, 1))
         return numbers
 
-    def blocks(self, anchors: Sequence[int], length: int, mask: int, places: Sequence[int]) -> Array:
-        if length == 1:
-            return np.array(anchors)[:, None]
+    def alone(self, anchors: Sequence[int], places: Sequence[int]) -> Draft:
+        return Draft(np.array(anchors)[:, None], None, np.zeros((len(anchors), 0), np.float32))
+
+    def blocks(self, anchors: Sequence[int], length: int, mask: int) -> Array:
         blocks = np.full((len(anchors), length), mask)
         blocks[:, 0] = anchors
         return blocks
 
-    def start_round(self, count: int) -> None:
-        self._drafts_finite = [True] * count
-
-    def check(self, numbers: Array, slot: int | None = None) -> None:
-        finite = np.isfinite(numbers)
-        if not finite.all():
-            for i, row in enumerate(finite, slot or 0):
-                self._drafts_finite[i] &= bool(row.all())
+    def start_round(self, active: Sequence[Request]) -> None:
+        self._drafts_finite = [True] * len(active)
 
     def finite(self, numbers: Array) -> bool:
         return bool(np.isfinite(numbers).all())
 
     def drafts(self, blocks: Array, tokens: Array, logprobs: Array) -> Draft:
-        self.check(logprobs)
+        self._drafts_finite = [bool(row.all()) for row in np.isfinite(logprobs)]
         blocks[:, 1:] = tokens[:, :, 0]
         candidates = Candidates(tokens, logprobs) if tokens.shape[2] > 1 else None
         return Draft(blocks, None, logprobs[:, :, 0], candidates)

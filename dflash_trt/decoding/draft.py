@@ -97,9 +97,11 @@ class Verified:
     length. The host decides for the others from their logits.
     finite: bool [n, N], whether a row of logits has a finite largest value; None if all have. NaN and +infinity are
     not finite; -infinity only excludes a token.
-    logits: float32 [n, N, V]; they may be on a device.
-    `finite` and `logits` may have further rows, of a pass's padding.
+    logits: float32 [N, V] by slot, of requests that the engine has not decided or that ask for log-probabilities.
     drafts_finite: [n], whether the drafter's numbers of this round were finite.
+    sampled: int64 [n, N], the engine's token after each node, -1 if its logits are not finite; instead of `accepted`
+    and `next_token` where the engine has decided over trees.
+    `finite`, `logits` and `sampled` may have further rows, of a pass's padding.
     """
 
     accepted: Any
@@ -108,6 +110,7 @@ class Verified:
     finite: Any
     logits: Any
     drafts_finite: Sequence[bool]
+    sampled: Any = None
 
 
 def couple(draft: Draft, active: Sequence[Request], weight: float = _NOISE_WEIGHT) -> Draft:

@@ -6,7 +6,7 @@ are features of committed tokens and a block. Outputs are drafted tokens and the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -112,18 +112,31 @@ class Drafter:
         n, arrays = len(active), self.arrays
         if self.engine is None:
             length = 1
-        arrays.start_round(n)
+        arrays.start_round(active)
         self._passes = []
         self.most_read = 0 if length == 1 else max(self.unread[:n])
-        committed = [request.committed for request in active]
-        # A pass writes as many rows for each sequence as for the one with the most unread ones. They must fit for all,
-        # and should be few.
-        room = min(self.capacity - 1 - length - max(committed), max(self.prefill_chunk // n, _FEW))
-        self._catch_up(n, arrays.most_unread - 1 if length == 1 else room)
-        places = self.unread[:n] if length == 1 else [0] * n  # a pass reads what waits
-        blocks = arrays.blocks([request.anchor for request in active], length, self.mask_token_id, places)
-        if length == 1:
-            return Draft(arrays.readable(blocks), None, np.zeros((n, 0), np.float32))
+        anchors, committed = [request.anchor for request in active], [request.committed for request in active]
+        width, draft = max(length, 2), None
+        if self._must_read(n, length):
+            # A pass writes as many rows for each sequence as for the one with the most unread ones. They must fit for
+            # all, and should be few.
+            room = min(self.capacity - 1 - width - max(committed), max(self.prefill_chunk // n, _FEW))
+            for slot in [slot for slot in range(n) if self.unread[slot] > room]:
+                begin = arrays.now()
+                if not self.catch_up(slot):
+                    active[slot].takes_drafter = False
+                    self.clear(slot)
+                self._passes.append((begin, arrays.now()))
+            if self._must_read(n, length):
+                draft = self._pass(arrays.blocks(anchors, width, self.mask_token_id), committed)
+        return draft if draft is not None and length > 1 else arrays.alone(anchors, self.unread[:n])
+
+    def _must_read(self, count: int, length: int) -> bool:
+        return length > 1 or max(self.unread[:count]) >= self.arrays.most_unread
+
+    def _pass(self, blocks: Any, committed: Sequence[int]) -> Draft:
+        """Read what waits, and draft."""
+        n, arrays = len(committed), self.arrays
         unread = self.unread[:n]
         feeds = {
             "features": arrays.unread_features(unread),
@@ -247,25 +260,12 @@ class Drafter:
             self.arrays.clear_unread(slot)
 
     def catch_up(self, slot: int) -> bool:
-        """Read the unread features of a slot, between rounds. Whether its numbers are finite."""
-        finite = [self.arrays.finite(numbers) for numbers in self._read_in_chunks(slot)]
-        return all(finite)
-
-    def _catch_up(self, count: int, most: int) -> None:
-        """Read the unread features of those of the first slots that have more than `most`."""
-        for slot in range(count):
-            if self.unread[slot] > most:
-                begin = self.arrays.now()
-                for numbers in self._read_in_chunks(slot):
-                    self.arrays.check(numbers, slot)
-                self._passes.append((begin, self.arrays.now()))
-
-    def _read_in_chunks(self, slot: int) -> Iterator[Any]:
-        """Read the unread features of a slot in chunks. Yields numbers to check: those features, too, as rows of
-        layers with a window need not see all of a chunk before them.
+        """Read the unread features of a slot in chunks. Whether all numbers are finite: of the features, too, as rows
+        of layers with a window need not see all of a chunk before them.
         """
-        unread, self.unread[slot] = self.unread[slot], 0
+        unread, self.unread[slot], finite = self.unread[slot], 0, True
         for at in range(0, unread, self.prefill_chunk):
             part = self.arrays.unread_features_of(slot, at, min(at + self.prefill_chunk, unread))
-            yield part
-            yield self.read(part, self.seen[slot], slot)
+            for numbers in (part, self.read(part, self.seen[slot], slot)):
+                finite = self.arrays.finite(numbers) and finite
+        return finite

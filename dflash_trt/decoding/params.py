@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from functools import cached_property
 from numbers import Integral, Real
 from secrets import randbits
 from typing import Literal, TypedDict
@@ -170,7 +171,7 @@ class SamplingParams:
             or self.allowed_token_ids
         )
 
-    @property
+    @cached_property  # asked in every round
     def greedy(self) -> bool:
         """Whether the token is the plain argmax of the logits, which the graph computes itself."""
         return self.temperature == 0 and not self.adjusted

@@ -33,37 +33,35 @@ def by_triton(use: uses.Use, grid: tuple[int, ...], **arguments: Any) -> None:
     getattr(module, use.function)[grid](**given, **use.launch)
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """The sampling parameters of B requests, one tensor entry each: see `sampling_tensors`."""
+# The sampling parameters of a request: the kernels take one tensor each, with an entry for each request.
+SAMPLING = {"temperature": torch.float32, "reach": torch.float32, "top_k": torch.int32}
+SAMPLING |= {"top_p": torch.float32, "seed": torch.int64}
 
-    temperature: Tensor  # [B] float32
-    reach: Tensor  # [B] float32, -log(min_p)
-    top_k: Tensor  # [B] int32
-    top_p: Tensor  # [B] float32
-    seed: Tensor  # [B] int64, the bits of an unsigned number
+
+def sampling_numbers(params: Sequence[SamplingParams], seeds: Sequence[int]) -> dict[str, list[float]]:
+    """The parameters of requests, as in `SAMPLING`. `reach` is -log(min_p), and `seed` has the bits of an unsigned
+    number. Penalties are not included: apply them to the logits first.
+    """
+    return {
+        "temperature": [p.temperature for p in params],
+        "reach": [-math.log(p.min_p) if p.min_p > 0 else math.inf for p in params],
+        "top_k": [p.top_k for p in params],
+        "top_p": [p.top_p for p in params],
+        "seed": [seed - (seed >> 63 << 64) for seed in seeds],
+    }
 
 
 def sampling_tensors(
     params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device | str
-) -> Sampling:
-    """The parameters of requests as tensors. Penalties are not included: apply them to the logits first."""
-
-    def tensor(values: list[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
-
-    return Sampling(
-        temperature=tensor([p.temperature for p in params], torch.float32),
-        reach=tensor([-math.log(p.min_p) if p.min_p > 0 else math.inf for p in params], torch.float32),
-        top_k=tensor([p.top_k for p in params], torch.int32),
-        top_p=tensor([p.top_p for p in params], torch.float32),
-        seed=tensor([seed - (seed >> 63 << 64) for seed in seeds], torch.int64),
-    )
+) -> dict[str, Tensor]:
+    """The parameters of requests as new tensors."""
+    numbers = sampling_numbers(params, seeds)
+    return {name: torch.tensor(each, dtype=SAMPLING[name]).to(device) for name, each in numbers.items()}
 
 
 def sample_rows(
     logits: Tensor,
-    params: Sampling,
+    params: Mapping[str, Tensor],
     positions: Tensor,
     *,
     memory: Mapping[str, Tensor] | None = None,
@@ -77,13 +75,13 @@ def sample_rows(
     """
     batch, rows, vocab = logits.shape
     memory = memory or sampling_memory((batch, rows), vocab, logits.device)
-    given = {name: getattr(params, name) for name in ("temperature", "top_p", "seed")}
+    given: dict[str, Any] = {name: params[name] for name in ("temperature", "top_p", "seed")}
     given |= {"logits": logits, "position": positions, "rows_per_sequence": rows}
     given |= {
         name: memory[name] for name in ("group_max", "group_noise", "tile_max", "tile_sum", "tile_weight")
     }
     run(uses.sample_tiles(vocab), (uses.vocabulary_tiles(vocab), batch * rows), **given)
-    given |= {"reach": params.reach, "top_k": params.top_k}
+    given |= {"reach": params["reach"], "top_k": params["top_k"]}
     given |= {name: memory[name] for name in ("shortlist", "sampled", "logprob")}
     run(uses.sample_select(vocab), (batch * rows,), **given)
     return memory["sampled"], memory["logprob"]

@@ -1,8 +1,8 @@
 """The array operations of a pair on one GPU. Drafts and features pass between the models without going through the
 host.
 
-The host uploads positions, anchors and prompt tokens. It waits once per round, for the target's decisions. Sampled
-requests also read their rows of logits.
+The host uploads positions, anchors and prompt tokens. It waits once per round, for the target's decisions, and for the
+drafts before, if it makes trees of them or fits them to a structure.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from dflash_plugins.launch import Accepted, accept_block, sample_rows, sampling_memory, sampling_tensors
+from dflash_plugins.launch import Accepted, accept_block, sample_rows, sampling_memory
 
 from dflash_trt.decoding.draft import Candidates, Draft, Verified, chain_rows
 from dflash_trt.decoding.request import Request
@@ -24,7 +24,7 @@ from dflash_trt.engines.device.sizes import DECODE, PREFILL, fitting, prefill_le
 from dflash_trt.engines.device.stream import DeviceArray, now, on, seconds
 
 if TYPE_CHECKING:
-    from dflash_plugins.launch import Run, Sampling
+    from dflash_plugins.launch import Run
 
 Array = np.ndarray[Any, Any]
 
@@ -83,12 +83,15 @@ class DeviceArrays:
         self._features: torch.Tensor | None = None  # of that pass
         self._drafted = 0  # places of the drafter's pass of this round, with those of padding
         self.run, self.samples = run, run is not None  # kernels decide for sampled requests, else the host
+        self._tree_width = tree_width
         if run is not None and tree_width > 1:
             for kind in target.caches.kinds:
                 kind.pool.compact_by(run, block_size)
-        self._sampling: tuple[Sequence[Request], Sampling | None] = ((), None)
+        # The requests whose parameters the device has, and whether the graph or the host decides for all of them.
+        self._active: Sequence[Request] = ()
+        self._plain = True
         self._slots = slots
-        self._rooms: dict[str, torch.Tensor] = {}  # pinned memory, of the largest tensor that was read
+        self._room = torch.empty(0)  # pinned memory, of the most logits that were read
 
     @cached_property
     def _sampled(self) -> dict[str, torch.Tensor]:
@@ -97,6 +100,8 @@ class DeviceArrays:
         positions = torch.empty(most, dtype=torch.int64, device=device)
         following = torch.arange(1, self.most_nodes + 1, device=device)
         own = sampling_memory([most], self._vocab, device)
+        if self._tree_width > 1:
+            own["sampled"] = self._round.part("sampled", most)
         return own | {"positions": positions, "following": following}
 
     def kernel_problems(self) -> dict[str, str]:
@@ -178,37 +183,29 @@ class DeviceArrays:
     def wait(self) -> None:
         self._stream.synchronize()
 
-    def readable(self, outputs: torch.Tensor) -> DeviceArray:
-        return DeviceArray(outputs, self._stream, self._round.on_host(outputs))
-
-    def _read_in(self, name: str, outputs: torch.Tensor) -> DeviceArray:
-        """Numbers of a round, for which the host has pinned memory of this name."""
-
-        def room(tensor: torch.Tensor) -> torch.Tensor:
-            held, size = self._rooms.get(name), tensor.numel()
-            if held is None or held.numel() < size:
-                pinned = self._target.device.type == "cuda"
-                held = self._rooms[name] = torch.empty(size, dtype=tensor.dtype, pin_memory=pinned)
-            return held[:size].view(tensor.shape)
-
-        return DeviceArray(outputs, self._stream, self._round.on_host(outputs), room)
+    def readable(self, outputs: torch.Tensor) -> Array:
+        with on(self._stream):
+            numbers: Array = outputs.cpu().numpy()
+        return numbers
 
     def nodes(self, count: int, nodes: int) -> torch.Tensor:
         return self._round.part("rows", count, nodes)  # filled with the other feeds of the pass
 
-    def blocks(self, anchors: Sequence[int], length: int, mask: int, places: Sequence[int]) -> torch.Tensor:
-        self._places = list(places)
-        return self._round.blocks(anchors, length, mask, places)
+    def alone(self, anchors: Sequence[int], places: Sequence[int]) -> Draft:
+        self._places = self._round.place(places)
+        return self.chains(np.array(anchors)[:, None], np.zeros((len(anchors), 0), np.float32))
 
-    def start_round(self, count: int) -> None:
-        self._drafted = 0
-        self._round.start()
+    def blocks(self, anchors: Sequence[int], length: int, mask: int) -> torch.Tensor:
+        self._places = self._round.place([0] * len(anchors))
+        return self._round.blocks(anchors, length, mask)
 
-    def check(self, numbers: torch.Tensor, slot: int | None = None) -> None:
-        """Those of a pass for one slot. `verified` reads the log-probabilities of a draft."""
-        assert slot is not None
-        with on(self._stream):
-            self._round.note(slot, numbers)
+    def start_round(self, active: Sequence[Request]) -> None:
+        self._drafted, self._round.read = 0, False
+        if active != self._active:
+            self._active = list(active)
+            self._plain = all(each.params.greedy or each.history is not None for each in active)
+            if not self._plain:
+                self._round.sample(active)
 
     def finite(self, numbers: torch.Tensor) -> bool:
         with on(self._stream):
@@ -218,44 +215,64 @@ class DeviceArrays:
         with on(self._stream):
             drafted = self._round.tokens()
         places, self._drafted = blocks.shape[1] - 1, logprobs.shape[1]
-        best, candidates = self._read_in("best", logprobs[:, :places, 0]), None
-        if tokens.shape[2] > 1:
-            given = {"candidates": tokens, "logprobs": logprobs}
-            candidates = Candidates(*(self._read_in(n, each[:, :places]) for n, each in given.items()))
-        return Draft(self._read_in("tokens", drafted), None, best, candidates)
+        said = DeviceArray(lambda: self._round.drafted("logprobs", *logprobs.shape)[:, :places])
+        best, candidates = DeviceArray(lambda: said.host()[:, :, 0]), None
+        if self._tree_width > 1:
+            wide = DeviceArray(lambda: self._round.drafted("draft_tokens", *tokens.shape)[:, :places])
+            candidates = Candidates(wide, said)
+        return Draft(DeviceArray(self._round.drafted_tokens, drafted), None, best, candidates)
 
     def chains(self, tokens: Array, logprobs: Array) -> Draft:
-        return Draft(self.readable(self._round.chains(tokens)), None, logprobs)
+        kept = tokens.copy()
+        return Draft(DeviceArray(lambda: kept, self._round.chains(kept)), None, logprobs)
 
     def replace(self, draft: Draft) -> None:
         with on(self._stream):
             self._round.replace(draft.replaced)
 
     def verified(self, active: Sequence[Request], draft: Draft, outputs: Mapping[str, Any]) -> Verified:
-        """The graph decides for greedy requests. If the kernels sample, they decide for all requests except adjusted
-        ones. The host decides over trees.
+        """The graph decides for greedy requests with chains. If the kernels sample, they decide for all requests except
+        adjusted ones, as they do with the tokens of trees.
 
-        Also reads the tokens of the draft.
+        Also reads the tokens of the draft, and the logits that the host needs.
         """
         n, length = draft.tokens.shape
         logits, chains = outputs["logits"], draft.parents is None
         width = logits.shape[1]  # with the copies of the last node
         self._features = outputs["features"]
         with on(self._stream):
-            sampled = chains and self._decide(active, logits)
+            sampled = self._decide(active, logits, chains=chains)
+            decided = [r.history is None if sampled else chains and r.params.greedy for r in active]
             self._round.end(logits, self._features, self._unread, chains=chains)
-            results = self._round.results(n, width, self._drafted)
+            read = [slot for slot, r in enumerate(active) if not decided[slot] or r.params.logprobs]
+            rows = self._copied(logits, read)
+            self._round.download()
+        on_host = self._round.on_host
+        finite: Array = on_host("finite", n, width) != 0
+        said = np.isfinite(on_host("logprobs", n, self._drafted * self._tree_width))
         if isinstance(draft.tokens, DeviceArray):
-            draft.tokens.read(results.tokens[:, :length])
-        self._kept = results.finite if chains else results.finite[:, :0]
+            draft.tokens.read(on_host("tokens", n, width)[:, :length])
+        self._kept = finite if chains else finite[:, :0]
         return Verified(
-            results.accepted,
-            results.next_token,
-            decided=[chains and (r.history is None if sampled else r.params.greedy) for r in active],
-            finite=None if results.finite.all() else results.finite,
-            logits=self._read_in("logits", logits),
-            drafts_finite=results.drafts_finite.tolist(),
+            on_host("accepted", n),
+            on_host("next_token", n),
+            decided=decided,
+            finite=None if finite.all() else finite,
+            logits=rows,
+            drafts_finite=[bool(row.all()) for row in said],
+            sampled=None if chains else np.where(finite, on_host("sampled", n, width), -1),
         )
+
+    def _copied(self, logits: torch.Tensor, slots: Sequence[int]) -> dict[int, Array]:
+        """Where the logits of these slots will be on the host."""
+        if not slots:
+            return {}
+        if (size := len(slots) * logits[0].numel()) > self._room.numel():
+            self._room = torch.empty(size, pin_memory=logits.device.type == "cuda")
+        room = self._room[:size].view(-1, *logits.shape[1:])
+        for held, slot in zip(room, slots, strict=True):
+            held.copy_(logits[slot], non_blocking=True)
+        return dict(zip(slots, room.numpy(), strict=True))
 
     def add_unread(self, slot: int, at: int, features: torch.Tensor, nodes: Sequence[int]) -> None:
         count = len(nodes)
@@ -292,23 +309,25 @@ class DeviceArrays:
                 for place, node in enumerate(nodes, at):
                     self._unread[slot, place].copy_(features[slot, node])
 
-    def _decide(self, active: Sequence[Request], logits: torch.Tensor) -> bool:
-        """Sample and accept on the pass's stream. Returns whether it did, as it need not if all requests are greedy or
-        adjusted.
+    def _decide(self, active: Sequence[Request], logits: torch.Tensor, *, chains: bool) -> bool:
+        """Choose the token after each row, and accept chains, on the pass's stream. Returns whether it did: of chains
+        it need not if all requests are greedy or adjusted, and sampling is a matter of kernels.
         """
-        plain = all(request.params.greedy or request.history is not None for request in active)
-        if self.run is None or not self.samples or plain:
+        (n, length), part = logits.shape[:2], self._round.part
+        if self._plain and not chains:
+            torch.argmax(logits, -1, out=part("sampled", n, length))
+            return True
+        if self.run is None or not self.samples or self._plain or active != self._active:
             return False
-        n, length = logits.shape[:2]
-        requests, params = self._sampling
-        if params is None or requests != active:
-            params = sampling_tensors([r.params for r in active], [r.seed for r in active], logits.device)
-            self._sampling = (list(active), params)
-        part, memory = self._round.part, self._sampled
+        memory = self._sampled
         start, *made = (part(name, n) for name in ("target_start", "accepted", "next_token"))
-        tokens, rows = (part(name, n, length) for name in ("tokens", "rows"))
         positions = memory["positions"][: n * length].view(n, length)
-        torch.add(start[:, None], memory["following"][:length], out=positions)
-        sampled, _ = sample_rows(logits, params, positions, memory=memory, run=self.run)
-        accept_block(tokens, rows, sampled, made=Accepted(*made), run=self.run)
+        if chains:
+            torch.add(start[:, None], memory["following"][:length], out=positions)
+        else:
+            torch.add(part("depths", n, length), start[:, None], out=positions).add_(1)
+        sampled, _ = sample_rows(logits, self._round.sampling, positions, memory=memory, run=self.run)
+        if chains:
+            tokens, rows = (part(name, n, length) for name in ("tokens", "rows"))
+            accept_block(tokens, rows, sampled, made=Accepted(*made), run=self.run)
         return True

@@ -8,31 +8,20 @@ after them, and writes there only rows that belong to no token.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import numpy as np
 import torch
-from dflash_plugins.launch import Run, end_round, fill_tokens
+from dflash_plugins.launch import SAMPLING, Run, end_round, fill_tokens, sampling_numbers
 
+from dflash_trt.decoding.request import Request
 from dflash_trt.engines.device.engine import DeviceEngine
 from dflash_trt.engines.device.sizes import ALIGNMENT, DECODE, fitting, pass_sizes
 from dflash_trt.engines.device.stream import on
 
 Array = np.ndarray[Any, Any]
 Sizes = dict[str, tuple[int, torch.dtype]]
-
-
-@dataclass(frozen=True)
-class Results:
-    """A round's results for n requests with N nodes. `Verified` and `Draft` have the fields."""
-
-    accepted: Array  # int64 [n]
-    next_token: Array  # int64 [n]
-    tokens: Array  # int64 [n, N]
-    finite: Array  # bool [n, N]
-    drafts_finite: Array  # bool [n]
 
 
 class RoundMemory:
@@ -70,7 +59,8 @@ class RoundMemory:
         self._asked = (0, 0)  # sequences and nodes of this round's block
         self._block = (0, 0)  # its shape in memory, with idle slots and copies of the last node
         self._given: Array | None = None  # the target's tokens [n, N] of this round, if the host has them
-        self._noted = False  # whether `noted` holds anything
+        self.read = False  # whether the host has what this round's passes gave
+        self.sampling = {name: self._device_parts[name] for name in SAMPLING}
 
     def _inputs(self, slots: int, block_size: int) -> Sizes:
         per_slot = ["drafter_start", "n_features", "target_start", "places"]
@@ -79,6 +69,7 @@ class RoundMemory:
         ]
         rows = slots * block_size
         sizes = {**dict.fromkeys(per_slot, (slots, torch.int64)), "block": (rows, torch.int64)}
+        sizes |= {name: (slots, dtype) for name, dtype in SAMPLING.items()}
         if self._tree_width > 1:
             sizes |= {"depths": (rows, torch.int64), "visible": (rows * block_size, torch.bool)}
         return sizes
@@ -90,7 +81,8 @@ class RoundMemory:
             "next_token": (slots, torch.int64),
             "logprobs": (slots * block_size * self._tree_width, torch.float32),
             "finite": (slots * block_size, torch.int32),
-            "noted": (slots, torch.float32),
+            "draft_tokens": (slots * block_size * self._tree_width, torch.int64),
+            "sampled": (slots * block_size if self._tree_width > 1 else 0, torch.int64),
         }
 
     def _allocate(self, inputs: Sizes, outputs: Sizes) -> None:
@@ -121,9 +113,8 @@ class RoundMemory:
     def _bind(self) -> None:
         parts, target, drafter = self._device_parts, self._target, self._drafter
         if drafter is not None:
-            for name in ("n_features", "block"):
+            for name in ("n_features", "block", "draft_tokens"):
                 drafter.bind(DECODE, name, parts[name])
-            parts["draft_tokens"] = drafter.whole_buffer(DECODE, "draft_tokens")
             drafter.bind(DECODE, "draft_logprobs", parts["logprobs"])
         for name in ("tokens", "accepted", "next_token", "depths", "visible"):
             if name in parts:
@@ -139,18 +130,19 @@ class RoundMemory:
             view = self._views[name, shape] = self._device_parts[name][: prod(shape)].view(shape)
         return view
 
-    def start(self) -> None:
-        """Begin a round."""
-        if self._noted:
-            with on(self._stream):
-                self._device_parts["noted"].zero_()
-            self._noted = False
+    def sample(self, active: Sequence[Request]) -> None:
+        """Give the parameters of these requests to the device, with the next pass."""
+        numbers = sampling_numbers([each.params for each in active], [each.seed for each in active])
+        for name, given in numbers.items():
+            self._host_parts[name][: len(given)] = given
 
-    def blocks(self, anchors: Sequence[int], length: int, mask: int, places: Sequence[int]) -> torch.Tensor:
-        """Anchors with mask tokens, [n, length]. They and the places reach the device with the round's first pass."""
+    def place(self, places: Sequence[int]) -> Sequence[int]:
+        """Where the features of this round's chains shall wait. It reaches the device with the next pass."""
         self._host_parts["places"][: len(places)] = places
-        if length == 1:
-            return self.chains(np.array(anchors)[:, None])
+        return places
+
+    def blocks(self, anchors: Sequence[int], length: int, mask: int) -> torch.Tensor:
+        """Anchors with mask tokens, [n, length]. They reach the device with the drafter's pass."""
         n, self._given = len(anchors), None
         self._asked, self._block = (n, length), (fitting(n, self.batches), fitting(length, self.widths))
         block = self._host_parts["block"][: prod(self._block)].reshape(self._block)
@@ -163,12 +155,6 @@ class RoundMemory:
         """Tokens [n, N] of the host, which reach the device with the target's pass."""
         self._given = tokens
         return self.part("tokens", *tokens.shape)
-
-    def on_host(self, tensor: torch.Tensor) -> Array | None:
-        """The tokens of `chains`, which may not have reached the device. None for any other tensor."""
-        if self._given is None or tensor.data_ptr() != self._device_parts["tokens"].data_ptr():
-            return None
-        return self._given.copy()
 
     def drafter_feeds(self, feeds: Mapping[str, Any], unread: torch.Tensor) -> dict[str, Any]:
         """The feeds of a pass, for the idle slots too. `unread`: the features of all slots.
@@ -251,11 +237,6 @@ class RoundMemory:
             self._rows = shape
         return rows
 
-    def note(self, slot: int, numbers: torch.Tensor) -> None:
-        """Remember whether these are finite: otherwise the noted number is not."""
-        self._device_parts["noted"][slot].add_((numbers * 0).sum())
-        self._noted = True
-
     def end(
         self, logits: torch.Tensor, features: torch.Tensor, unread: torch.Tensor, *, chains: bool
     ) -> None:
@@ -266,27 +247,28 @@ class RoundMemory:
         memory = {"finite": finite, "unread": unread, "counters": self._counters}
         end_round(logits, features, places, **memory, run=self.run)
 
-    def results(self, n: int, length: int, drafted: int) -> Results:
-        """Wait for the pass, and read its results: n requests with `length` nodes. The drafter's pass had `drafted`
-        places.
-        """
+    def drafted_tokens(self) -> Array:
+        """What `tokens` gave, on the host."""
+        n, length = self._asked
+        return self.drafted("tokens", *self._block)[:n, :length]
+
+    def drafted(self, name: str, *shape: int) -> Array:
+        """A part of what the drafter gave. The first one that is asked for waits for all."""
+        if not self.read:
+            with on(self._stream):
+                self.download()
+        return self.on_host(name, *shape).copy()
+
+    def download(self) -> None:
+        """Wait for the passes so far, and read what they gave."""
         device, host = self._download
         host.copy_(device, non_blocking=True)
         self._stream.synchronize()
+        self.read = True
 
-        def read(name: str, *shape: int) -> Array:
-            return self._host_parts[name][: prod(shape)].reshape(shape).copy()
-
-        sound = np.isfinite(read("noted", n))
-        if drafted:
-            sound &= np.isfinite(read("logprobs", n, drafted * self._tree_width)).all(axis=1)
-        return Results(
-            accepted=read("accepted", n),
-            next_token=read("next_token", n),
-            tokens=read("tokens", n, length),
-            finite=read("finite", n, length) != 0,
-            drafts_finite=sound,
-        )
+    def on_host(self, name: str, *shape: int) -> Array:
+        """A part that was read. The next pass overwrites it."""
+        return self._host_parts[name][: prod(shape)].reshape(shape)
 
     def _begin(self, role: str, start: Array) -> dict[str, torch.Tensor]:
         """The inputs about where a pass begins, in this memory. In idle slots it begins after the rows of tokens."""

@@ -44,27 +44,23 @@ def seconds(begin: Any, end: Any) -> float:
 class DeviceArray:
     """A tensor on the GPU. Its numbers are copied to the host when they are read. Leading columns stay on the GPU.
 
-    room: pinned memory for a tensor. What is read next takes it again.
+    copied: gives a copy on the host, after the pass that computes them.
+    tensor: None if no pass reads it.
     """
 
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        stream: Any,
-        host: Array | None = None,
-        room: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> None:
-        self.tensor, self._stream, self._host, self._room = tensor, stream, host, room
+    def __init__(self, copied: Callable[[], Array], tensor: torch.Tensor | None = None) -> None:
+        self._copied, self.tensor = copied, tensor
+        self._host: Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """As of the array."""
-        return tuple(self.tensor.shape)
+        return tuple(self.host().shape if self.tensor is None else self.tensor.shape)
 
     def host(self) -> Array:
         """The numbers, after the pass that computes them."""
         if self._host is None:
-            self._host = self._copied(self.tensor)
+            self._host = self._copied()
         return self._host
 
     def read(self, host: Array) -> None:
@@ -76,15 +72,5 @@ class DeviceArray:
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, tuple) and all(isinstance(part, slice) for part in key):
-            part = None if self._host is None else self._host[key]
-            return DeviceArray(self.tensor[key], self._stream, part, self._room)
-        return self._copied(self.tensor[key]) if self._host is None else self._host[key]
-
-    def _copied(self, tensor: torch.Tensor) -> Array:
-        with on(self._stream):
-            if self._room is None:
-                return tensor.cpu().numpy()
-            held = self._room(tensor)
-            held.copy_(tensor, non_blocking=True)
-        self._stream.synchronize()
-        return held.numpy()
+            return DeviceArray(lambda: self.host()[key], None if self.tensor is None else self.tensor[key])
+        return self.host()[key]

@@ -15,9 +15,11 @@ import torch
 from dflash_plugins import compiled, launch, packed
 from dflash_plugins.launch import by_triton
 
-from dflash_trt import LLM, SamplingParams
+from dflash_trt import LLM, SamplingParams, StructuredOutputs
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.decoding.length.policy import FixedLength
+from dflash_trt.decoding.params import RequestOptions
 from dflash_trt.engines.device.sizes import PREFILL
 from dflash_trt.engines.torch import engine, kernels, layers, opening
 from dflash_trt.engines.torch.checks import random_weight
@@ -102,55 +104,94 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
         return bundle(tmp_path_factory.mktemp("wide"), make_target, make_drafter, FLOAT32, tree_width=2)
 
 
+def counted(llm: LLM, gpu: pytest.MonkeyPatch) -> list[Any]:
+    """What each round from now on allocates, copies and waits for."""
+    rounds: list[Any] = []
+    step = llm._runtime.scheduler._round
+
+    def counting(*given: Any, **named: Any) -> Any:
+        before = Cuda.counts.copy()
+        made = step(*given, **named)
+        rounds.append(Cuda.counts - before)
+        return made
+
+    gpu.setattr(llm._runtime.scheduler, "_round", counting)
+    return rounds
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(
-    ("passes", "options"),
+    ("passes", "waits", "options"),
     [
-        (2, {"block_length": 4, "draft_source": "drafter"}),
-        (1, {"speculate": False}),
-        (1, {"draft_source": "lookup"}),
-        (2, {"block_length": 4, "draft_source": "drafter,lookup"}),
-        (2, {"tree_nodes": 4}),
+        (2, 1, {"block_length": 4, "draft_source": "drafter"}),
+        (1, 1, {"speculate": False}),
+        (1, 1, {"draft_source": "lookup"}),
+        (2, 1, {"block_length": 4, "draft_source": "drafter,lookup"}),
+        (2, 2, {"tree_nodes": 4}),
     ],
     ids=["drafts", "plain", "drafts of the text", "both", "trees"],
 )
-def test_a_round_allocates_nothing_uploads_its_numbers_once_and_waits_once(
-    passes: int, options: dict[str, Any], temperature: float, wide: Bundle, gpu: pytest.MonkeyPatch
+def test_a_round_allocates_nothing_and_waits_for_its_tokens(
+    passes: int,
+    waits: int,
+    options: dict[str, Any],
+    temperature: float,
+    wide: Bundle,
+    gpu: pytest.MonkeyPatch,
 ) -> None:
-    """Greedy or sampled by kernels, with limits and with log-probabilities. These are read on the host, and so are the
-    candidates and the decisions of a tree; a draft of the text in place of the drafter's is uploaded, and what sampling
-    needs to know of a new request in its first round.
+    """Greedy or sampled by kernels, with limits, and where the host reads logits, which come with the tokens. For trees
+    and structures it waits for the drafts too, and sends what it made of them. It sends one block of numbers before
+    the drafter's pass, and another before the target's if that has another size than the one before.
     """
     gpu.setattr(opening, "_kernels", lambda wanted: by_operators)
     limits = {"top_k": 20, "top_p": 0.9, "min_p": 0.01} if temperature else {}
     wanted = [SamplingParams(temperature=temperature, max_tokens=9, seed=5, ignore_eos=True, **limits)]
     wanted.append(replace(wanted[0], logprobs=True, top_logprobs=2))
+    form = StructuredOutputs(regex="[a-z ]{9}")
+    wanted.append(replace(wanted[0], ignore_eos=False, presence_penalty=0.5, structured_outputs=form))
     prompt = [*range(9), *range(8), 4]  # repeats itself
     with LLM(wide.path, max_batch_size=1) as llm:
-        for _ in range(2):
-            llm.generate(prompt, wanted[1], **options)
-        rounds: list[Any] = []
-        step = llm._runtime.scheduler._round
-
-        def counted(*given: Any, **named: Any) -> Any:
-            before = Cuda.counts.copy()
-            made = step(*given, **named)
-            rounds.append(Cuda.counts - before)
-            return made
-
-        gpu.setattr(llm._runtime.scheduler, "_round", counted)
+        for params in (wanted[1], *wanted):
+            llm.generate(prompt, params, **options)
+        rounds = counted(llm, gpu)
         for params in wanted:
             blocks = llm.generate(prompt, params, **options).statistics.block_length_histogram
-            assert any(blocks[2:]) == ("speculate" not in options)
-            replayed = [each for each in rounds[1:] if each["graph launches"] == passes]
+            structured = params.structured_outputs is not None
+            assert any(blocks[2:]) == ("speculate" not in options) or structured
+            replayed = [each for each in rounds if each["graph launches"] == passes]
             assert replayed
             rounds.clear()
             for each in replayed:
                 assert not each["allocations"] + each["copies of pageable memory"], each
-                if not params.logprobs and options.keys() <= {"block_length", "speculate"}:
-                    assert each["copies to the device"] == each["copies to the host"] == each["waits"] == 1, (
-                        each
-                    )
+                most = 2 if structured and passes == 2 else waits
+                read = params.logprobs or structured
+                assert each["waits"] == each["copies to the host"] - read == most, each
+                assert each["copies to the device"] <= passes, each
+
+
+def test_rounds_of_requests_that_join_and_of_a_drafter_that_catches_up(
+    wide: Bundle, gpu: pytest.MonkeyPatch
+) -> None:
+    """Nothing is allocated: what sampling must know of a request goes with the first numbers of a round, and the
+    drafter reads what waits in a pass of few sizes.
+    """
+    gpu.setattr(opening, "_kernels", lambda wanted: by_operators)
+    with LLM(wide.path, max_batch_size=3) as llm:
+        runtime, rounds = llm._runtime, counted(llm, gpu)
+        options = RequestOptions(draft_source="drafter")
+        for _ in range(3):
+            rounds.clear()
+            for params in SamplingParams(temperature=0.8, max_tokens=14, seed=1, ignore_eos=True).samples(3):
+                runtime.scheduler.submit(runtime.request([*range(9)], params, options))
+                for length in (1, 1, 1, 1, 1, 4):
+                    runtime.scheduler.step(FixedLength(length))
+            while not runtime.scheduler.idle:
+                runtime.scheduler.step(FixedLength(4))
+        assert any(each["graph launches"] == each["copies to the device"] == 2 for each in rounds)
+        for each in rounds:
+            assert not each["allocations"] + each["copies of pageable memory"], each
+            assert each["waits"] == each["copies to the host"] == 1, each
+            assert each["copies to the device"] <= 2, each
 
 
 def test_a_pass_that_cannot_be_captured_runs_without_graphs(
