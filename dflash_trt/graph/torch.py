@@ -7,36 +7,37 @@ Attend(q [B,H,S,d], k_cache, v_cache [B,N,C,d], first [B,S], last [B,S], start [
        scale) -> y [B,H,S,d]
     Row i sees the cache rows first[i] .. last[i]; of those that the pass wrote, from `start` on, the ones that
     visible[i] marks. Without trees the two are absent, and without sinks the last one.
-GroupedProduct(x [pairs,in], weight [E,out,in], expert [pairs]) -> y [pairs,out]
+Route(router_logits [rows,E]; k) -> shares float32 [rows,k], best [rows,k], order [pairs], groups [n,3]
+    The k experts with the largest logits, best first, and softmax over these logits. A pair is a row and one of them,
+    number row * k + place. `order`: the pairs by expert and then by row. `groups`: an expert, the place in `order` of
+    its first pair, and the number of its pairs.
+GroupedProduct(x [pairs,in], weight [E,out,in], expert [pairs], order, groups) -> y [pairs,out]
     Each row by the matrix of its expert.
 Widened(codes uint8 [out,in/2] or [out,in], scale, global_scale, zero_term [out,groups]; codes, columns, group_size,
         group_rows, reciprocal, to) -> weight [out,in]
     The numbers that `codes` stand for ("int4" and "e2m1", the first of two in the low half of a byte; "int8", "e4m3")
     times the scale of their group, plus its zero term. It is computed as the graph is loaded, or only in a product.
+    Of experts, every input has an axis of them in front, and so has the weight.
 MXFP4Experts, GatedDeltaNet: the operators of experts.py and delta_net.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
+from dflash_trt.checkpoint.tensors import TensorInfo
 from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.delta_net import DeltaInputs, DeltaKind
 from dflash_trt.graph.dialect import AttentionInputs, AttentionKind, ranges
 from dflash_trt.graph.experts import Storage, activated, declared
 from dflash_trt.graph.lowering import LOWERINGS
+from dflash_trt.graph.lowering.base import LinearKind
 from dflash_trt.graph.quantized import QuantizedLinear, input_scale, prepared, split_rows
-from dflash_trt.graph.quantized_experts import (
-    ExpertLayer,
-    Projection,
-    Stack,
-    onnxruntime_inputs,
-    stacked,
-    widened_by_expert,
-)
+from dflash_trt.graph.quantized_experts import ExpertLayer, Projection, Stack, stacked
 from dflash_trt.graph.tensorrt import TensorRT
 
 DOMAIN = "torch"
@@ -107,15 +108,7 @@ class Torch(TensorRT):
             return None if info is None else g.raw_weight(info, layer.folder)
 
         with g.scope(layer.name):
-            weight = _own(
-                *(g, "Widened", raw("weight"), raw("scale"), raw("global_scale"), raw("zero_term")),
-                codes=_CODES[kind.scheme],
-                columns=stored.weight.shape[1] * kind.format.numbers_in_byte,
-                group_size=kind.group_size,
-                group_rows=kind.group_rows,
-                reciprocal=int(kind.reciprocal),
-                to=int(g.dtype),
-            )
+            weight = _widened(g, kind, stored.weight.shape[1] * kind.format.numbers_in_byte, raw)
             x = prepared(g, x, raw("order"), raw("pre_quant_scale"), g.dtype)
             factor: ir.Value | None = None
             if kind.activations != "none":
@@ -138,14 +131,14 @@ class Torch(TensorRT):
     ) -> ir.Value:
         """Products of pairs of a row and one of its experts; written out in the graph."""
         with g.scope("experts"):
-            pairs = _Pairs(g, router, g.constant([layer.k]))
+            pairs = _Pairs(g, router, layer.k)
             if layer.scales is not None:
                 own = g.op("Gather", layer.scales, pairs.best, name="own_scales", axis=0)
                 pairs.shares = g.op("Mul", pairs.shares, own, name="scaled_shares")
 
             def linear(name: Projection, value: ir.Value) -> ir.Value:
                 with g.scope(name):
-                    return _expert_linear(g, layer.stacks[name], value, pairs.expert, layer.folder)
+                    return _expert_linear(g, layer.stacks[name], value, pairs, layer.folder)
 
             x = pairs.rows(x)
             gate, up = linear("gate", x), linear("up", x)
@@ -164,18 +157,18 @@ class Torch(TensorRT):
             weight = g.input(name, weight_dtype, ["E", "O", "G", 16] if packed else ["E", "O", "I"])
             scales = g.input(f"{name}_scales", ir.DataType.UINT8, ["E", "O", "G"]) if packed else None
             given[name] = weight, scales, g.input(f"{name}_bias", self.dtype, ["E", "O"]) if biased else None
+        k = ir.RefAttr("k", "k", ir.AttributeType.INT)
         if packed:
-            attributes: dict[str, Any] = {"k": ir.RefAttr("k", "k", ir.AttributeType.INT)}
+            attributes: dict[str, Any] = {"k": k}
             for name in ("alpha", "beta", "limit"):
                 attributes[name] = ir.RefAttr(name, name, ir.AttributeType.FLOAT)
             y = _own(g, "MXFP4Experts", x, router, *given["gate_up"], *given["down"], **attributes)
         else:
-            k = g.op("Constant", name="k", value_int=ir.RefAttr("value_int", "k", ir.AttributeType.INT))
-            pairs = _Pairs(g, router, g.op("Reshape", k, g.constant([1]), name="count"))
+            pairs = _Pairs(g, router, k)
 
             def linear(name: str, value: ir.Value) -> ir.Value:
                 weight, _, bias = given[name]
-                y = _own(g, "GroupedProduct", value, g.cast(weight, self.dtype), pairs.expert)
+                y = pairs.product(value, g.cast(weight, self.dtype))
                 return y if bias is None else g.op("Add", y, g.op("Gather", bias, pairs.expert, axis=0))
 
             y = pairs.sum(linear("down", self._swiglu(g, linear("gate_up", pairs.rows(x)))))
@@ -194,14 +187,19 @@ class Torch(TensorRT):
 
 
 class _Pairs:
-    """Pairs of a row and one of its k experts. shares: float32 [rows,k]. best [rows,k], expert [rows*k]: int64."""
+    """Pairs of a row and one of its k experts. shares, best: see Route. expert [rows*k]."""
 
-    def __init__(self, g: GraphBuilder, router: ir.Value, k: ir.Value) -> None:
-        """`k`: int64 [1]."""
-        self._g, self._k = g, k
-        logits, self.best = g.multi("TopK", router, k, outputs=2, name="best", axis=-1)
-        self.shares = g.op("Softmax", logits, name="shares", axis=-1)
+    def __init__(self, g: GraphBuilder, router: ir.Value, k: int | ir.RefAttr) -> None:
+        self._g = g
+        g.graph.opset_imports[DOMAIN] = 1
+        routed = g.multi("Route", router, outputs=4, name="route", domain=DOMAIN, k=k)
+        self.shares, self.best, *self._by_expert = routed
+        self._k = g.dim(self.best, 1, name="k")
         self.expert = g.op("Reshape", self.best, g.constant([-1]), name="expert")
+
+    def product(self, x: ir.Value, weight: ir.Value) -> ir.Value:
+        """x [rows*k,in] by the matrices of experts [E,out,in] -> [rows*k,out]."""
+        return _own(self._g, "GroupedProduct", x, weight, self.expert, *self._by_expert)
 
     def rows(self, x: ir.Value) -> ir.Value:
         """x [rows,D] as rows of pairs [rows*k,D]."""
@@ -229,45 +227,58 @@ def _written(g: GraphBuilder, cache: ir.Value, rows: ir.Value, start: ir.Value) 
     return _own(g, "WriteRows", cache, rows, start)
 
 
-def _with_zeros(g: GraphBuilder, weight: ir.Value, term: ir.Value, rows: int) -> ir.Value:
-    """A widened weight [rows,in] and what a zero point adds to each weight of a group, [rows,groups]."""
-    by_group = g.op("Reshape", weight, g.shape(rows, g.dim(term, 1, name="groups"), -1), name="by_group")
-    moved = g.op("Add", by_group, g.unsqueeze(g.cast(term, FLOAT), 2), name="with_zeros")
-    return g.op("Reshape", moved, g.constant([rows, -1]), name="moved")
+def _widened(
+    g: GraphBuilder, kind: LinearKind, columns: int, raw: Callable[[str], ir.Value | None]
+) -> ir.Value:
+    """The weight of a layer, or of a stack of experts; `raw` gives its parts as they are stored."""
+    return _own(
+        *(g, "Widened", raw("weight"), raw("scale"), raw("global_scale"), raw("zero_term")),
+        codes=_CODES[kind.scheme],
+        columns=columns,
+        group_size=kind.group_size,
+        group_rows=kind.group_rows,
+        reciprocal=int(kind.reciprocal),
+        to=int(g.dtype),
+    )
 
 
-def _expert_linear(g: GraphBuilder, stack: Stack, x: ir.Value, expert: ir.Value, folder: str) -> ir.Value:
+def _expert_linear(g: GraphBuilder, stack: Stack, x: ir.Value, pairs: _Pairs, folder: str) -> ir.Value:
     """x [pairs,columns] by the layer of each pair's expert -> [pairs,rows]."""
-    kind = stack.kind
-    given = dict(zip(stack.parts, onnxruntime_inputs(g, stack, folder), strict=True))
-    parts = widened_by_expert(g, stack, given, resident=True)
-    weight, factor = parts["weight"], None
-    if kind is not None and kind.zero_term:
-        terms = stacked(g, [g.raw_weight(s.zero_term, folder) for s in stack.stored if s.zero_term])
-        count = len(stack) * stack.rows
-        weight = _with_zeros(g, g.op("Reshape", weight, g.constant([count, -1])), terms, count)
-        weight = g.op("Reshape", weight, g.constant([len(stack), stack.rows, -1]), name="by_expert")
-    weight = g.cast(weight, g.dtype, name="weight") if kind is None else g.from_dtype(weight, FLOAT)
+    kind, factor = stack.kind, None
 
-    def own(name: str) -> ir.Value:
-        return g.op("Gather", parts[name], expert, name=f"own_{name}", axis=0)
+    def whole(infos: Sequence[TensorInfo]) -> ir.Value:
+        """The tensors of all experts, with an axis of these in front."""
+        return stacked(g, [g.unsqueeze(g.raw_weight(info, folder), 0) for info in infos])
 
-    if "order" in parts:
-        x = g.op("GatherElements", x, own("order"), name="ordered", axis=1)
-    if "pre_quant_scale" in parts:
-        x = g.op("Mul", x, g.cast(own("pre_quant_scale"), g.dtype), name="smoothed")
-    if kind is not None and kind.activations != "none":
+    def raw(part: str) -> ir.Value | None:
+        infos = [getattr(stored, part) for stored in stack.stored]
+        return None if infos[0] is None else whole(infos)
+
+    def own(part: str) -> ir.Value | None:
+        """That of each pair's expert."""
+        value = raw(part)
+        return None if value is None else g.op("Gather", value, pairs.expert, name=f"own_{part}", axis=0)
+
+    if kind is None:
+        return pairs.product(x, g.cast(whole(stack.plain), g.dtype, name="weight"))
+    if (order := own("order")) is not None:
+        x = g.op("GatherElements", x, order, name="ordered", axis=1)
+    if (smooth := own("pre_quant_scale")) is not None:
+        x = g.op("Mul", x, g.cast(smooth, g.dtype), name="smoothed")
+    if kind.activations != "none":
         x, scale = g.to_float(x), g.constant(1, np.float32)
         if kind.activations == "row":
             x, factor = split_rows(g, x)
             scale = input_scale(g, kind, {})
         else:
-            factor = g.unsqueeze(own("input_scale"), 1)
+            given = own("input_scale")
+            assert given is not None
+            factor = g.op("Reshape", g.cast(given, FLOAT), g.constant([-1, 1]), name="input_scale")
             if kind.reciprocal:
                 factor = g.op("Reciprocal", factor, name="input_scale")
             x = g.op("Div", x, factor, name="by_scale")
         x = g.from_dtype(LOWERINGS[kind.scheme].onnxruntime_input(g, scale, x), FLOAT)
-    y = _own(g, "GroupedProduct", x, weight, expert)
+    y = pairs.product(x, _widened(g, kind, stack.columns, raw))
     if factor is None:
         return y
     return g.from_dtype(g.op("Mul", g.to_float(y), factor, name="rescaled"), FLOAT)

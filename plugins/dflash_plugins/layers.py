@@ -77,8 +77,10 @@ class PackedExperts:
     limit: float
 
 
-def route(router_logits: Tensor, k: int, run: Run = by_triton) -> tuple[Tensor, Tensor, Tensor]:
-    """Router logits float32 [rows, E] -> shares [rows, k], pairs [rows * k], groups [E, 3]; see kernels/moe.py."""
+def route(router_logits: Tensor, k: int, run: Run = by_triton) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Router logits float32 [rows, E] -> shares [rows, k], and int32: chosen [rows, k], pairs [rows * k], and groups
+    [min(E, rows * k), 3], those of all experts in use; see kernels/moe.py.
+    """
     rows, experts = router_logits.shape
     programs = -(-rows // uses.ROUTE_ROWS)
 
@@ -90,7 +92,7 @@ def route(router_logits: Tensor, k: int, run: Run = by_triton) -> tuple[Tensor, 
     run(uses.route(experts, k), (programs,), router_logits=router_logits, shares=shares, **counted)
     pairs, groups = empty(rows * k), empty(experts, 3)
     run(uses.group(experts, k), (programs,), **counted, pairs=pairs, groups=groups)
-    return shares, pairs, groups
+    return shares, chosen, pairs, groups[: rows * k]
 
 
 def moe(
@@ -98,19 +100,18 @@ def moe(
 ) -> Tensor:
     """x [rows, D] bfloat16 or float16, router logits float32 [rows, E] -> [rows, D]."""
     rows, hidden = x.shape
-    experts, inner, dtype = e.down.shape[0], e.gate_up.shape[1] // 2, TYPE_NAMES[x.dtype]
-    in_use = min(experts, rows * e.k)
-    shares, pairs, groups = route(router_logits, e.k, run)
+    inner, dtype = e.gate_up.shape[1] // 2, TYPE_NAMES[x.dtype]
+    shares, _, pairs, groups = route(router_logits, e.k, run)
     activated = x.new_empty(rows * e.k, inner)
     given = {"pairs": pairs, "groups": groups, "activated": activated}
     biased = e.gate_up_bias is not None
     use = uses.gate_up(hidden, inner, e.k, e.alpha, e.beta, e.limit, dtype, biased, tile)
     weights = {"blocks": e.gate_up, "scales": e.gate_up_scales, "bias": e.gate_up_bias}
-    run(use, (-(-inner // tile.block_n), in_use), x=x, **given, **weights)
+    run(use, (-(-inner // tile.block_n), len(groups)), x=x, **given, **weights)
     outputs = torch.empty(rows * e.k, hidden, dtype=torch.float32, device=x.device)
     use = uses.down(hidden, inner, dtype, e.down_bias is not None, tile)
     weights = {"blocks": e.down, "scales": e.down_scales, "bias": e.down_bias}
-    run(use, (-(-hidden // tile.block_n), in_use), **given, shares=shares, **weights, outputs=outputs)
+    run(use, (-(-hidden // tile.block_n), len(groups)), **given, shares=shares, **weights, outputs=outputs)
     y = torch.empty_like(x)
     grid = rows, -(-hidden // uses.COMBINE_BLOCK)
     run(uses.combine(hidden, e.k, dtype), grid, outputs=outputs, like=x, y=y)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -25,6 +25,7 @@ class Packing:
     group_rows: int = 1  # rows that share it, too; 0: all do
     second: str = ""  # what the scale of the whole weight does with the others: "times", "over"
     zeros: bool = False
+    experts: int = 0  # weights in a stack; 0: it is one weight
 
     @property
     def in_word(self) -> int:
@@ -63,9 +64,9 @@ PROGRAMS, SPAN = 512, 512
 
 @cache
 def splits_of(weight: Packing, tile: Tile) -> tuple[int, int]:
-    """The parts of a weight's inputs that programs add up, and the inputs of each."""
+    """The parts of a weight's inputs that programs add up, and the inputs of each. Those of experts are whole."""
     stripes = -(-weight.outputs // tile.block_n)
-    parts = max(1, min(PROGRAMS // stripes, weight.inputs // SPAN))
+    parts = 1 if weight.experts else max(1, min(PROGRAMS // stripes, weight.inputs // SPAN))
     span = -(-weight.inputs // (parts * tile.block_k)) * tile.block_k
     return -(-weight.inputs // span), span
 
@@ -79,6 +80,7 @@ def product_use(weight: Packing, dtype: str, tokens: int, tile: Tile, *, biased:
     constants |= {"SPLITS": splits, "SPAN": span, "TOKENS": tokens, "EXACT": weight.exact(dtype)}
     optional(types, constants, biased, bias=f"*{dtype}")
     optional(types, constants, splits > 1, partial="*fp32", counters="*i32")
+    optional(types, constants, weight.experts > 0, order="*i32", groups="*i32")
     return Use("packed", "packed_product", types, constants, tile.num_warps, tile.num_stages)
 
 
@@ -107,7 +109,9 @@ def _packed(weight: Packing, tile: Tile) -> tuple[Types, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight [outputs, inputs] as it is stored; tensors are contiguous. Scales of one byte are uint8."""
+    """A weight [outputs, inputs] as it is stored; tensors are contiguous. Scales of one byte are uint8. All but the
+    counters of a stack have an axis of experts in front.
+    """
 
     form: Packing
     codes: Tensor  # bytes [outputs, inputs / 2] or [outputs, inputs]
@@ -121,6 +125,16 @@ class PackedWeight:
     def stored(self) -> dict[str, Tensor | None]:
         """The weight's own tensors, as arguments of the kernels."""
         return {"codes": self.codes, "scales": self.scales, "second": self.second, "zeros": self.zeros}
+
+    def one(self, expert: int) -> PackedWeight:
+        """The weight of an expert, if it is a stack, else itself."""
+        if not self.form.experts:
+            return self
+        own = {n: t if t is None else t[expert] for n, t in self.stored.items()}
+        second = own.pop("second")
+        return replace(
+            self, form=replace(self.form, experts=0), second=second if second is None else second[None], **own
+        )
 
     @property
     def nbytes(self) -> int:
@@ -141,6 +155,20 @@ def product(x: Tensor, weight: PackedWeight, bias: Tensor | None, run: Run = by_
     use = product_use(form, TYPE_NAMES[x.dtype], tokens, tile, biased=bias is not None)
     grid = -(-form.outputs // tile.block_n), splits
     run(use, grid, x=x, **weight.stored, **given, rows=rows, y=y)
+    return y
+
+
+def experts_product(
+    x: Tensor, weight: PackedWeight, order: Tensor, groups: Tensor, run: Run = by_triton
+) -> Tensor:
+    """x [rows, inputs], each row by its own expert's weight -> [rows, outputs]. order, groups: see `layers.route`."""
+    form, tile = weight.form, weight.tile
+    # Most experts have their rows in one step. The number of a step's rows changes no bit of them.
+    tokens = next((count for count in ROWS if count * form.experts >= 2 * len(x)), ROWS[-1])
+    y = x.new_empty(len(x), form.outputs)
+    given = {"rows": len(x), "order": order, "groups": groups}
+    use = product_use(form, TYPE_NAMES[x.dtype], tokens, tile, biased=False)
+    run(use, (-(-form.outputs // tile.block_n), len(groups)), x=x, **weight.stored, **given, y=y)
     return y
 
 

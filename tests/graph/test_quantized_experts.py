@@ -10,12 +10,18 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+import torch
+from dflash_plugins.launch import by_triton
+from dflash_plugins.packed import PackedWeight
 from safetensors.numpy import save_file
 
 from dflash_trt.bundle.workspace import silent
 from dflash_trt.checkpoint.linears import stored_experts, stored_linear
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.checkpoint.widening import widen
+from dflash_trt.engines.torch import kernels
+from dflash_trt.engines.torch.kernels import LayerKernels
+from dflash_trt.engines.torch.program import Graph
 from dflash_trt.errors import CheckpointError
 from dflash_trt.graph import onnxruntime as functions
 from dflash_trt.graph import tensorrt_experts
@@ -24,7 +30,9 @@ from dflash_trt.graph.dialect import Dialect
 from dflash_trt.graph.onnxruntime import OnnxRuntime
 from dflash_trt.graph.quantized_experts import ExpertLayer, Projection, Stack
 from dflash_trt.graph.tensorrt import TensorRT
-from dflash_trt.quantization.repack import int4_by_row
+from dflash_trt.graph.torch import Torch
+from dflash_trt.quantization.repack import has_signed, int4_by_row
+from tests.doubles import triton_interpreter  # noqa: F401  # corrects it
 from tests.doubles.integer_words import GROUP, layer
 from tests.doubles.quantized_checkpoints import encoded, rounded, write_quant_config, write_safetensors
 from tests.doubles.sessions import executed, session
@@ -82,11 +90,14 @@ def stacks_of(checkpoint: Checkpoint) -> dict[Projection, Stack]:
     return found
 
 
-def model(checkpoint: Checkpoint, dialect: Dialect, *, widened_bytes: int = 0) -> ir.Model:
+def model(checkpoint: Checkpoint, dialect: Dialect, *, widened_bytes: int = 0, folder: str = ".") -> ir.Model:
     g = GraphBuilder("layer", dtype=dialect.dtype)
     x, router = g.input("x", dialect.dtype, ["rows", HIDDEN]), g.input("router", FLOAT, ["rows", EXPERTS])
     y = dialect.quantized_experts(
-        g, x, router, ExpertLayer(stacks=stacks_of(checkpoint), folder=".", k=K, widened_bytes=widened_bytes)
+        g,
+        x,
+        router,
+        ExpertLayer(stacks=stacks_of(checkpoint), folder=folder, k=K, widened_bytes=widened_bytes),
     )
     g.output(y, "y", dialect.dtype, ["rows", HIDDEN])
     return g.model()
@@ -213,9 +224,8 @@ WORDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("method", WORDS)
-def test_tensorrt_experts_with_zero_points(tmp_path: Path, method: str) -> None:
-    """Some experts are symmetric, but all get a second product, and all an order where one has it."""
+def words(tmp_path: Path, method: str) -> tuple[Checkpoint, Checkpoint]:
+    """Experts as this method stores them, and their numbers. Some are symmetric, and one has no order."""
     config, random = WORDS[method], np.random.default_rng(0)
     stored, plain = dict[str, Any](), dict[str, Any]()
     for e in range(EXPERTS):
@@ -230,14 +240,53 @@ def test_tensorrt_experts_with_zero_points(tmp_path: Path, method: str) -> None:
         (tmp_path / place).mkdir()
         (tmp_path / place / "config.json").write_text(json.dumps(said))
         save_file(tensors, tmp_path / place / "model.safetensors")
-    checkpoint = Checkpoint(int4_by_row(Checkpoint(tmp_path / "stored"), tmp_path, silent))
+    return Checkpoint(tmp_path / "stored"), Checkpoint(tmp_path / "plain")
+
+
+@pytest.mark.parametrize("method", WORDS)
+def test_tensorrt_experts_with_zero_points(tmp_path: Path, method: str) -> None:
+    """All get a second product, and all an order where one has it."""
+    stored, plain = words(tmp_path, method)
+    checkpoint = Checkpoint(int4_by_row(stored, tmp_path, silent))
     document = ir.to_proto(model(checkpoint, TensorRT(FLOAT)))
     onnx.external_data_helper.load_external_data_for_model(document, str(tmp_path))
     onnx.save(executable(document), tmp_path / "model.onnx")
     given = feeds(9)
     (y,) = session(tmp_path / "model.onnx").run(None, given)
-    expected = reference(Checkpoint(tmp_path / "plain"), **given)
+    expected = reference(plain, **given)
     np.testing.assert_allclose(y, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("name", [*FORMATS, *WORDS])
+def test_what_torch_gets_against_numpy(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU and in float32 widened once; on a GPU, stacks that stay as they are stored."""
+    made = words(tmp_path, name) if name in WORDS else (write(tmp_path / "source", name),) * 2
+    checkpoint, plain = made
+    if has_signed(checkpoint):
+        checkpoint = Checkpoint(int4_by_row(checkpoint, tmp_path / "by-row", silent))
+
+    def graph(dtype: ir.DataType) -> Graph:
+        ir.save(model(checkpoint, Torch(dtype), folder=checkpoint.directory.name), tmp_path / "model.onnx")
+        return Graph(tmp_path / "model.onnx", torch.device("cpu"))
+
+    exact, given = graph(FLOAT), {n: torch.from_numpy(x) for n, x in feeds(9).items()}
+    assert not [weight for weight in exact.weights.values() if isinstance(weight, PackedWeight)]
+    expected = reference(plain, **feeds(9))
+    error = np.linalg.norm(exact.first_pass(given)[1]["y"].numpy() - expected, axis=1)
+    assert np.median(error / np.linalg.norm(expected, axis=1)) < 1e-5
+    assert (error / np.linalg.norm(expected, axis=1)).max() < 0.05
+    whole, interpreted = graph(ir.DataType.BFLOAT16), LayerKernels(by_triton)
+    given["x"] = given["x"].bfloat16()
+    theirs = whole.first_pass(given)[1]["y"].float()
+    monkeypatch.setattr(kernels, "of", lambda _: interpreted)
+    packed = graph(ir.DataType.BFLOAT16)
+    program, first = packed.first_pass(given)
+    (alone,) = packed.first_pass({n: x[4:5] for n, x in given.items()})[1].values()
+    assert torch.equal(program(given)["y"], first["y"])
+    assert torch.equal(alone, first["y"][4:5])  # whatever the others choose
+    stacks = [weight for weight in packed.weights.values() if isinstance(weight, PackedWeight)]
+    assert len(stacks) == (2 if name.endswith("down not") else 3)
+    assert (first["y"].float() - theirs).norm() < 0.01 * theirs.norm()
 
 
 @pytest.mark.parametrize(

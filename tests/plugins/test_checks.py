@@ -26,14 +26,21 @@ def problems() -> dict[str, str]:
 
 def test_right_kernels_pass() -> None:
     found = problems()
-    names = {"SampleRows", "BlockAcceptance", "Round", "Attention", "MoE", "GatedDeltaNet", "PackedLinear"}
+    names = {"SampleRows", "BlockAcceptance", "Round", "Attention", "MoE", "GatedDeltaNet"}
     assert found == dict.fromkeys(found, "")
-    assert found.keys() == names | {"AddNorm", "Gate", "PlaceHeads", "Router"}
+    assert found.keys() == names | {
+        "AddNorm",
+        "Gate",
+        "PlaceHeads",
+        "Router",
+        "PackedLinear",
+        "PackedExperts",
+    }
 
 
 def test_a_wrong_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     sample, attend, experts, delta = launch.sample_rows, layers.attention, layers.moe, layers.gated_delta_net
-    gate, end, product = layers.gate, launch.end_round, packed.product
+    gate, end = layers.gate, launch.end_round
 
     def other_state(*given: Any, run: Any) -> Any:
         state, replayed = given[4], given[6]
@@ -42,8 +49,8 @@ def test_a_wrong_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def other_round(logits: Any, *given: Any, run: Any, **memory: Any) -> None:
         end(logits if run is None else logits * 0, *given, run=run, **memory)
 
-    def other_rows(x: Any, *given: Any) -> Any:
-        return product(x, *given) * (1 + 0.001 * (len(x) > 1))
+    def other_rows(product: Any) -> Any:
+        return lambda x, *given: product(x, *given) * (1 + 0.001 * (len(x) > 1))
 
     wrong = {
         (launch, "sample_rows"): lambda logits, params, at, run: sample(logits, params, at + 1, run=run),
@@ -52,12 +59,13 @@ def test_a_wrong_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         (layers, "moe"): lambda x, logits, *given: experts(x, -logits, *given),
         (layers, "gated_delta_net"): other_state,
         (layers, "gate"): lambda x, **options: gate(-x, **options),
-        (packed, "product"): other_rows,
+        (packed, "product"): other_rows(packed.product),
+        (packed, "experts_product"): other_rows(packed.experts_product),
     }
     for (module, name), function in wrong.items():
         monkeypatch.setattr(module, name, function)
     found = problems()
     assert {name for name, problem in found.items() if problem} == {
-        *("SampleRows", "Round", "Attention", "MoE", "GatedDeltaNet", "Gate", "PackedLinear")
+        *("SampleRows", "Round", "Attention", "MoE", "GatedDeltaNet", "Gate", "PackedLinear", "PackedExperts")
     }
     assert found["GatedDeltaNet"] == "rows that are replayed get other bits"

@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from dflash_plugins import packed
+from dflash_plugins import launch, packed
 
-from dflash_trt.engines.torch.checks import random_weight
+from dflash_trt.engines.torch.checks import random_weight, rows_product
+from dflash_trt.engines.torch.layers import grouped_product
 from dflash_trt.formats import numbers
 from tests.doubles import triton_interpreter  # noqa: F401  # corrects it
 
@@ -21,6 +22,12 @@ FORMS = [
     packed.Packing(80, 1184, "e4m3", "bf16"),
     packed.Packing(200, 1024, "e4m3", "fp32", group=128, group_rows=128),
     packed.Packing(80, 1024, "int8", "fp32", group=64),
+]
+# With scales of whole weights, and of blocks and stripes that are not full.
+STACKS = [
+    *(replace(form, outputs=72, inputs=288, experts=5) for form in FORMS),
+    packed.Packing(72, 288, "e2m1", "e4m3", group=16, second="over", experts=5),
+    packed.Packing(72, 288, "e4m3", "fp32", group_rows=0, experts=5),
 ]
 
 
@@ -43,6 +50,26 @@ def test_a_row_is_the_same_in_passes_of_any_length(form: packed.Packing, dtype: 
     for rows in (1, 5, 16, 17, 32, 33):
         assert torch.equal(packed.product(x[:rows].contiguous(), stored, bias), longest[:rows])
     assert not stored.counters.any()
+
+
+@pytest.mark.parametrize("form", STACKS, ids=lambda form: f"{form.codes} {form.scales} {form.second}")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_row_is_multiplied_by_its_expert_alone(form: packed.Packing, dtype: torch.dtype) -> None:
+    """One expert has most rows, more than a step takes, another has none. Steps take 16, 32 and 64 rows."""
+    stored, wide = random_weight(form)
+    random = np.random.default_rng(1)
+    x = torch.from_numpy(random.standard_normal((161, form.inputs))).to(dtype)
+    logits = torch.from_numpy(random.random((161, form.experts))).float()
+    logits[:, 3], logits[::2, 4] = -1, 2
+    exact = grouped_product({}, x.double(), wide.to(dtype).double(), logits.argmax(1))
+    longest = rows_product(x, stored, logits, launch.by_triton)
+    error = (longest.double() - exact).abs().max() / exact.abs().max()
+    assert error <= (2**-8 if dtype == torch.bfloat16 else 2**-10)
+    for part in (slice(5, 6), slice(5, 12), slice(0, 40), slice(40, 110)):
+        alone = rows_product(x[part].contiguous(), stored, logits[part].contiguous(), launch.by_triton)
+        assert torch.equal(alone, longest[part])
+    for expert in range(form.experts):
+        assert torch.equal(packed.widen(stored.one(expert), dtype), wide[expert].to(dtype))
 
 
 def test_numbers_at_the_ends_of_their_range() -> None:

@@ -136,7 +136,7 @@ import json
 from dataclasses import replace
 from dflash_plugins import compiled, compiler, packed
 from dflash_plugins import kernel_specs as uses
-from tests.plugins.test_packed import FORMS
+from tests.plugins.test_packed import FORMS, STACKS
 heads = "cos", "sin", "start", "k_cache", "v_cache"
 wanted = [uses.gate(12_288, "bf16"), uses.router(128, 2048, "bf16", biased=False)]
 wanted += [uses.router(32, 2880, "bf16", biased=True)]
@@ -148,11 +148,13 @@ wanted += [uses.merge(32, 128, "bf16", sinks=False, by_row=True)]
 wanted += [uses.merge(64, head, "bf16", sinks=True) for head in (128, 256, 512)]
 everywhere = uses.ROUND_TARGET, *uses.TARGETS
 pairs = [(use, target) for use in wanted for target in everywhere]
-for form in (replace(form, outputs=2304, inputs=4096) for form in FORMS):
+wanted = [replace(form, outputs=2304, inputs=4096) for form in FORMS]
+for form in wanted + [replace(form, outputs=768, inputs=2048, experts=128) for form in STACKS]:
     tile = packed.TILES[form.in_word][0]
     longest = packed.product_use(form, "bf16", packed.ROWS[-1], tile, biased=False)
     pairs += [(longest, target) for target in everywhere]
-    pairs += [(packed.product_use(form, "fp16", 16, tile, biased=True), 90), (packed.widen_use(form, "bf16", tile), 90)]
+    few = packed.product_use(form, "fp16", 16, tile, biased=not form.experts)
+    pairs += [(few, 90), (packed.widen_use(form, "bf16", tile), 90)]
 found = []
 for use, target in pairs:
     made = compiler.compile_kernel(use, target)

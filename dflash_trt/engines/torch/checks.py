@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from dflash_plugins import launch
+from dflash_plugins import layers as ours
 from dflash_plugins import packed as products
 from torch import Tensor
 
@@ -61,7 +63,7 @@ def problems(
     if of_layers:
         wrong |= {name: _differs(case, device) for name, case in _cases()}
         wrong["GatedDeltaNet"] = _recurrent(device)
-        wrong["PackedLinear"] = _packed_linear(device, run)
+        wrong |= {"PackedLinear": _as_stored(device, run, 0), "PackedExperts": _as_stored(device, run, 2)}
     return wrong
 
 
@@ -201,16 +203,22 @@ def _recurrent(device: Device) -> str:
     return "" if same else "rows that are replayed get other bits"
 
 
-def _packed_linear(device: Device, run: launch.Run) -> str:
+def _as_stored(device: Device, run: launch.Run, experts: int) -> str:
     """Products with weights as they are stored: the weights, rows of passes of two lengths, and their sums."""
-    for form in _FORMS:
+    generator = torch.Generator().manual_seed(0)
+    for form in (replace(form, experts=experts) for form in _FORMS):
         there, wide = random_weight(form, device)
+        wide = wide.view(-1, form.outputs, form.inputs)
         for dtype in _TYPES:
-            if not torch.equal(products.widen(there, dtype, run).cpu(), wide.to(dtype)):
+            last = len(wide) - 1
+            if not torch.equal(products.widen(there.one(last), dtype, run).cpu(), wide[last].to(dtype)):
                 return f"a weight of {form.codes} in groups of {form.group} has other numbers in {dtype}"
-            x = torch.randn(33, form.inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
-            exact = x.double() @ wide.to(dtype).double().T
-            one, several = (products.product(x[:n].to(device), there, None, run).cpu() for n in (1, 33))
+            x = torch.randn(33, form.inputs, generator=generator).to(dtype)
+            logits = torch.randn(33, len(wide), generator=generator)
+            exact = layers.grouped_product({}, x.double(), wide.to(dtype).double(), logits.argmax(1))
+            one, several = (
+                rows_product(x[:n].to(device), there, logits[:n].to(device), run).cpu() for n in (1, 33)
+            )
             error = float((several.double() - exact).abs().max() / exact.abs().max())
             if not error <= _MOST:
                 return f"{form.codes} in groups of {form.group} differs by {error:.3f} of the largest number"
@@ -219,11 +227,20 @@ def _packed_linear(device: Device, run: launch.Run) -> str:
     return ""
 
 
+def rows_product(x: Tensor, weight: products.PackedWeight, logits: Tensor, run: launch.Run) -> Tensor:
+    """x [rows,in] by a weight, or each row by that of a stack whose logit [rows,experts] is the largest."""
+    if not weight.form.experts:
+        return products.product(x, weight, None, run)
+    _, _, order, groups = ours.route(logits, 1, run)
+    return products.experts_product(x, weight, order, groups, run)
+
+
 def random_weight(form: products.Packing, device: Device = "cpu") -> tuple[products.PackedWeight, Tensor]:
-    """A weight of this form, and its numbers in float32 by torch's operators on the host."""
-    generator = torch.Generator().manual_seed(0)
-    shape = -(-form.outputs // form.group_rows), -(-form.inputs // (form.group or form.inputs))
-    codes = torch.randint(0, 256, (form.outputs, 2 * form.inputs // form.in_word), generator=generator)
+    """A weight of this form, or a stack, and its numbers in float32 by torch's operators on the host."""
+    generator, stack = torch.Generator().manual_seed(0), [form.experts] if form.experts else []
+    columns = 2 * form.inputs // form.in_word, -(-form.inputs // (form.group or form.inputs))
+    shape = *stack, -(-form.outputs // (form.group_rows or form.outputs)), columns[1]
+    codes = torch.randint(0, 256, (*stack, form.outputs, columns[0]), generator=generator, dtype=torch.uint8)
     codes[(codes & 127) == 127] = 0  # NaN in E4M3
     stored = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}.get(form.codes, torch.uint8)
     scales = torch.rand(shape, generator=generator) / 100
@@ -233,10 +250,11 @@ def random_weight(form: products.Packing, device: Device = "cpu") -> tuple[produ
         scales = (scales * 10_000).to(torch.float8_e4m3fn)
     else:
         scales = scales.to(launch.TYPES[form.scales])
-    second = torch.tensor([437.5 if form.second == "over" else 1 / 437.5]) if form.second else None
-    zeros = torch.randn(form.outputs, shape[1], generator=generator) / 100 if form.zeros else None
+    second = 437.5 + torch.arange(max(form.experts, 1))
+    second = second if form.second == "over" else 1 / second
+    zeros = torch.randn(*stack, form.outputs, columns[1], generator=generator) / 100
     a = {"codes": form.codes, "columns": form.inputs, "group_size": form.group, "group_rows": form.group_rows}
-    a["reciprocal"] = form.second == "over"
-    parts = [codes.to(torch.uint8).view(stored), scales, second, zeros]
+    a |= {"reciprocal": form.second == "over", "to": 1}
+    parts = [codes.view(stored), scales, second if form.second else None, zeros if form.zeros else None]
     there = [None if part is None else part.to(device) for part in parts]
-    return packed.stored(a, *there), packed.widened(a, *parts)  # type: ignore[arg-type]
+    return packed.stored(a, *there), packed.weight(a, *parts)  # type: ignore[arg-type, return-value]

@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from dflash_plugins import kernel_specs as uses
 from dflash_plugins import layers as ours
+from dflash_plugins import packed as products
 from dflash_plugins.launch import Run
+from dflash_plugins.packed import PackedWeight
 from torch import Tensor
 
 from dflash_trt.engines.torch import kernels
@@ -220,8 +222,31 @@ def _seen(first: Tensor, last: Tensor, start: Tensor | None, visible: Tensor | N
     return seen[:, None]
 
 
-def grouped_product(a: Attributes, x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
-    """x [pairs,in] by the matrices of experts [pairs] of weight [E,out,in] -> [pairs,out]."""
+def route(a: Attributes, logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """`Route` (dflash_trt/graph/torch.py). Order and groups are there with kernels alone."""
+    if (layer := kernels.of(logits)) is not None:
+        made = layer.first("routes", lambda run, _: ours.route(logits.contiguous(), a["k"], run))
+        if made is not None:
+            return made
+    values, best = (part[:, : a["k"]] for part in torch.sort(logits, descending=True, stable=True))
+    return values.softmax(-1), best, None, None
+
+
+def grouped_product(
+    a: Attributes,
+    x: Tensor,
+    weight: Tensor | PackedWeight,
+    expert: Tensor,
+    order: Tensor | None = None,
+    groups: Tensor | None = None,
+) -> Tensor:
+    """`GroupedProduct` (dflash_trt/graph/torch.py)."""
+    if isinstance(weight, PackedWeight):
+        layer = kernels.of(x)
+        assert layer is not None  # as the weight was loaded
+        assert order is not None
+        assert groups is not None
+        return products.experts_product(x.contiguous(), weight, order, groups, layer.run)
     if not x.is_cuda:
         y = x.new_empty(len(x), weight.shape[1])
         for number in expert.unique().tolist():
@@ -229,7 +254,8 @@ def grouped_product(a: Attributes, x: Tensor, weight: Tensor, expert: Tensor) ->
             y[chosen] = F.linear(x[chosen], weight[number])
         return y
     order = torch.sort(expert, stable=True).indices
-    ends = torch.searchsorted(expert[order], torch.arange(len(weight), device=x.device), right=True)
+    numbers = torch.arange(len(weight), dtype=expert.dtype, device=x.device)
+    ends = torch.searchsorted(expert[order], numbers, right=True)
     y = torch._grouped_mm(x[order], weight.transpose(1, 2), offs=ends.to(torch.int32))
     return torch.empty_like(y).index_copy_(0, order, y)
 
@@ -254,8 +280,8 @@ def mxfp4_experts(
         tiles = uses.TILES[::-1] if len(x) > 4 * _VERIFIED_ROWS else uses.TILES
         if (y := layer.first("experts", lambda run, tile: ours.moe(*given, tile, run), tiles)) is not None:
             return y
-    values, best = (part[:, : a["k"]] for part in torch.sort(router, descending=True, stable=True))
-    shares, total = values.softmax(-1), torch.zeros(x.shape, dtype=router.dtype, device=x.device)
+    shares, best, _, _ = route(a, router)
+    total = torch.zeros(x.shape, dtype=router.dtype, device=x.device)
     for number in best.unique().tolist():
         row, place = (best == number).nonzero(as_tuple=True)
         h = _packed_linear(x[row], gate_up, gate_up_scales, gate_up_bias, number).float()

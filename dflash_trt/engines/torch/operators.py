@@ -210,6 +210,7 @@ OPERATORS: dict[str, Operator] = {
     "ReduceSum": _reduced(torch.sum),
     "Reshape": _reshape,
     "RotaryEmbedding": layers.rotary,
+    "Route": layers.route,
     "Router": layers.router,
     "Round": lambda a, x: x.round(),
     "Shape": lambda a, x: torch.tensor(x.shape[a.get("start", 0) : a.get("end")], dtype=torch.int64),

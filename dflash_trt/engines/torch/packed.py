@@ -1,4 +1,6 @@
-"""Linear layers with weights in four or eight bits: multiplied as they are stored where a kernel can, else widened."""
+"""Weights in four or eight bits, of linear layers and of experts: multiplied as they are stored where a kernel can,
+else widened.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from dflash_plugins import layers
 from dflash_plugins import packed as ours
 from dflash_plugins.launch import TYPE_NAMES, Run
 from dflash_plugins.packed import ROWS, TILES, PackedWeight, Packing, Tile
@@ -25,32 +28,47 @@ def weight(
     a: Attributes, codes: Tensor, scales: Tensor, second: Tensor | None = None, zeros: Tensor | None = None
 ) -> Tensor | PackedWeight:
     """`Widened` (dflash_trt/graph/torch.py): as stored where a kernel multiplies it so, else in the dtype `to`."""
-    dtype, layer = _DTYPES[a["to"]], kernels.of(codes)
+    dtype, layer, parts = _DTYPES[a["to"]], kernels.of(codes), [codes, scales, second, zeros]
+    stack = codes.ndim == 3
 
-    def wide() -> Tensor:
-        return widened(a, codes, scales, second, zeros).to(dtype)
+    def wide(expert: int = 0) -> Tensor:
+        own = [part[expert] if stack and part is not None else part for part in parts]
+        return widened(a, *own).to(dtype)  # type: ignore[arg-type]
 
-    if layer is None or dtype == torch.float32 or _has_nan(codes):
-        return wide()
-    packed = stored(a, codes, scales, second, zeros)
-    return wide() if (tile := _tile(layer, packed, dtype, wide)) is None else replace(packed, tile=tile)
+    if layer is not None and dtype != torch.float32 and not _has_nan(codes):
+        packed = stored(a, codes, scales, second, zeros)
+        if (tile := _tile(layer, packed, dtype, wide)) is not None:
+            return replace(packed, tile=tile)
+    return torch.stack([wide(expert) for expert in range(len(codes))]) if stack else wide()
 
 
 def _tile(
-    layer: kernels.LayerKernels, packed: PackedWeight, dtype: torch.dtype, wide: Callable[[], Tensor]
+    layer: kernels.LayerKernels, packed: PackedWeight, dtype: torch.dtype, wide: Callable[[int], Tensor]
 ) -> Tile | None:
     """The tile with which a kernel multiplies a weight as it is stored, at any number of rows, because the order of a
-    sum depends on it. The first weight of a form is tried on random rows against torch's product with the wide one.
+    sum depends on it. The first weight of a form is tried on random rows against torch's product with the wide one; of
+    a stack, its first and its last expert.
     """
     form, key = packed.form, (packed.form, dtype)
 
     def launched(run: Run, tile: Tile) -> Tile:
-        dense, tried = wide(), replace(packed, tile=tile)
-        if not torch.equal(ours.widen(tried, dtype, run), dense):
+        tried, experts = replace(packed, tile=tile), sorted({0, max(form.experts, 1) - 1})
+        dense = [wide(expert) for expert in experts]
+        if not all(
+            torch.equal(ours.widen(tried.one(i), dtype, run), dense[j]) for j, i in enumerate(experts)
+        ):
             raise BuildError("it widens a weight to other numbers")
         for rows in ROWS[::-1]:
-            x = torch.randn(rows, form.inputs, device=dense.device).to(dtype)
-            y, exact = ours.product(x, tried, None, run), F.linear(x.float(), dense.float())
+            # So many rows of each that a step has `rows`.
+            count = max(rows * form.experts // 4, 1) if form.experts else rows
+            x = torch.randn(count, form.inputs, device=packed.codes.device).to(dtype)
+            exact = torch.cat([F.linear(x.float(), each.float()) for each in dense])
+            if form.experts:
+                chosen = torch.tensor(experts, device=x.device).repeat_interleave(count)
+                _, _, *by_expert = layers.route(F.one_hot(chosen, form.experts).float(), 1, run)
+                y = ours.experts_product(x.repeat(len(experts), 1), tried, *by_expert, run)
+            else:
+                y = ours.product(x, tried, None, run)
             error = (y - exact).abs().max() / exact.abs().max().clamp_min(torch.finfo(dtype).tiny)
             if not error <= 4 * torch.finfo(dtype).eps:
                 raise BuildError(f"a product is off by {float(error):.1e} of the largest number")
@@ -77,10 +95,11 @@ def stored(
     second: Tensor | None = None,
     zeros: Tensor | None = None,
 ) -> PackedWeight:
-    """A weight for the kernels, from the inputs of `Widened`."""
-    rows, columns = len(codes), a["columns"]
+    """A weight for the kernels, or a stack of them, from the inputs of `Widened`."""
+    rows, columns = codes.shape[-2], a["columns"]
+    experts = len(codes) if codes.ndim == 3 else 0
     kind = {torch.float8_e4m3fn: "e4m3", torch.uint8: "e8m0"}.get(scales.dtype) or TYPE_NAMES[scales.dtype]
-    group, group_rows = _groups(a, scales, columns)
+    group, group_rows = _groups(a, scales[0] if experts else scales, columns)
     form = Packing(
         rows,
         columns,
@@ -90,12 +109,13 @@ def stored(
         group_rows=group_rows,
         second="" if second is None else "over" if a["reciprocal"] else "times",
         zeros=zeros is not None,
+        experts=experts,
     )
     return PackedWeight(
         form,
         codes.view(torch.uint8).contiguous(),
         (scales.view(torch.uint8) if scales.itemsize == 1 else scales).contiguous(),
-        None if second is None else second.float().reshape(1),
+        None if second is None else second.float().reshape(-1),
         None if zeros is None else zeros.float().contiguous(),
         torch.zeros(-(-rows // 16), dtype=torch.int32, device=codes.device),
         TILES[form.in_word][0],

@@ -1,10 +1,12 @@
-"""Products with a weight [OUT, IN] that is multiplied as it is stored: codes of four or eight bits, with scales.
+"""Products with a weight [OUT, IN], or one of each expert, that is multiplied as it is stored: codes of four or eight
+bits, with scales.
 
 A code stands for number * factor + zero term, computed in float32 and rounded to x's type, as the operators of torch
 widen it. The weights are the left operand of the tensor cores, the tokens the right one, as in moe.py.
 
 A program adds up some of the inputs for a stripe of outputs. The last program of a stripe adds what the others wrote,
-in their order. Neither that order nor the division of the inputs depends on the number of rows.
+in their order. Neither that order nor the division of the inputs depends on the number of rows. Of an expert, a program
+adds up all inputs for all rows that chose it, a few at a time: several experts keep the memory busy.
 """
 
 from __future__ import annotations
@@ -120,14 +122,12 @@ def _words(codes, row, in_row, k, IN: tl.constexpr, PER: tl.constexpr, BLOCK_K: 
 
 
 @triton.jit
-def _by_group(
-    values, row, in_row, k, IN: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr
-):
+def _by_group(values, row, in_row, k, IN: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr):
     """The entries of the groups of columns from k on, [rows, groups]."""
     count: tl.constexpr = BLOCK_K // GROUP if GROUP < BLOCK_K else 1
     columns: tl.constexpr = (IN + GROUP - 1) // GROUP
     column = k // GROUP + tl.arange(0, count)
-    at = values + (row // ROWS)[:, None] * columns + column[None, :]
+    at = values + row[:, None] * columns + column[None, :]
     return tl.load(at, mask=in_row[:, None] & (column < columns)[None, :], other=0)
 
 
@@ -180,10 +180,58 @@ def _columns(x, token, in_token, k, IN: tl.constexpr, PER: tl.constexpr, BLOCK_K
         return tl.trans(even), tl.trans(odd)
 
 
+@triton.jit
+def _sums(
+    x,
+    codes,
+    scales,
+    second,
+    zeros,
+    row,  # of the codes, for each output of the program
+    scale_row,
+    in_row,
+    token,
+    in_token,
+    begin,
+    IN: tl.constexpr,
+    CODES: tl.constexpr,
+    SCALES: tl.constexpr,
+    SECOND: tl.constexpr,
+    EXACT: tl.constexpr,
+    PER: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPAN: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The sums [rows, tokens] of SPAN inputs from `begin` on, in float32."""
+    total = tl.zeros([row.shape[0], token.shape[0]], tl.float32)
+    scale = _by_group(scales, scale_row, in_row, begin, IN, GROUP, BLOCK_K)
+    columns = _columns(x, token, in_token, begin, IN, PER, BLOCK_K)
+    for k in range(begin, min(begin + SPAN, IN), BLOCK_K):
+        # The compiler pipelines the codes. The other operands are fetched one step ahead.
+        next_columns = _columns(x, token, in_token, k + BLOCK_K, IN, PER, BLOCK_K)
+        next_scale = _by_group(scales, scale_row, in_row, k + BLOCK_K, IN, GROUP, BLOCK_K)
+        words = _words(codes, row, in_row, k, IN, PER, BLOCK_K)
+        factor = _for_words(
+            _factors(scale, second, SCALES, SECOND, EXACT, x.dtype.element_ty), BLOCK_K // PER
+        )
+        zero = None
+        if zeros is not None:
+            zero = _for_words(_by_group(zeros, row, in_row, k, IN, GROUP, BLOCK_K), BLOCK_K // PER)
+        parts = None
+        if CODES != "int8":
+            parts = _unpacked(words, factor, CODES, x.dtype.element_ty != tl.float16, EXACT)
+        for part in tl.static_range(PER):
+            weight = _weight(words, parts, factor, zero, part, CODES, x.dtype.element_ty, EXACT)
+            total = tl.dot(weight, columns[part], acc=total)
+        columns, scale = next_columns, next_scale
+    return total
+
+
 @triton.jit(do_not_specialize=["rows"])
 def packed_product(
     x,  # [rows, IN] bfloat16 or float16
-    codes,  # [OUT, IN / 2] bytes of two codes, the first in the low half; or [OUT, IN]
+    codes,  # [OUT, IN / 2] bytes of two codes, the first in the low half; or [OUT, IN]; one after the other of experts
     scales,  # [ceil(OUT / GROUP_ROWS), ceil(IN / GROUP)]
     second,  # [1] float32, or None
     zeros,  # [OUT, IN / GROUP] float32, or None
@@ -191,6 +239,8 @@ def packed_product(
     rows,
     partial,  # [SPLITS, rows, OUT] float32; None if there is one split
     counters,  # [stripes] int32, zeros, and zeros again at the end; None likewise
+    order,  # [rows] int32, the rows of x by expert; None if there are no experts
+    groups,  # [programs, 3] int32: an expert, the place in `order` of its first row, and their number; None likewise
     y,  # [rows, OUT] of x's type
     OUT: tl.constexpr,
     IN: tl.constexpr,
@@ -205,50 +255,48 @@ def packed_product(
     SPAN: tl.constexpr,  # inputs of a split, a multiple of BLOCK_K
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    TOKENS: tl.constexpr,  # at least `rows`
+    TOKENS: tl.constexpr,  # at least `rows`, if there are no experts
 ):
-    """y = x @ weight.T + bias. One program for a stripe of outputs and a part of the inputs."""
+    """y = x @ weight.T + bias. One program for a stripe of outputs and a part of the inputs, or an expert."""
     out = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_row, row = out < OUT, out.to(tl.int64)
-    token = tl.arange(0, TOKENS)
-    in_token = token < rows
-    begin = tl.program_id(1) * SPAN
-    total = tl.zeros([BLOCK_N, TOKENS], tl.float32)
-    scale = _by_group(scales, row, in_row, begin, IN, GROUP, GROUP_ROWS, BLOCK_K)
-    columns = _columns(x, token, in_token, begin, IN, PER, BLOCK_K)
-    for k in range(begin, min(begin + SPAN, IN), BLOCK_K):
-        # The compiler pipelines the codes. The other operands are fetched one step ahead.
-        next_columns = _columns(x, token, in_token, k + BLOCK_K, IN, PER, BLOCK_K)
-        next_scale = _by_group(scales, row, in_row, k + BLOCK_K, IN, GROUP, GROUP_ROWS, BLOCK_K)
-        words = _words(codes, row, in_row, k, IN, PER, BLOCK_K)
-        factor = _for_words(
-            _factors(scale, second, SCALES, SECOND, EXACT, x.dtype.element_ty), BLOCK_K // PER
-        )
-        zero = None
-        if zeros is not None:
-            zero = _for_words(_by_group(zeros, row, in_row, k, IN, GROUP, 1, BLOCK_K), BLOCK_K // PER)
-        parts = None
-        if CODES != "int8":
-            parts = _unpacked(words, factor, CODES, x.dtype.element_ty != tl.float16, EXACT)
-        for part in tl.static_range(PER):
-            weight = _weight(words, parts, factor, zero, part, CODES, x.dtype.element_ty, EXACT)
-            total = tl.dot(weight, columns[part], acc=total)
-        columns, scale = next_columns, next_scale
-    mask = in_row[:, None] & in_token[None, :]
-    at = token[None, :] * OUT + out[:, None]
-    if SPLITS == 1:
-        _write(total, bias, y, out, in_row, at, mask)
+    in_row, row, token = out < OUT, out.to(tl.int64), tl.arange(0, TOKENS)
+    if groups is not None:
+        group = groups + tl.program_id(1) * 3
+        expert, first, count = tl.load(group).to(tl.int64), tl.load(group + 1), tl.load(group + 2)
+        scale_row = expert * ((OUT + GROUP_ROWS - 1) // GROUP_ROWS) + row // GROUP_ROWS
+        row += expert * OUT
+        if second is not None:
+            second += expert
+        for start in range(0, count, TOKENS):
+            in_token = start + token < count
+            own = tl.load(order + first + start + token, mask=in_token, other=0)
+            total = _sums(
+                *(x, codes, scales, second, zeros, row, scale_row, in_row, own, in_token, 0),
+                *(IN, CODES, SCALES, SECOND, EXACT, PER, GROUP, SPAN, BLOCK_K),
+            )
+            at = own[None, :] * OUT + out[:, None]
+            _write(total, bias, y, out, in_row, at, in_row[:, None] & in_token[None, :])
     else:
-        tl.store(partial + tl.program_id(1) * rows.to(tl.int64) * OUT + at, total, mask=mask)
-        tl.debug_barrier()  # the whole program has written
-        done = tl.atomic_add(counters + tl.program_id(0), 1, sem="acq_rel")
-        if done == SPLITS - 1:
-            total = tl.zeros([BLOCK_N, TOKENS], tl.float32)
-            for split in range(SPLITS):
-                part_of = partial + split * rows.to(tl.int64) * OUT + at
-                total += tl.load(part_of, mask=mask, other=0.0, cache_modifier=".cg")
+        in_token = token < rows
+        total = _sums(
+            *(x, codes, scales, second, zeros, row, row // GROUP_ROWS, in_row, token, in_token),
+            *(tl.program_id(1) * SPAN, IN, CODES, SCALES, SECOND, EXACT, PER, GROUP, SPAN, BLOCK_K),
+        )
+        mask = in_row[:, None] & in_token[None, :]
+        at = token[None, :] * OUT + out[:, None]
+        if SPLITS == 1:
             _write(total, bias, y, out, in_row, at, mask)
-            tl.store(counters + tl.program_id(0), 0)
+        else:
+            tl.store(partial + tl.program_id(1) * rows.to(tl.int64) * OUT + at, total, mask=mask)
+            tl.debug_barrier()  # the whole program has written
+            done = tl.atomic_add(counters + tl.program_id(0), 1, sem="acq_rel")
+            if done == SPLITS - 1:
+                total = tl.zeros([BLOCK_N, TOKENS], tl.float32)
+                for split in range(SPLITS):
+                    part_of = partial + split * rows.to(tl.int64) * OUT + at
+                    total += tl.load(part_of, mask=mask, other=0.0, cache_modifier=".cg")
+                _write(total, bias, y, out, in_row, at, mask)
+                tl.store(counters + tl.program_id(0), 0)
 
 
 @triton.jit
@@ -281,11 +329,11 @@ def widen(
     out = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_row, row, k = out < OUT, out.to(tl.int64), tl.program_id(1) * BLOCK_K
     words = _words(codes, row, in_row, k, IN, PER, BLOCK_K)
-    scale = _by_group(scales, row, in_row, k, IN, GROUP, GROUP_ROWS, BLOCK_K)
+    scale = _by_group(scales, row // GROUP_ROWS, in_row, k, IN, GROUP, BLOCK_K)
     factor = _for_words(_factors(scale, second, SCALES, SECOND, EXACT, y.dtype.element_ty), BLOCK_K // PER)
     zero = None
     if zeros is not None:
-        zero = _for_words(_by_group(zeros, row, in_row, k, IN, GROUP, 1, BLOCK_K), BLOCK_K // PER)
+        zero = _for_words(_by_group(zeros, row, in_row, k, IN, GROUP, BLOCK_K), BLOCK_K // PER)
     parts = None
     if CODES != "int8":
         parts = _unpacked(words, factor, CODES, y.dtype.element_ty != tl.float16, EXACT)
