@@ -1,7 +1,6 @@
 """The measurements of `first_gpu.sh`: one part a call, one JSON document on the last line.
 
     python -m build_scripts.first_gpu kernels            each kernel in a layer against torch's operators
-    python -m build_scripts.first_gpu packed             weights in four and eight bits as stored, with other tiles
     python -m build_scripts.first_gpu ceilings           what the GPU can reach, and how products round
     python -m build_scripts.first_gpu passes [--pair qwen3-8b] [--layers 36]
                                                          passes of a random pair against the bytes they read
@@ -15,9 +14,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -26,7 +23,6 @@ import torch
 import torch.nn.functional as F
 from dflash_plugins import kernel_specs as uses
 from dflash_plugins import layers as ours
-from dflash_plugins import packed
 from dflash_plugins.launch import by_triton
 
 from build_scripts import harness
@@ -34,7 +30,7 @@ from build_scripts.random_pair import write_pair
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.engines.device.kernels import kernels_here
-from dflash_trt.engines.torch import checks, layers
+from dflash_trt.engines.torch import layers
 from dflash_trt.formats.precision import Precision
 from dflash_trt.reports.kernels import check_kernels
 
@@ -47,34 +43,18 @@ ATTENTION = {"tiny": (4, 2, 64, 300), "qwen3-8b": (32, 8, 128, 4000), "gpt-oss":
 EXPERTS = {"tiny": (4, 2, 96, 32), "gpt-oss": (32, 4, 2880, 2880)}
 SIZES = list(ATTENTION) if GPU else ["tiny"]
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
-PACKED: dict[str, dict[str, Any]] = {
-    "int4": {"codes": "int4", "scales": "bf16", "group": 128},
-    "nvfp4": {"codes": "e2m1", "scales": "e4m3", "group": 16, "second": "times"},
-    "mxfp4": {"codes": "e2m1", "scales": "e8m0", "group": 32},
-    "fp8": {"codes": "e4m3", "scales": "fp32"},
-    "fp8 blocks": {"codes": "e4m3", "scales": "bf16", "group": 128, "group_rows": 128},
-    "int8": {"codes": "int8", "scales": "bf16", "group": 128},
-}
-# The interpreter lacks their inline assembly.
-PACKED_SIZES = ((4096, 4096), (12_288, 4096), (4096, 12_288)) if GPU else ()
-# Tiles beside those of the project, by codes in a word.
-TRIED = {
-    4: ((64, 256, 4, 3), (128, 128, 4, 3), (128, 128, 8, 4), (32, 256, 4, 4)),
-    2: ((64, 128, 4, 3), (128, 64, 4, 3), (128, 64, 8, 4)),
-}
 
 
 def main() -> int:
     """Run one part. Exit code 1 if a kernel's numbers are wrong."""
     parser = harness.parser(__doc__)
-    parser.add_argument("part", choices=["kernels", "packed", "ceilings", "passes"])
+    parser.add_argument("part", choices=["kernels", "ceilings", "passes"])
     parser.add_argument("--pair", default="qwen3-8b")
     parser.add_argument("--layers", type=int, default=36 if GPU else 1)
     args = parser.parse_args()
     device = torch.cuda.get_device_name() if GPU else "CPU"
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "kernels": kernels,
-        "packed": as_stored,
         "ceilings": ceilings,
         "passes": lambda: passes(args.pair, args.layers),
     }
@@ -189,42 +169,6 @@ def _experts(run: Any, size: str, dtype: torch.dtype, count: int) -> dict[str, A
     there = x.to(DEVICE), router.to(DEVICE)
     row = {"kernel": "experts", "of": size, "dtype": str(dtype), "rows": count}
     return row | _tried(lambda tile: ours.moe(*there, layer, tile, run), uses.TILES, exact)
-
-
-def as_stored() -> dict[str, Any]:
-    """Products with packed weights against widened ones, and microseconds of tiles over weights that fit no cache."""
-    run, rows = kernels_here({}) if GPU else by_triton, list[dict[str, Any]]()
-    for (out, columns), (name, given) in product(PACKED_SIZES, PACKED.items()):
-        stored, wide = checks.random_weight(packed.Packing(out, columns, **given), DEVICE)
-        copies = (160 << 20) // stored.nbytes
-        weights = [stored, *(replace(stored, codes=stored.codes.clone()) for _ in range(copies))]
-        dense = wide.to("cpu", TYPES[0])
-        x = torch.randn(64, columns, generator=torch.Generator().manual_seed(0)).to(TYPES[0])
-        exact, there = x.double() @ dense.double().T, x.to(DEVICE)
-        made = {n: packed.product(there[:n].contiguous(), stored, None, run).cpu() for n in (1, 8, 33, 64)}
-        error = max(float((y.double() - exact[:n]).abs().max() / exact.abs().max()) for n, y in made.items())
-        alike = all(torch.equal(y, made[64][:n]) for n, y in made.items())
-        equal = torch.equal(packed.widen(stored, TYPES[0], run).cpu(), dense)
-        tiles: dict[str, Any] = {}
-        for tile in (stored.tile, *(packed.Tile(*shape) for shape in TRIED[stored.form.in_word])):
-            try:
-                times = [
-                    replayed(partial(_each, weights, there[:n].contiguous(), tile, run), calls=1)
-                    for n in (1, 8)
-                ]
-                tiles[str(tuple(vars(tile).values()))] = [round(1e6 * t / len(weights), 2) for t in times]
-            except Exception as problem:  # of the compiler or the driver: the others go on
-                tiles[str(tuple(vars(tile).values()))] = str(problem)[:100]
-        row = {"form": name, "size": f"{out}x{columns}", "bytes": stored.nbytes, "error": error}
-        rows.append({**row, "problem": "" if alike and equal else "other bits", "microseconds": tiles})
-        print(rows[-1], flush=True)
-    wrong = [row for row in rows if row["problem"] or row["error"] > 0.01]
-    return {"packed": rows, "wrong": wrong}
-
-
-def _each(weights: Sequence[packed.PackedWeight], x: torch.Tensor, tile: packed.Tile, run: Any) -> None:
-    for weight in weights:
-        packed.product(x, replace(weight, tile=tile), None, run)
 
 
 def ceilings() -> dict[str, Any]:

@@ -26,7 +26,7 @@ section() {  # name, seconds, command
 section versions 60 bash -c 'nvidia-smi; nvidia-smi -q -d CLOCK,POWER,ECC | head -60; '"$python"' -m pip list 2>/dev/null'
 section doctor 60 "$python" -m dflash_trt doctor --json
 section ceilings 60 "$python" -m build_scripts.first_gpu ceilings
-section packed 90 "${interpret[@]}" "$python" -m build_scripts.first_gpu packed
+section packed 150 "$python" -m build_scripts.packed_weights
 section kernels 150 "${interpret[@]}" "$python" -m build_scripts.first_gpu kernels
 if command -v compute-sanitizer >/dev/null && [ "$gpu" = 1 ]; then
     section sanitizer 90 compute-sanitizer --tool memcheck "$python" -c \

@@ -145,9 +145,9 @@ class MemoryTraits:
     `node_bytes`: on a CPU, of a node of a graph, without its numbers.
     `score_copies`: how often attention without and with sinks holds the scores of a pass in float32, with a column for
     each cache row.
-    `widens`: whether weights in few bits have the compute dtype on the GPU, except experts and linear layers with
-    kernels. `linear_kernels`: the lowest compute capability with kernels for linear layers in any format, where the
-    compute dtype is not FP32.
+    `widens`: whether weights in few bits have the compute dtype on the GPU, except where kernels multiply them.
+    `packed_kernels`: the lowest compute capability with kernels for layers in any format, where the compute dtype is
+    not FP32.
     `shares_tables`: whether the drafter reads the target's own embedding and head, instead of copies.
     `attention_kernels`: compute capabilities for which attention has kernels of this project, and needs neither masks
     nor these queries.
@@ -165,7 +165,7 @@ class MemoryTraits:
     node_bytes: int = 0
     score_copies: tuple[int, int] = (0, 0)
     widens: bool = False
-    linear_kernels: int | None = None
+    packed_kernels: int | None = None
     shares_tables: bool = False
     states: int = 1
     row_unit: int = 1

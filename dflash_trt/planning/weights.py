@@ -94,8 +94,8 @@ def _widened(
 ) -> dict[str, int]:
     """The sizes of a role whose formats are widened, in the compute dtype."""
     few = set(sizes) & set(FORMATS)
-    lowest = s.traits.linear_kernels
-    if role != "experts" and lowest is not None and s.gpu.sm >= lowest and s.compute(side) != "fp32":
+    lowest = s.traits.packed_kernels
+    if lowest is not None and s.gpu.sm >= lowest and s.compute(side) != "fp32":
         return sizes
     if role == "experts":
         few -= s.traits.expert_kernels.keys()  # without a kernel, those are widened as they are used

@@ -43,7 +43,7 @@ class TorchEntry(EngineEntry):
         idle_blocks=1,
         score_copies=(0, 2),
         widens=True,
-        linear_kernels=ROUND_TARGET,
+        packed_kernels=ROUND_TARGET,
         shares_tables=True,
         states=2,  # a pass writes new ones beside those that it reads
         attention_kernels=frozenset(TARGETS),

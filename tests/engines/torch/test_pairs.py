@@ -172,6 +172,9 @@ def test_a_pair_holds_the_weights_that_its_graphs_share_once(tmp_path: Path) -> 
         ("qwen3-8b", "memory=48,sm=75", "target=int4", {"bf16"}, {}),
         ("qwen3.8-27b-fp8", "h100", None, {"bf16", "fp8"}, {}),
         ("gpt-oss-20b", "h100", None, {"bf16"}, {"bf16", "mxfp4"}),
+        ("qwen3-coder-30b-a3b", "h100", "target=int4", {"bf16", "int4"}, {"int4"}),
+        ("qwen3-coder-30b-a3b", "h100", "target=nvfp4", {"bf16", "nvfp4"}, {"nvfp4"}),
+        ("qwen3-coder-30b-a3b", "memory=96,sm=75", "target=int4", {"bf16"}, {"bf16"}),
     ],
 )
 def test_a_plan_counts_weights_as_products_read_them(
