@@ -89,7 +89,7 @@ def stack(form: packed.Packing, k: int, name: str, run: Run) -> dict[str, Any]:
     )
     x, best = (
         drawn(512 * k, form).to(DEVICE),
-        logits.argsort(1, descending=True, stable=True)[:, :k].flatten(),
+        logits.argsort(dim=1, descending=True, stable=True)[:, :k].flatten(),
     )
 
     def call(n: int, shift: int = 0) -> Call:

@@ -130,11 +130,8 @@ class PackedWeight:
         """The weight of an expert, if it is a stack, else itself."""
         if not self.form.experts:
             return self
-        own = {n: t if t is None else t[expert] for n, t in self.stored.items()}
-        second = own.pop("second")
-        return replace(
-            self, form=replace(self.form, experts=0), second=second if second is None else second[None], **own
-        )
+        own: dict[str, Any] = {n: t if t is None else t[expert] for n, t in self.stored.items()}
+        return replace(self, form=replace(self.form, experts=0), **own)
 
     @property
     def nbytes(self) -> int:

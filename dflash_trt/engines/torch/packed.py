@@ -65,8 +65,8 @@ def _tile(
             exact = torch.cat([F.linear(x.float(), each.float()) for each in dense])
             if form.experts:
                 chosen = torch.tensor(experts, device=x.device).repeat_interleave(count)
-                _, _, *by_expert = layers.route(F.one_hot(chosen, form.experts).float(), 1, run)
-                y = ours.experts_product(x.repeat(len(experts), 1), tried, *by_expert, run)
+                _, _, order, groups = layers.route(F.one_hot(chosen, form.experts).float(), 1, run)
+                y = ours.experts_product(x.repeat(len(experts), 1), tried, order, groups, run)
             else:
                 y = ours.product(x, tried, None, run)
             error = (y - exact).abs().max() / exact.abs().max().clamp_min(torch.finfo(dtype).tiny)
@@ -115,7 +115,7 @@ def stored(
         form,
         codes.view(torch.uint8).contiguous(),
         (scales.view(torch.uint8) if scales.itemsize == 1 else scales).contiguous(),
-        None if second is None else second.float().reshape(-1),
+        None if second is None else second.float().reshape(*codes.shape[:-2], 1),
         None if zeros is None else zeros.float().contiguous(),
         torch.zeros(-(-rows // 16), dtype=torch.int32, device=codes.device),
         TILES[form.in_word][0],

@@ -30,6 +30,7 @@ from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.quantized import QuantizedLinear
 from dflash_trt.graph.torch import Torch
 from dflash_trt.quantization import repack
+from dflash_trt.quantization.convert import quantize
 from dflash_trt.reports.checks import Checks
 from tests.doubles import kind_checkpoints as kinds
 from tests.doubles import triton_interpreter  # noqa: F401  # corrects it
@@ -52,6 +53,14 @@ FLOAT32 = Precision(target="fp32", drafter="fp32")
 Make = Callable[..., Path]
 WINDOWS = {"layers": 3, "layer_types": (SLIDING, FULL, SLIDING), "sliding_window": 12}
 HYBRID = {"num_hidden_layers": 3, "layer_types": [LINEAR, FULL, LINEAR]}
+
+
+def make_experts(directory: Path, *, form: str, **fields: Any) -> Path:
+    """A target whose experts alone are in fewer bits: ONNX Runtime rounds the inputs of other layers of integers."""
+    plain = make_qwen3_moe(directory.with_name("plain"), moe_intermediate_size=64, **fields)
+    return quantize(plain, directory, form, exclude=["*.self_attn.*"])
+
+
 # name: target's maker and settings, drafter's maker and settings, settings of the build
 PAIRS: dict[str, tuple[Make, dict[str, Any], Make, dict[str, Any], dict[str, Any]]] = {
     "qwen3": (make_target, {}, make_drafter, WINDOWS, {}),
@@ -66,6 +75,10 @@ PAIRS: dict[str, tuple[Make, dict[str, Any], Make, dict[str, Any], dict[str, Any
     "qwen3-moe": (make_qwen3_moe, {}, make_drafter, {"layers": 2}, {}),
     "qwen3-moe, fp8": (make_qwen3_moe, {}, make_drafter, {}, {"precision": Precision(target="fp8")}),
     "qwen3-moe, nvfp4": (make_qwen3_moe, {}, make_drafter, {}, {"precision": Precision(target="nvfp4")}),
+    **{
+        f"qwen3-moe, experts in {form}": (make_experts, {"form": form}, make_drafter, {}, {})
+        for form in ("int4", "int8", "mxfp4")
+    },
     "gpt-oss, trees": (make_gpt_oss, {}, make_gpt_oss_drafter, {"layers": 2}, {"tree_width": 3}),
     "gpt-oss, not quantized": (make_gpt_oss, {"quantized": False}, make_gpt_oss_drafter, {"layers": 2}, {}),
     "qwen3.5": (make_hybrid, HYBRID, make_drafter, {"layers": 2}, {}),
