@@ -155,9 +155,10 @@ def multiplied(call: Call, tile: packed.Tile, run: Run) -> torch.Tensor:
     """A product."""
     weight, x, by_expert = call
     weight = replace(weight, tile=tile)
-    if by_expert:
-        return packed.experts_product(x, weight, *by_expert, run)
-    return packed.product(x, weight, None, run)
+    if not by_expert:
+        return packed.product(x, weight, None, run)
+    order, groups = by_expert
+    return packed.experts_product(x, weight, order, groups, run)
 
 
 if __name__ == "__main__":

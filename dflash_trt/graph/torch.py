@@ -189,7 +189,7 @@ class Torch(TensorRT):
 class _Pairs:
     """Pairs of a row and one of its k experts. shares, best: see Route. expert [rows*k]."""
 
-    def __init__(self, g: GraphBuilder, router: ir.Value, k: int | ir.RefAttr) -> None:
+    def __init__(self, g: GraphBuilder, router: ir.Value, k: int | ir.Attr) -> None:
         self._g = g
         g.graph.opset_imports[DOMAIN] = 1
         routed = g.multi("Route", router, outputs=4, name="route", domain=DOMAIN, k=k)

@@ -270,25 +270,25 @@ def test_without_a_compiler_torchs_operators_and_the_host_do_the_work(
     assert "Triton cannot be imported; torch's operators take the place of all kernels" in caplog.text
 
 
-@pytest.mark.parametrize("wrong", ["widen", "product"])
+@pytest.mark.parametrize(("wrong", "experts"), [("widen", 0), ("product", 0), ("experts_product", 3)])
 def test_a_kernel_with_other_numbers_is_not_used(
-    wrong: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    wrong: str, experts: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A layer is then widened, as where no kernel compiles."""
+    """A layer is then widened, as where no kernel compiles. Of a stack, two experts are tried."""
     right = getattr(packed, wrong)
-    stored, wide = random_weight(packed.Packing(32, 128, "int4", "bf16", group=32))
-    dense = wide.to(torch.bfloat16)
-    layer, asked = kernels.LayerKernels(by_triton), list[torch.Tensor]()
+    stored, wide = random_weight(packed.Packing(32, 128, "int4", "bf16", group=32, experts=experts))
+    dense = wide.to(torch.bfloat16).view(-1, 32, 128)
+    layer, asked = kernels.LayerKernels(by_triton), list[int]()
 
-    def widened() -> torch.Tensor:
-        asked.append(dense)
-        return dense
+    def widened(expert: int) -> torch.Tensor:
+        asked.append(expert)
+        return dense[expert]
 
     for each in (stored, replace(stored, codes=stored.codes * 0)):  # which is not tried: its form was
         assert _tile(layer, each, dense.dtype, widened) is not None
-    assert len(asked) == 1
+    assert asked == ([0, 2] if experts else [0])
     nothing = replace(stored, codes=stored.codes * 0)
-    assert _tile(kernels.LayerKernels(by_triton), nothing, dense.dtype, lambda: dense * 0) is not None
+    assert _tile(kernels.LayerKernels(by_triton), nothing, dense.dtype, lambda _: dense[0] * 0) is not None
     monkeypatch.setattr(packed, wrong, lambda *given: right(*given) * 1.05)
-    assert _tile(kernels.LayerKernels(by_triton), stored, dense.dtype, lambda: dense) is None
+    assert _tile(kernels.LayerKernels(by_triton), stored, dense.dtype, dense.__getitem__) is None
     assert "no kernel of ours for packed weights on this GPU" in caplog.text
