@@ -25,17 +25,6 @@ from typing import Any
 
 from build_scripts import harness
 from dflash_trt import AsyncLLM, SamplingParams, hardware
-from dflash_trt.building.build import build
-from dflash_trt.checkpoint.catalogue import known_configs
-from dflash_trt.cli import make_parser
-from dflash_trt.cli.plan import prepare
-from dflash_trt.formats.precision import parse_precision
-from dflash_trt.models.configs import read_target_config
-from dflash_trt.planning.gpus import Gpu
-from dflash_trt.planning.memory import estimate_memory
-from tests.doubles.checkpoints import make_drafter, make_target
-from tests.doubles.hybrid_checkpoints import make_hybrid
-from tests.doubles.kind_checkpoints import make_eagle3
 
 # Precision, tokens, sequences.
 ROWS: dict[str, list[tuple[str | None, int, int]]] = {
@@ -69,6 +58,13 @@ def main() -> int:
 def _row(
     place: Path, engine: str, pair: str, precision: str | None, length: int, batch: int
 ) -> dict[str, Any]:
+    from dflash_trt.building.build import (
+        build,
+    )  # not at the top: a process that is measured imports none of these
+    from dflash_trt.checkpoint.catalogue import known_configs
+    from dflash_trt.formats.precision import parse_precision
+    from dflash_trt.models.configs import read_target_config
+
     chosen, (target, drafter) = parse_precision(precision), _pair(place.parent, pair)
     length = min(
         length,
@@ -94,6 +90,10 @@ def _pair(folder: Path, name: str) -> tuple[str, str | None]:
     """Target and drafter of a known pair, or of one of noise, which is written to the folder."""
     if name not in NOISE:
         return name, None
+    from tests.doubles.checkpoints import make_drafter, make_target
+    from tests.doubles.hybrid_checkpoints import make_hybrid
+    from tests.doubles.kind_checkpoints import make_eagle3
+
     place = folder / name
     shape: dict[str, Any] = {"hidden": 384, "layers": 8, "heads": 6, "head_dim": 64, "intermediate": 1536}
     if name == "hybrid":
@@ -108,6 +108,11 @@ def _pair(folder: Path, name: str) -> tuple[str, str | None]:
 def _planned(
     engine: str, target: str, drafter: str | None, precision: str | None, length: int, batch: int
 ) -> float:
+    from dflash_trt.cli import make_parser
+    from dflash_trt.cli.plan import prepare
+    from dflash_trt.planning.gpus import Gpu
+    from dflash_trt.planning.memory import estimate_memory
+
     given = {"target": target, "drafter": drafter, "engine": engine, "precision": precision}
     given |= {"max-seq-len": str(length), "max-batch-size": str(batch)}
     args = make_parser().parse_args(

@@ -62,8 +62,9 @@ def _too_large(
     """Why one sequence of a pair does not fit into this machine's memory; empty if it does, or nobody knows."""
     from dflash_trt.models.configs import read_drafter_config, read_target_config
     from dflash_trt.models.inventory import take_inventory
+    from dflash_trt.planning.estimate import gib
     from dflash_trt.planning.gpus import Gpu
-    from dflash_trt.planning.memory import estimate_memory, gib
+    from dflash_trt.planning.memory import estimate_memory
     from dflash_trt.planning.weights import Settings
 
     memory = hardware.memory_bytes()

@@ -16,8 +16,8 @@ from dflash_trt.errors import UsageError
 if TYPE_CHECKING:
     from dflash_trt.engines.base import Weights
     from dflash_trt.models.inventory import Inventory
+    from dflash_trt.planning.estimate import MemoryEstimate
     from dflash_trt.planning.gpus import Gpu
-    from dflash_trt.planning.memory import MemoryEstimate
     from dflash_trt.planning.weights import Settings
 
 SUMMARY = "show the GPU memory of a pair, and the context and batch that fit"
@@ -148,7 +148,7 @@ def prepare(args: argparse.Namespace, gpu: Gpu) -> tuple[Inventory, Settings]:
 
 
 def _print(estimate: MemoryEstimate) -> None:
-    from dflash_trt.planning.memory import gib
+    from dflash_trt.planning.estimate import gib
 
     several = f"{estimate.tensor_parallel} x " if estimate.tensor_parallel > 1 else ""
     print(f"{several}{estimate.gpu}, {estimate.engine}: GiB on {'each' if several else 'the'} GPU")
@@ -186,7 +186,7 @@ def _rows(per_token: int, windows: int) -> str:
 
 
 def _left(count: int) -> str:
-    from dflash_trt.planning.memory import gib
+    from dflash_trt.planning.estimate import gib
 
     return f"{gib(count)} left" if count >= 0 else f"{gib(-count)} too many"
 

@@ -15,6 +15,8 @@ from dflash_trt.decoding.request import Request
 
 Array = np.ndarray[Any, Any]
 
+_FEW_ROWS = 64  # unread rows of a slot that are more are a prompt
+
 
 class PassEngine(Protocol):
     """Runs one graph over its caches: named arrays in, named arrays out."""
@@ -242,8 +244,11 @@ class HostArrays:
 
     def _make_room(self, slot: int, rows: int) -> None:
         held = self._unread[slot]
-        if rows > len(held):
-            self._unread[slot] = np.zeros((max(rows, 2 * len(held)), held.shape[1]), np.float32)
+        if rows > len(
+            held
+        ):  # a prompt's rows at once: what is not written takes no memory, growing leaves parts
+            room = 2 * rows if 2 * rows <= _FEW_ROWS else max(rows, self.most_unread)
+            self._unread[slot] = np.zeros((room, held.shape[1]), np.float32)
             self._unread[slot][: len(held)] = held
 
 

@@ -8,98 +8,32 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
 
 from dflash_trt.bundle.cache_kinds import most_written, rows_by_window
 from dflash_trt.checkpoint.schema import DrafterConfig
 from dflash_trt.engines import registry
-from dflash_trt.engines.base import GIB, PREFILL_CHUNK
-from dflash_trt.errors import BuildError, UsageError
-from dflash_trt.formats import SCHEMES
+from dflash_trt.engines.base import PREFILL_CHUNK
+from dflash_trt.errors import UsageError
+from dflash_trt.formats import FORMATS, SCHEMES
 from dflash_trt.graph.dialect import SINK_PADDING
 from dflash_trt.models.delta_net import state_bytes
 from dflash_trt.models.inventory import NUMBER_BYTES, Inventory
+from dflash_trt.planning.estimate import MemoryEstimate
 from dflash_trt.planning.weights import Settings, by_output, experts_scratch, weights_of
 
 # In a process whose memory holds the pair, of the tokenizer for each token: SmolLM2's 49,152 tokens, with their merges.
-TOKENIZER_BYTES = 580
+_TOKENIZER_BYTES = 308
+# What asking the processor for its products of integers leaves in the process (engines/onnxruntime/products.py).
+_PRODUCTS_BYTES = 4 << 20
 # Nodes of an INT8 layer with one scale for each output, beside its product (graph/channels.py).
 _CHANNEL_NODES = 10
-# Copies of the rows of an INT8 layer with one scale for each output, as its inputs take two bytes (graph/channels.py).
-_OF_CHANNELS = 2
-
-
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes on one GPU. `kv_bytes` and `drafter_bytes` are for `max_batch_size` sequences of `max_seq_len` tokens.
-
-    kv_bytes_per_token, drafter_bytes_per_token: of layers that keep a row for every token.
-    kv_window_bytes, drafter_window_bytes: a sequence's rows in layers with a window, once it is longer than these keep.
-    state_bytes_per_sequence: of layers with Gated DeltaNet, with the rows that wait to be replayed, as often as the
-        engine holds them. `kv_bytes` holds them.
-    kv_fraction, kv_pool_bytes: for TensorRT-LLM, the share of free memory for its KV pool, and the pool's size.
-    longest_context, largest_batch: at batch 1, and at `max_seq_len`; 0 if nothing fits.
-    scratch_bytes: of `activation_bytes`, what passes write and read again, where an engine lends it to its plans.
-    """
-
-    engine: str
-    gpu: str
-    tensor_parallel: int
-    max_seq_len: int
-    max_batch_size: int
-    memory_bytes: int
-    weights: dict[str, dict[str, dict[str, int]]]
-    weight_bytes: int
-    runtime_bytes: int
-    activation_bytes: int
-    kv_bytes_per_token: int
-    kv_window_bytes: int
-    drafter_bytes_per_token: int
-    drafter_window_bytes: int
-    state_bytes_per_sequence: int
-    kv_bytes: int
-    drafter_bytes: int
-    total_bytes: int
-    left_bytes: int
-    kv_fraction: float | None
-    kv_pool_bytes: int | None
-    longest_context: int
-    largest_batch: int
-    scratch_bytes: int
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @property
-    def fits(self) -> bool:
-        """Whether the batch and the length that were asked for fit."""
-        return self.largest_batch >= self.max_batch_size
-
-    def arithmetic(self) -> str:
-        """The sum, in GiB, as one line."""
-        states = "states and " if self.state_bytes_per_sequence else ""
-        context = f" + drafter context {gib(self.drafter_bytes)}" if "drafter" in self.weights else ""
-        return (
-            f"weights {gib(self.weight_bytes)} + runtime {gib(self.runtime_bytes)} + "
-            f"activations {gib(self.activation_bytes)} + {states}KV cache of {self.max_batch_size} x "
-            f"{self.max_seq_len} tokens {gib(self.kv_bytes)}{context} = "
-            f"{gib(self.total_bytes)} of {gib(self.memory_bytes)} GiB"
-        )
-
-    def refuse(self) -> BuildError:
-        """The error that says why the pair does not fit, and how it would fit."""
-        if self.longest_context == 0:
-            advice = (
-                "not one sequence fits: take fewer bits (--precision), several GPUs (--engine tensorrt-llm --tp) or "
-                "one with more memory"
-            )
-        elif self.largest_batch == 0:
-            advice = f"lower --max-seq-len: at most {self.longest_context} tokens fit, at batch 1"
-        else:
-            advice = f"lower --max-batch-size to {self.largest_batch}, or lower --max-seq-len"
-        several = f"{self.tensor_parallel} x " * (self.tensor_parallel > 1)
-        return BuildError(f"does not fit on {several}{self.gpu}, per GPU: {self.arithmetic()}; {advice}")
+# The widths of the features that an INT8 layer with one scale for each output holds beside them (graph/channels.py).
+_OF_CHANNELS = 4
+# Bytes that ONNX Runtime's arena holds for each float32 number at the widest moment of a pass. Its blocks grow by
+# powers of two, and about half is free then (measured).
+_ARENA = 2 * 4
+# The hidden states of a row that a pass of a drafter holds at once, and of EAGLE-3's, which orders them and joins them.
+_DRAFTER_STATES, _CHAIN_STATES = 2, 6
 
 
 def arena_bytes(
@@ -132,7 +66,14 @@ def estimate_memory(inventory: Inventory, settings: Settings) -> MemoryEstimate:
     weights = {side: weights_of(inventory, s, side) for side in inventory.sides}
     held = sum(n for side in weights.values() for role in side.values() for n in role.values())
     experts = weights["target"].get("experts", {})
-    layout = _Layout(inventory, s, held, packed_experts=not experts.keys().isdisjoint(SCHEMES))
+    formats = {name for side in weights.values() for role in side.values() for name in role}
+    layout = _Layout(
+        inventory,
+        s,
+        held,
+        packed_experts=not experts.keys().isdisjoint(SCHEMES),
+        integers=s.in_blocks and any(FORMATS[name].integer_bits for name in formats & FORMATS.keys()),
+    )
     total = layout.total(s.max_batch_size, s.max_seq_len)
     limit = min(config.max_position_embeddings for config in inventory.configs)
     fraction, pool = layout.pool(s.max_batch_size, s.max_seq_len)
@@ -164,18 +105,21 @@ def estimate_memory(inventory: Inventory, settings: Settings) -> MemoryEstimate:
     )
 
 
-def gib(count: float) -> str:
-    return f"{count / GIB:.2f}"
-
-
 class _Layout:
     """Sizes on one GPU, as functions of batch and context."""
 
     def __init__(
-        self, inventory: Inventory, settings: Settings, weight_bytes: int, *, packed_experts: bool
+        self,
+        inventory: Inventory,
+        settings: Settings,
+        weight_bytes: int,
+        *,
+        packed_experts: bool,
+        integers: bool,
     ) -> None:
         self.inventory, self.s, self.weight_bytes = inventory, settings, weight_bytes
         self.traits = settings.traits
+        self.chain = inventory.drafter is not None and not inventory.drafter.masks  # EAGLE-3
         self.pages = self.traits.pool
         self.runtime = self.traits.runtime_bytes
         if settings.gpu.sm == 0 or not self.runtime:
@@ -184,7 +128,7 @@ class _Layout:
                 for side, graph in inventory.graphs.items()
             )
             self.runtime = self.traits.host_bytes + self.traits.node_bytes * nodes
-            self.runtime += TOKENIZER_BYTES * inventory.target.vocab_size
+            self.runtime += _TOKENIZER_BYTES * inventory.target.vocab_size + _PRODUCTS_BYTES * integers
         caches = {side: settings.compute(side) for side in inventory.sides}
         caches["target"] = settings.cache or caches["target"]
         self.row_bytes = {side: self._row_bytes(side, NUMBER_BYTES[cache]) for side, cache in caches.items()}
@@ -202,6 +146,8 @@ class _Layout:
             heads = c.heads_of(layer)
             on_one = max(1, heads.kv_heads // self.s.tensor_parallel)
             numbers[layer.window if apart else None] += 2 * on_one * heads.head_dim
+        if side == "drafter" and self.chain:
+            numbers[None] += c.hidden_size  # the fused states of every row
         return {window: round(count * element) for window, count in numbers.items()}
 
     def _stride(self, side: str) -> int | None:
@@ -220,7 +166,8 @@ class _Layout:
         stride, capacity = self._stride(side), self.rows(length)
         if stride is None:
             return {None: capacity}
-        written = most_written(side, min(length, PREFILL_CHUNK), self.s.block_size)
+        chunk = self.traits.prompt_rows if side == "target" else PREFILL_CHUNK
+        written = most_written(side, min(length, chunk), self.s.block_size)
         written += self.traits.idle_blocks * self.s.block_size
         rows = rows_by_window(self.row_bytes[side], stride, capacity, written)
         return {window: self._whole_units(count) for window, count in rows.items()}
@@ -258,20 +205,22 @@ class _Layout:
         )
 
     def activations(self, batch: int, length: int) -> int:
-        """Taps, also those that wait for the drafter, logits, the widest rows of two passes, and queries of all layers
-        where they are kept.
+        """Taps, also those that wait for the drafter, logits, what passes hold at once, and queries of all layers where
+        they are kept.
         """
         s, c, drafter = self.s, self.inventory.target, self.inventory.drafter
         verified = batch * s.block_size
         prompt = min(length, self.traits.prompt_rows) if self.pages is None else length
         rows = s.max_num_tokens or max(verified, prompt)
-        waits = self.row_bytes.get("drafter", {}).keys() == {None}
-        waiting = waits * min(length, self.traits.waiting_tokens)
-        tapped = rows + batch * waiting
-        if self.traits.waiting_tokens:  # the drafter's pass has a copy of what waited
-            tapped += max(rows, waiting) * (1 + _OF_CHANNELS * by_output(s, "drafter"))
-        taps = tapped * len(drafter.target_layer_ids) * c.hidden_size if drafter else 0
-        estimate = round(taps * NUMBER_BYTES[s.compute("target")] + verified * c.vocab_size * 4)
+        waiting = 0
+        if self.row_bytes.get("drafter", {}).keys() == {None}:
+            waiting = batch * min(length, self.traits.waiting_tokens)
+        estimate = verified * c.vocab_size * 4
+        if drafter is not None:
+            row_bytes = len(drafter.target_layer_ids) * c.hidden_size * NUMBER_BYTES[s.compute("target")]
+            estimate += round((rows + waiting) * row_bytes)
+            if s.in_blocks:
+                estimate += self._drafting(batch, length, rows, row_bytes)
         if self.traits.keeps_queries and not self.own_attention:
             estimate += sum(round(rows * self._query_bytes(side)) for side in self.inventory.sides)
         if not self.own_attention:
@@ -280,8 +229,37 @@ class _Layout:
                 for c in self.inventory.configs
             )
             estimate += 4 * heads * rows * self.rows(length)
-        estimate += self.scratch(batch, length) if self.traits.scratch_bytes else self._working(rows)
+        if s.in_blocks:
+            estimate += _ARENA * rows * self._numbers(length)
+        else:
+            estimate += self.scratch(batch, length) if self.traits.scratch_bytes else self._working(rows, 4)
         return estimate if self.pages is None else max(estimate, self.pages.activation_bytes)
+
+    def _numbers(self, length: int) -> int:
+        """The numbers that ONNX Runtime holds of a row of the target at the widest moment of a pass.
+
+        The scores of a layer, with their mask, or of an MLP gate and up, joined and apart again. A product with one
+        scale for each output is there for both bytes of its inputs.
+        """
+        c = self.inventory.target
+        mlp = 2 * c.hidden_size + (4 + 2 * by_output(self.s, "target")) * c.intermediate_size
+        return max((c.num_attention_heads + 1) * max(self._rows("target", length).values()), mlp)
+
+    def _drafting(self, batch: int, length: int, rows: int, feature_bytes: float) -> int:
+        """What ONNX Runtime holds of the drafter's passes: the features that one reads, and its arena.
+
+        At least, beside caches, the file of a drafter whose numbers it widens as it loads.
+        """
+        drafter = self.inventory.drafter
+        assert drafter is not None
+        read = max(rows, min(length, PREFILL_CHUNK))
+        states = (_CHAIN_STATES if self.chain else _DRAFTER_STATES) * drafter.hidden_size
+        scores = (drafter.num_attention_heads + 1) * max(self._rows("drafter", length).values())
+        held = round(read * (1 + _OF_CHANNELS * by_output(self.s, "drafter")) * feature_bytes)
+        held += _ARENA * max(read * states, batch * self.s.block_size * scores)
+        stored = self.inventory.stored("drafter").values()
+        narrow = sum(size for sizes in stored for name, size in sizes.items() if name in ("bf16", "f16"))
+        return max(held, narrow - self.drafter(batch, length))
 
     def _query_bytes(self, side: str) -> float:
         """Bytes of a row's queries in all layers of a model."""
@@ -325,12 +303,12 @@ class _Layout:
             for sequences, rows in ((1, chunk), (batch, self.s.block_size))
         )
 
-    def _working(self, rows: int) -> int:
-        """The residual stream and the widest rows of two passes."""
+    def _working(self, rows: int, widths: int = 2) -> int:
+        """The residual stream and so many of the widest rows. torch has gate and up, one activated, and the product."""
         c = self.inventory.target
         heads = max(c.heads_of(layer).head_dim for layer in c.attention_layers)
         widest = max(c.intermediate_size // self.s.tensor_parallel, c.num_attention_heads * heads)
-        return round(rows * (4 * c.hidden_size + 2 * widest) * NUMBER_BYTES[self.s.compute("target")])
+        return round(rows * (4 * c.hidden_size + widths * widest) * NUMBER_BYTES[self.s.compute("target")])
 
     def total(self, batch: int, length: int) -> int:
         fixed = self.weight_bytes + self.runtime + self.activations(batch, length)

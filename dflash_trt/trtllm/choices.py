@@ -11,8 +11,8 @@ from typing import Any
 
 from dflash_trt.errors import UsageError
 from dflash_trt.models.inventory import Inventory
+from dflash_trt.planning.estimate import MemoryEstimate
 from dflash_trt.planning.gpus import Gpu
-from dflash_trt.planning.memory import MemoryEstimate
 from dflash_trt.planning.weights import Settings
 from dflash_trt.trtllm.entry import TensorRTLLMOptions
 from dflash_trt.trtllm.targets import DFLASH2, TARGETS, TargetQuantization

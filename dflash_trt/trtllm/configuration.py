@@ -11,8 +11,9 @@ from typing import Any
 
 from dflash_trt.errors import UsageError
 from dflash_trt.models.inventory import Inventory
+from dflash_trt.planning.estimate import MemoryEstimate, gib
 from dflash_trt.planning.gpus import Gpu, find_gpu
-from dflash_trt.planning.memory import MemoryEstimate, estimate_memory, gib
+from dflash_trt.planning.memory import estimate_memory
 from dflash_trt.planning.weights import Settings
 from dflash_trt.trtllm.choices import (
     Choice,

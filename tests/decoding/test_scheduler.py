@@ -273,7 +273,12 @@ def test_features_that_wait_take_memory_in_their_own_slot_only() -> None:
         HostArrays(slots=32, feature_size=100, most_unread=512),
         np.ones((400, 100), np.float32),
     )
-    arrays.add_unread(3, 0, [None, None, None, features], range(400))
+    arrays.add_unread(3, 0, [None, None, None, features], range(200))
+    first = arrays.unread_features_of(3, 0, 200)
+    arrays.add_unread(3, 200, [None, None, None, features], range(200))
+    assert np.shares_memory(
+        first, arrays.unread_features_of(3, 0, 200)
+    )  # growing would leave this memory behind
     assert sum(each.nbytes for each in arrays._unread) <= 2 * features.nbytes
     found = arrays.unread_features([1, 0, 0, 400])
     assert (found.shape, found[3].min(), np.abs(found[:3]).max()) == ((4, 400, 100), 1, 0)

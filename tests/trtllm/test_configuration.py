@@ -13,11 +13,12 @@ import pytest
 import yaml
 
 from dflash_trt.checkpoint.catalogue import known_configs
+from dflash_trt.engines.base import GIB
 from dflash_trt.errors import BuildError, CheckpointError
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.models.inventory import Inventory, take_inventory
 from dflash_trt.planning.gpus import gpus
-from dflash_trt.planning.memory import GIB, arena_bytes
+from dflash_trt.planning.memory import arena_bytes
 from dflash_trt.trtllm.build import launch_files
 from dflash_trt.trtllm.configuration import CONTAINER, VERSION, Configuration, configure
 from dflash_trt.trtllm.entry import POOL, TensorRTLLMOptions

@@ -63,10 +63,9 @@ class OnnxRuntimeEntry(EngineEntry):
         compute="fp32",
         runtime_bytes=0,
         host_bytes=19 << 20,
-        node_bytes=5 << 10,
+        node_bytes=11 << 8,
         prompt_rows=PROMPT_PASS,
         waiting_tokens=2 * PREFILL_CHUNK,
-        score_copies=(2, 2),
     )
 
     def check(self, precision: Precision | None, weights: Weights, options: None) -> None:

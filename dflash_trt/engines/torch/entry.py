@@ -38,7 +38,7 @@ class TorchEntry(EngineEntry):
     needed = ("torch",)
     weight_layout = "int4_by_row"
     memory = MemoryTraits(
-        host_bytes=36 << 20,
+        host_bytes=70 << 20,
         expert_kernels={"mxfp4": frozenset(TARGETS)},
         idle_blocks=1,
         score_copies=(0, 2),
