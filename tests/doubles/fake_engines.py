@@ -494,7 +494,7 @@ class Pool:
                 unread = self.pair.arrays.unread_features_of(slot, 0, behind)[0, :, 0].astype(int).tolist()
                 seen = each.committed - behind
                 assert self.drafter.cache[slot, :seen].tolist() + unread == history
-                assert behind <= self.pair.arrays.most_unread + BLOCK
+                assert behind <= self.pair.arrays.most_unread
             else:
                 assert behind == 0
         for each in s.active:
