@@ -226,14 +226,13 @@ class Scheduler:
         return not exact or budget == self.pair.prefill_chunk or len(self.waiting.first.prompt) <= budget
 
     def _chunk_end(self, request: Request, budget: int) -> int:
-        """Where the next chunk of a prompt ends. If rows depend on the cut, that is a multiple of the longest chunk,
-        wherever a reused prefix ends and whatever else the step reads.
+        """Where the next chunk of a prompt ends. If rows depend on the cut, that is a multiple of the longest chunk, as
+        the end of a reused prefix is, whatever else the step reads.
         """
         start, most = request.committed, self.pair.prefill_chunk
         if request.params.prompt_logprobs:
             most = min(most, self.pair.arrays.most_prompt_rows)
-        end = start + min(budget, most) if self.pair.any_cut else start - start % most + most
-        return min(end, len(request.prompt))
+        return min(start + (min(budget, most) if self.pair.any_cut else most), len(request.prompt))
 
     def _prefill(self, budget: int, emissions: list[Emission]) -> int:
         """Run one chunk of the request in prefill, or of the next one. Returns the tokens spent."""
