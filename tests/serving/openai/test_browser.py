@@ -302,7 +302,7 @@ def test_a_chat_remembers_is_stopped_and_cleared(server: Server, opened: Callabl
         }).observe(document.getElementById("messages"), {childList: true, subtree: true}); }"""
     )
     ask(page, "And Borvik?", tokens="400", temperature="2")
-    page.locator(".assistant").nth(1).locator(".own").nth(2).wait_for(timeout=PATIENCE)
+    page.locator(".assistant").nth(1).locator(".own").nth(2).wait_for(state="attached", timeout=PATIENCE)
     done(page)
     server.until(
         lambda: server.metric('dflash_request_success_total{finished_reason="cancelled"}') == before + 4
