@@ -167,3 +167,23 @@ def test_repetitions_that_say_nothing_cost_a_request_little() -> None:
             seconds += passed
             policy.observe(RoundDone([made], anchor, draft.nodes, [0], [decided], 0.0, passed))
         assert (len(made.output) - 1) / seconds > 0.975
+
+
+def test_times_of_a_busy_machine_do_not_end_drafts_from_the_text_for_good() -> None:
+    """Kept times of several rows are 17 and 600 times too long, and no drafter means no trials."""
+    times, none = PassTimes(8, {1: {1: 0.01, 2: 0.012, 3: 0.17, 8: 6.5}}), np.zeros((1, 0), np.float32)
+    policy, passes = AdaptiveLength(8, PassTimes(8), times), list[int]()
+    for _ in range(24):
+        made = request(list(range(60)) * 3, SamplingParams(), draft_source="lookup")
+        made.takes_drafter, made.output = False, [0]
+        passes.append(0)
+        while len(made.output) < 64:
+            anchor = Draft(np.array([made.output[-1:]]), None, none)
+            policy.draft([made])
+            nodes = policy.select(anchor, [made], [0], 1).nodes
+            decided = [(made.output[-1] + 1 + i) % 60 for i in range(nodes)]
+            made.output += decided
+            passes[-1] += 1
+            policy.observe(RoundDone([made], anchor, nodes, [0], [decided], 0.0, 0.008 + 0.002 * nodes))
+    assert passes[0] == 32  # of two rows each
+    assert passes[-1] == 8

@@ -206,6 +206,8 @@ class AdaptiveLength:
         self._rounds += 1
         if self._trial or self._rounds % _INTERVAL == 0 or self._rounds < _INTERVAL or done.ended:
             self._plans.clear()
+            if not self._asks:
+                self.verify_times.forget_old(batch)
         self._trial = False
 
     def _late(self, done: RoundDone) -> bool:

@@ -22,6 +22,8 @@ import numpy as np
 LAST = 16
 # The passes of other lengths among them from which on a pass tells the factor of its own.
 _FEW = 4
+# The passes after which times of other rows are old. One pass to learn them anew is a share of 0.002.
+_OLD = 500
 # The default: what each row after the first adds, in passes of one row. On processors it is 0.03 to 0.2 (README).
 _ROW = 0.08
 # A drafter's pass, in passes of its target, before any was timed: of published pairs it is 0.1 to 0.4.
@@ -83,7 +85,18 @@ class PassTimes:
                     del table.factors[n]
         if not trial:
             table.recent.append((rows, ratio / table.factors[rows]))
+        table.passes += 1
+        table.last[rows] = table.passes
         return True
+
+    def forget_old(self, batch: int) -> None:
+        """Forget the times of rows that no recent pass had. Nothing corrects them where there are no trials, and those
+        of a busy machine may be so long that such a pass would never be chosen again.
+        """
+        table = self._of(batch)
+        for rows in [n for n in table.factors if table.passes - table.last.get(n, 0) >= _OLD]:
+            del table.factors[rows]
+            table.own.pop(rows, None)
 
     def kept(self) -> dict[int, dict[int, float]]:
         """What was learned, for `kept` of a later process."""
@@ -111,12 +124,15 @@ class _Table:
 
     begin, recent: the scale before any pass, and rows and scale of recent passes.
     factors, own: by rows, and what passes of these rows told. Factors without an own time come from elsewhere.
+    passes, last: their number, and by rows that of the last one.
     """
 
     begin: float = 1.0
     factors: dict[int, float] = field(default_factory=dict)
     recent: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=LAST))
     own: dict[int, deque[float]] = field(default_factory=dict)
+    passes: int = 0
+    last: dict[int, int] = field(default_factory=dict)
 
     @property
     def scale(self) -> float:
