@@ -83,14 +83,9 @@ def stack(form: packed.Packing, k: int, name: str, run: Run) -> dict[str, Any]:
     each call, and with 8 and 512 of torch's product with widened weights.
     """
     stored, wide = checks.random_weight(form, DEVICE)
-    dense, logits = (
-        wide.to(TYPES[0]),
-        torch.randn(512, form.experts, generator=torch.Generator().manual_seed(1)),
-    )
-    x, best = (
-        drawn(512 * k, form).to(DEVICE),
-        logits.argsort(dim=1, descending=True, stable=True)[:, :k].flatten(),
-    )
+    dense, x = wide.to(TYPES[0]), drawn(512 * k, form).to(DEVICE)
+    logits = torch.randn(512, form.experts, generator=torch.Generator().manual_seed(1))
+    best = logits.argsort(dim=1, descending=True, stable=True)[:, :k].flatten()
 
     def call(n: int, shift: int = 0) -> Call:
         _, _, *by_expert = ours.route(logits[:n].roll(shift, 1).contiguous().to(DEVICE), k, run)

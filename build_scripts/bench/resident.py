@@ -58,9 +58,8 @@ def main() -> int:
 def _row(
     place: Path, engine: str, pair: str, precision: str | None, length: int, batch: int
 ) -> dict[str, Any]:
-    from dflash_trt.building.build import (
-        build,
-    )  # not at the top: a process that is measured imports none of these
+    # Here and below, because a process that is measured imports none of these.
+    from dflash_trt.building.build import build
     from dflash_trt.checkpoint.catalogue import known_configs
     from dflash_trt.formats.precision import parse_precision
     from dflash_trt.models.configs import read_target_config

@@ -244,9 +244,8 @@ class HostArrays:
 
     def _make_room(self, slot: int, rows: int) -> None:
         held = self._unread[slot]
-        if rows > len(
-            held
-        ):  # a prompt's rows at once: what is not written takes no memory, growing leaves parts
+        if rows > len(held):
+            # For a prompt, all at once: what is not written takes no memory, and growing leaves parts behind.
             room = 2 * rows if 2 * rows <= _FEW_ROWS else max(rows, self.most_unread)
             self._unread[slot] = np.zeros((room, held.shape[1]), np.float32)
             self._unread[slot][: len(held)] = held

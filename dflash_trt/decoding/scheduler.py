@@ -172,9 +172,8 @@ class Scheduler:
                 active[slot].fitting = 1
         if draft.replaced:
             self.pair.arrays.replace(draft)
-        if (
-            draft.nodes > proposed.nodes == 1
-        ):  # all accepted nodes must find room after the features that wait
+        if draft.nodes > proposed.nodes == 1:
+            # All accepted nodes must find room after the features that wait.
             drafter, most = self.pair.drafter, self.pair.arrays.most_unread
             rooms = [most - drafter.unread[slot] for slot, each in enumerate(active) if each.takes_drafter]
             draft = draft.first(min([room, *rooms]))
