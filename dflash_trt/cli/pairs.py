@@ -108,8 +108,9 @@ def _rows(fields: dict[str, Any]) -> Iterator[tuple[str, str]]:
                 )
         elif name == "engines":
             yield from ((engine, f"no: {why}" if why else "yes") for engine, why in value.items())
-        elif value not in (None, "", False, ()):
-            yield name.replace("_", " "), ", ".join(value) if isinstance(value, tuple) else str(value)
+        elif name != "read" and value not in (None, "", False, ()):  # the engines' rows say that
+            said = "yes" if value is True else ", ".join(value) if isinstance(value, tuple) else str(value)
+            yield name.replace("_", " "), said
 
 
 def _engines(drafter: PublishedDrafter, form: TargetForm | None) -> dict[str, str]:
