@@ -18,7 +18,8 @@ RUN python3 -m pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM ${BASE} AS base
 # Some images mark their Python as managed by the distribution, and Triton's Python backend starts that Python.
-ENV PIP_BREAK_SYSTEM_PACKAGES=1 PYTHONUNBUFFERED=1
+# Pip's cache would be root's in the home of the image's user: also the cache of pips that pip starts.
+ENV PIP_BREAK_SYSTEM_PACKAGES=1 PIP_NO_CACHE_DIR=1 PYTHONUNBUFFERED=1
 ENV HOME=/tmp
 # Libraries report nothing to their makers (SECURITY.md, "What leaves the machine"); 0 turns a report on.
 ENV ORT_DISABLE_TELEMETRY=1 HF_HUB_DISABLE_TELEMETRY=1 TRTLLM_NO_USAGE_STATS=1
@@ -32,7 +33,7 @@ FROM base AS triton
 ARG TRITONSERVER=nvidia-pytriton
 ARG ENGINE=onnxruntime
 # The core has ONNX Runtime; every other engine has an extra of its name.
-RUN extra="${ENGINE#onnxruntime}" && python3 -m pip install --no-cache-dir --constraint /opt/dflash-trt/server.txt ${TRITONSERVER} \
+RUN extra="${ENGINE#onnxruntime}" && python3 -m pip install --constraint /opt/dflash-trt/server.txt ${TRITONSERVER} \
         "$(echo /opt/dflash-trt/wheels/dflash_trt-*.whl)[serve${extra:+,$extra}]"
 # A user id without an account. No file of the image belongs to it.
 USER 65532:65532
@@ -44,7 +45,7 @@ ENTRYPOINT ["dflash-trt", "serve", "/bundle", "--api", "triton", "--host", "0.0.
 
 FROM base AS openai
 ARG ENGINE=onnxruntime
-RUN extra="${ENGINE#onnxruntime}" && python3 -m pip install --no-cache-dir --constraint /opt/dflash-trt/test.txt \
+RUN extra="${ENGINE#onnxruntime}" && python3 -m pip install --constraint /opt/dflash-trt/test.txt \
         "$(echo /opt/dflash-trt/wheels/dflash_trt-*.whl)[serve${extra:+,$extra}]"
 USER 65532:65532
 EXPOSE 8000

@@ -16,7 +16,6 @@ from dflash_trt.bundle.manifest import MANIFEST, Bundle, Check, digest
 from dflash_trt.checkpoint.catalogue import PAIRS, KnownPair, known_configs, known_pair
 from dflash_trt.engines import registry
 from dflash_trt.errors import BundleError, did_you_mean
-from dflash_trt.extras import install
 from dflash_trt.files.disk import cache_folder, cached_in, whole_file
 from dflash_trt.hardware import compute_capabilities
 
@@ -54,9 +53,10 @@ def open_bundle(bundle: str | Path, check: Check, engine: str = registry.AUTO) -
             held.enter_context(FileLock(place.parent / f".{name}.first-use"))
         if cached := _cached(place, note, inputs, check):  # another process has built it meanwhile
             return cached
-        if lacking := registry.find(best).lacking():
+        entry = registry.find(best)
+        if lacking := entry.lacking():
             raise BundleError(
-                f"{pair.name}: --engine {best} needs {', '.join(lacking)}, not installed here: {install(best)}"
+                f"{pair.name}: --engine {best} needs {', '.join(lacking)}, not installed here: {entry.installation()}"
             )
         from dflash_trt.building.build import build  # slow to import, and only needed here
 

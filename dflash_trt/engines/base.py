@@ -105,11 +105,12 @@ class Availability:
 class Container:
     """Where Triton serves a bundle: the tag of NVIDIA's image, and what pip has to add to it.
 
-    note: what a user should know before choosing it.
+    extra: of this package. note: what a user should know before choosing it.
     """
 
     tag: str = TRITON_IMAGE
     gpus: bool = True
+    extra: str = ""
     packages: tuple[str, ...] = ()
     note: str = ""
 
@@ -280,10 +281,9 @@ class EngineEntry(ABC):
         """The modules that opening a bundle needs and that are not installed."""
         return [name for name in self.needed if importlib.util.find_spec(name) is None]
 
-    def installation(self, manifest: Mapping[str, Any]) -> str:
-        """The command that installs what opening this bundle needs."""
-        packages = self.container(manifest).packages
-        return f"pip install {' '.join(packages)}" if packages else install(*(f":{n}" for n in self.needed))
+    def installation(self, manifest: Mapping[str, Any] | None = None) -> str:
+        """The command that installs what opening a bundle needs: the one with this manifest, or any."""
+        return install(*(f":{name}" for name in self.needed))
 
     def serves(self, capability: int) -> bool:
         """Whether it runs on GPUs of this compute capability."""

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from dflash_trt import hardware
 from dflash_trt.engines.base import EngineEntry, EngineOptions
 from dflash_trt.errors import BundleError, UsageError, did_you_mean, show
-from dflash_trt.extras import install
 
 if TYPE_CHECKING:
     from dflash_trt.bundle.manifest import Bundle
@@ -103,7 +102,7 @@ def best_here(possible: Callable[[EngineEntry], bool] = lambda engine: True) -> 
         if available.build and available.run and possible(engine):
             why = f"the best with the packages that are installed, for compute capability {here[0]}"
             return Choice(engine.name, why, here)
-    missing = " or ".join(f"{engine.name} ({install(engine.name)})" for engine in on_gpu)
+    missing = " or ".join(f"{engine.name} ({engine.installation()})" for engine in on_gpu)
     why = hardware.torch_problem() or f"the GPU that is here needs {missing}"
     return Choice(DEFAULT, f"runs on the CPU; {why}", here)
 
@@ -112,7 +111,8 @@ def require_packages(bundle: Bundle) -> None:
     """Raise BundleError, with the command that installs them, where this machine lacks packages to open a bundle."""
     engine = engine_of(bundle)
     if lacking := engine.lacking():
+        image = f" (an image: ENGINE={extra})" if (extra := engine.container(bundle.manifest).extra) else ""
         raise BundleError(
             f"{bundle.path}: was built for --engine {engine.name}, which needs {', '.join(lacking)}, not installed "
-            f"here: {engine.installation(bundle.manifest)}"
+            f"here: {engine.installation(bundle.manifest)}{image}"
         )

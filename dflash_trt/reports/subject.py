@@ -15,6 +15,8 @@ from dflash_trt.decoding.params import RequestOptions, SamplingParams
 from dflash_trt.decoding.request import Request
 from dflash_trt.decoding.widths import cache_rows
 from dflash_trt.engines.base import PREFILL_CHUNK
+from dflash_trt.engines.registry import engine_of
+from dflash_trt.errors import BundleError
 from dflash_trt.llm import LLM
 from dflash_trt.reports.localize import Compared, Localizer
 from dflash_trt.reports.rounding import Limits, centred, deviation
@@ -40,6 +42,11 @@ class Subject:
 
     def __init__(self, bundle: Path, reference: Path | None = None) -> None:
         self.bundle, self.reference_path = Bundle.open(bundle), reference
+        engine = engine_of(self.bundle)
+        if engine.own_loop:
+            raise BundleError(
+                f"{bundle}: --engine {engine.name} runs its passes by itself, and `selftest` reads passes; use `verify`"
+            )
         self.reference: LLM | None = None
         self.limits = Limits(self.bundle.manifest)
         self.localizer: Localizer | None = None

@@ -159,7 +159,8 @@ def template() -> Path:
 def container_command(bundle: Bundle) -> str:
     """A command that serves a bundle in a container with matching libraries. It begins with a wheel of a checkout."""
     container = engine_of(bundle).container(bundle.manifest)
-    packages = " ".join(["$(echo /dist/dflash_trt-*.whl)[serve]", *container.packages])
+    extras = ",".join(filter(None, ("serve", container.extra)))
+    packages = " ".join([f"$(echo /dist/dflash_trt-*.whl)[{extras}]", *container.packages])
     note = f"{container.note}\n" if container.note else ""
     return (
         f"{note}pip wheel --no-deps --wheel-dir dist .   # in a checkout of dflash-trt\n"

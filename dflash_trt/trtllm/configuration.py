@@ -23,12 +23,10 @@ from dflash_trt.trtllm.choices import (
     expert_choices,
     warnings,
 )
-from dflash_trt.trtllm.entry import TensorRTLLMOptions
-from dflash_trt.trtllm.installed import IMAGE
+from dflash_trt.trtllm.entry import IMAGE, VERSION, TensorRTLLMOptions
 from dflash_trt.trtllm.targets import TargetQuantization, check_gpu
 
 ENGINE = "tensorrt-llm"
-VERSION = "1.4.0rc1"
 CONTAINER = f"{IMAGE}:{VERSION}"
 _LARGEST_DEFAULT_BATCH = 64
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +36,8 @@ if TYPE_CHECKING:
     from dflash_trt.trtllm.build import ConfigurationJob
     from dflash_trt.trtllm.driver import Driver
 
+IMAGE = "nvcr.io/nvidia/tensorrt-llm/release"
+VERSION = "1.4.0rc1"
 # TensorRT-LLM 1.4: _DFLASH_BUDGET_ACTIVATION_RESERVE_BYTES and _SAFETY_FACTOR; the fraction is its default.
 POOL = PagedPool(page=32, fraction=0.9, activation_bytes=6 * GIB, arena_safety=0.70)
 DRAFTER_BACKENDS = ("VANILLA", "TRTLLM", "FA4")
@@ -119,7 +120,7 @@ class TensorRTLLMEntry(EngineEntry):
     weights_folder = ""
     draft_vocabulary = False
     tokenizer_folder = "target"
-    modules = ("tensorrt_llm",)
+    modules = needed = ("tensorrt_llm",)
     own_loop = True
     memory = MemoryTraits(
         runtime_bytes=4 * GIB, shares_tables=True, pool=POOL
@@ -206,8 +207,8 @@ class TensorRTLLMEntry(EngineEntry):
         }
 
     def availability(self, missing: Sequence[str], capabilities: Sequence[int]) -> Availability:
-        here = importlib.util.find_spec("tensorrt_llm") is not None
-        note = "" if here else "install tensorrt_llm to run"
+        here = not self.lacking()
+        note = "" if here else f"to run: {self.installation()}"
         return Availability(build=not missing, run=not missing and here, note=note)
 
     def memory_settings(self, inventory: Inventory, options: TensorRTLLMOptions) -> dict[str, Any]:
@@ -215,6 +216,10 @@ class TensorRTLLMEntry(EngineEntry):
         from dflash_trt.trtllm.targets import target_quantization
 
         return memory_settings(inventory, options, target_quantization(inventory.target))
+
+    def installation(self, manifest: Mapping[str, Any] | None = None) -> str:
+        version = VERSION if manifest is None else manifest["tensorrt_llm"]["version"]
+        return f"pip install tensorrt_llm=={version}, or run it in {IMAGE}:{version}"
 
     def container(self, manifest: Mapping[str, Any]) -> Container:
         """NVIDIA's image of Triton with TensorRT-LLM, and the package to put into it."""

@@ -10,10 +10,10 @@ from typing import Any
 import yaml
 
 from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.engines.registry import engine_of
 from dflash_trt.errors import DFlashError
 from dflash_trt.logs import warn_once
 
-IMAGE = "nvcr.io/nvidia/tensorrt-llm/release"
 _log = logging.getLogger(__name__)
 
 # Modules that a backend of the drafter's attention imports, with their packages: NVIDIA/TensorRT-LLM, pull requests
@@ -79,8 +79,8 @@ def load(bundle: Bundle) -> tuple[Any, Any]:
         module: Any = importlib.import_module("tensorrt_llm")
     except Exception as error:  # its native parts may raise anything
         raise DFlashError(
-            f"tensorrt_llm cannot be imported ({type(error).__name__}: {error}); this bundle is for {version}: run it "
-            f"in {IMAGE}:{version}, or pip install tensorrt_llm=={version}"
+            f"tensorrt_llm cannot be imported ({type(error).__name__}: {error}); this bundle is for {version}: "
+            f"{engine_of(bundle).installation(bundle.manifest)}"
         ) from error
     args = read_llm_args(bundle)
     backend = args["speculative_config"].get("attention_backend")

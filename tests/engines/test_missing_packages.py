@@ -21,14 +21,18 @@ from dflash_trt.extras import install
 from dflash_trt.formats.precision import Precision
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.reports.environment import REQUIRED
+from dflash_trt.trtllm.entry import TensorRTLLMOptions
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.one_gpu import one_gpu
 
-SMALL = TensorRTOptions(capabilities=(90,), max_batch_size=1, prefill_chunk=16, plugins="none")
+OPTIONS = {
+    name: TensorRTOptions(capabilities=(gpu,), max_batch_size=1, prefill_chunk=16, plugins="none")
+    for name, gpu in (("tensorrt", 90), ("tensorrt-rtx", 120))
+} | {"tensorrt-llm": TensorRTLLMOptions(gpu="h100")}
 NEEDED = [(name, module) for name in registry.NAMES for module in registry.find(name).needed]
+EXTRAS = "torch", "tensorrt", "tensorrt-rtx"
 # Modules that no text from a bundle needs: those of builds, chats and TensorRT-LLM.
 UNUSED = {"onnx_ir", "huggingface_hub", "jinja2", "yaml"}
-TENSORRT = "tensorrt", "tensorrt-rtx"
 
 
 @pytest.fixture(scope="module")
@@ -39,20 +43,15 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {}
     with one_gpu():
         for engine in dict(NEEDED):
-            options = SMALL if engine in TENSORRT else None
-            if engine == "tensorrt-rtx":
-                options = TensorRTOptions(
-                    capabilities=(120,), max_batch_size=1, prefill_chunk=16, plugins="none"
-                )
+            options = OPTIONS.get(engine)
             made[engine] = build(
                 str(target), str(drafter), place / engine, engine=engine, max_seq_len=64, options=options
             ).path
     return made
 
 
-def test_every_engine_with_passes_of_ours_says_what_it_needs() -> None:
-    """TensorRT-LLM's own check says it (tests/trtllm/test_driver.py)."""
-    assert {name for name, _ in NEEDED} == {e.name for e in registry.engines() if not e.own_loop}
+def test_every_engine_says_what_it_needs() -> None:
+    assert dict(NEEDED).keys() == set(registry.NAMES)
 
 
 @pytest.mark.parametrize(("engine", "module"), NEEDED)
@@ -76,9 +75,14 @@ def test_opening_a_bundle_names_what_is_missing_and_its_installation(
     start = f"{bundles[engine]}: was built for --engine {engine}, which needs "
     assert said.startswith(start)
     assert module in said.removeprefix(start).partition(", not installed here: ")[0].split(", ")
-    assert module.replace("_", "-") in said.partition("pip install ")[2]
+    command = said.partition(": pip install ")[2]
+    assert module.replace("_", "-") in command.replace("_", "-")
+    if engine in EXTRAS:  # as doctor says it
+        assert install(f"{engine}:torch", f"{engine}:triton").removeprefix("pip install ") in command
+        assert command.endswith(f" (an image: ENGINE={engine})")
     triton = ["serve", "--api", "triton"]
-    for words in (["generate", "-p", "x"], ["chat"], ["serve"], triton, ["verify"], ["bench"], ["selftest"]):
+    selftest = [] if registry.find(engine).own_loop else [["selftest"]]
+    for words in (["generate", "-p", "x"], ["chat"], ["serve"], triton, ["verify"], ["bench"], *selftest):
         assert main([words[0], str(bundles[engine]), *words[1:]]) == 1
         shown = capsys.readouterr()
         assert said in " ".join((shown.out + shown.err).split()), words  # a table breaks lines

@@ -20,8 +20,8 @@ from dflash_trt.models.inventory import Inventory, take_inventory
 from dflash_trt.planning.gpus import gpus
 from dflash_trt.planning.memory import arena_bytes
 from dflash_trt.trtllm.build import launch_files
-from dflash_trt.trtllm.configuration import CONTAINER, VERSION, Configuration, configure
-from dflash_trt.trtllm.entry import POOL, TensorRTLLMOptions
+from dflash_trt.trtllm.configuration import CONTAINER, Configuration, configure
+from dflash_trt.trtllm.entry import POOL, VERSION, TensorRTLLMOptions
 from dflash_trt.trtllm.targets import DFLASH2, TargetQuantization, check_drafter, target_quantization
 from tests.doubles.checkpoints import make_drafter, make_target, write_json
 from tests.doubles.kind_checkpoints import make_dflash2, make_jetspec

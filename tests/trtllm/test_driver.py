@@ -7,12 +7,15 @@ import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from dflash_trt import LLM, AsyncLLM, SamplingParams
 from dflash_trt.building.build import build
+from dflash_trt.cli import main
 from dflash_trt.errors import DFlashError, RequestError
+from dflash_trt.trtllm import installed
 from dflash_trt.trtllm.entry import TensorRTLLMOptions
 from tests.doubles.tensorrt_llm_double import make_double
 
@@ -278,7 +281,8 @@ def test_an_installed_release_that_lacks_fields_is_reported_before_loading(
     [
         ("value", r"kv_cache_config: .* dtype should be .* not 'auto'. Install 1\.4\.0rc1"),
         ("flashinfer", r"is FA4, but flashinfer .*pip install flashinfer-python, or build"),
-        ("tensorrt_llm", r"cannot be imported.*tensorrt-llm/release:1\.4\.0rc1"),
+        ("tensorrt_llm", r"needs tensorrt_llm, not installed here.*tensorrt-llm/release:1\.4\.0rc1"),
+        ("libcuda", r"cannot be imported \(OSError: libcuda\).*tensorrt-llm/release:1\.4\.0rc1"),
     ],
 )
 def test_what_is_missing_here_is_reported_before_loading(
@@ -286,11 +290,20 @@ def test_what_is_missing_here_is_reported_before_loading(
 ) -> None:
     if lacks == "value":
         double.llmapi.KvCacheConfig.model_fields["dtype"]["enum"] = ["fp8", "nvfp4"]
+    elif lacks == "libcuda":
+        monkeypatch.setattr(installed.importlib, "import_module", Mock(side_effect=OSError(lacks)))
     else:
         monkeypatch.setitem(sys.modules, lacks, None)
     with pytest.raises(DFlashError, match=message):
         LLM(bundles / "trtllm")
     assert double.made == []
+
+
+def test_a_selftest_has_no_passes_to_read(
+    bundles: Path, double: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["selftest", str(bundles / "trtllm")]) == 1
+    assert capsys.readouterr().err.endswith("selftest` reads passes; use `verify`\n")
 
 
 def test_another_release_that_takes_every_field_is_a_warning(

@@ -101,7 +101,7 @@ class TensorRTEntry(EngineEntry):
         here = any(map(self.serves, capabilities))
         problem = ""
         if self.lacking():
-            problem = f"{'to run' if there else 'to build or run'}: {install(self.name)}"
+            problem = f"{'to run' if there else 'to build or run'}: {self.installation()}"
         elif here:
             number = hardware.driver()
             too_old = number is not None and number < hardware.DRIVER
@@ -134,10 +134,16 @@ class TensorRTEntry(EngineEntry):
 
         return TensorRT.window_stride(head_dim)
 
+    def installation(self, manifest: Mapping[str, Any] | None = None) -> str:
+        if manifest is None:
+            return install(self.name)
+        others = install(f"{self.name}:torch", f"{self.name}:triton")
+        return others.replace("install", f"install {' '.join(self.container(manifest).packages)}", 1)
+
     def container(self, manifest: Mapping[str, Any]) -> Container:
-        """A plan runs only with the version that built it, and on torch. Both are wheels."""
+        """A plan runs only with the version that built it, which is a wheel, and on torch."""
         version = manifest["tensorrt"]["version"]
-        return Container(packages=(f"{self.flavour.wheel}=={version}", "torch"))
+        return Container(extra=self.name, packages=(f"{self.flavour.wheel}=={version}",))
 
 
 def entry(name: str) -> EngineEntry:

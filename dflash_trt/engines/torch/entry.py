@@ -90,7 +90,7 @@ class TorchEntry(EngineEntry):
     def availability(self, missing: Sequence[str], capabilities: Sequence[int]) -> Availability:
         ready = not missing
         if self.lacking():
-            return Availability(ready, run=False, note=f"to run: {install(self.name)}")
+            return Availability(ready, run=False, note=f"to run: {self.installation()}")
         if not capabilities:
             return Availability(ready, ready, "on the CPU, for trying: no GPU is here")
         if problem := hardware.torch_problem():
@@ -108,8 +108,11 @@ class TorchEntry(EngineEntry):
 
         return Torch.window_stride(head_dim)
 
+    def installation(self, manifest: Mapping[str, Any] | None = None) -> str:
+        return install(self.name)
+
     def container(self, manifest: Mapping[str, Any]) -> Container:
-        return Container(packages=("torch", "triton"))
+        return Container(extra=self.name)
 
 
 def entry(name: str) -> EngineEntry:

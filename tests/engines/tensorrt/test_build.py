@@ -85,7 +85,7 @@ def test_a_shipped_pair(tmp_path: Path) -> None:
         "max_batch_size": 4,
         "prefill_chunk": 128,
     }
-    assert f"tensorrt-rtx-cu13=={RTX.load().__version__} torch" in container_command(bundle)
+    assert f"[serve,tensorrt-rtx] tensorrt-rtx-cu13=={RTX.load().__version__} &&" in container_command(bundle)
     for capability in capabilities:
         check_attention(bundle, capability)
     assert not (bundle.path / "weights").exists()
