@@ -154,7 +154,7 @@ def test_held_out_prompts_may_be_longer_than_those_that_are_shipped(tmp_path: Pa
 def test_a_missing_extra_is_named_with_its_command(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dflash_trt.cli.train.common.find_spec", lambda name: name != "torch" or None)
+    monkeypatch.setattr("dflash_trt.cli.train.find_spec", lambda name: name != "torch" or None)
     assert main(["train", "drafter", "--target", "tiny", "--data", "a", "--out", "o", "--steps", "1"]) == 1
     assert "torch is not installed; training needs: pip install " in capsys.readouterr().err
 

@@ -1,0 +1,344 @@
+"""`dflash-trt train`: train a drafter for your own target."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from dflash_trt.building.progress import Display, progress_display
+from dflash_trt.checkpoint.draft_vocabulary import LEAST
+from dflash_trt.cli.options import add_json, add_limit, add_target, add_threads, at_least, each, option, share
+from dflash_trt.cli.output import byte_count, print_json, print_table
+from dflash_trt.engines import registry
+from dflash_trt.errors import DFlashError, UsageError
+from dflash_trt.extras import install
+from dflash_trt.logs import LEVELS
+
+SUMMARY = "train a drafter for a target, on the target's own answers"
+DESCRIPTION = """\
+Train a DFlash or DFlash2 drafter for any target that Transformers runs and this package builds.
+`regenerate` lets the target answer prompts, `drafter` trains on the answers, `evaluate` measures a drafter, and
+`export` writes it for other programs. The first two continue an interrupted call with the same arguments. They need
+dflash-trt[train].
+"""
+EXAMPLES = """\
+examples:
+  dflash-trt train regenerate --target Qwen/Qwen3-4B --prompts prompts.jsonl --out answers.jsonl
+  dflash-trt train regenerate --bundle bundles/tiny --prompts prompts.jsonl --out answers.jsonl
+  dflash-trt train regenerate --server URL --model NAME --target PATH --prompts prompts.jsonl --out answers.jsonl
+  dflash-trt train drafter --target Qwen/Qwen3-4B --data answers.jsonl --out runs/mine --steps 20000
+  dflash-trt train drafter --target qwen3-4b --from z-lab/Qwen3-4B-DFlash-b16 --data answers.jsonl --out runs/tuned
+  accelerate launch -m dflash_trt train drafter ...            # several GPUs or nodes
+  dflash-trt train evaluate --target tiny --drafter runs/mine/best
+  dflash-trt train export --target Qwen/Qwen3-4B --drafter runs/mine/best --format zlab --out drafter
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    steps = parser.add_subparsers(title="steps", metavar="STEP", required=True)
+    for name, (text, add, run_step) in STEPS.items():
+        examples = [line for line in EXAMPLES.splitlines() if f" train {name} " in line]
+        step = steps.add_parser(
+            name,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            epilog="\n".join(["examples:", *examples]),
+        )
+        add(step)
+        step.add_argument(
+            "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
+        )
+        step.add_argument(
+            "--log-level",
+            choices=tuple(LEVELS),
+            default=argparse.SUPPRESS,
+            help="what is logged on standard error",
+        )
+        step.set_defaults(run_step=run_step, step_error=step.error)
+
+
+def run(args: argparse.Namespace) -> int:
+    code: int = args.run_step(args)
+    return code
+
+
+def _check_installed() -> None:
+    """Raise DFlashError, with the command that installs it, if a package of the extra `train` is missing."""
+    for name in ("accelerate", "safetensors", "torch", "transformers"):
+        if find_spec(name) is None:
+            raise DFlashError(f"{name} is not installed; training needs: {install('train')}")
+
+
+def _add_questions(parser: argparse.ArgumentParser, default: str) -> None:
+    """`default`: the prompts without --held-out."""
+    option(parser, "--held-out", "FILE", Path, f"prompts to measure with (default: {default})")
+    add_limit(parser, 32)
+    option(parser, "--eval-tokens", "N", at_least(2), "limit of tokens per answer", 96)
+
+
+def _add_regenerate(parser: argparse.ArgumentParser) -> None:
+    source = parser.add_mutually_exclusive_group(required=True)
+    option(source, "--target", "NAME_OR_PATH", str,
+           "the target, decoded here without a drafter; with --server: its tokenizer and template")  # fmt: skip
+    option(
+        source,
+        "--bundle",
+        "BUNDLE",
+        str,
+        "the target as a bundle, or a pair's name; decoded here without drafting",
+    )
+    option(
+        parser,
+        "--server",
+        "URL",
+        str,
+        "the base URL of a server with OpenAI's chat completions, which answers",
+    )
+    option(parser, "--model", "NAME", str, "with --server: its name for the model")
+    option(
+        parser, "--prompts", "FILE", Path, "a JSONL file: id, category, and prompt or messages", required=True
+    )
+    option(parser, "--out", "FILE", Path, "a JSONL file of answers; it is continued", required=True)
+    option(parser, "--max-tokens", "N", at_least(2), "limit of tokens per answer", 256)
+    option(parser, "--temperatures", "T,...", each(float), "temperatures; each prompt gets one", [0.0, 0.7])
+    option(parser, "--top-p", "P", float, "top-p if the temperature is not 0", 1.0)
+    option(parser, "--seed", "N", at_least(0), "seed of sampling", 0)
+    option(parser, "--concurrency", "N", at_least(1), "prompts answered at a time", 32)
+    add_threads(parser)
+
+
+def _regenerate(args: argparse.Namespace) -> int:
+    if (args.server is None) != (args.model is None):
+        args.step_error("--server and --model belong together")
+    if args.server is not None and args.target is None:
+        args.step_error("--server needs --target, for its tokenizer and template")
+    from dflash_trt.building.sources import resolve
+    from dflash_trt.prompts import read_prompts
+    from dflash_trt.training.answers import read_answers, summary
+    from dflash_trt.training.regenerate import (
+        AnswerSampling,
+        regenerate_with_bundle,
+        regenerate_with_server,
+    )
+
+    prompts = read_prompts(args.prompts, 0)
+    sampling = AnswerSampling(args.max_tokens, args.temperatures, args.top_p, args.seed)
+    target = None if args.target is None else resolve(args.target, "target").directory
+    with progress_display() as display, ExitStack() as opened:
+
+        def report(done: int, of: int, tokens: int, seconds: float) -> None:
+            display("answer", done, of, f"{done} prompts, {tokens / max(seconds, 1e-9):.0f} tokens/s")
+
+        task: dict[str, Any] = {"concurrency": args.concurrency, "report": report}
+        if args.server is not None and target is not None:
+            regenerate_with_server(args.server, args.model, target, prompts, args.out, sampling, **task)
+        else:
+            bundle = args.bundle if target is None else opened.enter_context(_bundle(target, args.out))
+            regenerate_with_bundle(bundle, prompts, args.out, sampling, threads=args.threads, **task)
+    counts = summary(read_answers(args.out))
+    print(
+        f"{args.out}: {counts['answers']} answers of {counts['answer_tokens']} tokens, "
+        f"{counts['ended']} of them complete"
+    )
+    return 0
+
+
+@contextmanager
+def _bundle(target: Path, out: Path) -> Iterator[Path]:
+    """A bundle of the target alone, in a folder beside the answers that is removed at the end."""
+    from dflash_trt.building.build import build
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as work:
+        asked: dict[str, Any] = {"no_drafter": True, "engine": registry.DEFAULT, "block_size": 2}
+        yield build(str(target), None, Path(work, "bundle"), weights="link", **asked).path
+
+
+def _add_drafter(parser: argparse.ArgumentParser) -> None:
+    add_target(parser, "the model that the drafter is for")
+    option(parser, "--data", "FILE", Path, "the answers of `train regenerate`", required=True)
+    option(parser, "--out", "DIR", Path, "directory of the run; it is continued", required=True)
+    option(parser, "--steps", "N", at_least(1), "number of steps", required=True)
+    option(parser, "--seed", "N", at_least(0), "of weights, order and anchors", 0)
+    option(parser, "--save-every", "N", at_least(1), "steps between saved states", 50)
+    option(parser, "--evaluate-every", "N", at_least(0),
+           "steps between evaluations; 0: only before the first step and at the end", 500)  # fmt: skip
+    _add_questions(parser, "a tenth of those of --data, whose answers are not trained on")
+    new = parser.add_argument_group("drafter")
+    option(
+        new,
+        "--from",
+        "NAME_OR_PATH",
+        str,
+        "a drafter to continue from (default: a new one)",
+        dest="checkpoint",
+    )
+    option(new, "--kind", None, str, "default: dflash, or as --from; dflash2 can begin with a DFlash drafter",
+           choices=["dflash", "dflash2"])  # fmt: skip
+    option(new, "--draft-vocabulary", "N", at_least(LEAST),
+           "draft only so many tokens: the end tokens and the most frequent ones of the answers (default: all)"
+    )  # fmt: skip
+    option(new, "--layers", "N", at_least(1), "layers of a new drafter (default: 2)")
+    option(
+        new,
+        "--taps",
+        "L,...",
+        each(at_least(0)),
+        "tapped target layers of a new drafter (default: 5, spread evenly)",
+    )
+    option(
+        new, "--block-size", "K", at_least(2), "tokens of a block, with the anchor (default: 8, or as --from)"
+    )
+    option(
+        new, "--mask-token-id", "ID", at_least(0), "mask token of a new drafter (default: an unused token)"
+    )
+    recipe = parser.add_argument_group("recipe")
+    option(recipe, "--batch-size", "N", at_least(1), "answers per step and process", 8)
+    option(recipe, "--anchors", "N", at_least(1), "limit of blocks per answer and step", 64)
+    option(recipe, "--max-length", "N", at_least(4), "limit of tokens of prompt and answer", 1024)
+    option(recipe, "--distill", "SHARE", share,
+           "share of the loss that compares with the target's own distribution, 0 to 1", 0.0)  # fmt: skip
+    option(recipe, "--learning-rate", "R", float, "the highest", 6e-4)
+
+
+def _drafter(args: argparse.Namespace) -> int:
+    _check_installed()
+    from dflash_trt.building.sources import resolve
+    from dflash_trt.reports import plots
+    from dflash_trt.training.evaluation import average, read_history
+    from dflash_trt.training.loop import Recipe
+    from dflash_trt.training.run import Design
+    from dflash_trt.training.run import run as train
+
+    given = {name: value for name, value in vars(args).items() if name != "held_out"}  # there a digest
+    recipe = Recipe(**{each.name: given[each.name] for each in fields(Recipe) if each.name in given})
+    if args.checkpoint:
+        given["checkpoint"] = resolve(args.checkpoint, "drafter").directory
+    design = Design(**{each.name: given[each.name] for each in fields(Design)})
+    if not plots.available():
+        print(f"there will be no curve, as matplotlib is not installed: {install('plot')}", file=sys.stderr)
+    with progress_display() as display:
+
+        def report(line: dict[str, Any]) -> None:
+            _report(display, line, args.steps)
+
+        ended = train(
+            resolve(args.target, "target").directory,
+            args.target,
+            args.data,
+            args.out,
+            design,
+            recipe,
+            held_out=args.held_out,
+            save_every=args.save_every,
+            evaluate_every=args.evaluate_every,
+            report=report,
+        )
+    history = read_history(args.out / "evaluation.jsonl")
+    lengths = {step: average(figures) for step, figures in history.items()}
+    best = max(lengths, key=lambda step: lengths[step])
+    print(
+        f"{args.out}: on the prompts of held_out.jsonl {lengths[0]:.3f} tokens per pass before the first step, and at "
+        f"best {lengths[best]:.3f}, after step {best}"
+    )
+    if ended < args.steps:
+        print(f"{args.out}: ended after step {ended}, as asked; the same command continues from there")
+        return 1
+    curve = ", curve in acceptance.svg" if plots.available() else ""
+    print(f"{args.out}: newest weights in checkpoint/, best weights in best/{curve}")
+    return 0
+
+
+def _report(display: Display, line: dict[str, Any], steps: int) -> None:
+    """Show a line of the log: an evaluation that begins, one that has ended, or a step."""
+    if "measuring" in line:
+        display.say(f"step {line['step']}: measuring on {line['measuring']} held-out prompts")
+    elif "acceptance_length" in line:
+        display.say(f"step {line['step']}: {line['acceptance_length']:.3f} tokens per pass")
+    else:
+        note = f"loss {line['loss']:.3f}, {byte_count(line['memory_bytes'])}"
+        display("train", line["step"], steps, f"step {line['step']}, {note}")
+
+
+def _add_evaluate(parser: argparse.ArgumentParser) -> None:
+    add_target(parser, "the model that the drafter is for")
+    option(parser, "--drafter", "NAME_OR_PATH", str, "default: the target's known drafter")
+    option(parser, "--draft-vocabulary", "FILE", str, "as of build: tokens that may be drafted, or all")
+    option(parser, "--temperature", "T", float, default=0.0)
+    _add_questions(parser, "the shipped natural ones")
+    add_json(parser)
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    from dflash_trt.building.sources import find_sources
+    from dflash_trt.files.disk import temporary_folder
+    from dflash_trt.prompts import natural_prompts
+    from dflash_trt.training.evaluation import Questions, measure
+
+    target, drafter = find_sources(args.target, args.drafter, "copy")
+    if drafter is None:
+        raise UsageError(
+            f"--target {args.target}: no drafter is known for it; give one with --drafter, or train one"
+        )
+    with temporary_folder(prefix="dflash-trt-") as work:
+        questions = Questions(natural_prompts(args.held_out, args.limit), args.eval_tokens, args.temperature)
+        figures = measure(target.directory, drafter.directory, questions, work, args.draft_vocabulary)
+    if args.json:
+        print_json(figures)
+        return 0
+    places = max(len(part["acceptance_by_place"]) for part in figures.values())
+    rows = [["category", "tokens per pass", *(f"place {i}" for i in range(1, places + 1)), "passes"]]
+    for category, part in figures.items():
+        shares = [f"{share:.2f}" for share in part["acceptance_by_place"]]
+        shares += [""] * (places - len(shares))
+        rows.append([category, f"{part['acceptance_length']:.2f}", *shares, str(part["passes"])])
+    print_table(rows)
+    return 0
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    add_target(parser, "the model that the drafter is for")
+    option(
+        parser,
+        "--drafter",
+        "DIR",
+        Path,
+        "a drafter of `train drafter`, such as runs/mine/best",
+        required=True,
+    )
+    parser.add_argument("--format", choices=["zlab", "speculators"], required=True,
+                        help="zlab: what vLLM, SGLang and TensorRT-LLM read; speculators: what vLLM reads with a draft "
+                        "vocabulary")  # fmt: skip
+    option(parser, "--out", "DIR", Path, "made, or replaced when it is whole", required=True)
+
+
+def _export(args: argparse.Namespace) -> int:
+    _check_installed()
+    from dflash_trt.building.sources import resolve
+    from dflash_trt.training.export import export
+
+    target = resolve(args.target, "target").directory
+    for warning in export(args.drafter, target, args.target, args.out, args.format):
+        print(f"warning: {warning}", file=sys.stderr)
+    print(f"{args.out}: a drafter in the layout of {args.format}; README.md has the commands that run it")
+    return 0
+
+
+# Step -> what it does, its options, and the function that runs it.
+STEPS = {
+    "regenerate": ("let the target answer prompts: the data to train on", _add_regenerate, _regenerate),
+    "drafter": ("train a drafter and measure it regularly", _add_drafter, _drafter),
+    "evaluate": (
+        "acceptance length of a drafter, by category and position in the block",
+        _add_evaluate,
+        _evaluate,
+    ),
+    "export": ("write a drafter for vLLM, SGLang, TensorRT-LLM and others", _add_export, _export),
+}
