@@ -9,7 +9,6 @@ Format: github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dflash_trt.bundle.manifest import digest
 from dflash_trt.checkpoint import gguf_blocks
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.gguf_tokenizer import end_token_ids, write_tokenizer
@@ -121,7 +121,7 @@ def packaged_target(name: str) -> Path:
         ) from None
     if not file.is_file():
         raise CheckpointError(f"{file}: is missing from the package {package}: {command} --force-reinstall")
-    if (actual := _digest(file)) != sha256:
+    if (actual := digest(file)) != sha256:
         raise CheckpointError(f"{file}: has SHA-256 {actual}, expected {sha256}: {command} --force-reinstall")
     return file
 
@@ -137,7 +137,7 @@ def cached_checkpoint(file: Path, cache: Path | None = None, *, stored: bool = F
     """
     if not file.is_file():
         raise CheckpointError(f"{file}: no such file")
-    sha256 = _digest(file)
+    sha256 = digest(file)
     root = cache or cache_folder()
     place = root / "gguf" / f"{file.stem}-{sha256[:16]}-{_CONVERTER}{'-stored' * stored}"
     if _whole(place, sha256):
@@ -147,7 +147,7 @@ def cached_checkpoint(file: Path, cache: Path | None = None, *, stored: bool = F
             place.parent.mkdir(parents=True, exist_ok=True)
             work = stack.enter_context(temporary_folder(prefix=f".{place.name}.", dir=place.parent))
         kinds = convert(file, work, stored=stored)
-        digests = {path.name: _digest(path) for path in sorted(work.iterdir())}
+        digests = {path.name: digest(path) for path in sorted(work.iterdir())}
         record = {"source": file.name, "sha256": sha256, "types": kinds, "files": digests}
         (work / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         if not _whole(place, sha256):  # another process may have been faster
@@ -259,7 +259,8 @@ def _config(file: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Reade
         "num_key_value_heads": fields.integer("attention.head_count_kv", default=heads),
         "head_dim": head_dim,
         "max_position_embeddings": fields.integer("context_length"),
-        "rms_norm_eps": _shortest(fields.number("attention.layer_norm_rms_epsilon")),
+        # The decimal that a float32 stands for: 1e-05, not 9.999999747378752e-06.
+        "rms_norm_eps": float(str(np.float32(fields.number("attention.layer_norm_rms_epsilon")))),
         "rope_theta": theta,
         "rope_scaling": _rope_scaling(file, tensors, head_dim, theta),
         "attention_bias": False,
@@ -270,11 +271,6 @@ def _config(file: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Reade
         "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
         "dtype": _NAMES[_dtype(tensors["token_embd.weight"])],
     }
-
-
-def _shortest(value: float) -> float:
-    """The decimal that a float32 stands for: 1e-05, not 9.999999747378752e-06."""
-    return float(str(np.float32(value)))
 
 
 def _rope_scaling(
@@ -339,17 +335,12 @@ def _pieces(name: str, tensor: ReaderTensor, head_dim: int | None) -> Iterator[t
         yield name, dequantize(rows, tensor.tensor_type).astype(DTYPES[_dtype(tensor)])
 
 
-def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def _whole(place: Path, sha256: str) -> bool:
     """Whether `place` holds the complete, unaltered conversion of the file with this digest."""
     try:
         record = json.loads((place / _RECORD).read_text(encoding="utf-8"))
         return bool(record["sha256"] == sha256) and all(
-            _digest(place / name) == digest for name, digest in record["files"].items()
+            digest(place / name) == expected for name, expected in record["files"].items()
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False

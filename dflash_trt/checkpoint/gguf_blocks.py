@@ -7,7 +7,7 @@ Format: github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -42,16 +42,13 @@ def _numbers(data: Bytes, *columns: int) -> list[Floats]:
     return [data[..., c : c + 2].copy().view(np.float16)[..., 0].astype(np.float32) for c in columns]
 
 
-def _q4_0(data: Bytes) -> Blocks:
-    return Blocks(_nibbles(data[..., 2:]), *_numbers(data, 0))
-
-
-def _q4_1(data: Bytes) -> Blocks:
-    return Blocks(_nibbles(data[..., 4:]), *_numbers(data, 0, 2))
-
-
-def _q8_0(data: Bytes) -> Blocks:
-    return Blocks(data[..., 2:] ^ np.uint8(128), *_numbers(data, 0))
+def _k_scales(data: Bytes) -> tuple[Floats, Floats]:
+    """Of the eight blocks in a large one, whose twelve bytes have six bits of each scale and of each least number."""
+    d, least_d = _numbers(data, 0, 2)
+    a, b, both = (data[..., 4 + 4 * i : 8 + 4 * i] for i in range(3))
+    scale = np.concatenate([a & 63, both & 15 | a >> 2 & 48], axis=-1)
+    least = np.concatenate([b & 63, both >> 4 | b >> 2 & 48], axis=-1)
+    return d[..., None] * scale, -least_d[..., None] * least
 
 
 def _q4_k(data: Bytes) -> Blocks:
@@ -67,26 +64,13 @@ def _q5_k(data: Bytes) -> Blocks:
     return Blocks(codes, *_k_scales(data))
 
 
-def _k_scales(data: Bytes) -> tuple[Floats, Floats]:
-    """Of the eight blocks in a large one, whose twelve bytes have six bits of each scale and of each least number."""
-    d, least_d = _numbers(data, 0, 2)
-    a, b, both = (data[..., 4 + 4 * i : 8 + 4 * i] for i in range(3))
-    scale = np.concatenate([a & 63, both & 15 | a >> 2 & 48], axis=-1)
-    least = np.concatenate([b & 63, both >> 4 | b >> 2 & 48], axis=-1)
-    return d[..., None] * scale, -least_d[..., None] * least
-
-
-class _Type(NamedTuple):
-    size: int  # bytes of a block
-    read: Callable[[Bytes], Blocks]
-
-
-_TYPES = {
-    "Q4_0": _Type(18, _q4_0),
-    "Q4_1": _Type(20, _q4_1),
-    "Q8_0": _Type(34, _q8_0),
-    "Q4_K": _Type(144, _q4_k),
-    "Q5_K": _Type(176, _q5_k),
+# The bytes of a block of each type, and what reads some of them.
+_TYPES: Mapping[str, tuple[int, Callable[[Bytes], Blocks]]] = {
+    "Q4_0": (18, lambda data: Blocks(_nibbles(data[..., 2:]), *_numbers(data, 0))),
+    "Q4_1": (20, lambda data: Blocks(_nibbles(data[..., 4:]), *_numbers(data, 0, 2))),
+    "Q8_0": (34, lambda data: Blocks(data[..., 2:] ^ np.uint8(128), *_numbers(data, 0))),
+    "Q4_K": (144, _q4_k),
+    "Q5_K": (176, _q5_k),
 }
 
 
@@ -104,8 +88,8 @@ def _tensors(kind: str, rows: int, columns: int) -> dict[str, tuple[str, tuple[i
 
 def pieces(kind: str, data: NDArray[Any]) -> dict[str, NDArray[Any]]:
     """The tensors of some rows, from their bytes [rows, bytes] in the file."""
-    each, rows = _TYPES[kind], len(data)
-    codes, scale, least = each.read(data.view(np.uint8).reshape(rows, -1, each.size))
+    (size, read), rows = _TYPES[kind], len(data)
+    codes, scale, least = read(data.view(np.uint8).reshape(rows, -1, size))
     codes, scale = codes.reshape(rows, -1, BLOCK), scale.reshape(rows, -1)
     four = GGUF[kind].scheme == "int4"
     if least is not None and not four:  # numbers of five bits, around the middle of eight

@@ -49,11 +49,6 @@ class RopeConfig:
     partial: float = 1.0
     growth: float = 0.0
 
-    @property
-    def original_length(self) -> int:
-        """The positions before scaling, where `parameters` has them."""
-        return int(self.parameters["original_max_position_embeddings"])
-
 
 # They give frequencies to the height and the width of an image. In a text, all positions of a token are the same.
 _IMAGES = ("mrope_section", "mrope_interleaved")
@@ -103,10 +98,6 @@ def read_rope_of(layers: str, fields: Fields, theta: float) -> RopeConfig:
     return _read_scaling(section, Fields(fields.path, {}, fields.prefix), 1.0, (), theta)
 
 
-def _above_one(fields: Fields, key: str) -> float:
-    return fields.number(key, above=1)
-
-
 def _growth(section: Fields, top: Fields, rope: RopeConfig) -> float:
     length = section.get("max_position_embeddings")
     if length is not None and length != top.get("max_position_embeddings"):
@@ -146,7 +137,8 @@ def _read_scaling(
     for key, value in section.values.items():
         if key not in known and value is not None:
             raise section.error(key, f"is {show(value)}, but RoPE of type {rope_type!r} has no such field")
-    theta = stated([(place, "rope_theta") for place in (top, section)], _above_one)
+    places = [(place, "rope_theta") for place in (top, section)]
+    theta = stated(places, lambda place, key: place.number(key, above=1))
     if theta is None:
         theta = top.number("rope_theta", default=default)
     values = _read_values(section, rope_type, top)

@@ -140,15 +140,12 @@ class Integers:
     def codes(self, begin: int, end: int) -> NDArray[np.uint8]:
         """The codes of some rows, [rows, in], with the columns of a group side by side."""
         if self._awq:
-            return self._awq_codes(begin, end)
+            first = begin // 8
+            whole = unpack_awq(self._array[:, first : -(-end // 8)])
+            return np.ascontiguousarray(whole.T[begin - 8 * first : end - 8 * first])
         rows = self._array[:, begin:end].T if self._stored.in_words else self._array[begin:end]
         codes = unpack_words(np.ascontiguousarray(rows).view(np.int32), self.bits)
         return codes[:, self.order] if self.moved else codes
-
-    def _awq_codes(self, begin: int, end: int) -> NDArray[np.uint8]:
-        first, last = begin // 8, -(-end // 8)
-        whole = unpack_awq(self._array[:, first:last])
-        return np.ascontiguousarray(whole.T[begin - 8 * first : end - 8 * first])
 
     def widened(self, begin: int, end: int) -> NDArray[np.float32]:
         """The numbers of some rows, float32 [rows, in], with the columns where they are in the model."""

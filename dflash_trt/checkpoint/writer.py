@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from dflash_trt.checkpoint.quantization import QUANT_CONFIG
 from dflash_trt.checkpoint.tensors import DTYPES, INDEX, SINGLE
-from dflash_trt.files.disk import own_file, whole_file
+from dflash_trt.files.disk import own_file, whole_file, write_object
 
 _ALIGNMENT = 64
 _BESIDE = (".json", ".jinja", ".txt", ".model")  # tokenizer, chat template, generation settings
@@ -45,9 +46,9 @@ def write_checkpoint(
             write_shard(out / name, entries)
     if set(weight_map.values()) != {SINGLE}:
         size = sum((out / name).stat().st_size for name in set(weight_map.values()))
-        write_json(out / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+        write_object(out / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
     copy_beside(source, out)
-    write_json(out / "config.json", config)
+    write_object(out / "config.json", config)
 
 
 def copy_beside(source: Path, out: Path) -> None:
@@ -57,19 +58,17 @@ def copy_beside(source: Path, out: Path) -> None:
             shutil.copyfile(own_file(source, path), out / path.name)
 
 
-def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a configuration, which appears when it is whole."""
-    with whole_file(path) as file:
-        file.write(json.dumps(values, indent=2).encode() + b"\n")
-
-
 def write_shard(path: Path, entries: Sequence[Entry]) -> None:
     """Write `path`. The file appears once it is complete and on disk.
 
     Raises ValueError if the pieces do not have the sizes of the entries.
     """
     header, end, starts = {}, 0, {}
-    for entry in _aligned_first(entries):
+    # Wide types before narrow ones, so that every tensor starts at a multiple of its item size. Weights and their
+    # scales are separate, so layers that are multiplied as one stay adjacent, if their entries are.
+    for entry in sorted(
+        entries, key=lambda e: (-DTYPES[e.dtype].itemsize, e.dtype, e.name.rpartition(".")[2] != "weight")
+    ):
         size = math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
         header[entry.name] = {
             "dtype": entry.dtype,
@@ -83,25 +82,10 @@ def write_shard(path: Path, entries: Sequence[Entry]) -> None:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(file.tell() + end)
         position = dict(starts)
-        for name, data in _pieces(entries):
+        for name, data in chain.from_iterable(entry.pieces for entry in entries):
             file.seek(8 + len(text) + position[name])
             file.write(np.ascontiguousarray(data).tobytes())
             position[name] += data.nbytes
         for name, said in header.items():
             if position[name] != said["data_offsets"][1]:
                 raise ValueError(f"{path}: {name} got {position[name] - starts[name]} bytes, header: {said}")
-
-
-def _aligned_first(entries: Sequence[Entry]) -> list[Entry]:
-    """Wide types before narrow ones, so that every tensor starts at a multiple of its item size.
-
-    Weights and their scales are separate. So layers that are multiplied as one stay adjacent, if their entries are.
-    """
-    return sorted(
-        entries, key=lambda e: (-DTYPES[e.dtype].itemsize, e.dtype, e.name.rpartition(".")[2] != "weight")
-    )
-
-
-def _pieces(entries: Sequence[Entry]) -> Iterator[tuple[str, NDArray[Any]]]:
-    for entry in entries:
-        yield from entry.pieces

@@ -8,8 +8,16 @@ import time
 from pathlib import Path
 
 from dflash_trt.building.progress import progress_display
-from dflash_trt.cli import engine_options
-from dflash_trt.cli.options import add_engine, add_json, add_target, at_least, option, switch
+from dflash_trt.cli.options import (
+    add_engine,
+    add_engine_options,
+    add_json,
+    add_target,
+    at_least,
+    engine_options_of,
+    option,
+    switch,
+)
 from dflash_trt.cli.output import byte_count, print_json
 from dflash_trt.engines import registry
 
@@ -68,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--draft-vocabulary", "FILE", str,
            "tokens that may be drafted, as `train drafter --draft-vocabulary` writes them; all for every token of the "
            "target (default: the drafter's draft_vocabulary.json, else all)")  # fmt: skip
-    engine_options.add_arguments(parser)
+    add_engine_options(parser)
     switch(parser, "--force",
            "replace a bundle of other inputs or options, or a damaged one; nothing else is replaced")  # fmt: skip
     add_json(parser)
@@ -112,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
             precision=precision,
             draft_vocabulary=args.draft_vocabulary,
             drafter_window=args.drafter_window,
-            options=engine_options.from_arguments(args),
+            options=engine_options_of(args),
             force=args.force,
             progress=progress,
         )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dflash_trt.cli.output import loading
 from dflash_trt.engines import registry
+from dflash_trt.engines.base import EngineOptions
 
 if TYPE_CHECKING:
     from dflash_trt.bundle.manifest import Bundle
@@ -186,3 +188,56 @@ def each(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
         return [kind(item) for item in text.split(",")]
 
     return values
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that belong to an engine: added, read and refused as its options class says."""
+    for kind, engines in registry.names_by_options().items():
+        group = parser.add_argument_group(
+            kind.title, f"with --engine {' or '.join(engines)}, and --max-batch-size (default: {kind.batch})"
+        )
+        for field in _options_of(kind):
+            _add_field(group, field)
+
+
+def add_plan_options(parser: argparse.ArgumentParser) -> None:
+    """Add those that a memory plan depends on."""
+    for kind, engines in registry.names_by_options().items():
+        for field in _options_of(kind, plan=True):
+            _add_field(parser, field, note=f"with {' or '.join(engines)}; ")
+
+
+def engine_options_of(args: argparse.Namespace, *, plan: bool = False) -> EngineOptions | None:
+    """The options of the engine that was asked for; None where it has none.
+
+    Ends the program, as for wrong usage, where an option is given that belongs to another engine, or one is missing.
+    """
+    kind = registry.find(args.engine).options
+    for other, engines in registry.names_by_options().items():
+        flags = [
+            f.metadata["flag"] for f in _options_of(other, plan=plan) if getattr(args, f.name) is not None
+        ]
+        if other is not kind and flags:
+            args.usage_error(f"{', '.join(flags)}: only with --engine {' or '.join(engines)}")
+    if kind is None:
+        return None
+    given = {f.name: value for f in fields(kind) if (value := getattr(args, f.name, None)) is not None}
+    for field in _options_of(kind):
+        if field.default is MISSING and field.default_factory is MISSING and field.name not in given:
+            args.usage_error(f"--engine {args.engine} needs {field.metadata['flag']}")
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+
+
+def _options_of(kind: type[EngineOptions], *, plan: bool = False) -> list[Field[Any]]:
+    """The fields that are options of `build`, or of `plan`."""
+    options = [field for field in fields(kind) if field.metadata]
+    return [field for field in options if field.metadata["plan"] or not plan]
+
+
+def _add_field(parser: Any, field: Field[Any], note: str = "") -> None:
+    """`parser` may be a group."""
+    said = field.metadata
+    arguments = {**said["arguments"], "help": note + said["arguments"]["help"]}
+    if said["least"] is not None:
+        arguments["type"] = at_least(said["least"])
+    parser.add_argument(said["flag"], dest=field.name, **arguments)

@@ -12,7 +12,7 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from io import BufferedWriter
 from pathlib import Path
@@ -90,7 +90,7 @@ def whole_file(path: Path) -> Iterator[BufferedWriter]:
         raise
 
 
-def write_object(path: Path, values: dict[str, Any]) -> None:
+def write_object(path: Path, values: Mapping[str, Any]) -> None:
     """Write `values` as JSON. `path` is replaced once the file is complete."""
     with whole_file(path) as file:
         file.write(json.dumps(values, indent=2).encode() + b"\n")

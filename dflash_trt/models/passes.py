@@ -75,7 +75,8 @@ class PassRows:
         keys = [g.from_dtype(r, FLOAT) for r in rotations]
         if not rope.growth:
             return {False: keys, True: keys}
-        periods = g.op("Div", position, g.constant(rope.original_length, np.float32), name="periods")
+        original = rope.parameters["original_max_position_embeddings"]
+        periods = g.op("Div", position, g.constant(original, np.float32), name="periods")
         grown = g.op("Add", g.op("Floor", periods), g.constant(1, np.float32), name="periods_begun")
         grown = g.op("Mul", g.op("Log", grown), g.constant(rope.growth, np.float32), name="growth")
         grown = g.op("Add", grown, g.constant(1, np.float32), name="query_scale")

@@ -11,21 +11,22 @@ A row of a tree has the position start + depth, and lies in the cache row start 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
 
-from dflash_trt.checkpoint.schema import TargetConfig
+from dflash_trt.checkpoint.schema import LayerAttention, LayerDeltaNet, TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline, same_bytes
 from dflash_trt.errors import CheckpointError
 from dflash_trt.formats.base import FLOAT_DTYPES
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.dialect import Dialect
+from dflash_trt.models.attention import Attention
 from dflash_trt.models.decoder import embed, soft_capped
+from dflash_trt.models.delta_net import DeltaNet
 from dflash_trt.models.families import FAMILIES
-from dflash_trt.models.mixers import mixers
 from dflash_trt.models.module import Module
-from dflash_trt.models.passes import Capacity, Pass, PassRows, Tree, ints, positions_from
+from dflash_trt.models.passes import Capacity, Mixer, Pass, PassRows, Tree, ints, positions_from
 
 
 def build_target(
@@ -111,6 +112,18 @@ def _pass(
     if config.delta_layers:
         certain = g.op("Squeeze", g.slice(rows, 0, 1, axis=1), g.constant([1]))
     return Pass(g, dialect, config, capacity, start, this_pass, this_pass, lengths, certain, tree)
+
+
+def mixers(shared: Pass) -> list[Mixer]:
+    """The mixer of each layer, by its entry in the configuration's `layers`. Layers of one kind share a mixer."""
+    layers = shared.config.layers
+    made: dict[type, Callable[[Pass, Sequence[int]], Mixer]] = {
+        LayerAttention: Attention,
+        LayerDeltaNet: DeltaNet,
+    }
+    kinds = {kind: [i for i, layer in enumerate(layers) if type(layer) is kind] for kind in map(type, layers)}
+    by_kind = {kind: made[kind](shared, indices) for kind, indices in kinds.items()}
+    return [by_kind[type(layer)] for layer in layers]
 
 
 def _tied_copy(config: TargetConfig, checkpoint: Checkpoint | Outline) -> tuple[str, ...]:

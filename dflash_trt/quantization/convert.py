@@ -19,8 +19,9 @@ from dflash_trt.bundle.workspace import Progress, silent, workspace
 from dflash_trt.checkpoint.gguf import rounded_to
 from dflash_trt.checkpoint.quantization import QUANT_CONFIG
 from dflash_trt.checkpoint.tensors import Checkpoint, TensorInfo
-from dflash_trt.checkpoint.writer import Entry, write_checkpoint, write_json
+from dflash_trt.checkpoint.writer import Entry, write_checkpoint
 from dflash_trt.errors import BuildError, CheckpointError, UsageError
+from dflash_trt.files.disk import write_object
 from dflash_trt.files.reading import read_object
 from dflash_trt.formats import INT4, SCHEMES, Algorithm
 from dflash_trt.logs import warn_once
@@ -113,7 +114,7 @@ def _convert(
             _config(checkpoint.directory, config, untied=HEAD in layers),
         )
         progress("quantize", shards.total, shards.total)
-        write_json(work / QUANT_CONFIG, config)
+        write_object(work / QUANT_CONFIG, config)
         place.publish()
     return out
 

@@ -92,7 +92,7 @@ class _Work:
             return checkpoint
         if isinstance(checkpoint, Outline):
             return Outline(checkpoint.directory, Quantization(checkpoint.quantization.path))
-        return Checkpoint(repack.in_bf16(checkpoint, self.folder / f"{role}-bf16", self.progress))
+        return repack.in_bf16(checkpoint, self.folder / f"{role}-bf16", self.progress)
 
     def draft_head(self, target: Checkpoint, tokens: Sequence[int]) -> Checkpoint:
         out = self.folder / "draft-head"
@@ -129,8 +129,8 @@ class _Work:
     def laid_out(self, role: str, checkpoint: Checkpoint) -> Checkpoint:
         """The checkpoint with its weights as the engine reads them."""
         out = self.folder / f"{role}-{self.layout}"
-        if self.layout == "int4_by_row" and repack.has_signed(checkpoint):
-            return Checkpoint(repack.int4_by_row(checkpoint, out, self.progress))
+        if self.layout == "int4_by_row":
+            return repack.int4_by_row(checkpoint, out, self.progress)
         if self.layout != "blocks":
             return checkpoint
         from dflash_trt.engines.onnxruntime.products import fewest_rows
@@ -138,10 +138,8 @@ class _Work:
         integers = any(FORMATS[scheme].integer_bits is not None for scheme in number_formats(checkpoint))
         # What a drafter drafts changes no token.
         eight_bits = integers and role == "target" and fewest_rows(4) is None
-        options = {"eight_bits": eight_bits, "channels": integers and self.per_channel}
-        if not repack.has_blocks(checkpoint, **options):
-            return checkpoint
-        return Checkpoint(repack.in_blocks(checkpoint, out, self.progress, **options))
+        channels = integers and self.per_channel
+        return repack.in_blocks(checkpoint, out, self.progress, eight_bits=eight_bits, channels=channels)
 
     def _outline(self, checkpoint: Outline, scheme: str, layers: Mapping[str, Algorithm | None]) -> Outline:
         """A checkpoint without weights in a scheme, but for `layers`. The widths of its layers are not known here."""

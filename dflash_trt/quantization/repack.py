@@ -16,7 +16,8 @@ from dflash_trt.checkpoint.quantization import QUANT_CONFIG, SECTIONS
 from dflash_trt.checkpoint.rules import CACHE_SCALES
 from dflash_trt.checkpoint.tensors import DTYPES, Checkpoint, TensorInfo
 from dflash_trt.checkpoint.widening import Integers, widened_pieces
-from dflash_trt.checkpoint.writer import Entry, write_checkpoint, write_json
+from dflash_trt.checkpoint.writer import Entry, write_checkpoint
+from dflash_trt.files.disk import write_object
 from dflash_trt.files.reading import read_object
 from dflash_trt.formats import FORMATS
 from dflash_trt.formats.base import BLOCK, Codes
@@ -28,9 +29,9 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Pieces = Iterator[tuple[str, NDArray[Any]]]
 
 
-def int4_by_row(checkpoint: Checkpoint, out: Path, progress: Progress) -> Path:
-    """Write the checkpoint with its integers in two's complement by row, two columns of INT4 per byte, as ONNX and
-    TensorRT read them.
+def int4_by_row(checkpoint: Checkpoint, out: Path, progress: Progress) -> Checkpoint:
+    """The checkpoint with its integers in two's complement by row, two columns of INT4 per byte, as ONNX and
+    TensorRT read them: written to `out`, unless it has them so already.
     """
     chosen = _signed_layers(checkpoint)
     apart = _stacks_with_points(checkpoint, chosen)
@@ -47,11 +48,6 @@ def int4_by_row(checkpoint: Checkpoint, out: Path, progress: Progress) -> Path:
     return _rewritten(checkpoint, chosen, entries, out, progress)
 
 
-def has_signed(checkpoint: Checkpoint) -> bool:
-    """Whether `int4_by_row` would change anything."""
-    return bool(_signed_layers(checkpoint))
-
-
 def in_blocks(
     checkpoint: Checkpoint,
     out: Path,
@@ -59,8 +55,9 @@ def in_blocks(
     *,
     eight_bits: bool = False,
     channels: bool = False,
-) -> Path:
-    """Write the checkpoint with its layers of integers in blocks, as ONNX Runtime multiplies them.
+) -> Checkpoint:
+    """The checkpoint with its layers of integers in blocks, as ONNX Runtime multiplies them: written to `out`, unless
+    it has them so already.
 
     Layers of one input lie one after the other. Experts stay as they are, except for those in words. With `eight_bits`
     numbers of four bits take eight. With `channels` INT8 layers with one scale for each output stay as they are.
@@ -78,13 +75,8 @@ def in_blocks(
     return _rewritten(checkpoint, chosen, entries, out, progress)
 
 
-def has_blocks(checkpoint: Checkpoint, *, eight_bits: bool = False, channels: bool = False) -> bool:
-    """Whether `in_blocks` would change anything."""
-    return bool(_block_layers(checkpoint, eight_bits=eight_bits, channels=channels))
-
-
-def in_bf16(checkpoint: Checkpoint, out: Path, progress: Progress) -> Path:
-    """Write the checkpoint to `out` with its quantized layers widened to BF16; returns `out`.
+def in_bf16(checkpoint: Checkpoint, out: Path, progress: Progress) -> Checkpoint:
+    """The checkpoint with its quantized layers widened to BF16, written to `out`.
 
     Rounding of inputs is left out. Raises CheckpointError where a layer lacks a tensor or has it in another form.
     """
@@ -256,11 +248,14 @@ def _rewritten(
     *,
     dropped: Collection[str] = (),
     quantized: bool = True,
-) -> Path:
-    """Write the checkpoint with other tensors of some layers, all but their `pre_quant_scale`, and without `dropped`.
+) -> Checkpoint:
+    """The checkpoint with other tensors of some layers, all but their `pre_quant_scale`, and without `dropped`. The
+    same one where there are no such layers.
 
     `quantized`: whether its configuration still holds.
     """
+    if quantized and not layers:
+        return checkpoint
     out.mkdir(parents=True, exist_ok=True)
     weights = {stored.weight.name: layer for layer, stored in layers.items()}
     replaced = {
@@ -290,7 +285,7 @@ def _rewritten(
     if not quantized:
         config = {key: value for key, value in config.items() if key not in SECTIONS}
     elif said.is_file():
-        write_json(out / QUANT_CONFIG, read_object(said))
+        write_object(out / QUANT_CONFIG, read_object(said))
     write_checkpoint(checkpoint.directory, out, shards(), config)
     progress("repack", total, total)
-    return out
+    return Checkpoint(out)

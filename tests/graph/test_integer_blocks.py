@@ -30,7 +30,7 @@ from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.onnxruntime import OnnxRuntime
 from dflash_trt.graph.quantized import QuantizedLinear
 from dflash_trt.hardware import has_amx_int8
-from dflash_trt.quantization.repack import has_blocks, in_blocks, int4_by_row
+from dflash_trt.quantization.repack import in_blocks, int4_by_row
 from tests.doubles import sessions
 from tests.doubles.checkpoints import write_json
 from tests.doubles.quantized_checkpoints import INT4_GROUP, encoded, write_quant_config, write_safetensors
@@ -91,9 +91,7 @@ def session(checkpoint: Checkpoint, *, biased: bool = False, threads: int = 1) -
 
 def as_blocks(original: Checkpoint, out: Path, *, eight_bits: bool = False) -> Checkpoint:
     """Those of GGUF's four bits and eight are blocks already."""
-    if not has_blocks(original, eight_bits=eight_bits):
-        return original
-    return Checkpoint(in_blocks(original, out, silent, eight_bits=eight_bits))
+    return in_blocks(original, out, silent, eight_bits=eight_bits)
 
 
 def numbers(checkpoint: Checkpoint) -> np.ndarray:
@@ -113,15 +111,15 @@ def test_blocks_are_the_same_numbers(tmp_path: Path, algorithm: str, eight_bits:
     original = write(tmp_path / "l", algorithm)
     stored = stored_linear(original, "l", IN, OUT)
     assert stored is not None
-    assert has_blocks(original)
-    found = Checkpoint(in_blocks(original, tmp_path / "blocks", silent, eight_bits=eight_bits))
+    found = in_blocks(original, tmp_path / "blocks", silent, eight_bits=eight_bits)
+    assert found is not original
     bits = 8 if eight_bits else FORMATS[stored.format.name].integer_bits
     assert found["l.weight"].shape[2] * 8 == BLOCK * (bits or 0)
     np.testing.assert_array_equal(numbers(found), widen(original, stored))
     assert parameters_of(found["l.weight"]) == parameters_of(original["l.weight"]) == OUT * IN
     if algorithm == "W4A16_AWQ":
-        by_row = Checkpoint(int4_by_row(original, tmp_path / "by-row", silent))
-        again = Checkpoint(in_blocks(by_row, tmp_path / "again", silent, eight_bits=eight_bits))
+        by_row = int4_by_row(original, tmp_path / "by-row", silent)
+        again = in_blocks(by_row, tmp_path / "again", silent, eight_bits=eight_bits)
         np.testing.assert_array_equal(again.array("l.weight"), found.array("l.weight"))
         np.testing.assert_array_equal(again.array("l.weight_scale"), found.array("l.weight_scale"))
 
@@ -136,7 +134,7 @@ def test_blocks_of_gguf_are_its_numbers(tmp_path: Path, kind: str) -> None:
     data = gguf.quantize(w + 0.1, gguf.GGMLQuantizationType[kind])
     expected = gguf.dequantize(data, gguf.GGMLQuantizationType[kind])
     wide = as_blocks(original, tmp_path / "wide", eight_bits=True)
-    by_row = Checkpoint(int4_by_row(original, tmp_path / "by-row", silent))
+    by_row = int4_by_row(original, tmp_path / "by-row", silent)
     signed = stored_linear(by_row, "l", IN, OUT)
     assert signed is not None
     assert wide["l.weight"].shape[2] == BLOCK
@@ -186,7 +184,7 @@ def test_a_row_does_not_depend_on_other_rows(tmp_path: Path, algorithm: str, thr
 
 
 def test_the_probe_finds_what_a_layer_of_four_bits_does(tmp_path: Path) -> None:
-    found = Checkpoint(in_blocks(write(tmp_path / "l", "W4A16_AWQ"), tmp_path / "blocks", silent))
+    found = in_blocks(write(tmp_path / "l", "W4A16_AWQ"), tmp_path / "blocks", silent)
     run = session(found)
     x = np.random.default_rng(2).standard_normal((2, IN)).astype(np.float32)
     same = np.array_equal(run.run(None, {"x": x})[0][:1], run.run(None, {"x": x[:1]})[0])
@@ -197,7 +195,8 @@ def test_the_probe_finds_what_a_layer_of_four_bits_does(tmp_path: Path) -> None:
 def test_other_formats_have_no_blocks(tmp_path: Path) -> None:
     checkpoint = write(tmp_path / "l", "NVFP4")
     assert FORMATS["nvfp4"].integer_bits is None
-    assert not has_blocks(checkpoint)
+    assert in_blocks(checkpoint, tmp_path / "blocks", silent) is checkpoint
+    assert not (tmp_path / "blocks").exists()
 
 
 @exact_bytes
@@ -218,9 +217,8 @@ def test_inputs_have_sixteen_bits(tmp_path: Path) -> None:
 
 def test_blocks_of_channels_are_the_same_numbers(tmp_path: Path) -> None:
     original = write(tmp_path / "l", CHANNELS)
-    assert has_blocks(original)
-    assert not has_blocks(original, channels=True)
-    found = Checkpoint(in_blocks(original, tmp_path / "blocks", silent))
+    assert in_blocks(original, tmp_path / "as-it-is", silent, channels=True) is original
+    found = in_blocks(original, tmp_path / "blocks", silent)
     before, after = stored_linear(original, "l", IN, OUT), stored_linear(found, "l", IN, OUT)
     assert before is not None
     assert after is not None

@@ -31,7 +31,7 @@ from dflash_trt.graph.onnxruntime import OnnxRuntime
 from dflash_trt.graph.quantized_experts import ExpertLayer, Projection, Stack
 from dflash_trt.graph.tensorrt import TensorRT
 from dflash_trt.graph.torch import Torch
-from dflash_trt.quantization.repack import has_signed, int4_by_row
+from dflash_trt.quantization.repack import int4_by_row
 from tests.doubles import triton_interpreter  # noqa: F401  # corrects it
 from tests.doubles.integer_words import GROUP, layer
 from tests.doubles.quantized_checkpoints import encoded, rounded, write_quant_config, write_safetensors
@@ -198,9 +198,7 @@ def test_what_tensorrt_gets_against_numpy(
     """In float32, with TensorRT's own operators as functions of standard ones."""
     monkeypatch.setattr(tensorrt_experts, "WIDENED_BYTES", widened_bytes)
     checkpoint = write(tmp_path / "source", name)
-    checkpoint = (
-        Checkpoint(int4_by_row(checkpoint, tmp_path, silent)) if name == "AWQ" else write(tmp_path, name)
-    )
+    checkpoint = int4_by_row(checkpoint, tmp_path, silent) if name == "AWQ" else write(tmp_path, name)
     exported = model(checkpoint, TensorRT(FLOAT))
     assert sum(node.op_type == "ReduceSum" for node in exported.graph) == (
         1 if widened_bytes else EXPERTS // 2
@@ -247,7 +245,7 @@ def words(tmp_path: Path, method: str) -> tuple[Checkpoint, Checkpoint]:
 def test_tensorrt_experts_with_zero_points(tmp_path: Path, method: str) -> None:
     """All get a second product, and all an order where one has it."""
     stored, plain = words(tmp_path, method)
-    checkpoint = Checkpoint(int4_by_row(stored, tmp_path, silent))
+    checkpoint = int4_by_row(stored, tmp_path, silent)
     document = ir.to_proto(model(checkpoint, TensorRT(FLOAT)))
     onnx.external_data_helper.load_external_data_for_model(document, str(tmp_path))
     onnx.save(executable(document), tmp_path / "model.onnx")
@@ -262,8 +260,7 @@ def test_what_torch_gets_against_numpy(tmp_path: Path, name: str, monkeypatch: p
     """On a CPU and in float32 widened once; on a GPU, stacks that stay as they are stored."""
     made = words(tmp_path, name) if name in WORDS else (write(tmp_path / "source", name),) * 2
     checkpoint, plain = made
-    if has_signed(checkpoint):
-        checkpoint = Checkpoint(int4_by_row(checkpoint, tmp_path / "by-row", silent))
+    checkpoint = int4_by_row(checkpoint, tmp_path / "by-row", silent)
 
     def graph(dtype: ir.DataType) -> Graph:
         ir.save(model(checkpoint, Torch(dtype), folder=checkpoint.directory.name), tmp_path / "model.onnx")

@@ -85,17 +85,17 @@ def written(name: str, source: Path, out: Path) -> dict[str, np.ndarray]:
 def test_weights_are_those_of_their_writer(pair: tuple[Path, Path], tmp_path: Path, name: str) -> None:
     """Bit for bit, also after each pass; compressed-tensors rounds its products to BF16."""
     theirs, original = written(name, pair[0], tmp_path / "q"), Checkpoint(tmp_path / "q")
-    for folder in (
-        tmp_path / "q",
+    for checkpoint in (
+        original,
         in_blocks(original, tmp_path / "blocks", silent),
         in_blocks(original, tmp_path / "eight", silent, eight_bits=True),
         int4_by_row(original, tmp_path / "signed", silent),
     ):
-        found = read_numbers(Checkpoint(folder))
+        found = read_numbers(checkpoint)
         assert found.keys() == theirs.keys()
         for layer, w in found.items():
             if (
-                folder.name == "signed" and name != "mixed"
+                checkpoint.directory.name == "signed" and name != "mixed"
             ):  # q - 8 and the zero point's part are rounded apart
                 np.testing.assert_allclose(w, theirs[layer], rtol=2**-8, atol=1e-6)
             elif name in WORDS:
@@ -228,8 +228,8 @@ def test_activation_order_of_compressed_tensors(pair: tuple[Path, Path], tmp_pat
     said["quantization_config"]["config_groups"] = group(weights=weights)
     config.write_text(json.dumps(said))
     original = Checkpoint(tmp_path / "q")
-    for folder in (tmp_path / "q", in_blocks(original, tmp_path / "blocks", silent)):
-        for layer, w in read_numbers(Checkpoint(folder)).items():
+    for checkpoint in (original, in_blocks(original, tmp_path / "blocks", silent)):
+        for layer, w in read_numbers(checkpoint).items():
             np.testing.assert_array_equal(w, expected[layer])
     answers_agree(build(str(tmp_path / "q"), str(pair[1]), tmp_path / "bundle").path)
 

@@ -222,10 +222,10 @@ def test_plans_keep_experts_packed(tmp_path: Path, scheme: str, capability: int,
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "config.json").write_text("{}")
     write_shard(tmp_path / "source" / "model.safetensors", entries)
-    folder = quantize(tmp_path / "source", tmp_path / "quantized", scheme)
+    checkpoint = Checkpoint(quantize(tmp_path / "source", tmp_path / "quantized", scheme))
     if scheme == "int4":
-        folder = int4_by_row(Checkpoint(folder), tmp_path / "by-row", silent)
-    checkpoint, stacks = Checkpoint(folder), dict[Projection, Stack]()
+        checkpoint = int4_by_row(checkpoint, tmp_path / "by-row", silent)
+    stacks = dict[Projection, Stack]()
     for projection, layers in experts.items():
         stored = stored_experts(checkpoint, layers, WIDTH, WIDTH)
         stacks[projection] = Stack(WIDTH, WIDTH, tuple(stored or ()))
@@ -236,7 +236,7 @@ def test_plans_keep_experts_packed(tmp_path: Path, scheme: str, capability: int,
     g.output(y, "y", dialect.dtype, ["R", WIDTH])
     weights = len(entries) * WIDTH * WIDTH
     packed = PACKED[scheme] * weights
-    assert packed <= plan_bytes(g, folder, capability) < packed + 4 * KERNELS < 2 * weights
+    assert packed <= plan_bytes(g, checkpoint.directory, capability) < packed + 4 * KERNELS < 2 * weights
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(64, 128), (64, 256), (256, 64)])

@@ -71,8 +71,8 @@ def test_widened_weights_are_those_of_transformers(
     shutil.copytree(root / "target", tmp_path / "target")
     if shards > 1:
         split(tmp_path / "target", shards)
-    out = in_bf16(Checkpoint(tmp_path / "target"), tmp_path / "bf16", silent)
-    assert len(Checkpoint(out).files) == shards
+    out = tmp_path / "bf16"
+    assert len(in_bf16(Checkpoint(tmp_path / "target"), out, silent).files) == shards
     made = {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
     assert made.keys() == original.keys()
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
@@ -93,7 +93,7 @@ def test_blocks_of_model_optimizer_are_widened_without_scales_of_the_cache(tmp_p
     codes, scale = torch.ones(256, 128).to(torch.float8_e4m3fn), torch.tensor([0.5, 2.0]).reshape(2, 1, 1, 1)
     tensors = {"a.weight": codes, "a.weight_scale": scale, "a.k_scale": torch.ones(1)}
     save_file(tensors, tmp_path / "model.safetensors")
-    out = in_bf16(Checkpoint(tmp_path), tmp_path / "bf16", silent)
+    out = in_bf16(Checkpoint(tmp_path), tmp_path / "bf16", silent).directory
     found = load_file(out / "model.safetensors")
     assert found.keys() == {"a.weight"}
     assert found["a.weight"][:, 0].tolist() == [0.5] * 128 + [2.0] * 128
@@ -106,7 +106,7 @@ def test_the_last_blocks_may_be_smaller(tmp_path: Path) -> None:
     codes = torch.arange(1, 71).reshape(10, 7).to(torch.float8_e4m3fn)
     scales = torch.arange(1, 10).reshape(3, 3).to(torch.bfloat16)
     save_file({"a.weight": codes, "a.weight_scale_inv": scales}, tmp_path / "model.safetensors")
-    out = in_bf16(Checkpoint(tmp_path), tmp_path / "bf16", silent)
+    out = in_bf16(Checkpoint(tmp_path), tmp_path / "bf16", silent).directory
     found = load_file(out / "model.safetensors")["a.weight"].float()
     for row, column in np.ndindex(10, 7):
         assert found[row, column] == codes[row, column].float() * (1 + 3 * (row // 4) + column // 3)
@@ -121,7 +121,7 @@ def test_a_build_keeps_the_blocks(pair: tuple[Path, Any], tmp_path: Path) -> Non
     assert bundle.manifest["files"][name]["sha256"] == digest(root / "target" / "model.safetensors")
     widened = in_bf16(Checkpoint(root / "target"), tmp_path / "bf16", silent)
     answers = []
-    for path in (bundle.path, build(str(widened), sources[1], tmp_path / "b").path):
+    for path in (bundle.path, build(str(widened.directory), sources[1], tmp_path / "b").path):
         with LLM(path) as llm:
             params = SamplingParams(max_tokens=24, ignore_eos=True)
             answers += [llm.generate([3, 5, 7, 11], params, speculate=s).token_ids for s in (True, False)]

@@ -19,9 +19,9 @@ from dflash_trt.checkpoint.tensors import Checkpoint, Outline
 from dflash_trt.errors import CheckpointError
 from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.dialect import Dialect
-from dflash_trt.models.mixers import mixers
 from dflash_trt.models.module import Module
 from dflash_trt.models.passes import Capacity, Mixer, Pass, PassRows, ints, positions_from
+from dflash_trt.models.target import mixers
 
 
 @dataclass(frozen=True)

@@ -235,10 +235,9 @@ def test_a_layer_in_fewer_bits_is_that_of_numpy(tmp_path: Path, algorithm: str) 
     write_safetensors(source / "model.safetensors", found)
     (source / "config.json").write_text("{}")
     write_quant_config(source, algorithm, group_size=INT4_GROUP if algorithm == "W4A16_AWQ" else None)
-    checkpoint, folder = Checkpoint(source), "source"
-    if repack.has_signed(checkpoint):  # as a build lays them out
-        folder = "by-row"
-        checkpoint = Checkpoint(repack.int4_by_row(checkpoint, tmp_path / folder, lambda *_: None))
+    # As a build lays them out.
+    checkpoint = repack.int4_by_row(Checkpoint(source), tmp_path / "by-row", lambda *_: None)
+    folder = checkpoint.directory.name
     stored = stored_linear(checkpoint, "l", 256, 48)
     assert stored is not None
     graph = _of_layer(tmp_path, FLOAT, checkpoint, stored, folder)
