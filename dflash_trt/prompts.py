@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dflash_trt.errors import RequestError, show
 from dflash_trt.files.reading import parse_object, read_text
+from dflash_trt.text.tokenizer import Tokenizer
 
 SHIPPED_PROMPTS = Path(__file__).parent / "shipped" / "prompts"
 _PROMPTS_BYTES = 256 << 20
@@ -20,6 +21,12 @@ class Prompt:
     id: str
     category: str
     content: str | list[dict[str, str]]
+
+    def token_ids(self, tokenizer: Tokenizer) -> list[int]:
+        """Its tokens for a model with this tokenizer. Raises RequestError."""
+        if isinstance(self.content, str):
+            return tokenizer.encode(self.content)
+        return tokenizer.encode(tokenizer.apply_chat_template(self.content), add_special_tokens=False)
 
 
 def read_prompts(file: Path | None, limit: int) -> list[Prompt]:

@@ -152,11 +152,9 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(formatter_class=_Help, **arguments)
 
     def error(self, message: str) -> NoReturn:
-        """End the program with status 2."""
         self.exit(2, f"{self.prog}: error: {message}\n`{self.prog} --help` shows the options and examples\n")
 
     def unknown(self, words: list[str]) -> NoReturn:
-        """End the program for words that no option takes."""
         word = words[0].partition("=")[0]
         options = [option for action in self._actions for option in action.option_strings]
         near = did_you_mean(word, [option for option in options if option.startswith("--")])

@@ -168,11 +168,7 @@ def _methods(args: argparse.Namespace, bundle: str, runtime: Runtime) -> list[Me
             if not runtime.scheduler.most_tree_nodes
             else "--methods has tree, but --tree-nodes is 0: give a number of nodes, or leave it out"
         )
-    contents = [prompt.content for prompt in read_prompts(args.prompts, 0)]
-    prompts = [
-        runtime.tokenizer.encode(content) if isinstance(content, str) else runtime.chat_prompt(content)
-        for content in contents
-    ]
+    prompts = [prompt.token_ids(runtime.tokenizer) for prompt in read_prompts(args.prompts, 0)]
     return [Method(bundle, name, runtime, prompts, runtime.lengths(ways[name])) for name in asked]
 
 

@@ -85,8 +85,6 @@ def _read() -> str | None:
 
 
 class Conversation:
-    """The messages so far, and how they are answered."""
-
     def __init__(self, llm: LLM, params: SamplingParams, args: argparse.Namespace) -> None:
         from rich.console import Console
 

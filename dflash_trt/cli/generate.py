@@ -89,7 +89,6 @@ def add_sampling_arguments(
 
 
 def sampling_params(args: argparse.Namespace, most: int = MAX_TOKENS, **more: Any) -> SamplingParams:
-    """The parameters that were given."""
     from dflash_trt.decoding.params import SamplingParams
 
     given = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
@@ -150,12 +149,13 @@ def run(args: argparse.Namespace) -> int:
 def _print_statistics(statistics: Statistics) -> None:
     s, count = statistics, statistics.num_generation_tokens
     seconds = s.time_to_first_token + s.generation_time
+    lengths = ", ".join(f"{length} x {n}" for length, n in enumerate(s.block_length_histogram) if n)
     lines = [
         f"{count} tokens in {seconds:.2f} s, {count / seconds:.0f} tokens/s",
         f"first token after {s.time_to_first_token * 1e3:.0f} ms, {s.num_prompt_tokens} prompt tokens",
         f"acceptance length {s.mean_acceptance_length:.2f} in {s.num_drafts} drafts, "
         f"acceptance rate {s.draft_acceptance_rate:.0%}",
-        f"tokens verified per round: {_histogram(s.block_length_histogram)}",
+        f"tokens verified per round: {lengths or 'no round'}",
         *([f"trees: {trees_of(s)}"] if s.num_trees else []),
         f"seconds: prefill {s.prefill_time:.3f}, draft {s.draft_time:.3f}, verify {s.verify_time:.3f}, "
         f"host {s.host_time:.3f}",
@@ -166,8 +166,3 @@ def _print_statistics(statistics: Statistics) -> None:
 def trees_of(s: Statistics) -> str:
     """How many rounds verified a tree, and of how many nodes: 12 of 40 rounds, 16.0 nodes each."""
     return f"{s.num_trees} of {sum(s.block_length_histogram)} rounds, {s.mean_tree_nodes:.1f} nodes each"
-
-
-def _histogram(counts: list[int]) -> str:
-    """The number of rounds of each length: 1 x 3, 8 x 12."""
-    return ", ".join(f"{length} x {count}" for length, count in enumerate(counts) if count) or "no round"

@@ -53,7 +53,6 @@ def add_bundle(parser: argparse.ArgumentParser, name: str = "bundle", **more: An
 
 
 def add_engine(parser: argparse.ArgumentParser, text: str) -> None:
-    """Add --engine."""
     names = (registry.AUTO, *registry.NAMES)
     option(
         parser,
@@ -83,8 +82,6 @@ def llm_of(args: argparse.Namespace) -> LLM:
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
-    """An integer, `minimum` or more."""
-
     def number(text: str) -> int:
         if (value := int(text)) < minimum:
             raise argparse.ArgumentTypeError(f"{value} is below {minimum}")
@@ -120,13 +117,12 @@ def tree_nodes(text: str) -> int | None:
 
 
 def add_target(parser: argparse.ArgumentParser, text: str = "the model that decides the tokens") -> None:
-    """Add --target."""
     option(parser, "--target", "NAME_OR_PATH", str, text, required=True)
 
 
-def add_prompts(parser: argparse.ArgumentParser, kind: str = "shipped") -> None:
-    """Add the file that `read_prompts` and `natural_prompts` take."""
-    option(parser, "--prompts", "FILE", Path, f"a JSONL file (default: the {kind} prompts)")
+def add_prompts(parser: argparse.ArgumentParser) -> None:
+    """Add the file that `read_prompts` takes."""
+    option(parser, "--prompts", "FILE", Path, "a JSONL file (default: the shipped prompts)")
 
 
 def add_limit(parser: argparse.ArgumentParser, default: int) -> None:
@@ -150,7 +146,6 @@ def add_exact(parser: argparse._ActionsContainer) -> None:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add --json."""
     switch(parser, "--json", "print one JSON document instead")
 
 
@@ -182,8 +177,6 @@ def drafting_of(args: argparse.Namespace) -> DraftingOptions:
 
 
 def each(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
-    """Values separated by commas."""
-
     def values(text: str) -> list[T]:
         return [kind(item) for item in text.split(",")]
 

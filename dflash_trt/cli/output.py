@@ -19,7 +19,10 @@ def print_table(rows: Iterable[Sequence[str]], *, heading: bool = False) -> None
     """
     rows = list(rows)
     *widths, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
-    room = max(line_width() - sum(width + 2 for width in widths), 20)
+    # A file has 100 columns, so that what is written to it can be read.
+    terminal = os.environ.get("COLUMNS", "").isdecimal() or sys.stdout.isatty()
+    line_width = shutil.get_terminal_size().columns if terminal else 100
+    room = max(line_width - sum(width + 2 for width in widths), 20)
     bold = heading and colours(sys.stdout)
     for number, (*cells, last) in enumerate(rows):
         start = "".join(f"{cell:<{width}}  " for cell, width in zip(cells, widths, strict=True))
@@ -43,12 +46,6 @@ def print_figures(rows: Sequence[Sequence[str]], *, headings: int = 1, left: int
         print(f"\033[1m{line}\033[0m" if bold and number < headings else line)
 
 
-def line_width() -> int:
-    """Columns of the terminal; 100 elsewhere, so that what is written to a file can be read."""
-    given = os.environ.get("COLUMNS", "").isdecimal() or sys.stdout.isatty()
-    return shutil.get_terminal_size().columns if given else 100
-
-
 @contextmanager
 def loading(place: object) -> Iterator[None]:
     """A line on standard error while a bundle is loaded, on a terminal. It disappears afterwards."""
@@ -70,7 +67,6 @@ def colours(stream: TextIO) -> bool:
 
 
 def print_json(document: object) -> None:
-    """Print a document as indented JSON."""
     print(json.dumps(document, indent=2, ensure_ascii=False))
 
 

@@ -159,7 +159,8 @@ def _print(estimate: MemoryEstimate) -> None:
 
     several = f"{estimate.tensor_parallel} x " if estimate.tensor_parallel > 1 else ""
     print(f"{several}{estimate.gpu}, {estimate.engine}: GiB on {'each' if several else 'the'} GPU")
-    batch, length = estimate.max_batch_size, estimate.max_seq_len
+    batch, length, left = estimate.max_batch_size, estimate.max_seq_len, estimate.left_bytes
+    kept = "left" if left >= 0 else "too many"
     cache = _rows(estimate.kv_bytes_per_token, estimate.kv_window_bytes)
     context = _rows(estimate.drafter_bytes_per_token, estimate.drafter_window_bytes)
     parts = [
@@ -172,7 +173,7 @@ def _print(estimate: MemoryEstimate) -> None:
         ("activations", estimate.activation_bytes, "an allowance"),
         ("KV cache", estimate.kv_bytes, f"{batch} x {length} tokens, {cache}"),
         *([("drafter context", estimate.drafter_bytes, context)] if "drafter" in estimate.weights else []),
-        ("total", estimate.total_bytes, f"of {gib(estimate.memory_bytes)}, {_left(estimate.left_bytes)}"),
+        ("total", estimate.total_bytes, f"of {gib(estimate.memory_bytes)}, {gib(abs(left))} {kept}"),
     ]
     if estimate.kv_fraction is not None:
         note = f"free_gpu_memory_fraction {estimate.kv_fraction}"
@@ -190,12 +191,6 @@ def _rows(per_token: int, windows: int) -> str:
     """What a sequence's rows take."""
     of_all = [f"{per_token} bytes a token"] if per_token or not windows else []
     return " and ".join([*of_all, *([f"{windows} a sequence for windows"] if windows else [])])
-
-
-def _left(count: int) -> str:
-    from dflash_trt.planning.estimate import gib
-
-    return f"{gib(count)} left" if count >= 0 else f"{gib(-count)} too many"
 
 
 def _gpus(args: argparse.Namespace) -> int:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from dflash_trt.decoding.params import DraftingOptions
     from dflash_trt.llm import LLM
     from dflash_trt.prompts import Prompt
-    from dflash_trt.reports.verification import Difference
 
 SUMMARY = "check that drafting does not change the tokens"
 DESCRIPTION = """\
@@ -125,7 +124,12 @@ def run(args: argparse.Namespace) -> int:
         rows = [dataclasses.asdict(case) for case in cases]
         print_json({"equal": not differing, "prompts": len(prompts), "cases": rows})
     elif differing:
-        _print_difference(differing[0])
+        first = differing[0]
+        print(f"first difference: prompt {first.prompt_id}, generated token {first.position}")
+        print(f"  plain    {first.plain_token} {first.plain_text!r}")
+        print(f"  drafted  {first.drafted_token} {first.drafted_text!r}")
+        if first.logit_gap is not None:
+            print(f"  logit gap, plain minus drafted: {first.logit_gap:.3g}")
     else:
         print("all equal")
     return 1 if differing else 0
@@ -194,11 +198,3 @@ def _ways(args: argparse.Namespace, llm: LLM) -> list[DraftingOptions]:
     for way in chosen if source else ():
         way["draft_source"] = source
     return ways
-
-
-def _print_difference(difference: Difference) -> None:
-    print(f"first difference: prompt {difference.prompt_id}, generated token {difference.position}")
-    print(f"  plain    {difference.plain_token} {difference.plain_text!r}")
-    print(f"  drafted  {difference.drafted_token} {difference.drafted_text!r}")
-    if difference.logit_gap is not None:
-        print(f"  logit gap, plain minus drafted: {difference.logit_gap:.3g}")

@@ -26,14 +26,8 @@ _EXPERT = re.compile(r"\.experts\.\d+\.(?=(gate|up|down)_proj$)")
 
 def calibration_set(directory: Path, file: Path | None) -> list[list[int]]:
     """Token ids of the prompts in a JSONL file, or of the shipped prompts, by the target's tokenizer."""
-    tokenizer, prompts = Tokenizer(directory), []
-    for prompt in read_prompts(file, 0):
-        if isinstance(prompt.content, str):
-            ids = tokenizer.encode(prompt.content)
-        else:
-            text = tokenizer.apply_chat_template(prompt.content)
-            ids = tokenizer.encode(text, add_special_tokens=False)
-        prompts.append(ids[:PROMPT_TOKENS])
+    tokenizer = Tokenizer(directory)
+    prompts = (prompt.token_ids(tokenizer)[:PROMPT_TOKENS] for prompt in read_prompts(file, 0))
     return [ids for ids in prompts if ids]
 
 
@@ -65,7 +59,8 @@ def quantize_with_modelopt(
     config: dict[str, Any] = deepcopy(getattr(mtq, str(FORMATS[scheme].modelopt_config)))
     config["quant_cfg"] += [{"quantizer_name": pattern, "enable": False} for pattern in disabled]
     if scheme == "int4":
-        prompts = _packed(prompts)
+        tokens = [token for prompt in prompts for token in prompt][:AWQ_TOKENS]
+        prompts = [tokens[i : i + AWQ_ROW] for i in range(0, len(tokens), AWQ_ROW)]
         inputs = [tensor.shape[1] for tensor in linear_layers(checkpoint, exclude).values()]
         for entry in config["quant_cfg"]:
             if "block_sizes" in (entry.get("cfg") or {}):
@@ -122,8 +117,3 @@ def _disabled(checkpoint: Checkpoint, exclude: Sequence[str]) -> list[str]:
                 "Model Optimizer quantizes gate and up as one: leave both, or quantize without --calibration"
             )
     return list(left)
-
-
-def _packed(prompts: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    tokens = [token for prompt in prompts for token in prompt][:AWQ_TOKENS]
-    return [tokens[i : i + AWQ_ROW] for i in range(0, len(tokens), AWQ_ROW)]

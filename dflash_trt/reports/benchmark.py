@@ -30,7 +30,6 @@ class Load:
 
     @property
     def name(self) -> str:
-        """The concurrency or the rate, as tables show it."""
         return str(self.concurrency) if self.rate is None else f"{self.rate:g}/s"
 
 
@@ -62,7 +61,6 @@ class MethodPoint:
 
     @property
     def outputs(self) -> list[list[int]]:
-        """The tokens of each request."""
         return [r.output[: r.statistics.num_generation_tokens] for r in self.requests]
 
     def to_dict(self) -> dict[str, Any]:

@@ -33,7 +33,6 @@ class Checks(Subject):
 
     @property
     def all(self) -> list[Callable[[], Figures]]:
-        """Every check, in order."""
         return [
             *(self.integrity, self.kernels, self.cache_writes, self.copies, self.prefill, self.layers),
             *(self.chunks, self.batch, self.replay, self.drafts),

@@ -31,6 +31,13 @@ def describe() -> dict[str, Any]:
     """Everything that a bug report needs, as plain JSON values. Imports nothing heavier than onnxruntime."""
     versions = versions_of(("dflash_trt", *REQUIRED, *optional()))
     missing = [name for name in REQUIRED if versions[name] is None]
+    providers = list[str]()
+    if versions["onnxruntime"]:
+        import onnxruntime
+
+        providers = list(onnxruntime.get_available_providers())
+    capabilities = hardware.compute_capabilities()
+    available = {engine.name: engine.availability(missing, capabilities) for engine in engines()}
     return {
         "python": platform.python_version(),
         "dflash_trt": versions["dflash_trt"],
@@ -41,9 +48,9 @@ def describe() -> dict[str, Any]:
         "cores": hardware.cores(),
         "memory_bytes": hardware.memory_bytes(),
         "gpus": hardware.gpus(),
-        "onnxruntime_providers": _providers() if versions["onnxruntime"] else [],
+        "onnxruntime_providers": providers,
         "missing": missing,
-        "engines": _engines(missing),
+        "engines": [{"engine": name, **asdict(each)} for name, each in available.items()],
     }
 
 
@@ -63,12 +70,6 @@ def versions_of(modules: Iterable[str]) -> dict[str, str | None]:
     return {name: _version(name, distributions) for name in modules}
 
 
-def _engines(missing: list[str]) -> list[dict[str, Any]]:
-    capabilities = hardware.compute_capabilities()
-    availability = {engine.name: engine.availability(missing, capabilities) for engine in engines()}
-    return [{"engine": name, **asdict(available)} for name, available in availability.items()]
-
-
 def _version(module: str, distributions: Mapping[str, list[str]]) -> str | None:
     if importlib.util.find_spec(module) is None:
         return None
@@ -76,9 +77,3 @@ def _version(module: str, distributions: Mapping[str, list[str]]) -> str | None:
         return metadata.version(distributions.get(module, [module])[0])
     except metadata.PackageNotFoundError:
         return "not installed, run from its source"
-
-
-def _providers() -> list[str]:
-    import onnxruntime
-
-    return list(onnxruntime.get_available_providers())

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -216,15 +216,13 @@ class FirstGPU:
                 step.state = "differs"
         step.seconds = round(perf_counter() - begin, 1)
         if step.state != "passed":
-            said = self._failed_line(output.name) or self._read(errors.name).strip()
+            # The first failed check, without the wrapping of a table.
+            checks = (line for line in self._read(output.name).splitlines() if line.startswith("failed"))
+            said = next(checks, "") or self._read(errors.name).strip()
             if step.exit_code is not None and step.exit_code < 0:
                 step.detail = f"ended by signal {-step.exit_code}"
             lines = [step.detail, said.splitlines()[-1] if said else "", _ADVICE[kind]]
             step.detail = self._private("; ".join(filter(None, lines)))
-
-    def _failed_line(self, name: str) -> str:
-        """The first failed check, without the wrapping of a table."""
-        return next((line for line in self._read(name).splitlines() if line.startswith("failed")), "")
 
     def _read(self, name: str) -> str:
         file = self.work / name
@@ -251,8 +249,9 @@ class FirstGPU:
 
     def _private(self, text: str) -> str:
         """The text without this machine's directories and without the values of secrets in the environment."""
-        for secret in _secrets(os.environ):
-            text = text.replace(secret, "***")
+        for name, value in os.environ.items():
+            if re.search("TOKEN|KEY|SECRET|PASSWORD", name.upper()) and len(value) >= 8:
+                text = text.replace(value, "***")
         places = {str(self.work): "WORK", str(Path.cwd()): "CWD", sys.prefix: "PYTHON", str(Path.home()): "~"}
         for place in sorted(places, key=len, reverse=True):
             if len(place) > 1:
@@ -265,9 +264,3 @@ def _sent(name: str) -> bool:
     if name.startswith("bundles/"):
         return name.endswith(("/manifest.json", ".log"))
     return name.endswith((".json", ".txt"))
-
-
-def _secrets(environment: Mapping[str, str]) -> Iterator[str]:
-    for name, value in environment.items():
-        if re.search("TOKEN|KEY|SECRET|PASSWORD", name.upper()) and len(value) >= 8:
-            yield value

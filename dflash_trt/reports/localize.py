@@ -47,21 +47,18 @@ class Localizer:
         self._largest: float | None = None  # of the target's logits
 
     def run(self, stages: Sequence[Stage]) -> None:
-        """Run each stage on both."""
         for stage, models, span, output, run in stages:
             theirs, ours = run(self.reference), run(self.pair)
             for model in models:
                 for tensor, a, b in self._rows(model, *span):
                     self._compare(stage, model, tensor, a, b)
                 if (model == "target") == (output == "logits"):
-                    self._compare_output(stage, model, output, ours, theirs)
-
-    def _compare_output(self, stage: str, model: str, output: str, ours: Array, theirs: Array) -> None:
-        """Log-probabilities err as the largest logits do, however near to 0 they are."""
-        if output == "logits":
-            ours, theirs = centred(ours), centred(theirs)
-            self._largest = float(np.abs(theirs).max())
-        self._compare(stage, model, output, ours, theirs, size=None if output == "logits" else self._largest)
+                    if output == "logits":
+                        ours, theirs = centred(ours), centred(theirs)
+                        self._largest = float(np.abs(theirs).max())
+                    # Log-probabilities err as the largest logits do, however near to 0 they are.
+                    size = None if output == "logits" else self._largest
+                    self._compare(stage, model, output, ours, theirs, size=size)
 
     def describe(self) -> str:
         """The first tensor that differs, and the part of the model that is at fault."""

@@ -13,7 +13,6 @@ Line = Sequence[tuple[float | str, float]]
 
 
 def available() -> bool:
-    """Whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 

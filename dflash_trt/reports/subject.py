@@ -72,17 +72,14 @@ class Subject:
 
     @property
     def llm(self) -> LLM:
-        """The loaded bundle."""
         assert self._llm is not None
         return self._llm
 
     @property
     def pair(self) -> Pair:
-        """The loaded bundle's passes."""
         return self.llm._runtime.pair
 
     def close(self) -> None:
-        """Free both bundles."""
         for llm in (self._llm, self.reference):
             if llm is not None:
                 llm.close()

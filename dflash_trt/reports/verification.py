@@ -62,8 +62,7 @@ def chains(block_lengths: Sequence[int | None]) -> list[DraftingOptions]:
 
 def token_ids(llm: LLM, prompts: Sequence[Prompt], context: int = 0) -> list[list[int]]:
     """The tokens of the prompts, each behind `context` tokens of text: those of all prompts, again and again."""
-    contents = [each.content for each in prompts]
-    ids = [llm.tokenizer.encode(x) if isinstance(x, str) else llm.chat_prompt(x) for x in contents]
+    ids = [prompt.token_ids(llm.tokenizer) for prompt in prompts]
     return [[*islice(cycle(chain.from_iterable(ids)), context), *each] for each in ids]
 
 

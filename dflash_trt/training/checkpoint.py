@@ -33,12 +33,12 @@ CONTRACT = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, 
 _NOISE = 0.1  # scale of the new fc weights beside the copied tap
 
 
-def default_taps(layers: int, taps: int = 5) -> list[int]:
+def default_taps(layers: int) -> list[int]:
     """The tapped layers: evenly from the second to the third-to-last, as in z-lab's drafters."""
     start, end = min(1, layers - 1), max(layers - 3, 0)
     if end <= start:
         return [end]
-    taps = min(taps, end - start + 1)
+    taps = min(5, end - start + 1)
     return sorted({round(start + i * (end - start) / max(taps - 1, 1)) for i in range(taps)})
 
 

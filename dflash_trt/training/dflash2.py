@@ -6,7 +6,7 @@ selector's codebooks are projections of the target's embedding here, and are mul
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,22 +53,10 @@ class _DFlash2Layer(Layer):
         self.attention_conv = _Convolution(config)
         self.mlp_conv = _Convolution(config)
 
-    def forward(
-        self,
-        x: Tensor,
-        context: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        both_rotary: tuple[Tensor, Tensor],
-        mask: Mask,
-    ) -> Tensor:
-        u = self.input_layernorm(x)
-        kernels = self.attention_conv.kernels(u)
-        u = self.attention_conv.mix(kernels[0], u)
-        y = self.self_attn(u, torch.cat((context, u), 1), rotary, both_rotary, mask)
-        x = x + self.attention_conv.mix(kernels[1], y)
-        u = self.post_attention_layernorm(x)
-        kernels = self.mlp_conv.kernels(u)
-        return x + self.mlp_conv.mix(kernels[1], self.mlp(self.mlp_conv.mix(kernels[0], u)))
+    def sublayer(self, name: str, u: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+        convolution = self.get_submodule(f"{name}_conv")
+        kernels = convolution.kernels(u)
+        return convolution.mix(kernels[1], run(convolution.mix(kernels[0], u)))
 
 
 class _Selector(nn.Module):

@@ -50,12 +50,7 @@ def measure(
         for read, d in ((read_target_config, target), (read_drafter_config, drafter))
     )
     tokenizer = Tokenizer(target)
-    asked = [
-        tokenizer.encode(p.content)
-        if isinstance(p.content, str)
-        else tokenizer.encode(tokenizer.apply_chat_template(p.content), add_special_tokens=False)
-        for p in questions.prompts
-    ]
+    asked = [prompt.token_ids(tokenizer) for prompt in questions.prompts]
     bundle = build(
         str(target),
         str(drafter),

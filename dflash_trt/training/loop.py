@@ -118,7 +118,9 @@ def train(
             accelerator.clip_grad_norm_(module.parameters(), recipe.clip)
             optimizer.step()
             optimizer.zero_grad()
-            done, ending = step + 1, _any(asked(), accelerator)
+            flag = torch.tensor([float(asked())], device=accelerator.device)
+            total: Any = accelerator.reduce(flag, "sum")  # all processes stop after the same step
+            done, ending = step + 1, bool(total.item() > 0)
             if first:
                 log.add(done, loss.item(), rate, blocks)
             if done % save_every == 0 or ending or done == recipe.steps:
@@ -229,13 +231,6 @@ def _same_recipe(file: Path, recipe: Recipe, accelerator: Accelerator) -> None:
     accelerator.wait_for_everyone()  # the others read what was there before
     if accelerator.is_main_process:
         write_object(file, values)
-
-
-def _any(mine: bool, accelerator: Accelerator) -> bool:
-    """Whether any process was asked to end. All processes stop after the same step."""
-    flag = torch.tensor([float(mine)], device=accelerator.device)
-    total: Any = accelerator.reduce(flag, "sum")
-    return bool(total.item() > 0)
 
 
 @contextmanager

@@ -191,9 +191,16 @@ class Layer(nn.Module):
         mask: Mask,
     ) -> Tensor:
         """Block rows x [B, Q, D] after the layer. context [B, S, D]: normed features."""
-        normed = self.input_layernorm(x)
-        x = x + self.self_attn(normed, torch.cat((context, normed), 1), rotary, both_rotary, mask)
-        return x + self.mlp(self.post_attention_layernorm(x))
+
+        def attention(u: Tensor) -> Tensor:
+            return self.self_attn(u, torch.cat((context, u), 1), rotary, both_rotary, mask)
+
+        x = x + self.sublayer("attention", self.input_layernorm(x), attention)
+        return x + self.sublayer("mlp", self.post_attention_layernorm(x), self.mlp)
+
+    def sublayer(self, name: str, u: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+        """The output of a sublayer for its normed input u."""
+        return run(u)
 
 
 class DrafterModel(nn.Module):

@@ -75,11 +75,7 @@ def regenerate_with_bundle(
         ) as llm:
 
             async def answer(prompt: Prompt) -> Answer | None:
-                ids = (
-                    llm.tokenizer.encode(prompt.content)
-                    if isinstance(prompt.content, str)
-                    else llm.chat_prompt(prompt.content)
-                )
+                ids = prompt.token_ids(llm.tokenizer)
                 room = llm.max_seq_len - len(ids)
                 if room < 2:
                     return None
@@ -140,9 +136,8 @@ def regenerate_with_server(
         ids = tokenizer.encode(text, add_special_tokens=False) + [ends[0]] * (reason == "stop")
         if not ids:
             return None
-        rendered = tokenizer.apply_chat_template(prompt.content)
-        prompt_ids = tokenizer.encode(rendered, add_special_tokens=False)
-        return Answer(prompt.id, prompt.category, prompt_ids, ids, params.temperature, reason, prompt.content)
+        asked = prompt.token_ids(tokenizer)
+        return Answer(prompt.id, prompt.category, asked, ids, params.temperature, reason, prompt.content)
 
     asyncio.run(_answer_all(prompts, out, answer, concurrency, report))
 
