@@ -132,16 +132,13 @@ def _check_place(out: Path, name: str | None) -> None:
         )
 
 
-def _tensors(kind: str) -> str:
-    """The model's tensors as its configuration lists them. kind: input or output."""
-    config = (template() / MODEL / "config.pbtxt").read_text(encoding="utf-8")
-    start = config.index(f"\n{kind} [") + 1
-    return config[start : config.index("\n]", start) + 2]
-
-
 def _ensemble() -> str:
     """The configuration of the model `ensemble`: every tensor of `dflash` is one of its own."""
-    tensors = {kind: _tensors(kind) for kind in ("input", "output")}
+    config = (template() / MODEL / "config.pbtxt").read_text(encoding="utf-8")
+    tensors = {
+        kind: config[(start := config.index(f"\n{kind} [") + 1) : config.index("\n]", start) + 2]
+        for kind in ("input", "output")
+    }
     maps = [
         f'    {kind}_map {{ key: "{name}" value: "{name}" }}'
         for kind, listed in tensors.items()

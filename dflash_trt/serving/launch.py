@@ -193,7 +193,8 @@ def run(
         env={**os.environ, **server.environment},
         # Otherwise Ctrl-C in a terminal reaches its processes, and ends requests at once.
         start_new_session=True,
-        preexec_fn=_die_with_parent,
+        # The kernel ends it when this process has ended in any way.
+        preexec_fn=lambda: ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
     )
     serves = False
     try:
@@ -214,11 +215,6 @@ def run(
             send_signal(pid, signal.SIGKILL)
         for path in Path("/dev/shm").glob(f"{region}*"):
             path.unlink(missing_ok=True)
-
-
-def _die_with_parent() -> None:
-    """In the new process: have the kernel end it when this one has ended in any way."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _finish(process: subprocess.Popen[bytes], grace: float, say: Callable[[str], None]) -> None:
