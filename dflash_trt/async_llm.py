@@ -202,7 +202,12 @@ class AsyncLLM(Opened):
         params, timeout = sampling_params or SamplingParams(), options.timeout
         deadline = None if timeout is None else perf_counter() + timeout
         with self._wake:
-            self._check_room()
+            if self._failure is not None or self._closing:
+                raise self._failure or DFlashError("this AsyncLLM is closed; open the bundle again")
+            if self.in_flight >= self._limit:
+                raise BusyError(
+                    f"{self.in_flight} requests are in flight, which is the limit; try again later"
+                )
             self._preparing += 1
         try:
             make = partial(self._runtime.request, prompt, params, options=options, deadline=deadline)
@@ -241,13 +246,6 @@ class AsyncLLM(Opened):
                     return
         finally:
             self._leave(request)
-
-    def _check_room(self) -> None:
-        """Raise the reason why no further request is accepted. Call it under the lock."""
-        if self._failure is not None or self._closing:
-            raise self._failure or DFlashError("this AsyncLLM is closed; open the bundle again")
-        if self.in_flight >= self._limit:
-            raise BusyError(f"{self.in_flight} requests are in flight, which is the limit; try again later")
 
     def _leave(self, request: Request) -> None:
         """Nobody waits for the request any more. It is cancelled if it has not ended."""
@@ -311,15 +309,11 @@ class AsyncLLM(Opened):
             try:
                 due.sort(key=itemgetter(0))  # stable: a stream's items stay in order
                 loop.call_soon_threadsafe(_put, due)
-            except RuntimeError:
-                self._forget(loop)
-
-    def _forget(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Drop the streams of a closed event loop. It can no longer run them."""
-        with self._wake:
-            for request in [r for r, stream in self._streams.items() if stream.loop is loop]:
-                self._departures.append(request)
-                del self._streams[request]
+            except RuntimeError:  # the loop is closed, and can no longer run its streams
+                with self._wake:
+                    for request in [r for r, stream in self._streams.items() if stream.loop is loop]:
+                        self._departures.append(request)
+                        del self._streams[request]
 
     def _fail(self, error: BaseException) -> None:
         """End every stream with the error and accept no more requests. The engine's state is unknown."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from importlib import metadata
 
 _NAME = "dflash-trt"
@@ -27,14 +28,10 @@ def install(*names: str) -> str:
     if not needed and all(name.startswith(":") for name in names):
         needed = [_DISTRIBUTIONS.get(name[1:], name[1:]) for name in names]
     return (
-        f"pip install {' '.join(map(_quoted, needed))}"
+        f"pip install {shlex.join(needed)}"
         if needed
         else f"pip install '.[{','.join(name.partition(':')[0] for name in names)}]' in a checkout"
     )
-
-
-def _quoted(requirement: str) -> str:
-    return requirement if re.fullmatch(r"[\w.-]+", requirement) else f"'{requirement}'"
 
 
 def _needed(extra: str, package: str = "") -> list[str]:

@@ -41,7 +41,8 @@ def choose_engine(
 
     choice = registry.best_here(possible)
     pair = None if Path(target).is_dir() or weights == "none" else known_pair(target)
-    if choice.engine == registry.DEFAULT and pair is not None and _is_fetched(pair):
+    fetched = pair is not None and pair.target_repo is not None and pair.name not in gguf.PACKAGED
+    if choice.engine == registry.DEFAULT and pair is not None and fetched:
         go_on = f"--engine {choice.engine} builds it for the CPU all the same"
         if choice.leaves_gpu_idle:
             raise BuildError(f"{target}: {choice.why}; {go_on}")
@@ -49,11 +50,6 @@ def choose_engine(
             raise BuildError(f"{target}: {said}, and {choice.why}; {go_on}")
     print(f"{choice}; --engine NAME (in Python engine=NAME) chooses another", file=sys.stderr)
     return choice.engine
-
-
-def _is_fetched(pair: KnownPair) -> bool:
-    """Whether the weights come from the hub, not with a Python package."""
-    return pair.target_repo is not None and pair.name not in gguf.PACKAGED
 
 
 def _too_large(

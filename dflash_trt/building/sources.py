@@ -48,7 +48,8 @@ def find_sources(
     if weights == "none" and drafter is None and not Path(target).is_dir():
         directories = known_configs(target)
         return Source(directories[0], target), None if no_drafter else Source(directories[1], target)
-    drafter = drafter if drafter is not None or no_drafter else _known_drafter(target)
+    if drafter is None and not no_drafter and not Path(target).is_dir() and (pair := known_pair(target)):
+        drafter = pair.drafter_repo or pair.name
     source = resolve(target, "target", stored=stored)
     if drafter is not None:
         return source, resolve(drafter, "drafter")
@@ -66,11 +67,6 @@ def built_in(target: str, drafter: str | None, *, no_drafter: bool = False) -> K
     if pair is None or not no_drafter:
         return pair
     return replace(pair, unverified=tuple(name for name in pair.unverified if name.startswith("target.")))
-
-
-def _known_drafter(target: str) -> str | None:
-    pair = None if Path(target).is_dir() else known_pair(target)
-    return (pair.drafter_repo or pair.name) if pair else None
 
 
 def resolve(name_or_path: str, role: Role, *, stored: bool = False) -> Source:
@@ -105,9 +101,10 @@ def resolve(name_or_path: str, role: Role, *, stored: bool = False) -> Source:
             return _shipped(pair, role)
     match = _REPOSITORY.fullmatch(repo)
     if match is None:
+        known_names = [name for pair in PAIRS for name in (pair.name, pair.target_repo) if name]
         raise CheckpointError(
-            f"--{role} {name_or_path}{_meant(name_or_path)}: neither a directory, nor a hub repository "
-            f"org/name[@revision], nor a known pair: {NAMES}"
+            f"--{role} {name_or_path}{did_you_mean(name_or_path, known_names)}: neither a directory, nor a hub "
+            f"repository org/name[@revision], nor a known pair: {NAMES}"
             + (f"; nor a GGUF file, nor in a package: {', '.join(gguf.PACKAGED)}" if role == "target" else "")
         )
     return _snapshot(match["repo"], match["revision"], role)
@@ -123,10 +120,6 @@ def _check_path(name: str, role: Role) -> None:
         _check_file(path, role)
     elif not path.exists() and (path.is_absolute() or name.startswith(("./", "../")) or len(parts) > 2):
         raise CheckpointError(f"--{role} {name}: no such file or directory")
-
-
-def _meant(name: str) -> str:
-    return did_you_mean(name, [known for pair in PAIRS for known in (pair.name, pair.target_repo) if known])
 
 
 def _shipped(pair: KnownPair, role: Role) -> Source:
@@ -244,12 +237,8 @@ def _hub_error(repo: str, error: Exception, role: str) -> CheckpointError:
         )
     files = "config.json, the safetensors files" + (", tokenizer.json" if role == "target" else "")
     offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") else ""
+    said = str(error).strip().partition("\n")[0].rstrip(". ") or type(error).__name__
     return CheckpointError(
-        f"{repo}: the hub does not provide it{offline} ({_first_line(error)}); "
+        f"{repo}: the hub does not provide it{offline} ({said}); "
         f"a local directory with {files} can be given as --{role} instead"
     )
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(". ") if lines else type(error).__name__

@@ -119,8 +119,8 @@ def name_instead(error: BaseException, gone: Path, known: Path, but: Path | None
 
 
 @contextmanager
-def temporary_folder(known: Path | None = None, **place: Any) -> Iterator[Path]:
-    """A directory that is removed at the end. Errors name `known` in its place: by default the folder it is in.
+def temporary_folder(**place: Any) -> Iterator[Path]:
+    """A directory that is removed at the end. Errors name the folder it is in instead.
 
     place: arguments of tempfile.mkdtemp.
     """
@@ -129,7 +129,7 @@ def temporary_folder(known: Path | None = None, **place: Any) -> Iterator[Path]:
         try:
             yield folder
         except Exception as error:
-            name_instead(error, folder, known or folder.parent)
+            name_instead(error, folder, folder.parent)
             raise
 
 
@@ -191,7 +191,10 @@ def held_folder(folder: Path) -> Iterator[bool]:
     """
     lock = filelock.FileLock(folder / LOCK, timeout=0)
     try:
-        _acquire(lock, folder)
+        while not lock.is_locked:
+            _make_own(folder)
+            with suppress(FileNotFoundError):  # the previous holder has just removed the folder
+                lock.acquire()
     except filelock.Timeout:
         yield False
         return
@@ -205,14 +208,6 @@ def held_folder(folder: Path) -> Iterator[bool]:
             lock.release()
         with suppress(OSError):  # it is not empty, or the next holder has it already
             folder.rmdir()
-
-
-def _acquire(lock: filelock.BaseFileLock, folder: Path) -> None:
-    while True:
-        _make_own(folder)
-        with suppress(FileNotFoundError):  # the previous holder has just removed the folder
-            lock.acquire()
-            return
 
 
 def _make_own(folder: Path) -> None:

@@ -25,7 +25,9 @@ Kind = type[DFlashError]
 def open_file(path: Path, kind: Kind = CheckpointError) -> BinaryIO:
     """Open a regular file for reading. A pipe or a device of that name is refused without waiting for it."""
     try:
-        file = open(path, "rb", opener=_opener)  # noqa: SIM115 - the caller closes it
+        file = open(  # noqa: SIM115 - the caller closes it
+            path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
+        )
     except FileNotFoundError:
         raise kind(f"{path}: no such file") from None
     except (OSError, ValueError) as error:
@@ -115,7 +117,3 @@ def _deeper(value: object, most: int) -> bool:
         if not level:
             return False
     return True
-
-
-def _opener(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))

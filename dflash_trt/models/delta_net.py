@@ -93,7 +93,9 @@ class DeltaNet:
         for (name, shape), value in zip(cache_shapes(c).items(), new, strict=True):
             g.output(value, f"{name}_out.{i}", self._dtype(name), ["B", *shape])
         y = g.op("Reshape", y, g.constant([-1, c.value_dim]), name="by_head")
-        y = self._normalized(m, y, c.value_dim)
+        # The norm of the output's heads scales by its weight; float32 in, the graph's dtype out.
+        weight, epsilon = m.weight("norm.weight", c.value_dim, dtype=FLOAT), self.config.rms_norm_eps
+        y = g.from_dtype(g.op("RMSNormalization", y, weight, name="norm", epsilon=epsilon, axis=-1), FLOAT)
         z = g.op("Reshape", z, g.constant([-1, c.value_dim]), name="gates_by_head")
         y = g.op("Mul", y, g.op("Swish", z, name="silu"), name="gated")
         y = g.op("Reshape", y, g.constant([-1, c.value_heads * c.value_dim]), name="merge")
@@ -112,23 +114,15 @@ class DeltaNet:
         # By key head: [q | k | v of its value heads | z of them], and [b of them | a of them].
         both = m.linears(x, {"in_proj_qkvz": 2 * keys + 2 * values, "in_proj_ba": 2 * heads}, hidden)
         group = heads // c.key_heads
-        parts = [
-            g.op("Reshape", part, g.constant([-1, c.key_heads * size]), name="flat")
-            for whole, sizes in (
-                (both[0], [c.key_dim, c.key_dim, group * c.value_dim, group * c.value_dim]),
-                (both[1], [group, group]),
-            )
-            for part, size in zip(self._by_key_head(whole, c.key_heads, sizes), sizes, strict=True)
-        ]
+        parts: list[ir.Value] = []
+        for x, sizes in zip(both, ([c.key_dim] * 2 + [group * c.value_dim] * 2, [group] * 2), strict=True):
+            x = g.op("Reshape", x, g.constant([-1, c.key_heads, sum(sizes)]), name="by_key_head")
+            split = g.multi("Split", x, g.constant(sizes), outputs=len(sizes), name="split", axis=-1)
+            for part, size in zip(split, sizes, strict=True):
+                parts.append(g.op("Reshape", part, g.constant([-1, c.key_heads * size]), name="flat"))
         q, k, v, z, b, a = parts
         u = g.op("Concat", q, k, v, name="qkv", axis=-1)
         return g.op("Reshape", u, self.rows.shape(c.channels), name="by_row"), z, b, a
-
-    def _by_key_head(self, x: ir.Value, heads: int, sizes: Sequence[int]) -> tuple[ir.Value, ...]:
-        x = self.g.op("Reshape", x, self.g.constant([-1, heads, sum(sizes)]), name="by_key_head")
-        return self.g.multi(
-            "Split", x, self.g.constant(list(sizes)), outputs=len(sizes), name="split", axis=-1
-        )
 
     def _gates(self, m: Module, a: ir.Value, b: ir.Value, c: LayerDeltaNet) -> ir.Value:
         """Decays -exp(A_log) * softplus(a + dt_bias), then betas: float32 [B, S, 2*Hv]."""
@@ -163,12 +157,6 @@ class DeltaNet:
         scale = g.constant(np.full(n, length * n**-0.5), np.float32)
         x = g.op("RMSNormalization", x, scale, name="unit", epsilon=_EPSILON / n, axis=-1)
         return g.op("Reshape", x, g.constant([0, -1, c.key_heads * n]), name="by_row")
-
-    def _normalized(self, m: Module, y: ir.Value, size: int) -> ir.Value:
-        """The norm of the output's heads, which scales by its weight; float32 in, the graph's dtype out."""
-        g, epsilon = self.g, self.config.rms_norm_eps
-        weight = m.weight("norm.weight", size, dtype=FLOAT)
-        return g.from_dtype(g.op("RMSNormalization", y, weight, name="norm", epsilon=epsilon, axis=-1), FLOAT)
 
 
 _FLOATS = ("delta_state", "pending_gates_state")

@@ -93,8 +93,8 @@ def _compile(source: str) -> jinja2.Template:
     environment.filters["tojson"] = _tojson
     environment.globals |= {
         "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
-        "dict": _dict,
+        "strftime_now": lambda form: datetime.now().strftime(form),
+        "dict": lambda *args, **kwargs: dict(*args, **kwargs),  # not the type, with its attributes
         "namespace": _namespace,
     }
     return environment.from_string(source)
@@ -127,16 +127,8 @@ def _namespace(*args: Any, **kwargs: Any) -> _Namespace:
     return namespace
 
 
-def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    return dict(*args, **kwargs)
-
-
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
 
 
 def _tojson(

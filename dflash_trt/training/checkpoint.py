@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dflash_trt.checkpoint.compatibility import check_pair
@@ -25,7 +27,6 @@ from dflash_trt.models.drafters.dflash2 import DFlash2
 from dflash_trt.text.tokenizer import Tokenizer
 from dflash_trt.training.dflash2 import DFlash2Drafter
 from dflash_trt.training.model import DrafterModel
-from dflash_trt.training.state import whole_folder, write_tensors
 
 Kind = Literal["dflash", "dflash2"]
 # What every published DFlash2 drafter has, and NVIDIA's TensorRT Edge-LLM 0.11.0 asks for.
@@ -142,6 +143,28 @@ def open_drafter(configuration: Path, weights: Path | None, target: Path) -> Dra
         return made(config, tensors)
     except RuntimeError as error:
         raise CheckpointError(f"{weights}: its tensors are not those of config.json: {error}") from None
+
+
+def write_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file that others may read as any new file; the library gives it to its owner alone."""
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(dict(tensors), file, metadata)
+    file.chmod(mode & 0o777)
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A folder to fill, which takes the place of `folder` when it is complete."""
+    work, old = (folder.with_name(f".{folder.name}.{end}") for end in ("part", "old"))
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    yield work
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    work.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def write_checkpoint(

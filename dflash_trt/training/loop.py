@@ -1,4 +1,6 @@
-"""Train a drafter step by step. The state is saved, so a killed run resumes as if it had not been interrupted."""
+"""Train a drafter step by step. The state is saved, so a killed run resumes as if it had not been interrupted: weights
+and optimizer in safetensors, the rest in JSON. No pickle.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,18 @@ from typing import Any
 import psutil  # a requirement of accelerate
 import torch
 from accelerate import Accelerator, PartialState
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from dflash_trt.errors import DFlashError
 from dflash_trt.files.disk import write_object
 from dflash_trt.files.reading import read_object
 from dflash_trt.training.batches import Batches
 from dflash_trt.training.blocks import draw_blocks, head_loss
+from dflash_trt.training.checkpoint import whole_folder, write_tensors
 from dflash_trt.training.dflash2 import Selection
 from dflash_trt.training.model import DrafterModel, dense_mask, flex_mask
-from dflash_trt.training.state import load_state, save_state
 from dflash_trt.training.target import FrozenTarget, matrix_dtype
 
 
@@ -65,6 +69,8 @@ class Recipe:
         return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * done))
 
 
+_OPTIONS = StateDictOptions(full_state_dict=True, cpu_offload=True)
+_SEPARATOR = "|"
 _CHUNK = 16  # blocks whose logits of the whole vocabulary are held at a time
 
 
@@ -173,7 +179,7 @@ def _step(
     number = step * accelerator.num_processes + accelerator.process_index
     batch = batches(number)
     generator = torch.Generator().manual_seed(recipe.seed + (number << 20))
-    features, final = target.split(target.features(batch.tokens.to(device)))
+    features, final = target.features(batch.tokens.to(device))
     blocks = draw_blocks(
         batch.tokens.to(device),
         batch.first.to(device),
@@ -208,6 +214,53 @@ def _step(
     rows = hidden.reshape(-1, size, hidden.shape[-1])
     loss, _ = head_loss(rows, target.head, tokens, valid, _CHUNK, teacher, recipe.distill)
     return loss if added is None else loss + added, int((blocks.anchors >= 0).sum())
+
+
+def save_state(
+    folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, step: int, *, write: bool
+) -> None:
+    """Save the state after `step` steps. All processes call this; only the one with `write` writes."""
+    weights, state = get_state_dict(module, optimizer, options=_OPTIONS)
+    if not write:
+        return
+    tensors = {f"model{_SEPARATOR}{name}": value for name, value in weights.items()}
+    for name, values in state["state"].items():
+        for key, value in values.items():
+            tensors[f"optimizer{_SEPARATOR}{name}{_SEPARATOR}{key}"] = torch.as_tensor(value)
+    with whole_folder(folder) as work:
+        write_tensors(
+            {name: value.contiguous() for name, value in tensors.items()}, work / "state.safetensors"
+        )
+        (work / "state.json").write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
+
+
+def load_state(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Restore the last complete state. Returns the number of finished steps, 0 without a state.
+
+    Raises DFlashError if the state belongs to another model or optimizer.
+    """
+    # A kill between two renames leaves only the old one.
+    places = (folder, folder.with_name(f".{folder.name}.old"))
+    place = next((each for each in places if (each / "state.json").exists()), None)
+    if place is None:
+        return 0
+    step = json.loads((place / "state.json").read_text(encoding="utf-8"))["step"]
+    weights: dict[str, Any] = {}
+    state: dict[str, dict[str, Tensor]] = {}
+    for name, value in load_file(place / "state.safetensors").items():
+        kind, _, rest = name.partition(_SEPARATOR)
+        if kind == "model":
+            weights[rest] = value
+        else:
+            parameter, _, key = rest.rpartition(_SEPARATOR)
+            state.setdefault(parameter, {})[key] = value
+    # Offloaded to the CPU, the dictionaries exist in the first process only. Here every process needs them.
+    _, made = get_state_dict(module, optimizer, options=StateDictOptions(full_state_dict=True))
+    if {n: set(v) for n, v in made["state"].items()} != {n: set(v) for n, v in state.items()}:  # type: ignore[arg-type]
+        raise DFlashError(f"{place}: belongs to another drafter or optimizer; choose another --out")
+    held: dict[str, Any] = {"state": state, "param_groups": made["param_groups"]}
+    set_state_dict(module, optimizer, model_state_dict=weights, optim_state_dict=held, options=_OPTIONS)
+    return int(step)
 
 
 def make_accelerator() -> Accelerator:

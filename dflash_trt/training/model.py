@@ -6,6 +6,7 @@ Parameters have the names of z-lab's checkpoints (arXiv 2602.06036, section 4.1;
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -82,31 +83,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     return _compiled()(q, k, v, block_mask=mask, enable_gqa=True)
 
 
-_flex: Callable[..., Tensor] | None = None
-
-
+@cache
 def _compiled() -> Callable[..., Tensor]:
     """FlexAttention, compiled: otherwise it computes whole score matrices."""
-    global _flex
-    if _flex is None:
-        from torch.nn.attention.flex_attention import flex_attention
+    from torch.nn.attention.flex_attention import flex_attention
 
-        _flex = torch.compile(flex_attention)
-    return _flex
+    return torch.compile(flex_attention)
 
 
-class Norm(nn.Module):
+class Norm(nn.RMSNorm):
     """RMSNorm in float32, given in the dtype of x."""
 
-    def __init__(self, size: int, epsilon: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.epsilon = epsilon
-
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
-        return (wide * self.weight.float()).to(x.dtype)
+        return super().forward(x.float()).to(x.dtype)
 
 
 class Rotary(nn.Module):

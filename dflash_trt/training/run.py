@@ -35,7 +35,6 @@ from dflash_trt.training.evaluation import Questions, average, draw_curve, measu
 from dflash_trt.training.export import model_card
 from dflash_trt.training.loop import Recipe, make_accelerator, train
 from dflash_trt.training.model import DrafterModel
-from dflash_trt.training.state import whole_folder
 from dflash_trt.training.target import FrozenTarget, matrix_dtype
 
 _ARCHITECTURES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
@@ -181,7 +180,7 @@ class _Keeper:
         draw_curve(history | {step: figures}, out / "acceptance.svg")
         (out / "checkpoint" / "README.md").write_text(self.card(step, figures), encoding="utf-8")
         if average(figures) > best:
-            with whole_folder(out / "best") as best_so_far:
+            with drafters.whole_folder(out / "best") as best_so_far:
                 shutil.copytree(out / "checkpoint", best_so_far, dirs_exist_ok=True)
         self.report({"step": step, "acceptance_length": round(average(figures), 3), "figures": figures})
 

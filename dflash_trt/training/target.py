@@ -30,8 +30,7 @@ class FrozenTarget:
     """A target checkpoint without gradients. Tap i is the residual stream after layer `taps[i]` (0-based; -1: the
     embedding).
 
-    With `final`, the features end in one part more: the normed rows that the LM head takes. row_scale: as in
-    `DrafterConfig`.
+    final: whether the normed rows that the LM head takes are given too. row_scale: as in `DrafterConfig`.
 
     Raises CheckpointError if Transformers cannot load it, or loads something that differs from the configuration.
     """
@@ -76,20 +75,13 @@ class FrozenTarget:
         return hook
 
     @torch.no_grad()
-    def features(self, tokens: Tensor) -> Tensor:
-        """[B, T, taps * D] of tokens [B, T], right-padded to T: what is behind a text does not change it.
+    def features(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Features [B, T, taps * D] of tokens [B, T], and with `final` the rows [B, T, D] that the LM head takes.
 
-        With `final`, [B, T, (taps + 1) * D].
+        Tokens are right-padded to T: what is behind a text does not change it.
         """
         made = self.decoder(input_ids=tokens, use_cache=False)
-        return torch.cat([*self._taps, *([made.last_hidden_state] if self._final else [])], -1)
-
-    def split(self, features: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The taps' part of the features, and that of the final rows if there is one."""
-        if not self._final:
-            return features, None
-        size = self.head.shape[1]
-        return features[..., :-size], features[..., -size:]
+        return torch.cat(self._taps, -1), made.last_hidden_state if self._final else None
 
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:

@@ -73,7 +73,8 @@ class _Registration:
         """The tile sizes that TensorRT can launch and should time: those that fit shared memory and registers."""
         inputs, values, outputs = arguments[: self.count], arguments[self.count : -1], arguments[-1]
         attributes = dict(zip(self.plugin.attributes, values, strict=True))
-        types = ", ".join(_type_name(t.dtype) for t in (*inputs, *outputs))
+        names = [str(t.dtype.name) for t in (*inputs, *outputs)]
+        types = ", ".join({"FLOAT": "FP32", "HALF": "FP16"}.get(name, name) for name in names)
         compiled = [self._compiled(inputs, attributes, tile) for tile in self._tiles(inputs)]
         tactics = [i for i, each in enumerate(compiled, 1) if each.fits]
         if not tactics:
@@ -117,10 +118,6 @@ class _Registration:
         from dflash_plugins.compiler import compile_kernel
 
         return compile_kernel(self.plugin.use(Sizes(self.name, inputs), attributes, tile), self.capability)
-
-
-def _type_name(dtype: Any) -> str:
-    return {"FLOAT": "FP32", "HALF": "FP16"}.get(dtype.name, str(dtype.name))
 
 
 def _signed(function: Callable[..., Any], parameters: Mapping[str, Any], result: Any) -> Callable[..., Any]:

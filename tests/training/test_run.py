@@ -77,7 +77,7 @@ def small_drafter(seed: int = 0) -> DrafterModel:
 def rounds(drafter: DrafterModel, target: FrozenTarget, answer: Answer) -> list[int]:
     """Drafts accepted in each round of a greedy answer. The training module drafts with its own mask."""
     config, tokens = drafter.config, torch.tensor([answer.token_ids])
-    features = target.features(tokens)
+    features = target.features(tokens)[0]
     anchor, accepted = len(answer.prompt_ids), []
     while anchor < tokens.shape[1] - 1:
         block = torch.tensor([[answer.token_ids[anchor]] + [config.mask_token_id] * (config.block_size - 1)])
@@ -335,7 +335,7 @@ def test_the_text_part_of_models_with_images(make: Callable[[Path], Path], tmp_p
     frozen = FrozenTarget(directory, read_target_config(directory), taps, torch.device("cpu"), torch.float32)
     _, expected = target_outputs(model, tokens, taps)
     ids = torch.tensor([tokens])
-    torch.testing.assert_close(frozen.features(ids)[0], expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(frozen.features(ids)[0][0], expected, rtol=1e-5, atol=1e-5)
     inner = model.get_input_embeddings()
     inner.embed_norm = torch.nn.Identity()
     torch.testing.assert_close(frozen.embed(ids), inner(ids))
