@@ -19,9 +19,17 @@ from dflash_trt.building.choice import (
 )
 from dflash_trt.building.sources import find_sources
 from dflash_trt.bundle import manifest as bundle
-from dflash_trt.bundle.contents import bring, key_of, read_inputs
 from dflash_trt.bundle.manifest import Bundle
-from dflash_trt.bundle.workspace import Progress, Workspace, check_out, silent, workspace
+from dflash_trt.bundle.workspace import (
+    Progress,
+    Workspace,
+    bring,
+    check_out,
+    key_of,
+    read_inputs,
+    silent,
+    workspace,
+)
 from dflash_trt.checkpoint.compatibility import check_pair, check_tokenizers
 from dflash_trt.checkpoint.draft_vocabulary import FILE, read_draft_vocabulary
 from dflash_trt.checkpoint.linears import number_formats

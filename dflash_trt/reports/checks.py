@@ -15,8 +15,7 @@ from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.errors import DFlashError
 from dflash_trt.llm import LLM
 from dflash_trt.prompts import Prompt
-from dflash_trt.reports.localize import Localizer
-from dflash_trt.reports.rounding import PART, centred
+from dflash_trt.reports.localize import PART, Localizer, centred
 from dflash_trt.reports.subject import Array, Failure, Skip, Subject, chain
 from dflash_trt.reports.verification import Case, Difference, chains, verify
 

@@ -18,8 +18,7 @@ from dflash_trt.engines.base import PREFILL_CHUNK
 from dflash_trt.engines.registry import engine_of
 from dflash_trt.errors import BundleError
 from dflash_trt.llm import LLM
-from dflash_trt.reports.localize import Compared, Localizer
-from dflash_trt.reports.rounding import Limits, centred, deviation
+from dflash_trt.reports.localize import Compared, Limits, Localizer, centred, deviation
 
 Array = np.ndarray[Any, Any]
 # Tokens of the prompt that the passes read, beyond the shortest window where there is one.

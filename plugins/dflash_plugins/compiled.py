@@ -1,22 +1,28 @@
-"""Compiled kernels, and the file of a bundle with those between passes. Whoever runs it needs no compiler for them."""
+"""Compiled kernels: the file of a bundle with those between passes, and launches through the GPU's driver. Whoever runs
+them needs no compiler but the driver's own.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from dflash_plugins.kernel_specs import ROUND_TARGET, SHARED_BYTES, Use, fill_tokens
-from dflash_trt.errors import BuildError, BundleError
+from dflash_trt.errors import BuildError, BundleError, EngineError
 from dflash_trt.files.reading import read_object
 
 FILE = "kernels.json"
 TESTED = (3, 6), (3, 10)  # versions of Triton: from the first on, before the second
 _MOST_BYTES = 16 << 20  # the kernels for a vocabulary of 201,088 tokens have 0.7 MB
+LIBRARY = "libcuda.so.1"
+_ALIGNMENT = 16  # of every pointer, which kernels are compiled for
+_INTEGERS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64}
 
 
 @dataclass(frozen=True)
@@ -104,3 +110,119 @@ def read(file: Path) -> dict[str, Compiled]:
         return {digest: from_json(fields) for digest, fields in kernels.items()}
     except (KeyError, TypeError) as error:
         raise BundleError(f"{file}: holds no compiled kernels: {error}") from error
+
+
+class CudaDriver:
+    """The functions of the driver's library. Raises EngineError if it is missing, or if it refuses a call."""
+
+    def __init__(self) -> None:
+        try:
+            self._library = ctypes.CDLL(LIBRARY)
+        except OSError as error:
+            raise EngineError(f"the driver's library cannot be opened: {error}") from error
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call a function of the library."""
+        code = getattr(self._library, name)(*arguments)
+        if code:
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorString(code, ctypes.byref(text))
+            raise EngineError(f"{name}: {(text.value or b'unknown error').decode()} (error {code})")
+
+    def context(self) -> int | None:
+        """The current context."""
+        current = ctypes.c_void_p()
+        self.call("cuCtxGetCurrent", ctypes.byref(current))
+        return current.value
+
+    def load(self, compiled: Compiled) -> ctypes.c_void_p:
+        """The kernel in the current context, translated for its GPU."""
+        if compiled.shared_bytes > SHARED_BYTES:
+            raise EngineError(
+                f"{compiled.name} takes {compiled.shared_bytes} bytes of shared memory, expected {SHARED_BYTES} or less"
+            )
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        self.call("cuModuleLoadData", ctypes.byref(module), compiled.ptx.encode())
+        self.call("cuModuleGetFunction", ctypes.byref(function), module, compiled.name.encode())
+        return function
+
+    def launch(
+        self,
+        function: ctypes.c_void_p,
+        compiled: Compiled,
+        grid: Sequence[int],
+        values: Sequence[Any],
+        stream: int,
+    ) -> None:
+        """Queue a kernel. `values`: its arguments in the order of its parameters, as ctypes."""
+        pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        sizes = (*grid, *[1] * (3 - len(grid)), compiled.threads, 1, 1, compiled.shared_bytes)
+        self.call(
+            "cuLaunchKernel", function, *map(ctypes.c_uint, sizes), ctypes.c_void_p(stream), pointers, None
+        )
+
+
+class Kernels:
+    """Kernels in the context that torch uses. An object is called as `launch.by_triton` is.
+
+    compiled: the kernels by the digests of their uses. Loading translates their PTX for this GPU.
+    stream: the number of the stream that a launch goes to.
+    compile_kernel: makes a kernel that is not among `compiled`. Without it, its launch raises EngineError. What
+        could not be made is not tried again.
+
+    Raises EngineError if the driver is missing or refuses a kernel.
+    """
+
+    def __init__(
+        self,
+        compiled: Mapping[str, Compiled],
+        *,
+        device: int,
+        stream: Callable[[], int],
+        compile_kernel: Callable[[Use], Compiled] | None = None,
+    ) -> None:
+        self._driver = CudaDriver()
+        self._stream, self._compile = stream, compile_kernel
+        self._context = ctypes.c_void_p()
+        self._driver.call("cuInit", 0)
+        self._driver.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
+        self._driver.call("cuCtxSetCurrent", self._context)
+        self._loaded = {digest: (self._driver.load(each), each) for digest, each in compiled.items()}
+        self._failed = dict[str, BuildError | EngineError]()
+
+    def __call__(self, use: Use, grid: tuple[int, ...], **arguments: Any) -> None:
+        """Queue a kernel. Tensors are contiguous and on the GPU; arguments that are None are constants of the kernel.
+
+        Raises EngineError if the kernel is missing, a tensor is not aligned, or the driver refuses the kernel or the
+        launch, and BuildError if the kernel cannot be compiled.
+        """
+        if use.digest in self._failed:
+            raise self._failed[use.digest].with_traceback(None)
+        if use.digest not in self._loaded:
+            if self._compile is None:
+                raise EngineError(f"{use.function} was not compiled for these sizes")
+            try:
+                made = self._compile(use)
+                self._loaded[use.digest] = self._driver.load(made), made
+            except (BuildError, EngineError) as error:
+                self._failed[use.digest] = error
+                raise
+        function, compiled = self._loaded[use.digest]
+        values: list[Any] = []
+        for name in compiled.parameters:
+            kinds, given = use.types[name], arguments[name]
+            several = isinstance(kinds, tuple)
+            for kind, value in zip(kinds, given, strict=True) if several else [(kinds, given)]:
+                values.append(_value(use, name, kind, value))
+        self._driver.call("cuCtxSetCurrent", self._context)  # a thread that has used no torch yet has none
+        self._driver.launch(function, compiled, grid, values, self._stream())
+
+
+def _value(use: Use, name: str, kind: Any, value: Any) -> Any:
+    """An argument as the kernel takes it: an address, or an integer."""
+    if kind in _INTEGERS:
+        return _INTEGERS[kind](value)
+    address = value.data_ptr()
+    if address % _ALIGNMENT:
+        raise EngineError(f"{use.function}: {name}: address {address:#x} is not a multiple of {_ALIGNMENT}")
+    return ctypes.c_void_p(address)

@@ -26,8 +26,7 @@ from typing import Any
 import numpy as np
 
 from dflash_plugins import kernel_specs as uses
-from dflash_plugins.compiled import Compiled, from_json
-from dflash_plugins.driver import CudaDriver
+from dflash_plugins.compiled import Compiled, CudaDriver, from_json
 from dflash_plugins.plugin_table import NAMESPACE, PLUGINS, Plugin, Sizes, Symbols, versioned
 from dflash_trt.errors import BuildError
 

@@ -173,14 +173,14 @@ def test_a_build_without_room_leaves_nothing_behind(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from dflash_trt.bundle import contents
+    from dflash_trt.bundle import workspace
 
     def full(*_: object) -> None:
         raise error
 
     monkeypatch.chdir(folders)
     before = tree(folders)
-    monkeypatch.setattr(contents, "copy", full)
+    monkeypatch.setattr(workspace, "copy", full)
     words = [
         "build", "--target", "target", "--drafter", "drafter", "--engine", "onnxruntime", "--out", "full",
     ]  # fmt: skip

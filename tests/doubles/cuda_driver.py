@@ -16,7 +16,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from dflash_plugins import compiled, driver
+from dflash_plugins import compiled
 from dflash_plugins.kernel_specs import Use
 
 from tests.doubles.cuda_double import Cuda
@@ -135,5 +135,5 @@ def _tensor(address: int, dtype: str) -> torch.Tensor:
 def install(patch: Any, refuses: str = "") -> Driver:
     """The driver's library is this double. patch: pytest's MonkeyPatch."""
     made = Driver(refuses)
-    patch.setattr(driver.ctypes, "CDLL", lambda name: made)
+    patch.setattr(compiled.ctypes, "CDLL", lambda name: made)
     return made

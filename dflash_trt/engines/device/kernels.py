@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 from dflash_plugins import compiled
-from dflash_plugins.driver import Kernels
+from dflash_plugins.compiled import Kernels
 from dflash_plugins.kernel_specs import ROUND_TARGET, SHARED_BYTES, TARGETS, Use
 
 from dflash_trt.errors import BuildError

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from dflash_plugins import compiled, rtx
-from dflash_plugins.driver import Kernels
+from dflash_plugins.compiled import Kernels
 from dflash_plugins.kernel_specs import Use
 from dflash_plugins.plugin_table import VERSION, check_version
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dflash_plugins import compiled, driver
+from dflash_plugins import compiled
 from dflash_plugins.kernel_specs import ROUND_TARGET, round_uses
 
 from dflash_trt import LLM, SamplingParams, logs
@@ -113,7 +113,7 @@ def test_torchs_operators_run_with_one_warning_where_kernels_cannot(
     if fault == "no driver":
         monkeypatch.undo()
         monkeypatch.setattr(logs, "_warned", set())
-        monkeypatch.setattr(driver, "LIBRARY", "libcuda_that_nobody_has.so.1")
+        monkeypatch.setattr(compiled, "LIBRARY", "libcuda_that_nobody_has.so.1")
         reason = "the driver's library cannot be opened: libcuda_that_nobody_has.so.1: "
     kept = dict(bundle.manifest["tensorrt"])
     if fault in ("other version", "none"):
