@@ -10,7 +10,6 @@ Format: github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
@@ -176,16 +175,22 @@ def convert(file: Path, directory: Path, *, stored: bool = False) -> list[str]:
     write_tokenizer(file, metadata, directory)
     entries: list[Entry] = []
     layers: dict[str, str] = {}
-    for name in sorted(tensors, key=_place):
-        tensor = tensors[name]
-        if name == _FREQUENCIES:
+    names = _TOP | {
+        f"blk.{i}.{theirs}.weight": f"model.layers.{i}.{ours}.weight"
+        for i in range(min(config["num_hidden_layers"], len(tensors)))
+        for theirs, ours in _LAYER.items()
+    }
+    if unknown := tensors.keys() - names.keys() - {_FREQUENCIES}:
+        role = "has a role that this version does not support"
+        raise CheckpointError(f"{file}: tensor {quoted(min(unknown))} {role}")
+    for name, target in names.items():
+        if (tensor := tensors.get(name)) is None:
             continue
         kind = tensor.tensor_type.name
         if kind not in _TYPES:
             known = ", ".join(_TYPES)
             raise CheckpointError(f"{file}: tensor {quoted(name)} is {kind}, supported are {known}")
-        permuted = reordered and re.fullmatch(r"blk\.\d+\.attn_[qk]\.weight", name) is not None
-        target = _published_name(file, name)
+        permuted = reordered and target.endswith(("q_proj.weight", "k_proj.weight"))
         shape = tuple(int(size) for size in reversed(tensor.shape))
         head_dim = config["head_dim"] if permuted else None
         blocks, layer = stored and kind in GGUF and len(shape) == 2, target.removesuffix(".weight")
@@ -203,13 +208,6 @@ def convert(file: Path, directory: Path, *, stored: bool = False) -> list[str]:
     for name, value in (("config.json", config), ("generation_config.json", generation)):
         (directory / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     return sorted({tensor.tensor_type.name for tensor in tensors.values() if len(tensor.shape) > 1})
-
-
-def _place(name: str) -> tuple[int, int]:
-    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
-    if match is None or match[2] not in _LAYER:
-        return -1, 0
-    return int(match[1]), list(_LAYER).index(match[2])
 
 
 def _open(file: Path) -> tuple[GGUFReader, dict[str, Any]]:
@@ -299,15 +297,6 @@ def _rope_scaling(
             "which is the only scaling supported"
         )
     return scaling
-
-
-def _published_name(file: Path, name: str) -> str:
-    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
-    if name in _TOP:
-        return _TOP[name]
-    if match is None or match[2] not in _LAYER:
-        raise CheckpointError(f"{file}: tensor {quoted(name)} has a role that this version does not support")
-    return f"model.layers.{match[1]}.{_LAYER[match[2]]}.weight"
 
 
 def _dtype(tensor: ReaderTensor) -> str:

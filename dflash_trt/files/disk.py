@@ -192,8 +192,13 @@ def held_folder(folder: Path) -> Iterator[bool]:
     lock = filelock.FileLock(folder / LOCK, timeout=0)
     try:
         while not lock.is_locked:
-            _make_own(folder)
+            with suppress(FileExistsError):
+                folder.mkdir(0o700)
             with suppress(FileNotFoundError):  # the previous holder has just removed the folder
+                status = folder.lstat()
+                ours = not hasattr(os, "geteuid") or status.st_uid == os.geteuid()
+                if not stat.S_ISDIR(status.st_mode) or not ours:
+                    raise BuildError(f"{folder}: is not a directory of this user; remove it")
                 lock.acquire()
     except filelock.Timeout:
         yield False
@@ -208,13 +213,3 @@ def held_folder(folder: Path) -> Iterator[bool]:
             lock.release()
         with suppress(OSError):  # it is not empty, or the next holder has it already
             folder.rmdir()
-
-
-def _make_own(folder: Path) -> None:
-    with suppress(FileExistsError):
-        folder.mkdir(0o700)
-    with suppress(FileNotFoundError):  # removed meanwhile
-        status = folder.lstat()
-        ours = not hasattr(os, "geteuid") or status.st_uid == os.geteuid()
-        if not stat.S_ISDIR(status.st_mode) or not ours:
-            raise BuildError(f"{folder}: is not a directory of this user; remove it")

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .base import BLOCK, Algorithm, Form, NumberFormat
-from .numbers import BYTE_TO_PAIR, E2M1, E2M1_MAX, E8M0, Floats, encode_e2m1, pack_pairs
+from .numbers import BYTE_TO_PAIR, E2M1, E2M1_MAX, Floats, encode_e2m1, pack_pairs
 
 
 def quantize_mxfp4(w: Floats) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
@@ -34,12 +34,6 @@ def quantize_mxfp4(w: Floats) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     better = less < error
     codes = np.where(better[..., None], tighter, codes).reshape(w.shape)
     return pack_pairs(codes), (np.where(better, lower, exponents) + 127).astype(np.uint8)
-
-
-def unpack_blocks(blocks: NDArray[np.uint8], scales: NDArray[np.uint8]) -> Floats:
-    """uint8 [..., G, 16] and [..., G] -> float32 [..., G*32]."""
-    numbers: Floats = BYTE_TO_PAIR[blocks].reshape(*blocks.shape[:-1], BLOCK) * E8M0[scales][..., None]
-    return numbers.reshape(*blocks.shape[:-2], -1)
 
 
 class MXFP4(NumberFormat):

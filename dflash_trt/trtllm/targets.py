@@ -19,7 +19,7 @@ from dflash_trt.checkpoint.schema import DrafterConfig, MoEConfig, TargetConfig
 from dflash_trt.errors import BuildError, CheckpointError, show
 from dflash_trt.files.reading import read_object
 from dflash_trt.models.configs import read_target_config
-from dflash_trt.models.reading import HEAD_DIM, LAYERS, WIDTH, expert_counts, target
+from dflash_trt.models.reading import HEAD_DIM, WIDTH, decoder, expert_counts, target
 from dflash_trt.planning.gpus import Gpu
 
 DFLASH2 = "DFlash2DraftModel"
@@ -62,31 +62,13 @@ def read_target(directory: Path) -> TargetConfig:
     if not isinstance(name, str) or name not in TARGETS:
         return read_target_config(directory)
     text = top.section("text_config") or top
-    hidden, heads = (text.integer(key, maximum=WIDTH) for key in ("hidden_size", "num_attention_heads"))
+    rope = RopeConfig("default", text.number("rope_theta", default=10_000.0), {})
+    common = decoder(text, rope=rope, architecture=name, model_type=top.string("model_type"))
     if TARGETS[name].latent:
         # A row of the cache is one latent and the rotated part of a key; plans count 2 * kv_heads * head_dim numbers.
         latent = (text.integer(key, maximum=HEAD_DIM) for key in ("kv_lora_rank", "qk_rope_head_dim"))
-        kv_heads, head_dim = 1, sum(latent) // 2
-    else:
-        kv_heads = text.integer("num_key_value_heads", maximum=WIDTH)
-        head_dim = text.integer("head_dim", maximum=HEAD_DIM, default=hidden // heads)
-    layers = text.integer("num_hidden_layers", maximum=LAYERS)
-    common = {
-        "path": path,
-        "model_type": top.string("model_type"),
-        "architecture": name,
-        "hidden_size": hidden,
-        "intermediate_size": text.integer("intermediate_size", maximum=WIDTH),
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "vocab_size": text.integer("vocab_size"),
-        "rms_norm_eps": text.number("rms_norm_eps"),
-        "max_position_embeddings": text.integer("max_position_embeddings"),
-        "attention_bias": False,
-        "rope": RopeConfig("default", text.number("rope_theta", default=10_000.0), {}),
-    }
+        common |= {"num_key_value_heads": 1, "head_dim": sum(latent) // 2}
+    layers = common["num_hidden_layers"]
     return target(text, common, [None] * layers, _experts(text, layers))
 
 

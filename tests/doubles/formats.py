@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from dflash_trt.checkpoint.linears import quantized_layers, shape_of, stored_linear
 from dflash_trt.checkpoint.tensors import INDEX, Checkpoint
 from dflash_trt.checkpoint.widening import widen
-from dflash_trt.formats.numbers import E4M3
+from dflash_trt.formats.base import BLOCK
+from dflash_trt.formats.numbers import BYTE_TO_PAIR, E4M3, E8M0
 from tests.doubles.compressed import compressed
 from tests.doubles.integer_words import GROUP, in_words
 from tests.doubles.quantized_checkpoints import INT4_GROUP, encoded, write_quant_config
@@ -24,6 +25,12 @@ from tests.doubles.quantized_checkpoints import INT4_GROUP, encoded, write_quant
 LINEAR = ["Linear"]
 PROJECTIONS = "proj$"
 Numbers = dict[str, np.ndarray]
+
+
+def unpack_blocks(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """MXFP4 as gpt-oss stores it: uint8 [..., G, 16] and [..., G] -> float32 [..., G*32]."""
+    numbers: np.ndarray = BYTE_TO_PAIR[blocks].reshape(*blocks.shape[:-1], BLOCK) * E8M0[scales][..., None]
+    return numbers.reshape(*blocks.shape[:-2], -1)
 
 
 def numbers(type_: str = "int", bits: int = 4, **fields: Any) -> dict[str, Any]:

@@ -10,8 +10,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from dflash_trt.formats.mxfp4 import unpack_blocks
 from dflash_trt.formats.numbers import E2M1, E4M3, E8M0, unpack_pairs
+from tests.doubles.formats import unpack_blocks
 
 STANDARD = helper.make_opsetid("", 24)
 

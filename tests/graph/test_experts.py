@@ -18,7 +18,6 @@ import onnxruntime as ort
 import pytest
 
 from dflash_trt.checkpoint.tensors import Checkpoint
-from dflash_trt.formats.mxfp4 import unpack_blocks
 from dflash_trt.graph import onnxruntime as functions
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.experts import onnxruntime_moe
@@ -26,6 +25,7 @@ from dflash_trt.graph.onnxruntime import OnnxRuntime
 from dflash_trt.models.configs import read_target_config
 from dflash_trt.models.target import build_target
 from tests.doubles.family_checkpoints import make_gpt_oss, make_qwen3_moe
+from tests.doubles.formats import unpack_blocks
 from tests.doubles.sessions import executed, session
 
 Array = np.ndarray[Any, Any]

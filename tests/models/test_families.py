@@ -20,11 +20,11 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
-from dflash_trt.formats.mxfp4 import unpack_blocks
 from dflash_trt.graph import onnxruntime as functions
 from dflash_trt.models.configs import read_target_config
 from tests.doubles.checkpoints import VOCAB, make_drafter
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter, make_llama, make_qwen3_moe
+from tests.doubles.formats import unpack_blocks
 from tests.doubles.muse_checkpoints import make_muse
 from tests.doubles.reference import Drafter, decode, decode_drafting, target_outputs
 from tests.doubles.text_checkpoints import (

@@ -15,9 +15,9 @@ from dflash_plugins.dialect import TensorRTPlugins
 from dflash_plugins.kernels import moe as kernels
 from onnx.reference import ReferenceEvaluator
 
-from dflash_trt.formats.mxfp4 import unpack_blocks
 from dflash_trt.graph.tensorrt import TensorRT
 from tests.doubles import plugin_graph
+from tests.doubles.formats import unpack_blocks
 from tests.doubles.triton_interpreter import to_numpy
 
 

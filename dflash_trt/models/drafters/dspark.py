@@ -132,21 +132,16 @@ def _table(m: Module, name: str, size: int, rank: int, ids: ir.Value) -> ir.Valu
     return g.from_dtype(rows, m.dtype_of(f"{name}.weight"))
 
 
-def _successors(block: BlockPass, scores: PairScores) -> ir.Value:
-    """The rows [B,P,k,r] of W2 of the candidates. W2 has the tokens of the head in the file, else the target's."""
-    own, m = block.config.own, block.m.at("markov_head")
-    ids = scores.tokens if own.vocabulary is None else scores.numbers
-    return _table(m, "markov_w2", own.vocabulary or block.config.vocab_size, own.rank, ids)
-
-
 def _markov(
     block: BlockPass, rows: ir.Value, scores: PairScores, width: int
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """The walk through pair scores. The third result has the rows of W1 of the tokens before, [B,P,r]."""
-    g, m, config, rank = block.g, block.m.at("markov_head"), block.config, block.config.own.rank
-    hidden = config.hidden_size
+    g, m, config, own = block.g, block.m.at("markov_head"), block.config, block.config.own
+    hidden, rank = config.hidden_size, own.rank
     w1 = _table(m, "markov_w1", config.vocab_size, rank, scores.before)
-    w2 = _successors(block, scores)
+    # W2 has the tokens of the head in the file, else the target's; here the candidates' rows [B,P,k,r].
+    ids = scores.tokens if own.vocabulary is None else scores.numbers
+    w2 = _table(m, "markov_w2", own.vocabulary or config.vocab_size, rank, ids)
     left = w1
     if config.own.head == "gated":
         weight = m.weight("gate_proj.weight", rank, hidden + rank)
