@@ -6,6 +6,7 @@ They follow public descriptions of the repositories, looked up on LOOKED_UP. Non
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,7 +35,7 @@ class TargetForm:
     unread: str = ""
     groups: bool = False
     source: str = ""
-    unverified: tuple[str, ...] = ()
+    unverified: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class KnownPair:
     thinking: str = ""
     warning: str = ""
     source: str = ""
-    unverified: tuple[str, ...] = ()
+    unverified: Sequence[str] = ()
     forms: tuple[TargetForm, ...] = ()
 
     @property
@@ -101,16 +102,7 @@ class PublishedDrafter:
 
 
 PAIRS = tuple(
-    KnownPair(
-        **values
-        | {
-            "unverified": tuple(values.get("unverified", ())),
-            "forms": tuple(
-                TargetForm(**form | {"unverified": tuple(form.get("unverified", ()))})
-                for form in values.get("forms", ())
-            ),
-        }
-    )
+    KnownPair(**values | {"forms": tuple(TargetForm(**form) for form in values.get("forms", ()))})
     for values in _LISTS["pairs"]
 )
 PUBLISHED = tuple(PublishedDrafter(**values) for values in _LISTS["drafters"])

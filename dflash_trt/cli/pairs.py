@@ -109,7 +109,13 @@ def _rows(fields: dict[str, Any]) -> Iterator[tuple[str, str]]:
         elif name == "engines":
             yield from ((engine, f"no: {why}" if why else "yes") for engine, why in value.items())
         elif name != "read" and value not in (None, "", False, ()):  # the engines' rows say that
-            said = "yes" if value is True else ", ".join(value) if isinstance(value, tuple) else str(value)
+            said = (
+                "yes"
+                if value is True
+                else ", ".join(value)
+                if isinstance(value, list | tuple)
+                else str(value)
+            )
             yield name.replace("_", " "), said
 
 

@@ -33,7 +33,7 @@ def int4_by_row(checkpoint: Checkpoint, out: Path, progress: Progress) -> Checkp
     """The checkpoint with its integers in two's complement by row, two columns of INT4 per byte, as ONNX and
     TensorRT read them: written to `out`, unless it has them so already.
     """
-    chosen = _signed_layers(checkpoint)
+    chosen = _stored_layers(checkpoint, lambda _, s: s.in_words or s.in_blocks or not s.by_row)
     apart = _stacks_with_points(checkpoint, chosen)
 
     def entries(layer: str, stored: StoredLinear) -> list[Entry]:
@@ -62,7 +62,17 @@ def in_blocks(
     Layers of one input lie one after the other. Experts stay as they are, except for those in words. With `eight_bits`
     numbers of four bits take eight. With `channels` INT8 layers with one scale for each output stay as they are.
     """
-    chosen = _block_layers(checkpoint, eight_bits=eight_bits, channels=channels)
+
+    def others(layer: str, stored: StoredLinear) -> bool:
+        """Whether the bytes are not yet those that ONNX Runtime multiplies."""
+        if stored.in_words or stored.group_index is not None:
+            return True
+        if ".experts." in layer or (channels and stored.per_channel):
+            return False
+        four_bits = stored.in_blocks and stored.weight.shape[2] == BLOCK // 2
+        return not stored.in_blocks or (eight_bits and four_bits)
+
+    chosen = _stored_layers(checkpoint, others)
     apart = _stacks_with_points(checkpoint, chosen)
 
     def entries(layer: str, stored: StoredLinear) -> list[Entry]:
@@ -92,42 +102,19 @@ def in_bf16(checkpoint: Checkpoint, out: Path, progress: Progress) -> Checkpoint
     return _rewritten(checkpoint, layers, entries, out, progress, dropped=dropped, quantized=False)
 
 
-def _stored_layers(checkpoint: Checkpoint, *, integers: bool = False) -> dict[str, StoredLinear]:
-    """The quantized layers. `integers`: those alone that are made of integers."""
+def _stored_layers(
+    checkpoint: Checkpoint, wanted: Callable[[str, StoredLinear], bool] | None = None
+) -> dict[str, StoredLinear]:
+    """The quantized layers; with `wanted`, those of integers for which it holds."""
     layers = {}
     for layer, algorithm, info in quantized_layers(checkpoint):
-        if integers and FORMATS[algorithm.scheme].integer_bits is None:
+        if wanted is not None and FORMATS[algorithm.scheme].integer_bits is None:
             continue
         rows, columns = shape_of(checkpoint, algorithm, layer, info)
-        if (stored := stored_linear(checkpoint, layer, columns, rows)) is not None:
+        stored = stored_linear(checkpoint, layer, columns, rows)
+        if stored is not None and (wanted is None or wanted(layer, stored)):
             layers[layer] = stored
     return layers
-
-
-def _signed_layers(checkpoint: Checkpoint) -> dict[str, StoredLinear]:
-    return {
-        layer: stored
-        for layer, stored in _stored_layers(checkpoint, integers=True).items()
-        if stored.in_words or stored.in_blocks or not stored.by_row
-    }
-
-
-def _block_layers(checkpoint: Checkpoint, *, eight_bits: bool, channels: bool) -> dict[str, StoredLinear]:
-    """The layers whose bytes are not yet those that ONNX Runtime multiplies."""
-
-    def other(layer: str, stored: StoredLinear) -> bool:
-        if stored.in_words or stored.group_index is not None:
-            return True
-        if ".experts." in layer or (channels and stored.per_channel):
-            return False
-        four_bits = stored.in_blocks and stored.weight.shape[2] == BLOCK // 2
-        return not stored.in_blocks or (eight_bits and four_bits)
-
-    return {
-        layer: stored
-        for layer, stored in _stored_layers(checkpoint, integers=True).items()
-        if other(layer, stored)
-    }
 
 
 def _stacks_with_points(checkpoint: Checkpoint, layers: Mapping[str, StoredLinear]) -> set[str]:
