@@ -199,7 +199,7 @@ def test_moe_backends_by_gpu(pairs: dict[str, Pair], tmp_path: Path) -> None:
     assert backend("gpt-oss-20b", "h200") == "CUTLASS"
     assert backend("gpt-oss-20b", "rtx-pro-6000") == "CUTLASS"
     assert backend("qwen3-coder-30b-a3b", "b200") == "CUTLASS"
-    pairs["nvfp4"] = quantized_pair(tmp_path, "qwen3-coder-30b-a3b", "NVFP4")
+    pairs["nvfp4"] = quantized_pair(tmp_path, "qwen3.6-35b-a3b", "NVFP4")
     assert backend("nvfp4", "b200") == "TRTLLM"
     assert backend("nvfp4", "rtx-pro-6000") == "CUTLASS"
     del pairs["nvfp4"]
