@@ -3,9 +3,10 @@ Of a bundle without a drafter, drafts come from the text itself.
 
     python -m build_scripts.bench.lookup BUNDLE [BUNDLE ...] [--prompts 6] [--rounds 5] [--max-tokens 96]
 
-Each prompt goes to all methods in turn, one request at a time, several rounds long, so that a slow moment of the
-machine hits all. All methods must give the same tokens. A speed is that of the tokens after the first one, relative to
-plain decoding of the same prompt in the same round. The table has the speed of all prompts together (the sum of median
+Each prompt is answered by all methods together: in turn, a few tokens each, so that a slow moment of the machine hits
+all. There are as many `LLM`s as methods, and in each round a method has the next one, since one may be slower than
+another for good. All must give the same tokens. A speed is that of the tokens after the first one, relative to plain
+decoding of the same prompt in the same round. The table has the speed of all prompts together (the sum of median
 times), the least prompt (the median of its rounds), and tokens per pass. Plain decoding goes twice: its second turn
 shows what the clock cannot tell. The last line is one JSON document.
 """
@@ -15,12 +16,17 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 from build_scripts import harness
 from dflash_trt import LLM, SamplingParams
+from dflash_trt.decoding.results import Chunk
 from dflash_trt.hardware import processor
 from dflash_trt.prompts import SHIPPED_PROMPTS, read_prompts
 
@@ -32,6 +38,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "both": {"draft_source": "drafter,lookup"},
 }
 COPYING = "copying"
+_TURN = 4  # tokens that a method decodes before the next one's turn
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,8 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     print(processor())
     records, same = list[dict[str, Any]](), True
     for bundle in args.bundles:
-        with LLM(bundle, max_batch_size=1, prefix_cache_bytes=0, threads=args.threads) as llm:
-            made, equal = measure(llm, chosen, args)
+        made, equal = measure(bundle, chosen, args)
         table(bundle, made)
         records += [{"bundle": bundle, **record} for record in made]
         same = same and equal
@@ -68,25 +74,68 @@ def prompts(count: int) -> list[tuple[str, Any]]:
     return [("natural", each) for each in natural[:count]] + [(COPYING, each) for each in copying]
 
 
+@dataclass
+class _Answer:
+    """A method's answer to one prompt, and the seconds after the first token."""
+
+    stream: Iterator[Chunk]
+    seconds: float = 0.0
+    token_ids: list[int] = field(default_factory=list)
+    passes: int = 0
+    ended: bool = False
+
+    def go_on(self, tokens: int) -> None:
+        """Decode at least so many tokens, or to the end."""
+        begin, end = perf_counter(), len(self.token_ids) + tokens
+        while not self.ended and len(self.token_ids) < end:
+            chunk = next(self.stream)
+            self.token_ids += chunk.token_ids
+            if chunk.statistics is not None:
+                self.passes, self.ended = sum(chunk.statistics.block_length_histogram), True
+                next(self.stream, None)
+        self.seconds += perf_counter() - begin
+
+
+def answer(llms: Mapping[str, LLM], ids: list[int], params: SamplingParams, first: int) -> dict[str, _Answer]:
+    """The answers of all methods, who take turns."""
+    answers = {name: _Answer(llm.stream(ids, params, **METHODS[name])) for name, llm in llms.items()}
+    for each in answers.values():
+        each.go_on(1)
+        each.seconds = 0.0
+    while going := [name for name, each in answers.items() if not each.ended]:
+        for name in harness.rotated(going, first):
+            answers[name].go_on(_TURN)
+        first += 1
+    return answers
+
+
 def measure(
-    llm: LLM, chosen: list[tuple[str, Any]], args: argparse.Namespace
+    bundle: str, chosen: list[tuple[str, Any]], args: argparse.Namespace
 ) -> tuple[list[dict[str, Any]], bool]:
     """For each prompt and method the median seconds after the first token; and whether all tokens are equal."""
     seconds = defaultdict[tuple[str, str, str], list[float]](list)
-    counts, outputs = dict[tuple[str, str, str], tuple[int, int]](), dict[str, list[int]]()
+    counts = dict[tuple[str, str, str], tuple[int, int]]()
     params, equal = SamplingParams(max_tokens=args.max_tokens), True
-    methods = [*METHODS] if "drafter" in llm.bundle.roles else ["plain", "plain again", "lookup"]
-    for number in range(args.rounds + 1):  # the first one warms up
-        for place, (kind, prompt) in enumerate(chosen):
-            ids = llm.chat_prompt(prompt.content)
-            for method in harness.rotated(methods, number + place):
-                answer = llm.generate(ids, params, **METHODS[method])
-                equal = equal and outputs.setdefault(prompt.id, answer.token_ids) == answer.token_ids
-                statistics, key = answer.statistics, (kind, prompt.id, method)
-                if number:
-                    seconds[key].append(statistics.generation_time)
-                    passes = sum(statistics.block_length_histogram)
-                    counts[key] = len(answer.token_ids) - 1, passes
+    with ExitStack() as stack:
+
+        def opened() -> LLM:
+            return stack.enter_context(
+                LLM(bundle, max_batch_size=1, prefix_cache_bytes=0, threads=args.threads)
+            )
+
+        everyone = [opened()]
+        methods = [*METHODS] if "drafter" in everyone[0].bundle.roles else ["plain", "plain again", "lookup"]
+        everyone += [opened() for _ in methods[1:]]
+        for number in range(args.rounds + 1):  # the first one warms up
+            llms = dict(zip(methods, harness.rotated(everyone, number), strict=True))
+            for place, (kind, prompt) in enumerate(chosen):
+                ids = everyone[0].chat_prompt(prompt.content)
+                answers = answer(llms, ids, params, number + place)
+                equal = equal and len({tuple(each.token_ids) for each in answers.values()}) == 1
+                for method, each in answers.items():
+                    counts[kind, prompt.id, method] = len(each.token_ids) - 1, each.passes
+                    if number:
+                        seconds[kind, prompt.id, method].append(each.seconds)
     fields = ("kind", "prompt", "method", "seconds", "speed", "tokens", "passes")
 
     def speed(kind: str, prompt: str, times: list[float]) -> float:
