@@ -112,7 +112,7 @@ class AdaptiveLength:
         self._trial = due and self.verify_times.settled(batch)
         if self._trial:
             return plan.trial
-        return 1 if self._found and self._copies_pay(plan, batch) else plan.length
+        return 1 if self._found and plan.length > 1 and self._copies_pay(plan, batch) else plan.length
 
     def _copies_pay(self, plan: _Plan, batch: int) -> bool:
         """Whether drafts from the texts alone promise more tokens for their time than the plan."""
