@@ -26,8 +26,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from dflash_trt.errors import DFlashError
 from dflash_trt.files.disk import write_object
 from dflash_trt.files.reading import read_object
-from dflash_trt.training.batches import Batches
-from dflash_trt.training.blocks import draw_blocks, head_loss
+from dflash_trt.training.blocks import Batches, draw_blocks, head_loss
 from dflash_trt.training.checkpoint import whole_folder, write_tensors
 from dflash_trt.training.dflash2 import Selection
 from dflash_trt.training.model import DrafterModel, dense_mask, flex_mask

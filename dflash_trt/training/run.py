@@ -29,7 +29,7 @@ from dflash_trt.prompts import Prompt, read_prompts
 from dflash_trt.text.tokenizer import Tokenizer
 from dflash_trt.training import checkpoint as drafters
 from dflash_trt.training.answers import Answer, digest, hold_out, read_answers, summary, write_prompts
-from dflash_trt.training.batches import Batches
+from dflash_trt.training.blocks import Batches
 from dflash_trt.training.dflash2 import DFlash2Drafter
 from dflash_trt.training.evaluation import Questions, average, draw_curve, measure, read_history
 from dflash_trt.training.export import model_card

@@ -14,7 +14,7 @@ from dflash_trt.cli import main
 from dflash_trt.errors import DFlashError, RequestError
 from dflash_trt.prompts import Prompt, read_prompts
 from dflash_trt.training.answers import Answer, AnswerFile, hold_out, read_answers, write_prompts
-from dflash_trt.training.batches import Batches
+from dflash_trt.training.blocks import Batches
 from dflash_trt.training.evaluation import average, read_history
 from dflash_trt.training.loop import Recipe
 from dflash_trt.training.run import Design, run

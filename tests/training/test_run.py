@@ -26,8 +26,7 @@ from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.prompts import read_prompts
 from dflash_trt.text.tokenizer import Tokenizer
 from dflash_trt.training.answers import Answer, read_answers, write_prompts
-from dflash_trt.training.batches import Batches
-from dflash_trt.training.blocks import head_loss
+from dflash_trt.training.blocks import Batches, head_loss
 from dflash_trt.training.checkpoint import (
     default_mask_token,
     default_taps,

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from dflash_trt.checkpoint.catalogue import SHIPPED
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.training.answers import read_answers
-from dflash_trt.training.batches import Batches
+from dflash_trt.training.blocks import Batches
 from dflash_trt.training.loop import Recipe, make_accelerator, train
 from dflash_trt.training.model import DrafterModel
 from dflash_trt.training.target import FrozenTarget
