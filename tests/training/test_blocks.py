@@ -83,7 +83,8 @@ def test_flex_attention_computes_what_the_dense_mask_does(
     rows, context = blocks.tokens.shape[1], tokens.shape[1]
     q = torch.randn(3, 4, rows, 16, generator=generator)
     k, v = (torch.randn(3, 2, context + rows, 16, generator=generator) for _ in range(2))
-    monkeypatch.setattr("dflash_trt.training.model._flex", flex_attention)  # uncompiled, as a CPU needs it
+    # Uncompiled, as a CPU needs it.
+    monkeypatch.setattr("dflash_trt.training.model._compiled", lambda: flex_attention)
     sparse = attend(q, k, v, flex_mask(kind, blocks.anchors, blocks.lengths, context, SIZE))
     dense = attend(q, k, v, dense_mask(kind, blocks.anchors, blocks.lengths, context, SIZE))
     torch.testing.assert_close(sparse, dense, atol=1e-5, rtol=1e-5)
