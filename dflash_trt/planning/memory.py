@@ -29,9 +29,10 @@ _PRODUCTS_BYTES = 4 << 20
 _CHANNEL_NODES = 10
 # The widths of the features that an INT8 layer with one scale for each output holds beside them (graph/channels.py).
 _OF_CHANNELS = 4
-# Bytes that ONNX Runtime's arena holds for each float32 number at the widest moment of a pass. Its blocks grow by
-# powers of two, and about half is free then (measured).
+# Bytes that ONNX Runtime's arena holds for each float32 number where several results of a pass are there at once. It
+# gives a result a whole block, or half of one, and about half is free then (measured).
 _ARENA = 2 * 4
+_FIRST_BLOCK = 1 << 20  # of the arena; each block that it adds has twice the size
 # The hidden states of a row that a pass of a drafter holds at once, and of EAGLE-3's, which orders them and joins them.
 _DRAFTER_STATES, _CHAIN_STATES = 2, 6
 
@@ -230,20 +231,24 @@ class _Layout:
             )
             estimate += 4 * heads * rows * self.rows(length)
         if s.in_blocks:
-            estimate += _ARENA * rows * self._numbers(length)
+            estimate += self._target_arena(rows, length)
         else:
             estimate += self.scratch(batch, length) if self.traits.scratch_bytes else self._working(rows, 4)
         return estimate if self.pages is None else max(estimate, self.pages.activation_bytes)
 
-    def _numbers(self, length: int) -> int:
-        """The numbers that ONNX Runtime holds of a row of the target at the widest moment of a pass.
+    def _target_arena(self, rows: int, length: int) -> int:
+        """ONNX Runtime's arena for the target: the scores of a layer, or of an MLP gate and up, joined and apart again.
 
-        The scores of a layer, with their mask, or of an MLP gate and up, joined and apart again. A product with one
-        scale for each output is there for both bytes of its inputs.
+        The scores grow with a prompt. So they leave smaller blocks behind, which other results fill, and are written
+        to a block of their own. A product with one scale for each output is there for both bytes of its inputs.
         """
         c = self.inventory.target
+        scores = 4 * rows * c.num_attention_heads * max(self._rows("target", length).values())
+        block = _FIRST_BLOCK
+        while block < scores:
+            block *= 2
         mlp = 2 * c.hidden_size + (4 + 2 * by_output(self.s, "target")) * c.intermediate_size
-        return max((c.num_attention_heads + 1) * max(self._rows("target", length).values()), mlp)
+        return max(block - _FIRST_BLOCK + scores, _ARENA * rows * mlp)
 
     def _drafting(self, batch: int, length: int, rows: int, feature_bytes: float) -> int:
         """What ONNX Runtime holds of the drafter's passes: the features that one reads, and its arena.
@@ -255,8 +260,9 @@ class _Layout:
         read = max(rows, min(length, PREFILL_CHUNK))
         states = (_CHAIN_STATES if self.chain else _DRAFTER_STATES) * drafter.hidden_size
         scores = (drafter.num_attention_heads + 1) * max(self._rows("drafter", length).values())
-        held = round(read * (1 + _OF_CHANNELS * by_output(self.s, "drafter")) * feature_bytes)
-        held += _ARENA * max(read * states, batch * self.s.block_size * scores)
+        channels = read * _OF_CHANNELS * by_output(self.s, "drafter") * feature_bytes
+        arena = max(channels, _ARENA * max(read * states, batch * self.s.block_size * scores))
+        held = round(read * feature_bytes + arena)
         stored = self.inventory.stored("drafter").values()
         narrow = sum(size for sizes in stored for name, size in sizes.items() if name in ("bf16", "f16"))
         return max(held, narrow - self.drafter(batch, length))

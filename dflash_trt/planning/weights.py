@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
+from dflash_trt.checkpoint.layouts import role_of
 from dflash_trt.checkpoint.quantization import read_quantization
 from dflash_trt.engines import registry
 from dflash_trt.engines.base import PREFILL_CHUNK, MemoryTraits
@@ -64,7 +65,9 @@ def weights_of(inventory: Inventory, s: Settings, side: str) -> dict[str, dict[s
     The drafter's have the target's embedding and head where an engine holds them again for it.
     """
     roles = _as_built(inventory, s, side)
-    return {role: _with_sums(s, side, role, sizes) for role, sizes in roles.items()} if s.in_blocks else roles
+    if not s.in_blocks:
+        return roles
+    return {role: _with_sums(inventory, s, side, role, sizes) for role, sizes in roles.items()}
 
 
 def _as_built(inventory: Inventory, s: Settings, side: str) -> dict[str, dict[str, int]]:
@@ -105,15 +108,21 @@ def _widened(
     return {s.compute(side): numbers * NUMBER_BYTES[s.compute(side)]}
 
 
-def _with_sums(s: Settings, side: str, role: str, sizes: dict[str, int]) -> dict[str, int]:
+def _with_sums(
+    inventory: Inventory, s: Settings, side: str, role: str, sizes: dict[str, int]
+) -> dict[str, int]:
     """The sizes with what ONNX Runtime's product of integers in blocks makes in float32 as it loads: the sum of each
-    block, and its scale once more (measured).
+    block, its scale once more, and its scale itself where the file has 16 bits (measured).
     """
     blocks, precision = 0, s.precision
     of_head = precision.head or precision.scheme("target") if (side, role) == ("drafter", "head") else None
     in_blocks = role != "experts" and _largest_group(of_head or precision.scheme(side)) > 0
     for name in sizes.keys() & set(FORMATS) if in_blocks else ():
         if FORMATS[name].integer_bits is not None:
+            narrow = (
+                t for t in inventory.tensors[side] if t.name.endswith("weight_scale") and t.dtype == "F16"
+            )
+            sizes = sizes | {name: sizes[name] + sum(t.nbytes for t in narrow if role_of(t.name) == role)}
             blocks += sizes[name] // FORMATS[name].nbytes(BLOCK, 0, BLOCK)
     return sizes | {"fp32": sizes.get("fp32", 0) + 2 * 4 * blocks} if blocks else sizes
 

