@@ -111,30 +111,10 @@ def test_any_tree_commits_the_same_tokens(
     assert output == expected[: len(output)]
 
 
-def test_a_branch_that_is_not_the_first_is_taken() -> None:
-    """Two children of the anchor, of which the second is right. Nodes 3 and 4 are their children."""
-    logits = np.eye(6, dtype=np.float32)[[2, 0, 4, 0, 5]]
-    verdict = accept([3, 1, 2, 4, 4], logits, SamplingParams(), 0, 0, None, [-1, 0, 0, 1, 2])
-    assert verdict == Verdict([2, 4], 5)
-
-
 def test_rows_behind_the_first_difference_are_not_looked_at() -> None:
     logits = np.full((3, 4), np.nan, np.float32)
     logits[0] = [0, 1, 0, 0]
     assert accept([3, 2, 2], logits, SamplingParams(), 0, 0) == Verdict([], 1)
-
-
-def test_a_whole_block_accepted_and_a_block_of_the_anchor_alone() -> None:
-    logits = np.eye(4, dtype=np.float32)
-    assert accept([3, 0, 1, 2], logits, SamplingParams(), 0, 0) == Verdict([1, 2, 3], 3)
-    assert accept([3], logits[2:3], SamplingParams(), 0, 0) == Verdict([], 2)
-
-
-def test_accepted_drafts_count_for_the_rows_behind_them() -> None:
-    """Token 1 is best until it occurred once. A draft that repeats it is refused within the same block."""
-    logits = np.tile(np.array([0, 1, 0.5, 0], np.float32), (3, 1))
-    params = SamplingParams(presence_penalty=2.0)
-    assert accept([0, 1, 1], logits, params, 0, 0, History(params, [0])) == Verdict([1], 2)
 
 
 @pytest.mark.parametrize(

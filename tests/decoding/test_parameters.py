@@ -67,11 +67,13 @@ def log_softmax(logits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return exact - np.log(np.exp(exact).sum())
 
 
-def test_the_prompt_s_and_the_top_log_probabilities(llm: LLM) -> None:
-    """Also for a prompt whose rows another request has left, and in streams."""
-    ids = prompt(40, 5)
-    params = SamplingParams(max_tokens=5, logprobs=True, top_logprobs=3, prompt_logprobs=True)
-    plain = llm.generate(ids, SamplingParams(max_tokens=5, ignore_eos=True))
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_prompt_s_and_the_top_log_probabilities(llm: LLM, temperature: float) -> None:
+    """The target's own, whatever is sampled from. Also for a prompt whose rows are left, and in streams."""
+    ids, sampling = prompt(40, 5), {"temperature": temperature, "top_k": 50, "seed": 4}
+    params = SamplingParams(max_tokens=5, logprobs=True, top_logprobs=3, prompt_logprobs=True, **sampling)
+    plain = llm.generate(ids, SamplingParams(max_tokens=5, ignore_eos=True, **sampling))
+    assert (plain.logprobs, plain.prompt_logprobs) == (None, None)
     found = llm.generate(ids, params)
     assert found.token_ids == plain.token_ids[: len(found.token_ids)]
     assert found.statistics.num_cached_tokens == 0

@@ -15,29 +15,6 @@ from dflash_trt.errors import RequestError
 from tests.api.test_async import prompt
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logprobs_are_the_targets_own(bundle: Path, temperature: float) -> None:
-    params = SamplingParams(max_tokens=20, temperature=temperature, seed=4, top_k=50, logprobs=True)
-    with LLM(bundle, threads=1) as llm:
-        drafted, plain = (llm.generate(prompt(9), params, speculate=s) for s in (True, False))
-        assert drafted.token_ids == plain.token_ids
-        assert drafted.logprobs is not None
-        history = prompt(9)
-        for token, logprob in zip(drafted.token_ids, drafted.logprobs, strict=True):
-            logits = llm.logits(history).astype(np.float64)
-            best = logits.max()
-            assert logprob == pytest.approx(
-                logits[token] - best - np.log(np.exp(logits - best).sum()), abs=1e-3
-            )
-            history.append(token)
-        chunks = list(llm.stream(prompt(9), params))
-        streamed = [x for chunk in chunks for x in chunk.logprobs or []]
-        assert streamed == pytest.approx(drafted.logprobs, abs=1e-4)
-        without = SamplingParams(max_tokens=3)
-        assert llm.generate(prompt(9), without).logprobs is None
-        assert {chunk.logprobs for chunk in llm.stream(prompt(9), without)} == {None}
-
-
 def test_a_stop_string_and_the_budget_cut_the_logprobs_too(bundle: Path) -> None:
     with LLM(bundle, threads=1) as llm:
         whole = llm.generate(prompt(9), SamplingParams(max_tokens=30, logprobs=True, ignore_eos=True))

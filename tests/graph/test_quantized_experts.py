@@ -272,6 +272,8 @@ def test_what_torch_gets_against_numpy(tmp_path: Path, name: str, monkeypatch: p
     error = np.linalg.norm(exact.first_pass(given)[1]["y"].numpy() - expected, axis=1)
     assert np.median(error / np.linalg.norm(expected, axis=1)) < 1e-5
     assert (error / np.linalg.norm(expected, axis=1)).max() < 0.05
+    if name in ("NVFP4, static", "W4A16_NVFP4", "awq"):
+        return  # packed like the experts of another name
     whole, interpreted = graph(ir.DataType.BFLOAT16), LayerKernels(by_triton)
     given["x"] = given["x"].bfloat16()
     theirs = whole.first_pass(given)[1]["y"].float()

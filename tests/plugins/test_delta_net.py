@@ -94,20 +94,20 @@ def test_the_kernel_is_the_recurrence(count: int, certain: int) -> None:
 
 
 def test_bits_do_not_depend_on_how_a_prompt_is_cut() -> None:
-    """Six rows in all 32 ways. All rows but the last of a pass enter the state; the next pass replays that one."""
-    want = run([drawn(6)], [0], 6, 6)[0]
-    for cuts in product((False, True), repeat=5):
-        each = drawn(6)
-        for start, end in pairwise([0, *(i for i, cut in enumerate(cuts, 1) if cut), 6]):
+    """Five rows in all 16 ways. All rows but the last of a pass enter the state; the next pass replays that one."""
+    want = run([drawn(5)], [0], 5, 5)[0]
+    for cuts in product((False, True), repeat=4):
+        each = drawn(5)
+        for start, end in pairwise([0, *(i for i, cut in enumerate(cuts, 1) if cut), 5]):
             y = run([each], [start], end - start, end - start - 1)
             assert torch.equal(y[0], want[start:end])
 
 
 def test_bits_do_not_depend_on_how_many_drafts_are_taken() -> None:
     """Blocks of which 0 to 15 drafts are accepted, so that 1 to 16 rows are replayed."""
-    each, start = drawn(160), 0
-    want = run([drawn(160)], [0], 160, 160)[0]
-    for kept in (16, *range(1, 17)):
+    each, start = drawn(90), 0
+    want = run([drawn(90)], [0], 90, 90)[0]
+    for kept in (16, 1, 2, 3, 6, 9, 13, 15, 16):
         count = 16 - kept % 2 * (16 - kept) // 2
         y = run([each], [start], count)
         assert torch.equal(y[0], want[start : start + count])

@@ -25,6 +25,9 @@ from dflash_trt.graph import onnxruntime as functions
 from dflash_trt.quantization.convert import quantize
 from dflash_trt.reports.inspection import inspect
 from tests.doubles.quantized_checkpoints import encoded, write_quant_config, write_safetensors
+from tests.quantization.test_downloaded import moe
+
+__all__ = ["moe"]
 
 TINY = Path(functions.__file__).parent.parent / "shipped" / "tiny"
 ERRORS = {"fp8": 0.03, "nvfp4": 0.1, "mxfp4": 0.12, "int8": 0.01, "int4": 0.13}
@@ -82,6 +85,25 @@ def test_layers_and_head_of_different_schemes(tmp_path: Path) -> None:
     assert found.algorithm("model.layers.0.mlp.up_proj") is None
     schemes = [found.algorithm(name) for name in ("lm_head", "model.layers.1.mlp.up_proj")]
     assert [a and a.scheme for a in schemes] == ["fp8", "nvfp4"]
+
+
+def test_excluding_experts(moe: tuple[Path, Path], tmp_path: Path) -> None:
+    kept = quantize(moe[0], tmp_path / "kept", "nvfp4", exclude=["*.experts.*"])
+    downs = quantize(moe[0], tmp_path / "downs", "nvfp4", exclude=["*.experts.*.down_proj"])
+    layer = "model.layers.1.mlp.experts.3"
+    for path, expected in ((kept, [None, None]), (downs, ["NVFP4", None])):
+        found = Checkpoint(path).quantization
+        named = [found.algorithm(f"{layer}.{name}_proj") for name in ("up", "down")]
+        assert [a and a.name for a in named] == expected
+        assert found.algorithm("model.layers.1.self_attn.q_proj") is not None
+        assert len(found.layers) + len(found.rules) < 8
+        build(str(path), str(moe[1]), tmp_path / f"{path.name}-bundle")
+    w = Checkpoint(moe[0]).array(f"{layer}.up_proj.weight").astype(np.float32)
+    stored = stored_linear(Checkpoint(downs), f"{layer}.up_proj", *w.shape[::-1])
+    assert stored is not None
+    assert np.linalg.norm(widen(Checkpoint(downs), stored) - w) < ERRORS["nvfp4"] * np.linalg.norm(w)
+    with pytest.raises(BuildError, match=r"matches some of model\.layers\.1\.mlp\.experts\.\*\.down_proj"):
+        quantize(moe[0], tmp_path / "out", "nvfp4", exclude=[f"{layer}.*"])
 
 
 @pytest.mark.parametrize(

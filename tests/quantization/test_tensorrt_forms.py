@@ -282,28 +282,18 @@ def test_formats_a_gpu_lacks_are_refused(
     assert not (tmp_path / "bundle").exists()
 
 
-@pytest.mark.parametrize("name", ["FP8_BLOCK", "mixed", "W4A16_ASYM", "W8A16", "GPTQ 2, ordered"])
-def test_a_downloaded_checkpoint_becomes_plans(
-    pair: tuple[Path, Path],
-    tmp_path: Path,
-    name: str,
+def test_downloaded_checkpoints_become_plans(
+    pair: tuple[Path, Path], moe: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """As other programs write it, from its configuration to plans with its numbers."""
-    stored = stored_in_plan(name, pair, tmp_path)
-    expected = {"FP8_BLOCK": {"FLOAT8E4M3FN"}, "mixed": {"FLOAT8E4M3FN", "FLOAT4E2M1"}, "W8A16": {"INT8"}}
-    assert expected.get(name, {"INT4"}) <= {*stored}
-
-
-@pytest.mark.parametrize("name", ["GPTQ 2, ordered", "AWQ"])
-def test_downloaded_experts_become_plans(moe: tuple[Path, Path], tmp_path: Path, name: str) -> None:
-    assert "INT4" in stored_in_plan(name, moe, tmp_path)
-
-
-def stored_in_plan(name: str, pair: tuple[Path, Path], folder: Path) -> dict[str, int]:
-    """Bytes of weights in the target's plan, by dtype."""
-    written(name, pair[0], folder / "target")
+    """As other programs write them, from their configurations to plans with their numbers."""
     options = TensorRTOptions((120,), max_batch_size=1, prefill_chunk=32)
-    sources = str(folder / "target"), str(pair[1])
-    bundle = build(*sources, folder / "b", engine="tensorrt-rtx", max_seq_len=64, options=options)
-    found: dict[str, int] = bundle.manifest["tensorrt"]["plans"]["120"]["target"]["weight_bytes"]
-    return found
+    for name, (target, drafter), dtypes in (
+        ("mixed", pair, {"FLOAT8E4M3FN", "FLOAT4E2M1"}),
+        ("AWQ", moe, {"INT4"}),
+    ):
+        written(name, target, tmp_path / name)
+        sources = str(tmp_path / name), str(drafter)
+        bundle = build(
+            *sources, tmp_path / f"{name} built", engine="tensorrt-rtx", max_seq_len=64, options=options
+        )
+        assert dtypes <= {*bundle.manifest["tensorrt"]["plans"]["120"]["target"]["weight_bytes"]}

@@ -146,9 +146,10 @@ def answers(bundle: Bundle, slots: int, lengths: tuple[int | None, ...]) -> list
 @pytest.mark.parametrize("name", PAIRS)
 def test_tokens_and_log_probabilities_are_those_of_onnxruntime(name: str, tmp_path: Path) -> None:
     plain, ours = both(tmp_path, name)
-    expected, found = answers(plain, 2, (0,)), answers(ours, 2, (0, 1, 3))
+    lengths = 0, (1, 3)[list(PAIRS).index(name) % 2]
+    expected, found = answers(plain, 2, (0,)), answers(ours, 2, lengths)
     for i, wanted in enumerate(expected):
-        for completions in found[3 * i : 3 * i + 3]:
+        for completions in found[2 * i : 2 * i + 2]:
             assert [c.token_ids for c in completions] == [c.token_ids for c in wanted]
             for mine, theirs in zip(completions, wanted, strict=True):
                 # Where inputs are rounded to eight or four bits, a last bit may choose another number.
@@ -185,7 +186,6 @@ def test_a_pair_holds_the_weights_that_its_graphs_share_once(tmp_path: Path) -> 
         ("qwen3-8b", "memory=48,sm=75", "target=int4", {"bf16"}, {}),
         ("qwen3.8-27b-fp8", "h100", None, {"bf16", "fp8"}, {}),
         ("gpt-oss-20b", "h100", None, {"bf16"}, {"bf16", "mxfp4"}),
-        ("qwen3-coder-30b-a3b", "h100", "target=int4", {"bf16", "int4"}, {"int4"}),
         ("qwen3-coder-30b-a3b", "h100", "target=nvfp4", {"bf16", "nvfp4"}, {"nvfp4"}),
         ("qwen3-coder-30b-a3b", "memory=96,sm=75", "target=int4", {"bf16"}, {"bf16"}),
     ],
