@@ -83,7 +83,9 @@ def _module(bundle: Bundle) -> Any:
             "installed, and plans work only with the version that built them: install that one, or build again"
         )
     if not torch.cuda.is_available():
-        problem = hardware.torch_problem() or "nvidia-smi shows none"
+        problem = (
+            hardware.torch_problem() or "nvidia-smi shows none (a container has none without --gpus all)"
+        )
         raise BundleError(f"{bundle.path}: {flavour.label} needs an NVIDIA GPU; {problem}")
     if "plugins" in built and flavour.plugins == "layers":
         rtx.register(trt)
