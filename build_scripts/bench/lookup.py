@@ -126,7 +126,8 @@ def measure(
         everyone = [opened()]
         methods = [*METHODS] if "drafter" in everyone[0].bundle.roles else ["plain", "plain again", "lookup"]
         everyone += [opened() for _ in methods[1:]]
-        for number in range(args.rounds + 1):  # the first one warms up
+        warming = len(methods)  # rounds in which each LLM learns what each method teaches it
+        for number in range(warming + args.rounds):
             llms = dict(zip(methods, harness.rotated(everyone, number), strict=True))
             for place, (kind, prompt) in enumerate(chosen):
                 ids = everyone[0].chat_prompt(prompt.content)
@@ -134,7 +135,7 @@ def measure(
                 equal = equal and len({tuple(each.token_ids) for each in answers.values()}) == 1
                 for method, each in answers.items():
                     counts[kind, prompt.id, method] = len(each.token_ids) - 1, each.passes
-                    if number:
+                    if number >= warming:
                         seconds[kind, prompt.id, method].append(each.seconds)
     fields = ("kind", "prompt", "method", "seconds", "speed", "tokens", "passes")
 

@@ -1,7 +1,7 @@
 """The oracles of drafts and tokens, in float32, batch 1, without any cache: every row is computed anew in every round.
 
 Transformers has the target. z-lab's own classes (its package `dflash`) have the layers, logits and selector of DFlash
-and DFlash2; reference_kinds.py has the kinds that no package beside Transformers 5.23 has. The loop is ours because
+and DFlash2; reference_kinds.py has the kinds that no package beside Transformers 5.24 has. The loop is ours because
 tests choose tokens with the product's noise; tests/models/test_loops.py has the loops of Transformers and z-lab.
 """
 

@@ -1,4 +1,4 @@
-"""Drafters that no package beside Transformers 5.23 has, in plain torch, float32, batch 1, uncached.
+"""Drafters that no package beside Transformers 5.24 has, in plain torch, float32, batch 1, uncached.
 
 EAGLE-3, DSpark and DeepSpec's drafter for Gemma 4: z-lab's package and Transformers have none of them.
 speculators 0.9.0 has EAGLE-3 and DSpark, in its own format and with Transformers up to 5.19; vLLM's wheel for CPUs runs

@@ -1,7 +1,7 @@
 """Decoding with drafts as Transformers' own DFlash loop and z-lab's do it: the same tokens, and in every round the same
 number of accepted drafts.
 
-Both loops keep caches and cut them back, and know nothing of this project. Transformers 5.23 has one drafter class,
+Both loops keep caches and cut them back, and know nothing of this project. Transformers 5.24 has one drafter class,
 Muse Glimmer's, which is DFlash with two other names of tensors, full or windowed layers and a block that sees itself.
 z-lab's package has DFlash and DFlash2. Prompts are longer than every window, and 64 tokens follow.
 """
