@@ -8,6 +8,8 @@
 #   .venv-clients clients of OpenAI's API, each in a folder of its own (clients)
 # `make test PYTHON=python3.13 TEST=.venv-3.13` tests another Python in an environment of its own.
 
+# Installed modules are compiled when they are first imported. Without files of it, each process would do that again.
+unexport PYTHONDONTWRITEBYTECODE
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .PHONY: help demo test kernels clients lint docs lock fuzz clean
