@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import accumulate
 from threading import Lock
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, get_args
-
-import numpy as np
 
 from dflash_trt.decoding.params import FinishReason
 from dflash_trt.decoding.prefixes import PrefixCounts
@@ -28,7 +25,6 @@ PREFIX = "dflash_"
 _SECONDS = [float(f"{m}e{e}") for e in range(-4, 3) for m in (1, 2, 5)]
 _TOKENS = [float(m * 10**e) for e in range(6) for m in (1, 2, 5)]
 _ACCEPTED = [float(n) for n in range(16)]
-_RECENT = 4096
 
 # name: (help, source in the statistics)
 _COUNTERS = {
@@ -75,25 +71,15 @@ _DISTRIBUTIONS = {
 
 
 class Distribution:
-    """Values: buckets since the start, and quantiles of the latest few thousand values.
-
-    bounds: the upper bounds of all buckets but the last.
-    """
+    """Values in buckets. bounds: the upper bounds of all of them but the last."""
 
     def __init__(self, bounds: Sequence[float] = _SECONDS) -> None:
         self.bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
-        self.recent = deque[float](maxlen=_RECENT)
 
     def add(self, value: float, times: int = 1) -> None:
         """Add a value, so many times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
-        self.recent.extend([value] * min(times, _RECENT))
-
-    @property
-    def count(self) -> int:
-        """The number of values."""
-        return sum(self.counts)
 
     def buckets(self) -> list[tuple[str, float]]:
         """Each upper bound, and the values up to it."""
@@ -172,23 +158,6 @@ class Metrics:
             if statistics.num_generation_tokens > 1:
                 per_token = statistics.time_per_output_token
                 self._times["request_time_per_output_token_seconds"].add(per_token)
-
-    def snapshot(self) -> dict[str, Any]:
-        """Everything, ready for JSON. A distribution has count, mean and the quantiles of the latest values."""
-        with self._lock:
-            total = self._total
-            counts = {name: getattr(total, source) for name, (_, source) in _COUNTERS.items()}
-            return counts | {
-                "num_requests_running": self._running,
-                "num_requests_waiting": self._waiting,
-                "kv_cache_usage_perc": self._used,
-                "generation_tokens": self._generated,
-                "request_success": dict(self._reasons),
-                "spec_decode_num_accepted_tokens_per_pos": total.num_accepted_tokens_per_pos,
-                "block_length_rounds": list(self._block_lengths),
-                "prefix_cache": asdict(self._prefixes),
-                **{name: _summary(times) for name, times in self._times.items()},
-            }
 
     def collect(self) -> list[Metric]:
         """Every metric that servers show, as prometheus_client's families, so this is a collector for it.
@@ -274,16 +243,3 @@ def _require() -> None:
         raise DFlashError(
             f"prometheus_client is not installed; install it with: {install('serve:prometheus-client')}"
         ) from None
-
-
-def quantiles(values: Iterable[float]) -> dict[str, float]:
-    """p50, p90 and p99 of at least one value: the smallest ones that so many values do not exceed."""
-    percents = (50, 90, 99)
-    found = np.percentile(np.array([*values]), percents, method="inverted_cdf")
-    return {f"p{percent}": float(value) for percent, value in zip(percents, found, strict=True)}
-
-
-def _summary(times: Distribution) -> dict[str, float]:
-    if not times.recent:
-        return {"count": 0}
-    return {"count": times.count, "mean": times.sum / times.count, **quantiles(times.recent)}

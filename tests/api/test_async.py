@@ -22,6 +22,7 @@ from dflash_trt.decoding.request import Request
 from dflash_trt.decoding.results import Chunk
 from dflash_trt.errors import BusyError, DFlashError, RequestError
 from tests.doubles.checkpoints import VOCAB
+from tests.doubles.exposition import Exposition
 
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
 
@@ -237,7 +238,7 @@ def test_a_timeout_ends_with_the_tokens_so_far(bundle, alone, stream_interval, m
         assert chunks[-1].statistics.generation_time > 0
         assert 5 <= len(tokens) < 20
         assert tokens == whole.token_ids[: len(tokens)]
-        reasons = llm.metrics.snapshot()["request_success"]
+        reasons = Exposition(llm.metrics.prometheus()).samples["request_success_total"]
         assert reasons == {"stop": 0, "length": 2, "cancelled": 0, "timeout": 2, "error": 0}
 
     serve(bundle, body, block_length=2, stream_interval=stream_interval)
@@ -407,7 +408,7 @@ def test_hundreds_of_requests_that_come_and_go_leave_nothing_behind(bundle, alon
         scheduler = llm._runtime.scheduler
         await until(lambda: scheduler.idle and not llm._arrivals)
         assert (llm.in_flight, scheduler.filling, scheduler.active) == (0, None, [])
-        counts = llm.metrics.snapshot()
+        counts = Exposition(llm.metrics.prometheus())
         assert (counts["num_requests_running"], counts["num_requests_waiting"]) == (0, 0)
         del tasks, outcomes
         gc.collect()

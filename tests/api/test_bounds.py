@@ -17,6 +17,7 @@ from dflash_trt.decoding.params import MOST_CHARACTERS, MOST_WORDS
 from dflash_trt.decoding.sampling.sampler import process, sample
 from dflash_trt.errors import BusyError, DFlashError, RequestError
 from tests.api.test_async import prompt, until
+from tests.doubles.exposition import Exposition
 
 FEW = SamplingParams(max_tokens=3, ignore_eos=True)
 SPACES = "a" + " " * 5000  # too long for tokenizing in the event loop
@@ -262,7 +263,7 @@ def test_time_spent_waiting_for_the_tokenizer_counts(bundle: Path) -> None:
         assert (late.finish_reason, late.token_ids, late.prompt_token_ids) == ("timeout", [], [])
         chunks = [chunk async for chunk in llm.stream(SPACES, FEW, timeout=0.02)]
         assert [(c.finish_reason, c.prompt_token_ids) for c in chunks] == [("timeout", [])]
-        assert llm.metrics.snapshot()["request_success"]["timeout"] == 2
+        assert Exposition(llm.metrics.prometheus()).samples["request_success_total"]["timeout"] == 2
         tokenizer.go_on.set()
 
     serving(body, bundle)

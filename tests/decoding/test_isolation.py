@@ -23,6 +23,7 @@ from dflash_trt.building.build import build
 from dflash_trt.errors import BatchError, DecodingError, DFlashError, EngineError, NonFiniteError
 from tests.decoding.test_faults import Panic
 from tests.doubles.checkpoints import VOCAB, make_drafter, make_target
+from tests.doubles.exposition import Exposition
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter
 
 # The token whose embedding is NaN. Neither random pair chooses it by itself.
@@ -94,7 +95,7 @@ def test_a_prompt_with_nan_ends_alone_and_the_others_are_finished(spoilt: Path) 
         assert np.isnan(llm.logits(bad[0][0])).all()
         assert caches_are_finite(llm)
         assert [llm.generate(*each).token_ids for each in good] == alone
-        assert llm.metrics.snapshot()["request_success"]["error"] == 14
+        assert Exposition(llm.metrics.prometheus()).samples["request_success_total"]["error"] == 14
 
 
 @pytest.fixture(scope="module")

@@ -474,9 +474,9 @@ def test_onnx_runtime_keeps_rows_where_a_whole_slot_would_not_fit(bundle: Path) 
             assert warm.token_ids == cold.token_ids
             if draft:
                 assert warm.statistics.acceptance_histogram == cold.statistics.acceptance_histogram
-        counts = llm.metrics.snapshot()["prefix_cache"]
-    assert 0 < counts["bytes"] <= counts["limit_bytes"] < slot
-    assert counts["reused_tokens"] >= 2 * 89
+        counts = llm._runtime.scheduler.slots.prefixes.counts
+    assert 0 < counts.bytes <= counts.limit_bytes < slot
+    assert counts.reused_tokens >= 2 * 89
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's account of memory")

@@ -183,10 +183,10 @@ def test_kept_prefixes_hold_windows_only_at_their_cuts(tmp_path: Path) -> None:
     whole += 4 * bundle.feature_size  # which the drafter has not read
     with LLM(bundle.path, max_batch_size=1, prefill_chunk=512, threads=1) as llm:
         llm.generate(prompt, SamplingParams(max_tokens=1))
-        kept = llm.metrics.snapshot()["prefix_cache"]
-        assert kept["tokens"] == 513
+        kept = llm._runtime.scheduler.slots.prefixes.counts
+        assert kept.tokens == 513
         # Both the chunk's end and the prompt's are cuts: the window before the last page, and the page.
-        assert kept["bytes"] == 513 * whole + (WINDOW - 2 + 64 + 1) * windowed
+        assert kept.bytes == 513 * whole + (WINDOW - 2 + 64 + 1) * windowed
         for other in (300, 512, 513):
             again = llm.generate([*prompt[:other], 1, 2], SamplingParams(max_tokens=1))
             assert again.statistics.num_cached_tokens == (other if other > 300 else 0)

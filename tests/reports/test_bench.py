@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from dflash_trt.building.build import build
-from dflash_trt.decoding.metrics import quantiles
 from dflash_trt.decoding.params import RequestOptions
 from dflash_trt.errors import DFlashError
 from dflash_trt.reports import plots
@@ -69,7 +68,11 @@ def test_every_method_serves_the_same_requests(runtime: Runtime) -> None:
     assert figures["block_length_histogram"] == [0, figures["output_tokens"] - 13]
     assert figures["mean_acceptance_length"] == 1
     times = [r.statistics.time_per_output_token for r in plain.requests]
-    assert figures["tpot_ms"]["p50"] == pytest.approx(1e3 * quantiles(times)["p50"], abs=1e-3)
+    ranked = sorted(
+        1e3 * each for each in times
+    )  # 13: the 7th, 12th and 13th are those that so many do not exceed
+    of_times = [figures["tpot_ms"][name] for name in ("p50", "p90", "p99")]
+    assert of_times == pytest.approx([ranked[6], ranked[11], ranked[12]], abs=1e-3)
     fixed = found["3", "fixed"].to_dict()
     assert fixed["mean_acceptance_length"] > 1
     assert len(fixed["block_length_histogram"]) == 5

@@ -17,6 +17,7 @@ from dflash_trt.cli import main
 from dflash_trt.errors import DFlashError, RequestError
 from dflash_trt.trtllm import installed
 from dflash_trt.trtllm.entry import TensorRTLLMOptions
+from tests.doubles.exposition import Exposition
 from tests.doubles.tensorrt_llm_double import make_double
 
 # The packages that the drafter's attention imports.
@@ -98,9 +99,9 @@ def test_acceptance_is_counted_by_decoding_iteration(bundles: Path, double: Any)
         assert statistics.num_accepted_tokens == 2 + 7 + 0 + 2 + 7 + 0
         assert statistics.mean_acceptance_length == pytest.approx(24 / 6)
         assert statistics.num_draft_tokens == 6 * 7
-        snapshot = llm.metrics.snapshot()
-    assert snapshot["spec_decode_num_accepted_tokens"] == 18
-    assert snapshot["generation_tokens"] == 25
+        found = Exposition(llm.metrics.prometheus())
+    assert found["spec_decode_num_accepted_tokens_total"] == 18
+    assert found["generation_tokens_total"] == 25
     assert statistics.time_to_first_token > 0
 
 
