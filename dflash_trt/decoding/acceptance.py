@@ -6,7 +6,7 @@ BaseException. Only an interruption of the whole process propagates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -128,9 +128,20 @@ def decide(request: Request, draft: Draft, verified: Verified, slot: int) -> tup
     try:
         tokens = draft.tokens_of(slot)
         verdict = judge(request, tokens, draft, verified, slot)
-        rows = verified.logits[slot][[0, *verdict.path]] if request.params.logprobs else None
-        copied = draft.copied.get(slot, set[int]())
-        return verdict, _of_verdict(request, tokens, verdict, rows, copied, tree=draft.parents is not None)
+        path, copied, statistics = verdict.path, draft.copied.get(slot), request.statistics
+        drafts = request.own_length(len(tokens)) - 1
+        statistics.record_round(drafts, len(path), tree=draft.parents is not None)
+        found = 0
+        if copied:
+            found = sum(node in copied for node in path)
+            statistics.num_lookup_draft_tokens += sum(node <= drafts for node in copied)
+            statistics.num_lookup_accepted_tokens += found
+        if not verdict.ok and len(tokens) == 1:
+            return verdict, fail(request, non_finite(request.committed + 1))
+        # Where it is not ok, perhaps because of a draft, the next round decides without drafts.
+        decided = [*(tokens[node] for node in path), *([verdict.token] if verdict.ok else [])]
+        rows = verified.logits[slot][[0, *path]] if request.params.logprobs else None
+        return verdict, _emit(request, decided, rows, len(path), drafts, found)
     except INTERRUPTIONS:
         raise
     except BaseException as error:
@@ -190,28 +201,6 @@ def first_token(request: Request, logits: Array) -> Emission:
         return _emit(request, [token], logits[None])
 
     return isolated(request, emission)
-
-
-def _of_verdict(
-    request: Request,
-    drafted: Sequence[int],
-    verdict: Verdict,
-    logits: Array | None,
-    copied: Collection[int],
-    *,
-    tree: bool,
-) -> Emission:
-    accepted = [drafted[node] for node in verdict.path]
-    drafts, own = request.own_length(len(drafted)) - 1, len(copied) and sum(n in copied for n in verdict.path)
-    request.statistics.record_round(drafts, len(accepted), tree=tree)
-    request.statistics.num_lookup_draft_tokens += sum(node <= drafts for node in copied)
-    request.statistics.num_lookup_accepted_tokens += own
-    counts = len(accepted), drafts, own
-    if verdict.ok:
-        return _emit(request, [*accepted, verdict.token], logits, *counts)
-    if len(drafted) > 1:  # perhaps because of a draft; the next round decides without drafts
-        return _emit(request, accepted, logits, *counts)
-    return fail(request, non_finite(request.committed + 1))
 
 
 def _emit(

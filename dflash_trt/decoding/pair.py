@@ -114,11 +114,6 @@ class Pair:
         self._verified: tuple[Any, Any] = (0.0, 0.0)  # start and end of its pass
 
     @property
-    def any_cut(self) -> bool:
-        """Whether prompts may be cut anywhere, see `PassRule.any_cut`."""
-        return self.rule.any_cut
-
-    @property
     def verify_time(self) -> float:
         """The engine's seconds in the last `verify`."""
         return self.arrays.seconds(*self._verified)
@@ -231,10 +226,10 @@ class Pair:
         for i, caches in enumerate(self._caches(draft)):
             caches.restore(slot, [each.data[i] for each in kept], length)
 
-    def clear(self, slot: int, first: int = 0, last: int | None = None) -> None:
-        """Set positions first .. last-1 of a slot to 0, in both models' caches."""
-        self.target.caches.clear(slot, first, last)
-        self.drafter.clear(slot, first, last)
+    def clear(self, slot: int, first: int = 0) -> None:
+        """Set the positions of a slot from `first` on to 0, in both models' caches."""
+        self.target.caches.clear(slot, first)
+        self.drafter.clear(slot, first)
 
     def dummy_draft(self, batch: int, length: int, context: int = USUAL_CONTEXT) -> None:
         """Run a drafter pass as `propose` does, without requests. Overwrites rows of slots 0 .. batch-1."""

@@ -97,7 +97,7 @@ class Prefixes:
         self._trees: dict[Tree, Children] = {}  # none is empty
         # The oldest page first, each with its tree. A page is newer than its descendants, so the oldest one has none.
         self._used: dict[Page, Tree] = {}
-        if (least := pair.kept_bytes(page, draft=True)) > limit_bytes:
+        if 0 < limit_bytes < (least := pair.kept_bytes(page, draft=True)):
             warn_once(
                 _log,
                 f"prefix_cache_bytes is {limit_bytes}, but {page} tokens of this pair take {least} bytes: prefixes "
@@ -137,12 +137,7 @@ class Prefixes:
         shortest = (len(tokens) - 1) // self.page * self.page + 1  # the slot gets lengths of the last page
         for start in range(0, len(tokens), self.page):
             part = tuple(tokens[start : start + self.page])
-            page = children.get(part)
-            if page is None:
-                page = self._copy(slot, start, part, shortest, children, path, tree)
-            elif self.pair.lacks(page.kept, shortest, draft=draft):
-                page = self._renew(slot, page, shortest, path, draft=draft)
-            if page is None:
+            if (page := self._page(slot, start, part, shortest, children, path, tree)) is None:
                 self.counts.refused_tokens += len(tokens) - start
                 self.counts.refused_bytes += self.pair.kept_bytes(len(tokens) - start, draft=draft)
                 break
@@ -167,7 +162,7 @@ class Prefixes:
             children = same.children
         return longest_path, length
 
-    def _copy(
+    def _page(
         self,
         slot: int,
         start: int,
@@ -177,40 +172,36 @@ class Prefixes:
         path: Sequence[Page],
         tree: Tree,
     ) -> Page | None:
-        draft = tree[1]
-        if not self._make_room(self.pair.kept_bytes(len(part), draft=draft), path):
+        """The page of these tokens after `path`: a new copy, or the kept one, with what it lacks. None if there is no
+        room.
+        """
+        page, draft = siblings.get(part), tree[1]
+        if page is not None and not self.pair.lacks(page.kept, shortest, draft=draft):
+            return page
+        held, needed = (0, path) if page is None else (page.kept.size, [*path, page])
+        if not self._make_room(self.pair.kept_bytes(len(part), draft=draft) - held, needed):
             return None
         try:
-            kept = self.pair.keep(slot, start, start + len(part), shortest, draft=draft)
+            if page is None:
+                kept = self.pair.keep(slot, start, start + len(part), shortest, draft=draft)
+            else:
+                kept = self.pair.renew(slot, page.kept, shortest, draft=draft)
         except MemoryError:
             return None
+        self.counts.bytes += kept.size - held
+        if page is not None:
+            page.kept = kept
+            return page
         for shorter in [page for page in siblings.values() if page.tokens == part[: len(page.tokens)]]:
             if set(shorter.kept.lengths) <= set(kept.lengths):
                 self._remove(shorter)
-        page = Page(part, start, kept, siblings)
-        siblings[part] = page
+        page = siblings[part] = Page(part, start, kept, siblings)
         if not start:
             self._trees[tree] = siblings
         self._used[page] = tree
         self.counts.tokens += len(part)
-        self.counts.bytes += kept.size
         self.counts.kept_tokens += len(part)
         self.counts.kept_bytes += kept.size
-        return page
-
-    def _renew(
-        self, slot: int, page: Page, shortest: int, path: Sequence[Page], *, draft: bool
-    ) -> Page | None:
-        """Copy a page again, with more of its content. None if there is no room."""
-        most = self.pair.kept_bytes(len(page.tokens), draft=draft)
-        if not self._make_room(most - page.kept.size, [*path, page]):
-            return None
-        try:
-            kept = self.pair.renew(slot, page.kept, shortest, draft=draft)
-        except MemoryError:
-            return None
-        self.counts.bytes += kept.size - page.kept.size
-        page.kept = kept
         return page
 
     def _make_room(self, size: int, path: Sequence[Page]) -> bool:

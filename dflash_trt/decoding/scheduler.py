@@ -7,7 +7,6 @@ others by that many tokens per step. A round drafts a block for every active req
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -69,17 +68,16 @@ class Scheduler:
         self.waiting.cancel(request)
 
     def logits(self, ids: list[int]) -> Array:
-        with self._whole():
-            self.slots.occupy(0, Reuse(0, 0), draft=False)
-            whole = True
-            for at in range(0, len(ids), self.pair.prefill_chunk):
-                logits, sound, _ = self.pair.prefill(
-                    ids[at : at + self.pair.prefill_chunk], at, 0, draft=False
-                )
-                whole = whole and sound and _finite(logits)
-            last = np.array(logits[-1])
-            if not whole:
-                self.pair.clear(0)
+        self.cut_short = True
+        self.slots.occupy(0, Reuse(0, 0), draft=False)
+        whole, most = True, self.pair.prefill_chunk
+        for at in range(0, len(ids), most):
+            logits, sound, _ = self.pair.prefill(ids[at : at + most], at, 0, draft=False)
+            whole = whole and sound and _finite(logits)
+        last = np.array(logits[-1])
+        if not whole:
+            self.pair.clear(0)
+        self.cut_short = False
         return last
 
     def forget(self) -> None:
@@ -92,12 +90,12 @@ class Scheduler:
             self.forget()
             for slot in range(self.max_batch_size):
                 self.pair.clear(slot)
-            self.cut_short = False
-            return
-        with self._whole():
+        else:
+            self.cut_short = True
             for request in [*self.waiting, *self._running]:
                 self.cancel(request)
             self._leave_early()
+        self.cut_short = False
 
     def close(self) -> None:
         self.pair.close()
@@ -212,12 +210,12 @@ class Scheduler:
             if verified.finite is not None and not verified.finite[slot].all():
                 self.pair.clear(slot, request.committed)
         if emission.finish_reason is not None:
-            self._retire(request)
+            self._release(request)
         return verdict, emission
 
     def _reads_on(self, budget: int) -> bool:
         """Whether this step reads more of the prompts, with so many tokens left."""
-        exact, request = not self.pair.any_cut, self.filling
+        exact, request = not self.pair.rule.any_cut, self.filling
         if request is not None:
             return not exact or self._chunk_end(request, budget) - request.committed <= budget
         if not self.waiting or len(self.active) >= self.max_batch_size:
@@ -231,7 +229,7 @@ class Scheduler:
         start, most = request.committed, self.pair.prefill_chunk
         if request.params.prompt_logprobs:
             most = min(most, self.pair.arrays.most_prompt_rows)
-        return min(start + (min(budget, most) if self.pair.any_cut else most), len(request.prompt))
+        return min(start + (min(budget, most) if self.pair.rule.any_cut else most), len(request.prompt))
 
     def _prefill(self, budget: int, emissions: list[Emission]) -> int:
         """Run one chunk of the request in prefill, or of the next one. Returns the tokens spent."""
@@ -254,21 +252,18 @@ class Scheduler:
                 read_prompt(request, np.asarray(logits), start)
             self.slots.keep_boundary(request)
         if not request.sound or request.committed == len(request.prompt):
-            emissions.append(self._begin(request, np.asarray(logits)[-1]))
+            if request.sound:
+                emission = first_token(request, np.asarray(logits)[-1])
+            else:
+                emission = fail(request, non_finite(request.committed))
+            emissions.append(emission)
+            if emission.finish_reason is None:
+                self.filling = None
+                self.active.append(request)
+            else:
+                self._release(request)
         request.statistics.prefill_time += perf_counter() - begin
         return len(chunk)
-
-    def _begin(self, request: Request, logits: Array) -> Emission:
-        """The first token of a request whose prompt was read, or its error if the logits are not finite."""
-        self.filling = None
-        emission = (
-            first_token(request, logits) if request.sound else fail(request, non_finite(request.committed))
-        )
-        if emission.finish_reason is None:
-            self.active.append(request)
-        else:
-            self._keep(request)
-        return emission
 
     def _occupy(self, request: Request, budget: int) -> None:
         """Find a slot for the next request to be prefilled, and put its reusable tokens there."""
@@ -287,22 +282,19 @@ class Scheduler:
         """Remove the requests that were cancelled or are out of time."""
         emissions = list[Emission]()
         for request in self.waiting.leaving(perf_counter()):
-            if request in self.active:
-                self._retire(request)
-            elif request is self.filling:
-                self.filling = None
-                self._keep(request)
+            if request in self._running:
+                self._release(request)
             elif not self.waiting.remove(request):  # not submitted yet
                 continue
             emissions.append(leave(request, "cancelled" if request.cancelled else "timeout"))
         return emissions
 
-    def _retire(self, ended: Request) -> None:
-        self.active.remove(ended)
-        self._keep(ended)
-
-    def _keep(self, ended: Request) -> None:
-        """Keep the rows of an ended request for others, if they are finite."""
+    def _release(self, ended: Request) -> None:
+        """Free the slot of an ended request. Its rows are kept for others, if they are finite."""
+        if ended is self.filling:
+            self.filling = None
+        else:
+            self.active.remove(ended)
         ended.lookup = None
         if ended.sound:
             self.slots.keep(ended)
@@ -322,18 +314,13 @@ class Scheduler:
     def _running(self) -> list[Request]:
         return [*self.active, *([self.filling] if self.filling else [])]
 
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Mark work whose interruption would leave slots and requests inconsistent."""
-        self.cut_short = True
-        yield
-        self.cut_short = False
-
     def _counted(self, emissions: list[Emission]) -> list[Emission]:
         """The emissions, after the metrics have seen them."""
         running = self._running
         used = sum(request.committed for request in running) / (self.max_batch_size * self.pair.capacity)
-        self.metrics.observe_step(emissions, len(running), len(self.waiting), self.slots.counts, used)
+        self.metrics.observe_step(
+            emissions, len(running), len(self.waiting), self.slots.prefixes.counts, used
+        )
         return emissions
 
 

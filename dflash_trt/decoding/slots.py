@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dflash_trt.decoding.pair import Pair
-from dflash_trt.decoding.prefixes import PAGE, Page, PrefixCounts, Prefixes, common, longest
+from dflash_trt.decoding.prefixes import PAGE, Page, Prefixes, common, longest
 from dflash_trt.decoding.request import Request
 
 
@@ -61,17 +61,12 @@ class Slots:
     def __init__(self, pair: Pair, prefix_cache_bytes: int = 0, page: int = PAGE) -> None:
         self.pair = pair
         self.left: dict[int, Contents] = {}  # what ended requests left in free slots
-        self.prefixes = Prefixes(pair, prefix_cache_bytes, page) if prefix_cache_bytes else None
+        self.reuses, self.prefixes = prefix_cache_bytes > 0, Prefixes(pair, prefix_cache_bytes, page)
 
     @property
     def step(self) -> int:
         """A reused prefix has a multiple of so many tokens, see `PassRule.any_cut`."""
-        return 1 if self.pair.any_cut else self.pair.prefill_chunk
-
-    @property
-    def counts(self) -> PrefixCounts:
-        """What became of the kept prefixes so far."""
-        return self.prefixes.counts if self.prefixes is not None else PrefixCounts()
+        return 1 if self.pair.rule.any_cut else self.pair.prefill_chunk
 
     def contents(self, request: Request) -> Contents:
         """The content of a request's slot that others may reuse."""
@@ -90,7 +85,7 @@ class Slots:
         """
         slot = request.slot = min(set(range(self.pair.slots)) - {each.slot for each in live})
         prompt, draft, salt = request.prompt, request.takes_drafter, request.options.cache_salt
-        if self.prefixes is None or request.params.prompt_logprobs:  # which need every row computed
+        if not self.reuses or request.params.prompt_logprobs:  # which need every row computed
             return Reuse(0, slot)
         held = {each.slot: self.contents(each) for each in live if each.options.cache_salt == salt}
         held |= {at: left for at, left in self.left.items() if left.salt == salt}
@@ -104,20 +99,19 @@ class Slots:
     def occupy(self, slot: int, source: Reuse, *, draft: bool) -> None:
         """Give `slot` to a new request, with the content of `source`. `find` must have been the last call before."""
         self.left.pop(slot, None)
-        if self.prefixes is not None and source.path:
+        if source.path:
             self.prefixes.restore(slot, source.path, source.length, draft=draft)
         elif source.length and source.slot != slot:
             self.pair.copy(source.slot, slot, source.length, draft=draft)
 
     def keep(self, ended: Request) -> None:
         """Leave the content of an ended request's slot until it is overwritten, and keep a copy."""
-        if self.prefixes is None or not ended.committed:
-            return
-        self.left[ended.slot] = self._keep(ended)
+        if self.reuses and ended.committed:
+            self.left[ended.slot] = self._keep(ended)
 
     def keep_boundary(self, request: Request) -> None:
         """Keep a copy of a prompt's beginning, if its slot cannot be cut to every length after the whole prompt."""
-        if self.prefixes is None:
+        if not self.reuses:
             return
         later = self.pair.cut_lengths(request.slot, len(request.prompt), draft=request.takes_drafter)
         if any(lengths and lengths[0] > 1 for lengths in later):
@@ -137,7 +131,6 @@ class Slots:
             contents = self.contents(request)
             both = contents.longest(most, draft=True)
         length = both or contents.longest(most, draft=False)
-        assert self.prefixes is not None
         tokens = [*request.prompt[:length], *request.output[: max(0, length - len(request.prompt))]]
         self.prefixes.keep(request.slot, tokens, draft=both > 0, salt=request.options.cache_salt)
         return contents
@@ -152,5 +145,4 @@ class Slots:
     def forget(self) -> None:
         """Reuse no rows of ended requests."""
         self.left.clear()
-        if self.prefixes is not None:
-            self.prefixes.clear()
+        self.prefixes.clear()

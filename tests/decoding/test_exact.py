@@ -118,7 +118,7 @@ def test_every_job_has_the_tokens_of_plain_decoding(engine: str) -> None:
     assert isinstance(target, UlpTarget)
     assert {width for _, width in target.widths if width <= BLOCK} == set(rule.widths)
     assert max(batch for batch, _ in target.widths) == (4 if rule.any_batch else 1)
-    assert scheduler.slots.counts.reused_tokens > 1000
+    assert scheduler.slots.prefixes.counts.reused_tokens > 1000
 
 
 @pytest.mark.parametrize(

@@ -222,7 +222,7 @@ def test_a_step_that_is_cut_short_leaves_nothing_behind(seed, batch, spare, afte
             pool.scheduler.clear()
             pool.check()
             assert pool.scheduler.idle
-            assert (pool.scheduler.slots.counts.tokens, pool.scheduler.slots.left) == (0, {})
+            assert (pool.scheduler.slots.prefixes.counts.tokens, pool.scheduler.slots.left) == (0, {})
             continue
         for each in requests:
             assert tokens[each] == expected(each.prompt, each.params, each.seed, pool.target.not_a_number)
