@@ -57,5 +57,5 @@ class Caches(Protocol):
     def compact(self, slot: int, start: int, nodes: Sequence[int]) -> None:
         """Move the node that a pass wrote at start + nodes[i] to position start + i. `nodes` are ascending."""
 
-    def clear(self, slot: int, first: int = 0, last: int | None = None) -> None:
-        """Set the content of positions first .. last-1 of a slot to 0."""
+    def clear(self, slot: int, first: int = 0) -> None:
+        """Set the content of the positions of a slot from `first` on to 0."""

@@ -250,11 +250,11 @@ class Drafter:
             features = np.concatenate([each.features for each in parts if each.features is not None])
             self.add_features(slot, {slot: features}, range(length - seen))
 
-    def clear(self, slot: int, first: int = 0, last: int | None = None) -> None:
-        """Set positions first .. last-1 of a slot to 0. If these are all, its unread features are removed too."""
+    def clear(self, slot: int, first: int = 0) -> None:
+        """Set the positions of a slot from `first` on to 0. If these are all, its unread features are removed too."""
         if self.engine is None:
             return
-        self.caches.clear(slot, first, last)
+        self.caches.clear(slot, first)
         if first == 0:
             self.cut(slot, 0)
             self.arrays.clear_unread(slot)

@@ -261,15 +261,13 @@ class SlotCaches(Generic[P, S]):
         for each in self.kinds:
             each.pool.compact(slot, start - each.records[slot].base, nodes)
 
-    def clear(self, slot: int, first: int = 0, last: int | None = None) -> None:
+    def clear(self, slot: int, first: int = 0) -> None:
         for each in self.kinds:
             held = each.records[slot]
-            each.pool.clear(
-                slot, max(0, first - held.base), None if last is None else max(0, last - held.base)
-            )
+            each.pool.clear(slot, max(0, first - held.base), None)
             if first == 0:
                 held.base = held.first = held.last = 0
-            elif last is None:
+            else:
                 held.last = min(held.last, first)
         if self.states is not None:
             self.states.clear(slot, max(first - self.states.position(slot), 0) if first else None)

@@ -102,9 +102,9 @@ class FakeEngine:
         self.cache[target, :length] = kept
         self.nan[target, :length] = self.nan[source, :length]
 
-    def clear(self, slot: int, first: int = 0, last: int | None = None) -> None:
-        self.cache[slot, first:last] = POISON
-        self.nan[slot, first:last] = False
+    def clear(self, slot: int, first: int = 0) -> None:
+        self.cache[slot, first:] = POISON
+        self.nan[slot, first:] = False
 
     def lacks(self, kept: Snapshot, shortest: int) -> bool:
         return False
@@ -246,7 +246,7 @@ class StateTarget(FakeTarget):
         assert self.state[slot][0] == start
         self.last[slot] = [self.last[slot][node] for node in nodes]
 
-    def clear(self, slot: int, first: int = 0, last: int | None = None) -> None:
+    def clear(self, slot: int, first: int = 0) -> None:
         if first == 0:
             self.put(slot, (0, 0))
         else:
@@ -359,9 +359,9 @@ class WindowTarget(FakeTarget):
         super().compact(slot, start, nodes)
         self.rows.compact(slot, start, nodes)
 
-    def clear(self, slot: int, first: int = 0, last: int | None = None) -> None:
-        super().clear(slot, first, last)
-        self.rows.clear(slot, first, last)
+    def clear(self, slot: int, first: int = 0) -> None:
+        super().clear(slot, first)
+        self.rows.clear(slot, first, None)
 
     def holds(self, slot: int, history: Sequence[int]) -> bool:
         self.check_window(slot, len(history))
