@@ -49,6 +49,7 @@ class _Plan:
     """The best length for one batch size, including the anchor, and the next one to try.
 
     seconds, beside, tokens: of a round of that length: usual ones of its passes, all others, and what it commits.
+    rate: its tokens per second.
     draft, verify: the seconds of passes of 1, 2 .. rows of each request.
     """
 
@@ -57,12 +58,9 @@ class _Plan:
     seconds: float
     beside: float
     tokens: float
+    rate: float
     draft: list[float]
     verify: list[float]
-
-    @property
-    def rate(self) -> float:
-        return self.tokens / (self.seconds + self.beside)
 
     def best(self, rate: float, chances: Iterable[Sequence[float]]) -> tuple[int, float]:
         """The nodes with the largest gain - rate * seconds, and this. chances: that nodes 1, 2 .. are right."""
@@ -185,9 +183,9 @@ class AdaptiveLength:
         batch, drafted = max(1, len(done.active)), done.proposed.nodes
         timed = self.verify_times.observe(batch, done.verified, done.verify_seconds, self._trial)
         if drafted > 1:
-            timed &= not self._late(done) and self.draft_times.observe(
-                batch, drafted, done.draft_seconds, self._trial
-            )
+            # A pass that also read prompts, or tokens committed while the drafter was off, tells no usual time.
+            late = self._idle > 0 or done.read > self.block_size
+            timed &= not late and self.draft_times.observe(batch, drafted, done.draft_seconds, self._trial)
         if timed and not self._trial:
             self._learn_beside(done, batch)
         survivals = self._survivals(done)
@@ -209,10 +207,6 @@ class AdaptiveLength:
             if not self._asks:
                 self.verify_times.forget_old(batch)
         self._trial = False
-
-    def _late(self, done: RoundDone) -> bool:
-        """Whether the drafter also read prompts, or tokens committed while it was off."""
-        return self._idle > 0 or done.read > self.block_size
 
     def _learn_beside(self, done: RoundDone, batch: int) -> None:
         """The mean of the host's time and of half of the stalls: some come in so many rounds, others in so much
@@ -272,12 +266,9 @@ class AdaptiveLength:
         return slots[self._rounds % few :: few]
 
     def _plan(self, batch: int) -> _Plan:
-        key = batch, self._asks
-        if key not in self._plans:
-            self._plans[key] = self._make_plan(batch)
-        return self._plans[key]
-
-    def _make_plan(self, batch: int) -> _Plan:
+        """The plan for a batch size, made anew after `_plans` was cleared."""
+        if (known := self._plans.get((batch, self._asks))) is not None:
+            return known
         verify, draft = self.verify_times(batch), self.draft_times(batch)
         passes = [verify[0], *map(sum, zip(verify[1 : self.block_size], draft[1:], strict=False))]
         tokens = [batch * each for each in self._expected.tokens()]
@@ -292,4 +283,6 @@ class AdaptiveLength:
         waiting = [(1 + self._rounds - last) / (each + 0.05) for last, each in zip(tried, lost, strict=True)]
         waiting[best] = -1.0
         trial = waiting.index(max(waiting)) + 1
-        return _Plan(best + 1, trial, passes[best], self._beside, tokens[best], draft, verify)
+        times = passes[best], self._beside, tokens[best], rates[best]
+        plan = self._plans[batch, self._asks] = _Plan(best + 1, trial, *times, draft, verify)
+        return plan

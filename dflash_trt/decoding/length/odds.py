@@ -57,10 +57,6 @@ class Own:
     offset: float = 0.0
     variance: float = _OWN**2
 
-    def less(self, caution: float) -> float:
-        """The offset, less what is not known of it."""
-        return self.offset - caution * self.variance
-
 
 class Odds:
     """The regression. Weights are in one list: of the drafter, then of lookup."""
@@ -115,13 +111,15 @@ class Odds:
         that are hardly ever reached.
         """
         w, slope = self._w, self._w[self._drafter + 2]
-        shared = w[self._drafter] + own.less(_CAUTION) + own.temperature * w[self._drafter + 1]
+        cautious = own.offset - _CAUTION * own.variance
+        shared = w[self._drafter] + cautious + own.temperature * w[self._drafter + 1]
         return _survival([shared + w[place] + slope * log_odds(each) for place, each in enumerate(said)])
 
     def copies(self, own: Own, match: int, drafts: int) -> list[float]:
         """The same of tokens from the text after a match, which each right one makes longer."""
         w, of, column = self._w, _OF_MATCH, self._match
-        shared = w[self._lookup] + own.less(_CAUTION_COPIES) + own.temperature * w[self._lookup + 1]
+        cautious = own.offset - _CAUTION_COPIES * own.variance
+        shared = w[self._lookup] + cautious + own.temperature * w[self._lookup + 1]
         return _survival([shared + w[column + of[min(match + n, 16)]] for n in range(drafts)])
 
     def learn(self, own: Own, tokens: Tokens, said: Said, decided: Sequence[int]) -> None:
