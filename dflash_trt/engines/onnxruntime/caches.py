@@ -81,11 +81,6 @@ class CachePool:
             self.records[slot].finite = max(self.records[slot].finite, end)
         return self._begin(first), rows
 
-    def views(self, begin: int, slots: int, rows: int) -> Iterator[tuple[str, Array]]:
-        """Views of each cache for a pass, [slots, rows, width], at a place that `place` gave."""
-        for name, memory in self.arrays.items():
-            yield name, memory[begin : begin + slots * rows].reshape(slots, rows, -1)
-
     def read(self, slot: int, start: int, stop: int) -> list[Array]:
         """Rows start .. stop-1 of a slot in each cache, as they lie: views [rows, width]."""
         begin = self._begin(slot)
@@ -173,13 +168,6 @@ class CachePool:
         backing.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
 
-def _no_memory(slots: int, capacity: int, size: int) -> DFlashError:
-    return DFlashError(
-        f"no memory for a cache of {slots} sequences, {capacity} tokens each ({size} bytes): lower "
-        "max_batch_size, or build with a smaller --max-seq-len"
-    )
-
-
 def _zeros(slots: int, capacity: int, width: int, dtype: Any) -> tuple[mmap.mmap | None, Array]:
     """Zeros [slots * capacity * width], of which only what is written takes memory, in small pages, and their map.
 
@@ -192,7 +180,10 @@ def _zeros(slots: int, capacity: int, width: int, dtype: Any) -> tuple[mmap.mmap
             return None, np.zeros(count, dtype)
         memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, MemoryError, OverflowError, ValueError) as error:
-        raise _no_memory(slots, capacity, size) from error
+        raise DFlashError(
+            f"no memory for a cache of {slots} sequences, {capacity} tokens each ({size} bytes): lower "
+            "max_batch_size, or build with a smaller --max-seq-len"
+        ) from error
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         with contextlib.suppress(OSError):  # the kernel may lack huge pages
             memory.madvise(mmap.MADV_NOHUGEPAGE)
@@ -281,7 +272,8 @@ class HostCaches(SlotCaches[CachePool, HostStates]):
     def views(self, places: Sequence[tuple[int, int]], slots: int) -> Iterator[tuple[str, Array]]:
         """Views of each cache for a pass, [slots, rows, width], at the places that `prepare` gave."""
         for each, (begin, rows) in zip(self.kinds, places, strict=True):
-            yield from each.pool.views(begin, slots, rows)
+            for name, memory in each.pool.arrays.items():
+                yield name, memory[begin : begin + slots * rows].reshape(slots, rows, -1)
 
     def close(self) -> None:
         """Free all memory."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnxruntime as ort
@@ -31,12 +31,13 @@ _MAX_BINDINGS = 64
 _SMALL_PASSES = 32
 
 
-class _Bound:
-    """One set of shapes, bound once. A pass then only fills the inputs and runs."""
+class _Bound(NamedTuple):
+    """One set of shapes, bound once. A pass then only fills the inputs and runs. size: bytes of both."""
 
-    def __init__(self, binding: Any, inputs: dict[str, Array], outputs: dict[str, Array]) -> None:
-        self.binding, self.inputs, self.outputs = binding, inputs, outputs
-        self.size = sum(array.nbytes for array in (*inputs.values(), *outputs.values()))
+    binding: Any
+    inputs: dict[str, Array]
+    outputs: dict[str, Array]
+    size: int
 
 
 class OnnxRuntimeEngine:
@@ -123,9 +124,14 @@ class OnnxRuntimeEngine:
         """Run one pass. The outputs are views that the next pass overwrites."""
         if self._session is None:
             self._load()
-        places = self._places(feeds, first_slot)
-        known, batch = self.caches.bases(feeds["start"].tolist()), len(feeds["start"])
-        feeds = {**feeds, **{name: np.array(known.get(name, [0] * batch)) for name in self._base_inputs}}
+        starts = feeds["start"].tolist()
+        # One row more than the pass writes, for a sink.
+        written = sum([feeds[name].shape[1] for name in self._written if name in feeds]) + 1
+        places, known = self.caches.prepare(first_slot, starts, written), self.caches.bases(starts)
+        feeds = {
+            **feeds,
+            **{name: np.array(known.get(name, [0] * len(starts))) for name in self._base_inputs},
+        }
         if shrinking := self._small >= _SMALL_PASSES:
             self._bound, self._memory, self._small = {}, {}, 0
         key = (places, first_slot, *[a.shape for a in feeds.values()])
@@ -143,11 +149,6 @@ class OnnxRuntimeEngine:
     def held_bytes(self) -> int:
         """Bytes of the inputs and outputs of passes, without caches."""
         return sum(array.nbytes for array in self._memory.values())
-
-    def _places(self, feeds: Mapping[str, Array], first_slot: int) -> tuple[tuple[int, int], ...]:
-        """Where the pass finds its slots, see `HostCaches.prepare`. One row more than the pass writes, for a sink."""
-        count = sum([feeds[name].shape[1] for name in self._written if name in feeds]) + 1
-        return self.caches.prepare(first_slot, feeds["start"].tolist(), count)
 
     def _bind(
         self, feeds: Mapping[str, Array], places: tuple[tuple[int, int], ...], first_slot: int
@@ -185,7 +186,8 @@ class OnnxRuntimeEngine:
             kind, dot, layer = name.partition(".")
             out = f"{kind}_out{dot}{layer}"
             binding.bind_output(out, "cpu", 0, view.dtype.type, view.shape, view.ctypes.data)
-        return _Bound(binding, inputs, outputs)
+        size = sum(array.nbytes for array in (*inputs.values(), *outputs.values()))
+        return _Bound(binding, inputs, outputs, size)
 
     def _view(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
         """A view of the only buffer with this name. If the buffer grows, all bindings to the old one are dropped."""
