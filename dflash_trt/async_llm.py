@@ -6,7 +6,7 @@ import asyncio
 import atexit
 import threading
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -110,9 +110,18 @@ class AsyncLLM(Opened):
             EngineError: the engine failed and accepts no more requests.
             DFlashError: this object is closed.
         """
-        async with aclosing(self._chunks(prompt, sampling_params, self._asked(options))) as chunks:
-            async for _, chunk in chunks:
-                yield chunk
+        queue: asyncio.Queue[_Item] = asyncio.Queue()
+        request = await self._admit(prompt, sampling_params, self._asked(options), queue.put_nowait)
+        try:
+            while True:
+                item = await queue.get()
+                if isinstance(item, DFlashError):
+                    raise item
+                yield item
+                if item.finish_reason is not None:
+                    return
+        finally:
+            self._leave(request)
 
     async def deliver(
         self,
@@ -125,6 +134,32 @@ class AsyncLLM(Opened):
 
         This takes less of the loop's time than `stream`, for a server with many streams.
         """
+        await self._whole(prompt, sampling_params, self._asked(options), give)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        **options: Unpack[ServingOptions],
+    ) -> Completion:
+        """Complete one prompt. See `stream`."""
+        texts: list[str] = []
+
+        def give(chunk: Chunk) -> None:
+            texts.append(chunk.text)
+
+        request = await self._whole(prompt, sampling_params, self._asked(options), give, due=inf)
+        return completion(request, "".join(texts))
+
+    async def _whole(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        options: RequestOptions,
+        give: Callable[[Chunk], None],
+        due: float = 0.0,
+    ) -> Request:
+        """An ended request, whose chunks went to `give`, the first of them not before the time `due`."""
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def take(item: _Item) -> None:
@@ -141,23 +176,12 @@ class AsyncLLM(Opened):
             if item.finish_reason is not None:
                 ended.set_result(None)
 
-        request = await self._admit(prompt, sampling_params, self._asked(options), take)
+        request = await self._admit(prompt, sampling_params, options, take, due)
         try:
             await ended
         finally:
             self._leave(request)
-
-    async def generate(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        **options: Unpack[ServingOptions],
-    ) -> Completion:
-        """Complete one prompt. See `stream`."""
-        chosen = self._asked(options)
-        async with aclosing(self._chunks(prompt, sampling_params, chosen, due=inf)) as chunks:
-            ((request, whole),) = [each async for each in chunks]
-        return completion(request, whole.text, whole.token_ids)
+        return request
 
     async def close(self, *, finish: bool = True) -> None:
         """Accept no more requests, finish or cancel those in flight, then free the engines."""
@@ -225,27 +249,6 @@ class AsyncLLM(Opened):
             with self._wake:
                 self._preparing -= 1
                 self._wake.notify()
-
-    async def _chunks(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None,
-        options: RequestOptions,
-        due: float = 0.0,
-    ) -> AsyncGenerator[tuple[Request, Chunk], None]:
-        """The request and each of its chunks, the first of them not before the time `due`."""
-        queue: asyncio.Queue[_Item] = asyncio.Queue()
-        request = await self._admit(prompt, sampling_params, options, queue.put_nowait, due)
-        try:
-            while True:
-                item = await queue.get()
-                if isinstance(item, DFlashError):
-                    raise item
-                yield request, item
-                if item.finish_reason is not None:
-                    return
-        finally:
-            self._leave(request)
 
     def _leave(self, request: Request) -> None:
         """Nobody waits for the request any more. It is cancelled if it has not ended."""

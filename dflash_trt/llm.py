@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -14,6 +15,7 @@ from typing import Any, Self, Unpack, cast, overload
 import numpy as np
 
 from dflash_trt.decoding.acceptance import INTERRUPTIONS
+from dflash_trt.decoding.length.policy import Lengths
 from dflash_trt.decoding.params import DraftingOptions, RequestOptions, SamplingParams
 from dflash_trt.decoding.request import Emission, Request, completion, items
 from dflash_trt.decoding.results import Chunk, Completion
@@ -103,20 +105,17 @@ class LLM(Opened):
             params = list(sampling_params)
         else:
             params = [sampling_params or SamplingParams()] * len(listed)
-        drafting = asked(DraftingOptions, options)
-        requests = [self._runtime.request(p, s, _own(drafting)) for p, s in zip(listed, params, strict=True)]
+        own, lengths = self._asked(options)
+        requests = [self._runtime.request(p, s, own) for p, s in zip(listed, params, strict=True)]
         texts: dict[Request, list[str]] = {request: [] for request in requests}
-        tokens: dict[Request, list[int]] = {request: [] for request in requests}
         errors: dict[Request, RequestError] = {}
-        self._runtime.check(drafting)
-        for emission in self._run(requests, drafting):
-            tokens[emission.request] += emission.token_ids
+        for emission in self._run(requests, lengths):
             texts[emission.request].append(emission.text)
             if emission.error is not None:
                 errors[emission.request] = emission.error
         if errors and single:
             raise errors[requests[0]]
-        made = [errors.get(r) or completion(r, "".join(texts[r]), tokens[r]) for r in requests]
+        made = [errors.get(r) or completion(r, "".join(texts[r])) for r in requests]
         if errors:
             raise BatchError(made)
         return cast(Completion, made[0]) if single else cast(list[Completion], made)
@@ -128,10 +127,9 @@ class LLM(Opened):
         **options: Unpack[DraftingOptions],
     ) -> Iterator[Chunk]:
         """Complete one prompt in chunks: the tokens that each round commits. See `generate`."""
-        drafting = asked(DraftingOptions, options)
-        request = self._runtime.request(prompt, sampling_params or SamplingParams(), _own(drafting))
-        self._runtime.check(drafting)  # before the first chunk is taken
-        return _chunks(self._run([request], drafting))
+        own, lengths = self._asked(options)
+        request = self._runtime.request(prompt, sampling_params or SamplingParams(), own)
+        return _chunks(self._run([request], lengths))
 
     def chat(
         self,
@@ -147,7 +145,7 @@ class LLM(Opened):
         tools: functions that the model may call, as in OpenAI's API ({"type": "function", "function": {...}}). Calls
             are in the answer's text, in the model's own notation; the server reads them.
         """
-        prompt = self._runtime.chat_prompt(messages, chat_template_kwargs, tools)
+        prompt = self.chat_prompt(messages, chat_template_kwargs, tools)
         return self.generate(prompt, sampling_params, **options)
 
     def stream_chat(
@@ -160,7 +158,7 @@ class LLM(Opened):
         **options: Unpack[DraftingOptions],
     ) -> Iterator[Chunk]:
         """`chat`, in chunks."""
-        prompt = self._runtime.chat_prompt(messages, chat_template_kwargs, tools)
+        prompt = self.chat_prompt(messages, chat_template_kwargs, tools)
         return self.stream(prompt, sampling_params, **options)
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray[Any, Any]:
@@ -195,14 +193,20 @@ class LLM(Opened):
     ) -> None:
         self.close()
 
-    def _run(self, requests: list[Request], drafting: RequestOptions) -> Generator[Emission]:
+    def _asked(self, options: DraftingOptions) -> tuple[RequestOptions, Lengths]:
+        """The options of each request of a call, and the policy of its rounds, which block_length and tree_nodes are
+        about. Raises RequestError.
+        """
+        drafting = asked(DraftingOptions, options)
+        return replace(drafting, block_length=None, tree_nodes=None), self._runtime.lengths(drafting)
+
+    def _run(self, requests: list[Request], lengths: Lengths) -> Generator[Emission]:
         scheduler, turn = self._runtime.scheduler, _Turn()
         try:
             with self._engines:
                 self._take_turn(turn)
                 with _engine_errors():
                     scheduler.clear()  # an interruption may have left some
-                    lengths = self._runtime.lengths(drafting)
                 for request in requests:
                     request.arrived = perf_counter()
                     scheduler.submit(request)
@@ -250,11 +254,6 @@ def _engine_errors() -> Iterator[None]:
         raise
     except BaseException as error:
         raise EngineError(f"the engine failed: {type(error).__name__}: {error}") from error
-
-
-def _own(drafting: RequestOptions) -> RequestOptions:
-    """A request's own options. In `LLM`, block_length and tree_nodes are those of every round of the call."""
-    return RequestOptions(speculate=drafting.speculate, draft_source=drafting.draft_source)
 
 
 def _chunks(emissions: Generator[Emission]) -> Iterator[Chunk]:

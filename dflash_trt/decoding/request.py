@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from dflash_trt.decoding.length.odds import Own
@@ -99,53 +99,47 @@ class Emission:
     copied: int = 0
 
 
-def chunk(emissions: Sequence[Emission]) -> Chunk:
-    """A stream's chunk, from the emissions of one or more steps. The last chunk has the statistics."""
-    last = emissions[-1]
-    logprobs = [each.logprobs for each in emissions if each.logprobs is not None]
-    tops = [each.top_logprobs for each in emissions if each.top_logprobs is not None]
-    return Chunk(
-        "".join([each.text for each in emissions]),
-        [token for each in emissions for token in each.token_ids],
-        last.finish_reason,
-        None if last.finish_reason is None else last.request.statistics,
-        [logprob for each in logprobs for logprob in each] if logprobs else None,
-        top_logprobs=[top for each in tops for top in each] if tops else None,
-        rounds=[
-            (len(each.token_ids), each.accepted, each.drafts, each.copied)
-            for each in emissions
-            if each.token_ids
-        ],
-    )
-
-
 def items(emissions: Sequence[Emission], *, first: bool) -> Iterator[Chunk | RequestError]:
     """A stream's items, from the emissions of some steps: a chunk, and then the error if the request ended with one.
+    The last chunk has the statistics, unless an error follows.
 
     first: whether these are the first ones. Their chunk has what is known of the prompt.
     """
     if not emissions:
         return
-    error, made = emissions[-1].error, chunk(emissions)
-    if first:
-        request = emissions[-1].request
-        made = replace(made, prompt_token_ids=list(request.prompt), **_about_prompt(request))
-    if error is None:
-        yield made
-        return
-    if made.token_ids or made.text:
-        yield replace(made, finish_reason=None, statistics=None)
-    yield error
+    last = emissions[-1]
+    request, reason = last.request, last.finish_reason if last.error is None else None
+    logprobs = [each.logprobs for each in emissions if each.logprobs is not None]
+    tops = [each.top_logprobs for each in emissions if each.top_logprobs is not None]
+    chunk = Chunk(
+        "".join([each.text for each in emissions]),
+        [token for each in emissions for token in each.token_ids],
+        reason,
+        None if reason is None else request.statistics,
+        [logprob for each in logprobs for logprob in each] if logprobs else None,
+        list(request.prompt) if first else None,
+        [top for each in tops for top in each] if tops else None,
+        rounds=[
+            (len(each.token_ids), each.accepted, each.drafts, each.copied)
+            for each in emissions
+            if each.token_ids
+        ],
+        **(_about_prompt(request) if first else {}),
+    )
+    if last.error is None or chunk.token_ids or chunk.text:
+        yield chunk
+    if last.error is not None:
+        yield last.error
 
 
-def completion(request: Request, text: str, token_ids: list[int]) -> Completion:
+def completion(request: Request, text: str) -> Completion:
     """The complete result of an ended request."""
     reason = request.stop.finish_reason
     assert reason is not None
     params = request.params
     return Completion(
         text,
-        token_ids,
+        request.output[: request.statistics.num_generation_tokens],
         reason,
         request.statistics,
         request.seed,
