@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Container, Mapping
+from contextlib import suppress
 from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 from typing import IO, Any
@@ -107,12 +108,17 @@ class _Renderer:
     def ask(self, line: bytes) -> dict[str, Any]:
         """Answer one line. Raises EOFError if the process ends first, and TimeoutError if it takes too long."""
         with self._lock:
-            process = self._started()
+            process, deadline = self._started(), time.monotonic() + _WALL_SECONDS
+            assert process.stdin is not None
+            assert process.stdout is not None
             try:
-                return _exchange(process, line)
-            except (
-                BaseException
-            ):  # also an interrupt: an answer left in the pipe would be taken for the next one's
+                with suppress(OSError):  # it has ended, and so will the answer
+                    process.stdin.write(line)  # the process reads the whole line first
+                    process.stdin.flush()
+                size = int.from_bytes(_read(process.stdout, 8, deadline), "little")
+                answer: dict[str, Any] = json.loads(_read(process.stdout, size, deadline))
+                return answer
+            except BaseException:  # also an interrupt, as what is left in the pipe would be the next answer
                 self._stop(process)
                 raise
 
@@ -140,25 +146,9 @@ class _Renderer:
         process.kill()
         process.wait()
         for pipe in (process.stdin, process.stdout):
-            try:
+            with suppress(OSError):  # unsent data is lost
                 if pipe is not None:
                     pipe.close()
-            except OSError:
-                pass  # unsent data is lost
-
-
-def _exchange(process: subprocess.Popen[bytes], line: bytes) -> dict[str, Any]:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    deadline = time.monotonic() + _WALL_SECONDS
-    try:
-        process.stdin.write(line)  # the process reads the whole line first
-        process.stdin.flush()
-    except OSError:
-        raise EOFError from None
-    size = int.from_bytes(_read(process.stdout, 8, deadline), "little")
-    answer: dict[str, Any] = json.loads(_read(process.stdout, size, deadline))
-    return answer
 
 
 def _read(pipe: IO[bytes], count: int, deadline: float) -> bytes:
