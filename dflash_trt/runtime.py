@@ -34,7 +34,6 @@ from dflash_trt.engines.registry import AUTO, engine_of, require_packages
 from dflash_trt.errors import BundleError, DFlashError, RequestError, quoted
 from dflash_trt.logs import warn_once
 from dflash_trt.prompts import natural_prompts
-from dflash_trt.text.tokenizer import Tokenizer
 
 # Tokens of the longest prompt that exact mode measures.
 _LONG_PROMPT = 300
@@ -65,6 +64,8 @@ class Opened:
         self.exactness = self._runtime.exactness
         self.bundle, self.tokenizer = self._runtime.bundle, self._runtime.tokenizer
         self.max_seq_len, self.block_size = self._runtime.max_seq_len, self._runtime.block_size
+        manifest = self.bundle.manifest
+        self._thinking_warning = thinking_warning(manifest["target"]["name"]) if manifest["drafter"] else ""
 
     @property
     def metrics(self) -> Metrics:
@@ -78,9 +79,29 @@ class Opened:
         tools: Tools | None = None,
     ) -> list[int]:
         """Token ids of the rendered chat, for `generate` and `stream`; made in the calling thread. In an event loop use
-        `asyncio.to_thread` for a long chat.
+        `asyncio.to_thread` for a long chat. Warns once if the drafter was trained for another mode of the target.
         """
-        return self._runtime.chat_prompt(messages, chat_template_kwargs, tools)
+        if self._thinking_warning and (chat_template_kwargs or {}).get("enable_thinking", True):
+            warn_once(_log, self._thinking_warning)
+        most = self.tokenizer.most_bytes(self.max_seq_len)
+        if _characters([messages, chat_template_kwargs, tools], most) > most:
+            raise RequestError(
+                f"the messages have over {most} characters, more than the {self.max_seq_len} tokens of this bundle "
+                "can have: shorten them"
+            )
+        if not all(isinstance(name, str) for name in chat_template_kwargs or {}):
+            raise RequestError(
+                f"chat_template_kwargs is {quoted(chat_template_kwargs)}, expected names and values"
+            )
+        variables = dict(chat_template_kwargs or {})
+        if tools is not None:
+            if "tools" in variables:
+                raise RequestError("tools are given twice: as the argument and in chat_template_kwargs")
+            if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
+                raise RequestError(f"tools is {quoted(tools)}, expected a list of objects as in OpenAI's API")
+            variables["tools"] = list(tools)
+        text = self.tokenizer.apply_chat_template(messages, **variables)
+        return self.tokenizer.encode(text, add_special_tokens=False, max_tokens=self.max_seq_len)
 
 
 class Runtime:
@@ -111,9 +132,10 @@ class Runtime:
         require_packages(self.bundle)
         self.max_seq_len: int = manifest["max_seq_len"]
         self.block_size: int = manifest["block_size"]
-        self._thinking_warning = thinking_warning(manifest["target"]["name"]) if manifest["drafter"] else ""
         opener = engine_of(self.bundle)
-        self.tokenizer = self._tokenizer(opener.tokenizer_folder)
+        self.tokenizer = opener.tokenizer(self.bundle)
+        with suppress(DFlashError):  # chats raise it
+            self.tokenizer.templates  # noqa: B018 - read now, so that the first chat need not
         self._structures = Structures(
             self.tokenizer.backend, manifest["vocab_size"], manifest["eos_token_ids"]
         )
@@ -138,7 +160,8 @@ class Runtime:
                 f"({error}); lower max_batch_size, or build with a smaller --max-seq-len"
             ) from error
         drafter = "drafter" in self.bundle.roles
-        self._policies = Policies(self.block_size, self._times_file(threads), drafter=drafter)
+        times = None if opener.own_loop else place_of(self.bundle, self.pair, threads, "pass-times")
+        self._policies = Policies(self.block_size, times, drafter=drafter)
         _log.info(
             "opened %s for %s in %.2f s: block %d, %d tokens, %d slots",
             *(self.bundle.path, manifest["engine"], perf_counter() - began),
@@ -186,13 +209,6 @@ class Runtime:
             _log, f"{self.bundle.path}: drafts may change a token where two logits are nearly equal; {way}"
         )
 
-    def _times_file(self, threads: int | None) -> Path | None:
-        """Where the times of passes are kept; None where an engine runs its passes by itself."""
-        try:
-            return place_of(self.bundle, self.pair, threads, "pass-times")
-        except DFlashError:
-            return None
-
     def _measured_prompts(self) -> list[list[int]]:
         """A short prompt, and one that is cut into passes, for exact mode's measurement."""
         texts = [str(prompt.content) for prompt in natural_prompts(None, 8)]
@@ -204,15 +220,6 @@ class Runtime:
         """The bundle in a few words."""
         parts = self.bundle.manifest["engine"], f"block {self.block_size}", f"up to {self.max_seq_len} tokens"
         return ", ".join([repr(str(self.bundle.path)), *parts])
-
-    def _tokenizer(self, folder: str) -> Tokenizer:
-        files = self.bundle.manifest["files"]
-        if folder:
-            files = {name.removeprefix(f"{folder}/") for name in files if name.startswith(f"{folder}/")}
-        tokenizer = Tokenizer(self.bundle.path / folder, files)
-        with suppress(DFlashError):  # chats raise it
-            tokenizer.templates  # noqa: B018 - read now, so that the first chat need not
-        return tokenizer
 
     @property
     def pair(self) -> Pair:
@@ -234,35 +241,6 @@ class Runtime:
         drafter = "drafter" in self.bundle.roles
         options.check(self.block_size, self.scheduler.most_tree_nodes, drafter=drafter)
         self.scheduler.check(options, params or SamplingParams())
-
-    def chat_prompt(
-        self,
-        messages: Messages,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        tools: Tools | None = None,
-    ) -> list[int]:
-        """Token ids of the rendered chat. Warns once if the drafter was trained for another mode of the target."""
-        if self._thinking_warning and (chat_template_kwargs or {}).get("enable_thinking", True):
-            warn_once(_log, self._thinking_warning)
-        most = self.tokenizer.most_bytes(self.max_seq_len)
-        if _characters([messages, chat_template_kwargs, tools], most) > most:
-            raise RequestError(
-                f"the messages have over {most} characters, more than the {self.max_seq_len} tokens of this bundle "
-                "can have: shorten them"
-            )
-        if not all(isinstance(name, str) for name in chat_template_kwargs or {}):
-            raise RequestError(
-                f"chat_template_kwargs is {quoted(chat_template_kwargs)}, expected names and values"
-            )
-        variables = dict(chat_template_kwargs or {})
-        if tools is not None:
-            if "tools" in variables:
-                raise RequestError("tools are given twice: as the argument and in chat_template_kwargs")
-            if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
-                raise RequestError(f"tools is {quoted(tools)}, expected a list of objects as in OpenAI's API")
-            variables["tools"] = list(tools)
-        text = self.tokenizer.apply_chat_template(messages, **variables)
-        return self.tokenizer.encode(text, add_special_tokens=False, max_tokens=self.max_seq_len)
 
     def request(
         self,
@@ -332,24 +310,27 @@ class Runtime:
     ) -> Request:
         eos = () if params.ignore_eos else tuple(self.bundle.manifest["eos_token_ids"])
         stop = StopChecker(params, eos, Detokenizer(self.tokenizer.backend, params.skip_special_tokens))
-        words, vocab = self._word_tokens(params.bad_words), self.bundle.manifest["vocab_size"]
-        ends = [token for token in stop.end_tokens if token < vocab]
+        history = None
+        if params.adjusted:
+            # Each word at the start of a text, and after a space.
+            spellings = dict.fromkeys(
+                each for word in params.bad_words for each in (word, f" {word.lstrip()}")
+            )
+            encoded = (self.tokenizer.encode(each, add_special_tokens=False) for each in spellings)
+            words = [tokens for tokens in encoded if tokens]
+            ends = [token for token in stop.end_tokens if token < self.bundle.manifest["vocab_size"]]
+            history = History(params, ids, words, ends, structure)
         return Request(
             prompt=ids,
             params=params,
             seed=secrets.randbits(64) if params.seed is None else params.seed,
             stop=stop,
-            history=History(params, ids, words, ends, structure) if params.adjusted else None,
+            history=history,
             arrived=perf_counter(),
             options=options,
             deadline=deadline,
             statistics=Statistics(num_prompt_tokens=len(ids)),
         )
-
-    def _word_tokens(self, words: Sequence[str]) -> list[list[int]]:
-        """The token sequences of words: each at the start of a text, and after a space."""
-        spellings = dict.fromkeys(spelling for word in words for spelling in (word, f" {word.lstrip()}"))
-        return [ids for s in spellings if (ids := self.tokenizer.encode(s, add_special_tokens=False))]
 
 
 def thinking_warning(target: str) -> str:

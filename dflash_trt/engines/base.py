@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dflash_trt.formats.base import WeightLayout
     from dflash_trt.formats.precision import Precision
     from dflash_trt.models.inventory import Inventory
+    from dflash_trt.text.tokenizer import Tokenizer
 
 # "copy": the bundle's own files. "link": hard links to the checkpoints' files. "none": graphs only.
 Weights = Literal["copy", "link", "none"]
@@ -257,6 +258,14 @@ class EngineEntry(ABC):
         self, pair: CheckpointPair, settings: BuildSettings, place: Workspace, progress: Progress
     ) -> BuildJob:
         """This engine's part of a build of `pair`. Raises BuildError if it is impossible."""
+
+    def tokenizer(self, bundle: Bundle) -> Tokenizer:
+        """The tokenizer of a bundle of this engine. Raises CheckpointError."""
+        from dflash_trt.text.tokenizer import Tokenizer
+
+        prefix = f"{self.tokenizer_folder}/" if self.tokenizer_folder else ""
+        files = {name.removeprefix(prefix) for name in bundle.manifest["files"] if name.startswith(prefix)}
+        return Tokenizer(bundle.path / self.tokenizer_folder, files)
 
     @abstractmethod
     def open(self, bundle: Bundle, settings: RunSettings) -> DecodingLoop:

@@ -18,7 +18,7 @@ from dflash_trt.files.reading import read_object
 from dflash_trt.serving.openai.errors import ApiError
 from dflash_trt.serving.openai.reading import Json
 from dflash_trt.serving.wire import Update
-from dflash_trt.text.tokenizer import TextThread, Tokenizer
+from dflash_trt.text.tokenizer import TextThread
 
 # Characters that stand for bytes in vocabularies of bytes: printable ones for themselves, the others from 256 on.
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -40,11 +40,8 @@ class Model:
         self.max_seq_len: int = manifest["max_seq_len"]
         self.block_size: int = manifest["block_size"]
         self.vocab_size: int = manifest["vocab_size"]
-        folder = engine_of(self.bundle).tokenizer_folder
-        prefix = f"{folder}/" if folder else ""
-        files = {file.removeprefix(prefix) for file in manifest["files"] if file.startswith(prefix)}
-        self.tokenizer = Tokenizer(self.bundle.path / folder, files)
-        self.defaults = _defaults(self.bundle.path / folder / "generation_config.json")
+        self.tokenizer = engine_of(bundle).tokenizer(bundle)
+        self.defaults = _defaults(self.tokenizer.directory / "generation_config.json")
         self.template = self.tokenizer.chat_source()
         self._texts = TextThread()
         self._token_texts: dict[int, str] = {}  # one request may ask for a million of them
