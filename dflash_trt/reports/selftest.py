@@ -13,10 +13,9 @@ from time import perf_counter
 from typing import Any
 
 from dflash_trt.files.disk import whole_file
-from dflash_trt.reports.checks import Checks, Figures
+from dflash_trt.reports.checks import Checks, Failure, Figures, Skip
 from dflash_trt.reports.environment import describe
 from dflash_trt.reports.localize import Compared
-from dflash_trt.reports.subject import Failure, Skip
 
 FORMAT = "dflash-trt selftest"
 
@@ -34,7 +33,7 @@ class Check:
 
 
 class Selftest:
-    """The checks of a bundle, run in order: `environment`, and then those of `Checks`. `Subject` has the arguments."""
+    """The checks of a bundle, run in order: `environment`, and then those of `Checks`, which has the arguments."""
 
     def __init__(self, bundle: Path, reference: Path | None = None) -> None:
         self.subject = Checks(bundle, reference)
@@ -68,7 +67,8 @@ class Selftest:
                 result.state, result.detail = "failed", f"{type(error).__name__}: {error}"
             timer.cancel()
             result.seconds = round(perf_counter() - begin, 3)
-            write_report(report, self.header(), done, self.subject.compared)
+            localizer = self.subject.localizer
+            write_report(report, self.header(), done, [] if localizer is None else localizer.compared)
             yield result
 
     def header(self) -> dict[str, Any]:
