@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
@@ -98,23 +97,12 @@ class Chat(Generation[ChatRequest, ChatChoice]):
         hidden = ("reasoning",) if self.body.include_reasoning is False else ()
         return [part for part in parts if part.kind not in hidden and (part.call is None or part in calls)]
 
-    async def whole(self, engine: EngineProcess) -> list[bytes]:
-        """The answer at once."""
-        async with aclosing(self.run(engine)) as given:
-            async for index, update in given:
-                choice = self.choices[index]
-                choice.parts += self.parts(index, update)
-                choice.token_ids += update["token_ids"]
-                choice.note(chat_logprobs(self.model, update))
-        choices = []
-        for index, choice in enumerate(self.choices):
-            made = {"index": index, "message": _message(choice), "finish_reason": choice.finish_reason}
-            made["stop_reason"] = choice.stop_reason
-            if self.body.return_token_ids:
-                made["token_ids"] = choice.token_ids
-            choices.append(choice.whole(made))
-            await asyncio.sleep(0)
-        return self.answer(choices)
+    def add(self, index: int, update: Update) -> None:
+        self.choices[index].parts += self.parts(index, update)
+        self.choices[index].note(chat_logprobs(self.model, update))
+
+    def content(self, index: int) -> Json:
+        return {"message": _message(self.choices[index])}
 
     async def chunks(self, engine: EngineProcess) -> AsyncGenerator[dict[str, Any], None]:
         """The answer in chunks."""

@@ -73,24 +73,15 @@ class Completions(Generation[CompletionRequest, CompletionChoice]):
                 update["finish_reason"] = "length"
         super().take(index, update)
 
-    async def whole(self, engine: EngineProcess) -> list[bytes]:
-        """The completions at once."""
-        async with aclosing(self.run(engine)) as given:
-            async for index, update in given:
-                choice, made = self.choices[index], self._choice(index, update)
-                choice.texts.append(made["text"])
-                choice.token_ids += update["token_ids"]
-                choice.note(made["logprobs"])
-        choices = []
-        for index, choice in enumerate(self.choices):
-            made = {"index": index, "text": "".join(choice.texts), "finish_reason": choice.finish_reason}
-            made["stop_reason"] = choice.stop_reason
-            if self.body.return_token_ids:
-                made["token_ids"] = choice.token_ids
-                made["prompt_token_ids"] = self.prepared.prompts[index // self.prepared.n]
-            choices.append(choice.whole(made))
-            await asyncio.sleep(0)
-        return self.answer(choices)
+    def add(self, index: int, update: Update) -> None:
+        made = self._choice(index, update)
+        self.choices[index].texts.append(made["text"])
+        self.choices[index].note(made["logprobs"])
+
+    def content(self, index: int) -> dict[str, Any]:
+        text = {"text": "".join(self.choices[index].texts)}
+        prompt = self.prepared.prompts[index // self.prepared.n]
+        return text | ({"prompt_token_ids": prompt} if self.body.return_token_ids else {})
 
     async def chunks(self, engine: EngineProcess) -> AsyncGenerator[dict[str, Any], None]:
         """The completions in chunks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -274,6 +274,30 @@ class Generation(Generic[B, C]):
         ends = [end for end in ends if end[0] > len(before)]
         return min(ends)[2] if ends else None
 
+    def add(self, index: int, update: Update) -> None:
+        """Keep what the whole answer shows of an update of a choice."""
+        raise NotImplementedError
+
+    def content(self, index: int) -> dict[str, Any]:
+        """The text or message of an ended choice."""
+        raise NotImplementedError
+
+    async def whole(self, engine: EngineProcess) -> list[bytes]:
+        """The whole answer in JSON, in pieces that are sent one by one."""
+        async with aclosing(self.run(engine)) as given:
+            async for index, update in given:
+                self.choices[index].token_ids += update["token_ids"]
+                self.add(index, update)
+        pieces = [to_json(self._frame(self.kind))[:-1], b',"choices":']
+        for index, choice in enumerate(self.choices):
+            made = {"index": index, **self.content(index), "finish_reason": choice.finish_reason}
+            made["stop_reason"] = choice.stop_reason
+            if self.body.return_token_ids:
+                made["token_ids"] = choice.token_ids
+            pieces += [b"," if index else b"[", *choice.whole(made)]
+            await asyncio.sleep(0)
+        return [*pieces, b"],", to_json(self._totals())[1:]]
+
     def reasons(self) -> list[str | None]:
         """The finish reasons of the choices so far."""
         return [choice.finish_reason for choice in self.choices]
@@ -283,33 +307,23 @@ class Generation(Generic[B, C]):
         """Whether all choices have ended."""
         return all(self.reasons())
 
-    def answer(self, choices: Iterable[list[bytes]]) -> list[bytes]:
-        """The whole answer in JSON, in pieces that are sent one by one."""
-        frame = self._frame(self.kind, [])
-        del frame["choices"]
-        pieces = [to_json(frame)[:-1], b',"choices":']
-        for number, choice in enumerate(choices):
-            pieces += [b"," if number else b"[", *choice]
-        return [*pieces, b"],", to_json(self._totals())[1:]]
-
     def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         """A chunk of a stream, with the usage so far where it is asked for."""
         options = self.body.stream_options
         usage = {"usage": self.usage.to_dict()} if options and options.continuous_usage_stats else {}
-        return self._frame(self.chunk_kind, [choice]) | usage
+        return self._frame(self.chunk_kind) | {"choices": [choice]} | usage
 
     def last_chunks(self) -> list[dict[str, Any]]:
         """The chunk that ends a stream, where it is asked for."""
         asked = self.body.stream_options is not None and self.body.stream_options.include_usage
-        return [self._frame(self.chunk_kind, []) | self._totals()] if asked else []
+        return [self._frame(self.chunk_kind) | {"choices": []} | self._totals()] if asked else []
 
     def last_event(self, error: ApiError | None) -> bytes:
         """What ends a stream, after an error in the middle of it or without one."""
         return (b"" if error is None else event(error.body())) + b"data: [DONE]\n\n"
 
-    def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        name = self.model.name
-        return {"id": self.id, "object": kind, "created": self.created, "model": name, "choices": choices}
+    def _frame(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model.name}
 
     def _totals(self) -> dict[str, Any]:
         """`usage`, and `metrics` as vLLM has them, of one choice that was drafted for."""
