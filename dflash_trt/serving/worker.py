@@ -236,7 +236,10 @@ class Worker:
 
     def _checked(self, message: wire.EngineRequest) -> SamplingParams:
         given = dict(message["params"])
-        ends = [*given.pop("stop_token_ids", ()), *self._end_ids(message.get("end_id", -1))]
+        end_id, vocab = message.get("end_id", -1), self._llm.bundle.manifest["vocab_size"]
+        if not -1 <= end_id < vocab:
+            raise RequestError(f"end_id is {end_id}, expected a token id, 0..{vocab - 1}, or -1 for none")
+        ends = [*given.pop("stop_token_ids", ()), *([] if end_id == -1 else [end_id])]
         bias = dict(message.get("logit_bias", ()))
         for word, weight in message.get("bias_words", ()):
             ids = self._llm.tokenizer.encode(word, add_special_tokens=False)
@@ -292,12 +295,6 @@ class Worker:
 
     def _echo(self, ids: list[int]) -> tuple[str, list[int]]:
         return self._llm.tokenizer.decode(ids), ids
-
-    def _end_ids(self, end_id: int) -> list[int]:
-        vocab = self._llm.bundle.manifest["vocab_size"]
-        if not -1 <= end_id < vocab:
-            raise RequestError(f"end_id is {end_id}, expected a token id, 0..{vocab - 1}, or -1 for none")
-        return [] if end_id == -1 else [end_id]
 
     def _send(self, key: int | str, update: Any) -> None:
         """Send soon, behind what is still to be sent of the same sequence. What has log-probabilities becomes JSON when

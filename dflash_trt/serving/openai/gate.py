@@ -48,13 +48,13 @@ class Gate:
         observe: Callable[[int, int], None],
         hosts: Collection[str] | None = None,
     ) -> None:
-        self._app, self._most, self._observe, self._hosts = app, most, observe, hosts
+        self.app, self.most, self.observe, self._hosts = app, most, observe, hosts
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await _Visit(self._app, scope, receive, send).run(self._admit, self._most, self._observe)
+        await _Visit(self, scope, receive, send).run()
 
-    def _admit(self, path: str, headers: dict[bytes, bytes]) -> str:
+    def admit(self, path: str, headers: dict[bytes, bytes]) -> str:
         """The digest of the request's key, if there are several. Raises ApiError."""
         host = headers.get(b"host", b"").decode("latin-1")
         if self._hosts is not None and not _is_known(host, self._hosts):
@@ -99,8 +99,8 @@ def _is_known(host: str, names: Collection[str]) -> bool:
 class _Visit:
     """One request."""
 
-    def __init__(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        self._app, self._scope, self._receive, self._send = app, scope, receive, send
+    def __init__(self, gate: Gate, scope: Scope, receive: Receive, send: Send) -> None:
+        self._gate, self._scope, self._receive, self._send = gate, scope, receive, send
         self._headers = dict(scope["headers"])
         given = self._headers.get(b"x-request-id", b"").decode("latin-1")
         self.id = given if _ID.fullmatch(given) else uuid.uuid4().hex
@@ -113,20 +113,14 @@ class _Visit:
         assert task is not None
         self._task = task
 
-    async def run(
-        self,
-        admit: Callable[[str, dict[bytes, bytes]], str],
-        most: int,
-        observe: Callable[[int, int], None],
-    ) -> None:
+    async def run(self) -> None:
         path = self._scope["path"]
         state = self._scope.setdefault("state", {})
         state["request_id"] = self.id
         try:
             try:
-                state["key_digest"] = admit(path, self._headers)
-                body = await self._body(most)
-                await self._answer(body)
+                state["key_digest"] = self._gate.admit(path, self._headers)
+                await self._answer(await self._body(self._gate.most))
             except ApiError as error:
                 await self._refuse(error)
             except ConnectionError:  # the client has left
@@ -142,7 +136,7 @@ class _Visit:
                 await self._refuse(ApiError(500, f"the server failed: {type(error).__name__}"))
         finally:
             if path not in OPEN and not path.startswith("/page/"):
-                observe(self._status, state.get("failed", self._status))
+                self._gate.observe(self._status, state.get("failed", self._status))
 
     async def _body(self, most: int) -> bytes:
         declared = self._headers.get(b"content-length", b"0")
@@ -181,7 +175,7 @@ class _Visit:
 
         listener = asyncio.create_task(self._listen())
         try:
-            await self._app(self._scope, receive, self._answered)
+            await self._gate.app(self._scope, receive, self._answered)
         finally:
             listener.cancel()
 

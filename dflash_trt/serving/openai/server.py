@@ -174,6 +174,8 @@ def _uvicorn(
     """uvicorn's server, which drains and ends as the settings say. background: takes the tasks of the end."""
     import uvicorn
 
+    from dflash_trt.serving.openai.connections import Connection
+
     loop = asyncio.get_running_loop()
 
     async def end_requests() -> None:
@@ -207,15 +209,7 @@ def _uvicorn(
                 background.append(asyncio.create_task(_cut_unconfirmed(self.server_state.connections)))
             await super().shutdown(sockets)
 
-    return Server(_config(gate, settings))
-
-
-def _config(gate: Any, settings: ServerSettings) -> Any:
-    import uvicorn
-
-    from dflash_trt.serving.openai.connections import Connection
-
-    return uvicorn.Config(
+    config = uvicorn.Config(
         gate,
         http=Connection,
         ws="none",
@@ -228,6 +222,7 @@ def _config(gate: Any, settings: ServerSettings) -> Any:
         ssl_keyfile=settings.certificate_key,
         backlog=4096,
     )
+    return Server(config)
 
 
 async def _cut_unconfirmed(connections: Iterable[Any]) -> None:
