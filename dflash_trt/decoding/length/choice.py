@@ -30,7 +30,7 @@ class Policies:
     def __init__(self, block_size: int, place: Path | None = None, *, drafter: bool = True) -> None:
         """drafter: whether the bundle has one."""
         self.block_size, self._place, self._drafter = block_size, place, drafter
-        self._times: tuple[PassTimes, PassTimes] | None = None
+        self._times = self._read()
         self._adaptive: dict[int, AdaptiveLength] = {}  # by the most nodes of a tree
 
     def __call__(self, options: RequestOptions, most_tree_nodes: int) -> Lengths:
@@ -47,17 +47,17 @@ class Policies:
             return FixedLength(length) if self._drafter and options.takes_drafter else FixedCopies(length)
         most = 0 if nodes == 0 else min(MOST_NODES, most_tree_nodes)
         if most not in self._adaptive:
-            self._times = self._times or self._read()
             self._adaptive[most] = AdaptiveLength(self.block_size, *self._times, most)
         return self._adaptive[most]
 
     def keep(self) -> None:
         """Write the times that were learned, for later processes."""
-        if self._place is None or self._times is None or not any(times.kept() for times in self._times):
+        kept = [times.kept() for times in self._times]
+        if self._place is None or not self._adaptive or not any(kept):
             return
         try:
             self._place.parent.mkdir(parents=True, exist_ok=True)
-            write_object(self._place, dict(zip(_KINDS, [times.kept() for times in self._times], strict=True)))
+            write_object(self._place, dict(zip(_KINDS, kept, strict=True)))
         except OSError as error:
             warn_once(
                 _log,
