@@ -121,8 +121,6 @@ class Chat(Generation[ChatRequest, ChatChoice]):
                     yield self._delta(index, delta)
                 for delta in deltas[-1:]:
                     yield self._delta(index, delta, **more)
-        for chunk in self.last_chunks():
-            yield chunk
 
     def _beside(self, choice: ChatChoice, update: Update) -> dict[str, Any]:
         """What the last delta of an update has beside its text."""

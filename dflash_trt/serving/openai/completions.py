@@ -88,8 +88,6 @@ class Completions(Generation[CompletionRequest, CompletionChoice]):
         async with aclosing(self.run(engine)) as given:
             async for index, update in given:
                 yield self.chunk(self._choice(index, update))
-        for chunk in self.last_chunks():
-            yield chunk
 
     def _choice(self, index: int, update: Update) -> dict[str, Any]:
         """What an update adds to a choice. The first one has the echo."""

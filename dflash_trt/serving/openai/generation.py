@@ -313,14 +313,14 @@ class Generation(Generic[B, C]):
         usage = {"usage": self.usage.to_dict()} if options and options.continuous_usage_stats else {}
         return self._frame(self.chunk_kind) | {"choices": [choice]} | usage
 
-    def last_chunks(self) -> list[dict[str, Any]]:
-        """The chunk that ends a stream, where it is asked for."""
-        asked = self.body.stream_options is not None and self.body.stream_options.include_usage
-        return [self._frame(self.chunk_kind) | {"choices": []} | self._totals()] if asked else []
-
     def last_event(self, error: ApiError | None) -> bytes:
-        """What ends a stream, after an error in the middle of it or without one."""
-        return (b"" if error is None else event(error.body())) + b"data: [DONE]\n\n"
+        """What ends a stream: the usage where it is asked for, or an error in the middle of it, and the end's mark."""
+        options, end = self.body.stream_options, b""
+        if error is not None:
+            end = event(error.body())
+        elif options is not None and options.include_usage:
+            end = event(self._frame(self.chunk_kind) | {"choices": []} | self._totals())
+        return end + b"data: [DONE]\n\n"
 
     def _frame(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model.name}
