@@ -24,20 +24,9 @@ from dflash_trt.text.tokenizer import Tokenizer
 
 _MARKERS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
 _ENDS = ("<|eom|>", "<|eot|>")  # of Muse Glimmer's messages
-_MUSE = "<atem:"  # its calls, which its template describes
 # The end of a message's text that may be the header of another one, which Muse Glimmer sometimes begins there.
 _HEADER = re.compile(r"(?:^|(?<=\s))(?:to?|to=[\w.-]*)\Z")
 _MOST_HEADER = 1000  # characters; a channel and a tool take fewer
-
-
-def in_channels(template: str) -> bool:
-    """Whether a template's family writes messages of several channels."""
-    return "<|channel|>" in template or _MUSE in template
-
-
-def by_recipient(template: str) -> bool:
-    """Whether it names their recipients."""
-    return _MUSE in template
 
 
 class Channels:

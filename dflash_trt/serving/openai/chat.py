@@ -11,7 +11,7 @@ from typing import Any
 from dflash_trt.decoding.output import Detokenizer
 from dflash_trt.errors import RequestError, shorten
 from dflash_trt.serving.openai.calls import Schemas
-from dflash_trt.serving.openai.channels import Channels, by_recipient, in_channels
+from dflash_trt.serving.openai.channels import Channels
 from dflash_trt.serving.openai.engine import EngineProcess
 from dflash_trt.serving.openai.errors import ApiError, refused
 from dflash_trt.serving.openai.generation import AnswerChoice, Generation, Prepared, Usage, prepare
@@ -22,13 +22,7 @@ from dflash_trt.serving.openai.reading import Json, ToolChoice
 from dflash_trt.serving.openai.reading import tool_choice as tool_choice_of
 from dflash_trt.serving.openai.reading import tools as tools_of
 from dflash_trt.serving.openai.structure import calls_form, form_of, frame_of, names_of
-from dflash_trt.serving.openai.written import (
-    RESPONSE,
-    calls_of,
-    has_special_marks,
-    marks_of_calls,
-    thoughts_of,
-)
+from dflash_trt.serving.openai.written import RESPONSE, Written
 from dflash_trt.serving.wire import Update
 
 
@@ -178,7 +172,7 @@ async def _prepared(
     model: Model, body: ChatRequest, most_seconds: float | None, names: list[tuple[str, str]]
 ) -> tuple[Prepared, list[ChatChoice]]:
     """The engine's request, and the choices, without text yet. names: gets the names of the form's fields."""
-    template = model.template
+    written = model.written
     choice, tools = tool_choice_of(body.tool_choice), tools_of(body.tools)
     callable_tools = _callable(choice, tools)
     if choice.mode == "none":
@@ -189,26 +183,25 @@ async def _prepared(
     ids, text, message = await _rendered(model, body, tools)
     last = message["content"]
     wanted = form_of(body)
-    frame = frame_of(template, model.tokenizer.backend.token_to_id, text[max(text.rfind("<|start|>"), 0) :])
+    frame = frame_of(written, model.tokenizer.backend.token_to_id, text[max(text.rfind("<|start|>"), 0) :])
     single = choice.one or body.parallel_tool_calls is False
     beside = wanted if body.response_format is not None and choice.mode != "none" else None
     grammar = calls_form(choice, callable_tools, frame, single=single, beside=beside)
     names += names_of(body, calls=grammar is not None)
     form = grammar or wanted
     # Whether the answer begins within a thought, which its generation prompt or the continued message has begun.
-    thoughts = thoughts_of(template)
+    thoughts = written.thoughts
     thinks = thoughts is not None and (
         thoughts.within(text)
         or (bool(body.continue_final_message) and last.rfind(thoughts.begin) > last.rfind(thoughts.end))
     )
-    if form is not None and (begin := _begin(template, text, thinks, calls=grammar is not None)):
+    if form is not None and (begin := _begin(written, text, thinks, calls=grammar is not None)):
         text, thinks = text + begin, False
         ids = [*ids, *await model.encode(begin, special=False)]
     more = _params(model, body, form, bool(tools))
     if body.stop:
-        more["stop_outside"] = _hidden(template, text, thinks, bool(tools))
+        more["stop_outside"] = _hidden(written, text, thinks, bool(tools))
     prepared = prepare(model, body, [ids], max_tokens=most, more=more, most_seconds=most_seconds)
-    calling = template if grammar or form is None else ""  # an answer of another form has no calls
     schemas = (
         {each["function"]["name"]: each["function"].get("parameters", {}) for each in tools}
         if tools
@@ -216,7 +209,8 @@ async def _prepared(
     )
     choices = []
     for _ in range(prepared.n):
-        calls = calls_of(calling, schemas)
+        # An answer of another form has no calls.
+        calls = written.calls(schemas if grammar or form is None else None)
         words = Detokenizer(model.tokenizer.backend) if body.return_rounds else None
         parser = _parser(model, text, thinks, calls, schemas)
         one_call = body.parallel_tool_calls is False
@@ -231,9 +225,9 @@ def _params(model: Model, body: ChatRequest, form: Json | None, tools: bool) -> 
         more = {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     if form is not None:
         more["structured_outputs"] = form
-    if in_channels(model.template):
+    if model.written.channels:
         more["skip_special_tokens"] = True  # they are read as tokens
-    elif has_special_marks(model.template):
+    elif model.written.special:
         more["skip_special_tokens"] = False
         response = model.tokenizer.backend.token_to_id(RESPONSE)
         if tools and response is not None:
@@ -260,7 +254,7 @@ async def _rendered(model: Model, body: ChatRequest, tools: list[Json]) -> tuple
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         variables["reasoning_effort"] = body.reasoning_effort
-        if by_recipient(model.template):  # Muse Glimmer's has a name and least and greatest values of its own
+        if model.written.recipients:  # Muse Glimmer's has a name and least and greatest values of its own
             effort = {"none": "low", "minimal": "low", "xhigh": "max"}
             strength = effort.get(body.reasoning_effort, body.reasoning_effort)
             variables.setdefault("reasoning_strength", strength)
@@ -279,16 +273,16 @@ async def _rendered(model: Model, body: ChatRequest, tools: list[Json]) -> tuple
         raise refused(error) from None
 
 
-def _begin(template: str, text: str, thinks: bool, calls: bool) -> str:
+def _begin(written: Written, text: str, thinks: bool, calls: bool) -> str:
     """The text that ends a prompt before an answer in a form, which has no thoughts and begins with its content.
 
     calls: whether the form is that of calls, which has their channel.
     """
-    if in_channels(template):
+    if written.channels:
         header = text[text.rfind("<|start|>") :]
-        begin = " to=user<|message|>" if by_recipient(template) else "<|channel|>final<|message|>"
+        begin = " to=user<|message|>" if written.recipients else "<|channel|>final<|message|>"
         return "" if calls or "<|message|>" in header else begin
-    thoughts = thoughts_of(template)
+    thoughts = written.thoughts
     return f"\n{thoughts.end}\n\n" if thinks and thoughts else ""
 
 
@@ -296,21 +290,19 @@ def _parser(
     model: Model, text: str, thinks: bool, calls: Stage, schemas: Schemas | None
 ) -> AnswerParser | Channels:
     """What reads the answer to a prompt of this text, as the template's family writes it."""
-    if in_channels(model.template):
-        return Channels(
-            model.tokenizer, text, calls, (schemas or {}) if by_recipient(model.template) else None
-        )
-    if (thoughts := thoughts_of(model.template)) is not None:
+    if model.written.channels:
+        return Channels(model.tokenizer, text, calls, (schemas or {}) if model.written.recipients else None)
+    if (thoughts := model.written.thoughts) is not None:
         think = Think(thinks, thoughts.begin, thoughts.end)
         return AnswerParser(think, calls, model.tokenizer.backend.token_to_id(thoughts.end))
     return AnswerParser(None, calls)
 
 
-def _hidden(template: str, prompt: str, thinks: bool, tools: bool) -> list[tuple[str, str]]:
+def _hidden(written: Written, prompt: str, thinks: bool, tools: bool) -> list[tuple[str, str]]:
     """Marks around what is no content of an answer: `stop` is about the content."""
-    if in_channels(template):
+    if written.channels:
         header, body, _ = prompt[prompt.rfind("<|start|>") :].partition("<|message|>")
-        if by_recipient(template):
+        if written.recipients:
             marks = [
                 ("<|start|>", "<|message|>"),
                 ("to=self", "<|eom|>"),
@@ -328,8 +320,8 @@ def _hidden(template: str, prompt: str, thinks: bool, tools: bool) -> list[tuple
         elif "<|channel|>analysis" in header:
             pairs.append(("", "<|end|>"))
         return pairs
-    thoughts = thoughts_of(template)
+    thoughts = written.thoughts
     pairs = [] if thoughts is None else [(thoughts.begin, thoughts.end)]
     if thinks and thoughts is not None:
         pairs.append(("", thoughts.end))
-    return [*pairs, *(marks_of_calls(template) if tools else ())]
+    return [*pairs, *(written.call_marks if tools else ())]

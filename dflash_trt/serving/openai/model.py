@@ -17,6 +17,7 @@ from dflash_trt.errors import CheckpointError, DFlashError, RequestError
 from dflash_trt.files.reading import read_object
 from dflash_trt.serving.openai.errors import ApiError
 from dflash_trt.serving.openai.reading import Json
+from dflash_trt.serving.openai.written import written_by
 from dflash_trt.serving.wire import Update
 from dflash_trt.text.tokenizer import TextThread
 
@@ -42,7 +43,7 @@ class Model:
         self.vocab_size: int = manifest["vocab_size"]
         self.tokenizer = engine_of(bundle).tokenizer(bundle)
         self.defaults = _defaults(self.tokenizer.directory / "generation_config.json")
-        self.template = self.tokenizer.chat_source()
+        self.written = written_by(self.tokenizer.chat_source())
         self._texts = TextThread()
         self._token_texts: dict[int, str] = {}  # one request may ask for a million of them
 
@@ -95,7 +96,7 @@ class Model:
 
         def render() -> tuple[list[int], str, Json]:
             given = read()
-            if "developer" not in self.template:
+            if not self.written.developer:
                 for message in given:
                     message["role"] = {"developer": "system"}.get(message["role"], message["role"])
             try:

@@ -18,7 +18,7 @@ from dflash_trt.serving.openai.errors import ApiError, Names
 from dflash_trt.serving.openai.parsing import BARE
 from dflash_trt.serving.openai.protocol import SamplingFields
 from dflash_trt.serving.openai.reading import Json, ToolChoice, refuse
-from dflash_trt.serving.openai.written import MISTRAL, TAG, notation_of
+from dflash_trt.serving.openai.written import MISTRAL, TAG, Written
 
 _FIELDS = ("json", "json_object", "regex", "choice", "grammar", "disable_any_whitespace")
 
@@ -92,8 +92,8 @@ class Frame:
     content: str = ""
 
 
-def frame_of(template: str, token_id: Callable[[str], int | None], header: str) -> Frame | None:
-    """The frame of this template's family, None where calls cannot be enforced.
+def frame_of(written: Written, token_id: Callable[[str], int | None], header: str) -> Frame | None:
+    """The frame of a family, None where calls cannot be enforced.
 
     token_id: the id of a mark; None where the tokenizer has no such token. header: the prompt from its last
     `<|start|>` on.
@@ -102,17 +102,16 @@ def frame_of(template: str, token_id: Callable[[str], int | None], header: str) 
     def mark(text: str) -> str:
         return json.dumps(text) if (number := token_id(text)) is None else f"<[{number}]>"
 
-    if "<|channel|>" in template:
+    if written.channels and not written.recipients:
         return _channels(mark, token_id("<|constrain|>") is not None, header)
-    notation = notation_of(template)
-    if notation == MISTRAL:
+    if written.notation == MISTRAL:
         return Frame(lambda name, rule: f"{mark(MISTRAL.begin)} {json.dumps(name)} {mark(ARGUMENTS)} {rule}")
-    if notation == TAG:
+    if written.notation == TAG:
         return Frame(
             lambda name, rule: f'"<tool_call>\\n" {_call_object(name, "arguments", rule)} "\\n</tool_call>"',
             between='"\\n"',
         )
-    if notation == BARE:
+    if written.notation == BARE:
         return Frame(lambda name, rule: _call_object(name, "parameters", rule), between='"; "')
     return None
 

@@ -14,10 +14,10 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from dflash_trt.serving.openai.calls import ARGUMENTS, Schemas, gemma_call, mistral_call, tagged_call
-from dflash_trt.serving.openai.channels import by_recipient
 from dflash_trt.serving.openai.parsing import BARE, BareCalls, MarkedCalls, Notation, Stage
 
 
@@ -61,38 +61,51 @@ _THOUGHTS = (
     Thoughts("<|channel>thought\n", "<channel|>", shown=False),
     Thoughts("[THINK]", "[/THINK]", shown=False),
 )
+_MUSE = "<atem:"  # its calls, which its template describes
 
 
-def thoughts_of(template: str) -> Thoughts | None:
-    """How a template's family marks reasoning; None if it has none. The channels of gpt-oss are read otherwise."""
-    return next((t for t in _THOUGHTS if t.begin.rstrip() in template or t.end in template), None)
+@dataclass(frozen=True)
+class Written:
+    """How a template's family writes answers.
+
+    channels: in messages of several channels, or, with `recipients`, in messages to recipients.
+    thoughts: the marks of reasoning; None if it has none, or channels for it.
+    notation: how it marks calls; BARE for objects without marks, "" if it has none.
+    call_marks: marks around calls, where they have both.
+    special: whether marks are special tokens, which must have a text to be read.
+    developer: whether its messages may be of the role developer.
+    """
+
+    channels: bool
+    recipients: bool
+    thoughts: Thoughts | None
+    notation: Notation | str
+    call_marks: list[tuple[str, str]]
+    special: bool
+    developer: bool
+
+    def calls(self, schemas: Schemas | None) -> Stage:
+        """The stage that reads calls. Without tools there are none."""
+        if schemas is None or not self.notation:
+            return Stage()
+        if isinstance(self.notation, Notation):
+            return MarkedCalls(self.notation, schemas)
+        return BareCalls(schemas)
 
 
-def has_special_marks(template: str) -> bool:
-    """Whether marks of this template are special tokens, which must have a text to be read."""
-    thoughts = thoughts_of(template)
-    special = thoughts is not None and not thoughts.shown
-    return GEMMA.begin in template or MISTRAL.begin in template or special
-
-
-def marks_of_calls(template: str) -> list[tuple[str, str]]:
-    """Marks around calls, where they have both."""
-    return [(each.begin, each.end) for each in (TAG, GEMMA) if each.begin in template]
-
-
-def notation_of(template: str) -> Notation | str:
-    """How this template's family marks calls; BARE for objects without marks, "" if it has none."""
-    if by_recipient(template):
-        return ""
+def written_by(template: str) -> Written:
+    """How the family of this chat template writes answers."""
+    thoughts = next((t for t in _THOUGHTS if t.begin.rstrip() in template or t.end in template), None)
+    recipients = _MUSE in template
     bare = BARE if "python_tag" in template or '"parameters"' in template else ""
-    return next((each for each in (GEMMA, MISTRAL, TAG) if each.begin in template), bare)
-
-
-def calls_of(template: str, schemas: Schemas | None) -> Stage:
-    """The stage that reads calls as this template's family writes them. Without tools there are none."""
-    notation = notation_of(template)
-    if schemas is None or not notation:
-        return Stage()
-    if isinstance(notation, Notation):
-        return MarkedCalls(notation, schemas)
-    return BareCalls(schemas)
+    notation = next((each for each in (GEMMA, MISTRAL, TAG) if each.begin in template), bare)
+    special = GEMMA.begin in template or MISTRAL.begin in template
+    return Written(
+        channels=recipients or "<|channel|>" in template,
+        recipients=recipients,
+        thoughts=thoughts,
+        notation="" if recipients else notation,
+        call_marks=[(each.begin, each.end) for each in (TAG, GEMMA) if each.begin in template],
+        special=special or (thoughts is not None and not thoughts.shown),
+        developer="developer" in template,
+    )

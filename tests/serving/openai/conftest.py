@@ -23,6 +23,7 @@ from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.serving.openai.chat import Chat
 from dflash_trt.serving.openai.model import Model
 from dflash_trt.serving.openai.protocol import ChatRequest
+from dflash_trt.serving.openai.written import written_by
 
 OPTIONS = (
     "--block-length=8", "--max-batch-size=4", "--threads=1", "--stream-interval=0", "--grace=2", "--allow-priority",
@@ -41,7 +42,7 @@ def tool(parameters: Any, name: str = "order") -> dict[str, Any]:
 def model_of(bundle: Path, template: str, prompt: str = "hi", marks: Sequence[str] = ()) -> Model:
     """A bundle's model with another family's chat template, by which every chat becomes this prompt."""
     model = Model(Bundle.open(bundle), None)
-    model.template = template
+    model.written = written_by(template)
     model.tokenizer.backend.add_special_tokens([*marks])
 
     async def chat(read: Any, *_: Any, **__: Any) -> tuple[list[int], str, Any]:

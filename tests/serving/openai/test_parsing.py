@@ -14,15 +14,7 @@ import pytest
 from dflash_trt.serving.openai.calls import muse_calls
 from dflash_trt.serving.openai.channels import Channels
 from dflash_trt.serving.openai.parsing import BARE, AnswerParser, AnswerPart, BareCalls, Stage, Think
-from dflash_trt.serving.openai.written import (
-    GEMMA,
-    MISTRAL,
-    TAG,
-    calls_of,
-    has_special_marks,
-    notation_of,
-    thoughts_of,
-)
+from dflash_trt.serving.openai.written import GEMMA, MISTRAL, TAG, written_by
 from dflash_trt.text.tokenizer import Tokenizer
 
 GPT_OSS = Path(__file__).parents[3] / "dflash_trt" / "shipped" / "tiny-gpt-oss" / "target"
@@ -46,7 +38,7 @@ def read(make: object, text: str) -> tuple[str, str, list[tuple[str, object]]]:
 
 
 def parser(notation: str = "", inside: bool = False) -> AnswerParser:
-    return AnswerParser(Think(inside), calls_of(notation, SCHEMAS))
+    return AnswerParser(Think(inside), written_by(notation).calls(SCHEMAS))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +118,7 @@ TYPES: dict[str, Any] = {
     ],
 )  # fmt: skip
 def test_a_value_in_tags_is_json_only_where_it_cannot_be_a_text(name: str, text: str, value: object) -> None:
-    stage = calls_of(TAG.begin, {"f": TYPES})
+    stage = written_by(TAG.begin).calls({"f": TYPES})
     call = f"<tool_call><function=f><parameter={name}>\n{text}\n</parameter></function></tool_call>"
     (part,) = [*stage.push(call), *stage.finish()]
     assert part.call is not None
@@ -179,7 +171,10 @@ BEGINNINGS = {
 def test_twice_the_text_takes_twice_the_time(piece: str) -> None:
     """Measured again where something else took time; four times as much would be quadratic."""
     makes = [
-        *((partial(calls_of, each.begin, SCHEMAS), start) for each, starts in BEGINNINGS.items() for start in starts),
+        *(
+            (partial(written_by(each.begin).calls, SCHEMAS), start)
+            for each, starts in BEGINNINGS.items() for start in starts
+        ),
         *((partial(BareCalls, SCHEMAS), start) for start in ("", '{"name": "')),
         (partial(Think, False), ""), (partial(Think, True), ""),
         (Muse, ""), (Muse, '<atem:invoke name="get">'),
@@ -257,18 +252,19 @@ def test_a_commentary_that_is_cut_is_content(gpt_oss: Tokenizer) -> None:
 def test_the_template_says_how_a_family_calls() -> None:
     notations = {"... <tool_call> ...": TAG, "<|python_tag|>": BARE, "": "", "[TOOL_CALLS]": MISTRAL}
     notations['<|tool_call>call: "parameters"'] = GEMMA
-    assert {template: notation_of(template) for template in notations} == notations
-    assert type(calls_of("<tool_call>", None)) is Stage
-    assert [has_special_marks(t) for t in ("<channel|>", "[THINK]", "<think>", "<|channel|>")] == [
+    assert {template: written_by(template).notation for template in notations} == notations
+    assert type(written_by("<tool_call>").calls(None)) is Stage
+    assert [written_by(t).special for t in ("<channel|>", "[THINK]", "<think>", "<|channel|>")] == [
         True, True, False, False,
     ]  # fmt: skip
 
 
 def thinking(template: str, inside: bool = False) -> object:
     """The parser of a template's family, with tools."""
-    thoughts = thoughts_of(template)
-    assert thoughts is not None
-    return AnswerParser(Think(inside, thoughts.begin, thoughts.end), calls_of(template, SCHEMAS))
+    written = written_by(template)
+    assert written.thoughts is not None
+    think = Think(inside, written.thoughts.begin, written.thoughts.end)
+    return AnswerParser(think, written.calls(SCHEMAS))
 
 
 GEMMA_TEMPLATE, MISTRAL_TEMPLATE = "<|channel>thought\n <channel|> <|tool_call>", "[THINK] [TOOL_CALLS]"
