@@ -198,6 +198,9 @@ class _Operators(TorchDispatchMode):
             return func(*args, **kwargs)
         if returns and all(r.alias_info is not None and not r.alias_info.is_write for r in returns):
             return func(*args, **kwargs)  # a view
+        if func in (aten.mm.default, aten.addmm.default, aten.bmm.default):
+            assert Cuda.handle or Cuda.capturing is None, "cuBLAS cannot make a handle in a capture"
+            Cuda.handle = True
         if func in (aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default):
             Cuda.counts["copies to the host"] += 1
             Cuda.current.synchronize()
@@ -315,6 +318,7 @@ class Cuda:
     device_memory, pinned_memory = _Memory(), _Memory()
     running = False  # while queued work runs
     capturing: list[Work] | None = None
+    handle = False  # whether cuBLAS has made its handle for this thread
     graphs: ClassVar[list[CudaGraph]] = []
     counts: ClassVar[Counter[str]] = Counter()
     capability = (9, 0)

@@ -1,8 +1,8 @@
 """Run a graph by torch on tensors and a stream of one GPU, or on a CPU.
 
 On a GPU, passes are CUDA graphs, one for each set of shapes: the first pass of a set prepares its program, the second
-is captured, and later ones are replayed. Nothing is then allocated, uploaded or waited for in a pass. A prompt's graph
-is that of one slot, too, so only a few of them are kept.
+is captured after it has run, and later ones are replayed. Nothing is then allocated, uploaded or waited for in a pass.
+A prompt's graph is that of one slot, too, so only a few of them are kept.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class TorchEngine(DeviceEngine):
         shared: MutableMapping[Any, Tensor] | None = None,
     ) -> None:
         """`kinds`: of the caches. `shared`: see `Graph`."""
-        self.graphs = not isinstance(stream, HostStream)
+        # The profiles whose passes are captured.
+        self._graphs = set[int]() if isinstance(stream, HostStream) else {PREFILL, DECODE}
         self._graph = graph = Graph(path, device, shared)
         self._caches: dict[str, Tensor] = {}
         states: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
@@ -111,11 +112,12 @@ class TorchEngine(DeviceEngine):
             self._programs[shapes], made = self._graph.first_pass(feeds)
             return self._placed(profile, made, held)
         self._programs.move_to_end(shapes)
-        if self.graphs and (profile == DECODE or self._prompts() < MOST_PROMPTS):
-            captured = self._capture((shapes, first_slot), program, feeds, held)
-            if captured is not None:
-                return captured
-        return self._placed(profile, program(feeds), held)
+        # A pass before the capture, in the same thread: cuBLAS makes a handle and memory for each thread, which it must
+        # not do in a capture, and the programs of prompts come from the thread that opened the engine.
+        outputs = self._placed(profile, program(feeds), held)
+        if profile in self._graphs and (profile == DECODE or self._prompts() < MOST_PROMPTS):
+            self._capture((shapes, first_slot), program, feeds, held)
+        return outputs
 
     def _prompts(self) -> int:
         return sum(profile == PREFILL for (profile, *_), _ in self._captured)
@@ -140,29 +142,31 @@ class TorchEngine(DeviceEngine):
         program: Program,
         feeds: Mapping[str, Tensor],
         held: Mapping[str, tuple[Tensor, Tensor]],
-    ) -> Outputs | None:
-        """Capture this pass, and run it. If it cannot be captured, passes run without graphs from now on."""
-        graph = torch.cuda.CUDAGraph()
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
+    ) -> None:
+        """Capture this pass, without running it. If that fails, those of its profile are not captured from now on: a
+        prompt may find no memory where a round does.
+        """
+        profile, graph = place[0][0], torch.cuda.CUDAGraph()
+        if not self._captured:  # torch takes no more graphs into a pool whose last one has ended
+            self._pool = torch.cuda.graph_pool_handle()
         try:
             # Work of other threads may go on. `torch.cuda.graph` would wait for the device and empty its cache.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                outputs = self._placed(place[0][0], program(feeds), held)
+                outputs = self._placed(profile, program(feeds), held)
             finally:
                 graph.capture_end()
-        except (RuntimeError, torch.OutOfMemoryError) as error:
-            self.graphs = False
-            warn_once(_log, f"{self.path}: runs without CUDA graphs, because a capture failed: {error}")
-            return None
+        except RuntimeError as error:
+            self._graphs.discard(profile)
+            passes = "prompts run" if profile == PREFILL else "rounds run"
+            warn_once(_log, f"{self.path}: {passes} without CUDA graphs, because a capture failed: {error}")
+            return
 
         def again() -> None:
             self._programs.move_to_end(place[0])
             graph.replay()
 
         self._captured[place] = again, outputs
-        graph.replay()
-        return outputs
 
     def close(self) -> None:
         """Free graphs, buffers, caches and weights."""

@@ -197,18 +197,38 @@ def test_rounds_of_requests_that_join_and_of_a_drafter_that_catches_up(
 def test_a_pass_that_cannot_be_captured_runs_without_graphs(
     tmp_path: Path, gpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """First a prompt, for which there is no memory: rounds have theirs."""
     made = bundle(tmp_path, make_target, make_drafter, FLOAT32)
+    refused, capture = list[str](), Cuda.CUDAGraph.capture_begin
 
-    def refused(self: Any, *given: Any, **named: Any) -> None:
-        raise RuntimeError("operation not permitted when stream is capturing")
+    def begin(self: Any, *given: Any, **named: Any) -> None:
+        if refused:
+            raise torch.OutOfMemoryError(refused.pop())
+        capture(self, *given, **named)
 
-    with LLM(made.path, max_batch_size=1) as llm:
+    gpu.setattr(Cuda.CUDAGraph, "capture_begin", begin)
+    with LLM(made.path, max_batch_size=1, prefix_cache_bytes=0) as llm:
+        expected, pair = tokens(llm, 0.0, 1), llm._runtime.pair
+        kept = set(pair.target._captured)
+        assert kept
+        assert not pair.target._prompts()
+        refused += ["of the drafter", "no memory is left"]
+        assert tokens(llm, 0.0, 1) == tokens(llm, 0.0, 1, block_length=2) == expected
+        assert not pair.target._prompts() + pair.drafter.engine._prompts()
+        assert set(pair.target._captured) > kept
+        refused.append("operation not permitted")
+        assert tokens(llm, 0.0, 1, block_length=3, draft_source="lookup") == expected
+    assert "prompts run without CUDA graphs, because a capture failed: no memory is left" in caplog.text
+
+
+def test_a_capture_needs_nothing_that_a_thread_makes_once(tmp_path: Path, gpu: pytest.MonkeyPatch) -> None:
+    """An `AsyncLLM` is opened by another thread than that of its rounds, whose first pass would be a capture."""
+    made = bundle(tmp_path, make_target, make_drafter, FLOAT32)
+    with LLM(made.path, max_batch_size=1, prefix_cache_bytes=0) as llm:
         expected = tokens(llm, 0.0, 1)
-    gpu.setattr(Cuda.CUDAGraph, "capture_begin", refused)
-    with LLM(made.path, max_batch_size=1) as llm:
+        gpu.setattr(Cuda, "handle", False)
         assert tokens(llm, 0.0, 1) == expected
-        assert not llm._runtime.pair.target._captured
-    assert "runs without CUDA graphs, because a capture failed: operation not permitted" in caplog.text
+        assert llm._runtime.pair.target._prompts() == 1
 
 
 def test_programs_and_captured_prompts_are_bounded(tmp_path: Path, gpu: pytest.MonkeyPatch) -> None:
