@@ -78,9 +78,13 @@ class DeviceArrays:
         # Where features of this round's chains wait, by slot, and which of them the end of the round put there [n, N].
         self._places: Sequence[int] = ()
         self._kept: Array = np.zeros((0, 0), bool)
-        # Other rows of the target's last pass that the drafter shall read: slot, place, nodes.
-        self._committed: list[tuple[int, int, Sequence[int]]] = []
-        self._features: torch.Tensor | None = None  # of that pass
+        # Other rows of the target's last pass that the drafter shall read, and the waiting rows that they shall be, as
+        # rows of all slots.
+        self._committed: list[tuple[int, int]] = []
+        self._features = self._unread  # of that pass
+        self._between = target.whole_buffer(PREFILL, "features").view(
+            -1, feature_size
+        )  # memory that rounds can use
         self._drafted = 0  # places of the drafter's pass of this round, with those of padding
         self.run, self.samples = run, run is not None  # kernels decide for sampled requests, else the host
         self._tree_width = tree_width
@@ -160,11 +164,13 @@ class DeviceArrays:
         written = feeds["n_features"].tolist() if drafting else [feeds["rows"].shape[1]] * len(starts)
         engine.caches.advance(0, starts, written)
         with on(self._stream):
+            # What the end of the round left: rows of trees, for which the host decides.
+            rows, self._committed = self._round.rows(self._committed), []
             if drafting:
                 tensors = self._round.drafter_feeds(tensors, self._unread)
             else:
-                self._flush()  # the pass overwrites the features
                 tensors = self._round.target_feeds(tensors)
+            self._copy_rows(*rows)  # a pass of the target overwrites the features
             outputs = engine.run(DECODE, tensors)
             if engine.caches.states is not None:
                 engine.caches.states.passed(0, feeds["start"], 0)  # every row has logits, so none is certain
@@ -278,10 +284,10 @@ class DeviceArrays:
         count = len(nodes)
         chain = nodes[-1] < count <= self._kept.shape[1] and at + count <= self.most_unread
         if not chain or self._places[slot : slot + 1] != [at] or not self._kept[slot, :count].all():
-            self._committed.append((slot, at, nodes))
+            first, place = slot * self._features.shape[1], slot * self.most_unread + at
+            self._committed += [(first + node, place + i) for i, node in enumerate(nodes)]
 
     def unread_features(self, counts: Sequence[int]) -> torch.Tensor:
-        self._flush()
         return self._unread[: len(counts)]
 
     def unread_features_of(self, slot: int, first: int, stop: int) -> torch.Tensor:
@@ -299,15 +305,18 @@ class DeviceArrays:
             self._unread[slot].zero_()
 
     def _flush(self) -> None:
-        """Copy the committed rows that the end of the round left: those of trees, for which the host decides."""
-        features, committed = self._features, self._committed
-        if features is None or not committed:
-            return
-        self._committed = []
-        with on(self._stream):
-            for slot, at, nodes in committed:
-                for place, node in enumerate(nodes, at):
-                    self._unread[slot, place].copy_(features[slot, node])
+        """Copy the committed rows that the end of the round left, if no pass comes before they are needed."""
+        committed, self._committed = self._committed, []
+        if committed:
+            with on(self._stream):
+                self._copy_rows(*torch.tensor(committed, device=self._target.device).T)
+
+    def _copy_rows(self, rows: torch.Tensor, places: torch.Tensor) -> None:
+        features, unread, most = self._features.flatten(0, 1), self._unread.flatten(0, 1), len(self._between)
+        for row, place in zip(rows.split(most), places.split(most), strict=True):
+            if len(row):
+                copied = torch.index_select(features, 0, row, out=self._between[: len(row)])
+                unread.index_copy_(0, place, copied)
 
     def _decide(self, active: Sequence[Request], logits: torch.Tensor, *, chains: bool) -> bool:
         """Choose the token after each row, and accept chains, on the pass's stream. Returns whether it did: of chains

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from dflash_plugins.launch import SAMPLING, Run, end_round, fill_tokens, sampling_numbers
 
+from dflash_trt.decoding.draft import chain_rows
 from dflash_trt.decoding.request import Request
 from dflash_trt.engines.device.engine import DeviceEngine
 from dflash_trt.engines.device.sizes import ALIGNMENT, DECODE, fitting, pass_sizes
@@ -68,7 +69,8 @@ class RoundMemory:
             f"{role}_{name}" for role, each in self._engines.items() for name in each.caches.bases([])
         ]
         rows = slots * block_size
-        sizes = {**dict.fromkeys(per_slot, (slots, torch.int64)), "block": (rows, torch.int64)}
+        sizes = dict.fromkeys(per_slot, (slots, torch.int64))
+        sizes |= dict.fromkeys(("block", "committed", "waiting"), (rows, torch.int64))
         sizes |= {name: (slots, dtype) for name, dtype in SAMPLING.items()}
         if self._tree_width > 1:
             sizes |= {"depths": (rows, torch.int64), "visible": (rows * block_size, torch.bool)}
@@ -141,6 +143,11 @@ class RoundMemory:
         self._host_parts["places"][: len(places)] = places
         return places
 
+    def rows(self, committed: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of the target's features, and the rows that shall wait. They reach the device with the next pass."""
+        rows, places = zip(*committed, strict=True) if committed else ((), ())
+        return self._put("committed", rows), self._put("waiting", places)
+
     def blocks(self, anchors: Sequence[int], length: int, mask: int) -> torch.Tensor:
         """Anchors with mask tokens, [n, length]. They reach the device with the drafter's pass."""
         n, self._given = len(anchors), None
@@ -159,15 +166,18 @@ class RoundMemory:
     def drafter_feeds(self, feeds: Mapping[str, Any], unread: torch.Tensor) -> dict[str, Any]:
         """The feeds of a pass, for the idle slots too. `unread`: the features of all slots.
 
-        The target's pass of the same round starts after the drafter's features.
+        The target's pass of the same round starts after the drafter's features, and verifies their chains, if it
+        verifies no trees.
         """
         start, count, block = feeds["start"], feeds["n_features"], feeds["block"]
         batch = fitting(len(start), self.batches)
         if isinstance(block, np.ndarray):  # not of a round
-            block = _repeated(block, batch, fitting(block.shape[1], self.widths))
+            block = self._put("block", _repeated(block, batch, fitting(block.shape[1], self.widths)))
         else:
             block = self.part("block", *self._block)
             self._begin("target", start + count)
+            for name, numbers in chain_rows(*self._block).items() if self._tree_width > 1 else ():
+                self._put(name, numbers)
         own = self._begin("drafter", start)
         own["n_features"] = self._put("n_features", [*count, *[0] * (batch - len(count))])
         self._send(self._upload)
@@ -179,9 +189,7 @@ class RoundMemory:
         shape = fitting(len(start), self.batches), feeds["rows"].shape[1]
         given = self._begin("target", start)
         for name in feeds.keys() & {"depths", "visible"}:
-            whole = _repeated(feeds[name], shape[0])
-            self._host_parts[name][: whole.size] = whole.ravel()
-            given[name] = self.part(name, *whole.shape)
+            given[name] = self._put(name, _repeated(feeds[name], shape[0]))
         numbers = tokens if isinstance(tokens, np.ndarray) else self._given
         if numbers is None:
             self._send(self._upload)
@@ -280,9 +288,11 @@ class RoundMemory:
         numbers = {"start": starts + idle, **rows.bases(starts, len(idle))}
         return {name: self._put(f"{role}_{name}", values) for name, values in numbers.items()}
 
-    def _put(self, name: str, numbers: Sequence[int]) -> torch.Tensor:
-        self._host_parts[name][: len(numbers)] = numbers
-        return self.part(name, len(numbers))
+    def _put(self, name: str, given: Array | Sequence[int]) -> torch.Tensor:
+        """A part with these numbers, which reach the device when the inputs are sent."""
+        numbers = np.asarray(given)
+        self._host_parts[name][: numbers.size] = numbers.ravel()
+        return self.part(name, *numbers.shape)
 
     def _send(self, part: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Copy the inputs to the device, unless they are there."""

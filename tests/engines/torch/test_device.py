@@ -194,6 +194,52 @@ def test_rounds_of_requests_that_join_and_of_a_drafter_that_catches_up(
             assert each["copies to the device"] <= 2, each
 
 
+def test_a_round_of_chains_sends_its_numbers_once_after_one_of_another_length(
+    wide: Bundle, gpu: pytest.MonkeyPatch
+) -> None:
+    """Of a pair that takes trees, too."""
+    gpu.setattr(opening, "_kernels", lambda wanted: by_operators)
+    with LLM(wide.path, max_batch_size=1) as llm:
+        runtime, rounds = llm._runtime, counted(llm, gpu)
+        params, options = (
+            SamplingParams(max_tokens=60, ignore_eos=True),
+            RequestOptions(draft_source="drafter"),
+        )
+        runtime.scheduler.submit(runtime.request([*range(9)], params, options))
+        for length in (4, 2) * 6:
+            runtime.scheduler.step(FixedLength(length))
+        replayed = [each["copies to the device"] for each in rounds if each["graph launches"] == 2]
+        assert len(replayed) > 5
+        assert set(replayed) == {1}
+
+
+def test_features_of_accepted_nodes_are_copied_together(wide: Bundle, gpu: pytest.MonkeyPatch) -> None:
+    """Their places reach the device with the next pass, however many they are, or at once if they are asked for."""
+    gpu.setattr(opening, "_kernels", lambda wanted: by_operators)
+    with LLM(wide.path, max_batch_size=2) as llm:
+        pair = llm._runtime.pair
+        arrays, numbers = pair.arrays, torch.randn(2, 4, pair.arrays._unread.shape[2])
+        with Cuda.stream(pair.target.stream):
+            arrays._features = features = numbers.to("cuda")
+        counts = list[Any]()
+        for context in range(40, 44):  # the third pass is a graph
+            if context == 43:
+                arrays.add_unread(0, 0, features, [0, 2, 3])
+                arrays.add_unread(1, 1, features, [0, 3])
+            before = Cuda.counts.copy()
+            pair.dummy_draft(2, 4, context)
+            counts.append(Cuda.counts - before)
+        assert [each["kernels"] for each in counts[2:]] == [0, 2]
+        assert counts[2]["copies to the device"] == counts[3]["copies to the device"]
+        kept = torch.from_numpy(arrays.readable(arrays.unread_features([3, 3])))
+        assert torch.equal(kept[0, :3], numbers[0, [0, 2, 3]])
+        assert torch.equal(kept[1, 1:3], numbers[1, [0, 3]])
+        arrays.add_unread(0, 0, features, [0, 3])
+        assert torch.equal(
+            torch.from_numpy(arrays.readable(arrays.unread_features_of(0, 0, 2)))[0], numbers[0, [0, 3]]
+        )
+
+
 def test_a_pass_that_cannot_be_captured_runs_without_graphs(
     tmp_path: Path, gpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
