@@ -1,11 +1,13 @@
 """The measurements of `first_gpu.sh`: one part a call, one JSON document on the last line.
 
-    python -m build_scripts.first_gpu kernels            each kernel in a layer against torch's operators
+    python -m build_scripts.first_gpu kernels            each kernel against its reference
+    python -m build_scripts.first_gpu tiles              attention and experts with every tile shape: errors and times
     python -m build_scripts.first_gpu ceilings           what the GPU can reach, and how products round
     python -m build_scripts.first_gpu passes [--pair qwen3-8b] [--layers 36]
                                                          passes of a random pair against the bytes they read
 
-Without a GPU, they run at the smallest sizes on the CPU, kernels in Triton's interpreter (TRITON_INTERPRET=1).
+Each line is printed when it is known. Without a GPU, they run at the smallest sizes on the CPU, kernels in Triton's
+interpreter (TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -48,13 +51,14 @@ WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 def main() -> int:
     """Run one part. Exit code 1 if a kernel's numbers are wrong."""
     parser = harness.parser(__doc__)
-    parser.add_argument("part", choices=["kernels", "ceilings", "passes"])
+    parser.add_argument("part", choices=["kernels", "tiles", "ceilings", "passes"])
     parser.add_argument("--pair", default="qwen3-8b")
     parser.add_argument("--layers", type=int, default=36 if GPU else 1)
     args = parser.parse_args()
     device = torch.cuda.get_device_name() if GPU else "CPU"
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "kernels": kernels,
+        "tiles": tiles,
         "ceilings": ceilings,
         "passes": lambda: passes(args.pair, args.layers),
     }
@@ -100,24 +104,24 @@ def seconds(run: Callable[[], object], times: int) -> float:
 
 
 def kernels() -> dict[str, Any]:
+    """A problem for each dtype and operator, empty where its numbers are right."""
+    found = check_kernels(partial(print, flush=True))
+    return found | {"wrong": any(problem for each in found["problems"].values() for problem in each.values())}
+
+
+def tiles() -> dict[str, Any]:
     """Errors as shares of the largest number; microseconds of each tile."""
-    run = kernels_here({}) if GPU else by_triton
-    rows: list[dict[str, Any]] = [
-        {"kernel": name, "dtype": dtype, "problem": problem}
-        for dtype, found in check_kernels()["problems"].items()
-        for name, problem in found.items()
-    ]
-    for dtype in TYPES:
-        for size in SIZES:
-            rows += [_attention(run, size, dtype, count) for count in ((1, 8, 512) if GPU else (3,))]
-            if size in EXPERTS and GPU:  # the interpreter lacks their inline assembly
-                rows += [_experts(run, size, dtype, count) for count in ((1, 8, 512) if GPU else (3,))]
-    for row in rows:
-        print(row, flush=True)
-    return {
-        "kernels": rows,
-        "wrong": [row for row in rows if row.get("problem") or row.get("error", 0) > 0.02],
-    }
+    run, rows = kernels_here({}) if GPU else by_triton, list[dict[str, Any]]()
+    for dtype, size, count in product(TYPES, SIZES, (1, 8, 512) if GPU else (3,)):
+        rows.append(_printed(_attention(run, size, dtype, count)))
+        if size in EXPERTS and GPU:  # the interpreter lacks their inline assembly
+            rows.append(_printed(_experts(run, size, dtype, count)))
+    return {"kernels": rows, "wrong": [row for row in rows if row["error"] > 0.02]}
+
+
+def _printed(row: dict[str, Any]) -> dict[str, Any]:
+    print(row, flush=True)
+    return row
 
 
 def _attention(run: Any, size: str, dtype: torch.dtype, count: int) -> dict[str, Any]:
@@ -193,7 +197,7 @@ def ceilings() -> dict[str, Any]:
                 first.append(y)
                 classes.append([rows])
             speeds[rows] = round(weight.nbytes / seconds(partial(F.linear, x[:rows], weight), 20) / 1e9)
-        products[f"{out}x{columns}"] = {"classes": classes, "GB/s by rows": speeds}
+        products[f"{out}x{columns}"] = _printed({"classes": classes, "GB/s by rows": speeds})
     found = {"copy GB/s": round(copy / 1e9), "products": products}
     return found | ({"launches": _launches()} if GPU else {})
 
@@ -240,6 +244,7 @@ def passes(pair: str, count: int) -> dict[str, Any]:
         begin = perf_counter()
         with LLM(bundle.path, max_batch_size=1, prefix_cache_bytes=0) as llm:
             opened, inner = perf_counter() - begin, llm._runtime.pair
+            _printed({"opened_seconds": round(opened, 1), "weight_bytes": sizes})
             rows = [
                 _pass(f"verify {n}", inner, inner.dummy_verify, n)
                 for n in (1, 4, 8, 16)
@@ -254,6 +259,7 @@ def passes(pair: str, count: int) -> dict[str, Any]:
                 inner.arrays.wait()
 
             whole = seconds(prefill, 5)
+            _printed({"prompt of": len(prompt), "ms": round(1e3 * whole, 2)})
             rows += [_rounds(llm, length) for length in (1, llm.block_size)]
     return {"pair": pair, "layers": count, "weight_bytes": sizes, "opened_seconds": round(opened, 1), "passes": rows,
             "prefill": {"tokens": len(prompt), "ms": round(1e3 * whole, 2)}}  # fmt: skip
@@ -274,7 +280,7 @@ def _pass(name: str, pair: Any, run: Callable[..., Any], width: int) -> dict[str
     finally:
         pair.arrays.wait = wait
     middle = [round(1e3 * sorted(each)[len(each) // 2], 3) for each in (taken, host)]
-    return {"pass": name, "ms": middle[0], "host ms": middle[1]}
+    return _printed({"pass": name, "ms": middle[0], "host ms": middle[1]})
 
 
 def _rounds(llm: LLM, length: int) -> dict[str, Any]:
@@ -283,11 +289,8 @@ def _rounds(llm: LLM, length: int) -> dict[str, Any]:
     llm.generate(*asked, block_length=length)
     told = llm.generate(*asked, block_length=length).statistics
     count, host = sum(told.block_length_histogram), told.generation_time - told.draft_time - told.verify_time
-    return {
-        "round of": length,
-        "ms": round(1e3 * told.generation_time / count, 3),
-        "host ms": round(1e3 * host / count, 3),
-    }
+    taken, own = (round(1e3 * each / count, 3) for each in (told.generation_time, host))
+    return _printed({"round of": length, "ms": taken, "host ms": own})
 
 
 if __name__ == "__main__":

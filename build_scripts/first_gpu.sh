@@ -3,49 +3,56 @@
 #
 #     build_scripts/first_gpu.sh ARCHIVE.tar.gz [--small]
 #
-# Each section writes its output and goes on after a failure of another. --small (and a machine without a GPU) runs the
-# smallest sizes. PYTHON names the interpreter. The archive has one file for each section, and sections.txt.
+# First whether kernels are right, then whether pairs give the same tokens with drafts and without, then what a pass
+# takes, then the rest. Each section has a share of 475 seconds, ten times that on a CPU, and what the ones before it
+# left of theirs. One that is cut off keeps the lines that it has printed, and the next one runs, as after a failure.
+# --small (and a machine without a GPU) runs the smallest sizes. PYTHON names the interpreter. The archive is written
+# anew after each section: one file for each, and sections.txt.
 set -uo pipefail
 archive=$(realpath -m "${1:?the archive to write}")
 small=${2:-}
 cd "$(dirname "$0")/.."
 out=$(mktemp -d); trap 'rm -rf "$out"' EXIT
-export PYTHONPATH=".:plugins${PYTHONPATH:+:$PYTHONPATH}" DFLASH_KERNEL_CACHE="$out/kernels"
+export PYTHONPATH=".:plugins${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 DFLASH_KERNEL_CACHE="$out/kernels"
 python=${PYTHON:-python3}
 gpu=$("$python" -c 'import torch; print(int(torch.cuda.is_available()))' 2>"$out/torch.txt" || echo 0)
 [ "$gpu" = 1 ] || { small=--small; echo 'torch sees no GPU here: the sections run on the CPU at the smallest sizes'; }
 interpret=(); slower=1; [ "$gpu" = 1 ] || { interpret=(env TRITON_INTERPRET=1); slower=10; }
+end=0
 
 section() {  # name, seconds, command
-    local name=$1 limit=$(($2 * slower)) begin=$SECONDS; shift 2
-    timeout "$limit" "$@" >"$out/$name.txt" 2>&1
+    local name=$1 begin=$SECONDS; end=$((end + $2 * slower)); shift 2
+    timeout --kill-after=2 $((end > begin ? end - begin : 1)) "$@" >"$out/$name.txt" 2>&1
     local code=$?
     printf '%-24s exit %3d  %4d s\n' "$name" $code $((SECONDS - begin)) | tee -a "$out/sections.txt"
+    tar -czf "$archive" --exclude=./bundles --exclude=./kernels -C "$out" .
 }
 
-section versions 60 bash -c 'nvidia-smi; nvidia-smi -q -d CLOCK,POWER,ECC | head -60; '"$python"' -m pip list 2>/dev/null'
-section doctor 60 "$python" -m dflash_trt doctor --json
-section ceilings 60 "$python" -m build_scripts.first_gpu ceilings
-section packed 150 "$python" -m build_scripts.packed_weights
-section kernels 150 "${interpret[@]}" "$python" -m build_scripts.first_gpu kernels
+section versions 10 bash -c 'nvidia-smi; nvidia-smi -q -d CLOCK,POWER,ECC | head -60; '"$python"' -m pip list 2>/dev/null'
+section doctor 15 "$python" -m dflash_trt doctor --json
+section kernels 60 "${interpret[@]}" "$python" -m build_scripts.first_gpu kernels
+pairs=(tiny); [ -n "$small" ] || pairs+=(tiny-gpt-oss)
+for pair in "${pairs[@]}"; do
+    bundle="$out/bundles/$pair"
+    section "$pair-build" 10 "$python" -m dflash_trt build --target "$pair" --engine torch --weights link --max-seq-len 1024 --out "$bundle"
+    section "$pair-selftest" 25 "$python" -m dflash_trt selftest "$bundle" --report "$out/$pair-selftest.json"
+    section "$pair-verify" 30 "$python" -m dflash_trt verify "$bundle" --limit 4
+done
+section passes 110 "$python" -m build_scripts.first_gpu passes
+for pair in "${pairs[@]}"; do
+    bundle="$out/bundles/$pair"
+    section "$pair-widths" 15 "$python" -m dflash_trt verify "$bundle" --widths --limit 2
+    section "$pair-bench" 10 "$python" -m dflash_trt bench "$bundle" --concurrency 1,4 --requests 8 --max-tokens 32
+    section "$pair-exact" 10 "$python" -m dflash_trt bench "$bundle" --exact --concurrency 1 --requests 8 --max-tokens 32
+done
+section tiles 30 "${interpret[@]}" "$python" -m build_scripts.first_gpu tiles
+section ceilings 10 "$python" -m build_scripts.first_gpu ceilings
+section packed 30 "$python" -m build_scripts.packed_weights
 if command -v compute-sanitizer >/dev/null && [ "$gpu" = 1 ]; then
-    section sanitizer 90 compute-sanitizer --tool memcheck "$python" -c \
-        'import torch; from dflash_trt.engines.torch import checks; from dflash_trt.engines.device.kernels import kernels_here; print(checks.problems("cuda", kernels_here({}), vocab=3000, features=128, dtype=torch.bfloat16, block_size=8, of_layers=True))'
+    section sanitizer 10 compute-sanitizer --tool memcheck "$python" -c \
+        'import torch; from dflash_trt.engines.torch import checks; from dflash_trt.engines.device.kernels import kernels_here; print(*checks.problems("cuda", kernels_here({}), vocab=3000, features=128, dtype=torch.bfloat16, block_size=8, of_layers=True))'
 else
     echo 'sanitizer                left out: no compute-sanitizer, or no GPU' | tee -a "$out/sections.txt"
 fi
-pairs=(tiny); [ -n "$small" ] || pairs+=(smollm2-135m dflash_trt/shipped/tiny-gpt-oss)
-for pair in "${pairs[@]}"; do
-    name=$(basename "$pair"); bundle="$out/bundles/$name"
-    target=(--target "$pair"); [ -d "$pair" ] && target=(--target "$pair/target" --drafter "$pair/drafter")
-    section "$name-build" 60 "$python" -m dflash_trt build "${target[@]}" --engine torch --weights link --max-seq-len 1024 --out "$bundle"
-    [ -f "$bundle/manifest.json" ] || continue
-    section "$name-selftest" 90 "$python" -m dflash_trt selftest "$bundle" --report "$out/$name-selftest.json"
-    section "$name-verify" 90 "$python" -m dflash_trt verify "$bundle" --limit 4 --json
-    section "$name-widths" 90 "$python" -m dflash_trt verify "$bundle" --widths --limit 2 --json
-    section "$name-bench" 90 "$python" -m dflash_trt bench "$bundle" --concurrency 1,4 --requests 8 --max-tokens 32 --json
-    section "$name-exact" 90 "$python" -m dflash_trt bench "$bundle" --exact --concurrency 1 --requests 8 --max-tokens 32 --json
-done
-section passes 180 "$python" -m build_scripts.first_gpu passes
 tar -czf "$archive" --exclude=./bundles --exclude=./kernels -C "$out" .
 echo "archive to send: $archive ($SECONDS s)"

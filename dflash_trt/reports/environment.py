@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from importlib import metadata
 from typing import Any
@@ -86,11 +86,12 @@ _SMALL = {"vocab": 300, "features": 128}
 _COPIED = 1 << 30
 
 
-def check_kernels() -> dict[str, Any]:
+def check_kernels(found: Callable[[str, str, str], None] = lambda *_: None) -> dict[str, Any]:
     """Compare each kernel with its reference on torch's GPU, or on the CPU in Triton's interpreter.
 
     Returns `gpu` (its name; None in the interpreter), `versions`, `copy_gb_per_s` (bytes read and written by a copy,
-    what a pass could reach) and `problems` by dtype and operator, empty where its numbers are right.
+    what a pass could reach) and `problems` by dtype and operator, empty where its numbers are right. `found` is told a
+    dtype, an operator and its problem as soon as it is known.
 
     Raises DFlashError where torch sees no GPU, and kernels are not interpreted.
     """
@@ -103,27 +104,24 @@ def check_kernels() -> dict[str, Any]:
         )
     device, sizes = ("cuda", _SIZES) if on_gpu else ("cpu", _SMALL)
     problems = {}
-    for dtype in (
-        (torch.bfloat16, torch.float16) if on_gpu else (torch.float16,)
-    ):  # it rounds BF16 in its own way
+    # The interpreter rounds BF16 in its own way.
+    for dtype in (torch.bfloat16, torch.float16) if on_gpu else (torch.float16,):
+        name, of_dtype = str(dtype).removeprefix("torch."), dict[str, str]()
         try:
             from dflash_plugins import launch
 
             from dflash_trt.engines.device.kernels import kernels_here
             from dflash_trt.engines.torch import checks
 
+            run = kernels_here({}) if on_gpu else launch.by_triton
             # The interpreter lacks the assembly of the kernels in plans.
-            found = checks.problems(
-                device,
-                kernels_here({}) if on_gpu else launch.by_triton,
-                **sizes,
-                dtype=dtype,
-                block_size=8,
-                of_layers=on_gpu,
-            )
+            asked: dict[str, Any] = {**sizes, "dtype": dtype, "block_size": 8, "of_layers": on_gpu}
+            for operator, problem in checks.problems(device, run, **asked):
+                of_dtype[operator] = problem
+                found(name, operator, problem)
         except Exception as error:  # of the compiler or the driver, or without Triton
-            found = {"all": f"{type(error).__name__}: {error}"}
-        problems[str(dtype).removeprefix("torch.")] = found
+            of_dtype["all"] = f"{type(error).__name__}: {error}"
+        problems[name] = of_dtype
     return {
         "gpu": torch.cuda.get_device_name() if on_gpu else None,
         "versions": versions_of(("torch", "triton")),

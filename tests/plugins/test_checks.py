@@ -21,7 +21,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def problems() -> dict[str, str]:
     sizes: dict[str, Any] = {"vocab": 300, "features": 96, "dtype": torch.bfloat16, "block_size": 4}
-    return checks.problems("cpu", launch.by_triton, **sizes, of_layers=True)
+    return dict(checks.problems("cpu", launch.by_triton, **sizes, of_layers=True))
 
 
 def test_right_kernels_pass() -> None:

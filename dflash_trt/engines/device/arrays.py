@@ -116,7 +116,7 @@ class DeviceArrays:
 
         assert self.run is not None
         with on(self._stream):
-            return problems(
+            found = problems(
                 self._target.device,
                 self.run,
                 vocab=self._vocab,
@@ -125,6 +125,7 @@ class DeviceArrays:
                 block_size=self.most_nodes,
                 of_layers=compiles_here(),
             )
+            return dict(found)
 
     def prefill(
         self, engine: DeviceEngine, feeds: Mapping[str, Any], slot: int

@@ -49,22 +49,21 @@ def problems(
     dtype: torch.dtype,
     block_size: int,
     of_layers: bool,
-) -> dict[str, str]:
-    """Run each operator. Returns a problem for each name, empty if its numbers are right.
+) -> Iterator[tuple[str, str]]:
+    """Run each operator. Gives each name with its problem, empty if its numbers are right, as it is found.
 
     features, dtype: numbers of a token for the drafter, and their type. block_size: the most nodes of a block.
     of_layers: also those operators that are compiled for this GPU, as they are launched.
     """
-    wrong = {
-        "SampleRows": _sampled(device, run, vocab),
-        "BlockAcceptance": _accepted(device, run),
-        "Round": _between_passes(device, run, vocab, features, dtype, block_size),
-    }
+    yield "SampleRows", _sampled(device, run, vocab)
+    yield "BlockAcceptance", _accepted(device, run)
+    yield "Round", _between_passes(device, run, vocab, features, dtype, block_size)
     if of_layers:
-        wrong |= {name: _differs(case, device) for name, case in _cases()}
-        wrong["GatedDeltaNet"] = _recurrent(device)
-        wrong |= {"PackedLinear": _as_stored(device, run, 0), "PackedExperts": _as_stored(device, run, 2)}
-    return wrong
+        for name, case in _cases():
+            yield name, _differs(case, device)
+        yield "GatedDeltaNet", _recurrent(device)
+        yield "PackedLinear", _as_stored(device, run, 0)
+        yield "PackedExperts", _as_stored(device, run, 2)
 
 
 def _sampled(device: Device, run: launch.Run, vocab: int) -> str:
