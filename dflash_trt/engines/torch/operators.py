@@ -171,7 +171,8 @@ OPERATORS: dict[str, Operator] = {
     "Div": _divide,
     "Equal": lambda a, x, y: x == y,
     "Exp": lambda a, x: x.exp(),
-    "Expand": lambda a, x, shape: x.expand(torch.broadcast_shapes(x.shape, tuple(shape))),
+    # Contiguous, because every layer's kernel would copy the rows that it sees otherwise.
+    "Expand": lambda a, x, shape: x.expand(torch.broadcast_shapes(x.shape, tuple(shape))).contiguous(),
     "Floor": lambda a, x: x.floor(),
     "Gate": layers.gate,
     "GatedDeltaNet": layers.gated_delta_net,

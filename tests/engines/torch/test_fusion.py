@@ -14,6 +14,7 @@ from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.engines.torch import program
 from dflash_trt.engines.torch.fusion import Node, fused
+from dflash_trt.engines.torch.operators import OPERATORS
 from tests.engines.torch.test_pairs import FLOAT32, PAIRS, prompts
 
 LAYERS = {
@@ -71,6 +72,11 @@ def test_the_first_pass_of_a_size_frees_what_was_read(
         monkeypatch.setattr(program, "_called", watched)
         llm.generate([[5] * 100], SamplingParams(max_tokens=1))
     assert 0 < most < len(made) / 2, (most, len(made))  # caches stay
+
+
+def test_expanded_rows_have_memory_of_their_own() -> None:
+    """A kernel would copy others in each layer."""
+    assert OPERATORS["Expand"]({}, torch.zeros(2, 1), [2, 3]).is_contiguous()
 
 
 def test_what_something_else_reads_stays_apart() -> None:
