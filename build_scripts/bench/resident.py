@@ -130,7 +130,7 @@ def _inside(bundle: str, batch: int, library: str) -> int:
 
 
 async def _decode(bundle: str, batch: int) -> None:
-    tokens = 16  # the first request still runs when the last one drafts, also among eight
+    tokens = 8 * (batch + 1)  # the first request still runs when the last one drafts
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     async with AsyncLLM(bundle, max_batch_size=batch, prefix_cache_bytes=0, threads=1) as llm:
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew

@@ -62,7 +62,7 @@ class OnnxRuntimeEntry(EngineEntry):
     memory = MemoryTraits(
         compute="fp32",
         runtime_bytes=0,
-        host_bytes=20 << 20,
+        host_bytes=17 << 20,
         node_bytes=15 << 8,
         prompt_rows=PROMPT_PASS,
         waiting_tokens=2 * PREFILL_CHUNK,
