@@ -147,7 +147,7 @@ def _widths(args: argparse.Namespace, prompts: list[Prompt], batch: int) -> int:
         widths = sorted({1, *args.widths}) if args.widths else list(range(1, llm.block_size + 1))
         if not args.json:
             print(WIDTH_COLUMNS.format(*WIDTH_HEADINGS))
-        for outcome in measure(pair, ids, widths, args.max_tokens, manifest):
+        for outcome in measure(pair, ids, widths, args.max_tokens, manifest, locate=True):
             outcomes.append(outcome)
             if not args.json:
                 share = f"{1000 * outcome.flips / outcome.rows:.3g}"

@@ -52,7 +52,7 @@ class Outcome:
 
     rows: those compared. equal: those whose logits have the same bits. largest: the largest difference of a logit.
     flips: rows with another largest logit. margins: at the flips, how far the two largest logits of plain decoding
-    are apart. answers: prompts with a flip. first: the first cache rows that differ, in words.
+    are apart. answers: prompts with a flip. first: the first cache rows that differ, in words, if they were located.
     """
 
     way: Way
@@ -116,12 +116,15 @@ def measure(
     widths: Sequence[int],
     max_tokens: int,
     manifest: Mapping[str, Any],
+    *,
+    locate: bool = False,
 ) -> Iterator[Outcome]:
     """Feed the plain greedy answers of the prompts, token ids, in every way. Yields each outcome when it is done.
 
     widths: rows of a pass, each at least 1 and at most the block length of the bundle.
     max_tokens: the most tokens of an answer.
     manifest: the bundle's.
+    locate: whether outcomes name the first cache rows that differ, for which a prompt is fed twice more.
     Overwrites rows of all slots. Raises UsageError for a width that a pass cannot have, or a prompt that leaves no room
     for an answer.
     """
@@ -141,7 +144,7 @@ def measure(
             _add(outcome, logits, expected[-len(logits) :])
             digest.update(expected[: -len(logits)].tobytes())  # rows that were not fed again
             digest.update(logits.tobytes())
-            if outcome.equal < outcome.rows and not outcome.first:
+            if locate and outcome.equal < outcome.rows and not outcome.first:
                 outcome.first = feeder.first_difference(way, partner=feeders[i - 1])
         outcome.digest = digest.hexdigest()
         yield outcome

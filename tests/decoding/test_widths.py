@@ -46,8 +46,8 @@ def bundle(tmp_path: Path, target: str = "qwen3") -> Path:
 
 def measured(path: Path, widths: tuple[int, ...] = (1, 2, 4)) -> dict[str, Outcome]:
     with LLM(path, max_batch_size=3, prefill_chunk=64) as llm:
-        manifest = llm.bundle.manifest
-        return {each.way.name: each for each in measure(llm._runtime.pair, PROMPTS, widths, 20, manifest)}
+        outcomes = measure(llm._runtime.pair, PROMPTS, widths, 20, llm.bundle.manifest, locate=True)
+        return {each.way.name: each for each in outcomes}
 
 
 @pytest.mark.parametrize("target", TARGETS)
