@@ -32,7 +32,7 @@ SMALLER = {
     "build --engine tensorrt-rtx": ["--max-seq-len", "256", "--prefill-chunk", "64"],
     "chat": ["--max-tokens", "4"],
     "verify": ["--limit", "1", "--temperatures", "0", "--batch-sizes", "1", "--max-tokens", "4"],
-    "verify --widths": ["--limit", "1", "--max-tokens", "4", "--widths", "1,2"],
+    "verify --widths": ["--limit", "1", "--max-tokens", "4", "--widths", "1,2", "--batch-sizes", "2"],
     "bench": ["--concurrency", "1", "--requests", "1", "--max-tokens", "4", "--methods", "plain,draft"],
 }
 
