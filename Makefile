@@ -58,7 +58,7 @@ demo: .venv/installed
 	@.venv/bin/python -m build_scripts.demo
 
 test: $(TEST)/installed .venv-server/installed .venv-floors/installed
-	@$(TEST)/bin/python -m pytest --numprocesses 2 --dist loadfile
+	@$(TEST)/bin/python -m pytest --numprocesses 2 --dist loadfile --durations 25
 	@.venv-server/bin/python -m pytest --numprocesses 2 --dist loadfile server_tests
 	@.venv-floors/bin/python -m pytest $(CORE_TESTS)
 
