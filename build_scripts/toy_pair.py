@@ -35,7 +35,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from build_scripts import harness
 from build_scripts.corpus.corpus import CATEGORIES, Example, library_documents, training_examples
 from dflash_trt.formats.mxfp4 import quantize_mxfp4
-from dflash_trt.hardware import cores
 from dflash_trt.text.tokenizer import Tokenizer
 
 SHIPPED = Path(__file__).parents[1] / "dflash_trt" / "shipped"
@@ -179,7 +178,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     args = parser.parse_args(argv)
     torch.manual_seed(0)
-    torch.set_num_threads(cores() or 1)
     source = SHIPPED / args.pair / "target"
     fields = json.loads((source / "config.json").read_text(encoding="utf-8"))
     fields.pop("quantization_config", None)  # trained in float32, quantized at the end

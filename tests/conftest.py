@@ -1,4 +1,7 @@
-"""Settings of all tests. Kernels run in Triton's interpreter, unless set otherwise before; must precede its import."""
+"""Settings of all tests. Kernels run in Triton's interpreter, unless set otherwise before, and torch has one thread.
+
+Both must precede the imports.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+os.environ["OMP_NUM_THREADS"] = "1"  # torch's other threads would spin while another worker has their core
 if os.environ.setdefault("TRITON_INTERPRET", "1") == "1":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU here would change what `auto` chooses
 

@@ -21,8 +21,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-torch.set_num_threads(1)  # the models are tiny: more threads would only wait for each other
-
 Choose = Callable[[Tensor, int, list[int]], int]
 """`choose(logits [V], position, tokens)`: the token for `position`, given `tokens` = everything before it."""
 

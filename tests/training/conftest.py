@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from dflash_trt.building.build import build
 from dflash_trt.prompts import read_prompts
@@ -14,13 +12,9 @@ from dflash_trt.training.regenerate import AnswerSampling, regenerate_with_bundl
 
 
 @pytest.fixture(autouse=True)
-def fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One thread and float32: the same numbers on every machine, without waiting for busy cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same numbers on every machine."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,6 @@ RECIPE = Recipe(steps=4, batch_size=2, anchors=8, learning_rate=2e-3, max_length
 
 
 def main() -> None:
-    torch.set_num_threads(1)
     answers, out = Path(sys.argv[1]), Path(sys.argv[2])
     accelerator = make_accelerator()
     assert accelerator.num_processes == 2
