@@ -72,9 +72,16 @@ def finish(pool: Pool, lengths: Lengths, *requests: Request) -> dict[Request, li
     for each in requests:
         pool.scheduler.submit(each)
     tokens: dict[Request, list[int]] = {each: [] for each in requests}
+    copied = dict.fromkeys(requests, 0)
     for emissions in drive(pool, lengths):
         for emission in emissions:
             tokens.setdefault(emission.request, []).extend(emission.token_ids)
+            copied[emission.request] = copied.get(emission.request, 0) + emission.copied
+    for each in requests:
+        dropped = (
+            len(each.output) - each.statistics.num_generation_tokens
+        )  # what the last round decided beyond the end
+        assert copied[each] >= each.statistics.num_lookup_accepted_tokens - dropped
     return tokens
 
 
