@@ -166,7 +166,7 @@ def test_first_chunks_and_ends_are_delivered_before_others(bundle, monkeypatch) 
     assert mixed  # the longest answer goes on while another ends
 
 
-@pytest.mark.parametrize("how", ["aclose", "cancel", "break"])
+@pytest.mark.parametrize("how", ["aclose", "cancel", "break", "generate"])
 def test_who_leaves_frees_the_slot_before_the_next_round(bundle, how, monkeypatch) -> None:
     async def body(llm: AsyncLLM) -> None:
         scheduler, rounds = llm._runtime.scheduler, list[list[Request]]()
@@ -179,11 +179,16 @@ def test_who_leaves_frees_the_slot_before_the_next_round(bundle, how, monkeypatc
 
         monkeypatch.setattr(scheduler, "_round", watched)
         other = asyncio.create_task(llm.generate(prompt(5), LONG))
-        stream = llm.stream(prompt(9), LONG)
-        await anext(stream)
+        whole = asyncio.create_task(llm.generate(prompt(9), LONG)) if how == "generate" else None
+        if whole is None:
+            stream = llm.stream(prompt(9), LONG)
+            await anext(stream)
         await until(lambda: any(len(active) == 2 for active in rounds))
         gone = next(r for r in scheduler.active if len(r.prompt) == 9)
-        if how == "aclose":
+        if whole is not None:
+            whole.cancel()
+            await asyncio.gather(whole, return_exceptions=True)
+        elif how == "aclose":
             await stream.aclose()
         elif how == "cancel":
 
