@@ -120,7 +120,7 @@ class GraphBuilder:
         array = np.asarray(value, dtype=dtype)
         key = (array.dtype.name, array.shape, array.tobytes())
         if key not in self._constants:
-            tensor = ir.tensor(array, name=f"{self._scopes[0]}/constants/{len(self._constants)}")
+            tensor = ir.Tensor(array, name=f"{self._scopes[0]}/constants/{len(self._constants)}")
             initializer = ir.Value(
                 name=tensor.name,
                 type=ir.TensorType(tensor.dtype),
