@@ -21,25 +21,12 @@ GatedDeltaNet(q, k [B,P+S,Hk*dk], v [B,P+S,Hv*dv], gates [B,S,2*Hv], state [B,Hv
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import onnx_ir as ir
 
-from dflash_trt.checkpoint.schema import PENDING_ROWS
+from dflash_trt.checkpoint.schema import PENDING_ROWS, LayerDeltaNet
 from dflash_trt.graph import MICROSOFT_DOMAIN
 from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaKind:
-    """The sizes that decide the bodies. Value head h reads key head h // (value_heads / key_heads)."""
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    kernel: int
 
 
 class _Places:
@@ -64,7 +51,7 @@ class _Places:
         return g.op("GatherND", x, g.unsqueeze(index, 2), name="rows", batch_dims=1)
 
 
-def causal_conv(kind: DeltaKind, dtype: ir.DataType, *, few: bool) -> ir.Function:
+def causal_conv(kind: LayerDeltaNet, dtype: ir.DataType, *, few: bool) -> ir.Function:
     """The body in standard operators. `few`: only as many pending rows as some sequence replays.
 
     ONNX Runtime's own CausalConvWithState took 1 to 90 times as long, with the transpositions that it needs: it has a
@@ -108,7 +95,7 @@ def causal_conv(kind: DeltaKind, dtype: ir.DataType, *, few: bool) -> ir.Functio
 class DeltaInputs:
     """The inputs of `GatedDeltaNet`, declared as inputs of `g`, and its outputs."""
 
-    def __init__(self, g: GraphBuilder, kind: DeltaKind) -> None:
+    def __init__(self, g: GraphBuilder, kind: LayerDeltaNet) -> None:
         self.g, self.kind = g, kind
         keys, values = kind.key_heads * kind.key_dim, kind.value_heads * kind.value_dim
         self.q, self.k = (g.input(name, FLOAT, ["B", "P+S", keys]) for name in "qk")
@@ -133,7 +120,7 @@ class DeltaRows(DeltaInputs):
     the pass, `replayed` those before them, and `all_gates` [B,P+S,2*Hv] belong to both.
     """
 
-    def __init__(self, g: GraphBuilder, kind: DeltaKind) -> None:
+    def __init__(self, g: GraphBuilder, kind: LayerDeltaNet) -> None:
         super().__init__(g, kind)
         self.state = self.at.kept(self.state, 3)
         self.count = g.dim(self.gates, 1, name="count")
@@ -160,7 +147,7 @@ def _counted_rows(g: GraphBuilder, a: DeltaRows) -> tuple[ir.Value, ir.Value, ir
     return certain, entering, g.op("Not", certain, name="uncertain")
 
 
-def onnxruntime_delta(kind: DeltaKind) -> ir.Function:
+def onnxruntime_delta(kind: LayerDeltaNet) -> ir.Function:
     """Two calls of ONNX Runtime's operator: one up to the new state, one from there over the uncertain rows.
 
     The operator goes row by row. So the state after a row is the same, bit for bit, in whatever passes the rows came.

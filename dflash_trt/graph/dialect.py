@@ -11,8 +11,9 @@ from typing import Any
 
 import onnx_ir as ir
 
+from dflash_trt.checkpoint.schema import LayerDeltaNet
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
-from dflash_trt.graph.delta_net import DeltaKind, causal_conv
+from dflash_trt.graph.delta_net import causal_conv
 from dflash_trt.graph.experts import Experts, Storage
 from dflash_trt.graph.quantized import QuantizedLinear
 from dflash_trt.graph.quantized_experts import ExpertLayer
@@ -26,6 +27,7 @@ class AttentionKind:
     """The traits that decide the body of an attention layer.
 
     `windowed`: whether rows see less than all cache rows before them.
+    `sinks`: whether each head has a learnt logit in the softmax.
     `trees`: whether the rows of a pass may be a tree.
     `scale`: of the products of queries and keys; None: head_dim ** -0.5.
     `apart`: whether the model has layers with other heads.
@@ -35,6 +37,7 @@ class AttentionKind:
     kv_heads: int
     head_dim: int
     windowed: bool
+    sinks: bool = False
     trees: bool = False
     scale: float | None = None
     apart: bool = False
@@ -44,9 +47,19 @@ class AttentionKind:
         """What products of queries and keys are multiplied by."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
-    def operator(self, name: str) -> str:
-        """The name of an operator for these layers. Layers with other heads have bodies of their own."""
-        return f"{name}{self.kv_heads}x{self.head_dim}" if self.apart else name
+    @property
+    def name(self) -> str:
+        """The name of the operator. Layers with other heads have bodies of their own."""
+        return ("SinkAttention" if self.sinks else "CachedAttention") + self._heads
+
+    @property
+    def mask_name(self) -> str:
+        """The name of the mask's operator. Bodies for trees have more inputs."""
+        return "Tree" * self.trees + "Sink" * self.sinks + "AttentionMask" + self._heads
+
+    @property
+    def _heads(self) -> str:
+        return f"{self.kv_heads}x{self.head_dim}" if self.apart else ""
 
     @property
     def group(self) -> int:
@@ -106,19 +119,11 @@ class Dialect(ABC):
 
     @abstractmethod
     def attention_mask(self, kind: AttentionKind) -> ir.Function:
-        """`AttentionMask` of these layers: which cache rows each row sees."""
+        """`AttentionMask` or `SinkAttentionMask`: which cache rows each row sees."""
 
     @abstractmethod
-    def sink_attention_mask(self, kind: AttentionKind) -> ir.Function:
-        """`SinkAttentionMask`: every row sees the cache row of the sink too."""
-
-    @abstractmethod
-    def cached_attention(self, kind: AttentionKind) -> ir.Function:
-        """`CachedAttention`: write the new rows, and attend over the cache."""
-
-    @abstractmethod
-    def sink_attention(self, kind: AttentionKind) -> ir.Function:
-        """`SinkAttention`: the same with a learnt logit per head in the softmax."""
+    def attention(self, kind: AttentionKind) -> ir.Function:
+        """`CachedAttention` or `SinkAttention`: write the new rows, and attend over the cache."""
 
     def mxfp4_experts(
         self, g: GraphBuilder, blocks: ir.Value, scales: ir.Value
@@ -163,10 +168,10 @@ class Dialect(ABC):
         """x [rows, D], router logits [rows, E] in float32 -> [rows, D]; see quantized_experts.py."""
 
     @abstractmethod
-    def gated_delta_net(self, kind: DeltaKind) -> ir.Function:
+    def gated_delta_net(self, kind: LayerDeltaNet) -> ir.Function:
         """`GatedDeltaNet`, see delta_net.py."""
 
-    def causal_conv(self, kind: DeltaKind) -> ir.Function:
+    def causal_conv(self, kind: LayerDeltaNet) -> ir.Function:
         """`CausalConv`, see delta_net.py."""
         return causal_conv(kind, self.dtype, few=False)
 
@@ -201,18 +206,13 @@ class Dialect(ABC):
         return g.function()
 
 
-def mask_name(operator: str, kind: AttentionKind) -> str:
-    """The name of a mask's operator. Bodies for trees have more inputs."""
-    return kind.operator(f"Tree{operator}" if kind.trees else operator)
-
-
-def ranges(name: str, kind: AttentionKind, *, sinks: bool) -> ir.Function:
+def ranges(kind: AttentionKind) -> ir.Function:
     """A mask's operator for kernels, which need no mask: the cache rows that each row sees [B,S], and the rows of its
     pass [B,S,S] as numbers, for trees.
     """
-    g = GraphBuilder(mask_name(name, kind))
+    g = GraphBuilder(kind.mask_name)
     both = [g.input(n, INT64, ["B", "S"]) for n in ("first", "last")]
-    if sinks:
+    if kind.sinks:
         g.input("sink", INT64, ["B"])
     for value, output in zip(both, ("from_row", "to_row"), strict=True):
         g.output(g.op("Identity", value), output, INT64, ["B", "S"])

@@ -38,17 +38,17 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from dflash_trt.checkpoint.schema import LayerDeltaNet
 from dflash_trt.graph import MICROSOFT_DOMAIN
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.channels import onnxruntime_channels
-from dflash_trt.graph.delta_net import DeltaKind, causal_conv, onnxruntime_delta
+from dflash_trt.graph.delta_net import causal_conv, onnxruntime_delta
 from dflash_trt.graph.dialect import (
     SINK_PADDING,
     AttentionInputs,
     AttentionKind,
     Dialect,
     TreeRows,
-    mask_name,
 )
 from dflash_trt.graph.experts import Storage, onnxruntime_moe
 from dflash_trt.graph.quantized import (
@@ -118,31 +118,25 @@ class OnnxRuntime(Dialect):
         return max(STEP, _block(head_dim))
 
     def attention_mask(self, kind: AttentionKind) -> ir.Function:
-        """Of numbers to be added to scores."""
-        g = GraphBuilder(_name(mask_name("AttentionMask", kind), kind))
-        rows = [g.input(name, INT64, ["B", "S"]) for name in ("first", "last")]
-        _visible(g, kind, rows, None)
-        return g.function()
-
-    def sink_attention_mask(self, kind: AttentionKind) -> ir.Function:
         """Of numbers to be added to scores; the sink is the last of the summed rows around it."""
-        g = GraphBuilder(_name(mask_name("SinkAttentionMask", kind), kind))
+        g = GraphBuilder("Windowed" * kind.windowed + kind.mask_name)
         rows = [g.input(name, INT64, ["B", "S"]) for name in ("first", "last")]
-        _visible(g, kind, rows, g.input("sink", INT64, ["B"]))
+        _visible(g, kind, rows, g.input("sink", INT64, ["B"]) if kind.sinks else None)
         return g.function()
 
-    def cached_attention(self, kind: AttentionKind) -> ir.Function:
+    def attention(self, kind: AttentionKind) -> ir.Function:
         """See `_attend`."""
-        g = GraphBuilder(_name(kind.operator("CachedAttention"), kind))
+        g = GraphBuilder("Windowed" * kind.windowed + kind.name)
+        if kind.sinks:
+            return self._sink_attention(g, kind)
         a = AttentionInputs(g, by_head=False, mask=FLOAT)
         _attend(g, kind, a, a.q, (a.k, a.v))
         return g.function()
 
-    def sink_attention(self, kind: AttentionKind) -> ir.Function:
+    def _sink_attention(self, g: GraphBuilder, kind: AttentionKind) -> ir.Function:
         """Exact: the cache row after the rows written gets the key (0 .. 0, 1, 0 ..) and the value 0, all other keys
         get zeros there, and every query its head's sink, divided by the scale.
         """
-        g = GraphBuilder(_name(kind.operator("SinkAttention"), kind))
         size = kind.head_dim
         a = AttentionInputs(g, sizes=(f"{size}+{SINK_PADDING}", "d"), by_head=False, mask=FLOAT)
         sinks = g.input("sinks", self.dtype, ["H"])
@@ -178,11 +172,11 @@ class OnnxRuntime(Dialect):
         _attend(g, kind, a, q, (k, v), places=places)
         return g.function()
 
-    def causal_conv(self, kind: DeltaKind) -> ir.Function:
+    def causal_conv(self, kind: LayerDeltaNet) -> ir.Function:
         """With a form of its own for passes of few rows."""
         return causal_conv(kind, self.dtype, few=True)
 
-    def gated_delta_net(self, kind: DeltaKind) -> ir.Function:
+    def gated_delta_net(self, kind: LayerDeltaNet) -> ir.Function:
         """By ONNX Runtime's own recurrence."""
         return onnxruntime_delta(kind)
 
@@ -217,10 +211,6 @@ class OnnxRuntime(Dialect):
         body = onnxruntime_experts(layer, resident=layer.widened_bytes <= RESIDENT_EXPERT_BYTES)
         (y,) = g.call(body, x, router, *inputs, name="experts", k=layer.k)
         return y
-
-
-def _name(operator: str, kind: AttentionKind) -> str:
-    return f"Windowed{operator}" if kind.windowed else operator
 
 
 def _visible(g: GraphBuilder, kind: AttentionKind, rows: list[ir.Value], sink: ir.Value | None) -> None:

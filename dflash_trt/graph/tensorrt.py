@@ -11,16 +11,15 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from dflash_trt.checkpoint.schema import LayerDeltaNet
 from dflash_trt.errors import BuildError
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
-from dflash_trt.graph.delta_net import DeltaKind
 from dflash_trt.graph.dialect import (
     SINK_PADDING,
     AttentionInputs,
     AttentionKind,
     Dialect,
     TreeRows,
-    mask_name,
 )
 from dflash_trt.graph.experts import Storage, declared
 from dflash_trt.graph.lowering.base import TRT_DOMAIN
@@ -80,22 +79,20 @@ class TensorRT(Dialect):
         return updated
 
     def attention_mask(self, kind: AttentionKind) -> ir.Function:
-        return _mask("AttentionMask", kind, sinks=False)
+        return _mask(kind)
 
-    def sink_attention_mask(self, kind: AttentionKind) -> ir.Function:
-        return _mask("SinkAttentionMask", kind, sinks=True)
-
-    def cached_attention(self, kind: AttentionKind) -> ir.Function:
-        g = self._builder(kind.operator("CachedAttention"))
+    def attention(self, kind: AttentionKind) -> ir.Function:
+        g = self._builder(kind.name)
+        if kind.sinks:
+            return self._sink_attention(g, kind)
         a = AttentionInputs(g, by_head=True, mask=BOOL)
         fused = kind.head_dim <= FUSED_HEAD
         q = self._scaled(g, a.q, kind.factor)
         a.output(*self._attend(g, a, q, (a.k, a.v), a.lengths, fused=fused))
         return g.function()
 
-    def sink_attention(self, kind: AttentionKind) -> ir.Function:
+    def _sink_attention(self, g: GraphBuilder, kind: AttentionKind) -> ir.Function:
         """As on ONNX Runtime (onnxruntime.py), except that there is no scale, so that the column is the sink itself."""
-        g = self._builder(kind.operator("SinkAttention"))
         head_dim = kind.head_dim
         size = f"{head_dim}+{SINK_PADDING}"
         a = AttentionInputs(g, sizes=(size, size), by_head=True, mask=BOOL)
@@ -129,7 +126,7 @@ class TensorRT(Dialect):
         with g.scope("experts"):
             return quantized_experts(g, x, router, layer)
 
-    def gated_delta_net(self, kind: DeltaKind) -> ir.Function:
+    def gated_delta_net(self, kind: LayerDeltaNet) -> ir.Function:
         """Left to the dialects with plugins."""
         raise BuildError(f"{self.name}: Gated DeltaNet is computed by plugins only")
 
@@ -237,13 +234,13 @@ class TensorRT(Dialect):
         return g.from_dtype(g.op("Mul", g.op("Mul", gate, share, name="activated"), up, name="gated"), FLOAT)
 
 
-def _mask(name: str, kind: AttentionKind, *, sinks: bool) -> ir.Function:
+def _mask(kind: AttentionKind) -> ir.Function:
     """[B,1,S,C], from cache row 0 on. Both sides are shifted by the layer's number, so that no compiler joins the masks
     of several layers.
     """
-    g = GraphBuilder(mask_name(name, kind))
+    g = GraphBuilder(kind.mask_name)
     ranges = [g.input(n, INT64, ["B", "S"]) for n in ("first", "last")]
-    sink = g.input("sink", INT64, ["B"]) if sinks else None
+    sink = g.input("sink", INT64, ["B"]) if kind.sinks else None
     tree = TreeRows(g) if kind.trees else None
     layer = g.op("Constant", name="layer", value_int=ir.RefAttr("value_int", "layer", ir.AttributeType.INT))
 

@@ -29,9 +29,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from dflash_trt.checkpoint.schema import LayerDeltaNet
 from dflash_trt.checkpoint.tensors import TensorInfo
 from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
-from dflash_trt.graph.delta_net import DeltaInputs, DeltaKind
+from dflash_trt.graph.delta_net import DeltaInputs
 from dflash_trt.graph.dialect import AttentionInputs, AttentionKind, ranges
 from dflash_trt.graph.experts import Storage, activated, declared
 from dflash_trt.graph.lowering import LOWERINGS
@@ -76,23 +77,13 @@ class Torch(TensorRT):
 
     def attention_mask(self, kind: AttentionKind) -> ir.Function:
         """The ranges of cache rows in place of a mask."""
-        return ranges("AttentionMask", kind, sinks=False)
+        return ranges(kind)
 
-    def sink_attention_mask(self, kind: AttentionKind) -> ir.Function:
-        """The ranges of cache rows in place of a mask."""
-        return ranges("SinkAttentionMask", kind, sinks=True)
-
-    def cached_attention(self, kind: AttentionKind) -> ir.Function:
-        return self._attention("CachedAttention", kind)
-
-    def sink_attention(self, kind: AttentionKind) -> ir.Function:
-        return self._attention("SinkAttention", kind)
-
-    def _attention(self, name: str, kind: AttentionKind) -> ir.Function:
-        g = self._builder(kind.operator(name))
+    def attention(self, kind: AttentionKind) -> ir.Function:
+        g = self._builder(kind.name)
         a = AttentionInputs(g, by_head=True, mask=None, trees=kind.trees)
         tree = [a.start, *a.visible] if kind.trees else [None, None]
-        sinks = g.input("sinks", self.dtype, ["H"]) if name == "SinkAttention" else None
+        sinks = g.input("sinks", self.dtype, ["H"]) if kind.sinks else None
         k, v = (_written(g, cache, new, a.start) for cache, new in zip(a.caches, (a.k, a.v), strict=True))
         y = _own(g, "Attend", a.q, k, v, *a.ranges, *tree, sinks, scale=kind.factor)
         a.output(y, k, v)
@@ -175,7 +166,7 @@ class Torch(TensorRT):
         g.output(y, "y", self.dtype, ["rows", "D"])
         return g.function(declared())
 
-    def gated_delta_net(self, kind: DeltaKind) -> ir.Function:
+    def gated_delta_net(self, kind: LayerDeltaNet) -> ir.Function:
         """One operator, which goes row by row."""
         g = self._builder("GatedDeltaNet")
         a = DeltaInputs(g, kind)

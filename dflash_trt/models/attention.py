@@ -70,12 +70,8 @@ class Attention:
         key = kind, i if apart else None
         if key not in self._masks:
             g, rows = self.g, self._rows[kind.window]
-            inputs = self._range(kind, rows)
-            if self.sinks:
-                body = self.dialect.sink_attention_mask(self._kind(kind))
-                inputs.append(rows.lengths)
-            else:
-                body = self.dialect.attention_mask(self._kind(kind))
+            body, inputs = self.dialect.attention_mask(self._kind(kind)), self._range(kind, rows)
+            inputs += [rows.lengths] if self.sinks else []
             if self.tree is not None:
                 inputs += [rows.start, self._seen(self.tree, kind.window)]
             name = f"mask_{'causal' if kind.causal else 'block'}{kind.window or ''}"
@@ -115,6 +111,7 @@ class Attention:
             heads.kv_heads,
             heads.head_dim,
             layer.window is not None,
+            self.sinks,
             trees=self.tree is not None,
             scale=self.config.attention_scale,
             apart=layer.heads is not None,
@@ -204,9 +201,8 @@ class Attention:
             v = self._arranged(m, self.written, v, n_kv, size, normed=c.value_norm)
         kind, by_head = self._kind(self._layers[i]), self.dialect.by_head
         rows = self._rows[self._layers[i].window]
-        body = self.dialect.sink_attention(kind) if self.sinks else self.dialect.cached_attention(kind)
         y, *updated = g.call(
-            body,
+            self.dialect.attention(kind),
             self.queries.rotate(q, heads, None if by_head else n_q, queries=True),
             self.written.rotate(k, heads, None if by_head else n_kv),
             v,

@@ -22,7 +22,6 @@ import onnx_ir as ir
 
 from dflash_trt.checkpoint.schema import PENDING_ROWS, DecoderConfig, LayerDeltaNet
 from dflash_trt.graph.builder import FLOAT, INT64
-from dflash_trt.graph.delta_net import DeltaKind
 from dflash_trt.models.module import Module
 from dflash_trt.models.passes import Pass
 
@@ -74,17 +73,16 @@ class DeltaNet:
         inputs, z, b, a = self._projected(m, x, c)
         gates = self._gates(m, a, b, c)
         state, history, pending, pending_gates = self._caches[i]
-        kind = DeltaKind(c.key_heads, c.value_heads, c.key_dim, c.value_dim, c.kernel)
         weight = m.weight("conv1d.weight", c.channels, 1, c.kernel, dtype=FLOAT)
         mixed, *convolved = g.call(
-            self.dialect.causal_conv(kind),
+            self.dialect.causal_conv(c),
             *(inputs, history, pending, weight, self.replayed, self.certain, self.begun),
             outputs=3,
             name="conv",
         )
         q, k, v = self._heads(mixed, c)
         y, *updated = g.call(
-            self.dialect.gated_delta_net(kind),
+            self.dialect.gated_delta_net(c),
             *(q, k, v, gates, state, pending_gates, self.replayed, self.certain, self.begun),
             outputs=3,
             name="delta",

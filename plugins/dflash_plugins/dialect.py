@@ -11,8 +11,9 @@ import numpy as np
 import onnx_ir as ir
 
 from dflash_plugins.plugin_table import NAMESPACE, versioned
+from dflash_trt.checkpoint.schema import LayerDeltaNet
 from dflash_trt.graph.builder import DFLASH_DOMAIN, DFLASH_VERSION, FLOAT, INT64, GraphBuilder
-from dflash_trt.graph.delta_net import DeltaInputs, DeltaKind
+from dflash_trt.graph.delta_net import DeltaInputs
 from dflash_trt.graph.dialect import AttentionInputs, AttentionKind, ranges
 from dflash_trt.graph.experts import Storage, declared
 from dflash_trt.graph.lowering.base import TRT_DOMAIN
@@ -64,7 +65,7 @@ class TensorRTLayerPlugins(TensorRT):
         g.output(y, "y", self.dtype, ["rows", "D"])
         return g.function(declared())
 
-    def gated_delta_net(self, kind: DeltaKind) -> ir.Function:
+    def gated_delta_net(self, kind: LayerDeltaNet) -> ir.Function:
         """One node, which goes row by row."""
         g = self._builder("GatedDeltaNet")
         a = DeltaInputs(g, kind)
@@ -88,26 +89,15 @@ class TensorRTPlugins(TensorRTLayerPlugins):
 
     def attention_mask(self, kind: AttentionKind) -> ir.Function:
         """The ranges of cache rows in place of a mask."""
-        return ranges("AttentionMask", kind, sinks=False)
+        return ranges(kind)
 
-    def sink_attention_mask(self, kind: AttentionKind) -> ir.Function:
-        """The ranges of cache rows in place of a mask."""
-        return ranges("SinkAttentionMask", kind, sinks=True)
-
-    def cached_attention(self, kind: AttentionKind) -> ir.Function:
+    def attention(self, kind: AttentionKind) -> ir.Function:
         """Nodes that write the cache, attend in parts and merge them."""
-        return self._attention("CachedAttention", "MergeAttention", kind)
-
-    def sink_attention(self, kind: AttentionKind) -> ir.Function:
-        """As `cached_attention`, with a sink for each head."""
-        return self._attention("SinkAttention", "MergeSinkAttention", kind)
-
-    def _attention(self, name: str, merge: str, kind: AttentionKind) -> ir.Function:
-        g = self._builder(kind.operator(name))
+        g = self._builder(kind.name)
         a = AttentionInputs(g, by_head=True, mask=None, trees=kind.trees)
         # The kernel scales by head_dim ** -0.5.
         q = self._scaled(g, a.q, 1 if kind.scale is None else kind.scale * kind.head_dim**0.5)
-        sinks = [g.input("sinks", self.dtype, ["H"])] if name == "SinkAttention" else []
+        sinks = [g.input("sinks", self.dtype, ["H"])] if kind.sinks else []
         k, v = self._write(g, a, (a.k, a.v))
         tree = [a.start, *a.visible] if kind.trees else []
         parts = _plugin(
@@ -117,6 +107,7 @@ class TensorRTPlugins(TensorRTLayerPlugins):
             outputs=3,
             group=kind.group,
         )
+        merge = "MergeSinkAttention" if kind.sinks else "MergeAttention"
         (y,) = _plugin(g, merge, *parts, a.q, *sinks, group=kind.group, heads=kind.heads)
         a.output(y, k, v)
         return g.function()

@@ -12,10 +12,11 @@ import torch
 from dflash_plugins.dialect import TensorRTLayerPlugins
 
 from dflash_trt import hardware
+from dflash_trt.checkpoint.schema import LayerDeltaNet
 from dflash_trt.engines.device.arrays import DeviceArrays
 from dflash_trt.engines.tensorrt import builder, opening, plans
 from dflash_trt.graph.builder import GraphBuilder
-from dflash_trt.graph.delta_net import DeltaKind, onnxruntime_delta
+from dflash_trt.graph.delta_net import onnxruntime_delta
 from dflash_trt.graph.experts import Storage
 from dflash_trt.graph.lowering.formats import widened_blocks
 from tests.doubles import fake_tensorrt, fake_tensorrt_rtx
@@ -30,7 +31,7 @@ class Bodies(TensorRTLayerPlugins):
     ) -> tuple[Storage, ir.Value, None]:
         return "float", widened_blocks(g, blocks, scales, resident=True), None
 
-    def gated_delta_net(self, kind: DeltaKind) -> ir.Function:
+    def gated_delta_net(self, kind: LayerDeltaNet) -> ir.Function:
         return onnxruntime_delta(kind)
 
 

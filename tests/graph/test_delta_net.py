@@ -8,14 +8,13 @@ import onnxruntime as ort
 import pytest
 import torch
 
-from dflash_trt.checkpoint.schema import PENDING_ROWS
+from dflash_trt.checkpoint.schema import PENDING_ROWS, LayerDeltaNet
 from dflash_trt.engines.torch.layers import gated_delta_net
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
-from dflash_trt.graph.delta_net import DeltaKind, causal_conv, onnxruntime_delta
+from dflash_trt.graph.delta_net import causal_conv, onnxruntime_delta
 from tests.doubles import sessions
 
-KIND = DeltaKind(key_heads=2, value_heads=6, key_dim=16, value_dim=24, kernel=4)
-CHANNELS = 2 * KIND.key_heads * KIND.key_dim + KIND.value_heads * KIND.value_dim
+KIND = LayerDeltaNet(key_heads=2, value_heads=6, key_dim=16, value_dim=24, kernel=4, fused=False)
 RNG = np.random.default_rng(0)
 
 
@@ -43,9 +42,9 @@ def test_convolution_of_replayed_and_new_rows(count: int, certain: int, few: boo
     batch, before = 3, KIND.kernel - 1
     at = places(batch, count, certain)
     x, history, pending = (
-        RNG.normal(size=(batch, n, CHANNELS)).astype(np.float32) for n in (count, before, PENDING_ROWS)
+        RNG.normal(size=(batch, n, KIND.channels)).astype(np.float32) for n in (count, before, PENDING_ROWS)
     )
-    weight = RNG.normal(size=(CHANNELS, 1, KIND.kernel)).astype(np.float32)
+    weight = RNG.normal(size=(KIND.channels, 1, KIND.kernel)).astype(np.float32)
     feeds = {"x": x, "history": history, "pending": pending, "weight": weight} | at
     y, new_history, new_pending = session(causal_conv(KIND, FLOAT, few=few)).run(None, feeds)
     offset = y.shape[1] - count

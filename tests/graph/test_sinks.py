@@ -28,7 +28,7 @@ def test_attention_with_a_sink(sink: float, window: int | None) -> None:
         padded[row, :, n:] = rng.normal(0, 30, padded[row, :, n:].shape)
     last = np.array(start)[:, None] + np.arange(count)
     first = np.zeros_like(last) if window is None else last - (window - 1)
-    kind = AttentionKind(heads, kv_heads, size, windowed=window is not None)
+    kind = AttentionKind(heads, kv_heads, size, windowed=window is not None, sinks=True)
     y = _sink_session(kind).run(
         ["y"],
         {
@@ -74,9 +74,9 @@ def _sink_session(kind: AttentionKind) -> ort.InferenceSession:
     first, last = g.input("first", INT64, ["B", "S"]), g.input("last", INT64, ["B", "S"])
     sinks = g.input("sinks", FLOAT, [kind.heads])
     capacity = g.dim(caches[0], 1)
-    mask = g.call(dialect.sink_attention_mask(kind), first, last, lengths, capacity, outputs=3, name="mask")
+    mask = g.call(dialect.attention_mask(kind), first, last, lengths, capacity, outputs=3, name="mask")
     inputs = (q, *rows, *caches, start, *mask, lengths, sinks)
-    y, *_ = g.call(dialect.sink_attention(kind), *inputs, outputs=3, name="attention")
+    y, *_ = g.call(dialect.attention(kind), *inputs, outputs=3, name="attention")
     y = g.op("Reshape", y, g.constant([0, 0, -1]))
     g.output(y, "y", FLOAT, ["B", "S", kind.heads * kind.head_dim])
     return session(g.model())

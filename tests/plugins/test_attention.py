@@ -181,7 +181,7 @@ def test_bodies_of_plugins_give_what_tensorrts_bodies_give(
     window: int | None, sinks: bool, trees: bool
 ) -> None:
     """Mask and attention together, written rows included. TensorRT's body computes in float32 here."""
-    kind = AttentionKind(4, 2, 16, windowed=window is not None, trees=trees)
+    kind = AttentionKind(4, 2, 16, windowed=window is not None, sinks=sinks, trees=trees)
     given = drawn(2, 4, 2, 16, 5, 60, window=window, sinks=sinks, tree=trees)
     start = given.get("start", given["last"][:, 0])
     rows = {
@@ -193,23 +193,21 @@ def test_bodies_of_plugins_give_what_tensorrts_bodies_give(
     passed = {**given, **rows, **caches, "start": start, "lengths": start + 5}
     if trees:
         passed["visible"] = given["visible"].bool()
-    mask = dialect.sink_attention_mask(kind) if sinks else dialect.attention_mask(kind)
-    ranges = plugin_graph.run(mask, passed, {})
-    body = dialect.sink_attention(kind) if sinks else dialect.cached_attention(kind)
+    ranges = plugin_graph.run(dialect.attention_mask(kind), passed, {})
     named = dict(zip(("first", "last", "visible"), ranges, strict=False))
-    y, *written = plugin_graph.run(body, passed | named, {})
+    y, *written = plugin_graph.run(dialect.attention(kind), passed | named, {})
     assert all(torch.equal(new, caches[name]) for new, name in zip(written, caches, strict=True))
 
     if sinks:  # the columns and the cache row of TensorRT's body
         caches = {name: torch.nn.functional.pad(cache, (0, 8, 0, 1)) for name, cache in caches.items()}
     feeds = plugin_graph.arrays({**passed, **caches})
-    (want,) = _session(kind, sinks=sinks).run(None, {n: feeds[n] for n in _inputs(kind, sinks=sinks)})
+    (want,) = _session(kind).run(None, {n: feeds[n] for n in _inputs(kind)})
     close(y, want)
 
 
-def _inputs(kind: AttentionKind, *, sinks: bool) -> dict[str, tuple[ir.DataType, list[str | int]]]:
+def _inputs(kind: AttentionKind) -> dict[str, tuple[ir.DataType, list[str | int]]]:
     heads, kv_heads, size = kind.heads, kind.kv_heads, kind.head_dim
-    wide = size + 8 * sinks
+    wide = size + 8 * kind.sinks
     return {
         "q": (FLOAT, ["B", heads, "S", size]),
         **{side: (FLOAT, ["B", kv_heads, "S", size]) for side in "kv"},
@@ -217,22 +215,24 @@ def _inputs(kind: AttentionKind, *, sinks: bool) -> dict[str, tuple[ir.DataType,
         **{name: (INT64, ["B"]) for name in ("start", "lengths")},
         **{name: (INT64, ["B", "S"]) for name in ("first", "last")},
         **({"visible": (BOOL, ["B", "S", "S"])} if kind.trees else {}),
-        **({"sinks": (FLOAT, [heads])} if sinks else {}),
+        **({"sinks": (FLOAT, [heads])} if kind.sinks else {}),
     }
 
 
-def _session(kind: AttentionKind, *, sinks: bool) -> ort.InferenceSession:
+def _session(kind: AttentionKind) -> ort.InferenceSession:
     dialect = TensorRT(FLOAT, trt_operators=False)
     g = GraphBuilder("attention")
-    v = {name: g.input(name, *declared) for name, declared in _inputs(kind, sinks=sinks).items()}
-    inputs = [v["first"], v["last"], *([v["lengths"]] if sinks else [])]
+    v = {name: g.input(name, *declared) for name, declared in _inputs(kind).items()}
+    inputs = [v["first"], v["last"], *([v["lengths"]] if kind.sinks else [])]
     inputs += [v["start"], v["visible"]] if kind.trees else []
-    mask_body = dialect.sink_attention_mask(kind) if sinks else dialect.attention_mask(kind)
+    mask_body = dialect.attention_mask(kind)
     mask = g.call(mask_body, *inputs, g.dim(v["k_cache"], 2), outputs=2, name="mask", layer=0)
-    body = dialect.sink_attention(kind) if sinks else dialect.cached_attention(kind)
     inputs = [v[name] for name in ("q", "k", "v", "k_cache", "v_cache", "start")]
     y, *_ = g.call(
-        body, *inputs, *mask, v["lengths"], *([v["sinks"]] if sinks else []), outputs=3, name="cached"
+        *(dialect.attention(kind), *inputs, *mask, v["lengths"]),
+        *([v["sinks"]] if kind.sinks else []),
+        outputs=3,
+        name="cached",
     )
     g.output(y, "y", FLOAT, ["B", kind.heads, "S", kind.head_dim])
     return session(executable(ir.to_proto(g.model())))

@@ -12,14 +12,13 @@ import torch
 from dflash_plugins import layers as launch
 from dflash_plugins.dialect import TensorRTLayerPlugins
 
-from dflash_trt.checkpoint.schema import PENDING_ROWS
+from dflash_trt.checkpoint.schema import PENDING_ROWS, LayerDeltaNet
 from dflash_trt.engines.torch import layers
-from dflash_trt.graph.delta_net import DeltaKind
 from tests.doubles import plugin_graph
 
 Tensors = dict[str, torch.Tensor]
 # A key of 12 numbers does not fill its register, and 12 columns are one program and a half.
-KIND = DeltaKind(key_heads=1, value_heads=2, key_dim=12, value_dim=12, kernel=4)
+KIND = LayerDeltaNet(key_heads=1, value_heads=2, key_dim=12, value_dim=12, kernel=4, fused=False)
 STATE = KIND.value_heads, KIND.key_dim, KIND.value_dim
 
 
