@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 from dflash_trt.checkpoint.layouts import (
     WORD,
@@ -19,7 +19,8 @@ from dflash_trt.checkpoint.layouts import (
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline, TensorInfo, adjacent, same_bytes
 from dflash_trt.errors import CheckpointError, quoted
 from dflash_trt.formats import FORMATS, Algorithm, NumberFormat
-from dflash_trt.formats.base import BLOCK, FLOAT_DTYPES, Form
+from dflash_trt.formats.base import BLOCK, EXPONENT_DTYPES, FLOAT_DTYPES, Form
+from dflash_trt.formats.fp8 import FP8
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,18 @@ class StoredLinear:
     @property
     def format(self) -> NumberFormat:
         return FORMATS[self.algorithm.scheme]
+
+    @property
+    def activations(self) -> Literal["none", "static", "row"]:
+        """The scales of inputs that are rounded: one in the file, or one for each row."""
+        if not self.algorithm.activations:
+            return "none"
+        return "row" if self.input_scale is None else "static"
+
+    @property
+    def exponents(self) -> bool:
+        """Whether the scales of FP8 are bytes, powers of two."""
+        return self.scale.dtype in EXPONENT_DTYPES and self.algorithm.scheme == FP8.name
 
     @property
     def in_blocks(self) -> bool:

@@ -21,6 +21,7 @@ from dflash_trt.files.disk import own_file
 from dflash_trt.graph.dialect import Dialect
 from dflash_trt.models.decoder import cache_row_bytes
 from dflash_trt.models.drafters import build_drafter
+from dflash_trt.models.drafters.kind import DrafterParts
 from dflash_trt.models.passes import Capacity
 from dflash_trt.models.target import build_target
 from dflash_trt.version import __version__
@@ -120,7 +121,7 @@ def _export(
     if pair.drafter is None:
         return {"target": target}
     progress("export drafter", 0, 1)
-    drafter = build_drafter(
+    parts = DrafterParts(
         pair.drafter.config,
         pair.drafter.checkpoint,
         pair.target.config,
@@ -133,6 +134,7 @@ def _export(
         width=width,
         head=None if pair.head is None else (pair.head, _HEAD_FOLDER),
     )
+    drafter = build_drafter(parts)
     progress("export drafter", 1, 1)
     return {"target": target, "drafter": drafter}
 

@@ -197,7 +197,7 @@ class OnnxRuntime(Dialect):
         if layer.bias is not None:
             inputs["bias"] = layer.bias
         resident = layer.widened_bytes <= RESIDENT_LINEAR_BYTES
-        body = onnxruntime_linear(layer.kind, inputs, self.dtype, resident=resident)
+        body = onnxruntime_linear(layer.stored, inputs, self.dtype, resident=resident)
         (y,) = g.call(body, x, *(inputs[n] for n in INPUTS if n in inputs), name=layer.name)
         return y
 

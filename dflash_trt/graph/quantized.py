@@ -21,7 +21,7 @@ packed numbers. Weights stay packed in its plans.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,43 +29,28 @@ import onnx_ir as ir
 
 from dflash_trt.checkpoint.linears import StoredLinear
 from dflash_trt.checkpoint.tensors import TensorInfo
-from dflash_trt.formats.base import BLOCK, EXPONENT_DTYPES
-from dflash_trt.formats.fp8 import FP8
+from dflash_trt.formats.base import BLOCK
 from dflash_trt.graph import INTEGERS, MICROSOFT_DOMAIN
 from dflash_trt.graph.builder import FLOAT, ONNX_DTYPES, GraphBuilder
-from dflash_trt.graph.lowering import LOWERINGS, Activations, LinearKind
+from dflash_trt.graph.lowering.base import Values
+from dflash_trt.graph.lowering.formats import LOWERINGS
 
 # The smallest magnitude assumed for a row: far below any real one, and safe from overflow of the reciprocal.
 TINY = 2.0**-100
 
 
-def operator_name(kind: LinearKind) -> str:
+def operator_name(stored: StoredLinear, *, biased: bool = False) -> str:
     """The name of a layer's operator, with all traits that its body depends on."""
-    traits = ("smoothed", "biased", "reciprocal", "unsigned", "zero_points", "ordered")
-    variants = (kind.activations, *(trait for trait in traits if getattr(kind, trait)))
-    return "_".join([LOWERINGS[kind.scheme].operator(kind), *filter(None, variants)])
-
-
-def kind_of(stored: StoredLinear, *, biased: bool) -> LinearKind:
-    """The traits of a stored layer that its body depends on."""
-    activations: Activations = "none"
-    if stored.algorithm.activations:
-        activations = "row" if stored.input_scale is None else "static"
-    return LinearKind(
-        stored.algorithm.scheme,
-        stored.algorithm.group_size,
-        activations,
-        stored.pre_quant_scale is not None,
-        biased,
-        stored.by_row,
-        group_rows=stored.algorithm.group_rows,
-        exponents=stored.scale.dtype in EXPONENT_DTYPES and stored.algorithm.scheme == FP8.name,
-        reciprocal=stored.algorithm.reciprocal,
-        unsigned=stored.in_blocks,
-        zero_points=stored.zero_point is not None,
-        zero_term=stored.zero_term is not None,
-        ordered=stored.order is not None,
-    )
+    traits = {
+        "smoothed": stored.pre_quant_scale is not None,
+        "biased": biased,
+        "reciprocal": stored.algorithm.reciprocal,
+        "unsigned": stored.in_blocks,
+        "zero_points": stored.zero_point is not None,
+        "ordered": stored.order is not None,
+    }
+    operator = LOWERINGS[stored.algorithm.scheme].operator(stored)
+    return "_".join([operator, stored.activations, *(name for name, there in traits.items() if there)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +65,6 @@ class QuantizedLinear:
     folder: str
     bias: ir.Value | None = None
     widened_bytes: int = 0
-
-    @property
-    def kind(self) -> LinearKind:
-        """The traits that its body depends on."""
-        return kind_of(self.stored, biased=self.bias is not None)
 
 
 def tensors(
@@ -173,27 +153,27 @@ def _product(
 
 
 def onnxruntime_linear(
-    kind: LinearKind, present: Iterable[str], dtype: ir.DataType, *, resident: bool
+    stored: StoredLinear, present: Collection[str], dtype: ir.DataType, *, resident: bool
 ) -> ir.Function:
     """The body for ONNX Runtime on a CPU; `present`: which inputs there are after x.
 
     `resident`: the weight is widened to float32 once, as the engine loads. Otherwise every pass widens it again: many
     times slower, in the memory of the packed weights and one widened one.
     """
-    g = GraphBuilder(operator_name(kind))
+    g = GraphBuilder(operator_name(stored, biased="bias" in present))
     x = g.input("x", dtype, ["rows", "in"])
     inputs = {name: ir.Value(name=name) for name in INPUTS if name in present}
     g.graph.inputs.extend(inputs.values())
-    weight = LOWERINGS[kind.scheme].onnxruntime_weight(g, kind, inputs, x, resident)
+    weight = LOWERINGS[stored.algorithm.scheme].onnxruntime_weight(g, stored, inputs, x, resident)
     x = x if dtype == FLOAT else g.op("Cast", x, name="x_float", to=int(FLOAT))
     if resident:
-        y = product(g, kind, inputs, x, weight)
+        y = product(g, stored, inputs, x, weight)
     else:
         # ONNX Runtime rounds one row otherwise than several where the weight is no constant: one becomes two.
         count = g.dim(x, 0, name="count")
         one = g.op("Equal", count, g.constant([1]), name="is_one")
         twice = g.op("Where", one, g.constant([2, 1]), g.constant([1, 1]), name="times")
-        y = product(g, kind, inputs, g.op("Expand", x, twice, name="repeated"), weight)
+        y = product(g, stored, inputs, g.op("Expand", x, twice, name="repeated"), weight)
         y = g.op("Slice", y, g.constant([0]), count, g.constant([0]), name="own")
     g.output(y if dtype == FLOAT else g.op("Cast", y, to=int(dtype)), "y", dtype, ["rows", "out"])
     return g.function()
@@ -280,28 +260,26 @@ def _packed_points(g: GraphBuilder, points: ir.Value, blocks: int, bits: int) ->
     return g.op("Squeeze", g.op("BitwiseOr", low, high, name="packed"), g.constant([2]), name="points")
 
 
-def product(
-    g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value], x: ir.Value, weight: ir.Value
-) -> ir.Value:
+def product(g: GraphBuilder, stored: StoredLinear, inputs: Values, x: ir.Value, weight: ir.Value) -> ir.Value:
     """The layer for ONNX Runtime, its weight widened already; all in float32."""
     x = prepared(g, x, inputs.get("order"), inputs.get("pre_quant_scale"), FLOAT)
     factor: ir.Value | None = None
-    if kind.activations == "row":
+    if stored.activations == "row":
         x, factor = split_rows(g, x)
-    if kind.activations != "none":
-        scale = input_scale(g, kind, inputs)
-        if kind.reciprocal and kind.activations == "static":
+    if stored.activations != "none":
+        scale = input_scale(g, stored, inputs)
+        if stored.algorithm.reciprocal and stored.activations == "static":
             scale = g.op("Reciprocal", scale, name="input_scale")
-        x = LOWERINGS[kind.scheme].onnxruntime_input(g, scale, x)
-    bias = g.op("Cast", inputs["bias"], name="bias_float", to=int(FLOAT)) if kind.biased else None
+        x = LOWERINGS[stored.algorithm.scheme].onnxruntime_input(g, scale, x)
+    bias = g.op("Cast", inputs["bias"], name="bias_float", to=int(FLOAT)) if "bias" in inputs else None
     return _product(g, x, weight, factor, bias, FLOAT)
 
 
-def input_scale(g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value]) -> ir.Value:
+def input_scale(g: GraphBuilder, stored: StoredLinear, inputs: Values) -> ir.Value:
     """A row that was divided by its largest magnitude is at most 1."""
-    if kind.activations == "static":
+    if stored.activations == "static":
         return inputs["input_scale"]
-    return g.constant(LOWERINGS[kind.scheme].unit_input_scale, np.float32)
+    return g.constant(LOWERINGS[stored.algorithm.scheme].unit_input_scale, np.float32)
 
 
 def tensorrt_linear(g: GraphBuilder, x: ir.Value, layer: QuantizedLinear) -> ir.Value:
@@ -311,19 +289,19 @@ def tensorrt_linear(g: GraphBuilder, x: ir.Value, layer: QuantizedLinear) -> ir.
     because of their names. Inside a function it also takes MXFP4's exponents for numbers. Scales of E4M3 numbers are
     float32, scales of blocks have the graph's dtype: the builder refuses other types.
     """
-    kind, bias = layer.kind, layer.bias
-    inputs = tensors(g, layer.stored, layer.folder, packed_as_bytes=False)
+    stored, lowering = layer.stored, LOWERINGS[layer.stored.algorithm.scheme]
+    inputs = tensors(g, stored, layer.folder, packed_as_bytes=False)
     factor: ir.Value | None = None
     with g.scope(layer.name):
         given = x = prepared(g, x, inputs.get("order"), inputs.get("pre_quant_scale"), g.dtype)
-        if kind.activations == "row":
+        if stored.activations == "row":
             x, factor = split_rows(g, g.op("Cast", x, name="x_float", to=int(FLOAT)))
             x = g.op("Cast", x, name="x_by_row", to=int(g.dtype))
-        if kind.activations != "none":
-            x = LOWERINGS[kind.scheme].tensorrt_input(g, input_scale(g, kind, inputs), x)
-        weight = LOWERINGS[kind.scheme].tensorrt_weight(g, kind, inputs)
-        y = _product(g, x, weight, factor, bias, g.dtype)
-        return _with_zeros(g, y, given, inputs["zero_term"]) if kind.zero_term else y
+        if stored.activations != "none":
+            x = lowering.tensorrt_input(g, input_scale(g, stored, inputs), x)
+        weight = lowering.tensorrt_weight(g, stored, inputs)
+        y = _product(g, x, weight, factor, layer.bias, g.dtype)
+        return y if stored.zero_term is None else _with_zeros(g, y, given, inputs["zero_term"])
 
 
 def _with_zeros(g: GraphBuilder, y: ir.Value, x: ir.Value, term: ir.Value) -> ir.Value:

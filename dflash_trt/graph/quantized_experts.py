@@ -27,9 +27,9 @@ from dflash_trt.formats.fp8 import FP8
 from dflash_trt.formats.numbers import unsigned_values
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, ONNX_DTYPES, GraphBuilder
 from dflash_trt.graph.experts import PairedRows, activated
-from dflash_trt.graph.lowering import LOWERINGS, LinearKind
-from dflash_trt.graph.lowering.base import lookup
-from dflash_trt.graph.quantized import INPUTS, kind_of, operator_name, product, zero_points
+from dflash_trt.graph.lowering.base import Values, lookup
+from dflash_trt.graph.lowering.formats import LOWERINGS
+from dflash_trt.graph.quantized import INPUTS, operator_name, product, zero_points
 
 Projection = Literal["gate", "up", "down"]
 
@@ -54,9 +54,9 @@ class Stack:
         return replace(self, stored=self.stored[some], plain=self.plain[some])
 
     @property
-    def kind(self) -> LinearKind | None:
-        """The traits of the layers; None for floating point."""
-        return kind_of(self.stored[0], biased=False) if self.stored else None
+    def first(self) -> StoredLinear | None:
+        """The first expert's layer, as whose all are stored; None for floating point."""
+        return self.stored[0] if self.stored else None
 
     @property
     def parts(self) -> list[str]:
@@ -145,16 +145,16 @@ def onnxruntime_experts(layer: ExpertLayer, *, resident: bool) -> ir.Function:
     body = g.body("experts")
 
     def linear(name: Projection, expert: ir.Value, value: ir.Value) -> ir.Value:
-        stack, kind = stacks[name], stacks[name].kind
+        stack, stored = stacks[name], stacks[name].first
         own = {
             part: body.op("Gather", whole, expert, name=f"{name}_{part}", axis=0)
             for part, whole in by_expert[name].items()
         }
-        if kind is None:
+        if stored is None:
             weight = body.op("Cast", own["weight"], name=name, to=int(FLOAT))
             return body.op("Gemm", value, weight, name=f"{name}_product", transB=1)
-        weight = own["weight"] if resident else _widened(body, kind, stack.columns, own)
-        return product(body, kind, own, value, weight)
+        weight = own["weight"] if resident else _widened(body, stored, stack.columns, own)
+        return product(body, stored, own, value, weight)
 
     _add_expert(body, linear, x, (active, best, shares), activation)
     count = g.op("Size", active, name="count")
@@ -196,49 +196,46 @@ def _add_expert(
 
 def _signature(stack: Stack) -> str:
     """The traits that the body depends on, besides the layer's size, which is the same throughout a model."""
-    if stack.kind is None:
+    if (stored := stack.first) is None:
         return "Linear"
-    per_row = stack.kind.format.scale_by_row and math.prod(stack.stored[0].scale.shape) > 1
-    return operator_name(stack.kind) + "_per_row" * per_row
+    per_row = stored.format.scale_by_row and math.prod(stored.scale.shape) > 1
+    return operator_name(stored) + "_per_row" * per_row
 
 
-def widened_by_expert(
-    g: GraphBuilder, stack: Stack, given: Mapping[str, ir.Value], resident: bool
-) -> dict[str, ir.Value]:
+def widened_by_expert(g: GraphBuilder, stack: Stack, given: Values, resident: bool) -> dict[str, ir.Value]:
     """Everything with an axis of experts in front; `weight` in float32 where it is resident."""
-    kind = stack.kind
-    if kind is None:
-        return {"weight": g.op("Reshape", given["weight"], g.constant([-1, stack.rows, stack.columns]))}
-    rows = stack.rows
+    stored, rows = stack.first, stack.rows
+    if stored is None:
+        return {"weight": g.op("Reshape", given["weight"], g.constant([-1, rows, stack.columns]))}
+    group = stored.algorithm.group_size
 
     def per_row(name: str) -> ir.Value:
         """[E * rows, 1] of one number for each expert, or for each row."""
         value = given[name]
-        if name == "global_scale" or math.prod(stack.stored[0].scale.shape) == 1:
+        if name == "global_scale" or math.prod(stored.scale.shape) == 1:
             value = g.op("Reshape", value, g.constant([-1, 1]), name=f"{name}_by_expert")
             experts = g.dim(value, 0, name="experts")
             value = g.op("Expand", value, g.shape(experts, rows), name=f"{name}_of_rows")
         return g.op("Reshape", value, g.constant([-1, 1]), name=f"{name}_per_row")
 
     parts = dict(given)
-    if kind.group_rows > 1:
-        parts["scale"] = _by_row(g, stack, kind, given["scale"])
-    elif (
-        expanded := None if kind.scheme == FP8.name and kind.group_size else kind.format.expanded
-    ) is not None:
+    expanded = None if stored.algorithm.scheme == FP8.name and group else stored.format.expanded
+    if stored.algorithm.group_rows > 1:
+        parts["scale"] = _by_row(g, stack, stored, given["scale"])
+    elif expanded is not None:
         parts[expanded] = per_row(expanded)
     shapes = {
-        "weight": stack.stored[0].weight.shape,
-        "scale": (rows, stack.columns // (kind.group_size or stack.columns)),
+        "weight": stored.weight.shape,
+        "scale": (rows, stack.columns // (group or stack.columns)),
         "global_scale": (rows, 1),
-        "zero_point": (rows, stack.columns // (kind.group_size or stack.columns)),
+        "zero_point": (rows, stack.columns // (group or stack.columns)),
         "order": (stack.columns,),
         "pre_quant_scale": (stack.columns,),
         "input_scale": (),
     }
     if resident:
         shapes["weight"] = (rows, stack.columns)
-        parts["weight"] = _widened(g, kind, stack.columns, parts)
+        parts["weight"] = _widened(g, stored, stack.columns, parts)
         parts = {name: v for name, v in parts.items() if name not in ("scale", "global_scale", "zero_point")}
     return {
         name: g.op("Reshape", value, g.constant([-1, *shapes[name]]), name=f"{name}_by_expert")
@@ -246,38 +243,38 @@ def widened_by_expert(
     }
 
 
-def _by_row(g: GraphBuilder, stack: Stack, kind: LinearKind, scale: ir.Value) -> ir.Value:
+def _by_row(g: GraphBuilder, stack: Stack, stored: StoredLinear, scale: ir.Value) -> ir.Value:
     """[E * rows, groups] from the scales of blocks, stacked."""
-    blocks, groups = stack.stored[0].scale.shape
+    (blocks, groups), group_rows = stored.scale.shape, stored.algorithm.group_rows
     scale = g.op("Reshape", scale, g.constant([-1, blocks, 1, groups]), name="scale_by_expert")
-    scale = g.op("Expand", scale, g.constant([1, 1, kind.group_rows, 1]), name="scale_of_rows")
-    scale = g.op("Reshape", scale, g.constant([-1, blocks * kind.group_rows, groups]), name="scale_by_row")
+    scale = g.op("Expand", scale, g.constant([1, 1, group_rows, 1]), name="scale_of_rows")
+    scale = g.op("Reshape", scale, g.constant([-1, blocks * group_rows, groups]), name="scale_by_row")
     scale = g.op("Slice", scale, *map(g.constant, ([0], [stack.rows], [1])), name="own")
     return g.op("Reshape", scale, g.constant([-1, groups]), name="scale_per_row")
 
 
-def _widened(g: GraphBuilder, kind: LinearKind, columns: int, parts: Mapping[str, ir.Value]) -> ir.Value:
+def _widened(g: GraphBuilder, stored: StoredLinear, columns: int, parts: Values) -> ir.Value:
     """Weights of one expert or of all, [rows, columns]: exactly the numbers that the codes stand for."""
-    form = kind.format
-    tables = form.byte_values
-    if kind.unsigned:
-        tables = unsigned_values(form.numbers_in_byte, middle=not kind.zero_points)
+    form, group = stored.format, stored.algorithm.group_size
+    lowering, tables = LOWERINGS[form.name], form.byte_values
+    if stored.in_blocks:
+        tables = unsigned_values(form.numbers_in_byte, middle=stored.zero_point is None)
     in_byte = [lookup(g, g.constant(table, np.float32), parts["weight"]) for table in tables.T]
-    if not kind.group_size:
-        return g.op("Mul", in_byte[0], LOWERINGS[kind.scheme].expert_factors(g, kind, parts), name="widened")
-    if columns % kind.group_size:
+    if not group:
+        return g.op("Mul", in_byte[0], lowering.expert_factors(g, stored, parts), name="widened")
+    if columns % group:
         raise BuildError(
-            f"experts with {columns} inputs are in blocks of {kind.group_size} columns, of which the last is smaller: "
+            f"experts with {columns} inputs are in blocks of {group} columns, of which the last is smaller: "
             "such experts are not supported"
         )
     numbers = in_byte[0]
     if form.numbers_in_byte == 2:
-        axis = -1 if kind.by_row else 1  # the two in a byte are neighbours in a row, or in a column
+        axis = -1 if stored.by_row else 1  # the two in a byte are neighbours in a row, or in a column
         halves = [g.unsqueeze(half, axis) for half in in_byte]
         numbers = g.op("Concat", *halves, name="numbers", axis=axis)
-    groups = columns // kind.group_size
-    numbers = g.op("Reshape", numbers, g.constant([-1, groups, kind.group_size]), name="numbers_by_block")
-    if kind.zero_points:
+    groups = columns // group
+    numbers = g.op("Reshape", numbers, g.constant([-1, groups, group]), name="numbers_by_block")
+    if stored.zero_point is not None:
         points = g.op("Cast", parts["zero_point"], name="zero_points", to=int(FLOAT))
         numbers = g.op(
             "Sub",
@@ -285,7 +282,7 @@ def _widened(g: GraphBuilder, kind: LinearKind, columns: int, parts: Mapping[str
             g.op("Reshape", points, g.constant([-1, groups, 1]), name="by_group"),
             name="numbers",
         )
-    factors = LOWERINGS[kind.scheme].expert_factors(g, kind, parts)
+    factors = lowering.expert_factors(g, stored, parts)
     factors = g.op("Reshape", factors, g.constant([-1, groups]), name="factors_by_group")
     widened = g.op("Mul", numbers, g.unsqueeze(factors, 2), name="widened_by_block")
     return g.op("Reshape", widened, g.constant([-1, columns]), name="widened")

@@ -5,13 +5,14 @@ TensorRT-RTX widens weights before it multiplies them. A group limits the memory
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import onnx_ir as ir
 
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.experts import activated
-from dflash_trt.graph.lowering import LOWERINGS
+from dflash_trt.graph.lowering.base import Values
+from dflash_trt.graph.lowering.formats import LOWERINGS
 from dflash_trt.graph.quantized import input_scale, split_rows, tensors
 from dflash_trt.graph.quantized_experts import ExpertLayer, Projection, Stack, stacked
 
@@ -95,35 +96,38 @@ def quantized_experts(g: GraphBuilder, x: ir.Value, router: ir.Value, layer: Exp
 
 
 def _linear(g: GraphBuilder, stack: Stack, x: ir.Value, folder: str) -> ir.Value:
-    kind, factor = stack.kind, None
+    first, factor = stack.first, None
     each = [tensors(g, stored, folder, packed_as_bytes=False) for stored in stack.stored]
-    if kind is None:
+    if first is None:
         weights = [g.cast(g.raw_weight(info, folder), g.dtype) for info in stack.plain]
     else:
-        weights = [LOWERINGS[kind.scheme].tensorrt_weight(g, kind, inputs) for inputs in each]
-        if kind.ordered:
+        lowering = LOWERINGS[first.algorithm.scheme]
+        weights = [lowering.tensorrt_weight(g, first, inputs) for inputs in each]
+        if first.order is not None:
             x = _in_order(g, x, _by_stack(g, each, "order"))
-        if kind.smoothed:
+        if first.pre_quant_scale is not None:
             smooth = [g.unsqueeze(g.cast(inputs["pre_quant_scale"], g.dtype), 0, 1) for inputs in each]
             x = g.op("Mul", x, stacked(g, smooth), name="smoothed")
-        if kind.activations == "row":
+        if first.activations == "row":
             x, factor = split_rows(g, g.to_float(x))
-            scale = input_scale(g, kind, {})
-        elif kind.activations == "static":
+            scale = input_scale(g, first, {})
+        elif first.activations == "static":
             factor = stacked(g, [g.unsqueeze(inputs["input_scale"], 0, 1, 2) for inputs in each])
             x, scale = g.op("Div", g.to_float(x), factor, name="by_scale"), g.scalar(1.0, FLOAT)
         if factor is not None:
-            x = LOWERINGS[kind.scheme].tensorrt_input(g, scale, g.from_dtype(x, FLOAT))
+            x = lowering.tensorrt_input(g, scale, g.from_dtype(x, FLOAT))
     weight = stacked(g, [g.unsqueeze(value, 0) for value in weights])
     y = g.op("MatMul", x, g.op("Transpose", weight, name="transposed", perm=[0, 2, 1]), name="product")
-    if kind is not None and kind.zero_term:  # only integers have it, whose inputs are not rounded here
+    if (
+        first is not None and first.zero_term is not None
+    ):  # only integers have it, whose inputs are not rounded here
         return _with_zeros(g, y, x, _by_stack(g, each, "zero_term"))
     if factor is None:
         return y
     return g.from_dtype(g.op("Mul", g.to_float(y), factor, name="rescaled"), FLOAT)
 
 
-def _by_stack(g: GraphBuilder, each: Sequence[Mapping[str, ir.Value]], name: str) -> ir.Value:
+def _by_stack(g: GraphBuilder, each: Sequence[Values], name: str) -> ir.Value:
     return stacked(g, [g.unsqueeze(inputs[name], 0) for inputs in each])
 
 

@@ -29,14 +29,14 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from dflash_trt.checkpoint.linears import StoredLinear
 from dflash_trt.checkpoint.schema import LayerDeltaNet
 from dflash_trt.checkpoint.tensors import TensorInfo
 from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.delta_net import DeltaInputs
 from dflash_trt.graph.dialect import AttentionInputs, AttentionKind, ranges
 from dflash_trt.graph.experts import Storage, activated, declared
-from dflash_trt.graph.lowering import LOWERINGS
-from dflash_trt.graph.lowering.base import LinearKind
+from dflash_trt.graph.lowering.formats import LOWERINGS
 from dflash_trt.graph.quantized import QuantizedLinear, input_scale, prepared, split_rows
 from dflash_trt.graph.quantized_experts import ExpertLayer, Projection, Stack, stacked
 from dflash_trt.graph.tensorrt import TensorRT
@@ -91,26 +91,26 @@ class Torch(TensorRT):
 
     def quantized_linear(self, g: GraphBuilder, x: ir.Value, layer: QuantizedLinear) -> ir.Value:
         """A product with the weight, its input rounded as the format does."""
-        stored, bias, kind = layer.stored, layer.bias, layer.kind
-        lowering = LOWERINGS[kind.scheme]
+        stored, bias = layer.stored, layer.bias
 
         def raw(part: str) -> ir.Value | None:
             info = getattr(stored, part)
             return None if info is None else g.raw_weight(info, layer.folder)
 
         with g.scope(layer.name):
-            weight = _widened(g, kind, stored.weight.shape[1] * kind.format.numbers_in_byte, raw)
+            weight = _widened(g, stored, stored.weight.shape[1] * stored.format.numbers_in_byte, raw)
             x = prepared(g, x, raw("order"), raw("pre_quant_scale"), g.dtype)
             factor: ir.Value | None = None
-            if kind.activations != "none":
+            if stored.activations != "none":
                 x = g.to_float(x)
-                if kind.activations == "row":
+                if stored.activations == "row":
                     x, factor = split_rows(g, x)
                 given = raw("input_scale")
-                scale = input_scale(g, kind, {} if given is None else {"input_scale": g.cast(given, FLOAT)})
-                if kind.reciprocal and kind.activations == "static":
+                scale = input_scale(g, stored, {} if given is None else {"input_scale": g.cast(given, FLOAT)})
+                if stored.algorithm.reciprocal and stored.activations == "static":
                     scale = g.op("Reciprocal", scale, name="input_scale")
-                x = g.from_dtype(lowering.onnxruntime_input(g, scale, x), FLOAT)
+                rounded = LOWERINGS[stored.algorithm.scheme].onnxruntime_input(g, scale, x)
+                x = g.from_dtype(rounded, FLOAT)
             if factor is None:
                 return g.op("Gemm", x, weight, *([] if bias is None else [bias]), name="product", transB=1)
             y = g.to_float(g.op("Gemm", x, weight, name="product", transB=1))
@@ -219,23 +219,23 @@ def _written(g: GraphBuilder, cache: ir.Value, rows: ir.Value, start: ir.Value) 
 
 
 def _widened(
-    g: GraphBuilder, kind: LinearKind, columns: int, raw: Callable[[str], ir.Value | None]
+    g: GraphBuilder, stored: StoredLinear, columns: int, raw: Callable[[str], ir.Value | None]
 ) -> ir.Value:
     """The weight of a layer, or of a stack of experts; `raw` gives its parts as they are stored."""
     return _own(
         *(g, "Widened", raw("weight"), raw("scale"), raw("global_scale"), raw("zero_term")),
-        codes=_CODES[kind.scheme],
+        codes=_CODES[stored.algorithm.scheme],
         columns=columns,
-        group_size=kind.group_size,
-        group_rows=kind.group_rows,
-        reciprocal=int(kind.reciprocal),
+        group_size=stored.algorithm.group_size,
+        group_rows=stored.algorithm.group_rows,
+        reciprocal=int(stored.algorithm.reciprocal),
         to=int(g.dtype),
     )
 
 
 def _expert_linear(g: GraphBuilder, stack: Stack, x: ir.Value, pairs: _Pairs, folder: str) -> ir.Value:
     """x [pairs,columns] by the layer of each pair's expert -> [pairs,rows]."""
-    kind, factor = stack.kind, None
+    first, factor = stack.first, None
 
     def whole(infos: Sequence[TensorInfo]) -> ir.Value:
         """The tensors of all experts, with an axis of these in front."""
@@ -250,26 +250,26 @@ def _expert_linear(g: GraphBuilder, stack: Stack, x: ir.Value, pairs: _Pairs, fo
         value = raw(part)
         return None if value is None else g.op("Gather", value, pairs.expert, name=f"own_{part}", axis=0)
 
-    if kind is None:
+    if first is None:
         return pairs.product(x, g.cast(whole(stack.plain), g.dtype, name="weight"))
     if (order := own("order")) is not None:
         x = g.op("GatherElements", x, order, name="ordered", axis=1)
     if (smooth := own("pre_quant_scale")) is not None:
         x = g.op("Mul", x, g.cast(smooth, g.dtype), name="smoothed")
-    if kind.activations != "none":
+    if first.activations != "none":
         x, scale = g.to_float(x), g.constant(1, np.float32)
-        if kind.activations == "row":
+        if first.activations == "row":
             x, factor = split_rows(g, x)
-            scale = input_scale(g, kind, {})
+            scale = input_scale(g, first, {})
         else:
             given = own("input_scale")
             assert given is not None
             factor = g.op("Reshape", g.cast(given, FLOAT), g.constant([-1, 1]), name="input_scale")
-            if kind.reciprocal:
+            if first.algorithm.reciprocal:
                 factor = g.op("Reciprocal", factor, name="input_scale")
             x = g.op("Div", x, factor, name="by_scale")
-        x = g.from_dtype(LOWERINGS[kind.scheme].onnxruntime_input(g, scale, x), FLOAT)
-    y = pairs.product(x, _widened(g, kind, stack.columns, raw))
+        x = g.from_dtype(LOWERINGS[first.algorithm.scheme].onnxruntime_input(g, scale, x), FLOAT)
+    y = pairs.product(x, _widened(g, first, stack.columns, raw))
     if factor is None:
         return y
     return g.from_dtype(g.op("Mul", g.to_float(y), factor, name="rescaled"), FLOAT)

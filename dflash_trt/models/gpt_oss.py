@@ -36,9 +36,7 @@ def _read(fields: Fields) -> TargetConfig:
     size = fields.integer("head_dim", maximum=HEAD_DIM)  # which must be there
     common = decoder(fields, head_dim=size, attention_bias=True, attention_sinks=True)
     layers, window = common["num_hidden_layers"], stated([(fields, "sliding_window")], Fields.integer)
-    types = fields.get("layer_types")
-    if types is None:
-        types = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
+    types = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
     experts, chosen = expert_counts(
         fields, ("num_local_experts", "num_experts"), ("num_experts_per_tok", "experts_per_token")
     )
@@ -53,8 +51,7 @@ def _read(fields: Fields) -> TargetConfig:
         limit=fields.number("swiglu_limit", default=7.0),
         quantization=_mxfp4(fields),
     )
-    placed = Fields(fields.path, {**fields.values, "layer_types": types})
-    return target(fields, common, place_window(placed, layers, window), moe)
+    return target(fields, common, place_window(fields, layers, window, types), moe)
 
 
 def _mxfp4(fields: Fields) -> Literal["mxfp4"] | None:

@@ -22,6 +22,7 @@ from dflash_trt.formats import FORMATS, MXFP4
 from dflash_trt.formats.base import FLOAT_DTYPES
 from dflash_trt.graph.onnxruntime import OnnxRuntime
 from dflash_trt.models.drafters import build_drafter
+from dflash_trt.models.drafters.kind import DrafterParts
 from dflash_trt.models.module import cache_scales
 from dflash_trt.models.target import build_target
 
@@ -232,9 +233,8 @@ def take_inventory(
     if drafter is None:
         return Inventory(target, None, tensors, graphs)
     borrowed = Outline(folders[0], Quantization(folders[0]))
-    graphs["drafter"] = _graph_size(
-        build_drafter(drafter, plain[1], target, borrowed, dialect, folder="drafter", target_folder="target")
-    )
+    parts = DrafterParts(drafter, plain[1], target, borrowed, dialect, "drafter", "target")
+    graphs["drafter"] = _graph_size(build_drafter(parts))
     tensors["drafter"] = _as_stored(plain[1], stored[1])
     layers = {name.rpartition(".")[0] for name in borrowed.tensors}
     tensors["borrowed"] = tuple(t for t in tensors["target"] if t.name.rpartition(".")[0] in layers)

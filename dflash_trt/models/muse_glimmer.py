@@ -35,9 +35,6 @@ def _read(top: Fields, text: Fields) -> TargetConfig:
     check_quantization(top)
     layers = text.integer("num_hidden_layers", maximum=LAYERS)
     full = [(layers - 1 - i) % 4 == 0 for i in range(layers)]
-    if text.get("layer_types") is None:
-        kinds = ["full_attention" if each else "sliding_attention" for each in full]
-        text = Fields(text.path, {**text.values, "layer_types": kinds}, text.prefix)
     rope = read_rope(text, theta=10_000.0)
     scale = text.number("qk_scale_factor", default=3.87)
     common = decoder(
@@ -57,7 +54,9 @@ def _read(top: Fields, text: Fields) -> TargetConfig:
         "logit_softcap": text.number("final_logit_softcapping", default=20.0),
         "post_norm_eps": text.number("post_norm_eps", default=POST_EPSILON),
     }
-    config = target(text, common, place_window(text, layers, text.integer("sliding_window", default=2048)))
+    kinds = ["full_attention" if each else "sliding_attention" for each in full]
+    windows = place_window(text, layers, text.integer("sliding_window", default=2048), kinds)
+    config = target(text, common, windows)
     plain = Heads(config.num_key_value_heads, config.head_dim, None)
     rotated = _rotated(text, full, rope.theta)
     placed = tuple(

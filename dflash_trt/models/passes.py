@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from dflash_trt.checkpoint.rope import RopeConfig, inverse_frequencies
 from dflash_trt.checkpoint.schema import DecoderConfig, Heads
-from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
+from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.dialect import Dialect
 from dflash_trt.models.module import Module
 
@@ -138,8 +138,3 @@ class Pass:
 def positions_from(g: GraphBuilder, start: ir.Value, count: ir.Value, name: str = "positions") -> ir.Value:
     """[B, count]: start, start+1, ..."""
     return g.op("Add", g.unsqueeze(start, 1), g.arange(count), name=name)
-
-
-def ints(g: GraphBuilder, name: str, *shape: int | str) -> ir.Value:
-    """An input of int64."""
-    return g.input(name, INT64, shape)

@@ -153,11 +153,16 @@ def windows(fields: Fields, layers: int) -> list[int | None]:
     return place_window(fields, layers, window)
 
 
-def place_window(fields: Fields, layers: int, window: int | None) -> list[int | None]:
-    """The window of each layer that `layer_types` calls sliding."""
-    if fields.get("layer_types") is None:
+def place_window(
+    fields: Fields, layers: int, window: int | None, default: Sequence[str] | None = None
+) -> list[int | None]:
+    """The window of each layer that `layer_types` calls sliding, or `default` where the file has none."""
+    if fields.get("layer_types") is not None:
+        types = layer_types(fields, layers, "full_attention", "sliding_attention")
+    elif default is None:
         return [None] * layers
-    types = layer_types(fields, layers, "full_attention", "sliding_attention")
+    else:
+        types = tuple(default)
     if window is None and "sliding_attention" in types:
         raise fields.error(
             f"layer_types[{types.index('sliding_attention')}]",

@@ -26,7 +26,7 @@ from dflash_trt.models.decoder import embed, soft_capped
 from dflash_trt.models.delta_net import DeltaNet
 from dflash_trt.models.families import FAMILIES
 from dflash_trt.models.module import Module
-from dflash_trt.models.passes import Capacity, Mixer, Pass, PassRows, Tree, ints, positions_from
+from dflash_trt.models.passes import Capacity, Mixer, Pass, PassRows, Tree, positions_from
 
 
 def build_target(
@@ -48,7 +48,8 @@ def build_target(
     """
     g = GraphBuilder("target", dtype=dialect.dtype)
     hidden, vocab = config.hidden_size, config.vocab_size
-    tokens, start, rows = ints(g, "tokens", "B", "S"), ints(g, "start", "B"), ints(g, "rows", "B", "R")
+    tokens, start = g.input("tokens", INT64, ["B", "S"]), g.input("start", INT64, ["B"])
+    rows = g.input("rows", INT64, ["B", "R"])
     shared = _pass(g, dialect, config, capacity, tokens, start, rows, trees=trees)
     this_pass, by_layer = shared.queries, mixers(shared)
 
@@ -100,10 +101,10 @@ def _pass(
 ) -> Pass:
     """What the layers share, for the graph's inputs `tokens`, `start` and `rows`."""
     batch, count = g.dim(tokens, 0, name="batch"), g.dim(tokens, 1, name="count")
-    tree = Tree(ints(g, "depths", "B", "S"), g.input("visible", BOOL, ["B", "S", "S"])) if trees else None
-    if tree is None:
-        positions = positions_from(g, start, count)
+    if not trees:
+        tree, positions = None, positions_from(g, start, count)
     else:
+        tree = Tree(g.input("depths", INT64, ["B", "S"]), g.input("visible", BOOL, ["B", "S", "S"]))
         positions = g.op("Add", g.unsqueeze(start, 1), tree.depths, name="positions")
     this_pass = PassRows(g, batch, count, positions, config)
     lengths = g.op("Add", start, count, name="lengths")

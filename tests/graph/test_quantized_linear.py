@@ -14,7 +14,7 @@ from dflash_trt.checkpoint.linears import stored_linear
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.checkpoint.widening import widen
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
-from dflash_trt.graph.quantized import INPUTS, kind_of, onnxruntime_linear, tensors
+from dflash_trt.graph.quantized import INPUTS, onnxruntime_linear, tensors
 from tests.doubles.quantized_checkpoints import (
     INT4_GROUP,
     encoded,
@@ -36,7 +36,7 @@ def run(directory: Path, x: np.ndarray, *, biased: bool, resident: bool) -> np.n
     inputs = tensors(g, stored, ".", packed_as_bytes=True)
     if biased:
         inputs["bias"] = g.raw_weight(checkpoint["l.bias"], ".")
-    body = onnxruntime_linear(kind_of(stored, biased=biased), inputs, FLOAT, resident=resident)
+    body = onnxruntime_linear(stored, inputs, FLOAT, resident=resident)
     ordered = [inputs[name] for name in INPUTS if name in inputs]
     (y,) = g.call(body, g.input("x", FLOAT, ["rows", IN]), *ordered, name="linear")
     g.output(y, "y", FLOAT, ["rows", OUT])

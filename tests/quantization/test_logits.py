@@ -35,6 +35,7 @@ from dflash_trt.graph.tensorrt import TensorRT
 from dflash_trt.graph.torch import Torch
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.models.drafters import build_drafter
+from dflash_trt.models.drafters.kind import DrafterParts
 from dflash_trt.models.target import build_target
 from dflash_trt.quantization.for_build import in_precision
 from tests.doubles.checkpoints import VOCAB, make_drafter
@@ -167,13 +168,14 @@ def found_outputs(pair: Path, role: str, stored: Path, engine: str) -> np.ndarra
         model = build_target(configs[0], target, (0,), dialect, folder=folders[0], capacity=capacity)
         feeds = {"tokens": ints(TOKENS), "rows": ints(range(len(TOKENS)))}
     else:
-        model = build_drafter(
+        parts = DrafterParts(
             *(configs[1], drafter, configs[0], target, dialect),
             folder=folders[1],
             target_folder=folders[0],
             capacity=capacity,
             width=VOCAB,
         )
+        model = build_drafter(parts)
         block = [ANCHOR] + [configs[1].mask_token_id] * 3
         feeds = {"features": FEATURES[None], "n_features": ints(len(FEATURES)), "block": ints(block)}
     ir.save(model, pair / "graph.onnx")

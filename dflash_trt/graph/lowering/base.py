@@ -6,61 +6,28 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.linears import StoredLinear
-from dflash_trt.formats import FORMATS, NumberFormat
 from dflash_trt.formats.base import BLOCK
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 
-Activations = Literal["none", "static", "row"]
+Values = Mapping[str, ir.Value]
 TRT_DOMAIN = "trt"  # its operators are those of TensorRT's own parser
 E4M3, E2M1, INT4 = ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT4E2M1, ir.DataType.INT4
 
 
-@dataclass(frozen=True, slots=True)
-class LinearKind:
-    """The properties of a quantized layer that determine the body of its operator.
-
-    group_rows: rows that share a scale with `group_size` columns, where a scale belongs to a block.
-    exponents: scales are bytes, powers of two.
-    reciprocal: the scales of the whole weight and of the input divide.
-    unsigned: integers whose zero is the middle, or a zero point.
-    """
-
-    scheme: str
-    group_size: int
-    activations: Activations
-    smoothed: bool
-    biased: bool
-    by_row: bool
-    group_rows: int = 1
-    exponents: bool = False
-    reciprocal: bool = False
-    unsigned: bool = False
-    zero_points: bool = False
-    zero_term: bool = False
-    ordered: bool = False
-
-    @property
-    def format(self) -> NumberFormat:
-        """The number format."""
-        return FORMATS[self.scheme]
-
-
 class Lowering(ABC):
-    """Nodes for layers of one number format. `kind` describes a layer's storage, `inputs` are its tensors as values."""
+    """Nodes for layers of one number format. `inputs` are the tensors of a `stored` layer as values."""
 
     # The scale of an input whose largest magnitude is 1, for formats that quantize inputs too.
     unit_input_scale = 1.0
 
-    def operator(self, kind: LinearKind) -> str:
+    def operator(self, stored: StoredLinear) -> str:
         """The name of a layer's `dflash::` operator, without the suffixes that all formats share."""
-        return f"{kind.scheme.upper()}Linear"
+        return f"{stored.algorithm.scheme.upper()}Linear"
 
     # The engine's type for pairs of numbers in a byte, where it has one.
     pairs: ir.DataType | None = None
@@ -76,14 +43,14 @@ class Lowering(ABC):
 
     @abstractmethod
     def onnxruntime_weight(
-        self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value], x: ir.Value, resident: bool
+        self, g: GraphBuilder, stored: StoredLinear, inputs: Values, x: ir.Value, resident: bool
     ) -> ir.Value:
         """float32 [out, in]. ONNX Runtime folds casts and look-ups of constants when it loads, but never
         DequantizeLinear.
         """
 
     @abstractmethod
-    def tensorrt_weight(self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value]) -> ir.Value:
+    def tensorrt_weight(self, g: GraphBuilder, stored: StoredLinear, inputs: Values) -> ir.Value:
         """[out, in] in the graph's dtype. A packed constant may only feed a DequantizeLinear."""
 
     def onnxruntime_input(self, g: GraphBuilder, scale: ir.Value, x: ir.Value) -> ir.Value:
@@ -94,7 +61,7 @@ class Lowering(ABC):
         """x rounded as the format does, in the graph's dtype."""
         raise NotImplementedError("this format quantizes weights only")
 
-    def expert_factors(self, g: GraphBuilder, kind: LinearKind, parts: Mapping[str, ir.Value]) -> ir.Value:
+    def expert_factors(self, g: GraphBuilder, stored: StoredLinear, parts: Values) -> ir.Value:
         """The factor of each row or group of a stack of experts, float32, from scales that may be bytes."""
         return g.op("Cast", parts["scale"], name="factors", to=int(FLOAT))
 

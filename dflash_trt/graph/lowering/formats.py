@@ -26,8 +26,8 @@ from .base import (
     E4M3,
     INT4,
     TRT_DOMAIN,
-    LinearKind,
     Lowering,
+    Values,
     by_block,
     lookup,
     microscaled,
@@ -43,33 +43,35 @@ class FP8Lowering(Lowering):
 
     unit_input_scale = 1 / E4M3_MAX
 
-    def operator(self, kind: LinearKind) -> str:
+    def operator(self, stored: StoredLinear) -> str:
         """A body for each size of a block."""
-        block = f"{kind.group_rows}x{kind.group_size}" if kind.group_size else ""
-        return f"FP8Linear{block}{'Exponents' * kind.exponents}"
+        rows, columns = stored.algorithm.group_rows, stored.algorithm.group_size
+        block = f"{rows}x{columns}" if columns else ""
+        return f"FP8Linear{block}{'Exponents' * stored.exponents}"
 
     def onnxruntime_weight(
-        self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value], x: ir.Value, resident: bool
+        self, g: GraphBuilder, stored: StoredLinear, inputs: Values, x: ir.Value, resident: bool
     ) -> ir.Value:
         """Numbers times the scales of their rows or blocks."""
-        weight, scale = inputs["weight"], inputs["scale"]
-        if not kind.group_size and not resident:
+        weight, scale, algorithm = inputs["weight"], inputs["scale"], stored.algorithm
+        if not algorithm.group_size and not resident:
             return g.op("DequantizeLinear", weight, scale, name="widened", axis=0)
         if resident:
             numbers = g.op("Cast", weight, name="numbers", to=int(FLOAT))
         else:
             numbers = g.op("DequantizeLinear", weight, g.constant(1, np.float32), name="numbers")
-        if not kind.group_size:
+        if not algorithm.group_size:
             column = g.op("Reshape", scale, g.constant([-1, 1]), name="column")
             return g.op("Mul", numbers, column, name="widened")
         rows, columns = g.dim(weight, 0, name="rows"), g.dim(weight, 1, name="columns")
-        factors = self._repeated(g, self._factors(g, kind, scale), 0, kind.group_rows, rows)
+        factors = self._repeated(g, self._factors(g, stored, scale), 0, algorithm.group_rows, rows)
         if not resident:  # a length that only the pass knows: nothing of the weight's size is folded
             columns = g.dim(x, 1, name="inputs")
-        return g.op("Mul", numbers, self._repeated(g, factors, 1, kind.group_size, columns), name="widened")
+        factors = self._repeated(g, factors, 1, algorithm.group_size, columns)
+        return g.op("Mul", numbers, factors, name="widened")
 
-    def _factors(self, g: GraphBuilder, kind: LinearKind, scale: ir.Value) -> ir.Value:
-        if kind.exponents:
+    def _factors(self, g: GraphBuilder, stored: StoredLinear, scale: ir.Value) -> ir.Value:
+        if stored.exponents:
             return lookup(g, g.constant(E8M0, np.float32), scale)
         return g.op("Cast", scale, name="factors", to=int(FLOAT))
 
@@ -84,29 +86,30 @@ class FP8Lowering(Lowering):
         x = g.op("Reshape", x, shape_after, name="repeated_rows" if axis == 0 else "repeated_columns")
         return g.op("Slice", x, g.constant([0]), length, g.constant([axis]), name="own")
 
-    def tensorrt_weight(self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value]) -> ir.Value:
+    def tensorrt_weight(self, g: GraphBuilder, stored: StoredLinear, inputs: Values) -> ir.Value:
         """Codes and scales as they are stored. Blocks have an operator of the parser's own, because DequantizeLinear
         knows blocks along one axis only; the last block of an axis may be smaller.
         """
         weight, scale = inputs["weight"], inputs["scale"]
-        if kind.exponents and (kind.group_rows, kind.group_size) == (1, BLOCK):
+        block = [stored.algorithm.group_rows, stored.algorithm.group_size]
+        if stored.exponents and block == [1, BLOCK]:
             return microscaled(g, weight, scale, name="widened")
-        if kind.group_size:
-            scale = self._block_scales(g, kind, scale)
+        if stored.algorithm.group_size:
+            scale = self._block_scales(g, stored, scale)
             if inputs["scale"].shape != (1, 1):
                 return g.op(
                     *("TRT_BlockDequantize", weight, scale),
                     name="widened",
                     domain=TRT_DOMAIN,
-                    block_shape=[kind.group_rows, kind.group_size],
+                    block_shape=block,
                     output_dtype=int(g.dtype),
                 )
             scale = g.op("Reshape", scale, g.constant([]), name="scale")  # one block is a whole weight there
         return g.op("DequantizeLinear", weight, scale, name="widened", axis=0, output_dtype=int(g.dtype))
 
-    def _block_scales(self, g: GraphBuilder, kind: LinearKind, scale: ir.Value) -> ir.Value:
+    def _block_scales(self, g: GraphBuilder, stored: StoredLinear, scale: ir.Value) -> ir.Value:
         """Scales of blocks in float32 or in the graph's dtype: the compiler refuses others."""
-        if kind.exponents:
+        if stored.exponents:
             power = g.op("Cast", scale, name="exponents", to=int(FLOAT))
             power = g.op("Sub", power, g.constant(127, np.float32), name="powers")
             return g.op("Pow", g.constant(2, np.float32), power, name="scales")
@@ -122,9 +125,9 @@ class FP8Lowering(Lowering):
         codes = g.op("QuantizeLinear", x, scale, name="x_codes", output_dtype=int(E4M3))
         return g.op("DequantizeLinear", codes, scale, name="x_rounded", output_dtype=int(g.dtype))
 
-    def expert_factors(self, g: GraphBuilder, kind: LinearKind, parts: Mapping[str, ir.Value]) -> ir.Value:
+    def expert_factors(self, g: GraphBuilder, stored: StoredLinear, parts: Values) -> ir.Value:
         """The scales; those of blocks in float32."""
-        return self._factors(g, kind, parts["scale"]) if kind.group_size else parts["scale"]
+        return self._factors(g, stored, parts["scale"]) if stored.algorithm.group_size else parts["scale"]
 
 
 class NVFP4Lowering(Lowering):
@@ -134,7 +137,7 @@ class NVFP4Lowering(Lowering):
     unit_input_scale = 1 / (E2M1_MAX * E4M3_MAX)
 
     def onnxruntime_weight(
-        self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value], x: ir.Value, resident: bool
+        self, g: GraphBuilder, stored: StoredLinear, inputs: Values, x: ir.Value, resident: bool
     ) -> ir.Value:
         """Looked up in tables, times both scales."""
         low, high = (table(g, BYTE_TO_PAIR[:, i], x, resident) for i in (0, 1))
@@ -144,9 +147,9 @@ class NVFP4Lowering(Lowering):
             factors = g.op("Cast", scale, name="scale_float", to=int(FLOAT))
         else:
             factors = g.op("DequantizeLinear", scale, g.constant(1, np.float32), name="scale_float")
-        return times_factors(g, numbers, _times_second(g, kind, factors, second))
+        return times_factors(g, numbers, _times_second(g, stored, factors, second))
 
-    def tensorrt_weight(self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value]) -> ir.Value:
+    def tensorrt_weight(self, g: GraphBuilder, stored: StoredLinear, inputs: Values) -> ir.Value:
         """First the scales, then the numbers."""
         both = inputs["scale"], inputs["global_scale"]
         scales = g.op("DequantizeLinear", *both, name="scales", output_dtype=int(g.dtype))
@@ -190,15 +193,15 @@ class NVFP4Lowering(Lowering):
         scales = g.op("DequantizeLinear", scales, scale, name="x_scales", output_dtype=int(g.dtype))
         return g.op("DequantizeLinear", codes, scales, name="x_rounded", axis=-1, block_size=NVFP4_BLOCK)
 
-    def expert_factors(self, g: GraphBuilder, kind: LinearKind, parts: Mapping[str, ir.Value]) -> ir.Value:
+    def expert_factors(self, g: GraphBuilder, stored: StoredLinear, parts: Values) -> ir.Value:
         """Both scales of each block."""
         factors = lookup(g, g.constant(_E4M3_VALUES, np.float32), parts["scale"])
-        return _times_second(g, kind, factors, parts["global_scale"])
+        return _times_second(g, stored, factors, parts["global_scale"])
 
 
-def _times_second(g: GraphBuilder, kind: LinearKind, scales: ir.Value, second: ir.Value) -> ir.Value:
+def _times_second(g: GraphBuilder, stored: StoredLinear, scales: ir.Value, second: ir.Value) -> ir.Value:
     """The factor of each block."""
-    return g.op("Div" if kind.reciprocal else "Mul", scales, second, name="factors")
+    return g.op("Div" if stored.algorithm.reciprocal else "Mul", scales, second, name="factors")
 
 
 class MXFP4Lowering(Lowering):
@@ -207,7 +210,7 @@ class MXFP4Lowering(Lowering):
     pairs = E2M1
 
     def onnxruntime_weight(
-        self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value], x: ir.Value, resident: bool
+        self, g: GraphBuilder, stored: StoredLinear, inputs: Values, x: ir.Value, resident: bool
     ) -> ir.Value:
         """Looked up in tables."""
         tables = [BYTE_TO_PAIR[:, 0], BYTE_TO_PAIR[:, 1], E8M0]
@@ -215,11 +218,11 @@ class MXFP4Lowering(Lowering):
         numbers = by_block(g, low, high, inputs["weight"], BLOCK)
         return times_factors(g, numbers, lookup(g, powers, inputs["scale"]))
 
-    def tensorrt_weight(self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value]) -> ir.Value:
+    def tensorrt_weight(self, g: GraphBuilder, stored: StoredLinear, inputs: Values) -> ir.Value:
         """By TensorRT's own operator."""
         return microscaled(g, inputs["weight"], inputs["scale"], name="widened")
 
-    def expert_factors(self, g: GraphBuilder, kind: LinearKind, parts: Mapping[str, ir.Value]) -> ir.Value:
+    def expert_factors(self, g: GraphBuilder, stored: StoredLinear, parts: Values) -> ir.Value:
         """Powers of two."""
         return lookup(g, g.constant(E8M0, np.float32), parts["scale"])
 
@@ -248,10 +251,10 @@ class INT8Lowering(Lowering):
     """Blocked DequantizeLinear, or a product of blocks that can be folded."""
 
     def onnxruntime_weight(
-        self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value], x: ir.Value, resident: bool
+        self, g: GraphBuilder, stored: StoredLinear, inputs: Values, x: ir.Value, resident: bool
     ) -> ir.Value:
         """Numbers times the scales of their groups."""
-        weight, block = inputs["weight"], kind.group_size
+        weight, block = inputs["weight"], stored.algorithm.group_size
         scale = g.op("Cast", inputs["scale"], name="scale_float", to=int(FLOAT))
         if not resident:
             return g.op("DequantizeLinear", weight, scale, name="widened", axis=1, block_size=block)
@@ -259,11 +262,11 @@ class INT8Lowering(Lowering):
         numbers = g.op("Reshape", numbers, g.constant([0, -1, block]), name="numbers_by_block")
         return times_factors(g, numbers, scale)
 
-    def tensorrt_weight(self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value]) -> ir.Value:
+    def tensorrt_weight(self, g: GraphBuilder, stored: StoredLinear, inputs: Values) -> ir.Value:
         """In groups, or in one for each row."""
         weight = inputs["weight"]
         assert weight.shape is not None
-        columns = kind.group_size or int(str(weight.shape[1]))  # a row may share one scale
+        columns = stored.algorithm.group_size or int(str(weight.shape[1]))  # a row may share one scale
         scales = g.cast(inputs["scale"], g.dtype, name="scales")
         return g.op("DequantizeLinear", weight, scales, name="widened", axis=1, block_size=columns)
 
@@ -271,9 +274,9 @@ class INT8Lowering(Lowering):
 class INT4Lowering(Lowering):
     """Blocked DequantizeLinear, or a product of blocks that can be folded."""
 
-    def operator(self, kind: LinearKind) -> str:
+    def operator(self, stored: StoredLinear) -> str:
         """A body for each size of a group and each packing."""
-        return f"INT4Linear{kind.group_size}{'' if kind.by_row else 'x2'}"
+        return f"INT4Linear{stored.algorithm.group_size}{'' if stored.by_row else 'x2'}"
 
     def weight(
         self, g: GraphBuilder, stored: StoredLinear, raw: ir.Value, *, packed_as_bytes: bool
@@ -283,33 +286,34 @@ class INT4Lowering(Lowering):
         return g.reinterpret(raw, INT4, (rows, 2 * columns) if stored.by_row else (rows, columns, 2))
 
     def onnxruntime_weight(
-        self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value], x: ir.Value, resident: bool
+        self, g: GraphBuilder, stored: StoredLinear, inputs: Values, x: ir.Value, resident: bool
     ) -> ir.Value:
         """Widened in the order of its bytes, then in rows."""
         weight = inputs["weight"]
         scale = g.op("Cast", inputs["scale"], name="scale_float", to=int(FLOAT))
-        if not kind.by_row:  # the weight is [out/2, in, 2]: bring its scales, [out, groups], into that order
+        block = stored.algorithm.group_size
+        if not stored.by_row:  # the weight is [out/2, in, 2]: its scales, [out, groups], get that order
             pairs = g.op("Reshape", scale, g.shape(-1, 2, g.dim(scale, 1)), name="scale_pairs")
             scale = g.op("Transpose", pairs, name="scale_by_pair", perm=[0, 2, 1])
         if resident:
-            split = [0, -1, kind.group_size, 2][: 3 if kind.by_row else 4]
+            split = [0, -1, block, 2][: 3 if stored.by_row else 4]
             numbers = g.op("Cast", weight, to=int(FLOAT))
             numbers = g.op("Reshape", numbers, g.constant(split), name="by_block")
             widened = g.op("Mul", numbers, g.unsqueeze(scale, 2), name="widened_by_block")
-            whole = [0, -1] if kind.by_row else [0, -1, 2]
+            whole = [0, -1] if stored.by_row else [0, -1, 2]
             widened = g.op("Reshape", widened, g.constant(whole), name="widened")
         else:
-            block = kind.group_size
             widened = g.op("DequantizeLinear", weight, scale, name="widened", axis=1, block_size=block)
-        if kind.by_row:
+        if stored.by_row:
             return widened
         by_row = g.op("Transpose", widened, name="by_row", perm=[0, 2, 1])
         return g.op("Reshape", by_row, g.shape(-1, g.dim(x, 1)), name="rows")
 
-    def tensorrt_weight(self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value]) -> ir.Value:
+    def tensorrt_weight(self, g: GraphBuilder, stored: StoredLinear, inputs: Values) -> ir.Value:
         """By row, as `int4_by_row` writes it."""
         weight, scales = inputs["weight"], g.cast(inputs["scale"], g.dtype, name="scales")
-        return g.op("DequantizeLinear", weight, scales, name="widened", axis=1, block_size=kind.group_size)
+        block = stored.algorithm.group_size
+        return g.op("DequantizeLinear", weight, scales, name="widened", axis=1, block_size=block)
 
 
 # By the names in formats.FORMATS.

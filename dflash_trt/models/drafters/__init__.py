@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import onnx_ir as ir
 
@@ -28,7 +27,6 @@ _KINDS = (
 KINDS: Mapping[str, DrafterKind] = {kind.architecture: kind for kind in _KINDS}
 
 
-def build_drafter(*parts: Any, **options: Any) -> ir.Model:
-    """The graph of a drafter of any kind. The arguments are the fields of `DrafterParts`."""
-    made_from = DrafterParts(*parts, **options)
-    return KINDS[made_from.config.architecture].build(made_from)
+def build_drafter(parts: DrafterParts) -> ir.Model:
+    """The graph of a drafter of any kind."""
+    return KINDS[parts.config.architecture].build(parts)

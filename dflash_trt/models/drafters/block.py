@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
 
 import onnx_ir as ir
 
@@ -187,22 +186,7 @@ class BlockPass(DrafterPass):
         """The target's ids of tokens that the head numbers, of any shape."""
         return numbers if self._vocabulary is None else self._vocabulary.tokens(numbers, self.m)
 
-    def best(self, logits: ir.Value, width: int) -> tuple[ir.Value, ir.Value]:
-        """The `width` best tokens of each row of logits [rows, V], by the target's ids, and their log-probabilities."""
-        numbers, logprobs = best_candidates(self.g, logits, width)
+    def best(self, logits: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """The W best tokens of each row of logits [rows, V], by the target's ids, and their log-probabilities."""
+        numbers, logprobs = best_candidates(self.g, logits, self.parts.width)
         return self.tokens(numbers), logprobs
-
-
-def block_builder(
-    draft: Callable[[BlockPass, int], tuple[ir.Value, ir.Value]],
-) -> Callable[[DrafterParts], ir.Model]:
-    """The builder of a kind from `draft(block, width)`, which gives the `width` best tokens [B*(K-1), W] of each place,
-    by the target's ids, and their log-probabilities.
-    """
-
-    @wraps(draft)
-    def build(parts: DrafterParts) -> ir.Model:
-        block = BlockPass(parts)
-        return block.model(*draft(block, parts.width))
-
-    return build

@@ -12,8 +12,8 @@ import onnx_ir as ir
 
 from dflash_trt.checkpoint.fields import Fields, stated
 from dflash_trt.checkpoint.schema import DrafterConfig, LayerAttention
-from dflash_trt.models.drafters.block import BlockPass, block_builder
-from dflash_trt.models.drafters.kind import DrafterKind
+from dflash_trt.models.drafters.block import BlockPass
+from dflash_trt.models.drafters.kind import DrafterKind, DrafterParts
 from dflash_trt.models.reading import (
     QWEN_HEAD_DIM,
     check_quantization,
@@ -110,9 +110,9 @@ _DRAFTER_NEUTRAL: Mapping[str, tuple[object, ...]] = {
 }
 
 
-@block_builder
-def build_dflash(block: BlockPass, width: int) -> tuple[ir.Value, ir.Value]:
-    return block.best(block.logits(block.drafted(block.layers(block.embedded()))), width)
+def build_dflash(parts: DrafterParts) -> ir.Model:
+    block = BlockPass(parts)
+    return block.model(*block.best(block.logits(block.drafted(block.layers(block.embedded())))))
 
 
 # All published DFlashDraftModels have model_type "qwen3" for any target: their layers are Qwen3's.

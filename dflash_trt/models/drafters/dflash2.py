@@ -14,9 +14,9 @@ import onnx_ir as ir
 
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.schema import DrafterConfig
-from dflash_trt.models.drafters.block import BlockPass, BlockSettings, Rows, block_builder
+from dflash_trt.models.drafters.block import BlockPass, BlockSettings, Rows
 from dflash_trt.models.drafters.dflash import read_dflash
-from dflash_trt.models.drafters.kind import DrafterKind
+from dflash_trt.models.drafters.kind import DrafterKind, DrafterParts
 from dflash_trt.models.drafters.walk import PairScores, best_walk
 from dflash_trt.models.module import Module
 
@@ -66,11 +66,12 @@ def selector(fields: Fields, hidden_size: int, vocab_size: int, **settings: Any)
     )
 
 
-@block_builder
-def build_dflash2(block: BlockPass, width: int) -> tuple[ir.Value, ir.Value]:
+def build_dflash2(parts: DrafterParts) -> ir.Model:
+    block = BlockPass(parts)
     x = block.layers(block.embedded(), lambda m, name, u: _convolutions(block, m.at(name), u))
     rows = block.drafted(x)
-    return _select(block, rows, block.logits(rows, multiplier=block.config.own.multiplier), width)
+    logits = block.logits(rows, multiplier=block.config.own.multiplier)
+    return block.model(*_select(block, rows, logits))
 
 
 def _convolutions(block: BlockPass, m: Module, u: ir.Value) -> tuple[Rows, Rows]:
@@ -108,7 +109,7 @@ def _convolutions(block: BlockPass, m: Module, u: ir.Value) -> tuple[Rows, Rows]
     return (lambda y: convolve(0, y)), (lambda y: convolve(1, y))
 
 
-def _select(block: BlockPass, rows: ir.Value, logits: ir.Value, width: int) -> tuple[ir.Value, ir.Value]:
+def _select(block: BlockPass, rows: ir.Value, logits: ir.Value) -> tuple[ir.Value, ir.Value]:
     """The selector's walk over the best tokens of each place."""
     g, config, own = block.g, block.config, block.config.own
     m = block.m.at("candidate_selector")
@@ -128,7 +129,7 @@ def _select(block: BlockPass, rows: ir.Value, logits: ir.Value, width: int) -> t
         followers = g.op("Mul", tables[1], weights, name="followers")
         followers = g.op("Transpose", followers, name="by_rank", perm=[0, 1, 3, 2])
         fit = g.to_float(g.op("MatMul", tables[0], followers, name="fit"))
-        return best_walk(block, scores, fit, width)[:2]
+        return best_walk(block, scores, fit)[:2]
 
 
 # Published DFlash2DraftModels have model_type "qwen3", as DFlash's.

@@ -18,8 +18,8 @@ import onnx_ir as ir
 
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.schema import DrafterConfig, LayerAttention
-from dflash_trt.models.drafters.block import BlockPass, BlockSettings, block_builder
-from dflash_trt.models.drafters.kind import DrafterKind
+from dflash_trt.models.drafters.block import BlockPass, BlockSettings
+from dflash_trt.models.drafters.kind import DrafterKind, DrafterParts
 from dflash_trt.models.drafters.walk import PairScores, best_walk, followed
 from dflash_trt.models.gemma4 import gemma_decoder
 from dflash_trt.models.module import Module
@@ -106,23 +106,23 @@ def heads(fields: Fields, vocabulary: int | None, *, confidence: bool = False, *
     )
 
 
-@block_builder
-def build_dspark(block: BlockPass, width: int) -> tuple[ir.Value, ir.Value]:
+def build_dspark(parts: DrafterParts) -> ir.Model:
     """DSpark, with its own embedding and head as they are on disk."""
+    block = BlockPass(parts)
     config, own = block.config, block.config.own
     rows = block.drafted(block.layers(block.embedded()))
     logits, before = block.logits(rows), None
     if own.rank:
         scores = PairScores.of_logits(block, logits, most_candidates(own, config.vocab_size))
         with block.g.scope("markov"):
-            tokens, logprobs, before = _markov(block, rows, scores, width)
+            tokens, logprobs, before = _markov(block, rows, scores)
     else:
-        tokens, logprobs = block.best(logits, width)
+        tokens, logprobs = block.best(logits)
     if own.confidence:
         with block.g.scope("confidence"):
             before = before if own.confidence_of_pair else None
-            logprobs = _confident(block, rows, before, logprobs, width)
-    return tokens, logprobs
+            logprobs = _confident(block, rows, before, logprobs)
+    return block.model(tokens, logprobs)
 
 
 def _table(m: Module, name: str, size: int, rank: int, ids: ir.Value) -> ir.Value:
@@ -132,9 +132,7 @@ def _table(m: Module, name: str, size: int, rank: int, ids: ir.Value) -> ir.Valu
     return g.from_dtype(rows, m.dtype_of(f"{name}.weight"))
 
 
-def _markov(
-    block: BlockPass, rows: ir.Value, scores: PairScores, width: int
-) -> tuple[ir.Value, ir.Value, ir.Value]:
+def _markov(block: BlockPass, rows: ir.Value, scores: PairScores) -> tuple[ir.Value, ir.Value, ir.Value]:
     """The walk through pair scores. The third result has the rows of W1 of the tokens before, [B,P,r]."""
     g, m, config, own = block.g, block.m.at("markov_head"), block.config, block.config.own
     hidden, rank = config.hidden_size, own.rank
@@ -156,15 +154,13 @@ def _markov(
         )
         left = g.op("Mul", gate, w1, name="gated")
     fit = g.op("MatMul", left, g.op("Transpose", w2, name="by_rank", perm=[0, 1, 3, 2]), name="fit")
-    tokens, logprobs, behind = best_walk(block, scores, g.to_float(fit), width)
+    tokens, logprobs, behind = best_walk(block, scores, g.to_float(fit))
     return tokens, logprobs, followed(g, w1, behind)
 
 
-def _confident(
-    block: BlockPass, rows: ir.Value, before: ir.Value | None, logprobs: ir.Value, width: int
-) -> ir.Value:
+def _confident(block: BlockPass, rows: ir.Value, before: ir.Value | None, logprobs: ir.Value) -> ir.Value:
     """Log-probabilities [B*P, W] in which the best candidate has its confidence, and the others share the rest."""
-    g, m, own = block.g, block.m.at("confidence_head"), block.config.own
+    g, m, own, width = block.g, block.m.at("confidence_head"), block.config.own, block.parts.width
     size = block.config.hidden_size
     if before is not None:
         flat = g.op("Reshape", before, g.constant([-1, own.rank]), name="token_before")

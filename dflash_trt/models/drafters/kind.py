@@ -20,7 +20,7 @@ from dflash_trt.errors import CheckpointError
 from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.dialect import Dialect
 from dflash_trt.models.module import Module
-from dflash_trt.models.passes import Capacity, Mixer, Pass, PassRows, ints, positions_from
+from dflash_trt.models.passes import Capacity, Mixer, Pass, PassRows, positions_from
 from dflash_trt.models.target import mixers
 
 
@@ -82,8 +82,8 @@ class DrafterPass:
         hidden = self.config.hidden_size
         taps = len(self.config.target_layer_ids) * hidden
         self.features = g.input("features", parts.features_dtype or g.dtype, ["B", "S", taps])
-        self.n_features, self.start = ints(g, "n_features", "B"), ints(g, "start", "B")
-        self.block = ints(g, "block", "B", "K")
+        self.n_features, self.start = (g.input(name, INT64, ["B"]) for name in ("n_features", "start"))
+        self.block = g.input("block", INT64, ["B", "K"])
         self.batch = g.dim(self.block, 0, name="batch")
         self.n_context = g.dim(self.features, 1, name="n_context")
         self.by_sequence = g.shape(self.batch, -1, hidden)

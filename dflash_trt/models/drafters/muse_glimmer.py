@@ -11,28 +11,24 @@ from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.rope import read_rope
 from dflash_trt.checkpoint.schema import DrafterConfig, LayerAttention
 from dflash_trt.models.decoder import soft_capped
-from dflash_trt.models.drafters.block import BlockPass, BlockSettings, block_builder
+from dflash_trt.models.drafters.block import BlockPass, BlockSettings
 from dflash_trt.models.drafters.dflash import BLOCK
-from dflash_trt.models.drafters.kind import DrafterKind
-from dflash_trt.models.reading import LAYERS, check_quantization, decoder, layer_ids, place_window
+from dflash_trt.models.drafters.kind import DrafterKind, DrafterParts
+from dflash_trt.models.reading import check_quantization, decoder, layer_ids, place_window
 
 
 def _read(fields: Fields) -> DrafterConfig:
     check_quantization(fields)
     mask = fields.integer("mask_token_id", minimum=0)
     # The file has no vocab_size: it is the target's.
-    known = {"vocab_size": mask + 1, **fields.values}
-    if known.get("layer_types") is None:
-        known["layer_types"] = ["sliding_attention"] * fields.integer("num_hidden_layers", maximum=LAYERS)
-    filled = Fields(fields.path, known, fields.prefix)
-    common = decoder(filled, head_dim=128, qk_norm=True, rope=read_rope(filled, theta=500_000.0))
+    filled = Fields(fields.path, {"vocab_size": mask + 1, **fields.values}, fields.prefix)
+    common = decoder(filled, head_dim=128, qk_norm=True, rope=read_rope(fields, theta=500_000.0))
     # Transformers lets such layers see as far as this in both directions. Our windows count the row itself.
-    window = 1 + filled.integer("sliding_window", default=2048)
+    window, layers = 1 + fields.integer("sliding_window", default=2048), common["num_hidden_layers"]
+    windows = place_window(fields, layers, window, ["sliding_attention"] * layers)
     return DrafterConfig(
         **common,
-        layers=tuple(
-            LayerAttention(False, each) for each in place_window(filled, common["num_hidden_layers"], window)
-        ),
+        layers=tuple(LayerAttention(False, each) for each in windows),
         block_size=fields.integer("block_size", minimum=2, maximum=BLOCK),
         mask_token_id=mask,
         target_layer_ids=layer_ids(fields, "target_layer_ids"),
@@ -40,11 +36,11 @@ def _read(fields: Fields) -> DrafterConfig:
     )
 
 
-@block_builder
-def _build(block: BlockPass, width: int) -> tuple[ir.Value, ir.Value]:
+def _build(parts: DrafterParts) -> ir.Model:
+    block = BlockPass(parts)
     rows = block.drafted(block.layers(block.embedded()))
     logits = block.logits(rows, multiplier=block.target.logit_multiplier)
-    return block.best(soft_capped(block.g, logits, block.target.logit_softcap), width)
+    return block.model(*block.best(soft_capped(block.g, logits, block.target.logit_softcap)))
 
 
 KIND = DrafterKind(

@@ -44,17 +44,15 @@ class PairScores:
         return cls(tokens, numbers, best, before, count)
 
 
-def best_walk(
-    block: BlockPass, scores: PairScores, fit: ir.Value, width: int
-) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """The `width` best tokens [B*P, W] of each place after the walk so far, and their log-probabilities.
+def best_walk(block: BlockPass, scores: PairScores, fit: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """The W best tokens [B*P, W] of each place after the walk so far, and their log-probabilities.
 
     The third result is the number of the candidate before each place that the walk took, [B,P].
 
     fit [B,P,k,k]: what candidate a before adds to the logit of candidate b. The walk takes the best one at each place.
     Log-probabilities are of a softmax over the k candidates.
     """
-    g = block.g
+    g, width = block.g, block.parts.width
     pairs = g.op("Add", fit, g.unsqueeze(scores.logits, 2), name="pairs")
     chosen = _walk(g, pairs, scores.count, block.config.block_size - 1)
     # Behind which candidate each place stands. At the first place all are the anchor.

@@ -21,6 +21,7 @@ from dflash_trt.graph.builder import FLOAT
 from dflash_trt.graph.tensorrt import TensorRT
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.models.drafters import build_drafter
+from dflash_trt.models.drafters.kind import DrafterParts
 from dflash_trt.models.target import build_target
 from dflash_trt.quantization.convert import quantize
 from tests.doubles.checkpoints import VOCAB, make_drafter, make_target
@@ -98,14 +99,12 @@ def export(directory: Path, dialect: TensorRT) -> dict[str, ir.Model]:
             capacity=CAPACITY,
         ),
         "drafter": build_drafter(
-            configs[1],
-            Checkpoint(drafter),
-            configs[0],
-            Checkpoint(target),
-            dialect,
-            folder="drafter",
-            target_folder="target",
-            capacity=CAPACITY,
+            DrafterParts(
+                *(configs[1], Checkpoint(drafter), configs[0], Checkpoint(target), dialect),
+                folder="drafter",
+                target_folder="target",
+                capacity=CAPACITY,
+            )
         ),
     }
 
