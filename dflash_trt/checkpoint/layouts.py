@@ -30,7 +30,7 @@ GGUF: Mapping[str, Algorithm] = {
     for bits, names in ((4, ("Q4_0", "Q4_1", "Q4_K")), (8, ("Q8_0", "Q5_K")))
     for name in names
 }
-_WEIGHTS = (".weight", ".weight_packed", ".qweight")
+WEIGHTS = ("weight", "weight_packed", "qweight")  # the ends of names of weights
 
 
 class LayerTensor(NamedTuple):
@@ -46,7 +46,8 @@ LayerTensors = Mapping[str, LayerTensor]
 
 def weight_name(name: str) -> str | None:
     """The layer whose weight a tensor of this name may be."""
-    return next((name.removesuffix(end) for end in _WEIGHTS if name.endswith(end)), None)
+    layer, _, end = name.rpartition(".")
+    return layer if layer and end in WEIGHTS else None
 
 
 def weight_end(layout: FileLayout) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from dflash_trt.checkpoint.layouts import (
+    WEIGHTS,
     WORD,
     LayerTensors,
     blocks,
@@ -38,7 +39,7 @@ class StoredLinear:
         their middle, for each group, times the sum of the group's inputs.
     order: int64 [in], the input of each column of the codes. None: they are in order.
     group_index: int32 [in], the group of each column of the codes, as the file has it.
-    others: tensors of the layer that say nothing more, such as its shape.
+    shape: int64 [2], outputs and inputs, as the file has it.
     """
 
     algorithm: Algorithm
@@ -51,7 +52,7 @@ class StoredLinear:
     zero_term: TensorInfo | None = None
     order: TensorInfo | None = None
     group_index: TensorInfo | None = None
-    others: tuple[TensorInfo, ...] = ()
+    shape: TensorInfo | None = None
     by_row: bool = True
 
     @property
@@ -59,7 +60,7 @@ class StoredLinear:
         return FORMATS[self.algorithm.scheme]
 
     @property
-    def activations(self) -> Literal["none", "static", "row"]:
+    def rounding(self) -> Literal["none", "static", "row"]:
         """The scales of inputs that are rounded: one in the file, or one for each row."""
         if not self.algorithm.activations:
             return "none"
@@ -91,7 +92,7 @@ class StoredLinear:
     @property
     def tensors(self) -> list[TensorInfo]:
         values = [getattr(self, f.name) for f in fields(self)]
-        return [value for value in values if isinstance(value, TensorInfo)] + list(self.others)
+        return [value for value in values if isinstance(value, TensorInfo)]
 
 
 def stored_linear(
@@ -115,11 +116,10 @@ def stored_linear(
     scale = tensors["scale"]
     if len(scale.shape) == 4:  # of blocks, as Model Optimizer has them
         tensors["scale"] = replace(scale, shape=scale.shape[::2])
-    if (shape := tensors.pop("shape", None)) is not None:
-        _check_shape(checkpoint, layer, shape, (outputs, inputs))
-    stored = StoredLinear(algorithm, **tensors, others=() if shape is None else (shape,))
-    by_row = stored.in_words or stored.weight.shape[0] == outputs
-    stored = replace(stored, by_row=by_row)
+    if "shape" in tensors:
+        _check_shape(checkpoint, layer, tensors["shape"], (outputs, inputs))
+    stored = StoredLinear(algorithm, **tensors)
+    stored = replace(stored, by_row=stored.in_words or stored.weight.shape[0] == outputs)
     return _as_blocks(stored, outputs, inputs) if algorithm.layout == "packed" and stored.in_words else stored
 
 
@@ -129,10 +129,11 @@ def algorithm_of(checkpoint: Checkpoint | Outline, layer: str) -> Algorithm | No
         weight = checkpoint.tensors.get(f"{layer}.weight")
         floats = weight is not None and weight.dtype in FLOAT_DTYPES
         return None if floats else checkpoint.quantization.algorithm(layer)
-    end = codes.name.rpartition(".")[2]
-    return checkpoint.quantization.of_codes(
-        layer, lambda algorithm: end in ("weight", weight_end(algorithm.layout))
-    )
+    if (named := checkpoint.quantization.algorithm(layer)) is not None:
+        return named
+    end = codes.name.rpartition(".")[2]  # where the file names none, it is the only one with such weights
+    fitting = [a for a in checkpoint.quantization.algorithms if end in ("weight", weight_end(a.layout))]
+    return fitting[0] if len(fitting) == 1 else None
 
 
 def _checked(
@@ -213,11 +214,11 @@ def joined(layers: Mapping[str, StoredLinear]) -> list[tuple[tuple[str, ...], St
 
 def _as_one(layers: Sequence[StoredLinear]) -> StoredLinear | None:
     first, *others = layers
-    whole: dict[str, Any] = {"others": tuple(info for layer in layers for info in layer.others)}
+    whole: dict[str, Any] = {}
     if any(layer.weight.shape[0] % first.algorithm.group_rows for layer in layers[:-1]):
         return None  # a block of the first layer's scales would reach into the next
     one = math.prod(first.scale.shape) == 1 and not first.algorithm.group_size
-    for name in (field.name for field in fields(first) if others and field.name != "others"):
+    for name in (field.name for field in fields(first) if others and field.name != "shape"):
         values = [getattr(layer, name) for layer in layers]
         if not all(isinstance(value, TensorInfo) for value in values):
             if any(value != values[0] for value in values):
@@ -243,7 +244,7 @@ def stored_experts(
     for layer, stored in zip(layers, experts, strict=True):
         if (form := _form(stored)) != first:
             names = [name for name in form | first if form.get(name) != first.get(name)]
-            weights = [name for name in names if name in ("weight", "weight_packed", "qweight")]
+            weights = [name for name in names if name in WEIGHTS]
             differing = (weights or names)[0]
             said = [each.get(differing, "not there") for each in (form, first)]
             raise CheckpointError(

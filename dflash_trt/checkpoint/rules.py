@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from fnmatch import translate
 from pathlib import Path
@@ -67,14 +67,6 @@ class Quantization:
             if any(rule.pattern.match(name) for name in names):
                 return rule.algorithm
         return self.default
-
-    def of_codes(self, layer: str, algorithms: Callable[[Algorithm], bool]) -> Algorithm | None:
-        """The algorithm of a layer whose tensors are codes. Where the file names none, it is its only one for which
-        `algorithms` holds.
-        """
-        found = self.algorithm(layer)
-        fitting = [each for each in self.algorithms if algorithms(each)] if found is None else []
-        return fitting[0] if len(fitting) == 1 else found
 
 
 def text_name(name: str) -> str:

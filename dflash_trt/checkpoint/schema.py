@@ -72,11 +72,8 @@ class MoEConfig:
 
     A token goes to the `experts_per_token` experts with the largest router logits. Its weights are the softmax over
     all router logits. With `normalize_weights` they are divided by their sum, which equals the softmax over the
-    chosen logits. Activations, of a gate g and an up projection u:
-        "silu": u * g * sigmoid(g)
-        "gelu_tanh": u * gelu(g), gelu in its approximation by tanh
-        "gpt_oss": (clip(u, -limit, limit) + 1) * h * sigmoid(alpha * h), h = min(g, limit); router and experts have
-            biases
+    chosen logits. Of a gate g and an up projection u, an expert takes (clip(u, -limit, limit) + beta) * h *
+    sigmoid(alpha * h), h = min(g, limit); or u * gelu(g) where that is the model's `activation`.
 
     intermediate_size: the size of one expert.
     sparse_layers[i]: whether layer i has experts.
@@ -89,8 +86,8 @@ class MoEConfig:
     intermediate_size: int
     normalize_weights: bool
     sparse_layers: tuple[bool, ...]
-    activation: Literal["silu", "gelu_tanh", "gpt_oss"] = "silu"
     alpha: float = 1.0
+    beta: float = 0.0
     limit: float | None = None
     quantization: Literal["mxfp4"] | None = None
     shared_intermediate_size: int = 0
@@ -102,6 +99,7 @@ class DecoderConfig:
     """The fields that targets and drafters share.
 
     path: the config.json that was read.
+    architecture: the name in it; for drafters of speculators, ours of the kind.
     attention_bias: q, k, v and o projections have a bias.
     mlp_bias: gate, up and down projections have a bias.
     qk_norm: RMSNorm over each head of q and k before RoPE. qk_norm_weights: these norms have weights.
@@ -120,7 +118,6 @@ class DecoderConfig:
 
     path: Path
     model_type: str
-    architecture: str
     hidden_size: int
     intermediate_size: int
     num_hidden_layers: int
@@ -133,6 +130,7 @@ class DecoderConfig:
     attention_bias: bool
     rope: RopeConfig
     layers: tuple[LayerAttention | LayerDeltaNet, ...]
+    architecture: str = ""
     mlp_bias: bool = False
     qk_norm: bool = False
     qk_norm_weights: bool = True

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_trt.checkpoint.fields import Fields
+from dflash_trt.checkpoint.layouts import WEIGHTS
 from dflash_trt.checkpoint.quantization import read_quantization
 from dflash_trt.checkpoint.rules import Quantization, text_name
 from dflash_trt.errors import CheckpointError, quoted, show
@@ -147,7 +148,7 @@ class Checkpoint:
 
     def codes(self, layer: str) -> TensorInfo | None:
         """The tensor with a layer's weight in fewer bits, if it is stored so."""
-        found = [self.tensors.get(f"{layer}.{end}") for end in ("weight", "weight_packed", "qweight")]
+        found = [self.tensors.get(f"{layer}.{end}") for end in WEIGHTS]
         first = next(filter(None, found), None)
         return first if first is not None and first.dtype in CODE_DTYPES else None
 

@@ -104,11 +104,6 @@ class NumberFormat(ABC):
     def numbers_in_byte(self) -> int:
         return len(self.byte_values[0])
 
-    @property
-    def activations(self) -> bool:
-        """Whether inputs are quantized too, to the same numbers."""
-        return self.largest is not None
-
     @abstractmethod
     def forms(self, algorithm: Algorithm, rows: int, columns: int) -> dict[str, Form]:
         """The forms of a layer's tensors, by the end of their names: weight, weight_scale, weight_scale_2."""

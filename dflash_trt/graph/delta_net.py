@@ -115,32 +115,11 @@ class DeltaInputs:
         g.output(pending_gates, "pending_gates_out", FLOAT, self._pending)
 
 
-class DeltaRows(DeltaInputs):
-    """Those inputs for a body in standard operators: `state` is zero where a sequence starts, `count` are the rows of
-    the pass, `replayed` those before them, and `all_gates` [B,P+S,2*Hv] belong to both.
-    """
-
-    def __init__(self, g: GraphBuilder, kind: LayerDeltaNet) -> None:
-        super().__init__(g, kind)
-        self.state = self.at.kept(self.state, 3)
-        self.count = g.dim(self.gates, 1, name="count")
-        self.replayed = g.op("Sub", g.dim(self.q, 1, name="all"), self.count, name="replayed_rows")
-        replayed = g.slice(self.pending_gates, 0, self.replayed, axis=1, name="replayed")
-        self.all_gates = g.op("Concat", replayed, self.gates, name="all_gates", axis=1)
-
-    def finish(self, y: ir.Value, state: ir.Value) -> None:
-        """Declare the operator's outputs: y [B,S,values], the new state, and the gates that stay pending."""
-        g, at = self.g, self.at
-        last = g.op("Sub", g.dim(self.all_gates, 1, name="rows"), g.constant([1]), name="last")
-        first = g.op("Add", at.certain, self.replayed, name="first_pending")
-        self.output(y, state, at.rows(self.all_gates, first, PENDING_ROWS, last))
-
-
-def _counted_rows(g: GraphBuilder, a: DeltaRows) -> tuple[ir.Value, ir.Value, ir.Value]:
+def _counted_rows(g: GraphBuilder, a: DeltaInputs, replayed: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
     """bool [B,P+S]: rows before the uncertain ones, those of them that enter the new state, and the uncertain ones."""
-    row = g.op("Sub", g.arange(g.dim(a.q, 1, name="all")), a.replayed, name="row")  # from 0 on in this pass
+    row = g.op("Sub", g.arange(g.dim(a.q, 1, name="all")), replayed, name="row")  # from 0 on in this pass
     certain = g.op("Less", row, g.unsqueeze(a.at.certain, 1), name="is_certain")
-    pending = g.op("Add", row, a.replayed, name="pending_row")
+    pending = g.op("Add", row, replayed, name="pending_row")
     kept = g.op("Less", pending, g.unsqueeze(a.at.replayed, 1), name="is_kept")
     new = g.op("GreaterOrEqual", row, g.constant([0]), name="is_new")
     entering = g.op("Or", g.op("And", certain, new, name="new_certain"), kept, name="entering")
@@ -154,18 +133,23 @@ def onnxruntime_delta(kind: LayerDeltaNet) -> ir.Function:
     Rows with decay 1 and beta 0 leave the state as it is, which masks those that do not count.
     """
     g = GraphBuilder("GatedDeltaNet", opsets={MICROSOFT_DOMAIN: 1})
-    a = DeltaRows(g, kind)
-    at, zero = a.at, g.constant([0])
+    a = DeltaInputs(g, kind)
+    at, state = a.at, a.at.kept(a.state, 3)
+    count = g.dim(a.gates, 1, name="count")
+    replayed = g.op("Sub", g.dim(a.q, 1, name="all"), count, name="replayed_rows")
+    of_pending = g.slice(a.pending_gates, 0, replayed, axis=1, name="replayed")
+    all_gates = g.op("Concat", of_pending, a.gates, name="all_gates", axis=1)
+    zero = g.constant([0])
     most = g.op("ReduceMax", at.certain, name="most", keepdims=1)
     least = g.op("ReduceMin", at.certain, name="least", keepdims=1)
-    certain, entering, uncertain = _counted_rows(g, a)
+    certain, entering, uncertain = _counted_rows(g, a, replayed)
 
     def cut(x: ir.Value, first: ir.Value, end: ir.Value) -> ir.Value:
         return g.slice(x, first, end, axis=1, name="part")
 
     def run(counted: ir.Value, first: ir.Value, end: ir.Value, state: ir.Value) -> tuple[ir.Value, ...]:
         mask = g.op("Cast", g.unsqueeze(counted, 2), name="mask", to=int(FLOAT))
-        gates = g.op("Mul", a.all_gates, mask, name="masked")
+        gates = g.op("Mul", all_gates, mask, name="masked")
         decay, beta = g.multi(
             "Split", cut(gates, first, end), outputs=2, name="gates", axis=-1, num_outputs=2
         )
@@ -185,9 +169,9 @@ def onnxruntime_delta(kind: LayerDeltaNet) -> ir.Function:
         return tuple(g.op("Cast", result, name="typed", to=int(FLOAT)) for result in results)
 
     end = g.dim(a.q, 1, name="end")
-    behind = g.op("Add", a.replayed, most, name="behind_certain")
-    begin = g.op("Add", a.replayed, least, name="first_uncertain")
-    first, state = run(entering, zero, behind, a.state)
+    behind = g.op("Add", replayed, most, name="behind_certain")
+    begin = g.op("Add", replayed, least, name="first_uncertain")
+    first, state = run(entering, zero, behind, state)
     second, _ = run(uncertain, begin, end, state)
     # Rows from `least` to `most` are certain in some sequences only.
     differ = g.op("Sub", most, least, name="differ")
@@ -198,7 +182,9 @@ def onnxruntime_delta(kind: LayerDeltaNet) -> ir.Function:
         cut(second, zero, differ),
         name="mixed",
     )
-    parts = cut(first, a.replayed, begin), mixed, cut(second, differ, a.count)
+    parts = cut(first, replayed, begin), mixed, cut(second, differ, count)
     y = g.op("Concat", *parts, name="y", axis=1)
-    a.finish(y, state)
+    last = g.op("Sub", g.dim(all_gates, 1, name="rows"), g.constant([1]), name="last")
+    first_pending = g.op("Add", at.certain, replayed, name="first_pending")
+    a.output(y, state, at.rows(all_gates, first_pending, PENDING_ROWS, last))
     return g.function()

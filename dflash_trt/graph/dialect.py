@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
 
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.schema import LayerDeltaNet
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.delta_net import causal_conv
-from dflash_trt.graph.experts import Experts, Storage
+from dflash_trt.graph.experts import Storage
 from dflash_trt.graph.quantized import QuantizedLinear
 from dflash_trt.graph.quantized_experts import ExpertLayer
 
@@ -127,29 +126,9 @@ class Dialect(ABC):
 
     def mxfp4_experts(
         self, g: GraphBuilder, blocks: ir.Value, scales: ir.Value
-    ) -> tuple[Storage, ir.Value, ir.Value | None]:
+    ) -> tuple[ir.Value, ir.Value | None]:
         """The inputs of `moe` for matrices stored as blocks [E,O,G,16] and scales [E,O,G], both bytes."""
-        return "mxfp4", blocks, scales
-
-    def experts(
-        self,
-        g: GraphBuilder,
-        x: ir.Value,
-        logits: ir.Value,
-        e: Experts,
-        *,
-        widened_bytes: int,
-        **attributes: Any,
-    ) -> ir.Value:
-        """x [rows, D] through a layer of experts. `attributes` are those of `dflash::MoE`.
-
-        widened_bytes: bytes of all experts of the model in float32.
-        """
-        biased = e.gate_up_bias is not None
-        body = self.moe(e.storage, e.gate_up.dtype or g.dtype, biased=biased, widened_bytes=widened_bytes)
-        tensors = (e.gate_up, e.gate_up_scales, e.gate_up_bias, e.down, e.down_scales, e.down_bias)
-        (y,) = g.call(body, x, logits, *(t for t in tensors if t is not None), name="experts", **attributes)
-        return y
+        return blocks, scales
 
     @abstractmethod
     def moe(

@@ -37,9 +37,8 @@ def activated(g: GraphBuilder, gate: ir.Value, activation: Activation) -> ir.Val
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """The weights of one layer's experts, as inputs of `dflash::MoE`."""
+    """The weights of one layer's experts, as inputs of `dflash::MoE`. Those with scales are in MXFP4."""
 
-    storage: Storage
     gate_up: ir.Value
     down: ir.Value
     gate_up_scales: ir.Value | None = None

@@ -50,7 +50,7 @@ def operator_name(stored: StoredLinear, *, biased: bool = False) -> str:
         "ordered": stored.order is not None,
     }
     operator = LOWERINGS[stored.algorithm.scheme].operator(stored)
-    return "_".join([operator, stored.activations, *(name for name, there in traits.items() if there)])
+    return "_".join([operator, stored.rounding, *(name for name, there in traits.items() if there)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +174,7 @@ def onnxruntime_linear(
         one = g.op("Equal", count, g.constant([1]), name="is_one")
         twice = g.op("Where", one, g.constant([2, 1]), g.constant([1, 1]), name="times")
         y = product(g, stored, inputs, g.op("Expand", x, twice, name="repeated"), weight)
-        y = g.op("Slice", y, g.constant([0]), count, g.constant([0]), name="own")
+        y = g.slice(y, 0, count, axis=0, name="own")
     g.output(y if dtype == FLOAT else g.op("Cast", y, to=int(dtype)), "y", dtype, ["rows", "out"])
     return g.function()
 
@@ -264,11 +264,11 @@ def product(g: GraphBuilder, stored: StoredLinear, inputs: Values, x: ir.Value, 
     """The layer for ONNX Runtime, its weight widened already; all in float32."""
     x = prepared(g, x, inputs.get("order"), inputs.get("pre_quant_scale"), FLOAT)
     factor: ir.Value | None = None
-    if stored.activations == "row":
+    if stored.rounding == "row":
         x, factor = split_rows(g, x)
-    if stored.activations != "none":
+    if stored.rounding != "none":
         scale = input_scale(g, stored, inputs)
-        if stored.algorithm.reciprocal and stored.activations == "static":
+        if stored.algorithm.reciprocal and stored.rounding == "static":
             scale = g.op("Reciprocal", scale, name="input_scale")
         x = LOWERINGS[stored.algorithm.scheme].onnxruntime_input(g, scale, x)
     bias = g.op("Cast", inputs["bias"], name="bias_float", to=int(FLOAT)) if "bias" in inputs else None
@@ -277,7 +277,7 @@ def product(g: GraphBuilder, stored: StoredLinear, inputs: Values, x: ir.Value, 
 
 def input_scale(g: GraphBuilder, stored: StoredLinear, inputs: Values) -> ir.Value:
     """A row that was divided by its largest magnitude is at most 1."""
-    if stored.activations == "static":
+    if stored.rounding == "static":
         return inputs["input_scale"]
     return g.constant(LOWERINGS[stored.algorithm.scheme].unit_input_scale, np.float32)
 
@@ -294,10 +294,10 @@ def tensorrt_linear(g: GraphBuilder, x: ir.Value, layer: QuantizedLinear) -> ir.
     factor: ir.Value | None = None
     with g.scope(layer.name):
         given = x = prepared(g, x, inputs.get("order"), inputs.get("pre_quant_scale"), g.dtype)
-        if stored.activations == "row":
+        if stored.rounding == "row":
             x, factor = split_rows(g, g.op("Cast", x, name="x_float", to=int(FLOAT)))
             x = g.op("Cast", x, name="x_by_row", to=int(g.dtype))
-        if stored.activations != "none":
+        if stored.rounding != "none":
             x = lowering.tensorrt_input(g, input_scale(g, stored, inputs), x)
         weight = lowering.tensorrt_weight(g, stored, inputs)
         y = _product(g, x, weight, factor, layer.bias, g.dtype)

@@ -249,7 +249,7 @@ def _by_row(g: GraphBuilder, stack: Stack, stored: StoredLinear, scale: ir.Value
     scale = g.op("Reshape", scale, g.constant([-1, blocks, 1, groups]), name="scale_by_expert")
     scale = g.op("Expand", scale, g.constant([1, 1, group_rows, 1]), name="scale_of_rows")
     scale = g.op("Reshape", scale, g.constant([-1, blocks * group_rows, groups]), name="scale_by_row")
-    scale = g.op("Slice", scale, *map(g.constant, ([0], [stack.rows], [1])), name="own")
+    scale = g.slice(scale, 0, stack.rows, axis=1, name="own")
     return g.op("Reshape", scale, g.constant([-1, groups]), name="scale_per_row")
 
 

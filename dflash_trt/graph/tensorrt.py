@@ -6,6 +6,7 @@ Caches have a static capacity C. Attention covers all of it, with a mask, up to 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -63,17 +64,13 @@ class TensorRT(Dialect):
         return STRIDE
 
     def keep(self, g: GraphBuilder, cache: ir.Value, rows: ir.Value, start: ir.Value) -> ir.Value:
-        if not self.fused:
-            return super().keep(g, cache, rows, start)
+        return self._kept(g, cache, rows, start) if self.fused else super().keep(g, cache, rows, start)
+
+    def _kept(self, g: GraphBuilder, cache: ir.Value, rows: ir.Value, start: ir.Value) -> ir.Value:
+        """By an operator of the engine's own, in a function."""
         body = self._builder("KeptRows")
-        inputs = [
-            body.input(name, self.dtype, ["B", "N", count, "d"])
-            for name, count in (("cache", "C"), ("rows", "S"))
-        ]
-        first = body.op("Cast", body.input("start", INT64, ["B"]), name="as_int32", to=int(ir.DataType.INT32))
-        kept = body.op(
-            "TRT_KVCacheUpdate", *inputs, first, domain=TRT_DOMAIN, name="write", cache_mode="linear"
-        )
+        given = [body.input(n, self.dtype, ["B", "N", c, "d"]) for n, c in (("cache", "C"), ("rows", "S"))]
+        (kept,) = self._written(body, given[:1], given[1:], body.input("start", INT64, ["B"]))
         body.output(kept, "kept", self.dtype, ["B", "N", "C", "d"])
         (updated,) = g.call(body.function(), cache, rows, start, name="keep")
         return updated
@@ -114,7 +111,7 @@ class TensorRT(Dialect):
         lengths = g.op("Add", a.lengths, g.constant(1), name="with_sink")
         fused = head_dim + SINK_PADDING <= FUSED_HEAD
         y, *caches = self._attend(g, a, q, (rows[0], rows[1]), lengths, fused=fused)
-        a.output(g.op("Slice", y, *map(g.constant, ([0], [head_dim], [3])), name="without_sink"), *caches)
+        a.output(g.slice(y, 0, head_dim, axis=3, name="without_sink"), *caches)
         return g.function()
 
     def quantized_linear(self, g: GraphBuilder, x: ir.Value, layer: QuantizedLinear) -> ir.Value:
@@ -189,7 +186,7 @@ class TensorRT(Dialect):
         fused: bool,
     ) -> tuple[ir.Value, ir.Value, ir.Value]:
         """Write the rows and attend. Returns y and both caches. `fused`: whether there is a kernel for such heads."""
-        k, v = self._write(g, a, rows)
+        k, v = self._written(g, a.caches, rows, a.start)
         if not (self.fused and fused):
             apart = self.dtype == FLOAT or not fused
             decomposable: dict[str, Any] = {"TRT_decomposable": 1} if apart else {}
@@ -197,21 +194,18 @@ class TensorRT(Dialect):
         ends = g.op("Cast", lengths, name="as_int32", to=int(ir.DataType.INT32))
         return g.op("TRT_Attention", q, k, v, a.mask, None, ends, domain=TRT_DOMAIN, name="attention"), k, v
 
-    def _write(
-        self, g: GraphBuilder, a: AttentionInputs, rows: tuple[ir.Value, ir.Value]
-    ) -> tuple[ir.Value, ir.Value]:
-        """Both caches with the rows at cache row `start`."""
+    def _written(
+        self, g: GraphBuilder, caches: Sequence[ir.Value], rows: Sequence[ir.Value], start: ir.Value
+    ) -> list[ir.Value]:
+        """Caches [B,N,C,d], each with its rows [B,N,T,d] from cache row `start` [B] on."""
+        operator, options = "TensorScatter", dict[str, Any](axis=-2, mode="linear")
         if self.fused:
-            start = g.op("Cast", a.start, name="as_int32", to=int(ir.DataType.INT32))
-            operator, at = "TRT_KVCacheUpdate", start
-            options: dict[str, Any] = {"domain": TRT_DOMAIN, "cache_mode": "linear"}
-        else:
-            operator, at, options = "TensorScatter", a.start, {"axis": -2, "mode": "linear"}
-        k, v = (
-            g.op(operator, cache, new, at, name="write", **options)
-            for cache, new in zip(a.caches, rows, strict=True)
-        )
-        return k, v
+            start = g.op("Cast", start, name="as_int32", to=int(ir.DataType.INT32))
+            operator, options = "TRT_KVCacheUpdate", {"domain": TRT_DOMAIN, "cache_mode": "linear"}
+        return [
+            g.op(operator, cache, new, start, name="write", **options)
+            for cache, new in zip(caches, rows, strict=True)
+        ]
 
     def _swiglu(self, g: GraphBuilder, x: ir.Value) -> ir.Value:
         """Interleaved gate and up, 2I numbers in a row -> I. In float32, where no limit overflows."""

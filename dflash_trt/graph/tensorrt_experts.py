@@ -108,10 +108,10 @@ def _linear(g: GraphBuilder, stack: Stack, x: ir.Value, folder: str) -> ir.Value
         if first.pre_quant_scale is not None:
             smooth = [g.unsqueeze(g.cast(inputs["pre_quant_scale"], g.dtype), 0, 1) for inputs in each]
             x = g.op("Mul", x, stacked(g, smooth), name="smoothed")
-        if first.activations == "row":
+        if first.rounding == "row":
             x, factor = split_rows(g, g.to_float(x))
             scale = input_scale(g, first, {})
-        elif first.activations == "static":
+        elif first.rounding == "static":
             factor = stacked(g, [g.unsqueeze(inputs["input_scale"], 0, 1, 2) for inputs in each])
             x, scale = g.op("Div", g.to_float(x), factor, name="by_scale"), g.scalar(1.0, FLOAT)
         if factor is not None:

@@ -32,7 +32,7 @@ import onnx_ir as ir
 from dflash_trt.checkpoint.linears import StoredLinear
 from dflash_trt.checkpoint.schema import LayerDeltaNet
 from dflash_trt.checkpoint.tensors import TensorInfo
-from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
+from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.delta_net import DeltaInputs
 from dflash_trt.graph.dialect import AttentionInputs, AttentionKind, ranges
 from dflash_trt.graph.experts import Storage, activated, declared
@@ -68,12 +68,12 @@ class Torch(TensorRT):
         return STRIDE
 
     def keep(self, g: GraphBuilder, cache: ir.Value, rows: ir.Value, start: ir.Value) -> ir.Value:
-        body = self._builder("KeptRows")
-        given = [body.input(n, self.dtype, ["B", "N", c, "d"]) for n, c in (("cache", "C"), ("rows", "S"))]
-        kept = _written(body, given[0], given[1], body.input("start", INT64, ["B"]))
-        body.output(kept, "kept", self.dtype, ["B", "N", "C", "d"])
-        (updated,) = g.call(body.function(), cache, rows, start, name="keep")
-        return updated
+        return self._kept(g, cache, rows, start)
+
+    def _written(
+        self, g: GraphBuilder, caches: Sequence[ir.Value], rows: Sequence[ir.Value], start: ir.Value
+    ) -> list[ir.Value]:
+        return [_own(g, "WriteRows", *pair, start) for pair in zip(caches, rows, strict=True)]
 
     def attention_mask(self, kind: AttentionKind) -> ir.Function:
         """The ranges of cache rows in place of a mask."""
@@ -84,7 +84,7 @@ class Torch(TensorRT):
         a = AttentionInputs(g, by_head=True, mask=None, trees=kind.trees)
         tree = [a.start, *a.visible] if kind.trees else [None, None]
         sinks = g.input("sinks", self.dtype, ["H"]) if kind.sinks else None
-        k, v = (_written(g, cache, new, a.start) for cache, new in zip(a.caches, (a.k, a.v), strict=True))
+        k, v = self._written(g, a.caches, (a.k, a.v), a.start)
         y = _own(g, "Attend", a.q, k, v, *a.ranges, *tree, sinks, scale=kind.factor)
         a.output(y, k, v)
         return g.function()
@@ -101,13 +101,13 @@ class Torch(TensorRT):
             weight = _widened(g, stored, stored.weight.shape[1] * stored.format.numbers_in_byte, raw)
             x = prepared(g, x, raw("order"), raw("pre_quant_scale"), g.dtype)
             factor: ir.Value | None = None
-            if stored.activations != "none":
+            if stored.rounding != "none":
                 x = g.to_float(x)
-                if stored.activations == "row":
+                if stored.rounding == "row":
                     x, factor = split_rows(g, x)
                 given = raw("input_scale")
                 scale = input_scale(g, stored, {} if given is None else {"input_scale": g.cast(given, FLOAT)})
-                if stored.algorithm.reciprocal and stored.activations == "static":
+                if stored.algorithm.reciprocal and stored.rounding == "static":
                     scale = g.op("Reciprocal", scale, name="input_scale")
                 rounded = LOWERINGS[stored.algorithm.scheme].onnxruntime_input(g, scale, x)
                 x = g.from_dtype(rounded, FLOAT)
@@ -213,11 +213,6 @@ def _own(g: GraphBuilder, name: str, *inputs: ir.Value | None, **attributes: Any
     return g.op(name, *inputs, name=name, domain=DOMAIN, **attributes)
 
 
-def _written(g: GraphBuilder, cache: ir.Value, rows: ir.Value, start: ir.Value) -> ir.Value:
-    """The cache with rows [B,N,T,d] from cache row `start` [B] on."""
-    return _own(g, "WriteRows", cache, rows, start)
-
-
 def _widened(
     g: GraphBuilder, stored: StoredLinear, columns: int, raw: Callable[[str], ir.Value | None]
 ) -> ir.Value:
@@ -256,9 +251,9 @@ def _expert_linear(g: GraphBuilder, stack: Stack, x: ir.Value, pairs: _Pairs, fo
         x = g.op("GatherElements", x, order, name="ordered", axis=1)
     if (smooth := own("pre_quant_scale")) is not None:
         x = g.op("Mul", x, g.cast(smooth, g.dtype), name="smoothed")
-    if first.activations != "none":
+    if first.rounding != "none":
         x, scale = g.to_float(x), g.constant(1, np.float32)
-        if first.activations == "row":
+        if first.rounding == "row":
             x, factor = split_rows(g, x)
             scale = input_scale(g, first, {})
         else:

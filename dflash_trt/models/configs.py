@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dflash_trt.checkpoint.fields import Fields
+from dflash_trt.checkpoint.quantization import read_quantization
 from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
 from dflash_trt.files.reading import read_object
 from dflash_trt.models.drafters import KINDS, speculators
@@ -23,7 +24,9 @@ def read_target_config(directory: Path) -> TargetConfig:
     fields = _fields(directory)
     family = FAMILIES[architecture_of(fields, "target", FAMILIES)]
     fields.string("model_type", among=(family.model_type,))
-    return family.read(fields)
+    if not family.mxfp4:
+        _check_quantization(fields)
+    return replace(family.read(fields), architecture=family.architecture)
 
 
 def read_drafter_config(directory: Path, target: TargetConfig | None = None) -> DrafterConfig:
@@ -34,11 +37,12 @@ def read_drafter_config(directory: Path, target: TargetConfig | None = None) -> 
     """
     fields = _fields(directory)
     if fields.get(speculators.TYPE) is not None:
-        kind = KINDS[speculators.architecture_of(fields)]
+        kind = speculators.KINDS[fields.string(speculators.TYPE, among=speculators.KINDS)]
     else:
         kind = KINDS[architecture_of(fields, "drafter", KINDS)]
         fields.string("model_type", among=(kind.model_type, *kind.also))
-    config = kind.read(fields)
+    _check_quantization(fields)
+    config = replace(kind.read(fields), architecture=kind.architecture)
     if not config.target_layer_ids and kind.taps is not None and target is not None:
         config = replace(config, target_layer_ids=kind.taps(target.num_hidden_layers))
     if kind.vocabulary_of_target and target is not None and fields.get("vocab_size") is None:
@@ -53,6 +57,14 @@ def is_drafter(fields: Fields) -> bool:
     return own or any(
         fields.get(key) is not None for key in ("dflash_config", "draft_vocab_size", speculators.TYPE)
     )
+
+
+def _check_quantization(fields: Fields) -> None:
+    """Refuse storage formats that no reader of linear layers supports."""
+    section = fields.section("quantization_config")
+    if section is not None and section.get("quant_method") == "mxfp4":
+        raise section.error("quant_method", "is 'mxfp4', which is supported for gpt-oss only")
+    read_quantization(fields.path.parent)
 
 
 def _fields(directory: Path) -> Fields:

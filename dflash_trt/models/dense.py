@@ -14,9 +14,7 @@ from dflash_trt.models.decoder import dense_layer
 from dflash_trt.models.reading import (
     QWEN_HEAD_DIM,
     Family,
-    alone,
     beside_images,
-    check_quantization,
     decoder,
     refuse,
     target,
@@ -30,26 +28,22 @@ _IMAGES = tuple(
 
 
 def _qwen3(fields: Fields) -> TargetConfig:
-    check_quantization(fields)
     common = decoder(fields, head_dim=QWEN_HEAD_DIM, qk_norm=True)
     return target(fields, common, windows(fields, common["num_hidden_layers"]))
 
 
 def _llama(fields: Fields) -> TargetConfig:
-    check_quantization(fields)
     refuse(fields, {"pretraining_tp": (1,)})
     common = decoder(fields, mlp_bias=fields.boolean("mlp_bias", default=False))
     return target(fields, common, [None] * common["num_hidden_layers"])
 
 
-def _ministral(top: Fields, text: Fields) -> TargetConfig:
-    check_quantization(top)
+def _ministral(text: Fields) -> TargetConfig:
     refuse(text, {"layer_types": (), "attention_bias": (False,), "mlp_bias": (False,)})
     common = decoder(
         text,
         head_dim=QWEN_HEAD_DIM,  # Ministral3Config's default too
         rope=read_rope(text, growing=True),
-        architecture=top.strings("architectures", most=1)[0],
     )
     window = stated([(text, "sliding_window")], Fields.integer)
     return target(text, common, [window] * common["num_hidden_layers"])
@@ -58,7 +52,7 @@ def _ministral(top: Fields, text: Fields) -> TargetConfig:
 FAMILIES = (
     Family("Qwen3ForCausalLM", "qwen3", _qwen3, dense_layer),
     Family("LlamaForCausalLM", "llama", _llama, dense_layer),
-    Family("Ministral3ForCausalLM", _MINISTRAL, alone(_ministral), dense_layer),
+    Family("Ministral3ForCausalLM", _MINISTRAL, _ministral, dense_layer),
     Family(
         *("Mistral3ForConditionalGeneration", "mistral3"),
         *(beside_images(_ministral, _MINISTRAL, skipped=_IMAGES), dense_layer),

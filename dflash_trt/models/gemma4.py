@@ -27,9 +27,7 @@ from dflash_trt.models.reading import (
     HEAD_DIM,
     WIDTH,
     Family,
-    alone,
     beside_images,
-    check_quantization,
     decoder,
     expert_counts,
     place_window,
@@ -53,7 +51,7 @@ _SMALL = (
 )
 
 
-def gemma_decoder(text: Fields, architecture: str | None = None) -> dict[str, Any]:
+def gemma_decoder(text: Fields) -> dict[str, Any]:
     """DecoderConfig's fields."""
     refuse(text, {"use_bidirectional_attention": ("vision",)})
     # Null is none.
@@ -71,7 +69,6 @@ def gemma_decoder(text: Fields, architecture: str | None = None) -> dict[str, An
         value_norm=True,
         attention_scale=1.0,
         rope=ropes[SLIDING],
-        architecture=architecture,
         activation=("hidden_activation", "gelu_pytorch_tanh"),
     )
     return common | {
@@ -154,14 +151,12 @@ def _moe(text: Fields, layers: int) -> MoEConfig | None:
         intermediate_size=text.integer(size, maximum=WIDTH),
         normalize_weights=True,
         sparse_layers=(True,) * layers,
-        activation="gelu_tanh",
         stacked=True,
     )
 
 
-def _read(top: Fields, text: Fields) -> TargetConfig:
-    check_quantization(top)
-    common = gemma_decoder(text, top.strings("architectures", most=1)[0])
+def _read(text: Fields) -> TargetConfig:
+    common = gemma_decoder(text)
     layers = common.pop("layers")
     config = target(text, common, [layer.window for layer in layers], _moe(text, len(layers)), tied=True)
     return replace(config, layers=layers)
@@ -209,7 +204,7 @@ FAMILIES = tuple(
     Family(f"{name}For{use}", model_type, read, _layer)
     for name, text in (("Gemma4", "gemma4"), ("Gemma4Unified", "gemma4_unified"))
     for use, model_type, read in (
-        ("CausalLM", f"{text}_text", alone(_read)),
+        ("CausalLM", f"{text}_text", _read),
         ("ConditionalGeneration", text, beside_images(_read, f"{text}_text", skipped=_OTHERS, tied=True)),
     )
 )

@@ -10,7 +10,7 @@ from dflash_trt.checkpoint.fields import Fields, stated
 from dflash_trt.checkpoint.schema import MoEConfig, TargetConfig
 from dflash_trt.formats.base import BLOCK
 from dflash_trt.graph.builder import FLOAT
-from dflash_trt.graph.experts import Experts, Storage
+from dflash_trt.graph.experts import Experts
 from dflash_trt.models.decoder import mixer_block
 from dflash_trt.models.module import Module
 from dflash_trt.models.passes import Mixer
@@ -46,8 +46,8 @@ def _read(fields: Fields) -> TargetConfig:
         intermediate_size=common["intermediate_size"],
         normalize_weights=True,
         sparse_layers=(True,) * layers,
-        activation="gpt_oss",
         alpha=fields.number("swiglu_alpha", default=1.702),
+        beta=1.0,
         limit=fields.number("swiglu_limit", default=7.0),
         quantization=_mxfp4(fields),
     )
@@ -93,22 +93,22 @@ def _weights(m: Module, hidden: int, moe: MoEConfig) -> Experts:
     }
     if moe.quantization == "mxfp4":
 
-        def packed(name: str, rows: int, columns: int) -> tuple[Storage, ir.Value, ir.Value | None]:
+        def packed(name: str, rows: int, columns: int) -> tuple[ir.Value, ir.Value | None]:
             groups = columns // BLOCK
-            blocks = m.packed(f"{name}_blocks", n, rows, groups, BLOCK // 2)
-            scales = m.packed(f"{name}_scales", n, rows, groups)
+            blocks = m.raw(f"{name}_blocks", n, rows, groups, BLOCK // 2, dtypes=("U8",))
+            scales = m.raw(f"{name}_scales", n, rows, groups, dtypes=("U8",))
             with m.g.scope(name):
                 return m.dialect.mxfp4_experts(m.g, blocks, scales)
 
-        storage, gate_up, gate_up_scales = packed("gate_up_proj", 2 * inner, hidden)
-        _, down, down_scales = packed("down_proj", hidden, inner)
+        gate_up, gate_up_scales = packed("gate_up_proj", 2 * inner, hidden)
+        down, down_scales = packed("down_proj", hidden, inner)
         all_scales = {"gate_up_scales": gate_up_scales, "down_scales": down_scales}
-        return Experts(storage=storage, gate_up=gate_up, down=down, **all_scales, **biases)
+        return Experts(gate_up=gate_up, down=down, **all_scales, **biases)
     # Matrices in floating point are stored transposed.
     gate_up = m.g.op("Transpose", m.raw("gate_up_proj", n, hidden, 2 * inner), name="gate_up", perm=[0, 2, 1])
     down = m.g.op("Transpose", m.raw("down_proj", n, inner, hidden), name="down", perm=[0, 2, 1])
     gate_up.type = down.type = ir.TensorType(m.dtype_of("gate_up_proj"))
-    return Experts(storage="float", gate_up=gate_up, down=down, **biases)
+    return Experts(gate_up=gate_up, down=down, **biases)
 
 
-FAMILY = Family("GptOssForCausalLM", "gpt_oss", _read, _layer)
+FAMILY = Family("GptOssForCausalLM", "gpt_oss", _read, _layer, mxfp4=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from typing import Any
 
@@ -62,34 +62,23 @@ class Module:
         """Whether the checkpoint has a tensor. An outline has only those that were asked for before."""
         return self.prefix + name in self.checkpoint.tensors
 
-    def integers(self, name: str, *shape: int) -> ir.Value:
-        """A tensor of int64."""
-        return self.g.raw_weight(self._checked(name, shape, ("I64",)), self.folder)
-
     def ignore(self, name: str) -> None:
         """Count a tensor as used, if there is one."""
         self.used.add(self.prefix + name)
 
-    def raw(self, name: str, *shape: int) -> ir.Value:
-        """The tensor as stored, in a floating-point type."""
-        return self.g.raw_weight(self.stored(name, *shape), self.folder)
+    def raw(self, name: str, *shape: int, dtypes: Sequence[str] = FLOAT_DTYPES) -> ir.Value:
+        """The tensor as stored."""
+        return self.g.raw_weight(self.stored(name, *shape, dtypes=dtypes), self.folder)
 
-    def stored(self, name: str, *shape: int) -> TensorInfo:
-        """The place of a tensor in a floating-point type."""
-        return self._checked(name, shape, FLOAT_DTYPES)
-
-    def packed(self, name: str, *shape: int) -> ir.Value:
-        """Quantized data or its scales: bytes."""
-        return self.g.raw_weight(self._checked(name, shape, ("U8",)), self.folder)
+    def stored(self, name: str, *shape: int, dtypes: Sequence[str] = FLOAT_DTYPES) -> TensorInfo:
+        """The place of a tensor, which has this shape and one of these dtypes."""
+        info = self.checkpoint.expect(self.prefix + name, shape, dtypes)
+        self.used.add(info.name)
+        return info
 
     def dtype_of(self, name: str) -> ir.DataType:
         """The dtype of a tensor that was used before."""
         return ONNX_DTYPES[self.checkpoint.tensors[self.prefix + name].dtype]
-
-    def _checked(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> TensorInfo:
-        info = self.checkpoint.expect(self.prefix + name, shape, dtypes)
-        self.used.add(info.name)
-        return info
 
     def weight(self, name: str, *shape: int, dtype: ir.DataType | None = None) -> ir.Value:
         """The tensor in `dtype`, by default the graph's. It stays as it is on disk if it already has that dtype."""

@@ -21,7 +21,6 @@ from dflash_trt.models.reading import (
     LAYERS,
     Family,
     beside_images,
-    check_quantization,
     decoder,
     place_window,
     target,
@@ -31,8 +30,7 @@ POST_EPSILON = 1e-8  # Transformers' default of post_norm_eps
 _OTHERS = ("model.vision_",)
 
 
-def _read(top: Fields, text: Fields) -> TargetConfig:
-    check_quantization(top)
+def _read(text: Fields) -> TargetConfig:
     layers = text.integer("num_hidden_layers", maximum=LAYERS)
     full = [(layers - 1 - i) % 4 == 0 for i in range(layers)]
     rope = read_rope(text, theta=10_000.0)
@@ -43,7 +41,6 @@ def _read(top: Fields, text: Fields) -> TargetConfig:
         qk_norm=True,
         qk_norm_weights=False,
         rope=rope,
-        architecture=top.strings("architectures", most=1)[0],
         activation=("hidden_activation", "silu"),
         attention_gate="gate_proj",
     )

@@ -27,7 +27,6 @@ from dflash_trt.models.reading import (
     LAYERS,
     WIDTH,
     Family,
-    check_quantization,
     decoder,
     expert_counts,
     refuse,
@@ -38,7 +37,6 @@ from dflash_trt.models.reading import (
 
 def _read(fields: Fields) -> TargetConfig:
     # Qwen3MoeConfig has neither layer_types nor a shared expert, but some checkpoints name them.
-    check_quantization(fields)
     refuse(
         fields,
         {
@@ -157,7 +155,7 @@ def _paired(m: Module, hidden: int, moe: MoEConfig) -> Experts:
     pairs = g.op("Transpose", halves, name="gate_up/paired", perm=[0, 2, 1, 3])
     gate_up = g.op("Reshape", pairs, g.constant([n, 2 * inner, hidden]), name="gate_up")
     gate_up.type = ir.TensorType(m.dtype_of("experts.gate_up_proj"))
-    return Experts(storage="float", gate_up=gate_up, down=m.raw("experts.down_proj", n, hidden, inner))
+    return Experts(gate_up=gate_up, down=m.raw("experts.down_proj", n, hidden, inner))
 
 
 def _slices(m: Module, hidden: int, moe: MoEConfig) -> dict[Projection, Stack]:
@@ -199,7 +197,7 @@ def _joined(m: Module, stacks: Mapping[Projection, Stack]) -> Experts:
     down = g.op("Reshape", stacked("down"), g.constant([n, hidden, inner]), name="down")
     # The dtype on disk, for which the operator's body is made.
     gate_up.type = down.type = ir.TensorType(ONNX_DTYPES[stack.plain[0].dtype])
-    return Experts(storage="float", gate_up=gate_up, down=down)
+    return Experts(gate_up=gate_up, down=down)
 
 
 FAMILY = Family("Qwen3MoeForCausalLM", "qwen3_moe", _read, moe_layer)
@@ -207,12 +205,19 @@ FAMILY = Family("Qwen3MoeForCausalLM", "qwen3_moe", _read, moe_layer)
 
 def experts(m: Module, hidden: int, moe: MoEConfig, x: ir.Value, logits: ir.Value, e: Experts) -> ir.Value:
     """x [rows, D], router logits [rows, E] in float32 -> [rows, D]."""
-    y = m.dialect.experts(
-        *(m.g, x, logits, e),
+    body = m.dialect.moe(
+        *("float" if e.gate_up_scales is None else "mxfp4", e.gate_up.dtype or m.g.dtype),
+        biased=e.gate_up_bias is not None,
         widened_bytes=widened_bytes(hidden, moe),
+    )
+    tensors = (x, logits, e.gate_up, e.gate_up_scales, e.gate_up_bias, e.down, e.down_scales, e.down_bias)
+    (y,) = m.g.call(
+        body,
+        *(tensor for tensor in tensors if tensor is not None),
+        name="experts",
         k=moe.experts_per_token,
         alpha=moe.alpha,
-        beta=1.0 if moe.activation == "gpt_oss" else 0.0,
+        beta=moe.beta,
         limit=float(np.finfo(np.float32).max) if moe.limit is None else moe.limit,
     )
     return weighted(m.g, y, logits, moe)

@@ -16,12 +16,9 @@ from dflash_trt.checkpoint.schema import LayerAttention, LayerDeltaNet, MoEConfi
 from dflash_trt.models.qwen3_moe import moe_layer, read_experts
 from dflash_trt.models.reading import (
     HEAD_DIM,
-    LAYERS,
     WIDTH,
     Family,
-    alone,
     beside_images,
-    check_quantization,
     decoder,
     layer_types,
     refuse,
@@ -34,12 +31,11 @@ _LINEAR, _FULL = "linear_attention", "full_attention"
 _INTERVAL, _PARTIAL, _KERNEL = 4, 0.25, 64  # defaults of Transformers; the most taps of a convolution
 
 
-def _read(top: Fields, text: Fields, *, fused: bool, sparse: bool, stacked: bool) -> TargetConfig:
-    """The configuration in `text`, of a checkpoint whose config.json is `top`.
+def _read(text: Fields, *, fused: bool, sparse: bool, stacked: bool) -> TargetConfig:
+    """The configuration of the text model.
 
     fused: see LayerDeltaNet. sparse: whether there are experts. stacked: see MoEConfig.
     """
-    check_quantization(top)
     refuse(
         text,
         {
@@ -60,7 +56,6 @@ def _read(top: Fields, text: Fields, *, fused: bool, sparse: bool, stacked: bool
         attention_gate="q_proj",
         zero_centred_norms=True,
         rope=read_rope(text, partial=_PARTIAL, images=True),
-        architecture=top.strings("architectures", most=LAYERS)[0],
     )
     count = common["num_hidden_layers"]
     config = target(text, common, [None] * count, _moe(text, count, stacked) if sparse else None)
@@ -108,14 +103,14 @@ def _families(name: str, model_type: str, *, sparse: bool) -> tuple[Family, Fami
     read = partial(_read, fused=False, sparse=sparse, stacked=sparse)
     with_images = beside_images(read, skipped=(_PREDICTION, "model.visual."))
     return (
-        Family(f"{name}ForCausalLM", f"{model_type}_text", alone(read), moe_layer),
+        Family(f"{name}ForCausalLM", f"{model_type}_text", read, moe_layer),
         Family(f"{name}ForConditionalGeneration", model_type, with_images, moe_layer),
     )
 
 
 _next = partial(_read, fused=True, sparse=True, stacked=True)
 FAMILIES = (
-    Family("Qwen3NextForCausalLM", "qwen3_next", alone(_next), moe_layer),
+    Family("Qwen3NextForCausalLM", "qwen3_next", _next, moe_layer),
     *_families("Qwen3_5", "qwen3_5", sparse=False),
     *_families("Qwen3_5Moe", "qwen3_5_moe", sparse=True),
 )

@@ -13,7 +13,6 @@ from typing import Any
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.fields import Fields, stated
-from dflash_trt.checkpoint.quantization import read_quantization
 from dflash_trt.checkpoint.rope import RopeConfig, read_rope
 from dflash_trt.checkpoint.schema import Activation, LayerAttention, MoEConfig, TargetConfig
 from dflash_trt.errors import quoted, show
@@ -41,37 +40,24 @@ def architecture_of(fields: Fields, role: str, supported: Mapping[str, object]) 
     return names[0]
 
 
-def text_of(fields: Fields, *model_types: str) -> Fields:
-    """The text model's part of the configuration of a model that also sees images. `model_types`: what it may be."""
-    text = fields.needed("text_config", "the object that describes the text model")
-    if model_types:
-        text.string("model_type", among=model_types)
-    return text
-
-
-def alone(read: Callable[[Fields, Fields], TargetConfig]) -> Callable[[Fields], TargetConfig]:
-    """The reader of a text model's own config.json, from `read(top, text)`."""
-    return lambda fields: read(fields, fields)
-
-
 def beside_images(
-    read: Callable[[Fields, Fields], TargetConfig],
+    read: Callable[[Fields], TargetConfig],
     *text_types: str,
     skipped: tuple[str, ...],
     tied: bool = False,
 ) -> Callable[[Fields], TargetConfig]:
-    """The reader of a model that also sees images, whose text part `read(top, text)` reads.
+    """The reader of a model that also sees images, whose text part `read` reads.
 
     `text_types`: what the type of that part may be. `skipped`: see TargetConfig. `tied`: what `tie_word_embeddings`
     is where it is missing.
     """
 
     def read_text(fields: Fields) -> TargetConfig:
-        text = text_of(fields, *text_types)
+        text = fields.needed("text_config", "the object that describes the text model")
+        text.string("model_type", among=text_types or None)
         place = fields if fields.get("tie_word_embeddings") is not None else text
         tie = place.boolean("tie_word_embeddings", default=tied)
-        config = read(fields, text)
-        return replace(config, tie_word_embeddings=tie, prefix="model.language_model", skipped=skipped)
+        return replace(read(text), tie_word_embeddings=tie, prefix="model.language_model", skipped=skipped)
 
     return read_text
 
@@ -87,31 +73,19 @@ def refuse(fields: Fields, neutral: Mapping[str, tuple[object, ...]]) -> None:
         raise fields.error(key, f"is {show(value)}, which this version does not support")
 
 
-def check_quantization(fields: Fields) -> None:
-    """Refuse storage formats that no reader of linear layers supports. MXFP4 as OpenAI publishes it is for gpt-oss
-    only.
-    """
-    section = fields.section("quantization_config")
-    if section is not None and section.get("quant_method") == "mxfp4":
-        raise section.error("quant_method", "is 'mxfp4', which is supported for gpt-oss only")
-    read_quantization(fields.path.parent)
-
-
 def decoder(
     fields: Fields,
     *,
     head_dim: int | None = None,
     attention_bias: bool = False,
     rope: RopeConfig | None = None,
-    architecture: str | None = None,
     activation: tuple[str, str] = ("hidden_act", "silu"),
     **family: Any,
 ) -> dict[str, Any]:
-    """DecoderConfig's fields except `layers`, with those that `family` gives.
+    """DecoderConfig's fields except `layers` and `architecture`, with those that `family` gives.
 
     `head_dim` (None: hidden_size / num_attention_heads) and `attention_bias` are the family's defaults. The file may
-    override them. `rope` and `architecture` are read here unless they are given. `activation`: the field that names it,
-    and the name.
+    override them. `rope` is read here unless it is given. `activation`: the field that names it, and the name.
     """
     key, name = activation
     fields.string(key, among=(name,))
@@ -127,7 +101,6 @@ def decoder(
     return {
         "path": fields.path,
         "model_type": fields.string("model_type"),
-        "architecture": architecture or fields.strings("architectures", most=LAYERS)[0],
         "hidden_size": hidden,
         "intermediate_size": fields.integer("intermediate_size", maximum=WIDTH),
         "num_hidden_layers": fields.integer("num_hidden_layers", maximum=LAYERS),
@@ -258,9 +231,11 @@ class Family:
 
     read: turns the file's fields into a configuration. Raises CheckpointError, naming a field that it cannot take.
     layer: adds one decoder layer to a graph.
+    mxfp4: whether experts may be in MXFP4 as OpenAI publishes it, which `read` checks.
     """
 
     architecture: str
     model_type: str
     read: Callable[[Fields], TargetConfig]
     layer: Layer
+    mxfp4: bool = False

@@ -29,11 +29,11 @@ class TensorRTLayerPlugins(TensorRT):
 
     def mxfp4_experts(
         self, g: GraphBuilder, blocks: ir.Value, scales: ir.Value
-    ) -> tuple[Storage, ir.Value, ir.Value | None]:
+    ) -> tuple[ir.Value, ir.Value | None]:
         """The blocks and scales as signed bytes: TensorRT widens unsigned bytes at a plugin's input to four bytes."""
         int8 = ir.DataType.INT8
         signed = [g.reinterpret(v, int8, [int(str(n)) for n in v.shape or ()]) for v in (blocks, scales)]
-        return "mxfp4", signed[0], signed[1]
+        return signed[0], signed[1]
 
     def moe(
         self, storage: Storage, weight_dtype: ir.DataType, *, biased: bool, widened_bytes: int
@@ -98,7 +98,7 @@ class TensorRTPlugins(TensorRTLayerPlugins):
         # The kernel scales by head_dim ** -0.5.
         q = self._scaled(g, a.q, 1 if kind.scale is None else kind.scale * kind.head_dim**0.5)
         sinks = [g.input("sinks", self.dtype, ["H"])] if kind.sinks else []
-        k, v = self._write(g, a, (a.k, a.v))
+        k, v = self._written(g, a.caches, (a.k, a.v), a.start)
         tree = [a.start, *a.visible] if kind.trees else []
         parts = _plugin(
             g,

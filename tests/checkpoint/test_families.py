@@ -120,7 +120,7 @@ def test_known_targets_mean_what_transformers_reads(name: str) -> None:
     assert mine.attention_sinks == (mine.model_type == "gpt_oss")
     assert all(layer.causal for layer in mine.attention_layers)
     if mine.model_type == "gpt_oss":
-        said = {"activation": "gpt_oss", "alpha": 1.702, "limit": 7.0, "quantization": "mxfp4"}
+        said = {"alpha": 1.702, "beta": 1.0, "limit": 7.0, "quantization": "mxfp4"}
         assert {name: getattr(mine.moe, name) for name in said} == said
 
 

@@ -17,7 +17,6 @@ from dflash_trt.engines.device.arrays import DeviceArrays
 from dflash_trt.engines.tensorrt import builder, opening, plans
 from dflash_trt.graph.builder import GraphBuilder
 from dflash_trt.graph.delta_net import onnxruntime_delta
-from dflash_trt.graph.experts import Storage
 from dflash_trt.graph.lowering.formats import widened_blocks
 from tests.doubles import fake_tensorrt, fake_tensorrt_rtx
 from tests.doubles.cuda_double import Cuda, deferred
@@ -26,10 +25,8 @@ from tests.doubles.cuda_double import Cuda, deferred
 class Bodies(TensorRTLayerPlugins):
     """Standard operators in place of plugins, as the double of TensorRT runs no kernels."""
 
-    def mxfp4_experts(
-        self, g: GraphBuilder, blocks: ir.Value, scales: ir.Value
-    ) -> tuple[Storage, ir.Value, None]:
-        return "float", widened_blocks(g, blocks, scales, resident=True), None
+    def mxfp4_experts(self, g: GraphBuilder, blocks: ir.Value, scales: ir.Value) -> tuple[ir.Value, None]:
+        return widened_blocks(g, blocks, scales, resident=True), None
 
     def gated_delta_net(self, kind: LayerDeltaNet) -> ir.Function:
         return onnxruntime_delta(kind)

@@ -84,7 +84,7 @@ class FP8Lowering(Lowering):
         x = g.op("Expand", g.unsqueeze(x, axis + 1), g.constant(shape), name="repeated")
         shape_after = g.shape(-1, g.dim(x, 2)) if axis == 0 else g.constant([0, -1])
         x = g.op("Reshape", x, shape_after, name="repeated_rows" if axis == 0 else "repeated_columns")
-        return g.op("Slice", x, g.constant([0]), length, g.constant([axis]), name="own")
+        return g.slice(x, 0, length, axis=axis, name="own")
 
     def tensorrt_weight(self, g: GraphBuilder, stored: StoredLinear, inputs: Values) -> ir.Value:
         """Codes and scales as they are stored. Blocks have an operator of the parser's own, because DequantizeLinear

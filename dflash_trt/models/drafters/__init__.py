@@ -22,7 +22,7 @@ _KINDS = (
     *dspark.KINDS,
     muse_glimmer.KIND,
     *eagle3.KINDS,
-    *speculators.KINDS,
+    *speculators.KINDS.values(),
 )
 KINDS: Mapping[str, DrafterKind] = {kind.architecture: kind for kind in _KINDS}
 

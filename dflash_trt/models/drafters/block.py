@@ -175,16 +175,15 @@ class BlockPass(DrafterPass):
         """
         g, hidden = self.g, self.config.hidden_size
         if self.head is None:
-            logits = g.to_float(lm_head(rows, self.root, self.target))
-        elif self._vocabulary is not None:
-            logits = self._vocabulary.logits(rows, self.head, hidden)
+            logits = lm_head(rows, self.root, self.target)
         else:
-            logits = g.to_float(self.head.linear(rows, "lm_head", hidden, self.target.vocab_size))
-        return soft_capped(g, logits, self.config.logit_softcap, multiplier=multiplier)
+            size = self.target.vocab_size if self._vocabulary is None else self._vocabulary.size
+            logits = self.head.linear(rows, "lm_head", hidden, size)
+        return soft_capped(g, g.to_float(logits), self.config.logit_softcap, multiplier=multiplier)
 
     def tokens(self, numbers: ir.Value) -> ir.Value:
         """The target's ids of tokens that the head numbers, of any shape."""
-        return numbers if self._vocabulary is None else self._vocabulary.tokens(numbers, self.m)
+        return numbers if self._vocabulary is None else self._vocabulary.tokens(self.g, numbers)
 
     def best(self, logits: ir.Value) -> tuple[ir.Value, ir.Value]:
         """The W best tokens of each row of logits [rows, V], by the target's ids, and their log-probabilities."""

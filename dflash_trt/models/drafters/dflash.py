@@ -16,7 +16,6 @@ from dflash_trt.models.drafters.block import BlockPass
 from dflash_trt.models.drafters.kind import DrafterKind, DrafterParts
 from dflash_trt.models.reading import (
     QWEN_HEAD_DIM,
-    check_quantization,
     decoder,
     layer_ids,
     must_equal,
@@ -37,7 +36,6 @@ def read_dflash(fields: Fields, known: Collection[str] = ()) -> DrafterConfig:
     causal (vLLM's rule for these checkpoints).
     """
     dflash = fields.needed("dflash_config", "an object with mask_token_id and target_layer_ids")
-    check_quantization(fields)
     refuse(fields, {key: values for key, values in _DRAFTER_NEUTRAL.items() if key not in known})
     known = {*known, *_DFLASH_FIELDS}
     refuse(dflash, {key: _DRAFTER_NEUTRAL.get(key, ()) for key in dflash.values if key not in known})

@@ -23,7 +23,7 @@ from dflash_trt.models.drafters.kind import DrafterKind, DrafterParts
 from dflash_trt.models.drafters.walk import PairScores, best_walk, followed
 from dflash_trt.models.gemma4 import gemma_decoder
 from dflash_trt.models.module import Module
-from dflash_trt.models.reading import QWEN_HEAD_DIM, check_quantization, decoder, layer_ids, refuse, windows
+from dflash_trt.models.reading import QWEN_HEAD_DIM, decoder, layer_ids, refuse, windows
 
 CANDIDATES = 64
 Head = Literal["vanilla", "gated"]
@@ -57,7 +57,6 @@ def read_dspark(fields: Fields) -> DrafterConfig:
 
     `block_size` counts the rows. The block of a verification has one token more, the anchor.
     """
-    check_quantization(fields)
     refuse(fields, _NEUTRAL)
     common = decoder(fields, head_dim=QWEN_HEAD_DIM, qk_norm=True)
     layers = (LayerAttention(False, window) for window in windows(fields, common["num_hidden_layers"]))
@@ -182,7 +181,6 @@ def _read_gemma4(fields: Fields) -> DrafterConfig:
     All layers see all tokens and have the heads that such layers of the target have. Embedded rows are scaled, and
     logits soft-capped, as the target's.
     """
-    check_quantization(fields)
     refuse(fields, {"enable_moe_block": (False,), "is_causal": (False,)})
     common = gemma_decoder(fields)
     layers = common.pop("layers")

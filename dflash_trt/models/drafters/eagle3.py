@@ -24,7 +24,7 @@ from dflash_trt.checkpoint.rope import read_rope
 from dflash_trt.checkpoint.schema import DrafterConfig, LayerAttention
 from dflash_trt.checkpoint.tensors import Checkpoint, same_bytes, tensor_names
 from dflash_trt.errors import CheckpointError, quoted
-from dflash_trt.graph.builder import INT64, GraphBuilder
+from dflash_trt.graph.builder import INT64
 from dflash_trt.models.attention import Attention
 from dflash_trt.models.decoder import embed
 from dflash_trt.models.drafters.eagle3_chain import DraftChain, UnrolledChain, layer_input, rest_of_layer
@@ -37,7 +37,7 @@ from dflash_trt.models.drafters.kind import (
 )
 from dflash_trt.models.module import Module
 from dflash_trt.models.passes import PassRows, rows_of
-from dflash_trt.models.reading import LAYERS, check_quantization, decoder, must_equal, refuse
+from dflash_trt.models.reading import LAYERS, decoder, must_equal, refuse
 from dflash_trt.models.target import lm_head
 
 # The steps of the published measurements, and the anchor.
@@ -121,7 +121,6 @@ def eagle3_config(
     *,
     entered: Sequence[int],
     layers: Fields | None = None,
-    architecture: str | None = None,
     **own: Any,
 ) -> DrafterConfig:
     """The configuration of an EAGLE-3 head. `entered`: the layers whose input is tapped; none: the usual ones.
@@ -129,14 +128,12 @@ def eagle3_config(
     layers: the fields of its layer, if they are apart. Then a layer of Qwen3's has norms of queries and keys.
     own: fields of `Eagle3`.
     """
-    check_quantization(fields)
     apart = layers is not None
     layers = layers or fields
     common = decoder(
         layers,
         qk_norm=apart and layers.get("model_type") == "qwen3",
         rope=None if apart else read_rope(layers, theta=_THETA),
-        architecture=architecture,
     )
     if common["num_hidden_layers"] != 1:
         raise layers.error("num_hidden_layers", f"is {common['num_hidden_layers']}, but EAGLE-3 has 1 layer")
@@ -200,7 +197,7 @@ class _HeadPass(DrafterPass):
         tokens, fused, kept = self._rows()
         position = g.op("Add", self.first, self.newest, name="position")
         layer = self.m.at(config.own.layer)
-        rows = layer_input(g, layer, config, tokens, fused)
+        rows = layer_input(layer, config, tokens, fused)
         mixer = self._attention(position)
         begin = g.op("Mul", g.arange(self.batch), g.op("Squeeze", self.n_written), name="begin")
         row = g.op("Add", begin, self.newest, name="row")
@@ -229,7 +226,7 @@ class _HeadPass(DrafterPass):
         cache = g.input("g_cache.0", g.dtype, self._cache_shape)
         states = g.from_dtype(self.features, self.features.dtype or g.dtype)
         embedded = g.slice(states, 0, hidden, axis=2, name="embedded")
-        fused = _fused(g, self.m, self.config, g.slice(states, hidden, 2**31, axis=2, name="tapped"))
+        fused = _fused(self.m, self.config, g.slice(states, hidden, 2**31, axis=2, name="tapped"))
         fused = g.op("Reshape", fused, self.by_sequence, name="fused_rows")
         kept = dialect.keep(g, cache, g.unsqueeze(fused, 1) if dialect.by_head else fused, self.start)
         flat = g.op("Squeeze", kept, g.constant([1]), name="kept") if dialect.by_head else kept
@@ -260,14 +257,13 @@ class _HeadPass(DrafterPass):
         own, hidden, target = self.config.own, self.config.hidden_size, self.parts.target
         normed = m.rms_norm(state, "norm", hidden, self.config.rms_norm_eps)
         if self.head is not None:
-            head = self.head.inside(m.g)
-            logits = m.g.to_float(head.linear(normed, "lm_head", hidden, target.vocab_size))
+            logits = self.head.inside(m.g).linear(normed, "lm_head", hidden, target.vocab_size)
         elif own.vocabulary == self.config.vocab_size and not self.m.has("lm_head.weight"):
-            logits = m.g.to_float(lm_head(normed, self.root.inside(m.g), target))
+            logits = lm_head(normed, self.root.inside(m.g), target)
         else:
-            logits = self.vocabulary.logits(normed, m, hidden)
-        numbers, logprobs = best_candidates(m.g, logits, self.parts.width)
-        return self.vocabulary.tokens(numbers, m), logprobs, normed if own.norm_output else state
+            logits = m.linear(normed, "lm_head", hidden, own.vocabulary)
+        numbers, logprobs = best_candidates(m.g, m.g.to_float(logits), self.parts.width)
+        return self.vocabulary.tokens(m.g, numbers), logprobs, normed if own.norm_output else state
 
 
 def _check_embedding(m: Module, target: Module) -> None:
@@ -283,9 +279,9 @@ def _check_embedding(m: Module, target: Module) -> None:
             )
 
 
-def _fused(g: GraphBuilder, m: Module, config: DrafterConfig, tapped: ir.Value) -> ir.Value:
+def _fused(m: Module, config: DrafterConfig, tapped: ir.Value) -> ir.Value:
     """fc over the tapped states [B, S, 3*D], normed first where the settings say so: [B*S, D]."""
-    hidden = config.hidden_size
+    g, hidden = m.g, config.hidden_size
     flat = g.op("Reshape", tapped, g.constant([-1, _STATES * hidden]), name="flat")
     if config.own.norm_before_fc:
         flat = m.rms_norm(flat, "input_norm", _STATES * hidden, config.rms_norm_eps)

@@ -20,13 +20,11 @@ from dflash_trt.models.module import Module
 from dflash_trt.models.passes import PassRows
 
 
-def layer_input(
-    g: GraphBuilder, layer: Module, config: DrafterConfig, tokens: ir.Value, states: ir.Value
-) -> ir.Value:
+def layer_input(layer: Module, config: DrafterConfig, tokens: ir.Value, states: ir.Value) -> ir.Value:
     """The normed embeddings beside the normed states, [rows, 2*D]."""
     token = layer.rms_norm(tokens, "input_layernorm", config.hidden_size, config.rms_norm_eps)
     state = layer.rms_norm(states, "hidden_norm", config.hidden_size, config.rms_norm_eps)
-    return g.op("Concat", token, state, name="layer_input", axis=1)
+    return layer.g.op("Concat", token, state, name="layer_input", axis=1)
 
 
 def rest_of_layer(layer: Module, config: DrafterConfig, states: ir.Value, attended: ir.Value) -> ir.Value:
@@ -88,7 +86,7 @@ class DraftChain:
         m = self.m.inside(body)
         layer = m.at(config.own.layer)
         embedded = embed(self.embedding.inside(body), token, config.vocab_size, config.hidden_size)
-        x = layer_input(body, layer, config, embedded, before)
+        x = layer_input(layer, config, embedded, before)
         own, attended = self._attend(layer, x, own, number)
         drafted, drafted_logprobs, after = best(m, rest_of_layer(layer, config, before, attended))
         outputs: list[tuple[ir.Value, str, ir.DataType]] = [
@@ -202,7 +200,7 @@ class UnrolledChain(DraftChain):
             with g.scope(f"step.{number}"):
                 token = self._first(g, tokens)
                 embedded = embed(self.embedding, token, config.vocab_size, config.hidden_size)
-                x = layer_input(g, layer, config, embedded, state)
+                x = layer_input(layer, config, embedded, state)
                 attended = self._over_both(layer, x, own, g.constant(number))
                 tokens, logprobs, state = best(self.m, rest_of_layer(layer, config, state, attended))
                 places.append((tokens, logprobs))

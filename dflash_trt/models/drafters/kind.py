@@ -135,12 +135,12 @@ class DraftVocabulary:
     """
 
     def __init__(self, m: Module, config: DrafterConfig, size: int) -> None:
-        self.m, self.size = m, size
+        self.size = size
         for name in ("t2d", "d2t") if size == config.vocab_size else ("t2d",):
             m.ignore(name)
         self._offsets = None
         if size != config.vocab_size:
-            self._offsets = m.integers("d2t", size)
+            self._offsets = m.raw("d2t", size, dtypes=("I64",))
             if isinstance(m.checkpoint, Checkpoint):
                 self._check(m.checkpoint, config)
 
@@ -158,13 +158,9 @@ class DraftVocabulary:
                 f"{checkpoint['d2t'].file}: d2t maps two draft tokens to one of the target's"
             )
 
-    def logits(self, rows: ir.Value, m: Module, hidden: int) -> ir.Value:
-        """Rows [rows, D] through the head at `m`: float32 [rows, size]."""
-        return m.g.to_float(m.linear(rows, "lm_head", hidden, self.size))
-
-    def tokens(self, numbers: ir.Value, m: Module) -> ir.Value:
+    def tokens(self, g: GraphBuilder, numbers: ir.Value) -> ir.Value:
         """The target's ids of tokens of this vocabulary, of any shape."""
         if self._offsets is None:
             return numbers
-        offsets = m.g.op("Gather", self._offsets, numbers, name="offsets")
-        return m.g.op("Add", numbers, offsets, name="target_ids")
+        offsets = g.op("Gather", self._offsets, numbers, name="offsets")
+        return g.op("Add", numbers, offsets, name="target_ids")

@@ -14,11 +14,10 @@ from dflash_trt.models.decoder import soft_capped
 from dflash_trt.models.drafters.block import BlockPass, BlockSettings
 from dflash_trt.models.drafters.dflash import BLOCK
 from dflash_trt.models.drafters.kind import DrafterKind, DrafterParts
-from dflash_trt.models.reading import check_quantization, decoder, layer_ids, place_window
+from dflash_trt.models.reading import decoder, layer_ids, place_window
 
 
 def _read(fields: Fields) -> DrafterConfig:
-    check_quantization(fields)
     mask = fields.integer("mask_token_id", minimum=0)
     # The file has no vocab_size: it is the target's.
     filled = Fields(fields.path, {"vocab_size": mask + 1, **fields.values}, fields.prefix)

@@ -21,7 +21,6 @@ from dflash_trt.models.drafters.eagle3 import NORMS, build_eagle3, eagle3_config
 from dflash_trt.models.drafters.kind import DrafterKind
 from dflash_trt.models.reading import (
     LAYERS,
-    check_quantization,
     decoder,
     layer_ids,
     must_equal,
@@ -42,7 +41,6 @@ _NEUTRAL = {
 
 
 def _layers(fields: Fields) -> Fields:
-    check_quantization(fields)
     section = fields.needed("transformer_layer_config", "the fields of the layers")
     refuse(section, _NEUTRAL)
     section.string("model_type", among=("llama", "qwen3"))
@@ -59,7 +57,7 @@ def _windows(layers: Fields, count: int) -> list[int | None]:
 def _block(fields: Fields, settings: Callable[..., BlockSettings]) -> DrafterConfig:
     """The configuration of a drafter with DFlash's layers. `settings` makes the kind's own from those of the block."""
     layers, model = _layers(fields), fields.string(TYPE)
-    common = decoder(layers, qk_norm=True, architecture=_ARCHITECTURES[model])
+    common = decoder(layers, qk_norm=True)
     vocab = common["vocab_size"]
     must_equal(fields, "target_hidden_size", "hidden_size", common["hidden_size"])
     size = fields.integer("draft_vocab_size", maximum=vocab)
@@ -111,7 +109,6 @@ def read_eagle3(fields: Fields) -> DrafterConfig:
     return eagle3_config(
         fields,
         layers=layers,
-        architecture=_ARCHITECTURES["eagle3"],
         entered=eagle3_layers(fields),
         layer="layers.0",
         **{name: fields.boolean(name, default=False) for name in NORMS},
@@ -123,20 +120,11 @@ def _taps(layers: int) -> tuple[int, ...]:
     return usual_taps(layers)[1:]
 
 
-_ARCHITECTURES = {
-    "dflash": "DFlashSpeculator",
-    "dflash2": "DFlash2Speculator",
-    "dspark": "DSparkSpeculator",
-    "eagle3": "Eagle3Speculator",
+# By the value of `speculators_model_type`. The architectures are our own names: those of such files are the class that
+# saved them, which differs by version.
+KINDS = {
+    "dflash": DrafterKind("DFlashSpeculator", TYPE, read_dflash, build_dflash, taps=_taps),
+    "dflash2": DrafterKind("DFlash2Speculator", TYPE, read_dflash2, build_dflash2, taps=_taps),
+    "dspark": DrafterKind("DSparkSpeculator", TYPE, read_dspark, build_dspark, taps=_taps),
+    "eagle3": DrafterKind("Eagle3Speculator", TYPE, read_eagle3, build_eagle3, taps=usual_taps),
 }
-KINDS = (
-    DrafterKind("DFlashSpeculator", TYPE, read_dflash, build_dflash, taps=_taps),
-    DrafterKind("DFlash2Speculator", TYPE, read_dflash2, build_dflash2, taps=_taps),
-    DrafterKind("DSparkSpeculator", TYPE, read_dspark, build_dspark, taps=_taps),
-    DrafterKind("Eagle3Speculator", TYPE, read_eagle3, build_eagle3, taps=usual_taps),
-)
-
-
-def architecture_of(fields: Fields) -> str:
-    """Our name of the kind. `architectures` of such files has the class that saved them, which differs by version."""
-    return _ARCHITECTURES[fields.string(TYPE, among=_ARCHITECTURES)]
