@@ -32,7 +32,6 @@ from dflash_trt.bundle.workspace import (
 )
 from dflash_trt.checkpoint.compatibility import check_pair, check_tokenizers
 from dflash_trt.checkpoint.draft_vocabulary import FILE, read_draft_vocabulary
-from dflash_trt.checkpoint.linears import number_formats
 from dflash_trt.checkpoint.pair import CheckpointPair, Side, Source
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
 from dflash_trt.engines import registry
@@ -103,7 +102,7 @@ def build(
     configs = pair.target.config, pair.draft_config
     settings = BuildSettings(
         block_size=choose_block_size(block_size, *configs),
-        tree_width=_tree_width(tree_width, pair, precision, entry),
+        tree_width=choose_tree_width(tree_width, pair, precision, entry),
         max_seq_len=choose_max_seq_len(max_seq_len, *configs),
         weights=weights,
         precision=_precision(precision, pair, entry),
@@ -140,21 +139,7 @@ def _write(
     progress: Progress,
 ) -> Bundle:
     """The bundle in its place: made in the work directory, or the one of the same key that is there."""
-    target, drafter, head = in_precision(
-        pair.target.checkpoint,
-        pair.drafter.checkpoint if pair.drafter else None,
-        settings.precision,
-        place.scratch,
-        progress,
-        layout=engine.weight_layout,
-        draft_tokens=pair.draft_tokens,
-    )
-    pair = replace(
-        pair,
-        target=replace(pair.target, checkpoint=target),
-        drafter=replace(pair.drafter, checkpoint=drafter) if pair.drafter and drafter else None,
-        head=head,
-    )
+    pair = in_precision(pair, settings.precision, place.scratch, progress, engine.weight_layout)
     job = engine.job(pair, settings, place, progress)
     manifest = _describe(pair, settings, engine, job)
     inputs = read_inputs(job.files, progress)
@@ -212,19 +197,6 @@ def _read_pair(
     return CheckpointPair(
         Side(source, target, opened(source.directory), f"{engine.weights_folder}target"), side
     )
-
-
-def _tree_width(
-    asked: int | None, pair: CheckpointPair, precision: Precision | None, engine: EngineEntry
-) -> int:
-    """The candidates for each place. Raises BuildError for more than models and engine verify."""
-    scheme = precision.scheme("target") if precision is not None else None
-    formats = number_formats(pair.target.checkpoint) | ({scheme} if scheme is not None else set())
-    default = engine.default_tree_width(pair.target.config, formats)
-    width = choose_tree_width(asked, default, pair.target.config, pair.draft_config)
-    if width > 1:
-        engine.check_trees(width, formats)
-    return width
 
 
 def _precision(asked: Precision | None, pair: CheckpointPair, engine: EngineEntry) -> Precision:

@@ -12,6 +12,8 @@ from pathlib import Path
 from dflash_trt import hardware
 from dflash_trt.checkpoint import gguf
 from dflash_trt.checkpoint.catalogue import KnownPair, known_configs, known_pair
+from dflash_trt.checkpoint.linears import number_formats
+from dflash_trt.checkpoint.pair import CheckpointPair
 from dflash_trt.checkpoint.schema import PENDING_ROWS, DrafterConfig, TargetConfig
 from dflash_trt.engines import registry
 from dflash_trt.engines.base import EngineEntry, Weights
@@ -113,18 +115,21 @@ def choose_block_size(asked: int | None, target: TargetConfig, drafter: DrafterC
 
 
 def choose_tree_width(
-    asked: int | None, default: int, target: TargetConfig, drafter: DrafterConfig | None
+    asked: int | None, pair: CheckpointPair, precision: Precision | None, engine: EngineEntry
 ) -> int:
-    """Candidates for each place: `default`, or as many as the models allow. Raises BuildError for more than the drafter
-    has, or a target without trees.
+    """Candidates for each place, by default the engine's, or as many as the models allow. Raises BuildError for more
+    than the drafter has, and where target or engine verify no trees.
     """
+    target, drafter = pair.target.config, pair.draft_config
+    scheme = precision.scheme("target") if precision is not None else None
+    formats = number_formats(pair.target.checkpoint) | ({scheme} if scheme is not None else set())
     if drafter is None:
         if asked not in (None, 1):
             raise UsageError(f"--tree-width is {asked}, but no drafter gives candidates: leave it out")
         return 1
     most = min(_TREE_WIDTH, drafter.vocab_size, drafter.most_candidates or drafter.vocab_size)
     if asked is None:
-        return 1 if target.delta_layers else min(default, most)
+        asked = 1 if target.delta_layers else min(engine.default_tree_width(target, formats), most)
     if not 1 <= asked <= most:
         raise UsageError(
             f"--tree-width is {asked}, expected 1..{most}: the most candidates that {drafter.path} allows for a place"
@@ -134,6 +139,8 @@ def choose_tree_width(
             f"--tree-width is {asked}, but {target.path} has layers that keep a state and verify chains only: "
             "leave it out"
         )
+    if asked > 1:
+        engine.check_trees(asked, formats)
     return asked
 
 

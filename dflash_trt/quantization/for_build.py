@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from dflash_trt.bundle.workspace import Progress
 from dflash_trt.checkpoint.linears import number_formats, shape_of, stored_linear
+from dflash_trt.checkpoint.pair import CheckpointPair
 from dflash_trt.checkpoint.rules import Quantization
 from dflash_trt.checkpoint.tensors import SINGLE, Checkpoint, Outline
 from dflash_trt.checkpoint.writer import Entry, write_checkpoint
@@ -29,33 +31,26 @@ Weights = Checkpoint | Outline
 
 
 def in_precision(
-    target: Weights,
-    drafter: Weights | None,
-    precision: Precision,
-    folder: Path,
-    progress: Progress,
-    *,
-    layout: WeightLayout = "stored",
-    draft_tokens: Sequence[int] | None = None,
-) -> tuple[Weights, Weights | None, Weights | None]:
-    """Target, drafter if there is one, and the head that the drafter has to itself, if any.
+    pair: CheckpointPair, precision: Precision, folder: Path, progress: Progress, layout: WeightLayout
+) -> CheckpointPair:
+    """The pair with its checkpoints in this precision, and the head that the drafter has to itself, if any.
 
     New checkpoints are written to `folder`.
 
     Scales come from the weights alone; calibrated ones are made before, by `quantize --calibration`. `layout`: how the
     engine reads quantized weights. An engine of blocks multiplies the head in them too: the target's gets its scheme.
-    `draft_tokens`: the drafter's own head has the rows of these tokens only. The target's head is not quantized then.
+    With `draft_tokens` the drafter's own head has their rows only, and the target's head is not quantized.
 
     Raises BuildError where a checkpoint is quantized already, otherwise than asked.
     """
     work = _Work(folder, progress, layout)
-    made: dict[str, Weights] = {"target": target} | ({"drafter": drafter} if drafter else {})
+    made: dict[str, Weights] = {role: side.checkpoint for role, side in pair.sides.items()}
     schemes = {role: scheme for role in made if (scheme := precision.scheme(role)) is not None}
     for role in schemes:
         made[role] = work.without_blocks(role, made[role])
     target, scheme = made["target"], precision.scheme("head")
-    if draft_tokens is not None and isinstance(target, Checkpoint):
-        made["head"] = work.draft_head(target, draft_tokens)
+    if pair.draft_tokens is not None and isinstance(target, Checkpoint):
+        made["head"] = work.draft_head(target, np.asarray(pair.draft_tokens, np.int64))
     if scheme is not None:
         made["head"] = work.head(made.get("head", target), scheme)
     for role, asked in schemes.items():
@@ -63,7 +58,12 @@ def in_precision(
     for role, checkpoint in made.items():
         if isinstance(checkpoint, Checkpoint):
             made[role] = work.laid_out(role, checkpoint)
-    return made["target"], made.get("drafter"), made.get("head")
+    return replace(
+        pair,
+        target=replace(pair.target, checkpoint=made["target"]),
+        drafter=pair.drafter and replace(pair.drafter, checkpoint=made["drafter"]),
+        head=made.get("head"),
+    )
 
 
 class _Work:
@@ -94,9 +94,35 @@ class _Work:
             return Outline(checkpoint.directory, Quantization(checkpoint.quantization.path))
         return repack.in_bf16(checkpoint, self.folder / f"{role}-bf16", self.progress)
 
-    def draft_head(self, target: Checkpoint, tokens: Sequence[int]) -> Checkpoint:
+    def draft_head(self, target: Checkpoint, tokens: NDArray[np.int64]) -> Checkpoint:
+        """The head's rows of `tokens`, and `d2t`, each token's id minus its row.
+
+        Raises BuildError if the target has no LM head.
+        """
+        tensors = {"weight": head_weight(target)}
+        if (algorithm := target.quantization.algorithm(HEAD)) is not None:  # every tensor is by row there
+            rows, columns = shape_of(target, algorithm, HEAD, tensors["weight"])
+            stored = stored_linear(target, HEAD, columns, rows)
+            assert stored is not None
+            tensors = {info.name.rpartition(".")[2]: info for info in stored.tensors}
+
+        def some(name: str, end: str) -> Iterator[tuple[str, NDArray[Any]]]:
+            head = target.array(name)
+            step = max(1, STEP_BYTES // head[0].nbytes)
+            for at in range(0, len(tokens), step):
+                yield f"{HEAD}.{end}", head[tokens[at : at + step]]
+
+        entries = [
+            *(
+                Entry(f"{HEAD}.{end}", info.dtype, (len(tokens), *info.shape[1:]), some(info.name, end))
+                for end, info in tensors.items()
+            ),
+            Entry("d2t", "I64", (len(tokens),), [("d2t", tokens - np.arange(len(tokens)))]),
+        ]
+        config = read_object(target.directory / "config.json") | {"tie_word_embeddings": False}
         out = self.folder / "draft-head"
-        _write_draft_head(target, np.asarray(tokens, np.int64), out)
+        out.mkdir()
+        write_checkpoint(target.directory, out, [(SINGLE, entries)], config)
         return Checkpoint(out)
 
     def head(self, target: Weights, scheme: str) -> Weights:
@@ -147,33 +173,3 @@ class _Work:
         quantization = Quantization(checkpoint.directory / "config.json", algorithm, layers)
         in_blocks = self.layout == "blocks" and algorithm != PER_CHANNEL
         return Outline(checkpoint.directory, quantization, in_blocks=in_blocks)
-
-
-def _write_draft_head(target: Checkpoint, tokens: NDArray[np.int64], out: Path) -> None:
-    """Write the head's rows of `tokens`, and `d2t`, each token's id minus its row.
-
-    Raises BuildError if the target has no LM head.
-    """
-    tensors = {"weight": head_weight(target)}
-    if (algorithm := target.quantization.algorithm(HEAD)) is not None:  # every tensor is by row there
-        rows, columns = shape_of(target, algorithm, HEAD, tensors["weight"])
-        stored = stored_linear(target, HEAD, columns, rows)
-        assert stored is not None
-        tensors = {info.name.rpartition(".")[2]: info for info in stored.tensors}
-
-    def some(name: str, end: str) -> Iterator[tuple[str, NDArray[Any]]]:
-        head = target.array(name)
-        step = max(1, STEP_BYTES // head[0].nbytes)
-        for at in range(0, len(tokens), step):
-            yield f"{HEAD}.{end}", head[tokens[at : at + step]]
-
-    entries = [
-        *(
-            Entry(f"{HEAD}.{end}", info.dtype, (len(tokens), *info.shape[1:]), some(info.name, end))
-            for end, info in tensors.items()
-        ),
-        Entry("d2t", "I64", (len(tokens),), [("d2t", tokens - np.arange(len(tokens)))]),
-    ]
-    config = read_object(target.directory / "config.json") | {"tie_word_embeddings": False}
-    out.mkdir()
-    write_checkpoint(target.directory, out, [(SINGLE, entries)], config)

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflash_trt.bundle.workspace import silent
+from dflash_trt.checkpoint.pair import CheckpointPair, Side, Source
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.engines import registry
 from dflash_trt.engines.device.sizes import DECODE
@@ -160,9 +161,13 @@ def found_outputs(pair: Path, role: str, stored: Path, engine: str) -> np.ndarra
     work = stored.parent / f"{engine} of {stored.name}"
     work.mkdir()
     sources = {"target": pair / "target", "drafter": pair / "drafter"} | {role: stored}
-    both = (Checkpoint(sources[each]) for each in ("target", "drafter"))
-    target, drafter, _ = in_precision(*both, Precision(), work, silent, layout=layout)
     configs = read_target_config(sources["target"]), read_drafter_config(sources["drafter"])
+    sides = CheckpointPair(
+        Side(Source(sources["target"]), configs[0], Checkpoint(sources["target"]), "target"),
+        Side(Source(sources["drafter"]), configs[1], Checkpoint(sources["drafter"]), "drafter"),
+    )
+    made = in_precision(sides, Precision(), work, silent, layout).sides
+    target, drafter = made["target"].checkpoint, made["drafter"].checkpoint
     folders = [str(checkpoint.directory.relative_to(pair)) for checkpoint in (target, drafter)]
     if role == "target":
         model = build_target(configs[0], target, (0,), dialect, folder=folders[0], capacity=capacity)
