@@ -280,7 +280,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     from dflash_trt.building.sources import find_sources
     from dflash_trt.files.disk import temporary_folder
     from dflash_trt.prompts import natural_prompts
-    from dflash_trt.training.evaluation import Questions, measure
+    from dflash_trt.training.evaluation import measure
 
     target, drafter = find_sources(args.target, args.drafter, "copy")
     if drafter is None:
@@ -288,8 +288,12 @@ def _evaluate(args: argparse.Namespace) -> int:
             f"--target {args.target}: no drafter is known for it; give one with --drafter, or train one"
         )
     with temporary_folder(prefix="dflash-trt-") as work:
-        questions = Questions(natural_prompts(args.held_out, args.limit), args.eval_tokens, args.temperature)
-        figures = measure(target.directory, drafter.directory, questions, work, args.draft_vocabulary)
+        figures = measure(
+            *(target.directory, drafter.directory, natural_prompts(args.held_out, args.limit), work),
+            max_tokens=args.eval_tokens,
+            temperature=args.temperature,
+            draft_vocabulary=args.draft_vocabulary,
+        )
     if args.json:
         print_json(figures)
         return 0

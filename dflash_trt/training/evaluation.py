@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,15 @@ ALL = "all"
 _AT_A_TIME = 8
 
 
-@dataclass(frozen=True)
-class Questions:
-    """The questions of a measurement: prompts, tokens per answer, temperature."""
-
-    prompts: Sequence[Prompt]
-    max_tokens: int = 96
-    temperature: float = 0.0
-
-
 def measure(
-    target: Path, drafter: Path, questions: Questions, work: Path, draft_vocabulary: str | Path | None = None
+    target: Path,
+    drafter: Path,
+    prompts: Sequence[Prompt],
+    work: Path,
+    *,
+    max_tokens: int,
+    temperature: float = 0.0,
+    draft_vocabulary: str | Path | None = None,
 ) -> dict[str, Any]:
     """Build the pair in `work` and decode with whole blocks. `draft_vocabulary` is that of `build`.
 
@@ -50,12 +47,12 @@ def measure(
         for read, d in ((read_target_config, target), (read_drafter_config, drafter))
     )
     tokenizer = Tokenizer(target)
-    asked = [prompt.token_ids(tokenizer) for prompt in questions.prompts]
+    asked = [prompt.token_ids(tokenizer) for prompt in prompts]
     bundle = build(
         str(target),
         str(drafter),
         work / "bundle",
-        max_seq_len=min(longest, max(map(len, asked)) + questions.max_tokens),
+        max_seq_len=min(longest, max(map(len, asked)) + max_tokens),
         draft_vocabulary=draft_vocabulary,
         force=True,
     )
@@ -63,14 +60,14 @@ def measure(
     with LLM(bundle.path, max_batch_size=_AT_A_TIME, prefix_cache_bytes=0) as llm:
         sampling = [
             SamplingParams(
-                max_tokens=max(1, min(questions.max_tokens, longest - len(ids))),
-                temperature=questions.temperature,
+                max_tokens=max(1, min(max_tokens, longest - len(ids))),
+                temperature=temperature,
                 seed=seed,
             )
             for seed, ids in enumerate(asked)
         ]
         answers = llm.generate(asked, sampling, block_length=llm.block_size)
-    for prompt, answer in zip(questions.prompts, answers, strict=True):
+    for prompt, answer in zip(prompts, answers, strict=True):
         by_category.setdefault(prompt.category, []).append(answer.statistics)
     shutil.rmtree(work / "bundle")
     made = {category: _figures(each) for category, each in sorted(by_category.items())}

@@ -70,7 +70,6 @@ class Recipe:
 
 _OPTIONS = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _SEPARATOR = "|"
-_CHUNK = 16  # blocks whose logits of the whole vocabulary are held at a time
 
 
 def train(
@@ -211,7 +210,7 @@ def _step(
         hidden = module(features, positions, target.embed(blocks.tokens), blocks.positions, masks, **asked)
     hidden, added = hidden if asked else (hidden, None)
     rows = hidden.reshape(-1, size, hidden.shape[-1])
-    loss, _ = head_loss(rows, target.head, tokens, valid, _CHUNK, teacher, recipe.distill)
+    loss, _ = head_loss(rows, target.head, tokens, valid, teacher=teacher, share=recipe.distill)
     return loss if added is None else loss + added, int((blocks.anchors >= 0).sum())
 
 

@@ -31,10 +31,9 @@ from dflash_trt.training import checkpoint as drafters
 from dflash_trt.training.answers import Answer, digest, hold_out, read_answers, summary, write_prompts
 from dflash_trt.training.blocks import Batches
 from dflash_trt.training.dflash2 import DFlash2Drafter
-from dflash_trt.training.evaluation import Questions, average, draw_curve, measure, read_history
+from dflash_trt.training.evaluation import average, draw_curve, measure, read_history
 from dflash_trt.training.export import model_card
 from dflash_trt.training.loop import Recipe, make_accelerator, train
-from dflash_trt.training.model import DrafterModel
 from dflash_trt.training.target import FrozenTarget, matrix_dtype
 
 _ARCHITECTURES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
@@ -117,14 +116,31 @@ def run(
         counted = {**counts, "steps": step}
         return model_card(target_name, config, read.target_layer_ids, recipe, counted, figures)
 
-    measures = evaluate_every is not None
+    def keep(step: int, weights: dict[str, Tensor]) -> None:
+        """Write the checkpoint of a step with its card, and measure it with the prompts that are held out."""
+        history = read_history(out / "evaluation.jsonl")
+        published, known = drafter.published(weights, frozen.embedding), history.get(step)
+        drafters.write_checkpoint(published, config, out / "checkpoint", card(step, known), allowed)
+        if evaluate_every is None or known is not None:
+            return
+        # Answers may have been added since the run began, but its evaluations have the same prompts.
+        asked = read_prompts(out / "held_out.jsonl", recipe.limit)
+        report({"step": step, "measuring": len(asked)})
+        figures = measure(target, out / "checkpoint", asked, out / "work", max_tokens=recipe.eval_tokens)
+        with (out / "evaluation.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "figures": figures}) + "\n")
+        draw_curve(history | {step: figures}, out / "acceptance.svg")
+        (out / "checkpoint" / "README.md").write_text(card(step, figures), encoding="utf-8")
+        if average(figures) > max(map(average, history.values()), default=0.0):
+            with drafters.whole_folder(out / "best") as best_so_far:
+                shutil.copytree(out / "checkpoint", best_so_far, dirs_exist_ok=True)
+        report({"step": step, "acceptance_length": round(average(figures), 3), "figures": figures})
+
     train(
         *(drafter, frozen, batches, recipe, out, accelerator),
         save_every=save_every,
         evaluate_every=evaluate_every or 0,
-        on_weights=_Keeper(
-            *(target, out, config, recipe, drafter, frozen.embedding, card, allowed, measures, report)
-        ),
+        on_weights=keep,
         report=report,
     )
     return int(read_object(out / "state" / "state.json")["step"])
@@ -141,48 +157,6 @@ def _write_beginning(
         if not (out / "held_out.jsonl").exists():
             write_prompts(out / "held_out.jsonl", prompts)
     accelerator.wait_for_everyone()
-
-
-@dataclass
-class _Keeper:
-    """Writes the checkpoint of a step with its card, and measures it with the prompts that are held out."""
-
-    target: Path
-    out: Path
-    config: dict[str, Any]
-    recipe: Recipe
-    drafter: DrafterModel
-    embedding: Tensor  # of the target
-    card: Callable[[int, Any], str]  # of a step and its figures
-    allowed: list[int] | None  # tokens that may be drafted
-    measures: bool
-    report: Callable[[dict[str, Any]], None]
-
-    def __call__(self, step: int, weights: dict[str, Tensor]) -> None:
-        history = read_history(self.out / "evaluation.jsonl")
-        published, place = self.drafter.published(weights, self.embedding), self.out / "checkpoint"
-        card = self.card(step, history.get(step))
-        drafters.write_checkpoint(published, self.config, place, card, self.allowed)
-        if self.measures and step not in history:
-            self._measure(step, history)
-
-    def _measure(self, step: int, history: dict[int, Any]) -> None:
-        """Add the step to the history, and keep the checkpoint if it is the best so far."""
-        out = self.out
-        # Answers may have been added since the run began, but its evaluations have the same prompts.
-        asked = read_prompts(out / "held_out.jsonl", self.recipe.limit)
-        self.report({"step": step, "measuring": len(asked)})
-        questions = Questions(asked, self.recipe.eval_tokens)
-        figures = measure(self.target, out / "checkpoint", questions, out / "work")
-        best = max(map(average, history.values()), default=0.0)
-        with (out / "evaluation.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "figures": figures}) + "\n")
-        draw_curve(history | {step: figures}, out / "acceptance.svg")
-        (out / "checkpoint" / "README.md").write_text(self.card(step, figures), encoding="utf-8")
-        if average(figures) > best:
-            with drafters.whole_folder(out / "best") as best_so_far:
-                shutil.copytree(out / "checkpoint", best_so_far, dirs_exist_ok=True)
-        self.report({"step": step, "acceptance_length": round(average(figures), 3), "figures": figures})
 
 
 def _drafter_config(file: Path, target: Path, target_config: TargetConfig, design: Design) -> dict[str, Any]:

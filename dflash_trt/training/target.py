@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +67,10 @@ class FrozenTarget:
         self._final = final
         for place, layer in enumerate(taps):
             tapped = model.get_input_embeddings() if layer == -1 else layers[layer]
-            tapped.register_forward_hook(self._tap(place))
+            tapped.register_forward_hook(partial(self._tap, place))
 
-    def _tap(self, place: int) -> Any:
-        def hook(module: object, inputs: object, output: Any) -> None:
-            self._taps[place] = output[0] if isinstance(output, tuple) else output
-
-        return hook
+    def _tap(self, place: int, module: object, inputs: object, output: Any) -> None:
+        self._taps[place] = output[0] if isinstance(output, tuple) else output
 
     @torch.no_grad()
     def features(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -144,10 +144,10 @@ def test_best_is_what_the_run_began_with_if_nothing_is_better(data: Path, tmp_pa
 
 def test_held_out_prompts_may_be_longer_than_those_that_are_shipped(tmp_path: Path) -> None:
     """As long as the models take: an answer has the tokens that remain."""
-    from dflash_trt.training.evaluation import ALL, Questions, measure
+    from dflash_trt.training.evaluation import ALL, measure
 
     long = Prompt("long", "", "word " * 1015)
-    found = measure(TINY, SHIPPED / "tiny" / "drafter", Questions([long], 64), tmp_path)
+    found = measure(TINY, SHIPPED / "tiny" / "drafter", [long], tmp_path, max_tokens=64)
     assert 0 < found[ALL]["tokens"] < 64
 
 

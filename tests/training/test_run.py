@@ -126,9 +126,9 @@ def test_the_targets_own_distribution_is_taken_from_the_row_before_each_label(
     both = FrozenTarget(TARGET, read_target_config(TARGET), (1, 3, 5, 7), CPU, torch.float32, final=True)
     seen: list[tuple[torch.Tensor, ...]] = []
 
-    def spy(hidden: Any, head: Any, labels: Any, valid: Any, *rest: Any) -> Any:
-        seen.append((rest[1], head, labels, valid))
-        return head_loss(hidden, head, labels, valid, *rest)
+    def spy(hidden: Any, head: Any, labels: Any, valid: Any, *, teacher: Any, share: float) -> Any:
+        seen.append((teacher, head, labels, valid))
+        return head_loss(hidden, head, labels, valid, teacher=teacher, share=share)
 
     monkeypatch.setattr("dflash_trt.training.loop.head_loss", spy)
     recipe = replace(SMALL, distill=0.5)
