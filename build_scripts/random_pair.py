@@ -20,12 +20,11 @@ import ml_dtypes
 import numpy as np
 
 from build_scripts import harness
-from dflash_trt.checkpoint.catalogue import known_configs
+from dflash_trt.checkpoint.catalogue import SHIPPED, known_configs
 from dflash_trt.checkpoint.tensors import TensorInfo
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.models.inventory import take_inventory
 
-SHIPPED = Path(__file__).resolve().parents[1] / "dflash_trt" / "shipped" / "tiny"
 _CHUNK, _PIECE = 8 << 20, 4 << 20
 _NOT = ("lm_head", r"re:.*(embed_tokens|norm|conv1d|visual|in_proj_a|in_proj_b|in_proj_ba)$")
 _FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
@@ -86,7 +85,7 @@ def write_pair(work: Path, pair: str, layers: int, stored: str | None) -> dict[s
             config["num_target_layers"] = layers
         (place / "config.json").write_text(json.dumps(config))
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(SHIPPED / "target" / name, target / name)
+        shutil.copy(SHIPPED / "tiny" / "target" / name, target / name)
     configs = read_target_config(target), read_drafter_config(drafter)
     inventory = take_inventory(*configs)
     return {

@@ -34,10 +34,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from build_scripts import harness
 from build_scripts.corpus.corpus import CATEGORIES, Example, library_documents, training_examples
+from dflash_trt.checkpoint.catalogue import SHIPPED
 from dflash_trt.formats.mxfp4 import quantize_mxfp4
 from dflash_trt.text.tokenizer import Tokenizer
 
-SHIPPED = Path(__file__).parents[1] / "dflash_trt" / "shipped"
 SEQUENCE = 512  # tokens of a row
 SHARES = {"math": 0.40, "code": 0.20, "tools": 0.23, "chat": 0.13, "library": 0.04}
 PROMPT_WEIGHT, ANSWER_WEIGHT, LIBRARY_WEIGHT = 0.1, 1.0, 0.3  # of a token's loss

@@ -80,7 +80,7 @@ def training_examples(category: str, start: int = 0) -> Iterator[Example]:
     return (made for index in count(start) if not (made := example(category, index)).held_out)
 
 
-def library_documents(max_bytes: int = 6_000_000) -> list[str]:
+def library_documents() -> list[str]:
     """Source files of the running interpreter's standard library, in a fixed order, without tests."""
     root = Path(os.__file__).parent
     skip = {"test", "tests", "idlelib", "lib2to3", "site-packages", "pydoc_data", "encodings", "__pycache__"}
@@ -90,7 +90,7 @@ def library_documents(max_bytes: int = 6_000_000) -> list[str]:
     size = 0
     for path in paths:
         text = path.read_text(encoding="utf-8", errors="ignore")
-        if 500 < len(text) < 120_000 and size < max_bytes:
+        if 500 < len(text) < 120_000 and size < 6_000_000:
             documents.append(text)
             size += len(text)
     return documents

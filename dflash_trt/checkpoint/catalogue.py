@@ -92,14 +92,6 @@ class PublishedDrafter:
     only: str = ""
     speculators: bool = False
 
-    @property
-    def publisher(self) -> str:
-        return self.repository.partition("/")[0]
-
-    @property
-    def read(self) -> bool:
-        return not self.unread
-
 
 PAIRS = tuple(
     KnownPair(**values | {"forms": tuple(TargetForm(**form) for form in values.get("forms", ()))})

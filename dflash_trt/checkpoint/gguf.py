@@ -125,20 +125,19 @@ def packaged_target(name: str) -> Path:
     return file
 
 
-def cached_checkpoint(file: Path, cache: Path | None = None, *, stored: bool = False) -> Path:
+def cached_checkpoint(file: Path, *, stored: bool = False) -> Path:
     """The directory of a GGUF file's conversion: config.json, safetensors, tokenizer. Converts on first use.
 
     `stored`: matrices of integers stay integers, as gguf_blocks.py has them; otherwise they become BF16.
-    `cache` is the folder of all conversions: by default DFLASH_TRT_CACHE, else ~/.cache/dflash-trt. The file's
-    SHA-256 identifies a conversion. A conversion is reused if all its files have their recorded digests.
+    Conversions are in DFLASH_TRT_CACHE, by default ~/.cache/dflash-trt. The file's SHA-256 identifies one, which is
+    reused if all its files have their recorded digests.
 
     Raises CheckpointError if the file cannot be read or converted.
     """
     if not file.is_file():
         raise CheckpointError(f"{file}: no such file")
     sha256 = digest(file)
-    root = cache or cache_folder()
-    place = root / "gguf" / f"{file.stem}-{sha256[:16]}-{_CONVERTER}{'-stored' * stored}"
+    place = cache_folder() / "gguf" / f"{file.stem}-{sha256[:16]}-{_CONVERTER}{'-stored' * stored}"
     if _whole(place, sha256):
         return place
     with ExitStack() as stack:

@@ -59,7 +59,11 @@ def _as_json(drafter: PublishedDrafter, form: TargetForm | None = None) -> dict[
     from dflash_trt.checkpoint.catalogue import pair_of
 
     pair = pair_of(drafter)
-    more = {"publisher": drafter.publisher, "read": drafter.read, "engines": _engines(drafter, form)}
+    more = {
+        "publisher": drafter.repository.partition("/")[0],
+        "read": not drafter.unread,
+        "engines": _engines(drafter, form),
+    }
     return {**dataclasses.asdict(drafter), **more, "pair": None if pair is None else pair.name}
 
 

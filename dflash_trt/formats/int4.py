@@ -14,15 +14,6 @@ from .base import FLOAT_DTYPES, Algorithm, Form, NumberFormat
 from .numbers import INT4_MAX, Floats, pack_rows, unpack_pairs
 
 
-def quantize_int4(w: Floats, block: int) -> tuple[NDArray[np.uint8], Floats]:
-    """[out, in] -> two's complement codes [out, in], one per byte, and float32 scales [out, in/block]."""
-    blocks = w.reshape(w.shape[0], -1, block)
-    scales = np.abs(blocks).max(axis=-1) / np.float32(INT4_MAX)
-    scales[scales == 0] = 1
-    codes = np.clip(np.rint(blocks / scales[..., None]), -8, 7).astype(np.int8)
-    return codes.view(np.uint8).reshape(w.shape) & 15, scales
-
-
 class INT4(NumberFormat):
     name = "int4"
     algorithms = (Algorithm("W4A16_AWQ", "int4", group_size=128),)
@@ -42,5 +33,8 @@ class INT4(NumberFormat):
         }
 
     def encode(self, algorithm: Algorithm, rows: Floats, shared: Floats) -> dict[str, NDArray[Any]]:
-        codes, scales = quantize_int4(rows, algorithm.group_size)
-        return {"weight": pack_rows(codes), "weight_scale": scales}
+        blocks = rows.reshape(len(rows), -1, algorithm.group_size)
+        scales = np.abs(blocks).max(axis=-1) / np.float32(INT4_MAX)
+        scales[scales == 0] = 1
+        codes = np.clip(np.rint(blocks / scales[..., None]), -8, 7).astype(np.int8)
+        return {"weight": pack_rows(codes.view(np.uint8).reshape(rows.shape) & 15), "weight_scale": scales}

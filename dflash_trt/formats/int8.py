@@ -18,13 +18,6 @@ GROUP = 32
 PER_CHANNEL = Algorithm("W8A16_PER_CHANNEL", "int8")
 
 
-def quantize_int8(w: Floats, group: int = GROUP) -> tuple[NDArray[np.int8], Floats]:
-    """[out, in] -> codes [out, in] and float32 scales [out, in/group]."""
-    blocks = w.reshape(w.shape[0], -1, group)
-    scales = scale_for(np.abs(blocks).max(axis=-1), INT8_MAX)
-    return np.rint(blocks / scales[..., None]).astype(np.int8).reshape(w.shape), scales
-
-
 class INT8(NumberFormat):
     name = "int8"
     algorithms = (Algorithm("W8A16", "int8", group_size=GROUP), PER_CHANNEL)
@@ -40,5 +33,7 @@ class INT8(NumberFormat):
         }
 
     def encode(self, algorithm: Algorithm, rows: Floats, shared: Floats) -> dict[str, NDArray[Any]]:
-        codes, scales = quantize_int8(rows, algorithm.group_size or rows.shape[1])
-        return {"weight": codes, "weight_scale": scales}
+        blocks = rows.reshape(len(rows), -1, algorithm.group_size or rows.shape[1])
+        scales = scale_for(np.abs(blocks).max(axis=-1), INT8_MAX)
+        codes = np.rint(blocks / scales[..., None]).astype(np.int8)
+        return {"weight": codes.reshape(rows.shape), "weight_scale": scales}

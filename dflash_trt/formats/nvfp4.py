@@ -16,16 +16,6 @@ from .numbers import BYTE_TO_PAIR, E2M1_MAX, E4M3, E4M3_MAX, E4M3_MIN, Floats, e
 BLOCK = 16
 
 
-def quantize_nvfp4(w: Floats, global_scale: Floats) -> tuple[NDArray[np.uint8], NDArray[Any]]:
-    """[out, in] -> bytes [out, in/2] and E4M3 scales [out, in/16]; w is about E2M1 * scale * global_scale."""
-    blocks = w.reshape(w.shape[0], -1, BLOCK)
-    scales = np.abs(blocks).max(axis=-1) / (np.float32(E2M1_MAX) * global_scale)
-    scales[scales == 0] = 1
-    stored = np.clip(scales, E4M3_MIN, E4M3_MAX).astype(E4M3)
-    codes = encode_e2m1(blocks / (stored.astype(np.float32) * global_scale)[..., None])
-    return pack_pairs(codes.reshape(w.shape)), stored
-
-
 class NVFP4(NumberFormat):
     """E2M1 with two scales. By the second, the largest block scale is E4M3's largest number."""
 
@@ -52,5 +42,10 @@ class NVFP4(NumberFormat):
         }
 
     def encode(self, algorithm: Algorithm, rows: Floats, shared: Floats) -> dict[str, NDArray[Any]]:
-        codes, scales = quantize_nvfp4(rows, shared)
-        return {"weight": codes, "weight_scale": scales}
+        """A row is about E2M1 * scale * shared."""
+        blocks = rows.reshape(len(rows), -1, BLOCK)
+        scales = np.abs(blocks).max(axis=-1) / (np.float32(E2M1_MAX) * shared)
+        scales[scales == 0] = 1
+        stored = np.clip(scales, E4M3_MIN, E4M3_MAX).astype(E4M3)
+        codes = encode_e2m1(blocks / (stored.astype(np.float32) * shared)[..., None])
+        return {"weight": pack_pairs(codes.reshape(rows.shape)), "weight_scale": stored}

@@ -14,8 +14,9 @@ import yaml
 from dflash_trt.bundle.manifest import describe_file
 from dflash_trt.bundle.workspace import Progress, Workspace
 from dflash_trt.checkpoint.pair import TOKENIZER_FILES, CheckpointPair, tokenizer_files
+from dflash_trt.checkpoint.quantization import QUANT_CONFIG
 from dflash_trt.checkpoint.schema import DrafterConfig
-from dflash_trt.checkpoint.tensors import Checkpoint, Outline
+from dflash_trt.checkpoint.tensors import INDEX, Checkpoint, Outline
 from dflash_trt.checkpoint.writer import Entry, write_shard
 from dflash_trt.engines.base import BuildJob, BuildSettings
 from dflash_trt.errors import UsageError
@@ -29,8 +30,7 @@ from dflash_trt.version import __version__
 _SCRIPTS = Path(__file__).with_name("scripts")
 _DROPPED = ("auto_map", "dtype", "torch_dtype")
 _DRAFTER = "drafter/model.safetensors"
-_INDEX = "model.safetensors.index.json"
-_TARGET_FILES = (*TOKENIZER_FILES, "config.json", "hf_quant_config.json", _INDEX)
+_TARGET_FILES = (*TOKENIZER_FILES, "config.json", QUANT_CONFIG, INDEX)
 
 
 @dataclass(kw_only=True)

@@ -26,9 +26,8 @@ DFLASH2 = "DFlash2DraftModel"
 
 
 class Foreign(NamedTuple):
-    """A family that only TensorRT-LLM runs: its models, where they are listed, and what is known of DFlash with it."""
+    """A family that only TensorRT-LLM runs: where it is listed, and what is known of DFlash with it."""
 
-    models: str
     source: str
     dflash: str
     latent: bool
@@ -41,12 +40,12 @@ _PAGE = (
 _UNSEEN = "not seen; the table of features there says No for DeepseekV3ForCausalLM, whose module runs it"
 # Where a family has both a listed class and a published block drafter. `latent`: MLA, whose cache rows are latent.
 TARGETS: Mapping[str, Foreign] = {
-    "MiniMaxM2ForCausalLM": Foreign(
-        "MiniMax-M2 to M2.7", _LISTED, "run by a user in July 2026 (NVIDIA/TensorRT-LLM#16005)", latent=False
+    "MiniMaxM2ForCausalLM": Foreign(  # MiniMax-M2 to M2.7
+        _LISTED, "run by a user in July 2026 (NVIDIA/TensorRT-LLM#16005)", latent=False
     ),
-    "DeepseekV3ForCausalLM": Foreign("Kimi-K2", _PAGE, _UNSEEN, latent=True),
-    "KimiK25ForConditionalGeneration": Foreign("Kimi-K2.5, Kimi-K2.6", _LISTED, _UNSEEN, latent=True),
-    "GlmMoeDsaForCausalLM": Foreign("GLM-5, GLM-5.1", _LISTED, _UNSEEN, latent=True),
+    "DeepseekV3ForCausalLM": Foreign(_PAGE, _UNSEEN, latent=True),  # Kimi-K2
+    "KimiK25ForConditionalGeneration": Foreign(_LISTED, _UNSEEN, latent=True),  # Kimi-K2.5, Kimi-K2.6
+    "GlmMoeDsaForCausalLM": Foreign(_LISTED, _UNSEEN, latent=True),  # GLM-5, GLM-5.1
 }
 
 

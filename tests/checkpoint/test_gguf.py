@@ -40,6 +40,11 @@ TEMPLATE = (
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DFLASH_TRT_CACHE", str(tmp_path / "cache"))
+
+
 @pytest.fixture(scope="module")
 def vocabulary() -> tuple[list[str], list[str]]:
     """Tokens and merges of a byte-level BPE with a few words and numbers."""
@@ -161,7 +166,7 @@ def test_tensors_are_those_that_transformers_reads(
 ) -> None:
     pre = {"llama": "smollm", "qwen3": "qwen2"}[family]
     file = write_gguf(tmp_path / "model.gguf", vocabulary, family=family, kind=kind, pre=pre)
-    directory = reading.cached_checkpoint(file, tmp_path / "cache")
+    directory = reading.cached_checkpoint(file)
     checkpoint = Checkpoint(directory)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
     expected = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
@@ -187,7 +192,7 @@ def test_integers_stay_those_of_the_file(
     """With the numbers that Transformers reads, the layers of one input side by side, and the embedding as the head."""
     pre = {"llama": "smollm", "qwen3": "qwen2"}[family]
     file = write_gguf(tmp_path / "model.gguf", vocabulary, family=family, kind=kind, pre=pre)
-    checkpoint = Checkpoint(reading.cached_checkpoint(file, tmp_path / "cache", stored=True))
+    checkpoint = Checkpoint(reading.cached_checkpoint(file, stored=True))
     model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
     expected = {name: value.numpy() for name, value in model.state_dict().items()}
     expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
@@ -214,7 +219,6 @@ def test_a_build_multiplies_a_file_as_stored_and_rounds_it_again_with_a_warning(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setenv("DFLASH_TRT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(entry, "LARGE_HEAD_BYTES", 0)  # its drafter then is in INT8
     file = write_gguf(tmp_path / "model.gguf", vocabulary, kind="Q4_1")
     target = reading.cached_checkpoint(file, stored=True)
@@ -246,13 +250,13 @@ def test_llama_3_rope_is_recognized_by_its_factors(
     smooth = np.clip((8192 / wavelengths - 1) / 3, 0, 1)
     factors = (1 / ((1 - smooth) / 32.0 + smooth)).astype(np.float32)
     file = write_gguf(tmp_path / "model.gguf", vocabulary, frequencies=factors)
-    config = read_target_config(reading.cached_checkpoint(file, tmp_path / "cache"))
+    config = read_target_config(reading.cached_checkpoint(file))
     assert config.rope.rope_type == "llama3"
     assert config.rope.parameters["factor"] == 32.0
     factors[7] *= 1.5
     file = write_gguf(tmp_path / "other.gguf", vocabulary, frequencies=factors)
     with pytest.raises(CheckpointError, match="rope_freqs"):
-        reading.cached_checkpoint(file, tmp_path / "cache")
+        reading.cached_checkpoint(file)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +271,7 @@ def test_tokenizer_cuts_texts_as_the_file_says(
     tmp_path: Path, vocabulary: tuple[list[str], list[str]], pre: str, digits: list[str], begins: bool
 ) -> None:
     file = write_gguf(tmp_path / "model.gguf", vocabulary, pre=pre)
-    tokenizer = Tokenizer(reading.cached_checkpoint(file, tmp_path / "cache"))
+    tokenizer = Tokenizer(reading.cached_checkpoint(file))
     assert tokenizer.backend.encode("1212", add_special_tokens=False).tokens == digits
     ids = tokenizer.encode("the fox")
     assert (ids[0] == 1) == begins
@@ -283,7 +287,7 @@ def test_answers_end_at_every_token_that_ends_them(
     tmp_path: Path, vocabulary: tuple[list[str], list[str]]
 ) -> None:
     file = write_gguf(tmp_path / "model.gguf", vocabulary)
-    assert read_target_config(reading.cached_checkpoint(file, tmp_path / "cache")).eos_token_ids == (2, 0)
+    assert read_target_config(reading.cached_checkpoint(file)).eos_token_ids == (2, 0)
 
 
 @pytest.mark.parametrize(
@@ -305,7 +309,7 @@ def test_what_is_not_read_is_refused_by_name(
 ) -> None:
     file = write_gguf(tmp_path / "model.gguf", vocabulary, **change)
     with pytest.raises(CheckpointError, match=message):
-        reading.cached_checkpoint(file, tmp_path / "cache")
+        reading.cached_checkpoint(file)
     assert not any((tmp_path / "cache" / "gguf").iterdir())
 
 
@@ -315,15 +319,14 @@ def test_a_damaged_file_is_refused(tmp_path: Path, vocabulary: tuple[list[str], 
     for size in (0, 3, 100, 5000, len(content) - 1000):
         file.write_bytes(content[:size])
         with pytest.raises(CheckpointError, match="not a readable GGUF file"):
-            reading.cached_checkpoint(file, tmp_path / "cache")
+            reading.cached_checkpoint(file)
     with pytest.raises(CheckpointError, match="no such file"):
-        reading.cached_checkpoint(tmp_path / "missing.gguf", tmp_path / "cache")
+        reading.cached_checkpoint(tmp_path / "missing.gguf")
 
 
 def test_a_conversion_is_made_once_and_again_when_it_was_altered(
     tmp_path: Path, vocabulary: tuple[list[str], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DFLASH_TRT_CACHE", str(tmp_path / "cache"))
     file = write_gguf(tmp_path / "model.gguf", vocabulary)
     directory = resolve(str(file), "target").directory
     weights = directory / "model.safetensors"
@@ -345,7 +348,7 @@ def test_a_full_disk_is_told_of_the_cache_not_of_its_work(
     monkeypatch.setattr(reading, "write_shard", full)
     file = write_gguf(tmp_path / "model.gguf", vocabulary)
     with pytest.raises(OSError, match="no room") as error:
-        reading.cached_checkpoint(file, tmp_path / "cache")
+        reading.cached_checkpoint(file)
     assert error.value.filename == str(tmp_path / "cache" / "gguf")
 
 

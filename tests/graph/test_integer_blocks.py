@@ -24,7 +24,7 @@ from dflash_trt.engines.onnxruntime import products
 from dflash_trt.engines.onnxruntime.products import bytes_are_exact, channels_pay, fewest_rows
 from dflash_trt.formats import FORMATS
 from dflash_trt.formats.base import BLOCK
-from dflash_trt.formats.int8 import PER_CHANNEL, quantize_int8
+from dflash_trt.formats.int8 import INT8, PER_CHANNEL
 from dflash_trt.formats.numbers import unpack_pairs
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.onnxruntime import OnnxRuntime
@@ -53,7 +53,7 @@ def write(folder: Path, algorithm: str, *, extras: bool = False) -> Checkpoint:
     found: dict[str, Any]
     if algorithm == CHANNELS:
         w[8] = np.abs(w[8]).max()  # with the largest input, sums that saturate in 16 bits
-        codes, scales = quantize_int8(w, IN)
+        codes, scales = INT8().encode(PER_CHANNEL, w, np.float32([1])).values()
         found = {"l.weight": codes, "l.weight_scale": scales}
     elif algorithm in GGUF:
         data = gguf.quantize(w + 0.1, gguf.GGMLQuantizationType[algorithm])
