@@ -27,7 +27,8 @@ from dflash_trt.logs import warn_once
 Tensor = torch.Tensor
 _log = logging.getLogger(__name__)
 # Passes are padded to few sizes (device/sizes.py): 8 slots and blocks of 16 have 20 of a target and 16 of a drafter.
-# Those used longest ago are dropped beyond so many. A prompt adds its last parts at the end of a cache.
+# Of those without graphs, as of a prompt's last parts at the end of a cache, the ones used longest ago are dropped
+# beyond so many.
 MOST_PROGRAMS = 64
 # Prompts that are captured: seven lengths (device/sizes.py) in the first slots. Others are launched call by call.
 MOST_PROMPTS = 28
@@ -105,10 +106,12 @@ class TorchEngine(DeviceEngine):
         feeds |= {name: now for name, (now, _) in held.items()}
         program = self._programs.get(shapes)
         if program is None:
-            while len(self._programs) >= MOST_PROGRAMS:
-                dropped, _ = self._programs.popitem(last=False)
-                for place in [place for place in self._captured if place[0] == dropped]:
-                    del self._captured[place]
+            # Not those with graphs: one that ends takes cuBLAS's memory of the stream from all others (torch's issue
+            # 193402).
+            captured = {of_graph for of_graph, _ in self._captured}
+            others = [each for each in self._programs if each not in captured]
+            for each in others[: max(len(others) - MOST_PROGRAMS + 1, 0)]:
+                del self._programs[each]
             self._programs[shapes], made = self._graph.first_pass(feeds)
             return self._placed(profile, made, held)
         self._programs.move_to_end(shapes)
@@ -161,12 +164,7 @@ class TorchEngine(DeviceEngine):
             passes = "prompts run" if profile == PREFILL else "rounds run"
             warn_once(_log, f"{self.path}: {passes} without CUDA graphs, because a capture failed: {error}")
             return
-
-        def again() -> None:
-            self._programs.move_to_end(place[0])
-            graph.replay()
-
-        self._captured[place] = again, outputs
+        self._captured[place] = graph.replay, outputs
 
     def close(self) -> None:
         """Free graphs, buffers, caches and weights."""
