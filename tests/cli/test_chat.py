@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from dflash_trt.cli.chat import _figures
+from dflash_trt.decoding.results import Statistics
 from dflash_trt.llm import LLM
 from tests.cli.conftest import build_arguments
 from tests.doubles.commands import Command
@@ -60,6 +62,12 @@ def test_commands_change_the_conversation(chat: Command, asked: list[Any]) -> No
     assert "[32 tokens, " in said.out
     assert "[/rest is no command; see /help]" in said.out
     assert "/system TEXT" in said.out
+
+
+def test_the_speed_of_several_answers_is_of_the_time_of_all() -> None:
+    each = Statistics(num_generation_tokens=10, time_to_first_token=1.0, generation_time=1.0)
+    assert _figures(Statistics.merge([each])).startswith("10 tokens, 5 tokens/s")
+    assert _figures(Statistics.merge([each] * 4)).startswith("40 tokens, 5 tokens/s")
 
 
 def test_a_conversation_that_is_too_long_says_how_to_go_on(chat: Command, asked: list[Any]) -> None:
