@@ -32,8 +32,8 @@ class Scheduler:
     The next request is prefilled in a gap, or `_close_up` moves active requests into the gaps.
     """
 
-    def __init__(self, pair: Pair, block_size: int, max_batch_size: int, prefix_cache_bytes: int = 0) -> None:
-        self.pair, self.block_size, self.max_batch_size = pair, block_size, max_batch_size
+    def __init__(self, pair: Pair, prefix_cache_bytes: int = 0) -> None:
+        self.pair, self.max_batch_size = pair, pair.slots
         self.slots = Slots(pair, prefix_cache_bytes)
         self.waiting = Queue()
         self.active: list[Request] = []

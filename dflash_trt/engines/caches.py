@@ -65,8 +65,8 @@ class RowPool(Protocol):
     def compact(self, slot: int, start: int, nodes: Sequence[int]) -> None:
         """Row start + nodes[i] becomes row start + i."""
 
-    def clear(self, slot: int, first: int, last: int | None) -> None:
-        """Rows first .. last-1 of a slot become 0."""
+    def clear(self, slot: int, first: int) -> None:
+        """Rows of a slot from `first` on become 0."""
 
 
 POSITION, PENDING = "position_state", "pending_"
@@ -264,7 +264,7 @@ class SlotCaches(Generic[P, S]):
     def clear(self, slot: int, first: int = 0) -> None:
         for each in self.kinds:
             held = each.records[slot]
-            each.pool.clear(slot, max(0, first - held.base), None)
+            each.pool.clear(slot, max(0, first - held.base))
             if first == 0:
                 held.base = held.first = held.last = 0
             else:

@@ -294,8 +294,8 @@ class _RowPool:
         moved = self.rows[slot, [start + node for node in nodes]].copy()
         self.write([moved], slot, start)
 
-    def clear(self, slot: int, first: int, last: int | None) -> None:
-        self.rows[slot, first:last] = POISON
+    def clear(self, slot: int, first: int) -> None:
+        self.rows[slot, first:] = POISON
 
 
 class WindowTarget(FakeTarget):
@@ -361,7 +361,7 @@ class WindowTarget(FakeTarget):
 
     def clear(self, slot: int, first: int = 0) -> None:
         super().clear(slot, first)
-        self.rows.clear(slot, first, None)
+        self.rows.clear(slot, first)
 
     def holds(self, slot: int, history: Sequence[int]) -> bool:
         self.check_window(slot, len(history))
@@ -469,7 +469,7 @@ class Pool:
             trees=True,
         )
         kept = (slots - batch) * capacity if kept is None else kept
-        self.scheduler = Scheduler(self.pair, BLOCK, batch)
+        self.scheduler = Scheduler(self.pair)
         self.scheduler.slots = Slots(self.pair, kept * 2 * ROW_BYTES, page=8)
 
     @property

@@ -171,7 +171,7 @@ def ulp_scheduler(lies: Lies, rule: PassRule = FREE, *, batch: int = 4, kept: in
         prefill_chunk=CHUNK,
         trees=True,
     )
-    scheduler = Scheduler(pair, BLOCK, batch)
+    scheduler = Scheduler(pair)
     scheduler.slots = Slots(pair, kept * 2 * ROW_BYTES, page=8)
     scheduler.follow(rule)
     return scheduler

@@ -69,10 +69,10 @@ class DevicePool:
             with on(self._stream):
                 self.compaction = Compaction(list(self.arrays.values()), most, run)
 
-    def clear(self, slot: int, first: int, last: int | None) -> None:
+    def clear(self, slot: int, first: int) -> None:
         with on(self._stream):
             for rows in self.arrays.values():
-                rows[slot, :, first:last].zero_()
+                rows[slot, :, first:].zero_()
 
 
 @dataclass(frozen=True, slots=True)

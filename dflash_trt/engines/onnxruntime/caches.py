@@ -107,13 +107,11 @@ class CachePool:
         for rows in self.read(slot, start, start + nodes[-1] + 1):
             rows[: len(nodes)] = rows[list(nodes)]  # the right side is a copy
 
-    def clear(self, slot: int, first: int, last: int | None) -> None:
+    def clear(self, slot: int, first: int) -> None:
         held = self.records[slot]
-        stop = held.finite if last is None else min(last, held.finite)
-        for rows in self.read(slot, first, max(first, stop)):
+        for rows in self.read(slot, first, max(first, held.finite)):
             np.copyto(rows, 0, where=rows != 0)  # memory that was never written stays untouched
-        if stop == held.finite:
-            held.finite = min(first, stop)
+        held.finite = min(first, held.finite)
 
     def close(self) -> None:
         self.arrays, self._maps = {}, {}

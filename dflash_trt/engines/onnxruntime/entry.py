@@ -163,7 +163,7 @@ class OnnxRuntimeEntry(EngineEntry):
             trees=manifest["tree_width"] > 1,
             least_rows=least_rows,
         )
-        return Scheduler(pair, manifest["block_size"], slots, settings.prefix_cache_bytes)
+        return Scheduler(pair, settings.prefix_cache_bytes)
 
     def describe(self, bundle: Bundle) -> dict[str, Any]:
         """The rows of its caches, and the fewest rows of a pass with weights in so many bits on this processor."""

@@ -75,7 +75,7 @@ class TensorRTEntry(EngineEntry):
 
         most = min(settings.max_batch_size, bundle.manifest["tensorrt"]["max_batch_size"])
         pair = open_pair(bundle, slots=most, prefill_chunk=settings.prefill_chunk, progress=settings.progress)
-        return Scheduler(pair, bundle.manifest["block_size"], most, settings.prefix_cache_bytes)
+        return Scheduler(pair, settings.prefix_cache_bytes)
 
     def describe(self, bundle: Bundle) -> dict[str, Any]:
         """The versions and GPUs that the plans were built with and for, and the content of each plan."""

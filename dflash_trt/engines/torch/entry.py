@@ -73,15 +73,14 @@ class TorchEntry(EngineEntry):
         from dflash_trt.decoding.scheduler import Scheduler
         from dflash_trt.engines.torch.opening import open_pair
 
-        slots = settings.max_batch_size
         pair = open_pair(
             bundle,
-            slots=slots,
+            slots=settings.max_batch_size,
             prefill_chunk=settings.prefill_chunk,
             threads=settings.threads,
             progress=settings.progress,
         )
-        return Scheduler(pair, bundle.manifest["block_size"], slots, settings.prefix_cache_bytes)
+        return Scheduler(pair, settings.prefix_cache_bytes)
 
     def describe(self, bundle: Bundle) -> dict[str, Any]:
         """The dtypes beside the rows of its caches."""
