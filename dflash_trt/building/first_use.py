@@ -13,7 +13,7 @@ from filelock import FileLock
 
 from dflash_trt.building.progress import progress_display
 from dflash_trt.bundle.manifest import MANIFEST, Bundle, Check, digest
-from dflash_trt.checkpoint.catalogue import PAIRS, KnownPair, known_configs, known_pair
+from dflash_trt.checkpoint.catalogue import NAMES, KnownPair, known_configs, known_pair
 from dflash_trt.engines import registry
 from dflash_trt.errors import BundleError, did_you_mean
 from dflash_trt.files.disk import cache_folder, cached_in, whole_file
@@ -89,7 +89,7 @@ def check_path(path: Path) -> None:
     pair = known_pair(str(path))
     if pair is None:
         beside = [str(each.parent) for each in path.parent.glob(f"*/{MANIFEST}")]
-        near = did_you_mean(str(path), [*beside, *(each.name for each in PAIRS)])
+        near = did_you_mean(str(path), [*beside, *NAMES])
         raise BundleError(
             f"{path}: no such directory{near}; `dflash-trt build --out {path}` makes a bundle there"
         )

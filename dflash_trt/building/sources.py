@@ -101,10 +101,10 @@ def resolve(name_or_path: str, role: Role, *, stored: bool = False) -> Source:
             return _shipped(pair, role)
     match = _REPOSITORY.fullmatch(repo)
     if match is None:
-        known_names = [name for pair in PAIRS for name in (pair.name, pair.target_repo) if name]
+        known_names = [*NAMES, *(pair.target_repo for pair in PAIRS if pair.target_repo)]
         raise CheckpointError(
             f"--{role} {name_or_path}{did_you_mean(name_or_path, known_names)}: neither a directory, nor a hub "
-            f"repository org/name[@revision], nor a known pair: {NAMES}"
+            f"repository org/name[@revision], nor a known pair: {', '.join(NAMES)}"
             + (f"; nor a GGUF file, nor in a package: {', '.join(gguf.PACKAGED)}" if role == "target" else "")
         )
     return _snapshot(match["repo"], match["revision"], role)

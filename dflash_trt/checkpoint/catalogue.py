@@ -62,6 +62,11 @@ class KnownPair:
     forms: tuple[TargetForm, ...] = ()
 
     @property
+    def names(self) -> list[str]:
+        """Its own name, and those of it with other forms of the target."""
+        return [self.name, *(form.name for form in self.forms if form.name)]
+
+    @property
     def doubt(self) -> str | None:
         """What to tell who relies on the built-in configuration; None if all of it is quoted."""
         if not self.unverified:
@@ -98,7 +103,7 @@ PAIRS = tuple(
     for values in _LISTS["pairs"]
 )
 PUBLISHED = tuple(PublishedDrafter(**values) for values in _LISTS["drafters"])
-NAMES = ", ".join(pair.name for pair in PAIRS)
+NAMES = tuple(name for pair in PAIRS for name in pair.names)
 
 
 def known_configs(name: str) -> tuple[Path, Path]:
@@ -110,7 +115,7 @@ def known_configs(name: str) -> tuple[Path, Path]:
     pair = known_pair(name)
     if pair is None:
         raise CheckpointError(
-            f"{name}: no pair has this name{did_you_mean(name, [p.name for p in PAIRS])}; known pairs: {NAMES}"
+            f"{name}: no pair has this name{did_you_mean(name, NAMES)}; known pairs: {', '.join(NAMES)}"
         )
     base = next(
         (known for known in PAIRS if pair.drafter_repo and known.drafter_repo == pair.drafter_repo), pair

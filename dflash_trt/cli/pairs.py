@@ -44,7 +44,10 @@ def run(args: argparse.Namespace) -> int:
         drafters = [_as_json(drafter) for drafter in PUBLISHED]
         print_json({"pairs": [dataclasses.asdict(pair) for pair in PAIRS], "drafters": drafters})
         return 0
-    rows = [(pair.name, str(pair.block_size).rjust(len("block")), pair.note) for pair in PAIRS]
+    rows = []
+    for pair in PAIRS:
+        notes = [pair.note, *(form.format for form in pair.forms if form.name)]
+        rows += [(name, f"{pair.block_size:5}", note) for name, note in zip(pair.names, notes, strict=True)]
     print_table([("name", "block", "note"), *rows], heading=True)
     for reason in dict.fromkeys(drafter.unread for drafter in PUBLISHED):
         listed = [(each.repository, each.kind) for each in PUBLISHED if each.unread == reason]
@@ -72,7 +75,6 @@ def _show(name: str, *, as_json: bool) -> int:
     from dflash_trt.checkpoint.catalogue import (
         LOOKED_UP,
         NAMES,
-        PAIRS,
         PUBLISHED,
         find_drafter,
         known_pair,
@@ -86,9 +88,9 @@ def _show(name: str, *, as_json: bool) -> int:
     elif pair is not None and pair.drafter_repo is not None:
         drafter = find_drafter(pair.drafter_repo)
     if pair is None and drafter is None:
-        near = did_you_mean(name, [*(p.name for p in PAIRS), *(each.repository for each in PUBLISHED)])
+        near = did_you_mean(name, [*NAMES, *(each.repository for each in PUBLISHED)])
         raise CheckpointError(
-            f"{name}: no pair and no drafter in the list has this name{near}; pairs: {NAMES}"
+            f"{name}: no pair and no drafter in the list has this name{near}; pairs: {', '.join(NAMES)}"
         )
     form = next((form for form in pair.forms if form.name == pair.name), None) if pair else None
     known = {"pair": pair and dataclasses.asdict(pair), "drafter": drafter and _as_json(drafter, form)}
@@ -113,14 +115,8 @@ def _rows(fields: dict[str, Any]) -> Iterator[tuple[str, str]]:
         elif name == "engines":
             yield from ((engine, f"no: {why}" if why else "yes") for engine, why in value.items())
         elif name != "read" and value not in (None, "", False, ()):  # the engines' rows say that
-            said = (
-                "yes"
-                if value is True
-                else ", ".join(value)
-                if isinstance(value, list | tuple)
-                else str(value)
-            )
-            yield name.replace("_", " "), said
+            said = value if isinstance(value, list | tuple) else ["yes" if value is True else str(value)]
+            yield name.replace("_", " "), ", ".join(said)
 
 
 def _engines(drafter: PublishedDrafter, form: TargetForm | None) -> dict[str, str]:

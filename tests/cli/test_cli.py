@@ -200,7 +200,9 @@ def test_pairs_lists_every_pair_and_published_drafter_in_80_columns(
     assert max(map(len, shown.splitlines())) <= 80
     names = {line.split()[0] for line in shown.splitlines() if line}
     drafters = {drafter["repository"]: drafter for drafter in listed["drafters"]}
-    assert {pair["name"] for pair in listed["pairs"]} | set(drafters) <= names
+    of_forms = {form["name"] for pair in listed["pairs"] for form in pair["forms"] if form["name"]}
+    assert "qwen3.8-27b-nvfp4" in of_forms
+    assert {pair["name"] for pair in listed["pairs"]} | of_forms | set(drafters) <= names
     assert {pair["drafter_repo"] for pair in listed["pairs"] if pair["drafter_repo"]} <= set(drafters)
     assert drafters["z-lab/Qwen3-4B-DFlash-b16"]["pair"] == "qwen3-4b"
     assert drafters["incoai/Qwen3.8-27B-DFlash2"]["licence"] == "Apache-2.0"
@@ -230,6 +232,7 @@ def test_pairs_shows_all_of_one(command: Command, monkeypatch: pytest.MonkeyPatc
     wrong = command("pairs", "qwen3.8-28b")
     assert wrong.code == 1
     assert "did you mean 'qwen3.8-27b'" in wrong.err
+    assert "did you mean 'qwen3.8-27b-fp8'" in command("build", "--target", "qwen3.8-27b-fp9").err
 
 
 def test_doctor_is_honest(command: Command) -> None:
