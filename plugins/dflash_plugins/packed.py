@@ -57,6 +57,7 @@ class Tile:
 
 # The first one that compiles is taken. In a step, each row of a weight is 64 or 128 bytes.
 TILES = {4: (Tile(64, 128, 4, 4), Tile(64, 128, 4, 2)), 2: (Tile(64, 64, 4, 4), Tile(64, 64, 4, 2))}
+PLAIN_TILES = Tile(64, 32, 4, 4), Tile(64, 32, 4, 2)  # of weights in the compute type
 ROWS = (16, 32, 64)  # tokens of a program
 # Programs that keep the memory of 132 to 188 multiprocessors busy, and inputs of each at least.
 PROGRAMS, SPAN = 512, 512
@@ -82,6 +83,26 @@ def product_use(weight: Packing, dtype: str, tokens: int, tile: Tile, *, biased:
     optional(types, constants, splits > 1, partial="*fp32", counters="*i32")
     optional(types, constants, weight.experts > 0, order="*i32", groups="*i32")
     return Use("packed", "packed_product", types, constants, tile.num_warps, tile.num_stages)
+
+
+@cache
+def plain_use(outputs: int, inputs: int, dtype: str, tokens: int, tile: Tile) -> Use:
+    """The product of rows with the weights of their experts, in one type, `tokens` at a time."""
+    types: Types = {
+        "x": f"*{dtype}",
+        "weight": f"*{dtype}",
+        "order": "*i32",
+        "groups": "*i32",
+        "y": f"*{dtype}",
+    }
+    constants = {
+        "OUT": outputs,
+        "IN": inputs,
+        "TOKENS": tokens,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+    }
+    return Use("packed", "plain_product", types, constants, tile.num_warps, tile.num_stages)
 
 
 @cache
@@ -160,13 +181,29 @@ def experts_product(
 ) -> Tensor:
     """x [rows, inputs], each row by its own expert's weight -> [rows, outputs]. order, groups: see `layers.route`."""
     form, tile = weight.form, weight.tile
-    # Most experts have their rows in one step. The number of a step's rows changes no bit of them.
-    tokens = next((count for count in ROWS if count * form.experts >= 2 * len(x)), ROWS[-1])
+    tokens = _in_step(len(x), form.experts)
     y = x.new_empty(len(x), form.outputs)
     given = {"rows": len(x), "order": order, "groups": groups}
     use = product_use(form, TYPE_NAMES[x.dtype], tokens, tile, biased=False)
     run(use, (-(-form.outputs // tile.block_n), len(groups)), x=x, **weight.stored, **given, y=y)
     return y
+
+
+def plain_product(
+    x: Tensor, weight: Tensor, order: Tensor, groups: Tensor, tile: Tile, run: Run = by_triton
+) -> Tensor:
+    """`experts_product` with weights [experts, outputs, inputs] of x's type, bfloat16 or float16."""
+    experts, outputs, inputs = weight.shape
+    y = x.new_empty(len(x), outputs)
+    use = plain_use(outputs, inputs, TYPE_NAMES[x.dtype], _in_step(len(x), experts), tile)
+    grid = -(-outputs // tile.block_n), len(groups)
+    run(use, grid, x=x, weight=weight, order=order, groups=groups, y=y)
+    return y
+
+
+def _in_step(rows: int, experts: int) -> int:
+    """Rows of a step: most experts have theirs in one. Their number changes no bit of them."""
+    return next((count for count in ROWS if count * experts >= 2 * rows), ROWS[-1])
 
 
 def widen(weight: PackedWeight, dtype: torch.dtype, run: Run = by_triton) -> Tensor:

@@ -33,6 +33,7 @@ def test_right_kernels_pass() -> None:
         "Gate",
         "PlaceHeads",
         "Router",
+        "GroupedProduct",
         "PackedLinear",
         "PackedExperts",
     }
@@ -40,7 +41,7 @@ def test_right_kernels_pass() -> None:
 
 def test_a_wrong_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     sample, attend, experts, delta = launch.sample_rows, layers.attention, layers.moe, layers.gated_delta_net
-    gate, end = layers.gate, launch.end_round
+    gate, end, plain = layers.gate, launch.end_round, packed.plain_product
 
     def other_state(*given: Any, run: Any) -> Any:
         state, replayed = given[4], given[6]
@@ -61,11 +62,22 @@ def test_a_wrong_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         (layers, "gate"): lambda x, **options: gate(-x, **options),
         (packed, "product"): other_rows(packed.product),
         (packed, "experts_product"): other_rows(packed.experts_product),
+        (packed, "plain_product"): lambda x, *given: plain(-x, *given),
     }
     for (module, name), function in wrong.items():
         monkeypatch.setattr(module, name, function)
     found = problems()
     assert {name for name, problem in found.items() if problem} == {
-        *("SampleRows", "Round", "Attention", "MoE", "GatedDeltaNet", "Gate", "PackedLinear", "PackedExperts")
+        *(
+            "SampleRows",
+            "Round",
+            "Attention",
+            "MoE",
+            "GatedDeltaNet",
+            "Gate",
+            "GroupedProduct",
+            "PackedLinear",
+        ),
+        "PackedExperts",
     }
     assert found["GatedDeltaNet"] == "rows that are replayed get other bits"

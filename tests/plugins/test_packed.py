@@ -8,7 +8,7 @@ from itertools import cycle
 import numpy as np
 import pytest
 import torch
-from dflash_plugins import launch, packed
+from dflash_plugins import launch, layers, packed
 
 from dflash_trt.engines.torch.checks import random_weight, rows_product
 from dflash_trt.engines.torch.layers import grouped_product
@@ -74,6 +74,26 @@ def test_a_row_is_multiplied_by_its_expert_alone(form: packed.Packing, dtype: to
         assert torch.equal(alone, longest[part])
     for expert in range(form.experts):
         assert torch.equal(packed.widen(stored.one(expert), dtype), wide[expert].to(dtype))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_experts_in_the_compute_type(dtype: torch.dtype) -> None:
+    """As above: outputs and inputs that fill no step, an expert with most rows, and one without any."""
+    random = np.random.default_rng(1)
+    x, weight = (torch.from_numpy(random.standard_normal(s)).to(dtype) for s in ((161, 100), (5, 72, 100)))
+    logits = torch.from_numpy(random.random((161, 5))).float()
+    logits[:, 3], logits[::2, 4] = -1, 2
+
+    def product(part: slice) -> torch.Tensor:
+        _, _, order, groups = layers.route(logits[part].contiguous(), 1, launch.by_triton)
+        return packed.plain_product(x[part].contiguous(), weight, order, groups, packed.PLAIN_TILES[0])
+
+    exact = grouped_product({}, x.double(), weight.double(), logits.argmax(1))
+    longest = product(slice(None))
+    error = (longest.double() - exact).abs().max() / exact.abs().max()
+    assert error <= (2**-8 if dtype == torch.bfloat16 else 2**-10)
+    for part in (slice(5, 6), slice(5, 12), slice(0, 40), slice(40, 110)):
+        assert torch.equal(product(part), longest[part])
 
 
 def test_numbers_at_the_ends_of_their_range() -> None:

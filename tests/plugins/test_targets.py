@@ -155,6 +155,9 @@ for form in wanted + [replace(form, outputs=768, inputs=2048, experts=128) for f
     pairs += [(longest, target) for target in everywhere]
     few = packed.product_use(form, "fp16", 16, tile, biased=not form.experts)
     pairs += [(few, 90), (packed.widen_use(form, "bf16", tile), 90)]
+for dtype, tokens in (("bf16", packed.ROWS[-1]), ("fp16", packed.ROWS[0])):
+    use = packed.plain_use(768, 2048, dtype, tokens, packed.PLAIN_TILES[0])
+    pairs += [(use, target) for target in everywhere]
 found = []
 for use, target in pairs:
     made = compiler.compile_kernel(use, target)

@@ -146,6 +146,12 @@ def _cases() -> Iterator[tuple[str, Case]]:
     x, router = drawn(5, 96) / 8, drawn(5, 4, dtype=torch.float32)
     yield "MoE", (layers.mxfp4_experts, constants, [x, router, *matrix(64, 96), *matrix(96, 32)])
 
+    expert = integers(0, 4, 12)
+    counts = torch.bincount(expert, minlength=4)
+    groups = torch.stack((torch.arange(4), counts.cumsum(0) - counts, counts), 1).int()
+    given = [drawn(12, 96), drawn(4, 72, 96), expert, expert.argsort(stable=True).int(), groups]
+    yield "GroupedProduct", (layers.grouped_product, {}, given)
+
     x, angles = drawn(6, 8 * size), drawn(2, 3, size // 2)
     shapes = [[2, 3, heads, size] for heads in (4, 2, 2)]
     turns = drawn(size), drawn(size), angles.cos(), angles.sin()

@@ -247,17 +247,19 @@ def grouped_product(
         assert order is not None
         assert groups is not None
         return products.experts_product(x.contiguous(), weight, order, groups, layer.run)
-    if not x.is_cuda:
-        y = x.new_empty(len(x), weight.shape[1])
-        for number in expert.unique().tolist():
-            chosen = expert == number
-            y[chosen] = F.linear(x[chosen], weight[number])
-        return y
-    order = torch.sort(expert, stable=True).indices
-    numbers = torch.arange(len(weight), dtype=expert.dtype, device=x.device)
-    ends = torch.searchsorted(expert[order], numbers, right=True)
-    y = torch._grouped_mm(x[order], weight.transpose(1, 2), offs=ends.to(torch.int32))
-    return torch.empty_like(y).index_copy_(0, order, y)
+    # float32 is for comparing.
+    if order is not None and groups is not None and x.dtype != torch.float32 and (layer := kernels.of(x)):
+        given = x.contiguous(), weight, order, groups
+        y = layer.first(
+            "experts", lambda run, tile: products.plain_product(*given, tile, run), products.PLAIN_TILES
+        )
+        if y is not None:
+            return y
+    y = x.new_empty(len(x), weight.shape[1])
+    for number in expert.unique().tolist():
+        chosen = expert == number
+        y[chosen] = F.linear(x[chosen], weight[number])
+    return y
 
 
 def mxfp4_experts(

@@ -300,6 +300,39 @@ def packed_product(
 
 
 @triton.jit
+def plain_product(
+    x,  # [rows, IN] bfloat16 or float16
+    weight,  # [experts, OUT, IN] of x's type
+    order,
+    groups,  # both as in packed_product
+    y,  # [rows, OUT]
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Each row of x by the weight of its expert. One program for a stripe of outputs of an expert."""
+    out, token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, TOKENS)
+    in_row, group = out < OUT, groups + tl.program_id(1) * 3
+    expert, first, count = tl.load(group).to(tl.int64), tl.load(group + 1), tl.load(group + 2)
+    of_rows = weight + (expert * OUT + out)[:, None] * IN
+    for start in range(0, count, TOKENS):
+        in_token = start + token < count
+        own = tl.load(order + first + start + token, mask=in_token, other=0).to(tl.int64)
+        total = tl.zeros([BLOCK_N, TOKENS], tl.float32)
+        for k in range(0, IN, BLOCK_K):
+            column = k + tl.arange(0, BLOCK_K)
+            inside = column < IN
+            part = tl.load(of_rows + column[None, :], mask=in_row[:, None] & inside[None, :], other=0.0)
+            at = x + own[None, :] * IN + column[:, None]
+            columns = tl.load(at, mask=inside[:, None] & in_token[None, :], other=0.0)
+            total = tl.dot(part, columns, acc=total)
+        mask = in_row[:, None] & in_token[None, :]
+        _write(total, None, y, out, in_row, own[None, :] * OUT + out[:, None], mask)
+
+
+@triton.jit
 def _write(total, bias, y, out, in_row, at, mask):
     if bias is not None:
         total += tl.load(bias + out, mask=in_row, other=0.0).to(tl.float32)[:, None]
