@@ -173,7 +173,7 @@ class Conversation:
 
 
 def _figures(s: Statistics) -> str:
-    seconds = s.num_requests * s.time_to_first_token + s.generation_time  # merged, the first is a mean
+    seconds = s.num_requests * s.time_to_first_token + s.generation_time  # the first is a mean of all answers
     text = f"{s.num_generation_tokens} tokens, {s.num_generation_tokens / max(seconds, 1e-9):.0f} tokens/s"
     if not s.num_drafts:
         return f"{text}, no drafts"

@@ -49,7 +49,6 @@ class _Plan:
     """The best length for one batch size, including the anchor, and the next one to try.
 
     seconds, beside, tokens: of a round of that length: usual ones of its passes, all others, and what it commits.
-    rate: its tokens per second.
     draft, verify: the seconds of passes of 1, 2 .. rows of each request.
     """
 
@@ -58,9 +57,12 @@ class _Plan:
     seconds: float
     beside: float
     tokens: float
-    rate: float
     draft: list[float]
     verify: list[float]
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / (self.seconds + self.beside)
 
     def best(self, rate: float, chances: Iterable[Sequence[float]]) -> tuple[int, float]:
         """The nodes with the largest gain - rate * seconds, and this. chances: that nodes 1, 2 .. are right."""
@@ -283,6 +285,6 @@ class AdaptiveLength:
         waiting = [(1 + self._rounds - last) / (each + 0.05) for last, each in zip(tried, lost, strict=True)]
         waiting[best] = -1.0
         trial = waiting.index(max(waiting)) + 1
-        times = passes[best], self._beside, tokens[best], rates[best]
-        plan = self._plans[batch, self._asks] = _Plan(best + 1, trial, *times, draft, verify)
+        plan = _Plan(best + 1, trial, passes[best], self._beside, tokens[best], draft, verify)
+        self._plans[batch, self._asks] = plan
         return plan

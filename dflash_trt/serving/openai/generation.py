@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -206,7 +207,7 @@ C = TypeVar("C", bound=AnswerChoice)
 
 
 @dataclass
-class Generation(Generic[B, C]):
+class Generation(ABC, Generic[B, C]):
     """A request that is ready to be decoded, its choices, and the frame of its answer.
 
     names: patterns of the engine's names for fields, and the names that the client used.
@@ -274,13 +275,13 @@ class Generation(Generic[B, C]):
         ends = [end for end in ends if end[0] > len(before)]
         return min(ends)[2] if ends else None
 
+    @abstractmethod
     def add(self, index: int, update: Update) -> None:
         """Keep what the whole answer shows of an update of a choice."""
-        raise NotImplementedError
 
+    @abstractmethod
     def content(self, index: int) -> dict[str, Any]:
         """The text or message of an ended choice."""
-        raise NotImplementedError
 
     async def whole(self, engine: EngineProcess) -> list[bytes]:
         """The whole answer in JSON, in pieces that are sent one by one."""
