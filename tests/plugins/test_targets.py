@@ -133,6 +133,7 @@ def test_attention_has_kernels_for_every_head(folder: str, cache: Path) -> None:
 
 LAUNCHED = """
 import json
+import re
 from dataclasses import replace
 from dflash_plugins import compiled, compiler, packed
 from dflash_plugins import kernel_specs as uses
@@ -154,7 +155,7 @@ for form in wanted + [replace(form, outputs=768, inputs=2048, experts=128) for f
     longest = packed.product_use(form, "bf16", packed.ROWS[-1], tile, biased=False)
     pairs += [(longest, target) for target in everywhere]
     few = packed.product_use(form, "fp16", 16, tile, biased=not form.experts)
-    pairs += [(few, 90), (packed.widen_use(form, "bf16", tile), 90)]
+    pairs += [(few, 90), *((packed.widen_use(form, dtype, tile), 90) for dtype in ("bf16", "fp16"))]
 for dtype, tokens in (("bf16", packed.ROWS[-1]), ("fp16", packed.ROWS[0])):
     use = packed.plain_use(768, 2048, dtype, tokens, packed.PLAIN_TILES[0])
     pairs += [(use, target) for target in everywhere]
@@ -164,6 +165,8 @@ for use, target in pairs:
     most = 16 if use.module == "packed" else 0
     if not made.stores or made.shared_bytes > uses.SHARED_BYTES or made.spill_bytes > most:
         found.append(f"{use} {target}")
+    if use.function == "widen" and not use.constants["EXACT"] and re.search(r"mul\\.(rn\\.)?b?f16", made.ptx):
+        found.append(f"{use} multiplies in 16 bits")
 rounds = uses.round_uses(201_088, 14_400, "bf16", 16)
 for use in rounds:
     kernel = compiled.compile_round(rounds)[use.digest]
@@ -175,8 +178,8 @@ print(json.dumps(found))
 
 
 def test_kernels_that_are_launched_compile_for_every_target(folder: str, cache: Path) -> None:
-    """They fit 48 KiB, need no scratch memory and do not spill, those of packed weights next to nothing. Those between
-    passes are compiled once. One atomic addition ends a row of logits.
+    """They fit 48 KiB, need no scratch memory and do not spill, those of packed weights next to nothing. A weight's
+    numbers are products in float32. Kernels between passes are compiled once. One atomic addition ends a row of logits.
     """
     done = run(cache, "-c", LAUNCHED, folder=folder)
     assert done.returncode == 0, done.stderr

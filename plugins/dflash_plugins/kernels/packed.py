@@ -144,6 +144,10 @@ def _factors(
         factor = tl.where(exponent == 255, float("nan"), bits.to(tl.float32, bitcast=True))
     elif SCALES == "e4m3":
         factor = _e4m3(scales.to(tl.uint32))
+    elif SCALES == "bf16" and not EXACT:
+        # LLVM would multiply a number that is widened from bfloat16 by one from float16 in float16, which lacks the
+        # range of the first. It widens no bits.
+        factor = (scales.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
         factor = scales.to(tl.float32)
     if SECOND == "times":
