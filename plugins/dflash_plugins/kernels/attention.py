@@ -163,9 +163,16 @@ def merge(
     summed = tl.sum(tl.where(used, sums * weight, 0.0), axis=0)
     if sinks is not None:
         summed += tl.exp2(sink - base)
-    at = part.to(tl.int64)[:, None] * D + column[None, :]
-    values = tl.load(partial + at, mask=used[:, None] & (column < D)[None, :], other=0.0)
-    value = tl.sum(values * weight[:, None], axis=0) / tl.where(summed == 0, 1.0, summed)
+    if splits == 1:  # as of a prompt's many rows
+        seen = (column < D) & (tl.load(total + row) != 0)
+        value = tl.load(partial + row.to(tl.int64) * D + column, mask=seen, other=0.0) * tl.sum(
+            weight, axis=0
+        )
+    else:
+        at = part.to(tl.int64)[:, None] * D + column[None, :]
+        values = tl.load(partial + at, mask=used[:, None] & (column < D)[None, :], other=0.0)
+        value = tl.sum(values * weight[:, None], axis=0)
+    value = value / tl.where(summed == 0, 1.0, summed)
     if BY_ROW:
         row = (row // (count * HEADS) * count + row % count) * HEADS + row // count % HEADS
     tl.store(y + row.to(tl.int64) * D + column, value.to(y.dtype.element_ty), mask=column < D)
