@@ -105,8 +105,10 @@ def _slice(
 
 
 def _gather(a: Attributes, x: Tensor, index: Tensor) -> Tensor:
-    axis = a.get("axis", 0) % x.ndim
-    found = x.index_select(axis, index.reshape(-1).clamp(max=x.shape[axis] - 1))
+    axis, flat = a.get("axis", 0) % x.ndim, index.reshape(-1)
+    flat = flat.clamp(max=x.shape[axis] - 1)
+    # On a GPU, torch selects up to 16 rows by a kernel that takes 5 to 10 times as long as that of indexing.
+    found = x[flat] if axis == 0 and x.is_cuda else x.index_select(axis, flat)
     return found.reshape(*x.shape[:axis], *index.shape, *x.shape[axis + 1 :])
 
 
