@@ -166,12 +166,14 @@ class DeviceArrays:
         engine.caches.advance(0, starts, written)
         with on(self._stream):
             # What the end of the round left: rows of trees, for which the host decides.
-            rows, self._committed = self._round.rows(self._committed), []
+            committed, self._committed = self._committed, []
+            rows = self._round.rows(committed) if committed else ()
             if drafting:
                 tensors = self._round.drafter_feeds(tensors, self._unread)
             else:
                 tensors = self._round.target_feeds(tensors)
-            self._copy_rows(*rows)  # a pass of the target overwrites the features
+            if rows:
+                self._copy_rows(*rows)  # a pass of the target overwrites the features
             outputs = engine.run(DECODE, tensors)
             if engine.caches.states is not None:
                 engine.caches.states.passed(0, feeds["start"], 0)  # every row has logits, so none is certain

@@ -145,7 +145,7 @@ class RoundMemory:
 
     def rows(self, committed: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of the target's features, and the rows that shall wait. They reach the device with the next pass."""
-        rows, places = zip(*committed, strict=True) if committed else ((), ())
+        rows, places = zip(*committed, strict=True)
         return self._put("committed", rows), self._put("waiting", places)
 
     def blocks(self, anchors: Sequence[int], length: int, mask: int) -> torch.Tensor:
