@@ -81,7 +81,7 @@ class Drafter:
         the numbers of what was read are finite.
         """
         if not self.arrays.prompts_wait:
-            return self.arrays.finite(self.read(features, start, slot))
+            return self._sound(self.read(features, start, slot))
         count, finite = features.shape[1], True
         if self.unread[slot] + count > self.arrays.most_unread:
             finite = self.catch_up(slot)
@@ -90,9 +90,7 @@ class Drafter:
 
     def read(self, features: Any, start: int, slot: int) -> Any:
         """Write the rows of positions start, start + 1, ... from features [1, n, F]. Returns log-probabilities to
-        check.
-
-        They belong to two block rows without other use.
+        check, of two block rows without other use; None from an engine that does not compute them here.
         """
         self.seen[slot] = start + features.shape[1]
         feeds = {
@@ -101,7 +99,11 @@ class Drafter:
             "start": np.array([start]),
             "block": np.full((1, 2), self.mask_token_id),
         }
-        return self.arrays.prefill(self.engine, feeds, slot)["draft_logprobs"]
+        return self.arrays.prefill(self.engine, feeds, slot).get("draft_logprobs")
+
+    def _sound(self, numbers: Any) -> bool:
+        """Whether they are finite. What is not checked with a prompt is checked with the first drafts after it."""
+        return numbers is None or self.arrays.finite(numbers)
 
     def propose(self, active: Sequence[Request], length: int) -> Draft:
         """Run one pass over slots 0 .. n-1: chains of `length` nodes.
@@ -267,5 +269,5 @@ class Drafter:
         for at in range(0, unread, self.prefill_chunk):
             part = self.arrays.unread_features_of(slot, at, min(at + self.prefill_chunk, unread))
             for numbers in (part, self.read(part, self.seen[slot], slot)):
-                finite = self.arrays.finite(numbers) and finite
+                finite = self._sound(numbers) and finite
         return finite

@@ -112,7 +112,10 @@ class TorchEngine(DeviceEngine):
             others = [each for each in self._programs if each not in captured]
             for each in others[: max(len(others) - MOST_PROGRAMS + 1, 0)]:
                 del self._programs[each]
-            self._programs[shapes], made = self._graph.first_pass(feeds)
+            # A prompt's pass of a drafter only fills its caches.
+            filling = profile == PREFILL and "draft_tokens" in self.outputs
+            wanted = [updated(name) for name in held] if filling else None
+            self._programs[shapes], made = self._graph.first_pass(feeds, wanted)
             return self._placed(profile, made, held)
         self._programs.move_to_end(shapes)
         # A pass before the capture, in the same thread: cuBLAS makes a handle and memory for each thread, which it must
@@ -134,7 +137,7 @@ class TorchEngine(DeviceEngine):
             if state.data_ptr() != new.data_ptr():
                 new.copy_(state)
         outputs = {}
-        for name in self.outputs:
+        for name in [name for name in self.outputs if name in made]:
             outputs[name] = self.buffer(profile, name, *made[name].shape)
             outputs[name].copy_(made[name])
         return outputs

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 from collections import Counter
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,11 +150,17 @@ class Graph:
             self._uploaded[name] = self.known[name].to(self.device)
         return self._uploaded[name]
 
-    def first_pass(self, feeds: Mapping[str, Tensor]) -> tuple[Program, dict[str, Tensor]]:
-        """Run a pass. Returns the program for its shapes, and the pass's outputs."""
+    def first_pass(
+        self, feeds: Mapping[str, Tensor], wanted: Collection[str] | None = None
+    ) -> tuple[Program, dict[str, Tensor]]:
+        """Run a pass. Returns the program for its shapes, and the pass's outputs. `wanted`: those that are computed;
+        None: all.
+        """
         known, values, numbers = dict(self.known), list[Any](), dict[str, int]()
         steps, computed = list[_Step](), set[str]()
-        left = Counter([*self.outputs, *(name for node in self.nodes for name in node.inputs)])
+        asked = self.outputs if wanted is None else wanted
+        nodes = _needed(self.nodes, asked)
+        left = Counter([*asked, *(name for node in nodes for name in node.inputs)])
 
         def number(name: str, value: Any) -> int:
             """The place of a value, which is new."""
@@ -178,7 +184,7 @@ class Graph:
 
         for name, fed in feeds.items():
             number(name, fed)
-        for node in self.nodes:
+        for node in nodes:
             given = [name for name in node.inputs if name]
             if node.operator == "Shape":
                 known[node.outputs[0]] = _called(node, [values[place(given[0])]])[0]
@@ -204,7 +210,7 @@ class Graph:
             steps.append(_Step(OPERATORS[node.operator], node.attributes, inputs, outputs, ()))
             computed.update(name for name in node.outputs if name in numbers)
             end(node)
-        results = {name: place(name) for name in self.outputs}
+        results = {name: place(name) for name in asked}
         made_outputs = {name: values[i] for name, i in results.items()}
         feeds_at, of_pass = {name: numbers[name] for name in feeds}, {numbers[name] for name in computed}
         for i in {*of_pass, *feeds_at.values()}:
@@ -250,6 +256,16 @@ class Program:
             for place in step.ended:
                 values[place] = None
         return {name: values[place] for name, place in self._outputs.items()}
+
+
+def _needed(nodes: Sequence[Node], outputs: Iterable[str]) -> list[Node]:
+    """The nodes that these outputs depend on, in their order."""
+    read, needed = set(outputs), list[Node]()
+    for node in reversed(nodes):
+        if not read.isdisjoint(node.outputs):
+            read.update(node.inputs)
+            needed.append(node)
+    return needed[::-1]
 
 
 def _with_ends(steps: Sequence[_Step], computed: set[int], results: Iterable[int]) -> list[_Step]:

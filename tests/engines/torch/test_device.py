@@ -5,6 +5,7 @@ docs/torch.md says what this leaves open.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +21,10 @@ from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.length.policy import FixedLength
 from dflash_trt.decoding.params import RequestOptions
-from dflash_trt.engines.device.sizes import PREFILL
+from dflash_trt.engines.device.sizes import DECODE, PREFILL
 from dflash_trt.engines.torch import engine, kernels, layers, opening
 from dflash_trt.engines.torch.checks import random_weight
+from dflash_trt.engines.torch.operators import OPERATORS
 from dflash_trt.engines.torch.packed import _tile
 from dflash_trt.errors import BuildError
 from dflash_trt.formats.precision import Precision
@@ -74,6 +76,19 @@ def test_graphs_of_every_shape_give_the_tokens_of_a_cpu(tmp_path: Path, gpu: pyt
         assert len(target._captured) >= 2
         assert all(graph.replays for graph in Cuda.graphs)
         assert {slot for (profile, *_), slot in target._captured if profile == PREFILL} == {0, 1}
+
+
+def test_a_prompt_s_pass_of_a_drafter_fills_its_caches_alone(tmp_path: Path) -> None:
+    """No row is multiplied with the head, which has most of the weights that such a pass would read."""
+    made = bundle(tmp_path, make_target, make_drafter, FLOAT32)
+    with LLM(made.path, max_batch_size=1, threads=1) as llm:
+        tokens(llm, 0.0, 1, block_length=4)
+        engine = llm._runtime.pair.drafter.engine
+        products = defaultdict[int, set[int]](set)
+        for (profile, *_), program in engine._programs.items():
+            products[profile].add(sum(step.function is OPERATORS["Gemm"] for step in program._steps))
+    assert products[PREFILL].isdisjoint(products[DECODE])
+    assert max(products[PREFILL]) <= min(products[DECODE]) - 2  # the head and the last MLP
 
 
 def by_operators(use: Any, grid: Any, **given: Any) -> None:
