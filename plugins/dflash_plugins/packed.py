@@ -148,10 +148,10 @@ class PackedWeight:
         return {"codes": self.codes, "scales": self.scales, "second": self.second, "zeros": self.zeros}
 
     def one(self, expert: int) -> PackedWeight:
-        """The weight of an expert, if it is a stack, else itself."""
+        """The weight of an expert, copied from the stack to addresses that kernels take; itself if it is no stack."""
         if not self.form.experts:
             return self
-        own: dict[str, Any] = {n: t if t is None else t[expert] for n, t in self.stored.items()}
+        own: dict[str, Any] = {n: t if t is None else t[expert].clone() for n, t in self.stored.items()}
         return replace(self, form=replace(self.form, experts=0), **own)
 
     @property
