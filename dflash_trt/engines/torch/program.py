@@ -7,9 +7,8 @@ without a number of the host, as a CUDA graph needs it.
 
 from __future__ import annotations
 
-import mmap
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,10 @@ from onnx_ir.passes import common
 
 from dflash_trt.engines.torch.fusion import Node, fused
 from dflash_trt.engines.torch.operators import DTYPES, HOST, OPERATORS
+from dflash_trt.engines.torch.weights import PIECE_BYTES, PIECES, WeightFiles
 from dflash_trt.errors import BundleError
 
 Tensor = torch.Tensor
-INT4 = ir.DataType.INT4
 
 
 def _called(node: Node, inputs: Sequence[Any]) -> Sequence[Any]:
@@ -81,50 +80,58 @@ class Graph:
         return Node(node.op_type, attributes, inputs, outputs, HOST.get(node.op_type, ()))
 
     def _folded(self, nodes: Sequence[Node], initializers: Mapping[str, ir.Value]) -> list[Node]:
-        """Compute what needs no input of the graph. Returns the other nodes. A weight is read when it is needed, and
-        freed when nothing needs it any more.
+        """Compute what needs no input of the graph. Returns the other nodes. Weights are read when they are needed, for
+        a few nodes at a time, and freed when nothing needs them any more.
         """
         left = Counter(name for node in nodes for name in node.inputs)
         left.update(self.outputs.keys())
-        tensors, files = {name: value.const_value for name, value in initializers.items()}, _Files(self.path)
-        external = {name for name, tensor in tensors.items() if isinstance(tensor, ir.ExternalTensor)}
-        constant, kept = set(tensors), []
-
-        def value(name: str) -> Tensor:
-            """The number itself, on the host if it is one of the host."""
-            if name in external and name not in self.weights:
-                self.weights[name] = self._read(files, tensors[name])
-            if name in tensors and name not in external and name not in self.known:
-                self.known[name] = _tensor(tensors[name])
-            return self.weights[name] if name in self.weights else self.known[name]
-
+        tensors = {name: value.const_value for name, value in initializers.items()}
+        external = {name: each for name, each in tensors.items() if isinstance(each, ir.ExternalTensor)}
+        files, constant, kept, folded = WeightFiles(self.path, self.device), set(tensors), [], []
         for node in nodes:
-            given = [name for name in node.inputs if name]
-            if not constant.issuperset(given):
+            if constant.issuperset(name for name in node.inputs if name):
+                constant.update(node.outputs)
+                folded.append(node)
+            else:
                 kept.append(node)
-                continue
-            inputs = [value(name) if name else None for name in node.inputs]
-            on_device = any(name in self.weights for name in given)
-            made = _called(node, self._arguments(node, inputs, on_device=on_device))
-            (self.weights if on_device and node.operator != "Shape" else self.known).update(
-                zip(node.outputs, made, strict=False)
-            )
-            constant.update(node.outputs)
-            left.subtract(given)
-            for name in given:
-                if left[name] == 0:
-                    self.weights.pop(name, None)
-        for name in [name for node in kept for name in node.inputs if name in constant]:
-            value(name)
+
+        def read(nodes: Sequence[Node]) -> None:
+            names = {name for node in nodes for name in node.inputs if name in tensors}
+            new = [name for name in external if name in names and name not in self.weights]
+            self.weights.update(zip(new, self._read(files, [external[name] for name in new]), strict=True))
+            for name in names - external.keys() - self.known.keys():
+                self.known[name] = _tensor(tensors[name])
+
+        for part in _parts(folded, {name: each.nbytes for name, each in external.items()}):
+            read(part)
+            for node in part:
+                given = [name for name in node.inputs if name]
+                inputs = [
+                    None if not name else self.weights[name] if name in self.weights else self.known[name]
+                    for name in node.inputs
+                ]
+                on_device = any(name in self.weights for name in given)
+                made = _called(node, self._arguments(node, inputs, on_device=on_device))
+                (self.weights if on_device and node.operator != "Shape" else self.known).update(
+                    zip(node.outputs, made, strict=False)
+                )
+                left.subtract(given)
+                for name in given:
+                    if left[name] == 0:
+                        self.weights.pop(name, None)
+        read(kept)
         self.weights = {name: _compact(weight) for name, weight in self.weights.items() if left[name]}
-        files.forget()
+        files.close()
         return kept
 
-    def _read(self, files: _Files, tensor: Any) -> Tensor:
-        key = tensor.location, tensor.offset, tensor.dtype, tuple(map(int, tensor.shape))
-        if (found := self._shared.get(key)) is None:
-            found = self._shared[key] = files.read(tensor).to(self.device)
-        return found
+    def _read(self, files: WeightFiles, tensors: Sequence[Any]) -> list[Tensor]:
+        """Weights, of which those that are held already are not read again."""
+        keys = [(each.location, each.offset, each.dtype, tuple(map(int, each.shape))) for each in tensors]
+        found = {key: self._shared[key] for key in keys if key in self._shared}
+        new = {key: each for key, each in zip(keys, tensors, strict=True) if key not in found}
+        found.update(zip(new, files.read(list(new.values())), strict=True))
+        self._shared.update(found)
+        return [found[key] for key in keys]
 
     def _arguments(self, node: Node, inputs: Sequence[Tensor | None], *, on_device: bool) -> list[Any]:
         """Numbers of the host as lists where an operator wants them, and on the device beside tensors there."""
@@ -278,41 +285,16 @@ def _with_ends(steps: Sequence[_Step], computed: set[int], results: Iterable[int
     return ended[::-1]
 
 
-class _Files:
-    """The files beside a graph that hold its weights, mapped for reading."""
-
-    def __init__(self, graph: Path) -> None:
-        self._graph, self._maps = graph, dict[Path, Any]()
-
-    def read(self, tensor: Any) -> Tensor:
-        """A weight. On the host, it is the file's own memory."""
-        folder = self._graph.parent
-        path = folder / tensor.location
-        if not path.resolve().is_relative_to(folder.resolve()):
-            raise BundleError(f"{self._graph}: {tensor.name} is in {tensor.location}, outside of the bundle")
-        if path not in self._maps:
-            try:
-                self._maps[path] = np.memmap(path, np.uint8, mode="c")
-            except (OSError, ValueError) as error:
-                raise BundleError(f"{path}: cannot be read: {error}") from error
-        begin = tensor.offset or 0
-        data = self._maps[path][begin : begin + tensor.nbytes]
-        if len(data) < tensor.nbytes:
-            raise BundleError(f"{path}: ends within {tensor.name}; build the bundle again")
-        raw, shape = torch.from_numpy(data), [int(n) for n in tensor.shape]
-        if tensor.dtype == INT4:
-            both = torch.stack((raw << 4, raw & 0xF0), -1).view(torch.int8)
-            return (both >> 4).reshape(shape)
-        dtype = DTYPES[int(tensor.dtype)]
-        if data.ctypes.data % dtype.itemsize:
-            raw = raw.clone()
-        return raw.view(dtype).reshape(shape)
-
-    def forget(self) -> None:
-        """Give back the pages that were read. A weight that is still the file's own memory finds them again."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            for each in self._maps.values():
-                each._mmap.madvise(mmap.MADV_DONTNEED)
+def _parts(nodes: Sequence[Node], sizes: Mapping[str, int]) -> Iterator[list[Node]]:
+    """The nodes in parts that read enough weights to keep the threads busy that read them. sizes: in bytes, by name."""
+    part, size = list[Node](), 0
+    for node in nodes:
+        part.append(node)
+        size += sum(sizes.get(name, 0) for name in node.inputs)
+        if size >= PIECES * PIECE_BYTES:
+            yield part
+            part, size = [], 0
+    yield part
 
 
 def _compact(weight: Any) -> Any:
