@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, get_args
@@ -82,8 +83,12 @@ class Bundle:
         if check not in get_args(Check):
             raise BundleError(f"check is {check!r}, expected one of {', '.join(get_args(Check))}")
         manifest = read_manifest(path)
-        for name, entry in manifest["files"].items():
-            _check_file(path, name, entry, full=check == "full")
+
+        def checked(name: str) -> None:
+            _check_file(path, name, manifest["files"][name], full=check == "full")
+
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(checked, manifest["files"]))
         graphs = any(graph in manifest["files"] or (path / graph).exists() for graph in GRAPHS)
         if not graphs and (others := unlisted(path, manifest)):
             raise BundleError(

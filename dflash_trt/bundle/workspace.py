@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -199,14 +200,18 @@ def read_inputs(wanted: Mapping[str, Path], progress: Progress) -> dict[str, Inp
     sources = {name: source.resolve() for name, source in wanted.items()}
     total = sum(source.stat().st_size for source in sources.values())
     done, inputs = 0, {}
-    for name, source in sources.items():
-        progress("digest", done, total)
-        now = stamp(source.stat())
-        inputs[name] = Input(source, now, digest(source))
-        inputs[name].check()
-        done += now[2]
-    progress("digest", total, total)
+    progress("digest", done, total)
+    with ThreadPoolExecutor() as threads:
+        for name, file in zip(sources, threads.map(_read_input, sources.values()), strict=True):
+            inputs[name] = file
+            progress("digest", done := done + file.stamp[2], total)
     return inputs
+
+
+def _read_input(source: Path) -> Input:
+    file = Input(source, stamp(source.stat()), digest(source))
+    file.check()
+    return file
 
 
 def key_of(manifest: Mapping[str, Any], inputs: Mapping[str, Input], generated: Mapping[str, str]) -> str:
