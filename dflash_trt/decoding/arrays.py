@@ -69,8 +69,8 @@ class Arrays(Protocol):
     def wait(self) -> None:
         """Wait until all passes have ended."""
 
-    def readable(self, outputs: Any) -> Array:
-        """The numbers on the host, which the next pass may overwrite. Waits for them."""
+    def readable(self, *outputs: Any) -> Sequence[Array]:
+        """The numbers of each output on the host, which the next pass may overwrite. Waits once, for all of them."""
 
     def nodes(self, count: int, nodes: int) -> Any:
         """The numbers 0 .. nodes-1 of the nodes, for each of `count` sequences: int64 [count, nodes]."""
@@ -87,8 +87,8 @@ class Arrays(Protocol):
     def start_round(self, active: Sequence[Request]) -> None:
         """Begin a round of these requests. The drafter's numbers count as finite."""
 
-    def finite(self, numbers: Any) -> bool:
-        """Whether all numbers are finite. Waits for them."""
+    def finite(self, numbers: Any) -> Any:
+        """Whether all numbers are finite: a truth value for `readable`."""
 
     def drafts(self, blocks: Any, tokens: Any, logprobs: Any) -> Draft:
         """Chains in which the best tokens replace the mask tokens, and their candidates [n, length-1, W], best first.
@@ -172,7 +172,7 @@ class HostArrays:
     def wait(self) -> None:
         pass
 
-    def readable(self, outputs: Any) -> Any:
+    def readable(self, *outputs: Any) -> Sequence[Any]:
         return outputs
 
     def nodes(self, count: int, nodes: int) -> Array:
@@ -192,8 +192,8 @@ class HostArrays:
     def start_round(self, active: Sequence[Request]) -> None:
         self._drafts_finite = [True] * len(active)
 
-    def finite(self, numbers: Array) -> bool:
-        return bool(np.isfinite(numbers).all())
+    def finite(self, numbers: Array) -> Any:
+        return np.isfinite(numbers).all()
 
     def drafts(self, blocks: Array, tokens: Array, logprobs: Array) -> Draft:
         self._drafts_finite = [bool(row.all()) for row in np.isfinite(logprobs)]

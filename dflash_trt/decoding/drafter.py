@@ -76,21 +76,22 @@ class Drafter:
         """The seconds of the passes of the last `propose`, once the round has ended."""
         return sum([self.arrays.seconds(begin, end) for begin, end in self._passes])
 
-    def take(self, features: Any, start: int, slot: int) -> bool:
-        """Take the features [1, n, F] of a prompt's positions start, start + 1, ... They wait where they may. Whether
-        the numbers of what was read are finite.
+    def take(self, features: Any, start: int, slot: int) -> list[Any]:
+        """Take the features [1, n, F] of a prompt's positions start, start + 1, ... They wait where they may. Returns
+        truth values for `readable`: whether the numbers of what was read are finite.
         """
         if not self.arrays.prompts_wait:
-            return self._sound(self.read(features, start, slot))
-        count, finite = features.shape[1], True
+            return self.read(features, start, slot)
+        count, finite = features.shape[1], list[Any]()
         if self.unread[slot] + count > self.arrays.most_unread:
-            finite = self.catch_up(slot)
+            finite.append(self.catch_up(slot))
         self.add_features(slot, {slot: features[0]}, range(count))
         return finite
 
-    def read(self, features: Any, start: int, slot: int) -> Any:
-        """Write the rows of positions start, start + 1, ... from features [1, n, F]. Returns log-probabilities to
-        check, of two block rows without other use; None from an engine that does not compute them here.
+    def read(self, features: Any, start: int, slot: int) -> list[Any]:
+        """Write the rows of positions start, start + 1, ... from features [1, n, F]. Returns, for `readable`, whether
+        log-probabilities are finite: those of two block rows without other use. An engine need not compute them here.
+        What is not checked with a prompt is checked with the first drafts after it.
         """
         self.seen[slot] = start + features.shape[1]
         feeds = {
@@ -99,11 +100,8 @@ class Drafter:
             "start": np.array([start]),
             "block": np.full((1, 2), self.mask_token_id),
         }
-        return self.arrays.prefill(self.engine, feeds, slot).get("draft_logprobs")
-
-    def _sound(self, numbers: Any) -> bool:
-        """Whether they are finite. What is not checked with a prompt is checked with the first drafts after it."""
-        return numbers is None or self.arrays.finite(numbers)
+        out = self.arrays.prefill(self.engine, feeds, slot)
+        return [self.arrays.finite(out[name]) for name in ("draft_logprobs",) if name in out]
 
     def propose(self, active: Sequence[Request], length: int) -> Draft:
         """Run one pass over slots 0 .. n-1: chains of `length` nodes.
@@ -265,9 +263,8 @@ class Drafter:
         """Read the unread features of a slot in chunks. Whether all numbers are finite: of the features, too, as rows
         of layers with a window need not see all of a chunk before them.
         """
-        unread, self.unread[slot], finite = self.unread[slot], 0, True
+        unread, self.unread[slot], finite = self.unread[slot], 0, list[Any]()
         for at in range(0, unread, self.prefill_chunk):
             part = self.arrays.unread_features_of(slot, at, min(at + self.prefill_chunk, unread))
-            for numbers in (part, self.read(part, self.seen[slot], slot)):
-                finite = self._sound(numbers) and finite
-        return finite
+            finite += [self.arrays.finite(part), *self.read(part, self.seen[slot], slot)]
+        return all(self.arrays.readable(*finite))

@@ -128,7 +128,7 @@ class Pair:
         With `every_row` the logits are those of all rows, [n, V], at most `arrays.most_prompt_rows`.
         """
         self.drafter.cut(slot, start if draft else 0)  # what the slot's previous request left
-        sound, drafts_sound, end = True, True, start + len(tokens)
+        sound, drafts_sound, end = list[Any](), list[Any](), start + len(tokens)
         # Passes end at multiples, wherever a reused prefix ends.
         ends = [] if every_row else [*range(start - start % self._prompt_pass, end, self._prompt_pass)][1:]
         for begin, stop in pairwise([start, *ends, end]):
@@ -142,9 +142,10 @@ class Pair:
             out = self.arrays.prefill(self.target, feeds, slot)
             features = out["features"][:, :count]
             if draft:
-                drafts_sound = self.drafter.take(features, begin, slot) and drafts_sound
-            sound = self.arrays.finite(features) and sound
-        return self.arrays.readable(out["logits"][0, :wanted]), sound, drafts_sound
+                drafts_sound += self.drafter.take(features, begin, slot)
+            sound.append(self.arrays.finite(features))
+        logits, *finite = self.arrays.readable(out["logits"][0, :wanted], *sound, *drafts_sound)
+        return logits, all(finite[: len(sound)]), all(finite[len(sound) :])
 
     def verify(self, active: Sequence[Request], draft: Draft) -> Verified:
         """Run one target pass over the nodes of slots 0 .. n-1. Only a pair for `trees` takes trees."""
@@ -166,7 +167,7 @@ class Pair:
         """
         nodes = np.array(tokens, np.int64)
         out = self.arrays.decode(self.target, self._feeds(nodes, start, parents))
-        return np.array(self.arrays.readable(out["logits"]))[:, : nodes.shape[1]]
+        return np.array(self.arrays.readable(out["logits"])[0])[:, : nodes.shape[1]]
 
     def commit(self, request: Request, slot: int, nodes: Sequence[int]) -> None:
         """Commit nodes of `slot` from the last verification: the anchor, then each the child of the previous one.

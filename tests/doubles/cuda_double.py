@@ -168,7 +168,7 @@ class _Functions(TorchFunctionMode):
         if name == "is_pinned":
             return args[0] in Cuda.pinned_memory
         if name == "cpu" or (name == "to" and "cpu" in (str(kwargs.get("device")), *map(str, args[1:2]))):
-            return _to_host(args[0])
+            return _to_host(args[0], non_blocking=bool(kwargs.get("non_blocking")))
         if name in ("numpy", "__array__"):
             assert args[0] not in Cuda.device_memory, "NumPy cannot read memory of the device"
         if name == "tolist" and args[0] in Cuda.device_memory:
@@ -277,12 +277,15 @@ def _made_on_device(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tenso
     return made
 
 
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+def _to_host(tensor: torch.Tensor, *, non_blocking: bool = False) -> torch.Tensor:
+    """A copy, which is in pinned memory if nothing waits for it, as torch has it."""
     if tensor not in Cuda.device_memory:
         return tensor
     host = new(tensor.shape, dtype=tensor.dtype)
     Cuda.counts["allocations"] += 1
-    return _copy(host, tensor, non_blocking=False)
+    if non_blocking:
+        Cuda.pinned_memory.add(host)
+    return _copy(host, tensor, non_blocking=non_blocking)
 
 
 def _to_device(tensor: torch.Tensor, *, non_blocking: bool) -> torch.Tensor:

@@ -192,10 +192,11 @@ class DeviceArrays:
     def wait(self) -> None:
         self._stream.synchronize()
 
-    def readable(self, outputs: torch.Tensor) -> Array:
+    def readable(self, *outputs: torch.Tensor) -> Sequence[Array]:
         with on(self._stream):
-            numbers: Array = outputs.cpu().numpy()
-        return numbers
+            copies = [each.to("cpu", non_blocking=True) for each in outputs]  # in pinned memory
+            self._stream.synchronize()
+        return [each.numpy() for each in copies]
 
     def nodes(self, count: int, nodes: int) -> torch.Tensor:
         return self._round.part("rows", count, nodes)  # filled with the other feeds of the pass
@@ -216,9 +217,10 @@ class DeviceArrays:
             if not self._plain:
                 self._round.sample(active)
 
-    def finite(self, numbers: torch.Tensor) -> bool:
-        with on(self._stream):
-            return bool(torch.isfinite(numbers).all())
+    def finite(self, numbers: torch.Tensor) -> torch.Tensor:
+        with on(self._stream):  # one pass over the numbers; a NaN is the largest
+            largest: torch.Tensor = torch.linalg.vector_norm(numbers, torch.inf)
+            return largest < torch.inf
 
     def drafts(self, blocks: torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor) -> Draft:
         with on(self._stream):

@@ -236,6 +236,35 @@ def test_a_round_allocates_nothing_and_waits_for_its_tokens(
                 assert each["copies to the device"] <= passes, each
 
 
+def test_a_prompt_waits_once(wide: Bundle, gpu: pytest.MonkeyPatch) -> None:
+    """For its logits, and for whether its features are finite; also if it takes two passes, of which the second
+    overwrites what the first one gave.
+    """
+    gpu.setattr(opening, "_kernels", lambda wanted: by_operators)
+    with LLM(wide.path, max_batch_size=1, prefill_chunk=16) as llm:
+        pair = llm._runtime.pair
+        for _ in range(3):  # the first two prepare their passes
+            before = Cuda.counts["waits"]
+            logits, *finite = pair.prefill([*range(12)], 10, 0, draft=True)
+        assert Cuda.counts["waits"] == before + 1
+        assert np.isfinite(logits).all()
+        assert finite == [True, True]
+        fill, spoilt = pair.target.run, [torch.nan]
+
+        def run(*given: Any, **named: Any) -> Any:
+            outputs = fill(*given, **named)
+            with Cuda.stream(pair.target.stream):
+                outputs["features"][0, 3, 1] = spoilt.pop() if spoilt else 1.0
+            return outputs
+
+        gpu.setattr(pair.target, "run", run)
+        for value in (torch.nan, torch.inf, -torch.inf):
+            spoilt[:] = [value]
+            assert pair.prefill([*range(12)], 10, 0, draft=True)[1] is False
+            pair.clear(0)
+            assert pair.prefill([*range(12)], 10, 0, draft=True)[1] is True
+
+
 def test_rounds_of_requests_that_join_and_of_a_drafter_that_catches_up(
     wide: Bundle, gpu: pytest.MonkeyPatch
 ) -> None:
@@ -298,12 +327,12 @@ def test_features_of_accepted_nodes_are_copied_together(wide: Bundle, gpu: pytes
             counts.append(Cuda.counts - before)
         assert [each["kernels"] for each in counts[2:]] == [0, 2]
         assert counts[2]["copies to the device"] == counts[3]["copies to the device"]
-        kept = torch.from_numpy(arrays.readable(arrays.unread_features([3, 3])))
+        kept = torch.from_numpy(arrays.readable(arrays.unread_features([3, 3]))[0])
         assert torch.equal(kept[0, :3], numbers[0, [0, 2, 3]])
         assert torch.equal(kept[1, 1:3], numbers[1, [0, 3]])
         arrays.add_unread(0, 0, features, [0, 3])
         assert torch.equal(
-            torch.from_numpy(arrays.readable(arrays.unread_features_of(0, 0, 2)))[0], numbers[0, [0, 3]]
+            torch.from_numpy(arrays.readable(arrays.unread_features_of(0, 0, 2))[0])[0], numbers[0, [0, 3]]
         )
 
 
