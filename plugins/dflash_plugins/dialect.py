@@ -57,9 +57,9 @@ class TensorRTLayerPlugins(TensorRT):
         activation: dict[str, Any] = {
             name: _attribute(name, ir.AttributeType.FLOAT) for name in ("alpha", "beta", "limit")
         }
-        shares, chosen, counts = _plugin(g, "MoERoute", router, outputs=3, **k)
+        shares, chosen, counts, arranged = _plugin(g, "MoERoute", router, x, outputs=4, **k)
         pairs, groups = _plugin(g, "MoEGroup", chosen, counts, outputs=2, **k)
-        (hidden,) = _plugin(g, "MoEGateUp", x, pairs, groups, *weights["gate_up"], **k, **activation)
+        (hidden,) = _plugin(g, "MoEGateUp", arranged, pairs, groups, *weights["gate_up"], **k, **activation)
         (parts,) = _plugin(g, "MoEDown", hidden, shares, pairs, groups, *weights["down"])
         (y,) = _plugin(g, "MoECombine", parts, x, **k)
         g.output(y, "y", self.dtype, ["rows", "D"])

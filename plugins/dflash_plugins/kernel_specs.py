@@ -59,23 +59,31 @@ class Use:
 
 @dataclass(frozen=True)
 class Tile:
-    """Tile sizes of the experts' grouped products: outputs, inputs and tokens per step, warps, pipeline stages."""
+    """Tile sizes of the experts' grouped products: rows of the weights and tokens of a step, warps, pipeline stages."""
 
-    block_n: int
-    block_k: int
+    rows: int
     tokens: int
     num_warps: int
     num_stages: int
 
 
-# For the few tokens of a verification; the last two for the many tokens of a prefill. TensorRT times those that fit.
+# For any number of tokens, and larger; for the few of a verification; for the many of a prefill. TensorRT times those
+# that fit.
 TILES = (
-    Tile(64, 128, 16, 4, 4),
-    Tile(128, 128, 16, 8, 3),
-    Tile(64, 128, 16, 4, 5),
-    Tile(128, 128, 64, 8, 2),
-    Tile(128, 64, 64, 8, 2),
+    Tile(64, 16, 4, 4),
+    Tile(128, 16, 8, 4),
+    Tile(64, 8, 4, 4),
+    Tile(128, 32, 8, 3),
+    Tile(128, 64, 8, 2),
 )
+# The experts' kernels read the inputs of a layer in blocks of so many, whose columns are arranged: kernels/moe.py.
+BLOCK_K = 128
+DOWN_PARTS = 2  # of the inputs of `down`, each for a program of its own
+
+
+def in_blocks(columns: int) -> int:
+    """Columns in whole blocks."""
+    return -(-columns // BLOCK_K) * BLOCK_K
 
 
 def typed(**names: str) -> Types:
@@ -186,14 +194,21 @@ def gather_taps(taps: int, hidden: int, dtype: str) -> Use:
 # Rows of a program that routes, and programs whose counts are added in one step.
 ROUTE_ROWS = 16
 ROUTE_PARTS = 16
+ARRANGE_BLOCK = 1024
 
 
 @cache
-def route(experts: int, k: int) -> Use:
-    """The kernel that selects the k experts of each row."""
-    types = typed(fp32="router_logits shares", i32="chosen counts", scalar="rows")
-    slots = {"E_SLOTS": power_of_two(experts), "K_SLOTS": power_of_two(k), "ROW_SLOTS": ROUTE_ROWS}
-    return Use("moe", "route", types, {"E": experts, "K": k} | slots, fp_fusion=True)
+def route(experts: int, k: int, hidden: int = 0, dtype: str = "", *, grouped: bool = False) -> Use:
+    """The kernel that selects the k experts of each row. It arranges rows of `hidden` numbers of a type, if there are
+    any, and with `grouped` it does what the next kernel does, for up to ROUTE_ROWS rows.
+    """
+    types = typed(fp32="router_logits shares", i32="chosen", scalar="rows")
+    constants: dict[str, Any] = {"E": experts, "K": k, "D": hidden, "BLOCK": ARRANGE_BLOCK}
+    constants |= {"E_SLOTS": power_of_two(experts), "K_SLOTS": power_of_two(k), "ROW_SLOTS": ROUTE_ROWS}
+    optional(types, constants, hidden > 0, x=f"*{dtype}", arranged=f"*{dtype}")
+    optional(types, constants, not grouped, counts="*i32")
+    optional(types, constants, grouped, pairs="*i32", groups="*i32")
+    return Use("moe", "route", types, constants, fp_fusion=True)
 
 
 @cache
@@ -226,12 +241,14 @@ def gate_up(
 def down(hidden: int, inner: int, dtype: str, biased: bool, tile: Tile) -> Use:
     """The experts' second product."""
     types: Types = {"activated": f"*{dtype}", "shares": "*fp32", "outputs": "*fp32"}
-    return _product("down", types, {"D": hidden, "INNER": inner}, dtype, biased, tile)
+    span = in_blocks(-(-inner // DOWN_PARTS))
+    constants = {"D": hidden, "INNER": inner, "PARTS": DOWN_PARTS, "SPAN": span}
+    return _product("down", types, constants, dtype, biased, tile)
 
 
 def _product(name: str, types: Types, constants: dict[str, Any], dtype: str, biased: bool, tile: Tile) -> Use:
     types |= typed(i32="pairs groups", u8="blocks scales")
-    constants |= {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "TOKENS": tile.tokens}
+    constants |= {"ROWS": tile.rows, "TOKENS": tile.tokens}
     optional(types, constants, biased, bias=f"*{dtype}")
     return Use("moe", name, types, constants, tile.num_warps, tile.num_stages, fp_fusion=True)
 
@@ -243,7 +260,8 @@ COMBINE_BLOCK = 1024
 def combine(hidden: int, k: int, dtype: str) -> Use:
     """The kernel that adds the experts of each row."""
     types: Types = {"outputs": "*fp32", "like": f"*{dtype}", "y": f"*{dtype}"}
-    return Use("moe", "combine", types, {"D": hidden, "K": k, "BLOCK": COMBINE_BLOCK}, fp_fusion=True)
+    constants = {"D": hidden, "PARTS": k * DOWN_PARTS, "BLOCK": COMBINE_BLOCK}
+    return Use("moe", "combine", types, constants, fp_fusion=True)
 
 
 @dataclass(frozen=True)

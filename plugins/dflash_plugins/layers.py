@@ -77,9 +77,13 @@ class PackedExperts:
     limit: float
 
 
-def route(router_logits: Tensor, k: int, run: Run = by_triton) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def route(
+    router_logits: Tensor, k: int, run: Run = by_triton, *, arranged: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Router logits float32 [rows, E] -> shares [rows, k], and int32: chosen [rows, k], pairs [rows * k], and groups
     [min(E, rows * k), 3], those of all experts in use; see kernels/moe.py.
+
+    arranged: x [rows, D], and a tensor for its arranged columns.
     """
     rows, experts = router_logits.shape
     programs = -(-rows // uses.ROUTE_ROWS)
@@ -87,12 +91,20 @@ def route(router_logits: Tensor, k: int, run: Run = by_triton) -> tuple[Tensor, 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=router_logits.device)
 
-    shares, chosen, counts = router_logits.new_empty(rows, k), empty(rows, k), empty(programs, experts)
-    counted = {"rows": rows, "chosen": chosen, "counts": counts}
-    run(uses.route(experts, k), (programs,), router_logits=router_logits, shares=shares, **counted)
-    pairs, groups = empty(rows * k), empty(experts, 3)
-    run(uses.group(experts, k), (programs,), **counted, pairs=pairs, groups=groups)
-    return shares, chosen, pairs, groups[: rows * k]
+    made = {"shares": router_logits.new_empty(rows, k), "chosen": empty(rows, k)}
+    listed, given, blocks, sizes = {"pairs": empty(rows * k), "groups": empty(experts, 3)}, {}, 0, (0, "")
+    if arranged is not None:
+        given = dict(zip(("x", "arranged"), arranged, strict=True))
+        blocks = rows * -(-arranged[1].shape[1] // uses.ARRANGE_BLOCK)
+        sizes = arranged[0].shape[1], TYPE_NAMES[arranged[0].dtype]
+    grouped = programs == 1
+    counted = {} if grouped else {"counts": empty(programs, experts)}
+    use = uses.route(experts, k, *sizes, grouped=grouped)
+    given |= listed if grouped else counted
+    run(use, (programs + blocks,), router_logits=router_logits, rows=rows, **made, **given)
+    if not grouped:
+        run(uses.group(experts, k), (programs,), chosen=made["chosen"], rows=rows, **counted, **listed)
+    return made["shares"], made["chosen"], listed["pairs"], listed["groups"][: rows * k]
 
 
 def moe(
@@ -101,20 +113,28 @@ def moe(
     """x [rows, D] bfloat16 or float16, router logits float32 [rows, E] -> [rows, D]."""
     rows, hidden = x.shape
     inner, dtype = e.gate_up.shape[1] // 2, TYPE_NAMES[x.dtype]
-    shares, _, pairs, groups = route(router_logits, e.k, run)
-    activated = x.new_empty(rows * e.k, inner)
+    arranged, activated = (
+        x.new_empty(n, uses.in_blocks(m)) for n, m in ((rows, hidden), (rows * e.k, inner))
+    )
+    shares, _, pairs, groups = route(router_logits, e.k, run, arranged=(x, arranged))
     given = {"pairs": pairs, "groups": groups, "activated": activated}
     biased = e.gate_up_bias is not None
     use = uses.gate_up(hidden, inner, e.k, e.alpha, e.beta, e.limit, dtype, biased, tile)
     weights = {"blocks": e.gate_up, "scales": e.gate_up_scales, "bias": e.gate_up_bias}
-    run(use, (-(-inner // tile.block_n), len(groups)), x=x, **given, **weights)
-    outputs = torch.empty(rows * e.k, hidden, dtype=torch.float32, device=x.device)
+    run(use, (-(-2 * activated.shape[1] // tile.rows), len(groups)), x=arranged, **given, **weights)
+    outputs = torch.empty(rows * e.k * uses.DOWN_PARTS, hidden, dtype=torch.float32, device=x.device)
     use = uses.down(hidden, inner, dtype, e.down_bias is not None, tile)
     weights = {"blocks": e.down, "scales": e.down_scales, "bias": e.down_bias}
-    run(use, (-(-hidden // tile.block_n), len(groups)), **given, shares=shares, **weights, outputs=outputs)
+    grid = -(-hidden // tile.rows) * uses.DOWN_PARTS, len(groups)
+    run(use, grid, **given, shares=shares, **weights, outputs=outputs)
     y = torch.empty_like(x)
-    grid = rows, -(-hidden // uses.COMBINE_BLOCK)
-    run(uses.combine(hidden, e.k, dtype), grid, outputs=outputs, like=x, y=y)
+    run(
+        uses.combine(hidden, e.k, dtype),
+        (rows, -(-hidden // uses.COMBINE_BLOCK)),
+        outputs=outputs,
+        like=x,
+        y=y,
+    )
     return y
 
 

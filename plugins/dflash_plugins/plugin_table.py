@@ -15,7 +15,7 @@ from dflash_trt.errors import BuildError, BundleError
 
 # Increment when a plugin's inputs, outputs or results change, and when the noise or weights of decoding/ change. It is
 # part of the plugins' names and of a bundle's manifest.
-VERSION = 2
+VERSION = 3
 NAMESPACE = "dflash"
 # The largest number of taps of a supported drafter.
 MAX_TAPS = 16
@@ -229,15 +229,18 @@ PLUGINS = (
     ),
     Plugin(
         "MoERoute",
-        ("router_logits",),
+        ("router_logits", "x"),
         attributes={"k": int},
         outputs=lambda s, a: [
             ((s[0][0], a["k"]), "FLOAT"),
             ((s[0][0], a["k"]), "INT32"),
             ((s.ceil_div(s[0][0], uses.ROUTE_ROWS), s[0][1]), "INT32"),
+            ((s[1][0], s.ceil_div(s[1][1], uses.BLOCK_K) * uses.BLOCK_K), 1),
         ],
-        use=lambda z, a, t: uses.route(z.fixed(0, 1), a["k"]),
-        grid=lambda s, a, t: (s.ceil_div(s[0][0], uses.ROUTE_ROWS),),
+        use=lambda z, a, t: uses.route(z.fixed(0, 1), a["k"], z.fixed(1, 1), z.type(1)),
+        grid=lambda s, a, t: (
+            s.ceil_div(s[0][0], uses.ROUTE_ROWS) + s[1][0] * s.ceil_div(s[1][1], uses.ARRANGE_BLOCK),
+        ),
         integers=lambda s, a: (s[0][0],),
     ),
     Plugin(
@@ -253,20 +256,26 @@ PLUGINS = (
         "MoEGateUp",
         ("x", "pairs", "groups", "blocks", "scales", "bias"),
         attributes={"k": int, "alpha": float, "beta": float, "limit": float},
-        outputs=lambda s, a: [((s[1][0], s[3][1] // 2), 0)],
+        outputs=lambda s, a: [((s[1][0], s.ceil_div(s[3][1], 2 * uses.BLOCK_K) * uses.BLOCK_K), 0)],
         use=lambda z, a, t: uses.gate_up(
-            *(z.fixed(0, 1), z.fixed(3, 1) // 2, a["k"], a["alpha"], a["beta"], a["limit"]),
+            *(z.fixed(3, 2) * 32, z.fixed(3, 1) // 2, a["k"], a["alpha"], a["beta"], a["limit"]),
             *(z.type(0), True, t),
         ),
-        grid=lambda s, a, t: (s.ceil_div(s[3][1], 2 * t.block_n), s.minimum(s[3][0], s[1][0])),
+        grid=lambda s, a, t: (
+            s.ceil_div(s[3][1], 2 * uses.BLOCK_K) * (2 * uses.BLOCK_K // t.rows),
+            s.minimum(s[3][0], s[1][0]),
+        ),
         tiles=lambda z: uses.TILES,
     ),
     Plugin(
         "MoEDown",
         ("activated", "shares", "pairs", "groups", "blocks", "scales", "bias"),
-        outputs=lambda s, a: [((s[2][0], s[4][1]), "FLOAT")],
-        use=lambda z, a, t: uses.down(z.fixed(4, 1), z.fixed(0, 1), z.type(0), True, t),
-        grid=lambda s, a, t: (s.ceil_div(s[4][1], t.block_n), s.minimum(s[4][0], s[2][0])),
+        outputs=lambda s, a: [((s[2][0] * uses.DOWN_PARTS, s[4][1]), "FLOAT")],
+        use=lambda z, a, t: uses.down(z.fixed(4, 1), z.fixed(4, 2) * 32, z.type(0), True, t),
+        grid=lambda s, a, t: (
+            s.ceil_div(s[4][1], t.rows) * uses.DOWN_PARTS,
+            s.minimum(s[4][0], s[2][0]),
+        ),
         tiles=lambda z: uses.TILES,
     ),
     Plugin(

@@ -79,6 +79,9 @@ class _Dimension:
         made = self._builder.operation(kind, self.size, other.size)
         return _Dimension(self._trt, self._builder, made)
 
+    def __add__(self, other: Any) -> _Dimension:
+        return self._with("SUM", other)
+
     def __mul__(self, other: Any) -> _Dimension:
         return self._with("PROD", other)
 

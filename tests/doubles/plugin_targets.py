@@ -27,7 +27,10 @@ SIZES = {"B": 2, "S": 10, "P+S": 26, "R": 10, "rows": 20, "pairs": 80, "parts": 
 # The largest sizes of a plan's two profiles.
 PREFILL = {"B": 1, "S": 512, "P+S": 528, "R": 1, "rows": 512, "pairs": 2048, "parts": 32, "partial": 49_152}
 VERIFY = {"B": 8, "S": 16, "P+S": 32, "R": 16, "rows": 128, "pairs": 512, "parts": 8, "partial": 24_576}
+for each in (SIZES, PREFILL, VERIFY):
+    each["products"] = each["pairs"] * uses.DOWN_PARTS
 VOCAB, D, E = 201_088, 2880, 128
+BLOCKS = uses.in_blocks(D)
 TILES = uses.vocabulary_tiles(VOCAB)
 PARTIAL = [(("rows", TILES * 128), F)] * 2 + [(("rows", TILES), F)] * 2 + [(("rows", TILES), I8)]
 MATRIX = [((E, 2 * D, D // 32, 16), BYTE), ((E, 2 * D, D // 32), BYTE), ((E, 2 * D), H)]
@@ -56,10 +59,11 @@ CASES: dict[str, tuple[list[tuple[tuple[Any, ...], DataType]], dict[str, Any]]] 
     "AttendTree": ([*ATTEND, (("B",), I8), (("B", "S", "S"), I4)], {"group": 8}),
     "MergeAttention": (MERGE, {"group": 8, "heads": 64}),
     "MergeSinkAttention": ([*MERGE, ((64,), H)], {"group": 8, "heads": 64}),
-    "MoERoute": ([(("rows", E), F)], {"k": 4}), "MoEGroup": ([(("rows", 4), I4), (("parts", E), I4)], {"k": 4}),
-    "MoEGateUp": ([(("rows", D), H), PAIRS, GROUPS, *MATRIX], {"k": 4, "alpha": 1.702, "beta": 1.0, "limit": 7.0}),
-    "MoEDown": ([(("pairs", D), H), (("rows", 4), F), PAIRS, GROUPS, *DOWN], {}),
-    "MoECombine": ([(("pairs", D), F), (("rows", D), H)], {"k": 4}),
+    "MoERoute": ([(("rows", E), F), (("rows", D), H)], {"k": 4}),
+    "MoEGroup": ([(("rows", 4), I4), (("parts", E), I4)], {"k": 4}),
+    "MoEGateUp": ([(("rows", BLOCKS), H), PAIRS, GROUPS, *MATRIX], {"k": 4, "alpha": 1.702, "beta": 1.0, "limit": 7.0}),
+    "MoEDown": ([(("pairs", BLOCKS), H), (("rows", 4), F), PAIRS, GROUPS, *DOWN], {}),
+    "MoECombine": ([(("products", D), F), (("rows", D), H)], {"k": 4}),
     "GatedDeltaNet": (
         [
             *((("B", "P+S", width), F) for width in (2048, 2048, 4096)),

@@ -153,7 +153,7 @@ def test_parts_fill_a_gpu_and_fit_their_memory() -> None:
     assert uses.attention_parts(1, 8, 64) == 32
     assert uses.attention_parts(8, 8, 64) == 4
     assert uses.attention_parts(1, 8, 2048) == 1
-    plugin = plugin_graph.PLUGINS["Attend_v2"]
+    plugin = plugin_graph.PLUGINS["Attend_v3"]
     for kv_heads, group in ((8, 4), (2, 8), (1, 1)):
         for most_batch, most_count in ((1, 512), (8, 16), (16, 1)):
 

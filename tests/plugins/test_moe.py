@@ -120,12 +120,14 @@ def test_every_weight_is_exact(dtype: torch.dtype, bytes_of_scales: list[int]) -
     count = len(bytes_of_scales)
     blocks = torch.arange(count * 16, dtype=torch.uint8).reshape(1, count, 1, 16) * 37
     scales = torch.tensor(bytes_of_scales, dtype=torch.uint8).reshape(1, count, 1)
-    outputs, pairs = torch.empty(32, count), torch.arange(32, dtype=torch.int32)
-    groups = torch.tensor([[0, 0, 32]], dtype=torch.int32)
+    pairs, groups = torch.arange(32, dtype=torch.int32), torch.tensor([[0, 0, 32]], dtype=torch.int32)
+    units = torch.zeros(32, uses.BLOCK_K, dtype=dtype)
+    moe.route(torch.zeros(32, 1), 1, arranged=(torch.eye(32, dtype=dtype), units))
+    outputs = torch.empty(32, uses.DOWN_PARTS, count)
     use = uses.down(count, 32, "bf16" if dtype == torch.bfloat16 else "fp16", False, uses.TILES[0])
-    given = torch.eye(32, dtype=dtype), torch.ones(32, 1), pairs, groups, blocks, scales
-    kernels.down[(1, 1)](*given, outputs=outputs, **use.launch)
-    assert np.array_equal(outputs.numpy().T, unpack_blocks(blocks[0].numpy(), scales[0].numpy()))
+    given = units, torch.ones(32, 1), pairs, groups, blocks, scales
+    kernels.down[(uses.DOWN_PARTS, 1)](*given, outputs=outputs, **use.launch)
+    assert np.array_equal(outputs.sum(1).numpy().T, unpack_blocks(blocks[0].numpy(), scales[0].numpy()))
 
 
 @pytest.mark.parametrize(("rows", "experts", "k"), [(1, 4, 4), (16, 128, 4), (33, 7, 3), (300, 16, 2)])

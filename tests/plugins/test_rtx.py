@@ -178,9 +178,9 @@ def test_what_a_plan_launches_is_the_operator(plan: Plan) -> None:
         [a.view(torch.int8), b.view(torch.int8), c]
         for a, b, c in ((e.gate_up, e.gate_up_scales, e.gate_up_bias), (e.down, e.down_scales, e.down_bias))
     )
-    shares, chosen, counts = plan.run("MoERoute", [logits], k=4)
+    shares, chosen, counts, arranged = plan.run("MoERoute", [logits, x], k=4)
     pairs, groups = plan.run("MoEGroup", [chosen, counts], k=4)
-    (hidden,) = plan.run("MoEGateUp", [x, pairs, groups, *up], k=4, alpha=1.702, beta=1.0, limit=7.0)
+    (hidden,) = plan.run("MoEGateUp", [arranged, pairs, groups, *up], k=4, alpha=1.702, beta=1.0, limit=7.0)
     (parts,) = plan.run("MoEDown", [hidden, shares, pairs, groups, *down])
     (y,) = plan.run("MoECombine", [parts, x], k=4)
     want = expected(x, logits, e).astype(np.float64)

@@ -279,7 +279,8 @@ def mxfp4_experts(
         weights = gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias
         packed = ours.PackedExperts(*weights, *(a[name] for name in ("k", "alpha", "beta", "limit")))
         given = x.contiguous(), router.contiguous(), packed
-        tiles = uses.TILES[::-1] if len(x) > 4 * _VERIFIED_ROWS else uses.TILES
+        first = 3 if len(x) > 4 * _VERIFIED_ROWS else 2
+        tiles = uses.TILES[first:] + uses.TILES[:first]
         if (y := layer.first("experts", lambda run, tile: ours.moe(*given, tile, run), tiles)) is not None:
             return y
     shares, best, _, _ = route(a, router)

@@ -2,11 +2,12 @@
 
 Most of the time goes into reading the 4-bit weights of the experts in use, so each weight is read once. Tokens are
 grouped by expert, and a program computes a stripe of one expert's outputs for all of its tokens. The weights are the
-left operand, because their many rows fill the tensor cores. The tokens, 16 columns, are the right one.
+left operand, because their many rows fill the tensor cores. The tokens, 8 columns or more, are the right one. Their
+numbers are arranged once as the tensor cores take those of the weights, so that no step moves a number between threads.
 
 There are five kernels. `route` selects experts, `group` groups tokens, `gate_up` and `down` are the grouped products,
-and `combine` adds the experts of a token. It adds in the order of their shares, so a token's sum does not depend on the
-other tokens of the batch.
+and `combine` adds the experts of a token and the parts of their inputs. It adds in the order of their shares, so a
+token's sum does not depend on the other tokens of the batch.
 
 A pair is a token and one of its k experts: number token * k + slot. `down` writes by pair, `gate_up` in grouped
 order.
@@ -44,44 +45,88 @@ _REGISTERS = tl.constexpr("=r,=r,=r,=r,r,r")
 _KEPT = tl.constexpr(2.0**63)
 
 
+@triton.jit
+def arranged_place(column):
+    """Where a column lies among arranged ones: of 128 columns, a thread of the tensor cores reads the numbers of one
+    group of 32, whose weights share a scale and lie together, 16 bytes.
+    """
+    number, word, group = column % 4, column // 4 % 8, column // 32 % 4
+    return column // 128 * 128 + number * 32 + word // 4 * 16 + group * 4 + word % 4
+
+
 @triton.jit(do_not_specialize=["rows"])
 def route(
     router_logits,  # [rows, E] float32
+    x,  # [rows, D], or None
     rows,
     shares,  # [rows, K] float32: softmax over the k best logits, best first
     chosen,  # [rows, K] int32: the expert of each pair
-    counts,  # [programs, E] int32: the pairs of each expert among the program's rows
+    counts,  # [programs, E] int32: the pairs of each expert among the program's rows; None with `pairs`
+    arranged,  # [rows, D in whole blocks of 128]: x with its columns arranged, then zeros; None without x
+    pairs,  # as in `group`, which one program does without; else None
+    groups,
     E: tl.constexpr,
     K: tl.constexpr,
     E_SLOTS: tl.constexpr,
     K_SLOTS: tl.constexpr,
     ROW_SLOTS: tl.constexpr,
+    D: tl.constexpr,  # as BLOCK, of x alone
+    BLOCK: tl.constexpr,
 ):
-    """The k experts with the largest logits of each row, and the pairs of each expert."""
-    expert, slot = tl.arange(0, E_SLOTS), tl.arange(0, K_SLOTS)
-    row = tl.program_id(0) * ROW_SLOTS + tl.arange(0, ROW_SLOTS)
-    real = row < rows
-    free = real[:, None] & (expert < E)[None, :]
-    x = tl.load(router_logits + row[:, None] * E + expert[None, :], mask=free, other=0.0)
-    # NaN is larger than nothing, so no expert would be chosen. Such a row gets any, and shares of NaN.
-    broken = (tl.max((x != x).to(tl.int32), axis=1) > 0)[:, None]
-    x = tl.where(broken, 0.0, x)
-    logit = tl.full([ROW_SLOTS, K_SLOTS], -float("inf"), tl.float32)
-    count = tl.zeros([E_SLOTS], tl.int32)
-    for s in tl.static_range(K):
-        largest = tl.max(tl.where(free, x, -float("inf")), axis=1)
-        best = tl.min(tl.where(free & (x == largest[:, None]), expert[None, :], E_SLOTS), axis=1)
-        tl.store(chosen + row * K + s, best, mask=real)
-        logit = tl.where(slot[None, :] == s, largest[:, None], logit)
-        taken = expert[None, :] == best[:, None]
-        count += tl.sum((taken & real[:, None]).to(tl.int32), axis=0)
-        free = free & (expert[None, :] != best[:, None])
-    logit = tl.where(real[:, None], logit, 0.0)
-    weight = tl.exp(logit - tl.max(logit, axis=1)[:, None])
-    weight = tl.where(broken, float("nan"), weight / tl.sum(weight, axis=1)[:, None])
-    pair = row[:, None] * K + slot[None, :]
-    tl.store(shares + pair, weight, mask=real[:, None] & (slot < K)[None, :])
-    tl.store(counts + tl.program_id(0) * E + expert, count, mask=expert < E)
+    """The k experts with the largest logits of each row, and the pairs of each expert. Programs after those of the rows
+    arrange columns, BLOCK each.
+    """
+    program = tl.program_id(0) - (rows + ROW_SLOTS - 1) // ROW_SLOTS
+    if program >= 0:
+        if x is not None:
+            width: tl.constexpr = (D + 127) // 128 * 128
+            blocks: tl.constexpr = (width + BLOCK - 1) // BLOCK
+            token, column = (program // blocks).to(tl.int64), program % blocks * BLOCK + tl.arange(0, BLOCK)
+            number = tl.load(x + token * D + column, mask=column < D, other=0.0)
+            tl.store(arranged + token * width + arranged_place(column), number, mask=column < width)
+    else:
+        expert, slot = tl.arange(0, E_SLOTS), tl.arange(0, K_SLOTS)
+        row = tl.program_id(0) * ROW_SLOTS + tl.arange(0, ROW_SLOTS)
+        real = row < rows
+        free = real[:, None] & (expert < E)[None, :]
+        value = tl.load(router_logits + row[:, None] * E + expert[None, :], mask=free, other=0.0)
+        # NaN is larger than nothing, so no expert would be chosen. Such a row gets any, and shares of NaN.
+        broken = (tl.max((value != value).to(tl.int32), axis=1) > 0)[:, None]
+        value = tl.where(broken, 0.0, value)
+        logit = tl.full([ROW_SLOTS, K_SLOTS], -float("inf"), tl.float32)
+        taken, slots = tl.zeros([ROW_SLOTS, E_SLOTS], tl.int32), tl.zeros([ROW_SLOTS, E_SLOTS], tl.int32)
+        for s in tl.static_range(K):
+            largest = tl.max(tl.where(free, value, -float("inf")), axis=1)
+            best = tl.min(tl.where(free & (value == largest[:, None]), expert[None, :], E_SLOTS), axis=1)
+            tl.store(chosen + row * K + s, best, mask=real)
+            logit = tl.where(slot[None, :] == s, largest[:, None], logit)
+            mine = (expert[None, :] == best[:, None]) & real[:, None]
+            taken, slots = taken + mine.to(tl.int32), slots + tl.where(mine, s, 0)
+            free = free & (expert[None, :] != best[:, None])
+        logit = tl.where(real[:, None], logit, 0.0)
+        weight = tl.exp(logit - tl.max(logit, axis=1)[:, None])
+        weight = tl.where(broken, float("nan"), weight / tl.sum(weight, axis=1)[:, None])
+        pair = row[:, None] * K + slot[None, :]
+        tl.store(shares + pair, weight, mask=real[:, None] & (slot < K)[None, :])
+        count = tl.sum(taken, axis=0)
+        if pairs is None:
+            tl.store(counts + tl.program_id(0) * E + expert, count, mask=expert < E)
+        else:
+            first = tl.cumsum(count, axis=0) - count
+            _list_groups(groups, first, count, E)
+            place = first[None, :] + tl.cumsum(taken, axis=0) - taken
+            tl.store(pairs + place, row[:, None] * K + slots, mask=taken > 0)
+
+
+@triton.jit
+def _list_groups(groups, first, count, E: tl.constexpr):
+    expert = tl.arange(0, count.shape[0])
+    used = (count > 0).to(tl.int32)
+    idle = ((count == 0) & (expert < E)).to(tl.int32)
+    order = tl.where(used == 1, tl.cumsum(used, axis=0) - 1, tl.sum(used) + tl.cumsum(idle, axis=0) - 1)
+    tl.store(groups + order * 3, expert, mask=expert < E)
+    tl.store(groups + order * 3 + 1, first, mask=expert < E)
+    tl.store(groups + order * 3 + 2, count, mask=expert < E)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -107,26 +152,17 @@ def group(
         count += tl.sum(counted, axis=0)
         before += tl.sum(tl.where((part < program)[:, None], counted, 0), axis=0)
     first = tl.cumsum(count, axis=0) - count
-
     if program == 0:
-        used = (count > 0).to(tl.int32)
-        idle = ((count == 0) & (expert < E)).to(tl.int32)
-        order = tl.where(used == 1, tl.cumsum(used, axis=0) - 1, tl.sum(used) + tl.cumsum(idle, axis=0) - 1)
-        tl.store(groups + order * 3, expert, mask=expert < E)
-        tl.store(groups + order * 3 + 1, first, mask=expert < E)
-        tl.store(groups + order * 3 + 2, count, mask=expert < E)
+        _list_groups(groups, first, count, E)
 
     row = program * ROW_SLOTS + tl.arange(0, ROW_SLOTS)
-    real = row < rows
-    taken = tl.zeros([ROW_SLOTS, E_SLOTS], tl.int32)
+    taken, slots = tl.zeros([ROW_SLOTS, E_SLOTS], tl.int32), tl.zeros([ROW_SLOTS, E_SLOTS], tl.int32)
     for s in tl.static_range(K):
-        best = tl.load(chosen + row * K + s, mask=real, other=E_SLOTS)
-        taken += (expert[None, :] == best[:, None]).to(tl.int32)
+        best = tl.load(chosen + row * K + s, mask=row < rows, other=E_SLOTS)
+        mine = expert[None, :] == best[:, None]
+        taken, slots = taken + mine.to(tl.int32), slots + tl.where(mine, s, 0)
     place = (first + before)[None, :] + tl.cumsum(taken, axis=0) - taken
-    for s in tl.static_range(K):
-        best = tl.load(chosen + row * K + s, mask=real, other=E_SLOTS)
-        at = tl.sum(tl.where(expert[None, :] == best[:, None], place, 0), axis=1)
-        tl.store(pairs + at, row * K + s, mask=real)
+    tl.store(pairs + place, row[:, None] * K + slots, mask=taken > 0)
 
 
 @triton.jit
@@ -137,48 +173,21 @@ def pairs_of(groups):
 
 
 @triton.jit
-def scales_of(scales, row, in_row, k, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The scales [rows, BLOCK_K / 32] of numbers from k on."""
-    scale = k // 32 + tl.arange(0, BLOCK_K // 32)
-    at = scales + row[:, None] * (WIDTH // 32) + scale[None, :]
-    return tl.load(at, mask=in_row[:, None] & (scale < WIDTH // 32)[None, :], other=0)
-
-
-@triton.jit
-def _blocks(blocks, row, in_row, k, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Four numbers in each 16 bits."""
-    four = k // 4 + tl.arange(0, BLOCK_K // 4)
-    at = blocks.to(tl.pointer_type(tl.uint16)) + row[:, None] * (WIDTH // 4) + four[None, :]
-    return tl.load(at, mask=in_row[:, None] & (four < WIDTH // 4)[None, :], other=0)
-
-
-@triton.jit
-def _columns(x, token, in_token, k, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The numbers of tokens, [BLOCK_K / 4, tokens] for each of the four in 16 bits of weights."""
-    column = k + tl.arange(0, BLOCK_K)
-    at = x + token[:, None] * WIDTH + column[None, :]
-    numbers = tl.load(at, mask=in_token[:, None] & (column < WIDTH)[None, :], other=0.0)
-    even, odd = tl.split(tl.reshape(numbers, [token.shape[0], BLOCK_K // 4, 2, 2]))
-    zeroth, second = tl.split(even)
-    first, third = tl.split(odd)
-    return tl.trans(zeroth), tl.trans(first), tl.trans(second), tl.trans(third)
-
-
-@triton.jit
-def _product(weight, scale, columns, total):
-    """total + weight @ columns, of E2M1 numbers with scales 2**(byte - 127) [N, K/32]; see _KEPT."""
-    if columns[0].dtype == tl.bfloat16:
+def _weight(words, scale, BRAIN: tl.constexpr):
+    """Numbers [N, 128] in the order of arranged columns, of words [N, 32] of four E2M1 numbers and scales
+    2**(byte - 127) [N, 4]: bfloat16 (BRAIN) or float16; see _KEPT.
+    """
+    if BRAIN:
         bits = tl.minimum(scale.to(tl.int32) + 63, 255) << 7
     else:
         bits = tl.minimum(tl.maximum(scale.to(tl.int32) - 98, 0), 31) << 10
-    rows: tl.constexpr = weight.shape[0]
-    groups: tl.constexpr = scale.shape[1]
-    each = tl.reshape(tl.broadcast_to(bits.to(tl.int16)[:, :, None], [rows, groups, 8]), [rows, 8 * groups])
-    if columns[0].dtype == tl.bfloat16:
+    rows: tl.constexpr = words.shape[0]
+    each = tl.reshape(tl.broadcast_to(bits.to(tl.int16)[:, :, None], [rows, 4, 8]), [rows, 32])
+    if BRAIN:
         parts = tl.inline_asm_elementwise(
             _TO_BF16,
             _REGISTERS,
-            [weight, each],
+            [words, each],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
             is_pure=True,
             pack=2,
@@ -187,137 +196,142 @@ def _product(weight, scale, columns, total):
         parts = tl.inline_asm_elementwise(
             _TO_FP16,
             _REGISTERS,
-            [weight, each],
+            [words, each],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
             is_pure=True,
             pack=2,
         )
-    for i in tl.static_range(4):
-        total = tl.dot(parts[i], columns[i], acc=total)
-    return total
+    # Row, group, three bits of the word, two bits of the number.
+    bits_apart = tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3]))
+    bits_apart = tl.reshape(bits_apart, [rows, 4, 2, 2, 2, 2, 2])
+    return tl.reshape(tl.permute(bits_apart, (0, 5, 6, 2, 1, 3, 4)), [rows, 128])
 
 
 @triton.jit
-def activate(gate, up, bias, row, in_row, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr):
-    """The activation of sums [N, tokens] in float32. `row`: of each gate; its up row is the next one."""
-    if bias is not None:
-        gate += tl.load(bias + row, mask=in_row, other=0.0).to(tl.float32)[:, None]
-        up += tl.load(bias + row + 1, mask=in_row, other=0.0).to(tl.float32)[:, None]
-    # A NaN must reach the logits, which are checked.
-    gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    return (up + BETA) * gate * (1 / (1 + tl.exp(-ALPHA * gate)))
-
-
-@triton.jit
-def write_shared(y, bias, row, in_row, pairs, place, in_token, shares, outputs, out, D: tl.constexpr):
-    """Write sums [N, tokens] in float32, times the shares of the pairs at `place`."""
-    if bias is not None:
-        y += tl.load(bias + row, mask=in_row, other=0.0).to(tl.float32)[:, None]
-    pair = tl.load(pairs + place, mask=in_token, other=0)
-    y *= tl.load(shares + pair, mask=in_token, other=0.0)[None, :]
-    tl.store(outputs + pair[None, :] * D + out[:, None], y, mask=in_row[:, None] & in_token[None, :])
+def _sums(
+    x,  # arranged columns
+    blocks,
+    scales,
+    row,  # of the weights, for each output
+    token,
+    in_token,
+    begin,
+    end,
+    IN: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """The sums [rows, tokens] of inputs from `begin` to `end`, in float32."""
+    total = tl.zeros([row.shape[0], TOKENS], tl.float32)
+    of_words = blocks.to(tl.pointer_type(tl.uint16)) + row[:, None] * (IN // 4)
+    of_scales = scales + row[:, None] * (IN // 32)
+    of_columns = x + token[None, :].to(tl.int64) * ((IN + 127) // 128 * 128)
+    group, word, column = tl.arange(0, 4), tl.arange(0, 32), tl.arange(0, 128)
+    first = begin // 32 + group
+    scale = tl.load(of_scales + first[None, :], mask=(first < IN // 32)[None, :], other=0)
+    for k in range(begin, end, 128):
+        # The compiler pipelines words and columns. Scales, of a byte each, are fetched one step ahead.
+        following = (k + 128) // 32 + group
+        next_scale = tl.load(of_scales + following[None, :], mask=(following < IN // 32)[None, :], other=0)
+        own = k // 4 + word
+        words = tl.load(of_words + own[None, :], mask=(own < IN // 4)[None, :], other=0)
+        # Without the mask, all programs would read one row of x over and over for tokens that are not there.
+        columns = tl.load(of_columns + (k + column)[:, None], mask=in_token[None, :], other=0.0)
+        total = tl.dot(_weight(words, scale, x.dtype.element_ty == tl.bfloat16), columns, acc=total)
+        scale = next_scale
+    return total * _KEPT if x.dtype.element_ty == tl.bfloat16 else total
 
 
 @triton.jit
 def gate_up(
-    x,  # [rows, D] bfloat16 or float16
+    x,  # [rows, D in whole blocks of 128] bfloat16 or float16: arranged columns
     pairs,
     groups,
     blocks,  # [E, 2I, D/32, 16] bytes
     scales,  # [E, 2I, D/32] bytes
     bias,  # [E, 2I] of x's type, or None
-    activated,  # [rows * K, I] of x's type, in the order of `pairs`
+    activated,  # [rows * K, I in whole blocks of 128] of x's type, in the order of `pairs`: arranged columns
     D: tl.constexpr,
     INNER: tl.constexpr,
     K: tl.constexpr,
     ALPHA: tl.constexpr,
     BETA: tl.constexpr,
     LIMIT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """One program for a stripe of an expert's gates and up rows, for all of its tokens."""
+    """One program for ROWS of an expert's gates and up rows, which take turns, for all of its tokens."""
     expert, first, count = pairs_of(groups)
-    out = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_row = out < INNER
-    row = expert.to(tl.int64) * (2 * INNER) + 2 * out  # gate rows; each up row is the next one
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = expert.to(tl.int64) * (2 * INNER) + tl.minimum(row, 2 * INNER - 1)
+    out = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
+    place_of = arranged_place(out)
     for start in range(0, count, TOKENS):
         place = start + tl.arange(0, TOKENS)
         in_token = place < count
         token = tl.load(pairs + first + place, mask=in_token, other=0) // K
-        gate, up = tl.zeros([BLOCK_N, TOKENS], tl.float32), tl.zeros([BLOCK_N, TOKENS], tl.float32)
-        gate_scale = scales_of(scales, row, in_row, 0, D, BLOCK_K)
-        up_scale = scales_of(scales, row + 1, in_row, 0, D, BLOCK_K)
-        columns = _columns(x, token, in_token, 0, D, BLOCK_K)
-        for k in range(0, D, BLOCK_K):
-            # The compiler pipelines the weights. The other operands are fetched one step ahead.
-            next_columns = _columns(x, token, in_token, k + BLOCK_K, D, BLOCK_K)
-            next_gate_scale = scales_of(scales, row, in_row, k + BLOCK_K, D, BLOCK_K)
-            next_up_scale = scales_of(scales, row + 1, in_row, k + BLOCK_K, D, BLOCK_K)
-            gate_weight = _blocks(blocks, row, in_row, k, D, BLOCK_K)
-            up_weight = _blocks(blocks, row + 1, in_row, k, D, BLOCK_K)
-            gate = _product(gate_weight, gate_scale, columns, gate)
-            up = _product(up_weight, up_scale, columns, up)
-            columns, gate_scale, up_scale = next_columns, next_gate_scale, next_up_scale
-        if x.dtype.element_ty == tl.bfloat16:
-            gate, up = gate * _KEPT, up * _KEPT
-        value = activate(gate, up, bias, row, in_row, ALPHA, BETA, LIMIT)
-        at = activated + (first + place)[None, :] * INNER + out[:, None]
-        tl.store(at, value.to(activated.dtype.element_ty), mask=in_row[:, None] & in_token[None, :])
+        # Columns after the last are zeros. A program may have no others.
+        last = tl.where(tl.program_id(0) * ROWS < 2 * INNER, D, 0)
+        total = _sums(x, blocks, scales, row, token, in_token, 0, last, D, TOKENS)
+        if bias is not None:
+            total += tl.load(bias + row).to(tl.float32)[:, None]
+        gate, up = tl.split(tl.permute(tl.reshape(total, [ROWS // 2, 2, TOKENS]), (0, 2, 1)))
+        # A NaN must reach the logits, which are checked.
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        value = (up + BETA) * gate * (1 / (1 + tl.exp(-ALPHA * gate)))
+        value = tl.where((out < INNER)[:, None], value, 0.0)
+        at = activated + (first + place)[None, :] * ((INNER + 127) // 128 * 128) + place_of[:, None]
+        inside = (out < (INNER + 127) // 128 * 128)[:, None] & in_token[None, :]
+        tl.store(at, value.to(activated.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def down(
-    activated,  # [rows * K, I], in the order of `pairs`
+    activated,
     shares,
     pairs,
     groups,
     blocks,  # [E, D, I/32, 16] bytes
     scales,  # [E, D, I/32] bytes
     bias,  # [E, D] of activated's type, or None
-    outputs,  # [rows * K, D] float32, by pair, multiplied by its share
+    outputs,  # [rows * K * PARTS, D] float32, by pair and part of the inputs, multiplied by the pair's share
     D: tl.constexpr,
     INNER: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,
+    SPAN: tl.constexpr,  # inputs of a part, a multiple of 128
+    ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """One program for a stripe of an expert's outputs, for all of its tokens."""
+    """One program for ROWS of an expert's outputs and a part of the inputs, for all of its tokens."""
     expert, first, count = pairs_of(groups)
-    out = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_row = out < D
-    row = expert.to(tl.int64) * D + out
+    part = tl.program_id(0) % PARTS
+    out = tl.program_id(0) // PARTS * ROWS + tl.arange(0, ROWS)
+    row = expert.to(tl.int64) * D + tl.minimum(out, D - 1)
     for start in range(0, count, TOKENS):
         place = start + tl.arange(0, TOKENS)
         in_token = place < count
-        y = tl.zeros([BLOCK_N, TOKENS], tl.float32)
-        scale = scales_of(scales, row, in_row, 0, INNER, BLOCK_K)
-        columns = _columns(activated, first + place, in_token, 0, INNER, BLOCK_K)
-        for k in range(0, INNER, BLOCK_K):
-            next_columns = _columns(activated, first + place, in_token, k + BLOCK_K, INNER, BLOCK_K)
-            next_scale = scales_of(scales, row, in_row, k + BLOCK_K, INNER, BLOCK_K)
-            weight = _blocks(blocks, row, in_row, k, INNER, BLOCK_K)
-            y = _product(weight, scale, columns, y)
-            columns, scale = next_columns, next_scale
-        if activated.dtype.element_ty == tl.bfloat16:
-            y = y * _KEPT
-        write_shared(y, bias, row, in_row, pairs, first + place, in_token, shares, outputs, out, D)
+        end = min(part * SPAN + SPAN, INNER)
+        y = _sums(activated, blocks, scales, row, first + place, in_token, part * SPAN, end, INNER, TOKENS)
+        if bias is not None:
+            y += tl.where(part == 0, tl.load(bias + row).to(tl.float32), 0.0)[:, None]
+        pair = tl.load(pairs + first + place, mask=in_token, other=0)
+        y *= tl.load(shares + pair, mask=in_token, other=0.0)[None, :]
+        at = outputs + (pair[None, :] * PARTS + part) * D + out[:, None]
+        tl.store(at, y, mask=(out < D)[:, None] & in_token[None, :])
 
 
 @triton.jit
 def combine(
-    outputs,  # [rows * K, D] float32
+    outputs,  # [rows * PARTS, D] float32
     like,  # a tensor with y's shape and type, which tells TensorRT about y; never read
     y,  # [rows, D]
     D: tl.constexpr,
-    K: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The experts of a token, added in the order of their shares."""
+    """The parts of a token, added in the order of its experts' shares and of their inputs."""
     row, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
-    for s in tl.static_range(K):
-        total += tl.load(outputs + (row * K + s) * D + column, mask=column < D, other=0.0)
+    for s in tl.static_range(PARTS):
+        total += tl.load(outputs + (row * PARTS + s) * D + column, mask=column < D, other=0.0)
     tl.store(y + row * D + column, total.to(y.dtype.element_ty), mask=column < D)
