@@ -391,7 +391,7 @@ def place_heads(
 
 
 GATE_BLOCK = 1024
-ROUTER_OUTPUTS = 4
+ROUTER_OUTPUTS = 2
 
 
 @cache
@@ -404,6 +404,6 @@ def gate(inner: int, dtype: str) -> Use:
 def router(experts: int, hidden: int, dtype: str, *, biased: bool) -> Use:
     """The kernel of a router's product."""
     types: Types = {"x": f"*{dtype}", "weight": "*fp32", "logits": "*fp32"}
-    constants: dict[str, Any] = {"D": hidden, "E": experts, "OUTPUTS": ROUTER_OUTPUTS, "COLUMNS": 512}
+    constants: dict[str, Any] = {"D": hidden, "E": experts, "OUTPUTS": ROUTER_OUTPUTS, "COLUMNS": 1024}
     optional(types, constants, biased, bias="*fp32")
     return Use("layers", "router", types, constants)
