@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
+from itertools import chain, cycle, islice
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypedDict, Unpack
@@ -35,8 +36,6 @@ from dflash_trt.errors import BundleError, DFlashError, RequestError, quoted
 from dflash_trt.logs import warn_once
 from dflash_trt.prompts import natural_prompts
 
-# Tokens of the longest prompt that exact mode measures.
-_LONG_PROMPT = 300
 _log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
@@ -182,7 +181,7 @@ class Runtime:
             self._say_what_may_differ(None)
             return None
         if wanted:
-            prompts = self._measured_prompts()
+            prompts = self.measured_prompts()
             measured = exactness(self.bundle, pair, prompts, threads=threads, progress=progress)
         else:
             known = kept(self.bundle, pair, threads)
@@ -209,12 +208,15 @@ class Runtime:
             _log, f"{self.bundle.path}: drafts may change a token where two logits are nearly equal; {way}"
         )
 
-    def _measured_prompts(self) -> list[list[int]]:
-        """A short prompt, and one that is cut into passes, for exact mode's measurement."""
+    def measured_prompts(self) -> list[list[int]]:
+        """A short prompt, and one that is cut into passes and is long enough for whatever depends on the length, for
+        exact mode's measurement.
+        """
         texts = [str(prompt.content) for prompt in natural_prompts(None, 8)]
         most = self.max_seq_len - self.max_seq_len // 4
         short, *others = [self.tokenizer.encode(text) for text in texts]
-        return [short[:most], [token for ids in others for token in ids][: min(most, _LONG_PROMPT)]]
+        long = islice(cycle(chain.from_iterable(others)), min(most, self.pair.arrays.exact_context))
+        return [short[:most], [*long]]
 
     def describe(self) -> str:
         """The bundle in a few words."""

@@ -145,6 +145,8 @@ def _widths(args: argparse.Namespace, prompts: list[Prompt], batch: int) -> int:
     with LLM(args.bundle, max_batch_size=batch, exact=args.exact or False, engine=args.engine) as llm:
         pair, manifest, ids = llm._runtime.pair, llm.bundle.manifest, token_ids(llm, prompts, args.context)
         widths = sorted({1, *args.widths}) if args.widths else list(range(1, llm.block_size + 1))
+        if len(widths) == llm.block_size:  # exact mode follows what is found
+            ids += llm._runtime.measured_prompts()[1:]
         if not args.json:
             print(WIDTH_COLUMNS.format(*WIDTH_HEADINGS))
         for outcome in measure(pair, ids, widths, args.max_tokens, manifest, locate=True):

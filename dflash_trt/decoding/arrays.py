@@ -39,6 +39,7 @@ class Arrays(Protocol):
     feature_bytes: of one row.
     prompts_wait: whether rows of a prompt may wait, too. Then all caches of the drafter can be cut to any length.
     most_prompt_rows: the most rows of a prompt that one pass may give logits for.
+    exact_context: the tokens of the longest prompt that exact mode compares passes over.
     most_nodes: the most nodes of a request that one pass verifies.
     """
 
@@ -46,6 +47,7 @@ class Arrays(Protocol):
     feature_bytes: int
     prompts_wait: bool
     most_prompt_rows: int
+    exact_context: int
     most_nodes: int
 
     def prefill(self, engine: Any, feeds: Mapping[str, Any], slot: int) -> Mapping[str, Any]:
@@ -132,6 +134,7 @@ class HostArrays:
     """NumPy arrays. A pass has ended when its engine returns. `Arrays` documents the methods."""
 
     most_nodes = 128  # 78 MB of logits at a vocabulary of 151,936
+    exact_context = 300
 
     def __init__(
         self,

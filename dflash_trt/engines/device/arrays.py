@@ -40,6 +40,8 @@ class DeviceArrays:
 
     most_prompt_rows = 1  # the PREFILL profile has one row of logits
     prompts_wait = False  # a slot has room for a block
+    # Attention adds up to 2,048 slots alike for any number of sequences, a stripe in each part (attention_parts).
+    exact_context = 2100
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ import onnx_ir as ir
 import pytest
 import torch
 from dflash_plugins import compiled, launch, packed
+from dflash_plugins import kernel_specs as uses
 from dflash_plugins.launch import by_triton
 
 from dflash_trt import LLM, SamplingParams, StructuredOutputs
@@ -45,10 +46,17 @@ def gpu() -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
-def bundle(directory: Path, make: Any, make_draft: Any, precision: Precision, tree_width: int = 1) -> Bundle:
+def bundle(
+    directory: Path,
+    make: Any,
+    make_draft: Any,
+    precision: Precision,
+    tree_width: int = 1,
+    max_seq_len: int = 100,
+) -> Bundle:
     target = make(directory / "target", favourites=6)
     drafter = make_draft(directory / "drafter", target, block_size=4, layers=1)
-    given: dict[str, Any] = {"engine": "torch", "precision": precision, "max_seq_len": 100}
+    given: dict[str, Any] = {"engine": "torch", "precision": precision, "max_seq_len": max_seq_len}
     given["tree_width"] = tree_width
     return build(str(target), str(drafter), directory / "bundle", **given)
 
@@ -141,6 +149,16 @@ def test_a_file_that_ends_within_a_weight_is_refused(tmp_path: Path, gpu: pytest
             files.read([tensor])
         files.close()
         (tmp_path / "other").rename(tmp_path / "weights")
+
+
+def test_exact_mode_compares_passes_over_as_much_as_attention_divides(
+    tmp_path: Path,
+) -> None:
+    """It has fewer parts for several sequences, which changes no bit where each part has one stripe."""
+    made = bundle(tmp_path, make_target, make_drafter, FLOAT32, max_seq_len=4096)
+    with LLM(made.path, max_batch_size=1, threads=1) as llm:
+        longest = max(map(len, llm._runtime.measured_prompts()))
+    assert longest > uses.ATTENTION_STRIPE * uses.ATTENTION_SPLITS
 
 
 def by_operators(use: Any, grid: Any, **given: Any) -> None:
