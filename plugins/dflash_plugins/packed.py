@@ -35,9 +35,16 @@ class Packing:
     @property
     def fits(self) -> bool:
         """Whether the kernels take it: a step has whole groups, or a group has whole steps."""
-        step = TILES[self.in_word][0].block_k
+        step = self.tiles[0].block_k
         whole = not self.group or not (step % self.group and self.group % step)
         return whole and not self.inputs % self.in_word
+
+    @property
+    def tiles(self) -> tuple[Tile, ...]:
+        """The first one that compiles is taken. The largest one leaves too few programs to experts, and too few
+        registers to scales of two levels.
+        """
+        return TILES[self.in_word][1 if self.experts or self.second else 0 :]
 
     def exact(self, dtype: str) -> bool:
         """Whether the factor of every number is one of this type."""
@@ -55,8 +62,11 @@ class Tile:
     num_stages: int
 
 
-# The first one that compiles is taken. In a step, each row of a weight is 64 or 128 bytes.
-TILES = {4: (Tile(64, 128, 4, 4), Tile(64, 128, 4, 2)), 2: (Tile(64, 64, 4, 4), Tile(64, 64, 4, 2))}
+# By the codes of a word. In a step, each row of a weight is 64 bytes.
+TILES = {
+    4: (Tile(128, 128, 4, 3), Tile(64, 128, 4, 4), Tile(64, 128, 4, 2)),
+    2: (Tile(128, 64, 4, 3), Tile(64, 64, 4, 4), Tile(64, 64, 4, 2)),
+}
 PLAIN_TILES = Tile(64, 32, 4, 4), Tile(64, 32, 4, 2)  # of weights in the compute type
 ROWS = (16, 32, 64)  # tokens of a program
 # Programs that keep the memory of 132 to 188 multiprocessors busy, and inputs of each at least.

@@ -111,7 +111,7 @@ def test_numbers_at_the_ends_of_their_range() -> None:
     bytes_ = replace(FORMS[4], outputs=1, inputs=256, scales="fp32")
     codes = torch.arange(256, dtype=torch.uint8)[None]
     codes[(codes & 127) == 127] = 0
-    stored = replace(given, form=bytes_, codes=codes, scales=torch.ones(1, 1), tile=packed.TILES[2][0])
+    stored = replace(given, form=bytes_, codes=codes, scales=torch.ones(1, 1), tile=bytes_.tiles[0])
     for dtype in (torch.bfloat16, torch.float16):
         got = packed.widen(stored, dtype)
         assert torch.equal(got, codes.view(torch.float8_e4m3fn).to(dtype))

@@ -151,7 +151,7 @@ everywhere = uses.ROUND_TARGET, *uses.TARGETS
 pairs = [(use, target) for use in wanted for target in everywhere]
 wanted = [replace(form, outputs=2304, inputs=4096) for form in FORMS]
 for form in wanted + [replace(form, outputs=768, inputs=2048, experts=128) for form in STACKS]:
-    tile = packed.TILES[form.in_word][0]
+    tile = form.tiles[0]
     longest = packed.product_use(form, "bf16", packed.ROWS[-1], tile, biased=False)
     pairs += [(longest, target) for target in everywhere]
     few = packed.product_use(form, "fp16", 16, tile, biased=not form.experts)

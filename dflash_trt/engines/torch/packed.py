@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from dflash_plugins import layers
 from dflash_plugins import packed as ours
 from dflash_plugins.launch import TYPE_NAMES, Run
-from dflash_plugins.packed import ROWS, TILES, PackedWeight, Packing, Tile
+from dflash_plugins.packed import ROWS, PackedWeight, Packing, Tile
 from torch import Tensor
 
 from dflash_trt.engines.torch import kernels
@@ -75,7 +75,7 @@ def _tile(
         return tile
 
     if form.fits and key not in layer.packed:
-        layer.packed[key] = layer.first("packed weights", launched, TILES[form.in_word])
+        layer.packed[key] = layer.first("packed weights", launched, form.tiles)
     return layer.packed.get(key)
 
 
@@ -118,7 +118,7 @@ def stored(
         None if second is None else second.float().reshape(*codes.shape[:-2], 1),
         None if zeros is None else zeros.float().contiguous(),
         torch.zeros(-(-rows // 16), dtype=torch.int32, device=codes.device),
-        TILES[form.in_word][0],
+        form.tiles[0],
     )
 
 
