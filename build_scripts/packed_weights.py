@@ -3,47 +3,78 @@ with other tiles beside the project's.
 
     python -m build_scripts.packed_weights
 
-Without a GPU there is nothing to measure: Triton's interpreter lacks the kernels' inline assembly.
+Kernels are compiled in parallel before anything is measured. Without a GPU there is nothing to measure: Triton's
+interpreter lacks the kernels' inline assembly.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
+from multiprocessing import get_context
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from dflash_plugins import layers as ours
 from dflash_plugins import packed
+from dflash_plugins.kernel_specs import ROUND_TARGET, Use
 from dflash_plugins.launch import Run
+from torch import Tensor
 
 from build_scripts import harness
 from build_scripts.first_gpu import DEVICE, GPU, TYPES, replayed
-from dflash_trt.engines.device.kernels import kernels_here
+from dflash_trt.engines.device.kernels import kernels_here, target
 from dflash_trt.engines.torch import checks, layers
 
 FORMS: dict[str, dict[str, Any]] = {
     "int4": {"codes": "int4", "scales": "bf16", "group": 128},
+    "fp8 blocks": {"codes": "e4m3", "scales": "bf16", "group": 128, "group_rows": 128},
     "nvfp4": {"codes": "e2m1", "scales": "e4m3", "group": 16, "second": "times"},
     "mxfp4": {"codes": "e2m1", "scales": "e8m0", "group": 32},
     "fp8": {"codes": "e4m3", "scales": "fp32"},
-    "fp8 blocks": {"codes": "e4m3", "scales": "bf16", "group": 128, "group_rows": 128},
     "int8": {"codes": "int8", "scales": "bf16", "group": 128},
 }
-SIZES = (4096, 4096), (12_288, 4096), (4096, 12_288)
-# Experts, those of a row, outputs and inputs: of Qwen3-30B-A3B and gpt-oss-20b.
-STACKS = (128, 8, 768, 2048), (128, 8, 2048, 768), (32, 4, 2880, 2880)
-# Tiles beside those of the project, by codes in a word.
-TRIED = {
-    4: ((64, 256, 4, 3), (128, 128, 4, 3), (128, 128, 8, 4), (32, 256, 4, 4)),
-    2: ((64, 128, 4, 3), (128, 64, 4, 3), (128, 64, 8, 4)),
-}
-# A product's weight, its rows, and of a stack their order and groups.
-Call = tuple[packed.PackedWeight, torch.Tensor, Sequence[torch.Tensor]]
+# The first two forms are measured with other tiles, by codes in a word, and in the other sizes, too.
+SIZES = (4096, 4096), (24_576, 4096), (4096, 12_288)
+TRIED = {4: (packed.Tile(64, 128, 4, 4),), 2: (packed.Tile(64, 64, 4, 4),)}
+# Experts, those of a row, outputs and inputs: of Qwen3-30B-A3B. So many experts differ.
+STACKS = (128, 8, 768, 2048), (128, 8, 2048, 768)
+DIFFERENT = 16
+
+
+@dataclass
+class Case:
+    """Products of one weight. `calls`: by a tile or another name and a number of rows, products that read different
+    memory, of which the first is compared with `exact`.
+    """
+
+    names: dict[str, Any]
+    exact: Tensor
+    calls: dict[tuple[str, int], list[Callable[[Run], Tensor]]] = field(default_factory=dict)
+
+    def measured(self, run: Run) -> dict[str, Any]:
+        """Microseconds of a call; the largest error as a share of the largest number; a problem if a row depends on the
+        others of its pass.
+        """
+        error, problem, times = 0.0, "", dict[str, dict[int, Any]]()
+        longest = dict[str, Tensor]()
+        for (name, rows), calls in self.calls.items():
+            try:
+                y = calls[0](run)
+                known = self.exact[: len(y)].double()
+                error = max(error, float((y[: len(known)] - known).abs().max() / known.abs().max()))
+                if name != "cuBLAS" and not torch.equal(longest.setdefault(name, y)[: len(y)], y):
+                    problem = "other bits"
+                seconds = replayed(lambda calls=calls: [call(run) for call in calls], calls=1)  # type: ignore[misc]
+                times.setdefault(name, {})[rows] = round(1e6 * seconds / len(calls), 2)
+            except Exception as failure:  # of the compiler or the driver: the others go on
+                times.setdefault(name, {})[rows] = str(failure)[:100]
+        return self.names | {"error": error, "problem": problem, "microseconds": times}
 
 
 def main() -> int:
@@ -51,109 +82,92 @@ def main() -> int:
     harness.parser(__doc__).parse_args()
     rows = list[dict[str, Any]]()
     if GPU:
-        run = kernels_here({})
-        for (out, columns), name in product(SIZES, FORMS):
-            rows.append(linear(packed.Packing(out, columns, **FORMS[name]), name, run))
+        run, cases = kernels_here({}), list[Case]()
+        for number, size in enumerate(SIZES):
+            cases += [linear(name, size) for name in list(FORMS)[: 2 if number else None]]
+        cases += [stack(name, *sizes, run) for sizes in STACKS for name in list(FORMS)[:3]]
+        compile_all(cases)
+        for case in cases:
+            rows.append(case.measured(run))
             print(rows[-1], flush=True)
-        for (experts, k, out, columns), name in product(STACKS, ("int4", "nvfp4", "fp8 blocks")):
-            form = packed.Packing(out, columns, **FORMS[name], experts=experts)
-            rows.append(stack(form, k, name, run))
-            print(rows[-1], flush=True)
-    wrong = [row for row in rows if row["problem"] or row["error"] > 0.01]
+    wrong = [row for row in rows if row["problem"] or not row["error"] <= 0.01]
     device = torch.cuda.get_device_name() if GPU else "CPU"
     print(json.dumps({"device": device, "torch": torch.__version__, "packed": rows, "wrong": wrong}))
     return int(bool(wrong))
 
 
-def linear(form: packed.Packing, name: str, run: Run) -> dict[str, Any]:
-    """A linear layer; microseconds of each tile with 1 and 8 rows, over weights that fit no cache."""
+def compile_all(cases: list[Case]) -> None:
+    """Fill the cache of kernels."""
+    from dflash_plugins.compiler import compile_kernel
+
+    wanted = dict[str, Use]()
+    for case in cases:
+        for calls in case.calls.values():
+            calls[0](lambda use, grid, **given: wanted.update({use.digest: use}))
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        # What cannot be compiled is told where it is launched.
+        for made in [pool.submit(compile_kernel, use, target() or ROUND_TARGET) for use in wanted.values()]:
+            made.exception()
+
+
+def linear(name: str, size: tuple[int, int]) -> Case:
+    """A linear layer with 64, 16, 8 and 1 rows, and torch's product with the widened weight."""
+    form = packed.Packing(*size, **FORMS[name])
     stored, wide = checks.random_weight(form, DEVICE)
-    x, dense = drawn(64, form), wide.to(TYPES[0])
-    made = {n: packed.product(x[:n].to(DEVICE), stored, None, run).cpu() for n in (1, 8, 33, 64)}
-    copies = (160 << 20) // stored.nbytes
-    weights = [stored, *(replace(stored, codes=stored.codes.clone()) for _ in range(copies))]
-    calls: list[list[Call]] = [[(each, x[:n].to(DEVICE), ()) for each in weights] for n in (1, 8)]
-    equal = torch.equal(packed.widen(stored, TYPES[0], run).cpu(), dense)
-    exact = x.double() @ dense.double().T
-    return result(form, name, stored, made, exact, equal) | {"microseconds": timed(calls, form, run)}
-
-
-def stack(form: packed.Packing, k: int, name: str, run: Run) -> dict[str, Any]:
-    """A layer of experts with k for each row; microseconds of each tile with 1, 8 and 512 rows, with other experts in
-    each call, and with 8 and 512 of torch's product with widened weights.
-    """
-    stored, wide = checks.random_weight(form, DEVICE)
-    dense, x = wide.to(TYPES[0]), drawn(512 * k, form).to(DEVICE)
-    logits = torch.randn(512, form.experts, generator=torch.Generator().manual_seed(1))
-    best = logits.argsort(dim=1, descending=True, stable=True)[:, :k].flatten()
-
-    def call(n: int, shift: int = 0) -> Call:
-        _, _, *by_expert = ours.route(logits[:n].roll(shift, 1).contiguous().to(DEVICE), k, run)
-        return stored, x[: n * k], by_expert
-
-    made = {n * k: multiplied(call(n), stored.tile, run).cpu() for n in (1, 8, 33, 64, 512)}
-    most, last = 64 * k, form.experts - 1
-    exact = layers.grouped_product({}, x[:most].cpu().float(), dense.float(), best[:most])
-    equal = torch.equal(packed.widen(stored.one(last), TYPES[0], run).cpu(), dense[last])
-    calls = [[call(n, shift) for shift in range(0, form.experts, k)] for n in (1, 8)] + [[call(512)]]
-    there, chosen = dense.to(DEVICE), best.to(DEVICE)
-    by_torch = [
-        round(1e6 * replayed(partial(layers.grouped_product, {}, x[: n * k], there, chosen[: n * k])), 2)
-        for n in (8, 512)
+    x, dense = drawn(64, form.inputs), wide.to(DEVICE, TYPES[0])
+    case = Case(named(form, name, stored), F.linear(x.float(), dense.float()))
+    others = [
+        stored,
+        *(replace(stored, codes=stored.codes.clone()) for _ in range((160 << 20) // stored.nbytes)),
     ]
-    row = result(form, name, stored, made, exact, equal)
-    return row | {"microseconds": timed(calls, form, run), "widened, by torch": by_torch}
+    for tile in (stored.tile, *(TRIED[form.in_word] if name in list(FORMS)[:2] else ())):
+        weights = [replace(each, tile=tile) for each in others]
+        for n in (64, 16, 8, 1):
+            case.calls[str(tile), n] = [partial(packed.product, x[:n], each, None) for each in weights]
+    wides = [dense, *(dense.clone() for _ in range((160 << 20) // dense.nbytes))]
+    for n in (64, 1):
+        case.calls["cuBLAS", n] = [lambda run, n=n, each=each: F.linear(x[:n], each) for each in wides]  # type: ignore[misc]
+    case.calls["widen", 64] = [lambda run: F.linear(x, packed.widen(stored, TYPES[0], run))]
+    return case
 
 
-def drawn(rows: int, form: packed.Packing) -> torch.Tensor:
+def stack(name: str, experts: int, k: int, outputs: int, inputs: int, run: Run) -> Case:
+    """A layer of experts with k for each of 512, 16, 8 and 1 rows, in each call others; and the product with widened
+    weights.
+    """
+    form = packed.Packing(outputs, inputs, **FORMS[name], experts=DIFFERENT)
+    some, wide = checks.random_weight(form, DEVICE)
+    repeats = experts // DIFFERENT
+    own: dict[str, Any] = {
+        n: t if t is None else t.repeat(repeats, *[1] * (t.ndim - 1)) for n, t in some.stored.items()
+    }
+    stored = replace(some, form=replace(form, experts=experts), **own)
+    dense = wide.to(DEVICE, TYPES[0]).repeat(repeats, 1, 1)
+    logits = torch.randn(512, experts, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    best = logits.argsort(dim=1, descending=True, stable=True)[:64, :k].flatten()
+    x = drawn(512 * k, inputs)
+    case = Case(
+        named(stored.form, name, stored), layers.grouped_product({}, x[: 64 * k].float(), dense.float(), best)
+    )
+    for n in (512, 16, 8, 1):
+        shifted = [logits[:n].roll(shift, 1) for shift in range(0, experts, min(n * k, experts))]
+        routes = [ours.route(each, k, run)[2:] for each in shifted]
+        given = [(x[: n * k], stored, *route) for route in routes]
+        case.calls[str(stored.tile), n] = [partial(packed.experts_product, *each) for each in given]
+        wides = [(x[: n * k], dense, *route, packed.PLAIN_TILES[0]) for route in routes]
+        case.calls["widened", n] = [partial(packed.plain_product, *each) for each in wides]
+    return case
+
+
+def drawn(rows: int, inputs: int) -> Tensor:
     """Random inputs."""
-    return torch.randn(rows, form.inputs, generator=torch.Generator().manual_seed(0)).to(TYPES[0])
+    return torch.randn(rows, inputs, generator=torch.Generator().manual_seed(0)).to(DEVICE, TYPES[0])
 
 
-def result(
-    form: packed.Packing,
-    name: str,
-    stored: packed.PackedWeight,
-    made: dict[int, torch.Tensor],
-    exact: torch.Tensor,
-    equal: bool,
-) -> dict[str, Any]:
-    """The largest error as a share of the largest number; a problem if a row depends on the others of its pass."""
-    longest, known = made[max(made)], len(exact)
-    error = float((longest[:known].double() - exact.double()).abs().max() / exact.abs().max())
-    alike = all(torch.equal(y, longest[:n]) for n, y in made.items())
+def named(form: packed.Packing, name: str, stored: packed.PackedWeight) -> dict[str, Any]:
+    """What a line begins with."""
     size = f"{form.experts} x " * (form.experts > 0) + f"{form.outputs} x {form.inputs}"
-    problem = "" if alike and equal else "other bits"
-    return {"form": name, "size": size, "bytes": stored.nbytes, "error": error, "problem": problem}
-
-
-def timed(calls: Sequence[Sequence[Call]], form: packed.Packing, run: Run) -> dict[str, Any]:
-    """Microseconds of a call of each of the lists, by tile."""
-    tiles: dict[str, Any] = {}
-    for tile in (packed.TILES[form.in_word][0], *(packed.Tile(*shape) for shape in TRIED[form.in_word])):
-        name = str(tuple(vars(tile).values()))
-        try:
-            times = [replayed(partial(all_of, some, tile, run), calls=1) / len(some) for some in calls]
-            tiles[name] = [round(1e6 * seconds, 2) for seconds in times]
-        except Exception as problem:  # of the compiler or the driver: the others go on
-            tiles[name] = str(problem)[:100]
-    return tiles
-
-
-def all_of(calls: Sequence[Call], tile: packed.Tile, run: Run) -> None:
-    """One after the other."""
-    for call in calls:
-        multiplied(call, tile, run)
-
-
-def multiplied(call: Call, tile: packed.Tile, run: Run) -> torch.Tensor:
-    """A product."""
-    weight, x, by_expert = call
-    weight = replace(weight, tile=tile)
-    if not by_expert:
-        return packed.product(x, weight, None, run)
-    order, groups = by_expert
-    return packed.experts_product(x, weight, order, groups, run)
+    return {"form": name, "size": size, "bytes": stored.nbytes}
 
 
 if __name__ == "__main__":
