@@ -51,7 +51,7 @@ def test_a_wrong_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         end(logits if run is None else logits * 0, *given, run=run, **memory)
 
     def other_rows(product: Any) -> Any:
-        return lambda x, *given: product(x, *given) * (1 + 0.001 * (len(x) > 1))
+        return lambda x, *given: product(x, *given) * (1 + 0.005 * (len(x) > 1))
 
     wrong = {
         (launch, "sample_rows"): lambda logits, params, at, run: sample(logits, params, at + 1, run=run),

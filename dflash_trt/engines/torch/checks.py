@@ -25,7 +25,6 @@ _SAMPLED = (
     SamplingParams(temperature=0.9, top_k=20, top_p=0.95),
     SamplingParams(temperature=1.0, min_p=0.02),
 )
-_TYPES = torch.bfloat16, torch.float16
 # The error of a result, as a share of its largest number: two roundings to bfloat16.
 _MOST = 2**-7
 # One for each kind of codes and of scales: outputs, inputs, and the rest of `Packing`.
@@ -62,8 +61,9 @@ def problems(
         for name, case in _cases():
             yield name, _differs(case, device)
         yield "GatedDeltaNet", _recurrent(device)
-        yield "PackedLinear", _as_stored(device, run, 0)
-        yield "PackedExperts", _as_stored(device, run, 2)
+        half = torch.bfloat16 if dtype == torch.float32 else dtype
+        yield "PackedLinear", _as_stored(device, run, half, 0)
+        yield "PackedExperts", _as_stored(device, run, half, 2)
 
 
 def _sampled(device: Device, run: launch.Run, vocab: int) -> str:
@@ -208,27 +208,27 @@ def _recurrent(device: Device) -> str:
     return "" if same else "rows that are replayed get other bits"
 
 
-def _as_stored(device: Device, run: launch.Run, experts: int) -> str:
+def _as_stored(device: Device, run: launch.Run, dtype: torch.dtype, experts: int) -> str:
     """Products with weights as they are stored: the weights, rows of passes of two lengths, and their sums."""
     generator = torch.Generator().manual_seed(0)
     for form in (replace(form, experts=experts) for form in _FORMS):
+        name = f"{form.codes} in groups of {form.group}, {dtype}"
         there, wide = random_weight(form, device)
         wide = wide.view(-1, form.outputs, form.inputs)
-        for dtype in _TYPES:
-            last = len(wide) - 1
-            if not torch.equal(products.widen(there.one(last), dtype, run).cpu(), wide[last].to(dtype)):
-                return f"a weight of {form.codes} in groups of {form.group} has other numbers in {dtype}"
-            x = torch.randn(33, form.inputs, generator=generator).to(dtype)
-            logits = torch.randn(33, len(wide), generator=generator)
-            exact = layers.grouped_product({}, x.double(), wide.to(dtype).double(), logits.argmax(1))
-            one, several = (
-                rows_product(x[:n].to(device), there, logits[:n].to(device), run).cpu() for n in (1, 33)
-            )
-            error = float((several.double() - exact).abs().max() / exact.abs().max())
-            if not error <= _MOST:
-                return f"{form.codes} in groups of {form.group} differs by {error:.3f} of the largest number"
-            if not torch.equal(one, several[:1]):
-                return f"{form.codes} in groups of {form.group}: a row depends on the number of rows"
+        last = len(wide) - 1
+        if not torch.equal(products.widen(there.one(last), dtype, run).cpu(), wide[last].to(dtype)):
+            return f"{name}: a weight has other numbers"
+        x = torch.randn(33, form.inputs, generator=generator).to(dtype)
+        logits = torch.randn(33, len(wide), generator=generator)
+        exact = layers.grouped_product({}, x.double(), wide.to(dtype).double(), logits.argmax(1))
+        one, several = (
+            rows_product(x[:n].to(device), there, logits[:n].to(device), run).cpu() for n in (1, 33)
+        )
+        error = float((several.double() - exact).abs().max() / exact.abs().max())
+        if not error <= _MOST:
+            return f"{name}: products differ by {error:.3f} of the largest number"
+        if not torch.equal(one, several[:1]):
+            return f"{name}: a row depends on the number of rows"
     return ""
 
 
