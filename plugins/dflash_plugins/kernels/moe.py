@@ -2,7 +2,7 @@
 
 Most of the time goes into reading the 4-bit weights of the experts in use, so each weight is read once. Tokens are
 grouped by expert, and a program computes a stripe of one expert's outputs for all of its tokens. The weights are the
-left operand, because their many rows fill the tensor cores. The tokens, 8 columns or more, are the right one. Their
+left operand, because their many rows fill the tensor cores. The tokens, 16 columns or more, are the right one. Their
 numbers are arranged once as the tensor cores take those of the weights, so that no step moves a number between threads.
 
 There are five kernels. `route` selects experts, `group` groups tokens, `gate_up` and `down` are the grouped products,
@@ -51,7 +51,7 @@ def arranged_place(column):
     group of 32, whose weights share a scale and lie together, 16 bytes.
     """
     number, word, group = column % 4, column // 4 % 8, column // 32 % 4
-    return column // 128 * 128 + number * 32 + word // 4 * 16 + group * 4 + word % 4
+    return column // 128 * 128 + number * 32 + word // 2 * 8 + group * 2 + word % 2
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -204,7 +204,7 @@ def _weight(words, scale, BRAIN: tl.constexpr):
     # Row, group, three bits of the word, two bits of the number.
     bits_apart = tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3]))
     bits_apart = tl.reshape(bits_apart, [rows, 4, 2, 2, 2, 2, 2])
-    return tl.reshape(tl.permute(bits_apart, (0, 5, 6, 2, 1, 3, 4)), [rows, 128])
+    return tl.reshape(tl.permute(bits_apart, (0, 5, 6, 2, 3, 1, 4)), [rows, 128])
 
 
 @triton.jit
