@@ -122,7 +122,7 @@ class _Upload:
 
 
 def _fill(room: Any, path: str, begin: int) -> None:
-    with open(path, "rb", buffering=0) as file:
+    with open(path, "rb") as file:
         file.seek(begin)
-        if file.readinto(room) < len(room):
+        if file.readinto(room) < len(room):  # which reads as often as a file system needs
             raise OSError(f"{path}: has become shorter")
