@@ -41,10 +41,8 @@ class Packing:
 
     @property
     def tiles(self) -> tuple[Tile, ...]:
-        """The first one that compiles is taken. The largest one leaves too few programs to experts, and too few
-        registers to scales of two levels.
-        """
-        return TILES[self.in_word][1 if self.experts or self.second else 0 :]
+        """The first one that compiles is taken. The largest one leaves too few registers to scales of two levels."""
+        return TILES[self.in_word][1 if self.second else 0 :]
 
     def exact(self, dtype: str) -> bool:
         """Whether the factor of every number is one of this type."""
@@ -67,7 +65,7 @@ TILES = {
     4: (Tile(128, 128, 4, 3), Tile(64, 128, 4, 4), Tile(64, 128, 4, 2)),
     2: (Tile(128, 64, 4, 3), Tile(64, 64, 4, 4), Tile(64, 64, 4, 2)),
 }
-PLAIN_TILES = Tile(64, 32, 4, 4), Tile(64, 32, 4, 2)  # of weights in the compute type
+PLAIN_TILES = tuple(Tile(64, 64, 4, stages) for stages in (4, 3, 2))  # of weights in the compute type
 ROWS = (16, 32, 64)  # tokens of a program
 # Programs that keep the memory of 132 to 188 multiprocessors busy, and inputs of each at least.
 PROGRAMS, SPAN = 512, 512
