@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 
+# Our attention adds up to 2,048 slots alike for any number of sequences: each of its parts has one stripe of them
+# (attention_parts).
+EXACT_CONTEXT = 2100
+
+
 class DeviceArrays:
     """Tensors on the engines' stream. `dflash_trt.decoding.arrays.Arrays` documents the methods.
 
@@ -40,8 +45,6 @@ class DeviceArrays:
 
     most_prompt_rows = 1  # the PREFILL profile has one row of logits
     prompts_wait = False  # a slot has room for a block
-    # Attention adds up to 2,048 slots alike for any number of sequences, a stripe in each part (attention_parts).
-    exact_context = 2100
 
     def __init__(
         self,
@@ -59,6 +62,7 @@ class DeviceArrays:
     ) -> None:
         self._vocab = vocab_size
         self.most_unread = self.most_nodes = block_size
+        self.exact_context = EXACT_CONTEXT if run is not None else 300
         self._capacity = capacity
         self._prompt_lengths = prefill_lengths(prefill_chunk)
         device, self._stream = target.device, target.stream

@@ -52,11 +52,10 @@ def bundle(
     make_draft: Any,
     precision: Precision,
     tree_width: int = 1,
-    max_seq_len: int = 100,
 ) -> Bundle:
     target = make(directory / "target", favourites=6)
     drafter = make_draft(directory / "drafter", target, block_size=4, layers=1)
-    given: dict[str, Any] = {"engine": "torch", "precision": precision, "max_seq_len": max_seq_len}
+    given: dict[str, Any] = {"engine": "torch", "precision": precision, "max_seq_len": 100}
     given["tree_width"] = tree_width
     return build(str(target), str(drafter), directory / "bundle", **given)
 
@@ -152,11 +151,12 @@ def test_a_file_that_ends_within_a_weight_is_refused(tmp_path: Path, gpu: pytest
 
 
 def test_exact_mode_compares_passes_over_as_much_as_attention_divides(
-    tmp_path: Path,
+    wide: Bundle, gpu: pytest.MonkeyPatch
 ) -> None:
     """It has fewer parts for several sequences, which changes no bit where each part has one stripe."""
-    made = bundle(tmp_path, make_target, make_drafter, FLOAT32, max_seq_len=4096)
-    with LLM(made.path, max_batch_size=1, threads=1) as llm:
+    gpu.setattr(opening, "_kernels", lambda wanted: by_operators)
+    with LLM(wide.path, max_batch_size=1) as llm:
+        gpu.setattr(llm._runtime, "max_seq_len", 4096)
         longest = max(map(len, llm._runtime.measured_prompts()))
     assert longest > uses.ATTENTION_STRIPE * uses.ATTENTION_SPLITS
 
