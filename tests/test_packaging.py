@@ -41,7 +41,7 @@ def test_the_core_imports_nothing_that_only_extras_install() -> None:
     with_tensors = {
         "device": "arrays caches engine kernels opening rounds stream",
         "tensorrt": "contexts engine opening",
-        "torch": "checks engine kernels layers opening operators packed program",
+        "torch": "checks engine kernels layers opening operators packed program weights",
     }
     engines = [
         f"dflash_trt.engines.{room}.{n}" for room, names in with_tensors.items() for n in names.split()
