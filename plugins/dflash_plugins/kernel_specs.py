@@ -208,7 +208,8 @@ def route(experts: int, k: int, hidden: int = 0, dtype: str = "", *, grouped: bo
     optional(types, constants, hidden > 0, x=f"*{dtype}", arranged=f"*{dtype}")
     optional(types, constants, not grouped, counts="*i32")
     optional(types, constants, grouped, pairs="*i32", groups="*i32")
-    return Use("moe", "route", types, constants, fp_fusion=True)
+    warps = 8 if experts > 64 else 4  # four would spill the numbers of many experts
+    return Use("moe", "route", types, constants, num_warps=warps, fp_fusion=True)
 
 
 @cache
