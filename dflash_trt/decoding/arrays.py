@@ -29,6 +29,10 @@ class PassEngine(Protocol):
         """Free them and the engine."""
 
 
+# Tokens over which exact mode compares passes: a prompt that is cut into parts.
+EXACT_CONTEXT = 300
+
+
 class Arrays(Protocol):
     """Runs the passes of a pair's engines, and passes their numbers from one pass to the next.
 
@@ -134,7 +138,7 @@ class HostArrays:
     """NumPy arrays. A pass has ended when its engine returns. `Arrays` documents the methods."""
 
     most_nodes = 128  # 78 MB of logits at a vocabulary of 151,936
-    exact_context = 300
+    exact_context = EXACT_CONTEXT
 
     def __init__(
         self,

@@ -100,8 +100,8 @@ class Drafter:
             "start": np.array([start]),
             "block": np.full((1, 2), self.mask_token_id),
         }
-        out = self.arrays.prefill(self.engine, feeds, slot)
-        return [self.arrays.finite(out[name]) for name in ("draft_logprobs",) if name in out]
+        logprobs = self.arrays.prefill(self.engine, feeds, slot).get("draft_logprobs")
+        return [] if logprobs is None else [self.arrays.finite(logprobs)]
 
     def propose(self, active: Sequence[Request], length: int) -> Draft:
         """Run one pass over slots 0 .. n-1: chains of `length` nodes.

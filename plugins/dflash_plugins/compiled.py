@@ -39,7 +39,7 @@ class Compiled:
 
     @property
     def stores(self) -> bool:
-        """Whether the kernel writes anything. Triton 3.7.1 compiles a tile of MoEGateUp for sm_100 to nothing."""
+        """Whether the kernel writes anything. Triton 3.7.1 compiled a tile for sm_100 to nothing."""
         return "st.global" in self.ptx
 
     @property

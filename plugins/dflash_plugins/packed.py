@@ -189,7 +189,7 @@ def experts_product(
 ) -> Tensor:
     """x [rows, inputs], each row by its own expert's weight -> [rows, outputs]. order, groups: see `layers.route`."""
     form, tile = weight.form, weight.tile
-    tokens = _in_step(len(x), form.experts)
+    tokens = in_step(len(x), form.experts)
     y = x.new_empty(len(x), form.outputs)
     given = {"rows": len(x), "order": order, "groups": groups}
     use = product_use(form, TYPE_NAMES[x.dtype], tokens, tile, biased=False)
@@ -203,13 +203,13 @@ def plain_product(
     """`experts_product` with weights [experts, outputs, inputs] of x's type, bfloat16 or float16."""
     experts, outputs, inputs = weight.shape
     y = x.new_empty(len(x), outputs)
-    use = plain_use(outputs, inputs, TYPE_NAMES[x.dtype], _in_step(len(x), experts), tile)
+    use = plain_use(outputs, inputs, TYPE_NAMES[x.dtype], in_step(len(x), experts), tile)
     grid = -(-outputs // tile.block_n), len(groups)
     run(use, grid, x=x, weight=weight, order=order, groups=groups, y=y)
     return y
 
 
-def _in_step(rows: int, experts: int) -> int:
+def in_step(rows: int, experts: int) -> int:
     """Rows of a step: most experts have theirs in one. Their number changes no bit of them."""
     return next((count for count in ROWS if count * experts >= 2 * rows), ROWS[-1])
 

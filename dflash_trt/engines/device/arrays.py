@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from dflash_plugins.launch import Accepted, accept_block, sample_rows, sampling_memory
 
+from dflash_trt.decoding.arrays import EXACT_CONTEXT
 from dflash_trt.decoding.draft import Candidates, Draft, Verified, chain_rows
 from dflash_trt.decoding.request import Request
 from dflash_trt.engines.device.engine import DeviceEngine
@@ -31,7 +32,7 @@ Array = np.ndarray[Any, Any]
 
 # Our attention adds up to 2,048 slots alike for any number of sequences: each of its parts has one stripe of them
 # (attention_parts).
-EXACT_CONTEXT = 2100
+DIVIDED_CONTEXT = 2100
 
 
 class DeviceArrays:
@@ -62,7 +63,7 @@ class DeviceArrays:
     ) -> None:
         self._vocab = vocab_size
         self.most_unread = self.most_nodes = block_size
-        self.exact_context = EXACT_CONTEXT if run is not None else 300
+        self.exact_context = EXACT_CONTEXT if run is None else DIVIDED_CONTEXT
         self._capacity = capacity
         self._prompt_lengths = prefill_lengths(prefill_chunk)
         device, self._stream = target.device, target.stream

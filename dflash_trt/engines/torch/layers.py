@@ -279,9 +279,8 @@ def mxfp4_experts(
         weights = gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias
         packed = ours.PackedExperts(*weights, *(a[name] for name in ("k", "alpha", "beta", "limit")))
         given = x.contiguous(), router.contiguous(), packed
-        # Most experts have their tokens in one step. Their number changes no bit of them.
-        fits = (t for t in uses.TILES[:3] if t.tokens * len(gate_up) >= 2 * len(x) * a["k"])
-        tiles = next(fits, uses.TILES[2]), *uses.TILES
+        tokens = products.in_step(len(x) * a["k"], len(gate_up))
+        tiles = sorted(uses.TILES, key=lambda tile: tile.tokens != tokens)
         if (y := layer.first("experts", lambda run, tile: ours.moe(*given, tile, run), tiles)) is not None:
             return y
     shares, best, _, _ = route(a, router)

@@ -165,9 +165,8 @@ def merge(
         summed += tl.exp2(sink - base)
     if splits == 1:  # as of a prompt's many rows
         seen = (column < D) & (tl.load(total + row) != 0)
-        value = tl.load(partial + row.to(tl.int64) * D + column, mask=seen, other=0.0) * tl.sum(
-            weight, axis=0
-        )
+        value = tl.load(partial + row.to(tl.int64) * D + column, mask=seen, other=0.0)
+        value *= tl.sum(weight, axis=0)
     else:
         at = part.to(tl.int64)[:, None] * D + column[None, :]
         values = tl.load(partial + at, mask=used[:, None] & (column < D)[None, :], other=0.0)
