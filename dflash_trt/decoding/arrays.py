@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import inf, isfinite
 from time import perf_counter
 from typing import Any, Protocol
@@ -45,6 +46,7 @@ class Arrays(Protocol):
     most_prompt_rows: the most rows of a prompt that one pass may give logits for.
     exact_context: the tokens of the longest prompt that exact mode compares passes over.
     most_nodes: the most nodes of a request that one pass verifies.
+    asynchronous: whether `decode` returns before its pass has ended.
     """
 
     most_unread: int
@@ -53,6 +55,7 @@ class Arrays(Protocol):
     most_prompt_rows: int
     exact_context: int
     most_nodes: int
+    asynchronous: bool
 
     def prefill(self, engine: Any, feeds: Mapping[str, Any], slot: int) -> Mapping[str, Any]:
         """Run a pass over one sequence, in this slot."""
@@ -71,6 +74,9 @@ class Arrays(Protocol):
 
     def seconds(self, begin: Any, end: Any) -> float:
         """The time between two points, once the pass between them has ended."""
+
+    def stream(self) -> AbstractContextManager[Any]:
+        """Within this, the thread's work between passes is ordered with them, at no further cost."""
 
     def wait(self) -> None:
         """Wait until all passes have ended."""
@@ -137,6 +143,7 @@ def chosen(nodes: Sequence[int]) -> Any:
 class HostArrays:
     """NumPy arrays. A pass has ended when its engine returns. `Arrays` documents the methods."""
 
+    asynchronous = False
     most_nodes = 128  # 78 MB of logits at a vocabulary of 151,936
     exact_context = EXACT_CONTEXT
 
@@ -175,6 +182,9 @@ class HostArrays:
 
     def seconds(self, begin: float, end: float) -> float:
         return end - begin
+
+    def stream(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     def wait(self) -> None:
         pass

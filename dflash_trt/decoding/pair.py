@@ -149,12 +149,20 @@ class Pair:
 
     def verify(self, active: Sequence[Request], draft: Draft) -> Verified:
         """Run one target pass over the nodes of slots 0 .. n-1. Only a pair for `trees` takes trees."""
+        return self.verified(active, draft, self.start(active, draft))
+
+    def start(self, active: Sequence[Request], draft: Draft) -> Any:
+        """Start the pass of `verify`. Returns what `verified` needs, before any other pass."""
         feeds = self._feeds(draft.tokens, [request.committed for request in active], draft.parents)
         begin = self.arrays.now()
         out = self.arrays.decode(self.target, feeds)
         self._verified = begin, self.arrays.now()
         self._features = out["features"]
-        verified = self.arrays.verified(active, draft, out)
+        return out
+
+    def verified(self, active: Sequence[Request], draft: Draft, outputs: Any) -> Verified:
+        """The result of a pass that was started. Waits for it."""
+        verified = self.arrays.verified(active, draft, outputs)
         padded = self._width(len(active), draft.nodes) > draft.nodes
         return _without_padding(verified, draft) if padded else verified
 

@@ -235,6 +235,8 @@ class Queue:
 
     def leaving(self, now: float) -> list[Request]:
         """The requests that leave at this time of perf_counter, each once. They are watched no longer."""
+        if not self._cancelled and not self._deadlines:
+            return []
         leaving, self._cancelled = self._cancelled, []
         while self._deadlines and self._deadlines[0][0] <= now:
             leaving.append(heapq.heappop(self._deadlines)[2])

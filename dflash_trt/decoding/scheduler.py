@@ -7,7 +7,7 @@ others by that many tokens per step. A round drafts a block for every active req
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -25,6 +25,17 @@ from dflash_trt.decoding.slots import Reuse, Slots
 Array = np.ndarray[Any, Any]
 
 
+@dataclass(slots=True)
+class _Launched:
+    """A round whose passes were started. begin: a time of perf_counter."""
+
+    begin: float
+    active: list[Request]
+    proposed: Draft
+    draft: Draft
+    outputs: Any
+
+
 class Scheduler:
     """Requests enter by `submit`, and `step` returns their results. `DecodingLoop` documents the methods.
 
@@ -40,6 +51,7 @@ class Scheduler:
         self.filling: Request | None = None  # its prompt has been read in part
         self.metrics = Metrics()
         self.cut_short = False
+        self._held: list[Emission] = []  # of the last round, for `parts`
 
     @property
     def most_tree_nodes(self) -> int:
@@ -85,6 +97,7 @@ class Scheduler:
 
     def clear(self) -> None:
         """Drop every request. After an interrupted step also drop all rows, because they may be anything."""
+        self._held = []
         if self.cut_short:
             self.waiting, self.active, self.filling = Queue(), [], None
             self.forget()
@@ -106,19 +119,37 @@ class Scheduler:
         An error of one request ends that request. This raises only an engine's failure or an interruption. Then
         `clear` drops every request and repairs the scheduler.
         """
-        return [emission for part in self.parts(lengths) for emission in part]
+        with self.pair.arrays.stream():
+            return [emission for part in self._parts(lengths, hold=False) for emission in part]
 
     def parts(self, lengths: Lengths) -> Iterator[list[Emission]]:
         """Do one `step`, and give the results as they come: those of the round, then each first token.
 
+        A GPU would wait while a consumer takes the results of a round. So these come in the next step instead, once its
+        passes are under way, unless prompts are read before or no request is left.
+
         A consumer that does not take all parts leaves the step cut short.
         """
+        return self._parts(lengths, hold=self.pair.arrays.asynchronous)
+
+    def _parts(self, lengths: Lengths, *, hold: bool) -> Iterator[list[Emission]]:
         self.cut_short = True
-        emissions = self._leave_early()
+        emissions, self._held = self._held + self._leave_early(), []
+        budget = self.pair.prefill_chunk
         if self.active:
             self._close_up()
-            emissions += self._round(lengths)
-        budget = self.pair.prefill_chunk
+            try:
+                with self.pair.arrays.stream():
+                    launched = self._launch(lengths)
+            finally:  # a failure comes after the results before it
+                if hold and emissions:
+                    yield self._counted(emissions)
+                    emissions = []
+            with self.pair.arrays.stream():
+                emissions += self._decide(launched, lengths)
+            if hold and self.active and not self._reads_on(budget):
+                self._held, self.cut_short = emissions, False
+                return
         while budget > 0 and self._reads_on(budget):
             if emissions:
                 yield self._counted(emissions)
@@ -127,11 +158,16 @@ class Scheduler:
         yield self._counted(emissions)
         self.cut_short = False
 
-    def _round(self, lengths: Lengths) -> list[Emission]:
-        """Draft, verify and commit tokens of every active request."""
+    def _launch(self, lengths: Lengths) -> _Launched:
+        """Draft for every active request, and start the target's pass over the drafts."""
         begin, active = perf_counter(), list(self.active)
         proposed, draft = self._draft(active, lengths)
-        verified = self.pair.verify(active, draft)
+        return _Launched(begin, active, proposed, draft, self.pair.start(active, draft))
+
+    def _decide(self, launched: _Launched, lengths: Lengths) -> list[Emission]:
+        """Commit the tokens that the target decides."""
+        active, proposed, draft = launched.active, launched.proposed, launched.draft
+        verified = self.pair.verified(active, draft, launched.outputs)
         verdicts, emissions = list[Verdict](), list[Emission]()
         for request in active:
             verdict, emission = self._commit(request, draft, verified)
@@ -142,7 +178,7 @@ class Scheduler:
         decided = [active[slot].output[-len(verdicts[slot].path) - 1 :] for slot in judged]
         self.metrics.observe_round(draft.nodes)
         draft_time, verify_time = self.pair.drafter.seconds, self.pair.verify_time
-        host_time = perf_counter() - begin - draft_time - verify_time
+        host_time = perf_counter() - launched.begin - draft_time - verify_time
         ended = sum(request.stop.finish_reason is not None for request in active)
         times = draft_time, verify_time, host_time
         read = self.pair.drafter.most_read
@@ -187,7 +223,9 @@ class Scheduler:
 
         The requests that draft have limits of their own.
         """
-        own = [self.most_tree_nodes or 1, *(r.options.tree_nodes for r in self.active if r.takes_drafts)]
+        if not self.most_tree_nodes:
+            return 1
+        own = [self.most_tree_nodes, *(r.options.tree_nodes for r in self.active if r.takes_drafts)]
         room = self.pair.capacity - 1 - max(r.committed for r in self.active)
         return min([room, *(nodes for nodes in own if nodes is not None)])
 
@@ -303,6 +341,8 @@ class Scheduler:
 
     def _close_up(self) -> None:
         """Move active requests to the first slots, with one copy per gap."""
+        if all(request.slot == slot for slot, request in enumerate(self.active)):
+            return
         taken = {request.slot for request in self.active}
         gaps = [slot for slot in range(len(self.active)) if slot not in taken]
         beyond = [request for request in self.active if request.slot >= len(self.active)]

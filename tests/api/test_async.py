@@ -170,14 +170,14 @@ def test_first_chunks_and_ends_are_delivered_before_others(bundle, monkeypatch) 
 def test_who_leaves_frees_the_slot_before_the_next_round(bundle, how, monkeypatch) -> None:
     async def body(llm: AsyncLLM) -> None:
         scheduler, rounds = llm._runtime.scheduler, list[list[Request]]()
-        decode = scheduler._round
+        decode = scheduler._launch
 
         def watched(lengths: Any) -> Any:
             rounds.append(list(scheduler.active))
             time.sleep(0.005)
             return decode(lengths)
 
-        monkeypatch.setattr(scheduler, "_round", watched)
+        monkeypatch.setattr(scheduler, "_launch", watched)
         other = asyncio.create_task(llm.generate(prompt(5), LONG))
         whole = asyncio.create_task(llm.generate(prompt(9), LONG)) if how == "generate" else None
         if whole is None:
@@ -223,7 +223,7 @@ def test_a_timeout_ends_with_the_tokens_so_far(bundle, alone, stream_interval, m
             await llm.generate([])
         with pytest.raises(RequestError, match="expected a SamplingParams"):
             await llm.generate(prompt(9), {"max_tokens": 3})  # type: ignore[arg-type]
-        verify = llm._runtime.pair.verify
+        start = llm._runtime.pair.start
         whole = await llm.generate(prompt(9), LONG)
         passes = []
 
@@ -233,9 +233,9 @@ def test_a_timeout_ends_with_the_tokens_so_far(bundle, alone, stream_interval, m
                 monkeypatch.setattr(
                     "dflash_trt.decoding.scheduler.perf_counter", lambda: perf_counter() + 1000
                 )
-            return verify(*arguments)
+            return start(*arguments)
 
-        llm._runtime.pair.verify = until_too_late  # type: ignore[method-assign]
+        llm._runtime.pair.start = until_too_late  # type: ignore[method-assign]
         chunks = [chunk async for chunk in llm.stream(prompt(9), LONG, timeout=600)]
         tokens = [token for chunk in chunks for token in chunk.token_ids]
         assert chunks[-1].finish_reason == "timeout"
@@ -308,14 +308,14 @@ def test_an_error_inside_the_context_cancels_what_runs(bundle) -> None:
 def test_an_engine_failure_reaches_every_stream_and_later_requests(bundle) -> None:
     async def main() -> None:
         llm = AsyncLLM(bundle, max_batch_size=2, threads=1)
-        verify, calls = llm._runtime.pair.verify, iter(range(100))
+        start, calls = llm._runtime.pair.start, iter(range(100))
 
         def failing(*args: Any) -> Any:
             if next(calls) == 5:
                 raise MemoryError("no room for a pass")
-            return verify(*args)
+            return start(*args)
 
-        llm._runtime.pair.verify = failing  # type: ignore[method-assign]
+        llm._runtime.pair.start = failing  # type: ignore[method-assign]
         tasks = [asyncio.create_task(llm.generate(prompt(5, i), LONG)) for i in range(5)]
         for outcome in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(outcome, DFlashError)
@@ -332,8 +332,8 @@ def test_an_engine_failure_reaches_every_stream_and_later_requests(bundle) -> No
 def test_an_engine_failure_comes_after_the_tokens_before_it(bundle) -> None:
     async def main() -> None:
         llm = AsyncLLM(bundle, threads=1, stream_interval=1e9)
-        verify, calls = llm._runtime.pair.verify, iter(range(100))
-        llm._runtime.pair.verify = lambda *a: verify(*a) if next(calls) < 5 else 1 / 0  # type: ignore[method-assign]
+        start, calls = llm._runtime.pair.start, iter(range(100))
+        llm._runtime.pair.start = lambda *a: start(*a) if next(calls) < 5 else 1 / 0  # type: ignore[method-assign]
         stream = llm.stream(prompt(5), LONG, speculate=False)
         assert [len((await anext(stream)).token_ids) for _ in range(2)] == [1, 5]
         with pytest.raises(DFlashError, match="engine failed: ZeroDivisionError"):

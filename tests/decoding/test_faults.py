@@ -75,9 +75,10 @@ faults = st.just([None] * 14) | st.lists(each, min_size=14, max_size=14)
     seed=st.integers(0, 1000),
     target=st.sampled_from([None, None, 37, 61, 400]),
     drafter=st.sampled_from([None, None, 37, 61, 400]),
+    asynchronous=st.booleans(),
 )
 def test_any_schedule_with_any_faults_gives_each_request_its_own_tokens(
-    arrivals, faults, batch, spare, chunk, seed, target, drafter
+    arrivals, faults, batch, spare, chunk, seed, target, drafter, asynchronous
 ) -> None:
     """Arrivals, cancellations and deadlines at any step, any neighbours, block lengths and pools. Also numbers that are
     not finite in both models, and errors and panics in the host's code.
@@ -85,6 +86,7 @@ def test_any_schedule_with_any_faults_gives_each_request_its_own_tokens(
     longest = max(len(a["prefix"]) + a["length"] + a["max_tokens"] for a in arrivals)
     pool = Pool(batch, batch + spare, chunk=chunk, max_seq_len=longest)
     pool.target.not_a_number, pool.drafter.not_a_number = every(target), every(drafter)
+    pool.pair.arrays.asynchronous = asynchronous
     lengths, clock = AnyLengths(seed), Clock()
     due: list[tuple[int, int, Request, Any]] = []
     got, texts = dict[Request, list[int]](), dict[Request, str]()
@@ -108,7 +110,7 @@ def test_any_schedule_with_any_faults_gives_each_request_its_own_tokens(
                     pool.scheduler.submit(made)
                 if leaves == step:
                     pool.scheduler.cancel(made)
-            for emission in pool.scheduler.step(lengths):
+            for emission in [each for part in pool.scheduler.parts(lengths) for each in part]:
                 assert emission.request not in ends, "an emission after the end"
                 got[emission.request] += emission.token_ids
                 texts[emission.request] += emission.text

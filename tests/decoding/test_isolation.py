@@ -213,14 +213,14 @@ def test_a_failed_pass_ends_each_request_and_the_next_call_begins_afresh(bundle:
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     with LLM(bundle, threads=1) as llm:
         expected = llm.generate(prompt(9), params).token_ids
-        verify, calls = llm._runtime.pair.verify, iter(range(4))
+        start, calls = llm._runtime.pair.start, iter(range(4))
 
         def failing(*given: Any) -> Any:
             if next(calls, None) == 3:
                 raise RuntimeError("out of order")
-            return verify(*given)
+            return start(*given)
 
-        llm._runtime.pair.verify = failing  # type: ignore[method-assign]
+        llm._runtime.pair.start = failing  # type: ignore[method-assign]
         with pytest.raises(EngineError, match="the engine failed: RuntimeError: out of order") as error:
             llm.generate([prompt(9), prompt(12)], params, block_length=2)
         assert isinstance(error.value.__cause__, RuntimeError)

@@ -95,6 +95,44 @@ def test_first_tokens_come_before_the_next_prompt_is_read() -> None:
     assert not pool.scheduler.cut_short
 
 
+def test_a_gpu_starts_the_next_pass_before_a_consumer_takes_the_results_of_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At a failure, before it. A prompt, and the end of all requests, do not let them wait."""
+    pool, lengths, order = Pool(2, 4), Lengths(3), list[str]()
+    pool.pair.arrays.asynchronous = True
+    start = pool.pair.start
+
+    def started(*given: Any) -> Any:
+        order.append("pass")
+        return start(*given)
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            for part in pool.scheduler.parts(lengths):
+                order.extend("first" if emission.request is second else "tokens" for emission in part)
+
+    monkeypatch.setattr(pool.pair, "start", started)
+    one, second = (request(prompt(4, i), SamplingParams(max_tokens=n)) for i, n in ((1, 40), (2, 1)))
+    pool.scheduler.submit(one)
+    steps(3)
+    assert order == ["tokens", "pass", "pass", "tokens"]
+    pool.scheduler.submit(second)
+    steps(2)
+    assert order[4:] == ["pass", "tokens", "tokens", "first", "pass"]
+    monkeypatch.setattr(pool.pair, "start", lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        steps(1)
+    assert order[9:] == ["tokens"]
+    pool.scheduler.clear()
+    order.clear()
+    monkeypatch.setattr(pool.pair, "start", started)
+    pool.scheduler.submit(request(prompt(4, 1), SamplingParams(max_tokens=4)))
+    steps(2)
+    assert order == ["tokens", "pass", "tokens"]
+    assert pool.scheduler.idle
+
+
 @pytest.mark.parametrize("state", ["waiting", "filling", "active"])
 @pytest.mark.parametrize("how", ["cancelled", "timeout"])
 def test_who_leaves_is_gone_before_the_next_round(state: str, how: str, clock: Clock) -> None:

@@ -73,7 +73,7 @@ def test_every_form_holds_in_a_batch_with_others(llm: LLM, block_length: int | N
 def test_only_drafts_that_fit_are_verified(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A form compiled anew accepts every draft that counts."""
     form, pair, seen = StructuredOutputs(json_object=True), llm._runtime.pair, list[int]()
-    verify = pair.verify  # type: ignore[union-attr]
+    start = pair.start  # type: ignore[union-attr]
 
     def watched(active: Any, draft: Any) -> Any:
         (request,) = active
@@ -85,9 +85,9 @@ def test_only_drafts_that_fit_are_verified(llm: LLM, monkeypatch: pytest.MonkeyP
             assert fresh.allowed()[token]
             fresh.add(token)
         seen.append(len(tokens) - 1)
-        return verify(active, draft)
+        return start(active, draft)
 
-    monkeypatch.setattr(pair, "verify", watched)
+    monkeypatch.setattr(pair, "start", watched)
     llm.generate(PROMPT, asks(form, max_tokens=40, temperature=0.7, seed=3), block_length=8)
     assert 0 < sum(seen) < 7 * len(seen)
 

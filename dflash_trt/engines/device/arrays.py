@@ -8,6 +8,7 @@ drafts before, if it makes trees of them or fits them to a structure.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from dflash_trt.engines.device.engine import DeviceEngine
 from dflash_trt.engines.device.kernels import compiles_here
 from dflash_trt.engines.device.rounds import RoundMemory
 from dflash_trt.engines.device.sizes import DECODE, PREFILL, fitting, prefill_lengths
-from dflash_trt.engines.device.stream import DeviceArray, now, on, seconds
+from dflash_trt.engines.device.stream import Clock, DeviceArray, HostStream, on
 
 if TYPE_CHECKING:
     from dflash_plugins.launch import Run
@@ -67,6 +68,9 @@ class DeviceArrays:
         self._capacity = capacity
         self._prompt_lengths = prefill_lengths(prefill_chunk)
         device, self._stream = target.device, target.stream
+        self.asynchronous = not isinstance(self._stream, HostStream)
+        # Of a round: a drafter's pass for each slot, one for all, and the target's.
+        self._clock = Clock(self._stream, 2 * slots + 4)
         self._target, self._drafter = target, drafter
         dtype = (drafter or target).dtypes["features"]
         self._unread = torch.zeros((slots, block_size, feature_size), dtype=dtype, device=device)
@@ -191,10 +195,13 @@ class DeviceArrays:
         return fitting(nodes, self._round.widths)
 
     def now(self) -> Any:
-        return now(self._stream)
+        return self._clock.now()
 
     def seconds(self, begin: Any, end: Any) -> float:
-        return seconds(begin, end)
+        return self._clock.seconds(begin, end)
+
+    def stream(self) -> AbstractContextManager[Any]:
+        return on(self._stream)
 
     def wait(self) -> None:
         self._stream.synchronize()
@@ -275,9 +282,9 @@ class DeviceArrays:
             on_host("accepted", n),
             on_host("next_token", n),
             decided=decided,
-            finite=None if finite.all() else finite,
+            finite=None if _all(finite) else finite,
             logits=rows,
-            drafts_finite=[bool(row.all()) for row in said],
+            drafts_finite=[True] * n if _all(said) else [bool(row.all()) for row in said],
             sampled=None if chains else np.where(finite, on_host("sampled", n, width), -1),
         )
 
@@ -295,7 +302,7 @@ class DeviceArrays:
     def add_unread(self, slot: int, at: int, features: torch.Tensor, nodes: Sequence[int]) -> None:
         count = len(nodes)
         chain = nodes[-1] < count <= self._kept.shape[1] and at + count <= self.most_unread
-        if not chain or self._places[slot : slot + 1] != [at] or not self._kept[slot, :count].all():
+        if not chain or self._places[slot : slot + 1] != [at] or not _all(self._kept[slot, :count]):
             first, place = slot * self._features.shape[1], slot * self.most_unread + at
             self._committed += [(first + node, place + i) for i, node in enumerate(nodes)]
 
@@ -352,3 +359,8 @@ class DeviceArrays:
             tokens, rows = (part(name, n, length) for name in ("tokens", "rows"))
             accept_block(tokens, rows, sampled, made=Accepted(*made), run=self.run)
         return True
+
+
+def _all(truths: Array) -> bool:
+    """As `truths.all()`, in a tenth of its time where there are few."""
+    return bool(np.count_nonzero(truths) == truths.size)

@@ -54,6 +54,7 @@ class RoundMemory:
         self._counters = torch.zeros(slots * block_size, dtype=torch.int32, device=device)
         self._nodes = torch.arange(block_size, device=device)
         self._spare = torch.zeros(slots * block_size, dtype=torch.int64, device=device)
+        self._starts: dict[tuple[str, int], dict[str, torch.Tensor]] = {}  # of `_begin`, by role and batch
         self._wider: dict[Any, torch.Tensor] = {}  # places of the tokens of one shape in those of another
         self._sent = b""  # the inputs that are on the device
         self._rows: tuple[int, ...] | None = None  # the shape for which the target's rows are filled
@@ -140,7 +141,7 @@ class RoundMemory:
 
     def place(self, places: Sequence[int]) -> Sequence[int]:
         """Where the features of this round's chains shall wait. It reaches the device with the next pass."""
-        self._host_parts["places"][: len(places)] = places
+        self._write("places", places)
         return places
 
     def rows(self, committed: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -179,15 +180,16 @@ class RoundMemory:
             for name, numbers in chain_rows(*self._block).items() if self._tree_width > 1 else ():
                 self._put(name, numbers)
         own = self._begin("drafter", start)
-        own["n_features"] = self._put("n_features", [*count, *[0] * (batch - len(count))])
+        self._write("n_features", [*count.tolist(), *[0] * (batch - len(count))])
         self._send(self._upload)
-        return {**own, "block": block, "features": unread[:batch]}
+        counts = self.part("n_features", batch)
+        return {**own, "n_features": counts, "block": block, "features": unread[:batch]}
 
     def target_feeds(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         """The feeds of a pass, for the idle slots too. Its rows [n, N] may be more than its tokens."""
         start, tokens = feeds["start"], feeds["tokens"]
         shape = fitting(len(start), self.batches), feeds["rows"].shape[1]
-        given = self._begin("target", start)
+        given = dict(self._begin("target", start))
         for name in feeds.keys() & {"depths", "visible"}:
             given[name] = self._put(name, _repeated(feeds[name], shape[0]))
         numbers = tokens if isinstance(tokens, np.ndarray) else self._given
@@ -286,12 +288,21 @@ class RoundMemory:
         idle = [min(rows.last(slot), last) for slot in range(n, batch)]
         starts = start.tolist()
         numbers = {"start": starts + idle, **rows.bases(starts, len(idle))}
-        return {name: self._put(f"{role}_{name}", values) for name, values in numbers.items()}
+        for name, values in numbers.items():
+            self._write(f"{role}_{name}", values)
+        if (begun := self._starts.get((role, batch))) is None:
+            begun = {name: self.part(f"{role}_{name}", batch) for name in numbers}
+            self._starts[role, batch] = begun
+        return begun
+
+    def _write(self, name: str, numbers: Array | Sequence[int]) -> None:
+        """The first numbers of a part, which reach the device when the inputs are sent."""
+        self._host_parts[name][: len(numbers)] = numbers
 
     def _put(self, name: str, given: Array | Sequence[int]) -> torch.Tensor:
         """A part with these numbers, which reach the device when the inputs are sent."""
         numbers = np.asarray(given)
-        self._host_parts[name][: numbers.size] = numbers.ravel()
+        self._write(name, numbers.ravel())
         return self.part(name, *numbers.shape)
 
     def _send(self, part: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from itertools import cycle
 from time import perf_counter
 from typing import Any
 
@@ -22,23 +24,47 @@ class HostStream:
         """Nothing is left to wait for."""
 
 
+_HERE = contextlib.nullcontext()
+_entered = threading.local()  # the stream that this thread's work goes to
+
+
 def on(stream: Any) -> contextlib.AbstractContextManager[Any]:
-    """Let torch's work go to a stream."""
-    return contextlib.nullcontext() if isinstance(stream, HostStream) else torch.cuda.stream(stream)
+    """Let torch's work go to a stream. Within it, a further call costs nothing."""
+    if isinstance(stream, HostStream) or getattr(_entered, "stream", None) is stream:
+        return _HERE
+    return _enter(stream)
 
 
-def now(stream: Any) -> Any:
-    """A point in a stream's work."""
-    if isinstance(stream, HostStream):
-        return perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(stream)
-    return event
+@contextlib.contextmanager
+def _enter(stream: Any) -> Iterator[None]:
+    before, _entered.stream = getattr(_entered, "stream", None), stream
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        _entered.stream = before
 
 
-def seconds(begin: Any, end: Any) -> float:
-    """The time between two points of `now`, once the second has been reached."""
-    return end - begin if isinstance(begin, float) else float(begin.elapsed_time(end)) / 1e3
+class Clock:
+    """Points in a stream's work. The last `points` of them may be asked about."""
+
+    def __init__(self, stream: Any, points: int) -> None:
+        self._stream, events = stream, list[Any]()
+        if not isinstance(stream, HostStream):
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(points)]
+        self._events = cycle(events)
+
+    def now(self) -> Any:
+        """A point after the work so far."""
+        if isinstance(self._stream, HostStream):
+            return perf_counter()
+        event = next(self._events)
+        event.record(self._stream)
+        return event
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """The time between two points, once the second has been reached."""
+        return end - begin if isinstance(begin, float) else float(begin.elapsed_time(end)) / 1e3
 
 
 class DeviceArray:

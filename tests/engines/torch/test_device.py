@@ -192,15 +192,21 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 def counted(llm: LLM, gpu: pytest.MonkeyPatch) -> list[Any]:
     """What each round from now on allocates, copies and waits for."""
     rounds: list[Any] = []
-    step = llm._runtime.scheduler._round
+    scheduler = llm._runtime.scheduler
+    launch, decide = scheduler._launch, scheduler._decide
 
-    def counting(*given: Any, **named: Any) -> Any:
+    def counting(*given: Any) -> Any:
         before = Cuda.counts.copy()
-        made = step(*given, **named)
+        return before, launch(*given)
+
+    def counted(launched: Any, *given: Any) -> Any:
+        before, round_ = launched
+        made = decide(round_, *given)
         rounds.append(Cuda.counts - before)
         return made
 
-    gpu.setattr(llm._runtime.scheduler, "_round", counting)
+    gpu.setattr(scheduler, "_launch", counting)
+    gpu.setattr(scheduler, "_decide", counted)
     return rounds
 
 
