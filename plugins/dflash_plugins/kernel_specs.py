@@ -408,3 +408,12 @@ def router(experts: int, hidden: int, dtype: str, *, biased: bool) -> Use:
     constants: dict[str, Any] = {"D": hidden, "E": experts, "OUTPUTS": ROUTER_OUTPUTS, "COLUMNS": 1024}
     optional(types, constants, biased, bias="*fp32")
     return Use("layers", "router", types, constants)
+
+
+@cache
+def best_token(count: int, dtype: str = "") -> Use:
+    """The kernel of the best of `count` tokens. Without a type, of so many stripes' best tokens."""
+    types = typed(fp32="largest logprob", i64="token") | {"logits": f"*{dtype or 'fp32'}"}
+    constants: dict[str, Any] = {"COUNT": count, "STRIPE": min(TILE_TOKENS, power_of_two(count))}
+    optional(types, constants, not dtype, tokens="*i64", logprobs="*fp32")
+    return Use("layers", "best_token", types, constants, num_warps=4 if dtype else 1)

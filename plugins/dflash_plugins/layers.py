@@ -1,5 +1,5 @@
 """Launch the kernels of a layer on contiguous torch tensors: attention, experts, Gated DeltaNet, and what lies between
-products.
+products, and the best tokens of a head's logits.
 """
 
 from __future__ import annotations
@@ -227,3 +227,19 @@ def router(x: Tensor, weight: Tensor, bias: Tensor | None, *, run: Run = by_trit
     grid = len(x), -(-len(weight) // uses.ROUTER_OUTPUTS)
     run(use, grid, x=x, weight=weight, bias=bias, logits=logits)
     return logits
+
+
+def best_token(logits: Tensor, *, run: Run = by_triton) -> tuple[Tensor, Tensor]:
+    """The first token with the largest logit of each row of logits [rows, V], int64 [rows, 1], and its log-probability,
+    float32 [rows, 1]. That is not finite if a logit is NaN or infinity, or all are -infinity.
+    """
+    rows, vocab = logits.shape
+    stripes, types = uses.vocabulary_tiles(vocab), (torch.float32, torch.int64, torch.float32)
+    empty = [logits.new_empty(rows, stripes, dtype=each) for each in types]
+    made = dict(zip(("largest", "token", "logprob"), empty, strict=True))
+    run(uses.best_token(vocab, TYPE_NAMES[logits.dtype]), (rows, stripes), logits=logits, **made)
+    if stripes > 1:
+        given = dict(zip(("logits", "tokens", "logprobs"), empty, strict=True))
+        made = {name: each.new_empty(rows, 1) for name, each in made.items()}
+        run(uses.best_token(stripes), (rows, 1), **given, **made)
+    return made["token"], made["logprob"]

@@ -30,6 +30,7 @@ def test_right_kernels_pass() -> None:
     assert found == dict.fromkeys(found, "")
     assert found.keys() == names | {
         "AddNorm",
+        "BestToken",
         "Gate",
         "PlaceHeads",
         "Router",
@@ -42,6 +43,7 @@ def test_right_kernels_pass() -> None:
 def test_a_wrong_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     sample, attend, experts, delta = launch.sample_rows, layers.attention, layers.moe, layers.gated_delta_net
     gate, end, plain = layers.gate, launch.end_round, packed.plain_product
+    best = layers.best_token
 
     def other_state(*given: Any, run: Any) -> Any:
         state, replayed = given[4], given[6]
@@ -59,6 +61,7 @@ def test_a_wrong_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         (layers, "attention"): lambda *given, sinks, **options: attend(*given, **options),
         (layers, "moe"): lambda x, logits, *given: experts(x, -logits, *given),
         (layers, "gated_delta_net"): other_state,
+        (layers, "best_token"): lambda x, **options: best(x.flip(1), **options),
         (layers, "gate"): lambda x, **options: gate(-x, **options),
         (packed, "product"): other_rows(packed.product),
         (packed, "experts_product"): other_rows(packed.experts_product),
@@ -74,6 +77,7 @@ def test_a_wrong_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             "Attention",
             "MoE",
             "GatedDeltaNet",
+            "BestToken",
             "Gate",
             "GroupedProduct",
             "PackedLinear",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from dflash_plugins import layers as launch
-from dflash_plugins.launch import by_triton
+from dflash_plugins.launch import TYPE_NAMES, by_triton
 
 from dflash_trt.engines.torch import kernels, layers
 
@@ -53,6 +53,28 @@ def test_a_router(dtype: torch.dtype, *, biased: bool) -> None:
     got = launch.router(x, weight, bias)
     close(got, layers.router({}, x, weight, bias))
     assert torch.equal(launch.router(x[1:2].contiguous(), weight, bias), got[1:2])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
+@pytest.mark.parametrize("dtype", TYPE_NAMES, ids=TYPE_NAMES.values())
+@pytest.mark.parametrize("vocab", [300, 4097, 9001])
+def test_best_tokens(vocab: int, dtype: torch.dtype) -> None:
+    """Of several largest logits the first, whatever other rows a pass has. No log-probability of a NaN is finite."""
+    logits = 3 * drawn(5, vocab, dtype=dtype)
+    logits[1] = 0.5
+    logits[2, : vocab - 1] = -torch.inf
+    logits[3, vocab - 200] = logits[3, 150] = 20
+    logits[4, 0], logits[4, 1:] = -0.0, -logits[4, 1:].abs()
+    token, logprob = launch.best_token(logits)
+    expected, place = logits.float().log_softmax(-1).max(-1, keepdim=True)
+    assert token.tolist() == logits.argmax(-1, keepdim=True).tolist() == place.tolist()
+    assert token[1:4, 0].tolist() == [0, vocab - 1, 150 if vocab > 350 else 100]
+    torch.testing.assert_close(logprob, expected, rtol=0, atol=4e-6)
+    assert torch.equal(launch.best_token(logits[3:4].clone())[1], logprob[3:4])
+    logits[0, vocab // 2], logits[2, 0], logits[3], logits[4] = torch.nan, torch.inf, -torch.inf, torch.nan
+    token, logprob = launch.best_token(logits)
+    assert logprob[:, 0].isfinite().tolist() == [False, True, False, False, False]
+    assert token[:, 0].tolist() == [vocab // 2, 0, 0, 0, 0]
 
 
 KINDS = {

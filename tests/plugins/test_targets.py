@@ -146,6 +146,8 @@ wanted += [uses.add_norm(hidden, 1e-6, "bf16") for hidden in (576, 4096, 8192)]
 wanted += [uses.place_heads(32, 8, 8, 128, 64, 1e-6, "bf16", given=("q_norm", "k_norm", "q", *heads))]
 wanted += [uses.place_heads(64, 8, 8, 64, 32, 1e-5, "bf16", given=("q", *heads))]
 wanted += [uses.place_heads(0, 4, 4, 256, 32, 1e-6, "fp32", given=("k_norm", *heads))]
+wanted += [uses.best_token(vocab, "bf16") for vocab in (3000, 50_257, 201_088)]
+wanted += [uses.best_token(151_936, "fp32"), uses.best_token(50)]
 wanted += [uses.merge(32, 128, "bf16", sinks=False, by_row=True)]
 wanted += [uses.merge(64, head, "bf16", sinks=True) for head in (128, 256, 512)]
 everywhere = uses.ROUND_TARGET, *uses.TARGETS

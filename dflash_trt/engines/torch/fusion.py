@@ -1,4 +1,4 @@
-"""Join the operators between the products of a layer, which our kernels compute in one step each.
+"""Join the operators between the products of a layer and after the head, which our kernels compute in one step each.
 
 On a CPU, and where a kernel does not compile, a joined operator makes the calls that it stands for.
 """
@@ -27,7 +27,7 @@ class Node:
 
 
 def fused(nodes: Sequence[Node], results: Collection[str]) -> list[Node]:
-    """The same graph with fewer nodes. `results`: the values that it gives."""
+    """The same graph with fewer nodes. `results`: the values that it gives. A Cast that nothing reads may stay."""
     graph = _Graph(nodes, results)
     for node in nodes:
         match node.operator:
@@ -39,6 +39,8 @@ def fused(nodes: Sequence[Node], results: Collection[str]) -> list[Node]:
                 _router(graph, node)
             case "Attend":
                 _attend(graph, node)
+            case "LogSoftmax":
+                _best_token(graph, node)
     return graph.in_order()
 
 
@@ -81,11 +83,6 @@ class _Graph:
         for name in dict.fromkeys(node.inputs):
             self._users[name].append(node)
         self._makers |= dict.fromkeys(node.outputs, node)
-
-    def drop(self, node: Node) -> None:
-        """Take out a node whose values nothing needs any more."""
-        if not any(self.users(name) or name in self._results for name in node.outputs):
-            del self._nodes[id(node)]
 
     def in_order(self) -> list[Node]:
         """Each node after those that make its inputs, and else where it was."""
@@ -134,7 +131,6 @@ def _router(graph: _Graph, gemm: Node) -> None:
     cast = graph.maker(gemm.inputs[0], "Cast")
     if cast is not None and cast.attributes["to"] == 1 and gemm.attributes.get("transB"):
         graph.put(replace(gemm, operator="Router", inputs=[cast.inputs[0], *gemm.inputs[1:]]), gemm)
-        graph.drop(cast)
 
 
 def _attend(graph: _Graph, attend: Node) -> None:
@@ -143,6 +139,17 @@ def _attend(graph: _Graph, attend: Node) -> None:
     if transposed is not None and tuple(transposed.attributes["perm"]) == _BY_HEAD:
         attributes = {**attend.attributes, "by_row": 1}
         graph.put(replace(attend, attributes=attributes, outputs=transposed.outputs), attend, transposed)
+
+
+def _best_token(graph: _Graph, softmax: Node) -> None:
+    """The largest of LogSoftmax and ArgMax of the same numbers, which may have been widened for it."""
+    (logits,) = softmax.inputs
+    largest, best = graph.only(softmax.outputs[0], "ReduceMax"), graph.users(logits, "ArgMax")
+    if largest is not None and best:
+        cast = graph.maker(logits, "Cast")
+        inputs = softmax.inputs if cast is None else cast.inputs
+        joined = Node("BestToken", {}, inputs, [*best[0].outputs, *largest.outputs])
+        graph.put(joined, softmax, best[0], largest)
 
 
 @dataclass(frozen=True)

@@ -345,3 +345,13 @@ def gated_delta_net(
     following = certain[:, None] + torch.arange(pending_gates.shape[1], device=q.device)
     index = following.clamp(max=count - 1)[..., None].expand(-1, -1, gates.shape[2])
     return y.flatten(2), kept, gates.gather(1, index)
+
+
+def best_token(a: Attributes, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The first largest of each row of logits [rows,V], and its log-probability in float32: [rows,1]."""
+    if (layer := kernels.of(logits)) is not None:
+        made = layer.first("best tokens", lambda run, _: ours.best_token(logits.contiguous(), run=run))
+        if made is not None:
+            return made
+    logits = logits.float()
+    return logits.argmax(-1, keepdim=True), logits.log_softmax(-1).amax(-1, keepdim=True)

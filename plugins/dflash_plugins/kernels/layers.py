@@ -1,5 +1,5 @@
 """What lies between the products of a layer, each in one step: a residual sum with the norm after it, heads with their
-norm, rotation and place in a cache, a gated activation, and the product of a router.
+norm, rotation and place in a cache, a gated activation, and the product of a router. After the head, the best token.
 
 Each row is computed alone and in one order, whatever the other rows of a pass. Numbers are float32 until they are
 stored.
@@ -146,3 +146,31 @@ def router(
     if bias is not None:
         logit += tl.load(bias + expert, mask=real, other=0.0)
     tl.store(logits + row * E + expert, logit, mask=real)
+
+
+@triton.jit
+def best_token(
+    logits,  # [rows, COUNT]: of tokens, or the largest ones of stripes
+    tokens,  # [rows, COUNT] int64: the best ones of stripes; None: `logits` are those of tokens
+    logprobs,  # [rows, COUNT] float32: of these, each in its stripe, or None
+    largest,  # [rows, stripes] float32: the largest logit of each stripe
+    token,  # [rows, stripes] int64: the first one that has it
+    logprob,  # [rows, stripes] float32: of this token in its stripe; not finite if a logit is NaN or infinity
+    COUNT: tl.constexpr,
+    STRIPE: tl.constexpr,  # a power of two
+):
+    """One program for each stripe of a row."""
+    row, stripe = tl.program_id(0), tl.program_id(1)
+    number = stripe * STRIPE + tl.arange(0, STRIPE)
+    at, there = row.to(tl.int64) * COUNT + number, number < COUNT
+    x = tl.load(logits + at, mask=there, other=-float("inf")).to(tl.float32)
+    x = tl.where(x == x, x, float("inf"))  # a NaN is the largest; with an infinity, the sum is NaN
+    top = tl.max(x, axis=0)
+    share = tl.exp(x - tl.where(top == -float("inf"), 0.0, top))
+    if tokens is not None:
+        number = tl.load(tokens + at, mask=there, other=0).to(tl.int32)
+        share *= tl.exp(-tl.load(logprobs + at, mask=there, other=0.0))
+    out = row * tl.num_programs(1) + stripe
+    tl.store(largest + out, top)
+    tl.store(token + out, tl.min(tl.where(x == top, number, 0x7FFFFFFF), axis=0))
+    tl.store(logprob + out, -tl.log(tl.sum(share, axis=0)))

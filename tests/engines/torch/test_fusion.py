@@ -34,8 +34,12 @@ def test_a_joined_graph_gives_the_same_answers(
     drafter_at = drafter(tmp_path / "drafter", target_at, block_size=4, **drafter_settings)
     given: dict[str, Any] = {"engine": "torch", "max_seq_len": 100, "precision": FLOAT32} | options
     made = build(str(target_at), str(drafter_at), tmp_path / "bundle", **given)
-    graph = program.Graph(tmp_path / "bundle" / "target.onnx", torch.device("cpu"))
+    graph, drafts = (
+        program.Graph(tmp_path / "bundle" / f"{part}.onnx", torch.device("cpu"))
+        for part in ("target", "drafter")
+    )
     counts = Counter(node.operator for node in graph.nodes)
+    assert Counter(node.operator for node in drafts.nodes)["BestToken"] == ("trees" not in name)
     if name in LAYERS:
         layers = counts["Attend"]
         # The first norm has no sum before it, and the last one may read chosen rows.
@@ -92,3 +96,15 @@ def test_what_something_else_reads_stays_apart() -> None:
         assert fused(nodes, results) == nodes
     read = Node("Neg", {}, ["up"], ["other"])
     assert fused([*nodes, read], ["gated", "other"]) == [*nodes, read]
+
+
+def test_best_tokens_are_of_the_logits_that_a_head_gives() -> None:
+    nodes = [
+        Node("Cast", {"to": 1}, ["logits"], ["wide"]),
+        Node("LogSoftmax", {"axis": -1}, ["wide"], ["logprobs"]),
+        Node("ArgMax", {"axis": -1, "keepdims": 1}, ["wide"], ["token"]),
+        Node("ReduceMax", {"keepdims": 1}, ["logprobs", "axes"], ["logprob"], (1,)),
+    ]
+    best = Node("BestToken", {}, ["logits"], ["token", "logprob"])
+    assert fused(nodes, ["token", "logprob"]) == [nodes[0], best]
+    assert fused(nodes, ["token", "logprob", "logprobs"]) == nodes
