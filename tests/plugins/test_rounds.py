@@ -16,6 +16,7 @@ from onnx.reference import ReferenceEvaluator
 
 from dflash_trt.decoding.acceptance import accept
 from dflash_trt.decoding.params import SamplingParams
+from dflash_trt.engines.torch import kernels, layers
 from dflash_trt.graph.onnxruntime import OnnxRuntime
 from tests.doubles import plugin_graph
 from tests.doubles.triton_interpreter import to_numpy
@@ -77,7 +78,8 @@ def test_accepted_rows_move_in_every_cache(seed: int) -> None:
         launch.Compaction([torch.zeros(1, 1, 4, 3, dtype=torch.bfloat16)], 8)
 
 
-def test_block_acceptance_of_plugins_is_the_function_body() -> None:
+def test_block_acceptance_of_plugins_is_the_function_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So is that of the engine on torch, with kernels and without."""
     rng = np.random.default_rng(1)
     logits = np.round(rng.standard_normal((4, 3, 5000)) * 2, 1).astype(np.float32)  # ties
     best = logits.argmax(-1)
@@ -93,6 +95,9 @@ def test_block_acceptance_of_plugins_is_the_function_body() -> None:
     found = plugin_graph.run(TensorRTPlugins(ir.DataType.BFLOAT16).block_acceptance(), tensors, {})
     assert [t.tolist() for t in found] == [a.tolist() for a in expected]
     assert found[0].tolist() == [0, 1, 2, 2]
+    for run in (None, kernels.LayerKernels(launch.by_triton)):
+        monkeypatch.setattr(kernels, "of", lambda x, run=run: run)
+        assert [t.tolist() for t in layers.block_acceptance({}, **tensors)] == [a.tolist() for a in expected]
 
 
 def test_taps_of_plugins_are_the_function_body() -> None:

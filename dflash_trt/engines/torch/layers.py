@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from dflash_plugins import kernel_specs as uses
 from dflash_plugins import layers as ours
 from dflash_plugins import packed as products
-from dflash_plugins.launch import Run
+from dflash_plugins.launch import Run, accept_block
 from dflash_plugins.packed import PackedWeight
 from torch import Tensor
 
@@ -355,3 +355,16 @@ def best_token(a: Attributes, logits: Tensor) -> tuple[Tensor, Tensor]:
             return made
     logits = logits.float()
     return logits.argmax(-1, keepdim=True), logits.log_softmax(-1).amax(-1, keepdim=True)
+
+
+def block_acceptance(a: Attributes, tokens: Tensor, rows: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """`dflash::BlockAcceptance` (dflash_trt/graph/dialect.py)."""
+    layer = kernels.of(logits)
+    chosen = logits.argmax(-1) if layer is None else best_token({}, logits.flatten(0, 1))[0].view(rows.shape)
+    if layer is not None and rows.shape[1] <= uses.ACCEPT_NODES:
+        given = tokens.contiguous(), rows.contiguous(), chosen
+        made = layer.first("acceptance", lambda run, _: accept_block(*given, run=run))
+        if made is not None:
+            return made.accepted, made.next_token
+    accepted = (tokens.gather(1, rows[:, 1:]) == chosen[:, :-1]).cumprod(1).sum(1)
+    return accepted, chosen.gather(1, accepted[:, None])[:, 0]

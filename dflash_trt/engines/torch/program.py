@@ -55,6 +55,8 @@ class Graph:
             WeakValueDictionary() if shared is None else shared,
         )
         model = ir.load(path)
+        for key in [key for key in model.functions if key[1] in OPERATORS]:
+            del model.functions[key]  # its calls are operators here
         if model.functions:
             common.InlinePass()(model)
         common.CommonSubexpressionEliminationPass()(model)

@@ -39,6 +39,7 @@ def test_a_joined_graph_gives_the_same_answers(
         for part in ("target", "drafter")
     )
     counts = Counter(node.operator for node in graph.nodes)
+    assert counts["BlockAcceptance"] == 1
     assert Counter(node.operator for node in drafts.nodes)["BestToken"] == ("trees" not in name)
     if name in LAYERS:
         layers = counts["Attend"]
