@@ -273,7 +273,7 @@ class DeviceArrays:
             rows = self._copied(logits, read)
             self._round.download()
         on_host = self._round.on_host
-        finite: Array = on_host("finite", n, width) != 0
+        finite = on_host("finite", n, width)  # 0 or 1
         said = np.isfinite(on_host("logprobs", n, self._drafted * self._tree_width))
         if isinstance(draft.tokens, DeviceArray):
             draft.tokens.read(on_host("tokens", n, width)[:, :length])
@@ -282,7 +282,7 @@ class DeviceArrays:
             on_host("accepted", n),
             on_host("next_token", n),
             decided=decided,
-            finite=None if _all(finite) else finite,
+            finite=None if _all(finite) else finite != 0,
             logits=rows,
             drafts_finite=[True] * n if _all(said) else [bool(row.all()) for row in said],
             sampled=None if chains else np.where(finite, on_host("sampled", n, width), -1),
@@ -307,7 +307,7 @@ class DeviceArrays:
             self._committed += [(first + node, place + i) for i, node in enumerate(nodes)]
 
     def unread_features(self, counts: Sequence[int]) -> torch.Tensor:
-        return self._unread[: len(counts)]
+        return self._unread if len(counts) == self._slots else self._unread[: len(counts)]
 
     def unread_features_of(self, slot: int, first: int, stop: int) -> torch.Tensor:
         self._flush()

@@ -55,6 +55,7 @@ class RoundMemory:
         self._nodes = torch.arange(block_size, device=device)
         self._spare = torch.zeros(slots * block_size, dtype=torch.int64, device=device)
         self._starts: dict[tuple[str, int], dict[str, torch.Tensor]] = {}  # of `_begin`, by role and batch
+        self._unread: dict[int, torch.Tensor] = {}  # the features of so many slots
         self._wider: dict[Any, torch.Tensor] = {}  # places of the tokens of one shape in those of another
         self._sent = b""  # the inputs that are on the device
         self._rows: tuple[int, ...] | None = None  # the shape for which the target's rows are filled
@@ -111,7 +112,8 @@ class RoundMemory:
         self._device_parts, pinned = parts(memory), parts(host)
         self._host_parts = {name: part.numpy() for name, part in pinned.items()}
         self._tokens = self._device_parts["tokens"], pinned["tokens"]
-        self._views: dict[Any, torch.Tensor] = {}
+        self._views: dict[Any, torch.Tensor] = {}  # `part`
+        self._read: dict[Any, Array] = {}  # `on_host`
 
     def _bind(self) -> None:
         parts, target, drafter = self._device_parts, self._target, self._drafter
@@ -131,6 +133,12 @@ class RoundMemory:
         """A part on the device, or the target's rows, as a tensor of this shape. There are few shapes."""
         if (view := self._views.get((name, shape))) is None:
             view = self._views[name, shape] = self._device_parts[name][: prod(shape)].view(shape)
+        return view
+
+    def _corner(self, name: str, shape: tuple[int, ...], n: int, length: int) -> torch.Tensor:
+        """The first `length` columns of the first n rows of a part. To cut a tensor takes longer than to look it up."""
+        if (view := self._views.get((name, shape, n, length))) is None:
+            view = self._views[name, shape, n, length] = self.part(name, *shape)[:n, :length]
         return view
 
     def sample(self, active: Sequence[Request]) -> None:
@@ -153,11 +161,11 @@ class RoundMemory:
         """Anchors with mask tokens, [n, length]. They reach the device with the drafter's pass."""
         n, self._given = len(anchors), None
         self._asked, self._block = (n, length), (fitting(n, self.batches), fitting(length, self.widths))
-        block = self._host_parts["block"][: prod(self._block)].reshape(self._block)
+        batch, width = self._block
+        block = self._host_parts["block"][: batch * width]
         block[:] = mask
-        block[:n, 0] = anchors
-        block[n:, 0] = anchors[-1]
-        return self.part("block", *self._block)[:n, :length]
+        block[::width] = [*anchors, *[anchors[-1]] * (batch - n)]
+        return self._corner("block", self._block, n, length)
 
     def chains(self, tokens: Array) -> torch.Tensor:
         """Tokens [n, N] of the host, which reach the device with the target's pass."""
@@ -183,7 +191,9 @@ class RoundMemory:
         self._write("n_features", [*count.tolist(), *[0] * (batch - len(count))])
         self._send(self._upload)
         counts = self.part("n_features", batch)
-        return {**own, "n_features": counts, "block": block, "features": unread[:batch]}
+        if (features := self._unread.get(batch)) is None:
+            features = self._unread[batch] = unread[:batch]
+        return {**own, "n_features": counts, "block": block, "features": features}
 
     def target_feeds(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         """The feeds of a pass, for the idle slots too. Its rows [n, N] may be more than its tokens."""
@@ -217,7 +227,7 @@ class RoundMemory:
         given = {"tokens": tokens, "rows": rows}
         fill_tokens(block, drafts, **given, drafted=length, most=self._most, run=self.run)
         self._rows = batch, width
-        return tokens[:n, :length]
+        return self._corner("tokens", (batch, width), n, length)
 
     def replace(self, chains: Mapping[int, Sequence[int]]) -> None:
         """Put drafts of the host into this round's tokens, in place of the drafter's, with copies of the last one."""
@@ -278,14 +288,16 @@ class RoundMemory:
 
     def on_host(self, name: str, *shape: int) -> Array:
         """A part that was read. The next pass overwrites it."""
-        return self._host_parts[name][: prod(shape)].reshape(shape)
+        if (view := self._read.get((name, shape))) is None:
+            view = self._read[name, shape] = self._host_parts[name][: prod(shape)].reshape(shape)
+        return view
 
     def _begin(self, role: str, start: Array) -> dict[str, torch.Tensor]:
         """The inputs about where a pass begins, in this memory. In idle slots it begins after the rows of tokens."""
         rows, n, batch = self._engines[role].caches, len(start), fitting(len(start), self.batches)
         # A drafter's pass writes a block of features and one of nodes. A row for attention's sink follows.
         last = self._capacity - 1 - self._most * (2 if role == "drafter" else 1)
-        idle = [min(rows.last(slot), last) for slot in range(n, batch)]
+        idle = [min(rows.last(slot), last) for slot in range(n, batch)] if n < batch else []
         starts = start.tolist()
         numbers = {"start": starts + idle, **rows.bases(starts, len(idle))}
         for name, values in numbers.items():
