@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 import pytest
 import torch
 from dflash_plugins import compiled, launch, packed
@@ -25,12 +24,11 @@ from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.length.policy import FixedLength
 from dflash_trt.decoding.params import RequestOptions
 from dflash_trt.engines.device.sizes import DECODE, PREFILL
-from dflash_trt.engines.torch import engine, kernels, layers, opening, weights
+from dflash_trt.engines.torch import engine, kernels, layers, opening
 from dflash_trt.engines.torch.checks import random_weight
 from dflash_trt.engines.torch.operators import OPERATORS
 from dflash_trt.engines.torch.packed import _tile
-from dflash_trt.engines.torch.weights import WeightFiles
-from dflash_trt.errors import BuildError, BundleError
+from dflash_trt.errors import BuildError
 from dflash_trt.formats.precision import Precision
 from tests.doubles import triton_interpreter  # noqa: F401  # corrects it
 from tests.doubles.checkpoints import make_drafter, make_target
@@ -99,55 +97,6 @@ def test_a_prompt_s_pass_of_a_drafter_fills_its_caches_alone(tmp_path: Path) -> 
             products[profile].add(sum(step.function is OPERATORS["Gemm"] for step in program._steps))
     assert products[PREFILL].isdisjoint(products[DECODE])
     assert max(products[PREFILL]) <= min(products[DECODE]) - 2  # the head and the last MLP
-
-
-@pytest.mark.parametrize("size", [0, 2, 24, 4096])
-def test_weights_reach_a_gpu_through_pieces_of_pinned_memory(
-    size: int, tmp_path: Path, gpu: pytest.MonkeyPatch
-) -> None:
-    """A piece that is filled again before its last copy has ended would give other bytes: copies run late here."""
-    gpu.setattr(weights, "PIECE_BYTES", 16)
-    gpu.setattr(weights, "PIECES", 3)
-    kinds, rng = (ir.DataType.BFLOAT16, ir.DataType.FLOAT, ir.DataType.INT4), np.random.default_rng(0)
-    file = tmp_path / "weights"
-    file.write_bytes(rng.bytes(4 * 4096 + 3))  # the last ones begin at an odd byte
-    tensors = [
-        ir.ExternalTensor("weights", at, None, kind, name=f"w{at}", shape=ir.Shape([size]), base_dir=tmp_path)
-        for at in (0, 3)
-        for kind in kinds
-    ]
-    host = WeightFiles(tmp_path / "graph", torch.device("cpu"))
-    expected = host.read(tensors)
-    stream = Cuda.Stream()
-    with Cuda.stream(stream):
-        there = WeightFiles(tmp_path / "graph", torch.device("cuda"))
-        pageable = Cuda.counts["copies of pageable memory"]
-        read = there.read(tensors)
-        there.close()
-        assert Cuda.counts["copies of pageable memory"] == pageable
-        for mine, right in zip(read, expected, strict=True):
-            assert mine.device.type == "cuda"
-            assert (mine.dtype, mine.shape) == (right.dtype, right.shape)
-            assert torch.equal(mine.cpu().view(torch.uint8), right.view(torch.uint8))
-
-
-def test_a_file_that_ends_within_a_weight_is_refused(tmp_path: Path, gpu: pytest.MonkeyPatch) -> None:
-    gpu.setattr(weights, "PIECE_BYTES", 16)
-    (tmp_path / "weights").write_bytes(bytes(100))
-    tensor = ir.ExternalTensor(
-        "weights", 60, None, ir.DataType.FLOAT, name="w", shape=ir.Shape([12]), base_dir=tmp_path
-    )
-    for device in ("cpu", "cuda"):
-        files = WeightFiles(tmp_path / "graph", torch.device(device))
-        with pytest.raises(BundleError, match="weights: ends within w; build the bundle again"):
-            files.read([tensor])
-        files.close()
-        (tmp_path / "weights").rename(tmp_path / "other")
-        files = WeightFiles(tmp_path / "graph", torch.device(device))
-        with pytest.raises(BundleError, match=r"graph: its weights cannot be read: .*weights"):
-            files.read([tensor])
-        files.close()
-        (tmp_path / "other").rename(tmp_path / "weights")
 
 
 def test_exact_mode_compares_passes_over_as_much_as_attention_divides(
