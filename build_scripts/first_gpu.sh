@@ -4,7 +4,7 @@
 #     build_scripts/first_gpu.sh ARCHIVE.tar.gz [--small]
 #
 # First whether kernels are right, then whether pairs give the same tokens with drafts and without, then what a pass
-# takes, then the rest. Each section has a share of 500 seconds, ten times that on a CPU, and what the ones before it
+# takes, then the rest. Each section has a share of 475 seconds, ten times that on a CPU, and what the ones before it
 # left of theirs. One that is cut off keeps the lines that it has printed, and the next one runs, as after a failure.
 # --small (and a machine without a GPU) runs the smallest sizes. PYTHON names the interpreter. The archive is written
 # anew after each section: one file for each, and sections.txt.
@@ -36,10 +36,10 @@ pairs=(tiny); [ -n "$small" ] || pairs+=(tiny-gpt-oss)
 for pair in "${pairs[@]}" "${smollm2[@]}"; do
     bundle="$out/bundles/$pair"
     section "$pair-build" 10 "$python" -m dflash_trt build --target "$pair" --engine torch --weights link --max-seq-len 1024 --out "$bundle"
-    section "$pair-selftest" 20 "$python" -m dflash_trt selftest "$bundle" --report "$out/$pair-selftest.json"
+    [ "$pair" = smollm2-135m ] || section "$pair-selftest" 20 "$python" -m dflash_trt selftest "$bundle" --report "$out/$pair-selftest.json"
     section "$pair-verify" 20 "$python" -m dflash_trt verify "$bundle" --limit 2
 done
-section passes 100 "$python" -m build_scripts.first_gpu passes
+section passes 95 "$python" -m build_scripts.first_gpu passes
 for pair in "${pairs[@]}" "${smollm2[@]}"; do
     bundle="$out/bundles/$pair"
     section "$pair-widths" 15 "$python" -m dflash_trt verify "$bundle" --widths --limit 2
