@@ -99,7 +99,7 @@ def test_a_gpu_starts_the_next_pass_before_a_consumer_takes_the_results_of_the_l
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """At a failure, before it. A prompt, and the end of all requests, do not let them wait."""
-    pool, lengths, order = Pool(2, 4), Lengths(3), list[str]()
+    pool, lengths, order, given = Pool(2, 4), Lengths(3), list[str](), 0
     pool.pair.arrays.asynchronous = True
     start = pool.pair.start
 
@@ -108,9 +108,13 @@ def test_a_gpu_starts_the_next_pass_before_a_consumer_takes_the_results_of_the_l
         return start(*given)
 
     def steps(count: int) -> None:
+        nonlocal given
         for _ in range(count):
             for part in pool.scheduler.parts(lengths):
                 order.extend("first" if emission.request is second else "tokens" for emission in part)
+                given += sum(len(emission.token_ids) for emission in part)
+            assert not pool.scheduler.cut_short
+            assert pool.scheduler.metrics._generated == given
 
     monkeypatch.setattr(pool.pair, "start", started)
     one, second = (request(prompt(4, i), SamplingParams(max_tokens=n)) for i, n in ((1, 40), (2, 1)))
@@ -132,6 +136,8 @@ def test_a_gpu_starts_the_next_pass_before_a_consumer_takes_the_results_of_the_l
         steps(2)
     assert order == ["tokens", "pass", "tokens"]
     assert pool.scheduler.idle
+    pool.scheduler.submit(request(prompt(4, 1), SamplingParams(max_tokens=40)))
+    assert [len(pool.scheduler.step(lengths)) for _ in range(3)] == [1, 1, 1]  # `step` holds none
 
 
 @pytest.mark.parametrize("state", ["waiting", "filling", "active"])
