@@ -109,3 +109,4 @@ def test_best_tokens_are_of_the_logits_that_a_head_gives() -> None:
     best = Node("BestToken", {}, ["logits"], ["token", "logprob"])
     assert fused(nodes, ["token", "logprob"]) == [nodes[0], best]
     assert fused(nodes, ["token", "logprob", "logprobs"]) == nodes
+    assert fused([nodes[0], nodes[1], nodes[3]], ["logprob"]) == [nodes[0], nodes[1], nodes[3]]
