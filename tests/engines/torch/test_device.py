@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.length.policy import FixedLength
 from dflash_trt.decoding.params import RequestOptions
 from dflash_trt.engines.device.sizes import DECODE, PREFILL
+from dflash_trt.engines.device.stream import on
 from dflash_trt.engines.torch import engine, kernels, layers, opening
 from dflash_trt.engines.torch.checks import random_weight
 from dflash_trt.engines.torch.operators import OPERATORS
@@ -142,6 +144,7 @@ def counted(llm: LLM, gpu: pytest.MonkeyPatch) -> list[Any]:
     """What each round from now on allocates, copies and waits for."""
     rounds: list[Any] = []
     scheduler = llm._runtime.scheduler
+    pair = scheduler.pair
     launch, decide = scheduler._launch, scheduler._decide
 
     def counting(*given: Any) -> Any:
@@ -152,6 +155,8 @@ def counted(llm: LLM, gpu: pytest.MonkeyPatch) -> list[Any]:
         before, round_ = launched
         made = decide(round_, *given)
         rounds.append(Cuda.counts - before)
+        passes = [*pair.drafter._passes, pair._verified]
+        assert len({id(event) for each in passes for event in each}) == 2 * len(passes)
         return made
 
     gpu.setattr(scheduler, "_launch", counting)
@@ -207,6 +212,35 @@ def test_a_round_allocates_nothing_and_waits_for_its_tokens(
                 read = params.logprobs or structured
                 assert each["waits"] == each["copies to the host"] - read == most, each
                 assert each["copies to the device"] <= passes, each
+
+
+def test_a_thread_enters_a_stream_once(gpu: pytest.MonkeyPatch) -> None:
+    """And again in another stream. Another thread enters it, too."""
+    entered, enter, streams = list[Any](), Cuda.stream, [Cuda.Stream(), Cuda.Stream()]
+    gpu.setattr(Cuda, "stream", lambda stream: entered.append(stream) or enter(stream))
+    first, second = streams
+
+    def failing() -> None:
+        with on(second), on(second):
+            assert Cuda.current is second
+            raise ZeroDivisionError
+
+    def work() -> None:
+        with on(first), on(first):
+            with pytest.raises(ZeroDivisionError):
+                failing()
+            with on(first):
+                assert Cuda.current is first
+            with on(second), on(first):
+                assert Cuda.current is first
+
+    for _ in range(2):
+        entered.clear()
+        work()
+        assert entered == [first, second, second, first]
+    with on(first), ThreadPoolExecutor(1) as threads:
+        threads.submit(work).result()
+    assert entered[4:] == [first, first, second, second, first]
 
 
 def test_a_prompt_waits_once(wide: Bundle, gpu: pytest.MonkeyPatch) -> None:
