@@ -181,6 +181,18 @@ def test_logits_of_a_prompt_that_is_not_finite_leave_a_clear_slot() -> None:
     pool.check()
 
 
+def test_the_round_after_one_without_finite_logits_has_no_drafts() -> None:
+    """The drafts may have spoilt them. Here it was the request's own token, which ends it."""
+    pool, lengths, asked = Pool(1, 1), Lengths(BLOCK), request(prompt(9), SamplingParams(max_tokens=20))
+    whole = expected(asked.prompt, asked.params, 0)
+    spoilt = rows_of([*asked.prompt, *whole])[14]
+    pool.target.not_a_number = lambda number: number == spoilt
+    assert finish(pool, lengths, asked)[asked] == whole[:6]
+    assert asked.stop.finish_reason == "error"
+    assert [seen.verified for seen in lengths.rounds[-2:]] == [BLOCK, 1]
+    assert len(lengths.rounds) < 8
+
+
 @settings(max_examples=120, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 10_000),
