@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from dflash_trt.checkpoint.linears import stored_linear
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.checkpoint.widening import widen
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
-from dflash_trt.graph.quantized import INPUTS, onnxruntime_linear, tensors
+from dflash_trt.graph.quantized import INPUTS, onnxruntime_linear, operator_name, tensors
 from tests.doubles.quantized_checkpoints import (
     INT4_GROUP,
     encoded,
@@ -87,3 +88,14 @@ def test_matches_numpy(tmp_path: Path, algorithm: str, static: bool, extras: boo
     # The distance of the format itself from the layer.
     error = np.linalg.norm(used - w) / np.linalg.norm(w)
     assert error < (0.04 if algorithm.startswith("FP8") else 0.2)
+
+
+def test_layers_with_other_inputs_have_other_operators(tmp_path: Path) -> None:
+    """A graph has one body for each name."""
+    write_safetensors(tmp_path / "model.safetensors", encoded("l", "W8A16", np.ones((OUT, IN), np.float32)))
+    write_quant_config(tmp_path, "W8A16")
+    plain = stored_linear(Checkpoint(tmp_path), "l", IN, OUT)
+    assert plain is not None
+    traits = [{}, *({name: plain.scale} for name in ("pre_quant_scale", "zero_point", "order"))]
+    names = [operator_name(replace(plain, **each), biased=b) for each in traits for b in (False, True)]
+    assert len(set(names)) == len(names)

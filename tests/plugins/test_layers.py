@@ -70,6 +70,7 @@ def test_best_tokens(vocab: int, dtype: torch.dtype) -> None:
     assert token.tolist() == logits.argmax(-1, keepdim=True).tolist() == place.tolist()
     assert token[1:4, 0].tolist() == [0, vocab - 1, 150 if vocab > 350 else 100]
     torch.testing.assert_close(logprob, expected, rtol=0, atol=4e-6)
+    assert all(map(torch.equal, layers.best_token({}, logits), (place, expected)))
     assert torch.equal(launch.best_token(logits[3:4].clone())[1], logprob[3:4])
     logits[0, vocab // 2], logits[2, 0], logits[3], logits[4] = torch.nan, torch.inf, -torch.inf, torch.nan
     token, logprob = launch.best_token(logits)
