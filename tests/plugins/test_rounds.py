@@ -95,9 +95,19 @@ def test_block_acceptance_of_plugins_is_the_function_body(monkeypatch: pytest.Mo
     found = plugin_graph.run(TensorRTPlugins(ir.DataType.BFLOAT16).block_acceptance(), tensors, {})
     assert [t.tolist() for t in found] == [a.tolist() for a in expected]
     assert found[0].tolist() == [0, 1, 2, 2]
-    for run in (None, kernels.LayerKernels(launch.by_triton)):
-        monkeypatch.setattr(kernels, "of", lambda x, run=run: run)
-        assert [t.tolist() for t in layers.block_acceptance({}, **tensors)] == [a.tolist() for a in expected]
+    used = list[str]()
+
+    def run(use: Any, *given: Any, **arguments: Any) -> None:
+        used.append(use.function)
+        launch.by_triton(use, *given, **arguments)
+
+    apart = {name: each.repeat_interleave(2, -1)[..., ::2] for name, each in tensors.items()}
+    for ours in (None, kernels.LayerKernels(run)):
+        monkeypatch.setattr(kernels, "of", lambda x, ours=ours: ours)
+        for each in (tensors, apart):
+            found = layers.block_acceptance({}, **each)
+            assert [t.tolist() for t in found] == [a.tolist() for a in expected]
+    assert used == ["best_token", "best_token", "accept_block"] * 2
 
 
 def test_taps_of_plugins_are_the_function_body() -> None:
