@@ -77,13 +77,9 @@ class Exactness:
         parts.append(f"a plain pass takes {self.cost:.2f} of its time")
         return "; ".join(parts if len(parts) > 1 else ["every pass agrees", *parts])
 
-    def as_dict(self) -> dict[str, Any]:
-        """As it is kept in the cache."""
-        return asdict(self) | {"rule": None if self.rule is None else self.rule.as_dict()}
-
     @classmethod
     def read(cls, values: dict[str, Any]) -> Self:
-        """What `as_dict` described. Raises DFlashError for anything else."""
+        """The one of these fields, from JSON. Raises DFlashError for anything else."""
         try:
             rule = None if values["rule"] is None else PassRule.read(values["rule"])
             counts = [int(values[name]) for name in ("rows", "flips", "most", "sequences")]
@@ -128,7 +124,7 @@ def settle(
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(place) as file:
-            document = {"machine": _machine(bundle, pair, threads), "found": measured.as_dict()}
+            document = {"machine": _machine(bundle, pair, threads), "found": asdict(measured)}
             file.write(json.dumps(document, indent=1).encode() + b"\n")
     except OSError as error:
         warn_once(

@@ -8,7 +8,7 @@ nothing else: neither drafts that were refused nor the way in which tokens were 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -45,9 +45,6 @@ class CacheKind:
     def shortest(self, first: int) -> int:
         """The least length, 1 or more, that sees no position before `first`."""
         return 1 if first == 0 or self.window is None else first + self.window - 1
-
-    def describe(self) -> dict[str, Any]:
-        return {**asdict(self), "layers": list(self.layers)}
 
 
 def base_input(window: int | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
@@ -125,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
             name: {
                 "block_size": runtime.block_size,
                 "fixed_block_length": args.block_length or runtime.block_size,
-                "exact": runtime.exactness and runtime.exactness.as_dict(),
+                "exact": runtime.exactness and asdict(runtime.exactness),
             }
             for name, runtime in runtimes.items()
         }

@@ -163,7 +163,7 @@ def _widths(args: argparse.Namespace, prompts: list[Prompt], batch: int) -> int:
     agreeing, flips = classes(outcomes), sum(outcome.flips for outcome in outcomes)
     if args.json:
         verdict = {"equal": not differing, "flips": flips, "prompts": len(prompts), "classes": agreeing}
-        verdict |= {"exact": known and known.as_dict()}
+        verdict |= {"exact": known and dataclasses.asdict(known)}
         print_json(verdict | {"ways": [outcome.as_dict() for outcome in outcomes]})
     elif differing:
         for i, ways in enumerate(agreeing, 1):

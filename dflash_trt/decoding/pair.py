@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any, Self
 
@@ -47,12 +47,9 @@ class PassRule:
         at = bisect_left(self.widths, rows)
         return self.widths[at] if at < len(self.widths) else rows
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def read(cls, values: Any) -> Self:
-        """The rule that `as_dict` described. Raises DFlashError for anything else."""
+        """The rule of these fields, from JSON. Raises DFlashError for anything else."""
         names = {field.name for field in fields(cls)}
         if not isinstance(values, dict) or set(values) != names:
             raise DFlashError(f"a rule has the fields {', '.join(sorted(names))}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
@@ -158,8 +158,7 @@ def _fields(
         **({"draft_vocab_size": tokens} if pair.drafter else {}),
         "caches": {
             role: [
-                kind.describe()
-                for kind in _cache_kinds(side.config, dialects[role], models[role], rows[role])
+                asdict(kind) for kind in _cache_kinds(side.config, dialects[role], models[role], rows[role])
             ]
             for role, side in pair.sides.items()
         },

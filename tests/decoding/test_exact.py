@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import asdict
 
 import pytest
 
@@ -160,7 +161,7 @@ def test_an_engine_without_a_rule() -> None:
 
 def test_a_rule_is_read_as_it_was_written() -> None:
     rule = PassRule((5, 8), any_cut=False)
-    assert PassRule.read(json.loads(json.dumps(rule.as_dict()))) == rule
-    for wrong in ({}, rule.as_dict() | {"widths": [8, 5]}, rule.as_dict() | {"any_tree": 1}, [1]):
+    assert PassRule.read(json.loads(json.dumps(asdict(rule)))) == rule
+    for wrong in ({}, asdict(rule) | {"widths": [8, 5]}, asdict(rule) | {"any_tree": 1}, [1]):
         with pytest.raises(DFlashError):
             PassRule.read(wrong)
