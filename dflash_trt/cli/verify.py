@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dflash_trt.cli.options import (
@@ -90,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     batches = args.batch_sizes or ([8] if args.widths is not None else [1, 4])
     if args.widths is not None:
         return _widths(args, prompts, max(batches))
-    cases = []
+    cases, show = [], _rows_to(args)
     with LLM(args.bundle, max_batch_size=max(batches), exact=args.exact, engine=args.engine) as llm:
         if llm.exactness:
             print(f"exact mode: {llm.exactness.describe()}", file=sys.stderr)
@@ -105,20 +107,18 @@ def run(args: argparse.Namespace) -> int:
             SamplingParams(temperature=temperature)
         for way in asked["ways"]:
             llm.generate([], **way)
-        if not args.json:
-            count = "1 prompt" if len(prompts) == 1 else f"{len(prompts)} prompts"
-            print(f"{count}, {args.max_tokens} tokens each, top-p {TOP_P} where sampled")
-            print(COLUMNS.format(*HEADINGS))
+        count = "1 prompt" if len(prompts) == 1 else f"{len(prompts)} prompts"
+        show(f"{count}, {args.max_tokens} tokens each, top-p {TOP_P} where sampled")
+        show(COLUMNS.format(*HEADINGS))
         for case in verify(llm, prompts, **asked):
             cases.append(case)
-            if not args.json:
-                length = case.block_length or "auto"
-                if case.tree_nodes != 0:
-                    length = f"tree {case.tree_nodes or 'auto'}"
-                elif case.draft_source == "lookup":
-                    length = f"lookup {length}"
-                numbers = (case.temperature, length, case.batch_size, case.equal, case.differing)
-                print(COLUMNS.format(*numbers, f"{case.mean_acceptance_length:.2f}"), flush=True)
+            length = case.block_length or "auto"
+            if case.tree_nodes != 0:
+                length = f"tree {case.tree_nodes or 'auto'}"
+            elif case.draft_source == "lookup":
+                length = f"lookup {length}"
+            numbers = (case.temperature, length, case.batch_size, case.equal, case.differing)
+            show(COLUMNS.format(*numbers, f"{case.mean_acceptance_length:.2f}"))
     differing = [case.first_difference for case in cases if case.first_difference]
     if args.json:
         rows = [dataclasses.asdict(case) for case in cases]
@@ -141,20 +141,18 @@ def _widths(args: argparse.Namespace, prompts: list[Prompt], batch: int) -> int:
     from dflash_trt.llm import LLM
     from dflash_trt.reports.verification import token_ids
 
-    outcomes, known = [], None
+    outcomes, known, show = [], None, _rows_to(args)
     with LLM(args.bundle, max_batch_size=batch, exact=args.exact or False, engine=args.engine) as llm:
         pair, manifest, ids = llm._runtime.pair, llm.bundle.manifest, token_ids(llm, prompts, args.context)
         widths = sorted({1, *args.widths}) if args.widths else list(range(1, llm.block_size + 1))
         if len(widths) == llm.block_size:  # exact mode follows what is found
             ids += llm._runtime.measured_prompts()[1:]
-        if not args.json:
-            print(WIDTH_COLUMNS.format(*WIDTH_HEADINGS))
+        show(WIDTH_COLUMNS.format(*WIDTH_HEADINGS))
         for outcome in measure(pair, ids, widths, args.max_tokens, manifest, locate=True):
             outcomes.append(outcome)
-            if not args.json:
-                share = f"{1000 * outcome.flips / outcome.rows:.3g}"
-                cells = f"{outcome.equal}/{outcome.rows}", f"{outcome.largest:.3g}", share, outcome.answers
-                print(WIDTH_COLUMNS.format(outcome.way.name, *cells), flush=True)
+            share = f"{1000 * outcome.flips / outcome.rows:.3g}"
+            cells = f"{outcome.equal}/{outcome.rows}", f"{outcome.largest:.3g}", share, outcome.answers
+            show(WIDTH_COLUMNS.format(outcome.way.name, *cells))
         if args.exact:
             known = llm.exactness
         elif len(widths) == llm.block_size:
@@ -182,6 +180,11 @@ def _widths(args: argparse.Namespace, prompts: list[Prompt], batch: int) -> int:
     if known and not args.json:
         print(f"exact mode: {known.describe()}")
     return 1 if flips else 0
+
+
+def _rows_to(args: argparse.Namespace) -> Callable[[str], None]:
+    """Where rows go as they come: with --json to standard error, so that an interrupted run has shown them, too."""
+    return partial(print, file=sys.stderr if args.json else sys.stdout, flush=True)
 
 
 def _ways(args: argparse.Namespace, llm: LLM) -> list[DraftingOptions]:
