@@ -4,12 +4,12 @@ default.
 
 from __future__ import annotations
 
-import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from dflash_trt import hardware
+from dflash_trt.building.progress import say
 from dflash_trt.checkpoint import gguf
 from dflash_trt.checkpoint.catalogue import KnownPair, known_configs, known_pair
 from dflash_trt.checkpoint.linears import number_formats
@@ -50,7 +50,7 @@ def choose_engine(
             raise BuildError(f"{target}: {choice.why}; {go_on}")
         if said := _too_large(pair, choice.engine, precision, max_seq_len, no_drafter):
             raise BuildError(f"{target}: {said}, and {choice.why}; {go_on}")
-    print(f"{choice}; --engine NAME (in Python engine=NAME) chooses another", file=sys.stderr)
+    say(f"{choice}; --engine NAME (in Python engine=NAME) chooses another")
     return choice.engine
 
 

@@ -18,6 +18,7 @@ from time import perf_counter
 from typing import Any, Self
 
 from dflash_trt import hardware
+from dflash_trt.building.progress import say
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.bundle.workspace import Progress
 from dflash_trt.decoding.pair import FREE, Pair, PassRule
@@ -145,7 +146,7 @@ def exactness(
     measured = kept(bundle, pair, threads)
     if measured is None:
         begin, most = perf_counter(), bundle.manifest["block_size"]
-        print("comparing the passes of this bundle on this machine (once)", file=sys.stderr)
+        say("comparing the passes of this bundle on this machine (once)")
         widths, outcomes = range(1, most + 1), list[Outcome]()
         steps = len(ways(widths, pair))
         for outcome in measure(pair, prompts, widths, TOKENS, bundle.manifest):

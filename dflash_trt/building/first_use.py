@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import sys
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from filelock import FileLock
 
-from dflash_trt.building.progress import progress_display
+from dflash_trt.building.progress import progress_display, say
 from dflash_trt.bundle.manifest import MANIFEST, Bundle, Check, digest
 from dflash_trt.checkpoint.catalogue import NAMES, KnownPair, known_configs, known_pair
 from dflash_trt.engines import registry
@@ -60,7 +59,7 @@ def open_bundle(bundle: str | Path, check: Check, engine: str = registry.AUTO) -
             )
         from dflash_trt.building.build import build  # slow to import, and only needed here
 
-        print(f"building {pair.name} into {place} (once)", file=sys.stderr)
+        say(f"building {pair.name} into {place} (once)")
         with progress_display() as progress:
             built = build(pair.name, None, place, engine=engine, force=True, progress=progress)
         # The bundle has them in other files if the build quantized them.

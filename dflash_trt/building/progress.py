@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 _LINE_SECONDS = 30.0  # between lines where there is no bar
 
 
+def say(line: str) -> None:
+    """A line on standard error. On a terminal it takes the place of the one that `loading` began."""
+    print("\r\033[K" * sys.stderr.isatty() + line, file=sys.stderr)
+
+
 class Display:
     """Steps of work by name: a bar each in a terminal or a notebook, elsewhere lines."""
 

@@ -74,11 +74,10 @@ def bundle_of(args: argparse.Namespace) -> Bundle:
 
 def llm_of(args: argparse.Namespace) -> LLM:
     """The bundle that was asked for, opened for one sequence. On a terminal a line says so meanwhile."""
-    path = bundle_of(args).path
     with loading(args.bundle):
         from dflash_trt.llm import LLM
 
-        return LLM(path, max_batch_size=1, exact=args.exact)
+        return LLM(args.bundle, max_batch_size=1, exact=args.exact, engine=args.engine)
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
