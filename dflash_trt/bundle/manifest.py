@@ -87,8 +87,12 @@ class Bundle:
         def checked(name: str) -> None:
             _check_file(path, name, manifest["files"][name], full=check == "full")
 
-        with ThreadPoolExecutor() as threads:
-            list(threads.map(checked, manifest["files"]))
+        if check == "full":
+            with ThreadPoolExecutor() as threads:
+                list(threads.map(checked, manifest["files"]))
+        else:
+            for name in manifest["files"]:
+                checked(name)
         graphs = any(graph in manifest["files"] or (path / graph).exists() for graph in GRAPHS)
         if not graphs and (others := unlisted(path, manifest)):
             raise BundleError(
