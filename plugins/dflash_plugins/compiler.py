@@ -23,6 +23,7 @@ from triton.compiler import ASTSource
 from dflash_plugins.compiled import Compiled, from_json
 from dflash_plugins.kernel_specs import PTX_VERSION, ROUND_TARGET, TARGETS, Use
 from dflash_trt.errors import BuildError
+from dflash_trt.files.disk import cache_folder
 
 # Triton adds two undeclared pointers to the end of an entry: scratch memory of the program and of its profiler.
 _HIDDEN_PARAMETERS = 2
@@ -32,8 +33,8 @@ _RECORD = 2  # increment when the fields of Compiled change
 def compile_kernel(use: Use, capability: int) -> Compiled:
     """PTX of a kernel for sm_80, sm_89, sm_90a, sm_100a or sm_120a, from the cache if possible.
 
-    The cache is $DFLASH_KERNEL_CACHE, by default dflash_trt/kernels in $XDG_CACHE_HOME or ~/.cache. Needs neither a GPU
-    nor a C compiler, because Triton's wheel has ptxas.
+    The cache is $DFLASH_KERNEL_CACHE, by default the folder `kernels` of DFLASH_TRT_CACHE. Needs neither a GPU nor a C
+    compiler, because Triton's wheel has ptxas.
 
     Raises BuildError if the target is another one, if Triton fails, or if the kernel needs scratch memory, which a
     TensorRT plugin lacks.
@@ -99,9 +100,7 @@ def resources(ptx: str, capability: int) -> tuple[int, int]:
 
 def _cache() -> Path:
     given = os.environ.get("DFLASH_KERNEL_CACHE")
-    if given:
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash_trt" / "kernels"
+    return Path(given) if given else cache_folder() / "kernels"
 
 
 def _checked(use: Use, capability: int) -> Compiled:
