@@ -29,6 +29,7 @@ from dflash_trt.cli.options import option, switch
 from dflash_trt.errors import DFlashError, UsageError, did_you_mean
 from dflash_trt.extras import install
 from dflash_trt.logs import LEVELS, to_stderr
+from dflash_trt.version import __version__
 
 COMMANDS = {
     module.__name__.rpartition(".")[2]: module
@@ -112,7 +113,7 @@ def make_parser() -> CommandParser:
         description="Build and run DFlash pairs: a target, and a drafter that proposes blocks of tokens.",
         epilog=EXAMPLES,
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    parser.add_argument("--version", action="version", version=f"dflash-trt {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     for name, module in COMMANDS.items():
         command = commands.add_parser(
@@ -159,13 +160,3 @@ class CommandParser(argparse.ArgumentParser):
         options = [option for action in self._actions for option in action.option_strings]
         near = did_you_mean(word, [option for option in options if option.startswith("--")])
         self.error(f"unknown argument {words[0]!r}{near if word.startswith('-') else ''}")
-
-
-class _Version(argparse.Action):
-    """Finding the version reads the installed packages. So it is read when it is asked for."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from dflash_trt import __version__
-
-        print(f"dflash-trt {__version__}")
-        parser.exit()
