@@ -212,7 +212,7 @@ class _Layout:
         s, c, drafter = self.s, self.inventory.target, self.inventory.drafter
         verified = batch * s.block_size
         prompt = min(length, self.traits.prompt_rows) if self.pages is None else length
-        rows = s.max_num_tokens or max(verified, prompt)
+        rows = max(verified, prompt)
         waiting = 0
         if self.row_bytes.get("drafter", {}).keys() == {None}:
             waiting = batch * min(length, self.traits.waiting_tokens)

@@ -26,7 +26,6 @@ class Settings:
     cache: precision of the caches; by default the compute dtype.
     drafter_attention: for TensorRT-LLM. VANILLA and FA4 keep the drafter's context in a dense arena, TRTLLM keeps it
         in pages of the KV pool.
-    max_num_tokens: tokens of one pass; by default the engine's.
     """
 
     engine: str
@@ -38,7 +37,6 @@ class Settings:
     precision: Precision = field(default_factory=Precision)
     cache: str | None = None
     drafter_attention: str = "VANILLA"
-    max_num_tokens: int | None = None
 
     def compute(self, side: str) -> str:
         return self.precision.compute(side, self.traits.compute)
