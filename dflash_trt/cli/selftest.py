@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import closing
 from pathlib import Path
 
 from dflash_trt.cli.options import add_bundle, at_least, bundle_of, option, switch
@@ -86,14 +87,11 @@ def _first_gpu(archive: Path) -> int:
 def _bundle(args: argparse.Namespace) -> int:
     from dflash_trt.reports.selftest import Selftest
 
-    test, failed = Selftest(bundle_of(args).path, args.reference), False
-    try:
+    failed = False
+    with closing(Selftest(bundle_of(args).path, args.reference)) as test:
         for check in test.run(args.report, args.timeout):
             figures = ", ".join(f"{name} {value}" for name, value in check.figures.items())
-            row = (check.state, check.name, check.detail or figures or check.proves)
-            print_table([row])
+            print_table([(check.state, check.name, check.detail or figures or check.proves)])
             failed |= check.state == "failed"
-    finally:
-        test.close()
     print(f"report: {args.report}")
     return int(failed)

@@ -299,6 +299,7 @@ class Checks:
         }
 
     def close(self) -> None:
+        """Free the bundles."""
         for llm in ([self.llm] if self.loaded else []) + ([self.reference] if self.reference else []):
             llm.close()
 

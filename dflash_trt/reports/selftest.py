@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -32,13 +33,12 @@ class Check:
     seconds: float = 0.0
 
 
-class Selftest:
+class Selftest(Checks):
     """The checks of a bundle, run in order: `environment`, and then those of `Checks`, which has the arguments."""
 
     def __init__(self, bundle: Path, reference: Path | None = None) -> None:
-        self.subject = Checks(bundle, reference)
-        self.checks = [self.environment, *self.subject.all]
-        self._header: dict[str, Any] = {}
+        super().__init__(bundle, reference)
+        self.checks = [self.environment, *self.all]
 
     def run(self, report: Path, limit: float) -> Iterator[Check]:
         """Run each check for `limit` seconds at most, and keep `report` up to date.
@@ -50,12 +50,12 @@ class Selftest:
             name, proves = check.__name__.replace("_", " "), (check.__doc__ or "").partition("\n")[0]
             result = Check(name, proves.rstrip("."))
             done.append(result)
-            timer = threading.Timer(limit, _give_up, (report, self.header(), done, limit))
+            timer = threading.Timer(limit, _give_up, (report, self.header, done, limit))
             timer.daemon = True
             timer.start()
             begin = perf_counter()
             try:
-                if not self.subject.loaded and check not in (self.environment, self.subject.integrity):
+                if not self.loaded and check not in (self.environment, self.integrity):
                     raise Skip("the bundle did not load")
                 result.figures = check()
                 result.state = "passed"
@@ -67,25 +67,19 @@ class Selftest:
                 result.state, result.detail = "failed", f"{type(error).__name__}: {error}"
             timer.cancel()
             result.seconds = round(perf_counter() - begin, 3)
-            localizer = self.subject.localizer
-            write_report(report, self.header(), done, [] if localizer is None else localizer.compared)
+            write_report(report, self.header, done, self.localizer.compared if self.localizer else ())
             yield result
 
+    @cached_property
     def header(self) -> dict[str, Any]:
         """The bundle's manifest without its files, and the machine."""
-        if not self._header:
-            fields = {name: value for name, value in self.subject.bundle.manifest.items() if name != "files"}
-            self._header = {"bundle": fields, "machine": describe()}
-        return self._header
+        fields = {name: value for name, value in self.bundle.manifest.items() if name != "files"}
+        return {"bundle": fields, "machine": describe()}
 
     def environment(self) -> Figures:
         """The versions and the machine that a report is about."""
-        machine = self.header()["machine"]
+        machine = self.header["machine"]
         return {"dflash_trt": machine["dflash_trt"], "gpus": machine["gpus"], "cpu": machine["cpu"]}
-
-    def close(self) -> None:
-        """Free the bundles."""
-        self.subject.close()
 
 
 def write_report(

@@ -106,10 +106,10 @@ def loaded(directory: Path, precision: str) -> Selftest:
 
 def first_failure(test: Selftest, tmp_path: Path) -> Check:
     """The first check that fails. Checks up to `layers` run in any case, so that the fault can be located."""
-    failed, test.subject.localizer = [], None
+    failed, test.localizer = [], None
     for check in test.run(tmp_path / "report.json", 600):
         failed += [check] if check.state == "failed" else []
-        if failed and test.subject.localizer is not None:
+        if failed and test.localizer is not None:
             return failed[0]
     raise AssertionError("no check failed")
 
@@ -126,8 +126,8 @@ def test_limits_are_a_few_times_what_rounding_gives(
     for check in test.checks:
         if check.__name__ not in ("tokens", "acceptance", "time"):
             check()
-    assert test.subject.localizer is not None
-    compared = [each for each in test.subject.localizer.compared if each.model == "target"]
+    assert test.localizer is not None
+    compared = [each for each in test.localizer.compared if each.model == "target"]
     shares = {each.tensor: each.error / each.limit for each in compared}
     assert precision == "fp32" or max(shares.values()) > 1 / 3
 
@@ -264,7 +264,7 @@ def test_a_fault_of_a_plan_is_found_and_located(
 
 def broken(patch: pytest.MonkeyPatch, test: Selftest, role: str, edit: Edit) -> None:
     """Let the plan of `role` run with this edit of its graph."""
-    engine: Any = test.subject.pair.target if role == "target" else test.subject.pair.drafter.engine
+    engine: Any = test.pair.target if role == "target" else test.pair.drafter.engine
     model = onnx.ModelProto()
     model.CopyFrom(engine._engine.document)
     edit(model.graph)
@@ -304,7 +304,7 @@ def lost_state(patch: pytest.MonkeyPatch, test: Selftest) -> None:
 
     def less(self: DeviceStates, slot: int, *given: Any) -> None:
         put(self, slot, *given)
-        with torch.cuda.stream(test.subject.pair.target.stream):  # type: ignore[attr-defined]
+        with torch.cuda.stream(test.pair.target.stream):  # type: ignore[attr-defined]
             self.arrays["conv_state.0"][slot].zero_()
 
     patch.setattr(DeviceStates, "put", less)
@@ -312,7 +312,7 @@ def lost_state(patch: pytest.MonkeyPatch, test: Selftest) -> None:
 
 def mixed_sequences(patch: pytest.MonkeyPatch, test: Selftest) -> None:
     """A twentieth of the second sequence's logits is in the first one's."""
-    engine: Any = test.subject.pair.target
+    engine: Any = test.pair.target
     run = engine.run
 
     def mixed(profile: int, feeds: Any, **slot: int) -> Any:
@@ -326,13 +326,13 @@ def mixed_sequences(patch: pytest.MonkeyPatch, test: Selftest) -> None:
 
 
 def other_mask(patch: pytest.MonkeyPatch, test: Selftest) -> None:
-    drafter = test.subject.pair.drafter
+    drafter = test.pair.drafter
     patch.setattr(drafter, "mask_token_id", drafter.mask_token_id - 7)
 
 
 def gullible(patch: pytest.MonkeyPatch, test: Selftest) -> None:
     """Every draft is accepted."""
-    engine: Any = test.subject.pair.target
+    engine: Any = test.pair.target
     run = engine.run
 
     def accepting(profile: int, feeds: Any, **slot: int) -> Any:
@@ -355,13 +355,11 @@ def foresight(patch: pytest.MonkeyPatch, test: Selftest) -> None:
         draft = propose(self, active, length)
         (request,) = active
         prompt = tuple(request.prompt)
-        if self is not test.subject.pair.drafter or prompt == tuple(test.subject.prompt):
+        if self is not test.pair.drafter or prompt == tuple(test.prompt):
             return draft
         if prompt not in answers:
-            assert test.subject.reference is not None
-            answers[prompt] = list(
-                test.subject.reference.generate(list(prompt), asked, speculate=False).token_ids
-            )
+            assert test.reference is not None
+            answers[prompt] = list(test.reference.generate(list(prompt), asked, speculate=False).token_ids)
         at = len(request.output) - 1
         return Draft(np.array([answers[prompt][at : at + draft.nodes]]), None, np.array(draft.logprobs))
 

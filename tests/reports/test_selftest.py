@@ -188,7 +188,7 @@ def test_the_first_layer_that_differs_is_found(
 
 
 def test_the_time_is_that_of_passes_of_its_own(bundles: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    subject = Selftest(bundles[0].path).subject
+    subject = Selftest(bundles[0].path)
     subject.integrity()
     arrays = subject.pair.arrays
     decode = arrays.decode
