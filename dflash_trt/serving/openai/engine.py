@@ -146,11 +146,6 @@ class EngineProcess:
         """Choices of the requests that the engine works on."""
         return self._connection.in_flight if self._connection else 0
 
-    @property
-    def pid(self) -> int | None:
-        """Process id of the engine."""
-        return self._connection.process.pid if self._connection else None
-
     async def start(self) -> None:
         """Load the bundle. Raises DFlashError with the engine's reason if it cannot be loaded."""
         self._connection = await self._open()

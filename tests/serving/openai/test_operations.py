@@ -66,14 +66,15 @@ def test_an_engine_that_hangs_is_replaced_and_its_requests_get_their_deadline(
     async def run() -> None:
         async with running(tiny, said) as engine:
             assert (await last(engine))["finish_reason"] == "length"
-            hanging = engine.pid
+            hanging = engine._connection and engine._connection.process.pid
             assert hanging is not None
             os.kill(hanging, signal.SIGSTOP)
             assert (await last(engine, timeout=0.1))["error"]["code"] == "DEADLINE"
             without = asyncio.create_task(last(engine))
             await until(lambda: engine.restarts == 1)
             assert (await without) == refusal("UNAVAILABLE", "the engine ended (SIGKILL)")
-            assert engine.pid != hanging
+            assert engine._connection
+            assert engine._connection.process.pid != hanging
             assert (await last(engine))["finish_reason"] == "length"
             await asyncio.gather(engine.close(), engine.close())
             with pytest.raises(EngineDownError):
