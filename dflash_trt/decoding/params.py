@@ -149,11 +149,9 @@ class SamplingParams:
                     f"allowed_token_ids is {quoted(list(allowed))}, expected at least one token id (0 or more)"
                 )
             object.__setattr__(self, "allowed_token_ids", allowed)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_outside", marks)
-        object.__setattr__(self, "stop_token_ids", ids)
-        object.__setattr__(self, "bad_words", bad_words)
-        object.__setattr__(self, "logit_bias", self._biases())
+        lists = {"stop": stop, "stop_outside": marks, "stop_token_ids": ids, "bad_words": bad_words}
+        for name, value in {**lists, "logit_bias": self._biases()}.items():
+            object.__setattr__(self, name, value)
 
     @property
     def penalized(self) -> bool:
