@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
+from dflash_plugins import kernel_specs as uses
 from dflash_plugins import launch
 from dflash_plugins.dialect import TensorRTPlugins
 from hypothesis import given, settings
@@ -88,6 +89,7 @@ def test_block_acceptance_of_plugins_is_the_function_body(monkeypatch: pytest.Mo
     for b, right in enumerate([0, 1, 2, 2]):
         for i in range(right):
             tokens[b, rows[b, i + 1]] = best[b, i]
+    tokens[0, rows[0, 2]] = best[0, 1]  # right, after a wrong one
     feeds = {"tokens": tokens, "rows": rows, "logits": logits}
     body = ir.to_proto(OnnxRuntime().block_acceptance())
     expected = ReferenceEvaluator(body).run(None, feeds, attributes={})
@@ -108,6 +110,11 @@ def test_block_acceptance_of_plugins_is_the_function_body(monkeypatch: pytest.Mo
             found = layers.block_acceptance({}, **each)
             assert [t.tolist() for t in found] == [a.tolist() for a in expected]
     assert used == ["best_token", "best_token", "accept_block"] * 2
+    nodes = torch.arange(uses.ACCEPT_NODES + 1)[None]  # more than the kernel takes
+    accepted, _ = layers.block_acceptance(
+        {}, nodes * 0, nodes, torch.tensor([1.0, 0]).expand(1, nodes.numel(), 2)
+    )
+    assert accepted.tolist() == [uses.ACCEPT_NODES]
 
 
 def test_taps_of_plugins_are_the_function_body() -> None:

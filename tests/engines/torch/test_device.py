@@ -5,6 +5,7 @@ docs/torch.md says what this leaves open.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -314,6 +315,21 @@ def test_a_round_of_chains_sends_its_numbers_once_after_one_of_another_length(
         replayed = [each["copies to the device"] for each in rounds if each["graph launches"] == 2]
         assert len(replayed) > 5
         assert set(replayed) == {1}
+
+
+def test_views_of_a_round_have_the_shape_that_is_asked_for(wide: Bundle, gpu: pytest.MonkeyPatch) -> None:
+    """Several lengths have one width, and several numbers of sequences one batch."""
+    gpu.setattr(opening, "_kernels", lambda wanted: by_operators)
+    with LLM(wide.path, max_batch_size=8) as llm:
+        memory = llm._runtime.pair.arrays._round
+        for _, n, length in itertools.product(range(2), range(1, 9), (2, 3, 4)):
+            views = {"block": memory.blocks([5] * n, length, 9), "tokens": memory.tokens()}
+            for name, view in views.items():
+                assert (view.shape, view.stride()) == ((n, length), (memory._block[1], 1))
+                assert view.data_ptr() == memory._device_parts[name].data_ptr()
+                read = memory.on_host(name, n, length)
+                assert read.shape == (n, length)
+                assert np.shares_memory(read, memory._host_parts[name])
 
 
 def test_features_of_accepted_nodes_are_copied_together(wide: Bundle, gpu: pytest.MonkeyPatch) -> None:
