@@ -13,7 +13,7 @@ from dflash_trt import LLM
 from dflash_trt.decoding import scheduler as scheduler_module
 from dflash_trt.decoding.arrays import HostArrays
 from dflash_trt.decoding.draft import Draft
-from dflash_trt.decoding.pair import Pair
+from dflash_trt.decoding.pair import Pair, PassRule
 from dflash_trt.decoding.params import MOST_PRIORITY, RequestOptions, SamplingParams
 from dflash_trt.decoding.request import Request
 from tests.doubles.fake_engines import BLOCK, Pool, expected, request
@@ -138,6 +138,29 @@ def test_a_gpu_starts_the_next_pass_before_a_consumer_takes_the_results_of_the_l
     assert pool.scheduler.idle
     pool.scheduler.submit(request(prompt(4, 1), SamplingParams(max_tokens=40)))
     assert [len(pool.scheduler.step(lengths)) for _ in range(3)] == [1, 1, 1]  # `step` holds none
+
+
+def test_exact_mode_cuts_a_prompt_alike_whatever_else_a_step_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into chunks of 8, or of 3 if the log-probabilities of its tokens are asked for. A step reads no more than 8."""
+    pool, cuts, read = Pool(6, 6, chunk=8, kept=0), dict[int, list[int]](), list[int]()
+    prefill, asked = pool.pair.prefill, list[Request]()
+
+    def watched(tokens: Sequence[int], start: int, slot: int, **options: Any) -> Any:
+        assert pool.scheduler.filling is not None
+        cuts.setdefault(asked.index(pool.scheduler.filling), []).append(len(tokens))
+        read.append(len(tokens))
+        return prefill(tokens, start, slot, **options)
+
+    monkeypatch.setattr(pool.pair, "prefill", watched)
+    pool.pair.arrays.most_prompt_rows = 3
+    pool.scheduler.follow(PassRule(any_cut=False))
+    for i, length in enumerate((5, 13, 2, 20, 8)):
+        asked.append(request(prompt(length, i), SamplingParams(max_tokens=2, prompt_logprobs=i % 2 == 1)))
+        pool.scheduler.submit(asked[i])
+    for _ in drive(pool, Lengths(2)):
+        assert sum(read) <= 8
+        read.clear()
+    assert cuts == {0: [5], 1: [3, 3, 3, 3, 1], 2: [2], 3: [3, 3, 3, 3, 3, 3, 2], 4: [8]}
 
 
 @pytest.mark.parametrize("state", ["waiting", "filling", "active"])
