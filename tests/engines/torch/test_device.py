@@ -321,7 +321,8 @@ def test_views_of_a_round_have_the_shape_that_is_asked_for(wide: Bundle, gpu: py
     """Several lengths have one width, and several numbers of sequences one batch."""
     gpu.setattr(opening, "_kernels", lambda wanted: by_operators)
     with LLM(wide.path, max_batch_size=8) as llm:
-        memory = llm._runtime.pair.arrays._round
+        arrays = llm._runtime.pair.arrays
+        memory = arrays._round
         for _, n, length in itertools.product(range(2), range(1, 9), (2, 3, 4)):
             views = {"block": memory.blocks([5] * n, length, 9), "tokens": memory.tokens()}
             for name, view in views.items():
@@ -330,6 +331,11 @@ def test_views_of_a_round_have_the_shape_that_is_asked_for(wide: Bundle, gpu: py
                 read = memory.on_host(name, n, length)
                 assert read.shape == (n, length)
                 assert np.shares_memory(read, memory._host_parts[name])
+                kept = memory.drafted(name, n, length)  # the next pass does not overwrite it
+                assert not np.shares_memory(kept, memory._host_parts[name])
+            given = {name: np.zeros(n, np.int64) for name in ("start", "n_features")}
+            feeds = memory.drafter_feeds(given | {"block": views["block"]}, arrays._unread)
+            assert {name: len(each) for name, each in feeds.items()} == dict.fromkeys(feeds, memory._block[0])
 
 
 def test_features_of_accepted_nodes_are_copied_together(wide: Bundle, gpu: pytest.MonkeyPatch) -> None:
