@@ -143,6 +143,17 @@ def test_an_engine_s_decision_counts_for_a_request_s_own_part(
         assert judge(asked, tokens, draft, verified, 0) == expected
 
 
+def test_the_first_nodes_of_a_tree() -> None:
+    tree = Draft(np.arange(4)[None], np.array([[-1, 0, 0, 2]]), np.zeros((1, 3)), None, {0: {1, 3}})
+    first = tree.first(3)
+    assert (first.tokens.tolist(), first.parents.tolist(), first.copied) == (
+        [[0, 1, 2]],
+        [[-1, 0, 0]],
+        {0: {1}},
+    )
+    assert first.logprobs.shape == (1, 2)
+
+
 def test_an_empty_block_is_an_error() -> None:
     with pytest.raises(ValueError, match="anchor"):
         accept([], np.zeros((0, 4), np.float32), SamplingParams(), 0, 0)
@@ -175,6 +186,8 @@ def test_a_drafter_as_good_as_the_target_is_always_right(temperature: float) -> 
         assert found.candidates.tokens[0, :, 0].tolist() == tokens
         assert np.sort(found.candidates.tokens[0], axis=1).tolist() == [list(range(50))] * 3
         assert (np.diff(found.candidates.logprobs[0]) <= 0).all()
+        np.testing.assert_allclose(np.exp(found.candidates.logprobs).sum(axis=-1), 1, rtol=1e-5)
+        assert couple(draft, active, weight=0.0).tokens.tolist() == draft.tokens.tolist()
         assert found.tokens[1].tolist() == draft.tokens[1].tolist()
         right += draft.tokens[0, 1:].tolist() == tokens
     assert right == 40 if temperature == 0 else right < 20

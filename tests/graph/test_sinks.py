@@ -12,6 +12,14 @@ from dflash_trt.graph.onnxruntime import OnnxRuntime
 from tests.doubles.sessions import session
 
 
+def test_masks_with_other_inputs_have_other_names() -> None:
+    """A graph has one body for each name."""
+    kinds = (
+        AttentionKind(4, 2, 16, False, sinks, trees) for sinks in (False, True) for trees in (False, True)
+    )
+    assert len({kind.mask_name for kind in kinds}) == 4
+
+
 @pytest.mark.parametrize("window", [None, 8])
 @pytest.mark.parametrize("sink", [-1e30, -30.0, 0.0, 30.0, 1e4, 1e30])
 def test_attention_with_a_sink(sink: float, window: int | None) -> None:
