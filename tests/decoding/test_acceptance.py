@@ -10,12 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_trt.decoding.acceptance import Verdict, accept, judge
+from dflash_trt.decoding.acceptance import Verdict, accept, decide, judge
 from dflash_trt.decoding.draft import Candidates, Draft, Verified, couple
 from dflash_trt.decoding.params import SamplingParams
+from dflash_trt.decoding.request import Emission, items
+from dflash_trt.decoding.results import Chunk
 from dflash_trt.decoding.sampling import philox
 from dflash_trt.decoding.sampling.history import History
 from dflash_trt.decoding.sampling.sampler import process, sample
+from dflash_trt.errors import DecodingError
 from tests.doubles.fake_engines import request
 
 VOCABULARY = 12
@@ -141,6 +144,24 @@ def test_an_engine_s_decision_counts_for_a_request_s_own_part(
     for finite in (None, np.ones((1, 4), bool)):
         verified = Verified(np.array([accepted]), np.array([9]), [True], finite, np.zeros((1, 4, 14)), [True])
         assert judge(asked, tokens, draft, verified, 0) == expected
+
+
+def test_what_a_request_gets_of_a_round_ends_with_its_budget() -> None:
+    """Of three accepted drafts, two of which come from its text, two tokens are left. A stream says no more."""
+    asked = request([1, 2], SamplingParams(max_tokens=2, logprobs=True))
+    asked.output, logits = [5], np.zeros((1, 4, 14), np.float32)
+    draft = Draft(np.array([[5, 6, 7, 8]]), None, np.zeros((1, 3), np.float32), copied={0: {2, 3}})
+    verified = Verified(np.array([3]), np.array([9]), [True], None, logits, [True])
+    _, end = decide(asked, draft, verified, 0)
+    assert (end.token_ids, end.finish_reason) == ([6, 7], "length")
+    assert (end.accepted, end.drafts, end.copied) == (2, 3, 1)
+    assert len(end.logprobs or []) == len(asked.logprobs) == asked.statistics.num_generation_tokens == 2
+    text = Emission(asked, [], "held back", None)
+    (chunk,) = items([text, end], first=False)
+    assert isinstance(chunk, Chunk)
+    assert (chunk.rounds, chunk.prompt_token_ids) == ([(2, 2, 3, 1)], None)
+    error = DecodingError("none")
+    assert list(items([Emission(asked, [], "", "error", error=error)], first=False)) == [error]
 
 
 def test_the_first_nodes_of_a_tree() -> None:
