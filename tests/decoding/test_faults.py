@@ -189,6 +189,7 @@ def test_the_round_after_one_without_finite_logits_has_no_drafts() -> None:
     pool.target.not_a_number = lambda number: number == spoilt
     assert finish(pool, lengths, asked)[asked] == whole[:6]
     assert asked.stop.finish_reason == "error"
+    assert asked.statistics.generation_time > 0
     assert [seen.verified for seen in lengths.rounds[-2:]] == [BLOCK, 1]
     assert len(lengths.rounds) < 8
 

@@ -21,7 +21,7 @@ from dflash_trt.checkpoint.linears import stored_linear
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.checkpoint.widening import widen
 from dflash_trt.cli import main
-from dflash_trt.engines.torch import kernels
+from dflash_trt.engines.torch import kernels, layers
 from dflash_trt.engines.torch.kernels import LayerKernels
 from dflash_trt.engines.torch.operators import OPERATORS
 from dflash_trt.engines.torch.program import Graph
@@ -269,6 +269,18 @@ def _of_layer(place: Path, dtype: ir.DataType, checkpoint: Checkpoint, stored: A
     g.output(y, "y", dtype, ["rows", 48])
     ir.save(g.model(), place / "model.onnx")
     return Graph(place / "model.onnx", torch.device("cpu"))
+
+
+def test_attention_on_a_cpu_leaves_out_no_row_that_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads the rows in use, in steps. The rows of a tree follow the last one that all of its nodes see."""
+    q, caches = torch.randn(1, 2, 3, 8), torch.randn(2, 1, 1, 40, 8)
+    first, last = torch.zeros(1, 3, dtype=torch.int64), torch.full((1, 3), 9)
+    for tree in ((), (torch.tensor([10]), torch.ones(1, 3, 3).tril())):
+        found = []
+        for step in (40, 1):
+            monkeypatch.setattr(layers, "_STEP", step)
+            found.append(layers.attend({"scale": 1.0}, q, *caches, first, last, *tree))
+        torch.testing.assert_close(*found)
 
 
 def test_exact_mode_holds_where_products_depend_on_the_number_of_rows(
