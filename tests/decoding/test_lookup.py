@@ -96,6 +96,8 @@ def test_any_mix_of_sources_gives_the_tokens_of_plain_decoding(target: Any, seed
             assert tokens[each] == expected(each.prompt, each.params, each.seed)
             if not (each.takes_drafts and each.options.takes_lookup):
                 assert each.statistics.num_lookup_draft_tokens == 0
+            if not each.takes_drafter:  # no draft counts that the drafter made without its tokens
+                assert each.statistics.num_draft_tokens == each.statistics.num_lookup_draft_tokens
             copied += each.statistics.num_lookup_accepted_tokens
             assert each.statistics.num_lookup_accepted_tokens <= each.statistics.num_accepted_tokens
             assert each.lookup is None  # its memory is that of a text
