@@ -208,7 +208,6 @@ class EngineEntry(ABC):
     the same bits in every pass without trees, so that drafts change no token.
     """
 
-    name: str
     options: ClassVar[type[EngineOptions] | None] = None
     weights_folder: ClassVar[str] = "weights/"
     tokenizer_folder: ClassVar[str] = ""
@@ -219,6 +218,9 @@ class EngineEntry(ABC):
     modules: tuple[str, ...] = ()
     needed: tuple[str, ...] = ()
     memory: MemoryTraits
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     @abstractmethod
     def check(self, precision: Precision | None, weights: Weights, options: Any) -> None:

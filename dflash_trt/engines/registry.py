@@ -15,15 +15,15 @@ from dflash_trt.errors import BundleError, UsageError, did_you_mean, show
 if TYPE_CHECKING:
     from dflash_trt.bundle.manifest import Bundle
 
-# Engine -> the module whose `entry(name)` returns its entry.
-_MODULES = {
-    "onnxruntime": "dflash_trt.engines.onnxruntime.entry",
-    "torch": "dflash_trt.engines.torch.entry",
-    "tensorrt-rtx": "dflash_trt.engines.tensorrt.entry",
-    "tensorrt": "dflash_trt.engines.tensorrt.entry",
-    "tensorrt-llm": "dflash_trt.trtllm.entry",
+# Engine -> module and class of its entry.
+_CLASSES = {
+    "onnxruntime": "dflash_trt.engines.onnxruntime.entry.OnnxRuntimeEntry",
+    "torch": "dflash_trt.engines.torch.entry.TorchEntry",
+    "tensorrt-rtx": "dflash_trt.engines.tensorrt.entry.TensorRTEntry",
+    "tensorrt": "dflash_trt.engines.tensorrt.entry.TensorRTEntry",
+    "tensorrt-llm": "dflash_trt.trtllm.entry.TensorRTLLMEntry",
 }
-NAMES = tuple(_MODULES)
+NAMES = tuple(_CLASSES)
 DEFAULT = "onnxruntime"  # which runs everywhere
 AUTO = "auto"
 # Those that run on one GPU, the best first.
@@ -35,17 +35,18 @@ GPU_REFERENCE = "torch"
 @cache
 def find(name: str) -> EngineEntry:
     """The engine with this name. Raises BuildError if there is none."""
-    if name not in _MODULES:
+    if name not in _CLASSES:
         raise UsageError(
             f"--engine is {name!r}{did_you_mean(name, NAMES)}, expected one of: {', '.join(NAMES)}"
         )
-    return cast(EngineEntry, importlib.import_module(_MODULES[name]).entry(name))
+    module, _, kind = _CLASSES[name].rpartition(".")
+    return cast(EngineEntry, getattr(importlib.import_module(module), kind)(name))
 
 
 def engine_of(bundle: Bundle) -> EngineEntry:
     """The engine that a bundle was built for. Raises BundleError where this version has no such engine."""
     name = bundle.manifest["engine"]
-    if name not in _MODULES:
+    if name not in _CLASSES:
         raise BundleError(
             f"{bundle.path}: engine is {show(name)}, this version of dflash-trt has: {', '.join(NAMES)}"
         )

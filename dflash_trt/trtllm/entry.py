@@ -115,7 +115,6 @@ class TensorRTLLMOptions(EngineOptions):
 class TensorRTLLMEntry(EngineEntry):
     """Runs checkpoints unchanged, on one GPU or several, with TensorRT-LLM's own scheduler."""
 
-    name = "tensorrt-llm"
     options = TensorRTLLMOptions
     weights_folder = ""
     draft_vocabulary = False
@@ -229,7 +228,3 @@ class TensorRTLLMEntry(EngineEntry):
             "which the command installs. Without Triton: launch/serve.sh of the bundle"
         )
         return Container(TRITON_TRTLLM_IMAGE, packages=(f"tensorrt_llm=={version}",), note=note)
-
-
-def entry(name: str) -> EngineEntry:
-    return TensorRTLLMEntry()

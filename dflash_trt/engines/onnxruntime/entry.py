@@ -54,7 +54,6 @@ _WITHOUT_VNNI = ("AVX2", "AVX-512")
 class OnnxRuntimeEntry(EngineEntry):
     """Runs graphs on the CPU."""
 
-    name = "onnxruntime"
     modules = needed = ("onnxruntime",)
     weight_layout = "blocks"
     equal_rows = True  # tests/models/test_widths.py
@@ -215,8 +214,3 @@ def _in_integers(formats: Collection[str]) -> list[str]:
     from dflash_trt.formats import FORMATS
 
     return sorted(name for name in formats if FORMATS[name].integer_bits is not None)
-
-
-def entry(name: str) -> EngineEntry:
-    """The registry's entry."""
-    return OnnxRuntimeEntry()

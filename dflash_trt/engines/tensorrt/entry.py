@@ -39,7 +39,7 @@ class TensorRTEntry(EngineEntry):
     weight_layout = "int4_by_row"
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        super().__init__(name)
         self.flavour = FLAVOURS[name]
         self.modules = (self.flavour.module, "torch", "triton")
         self.needed = (self.flavour.module, "torch")
@@ -144,11 +144,6 @@ class TensorRTEntry(EngineEntry):
         """A plan runs only with the version that built it, which is a wheel, and on torch."""
         version = manifest["tensorrt"]["version"]
         return Container(extra=self.name, packages=(f"{self.flavour.wheel}=={version}",))
-
-
-def entry(name: str) -> EngineEntry:
-    """The registry's entry of a flavour."""
-    return TensorRTEntry(name)
 
 
 def _lengths(profile: Mapping[str, Any]) -> str:

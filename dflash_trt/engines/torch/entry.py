@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 class TorchEntry(EngineEntry):
     """Runs graphs by torch."""
 
-    name = "torch"
     modules = ("torch", "triton")
     needed = ("torch",)
     weight_layout = "int4_by_row"
@@ -112,8 +111,3 @@ class TorchEntry(EngineEntry):
 
     def container(self, manifest: Mapping[str, Any]) -> Container:
         return Container(extra=self.name)
-
-
-def entry(name: str) -> EngineEntry:
-    """The registry's entry."""
-    return TorchEntry()
