@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from dflash_trt.cli.options import (
@@ -93,9 +93,7 @@ def run(args: argparse.Namespace) -> int:
     refused = registry.find(args.engine).refusal(settings.gpu.sm, inventory, formats)
     if args.json:
         unverified = pair.unverified if pair is not None else ()
-        print_json(
-            {**estimate.to_dict(), "fits": estimate.fits, "refused": refused, "unverified": unverified}
-        )
+        print_json({**asdict(estimate), "fits": estimate.fits, "refused": refused, "unverified": unverified})
     else:
         _print(estimate)
         if refused is not None:
@@ -194,8 +192,6 @@ def _rows(per_token: int, windows: int) -> str:
 
 
 def _gpus(args: argparse.Namespace) -> int:
-    from dataclasses import asdict
-
     from dflash_trt.planning.gpus import gpus
 
     if args.json:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from dflash_trt.engines.base import GIB
 from dflash_trt.errors import BuildError
@@ -46,9 +45,6 @@ class MemoryEstimate:
     longest_context: int
     largest_batch: int
     scratch_bytes: int
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     @property
     def fits(self) -> bool:

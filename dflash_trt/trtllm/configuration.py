@@ -6,7 +6,7 @@ docs/tensorrt_llm.md has the rules and their sources. Nothing here imports tenso
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dflash_trt.errors import UsageError
@@ -235,7 +235,7 @@ def describe(configuration: Configuration) -> dict[str, Any]:
         "nodes": c.nodes,
         "gpus_per_node": c.gpus_per_node,
         "choices": [{"name": x.name, "value": x.value, "reason": x.reason} for x in c.choices],
-        "memory": c.memory.to_dict(),
+        "memory": asdict(c.memory),
         "arithmetic": c.memory.arithmetic(),
         "room": f"{gib(c.memory.left_bytes)} GiB left; longest context {c.memory.longest_context} at batch 1, "
         f"largest batch {c.memory.largest_batch} at {c.memory.max_seq_len} tokens",
