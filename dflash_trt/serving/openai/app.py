@@ -72,13 +72,13 @@ class ServerMetrics:
         self._engine = engine
         self._answers: dict[int, int] = {}
         self._up = 0
-        self._refused = dict.fromkeys(sorted(set(REASONS.values())), 0)
+        self._refused = dict.fromkeys(sorted({reason for reason, _ in REASONS.values()}), 0)
 
     def observe(self, status: int, end: int) -> None:
         """Count one answered request. `end`: the status that tells how it ended."""
         self._answers[status] = self._answers.get(status, 0) + 1
         if end >= 400:
-            self._refused[REASONS.get(end, "error")] += 1
+            self._refused[REASONS.get(end, REASONS[500])[0]] += 1
 
     async def text(self) -> str:
         """Prometheus' text format. A dead engine has no metrics of its own, and engine_up 0."""

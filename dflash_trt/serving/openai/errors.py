@@ -12,30 +12,22 @@ from pydantic import ValidationError
 from dflash_trt.errors import RequestError, shorten, show
 from dflash_trt.serving.wire import Error
 
-# Why a request was refused, as a label of the metrics, by status.
+_INVALID = "invalid_request_error"
+# By status: why a request was refused, as a label of the metrics, and the type of the error for clients.
 REASONS = {
-    400: "invalid_request",
-    401: "unauthorized",
-    403: "unknown_host",
-    404: "not_found",
-    405: "not_found",
-    408: "slow_body",
-    413: "too_large",
-    415: "invalid_request",
-    429: "queue_full",
-    499: "cancelled",
-    500: "error",
-    503: "engine_down",
-    504: "deadline",
-}
-_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-    500: "server_error",
-    503: "server_error",
-    504: "timeout_error",
+    400: ("invalid_request", _INVALID),
+    401: ("unauthorized", "authentication_error"),
+    403: ("unknown_host", "permission_error"),
+    404: ("not_found", "not_found_error"),
+    405: ("not_found", _INVALID),
+    408: ("slow_body", _INVALID),
+    413: ("too_large", _INVALID),
+    415: ("invalid_request", _INVALID),
+    429: ("queue_full", "rate_limit_error"),
+    499: ("cancelled", _INVALID),
+    500: ("error", "server_error"),
+    503: ("engine_down", "server_error"),
+    504: ("deadline", "timeout_error"),
 }
 RETRY_SECONDS = 1
 # Patterns of fields, and their names in the client's request.
@@ -59,7 +51,7 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """The error as JSON."""
-        kind = _TYPES.get(self.status, "invalid_request_error")
+        kind = REASONS[self.status][1]
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code or self.status}
         return {"error": error}
 
