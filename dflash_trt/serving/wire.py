@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import signal
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, TypedDict
 
 WORKER: tuple[str, ...] = ("-P", "-m", "dflash_trt.serving.worker")  # arguments of Python
@@ -129,15 +129,6 @@ def line(message: Mapping[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-def is_deeper(value: Any, levels: int) -> bool:
-    """Whether JSON has more levels of lists and objects than this. Parsers fail on many, or crash."""
-    level = [value] if isinstance(value, dict | list) else []
-    for _ in range(levels):
-        inside = (inner for each in level for inner in (each.values() if isinstance(each, dict) else each))
-        level = [inner for inner in inside if isinstance(inner, dict | list)]
-    return bool(level)
-
-
 class Lines:
     """The lines of one side, from the pieces in which they arrive."""
 
@@ -154,20 +145,6 @@ class Lines:
         if rest:
             self._parts.append(rest)
         return values
-
-
-def received(connection: socket.socket) -> Iterator[list[Any]]:
-    """What the other side says, one or more lines at a time, until it ends."""
-    lines = Lines()
-    while True:
-        try:
-            data = connection.recv(1 << 20)
-        except OSError:
-            return
-        if not data:
-            return
-        if values := lines.push(data):
-            yield values
 
 
 def command(python: str, connection: socket.socket, settings: Mapping[str, Any]) -> list[str]:

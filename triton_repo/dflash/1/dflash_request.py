@@ -202,10 +202,19 @@ def read_json(name: str, text: str, kind: type) -> Any:
     """The value of an input that is JSON of this kind. Raises Refused."""
     with contextlib.suppress(ValueError, RecursionError):
         if isinstance(read := json.loads(text), kind):
-            if wire.is_deeper(read, MAX_NESTING):  # the engine's parser might not read it
+            if is_deeper(read, MAX_NESTING):  # the engine's parser might not read it
                 raise Refused(f"{name} has more than {MAX_NESTING} levels of lists and objects")
             return read
     raise Refused(f"{name} is {text[:40]!r}, expected JSON of a {kind.__name__}")
+
+
+def is_deeper(value: Any, levels: int) -> bool:
+    """Whether JSON has more levels of lists and objects than this. Parsers fail on many, or crash."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(levels):
+        inside = (inner for each in level for inner in (each.values() if isinstance(each, dict) else each))
+        level = [inner for inner in inside if isinstance(inner, dict | list)]
+    return bool(level)
 
 
 def longest_input(message: wire.EngineRequest, prompt: str) -> str:

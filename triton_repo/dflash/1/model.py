@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ class TritonPythonModel:
         command = wire.command(python, theirs, settings)
         engine = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
-        answers = wire.received(ours)
+        answers = received(ours)
         (first,) = next(answers, [{}])
         if "ready" not in first:
             engine.kill()
@@ -283,6 +284,15 @@ class Counts:
             ("dflash_engine_restarts_total", "engine processes started again", {}, self.restarts),
             *refused,
         ]
+
+
+def received(connection: socket.socket) -> Iterator[list[Any]]:
+    """What the engine says, one or more lines at a time, until it ends."""
+    lines = wire.Lines()
+    with contextlib.suppress(OSError):
+        while data := connection.recv(1 << 20):
+            if values := lines.push(data):
+                yield values
 
 
 def how_it_ended(engine: subprocess.Popen[bytes]) -> str:
