@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -32,8 +32,6 @@ PAIRS = ("tiny", "tiny-gpt-oss")
 UNTOUCHED = 3  # the exit code where all is well, but no GPU was used
 # The longest time of a command in seconds.
 LIMIT = 1800
-# Runs a command of dflash-trt. Its output and its errors go to the two files. Returns the exit code.
-Runner = Callable[[Sequence[str], Path, Path], int]
 _ADVICE = {
     "doctor": "install what it lists as missing, then start again",
     "kernels": "its report has every operator's problem; docs/plugins.md says what kernels need",
@@ -68,7 +66,10 @@ class Step:
 
 
 def in_process_of_its_own(words: Sequence[str], output: Path, errors: Path) -> int:
-    """The `Runner` of the command line. Raises TimeoutExpired after LIMIT seconds."""
+    """Run a command, whose output and errors go to the two files. Returns the exit code.
+
+    Raises TimeoutExpired after LIMIT seconds.
+    """
     command = [sys.executable, "-m", "dflash_trt", *words]
     with output.open("wb") as out, errors.open("wb") as err:
         return subprocess.run(command, stdout=out, stderr=err, timeout=LIMIT, check=False).returncode
@@ -83,13 +84,13 @@ class FirstGPU:
     that kernels ran on.
     """
 
-    def __init__(self, archive: Path, runner: Runner = in_process_of_its_own) -> None:
+    def __init__(self, archive: Path) -> None:
         """Raises UsageError if there is no directory for the archive."""
         if not archive.absolute().parent.is_dir():
             raise UsageError(
                 f"--first-gpu is {archive}, and there is no directory {archive.parent}; make it first"
             )
-        self.archive, self.runner = archive, runner
+        self.archive = archive
         self.steps: list[Step] = []
         self.left_out: dict[str, str] = {}
         self.touched, self.copied = "", 0
@@ -207,7 +208,7 @@ class FirstGPU:
         output = self.work / (f"{file}.json" if "--json" in step.command else f"{file}.txt")
         errors, begin = self.work / f"{file}.errors.txt", perf_counter()
         try:
-            step.exit_code = self.runner(step.command, output, errors)
+            step.exit_code = in_process_of_its_own(step.command, output, errors)
         except subprocess.TimeoutExpired:
             step.state, step.detail = "timed out", f"did not end within {LIMIT} s"
         else:

@@ -70,7 +70,8 @@ def test_without_a_gpu_the_steps_run_on_onnxruntime(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(hardware, "compute_capabilities", list)
     monkeypatch.setattr(first_gpu, "PAIRS", ("tiny",))
     monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
-    first = FirstGPU(tmp_path / "first.zip", here)
+    monkeypatch.setattr(first_gpu, "in_process_of_its_own", here)
+    first = FirstGPU(tmp_path / "first.zip")
     found = states(first)
     assert list(found) == [
         *("doctor", "build tiny reference", "selftest tiny onnxruntime", "verify tiny onnxruntime"),
@@ -88,8 +89,11 @@ def test_without_a_gpu_the_steps_run_on_onnxruntime(tmp_path: Path, monkeypatch:
     assert not [name for name in files if name.endswith((".onnx", ".safetensors"))]
 
 
-def test_on_a_gpu_every_engine_is_built_and_compared(tmp_path: Path, gpu: None) -> None:
-    first = FirstGPU(tmp_path / "first.zip", here)
+def test_on_a_gpu_every_engine_is_built_and_compared(
+    tmp_path: Path, gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(first_gpu, "in_process_of_its_own", here)
+    first = FirstGPU(tmp_path / "first.zip")
     found = states(first)
     assert set(found.values()) <= {"passed", "differs"}, [step.detail for step in first.steps]
     assert list(found)[1:] == [
@@ -167,12 +171,15 @@ def test_kernels_are_checked_without_a_bundle(
         (1, "passed  a\nfailed  layers  of x\nfailed  b\n", "failed  layers  of x"),
     ],
 )
-def test_a_failure_has_the_first_words_about_it(tmp_path: Path, code: int, printed: str, detail: str) -> None:
+def test_a_failure_has_the_first_words_about_it(
+    tmp_path: Path, code: int, printed: str, detail: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run(words: Sequence[str], output: Path, errors: Path) -> int:
         output.write_text(printed)
         return code
 
-    first = FirstGPU(tmp_path / "first.zip", run)
+    monkeypatch.setattr(first_gpu, "in_process_of_its_own", run)
+    first = FirstGPU(tmp_path / "first.zip")
     assert [(step.state, step.detail.partition(";")[0]) for step in first.run()] == [("failed", detail)]
 
 
@@ -193,7 +200,8 @@ def test_on_a_gpu_engines_are_compared_with_torch_in_float32(
         )
 
     monkeypatch.setattr(hardware, "compute_capabilities", lambda: [capability])
-    first = FirstGPU(tmp_path / "first.zip", run)
+    monkeypatch.setattr(first_gpu, "in_process_of_its_own", run)
+    first = FirstGPU(tmp_path / "first.zip")
     found = states(first)
     assert [name for name, state in found.items() if state != "passed"] == ["build tiny torch"] * fails
     assert ("selftest tiny torch" in found) != fails
