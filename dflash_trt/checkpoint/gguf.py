@@ -25,6 +25,7 @@ from dflash_trt.checkpoint import gguf_blocks
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.gguf_tokenizer import end_token_ids, write_tokenizer
 from dflash_trt.checkpoint.layouts import GGUF
+from dflash_trt.checkpoint.rope import RopeConfig, inverse_frequencies
 from dflash_trt.checkpoint.tensors import DTYPES
 from dflash_trt.checkpoint.writer import Entry, write_shard
 from dflash_trt.errors import CheckpointError, quoted, show, show_name
@@ -280,17 +281,18 @@ def _rope_scaling(
         return None
     factors = np.asarray(tensors[_FREQUENCIES].data, np.float64).reshape(-1)
     factor = float(round(factors.max(), 3))
-    scaling = {
+    scaling: dict[str, Any] = {
         "rope_type": "llama3",
         "factor": factor,
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-    smooth = np.clip((8192 / wavelengths - 1.0) / (4.0 - 1.0), 0, 1)
-    expected = 1 / ((1 - smooth) / factor + smooth)
-    if len(factors) != head_dim // 2 or not np.allclose(factors, expected, rtol=1e-3):
+    plain, scaled = (
+        inverse_frequencies(RopeConfig(name, theta, scaling), head_dim, 8192)[0]
+        for name in ("default", "llama3")
+    )
+    if len(factors) != head_dim // 2 or not np.allclose(factors, plain / scaled, rtol=1e-3):
         raise CheckpointError(
             f"{file}: {_FREQUENCIES} does not hold the factors of Llama 3's RoPE (8192 positions, low 1, high 4), "
             "which is the only scaling supported"
