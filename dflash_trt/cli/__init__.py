@@ -25,7 +25,7 @@ from dflash_trt.cli import (
     train,
     verify,
 )
-from dflash_trt.cli.options import option, switch
+from dflash_trt.cli.options import DEBUG, LOG_LEVEL, option, switch
 from dflash_trt.errors import DFlashError, UsageError, did_you_mean
 from dflash_trt.extras import install
 from dflash_trt.logs import LEVELS, to_stderr
@@ -120,10 +120,9 @@ def make_parser() -> CommandParser:
             name, help=module.SUMMARY, description=module.DESCRIPTION, epilog=module.EXAMPLES
         )
         module.add_arguments(command)
-        switch(command, "--debug", "show the traceback of an error")
+        switch(command, "--debug", DEBUG)
         if "--log-level" not in command._option_string_actions:  # `serve` has one of its own
-            text = "what is logged on standard error"
-            option(command, "--log-level", None, str, text, "warning", choices=tuple(LEVELS))
+            option(command, "--log-level", None, str, LOG_LEVEL, "warning", choices=tuple(LEVELS))
         command.set_defaults(run=module.run, usage_error=command.error, parser=command)
     return parser
 

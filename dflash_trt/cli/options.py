@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from dflash_trt.decoding.params import DraftingOptions
     from dflash_trt.llm import LLM
 
+DEBUG = "show the traceback of an error"
+LOG_LEVEL = "what is logged on standard error"
 T = TypeVar("T")
 N = TypeVar("N", int, float)
 

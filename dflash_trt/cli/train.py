@@ -14,7 +14,18 @@ from typing import Any
 
 from dflash_trt.building.progress import Display, progress_display
 from dflash_trt.checkpoint.draft_vocabulary import LEAST
-from dflash_trt.cli.options import add_json, add_limit, add_target, add_threads, at_least, each, option, share
+from dflash_trt.cli.options import (
+    DEBUG,
+    LOG_LEVEL,
+    add_json,
+    add_limit,
+    add_target,
+    add_threads,
+    at_least,
+    each,
+    option,
+    share,
+)
 from dflash_trt.cli.output import byte_count, print_json, print_table
 from dflash_trt.engines import registry
 from dflash_trt.errors import DFlashError, UsageError
@@ -52,15 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             epilog="\n".join(["examples:", *examples]),
         )
         add(step)
-        step.add_argument(
-            "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
-        )
-        step.add_argument(
-            "--log-level",
-            choices=tuple(LEVELS),
-            default=argparse.SUPPRESS,
-            help="what is logged on standard error",
-        )
+        step.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=DEBUG)
+        step.add_argument("--log-level", choices=tuple(LEVELS), default=argparse.SUPPRESS, help=LOG_LEVEL)
         step.set_defaults(run_step=run_step, step_error=step.error)
 
 
