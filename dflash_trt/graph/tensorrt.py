@@ -76,7 +76,42 @@ class TensorRT(Dialect):
         return updated
 
     def attention_mask(self, kind: AttentionKind) -> ir.Function:
-        return _mask(kind)
+        """[B,1,S,C], from cache row 0 on. Both sides are shifted by the layer's number, so that no compiler joins the
+        masks of several layers.
+        """
+        g = GraphBuilder(kind.mask_name)
+        ranges = [g.input(n, INT64, ["B", "S"]) for n in ("first", "last")]
+        sink = g.input("sink", INT64, ["B"]) if kind.sinks else None
+        tree = TreeRows(g) if kind.trees else None
+        layer = g.op(
+            "Constant", name="layer", value_int=ir.RefAttr("value_int", "layer", ir.AttributeType.INT)
+        )
+
+        def shifted(value: ir.Value) -> ir.Value:
+            return g.op("Add", value, layer, name="shifted")
+
+        first, last = (g.unsqueeze(shifted(each), 1, 3) for each in ranges)
+        unshifted = g.arange(g.input("capacity", INT64, [1]))
+        cache_rows = shifted(unshifted)
+        # A cache row's distance from what the row sees, 0 or less within. TensorRT-RTX finds no hidden tiles in `Or`.
+        after, before = (
+            g.op("Sub", cache_rows, last, name="after"),
+            g.op("Sub", first, cache_rows, name="before"),
+        )
+        distance = g.op("Max", after, before, name="outside")
+        if tree is not None:
+            inside, seen = (g.unsqueeze(each, 1) for each in tree.seen(unshifted))
+            hidden = g.op(
+                "Sub", g.constant(1), g.op("Cast", seen, name="as_number", to=int(INT64)), name="hidden"
+            )
+            distance = g.op("Where", inside, hidden, distance, name="outside_tree")
+        if sink is not None:
+            from_sink = g.op("Sub", cache_rows, g.unsqueeze(shifted(sink), 1, 2, 3), name="from_sink")
+            distance = g.op("Min", distance, g.op("Abs", from_sink, name="off_sink"), name="outside_both")
+        mask = g.op("LessOrEqual", distance, g.constant(0), name="seen")
+        g.output(mask, "mask", BOOL, ["B", 1, "S", "C"])
+        g.output(g.op("Identity", g.constant([0])), "origin", INT64, [1])
+        return g.function([ir.Attr("layer", ir.AttributeType.UNDEFINED, None)])
 
     def attention(self, kind: AttentionKind) -> ir.Function:
         g = self._builder(kind.name)
@@ -226,37 +261,3 @@ class TensorRT(Dialect):
         share = g.op("Sigmoid", g.op("Mul", gate, attribute("alpha"), name="scaled_gate"), name="share")
         up = g.op("Add", up, attribute("beta"), name="shifted")
         return g.from_dtype(g.op("Mul", g.op("Mul", gate, share, name="activated"), up, name="gated"), FLOAT)
-
-
-def _mask(kind: AttentionKind) -> ir.Function:
-    """[B,1,S,C], from cache row 0 on. Both sides are shifted by the layer's number, so that no compiler joins the masks
-    of several layers.
-    """
-    g = GraphBuilder(kind.mask_name)
-    ranges = [g.input(n, INT64, ["B", "S"]) for n in ("first", "last")]
-    sink = g.input("sink", INT64, ["B"]) if kind.sinks else None
-    tree = TreeRows(g) if kind.trees else None
-    layer = g.op("Constant", name="layer", value_int=ir.RefAttr("value_int", "layer", ir.AttributeType.INT))
-
-    def shifted(value: ir.Value) -> ir.Value:
-        return g.op("Add", value, layer, name="shifted")
-
-    first, last = (g.unsqueeze(shifted(each), 1, 3) for each in ranges)
-    unshifted = g.arange(g.input("capacity", INT64, [1]))
-    cache_rows = shifted(unshifted)
-    # A cache row's distance from what the row sees, 0 or less within. TensorRT-RTX finds no hidden tiles in `Or`.
-    after, before = g.op("Sub", cache_rows, last, name="after"), g.op("Sub", first, cache_rows, name="before")
-    distance = g.op("Max", after, before, name="outside")
-    if tree is not None:
-        inside, seen = (g.unsqueeze(each, 1) for each in tree.seen(unshifted))
-        hidden = g.op(
-            "Sub", g.constant(1), g.op("Cast", seen, name="as_number", to=int(INT64)), name="hidden"
-        )
-        distance = g.op("Where", inside, hidden, distance, name="outside_tree")
-    if sink is not None:
-        from_sink = g.op("Sub", cache_rows, g.unsqueeze(shifted(sink), 1, 2, 3), name="from_sink")
-        distance = g.op("Min", distance, g.op("Abs", from_sink, name="off_sink"), name="outside_both")
-    mask = g.op("LessOrEqual", distance, g.constant(0), name="seen")
-    g.output(mask, "mask", BOOL, ["B", 1, "S", "C"])
-    g.output(g.op("Identity", g.constant([0])), "origin", INT64, [1])
-    return g.function([ir.Attr("layer", ir.AttributeType.UNDEFINED, None)])
