@@ -240,7 +240,7 @@ def passes(pair: str, count: int) -> dict[str, Any]:
                 for n in (1, 4, 8, 16)
                 if n <= llm.block_size
             ]
-            rows.append(_pass(f"draft {llm.block_size}", inner, inner.dummy_draft, llm.block_size))
+            rows.append(_pass(f"draft {llm.block_size}", inner, inner.drafter.dummy_pass, llm.block_size))
             prompt = [1] * min(512, llm.max_seq_len // 2)
 
             def prefill() -> None:

@@ -20,6 +20,8 @@ from dflash_trt.decoding.request import Request
 _NEVER = -100.0  # the log-probability of a node that no request has
 # A pass with drafts may read so many features of each request: what rounds without drafts leave, but no prompts.
 _FEW = 32
+# Tokens in the caches during dummy passes.
+USUAL_CONTEXT = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +194,7 @@ class Drafter:
         self.arrays.add_unread(slot, self.unread[slot], features, nodes)
         self.unread[slot] += len(nodes)
 
-    def dummy_pass(self, batch: int, length: int, context: int) -> None:
+    def dummy_pass(self, batch: int, length: int, context: int = USUAL_CONTEXT) -> None:
         """Run a pass as `propose` does, without requests. Overwrites rows of slots 0 .. batch-1."""
         features = self.arrays.unread_features([length] * batch)
         feeds = {

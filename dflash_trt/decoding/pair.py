@@ -18,7 +18,7 @@ import numpy as np
 from dflash_trt.decoding.arrays import Arrays, PassEngine
 from dflash_trt.decoding.caches import Caches, Snapshot
 from dflash_trt.decoding.draft import Draft, Verified, chain_rows, tree_rows
-from dflash_trt.decoding.drafter import Drafter
+from dflash_trt.decoding.drafter import USUAL_CONTEXT, Drafter
 from dflash_trt.decoding.request import Request
 from dflash_trt.errors import DFlashError
 
@@ -61,9 +61,6 @@ class PassRule:
 
 
 FREE = PassRule()
-
-# Tokens in the caches during dummy passes.
-USUAL_CONTEXT = 128
 
 
 class Pair:
@@ -237,12 +234,8 @@ class Pair:
         self.target.caches.clear(slot, first)
         self.drafter.clear(slot, first)
 
-    def dummy_draft(self, batch: int, length: int, context: int = USUAL_CONTEXT) -> None:
-        """Run a drafter pass as `propose` does, without requests. Overwrites rows of slots 0 .. batch-1."""
-        self.drafter.dummy_pass(batch, length, context)
-
     def dummy_verify(self, batch: int, length: int, context: int = USUAL_CONTEXT) -> None:
-        """Run a target pass as `verify` does. Its tokens differ, so that they choose as many experts as real ones."""
+        """As `Drafter.dummy_pass`, of the target. Tokens differ, so that they choose as many experts as real ones."""
         tokens = np.random.default_rng(length).integers(self.vocab_size, size=(batch, length))
         # Attention sinks take one row after those of the pass.
         start = [min(context, self.capacity - self._width(batch, length) - 1)] * batch

@@ -13,6 +13,7 @@ from dflash_trt import LLM
 from dflash_trt.decoding import scheduler as scheduler_module
 from dflash_trt.decoding.arrays import HostArrays
 from dflash_trt.decoding.draft import Draft
+from dflash_trt.decoding.drafter import Drafter
 from dflash_trt.decoding.pair import Pair, PassRule
 from dflash_trt.decoding.params import MOST_PRIORITY, RequestOptions, SamplingParams
 from dflash_trt.decoding.request import Request
@@ -396,8 +397,8 @@ def test_urgent_requests_keep_a_plain_one_waiting_for_a_bounded_time(clock: Cloc
 
 def test_no_pass_is_timed_before_an_answer(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every pass that runs is one of a request. The policy that has learned stays, for the next process too."""
-    for name in ("dummy_verify", "dummy_draft"):
-        monkeypatch.delattr(Pair, name)
+    monkeypatch.delattr(Pair, "dummy_verify")
+    monkeypatch.delattr(Drafter, "dummy_pass")
     params, policies = SamplingParams(max_tokens=24, ignore_eos=True), set[Any]()
     with LLM(bundle, max_batch_size=6, threads=1) as llm:
         for requests in (1, 3, 20):

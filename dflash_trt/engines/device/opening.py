@@ -86,7 +86,7 @@ def _passes(pair: Pair, block_size: int, runs: int, most_requests: int) -> Itera
         for length in pass_sizes(block_size):
             yield partial(_repeated, pair.dummy_verify, batch, length, runs)
             if length > 1 and pair.drafter.present:
-                yield partial(_repeated, pair.dummy_draft, batch, length, runs)
+                yield partial(_repeated, pair.drafter.dummy_pass, batch, length, runs)
 
 
 def _repeated(run: Callable[[int, int], object], batch: int, length: int, runs: int) -> None:

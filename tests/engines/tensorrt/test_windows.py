@@ -124,7 +124,7 @@ def test_a_pass_leaves_the_tokens_of_idle_slots(bundles: tuple[Bundle, Bundle]) 
         for nodes in (1, 2, BLOCK):
             pair.dummy_verify(3, nodes, context=length)
         for nodes in (2, BLOCK):
-            pair.dummy_draft(3, nodes, context=length)
+            pair.drafter.dummy_pass(3, nodes, context=length)
         after = held()
         assert {sizes[engine.inputs.index("start")] for engine in engines for _, *sizes in engine._views} == {
             (1,),

@@ -352,7 +352,7 @@ def test_features_of_accepted_nodes_are_copied_together(wide: Bundle, gpu: pytes
                 arrays.add_unread(0, 0, features, [0, 2, 3])
                 arrays.add_unread(1, 1, features, [0, 3])
             before = Cuda.counts.copy()
-            pair.dummy_draft(2, 4, context)
+            pair.drafter.dummy_pass(2, 4, context)
             counts.append(Cuda.counts - before)
         assert [each["kernels"] for each in counts[2:]] == [0, 2]
         assert counts[2]["copies to the device"] == counts[3]["copies to the device"]
