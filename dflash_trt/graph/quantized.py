@@ -134,7 +134,22 @@ def split_rows(g: GraphBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
     return g.op("Div", x, largest, name="by_row"), largest
 
 
-def _product(
+def rounded(
+    g: GraphBuilder, stored: StoredLinear, x: ir.Value, scale: ir.Value | None
+) -> tuple[ir.Value, ir.Value | None]:
+    """x in float32 as the layer's format rounds it, and the factor of each row. scale: `input_scale`, in float32."""
+    factor: ir.Value | None = None
+    if stored.rounding == "none":
+        return x, factor
+    if stored.rounding == "row":
+        x, factor = split_rows(g, x)
+    scale = input_scale(g, stored, scale)
+    if stored.algorithm.reciprocal and stored.rounding == "static":
+        scale = g.op("Reciprocal", scale, name="input_scale")
+    return LOWERINGS[stored.algorithm.scheme].onnxruntime_input(g, scale, x), factor
+
+
+def multiplied(
     g: GraphBuilder,
     x: ir.Value,
     weight: ir.Value,
@@ -263,22 +278,16 @@ def _packed_points(g: GraphBuilder, points: ir.Value, blocks: int, bits: int) ->
 def product(g: GraphBuilder, stored: StoredLinear, inputs: Values, x: ir.Value, weight: ir.Value) -> ir.Value:
     """The layer for ONNX Runtime, its weight widened already; all in float32."""
     x = prepared(g, x, inputs.get("order"), inputs.get("pre_quant_scale"), FLOAT)
-    factor: ir.Value | None = None
-    if stored.rounding == "row":
-        x, factor = split_rows(g, x)
-    if stored.rounding != "none":
-        scale = input_scale(g, stored, inputs)
-        if stored.algorithm.reciprocal and stored.rounding == "static":
-            scale = g.op("Reciprocal", scale, name="input_scale")
-        x = LOWERINGS[stored.algorithm.scheme].onnxruntime_input(g, scale, x)
+    x, factor = rounded(g, stored, x, inputs.get("input_scale"))
     bias = g.op("Cast", inputs["bias"], name="bias_float", to=int(FLOAT)) if "bias" in inputs else None
-    return _product(g, x, weight, factor, bias, FLOAT)
+    return multiplied(g, x, weight, factor, bias, FLOAT)
 
 
-def input_scale(g: GraphBuilder, stored: StoredLinear, inputs: Values) -> ir.Value:
-    """A row that was divided by its largest magnitude is at most 1."""
+def input_scale(g: GraphBuilder, stored: StoredLinear, given: ir.Value | None = None) -> ir.Value:
+    """The given scale, or that of rows that were divided by their largest magnitude: they are at most 1."""
     if stored.rounding == "static":
-        return inputs["input_scale"]
+        assert given is not None
+        return given
     return g.constant(LOWERINGS[stored.algorithm.scheme].unit_input_scale, np.float32)
 
 
@@ -298,9 +307,9 @@ def tensorrt_linear(g: GraphBuilder, x: ir.Value, layer: QuantizedLinear) -> ir.
             x, factor = split_rows(g, g.op("Cast", x, name="x_float", to=int(FLOAT)))
             x = g.op("Cast", x, name="x_by_row", to=int(g.dtype))
         if stored.rounding != "none":
-            x = lowering.tensorrt_input(g, input_scale(g, stored, inputs), x)
+            x = lowering.tensorrt_input(g, input_scale(g, stored, inputs.get("input_scale")), x)
         weight = lowering.tensorrt_weight(g, stored, inputs)
-        y = _product(g, x, weight, factor, layer.bias, g.dtype)
+        y = multiplied(g, x, weight, factor, layer.bias, g.dtype)
         return y if stored.zero_term is None else _with_zeros(g, y, given, inputs["zero_term"])
 
 

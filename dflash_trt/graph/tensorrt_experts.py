@@ -110,7 +110,7 @@ def _linear(g: GraphBuilder, stack: Stack, x: ir.Value, folder: str) -> ir.Value
             x = g.op("Mul", x, stacked(g, smooth), name="smoothed")
         if first.rounding == "row":
             x, factor = split_rows(g, g.to_float(x))
-            scale = input_scale(g, first, {})
+            scale = input_scale(g, first)
         elif first.rounding == "static":
             factor = stacked(g, [g.unsqueeze(inputs["input_scale"], 0, 1, 2) for inputs in each])
             x, scale = g.op("Div", g.to_float(x), factor, name="by_scale"), g.scalar(1.0, FLOAT)

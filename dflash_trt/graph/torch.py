@@ -37,7 +37,7 @@ from dflash_trt.graph.delta_net import DeltaInputs
 from dflash_trt.graph.dialect import AttentionInputs, AttentionKind, ranges
 from dflash_trt.graph.experts import Storage, activated, declared
 from dflash_trt.graph.lowering.formats import LOWERINGS
-from dflash_trt.graph.quantized import QuantizedLinear, input_scale, prepared, split_rows
+from dflash_trt.graph.quantized import QuantizedLinear, input_scale, multiplied, prepared, rounded, split_rows
 from dflash_trt.graph.quantized_experts import ExpertLayer, Projection, Stack, stacked
 from dflash_trt.graph.tensorrt import TensorRT
 
@@ -91,7 +91,7 @@ class Torch(TensorRT):
 
     def quantized_linear(self, g: GraphBuilder, x: ir.Value, layer: QuantizedLinear) -> ir.Value:
         """A product with the weight, its input rounded as the format does."""
-        stored, bias = layer.stored, layer.bias
+        stored = layer.stored
 
         def raw(part: str) -> ir.Value | None:
             info = getattr(stored, part)
@@ -102,20 +102,11 @@ class Torch(TensorRT):
             x = prepared(g, x, raw("order"), raw("pre_quant_scale"), g.dtype)
             factor: ir.Value | None = None
             if stored.rounding != "none":
-                x = g.to_float(x)
-                if stored.rounding == "row":
-                    x, factor = split_rows(g, x)
-                given = raw("input_scale")
-                scale = input_scale(g, stored, {} if given is None else {"input_scale": g.cast(given, FLOAT)})
-                if stored.algorithm.reciprocal and stored.rounding == "static":
-                    scale = g.op("Reciprocal", scale, name="input_scale")
-                rounded = LOWERINGS[stored.algorithm.scheme].onnxruntime_input(g, scale, x)
-                x = g.from_dtype(rounded, FLOAT)
-            if factor is None:
-                return g.op("Gemm", x, weight, *([] if bias is None else [bias]), name="product", transB=1)
-            y = g.to_float(g.op("Gemm", x, weight, name="product", transB=1))
-            y = g.from_dtype(g.op("Mul", y, factor, name="rescaled"), FLOAT)
-            return y if bias is None else g.op("Add", y, bias, name="with_bias")
+                scale = raw("input_scale")
+                scale = None if scale is None else g.cast(scale, FLOAT)
+                x, factor = rounded(g, stored, g.to_float(x), scale)
+                x = g.from_dtype(x, FLOAT)
+            return multiplied(g, x, weight, factor, layer.bias, g.dtype)
 
     def quantized_experts(
         self, g: GraphBuilder, x: ir.Value, router: ir.Value, layer: ExpertLayer
@@ -255,7 +246,7 @@ def _expert_linear(g: GraphBuilder, stack: Stack, x: ir.Value, pairs: _Pairs, fo
         x, scale = g.to_float(x), g.constant(1, np.float32)
         if first.rounding == "row":
             x, factor = split_rows(g, x)
-            scale = input_scale(g, first, {})
+            scale = input_scale(g, first)
         else:
             given = own("input_scale")
             assert given is not None
