@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dflash_trt.checkpoint.schema import DrafterConfig, LayerAttention
+from dflash_trt.checkpoint.schema import DrafterConfig
 from dflash_trt.models.drafters.dflash2 import DFlash2
-from dflash_trt.training.model import DrafterModel, Layer, Mask
+from dflash_trt.training.model import DrafterModel, Layer
 
 _ROWS = 1024  # the selector learns from every n-th row of a step: from so many, and less than twice as many
 _STEP = 256  # their number is a multiple of it: torch keeps compiled products of every shape that it has seen
@@ -122,20 +122,12 @@ class DFlash2Drafter(DrafterModel):
             made[f"{name}.{book}_codebook"] = embedding.detach().float().cpu() @ projection.T
         return made
 
-    def forward(
-        self,
-        features: Tensor,
-        context_positions: Tensor,
-        block: Tensor,
-        positions: Tensor,
-        masks: Mapping[LayerAttention, Mask],
-        selection: Selection | None = None,
-    ) -> Any:
+    def forward(self, *inputs: Any, selection: Selection | None = None, **named: Any) -> Any:
         """As DFlash's; with a `selection`, the selector's loss too: cross entropy of the true token among candidates.
 
         The predecessor is the true one. If the true token is not among them, a row has only the teacher's share.
         """
-        rows = super().forward(features, context_positions, block, positions, masks)
+        rows = super().forward(*inputs, **named)
         return rows if selection is None else (rows, self._selector_loss(rows, selection))
 
     def _selector_loss(self, rows: Tensor, s: Selection) -> Tensor:
