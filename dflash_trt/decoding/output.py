@@ -22,9 +22,8 @@ class Automaton:
         self.depth = array("i", [0])  # symbols of each state
         self.state_of = [self._add(pattern) for pattern in patterns]  # the end state of each pattern
         ends = set(self.state_of)
-        self._shorter = array("i", [0]) * len(
-            self.depth
-        )  # the longest other state that is a suffix of this one
+        # The longest other state that is a suffix of a state.
+        self._shorter = array("i", [0]) * len(self.depth)
         # The state of the longest pattern that ends at a state; -1 if there is none.
         self.longest = array("i", [0 if 0 in ends else -1]) * len(self.depth)
         for key, longer in sorted(self._next.items(), key=lambda entry: self.depth[entry[1]]):
@@ -60,9 +59,8 @@ class Automaton:
 _REPLACEMENT = "\ufffd"  # the decoding of bytes that are not (yet) a character
 # A character has at most 4 bytes and a token at least one. Tokens further back no longer matter.
 _REACH = 8
-_MOST_PENDING = (
-    32  # tokens after which the middle of the pending ones is dropped: more is slower, fewer is not faster
-)
+# Tokens after which the middle of the pending ones is dropped: more is slower, fewer is not faster.
+_MOST_PENDING = 32
 _HELD = 3  # replacement characters at the end that the next token may complete
 
 

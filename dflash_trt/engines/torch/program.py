@@ -49,11 +49,8 @@ class Graph:
         """`shared`: weights of another graph, by their place in a file; both graphs then hold those that they share
         once.
         """
-        self.path, self.device, self._shared = (
-            path,
-            device,
-            WeakValueDictionary() if shared is None else shared,
-        )
+        self.path, self.device = path, device
+        self._shared = WeakValueDictionary() if shared is None else shared
         model = ir.load(path)
         for key in [key for key in model.functions if key[1] in OPERATORS]:
             del model.functions[key]  # its calls are operators here
@@ -142,8 +139,7 @@ class Graph:
             if x is None:
                 arguments.append(None)
             elif i in node.host:
-                numbers = x.tolist()
-                arguments.append(numbers)
+                arguments.append(x.tolist())
             else:
                 arguments.append(x.to(self.device) if on_device else x)
         return arguments
