@@ -126,13 +126,7 @@ def _compile(use: Use, capability: int) -> Compiled:
         elif kind.startswith("*"):
             attributes[(i,)] = aligned
     source = ASTSource(fn=kernel, signature=signature, constexprs=use.constants, attrs=attributes)
-    options = {
-        "num_warps": use.num_warps,
-        "num_stages": use.num_stages,
-        "ptx_version": PTX_VERSION,  # Triton's default is its newest
-        "enable_fp_fusion": use.fp_fusion,
-        "maxnreg": use.most_registers,
-    }
+    options = use.options | {"ptx_version": PTX_VERSION}  # Triton's default is its newest
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     meta = made.metadata
     if meta.global_scratch_size or meta.profile_scratch_size:

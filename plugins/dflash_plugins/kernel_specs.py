@@ -51,10 +51,10 @@ class Use:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:32]
 
     @cached_property
-    def launch(self) -> dict[str, Any]:
-        """Keyword arguments of a launch by Triton."""
+    def options(self) -> dict[str, Any]:
+        """Triton's options for it."""
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.most_registers}
-        return self.constants | options | {"enable_fp_fusion": self.fp_fusion}
+        return options | {"enable_fp_fusion": self.fp_fusion}
 
 
 @dataclass(frozen=True)
