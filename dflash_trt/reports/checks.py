@@ -23,7 +23,7 @@ from dflash_trt.engines.registry import engine_of
 from dflash_trt.errors import BundleError, DFlashError
 from dflash_trt.llm import LLM
 from dflash_trt.prompts import Prompt
-from dflash_trt.reports.localize import PART, Limits, Localizer, centred, deviation
+from dflash_trt.reports.localize import PART, Limits, Localizer, Stage, centred, deviation
 from dflash_trt.reports.verification import Case, Difference, chains, verify
 
 Array = np.ndarray[Any, Any]
@@ -166,20 +166,13 @@ class Checks:
         self.localizer = Localizer(self.pair, self.reference._runtime.pair, self.limits)
         prompt, block = (0, self.length), (self.length, self.length + len(self.block))
         roles = self.bundle.roles
-        drafted = ("draft", roles[1:], prompt, "log-probabilities", lambda pair: self._drafted(pair)[0])
-        self.localizer.run(
-            [
-                (
-                    "prefill",
-                    roles,
-                    prompt,
-                    "logits",
-                    lambda pair: self._prefill(pair=pair, draft=len(roles) > 1),
-                ),
-                ("verification", roles[:1], block, "logits", lambda pair: self._verify(pair=pair)[0]),
-                *([drafted] if len(roles) > 1 else []),
-            ]
-        )
+        drafts = len(roles) > 1
+        passes: list[Stage] = [
+            ("prefill", roles, prompt, "logits", lambda pair: self._prefill(pair=pair, draft=drafts)),
+            ("verification", roles[:1], block, "logits", lambda pair: self._verify(pair=pair)[0]),
+            ("draft", roles[1:], prompt, "log-probabilities", lambda pair: self._drafted(pair)[0]),
+        ]
+        self.localizer.run(passes if drafts else passes[:2])
         if self.localizer.first is not None:
             raise Failure(self.localizer.describe())
         worst = max(each.error / each.limit for each in self.localizer.compared)
