@@ -137,9 +137,8 @@ class MarkedCalls(Stage):
         self._text = ""  # of the mark, or of what tells what a block is: a few characters that wait for more
         self._blanks, self._block = list[str](), list[str]()
         self._inside, self._after_call = False, False
-        self._scan: Callable[[str], bool] | None = (
-            None  # of a block that may be a call: whether a mark may end it
-        )
+        # Of a block that may be a call: whether a mark may end it.
+        self._scan: Callable[[str], bool] | None = None
 
     def push(self, text: str) -> Iterator[AnswerPart]:
         """The content before a mark, and each call when its block has ended."""
