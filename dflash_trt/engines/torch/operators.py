@@ -11,26 +11,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from dflash_plugins.packed import PackedWeight
+from onnx_ir.tensor_adapters import to_torch_dtype
 
 from dflash_trt.engines.torch import layers, packed
+from dflash_trt.formats.numbers import E4M3_MAX
 
 Tensor = torch.Tensor
 Attributes = Mapping[str, Any]
 Operator = Callable[..., Any]
-# By ONNX's numbers. INT4 is unpacked to bytes as it is loaded.
-DTYPES = {
-    1: torch.float32,
-    2: torch.uint8,
-    3: torch.int8,
-    6: torch.int32,
-    7: torch.int64,
-    9: torch.bool,
-    10: torch.float16,
-    16: torch.bfloat16,
-    17: torch.float8_e4m3fn,
-    22: torch.int8,
-}
-E4M3_MAX = 448.0
 # Up to so many numbers are sorted whole, so that the first of equal ones is the first. Experts are chosen so, and
 # drafts, which decide no token, are not.
 _SORTED = 1024
@@ -166,7 +154,7 @@ OPERATORS: dict[str, Operator] = {
     "Attend": layers.attend,
     "BestToken": layers.best_token,
     "BlockAcceptance": layers.block_acceptance,
-    "Cast": lambda a, x: x.to(DTYPES[a["to"]]),
+    "Cast": lambda a, x: x.to(to_torch_dtype(a["to"])),
     "Clip": lambda a, x, low, high: torch.clamp(x, low, high),
     "Concat": lambda a, *xs: torch.cat(xs, a["axis"]),
     "Constant": _constant,

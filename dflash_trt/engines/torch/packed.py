@@ -14,6 +14,7 @@ from dflash_plugins import layers
 from dflash_plugins import packed as ours
 from dflash_plugins.launch import TYPE_NAMES, Run
 from dflash_plugins.packed import ROWS, PackedWeight, Packing, Tile
+from onnx_ir.tensor_adapters import to_torch_dtype
 from torch import Tensor
 
 from dflash_trt.engines.torch import kernels
@@ -21,14 +22,13 @@ from dflash_trt.errors import BuildError
 from dflash_trt.formats.numbers import E2M1, E8M0
 
 Attributes = Mapping[str, Any]
-_DTYPES = {1: torch.float32, 10: torch.float16, 16: torch.bfloat16}
 
 
 def weight(
     a: Attributes, codes: Tensor, scales: Tensor, second: Tensor | None = None, zeros: Tensor | None = None
 ) -> Tensor | PackedWeight:
     """`Widened` (dflash_trt/graph/torch.py): as stored where a kernel multiplies it so, else in the dtype `to`."""
-    dtype, layer, parts = _DTYPES[a["to"]], kernels.of(codes), [codes, scales, second, zeros]
+    dtype, layer, parts = to_torch_dtype(a["to"]), kernels.of(codes), [codes, scales, second, zeros]
     stack = codes.ndim == 3
 
     def wide(expert: int = 0) -> Tensor:

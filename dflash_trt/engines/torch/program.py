@@ -18,9 +18,10 @@ import numpy as np
 import onnx_ir as ir
 import torch
 from onnx_ir.passes import common
+from onnx_ir.tensor_adapters import to_torch_dtype
 
 from dflash_trt.engines.torch.fusion import Node, fused
-from dflash_trt.engines.torch.operators import DTYPES, HOST, OPERATORS
+from dflash_trt.engines.torch.operators import HOST, OPERATORS
 from dflash_trt.engines.torch.weights import PIECE_BYTES, PIECES, WeightFiles
 from dflash_trt.errors import BundleError
 
@@ -322,4 +323,4 @@ def _signature(value: ir.Value) -> Signature:
     assert value.shape is not None
     assert value.dtype is not None
     shape = [n if isinstance(n, int) else str(n.value) for n in value.shape]
-    return Signature(DTYPES[int(value.dtype)], shape)
+    return Signature(to_torch_dtype(value.dtype), shape)

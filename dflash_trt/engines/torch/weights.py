@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import torch
+from onnx_ir.tensor_adapters import to_torch_dtype
 
-from dflash_trt.engines.torch.operators import DTYPES
 from dflash_trt.errors import BundleError
 
 Tensor = torch.Tensor
@@ -73,7 +73,7 @@ def _as_stored(raw: Tensor, tensor: Any) -> Tensor:
     if tensor.dtype == ir.DataType.INT4:
         both = torch.stack((raw << 4, raw & 0xF0), -1).view(torch.int8)
         return (both >> 4).reshape(shape)
-    dtype = DTYPES[int(tensor.dtype)]
+    dtype = to_torch_dtype(tensor.dtype)
     if raw.data_ptr() % dtype.itemsize:
         raw = raw.clone()
     return raw.view(dtype).reshape(shape)
