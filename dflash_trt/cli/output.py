@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
+from rich.filesize import decimal
+
 
 def print_table(rows: Iterable[Sequence[str]], *, heading: bool = False) -> None:
     """Print rows of equal length as left-aligned columns. The last column is wrapped to the terminal.
@@ -70,10 +72,6 @@ def print_json(document: object) -> None:
     print(json.dumps(document, indent=2, ensure_ascii=False))
 
 
-def byte_count(count: float) -> str:
+def byte_count(count: int) -> str:
     """A byte count with a decimal unit: 18.4 MB."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
+    return decimal(count)
