@@ -280,5 +280,4 @@ def _listen(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         why = getattr(error, "strerror", None) or error
         raise DFlashError(f"--host {host} --port {port}: cannot listen ({why}); give another") from None
-    made.set_inheritable(False)
     return made
