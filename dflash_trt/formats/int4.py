@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,8 +18,8 @@ from .numbers import INT4_MAX, Floats, pack_rows, unpack_pairs
 class INT4(NumberFormat):
     name = "int4"
     algorithms = (Algorithm("W4A16_AWQ", "int4", group_size=128),)
-    byte_values = ((unpack_pairs(np.arange(256, dtype=np.uint8)[:, None]).view(np.int8) ^ 8) - 8).astype(
-        np.float32
+    byte_values = (
+        unpack_pairs(np.arange(256, dtype=np.uint8)[:, None]).view(ml_dtypes.int4).astype(np.float32)
     )
     group_sizes = (128, 64, 32)  # supported by both TensorRT and ONNX Runtime
     even_rows = True

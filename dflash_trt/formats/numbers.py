@@ -16,13 +16,12 @@ Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
 # The 16 numbers of E2M1: sign, two exponent bits, one mantissa bit.
-_MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-E2M1 = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
+E2M1: Floats = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
 E2M1_MAX = 6.0
 # Two numbers per byte, the first in the low half.
 BYTE_TO_PAIR = np.stack([E2M1[np.arange(256) & 15], E2M1[np.arange(256) >> 4]], axis=-1)
 # All powers of two that a scale can have; 255 is NaN.
-E8M0 = np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np.nan).astype(np.float32)
+E8M0: Floats = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 E4M3_MAX = 448.0
 E4M3_MIN = 2.0**-9
@@ -35,14 +34,7 @@ def encode_e4m3(x: Floats) -> NDArray[Any]:
 
 def encode_e2m1(x: Floats) -> Bytes:
     """4-bit codes, one per byte."""
-    # A tie goes to the code with mantissa bit 0, the even code.
-    middles = (_MAGNITUDES[:-1] + _MAGNITUDES[1:]) / 2
-    magnitude = np.abs(x)
-    below = np.searchsorted(middles, magnitude, side="left")
-    above = np.searchsorted(middles, magnitude, side="right")
-    codes = np.where(below % 2 == 0, below, above).astype(np.uint8)
-    signed: Bytes = codes | (np.signbit(x).astype(np.uint8) << np.uint8(3))
-    return signed
+    return x.astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
 
 
 def pack_pairs(codes: Bytes) -> Bytes:
