@@ -76,7 +76,7 @@ class GraphBuilder:
 
     def input(self, name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
         """Declare an input of the graph."""
-        value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
+        value = ir.val(name, dtype, shape)
         self.graph.inputs.append(value)
         return value
 
@@ -121,14 +121,8 @@ class GraphBuilder:
         key = (array.dtype.name, array.shape, array.tobytes())
         if key not in self._constants:
             tensor = ir.Tensor(array, name=f"{self._scopes[0]}/constants/{len(self._constants)}")
-            initializer = ir.Value(
-                name=tensor.name,
-                type=ir.TensorType(tensor.dtype),
-                shape=ir.Shape(array.shape),
-                const_value=tensor,
-            )
-            self._outermost.register_initializer(initializer)
-            self._constants[key] = initializer
+            self._constants[key] = ir.val(tensor.name, const_value=tensor)
+            self._outermost.register_initializer(self._constants[key])
         return self._constants[key]
 
     def scalar(self, value: float, dtype: ir.DataType | None = None) -> ir.Value:
@@ -147,11 +141,8 @@ class GraphBuilder:
                 shape=ir.Shape(info.shape),
                 name=f"{folder}/{info.name}",
             )
-            value = ir.Value(
-                name=tensor.name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor
-            )
-            self._outermost.register_initializer(value)
-            self._weights[key] = value
+            self._weights[key] = ir.val(tensor.name, const_value=tensor)
+            self._outermost.register_initializer(self._weights[key])
         return self._weights[key]
 
     def reinterpret(self, weight: ir.Value, dtype: ir.DataType, shape: Sequence[int]) -> ir.Value:
@@ -177,11 +168,8 @@ class GraphBuilder:
                 shape=ir.Shape(shape),
                 name=f"{whole.name}/{i}",
             )
-            part = ir.Value(
-                name=tensor.name, type=ir.TensorType(dtype), shape=tensor.shape, const_value=tensor
-            )
-            self.graph.register_initializer(part)
-            parts.append(part)
+            parts.append(ir.val(tensor.name, const_value=tensor))
+            self.graph.register_initializer(parts[-1])
         del self.graph.initializers[whole.name]
         return parts
 

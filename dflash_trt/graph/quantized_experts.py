@@ -176,7 +176,7 @@ def _add_expert(
     """
     active, best, shares = chosen
     step, go_on, total = (
-        ir.Value(name=f"{body.graph.name}/{name}", type=ir.TensorType(dtype), shape=ir.Shape(shape))
+        ir.val(f"{body.graph.name}/{name}", dtype, shape)
         for name, dtype, shape in (("step", INT64, []), ("go_on", BOOL, []), ("total", FLOAT, ["rows", "D"]))
     )
     body.graph.inputs.extend([step, go_on, total])
