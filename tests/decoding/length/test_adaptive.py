@@ -218,6 +218,21 @@ def test_prompts_that_wait_are_part_of_what_a_trial_costs() -> None:
     assert 0 < lost < 0.02 * 5000
 
 
+def test_a_pass_that_reads_a_prompt_tells_no_usual_time() -> None:
+    policy, active, usual = (
+        AdaptiveLength(8, PassTimes(8), PassTimes(8)),
+        [request([1], SamplingParams())],
+        0.0,
+    )
+    for i in range(200):
+        read, length = 100 * (i >= 100), policy.draft(active)
+        seen = done(active, length, np.ones((1, length - 1), int), [20.0 if read else 0.5, 1.0])
+        policy.observe(replace(seen, read=read))
+        if i == 99:
+            usual = policy.draft_times(1)[7]
+    assert policy.draft_times(1)[7] == usual < 1
+
+
 @pytest.mark.parametrize(("rows", "said"), [(0.17, None), (0.07, "the truth")])
 @pytest.mark.parametrize("mean", [-3.0, -1.0, 0.3])
 def test_hardly_any_request_loses_by_drafts(rows: float, mean: float, said: str | None) -> None:

@@ -158,6 +158,11 @@ def test_a_fixed_number_of_nodes_within_the_room() -> None:
     assert policy.select(candidates(said), active, [], 100).parents is None
 
 
+def test_a_fixed_length_asks_the_drafter_where_a_request_has_it() -> None:
+    without, with_it = (request([1], SamplingParams(), draft=draft) for draft in (False, True))
+    assert [FixedLength(4).draft(active) for active in ([without], [without, with_it])] == [1, 4]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_trees_of_candidates_give_the_tokens_of_plain_decoding(seed: int) -> None:
     """Greedy, sampled and penalized requests, with and without drafts, and with limits of their own, in one batch."""
