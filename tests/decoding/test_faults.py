@@ -179,6 +179,8 @@ def test_logits_of_a_prompt_that_is_not_finite_leave_a_clear_slot() -> None:
     pool.target.not_a_number = lambda number: number == spoilt
     assert np.isnan(pool.scheduler.logits(whole)).all()
     pool.check()
+    pool.pair._prompt_pass = 2  # the second pass has it
+    assert not pool.pair.prefill(whole[:8], 0, 0, draft=False)[1]
 
 
 def test_the_round_after_one_without_finite_logits_has_no_drafts() -> None:

@@ -21,6 +21,7 @@ from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.request import Request
 from tests.doubles.fake_engines import BLOCK, Pool, StateTarget, WindowTarget, expected, request
 from tests.doubles.schedules import finish, prompt
+from tests.doubles.simulation import done
 
 
 def longest(text: list[int]) -> tuple[int, set[tuple[int, ...]]]:
@@ -169,6 +170,15 @@ def test_repetitions_that_say_nothing_cost_a_request_little() -> None:
             seconds += passed
             policy.observe(RoundDone([made], anchor, draft.nodes, [0], [decided], 0.0, passed))
         assert (len(made.output) - 1) / seconds > 0.975
+
+
+def test_a_drafter_that_is_right_is_asked_though_the_text_repeats_itself() -> None:
+    policy, lengths = AdaptiveLength(BLOCK, PassTimes(BLOCK), PassTimes(BLOCK)), list[int]()
+    active = [request([1, 2, 3, 1], SamplingParams())]  # a match of one token
+    for _ in range(200):
+        lengths.append(length := policy.draft(active))
+        policy.observe(done(active, length, np.ones((1, length - 1), int), [0.1 * (length > 1), 1.0]))
+    assert np.mean(np.array(lengths[100:]) > 1) > 0.9
 
 
 def test_times_of_a_busy_machine_do_not_end_drafts_from_the_text_for_good() -> None:
