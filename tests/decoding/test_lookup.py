@@ -172,6 +172,16 @@ def test_repetitions_that_say_nothing_cost_a_request_little() -> None:
         assert (len(made.output) - 1) / seconds > 0.975
 
 
+def test_what_replaces_a_chain_on_a_device_counts_as_copied() -> None:
+    """There the drafter's numbers are not at hand."""
+    policy = AdaptiveLength(BLOCK, PassTimes(BLOCK), PassTimes(BLOCK))
+    active = [request([1, 2, 3, 1], SamplingParams(), draft_source="lookup")]
+    policy.draft(active)
+    draft = Draft(np.zeros((1, 4), np.int64), None, logprobs=None)
+    chosen = policy.select(draft, active, [0], 1)
+    assert (chosen.replaced, chosen.copied) == ({0: [2, 3, 1]}, {0: {1, 2, 3}})
+
+
 def test_a_drafter_that_is_right_is_asked_though_the_text_repeats_itself() -> None:
     policy, lengths = AdaptiveLength(BLOCK, PassTimes(BLOCK), PassTimes(BLOCK)), list[int]()
     active = [request([1, 2, 3, 1], SamplingParams())]  # a match of one token

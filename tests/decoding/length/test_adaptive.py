@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dflash_trt.decoding.draft import Draft
+from dflash_trt.decoding.length import adaptive
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
 from dflash_trt.decoding.length.policy import RoundDone
 from dflash_trt.decoding.length.times import PassTimes
@@ -280,6 +281,18 @@ def test_only_drafts_that_are_worth_their_rows_are_verified() -> None:
     on_device = Draft(tokens, None, torch.from_numpy(said[2:]))
     assert policy.select(on_device, active, [0], 1) is on_device
     assert policy.select(whole := Draft(tokens, None, said[2:]), active, [], 1) is whole
+
+
+def test_a_share_of_many_requests_stands_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes, active = list[int](), [request([1], SamplingParams()) for _ in range(16)]
+    said = np.log(np.full((16, 7), 0.7, np.float32))
+    for counted in (16, 8, 4):
+        monkeypatch.setattr(adaptive, "_COUNTED", counted)
+        policy = World(8, lambda batch, n: 0.7 + 0.3 * n, small_drafter, honest(0.0), batch=16).controller()
+        policy.draft(active)
+        draft = Draft(np.zeros((16, 8), np.int64), None, said)
+        nodes.append(policy.select(draft, active, range(16), 1).nodes)
+    assert 1 < nodes[0] == nodes[1] == nodes[2] < 8
 
 
 def test_the_smallest_block() -> None:
