@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dflash_trt.decoding.draft import Candidates, Draft
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
-from dflash_trt.decoding.length.odds import Odds, Own
+from dflash_trt.decoding.length.odds import Odds, Own, relative
 from dflash_trt.decoding.length.policy import FixedLength
 from dflash_trt.decoding.length.times import PassTimes
 from dflash_trt.decoding.length.trees import FixedTrees, Tree
@@ -105,6 +105,29 @@ def test_the_odds_are_learnt_by_place_rank_and_path() -> None:
             at = tree.parents[at]
         truth = prod((off if any(path[:i]) else on)[i, rank] for i, rank in enumerate(path))
         assert tree.chances[node] == pytest.approx(truth, abs=0.13), path
+
+
+def test_candidates_teach_up_to_the_first_place_without_a_right_one() -> None:
+    """Each is judged given that the better ones of its place were wrong, and behind a second choice otherwise."""
+    tokens, said = [[1, 2], [3, 4], [5, 6], [7, 8]], [[-0.4, -1.5]] * 4
+    found, by_hand = Odds(4), Odds(4)
+    found.learn(Own(0.0), tokens, said, [2, 3, 9, 7])
+    found.learn_copies(Own(0.0), 3, [7, 8, 9, 1], [7, 8, 2, 1])
+    own, second = Own(0.0), relative(-1.5, np.exp(-0.4))
+    judged = [
+        (0, -0.4, 0, False),
+        (0, -1.5, 1, False),
+        (1, -0.4, 0, True),
+        (2, -0.4, 0, True),
+        (2, -1.5, 1, True),
+    ]
+    for (place, logprob, rank, off), right in zip(judged, (False, True, True, False, False), strict=True):
+        x = second if rank else relative(logprob, 0.0)
+        by_hand.judged(own, by_hand.drafted(own, place, x, rank, off), right)
+    own = Own(0.0)
+    for match, right in ((3, True), (4, True), (5, False)):  # each right one makes the match longer
+        by_hand.judged(own, by_hand.copied(own, match), right)
+    assert found._w == pytest.approx(by_hand._w)
 
 
 @pytest.mark.parametrize("sampled", [False, True])
