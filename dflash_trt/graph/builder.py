@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from dflash_trt.checkpoint.tensors import TensorInfo
+from dflash_trt.checkpoint.tensors import DTYPES, TensorInfo
 
 OPSET = 24
 DFLASH_DOMAIN = "dflash"
@@ -20,17 +20,10 @@ DFLASH_VERSION = 1
 
 FLOAT, BOOL, INT64 = ir.DataType.FLOAT, ir.DataType.BOOL, ir.DataType.INT64
 
-# By the dtype names of safetensors.
-ONNX_DTYPES = {
-    "F32": ir.DataType.FLOAT,
-    "F16": ir.DataType.FLOAT16,
-    "BF16": ir.DataType.BFLOAT16,
-    "I64": ir.DataType.INT64,
-    "U8": ir.DataType.UINT8,
-    "I8": ir.DataType.INT8,
-    "F8_E4M3": ir.DataType.FLOAT8E4M3FN,
-    "F8_E8M0": ir.DataType.UINT8,  # exponents + 127
-}
+# By the names of compute dtypes, and by the dtype names of safetensors. Those of E8M0 are exponents + 127.
+COMPUTE = {"bf16": ir.DataType.BFLOAT16, "fp16": ir.DataType.FLOAT16, "fp32": FLOAT}
+ONNX_DTYPES = {name: ir.DataType.from_numpy(dtype) for name, dtype in DTYPES.items()}
+ONNX_DTYPES["F8_E8M0"] = ir.DataType.UINT8
 
 
 class GraphBuilder:

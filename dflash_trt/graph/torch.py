@@ -45,7 +45,6 @@ DOMAIN = "torch"
 # Attention's kernel divides the cache into stripes of so many rows, and sums up each of them apart.
 STRIDE = 256
 _CODES = {"int4": "int4", "nvfp4": "e2m1", "mxfp4": "e2m1", "int8": "int8", "fp8": "e4m3"}
-COMPUTE = {"bf16": ir.DataType.BFLOAT16, "fp16": ir.DataType.FLOAT16, "fp32": FLOAT}
 
 
 class Torch(TensorRT):

@@ -30,14 +30,14 @@ from dflash_trt.engines.tensorrt.options import FLAVOURS, TensorRTOptions, needs
 from dflash_trt.errors import BuildError, UsageError
 from dflash_trt.files.reading import read_file
 from dflash_trt.formats.precision import Precision
+from dflash_trt.graph.builder import COMPUTE
 from dflash_trt.graph.tensorrt import TensorRT
 from dflash_trt.hardware import compute_capabilities
 from dflash_trt.logs import warn_once
 
 _log = logging.getLogger(__name__)
-DTYPES = {"bf16": ir.DataType.BFLOAT16, "fp16": ir.DataType.FLOAT16, "fp32": ir.DataType.FLOAT}
 # Their names in Triton.
-_TYPES = {dtype: name for name, dtype in DTYPES.items()}
+_TYPES = {dtype: name for name, dtype in COMPUTE.items()}
 _TIMING_BYTES = 1 << 30
 
 
@@ -146,7 +146,7 @@ class Plans:
         if chunk is None:
             chunk = max(1, min(PREFILL_CHUNK, capacity - block_size - 1))
         self.limits = PlanLimits(options.max_batch_size, chunk, block_size, capacity)
-        dtypes = {role: DTYPES[precision.compute(role, "bf16")] for role in roles}
+        dtypes = {role: COMPUTE[precision.compute(role, "bf16")] for role in roles}
         self._roles = roles
         self.kernels: dict[str, compiled.Compiled] = {}  # between passes, by digest
         if options.timing_cache is not None and self.flavour.ahead:

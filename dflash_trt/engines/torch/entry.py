@@ -57,7 +57,8 @@ class TorchEntry(EngineEntry):
         """Graphs in BF16 where a GPU is, and else in FP32, unless the precision says otherwise."""
         from dflash_trt.bundle.manifest import cache_rows
         from dflash_trt.engines.graph_job import GraphJob
-        from dflash_trt.graph.torch import COMPUTE, Torch
+        from dflash_trt.graph.builder import COMPUTE
+        from dflash_trt.graph.torch import Torch
 
         default = "bf16" if hardware.compute_capabilities() else "fp32"
         dialects: dict[str, Dialect] = {
