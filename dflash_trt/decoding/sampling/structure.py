@@ -178,14 +178,11 @@ class Structures:
         return Structure(matcher, self._vocab_size, self._end_tokens)
 
     def _read_tokenizer(self) -> Any:
-        import tokenizers
         from llguidance import LLTokenizer
 
-        copy = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
-        copy.no_padding()
-        copy.no_truncation()
+        text = self._tokenizer.to_str()  # without padding and truncation (text/tokenizer.py)
         try:
-            return LLTokenizer(copy.to_str(), n_vocab=self._vocab_size, eos_token=self._end_tokens)
+            return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._end_tokens)
         except ValueError as error:
             raise RequestError(
                 f"structured_outputs: llguidance cannot read this bundle's tokenizer: {error}"
