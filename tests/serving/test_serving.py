@@ -400,6 +400,14 @@ def test_a_tritonserver_that_cannot_be_closed_is_refused(tmp_path: Path, says: s
             TritonServer([str(program)]).check()
 
 
+@pytest.mark.parametrize("size", [1, 2, 5, 100])
+def test_lines_come_in_any_pieces(size: int) -> None:
+    said, lines = [{"id": 1}, [], "a\nb", {"cancel": 1}], wire.Lines()
+    sent = b"".join(json.dumps(each).encode() + b"\n" for each in said)
+    pieces = [sent[at : at + size] for at in range(0, len(sent), size)]
+    assert [value for piece in pieces for value in lines.push(piece)] == said
+
+
 def test_pauses_before_a_restart_grow_until_it_has_served_for_a_while() -> None:
     pauses = [wire.FIRST_PAUSE]
     while len(pauses) < 9:
