@@ -189,8 +189,17 @@ def test_forced_tokens_of_rounds_without_a_draft_find_room(
     params = SamplingParams(max_tokens=40, structured_outputs=form)
     monkeypatch.setattr(AdaptiveLength, "draft", lambda *_: 1)
     with opened(bundles[1], 2) as llm:
+        arrays: Any = llm._runtime.pair.arrays
+        add, rows = arrays.add_unread, set[int]()
+
+        def watched(slot: int, at: int, features: Any, nodes: Sequence[int]) -> None:
+            rows.add(at + len(nodes))
+            add(slot, at, features, nodes)
+
+        monkeypatch.setattr(arrays, "add_unread", watched)
         plain = llm.generate(prompts()[:2], params, speculate=False)
         drafted = llm.generate(prompts()[:2], params)
+        assert max(rows) == arrays.most_unread
     assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
     assert max(c.statistics.mean_acceptance_length for c in drafted) > 1
 
