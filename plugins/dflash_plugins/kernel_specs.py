@@ -56,6 +56,11 @@ class Use:
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.most_registers}
         return options | {"enable_fp_fusion": self.fp_fusion}
 
+    @cached_property
+    def launch(self) -> dict[str, Any]:
+        """Keyword arguments of a launch by Triton."""
+        return self.constants | self.options
+
 
 @dataclass(frozen=True)
 class Tile:

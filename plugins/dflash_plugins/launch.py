@@ -30,7 +30,7 @@ def by_triton(use: uses.Use, grid: tuple[int, ...], **arguments: Any) -> None:
     """A launch for which Triton compiles the kernel, or interprets it."""
     module = importlib.import_module(f"dflash_plugins.kernels.{use.module}")
     given = {name: value for name, value in arguments.items() if value is not None}
-    getattr(module, use.function)[grid](**given, **use.constants, **use.options)
+    getattr(module, use.function)[grid](**given, **use.launch)
 
 
 # The sampling parameters of a request: the kernels take one tensor each, with an entry for each request.
