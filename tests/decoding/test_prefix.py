@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_trt import LLM
-from dflash_trt.decoding.pair import Pair
+from dflash_trt.decoding.caches import Snapshot
+from dflash_trt.decoding.pair import Pair, _joined
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.prefixes import common as shared
 from dflash_trt.decoding.request import Request
-from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
 from tests.doubles.checkpoints import VOCAB as REAL_VOCAB
 from tests.doubles.fake_engines import (
     BLOCK,
@@ -352,6 +351,11 @@ def test_the_longest_length_that_a_state_was_kept_at_is_reused() -> None:
         assert hits(pool, base[:length], max_tokens=1).statistics.num_cached_tokens == cached
 
 
+def test_copies_of_two_models_restore_what_both_can() -> None:
+    both = _joined([Snapshot(0, 8, range(1, 9), None, 5), Snapshot(0, 8, (4, 8), None, 7)])
+    assert (list(both.lengths), both.size) == ([4, 8], 12)
+
+
 def test_a_conversation_goes_on_from_its_state() -> None:
     """In its slot, where the state is, and by the copy of it."""
     for overwritten in (False, True):
@@ -477,21 +481,3 @@ def test_onnx_runtime_keeps_rows_where_a_whole_slot_would_not_fit(bundle: Path) 
         counts = llm._runtime.scheduler.slots.prefixes.counts
     assert 0 < counts.bytes <= counts.limit_bytes < slot
     assert counts.reused_tokens >= 2 * 89
-
-
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's account of memory")
-def test_only_rows_that_are_written_take_memory(bundle: Path) -> None:
-    """Also with huge pages: a few rows of each slot, megabytes apart."""
-
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
-
-    engine = OnnxRuntimeEngine(bundle / "target.onnx", slots=64, capacity=1 << 15, threads=1)
-    caches = [cache.reshape(64, 1 << 15, -1) for cache in engine.caches.arrays.values()]
-    assert not any(cache[-1, -1].any() for cache in caches)
-    before = resident()
-    for cache in caches:
-        cache[:, :20] = 1.0
-    written = sum(cache[:, :20].nbytes for cache in caches)
-    assert resident() - before < 4 * written + (8 << 20) < 0.1 * sum(cache.nbytes for cache in caches)
-    engine.close()

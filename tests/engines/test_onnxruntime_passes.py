@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import subprocess
 import sys
 from pathlib import Path
@@ -105,3 +106,22 @@ def test_loading_keeps_no_memory_that_it_freed(tmp_path: Path) -> None:
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert int(run.stdout) < 60_000  # kB
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's account of memory")
+def test_only_rows_that_are_written_take_memory(tmp_path: Path) -> None:
+    """Also with huge pages: a few rows of each slot, megabytes apart."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    bundle = build("tiny", None, tmp_path / "bundle", max_seq_len=256).path
+    engine = OnnxRuntimeEngine(bundle / "target.onnx", slots=64, capacity=1 << 15, threads=1)
+    caches = [cache.reshape(64, 1 << 15, -1) for cache in engine.caches.arrays.values()]
+    assert not any(cache[-1, -1].any() for cache in caches)
+    before = resident()
+    for cache in caches:
+        cache[:, :20] = 1.0
+    written = sum(cache[:, :20].nbytes for cache in caches)
+    assert resident() - before < 4 * written + (8 << 20) < 0.1 * sum(cache.nbytes for cache in caches)
+    engine.close()
