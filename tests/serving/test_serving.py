@@ -239,7 +239,7 @@ def test_a_failed_engine_refuses_its_requests_and_ends_the_process(bundle: Path)
         def broken(*_: Any) -> Any:
             raise RuntimeError("out of order")
 
-        llm._runtime.pair.verify = broken  # type: ignore[method-assign]
+        llm._runtime.pair.start = broken  # type: ignore[method-assign]
         serving, reader, writer = await started(Worker(llm))
         for key in (1, 2):
             writer.write(request(key, prompt(5), max_tokens=20))
