@@ -117,7 +117,7 @@ def test_a_failure_leaves_out_what_needs_its_result_and_no_more(
     tmp_path: Path, gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(fake_tensorrt.Builder, "build_serialized_network_to_stream", lambda *given: False)
-    monkeypatch.setattr(FirstGPU.__init__, "__defaults__", (here,))
+    monkeypatch.setattr(first_gpu, "in_process_of_its_own", here)
     archive = tmp_path / "first.zip"
     assert main(["selftest", "--first-gpu", str(archive)]) == 1
     steps = json.loads(packed(archive)["first_gpu.json"])["steps"]
@@ -142,7 +142,7 @@ def test_a_gpu_that_nothing_ran_on_is_not_tested(
         return 0
 
     monkeypatch.setattr(hardware, "gpus", lambda: [{"name": "NVIDIA X", "compute_cap": "9.0"}])
-    monkeypatch.setattr(FirstGPU.__init__, "__defaults__", (run,))
+    monkeypatch.setattr(first_gpu, "in_process_of_its_own", run)
     assert main(["selftest", "--first-gpu", str(tmp_path / "first.zip")]) == 3
     assert "not tested  NVIDIA X" in capsys.readouterr().out
 
