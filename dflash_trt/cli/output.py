@@ -11,8 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
-from rich.filesize import decimal
-
 
 def print_table(rows: Iterable[Sequence[str]], *, heading: bool = False) -> None:
     """Print rows of equal length as left-aligned columns. The last column is wrapped to the terminal.
@@ -74,4 +72,6 @@ def print_json(document: object) -> None:
 
 def byte_count(count: int) -> str:
     """A byte count with a decimal unit: 18.4 MB."""
+    from rich.filesize import decimal
+
     return decimal(count)
