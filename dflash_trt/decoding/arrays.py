@@ -76,7 +76,7 @@ class Arrays(Protocol):
         """The time between two points, once the pass between them has ended."""
 
     def stream(self) -> AbstractContextManager[Any]:
-        """Within this, the thread's work between passes is ordered with them, at no further cost."""
+        """Within this, the thread's work goes where the passes run. To enter it again within costs nothing."""
 
     def wait(self) -> None:
         """Wait until all passes have ended."""
