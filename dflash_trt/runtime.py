@@ -154,9 +154,13 @@ class Runtime:
                     self.scheduler.close()
                     raise
         except MemoryError as error:
+            kinds = [kind for role in self.bundle.roles for kind in self.bundle.cache_kinds(role)]
+            caches = max_batch_size * sum(kind.rows * kind.row_bytes for kind in kinds) / 2**30
+            fewer = "lower max_batch_size, or " if max_batch_size > 1 else ""
             raise DFlashError(
-                f"{self.bundle.path}: no memory is left for {max_batch_size} sequences of {self.max_seq_len} tokens "
-                f"({error}); lower max_batch_size, or build with a smaller --max-seq-len"
+                f"{self.bundle.path}: no memory is left for {max_batch_size} sequences of {self.max_seq_len} tokens, "
+                f"whose caches take {caches:.2f} GiB ({error}); {fewer}build with a smaller --max-seq-len or fewer "
+                "bits (--precision)"
             ) from error
         drafter = "drafter" in self.bundle.roles
         times = None if opener.own_loop else place_of(self.bundle, self.pair, threads, "pass-times")

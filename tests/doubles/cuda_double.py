@@ -361,6 +361,10 @@ class Cuda:
         return Cuda.capability
 
     @staticmethod
+    def get_arch_list() -> list[str]:
+        return ["sm_{}{}".format(*Cuda.capability)]
+
+    @staticmethod
     def current_device() -> int:
         return 0
 

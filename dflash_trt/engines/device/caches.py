@@ -12,6 +12,7 @@ from dflash_plugins.launch import Compaction, Run
 
 from dflash_trt.bundle.cache_kinds import CacheKind
 from dflash_trt.engines.caches import PENDING, POSITION, SlotCaches, SlotRows, by_kind, whole
+from dflash_trt.engines.device.memory import memory_errors
 from dflash_trt.engines.device.stream import on
 
 Array = np.ndarray[Any, Any]
@@ -36,11 +37,8 @@ class DevicePool:
                 rows[target, :, :count].copy_(rows[source, :, :count])
 
     def take(self, slot: int, first: int, stop: int) -> list[Tensor]:
-        try:
-            with on(self._stream):
-                return [rows[slot, :, first:stop].clone() for rows in self.arrays.values()]
-        except torch.OutOfMemoryError as error:
-            raise MemoryError(str(error)) from error
+        with memory_errors(), on(self._stream):
+            return [rows[slot, :, first:stop].clone() for rows in self.arrays.values()]
 
     def write(self, rows: Sequence[Tensor], slot: int, first: int) -> None:
         with on(self._stream):
@@ -158,11 +156,8 @@ class DeviceStates:
         return int(self._positions[slot])
 
     def take(self, slot: int) -> tuple[list[Tensor], int]:
-        try:
-            with on(self._stream):
-                return [pool.now[:, slot].clone() for pool in self._pools], self.position(slot)
-        except torch.OutOfMemoryError as error:
-            raise MemoryError(str(error)) from error
+        with memory_errors(), on(self._stream):
+            return [pool.now[:, slot].clone() for pool in self._pools], self.position(slot)
 
     def put(self, slot: int, states: tuple[Sequence[Tensor], int]) -> None:
         tensors, position = states

@@ -60,15 +60,18 @@ def pair_of(
     )
 
 
-def warm_up(
-    pair: Pair, block_size: int, progress: Progress, *, runs: int, most_requests: int | None = None
-) -> int:
+def warm_up(pair: Pair, block_size: int, progress: Progress, *, runs: int, every_batch: bool = True) -> int:
     """Run passes of both models in every size that requests can bring. Returns the number of sizes.
 
-    runs: of each size of decoding passes. most_requests: in a pass; None: as many as there are slots. All slots are
-    clear then, as after opening.
+    runs: of each size, of prompts only for the longest. every_batch: if not, decoding passes of one request, and the
+    largest, so that memory that is too small is found out now. All slots are clear then, as after opening.
     """
-    begin, passes = perf_counter(), list(_passes(pair, block_size, runs, most_requests or pair.slots))
+    begin = perf_counter()
+    batches = reversed(pass_sizes(pair.slots))
+    sizes = [(batch, length) for batch in batches for length in reversed(pass_sizes(block_size))]
+    if not every_batch:
+        sizes = [size for size in sizes if size == sizes[0] or size[0] == 1]
+    passes = list(_passes(pair, sizes, runs))
     for done, run in enumerate(passes, 1):
         run()
         progress(STEP, done, len(passes))
@@ -79,16 +82,18 @@ def warm_up(
     return len(passes)
 
 
-def _passes(pair: Pair, block_size: int, runs: int, most_requests: int) -> Iterator[Callable[[], object]]:
+def _passes(pair: Pair, sizes: Sequence[tuple[int, int]], runs: int) -> Iterator[Callable[[], object]]:
+    """Prompts, and decoding passes of these sizes: sequences, and rows of each. The largest of both come first."""
+    drafts = pair.drafter.present
     for length in reversed(prefill_lengths(pair.prefill_chunk)):
-        yield partial(pair.prefill, [0] * length, 0, 0, draft=pair.drafter.present)
-    for batch in pass_sizes(most_requests):
-        for length in pass_sizes(block_size):
-            yield partial(_repeated, pair.dummy_verify, batch, length, runs)
-            if length > 1 and pair.drafter.present:
-                yield partial(_repeated, pair.drafter.dummy_pass, batch, length, runs)
+        prompt = partial(pair.prefill, [0] * length, 0, 0, draft=drafts)
+        yield partial(_repeated, prompt, runs if length == pair.prefill_chunk else 1)
+    for batch, length in sizes:
+        yield partial(_repeated, partial(pair.dummy_verify, batch, length), runs)
+        if length > 1 and drafts:
+            yield partial(_repeated, partial(pair.drafter.dummy_pass, batch, length), runs)
 
 
-def _repeated(run: Callable[[int, int], object], batch: int, length: int, runs: int) -> None:
+def _repeated(run: Callable[[], object], runs: int) -> None:
     for _ in range(runs):
-        run(batch, length)
+        run()

@@ -17,6 +17,7 @@ from dflash_trt import hardware
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.pair import Pair
 from dflash_trt.engines.device.kernels import kernels_here
+from dflash_trt.engines.device.memory import memory_errors
 from dflash_trt.engines.device.opening import DEVICE, pair_of, warm_up
 from dflash_trt.engines.tensorrt.contexts import captures_by_itself, kernel_cache
 from dflash_trt.engines.tensorrt.engine import TensorRTEngine
@@ -33,11 +34,12 @@ _log = logging.getLogger(__name__)
 _RUNS = 3
 
 
+@memory_errors()
 def open_pair(bundle: Bundle, *, slots: int, prefill_chunk: int, progress: Progress) -> Pair:
     """The bundle's plans for the GPU of this process, with `slots` cache slots, ready for the passes that will come.
 
     Raises BundleError if the package or a GPU is missing, or if no plan fits. A plan does not fit if it is for another
-    GPU, or was built with another version of the package or the plugins.
+    GPU, or was built with another version of the package or the plugins. Raises MemoryError if the GPU has too little.
     """
     manifest = bundle.manifest
     check_version(manifest, str(bundle.path))

@@ -17,6 +17,7 @@ from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.pair import Pair
 from dflash_trt.engines.base import PREFILL_CHUNK
 from dflash_trt.engines.device.kernels import kernels_here
+from dflash_trt.engines.device.memory import memory_errors
 from dflash_trt.engines.device.opening import DEVICE, pair_of, warm_up
 from dflash_trt.engines.device.stream import HostStream, on
 from dflash_trt.engines.torch.engine import TorchEngine
@@ -29,13 +30,17 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
+@memory_errors()
 def open_pair(
     bundle: Bundle, *, slots: int, prefill_chunk: int, threads: int | None, progress: Progress
 ) -> Pair:
-    """The bundle's graphs with `slots` cache slots. On a GPU, kernels are compiled and passes of one request captured.
-    Those of several are captured when they come.
+    """The bundle's graphs with `slots` cache slots. On a GPU, kernels are compiled, and the largest round and passes of
+    one request are captured. Other passes of several are captured when they come, in memory of the largest one.
+
+    Raises MemoryError if the GPU has too little.
     """
-    on_gpu, block_size = torch.cuda.is_available(), bundle.manifest["block_size"]
+    on_gpu = torch.cuda.is_available() and not hardware.torch_lacks(torch)
+    block_size = bundle.manifest["block_size"]
     if not on_gpu and (problem := hardware.torch_problem()):
         warn_once(_log, f"{bundle.path}: runs on the CPU, because {problem}")
     device = torch.device(DEVICE if on_gpu else "cpu")
@@ -63,7 +68,7 @@ def open_pair(
         pair = pair_of(bundle, engines, slots=slots, prefill_chunk=chunk, kernels=kernels)
     hardware.give_back_memory()  # what was read on the way to weights
     if on_gpu:
-        warm_up(pair, block_size, progress, runs=2, most_requests=1)
+        warm_up(pair, block_size, progress, runs=2, every_batch=False)
     return pair
 
 

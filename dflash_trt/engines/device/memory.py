@@ -1,0 +1,26 @@
+"""The error of a GPU without free memory."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Raise MemoryError where torch, or a library under it, finds no free memory on the GPU. It says how much is free,
+    and which other processes have some, without torch's advice about its allocator.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error)
+        if "out of memory" not in said and "ALLOC_FAILED" not in said:
+            raise
+        traceback.clear_frames(
+            error.__traceback__
+        )  # what they hold takes memory as long as somebody has the error
+        raise MemoryError(
+            said.partition("\n")[0].partition(" Including non-PyTorch")[0].rstrip(".")
+        ) from error

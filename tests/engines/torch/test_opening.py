@@ -1,0 +1,130 @@
+"""Opening a pair on a GPU's double: what is prepared, and what is said where memory is too small."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_trt import LLM, SamplingParams
+from dflash_trt.building.build import build
+from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.engines.device.sizes import DECODE
+from dflash_trt.engines.torch import opening
+from dflash_trt.engines.torch.engine import TorchEngine
+from dflash_trt.errors import DFlashError
+from dflash_trt.formats.precision import Precision
+from tests.doubles import triton_interpreter  # noqa: F401  # corrects it
+from tests.doubles.checkpoints import make_drafter, make_target
+from tests.doubles.cuda_double import Cuda
+from tests.doubles.one_gpu import one_gpu
+
+BLOCK, SLOTS = 4, 3
+SAID = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.64 GiB of which 1.03 GiB is "
+    "free. Process 7 has 4.10 GiB memory in use. Including non-PyTorch memory, this process has 18.5 GiB memory in "
+    "use. If reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF."
+)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    folder = tmp_path_factory.mktemp("opening")
+    target = make_target(folder / "target", favourites=6)
+    drafter = make_drafter(folder / "drafter", target, block_size=BLOCK, layers=1)
+    precision = Precision(target="fp32", drafter="fp32")
+    given: dict[str, Any] = {"engine": "torch", "precision": precision, "max_seq_len": 60}
+    return build(str(target), str(drafter), folder / "bundle", **given)
+
+
+@pytest.fixture
+def gpu() -> Iterator[pytest.MonkeyPatch]:
+    with one_gpu(warm_up=True) as patch:
+        yield patch
+
+
+def decoding(engine: Any, name: str) -> set[tuple[int, int]]:
+    """The sequences and rows of the decoding passes that are captured."""
+    at = engine.inputs.index(name)
+    return {tuple(sizes[at]) for (profile, *sizes), _ in engine._captured if profile == DECODE}
+
+
+def test_the_largest_round_and_those_of_one_request_are_captured(
+    made: Bundle, gpu: pytest.MonkeyPatch
+) -> None:
+    """So memory for all others is there, and a request that comes alone waits for no capture."""
+    with LLM(made.path, max_batch_size=SLOTS, prefix_cache_bytes=0) as llm:
+        pair = llm._runtime.pair
+        target, drafter = pair.target, pair.drafter.engine
+        alone = {(1, n) for n in (1, 2, BLOCK)}
+        assert decoding(target, "tokens") == {(SLOTS, BLOCK), *alone}
+        assert decoding(drafter, "block") == {(SLOTS, BLOCK), *alone} - {(1, 1)}
+        pair.arrays.wait()
+        assert not any(rows.any() for each in (target, drafter) for rows in each.caches.arrays.values())
+        assert target._prompts() == drafter._prompts() == 1
+        before = len(Cuda.graphs)
+        params = SamplingParams(max_tokens=9, ignore_eos=True)
+        llm.generate([1 + i % 7 for i in range(pair.prefill_chunk)][:50], params, block_length=3)
+        assert len(Cuda.graphs) == before
+
+
+@pytest.mark.parametrize(
+    "said", [SAID, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"]
+)
+def test_a_gpu_without_memory_for_the_caches_is_an_error_with_advice(
+    said: str, made: Bundle, gpu: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError(said)
+
+    gpu.setattr(opening, "pair_of", full)
+    with pytest.raises(DFlashError) as caught:
+        LLM(made.path, max_batch_size=SLOTS)
+    text = str(caught.value)
+    assert f"no memory is left for {SLOTS} sequences of 60 tokens, whose caches take 0.00 GiB (CUDA" in text
+    assert "; lower max_batch_size, or build with a smaller --max-seq-len" in text
+    assert "ALLOC_FAILED" in text or "1.03 GiB is free. Process 7 has 4.10 GiB memory in use)" in text
+    with pytest.raises(DFlashError, match=r"\); build with a smaller"):
+        LLM(made.path, max_batch_size=1)
+
+
+def test_memory_that_the_largest_round_lacks_is_missed_at_opening(
+    made: Bundle, gpu: pytest.MonkeyPatch
+) -> None:
+    run = TorchEngine._first
+
+    def first(self: TorchEngine, shapes: Any, first_slot: int) -> Any:
+        if shapes[0] == DECODE and (SLOTS, BLOCK) in shapes[1:]:
+            raise torch.OutOfMemoryError(SAID)
+        return run(self, shapes, first_slot)
+
+    gpu.setattr(TorchEngine, "_first", first)
+    with pytest.raises(
+        DFlashError, match=r"no memory is left for 3 sequences .* 1\.03 GiB is free"
+    ) as caught:
+        LLM(made.path, max_batch_size=SLOTS)
+    gc.collect()
+    assert not [each for each in gc.get_objects() if type(each) is TorchEngine], caught
+
+
+def test_another_error_of_torch_stays_what_it_is(made: Bundle, gpu: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    gpu.setattr(opening, "pair_of", broken)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        LLM(made.path)
+
+
+def test_a_gpu_that_torch_has_no_code_for_is_left_to_others(
+    made: Bundle, gpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu.setattr(Cuda, "get_arch_list", staticmethod(lambda: ["sm_80"]))
+    problem = "torch 2 has no code for compute capability 9.0"
+    gpu.setattr(opening.hardware, "torch_problem", lambda: problem)
+    with LLM(made.path, max_batch_size=1) as llm:
+        assert llm._runtime.pair.target.device.type == "cpu"
+    assert f"runs on the CPU, because {problem}" in caplog.text
