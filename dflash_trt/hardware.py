@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,8 @@ from typing import Any, NamedTuple
 from dflash_trt.extras import install
 
 # The oldest driver for CUDA 13, which torch and TensorRT take from PyPI, and for a torch that takes CUDA 12.8
-# (docs/guides/gpu.md has the sources).
+# (docs/guides/gpu.md has the sources). That torch is also the last one with code for 7.0, and none has any for older
+# GPUs (torch's RELEASE.md).
 DRIVER = 580
 _OLD_DRIVER, _OLD_TORCH = 525, "torch==2.10.*"
 _ASK_TORCH = "import json, torch; from dflash_trt import hardware; print(json.dumps(hardware.said_by(torch)))"
@@ -132,13 +134,15 @@ class Torch(NamedTuple):
     """What torch says of itself and of the GPUs here.
 
     version: empty where it cannot be imported. cuda: the version of CUDA that it is for; None if it is for the CPU.
-    gpus: the names of those that it can use. said: its own words where there are none.
+    gpus: the names of those that it can use. said: its own words where there are none. lacks: the compute capability of
+    the first one if it has no code for that, else 0.
     """
 
     version: str
     cuda: str | None
     gpus: tuple[str, ...]
     said: str = ""
+    lacks: int = 0
 
 
 def torch_here() -> Torch | None:
@@ -163,13 +167,28 @@ def _asked() -> Torch:
         return Torch("", None, (), str(error))
 
 
-def said_by(torch: Any) -> tuple[str, str | None, tuple[str, ...], str]:
+def said_by(torch: Any) -> tuple[str, str | None, tuple[str, ...], str, int]:
     """The fields of `Torch`, of the module. Its reasons are warnings."""
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    names = tuple(torch.cuda.get_device_name(i) for i in range(count))
-    return str(torch.__version__), torch.version.cuda, names, " ".join(str(each.message) for each in given)
+        lacks = torch_lacks(torch) if count else 0
+    names = () if lacks else tuple(torch.cuda.get_device_name(i) for i in range(count))
+    said = " ".join(str(each.message) for each in given)
+    return str(torch.__version__), torch.version.cuda, names, said, lacks
+
+
+def torch_lacks(torch: Any) -> int:
+    """The compute capability of the first GPU if torch was compiled without code that runs on it, else 0.
+
+    A GPU runs code for its own major version and no later minor one, and compiles PTX for any earlier version.
+    """
+    major, minor = torch.cuda.get_device_capability()
+    here = 10 * major + minor
+    codes = [re.fullmatch(r"(sm|compute)_(\d+)[af]?", code) for code in torch.cuda.get_arch_list()]
+    known = [(found[1], int(found[2])) for found in codes if found]
+    runs = any(code <= here and (kind == "compute" or code // 10 == major) for kind, code in known)
+    return 0 if runs or not known else here
 
 
 def driver() -> int | None:
@@ -196,4 +215,8 @@ def torch_problem() -> str:
     if number < DRIVER and int(torch.cuda.partition(".")[0]) >= 13:
         needs = f"torch {torch.version} is for CUDA {torch.cuda}, which needs driver {DRIVER} or newer"
         return f"{needs}, and {number} is here: {command}"
+    if torch.lacks:
+        command = "pip install --upgrade torch" if torch.lacks >= 75 else f"pip install '{_OLD_TORCH}'"
+        way = f": {command}" if torch.lacks >= 70 else "; --engine onnxruntime runs on the CPU"
+        return f"torch {torch.version} has no code for compute capability {torch.lacks / 10}{way}"
     return f"torch {torch.version} for CUDA {torch.cuda} sees no GPU: {torch.said or 'it does not say why'}"
