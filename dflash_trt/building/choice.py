@@ -43,13 +43,12 @@ def choose_engine(
 
     choice = registry.best_here(possible)
     pair = None if Path(target).is_dir() or weights == "none" else known_pair(target)
-    fetched = pair is not None and pair.target_repo is not None and pair.name not in gguf.PACKAGED
-    if choice.engine == registry.DEFAULT and pair is not None and fetched:
-        go_on = f"--engine {choice.engine} builds it for the CPU all the same"
+    if pair is not None and pair.target_repo is not None and pair.name not in gguf.PACKAGED:
+        go_on = f"--engine {choice.engine} builds it all the same"
         if choice.leaves_gpu_idle:
             raise BuildError(f"{target}: {choice.why}; {go_on}")
         if said := _too_large(pair, choice.engine, precision, max_seq_len, no_drafter):
-            raise BuildError(f"{target}: {said}, and {choice.why}; {go_on}")
+            raise BuildError(f"{target}: {said} ({choice}); {go_on}")
     say(f"{choice}; --engine NAME (in Python engine=NAME) chooses another")
     return choice.engine
 
@@ -57,24 +56,30 @@ def choose_engine(
 def _too_large(
     pair: KnownPair, engine: str, precision: Precision | None, max_seq_len: int | None, no_drafter: bool
 ) -> str:
-    """Why one sequence of a pair does not fit into this machine's memory; empty if it does, or nobody knows."""
+    """Why one sequence of a pair does not fit into the memory of this machine's first GPU, or into its own where it
+    runs on the CPU. Empty if it does, or nobody knows.
+    """
     from dflash_trt.models.configs import read_drafter_config, read_target_config
     from dflash_trt.models.inventory import take_inventory
     from dflash_trt.planning.estimate import gib
-    from dflash_trt.planning.gpus import Gpu
+    from dflash_trt.planning.gpus import Gpu, gpu_here
     from dflash_trt.planning.memory import estimate_memory
     from dflash_trt.planning.weights import Settings
 
-    memory = hardware.memory_bytes()
-    if memory is None:
+    if engine != registry.DEFAULT:
+        gpu = gpu_here()
+    elif (memory := hardware.memory_bytes()) is not None:
+        gpu = Gpu("the CPU", "its memory", sm=0, memory_bytes=memory, gpus_per_node=1, sources={})
+    else:
+        gpu = None
+    if gpu is None:
         return ""
     folders = known_configs(pair.name)
     target = read_target_config(folders[0])
     drafter = None if no_drafter else read_drafter_config(folders[1], target)
-    cpu = Gpu("this machine", "its memory", sm=0, memory_bytes=memory, gpus_per_node=1, sources={})
     settings = Settings(
         engine=engine,
-        gpu=cpu,
+        gpu=gpu,
         max_seq_len=choose_max_seq_len(max_seq_len, target, drafter),
         max_batch_size=1,
         block_size=choose_block_size(None, target, drafter),
@@ -83,8 +88,8 @@ def _too_large(
     estimate = estimate_memory(take_inventory(target, drafter), settings)
     if estimate.fits:
         return ""
-    needed = gib(estimate.total_bytes)
-    return f"needs {needed} GiB of memory for one sequence on the CPU, of which {gib(memory)} GiB are here"
+    needed, here = gib(estimate.total_bytes), gib(gpu.memory_bytes)
+    return f"needs {needed} GiB of memory for one sequence on {gpu.name}, of which {here} GiB are here"
 
 
 # The default of --max-seq-len: the models' own limit, but no more than this, because cache memory grows with it.

@@ -41,6 +41,9 @@ def machine(
     if "torch" not in packages:
         patch.setitem(sys.modules, "torch", None)
     torch_says(patch, "13.0", ["NVIDIA X"])
+    major, minor = map(int, capability.split("."))
+    patch.setattr(torch.cuda, "get_device_capability", lambda: (major, minor))
+    patch.setattr(torch.cuda, "get_arch_list", lambda: [f"sm_{major}{minor}"])
 
 
 def torch_says(patch: pytest.MonkeyPatch, cuda: str | None, gpus: list[str], said: str = "") -> None:
@@ -114,6 +117,29 @@ def test_auto_and_doctor_ask_torch_itself(
     assert gpus or expected in choice.why
 
 
+@pytest.mark.parametrize(
+    ("capability", "codes", "expected"),
+    [
+        ("12.0", "sm_80 sm_90", "12.0: pip install --upgrade torch"),
+        ("12.0", "sm_80 compute_90", ""),  # which the driver compiles
+        ("9.0", "sm_80 compute_100", "9.0: pip install --upgrade torch"),
+        ("8.9", "sm_75 sm_80", ""), ("12.1", "sm_100 sm_120", ""), ("10.3", "sm_100a", ""), ("9.0", "", ""),
+        ("8.0", "sm_75 sm_86", "8.0: pip install --upgrade torch"),
+        ("7.0", "sm_75 sm_80", "7.0: pip install 'torch==2.10.*'"),
+        ("6.1", "sm_75 sm_80", "6.1; --engine onnxruntime runs on the CPU"),
+    ],
+)  # fmt: skip
+def test_a_torch_without_code_for_the_gpu_does_not_run_on_it(
+    capability: str, codes: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(monkeypatch, tmp_path, capability, ("torch",))
+    monkeypatch.setattr(torch.cuda, "get_arch_list", codes.split)
+    assert hardware.torch_problem().partition("has no code for compute capability ")[2] == expected
+    choice = registry.best_here()
+    assert choice.engine == ("onnxruntime" if expected else "torch")
+    assert expected in choice.why
+
+
 @pytest.mark.parametrize("broken", [False, True])
 def test_torch_is_asked_in_a_process_of_its_own(
     broken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -180,16 +206,33 @@ def test_nothing_large_is_fetched_for_the_cpu_beside_a_gpu(
     said = capsys.readouterr().err
     assert "the GPU that is here needs tensorrt (pip install" in said
     assert "torch (pip install" in said
-    assert "--engine onnxruntime builds it for the CPU all the same" in said
+    assert "--engine onnxruntime builds it all the same" in said
 
 
 def test_nothing_is_fetched_that_the_memory_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "gpus", list)
     monkeypatch.setattr(hardware, "memory_bytes", lambda: 24 << 30)
-    with pytest.raises(BuildError, match=r"qwen3-8b: needs [\d.]+ GiB of memory .* 24\.00 GiB are here"):
+    with pytest.raises(
+        BuildError, match=r"qwen3-8b: needs [\d.]+ GiB of memory .* on the CPU, of which 24\.00 GiB"
+    ):
         choice.choose_engine("qwen3-8b")
     monkeypatch.setattr(hardware, "memory_bytes", lambda: 256 << 30)
     assert choice.choose_engine("qwen3-8b") == registry.DEFAULT
+
+
+def test_nothing_is_fetched_that_the_gpu_cannot_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DFLASH_TRT_CACHE", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", ModuleType("huggingface_hub"))
+    machine(monkeypatch, tmp_path, "8.9", ("torch",))
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA Y, 8.9, 24564 MiB, 580.65'\n")
+    assert main(["chat", "qwen3-coder-30b-a3b"]) == 1
+    said = capsys.readouterr().err
+    assert "GiB of memory for one sequence on NVIDIA Y, of which 23.99 GiB are here (engine torch: " in said
+    assert "--engine torch builds it all the same" in said
+    assert choice.choose_engine("qwen3-8b") == "torch"
+    assert choice.choose_engine("qwen3-coder-30b-a3b", weights="none") == "torch"
 
 
 def test_build_leaves_out_engines_that_cannot_do_what_is_asked(
