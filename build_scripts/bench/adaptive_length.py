@@ -1,4 +1,4 @@
-"""The adaptive block length on the simulated pairs of tests/doubles/simulation.py, as tables.
+"""The adaptive block length on the simulated pairs of tests/doubles/simulated_pairs.py, as tables.
 
     python -m build_scripts.bench.adaptive_length [--rounds 3000] [--seeds 0]  # each kind of start
     python -m build_scripts.bench.adaptive_length --loads [--seeds 0]          # stalls, drifts and busy periods
@@ -18,7 +18,7 @@ from types import ModuleType
 import numpy as np
 
 from build_scripts import harness
-from tests.doubles.simulation import BEGINNINGS, HARD, LOADS, prompts, world
+from tests.doubles.simulated_pairs import BEGINNINGS, HARD, LOADS, prompts, world
 
 CONSTANTS = {
     "adaptive": ("_SHARE", "_CREDIT", "_MARGIN", "_INTERVAL", "_ROUNDS", "_LONGEST"),

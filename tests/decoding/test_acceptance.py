@@ -19,7 +19,7 @@ from dflash_trt.decoding.sampling import philox
 from dflash_trt.decoding.sampling.history import History
 from dflash_trt.decoding.sampling.sampler import process, sample
 from dflash_trt.errors import DecodingError
-from tests.doubles.fake_engines import request
+from tests.doubles.pool import request
 
 VOCABULARY = 12
 PARAMS = [

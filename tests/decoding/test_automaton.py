@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dflash_trt.decoding.output import Automaton, StopChecker
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.sampling.history import History
-from tests.doubles.fake_engines import Letters
+from tests.doubles.pool import Letters
 
 WORDS = st.lists(st.text("ab", max_size=4), max_size=8)
 

@@ -17,7 +17,8 @@ from dflash_trt.decoding.request import Request
 from dflash_trt.decoding.scheduler import Scheduler
 from dflash_trt.decoding.widths import find_rule, measure
 from dflash_trt.errors import DFlashError
-from tests.doubles.fake_engines import VOCAB, request
+from tests.doubles.fake_engines import VOCAB
+from tests.doubles.pool import request
 from tests.doubles.ulp_engines import BLOCK, CHUNK, Lies, UlpTarget, ulp_scheduler
 
 TOKENS = 12

@@ -19,16 +19,9 @@ from dflash_trt.decoding.output import StoppedText as Stopped
 from dflash_trt.decoding.params import FinishReason, SamplingParams
 from dflash_trt.decoding.request import Request
 from dflash_trt.errors import DecodingError, NonFiniteError
-from tests.doubles.fake_engines import (
-    BLOCK,
-    Letters,
-    Pool,
-    StateTarget,
-    expected,
-    nothing,
-    request,
-    rows_of,
-)
+from tests.doubles.fake_engines import BLOCK, expected, nothing, rows_of
+from tests.doubles.fake_states_and_windows import StateTarget
+from tests.doubles.pool import Letters, Pool, request
 from tests.doubles.schedules import AnyLengths, Clock, Lengths, arrivals, finish, prompt
 
 

@@ -19,7 +19,9 @@ from dflash_trt.decoding.length.trees import FixedCopies, Tree
 from dflash_trt.decoding.lookup import Lookup
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.request import Request
-from tests.doubles.fake_engines import BLOCK, Pool, StateTarget, WindowTarget, expected, request
+from tests.doubles.fake_engines import BLOCK, expected
+from tests.doubles.fake_states_and_windows import StateTarget, WindowTarget
+from tests.doubles.pool import Pool, request
 from tests.doubles.schedules import finish, prompt
 from tests.doubles.simulation import done
 

@@ -13,7 +13,8 @@ from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.request import Request
 from dflash_trt.decoding.results import Statistics
 from tests.doubles.exposition import Exposition
-from tests.doubles.fake_engines import BLOCK, Pool, request
+from tests.doubles.fake_engines import BLOCK
+from tests.doubles.pool import Pool, request
 from tests.doubles.schedules import AnyLengths, prompt
 
 

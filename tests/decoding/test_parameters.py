@@ -16,7 +16,7 @@ from dflash_trt import LLM, AsyncLLM, Completion, SamplingParams
 from dflash_trt.decoding.request import Queue
 from dflash_trt.errors import RequestError
 from tests.api.test_async import prompt
-from tests.doubles.fake_engines import request
+from tests.doubles.pool import request
 
 
 @pytest.fixture(scope="module")

@@ -17,17 +17,9 @@ from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.prefixes import common as shared
 from dflash_trt.decoding.request import Request
 from tests.doubles.checkpoints import VOCAB as REAL_VOCAB
-from tests.doubles.fake_engines import (
-    BLOCK,
-    ROW_BYTES,
-    VOCAB,
-    FakeTarget,
-    Pool,
-    StateTarget,
-    WindowTarget,
-    expected,
-    request,
-)
+from tests.doubles.fake_engines import BLOCK, ROW_BYTES, VOCAB, FakeTarget, expected
+from tests.doubles.fake_states_and_windows import StateTarget, WindowTarget
+from tests.doubles.pool import Pool, request
 from tests.doubles.schedules import AnyLengths, Lengths, finish, prompt
 
 

@@ -17,7 +17,8 @@ from dflash_trt.decoding.drafter import Drafter
 from dflash_trt.decoding.pair import Pair, PassRule
 from dflash_trt.decoding.params import MOST_PRIORITY, RequestOptions, SamplingParams
 from dflash_trt.decoding.request import Request
-from tests.doubles.fake_engines import BLOCK, Pool, expected, request
+from tests.doubles.fake_engines import BLOCK, expected
+from tests.doubles.pool import Pool, request
 from tests.doubles.schedules import Clock, Lengths, drive, finish, prompt
 
 

@@ -16,7 +16,9 @@ from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.request import Request
 from dflash_trt.engines.device.caches import DevicePool
 from dflash_trt.engines.onnxruntime.caches import CachePool
-from tests.doubles.fake_engines import VOCAB, FakeTarget, Pool, StateTarget, expected, request
+from tests.doubles.fake_engines import VOCAB, FakeTarget, expected
+from tests.doubles.fake_states_and_windows import StateTarget
+from tests.doubles.pool import Pool, request
 from tests.doubles.schedules import AnyLengths, finish, prompt
 
 

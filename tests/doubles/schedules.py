@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.length.policy import RoundDone
 from dflash_trt.decoding.request import Emission, Request
-from tests.doubles.fake_engines import BLOCK, VOCAB, Pool
+from tests.doubles.fake_engines import BLOCK, VOCAB
+from tests.doubles.pool import Pool
 
 
 class Lengths:

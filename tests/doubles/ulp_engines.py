@@ -18,11 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from dflash_trt.decoding.arrays import HostArrays
-from dflash_trt.decoding.pair import FREE, Pair, PassRule
+from dflash_trt.decoding.pair import FREE, PassRule
 from dflash_trt.decoding.scheduler import Scheduler
-from dflash_trt.decoding.slots import Slots
-from tests.doubles.fake_engines import MASK, ROW_BYTES, VOCAB, FakeDrafter, FakeEngine, FakeTarget
+from tests.doubles.fake_engines import VOCAB, FakeDrafter, FakeEngine, FakeTarget, decided
+from tests.doubles.pool import scheduler_over
 
 Array = np.ndarray[Any, Any]
 
@@ -105,13 +104,7 @@ class UlpTarget(FakeTarget):
             cache[start : start + width] = numbers
             features[i, :, 0] = numbers
             logits[i] = logits_of(np.array(numbers), tokens[i], np.stack(ups)[:, 1:])
-        chosen = logits.argmax(-1)
-        wrong = np.ones((n, width), bool)
-        wrong[:, :-1] = tokens[:, 1:] != chosen[:, :-1]
-        accepted = wrong.argmax(1)
-        logits = np.take_along_axis(logits, feeds["rows"][..., None], 1)
-        next_token = chosen[np.arange(n), accepted]
-        return {"logits": logits, "features": features, "accepted": accepted, "next_token": next_token}
+        return decided(feeds, logits, features)
 
     def read(self, slot: int, start: int, stop: int) -> dict[str, Array]:
         """The rows of a slot by the name of their cache."""
@@ -160,18 +153,7 @@ class UlpDrafter(FakeDrafter):
 def ulp_scheduler(lies: Lies, rule: PassRule = FREE, *, batch: int = 4, kept: int = 200) -> Scheduler:
     """A scheduler over these engines, for texts of up to 64 tokens, with memory for the rows of `kept` tokens."""
     capacity = 64 + 2 * BLOCK + 1
-    pair = Pair(
-        UlpTarget(batch, capacity, lies),
-        UlpDrafter(batch, capacity),
-        HostArrays(slots=batch, feature_size=1, most_unread=CHUNK),
-        slots=batch,
-        capacity=capacity,
-        mask_token_id=MASK,
-        vocab_size=VOCAB,
-        prefill_chunk=CHUNK,
-        trees=True,
-    )
-    scheduler = Scheduler(pair)
-    scheduler.slots = Slots(pair, kept * 2 * ROW_BYTES, page=8)
+    engines = UlpTarget(batch, capacity, lies), UlpDrafter(batch, capacity)
+    scheduler = scheduler_over(*engines, chunk=CHUNK, kept=kept)
     scheduler.follow(rule)
     return scheduler

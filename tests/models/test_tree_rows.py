@@ -16,8 +16,8 @@ from dflash_trt.decoding.pair import Pair
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.request import Request
 from tests.doubles.checkpoints import make_drafter, make_target
-from tests.doubles.fake_engines import request
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter
+from tests.doubles.pool import request
 
 VOCAB_USED = 60
 

@@ -19,8 +19,8 @@ from dflash_trt.decoding.length.adaptive import AdaptiveLength
 from dflash_trt.decoding.length.policy import RoundDone
 from dflash_trt.decoding.length.times import PassTimes
 from dflash_trt.decoding.params import SamplingParams
-from tests.doubles.fake_engines import request
-from tests.doubles.simulation import (
+from tests.doubles.pool import request
+from tests.doubles.simulated_pairs import (
     BEGINNINGS,
     DRAFTS,
     HARD,
@@ -28,8 +28,6 @@ from tests.doubles.simulation import (
     PAIRS,
     SAYINGS,
     VERIFY,
-    World,
-    done,
     gpu,
     honest,
     prompts,
@@ -37,6 +35,7 @@ from tests.doubles.simulation import (
     turns,
     world,
 )
+from tests.doubles.simulation import World, done
 
 HOPELESS = DRAFTS["hopeless"]
 

@@ -19,7 +19,8 @@ from dflash_trt.decoding.length.times import PassTimes
 from dflash_trt.decoding.length.trees import FixedTrees, Tree
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.request import Request
-from tests.doubles.fake_engines import BLOCK, VOCAB, Pool, expected, request
+from tests.doubles.fake_engines import BLOCK, VOCAB, expected
+from tests.doubles.pool import Pool, request
 from tests.doubles.schedules import finish, prompt
 
 
