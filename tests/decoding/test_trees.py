@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash_trt import LLM
 from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.request import Request
@@ -19,7 +21,7 @@ from dflash_trt.engines.onnxruntime.caches import CachePool
 from tests.doubles.fake_engines import VOCAB, FakeTarget, expected
 from tests.doubles.fake_states_and_windows import StateTarget
 from tests.doubles.pool import Pool, request
-from tests.doubles.schedules import AnyLengths, finish, prompt
+from tests.doubles.schedules import AnyLengths, Lengths, finish, prompt
 
 
 class Trees:
@@ -111,3 +113,25 @@ def test_accepted_nodes_move_to_their_places_in_every_cache(drafts: set[int], st
     for whole, other, rows in zip(host.read(1, 0, len(kept)), host.read(0, 0, 24), written, strict=True):
         np.testing.assert_array_equal(whole, rows[kept])
         np.testing.assert_array_equal(other, rows)
+
+
+def test_a_tree_at_the_end_of_the_context_leaves_a_row_for_a_sink() -> None:
+    """A policy that takes as many nodes as it may."""
+    pool, most = Pool(1, 1, max_seq_len=60), list[int]()
+
+    class Widest(Lengths):
+        def select(self, draft: Draft, active: Sequence[Request], slots: Sequence[int], nodes: int) -> Draft:
+            most.append(nodes)
+            chain = np.arange(-1, nodes - 1)[None]
+            logprobs = np.zeros((1, nodes - 1), np.float32)
+            return Draft(np.resize(draft.tokens, (1, nodes)), chain, logprobs)
+
+    asked = request(prompt(20), SamplingParams(max_tokens=40))
+    assert finish(pool, Widest(2), asked)[asked] == expected(asked.prompt, asked.params, 0)
+    assert most[-1] < most[0]
+
+
+def test_a_tree_is_refused_by_graphs_that_verify_chains(bundle: Path) -> None:
+    tree = Draft(np.array([[1, 2, 3]]), np.array([[-1, 0, 0]]), np.zeros((1, 2), np.float32))
+    with LLM(bundle, threads=1) as llm, pytest.raises(ValueError, match="chains only"):
+        llm._runtime.pair.verify([request(prompt(4), SamplingParams())], tree)
