@@ -1,0 +1,85 @@
+"""Kernels that do not compile here, or give other numbers: torch's operators take their place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from dflash_plugins import compiled, packed
+from dflash_plugins.launch import by_triton
+
+from dflash_trt.engines.torch import kernels, layers, opening
+from dflash_trt.engines.torch.checks import random_weight
+from dflash_trt.engines.torch.packed import _tile
+from dflash_trt.errors import BuildError
+
+
+def test_tiles_that_do_not_compile_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    q = torch.randn(1, 2, 3, 64).half()
+    cache, rows = torch.randn(1, 1, 16, 64).half(), torch.tensor([[0, 1, 2]])
+    given = {"scale": 0.125}, q, cache, cache, rows * 0, rows
+    tried: list[Any] = []
+
+    def run(use: Any, *grid: Any, **arguments: Any) -> None:
+        if use.function == "attend":
+            tried.append(use)
+            if use in tried[:2]:
+                raise BuildError("it writes nothing")
+        by_triton(use, *grid, **arguments)
+
+    exact = layers.attend(*given)
+    monkeypatch.setattr(kernels, "of", lambda x: kernels.LayerKernels(run))
+    for _ in range(2):
+        torch.testing.assert_close(layers.attend(*given), exact, atol=2e-3, rtol=0)
+    assert tried[:3] == tried[3:], "the third tile stays the first one that compiles"
+    assert len(set(map(str, tried))) == 3
+    assert not caplog.text
+
+    def never(*given: Any, **arguments: Any) -> None:
+        raise BuildError("ptxas refused it")
+
+    monkeypatch.setattr(kernels, "of", lambda x: kernels.LayerKernels(never))
+    for _ in range(2):
+        torch.testing.assert_close(layers.attend(*given), exact, atol=2e-3, rtol=0)
+    assert caplog.text.count("no kernel of ours for attention on this GPU: ptxas refused it") == 1
+
+
+def test_without_a_compiler_torchs_operators_and_the_host_do_the_work(
+    gpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu.setattr(compiled, "trial", lambda: "Triton cannot be imported")
+    gpu.setattr(compiled, "no_compiler", lambda: "Triton cannot be imported")
+    kernels._of_this_gpu.cache_clear()
+    assert kernels._of_this_gpu() is None
+    assert opening._kernels([]) is None
+    kernels._of_this_gpu.cache_clear()
+    assert "Triton cannot be imported; torch's operators take the place of all kernels" in caplog.text
+
+
+@pytest.mark.parametrize(("wrong", "experts"), [("widen", 0), ("product", 0), ("experts_product", 3)])
+def test_a_kernel_with_other_numbers_is_not_used(
+    wrong: str, experts: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A layer is then widened, as where no kernel compiles. Of a stack, two experts are tried."""
+    right = getattr(packed, wrong)
+    stored, wide = random_weight(packed.Packing(32, 128, "int4", "bf16", group=32, experts=experts))
+    dense = wide.to(torch.bfloat16).view(-1, 32, 128)
+    layer, asked = kernels.LayerKernels(by_triton), list[int]()
+
+    def widened(expert: int) -> torch.Tensor:
+        asked.append(expert)
+        return dense[expert]
+
+    for each in (stored, replace(stored, codes=stored.codes * 0)):  # which is not tried: its form was
+        assert _tile(layer, each, dense.dtype, widened) is not None
+    assert asked == ([0, 2] if experts else [0])
+    nothing = replace(stored, codes=stored.codes * 0)
+    assert _tile(kernels.LayerKernels(by_triton), nothing, dense.dtype, lambda _: dense[0] * 0) is not None
+    monkeypatch.setattr("dflash_trt.logs._warned", set())  # the error may be that of another case
+    monkeypatch.setattr(packed, wrong, lambda *given: right(*given) * 1.05)
+    assert _tile(kernels.LayerKernels(by_triton), stored, dense.dtype, dense.__getitem__) is None
+    assert "no kernel of ours for packed weights on this GPU" in caplog.text
