@@ -1,14 +1,16 @@
-"""The pairs and their oracles, built once for the tests of this folder."""
+"""The pairs and their oracles, built once for the tests of this folder, and what each request gets alone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dflash_trt import LLM
+from dflash_trt import LLM, Completion
 from dflash_trt.building.build import build
+from tests.api.loops import ASKED
 from tests.api.pairs import CHUNK, MAX_SEQ_LEN, PAIRS, RANDOM, SHIPPED, SLOTS, Pair, make
 from tests.doubles.bundles import bundle
 from tests.doubles.reference import Drafter, load_target
@@ -48,3 +50,9 @@ def lucky(pairs: dict[str, Pair]) -> Pair:
 def oracle(request: pytest.FixtureRequest, pairs: dict[str, Pair]) -> tuple[Pair, Any, Drafter]:
     pair = pairs[request.param]
     return pair, load_target(pair.target), Drafter(pair.drafter)
+
+
+@pytest.fixture(scope="package")
+def alone(bundle: Path) -> list[Completion]:
+    with LLM(bundle, max_batch_size=1, prefix_cache_bytes=0, threads=1) as llm:
+        return [llm.generate(tokens, params, speculate=False) for tokens, params in ASKED]

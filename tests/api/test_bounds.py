@@ -16,7 +16,8 @@ from dflash_trt import LLM, AsyncLLM, SamplingParams
 from dflash_trt.decoding.params import MOST_CHARACTERS, MOST_WORDS
 from dflash_trt.decoding.sampling.sampler import process, sample
 from dflash_trt.errors import BusyError, DFlashError, RequestError
-from tests.api.test_async import prompt, until
+from tests.api.loops import until
+from tests.doubles.bundles import prompt
 from tests.doubles.exposition import Exposition
 
 FEW = SamplingParams(max_tokens=3, ignore_eos=True)

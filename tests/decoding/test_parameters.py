@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dflash_trt import LLM, AsyncLLM, Completion, SamplingParams
 from dflash_trt.decoding.request import Queue
 from dflash_trt.errors import RequestError
-from tests.api.test_async import prompt
+from tests.doubles.bundles import prompt
 from tests.doubles.pool import request
 
 

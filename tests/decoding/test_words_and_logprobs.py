@@ -13,7 +13,7 @@ from dflash_trt import LLM, AsyncLLM, SamplingParams
 from dflash_trt.decoding.params import RequestOptions
 from dflash_trt.decoding.sampling.history import History
 from dflash_trt.errors import RequestError
-from tests.api.test_async import prompt
+from tests.doubles.bundles import prompt
 from tests.doubles.checkpoints import VOCAB
 
 

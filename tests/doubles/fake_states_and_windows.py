@@ -193,3 +193,9 @@ class WindowTarget(FakeTarget):
         (copy,) = kept.data[1].data.rows
         same = copy.rows[0][:, 0].tolist() == list(history[copy.first : kept.stop])
         return same and super().kept_right(kept.data[0], history)
+
+
+class LongStrideTarget(WindowTarget):
+    """No row is dropped within these contexts. Copies still leave out those that no later row sees."""
+
+    stride = 1000

@@ -24,9 +24,8 @@ from dflash_trt.serving import wire
 from dflash_trt.serving.deploy import container_command, deploy
 from dflash_trt.serving.launch import Addresses, TritonServer, find_server, server_arguments
 from dflash_trt.serving.worker import Worker
-from tests.api.test_async import prompt
 from tests.decoding.test_faults import Panic
-from tests.doubles.bundles import bundle
+from tests.doubles.bundles import bundle, prompt
 
 __all__ = ["bundle"]  # the fixture
 
