@@ -1,10 +1,9 @@
-"""Serving without a server: the repository, the engine process on its socket, finding tritonserver, its processes."""
+"""The engine process on its socket, and the lines of JSON that pass there."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import re
 import socket
 import subprocess
 import sys
@@ -17,73 +16,10 @@ import pytest
 
 from dflash_trt import LLM, AsyncLLM, SamplingParams
 from dflash_trt.bundle.manifest import Bundle
-from dflash_trt.cli import main
-from dflash_trt.engines.base import TRITON_IMAGE, TRITON_TRTLLM_IMAGE, TRITON_TRTLLM_VERSION
-from dflash_trt.errors import DFlashError, UsageError
 from dflash_trt.serving import wire
-from dflash_trt.serving.deploy import container_command, deploy
-from dflash_trt.serving.launch import Addresses, TritonServer, find_server, server_arguments
 from dflash_trt.serving.worker import Worker
 from tests.decoding.test_faults import Panic
-from tests.doubles.bundles import bundle, prompt
-
-__all__ = ["bundle"]  # the fixture
-
-
-def names(config: str, section: str) -> list[tuple[str, ...]]:
-    body = re.search(rf"^{section} \[\n(.*?)^\]", config, re.MULTILINE | re.DOTALL)
-    assert body
-    return re.findall(r'name: "(\w+)" data_type: (\w+) dims: (\[[^]]*\])', body[1])
-
-
-def options_of(config: str) -> dict[str, Any]:
-    """The engine's options in a model's configuration."""
-    (text,) = re.findall(r'key: "options" value \{ string_value: (".*") \}', config)
-    found: dict[str, Any] = json.loads(json.loads(text))
-    return found
-
-
-def test_deploy_writes_a_repository(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "repository"
-    options = ["--max-batch-size", "5", "--max-queue", "7", "--block-length", "3"]
-    options += ["--prefix-cache-bytes", "1000"]
-    assert main(["deploy", str(bundle), "--out", str(out), *options]) == 0
-    config = (out / "dflash" / "config.pbtxt").read_text()
-    assert options_of(config) == {
-        "max_batch_size": 5, "max_queue": 7, "block_length": 3, "prefix_cache_bytes": 1000, "stream_interval": 0.05,
-    }  # fmt: skip
-    assert "${" not in config
-    linked = out / "dflash" / "1" / "bundle"
-    assert (linked.is_symlink(), linked.resolve()) == (True, bundle.resolve())
-    assert sorted(path.name for path in out.rglob("*.pbtxt")) == ["config.pbtxt"] * 2
-    assert (out / "ensemble" / "1").is_dir()
-    assert main(["deploy", str(bundle), "--out", str(out)]) == 1
-    assert "is there already" in capsys.readouterr().err
-    options = ["--block-length", "auto", "--stream-interval", "0"]
-    assert main(["deploy", str(bundle), "--out", str(tmp_path / "other"), *options]) == 0
-    config = (tmp_path / "other" / "dflash" / "config.pbtxt").read_text()
-    assert options_of(config)["stream_interval"] == 0
-    assert "block_length" not in options_of(config)
-    copied = deploy(Bundle.open(bundle), tmp_path / "copied", copy=True) / "dflash" / "1" / "bundle"
-    assert not copied.is_symlink()
-    assert {p.name for p in copied.iterdir()} == {p.name for p in bundle.iterdir()}
-
-
-def test_deploy_refuses_what_could_not_run(bundle: Path, tmp_path: Path) -> None:
-    with pytest.raises(DFlashError, match=r"block_length is 99, expected 1\.\."):
-        deploy(Bundle.open(bundle), tmp_path / "out", block_length=99)
-    assert main(["deploy", str(tmp_path / "nothing"), "--out", str(tmp_path / "out")]) == 1
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_ensemble_has_every_tensor_of_the_model(bundle: Path, tmp_path: Path) -> None:
-    out = deploy(Bundle.open(bundle), tmp_path / "repository")
-    model, ensemble = ((out / name / "config.pbtxt").read_text() for name in ("dflash", "ensemble"))
-    for section in ("input", "output"):
-        assert names(ensemble, section) == names(model, section)
-        maps = re.findall(rf'{section}_map {{ key: "(\w+)" value: "(\w+)" }}', ensemble)
-        assert maps == [(name, name) for name, _, _ in names(model, section)]
-    assert model.count("optional: true") == len(names(model, "input"))
+from tests.doubles.bundles import prompt
 
 
 def request(key: int, prompt: list[int], **params: Any) -> bytes:
@@ -301,104 +237,6 @@ def test_every_request_is_answered_whatever_happens_to_it(bundle: Path) -> None:
     asyncio.run(run())
 
 
-def test_the_server_on_the_path_is_taken_and_without_one_the_container_is_told(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setitem(sys.modules, "pytriton", None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert find_server(tmp_path / "work") is None
-    assert main(["serve", str(bundle), "--api", "triton"]) == 1
-    out, err = capsys.readouterr()
-    assert "nvidia-pytriton" in err
-    assert "\ndocker run " in out
-    assert f'-v "{bundle.resolve()}:/bundle:ro"' in out
-    assert "dflash-trt serve /bundle" in out
-    assert f"nvcr.io/nvidia/tritonserver:{TRITON_IMAGE} " in out
-    server = tmp_path / "tritonserver"
-    server.write_text("")
-    server.chmod(0o755)
-    chosen = find_server(tmp_path / "work")
-    assert chosen is not None
-    assert (chosen.command, chosen.environment) == ([str(server)], {})
-
-
-def test_containers_fit_the_engine_of_the_bundle() -> None:
-    def command(engine: str, version: str = "") -> str:
-        built = {"version": version}
-        return container_command(
-            Bundle(Path("x"), {"engine": engine, "tensorrt": built, "tensorrt_llm": built})
-        )
-
-    told = command("tensorrt-llm", "1.4.0rc1")
-    assert f"tritonserver:{TRITON_TRTLLM_IMAGE} " in told
-    assert re.match(f"# .*{TRITON_TRTLLM_VERSION}.*1.4.0rc1.*\\npip wheel", told)
-    assert "[serve] tensorrt_llm==1.4.0rc1 &&" in told
-    # A plan runs only with the version that built it. Tests that build plans read real manifests.
-    assert "dflash_trt-*.whl)[serve,tensorrt] tensorrt-cu13==11.4.0 &&" in command("tensorrt", "11.4.0")
-    assert "--gpus" not in command("onnxruntime")
-
-
-ADDRESSES = Addresses("127.0.0.1", {"http": 8000, "grpc": 8001, "metrics": 8002})
-
-
-@pytest.mark.parametrize(
-    "option",
-    [
-        "--model-repository=x", "--http-address", "--model-control-mode=explicit", "--model-repo=x",
-        "--allow-http=false",
-    ],
-)  # fmt: skip
-def test_options_of_tritonserver_come_last_but_not_those_that_serve_sets(option: str) -> None:
-    own = ["--log-format", "ISO8601", "--http-thread-count=4", "--http-restricted-api=inference:key=value"]
-    plain = server_arguments(Path("repository"), ADDRESSES, "warning", 30)
-    given = server_arguments(Path("repository"), ADDRESSES, "warning", 30, own)
-    assert given[len(plain) :] == own
-    assert [a.partition("=")[0] for a in given[: len(plain)]] == [a.partition("=")[0] for a in plain]
-    with pytest.raises(UsageError, match=option.partition("=")[0]):
-        server_arguments(Path("repository"), ADDRESSES, "warning", 30, [option])
-
-
-def test_tritonserver_is_closed_and_listens_where_it_is_told() -> None:
-    def arguments(level: Any, host: str = "127.0.0.1") -> dict[str, str]:
-        given = server_arguments(Path("r"), Addresses(host, ADDRESSES.ports), level, 30)
-        return dict(argument.removeprefix("--").split("=", 1) for argument in given)
-
-    closed = arguments("info")
-    assert closed["model-control-mode"] == "none"
-    assert (closed["allow-sagemaker"], closed["allow-vertex-ai"]) == ("false", "false")
-    keys = {closed[option] for option in ("http-restricted-api", "grpc-restricted-protocol")}
-    assert len(keys) == 1
-    assert keys != {arguments("info")["http-restricted-api"]}  # a key of each start
-    assert keys.pop().startswith("model-repository,shared-memory,trace,logging:dflash-key=")
-    for host, http, grpc in (("127.0.0.1",) * 3, ("::1", "ipv6:::1", "[::1]")):
-        given = arguments("info", host)
-        assert [given[f"{name}-address"] for name in ("http", "metrics", "grpc")] == [http, http, grpc]
-    for level, shown in (("error", 0), ("warning", 1), ("info", 2), ("debug", 3)):
-        logs = [value for name, value in arguments(level).items() if name.startswith("log")]
-        assert logs == [str(int(shown > 2)), str(shown > 1).lower(), str(shown > 0).lower()]
-
-
-@pytest.mark.parametrize(
-    ("says", "told"),
-    [
-        ("--model-repository\n--http-restricted-api <x>\n--grpc-restricted-protocol <x>\n", None),
-        ("--model-repository\n--grpc-restricted-protocol <x>\n", "no --http-restricted-api.*24.10"),
-        ("--model-repository\n--http-restricted-api <x>\n", "no --grpc-restricted-protocol.*24.10"),
-        ("libdcgm.so is missing", "does not start: libdcgm.so is missing"),
-    ],
-)
-def test_a_tritonserver_that_cannot_be_closed_is_refused(tmp_path: Path, says: str, told: str | None) -> None:
-    program = tmp_path / "tritonserver"
-    program.write_text(f"#!/bin/sh\n[ $1 = --help ] && cat <<'END' >&2\n{says}\nEND\n")
-    program.chmod(0o755)
-    if told is None:
-        TritonServer([str(program)]).check()
-    else:
-        with pytest.raises(DFlashError, match=told):
-            TritonServer([str(program)]).check()
-
-
 @pytest.mark.parametrize("size", [1, 2, 5, 100])
 def test_lines_come_in_any_pieces(size: int) -> None:
     said, lines = [{"id": 1}, [], "a\nb", {"cancel": 1}], wire.Lines()
@@ -413,36 +251,3 @@ def test_pauses_before_a_restart_grow_until_it_has_served_for_a_while() -> None:
         pauses.append(wire.next_pause(pauses[-1], 59.0))
     assert pauses == [0.25, 0.5, 1, 2, 4, 8, 16, 30, 30]
     assert wire.next_pause(30.0, 61.0) == 0.25
-
-
-def test_a_repository_is_where_tritonserver_can_read_it(
-    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(DFlashError, match="my models: has a space"):
-        deploy(Bundle.open(bundle), tmp_path / "my models")
-    (tmp_path / "file").touch()
-    with pytest.raises(DFlashError, match="file: is a file, expected the directory of a repository"):
-        deploy(Bundle.open(bundle), tmp_path / "file", name="other")
-    out = tmp_path / "models;ls"
-    (out / ".other.dflash-trt-work").mkdir(parents=True)  # of an interrupted run
-    assert main(["deploy", str(bundle), "--out", str(out), "--name", "mine"]) == 0
-    shown = capsys.readouterr().out
-    assert f"--model-repository '{out}'" in shown
-    assert re.findall("--load-model ([^ ]+)", shown) == ["mine"]
-
-
-def test_models_of_several_names_share_a_repository(bundle: Path, tmp_path: Path) -> None:
-    out = deploy(Bundle.open(bundle), tmp_path / "repository")
-    for name in ("second", "third.v2"):
-        deploy(Bundle.open(bundle), out, name=name)
-        assert f'name: "{name}"' in (out / name / "config.pbtxt").read_text()
-        assert (out / name / "1" / "bundle").resolve() == bundle.resolve()
-    assert {path.name for path in out.iterdir()} == {"dflash", "ensemble", "second", "third.v2"}
-    with pytest.raises(DFlashError, match="is there already"):
-        deploy(Bundle.open(bundle), out, name="second")
-    for wrong in ("", "../x", ".x", "ensemble", "a b"):
-        with pytest.raises(DFlashError, match="name is"):
-            deploy(Bundle.open(bundle), out, name=wrong)
-    alone = tmp_path / "new"
-    assert main(["deploy", str(bundle), "--out", str(alone), "--name", "only"]) == 0
-    assert [path.name for path in alone.iterdir()] == ["only"]
