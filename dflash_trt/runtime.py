@@ -6,7 +6,7 @@ import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import chain, cycle, islice
 from pathlib import Path
 from time import perf_counter
@@ -22,6 +22,7 @@ from dflash_trt.bundle.workspace import Progress
 from dflash_trt.checkpoint.catalogue import known_pair
 from dflash_trt.decoding.length.choice import Policies
 from dflash_trt.decoding.length.policy import Lengths
+from dflash_trt.decoding.loop import DecodingLoop
 from dflash_trt.decoding.metrics import Metrics
 from dflash_trt.decoding.output import Detokenizer, StopChecker
 from dflash_trt.decoding.pair import Pair
@@ -30,13 +31,14 @@ from dflash_trt.decoding.request import Request
 from dflash_trt.decoding.results import Statistics
 from dflash_trt.decoding.sampling.history import History
 from dflash_trt.decoding.sampling.structure import Structure, Structures
-from dflash_trt.engines.base import PREFILL_CHUNK, RunSettings
+from dflash_trt.engines.base import PREFILL_CHUNK, EngineEntry, RunSettings
 from dflash_trt.engines.registry import AUTO, engine_of, require_packages
 from dflash_trt.errors import BundleError, DFlashError, RequestError, quoted
 from dflash_trt.logs import warn_once
 from dflash_trt.prompts import natural_prompts
 
 _log = logging.getLogger(__name__)
+BATCH = 8  # sequences at a time, where none is asked for and the memory suffices
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -46,7 +48,7 @@ Tools = Sequence[Mapping[str, Any]]
 class OpeningOptions(TypedDict, total=False):
     """Keyword arguments of `LLM` and `AsyncLLM`. `LLM` describes them, and `Runtime` has their defaults."""
 
-    max_batch_size: int
+    max_batch_size: int | None
     prefill_chunk: int
     prefix_cache_bytes: int
     threads: int | None
@@ -110,7 +112,7 @@ class Runtime:
         self,
         bundle: str | Path,
         *,
-        max_batch_size: int = 8,
+        max_batch_size: int | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
         prefix_cache_bytes: int = 256 << 20,
         threads: int | None = None,
@@ -119,7 +121,7 @@ class Runtime:
         engine: str = AUTO,
     ) -> None:
         began = perf_counter()
-        self.max_batch_size = max_batch_size = integer("max_batch_size", max_batch_size, 1)
+        batch = BATCH if max_batch_size is None else integer("max_batch_size", max_batch_size, 1)
         prefill_chunk = integer("prefill_chunk", prefill_chunk, 1)
         prefix_cache_bytes = integer("prefix_cache_bytes", prefix_cache_bytes, 0)
         self.bundle = open_bundle(bundle, check, engine)
@@ -138,38 +140,51 @@ class Runtime:
         self._structures = Structures(
             self.tokenizer.backend, manifest["vocab_size"], manifest["eos_token_ids"]
         )
-        try:
-            with progress_display() as progress:
-                settings = RunSettings(
-                    max_batch_size=max_batch_size,
-                    prefill_chunk=prefill_chunk,
-                    prefix_cache_bytes=prefix_cache_bytes,
-                    threads=threads,
-                    progress=progress,
-                )
-                self.scheduler = opener.open(self.bundle, settings)
-                try:
-                    self.exactness = self._follow_rule(exact, threads, progress)
-                except BaseException:
-                    self.scheduler.close()
-                    raise
-        except MemoryError as error:
-            kinds = [kind for role in self.bundle.roles for kind in self.bundle.cache_kinds(role)]
-            caches = max_batch_size * sum(kind.rows * kind.row_bytes for kind in kinds) / 2**30
-            fewer = "lower max_batch_size, or " if max_batch_size > 1 else ""
-            raise DFlashError(
-                f"{self.bundle.path}: no memory is left for {max_batch_size} sequences of {self.max_seq_len} tokens, "
-                f"whose caches take {caches:.2f} GiB ({error}); {fewer}build with a smaller --max-seq-len or fewer "
-                "bits (--precision)"
-            ) from error
+        with progress_display() as progress:
+            settings = RunSettings(
+                max_batch_size=batch,
+                prefill_chunk=prefill_chunk,
+                prefix_cache_bytes=prefix_cache_bytes,
+                threads=threads,
+                progress=progress,
+            )
+            self.scheduler = self._opened(opener, settings, may_lower=max_batch_size is None)
+            try:
+                self.exactness = self._follow_rule(exact, threads, progress)
+            except BaseException:
+                self.scheduler.close()
+                raise
         drafter = "drafter" in self.bundle.roles
         times = None if opener.own_loop else place_of(self.bundle, self.pair, threads, "pass-times")
         self._policies = Policies(self.block_size, times, drafter=drafter)
         _log.info(
             "opened %s for %s in %.2f s: block %d, %d tokens, %d slots",
             *(self.bundle.path, manifest["engine"], perf_counter() - began),
-            *(self.block_size, self.max_seq_len, max_batch_size),
+            *(self.block_size, self.max_seq_len, self.max_batch_size),
         )
+
+    def _opened(self, opener: EngineEntry, settings: RunSettings, *, may_lower: bool) -> DecodingLoop:
+        """The scheduler of a bundle. may_lower: halve `max_batch_size` as often as it takes to fit into memory."""
+        while True:
+            self.max_batch_size = batch = settings.max_batch_size
+            try:
+                return opener.open(self.bundle, settings)
+            except MemoryError as error:
+                kinds = [kind for role in self.bundle.roles for kind in self.bundle.cache_kinds(role)]
+                caches = batch * sum(kind.rows * kind.row_bytes for kind in kinds) / 2**30
+                sequences = "one sequence" if batch == 1 else f"{batch} sequences"
+                lacking = (
+                    f"no memory is left for {sequences} of {self.max_seq_len} tokens, whose caches take {caches:.2f} "
+                    f"GiB ({error})"
+                )
+                if not may_lower or batch == 1:
+                    fewer = "lower max_batch_size, or " if batch > 1 else ""
+                    raise DFlashError(
+                        f"{self.bundle.path}: {lacking}; {fewer}build with a smaller --max-seq-len or fewer bits "
+                        "(--precision)"
+                    ) from error
+            settings = replace(settings, max_batch_size=batch // 2)
+            _log.warning("%s: max_batch_size is %d: %s", self.bundle.path, settings.max_batch_size, lacking)
 
     def _follow_rule(self, exact: bool | None, threads: int | None, progress: Progress) -> Exactness | None:
         """Let the scheduler follow the rule of exact mode that was measured here. None: every pass is allowed."""

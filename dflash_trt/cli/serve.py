@@ -133,6 +133,7 @@ def _shown(host: str) -> str:
 
 
 def _openai(args: argparse.Namespace) -> int:
+    from dflash_trt.runtime import BATCH
     from dflash_trt.serving.deploy import check_drafting
     from dflash_trt.serving.openai.server import ServerSettings, check_certificate, check_installed, serve
 
@@ -161,7 +162,7 @@ def _openai(args: argparse.Namespace) -> int:
         prompt_details=args.enable_prompt_tokens_details,
         engine={name: value for name, value in engine.items() if value is not None},
         log_level=args.log_level or ("warning" if args.quiet else "info"),
-        limit=args.max_batch_size + args.max_queue,
+        limit=(args.max_batch_size or BATCH) + args.max_queue,
     )
     host = _shown(args.host)
 

@@ -87,8 +87,30 @@ def test_a_gpu_without_memory_for_the_caches_is_an_error_with_advice(
     assert f"no memory is left for {SLOTS} sequences of 60 tokens, whose caches take 0.00 GiB (CUDA" in text
     assert "; lower max_batch_size, or build with a smaller --max-seq-len" in text
     assert "ALLOC_FAILED" in text or "1.03 GiB is free. Process 7 has 4.10 GiB memory in use)" in text
-    with pytest.raises(DFlashError, match=r"\); build with a smaller"):
-        LLM(made.path, max_batch_size=1)
+
+
+def test_a_batch_that_was_not_asked_for_is_halved_until_it_fits(
+    made: Bundle, gpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried, made_of = list[int](), opening.pair_of
+
+    def small(*given: Any, slots: int, **named: Any) -> Any:
+        tried.append(slots)
+        if slots > most:
+            raise torch.OutOfMemoryError(SAID)
+        return made_of(*given, slots=slots, **named)
+
+    gpu.setattr(opening, "pair_of", small)
+    most = 3
+    with LLM(made.path) as llm:
+        assert (tried, llm._runtime.max_batch_size) == ([8, 4, 2], 2)
+        told = llm.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=3, ignore_eos=True))
+        assert [len(each.token_ids) for each in told] == [3] * 3
+    assert "max_batch_size is 4: no memory is left for 8 sequences" in caplog.text
+    assert "max_batch_size is 2: no memory is left for 4 sequences" in caplog.text
+    most = 0
+    with pytest.raises(DFlashError, match=r"left for one sequence of .*\); build with a smaller"):
+        LLM(made.path)
 
 
 def test_memory_that_the_largest_round_lacks_is_missed_at_opening(
