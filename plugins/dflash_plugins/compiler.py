@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import logging
 import os
 import re
 import subprocess
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -24,7 +26,9 @@ from dflash_plugins.compiled import Compiled, from_json
 from dflash_plugins.kernel_specs import PTX_VERSION, ROUND_TARGET, TARGETS, Use
 from dflash_trt.errors import BuildError
 from dflash_trt.files.disk import cache_folder
+from dflash_trt.logs import warn_once
 
+_log = logging.getLogger(__name__)
 # Triton adds two undeclared pointers to the end of an entry: scratch memory of the program and of its profiler.
 _HIDDEN_PARAMETERS = 2
 _RECORD = 2  # increment when the fields of Compiled change
@@ -45,21 +49,27 @@ def compile_kernel(use: Use, capability: int) -> Compiled:
         )
     what = json.dumps([use.digest, capability, _RECORD, triton.__version__, source_digest()])
     file = _cache() / f"{use.function}-{hashlib.sha256(what.encode()).hexdigest()[:32]}.json"
-    if file.is_file():
+    with suppress(OSError, ValueError, KeyError, TypeError):  # it is not there, or damaged
         return from_json(json.loads(file.read_text()))
     compiled = _checked(use, capability)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as partial:
-        json.dump(asdict(compiled), partial)
-    os.replace(partial.name, file)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            partial = Path(folder) / file.name
+            partial.write_text(json.dumps(asdict(compiled)))
+            partial.replace(file)
+    except OSError as error:
+        warn_once(
+            _log,
+            f"{file.parent}: compiled kernels cannot be kept there ({error.strerror}), so each process compiles them "
+            "anew; set DFLASH_KERNEL_CACHE to a directory that can be written",
+        )
     return compiled
 
 
 def try_one(use: Use) -> None:
     """Compile a kernel between passes, and keep nothing of it. Raises BuildError."""
-    with tempfile.TemporaryDirectory() as folder, knobs.cache.scope():
-        knobs.cache.dir = folder
-        _checked(use, ROUND_TARGET)
+    _checked(use, ROUND_TARGET)
 
 
 def architecture(capability: int) -> str:
@@ -105,7 +115,9 @@ def _cache() -> Path:
 
 def _checked(use: Use, capability: int) -> Compiled:
     try:
-        return _compile(use, capability)
+        with tempfile.TemporaryDirectory() as folder, knobs.cache.scope():
+            knobs.cache.dir = folder  # Triton's own cache would hold everything a second time
+            return _compile(use, capability)
     except Exception as error:  # of Triton, LLVM or ptxas
         raise BuildError(
             f"Triton {triton.__version__} cannot compile {use.function} for {architecture(capability)}: "

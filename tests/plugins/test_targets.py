@@ -227,6 +227,43 @@ def test_compiled_kernels_are_kept_by_digest(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
+COMPILE_NOWHERE = """
+import logging
+import os
+from pathlib import Path
+from dflash_plugins import compiler
+from dflash_plugins import kernel_specs as uses
+folder = Path(os.environ["DFLASH_KERNEL_CACHE"])
+use = uses.combine(64, 2, "bf16")
+first = compiler.compile_kernel(use, 90)
+(file,) = folder.iterdir()
+whole = file.read_bytes()
+for damaged in (b"", whole[:-9], b"{}"):
+    file.write_bytes(damaged)
+    assert compiler.compile_kernel(use, 90) == first
+    assert file.read_bytes() == whole
+file.unlink()
+folder.rmdir()
+folder.write_text("a file")
+logging.basicConfig(format="%(message)s")
+for _ in range(2):
+    assert compiler.compile_kernel(use, 90) == first
+"""
+
+
+def test_a_cache_that_is_damaged_or_cannot_be_written_costs_a_compilation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton's own cache is not used: it may lie in a home that cannot be written."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/dev/null/triton")
+    done = run(tmp_path / "cache", "-c", COMPILE_NOWHERE)
+    assert done.returncode == 0, done.stderr
+    expected = (
+        "cache: compiled kernels cannot be kept there (File exists), so each process compiles them anew"
+    )
+    assert done.stderr.count(expected) == 1, done.stderr
+
+
 REFUSED = """
 from dflash_trt.errors import BuildError
 from dflash_plugins import compiler
