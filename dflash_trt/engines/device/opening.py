@@ -60,17 +60,18 @@ def pair_of(
     )
 
 
-def warm_up(pair: Pair, block_size: int, progress: Progress, *, runs: int, every_batch: bool = True) -> int:
+def warm_up(pair: Pair, block_size: int, progress: Progress, *, runs: int, every_size: bool = True) -> int:
     """Run passes of both models in every size that requests can bring. Returns the number of sizes.
 
-    runs: of each size, of prompts only for the longest. every_batch: if not, decoding passes of one request, and the
-    largest, so that memory that is too small is found out now. All slots are clear then, as after opening.
+    runs: of each size, of prompts only for the longest. every_size: if not, decoding passes of one request, and the
+    longest of several. They need the most memory, so what lacks is missed now, and every kernel. All slots are clear
+    then, as after opening.
     """
     begin = perf_counter()
     batches = reversed(pass_sizes(pair.slots))
     sizes = [(batch, length) for batch in batches for length in reversed(pass_sizes(block_size))]
-    if not every_batch:
-        sizes = [size for size in sizes if size == sizes[0] or size[0] == 1]
+    if not every_size:
+        sizes = [size for size in sizes if size[0] == 1 or size[1] == block_size]
     passes = list(_passes(pair, sizes, runs))
     for done, run in enumerate(passes, 1):
         run()

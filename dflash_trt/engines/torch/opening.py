@@ -34,8 +34,8 @@ _log = logging.getLogger(__name__)
 def open_pair(
     bundle: Bundle, *, slots: int, prefill_chunk: int, threads: int | None, progress: Progress
 ) -> Pair:
-    """The bundle's graphs with `slots` cache slots. On a GPU, kernels are compiled, and the largest round and passes of
-    one request are captured. Other passes of several are captured when they come, in memory of the largest one.
+    """The bundle's graphs with `slots` cache slots. On a GPU, kernels are compiled, and passes of one request and the
+    longest of several are captured. Others are captured when they come, in the memory of these.
 
     Raises MemoryError if the GPU has too little.
     """
@@ -68,7 +68,7 @@ def open_pair(
         pair = pair_of(bundle, engines, slots=slots, prefill_chunk=chunk, kernels=kernels)
     hardware.give_back_memory()  # what was read on the way to weights
     if on_gpu:
-        warm_up(pair, block_size, progress, runs=2, every_batch=False)
+        warm_up(pair, block_size, progress, runs=2, every_size=False)
     return pair
 
 
