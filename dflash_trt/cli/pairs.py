@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 SUMMARY = "list the known pairs, and published drafters"
 DESCRIPTION = (
-    "List the target and drafter pairs that `build --target` knows by name, and the published drafters. With a name or "
-    "repository: all that is known of one, with the forms of its target and the engines that take it. "
-    "`build --drafter REPOSITORY` takes any drafter that is read."
+    "List the target and drafter pairs that `build --target` knows by name, and the published drafters that\n"
+    "`build --drafter REPOSITORY` takes. With a name or repository: all that is known of one, with the forms of its\n"
+    "target and the engines that take it."
 )
 EXAMPLES = """\
 examples:

@@ -10,7 +10,7 @@ from dflash_trt.cli.options import add_json, option
 from dflash_trt.cli.output import byte_count, print_json
 from dflash_trt.errors import UsageError
 
-SUMMARY = "write a checkpoint with its linear layers in FP8, NVFP4, MXFP4 or INT4"
+SUMMARY = "write a checkpoint with its linear layers in FP8, NVFP4, MXFP4, INT8 or INT4"
 DESCRIPTION = """\
 Quantize the linear layers of a target or a drafter. Embedding, norms, routers and LM head stay as they are. The result
 is a checkpoint in the format of NVIDIA's Model Optimizer, for `dflash-trt build` and other engines.

@@ -45,7 +45,7 @@ examples:
   dflash-trt train regenerate --bundle bundles/tiny --prompts prompts.jsonl --out answers.jsonl
   dflash-trt train regenerate --server URL --model NAME --target PATH --prompts prompts.jsonl --out answers.jsonl
   dflash-trt train drafter --target Qwen/Qwen3-4B --data answers.jsonl --out runs/mine --steps 20000
-  dflash-trt train drafter --target qwen3-4b --from z-lab/Qwen3-4B-DFlash-b16 --data answers.jsonl --out runs/tuned
+  dflash-trt train drafter --target qwen3-4b --from qwen3-4b --data answers.jsonl --out runs/tuned --steps 5000
   accelerate launch -m dflash_trt train drafter ...            # several GPUs or nodes
   dflash-trt train evaluate --target tiny --drafter runs/mine/best
   dflash-trt train export --target Qwen/Qwen3-4B --drafter runs/mine/best --format zlab --out drafter

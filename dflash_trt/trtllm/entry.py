@@ -70,7 +70,7 @@ class TensorRTLLMOptions(EngineOptions):
 
     gpu: str = field(
         metadata=option(
-            "--gpu", metavar="NAME", help="b200, h200, rtx-pro-6000, ... (dflash-trt plan --help)"
+            "--gpu", metavar="NAME", help="b200, h200, rtx-pro-6000, ... (dflash-trt plan --gpus)"
         )
     )
     tensor_parallel: int = field(
