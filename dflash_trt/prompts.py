@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from dflash_trt.errors import RequestError, show
 from dflash_trt.files.reading import parse_object, read_text
@@ -16,26 +17,28 @@ _PROMPTS_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One line of a prompt file. Messages go through the chat template, text does not."""
+    """One line of a prompt file. Messages go through the chat template with its `variables`, text does not."""
 
     id: str
     category: str
     content: str | list[dict[str, str]]
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
     def token_ids(self, tokenizer: Tokenizer) -> list[int]:
         """Its tokens for a model with this tokenizer. Raises RequestError."""
         if isinstance(self.content, str):
             return tokenizer.encode(self.content)
-        return tokenizer.encode(tokenizer.apply_chat_template(self.content), add_special_tokens=False)
+        text = tokenizer.apply_chat_template(self.content, **self.variables)
+        return tokenizer.encode(text, add_special_tokens=False)
 
 
-def read_prompts(file: Path | None, limit: int) -> list[Prompt]:
+def read_prompts(file: Path | None, limit: int, variables: Mapping[str, Any] | None = None) -> list[Prompt]:
     """The prompts of a JSONL file, or the shipped ones. At most `limit` (0: all), taking the categories in turn.
 
     Raises RequestError, naming the file and line of a malformed prompt.
     """
     files = sorted(SHIPPED_PROMPTS.glob("*.jsonl")) if file is None else [file]
-    prompts = [prompt for each in files for prompt in _read_file(each)]
+    prompts = [prompt for each in files for prompt in _read_file(each, variables or {})]
     if not prompts:
         raise RequestError(
             f"{file or SHIPPED_PROMPTS}: no prompts; expected JSON lines with a prompt or messages field"
@@ -60,7 +63,7 @@ def natural_prompts(file: Path | None, limit: int) -> list[Prompt]:
     return [prompt for row in zip(*several, strict=True) for prompt in row][: limit or None]
 
 
-def _read_file(file: Path) -> Iterator[Prompt]:
+def _read_file(file: Path, variables: Mapping[str, Any]) -> Iterator[Prompt]:
     for number, line in enumerate(read_text(file, _PROMPTS_BYTES, RequestError).split("\n"), start=1):
         if not line.strip():
             continue
@@ -70,4 +73,5 @@ def _read_file(file: Path) -> Iterator[Prompt]:
             raise RequestError(
                 f'{file}:{number}: expected {{"prompt": "..."}} or {{"messages": [...]}}, found {show(fields)}'
             )
-        yield Prompt(str(fields.get("id", f"{file.stem}:{number}")), str(fields.get("category", "")), content)
+        name, category = str(fields.get("id", f"{file.stem}:{number}")), str(fields.get("category", ""))
+        yield Prompt(name, category, content, variables)

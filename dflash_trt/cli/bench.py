@@ -11,6 +11,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from dflash_trt.building.progress import progress_display
+from dflash_trt.cli.generate import add_chat_template_arguments
 from dflash_trt.cli.options import (
     add_bundle,
     add_exact,
@@ -69,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--block-length", "N", int, "block length of `draft` (default: the block size)")
     add_tree_nodes(parser)
     add_prompts(parser)
+    add_chat_template_arguments(parser)
     add_threads(parser)
     add_exact(parser)
     option(parser, "--plot", "FILE", Path, "draw throughput and TPOT over the loads, as SVG, PNG or PDF")
@@ -169,7 +171,8 @@ def _methods(args: argparse.Namespace, bundle: str, runtime: Runtime) -> list[Me
             if not runtime.scheduler.most_tree_nodes
             else "--methods has tree, but --tree-nodes is 0: give a number of nodes, or leave it out"
         )
-    prompts = [prompt.token_ids(runtime.tokenizer) for prompt in read_prompts(args.prompts, 0)]
+    asked_for = read_prompts(args.prompts, 0, args.chat_template_kwargs)
+    prompts = [prompt.token_ids(runtime.tokenizer) for prompt in asked_for]
     return [Method(bundle, name, runtime, prompts, runtime.lengths(ways[name])) for name in asked]
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from dflash_trt.cli.generate import add_chat_template_arguments
 from dflash_trt.cli.options import (
     add_bundle,
     add_exact,
@@ -61,6 +62,7 @@ WIDTH_COLUMNS = "{:<24}  {:>11}  {:>18}  {:>15}  {:>7}"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_bundle(parser)
     add_prompts(parser)
+    add_chat_template_arguments(parser)
     add_limit(parser, 4)
     option(parser, "--temperatures", "T,...", each(float), default=[0.0, 0.7])
     option(parser, "--block-lengths", "auto|N,...", each(block_length), "default: whole blocks, and auto")
@@ -88,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     from dflash_trt.prompts import read_prompts
     from dflash_trt.reports.verification import TOP_P, verify
 
-    prompts = read_prompts(args.prompts, args.limit)
+    prompts = read_prompts(args.prompts, args.limit, args.chat_template_kwargs)
     batches = args.batch_sizes or ([8] if args.widths is not None else [1, 4])
     if args.widths is not None:
         return _widths(args, prompts, max(batches))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import io
 import json
 import logging
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,9 +18,12 @@ from typing import Any
 
 import pytest
 
-from dflash_trt.cli import COMMANDS, main
+from dflash_trt.cli import COMMANDS, main, make_parser
 from dflash_trt.cli.output import print_table
+from dflash_trt.errors import RequestError
 from dflash_trt.logs import to_stderr
+from dflash_trt.prompts import Prompt
+from dflash_trt.text.tokenizer import Tokenizer
 from tests.cli.conftest import build_arguments
 from tests.doubles.commands import Command
 
@@ -111,6 +116,31 @@ def test_generate_passes_variables_to_the_template(bundle: Path, command: Comman
     without = command(*options, "--chat-template-kwargs", variables).json["prompt_token_ids"]
     assert with_prompt[: len(without)] == without
     assert len(with_prompt) > len(without)
+
+
+@pytest.mark.parametrize(
+    "options", [("verify", "--limit", "1"), ("verify", "--widths"), ("bench", "--requests", "1")]
+)
+def test_variables_of_the_template_reach_the_prompts_that_are_compared(
+    options: tuple[str, ...], bundle: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def token_ids(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
+        without = dataclasses.replace(prompt, variables={})
+        assert len(made(prompt, tokenizer)) < len(made(without, tokenizer))
+        raise RequestError("seen")
+
+    made = Prompt.token_ids
+    monkeypatch.setattr(Prompt, "token_ids", token_ids)
+    variables = ("--chat-template-kwargs", '{"add_generation_prompt": false}')
+    assert command(options[0], bundle, *options[1:], *variables).err.endswith("error: seen\n")
+
+
+def test_examples_of_help_have_every_option_that_is_required() -> None:
+    for name, module in COMMANDS.items():
+        for line in module.EXAMPLES.splitlines():
+            if line.startswith(f"  dflash-trt {name} ") and "..." not in line:
+                words = shlex.split(line, comments=True)
+                assert make_parser().parse_args(words[1 : words.index("--") if "--" in words else None]), line
 
 
 def test_verify_finds_no_difference(bundle: Path, tmp_path: Path, command: Command) -> None:
