@@ -90,7 +90,8 @@ def check_path(path: Path) -> None:
         beside = [str(each.parent) for each in path.parent.glob(f"*/{MANIFEST}")]
         near = did_you_mean(str(path), [*beside, *NAMES])
         raise BundleError(
-            f"{path}: no such directory{near}; `dflash-trt build --out {path}` makes a bundle there"
+            f"{path}: neither the directory of a bundle nor the name of a pair{near}; "
+            f"`dflash-trt pairs` lists the names, and `dflash-trt build --out {path}` makes a bundle there"
         )
     built = Path("bundles") / pair.name
     way = (

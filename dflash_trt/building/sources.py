@@ -239,6 +239,6 @@ def _hub_error(repo: str, error: Exception, role: str) -> CheckpointError:
     offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") else ""
     said = str(error).strip().partition("\n")[0].rstrip(". ") or type(error).__name__
     return CheckpointError(
-        f"{repo}: the hub does not provide it{offline} ({said}); "
+        f"{repo}: cannot be fetched from the Hugging Face hub{offline} ({said}); "
         f"a local directory with {files} can be given as --{role} instead"
     )

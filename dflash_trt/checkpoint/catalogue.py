@@ -72,7 +72,7 @@ class KnownPair:
         if not self.unverified:
             return None
         return (
-            f"the built-in configuration of {self.name} has values that no published file was seen to confirm: "
+            f"the built-in configuration of {self.name} has values that were not checked against the published files: "
             f"{', '.join(self.unverified)}"
         )
 

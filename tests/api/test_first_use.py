@@ -117,7 +117,10 @@ def test_a_path_is_never_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_name_that_nothing_has_names_the_nearest(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     LLM("tiny", max_batch_size=1)
-    with pytest.raises(BundleError, match=r"tinny: no such directory \(did you mean 'tiny'\?\)"):
+    with pytest.raises(
+        BundleError,
+        match=r"tinny: neither the directory of a bundle nor the name of a pair \(did you mean 'tiny'\?\)",
+    ):
         LLM("tinny")
     place = cache / "bundles" / "tiny"
     with pytest.raises(BundleError, match=rf"did you mean '{place}'"):

@@ -218,5 +218,5 @@ def test_no_hub_is_one_line(tmp_path: Path) -> None:
     done = resolve(tmp_path, "http://127.0.0.1:9", "qwen3-4b", None)
     assert errors(done) == done.stderr.splitlines()[-1:]
     message = errors(done)[0]
-    assert message.startswith("ERROR Qwen/Qwen3-4B: the hub does not provide it (")
+    assert message.startswith("ERROR Qwen/Qwen3-4B: cannot be fetched from the Hugging Face hub (")
     assert "a local directory with config.json, the safetensors files, tokenizer.json can be given" in message

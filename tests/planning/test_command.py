@@ -51,7 +51,8 @@ def test_the_command_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
             assert "--precision is not supported for --engine tensorrt-llm" in capsys.readouterr().err
 
 
-UNSURE = "note: the built-in configuration of qwen3-coder-next has values that no published file was seen to confirm: "
+UNSURE = "note: the built-in configuration of qwen3-coder-next has values "
+UNSURE += "that were not checked against the published files: "
 
 
 def test_a_plan_says_what_it_rests_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
