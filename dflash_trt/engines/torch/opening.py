@@ -43,6 +43,12 @@ def open_pair(
     block_size = bundle.manifest["block_size"]
     if not on_gpu and (problem := hardware.torch_problem()):
         warn_once(_log, f"{bundle.path}: runs on the CPU, because {problem}")
+    if on_gpu and bundle.manifest["precision"]["target"] == "float":
+        warn_once(
+            _log,
+            f"{bundle.path}: is in float32, as a build is where no GPU is; with --precision target=bf16,drafter=bf16 "
+            "it takes half the memory",
+        )
     device = torch.device(DEVICE if on_gpu else "cpu")
     stream: Any = torch.cuda.Stream() if on_gpu else HostStream()
     if threads is not None:

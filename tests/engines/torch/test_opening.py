@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_trt import LLM, SamplingParams
+from dflash_trt import LLM, SamplingParams, logs
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.engines.device.sizes import DECODE
@@ -140,6 +140,20 @@ def test_another_error_of_torch_stays_what_it_is(made: Bundle, gpu: pytest.Monke
     gpu.setattr(opening, "pair_of", broken)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         LLM(made.path)
+
+
+def test_what_was_built_for_a_cpu_says_so_on_a_gpu(
+    made: Bundle, gpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu.setattr(logs, "_warned", set())
+    gpu.setattr(opening, "warm_up", lambda *_, **__: 0)
+    LLM(made.path, max_batch_size=1).close()
+    assert "is in float32, as a build is where no GPU is" in caplog.text
+    caplog.clear()
+    gpu.setattr(logs, "_warned", set())
+    gpu.setitem(made.manifest["precision"], "target", "bfloat16")
+    opening.open_pair(made, slots=1, prefill_chunk=16, threads=None, progress=lambda *_: None).close()
+    assert "float32" not in caplog.text
 
 
 def test_a_gpu_that_torch_has_no_code_for_is_left_to_others(
