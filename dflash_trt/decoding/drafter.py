@@ -6,6 +6,7 @@ are features of committed tokens and a block. Outputs are drafted tokens and the
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,9 @@ from dflash_trt.decoding.arrays import Arrays, PassEngine
 from dflash_trt.decoding.caches import Caches, Snapshot
 from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.request import Request
+from dflash_trt.logs import warn_once
 
+_log = logging.getLogger(__name__)
 _NEVER = -100.0  # the log-probability of a node that no request has
 # A pass with drafts may read so many features of each request: what rounds without drafts leave, but no prompts.
 _FEW = 32
@@ -126,8 +129,7 @@ class Drafter:
             for slot in [slot for slot in range(n) if self.unread[slot] > room]:
                 begin = arrays.now()
                 if not self.catch_up(slot):
-                    active[slot].takes_drafter = False
-                    self.clear(slot)
+                    self.leave(active[slot])
                 self._passes.append((begin, arrays.now()))
             if self._must_read(n, length):
                 draft = self._pass(arrays.blocks(anchors, width, self.mask_token_id), committed)
@@ -260,6 +262,16 @@ class Drafter:
         if first == 0:
             self.cut(slot, 0)
             self.arrays.clear_unread(slot)
+
+    def leave(self, request: Request) -> None:
+        """Go on without drafts for a request, whose features or drafts were not finite. A warning says so once."""
+        request.takes_drafter = False
+        self.clear(request.slot)
+        warn_once(
+            _log,
+            "drafts have numbers that are not finite (NaN, or infinite), so requests that meet them go on without "
+            "them; build the drafter with a wider precision, such as --precision drafter=bf16",
+        )
 
     def catch_up(self, slot: int) -> bool:
         """Read the unread features of a slot in chunks. Whether all numbers are finite: of the features, too, as rows

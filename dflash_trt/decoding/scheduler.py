@@ -238,7 +238,7 @@ class Scheduler:
             request.sound = False
         else:
             if not verified.drafts_finite[slot]:
-                self._stop_drafting(request)
+                self.pair.drafter.leave(request)
             nodes = [0, *verdict.path]  # of all decided tokens but the new anchor
             if not verdict.ok:
                 nodes.pop()
@@ -284,7 +284,7 @@ class Scheduler:
         request.committed += len(chunk)
         request.sound = sound and _finite(logits)
         if not drafts_sound:
-            self._stop_drafting(request)
+            self.pair.drafter.leave(request)
         if request.sound:
             if every_row:
                 read_prompt(request, np.asarray(logits), start)
@@ -311,10 +311,6 @@ class Scheduler:
             source = self.slots.find(request, self.active)
         self.slots.occupy(request.slot, source, draft=request.takes_drafter)
         request.committed = request.statistics.num_cached_tokens = source.length
-
-    def _stop_drafting(self, request: Request) -> None:
-        request.takes_drafter = False
-        self.pair.drafter.clear(request.slot)
 
     def _leave_early(self) -> list[Emission]:
         """Remove the requests that were cancelled or are out of time."""

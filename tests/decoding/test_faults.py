@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash_trt import logs
 from dflash_trt.decoding import scheduler as scheduler_module
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
 from dflash_trt.decoding.length.times import PassTimes
@@ -133,8 +134,11 @@ def test_any_schedule_with_any_faults_gives_each_request_its_own_tokens(
             assert reason == "cancelled" or made.deadline is not None
 
 
-def test_a_drafter_without_numbers_costs_speed_only() -> None:
+def test_a_drafter_without_numbers_costs_speed_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Its request continues without drafts, also under the adaptive length, and its neighbour drafts as before."""
+    monkeypatch.setattr(logs, "_warned", set())
     pool = Pool(2, 4)
     spoilt = set(rows_of(prompt(4, 1) + expected(prompt(4, 1), SamplingParams(max_tokens=60), 0)))
     for lengths in (Lengths(5), adaptive(pool)):
@@ -145,6 +149,9 @@ def test_a_drafter_without_numbers_costs_speed_only() -> None:
             assert tokens[each] == expected(each.prompt, each.params, 0)
         assert [each.takes_drafter for each in flights] == [True, False]
         pool.scheduler.forget()
+    assert [each.message.partition(" (")[0] for each in caplog.records] == [
+        "drafts have numbers that are not finite"
+    ]
 
 
 def test_a_drafter_without_numbers_at_a_request_s_end_leaves_a_clear_slot() -> None:
