@@ -75,7 +75,7 @@ class Exactness:
         parts += ["reuse of whole prompt chunks only"] * (not rule.any_cut) + ["chains only"] * (
             not rule.any_tree
         )
-        parts.append(f"a plain pass takes {self.cost:.2f} of its time")
+        parts.append(f"a plain pass takes {self.cost:.2f} times as long")
         return "; ".join(parts if len(parts) > 1 else ["every pass agrees", *parts])
 
     @classmethod

@@ -160,7 +160,7 @@ def test_the_cost_of_exact_mode(
     monkeypatch.setenv("DFLASH_TRT_CACHE", str(tmp_path))
     asked = ("bench", bundle, "--exact", "--requests", "2", "--max-tokens", "4", "--concurrency", "1")
     lines = command(*asked).out.splitlines()
-    assert f"{bundle}: exact mode: chains only; a plain pass takes 1.00 of its time" in " ".join(lines[2:5])
+    assert f"{bundle}: exact mode: chains only; a plain pass takes 1.00 times as long" in " ".join(lines[2:5])
     assert command(*asked, "--json").json["bundles"][str(bundle)]["exact"]["rule"]["any_tree"] is False
 
 
