@@ -48,7 +48,10 @@ def choose_engine(
         if choice.leaves_gpu_idle:
             raise BuildError(f"{target}: {choice.why}; {go_on}")
         if said := _too_large(pair, choice.engine, precision, max_seq_len, no_drafter):
-            raise BuildError(f"{target}: {said} ({choice}); {go_on}")
+            raise BuildError(
+                f"{target}: {said} ({choice}); `dflash-trt plan` shows what takes it, and what other bits "
+                f"(--precision) would; {go_on}"
+            )
     say(f"{choice}; --engine NAME (in Python engine=NAME) chooses another")
     return choice.engine
 
