@@ -154,6 +154,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (AWQ, {"bits": 8}, "bits is 8, supported is 4"),
     (AWQ, {"zero_point": False}, "zero_point is false"),
     (GPTQ, {"quant_method": "auto-round"}, "AutoRound's own format, unlike its exports as auto_gptq"),
+    (FP8, {"weight_block_size": [128]}, "weight_block_size is .128., expected rows and columns"),
     (FP8, {"fmt": "e5m2"}, "fmt is 'e5m2', expected 'e4m3'"),
     (FP8, {"expert_dtype": "fp4"}, "expert_dtype is 'fp4'"),
 ]  # fmt: skip

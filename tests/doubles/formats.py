@@ -103,7 +103,7 @@ def stored_as(name: str, source: Path, out: Path, pattern: str = PROJECTIONS) ->
         return in_words(source, out, config, pattern=pattern, **how)
     if name in OPTIMIZER:
         return _of_model_optimizer(OPTIMIZER[name], source, out, pattern)
-    return _in_fp8_blocks(source, out, pattern)
+    return in_fp8_blocks(source, out, pattern)
 
 
 def _rewritten(
@@ -149,7 +149,8 @@ def _of_model_optimizer(how: Optimizer, source: Path, out: Path, pattern: str) -
     return {base: w * smooth.get(base, np.float32(1)) for base, w in read_numbers(Checkpoint(out)).items()}
 
 
-def _in_fp8_blocks(source: Path, out: Path, pattern: str, size: int = 128) -> Numbers:
+def in_fp8_blocks(source: Path, out: Path, pattern: str = PROJECTIONS, size: int = 128) -> Numbers:
+    """The same for FP8 with a scale for each block of `size` rows and columns."""
     found = {}
 
     def layer(base: str, w: np.ndarray) -> dict[str, Any]:
@@ -165,7 +166,12 @@ def _in_fp8_blocks(source: Path, out: Path, pattern: str, size: int = 128) -> Nu
 
     _rewritten(source, out, pattern, layer)
     config = json.loads((out / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [size, size]}
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": [size, size],
+    }
     (out / "config.json").write_text(json.dumps(config))
     return found
 

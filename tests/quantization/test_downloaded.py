@@ -32,7 +32,7 @@ from dflash_trt.quantization.repack import in_blocks, int4_by_row
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.compressed import compressed
 from tests.doubles.family_checkpoints import make_qwen3_moe
-from tests.doubles.formats import COMPRESSED, WORDS, group, numbers, read_numbers, stored_as
+from tests.doubles.formats import COMPRESSED, FP8_BLOCKS, WORDS, group, numbers, read_numbers, stored_as
 from tests.doubles.sessions import session
 from tests.doubles.text_checkpoints import EXPERTS as EXPERT_FIELDS
 from tests.doubles.text_checkpoints import GEMMA_IMAGES, make_gemma, split_experts
@@ -247,6 +247,34 @@ BROKEN: list[tuple[str, str, Any, str]] = [
     ("GPTQ", "g_idx", lambda t: t.flip(0), "has columns in another order, but desc_act is false"),
     ("GPTQ 2, ordered", "g_idx", lambda t: t * 0, "does not give 64 columns to each of 2 groups"),
     ("AWQ", "scales", lambda t: t.T.contiguous(), r"scales' is F16 \[256, 2\], but in AWQ it is F16"),
+    (FP8_BLOCKS, "weight_scale_inv", None, "has no tensor .*weight_scale_inv"),
+    (FP8_BLOCKS, "weight_scale_inv", lambda t: t[:1].clone(), r"in FP8 in blocks it is F32, .* \["),
+    (
+        "Model Optimizer NVFP4",
+        "weight_scale_2",
+        None,
+        "has no tensor .*weight_scale_2', but by hf_quant_config.json",
+    ),
+    (
+        "Model Optimizer NVFP4",
+        "weight_scale",
+        lambda t: t[:, :2].clone(),
+        r"F8_E4M3 \[256, 2\], but in NVFP4 it",
+    ),
+    (
+        "Model Optimizer NVFP4",
+        "weight_scale_2",
+        lambda t: t.repeat(2),
+        r"F32 \[2\], but in NVFP4 it is F32 \[\]",
+    ),
+    ("Model Optimizer NVFP4, static", "input_scale", lambda t: t.half(), r"is F16 \[\], but in NVFP4 it is"),
+    (
+        "Model Optimizer FP8",
+        "weight",
+        lambda t: t.view(torch.uint8),
+        r"weight' is U8 .*, but in FP8 it is F8_E4M3",
+    ),
+    ("Model Optimizer FP8", "input_scale", None, "input_scale', but by"),
 ]
 
 
@@ -254,12 +282,14 @@ BROKEN: list[tuple[str, str, Any, str]] = [
 def test_tensors_that_do_not_fit_are_named(
     pair: tuple[Path, Path], tmp_path: Path, name: str, suffix: str, change: Any, message: str
 ) -> None:
-    written(name, pair[0], tmp_path / "q")
+    stored_as(name, pair[0], tmp_path / "q", r"mlp\.\w+_proj$")
     file = tmp_path / "q" / "model.safetensors"
     tensors = load_file(file)
     before = tensors.pop(f"{UP}.{suffix}")
     if change is not None:
         tensors[f"{UP}.{suffix}"] = change(before)
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=message) as error:
         read_numbers(Checkpoint(tmp_path / "q"))
+    assert str(error.value).startswith(str(tmp_path))
+    assert "\n" not in str(error.value)

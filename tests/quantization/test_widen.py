@@ -23,43 +23,16 @@ from dflash_trt.formats.precision import Precision
 from dflash_trt.quantization.convert import quantize
 from dflash_trt.quantization.repack import in_bf16
 from dflash_trt.trtllm.entry import TensorRTLLMOptions
-from tests.doubles.checkpoints import make_drafter, make_target, write_json
-from tests.doubles.formats import split
-
-BLOCK = 16
-
-
-def in_blocks(directory: Path, size: int = BLOCK) -> dict[str, torch.Tensor]:
-    """Turn the linear layers of a checkpoint into FP8 with scales by block. Returns its tensors before."""
-    file = directory / "model.safetensors"
-    tensors = load_file(file)
-    stored: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        if not name.endswith("proj.weight"):
-            stored[name] = tensor
-            continue
-        rows, columns = tensor.shape
-        tiles = tensor.float().reshape(rows // size, size, columns // size, size)
-        scales = tiles.abs().amax((1, 3)) / 448
-        stored[name] = (tiles / scales[:, None, :, None]).to(torch.float8_e4m3fn).reshape(rows, columns)
-        stored[f"{name}_scale_inv"] = scales
-    save_file(stored, file, metadata={"format": "pt"})
-    config = json.loads((directory / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "weight_block_size": [size, size],
-    }
-    write_json(directory / "config.json", config)
-    return tensors
+from tests.doubles.checkpoints import make_drafter, make_target
+from tests.doubles.formats import in_fp8_blocks, split
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
     root = tmp_path_factory.mktemp("blocks")
-    make_drafter(root / "drafter", make_target(root / "target"), layers=1)
-    return root, in_blocks(root / "target")
+    make_drafter(root / "drafter", make_target(root / "plain"), layers=1)
+    in_fp8_blocks(root / "plain", root / "target", size=16)
+    return root, load_file(root / "plain" / "model.safetensors")
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -136,24 +109,3 @@ def test_a_build_keeps_the_blocks(pair: tuple[Path, Any], tmp_path: Path) -> Non
         CheckpointError, match=r"weight_block_size is \[16, 16\], TensorRT-LLM reads \[128, 128\]"
     ):
         build(*sources, tmp_path / "d", engine="tensorrt-llm", options=TensorRTLLMOptions(gpu="h200"))
-
-
-def test_wrong_scales_are_named(pair: tuple[Path, Any], tmp_path: Path) -> None:
-    root, _ = pair
-    tensors = load_file(root / "target" / "model.safetensors")
-    for file in (root / "target").glob("*.json"):
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    name = next(name for name in tensors if name.endswith("_scale_inv"))
-
-    def refused(changed: dict[str, torch.Tensor], said: str) -> None:
-        save_file(changed, tmp_path / "model.safetensors")
-        with pytest.raises(CheckpointError, match=said):
-            in_bf16(Checkpoint(tmp_path), tmp_path / "out", silent)
-
-    refused({n: t for n, t in tensors.items() if n != name}, f"has no tensor '{name}'")
-    refused(tensors | {name: tensors[name][:1].clone()}, r"in FP8 in blocks it is F32, .* \[")
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"]["weight_block_size"] = [128]
-    write_json(tmp_path / "config.json", config)
-    with pytest.raises(CheckpointError, match=r"weight_block_size is .128., expected rows and columns"):
-        Checkpoint(tmp_path)
