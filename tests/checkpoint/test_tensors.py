@@ -148,7 +148,7 @@ HEADERS: list[tuple[object, str]] = [
     ({"w": ENTRY, "v": ENTRY}, "overlaps the tensor before it"),
     ({"w": ENTRY | {"shape": [5], "data_offsets": [4, 24]}}, "leaves a gap before it"),
     ({"w": ENTRY | {"shape": [5], "data_offsets": [0, 20]}}, "longer than its header says"),
-    ({"w": ENTRY | {"shape": [3, 3], "data_offsets": [0, 36]}}, "truncated, from tensor 'w' on"),
+    ({"w": ENTRY | {"shape": [3, 3], "data_offsets": [0, 36]}}, "truncated, from tensor 'w' on; fetch it again"),
     ({}, "longer than its header says"), (b'{"a\\u001b[2J\\ud800": {}}', r": a\\x1b\[2J\\ud800\.dtype is missing"),
 ]  # fmt: skip
 
