@@ -13,7 +13,6 @@ import pytest
 
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
-from dflash_trt.checkpoint import writer
 from dflash_trt.checkpoint.linears import stored_linear
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.checkpoint.widening import widen
@@ -133,33 +132,6 @@ def test_bundles_are_quantized_on_the_way(tmp_path: Path, precision: str) -> Non
     assert drafted.statistics.mean_acceptance_length > 2
 
 
-def test_an_interrupted_run_leaves_nothing_that_looks_finished(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = _sharded(tmp_path / "source")
-    written: list[str] = []
-    whole = writer.write_shard
-
-    def stops(path: Path, entries: Any) -> None:
-        if written:
-            path.with_name(path.name + ".part").write_bytes(b"half")
-            raise KeyboardInterrupt
-        whole(path, entries)
-        written.append(path.name)
-
-    monkeypatch.setattr(writer, "write_shard", stops)
-    with pytest.raises(KeyboardInterrupt):
-        quantize(source, tmp_path / "out", "fp8")
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]
-    monkeypatch.undo()
-    out = quantize(source, tmp_path / "out", "fp8")
-    assert set(Checkpoint(out).tensors) == {
-        *(f"layers.{i}.mlp.up_proj.{t}" for i in (0, 1) for t in ("weight", "weight_scale"))
-    }
-    with pytest.raises(BuildError, match="exists"):
-        quantize(source, out, "fp8")
-
-
 def _sharded(directory: Path) -> Path:
     directory.mkdir()
     (directory / "config.json").write_text("{}")
@@ -194,6 +166,7 @@ def test_what_cannot_be_quantized_is_refused(tmp_path: Path, quantized: dict[str
         ("matches no linear layer", lambda: quantize(target, out, "fp8", exclude=["model.layer.*"])),
         ("a drafter uses its target's", lambda: quantize(drafter, out, "fp8", head="fp8")),
         ("no linear layer to quantize", lambda: quantize(target, out, "fp8", exclude=["*"])),
+        ("int8: exists", lambda: quantize(target, quantized["int8"], "int8")),
         ("--scheme is 'int3', expected one of", lambda: quantize(target, out, "int3")),
         (
             "is already nvfp4",
