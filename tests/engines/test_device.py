@@ -13,7 +13,6 @@ import torch
 from dflash_plugins.launch import by_triton
 
 from dflash_trt import LLM, Completion, SamplingParams, StructuredOutputs, hardware
-from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
 from dflash_trt.decoding.pair import PassRule
@@ -21,13 +20,13 @@ from dflash_trt.decoding.params import RequestOptions
 from dflash_trt.engines.caches import POSITION
 from dflash_trt.engines.device.sizes import DECODE, PREFILL
 from dflash_trt.errors import BatchError, NonFiniteError, RequestError
-from dflash_trt.formats.precision import Precision
 from tests.decoding.test_isolation import SPOILT, spoil, spoilt_prompt
 from tests.doubles import triton_interpreter  # noqa: F401  # corrects it
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.hybrid_checkpoints import DENSE, make_hybrid
+from tests.doubles.two_engines import for_both, params, prompts
 
-FLOAT32, BLOCK = Precision(target="fp32", drafter="fp32"), 6
+BLOCK = 6
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -40,10 +39,7 @@ def on_the_cpu() -> Any:
 
 def built(directory: Path, target: Path, drafter: Path, **settings: Any) -> tuple[Bundle, Bundle]:
     """A pair for ONNX Runtime and for torch."""
-    sources, asked = (str(target), str(drafter)), {"max_seq_len": 100, **settings}
-    return build(*sources, directory / "onnxruntime", **asked), build(
-        *sources, directory / "torch", engine="torch", precision=FLOAT32, **asked
-    )
+    return for_both(directory, target, drafter, "torch", **{"max_seq_len": 100} | settings)
 
 
 @pytest.fixture(scope="module")
@@ -65,16 +61,6 @@ def spoilt(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 def opened(bundle: Bundle, slots: int = 3, **settings: Any) -> LLM:
     return LLM(bundle.path, threads=1, max_batch_size=slots, prefill_chunk=16, **settings)
-
-
-def prompts() -> list[list[int]]:
-    rng = np.random.default_rng(1)
-    return [rng.integers(0, 300, n).tolist() for n in (3, 40, 17, 1, 25)]
-
-
-def params(temperature: float) -> list[SamplingParams]:
-    lengths = (30, 8, 50, 21, 12)
-    return [SamplingParams(temperature=temperature, max_tokens=n, seed=n, ignore_eos=True) for n in lengths]
 
 
 def expected_of(bundle: Bundle, temperature: float) -> list[list[int]]:

@@ -5,6 +5,7 @@ A fault changes a plan of a sound pair, or what runs it, by 1% to 20%. All check
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -260,6 +261,10 @@ def test_a_fault_of_a_plan_is_found_and_located(
     failed = first_failure(test, tmp_path)
     assert failed.name == "layers"
     assert part in failed.detail, failed.detail
+    if part == value(1):
+        assert failed.detail.startswith("prefill: v_cache.1 of the target differs by")
+        compared = json.loads((tmp_path / "report.json").read_text())["layers"]
+        assert next(each["tensor"] for each in compared if each["error"] > each["limit"]) == "v_cache.1"
 
 
 def broken(patch: pytest.MonkeyPatch, test: Selftest, role: str, edit: Edit) -> None:

@@ -12,14 +12,12 @@ import pytest
 import torch
 from dflash_plugins import launch
 
-from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.cli import main
 from dflash_trt.engines.device.arrays import DeviceArrays
-from dflash_trt.engines.device.sizes import DECODE, PREFILL
+from dflash_trt.engines.device.sizes import DECODE
 from dflash_trt.engines.tensorrt.engine import TensorRTEngine
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
-from dflash_trt.formats.precision import Precision
 from dflash_trt.reports.selftest import Check, Selftest
 from tests.doubles import (
     fake_tensorrt,
@@ -28,6 +26,7 @@ from tests.doubles import (
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.cuda_double import Cuda
 from tests.doubles.one_gpu import one_gpu
+from tests.doubles.two_engines import for_both
 
 Pair = tuple[Bundle, Bundle]
 
@@ -38,12 +37,9 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     directory = tmp_path_factory.mktemp("selftest")
     target = make_target(directory / "target", layers=2, favourites=6)
     drafter = make_drafter(directory / "drafter", target, layers=1, taps=(0, 1), block_size=4)
-    sources = str(target), str(drafter)
-    precision, options = Precision("fp32", "fp32"), TensorRTOptions(max_batch_size=2, prefill_chunk=32)
+    options = TensorRTOptions(max_batch_size=2, prefill_chunk=32)
     with one_gpu():
-        plain = build(*sources, directory / "onnxruntime", engine="onnxruntime", max_seq_len=96)
-        more = {"engine": "tensorrt", "max_seq_len": 96, "precision": precision, "options": options}
-        yield plain, build(*sources, directory / "tensorrt", **more)
+        yield for_both(directory, target, drafter, "tensorrt", options, max_seq_len=96)
 
 
 def first_failure(bundles: Pair, tmp_path: Path) -> Check:
@@ -155,36 +151,6 @@ def test_a_broken_engine_is_named_by_the_first_check_that_fails(
     break_it(monkeypatch)
     first = first_failure(bundles, tmp_path)
     assert (first.name, message in first.detail) == (check, True), first.detail
-
-
-def wrong_layer(patch: pytest.MonkeyPatch) -> None:
-    """The values that the second layer writes in prefill are wrong, as after a fault in the first one."""
-    run = TensorRTEngine.run
-
-    def altered(self: Any, profile: int, feeds: Any, **slot: int) -> Any:
-        out = run(self, profile, feeds, **slot)
-        if profile == PREFILL and "tokens" in feeds:
-            with torch.cuda.stream(self.stream):
-                self.caches.arrays["v_cache.1"][0].mul_(-1)
-        return out
-
-    patch.setattr(TensorRTEngine, "run", altered)
-
-
-def test_the_first_layer_that_differs_is_found(
-    bundles: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wrong_layer(monkeypatch)
-    test = Selftest(bundles[1].path, bundles[0].path)
-    try:
-        failed = next(each for each in test.run(tmp_path / "selftest.json", 600) if each.name == "layers")
-    finally:
-        test.close()
-    assert failed.state == "failed"
-    assert failed.detail.startswith("prefill: v_cache.1 of the target differs by")
-    assert failed.detail.endswith("look at the target's layer 1: its value projection")
-    compared = json.loads((tmp_path / "selftest.json").read_text())["layers"]
-    assert next(each["tensor"] for each in compared if each["error"] > each["limit"]) == "v_cache.1"
 
 
 def test_the_time_is_that_of_passes_of_its_own(bundles: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,8 @@ from dflash_trt.engines.tensorrt.options import TensorRTOptions
 from dflash_trt.reports import environment
 from tests.doubles import cuda_driver
 from tests.doubles.checkpoints import make_drafter, make_target
-from tests.engines.tensorrt.test_runtime import BLOCK, FLOAT32, here, prompts  # noqa: F401  # a fixture
+from tests.doubles.two_engines import FLOAT32, prompts
+from tests.engines.tensorrt.test_runtime import BLOCK, here  # noqa: F401  # a fixture
 from tests.plugins.test_targets import cache, run  # noqa: F401  # a fixture
 
 SETTINGS: dict[str, Any] = {"max_seq_len": 64, "tree_width": 2}

@@ -24,7 +24,8 @@ from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.kind_checkpoints import make_dflash2, make_dspark, make_eagle3
 from tests.doubles.muse_checkpoints import make_assistant, make_muse
 from tests.doubles.text_checkpoints import EXPERTS, GEMMA_IMAGES, make_gemma
-from tests.engines.tensorrt.test_runtime import FLOAT32, here, params, prompts
+from tests.doubles.two_engines import for_both, params, prompts
+from tests.engines.tensorrt.test_runtime import here
 
 __all__ = ["here"]
 
@@ -64,9 +65,7 @@ def test_the_tokens_are_those_of_onnxruntime(
 ) -> None:
     """Three requests in two slots, with blocks of several lengths. The drafts are the same, too."""
     options = TensorRTOptions(max_batch_size=2, prefill_chunk=16)
-    settings: dict[str, Any] = {"engine": "tensorrt", "precision": FLOAT32, "options": options}
-    plain = build(*pair[0], tmp_path / "onnxruntime", engine="onnxruntime", max_seq_len=100)
-    plans = build(*pair[0], tmp_path / "tensorrt", max_seq_len=100, **settings)
+    plain, plans = for_both(tmp_path, *pair[0], "tensorrt", options, max_seq_len=100)
     with LLM(plain.path, threads=1) as reference:
         expected = reference.generate(prompts()[:3], params(0.8)[:3], block_length=reference.block_size)
     with LLM(plans.path) as llm:

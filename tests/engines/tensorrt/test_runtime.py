@@ -31,8 +31,8 @@ from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.cuda_double import Cuda
 from tests.doubles.hybrid_checkpoints import make_hybrid
 from tests.doubles.one_gpu import one_gpu
+from tests.doubles.two_engines import FLOAT32, for_both, params, prompts
 
-FLOAT32 = Precision(target="fp32", drafter="fp32")
 BLOCK = 6
 
 
@@ -49,24 +49,8 @@ def bundles(tmp_path_factory: pytest.TempPathFactory, here: Any) -> tuple[Bundle
     directory = tmp_path_factory.mktemp("runtime")
     target = make_target(directory / "target", favourites=6)
     drafter = make_drafter(directory / "drafter", target, block_size=BLOCK)
-    sources = str(target), str(drafter)
     options = TensorRTOptions(max_batch_size=3, prefill_chunk=16)
-    settings: dict[str, Any] = {"engine": "tensorrt", "precision": FLOAT32, "options": options}
-    return build(*sources, directory / "onnxruntime", engine="onnxruntime", max_seq_len=100), build(
-        *sources, directory / "tensorrt", max_seq_len=100, **settings
-    )
-
-
-def prompts() -> list[list[int]]:
-    rng = np.random.default_rng(1)
-    return [rng.integers(0, 300, n).tolist() for n in (3, 40, 17, 1, 25)]
-
-
-def params(temperature: float) -> list[SamplingParams]:
-    return [
-        SamplingParams(temperature=temperature, max_tokens=n, seed=n, ignore_eos=True)
-        for n in (30, 8, 50, 21, 12)
-    ]
+    return for_both(directory, target, drafter, "tensorrt", options, max_seq_len=100)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -12,16 +12,15 @@ import numpy as np
 import pytest
 
 from dflash_trt import LLM, SamplingParams, logs
-from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.engines.device.sizes import DECODE, PREFILL
 from dflash_trt.engines.tensorrt.engine import TensorRTEngine
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
-from dflash_trt.formats.precision import Precision
 from tests.doubles import fake_tensorrt_rtx
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.cuda_double import Cuda
 from tests.doubles.one_gpu import one_gpu
+from tests.doubles.two_engines import for_both
 
 BLOCK, CHUNK, SLOTS = 6, 40, 4
 
@@ -32,21 +31,12 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Bund
     directory = tmp_path_factory.mktemp("warm_up")
     target = make_target(directory / "target", layers=2, favourites=6)
     drafter = make_drafter(directory / "drafter", target, layers=1, taps=(0, 1), block_size=BLOCK)
-    sources = str(target), str(drafter)
+    options, made = TensorRTOptions(max_batch_size=SLOTS, prefill_chunk=CHUNK), dict[str, Bundle]()
     with one_gpu(120, warm_up=True):
-        bundles = {
-            "onnxruntime": build(*sources, directory / "onnxruntime", engine="onnxruntime", max_seq_len=100)
-        }
         for engine in ("tensorrt", "tensorrt-rtx"):
-            bundles[engine] = build(
-                *sources,
-                directory / engine,
-                engine=engine,
-                max_seq_len=100,
-                precision=Precision(target="fp32", drafter="fp32"),
-                options=TensorRTOptions(max_batch_size=SLOTS, prefill_chunk=CHUNK),
-            )
-        yield bundles
+            both = for_both(directory, target, drafter, engine, options, max_seq_len=100)
+            made["onnxruntime"], made[engine] = both
+        yield made
 
 
 @pytest.fixture(autouse=True)
@@ -66,15 +56,14 @@ def kept(bundles: dict[str, Bundle]) -> Path:
     return path.with_name(f"{path.name}.kernels")
 
 
-def prompts() -> list[list[int]]:
-    rng = np.random.default_rng(1)
-    return [rng.integers(0, 300, n).tolist() for n in (3, 40, 17, 1, 75)]
-
-
 def tokens(llm: LLM, **options: Any) -> list[list[int]]:
     """Answers of several lengths, so that batches of every size run."""
-    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (9, 24, 14, 19, 12)]
-    return [completion.token_ids for completion in llm.generate(prompts(), params, **options)]
+    rng, params = (
+        np.random.default_rng(1),
+        [SamplingParams(max_tokens=n, ignore_eos=True) for n in (9, 24, 14, 19, 12)],
+    )
+    prompts = [rng.integers(0, 300, n).tolist() for n in (3, 40, 17, 1, 75)]
+    return [completion.token_ids for completion in llm.generate(prompts, params, **options)]
 
 
 @pytest.mark.parametrize("engine", ["tensorrt", "tensorrt-rtx"])

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from dflash_trt import LLM, SamplingParams
-from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.engines.device.sizes import ROW_UNIT
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
@@ -25,7 +24,8 @@ from dflash_trt.planning.weights import Settings
 from tests.doubles.checkpoints import VOCAB, make_drafter
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter
 from tests.doubles.hybrid_checkpoints import DENSE, make_hybrid
-from tests.engines.tensorrt.test_runtime import BLOCK, FLOAT32, here  # noqa: F401  # a fixture
+from tests.doubles.two_engines import FLOAT32, for_both
+from tests.engines.tensorrt.test_runtime import BLOCK, here  # noqa: F401  # a fixture
 
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 WINDOW, MOST, CHUNK, SLOTS = 20, 420, 48, 4
@@ -55,12 +55,8 @@ def bundles(
     directory, (target, drafter, width) = tmp_path_factory.mktemp("windows"), PAIRS[request.param]
     target(directory / "target", max_position_embeddings=1024)
     drafter(directory / "drafter", directory / "target", block_size=BLOCK, taps=(0, 1))
-    sources = str(directory / "target"), str(directory / "drafter")
-    settings: dict[str, Any] = {"max_seq_len": MOST, "tree_width": width}
-    plain = build(*sources, directory / "onnxruntime", engine="onnxruntime", **settings)
-    options = TensorRTOptions(max_batch_size=SLOTS, prefill_chunk=CHUNK)
-    settings |= {"engine": "tensorrt", "precision": FLOAT32, "options": options}
-    return plain, build(*sources, directory / "tensorrt", **settings)
+    pair, options = (directory / "target", directory / "drafter"), TensorRTOptions((), SLOTS, CHUNK)
+    return for_both(directory, *pair, "tensorrt", options, max_seq_len=MOST, tree_width=width)
 
 
 def test_the_tokens_are_those_of_onnxruntime(bundles: tuple[Bundle, Bundle]) -> None:

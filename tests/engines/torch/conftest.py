@@ -13,7 +13,7 @@ from dflash_trt.engines.torch import opening
 from tests.doubles import triton_interpreter  # noqa: F401  # corrects it
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.one_gpu import one_gpu
-from tests.engines.torch.test_pairs import FLOAT32
+from tests.doubles.two_engines import FLOAT32
 
 
 @pytest.fixture

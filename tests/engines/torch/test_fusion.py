@@ -15,7 +15,8 @@ from dflash_trt.building.build import build
 from dflash_trt.engines.torch import program
 from dflash_trt.engines.torch.fusion import Node, fused
 from dflash_trt.engines.torch.operators import OPERATORS
-from tests.engines.torch.test_pairs import FLOAT32, PAIRS, prompts
+from tests.doubles.two_engines import FLOAT32
+from tests.engines.torch.test_pairs import PAIRS, prompts
 
 LAYERS = {
     "qwen3": {"AddNorm": 2, "PlaceHeads": 1, "Gate": 1, "Attend": 1},

@@ -15,7 +15,6 @@ from dflash_plugins.launch import by_triton
 from dflash_plugins.packed import PackedWeight
 
 from dflash_trt import LLM, Completion, SamplingParams, hardware
-from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.checkpoint.linears import stored_linear
 from dflash_trt.checkpoint.tensors import Checkpoint
@@ -46,10 +45,10 @@ from tests.doubles.quantized_checkpoints import (
     write_safetensors,
 )
 from tests.doubles.text_checkpoints import EXPERTS, GEMMA_IMAGES, make_gemma, make_ministral
+from tests.doubles.two_engines import for_both
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 LINEAR = "linear_attention"
-FLOAT32 = Precision(target="fp32", drafter="fp32")
 Make = Callable[..., Path]
 WINDOWS = {"layers": 3, "layer_types": (SLIDING, FULL, SLIDING), "sliding_window": 12}
 HYBRID = {"num_hidden_layers": 3, "layer_types": [LINEAR, FULL, LINEAR]}
@@ -108,10 +107,7 @@ def both(directory: Path, name: str) -> tuple[Bundle, Bundle]:
     target = make(directory / "target", favourites=6, **fields)
     drafter = make_draft(directory / "drafter", target, **drafter_fields)
     asked: dict[str, Any] = {"max_seq_len": 120, **settings}
-    plain = build(str(target), str(drafter), directory / "onnxruntime", **asked)
-    return plain, build(
-        str(target), str(drafter), directory / "torch", engine="torch", **{"precision": FLOAT32, **asked}
-    )
+    return for_both(directory, target, drafter, "torch", **asked)
 
 
 @pytest.fixture(autouse=True)
