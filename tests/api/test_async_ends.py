@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -195,11 +196,18 @@ def test_an_engine_failure_comes_after_the_tokens_before_it(bundle) -> None:
     asyncio.run(main())
 
 
-def test_a_loop_that_was_closed_leaves_no_request_behind(bundle, alone) -> None:
+@pytest.mark.parametrize("tokens", [200, 20])
+def test_a_loop_that_was_closed_leaves_no_request_behind(bundle, alone, tokens) -> None:
+    """While a stream runs, and when its end was posted and is not read."""
     llm = AsyncLLM(bundle, max_batch_size=1, max_queue=0, threads=1)
-    loop = asyncio.new_event_loop()
-    streams = [llm.stream(prompt(5), LONG)]
-    loop.run_until_complete(anext(streams[0]))
+    loop, scheduler = asyncio.new_event_loop(), llm._runtime.scheduler
+    stream = llm.stream(prompt(5), replace(LONG, max_tokens=tokens))
+    loop.run_until_complete(anext(stream))
+    end = time.monotonic() + 60
+    while tokens == 20 and not scheduler.idle:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    time.sleep(0.05 * (tokens == 20))
     loop.close()
 
     async def main() -> None:
@@ -208,4 +216,4 @@ def test_a_loop_that_was_closed_leaves_no_request_behind(bundle, alone) -> None:
         await llm.close()
 
     asyncio.run(main())
-    assert llm._runtime.scheduler.idle
+    assert scheduler.idle

@@ -7,7 +7,6 @@ import linecache
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -346,26 +345,6 @@ def test_the_interpreter_ends_in_order_while_requests_run(bundle: Path, interfac
         """
     found = python(code, bundle, interface)
     assert found.returncode == 0, found.stderr
-
-
-def test_a_loop_that_is_closed_with_the_end_of_a_stream_unread_frees_its_place(bundle: Path) -> None:
-    llm = AsyncLLM(bundle, max_batch_size=1, max_queue=0, threads=1)
-    loop = asyncio.new_event_loop()
-    stream = llm.stream(prompt(5), SamplingParams(max_tokens=20, ignore_eos=True))
-    loop.run_until_complete(anext(stream))
-    end = time.monotonic() + 60
-    while not llm._runtime.scheduler.idle:
-        assert time.monotonic() < end
-        time.sleep(0.001)
-    time.sleep(0.05)  # the end is posted
-    loop.close()
-
-    async def main() -> None:
-        assert llm.in_flight == 0
-        assert (await llm.generate(prompt(5), SamplingParams(max_tokens=3))).token_ids
-        await llm.close()
-
-    asyncio.run(main())
 
 
 @pytest.fixture
