@@ -10,8 +10,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx2 as httpx
 import pytest
@@ -59,9 +60,14 @@ def chat_of(model: Model, **fields: Any) -> Chat:
 
 
 class Server:
-    """A `dflash-trt serve` in its own process. `log` is its output so far."""
+    """A `dflash-trt serve` in its own process, which is ready. `log` is its output so far.
 
-    def __init__(self, bundle: Path, log: Path, *options: str, **environment: str) -> None:
+    errors: a file for what it says, in place of the log.
+    """
+
+    def __init__(
+        self, bundle: Path, log: Path, *options: str, errors: IO[bytes] | None = None, **environment: str
+    ) -> None:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             self.port = s.getsockname()[1]
@@ -70,12 +76,18 @@ class Server:
             sys.executable, "-m", "dflash_trt", "serve", str(bundle), f"--port={self.port}", *options,
         ]  # fmt: skip
         with log.open("wb") as out:
-            self.process = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | environment)
+            environment = os.environ | environment
+            self.process = subprocess.Popen(command, stdout=out, stderr=errors or out, env=environment)
         self.url = f"http{'s' if any('--tls' in o for o in options) else ''}://127.0.0.1:{self.port}"
-        self.until(lambda: "serving " in self.log or self.process.poll() is not None)
-        assert self.process.poll() is None, self.log
         self.http = httpx.Client(base_url=self.url, verify=False, timeout=60)
+        self.until(self._ready)
         self.openai = OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def _ready(self) -> bool:
+        assert self.process.poll() is None, self.log
+        with suppress(httpx.TransportError):
+            return bool(self.http.get("/ready").status_code == 200)
+        return False
 
     @property
     def log(self) -> str:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -138,22 +136,8 @@ def test_the_port_of_the_systems_choice_is_shown_and_an_interrupt_waits_for_no_d
 
 @pytest.mark.parametrize("option", ["--quiet", "--log-level=info"])
 def test_what_is_logged_is_the_operators_choice(option: str, tiny: Path, tmp_path: Path) -> None:
-    server = Server.__new__(Server)
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        server.port = s.getsockname()[1]
-    server.log_file = tmp_path / "log"
-    command = [sys.executable, "-m", "dflash_trt", "serve", str(tiny), f"--port={server.port}", option]
-    with server.log_file.open("wb") as out:
-        server.process = subprocess.Popen(command, stdout=out, stderr=out)
-    server.http = httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=60)
-
-    def answers() -> bool:
-        with suppress(httpx.TransportError):
-            return bool(server.post(COMPLETIONS, LONG | {"max_tokens": 3}).status_code == 200)
-        return False
-
-    server.until(answers)
+    server = Server(tiny, tmp_path / "log", option)
+    assert server.post(COMPLETIONS, LONG | {"max_tokens": 3}).status_code == 200
     assert server.stop() == 0
     quiet = option == "--quiet"
     assert (f"POST {COMPLETIONS} HTTP/1.1" in server.log) != quiet

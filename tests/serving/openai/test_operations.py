@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import httpx2 as httpx
 import pytest
 
 from dflash_trt.building.build import build
@@ -87,16 +86,8 @@ def test_an_engine_that_hangs_is_replaced_and_its_requests_get_their_deadline(
 def test_what_cannot_be_said_does_not_keep_an_engine_from_being_replaced(tiny: Path, tmp_path: Path) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("this system has no /dev/full")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    command = [sys.executable, "-m", "dflash_trt", "serve", str(tiny), f"--port={port}", "--threads=1"]
-    with Path("/dev/full").open("wb") as full, (tmp_path / "out").open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=full)
-    server = Server.__new__(Server)
-    server.process, server.port, server.log_file = process, port, tmp_path / "out"
-    server.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
-    server.until(lambda: "metrics" in server.log)
+    with Path("/dev/full").open("wb") as full:
+        server = Server(tiny, tmp_path / "out", "--threads=1", errors=full)
     stream = Streaming(server, LONG)
     server.until(stream.begun)
     os.kill(server.engine(), signal.SIGKILL)
