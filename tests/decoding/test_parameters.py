@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dflash_trt import LLM, AsyncLLM, Completion, SamplingParams
+from dflash_trt import LLM, AsyncLLM, Completion, SamplingParams, StructuredOutputs
 from dflash_trt.decoding.request import Queue
 from dflash_trt.errors import RequestError
 from tests.doubles.bundles import prompt
@@ -175,6 +175,9 @@ def test_a_request_of_lower_number_starts_first(bundle: Path) -> None:
     assert [each for each in order if each != 0] == [-2, 3, 7, 9]
 
 
+FORM = StructuredOutputs(choice=["yes"])
+
+
 @pytest.mark.parametrize(
     ("wrong", "match"),
     [
@@ -189,7 +192,10 @@ def test_a_request_of_lower_number_starts_first(bundle: Path) -> None:
         ({"logit_bias": {-1: 2}}, "logit_bias has token id -1"),
         ({"logit_bias": {3: 101}}, r"logit_bias\[3\] is 101"),
         ({"logit_bias": {3: float("nan")}}, r"logit_bias\[3\] is nan"),
-        ({"logit_bias": dict.fromkeys(range(1025), 1)}, "1025 ids"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1)}, "1025 ids"), ({"logprobs": 1}, "logprobs is 1"),
+        *(({field: ["a", each]}, f"{field} contains {each!r}") for field in ("stop", "bad_words") for each in ("", 1)),
+        ({"structured_outputs": "x"}, "structured_outputs is 'x'"),
+        ({"structured_outputs": FORM, "ignore_eos": True}, "ignore_eos is True, but structured_outputs"),
     ],
 )  # fmt: skip
 def test_wrong_parameters_are_named(wrong: dict[str, Any], match: str) -> None:

@@ -132,13 +132,6 @@ def test_wrong_fields_are_named(fields: dict[str, Any], match: str) -> None:
         StructuredOutputs(**fields)
 
 
-def test_wrong_parameters_are_named() -> None:
-    with pytest.raises(RequestError, match="structured_outputs is 'x'"):
-        SamplingParams(structured_outputs="x")  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match="ignore_eos is True, but structured_outputs"):
-        asks(FORMS["gbnf"][0], ignore_eos=True)
-
-
 BAD = {
     "regex": StructuredOutputs(regex="[0-9"),
     "json": StructuredOutputs(json={"type": "nope"}),
