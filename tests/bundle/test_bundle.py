@@ -158,7 +158,6 @@ def test_something_else_in_the_way_is_left_alone(checkpoints: Path, tmp_path: Pa
         ({"max_seq_len": 10**9}, r"--max-seq-len is 1000000000"),
         ({"block_size": 9}, r"--block-size is 9, expected 2\.\.8"),
         ({"block_size": 1}, r"--block-size is 1"),
-        ({"engine": "tensorflow"}, r"--engine is 'tensorflow'"),
     ],
 )
 def test_impossible_options_are_refused(

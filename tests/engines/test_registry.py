@@ -12,7 +12,9 @@ import pytest
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.engines import registry
+from dflash_trt.engines.tensorrt.options import TensorRTOptions
 from dflash_trt.errors import BuildError, BundleError
+from dflash_trt.trtllm.entry import TensorRTLLMOptions
 
 
 def test_an_unknown_engine_is_refused_with_the_known_ones(tmp_path: Path) -> None:
@@ -23,12 +25,15 @@ def test_an_unknown_engine_is_refused_with_the_known_ones(tmp_path: Path) -> Non
 
 
 def test_options_of_another_engine_are_refused(tmp_path: Path) -> None:
-    from dflash_trt.engines.tensorrt.options import TensorRTOptions
-
-    with pytest.raises(BuildError, match="--engine is tensorrt-llm, and options are TensorRTOptions"):
-        build("tiny", None, tmp_path / "b", engine="tensorrt-llm", options=TensorRTOptions())
-    with pytest.raises(BuildError, match="--engine tensorrt-llm needs --gpu"):
-        build("tiny", None, tmp_path / "b", engine="tensorrt-llm")
+    plans, own = TensorRTOptions(), TensorRTLLMOptions(gpu="h200")
+    for engine, options, message in (
+        ("tensorrt-llm", plans, "--engine is tensorrt-llm, and options are TensorRTOptions"),
+        ("tensorrt-llm", None, "--engine tensorrt-llm needs --gpu"),
+        ("onnxruntime", plans, "options are TensorRTOptions, which are for: tensorrt-rtx, tensorrt"),
+        ("onnxruntime", own, "options are TensorRTLLMOptions, which are for: tensorrt-llm"),
+    ):
+        with pytest.raises(BuildError, match=message):
+            build("tiny", None, tmp_path / "b", engine=engine, options=options)
     assert not list(tmp_path.iterdir())
 
 

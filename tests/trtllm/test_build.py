@@ -284,7 +284,3 @@ def test_the_command_builds(pair: Path, tmp_path: Path, capsys: pytest.CaptureFi
         with pytest.raises(SystemExit) as raised:
             main([*base, str(tmp_path / "c"), *wrong])
         assert raised.value.code == 2
-    with pytest.raises(BuildError, match="needs --gpu"):
-        build_pair(pair, tmp_path / "c", options=None)
-    with pytest.raises(BuildError, match="options are TensorRTLLMOptions, which are for: tensorrt-llm"):
-        build_pair(pair, tmp_path / "c", engine="onnxruntime")

@@ -303,12 +303,7 @@ def test_a_missing_package(pair: tuple[str, str], tmp_path: Path, monkeypatch: p
         rtx(pair, tmp_path / "b")
 
 
-def test_options_of_other_engines(pair: tuple[str, str], tmp_path: Path) -> None:
-    with pytest.raises(
-        BuildError,
-        match="options are TensorRTOptions, which are for: tensorrt-rtx, tensorrt",
-    ):
-        build(*pair, tmp_path / "b", options=SMALL)
+def test_plans_need_weights(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="--weights is none, but --engine tensorrt-rtx builds plans"):
         build("gpt-oss-20b", None, tmp_path / "b", engine="tensorrt-rtx", weights="none", options=SMALL)
 
