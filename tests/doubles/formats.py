@@ -20,7 +20,7 @@ from dflash_trt.formats.base import BLOCK
 from dflash_trt.formats.numbers import BYTE_TO_PAIR, E4M3, E8M0
 from tests.doubles.compressed import compressed
 from tests.doubles.integer_words import GROUP, in_words
-from tests.doubles.quantized_checkpoints import INT4_GROUP, encoded, write_quant_config
+from tests.doubles.quantized_checkpoints import encoded, write_quant_config
 
 LINEAR = ["Linear"]
 PROJECTIONS = "proj$"
@@ -144,8 +144,7 @@ def _of_model_optimizer(how: Optimizer, source: Path, out: Path, pattern: str) -
         return encoded(base, how.algorithm, w) | more
 
     _rewritten(source, out, pattern, layer)
-    grouped = {"group_size": INT4_GROUP} if how.algorithm == "W4A16_AWQ" else {}
-    write_quant_config(out, how.algorithm, **grouped)
+    write_quant_config(out, how.algorithm)
     return {base: w * smooth.get(base, np.float32(1)) for base, w in read_numbers(Checkpoint(out)).items()}
 
 

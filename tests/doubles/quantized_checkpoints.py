@@ -10,6 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.formats import ALGORITHMS, FORMATS, numbers
 from dflash_trt.formats.numbers import E4M3
 
@@ -34,8 +35,18 @@ def write_safetensors(file: Path, tensors: dict[str, Any]) -> None:
     file.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
+def write_layer(directory: Path, algorithm: str, w: np.ndarray, **more: np.ndarray) -> Checkpoint:
+    """A checkpoint of a layer `l` with these weights [outputs, inputs], and more tensors by the ends of their names."""
+    directory.mkdir(exist_ok=True)
+    tensors = encoded("l", algorithm, w) | {f"l.{name}": value for name, value in more.items()}
+    write_safetensors(directory / "model.safetensors", tensors)
+    write_quant_config(directory, algorithm)
+    return Checkpoint(directory)
+
+
 def write_quant_config(directory: Path, algorithm: str | None, **fields: Any) -> None:
     """Beside a config.json, which may be there."""
+    fields = ({"group_size": INT4_GROUP} if algorithm == "W4A16_AWQ" else {}) | fields
     if not (directory / "config.json").is_file():
         (directory / "config.json").write_text("{}")
     config = {"producer": {"name": "tests"}, "quantization": {"quant_algo": algorithm, **fields}}

@@ -33,7 +33,7 @@ from dflash_trt.hardware import has_amx_int8
 from dflash_trt.quantization.repack import in_blocks, int4_by_row
 from tests.doubles import sessions
 from tests.doubles.checkpoints import write_json
-from tests.doubles.quantized_checkpoints import INT4_GROUP, encoded, write_quant_config, write_safetensors
+from tests.doubles.quantized_checkpoints import encoded, write_quant_config, write_safetensors
 
 IN, OUT = 192, 80
 ALGORITHMS = ["W8A16", "W4A16_AWQ", "W4A16_MXFP4"]
@@ -69,7 +69,7 @@ def write(folder: Path, algorithm: str, *, extras: bool = False) -> Checkpoint:
         section = {"quant_method": "gguf", "layers": {"l": algorithm}}
         write_json(folder / "config.json", {"quantization_config": section})
         return Checkpoint(folder)
-    write_quant_config(folder, algorithm, **({"group_size": INT4_GROUP} if algorithm == "W4A16_AWQ" else {}))
+    write_quant_config(folder, algorithm)
     return Checkpoint(folder)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from dflash_trt.checkpoint.linears import StoredLinear, joined, stored_linear
 from dflash_trt.checkpoint.tensors import Checkpoint
-from tests.doubles.quantized_checkpoints import INT4_GROUP, encoded, write_quant_config, write_safetensors
+from tests.doubles.quantized_checkpoints import encoded, write_quant_config, write_safetensors
 
 COLUMNS, ROWS = 128, {"q": 48, "k": 16, "v": 32}
 FORMATS = ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "W4A16_MXFP4", "W4A16_AWQ", "W8A16"]
@@ -33,7 +33,7 @@ def write(directory: Path, algorithm: str, order: str = "qkv", **changes: Any) -
         tensors |= {f"{name}.{suffix}": parts[name] for name in order}
     if algorithm == "FP8":
         tensors |= {f"{name}.input_scale": np.float32(0.5) for name in order}
-    write_quant_config(directory, algorithm, **({"group_size": INT4_GROUP} if "AWQ" in algorithm else {}))
+    write_quant_config(directory, algorithm)
     write_safetensors(directory / "model.safetensors", tensors | changes)
     checkpoint = Checkpoint(directory)
     layers = {name: stored_linear(checkpoint, name, COLUMNS, rows) for name, rows in ROWS.items()}

@@ -76,7 +76,7 @@ def write(directory: Path, name: str, **changes: Any) -> Checkpoint:
     tensors |= {key.replace("__", "."): value for key, value in changes.items()}
     directory.mkdir(exist_ok=True)
     write_safetensors(directory / "model.safetensors", {n: t for n, t in tensors.items() if t is not None})
-    write_quant_config(directory, algorithm, group_size=64 if algorithm == "W4A16_AWQ" else None)
+    write_quant_config(directory, algorithm)
     return Checkpoint(directory)
 
 

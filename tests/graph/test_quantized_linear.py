@@ -16,21 +16,15 @@ from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.checkpoint.widening import widen
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.quantized import INPUTS, onnxruntime_linear, operator_name, tensors
-from tests.doubles.quantized_checkpoints import (
-    INT4_GROUP,
-    encoded,
-    rounded,
-    write_quant_config,
-    write_safetensors,
-)
+from tests.doubles.quantized_checkpoints import rounded, write_layer
 from tests.doubles.sessions import session
 
 IN, OUT = 256, 48
 FORMATS = ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "W4A16_MXFP4", "W4A16_AWQ", "W8A16"]
 
 
-def run(directory: Path, x: np.ndarray, *, biased: bool, resident: bool) -> np.ndarray:
-    checkpoint = Checkpoint(directory)
+def run(checkpoint: Checkpoint, x: np.ndarray, *, biased: bool, resident: bool) -> np.ndarray:
+    directory = checkpoint.directory
     stored = stored_linear(checkpoint, "l", IN, OUT)
     assert stored is not None
     g = GraphBuilder("test")
@@ -61,20 +55,17 @@ def test_matches_numpy(tmp_path: Path, algorithm: str, static: bool, extras: boo
     w = random.standard_t(3, (OUT, IN)).astype(np.float32)
     x = random.standard_t(3, (5, IN)).astype(np.float32)
     x[3], w[7] = 0, 0
-    found: dict[str, Any] = encoded("l", algorithm, w)
+    more: dict[str, Any] = {}
     input_scale = None
     if static:
         input_scale = float(np.abs(x).max() / (448 if algorithm == "FP8" else 2688))
-        found["l.input_scale"] = np.float32(input_scale)
+        more["input_scale"] = np.float32(input_scale)
     smooth, bias = np.ones(IN, np.float32), np.zeros(OUT, np.float32)
     if extras:
         smooth, bias = random.uniform(0.5, 2, IN).astype(np.float32), random.standard_normal(OUT)
-        found |= {"l.pre_quant_scale": smooth, "l.bias": bias.astype(np.float32)}
-    write_safetensors(tmp_path / "model.safetensors", found)
-    write_quant_config(tmp_path, algorithm, group_size=INT4_GROUP if algorithm == "W4A16_AWQ" else None)
-
-    y = run(tmp_path, x, biased=extras, resident=resident)
-    checkpoint = Checkpoint(tmp_path)
+        more |= {"pre_quant_scale": smooth, "bias": bias.astype(np.float32)}
+    checkpoint = write_layer(tmp_path, algorithm, w, **more)
+    y = run(checkpoint, x, biased=extras, resident=resident)
     stored = stored_linear(checkpoint, "l", IN, OUT)
     assert stored is not None
     used = widen(checkpoint, stored)
@@ -92,9 +83,7 @@ def test_matches_numpy(tmp_path: Path, algorithm: str, static: bool, extras: boo
 
 def test_layers_with_other_inputs_have_other_operators(tmp_path: Path) -> None:
     """A graph has one body for each name."""
-    write_safetensors(tmp_path / "model.safetensors", encoded("l", "W8A16", np.ones((OUT, IN), np.float32)))
-    write_quant_config(tmp_path, "W8A16")
-    plain = stored_linear(Checkpoint(tmp_path), "l", IN, OUT)
+    plain = stored_linear(write_layer(tmp_path, "W8A16", np.ones((OUT, IN), np.float32)), "l", IN, OUT)
     assert plain is not None
     traits = [{}, *({name: plain.scale} for name in ("pre_quant_scale", "zero_point", "order"))]
     names = [operator_name(replace(plain, **each), biased=b) for each in traits for b in (False, True)]

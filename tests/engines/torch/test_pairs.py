@@ -38,11 +38,8 @@ from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter,
 from tests.doubles.hybrid_checkpoints import make_hybrid
 from tests.doubles.muse_checkpoints import make_assistant, make_muse
 from tests.doubles.quantized_checkpoints import (
-    INT4_GROUP,
-    encoded,
     rounded,
-    write_quant_config,
-    write_safetensors,
+    write_layer,
 )
 from tests.doubles.text_checkpoints import EXPERTS, GEMMA_IMAGES, make_gemma, make_ministral
 from tests.doubles.two_engines import for_both
@@ -219,20 +216,14 @@ def test_a_layer_in_fewer_bits_is_that_of_numpy(tmp_path: Path, algorithm: str) 
     w = random.standard_t(3, (48, 256)).astype(np.float32)
     x = random.standard_t(3, (5, 256)).astype(np.float32)
     scale = float(np.abs(x).max() / 448) if algorithm == "FP8" else None
-    found: dict[str, Any] = encoded("l", algorithm, w)
-    found |= {"l.input_scale": np.float32(scale)} if scale else {}
     smooth, bias = (
         random.uniform(0.5, 2, 256).astype(np.float32),
         random.standard_normal(48).astype(np.float32),
     )
-    found |= {"l.pre_quant_scale": smooth, "l.bias": bias}
-    source = tmp_path / "source"
-    source.mkdir()
-    write_safetensors(source / "model.safetensors", found)
-    (source / "config.json").write_text("{}")
-    write_quant_config(source, algorithm, group_size=INT4_GROUP if algorithm == "W4A16_AWQ" else None)
+    more = {"pre_quant_scale": smooth, "bias": bias} | ({"input_scale": np.float32(scale)} if scale else {})
+    source = write_layer(tmp_path / "source", algorithm, w, **more)
     # As a build lays them out.
-    checkpoint = repack.int4_by_row(Checkpoint(source), tmp_path / "by-row", lambda *_: None)
+    checkpoint = repack.int4_by_row(source, tmp_path / "by-row", lambda *_: None)
     folder = checkpoint.directory.name
     stored = stored_linear(checkpoint, "l", 256, 48)
     assert stored is not None
