@@ -34,6 +34,7 @@ class Prompt:
 
 def read_prompts(file: Path | None, limit: int, variables: Mapping[str, Any] | None = None) -> list[Prompt]:
     """The prompts of a JSONL file, or the shipped ones. At most `limit` (0: all), taking the categories in turn.
+    `variables` of the chat template take precedence over a line's own, `chat_template_kwargs`.
 
     Raises RequestError, naming the file and line of a malformed prompt.
     """
@@ -73,5 +74,8 @@ def _read_file(file: Path, variables: Mapping[str, Any]) -> Iterator[Prompt]:
             raise RequestError(
                 f'{file}:{number}: expected {{"prompt": "..."}} or {{"messages": [...]}}, found {show(fields)}'
             )
+        own = fields.get("chat_template_kwargs", {})
+        if not isinstance(own, dict):
+            raise RequestError(f"{file}:{number}: chat_template_kwargs is {show(own)}, expected an object")
         name, category = str(fields.get("id", f"{file.stem}:{number}")), str(fields.get("category", ""))
-        yield Prompt(name, category, content, variables)
+        yield Prompt(name, category, content, {**own, **variables})

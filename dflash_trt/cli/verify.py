@@ -50,7 +50,7 @@ examples:
   dflash-trt verify bundles/mine --widths --limit 1 --context 2000
   dflash-trt verify bundles/mine --prompts prompts.jsonl --temperatures 0 --block-lengths 4,8 --json
 
-A prompt file has one JSON object per line, with "id" and "category" if you like:
+A prompt file has one JSON object per line, with "id", "category" and "chat_template_kwargs" if you like:
 {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}
 """
 HEADINGS = ("temperature", "block length", "batch size", "equal", "differing", "acceptance length")

@@ -1,7 +1,8 @@
 """The target's own answers, on which a drafter is trained. A finished answer is appended as one JSON line.
 
-A line has the prompt's `id`, `category` and `messages` or `prompt`, as a prompt file has them; then `prompt_ids` (the
-rendered chat), `answer_ids`, `temperature` and `finish_reason`. A complete answer ends with its end token.
+A line has the prompt's `id`, `category`, `messages` or `prompt`, and `chat_template_kwargs`, as a prompt file has them;
+then `prompt_ids` (the rendered chat), `answer_ids`, `temperature` and `finish_reason`. A complete answer ends with its
+end token.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +34,19 @@ class Answer:
     temperature: float
     finish_reason: str
     content: Content | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def token_ids(self) -> list[int]:
         return self.prompt_ids + self.answer_ids
 
 
-def content_field(content: Content | None) -> dict[str, Content]:
-    """The field of a prompt's content in a line of a prompt file."""
-    if content is None:
-        return {}
-    return {"prompt" if isinstance(content, str) else "messages": content}
+def _prompt_fields(of: Answer | Prompt) -> dict[str, Any]:
+    """A prompt's content and variables of the chat template, as a line of a prompt file has them."""
+    fields: dict[str, Any] = {"chat_template_kwargs": dict(of.variables)} if of.variables else {}
+    if of.content is not None:
+        fields["prompt" if isinstance(of.content, str) else "messages"] = of.content
+    return fields
 
 
 class AnswerFile:
@@ -61,7 +64,8 @@ class AnswerFile:
 
     def append(self, answer: Answer) -> None:
         fields = asdict(answer)
-        fields |= content_field(fields.pop("content"))
+        del fields["content"], fields["variables"]
+        fields |= _prompt_fields(answer)
         self._file.write(json.dumps(fields, ensure_ascii=False, separators=(",", ":")) + "\n")
         self._file.flush()
         self.done.add(answer.id)
@@ -105,6 +109,7 @@ def _answer(path: Path, number: int, line: str) -> Answer:
         temperature=float(fields.get("temperature", 0.0)),
         finish_reason=str(fields.get("finish_reason", "")),
         content=fields.get("messages", fields.get("prompt")),
+        variables=fields.get("chat_template_kwargs", {}),
     )
 
 
@@ -149,7 +154,7 @@ def hold_out(answers: Sequence[Answer], file: Path | None, data: Path) -> tuple[
         if hashed(text, "held out") % _SHARE:
             rest.append(answer)
         else:
-            held.setdefault(text, Prompt(answer.id, answer.category, answer.content))
+            held.setdefault(text, Prompt(answer.id, answer.category, answer.content, answer.variables))
     if not held:
         raise RequestError(
             f"{data}: has {len(answers)} answers, too few to hold out a tenth of their prompts: regenerate more, or "
@@ -161,7 +166,7 @@ def hold_out(answers: Sequence[Answer], file: Path | None, data: Path) -> tuple[
 def write_prompts(file: Path, prompts: Sequence[Prompt]) -> None:
     with whole_file(file) as to:
         for prompt in prompts:
-            line = {"id": prompt.id, "category": prompt.category, **content_field(prompt.content)}
+            line = {"id": prompt.id, "category": prompt.category, **_prompt_fields(prompt)}
             to.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
 
 

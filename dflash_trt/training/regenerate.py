@@ -81,7 +81,7 @@ def regenerate_with_bundle(
                     return None
                 params = sampling.of(prompt.id, room)
                 done = await llm.generate(ids, params, speculate=False)
-                how = params.temperature, done.finish_reason, prompt.content
+                how = params.temperature, done.finish_reason, prompt.content, prompt.variables
                 return Answer(prompt.id, prompt.category, ids, done.token_ids, *how)
 
             await _answer_all(prompts, out, answer, concurrency, report)
@@ -125,6 +125,8 @@ def regenerate_with_server(
             "top_p": params.top_p,
             "seed": (params.seed or 0) >> 33,  # servers accept 31 bits or more
         }
+        if prompt.variables:
+            body["chat_template_kwargs"] = prompt.variables
         said = await asyncio.to_thread(_post, endpoint, body, timeout)
         try:
             choice = said["choices"][0]
@@ -137,7 +139,8 @@ def regenerate_with_server(
         if not ids:
             return None
         asked = prompt.token_ids(tokenizer)
-        return Answer(prompt.id, prompt.category, asked, ids, params.temperature, reason, prompt.content)
+        how = params.temperature, reason, prompt.content, prompt.variables
+        return Answer(prompt.id, prompt.category, asked, ids, *how)
 
     asyncio.run(_answer_all(prompts, out, answer, concurrency, report))
 

@@ -245,6 +245,10 @@ def test_prompt_files_are_read_as_strictly(tmp_path: Path) -> None:
         ("[" * 100_000, "prompts.jsonl:2: nested deeper than the 64 levels"),
         ("{}", r'prompts.jsonl:2: expected {"prompt": "..."} or {"messages": \[...\]}, found {}'),
         ("[]", "prompts.jsonl:2: holds a JSON list, expected an object"),
+        (
+            '{"prompt": "a", "chat_template_kwargs": []}',
+            r"prompts.jsonl:2: chat_template_kwargs is \[\], expected",
+        ),
     ):
         file.write_text('{"prompt": "first, with \u2028 inside"}\n' + line)
         with pytest.raises(RequestError, match=message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -14,11 +15,12 @@ from dflash_trt.checkpoint.catalogue import SHIPPED
 from dflash_trt.errors import RequestError
 from dflash_trt.prompts import Prompt, read_prompts
 from dflash_trt.text.tokenizer import Tokenizer
-from dflash_trt.training.answers import read_answers
+from dflash_trt.training.answers import read_answers, write_prompts
 from dflash_trt.training.regenerate import AnswerSampling, regenerate_with_bundle, regenerate_with_server
 
 TARGET = SHIPPED / "tiny" / "target"
 ASKED = read_prompts(None, 10)
+ASKED[0] = replace(ASKED[0], variables={"add_generation_prompt": False})
 
 
 def test_answers_are_the_same_after_an_interruption_and_in_another_order(
@@ -38,6 +40,18 @@ def test_answers_are_the_same_after_an_interruption_and_in_another_order(
     assert {answer.temperature for answer in by_id[0]} == {0.0, 0.9}
     with pytest.raises(RequestError, match="two prompts have the id"):
         regenerate_with_bundle(bundle, [*asked, asked[3]], parts, sampling)
+
+
+def test_variables_of_a_prompt_go_with_its_answer(bundle: Path, tmp_path: Path) -> None:
+    asked, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    write_prompts(asked, ASKED[:2])
+    assert read_prompts(asked, 0) == ASKED[:2]
+    regenerate_with_bundle(bundle, read_prompts(asked, 0), out, AnswerSampling(2), concurrency=1, threads=1)
+    tokenizer = Tokenizer(TARGET)
+    assert [(a.prompt_ids, a.variables) for a in read_answers(out)] == [
+        (prompt.token_ids(tokenizer), prompt.variables) for prompt in ASKED[:2]
+    ]
+    assert replace(ASKED[0], variables={}).token_ids(tokenizer) != ASKED[0].token_ids(tokenizer)
 
 
 def test_a_prompt_without_room_for_an_answer_is_left_out(bundle: Path, tmp_path: Path) -> None:
@@ -92,8 +106,9 @@ def test_answers_of_a_server_become_tokens_of_the_target(
         ended = number % 2 == 0
         assert (answer.answer_ids[-1] == 2) == ended
         assert tokenizer.decode(answer.answer_ids) == f"answer to {prompt.content[-1]['content']}"
-        rendered = tokenizer.apply_chat_template(prompt.content)
+        rendered = tokenizer.apply_chat_template(prompt.content, **prompt.variables)
         assert answer.prompt_ids == tokenizer.encode(rendered, add_special_tokens=False)
+    assert [body.get("chat_template_kwargs") for body in _Server.asked[:2]] == [ASKED[0].variables, None]
     with pytest.raises(RequestError, match="gave no answer"):
         regenerate_with_server(*arguments[:3], ASKED[:5], *arguments[4:], timeout=5)
 

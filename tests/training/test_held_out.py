@@ -33,7 +33,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """60 prompts, one of which is held out."""
     file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    write_prompts(file, read_prompts(None, 60))
+    write_prompts(file, read_prompts(None, 60, {"add_generation_prompt": True}))
     return file
 
 
@@ -111,6 +111,7 @@ def test_a_run_never_trains_on_what_it_is_measured_with(
     run(TINY, "tiny", data, out, Design(layers=1), recipe, report=lines.append)
     held = read_prompts(out / "held_out.jsonl", 0)
     assert held
+    assert {str(prompt.variables) for prompt in held} == {"{'add_generation_prompt': True}"}
     answers = read_answers(data)
     assert len(texts(seen)) > 40
     assert texts(seen) | {json.dumps(p.content) for p in held} <= texts(answers)
