@@ -44,7 +44,8 @@ class Draft:
     parents: int [n, N], -1 for the anchor. None: chains, where every node follows the previous one.
     logprobs: float32 [n, N-1], the drafter's log-probabilities of nodes 1 .. N-1.
     candidates: what a tree can be built from; None if the drafter gives one token for each place.
-    copied: by slot, the nodes that come from the request's own text (`Lookup`) and not from the drafter.
+    copied: by slot, the nodes that come from the request's own text (`Lookup`) and not from the drafter. `first` leaves
+        those in that it cuts off.
     replaced: by slot, copied tokens that shall take the place of a device's chain (`Arrays.replace`).
 
     The arrays may be on a device until their numbers are read.
@@ -72,8 +73,8 @@ class Draft:
         if nodes >= self.nodes:
             return self
         parents = None if self.parents is None else self.parents[:, :nodes]
-        copied = {slot: {node for node in own if node < nodes} for slot, own in self.copied.items()}
-        return Draft(self.tokens[:, :nodes], parents, self.logprobs[:, : nodes - 1], self.candidates, copied)
+        tokens, logprobs = self.tokens[:, :nodes], self.logprobs[:, : nodes - 1]
+        return Draft(tokens, parents, logprobs, self.candidates, self.copied)
 
     def tokens_of(self, slot: int) -> list[int]:
         """The tokens of one request's nodes."""
