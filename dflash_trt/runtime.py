@@ -209,7 +209,7 @@ class Runtime:
                 return None
             measured = known
         assert measured.rule is not None
-        self.scheduler.follow(measured.rule)
+        pair.rule = measured.rule
         return measured
 
     def _say_what_may_differ(self, known: Exactness | None) -> None:

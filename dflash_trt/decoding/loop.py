@@ -9,7 +9,7 @@ import numpy as np
 
 from dflash_trt.decoding.length.policy import Lengths
 from dflash_trt.decoding.metrics import Metrics
-from dflash_trt.decoding.pair import Pair, PassRule
+from dflash_trt.decoding.pair import Pair
 from dflash_trt.decoding.params import RequestOptions, SamplingParams
 from dflash_trt.decoding.request import Emission, Request
 
@@ -26,9 +26,6 @@ class DecodingLoop(Protocol):
     @property
     def pair(self) -> Pair:
         """The pair whose passes it runs. Raises DFlashError if the engine runs its passes by itself."""
-
-    def follow(self, rule: PassRule) -> None:
-        """Run only passes that the rule allows, from before the first request. Raises DFlashError where `pair` does."""
 
     @property
     def most_tree_nodes(self) -> int:

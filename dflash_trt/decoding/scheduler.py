@@ -17,7 +17,7 @@ from dflash_trt.decoding.acceptance import Verdict, decide, fail, first_token, l
 from dflash_trt.decoding.draft import Draft, Verified, couple
 from dflash_trt.decoding.length.policy import Lengths, RoundDone
 from dflash_trt.decoding.metrics import Metrics
-from dflash_trt.decoding.pair import Pair, PassRule
+from dflash_trt.decoding.pair import Pair
 from dflash_trt.decoding.params import RequestOptions, SamplingParams
 from dflash_trt.decoding.request import Emission, Queue, Request
 from dflash_trt.decoding.slots import Reuse, Slots
@@ -44,7 +44,7 @@ class Scheduler:
     """
 
     def __init__(self, pair: Pair, prefix_cache_bytes: int = 0) -> None:
-        self.pair, self.max_batch_size = pair, pair.slots
+        self.pair = pair
         self.slots = Slots(pair, prefix_cache_bytes)
         self.waiting = Queue()
         self.active: list[Request] = []
@@ -52,6 +52,10 @@ class Scheduler:
         self.metrics = Metrics()
         self.cut_short = False
         self._held: list[Emission] = []  # of the last round, for `parts`
+
+    @property
+    def max_batch_size(self) -> int:
+        return self.pair.slots if self.pair.rule.any_batch else 1
 
     @property
     def most_tree_nodes(self) -> int:
@@ -63,11 +67,6 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         return not (self.waiting or self.active or self.filling)
-
-    def follow(self, rule: PassRule) -> None:
-        self.pair.rule = rule
-        if not rule.any_batch:
-            self.max_batch_size = 1
 
     def check(self, options: RequestOptions, params: SamplingParams) -> None:
         """Every option and parameter is supported."""

@@ -22,7 +22,6 @@ from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.acceptance import fail, isolated, leave
 from dflash_trt.decoding.length.policy import Lengths
 from dflash_trt.decoding.metrics import Metrics
-from dflash_trt.decoding.pair import PassRule
 from dflash_trt.decoding.params import FinishReason, RequestOptions, SamplingParams
 from dflash_trt.decoding.request import Emission, Queue, Request
 from dflash_trt.errors import DFlashError, EngineError, RequestError
@@ -80,9 +79,6 @@ class Driver:
     @property
     def pair(self) -> NoReturn:
         raise DFlashError(f"{self._path}: this engine runs its own loop, and its passes cannot be checked")
-
-    def follow(self, rule: PassRule) -> NoReturn:
-        raise DFlashError(f"{self._path}: this engine runs its own loop, which follows no rule")
 
     @property
     def most_tree_nodes(self) -> int:

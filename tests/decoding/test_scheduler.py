@@ -143,7 +143,7 @@ def test_exact_mode_cuts_a_prompt_alike_whatever_else_a_step_reads(monkeypatch: 
 
     monkeypatch.setattr(pool.pair, "prefill", watched)
     pool.pair.arrays.most_prompt_rows = 3
-    pool.scheduler.follow(PassRule(any_cut=False))
+    pool.pair.rule = PassRule(any_cut=False)
     for i, length in enumerate((5, 13, 2, 20, 8)):
         asked.append(request(prompt(length, i), SamplingParams(max_tokens=2, prompt_logprobs=i % 2 == 1)))
         pool.scheduler.submit(asked[i])

@@ -155,5 +155,5 @@ def ulp_scheduler(lies: Lies, rule: PassRule = FREE, *, batch: int = 4, kept: in
     capacity = 64 + 2 * BLOCK + 1
     engines = UlpTarget(batch, capacity, lies), UlpDrafter(batch, capacity)
     scheduler = scheduler_over(*engines, chunk=CHUNK, kept=kept)
-    scheduler.follow(rule)
+    scheduler.pair.rule = rule
     return scheduler

@@ -76,7 +76,7 @@ def test_padded_passes_give_the_same_tokens(
     expected = expected_of(bundles[0], temperature)
     with opened(bundles[1], prefix_cache_bytes=1 << 20) as llm:
         pair, widths = llm._runtime.pair, set[int]()
-        llm._runtime.scheduler.follow(PassRule((4, BLOCK), any_cut=False))
+        pair.rule = PassRule((4, BLOCK), any_cut=False)
         run = pair.target.run
 
         def watched(profile: int, feeds: Any, **given: Any) -> Any:
@@ -310,7 +310,7 @@ def test_states_give_the_tokens_of_onnxruntime(recurrent: tuple[Bundle, Bundle])
         assert found[1].statistics.num_cached_tokens == len(prompts()[1]) - 1
         states = llm._runtime.pair.target.caches.states
         assert states._on_device.tolist() == states._positions.tolist()
-        llm._runtime.scheduler.follow(PassRule((4, BLOCK)))
+        llm._runtime.pair.rule = PassRule((4, BLOCK))
         found = llm.generate(prompts(), params(0.8), block_length=3)
         assert [c.token_ids for c in found] == expected
 
