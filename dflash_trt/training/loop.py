@@ -84,8 +84,8 @@ def train(
     evaluate_every: int = 0,
     on_weights: Callable[[int, dict[str, Tensor]], None] | None = None,
     report: Callable[[dict[str, Any]], None] = lambda line: None,
-) -> int:
-    """Train until `recipe.steps` steps are done. Returns the number of steps done in this call.
+) -> None:
+    """Train until `recipe.steps` steps are done, or the process is asked to end.
 
     Files in `out`: `state/`, saved every `save_every` steps and when the process is asked to end; `log.jsonl`, a line
     per 10 steps; `recipe.json`. A call that finds a state resumes it. `on_weights(step, weights)` is called before the
@@ -130,10 +130,9 @@ def train(
             if done % save_every == 0 or ending or done == recipe.steps:
                 save_state(out / "state", module, optimizer, done, write=first)
             if ending:
-                return done - start
+                return
             if done == recipe.steps or (evaluate_every and done % evaluate_every == 0):
                 weigh(done)
-    return max(0, recipe.steps - start)
 
 
 class _Log:
