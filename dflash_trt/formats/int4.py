@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .base import FLOAT_DTYPES, Algorithm, Form, NumberFormat
-from .numbers import INT4_MAX, Floats, pack_rows, unpack_pairs
+from .numbers import INT4_MAX, Floats, pack_rows, scale_for, unpack_pairs
 
 
 class INT4(NumberFormat):
@@ -35,7 +35,6 @@ class INT4(NumberFormat):
 
     def encode(self, algorithm: Algorithm, rows: Floats, shared: Floats) -> dict[str, NDArray[Any]]:
         blocks = rows.reshape(len(rows), -1, algorithm.group_size)
-        scales = np.abs(blocks).max(axis=-1) / np.float32(INT4_MAX)
-        scales[scales == 0] = 1
+        scales = scale_for(np.abs(blocks).max(axis=-1), INT4_MAX)
         codes = np.clip(np.rint(blocks / scales[..., None]), -8, 7).astype(np.int8)
         return {"weight": pack_rows(codes.view(np.uint8).reshape(rows.shape) & 15), "weight_scale": scales}

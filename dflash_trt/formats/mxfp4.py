@@ -21,9 +21,9 @@ def quantize_mxfp4(w: Floats) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     smaller squared error is used.
     """
     blocks = w.reshape(w.shape[0], -1, BLOCK)
-    # frexp: largest / 6 is in [0.5, 1) * 2**exponent. Exactly 0.5 needs an exponent one lower.
-    mantissa, exponent = np.frexp(np.abs(blocks).max(axis=-1) / np.float32(E2M1_MAX))
-    safe = np.clip(exponent - (mantissa == 0.5), -127, 127)
+    # frexp: largest / 6 is below 2**exponent.
+    exponent = np.frexp(np.abs(blocks).max(axis=-1) / np.float32(E2M1_MAX))[1]
+    safe = np.clip(exponent, -127, 127)
     tried = []
     for exponents in (safe, np.maximum(safe - 1, -127)):
         scale = np.ldexp(np.float32(1), exponents)[..., None]

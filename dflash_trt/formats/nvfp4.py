@@ -45,7 +45,6 @@ class NVFP4(NumberFormat):
         """A row is about E2M1 * scale * shared."""
         blocks = rows.reshape(len(rows), -1, BLOCK)
         scales = np.abs(blocks).max(axis=-1) / (np.float32(E2M1_MAX) * shared)
-        scales[scales == 0] = 1
         stored = np.clip(scales, E4M3_MIN, E4M3_MAX).astype(E4M3)
         codes = encode_e2m1(blocks / (stored.astype(np.float32) * shared)[..., None])
         return {"weight": pack_pairs(codes.reshape(rows.shape)), "weight_scale": stored}
