@@ -20,12 +20,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import dflash_trt
 from dflash_trt.decoding.metrics import PREFIX
-from dflash_trt.errors import RequestError
 from dflash_trt.serving.openai import reading
 from dflash_trt.serving.openai.chat import Chat
 from dflash_trt.serving.openai.completions import Completions
 from dflash_trt.serving.openai.engine import EngineDownError, EngineProcess
-from dflash_trt.serving.openai.errors import REASONS, ApiError, from_validation, log_refusal, refused
+from dflash_trt.serving.openai.errors import REASONS, ApiError, from_validation, log_refusal
 from dflash_trt.serving.openai.generation import cache_salt, event
 from dflash_trt.serving.openai.model import Model
 from dflash_trt.serving.openai.protocol import (
@@ -167,7 +166,7 @@ class Api:
             raise ApiError(400, text, "n")
         made: Answering = await answering(self._model, body, str(state.request_id), settings.max_seconds)
         made.usage.details = settings.shows_cached_tokens
-        made.prepared.request["cache_salt"] = cache_salt(state.key_digest, body.cache_salt)
+        made.request["cache_salt"] = cache_salt(state.key_digest, body.cache_salt)
         if not body.stream:
             return _Whole(await made.whole(self._engine))
         chunks = made.chunks(self._engine)
@@ -179,29 +178,23 @@ class Api:
         model.check_name(body.model)
         if (body.prompt is None) == (not body.messages):
             raise ApiError(400, "prompt and messages: expected one of them", "prompt")
-        try:
-            if body.messages is None:
-                assert body.prompt is not None
-                ids = await model.encode(body.prompt, special=body.add_special_tokens is not False)
-            else:
-                ids, *_ = await model.chat(
-                    partial(reading.messages, body.messages),
-                    reading.tools(body.tools),
-                    body.chat_template_kwargs or {},
-                    generation_prompt=body.add_generation_prompt is not False,
-                    special=bool(body.add_special_tokens),
-                )
-        except RequestError as error:
-            raise refused(error) from None
+        if body.messages is None:
+            assert body.prompt is not None
+            ids = await model.encode(body.prompt, special=body.add_special_tokens is not False)
+        else:
+            ids, *_ = await model.chat(
+                partial(reading.messages, body.messages),
+                reading.tools(body.tools),
+                body.chat_template_kwargs or {},
+                generation_prompt=body.add_generation_prompt is not False,
+                special=bool(body.add_special_tokens),
+            )
         return _json({"count": len(ids), "max_model_len": model.max_seq_len, "tokens": ids})
 
     async def _detokenize(self, request: Request) -> Response:
         body = await _read(request, DetokenizeRequest)
         self._model.check_name(body.model)
-        try:
-            return _json({"prompt": await self._model.decode(body.tokens)})
-        except RequestError as error:
-            raise refused(error) from None
+        return _json({"prompt": await self._model.decode(body.tokens)})
 
     async def _page(self, name: str, request: Request) -> Response:
         return FileResponse(_PAGE / name, headers=_PAGE_HEADERS)

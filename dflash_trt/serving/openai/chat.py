@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dflash_trt.decoding.output import Detokenizer
-from dflash_trt.errors import RequestError, shorten
+from dflash_trt.errors import shorten
 from dflash_trt.serving.openai.calls import Schemas
 from dflash_trt.serving.openai.channels import Channels
 from dflash_trt.serving.openai.engine import EngineProcess
-from dflash_trt.serving.openai.errors import ApiError, refused
-from dflash_trt.serving.openai.generation import AnswerChoice, Generation, Prepared, Usage, prepare
+from dflash_trt.serving.openai.errors import ApiError
+from dflash_trt.serving.openai.generation import AnswerChoice, Generation, Usage, engine_request
 from dflash_trt.serving.openai.model import Model, chat_logprobs
 from dflash_trt.serving.openai.parsing import AnswerParser, AnswerPart, Stage, Think
 from dflash_trt.serving.openai.protocol import ChatRequest
@@ -23,7 +23,7 @@ from dflash_trt.serving.openai.reading import tool_choice as tool_choice_of
 from dflash_trt.serving.openai.reading import tools as tools_of
 from dflash_trt.serving.openai.structure import calls_form, form_of, frame_of, names_of
 from dflash_trt.serving.openai.written import RESPONSE, Written
-from dflash_trt.serving.wire import Update
+from dflash_trt.serving.wire import EngineRequest, Update
 
 
 @dataclass(kw_only=True)
@@ -70,10 +70,12 @@ class Chat(Generation[ChatRequest, ChatChoice]):
         try:
             model.check_name(body.model)
             _check(body)
-            prepared, choices = await _prepared(model, body, most_seconds, names)
+            request, prompt, choices = await _prepared(model, body, most_seconds, names)
         except ApiError as error:
             raise error.renamed(names) from None
-        return cls(model, body, f"chatcmpl-{request_id}", prepared, choices, names, Usage(reasoning=0))
+        return cls(
+            model, body, f"chatcmpl-{request_id}", request, [prompt], choices, names, Usage(reasoning=0)
+        )
 
     def parts(self, index: int, update: Update) -> list[AnswerPart]:
         """The parts of the answer that an update of a choice makes certain."""
@@ -170,8 +172,8 @@ def _check(body: ChatRequest) -> None:
 
 async def _prepared(
     model: Model, body: ChatRequest, most_seconds: float | None, names: list[tuple[str, str]]
-) -> tuple[Prepared, list[ChatChoice]]:
-    """The engine's request, and the choices, without text yet. names: gets the names of the form's fields."""
+) -> tuple[EngineRequest, list[int], list[ChatChoice]]:
+    """The engine's request, its prompt, and the choices, without text yet. names: gets those of the form's fields."""
     written = model.written
     choice, tools = tool_choice_of(body.tool_choice), tools_of(body.tools)
     callable_tools = _callable(choice, tools)
@@ -201,21 +203,21 @@ async def _prepared(
     more = _params(model, body, form, bool(tools))
     if body.stop:
         more["stop_outside"] = _hidden(written, text, thinks, bool(tools))
-    prepared = prepare(model, body, [ids], max_tokens=most, more=more, most_seconds=most_seconds)
+    request = engine_request(model, body, [ids], max_tokens=most, more=more, most_seconds=most_seconds)
     schemas = (
         {each["function"]["name"]: each["function"].get("parameters", {}) for each in tools}
         if tools
         else None
     )
     choices = []
-    for _ in range(prepared.n):
+    for _ in range(request["n"]):
         # An answer of another form has no calls.
         calls = written.calls(schemas if grammar or form is None else None)
         words = Detokenizer(model.tokenizer.backend) if body.return_rounds else None
         parser = _parser(model, text, thinks, calls, schemas)
         one_call = body.parallel_tool_calls is False
         choices.append(ChatChoice(parser=parser, one_call=one_call, words=words))
-    return prepared, choices
+    return request, ids, choices
 
 
 def _params(model: Model, body: ChatRequest, form: Json | None, tools: bool) -> Json:
@@ -260,17 +262,14 @@ async def _rendered(model: Model, body: ChatRequest, tools: list[Json]) -> tuple
             variables.setdefault("reasoning_strength", strength)
     if body.documents:
         variables["documents"] = body.documents
-    try:
-        return await model.chat(
-            body.conversation,
-            tools,
-            variables,
-            generation_prompt=not continued and body.add_generation_prompt is not False,
-            continued=continued,
-            special=bool(body.add_special_tokens),
-        )
-    except RequestError as error:
-        raise refused(error) from None
+    return await model.chat(
+        body.conversation,
+        tools,
+        variables,
+        generation_prompt=not continued and body.add_generation_prompt is not False,
+        continued=continued,
+        special=bool(body.add_special_tokens),
+    )
 
 
 def _begin(written: Written, text: str, thinks: bool, calls: bool) -> str:

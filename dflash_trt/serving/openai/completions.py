@@ -8,10 +8,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from dflash_trt.errors import RequestError
 from dflash_trt.serving.openai.engine import EngineProcess
-from dflash_trt.serving.openai.errors import ApiError, refused
-from dflash_trt.serving.openai.generation import AnswerChoice, Generation, prepare
+from dflash_trt.serving.openai.errors import ApiError
+from dflash_trt.serving.openai.generation import AnswerChoice, Generation, engine_request
 from dflash_trt.serving.openai.model import Model, completion_logprobs
 from dflash_trt.serving.openai.protocol import CompletionRequest
 from dflash_trt.serving.openai.structure import form_of, names_of
@@ -59,9 +58,9 @@ class Completions(Generation[CompletionRequest, CompletionChoice]):
             more["structured_outputs"] = form
         # With max_tokens 0 the prompt alone is echoed. The engine's least is one token, which is dropped.
         least = 1 if body.echo and tokens == 0 else tokens
-        prepared = prepare(model, body, prompts, max_tokens=least, more=more, most_seconds=most_seconds)
-        choices = [CompletionChoice() for _ in range(prepared.choices)]
-        return cls(model, body, f"cmpl-{request_id}", prepared, choices, names_of(body))
+        request = engine_request(model, body, prompts, max_tokens=least, more=more, most_seconds=most_seconds)
+        choices = [CompletionChoice() for _ in range(len(prompts) * request["n"])]
+        return cls(model, body, f"cmpl-{request_id}", request, prompts, choices, names_of(body))
 
     def take(self, index: int, update: Update) -> None:
         """Count an update of a choice. Where only the prompt is asked for, its token is dropped."""
@@ -80,7 +79,7 @@ class Completions(Generation[CompletionRequest, CompletionChoice]):
 
     def content(self, index: int) -> dict[str, Any]:
         text = {"text": "".join(self.choices[index].texts)}
-        prompt = self.prepared.prompts[index // self.prepared.n]
+        prompt = self.prompts[index // self.request["n"]]
         return text | ({"prompt_token_ids": prompt} if self.body.return_token_ids else {})
 
     async def chunks(self, engine: EngineProcess) -> AsyncGenerator[dict[str, Any], None]:
@@ -102,7 +101,7 @@ class Completions(Generation[CompletionRequest, CompletionChoice]):
             "logprobs": None,
         }
         if self.body.logprobs is not None:
-            prompt = self.prepared.prompts[index // self.prepared.n]
+            prompt = self.prompts[index // self.request["n"]]
             first, choice.read = choice.read, choice.read + len(update.get("prompt_logprobs", ()))
             made["logprobs"] = completion_logprobs(
                 self.model, prompt[first : choice.read], update, choice.offset
@@ -115,8 +114,8 @@ class Completions(Generation[CompletionRequest, CompletionChoice]):
     def _echo(self, index: int) -> str:
         if not self.body.echo:
             return ""
-        at = index // self.prepared.n
-        given, ids = self.body.prompts()[at], self.prepared.prompts[at]
+        at = index // self.request["n"]
+        given, ids = self.body.prompts()[at], self.prompts[at]
         return (
             given if isinstance(given, str) else self.model.tokenizer.decode(ids, skip_special_tokens=False)
         )
@@ -125,10 +124,7 @@ class Completions(Generation[CompletionRequest, CompletionChoice]):
 async def _ids(model: Model, prompt: str | list[int], body: CompletionRequest) -> list[int]:
     """Token ids of a prompt. The engine checks given ids. Raises ApiError."""
     if isinstance(prompt, str):
-        try:
-            prompt = await model.encode(prompt, special=body.add_special_tokens is not False)
-        except RequestError as error:
-            raise refused(error) from None
+        prompt = await model.encode(prompt, special=body.add_special_tokens is not False)
     if not prompt:
         raise ApiError(400, "the prompt is empty: give at least one token", "prompt")
     return prompt

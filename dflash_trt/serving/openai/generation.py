@@ -25,21 +25,7 @@ from dflash_trt.serving.wire import EngineRequest, Update
 MOST_LOGPROBS = 1 << 19
 
 
-@dataclass
-class Prepared:
-    """A request ready for the engine: what its prompts share, and the prompts, each of which asks for `n` choices."""
-
-    request: EngineRequest
-    prompts: list[list[int]]
-    n: int
-
-    @property
-    def choices(self) -> int:
-        """How many answers the request gets."""
-        return len(self.prompts) * self.n
-
-
-def prepare(
+def engine_request(
     model: Model,
     body: SamplingFields,
     prompts: list[list[int]],
@@ -47,9 +33,9 @@ def prepare(
     max_tokens: int | None,
     more: dict[str, Any],
     most_seconds: float | None,
-) -> Prepared:
-    """The engine's request for some prompts, `n` choices for each. Raises ApiError naming the field."""
-    longest, n = max(map(len, prompts)), body.n or 1
+) -> EngineRequest:
+    """What the engine gets beside these prompts, which share it. Raises ApiError naming the field."""
+    longest = max(map(len, prompts))
     room = model.max_seq_len - longest
     if room < 1:
         text = f"the prompt has {longest} tokens, but this model holds {model.max_seq_len} with its answer"
@@ -60,9 +46,9 @@ def prepare(
     elif min(max_tokens, room) > most:
         text = f"answers have {MOST_LOGPROBS} log-probabilities at most; ask for fewer of them, or of tokens"
         raise ApiError(400, f"max_tokens is {max_tokens}, but {text}", "max_tokens")
-    request = EngineRequest(
+    return EngineRequest(
         params={**model.defaults, **body.sampling(), **more, "max_tokens": max_tokens},
-        n=n,
+        n=body.n or 1,
         # So that log-probabilities come in pieces, whatever the client gets.
         stream=bool(body.stream or body.logprobs_of_a_token()),
         speculate=body.speculate is not False,
@@ -72,7 +58,6 @@ def prepare(
         logit_bias=_biases(body.logit_bias),
         timeout=min((s for s in (body.timeout, most_seconds) if s is not None), default=None),
     )
-    return Prepared(request, prompts, n)
 
 
 def _most_tokens(body: SamplingFields, prompts: list[list[int]], *, echoed: bool) -> int:
@@ -210,6 +195,7 @@ C = TypeVar("C", bound=AnswerChoice)
 class Generation(ABC, Generic[B, C]):
     """A request that is ready to be decoded, its choices, and the frame of its answer.
 
+    request: what its prompts share. Each of them has `request["n"]` choices.
     names: patterns of the engine's names for fields, and the names that the client used.
     """
 
@@ -218,7 +204,8 @@ class Generation(ABC, Generic[B, C]):
     model: Model
     body: B
     id: str
-    prepared: Prepared
+    request: EngineRequest
+    prompts: list[list[int]]
     choices: list[C]
     names: Names = ()
     usage: Usage = field(default_factory=Usage)
@@ -227,7 +214,7 @@ class Generation(ABC, Generic[B, C]):
     async def run(self, engine: EngineProcess) -> AsyncGenerator[tuple[int, Update], None]:
         """Index and update of every choice, as they come. An error of one choice ends all. Raises ApiError."""
         try:
-            async with aclosing(engine.updates(self.prepared.request, self.prepared.prompts)) as given:
+            async with aclosing(engine.updates(self.request, self.prompts)) as given:
                 async for index, update in given:
                     if "logprobs" in update or "prompt_logprobs" in update:
                         await asyncio.sleep(0)  # each takes its time
@@ -250,7 +237,7 @@ class Generation(ABC, Generic[B, C]):
 
     def take(self, index: int, update: Update) -> None:
         """Count an update of a choice."""
-        self.usage.add(update, prompt=index % self.prepared.n == 0)
+        self.usage.add(update, prompt=index % self.request["n"] == 0)
         choice, stops = self.choices[index], self._stops
         choice.finish_reason = update.get("finish_reason")
         if stops is not None:
@@ -299,14 +286,10 @@ class Generation(ABC, Generic[B, C]):
             await asyncio.sleep(0)
         return [*pieces, b"],", to_json(self._totals())[1:]]
 
-    def reasons(self) -> list[str | None]:
-        """The finish reasons of the choices so far."""
-        return [choice.finish_reason for choice in self.choices]
-
     @property
     def ended(self) -> bool:
         """Whether all choices have ended."""
-        return all(self.reasons())
+        return all(choice.finish_reason for choice in self.choices)
 
     def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         """A chunk of a stream, with the usage so far where it is asked for."""
@@ -329,7 +312,7 @@ class Generation(ABC, Generic[B, C]):
     def _totals(self) -> dict[str, Any]:
         """`usage`, and `metrics` as vLLM has them, of one choice that was drafted for."""
         made: dict[str, Any] = {"usage": self.usage.to_dict()}
-        if self.prepared.choices == 1 and self.body.speculate is not False:
+        if len(self.choices) == 1 and self.body.speculate is not False:
             drafts = self.usage.speculative_decoding(self.model.block_size)
             made["metrics"] = {"speculative_decoding": drafts}
         return made

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.engines.registry import engine_of
 from dflash_trt.errors import CheckpointError, DFlashError, RequestError
 from dflash_trt.files.reading import read_object
-from dflash_trt.serving.openai.errors import ApiError
+from dflash_trt.serving.openai.errors import ApiError, refused
 from dflash_trt.serving.openai.reading import Json
 from dflash_trt.serving.openai.written import written_by
 from dflash_trt.serving.wire import Update
@@ -26,6 +26,7 @@ _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _BYTES = {chr(byte): byte for byte in _PRINTABLE} | {
     chr(256 + i): byte for i, byte in enumerate(sorted(set(range(256)) - set(_PRINTABLE)))
 }
+T = TypeVar("T")
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -58,21 +59,26 @@ class Model:
             )
 
     async def encode(self, text: str, *, special: bool) -> list[int]:
-        """Token ids of a text. Raises RequestError. A thread tokenizes long texts."""
-        return await self._texts.run(partial(self._encode, text, special=special), size=len(text))
+        """Token ids of a text. Raises ApiError. A thread tokenizes long texts."""
+        return await self._run(partial(self._encode, text, special=special), len(text))
+
+    async def _run(self, make: Callable[[], T], size: int) -> T:
+        """What `make` gives, on a thread if a text of this size takes long."""
+        try:
+            return await self._texts.run(make, size=size)
+        except RequestError as error:
+            raise refused(error) from None
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=special, max_tokens=self.max_seq_len)
 
     async def decode(self, ids: list[int]) -> str:
-        """The text of token ids, special tokens included. Raises RequestError. A thread decodes long lists."""
+        """The text of token ids, special tokens included. Raises ApiError. A thread decodes long lists."""
         if len(ids) > self.max_seq_len:
-            raise RequestError(f"tokens has {len(ids)} ids, expected at most {self.max_seq_len}")
+            raise ApiError(400, f"tokens has {len(ids)} ids, expected at most {self.max_seq_len}", "tokens")
         if wrong := [token for token in ids if not 0 <= token < self.vocab_size]:
-            raise RequestError(f"tokens contains {wrong[0]}, expected 0..{self.vocab_size - 1}")
-        return await self._texts.run(
-            partial(self.tokenizer.decode, ids, skip_special_tokens=False), size=len(ids)
-        )
+            raise ApiError(400, f"tokens contains {wrong[0]}, expected 0..{self.vocab_size - 1}", "tokens")
+        return await self._run(partial(self.tokenizer.decode, ids, skip_special_tokens=False), len(ids))
 
     async def chat(
         self,
@@ -84,7 +90,7 @@ class Model:
         continued: bool = False,
         special: bool = False,
     ) -> tuple[list[int], str, Json]:
-        """Token ids and text of a chat by the model's template, and its last message. Raises RequestError, ApiError.
+        """Token ids and text of a chat by the model's template, and its last message. Raises ApiError.
 
         read: gives the messages. continued: the text ends with the content of the last message. special: as in
         `encode`.
@@ -113,7 +119,7 @@ class Model:
             return self._encode(text, special=special), text, given[-1]
 
         # The renderer is a process of its own, so the event loop must not wait for it.
-        return await self._texts.run(render, size=most)
+        return await self._run(render, most)
 
     def token_text(self, token: int) -> str:
         """A token as text, special tokens included."""

@@ -89,7 +89,7 @@ class Responses(Chat):
 
     def _status(self) -> str:
         """Whether the answer was cut, so far."""
-        whole = self.reasons()[0] in (None, "stop", "tool_calls")
+        whole = self.choices[0].finish_reason in (None, "stop", "tool_calls")
         return "completed" if whole else "incomplete"
 
     def _new(self, kind: str) -> Json:
@@ -171,7 +171,7 @@ class Responses(Chat):
             "output_tokens_details": {"reasoning_tokens": usage.reasoning},
             "total_tokens": usage.prompt + usage.completion,
         }
-        reason = str(self.reasons()[0])
+        reason = str(self.choices[0].finish_reason)
         why = {"reason": {"length": "max_output_tokens"}.get(reason, reason)}
         return {
             "id": self.id,

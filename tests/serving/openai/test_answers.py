@@ -60,7 +60,7 @@ def test_a_structured_answer_after_an_opened_thought_is_content(tiny: Path) -> N
     free = chat_of(model)
     assert [part.kind for part in free.choices[0].parser.push("a thought", [])] == ["reasoning"]
     bound = chat_of(model, structured_outputs={"choice": ["ab", "c"]})
-    assert model.tokenizer.decode(bound.prepared.prompts[0]).endswith("</think>\n\n")
+    assert model.tokenizer.decode(bound.prompts[0]).endswith("</think>\n\n")
     parts = bound.choices[0].parser.push("ab", [])
     assert [(part.kind, part.text) for part in parts] == [("content", "ab")]
 
@@ -71,7 +71,7 @@ def test_marks_that_are_special_tokens_are_read(tiny: Path) -> None:
     model = model_of(tiny, "<|channel>thought <channel|> <|tool_call>call:", marks=marks)
     tokenizer = model.tokenizer.backend
     asked = chat_of(model, tools=[tool(None, "get")], stop_token_ids=[3])
-    params = asked.prepared.request["params"]
+    params = asked.request["params"]
     response = tokenizer.token_to_id("<|tool_response>")
     assert (params["skip_special_tokens"], params["stop_token_ids"]) == (False, [3, response])
     words, parser = Detokenizer(tokenizer, params["skip_special_tokens"]), asked.choices[0].parser

@@ -135,7 +135,7 @@ def test_required_calls_are_written_as_the_family_writes_them(
     structures = Structures(tokenizer, tokenizer.get_vocab_size(), [2])
 
     def accepted(asked: Chat, text: str) -> bool:
-        form = StructuredOutputs(**asked.prepared.request["params"]["structured_outputs"])
+        form = StructuredOutputs(**asked.request["params"]["structured_outputs"])
         structure = structures.compile(form)
         ids = [*tokenizer.encode(text, add_special_tokens=False).ids, 2]
         return len(structure.follow(ids, len(ids))[0]) == len(ids) and not any(

@@ -258,8 +258,8 @@ def test_the_log_probabilities_of_a_whole_answer_leave_in_pieces(
     monkeypatch.setattr(model, "max_seq_len", 1 << 20)
     chat = chat_of(model, logprobs=True, top_logprobs=20)
     most = MOST_LOGPROBS // 21
-    assert chat.prepared.request["params"]["max_tokens"] == most
-    assert chat.prepared.request["stream"]  # so that the engine, too, says them in pieces
+    assert chat.request["params"]["max_tokens"] == most
+    assert chat.request["stream"]  # so that the engine, too, says them in pieces
 
     async def given(*_: Any) -> AsyncIterator[tuple[int, wire.Update]]:
         for update in updates(most, 20):

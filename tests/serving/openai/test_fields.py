@@ -162,7 +162,7 @@ def test_the_engines_errors_have_no_path_of_the_bundle(tiny: Path, monkeypatch: 
 
 def stopped_at(chat: Chat, model: Model, answer: str) -> list[str]:
     """The text of an answer whose engine stops at the chat's stop strings."""
-    params = SamplingParams(**chat.prepared.request["params"] | {"max_tokens": 400})
+    params = SamplingParams(**chat.request["params"] | {"max_tokens": 400})
     checker = StopChecker(params, (), Detokenizer(model.tokenizer.backend))
     given = {"reasoning": "", "content": ""}
 
