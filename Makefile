@@ -44,7 +44,7 @@ help:
 	@echo 'make test    run the tests (installs torch into .venv-test)'
 	@echo 'make kernels compile the kernels with every version of Triton that is allowed'
 	@echo 'make clients run the clients of OpenAI'"'"'s API against the server, each in an environment of its own'
-	@echo 'make lint    ruff, mypy, the direction of imports between the rooms, the Dockerfile, compose and Kubernetes files'
+	@echo 'make lint    ruff, mypy, the direction of imports between the packages, the Dockerfile, compose and Kubernetes files'
 	@echo 'make docs    build the site into site/, run the commands of the pages from a wheel and compare what they print;'
 	@echo '             ALL=1 runs the slow commands too'
 	@echo 'make fuzz    almost valid files and requests for every reader; MINUTES=60 runs for an hour'

@@ -1,4 +1,6 @@
-"""Several prompts at once over one asyncio gRPC client. Each completion is printed when it is finished.
+"""Send several prompts at once to Triton (`dflash-trt serve bundles/tiny --api triton`) with one asyncio gRPC client.
+
+Each completion is printed when it is finished.
 
 pip install 'tritonclient[grpc]'
 python examples/async_client.py "def add(a, b):" "What is 17 + 25?" "x = ["

@@ -1,4 +1,6 @@
-"""Request a completion over HTTP with only the standard library: a POST to generate, or server-sent events.
+"""Request a completion from Triton (`dflash-trt serve bundles/tiny --api triton`) with only the standard library.
+
+It posts to `generate`, or reads the server-sent events of `generate_stream`.
 
 python examples/http_client.py "def add(a, b):"
 python examples/http_client.py "def add(a, b):" --stream
