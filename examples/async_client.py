@@ -1,9 +1,9 @@
-"""Send several prompts at once to Triton (`dflash-trt serve bundles/tiny --api triton`) with one asyncio gRPC client.
+"""Send several prompts at once to Triton (`dflash-trt serve smollm2-135m --api triton`) with one asyncio gRPC client.
 
 Each completion is printed when it is finished.
 
 pip install 'tritonclient[grpc]'
-python examples/async_client.py "def add(a, b):" "What is 17 + 25?" "x = ["
+python examples/async_client.py "The capital of Japan is" "def fibonacci(n):" "The sea is"
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Request a completion from a server (`dflash-trt serve bundles/tiny --api triton`) over gRPC.
+"""Request a completion from a server (`dflash-trt serve smollm2-135m --api triton`) over gRPC.
 
 pip install 'tritonclient[grpc]'
-python examples/client.py "def add(a, b):"            # one answer
-python examples/client.py "def add(a, b):" --stream   # as it is generated
+python examples/client.py "The capital of Japan is"            # one answer
+python examples/client.py "The capital of Japan is" --stream   # as it is generated
 """
 
 from __future__ import annotations

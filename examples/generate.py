@@ -1,6 +1,6 @@
 """Complete prompts with and without drafts, and show that the tokens are the same.
 
-python examples/generate.py tiny "def add(a, b):" "x = ["
+python examples/generate.py smollm2-135m "The capital of Japan is" "def fibonacci(n):"
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Request a completion from Triton (`dflash-trt serve bundles/tiny --api triton`) with only the standard library.
+"""Request a completion from Triton (`dflash-trt serve smollm2-135m --api triton`) with only the standard library.
 
 It posts to `generate`, or reads the server-sent events of `generate_stream`.
 
-python examples/http_client.py "def add(a, b):"
-python examples/http_client.py "def add(a, b):" --stream
+python examples/http_client.py "The capital of Japan is"
+python examples/http_client.py "The capital of Japan is" --stream
 """
 
 from __future__ import annotations

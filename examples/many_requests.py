@@ -1,6 +1,6 @@
 """Many requests at once in one process. Each has a stream and a deadline; the metrics are printed at the end.
 
-python examples/many_requests.py tiny "def add(a, b):" "x = [" "What is 17 + 25?"
+python examples/many_requests.py smollm2-135m "The capital of Japan is" "def fibonacci(n):" "The sea is"
 """
 
 from __future__ import annotations
