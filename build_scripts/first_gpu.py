@@ -29,12 +29,13 @@ from dflash_plugins import layers as ours
 from dflash_plugins.launch import by_triton
 
 from build_scripts import harness
+from build_scripts.bench.resident import planned
 from build_scripts.random_pair import write_pair
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.engines.device.kernels import kernels_here
 from dflash_trt.engines.torch import layers
-from dflash_trt.formats.precision import Precision
+from dflash_trt.formats.precision import parse_precision
 from dflash_trt.reports.environment import check_kernels
 
 GPU = torch.cuda.is_available()
@@ -215,21 +216,21 @@ def _launches() -> dict[str, float]:
 
 
 def passes(pair: str, count: int) -> dict[str, Any]:
-    """Milliseconds of passes of a pair of this shape with random weights, and what the bytes that they read would take.
+    """Milliseconds of passes of a pair of this shape with random weights, what the bytes that they read would take, and
+    the memory of the GPU.
 
     `host`: of a pass's call, which the GPU's work hides if it takes longer; of a round, what no pass hides.
     """
     with tempfile.TemporaryDirectory() as folder:
         sizes = write_pair(Path(folder), pair, count, None)
-        both = Precision(target="bf16", drafter="bf16") if GPU else Precision()
+        both, most = "target=bf16,drafter=bf16" if GPU else None, 2048 if GPU else 128
+        sides = str(Path(folder) / "target"), str(Path(folder) / "drafter")
         bundle = build(
-            str(Path(folder) / "target"),
-            str(Path(folder) / "drafter"),
-            Path(folder) / "bundle",
+            *(*sides, Path(folder) / "bundle"),
             engine="torch",
             weights="link",
-            max_seq_len=2048 if GPU else 128,
-            precision=both,
+            max_seq_len=most,
+            precision=parse_precision(both),
         )
         begin = perf_counter()
         with LLM(bundle.path, max_batch_size=1, prefix_cache_bytes=0) as llm:
@@ -251,7 +252,13 @@ def passes(pair: str, count: int) -> dict[str, Any]:
             whole = seconds(prefill, 5)
             _printed({"prompt of": len(prompt), "ms": round(1e3 * whole, 2)})
             rows += [_rounds(llm, length) for length in (1, llm.block_size)]
+            megabytes = {"planned": planned("torch", *sides, both, most, 1)}
+            if GPU:
+                free, total = torch.cuda.mem_get_info()
+                megabytes["used"] = round((total - free) / 1e6, 1)
+            _printed({"megabytes": megabytes})
     return {"pair": pair, "layers": count, "weight_bytes": sizes, "opened_seconds": round(opened, 1), "passes": rows,
+            "megabytes": megabytes,
             "prefill": {"tokens": len(prompt), "ms": round(1e3 * whole, 2)}}  # fmt: skip
 
 

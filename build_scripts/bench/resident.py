@@ -77,10 +77,10 @@ def _row(
     allocator = {"MALLOC_MMAP_THRESHOLD_": "131072"} if engine == "torch" else {}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | allocator)
     measured = json.loads(done.stdout.splitlines()[-1])
-    planned = _planned(engine, target, drafter, precision, length, batch)
+    megabytes = planned(engine, target, drafter, precision, length, batch)
     return {
         "engine": engine, "pair": pair, "precision": precision, "tokens": length, "sequences": batch,
-        "planned": planned, "measured": measured, "ratio": round(planned / measured, 3),
+        "planned": megabytes, "measured": measured, "ratio": round(megabytes / measured, 3),
     }  # fmt: skip
 
 
@@ -104,12 +104,13 @@ def _pair(folder: Path, name: str) -> tuple[str, str | None]:
     return str(target), str(make_drafter(place / "drafter", target, head_dim=64, intermediate=1536))
 
 
-def _planned(
+def planned(
     engine: str, target: str, drafter: str | None, precision: str | None, length: int, batch: int
 ) -> float:
+    """The megabytes that `plan` computes, for the GPU of this machine or its processor."""
     from dflash_trt.cli import make_parser
     from dflash_trt.cli.plan import prepare
-    from dflash_trt.planning.gpus import Gpu
+    from dflash_trt.planning.gpus import Gpu, gpu_here
     from dflash_trt.planning.memory import estimate_memory
 
     given = {"target": target, "drafter": drafter, "engine": engine, "precision": precision}
@@ -117,7 +118,8 @@ def _planned(
     args = make_parser().parse_args(
         ["plan", *(f"--{name}={value}" for name, value in given.items() if value)]
     )
-    here = Gpu("here", "here", sm=0, memory_bytes=hardware.memory_bytes() or 0, gpus_per_node=1, sources={})
+    memory = hardware.memory_bytes() or 0
+    here = gpu_here() or Gpu("here", "here", sm=0, memory_bytes=memory, gpus_per_node=1, sources={})
     return round(estimate_memory(*prepare(args, here)).total_bytes / 1e6, 1)
 
 
