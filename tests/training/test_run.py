@@ -202,17 +202,17 @@ def test_a_short_training_makes_drafts_longer(answers: Path, tmp_path: Path) -> 
     out = tmp_path / "run"
     held_out = tmp_path / "held_out.jsonl"
     write_prompts(held_out, HELD_OUT)
-    recipe = replace(SMALL, steps=100, anchors=16, learning_rate=4e-3, max_length=200, eval_tokens=32)
-    run(TARGET, "tiny", answers, out, Design(layers=1), recipe, held_out=held_out, evaluate_every=50)
+    recipe = replace(SMALL, steps=60, anchors=16, learning_rate=4e-3, max_length=200, eval_tokens=32)
+    run(TARGET, "tiny", answers, out, Design(layers=1), recipe, held_out=held_out, evaluate_every=30)
     assert {path.stat().st_mode & 0o777 for path in out.rglob("*") if path.is_file()} == {0o666 & ~umask()}
     history = read_history(out / "evaluation.jsonl")
-    assert list(history) == [0, 50, 100]
+    assert list(history) == [0, 30, 60]
     lengths = [average(figures) for figures in history.values()]
     assert lengths[0] < 1.05  # an untrained one
     assert lengths[0] < lengths[1] < lengths[2]
     assert lengths[2] > 1.1
     # A category counts its own passes. The best checkpoint is the one with the longest acceptance.
-    figures = history[100]
+    figures = history[60]
     assert set(figures) == {"chat", "code", "math", "tools", ALL}
     assert figures[ALL]["passes"] == sum(part["passes"] for name, part in figures.items() if name != ALL)
     best = max(history, key=lambda step: average(history[step]))
