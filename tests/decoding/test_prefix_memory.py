@@ -102,6 +102,19 @@ def test_a_conversation_copies_only_what_is_new() -> None:
     assert counts.tokens <= len(talk)
 
 
+def test_bytes_are_those_of_the_tokens_that_are_counted() -> None:
+    """A prefix comes back from its copy, and one that is too long drops it and is refused in part."""
+    pool, base = Pool(1, 1, kept=64), prompt(24)
+    for tokens in (base, prompt(8, 3), [*base, 1], prompt(100, 2)):
+        hits(pool, tokens, max_tokens=1)
+    counts = vars(pool.prefixes.counts)
+    events = {name.removesuffix("_tokens"): n for name, n in counts.items() if name.endswith("_tokens")}
+    assert events == {"kept": 97, "reused": 24, "dropped": 33, "refused": 36}
+    assert {name: counts[f"{name}_bytes"] for name in events} == {
+        n: 2 * ROW_BYTES * k for n, k in events.items()
+    }
+
+
 def test_with_no_memory_for_prefixes_nothing_is_reused() -> None:
     pool, base = Pool(2, 2), prompt(20)
     hits(pool, base)
