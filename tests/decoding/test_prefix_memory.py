@@ -129,6 +129,8 @@ def test_too_little_memory_for_a_page_is_said_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dflash_trt.logs._warned", set())
+    Pool(1, 1, kept=8)  # for a page
+    assert not caplog.text
     Pool(1, 1, kept=3)
     pool = Pool(1, 1, kept=3)
     assert caplog.text.count("prefix_cache_bytes is 24, but 8 tokens of this pair take 64 bytes") == 1
