@@ -51,13 +51,12 @@ PAIRS: dict[str, tuple[Any, Any, int]] = {
         1,
     ),
     "beside states": (
-        lambda directory, **sizes: make_hybrid(
-            directory,
-            DENSE,
+        partial(
+            make_hybrid,
+            architecture=DENSE,
             favourites=6,
             num_hidden_layers=3,
             layer_types=[LINEAR, FULL, LINEAR],
-            **sizes,
         ),
         partial(make_drafter, layer_types=(SLIDING, SLIDING), **WINDOWED),
         1,

@@ -32,8 +32,8 @@ WINDOW, MOST, CHUNK, SLOTS = 20, 420, 48, 4
 WINDOWED = {"sliding_window": WINDOW, "head_dim": 32}
 PAIRS: dict[str, tuple[Any, Any, int]] = {
     "beside states, in both directions": (
-        lambda directory, **sizes: make_hybrid(
-            directory, DENSE, favourites=6, num_hidden_layers=2, layer_types=[LINEAR, FULL], **sizes
+        partial(
+            make_hybrid, architecture=DENSE, favourites=6, num_hidden_layers=2, layer_types=[LINEAR, FULL]
         ),
         partial(make_drafter, layer_types=(SLIDING, SLIDING), is_causal=False, **WINDOWED),
         1,
