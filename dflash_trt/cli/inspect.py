@@ -42,7 +42,7 @@ def _rows(name: str, value: object) -> Iterator[tuple[str, str]]:
     if not isinstance(value, dict):
         yield label, _show(name, value)
         return
-    width = max(map(len, value), default=0)
+    width = max((len(str(key)) for key in value), default=0)
     for key, item in value.items():
         yield label, f"{key:<{width}}  {_show(key if name in ('target', 'drafter') else name, item)}"
         label = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.cli import main
 from dflash_trt.engines.onnxruntime import products
 from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
 from dflash_trt.errors import BundleError
@@ -138,7 +140,7 @@ def test_a_processor_that_rounds_by_the_number_of_rows_is_refused(
 
 
 def test_weights_of_four_bits_take_eight_where_no_padding_makes_rows_agree(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     precision = parse_precision("target=int4,drafter=int4,head=int4")
     described = []
@@ -149,6 +151,10 @@ def test_weights_of_four_bits_take_eight_where_no_padding_makes_rows_agree(
         assert bits(made.path / "target.onnx") == {4 if least else 8}
         assert bits(made.path / "drafter.onnx") == {4}
         assert inspect(made.path)["fewest_rows"] == {4 if least else 8: least}
+        assert main(["inspect", str(made.path)]) == 0
+        assert re.search(
+            rf"^fewest rows +{4 if least else 8} +{least or 'unknown'}$", capsys.readouterr().out, re.M
+        )
         described.append(made.manifest["target"])
     four, eight = described
     assert eight["parameters"] == four["parameters"]
