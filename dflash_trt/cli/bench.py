@@ -45,7 +45,7 @@ examples:
   dflash-trt bench bundles/tiny
   dflash-trt bench bundles/tiny --concurrency 1,8 --requests 64 --plot tiny.svg
   dflash-trt bench bundles/tiny --rate 20,40 --methods plain,draft
-  dflash-trt bench bundles/dflash bundles/eagle3 --concurrency 1     # two drafters of one target
+  dflash-trt bench bundles/mine bundles/mine-eagle3 --concurrency 1     # two drafters of one target
   dflash-trt bench bundles/mine --prompts prompts.jsonl --max-tokens 256 --json
 
 A prompt file is as `dflash-trt verify --help` describes it.
