@@ -14,7 +14,7 @@ from dflash_trt.decoding.pair import Pair, PassRule
 from dflash_trt.decoding.params import MOST_PRIORITY, RequestOptions, SamplingParams
 from dflash_trt.decoding.request import Request
 from tests.doubles.pool import Pool, request
-from tests.doubles.schedules import Clock, Lengths, drive, prompt
+from tests.doubles.schedules import Clock, Lengths, drive, finish, prompt
 
 
 def test_requests_start_in_the_order_of_arrival_and_slots_stay_a_prefix(clock: Clock) -> None:
@@ -28,6 +28,27 @@ def test_requests_start_in_the_order_of_arrival_and_slots_stay_a_prefix(clock: C
         first += [e.request for e in emissions if e.request not in first]
     assert first == requests
     assert [r.statistics.queue_time for r in requests] == sorted(r.statistics.queue_time for r in requests)
+
+
+def test_times_of_a_request_are_those_of_its_passes(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass over a prompt takes 2 s and a round 3 s. The second request waits for the first, and has four chunks."""
+    pool = Pool(1, 1, chunk=8)
+
+    def taking(seconds: float, run: Any) -> Any:
+        def timed(*given: Any, **options: Any) -> Any:
+            clock.now += seconds
+            return run(*given, **options)
+
+        return timed
+
+    for name, seconds in (("prefill", 2), ("start", 3)):
+        monkeypatch.setattr(pool.pair, name, taking(seconds, getattr(pool.pair, name)))
+    asked = [request(prompt(n, n), SamplingParams(max_tokens=4), arrived=clock.now) for n in (5, 30)]
+    finish(pool, Lengths(1), *asked)
+    for each, queued, prefill in zip(asked, (0, 2 + 3 * 3), (2, 4 * 2), strict=True):
+        statistics = each.statistics
+        assert (statistics.queue_time, statistics.prefill_time) == (queued, prefill)
+        assert statistics.host_time == pytest.approx(3 * 3, abs=0.5)  # less the fake engines' own time
 
 
 def test_every_active_request_gets_a_round_in_every_step() -> None:
