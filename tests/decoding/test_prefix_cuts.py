@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dflash_trt.decoding.caches import Snapshot
 from dflash_trt.decoding.pair import _joined
+from dflash_trt.decoding.prefixes import longest
 from tests.decoding.test_prefix import hits
 from tests.doubles.fake_states_and_windows import LongStrideTarget, StateTarget, WindowTarget
 from tests.doubles.pool import Pool
@@ -22,6 +23,22 @@ def test_the_longest_length_that_a_state_was_kept_at_is_reused() -> None:
     for length, cached in ((17, 16), (16, 8), (30, 24), (17, 16)):
         pool.scheduler.slots.left.clear()
         assert hits(pool, base[:length], max_tokens=1).statistics.num_cached_tokens == cached
+
+
+def test_a_shorter_page_with_a_state_is_reused_before_a_full_one_without() -> None:
+    """The first answer went on through the page of the tokens 8 to 16, and the second prompt ended at 14."""
+    pool, base = Pool(1, 1, kept=400, target=StateTarget), prompt(12)
+    output = hits(pool, base, max_tokens=20, draft=False).output
+    for more, cached in ((2, 12), (6, 14)):
+        pool.scheduler.slots.left.clear()
+        talk = [*base, *output[:more]]
+        assert hits(pool, talk, max_tokens=1, draft=False).statistics.num_cached_tokens == cached
+
+
+def test_a_cut_is_the_longest_that_all_can_make() -> None:
+    assert longest(10, [2, 5, 8], [3, 5, 9]) == 5
+    assert longest(7, [7], [6]) == 0
+    assert longest(7, range(1, 9), [7]) == 7
 
 
 def test_copies_of_two_models_restore_what_both_can() -> None:

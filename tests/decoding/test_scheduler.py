@@ -44,7 +44,9 @@ def test_times_of_a_request_are_those_of_its_passes(clock: Clock, monkeypatch: p
     for name, seconds in (("prefill", 2), ("start", 3)):
         monkeypatch.setattr(pool.pair, name, taking(seconds, getattr(pool.pair, name)))
     asked = [request(prompt(n, n), SamplingParams(max_tokens=4), arrived=clock.now) for n in (5, 30)]
-    finish(pool, Lengths(1), *asked)
+    lengths = Lengths(1)
+    finish(pool, lengths, *asked)
+    assert [seen.ended for seen in lengths.rounds] == [0, 0, 1] * 2
     for each, queued, prefill in zip(asked, (0, 2 + 3 * 3), (2, 4 * 2), strict=True):
         statistics = each.statistics
         assert (statistics.queue_time, statistics.prefill_time) == (queued, prefill)
