@@ -15,6 +15,8 @@ import filelock
 for missing in ("sched_getaffinity", "geteuid", "O_DIRECTORY", "O_NOFOLLOW"):
     if hasattr(os, missing):
         delattr(os, missing)
+if hasattr(os, "process_cpu_count"):  # from Python 3.13 on; there it is the same function
+    os.process_cpu_count = os.cpu_count  # type: ignore[attr-defined]
 
 _import = builtins.__import__
 

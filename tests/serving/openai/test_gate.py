@@ -87,14 +87,24 @@ def test_a_client_that_leaves_ends_its_stream() -> None:
     asyncio.run(run())
 
 
-def test_a_cancellation_from_outside_passes_through() -> None:
+def test_a_request_that_the_server_cancels_as_it_stops_ends_with_503() -> None:
+    """Its task ends like any other. What was sent before stays sent."""
+
     async def run() -> None:
-        client = Client()
-        task = asyncio.create_task(visit(client, 50))
+        client, observed = Client(), list[tuple[int, int]]()
+        client.reads.set()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await client.left.wait()
+
+        made = Gate(app, keys=[], most=100, observe=lambda *statuses: observed.append(statuses))
+        task = asyncio.create_task(made(dict(SCOPE), client.receive, client.send))
         await asyncio.sleep(0.05)
         task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await task
+        assert observed == [(200, 503)]
+        assert [message["type"] for message in client.got] == ["http.response.start"]
 
     asyncio.run(run())
 
