@@ -127,6 +127,13 @@ def _say(text: str) -> None:
         print(f"dflash-trt serve: {text}", file=sys.stderr, flush=True)
 
 
+def _say_who_may_come(host: str, why: str) -> None:
+    from dflash_trt.serving.openai.server import is_loopback
+
+    if not is_loopback(host):
+        _say(f"anyone who reaches {host} may use the model: {why}")
+
+
 def _shown(host: str) -> str:
     """An address as URLs write it."""
     return f"[{host}]" if ":" in host else host
@@ -175,8 +182,8 @@ def _openai(args: argparse.Namespace) -> int:
         print(f"API      {url}/v1")
         print(f"metrics  {url}/metrics", flush=True)
 
-    if not keys and args.host not in ("127.0.0.1", "::1", "localhost"):
-        _say(f"anyone who reaches {args.host} may use the model: there is no --api-key-file")
+    if not keys:
+        _say_who_may_come(args.host, "there is no --api-key-file")
     return serve(settings, ready, _say)
 
 
@@ -213,7 +220,7 @@ def _triton(args: argparse.Namespace) -> int:
             return 1
         registry.require_packages(bundle)
         server.check()
-        addresses.check({"http": "--port", "grpc": "--grpc-port", "metrics": "--metrics-port"})
+        addresses.check()
         repository = deploy(bundle, directory / "repository", python=sys.executable, **engine_settings(args))
 
         def ready() -> None:
@@ -224,10 +231,7 @@ def _triton(args: argparse.Namespace) -> int:
             print(f"gRPC     {host}:{args.grpc_port}")
             print(f"metrics  http://{host}:{args.metrics_port}/metrics", flush=True)
 
-        if args.host not in ("127.0.0.1", "::1", "localhost"):
-            _say(
-                f"anyone who reaches {args.host} may use the model: put a gateway with authentication in front"
-            )
+        _say_who_may_come(args.host, "put a gateway with authentication in front")
         arguments = server_arguments(
             repository, addresses, args.log_level or "warning", args.grace, args.passed
         )

@@ -26,6 +26,7 @@ from dflash_trt.serving.deploy import MODEL, RESTRICTED, RESTRICTIONS
 from dflash_trt.serving.processes import allow_open_files, descendants, send_signal
 
 _STUB = "triton_python_backend_stub"
+_OPTIONS = {"http": "--port", "grpc": "--grpc-port", "metrics": "--metrics-port"}  # of `dflash-trt serve`
 _PR_SET_PDEATHSIG = 1
 _LAST_SECONDS = 5.0  # from cancelling requests to ending the server
 
@@ -37,7 +38,7 @@ class Addresses:
     host: str
     ports: Mapping[str, int]
 
-    def check(self, options: Mapping[str, str]) -> None:
+    def check(self) -> None:
         """Raise DFlashError for an address that is not available, naming its option of the command line."""
         for name, port in self.ports.items():
             try:
@@ -47,7 +48,7 @@ class Addresses:
                     free.bind((self.host, port))
             except OSError as error:
                 raise DFlashError(
-                    f"cannot listen on {self.host}:{port} ({error.strerror or error}); give another {options[name]} "
+                    f"cannot listen on {self.host}:{port} ({error.strerror or error}); give another {_OPTIONS[name]} "
                     "or --host"
                 ) from None
 

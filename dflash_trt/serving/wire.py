@@ -111,7 +111,8 @@ def refusal(code: Code, text: str, field: str | None = None) -> Update:
     return {"error": {"code": code, "text": text, "field": field}}
 
 
-_GROWING = (
+# The fields of an update that go on in later ones.
+GROWING = (
     "text", "token_ids", "rounds", "logprobs", "top_logprobs", "prompt_logprobs", "prompt_top_logprobs"
 )  # fmt: skip
 
@@ -120,7 +121,7 @@ def merge(earlier: Update, later: Update) -> None:
     """Add a later update of a sequence to an earlier one."""
     whole: Any = earlier
     for key, value in later.items():
-        added = key in whole and key in _GROWING
+        added = key in whole and key in GROWING
         whole[key] = whole[key] + value if added else value
 
 

@@ -40,9 +40,7 @@ _LOOK_SECONDS = 1.0
 # Options of `AsyncLLM` that a request may have.
 _OPTIONS = ("speculate", "block_length", "tree_nodes", "timeout", "priority", "cache_salt")
 # The fields of an update that are those of a Chunk or Completion, and of the statistics of its end.
-_PARTS = (
-    "text", "token_ids", "rounds", "logprobs", "top_logprobs", "prompt_logprobs", "prompt_top_logprobs", "finish_reason"
-)  # fmt: skip
+_PARTS = (*wire.GROWING, "finish_reason")
 # What is written in one turn of the loop: so many log-probabilities and texts take 5 ms.
 _STEP = 4096
 _LONG = 1 << 16  # bytes of a request whose parameters a thread checks

@@ -23,7 +23,6 @@ from dflash_trt.errors import shorten
 from dflash_trt.serving.openai.errors import ApiError, log_refusal
 
 LOG = logging.getLogger("uvicorn.error")
-OPEN = ("/", "/health", "/ready", "/metrics", "/version")  # and the files of the page
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 _BODY_SECONDS = 30.0
 _UNREAD_SECONDS = 2.0  # for the rest of a refused body, so that the client is still there to read the refusal
@@ -64,7 +63,7 @@ class Gate:
                 f"{shorten(_name(host), 200)} to accept it",
                 code="unknown_host",
             )
-        if not self._keys or path in OPEN or path.startswith("/page/"):
+        if not self._keys or _is_open(path):
             return ""
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() != b"bearer" or not any(
@@ -74,6 +73,11 @@ class Gate:
                 401, "the API key is missing or wrong: send Authorization: Bearer KEY", code="invalid_api_key"
             )
         return hashlib.sha256(key.strip()).hexdigest() if len(set(self._keys)) > 1 else ""
+
+
+def _is_open(path: str) -> bool:
+    """Whether a path needs no key, and is not counted: that of a probe or of the page."""
+    return path in ("/", "/health", "/ready", "/metrics", "/version") or path.startswith("/page/")
 
 
 def _name(host: str) -> str:
@@ -120,7 +124,7 @@ class _Visit:
         try:
             try:
                 state["key_digest"] = self._gate.admit(path, self._headers)
-                await self._answer(await self._body(self._gate.most))
+                await self._answer(await self._body())
             except ApiError as error:
                 await self._refuse(error)
             except ConnectionError:  # the client has left
@@ -135,11 +139,11 @@ class _Visit:
                 LOG.exception("request %s failed", self.id)
                 await self._refuse(ApiError(500, f"the server failed: {type(error).__name__}"))
         finally:
-            if path not in OPEN and not path.startswith("/page/"):
+            if not _is_open(path):
                 self._gate.observe(self._status, state.get("failed", self._status))
 
-    async def _body(self, most: int) -> bytes:
-        declared = self._headers.get(b"content-length", b"0")
+    async def _body(self) -> bytes:
+        most, declared = self._gate.most, self._headers.get(b"content-length", b"0")
         if not declared.isdigit() or int(declared[:20]) > most:
             raise ApiError(
                 413, f"the body has {declared[:20].decode('latin-1')} bytes, expected at most {most}"

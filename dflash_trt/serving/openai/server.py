@@ -148,14 +148,14 @@ async def _serve(
 ) -> int:
     gate, engine = application(settings, say)
     background: list[asyncio.Task[None]] = []
-    server, port = _uvicorn(gate, engine, settings, say, background), listening.getsockname()[1]
+    port = listening.getsockname()[1]
+    server = _uvicorn(gate, engine, settings, partial(ready, port), say, background)
     await engine.start()
     gc.freeze()  # what exists now stays, so the collector need not look at it again
     # uvicorn raises a signal again when it has ended. By then it has done its work.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     try:
-        background.append(asyncio.create_task(_when_started(server, partial(ready, port))))
         await server.serve(sockets=[listening])
     finally:
         for task in background:
@@ -168,10 +168,13 @@ def _uvicorn(
     gate: Any,
     engine: EngineProcess,
     settings: ServerSettings,
+    ready: Callable[[], None],
     say: Callable[[str], None],
     background: list[asyncio.Task[None]],
 ) -> Any:
-    """uvicorn's server, which drains and ends as the settings say. background: takes the tasks of the end."""
+    """uvicorn's server, which drains and ends as the settings say. ready: called when clients may come. background:
+    takes the tasks of the end.
+    """
     import uvicorn
 
     from dflash_trt.serving.openai.connections import Connection
@@ -183,6 +186,10 @@ def _uvicorn(
         await engine.close()
 
     class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            loop.call_soon(ready)
+
         def handle_exit(self, sig: int, frame: Any) -> None:
             if sig == signal.SIGTERM and settings.drain and not (engine.draining or self.should_exit):
                 engine.draining = True
@@ -236,12 +243,6 @@ async def _cut_unconfirmed(connections: Iterable[Any]) -> None:
             if sent and now - closed.setdefault(connection, now) >= _CONFIRM_SECONDS:
                 transport.abort()
         await asyncio.sleep(0.1)
-
-
-async def _when_started(server: Any, ready: Callable[[], None]) -> None:
-    while not server.started:
-        await asyncio.sleep(0.02)
-    ready()
 
 
 def _open_standard_files() -> None:
