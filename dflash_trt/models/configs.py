@@ -24,9 +24,10 @@ def read_target_config(directory: Path) -> TargetConfig:
     fields = _fields(directory)
     family = FAMILIES[architecture_of(fields, "target", FAMILIES)]
     fields.string("model_type", among=(family.model_type,))
-    if not family.mxfp4:
+    config = family.read(fields)
+    if config.moe is None or config.moe.quantization is None:
         _check_quantization(fields)
-    return replace(family.read(fields), architecture=family.architecture)
+    return replace(config, architecture=family.architecture)
 
 
 def read_drafter_config(directory: Path, target: TargetConfig | None = None) -> DrafterConfig:

@@ -111,4 +111,4 @@ def _weights(m: Module, hidden: int, moe: MoEConfig) -> Experts:
     return Experts(gate_up=gate_up, down=down, **biases)
 
 
-FAMILY = Family("GptOssForCausalLM", "gpt_oss", _read, _layer, mxfp4=True)
+FAMILY = Family("GptOssForCausalLM", "gpt_oss", _read, _layer)

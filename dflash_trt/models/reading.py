@@ -231,11 +231,9 @@ class Family:
 
     read: turns the file's fields into a configuration. Raises CheckpointError, naming a field that it cannot take.
     layer: adds one decoder layer to a graph.
-    mxfp4: whether experts may be in MXFP4 as OpenAI publishes it, which `read` checks.
     """
 
     architecture: str
     model_type: str
     read: Callable[[Fields], TargetConfig]
     layer: Layer
-    mxfp4: bool = False
