@@ -68,7 +68,6 @@ class BlockPass(DrafterPass):
         lengths = g.op("Add", block_start, self.n_rows, name="lengths")
         self.by_layer = self.mixers(self.start, n_written, asking, lengths)
         self.order = self._block_after_valid_context(n_written)
-        self._context: ir.Value | None = None
         self._vocabulary: DraftVocabulary | None = None
         if self.settings.vocabulary is not None or self.m.has("lm_head.weight"):
             size = self.settings.vocabulary or config.vocab_size
@@ -76,6 +75,7 @@ class BlockPass(DrafterPass):
         elif self.head is not None and self.head.has("d2t"):
             size = self.head.checkpoint.tensors["d2t"].shape[0]
             self._vocabulary = DraftVocabulary(self.head, config, size)
+        self.context = self._fused()
 
     def _block_after_valid_context(self, n_written: ir.Value) -> ir.Value:
         """Flat row numbers [B*(S+K)] that move each sequence's block rows directly after its valid context rows.
@@ -89,25 +89,22 @@ class BlockPass(DrafterPass):
         last = g.op("Sub", n_written, g.constant([1]), name="final")
         return self.flat_rows(g.op("Min", source, last, name="clamped"), n_written)
 
-    def context(self) -> ir.Value:
+    def _fused(self) -> ir.Value:
         """The fused features [B, S, D] that every layer takes its context rows from."""
-        if self._context is None:
-            g, m, config = self.g, self.m, self.config
-            width, hidden = len(config.target_layer_ids) * config.hidden_size, config.hidden_size
-            context = g.op("Reshape", self.features, g.constant([-1, width]), name="flat_features")
-            epsilon = config.rms_norm_eps
-            if g.dtype == ir.DataType.FLOAT16:
-                scale = g.scalar(FP16_FEATURE_SCALE, self.features.dtype)
-                context = g.op("Mul", context, scale, name="into_range")
-                epsilon *= FP16_FEATURE_SCALE**2
-            layer, norm = self.settings.fusion
-            context = m.linear(g.from_dtype(context, self.features.dtype or g.dtype), layer, width, hidden)
-            context = m.rms_norm(context, norm, hidden, epsilon)
-            self._context = g.op("Reshape", context, self.by_sequence, name="context")
-        return self._context
+        g, m, config = self.g, self.m, self.config
+        width, hidden = len(config.target_layer_ids) * config.hidden_size, config.hidden_size
+        context = g.op("Reshape", self.features, g.constant([-1, width]), name="flat_features")
+        epsilon = config.rms_norm_eps
+        if g.dtype == ir.DataType.FLOAT16:
+            scale = g.scalar(FP16_FEATURE_SCALE, self.features.dtype)
+            context = g.op("Mul", context, scale, name="into_range")
+            epsilon *= FP16_FEATURE_SCALE**2
+        layer, norm = self.settings.fusion
+        context = m.linear(g.from_dtype(context, self.features.dtype or g.dtype), layer, width, hidden)
+        context = m.rms_norm(context, norm, hidden, epsilon)
+        return g.op("Reshape", context, self.by_sequence, name="context")
 
     def embedded(self) -> ir.Value:
-        self.context()
         own = self.settings.embedding or self.m.has("embed_tokens.weight")
         root = self.m if own else self.root.at(self.target.prefix)
         target_scale = self.target.embedding_scale if self.config.row_scale is None else self.config.row_scale
@@ -128,7 +125,7 @@ class BlockPass(DrafterPass):
         hidden = config.hidden_size
 
         def attention(h: ir.Value) -> ir.Value:
-            return self.by_layer[i].layer(layer, i, h, self._behind_context(self.context(), h, hidden))
+            return self.by_layer[i].layer(layer, i, h, self._behind_context(h))
 
         def mlp(h: ir.Value) -> ir.Value:
             return gated_mlp(
@@ -151,13 +148,12 @@ class BlockPass(DrafterPass):
                     x = g.op("Add", x, h, name="residual")
         return x
 
-    def _behind_context(self, context: ir.Value, rows: ir.Value, width: int) -> ir.Value:
-        """Context rows and block rows as they are written, [B*(S+R), width]. Both have any shape of such rows."""
+    def _behind_context(self, rows: ir.Value) -> ir.Value:
+        """Context rows and block rows [B*R, D] as they are written, [B*(S+R), D]."""
         g = self.g
-        by_sequence = g.shape(self.batch, -1, width)
-        parts = [g.op("Reshape", each, by_sequence, name="rows") for each in (context, rows)]
+        parts = [g.op("Reshape", each, self.by_sequence, name="rows") for each in (self.context, rows)]
         both = g.op("Concat", *parts, name="both", axis=1)
-        both = g.op("Reshape", both, g.constant([-1, width]), name="flat")
+        both = g.op("Reshape", both, g.constant([-1, self.config.hidden_size]), name="flat")
         return g.op("Gather", both, self.order, name="packed")
 
     def drafted(self, x: ir.Value) -> ir.Value:
