@@ -148,24 +148,6 @@ class GraphBuilder:
         weight.type, weight.shape = ir.TensorType(dtype), ir.Shape(shape)
         return weight
 
-    def parts(self, weight: ir.Value, count: int, dtype: ir.DataType, shape: Sequence[int]) -> list[ir.Value]:
-        """The bytes of a raw weight as `count` equal parts of `dtype` and `shape`, without a copy."""
-        whole = weight.const_value
-        assert isinstance(whole, ir.ExternalTensor)
-        assert whole.offset is not None
-        size = whole.nbytes // count
-        parts = []
-        for i in range(count):
-            tensor = ir.ExternalTensor(
-                *(whole.location, whole.offset + i * size, size, dtype),
-                shape=ir.Shape(shape),
-                name=f"{whole.name}/{i}",
-            )
-            parts.append(ir.val(tensor.name, const_value=tensor))
-            self.graph.register_initializer(parts[-1])
-        del self.graph.initializers[whole.name]
-        return parts
-
     def cast(self, value: ir.Value, dtype: ir.DataType, name: str = "cast") -> ir.Value:
         """A value in `dtype`; nothing is added where it has that already."""
         return value if value.dtype == dtype else self.op("Cast", value, name=name, to=int(dtype))
@@ -174,9 +156,9 @@ class GraphBuilder:
         """Cast a value that is in `dtype` to the graph's dtype."""
         return value if dtype == self.dtype else self.op("Cast", value, name=name, to=int(self.dtype))
 
-    def to_float(self, value: ir.Value, name: str = "to_float") -> ir.Value:
+    def to_float(self, value: ir.Value) -> ir.Value:
         """Cast a computed value from the graph's dtype to float32."""
-        return value if self.dtype == FLOAT else self.op("Cast", value, name=name, to=int(FLOAT))
+        return value if self.dtype == FLOAT else self.op("Cast", value, name="to_float", to=int(FLOAT))
 
     def slice(
         self,

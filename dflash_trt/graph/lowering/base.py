@@ -98,11 +98,11 @@ def times_factors(g: GraphBuilder, numbers: ir.Value, factors: ir.Value) -> ir.V
     return g.op("Reshape", widened, g.constant([0, -1]), name="widened")
 
 
-def microscaled(g: GraphBuilder, numbers: ir.Value, exponents: ir.Value, name: str) -> ir.Value:
+def microscaled(g: GraphBuilder, numbers: ir.Value, exponents: ir.Value) -> ir.Value:
     """E2M1 or E4M3 numbers [..., n] and exponents [..., n/32] -> the graph's dtype, by TensorRT's own operator."""
     return g.op(
         *("TRT_MXFP8DequantizeLinear", numbers, exponents),
-        name=name,
+        name="widened",
         domain=TRT_DOMAIN,
         axis=-1,
         block_size=BLOCK,

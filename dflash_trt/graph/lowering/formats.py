@@ -93,7 +93,7 @@ class FP8Lowering(Lowering):
         weight, scale = inputs["weight"], inputs["scale"]
         block = [stored.algorithm.group_rows, stored.algorithm.group_size]
         if stored.exponents and block == [1, BLOCK]:
-            return microscaled(g, weight, scale, name="widened")
+            return microscaled(g, weight, scale)
         if stored.algorithm.group_size:
             scale = self._block_scales(g, stored, scale)
             if inputs["scale"].shape != (1, 1):
@@ -220,7 +220,7 @@ class MXFP4Lowering(Lowering):
 
     def tensorrt_weight(self, g: GraphBuilder, stored: StoredLinear, inputs: Values) -> ir.Value:
         """By TensorRT's own operator."""
-        return microscaled(g, inputs["weight"], inputs["scale"], name="widened")
+        return microscaled(g, inputs["weight"], inputs["scale"])
 
     def expert_factors(self, g: GraphBuilder, stored: StoredLinear, parts: Values) -> ir.Value:
         """Powers of two."""
@@ -263,16 +263,13 @@ class INT8Lowering(Lowering):
         return times_factors(g, numbers, scale)
 
     def tensorrt_weight(self, g: GraphBuilder, stored: StoredLinear, inputs: Values) -> ir.Value:
-        """In groups, or in one for each row."""
-        weight = inputs["weight"]
-        assert weight.shape is not None
-        columns = stored.algorithm.group_size or int(str(weight.shape[1]))  # a row may share one scale
-        scales = g.cast(inputs["scale"], g.dtype, name="scales")
-        return g.op("DequantizeLinear", weight, scales, name="widened", axis=1, block_size=columns)
+        """By row: INT4 as `int4_by_row` writes it."""
+        scales, block = g.cast(inputs["scale"], g.dtype, name="scales"), stored.algorithm.group_size
+        return g.op("DequantizeLinear", inputs["weight"], scales, name="widened", axis=1, block_size=block)
 
 
-class INT4Lowering(Lowering):
-    """Blocked DequantizeLinear, or a product of blocks that can be folded."""
+class INT4Lowering(INT8Lowering):
+    """The same, where a byte may also hold numbers of two rows."""
 
     def operator(self, stored: StoredLinear) -> str:
         """A body for each size of a group and each packing."""
@@ -289,31 +286,22 @@ class INT4Lowering(Lowering):
         self, g: GraphBuilder, stored: StoredLinear, inputs: Values, x: ir.Value, resident: bool
     ) -> ir.Value:
         """Widened in the order of its bytes, then in rows."""
-        weight = inputs["weight"]
+        if stored.by_row:
+            return super().onnxruntime_weight(g, stored, inputs, x, resident)
+        weight, block = inputs["weight"], stored.algorithm.group_size
+        # The weight is [out/2, in, 2]: its scales, [out, groups], get that order.
         scale = g.op("Cast", inputs["scale"], name="scale_float", to=int(FLOAT))
-        block = stored.algorithm.group_size
-        if not stored.by_row:  # the weight is [out/2, in, 2]: its scales, [out, groups], get that order
-            pairs = g.op("Reshape", scale, g.shape(-1, 2, g.dim(scale, 1)), name="scale_pairs")
-            scale = g.op("Transpose", pairs, name="scale_by_pair", perm=[0, 2, 1])
+        pairs = g.op("Reshape", scale, g.shape(-1, 2, g.dim(scale, 1)), name="scale_pairs")
+        scale = g.op("Transpose", pairs, name="scale_by_pair", perm=[0, 2, 1])
         if resident:
-            split = [0, -1, block, 2][: 3 if stored.by_row else 4]
             numbers = g.op("Cast", weight, to=int(FLOAT))
-            numbers = g.op("Reshape", numbers, g.constant(split), name="by_block")
+            numbers = g.op("Reshape", numbers, g.constant([0, -1, block, 2]), name="by_block")
             widened = g.op("Mul", numbers, g.unsqueeze(scale, 2), name="widened_by_block")
-            whole = [0, -1] if stored.by_row else [0, -1, 2]
-            widened = g.op("Reshape", widened, g.constant(whole), name="widened")
+            widened = g.op("Reshape", widened, g.constant([0, -1, 2]), name="widened")
         else:
             widened = g.op("DequantizeLinear", weight, scale, name="widened", axis=1, block_size=block)
-        if stored.by_row:
-            return widened
         by_row = g.op("Transpose", widened, name="by_row", perm=[0, 2, 1])
         return g.op("Reshape", by_row, g.shape(-1, g.dim(x, 1)), name="rows")
-
-    def tensorrt_weight(self, g: GraphBuilder, stored: StoredLinear, inputs: Values) -> ir.Value:
-        """By row, as `int4_by_row` writes it."""
-        weight, scales = inputs["weight"], g.cast(inputs["scale"], g.dtype, name="scales")
-        block = stored.algorithm.group_size
-        return g.op("DequantizeLinear", weight, scales, name="widened", axis=1, block_size=block)
 
 
 # By the names in formats.FORMATS.
