@@ -84,10 +84,10 @@ class Workspace:
                 "would be lost with it: move them, or choose another --out"
             )
 
-    def check_free(self, state: str) -> None:
-        """Raise BuildError, with `state` as its text, if `out` exists."""
+    def check_free(self) -> None:
+        """Raise BuildError if there is anything in `out`."""
         if os.path.lexists(self.out) and any(self.out.iterdir()):
-            raise BuildError(f"{self.out}: {state}; choose another --out, or remove it")
+            raise BuildError(f"{self.out}: is there already; choose another --out, or remove it")
 
     def publish(self) -> None:
         """Move the content of `path` to `out`, complete and on disk.

@@ -104,7 +104,7 @@ def _convert(
 ) -> Path:
     config = _quant_config(layers, copied)
     with workspace(out) as place:
-        place.check_free("exists")
+        place.check_free()
         work = place.path
         shards = _Shards(checkpoint, layers, copied, progress)
         write_checkpoint(

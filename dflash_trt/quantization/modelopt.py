@@ -54,8 +54,6 @@ def quantize_with_modelopt(
             f"--calibration needs torch, transformers and nvidia-modelopt ({error}): "
             f"{install('quantize')} (torch first, from the index for your CPU or GPU)"
         ) from error
-    if out.exists():
-        raise BuildError(f"{out}: exists; choose another --out")
     config: dict[str, Any] = deepcopy(getattr(mtq, str(FORMATS[scheme].modelopt_config)))
     config["quant_cfg"] += [{"quantizer_name": pattern, "enable": False} for pattern in disabled]
     if scheme == "int4":
@@ -65,7 +63,6 @@ def quantize_with_modelopt(
         for entry in config["quant_cfg"]:
             if "block_sizes" in (entry.get("cfg") or {}):
                 entry["cfg"]["block_sizes"][-1] = QuantizationRecipe(scheme).algorithm(inputs).group_size
-    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval()
 
     def calibrate(model: Any) -> None:
         with torch.no_grad():
@@ -73,7 +70,8 @@ def quantize_with_modelopt(
                 model(torch.tensor([list(prompt)]))
 
     with workspace(out) as place:
-        place.check_free("is there already")
+        place.check_free()
+        model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval()
         model = mtq.quantize(model, config, calibrate)
         export(model, export_dir=place.path)
         copy_beside(source, place.path)

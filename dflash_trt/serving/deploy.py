@@ -71,7 +71,7 @@ def deploy(
     if name is not None:
         out.mkdir(parents=True, exist_ok=True)
     with workspace(out if name is None else out / name) as place:
-        place.check_free("is there already")
+        place.check_free()
         if name is None:
             # Triton needs a version directory, even an empty one.
             (place.path / "ensemble" / "1").mkdir(parents=True)

@@ -166,7 +166,7 @@ def test_what_cannot_be_quantized_is_refused(tmp_path: Path, quantized: dict[str
         ("matches no linear layer", lambda: quantize(target, out, "fp8", exclude=["model.layer.*"])),
         ("a drafter uses its target's", lambda: quantize(drafter, out, "fp8", head="fp8")),
         ("no linear layer to quantize", lambda: quantize(target, out, "fp8", exclude=["*"])),
-        ("int8: exists", lambda: quantize(target, quantized["int8"], "int8")),
+        ("int8: is there already", lambda: quantize(target, quantized["int8"], "int8")),
         ("--scheme is 'int3', expected one of", lambda: quantize(target, out, "int3")),
         (
             "is already nvfp4",
