@@ -33,19 +33,6 @@ def print_table(rows: Iterable[Sequence[str]], *, heading: bool = False) -> None
             start = " " * len(start)
 
 
-def print_figures(rows: Sequence[Sequence[str]], *, headings: int = 1, left: int = 0) -> None:
-    """Print rows of equal length, right-aligned but for the column `left`. The first `headings` rows are bold."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    bold = colours(sys.stdout)
-    for number, cells in enumerate(rows):
-        aligned = (
-            f"{cell:<{width}}" if place == left else f"{cell:>{width}}"
-            for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        )
-        line = "  ".join(aligned).rstrip()
-        print(f"\033[1m{line}\033[0m" if bold and number < headings else line)
-
-
 @contextmanager
 def loading(place: object) -> Iterator[None]:
     """A line on standard error while a bundle is loaded, on a terminal. It disappears afterwards."""
