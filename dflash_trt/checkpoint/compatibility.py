@@ -7,7 +7,6 @@ from pathlib import Path
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.schema import PENDING_ROWS, DrafterConfig, TargetConfig
 from dflash_trt.errors import PairError, show
-from dflash_trt.files.reading import read_object
 from dflash_trt.text.tokenizer import Tokenizer
 
 
@@ -66,8 +65,7 @@ def check_tokenizers(target_dir: Path, drafter_dir: Path | None, mask_token_id: 
     """
     path, tokenizer = target_dir / "tokenizer.json", Tokenizer(target_dir)
     tokens = tokenizer.backend.get_vocab(with_added_tokens=True)
-    config = target_dir / "config.json"
-    fields = Fields(config, read_object(config))
+    fields = Fields.read(target_dir / "config.json")
     vocab_size = (fields.section("text_config") or fields).integer("vocab_size")
     token, largest = max(tokens.items(), key=lambda item: item[1], default=("", -1))
     if largest >= vocab_size:

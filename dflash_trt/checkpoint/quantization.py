@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from dflash_trt.checkpoint.compressed_tensors import read_compressed_tensors
 from dflash_trt.checkpoint.fields import Fields, stated
@@ -25,7 +24,6 @@ from dflash_trt.checkpoint.rules import (
     text_name,
 )
 from dflash_trt.errors import show
-from dflash_trt.files.reading import read_object
 from dflash_trt.formats import ALGORITHMS, FORMATS, Algorithm
 from dflash_trt.formats.base import BLOCK, FileLayout
 
@@ -57,13 +55,13 @@ def read_quantization(directory: Path) -> Quantization:
     """
     path = directory / QUANT_CONFIG
     if path.is_file():
-        whole = Fields(path, read_object(path))
+        whole = Fields.read(path)
         if whole.get("quantization") is None and "quant_algo" in whole.values:  # as config.json has them
             return _read_modelopt(whole)
         own = whole.needed("quantization", "an object with quant_algo")
         return _read_modelopt(own, "exclude_modules", "kv_cache_quant_algo")
     path = directory / "config.json"
-    section = _section(path, read_object(path)) if path.is_file() else None
+    section = _section(Fields.read(path)) if path.is_file() else None
     if section is None:
         return Quantization(path)
     method = section.get("quant_method")
@@ -83,8 +81,7 @@ def read_quantization(directory: Path) -> Quantization:
     return replace(_READERS[method](section), method=method)
 
 
-def _section(path: Path, config: Mapping[str, Any]) -> Fields | None:
-    whole = Fields(path, config)
+def _section(whole: Fields) -> Fields | None:
     for key in SECTIONS:
         section = whole.section(key)
         if section is None:
@@ -93,7 +90,7 @@ def _section(path: Path, config: Mapping[str, Any]) -> Fields | None:
         if inner is None:
             return section
         sparsity = section.get("sparsity_config")
-        return Fields(path, {"sparsity_config": sparsity, **inner.values}, inner.prefix)
+        return Fields(whole.path, {"sparsity_config": sparsity, **inner.values}, inner.prefix)
     return None
 
 

@@ -25,7 +25,7 @@ from dflash_trt.checkpoint.quantization import read_quantization
 from dflash_trt.checkpoint.rules import Quantization, text_name
 from dflash_trt.errors import CheckpointError, quoted, show
 from dflash_trt.files.disk import own_file, stamp
-from dflash_trt.files.reading import open_file, parse_object, read_object
+from dflash_trt.files.reading import open_file, parse_object
 
 DTYPES: Mapping[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
@@ -293,7 +293,7 @@ def _read_entry(file: Path, name: str, entry: object, data: int) -> TensorInfo:
 def read_index(directory: Path) -> dict[str, str]:
     """Tensor name -> shard file name, as the index has them. Shards need not be there yet."""
     path = directory / INDEX
-    section = Fields(path, read_object(path, _INDEX_BYTES)).section("weight_map")
+    section = Fields.read(path, _INDEX_BYTES).section("weight_map")
     if section is None or not section.values:
         raise CheckpointError(
             f"{path}: weight_map is missing or empty, expected tensor names and their files"

@@ -57,17 +57,15 @@ def _scheme(text: str) -> str:
 
 def run(args: argparse.Namespace) -> int:
     from dflash_trt.building.sources import resolve
-    from dflash_trt.checkpoint.fields import Fields
-    from dflash_trt.files.reading import read_object
     from dflash_trt.models.configs import is_drafter
     from dflash_trt.quantization.convert import quantize
     from dflash_trt.reports.inspection import inspect
 
-    source, config = resolve(args.checkpoint, args.role).directory, "config.json"
+    source = resolve(args.checkpoint, args.role).directory
     if args.calibration:
         from dflash_trt.quantization.modelopt import calibration_set, quantize_with_modelopt
 
-        if args.head or is_drafter(Fields(source / config, read_object(source / config))):
+        if args.head or is_drafter(source):
             raise UsageError("--calibration is for targets, without their LM head")
         file = None if args.calibration == "shipped" else Path(args.calibration)
         prompts = calibration_set(source, file)

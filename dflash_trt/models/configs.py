@@ -8,7 +8,6 @@ from pathlib import Path
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.quantization import read_quantization
 from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
-from dflash_trt.files.reading import read_object
 from dflash_trt.models.drafters import KINDS, speculators
 from dflash_trt.models.families import FAMILIES
 from dflash_trt.models.reading import architecture_of
@@ -21,7 +20,7 @@ def read_target_config(directory: Path) -> TargetConfig:
         CheckpointError: a file is missing or malformed, the architecture is not one of FAMILIES, the quantization is
             unsupported, or a field is missing, of the wrong type, or out of range.
     """
-    fields = _fields(directory)
+    fields = Fields.read(directory / "config.json")
     family = FAMILIES[architecture_of(fields, "target", FAMILIES)]
     fields.string("model_type", among=(family.model_type,))
     config = family.read(fields)
@@ -36,7 +35,7 @@ def read_drafter_config(directory: Path, target: TargetConfig | None = None) -> 
     Raises:
         CheckpointError: as in read_target_config, and for a field that requests something not supported.
     """
-    fields = _fields(directory)
+    fields = Fields.read(directory / "config.json")
     if fields.get(speculators.TYPE) is not None:
         kind = speculators.KINDS[fields.string(speculators.TYPE, among=speculators.KINDS)]
     else:
@@ -51,8 +50,9 @@ def read_drafter_config(directory: Path, target: TargetConfig | None = None) -> 
     return config
 
 
-def is_drafter(fields: Fields) -> bool:
+def is_drafter(directory: Path) -> bool:
     """Whether config.json is a drafter's. Some kinds have the architecture of a target, and a vocabulary of drafts."""
+    fields = Fields.read(directory / "config.json")
     names = fields.get("architectures")
     own = isinstance(names, list) and any(name in KINDS and name not in FAMILIES for name in names)
     return own or any(
@@ -66,8 +66,3 @@ def _check_quantization(fields: Fields) -> None:
     if section is not None and section.get("quant_method") == "mxfp4":
         raise section.error("quant_method", "is 'mxfp4', which is supported for gpt-oss only")
     read_quantization(fields.path.parent)
-
-
-def _fields(directory: Path) -> Fields:
-    path = directory / "config.json"
-    return Fields(path, read_object(path))

@@ -16,7 +16,6 @@ from dflash_trt.checkpoint.fields import Fields, stated
 from dflash_trt.checkpoint.rope import RopeConfig, read_rope
 from dflash_trt.checkpoint.schema import Activation, LayerAttention, MoEConfig, TargetConfig
 from dflash_trt.errors import quoted, show
-from dflash_trt.files.reading import read_object
 from dflash_trt.models.module import Module
 from dflash_trt.models.passes import Mixer
 
@@ -201,7 +200,7 @@ def target(
     """`tied`: what `tie_word_embeddings` is where it is missing."""
     refuse(fields, {"is_causal": (True,)})
     path, vocab_size = fields.path.with_name("generation_config.json"), common["vocab_size"]
-    generation = Fields(path, read_object(path)) if path.exists() else None
+    generation = Fields.read(path) if path.exists() else None
     return TargetConfig(
         **common,
         layers=tuple(LayerAttention(True, window) for window in windows),

@@ -8,13 +8,11 @@ from typing import Any
 
 from dflash_trt.building.first_use import check_path
 from dflash_trt.bundle.manifest import Bundle
-from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.layouts import parameters_of
 from dflash_trt.checkpoint.schema import DecoderConfig, DrafterConfig, TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.engines.registry import engine_of
 from dflash_trt.errors import CheckpointError
-from dflash_trt.files.reading import read_object
 from dflash_trt.models.configs import is_drafter, read_drafter_config, read_target_config
 
 # Fields of the manifest that are shown unchanged, and those of a drafter. Files are shown by name and size.
@@ -40,7 +38,7 @@ def inspect(path: Path) -> dict[str, Any]:
 
 
 def _checkpoint(path: Path) -> dict[str, Any]:
-    drafter = is_drafter(Fields(path / "config.json", read_object(path / "config.json")))
+    drafter = is_drafter(path)
     config = read_drafter_config(path) if drafter else read_target_config(path)
     checkpoint = Checkpoint(path)
     by_dtype, parameters = Counter[str](), 0
@@ -52,7 +50,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
         "path": str(path),
         **_describe(config),
         "quantization": checkpoint.quantization.name,
-        **({"quantized_cache": checkpoint.quantization.cache} if checkpoint.quantization.kv_cache else {}),
+        **({"quantized_cache": cache} if (cache := checkpoint.quantization.cache) else {}),
         **_weights(parameters, by_dtype),
         "files": {file.name: file.stat().st_size for file in checkpoint.files},
     }

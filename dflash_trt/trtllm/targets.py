@@ -54,8 +54,7 @@ def read_target(directory: Path) -> TargetConfig:
 
     Raises CheckpointError as `read_target_config`.
     """
-    path = directory / "config.json"
-    top = Fields(path, read_object(path))
+    top = Fields.read(directory / "config.json")
     names = top.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
     if not isinstance(name, str) or name not in TARGETS:
