@@ -125,7 +125,6 @@ class OnnxRuntime(Dialect):
         return g.function()
 
     def attention(self, kind: AttentionKind) -> ir.Function:
-        """See `_attend`."""
         g = GraphBuilder("Windowed" * kind.windowed + kind.name)
         if kind.sinks:
             return self._sink_attention(g, kind)
@@ -177,7 +176,6 @@ class OnnxRuntime(Dialect):
         return causal_conv(kind, self.dtype, few=True)
 
     def gated_delta_net(self, kind: LayerDeltaNet) -> ir.Function:
-        """By ONNX Runtime's own recurrence."""
         return onnxruntime_delta(kind)
 
     def moe(

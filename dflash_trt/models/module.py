@@ -153,7 +153,6 @@ class Module:
         return self.g.op("Gemm", x, *parameters, name=name, transB=1)
 
     def _split(self, y: ir.Value, outputs: Mapping[str, int], shaped: Shaped | None) -> dict[str, ir.Value]:
-        """The columns of each layer."""
         sizes, name = self.g.constant(list(outputs.values())), "-".join(outputs)
         y = y if shaped is None else shaped(y, sum(outputs.values()))
         parts = self.g.multi("Split", y, sizes, outputs=len(outputs), name=f"{name}/split", axis=-1)

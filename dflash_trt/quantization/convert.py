@@ -200,7 +200,6 @@ class _Shards:
 
 
 def as_it_is(checkpoint: Checkpoint, info: TensorInfo) -> Entry:
-    """A tensor of the checkpoint, unchanged."""
     flat = checkpoint.array(info.name).reshape(-1).view(np.uint8)
     places = range(0, len(flat), STEP_BYTES)
     pieces = ((info.name, flat[at : at + STEP_BYTES]) for at in places)

@@ -126,7 +126,6 @@ def merge(earlier: Update, later: Update) -> None:
 
 
 def line(message: Mapping[str, Any]) -> bytes:
-    """A message as a line."""
     return json.dumps(message).encode() + b"\n"
 
 

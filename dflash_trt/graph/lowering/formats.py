@@ -150,7 +150,6 @@ class NVFP4Lowering(Lowering):
         return times_factors(g, numbers, _times_second(g, stored, factors, second))
 
     def tensorrt_weight(self, g: GraphBuilder, stored: StoredLinear, inputs: Values) -> ir.Value:
-        """First the scales, then the numbers."""
         both = inputs["scale"], inputs["global_scale"]
         scales = g.op("DequantizeLinear", *both, name="scales", output_dtype=int(g.dtype))
         return g.op(
@@ -180,7 +179,6 @@ class NVFP4Lowering(Lowering):
         return g.op("Reshape", g.op("Mul", rounded, scale), g.constant([0, -1]), name="x_rounded")
 
     def tensorrt_input(self, g: GraphBuilder, scale: ir.Value, x: ir.Value) -> ir.Value:
-        """By TensorRT's own operator, then back."""
         codes, scales = g.multi(
             *("TRT_FP4DynamicQuantize", x, scale),
             outputs=2,
@@ -194,13 +192,11 @@ class NVFP4Lowering(Lowering):
         return g.op("DequantizeLinear", codes, scales, name="x_rounded", axis=-1, block_size=NVFP4_BLOCK)
 
     def expert_factors(self, g: GraphBuilder, stored: StoredLinear, parts: Values) -> ir.Value:
-        """Both scales of each block."""
         factors = lookup(g, g.constant(_E4M3_VALUES, np.float32), parts["scale"])
         return _times_second(g, stored, factors, parts["global_scale"])
 
 
 def _times_second(g: GraphBuilder, stored: StoredLinear, scales: ir.Value, second: ir.Value) -> ir.Value:
-    """The factor of each block."""
     return g.op("Div" if stored.algorithm.reciprocal else "Mul", scales, second, name="factors")
 
 
@@ -212,18 +208,15 @@ class MXFP4Lowering(Lowering):
     def onnxruntime_weight(
         self, g: GraphBuilder, stored: StoredLinear, inputs: Values, x: ir.Value, resident: bool
     ) -> ir.Value:
-        """Looked up in tables."""
         tables = [BYTE_TO_PAIR[:, 0], BYTE_TO_PAIR[:, 1], E8M0]
         low, high, powers = (table(g, values, x, resident) for values in tables)
         numbers = by_block(g, low, high, inputs["weight"], BLOCK)
         return times_factors(g, numbers, lookup(g, powers, inputs["scale"]))
 
     def tensorrt_weight(self, g: GraphBuilder, stored: StoredLinear, inputs: Values) -> ir.Value:
-        """By TensorRT's own operator."""
         return microscaled(g, inputs["weight"], inputs["scale"])
 
     def expert_factors(self, g: GraphBuilder, stored: StoredLinear, parts: Values) -> ir.Value:
-        """Powers of two."""
         return lookup(g, g.constant(E8M0, np.float32), parts["scale"])
 
 
@@ -253,7 +246,6 @@ class INT8Lowering(Lowering):
     def onnxruntime_weight(
         self, g: GraphBuilder, stored: StoredLinear, inputs: Values, x: ir.Value, resident: bool
     ) -> ir.Value:
-        """Numbers times the scales of their groups."""
         weight, block = inputs["weight"], stored.algorithm.group_size
         scale = g.op("Cast", inputs["scale"], name="scale_float", to=int(FLOAT))
         if not resident:

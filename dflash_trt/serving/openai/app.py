@@ -156,7 +156,6 @@ class Api:
         raise ApiError(405 if known else 404, f"{method} {path[:200]} is not an endpoint of this server")
 
     async def _answer(self, kind: type[CommonFields], answering: Any, request: Request) -> ASGIApp:
-        """An answer, whole or in events."""
         body, state, settings = await _read(request, kind), request.state, self._settings
         if body.priority and not settings.priorities:
             text = f"priority is {body.priority}, but this server has no priorities: start it with --allow-priority"

@@ -75,7 +75,6 @@ class Channels:
             self._take(self._words.push(tokens))
 
     def finish(self) -> list[AnswerPart]:
-        """The rest."""
         self._end_of_text()
         self._release()
         if self._in_body:

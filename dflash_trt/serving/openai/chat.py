@@ -101,7 +101,6 @@ class Chat(Generation[ChatRequest, ChatChoice]):
         return {"message": _message(self.choices[index])}
 
     async def chunks(self, engine: EngineProcess) -> AsyncGenerator[dict[str, Any], None]:
-        """The answer in chunks."""
         async with aclosing(self.run(engine)) as given:
             async for index, update in given:
                 choice = self.choices[index]

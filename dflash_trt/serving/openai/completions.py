@@ -83,7 +83,6 @@ class Completions(Generation[CompletionRequest, CompletionChoice]):
         return text | ({"prompt_token_ids": prompt} if self.body.return_token_ids else {})
 
     async def chunks(self, engine: EngineProcess) -> AsyncGenerator[dict[str, Any], None]:
-        """The completions in chunks."""
         async with aclosing(self.run(engine)) as given:
             async for index, update in given:
                 yield self.chunk(self._choice(index, update))

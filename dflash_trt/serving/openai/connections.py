@@ -22,12 +22,10 @@ class Connection(HttpToolsProtocol):
     _in_body = False  # whether headers have arrived, and not the end of their message
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Expect headers from now on."""
         super().connection_made(transport)
         self._expect_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Expect nothing more."""
         self._expect_nothing()
         super().connection_lost(exc)
 
@@ -56,7 +54,6 @@ class Connection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The headers have arrived, and a body follows."""
         self._expect_nothing()
         self._bytes, self._in_body = 0, True
         super().on_headers_complete()
@@ -67,7 +64,6 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The body has ended."""
         self._in_body = False
         super().on_message_complete()
 

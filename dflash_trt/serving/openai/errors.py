@@ -50,7 +50,6 @@ class ApiError(Exception):
         return ApiError(self.status, message, param, self.code)
 
     def body(self) -> dict[str, Any]:
-        """The error as JSON."""
         kind = REASONS[self.status][1]
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code or self.status}
         return {"error": error}
@@ -103,7 +102,6 @@ def from_validation(error: ValidationError) -> ApiError:
 
 
 def _place(parts: tuple[int | str, ...]) -> str:
-    """The path of a field."""
     path = ""
     for part in parts:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else shorten(part, 100)

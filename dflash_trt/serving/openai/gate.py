@@ -101,8 +101,6 @@ def _is_known(host: str, names: Collection[str]) -> bool:
 
 
 class _Visit:
-    """One request."""
-
     def __init__(self, gate: Gate, scope: Scope, receive: Receive, send: Send) -> None:
         self._gate, self._scope, self._receive, self._send = gate, scope, receive, send
         self._headers = dict(scope["headers"])

@@ -288,7 +288,6 @@ class Generation(ABC, Generic[B, C]):
 
     @property
     def ended(self) -> bool:
-        """Whether all choices have ended."""
         return all(choice.finish_reason for choice in self.choices)
 
     def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:

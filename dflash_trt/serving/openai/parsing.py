@@ -319,7 +319,6 @@ class AnswerParser:
         return parts
 
     def finish(self) -> list[AnswerPart]:
-        """The rest."""
         rest = self.think.finish() if self.think else ()
         return [*self._content(rest), *self.calls.finish()]
 

@@ -31,7 +31,6 @@ MOST_VALUES = 1 << 18
 
 
 def refuse(place: str, value: Any, expected: str) -> NoReturn:
-    """Raise ApiError for a value."""
     raise ApiError(400, f"{place} is {show(value)}, expected {expected}", place)
 
 
@@ -80,7 +79,6 @@ def _thoughts(given: Json) -> str:
 
 
 def message(given: Any, place: str) -> Json:
-    """One message of a chat."""
     given = _object(given, place)
     role = given.get("role")
     if role not in _ROLES:
@@ -129,7 +127,6 @@ def _called(call_id: Any, name: str, arguments: Any, place: str) -> Json:
 
 
 def messages(given: list[Any]) -> list[Json]:
-    """The messages of a chat."""
     return [message(each, f"messages[{i}]") for i, each in enumerate(given)]
 
 
@@ -173,7 +170,6 @@ class ToolChoice:
 
 
 def tool_choice(given: Any) -> ToolChoice:
-    """`tool_choice` of a chat or a response."""
     if given is None or given in ("none", "auto", "required"):
         return ToolChoice(given or "auto")
     if given == "any":  # Mistral's name

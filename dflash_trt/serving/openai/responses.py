@@ -53,7 +53,6 @@ class Responses(Chat):
         return cls(**vars(chat) | {"asked": body, "id": f"resp_{request_id}", "names": names})
 
     async def whole(self, engine: EngineProcess) -> list[bytes]:
-        """The response at once."""
         async with aclosing(self.chunks(engine)) as events:
             async for event in events:
                 last = event
