@@ -149,8 +149,9 @@ def _openai(args: argparse.Namespace) -> int:
     check_certificate(args.tls_cert, args.tls_key)
     bundle = bundle_of(args)
     registry.require_packages(bundle)
-    check_drafting(bundle, args.block_length, args.tree_nodes, args.draft_source)
-    engine = engine_settings(args) | {"log_level": args.log_level}
+    asked = engine_settings(args) | {"log_level": args.log_level}
+    engine = {name: value for name, value in asked.items() if value is not None}
+    check_drafting(bundle, engine)
     settings = ServerSettings(
         bundle=bundle,
         name=args.served_model_name,
@@ -167,7 +168,7 @@ def _openai(args: argparse.Namespace) -> int:
         drain=args.drain,
         grace=args.grace,
         prompt_details=args.enable_prompt_tokens_details,
-        engine={name: value for name, value in engine.items() if value is not None},
+        engine=engine,
         log_level=args.log_level or ("warning" if args.quiet else "info"),
         limit=(args.max_batch_size or BATCH) + args.max_queue,
     )

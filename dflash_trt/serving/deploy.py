@@ -8,7 +8,6 @@ import re
 import shlex
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -46,9 +45,6 @@ def deploy(
     name: str | None = None,
     copy: bool = False,
     python: str = "",
-    block_length: int | None = None,
-    tree_nodes: int | None = None,
-    draft_source: str | None = None,
     **options: Any,
 ) -> Path:
     """Write the models `dflash` and `ensemble` into the directory `out`, which must be missing or empty.
@@ -63,11 +59,10 @@ def deploy(
     Returns `out`. Raises DFlashError if the bundle cannot draft so, or `out` is in use.
     """
     _check_place(out, name)
-    check_drafting(bundle, block_length, tree_nodes, draft_source)
-    options |= {"block_length": block_length, "tree_nodes": tree_nodes, "draft_source": draft_source}
-    given = json.dumps({key: value for key, value in options.items() if value is not None})
+    given = {key: value for key, value in options.items() if value is not None}
+    check_drafting(bundle, given)
     # Escaped once more, as a text of the configuration.
-    settings = {"name": name or MODEL, "python": python, "options": json.dumps(given)[1:-1]}
+    settings = {"name": name or MODEL, "python": python, "options": json.dumps(json.dumps(given))[1:-1]}
     if name is not None:
         out.mkdir(parents=True, exist_ok=True)
     with workspace(out if name is None else out / name) as place:
@@ -81,15 +76,12 @@ def deploy(
     return out
 
 
-def check_drafting(
-    bundle: Bundle, block_length: int | None, tree_nodes: int | None, draft_source: str | None = None
-) -> None:
-    """Raise UsageError for what no engine can draft for this bundle, before one is started."""
+def check_drafting(bundle: Bundle, options: Mapping[str, Any]) -> None:
+    """Raise UsageError for what no engine can draft for this bundle, before one is started. options: `AsyncLLM`'s."""
     most_nodes = bundle.capacity // 2 if bundle.manifest["tree_width"] > 1 else 0
-    options = RequestOptions(block_length=block_length, tree_nodes=tree_nodes)
-    if draft_source is not None:
-        options = replace(options, draft_source=draft_source)
-    options.check(bundle.manifest["block_size"], most_nodes, drafter="drafter" in bundle.roles)
+    names = ("block_length", "tree_nodes", "draft_source")
+    drafting = RequestOptions(**{name: options[name] for name in names if name in options})
+    drafting.check(bundle.manifest["block_size"], most_nodes, drafter="drafter" in bundle.roles)
 
 
 def _write_model(folder: Path, bundle: Bundle, settings: Mapping[str, object], *, copy: bool) -> None:

@@ -30,12 +30,10 @@ from dflash_trt.serving.wire import EngineRequest, Update
 class ChatChoice(AnswerChoice):
     """One choice of a chat so far.
 
-    one_call: drop calls after the first. words: splits the text by rounds. calls: how many there have been. parts:
-    those of the whole answer.
+    words: splits the text by rounds. calls: how many there have been. parts: those of the whole answer.
     """
 
     parser: AnswerParser | Channels
-    one_call: bool = False
     words: Detokenizer | None = None
     calls: int = 0
     parts: list[AnswerPart] = field(default_factory=list)
@@ -85,7 +83,7 @@ class Chat(Generation[ChatRequest, ChatChoice]):
             parts += choice.parser.finish()
         self.usage.reasoning = sum(each.parser.reasoning_tokens for each in self.choices)
         calls = [part for part in parts if part.call]
-        if choice.one_call:
+        if self.body.parallel_tool_calls is False:
             calls = calls[: 1 - choice.calls]
         choice.calls += len(calls)
         if reason == "stop" and choice.calls:
@@ -214,8 +212,7 @@ async def _prepared(
         calls = written.calls(schemas if grammar or form is None else None)
         words = Detokenizer(model.tokenizer.backend) if body.return_rounds else None
         parser = _parser(model, text, thinks, calls, schemas)
-        one_call = body.parallel_tool_calls is False
-        choices.append(ChatChoice(parser=parser, one_call=one_call, words=words))
+        choices.append(ChatChoice(parser=parser, words=words))
     return request, ids, choices
 
 
