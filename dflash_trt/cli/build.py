@@ -16,6 +16,7 @@ from dflash_trt.cli.options import (
     at_least,
     engine_options_of,
     option,
+    refuse_other_engines,
     switch,
 )
 from dflash_trt.cli.output import byte_count, print_json
@@ -105,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
         args.engine = choose_engine(
             args.target, args.weights, precision, args.max_seq_len, no_drafter=args.no_drafter
         )
+    refuse_other_engines(args)
     with progress_display() as progress:
         bundle = build(
             args.target,

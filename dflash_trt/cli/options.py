@@ -191,28 +191,25 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
             kind.title, f"with --engine {' or '.join(engines)}, and --max-batch-size (default: {kind.batch})"
         )
         for field in _options_of(kind):
-            _add_field(group, field)
+            said = field.metadata
+            typed: dict[str, Any] = {} if said["least"] is None else {"type": at_least(said["least"])}
+            group.add_argument(said["flag"], dest=field.name, **said["arguments"], **typed)
 
 
-def add_plan_options(parser: argparse.ArgumentParser) -> None:
-    """Add those that a memory plan depends on."""
+def refuse_other_engines(args: argparse.Namespace) -> None:
+    """End the program, as for wrong usage, where an option is given that belongs to another engine."""
     for kind, engines in registry.names_by_options().items():
-        for field in _options_of(kind, plan=True):
-            _add_field(parser, field, note=f"with {' or '.join(engines)}; ")
+        flags = [f.metadata["flag"] for f in _options_of(kind) if getattr(args, f.name) is not None]
+        if flags and kind is not registry.find(args.engine).options:
+            args.usage_error(f"{', '.join(flags)}: only with --engine {' or '.join(engines)}")
 
 
-def engine_options_of(args: argparse.Namespace, *, plan: bool = False) -> EngineOptions | None:
+def engine_options_of(args: argparse.Namespace) -> EngineOptions | None:
     """The options of the engine that was asked for; None where it has none.
 
-    Ends the program, as for wrong usage, where an option is given that belongs to another engine, or one is missing.
+    Ends the program, as for wrong usage, where one is missing.
     """
     kind = registry.find(args.engine).options
-    for other, engines in registry.names_by_options().items():
-        flags = [
-            f.metadata["flag"] for f in _options_of(other, plan=plan) if getattr(args, f.name) is not None
-        ]
-        if other is not kind and flags:
-            args.usage_error(f"{', '.join(flags)}: only with --engine {' or '.join(engines)}")
     if kind is None:
         return None
     given = {f.name: value for f in fields(kind) if (value := getattr(args, f.name, None)) is not None}
@@ -222,16 +219,6 @@ def engine_options_of(args: argparse.Namespace, *, plan: bool = False) -> Engine
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
 
 
-def _options_of(kind: type[EngineOptions], *, plan: bool = False) -> list[Field[Any]]:
-    """The fields that are options of `build`, or of `plan`."""
-    options = [field for field in fields(kind) if field.metadata]
-    return [field for field in options if field.metadata["plan"] or not plan]
-
-
-def _add_field(parser: Any, field: Field[Any], note: str = "") -> None:
-    """`parser` may be a group."""
-    said = field.metadata
-    arguments = {**said["arguments"], "help": note + said["arguments"]["help"]}
-    if said["least"] is not None:
-        arguments["type"] = at_least(said["least"])
-    parser.add_argument(said["flag"], dest=field.name, **arguments)
+def _options_of(kind: type[EngineOptions]) -> list[Field[Any]]:
+    """The fields that are options of `build`."""
+    return [field for field in fields(kind) if field.metadata]

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from dflash_trt.cli.options import (
     add_engine,
     add_json,
-    add_plan_options,
     at_least,
     engine_options_of,
     option,
@@ -62,7 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--block-size", "K", at_least(2), "default: as trained, or 16")
     option(parser, "--drafter-window", "N", at_least(1), "as for `build`")
     option(parser, "--precision", "ROLE=VALUE,...", str, "as for `build`")
-    add_plan_options(parser)
     switch(parser, "--gpus", "list the GPUs with the source of each figure")
     add_json(parser)
 
@@ -120,7 +118,7 @@ def prepare(args: argparse.Namespace, gpu: Gpu) -> tuple[Inventory, Settings]:
     from dflash_trt.planning.weights import Settings
     from dflash_trt.quantization.layers import HEAD
 
-    engine, options = registry.find(args.engine), engine_options_of(args, plan=True)
+    engine, options = registry.find(args.engine), engine_options_of(args)
     precision = parse_precision(args.precision)
     engine.check(precision, "copy", options)
     # The number formats of a target in a Python package are those of its file.

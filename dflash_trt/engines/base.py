@@ -320,10 +320,9 @@ class EngineEntry(ABC):
         return Container()
 
 
-def option(flag: str, *, plan: bool = False, least: int | None = None, **arguments: Any) -> dict[str, Any]:
+def option(flag: str, *, least: int | None = None, **arguments: Any) -> dict[str, Any]:
     """Metadata of a field of an engine's options: how the command line takes it.
 
-    `plan`: whether `plan` has the option too. `least`: the value is an integer, and at least this. `arguments`: of
-    argparse's add_argument.
+    `least`: the value is an integer, and at least this. `arguments`: of argparse's add_argument.
     """
-    return {"flag": flag, "plan": plan, "least": least, "arguments": arguments}
+    return {"flag": flag, "least": least, "arguments": arguments}
