@@ -16,7 +16,7 @@ from dflash_trt.graph.builder import DFLASH_DOMAIN, DFLASH_VERSION, FLOAT, INT64
 from dflash_trt.graph.delta_net import DeltaInputs
 from dflash_trt.graph.dialect import AttentionInputs, AttentionKind, ranges
 from dflash_trt.graph.experts import Storage, declared
-from dflash_trt.graph.lowering.base import TRT_DOMAIN
+from dflash_trt.graph.lowering import TRT_DOMAIN
 from dflash_trt.graph.tensorrt import TensorRT
 
 
