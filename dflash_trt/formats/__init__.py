@@ -1,7 +1,7 @@
 """Number formats of quantized weights, one module each.
 
 A format knows its tensors in a checkpoint, reads and writes them, widens them to float32, and names the GPUs that
-support its arithmetic. `base.NumberFormat` is the contract. graph/lowering/ has the nodes that compute with it.
+support its arithmetic. `base.NumberFormat` is the contract. graph/lowering.py has the nodes that compute with it.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ import onnx_ir as ir
 from dflash_trt.checkpoint.schema import Activation
 from dflash_trt.graph import MICROSOFT_DOMAIN
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
-from dflash_trt.graph.lowering.formats import widened_blocks
+from dflash_trt.graph.lowering import widened_blocks
 
 Storage = Literal["float", "mxfp4"]
 

@@ -9,7 +9,7 @@ rounds the input to the weight's kind of numbers:
     "static"  one calibrated scale for all rows
     "row"     every row is divided by its largest magnitude first, and its result multiplied by it after: a row's
               result then does not depend on its neighbours, which one scale for a whole pass would make it do
-dflash_trt/formats has the numbers, dflash_trt/graph/lowering the nodes that each dialect gets for them.
+dflash_trt/formats has the numbers, dflash_trt/graph/lowering.py the nodes that each dialect gets for them.
 
 The bodies for ONNX Runtime compute in float32 on the exact numbers that the codes stand for, with the input rounded as
 the format rounds it. A layer in blocks of integers has no such operator: it is one node, `onnxruntime_integers`.
@@ -32,8 +32,7 @@ from dflash_trt.checkpoint.tensors import TensorInfo
 from dflash_trt.formats.base import BLOCK
 from dflash_trt.graph import INTEGERS, MICROSOFT_DOMAIN
 from dflash_trt.graph.builder import FLOAT, ONNX_DTYPES, GraphBuilder
-from dflash_trt.graph.lowering.base import Values
-from dflash_trt.graph.lowering.formats import LOWERINGS
+from dflash_trt.graph.lowering import LOWERINGS, Values
 
 # The smallest magnitude assumed for a row: far below any real one, and safe from overflow of the reciprocal.
 TINY = 2.0**-100

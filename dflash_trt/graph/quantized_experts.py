@@ -27,8 +27,7 @@ from dflash_trt.formats.fp8 import FP8
 from dflash_trt.formats.numbers import unsigned_values
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, ONNX_DTYPES, GraphBuilder
 from dflash_trt.graph.experts import PairedRows, activated
-from dflash_trt.graph.lowering.base import Values, lookup
-from dflash_trt.graph.lowering.formats import LOWERINGS
+from dflash_trt.graph.lowering import LOWERINGS, Values, lookup
 from dflash_trt.graph.quantized import INPUTS, operator_name, product, zero_points
 
 Projection = Literal["gate", "up", "down"]

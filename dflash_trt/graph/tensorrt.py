@@ -23,7 +23,7 @@ from dflash_trt.graph.dialect import (
     TreeRows,
 )
 from dflash_trt.graph.experts import Storage, declared
-from dflash_trt.graph.lowering.base import TRT_DOMAIN
+from dflash_trt.graph.lowering import TRT_DOMAIN
 from dflash_trt.graph.quantized import QuantizedLinear, tensorrt_linear
 from dflash_trt.graph.quantized_experts import ExpertLayer
 from dflash_trt.graph.tensorrt_experts import quantized_experts, router_shares, shared

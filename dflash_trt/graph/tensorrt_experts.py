@@ -11,8 +11,7 @@ import onnx_ir as ir
 
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.experts import activated
-from dflash_trt.graph.lowering.base import Values
-from dflash_trt.graph.lowering.formats import LOWERINGS
+from dflash_trt.graph.lowering import LOWERINGS, Values
 from dflash_trt.graph.quantized import input_scale, split_rows, tensors
 from dflash_trt.graph.quantized_experts import ExpertLayer, Projection, Stack, stacked
 

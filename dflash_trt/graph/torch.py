@@ -36,7 +36,7 @@ from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.delta_net import DeltaInputs
 from dflash_trt.graph.dialect import AttentionInputs, AttentionKind, ranges
 from dflash_trt.graph.experts import Storage, activated, declared
-from dflash_trt.graph.lowering.formats import LOWERINGS
+from dflash_trt.graph.lowering import LOWERINGS
 from dflash_trt.graph.quantized import QuantizedLinear, input_scale, multiplied, prepared, rounded, split_rows
 from dflash_trt.graph.quantized_experts import ExpertLayer, Projection, Stack, stacked
 from dflash_trt.graph.tensorrt import TensorRT
