@@ -117,7 +117,6 @@ class DecoderConfig:
     """
 
     path: Path
-    model_type: str
     hidden_size: int
     intermediate_size: int
     num_hidden_layers: int

@@ -16,13 +16,8 @@ from dflash_trt.formats.base import BLOCK, Codes
 from dflash_trt.formats.numbers import unpack_awq, unpack_words
 
 
-def widen(checkpoint: Checkpoint, stored: StoredLinear) -> NDArray[np.float32]:
-    """The weight that the codes represent, float32 [out, in], without pre_quant_scale."""
-    return np.concatenate(list(widened_pieces(checkpoint, stored, 1 << 30)))
-
-
 def widened_pieces(checkpoint: Checkpoint, stored: StoredLinear, step: int) -> Iterator[NDArray[np.float32]]:
-    """As `widen`, about `step` rows at a time."""
+    """The weight that the codes represent, float32 [out, in], without pre_quant_scale; about `step` rows at a time."""
     if stored.in_words or stored.in_blocks:
         integers = Integers(checkpoint, stored)
         step = max(8, step // 8 * 8)

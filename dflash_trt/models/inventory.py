@@ -116,9 +116,6 @@ class Inventory:
         """Bytes in the checkpoint, by role and storage dtype or format."""
         return _totals((role_of(t.name), t.dtype.lower(), t.nbytes) for t in self.tensors[side])
 
-    def quantized(self, side: str) -> bool:
-        return any(traits.quantized is not None for traits in self._sizes[side])
-
     def parameters(self, side: str) -> dict[str, int]:
         """Numbers in the tensors of a model, by role, in any precision."""
         totals: Counter[str] = Counter()

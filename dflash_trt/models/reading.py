@@ -99,7 +99,6 @@ def decoder(
         raise fields.error("head_dim", f"is {head_dim}, but RoPE needs an even one")
     return {
         "path": fields.path,
-        "model_type": fields.string("model_type"),
         "hidden_size": hidden,
         "intermediate_size": fields.integer("intermediate_size", maximum=WIDTH),
         "num_hidden_layers": fields.integer("num_hidden_layers", maximum=LAYERS),

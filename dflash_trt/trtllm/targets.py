@@ -61,7 +61,7 @@ def read_target(directory: Path) -> TargetConfig:
         return read_target_config(directory)
     text = top.section("text_config") or top
     rope = RopeConfig("default", text.number("rope_theta", default=10_000.0), {})
-    common = decoder(text, rope=rope, architecture=name, model_type=top.string("model_type"))
+    common = decoder(text, rope=rope, architecture=name)
     if TARGETS[name].latent:
         # A row of the cache is one latent and the rotated part of a key; plans count 2 * kv_heads * head_dim numbers.
         latent = (text.integer(key, maximum=HEAD_DIM) for key in ("kv_lora_rank", "qk_rope_head_dim"))

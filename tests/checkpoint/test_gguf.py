@@ -21,13 +21,13 @@ from dflash_trt.building.sources import resolve
 from dflash_trt.checkpoint import gguf as reading
 from dflash_trt.checkpoint.linears import joined, stored_linear
 from dflash_trt.checkpoint.tensors import Checkpoint
-from dflash_trt.checkpoint.widening import widen
 from dflash_trt.engines.onnxruntime import entry
 from dflash_trt.errors import CheckpointError
 from dflash_trt.formats.precision import Precision
 from dflash_trt.models.configs import read_target_config
 from dflash_trt.text.tokenizer import Tokenizer
 from tests.doubles.checkpoints import make_drafter
+from tests.doubles.formats import widen
 
 HIDDEN, MIDDLE, LAYERS = 256, 512, 2
 # Query heads, key/value heads, head size. Transformers always uses a head size of 128 for Qwen3.

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from dflash_trt.checkpoint.linears import quantized_layers, shape_of, stored_linear
+from dflash_trt.checkpoint.linears import StoredLinear, quantized_layers, shape_of, stored_linear
 from dflash_trt.checkpoint.tensors import INDEX, Checkpoint
-from dflash_trt.checkpoint.widening import widen
+from dflash_trt.checkpoint.widening import widened_pieces
 from dflash_trt.formats.base import BLOCK
 from dflash_trt.formats.numbers import BYTE_TO_PAIR, E4M3, E8M0
 from tests.doubles.compressed import compressed
@@ -25,6 +25,11 @@ from tests.doubles.quantized_checkpoints import encoded, write_quant_config
 LINEAR = ["Linear"]
 PROJECTIONS = "proj$"
 Numbers = dict[str, np.ndarray]
+
+
+def widen(checkpoint: Checkpoint, stored: StoredLinear) -> np.ndarray:
+    """The weight that the codes represent, float32 [out, in], without pre_quant_scale."""
+    return np.concatenate(list(widened_pieces(checkpoint, stored, 1 << 30)))
 
 
 def unpack_blocks(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:

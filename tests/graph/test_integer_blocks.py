@@ -19,7 +19,6 @@ from dflash_trt.checkpoint import gguf_blocks
 from dflash_trt.checkpoint.layouts import parameters_of
 from dflash_trt.checkpoint.linears import stored_linear
 from dflash_trt.checkpoint.tensors import Checkpoint
-from dflash_trt.checkpoint.widening import widen
 from dflash_trt.engines.onnxruntime import products
 from dflash_trt.engines.onnxruntime.products import bytes_are_exact, channels_pay, fewest_rows
 from dflash_trt.formats import FORMATS
@@ -33,6 +32,7 @@ from dflash_trt.hardware import has_amx_int8
 from dflash_trt.quantization.repack import in_blocks, int4_by_row
 from tests.doubles import sessions
 from tests.doubles.checkpoints import write_json
+from tests.doubles.formats import widen
 from tests.doubles.quantized_checkpoints import encoded, write_quant_config, write_safetensors
 
 IN, OUT = 192, 80

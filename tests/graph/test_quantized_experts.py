@@ -18,7 +18,6 @@ from safetensors.numpy import save_file
 from dflash_trt.bundle.workspace import silent
 from dflash_trt.checkpoint.linears import stored_experts, stored_linear
 from dflash_trt.checkpoint.tensors import Checkpoint
-from dflash_trt.checkpoint.widening import widen
 from dflash_trt.engines.torch import kernels
 from dflash_trt.engines.torch.kernels import LayerKernels
 from dflash_trt.engines.torch.program import Graph
@@ -33,6 +32,7 @@ from dflash_trt.graph.tensorrt import TensorRT
 from dflash_trt.graph.torch import Torch
 from dflash_trt.quantization.repack import int4_by_row
 from tests.doubles import triton_interpreter  # noqa: F401  # corrects it
+from tests.doubles.formats import widen
 from tests.doubles.integer_words import GROUP, layer
 from tests.doubles.quantized_checkpoints import encoded, rounded, write_quant_config, write_safetensors
 from tests.doubles.sessions import executed, session

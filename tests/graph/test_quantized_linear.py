@@ -13,9 +13,9 @@ import pytest
 
 from dflash_trt.checkpoint.linears import stored_linear
 from dflash_trt.checkpoint.tensors import Checkpoint
-from dflash_trt.checkpoint.widening import widen
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.quantized import INPUTS, onnxruntime_linear, operator_name, tensors
+from tests.doubles.formats import widen
 from tests.doubles.quantized_checkpoints import rounded, write_layer
 from tests.doubles.sessions import session
 

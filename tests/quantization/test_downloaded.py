@@ -20,7 +20,6 @@ from dflash_trt.bundle.manifest import digest
 from dflash_trt.bundle.workspace import silent
 from dflash_trt.checkpoint.linears import stored_linear
 from dflash_trt.checkpoint.tensors import Checkpoint
-from dflash_trt.checkpoint.widening import widen
 from dflash_trt.engines.onnxruntime import products
 from dflash_trt.engines.onnxruntime.products import fewest_rows
 from dflash_trt.errors import CheckpointError
@@ -32,7 +31,16 @@ from dflash_trt.quantization.repack import in_blocks, int4_by_row
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.compressed import compressed
 from tests.doubles.family_checkpoints import make_qwen3_moe
-from tests.doubles.formats import COMPRESSED, FP8_BLOCKS, WORDS, group, numbers, read_numbers, stored_as
+from tests.doubles.formats import (
+    COMPRESSED,
+    FP8_BLOCKS,
+    WORDS,
+    group,
+    numbers,
+    read_numbers,
+    stored_as,
+    widen,
+)
 from tests.doubles.sessions import session
 from tests.doubles.text_checkpoints import EXPERTS as EXPERT_FIELDS
 from tests.doubles.text_checkpoints import GEMMA_IMAGES, make_gemma, split_experts

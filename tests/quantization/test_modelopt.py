@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM
 from dflash_trt.building.build import build
 from dflash_trt.checkpoint.linears import stored_experts, stored_linear
 from dflash_trt.checkpoint.tensors import Checkpoint
-from dflash_trt.checkpoint.widening import widen
 from dflash_trt.checkpoint.writer import copy_beside
 from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
 from dflash_trt.errors import BuildError
@@ -28,6 +27,7 @@ from dflash_trt.quantization.convert import quantize
 from dflash_trt.quantization.modelopt import calibration_set, quantize_with_modelopt
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.family_checkpoints import make_qwen3_moe
+from tests.doubles.formats import widen
 
 HIDDEN = 256
 TOKENS = torch.arange(5, 45)[None]

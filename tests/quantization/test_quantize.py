@@ -15,7 +15,6 @@ from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.checkpoint.linears import stored_linear
 from dflash_trt.checkpoint.tensors import Checkpoint
-from dflash_trt.checkpoint.widening import widen
 from dflash_trt.cli import main
 from dflash_trt.errors import BuildError, CheckpointError, DFlashError
 from dflash_trt.formats import SCHEMES
@@ -23,6 +22,7 @@ from dflash_trt.formats.precision import parse_precision
 from dflash_trt.graph import onnxruntime as functions
 from dflash_trt.quantization.convert import quantize
 from dflash_trt.reports.inspection import inspect
+from tests.doubles.formats import widen
 from tests.doubles.quantized_checkpoints import write_safetensors
 from tests.quantization.test_downloaded import moe
 

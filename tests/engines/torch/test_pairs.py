@@ -18,7 +18,6 @@ from dflash_trt import LLM, Completion, SamplingParams, hardware
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.checkpoint.linears import stored_linear
 from dflash_trt.checkpoint.tensors import Checkpoint
-from dflash_trt.checkpoint.widening import widen
 from dflash_trt.cli import main
 from dflash_trt.engines.torch import kernels, layers
 from dflash_trt.engines.torch.kernels import LayerKernels
@@ -35,6 +34,7 @@ from tests.doubles import kind_checkpoints as kinds
 from tests.doubles import triton_interpreter  # noqa: F401  # corrects it
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter, make_llama, make_qwen3_moe
+from tests.doubles.formats import widen
 from tests.doubles.hybrid_checkpoints import make_hybrid
 from tests.doubles.muse_checkpoints import make_assistant, make_muse
 from tests.doubles.quantized_checkpoints import (
