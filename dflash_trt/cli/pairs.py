@@ -72,14 +72,7 @@ def _as_json(drafter: PublishedDrafter, form: TargetForm | None = None) -> dict[
 
 def _show(name: str, *, as_json: bool) -> int:
     """All that is known of one pair or drafter."""
-    from dflash_trt.checkpoint.catalogue import (
-        LOOKED_UP,
-        NAMES,
-        PUBLISHED,
-        find_drafter,
-        known_pair,
-        pair_of,
-    )
+    from dflash_trt.checkpoint.catalogue import LOOKED_UP, NAMES, PUBLISHED, find_drafter, known_pair, pair_of
     from dflash_trt.errors import CheckpointError, did_you_mean
 
     pair, drafter = known_pair(name), find_drafter(name)

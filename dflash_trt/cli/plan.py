@@ -7,14 +7,7 @@ import sys
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from dflash_trt.cli.options import (
-    add_engine,
-    add_json,
-    at_least,
-    engine_options_of,
-    option,
-    switch,
-)
+from dflash_trt.cli.options import add_engine, add_json, at_least, engine_options_of, option, switch
 from dflash_trt.cli.output import print_json, print_table
 from dflash_trt.engines import registry
 from dflash_trt.errors import UsageError

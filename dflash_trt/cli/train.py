@@ -126,11 +126,7 @@ def _regenerate(args: argparse.Namespace) -> int:
     from dflash_trt.building.sources import resolve
     from dflash_trt.prompts import read_prompts
     from dflash_trt.training.answers import read_answers, summary
-    from dflash_trt.training.regenerate import (
-        AnswerSampling,
-        regenerate_with_bundle,
-        regenerate_with_server,
-    )
+    from dflash_trt.training.regenerate import AnswerSampling, regenerate_with_bundle, regenerate_with_server
 
     prompts = read_prompts(args.prompts, 0)
     sampling = AnswerSampling(args.max_tokens, args.temperatures, args.top_p, args.seed)

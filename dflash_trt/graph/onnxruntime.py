@@ -43,13 +43,7 @@ from dflash_trt.graph import MICROSOFT_DOMAIN
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.channels import onnxruntime_channels
 from dflash_trt.graph.delta_net import causal_conv, onnxruntime_delta
-from dflash_trt.graph.dialect import (
-    SINK_PADDING,
-    AttentionInputs,
-    AttentionKind,
-    Dialect,
-    TreeRows,
-)
+from dflash_trt.graph.dialect import SINK_PADDING, AttentionInputs, AttentionKind, Dialect, TreeRows
 from dflash_trt.graph.experts import Storage, onnxruntime_moe
 from dflash_trt.graph.quantized import (
     INPUTS,

@@ -15,13 +15,7 @@ import onnx_ir as ir
 from dflash_trt.checkpoint.schema import LayerDeltaNet
 from dflash_trt.errors import BuildError
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
-from dflash_trt.graph.dialect import (
-    SINK_PADDING,
-    AttentionInputs,
-    AttentionKind,
-    Dialect,
-    TreeRows,
-)
+from dflash_trt.graph.dialect import SINK_PADDING, AttentionInputs, AttentionKind, Dialect, TreeRows
 from dflash_trt.graph.experts import Storage, declared
 from dflash_trt.graph.lowering import TRT_DOMAIN
 from dflash_trt.graph.quantized import QuantizedLinear, tensorrt_linear

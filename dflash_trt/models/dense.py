@@ -11,15 +11,7 @@ from dflash_trt.checkpoint.fields import Fields, stated
 from dflash_trt.checkpoint.rope import read_rope
 from dflash_trt.checkpoint.schema import TargetConfig
 from dflash_trt.models.decoder import dense_layer
-from dflash_trt.models.reading import (
-    QWEN_HEAD_DIM,
-    Family,
-    beside_images,
-    decoder,
-    refuse,
-    target,
-    windows,
-)
+from dflash_trt.models.reading import QWEN_HEAD_DIM, Family, beside_images, decoder, refuse, target, windows
 
 _MINISTRAL = "ministral3"
 _IMAGES = tuple(

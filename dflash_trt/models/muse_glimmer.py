@@ -17,14 +17,7 @@ from dflash_trt.errors import show
 from dflash_trt.models.decoder import gated_mlp, sandwich_layer
 from dflash_trt.models.module import Module
 from dflash_trt.models.passes import Mixer
-from dflash_trt.models.reading import (
-    LAYERS,
-    Family,
-    beside_images,
-    decoder,
-    place_window,
-    target,
-)
+from dflash_trt.models.reading import LAYERS, Family, beside_images, decoder, place_window, target
 
 POST_EPSILON = 1e-8  # Transformers' default of post_norm_eps
 _OTHERS = ("model.vision_",)

@@ -23,16 +23,7 @@ from dflash_trt.graph.quantized_experts import ExpertLayer, Projection, Stack
 from dflash_trt.models.decoder import dense_layer, gated_mlp, mixer_block
 from dflash_trt.models.module import Module
 from dflash_trt.models.passes import Mixer
-from dflash_trt.models.reading import (
-    LAYERS,
-    WIDTH,
-    Family,
-    decoder,
-    expert_counts,
-    refuse,
-    target,
-    window_of,
-)
+from dflash_trt.models.reading import LAYERS, WIDTH, Family, decoder, expert_counts, refuse, target, window_of
 
 
 def _read(fields: Fields) -> TargetConfig:

@@ -14,15 +14,7 @@ from dflash_trt.checkpoint.fields import Fields, stated
 from dflash_trt.checkpoint.schema import DrafterConfig, LayerAttention
 from dflash_trt.models.drafters.block import BlockPass
 from dflash_trt.models.drafters.kind import DrafterKind, DrafterParts
-from dflash_trt.models.reading import (
-    QWEN_HEAD_DIM,
-    decoder,
-    layer_ids,
-    must_equal,
-    refuse,
-    softcap,
-    windows,
-)
+from dflash_trt.models.reading import QWEN_HEAD_DIM, decoder, layer_ids, must_equal, refuse, softcap, windows
 
 BLOCK = 1024  # published drafters have 8 to 16
 ROW_SCALE = "input_embedding_scale"

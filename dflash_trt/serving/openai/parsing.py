@@ -12,13 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from dflash_trt.serving.openai.calls import (
-    Call,
-    Schemas,
-    json_call,
-    json_values,
-    overlap,
-)
+from dflash_trt.serving.openai.calls import Call, Schemas, json_call, json_values, overlap
 
 
 @dataclass(frozen=True)
