@@ -30,18 +30,14 @@ from dflash_trt.checkpoint.tensors import DTYPES
 from dflash_trt.checkpoint.writer import Entry, write_shard
 from dflash_trt.errors import CheckpointError, quoted, show, show_name
 from dflash_trt.extras import install
-from dflash_trt.files.disk import cache_folder, cached_in, temporary_folder
+from dflash_trt.files.disk import cache_folder, cached_in, temporary_folder, write_object
 from dflash_trt.files.reading import read_object
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
 
 _TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
-_NAMES = {
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-}  # types that are kept; PyTorch's names of them
+_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # of types that are kept, in PyTorch
 # general.architecture -> (Transformers' architecture, RMSNorm of q and k, rows of q and k permuted)
 _FAMILIES = {"llama": ("LlamaForCausalLM", False, True), "qwen3": ("Qwen3ForCausalLM", True, False)}
 _CONVERTER = 3  # increment when the conversion of the same file changes
@@ -148,7 +144,7 @@ def cached_checkpoint(file: Path, *, stored: bool = False) -> Path:
         kinds = convert(file, work, stored=stored)
         digests = {path.name: digest(path) for path in sorted(work.iterdir())}
         record = {"source": file.name, "sha256": sha256, "types": kinds, "files": digests}
-        (work / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        write_object(work / _RECORD, record)
         if not _whole(place, sha256):  # another process may have been faster
             shutil.rmtree(place, ignore_errors=True)
             work.rename(place)
@@ -204,9 +200,9 @@ def convert(file: Path, directory: Path, *, stored: bool = False) -> list[str]:
     if layers:
         config["quantization_config"] = {"quant_method": "gguf", "layers": layers}
     write_shard(directory / "model.safetensors", gguf_blocks.together(entries))
-    generation = {"eos_token_id": config["eos_token_id"], "bos_token_id": config["bos_token_id"]}
-    for name, value in (("config.json", config), ("generation_config.json", generation)):
-        (directory / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    write_object(directory / "config.json", config)
+    ends = {name: config[name] for name in ("eos_token_id", "bos_token_id")}
+    write_object(directory / "generation_config.json", ends)
     return sorted({tensor.tensor_type.name for tensor in tensors.values() if len(tensor.shape) > 1})
 
 
@@ -243,8 +239,8 @@ def _config(file: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Reade
         if fields.integer(key, default=head_dim) != head_dim:
             raise fields.error(key, f"is {show(own[key])}, expected the head size {head_dim}")
     theta = fields.number("rope.freq_base", default=10000.0)
-    if "token_embd.weight" not in tensors:
-        raise CheckpointError(f"{file}: has no tensor token_embd.weight")
+    if _EMBEDDING not in tensors:
+        raise CheckpointError(f"{file}: has no tensor {_EMBEDDING}")
     ends = end_token_ids(metadata)
     return {
         "architectures": [architecture],
@@ -263,11 +259,11 @@ def _config(file: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Reade
         "rope_scaling": _rope_scaling(file, tensors, head_dim, theta),
         "attention_bias": False,
         **({} if qk_norm else {"mlp_bias": False}),
-        "tie_word_embeddings": "output.weight" not in tensors,
-        "vocab_size": int(tensors["token_embd.weight"].shape[1]),
+        "tie_word_embeddings": _HEAD not in tensors,
+        "vocab_size": int(tensors[_EMBEDDING].shape[1]),
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
-        "dtype": _NAMES[_dtype(tensors["token_embd.weight"])],
+        "dtype": _NAMES[_dtype(tensors[_EMBEDDING])],
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -184,7 +183,7 @@ def write_checkpoint(
     }
     with whole_folder(directory) as work:
         write_tensors(tensors, work / "model.safetensors", {"format": "pt"})
-        (work / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_object(work / "config.json", config)
         (work / "README.md").write_text(card, encoding="utf-8")
         if draft_vocabulary is not None:
             write_object(work / FILE, {"tokens": list(draft_vocabulary)})

@@ -228,7 +228,7 @@ def save_state(
         write_tensors(
             {name: value.contiguous() for name, value in tensors.items()}, work / "state.safetensors"
         )
-        (work / "state.json").write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
+        write_object(work / "state.json", {"step": step})
 
 
 def load_state(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> int:
@@ -241,7 +241,7 @@ def load_state(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer
     place = next((each for each in places if (each / "state.json").exists()), None)
     if place is None:
         return 0
-    step = json.loads((place / "state.json").read_text(encoding="utf-8"))["step"]
+    step = read_object(place / "state.json")["step"]
     weights: dict[str, Any] = {}
     state: dict[str, dict[str, Tensor]] = {}
     for name, value in load_file(place / "state.safetensors").items():
