@@ -25,17 +25,10 @@ class Module:
     """A place in a checkpoint. It adds its prefix to tensor names and checks shape and dtype of each tensor used."""
 
     def __init__(
-        self,
-        g: GraphBuilder,
-        checkpoint: Checkpoint | Outline,
-        folder: str,
-        dialect: Dialect,
-        *,
-        zero_centred_norms: bool = False,
+        self, g: GraphBuilder, checkpoint: Checkpoint | Outline, folder: str, dialect: Dialect
     ) -> None:
-        """`zero_centred_norms`: RMSNorm scales by 1 + weight."""
         self.g, self.checkpoint, self.folder, self.dialect = g, checkpoint, folder, dialect
-        self.prefix, self._zero_centred = "", zero_centred_norms
+        self.prefix, self._zero_centred = "", False
         self.used: set[str] = set()
         self._outside = g  # weights are prepared in the graph, also for a subgraph
         self._widened_bytes = widened_bytes(checkpoint)

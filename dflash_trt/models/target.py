@@ -53,7 +53,9 @@ def build_target(
     shared = _pass(g, dialect, config, capacity, tokens, start, rows, trees=trees)
     this_pass, by_layer = shared.queries, mixers(shared)
 
-    root = Module(g, checkpoint, folder, dialect, zero_centred_norms=config.zero_centred_norms)
+    root = Module(g, checkpoint, folder, dialect)
+    if config.zero_centred_norms:
+        root = root.centred()
     m = root.at(config.prefix)
     x = embed(m, tokens, vocab, hidden, scale=config.embedding_scale)
     if config.embedding_norm:
