@@ -45,8 +45,12 @@ class Completions(Generation[CompletionRequest, CompletionChoice]):
         model.check_name(body.model)
         tokens = body.max_tokens
         prompts = []
-        for prompt in body.prompts():
-            prompts.append(await _ids(model, prompt, body))
+        for given in body.prompts():
+            special = body.add_special_tokens is not False
+            ids = await model.encode(given, special=special) if isinstance(given, str) else given
+            if not ids:
+                raise ApiError(400, "the prompt is empty: give at least one token", "prompt")
+            prompts.append(ids)  # the engine checks those that were given
             await asyncio.sleep(0)  # a short text is tokenized in the event loop, and there may be hundreds
         if tokens is None:
             room = model.max_seq_len - max(map(len, prompts), default=0)
@@ -118,12 +122,3 @@ class Completions(Generation[CompletionRequest, CompletionChoice]):
         return (
             given if isinstance(given, str) else self.model.tokenizer.decode(ids, skip_special_tokens=False)
         )
-
-
-async def _ids(model: Model, prompt: str | list[int], body: CompletionRequest) -> list[int]:
-    """Token ids of a prompt. The engine checks given ids. Raises ApiError."""
-    if isinstance(prompt, str):
-        prompt = await model.encode(prompt, special=body.add_special_tokens is not False)
-    if not prompt:
-        raise ApiError(400, "the prompt is empty: give at least one token", "prompt")
-    return prompt
