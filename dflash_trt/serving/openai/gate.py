@@ -63,7 +63,7 @@ class Gate:
                 f"{shorten(_name(host), 200)} to accept it",
                 code="unknown_host",
             )
-        if not self._keys or _is_open(path):
+        if not self._keys or is_open(path):
             return ""
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() != b"bearer" or not any(
@@ -75,7 +75,7 @@ class Gate:
         return hashlib.sha256(key.strip()).hexdigest() if len(set(self._keys)) > 1 else ""
 
 
-def _is_open(path: str) -> bool:
+def is_open(path: str) -> bool:
     """Whether a path needs no key, and is not counted: that of a probe or of the page."""
     return path in ("/", "/health", "/ready", "/metrics", "/version") or path.startswith("/page/")
 
@@ -137,7 +137,7 @@ class _Visit:
                 LOG.exception("request %s failed", self.id)
                 await self._refuse(ApiError(500, f"the server failed: {type(error).__name__}"))
         finally:
-            if not _is_open(path):
+            if not is_open(path):
                 self._gate.observe(self._status, state.get("failed", self._status))
 
     async def _body(self) -> bytes:
