@@ -158,7 +158,7 @@ def test_the_printed_command_keeps_clients_out_too(bundles: dict[str, Path], tmp
 
 def test_it_listens_where_it_was_told_and_nowhere_else(bundles: dict[str, Path], tmp_path: Path) -> None:
     server = Serving(bundles["tiny"], tmp_path / "log", "--host=127.0.0.2")
-    assert "anyone who reaches 127.0.0.2 may use the model" in server.log
+    assert "anyone who reaches" not in server.log  # that is this machine alone
     listening = set()
     for pid in server.processes(""):
         inodes = {link.readlink().name for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}

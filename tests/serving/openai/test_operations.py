@@ -190,3 +190,17 @@ def test_a_file_of_keys_from_windows_is_read(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_bytes(b"\xef\xbb\xbfsecret-1\r\nsecret-2\r\n")
     assert _keys(file) == ["secret-1", "secret-2"]
+
+
+@pytest.mark.parametrize(
+    ("host", "told"),
+    [("127.0.0.1", False), ("127.0.0.2", False), ("::1", False), ("localhost", False), ("0.0.0.0", True),
+     ("::", True), ("10.1.2.3", True), ("gpu-node", True)],
+)  # fmt: skip
+def test_who_serves_more_than_its_own_machine_is_told(
+    host: str, told: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from dflash_trt.cli.serve import _say_who_may_come
+
+    _say_who_may_come(host, "there is no key")
+    assert (f"anyone who reaches {host} may use the model: there is no key" in capfd.readouterr().err) == told
