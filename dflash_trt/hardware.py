@@ -216,7 +216,8 @@ def torch_problem() -> str:
         needs = f"torch {torch.version} is for CUDA {torch.cuda}, which needs driver {DRIVER} or newer"
         return f"{needs}, and {number} is here: {command}"
     if torch.lacks:
-        command = "pip install --upgrade torch" if torch.lacks >= 75 else f"pip install '{_OLD_TORCH}'"
+        newest = torch.lacks >= 75 and number >= DRIVER
+        command = "pip install --upgrade torch" if newest else f"pip install '{_OLD_TORCH}'"
         way = f": {command}" if torch.lacks >= 70 else "; --engine onnxruntime runs on the CPU"
         return f"torch {torch.version} has no code for compute capability {torch.lacks / 10}{way}"
     return f"torch {torch.version} for CUDA {torch.cuda} sees no GPU: {torch.said or 'it does not say why'}"

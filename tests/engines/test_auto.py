@@ -140,6 +140,14 @@ def test_a_torch_without_code_for_the_gpu_does_not_run_on_it(
     assert expected in choice.why
 
 
+def test_an_old_driver_gets_a_torch_that_it_can_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest torch would lack no code for this GPU, and be refused by its driver."""
+    machine(monkeypatch, tmp_path, "12.0", ("torch",), driver="575.51")
+    torch_says(monkeypatch, "12.4", ["NVIDIA X"])
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_90"])
+    assert hardware.torch_problem().endswith("compute capability 12.0: pip install 'torch==2.10.*'")
+
+
 @pytest.mark.parametrize("broken", [False, True])
 def test_torch_is_asked_in_a_process_of_its_own(
     broken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
