@@ -29,8 +29,8 @@ class LLM(Opened):
     bundle: a directory; or the name of a known pair, such as "tiny", which is built into a cache at first use
     (`open_bundle`).
     engine: for which a pair is built that is given by its name ("auto", the default: what this machine runs best).
-    max_batch_size: sequences decoded at the same time (default: 8, or as many as fit into a GPU's memory when that is
-        halved). Each needs cache memory for max_seq_len tokens.
+    max_batch_size: sequences decoded at the same time (default: 8, halved until they fit into the GPU's memory). Each
+        needs cache memory for max_seq_len tokens.
     prefill_chunk: prompt tokens per pass (default 512).
     threads: CPU threads per pass (default: every core this process may use).
     prefix_cache_bytes: memory limit for cache rows of finished requests (default 256 MiB). Prompts with the same

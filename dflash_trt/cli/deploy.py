@@ -49,7 +49,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the engine options that `deploy` and `serve` share. `engine_settings` reads them."""
     engine = parser.add_argument_group("engine")
     option(engine, "--max-batch-size", "N", at_least(1),
-           "requests decoded at a time (default: 8, or what fits into a GPU's memory when that is halved)")  # fmt: skip
+           "requests decoded at a time (default: 8, halved until they fit into the GPU's memory)")  # fmt: skip
     option(engine, "--max-queue", "N", at_least(0),
            "requests that may wait beyond these; further ones are refused at once", 256)  # fmt: skip
     option(engine, "--prefix-cache-bytes", "N", at_least(0),

@@ -129,7 +129,7 @@ class Drafter:
             for slot in [slot for slot in range(n) if self.unread[slot] > room]:
                 begin = arrays.now()
                 if not self.catch_up(slot):
-                    self.leave(active[slot])
+                    self.give_up(active[slot])
                 self._passes.append((begin, arrays.now()))
             if self._must_read(n, length):
                 draft = self._pass(arrays.blocks(anchors, width, self.mask_token_id), committed)
@@ -263,7 +263,7 @@ class Drafter:
             self.cut(slot, 0)
             self.arrays.clear_unread(slot)
 
-    def leave(self, request: Request) -> None:
+    def give_up(self, request: Request) -> None:
         """Go on without drafts for a request, whose features or drafts were not finite. A warning says so once."""
         request.takes_drafter = False
         self.clear(request.slot)

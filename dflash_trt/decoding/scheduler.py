@@ -237,7 +237,7 @@ class Scheduler:
             request.sound = False
         else:
             if not verified.drafts_finite[slot]:
-                self.pair.drafter.leave(request)
+                self.pair.drafter.give_up(request)
             nodes = [0, *verdict.path]  # of all decided tokens but the new anchor
             if not verdict.ok:
                 nodes.pop()
@@ -283,7 +283,7 @@ class Scheduler:
         request.committed += len(chunk)
         request.sound = sound and _finite(logits)
         if not drafts_sound:
-            self.pair.drafter.leave(request)
+            self.pair.drafter.give_up(request)
         if request.sound:
             if every_row:
                 read_prompt(request, np.asarray(logits), start)

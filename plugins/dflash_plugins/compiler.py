@@ -54,7 +54,7 @@ def compile_kernel(use: Use, capability: int) -> Compiled:
     compiled = _checked(use, capability)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:  # others may write the same kernel now
             partial = Path(folder) / file.name
             partial.write_text(json.dumps(asdict(compiled)))
             partial.replace(file)

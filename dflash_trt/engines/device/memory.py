@@ -18,9 +18,7 @@ def memory_errors() -> Iterator[None]:
         said = str(error)
         if "out of memory" not in said and "ALLOC_FAILED" not in said:
             raise
-        traceback.clear_frames(
-            error.__traceback__
-        )  # what they hold takes memory as long as somebody has the error
-        raise MemoryError(
-            said.partition("\n")[0].partition(" Including non-PyTorch")[0].rstrip(".")
-        ) from error
+        # What the frames hold would take memory for as long as somebody has the error.
+        traceback.clear_frames(error.__traceback__)
+        short = said.partition("\n")[0].partition(" Including non-PyTorch")[0]
+        raise MemoryError(short.rstrip(".")) from error

@@ -64,8 +64,7 @@ def warm_up(pair: Pair, block_size: int, progress: Progress, *, runs: int, every
     """Run passes of both models in every size that requests can bring. Returns the number of sizes.
 
     runs: of each size, of prompts only for the longest. every_size: if not, decoding passes of one request, and the
-    longest of several. They need the most memory, so what lacks is missed now, and every kernel. All slots are clear
-    then, as after opening.
+    longest ones of several, which need the most memory and all kernels. All slots are clear then, as after opening.
     """
     begin = perf_counter()
     batches = reversed(pass_sizes(pair.slots))
