@@ -1,4 +1,4 @@
-"""The names and forms of a quantized layer's tensors in a file, by the layout of its algorithm; the role of any tensor.
+"""The names and forms of a quantized layer's tensors in a file, by the layout of its algorithm.
 
 plain      Model Optimizer's, and compressed-tensors' where a number has a byte to itself
 packed     compressed-tensors' weight_packed: integers in words of 32 bits along the inputs, E2M1 in pairs
@@ -7,21 +7,16 @@ gptq       qweight: words along the inputs, transposed; every zero point less on
 awq        qweight: words along the outputs, in an order of their own
 blocks     GGUF's conversion (gguf_blocks.py)
 
-`blocks` and `signed` are also what quantization/repack.py writes for an engine from any of these.
+Engines read integers as `blocks` or as `signed`, which quantization/repack.py writes from any of these.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from dflash_trt.formats import FORMATS, Algorithm
-from dflash_trt.formats.base import BLOCK, EXPONENT_DTYPES, FLOAT_DTYPES, ONE, FileLayout, Form, Shape
-
-if TYPE_CHECKING:
-    from dflash_trt.checkpoint.rules import Quantization
-    from dflash_trt.checkpoint.tensors import TensorInfo
+from dflash_trt.formats.base import BLOCK, FLOAT_DTYPES, ONE, FileLayout, Form
 
 WORD = 32  # bits
 # GGUF's types whose numbers ONNX Runtime's blocks hold: five bits take eight. Q6_K has a scale for each 16 numbers.
@@ -31,6 +26,36 @@ GGUF: Mapping[str, Algorithm] = {
     for name in names
 }
 WEIGHTS = ("weight", "weight_packed", "qweight")  # the ends of names of weights
+# The ends of tensors' names by the fields of StoredLinear; the first of several is the usual one.
+_PLAIN = {
+    "weight": ("weight",),
+    "scale": ("weight_scale",),
+    "global_scale": ("weight_scale_2",),
+    "input_scale": ("input_scale",),
+    "pre_quant_scale": ("pre_quant_scale",),
+    "zero_point": ("weight_zero_point",),
+    "zero_term": ("weight_zero_term",),
+    "order": ("weight_order",),
+}
+_WORDS = {"weight": ("qweight",), "scale": ("scales",), "zero_point": ("qzeros",), "group_index": ("g_idx",)}
+_NAMES: Mapping[FileLayout, Mapping[str, tuple[str, ...]]] = {
+    "plain": _PLAIN,
+    "blocks": _PLAIN,
+    "scale_inv": _PLAIN
+    | {"scale": ("weight_scale_inv", "weight_scale"), "input_scale": ("activation_scale", "input_scale")},
+    "packed": {
+        "weight": ("weight_packed",),
+        "scale": ("weight_scale",),
+        "global_scale": ("weight_global_scale",),
+        "input_scale": ("input_global_scale",),
+        "zero_point": ("weight_zero_point",),
+        "group_index": ("weight_g_idx",),
+        "shape": ("weight_shape",),
+    },
+    "gptq": _WORDS,
+    "gptq_v2": _WORDS,
+    "awq": _WORDS,
+}
 
 
 class LayerTensor(NamedTuple):
@@ -51,162 +76,93 @@ def weight_name(name: str) -> str | None:
 
 
 def weight_end(layout: FileLayout) -> str:
-    return {"gptq": "qweight", "gptq_v2": "qweight", "awq": "qweight", "packed": "weight_packed"}.get(
-        layout, "weight"
-    )
+    return _NAMES[layout]["weight"][0]
 
 
 def parts(algorithm: Algorithm, rows: int, columns: int) -> LayerTensors:
     """The tensors of a layer [rows, columns] as the file has them, by the fields of StoredLinear."""
-    if algorithm.layout == "packed":
-        tensors = _packed(algorithm, rows, columns)
-    elif algorithm.layout in ("gptq", "gptq_v2", "awq"):
-        tensors = _words(algorithm, rows, columns)
-    elif algorithm.layout == "blocks":
+    layout = algorithm.layout
+    if layout == "blocks":
         return blocks(algorithm, rows, columns)
-    else:
-        tensors = _plain(algorithm, rows, columns)
-    smooth = LayerTensor(("pre_quant_scale",), Form([(columns,)], FLOAT_DTYPES), needed=False)
-    return tensors | ({"pre_quant_scale": smooth} if algorithm.layout == "plain" else {})
+    in_words = layout in ("gptq", "gptq_v2", "awq") or (layout == "packed" and is_integer(algorithm))
+    forms = (_in_words if in_words else _as_numbers)(algorithm, rows, columns)
+    optional = {"pre_quant_scale", "shape"} | ({"input_scale"} if not algorithm.static else set())
+    if layout.startswith("gptq") and not algorithm.ordered:
+        optional.add("group_index")
+    names = _NAMES[layout]
+    return {name: LayerTensor(names[name], form, name not in optional) for name, form in forms.items()}
 
 
-def _plain(algorithm: Algorithm, rows: int, columns: int) -> dict[str, LayerTensor]:
+def _as_numbers(algorithm: Algorithm, rows: int, columns: int) -> dict[str, Form]:
+    """Codes and scales as their format has them."""
     fields = {"weight": "weight", "weight_scale": "scale", "weight_scale_2": "global_scale"}
     forms = FORMATS[algorithm.scheme].forms(algorithm, rows, columns)
-    tensors = {fields[suffix]: LayerTensor((suffix,), form) for suffix, form in forms.items()}
-    inputs: tuple[str, ...] = ("input_scale",)
-    if algorithm.layout == "scale_inv":
-        tensors["scale"] = LayerTensor(("weight_scale_inv", "weight_scale"), tensors["scale"].form)
-        inputs = ("activation_scale", "input_scale")
+    found = {fields[end]: form for end, form in forms.items()}
     if algorithm.activations:
-        dtypes = ("F32",) if algorithm.scheme == "nvfp4" else ("F32", "BF16", "F16")
-        tensors["input_scale"] = LayerTensor(inputs, Form(ONE, dtypes), algorithm.static)
-    return tensors
+        found["input_scale"] = Form(ONE, ("F32",) if algorithm.scheme == "nvfp4" else ("F32", "BF16", "F16"))
+    if algorithm.layout == "plain":
+        found["pre_quant_scale"] = Form([(columns,)], FLOAT_DTYPES)
+    return found
 
 
-def _packed(algorithm: Algorithm, rows: int, columns: int) -> dict[str, LayerTensor]:
-    if algorithm.scheme in ("nvfp4", "mxfp4"):
-        scale = ("F8_E4M3",) if algorithm.scheme == "nvfp4" else EXPONENT_DTYPES
-        tensors = {
-            "weight": LayerTensor(("weight_packed",), Form([(rows, columns // 2)], ("U8",))),
-            "scale": LayerTensor(("weight_scale",), Form([(rows, columns // algorithm.group_size)], scale)),
+def _in_words(algorithm: Algorithm, rows: int, columns: int) -> dict[str, Form]:
+    bits, groups = integer_bits(algorithm), columns // algorithm.group_size
+    in_rows, in_columns = rows * bits // WORD, columns * bits // WORD
+    index = Form([(columns,)], ("I32",))
+    if algorithm.layout == "packed":
+        return {
+            "weight": Form([(rows, in_columns)], ("I32",)),
+            "scale": Form([(rows, groups)], FLOAT_DTYPES),
+            "shape": Form([(2,)], ("I64", "I32")),
+            **({"zero_point": Form([(in_rows, groups)], ("I32",))} if algorithm.zero_points else {}),
+            **({"group_index": index} if algorithm.ordered else {}),
         }
-        if algorithm.scheme == "nvfp4":
-            tensors["global_scale"] = LayerTensor(("weight_global_scale",), Form(ONE, ("F32",)))
-        if algorithm.activations:
-            tensors["input_scale"] = LayerTensor(
-                ("input_global_scale",), Form(ONE, ("F32",)), algorithm.static
-            )
-        return tensors
-    bits, groups = integer_bits(algorithm), columns // algorithm.group_size
-    tensors = {
-        "weight": LayerTensor(("weight_packed",), Form([(rows, columns * bits // WORD)], ("I32",))),
-        "scale": LayerTensor(("weight_scale",), Form([(rows, groups)], FLOAT_DTYPES)),
-        "shape": LayerTensor(("weight_shape",), Form([(2,)], ("I64", "I32")), needed=False),
-    }
-    if algorithm.zero_points:
-        tensors["zero_point"] = LayerTensor(
-            ("weight_zero_point",), Form([(rows * bits // WORD, groups)], ("I32",))
-        )
-    if algorithm.ordered:
-        tensors["group_index"] = LayerTensor(("weight_g_idx",), Form([(columns,)], ("I32",)))
-    return tensors
-
-
-def _words(algorithm: Algorithm, rows: int, columns: int) -> dict[str, LayerTensor]:
-    bits, groups = integer_bits(algorithm), columns // algorithm.group_size
     awq = algorithm.layout == "awq"
-    weight: Shape = (columns, rows * bits // WORD) if awq else (columns * bits // WORD, rows)
-    tensors = {
-        "weight": LayerTensor(("qweight",), Form([weight], ("I32",))),
-        "scale": LayerTensor(("scales",), Form([(groups, rows)], ("F16", "BF16", "F32"))),
-        "zero_point": LayerTensor(("qzeros",), Form([(groups, rows * bits // WORD)], ("I32",))),
+    return {
+        "weight": Form([(columns, in_rows) if awq else (in_columns, rows)], ("I32",)),
+        "scale": Form([(groups, rows)], ("F16", "BF16", "F32")),
+        "zero_point": Form([(groups, in_rows)], ("I32",)),
+        **({} if awq else {"group_index": index}),
     }
-    if not awq:
-        tensors["group_index"] = LayerTensor(("g_idx",), Form([(columns,)], ("I32",)), algorithm.ordered)
-    return tensors
 
 
 def blocks(algorithm: Algorithm, rows: int, columns: int) -> LayerTensors:
     """The tensors of a layer in blocks (StoredLinear.in_blocks), where their scales may be those of larger groups."""
     count, groups = columns // BLOCK, {columns // BLOCK, columns // (algorithm.group_size or columns)}
     bits = dict.fromkeys((integer_bits(algorithm), 8))
-    shapes = [(rows, group) for group in sorted(groups, reverse=True)]
-    weight = Form([(rows, count, BLOCK * each // 8) for each in bits], ("U8",))
-    return {
-        "weight": LayerTensor(("weight",), weight),
-        "scale": LayerTensor(("weight_scale",), Form(shapes, ("F32", "BF16", "F16"))),
-        "zero_point": LayerTensor(("weight_zero_point",), Form(shapes, ("U8",)), needed=False),
-        "zero_term": LayerTensor(("weight_zero_term",), Form(shapes, ("F32",)), needed=False),
-        **_rest(columns),
-    }
+    weight = Form([(rows, count, BLOCK * n // 8) for n in bits], ("U8",))
+    return _rewritten(weight, [(rows, group) for group in sorted(groups, reverse=True)], columns)
 
 
 def signed(algorithm: Algorithm, rows: int, columns: int) -> LayerTensors:
     """The tensors of a layer of integers in two's complement, by row, whatever the checkpoint had."""
-    bits, groups = integer_bits(algorithm), columns // (algorithm.group_size or columns)
-    codes = ("U8", (rows, columns // 2)) if bits == 4 else ("I8", (rows, columns))
+    weight = (
+        Form([(rows, columns // 2)], ("U8",))
+        if integer_bits(algorithm) == 4
+        else Form([(rows, columns)], ("I8",))
+    )
+    return _rewritten(weight, [(rows, columns // (algorithm.group_size or columns))], columns)
+
+
+def _rewritten(weight: Form, groups: list[tuple[int, int]], columns: int) -> LayerTensors:
+    forms = {
+        "weight": weight,
+        "scale": Form(groups, ("F32", "BF16", "F16")),
+        "zero_point": Form(groups, ("U8",)),
+        "zero_term": Form(groups, ("F32",)),
+        "order": Form([(columns,)], ("I64",)),
+        "pre_quant_scale": Form([(columns,)], FLOAT_DTYPES),
+    }
     return {
-        "weight": LayerTensor(("weight",), Form([codes[1]], (codes[0],))),
-        "scale": LayerTensor(("weight_scale",), Form([(rows, groups)], ("F32", "BF16", "F16"))),
-        "zero_term": LayerTensor(("weight_zero_term",), Form([(rows, groups)], ("F32",)), needed=False),
-        **_rest(columns),
+        name: LayerTensor(_PLAIN[name], form, name in ("weight", "scale")) for name, form in forms.items()
     }
 
 
-def _rest(columns: int) -> dict[str, LayerTensor]:
-    return {
-        "order": LayerTensor(("weight_order",), Form([(columns,)], ("I64",)), needed=False),
-        "pre_quant_scale": LayerTensor(("pre_quant_scale",), Form([(columns,)], FLOAT_DTYPES), needed=False),
-    }
+def is_integer(algorithm: Algorithm) -> bool:
+    return FORMATS[algorithm.scheme].integer_bits is not None
 
 
 def integer_bits(algorithm: Algorithm) -> int:
     bits = FORMATS[algorithm.scheme].integer_bits
     assert bits is not None
     return bits
-
-
-_ROLES = (
-    ("embed_tokens", "embedding"),
-    ("lm_head", "head"),
-    (".experts.", "experts"),
-    ("shared_expert_gate", "router"),
-    ("router", "router"),
-    ("mlp.gate.", "router"),
-    ("self_attn", "attention"),
-    ("linear_attn", "attention"),
-    (".mlp.", "mlp"),
-    ("norm", "norm"),
-    ("fc.", "fc"),
-)
-
-
-def role_of(name: str) -> str:
-    """embedding, head, experts, router, attention, mlp, norm, fc (the drafter's fusion of taps) or other."""
-    return next((role for part, role in _ROLES if part in name), "other")
-
-
-# The ends of names of tensors that say how to read a weight.
-_SCALES = (
-    *("_scale", "_scale_2", "_scales", ".scales", ".weight_scale_inv"),
-    *(".weight_zero_point", ".weight_zero_term", ".qzeros", ".weight_g_idx", ".g_idx", ".weight_order"),
-    ".weight_shape",
-)
-
-
-def parameters_of(tensor: TensorInfo, quantization: Quantization | None = None) -> int:
-    """Numbers in a tensor: two in a byte of MXFP4's blocks and of packed weights, none in their scales.
-
-    Layers in the blocks that ONNX Runtime multiplies have BLOCK numbers in each. `quantization` says how many bits the
-    integers in words have; without it they have four.
-    """
-    if tensor.name.endswith(_SCALES) and not tensor.name.endswith("router.per_expert_scale"):
-        return 0
-    if tensor.dtype == "I32":
-        algorithm = None if quantization is None else quantization.algorithm(tensor.name.rpartition(".")[0])
-        return tensor.nbytes * (1 if algorithm is not None and algorithm.scheme == "int8" else 2)
-    in_bytes = tensor.dtype == "U8" and tensor.name.endswith((".weight", ".weight_packed"))
-    if in_bytes and len(tensor.shape) == 3:
-        return math.prod(tensor.shape[:2]) * BLOCK
-    return math.prod(tensor.shape) * (2 if in_bytes or tensor.name.endswith("_blocks") else 1)

@@ -12,6 +12,7 @@ from dflash_trt.checkpoint.layouts import (
     WORD,
     LayerTensors,
     blocks,
+    is_integer,
     parts,
     signed,
     weight_end,
@@ -28,9 +29,12 @@ from dflash_trt.formats.fp8 import FP8
 class StoredLinear:
     """The tensors of a quantized linear layer [out, in]. Scales multiply the values of the codes.
 
+    Engines read integers in one of two forms, and all other numbers as the file has them (checkpoint/layouts.py):
+    signed     two's complement by row, [out, in] int8 or [out, in/2] with two columns in a byte
+    in_blocks  unsigned with a zero in their middle or at `zero_point`, [out, blocks, bytes]
+
     weight, scale: see the format's `forms` and checkpoint/layouts.py.
     global_scale: one number that multiplies every scale, or divides it (`Algorithm.reciprocal`).
-    by_row: whether the numbers in a byte are neighbours in a row; otherwise they are neighbours in a column.
     input_scale: one number for the activations. None with quantized activations: every row has its own scale.
     pre_quant_scale: [in], multiplies the input first (AWQ of Model Optimizer).
     zero_point: what is subtracted from the unsigned codes of each group, unsigned too: uint8 [out, groups], or in words
@@ -53,7 +57,6 @@ class StoredLinear:
     order: TensorInfo | None = None
     group_index: TensorInfo | None = None
     shape: TensorInfo | None = None
-    by_row: bool = True
 
     @property
     def format(self) -> NumberFormat:
@@ -72,22 +75,32 @@ class StoredLinear:
         return self.scale.dtype in EXPONENT_DTYPES and self.algorithm.scheme == FP8.name
 
     @property
+    def integer(self) -> bool:
+        return is_integer(self.algorithm)
+
+    @property
+    def in_words(self) -> bool:
+        """Whether the weight is in words of 32 bits, which no engine reads."""
+        return self.weight.dtype == "I32"
+
+    @property
     def in_blocks(self) -> bool:
-        """Whether the weight is in the blocks that ONNX Runtime multiplies: unsigned integers [out, blocks, bytes],
-        whose zero is the middle, or `zero_point`. compressed-tensors' words are these blocks.
-        """
         return len(self.weight.shape) == 3
+
+    @property
+    def signed(self) -> bool:
+        return self.integer and not (self.in_words or self.in_blocks or self.in_pairs_of_rows)
+
+    @property
+    def in_pairs_of_rows(self) -> bool:
+        """Whether two rows share bytes, as in Model Optimizer's INT4."""
+        return self.integer and self.weight.dtype == "U8" and 2 * self.weight.shape[0] == self.scale.shape[0]
 
     @property
     def per_channel(self) -> bool:
         """Whether the weight is in two's complement, a number in each byte, with one scale for each output."""
         plain = self.zero_point is None and self.zero_term is None and self.order is None
         return plain and self.weight.dtype == "I8" and self.scale.shape[1:] == (1,)
-
-    @property
-    def in_words(self) -> bool:
-        """Whether the weight is in words of 32 bits that no engine reads: as GPTQ and AWQ have it."""
-        return self.weight.dtype == "I32"
 
     @property
     def tensors(self) -> list[TensorInfo]:
@@ -118,9 +131,7 @@ def stored_linear(
         tensors["scale"] = replace(scale, shape=scale.shape[::2])
     if "shape" in tensors:
         _check_shape(checkpoint, layer, tensors["shape"], (outputs, inputs))
-    stored = StoredLinear(algorithm, **tensors)
-    stored = replace(stored, by_row=stored.in_words or stored.weight.shape[0] == outputs)
-    return _as_blocks(stored, outputs, inputs) if algorithm.layout == "packed" and stored.in_words else stored
+    return StoredLinear(algorithm, **tensors)
 
 
 def algorithm_of(checkpoint: Checkpoint | Outline, layer: str) -> Algorithm | None:
@@ -142,7 +153,7 @@ def _checked(
     """The algorithm of a layer with so many inputs and outputs. A row of integers is a group, too."""
     kind, group = FORMATS[algorithm.scheme], algorithm.group_size
     said = f"{checkpoint.quantization.path}: {layer} is {algorithm.name}"
-    if kind.integer_bits is not None and not group:
+    if is_integer(algorithm) and not group:
         algorithm, group = replace(algorithm, group_size=inputs), BLOCK
     if group and inputs % group and algorithm.group_rows == 1:
         raise CheckpointError(f"{said} in groups of {group}, but has {inputs} inputs")
@@ -159,27 +170,15 @@ def _parts(
     checkpoint: Checkpoint | Outline, algorithm: Algorithm, layer: str, inputs: int, outputs: int
 ) -> LayerTensors:
     """The tensors to expect. Those of a layer of integers may have been written anew for an engine."""
-    weight = checkpoint.tensors.get(f"{layer}.weight")
-    if FORMATS[algorithm.scheme].integer_bits is not None and not inputs % BLOCK:
-        if weight is not None and len(weight.shape) == 3:
+    if is_integer(algorithm):
+        weight, plain = checkpoint.tensors.get(f"{layer}.weight"), algorithm.layout == "plain"
+        outlined = isinstance(checkpoint, Outline) and weight is None
+        in_blocks = isinstance(checkpoint, Outline) and checkpoint.in_blocks
+        if (outlined and in_blocks) or (weight is not None and len(weight.shape) == 3):
             return blocks(algorithm, outputs, inputs)
-        if weight is not None and algorithm.layout != "plain" and algorithm.scheme != "mxfp4":
+        if not plain and (outlined or weight is not None):
             return signed(algorithm, outputs, inputs)
-        words = algorithm.layout in ("gptq", "gptq_v2", "awq")
-        if isinstance(checkpoint, Outline) and weight is None and (checkpoint.in_blocks or words):
-            return blocks(algorithm, outputs, inputs)
     return parts(algorithm, outputs, inputs)
-
-
-def _as_blocks(stored: StoredLinear, outputs: int, inputs: int) -> StoredLinear:
-    """compressed-tensors' words, low bits first, are the bytes of blocks. Its zero points are bytes of words, too."""
-    count = inputs // BLOCK
-    weight = stored.weight
-    shape = (outputs, count, weight.nbytes // outputs // count)
-    zero_point = stored.zero_point
-    if zero_point is not None:
-        zero_point = replace(zero_point, dtype="U8", shape=(*zero_point.shape, 4))
-    return replace(stored, weight=replace(weight, dtype="U8", shape=shape), zero_point=zero_point)
 
 
 def _check_shape(
@@ -218,7 +217,7 @@ def _as_one(layers: Sequence[StoredLinear]) -> StoredLinear | None:
     if any(layer.weight.shape[0] % first.algorithm.group_rows for layer in layers[:-1]):
         return None  # a block of the first layer's scales would reach into the next
     one = math.prod(first.scale.shape) == 1 and not first.algorithm.group_size
-    for name in (field.name for field in fields(first) if others and field.name != "shape"):
+    for name in (field.name for field in fields(first) if others):
         values = [getattr(layer, name) for layer in layers]
         if not all(isinstance(value, TensorInfo) for value in values):
             if any(value != values[0] for value in values):
@@ -321,15 +320,6 @@ def shape_of(
     scale = checkpoint.tensors.get(f"{layer}.weight_scale")
     rows = shape[0] if scale is None or not scale.shape else scale.shape[0]
     return rows, 2 * math.prod(shape) // max(rows, 1)
-
-
-def widened_bytes(checkpoint: Checkpoint | Outline) -> int:
-    """Bytes of the checkpoint's quantized linear layers in float32, without experts."""
-    return 4 * sum(
-        math.prod(shape_of(checkpoint, algorithm, layer, info))
-        for layer, algorithm, info in quantized_layers(checkpoint)
-        if ".experts." not in layer and len(info.shape) in (2, 3)
-    )
 
 
 def number_formats(checkpoint: Checkpoint | Outline) -> set[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from dflash_trt.bundle.manifest import digest
-from dflash_trt.checkpoint.layouts import parameters_of, role_of
+from dflash_trt.checkpoint.roles import parameters_of, role_of
 from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
 from dflash_trt.errors import BuildError

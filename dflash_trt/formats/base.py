@@ -62,14 +62,12 @@ class Form(NamedTuple):
 class Codes(NamedTuple):
     """Some rows of a quantized weight: codes [rows, bytes] with their scales.
 
-    second: the scale of the whole weight, beside those of its parts. by_row: whether the numbers in a byte are
-    neighbours in a row; otherwise they are neighbours in a column.
+    second: the scale of the whole weight, beside those of its parts.
     """
 
     codes: NDArray[Any]
     scale: NDArray[Any]
     second: NDArray[Any] | None = None
-    by_row: bool = True
 
 
 class NumberFormat(ABC):
@@ -92,13 +90,8 @@ class NumberFormat(ABC):
     largest: float | None = None
     # Whether a scale may belong to the whole weight or to a row, rather than to a group.
     scale_by_row = False
-    # The scale of stacked experts that is repeated for each of their rows.
-    expanded: str | None = None
-    # Bits of the integers that hold its numbers exactly, in steps of `integer_step`; None where there are none. A layer
-    # may then lie in blocks, as unsigned integers [out, blocks, BLOCK * bits / 8], whose zero is 2 ** (bits - 1). Their
-    # float32 scales are [out, blocks]. Numbers of fewer bits may have 8 there, too.
+    # Bits of its numbers if they are integers, which may be written in other layouts (checkpoint/layouts.py).
     integer_bits: int | None = None
-    integer_step = 1.0
 
     @property
     def numbers_in_byte(self) -> int:
@@ -138,7 +131,7 @@ class NumberFormat(ABC):
 
     def widen(self, algorithm: Algorithm, stored: Codes) -> Floats:
         """The values of the codes, float32 [rows, columns]."""
-        numbers = self._numbers(stored)
+        numbers = self.byte_values[stored.codes.view(np.uint8)].reshape(len(stored.codes), -1)
         factors = _widened(stored.scale)
         if stored.second is not None:
             second = np.asarray(stored.second, np.float32).reshape(())
@@ -148,20 +141,6 @@ class NumberFormat(ABC):
         rows, columns = numbers.shape
         factors = np.repeat(factors.reshape(len(factors), -1), algorithm.group_rows, axis=0)[:rows]
         return numbers * np.repeat(factors, algorithm.group_size, axis=1)[:, :columns]
-
-    def integers(self, stored: Codes) -> tuple[NDArray[np.int8], Floats]:
-        """Integers [rows, columns] and float32 scales [rows, columns / BLOCK] of the same numbers."""
-        step = np.float32(self.integer_step)
-        numbers = (self._numbers(stored) / step).astype(np.int8)
-        repeated = numbers.shape[1] // BLOCK // stored.scale.shape[1]
-        return numbers, np.repeat(_widened(stored.scale) * step, repeated, axis=1)
-
-    def _numbers(self, stored: Codes) -> Floats:
-        """The numbers that the codes stand for before scales multiply them, float32 [rows, columns]."""
-        numbers = self.byte_values[stored.codes.view(np.uint8)]
-        if stored.by_row:
-            return numbers.reshape(len(numbers), -1)
-        return numbers.swapaxes(1, 2).reshape(-1, stored.codes.shape[1])
 
     def nbytes(self, parameters: int, rows: int, group_size: int) -> int:
         """Bytes of weights with this many numbers and rows, including their scales. group_size 0: a row shares one."""

@@ -33,7 +33,6 @@ class FP8(NumberFormat):
     modelopt_config = "FP8_DEFAULT_CFG"
     largest = E4M3_MAX
     scale_by_row = True
-    expanded = "scale"
 
     def forms(self, algorithm: Algorithm, rows: int, columns: int) -> dict[str, Form]:
         """weight [rows, columns], and weight_scale by `algorithm`."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .base import BLOCK, Algorithm, Form, NumberFormat
+from .base import BLOCK, EXPONENT_DTYPES, Algorithm, Form, NumberFormat
 from .numbers import BYTE_TO_PAIR, E2M1, E2M1_MAX, Floats, encode_e2m1, pack_pairs
 
 
@@ -37,22 +37,20 @@ def quantize_mxfp4(w: Floats) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
 
 
 class MXFP4(NumberFormat):
-    """E2M1 with powers of two. Twice its numbers are whole: 0, 1, 2, 3, 4, 6, 8, 12 and their negatives."""
+    """E2M1 with powers of two."""
 
     name = "mxfp4"
     algorithms = tuple(Algorithm(name, "mxfp4", group_size=BLOCK) for name in ("W4A16_MXFP4", "MXFP4"))
     byte_values = BYTE_TO_PAIR
     group_sizes = (BLOCK,)
     scale_bytes = 1
-    integer_bits = 8
-    integer_step = 0.5
     capabilities = (100, 103, 110, 120, 121)  # seen with TensorRT-RTX 1.7
 
     def forms(self, algorithm: Algorithm, rows: int, columns: int) -> dict[str, Form]:
         """weight [rows, columns / 2] and weight_scale [rows, columns / 32], both bytes."""
         return {
             "weight": Form([(rows, columns // 2)], ["U8"]),
-            "weight_scale": Form([(rows, columns // BLOCK)], ["U8"]),
+            "weight_scale": Form([(rows, columns // BLOCK)], EXPONENT_DTYPES),
         }
 
     def encode(self, algorithm: Algorithm, rows: Floats, shared: Floats) -> dict[str, NDArray[Any]]:

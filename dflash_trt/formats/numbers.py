@@ -65,14 +65,6 @@ def unpack_words(words: NDArray[np.int32], bits: int) -> Bytes:
     return unpack_pairs(data) if bits == 4 else data
 
 
-def unsigned_values(numbers_in_byte: int, *, middle: bool) -> Floats:
-    """The unsigned numbers in each of the 256 bytes, [256, numbers_in_byte]; `middle`: less their middle."""
-    values = np.arange(256)[:, None]
-    if numbers_in_byte == 2:
-        values = np.concatenate([values & 15, values >> 4], axis=1)
-    return (values - (1 << (8 // numbers_in_byte - 1)) * middle).astype(np.float32)
-
-
 # AutoAWQ keeps output c of a word's eight in its nibble number _AWQ_NIBBLES[c].
 _AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 

@@ -31,7 +31,6 @@ class NVFP4(NumberFormat):
     capabilities = (100, 103, 110, 120, 121)  # seen with TensorRT-RTX 1.7
     modelopt_config = "NVFP4_DEFAULT_CFG"
     largest = E2M1_MAX * E4M3_MAX
-    expanded = "global_scale"
 
     def forms(self, algorithm: Algorithm, rows: int, columns: int) -> dict[str, Form]:
         """weight [rows, columns / 2], weight_scale [rows, columns / 16], and one weight_scale_2."""

@@ -21,9 +21,9 @@ import numpy as np
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.schema import Activation
+from dflash_trt.formats.numbers import BYTE_TO_PAIR, E8M0
 from dflash_trt.graph import MICROSOFT_DOMAIN
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
-from dflash_trt.graph.lowering import widened_blocks
 
 Storage = Literal["float", "mxfp4"]
 
@@ -140,6 +140,26 @@ def _widen(g: GraphBuilder, weight: ir.Value, scales: ir.Value | None, resident:
     if scales is None:
         return g.op("Cast", weight, name="widen", to=int(FLOAT))
     return widened_blocks(g, weight, scales, resident)
+
+
+def widened_blocks(g: GraphBuilder, blocks: ir.Value, scales: ir.Value, resident: bool) -> ir.Value:
+    """uint8 [E,O,G,16] and [E,O,G] -> float32 [E,O,G*32]: exactly, or infinity where a product reaches 2**128."""
+    index, exponent = (g.op("Cast", t, name="index", to=int(ir.DataType.INT32)) for t in (blocks, scales))
+    if resident:  # in few steps: until it has folded the whole graph, the engine holds what each step made
+        numbers = g.op("Gather", g.constant(BYTE_TO_PAIR, np.float32), index, name="numbers")
+        scale = g.op("Gather", g.constant(E8M0, np.float32), exponent, name="scale")
+    else:  # in quick ones: on entries this small, Gather takes ten times as long as GatherElements on one axis
+        halves = [_entries(g, BYTE_TO_PAIR[:, i], index, name) for i, name in enumerate(("low", "high"))]
+        numbers = g.op("Concat", *(g.unsqueeze(half, 4) for half in halves), name="numbers", axis=4)
+        scale = _entries(g, E8M0, exponent, "scale")
+    scaled = g.op("Mul", numbers, g.unsqueeze(scale, 3, 4), name="scaled")  # [E,O,G,16,2]
+    return g.op("Reshape", scaled, g.constant([0, 0, -1]), name="widened")
+
+
+def _entries(g: GraphBuilder, table: np.ndarray, index: ir.Value, name: str) -> ir.Value:
+    flat = g.op("Reshape", index, g.constant([-1]), name="flat")
+    found = g.op("GatherElements", g.constant(table, np.float32), flat, name=name, axis=0)
+    return g.op("Reshape", found, g.op("Shape", index, name="shape"), name="as_index")
 
 
 def declared() -> list[ir.Attr]:

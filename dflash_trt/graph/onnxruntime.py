@@ -30,7 +30,7 @@ HiddenStateTap(h_0 .. h_n-1 [rows,D]) -> features [rows, n*D]
 BlockAcceptance(tokens [B,S], rows [B,R], logits [B,R,V]) -> accepted [B], next_token [B]
     Greedy: the drafted token at rows[i+1] is accepted while it equals the argmax of logits[i].
 CausalConv, GatedDeltaNet: see delta_net.py.
-MoE: see experts.py. FP8Linear and the like: see quantized.py. QuantizedExperts: see quantized_experts.py.
+MoE: see experts.py. QuantizedExperts: see quantized_experts.py.
 """
 
 from __future__ import annotations
@@ -45,20 +45,12 @@ from dflash_trt.graph.channels import onnxruntime_channels
 from dflash_trt.graph.delta_net import causal_conv, onnxruntime_delta
 from dflash_trt.graph.dialect import SINK_PADDING, AttentionInputs, AttentionKind, Dialect, TreeRows
 from dflash_trt.graph.experts import Storage, onnxruntime_moe
-from dflash_trt.graph.quantized import (
-    INPUTS,
-    QuantizedLinear,
-    onnxruntime_integers,
-    onnxruntime_linear,
-    tensors,
-)
+from dflash_trt.graph.quantized import QuantizedLinear, onnxruntime_integers
 from dflash_trt.graph.quantized_experts import ExpertLayer, onnxruntime_experts, onnxruntime_inputs
 
 # Up to this size all experts are widened to float32 as the engine loads (its peak then is four times that); beyond it,
 # those in use are, in every pass.
 RESIDENT_EXPERT_BYTES = 256 << 20
-# The same of linear layers, of which every pass uses all: widening them in every pass costs ten times the product.
-RESIDENT_LINEAR_BYTES = 4 << 30
 # Passes of more rows attend with each query head apart. With 3 heads in a group, on 2 cores, one product for a group
 # took 0.3 to 1.1 of the time up to 16 rows, and 1.2 to 1.9 from 32 rows on.
 GROUPED_ROWS = 16
@@ -180,18 +172,8 @@ class OnnxRuntime(Dialect):
         return onnxruntime_moe(storage, weight_dtype, biased=biased, resident=resident)
 
     def quantized_linear(self, g: GraphBuilder, x: ir.Value, layer: QuantizedLinear) -> ir.Value:
-        """A product of integers where the weights are integers, and otherwise one in float32."""
-        if layer.stored.in_blocks:
-            return onnxruntime_integers(g, x, layer)
-        if layer.stored.per_channel:
-            return onnxruntime_channels(g, x, layer)
-        inputs = tensors(g, layer.stored, layer.folder, packed_as_bytes=True)
-        if layer.bias is not None:
-            inputs["bias"] = layer.bias
-        resident = layer.widened_bytes <= RESIDENT_LINEAR_BYTES
-        body = onnxruntime_linear(layer.stored, inputs, self.dtype, resident=resident)
-        (y,) = g.call(body, x, *(inputs[n] for n in INPUTS if n in inputs), name=layer.name)
-        return y
+        """A product of integers: a build widens all other layers."""
+        return (onnxruntime_integers if layer.stored.in_blocks else onnxruntime_channels)(g, x, layer)
 
     def quantized_experts(
         self, g: GraphBuilder, x: ir.Value, router: ir.Value, layer: ExpertLayer

@@ -1,27 +1,21 @@
-"""`dflash::` operators for linear layers whose weights are stored in fewer bits (checkpoint/linears.py).
+"""Linear layers whose weights are stored in fewer bits (checkpoint/linears.py), written out in the graph.
 
-FP8Linear, NVFP4Linear, MXFP4Linear, INT8Linear, INT4Linear(x [rows,in], weight, scale, global_scale, input_scale,
-    pre_quant_scale [in], bias [out]) -> y [rows,out]
-
-y = Q(x * pre_quant_scale) @ widened(weight).T + bias. An input that a format does not have is absent. Q
-rounds the input to the weight's kind of numbers:
+x [rows,in] -> y [rows,out] = Q(x * pre_quant_scale) @ widened(weight).T + bias. Q rounds the input to the weight's kind
+of numbers:
     "none"    nothing: the format is of weights only
     "static"  one calibrated scale for all rows
     "row"     every row is divided by its largest magnitude first, and its result multiplied by it after: a row's
               result then does not depend on its neighbours, which one scale for a whole pass would make it do
-dflash_trt/formats has the numbers, dflash_trt/graph/lowering.py the nodes that each dialect gets for them.
+dflash_trt/formats has the numbers, dflash_trt/graph/lowering.py the nodes for them. ONNX Runtime has layers of integers
+alone, with products of its own: `onnxruntime_integers`, and channels.py.
 
-The bodies for ONNX Runtime compute in float32 on the exact numbers that the codes stand for, with the input rounded as
-the format rounds it. A layer in blocks of integers has no such operator: it is one node, `onnxruntime_integers`.
-
-The bodies for TensorRT are the patterns of QuantizeLinear and DequantizeLinear that it turns into multiplications of
-packed numbers. Weights stay packed in its plans.
+For TensorRT they are the patterns of QuantizeLinear and DequantizeLinear that it turns into multiplications of packed
+numbers. Weights stay packed in its plans.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,47 +26,25 @@ from dflash_trt.checkpoint.tensors import TensorInfo
 from dflash_trt.formats.base import BLOCK
 from dflash_trt.graph import INTEGERS, MICROSOFT_DOMAIN
 from dflash_trt.graph.builder import FLOAT, ONNX_DTYPES, GraphBuilder
-from dflash_trt.graph.lowering import LOWERINGS, Values
+from dflash_trt.graph.lowering import LOWERINGS
 
 # The smallest magnitude assumed for a row: far below any real one, and safe from overflow of the reciprocal.
 TINY = 2.0**-100
 
 
-def operator_name(stored: StoredLinear, *, biased: bool = False) -> str:
-    """The name of a layer's operator, with all traits that its body depends on."""
-    traits = {
-        "smoothed": stored.pre_quant_scale is not None,
-        "biased": biased,
-        "reciprocal": stored.algorithm.reciprocal,
-        "unsigned": stored.in_blocks,
-        "zero_points": stored.zero_point is not None,
-        "ordered": stored.order is not None,
-    }
-    operator = LOWERINGS[stored.algorithm.scheme].operator(stored)
-    return "_".join([operator, stored.rounding, *(name for name, there in traits.items() if there)])
-
-
 @dataclass(frozen=True, kw_only=True)
 class QuantizedLinear:
-    """A layer as `stored`, with its weights in `folder` and a bias [out] in the graph's dtype.
-
-    widened_bytes: bytes of all quantized linear layers of the checkpoint in float32.
-    """
+    """A layer as `stored`, with its weights in `folder` and a bias [out] in the graph's dtype."""
 
     name: str
     stored: StoredLinear
     folder: str
     bias: ir.Value | None = None
-    widened_bytes: int = 0
 
 
-def tensors(
-    g: GraphBuilder, stored: StoredLinear, folder: str, *, packed_as_bytes: bool
-) -> dict[str, ir.Value]:
-    """The operator's inputs from `weight` to `pre_quant_scale`, in place on disk. Absent ones are left out. Without
-    `packed_as_bytes`, scales that divide are inverted.
-
-    packed_as_bytes: E2M1 pairs as UINT8 [out, in/2], for an engine without that type.
+def tensors(g: GraphBuilder, stored: StoredLinear, folder: str) -> dict[str, ir.Value]:
+    """The tensors of a layer for TensorRT, in place on disk, by the fields of StoredLinear. Absent ones are left out,
+    and scales that divide are inverted.
     """
 
     def raw(info: TensorInfo, dtype: ir.DataType | None = None, *shape: int) -> ir.Value:
@@ -88,13 +60,14 @@ def tensors(
     lowering = LOWERINGS[stored.algorithm.scheme]
     by_row = stored.format.scale_by_row and not stored.algorithm.group_size
     values = {"scale": flat(stored.scale) if by_row else raw(stored.scale)}
-    values["weight"] = lowering.weight(g, stored, raw(stored.weight), packed_as_bytes=packed_as_bytes)
+    values["weight"] = lowering.weight(g, stored, raw(stored.weight))
     for name in ("global_scale", "input_scale"):
         info = getattr(stored, name)
         if info is not None:
-            inverted = stored.algorithm.reciprocal and not packed_as_bytes
-            values[name] = g.constant(_inverse(info), np.float32) if inverted else flat(info)
-    for name in ("pre_quant_scale", "zero_point", "zero_term", "order"):
+            values[name] = (
+                g.constant(_inverse(info), np.float32) if stored.algorithm.reciprocal else flat(info)
+            )
+    for name in ("pre_quant_scale", "zero_term", "order"):
         info = getattr(stored, name)
         if info is not None:
             values[name] = raw(info)
@@ -107,12 +80,6 @@ def _inverse(info: TensorInfo) -> float:
         return 1.0
     dtype = ONNX_DTYPES[info.dtype].numpy()
     return float(1 / np.fromfile(info.file, dtype, 1, offset=info.offset).astype(np.float32)[0])
-
-
-INPUTS = (
-    *("weight", "scale", "global_scale", "zero_point", "order", "input_scale", "pre_quant_scale"),
-    "bias",
-)
 
 
 def prepared(
@@ -145,7 +112,7 @@ def rounded(
     scale = input_scale(g, stored, scale)
     if stored.algorithm.reciprocal and stored.rounding == "static":
         scale = g.op("Reciprocal", scale, name="input_scale")
-    return LOWERINGS[stored.algorithm.scheme].onnxruntime_input(g, scale, x), factor
+    return LOWERINGS[stored.algorithm.scheme].rounded_input(g, scale, x), factor
 
 
 def multiplied(
@@ -166,33 +133,6 @@ def multiplied(
     return y if bias is None else g.op("Add", y, bias, name="with_bias")
 
 
-def onnxruntime_linear(
-    stored: StoredLinear, present: Collection[str], dtype: ir.DataType, *, resident: bool
-) -> ir.Function:
-    """The body for ONNX Runtime on a CPU; `present`: which inputs there are after x.
-
-    `resident`: the weight is widened to float32 once, as the engine loads. Otherwise every pass widens it again: many
-    times slower, in the memory of the packed weights and one widened one.
-    """
-    g = GraphBuilder(operator_name(stored, biased="bias" in present))
-    x = g.input("x", dtype, ["rows", "in"])
-    inputs = {name: ir.Value(name=name) for name in INPUTS if name in present}
-    g.graph.inputs.extend(inputs.values())
-    weight = LOWERINGS[stored.algorithm.scheme].onnxruntime_weight(g, stored, inputs, x, resident)
-    x = x if dtype == FLOAT else g.op("Cast", x, name="x_float", to=int(FLOAT))
-    if resident:
-        y = product(g, stored, inputs, x, weight)
-    else:
-        # ONNX Runtime rounds one row otherwise than several where the weight is no constant: one becomes two.
-        count = g.dim(x, 0, name="count")
-        one = g.op("Equal", count, g.constant([1]), name="is_one")
-        twice = g.op("Where", one, g.constant([2, 1]), g.constant([1, 1]), name="times")
-        y = product(g, stored, inputs, g.op("Expand", x, twice, name="repeated"), weight)
-        y = g.slice(y, 0, count, axis=0, name="own")
-    g.output(y if dtype == FLOAT else g.op("Cast", y, to=int(dtype)), "y", dtype, ["rows", "out"])
-    return g.function()
-
-
 def onnxruntime_integers(g: GraphBuilder, x: ir.Value, layer: QuantizedLinear) -> ir.Value:
     """A layer in blocks, x in float32, by ONNX Runtime's own product of integers.
 
@@ -211,8 +151,8 @@ def onnxruntime_integers(g: GraphBuilder, x: ir.Value, layer: QuantizedLinear) -
         x = prepared(g, x, order, smooth, FLOAT)
         scale = g.cast(g.raw_weight(stored.scale, folder), FLOAT, name="scale")
         if stored.zero_point is not None:
-            zeros = zero_points(g, g.raw_weight(stored.zero_point, folder), stored)
-            zeros = _packed_points(g, _repeated(g, zeros, repeats), blocks, bits)
+            zeros = _repeated(g, g.raw_weight(stored.zero_point, folder), repeats)
+            zeros = _packed_points(g, zeros, blocks, bits)
         scale = _repeated(g, scale, repeats)
     inputs = [x, g.raw_weight(stored.weight, folder), scale, zeros, None, bias]
     while inputs[-1] is None:
@@ -243,25 +183,6 @@ def _repeated(g: GraphBuilder, x: ir.Value, times: int) -> ir.Value:
     return g.op("Reshape", x, g.constant([0, -1]), name="by_block")
 
 
-def zero_points(g: GraphBuilder, points: ir.Value, stored: StoredLinear) -> ir.Value:
-    """uint8 [rows, groups], from these or from the bytes of words along the rows, [words, groups, 4]. The rows may be
-    those of several layers like `stored`.
-    """
-    assert stored.zero_point is not None
-    if len(stored.zero_point.shape) == 2:
-        return points
-    if stored.weight.shape[2] == BLOCK // 2:  # four bits
-        points = g.unsqueeze(points, 3)
-        low = g.op("BitwiseAnd", points, g.constant(15, np.uint8), name="low")
-        high = g.op("BitShift", points, g.constant(4, np.uint8), name="high", direction="RIGHT")
-        points = g.op("Concat", low, high, name="nibbles", axis=3)
-        points = g.op("Transpose", points, name="by_row", perm=[0, 2, 3, 1])
-    else:
-        points = g.op("Transpose", points, name="by_row", perm=[0, 2, 1])
-    groups = g.dim(points, 3 if stored.weight.shape[2] == BLOCK // 2 else 2, name="groups")
-    return g.op("Reshape", points, g.shape(-1, groups), name="zero_points")
-
-
 def _packed_points(g: GraphBuilder, points: ir.Value, blocks: int, bits: int) -> ir.Value:
     """[out, blocks] as MatMulNBits has them: those of four bits in pairs, the first in the low half."""
     if bits == 8:
@@ -274,19 +195,11 @@ def _packed_points(g: GraphBuilder, points: ir.Value, blocks: int, bits: int) ->
     return g.op("Squeeze", g.op("BitwiseOr", low, high, name="packed"), g.constant([2]), name="points")
 
 
-def product(g: GraphBuilder, stored: StoredLinear, inputs: Values, x: ir.Value, weight: ir.Value) -> ir.Value:
-    """The layer for ONNX Runtime, its weight widened already; all in float32."""
-    x = prepared(g, x, inputs.get("order"), inputs.get("pre_quant_scale"), FLOAT)
-    x, factor = rounded(g, stored, x, inputs.get("input_scale"))
-    bias = g.op("Cast", inputs["bias"], name="bias_float", to=int(FLOAT)) if "bias" in inputs else None
-    return multiplied(g, x, weight, factor, bias, FLOAT)
-
-
-def input_scale(g: GraphBuilder, stored: StoredLinear, given: ir.Value | None = None) -> ir.Value:
-    """The given scale, or that of rows that were divided by their largest magnitude: they are at most 1."""
+def input_scale(g: GraphBuilder, stored: StoredLinear, static: ir.Value | None = None) -> ir.Value:
+    """The static scale, or that of rows that were divided by their largest magnitude: they are at most 1."""
     if stored.rounding == "static":
-        assert given is not None
-        return given
+        assert static is not None
+        return static
     return g.constant(LOWERINGS[stored.algorithm.scheme].unit_input_scale, np.float32)
 
 
@@ -298,10 +211,10 @@ def tensorrt_linear(g: GraphBuilder, x: ir.Value, layer: QuantizedLinear) -> ir.
     float32, scales of blocks have the graph's dtype: the builder refuses other types.
     """
     stored, lowering = layer.stored, LOWERINGS[layer.stored.algorithm.scheme]
-    inputs = tensors(g, stored, layer.folder, packed_as_bytes=False)
+    inputs = tensors(g, stored, layer.folder)
     factor: ir.Value | None = None
     with g.scope(layer.name):
-        given = x = prepared(g, x, inputs.get("order"), inputs.get("pre_quant_scale"), g.dtype)
+        ordered = x = prepared(g, x, inputs.get("order"), inputs.get("pre_quant_scale"), g.dtype)
         if stored.rounding == "row":
             x, factor = split_rows(g, g.op("Cast", x, name="x_float", to=int(FLOAT)))
             x = g.op("Cast", x, name="x_by_row", to=int(g.dtype))
@@ -309,7 +222,7 @@ def tensorrt_linear(g: GraphBuilder, x: ir.Value, layer: QuantizedLinear) -> ir.
             x = lowering.tensorrt_input(g, input_scale(g, stored, inputs.get("input_scale")), x)
         weight = lowering.tensorrt_weight(g, stored, inputs)
         y = multiplied(g, x, weight, factor, layer.bias, g.dtype)
-        return y if stored.zero_term is None else _with_zeros(g, y, given, inputs["zero_term"])
+        return y if stored.zero_term is None else _with_zeros(g, y, ordered, inputs["zero_term"])
 
 
 def _with_zeros(g: GraphBuilder, y: ir.Value, x: ir.Value, term: ir.Value) -> ir.Value:

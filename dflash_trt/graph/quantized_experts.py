@@ -1,17 +1,16 @@
 """Experts with gate and up apart, quantized or with an activation that `dflash::MoE` lacks (Qwen3-MoE, Gemma 4).
 
-QuantizedExperts(x [rows,D], router_logits [rows,E], and for gate, up and down each: weight, scale, global_scale,
-    input_scale, pre_quant_scale, each concatenated over all experts; expert_scales [E]; k) -> y [rows,D]
+QuantizedExperts(x [rows,D], router_logits [rows,E], and for gate, up and down each: weight, scale, zero_point, order,
+    pre_quant_scale, each concatenated over all experts; expert_scales [E]; k) -> y [rows,D]
 
 y = sum over the k best experts e of p_e * s_e * down_e(act(gate_e(x)) * up_e(x)), p = softmax over the k best logits.
-Without expert_scales, s is 1. act is silu, or the activation in the operator's name. A layer is in floating point, or
-one of quantized.py with its input rounded as the format does; `dflash::MoE` of experts.py cannot round inputs. An
-operator has only the inputs that its formats have.
+Without expert_scales, s is 1. act is silu, or the activation in the operator's name. This operator is ONNX Runtime's,
+whose layers are in floating point or integers in blocks; the other engines get the layers of quantized.py, with inputs
+rounded as the format does.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -22,15 +21,14 @@ import onnx_ir as ir
 from dflash_trt.checkpoint.linears import StoredLinear
 from dflash_trt.checkpoint.schema import Activation
 from dflash_trt.checkpoint.tensors import TensorInfo
-from dflash_trt.errors import BuildError
-from dflash_trt.formats.fp8 import FP8
-from dflash_trt.formats.numbers import unsigned_values
-from dflash_trt.graph.builder import BOOL, FLOAT, INT64, ONNX_DTYPES, GraphBuilder
+from dflash_trt.formats.base import BLOCK
+from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.experts import PairedRows, activated
-from dflash_trt.graph.lowering import LOWERINGS, Values, lookup
-from dflash_trt.graph.quantized import INPUTS, operator_name, product, zero_points
+from dflash_trt.graph.lowering import Values
+from dflash_trt.graph.quantized import prepared
 
 Projection = Literal["gate", "up", "down"]
+_PARTS = ("weight", "scale", "zero_point", "order", "pre_quant_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +60,7 @@ class Stack:
         """The names of the operator's inputs that are present."""
         if not self.stored:
             return ["weight"]
-        return [name for name in INPUTS[:-1] if getattr(self.stored[0], name) is not None]
+        return [name for name in _PARTS if getattr(self.stored[0], name) is not None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,27 +80,15 @@ class ExpertLayer:
 
 
 def onnxruntime_inputs(g: GraphBuilder, stack: Stack, folder: str) -> list[ir.Value]:
-    """The operator's inputs for one projection. Codes and their scales are bytes: no other type can be gathered."""
-    if stack.plain:
-        return [stacked(g, [g.raw_weight(info, folder) for info in stack.plain])]
-    each: dict[str, list[ir.Value]] = {part: [] for part in stack.parts}
-    for stored in stack.stored:
-        for part, values in each.items():
-            info: TensorInfo = getattr(stored, part)
-            value = g.raw_weight(info, folder)
-            by_row = part == "scale" and stored.format.scale_by_row and not stored.algorithm.group_size
-            if info.dtype in ("F8_E4M3", "I8"):
-                value = g.reinterpret(value, ir.DataType.UINT8, info.shape)
-            elif part in ("global_scale", "input_scale") or by_row:
-                value = g.reinterpret(value, ONNX_DTYPES[info.dtype], [math.prod(info.shape)])
-            values.append(value)
-    inputs = {part: stacked(g, values) for part, values in each.items()}
-    for part in ("scale", "input_scale"):
-        info = getattr(stack.stored[0], part)
-        if info is not None and info.dtype in ("BF16", "F16"):
-            inputs[part] = g.op("Cast", inputs[part], name=part, to=int(FLOAT))
-    if "zero_point" in inputs:
-        inputs["zero_point"] = zero_points(g, inputs["zero_point"], stack.stored[0])
+    """The operator's inputs for one projection."""
+    layers = [{"weight": info} for info in stack.plain] or [
+        {part: getattr(stored, part) for part in stack.parts} for stored in stack.stored
+    ]
+    inputs = {
+        part: stacked(g, [g.raw_weight(layer[part], folder) for layer in layers]) for part in stack.parts
+    }
+    if "scale" in inputs:
+        inputs["scale"] = g.op("Cast", inputs["scale"], name="scale", to=int(FLOAT))
     return list(inputs.values())
 
 
@@ -122,11 +108,11 @@ def onnxruntime_experts(layer: ExpertLayer, *, resident: bool) -> ir.Function:
     kinds += f"_{activation}" * (activation != "silu") + "_scaled" * scaled
     g = GraphBuilder(f"QuantizedExperts_{kinds}")
     x, router = g.input("x", FLOAT, ["rows", "D"]), g.input("router_logits", FLOAT, ["rows", "E"])
-    given: dict[Projection, dict[str, ir.Value]] = {}
+    by_expert: dict[Projection, dict[str, ir.Value]] = {}
     for name, stack in stacks.items():
-        given[name] = {part: ir.Value(name=f"{name}_{part}") for part in stack.parts}
-        g.graph.inputs.extend(given[name].values())
-    by_expert = {name: widened_by_expert(g, stack, given[name], resident) for name, stack in stacks.items()}
+        inputs = {part: ir.Value(name=f"{name}_{part}") for part in stack.parts}
+        g.graph.inputs.extend(inputs.values())
+        by_expert[name] = _by_expert(g, stack, inputs, resident)
     scales = g.input("expert_scales", FLOAT, ["E"]) if scaled else None
 
     k = g.op("Constant", name="k", value_int=ir.RefAttr("value_int", "k", ir.AttributeType.INT))
@@ -144,16 +130,17 @@ def onnxruntime_experts(layer: ExpertLayer, *, resident: bool) -> ir.Function:
     body = g.body("experts")
 
     def linear(name: Projection, expert: ir.Value, value: ir.Value) -> ir.Value:
-        stack, stored = stacks[name], stacks[name].first
-        own = {
+        parts = {
             part: body.op("Gather", whole, expert, name=f"{name}_{part}", axis=0)
             for part, whole in by_expert[name].items()
         }
-        if stored is None:
-            weight = body.op("Cast", own["weight"], name=name, to=int(FLOAT))
-            return body.op("Gemm", value, weight, name=f"{name}_product", transB=1)
-        weight = own["weight"] if resident else _widened(body, stored, stack.columns, own)
-        return product(body, stored, own, value, weight)
+        weight = parts["weight"]
+        if stacks[name].first is None:
+            weight = body.op("Cast", weight, name=name, to=int(FLOAT))
+        elif not resident:
+            weight = _widened(body, stacks[name], parts)
+        value = prepared(body, value, parts.get("order"), parts.get("pre_quant_scale"), FLOAT)
+        return body.op("Gemm", value, weight, name=f"{name}_product", transB=1)
 
     _add_expert(body, linear, x, (active, best, shares), activation)
     count = g.op("Size", active, name="count")
@@ -197,91 +184,47 @@ def _signature(stack: Stack) -> str:
     """The traits that the body depends on, besides the layer's size, which is the same throughout a model."""
     if (stored := stack.first) is None:
         return "Linear"
-    per_row = stored.format.scale_by_row and math.prod(stored.scale.shape) > 1
-    return operator_name(stored) + "_per_row" * per_row
+    return f"INT{_bits(stored)}x{stack.columns // stored.scale.shape[1]}_{'_'.join(stack.parts[2:])}"
 
 
-def widened_by_expert(g: GraphBuilder, stack: Stack, given: Values, resident: bool) -> dict[str, ir.Value]:
+def _bits(stored: StoredLinear) -> int:
+    return 8 * stored.weight.shape[2] // BLOCK
+
+
+def _by_expert(g: GraphBuilder, stack: Stack, parts: Values, resident: bool) -> dict[str, ir.Value]:
     """Everything with an axis of experts in front; `weight` in float32 where it is resident."""
-    stored, rows = stack.first, stack.rows
-    if stored is None:
-        return {"weight": g.op("Reshape", given["weight"], g.constant([-1, rows, stack.columns]))}
-    group = stored.algorithm.group_size
-
-    def per_row(name: str) -> ir.Value:
-        """[E * rows, 1] of one number for each expert, or for each row."""
-        value = given[name]
-        if name == "global_scale" or math.prod(stored.scale.shape) == 1:
-            value = g.op("Reshape", value, g.constant([-1, 1]), name=f"{name}_by_expert")
-            experts = g.dim(value, 0, name="experts")
-            value = g.op("Expand", value, g.shape(experts, rows), name=f"{name}_of_rows")
-        return g.op("Reshape", value, g.constant([-1, 1]), name=f"{name}_per_row")
-
-    parts = dict(given)
-    expanded = None if stored.algorithm.scheme == FP8.name and group else stored.format.expanded
-    if stored.algorithm.group_rows > 1:
-        parts["scale"] = _by_row(g, stack, stored, given["scale"])
-    elif expanded is not None:
-        parts[expanded] = per_row(expanded)
-    shapes = {
-        "weight": stored.weight.shape,
-        "scale": (rows, stack.columns // (group or stack.columns)),
-        "global_scale": (rows, 1),
-        "zero_point": (rows, stack.columns // (group or stack.columns)),
-        "order": (stack.columns,),
-        "pre_quant_scale": (stack.columns,),
-        "input_scale": (),
-    }
-    if resident:
-        shapes["weight"] = (rows, stack.columns)
-        parts["weight"] = _widened(g, stored, stack.columns, parts)
-        parts = {name: v for name, v in parts.items() if name not in ("scale", "global_scale", "zero_point")}
+    shapes: dict[str, list[int]] = {"weight": [stack.rows, stack.columns]}
+    if (stored := stack.first) is not None:
+        groups, row = [stack.rows, stored.scale.shape[1]], [stack.columns]
+        shapes |= {"scale": groups, "zero_point": groups, "order": row, "pre_quant_scale": row}
+        if resident:
+            widened = {"weight": _widened(g, stack, parts)}
+            parts = widened | {name: parts[name] for name in ("order", "pre_quant_scale") if name in parts}
+        else:
+            shapes["weight"] = [stack.rows, stack.columns * _bits(stored) // 8]
     return {
         name: g.op("Reshape", value, g.constant([-1, *shapes[name]]), name=f"{name}_by_expert")
         for name, value in parts.items()
     }
 
 
-def _by_row(g: GraphBuilder, stack: Stack, stored: StoredLinear, scale: ir.Value) -> ir.Value:
-    """[E * rows, groups] from the scales of blocks, stacked."""
-    (blocks, groups), group_rows = stored.scale.shape, stored.algorithm.group_rows
-    scale = g.op("Reshape", scale, g.constant([-1, blocks, 1, groups]), name="scale_by_expert")
-    scale = g.op("Expand", scale, g.constant([1, 1, group_rows, 1]), name="scale_of_rows")
-    scale = g.op("Reshape", scale, g.constant([-1, blocks * group_rows, groups]), name="scale_by_row")
-    scale = g.slice(scale, 0, stack.rows, axis=1, name="own")
-    return g.op("Reshape", scale, g.constant([-1, groups]), name="scale_per_row")
-
-
-def _widened(g: GraphBuilder, stored: StoredLinear, columns: int, parts: Values) -> ir.Value:
+def _widened(g: GraphBuilder, stack: Stack, parts: Values) -> ir.Value:
     """Weights of one expert or of all, [rows, columns]: exactly the numbers that the codes stand for."""
-    form, group = stored.format, stored.algorithm.group_size
-    lowering, tables = LOWERINGS[form.name], form.byte_values
-    if stored.in_blocks:
-        tables = unsigned_values(form.numbers_in_byte, middle=stored.zero_point is None)
-    in_byte = [lookup(g, g.constant(table, np.float32), parts["weight"]) for table in tables.T]
-    if not group:
-        return g.op("Mul", in_byte[0], lowering.expert_factors(g, stored, parts), name="widened")
-    if columns % group:
-        raise BuildError(
-            f"experts with {columns} inputs are in blocks of {group} columns, of which the last is smaller: "
-            "such experts are not supported"
-        )
-    numbers = in_byte[0]
-    if form.numbers_in_byte == 2:
-        axis = -1 if stored.by_row else 1  # the two in a byte are neighbours in a row, or in a column
-        halves = [g.unsqueeze(half, axis) for half in in_byte]
-        numbers = g.op("Concat", *halves, name="numbers", axis=axis)
-    groups = columns // group
-    numbers = g.op("Reshape", numbers, g.constant([-1, groups, group]), name="numbers_by_block")
-    if stored.zero_point is not None:
-        points = g.op("Cast", parts["zero_point"], name="zero_points", to=int(FLOAT))
-        numbers = g.op(
-            "Sub",
-            numbers,
-            g.op("Reshape", points, g.constant([-1, groups, 1]), name="by_group"),
-            name="numbers",
-        )
-    factors = lowering.expert_factors(g, stored, parts)
-    factors = g.op("Reshape", factors, g.constant([-1, groups]), name="factors_by_group")
-    widened = g.op("Mul", numbers, g.unsqueeze(factors, 2), name="widened_by_block")
-    return g.op("Reshape", widened, g.constant([-1, columns]), name="widened")
+    stored, codes = stack.first, parts["weight"]
+    assert stored is not None
+    groups, bits = stored.scale.shape[1], _bits(stored)
+    if bits == 4:
+        low = g.op("BitwiseAnd", codes, g.constant(15, np.uint8), name="low")
+        high = g.op("BitShift", codes, g.constant(4, np.uint8), name="high", direction="RIGHT")
+        codes = g.op("Concat", *(g.unsqueeze(half, -1) for half in (low, high)), name="codes", axis=-1)
+
+    def by_group(value: ir.Value, size: int) -> ir.Value:
+        value = g.op("Cast", value, name="as_float", to=int(FLOAT))
+        return g.op("Reshape", value, g.constant([-1, groups, size]), name="by_group")
+
+    zero = (
+        by_group(parts["zero_point"], 1) if "zero_point" in parts else g.constant(1 << (bits - 1), np.float32)
+    )
+    numbers = g.op("Sub", by_group(codes, stack.columns // groups), zero, name="numbers")
+    widened = g.op("Mul", numbers, by_group(parts["scale"], 1), name="widened_by_block")
+    return g.op("Reshape", widened, g.constant([-1, stack.columns]), name="widened")

@@ -96,7 +96,7 @@ def quantized_experts(g: GraphBuilder, x: ir.Value, router: ir.Value, layer: Exp
 
 def _linear(g: GraphBuilder, stack: Stack, x: ir.Value, folder: str) -> ir.Value:
     first, factor = stack.first, None
-    each = [tensors(g, stored, folder, packed_as_bytes=False) for stored in stack.stored]
+    each = [tensors(g, stored, folder) for stored in stack.stored]
     if first is None:
         weights = [g.cast(g.raw_weight(info, folder), g.dtype) for info in stack.plain]
     else:

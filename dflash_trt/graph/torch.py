@@ -253,7 +253,7 @@ def _expert_linear(g: GraphBuilder, stack: Stack, x: ir.Value, pairs: _Pairs, fo
             if first.algorithm.reciprocal:
                 factor = g.op("Reciprocal", factor, name="input_scale")
             x = g.op("Div", x, factor, name="by_scale")
-        x = g.from_dtype(LOWERINGS[first.algorithm.scheme].onnxruntime_input(g, scale, x), FLOAT)
+        x = g.from_dtype(LOWERINGS[first.algorithm.scheme].rounded_input(g, scale, x), FLOAT)
     y = pairs.product(x, _widened(g, first, stack.columns, raw))
     if factor is None:
         return y

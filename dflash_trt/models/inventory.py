@@ -12,9 +12,9 @@ from typing import NamedTuple
 import onnx_ir as ir
 
 from dflash_trt.checkpoint import draft_vocabulary
-from dflash_trt.checkpoint.layouts import parameters_of, role_of
 from dflash_trt.checkpoint.linears import stored_linear
 from dflash_trt.checkpoint.quantization import read_quantization
+from dflash_trt.checkpoint.roles import parameters_of, role_of
 from dflash_trt.checkpoint.rules import Quantization
 from dflash_trt.checkpoint.schema import DecoderConfig, DrafterConfig, TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline, TensorInfo

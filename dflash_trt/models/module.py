@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from dflash_trt.checkpoint.linears import StoredLinear, joined, stored_linear, widened_bytes
+from dflash_trt.checkpoint.linears import StoredLinear, joined, stored_linear
 from dflash_trt.checkpoint.rules import CACHE_SCALES
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline, TensorInfo
 from dflash_trt.errors import CheckpointError
@@ -31,7 +31,6 @@ class Module:
         self.prefix, self._zero_centred = "", False
         self.used: set[str] = set()
         self._outside = g  # weights are prepared in the graph, also for a subgraph
-        self._widened_bytes = widened_bytes(checkpoint)
 
     def at(self, prefix: str) -> Module:
         """The place `prefix` below this one."""
@@ -153,9 +152,7 @@ class Module:
 
     def _quantized(self, x: ir.Value, name: str, stored: StoredLinear, bias: ir.Value | None) -> ir.Value:
         self.used.update(info.name for info in stored.tensors)
-        layer = QuantizedLinear(
-            name=name, stored=stored, folder=self.folder, bias=bias, widened_bytes=self._widened_bytes
-        )
+        layer = QuantizedLinear(name=name, stored=stored, folder=self.folder, bias=bias)
         return self.dialect.quantized_linear(self.g, x, layer)
 
     def rms_norm(self, x: ir.Value, name: str | None, size: int, epsilon: float) -> ir.Value:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
-from dflash_trt.checkpoint.layouts import role_of
 from dflash_trt.checkpoint.quantization import read_quantization
+from dflash_trt.checkpoint.roles import role_of
 from dflash_trt.engines import registry
 from dflash_trt.engines.base import PREFILL_CHUNK, MemoryTraits
 from dflash_trt.formats import FORMATS, INT4
 from dflash_trt.formats.base import BLOCK
 from dflash_trt.formats.int8 import INT8
 from dflash_trt.formats.precision import COMPUTE_DTYPES, Precision
-from dflash_trt.graph.onnxruntime import RESIDENT_EXPERT_BYTES, RESIDENT_LINEAR_BYTES
+from dflash_trt.graph.onnxruntime import RESIDENT_EXPERT_BYTES
 from dflash_trt.graph.tensorrt_experts import at_a_time
 from dflash_trt.models.inventory import NUMBER_BYTES, Inventory, weight_bytes
 from dflash_trt.planning.gpus import Gpu
@@ -140,7 +140,6 @@ def _widened_once(inventory: Inventory, side: str, roles: dict[str, dict[str, in
             floats = sum(sizes[name] // NUMBER_BYTES[name] for name in COMPUTE_DTYPES if name in sizes)
             made[role] = 4 * (inventory.parameters(side)[role] - floats)
     experts = made.pop("experts", 0)
-    made = made if sum(made.values()) <= RESIDENT_LINEAR_BYTES else {}
     return made | ({"experts": experts} if 0 < experts <= RESIDENT_EXPERT_BYTES else {})
 
 

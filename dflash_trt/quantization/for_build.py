@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_trt.bundle.workspace import Progress
+from dflash_trt.checkpoint.layouts import is_integer
 from dflash_trt.checkpoint.linears import number_formats, shape_of, stored_linear
 from dflash_trt.checkpoint.pair import CheckpointPair
 from dflash_trt.checkpoint.rules import Quantization
@@ -56,8 +57,7 @@ def in_precision(
     for role, asked in schemes.items():
         made[role] = work.quantized(role, made[role], asked)
     for role, checkpoint in made.items():
-        if isinstance(checkpoint, Checkpoint):
-            made[role] = work.laid_out(role, checkpoint)
+        made[role] = work.laid_out(role, checkpoint)
     return replace(
         pair,
         target=replace(pair.target, checkpoint=made["target"]),
@@ -152,9 +152,11 @@ class _Work:
         out, recipe = self.folder / role, self.recipe(scheme)
         return Checkpoint(quantize(checkpoint.directory, out, recipe, head=head, progress=self.progress))
 
-    def laid_out(self, role: str, checkpoint: Checkpoint) -> Checkpoint:
+    def laid_out(self, role: str, checkpoint: Weights) -> Weights:
         """The checkpoint with its weights as the engine reads them."""
         out = self.folder / f"{role}-{self.layout}"
+        if isinstance(checkpoint, Outline):
+            return _in_blocks(checkpoint, self.per_channel) if self.layout == "blocks" else checkpoint
         if self.layout == "int4_by_row":
             return repack.int4_by_row(checkpoint, out, self.progress)
         if self.layout != "blocks":
@@ -170,6 +172,23 @@ class _Work:
     def _outline(self, checkpoint: Outline, scheme: str, layers: Mapping[str, Algorithm | None]) -> Outline:
         """A checkpoint without weights in a scheme, but for `layers`. The widths of its layers are not known here."""
         algorithm = self.recipe(scheme).algorithm(FORMATS[scheme].group_sizes[-1:])
-        quantization = Quantization(checkpoint.directory / "config.json", algorithm, layers)
-        in_blocks = self.layout == "blocks" and algorithm != PER_CHANNEL
-        return Outline(checkpoint.directory, quantization, in_blocks=in_blocks)
+        return Outline(
+            checkpoint.directory, Quantization(checkpoint.directory / "config.json", algorithm, layers)
+        )
+
+
+def _in_blocks(checkpoint: Outline, channels: bool) -> Outline:
+    """As `repack.in_blocks`: layers of integers in blocks, and all others in floating point."""
+    quantization = checkpoint.quantization
+
+    def kept(algorithm: Algorithm | None) -> Algorithm | None:
+        return algorithm if algorithm is not None and is_integer(algorithm) else None
+
+    integers = replace(
+        quantization,
+        default=kept(quantization.default),
+        layers={name: kept(algorithm) for name, algorithm in quantization.layers.items()},
+        rules=tuple(replace(rule, algorithm=kept(rule.algorithm)) for rule in quantization.rules),
+    )
+    in_rows = channels and integers.algorithms <= {PER_CHANNEL}
+    return Outline(checkpoint.directory, integers, in_blocks=not in_rows)

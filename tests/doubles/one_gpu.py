@@ -17,7 +17,7 @@ from dflash_trt.engines.device.arrays import DeviceArrays
 from dflash_trt.engines.tensorrt import builder, opening, plans
 from dflash_trt.graph.builder import GraphBuilder
 from dflash_trt.graph.delta_net import onnxruntime_delta
-from dflash_trt.graph.lowering import widened_blocks
+from dflash_trt.graph.experts import widened_blocks
 from tests.doubles import fake_tensorrt, fake_tensorrt_rtx
 from tests.doubles.cuda_double import Cuda, deferred
 

@@ -60,8 +60,10 @@ def stored(scheme: str, w: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarr
     written = form.written(algorithm, *w.shape)
     assert {n: codes[n].shape for n in codes} == {n: written[n][1] for n in codes}
     whole = second if "weight_scale_2" in written else None
-    by_row = codes["weight"].shape[0] == len(w)
-    found = form.widen(algorithm, Codes(codes["weight"], codes["weight_scale"], whole, by_row))
+    packed = codes["weight"]
+    if len(packed) < len(w):  # two rows share bytes
+        packed = numbers.pack_pairs(numbers.unpack_rows(packed))
+    found = form.widen(algorithm, Codes(packed, codes["weight_scale"], whole))
     return found, codes["weight_scale"], second
 
 

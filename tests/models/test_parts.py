@@ -208,7 +208,8 @@ def test_fp8_with_one_scale_per_tensor(tmp_path: Path) -> None:
             layer.register_forward_pre_hook(lambda _, x, s=scale: (rounded(x[0], s),))
     prompt = [3, 5, 7, 11, 13]
     expected = decode(model, prompt, 24).tokens
-    bundle = build(str(target), str(case_drafter), tmp_path / "bundle", precision=Precision(target="fp32"))
+    sources = str(target), str(case_drafter)
+    bundle = build(*sources, tmp_path / "bundle", engine="torch", precision=Precision(target="fp32"))
     with LLM(bundle.path) as llm:
         params = SamplingParams(max_tokens=24, ignore_eos=True)
         for speculate in (True, False):

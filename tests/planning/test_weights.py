@@ -139,7 +139,7 @@ def test_what_onnxruntime_widens_as_it_loads_is_counted() -> None:
 @pytest.mark.parametrize("text", ["target=fp8", "target=nvfp4,drafter=fp8"])
 def test_plans_agree_with_what_quantized_bundles_hold(text: str, tmp_path: Path) -> None:
     precision = parse_precision(text)
-    bundle = build("tiny", None, tmp_path / "b", precision=precision)
+    bundle = build("tiny", None, tmp_path / "b", engine="torch", precision=precision)
     inventory = inventory_of("tiny")
     plan = estimate_memory(inventory, settings(precision=precision, block_size=8, max_seq_len=512))
     for side in ("target", "drafter"):

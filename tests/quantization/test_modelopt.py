@@ -21,8 +21,11 @@ from dflash_trt.building.build import build
 from dflash_trt.checkpoint.linears import stored_experts, stored_linear
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.checkpoint.writer import copy_beside
-from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
+from dflash_trt.engines.device.sizes import DECODE
+from dflash_trt.engines.device.stream import HostStream
+from dflash_trt.engines.torch.engine import TorchEngine
 from dflash_trt.errors import BuildError
+from dflash_trt.formats.precision import Precision
 from dflash_trt.quantization.convert import quantize
 from dflash_trt.quantization.modelopt import calibration_set, quantize_with_modelopt
 from tests.doubles.checkpoints import make_drafter, make_target
@@ -80,10 +83,12 @@ def exported(source: Path, out: Path, config: str) -> tuple[dict[str, Floats], F
 
 
 def logits_of(target: Path, drafter: Path, out: Path) -> Floats:
-    bundle = build(str(target), str(drafter), out)
-    engine = OnnxRuntimeEngine(bundle.path / "target.onnx", slots=1, capacity=bundle.capacity)
-    rows = np.arange(TOKENS.shape[1])[None]
-    return np.array(engine.run({"tokens": TOKENS.numpy(), "start": np.array([0]), "rows": rows})["logits"][0])
+    bundle = build(str(target), str(drafter), out, engine="torch", precision=Precision(target="fp32"))
+    host: dict[str, Any] = {"stream": HostStream(), "device": torch.device("cpu")}
+    count = TOKENS.shape[1]
+    engine = TorchEngine(bundle.path / "target.onnx", slots=1, prefill_chunk=1, block_size=count, **host)
+    feeds = {"tokens": TOKENS.numpy(), "start": np.array([0]), "rows": np.arange(count)[None]}
+    return engine.run(DECODE, feeds)["logits"][0].numpy()
 
 
 def dequantized(tensors: dict[str, torch.Tensor], layer: str, shape: tuple[int, ...]) -> Floats:
@@ -305,7 +310,7 @@ def test_calibrating_experts_with_model_optimizer(moe: tuple[Path, Path], tmp_pa
     layer, found = "model.layers.1.mlp.experts.0", Checkpoint(kept)
     assert stored_linear(found, f"{layer}.up_proj", HIDDEN, INNER) is not None
     assert stored_linear(found, f"{layer}.down_proj", INNER, HIDDEN) is None
-    bundle = build(str(kept), str(moe[1]), tmp_path / "bundle")
+    bundle = build(str(kept), str(moe[1]), tmp_path / "bundle", engine="torch")
     assert bundle.manifest["quantization"]["target"] == "FP8"
     for scheme, exclude, message in (
         ("int4", [], "cannot export experts from AWQ"),

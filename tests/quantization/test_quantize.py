@@ -112,13 +112,8 @@ def test_bundles_are_quantized_on_the_way(tmp_path: Path, precision: str) -> Non
     asked = parse_precision(precision)
     bundle = build("tiny", None, tmp_path / "bundle", precision=asked)
     found = inspect(bundle.path)["quantization"]
-    named = {
-        "fp8": "FP8_PER_CHANNEL_PER_TOKEN",
-        "nvfp4": "NVFP4",
-        "int4": "W4A16_AWQ",
-        "mxfp4": "W4A16_MXFP4",
-    }
-    roles = {role: named[asked.scheme(role) or ""] for role in ("target", "drafter", "head")}
+    named = {"int4": "W4A16_AWQ"}  # others are widened
+    roles = {role: named.get(asked.scheme(role) or "") for role in ("target", "drafter", "head")}
     assert found == {**roles, "cache": None}
     assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
     key = bundle.manifest["key"]

@@ -23,7 +23,6 @@ from dflash_trt.engines.torch import kernels, layers
 from dflash_trt.engines.torch.kernels import LayerKernels
 from dflash_trt.engines.torch.operators import OPERATORS
 from dflash_trt.engines.torch.program import Graph
-from dflash_trt.formats.precision import Precision
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.quantized import QuantizedLinear
 from dflash_trt.graph.torch import Torch
@@ -69,8 +68,6 @@ PAIRS: dict[str, tuple[Make, dict[str, Any], Make, dict[str, Any], dict[str, Any
         {},
     ),
     "qwen3-moe": (make_qwen3_moe, {}, make_drafter, {"layers": 2}, {}),
-    "qwen3-moe, fp8": (make_qwen3_moe, {}, make_drafter, {}, {"precision": Precision(target="fp8")}),
-    "qwen3-moe, nvfp4": (make_qwen3_moe, {}, make_drafter, {}, {"precision": Precision(target="nvfp4")}),
     **{
         f"qwen3-moe, experts in {form}": (make_experts, {"form": form}, make_drafter, {}, {})
         for form in ("int4", "int8", "mxfp4")
@@ -145,9 +142,7 @@ def test_tokens_and_log_probabilities_are_those_of_onnxruntime(name: str, tmp_pa
         for completions in found[2 * i : 2 * i + 2]:
             assert [c.token_ids for c in completions] == [c.token_ids for c in wanted]
             for mine, theirs in zip(completions, wanted, strict=True):
-                # Where inputs are rounded to eight or four bits, a last bit may choose another number.
-                most = 0.3 if "fp" in name else 2e-3
-                np.testing.assert_allclose(mine.logprobs, theirs.logprobs, rtol=0, atol=most)
+                np.testing.assert_allclose(mine.logprobs, theirs.logprobs, rtol=0, atol=2e-3)
     checks = Checks(ours.path, plain.path)
     try:
         for check in (checks.integrity, checks.cache_writes, checks.copies, checks.layers, checks.chunks):
