@@ -157,8 +157,10 @@ class GraphBuilder:
         return value if dtype == self.dtype else self.op("Cast", value, name=name, to=int(self.dtype))
 
     def to_float(self, value: ir.Value) -> ir.Value:
-        """Cast a computed value from the graph's dtype to float32."""
-        return value if self.dtype == FLOAT else self.op("Cast", value, name="to_float", to=int(FLOAT))
+        """Cast a computed value from the graph's dtype to float32, unless it is known to be in it."""
+        if FLOAT in (self.dtype, value.dtype):
+            return value
+        return self.op("Cast", value, name="to_float", to=int(FLOAT))
 
     def slice(
         self,

@@ -1,19 +1,24 @@
-"""An engine as models/ see it: a dtype to compute in, and the bodies of the `dflash::` operators.
+"""An engine as models/ see it: a dtype to compute in, the steps between a layer's products, and the bodies of the
+`dflash::` operators.
 
-Signatures are at the top of onnxruntime.py, delta_net.py, experts.py, quantized.py and quantized_experts.py.
+The steps are methods that models call: `add_norm`, `heads` and `attend`, `gated`, `router`, `best_token`. Each is a few
+standard operators here. An engine that has one step for them overrides the method. The signatures of the operators are
+at the top of onnxruntime.py, delta_net.py, experts.py, quantized.py and quantized_experts.py.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import onnx_ir as ir
 
-from dflash_trt.checkpoint.schema import LayerDeltaNet
+from dflash_trt.checkpoint.schema import Activation, LayerDeltaNet
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.delta_net import causal_conv
-from dflash_trt.graph.experts import Storage
+from dflash_trt.graph.experts import Storage, activated
 from dflash_trt.graph.quantized import QuantizedLinear
 from dflash_trt.graph.quantized_experts import ExpertLayer
 
@@ -66,6 +71,80 @@ class AttentionKind:
         return self.heads // self.kv_heads
 
 
+# A product [rows, n], and the names of the layers whose outputs lie side by side in its rows.
+Product = tuple[Sequence[str], ir.Value]
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """An RMSNorm: its weight [size] and epsilon, and a name for its node. A float32 weight is for rows in float32."""
+
+    weight: ir.Value
+    epsilon: float
+    name: str = "norm"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The queries, keys or values of a layer: `heads` of `size` numbers in each row [B*S, heads*size] of a product.
+
+    shape: gives [B, S, *tail] as a tensor.
+    norm: of each head, before it is rotated.
+    angles: cos and sin [B, S, r/2], which rotate the first r numbers of each head in half-split pairs; `rotated`: r.
+        Without angles, no head is rotated.
+    """
+
+    heads: int
+    size: int
+    shape: Callable[..., ir.Value]
+    norm: Norm | None = None
+    angles: tuple[ir.Value, ...] = ()
+    rotated: int = 0
+
+    @property
+    def columns(self) -> int:
+        """Numbers in a row."""
+        return self.heads * self.size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCall:
+    """A layer's attention: the products of its queries, keys and values, its `parts` "q", "k" and "v", and what
+    `CachedAttention` takes beside them. mask: what `attention_mask` gives.
+    """
+
+    kind: AttentionKind
+    products: Sequence[Product]
+    parts: Mapping[str, Part]
+    caches: Sequence[ir.Value]
+    start: ir.Value
+    mask: Sequence[ir.Value]
+    lengths: ir.Value
+    sinks: ir.Value | None
+
+
+def apart(g: GraphBuilder, products: Sequence[Product], sizes: Mapping[str, int]) -> dict[str, ir.Value]:
+    """What each layer gives, [..., n], by its name. `sizes`: n."""
+    found: dict[str, ir.Value] = {}
+    for names, y in products:
+        if len(names) == 1:
+            found[names[0]] = y
+        else:
+            own = g.constant([sizes[name] for name in names])
+            path = f"{'-'.join(names)}/split"
+            outputs = g.multi("Split", y, own, outputs=len(names), name=path, axis=-1)
+            found |= zip(names, outputs, strict=True)
+    return found
+
+
+def normed(g: GraphBuilder, x: ir.Value, norm: Norm) -> ir.Value:
+    """The norm of x [..., size], in the graph's dtype."""
+    attributes: dict[str, Any] = {"name": norm.name, "epsilon": norm.epsilon, "axis": -1}
+    if norm.weight.dtype != FLOAT:
+        return g.op("RMSNormalization", x, norm.weight, **attributes)
+    return g.from_dtype(g.op("RMSNormalization", g.to_float(x), norm.weight, **attributes), FLOAT)
+
+
 class Dialect(ABC):
     """The `dflash::` bodies for one engine. Hidden states, caches and linear layers have the dialect's `dtype`.
 
@@ -76,7 +155,7 @@ class Dialect(ABC):
     # Whether `quantized_experts` also handles experts in floating point.
     experts_apart = False
     # Whether the heads of a row lie apart: [B,n,S,d] in attention and in caches. Otherwise they are [B,S,n*d].
-    by_head = True
+    by_head = False
     # Whether quantized layers of one input become one product if they are adjacent in their file.
     joins_quantized = False
     # Whether each layer has a mask of its own. `layer`, an attribute of the mask's operator, then tells them apart.
@@ -87,9 +166,77 @@ class Dialect(ABC):
     def __init__(self, dtype: ir.DataType = FLOAT) -> None:
         self.dtype = dtype
 
-    def finished(self, model: ir.Model) -> ir.Model:
-        """A model's graph with this engine's own nodes in place of several."""
-        return model
+    def add_norm(self, g: GraphBuilder, x: ir.Value, y: ir.Value, norm: Norm) -> tuple[ir.Value, ir.Value]:
+        """The residual sum x + y [rows, size], and its norm."""
+        total = g.op("Add", x, y, name="residual")
+        return total, normed(g, total, norm)
+
+    def heads(
+        self, g: GraphBuilder, products: Sequence[Product], parts: Mapping[str, Part]
+    ) -> list[ir.Value]:
+        """The parts "q", "k" and "v" of these products as attention takes them, normed and rotated."""
+        found: dict[str, ir.Value] = {}
+        for kinds, y in products:
+            # Where nothing is done to a head, all get the shape of rows at once.
+            whole = not self.by_head and not any(parts[kind].norm for kind in kinds)
+            if whole:
+                shape = parts[kinds[0]].shape(sum(parts[kind].columns for kind in kinds))
+                y = g.op("Reshape", y, shape, name="by_row")
+            for kind, x in apart(g, [(kinds, y)], {kind: parts[kind].columns for kind in kinds}).items():
+                part = parts[kind]
+                found[kind] = self._rotated(g, x if whole else self._arranged(g, x, part), part)
+        return [found[kind] for kind in "qkv"]
+
+    def _arranged(self, g: GraphBuilder, x: ir.Value, part: Part) -> ir.Value:
+        """x [B*S, heads*size] as [B, heads, S, size] or [B, S, heads*size], each head normed."""
+        if part.norm or self.by_head:
+            x = g.op("Reshape", x, part.shape(part.heads, part.size), name="heads")
+        if part.norm:
+            x = normed(g, x, part.norm)
+        if self.by_head:
+            return g.op("Transpose", x, name="by_head", perm=[0, 2, 1, 3])
+        return g.op("Reshape", x, part.shape(part.columns), name="by_row")
+
+    def _rotated(self, g: GraphBuilder, x: ir.Value, part: Part) -> ir.Value:
+        if not part.angles:
+            return x
+        attributes: dict[str, Any] = {} if self.by_head else {"num_heads": part.heads}
+        if part.rotated != part.size:
+            attributes["rotary_embedding_dim"] = part.rotated
+        return g.op("RotaryEmbedding", x, *part.angles, name="rope", **attributes)
+
+    def attend(self, g: GraphBuilder, a: AttentionCall) -> tuple[ir.Value, list[ir.Value]]:
+        """A layer's attention [B*S, H*d], and its key and value cache with the new rows."""
+        inputs = [*self.heads(g, a.products, a.parts), *a.caches, a.start, *a.mask, a.lengths]
+        inputs += [] if a.sinks is None else [a.sinks]
+        y, *updated = g.call(self.attention(a.kind), *inputs, outputs=3, name="cached")
+        if self.by_head:
+            y = g.op("Transpose", y, name="by_row", perm=[0, 2, 1, 3])
+        return g.op("Reshape", y, g.constant([-1, a.parts["q"].columns]), name="merge"), updated
+
+    def gated(
+        self,
+        g: GraphBuilder,
+        products: Sequence[Product],
+        sizes: Mapping[str, int],
+        activation: Activation,
+    ) -> ir.Value:
+        """activation(gate) * up, of the products of the two layers that `sizes` names in this order."""
+        gate, up = map(apart(g, products, sizes).__getitem__, sizes)
+        return g.op("Mul", activated(g, gate, activation), up, name="gated")
+
+    def router(
+        self, g: GraphBuilder, x: ir.Value, weight: ir.Value, bias: ir.Value | None, name: str
+    ) -> ir.Value:
+        """x [rows, D] by a weight [E, D], with a bias [E], both float32: float32 [rows, E]."""
+        return g.op("Gemm", g.to_float(x), weight, *([] if bias is None else [bias]), name=name, transB=1)
+
+    def best_token(self, g: GraphBuilder, logits: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """The first best token of each row of logits [rows, V], and its log-probability in float32: [rows, 1]."""
+        logits = g.to_float(logits)
+        logprobs = g.op("LogSoftmax", logits, name="logprobs", axis=-1)
+        token = g.op("ArgMax", logits, name="best", axis=-1, keepdims=1)
+        return token, g.op("ReduceMax", logprobs, g.constant([-1]), name="best_logprob", keepdims=1)
 
     def cache_sizes(self, head_dim: int, *, sinks: bool) -> tuple[int, int]:
         """Row sizes of the key and the value cache of a head."""
@@ -120,9 +267,9 @@ class Dialect(ABC):
     def attention_mask(self, kind: AttentionKind) -> ir.Function:
         """`AttentionMask` or `SinkAttentionMask`: which cache rows each row sees."""
 
-    @abstractmethod
     def attention(self, kind: AttentionKind) -> ir.Function:
-        """`CachedAttention` or `SinkAttention`: write the new rows, and attend over the cache."""
+        """`CachedAttention` or `SinkAttention`, which `attend` calls: write the new rows, and attend over the cache."""
+        raise NotImplementedError
 
     def mxfp4_experts(
         self, g: GraphBuilder, blocks: ir.Value, scales: ir.Value

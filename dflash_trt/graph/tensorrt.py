@@ -15,8 +15,9 @@ import onnx_ir as ir
 from dflash_trt.checkpoint.schema import LayerDeltaNet
 from dflash_trt.errors import BuildError
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
-from dflash_trt.graph.dialect import SINK_PADDING, AttentionInputs, AttentionKind, Dialect, TreeRows
+from dflash_trt.graph.dialect import SINK_PADDING, AttentionInputs, AttentionKind, TreeRows
 from dflash_trt.graph.experts import Storage, declared
+from dflash_trt.graph.head_major import HeadMajor
 from dflash_trt.graph.lowering import TRT_DOMAIN
 from dflash_trt.graph.quantized import QuantizedLinear, tensorrt_linear
 from dflash_trt.graph.quantized_experts import ExpertLayer
@@ -28,7 +29,7 @@ STRIDE = 128
 FUSED_HEAD = 256
 
 
-class TensorRT(Dialect):
+class TensorRT(HeadMajor):
     """`trt_operators`: whether the parser has `trt::TRT_Attention` and `trt::TRT_KVCacheUpdate`, as from TensorRT 11
     on.
 
@@ -37,9 +38,6 @@ class TensorRT(Dialect):
     """
 
     name = "tensorrt"
-    # For adjacent layers, TensorRT would build a joined copy itself, once per profile. Other layers it leaves
-    # separate.
-    joins_quantized = True
     # TensorRT-RTX computes a mask of one layer within attention, and finds the tiles that it hides. A mask of several
     # layers goes to memory, and no tile is skipped.
     masks_by_layer = True
@@ -235,23 +233,3 @@ class TensorRT(Dialect):
             g.op(operator, cache, new, start, name="write", **options)
             for cache, new in zip(caches, rows, strict=True)
         ]
-
-    def _swiglu(self, g: GraphBuilder, x: ir.Value) -> ir.Value:
-        """Interleaved gate and up, 2I numbers in a row -> I. In float32, where no limit overflows."""
-
-        def attribute(name: str) -> ir.Value:
-            reference = ir.RefAttr("value_float", name, ir.AttributeType.FLOAT)
-            return g.op("Constant", name=name, value_float=reference)
-
-        limit = attribute("limit")
-        gate, up = (
-            g.op("Slice", g.to_float(x), *map(g.constant, ([i], [2**31], [-1], [2])), name=name)
-            for i, name in enumerate(("gate", "up"))
-        )
-        gate = g.op("Min", gate, limit, name="gate_cut")
-        up = g.op(
-            "Max", g.op("Min", up, limit, name="up_cut"), g.op("Neg", limit, name="least"), name="up_clamped"
-        )
-        share = g.op("Sigmoid", g.op("Mul", gate, attribute("alpha"), name="scaled_gate"), name="share")
-        up = g.op("Add", up, attribute("beta"), name="shifted")
-        return g.from_dtype(g.op("Mul", g.op("Mul", gate, share, name="activated"), up, name="gated"), FLOAT)

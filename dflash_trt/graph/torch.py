@@ -1,12 +1,23 @@
 """The bodies for the engine that runs graphs by torch: standard operators, and a few of its own in the domain `torch`
 (dflash_trt/engines/torch/operators.py).
 
-WriteRows(cache [B,N,C,d], rows [B,N,T,d], start int64 [B]) -> cache
-    The cache itself, with the rows from cache row start[b] on.
+PlaceHeads(x [B*S,columns], shape [2] = [B,S], q_norm, k_norm, v_norm [d], cos, sin [B,S,r/2], start [B],
+           k_cache, v_cache [B,N,C,d]; kinds, heads, size, epsilon) -> one output for each of `kinds`
+    The columns are queries, keys and values, those that `kinds` names, in this order. Queries [B,H,S,d] are given.
+    Keys and values are written into their caches from row start[b] on; the caches are given. `Part` (dialect.py) says
+    what is done to a head before.
 Attend(q [B,H,S,d], k_cache, v_cache [B,N,C,d], first [B,S], last [B,S], start [B], visible int32 [B,S,S], sinks [H];
-       scale) -> y [B,H,S,d]
+       scale) -> y [B,S,H,d]
     Row i sees the cache rows first[i] .. last[i]; of those that the pass wrote, from `start` on, the ones that
     visible[i] marks. Without trees the two are absent, and without sinks the last one.
+WriteRows(cache [B,N,C,d], rows [B,N,T,d], start int64 [B]) -> cache
+    The cache itself, with the rows from cache row start[b] on.
+AddNorm(x, y [rows,D], weight [D]; epsilon) -> x + y and its RMSNorm, computed in the weight's dtype, in that of x
+Gate(x [rows,2*I], sizes [2]) -> Swish of the first I numbers of a row times the others
+Router(x [rows,D], weight [E,D], bias [E]) -> float32 [rows,E]
+BestToken(logits [rows,V]) -> token [rows,1], float32 log-probability [rows,1]
+QuantizedRows(x [rows,in], scale [1]; by_row) -> x [rows,in] (, factor float32 [rows,1])
+    x as E4M3 rounds it with this scale. With `by_row`, each row is divided by its largest magnitude before: its factor.
 Route(router_logits [rows,E]; k) -> shares float32 [rows,k], best [rows,k], order [pairs], groups [n,3]
     The k experts with the largest logits, best first, and softmax over these logits. A pair is a row and one of them,
     number row * k + place. `order`: the pairs by expert and then by row. `groups`: an expert, the place in `order` of
@@ -23,40 +34,36 @@ MXFP4Experts, GatedDeltaNet: the operators of experts.py and delta_net.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.linears import StoredLinear
-from dflash_trt.checkpoint.schema import LayerDeltaNet
+from dflash_trt.checkpoint.schema import Activation, LayerDeltaNet
 from dflash_trt.checkpoint.tensors import TensorInfo
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.delta_net import DeltaInputs
-from dflash_trt.graph.dialect import AttentionInputs, AttentionKind, ranges
+from dflash_trt.graph.dialect import AttentionCall, AttentionKind, Norm, Part, Product, apart, ranges
 from dflash_trt.graph.experts import Storage, activated, declared
+from dflash_trt.graph.head_major import HeadMajor
 from dflash_trt.graph.lowering import LOWERINGS
 from dflash_trt.graph.quantized import QuantizedLinear, input_scale, multiplied, prepared, rounded, split_rows
 from dflash_trt.graph.quantized_experts import ExpertLayer, Projection, Stack, stacked
-from dflash_trt.graph.tensorrt import TensorRT
 
-DOMAIN = "torch"
+DOMAIN, VERSION = "torch", 2  # of the operators; engines/torch/program.py runs no other version
 # Attention's kernel divides the cache into stripes of so many rows, and sums up each of them apart.
 STRIDE = 256
 _CODES = {"int4": "int4", "nvfp4": "e2m1", "mxfp4": "e2m1", "int8": "int8", "fp8": "e4m3"}
 
 
-class Torch(TensorRT):
-    """`dtype`: BF16, FP16 or FP32."""
+class Torch(HeadMajor):
+    """`dtype`: BF16, FP16 or FP32. The steps between products are one operator each."""
 
     name = "torch"
     joins_floats = True
-    masks_by_layer = False
     experts_apart = True
-
-    def __init__(self, dtype: ir.DataType) -> None:
-        super().__init__(dtype, trt_operators=False)
 
     def cache_sizes(self, head_dim: int, *, sinks: bool) -> tuple[int, int]:
         """No columns for sinks."""
@@ -67,26 +74,51 @@ class Torch(TensorRT):
         return STRIDE
 
     def keep(self, g: GraphBuilder, cache: ir.Value, rows: ir.Value, start: ir.Value) -> ir.Value:
-        return self._kept(g, cache, rows, start)
+        return _own(g, "WriteRows", cache, rows, start)
 
-    def _written(
-        self, g: GraphBuilder, caches: Sequence[ir.Value], rows: Sequence[ir.Value], start: ir.Value
-    ) -> list[ir.Value]:
-        return [_own(g, "WriteRows", *pair, start) for pair in zip(caches, rows, strict=True)]
+    def add_norm(self, g: GraphBuilder, x: ir.Value, y: ir.Value, norm: Norm) -> tuple[ir.Value, ir.Value]:
+        total, rows = _several(g, "AddNorm", x, y, norm.weight, outputs=2, epsilon=norm.epsilon)
+        return total, rows
+
+    def attend(self, g: GraphBuilder, a: AttentionCall) -> tuple[ir.Value, list[ir.Value]]:
+        """Each product's heads are placed by one operator."""
+        placed = dict(zip("kv", a.caches, strict=True))
+        for kinds, y in _placeable(g, a.products, a.parts):
+            placed |= zip(kinds, _placed(g, kinds, y, a, placed), strict=True)
+        first, last, *visible = a.mask
+        tree = [a.start, *visible] if visible else [None, None]
+        y = _own(g, "Attend", *map(placed.get, "qkv"), first, last, *tree, a.sinks, scale=a.kind.factor)
+        y = g.op("Reshape", y, g.constant([-1, a.parts["q"].columns]), name="merge")
+        return y, [placed["k"], placed["v"]]
+
+    def gated(
+        self,
+        g: GraphBuilder,
+        products: Sequence[Product],
+        sizes: Mapping[str, int],
+        activation: Activation,
+    ) -> ir.Value:
+        """One operator where the two layers are one product, in their order."""
+        names, y = products[0]
+        if activation != "silu" or tuple(names) != tuple(sizes):
+            return super().gated(g, products, sizes, activation)
+        return _own(g, "Gate", y, g.constant(list(sizes.values())))
+
+    def router(
+        self, g: GraphBuilder, x: ir.Value, weight: ir.Value, bias: ir.Value | None, name: str
+    ) -> ir.Value:
+        """Rows in float32 have a usual product."""
+        if self.dtype == FLOAT:
+            return super().router(g, x, weight, bias, name)
+        return _own(g, "Router", x, weight, bias)
+
+    def best_token(self, g: GraphBuilder, logits: ir.Value) -> tuple[ir.Value, ir.Value]:
+        token, logprob = _several(g, "BestToken", logits, outputs=2)
+        return token, logprob
 
     def attention_mask(self, kind: AttentionKind) -> ir.Function:
         """The ranges of cache rows in place of a mask."""
         return ranges(kind)
-
-    def attention(self, kind: AttentionKind) -> ir.Function:
-        g = self._builder(kind.name)
-        a = AttentionInputs(g, by_head=True, mask=None, trees=kind.trees)
-        tree = [a.start, *a.visible] if kind.trees else [None, None]
-        sinks = g.input("sinks", self.dtype, ["H"]) if kind.sinks else None
-        k, v = self._written(g, a.caches, (a.k, a.v), a.start)
-        y = _own(g, "Attend", a.q, k, v, *a.ranges, *tree, sinks, scale=kind.factor)
-        a.output(y, k, v)
-        return g.function()
 
     def quantized_linear(self, g: GraphBuilder, x: ir.Value, layer: QuantizedLinear) -> ir.Value:
         """A product with the weight, its input rounded as the format does."""
@@ -99,12 +131,8 @@ class Torch(TensorRT):
         with g.scope(layer.name):
             weight = _widened(g, stored, stored.weight.shape[1] * stored.format.numbers_in_byte, raw)
             x = prepared(g, x, raw("order"), raw("pre_quant_scale"), g.dtype)
-            factor: ir.Value | None = None
-            if stored.rounding != "none":
-                scale = raw("input_scale")
-                scale = None if scale is None else g.cast(scale, FLOAT)
-                x, factor = rounded(g, stored, g.to_float(x), scale)
-                x = g.from_dtype(x, FLOAT)
+            scale = raw("input_scale")
+            x, factor = _quantized(g, stored, x, None if scale is None else g.cast(scale, FLOAT))
             return multiplied(g, x, weight, factor, layer.bias, g.dtype)
 
     def quantized_experts(
@@ -160,11 +188,11 @@ class Torch(TensorRT):
         """One operator, which goes row by row."""
         g = self._builder("GatedDeltaNet")
         a = DeltaInputs(g, kind)
-        a.output(*g.multi("GatedDeltaNet", *g.graph.inputs, outputs=3, name="delta", domain=DOMAIN))
+        a.output(*_several(g, "GatedDeltaNet", *g.graph.inputs, outputs=3))
         return g.function()
 
     def _builder(self, name: str) -> GraphBuilder:
-        return GraphBuilder(name, dtype=self.dtype, opsets={DOMAIN: 1})
+        return GraphBuilder(name, dtype=self.dtype, opsets={DOMAIN: VERSION})
 
 
 class _Pairs:
@@ -172,9 +200,7 @@ class _Pairs:
 
     def __init__(self, g: GraphBuilder, router: ir.Value, k: int | ir.Attr) -> None:
         self._g = g
-        g.graph.opset_imports[DOMAIN] = 1
-        routed = g.multi("Route", router, outputs=4, name="route", domain=DOMAIN, k=k)
-        self.shares, self.best, *self._by_expert = routed
+        self.shares, self.best, *self._by_expert = _several(g, "Route", router, outputs=4, k=k)
         self._k = g.dim(self.best, 1, name="k")
         self.expert = g.op("Reshape", self.best, g.constant([-1]), name="expert")
 
@@ -198,9 +224,62 @@ class _Pairs:
         return g.from_dtype(g.op("ReduceSum", y, g.constant([1]), name="sum", keepdims=0), FLOAT)
 
 
+def _several(
+    g: GraphBuilder, name: str, *inputs: ir.Value | None, outputs: int, **attributes: Any
+) -> tuple[ir.Value, ...]:
+    g.graph.opset_imports[DOMAIN] = VERSION
+    return g.multi(name, *inputs, outputs=outputs, name=name, domain=DOMAIN, **attributes)
+
+
 def _own(g: GraphBuilder, name: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
-    g.graph.opset_imports[DOMAIN] = 1
-    return g.op(name, *inputs, name=name, domain=DOMAIN, **attributes)
+    return _several(g, name, *inputs, outputs=1, **attributes)[0]
+
+
+def _placeable(g: GraphBuilder, products: Sequence[Product], parts: Mapping[str, Part]) -> Iterator[Product]:
+    """The products as PlaceHeads takes them: parts in their order, with the same angles for queries and keys."""
+    for kinds, y in products:
+        angles = {parts[kind].angles for kind in kinds if kind != "v"}
+        if len(angles) > 1 or sorted(kinds, key="qkv".index) != list(kinds):
+            yield from apart(g, [(kinds, y)], {kind: parts[kind].columns for kind in kinds}).items()
+        else:
+            yield kinds, y
+
+
+def _placed(
+    g: GraphBuilder, kinds: Sequence[str], y: ir.Value, a: AttentionCall, caches: Mapping[str, ir.Value]
+) -> Sequence[ir.Value]:
+    parts = {kind: a.parts[kind] for kind in kinds}
+    norms = {kind: part.norm for kind, part in parts.items() if part.norm}
+    first = parts[kinds[0]]
+    cos, sin = next((part.angles for part in parts.values() if part.angles), (None, None))
+    return _several(
+        *(g, "PlaceHeads", y, first.shape()),
+        *(norms[kind].weight if kind in norms else None for kind in "qkv"),
+        *(cos, sin, None if kinds == "q" else a.start),
+        *(caches[kind] if kind in parts else None for kind in "kv"),
+        outputs=len(parts),
+        kinds="".join(kinds),
+        heads=[part.heads for part in parts.values()],
+        size=first.size,
+        epsilon=next((norm.epsilon for norm in norms.values()), 0.0),
+    )
+
+
+def _quantized(
+    g: GraphBuilder, stored: StoredLinear, x: ir.Value, scale: ir.Value | None
+) -> tuple[ir.Value, ir.Value | None]:
+    """x as the layer's format rounds it, and the factor of each row, float32 [rows,1], of its products. FP8 has one
+    operator for this.
+    """
+    if stored.rounding == "none":
+        return x, None
+    if stored.algorithm.scheme == "fp8":
+        by_row = stored.rounding == "row"
+        scale = input_scale(g, stored, scale)
+        x, *factor = _several(g, "QuantizedRows", x, scale, outputs=1 + by_row, by_row=int(by_row))
+        return x, factor[0] if by_row else None
+    x, of_row = rounded(g, stored, g.to_float(x), scale)
+    return g.from_dtype(x, FLOAT), of_row
 
 
 def _widened(

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import onnx_ir as ir
 
 from dflash_trt.bundle.cache_kinds import base_input
-from dflash_trt.checkpoint.schema import Heads, LayerAttention
+from dflash_trt.checkpoint.schema import DecoderConfig, Heads, LayerAttention
 from dflash_trt.graph.builder import INT64
-from dflash_trt.graph.dialect import AttentionKind
-from dflash_trt.models.module import Module, Shaped
+from dflash_trt.graph.dialect import AttentionCall, AttentionKind, Norm, Part, Product, apart
+from dflash_trt.models.module import Module
 from dflash_trt.models.passes import Pass, PassRows, Tree, rows_of
 
 
@@ -117,30 +117,6 @@ class Attention:
             apart=layer.heads is not None,
         )
 
-    def _arranged(
-        self,
-        m: Module,
-        rows: PassRows,
-        x: ir.Value,
-        n: int,
-        size: int,
-        norm: str | None = None,
-        *,
-        normed: bool,
-    ) -> ir.Value:
-        """x [B*S, n*size] as the dialect has rows, each head `normed` first, with the weight that `norm` names."""
-        if normed or self.dialect.by_head:
-            x = rows.heads(x, n, size)
-        if normed:
-            x = m.rms_norm(x, norm, size, self.config.rms_norm_eps)
-        if self.dialect.by_head:
-            return self.g.op("Transpose", x, name="by_head", perm=[0, 2, 1, 3])
-        return self._by_row(x, n * size, rows)
-
-    def _by_row(self, x: ir.Value, size: int, rows: PassRows | None = None) -> ir.Value:
-        """x with `size` numbers in a row, as [B,S,size]."""
-        return self.g.op("Reshape", x, (rows or self.queries).shape(size), name="by_row")
-
     def _gate(self, q: ir.Value, size: int) -> tuple[ir.Value, ir.Value]:
         """q_proj's columns, [query | gate] by head, as queries and gates [rows, heads*size]."""
         g, n = self.g, self.config.num_attention_heads
@@ -149,28 +125,29 @@ class Attention:
         query, gate = (g.op("Reshape", part, g.constant([-1, n * size]), name="flat") for part in parts)
         return query, gate
 
-    def _projected(
-        self,
-        m: Module,
-        layer: LayerAttention,
-        x: ir.Value,
-        written: ir.Value,
-        width: int,
-        shaped: Shaped | None,
-    ) -> tuple[ir.Value, ir.Value, ir.Value]:
-        """Queries (and gates) of x, and keys and values of `written`. `shaped`: see `Module.linears`."""
-        c, heads = self.config, self.config.heads_of(layer)
-        bias, kept = c.attention_bias, heads.kv_heads * heads.head_dim
-        asking = {
-            "q_proj": c.num_attention_heads * heads.head_dim * (2 if c.attention_gate == "q_proj" else 1)
-        }
-        others = {"k_proj": kept} | ({} if layer.keys_as_values else {"v_proj": kept})
+    def _products(
+        self, m: Module, layer: LayerAttention, x: ir.Value, written: ir.Value, width: int
+    ) -> tuple[list[Product], ir.Value | None]:
+        """Queries of x, and keys and values of `written`; and a gate of the output."""
+        g, c, heads = self.g, self.config, self.config.heads_of(layer)
+        asking, kept = c.num_attention_heads * heads.head_dim, heads.kv_heads * heads.head_dim
+        sizes = {"q_proj": asking * (2 if c.attention_gate == "q_proj" else 1), "k_proj": kept}
+        sizes |= {} if layer.keys_as_values else {"v_proj": kept}
         if written is x:
-            q, k, *v = m.linears(x, asking | others, width, bias=bias, shaped=shaped)
+            products = m.products(x, sizes, width, bias=c.attention_bias)
         else:
-            (q,) = m.linears(x, asking, width, bias=bias)
-            k, *v = m.linears(written, others, width, bias=bias)
-        return q, k, v[0] if v else k
+            products = m.products(x, {"q_proj": sizes.pop("q_proj")}, width, bias=c.attention_bias)
+            products += m.products(written, sizes, width, bias=c.attention_bias)
+        products = [("".join(name[0] for name in names), y) for names, y in products]
+        gate = None
+        if c.attention_gate == "q_proj" or layer.keys_as_values:
+            found = apart(g, products, {name[0]: n for name, n in sizes.items()})
+            if c.attention_gate == "q_proj":
+                found["q"], gate = self._gate(found["q"], heads.head_dim)
+            products = [*(found | {"v": found.get("v", found["k"])}).items()]
+        elif c.attention_gate is not None:
+            gate = m.linear(x, c.attention_gate, width, asking)
+        return products, gate
 
     def layer(
         self,
@@ -182,44 +159,38 @@ class Attention:
         width: int | None = None,
     ) -> ir.Value:
         """`Mixer.layer`; rows have `width` numbers, the hidden size by default."""
-        g, c, m = self.g, self.config, m.at("self_attn")
-        heads = c.heads_of(self._layers[i])
-        size, n_q, n_kv = heads.head_dim, c.num_attention_heads, heads.kv_heads
-        # By row, as the dialect has them, all three in one step where nothing is done to a head.
-        plain = not (self.dialect.by_head or c.qk_norm or c.value_norm or c.attention_gate == "q_proj")
-        shaped = self._by_row if plain and written is x else None
-        q, k, v = self._projected(m, self._layers[i], x, written, width or c.hidden_size, shaped)
-        gate = None
-        if c.attention_gate == "q_proj":
-            q, gate = self._gate(q, size)
-        elif c.attention_gate is not None:
-            gate = m.linear(x, c.attention_gate, width or c.hidden_size, n_q * size)
-        if shaped is None:
-            q_norm, k_norm = ("q_norm", "k_norm") if c.qk_norm_weights else (None, None)
-            q = self._arranged(m, self.queries, q, n_q, size, q_norm, normed=c.qk_norm)
-            k = self._arranged(m, self.written, k, n_kv, size, k_norm, normed=c.qk_norm)
-            v = self._arranged(m, self.written, v, n_kv, size, normed=c.value_norm)
-        kind, by_head = self._kind(self._layers[i]), self.dialect.by_head
-        rows = self._rows[self._layers[i].window]
-        y, *updated = g.call(
-            self.dialect.attention(kind),
-            self.queries.rotate(q, heads, None if by_head else n_q, queries=True),
-            self.written.rotate(k, heads, None if by_head else n_kv),
-            v,
-            *rows.caches[i],
-            rows.start,
-            *self._mask(i),
-            rows.lengths,
-            *([m.weight("sinks", n_q)] if self.sinks else []),
-            outputs=3,
-            name="cached",
+        g, c, m, layer = self.g, self.config, m.at("self_attn"), self._layers[i]
+        products, gate = self._products(m, layer, x, written, width or c.hidden_size)
+        rows, asking = self._rows[layer.window], c.num_attention_heads * c.heads_of(layer).head_dim
+        call = AttentionCall(
+            kind=self._kind(layer),
+            products=products,
+            parts=parts_of(m, c, c.heads_of(layer), self.queries, self.written),
+            caches=rows.caches[i],
+            start=rows.start,
+            mask=self._mask(i),
+            lengths=rows.lengths,
+            sinks=m.weight("sinks", c.num_attention_heads) if self.sinks else None,
         )
-        self.updated[i] = updated
-        for side, cache, shape in zip("kv", updated, rows.shapes[i], strict=True):
+        y, self.updated[i] = self.dialect.attend(g, call)
+        for side, cache, shape in zip("kv", self.updated[i], rows.shapes[i], strict=True):
             g.output(cache, f"{side}_cache_out.{i}", g.dtype, shape)
-        if by_head:
-            y = g.op("Transpose", y, name="by_row", perm=[0, 2, 1, 3])
-        y = g.op("Reshape", y, g.constant([-1, n_q * size]), name="merge")
         if gate is not None:
             y = g.op("Mul", y, g.op("Sigmoid", gate, name="gate"), name="gated")
-        return m.linear(y, "o_proj", n_q * size, c.hidden_size, bias=c.attention_bias)
+        return m.linear(y, "o_proj", asking, c.hidden_size, bias=c.attention_bias)
+
+
+def parts_of(
+    m: Module, c: DecoderConfig, heads: Heads, queries: PassRows, written: PassRows
+) -> dict[str, Part]:
+    """What becomes of a layer's queries "q", keys "k" and values "v"."""
+
+    def norm(name: str, *, there: bool) -> Norm | None:
+        own = f"{name}_norm" if c.qk_norm_weights and name != "v" else None
+        return m.norm(own, heads.head_dim, c.rms_norm_eps) if there else None
+
+    return {
+        "q": queries.part(c.num_attention_heads, heads, norm("q", there=c.qk_norm), queries=True),
+        "k": written.part(heads.kv_heads, heads, norm("k", there=c.qk_norm)),
+        "v": Part(heads.kv_heads, heads.head_dim, written.shape, norm("v", there=c.value_norm)),
+    }

@@ -19,7 +19,7 @@ from dflash_trt.checkpoint.schema import Heads, LayerAttention, MoEConfig, Targe
 from dflash_trt.errors import show
 from dflash_trt.graph.builder import FLOAT
 from dflash_trt.graph.quantized_experts import ExpertLayer
-from dflash_trt.models.decoder import gated_mlp, sandwich_layer
+from dflash_trt.models.decoder import Stream, gated_mlp, sandwich_layer
 from dflash_trt.models.module import Module
 from dflash_trt.models.passes import Mixer
 from dflash_trt.models.qwen3_moe import expert_stacks, widened_bytes
@@ -162,18 +162,17 @@ def _read(text: Fields) -> TargetConfig:
     return replace(config, layers=layers)
 
 
-def _layer(m: Module, mixer: Mixer, c: TargetConfig, i: int, x: ir.Value) -> ir.Value:
-    g, size, epsilon = m.g, c.hidden_size, c.rms_norm_eps
+def _layer(m: Module, mixer: Mixer, c: TargetConfig, i: int, x: ir.Value, h: ir.Value) -> Stream:
+    size, epsilon = c.hidden_size, c.rms_norm_eps
 
-    def feed_forward(h: ir.Value, before: ir.Value) -> ir.Value:
+    def feed_forward(h: ir.Value, before: ir.Value) -> Stream:
         y = gated_mlp(m.at("mlp"), h, size, c.intermediate_size, activation=c.activation)
         if c.moe is None:
-            return y
+            return y, None
         y = m.rms_norm(y, "post_feedforward_layernorm_1", size, epsilon)
-        others = m.rms_norm(_experts(m, c, c.moe, before), "post_feedforward_layernorm_2", size, epsilon)
-        return g.op("Add", y, others, name="with_experts")
+        return y, m.rms_norm(_experts(m, c, c.moe, before), "post_feedforward_layernorm_2", size, epsilon)
 
-    return sandwich_layer(m, c, x, lambda h: mixer.layer(m, i, h, h), feed_forward)
+    return sandwich_layer(m, c, x, h, lambda h: mixer.layer(m, i, h, h), feed_forward)
 
 
 def _experts(m: Module, c: TargetConfig, moe: MoEConfig, x: ir.Value) -> ir.Value:
@@ -195,7 +194,13 @@ def _experts(m: Module, c: TargetConfig, moe: MoEConfig, x: ir.Value) -> ir.Valu
     return m.dialect.quantized_experts(
         g,
         m.rms_norm(x, "pre_feedforward_layernorm_2", size, c.rms_norm_eps),
-        router.linear(normed, "proj", size, moe.num_experts, dtype=FLOAT),
+        g.op(
+            "Gemm",
+            normed,
+            router.weight("proj.weight", moe.num_experts, size, dtype=FLOAT),
+            name="proj",
+            transB=1,
+        ),
         layer,
     )
 

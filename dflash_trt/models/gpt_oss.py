@@ -9,9 +9,8 @@ import onnx_ir as ir
 from dflash_trt.checkpoint.fields import Fields, stated
 from dflash_trt.checkpoint.schema import MoEConfig, TargetConfig
 from dflash_trt.formats.base import BLOCK
-from dflash_trt.graph.builder import FLOAT
 from dflash_trt.graph.experts import Experts
-from dflash_trt.models.decoder import mixer_block
+from dflash_trt.models.decoder import Stream, mixer_block
 from dflash_trt.models.module import Module
 from dflash_trt.models.passes import Mixer
 from dflash_trt.models.qwen3_moe import experts
@@ -72,17 +71,14 @@ def _mxfp4(fields: Fields) -> Literal["mxfp4"] | None:
     return "mxfp4"
 
 
-def _layer(m: Module, mixer: Mixer, c: TargetConfig, i: int, x: ir.Value) -> ir.Value:
-    g, moe = m.g, c.moe
+def _layer(m: Module, mixer: Mixer, c: TargetConfig, i: int, x: ir.Value, h: ir.Value) -> Stream:
+    moe, mlp = c.moe, m.at("mlp")
     assert moe is not None
-    x = mixer_block(m, mixer, c, i, x)
-    with g.scope("mlp"):
-        mlp = m.at("mlp")
-        h = m.rms_norm(x, "post_attention_layernorm", c.hidden_size, c.rms_norm_eps)
-        logits = mlp.linear(g.to_float(h), "router", c.hidden_size, moe.num_experts, bias=True, dtype=FLOAT)
+    x, h = mixer_block(m, mixer, c, i, x, h)
+    with m.g.scope("mlp"):
+        logits = mlp.router(h, "router", c.hidden_size, moe.num_experts, bias=True)
         weights = _weights(mlp.at("experts"), c.hidden_size, moe)
-        h = experts(m, c.hidden_size, moe, h, logits, weights)
-        return g.op("Add", x, h, name="residual")
+        return x, experts(m, c.hidden_size, moe, h, logits, weights)
 
 
 def _weights(m: Module, hidden: int, moe: MoEConfig) -> Experts:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -15,10 +14,8 @@ from dflash_trt.checkpoint.tensors import Checkpoint, Outline, TensorInfo
 from dflash_trt.errors import CheckpointError
 from dflash_trt.formats.base import FLOAT_DTYPES
 from dflash_trt.graph.builder import FLOAT, ONNX_DTYPES, GraphBuilder
-from dflash_trt.graph.dialect import Dialect
+from dflash_trt.graph.dialect import Dialect, Norm, Product, apart, normed
 from dflash_trt.graph.quantized import QuantizedLinear
-
-Shaped = Callable[[ir.Value, int], ir.Value]
 
 
 class Module:
@@ -38,11 +35,11 @@ class Module:
         below.prefix = f"{self.prefix}{prefix}."
         return below
 
-    def centred(self) -> Module:
-        """The same place, whose norms scale by 1 + weight."""
-        there = copy(self)
-        there._zero_centred = True
-        return there
+    def centred(self, there: bool) -> Module:
+        """The same place, whose norms scale by 1 + weight, also if `there`."""
+        place = copy(self)
+        place._zero_centred |= there
+        return place
 
     def inside(self, body: GraphBuilder) -> Module:
         """The same place, for a subgraph of the graph. Weights stay outside, so that they are prepared once."""
@@ -76,59 +73,51 @@ class Module:
         """The tensor in `dtype`, by default the graph's. It stays as it is on disk if it already has that dtype."""
         return self._outside.cast(self.raw(name, *shape), dtype or self.g.dtype, name=f"{name}/cast")
 
-    def linear(
-        self,
-        x: ir.Value,
-        name: str,
-        inputs: int,
-        outputs: int,
-        *,
-        bias: bool = False,
-        dtype: ir.DataType | None = None,
-    ) -> ir.Value:
-        """x [rows, inputs] -> [rows, outputs]. x is in `dtype`, by default the graph's.
-
-        A quantized weight is multiplied in its stored format. A layer with its own `dtype` cannot be quantized.
-        """
-        stored = (
-            stored_linear(self.checkpoint, self.prefix + name, inputs, outputs) if dtype is None else None
-        )
+    def linear(self, x: ir.Value, name: str, inputs: int, outputs: int, *, bias: bool = False) -> ir.Value:
+        """x [rows, inputs] -> [rows, outputs], in the graph's dtype. A quantized weight is multiplied as stored."""
+        stored = stored_linear(self.checkpoint, self.prefix + name, inputs, outputs)
         if stored is not None:
             return self._quantized(x, name, stored, self.weight(f"{name}.bias", outputs) if bias else None)
-        parameters = [self.weight(f"{name}.weight", outputs, inputs, dtype=dtype)]
+        parameters = [self.weight(f"{name}.weight", outputs, inputs)]
         if bias:
-            parameters.append(self.weight(f"{name}.bias", outputs, dtype=dtype))
+            parameters.append(self.weight(f"{name}.bias", outputs))
         return self.g.op("Gemm", x, *parameters, name=name, transB=1)
 
-    def linears(
-        self,
-        x: ir.Value,
-        outputs: Mapping[str, int],
-        inputs: int,
-        *,
-        bias: bool = False,
-        shaped: Shaped | None = None,
-    ) -> list[ir.Value]:
-        """x [rows, inputs] through each layer that `outputs` names; see the `joins_` of `Dialect`.
+    def router(self, x: ir.Value, name: str, inputs: int, outputs: int, *, bias: bool = False) -> ir.Value:
+        """x [rows, inputs] -> [rows, outputs] in float32, by a layer that is not quantized."""
+        weight = self.weight(f"{name}.weight", outputs, inputs, dtype=FLOAT)
+        added = self.weight(f"{name}.bias", outputs, dtype=FLOAT) if bias else None
+        return self.dialect.router(self.g, x, weight, added, name)
 
-        `shaped`: gives a product [rows, n] another shape [..., n], all layers of a joined one at once.
+    def linears(
+        self, x: ir.Value, outputs: Mapping[str, int], inputs: int, *, bias: bool = False
+    ) -> list[ir.Value]:
+        """x [rows, inputs] through each layer that `outputs` names."""
+        found = apart(self.g, self.products(x, outputs, inputs, bias=bias), outputs)
+        return [found[name] for name in outputs]
+
+    def products(
+        self, x: ir.Value, outputs: Mapping[str, int], inputs: int, *, bias: bool = False
+    ) -> list[Product]:
+        """x [rows, inputs] through each layer that `outputs` names, where the dialect joins them (its `joins_`) in one
+        product.
         """
         layers = {n: stored_linear(self.checkpoint, self.prefix + n, inputs, m) for n, m in outputs.items()}
         stored = {name: layer for name, layer in layers.items() if layer is not None}
         plain = {name: outputs[name] for name in outputs if name not in stored}
-        products: dict[str, ir.Value] = {}
+        products: list[Product] = []
         for names, layer in joined(stored) if self.dialect.joins_quantized and not bias else ():
             if len(names) > 1:
                 self.used.update(info.name for name in names for info in stored[name].tensors)
-                y = self._quantized(x, "-".join(names), layer, None)
-                products |= self._split(y, {name: outputs[name] for name in names}, shaped)
+                products.append((names, self._quantized(x, "-".join(names), layer, None)))
         if self.dialect.joins_floats and len(plain) > 1:
-            products |= self._split(self._joined(x, plain, inputs, bias=bias), plain, shaped)
-        for name, n in outputs.items():
-            if name not in products:
-                y = self.linear(x, name, inputs, n, bias=bias)
-                products[name] = y if shaped is None else shaped(y, n)
-        return [products[name] for name in outputs]
+            products.append((tuple(plain), self._joined(x, plain, inputs, bias=bias)))
+        done = {name for names, _ in products for name in names}
+        return products + [
+            ((name,), self.linear(x, name, inputs, n, bias=bias))
+            for name, n in outputs.items()
+            if name not in done
+        ]
 
     def _joined(self, x: ir.Value, outputs: Mapping[str, int], inputs: int, *, bias: bool) -> ir.Value:
         """One product with the weights of several layers, one below the other: folded as the graph is loaded."""
@@ -144,30 +133,34 @@ class Module:
             )
         return self.g.op("Gemm", x, *parameters, name=name, transB=1)
 
-    def _split(self, y: ir.Value, outputs: Mapping[str, int], shaped: Shaped | None) -> dict[str, ir.Value]:
-        sizes, name = self.g.constant(list(outputs.values())), "-".join(outputs)
-        y = y if shaped is None else shaped(y, sum(outputs.values()))
-        parts = self.g.multi("Split", y, sizes, outputs=len(outputs), name=f"{name}/split", axis=-1)
-        return dict(zip(outputs, parts, strict=True))
-
     def _quantized(self, x: ir.Value, name: str, stored: StoredLinear, bias: ir.Value | None) -> ir.Value:
         self.used.update(info.name for info in stored.tensors)
         layer = QuantizedLinear(name=name, stored=stored, folder=self.folder, bias=bias)
         return self.dialect.quantized_linear(self.g, x, layer)
 
-    def rms_norm(self, x: ir.Value, name: str | None, size: int, epsilon: float) -> ir.Value:
-        """RMSNorm over the last axis, of length `size`, in float32. `name`: of its weights; None: it has none."""
+    def norm(self, name: str | None, size: int, epsilon: float) -> Norm:
+        """An RMSNorm over `size` numbers. `name`: of its weights; None: it has none."""
         g = self.g
         if name is None:
-            ones = g.constant(np.ones(size), g.dtype.numpy())
-            return g.op("RMSNormalization", x, ones, name="norm", epsilon=epsilon, axis=-1)
-        attributes: dict[str, Any] = {"name": name, "epsilon": epsilon, "axis": -1}
+            return Norm(g.constant(np.ones(size), g.dtype.numpy()), epsilon)
         if not self._zero_centred:
-            return g.op("RMSNormalization", x, self.weight(f"{name}.weight", size), **attributes)
+            return Norm(self.weight(f"{name}.weight", size), epsilon, name)
         # The sum of 1 and a small weight has more digits than a dtype of 16 bits.
         weight = self.weight(f"{name}.weight", size, dtype=FLOAT)
         scale = g.op("Add", weight, g.constant(1, np.float32), name=f"{name}.scale")
-        return g.from_dtype(g.op("RMSNormalization", g.to_float(x), scale, **attributes), FLOAT)
+        scale.type = ir.TensorType(FLOAT)
+        return Norm(scale, epsilon, name)
+
+    def rms_norm(self, x: ir.Value, name: str | None, size: int, epsilon: float) -> ir.Value:
+        """`norm` over the last axis of x."""
+        return normed(self.g, x, self.norm(name, size, epsilon))
+
+    def add_norm(
+        self, x: ir.Value, y: ir.Value | None, name: str, size: int, epsilon: float
+    ) -> tuple[ir.Value, ir.Value]:
+        """The residual sum x + y [rows, size], where there is something to add, and its `norm`."""
+        norm = self.norm(name, size, epsilon)
+        return (x, normed(self.g, x, norm)) if y is None else self.dialect.add_norm(self.g, x, y, norm)
 
     def check_all_used(self, ignored: tuple[str, ...] = (), skipped: tuple[str, ...] = ()) -> None:
         """Raise CheckpointError if a tensor is unused: then the checkpoint does not match its config.

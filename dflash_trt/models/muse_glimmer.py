@@ -14,7 +14,7 @@ from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.rope import read_rope
 from dflash_trt.checkpoint.schema import Heads, TargetConfig
 from dflash_trt.errors import show
-from dflash_trt.models.decoder import gated_mlp, sandwich_layer
+from dflash_trt.models.decoder import Stream, gated_mlp, sandwich_layer
 from dflash_trt.models.module import Module
 from dflash_trt.models.passes import Mixer
 from dflash_trt.models.reading import LAYERS, Family, beside_images, decoder, place_window, target
@@ -73,15 +73,14 @@ def _rotated(text: Fields, full: list[bool], theta: float) -> list[bool]:
     return [each != 0 for each in thetas]
 
 
-def _layer(m: Module, mixer: Mixer, c: TargetConfig, i: int, x: ir.Value) -> ir.Value:
-    m = m.centred()
+def _layer(m: Module, mixer: Mixer, c: TargetConfig, i: int, x: ir.Value, h: ir.Value) -> Stream:
+    def attention(h: ir.Value) -> ir.Value:
+        return mixer.layer(m, i, h, h)
 
-    def feed_forward(h: ir.Value, _: ir.Value) -> ir.Value:
-        return gated_mlp(m.at("mlp"), h, c.hidden_size, c.intermediate_size)
+    def feed_forward(h: ir.Value, _: ir.Value) -> Stream:
+        return gated_mlp(m.at("mlp"), h, c.hidden_size, c.intermediate_size), None
 
-    return sandwich_layer(
-        m, c, x, lambda h: mixer.layer(m, i, h, h), feed_forward, after=c.post_norm_eps, scaled=False
-    )
+    return sandwich_layer(m, c, x, h, attention, feed_forward, after=c.post_norm_eps, scaled=False)
 
 
 FAMILY = Family(
@@ -89,4 +88,5 @@ FAMILY = Family(
     "muse_glimmer",
     beside_images(_read, "muse_glimmer_text", skipped=_OTHERS),
     _layer,
+    centred=True,
 )

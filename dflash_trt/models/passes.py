@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import onnx_ir as ir
@@ -16,7 +16,7 @@ import onnx_ir as ir
 from dflash_trt.checkpoint.rope import RopeConfig, inverse_frequencies
 from dflash_trt.checkpoint.schema import DecoderConfig, Heads
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
-from dflash_trt.graph.dialect import Dialect
+from dflash_trt.graph.dialect import Dialect, Norm, Part
 from dflash_trt.models.module import Module
 
 # Rows of a sequence's caches, by the window of a layer (None: no window); one number for all; or the name of an axis
@@ -64,7 +64,7 @@ class PassRows:
 
     def _rotation(
         self, position: ir.Value, rope: RopeConfig, size: int, length: int
-    ) -> dict[bool, list[ir.Value]]:
+    ) -> dict[bool, tuple[ir.Value, ...]]:
         """cos and sin [B, S, size/2] of keys (False), and of queries (True), which may grow with their position."""
         g = self.g
         frequencies, factor = inverse_frequencies(rope, size, length)
@@ -72,7 +72,7 @@ class PassRows:
         rotations = [g.op(kind, angles, name=kind.lower()) for kind in ("Cos", "Sin")]
         if factor != 1.0:
             rotations = [g.op("Mul", r, g.constant(factor, np.float32), name="scaled") for r in rotations]
-        keys = [g.from_dtype(r, FLOAT) for r in rotations]
+        keys = tuple(g.from_dtype(r, FLOAT) for r in rotations)
         if not rope.growth:
             return {False: keys, True: keys}
         original = rope.parameters["original_max_position_embeddings"]
@@ -81,7 +81,7 @@ class PassRows:
         grown = g.op("Mul", g.op("Log", grown), g.constant(rope.growth, np.float32), name="growth")
         grown = g.op("Add", grown, g.constant(1, np.float32), name="query_scale")
         # The scale of a row commutes with its rotation.
-        queries = [g.from_dtype(g.op("Mul", r, grown, name="of_queries"), FLOAT) for r in rotations]
+        queries = tuple(g.from_dtype(g.op("Mul", r, grown, name="of_queries"), FLOAT) for r in rotations)
         return {False: keys, True: queries}
 
     def shape(self, *tail: int) -> ir.Value:
@@ -90,19 +90,12 @@ class PassRows:
             self._shapes[tail] = self.g.shape(self.batch, self.count, *tail)
         return self._shapes[tail]
 
-    def heads(self, x: ir.Value, n: int, size: int) -> ir.Value:
-        """[B*S, n*size] -> [B, S, n, size]."""
-        return self.g.op("Reshape", x, self.shape(n, size), name="heads")
-
-    def rotate(self, x: ir.Value, kind: Heads, heads: int | None, *, queries: bool = False) -> ir.Value:
-        """[B, n, S, size], or [B, S, heads*size], rotated by position (half-split pairs) if heads of this kind are."""
+    def part(self, heads: int, kind: Heads, norm: Norm | None, *, queries: bool = False) -> Part:
+        """Queries or keys of these rows, rotated by position if heads of this kind are."""
         if kind.rope is None:
-            return x
-        cos, sin = self._rotations[kind.rope, kind.rotary_dim][queries]
-        attributes: dict[str, Any] = {} if heads is None else {"num_heads": heads}
-        if kind.rotary_dim != kind.head_dim:
-            attributes["rotary_embedding_dim"] = kind.rotary_dim
-        return self.g.op("RotaryEmbedding", x, cos, sin, name="rope", **attributes)
+            return Part(heads, kind.head_dim, self.shape, norm)
+        angles = self._rotations[kind.rope, kind.rotary_dim][queries]
+        return Part(heads, kind.head_dim, self.shape, norm, angles, kind.rotary_dim)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from dflash_trt.checkpoint.tensors import Outline, TensorInfo
 from dflash_trt.graph.builder import FLOAT, ONNX_DTYPES, GraphBuilder
 from dflash_trt.graph.experts import Experts
 from dflash_trt.graph.quantized_experts import ExpertLayer, Projection, Stack
-from dflash_trt.models.decoder import dense_layer, gated_mlp, mixer_block
+from dflash_trt.models.decoder import Stream, dense_layer, gated_mlp, mixer_block
 from dflash_trt.models.module import Module
 from dflash_trt.models.passes import Mixer
 from dflash_trt.models.reading import LAYERS, WIDTH, Family, decoder, expert_counts, refuse, target, window_of
@@ -69,16 +69,14 @@ def read_experts(
     )
 
 
-def moe_layer(m: Module, mixer: Mixer, c: TargetConfig, i: int, x: ir.Value) -> ir.Value:
-    """A pre-norm layer with experts where `sparse_layers` says so, and an MLP elsewhere; x [B*S, D]."""
-    g, moe = m.g, c.moe
+def moe_layer(m: Module, mixer: Mixer, c: TargetConfig, i: int, x: ir.Value, h: ir.Value) -> Stream:
+    """A pre-norm layer with experts where `sparse_layers` says so, and an MLP elsewhere."""
+    g, moe, mlp = m.g, c.moe, m.at("mlp")
     if moe is None or not moe.sparse_layers[i]:
-        return dense_layer(m, mixer, c, i, x)
-    x = mixer_block(m, mixer, c, i, x)
+        return dense_layer(m, mixer, c, i, x, h)
+    x, h = mixer_block(m, mixer, c, i, x, h)
     with g.scope("mlp"):
-        mlp = m.at("mlp")
-        h = m.rms_norm(x, "post_attention_layernorm", c.hidden_size, c.rms_norm_eps)
-        logits = mlp.linear(g.to_float(h), "gate", c.hidden_size, moe.num_experts, dtype=FLOAT)
+        logits = mlp.router(h, "gate", c.hidden_size, moe.num_experts)
         dialect, whole = m.dialect, _is_stacked(mlp, moe)
         stacks = {} if whole and not dialect.experts_apart else expert_stacks(mlp, c.hidden_size, moe)
         if not stacks:
@@ -97,7 +95,7 @@ def moe_layer(m: Module, mixer: Mixer, c: TargetConfig, i: int, x: ir.Value) -> 
         if moe.shared_intermediate_size:
             # ONNX's checker asks for the type of the first term. It knows none of the experts' operator.
             y = g.op("Add", _shared(mlp, c.hidden_size, moe, h), y, name="with_shared")
-        return g.op("Add", x, y, name="residual")
+        return x, y
 
 
 def _shared(m: Module, hidden: int, moe: MoEConfig, x: ir.Value) -> ir.Value:
@@ -105,7 +103,7 @@ def _shared(m: Module, hidden: int, moe: MoEConfig, x: ir.Value) -> ir.Value:
     g = m.g
     with g.scope("shared_expert"):
         y = gated_mlp(m.at("shared_expert"), x, hidden, moe.shared_intermediate_size)
-        gate = m.linear(g.to_float(x), "shared_expert_gate", hidden, 1, dtype=FLOAT)
+        gate = m.router(x, "shared_expert_gate", hidden, 1)
         gate = g.from_dtype(g.op("Sigmoid", gate, name="gate"), FLOAT)
         return g.op("Mul", y, gate, name="gated")
 

@@ -16,6 +16,7 @@ from dflash_trt.checkpoint.fields import Fields, stated
 from dflash_trt.checkpoint.rope import RopeConfig, read_rope
 from dflash_trt.checkpoint.schema import Activation, LayerAttention, MoEConfig, TargetConfig
 from dflash_trt.errors import quoted, show
+from dflash_trt.models.decoder import Stream
 from dflash_trt.models.module import Module
 from dflash_trt.models.passes import Mixer
 
@@ -220,7 +221,7 @@ def _token_ids(fields: Fields | None, key: str, vocab_size: int) -> tuple[int, .
 
 
 # Adds decoder layer i to the residual stream [B*S, D]. The mixer mixes the tokens.
-Layer = Callable[[Module, Mixer, TargetConfig, int, ir.Value], ir.Value]
+Layer = Callable[[Module, Mixer, TargetConfig, int, ir.Value, ir.Value], Stream]
 
 
 @dataclass(frozen=True)
@@ -228,10 +229,12 @@ class Family:
     """A target family, with the `architecture` and `model_type` of config.json.
 
     read: turns the file's fields into a configuration. Raises CheckpointError, naming a field that it cannot take.
-    layer: adds one decoder layer to a graph.
+    layer: adds one decoder layer to a graph, on the residual stream and its norm.
+    centred: the norms of layers scale by 1 + weight.
     """
 
     architecture: str
     model_type: str
     read: Callable[[Fields], TargetConfig]
     layer: Layer
+    centred: bool = False

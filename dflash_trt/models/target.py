@@ -22,7 +22,7 @@ from dflash_trt.formats.base import FLOAT_DTYPES
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.dialect import Dialect
 from dflash_trt.models.attention import Attention
-from dflash_trt.models.decoder import embed, soft_capped
+from dflash_trt.models.decoder import embed, soft_capped, summed
 from dflash_trt.models.delta_net import DeltaNet
 from dflash_trt.models.families import FAMILIES
 from dflash_trt.models.module import Module
@@ -53,18 +53,18 @@ def build_target(
     shared = _pass(g, dialect, config, capacity, tokens, start, rows, trees=trees)
     this_pass, by_layer = shared.queries, mixers(shared)
 
-    root = Module(g, checkpoint, folder, dialect)
-    if config.zero_centred_norms:
-        root = root.centred()
+    root = Module(g, checkpoint, folder, dialect).centred(config.zero_centred_norms)
     m = root.at(config.prefix)
     x = embed(m, tokens, vocab, hidden, scale=config.embedding_scale)
     if config.embedding_norm:
         x = m.rms_norm(x, None, hidden, config.rms_norm_eps)
-    family, tapped = FAMILIES[config.architecture], {-1: x}
+    family, tapped, y = FAMILIES[config.architecture], dict[int, ir.Value](), None
     for i in range(config.num_hidden_layers):
+        layer = m.at(f"layers.{i}").centred(family.centred)
         with g.scope(f"layers.{i}"):
-            x = family.layer(m.at(f"layers.{i}"), by_layer[i], config, i, x)
-        tapped[i] = x
+            tapped[i - 1], h = layer.add_norm(x, y, "input_layernorm", hidden, config.rms_norm_eps)
+            x, y = family.layer(layer, by_layer[i], config, i, tapped[i - 1], h)
+    tapped[config.num_hidden_layers - 1] = x = summed(g, x, y)
 
     width = len(taps) * hidden or 1
     if taps:
@@ -76,8 +76,9 @@ def build_target(
     by_row = g.op("Reshape", x, this_pass.shape(hidden), name="by_row")
     chosen = g.op("GatherND", by_row, g.unsqueeze(rows, 2), name="rows_with_logits", batch_dims=1)
     chosen = g.op("Reshape", chosen, g.constant([-1, hidden]), name="flat_rows")
-    logits = g.to_float(lm_head(m.rms_norm(chosen, "norm", hidden, config.rms_norm_eps), root, config))
+    logits = lm_head(m.rms_norm(chosen, "norm", hidden, config.rms_norm_eps), root, config)
     logits = soft_capped(g, logits, config.logit_softcap, multiplier=config.logit_multiplier)
+    logits = g.to_float(logits)
     logits = g.op("Reshape", logits, g.shape(this_pass.batch, g.dim(rows, 1), vocab), name="logits")
     acceptance = dialect.block_acceptance()
     accepted, next_token = g.call(acceptance, tokens, rows, logits, outputs=2, name="acceptance")
@@ -87,7 +88,7 @@ def build_target(
     g.output(logits, "logits", FLOAT, ["B", "R", vocab])
     g.output(accepted, "accepted", INT64, ["B"])
     g.output(next_token, "next_token", INT64, ["B"])
-    return dialect.finished(g.model())
+    return g.model()
 
 
 def _pass(

@@ -64,7 +64,7 @@ def test_the_residual_sum_and_the_norm_of_it_are_one_node(
         nodes.append([node.op_type for node in graph].count("SkipSimplifiedLayerNormalization"))
         with LLM(bundle.path, threads=1) as llm:
             logits.append(llm.logits(list(range(10, 60))))
-        monkeypatch.setattr(OnnxRuntime, "finished", Dialect.finished)
+        monkeypatch.setattr(OnnxRuntime, "add_norm", Dialect.add_norm)
     assert nodes == [2 * bundle.manifest["target"]["num_hidden_layers"] - 1, 0]
     np.testing.assert_allclose(*logits, rtol=0, atol=1e-3)
 

@@ -82,7 +82,7 @@ def expected(given: Tensors) -> np.ndarray[Any, Any]:
     wide = {n: t.double().nan_to_num() for n, t in given.items() if t.is_floating_point()}
     named = {name.removesuffix("_cache"): t for name, t in (given | wide).items()}
     y = layers.attend({"scale": given["q"].shape[3] ** -0.5}, **named)
-    return y.nan_to_num().numpy()  # a row that sees nothing is 0
+    return y.transpose(1, 2).nan_to_num().numpy()  # a row that sees nothing is 0
 
 
 def close(y: torch.Tensor, want: np.ndarray[Any, Any]) -> None:

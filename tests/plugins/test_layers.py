@@ -38,6 +38,13 @@ def test_a_residual_sum_and_its_norm(hidden: int, dtype: torch.dtype) -> None:
     total, normed = launch.add_norm(x, y, weight, 1e-5)
     assert torch.equal(total, x + y)
     close(normed, layers.rms_norm({"epsilon": 1e-5}, x + y, weight))
+    wide = layers.rms_norm({"epsilon": 1e-5}, total.float(), weight.float() + 2**-12)
+    for got, expected in zip(
+        layers.add_norm({"epsilon": 1e-5}, x, y, weight.float() + 2**-12),
+        (total, wide.to(dtype)),
+        strict=True,
+    ):
+        assert torch.equal(got, expected)
 
 
 @TYPES
@@ -97,7 +104,6 @@ def test_heads(
     batch, count, size, capacity = 2, 3, 48, 11
     counts = {"q": 4, "k": 2, "v": 2}
     x = drawn(batch * count, sum(counts[kind] for kind in kinds) * size, dtype=dtype)
-    shapes = [[batch, count, counts[kind], size] if kind in kinds else None for kind in "qkv"]
     norms = [drawn(size + i, dtype=dtype)[:size].clone() if normed else None for i in range(2)]
     pairs = int(size * turned / 2)
     angles = drawn(batch, count, pairs) if pairs else None
@@ -105,13 +111,14 @@ def test_heads(
     caches = [
         drawn(batch, counts[kind], capacity, size, dtype=dtype) if kind in kinds else None for kind in "kv"
     ]
-    attributes: dict[str, Any] = {"epsilon": 1e-6, "kinds": kinds, "rotary_embedding_dim": 2 * pairs}
+    heads = [counts[kind] for kind in kinds]
+    attributes: dict[str, Any] = {"epsilon": 1e-6, "kinds": kinds, "heads": heads, "size": size}
     results = []
     for run in (None, kernels.LayerKernels(by_triton)):
         monkeypatch.setattr(kernels, "of", lambda x, run=run: run)
         own = [None if cache is None else cache.clone() for cache in caches]
         start = torch.tensor([5, 0]) if kinds != "q" else None
-        results.append(layers.place_heads(attributes, x, *shapes, *norms, *turns, start, *own))
+        results.append(layers.place_heads(attributes, x, [batch, count], *norms, None, *turns, start, *own))
     for got, expected in zip(*reversed(results), strict=True):
         close(got, expected)
     for cache, got in zip(caches, results[1][1 if "q" in kinds else 0 :], strict=False):

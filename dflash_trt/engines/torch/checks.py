@@ -153,13 +153,12 @@ def _cases() -> Iterator[tuple[str, Case]]:
     yield "GroupedProduct", (layers.grouped_product, {}, given)
 
     x, angles = drawn(6, 8 * size), drawn(2, 3, size // 2)
-    shapes = [[2, 3, heads, size] for heads in (4, 2, 2)]
-    turns = drawn(size), drawn(size), angles.cos(), angles.sin()
+    turns = drawn(size), drawn(size), None, angles.cos(), angles.sin()
     caches = drawn(2, 2, 9, size), drawn(2, 2, 9, size)
-    attributes = {"kinds": "qkv", "epsilon": 1e-6}
+    attributes = {"kinds": "qkv", "heads": [4, 2, 2], "size": size, "epsilon": 1e-6}
     yield (
         "PlaceHeads",
-        (layers.place_heads, attributes, [x, *shapes, *turns, torch.tensor([4, 0]), *caches]),
+        (layers.place_heads, attributes, [x, [2, 3], *turns, torch.tensor([4, 0]), *caches]),
     )
     yield "AddNorm", (layers.add_norm, {"epsilon": 1e-6}, [x, x, drawn(8 * size)])
     yield "Gate", (layers.gate, {}, [x, [4 * size, 4 * size]])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from dflash_plugins.packed import PackedWeight
 from torch import Tensor
 
 from dflash_trt.engines.torch import kernels
-from dflash_trt.formats.numbers import BYTE_TO_PAIR
+from dflash_trt.formats.numbers import BYTE_TO_PAIR, E4M3_MAX
+from dflash_trt.graph.quantized import TINY
 
 Attributes = Mapping[str, Any]
 # Passes of more rows of a sequence are of a prompt, and have tiles of their own. Verification has one tile at every
@@ -41,7 +42,12 @@ def add_norm(a: Attributes, x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tenso
         if (made := layer.first("norms", lambda run, _: ours.add_norm(*given, run=run))) is not None:
             return made
     total = x + y
-    return total, rms_norm(a, total, weight)
+    return total, _normed(a, total, weight)
+
+
+def _normed(a: Attributes, x: Tensor, weight: Tensor) -> Tensor:
+    """The norm in the weight's dtype, in that of x."""
+    return rms_norm(a, x.to(weight.dtype), weight).to(x.dtype)
 
 
 def gate(a: Attributes, x: Tensor, sizes: list[int]) -> Tensor:
@@ -67,7 +73,7 @@ def router(a: Attributes, x: Tensor, weight: Tensor, bias: Tensor | None = None)
 
 def rotary(a: Attributes, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Half-split pairs of x [B,n,S,d]; cos and sin [B,S,r/2] of the first r numbers."""
-    size = a.get("rotary_embedding_dim", 0) or x.shape[-1]
+    size = 2 * cos.shape[-1]
     cos, sin = cos[:, None], sin[:, None]
     first, second = x[..., : size // 2], x[..., size // 2 : size]
     turned = [first * cos - second * sin, first * sin + second * cos]
@@ -77,28 +83,20 @@ def rotary(a: Attributes, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def place_heads(
     a: Attributes,
     x: Tensor,
-    q_shape: list[int] | None,
-    k_shape: list[int] | None,
-    v_shape: list[int] | None,
+    shape: list[int],
     q_norm: Tensor | None,
     k_norm: Tensor | None,
+    v_norm: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
     start: Tensor | None = None,
     k_cache: Tensor | None = None,
     v_cache: Tensor | None = None,
-) -> Sequence[Tensor]:
-    """x [rows, columns] is queries, keys and values, or some of them: `kinds`. Their shapes are [B,S,n,d].
-
-    Queries become [B,n,S,d]; keys and values are written into their caches from row start[b] on. Queries and keys are
-    normed and rotated before, if there are norms and angles.
-    """
-    shapes = [shape for shape in (q_shape, k_shape, v_shape) if shape is not None]
-    batch, count, _, size = shapes[0]
-    made: dict[str, Tensor | None] = {"k": k_cache, "v": v_cache}
-    epsilon: float = a.get("epsilon", 1e-5)
-    layer, rotated = kernels.of(x), 0 if cos is None else a.get("rotary_embedding_dim", 0) or size
-    given = {
+) -> list[Tensor]:
+    """`PlaceHeads` (dflash_trt/graph/torch.py)."""
+    heads, size, layer = dict(zip(a["kinds"], a["heads"], strict=True)), a["size"], kernels.of(x)
+    norms, caches = {"q": q_norm, "k": k_norm, "v": v_norm}, {"k": k_cache, "v": v_cache}
+    tensors = {
         "q_norm": q_norm,
         "k_norm": k_norm,
         "cos": cos,
@@ -106,35 +104,25 @@ def place_heads(
         "k_cache": k_cache,
         "v_cache": v_cache,
     }
-    fits = len({shape[3] for shape in shapes}) == 1
-    fits &= cos is None or cos.shape == (batch, count, rotated // 2)
-    fits &= all(each is None or each.dtype == x.dtype for each in given.values())
-    if layer is not None and fits:
-        there: dict[str, Any] = {n: t if t is None else t.contiguous() for n, t in given.items()}
-        sizes = count, size, 0 if q_shape is None else q_shape[2]
+    fits = v_norm is None and all(t is None or t.dtype == x.dtype for t in tensors.values())
+    if layer is not None and fits and (cos is None or list(cos.shape[:2]) == shape):
+        given: dict[str, Any] = {name: t if t is None else t.contiguous() for name, t in tensors.items()}
+        given |= {"epsilon": a["epsilon"], "start": start}
 
         def launched(run: Run, _: None) -> tuple[Tensor | None]:
-            made = ours.place_heads(x.contiguous(), *sizes, epsilon=epsilon, start=start, **there, run=run)
-            return (made,)
+            return (ours.place_heads(x.contiguous(), shape[1], size, heads.get("q", 0), **given, run=run),)
 
         if (queries := layer.first("heads", launched)) is not None:
-            (made["q"],) = queries
-            return [made[kind] for kind in a["kinds"]]  # type: ignore[misc]
-    parts = iter(torch.split(x, [shape[2] * shape[3] for shape in shapes], -1))
-    if q_shape is not None:
-        made["q"] = _rotated(a, next(parts).reshape(q_shape), q_norm, cos, sin)
-    if k_shape is not None and k_cache is not None and start is not None:
-        write_rows(a, k_cache, _rotated(a, next(parts).reshape(k_shape), k_norm, cos, sin), start)
-    if v_shape is not None and v_cache is not None and start is not None:
-        write_rows(a, v_cache, next(parts).reshape(v_shape).transpose(1, 2), start)
-    return [made[kind] for kind in a["kinds"]]  # type: ignore[misc]
-
-
-def _rotated(a: Attributes, x: Tensor, norm: Tensor | None, cos: Tensor | None, sin: Tensor | None) -> Tensor:
-    if norm is not None:
-        x = rms_norm(a, x, norm)
-    x = x.transpose(1, 2)
-    return x if cos is None or sin is None else rotary(a, x, cos, sin)
+            return [queries[0] if kind == "q" else caches[kind] for kind in heads]  # type: ignore[misc]
+    results = list[Tensor]()
+    parts = torch.split(x, [count * size for count in heads.values()], -1)
+    for (kind, count), rows in zip(heads.items(), parts, strict=True):
+        rows, norm, cache = rows.reshape(*shape, count, size), norms[kind], caches.get(kind)
+        rows = (rows if norm is None else _normed(a, rows, norm)).transpose(1, 2)
+        if kind != "v" and cos is not None and sin is not None:
+            rows = rotary(a, rows, cos, sin)
+        results.append(rows if cache is None or start is None else write_rows(a, cache, rows, start))
+    return results
 
 
 def write_rows(a: Attributes, cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
@@ -156,8 +144,8 @@ def attend(
     visible: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """q [B,H,S,d] over caches [B,N,C,d] -> [B,H,S,d], or with `by_row` [B,S,H,d]."""
-    layer, by_row = kernels.of(q), bool(a.get("by_row"))
+    """q [B,H,S,d] over caches [B,N,C,d] -> [B,S,H,d]."""
+    layer = kernels.of(q)
     if layer is not None and q.dtype != torch.float32:  # which tensor cores would round
         factor, tiles = a["scale"] * q.shape[3] ** 0.5, uses.attention_tiles(q.shape[3])
         # The kernel's own scale is d ** -0.5.
@@ -166,14 +154,13 @@ def attend(
 
         def launched(run: Run, tile: uses.AttentionTile) -> Tensor:
             options: dict[str, Any] = {"start": start, "visible": visible, "sinks": sinks, "tile": tile}
-            return ours.attention(*given, **options, by_row=by_row, run=run)
+            return ours.attention(*given, **options, by_row=True, run=run)
 
         many = q.shape[2] > _VERIFIED_ROWS
         order = tiles[3:] + tiles[2::-1] if many else tiles[1:2] + tiles[:1] + tiles[2:]
         if (y := layer.first("attention", launched, order)) is not None:
             return y
-    y = _attended(a["scale"], q, k, v, first, last, start, visible, sinks)
-    return y.transpose(1, 2) if by_row else y
+    return _attended(a["scale"], q, k, v, first, last, start, visible, sinks).transpose(1, 2)
 
 
 def _attended(
@@ -220,6 +207,16 @@ def _seen(first: Tensor, last: Tensor, start: Tensor | None, visible: Tensor | N
         index = own.clamp(0, visible.shape[2] - 1)[:, None].expand(seen.shape)
         seen = torch.where(inside[:, None], visible.gather(2, index) != 0, seen)
     return seen[:, None]
+
+
+def quantized_rows(a: Attributes, x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+    """`QuantizedRows` (dflash_trt/graph/torch.py): the numbers that an FP8 product takes."""
+    wide, factor = x.float(), list[Tensor]()
+    if a["by_row"]:
+        factor.append(wide.abs().amax(-1, keepdim=True).clamp_min(TINY))
+        wide = wide / factor[0]
+    codes = (wide / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return (codes.float() * scale).to(x.dtype), *factor
 
 
 def route(a: Attributes, logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:

@@ -30,6 +30,8 @@ HOST: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(("Slice",), (1, 2, 3, 4)),
     "Range": (0, 1, 2),
     "Pad": (1,),
+    "PlaceHeads": (1,),
+    "Gate": (1,),
 }
 
 
@@ -191,6 +193,7 @@ OPERATORS: dict[str, Operator] = {
     "PlaceHeads": layers.place_heads,
     "Pow": lambda a, x, y: x**y,
     "QuantizeLinear": _quantize,
+    "QuantizedRows": layers.quantized_rows,
     "RMSNormalization": layers.rms_norm,
     "Range": lambda a, start, end, step: torch.arange(start, end, step),
     "Reciprocal": lambda a, x: 1 / x,

@@ -20,12 +20,25 @@ import torch
 from onnx_ir.passes import common
 from onnx_ir.tensor_adapters import to_torch_dtype
 
-from dflash_trt.engines.torch.fusion import Node, fused
 from dflash_trt.engines.torch.operators import HOST, OPERATORS
 from dflash_trt.engines.torch.weights import PIECE_BYTES, PIECES, WeightFiles
 from dflash_trt.errors import BundleError
+from dflash_trt.graph.torch import DOMAIN, VERSION
 
 Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """An operator with names of its inputs and outputs. An absent input has no name. `host`: the inputs that are
+    numbers of the host.
+    """
+
+    operator: str
+    attributes: Mapping[str, Any]
+    inputs: Sequence[str]
+    outputs: Sequence[str]
+    host: Sequence[int] = ()
 
 
 def _called(node: Node, inputs: Sequence[Any]) -> Sequence[Any]:
@@ -53,6 +66,11 @@ class Graph:
         self.path, self.device = path, device
         self._shared = WeakValueDictionary() if shared is None else shared
         model = ir.load(path)
+        if model.opset_imports.get(DOMAIN, VERSION) != VERSION:
+            raise BundleError(
+                f"{path}: has version {model.opset_imports[DOMAIN]} of the operators of torch, and this version of "
+                f"dflash-trt runs {VERSION}; build the bundle again"
+            )
         for key in [key for key in model.functions if key[1] in OPERATORS]:
             del model.functions[key]  # its calls are operators here
         if model.functions:
@@ -63,7 +81,7 @@ class Graph:
         nodes = [self._node(node) for node in model.graph]
         self.known: dict[str, Tensor] = {}  # numbers of the host
         self.weights: dict[str, Any] = {}  # tensors, or as they are stored (packed.py)
-        self.nodes = fused(self._folded(nodes, model.graph.initializers), self.outputs)
+        self.nodes = self._folded(nodes, model.graph.initializers)
         self._uploaded: dict[str, Tensor] = {}
 
     def _node(self, node: ir.Node) -> Node:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from dflash_trt.models.decoder import embed, gated_mlp, sandwich_layer, soft_capped
-from dflash_trt.models.drafters.kind import DrafterParts, DrafterPass, DraftVocabulary, best_candidates
+from dflash_trt.models.decoder import Stream, embed, gated_mlp, sandwich_layer, soft_capped, summed
+from dflash_trt.models.drafters.kind import DrafterParts, DrafterPass, DraftVocabulary
 from dflash_trt.models.module import Module
 from dflash_trt.models.passes import PassRows, positions_from
 from dflash_trt.models.target import lm_head
@@ -104,49 +104,40 @@ class BlockPass(DrafterPass):
         context = m.rms_norm(context, norm, hidden, epsilon)
         return g.op("Reshape", context, self.by_sequence, name="context")
 
-    def embedded(self) -> ir.Value:
+    def _embedded(self) -> ir.Value:
         own = self.settings.embedding or self.m.has("embed_tokens.weight")
         root = self.m if own else self.root.at(self.target.prefix)
         target_scale = self.target.embedding_scale if self.config.row_scale is None else self.config.row_scale
         scale = self.config.embedding_scale if own else target_scale
         return embed(root, self.rows_of_block, self.target.vocab_size, self.config.hidden_size, scale=scale)
 
-    def layers(self, x: ir.Value, convolve: Convolve | None = None) -> ir.Value:
-        for i in range(self.config.num_hidden_layers):
-            x = self.layer(i, x, convolve)
-        return x
-
-    def layer(self, i: int, x: ir.Value, convolve: Convolve | None = None) -> ir.Value:
-        """Layer i on the block rows x [B*R, D].
+    def _layer(self, i: int, x: ir.Value, y: ir.Value | None, convolve: Convolve | None) -> Stream:
+        """Layer i on the block rows x + y [B*R, D], of which y may be absent.
 
         `convolve(m, name, u)` gives what is done before and after the sublayer `name`, whose normed input is u.
         """
         g, layer, config = self.g, self.m.at(f"layers.{i}"), self.config
-        hidden = config.hidden_size
+        size, epsilon = config.hidden_size, config.rms_norm_eps
 
         def attention(h: ir.Value) -> ir.Value:
             return self.by_layer[i].layer(layer, i, h, self._behind_context(h))
 
         def mlp(h: ir.Value) -> ir.Value:
-            return gated_mlp(
-                layer.at("mlp"), h, hidden, config.intermediate_size, activation=config.activation
-            )
+            return gated_mlp(layer.at("mlp"), h, size, config.intermediate_size, activation=config.activation)
 
         if self.settings.sandwich:
-            with g.scope(f"layers.{i}"):
-                return sandwich_layer(layer, config, x, attention, lambda h, _: mlp(h))
+            x, h = layer.add_norm(x, y, "input_layernorm", size, epsilon)
+            return sandwich_layer(layer, config, x, h, attention, lambda h, _: (mlp(h), None))
         sublayers = (("attention", "input_layernorm", attention), ("mlp", "post_attention_layernorm", mlp))
-        with g.scope(f"layers.{i}"):
-            for name, norm, sublayer in sublayers:
-                with g.scope(name):
-                    h = layer.rms_norm(x, norm, hidden, config.rms_norm_eps)
-                    if convolve is None:
-                        h = sublayer(h)
-                    else:
-                        before, after = convolve(layer, f"{name}_conv", h)
-                        h = after(sublayer(before(h)))
-                    x = g.op("Add", x, h, name="residual")
-        return x
+        for name, norm, sublayer in sublayers:
+            with g.scope(name):
+                x, h = layer.add_norm(x, y, norm, size, epsilon)
+                if convolve is None:
+                    y = sublayer(h)
+                else:
+                    before, after = convolve(layer, f"{name}_conv", h)
+                    y = after(sublayer(before(h)))
+        return x, y
 
     def _behind_context(self, rows: ir.Value) -> ir.Value:
         """Context rows and block rows [B*R, D] as they are written, [B*(S+R), D]."""
@@ -156,16 +147,21 @@ class BlockPass(DrafterPass):
         both = g.op("Reshape", both, g.constant([-1, self.config.hidden_size]), name="flat")
         return g.op("Gather", both, self.order, name="packed")
 
-    def drafted(self, x: ir.Value) -> ir.Value:
-        """The normed rows that predict, [B*(K-1), D]."""
-        g, hidden = self.g, self.config.hidden_size
+    def drafted(self, convolve: Convolve | None = None) -> ir.Value:
+        """The normed rows that predict, [B*(K-1), D]. `convolve`: see `_layer`."""
+        g, config, y = self.g, self.config, None
+        x = self._embedded()
+        for i in range(config.num_hidden_layers):
+            with g.scope(f"layers.{i}"):
+                x, y = self._layer(i, x, y, convolve)
         if not self.settings.every_row:  # Row 0 is the anchor, which is known.
-            x = g.slice(g.op("Reshape", x, self.by_sequence, name="by_row"), 1, 2**31, axis=1)
-            x = g.op("Reshape", x, g.constant([-1, hidden]), name="drafted")
-        return self.m.rms_norm(x, "norm", hidden, self.config.rms_norm_eps)
+            x, y = g.op("Reshape", summed(g, x, y), self.by_sequence, name="by_row"), None
+            x = g.slice(x, 1, 2**31, axis=1)
+            x = g.op("Reshape", x, g.constant([-1, config.hidden_size]), name="drafted")
+        return self.m.add_norm(x, y, "norm", config.hidden_size, config.rms_norm_eps)[1]
 
     def logits(self, rows: ir.Value, *, multiplier: float = 1.0) -> ir.Value:
-        """Normed rows [rows, D] through the head, times `multiplier`, with the drafter's soft-cap: float32 [rows, V].
+        """Normed rows [rows, D] through the head, times `multiplier`, with the drafter's soft-cap: [rows, V].
 
         The head is the drafter's own, the target's, or a copy of the target's: quantized, or with fewer rows, or both.
         """
@@ -175,7 +171,7 @@ class BlockPass(DrafterPass):
         else:
             size = self.target.vocab_size if self._vocabulary is None else self._vocabulary.size
             logits = self.head.linear(rows, "lm_head", hidden, size)
-        return soft_capped(g, g.to_float(logits), self.config.logit_softcap, multiplier=multiplier)
+        return soft_capped(g, logits, self.config.logit_softcap, multiplier=multiplier)
 
     def tokens(self, numbers: ir.Value) -> ir.Value:
         """The target's ids of tokens that the head numbers, of any shape."""
@@ -183,5 +179,5 @@ class BlockPass(DrafterPass):
 
     def best(self, logits: ir.Value) -> tuple[ir.Value, ir.Value]:
         """The W best tokens of each row of logits [rows, V], by the target's ids, and their log-probabilities."""
-        numbers, logprobs = best_candidates(self.g, logits, self.parts.width)
+        numbers, logprobs = self.best_candidates(self.g, logits)
         return self.tokens(numbers), logprobs

@@ -102,7 +102,7 @@ _DRAFTER_NEUTRAL: Mapping[str, tuple[object, ...]] = {
 
 def build_dflash(parts: DrafterParts) -> ir.Model:
     block = BlockPass(parts)
-    return block.model(*block.best(block.logits(block.drafted(block.layers(block.embedded())))))
+    return block.model(*block.best(block.logits(block.drafted())))
 
 
 # All published DFlashDraftModels have model_type "qwen3" for any target: their layers are Qwen3's.

@@ -68,8 +68,7 @@ def selector(fields: Fields, hidden_size: int, vocab_size: int, **settings: Any)
 
 def build_dflash2(parts: DrafterParts) -> ir.Model:
     block = BlockPass(parts)
-    x = block.layers(block.embedded(), lambda m, name, u: _convolutions(block, m.at(name), u))
-    rows = block.drafted(x)
+    rows = block.drafted(lambda m, name, u: _convolutions(block, m.at(name), u))
     logits = block.logits(rows, multiplier=block.config.own.multiplier)
     return block.model(*_select(block, rows, logits))
 

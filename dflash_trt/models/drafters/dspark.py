@@ -109,7 +109,7 @@ def build_dspark(parts: DrafterParts) -> ir.Model:
     """DSpark, with its own embedding and head as they are on disk."""
     block = BlockPass(parts)
     config, own = block.config, block.config.own
-    rows = block.drafted(block.layers(block.embedded()))
+    rows = block.drafted()
     logits, before = block.logits(rows), None
     if own.rank:
         scores = PairScores.of_logits(block, logits, most_candidates(own, config.vocab_size))

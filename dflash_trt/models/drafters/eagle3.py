@@ -33,7 +33,6 @@ from dflash_trt.models.drafters.kind import (
     DrafterParts,
     DrafterPass,
     DraftVocabulary,
-    best_candidates,
 )
 from dflash_trt.models.module import Module
 from dflash_trt.models.passes import PassRows, rows_of
@@ -205,7 +204,7 @@ class _HeadPass(DrafterPass):
             x = g.op("Gather", rows, row, name="input")
             states = g.op("Gather", fused, row, name="states")
             y = mixer.layer(layer, 0, x, rows, width=2 * config.hidden_size)
-            best, logprobs, state = self._best(self.m, rest_of_layer(layer, config, states, y))
+            best, logprobs, state = self._best(self.m, *rest_of_layer(layer, config, states, y))
         chain = (UnrolledChain if self.parts.dialect.by_head else DraftChain)(
             *(self.m, config, self.root.at(self.parts.target.prefix)),
             *(mixer.updated[0], position, self.batch),
@@ -252,17 +251,17 @@ class _HeadPass(DrafterPass):
         assert isinstance(mixer, Attention)
         return mixer
 
-    def _best(self, m: Module, state: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
-        """The candidates after a row [B, D] of the layer, and what the next step takes for its states."""
+    def _best(self, m: Module, x: ir.Value, y: ir.Value | None) -> tuple[ir.Value, ir.Value, ir.Value]:
+        """The candidates after a row x + y [B, D] of the layer, and what the next step takes for its states."""
         own, hidden, target = self.config.own, self.config.hidden_size, self.parts.target
-        normed = m.rms_norm(state, "norm", hidden, self.config.rms_norm_eps)
+        state, normed = m.add_norm(x, y, "norm", hidden, self.config.rms_norm_eps)
         if self.head is not None:
             logits = self.head.inside(m.g).linear(normed, "lm_head", hidden, target.vocab_size)
         elif own.vocabulary == self.config.vocab_size and not self.m.has("lm_head.weight"):
             logits = lm_head(normed, self.root.inside(m.g), target)
         else:
             logits = m.linear(normed, "lm_head", hidden, own.vocabulary)
-        numbers, logprobs = best_candidates(m.g, m.g.to_float(logits), self.parts.width)
+        numbers, logprobs = self.best_candidates(m.g, logits)
         return self.vocabulary.tokens(m.g, numbers), logprobs, normed if own.norm_output else state
 
 

@@ -15,7 +15,8 @@ import onnx_ir as ir
 
 from dflash_trt.checkpoint.schema import DrafterConfig
 from dflash_trt.graph.builder import INT64, GraphBuilder
-from dflash_trt.models.decoder import embed, gated_mlp
+from dflash_trt.models.attention import parts_of
+from dflash_trt.models.decoder import Stream, embed, gated_mlp
 from dflash_trt.models.module import Module
 from dflash_trt.models.passes import PassRows
 
@@ -27,15 +28,13 @@ def layer_input(layer: Module, config: DrafterConfig, tokens: ir.Value, states: 
     return layer.g.op("Concat", token, state, name="layer_input", axis=1)
 
 
-def rest_of_layer(layer: Module, config: DrafterConfig, states: ir.Value, attended: ir.Value) -> ir.Value:
-    """The residual sums and the MLP, rows [rows, D]."""
-    g, hidden = layer.g, config.hidden_size
+def rest_of_layer(layer: Module, config: DrafterConfig, states: ir.Value, attended: ir.Value) -> Stream:
+    """The layer after its attention, rows [rows, D]."""
+    hidden = config.hidden_size
     if config.own.norm_before_residual:
         states = layer.rms_norm(states, "hidden_norm", hidden, config.rms_norm_eps)
-    x = g.op("Add", attended, states, name="with_states")
-    h = layer.rms_norm(x, "post_attention_layernorm", hidden, config.rms_norm_eps)
-    h = gated_mlp(layer.at("mlp"), h, hidden, config.intermediate_size)
-    return g.op("Add", x, h, name="state")
+    x, h = layer.add_norm(attended, states, "post_attention_layernorm", hidden, config.rms_norm_eps)
+    return x, gated_mlp(layer.at("mlp"), h, hidden, config.intermediate_size)
 
 
 class DraftChain:
@@ -88,7 +87,7 @@ class DraftChain:
         embedded = embed(self.embedding.inside(body), token, config.vocab_size, config.hidden_size)
         x = layer_input(layer, config, embedded, before)
         own, attended = self._attend(layer, x, own, number)
-        drafted, drafted_logprobs, after = best(m, rest_of_layer(layer, config, before, attended))
+        drafted, drafted_logprobs, after = best(m, *rest_of_layer(layer, config, before, attended))
         outputs: list[tuple[ir.Value, str, ir.DataType]] = [
             (body.op("Identity", body.graph.inputs[1]), "still_going", ir.DataType.BOOL),
             (self._first(body, drafted), "next_token", INT64),
@@ -130,7 +129,7 @@ class DraftChain:
         """One row of each sequence, over the cache and the rows of earlier steps. Returns the latter with this row."""
         g, c, m = layer.g, self.config, layer.at("self_attn")
         n, size = c.num_key_value_heads, c.head_dim
-        q, k, v = self._row(m, x, number, by_head=False)
+        q, k, v = self._row(m, x, number)
         own = [g.op("Concat", old, new, name="own", axis=1) for old, new in zip(own, (k, v), strict=True)]
         both = [
             g.op("Concat", cache, rows, name="all", axis=1)
@@ -153,29 +152,15 @@ class DraftChain:
         y = g.op("Reshape", y, g.constant([-1, c.num_attention_heads * size]), name="merge")
         return own, m.linear(y, "o_proj", c.num_attention_heads * size, c.hidden_size, bias=c.attention_bias)
 
-    def _row(self, m: Module, x: ir.Value, number: ir.Value, *, by_head: bool) -> tuple[ir.Value, ...]:
-        """The query, key and value of a step's row: [B, 1, n*d], or [B, n, 1, d] by head."""
-        g, c = m.g, self.config
-        n, size = c.num_key_value_heads, c.head_dim
-        heads = (c.num_attention_heads, n, n)
-        rows = m.linears(
-            x,
-            {f"{name}_proj": count * size for name, count in zip("qkv", heads, strict=True)},
-            2 * c.hidden_size,
-            bias=c.attention_bias,
-        )
-        one = g.constant([1])
+    def _row(self, m: Module, x: ir.Value, number: ir.Value) -> list[ir.Value]:
+        """The query, key and value of a step's row: [B, 1, n*d], or [B, n, 1, d]."""
+        g, c, one = m.g, self.config, m.g.constant([1])
         position = g.op("Add", g.unsqueeze(self.position, 1), g.op("Add", number, one), name="position")
-        row, parts = PassRows(g, self.batch, one, position, c), []
-        for name, y, count in zip("qkv", rows, heads, strict=True):
-            if c.qk_norm and name != "v":
-                y = m.rms_norm(row.heads(y, count, size), f"{name}_norm", size, c.rms_norm_eps)
-            if by_head:
-                y = g.op("Transpose", row.heads(y, count, size), name="by_head", perm=[0, 2, 1, 3])
-            else:
-                y = g.op("Reshape", y, row.shape(count * size), name="by_row")
-            parts.append(y if name == "v" else row.rotate(y, c.heads, None if by_head else count))
-        return tuple(parts)
+        row = PassRows(g, self.batch, one, position, c)
+        parts = parts_of(m, c, c.heads, row, row)
+        columns = {f"{kind}_proj": part.columns for kind, part in parts.items()}
+        products = m.products(x, columns, 2 * c.hidden_size, bias=c.attention_bias)
+        return m.dialect.heads(g, [([name[0] for name in names], y) for names, y in products], parts)
 
 
 class UnrolledChain(DraftChain):
@@ -202,7 +187,7 @@ class UnrolledChain(DraftChain):
                 embedded = embed(self.embedding, token, config.vocab_size, config.hidden_size)
                 x = layer_input(layer, config, embedded, state)
                 attended = self._over_both(layer, x, own, g.constant(number))
-                tokens, logprobs, state = best(self.m, rest_of_layer(layer, config, state, attended))
+                tokens, logprobs, state = best(self.m, *rest_of_layer(layer, config, state, attended))
                 places.append((tokens, logprobs))
         count = g.op("Sub", n_block, g.constant([1]), name="n_drafts")
         drafts = []
@@ -217,7 +202,7 @@ class UnrolledChain(DraftChain):
         """One row of each sequence, over the cache and the rows `own` of earlier steps, to which its own are added."""
         g, c = layer.g, self.config
         n, size = c.num_key_value_heads, c.head_dim
-        q, *new = self._row(layer.at("self_attn"), x, number, by_head=True)
+        q, *new = self._row(layer.at("self_attn"), x, number)
         for rows, row in zip(own, new, strict=True):
             rows.append(row)
         keys, values = (g.op("Concat", *rows, name="own", axis=2) for rows in own)

@@ -103,6 +103,15 @@ class DrafterPass:
         base = g.op("Mul", g.unsqueeze(g.arange(self.batch), 1), count, name="base")
         return g.op("Reshape", g.op("Add", base, rows, name="order"), g.constant([-1]), name="flat_order")
 
+    def best_candidates(self, g: GraphBuilder, logits: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """logits [rows, V] -> the W best tokens of each row, best first, and their log-probabilities in float32."""
+        width = self.parts.width
+        if width == 1:
+            return self.parts.dialect.best_token(g, logits)
+        logprobs = g.op("LogSoftmax", g.to_float(logits), name="logprobs", axis=-1)
+        best, tokens = g.multi("TopK", logprobs, g.constant([width]), outputs=2, name="best", axis=-1)
+        return tokens, best
+
     def model(self, tokens: ir.Value, logprobs: ir.Value) -> ir.Model:
         """The graph, with these candidates [B*(K-1), W] and their log-probabilities as outputs."""
         self.m.check_all_used(OF_TRAINING)
@@ -111,17 +120,7 @@ class DrafterPass:
         named: list[int | str] = ["B", "K-1", width]
         g.output(g.op("Reshape", tokens, shape), "draft_tokens", INT64, named)
         g.output(g.op("Reshape", logprobs, shape), "draft_logprobs", FLOAT, named)
-        return self.parts.dialect.finished(g.model())
-
-
-def best_candidates(g: GraphBuilder, logits: ir.Value, width: int) -> tuple[ir.Value, ir.Value]:
-    """logits [rows, V] float32 -> the `width` best tokens of each row, best first, and their log-probabilities."""
-    logprobs = g.op("LogSoftmax", logits, name="logprobs", axis=-1)
-    if width == 1:
-        tokens = g.op("ArgMax", logits, name="best", axis=-1, keepdims=1)
-        return tokens, g.op("ReduceMax", logprobs, g.constant([-1]), name="best_logprob", keepdims=1)
-    best, tokens = g.multi("TopK", logprobs, g.constant([width]), outputs=2, name="best", axis=-1)
-    return tokens, best
+        return g.model()
 
 
 # The target's tensors that training may leave in a drafter's file.

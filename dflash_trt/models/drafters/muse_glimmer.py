@@ -37,8 +37,7 @@ def _read(fields: Fields) -> DrafterConfig:
 
 def _build(parts: DrafterParts) -> ir.Model:
     block = BlockPass(parts)
-    rows = block.drafted(block.layers(block.embedded()))
-    logits = block.logits(rows, multiplier=block.target.logit_multiplier)
+    logits = block.logits(block.drafted(), multiplier=block.target.logit_multiplier)
     return block.model(*block.best(soft_capped(block.g, logits, block.target.logit_softcap)))
 
 

@@ -32,7 +32,9 @@ class PairScores:
     def of_logits(cls, block: BlockPass, logits: ir.Value, count: int) -> PairScores:
         """The `count` best tokens of each row of logits [B*P, V]."""
         g = block.g
-        best, numbers = g.multi("TopK", logits, g.constant([count]), outputs=2, name="best", axis=-1)
+        best, numbers = g.multi(
+            "TopK", g.to_float(logits), g.constant([count]), outputs=2, name="best", axis=-1
+        )
         by_place = g.shape(block.batch, -1, count)
         best = g.op("Reshape", best, by_place, name="best_logits")
         numbers = g.op("Reshape", numbers, by_place, name="candidates")
