@@ -29,7 +29,8 @@ from torch import Tensor
 from build_scripts import harness
 from build_scripts.first_gpu import DEVICE, GPU, TYPES, replayed
 from dflash_trt.engines.device.kernels import kernels_here, target
-from dflash_trt.engines.torch import checks, layers
+from dflash_trt.engines.torch import layers
+from tests.doubles.packed_weights import random_weight
 
 FORMS: dict[str, dict[str, Any]] = {
     "int4": {"codes": "int4", "scales": "bf16", "group": 128},
@@ -113,7 +114,7 @@ def compile_all(cases: list[Case]) -> None:
 def linear(name: str, size: tuple[int, int]) -> Case:
     """A linear layer with 64, 16, 8 and 1 rows, and torch's product with the widened weight."""
     form = packed.Packing(*size, **FORMS[name])
-    stored, wide = checks.random_weight(form, DEVICE)
+    stored, wide = random_weight(form, DEVICE)
     x, dense = drawn(64, form.inputs), wide.to(DEVICE, TYPES[0])
     case = Case(named(form, name, stored), F.linear(x.float(), dense.float()))
     others = [
@@ -136,7 +137,7 @@ def stack(name: str, experts: int, k: int, outputs: int, inputs: int, run: Run) 
     weights.
     """
     form = packed.Packing(outputs, inputs, **FORMS[name], experts=DIFFERENT)
-    some, wide = checks.random_weight(form, DEVICE)
+    some, wide = random_weight(form, DEVICE)
     repeats = experts // DIFFERENT
     own: dict[str, Any] = {
         n: t if t is None else t.repeat(repeats, *[1] * (t.ndim - 1)) for n, t in some.stored.items()

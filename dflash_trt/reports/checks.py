@@ -97,7 +97,9 @@ class Checks:
         arrays: Any = self.pair.arrays
         if not getattr(arrays, "samples", False):
             raise Skip("no kernels run between passes here, and the host samples")
-        faults = {name: problem for name, problem in arrays.kernel_problems().items() if problem}
+        from dflash_trt.engines.torch.checks import problems
+
+        faults = {name: problem for name, problem in arrays.kernel_problems(problems).items() if problem}
         if faults:
             raise Failure("; ".join(f"{name}: {problem}" for name, problem in faults.items()))
         params = SamplingParams(temperature=0.9, top_p=0.9, top_k=40, max_tokens=12, seed=7, ignore_eos=True)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from dflash_plugins import launch, layers, packed
 
-from dflash_trt.engines.torch.checks import random_weight, rows_product
 from dflash_trt.engines.torch.layers import grouped_product
 from dflash_trt.formats import numbers
 from tests.doubles import triton_interpreter  # noqa: F401  # corrects it
+from tests.doubles.packed_weights import random_weight, rows_product
 
 FORMS = [
     packed.Packing(80, 1184, "int4", "bf16", group=32),

@@ -7,7 +7,7 @@ drafts before, if it makes trees of them or fits them to a structure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -119,12 +119,10 @@ class DeviceArrays:
             own["sampled"] = self._round.part("sampled", most)
         return own | {"positions": positions, "following": following}
 
-    def kernel_problems(self) -> dict[str, str]:
-        """The kernels against their references on this GPU: a problem for each operator, or none. Those that plans hold
-        are compiled again, which needs Triton; without it they are left out.
+    def kernel_problems(self, problems: Callable[..., Iterable[tuple[str, str]]]) -> dict[str, str]:
+        """The kernels against their references on this GPU, by `problems` (engines/torch/checks.py): a problem for each
+        operator, or none. Those that plans hold are compiled again, which needs Triton; without it they are left out.
         """
-        from dflash_trt.engines.torch.checks import problems
-
         assert self.run is not None
         with on(self._stream):
             found = problems(

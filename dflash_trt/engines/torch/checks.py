@@ -1,21 +1,21 @@
-"""Each kernel on this machine against the host or torch's operators, on small random inputs: for `selftest`."""
+"""Each kernel on this machine against the host or torch's operators, on small random inputs: for `selftest`.
+
+Products with weights as they are stored are compared as a graph is loaded (packed.py).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from dflash_plugins import launch
-from dflash_plugins import layers as ours
-from dflash_plugins import packed as products
 from torch import Tensor
 
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.sampling.sampler import sample
-from dflash_trt.engines.torch import layers, packed
+from dflash_trt.engines.torch import layers
 
 Device = torch.device | str
 # An operator of layers.py, its attributes and its inputs.
@@ -27,16 +27,6 @@ _SAMPLED = (
 )
 # The error of a result, as a share of its largest number: two roundings to bfloat16.
 _MOST = 2**-7
-# One for each kind of codes and of scales: outputs, inputs, and the rest of `Packing`.
-_FORMS = (
-    products.Packing(48, 640, "int4", "bf16", group=128),
-    products.Packing(48, 640, "int4", "fp32", group=32, zeros=True),
-    products.Packing(48, 640, "e2m1", "e4m3", group=16, second="over"),
-    products.Packing(48, 640, "e2m1", "e8m0", group=32),
-    products.Packing(48, 640, "e4m3", "fp32"),
-    products.Packing(48, 640, "e4m3", "bf16", group=128, group_rows=128),
-    products.Packing(48, 640, "int8", "fp16"),
-)
 
 
 def problems(
@@ -61,9 +51,6 @@ def problems(
         for name, case in _cases():
             yield name, _differs(case, device)
         yield "GatedDeltaNet", _recurrent(device)
-        half = torch.bfloat16 if dtype == torch.float32 else dtype
-        yield "PackedLinear", _as_stored(device, run, half, 0)
-        yield "PackedExperts", _as_stored(device, run, half, 2)
 
 
 def _sampled(device: Device, run: launch.Run, vocab: int) -> str:
@@ -208,60 +195,3 @@ def _recurrent(device: Device) -> str:
     (y, after, _), (y_again, after_again, _) = results
     same = torch.equal(y[:, again:], y_again) and torch.equal(after, after_again)
     return "" if same else "rows that are replayed get other bits"
-
-
-def _as_stored(device: Device, run: launch.Run, dtype: torch.dtype, experts: int) -> str:
-    """Products with weights as they are stored: the weights, rows of passes of two lengths, and their sums."""
-    generator = torch.Generator().manual_seed(0)
-    for form in (replace(form, experts=experts) for form in _FORMS):
-        name = f"{form.codes} in groups of {form.group}, {dtype}"
-        there, wide = random_weight(form, device)
-        wide = wide.view(-1, form.outputs, form.inputs)
-        last = len(wide) - 1
-        if not torch.equal(products.widen(there.one(last), dtype, run).cpu(), wide[last].to(dtype)):
-            return f"{name}: a weight has other numbers"
-        x = torch.randn(33, form.inputs, generator=generator).to(dtype)
-        logits = torch.randn(33, len(wide), generator=generator)
-        exact = layers.grouped_product({}, x.double(), wide.to(dtype).double(), logits.argmax(1))
-        one, several = (
-            rows_product(x[:n].to(device), there, logits[:n].to(device), run).cpu() for n in (1, 33)
-        )
-        error = float((several.double() - exact).abs().max() / exact.abs().max())
-        if not error <= _MOST:
-            return f"{name}: products differ by {error:.3f} of the largest number"
-        if not torch.equal(one, several[:1]):
-            return f"{name}: a row depends on the number of rows"
-    return ""
-
-
-def rows_product(x: Tensor, weight: products.PackedWeight, logits: Tensor, run: launch.Run) -> Tensor:
-    """x [rows,in] by a weight, or each row by that of a stack whose logit [rows,experts] is the largest."""
-    if not weight.form.experts:
-        return products.product(x, weight, None, run)
-    _, _, order, groups = ours.route(logits, 1, run)
-    return products.experts_product(x, weight, order, groups, run)
-
-
-def random_weight(form: products.Packing, device: Device = "cpu") -> tuple[products.PackedWeight, Tensor]:
-    """A weight of this form, or a stack, and its numbers in float32 by torch's operators on the host."""
-    generator, stack = torch.Generator().manual_seed(0), [form.experts] if form.experts else []
-    columns = 2 * form.inputs // form.in_word, -(-form.inputs // (form.group or form.inputs))
-    shape = *stack, -(-form.outputs // (form.group_rows or form.outputs)), columns[1]
-    codes = torch.randint(0, 256, (*stack, form.outputs, columns[0]), generator=generator, dtype=torch.uint8)
-    codes[(codes & 127) == 127] = 0  # NaN in E4M3
-    stored = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}.get(form.codes, torch.uint8)
-    scales = torch.rand(shape, generator=generator) / 100
-    if form.scales == "e8m0":
-        scales = torch.randint(115, 122, shape, generator=generator).to(torch.uint8)
-    elif form.scales == "e4m3":
-        scales = (scales * 10_000).to(torch.float8_e4m3fn)
-    else:
-        scales = scales.to(launch.TYPES[form.scales])
-    second = 437.5 + torch.arange(max(form.experts, 1))
-    second = second if form.second == "over" else 1 / second
-    zeros = torch.randn(*stack, form.outputs, columns[1], generator=generator) / 100
-    a = {"codes": form.codes, "columns": form.inputs, "group_size": form.group, "group_rows": form.group_rows}
-    a |= {"reciprocal": form.second == "over", "to": 1}
-    parts = [codes.view(stored), scales, second if form.second else None, zeros if form.zeros else None]
-    there = [None if part is None else part.to(device) for part in parts]
-    return packed.stored(a, *there), packed.weight(a, *parts)  # type: ignore[arg-type, return-value]

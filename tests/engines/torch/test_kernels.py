@@ -11,9 +11,9 @@ from dflash_plugins import compiled, packed
 from dflash_plugins.launch import by_triton
 
 from dflash_trt.engines.torch import kernels, layers, opening
-from dflash_trt.engines.torch.checks import random_weight
 from dflash_trt.engines.torch.packed import _tile
 from dflash_trt.errors import BuildError
+from tests.doubles.packed_weights import random_weight
 
 
 def test_tiles_that_do_not_compile_are_left_out(
