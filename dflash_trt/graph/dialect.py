@@ -130,9 +130,9 @@ def apart(g: GraphBuilder, products: Sequence[Product], sizes: Mapping[str, int]
         if len(names) == 1:
             found[names[0]] = y
         else:
-            own = g.constant([sizes[name] for name in names])
+            lengths = g.constant([sizes[name] for name in names])
             path = f"{'-'.join(names)}/split"
-            outputs = g.multi("Split", y, own, outputs=len(names), name=path, axis=-1)
+            outputs = g.multi("Split", y, lengths, outputs=len(names), name=path, axis=-1)
             found |= zip(names, outputs, strict=True)
     return found
 

@@ -61,8 +61,8 @@ class TensorRT(HeadMajor):
     def _kept(self, g: GraphBuilder, cache: ir.Value, rows: ir.Value, start: ir.Value) -> ir.Value:
         """By an operator of the engine's own, in a function."""
         body = self._builder("KeptRows")
-        given = [body.input(n, self.dtype, ["B", "N", c, "d"]) for n, c in (("cache", "C"), ("rows", "S"))]
-        (kept,) = self._written(body, given[:1], given[1:], body.input("start", INT64, ["B"]))
+        inputs = [body.input(n, self.dtype, ["B", "N", c, "d"]) for n, c in (("cache", "C"), ("rows", "S"))]
+        (kept,) = self._written(body, inputs[:1], inputs[1:], body.input("start", INT64, ["B"]))
         body.output(kept, "kept", self.dtype, ["B", "N", "C", "d"])
         (updated,) = g.call(body.function(), cache, rows, start, name="keep")
         return updated
@@ -82,7 +82,7 @@ class TensorRT(HeadMajor):
         def shifted(value: ir.Value) -> ir.Value:
             return g.op("Add", value, layer, name="shifted")
 
-        first, last = (g.unsqueeze(shifted(each), 1, 3) for each in ranges)
+        first, last = (g.unsqueeze(shifted(rows), 1, 3) for rows in ranges)
         unshifted = g.arange(g.input("capacity", INT64, [1]))
         cache_rows = shifted(unshifted)
         # A cache row's distance from what the row sees, 0 or less within. TensorRT-RTX finds no hidden tiles in `Or`.
@@ -92,7 +92,7 @@ class TensorRT(HeadMajor):
         )
         distance = g.op("Max", after, before, name="outside")
         if tree is not None:
-            inside, seen = (g.unsqueeze(each, 1) for each in tree.seen(unshifted))
+            inside, seen = (g.unsqueeze(rows, 1) for rows in tree.seen(unshifted))
             hidden = g.op(
                 "Sub", g.constant(1), g.op("Cast", seen, name="as_number", to=int(INT64)), name="hidden"
             )

@@ -96,22 +96,22 @@ def quantized_experts(g: GraphBuilder, x: ir.Value, router: ir.Value, layer: Exp
 
 def _linear(g: GraphBuilder, stack: Stack, x: ir.Value, folder: str) -> ir.Value:
     first, factor = stack.first, None
-    each = [tensors(g, stored, folder) for stored in stack.stored]
+    by_expert = [tensors(g, stored, folder) for stored in stack.stored]
     if first is None:
         weights = [g.cast(g.raw_weight(info, folder), g.dtype) for info in stack.plain]
     else:
         lowering = LOWERINGS[first.algorithm.scheme]
-        weights = [lowering.tensorrt_weight(g, first, inputs) for inputs in each]
+        weights = [lowering.tensorrt_weight(g, first, inputs) for inputs in by_expert]
         if first.order is not None:
-            x = _in_order(g, x, _by_stack(g, each, "order"))
+            x = _in_order(g, x, _by_stack(g, by_expert, "order"))
         if first.pre_quant_scale is not None:
-            smooth = [g.unsqueeze(g.cast(inputs["pre_quant_scale"], g.dtype), 0, 1) for inputs in each]
+            smooth = [g.unsqueeze(g.cast(inputs["pre_quant_scale"], g.dtype), 0, 1) for inputs in by_expert]
             x = g.op("Mul", x, stacked(g, smooth), name="smoothed")
         if first.rounding == "row":
             x, factor = split_rows(g, g.to_float(x))
             scale = input_scale(g, first)
         elif first.rounding == "static":
-            factor = stacked(g, [g.unsqueeze(inputs["input_scale"], 0, 1, 2) for inputs in each])
+            factor = stacked(g, [g.unsqueeze(inputs["input_scale"], 0, 1, 2) for inputs in by_expert])
             x, scale = g.op("Div", g.to_float(x), factor, name="by_scale"), g.scalar(1.0, FLOAT)
         if factor is not None:
             x = lowering.tensorrt_input(g, scale, g.from_dtype(x, FLOAT))
@@ -120,14 +120,14 @@ def _linear(g: GraphBuilder, stack: Stack, x: ir.Value, folder: str) -> ir.Value
     if (
         first is not None and first.zero_term is not None
     ):  # only integers have it, whose inputs are not rounded here
-        return _with_zeros(g, y, x, _by_stack(g, each, "zero_term"))
+        return _with_zeros(g, y, x, _by_stack(g, by_expert, "zero_term"))
     if factor is None:
         return y
     return g.from_dtype(g.op("Mul", g.to_float(y), factor, name="rescaled"), FLOAT)
 
 
-def _by_stack(g: GraphBuilder, each: Sequence[Values], name: str) -> ir.Value:
-    return stacked(g, [g.unsqueeze(inputs[name], 0) for inputs in each])
+def _by_stack(g: GraphBuilder, by_expert: Sequence[Values], name: str) -> ir.Value:
+    return stacked(g, [g.unsqueeze(inputs[name], 0) for inputs in by_expert])
 
 
 def _in_order(g: GraphBuilder, x: ir.Value, order: ir.Value) -> ir.Value:

@@ -142,8 +142,8 @@ class Torch(HeadMajor):
         with g.scope("experts"):
             pairs = _Pairs(g, router, layer.k)
             if layer.scales is not None:
-                own = g.op("Gather", layer.scales, pairs.best, name="own_scales", axis=0)
-                pairs.shares = g.op("Mul", pairs.shares, own, name="scaled_shares")
+                scales = g.op("Gather", layer.scales, pairs.best, name="own_scales", axis=0)
+                pairs.shares = g.op("Mul", pairs.shares, scales, name="scaled_shares")
 
             def linear(name: Projection, value: ir.Value) -> ir.Value:
                 with g.scope(name):
@@ -161,22 +161,23 @@ class Torch(HeadMajor):
         g = self._builder("MoE")
         x, router = g.input("x", self.dtype, ["rows", "D"]), g.input("router_logits", FLOAT, ["rows", "E"])
         packed = storage == "mxfp4"
-        given: dict[str, tuple[ir.Value, ir.Value | None, ir.Value | None]] = {}
+        weights: dict[str, tuple[ir.Value, ir.Value | None, ir.Value | None]] = {}
         for name in ("gate_up", "down"):
             weight = g.input(name, weight_dtype, ["E", "O", "G", 16] if packed else ["E", "O", "I"])
             scales = g.input(f"{name}_scales", ir.DataType.UINT8, ["E", "O", "G"]) if packed else None
-            given[name] = weight, scales, g.input(f"{name}_bias", self.dtype, ["E", "O"]) if biased else None
+            bias = g.input(f"{name}_bias", self.dtype, ["E", "O"]) if biased else None
+            weights[name] = weight, scales, bias
         k = ir.RefAttr("k", "k", ir.AttributeType.INT)
         if packed:
             attributes: dict[str, Any] = {"k": k}
             for name in ("alpha", "beta", "limit"):
                 attributes[name] = ir.RefAttr(name, name, ir.AttributeType.FLOAT)
-            y = _own(g, "MXFP4Experts", x, router, *given["gate_up"], *given["down"], **attributes)
+            y = _own(g, "MXFP4Experts", x, router, *weights["gate_up"], *weights["down"], **attributes)
         else:
             pairs = _Pairs(g, router, k)
 
             def linear(name: str, value: ir.Value) -> ir.Value:
-                weight, _, bias = given[name]
+                weight, _, bias = weights[name]
                 y = pairs.product(value, g.cast(weight, self.dtype))
                 return y if bias is None else g.op("Add", y, g.op("Gather", bias, pairs.expert, axis=0))
 
@@ -309,16 +310,16 @@ def _expert_linear(g: GraphBuilder, stack: Stack, x: ir.Value, pairs: _Pairs, fo
         infos = [getattr(stored, part) for stored in stack.stored]
         return None if infos[0] is None else whole(infos)
 
-    def own(part: str) -> ir.Value | None:
+    def of_pair(part: str) -> ir.Value | None:
         """That of each pair's expert."""
         value = raw(part)
         return None if value is None else g.op("Gather", value, pairs.expert, name=f"own_{part}", axis=0)
 
     if first is None:
         return pairs.product(x, g.cast(whole(stack.plain), g.dtype, name="weight"))
-    if (order := own("order")) is not None:
+    if (order := of_pair("order")) is not None:
         x = g.op("GatherElements", x, order, name="ordered", axis=1)
-    if (smooth := own("pre_quant_scale")) is not None:
+    if (smooth := of_pair("pre_quant_scale")) is not None:
         x = g.op("Mul", x, g.cast(smooth, g.dtype), name="smoothed")
     if first.rounding != "none":
         x, scale = g.to_float(x), g.constant(1, np.float32)
@@ -326,9 +327,9 @@ def _expert_linear(g: GraphBuilder, stack: Stack, x: ir.Value, pairs: _Pairs, fo
             x, factor = split_rows(g, x)
             scale = input_scale(g, first)
         else:
-            given = own("input_scale")
-            assert given is not None
-            factor = g.op("Reshape", g.cast(given, FLOAT), g.constant([-1, 1]), name="input_scale")
+            input_scales = of_pair("input_scale")
+            assert input_scales is not None
+            factor = g.op("Reshape", g.cast(input_scales, FLOAT), g.constant([-1, 1]), name="input_scale")
             if first.algorithm.reciprocal:
                 factor = g.op("Reciprocal", factor, name="input_scale")
             x = g.op("Div", x, factor, name="by_scale")

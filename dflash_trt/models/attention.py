@@ -186,8 +186,8 @@ def parts_of(
     """What becomes of a layer's queries "q", keys "k" and values "v"."""
 
     def norm(name: str, *, there: bool) -> Norm | None:
-        own = f"{name}_norm" if c.qk_norm_weights and name != "v" else None
-        return m.norm(own, heads.head_dim, c.rms_norm_eps) if there else None
+        weights = f"{name}_norm" if c.qk_norm_weights and name != "v" else None
+        return m.norm(weights, heads.head_dim, c.rms_norm_eps) if there else None
 
     return {
         "q": queries.part(c.num_attention_heads, heads, norm("q", there=c.qk_norm), queries=True),

@@ -54,8 +54,8 @@ def is_drafter(directory: Path) -> bool:
     """Whether config.json is a drafter's. Some kinds have the architecture of a target, and a vocabulary of drafts."""
     fields = Fields.read(directory / "config.json")
     names = fields.get("architectures")
-    own = isinstance(names, list) and any(name in KINDS and name not in FAMILIES for name in names)
-    return own or any(
+    named = isinstance(names, list) and any(name in KINDS and name not in FAMILIES for name in names)
+    return named or any(
         fields.get(key) is not None for key in ("dflash_config", "draft_vocab_size", speculators.TYPE)
     )
 

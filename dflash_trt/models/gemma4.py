@@ -98,9 +98,9 @@ def _layers(text: Fields, common: dict[str, Any], rope: RopeConfig) -> tuple[Lay
         kinds = [*kinds[:-1], FULL]  # as Transformers does
     placed = Fields(text.path, {**text.values, "layer_types": kinds}, text.prefix)
     windows = place_window(placed, count, text.integer("sliding_window"))
-    own = Heads(common["num_key_value_heads"], common["head_dim"], common["rope"])
+    of_windows = Heads(common["num_key_value_heads"], common["head_dim"], common["rope"])
     keys_as_values = text.boolean("attention_k_eq_v", default=False)
-    of_all = replace(own, rope=rope)
+    of_all = replace(of_windows, rope=rope)
     if text.get("per_layer_config") is None:
         kv_heads = of_all.kv_heads
         if keys_as_values:
@@ -109,11 +109,11 @@ def _layers(text: Fields, common: dict[str, Any], rope: RopeConfig) -> tuple[Lay
         of_all = _checked(text, Heads(kv_heads, size, rope), common["num_attention_heads"])
     heads = {
         sliding: _as_listed(
-            text, [i for i, w in enumerate(windows) if (w is not None) == sliding], each, common
+            text, [i for i, w in enumerate(windows) if (w is not None) == sliding], kind, common
         )
-        for sliding, each in ((True, own), (False, of_all))
+        for sliding, kind in ((True, of_windows), (False, of_all))
     }
-    others = {sliding: None if each == own else each for sliding, each in heads.items()}
+    others = {sliding: None if kind == of_windows else kind for sliding, kind in heads.items()}
     return tuple(
         LayerAttention(True, window, others[window is not None], keys_as_values and window is None)
         for window in windows

@@ -44,7 +44,7 @@ def _read(text: Fields) -> TargetConfig:
         "logit_softcap": text.number("final_logit_softcapping", default=20.0),
         "post_norm_eps": text.number("post_norm_eps", default=POST_EPSILON),
     }
-    kinds = ["full_attention" if each else "sliding_attention" for each in full]
+    kinds = ["full_attention" if is_full else "sliding_attention" for is_full in full]
     windows = place_window(text, layers, text.integer("sliding_window", default=2048), kinds)
     config = target(text, common, windows)
     plain = Heads(config.num_key_value_heads, config.head_dim, None)
@@ -59,18 +59,14 @@ def _read(text: Fields) -> TargetConfig:
 def _rotated(text: Fields, full: list[bool], theta: float) -> list[bool]:
     """Whether the heads of each layer rotate. Transformers reads no other theta than 0 and the model's."""
     if text.get("layer_rope_theta") is None:
-        return [not each for each in full]
+        return [not is_full for is_full in full]
     thetas = text.get("layer_rope_theta")
-    if (
-        not isinstance(thetas, list)
-        or len(thetas) != len(full)
-        or not all(each in (0, theta) for each in thetas)
-    ):
+    if not isinstance(thetas, list) or len(thetas) != len(full) or not all(x in (0, theta) for x in thetas):
         raise text.error(
             "layer_rope_theta",
             f"is {show(thetas)}, expected {len(full)} numbers, each 0 or rope_theta, {theta:g}",
         )
-    return [each != 0 for each in thetas]
+    return [x != 0 for x in thetas]
 
 
 def _layer(m: Module, mixer: Mixer, c: TargetConfig, i: int, x: ir.Value, h: ir.Value) -> Stream:

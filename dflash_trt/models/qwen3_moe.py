@@ -50,11 +50,11 @@ def read_experts(
     count_names: tuple[str, ...] = ("num_experts",),
     *,
     normalize: bool,
-    **own: Any,
+    **others: Any,
 ) -> MoEConfig:
     """The experts of a Qwen model with so many layers. `normalize`: what `norm_topk_prob` is where it is missing.
 
-    own: further fields of MoEConfig.
+    others: further fields of MoEConfig.
     """
     experts, chosen = expert_counts(fields, count_names, ("num_experts_per_tok",))
     step = fields.integer("decoder_sparse_step", default=1)
@@ -65,7 +65,7 @@ def read_experts(
         intermediate_size=fields.integer("moe_intermediate_size", maximum=WIDTH),
         normalize_weights=fields.boolean("norm_topk_prob", default=normalize),
         sparse_layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
-        **own,
+        **others,
     )
 
 
@@ -119,7 +119,7 @@ def expert_stacks(m: Module, hidden: int, moe: MoEConfig) -> dict[Projection, St
         if stored is None:
             plain = [m.stored(f"{layer}.weight", rows, columns) for layer in layers]
             return Stack(rows, columns, plain=tuple(plain))
-        m.used.update(info.name for each in stored for info in each.tensors)
+        m.used.update(info.name for layer in stored for info in layer.tensors)
         return Stack(rows, columns, tuple(stored))
 
     inner = moe.intermediate_size
@@ -157,8 +157,8 @@ def _slices(m: Module, hidden: int, moe: MoEConfig) -> dict[Projection, Stack]:
         size = whole.nbytes // n // parts
         one = replace(whole, shape=(rows, columns), nbytes=size)
         starts = {e: whole.offset + (e * parts + first) * size for e in range(n)}
-        each = [replace(one, name=f"{whole.name}[{e}].{name}", offset=at) for e, at in starts.items()]
-        return Stack(rows, columns, plain=tuple(each))
+        experts = [replace(one, name=f"{whole.name}[{e}].{name}", offset=at) for e, at in starts.items()]
+        return Stack(rows, columns, plain=tuple(experts))
 
     return {
         "gate": stack(both, "gate", inner, hidden, 0, 2),
@@ -173,8 +173,8 @@ def _joined(m: Module, stacks: Mapping[Projection, Stack]) -> Experts:
     n, inner, hidden = len(stack.plain), stack.rows, stack.columns
 
     def stacked(name: Projection) -> ir.Value:
-        each = [g.raw_weight(info, m.folder) for info in stacks[name].plain]
-        return g.op("Concat", *each, name=f"{name}_proj/stacked", axis=0)
+        matrices = [g.raw_weight(info, m.folder) for info in stacks[name].plain]
+        return g.op("Concat", *matrices, name=f"{name}_proj/stacked", axis=0)
 
     # Interleave gate and up: [E, I, 1, D] beside [E, I, 1, D] becomes [E, 2I, D].
     halves = [

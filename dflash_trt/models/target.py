@@ -121,12 +121,12 @@ def _pass(
 def mixers(shared: Pass) -> list[Mixer]:
     """The mixer of each layer, by its entry in the configuration's `layers`. Layers of one kind share a mixer."""
     layers = shared.config.layers
-    made: dict[type, Callable[[Pass, Sequence[int]], Mixer]] = {
+    makers: dict[type, Callable[[Pass, Sequence[int]], Mixer]] = {
         LayerAttention: Attention,
         LayerDeltaNet: DeltaNet,
     }
     kinds = {kind: [i for i, layer in enumerate(layers) if type(layer) is kind] for kind in map(type, layers)}
-    by_kind = {kind: made[kind](shared, indices) for kind, indices in kinds.items()}
+    by_kind = {kind: makers[kind](shared, indices) for kind, indices in kinds.items()}
     return [by_kind[type(layer)] for layer in layers]
 
 

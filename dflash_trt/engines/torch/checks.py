@@ -60,7 +60,7 @@ def _sampled(device: Device, run: launch.Run, vocab: int) -> str:
     positions = np.array([[5, 6]] * len(_SAMPLED))
     seeds = [7, 2**63 + 1, 3]
     tensors = launch.sampling_tensors(_SAMPLED, seeds, device)
-    there, at = (torch.from_numpy(each).to(device) for each in (logits, positions))
+    there, at = (torch.from_numpy(array).to(device) for array in (logits, positions))
     got = launch.sample_rows(there, tensors, at, run=run)[0].cpu().tolist()
     expected = [
         [sample(logits[i, r], params, seed, int(positions[i, r])) for r in range(2)]
@@ -73,8 +73,8 @@ def _accepted(device: Device, run: launch.Run) -> str:
     """BlockAcceptance on random chains."""
     tokens, chosen = np.random.default_rng(0).integers(0, 2, (2, 4, 7))
     order = np.tile(np.arange(7), (4, 1))
-    given = [torch.from_numpy(np.ascontiguousarray(each)).to(device) for each in (tokens, order, chosen)]
-    got = launch.accept_block(*given, run=run).accepted.cpu().tolist()
+    inputs = [torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in (tokens, order, chosen)]
+    got = launch.accept_block(*inputs, run=run).accepted.cpu().tolist()
     expected = np.cumprod(tokens[:, 1:] == chosen[:, :-1], axis=1).sum(axis=1).tolist()
     return "" if got == expected else f"{got} drafts accepted, expected {expected}"
 
@@ -87,18 +87,18 @@ def _between_passes(
     logits = rng.standard_normal((2, nodes, vocab)).astype(np.float32)
     logits[0, nodes // 2, -1], logits[1, -1, :], logits[1, 0, 0] = np.nan, -np.inf, -np.inf
     drawn = {"features": (2, nodes, features), "unread": (3, 4, features)}
-    given = {n: torch.from_numpy(rng.standard_normal(s)).to(dtype) for n, s in drawn.items()}
-    given |= {"logits": torch.from_numpy(logits), "places": torch.tensor([0, 3])}
-    given["finite"] = torch.zeros((2, nodes), dtype=torch.int32)
-    given["counters"] = torch.zeros(2 * nodes, dtype=torch.int32)
+    memory = {n: torch.from_numpy(rng.standard_normal(s)).to(dtype) for n, s in drawn.items()}
+    memory |= {"logits": torch.from_numpy(logits), "places": torch.tensor([0, 3])}
+    memory["finite"] = torch.zeros((2, nodes), dtype=torch.int32)
+    memory["counters"] = torch.zeros(2 * nodes, dtype=torch.int32)
     whole = {"block": (2, nodes), "drafts": (2, nodes - 1, 2), "tokens": (2, nodes), "rows": (2, nodes)}
     blocks = {n: torch.from_numpy(rng.integers(0, vocab, s)) for n, s in whole.items()}
-    there, filled = ({n: t.clone().to(device) for n, t in each.items()} for each in (given, blocks))
+    there, filled = ({n: t.clone().to(device) for n, t in tensors.items()} for tensors in (memory, blocks))
     drafted = max(1, nodes - 1)  # the last column is a copy
-    for own, round_, by in ((filled, there, run), (blocks, given, None)):
-        launch.fill_tokens(**own, drafted=drafted, most=block_size, run=by)
+    for tokens, round_, by in ((filled, there, run), (blocks, memory, None)):
+        launch.fill_tokens(**tokens, drafted=drafted, most=block_size, run=by)
         launch.end_round(**round_, run=by)
-    for got, expected in ((filled, blocks), (there, given)):
+    for got, expected in ((filled, blocks), (there, memory)):
         for name in ("tokens", "rows", "finite", "unread", "counters"):
             if name in got and not torch.equal(got[name].cpu(), expected[name]):
                 return f"`{name}` differs from that of torch's operators"
@@ -136,8 +136,8 @@ def _cases() -> Iterator[tuple[str, Case]]:
     expert = integers(0, 4, 12)
     counts = torch.bincount(expert, minlength=4)
     groups = torch.stack((torch.arange(4), counts.cumsum(0) - counts, counts), 1).int()
-    given = [drawn(12, 96), drawn(4, 72, 96), expert, expert.argsort(stable=True).int(), groups]
-    yield "GroupedProduct", (layers.grouped_product, {}, given)
+    inputs = [drawn(12, 96), drawn(4, 72, 96), expert, expert.argsort(stable=True).int(), groups]
+    yield "GroupedProduct", (layers.grouped_product, {}, inputs)
 
     x, angles = drawn(6, 8 * size), drawn(2, 3, size // 2)
     turns = drawn(size), drawn(size), None, angles.cos(), angles.sin()
@@ -160,8 +160,8 @@ def _differs(case: Case, device: Device) -> str:
     operator, attributes, inputs = case
 
     def results(prepared: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        made = operator(attributes, *(prepared(x) if isinstance(x, Tensor) else x for x in inputs))
-        return list(made) if isinstance(made, tuple | list) else [made]
+        found = operator(attributes, *(prepared(x) if isinstance(x, Tensor) else x for x in inputs))
+        return list(found) if isinstance(found, tuple | list) else [found]
 
     exact = results(lambda x: x.double() if x.is_floating_point() else x)
     for got, want in zip(results(lambda x: x.clone().to(device)), exact, strict=True):
@@ -188,10 +188,10 @@ def _recurrent(device: Device) -> str:
     for replayed in (0, again):
         q, k, v = (torch.cat((x.new_zeros(2, again - replayed, x.shape[2]), x), 1) for x in inputs.values())
         counts = torch.full((2,), replayed), torch.full((2,), rows - replayed)
-        given = [q, k, v, gates[:, replayed:], state, gates[:, :again], *counts, torch.ones(2)]
-        if problem := _differs((layers.gated_delta_net, {}, given), device):
+        tensors = [q, k, v, gates[:, replayed:], state, gates[:, :again], *counts, torch.ones(2)]
+        if problem := _differs((layers.gated_delta_net, {}, tensors), device):
             return problem
-        results.append(layers.gated_delta_net({}, *(x.to(device) for x in given)))
+        results.append(layers.gated_delta_net({}, *(x.to(device) for x in tensors)))
     (y, after, _), (y_again, after_again, _) = results
     same = torch.equal(y[:, again:], y_again) and torch.equal(after, after_again)
     return "" if same else "rows that are replayed get other bits"

@@ -58,12 +58,12 @@ class TorchEngine(DeviceEngine):
         self._graph = graph = Graph(path, device, shared)
         self._caches: dict[str, Tensor] = {}
         states: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        for name, given in graph.inputs.items():
-            shape = tuple(int(n) for n in given.shape[1:] if isinstance(n, int))
+        for name, signature in graph.inputs.items():
+            shape = tuple(int(n) for n in signature.shape[1:] if isinstance(n, int))
             if "_cache." in name:
-                self._caches[name] = torch.zeros((slots, *shape), dtype=given.dtype, device=device)
+                self._caches[name] = torch.zeros((slots, *shape), dtype=signature.dtype, device=device)
             elif name.partition(".")[0].endswith("_state"):
-                states[name] = shape, given.dtype
+                states[name] = shape, signature.dtype
         held = {*self._caches, *states}
         dtypes = {name: s.dtype for name, s in (graph.inputs | graph.outputs).items()}
         of_pass = (
@@ -84,8 +84,8 @@ class TorchEngine(DeviceEngine):
             described = self._graph.inputs.get(name) or self._graph.outputs[name]
             most = self._most[profile]
             size = prod(n if isinstance(n, int) else most[n] for n in described.shape)
-            made = torch.zeros(size, dtype=described.dtype, device=self.device)
-            self._buffers[profile, name] = made
+            whole = torch.zeros(size, dtype=described.dtype, device=self.device)
+            self._buffers[profile, name] = whole
         return self._buffers[profile, name]
 
     def _held(self, first_slot: int, batch: int) -> dict[str, tuple[Tensor, Tensor]]:
@@ -109,14 +109,14 @@ class TorchEngine(DeviceEngine):
             # Not those with graphs: one that ends takes cuBLAS's memory of the stream from all others (torch's issue
             # 193402).
             captured = {of_graph for of_graph, _ in self._captured}
-            others = [each for each in self._programs if each not in captured]
-            for each in others[: max(len(others) - MOST_PROGRAMS + 1, 0)]:
-                del self._programs[each]
+            others = [key for key in self._programs if key not in captured]
+            for key in others[: max(len(others) - MOST_PROGRAMS + 1, 0)]:
+                del self._programs[key]
             # A prompt's pass of a drafter only fills its caches.
             filling = profile == PREFILL and "draft_tokens" in self.outputs
             wanted = [updated(name) for name in held] if filling else None
-            self._programs[shapes], made = self._graph.first_pass(feeds, wanted)
-            return self._placed(profile, made, held)
+            self._programs[shapes], results = self._graph.first_pass(feeds, wanted)
+            return self._placed(profile, results, held)
         self._programs.move_to_end(shapes)
         # A pass before the capture, in the same thread: cuBLAS makes a handle and memory for each thread, which it must
         # not do in a capture, and the programs of prompts come from the thread that opened the engine.
@@ -129,17 +129,17 @@ class TorchEngine(DeviceEngine):
         return sum(profile == PREFILL for (profile, *_), _ in self._captured)
 
     def _placed(
-        self, profile: int, made: Mapping[str, Tensor], held: Mapping[str, tuple[Tensor, Tensor]]
+        self, profile: int, results: Mapping[str, Tensor], held: Mapping[str, tuple[Tensor, Tensor]]
     ) -> dict[str, Tensor]:
         """Copy a pass's outputs to their buffers, and new states to their place."""
         for name, (_, new) in held.items():
-            state = made[updated(name)]
+            state = results[updated(name)]
             if state.data_ptr() != new.data_ptr():
                 new.copy_(state)
         outputs = {}
-        for name in [name for name in self.outputs if name in made]:
-            outputs[name] = self.buffer(profile, name, *made[name].shape)
-            outputs[name].copy_(made[name])
+        for name in [name for name in self.outputs if name in results]:
+            outputs[name] = self.buffer(profile, name, *results[name].shape)
+            outputs[name].copy_(results[name])
         return outputs
 
     def _capture(
@@ -172,7 +172,7 @@ class TorchEngine(DeviceEngine):
     def close(self) -> None:
         """Free graphs, buffers, caches and weights."""
         self.stream.synchronize()
-        for each in (self._captured, self._programs, self._buffers, self._caches):
-            each.clear()
+        for kept in (self._captured, self._programs, self._buffers, self._caches):
+            kept.clear()
         self._graph.close()
         self.caches = DeviceCaches({}, self.stream, 0)

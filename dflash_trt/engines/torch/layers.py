@@ -38,9 +38,9 @@ def add_norm(a: Attributes, x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tenso
     """x + y, and its RMS norm."""
     layer = kernels.of(x)
     if layer is not None and x.ndim == 2 and x.shape == y.shape and x.dtype == y.dtype == weight.dtype:
-        given = x.contiguous(), y.contiguous(), weight, a.get("epsilon", 1e-5)
-        if (made := layer.first("norms", lambda run, _: ours.add_norm(*given, run=run))) is not None:
-            return made
+        tensors = x.contiguous(), y.contiguous(), weight, a.get("epsilon", 1e-5)
+        if (both := layer.first("norms", lambda run, _: ours.add_norm(*tensors, run=run))) is not None:
+            return both
     total = x + y
     return total, _normed(a, total, weight)
 
@@ -106,11 +106,13 @@ def place_heads(
     }
     fits = v_norm is None and all(t is None or t.dtype == x.dtype for t in tensors.values())
     if layer is not None and fits and (cos is None or list(cos.shape[:2]) == shape):
-        given: dict[str, Any] = {name: t if t is None else t.contiguous() for name, t in tensors.items()}
-        given |= {"epsilon": a["epsilon"], "start": start}
+        arguments: dict[str, Any] = {name: t if t is None else t.contiguous() for name, t in tensors.items()}
+        arguments |= {"epsilon": a["epsilon"], "start": start}
 
         def launched(run: Run, _: None) -> tuple[Tensor | None]:
-            return (ours.place_heads(x.contiguous(), shape[1], size, heads.get("q", 0), **given, run=run),)
+            return (
+                ours.place_heads(x.contiguous(), shape[1], size, heads.get("q", 0), **arguments, run=run),
+            )
 
         if (queries := layer.first("heads", launched)) is not None:
             return [queries[0] if kind == "q" else caches[kind] for kind in heads]  # type: ignore[misc]
@@ -150,11 +152,11 @@ def attend(
         factor, tiles = a["scale"] * q.shape[3] ** 0.5, uses.attention_tiles(q.shape[3])
         # The kernel's own scale is d ** -0.5.
         scaled = q if abs(factor - 1) <= 1e-6 else (q.float() * factor).to(q.dtype)
-        given = [x.contiguous() for x in (scaled, k, v, first, last)]
+        tensors = [x.contiguous() for x in (scaled, k, v, first, last)]
 
         def launched(run: Run, tile: uses.AttentionTile) -> Tensor:
             options: dict[str, Any] = {"start": start, "visible": visible, "sinks": sinks, "tile": tile}
-            return ours.attention(*given, **options, by_row=True, run=run)
+            return ours.attention(*tensors, **options, by_row=True, run=run)
 
         many = q.shape[2] > _VERIFIED_ROWS
         order = tiles[3:] + tiles[2::-1] if many else tiles[1:2] + tiles[:1] + tiles[2:]
@@ -202,9 +204,9 @@ def _seen(first: Tensor, last: Tensor, start: Tensor | None, visible: Tensor | N
     row = torch.arange(count, device=first.device)
     seen = (row >= first[..., None]) & (row <= last[..., None])
     if start is not None and visible is not None:
-        own = row - start[:, None]
-        inside = (own >= 0) & (own < visible.shape[2])
-        index = own.clamp(0, visible.shape[2] - 1)[:, None].expand(seen.shape)
+        in_pass = row - start[:, None]
+        inside = (in_pass >= 0) & (in_pass < visible.shape[2])
+        index = in_pass.clamp(0, visible.shape[2] - 1)[:, None].expand(seen.shape)
         seen = torch.where(inside[:, None], visible.gather(2, index) != 0, seen)
     return seen[:, None]
 
@@ -222,9 +224,9 @@ def quantized_rows(a: Attributes, x: Tensor, scale: Tensor) -> tuple[Tensor, ...
 def route(a: Attributes, logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """`Route` (dflash_trt/graph/torch.py). Order and groups are there with kernels alone."""
     if (layer := kernels.of(logits)) is not None:
-        made = layer.first("routes", lambda run, _: ours.route(logits.contiguous(), a["k"], run))
-        if made is not None:
-            return made
+        routes = layer.first("routes", lambda run, _: ours.route(logits.contiguous(), a["k"], run))
+        if routes is not None:
+            return routes
     values, best = (part[:, : a["k"]] for part in torch.sort(logits, descending=True, stable=True))
     return values.softmax(-1), best, None, None
 
@@ -246,9 +248,9 @@ def grouped_product(
         return products.experts_product(x.contiguous(), weight, order, groups, layer.run)
     # float32 is for comparing.
     if order is not None and groups is not None and x.dtype != torch.float32 and (layer := kernels.of(x)):
-        given = x.contiguous(), weight, order, groups
+        tensors = x.contiguous(), weight, order, groups
         y = layer.first(
-            "experts", lambda run, tile: products.plain_product(*given, tile, run), products.PLAIN_TILES
+            "experts", lambda run, tile: products.plain_product(*tensors, tile, run), products.PLAIN_TILES
         )
         if y is not None:
             return y
@@ -275,10 +277,10 @@ def mxfp4_experts(
     if layer is not None and x.dtype != torch.float32:
         weights = gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias
         packed = ours.PackedExperts(*weights, *(a[name] for name in ("k", "alpha", "beta", "limit")))
-        given = x.contiguous(), router.contiguous(), packed
+        tensors = x.contiguous(), router.contiguous(), packed
         tokens = products.in_step(len(x) * a["k"], len(gate_up))
         tiles = sorted(uses.TILES, key=lambda tile: tile.tokens != tokens)
-        if (y := layer.first("experts", lambda run, tile: ours.moe(*given, tile, run), tiles)) is not None:
+        if (y := layer.first("experts", lambda run, tile: ours.moe(*tensors, tile, run), tiles)) is not None:
             return y
     shares, best, _, _ = route(a, router)
     total = torch.zeros(x.shape, dtype=router.dtype, device=x.device)
@@ -316,10 +318,10 @@ def gated_delta_net(
     """`dflash::GatedDeltaNet` (dflash_trt/graph/delta_net.py), row by row."""
     if (layer := kernels.of(q)) is not None:
         inputs = q, k, v, gates, state, pending_gates, replayed, certain, begun
-        given = [each.contiguous() for each in inputs]
-        made = layer.first("Gated DeltaNet", lambda run, _: ours.gated_delta_net(*given, run=run))
-        if made is not None:
-            return made
+        tensors = [tensor.contiguous() for tensor in inputs]
+        results = layer.first("Gated DeltaNet", lambda run, _: ours.gated_delta_net(*tensors, run=run))
+        if results is not None:
+            return results
     (batch, count, _), (_, heads, key_dim, value_dim) = gates.shape, state.shape
     waiting = q.shape[1] - count
     # A pending row that is not replayed changes nothing: its decay is 1, and its beta 0.
@@ -347,9 +349,9 @@ def gated_delta_net(
 def best_token(a: Attributes, logits: Tensor) -> tuple[Tensor, Tensor]:
     """The first largest of each row of logits [rows,V], and its log-probability in float32: [rows,1]."""
     if (layer := kernels.of(logits)) is not None:
-        made = layer.first("best tokens", lambda run, _: ours.best_token(logits.contiguous(), run=run))
-        if made is not None:
-            return made
+        both = layer.first("best tokens", lambda run, _: ours.best_token(logits.contiguous(), run=run))
+        if both is not None:
+            return both
     logits = logits.float()
     return logits.argmax(-1, keepdim=True), logits.log_softmax(-1).amax(-1, keepdim=True)
 
@@ -359,9 +361,9 @@ def block_acceptance(a: Attributes, tokens: Tensor, rows: Tensor, logits: Tensor
     layer = kernels.of(logits)
     chosen = logits.argmax(-1) if layer is None else best_token({}, logits.flatten(0, 1))[0].view(rows.shape)
     if layer is not None and rows.shape[1] <= uses.ACCEPT_NODES:
-        given = tokens.contiguous(), rows.contiguous(), chosen
-        made = layer.first("acceptance", lambda run, _: accept_block(*given, run=run))
-        if made is not None:
-            return made.accepted, made.next_token
+        tensors = tokens.contiguous(), rows.contiguous(), chosen
+        found = layer.first("acceptance", lambda run, _: accept_block(*tensors, run=run))
+        if found is not None:
+            return found.accepted, found.next_token
     accepted = (tokens.gather(1, rows[:, 1:]) == chosen[:, :-1]).cumprod(1).sum(1)
     return accepted, chosen.gather(1, accepted[:, None])[:, 0]

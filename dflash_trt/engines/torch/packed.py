@@ -32,8 +32,8 @@ def weight(
     stack = codes.ndim == 3
 
     def wide(expert: int = 0) -> Tensor:
-        own = [part[expert] if stack and part is not None else part for part in parts]
-        return widened(a, *own).to(dtype)  # type: ignore[arg-type]
+        tensors = [part[expert] if stack and part is not None else part for part in parts]
+        return widened(a, *tensors).to(dtype)  # type: ignore[arg-type]
 
     if layer is not None and dtype != torch.float32 and not _has_nan(codes):
         packed = stored(a, codes, scales, second, zeros)
@@ -62,7 +62,7 @@ def _tile(
             # So many rows of each that a step has `rows`.
             count = max(rows * form.experts // 4, 1) if form.experts else rows
             x = torch.randn(count, form.inputs, device=packed.codes.device).to(dtype)
-            exact = torch.cat([F.linear(x.float(), each.float()) for each in dense])
+            exact = torch.cat([F.linear(x.float(), weight.float()) for weight in dense])
             if form.experts:
                 chosen = torch.tensor(experts, device=x.device).repeat_interleave(count)
                 _, _, order, groups = layers.route(F.one_hot(chosen, form.experts).float(), 1, run)

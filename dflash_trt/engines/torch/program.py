@@ -42,8 +42,8 @@ class Node:
 
 
 def _called(node: Node, inputs: Sequence[Any]) -> Sequence[Any]:
-    made = OPERATORS[node.operator](node.attributes, *inputs)
-    return made if isinstance(made, tuple | list) else (made,)
+    results = OPERATORS[node.operator](node.attributes, *inputs)
+    return results if isinstance(results, tuple | list) else (results,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class Graph:
         left = Counter(name for node in nodes for name in node.inputs)
         left.update(self.outputs.keys())
         tensors = {name: value.const_value for name, value in initializers.items()}
-        external = {name: each for name, each in tensors.items() if isinstance(each, ir.ExternalTensor)}
+        external = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, ir.ExternalTensor)}
         files, constant, kept, folded = WeightFiles(self.path, self.device), set(tensors), [], []
         for node in nodes:
             if constant.issuperset(name for name in node.inputs if name):
@@ -120,21 +120,21 @@ class Graph:
             for name in names - external.keys() - self.known.keys():
                 self.known[name] = _tensor(tensors[name])
 
-        for part in _parts(folded, {name: each.nbytes for name, each in external.items()}):
+        for part in _parts(folded, {name: tensor.nbytes for name, tensor in external.items()}):
             read(part)
             for node in part:
-                given = [name for name in node.inputs if name]
+                present = [name for name in node.inputs if name]
                 inputs = [
                     None if not name else self.weights[name] if name in self.weights else self.known[name]
                     for name in node.inputs
                 ]
-                on_device = any(name in self.weights for name in given)
-                made = _called(node, self._arguments(node, inputs, on_device=on_device))
+                on_device = any(name in self.weights for name in present)
+                results = _called(node, self._arguments(node, inputs, on_device=on_device))
                 (self.weights if on_device and node.operator != "Shape" else self.known).update(
-                    zip(node.outputs, made, strict=False)
+                    zip(node.outputs, results, strict=False)
                 )
-                left.subtract(given)
-                for name in given:
+                left.subtract(present)
+                for name in present:
                     if left[name] == 0:
                         self.weights.pop(name, None)
         read(kept)
@@ -144,9 +144,12 @@ class Graph:
 
     def _read(self, files: WeightFiles, tensors: Sequence[Any]) -> list[Tensor]:
         """Weights, of which those that are held already are not read again."""
-        keys = [(each.location, each.offset, each.dtype, tuple(map(int, each.shape))) for each in tensors]
+        keys = [
+            (tensor.location, tensor.offset, tensor.dtype, tuple(map(int, tensor.shape)))
+            for tensor in tensors
+        ]
         found = {key: self._shared[key] for key in keys if key in self._shared}
-        new = {key: each for key, each in zip(keys, tensors, strict=True) if key not in found}
+        new = {key: tensor for key, tensor in zip(keys, tensors, strict=True) if key not in found}
         found.update(zip(new, files.read(list(new.values())), strict=True))
         self._shared.update(found)
         return [found[key] for key in keys]
@@ -165,8 +168,8 @@ class Graph:
 
     def close(self) -> None:
         """Free the weights."""
-        for each in (self.weights, self.known, self._uploaded):
-            each.clear()
+        for values in (self.weights, self.known, self._uploaded):
+            values.clear()
 
     def on_device(self, name: str) -> Tensor:
         """A number of the host that does not depend on shapes, on the device."""
@@ -209,16 +212,16 @@ class Graph:
         for name, fed in feeds.items():
             number(name, fed)
         for node in nodes:
-            given = [name for name in node.inputs if name]
+            present = [name for name in node.inputs if name]
             if node.operator == "Shape":
-                known[node.outputs[0]] = _called(node, [values[place(given[0])]])[0]
+                known[node.outputs[0]] = _called(node, [values[place(present[0])]])[0]
                 end(node)
                 continue
-            if known.keys() >= set(given):
-                made = _called(
+            if known.keys() >= set(present):
+                found = _called(
                     node, self._arguments(node, [known.get(n) for n in node.inputs], on_device=False)
                 )
-                known.update(zip(node.outputs, made, strict=False))
+                known.update(zip(node.outputs, found, strict=False))
                 continue
             fixed = {
                 i: known[node.inputs[i]].tolist()
@@ -229,8 +232,8 @@ class Graph:
                 number(f"{node.outputs[0]}:{i}", fixed[i]) if i in fixed else place(name)
                 for i, name in enumerate(node.inputs)
             ]
-            made = _called(node, [values[i] for i in inputs])
-            outputs = [number(name, value) for name, value in zip(node.outputs, made, strict=False)]
+            found = _called(node, [values[i] for i in inputs])
+            outputs = [number(name, value) for name, value in zip(node.outputs, found, strict=False)]
             steps.append(_Step(OPERATORS[node.operator], node.attributes, inputs, outputs, ()))
             computed.update(name for name in node.outputs if name in numbers)
             end(node)
@@ -271,12 +274,12 @@ class Program:
         for name, place in self._inputs.items():
             values[place] = feeds[name]
         for step in self._steps:
-            made = step.function(step.attributes, *[values[i] for i in step.inputs])
-            if isinstance(made, tuple | list):
-                for place, value in zip(step.outputs, made, strict=False):
+            results = step.function(step.attributes, *[values[i] for i in step.inputs])
+            if isinstance(results, tuple | list):
+                for place, value in zip(step.outputs, results, strict=False):
                     values[place] = value
             else:
-                values[step.outputs[0]] = made
+                values[step.outputs[0]] = results
             for place in step.ended:
                 values[place] = None
         return {name: values[place] for name, place in self._outputs.items()}

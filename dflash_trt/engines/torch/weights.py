@@ -63,8 +63,8 @@ class WeightFiles:
         if self._upload is not None:
             self._upload.close()
         if hasattr(mmap, "MADV_DONTNEED"):
-            for each in self._maps.values():
-                each._mmap.madvise(mmap.MADV_DONTNEED)
+            for mapped in self._maps.values():
+                mapped._mmap.madvise(mmap.MADV_DONTNEED)
 
 
 def _as_stored(raw: Tensor, tensor: Any) -> Tensor:
@@ -93,8 +93,8 @@ class _Upload:
 
     def __call__(self, places: Sequence[Place]) -> list[Tensor]:
         """The bytes of each place, uint8. Returns before they are copied."""
-        made = [torch.empty(size, dtype=torch.uint8, device=self._device) for *_, size in places]
-        for whole, (path, begin, size) in zip(made, places, strict=True):
+        buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for *_, size in places]
+        for whole, (path, begin, size) in zip(buffers, places, strict=True):
             for at in range(0, size, PIECE_BYTES):
                 if not self._free:
                     self._copy()
@@ -106,7 +106,7 @@ class _Upload:
                 self._filling.append((filled, target, memory, copied))
         while self._filling:
             self._copy()
-        return made
+        return buffers
 
     def _copy(self) -> None:
         """Copy the oldest piece, once it is filled."""

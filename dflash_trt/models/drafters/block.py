@@ -105,10 +105,10 @@ class BlockPass(DrafterPass):
         return g.op("Reshape", context, self.by_sequence, name="context")
 
     def _embedded(self) -> ir.Value:
-        own = self.settings.embedding or self.m.has("embed_tokens.weight")
-        root = self.m if own else self.root.at(self.target.prefix)
+        has_embedding = self.settings.embedding or self.m.has("embed_tokens.weight")
+        root = self.m if has_embedding else self.root.at(self.target.prefix)
         target_scale = self.target.embedding_scale if self.config.row_scale is None else self.config.row_scale
-        scale = self.config.embedding_scale if own else target_scale
+        scale = self.config.embedding_scale if has_embedding else target_scale
         return embed(root, self.rows_of_block, self.target.vocab_size, self.config.hidden_size, scale=scale)
 
     def _layer(self, i: int, x: ir.Value, y: ir.Value | None, convolve: Convolve | None) -> Stream:
@@ -142,7 +142,7 @@ class BlockPass(DrafterPass):
     def _behind_context(self, rows: ir.Value) -> ir.Value:
         """Context rows and block rows [B*R, D] as they are written, [B*(S+R), D]."""
         g = self.g
-        parts = [g.op("Reshape", each, self.by_sequence, name="rows") for each in (self.context, rows)]
+        parts = [g.op("Reshape", part, self.by_sequence, name="rows") for part in (self.context, rows)]
         both = g.op("Concat", *parts, name="both", axis=1)
         both = g.op("Reshape", both, g.constant([-1, self.config.hidden_size]), name="flat")
         return g.op("Gather", both, self.order, name="packed")

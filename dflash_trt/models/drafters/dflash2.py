@@ -44,10 +44,10 @@ _FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top
 def read_dflash2(fields: Fields) -> DrafterConfig:
     """The configuration of a DFlash2 drafter: DFlash's, with more fields in `dflash_config`."""
     config = read_dflash(fields, _FIELDS)
-    own = selector(fields.needed("dflash_config", "an object"), config.hidden_size, config.vocab_size)
+    settings = selector(fields.needed("dflash_config", "an object"), config.hidden_size, config.vocab_size)
     # Where the file is silent, z-lab's class and vLLM take the target's rows as they are stored.
     row_scale = 1.0 if config.row_scale is None else config.row_scale
-    return replace(config, own=own, most_candidates=own.top_k, row_scale=row_scale)
+    return replace(config, own=settings, most_candidates=settings.top_k, row_scale=row_scale)
 
 
 def selector(fields: Fields, hidden_size: int, vocab_size: int, **settings: Any) -> DFlash2:
@@ -110,15 +110,16 @@ def _convolutions(block: BlockPass, m: Module, u: ir.Value) -> tuple[Rows, Rows]
 
 def _select(block: BlockPass, rows: ir.Value, logits: ir.Value) -> tuple[ir.Value, ir.Value]:
     """The selector's walk over the best tokens of each place."""
-    g, config, own = block.g, block.config, block.config.own
+    g, config, settings = block.g, block.config, block.config.own
     m = block.m.at("candidate_selector")
-    scores = PairScores.of_logits(block, logits, own.top_k)
+    scores = PairScores.of_logits(block, logits, settings.top_k)
     with g.scope("selector"):
-        weights = m.linear(rows, "hidden_projection", config.hidden_size, own.rank)
-        weights = g.op("Reshape", weights, g.shape(block.batch, -1, 1, own.rank), name="weights")
+        weights = m.linear(rows, "hidden_projection", config.hidden_size, settings.rank)
+        weights = g.op("Reshape", weights, g.shape(block.batch, -1, 1, settings.rank), name="weights")
         tables = [
             g.from_dtype(
-                g.op("Gather", m.raw(name, config.vocab_size, own.rank), tokens, name=name), m.dtype_of(name)
+                g.op("Gather", m.raw(name, config.vocab_size, settings.rank), tokens, name=name),
+                m.dtype_of(name),
             )
             for name, tokens in (
                 ("predecessor_codebook", scores.before),

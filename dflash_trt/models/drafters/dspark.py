@@ -67,22 +67,22 @@ def drafter_config(
     fields: Fields, common: dict[str, Any], layers: tuple[LayerAttention, ...]
 ) -> DrafterConfig:
     """The configuration of a drafter with these layers. `common`: as `reading.decoder` gives it."""
-    own = heads(fields, common["vocab_size"], every_row=True, embedding=True)
+    settings = heads(fields, common["vocab_size"], every_row=True, embedding=True)
     return DrafterConfig(
         **common,
         layers=layers,
         block_size=fields.integer("block_size", maximum=_ROWS) + 1,
         mask_token_id=fields.integer("mask_token_id", minimum=0),
         target_layer_ids=layer_ids(fields, "target_layer_ids", minimum=-1),
-        most_candidates=most_candidates(own, common["vocab_size"]),
-        own=own,
+        most_candidates=most_candidates(settings, common["vocab_size"]),
+        own=settings,
     )
 
 
-def most_candidates(own: DSpark, vocab_size: int) -> int:
+def most_candidates(settings: DSpark, vocab_size: int) -> int:
     """The candidates of a place: those that the Markov head corrects, or all tokens of the head."""
-    vocabulary = own.vocabulary or vocab_size
-    return min(CANDIDATES, vocabulary) if own.rank else vocabulary
+    vocabulary = settings.vocabulary or vocab_size
+    return min(CANDIDATES, vocabulary) if settings.rank else vocabulary
 
 
 def heads(fields: Fields, vocabulary: int | None, *, confidence: bool = False, **settings: Any) -> DSpark:
@@ -108,18 +108,18 @@ def heads(fields: Fields, vocabulary: int | None, *, confidence: bool = False, *
 def build_dspark(parts: DrafterParts) -> ir.Model:
     """DSpark, with its own embedding and head as they are on disk."""
     block = BlockPass(parts)
-    config, own = block.config, block.config.own
+    config, settings = block.config, block.config.own
     rows = block.drafted()
     logits, before = block.logits(rows), None
-    if own.rank:
-        scores = PairScores.of_logits(block, logits, most_candidates(own, config.vocab_size))
+    if settings.rank:
+        scores = PairScores.of_logits(block, logits, most_candidates(settings, config.vocab_size))
         with block.g.scope("markov"):
             tokens, logprobs, before = _markov(block, rows, scores)
     else:
         tokens, logprobs = block.best(logits)
-    if own.confidence:
+    if settings.confidence:
         with block.g.scope("confidence"):
-            before = before if own.confidence_of_pair else None
+            before = before if settings.confidence_of_pair else None
             logprobs = _confident(block, rows, before, logprobs)
     return block.model(tokens, logprobs)
 
@@ -133,12 +133,12 @@ def _table(m: Module, name: str, size: int, rank: int, ids: ir.Value) -> ir.Valu
 
 def _markov(block: BlockPass, rows: ir.Value, scores: PairScores) -> tuple[ir.Value, ir.Value, ir.Value]:
     """The walk through pair scores. The third result has the rows of W1 of the tokens before, [B,P,r]."""
-    g, m, config, own = block.g, block.m.at("markov_head"), block.config, block.config.own
-    hidden, rank = config.hidden_size, own.rank
+    g, m, config, settings = block.g, block.m.at("markov_head"), block.config, block.config.own
+    hidden, rank = config.hidden_size, settings.rank
     w1 = _table(m, "markov_w1", config.vocab_size, rank, scores.before)
     # W2 has the tokens of the head in the file, else the target's; here the candidates' rows [B,P,k,r].
-    ids = scores.tokens if own.vocabulary is None else scores.numbers
-    w2 = _table(m, "markov_w2", own.vocabulary or config.vocab_size, rank, ids)
+    ids = scores.tokens if settings.vocabulary is None else scores.numbers
+    w2 = _table(m, "markov_w2", settings.vocabulary or config.vocab_size, rank, ids)
     left = w1
     if config.own.head == "gated":
         weight = m.weight("gate_proj.weight", rank, hidden + rank)
@@ -159,11 +159,11 @@ def _markov(block: BlockPass, rows: ir.Value, scores: PairScores) -> tuple[ir.Va
 
 def _confident(block: BlockPass, rows: ir.Value, before: ir.Value | None, logprobs: ir.Value) -> ir.Value:
     """Log-probabilities [B*P, W] in which the best candidate has its confidence, and the others share the rest."""
-    g, m, own, width = block.g, block.m.at("confidence_head"), block.config.own, block.parts.width
+    g, m, settings, width = block.g, block.m.at("confidence_head"), block.config.own, block.parts.width
     size = block.config.hidden_size
     if before is not None:
-        flat = g.op("Reshape", before, g.constant([-1, own.rank]), name="token_before")
-        rows, size = g.op("Concat", rows, flat, name="row_and_token", axis=1), size + own.rank
+        flat = g.op("Reshape", before, g.constant([-1, settings.rank]), name="token_before")
+        rows, size = g.op("Concat", rows, flat, name="row_and_token", axis=1), size + settings.rank
     logit = g.to_float(m.linear(rows, "proj", size, 1, bias=True))
     one = g.constant(-1.0, np.float32)
     sure = g.op("Neg", g.op("Softplus", g.op("Mul", logit, one, name="against")), name="sure")
@@ -188,7 +188,9 @@ def _read_gemma4(fields: Fields) -> DrafterConfig:
         raise fields.error("layer_types", "has a sliding window, but these drafters are read without any")
     if (heads := layers[0].heads) is not None:
         common |= {"num_key_value_heads": heads.kv_heads, "head_dim": heads.head_dim, "rope": heads.rope}
-    config = drafter_config(fields, common, tuple(replace(each, causal=False, heads=None) for each in layers))
+    config = drafter_config(
+        fields, common, tuple(replace(layer, causal=False, heads=None) for layer in layers)
+    )
     return replace(config, own=replace(config.own, sandwich=True))
 
 

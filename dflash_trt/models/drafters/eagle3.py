@@ -120,12 +120,12 @@ def eagle3_config(
     *,
     entered: Sequence[int],
     layers: Fields | None = None,
-    **own: Any,
+    **settings: Any,
 ) -> DrafterConfig:
     """The configuration of an EAGLE-3 head. `entered`: the layers whose input is tapped; none: the usual ones.
 
     layers: the fields of its layer, if they are apart. Then a layer of Qwen3's has norms of queries and keys.
-    own: fields of `Eagle3`.
+    settings: fields of `Eagle3`.
     """
     apart = layers is not None
     layers = layers or fields
@@ -150,7 +150,7 @@ def eagle3_config(
         target_layer_ids=taps_entering(entered) if entered else (),
         masks=False,
         most_candidates=vocabulary,
-        own=Eagle3(vocabulary=vocabulary, **own),
+        own=Eagle3(vocabulary=vocabulary, **settings),
     )
 
 
@@ -253,16 +253,16 @@ class _HeadPass(DrafterPass):
 
     def _best(self, m: Module, x: ir.Value, y: ir.Value | None) -> tuple[ir.Value, ir.Value, ir.Value]:
         """The candidates after a row x + y [B, D] of the layer, and what the next step takes for its states."""
-        own, hidden, target = self.config.own, self.config.hidden_size, self.parts.target
+        settings, hidden, target = self.config.own, self.config.hidden_size, self.parts.target
         state, normed = m.add_norm(x, y, "norm", hidden, self.config.rms_norm_eps)
         if self.head is not None:
             logits = self.head.inside(m.g).linear(normed, "lm_head", hidden, target.vocab_size)
-        elif own.vocabulary == self.config.vocab_size and not self.m.has("lm_head.weight"):
+        elif settings.vocabulary == self.config.vocab_size and not self.m.has("lm_head.weight"):
             logits = lm_head(normed, self.root.inside(m.g), target)
         else:
-            logits = m.linear(normed, "lm_head", hidden, own.vocabulary)
+            logits = m.linear(normed, "lm_head", hidden, settings.vocabulary)
         numbers, logprobs = self.best_candidates(m.g, logits)
-        return self.vocabulary.tokens(m.g, numbers), logprobs, normed if own.norm_output else state
+        return self.vocabulary.tokens(m.g, numbers), logprobs, normed if settings.norm_output else state
 
 
 def _check_embedding(m: Module, target: Module) -> None:

@@ -80,20 +80,20 @@ class DraftChain:
         token = body.input("token", INT64, ["B"])
         before = body.input("state", g.dtype, ["B", config.hidden_size])
         size = config.num_key_value_heads * config.head_dim
-        own = [body.input(name, g.dtype, ["B", "T", size]) for name in ("own_keys", "own_values")]
+        step_rows = [body.input(name, g.dtype, ["B", "T", size]) for name in ("own_keys", "own_values")]
 
         m = self.m.inside(body)
         layer = m.at(config.own.layer)
         embedded = embed(self.embedding.inside(body), token, config.vocab_size, config.hidden_size)
         x = layer_input(layer, config, embedded, before)
-        own, attended = self._attend(layer, x, own, number)
+        step_rows, attended = self._attend(layer, x, step_rows, number)
         drafted, drafted_logprobs, after = best(m, *rest_of_layer(layer, config, before, attended))
         outputs: list[tuple[ir.Value, str, ir.DataType]] = [
             (body.op("Identity", body.graph.inputs[1]), "still_going", ir.DataType.BOOL),
             (self._first(body, drafted), "next_token", INT64),
             (body.op("Identity", after), "next_state", g.dtype),
-            (own[0], "all_own_keys", g.dtype),
-            (own[1], "all_own_values", g.dtype),
+            (step_rows[0], "all_own_keys", g.dtype),
+            (step_rows[1], "all_own_values", g.dtype),
             (body.op("Identity", drafted), "drafted", INT64),
             (body.op("Identity", drafted_logprobs), "drafted_logprobs", ir.DataType.FLOAT),
         ]
@@ -104,7 +104,7 @@ class DraftChain:
         none = g.op("Expand", g.scalar(0.0), g.shape(self.batch, 0, size), name="no_rows")
         count = g.op("Squeeze", g.op("Sub", n_block, g.constant([2]), name="n_steps"), name="steps")
         going = g.constant(True, np.bool_)
-        made = g.multi(
+        results = g.multi(
             "Loop",
             *(count, going, self._first(g, tokens), state, none, none),
             outputs=6,
@@ -112,7 +112,7 @@ class DraftChain:
             body=body.graph,
         )
         rows = []
-        for one, others in zip((tokens, logprobs), made[4:], strict=True):
+        for one, others in zip((tokens, logprobs), results[4:], strict=True):
             every = g.op("Concat", g.unsqueeze(one, 0), others, name="places", axis=0)
             rows.append(g.op("Transpose", every, name="by_sequence", perm=[1, 0, 2]))
         return rows[0], rows[1]
@@ -124,16 +124,18 @@ class DraftChain:
         return g.op("Squeeze", first, g.constant([1]), name="first_token")
 
     def _attend(
-        self, layer: Module, x: ir.Value, own: list[ir.Value], number: ir.Value
+        self, layer: Module, x: ir.Value, step_rows: list[ir.Value], number: ir.Value
     ) -> tuple[list[ir.Value], ir.Value]:
         """One row of each sequence, over the cache and the rows of earlier steps. Returns the latter with this row."""
         g, c, m = layer.g, self.config, layer.at("self_attn")
         n, size = c.num_key_value_heads, c.head_dim
         q, k, v = self._row(m, x, number)
-        own = [g.op("Concat", old, new, name="own", axis=1) for old, new in zip(own, (k, v), strict=True)]
+        step_rows = [
+            g.op("Concat", old, new, name="own", axis=1) for old, new in zip(step_rows, (k, v), strict=True)
+        ]
         both = [
             g.op("Concat", cache, rows, name="all", axis=1)
-            for cache, rows in zip(self.caches, own, strict=True)
+            for cache, rows in zip(self.caches, step_rows, strict=True)
         ]
         # The query heads of a key-value head are rows of one product.
         q = g.op("Reshape", q, g.constant([0, n, self.group, size]), name="heads")
@@ -142,7 +144,7 @@ class DraftChain:
         shown = g.op(
             "Expand",
             g.constant(0, np.float32),
-            g.shape(self.batch, 1, self.group, g.dim(own[0], 1, name="n_own")),
+            g.shape(self.batch, 1, self.group, g.dim(step_rows[0], 1, name="n_own")),
             name="own_shown",
         )
         mask = g.op("Concat", self.mask, shown, name="mask", axis=3)
@@ -150,7 +152,9 @@ class DraftChain:
         y = g.op("Reshape", y, g.constant([0, self.group, n, size]), name="groups")
         y = g.op("Transpose", y, name="ungrouped", perm=[0, 2, 1, 3])
         y = g.op("Reshape", y, g.constant([-1, c.num_attention_heads * size]), name="merge")
-        return own, m.linear(y, "o_proj", c.num_attention_heads * size, c.hidden_size, bias=c.attention_bias)
+        return step_rows, m.linear(
+            y, "o_proj", c.num_attention_heads * size, c.hidden_size, bias=c.attention_bias
+        )
 
     def _row(self, m: Module, x: ir.Value, number: ir.Value) -> list[ir.Value]:
         """The query, key and value of a step's row: [B, 1, n*d], or [B, n, 1, d]."""
@@ -180,32 +184,32 @@ class UnrolledChain(DraftChain):
         """As those of the Loop, for the longest block, of which the places of this one are kept."""
         g, config, layer = self.m.g, self.config, self.m.at(self.config.own.layer)
         places: list[tuple[ir.Value, ir.Value]] = [(tokens, logprobs)]
-        own: tuple[list[ir.Value], list[ir.Value]] = ([], [])
+        step_rows: tuple[list[ir.Value], list[ir.Value]] = ([], [])
         for number in range(config.block_size - 2):
             with g.scope(f"step.{number}"):
                 token = self._first(g, tokens)
                 embedded = embed(self.embedding, token, config.vocab_size, config.hidden_size)
                 x = layer_input(layer, config, embedded, state)
-                attended = self._over_both(layer, x, own, g.constant(number))
+                attended = self._over_both(layer, x, step_rows, g.constant(number))
                 tokens, logprobs, state = best(self.m, *rest_of_layer(layer, config, state, attended))
                 places.append((tokens, logprobs))
         count = g.op("Sub", n_block, g.constant([1]), name="n_drafts")
         drafts = []
-        for each in zip(*places, strict=True):
-            every = g.op("Concat", *(g.unsqueeze(x, 1) for x in each), name="places", axis=1)
+        for of_places in zip(*places, strict=True):
+            every = g.op("Concat", *(g.unsqueeze(x, 1) for x in of_places), name="places", axis=1)
             drafts.append(g.slice(every, 0, count, axis=1, name="of_block"))
         return drafts[0], drafts[1]
 
     def _over_both(
-        self, layer: Module, x: ir.Value, own: tuple[list[ir.Value], list[ir.Value]], number: ir.Value
+        self, layer: Module, x: ir.Value, step_rows: tuple[list[ir.Value], list[ir.Value]], number: ir.Value
     ) -> ir.Value:
-        """One row of each sequence, over the cache and the rows `own` of earlier steps, to which its own are added."""
+        """One row of each sequence, over the cache and `step_rows`, those of earlier steps, to which its own are added."""
         g, c = layer.g, self.config
         n, size = c.num_key_value_heads, c.head_dim
         q, *new = self._row(layer.at("self_attn"), x, number)
-        for rows, row in zip(own, new, strict=True):
+        for rows, row in zip(step_rows, new, strict=True):
             rows.append(row)
-        keys, values = (g.op("Concat", *rows, name="own", axis=2) for rows in own)
+        keys, values = (g.op("Concat", *rows, name="own", axis=2) for rows in step_rows)
         q = g.op("Mul", g.to_float(q), g.scalar(size**-0.5, ir.DataType.FLOAT), name="scaled")
         q = g.op(
             "Reshape", g.from_dtype(q, ir.DataType.FLOAT), g.constant([0, n, self.group, size]), name="groups"

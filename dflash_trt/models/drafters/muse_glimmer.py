@@ -27,7 +27,7 @@ def _read(fields: Fields) -> DrafterConfig:
     windows = place_window(fields, layers, window, ["sliding_attention"] * layers)
     return DrafterConfig(
         **common,
-        layers=tuple(LayerAttention(False, each) for each in windows),
+        layers=tuple(LayerAttention(False, size) for size in windows),
         block_size=fields.integer("block_size", minimum=2, maximum=BLOCK),
         mask_token_id=mask,
         target_layer_ids=layer_ids(fields, "target_layer_ids"),

@@ -89,8 +89,8 @@ def read_dflash2(fields: Fields) -> DrafterConfig:
     """DFlash2, with the target's whole vocabulary."""
     layers = _layers(fields)
     must_equal(fields, "draft_vocab_size", "vocab_size", layers.integer("vocab_size"))
-    own = partial(selector, fields, layers.integer("hidden_size"), layers.integer("vocab_size"))
-    config = _block(fields, own)
+    settings = partial(selector, fields, layers.integer("hidden_size"), layers.integer("vocab_size"))
+    config = _block(fields, settings)
     return replace(config, most_candidates=config.own.top_k)
 
 
