@@ -49,7 +49,7 @@ from dflash_trt.graph.dialect import AttentionCall, AttentionKind, Norm, Part, P
 from dflash_trt.graph.experts import Storage, activated, declared
 from dflash_trt.graph.head_major import HeadMajor
 from dflash_trt.graph.lowering import LOWERINGS
-from dflash_trt.graph.quantized import QuantizedLinear, input_scale, multiplied, prepared, rounded, split_rows
+from dflash_trt.graph.quantized import QuantizedLinear, input_scale, multiplied, prepared, rounded
 from dflash_trt.graph.quantized_experts import ExpertLayer, Projection, Stack, stacked
 
 DOMAIN, VERSION = "torch", 2  # of the operators; engines/torch/program.py runs no other version
@@ -321,19 +321,16 @@ def _expert_linear(g: GraphBuilder, stack: Stack, x: ir.Value, pairs: _Pairs, fo
         x = g.op("GatherElements", x, order, name="ordered", axis=1)
     if (smooth := of_pair("pre_quant_scale")) is not None:
         x = g.op("Mul", x, g.cast(smooth, g.dtype), name="smoothed")
-    if first.rounding != "none":
-        x, scale = g.to_float(x), g.constant(1, np.float32)
-        if first.rounding == "row":
-            x, factor = split_rows(g, x)
-            scale = input_scale(g, first)
-        else:
-            input_scales = of_pair("input_scale")
-            assert input_scales is not None
-            factor = g.op("Reshape", g.cast(input_scales, FLOAT), g.constant([-1, 1]), name="input_scale")
-            if first.algorithm.reciprocal:
-                factor = g.op("Reciprocal", factor, name="input_scale")
-            x = g.op("Div", x, factor, name="by_scale")
-        x = g.from_dtype(LOWERINGS[first.algorithm.scheme].rounded_input(g, scale, x), FLOAT)
+    if first.rounding == "row":
+        x, factor = _quantized(g, first, x, None)
+    elif first.rounding == "static":
+        input_scales = of_pair("input_scale")
+        assert input_scales is not None
+        factor = g.op("Reshape", g.cast(input_scales, FLOAT), g.constant([-1, 1]), name="input_scale")
+        if first.algorithm.reciprocal:
+            factor = g.op("Reciprocal", factor, name="input_scale")
+        x, one = g.op("Div", g.to_float(x), factor, name="by_scale"), g.constant(1, np.float32)
+        x = g.from_dtype(LOWERINGS[first.algorithm.scheme].rounded_input(g, one, x), FLOAT)
     y = pairs.product(x, _widened(g, first, stack.columns, raw))
     if factor is None:
         return y

@@ -203,7 +203,7 @@ class UnrolledChain(DraftChain):
     def _over_both(
         self, layer: Module, x: ir.Value, step_rows: tuple[list[ir.Value], list[ir.Value]], number: ir.Value
     ) -> ir.Value:
-        """One row of each sequence, over the cache and `step_rows`, those of earlier steps, to which its own are added."""
+        """One row of each sequence, over the cache and `step_rows`, those of earlier steps, to which it adds."""
         g, c = layer.g, self.config
         n, size = c.num_key_value_heads, c.head_dim
         q, *new = self._row(layer.at("self_attn"), x, number)
