@@ -160,27 +160,30 @@ class AsyncLLM(Opened):
         due: float = 0.0,
     ) -> Request:
         """An ended request, whose chunks went to `give`, the first of them not before the time `due`."""
-        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # The error that ended it, if any, as a result: a future takes no StopIteration, which `give` may raise.
+        ended: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
 
         def take(item: _Item) -> None:
             if ended.done():  # the caller has left
                 return
             if isinstance(item, DFlashError):
-                ended.set_exception(item)
+                ended.set_result(item)
                 return
             try:
                 give(item)
             except BaseException as error:
-                ended.set_exception(error)
+                ended.set_result(error)
                 return
             if item.finish_reason is not None:
                 ended.set_result(None)
 
         request = await self._admit(prompt, sampling_params, options, take, due)
         try:
-            await ended
+            error = await ended
         finally:
             self._leave(request)
+        if error is not None:
+            raise error
         return request
 
     async def close(self, *, finish: bool = True) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dflash_trt import AsyncLLM, Completion, SamplingParams
+from dflash_trt import AsyncLLM, Chunk, Completion, SamplingParams
 from dflash_trt.decoding.request import Request
 from dflash_trt.errors import BusyError, DFlashError, RequestError
 from tests.api.loops import ASKED, LONG, held, serve, until
@@ -139,6 +139,25 @@ def test_close_finishes_or_cancels(bundle, alone, finish) -> None:
         with pytest.raises(DFlashError, match="closed"):
             await llm.generate(prompt(5), LONG)
         await llm.close()
+
+    serve(bundle, body)
+
+
+@pytest.mark.parametrize("error", [StopIteration, StopAsyncIteration, ValueError, asyncio.CancelledError])
+def test_an_error_of_the_caller_s_own_ends_its_stream_alone(bundle, alone, error) -> None:
+    """Whatever it is. A coroutine turns StopIteration into RuntimeError, as Python does in all of them."""
+
+    async def body(llm: AsyncLLM) -> None:
+        def failing(chunk: Chunk) -> None:
+            raise error("own")
+
+        others = [asyncio.create_task(llm.generate(*each)) for each in ASKED]
+        for _ in range(3):
+            wrong = llm.deliver(prompt(5), LONG, failing)
+            with pytest.raises(RuntimeError if error is StopIteration else error):
+                await asyncio.wait_for(wrong, 60)
+        done = await asyncio.wait_for(asyncio.gather(*others), 60)
+        assert [each.token_ids for each in done] == [each.token_ids for each in alone]
 
     serve(bundle, body)
 
