@@ -48,8 +48,8 @@ class Caches(Protocol):
         Layers with a window leave out the rows that no such length needs. Raises MemoryError if there is no memory.
         """
 
-    def lacks(self, kept: Snapshot, shortest: int) -> bool:
-        """Whether a copy lacks content of its positions that lengths from `shortest` on need."""
+    def lacks(self, slot: int, kept: Snapshot, shortest: int) -> bool:
+        """Whether a slot has all content of a copy, and more of its positions that lengths from `shortest` on need."""
 
     def restore(self, slot: int, kept: Sequence[Snapshot], length: int) -> None:
         """Give a slot the first `length` positions of adjacent copies from position 0 on."""

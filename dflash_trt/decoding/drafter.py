@@ -239,9 +239,9 @@ class Drafter:
         size = features.nbytes + (rows.size if rows is not None else 0)
         return Snapshot(start, stop, range(start + 1, stop + 1), _Waiting(rows, features), size)
 
-    def lacks(self, kept: Snapshot, shortest: int) -> bool:
+    def lacks(self, slot: int, kept: Snapshot, shortest: int) -> bool:
         """A slot may have rows where only features were kept. So no page with rows follows one without."""
-        return isinstance(kept.data, _Waiting) or self.caches.lacks(kept, shortest)
+        return isinstance(kept.data, _Waiting) or self.caches.lacks(slot, kept, shortest)
 
     def restore(self, slot: int, kept: Sequence[Snapshot], length: int) -> None:
         parts = [each.data if isinstance(each.data, _Waiting) else _Waiting(each, None) for each in kept]

@@ -211,15 +211,14 @@ class Pair:
         """A copy with what it lacks for lengths from `shortest` on. Raises MemoryError if there is no memory."""
         copies = list(kept.data)
         for i, caches in enumerate(self._caches(draft)):
-            if caches.lacks(copies[i], shortest):
+            if caches.lacks(slot, copies[i], shortest):
                 copies[i] = caches.keep(slot, kept.start, kept.stop, shortest)
         return _joined(copies)
 
-    def lacks(self, kept: Snapshot, shortest: int, *, draft: bool) -> bool:
-        """Whether a copy lacks content of its positions that lengths from `shortest` on need."""
-        return any(
-            caches.lacks(each, shortest) for caches, each in zip(self._caches(draft), kept.data, strict=True)
-        )
+    def lacks(self, slot: int, kept: Snapshot, shortest: int, *, draft: bool) -> bool:
+        """Whether a copy lacks content that a slot has and that lengths from `shortest` on need."""
+        both = zip(self._caches(draft), kept.data, strict=True)
+        return any(caches.lacks(slot, each, shortest) for caches, each in both)
 
     def restore(self, slot: int, kept: Sequence[Snapshot], length: int, *, draft: bool) -> None:
         """Give a slot the first `length` tokens of adjacent copies from position 0 on.

@@ -176,7 +176,7 @@ class Prefixes:
         room.
         """
         page, draft = siblings.get(part), tree[1]
-        if page is not None and not self.pair.lacks(page.kept, shortest, draft=draft):
+        if page is not None and not self.pair.lacks(slot, page.kept, shortest, draft=draft):
             return page
         held, needed = (0, path) if page is None else (page.kept.size, [*path, page])
         if not self._make_room(self.pair.kept_bytes(len(part), draft=draft) - held, needed):

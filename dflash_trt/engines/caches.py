@@ -207,9 +207,8 @@ class SlotCaches(Generic[P, S]):
         """The states are with the rows that end at their position, or at a pending row."""
         copies, least, size = [], start + 1, 0
         for each in self.kinds:
-            held = each.records[slot]
+            held, first = each.records[slot], self._first(each, slot, start, stop, shortest)
             needed = max(each.kind.first(shortest), held.first)
-            first = min(max(start, needed), stop)
             assert first == stop or held.base <= held.first <= first < stop <= held.last, (start, stop, held)
             row = max(0, first - held.base)  # what lies before the base was dropped: then none are copied
             copies.append(_KeptRows(first, each.pool.take(slot, row, row + stop - first)))
@@ -231,14 +230,21 @@ class SlotCaches(Generic[P, S]):
             rows |= zip(each.pool.arrays, each.pool.take(slot, first - base, stop - base), strict=True)
         return rows
 
-    def lacks(self, kept: Snapshot, shortest: int) -> bool:
+    def lacks(self, slot: int, kept: Snapshot, shortest: int) -> bool:
         """States are with the last copy of a prefix only."""
-        if self.states is not None and kept.start < shortest <= kept.stop and kept.stop not in kept.lengths:
-            return True
-        return any(
-            copy.first > min(max(kept.start, each.kind.first(shortest)), kept.stop)
-            for each, copy in zip(self.kinds, kept.data.rows, strict=True)
-        )
+        last = kept.start < shortest <= kept.stop
+        more = self.states is not None and last and kept.stop not in kept.lengths
+        for each, copy in zip(self.kinds, kept.data.rows, strict=True):
+            first = self._first(each, slot, kept.start, kept.stop, shortest)
+            if first > copy.first:  # copies of the positions after these may need them
+                return False
+            more = more or first < copy.first
+        return more
+
+    @staticmethod
+    def _first(each: _RowsOfKind[P], slot: int, start: int, stop: int, shortest: int) -> int:
+        """The first row that a copy of positions start .. stop-1 has: `keep` documents them."""
+        return min(max(start, each.kind.first(shortest), each.records[slot].first), stop)
 
     def restore(self, slot: int, kept: Sequence[Snapshot], length: int) -> None:
         for i, each in enumerate(self.kinds):

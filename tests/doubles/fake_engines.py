@@ -114,7 +114,7 @@ class FakeEngine:
         self.cache[slot, first:] = POISON
         self.nan[slot, first:] = False
 
-    def lacks(self, kept: Snapshot, shortest: int) -> bool:
+    def lacks(self, slot: int, kept: Snapshot, shortest: int) -> bool:
         return False
 
     def keep(self, slot: int, start: int, stop: int, shortest: int) -> Snapshot:

@@ -51,7 +51,7 @@ class StateTarget(FakeTarget):
     def copy(self, source: int, target: int, length: int) -> None:
         self.put(target, self.at(source, length))
 
-    def lacks(self, kept: Snapshot, shortest: int) -> bool:
+    def lacks(self, slot: int, kept: Snapshot, shortest: int) -> bool:
         return kept.start < shortest <= kept.stop and not kept.lengths
 
     def keep(self, slot: int, start: int, stop: int, shortest: int) -> Snapshot:
@@ -168,8 +168,8 @@ class WindowTarget(FakeTarget):
         whole, own = super().keep(slot, start, stop, shortest), self.rows.keep(slot, start, stop, shortest)
         return Snapshot(start, stop, own.lengths, (whole, own), whole.size + own.size)
 
-    def lacks(self, kept: Snapshot, shortest: int) -> bool:
-        return self.rows.lacks(kept.data[1], shortest)
+    def lacks(self, slot: int, kept: Snapshot, shortest: int) -> bool:
+        return self.rows.lacks(slot, kept.data[1], shortest)
 
     def restore(self, slot: int, kept: Sequence[Snapshot], length: int) -> None:
         assert length in kept[-1].lengths

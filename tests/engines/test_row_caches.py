@@ -92,6 +92,18 @@ class Model:
         copies = [self.caches.keep(slot, *part, shortest) for part in pairwise(cuts)]
         self.kept.append((self.rows[slot][:stop], copies))
 
+    def renew(self, slot: int) -> None:
+        """Copies of a slot's beginning are taken anew, where that gives what they lack."""
+        if not self.lengths(slot):
+            return
+        shortest = int(self.rng.integers(len(self.rows[slot]))) + 1
+        for tokens, copies in self.kept:
+            for i, copy in enumerate(copies):
+                if shortest <= copy.start or self.rows[slot][: copy.stop] != tokens[: copy.stop]:
+                    break
+                if self.caches.lacks(slot, copy, shortest):
+                    copies[i] = self.caches.keep(slot, copy.start, copy.stop, shortest)
+
     def restore(self, slot: int) -> None:
         if not self.kept or self.spoilt(slot):
             return
@@ -125,8 +137,17 @@ class Model:
 def test_any_order_of_everything(seed: int) -> None:
     model = Model(seed)
     rng = np.random.default_rng(1000 + seed)
-    chances = {"pass": 0.5, "cut": 0.1, "copy": 0.1, "keep": 0.1, "restore": 0.1, "end": 0.05, "clear": 0.05}
-    for _ in range(120):
+    chances = {
+        "pass": 0.4,
+        "cut": 0.1,
+        "copy": 0.1,
+        "keep": 0.1,
+        "restore": 0.1,
+        "renew": 0.1,
+        "end": 0.05,
+        "clear": 0.05,
+    }
+    for _ in range(160):
         slot = int(rng.integers(SLOTS))
         match str(rng.choice(list(chances), p=list(chances.values()))):
             case "pass":
@@ -137,6 +158,8 @@ def test_any_order_of_everything(seed: int) -> None:
                 model.copy(slot, int(rng.integers(SLOTS)))
             case "keep":
                 model.keep(slot)
+            case "renew":
+                model.renew(slot)
             case "restore":
                 model.restore(slot)
             case "end":
