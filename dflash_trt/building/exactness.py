@@ -202,7 +202,7 @@ def _machine(bundle: Bundle, pair: Pair, threads: int | None) -> dict[str, Any]:
     return {
         "bundle": bundle.manifest["manifest_sha256"],
         "processor": hardware.processor_name(),
-        "threads": threads or hardware.cores(),
+        "threads": engine.threads(threads),
         "gpus": [[each.get("name"), each.get("driver_version")] for each in gpus],
         "versions": versions,
         "prefill_chunk": pair.prefill_chunk,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from dflash_trt import hardware
 from dflash_trt.extras import install
 
 if TYPE_CHECKING:
@@ -310,6 +311,10 @@ class EngineEntry(ABC):
         Raises BuildError for a pair that it cannot run so.
         """
         return {}
+
+    def threads(self, asked: int | None) -> int | None:
+        """The threads of passes on a CPU, of a bundle that was opened with so many."""
+        return asked or hardware.cores()
 
     def window_stride(self, head_dim: int) -> int | None:
         """How many rows layers with a window drop at once (`Dialect.window_stride`). None: they keep all rows."""

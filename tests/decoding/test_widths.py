@@ -19,6 +19,7 @@ from dflash_trt.decoding.widths import Outcome, classes, measure
 from dflash_trt.engines.onnxruntime.entry import OnnxRuntimeEntry
 from dflash_trt.errors import UsageError
 from dflash_trt.graph import onnxruntime as functions
+from dflash_trt.hardware import cores
 from dflash_trt.trtllm.entry import TensorRTLLMOptions
 from tests.doubles.checkpoints import VOCAB, make_drafter, make_target
 from tests.doubles.commands import Command
@@ -193,8 +194,12 @@ def test_what_is_known_to_cost_nothing_is_on(tmp_path: Path, monkeypatch: pytest
         assert known.free
     with LLM(path) as llm:
         assert llm.exactness == known
-    with LLM(path, max_batch_size=9) as llm:  # only eight sequences were measured
-        assert llm.exactness is None
+    with LLM(path, max_batch_size=7) as llm:
+        assert llm.exactness == known
+    # Only eight sequences were measured, in passes of other lengths, and by other threads.
+    for other in ({"max_batch_size": 9}, {"prefill_chunk": 64}, {"threads": 1 + (cores() or 1)}):
+        with LLM(path, **other) as llm:
+            assert llm.exactness is None
 
 
 def test_a_warning_says_where_drafts_may_change_a_token(

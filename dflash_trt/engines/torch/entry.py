@@ -102,6 +102,12 @@ class TorchEntry(EngineEntry):
     def serves(self, capability: int) -> bool:
         return True
 
+    def threads(self, asked: int | None) -> int:
+        """torch's, which are the process's: as its environment says, or as the latest bundle was opened."""
+        import torch
+
+        return torch.get_num_threads()
+
     def window_stride(self, head_dim: int) -> int:
         from dflash_trt.graph.torch import Torch
 

@@ -13,6 +13,7 @@ from dflash_trt import LLM, SamplingParams, logs
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.engines.device.sizes import DECODE
+from dflash_trt.engines.registry import find
 from dflash_trt.engines.torch import opening
 from dflash_trt.engines.torch.engine import TorchEngine
 from dflash_trt.errors import DFlashError
@@ -165,3 +166,14 @@ def test_a_gpu_that_torch_has_no_code_for_is_left_to_others(
     with LLM(made.path, max_batch_size=1) as llm:
         assert llm._runtime.pair.target.device.type == "cpu"
     assert f"runs on the CPU, because {problem}" in caplog.text
+
+
+def test_a_measurement_is_for_the_threads_that_torch_has_got() -> None:
+    """Not those that were asked for: the environment, or another bundle of the process, may say otherwise."""
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            assert [find("torch").threads(asked) for asked in (None, 7)] == [threads, threads]
+    finally:
+        torch.set_num_threads(before)
