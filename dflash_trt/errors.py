@@ -16,6 +16,9 @@ _VALUE_CHARACTERS = 60
 _NAME_CHARACTERS = 200
 _MESSAGE_CHARACTERS = 4000
 
+# These end the process or a generator. They are no error of a request, so they are raised and never turned into one.
+INTERRUPTIONS = (KeyboardInterrupt, SystemExit, GeneratorExit)
+
 
 class DFlashError(Exception):
     """Base of all errors meant for the user. The command line prints them without a traceback."""

@@ -14,12 +14,11 @@ from typing import Any, Self, Unpack, cast, overload
 
 import numpy as np
 
-from dflash_trt.decoding.acceptance import INTERRUPTIONS
 from dflash_trt.decoding.length.policy import Lengths
 from dflash_trt.decoding.params import DraftingOptions, RequestOptions, SamplingParams
 from dflash_trt.decoding.request import Emission, Request, completion, items
 from dflash_trt.decoding.results import Chunk, Completion
-from dflash_trt.errors import BatchError, DFlashError, EngineError, RequestError
+from dflash_trt.errors import INTERRUPTIONS, BatchError, DFlashError, EngineError, RequestError
 from dflash_trt.runtime import Messages, Opened, OpeningOptions, Prompt, Runtime, Tools, asked
 
 

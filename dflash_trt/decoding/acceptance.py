@@ -19,7 +19,7 @@ from dflash_trt.decoding.params import FinishReason, SamplingParams
 from dflash_trt.decoding.request import Emission, Request
 from dflash_trt.decoding.sampling.history import History
 from dflash_trt.decoding.sampling.sampler import log_probabilities, sample
-from dflash_trt.errors import DecodingError, NonFiniteError, RequestError
+from dflash_trt.errors import INTERRUPTIONS, DecodingError, NonFiniteError, RequestError
 
 
 @dataclass(slots=True)
@@ -90,10 +90,15 @@ def accept(
     def chosen(node: int, depth: int) -> int:
         try:
             token = sample(logits[node], params, seed, position + depth, history)
-        except NonFiniteError:
+            if history is not None:
+                history.add(token)
+        except INTERRUPTIONS:
+            raise
+        except BaseException as error:
+            if depth == 0 and not isinstance(error, NonFiniteError):
+                raise
+            # After drafts the request may have ended. If not, the next round meets it without drafts.
             return -1
-        if history is not None:
-            history.add(token)
         return token
 
     return _walk(tokens, parents, chosen)
@@ -117,9 +122,6 @@ def _walk(tokens: Sequence[int], parents: Sequence[int] | None, chosen: Callable
 
 
 Array = np.ndarray[Any, Any]
-
-# These end the process or a generator. They are no error of a request, so they are raised and never turned into one.
-INTERRUPTIONS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 def decide(request: Request, draft: Draft, verified: Verified, slot: int) -> tuple[Verdict, Emission]:

@@ -19,6 +19,7 @@ from dflash_trt.decoding.output import StopChecker
 from dflash_trt.decoding.output import StoppedText as Stopped
 from dflash_trt.decoding.params import FinishReason, SamplingParams
 from dflash_trt.decoding.request import Request
+from dflash_trt.decoding.sampling.history import History
 from dflash_trt.errors import DecodingError, NonFiniteError
 from tests.doubles.fake_engines import BLOCK, expected, nothing, rows_of
 from tests.doubles.fake_states_and_windows import StateTarget
@@ -50,6 +51,22 @@ class FailingStop(StopChecker):
         return text
 
 
+class FailingHistory(History):
+    """Takes no token from its n-th on."""
+
+    def __init__(
+        self, params: SamplingParams, prompt: list[int], at: int, error: type[BaseException]
+    ) -> None:
+        super().__init__(params, prompt)
+        self.left, self.error = at, error
+
+    def add(self, token: int) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise self.error("at this token")
+        super().add(token)
+
+
 def every(modulus: int | None) -> Callable[[int], bool]:
     """Rows that are not numbers: about one in `modulus`."""
     return nothing if modulus is None else lambda number: number % modulus == 3
@@ -70,12 +87,14 @@ faults = st.just([None] * 14) | st.lists(each, min_size=14, max_size=14)
     target=st.sampled_from([None, None, 37, 61, 400]),
     drafter=st.sampled_from([None, None, 37, 61, 400]),
     asynchronous=st.booleans(),
+    of_history=st.booleans(),
 )
 def test_any_schedule_with_any_faults_gives_each_request_its_own_tokens(
-    arrivals, faults, batch, spare, chunk, seed, target, drafter, asynchronous
+    arrivals, faults, batch, spare, chunk, seed, target, drafter, asynchronous, of_history
 ) -> None:
     """Arrivals, cancellations and deadlines at any step, any neighbours, block lengths and pools. Also numbers that are
-    not finite in both models, and errors and panics in the host's code.
+    not finite in both models, and errors and panics in the host's code: in texts, or in histories, whose requests get
+    all tokens before, as without drafts.
     """
     longest = max(len(a["prefix"]) + a["length"] + a["max_tokens"] for a in arrivals)
     pool = Pool(batch, batch + spare, chunk=chunk, max_seq_len=longest)
@@ -92,7 +111,9 @@ def test_any_schedule_with_any_faults_gives_each_request_its_own_tokens(
         made = request(
             a["prefix"] + prompt(a["length"], a["seed"]), params, draft=a["draft"], deadline=deadline
         )
-        if fault is not None:
+        if fault is not None and of_history and made.history is not None:
+            made.history = FailingHistory(params, made.prompt, *fault)
+        elif fault is not None:
             made.stop = FailingStop(params, *fault)
         due.append((a["at"], 10_000 if a["leaves"] is None else a["at"] + a["leaves"], made, fault))
         got[made], texts[made] = [], ""
@@ -129,6 +150,7 @@ def test_any_schedule_with_any_faults_gives_each_request_its_own_tokens(
             assert isinstance(error, DecodingError)
             assert isinstance(error.__cause__, fault[1])
             assert fault[1].__name__ in str(error)
+            assert isinstance(made.stop, FailingStop) or got[made] == whole[: fault[0]]
         else:
             assert reason == "timeout" or leaves < 10_000
             assert reason == "cancelled" or made.deadline is not None
@@ -194,6 +216,17 @@ def test_the_round_after_one_without_finite_logits_has_no_drafts() -> None:
     assert asked.statistics.generation_time > 0
     assert [seen.verified for seen in lengths.rounds[-2:]] == [BLOCK, 1]
     assert len(lengths.rounds) < 8
+
+
+@pytest.mark.parametrize("length", range(2, BLOCK + 1))
+def test_a_draft_whose_row_has_no_numbers_ends_no_request(length: int) -> None:
+    """In rounds of any length, though it spoils the rows before it, too."""
+    pool, asked = Pool(1, 1), request(prompt(9), SamplingParams(max_tokens=40))
+    whole = expected(asked.prompt, asked.params, 0)
+    right = set(rows_of([*asked.prompt, *whole]))
+    pool.target.not_a_number = lambda number: number not in right
+    assert finish(pool, Lengths(length), asked)[asked] == whole
+    assert asked.statistics.num_draft_tokens > sum(asked.statistics.acceptance_histogram[1:])
 
 
 @settings(max_examples=120, deadline=None, derandomize=True)

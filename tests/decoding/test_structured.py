@@ -13,9 +13,10 @@ import pytest
 
 from dflash_trt import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from dflash_trt.building.build import build
-from dflash_trt.decoding.sampling.structure import LONG_FORCED, Structure
+from dflash_trt.decoding.sampling.structure import LONG_FORCED, Structure, Structures
 from dflash_trt.errors import RequestError
 from tests.decoding.schemas import conform, schemas
+from tests.decoding.test_faults import Panic
 
 pytest.importorskip("llguidance")
 PROMPT = "Tom has 12 apples. How many apples does Tom have now?\n"
@@ -168,6 +169,11 @@ class Asked:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._matcher, name)
 
+    def deep_copy(self) -> Asked:
+        copy = Asked(self._matcher.deep_copy())
+        copy.forced = self.forced
+        return copy
+
     def unsafe_compute_mask_ptr(self, *place: int) -> Any:
         self.masks += 1
         return self._matcher.unsafe_compute_mask_ptr(*place)
@@ -224,3 +230,45 @@ def test_a_long_text_behind_drafts_is_not_asked_for_in_every_round(llm: LLM) -> 
     assert len(rounds[0]) == 7
     assert rounds[1:] == [[draft]] * 4
     assert sum(count > LONG_FORCED for count in matcher.forced) == 1
+
+
+WIDE = " | ".join(f'"q{i}"' for i in range(2100))
+TOO_WIDE = StructuredOutputs(grammar=f'start: "A" "Z" | "A" "B" "7" tail\ntail: {WIDE}')
+
+
+class Failing:
+    """A matcher whose copies fail when their n-th method is called."""
+
+    def __init__(self, matcher: Any, calls: int, copied: bool = False) -> None:
+        self._matcher, self._calls, self._copied = matcher, calls, copied
+
+    def deep_copy(self) -> Failing:
+        return Failing(self._matcher.deep_copy(), self._calls, copied=True)
+
+    def __getattr__(self, name: str) -> Any:
+        self._calls -= self._copied
+        if self._calls < 0:
+            raise Panic(name)
+        return getattr(self._matcher, name)
+
+
+@pytest.mark.parametrize("calls", [None, 0, 1, 2, 3])
+def test_what_drafts_meet_ends_the_drafts_alone(llm: LLM, calls: int | None) -> None:
+    """Whether llguidance says so or panics: the answer, and that of a neighbour, is that of plain decoding."""
+    structures = llm._runtime._structures
+    ids = [llm._runtime.tokenizer.encode(letter)[0] for letter in "AB7q"]
+    texts, mine = [ids * 4, PROMPT], [TOO_WIDE, FORMS["regex"][0]]
+    params = [asks(form, logit_bias={llm._runtime.tokenizer.encode("Z")[0]: 100.0}) for form in mine]
+
+    def compiled(form: StructuredOutputs) -> Structure:
+        structure = Structures.compile(structures, form)
+        if calls is not None:
+            structure._matcher = Failing(structure._matcher, calls)
+        return structure
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(structures, "compile", compiled)
+        drafted = llm.generate(texts, params, block_length=8, draft_source="lookup")
+    plain = llm.generate(texts, params, speculate=False)
+    assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
+    assert plain[0].text == "AZ"

@@ -63,9 +63,9 @@ class History:
 
     def add(self, token: int) -> None:
         """Count a generated token."""
-        self._generated += 1
         if self.structure is not None:
             self.structure.add(token)
+        self._generated += 1
         slot = self._slot.setdefault(token, len(self._slot))
         if slot == self._tokens.size:
             self._tokens = np.concatenate((self._tokens, np.empty_like(self._tokens)))

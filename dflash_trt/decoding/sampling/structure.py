@@ -6,6 +6,7 @@ llguidance (https://github.com/guidance-ai/llguidance) compiles the form and say
 from __future__ import annotations
 
 import json
+import logging
 import re
 import threading
 from collections.abc import Collection, Mapping, Sequence
@@ -15,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dflash_trt.errors import RequestError, quoted
+from dflash_trt.errors import INTERRUPTIONS, RequestError, quoted
 from dflash_trt.extras import install
 
 if TYPE_CHECKING:
     import tokenizers
 
+_log = logging.getLogger(__name__)
 MOST_CHARACTERS = 1 << 16
 MOST_CHOICES = 1024
 # llguidance's time grows with the square of these numbers, to half a second at most: the optional parts of a regex or
@@ -251,7 +253,8 @@ class Structure:
         """Up to `most` tokens that may come next one after another, and which of them the form forces.
 
         These are the drafts, up to the first one that the form refuses. Where the form leaves one text only, its tokens
-        take the place of a refused draft and continue the drafts.
+        take the place of a refused draft and continue the drafts. Only a copy of the matcher sees them, as llguidance
+        takes back no error: an error of theirs, whatever it is, ends the drafts and nothing else.
         """
         if self.ended:
             return [], []
@@ -259,30 +262,33 @@ class Structure:
         forced = [token not in drafts[i : i + 1] for i, token in enumerate(taken)]
         if len(taken) == most:
             return taken, forced
-        self._matcher.consume_tokens(taken)
-        while len(taken) < most and not (taken and taken[-1] in self._end_tokens):
-            rest = list(drafts[len(taken) : most])
-            fitting = rest[: self._matcher.validate_tokens(rest)]
-            given = fitting or self._ahead()[: most - len(taken)]
-            if not given or not self._matcher.consume_tokens(given):
-                break
-            taken += given
-            forced += [not fitting] * len(given)
-        if taken:
-            self._matcher.rollback(len(taken))
+        try:
+            matcher = self._matcher.deep_copy()
+            follows = matcher.consume_tokens(taken)
+            while follows and len(taken) < most and not (taken and taken[-1] in self._end_tokens):
+                rest = list(drafts[len(taken) : most])
+                fitting = rest[: matcher.validate_tokens(rest)]
+                part = fitting or self._ahead(matcher)[: most - len(taken)]
+                if follows := bool(part) and matcher.consume_tokens(part):
+                    taken += part
+                    forced += [not fitting] * len(part)
+        except INTERRUPTIONS:
+            raise
+        except BaseException as error:
+            _log.debug("drafts of a structured request end with an error of llguidance: %s", error)
         return taken, forced
 
     def _begin_forced(self) -> None:
         self._forced, self._come = self._matcher.compute_ff_tokens(), 0
         self._check()
 
-    def _ahead(self) -> Sequence[int]:
+    def _ahead(self, matcher: Any) -> Sequence[int]:
         """What the form forces after drafts. A long text after drafts is not asked for again: they may be wrong, in
         every round.
         """
         if not self._looks_ahead:
             return ()
-        forced: Sequence[int] = self._matcher.compute_ff_tokens()
+        forced: Sequence[int] = matcher.compute_ff_tokens()
         self._looks_ahead = len(forced) <= LONG_FORCED
         return forced
 
