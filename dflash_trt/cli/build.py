@@ -22,9 +22,6 @@ from dflash_trt.cli.options import (
 from dflash_trt.cli.output import byte_count, print_json
 from dflash_trt.engines import registry
 
-# Settings of an engine of its own scheduler that are shown with their reasons.
-_CHOSEN = ("max_batch_size", "speculative_config.draft_len_schedule", "integer_products")
-
 SUMMARY = "build a bundle from a target and a drafter checkpoint"
 DESCRIPTION = """\
 Build a bundle from a target and its drafter: check that they fit, export both as graphs, and add their weights.
@@ -137,7 +134,6 @@ def run(args: argparse.Namespace) -> int:
             description["weights"]
         ]
         print(f"{out}: {shape}, {size}, weights {weights}, built in {seconds:.1f} s")
-        for name in _CHOSEN:
-            if name in description.get("choices", {}):
-                print(f"{name} {description['choices'][name]}")
+        if "max_batch_size" in description.get("choices", {}):
+            print(f"max_batch_size {description['choices']['max_batch_size']}")
     return 0

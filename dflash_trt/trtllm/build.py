@@ -23,7 +23,7 @@ from dflash_trt.errors import UsageError
 from dflash_trt.files.reading import read_object
 from dflash_trt.models.inventory import Inventory, take_inventory
 from dflash_trt.trtllm.configuration import CONTAINER, ENGINE, Configuration, configure, describe
-from dflash_trt.trtllm.entry import VERSION
+from dflash_trt.trtllm.options import VERSION
 from dflash_trt.trtllm.targets import TARGETS, target_quantization
 from dflash_trt.version import __version__
 

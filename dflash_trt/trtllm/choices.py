@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_trt.errors import UsageError
 from dflash_trt.models.inventory import Inventory
 from dflash_trt.planning.estimate import MemoryEstimate
 from dflash_trt.planning.gpus import Gpu
 from dflash_trt.planning.weights import Settings
-from dflash_trt.trtllm.entry import TensorRTLLMOptions
+from dflash_trt.trtllm.options import TensorRTLLMOptions
 from dflash_trt.trtllm.targets import DFLASH2, TARGETS, TargetQuantization
 
 # Paths inside the bundle; the launch scripts change to its directory first.
@@ -34,33 +33,19 @@ class Choice:
     written: bool = True
 
 
-def drafter_attention(inventory: Inventory, options: TensorRTLLMOptions, gpu: Gpu) -> Choice | None:
-    """The backend of the drafter's attention, as asked or the best for the GPU; None without a drafter. Raises
-    UsageError if it cannot run.
-    """
-    asked = options.drafter_attention
+def drafter_attention(inventory: Inventory, gpu: Gpu) -> Choice | None:
+    """The backend of the drafter's attention that is best for the GPU; None without a drafter."""
     if inventory.drafter is None:
-        if asked is not None:
-            raise UsageError(f"--drafter-attention is {asked}, but there is no drafter: leave it out")
         return None
-    dflash2 = inventory.drafter.architecture == DFLASH2
-    runs = {"VANILLA": True, "TRTLLM": gpu.sm in (100, 103) and not dflash2, "FA4": gpu.sm == 90}
-    if asked is not None and not runs.get(asked, False):
-        raise UsageError(
-            f"--drafter-attention is {asked}, but {gpu.product} is SM{gpu.sm}: TRTLLM runs on SM100 and SM103 only, "
-            "and not with DFlash2 (NVIDIA/TensorRT-LLM#19159), FA4 on SM90 only, VANILLA everywhere; leave it out"
-        )
-    flash = "needs the flash-attn package"
-    best, reason = "VANILLA", f"SM{gpu.sm}: TRTLLM is for SM100 and SM103, FA4 for SM90; {flash}"
-    if dflash2:
-        reason = f"DFlash2: TRTLLM refuses windows that look both ways (NVIDIA/TensorRT-LLM#19159); {flash}"
-    elif runs["TRTLLM"]:
+    best, reason = "VANILLA", f"SM{gpu.sm}: TRTLLM is for SM100 and SM103, FA4 for SM90"
+    if inventory.drafter.architecture == DFLASH2:
+        reason = "DFlash2: TRTLLM refuses windows that look both ways (NVIDIA/TensorRT-LLM#19159)"
+    elif gpu.sm in (100, 103):
         best, reason = "TRTLLM", f"SM{gpu.sm}: context in pages of the KV pool, with generated kernels"
-    elif runs["FA4"]:
+    elif gpu.sm == 90:
         best, reason = "FA4", "SM90: FlashAttention 4 over a dense buffer"
-    if asked not in (None, best):
-        needs = flash if asked == "VANILLA" else "with DFlash2's windows it was not seen"
-        best, reason = asked, f"as asked (--drafter-attention); {needs}"
+    if best == "VANILLA":
+        reason += "; needs the flash-attn package"
     return Choice("speculative_config.attention_backend", best, reason)
 
 
@@ -92,9 +77,8 @@ def engine_choices(
     quantization: TargetQuantization,
     memory: MemoryEstimate,
     settings: Settings,
-    reuse: int,
 ) -> Iterator[Choice]:
-    """The settings of lengths, target and KV cache. reuse: tokens at the end of a reused prompt that are computed."""
+    """The settings of lengths, target and KV cache."""
     length, batch, target = settings.max_seq_len, settings.max_batch_size, inventory.target
     windows = any(layer.window is not None for layer in target.attention_layers)
     lone = inventory.drafter is None
@@ -119,29 +103,23 @@ def engine_choices(
         (bool(target.delta_layers), "kv_cache_config.mamba_ssm_cache_dtype", "float32",
          "states as the target was trained with; rounding them, as NVIDIA's files for throughput do, changes tokens"),
         (lone, "kv_cache_config.enable_block_reuse", True, "TensorRT-LLM's default: no drafter needs the prompt"),
-        (not (reuse or lone), "kv_cache_config.enable_block_reuse", False,
+        (not lone, "kv_cache_config.enable_block_reuse", False,
          "reused prompt tokens give the drafter no hidden states (NVIDIA/TensorRT-LLM#16005)"),
-        (not reuse, "enable_chunked_prefill", False, "a whole prompt fits in one pass"
+        (True, "enable_chunked_prefill", False, "a whole prompt fits in one pass"
          if lone else "hardly tested with DFlash, and a whole prompt fits in one pass"),
-        (reuse > 0, "kv_cache_config.enable_block_reuse", True, "as asked (--block-reuse)"),
-        (reuse > 0, "enable_chunked_prefill", True, "reuse needs it: the end of a prompt is computed as a chunk"),
-        (reuse > 0, "speculative_config.context_recompute_tail", reuse,
-         "tokens of a reused prompt that the drafter sees; fewer drafts are accepted until a sliding drafter has its "
-         "window again, or where a layer attends to the whole context"),
     ]  # fmt: skip
     yield from (Choice(name, value, reason) for applies, name, value, reason in rows if applies)
     if quantization.formats:
         yield Choice("format", quantization.name, "of the target, passed on as stored", written=False)
 
 
-def drafting_choices(inventory: Inventory, settings: Settings, schedule: dict[int, int]) -> Iterator[Choice]:
+def drafting_choices(inventory: Inventory, settings: Settings) -> Iterator[Choice]:
     """The settings of speculative decoding, and the batch sizes that CUDA graphs are captured for."""
     batch, block, drafter = settings.max_batch_size, settings.block_size, inventory.drafter
-    sizes = {1, 2, 4, *range(8, batch + 1, 8), batch, *schedule}
+    sizes = {1, 2, 4, *range(8, batch + 1, 8), batch}
     yield Choice("cuda_graph_config.enable_padding", True, "batches are padded to the next size")
     graphs = sorted(size for size in sizes if size <= batch)
     yield Choice("cuda_graph_config.batch_sizes", graphs, "one graph per size is captured")
-    asked = "as asked (--draft-len-schedule)" if schedule else "none: always the whole block"
     lone = drafter is None
     taps = sorted(drafter.target_layer_ids) if drafter is not None else ()
     rows: list[tuple[bool, str, Any, str]] = [
@@ -153,15 +131,16 @@ def drafting_choices(inventory: Inventory, settings: Settings, schedule: dict[in
         (not lone, "mask_token_id", drafter and drafter.mask_token_id,
          "where TensorRT-LLM finds none, it takes vocab_size"),
         (not lone, "target_layer_ids", taps, "ascending, as TensorRT-LLM joins the taps"),
-        (True, "max_draft_len", block - 1, f"block of {block}, without the anchor"),
-        (bool(schedule), "draft_len_schedule", schedule, asked),
+        (True, "max_draft_len", block - 1, f"block of {block}, without the anchor, always"),
     ]  # fmt: skip
-    for written, name, value, reason in rows:
-        if written or name == "draft_len_schedule":
-            yield Choice(f"speculative_config.{name}", value, reason, written)
+    yield from (
+        Choice(f"speculative_config.{name}", value, reason)
+        for applies, name, value, reason in rows
+        if applies
+    )
 
 
-def warnings(inventory: Inventory, gpu: Gpu, schedule: dict[int, int]) -> Iterator[Choice]:
+def warnings(inventory: Inventory, gpu: Gpu) -> Iterator[Choice]:
     """Known problems, each with its report."""
     architecture = inventory.target.architecture
     gpt_oss, foreign = architecture == "GptOssForCausalLM", TARGETS.get(architecture)
@@ -178,8 +157,6 @@ def warnings(inventory: Inventory, gpu: Gpu, schedule: dict[int, int]) -> Iterat
          "as Gemma 4 does, and caps its logits, was not seen; only the number of accepted drafts depends on it"),
         (bool(inventory.target.delta_layers), "the memory plan counts one state for each request, with its pending "
          "rows; how many TensorRT-LLM keeps for the drafts of a round was not seen"),
-        (0 in schedule.values() and not lone, "without drafting the drafter stores no context, so later drafts of "
-         "those requests are worse"),
     ]  # fmt: skip
     texts = [text for applies, text in known if applies]
     if foreign is not None:

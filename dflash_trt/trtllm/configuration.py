@@ -23,7 +23,7 @@ from dflash_trt.trtllm.choices import (
     expert_choices,
     warnings,
 )
-from dflash_trt.trtllm.entry import IMAGE, VERSION, TensorRTLLMOptions
+from dflash_trt.trtllm.options import IMAGE, VERSION, TensorRTLLMOptions
 from dflash_trt.trtllm.targets import TargetQuantization, check_gpu
 
 ENGINE = "tensorrt-llm"
@@ -68,18 +68,16 @@ def configure(
     gpus_per_node, nodes = _nodes(options, gpu)
     memory, batch = _batch(inventory, settings, options)
     settings = replace(settings, max_batch_size=batch.value)
-    schedule = _schedule(options, block_size - 1)
-    reuse = _block_reuse(inventory, options)
     choices = (
         Choice("tensor_parallel_size", options.tensor_parallel, "as asked (--tp)"),
         Choice("pipeline_parallel_size", 1, "speculative decoding runs on one stage only"),
         Choice("gpus_per_node", gpus_per_node, f"of {nodes} node(s)"),
         batch,
-        *engine_choices(inventory, quantization, memory, settings, reuse),
+        *engine_choices(inventory, quantization, memory, settings),
         *expert_choices(inventory, options, gpu, quantization),
-        *drafting_choices(inventory, settings, schedule),
-        *_of_drafter(drafter_attention(inventory, options, gpu), settings, memory),
-        *warnings(inventory, gpu, schedule),
+        *drafting_choices(inventory, settings),
+        *_of_drafter(drafter_attention(inventory, gpu), settings, memory),
+        *warnings(inventory, gpu),
     )
     args = _nested(choice for choice in choices if choice.written)
     return Configuration(gpu, args, choices, memory, nodes, gpus_per_node)
@@ -92,7 +90,7 @@ def memory_settings(
     gpu = find_gpu(options.gpu)
     check_gpu(inventory.target, quantization, gpu)
     _check_parallel(inventory, options, gpu, quantization)
-    attention = drafter_attention(inventory, options, gpu)
+    attention = drafter_attention(inventory, gpu)
     return {
         "tensor_parallel": options.tensor_parallel,
         "cache": quantization.kv_cache,
@@ -188,42 +186,6 @@ def _batch(
     if not memory.fits:
         raise memory.refuse()
     return memory, Choice("max_batch_size", batch, reason)
-
-
-def _schedule(options: TensorRTLLMOptions, draft_len: int) -> dict[int, int]:
-    """The drafts by active requests, as asked; empty: always the whole block."""
-    schedule = dict(sorted((options.draft_len_schedule or {}).items()))
-    for batch, length in schedule.items():
-        if batch < 1 or not 0 <= length <= draft_len:
-            raise UsageError(
-                f"--draft-len-schedule has {batch}:{length}, expected a batch of 1 or more and 0..{draft_len} tokens"
-            )
-    if schedule and next(iter(schedule.values())) != draft_len:
-        first = next(iter(schedule))
-        raise UsageError(
-            f"--draft-len-schedule begins with {first}:{schedule[first]}, but TensorRT-LLM wants the smallest batch "
-            f"to draft max_draft_len tokens: {first}:{draft_len}"
-        )
-    return schedule
-
-
-def _block_reuse(inventory: Inventory, options: TensorRTLLMOptions) -> int:
-    """The tokens at the end of a prompt that are computed for the drafter where its beginning is reused; 0 if nothing
-    is reused, or there is no drafter.
-    """
-    tail = options.block_reuse
-    if tail is None:
-        return 0
-    if inventory.drafter is None:
-        raise UsageError(f"--block-reuse is {tail}, but no drafter needs a part of the prompt: leave it out")
-    if tail < 1:
-        raise UsageError(f"--block-reuse is {tail}, expected 1 or more")
-    if inventory.target.delta_layers:
-        raise UsageError(
-            f"--block-reuse is {tail}, but {inventory.target.path} has layers with a state, which is kept at few "
-            "positions only; leave it out"
-        )
-    return tail
 
 
 def describe(configuration: Configuration) -> dict[str, Any]:

@@ -92,7 +92,7 @@ class Driver:
         if options.block_length not in (None, self._draft_len + 1):
             raise RequestError(
                 f"block_length is {options.block_length}, but TensorRT-LLM verifies {self._draft_len + 1} tokens of "
-                "every request; leave it out, or build with --block-size or --draft-len-schedule"
+                "every request; leave it out, or build with --block-size"
             )
         if not options.speculate:
             raise RequestError(
@@ -151,7 +151,7 @@ class Driver:
         yield self.step(lengths)
 
     def forget(self) -> None:
-        """No effect: TensorRT-LLM has no call to drop what it keeps for reuse (--block-reuse; by default nothing)."""
+        """No effect: TensorRT-LLM has no call to drop what it keeps for reuse (by default nothing)."""
 
     def clear(self) -> None:
         for request in self._runs:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +14,12 @@ from dflash_trt.engines.base import (
     BuildSettings,
     Container,
     EngineEntry,
-    EngineOptions,
     MemoryTraits,
-    PagedPool,
     RunSettings,
     Weights,
-    option,
 )
 from dflash_trt.errors import BuildError, CheckpointError, UsageError
+from dflash_trt.trtllm.options import IMAGE, POOL, VERSION, TensorRTLLMOptions
 
 if TYPE_CHECKING:
     from dflash_trt.bundle.manifest import Bundle
@@ -36,80 +32,9 @@ if TYPE_CHECKING:
     from dflash_trt.trtllm.build import ConfigurationJob
     from dflash_trt.trtllm.driver import Driver
 
-IMAGE = "nvcr.io/nvidia/tensorrt-llm/release"
-VERSION = "1.4.0rc1"
-# TensorRT-LLM 1.4: _DFLASH_BUDGET_ACTIVATION_RESERVE_BYTES and _SAFETY_FACTOR; the fraction is its default.
-POOL = PagedPool(page=32, fraction=0.9, activation_bytes=6 * GIB, arena_safety=0.70)
-DRAFTER_BACKENDS = ("VANILLA", "TRTLLM", "FA4")
 # Architectures with Gated DeltaNet that DFlash was run with: Qwen3.5-4B, Qwen3.5-35B-A3B and Qwen3.6-35B-A3B in
 # TensorRT-LLM's own tests (NVIDIA/TensorRT-LLM#15132, #16914, #18553), Qwen3.8-27B with DFlash2 by a user (#18085).
 HYBRIDS = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
-
-
-def _schedule(text: str) -> dict[int, int]:
-    if text == "none":
-        return {}
-    pairs = [part.split(":") for part in text.split(",")]
-    schedule = {int(batch): int(length) for batch, length in pairs}
-    if len(schedule) != len(pairs):
-        raise argparse.ArgumentTypeError(f"{text} names a batch twice")
-    return schedule
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorRTLLMOptions(EngineOptions):
-    """The user's settings. None: computed.
-
-    `tensor_parallel` GPUs share every layer; the experts are spread over `expert_parallel` of them.
-    `draft_len_schedule` maps a number of active requests to the tokens drafted up to that number. Empty: always the
-    whole block.
-    """
-
-    title = "TensorRT-LLM"
-    batch = "what fits, at most 64"
-
-    gpu: str = field(
-        metadata=option(
-            "--gpu", metavar="NAME", help="b200, h200, rtx-pro-6000, ... (dflash-trt plan --gpus)"
-        )
-    )
-    tensor_parallel: int = field(
-        default=1,
-        metadata=option("--tp", least=1, metavar="N", help="GPUs that share every layer (default: 1)"),
-    )
-    expert_parallel: int = field(
-        default=1,
-        metadata=option("--ep", least=1, metavar="N", help="GPUs that share the experts (default: 1)"),
-    )
-    gpus_per_node: int | None = field(
-        default=None,
-        metadata=option("--gpus-per-node", least=1, metavar="N", help="default: what such machines have"),
-    )
-    max_batch_size: int | None = None
-    drafter_attention: str | None = field(
-        default=None,
-        metadata=option("--drafter-attention", choices=DRAFTER_BACKENDS, help="default: by GPU"),
-    )
-    block_reuse: int | None = field(
-        default=None,
-        metadata=option(
-            "--block-reuse",
-            least=1,
-            metavar="TOKENS",
-            help="reuse the KV cache of equal beginnings of prompts, but compute at least the last TOKENS, as the "
-            "drafter's context (default: compute the whole prompt)",
-        ),
-    )
-    draft_len_schedule: dict[int, int] | None = field(
-        default=None,
-        metadata=option(
-            "--draft-len-schedule",
-            type=_schedule,
-            metavar="BATCH:LEN,...",
-            help="draft LEN tokens while at most BATCH requests are active, or none: the whole block always (default: "
-            "none)",
-        ),
-    )
 
 
 class TensorRTLLMEntry(EngineEntry):
@@ -195,8 +120,6 @@ class TensorRTLLMEntry(EngineEntry):
         choices: dict[str, str] = {}
         for choice in section["choices"]:
             name, value = choice["name"], choice["value"]
-            if isinstance(value, dict):  # as its option takes it
-                value = ",".join(f"{key}:{each}" for key, each in value.items()) or "none"
             choices[name] = choice["reason"] if value == "" else f"{value}: {choice['reason']}"
         return {
             "runs_on": f"{world} x {section['gpu']}, {section['nodes']} node(s), TensorRT-LLM {section['version']}",

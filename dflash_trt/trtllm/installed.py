@@ -90,7 +90,7 @@ def load(bundle: Bundle) -> tuple[Any, Any]:
         except Exception as error:  # native parts may raise anything
             raise DFlashError(
                 f"{bundle.path}: the drafter's attention_backend is {backend}, but {needed} cannot be imported "
-                f"({error}); pip install {package}, or build the bundle again with another --drafter-attention"
+                f"({error}); pip install {package}"
             ) from None
     if "drafter" in bundle.roles:
         args["speculative_config"]["speculative_model"] = str((bundle.path / "drafter").resolve())

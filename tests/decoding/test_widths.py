@@ -20,7 +20,7 @@ from dflash_trt.engines.onnxruntime.entry import OnnxRuntimeEntry
 from dflash_trt.errors import UsageError
 from dflash_trt.graph import onnxruntime as functions
 from dflash_trt.hardware import cores
-from dflash_trt.trtllm.entry import TensorRTLLMOptions
+from dflash_trt.trtllm.options import TensorRTLLMOptions
 from tests.doubles.checkpoints import VOCAB, make_drafter, make_target
 from tests.doubles.commands import Command
 from tests.doubles.family_checkpoints import make_gpt_oss

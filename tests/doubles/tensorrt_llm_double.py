@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from dflash_trt.trtllm.entry import VERSION
+from dflash_trt.trtllm.options import VERSION
 
 # The fields of the release's TorchLlmArgs, with their sources.
 SCHEMA: dict[str, Any] = json.loads(Path(__file__).with_name("llm_args.json").read_text())

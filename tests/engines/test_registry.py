@@ -14,7 +14,7 @@ from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.engines import registry
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
 from dflash_trt.errors import BuildError, BundleError
-from dflash_trt.trtllm.entry import TensorRTLLMOptions
+from dflash_trt.trtllm.options import TensorRTLLMOptions
 
 
 def test_an_unknown_engine_is_refused_with_the_known_ones(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ LIGHT = {
     *(f"dflash_trt.engines.device{module}" for module in ("", ".sizes")),
     *(f"dflash_trt.engines.tensorrt{module}" for module in ("", ".entry", ".options")),
     *(f"dflash_trt.engines.torch{module}" for module in ("", ".entry")),
-    *("dflash_trt.trtllm", "dflash_trt.trtllm.entry"),
+    *(f"dflash_trt.trtllm{module}" for module in ("", ".entry", ".options")),
     *("dflash_plugins", "dflash_plugins.kernel_specs"),  # sizes of kernels, which import nothing
 }
 

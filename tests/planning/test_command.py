@@ -43,7 +43,7 @@ def test_the_command_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--gpus"]) == 0
     assert "DGX Spark" in capsys.readouterr().out
     llm = [*base, "--gpu", "b200", "--engine", "tensorrt-llm", "--precision", "target=fp8"]
-    for wrong in (llm, ["plan"], [*base, "--gpu", "b200", "--block-reuse", "9"]):
+    for wrong in (llm, ["plan"], [*base, "--gpu", "b200", "--ep", "9"]):
         with pytest.raises(SystemExit) as raised:
             main(wrong)
         assert raised.value.code == 2

@@ -22,7 +22,7 @@ from dflash_trt.errors import CheckpointError
 from dflash_trt.formats.precision import Precision
 from dflash_trt.quantization.convert import quantize
 from dflash_trt.quantization.repack import in_bf16
-from dflash_trt.trtllm.entry import TensorRTLLMOptions
+from dflash_trt.trtllm.options import TensorRTLLMOptions
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.formats import in_fp8_blocks, split
 

@@ -24,7 +24,7 @@ from dflash_trt.errors import BuildError, CheckpointError, DFlashError
 from dflash_trt.models.configs import read_drafter_config
 from dflash_trt.quantization.convert import quantize
 from dflash_trt.reports.inspection import inspect
-from dflash_trt.trtllm.entry import TensorRTLLMOptions
+from dflash_trt.trtllm.options import TensorRTLLMOptions
 from tests.doubles.checkpoints import make_drafter, make_target, write_json
 from tests.doubles.compressed import compressed
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter, make_qwen3_moe
@@ -73,8 +73,6 @@ def test_every_known_pair_builds_without_weights(name: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "options", "alone", "said"),
     [
-        ("qwen3-8b", {"drafter_attention": "FA4"}, True, "--drafter-attention is FA4, but there is no drafter"),
-        ("qwen3-8b", {"block_reuse": 64}, True, "--block-reuse is 64, but no drafter needs a part"),
         ("qwen3-coder-next", {}, True, "has layers with a state, with which TensorRT-LLM's drafts from a request"),
         ("qwen3-coder-next", {}, False, "Qwen3NextForCausalLM, but TensorRT-LLM's DFlash is known with Qwen3_5"),
     ],
@@ -261,26 +259,19 @@ def test_experts_stay_as_they_are(tmp_path: Path) -> None:
 def test_the_command_builds(pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = ["build", "--target", str(pair / "target"), "--drafter", str(pair / "drafter"), "--out"]
     options = ["--engine", "tensorrt-llm", "--gpu", "b300", "--tp", "2", "--max-batch-size", "16"]
-    schedule = ["--draft-len-schedule", "4:7,16:2"]
-    assert main([*base, str(tmp_path / "b"), *options, *schedule]) == 0
+    assert main([*base, str(tmp_path / "b"), *options]) == 0
     args = yaml.safe_load((tmp_path / "b" / "llm_args.yaml").read_text())
-    assert args["speculative_config"]["draft_len_schedule"] == {4: 7, 16: 2}
     assert args["tensor_parallel_size"] == 2
     said = capsys.readouterr().out
     found = inspect(tmp_path / "b")
     assert found["runs_on"] == "2 x b300, 1 node(s), TensorRT-LLM 1.4.0rc1"
     assert found["choices"]["speculative_config.max_draft_len"].startswith("7: block of 8")
     assert "max_batch_size 16: as asked" in said
-    assert "speculative_config.draft_len_schedule 4:7,16:2: as asked" in said
     with pytest.raises(SystemExit) as ended:
         main([*base, str(tmp_path / "c"), "--engine", "tensorrt-llm", "--gpu", "v100"])
     assert ended.value.code == 2
     assert "--gpu is 'v100'" in capsys.readouterr().err
-    for wrong in (
-        ["--gpu", "b200"],
-        ["--engine", "tensorrt-llm"],
-        [*options, "--draft-len-schedule", "4:7,4:2"],
-    ):
+    for wrong in (["--gpu", "b200"], ["--engine", "tensorrt-llm"]):
         with pytest.raises(SystemExit) as raised:
             main([*base, str(tmp_path / "c"), *wrong])
         assert raised.value.code == 2

@@ -18,7 +18,7 @@ from dflash_trt.planning.gpus import gpus
 from dflash_trt.planning.memory import arena_bytes
 from dflash_trt.trtllm.build import launch_files
 from dflash_trt.trtllm.configuration import CONTAINER, Configuration, configure
-from dflash_trt.trtllm.entry import POOL, VERSION, TensorRTLLMOptions
+from dflash_trt.trtllm.options import POOL, VERSION, TensorRTLLMOptions
 from dflash_trt.trtllm.targets import DFLASH2, TargetQuantization, target_quantization
 from tests.doubles.tensorrt_llm_double import SCHEMA
 
@@ -146,39 +146,11 @@ def check_rules(found: Configuration, inventory: Inventory, tp: int, ep: int) ->
 
 
 def fields_of(args: dict[str, Any], prefix: str = "") -> list[str]:
-    """The names of all settings, sections with dots. A schedule is one setting."""
+    """The names of all settings, sections with dots."""
     names = []
     for key, value in args.items():
-        section = isinstance(value, dict) and key != "draft_len_schedule"
-        names += fields_of(value, f"{prefix}{key}.") if section else [f"{prefix}{key}"]
+        names += fields_of(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}"]
     return names
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "fields"),
-    [
-        ("qwen3.8-27b", {"drafter_attention": "FA4"}, {"speculative_config.attention_backend": "FA4"}),
-        ("qwen3-8b", {"block_reuse": 256}, {
-            "kv_cache_config.enable_block_reuse": True, "enable_chunked_prefill": True,
-            "speculative_config.context_recompute_tail": 256, "kv_cache_config.use_kv_cache_manager_v2": None,
-        }),
-        ("gpt-oss-20b", {"block_reuse": 256}, {"kv_cache_config.use_kv_cache_manager_v2": True}),
-    ],
-)  # fmt: skip
-def test_what_is_asked_for_is_written(
-    pairs: dict[str, Pair], name: str, options: dict[str, Any], fields: dict[str, Any]
-) -> None:
-    found = configured(pairs[name], "h200", **options)
-    written = {choice.name: choice.value for choice in found.choices if choice.written}
-    assert {field: written.get(field) for field in fields} == fields
-
-
-def test_a_schedule_reaches_the_yaml_with_integer_keys(pairs: dict[str, Pair]) -> None:
-    found = configured(pairs["gpt-oss-20b"], max_batch_size=40, draft_len_schedule={32: 3, 5: 7, 40: 0})
-    document = yaml.safe_load(launch_files(found)["llm_args.yaml"])
-    assert document["speculative_config"]["draft_len_schedule"] == {5: 7, 32: 3, 40: 0}
-    assert 5 in document["cuda_graph_config"]["batch_sizes"]
-    assert any("stores no context" in choice.reason for choice in found.choices)
 
 
 @pytest.mark.parametrize(
@@ -193,8 +165,7 @@ def test_without_limits_the_batch_is_a_power_of_two_that_fits_and_every_draft_is
     assert found.llm_args["max_batch_size"] == batch
     assert f"at most {found.memory.largest_batch} sequences of" in why["max_batch_size"]
     assert batch == 64 or batch <= found.memory.largest_batch < 2 * batch
-    assert "draft_len_schedule" not in found.llm_args["speculative_config"]
-    assert "always the whole block" in why["speculative_config.draft_len_schedule"]
+    assert found.llm_args["speculative_config"]["max_draft_len"] == pairs[name][0].drafter.block_size - 1
 
 
 @pytest.mark.parametrize(
@@ -203,12 +174,6 @@ def test_without_limits_the_batch_is_a_power_of_two_that_fits_and_every_draft_is
         ("gpt-oss-120b", "rtx-5090", {}, r"does not fit on rtx-5090, per GPU: weights 62.23 \+ .* of 31.84 GiB"),
         ("gpt-oss-120b", "h100", {"length": 131_072}, r"lower --max-seq-len: at most \d+ tokens fit"),
         ("qwen3-8b", "h100", {"max_batch_size": 4096}, r"lower --max-batch-size to \d+"),
-        ("qwen3-8b", "b200", {"drafter_attention": "FA4"}, "B200 .* is SM100: .* FA4 on SM90 only"),
-        ("qwen3-8b", "h200", {"drafter_attention": "TRTLLM"}, "TRTLLM runs on SM100 and SM103 only"),
-        ("qwen3-8b", "h200", {"drafter_attention": "fast"}, "--drafter-attention is fast, but .* VANILLA everywhere"),
-        ("qwen3.8-27b", "b200", {"drafter_attention": "TRTLLM"}, "not with DFlash2"),
-        ("qwen3.8-27b", "b200", {"block_reuse": 2048}, "--block-reuse is 2048, but .* has layers with a state"),
-        ("qwen3-8b", "b200", {"block_reuse": 0}, "--block-reuse is 0, expected 1 or more"),
         ("qwen3-8b", "b200", {"tensor_parallel": 2, "expert_parallel": 2}, "has no experts"),
         ("gpt-oss-20b", "b200", {"tensor_parallel": 2, "expert_parallel": 4}, "must divide --tp"),
         ("gpt-oss-20b", "rtx-pro-6000", {"tensor_parallel": 2, "expert_parallel": 2}, "no expert-parallel path"),
@@ -216,8 +181,6 @@ def test_without_limits_the_batch_is_a_power_of_two_that_fits_and_every_draft_is
         ("gpt-oss-20b", "b200", {"tensor_parallel": 0}, "expected 1 or more"),
         ("gpt-oss-20b", "b200", {"tensor_parallel": 16, "gpus_per_node": 3}, "a multiple of 3"),
         ("gpt-oss-20b", "b200", {"max_batch_size": 0}, "expected 1 or more"),
-        ("gpt-oss-20b", "b200", {"draft_len_schedule": {4: 3}}, r"begins with 4:3, .*: 4:7"),
-        ("gpt-oss-20b", "b200", {"draft_len_schedule": {4: 8}}, r"has 4:8, expected a batch of 1 or more and 0\.\.7"),
         ("gpt-oss-20b", "v100", {}, "--gpu is 'v100' .*known GPUs"),
     ],
 )  # fmt: skip

@@ -16,7 +16,7 @@ from dflash_trt.building.build import build
 from dflash_trt.cli import main
 from dflash_trt.errors import DFlashError, RequestError
 from dflash_trt.trtllm import installed
-from dflash_trt.trtllm.entry import TensorRTLLMOptions
+from dflash_trt.trtllm.options import TensorRTLLMOptions
 from tests.doubles.exposition import Exposition
 from tests.doubles.tensorrt_llm_double import make_double
 
@@ -281,7 +281,7 @@ def test_an_installed_release_that_lacks_fields_is_reported_before_loading(
     ("lacks", "message"),
     [
         ("value", r"kv_cache_config: .* dtype should be .* not 'auto'. Install 1\.4\.0rc1"),
-        ("flashinfer", r"is FA4, but flashinfer .*pip install flashinfer-python, or build"),
+        ("flashinfer", r"is FA4, but flashinfer .*pip install flashinfer-python"),
         ("tensorrt_llm", r"needs tensorrt_llm, not installed here.*tensorrt-llm/release:1\.4\.0rc1"),
         ("libcuda", r"cannot be imported \(OSError: libcuda\).*tensorrt-llm/release:1\.4\.0rc1"),
     ],
