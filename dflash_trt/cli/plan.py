@@ -150,7 +150,7 @@ def _print(estimate: MemoryEstimate) -> None:
     print(f"{several}{estimate.gpu}, {estimate.engine}: GiB on {'each' if several else 'the'} GPU")
     batch, length, left = estimate.max_batch_size, estimate.max_seq_len, estimate.left_bytes
     kept = "left" if left >= 0 else "too many"
-    cache = _rows(estimate.kv_bytes_per_token, estimate.kv_window_bytes)
+    cache = _rows(estimate.kv_bytes_per_token, estimate.kv_window_bytes, estimate.state_bytes_per_sequence)
     context = _rows(estimate.drafter_bytes_per_token, estimate.drafter_window_bytes)
     parts = [
         (f"{side} {role}", count, precision)
@@ -160,7 +160,11 @@ def _print(estimate: MemoryEstimate) -> None:
     ] + [
         ("runtime", estimate.runtime_bytes, "an allowance"),
         ("activations", estimate.activation_bytes, "an allowance"),
-        ("KV cache", estimate.kv_bytes, f"{batch} x {length} tokens, {cache}"),
+        (
+            "states and KV cache" if estimate.state_bytes_per_sequence else "KV cache",
+            estimate.kv_bytes,
+            f"{batch} x {length} tokens, {cache}",
+        ),
         *([("drafter context", estimate.drafter_bytes, context)] if "drafter" in estimate.weights else []),
         ("total", estimate.total_bytes, f"of {gib(estimate.memory_bytes)}, {gib(abs(left))} {kept}"),
     ]
@@ -176,10 +180,11 @@ def _print(estimate: MemoryEstimate) -> None:
         print(estimate.refuse())
 
 
-def _rows(per_token: int, windows: int) -> str:
-    """What a sequence's rows take."""
-    of_all = [f"{per_token} bytes a token"] if per_token or not windows else []
-    return " and ".join([*of_all, *([f"{windows} a sequence for windows"] if windows else [])])
+def _rows(per_token: int, windows: int, states: int = 0) -> str:
+    """What a sequence's rows and states take."""
+    of_all = [f"{per_token} bytes a token"] if per_token or not (windows or states) else []
+    fixed = {"windows": windows, "states": states}
+    return " and ".join([*of_all, *(f"{size} a sequence for {kind}" for kind, size in fixed.items() if size)])
 
 
 def _gpus(args: argparse.Namespace) -> int:

@@ -26,8 +26,8 @@ _CLASSES = {
 NAMES = tuple(_CLASSES)
 DEFAULT = "onnxruntime"  # which runs everywhere
 AUTO = "auto"
-# Those that run on one GPU, the best first.
-_ON_GPU = ("tensorrt-rtx", "tensorrt", "torch")
+# Those for one GPU, first the one that has run on GPUs (docs/status.md). No plan of the others has.
+_ON_GPU = ("torch", "tensorrt-rtx", "tensorrt")
 # What other engines are compared with on a GPU, in float32.
 GPU_REFERENCE = "torch"
 
@@ -88,7 +88,15 @@ def best_on(capability: int, *, several: bool) -> Choice:
     if several:
         return Choice(next(e.name for e in engines() if e.memory.several_gpus), "for several GPUs")
     name = next(name for name in _ON_GPU if find(name).serves(capability))
-    return Choice(name, f"the best for compute capability {capability}")
+    return Choice(name, _why(name, capability))
+
+
+def _why(name: str, capability: int) -> str:
+    """Why an engine is chosen for GPUs of this compute capability."""
+    others = " or ".join(other for other in _ON_GPU[1:] if find(other).serves(capability))
+    if name != _ON_GPU[0] or not others:
+        return f"for compute capability {capability}"
+    return f"it has run on GPUs, and no plan of {others} has"
 
 
 def best_here(possible: Callable[[EngineEntry], bool] = lambda engine: True) -> Choice:
@@ -101,8 +109,7 @@ def best_here(possible: Callable[[EngineEntry], bool] = lambda engine: True) -> 
     for engine in on_gpu:
         available = engine.availability((), here)
         if available.build and available.run and possible(engine):
-            why = f"the best with the packages that are installed, for compute capability {here[0]}"
-            return Choice(engine.name, why, here)
+            return Choice(engine.name, _why(engine.name, here[0]), here)
     missing = " or ".join(f"{engine.name} ({engine.installation()})" for engine in on_gpu)
     why = hardware.torch_problem() or f"the GPU that is here needs {missing}"
     return Choice(DEFAULT, f"runs on the CPU; {why}", here)

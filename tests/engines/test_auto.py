@@ -18,6 +18,7 @@ from dflash_trt.building.first_use import open_bundle
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.cli import main
 from dflash_trt.engines import registry
+from dflash_trt.engines.base import Availability
 from dflash_trt.errors import BuildError, BundleError, UsageError
 from dflash_trt.reports.environment import describe
 from tests.doubles import fake_tensorrt, fake_tensorrt_rtx
@@ -61,9 +62,8 @@ def torch_says(patch: pytest.MonkeyPatch, cuda: str | None, gpus: list[str], sai
 @pytest.mark.parametrize(
     ("capability", "packages", "expected"),
     [
-        ("8.9", ALL, "tensorrt-rtx"), ("12.0", RTX_PACKAGES, "tensorrt-rtx"), ("12.0", TRT_PACKAGES, "tensorrt"),
-        ("9.0", ALL, "tensorrt"),  # TensorRT-RTX is for other GPUs
-        ("10.0", RTX_PACKAGES, "torch"), ("9.0", ("torch",), "torch"),
+        ("8.9", ALL, "torch"), ("12.0", RTX_PACKAGES, "torch"), ("9.0", TRT_PACKAGES, "torch"),
+        ("9.0", ("torch",), "torch"),
         ("9.0", ("tensorrt",), "onnxruntime"),  # plans run on torch
         ("7.5", ALL, "torch"), ("9.0", (), "onnxruntime"),
     ],
@@ -113,7 +113,7 @@ def test_auto_and_doctor_ask_torch_itself(
     assert rows["tensorrt"]["run"] == plans
     assert plans or "driver" in rows["tensorrt"]["note"] or expected in rows["tensorrt"]["note"]
     choice = registry.best_here()
-    assert choice.engine == ("tensorrt" if plans else "torch" if gpus else "onnxruntime")
+    assert choice.engine == ("torch" if gpus else "onnxruntime")
     assert gpus or expected in choice.why
 
 
@@ -193,7 +193,7 @@ def test_a_pair_is_built_and_kept_for_the_engine_that_is_best_now(
         on_gpu = open_bundle("tiny", "size")
         assert on_gpu.manifest["engine"] == "torch"
         assert on_gpu.manifest["precision"]["target"] == "bfloat16"
-        assert "engine torch: the best with the packages" in capsys.readouterr().err
+        assert "engine torch: it has run on GPUs, and no plan of tensorrt has" in capsys.readouterr().err
         assert open_bundle("tiny", "size").path == on_gpu.path
         assert capsys.readouterr().err == ""
     monkeypatch.setenv("DFLASH_TRT_CACHE", str(tmp_path / "cache"))
@@ -212,8 +212,8 @@ def test_nothing_large_is_fetched_for_the_cpu_beside_a_gpu(
     machine(monkeypatch, tmp_path, "9.0", ())
     assert main(words) == 1
     said = capsys.readouterr().err
-    assert "the GPU that is here needs tensorrt (pip install" in said
-    assert "torch (pip install" in said
+    assert "the GPU that is here needs torch (pip install" in said
+    assert "tensorrt (pip install" in said
     assert "--engine onnxruntime builds it all the same" in said
 
 
@@ -243,14 +243,16 @@ def test_nothing_is_fetched_that_the_gpu_cannot_hold(
     assert choice.choose_engine("qwen3-coder-30b-a3b", weights="none") == "torch"
 
 
-def test_build_leaves_out_engines_that_cannot_do_what_is_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_build_leaves_out_engines_that_cannot_do_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans hold their weights."""
-    machine(monkeypatch, tmp_path, "9.0", ALL)
+    monkeypatch.setattr(registry, "_ON_GPU", ("tensorrt", "torch"))
+    monkeypatch.setattr(hardware, "compute_capabilities", lambda: [90])
+    for name in ("tensorrt", "torch"):
+        monkeypatch.setattr(
+            type(registry.find(name)), "availability", lambda *_: Availability(True, True, "")
+        )
     assert choice.choose_engine("tiny") == "tensorrt"
-    assert main(["build", "--target", "tiny", "--weights", "none", "--out", str(tmp_path / "b")]) == 0
-    assert '"engine": "torch"' in (tmp_path / "b" / "manifest.json").read_text()
+    assert choice.choose_engine("tiny", weights="none") == "torch"
 
 
 @pytest.mark.parametrize(
@@ -270,8 +272,7 @@ def test_the_gpus_here_are_those_that_cuda_shows(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert [gpu["name"] for gpu in hardware.gpus()] == expected
-    best = {"A": "tensorrt-rtx", "B": "tensorrt", "": "onnxruntime"}[(expected or [""])[0]]
-    assert registry.best_here().engine == best
+    assert registry.best_here().engine == ("torch" if expected else "onnxruntime")
 
 
 def test_a_plan_without_a_gpu_named_is_for_the_one_here(
@@ -283,8 +284,8 @@ def test_a_plan_without_a_gpu_named_is_for_the_one_here(
     machine(monkeypatch, tmp_path, "9.0", ALL)
     assert main(["plan", "--target", "qwen3-8b"]) == 0
     said = capsys.readouterr()
-    assert "engine tensorrt: the best for compute capability 90" in said.err
-    assert "NVIDIA X, tensorrt: GiB on the GPU" in said.out
+    assert "engine torch: it has run on GPUs, and no plan of tensorrt has" in said.err
+    assert "NVIDIA X, torch: GiB on the GPU" in said.out
     assert "of 79.65, " in said.out
 
 
@@ -311,8 +312,7 @@ def test_a_pair_is_built_for_the_engine_that_is_asked_for(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--gpu", "h100"], "tensorrt"),
-        (["--gpu", "rtx-5090"], "tensorrt-rtx"),
+        (["--gpu", "h100"], "torch"),
         (["--gpu", "memory=16,sm=75"], "torch"),
         (["--gpu", "b200", "--tp", "8"], "tensorrt-llm"),
     ],

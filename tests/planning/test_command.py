@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,11 @@ def test_the_command_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
         "a build for b200 is refused: --compute-capability 100: TensorRT-RTX serves"
         in capsys.readouterr().out
     )
+    assert main(["plan", "--target", "qwen3.5-4b", "--gpu", "b200", "--engine", "torch"]) == 0
+    out = capsys.readouterr().out
+    line = next(line for line in out.splitlines() if line.startswith("states and KV cache"))
+    size, batch, length, row, state = re.findall(r"[\d.]+", line)
+    assert float(size) == pytest.approx(int(batch) * (int(length) * int(row) + int(state)) / 2**30, rel=0.01)
     assert main(["plan", "--gpus"]) == 0
     assert "DGX Spark" in capsys.readouterr().out
     llm = [*base, "--gpu", "b200", "--engine", "tensorrt-llm", "--precision", "target=fp8"]
