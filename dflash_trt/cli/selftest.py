@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -21,15 +20,9 @@ examples:
   dflash-trt selftest bundles/tiny-rtx
   dflash-trt selftest bundles/tiny-rtx --reference bundles/tiny --report selftest.json
   dflash-trt selftest --kernels
-  dflash-trt selftest --first-gpu
 
 --reference is a bundle of the same pair for ONNX Runtime, or for torch in fp32 on the same GPU. Then the numbers are
 compared, too, layer by layer.
-
---first-gpu needs no bundle. It runs doctor; then the kernels alone, for which torch and Triton are enough, as --kernels
-does; then on torch, and on every other engine that this machine runs, it builds the pairs tiny and tiny-gpt-oss, and
-runs selftest, verify, verify --widths and a short bench. A failure does not stop what does not depend on it. It packs
-versions, logs and figures into one file to send. Exit code 3 if nothing failed, but no step used a GPU.
 """
 
 
@@ -37,20 +30,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_bundle(parser, nargs="?")
     option(parser, "--reference", "BUNDLE", Path, "the same pair, built with --engine onnxruntime or torch")
     option(parser, "--report", "FILE", Path, default=Path("selftest.json"))
-    option(parser, "--first-gpu", "FILE", Path,
-           "run every step of a first contact with a GPU, and write this archive (default: first-gpu.zip)",
-           nargs="?", const=Path("first-gpu.zip"))  # fmt: skip
     switch(parser, "--kernels", "compare each kernel with its reference on the GPU; needs no bundle")
     option(parser, "--timeout", "SECONDS", at_least(1), "the longest time of one check", 300)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print each check or step when it has ended. Returns 1 if one fails."""
-    if [args.bundle is None, args.first_gpu is None, not args.kernels].count(False) != 1:
-        args.usage_error("give a BUNDLE, or one of --kernels and --first-gpu, which need none")
-    if args.kernels:
-        return _kernels(args.report)
-    return _bundle(args) if args.first_gpu is None else _first_gpu(args.first_gpu)
+    """Print each check when it has ended. Returns 1 if one fails."""
+    if (args.bundle is None) != args.kernels:
+        args.usage_error("give a BUNDLE, or --kernels, which needs none")
+    return _kernels(args.report) if args.kernels else _bundle(args)
 
 
 def _kernels(report: Path) -> int:
@@ -63,25 +51,6 @@ def _kernels(report: Path) -> int:
     print_table([("failed" if said else "passed", name, dtype, said) for name, dtype, said in rows])
     print(f"ran on {found['gpu'] or 'the CPU, in the interpreter'}\nreport: {report}")
     return int(any(said for _, _, said in rows))
-
-
-def _first_gpu(archive: Path) -> int:
-    from dflash_trt.reports.first_gpu import FirstGPU
-
-    first = FirstGPU(archive)
-    for step in first.run():
-        print_table(
-            [(step.state, f"{step.seconds:.0f} s", step.name + (f": {step.detail}" if step.detail else ""))]
-        )
-        sys.stdout.flush()
-    for name, reason in first.left_out.items():
-        print_table([("left out", name, reason)])
-    for gpu in first.not_tested():
-        print_table([("not tested", gpu)])
-    if first.touched:
-        print(f"ran on {first.touched}, whose memory copies {first.copied} GB/s")
-    print(f"archive to send: {archive}")
-    return first.exit_code
 
 
 def _bundle(args: argparse.Namespace) -> int:

@@ -28,8 +28,6 @@ DEFAULT = "onnxruntime"  # which runs everywhere
 AUTO = "auto"
 # Those for one GPU, first the one that has run on GPUs (docs/status.md). No plan of the others has.
 _ON_GPU = ("torch", "tensorrt-rtx", "tensorrt")
-# What other engines are compared with on a GPU, in float32.
-GPU_REFERENCE = "torch"
 
 
 @cache

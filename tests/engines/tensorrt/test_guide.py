@@ -20,7 +20,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "guides" / "gpu.md"
 NOT_RUN = {
     "python3 -m venv .venv && . .venv/bin/activate": "makes an environment",
     "pip install '.[torch,serve]'": "downloads packages",
-    "dflash-trt selftest --first-gpu": "starts commands of its own: tests/reports/test_first_gpu.py",
+    "build_scripts/first_gpu.sh first-gpu.tar.gz": "measures for minutes",
     "bundles/gpt-oss-120b/launch/container.sh": "needs a container: tests/trtllm/test_launch.py",
 }
 # Commands that begin so need a server, or layers that these weights lack (tests/quantization/test_tensorrt_forms.py).
