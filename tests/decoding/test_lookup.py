@@ -117,6 +117,11 @@ def test_a_request_sees_its_own_text_only() -> None:
     ]
     assert beside.copied(2) == ([4, 5], 3)
     assert [each.copied(2) for each in (alone, *refusing)] == [([], 0)] * 3
+    for tokens in ([4], [5, 1, 2], [3, 4]):  # of rounds, however many they gave
+        alone.output += tokens
+        alone.copied(2)
+        assert alone.lookup is not None
+        assert alone.lookup.text == [*alone.prompt, *alone.output]
 
 
 def test_the_odds_follow_the_length_of_a_match() -> None:

@@ -11,8 +11,10 @@ in pageable memory waits for its stream.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -125,12 +127,34 @@ class Event:
         return 1.0
 
 
+class GraphPool:
+    """Memory of graphs. It takes no more once the last of them has ended."""
+
+    def __init__(self) -> None:
+        self.graphs, self.ended = 0, False
+
+    def leave(self) -> None:
+        self.graphs -= 1
+        self.ended = self.ended or not self.graphs
+
+
+@dataclass
+class Made:
+    """What is known of a graph that was captured, also after its end."""
+
+    replays: int = 0
+
+
 class CudaGraph:
     def __init__(self) -> None:
         self.runs: list[Work] = []
-        self.replays = 0
+        self.made = Made()
 
-    def capture_begin(self, pool: object = None, *, capture_error_mode: str = "global") -> None:
+    def capture_begin(self, pool: GraphPool, *, capture_error_mode: str = "global") -> None:
+        if pool.ended:
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
+        pool.graphs += 1
+        weakref.finalize(self, pool.leave)
         assert Cuda.capturing is None, "another capture has not ended"
         assert Cuda.current is not Cuda.default, "the default stream cannot be captured"
         assert capture_error_mode == "thread_local", "other threads may allocate meanwhile"
@@ -138,11 +162,11 @@ class CudaGraph:
 
     def capture_end(self) -> None:
         Cuda.capturing = None
-        Cuda.graphs = [*Cuda.graphs, self]
+        Cuda.graphs = [*Cuda.graphs, self.made]
 
     def replay(self) -> None:
         assert self.runs
-        self.replays += 1
+        self.made.replays += 1
         Cuda.counts["graph launches"] += 1
         runs = list(self.runs)
 
@@ -322,7 +346,7 @@ class Cuda:
     running = False  # while queued work runs
     capturing: list[Work] | None = None
     handle = False  # whether cuBLAS has made its handle for this thread
-    graphs: ClassVar[list[CudaGraph]] = []
+    graphs: ClassVar[list[Made]] = []
     counts: ClassVar[Counter[str]] = Counter()
     capability = (9, 0)
 
@@ -341,8 +365,8 @@ class Cuda:
         cls.enqueue(work)
 
     @staticmethod
-    def graph_pool_handle() -> object:
-        return object()
+    def graph_pool_handle() -> GraphPool:
+        return GraphPool()
 
     @staticmethod
     def get_device_name(index: int = 0) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dflash_trt.building.build import build
-from dflash_trt.bundle.cache_kinds import CacheKind
+from dflash_trt.bundle.cache_kinds import CacheKind, rows_by_window
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.draft import tree_rows
 from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
@@ -48,6 +48,15 @@ def test_a_cut_goes_as_far_as_the_rows_that_its_window_sees(window: int) -> None
         assert kind.shortest(first) == lengths[0]
         assert kind.first(lengths[0]) >= first
         assert kind.base(first) == max(0, first - window + 1) // 8 * 8
+
+
+@pytest.mark.parametrize("stride", [1, 8, 128])
+@pytest.mark.parametrize("window", [1, 20, 128])
+def test_a_pass_has_room_wherever_it_begins(window: int, stride: int) -> None:
+    """And no more than it needs at the worst place."""
+    rows = rows_by_window([window], stride, 10_000, 33)[window]
+    kind = CacheKind(window=window, stride=stride, rows=rows, row_bytes=4, layers=(0,))
+    assert max(start + 33 - kind.base(start) for start in range(1000)) == rows
 
 
 @pytest.fixture(scope="module", params=PAIRS)

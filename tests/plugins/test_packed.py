@@ -11,6 +11,8 @@ import torch
 from dflash_plugins import launch, layers, packed
 
 from dflash_trt.engines.torch.layers import grouped_product
+from dflash_trt.engines.torch.packed import _has_nan as has_nan
+from dflash_trt.engines.torch.packed import widened
 from dflash_trt.formats import numbers
 from tests.doubles import triton_interpreter  # noqa: F401  # corrects it
 from tests.doubles.packed_weights import random_weight, rows_product
@@ -115,3 +117,20 @@ def test_numbers_at_the_ends_of_their_range() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         got = packed.widen(stored, dtype)
         assert torch.equal(got, codes.view(torch.float8_e4m3fn).to(dtype))
+
+
+def test_codes_of_no_number_are_seen() -> None:
+    """The kernels would take them for numbers."""
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    assert [has_nan(code) for code in codes] == codes.float().isnan().tolist()
+
+
+@pytest.mark.parametrize("reciprocal", [0, 1])
+def test_a_second_scale_multiplies_or_divides(reciprocal: int) -> None:
+    """As checkpoints of ModelOpt and of compressed-tensors have it."""
+    a = {"codes": "e2m1", "columns": 32, "group_size": 16, "group_rows": 1, "reciprocal": reciprocal}
+    codes = torch.arange(48, dtype=torch.uint8).reshape(3, 16) * 5
+    scales = torch.arange(1, 7).reshape(3, 2).to(torch.float8_e4m3fn)
+    pairs = torch.stack((codes & 15, codes >> 4), -1).flatten(1)
+    exact = numbers.E2M1[pairs.numpy()] * scales.float().numpy().repeat(16, 1) * (0.25 if reciprocal else 4)
+    assert np.array_equal(widened(a, codes, scales, torch.tensor(4.0)).numpy(), exact)

@@ -85,6 +85,26 @@ def test_a_pass_that_cannot_be_captured_runs_without_graphs(
     assert "prompts run without CUDA graphs, because a capture failed: no memory is left" in caplog.text
 
 
+def test_a_first_capture_that_fails_takes_the_memory_of_none(
+    chains: Bundle, gpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its graph ends, and torch takes no more graphs into the pool of one that was the last."""
+    refused, end = ["no memory is left"], Cuda.CUDAGraph.capture_end
+
+    def fails(self: Any) -> None:
+        end(self)
+        if refused:
+            raise torch.OutOfMemoryError(refused.pop())
+
+    gpu.setattr(Cuda.CUDAGraph, "capture_end", fails)
+    with LLM(chains.path, max_batch_size=1, prefix_cache_bytes=0) as llm:
+        assert tokens(llm, 0.0, 1) == tokens(llm, 0.0, 1)
+        engines = llm._runtime.pair.target, llm._runtime.pair.drafter.engine
+        assert not refused
+        assert all(each._captured for each in engines)
+    assert len([line for line in caplog.messages if "without CUDA graphs" in line]) == 1
+
+
 def test_a_capture_needs_nothing_that_a_thread_makes_once(chains: Bundle, gpu: pytest.MonkeyPatch) -> None:
     """An `AsyncLLM` is opened by another thread than that of its rounds, whose first pass would be a capture."""
     with LLM(chains.path, max_batch_size=1, prefix_cache_bytes=0) as llm:
