@@ -234,7 +234,7 @@ def passes(pair: str, count: int) -> dict[str, Any]:
         )
         begin = perf_counter()
         with LLM(bundle.path, max_batch_size=1, prefix_cache_bytes=0) as llm:
-            opened, inner = perf_counter() - begin, llm._runtime.pair
+            opened, inner = perf_counter() - begin, llm.runtime.pair
             _printed({"opened_seconds": round(opened, 1), "weight_bytes": sizes})
             rows = [
                 _pass(f"verify {n}", inner, inner.dummy_verify, n)

@@ -67,8 +67,8 @@ class AsyncLLM(Opened):
         super().__init__(bundle, **options)
         own = RequestOptions(block_length=block_length, tree_nodes=tree_nodes, draft_source=draft_source)
         self._draft_source = draft_source
-        self._lengths = self._runtime.lengths(own)
-        self._limit = self._runtime.max_batch_size + max_queue
+        self._lengths = self.runtime.lengths(own)
+        self._limit = self.runtime.max_batch_size + max_queue
         self._stream_interval = stream_interval
         self._streams: dict[Request, _Stream] = {}
         # Tokens that are held back from streams. Only the engine thread uses them.
@@ -206,7 +206,7 @@ class AsyncLLM(Opened):
 
     def __repr__(self) -> str:
         state = "failed" if self._failure else "closed" if self._closing else f"{self.in_flight} requests"
-        return f"AsyncLLM({self._runtime.describe()}, {state})"
+        return f"AsyncLLM({self.runtime.describe()}, {state})"
 
     async def __aenter__(self) -> Self:
         return self
@@ -237,11 +237,11 @@ class AsyncLLM(Opened):
                 )
             self._preparing += 1
         try:
-            make = partial(self._runtime.request, prompt, params, options=options, deadline=deadline)
+            make = partial(self.runtime.request, prompt, params, options=options, deadline=deadline)
             try:
                 request = await self._texts.run(make, size=_size(prompt, params), timeout=timeout)
             except TimeoutError:
-                request = self._runtime.late_request(params, perf_counter())
+                request = self.runtime.late_request(params, perf_counter())
             with self._wake:
                 if self._failure is not None or self._cancelling:
                     raise self._failure or DFlashError("this AsyncLLM is closed; open the bundle again")
@@ -269,10 +269,10 @@ class AsyncLLM(Opened):
             self._fail(error)
         finally:
             self._texts.close()
-            self._runtime.close()
+            self.runtime.close()
 
     def _serve_requests(self) -> None:
-        scheduler = self._runtime.scheduler
+        scheduler = self.runtime.scheduler
         while True:
             with self._wake:
                 while scheduler.idle and not self._arrivals:

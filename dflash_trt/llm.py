@@ -47,13 +47,13 @@ class LLM(Opened):
 
     def __init__(self, bundle: str | Path, **options: Unpack[OpeningOptions]) -> None:
         super().__init__(bundle, **options)
-        self.most_tree_nodes = self._runtime.scheduler.most_tree_nodes
+        self.most_tree_nodes = self.runtime.scheduler.most_tree_nodes
         # Held while the engines run. `close` waits for it, so it never frees the memory of a running pass.
         self._engines = threading.RLock()
         # The call that may generate: a reference to an object that lives as long as the call.
         self._turn: weakref.ref[_Turn] | None = None
         self._closed = False
-        self._free = weakref.finalize(self, _free, self._engines, self._runtime)
+        self._free = weakref.finalize(self, _free, self._engines, self.runtime)
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is also a Sequence of str
@@ -106,7 +106,7 @@ class LLM(Opened):
         else:
             params = [sampling_params or SamplingParams()] * len(listed)
         own, lengths = self._asked(options)
-        requests = [self._runtime.request(p, s, own) for p, s in zip(listed, params, strict=True)]
+        requests = [self.runtime.request(p, s, own) for p, s in zip(listed, params, strict=True)]
         texts: dict[Request, list[str]] = {request: [] for request in requests}
         errors: dict[Request, RequestError] = {}
         for emission in self._run(requests, lengths):
@@ -128,7 +128,7 @@ class LLM(Opened):
     ) -> Iterator[Chunk]:
         """Complete one prompt in chunks: the tokens that each round commits. See `generate`."""
         own, lengths = self._asked(options)
-        request = self._runtime.request(prompt, sampling_params or SamplingParams(), own)
+        request = self.runtime.request(prompt, sampling_params or SamplingParams(), own)
         return _chunks(self._run([request], lengths))
 
     def chat(
@@ -163,14 +163,14 @@ class LLM(Opened):
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray[Any, Any]:
         """The target's logits for the token after `token_ids`: float32 [V]."""
-        ids = self._runtime.prompt_ids(token_ids)
+        ids = self.runtime.prompt_ids(token_ids)
         turn = _Turn()
         try:
             with self._engines:
                 self._take_turn(turn)
                 with _engine_errors():
-                    self._runtime.scheduler.clear()
-                    return self._runtime.scheduler.logits(ids)
+                    self.runtime.scheduler.clear()
+                    return self.runtime.scheduler.logits(ids)
         finally:
             self._end_turn(turn)
 
@@ -183,7 +183,7 @@ class LLM(Opened):
         self._free()
 
     def __repr__(self) -> str:
-        return f"LLM({self._runtime.describe()}{', closed' if self._closed else ''})"
+        return f"LLM({self.runtime.describe()}{', closed' if self._closed else ''})"
 
     def __enter__(self) -> Self:
         return self
@@ -198,10 +198,10 @@ class LLM(Opened):
         about. Raises RequestError.
         """
         drafting = asked(DraftingOptions, options)
-        return replace(drafting, block_length=None, tree_nodes=None), self._runtime.lengths(drafting)
+        return replace(drafting, block_length=None, tree_nodes=None), self.runtime.lengths(drafting)
 
     def _run(self, requests: list[Request], lengths: Lengths) -> Generator[Emission]:
-        scheduler, turn = self._runtime.scheduler, _Turn()
+        scheduler, turn = self.runtime.scheduler, _Turn()
         try:
             with self._engines:
                 self._take_turn(turn)
@@ -232,7 +232,7 @@ class LLM(Opened):
         with self._engines:
             if self._turn is None or self._turn() is not turn:
                 return
-            scheduler = self._runtime.scheduler
+            scheduler = self.runtime.scheduler
             if not self._closed and not scheduler.cut_short:
                 scheduler.clear()
             self._turn = None

@@ -58,20 +58,23 @@ class OpeningOptions(TypedDict, total=False):
 
 
 class Opened:
-    """The base of `LLM` and `AsyncLLM`: a `Runtime`, which does the work, with its metrics and its chat template."""
+    """The base of `LLM` and `AsyncLLM`, with metrics and a chat template.
+
+    runtime: the `Runtime` that does the work, with its `scheduler` and `pair`, for reports and tests.
+    """
 
     def __init__(self, bundle: str | Path, **options: Unpack[OpeningOptions]) -> None:
-        self._runtime = Runtime(bundle, **options)
-        self.exactness = self._runtime.exactness
-        self.bundle, self.tokenizer = self._runtime.bundle, self._runtime.tokenizer
-        self.max_seq_len, self.block_size = self._runtime.max_seq_len, self._runtime.block_size
+        self.runtime = Runtime(bundle, **options)
+        self.exactness = self.runtime.exactness
+        self.bundle, self.tokenizer = self.runtime.bundle, self.runtime.tokenizer
+        self.max_seq_len, self.block_size = self.runtime.max_seq_len, self.runtime.block_size
         manifest = self.bundle.manifest
         self._thinking_warning = thinking_warning(manifest["target"]["name"]) if manifest["drafter"] else ""
 
     @property
     def metrics(self) -> Metrics:
         """Metrics of everything generated so far."""
-        return self._runtime.scheduler.metrics
+        return self.runtime.scheduler.metrics
 
     def chat_prompt(
         self,

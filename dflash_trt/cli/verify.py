@@ -145,10 +145,10 @@ def _widths(args: argparse.Namespace, prompts: list[Prompt], batch: int) -> int:
 
     outcomes, known, show = [], None, _rows_to(args)
     with LLM(args.bundle, max_batch_size=batch, exact=args.exact or False, engine=args.engine) as llm:
-        pair, manifest, ids = llm._runtime.pair, llm.bundle.manifest, token_ids(llm, prompts, args.context)
+        pair, manifest, ids = llm.runtime.pair, llm.bundle.manifest, token_ids(llm, prompts, args.context)
         widths = sorted({1, *args.widths}) if args.widths else list(range(1, llm.block_size + 1))
         if len(widths) == llm.block_size:  # exact mode follows what is found
-            ids += llm._runtime.measured_prompts()[1:]
+            ids += llm.runtime.measured_prompts()[1:]
         show(WIDTH_COLUMNS.format(*WIDTH_HEADINGS))
         for outcome in measure(pair, ids, widths, args.max_tokens, manifest, locate=True):
             outcomes.append(outcome)

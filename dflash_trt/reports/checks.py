@@ -85,7 +85,7 @@ class Checks:
         """Both bundles open."""
         try:
             self.llm = LLM(self.bundle.path)
-            self.pair, self.loaded = self.llm._runtime.pair, True
+            self.pair, self.loaded = self.llm.runtime.pair, True
             if self.reference_path is not None:
                 self.reference = LLM(self.reference_path)
         except DFlashError as error:
@@ -165,7 +165,7 @@ class Checks:
         """Every layer's numbers are right, of the target and the drafter."""
         if self.reference is None:
             raise Skip("give --reference to compare the numbers with ONNX Runtime's")
-        self.localizer = Localizer(self.pair, self.reference._runtime.pair, self.limits)
+        self.localizer = Localizer(self.pair, self.reference.runtime.pair, self.limits)
         prompt, block = (0, self.length), (self.length, self.length + len(self.block))
         roles = self.bundle.roles
         drafts = len(roles) > 1
@@ -223,7 +223,7 @@ class Checks:
             raise Skip("the bundle has no drafter")
         if self.reference is None:
             raise Skip("give --reference to compare them with ONNX Runtime's")
-        expected, drafted = self._drafted(self.reference._runtime.pair), self._drafted(self.pair)
+        expected, drafted = self._drafted(self.reference.runtime.pair), self._drafted(self.pair)
         largest = float(np.abs(centred(self._prefill())).max())
         errors = {}
         for which, ours, theirs in zip(("prefill", "verification"), drafted, expected, strict=True):
@@ -327,7 +327,7 @@ class Checks:
         After a token that the reference did not draft, a drafter may go on otherwise: there its numbers are taken, and
         its tokens are verified, so that the rows of both remain the same.
         """
-        ours = self.reference is None or pair is not self.reference._runtime.pair
+        ours = self.reference is None or pair is not self.reference.runtime.pair
         self._prefill(pair=pair, draft=True)
         request, logprobs = self._request(self.block[0]), []
         if not ours:
@@ -351,7 +351,7 @@ class Checks:
     def _request(self, anchor: int) -> Request:
         """A request in slot 0 whose prompt was read."""
         params = SamplingParams(max_tokens=4, ignore_eos=True)
-        request = self.llm._runtime.request(self.prompt, params, RequestOptions())
+        request = self.llm.runtime.request(self.prompt, params, RequestOptions())
         request.slot, request.committed = 0, self.length
         request.output.append(anchor)
         return request

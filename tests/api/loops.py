@@ -30,7 +30,7 @@ def serve(bundle: Path, body: Callable[[AsyncLLM], Coroutine[Any, Any, None]], *
         options.setdefault("max_batch_size", 3)
         async with AsyncLLM(bundle, threads=1, prefill_chunk=16, **options) as llm:
             await body(llm)
-        scheduler = llm._runtime.scheduler
+        scheduler = llm.runtime.scheduler
         assert (llm.in_flight, scheduler.idle, llm._arrivals) == (0, True, [])
         assert asyncio.all_tasks() == {asyncio.current_task()}
         assert not llm._thread.is_alive()
@@ -48,13 +48,13 @@ async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
 @contextmanager
 def held(llm: AsyncLLM) -> Iterator[None]:
     """Within the block the engine waits before it reads a prompt, so no request ends."""
-    go_on, prefill = threading.Event(), llm._runtime.pair.prefill
+    go_on, prefill = threading.Event(), llm.runtime.pair.prefill
 
     def waits(*arguments: Any, **options: Any) -> Any:
         assert go_on.wait(600)
         return prefill(*arguments, **options)
 
-    llm._runtime.pair.prefill = waits  # type: ignore[method-assign]
+    llm.runtime.pair.prefill = waits  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -156,7 +156,7 @@ def test_hundreds_of_requests_that_come_and_go_leave_nothing_behind(bundle, alon
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         assert not [o for o in outcomes if o is not None and not isinstance(o, asyncio.CancelledError)]
         assert {None, "length", "timeout"} <= set(ends)
-        scheduler = llm._runtime.scheduler
+        scheduler = llm.runtime.scheduler
         await until(lambda: scheduler.idle and not llm._arrivals)
         assert (llm.in_flight, scheduler.filling, scheduler.active) == (0, None, [])
         counts = Exposition(llm.metrics.prometheus())

@@ -22,7 +22,7 @@ from tests.doubles.exposition import Exposition
 @pytest.mark.parametrize("how", ["aclose", "cancel", "break", "generate"])
 def test_who_leaves_frees_the_slot_before_the_next_round(bundle, how, monkeypatch) -> None:
     async def body(llm: AsyncLLM) -> None:
-        scheduler, rounds = llm._runtime.scheduler, list[list[Request]]()
+        scheduler, rounds = llm.runtime.scheduler, list[list[Request]]()
         decode = scheduler._launch
 
         def watched(lengths: Any) -> Any:
@@ -76,7 +76,7 @@ def test_a_timeout_ends_with_the_tokens_so_far(bundle, alone, stream_interval, m
             await llm.generate([])
         with pytest.raises(RequestError, match="expected a SamplingParams"):
             await llm.generate(prompt(9), {"max_tokens": 3})  # type: ignore[arg-type]
-        start = llm._runtime.pair.start
+        start = llm.runtime.pair.start
         whole = await llm.generate(prompt(9), LONG)
         passes = []
 
@@ -88,7 +88,7 @@ def test_a_timeout_ends_with_the_tokens_so_far(bundle, alone, stream_interval, m
                 )
             return start(*arguments)
 
-        llm._runtime.pair.start = until_too_late  # type: ignore[method-assign]
+        llm.runtime.pair.start = until_too_late  # type: ignore[method-assign]
         chunks = [chunk async for chunk in llm.stream(prompt(9), LONG, timeout=600)]
         tokens = [token for chunk in chunks for token in chunk.token_ids]
         assert chunks[-1].finish_reason == "timeout"
@@ -180,14 +180,14 @@ def test_an_error_inside_the_context_cancels_what_runs(bundle) -> None:
 def test_an_engine_failure_reaches_every_stream_and_later_requests(bundle) -> None:
     async def main() -> None:
         llm = AsyncLLM(bundle, max_batch_size=2, threads=1)
-        start, calls = llm._runtime.pair.start, iter(range(100))
+        start, calls = llm.runtime.pair.start, iter(range(100))
 
         def failing(*args: Any) -> Any:
             if next(calls) == 5:
                 raise MemoryError("no room for a pass")
             return start(*args)
 
-        llm._runtime.pair.start = failing  # type: ignore[method-assign]
+        llm.runtime.pair.start = failing  # type: ignore[method-assign]
         tasks = [asyncio.create_task(llm.generate(prompt(5, i), LONG)) for i in range(5)]
         for outcome in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(outcome, DFlashError)
@@ -204,8 +204,8 @@ def test_an_engine_failure_reaches_every_stream_and_later_requests(bundle) -> No
 def test_an_engine_failure_comes_after_the_tokens_before_it(bundle) -> None:
     async def main() -> None:
         llm = AsyncLLM(bundle, threads=1, stream_interval=1e9)
-        start, calls = llm._runtime.pair.start, iter(range(100))
-        llm._runtime.pair.start = lambda *a: start(*a) if next(calls) < 5 else 1 / 0  # type: ignore[method-assign]
+        start, calls = llm.runtime.pair.start, iter(range(100))
+        llm.runtime.pair.start = lambda *a: start(*a) if next(calls) < 5 else 1 / 0  # type: ignore[method-assign]
         stream = llm.stream(prompt(5), LONG, speculate=False)
         assert [len((await anext(stream)).token_ids) for _ in range(2)] == [1, 5]
         with pytest.raises(DFlashError, match="engine failed: ZeroDivisionError"):
@@ -219,7 +219,7 @@ def test_an_engine_failure_comes_after_the_tokens_before_it(bundle) -> None:
 def test_a_loop_that_was_closed_leaves_no_request_behind(bundle, alone, tokens) -> None:
     """While a stream runs, and when its end was posted and is not read."""
     llm = AsyncLLM(bundle, max_batch_size=1, max_queue=0, threads=1)
-    loop, scheduler = asyncio.new_event_loop(), llm._runtime.scheduler
+    loop, scheduler = asyncio.new_event_loop(), llm.runtime.scheduler
     stream = llm.stream(prompt(5), replace(LONG, max_tokens=tokens))
     loop.run_until_complete(anext(stream))
     end = time.monotonic() + 60

@@ -23,7 +23,7 @@ ROUNDS = [
 def watch_drafts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> dict[int, list[list[int]]]:
     """Collects the drafts of each request during generation, by the request's index in the call."""
     drafts: dict[int, list[list[int]]] = defaultdict(list)
-    runtime, numbers = pair.llm._runtime, dict[Any, int]()
+    runtime, numbers = pair.llm.runtime, dict[Any, int]()
     propose, make = runtime.pair.drafter.propose, runtime.request
 
     def numbered(*args: Any, **kwargs: Any) -> Any:

@@ -129,7 +129,7 @@ def generate(
     llm: LLM, asked: list[tuple[list[int], SamplingParams, RequestOptions]], lengths: Lengths | None = None
 ) -> list[Request]:
     """All at a time, each with options of its own."""
-    runtime = llm._runtime
+    runtime = llm.runtime
     requests = [runtime.request(*each) for each in asked]
     for each in requests:
         runtime.scheduler.submit(each)
@@ -163,7 +163,7 @@ def test_a_batch_mixes_sources(targets: dict[str, Path], engine: str, width: int
                 for j in range(2)
                 for i, options in enumerate(sources)
             ]
-            arrays, placed = llm._runtime.pair.arrays, list[set[int]]()
+            arrays, placed = llm.runtime.pair.arrays, list[set[int]]()
             put = arrays.replace
             arrays.replace = lambda draft: (placed.append(set(draft.replaced)), put(draft))  # type: ignore[method-assign]
             plain = [llm.generate(ids, params, speculate=False).token_ids for ids, params, _ in asked]
@@ -341,7 +341,7 @@ def test_a_plan_agrees_with_a_bundle(tiny: Path, capsys: pytest.CaptureFixture[s
 
 def test_the_sum_of_a_row_tells_whether_its_numbers_are_finite(tiny: Path) -> None:
     with LLM(tiny, threads=1) as llm:
-        pair: Any = llm._runtime.pair
+        pair: Any = llm.runtime.pair
         feeds = {"tokens": np.array([[4, 5, 6]]), "start": np.array([0]), "rows": np.array([[2]])}
         assert pair.target.run(feeds)["features"].shape == (1, 3, 1)
         cache = next(iter(pair.target.caches.arrays.values()))

@@ -66,7 +66,7 @@ def spoilt(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def caches_are_finite(llm: LLM | AsyncLLM) -> bool:
-    pair: Any = llm._runtime.pair
+    pair: Any = llm.runtime.pair
     caches = [*pair.target.caches.arrays.values(), *pair.drafter.caches.arrays.values()]
     return all(np.isfinite(rows).all() for rows in caches)
 
@@ -150,7 +150,7 @@ def test_features_that_are_not_finite_are_found_however_they_are_read(
     sliding: dict[int, Path], at: int, chunk: int
 ) -> None:
     with LLM(sliding[1], max_batch_size=1, prefill_chunk=chunk, threads=1) as llm:
-        pair: Any = llm._runtime.pair
+        pair: Any = llm.runtime.pair
         features = np.zeros((200, pair.arrays.unread_features([1]).shape[2]), np.float32)
         features[at] = np.nan
         pair.drafter.add_features(0, features[None], range(200))
@@ -167,7 +167,7 @@ def test_requests_in_flight_go_on_where_one_fails(spoilt: Path) -> None:
 
     async def main() -> None:
         async with AsyncLLM(spoilt, max_batch_size=4, prefill_chunk=16, threads=1) as llm:
-            make = llm._runtime.request
+            make = llm.runtime.request
             errors = {91: ValueError("of one request"), 92: Panic("of one request")}
 
             def request(tokens: Any, *given: Any, **options: Any) -> Any:
@@ -183,7 +183,7 @@ def test_requests_in_flight_go_on_where_one_fails(spoilt: Path) -> None:
                     made.stop.push = failing
                 return made
 
-            llm._runtime.request = request  # type: ignore[method-assign]
+            llm.runtime.request = request  # type: ignore[method-assign]
             asked = [(prompt(9 + i, i), params) for i, params in enumerate(PARAMS)]
             wrong = [
                 (spoilt_prompt(30), PARAMS[0]),
@@ -212,14 +212,14 @@ def test_a_failed_pass_ends_each_request_and_the_next_call_begins_afresh(bundle:
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     with LLM(bundle, threads=1) as llm:
         expected = llm.generate(prompt(9), params).token_ids
-        start, calls = llm._runtime.pair.start, iter(range(4))
+        start, calls = llm.runtime.pair.start, iter(range(4))
 
         def failing(*given: Any) -> Any:
             if next(calls, None) == 3:
                 raise RuntimeError("out of order")
             return start(*given)
 
-        llm._runtime.pair.start = failing  # type: ignore[method-assign]
+        llm.runtime.pair.start = failing  # type: ignore[method-assign]
         with pytest.raises(EngineError, match="the engine failed: RuntimeError: out of order") as error:
             llm.generate([prompt(9), prompt(12)], params, block_length=2)
         assert isinstance(error.value.__cause__, RuntimeError)
@@ -259,7 +259,7 @@ def test_ctrl_c_anywhere_leaves_no_request_behind(bundle: Path, spare: int) -> N
     params = [SamplingParams(max_tokens=n, seed=n, temperature=0.7) for n in (3, 6, 4)]
     prompts = [prompt(6 + i, i) for i in range(3)]
     with LLM(bundle, max_batch_size=2, prefill_chunk=8, prefix_cache_bytes=spare, threads=1) as llm:
-        scheduler: Any = llm._runtime.scheduler
+        scheduler: Any = llm.runtime.scheduler
 
         def generate() -> None:
             llm.generate(prompts, params, block_length=4)

@@ -159,7 +159,7 @@ def test_onnx_runtime_keeps_rows_where_a_whole_slot_would_not_fit(bundle: Path) 
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     with LLM(bundle, max_batch_size=1, prefix_cache_bytes=0, threads=1) as llm:
         cold = llm.generate(base, params, block_length=8)
-        slot = llm._runtime.pair.kept_bytes(llm.bundle.capacity, draft=True)
+        slot = llm.runtime.pair.kept_bytes(llm.bundle.capacity, draft=True)
     with LLM(bundle, max_batch_size=1, prefix_cache_bytes=int(0.9 * slot), threads=1) as llm:
         for draft in (True, False):
             llm.generate(base, params, block_length=8)
@@ -169,6 +169,6 @@ def test_onnx_runtime_keeps_rows_where_a_whole_slot_would_not_fit(bundle: Path) 
             assert warm.token_ids == cold.token_ids
             if draft:
                 assert warm.statistics.acceptance_histogram == cold.statistics.acceptance_histogram
-        counts = llm._runtime.scheduler.slots.prefixes.counts
+        counts = llm.runtime.scheduler.slots.prefixes.counts
     assert 0 < counts.bytes <= counts.limit_bytes < slot
     assert counts.reused_tokens >= 2 * 89

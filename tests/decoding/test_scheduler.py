@@ -202,9 +202,9 @@ def test_no_pass_is_timed_before_an_answer(bundle: Path, monkeypatch: pytest.Mon
             plain = llm.generate(prompts, params, speculate=False)
             drafted = llm.generate(prompts, params)
             assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
-            policies.add(llm._runtime.lengths(RequestOptions()))
+            policies.add(llm.runtime.lengths(RequestOptions()))
         (policy,) = policies
         known = policy.verify_times.kept()
     with LLM(bundle, max_batch_size=6, threads=1) as llm:
-        again: Any = llm._runtime.lengths(RequestOptions())
+        again: Any = llm.runtime.lengths(RequestOptions())
         assert again.verify_times.kept().keys() == known.keys()

@@ -73,12 +73,12 @@ def test_every_form_holds_in_a_batch_with_others(llm: LLM, block_length: int | N
 
 def test_only_drafts_that_fit_are_verified(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A form compiled anew accepts every draft that counts."""
-    form, pair, seen = StructuredOutputs(json_object=True), llm._runtime.pair, list[int]()
+    form, pair, seen = StructuredOutputs(json_object=True), llm.runtime.pair, list[int]()
     start = pair.start  # type: ignore[union-attr]
 
     def watched(active: Any, draft: Any) -> Any:
         (request,) = active
-        fresh = llm._runtime._structures.compile(form)
+        fresh = llm.runtime._structures.compile(form)
         for token in request.output:
             fresh.add(token)
         tokens = draft.tokens_of(0)[: request.own_length(draft.nodes)]
@@ -185,7 +185,7 @@ class Asked:
 
 
 def asked(llm: LLM, form: StructuredOutputs) -> tuple[Structure, Asked]:
-    structure = llm._runtime._structures.compile(form)
+    structure = llm.runtime._structures.compile(form)
     structure._matcher = matcher = Asked(structure._matcher)
     return structure, matcher
 
@@ -216,7 +216,7 @@ def test_a_long_forced_text_is_tokenized_once(llm: LLM, form: StructuredOutputs)
         assert allowed[token]
         structure.add(token)
         found.append(token)
-    text = llm._runtime.tokenizer.decode(found)
+    text = llm.runtime.tokenizer.decode(found)
     assert SENTENCE in text
     assert matcher.masks < 20
     assert sum(count > LONG_FORCED for count in matcher.forced) <= 2  # once behind drafts
@@ -225,7 +225,7 @@ def test_a_long_forced_text_is_tokenized_once(llm: LLM, form: StructuredOutputs)
 def test_a_long_text_behind_drafts_is_not_asked_for_in_every_round(llm: LLM) -> None:
     """The drafts may be refused each time."""
     structure, matcher = asked(llm, StructuredOutputs(grammar=f'start: ("x" | "q" tail)*\ntail: "{LONG}"'))
-    (draft,) = llm._runtime.tokenizer.encode("q")
+    (draft,) = llm.runtime.tokenizer.encode("q")
     rounds = [structure.follow([draft] * 4, 7)[0] for _ in range(5)]
     assert len(rounds[0]) == 7
     assert rounds[1:] == [[draft]] * 4
@@ -255,10 +255,10 @@ class Failing:
 @pytest.mark.parametrize("calls", [None, 0, 1, 2, 3])
 def test_what_drafts_meet_ends_the_drafts_alone(llm: LLM, calls: int | None) -> None:
     """Whether llguidance says so or panics: the answer, and that of a neighbour, is that of plain decoding."""
-    structures = llm._runtime._structures
-    ids = [llm._runtime.tokenizer.encode(letter)[0] for letter in "AB7q"]
+    structures = llm.runtime._structures
+    ids = [llm.runtime.tokenizer.encode(letter)[0] for letter in "AB7q"]
     texts, mine = [ids * 4, PROMPT], [TOO_WIDE, FORMS["regex"][0]]
-    params = [asks(form, logit_bias={llm._runtime.tokenizer.encode("Z")[0]: 100.0}) for form in mine]
+    params = [asks(form, logit_bias={llm.runtime.tokenizer.encode("Z")[0]: 100.0}) for form in mine]
 
     def compiled(form: StructuredOutputs) -> Structure:
         structure = Structures.compile(structures, form)

@@ -134,4 +134,4 @@ def test_a_tree_at_the_end_of_the_context_leaves_a_row_for_a_sink() -> None:
 def test_a_tree_is_refused_by_graphs_that_verify_chains(bundle: Path) -> None:
     tree = Draft(np.array([[1, 2, 3]]), np.array([[-1, 0, 0]]), np.zeros((1, 2), np.float32))
     with LLM(bundle, threads=1) as llm, pytest.raises(ValueError, match="chains only"):
-        llm._runtime.pair.verify([request(prompt(4), SamplingParams())], tree)
+        llm.runtime.pair.verify([request(prompt(4), SamplingParams())], tree)

@@ -47,7 +47,7 @@ def bundle(tmp_path: Path, target: str = "qwen3") -> Path:
 
 def measured(path: Path, widths: tuple[int, ...] = (1, 2, 4)) -> dict[str, Outcome]:
     with LLM(path, max_batch_size=3, prefill_chunk=64) as llm:
-        outcomes = measure(llm._runtime.pair, PROMPTS, widths, 20, llm.bundle.manifest, locate=True)
+        outcomes = measure(llm.runtime.pair, PROMPTS, widths, 20, llm.bundle.manifest, locate=True)
         return {each.way.name: each for each in outcomes}
 
 
@@ -136,7 +136,7 @@ def test_trees_move_rows(tmp_path: Path) -> None:
 
 def test_a_prompt_without_room(tmp_path: Path) -> None:
     with LLM(bundle(tmp_path)) as llm, pytest.raises(UsageError, match="leaves 1 tokens"):
-        list(measure(llm._runtime.pair, [[1] * 127], (1, 2), 8, llm.bundle.manifest))
+        list(measure(llm.runtime.pair, [[1] * 127], (1, 2), 8, llm.bundle.manifest))
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -144,7 +144,7 @@ def test_padded_passes_keep_the_bits(tmp_path: Path, target: str) -> None:
     """Copies of the last row change no row before them, no window and no state."""
     path = bundle(tmp_path, target)
     with LLM(path, max_batch_size=2, prefill_chunk=64) as llm:
-        pair, manifest = llm._runtime.pair, llm.bundle.manifest
+        pair, manifest = llm.runtime.pair, llm.bundle.manifest
         free = list(measure(pair, PROMPTS, (1, 2, 4), 20, manifest))
         pair.rule = PassRule((3, 4))
         assert [each.digest for each in measure(pair, PROMPTS, (1, 2, 4), 20, manifest)] == [
@@ -162,7 +162,7 @@ def test_exact_mode(
     with LLM(path) as llm:
         assert llm.exactness is None
     with LLM(path, exact=True) as llm:
-        found, pair = llm.exactness, llm._runtime.pair
+        found, pair = llm.exactness, llm.runtime.pair
         assert found is not None
         assert found.rule == pair.rule == PassRule((2, 3, 4))
         assert not found.flips < 0 < found.cost

@@ -182,7 +182,7 @@ def test_kept_prefixes_hold_windows_only_at_their_cuts(tmp_path: Path) -> None:
     whole += 4 * bundle.feature_size  # which the drafter has not read
     with LLM(bundle.path, max_batch_size=1, prefill_chunk=512, threads=1) as llm:
         llm.generate(prompt, SamplingParams(max_tokens=1))
-        kept = llm._runtime.scheduler.slots.prefixes.counts
+        kept = llm.runtime.scheduler.slots.prefixes.counts
         assert kept.tokens == 513
         # Both the chunk's end and the prompt's are cuts: the window before the last page, and the page.
         assert kept.bytes == 513 * whole + (WINDOW - 2 + 64 + 1) * windowed
@@ -211,7 +211,7 @@ def test_a_drafter_may_see_less_than_it_was_trained_for(tmp_path: Path, causal: 
         with LLM(bundle.path, max_batch_size=1, threads=1) as llm:
             answers.append(llm.generate(prompt, params, block_length=BLOCK))
             assert answers[-1].statistics.num_accepted_tokens > 0
-            rows = llm._runtime.pair.drafter.caches.kinds[0].records[0].finite
+            rows = llm.runtime.pair.drafter.caches.kinds[0].records[0].finite
             assert (rows > 300) == (bundle is whole)
     assert answers[0].token_ids == answers[1].token_ids
     for window in (BLOCK - 1, 4096):

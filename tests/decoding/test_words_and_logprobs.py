@@ -59,7 +59,7 @@ def test_a_bad_word_is_held_back_at_the_start_and_after_a_space(bundle: Path) ->
     with LLM(bundle, threads=1) as llm:
         for spelling in ("the", " the"):
             params = SamplingParams(max_tokens=1, bad_words=["the"])
-            request = llm._runtime.request("x", params, RequestOptions())
+            request = llm.runtime.request("x", params, RequestOptions())
             *begin, last = llm.tokenizer.encode(spelling, add_special_tokens=False)
             assert request.history is not None
             for token in begin:

@@ -75,7 +75,7 @@ def test_padded_passes_give_the_same_tokens(
     """In exact mode a pass has copies of its last rows, made on the device or on the host."""
     expected = expected_of(bundles[0], temperature)
     with opened(bundles[1], prefix_cache_bytes=1 << 20) as llm:
-        pair, widths = llm._runtime.pair, set[int]()
+        pair, widths = llm.runtime.pair, set[int]()
         pair.rule = PassRule((4, BLOCK), any_cut=False)
         run = pair.target.run
 
@@ -102,7 +102,7 @@ def test_a_full_gpu_keeps_no_rows(bundles: tuple[Bundle, Bundle], monkeypatch: p
 
         monkeypatch.setattr(torch.Tensor, "clone", full)
         with pytest.raises(MemoryError, match="CUDA out of memory"):
-            llm._runtime.pair.target.caches.keep(0, 0, 4, 1)
+            llm.runtime.pair.target.caches.keep(0, 0, 4, 1)
 
 
 def test_sampling_by_kernels_gives_the_same(bundles: tuple[Bundle, Bundle]) -> None:
@@ -110,7 +110,7 @@ def test_sampling_by_kernels_gives_the_same(bundles: tuple[Bundle, Bundle]) -> N
     kinds: list[dict[str, Any]] = [{"temperature": 0.8}, {}, {"temperature": 1.0, "presence_penalty": 0.5}]
     wanted = [SamplingParams(max_tokens=5, seed=2**63 + i, ignore_eos=True, **k) for i, k in enumerate(kinds)]
     with opened(bundles[1]) as llm:
-        arrays: Any = llm._runtime.pair.arrays
+        arrays: Any = llm.runtime.pair.arrays
         expected = [c.token_ids for c in llm.generate(prompts()[:3], wanted, block_length=4)]
         arrays.run, arrays.samples = by_triton, True
         found = llm.generate(prompts()[:3], wanted, block_length=4)
@@ -126,7 +126,7 @@ def test_numbers_that_are_not_finite_end_their_request_alone(by_kernels: bool, s
     good, bad = [spoilt_prompt(9 + i, i) for i in range(3)], [spoilt_prompt(20 + i, i) for i in range(3)]
     good = [[token for token in each if token != SPOILT] for each in good]
     with opened(spoilt) as llm:
-        pair: Any = llm._runtime.pair
+        pair: Any = llm.runtime.pair
         pair.arrays.run, pair.arrays.samples = by_triton if by_kernels else None, by_kernels
         expected = [llm.generate(*each, block_length=1).token_ids for each in zip(good, wanted, strict=True)]
         for drafts in ({"block_length": 4}, {"tree_nodes": 4}):
@@ -143,7 +143,7 @@ def test_a_draft_that_spoils_a_round_ends_no_request(spoilt: Bundle) -> None:
     params = [SamplingParams(max_tokens=20, seed=9, ignore_eos=True, temperature=t) for t in (0.0, 0.8)]
     asked = [[token for token in spoilt_prompt(9 + i, i) if token != SPOILT] for i in range(2)]
     with opened(spoilt) as llm:
-        pair: Any = llm._runtime.pair
+        pair: Any = llm.runtime.pair
         expected = [c.token_ids for c in llm.generate(asked, params, speculate=False)]
         drafter = pair.drafter.engine
         run = drafter.run
@@ -175,7 +175,7 @@ def test_forced_tokens_of_rounds_without_a_draft_find_room(
     params = SamplingParams(max_tokens=40, structured_outputs=form)
     monkeypatch.setattr(AdaptiveLength, "draft", lambda *_: 1)
     with opened(bundles[1], 2) as llm:
-        arrays: Any = llm._runtime.pair.arrays
+        arrays: Any = llm.runtime.pair.arrays
         add, rows = arrays.add_unread, set[int]()
 
         def watched(slot: int, at: int, features: Any, nodes: Sequence[int]) -> None:
@@ -221,7 +221,7 @@ def test_the_block_length_learns_from_the_device(bundles: tuple[Bundle, Bundle])
     """It gets the drafts, which are read with the results."""
     with opened(bundles[1]) as llm:
         llm.generate(prompts(), params(0.0), draft_source="drafter")
-        policy = llm._runtime.lengths(RequestOptions(draft_source="drafter"))
+        policy = llm.runtime.lengths(RequestOptions(draft_source="drafter"))
         assert isinstance(policy, AdaptiveLength)
         assert any(before for _, before, _, _ in policy._expected._counts)
 
@@ -238,7 +238,7 @@ def test_a_prompt_fills_the_cache_to_its_last_row(bundles: tuple[Bundle, Bundle]
 
 def test_the_drafter_reads_zeros_behind_the_features_of_a_short_part(bundles: tuple[Bundle, Bundle]) -> None:
     with LLM(bundles[1].path, threads=1) as llm:
-        pair: Any = llm._runtime.pair
+        pair: Any = llm.runtime.pair
         pair.prefill(prompts()[1], 0, 0, draft=True)
         features = pair.drafter.engine.whole_buffer(PREFILL, "features")
         features.fill_(torch.nan)  # such as those of a request that was not finite
@@ -271,7 +271,7 @@ def test_trees_give_the_tokens_of_onnxruntime(
     with LLM(wide[0].path, threads=1) as reference:
         expected = [c.token_ids for c in reference.generate(prompts(), asked, speculate=False)]
     with opened(wide[1]) as llm:
-        pair: Any = llm._runtime.pair
+        pair: Any = llm.runtime.pair
         for each in pair.target.caches.kinds if kernel else ():
             each.pool.compact_by(by_triton, BLOCK)
             pair.arrays.run, pair.arrays.samples = by_triton, True
@@ -308,16 +308,16 @@ def test_states_give_the_tokens_of_onnxruntime(recurrent: tuple[Bundle, Bundle])
             assert [c.token_ids for c in found] == expected
         assert sum(c.statistics.num_accepted_tokens for c in found) > 0
         assert found[1].statistics.num_cached_tokens == len(prompts()[1]) - 1
-        states = llm._runtime.pair.target.caches.states
+        states = llm.runtime.pair.target.caches.states
         assert states._on_device.tolist() == states._positions.tolist()
-        llm._runtime.pair.rule = PassRule((4, BLOCK))
+        llm.runtime.pair.rule = PassRule((4, BLOCK))
         found = llm.generate(prompts(), params(0.8), block_length=3)
         assert [c.token_ids for c in found] == expected
 
 
 def test_states_move_and_are_cleared_by_slot(recurrent: tuple[Bundle, Bundle]) -> None:
     with opened(recurrent[1], 4) as llm:
-        pair: Any = llm._runtime.pair
+        pair: Any = llm.runtime.pair
         caches = pair.target.caches
         pair.prefill(prompts()[1][:20], 0, 1, draft=False)
         names = [name for name in caches.arrays if "_state" in name]

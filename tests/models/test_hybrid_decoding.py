@@ -69,7 +69,7 @@ def test_drafts_change_no_token_of_a_long_answer(
     prompt, rng = case.tokens(50), np.random.default_rng(0)
     plain = llm.generate(prompt, greedy(LONG), speculate=False).token_ids
     assert len(plain) == LONG
-    drafter = llm._runtime.pair.drafter
+    drafter = llm.runtime.pair.drafter
     real = drafter.propose
 
     def propose(active: Sequence[Request], length: int) -> Draft:
@@ -159,7 +159,7 @@ def test_prefixes_are_reused_at_boundaries(case: Case) -> None:
         assert onward.statistics.num_cached_tokens >= len(talk) - 1
         third = llm.generate(prompts[2], params)
         assert third.statistics.num_cached_tokens == 128
-        counts = llm._runtime.scheduler.slots.prefixes.counts
+        counts = llm.runtime.scheduler.slots.prefixes.counts
         assert 0 < counts.bytes <= counts.limit_bytes
     assert [first.token_ids, second.token_ids, third.token_ids] == expected
     assert again.token_ids == expected[0]

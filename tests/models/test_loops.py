@@ -180,7 +180,7 @@ def assert_ours(target: Path, drafter: Path, work: Path, theirs: Loop) -> None:
     params, blocks = SamplingParams(max_tokens=COUNT, ignore_eos=True), list[list[int]]()
     with LLM(bundle.path, max_batch_size=2, prefill_chunk=16, threads=1) as llm:
         assert list(llm.generate(prompt(), params, speculate=False).token_ids) == theirs.tokens
-        ours = llm._runtime.pair.drafter
+        ours = llm.runtime.pair.drafter
         propose = ours.propose
 
         def noted(active: Any, length: int) -> Any:

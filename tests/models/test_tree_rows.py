@@ -61,7 +61,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         drafter = make_gpt_oss_drafter(directory / "drafter", target)
     build(str(target), str(drafter), directory / "bundle", max_seq_len=96, tree_width=2)
     with LLM(directory / "bundle", max_batch_size=2, threads=1) as llm:
-        yield llm._runtime.scheduler.pair
+        yield llm.runtime.scheduler.pair
 
 
 def prefilled(pair: Pair, prompts: list[list[int]]) -> list[Request]:

@@ -174,7 +174,7 @@ def test_a_failed_engine_refuses_its_requests_and_ends_the_process(bundle: Path)
         def broken(*_: Any) -> Any:
             raise RuntimeError("out of order")
 
-        llm._runtime.pair.start = broken  # type: ignore[method-assign]
+        llm.runtime.pair.start = broken  # type: ignore[method-assign]
         serving, reader, writer = await started(Worker(llm))
         for key in (1, 2):
             writer.write(request(key, prompt(5), max_tokens=20))
@@ -197,7 +197,7 @@ def test_every_request_is_answered_whatever_happens_to_it(bundle: Path) -> None:
     async def run() -> None:
         llm = AsyncLLM(bundle, threads=1, block_length=1)
         expected = await llm.generate(prompt(5), SamplingParams(max_tokens=20))
-        worker, make, prefill = Worker(llm), llm._runtime.request, llm._runtime.pair.prefill
+        worker, make, prefill = Worker(llm), llm.runtime.request, llm.runtime.pair.prefill
 
         def panicking(tokens: list[int], *given: Any, **options: Any) -> Any:
             if tokens[0] == 1:
@@ -209,8 +209,8 @@ def test_every_request_is_answered_whatever_happens_to_it(bundle: Path) -> None:
             return (logits * np.nan if tokens[0] == 2 else logits), *sound
 
         echo = worker._echo
-        llm._runtime.request = panicking  # type: ignore[method-assign]
-        llm._runtime.pair.prefill = not_finite  # type: ignore[method-assign]
+        llm.runtime.request = panicking  # type: ignore[method-assign]
+        llm.runtime.pair.prefill = not_finite  # type: ignore[method-assign]
         worker._echo = lambda ids: object() if ids[0] == 3 else echo(ids)  # type: ignore[assignment, method-assign]
         serving, reader, writer = await started(worker)
         for key in range(1, 7):

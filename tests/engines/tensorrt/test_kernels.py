@@ -77,7 +77,7 @@ def tokens(path: Path) -> tuple[list[list[int]], bool]:
     with LLM(path) as llm:
         found = [llm.generate(PROMPT, params).token_ids for params in (SAMPLED, GREEDY)]
         found += [c.token_ids for c in llm.generate(prompts()[:3], GREEDY, tree_nodes=BLOCK)]
-        return found, getattr(llm._runtime.pair.arrays, "run", None) is not None
+        return found, getattr(llm.runtime.pair.arrays, "run", None) is not None
 
 
 @pytest.fixture(scope="module")

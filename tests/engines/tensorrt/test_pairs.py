@@ -69,7 +69,7 @@ def test_the_tokens_are_those_of_onnxruntime(
     with LLM(plain.path, threads=1) as reference:
         expected = reference.generate(prompts()[:3], params(0.8)[:3], block_length=reference.block_size)
     with LLM(plans.path) as llm:
-        llm._runtime.pair.arrays.samples = False  # Triton's interpreter is slow
+        llm.runtime.pair.arrays.samples = False  # Triton's interpreter is slow
         for block_length in (3, llm.block_size):
             found = llm.generate(prompts()[:3], params(0.8)[:3], block_length=block_length)
             assert [c.token_ids for c in found] == [c.token_ids for c in expected]

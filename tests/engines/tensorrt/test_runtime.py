@@ -101,7 +101,7 @@ def test_outputs_that_nothing_reads_have_memory(tmp_path: Path, here: Any) -> No
     bundle = build(str(target), str(drafter), tmp_path / "bundle", precision=half, **settings)
     params = SamplingParams(max_tokens=16, ignore_eos=True)
     with LLM(bundle.path) as llm:
-        engine = llm._runtime.pair.target
+        engine = llm.runtime.pair.target
         assert [name for name in engine._unread if name in engine._shared] == engine._unread != []
         assert not {*engine._unread} & {*engine.outputs}
         expected = [c.token_ids for c in llm.generate(prompts()[:2], params, speculate=False)]
@@ -134,7 +134,7 @@ def test_nothing_is_allocated_in_a_round(
     """No buffer of the engines moves, and none is allocated."""
     asked = prompts()[:2], SamplingParams(max_tokens=9, ignore_eos=True)
     with LLM(bundles[1].path) as llm:
-        pair: Any = llm._runtime.pair
+        pair: Any = llm.runtime.pair
         pair.arrays._round.run = by_triton
         llm.generate(*asked, block_length=BLOCK)
         engines = (pair.target, pair.drafter.engine)
@@ -147,7 +147,7 @@ def test_nothing_is_allocated_in_a_round(
 
 def test_a_shape_outside_of_the_profile_is_refused(bundles: tuple[Bundle, Bundle]) -> None:
     with LLM(bundles[1].path) as llm:
-        target, block = llm._runtime.pair.target, np.zeros((1, BLOCK + 1), np.int64)
+        target, block = llm.runtime.pair.target, np.zeros((1, BLOCK + 1), np.int64)
         feeds = {"tokens": block, "start": np.zeros(1, np.int64), "rows": block}
         feeds |= {name: np.zeros(1, np.int64) for name in target.caches.bases([])}
         with pytest.raises(ValueError, match=rf"(tokens|rows) \[1, {BLOCK + 1}\] is outside of profile 1"):
@@ -203,7 +203,7 @@ def test_slots_begin_at_aligned_addresses(bundles: tuple[Bundle, Bundle]) -> Non
     """Whatever --max-seq-len is. A plan of former versions, whose capacity is not a multiple, is refused."""
     assert bundles[1].capacity % 16  # the sum of prompt and output, and of what passes write beyond it
     with LLM(bundles[1].path) as llm:
-        for engine in (llm._runtime.pair.target, llm._runtime.pair.drafter.engine):
+        for engine in (llm.runtime.pair.target, llm.runtime.pair.drafter.engine):
             for rows in engine.caches.arrays.values():
                 assert rows.is_contiguous()
                 assert rows.shape[2] == -(-bundles[1].capacity // 16) * 16

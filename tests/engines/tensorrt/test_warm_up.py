@@ -74,8 +74,8 @@ def test_no_request_meets_a_shape_that_was_not_prepared(bundles: dict[str, Bundl
     with LLM(bundles["onnxruntime"].path) as llm:
         expected = tokens(llm)
     with LLM(bundles[engine].path, prefix_cache_bytes=0) as llm:
-        engines: list[TensorRTEngine] = [llm._runtime.pair.target, llm._runtime.pair.drafter.engine]
-        pair: Any = llm._runtime.pair
+        engines: list[TensorRTEngine] = [llm.runtime.pair.target, llm.runtime.pair.drafter.engine]
+        pair: Any = llm.runtime.pair
         caches = [rows for each in engines for rows in each.caches.arrays.values()]
         pair.arrays.wait()
         assert all(not rows.any() for rows in caches)
@@ -160,7 +160,7 @@ def test_a_plan_that_cannot_be_captured_runs_plainly_and_says_so_once(
 def test_contexts_are_configured_as_documented(bundles: dict[str, Bundle]) -> None:
     """Prefill is bound to another slot each time, and would be captured each time."""
     with LLM(bundles["tensorrt-rtx"].path) as llm:
-        for engine in (llm._runtime.pair.target, llm._runtime.pair.drafter.engine):
+        for engine in (llm.runtime.pair.target, llm.runtime.pair.drafter.engine):
             contexts = [each.context for each in (*engine._contexts, *engine._of_shapes.values())]
             strategies = [context._config.cuda_graph_strategy for context in contexts]
             assert strategies[PREFILL] == fake_tensorrt_rtx.CudaGraphStrategy.DISABLED

@@ -76,7 +76,7 @@ def test_the_tokens_are_those_of_onnxruntime(bundles: tuple[Bundle, Bundle]) -> 
     with LLM(bundles[0].path, max_batch_size=SLOTS, threads=1) as reference:
         expected = [c.token_ids for c in reference.generate(prompts, asked, speculate=False)]
     with LLM(bundles[1].path, max_batch_size=SLOTS) as llm:
-        pair: Any = llm._runtime.pair
+        pair: Any = llm.runtime.pair
         kinds = [*pair.target.caches.kinds, *pair.drafter.caches.kinds]
         for each in kinds:
             for rows in each.pool.arrays.values():
@@ -98,7 +98,7 @@ def test_a_pass_leaves_the_tokens_of_idle_slots(bundles: tuple[Bundle, Bundle]) 
     """Three sequences are run as four. Of the fourth slot, only rows after those of its tokens change."""
     length = 2 * CHUNK + 40
     with LLM(bundles[1].path, max_batch_size=SLOTS) as llm:
-        pair: Any = llm._runtime.pair
+        pair: Any = llm.runtime.pair
         engines = pair.target, pair.drafter.engine
         for slot in range(SLOTS):
             tokens = np.random.default_rng(slot).integers(0, VOCAB, length).tolist()

@@ -38,7 +38,7 @@ def test_graphs_of_every_shape_give_the_tokens_of_a_cpu(chains: Bundle, gpu: pyt
         with LLM(chains.path, max_batch_size=2, threads=1) as llm:
             expected = tokens(llm, 0.8, block_length=4)
     with LLM(chains.path, max_batch_size=2) as llm:
-        target = llm._runtime.pair.target
+        target = llm.runtime.pair.target
         assert target.device.type == "cuda"
         for length in (4, 2, 4):
             assert tokens(llm, 0.8, block_length=length) == expected
@@ -51,7 +51,7 @@ def test_a_prompt_s_pass_of_a_drafter_fills_its_caches_alone(chains: Bundle) -> 
     """No row is multiplied with the head, which has most of the weights that such a pass would read."""
     with LLM(chains.path, max_batch_size=1, threads=1) as llm:
         tokens(llm, 0.0, 1, block_length=4)
-        engine = llm._runtime.pair.drafter.engine
+        engine = llm.runtime.pair.drafter.engine
         products = defaultdict[int, set[int]](set)
         for (profile, *_), program in engine._programs.items():
             products[profile].add(sum(step.function is OPERATORS["Gemm"] for step in program._steps))
@@ -72,7 +72,7 @@ def test_a_pass_that_cannot_be_captured_runs_without_graphs(
 
     gpu.setattr(Cuda.CUDAGraph, "capture_begin", begin)
     with LLM(chains.path, max_batch_size=1, prefix_cache_bytes=0) as llm:
-        expected, pair = tokens(llm, 0.0, 1), llm._runtime.pair
+        expected, pair = tokens(llm, 0.0, 1), llm.runtime.pair
         kept = set(pair.target._captured)
         assert kept
         assert not pair.target._prompts()
@@ -111,7 +111,7 @@ def test_a_capture_needs_nothing_that_a_thread_makes_once(chains: Bundle, gpu: p
         expected = tokens(llm, 0.0, 1)
         gpu.setattr(Cuda, "handle", False)
         assert tokens(llm, 0.0, 1) == expected
-        assert llm._runtime.pair.target._prompts() == 1
+        assert llm.runtime.pair.target._prompts() == 1
 
 
 def test_programs_and_captured_prompts_are_bounded(chains: Bundle, gpu: pytest.MonkeyPatch) -> None:
@@ -122,7 +122,7 @@ def test_programs_and_captured_prompts_are_bounded(chains: Bundle, gpu: pytest.M
         expected = tokens(llm, 0.8)
         for _ in range(2):
             assert tokens(llm, 0.8) == expected
-        target, drafter = llm._runtime.pair.target, llm._runtime.pair.drafter.engine
+        target, drafter = llm.runtime.pair.target, llm.runtime.pair.drafter.engine
         captured = {key for key, _ in target._captured}
         assert captured <= set(target._programs)
         assert len(set(target._programs) - captured) <= 1

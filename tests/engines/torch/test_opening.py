@@ -58,7 +58,7 @@ def test_the_longest_rounds_and_those_of_one_request_are_captured(
 ) -> None:
     """So memory for all others is there, every kernel is compiled, and a request that comes alone waits for neither."""
     with LLM(made.path, max_batch_size=SLOTS, prefix_cache_bytes=0) as llm:
-        pair = llm._runtime.pair
+        pair = llm.runtime.pair
         target, drafter = pair.target, pair.drafter.engine
         alone = {(1, n) for n in (1, 2, BLOCK)}
         longest = {(n, BLOCK) for n in (1, 2, SLOTS)}
@@ -105,7 +105,7 @@ def test_a_batch_that_was_not_asked_for_is_halved_until_it_fits(
     gpu.setattr(opening, "pair_of", small)
     most = 3
     with LLM(made.path) as llm:
-        assert (tried, llm._runtime.max_batch_size) == ([8, 4, 2], 2)
+        assert (tried, llm.runtime.max_batch_size) == ([8, 4, 2], 2)
         told = llm.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=3, ignore_eos=True))
         assert [len(each.token_ids) for each in told] == [3] * 3
     assert "max_batch_size is 4: no memory is left for 8 sequences" in caplog.text
@@ -164,7 +164,7 @@ def test_a_gpu_that_torch_has_no_code_for_is_left_to_others(
     problem = "torch 2 has no code for compute capability 9.0"
     gpu.setattr(opening.hardware, "torch_problem", lambda: problem)
     with LLM(made.path, max_batch_size=1) as llm:
-        assert llm._runtime.pair.target.device.type == "cpu"
+        assert llm.runtime.pair.target.device.type == "cpu"
     assert f"runs on the CPU, because {problem}" in caplog.text
 
 

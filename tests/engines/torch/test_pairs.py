@@ -158,7 +158,7 @@ def test_a_pair_holds_the_weights_that_its_graphs_share_once(tmp_path: Path) -> 
     """The drafter reads the target's embedding."""
     _, ours = both(tmp_path, "qwen3, trees")
     with LLM(ours.path, threads=1) as llm:
-        pair = llm._runtime.pair
+        pair = llm.runtime.pair
         target, drafter = (
             {w.data_ptr() for w in engine._graph.weights.values()}
             for engine in (pair.target, pair.drafter.engine)

@@ -54,15 +54,15 @@ def test_exact_mode_compares_passes_over_as_much_as_attention_divides(
 ) -> None:
     """It has fewer parts for several sequences, which changes no bit where each part has one stripe."""
     with LLM(wide.path, max_batch_size=1) as llm:
-        gpu.setattr(llm._runtime, "max_seq_len", 4096)
-        longest = max(map(len, llm._runtime.measured_prompts()))
+        gpu.setattr(llm.runtime, "max_seq_len", 4096)
+        longest = max(map(len, llm.runtime.measured_prompts()))
     assert longest > uses.ATTENTION_STRIPE * uses.ATTENTION_SPLITS
 
 
 def counted(llm: LLM, gpu: pytest.MonkeyPatch) -> list[Any]:
     """What each round from now on allocates, copies and waits for."""
     rounds: list[Any] = []
-    scheduler = llm._runtime.scheduler
+    scheduler = llm.runtime.scheduler
     pair = scheduler.pair
     launch, decide = scheduler._launch, scheduler._decide
 
@@ -166,7 +166,7 @@ def test_a_prompt_waits_once(wide: Bundle, gpu: pytest.MonkeyPatch) -> None:
     overwrites what the first one gave.
     """
     with LLM(wide.path, max_batch_size=1, prefill_chunk=16) as llm:
-        pair = llm._runtime.pair
+        pair = llm.runtime.pair
         for _ in range(3):  # the first two prepare their passes
             before = Cuda.counts["waits"]
             logits, *finite = pair.prefill([*range(12)], 10, 0, draft=True)
@@ -196,7 +196,7 @@ def test_rounds_of_requests_that_join_and_of_a_drafter_that_catches_up(
     drafter reads what waits in a pass of few sizes.
     """
     with LLM(wide.path, max_batch_size=3) as llm:
-        runtime, rounds = llm._runtime, counted(llm, gpu)
+        runtime, rounds = llm.runtime, counted(llm, gpu)
         options = RequestOptions(draft_source="drafter")
         for _ in range(3):
             rounds.clear()
@@ -218,7 +218,7 @@ def test_a_round_of_chains_sends_its_numbers_once_after_one_of_another_length(
 ) -> None:
     """Of a pair that takes trees, too."""
     with LLM(wide.path, max_batch_size=1) as llm:
-        runtime, rounds = llm._runtime, counted(llm, gpu)
+        runtime, rounds = llm.runtime, counted(llm, gpu)
         params, options = (
             SamplingParams(max_tokens=60, ignore_eos=True),
             RequestOptions(draft_source="drafter"),
@@ -234,7 +234,7 @@ def test_a_round_of_chains_sends_its_numbers_once_after_one_of_another_length(
 def test_views_of_a_round_have_the_shape_that_is_asked_for(wide: Bundle, gpu: pytest.MonkeyPatch) -> None:
     """Several lengths have one width, and several numbers of sequences one batch."""
     with LLM(wide.path, max_batch_size=8) as llm:
-        arrays = llm._runtime.pair.arrays
+        arrays = llm.runtime.pair.arrays
         memory = arrays._round
         for _, n, length in itertools.product(range(2), range(1, 9), (2, 3, 4)):
             views = {"block": memory.blocks([5] * n, length, 9), "tokens": memory.tokens()}
@@ -254,7 +254,7 @@ def test_views_of_a_round_have_the_shape_that_is_asked_for(wide: Bundle, gpu: py
 def test_features_of_accepted_nodes_are_copied_together(wide: Bundle, gpu: pytest.MonkeyPatch) -> None:
     """Their places reach the device with the next pass, however many they are, or at once if they are asked for."""
     with LLM(wide.path, max_batch_size=2) as llm:
-        pair = llm._runtime.pair
+        pair = llm.runtime.pair
         arrays, numbers = pair.arrays, torch.randn(2, 4, pair.arrays._unread.shape[2])
         with Cuda.stream(pair.target.stream):
             arrays._features = features = numbers.to("cuda")
