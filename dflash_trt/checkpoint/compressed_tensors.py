@@ -193,8 +193,8 @@ def _block(weights: Fields) -> tuple[int, int]:
     if isinstance(block, str):  # as early files have it
         parts = block.split("x")
         block = [int(part) if part.isdecimal() and len(part) < 8 else part for part in parts]
-    each = Fields(weights.path, {"block_structure": block}, weights.prefix)
-    sizes = each.integers("block_structure", minimum=1, maximum=1 << 12, most=2)
+    named_sizes = Fields(weights.path, {"block_structure": block}, weights.prefix)
+    sizes = named_sizes.integers("block_structure", minimum=1, maximum=1 << 12, most=2)
     if len(sizes) != 2:
         raise weights.error("block_structure", f"is {show(block)}, expected rows and columns")
     return sizes[0], sizes[1]

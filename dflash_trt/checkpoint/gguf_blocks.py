@@ -94,10 +94,10 @@ def pieces(kind: str, data: NDArray[Any]) -> dict[str, NDArray[Any]]:
     four = GGUF[kind].scheme == "int4"
     if least is not None and not four:  # numbers of five bits, around the middle of eight
         codes = codes + np.uint8(112)
-    made: dict[str, NDArray[Any]] = {"weight": pack_pairs(codes) if four else codes, "weight_scale": scale}
+    tensors: dict[str, NDArray[Any]] = {"weight": pack_pairs(codes) if four else codes, "weight_scale": scale}
     if least is not None:
-        made["weight_zero_term"] = least.reshape(rows, -1) + scale * np.float32(8 if four else 16)
-    return made | ({} if kind.endswith("_K") else {"weight_scale": scale.astype(np.float16)})
+        tensors["weight_zero_term"] = least.reshape(rows, -1) + scale * np.float32(8 if four else 16)
+    return tensors | ({} if kind.endswith("_K") else {"weight_scale": scale.astype(np.float16)})
 
 
 def entries(layer: str, kind: str, shape: Sequence[int], rows: Iterable[NDArray[Any]]) -> list[Entry]:
@@ -109,8 +109,8 @@ def entries(layer: str, kind: str, shape: Sequence[int], rows: Iterable[NDArray[
             for end, array in pieces(kind, some).items():
                 yield f"{layer}.{end}", array
 
-    made = [Entry(f"{layer}.{end}", *form) for end, form in forms.items()]
-    return [replace(made[0], pieces=written()), *made[1:]]
+    found = [Entry(f"{layer}.{end}", *form) for end, form in forms.items()]
+    return [replace(found[0], pieces=written()), *found[1:]]
 
 
 def together(entries: Iterable[Entry]) -> list[Entry]:

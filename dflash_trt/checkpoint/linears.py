@@ -152,16 +152,16 @@ def _checked(
 ) -> Algorithm:
     """The algorithm of a layer with so many inputs and outputs. A row of integers is a group, too."""
     kind, group = FORMATS[algorithm.scheme], algorithm.group_size
-    said = f"{checkpoint.quantization.path}: {layer} is {algorithm.name}"
+    layer_is = f"{checkpoint.quantization.path}: {layer} is {algorithm.name}"
     if is_integer(algorithm) and not group:
         algorithm, group = replace(algorithm, group_size=inputs), BLOCK
     if group and inputs % group and algorithm.group_rows == 1:
-        raise CheckpointError(f"{said} in groups of {group}, but has {inputs} inputs")
+        raise CheckpointError(f"{layer_is} in groups of {group}, but has {inputs} inputs")
     if kind.even_rows and outputs % 2 and algorithm.layout == "plain":
-        raise CheckpointError(f"{said}, but has {outputs} outputs")
+        raise CheckpointError(f"{layer_is}, but has {outputs} outputs")
     if algorithm.zero_points and outputs * (kind.integer_bits or 0) % WORD:
         raise CheckpointError(
-            f"{said}, but has {outputs} outputs, which do not fill the words of its zero points"
+            f"{layer_is}, but has {outputs} outputs, which do not fill the words of its zero points"
         )
     return algorithm
 
@@ -245,9 +245,9 @@ def stored_experts(
             names = [name for name in form | first if form.get(name) != first.get(name)]
             weights = [name for name in names if name in WEIGHTS]
             differing = (weights or names)[0]
-            said = [each.get(differing, "not there") for each in (form, first)]
+            both = [tensors.get(differing, "not there") for tensors in (form, first)]
             raise CheckpointError(
-                f"{checkpoint.directory}: {layer}.{differing} is {said[0]}, but {layers[0]}.{differing} is {said[1]}; "
+                f"{checkpoint.directory}: {layer}.{differing} is {both[0]}, but {layers[0]}.{differing} is {both[1]}; "
                 "the experts of a layer must be stored alike: quantize again, all of them or none"
             )
     return [stored for stored in experts if stored is not None] or None

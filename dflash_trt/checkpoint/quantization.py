@@ -58,8 +58,8 @@ def read_quantization(directory: Path) -> Quantization:
         whole = Fields.read(path)
         if whole.get("quantization") is None and "quant_algo" in whole.values:  # as config.json has them
             return _read_modelopt(whole)
-        own = whole.needed("quantization", "an object with quant_algo")
-        return _read_modelopt(own, "exclude_modules", "kv_cache_quant_algo")
+        inner = whole.needed("quantization", "an object with quant_algo")
+        return _read_modelopt(inner, "exclude_modules", "kv_cache_quant_algo")
     path = directory / "config.json"
     section = _section(Fields.read(path)) if path.is_file() else None
     if section is None:
@@ -100,12 +100,12 @@ def _read_modelopt(
     layers: dict[str, Algorithm | None] = {}
     default = None
     names = tuple(map(text_name, optional_names(fields, excluded)))
-    patterns = tuple(dict.fromkeys(each for each in names if set(each) & set("*?[")))
+    patterns = tuple(dict.fromkeys(name for name in names if set(name) & set("*?[")))
     layers.update(dict.fromkeys(set(names) - set(patterns)))
     if fields.get("quant_algo") == "MIXED_PRECISION":
-        each = fields.needed("quantized_layers", "an object, because quant_algo is MIXED_PRECISION")
-        for name in each.values:
-            layer = each.section(name)
+        algorithms = fields.needed("quantized_layers", "an object, because quant_algo is MIXED_PRECISION")
+        for name in algorithms.values:
+            layer = algorithms.section(name)
             if layer is not None:
                 layers[text_name(name)] = _algorithm(layer, layer)
     elif fields.get("quant_algo") is not None:
@@ -178,17 +178,17 @@ def _read_gptq(fields: Fields) -> Quantization:
 
 def _dynamic(fields: Fields, default: Algorithm) -> tuple[Rule, ...]:
     """Overrides by regular expression, the first that matches: "-:" leaves a layer as it is."""
-    each = fields.section("dynamic")
-    if each is None:
+    overridden = fields.section("dynamic")
+    if overridden is None:
         return ()
-    check_count(fields, "dynamic", list(each.values))
+    check_count(fields, "dynamic", list(overridden.values))
     rules = []
-    for key in each.values:
-        pattern = regex(each, key, key.removeprefix("-:").removeprefix("+:"))
+    for key in overridden.values:
+        pattern = regex(overridden, key, key.removeprefix("-:").removeprefix("+:"))
         if key.startswith("-:"):
             rules.append(Rule(pattern))
             continue
-        overrides = each.section(key)
+        overrides = overridden.section(key)
         rules.append(Rule(pattern, default if overrides is None else _changed(overrides, default)))
     return tuple(rules)
 
@@ -251,8 +251,8 @@ def _group_size(fields: Fields, key: str) -> int:
 
 def _read_gguf(fields: Fields) -> Quantization:
     """What checkpoint/gguf.py writes: the type of each layer that is not in floating point."""
-    each = fields.needed("layers", "the types of layers")
-    kinds = {name: each.string(name, among=GGUF) for name in each.values}
+    types = fields.needed("layers", "the types of layers")
+    kinds = {name: types.string(name, among=GGUF) for name in types.values}
     return Quantization(fields.path, None, {n: GGUF[kind] for n, kind in kinds.items()})
 
 

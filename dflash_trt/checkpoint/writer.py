@@ -86,6 +86,6 @@ def write_shard(path: Path, entries: Sequence[Entry]) -> None:
             file.seek(8 + len(text) + position[name])
             file.write(np.ascontiguousarray(data).tobytes())
             position[name] += data.nbytes
-        for name, said in header.items():
-            if position[name] != said["data_offsets"][1]:
-                raise ValueError(f"{path}: {name} got {position[name] - starts[name]} bytes, header: {said}")
+        for name, form in header.items():
+            if position[name] != form["data_offsets"][1]:
+                raise ValueError(f"{path}: {name} got {position[name] - starts[name]} bytes, header: {form}")

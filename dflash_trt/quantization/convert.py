@@ -220,23 +220,23 @@ def _quant_config(layers: Mapping[str, LinearLayer], copied: Sequence[TensorInfo
     }
     left = {of_all_experts(name) for name in linear | {HEAD} if name not in layers and "embed" not in name}
     algorithms = {layer.algorithm for layer in layers.values()}
-    said: dict[str, Any] = {"kv_cache_quant_algo": None, "exclude_modules": sorted(left)}
+    section: dict[str, Any] = {"kv_cache_quant_algo": None, "exclude_modules": sorted(left)}
     if len(algorithms) == 1:
-        said |= fields(algorithms.pop())
+        section |= fields(algorithms.pop())
     else:
-        each = {name: fields(layers[name].algorithm) for name in sorted(layers)}
-        said |= {"quant_algo": "MIXED_PRECISION", "quantized_layers": each}
+        by_layer = {name: fields(layers[name].algorithm) for name in sorted(layers)}
+        section |= {"quant_algo": "MIXED_PRECISION", "quantized_layers": by_layer}
     producer = {"name": "dflash-trt", "version": __version__}
-    return {"producer": producer, "quantization": said}
+    return {"producer": producer, "quantization": section}
 
 
 def _config(source: Path, quantization: Mapping[str, Any], *, untied: bool) -> dict[str, Any]:
     config = read_object(source / "config.json")
     if not config.get("quantization_config"):  # gpt-oss's config describes its experts here
-        said = dict(quantization["quantization"])
-        said["ignore"] = said.pop("exclude_modules")
-        said.pop("kv_cache_quant_algo")
-        config["quantization_config"] = {"quant_method": "modelopt", **said}
+        section = dict(quantization["quantization"])
+        section["ignore"] = section.pop("exclude_modules")
+        section.pop("kv_cache_quant_algo")
+        config["quantization_config"] = {"quant_method": "modelopt", **section}
     if untied and config.get("tie_word_embeddings"):
         config["tie_word_embeddings"] = False
     return config

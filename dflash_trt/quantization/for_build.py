@@ -45,24 +45,24 @@ def in_precision(
     Raises BuildError where a checkpoint is quantized already, otherwise than asked.
     """
     work = _Work(folder, progress, layout)
-    made: dict[str, Weights] = {role: side.checkpoint for role, side in pair.sides.items()}
-    schemes = {role: scheme for role in made if (scheme := precision.scheme(role)) is not None}
+    checkpoints: dict[str, Weights] = {role: side.checkpoint for role, side in pair.sides.items()}
+    schemes = {role: scheme for role in checkpoints if (scheme := precision.scheme(role)) is not None}
     for role in schemes:
-        made[role] = work.without_blocks(role, made[role])
-    target, scheme = made["target"], precision.scheme("head")
+        checkpoints[role] = work.without_blocks(role, checkpoints[role])
+    target, scheme = checkpoints["target"], precision.scheme("head")
     if pair.draft_tokens is not None and isinstance(target, Checkpoint):
-        made["head"] = work.draft_head(target, np.asarray(pair.draft_tokens, np.int64))
+        checkpoints["head"] = work.draft_head(target, np.asarray(pair.draft_tokens, np.int64))
     if scheme is not None:
-        made["head"] = work.head(made.get("head", target), scheme)
+        checkpoints["head"] = work.head(checkpoints.get("head", target), scheme)
     for role, asked in schemes.items():
-        made[role] = work.quantized(role, made[role], asked)
-    for role, checkpoint in made.items():
-        made[role] = work.laid_out(role, checkpoint)
+        checkpoints[role] = work.quantized(role, checkpoints[role], asked)
+    for role, checkpoint in checkpoints.items():
+        checkpoints[role] = work.laid_out(role, checkpoint)
     return replace(
         pair,
-        target=replace(pair.target, checkpoint=made["target"]),
-        drafter=pair.drafter and replace(pair.drafter, checkpoint=made["drafter"]),
-        head=made.get("head"),
+        target=replace(pair.target, checkpoint=checkpoints["target"]),
+        drafter=pair.drafter and replace(pair.drafter, checkpoint=checkpoints["drafter"]),
+        head=checkpoints.get("head"),
     )
 
 
