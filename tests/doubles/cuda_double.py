@@ -150,11 +150,13 @@ class CudaGraph:
         self.runs: list[Work] = []
         self.made = Made()
 
-    def capture_begin(self, pool: GraphPool, *, capture_error_mode: str = "global") -> None:
-        if pool.ended:
-            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
-        pool.graphs += 1
-        weakref.finalize(self, pool.leave)
+    def capture_begin(self, pool: GraphPool | None = None, *, capture_error_mode: str = "global") -> None:
+        """Without a pool, a graph has one of its own."""
+        if pool is not None:
+            if pool.ended:
+                raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
+            pool.graphs += 1
+            weakref.finalize(self, pool.leave)
         assert Cuda.capturing is None, "another capture has not ended"
         assert Cuda.current is not Cuda.default, "the default stream cannot be captured"
         assert capture_error_mode == "thread_local", "other threads may allocate meanwhile"
