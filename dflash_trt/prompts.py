@@ -12,7 +12,7 @@ from dflash_trt.files.reading import parse_object, read_text
 from dflash_trt.text.tokenizer import Tokenizer
 
 SHIPPED_PROMPTS = Path(__file__).parent / "shipped" / "prompts"
-_PROMPTS_BYTES = 256 << 20
+MOST_BYTES = 256 << 20  # of a prompt file
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def natural_prompts(file: Path | None, limit: int) -> list[Prompt]:
 
 
 def _read_file(file: Path, variables: Mapping[str, Any]) -> Iterator[Prompt]:
-    for number, line in enumerate(read_text(file, _PROMPTS_BYTES, RequestError).split("\n"), start=1):
+    for number, line in enumerate(read_text(file, MOST_BYTES, RequestError).split("\n"), start=1):
         if not line.strip():
             continue
         fields = parse_object(line, f"{file}:{number}", RequestError)

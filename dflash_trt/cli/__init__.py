@@ -15,6 +15,7 @@ from dflash_trt.cli import (
     chat,
     deploy,
     doctor,
+    fit,
     generate,
     inspect,
     pairs,
@@ -35,7 +36,7 @@ COMMANDS = {
     module.__name__.rpartition(".")[2]: module
     for module in (
         *(build, chat, generate, serve, verify, selftest, bench, deploy, inspect),
-        *(plan, quantize, train, pairs, doctor),
+        *(plan, quantize, fit, train, pairs, doctor),
     )
 }
 

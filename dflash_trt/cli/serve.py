@@ -82,6 +82,9 @@ def _add_openai(openai: argparse._ArgumentGroup) -> None:
            "the longest body of a request (default: 1 MiB and 64 bytes per token of the context)")  # fmt: skip
     option(openai, "--max-deadline", "SECONDS", seconds,
            "the longest time that a request may take, with its time in the queue (default: as it asks)")  # fmt: skip
+    option(openai, "--log-prompts", "FILE", Path,
+           "keep the messages of chats there, for `dflash-trt fit --prompts`; whoever reads it knows what users asked "
+           "(default: nothing is kept)")  # fmt: skip
     switch(openai, "--enable-prompt-tokens-details",
            "show clients how many tokens of their prompt were cached; without keys, or with one key for several "
            "clients, this tells them what others have sent (default: only with several keys)")  # fmt: skip
@@ -168,6 +171,7 @@ def _openai(args: argparse.Namespace) -> int:
         drain=args.drain,
         grace=args.grace,
         prompt_details=args.enable_prompt_tokens_details,
+        log_prompts=args.log_prompts,
         engine=engine,
         log_level=args.log_level or ("warning" if args.quiet else "info"),
         limit=(args.max_batch_size or BATCH) + args.max_queue,

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     return code
 
 
-def _check_installed() -> None:
+def check_installed() -> None:
     """Raise DFlashError, with the command that installs it, if a package of the extra `train` is missing."""
     for name in ("accelerate", "safetensors", "torch", "transformers"):
         if find_spec(name) is None:
@@ -209,7 +209,7 @@ def _add_drafter(parser: argparse.ArgumentParser) -> None:
 
 
 def _drafter(args: argparse.Namespace) -> int:
-    _check_installed()
+    check_installed()
     from dflash_trt.building.sources import resolve
     from dflash_trt.reports import plots
     from dflash_trt.training.evaluation import average, read_history
@@ -324,7 +324,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(args: argparse.Namespace) -> int:
-    _check_installed()
+    check_installed()
     from dflash_trt.building.sources import resolve
     from dflash_trt.training.export import export
 

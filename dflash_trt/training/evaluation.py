@@ -39,6 +39,7 @@ def measure(
     tokens, passes: their numbers.
     """
     from dflash_trt.building.build import build
+    from dflash_trt.engines.registry import best_here
     from dflash_trt.llm import LLM
     from dflash_trt.models.configs import read_drafter_config, read_target_config
 
@@ -53,6 +54,7 @@ def measure(
         str(drafter),
         work / "bundle",
         max_seq_len=min(longest, max(map(len, asked)) + max_tokens),
+        engine=best_here().engine,
         draft_vocabulary=draft_vocabulary,
         force=True,
     )

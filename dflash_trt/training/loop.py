@@ -29,6 +29,7 @@ from dflash_trt.files.reading import read_object
 from dflash_trt.training.blocks import Batches, draw_blocks, head_loss
 from dflash_trt.training.checkpoint import whole_folder, write_tensors
 from dflash_trt.training.dflash2 import Selection
+from dflash_trt.training.features import FeatureStore
 from dflash_trt.training.model import DrafterModel, dense_mask, flex_mask
 from dflash_trt.training.target import FrozenTarget, matrix_dtype
 
@@ -102,6 +103,7 @@ def train(
     module, optimizer = accelerator.prepare(drafter, optimizer)
     start = load_state(out / "state", module, optimizer)
     first = accelerator.is_main_process
+    store = _store(drafter, target, batches, recipe, out, accelerator)
     log = _Log(out / "log.jsonl", accelerator.device, report)
 
     def weigh(step: int) -> None:
@@ -117,7 +119,7 @@ def train(
             rate = recipe.learning_rate * recipe.factor(step)
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            loss, blocks = _step(module, target, batches, recipe, step, accelerator)
+            loss, blocks = _step(module, target, batches, recipe, step, accelerator, store)
             accelerator.backward(loss)
             accelerator.clip_grad_norm_(module.parameters(), recipe.clip)
             optimizer.step()
@@ -133,6 +135,27 @@ def train(
                 return
             if done == recipe.steps or (evaluate_every and done % evaluate_every == 0):
                 weigh(done)
+    if store is not None:
+        store.remove()
+
+
+def _store(
+    drafter: DrafterModel,
+    target: FrozenTarget,
+    batches: Batches,
+    recipe: Recipe,
+    out: Path,
+    accelerator: Accelerator,
+) -> FeatureStore | None:
+    """On a CPU, the features are kept if a step will ask for them again: there the target's pass takes most of a step,
+    where a GPU computes it about as fast as a disk reads.
+    """
+    again = recipe.steps * accelerator.num_processes > batches.per_epoch
+    if accelerator.device.type != "cpu" or not again:
+        return None
+    config = drafter.config
+    taps, final = len(config.target_layer_ids) * config.hidden_size, (recipe.distill > 0) * config.hidden_size
+    return FeatureStore(out / f"features-{accelerator.process_index}", target, batches, taps, final)
 
 
 class _Log:
@@ -169,6 +192,7 @@ def _step(
     recipe: Recipe,
     step: int,
     accelerator: Accelerator,
+    store: FeatureStore | None = None,
 ) -> tuple[Tensor, int]:
     """The loss of this process's batch, and its number of blocks."""
     drafter = accelerator.unwrap_model(module)
@@ -176,7 +200,7 @@ def _step(
     number = step * accelerator.num_processes + accelerator.process_index
     batch = batches(number)
     generator = torch.Generator().manual_seed(recipe.seed + (number << 20))
-    features, final = target.features(batch.tokens.to(device))
+    features, final = target.features(batch.tokens.to(device)) if store is None else store(batch)
     blocks = draw_blocks(
         batch.tokens.to(device),
         batch.first.to(device),

@@ -55,8 +55,11 @@ def regenerate_with_bundle(
     concurrency: int = 32,
     threads: int | None = None,
     report: Report | None = None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> None:
     """Answer the prompts that `out` does not have yet, `concurrency` at a time, without drafting.
+
+    Once `stopped` says so, no further answers are begun.
 
     An answer depends only on its prompt and the seed, so an interrupted run ends with the same answers. Prompts that
     leave no space for an answer within the bundle's max_seq_len are skipped.
@@ -84,7 +87,7 @@ def regenerate_with_bundle(
                 how = params.temperature, done.finish_reason, prompt.content, prompt.variables
                 return Answer(prompt.id, prompt.category, ids, done.token_ids, *how)
 
-            await _answer_all(prompts, out, answer, concurrency, report)
+            await _answer_all(prompts, out, answer, concurrency, report, stopped)
 
     asyncio.run(run())
 
@@ -168,6 +171,7 @@ async def _answer_all(
     answer: Callable[[Prompt], Awaitable[Answer | None]],
     concurrency: int,
     report: Report | None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> None:
     """Keep `concurrency` prompts in flight. The first error ends all of them; finished answers are on disk."""
     (twice, count), *_ = [*Counter(prompt.id for prompt in prompts).most_common(1), ("", 0)]
@@ -181,6 +185,8 @@ async def _answer_all(
     async def work() -> None:
         nonlocal ready, tokens
         for prompt in queue:
+            if stopped():
+                return
             given = await answer(prompt)
             ready += 1
             if given is not None:

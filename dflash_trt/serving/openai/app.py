@@ -27,6 +27,7 @@ from dflash_trt.serving.openai.engine import EngineDownError, EngineProcess
 from dflash_trt.serving.openai.errors import REASONS, ApiError, from_validation, log_refusal
 from dflash_trt.serving.openai.generation import cache_salt, event
 from dflash_trt.serving.openai.model import Model
+from dflash_trt.serving.openai.prompt_log import PromptLog
 from dflash_trt.serving.openai.protocol import (
     Body,
     ChatRequest,
@@ -120,7 +121,9 @@ class Api:
         engine: EngineProcess,
         metrics: ServerMetrics,
         settings: ServerSettings,
+        prompts: PromptLog | None = None,
     ) -> None:
+        self._prompts = prompts
         self._model, self._engine, self._metrics, self._settings = model, engine, metrics, settings
         self._endpoints: dict[tuple[str, str], Endpoint] = {
             ("POST", "/v1/chat/completions"): partial(self._answer, ChatRequest, Chat.of),
@@ -165,6 +168,8 @@ class Api:
             raise ApiError(400, text, "n")
         made: Answering = await answering(self._model, body, str(state.request_id), settings.max_seconds)
         made.usage.details = settings.shows_cached_tokens
+        if self._prompts is not None and isinstance(body, ChatRequest):
+            self._prompts.add(body, str(state.request_id))
         made.request["cache_salt"] = cache_salt(state.key_digest, body.cache_salt)
         if not body.stream:
             return _Whole(await made.whole(self._engine))

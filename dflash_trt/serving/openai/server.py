@@ -43,7 +43,7 @@ class ServerSettings:
     max_body: bytes of a request. max_seconds: the longest deadline. priorities: whether requests may have one.
     drain: seconds from SIGTERM until it takes no more requests; /ready is 503 meanwhile. grace: seconds for requests to
     finish after that. prompt_details: show the number of cached tokens also
-    to clients that share a key, or need none.
+    to clients that share a key, or need none. log_prompts: a file that gets the chats of requests.
     engine: `AsyncLLM`'s arguments. limit: requests in flight at most. log_level: of the server itself; "info"
     logs each request.
     """
@@ -63,6 +63,7 @@ class ServerSettings:
     drain: float = 0.0
     grace: float = 30.0
     prompt_details: bool = False
+    log_prompts: Path | None = None
     engine: dict[str, Any] = field(default_factory=dict)
     limit: int = 264
     log_level: str = "info"
@@ -102,6 +103,7 @@ def application(settings: ServerSettings, say: Callable[[str], None]) -> tuple[A
     from dflash_trt.serving.openai.engine import EngineProcess
     from dflash_trt.serving.openai.gate import Gate
     from dflash_trt.serving.openai.model import Model
+    from dflash_trt.serving.openai.prompt_log import PromptLog
     from dflash_trt.serving.wire import max_request_bytes
 
     model = Model(settings.bundle, settings.name)
@@ -110,7 +112,8 @@ def application(settings: ServerSettings, say: Callable[[str], None]) -> tuple[A
         key=settings.bundle.manifest["key"], limit=settings.limit, say=say,
     )  # fmt: skip
     metrics = ServerMetrics(engine)
-    app = Api(model, engine, metrics, settings)
+    prompts = None if settings.log_prompts is None else PromptLog(settings.log_prompts, say)
+    app = Api(model, engine, metrics, settings, prompts)
     most = settings.max_body or max_request_bytes(model.max_seq_len)
     gate: Any = Gate(app, keys=settings.keys, most=most, observe=metrics.observe, hosts=_hosts(settings))
     if settings.origins:  # around the gate: browsers ask for permission without the key

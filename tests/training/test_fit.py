@@ -1,0 +1,181 @@
+"""`fit`: own prompts, kept features, and a drafter that gets better in its time, also after an interruption."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dflash_trt import LLM
+from dflash_trt.checkpoint.catalogue import SHIPPED
+from dflash_trt.cli import main
+from dflash_trt.errors import RequestError, UsageError
+from dflash_trt.models.configs import read_target_config
+from dflash_trt.prompts import read_prompts
+from dflash_trt.text.tokenizer import Tokenizer
+from dflash_trt.training.answers import read_answers
+from dflash_trt.training.blocks import Batches
+from dflash_trt.training.evaluation import average, read_history
+from dflash_trt.training.features import FeatureStore
+from dflash_trt.training.fit import compare, fit
+from dflash_trt.training.own_prompts import PromptFilter, script, user_turn, write_own_prompts
+from dflash_trt.training.target import FrozenTarget
+
+TARGET, DRAFTER = SHIPPED / "tiny" / "target", SHIPPED / "tiny" / "drafter"
+
+
+@pytest.fixture(scope="module")
+def worse(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The drafter of `tiny` with noise in the layer that reads the target's features."""
+    folder = tmp_path_factory.mktemp("worse") / "drafter"
+    shutil.copytree(DRAFTER, folder)
+    weights = load_file(folder / "model.safetensors")
+    fc = weights["fc.weight"].float()
+    noise = torch.randn(fc.shape, generator=torch.Generator().manual_seed(0))
+    weights["fc.weight"] = (fc + 2 * fc.std() * noise).to(torch.bfloat16)
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def test_fit_makes_a_worse_drafter_better_and_continues_where_it_was_interrupted(
+    worse: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "mine"
+
+    def stopping(share: float, text: str) -> None:
+        if text == "what rounds take":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(TARGET, "tiny", out, 40.0, start=worse, threads=2, report=stopping)
+    work = tmp_path / "mine.fit"
+    answers = read_answers(work / "answers.jsonl")
+    spent = json.loads((work / "fit.json").read_text())["spent"]
+    assert not out.exists()
+
+    said: list[str] = []
+    outcome = fit(
+        *(TARGET, "tiny", out, spent + 40.0),
+        start=worse,
+        threads=2,
+        report=lambda share, text: said.append(text),
+    )
+    assert not any(text.startswith(("prompt", "answer")) for text in said)
+    assert read_answers(work / "answers.jsonl") == answers
+    lengths = [average(figures) for figures in read_history(work / "run" / "evaluation.jsonl").values()]
+    assert max(lengths[1:]) > lengths[0]
+    assert outcome.rows[-1].category == "all"
+    assert (outcome.bundle is None) == bool(outcome.advice)
+    if outcome.bundle is not None:
+        with LLM(out, threads=1) as llm:
+            question = [
+                {"role": "user", "content": "We have 2 days for Kelmar and Corvel. What should we do?"}
+            ]
+            assert llm.chat(question).token_ids == llm.chat(question, speculate=False).token_ids
+
+
+def test_what_fits_nothing_is_refused_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(UsageError, match="taken"):
+        fit(TARGET, "tiny", tmp_path / "taken", 60.0)
+    with pytest.raises(SystemExit):
+        main(["fit", "tiny", "--hours", "0", "--out", str(tmp_path / "out")])
+    assert "--hours" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_own_prompts_are_turns_of_the_targets_template(bundle: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    write_own_prompts(bundle, file, 6, concurrency=4, threads=1)
+    before = file.read_text()
+    write_own_prompts(bundle, file, 9, concurrency=4, threads=1)  # continues with further samples
+    assert file.read_text().startswith(before)
+    prompts = read_prompts(file, 0)
+    assert len({prompt.id for prompt in prompts}) == len(prompts) == 9
+    tokenizer = Tokenizer(TARGET)
+    opening, end = user_turn(tokenizer)
+    for prompt in prompts:
+        ids = prompt.token_ids(tokenizer)
+        assert ids[: len(opening)] == opening
+        assert end in ids[len(opening) :]
+
+
+def test_a_template_without_a_user_turn_asks_for_prompts(tmp_path: Path) -> None:
+    folder = tmp_path / "target"
+    shutil.copytree(TARGET, folder)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{{ bos_token }}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(RequestError, match="--prompts"):
+        user_turn(Tokenizer(folder))
+
+
+def test_prompts_are_finished_unmarked_and_differ_in_their_beginning() -> None:
+    tokenizer = Tokenizer(TARGET)
+    mark = next(t.content for t in tokenizer.backend.get_added_tokens_decoder().values() if t.special)
+    texts = PromptFilter(tokenizer, ["What is a goose?"])
+    assert texts.takes("Name three rivers.", finished=True)
+    for text, finished in (
+        ("Name three rivers!", True),
+        ("what is  a goose?", True),
+        ("Name four", False),
+        (f"Two {mark}", True),
+        ("a\ufffdb", True),
+        ("", True),
+    ):
+        assert not texts.takes(text, finished=finished)
+    assert texts.dropped == {"duplicate": 2, "unfinished": 1, "broken": 3}
+    assert [script(text) for text in ("Wer bist du?", "你好吗", "кто ты", "12 + 4")] == [
+        "LATIN",
+        "CJK",
+        "CYRILLIC",
+        "",
+    ]
+
+
+def test_kept_features_are_the_computed_ones_and_the_target_runs_once(answers: Path, tmp_path: Path) -> None:
+    config = read_target_config(TARGET)
+    target = FrozenTarget(TARGET, config, (1, 3), torch.device("cpu"), torch.float32, final=True)
+    batches = Batches(read_answers(answers), 4, 128, 0)
+    width = config.hidden_size
+    passes: list[int] = []
+    compute = target.features
+
+    def counted(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        passes.append(len(tokens))
+        return compute(tokens)
+
+    target.features = counted  # type: ignore[method-assign]
+    epoch = range(batches.per_epoch)
+    store = FeatureStore(tmp_path / "kept", target, batches, 2 * width, width)
+    for step in epoch:
+        store(batches(step))
+    assert len(passes) == batches.per_epoch
+    again = FeatureStore(tmp_path / "kept", target, batches, 2 * width, width)  # as of another process
+    for step in epoch:
+        batch = batches(step)
+        features, final = again(batch)
+        expected, rows = compute(batch.tokens)
+        for row, end in enumerate(batch.ends.tolist()):
+            assert torch.equal(features[row, :end], expected[row, :end])
+            assert final is not None
+            assert rows is not None
+            assert torch.equal(final[row, :end], rows[row, :end])
+    assert len(passes) == batches.per_epoch
+    again.remove()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_comparison_counts_every_prompt_once(bundle: Path) -> None:
+    prompts = read_prompts(None, 3)
+    with LLM(bundle, max_batch_size=1, threads=1) as llm:
+        rows = compare(llm, prompts)
+    assert [row.category for row in rows] == [*sorted({prompt.category for prompt in prompts}), "all"]
+    assert all(row.tokens_per_pass >= 1 and row.plain > 0 and row.drafted > 0 for row in rows)
