@@ -17,7 +17,7 @@ from pydantic_core import to_json
 from dflash_trt.errors import RequestError, quoted
 from dflash_trt.serving.openai.engine import EngineDownError, EngineProcess, QueueFullError
 from dflash_trt.serving.openai.errors import ApiError, Names, from_engine, refused
-from dflash_trt.serving.openai.model import Model
+from dflash_trt.serving.openai.model import Model, last_end
 from dflash_trt.serving.openai.protocol import SamplingFields
 from dflash_trt.serving.wire import EngineRequest, Update
 
@@ -258,7 +258,7 @@ class Generation(ABC, Generic[B, C]):
         text, before = (
             self.model.tokenizer.decode(part, skip_special_tokens=False) for part in (latest, latest[:-1])
         )
-        ends = [(at + len(each), -len(each), each) for each in stop if (at := text.rfind(each)) >= 0]
+        ends = [(last_end(text, each), -len(each), each) for each in stop]
         ends = [end for end in ends if end[0] > len(before)]
         return min(ends)[2] if ends else None
 

@@ -140,11 +140,20 @@ class Model:
         return text.encode(errors="replace")
 
 
+def last_end(text: str, part: str) -> int:
+    """The index behind the last place of `part`, which is not empty, in `text`; 0: it has none.
+
+    Unlike `str.find`, `str.rfind` may take a time of the product of their lengths.
+    """
+    start = text[::-1].find(part[::-1])
+    return 0 if start < 0 else len(text) - start
+
+
 def _until(text: str, content: str) -> str:
     """A rendered chat up to the end of its last message's content. Raises RequestError."""
     for shown in (content, content.strip()):  # templates may strip it
-        if shown and (start := text.rfind(shown)) >= 0:
-            return text[: start + len(shown)]
+        if shown and (end := last_end(text, shown)):
+            return text[:end]
     raise RequestError(
         "continue_final_message is true, but the chat template shows no text of the last message"
     )

@@ -14,7 +14,7 @@ from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.output import Detokenizer, StopChecker
 from dflash_trt.serving.openai.chat import Chat
 from dflash_trt.serving.openai.errors import ApiError
-from dflash_trt.serving.openai.model import Model
+from dflash_trt.serving.openai.model import Model, _until, last_end
 from dflash_trt.serving.wire import refusal
 from dflash_trt.serving.worker import Worker
 from dflash_trt.text.tokenizer import Tokenizer
@@ -42,6 +42,23 @@ def test_a_last_message_can_be_continued(server: Server, llm: LLM) -> None:
     asked = {"messages": BEGUN, "max_tokens": 12, "continue_final_message": True}
     for more in ({}, {"add_generation_prompt": False}):
         assert server.made(CHATS, **asked, **more)["choices"][0]["message"]["content"] == expected
+
+
+def test_a_message_that_the_template_trims_can_be_continued(tiny: Path) -> None:
+    model = Model(Bundle.open(tiny), None)
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}<end>{% endfor %}"
+    model.tokenizer.templates.sources["default"] = template
+    chat = model.chat(lambda: BEGUN, [], {}, generation_prompt=False, continued=True)
+    assert asyncio.run(chat)[1] == f"<user>{QUESTION[0]['content']}<end><assistant>You should eat"
+
+
+def test_the_end_of_a_trimmed_message_is_found_in_time_of_its_length() -> None:
+    """By one that takes hours where every place is compared with every other."""
+    half = " a" * 2_000_000
+    content = f"{half}bb{half}"
+    chat = f"user:{half}{half}{half}\nassistant:\n{content.strip()}"
+    assert _until(f"{chat}<end>\n", content) == chat
+    assert last_end(half * 3, content) == 0
 
 
 @pytest.mark.parametrize(
