@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 _MOST_BYTES = 1 << 16  # as in uvicorn's other parser
@@ -15,11 +17,18 @@ class Connection(HttpToolsProtocol):
 
     The same limit holds between the pieces of a chunked body and for its trailers, which are dropped. The application
     bounds the body itself, and the connection ends with an answer that leaves a body unread.
+
+    An offer of another protocol, such as that of HTTP/2 by Java's client (`Upgrade: h2c`), is ignored.
     """
 
     _late: asyncio.TimerHandle | None = None
     _bytes = 0  # that have arrived since the latest message or piece of a body began
     _in_body = False  # whether headers have arrived, and not the end of their message
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.parser = _Parser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -63,6 +72,20 @@ class Connection(HttpToolsProtocol):
         self._bytes = 0
         super().on_body(body)
 
+    def _should_upgrade(self) -> bool:
+        """Whether the parser reads this request again, so that nothing answers it yet."""
+        return bool(self.scope["method"] != "CONNECT")
+
+    def head_without_offer(self) -> bytes:
+        """The latest request's line and headers without `Upgrade`."""
+        line = (
+            f"{self.scope['method']} ".encode()
+            + self.url
+            + f" HTTP/{self.scope['http_version']}\r\n".encode()
+        )
+        kept = [name + b": " + value + b"\r\n" for name, value in self.headers if name != b"upgrade"]
+        return line + b"".join(kept) + b"\r\n"
+
     def on_message_complete(self) -> None:
         self._in_body = False
         super().on_message_complete()
@@ -101,3 +124,24 @@ class Connection(HttpToolsProtocol):
             self.send_400_response(why)
         else:
             self.transport.close()
+
+
+class _Parser(httptools.HttpRequestParser):
+    """uvicorn's parser, for which a request with `Upgrade` has no body. It reads such a request again without that."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        self._connection = connection
+
+    def feed_data(self, data: Any) -> None:
+        """Parse bytes. Raises what httptools raises for the connection."""
+        rest = memoryview(data)
+        while True:
+            try:
+                super().feed_data(rest)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                if not self._connection._should_upgrade():
+                    raise
+                rest = rest[offer.args[0] :]
+            super().feed_data(self._connection.head_without_offer())

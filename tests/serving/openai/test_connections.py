@@ -29,6 +29,17 @@ async def at_once(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"ok"})
 
 
+async def body(scope: Any, receive: Any, send: Any) -> None:
+    """Answers with the body."""
+    read, more = b"", True
+    while more:
+        message = await receive()
+        read, more = read + message["body"], message["more_body"]
+    headers = [(b"content-length", str(len(read)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": read})
+
+
 async def names(scope: Any, receive: Any, send: Any) -> None:
     """Reads the body, and answers with the names of the headers."""
     while (await receive()).get("more_body"):
@@ -163,3 +174,43 @@ def test_line_breaks_after_an_answer_do_not_keep_a_connection(monkeypatch: pytes
         assert (await reader.read()).endswith(b"the headers have not arrived within 0.2 s")
 
     visit(client, monkeypatch, seconds=0.2, app=at_once)
+
+
+JAVA = b"POST / HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\nHost: x\r\n"
+
+
+@pytest.mark.parametrize("offer", [b"h2c", b"websocket", b"TLS/1.0"])
+@pytest.mark.parametrize(
+    "sent", [b"Content-Length: 5\r\n\r\nhello", b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n"]
+)
+@pytest.mark.parametrize("size", [1, 7, 1 << 20])
+def test_an_offer_of_another_protocol_is_ignored(
+    offer: bytes, sent: bytes, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However it comes in pieces, and whatever follows on the connection."""
+    request = JAVA + b"Upgrade: " + offer + b"\r\n" + sent
+    plain = CHUNKED + b"3\r\nbye\r\n0\r\n\r\n"
+    whole = request * 3 + plain + request
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for start in range(0, len(whole), size):
+            writer.write(whole[start : start + size])
+            await asyncio.sleep(0)
+        for expected in (b"hello", b"hello", b"hello", b"bye", b"hello"):
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 OK")
+            assert await reader.readexactly(len(expected)) == expected
+
+    visit(client, monkeypatch, seconds=60, app=body)
+
+
+def test_many_offers_at_once_and_a_tunnel_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    offer = JAVA.replace(b"POST", b"GET") + b"Upgrade: h2c\r\n\r\n"
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(offer * 1000)
+        for _ in range(1000):
+            assert (await reader.readuntil(b"\r\n\r\nok")).startswith(b"HTTP/1.1 200 OK")
+        writer.write(b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n" + offer)
+        assert (await reader.read()).startswith(b"HTTP/1.1 400")
+
+    visit(client, monkeypatch, seconds=60, app=at_once)
