@@ -27,7 +27,7 @@ from dflash_trt.serving.openai.errors import ApiError
 from dflash_trt.serving.openai.reading import Json, refuse
 
 MOST_PROMPTS = 1024
-MOST_MESSAGES = 1 << 14  # and items of a response's input
+MOST_MESSAGES = 1 << 14  # and documents, and items of a response's input
 MOST_TOOLS = 1024
 _MOST_METADATA = 1 << 14  # bytes: OpenAI's 16 keys and values
 _BYTES = 6  # of a character in JSON, at most
@@ -72,6 +72,18 @@ def _words(value: Any) -> Any:
     return [word for word in given if word]
 
 
+def _biases(value: Any) -> Any:
+    """Token ids and numbers, of which the first wrong one is refused: pydantic would collect all of them."""
+    if isinstance(value, dict):
+        if len(value) > MOST_WORDS:
+            text = f"logit_bias has {len(value)} ids, expected at most {MOST_WORDS}"
+            raise ApiError(400, text, "logit_bias")
+        for key, bias in value.items():
+            if isinstance(bias, bool) or not isinstance(bias, int | float):
+                refuse(f"logit_bias.{show_name(key)}", bias, "a number")
+    return value
+
+
 def _bounded(most: int) -> Callable[[Any], Any]:
     """A validator of values with at most so many bytes as JSON."""
 
@@ -101,7 +113,7 @@ Most = Annotated[Int, Field(ge=0, le=20)]
 class Body(BaseModel):
     """No value of another JSON type, and no other field with a value that asks for something.
 
-    A list is refused at its first wrong item: to collect the errors of a million takes many seconds.
+    A list or object is refused at its first wrong item: to collect the errors of a million takes many seconds.
     """
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -171,7 +183,9 @@ class SamplingFields(CommonFields):
     skip_special_tokens: bool | None = None
     allowed_token_ids: Annotated[list[int], Field(max_length=MOST_ALLOWED, fail_fast=True)] | None = None
     max_tokens: Int | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=MOST_WORDS)] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MOST_WORDS), BeforeValidator(_biases)] | None = (
+        None
+    )
     response_format: Form = None
     structured_outputs: Form = None
     n: Annotated[Int, Field(ge=1, le=128)] | None = None
@@ -258,7 +272,7 @@ class ChatRequest(SamplingFields):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
-    documents: list[Any] | None = None
+    documents: Annotated[list[Any], Field(max_length=MOST_MESSAGES)] | None = None
     chat_template_kwargs: Json | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -284,7 +298,7 @@ class ResponsesRequest(CommonFields):
     reasoning: Json | None = None
     text: Json | None = None
     truncation: str | None = None
-    include: list[str] | None = None
+    include: Annotated[list[str], Field(max_length=MOST_WORDS, fail_fast=True)] | None = None
     top_logprobs: Most | None = None  # without effect: OpenAI's API gives none unless `include` asks for them
 
     def chat(self) -> ChatRequest:
@@ -341,4 +355,4 @@ class DetokenizeRequest(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: Annotated[list[int], Field(fail_fast=True)]
+    tokens: Annotated[list[int], Field(max_length=reading.MOST_VALUES, fail_fast=True)]

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from dflash_trt.async_llm import AsyncLLM
 from dflash_trt.bundle.manifest import Bundle
@@ -130,7 +131,8 @@ TOOLS = [tool(CLOSED | {"properties": {"a": {"description": "x" * 850}}}, f"f{i}
 CHAT: dict[str, Any] = SAMPLING | {
     "messages": [{"role": "user", "content": "x"}] * (1 << 14), "max_completion_tokens": 400, "logprobs": True,
     "top_logprobs": 20, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f0"}},
-    "parallel_tool_calls": True, "reasoning_effort": LONG, "include_reasoning": True, "documents": MANY,
+    "parallel_tool_calls": True, "reasoning_effort": LONG, "include_reasoning": True,
+    "documents": [{"text": "x"}] * (1 << 14),
     "chat_template_kwargs": {"x": MANY}, "add_generation_prompt": True, "continue_final_message": False,
 }  # fmt: skip
 COMPLETION: dict[str, Any] = SAMPLING | {"prompt": [[5] * 500] * LIMIT, "echo": True, "logprobs": 20}
@@ -139,7 +141,7 @@ RESPONSE: dict[str, Any] = COMMON | {
     "input": [{"role": "user", "content": "x"}] * (1 << 14), "instructions": LONG, "max_output_tokens": 400,
     "tools": [each["function"] | {"type": "function"} for each in TOOLS],
     "tool_choice": "auto", "parallel_tool_calls": True, "reasoning": {"effort": LONG}, "text": {"x": MANY},
-    "truncation": "auto", "include": ["x" * 100] * 9000, "top_logprobs": 20,
+    "truncation": "auto", "include": ["x" * 100] * 1024, "top_logprobs": 20,
 }  # fmt: skip
 TOKENIZE = {
     "model": "tiny", "prompt": "x" * 1000, "messages": [{"role": "user", "content": "x"}] * 50, "tools": TOOLS[:1],
@@ -218,6 +220,38 @@ def test_no_field_at_its_largest_makes_a_long_step(
     print(f"{grown:.0f} MB", file=sys.stderr)
     assert max(found)[0] < LONGEST, max(found)
     assert grown < MOST_MB
+
+
+def without_length(part: Any, place: str) -> list[str]:
+    """The lists of a JSON schema without a length, and the objects whose values have a type."""
+    inner = part.items() if isinstance(part, dict) else enumerate(part) if isinstance(part, list) else ()
+    found = [each for name, value in inner for each in without_length(value, f"{place}.{name}")]
+    if not isinstance(part, dict) or {"maxItems", "maxProperties"} & part.keys():
+        return found
+    counted = part.get("type") == "array" or isinstance(part.get("additionalProperties"), dict)
+    return [*found, place] if counted else found
+
+
+def errors(kind: type[protocol.Body], body: dict[str, Any]) -> int:
+    """How many errors are collected."""
+    try:
+        kind.model_validate_json(json.dumps(body))
+    except ValidationError as error:
+        return error.error_count()
+    except ApiError:
+        return 1
+    return 0
+
+
+@pytest.mark.parametrize("path", WALKS)
+def test_every_list_has_a_length_and_reading_stops_at_its_first_error(path: str) -> None:
+    kind, base, *_ = WALKS[path]
+    assert without_length(kind.model_json_schema(), path) == []
+    for item in ({}, [], "x", None, True, 1, {"a": [{}]}, [[{}]]):
+        many: list[Any] = [[item] * 500, {str(i): item for i in range(500)}]
+        for wrong in [*many, *([each] for each in many), *({"x": each} for each in many)]:
+            counts = {name: errors(kind, base | {name: wrong}) for name in kind.model_fields}
+            assert max(counts.values()) == 1, (counts, item)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,8 @@ REFUSED: dict[str, list[tuple[Any, str | None, *tuple[str, ...]]]] = {
         # Before anything is copied or tokenized: these prompts would be too long.
         ({"prompt": ["x" * 3000] * 300}, "n", "300"), ({"prompt": ["x" * 4000] * 3, "n": 128}, "n", "384"),
         ({"prompt": "x" * 4000, "logit_bias": BIASES}, "logit_bias", "1024"),
+        ({"logit_bias": dict.fromkeys(BIASES, "x")}, "logit_bias", "1024"),
+        ({"logit_bias": {"5": "x"}}, "logit_bias.5"),
         *(({"prompt": "x" * 4000, name: value}, name, "1024") for name, value in
           (("stop_token_ids", [5] * 1025), ("bad_words", ["x"] * 1025), ("stop", ["x"] * 1025))),
     ],
@@ -73,7 +75,9 @@ REFUSED: dict[str, list[tuple[Any, str | None, *tuple[str, ...]]]] = {
         ({"previous_response_id": "resp_1"}, "previous_response_id"), ({"input": [{"id": "msg_1"}]}, "input[0].type"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"), ({"input": {}}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
-        ({"include": ["message.output_text.logprobs"]}, "include"), ({"truncation": "x"}, "truncation"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"include": [7] * 250_000}, "include[0]", "7"), ({"include": ["x"] * 1025}, "include", "1024"),
+        ({"truncation": "x"}, "truncation"),
         ({"background": True}, "background"), ({"input": "x" * 100_000}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"), ({"max_output_tokens": 600}, "input"),
         ({"text": {"format": {"type": "x"}}}, "text.format.type"), ({"text": {"format": UNKNOWN}}, "text.format"),
