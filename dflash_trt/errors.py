@@ -56,6 +56,10 @@ class RequestError(DFlashError):
         return named[1] if named else "prompt" if message.startswith("the prompt ") else None
 
 
+class PromptLengthError(RequestError):
+    """A text has more tokens than the model's context."""
+
+
 class UsageError(BuildError, RequestError):
     """A value that was asked for is out of range, contradicts another one, or does not fit the bundle or checkpoint.
 

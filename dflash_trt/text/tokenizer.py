@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import tokenizers
 
-from dflash_trt.errors import CheckpointError, DFlashError, RequestError
+from dflash_trt.errors import CheckpointError, DFlashError, PromptLengthError, RequestError
 from dflash_trt.files.reading import read_text
 from dflash_trt.text.chat_template import ChatTemplates
 
@@ -73,7 +73,7 @@ class Tokenizer:
 
         add_special_tokens: add the tokens that the tokenizer puts around a text, such as a first BOS. Leave them out
         for the output of a chat template, which contains its own.
-        max_tokens: refuse a much longer text with a RequestError before all of it is tokenized. A slightly longer
+        max_tokens: refuse a much longer text with a PromptLengthError before all of it is tokenized. A slightly longer
         text is not refused.
         """
         try:
@@ -110,7 +110,9 @@ class Tokenizer:
         size = len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
         limit = self.most_bytes(most)
         if size > limit:
-            raise RequestError(f"the prompt has {size} bytes, more than {most} tokens have (at most {limit})")
+            raise PromptLengthError(
+                f"the prompt has {size} bytes, more than {most} tokens have (at most {limit})"
+            )
         piece = _CHARACTERS * max(most, 256)
         if len(text) <= piece:
             return
@@ -118,7 +120,9 @@ class Tokenizer:
         for start in range(0, len(text), piece):
             count += len(self._ids(text[start : start + piece]))
             if count > 2 * most:  # cutting a word adds a few tokens, but never doubles them
-                raise RequestError(f"the prompt has {size} bytes: its beginning alone has over {most} tokens")
+                raise PromptLengthError(
+                    f"the prompt has {size} bytes: its beginning alone has over {most} tokens"
+                )
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`. Bytes that are not UTF-8 become U+FFFD."""

@@ -38,12 +38,17 @@ def engine_request(
     longest = max(map(len, prompts))
     room = model.max_seq_len - longest
     if room < 1:
-        text = f"the prompt has {longest} tokens, but this model holds {model.max_seq_len} with its answer"
-        raise ApiError(400, text, "prompt", "context_length_exceeded")
+        text = (
+            f"the prompt has {longest}; it may have {model.max_seq_len - 1}, which leave one for the answer"
+        )
+        raise model.overflow(text, "prompt")
+    if max_tokens is not None and max_tokens > room:
+        text = f"the prompt has {longest} and max_tokens is {max_tokens}, expected at most {room}"
+        raise model.overflow(text, "max_tokens")
     most = _most_tokens(body, prompts, echoed=bool(more.get("prompt_logprobs")))
     if max_tokens is None:
         max_tokens = min(room, most)
-    elif min(max_tokens, room) > most:
+    elif max_tokens > most:
         text = f"answers have {MOST_LOGPROBS} log-probabilities at most; ask for fewer of them, or of tokens"
         raise ApiError(400, f"max_tokens is {max_tokens}, but {text}", "max_tokens")
     return EngineRequest(

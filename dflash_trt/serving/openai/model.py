@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.engines.registry import engine_of
-from dflash_trt.errors import CheckpointError, DFlashError, RequestError
+from dflash_trt.errors import CheckpointError, DFlashError, PromptLengthError, RequestError
 from dflash_trt.files.reading import read_object
 from dflash_trt.serving.openai.errors import ApiError, refused
 from dflash_trt.serving.openai.reading import Json
@@ -66,8 +66,15 @@ class Model:
         """What `make` gives, on a thread if a text of this size takes long."""
         try:
             return await self._texts.run(make, size=size)
+        except PromptLengthError as error:
+            raise self.overflow(str(error), "prompt") from None
         except RequestError as error:
             raise refused(error) from None
+
+    def overflow(self, why: str, field: str) -> ApiError:
+        """The error of a request that is longer than the context, by the words and the code that clients look for."""
+        text = f"this model's maximum context length is {self.max_seq_len} tokens, but {why}"
+        return ApiError(400, text, field, "context_length_exceeded")
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=special, max_tokens=self.max_seq_len)

@@ -25,7 +25,7 @@ BASES = {CHATS: {"messages": HI}, COMPLETIONS: {"prompt": "x"}, RESPONSES: {"inp
 REFUSED: dict[str, list[tuple[Any, str | None, *tuple[str, ...]]]] = {
     COMPLETIONS: [
         ({"foo": 1}, "foo"), ({"temperature": "hot"}, "temperature", '"hot"'), ({"temperature": -1}, "temperature"),
-        ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 4000}, "prompt", "max_tokens is 4000"),
+        ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 4000}, "max_tokens", "max_tokens is 4000"),
         ({"seed": 2**70}, "seed", "11805"), ({"n": 0}, "n"), ({"block_length": 99}, "block_length", "99"),
         ({"cache_salt": ""}, "cache_salt"), ({"cache_salt": 7}, "cache_salt"),
         ({"tree_nodes": 8}, "tree_nodes"), ({"suffix": "y"}, "suffix"), ({"prompt": []}, "prompt"),
@@ -61,7 +61,7 @@ REFUSED: dict[str, list[tuple[Any, str | None, *tuple[str, ...]]]] = {
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"functions": [{"name": "f"}]}, "functions"), ({"web_search_options": {}}, "web_search_options"),
         ({"modalities": ["text", "audio"]}, "modalities", "audio"), ({"max_tokens": 2.5}, "max_tokens"),
-        ({"max_tokens": "2"}, "max_tokens"), ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 600}, "messages"),
+        ({"max_tokens": "2"}, "max_tokens"), ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 600}, "max_tokens"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"), ({"stop": [1]}, "stop[0]"), ({"stop": 3}, "stop[0]"),
         ({"response_format": {"type": "grammar"}}, "response_format.type"),
         ({"response_format": "json"}, "response_format"),
@@ -79,7 +79,7 @@ REFUSED: dict[str, list[tuple[Any, str | None, *tuple[str, ...]]]] = {
         ({"include": [7] * 250_000}, "include[0]", "7"), ({"include": ["x"] * 1025}, "include", "1024"),
         ({"truncation": "x"}, "truncation"),
         ({"background": True}, "background"), ({"input": "x" * 100_000}, "input"),
-        ({"max_output_tokens": 0}, "max_output_tokens"), ({"max_output_tokens": 600}, "input"),
+        ({"max_output_tokens": 0}, "max_output_tokens"), ({"max_output_tokens": 600}, "max_output_tokens"),
         ({"text": {"format": {"type": "x"}}}, "text.format.type"), ({"text": {"format": UNKNOWN}}, "text.format"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
         ({"reasoning": {"effort": 3}}, "reasoning.effort"),
@@ -101,6 +101,35 @@ def test_a_refusal_names_the_field(server: Server, path: str, case: Any, stream:
     assert [each for each in said if each not in error["message"]] == []
     names = "prompt", *re.split(r"[.\[]", param or "")[:1]
     assert any(name in error["message"] for name in names)
+
+
+LIMIT = "this model's maximum context length is 512 tokens"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "says"),
+    [
+        (COMPLETIONS, {"prompt": [5] * 600}, "prompt", "it may have 511"),
+        (COMPLETIONS, {"prompt": "x" * 100_000}, "prompt", ""), (COMPLETIONS, {"prompt": "x y " * 9000}, "prompt", ""),
+        (COMPLETIONS, {"prompt": [5] * 500, "max_tokens": 13}, "max_tokens", "expected at most 12"),
+        (CHATS, {"messages": HI * 300}, "messages", ""),
+        (CHATS, {"messages": HI * 16_000}, "messages", ""), (CHATS, {"max_tokens": 600}, "max_tokens", "at most"),
+        (CHATS, {"max_completion_tokens": 600}, "max_completion_tokens", "max_completion_tokens is 600"),
+        (RESPONSES, {"input": "x" * 100_000}, "input", ""),
+        (RESPONSES, {"max_output_tokens": 600}, "max_output_tokens", "max_output_tokens is 600"),
+        ("/tokenize", {"prompt": "x" * 100_000}, "prompt", ""),
+    ],
+)  # fmt: skip
+def test_what_the_context_does_not_hold_is_refused_by_the_words_that_clients_look_for(
+    server: Server, path: str, fields: Any, param: str, says: str, stream: bool
+) -> None:
+    """They may then take a model of a longer context."""
+    asked = {"stream": True} if stream and path != "/tokenize" else {}
+    answer = server.post(path, BASES.get(path, {}) | fields | asked)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, param, "context_length_exceeded")
+    assert (LIMIT in error["message"], says in error["message"]) == (True, True), error
 
 
 @pytest.mark.parametrize("body", [b"{", b"", b'{"prompt": "\\ud800"}', b"[" * 10_000, b"\xff"])
