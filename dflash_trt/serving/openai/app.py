@@ -151,12 +151,15 @@ class Api:
         await response(scope, receive, send)
 
     def _endpoint(self, method: str, path: str) -> Endpoint:
-        if (found := self._endpoints.get((method, path))) is not None:
+        asked = "GET" if method == "HEAD" else method  # whose body uvicorn leaves out
+        if (found := self._endpoints.get((asked, path))) is not None:
             return found
-        if method == "GET" and path.startswith("/v1/models/"):
+        of_model = path.startswith("/v1/models/")
+        if asked == "GET" and of_model:
             return self._one_model
-        known = any(path == each for _, each in self._endpoints)
-        raise ApiError(405 if known else 404, f"{method} {path[:200]} is not an endpoint of this server")
+        known = {each for each, place in self._endpoints if place == path} | ({"GET"} if of_model else set())
+        text = f"{method} {path[:200]} is not an endpoint of this server"
+        raise ApiError(405 if known else 404, text, allow="GET, HEAD" if "GET" in known else "POST")
 
     async def _answer(self, kind: type[CommonFields], answering: Any, request: Request) -> ASGIApp:
         body, state, settings = await _read(request, kind), request.state, self._settings
@@ -312,6 +315,9 @@ async def _read(request: Request, kind: type[B]) -> B:
     media = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if media != "application/json":  # pages of other sites can send the other types without being asked
         raise ApiError(415, f"Content-Type is {media[:100] or 'missing'}, expected application/json")
+    coding = request.headers.get("content-encoding", "").strip().lower()
+    if coding not in ("", "identity"):
+        raise ApiError(415, f"Content-Encoding is {coding[:100]}, expected none: send the body uncompressed")
     body = await request.body()
 
     def parsed() -> B:

@@ -35,10 +35,13 @@ Names = Sequence[tuple[str, str]]
 
 
 class ApiError(Exception):
-    """An answer other than success. `param`: the field at fault."""
+    """An answer other than success. `param`: the field at fault. allow: the methods of the path, for status 405."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None, allow: str = ""
+    ) -> None:
         super().__init__(message)
+        self.allow = allow
         self.status, self.message, self.param, self.code = status, message, param, code
 
     def renamed(self, names: Names) -> ApiError:
@@ -58,6 +61,8 @@ class ApiError(Exception):
         """Headers of the answer beside those of every answer."""
         if self.status in (429, 503):
             return {"Retry-After": str(RETRY_SECONDS)}
+        if self.status == 405:
+            return {"Allow": self.allow}
         return {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
 
 

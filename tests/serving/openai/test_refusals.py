@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import re
 import subprocess
 from collections.abc import Callable
@@ -144,8 +145,31 @@ def test_a_form_is_no_request_and_a_wrong_path_no_endpoint(server: Server) -> No
     )  # as a page of another site could send it
     assert answer.status_code == 415
     assert server.http.get("/v1/nothing").status_code == 404
-    assert server.http.get(COMPLETIONS).status_code == 405
+    zipped = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    answer = server.http.post(COMPLETIONS, content=gzip.compress(b'{"prompt": "x"}'), headers=zipped)
+    assert (answer.status_code, "gzip" in answer.json()["error"]["message"]) == (415, True)
     assert server.http.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
+
+
+def test_a_path_has_its_methods_and_head_wherever_it_has_get(server: Server) -> None:
+    for path in (
+        "/",
+        "/health",
+        "/ready",
+        "/version",
+        "/metrics",
+        "/v1/models",
+        "/v1/models/tiny",
+        "/page/page.js",
+    ):
+        asked, head = server.http.get(path), server.http.head(path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-type"] == asked.headers["content-type"]
+        answer = server.http.post(path)
+        assert (answer.status_code, answer.headers["allow"]) == (405, "GET, HEAD")
+    for path in (COMPLETIONS, CHATS, RESPONSES, "/tokenize"):
+        answer = server.http.get(path)
+        assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
 
 
 def test_a_large_body_is_refused_before_it_is_read(server: Server) -> None:
