@@ -67,10 +67,14 @@ class ApiError(Exception):
 
 
 def log_refusal(error: ApiError, request_id: str) -> None:
-    """Say why a request got no answer, beside uvicorn's own line about it."""
-    logging.getLogger("uvicorn.error").info(
-        "request %s: %d, %s", request_id, error.status, shorten(error.message, 500)
-    )
+    """Say why a request got no answer, beside uvicorn's own line about it. Of what is wrong in a body, only the field
+    is said: its value is the client's.
+    """
+    why = shorten(error.message, 500)
+    if error.param is not None or error.status == 400:
+        field = re.match(r"\w{1,40}", error.param or "", re.ASCII)
+        why = f"{field[0] if field else 'the body'} is refused" + (f" ({error.code})" if error.code else "")
+    logging.getLogger("uvicorn.error").info("request %s: %d, %s", request_id, error.status, why)
 
 
 def from_engine(error: Error) -> ApiError:

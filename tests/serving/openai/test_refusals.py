@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dflash_trt.serving.openai.protocol import ChatRequest
 from tests.serving.openai.conftest import CHATS, COMPLETIONS, HI, RESPONSES, Server, tool
 
 BIASES = {str(i): 1 for i in range(1025)}
@@ -193,6 +194,23 @@ def test_requests_have_ids_in_answers_and_in_the_log(server: Server) -> None:
     server.http.get("/a%0Ab%20c")  # as one line, and with the reason
     server.until(lambda: '"GET /a%0Ab%20c HTTP/1.1" 404' in server.log)
     assert r"404, GET /a\nb c is not an endpoint of this server" in server.log
+
+
+def test_the_log_has_the_field_at_fault_and_none_of_its_text(server: Server) -> None:
+    path, base, word = CHATS, {"messages": HI}, "confidential"
+    wrong: list[Any] = [base | {name: word} for name in ChatRequest.model_fields] + [
+        word,
+        [word],
+        base | {f"x {word}": 1},
+    ]
+    wrong += [base | {name: [{word: word}]} for name in ChatRequest.model_fields]
+    wrong += [{"messages": [{"role": word}]}, {"messages": [{"role": "user", "content": [{"type": word}]}]}]
+    for body in wrong:
+        answer = server.post(path, body, **{"X-Request-Id": "ended"})
+    server.post(path, base | {"temperature": word}, **{"X-Request-Id": "last"})
+    server.until(lambda: "request last: 400, temperature is refused" in server.log)
+    assert answer.status_code == 400
+    assert word not in server.log
 
 
 def test_refusals_are_counted_by_reason(server: Server) -> None:
