@@ -30,6 +30,15 @@ def test_the_page_and_its_parts_are_served_with_a_policy(server: Server) -> None
     assert server.http.get("/page/..%2fapp.py").status_code == 404
 
 
+def test_what_the_page_sets_in_place_of_the_server_s_defaults_is_said_there(server: Server) -> None:
+    inputs = re.findall(r'<input id="(\w+)" type="number"([^>]*)>', server.http.get("/").text)
+    values = {name: re.search(r' value="(\d+)"', rest) for name, rest in inputs}
+    assert {"temperature", "tokens"} <= {name for name, value in values.items() if value}
+    for name, rest in inputs:
+        if value := values[name]:
+            assert f'title="The page sets {value[1]}' in rest, name
+
+
 def test_the_page_names_only_files_and_elements_that_exist(server: Server) -> None:
     page, script = server.http.get("/").text, scripts(server)
     links = re.findall(r'(?:src|href)="([^"]*)"', page)
