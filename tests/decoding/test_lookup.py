@@ -214,5 +214,5 @@ def test_times_of_a_busy_machine_do_not_end_drafts_from_the_text_for_good() -> N
             made.output += decided
             passes[-1] += 1
             policy.observe(RoundDone([made], anchor, nodes, [0], [decided], 0.0, 0.008 + 0.002 * nodes))
-    assert passes[0] == 32  # of two rows each
+    assert passes[0] < 16
     assert passes[-1] == 8

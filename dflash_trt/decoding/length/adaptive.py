@@ -226,13 +226,16 @@ class AdaptiveLength:
         self, done: RoundDone, batch: int, survivals: Sequence[Sequence[float]], timed: bool
     ) -> None:
         """Take the cost of a trial from the credit, by its usual time, and the time of prompts that it read. One that
-        pays or had no time is repeated.
+        pays or had no time is repeated; kept times, which it did not correct, may be far too long.
         """
         plan, drafted = self._plan(batch), done.proposed.nodes
-        seconds = self.verify_times(batch)[done.verified - 1] + plan.beside
+        seconds = self.verify_times(batch)[done.verified - 1]
         if drafted > 1:
             usual = self.draft_times(batch)[drafted - 1]
             seconds += max(usual, done.draft_seconds) if done.read > self.block_size else usual
+        if not timed:
+            seconds = min(seconds, done.verify_seconds + done.draft_seconds)
+        seconds += plan.beside
         right = sum([sum(survival[: done.verified - 1]) for survival in survivals])
         tokens = batch + right * len(done.judged) / max(1, len(survivals))
         lost = seconds / (plan.seconds + plan.beside) - tokens / plan.tokens

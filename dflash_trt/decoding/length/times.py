@@ -63,6 +63,9 @@ class PassTimes:
         engines prepare a size when it first comes. Returns whether it was not the first.
 
         trial: whether its length was not the one in use.
+
+        A time that nobody observed yet counts as long as it fits this pass: more rows take no less than fewer, and no
+        longer than passes of fewer in turn.
         """
         if (batch, rows) not in self._ran:
             self._ran.add((batch, rows))
@@ -81,7 +84,9 @@ class PassTimes:
             table.factors[rows] = _quarter_up(own)
             usual = table.factors[rows] * _default(batch, rows)
             for n in [n for n in table.factors if n not in table.own]:  # what was not observed gives way
-                if (n - rows) * (table.factors[n] * _default(batch, n) - usual) < 0:
+                unseen = table.factors[n] * _default(batch, n)
+                fewer, more = (usual, unseen) if rows < n else (unseen, usual)
+                if not fewer <= more <= -(-max(n, rows) // min(n, rows)) * fewer:
                     del table.factors[n]
         if not trial:
             table.recent.append((rows, ratio / table.factors[rows]))
