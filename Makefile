@@ -77,7 +77,7 @@ lint: $(TEST)/installed
 	@$(TEST)/bin/lint-imports --no-cache --no-logo
 	@$(TEST)/bin/hadolint Dockerfile
 	@$(TEST)/bin/check-jsonschema --quiet --builtin-schema vendor.compose-spec compose.yaml
-	@$(TEST)/bin/kubernetes-validate --quiet --strict $(filter-out %/kustomization.yaml %/adapter-values.yaml,$(wildcard kubernetes/*.yaml))
+	@$(TEST)/bin/kubernetes-validate --quiet --strict $(filter-out %/kustomization.yaml %/adapter-values.yaml,$(wildcard kubernetes/base/*.yaml))
 
 # The site reads the modules without importing them. The commands run in an empty directory, with the package of a wheel.
 docs: $(TEST)/installed

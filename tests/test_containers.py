@@ -45,7 +45,7 @@ def instruction(name: str, kind: str) -> str:
 
 
 def read(name: str) -> Any:
-    return yaml.safe_load((ROOT / "kubernetes" / name).read_text())
+    return yaml.safe_load((ROOT / "kubernetes" / "base" / name).read_text())
 
 
 def served(name: str, words: list[str]) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def test_tags_of_containers_stand_in_one_place() -> None:
         *ROOT.glob("*.*"),
         ROOT / "Dockerfile",
     ]
-    files += [*(ROOT / "kubernetes").iterdir(), *(ROOT / "tests").rglob("*.py")]
+    files += [*(ROOT / "kubernetes").rglob("*"), *(ROOT / "tests").rglob("*.py")]
     tagged = [
         file for file in files if file.is_file() and re.search(rb"\b\d\d\.\d\d-(\w+-)*py3", file.read_bytes())
     ]
@@ -198,8 +198,8 @@ def test_the_objects_belong_together() -> None:
     target = read("autoscaler.yaml")["spec"]["scaleTargetRef"]
     assert (target["kind"], target["name"]) == ("Deployment", deployment["metadata"]["name"])
     kustomization = read("kustomization.yaml")
-    files = {path.name for path in (ROOT / "kubernetes").glob("*.yaml")}
-    assert set(kustomization["resources"]) == files - {"kustomization.yaml", "adapter-values.yaml"}
+    files = {path.name for path in (ROOT / "kubernetes" / "base").glob("*.yaml")}
+    assert set(kustomization["resources"]) == files - {"kustomization.yaml"}
     (image,) = kustomization["images"]
     assert image["name"] == deployment["spec"]["template"]["spec"]["containers"][0]["image"]
     assert COMPOSE["openai"]["image"] == f"{image['name']}:{image['newTag']}"
@@ -207,15 +207,33 @@ def test_the_objects_belong_together() -> None:
     assert f"docker build -t {image['name']}:{image['newTag']} ." in (ROOT / "docs" / "openai.md").read_text()
 
 
+def test_no_overlay_lies_in_what_it_builds_on() -> None:
+    """Kustomize refuses a base that contains the overlay, as a cycle."""
+    overlays = list((ROOT / "kubernetes").rglob("kustomization.yaml"))
+    assert len(overlays) == 3
+    for overlay in overlays:
+        for name in yaml.safe_load(overlay.read_text())["resources"]:
+            place = (overlay.parent / name).resolve()
+            assert place.exists()
+            assert place not in overlay.parents
+
+
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
-def test_kustomize_builds_these_objects_with_the_tag() -> None:
-    command = ["kubectl", "kustomize", str(ROOT / "kubernetes")]
+@pytest.mark.parametrize("overlay", [".", "gpu"])
+def test_kustomize_builds_these_objects_with_the_tag(overlay: str) -> None:
+    command = ["kubectl", "kustomize", str(ROOT / "kubernetes" / overlay)]
     built = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     kustomization = read("kustomization.yaml")
     expected = {(found := read(name))["kind"]: found for name in kustomization["resources"]}
     (image,) = kustomization["images"]
     (container,) = expected["Deployment"]["spec"]["template"]["spec"]["containers"]
     container["image"] = f"{image['name']}:{image['newTag']}"
+    if overlay == "gpu":
+        changes = yaml.safe_load((ROOT / "kubernetes" / "gpu" / "kustomization.yaml").read_text())
+        container["image"] = f"{image['name']}:{changes['images'][0]['newTag']}"
+        (patch,) = (yaml.safe_load(patch["patch"]) for patch in changes["patches"])
+        (patched,) = patch["spec"]["template"]["spec"]["containers"]
+        container["resources"]["limits"] |= patched["resources"]["limits"]
     assert {found["kind"]: found for found in yaml.safe_load_all(built)} == expected
 
 
@@ -223,6 +241,7 @@ def test_the_autoscaler_reads_a_metric_that_the_server_and_the_adapter_have() ->
     (metric,) = read("autoscaler.yaml")["spec"]["metrics"]
     name = metric["pods"]["metric"]["name"]
     assert f"\n{name} 0.0\n" in Metrics().prometheus()
-    (rule,) = read("adapter-values.yaml")["rules"]["custom"]
+    values = yaml.safe_load((ROOT / "kubernetes" / "adapter-values.yaml").read_text())
+    (rule,) = values["rules"]["custom"]
     assert rule["name"]["as"] == name
     assert rule["seriesQuery"].startswith(f"{name}{{")
