@@ -95,7 +95,7 @@ fuzz: $(TEST)/installed
 	@$(TEST)/bin/python -m tests.fuzz.run --minutes $(or $(MINUTES),0)
 
 lock: $(TEST)/installed
-	$(call lock,run,--universal --extra gguf)
+	$(call lock,run,--universal --extra gguf --extra serve)
 	$(call lock,test,--universal --no-emit-package triton requirements/test.in $(addprefix --extra ,$(subst $(comma), ,$(EXTRAS))))
 	$(call lock,server,--python-platform x86_64-manylinux_2_35 requirements/server.in --extra serve)
 	@$(foreach client,$(CLIENTS),echo '$(CLIENT_$(client))' | tr ' ' '\n' | $(TEST)/bin/uv pip compile --quiet --upgrade \
@@ -110,7 +110,7 @@ clean:
 # The stamp is touched last, so that an interrupted installation is repeated.
 .venv/installed: pyproject.toml requirements/run.txt
 	$(call venv,$(@D))
-	@$(@D)/bin/python $(PIP) --constraint requirements/run.txt --editable '.[gguf]'
+	@$(@D)/bin/python $(PIP) --constraint requirements/run.txt --editable '.[gguf,serve]'
 	@touch $@
 
 # torch first and by pip, which takes the CPU wheel if its configuration offers one. uv installs the many others in a sixth
