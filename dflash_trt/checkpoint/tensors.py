@@ -91,9 +91,13 @@ class Checkpoint:
         self.files: tuple[Path, ...] = _files(directory, weight_map)
         self._stamps = {file: stamp(own_file(directory, file).stat()) for file in self.files}
         tensors: dict[str, TensorInfo] = {}
+        elsewhere: dict[str, Path] = {}  # copies that the index does not name, as of an earlier sharding
         for file in self.files:
             for stored in read_header(file):
                 tensor = replace(stored, name=text_name(stored.name))
+                if (weight_map or {}).get(stored.name, file.name) != file.name:
+                    elsewhere[tensor.name] = file
+                    continue
                 if tensor.name in tensors:
                     first = tensors[tensor.name].file.name
                     raise CheckpointError(
@@ -102,8 +106,8 @@ class Checkpoint:
                 tensors[tensor.name] = tensor
         for stored_name, shard in (weight_map or {}).items():
             name = text_name(stored_name)
-            if name not in tensors or tensors[name].file.name != shard:
-                place = f"in {tensors[name].file.name}" if name in tensors else "in no shard"
+            if name not in tensors:
+                place = f"in {elsewhere[name].name}" if name in elsewhere else "in no shard"
                 raise CheckpointError(
                     f"{directory / INDEX}: tensor {quoted(name)} should be in {shard}, but is {place}; "
                     "fetch the index and the shards again, from one revision"

@@ -209,10 +209,22 @@ def test_refuses_an_index_without_map(tmp_path: Path) -> None:
         Checkpoint(tmp_path)
 
 
-def test_refuses_a_tensor_in_two_shards(tmp_path: Path) -> None:
+def test_the_index_decides_which_shard_has_a_tensor(tmp_path: Path) -> None:
+    """Tools that wrote the shards anew may leave older copies in the others."""
+    expected = write_shards(tmp_path)
+    second = {name: tensor for name, tensor in expected.items() if name.startswith("other.")}
+    save_file(second | tensors(2), tmp_path / "model-00002-of-00002.safetensors")
+    assert_same(Checkpoint(tmp_path), expected)
+
+
+def test_refuses_a_tensor_in_two_shards_that_the_index_does_not_name(tmp_path: Path) -> None:
     write_shards(tmp_path)
-    save_file(tensors(), tmp_path / "model-00002-of-00002.safetensors")
-    with pytest.raises(CheckpointError, match=r"is in both model-00001-of-00002.* and model-00002-of-00002"):
+    index = tmp_path / "model.safetensors.index.json"
+    fields = json.loads(index.read_text())
+    del fields["weight_map"]["norm.weight"]
+    index.write_text(json.dumps(fields))
+    save_file(tensors() | tensors(1), tmp_path / "model-00002-of-00002.safetensors")
+    with pytest.raises(CheckpointError, match=r"'norm.weight' is in both model-00001-of-00002"):
         Checkpoint(tmp_path)
 
 

@@ -276,6 +276,17 @@ def test_what_is_not_supported_is_named(
         build(str(target), str(path), tmp_path / "out")
 
 
+def test_a_window_that_eagle3_does_not_use_is_none(target: Path, tmp_path: Path) -> None:
+    path = make_eagle3(tmp_path / "drafter", target)
+    fields = target_config(path) | {"sliding_window": 4096}
+    write_json(path / "config.json", fields | {"use_sliding_window": False})
+    assert [layer.window for layer in read_drafter_config(path).layers] == [None]
+    for used in ({}, {"use_sliding_window": True}):
+        write_json(path / "config.json", fields | used)
+        with pytest.raises(DFlashError, match="sliding_window is 4096"):
+            read_drafter_config(path)
+
+
 def test_eagle3_for_gemma_is_refused(gemma: Path, tmp_path: Path) -> None:
     """Its embedded rows are the target's, which Gemma scales."""
     path = make_eagle3(tmp_path / "drafter", gemma)

@@ -92,7 +92,8 @@ def read_eagle3(fields: Fields) -> DrafterConfig:
     before they are there, the file does. `draft_vocab_size` tells either from a target.
     """
     exported = fields.section("eagle_config")
-    refuse(fields, _NEUTRAL)
+    windowed = fields.boolean("use_sliding_window", default=True)
+    refuse(fields, {name: kept for name, kept in _NEUTRAL.items() if windowed or name != "sliding_window"})
     places = [fields]
     if exported is not None:
         refuse(exported, _NEUTRAL_EAGLE)
