@@ -51,12 +51,13 @@ COMMANDS = {
         "train drafter --target tiny --data ANSWERS --out run --steps 1 --batch-size 1"
         " --held-out HELD_OUT --eval-tokens 2"
     ],
+    "fit": ["fit tiny --hours 0.003 --from tiny --out fitted"],
 }
 RUN = "import sys; from dflash_trt.cli import main; sys.exit(max(main(words.split()) for words in sys.argv[1:]))"
 # Places that commands that generate or draw write to; SECURITY.md lists them, too.
-DRAW = ("bench", "train drafter")
-TRAIN = ("train drafter",)
-GENERATE = ("answers", "bench", "serve", "train regenerate")
+DRAW = ("bench", "fit", "train drafter")
+TRAIN = ("fit", "train drafter")
+GENERATE = ("answers", "bench", "fit", "serve", "train regenerate")
 TIMES = "~/.cache/dflash-trt/pass-times"
 CHARTS = ("~/.cache/matplotlib", "~/.config/matplotlib", "~/.cache/fontconfig", "/var/cache/fontconfig")
 

@@ -99,7 +99,7 @@ def test_a_first_capture_that_fails_takes_the_memory_of_none(
     gpu.setattr(Cuda.CUDAGraph, "capture_end", fails)
     with LLM(chains.path, max_batch_size=1, prefix_cache_bytes=0) as llm:
         assert tokens(llm, 0.0, 1) == tokens(llm, 0.0, 1)
-        engines = llm._runtime.pair.target, llm._runtime.pair.drafter.engine
+        engines = llm.runtime.pair.target, llm.runtime.pair.drafter.engine
         assert not refused
         assert all(each._captured for each in engines)
     assert len([line for line in caplog.messages if "without CUDA graphs" in line]) == 1
