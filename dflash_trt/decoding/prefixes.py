@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -43,7 +44,12 @@ class Page:
     start: int
     kept: Snapshot
     siblings: Children
-    children: Children = field(default_factory=dict)
+    children: Children = field(default_factory=lambda: Children())
+
+    @property
+    def head(self) -> tuple[int, ...]:
+        """The first tokens, without which the page is of no use."""
+        return self.tokens[: self.kept.lengths[0] - self.start] if self.kept.lengths else ()
 
     def usable(self, tokens: tuple[int, ...]) -> int:
         """The length that a slot can get with this page as its last, if `tokens` follow the earlier pages."""
@@ -79,7 +85,48 @@ def longest(most: int, *lengths: Sequence[int]) -> int:
         most = least
 
 
-Children = dict[tuple[int, ...], Page]
+class Children(dict[tuple[int, ...], Page]):
+    """Pages that follow the same page, by their tokens. Finding one takes no longer if there are many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sorted: dict[tuple[int, ...], list[tuple[int, ...]]] = {}  # tokens of pages with the same head
+        self._sizes = Counter[int]()  # of these heads
+
+    def index(self, page: Page) -> None:
+        """Add a page, or add it again after `forget` with another copy."""
+        self[page.tokens] = page
+        if page.head not in self._sorted:
+            self._sizes[len(page.head)] += 1
+        insort(self._sorted.setdefault(page.head, []), page.tokens)
+
+    def forget(self, page: Page) -> None:
+        """Remove a page."""
+        del self[page.tokens]
+        pages = self._sorted[page.head]
+        del pages[bisect_left(pages, page.tokens)]
+        if not pages:
+            del self._sorted[page.head]
+            self._sizes[len(page.head)] -= 1
+            self._sizes += Counter()  # without zeros
+
+    def nearest(self, tokens: tuple[int, ...]) -> Page | None:
+        """The page that gives a slot the most of these tokens; None if none gives any."""
+        found, most = None, 0
+        for size in self._sizes:
+            pages = self._sorted.get(tokens[:size], []) if size else []
+            middle = bisect_left(pages, tokens)
+            # The further from their place among the pages, the fewer tokens are the same.
+            for side in (range(middle, len(pages)), range(middle - 1, -1, -1)):
+                for place in side:
+                    page = self[pages[place]]
+                    if page.start + common(page.tokens, tokens, min(len(page.tokens), len(tokens))) <= most:
+                        break
+                    if (usable := page.usable(tokens)) > most:
+                        found, most = page, usable
+        return found
+
+
 Tree = tuple[str, bool]
 """The salt of a tree's requests, and whether its pages have the drafter's part."""
 
@@ -113,7 +160,8 @@ class Prefixes:
         """The pages with the most of `tokens`, and the number of tokens; with `draft`, with the drafter's part."""
         trees = [(salt, each) for each in ([True] if draft else [True, False])]
         return max(
-            (self._walk(self._trees.get(tree, {}), tokens) for tree in trees), key=lambda each: each[1]
+            (self._walk(self._trees.get(tree, Children()), tokens) for tree in trees),
+            key=lambda each: each[1],
         )
 
     def restore(self, slot: int, path: Sequence[Page], length: int, *, draft: bool) -> None:
@@ -133,7 +181,7 @@ class Prefixes:
             self._touch(path)
             return
         tree = (salt, draft)
-        children, path = self._trees.get(tree, {}), []
+        children, path = self._trees.get(tree, Children()), []
         shortest = (len(tokens) - 1) // self.page * self.page + 1  # the slot gets lengths of the last page
         for start in range(0, len(tokens), self.page):
             part = tuple(tokens[start : start + self.page])
@@ -153,7 +201,7 @@ class Prefixes:
             part = tuple(tokens[start : start + self.page])
             same = last = children.get(part)
             if same is None or same.usable(part) < start + len(part):
-                last = max(children.values(), key=lambda each: each.usable(part), default=None)
+                last = children.nearest(part)
             if last is not None and (usable := last.usable(part)):
                 longest_path, length = [*path, last], usable
             if same is None:
@@ -190,12 +238,15 @@ class Prefixes:
             return None
         self.counts.bytes += kept.size - held
         if page is not None:
+            siblings.forget(page)
             page.kept = kept
+            siblings.index(page)
             return page
         for shorter in [page for page in siblings.values() if page.tokens == part[: len(page.tokens)]]:
             if set(shorter.kept.lengths) <= set(kept.lengths):
                 self._remove(shorter)
-        page = siblings[part] = Page(part, start, kept, siblings)
+        page = Page(part, start, kept, siblings)
+        siblings.index(page)
         if not start:
             self._trees[tree] = siblings
         self._used[page] = tree
@@ -216,7 +267,7 @@ class Prefixes:
 
     def _remove(self, page: Page) -> int:
         """Remove a page. Returns its bytes."""
-        del page.siblings[page.tokens]
+        page.siblings.forget(page)
         tree = self._used.pop(page)
         if not self._trees.get(tree, True):
             del self._trees[tree]

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash_trt.decoding.caches import Snapshot
 from dflash_trt.decoding.pair import Pair
 from dflash_trt.decoding.params import SamplingParams
+from dflash_trt.decoding.prefixes import Children, Page
 from dflash_trt.decoding.prefixes import common as shared
 from dflash_trt.decoding.request import Request
 from tests.doubles.fake_engines import BLOCK, VOCAB, FakeTarget, expected
@@ -260,3 +262,29 @@ def test_any_traffic_over_little_memory_gives_each_request_its_own_tokens(
         assert each.statistics.num_cached_tokens <= most
     counts = pool.prefixes.counts
     assert counts.kept_tokens >= counts.dropped_tokens + counts.tokens
+
+
+@given(st.data())
+def test_the_page_with_the_most_tokens_is_found(data: st.DataObject) -> None:
+    """Also where pages give only some lengths, and after renewals and removals."""
+    tokens = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
+    pages = Children()
+
+    def copy(part: tuple[int, ...]) -> Snapshot:
+        lengths = sorted(data.draw(st.sets(st.integers(65, 64 + len(part)))))
+        return Snapshot(64, 64 + len(part), lengths, None, 0)
+
+    for part in data.draw(st.lists(tokens, unique=True, max_size=12)):
+        pages.index(Page(part, 64, copy(part), pages))
+    for page in list(pages.values()):
+        match data.draw(st.sampled_from(("leave", "renew", "remove"))):
+            case "renew":
+                pages.forget(page)
+                page.kept = copy(page.tokens)
+                pages.index(page)
+            case "remove":
+                pages.forget(page)
+    for wanted in data.draw(st.lists(tokens, min_size=1, max_size=4)):
+        found = pages.nearest(wanted)
+        most = max((page.usable(wanted) for page in pages.values()), default=0)
+        assert (found.usable(wanted) if found else 0) == most
