@@ -200,6 +200,13 @@ def _part(root: Mapping[str, Any], place: str) -> Any:
     return schema
 
 
+def tags_end(text: str, tags: _Tags = _QWEN) -> bool:
+    """Whether a call in tags has its end, and its last value, too."""
+    shown = text.rstrip()
+    body = shown.removesuffix(tags.call_end)
+    return body != shown and (tags.parameter not in body or body.rstrip().endswith(tags.parameter_end))
+
+
 def tagged_call(text: str, schemas: Schemas) -> list[Call]:
     """The call between the tags of Qwen and Hermes, in JSON or in tags as Qwen3-Coder writes it."""
     call = _xml_call(text, schemas) or json_call(parsed(text))
@@ -207,8 +214,13 @@ def tagged_call(text: str, schemas: Schemas) -> list[Call]:
 
 
 def muse_calls(text: str, schemas: Schemas) -> list[Call]:
-    """The calls of a message of Muse Glimmer's to a tool; none if it has anything else."""
-    body, calls, at = text.strip().removeprefix(_BLOCK).removesuffix(_BLOCK_END).strip(), list[Call](), 0
+    """The calls of a message of Muse Glimmer's to a tool; none if it has anything else, or ends within one."""
+    text, calls, at = text.strip(), list[Call](), 0
+    ended = text.endswith(_BLOCK_END)
+    body = text[: len(text) - (len(_BLOCK_END) if ended else overlap(text, _BLOCK_END))]
+    body = body.removeprefix(_BLOCK).strip()
+    if not ended and not tags_end(body, _MUSE):
+        return []
     while at < len(body):
         end = _before(body, _MUSE.call_end, at, _MUSE.call)
         call = _xml_call(body[at:end], schemas, _MUSE) if end >= 0 else None

@@ -77,9 +77,10 @@ class Channels:
     def finish(self) -> list[AnswerPart]:
         self._end_of_text()
         self._release()
-        if self._in_body:
-            self._waiting.append(("end", self._header))
-        return [*self._due(), *self._calls.finish()]
+        parts = [*self._due()]
+        if self._in_body and not self._waiting:
+            parts += self._message_end(self._header, cut=True)
+        return [*parts, *self._calls.finish()]
 
     def _end_of_text(self) -> None:
         self._take(self._words.flush())
@@ -148,7 +149,8 @@ class Channels:
         else:
             yield from self._calls.push(text)
 
-    def _message_end(self, header: str) -> Iterator[AnswerPart]:
+    def _message_end(self, header: str, cut: bool = False) -> Iterator[AnswerPart]:
+        """The calls of a message, or its text, where it is to a tool. cut: it ends without a mark."""
         tool = self._read(header)[1]
         if not tool:
             return
@@ -156,7 +158,7 @@ class Channels:
         if self._schemas is not None:
             calls = muse_calls(text, self._schemas)
         else:
-            arguments = text.strip() or "{}"
+            arguments = text.strip() or ("" if cut else "{}")
             calls = [Call(tool, arguments)] if isinstance(parsed(arguments), dict) else []
         if calls:
             yield from (AnswerPart("call", call=call) for call in calls)

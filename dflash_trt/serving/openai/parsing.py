@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from dflash_trt.serving.openai.calls import Call, Schemas, json_call, json_values, overlap
+from dflash_trt.serving.openai.calls import Call, Schemas, json_call, json_values, overlap, tags_end
 
 
 @dataclass(frozen=True)
@@ -193,10 +193,12 @@ class MarkedCalls(Stage):
                 yield AnswerPart("content", content)
         self._blanks.append(text[len(shown) :])
 
-    def _ended(self, end: str) -> Iterator[AnswerPart]:
+    def _ended(self, end: str, cut: bool = False) -> Iterator[AnswerPart]:
+        """The calls of a block, or its text. end: what follows the block. cut: that is not its end mark."""
         text = "".join(self._block)
+        ended = not (cut and isinstance(self._scan, _Tags)) or tags_end(text)
         self._block, self._scan = [], None
-        calls = self._notation.read(text, self._schemas)
+        calls = self._notation.read(text, self._schemas) if ended else []
         if calls:
             self._blanks, self._after_call = [], True
             for call in calls:
@@ -208,11 +210,10 @@ class MarkedCalls(Stage):
             self._after_call = False
 
     def finish(self) -> Iterator[AnswerPart]:
-        """A block may lack its end mark alone; the beginning of a mark is none."""
+        """A block may lack its end mark, or the end of that; the beginning of another mark is none."""
         held, self._text = self._text, ""
         if self._inside:
-            self._block.append(held)
-            yield from self._ended("")
+            yield from self._ended(held, cut=True)
             self._inside = False
             return
         content = "".join(self._blanks) + held

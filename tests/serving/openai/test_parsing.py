@@ -233,6 +233,27 @@ def test_what_is_no_whole_call_of_a_tool_is_content(kind: str, text: str) -> Non
     assert read(lambda: parser(kind), text) == (text, "", [])
 
 
+CITY, DAYS = "a</function> b", 3
+JSON = f'"city": "{CITY}", "days": {DAYS}}}'
+TAGS = f"<parameter=city>\n{CITY}\n</parameter>\n<parameter=days>\n{DAYS}\n</parameter>\n</function>"
+WHOLE_CALLS = {  # and what may follow the end of a call, or its beginning
+    TAG.begin: (f"<tool_call>\n<function=get>\n{TAGS}", "\n</tool_call>"),
+    "<tool_call> JSON": (f'<tool_call>\n{{"name": "get", "arguments": {{{JSON}}}', "\n</tool_call>"),
+    BARE: (f'{{"name": "get", "parameters": {{{JSON}}}', ""),
+    GEMMA.begin: (f'<|tool_call>call:get{{city:<|"|>{CITY}<|"|>,days:{DAYS}}}', "<tool_call|>"),
+    MISTRAL.begin: (f"[TOOL_CALLS]get[ARGS]{{{JSON}", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("notation", WHOLE_CALLS)
+def test_a_call_that_is_cut_is_content_until_its_last_value_has_ended(notation: str) -> None:
+    call, end = WHOLE_CALLS[notation]
+    for size in range(1, len(call + end) + 1):
+        text = (call + end)[:size]
+        calls = [("get", {"city": CITY, "days": DAYS})] if size >= len(call) else []
+        assert read(lambda: parser(notation), text) == ("" if calls else text, "", calls), text
+
+
 def test_tokens_of_reasoning_are_counted() -> None:
     made = AnswerParser(Think(False), Stage(), 9)
     for text, ids in (("<think>", [1]), ("a", [2, 3]), ("b</think>\n\nc", [4, 9, 5]), ("d", [6])):
@@ -247,6 +268,14 @@ def test_a_commentary_that_is_cut_is_content(gpt_oss: Tokenizer) -> None:
     text = '<|channel|>commentary to=functions.get json<|message|>{"city": "B'
     parts = by_tokens(gpt_oss, "<|start|>assistant", text)
     assert [(part.kind, part.text) for part in parts] == [("content", '{"city": "B')]
+
+
+def test_a_commentary_that_is_cut_before_its_arguments_is_no_call(gpt_oss: Tokenizer) -> None:
+    text = "<|channel|>commentary to=functions.get json<|message|>"
+    assert by_tokens(gpt_oss, "<|start|>assistant", text) == []
+    (part,) = by_tokens(gpt_oss, "<|start|>assistant", text + "<|end|>")
+    assert part.call is not None
+    assert part.call.arguments == "{}"
 
 
 def test_the_template_says_how_a_family_calls() -> None:

@@ -104,6 +104,15 @@ def test_messages(tokenizer: Tokenizer, text: str, content: str, reasoning: str,
     )
 
 
+def test_a_call_that_is_cut_is_content_until_its_last_value_has_ended(tokenizer: Tokenizer) -> None:
+    whole, value = block(atem("get", city="a</atem:invoke> b")), {"city": "a</atem:invoke> b"}
+    least = len(whole.removesuffix("\n</atem:function_calls>"))
+    for size in range(1, len(whole) + 1):
+        content, _, calls = read(tokenizer, f" to=get<|message|>{whole[:size]}")
+        expected = ("", [("get", value)]) if size >= least else (whole[:size], [])
+        assert (content, [(name, json.loads(text)) for name, text in calls]) == expected
+
+
 def test_a_stop_string_cuts_the_answer(tokenizer: Tokenizer) -> None:
     """The engine's text ends before the stop string, and its tokens do not."""
     text = " to=user<|message|>One two three<|eot|>"
