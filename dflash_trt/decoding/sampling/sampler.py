@@ -83,11 +83,12 @@ def log_probabilities(logits: Floats, token: int, top: int) -> tuple[float, list
 
     They belong to the softmax of the raw `logits` [V]. Lower token ids come first among equals.
     """
-    shifted = logits - logits.max()
-    total = np.log(np.exp(shifted).sum())
-    best = _top_k(shifted, min(top, shifted.size)) if top else np.arange(0)
-    ranked = best[np.argsort(-shifted[best], kind="stable")]
-    return float(shifted[token] - total), [(int(v), float(shifted[v] - total)) for v in ranked]
+    best = _top_k(logits, min(top, logits.size)) if top else np.arange(0)
+    ranked = best[np.argsort(-logits[best], kind="stable")]
+    kept = logits[[token, *ranked]] - (most := logits.max())
+    weights = logits - most
+    own, *tops = (kept - np.log(np.exp(weights, out=weights).sum())).tolist()
+    return own, list(zip(ranked.tolist(), tops, strict=True))
 
 
 def _check_finite(best: np.float32) -> None:
@@ -124,12 +125,13 @@ def _kept(logits: Floats, params: SamplingParams, history: History | None) -> tu
 def _top_k(values: Floats, k: int) -> Tokens:
     """Indices of the k largest values, ascending. Lower indices come first among equals."""
     width = values.size // (4 * k)
-    indices = np.arange(values.size)
     if width > 1:
         # k groups hold a value of at least `bound`, so the k largest values are all at least `bound`.
         groups = values[: values.size // width * width].reshape(-1, width).max(axis=1)
         bound = np.partition(groups, -k)[-k]
         indices = (values >= bound).nonzero()[0]
+    else:
+        indices = np.arange(values.size)
     order = np.argsort(-values[indices], kind="stable")
     return np.sort(indices[order[:k]])
 
