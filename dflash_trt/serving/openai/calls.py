@@ -24,10 +24,11 @@ QUOTE = '<|"|>'  # Gemma's mark around a text
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a tool. `arguments`: a JSON object as text."""
+    """A call of a tool. `arguments`: a JSON object as text. `whole`: whether that has its end."""
 
     name: str
     arguments: str
+    whole: bool = True
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
 
     def to_dict(self) -> dict[str, Any]:
@@ -55,9 +56,10 @@ def parsed(text: str) -> Any:
         return None
 
 
-def _call(name: str, arguments: str) -> Call:
+def _call(name: str, arguments: str, whole: bool = True) -> Call:
     """A call of texts from JSON. Its escapes may name halves of surrogate pairs, which UTF-8 does not have."""
-    return Call(*(text.encode(errors="replace").decode() for text in (name, arguments)))
+    name, arguments = (text.encode(errors="replace").decode() for text in (name, arguments))
+    return Call(name, arguments, whole)
 
 
 def json_call(value: Any) -> Call | None:
@@ -70,6 +72,15 @@ def json_call(value: Any) -> Call | None:
     if isinstance(arguments, str) and isinstance(parsed(arguments), dict):
         return _call(name, arguments)
     return _call(name, json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+
+
+_BEGUN = re.compile(r'\s*\{"name": ("(?:[^"\\]|\\.)*"), "(?:arguments|parameters)":(.*)', re.DOTALL)
+
+
+def json_begun(text: str, schemas: Schemas | None = None) -> list[Call]:
+    """The call that a text in JSON begins, with the part of its arguments that there is; none before them."""
+    found = _BEGUN.match(text)
+    return [_call(parsed(found[1]), found[2].strip(), whole=False)] if found else []
 
 
 def json_values(text: str) -> tuple[list[Any], str]:
@@ -269,6 +280,11 @@ def _as_json(text: str) -> str:
 
 def mistral_call(text: str, schemas: Schemas) -> list[Call]:
     """The call that a mark of Mistral's begins: a name and arguments."""
+    return [call for call in mistral_begun(text, schemas) if call.whole]
+
+
+def mistral_begun(text: str, schemas: Schemas) -> list[Call]:
+    """The same with the part of its arguments that there is."""
     name, mark, arguments = text.strip().partition(ARGUMENTS)
-    called = mark and name.strip() and isinstance(parsed(arguments), dict)
-    return [_call(name.strip(), arguments.strip())] if called else []
+    whole = isinstance(parsed(arguments), dict)
+    return [_call(name.strip(), arguments.strip(), whole)] if mark and name.strip() else []

@@ -74,13 +74,14 @@ class Channels:
                 self.reasoning_tokens += len(tokens)
             self._take(self._words.push(tokens))
 
-    def finish(self) -> list[AnswerPart]:
+    def finish(self, begun: bool = False) -> list[AnswerPart]:
+        """The parts that the end makes certain, by `Stage.finish`."""
         self._end_of_text()
         self._release()
         parts = [*self._due()]
         if self._in_body and not self._waiting:
-            parts += self._message_end(self._header, cut=True)
-        return [*parts, *self._calls.finish()]
+            parts += self._message_end(self._header, cut=True, begun=begun)
+        return [*parts, *self._calls.finish(begun)]
 
     def _end_of_text(self) -> None:
         self._take(self._words.flush())
@@ -149,7 +150,7 @@ class Channels:
         else:
             yield from self._calls.push(text)
 
-    def _message_end(self, header: str, cut: bool = False) -> Iterator[AnswerPart]:
+    def _message_end(self, header: str, cut: bool = False, begun: bool = False) -> Iterator[AnswerPart]:
         """The calls of a message, or its text, where it is to a tool. cut: it ends without a mark."""
         tool = self._read(header)[1]
         if not tool:
@@ -159,7 +160,8 @@ class Channels:
             calls = muse_calls(text, self._schemas)
         else:
             arguments = text.strip() or ("" if cut else "{}")
-            calls = [Call(tool, arguments)] if isinstance(parsed(arguments), dict) else []
+            whole = isinstance(parsed(arguments), dict)
+            calls = [Call(tool, arguments, whole)] if whole or begun else []
         if calls:
             yield from (AnswerPart("call", call=call) for call in calls)
         elif text:

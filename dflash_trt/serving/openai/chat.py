@@ -80,7 +80,8 @@ class Chat(Generation[ChatRequest, ChatChoice]):
         choice, reason = self.choices[index], update.get("finish_reason")
         parts = choice.parser.push(update["text"], update["token_ids"])
         if reason is not None:
-            parts += choice.parser.finish()
+            required = tool_choice_of(self.body.tool_choice).mode == "required"
+            parts += choice.parser.finish(begun=required and reason != "stop")
         self.usage.reasoning = sum(each.parser.reasoning_tokens for each in self.choices)
         calls = [part for part in parts if part.call]
         if self.body.parallel_tool_calls is False:

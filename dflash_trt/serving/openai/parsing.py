@@ -12,7 +12,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from dflash_trt.serving.openai.calls import Call, Schemas, json_call, json_values, overlap, tags_end
+from dflash_trt.serving.openai.calls import (
+    Call,
+    Schemas,
+    json_begun,
+    json_call,
+    json_values,
+    overlap,
+    tags_end,
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +38,7 @@ BARE = "<|python_tag|>"  # may stand before objects that are calls
 class Stage:
     """Text in, parts out. `push` takes text as it comes, `finish` gives the rest. Here all text is content.
 
-    A call without an end, as where `max_tokens` cuts it, is content.
+    A call without an end, as where `max_tokens` cuts it, is content, unless the answer had to be a call.
     """
 
     def push(self, text: str) -> Iterator[AnswerPart]:
@@ -38,8 +46,8 @@ class Stage:
         if text:
             yield AnswerPart("content", text)
 
-    def finish(self) -> Iterator[AnswerPart]:
-        """The parts that the end makes certain."""
+    def finish(self, begun: bool = False) -> Iterator[AnswerPart]:
+        """The parts that the end makes certain. begun: a call whose arguments are cut is one, by what there is."""
         return iter(())
 
 
@@ -94,7 +102,7 @@ class Think(Stage):
         if before:
             yield AnswerPart("reasoning", before)
 
-    def finish(self) -> Iterator[AnswerPart]:
+    def finish(self, begun: bool = False) -> Iterator[AnswerPart]:
         """What is held back, which is no mark."""
         if self._state == "before":
             self._held = "".join(self._blanks) + self._held
@@ -108,13 +116,14 @@ class Notation:
     """How a family marks calls.
 
     kind: what a block with this beginning is: "json" or "tags", where texts may have marks, or "other"; "" is no call,
-    and None needs more. read: the calls of a block.
+    and None needs more. read: the calls of a block. begun: the same of one that is cut.
     """
 
     begin: str
     end: str
     kind: Callable[[str], str | None]
-    read: Callable[..., list[Call]]
+    read: Callable[[str, Schemas], list[Call]]
+    begun: Callable[[str, Schemas], list[Call]]
 
 
 class MarkedCalls(Stage):
@@ -193,12 +202,14 @@ class MarkedCalls(Stage):
                 yield AnswerPart("content", content)
         self._blanks.append(text[len(shown) :])
 
-    def _ended(self, end: str, cut: bool = False) -> Iterator[AnswerPart]:
+    def _ended(self, end: str, cut: bool = False, begun: bool = False) -> Iterator[AnswerPart]:
         """The calls of a block, or its text. end: what follows the block. cut: that is not its end mark."""
         text = "".join(self._block)
         ended = not (cut and isinstance(self._scan, _Tags)) or tags_end(text)
         self._block, self._scan = [], None
         calls = self._notation.read(text, self._schemas) if ended else []
+        if begun and not calls:
+            calls = self._notation.begun(text + end, self._schemas)
         if calls:
             self._blanks, self._after_call = [], True
             for call in calls:
@@ -209,11 +220,11 @@ class MarkedCalls(Stage):
             yield AnswerPart("content", whole.lstrip() if self._after_call else whole)
             self._after_call = False
 
-    def finish(self) -> Iterator[AnswerPart]:
+    def finish(self, begun: bool = False) -> Iterator[AnswerPart]:
         """A block may lack its end mark, or the end of that; the beginning of another mark is none."""
         held, self._text = self._text, ""
         if self._inside:
-            yield from self._ended(held, cut=True)
+            yield from self._ended(held, cut=True, begun=begun)
             self._inside = False
             return
         content = "".join(self._blanks) + held
@@ -275,13 +286,17 @@ class BareCalls(Stage):
             self._held.clear()
             yield AnswerPart("content", content)
 
-    def finish(self) -> Iterator[AnswerPart]:
+    def finish(self, begun: bool = False) -> Iterator[AnswerPart]:
         """The calls, if the text is nothing else; otherwise it is content."""
         text = "".join(self._held)
         self._held.clear()
         values, rest = json_values(text.strip().removeprefix(BARE))
         calls = [call for value in values if (call := json_call(value)) and call.name in self._known]
-        if calls and len(calls) == len(values) and not rest:
+        whole = len(calls) == len(values)
+        if begun and rest:
+            calls += (last := json_begun(rest))
+            rest = "" if last else rest
+        if calls and whole and not rest:
             yield from (AnswerPart("call", call=call) for call in calls)
         elif text:
             yield AnswerPart("content", text)
@@ -313,9 +328,10 @@ class AnswerParser:
             self.reasoning_tokens += len(token_ids)
         return parts
 
-    def finish(self) -> list[AnswerPart]:
+    def finish(self, begun: bool = False) -> list[AnswerPart]:
+        """The parts that the end makes certain, by `Stage.finish`."""
         rest = self.think.finish() if self.think else ()
-        return [*self._content(rest), *self.calls.finish()]
+        return [*self._content(rest), *self.calls.finish(begun)]
 
     def _content(self, parts: Iterable[AnswerPart]) -> Iterator[AnswerPart]:
         for part in parts:

@@ -140,7 +140,7 @@ class Responses(Chat):
         index = len(self._items)
         item = {"id": f"fc_{self.id}_{index}", "type": "function_call", "call_id": call.id, "name": call.name}
         opened = item | {"arguments": "", "status": "in_progress"}
-        item |= {"arguments": call.arguments, "status": self._status()}
+        item |= {"arguments": call.arguments, "status": "completed" if call.whole else "incomplete"}
         self._items.append(item)
         place, done = self._place(item), {"arguments": call.arguments, "name": call.name}
         yield self._event("response.output_item.added", output_index=index, item=opened)

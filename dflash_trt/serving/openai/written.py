@@ -17,7 +17,15 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dflash_trt.serving.openai.calls import ARGUMENTS, Schemas, gemma_call, mistral_call, tagged_call
+from dflash_trt.serving.openai.calls import (
+    ARGUMENTS,
+    Schemas,
+    gemma_call,
+    json_begun,
+    mistral_begun,
+    mistral_call,
+    tagged_call,
+)
 from dflash_trt.serving.openai.parsing import BARE, BareCalls, MarkedCalls, Notation, Stage
 
 
@@ -37,9 +45,9 @@ def _kind_of_mistral(start: str) -> str | None:
     return "json" if rest.startswith(ARGUMENTS) else None if ARGUMENTS.startswith(rest) else ""
 
 
-TAG = Notation("<tool_call>", "</tool_call>", _kind_of_tagged, tagged_call)
-GEMMA = Notation("<|tool_call>", "<tool_call|>", _kind_of_gemma, gemma_call)
-MISTRAL = Notation("[TOOL_CALLS]", "", _kind_of_mistral, mistral_call)
+TAG = Notation("<tool_call>", "</tool_call>", _kind_of_tagged, tagged_call, json_begun)
+GEMMA = Notation("<|tool_call>", "<tool_call|>", _kind_of_gemma, gemma_call, gemma_call)
+MISTRAL = Notation("[TOOL_CALLS]", "", _kind_of_mistral, mistral_call, mistral_begun)
 # A model that has called goes on with this token, where what the tool answers belongs.
 RESPONSE = "<|tool_response>"
 

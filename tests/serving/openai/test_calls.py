@@ -12,7 +12,7 @@ from dflash_trt.decoding.output import Detokenizer
 from dflash_trt.decoding.sampling.structure import StructuredOutputs, Structures
 from dflash_trt.serving.openai.chat import Chat
 from dflash_trt.serving.openai.errors import ApiError
-from tests.serving.openai.conftest import CHATS, HI, Server, chat_of, model_of, tool
+from tests.serving.openai.conftest import CHATS, HI, RESPONSES, Server, chat_of, model_of, tool
 
 LETTER = {"type": "object", "properties": {"a": {"enum": ["x"]}}, "additionalProperties": False}
 
@@ -64,11 +64,37 @@ def test_required_calls_may_be_several_unless_one_is_asked_for(server: Server) -
     assert one["function"]["name"] == "other"
 
 
-def test_a_call_that_max_tokens_cuts_is_content(server: Server) -> None:
-    long = {"type": "object", "properties": {"a": {"type": "string", "minLength": 400}}, "required": ["a"]}
-    made = ask(server, tools=[tool(long)], tool_choice="required", max_tokens=40)
-    assert (made["finish_reason"], "tool_calls" in made["message"]) == ("length", False)
-    assert made["message"]["content"].startswith('<tool_call>\n{"name": "order", "arguments": {"a": "')
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "order"}}])
+def test_of_a_call_that_is_required_max_tokens_leaves_a_part(server: Server, choice: Any) -> None:
+    """As OpenAI's API has it, whole or as a stream: the arguments are the beginning of those without a limit."""
+    long = {"type": "object", "properties": {"a": {"type": "string", "minLength": 60}}, "required": ["a"]}
+    asked = {"messages": HI, "tools": [tool(long)], "tool_choice": choice, "temperature": 0}
+    asked |= {"parallel_tool_calls": False}
+    (call,) = ask(server, **asked, max_tokens=300)["message"]["tool_calls"]
+    whole = call["function"]["arguments"]
+    made = ask(server, **asked, max_tokens=40)
+    assert (made["finish_reason"], made["message"]["content"]) == ("length", None)
+    (part,) = [call["function"] for call in made["message"]["tool_calls"]]
+    assert part["name"] == "order"
+    assert 9 < len(part["arguments"]) < len(whole)
+    assert whole.startswith(part["arguments"])
+    chunks = [each["choices"][0] for each in server.events(CHATS, **asked, max_tokens=40)]
+    (streamed,) = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", ())]
+    assert (streamed["index"], streamed["function"], chunks[-1]["finish_reason"]) == (0, part, "length")
+    assert "".join(chunk["delta"].get("content") or "" for chunk in chunks) == ""
+    flat = [{"type": "function", **tool(long)["function"]}]
+    response = server.made(
+        RESPONSES,
+        input=HI,
+        **asked | {"messages": None, "tools": flat, "tool_choice": "required"},
+        max_output_tokens=40,
+    )
+    (item,) = response["output"]
+    assert (item["status"], response["status"], item["arguments"]) == (
+        "incomplete",
+        "incomplete",
+        part["arguments"],
+    )
 
 
 def test_an_answer_with_tools_and_a_format_is_either(server: Server) -> None:

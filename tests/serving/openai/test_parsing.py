@@ -21,16 +21,20 @@ GPT_OSS = Path(__file__).parents[3] / "dflash_trt" / "shipped" / "tiny-gpt-oss" 
 SCHEMAS = {"get": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}
 
 
-def read(make: object, text: str) -> tuple[str, str, list[tuple[str, object]]]:
+def read(make: object, text: str, begun: bool = False) -> tuple[str, str, list[tuple[str, object]]]:
     """Content, reasoning and calls: the same for pieces of every size."""
     parts_of = None
     for size in (1, 2, 3, 7, len(text) or 1):
         parser = make()  # type: ignore[operator]
         parts = [part for at in range(0, len(text), size) for part in parser.push(text[at : at + size], [])]
-        parts += parser.finish()
+        parts += parser.finish(begun)
         content = "".join(part.text for part in parts if part.kind == "content")
         reasoning = "".join(part.text for part in parts if part.kind == "reasoning")
-        calls = [(part.call.name, json.loads(part.call.arguments)) for part in parts if part.call]
+        calls = [
+            (part.call.name, json.loads(part.call.arguments) if part.call.whole else part.call.arguments)
+            for part in parts
+            if part.call
+        ]
         assert parts_of in (None, (content, reasoning, calls)), size
         parts_of = content, reasoning, calls
     assert parts_of is not None
@@ -254,6 +258,24 @@ def test_a_call_that_is_cut_is_content_until_its_last_value_has_ended(notation: 
         assert read(lambda: parser(notation), text) == ("" if calls else text, "", calls), text
 
 
+@pytest.mark.parametrize("notation", ["<tool_call> JSON", BARE, MISTRAL.begin])
+def test_a_part_of_a_call_that_is_required_is_one_from_its_arguments_on(notation: str) -> None:
+    call, end = WHOLE_CALLS[notation]
+    before = {BARE: "; ", MISTRAL.begin: ""}.get(notation, "\n")
+    first = ("get", {"city": CITY, "days": DAYS})
+    least = call.index(f"{{{JSON}") - (notation != MISTRAL.begin)
+    for size in range(1, len(call)):
+        text = call[:size]
+        calls = [("get", text[least:].strip())] if size >= least else []
+        assert read(lambda: parser(notation), text, begun=True) == ("" if calls else text, "", calls), text
+        if calls:
+            assert read(lambda: parser(notation), call + end + before + text, begun=True) == (
+                "",
+                "",
+                [first, *calls],
+            )
+
+
 def test_tokens_of_reasoning_are_counted() -> None:
     made = AnswerParser(Think(False), Stage(), 9)
     for text, ids in (("<think>", [1]), ("a", [2, 3]), ("b</think>\n\nc", [4, 9, 5]), ("d", [6])):
@@ -268,11 +290,17 @@ def test_a_commentary_that_is_cut_is_content(gpt_oss: Tokenizer) -> None:
     text = '<|channel|>commentary to=functions.get json<|message|>{"city": "B'
     parts = by_tokens(gpt_oss, "<|start|>assistant", text)
     assert [(part.kind, part.text) for part in parts] == [("content", '{"city": "B')]
+    (part,) = by_tokens(gpt_oss, "<|start|>assistant", text, begun=True)
+    assert part.call is not None
+    assert (part.call.name, part.call.arguments) == ("get", '{"city": "B')
 
 
 def test_a_commentary_that_is_cut_before_its_arguments_is_no_call(gpt_oss: Tokenizer) -> None:
     text = "<|channel|>commentary to=functions.get json<|message|>"
     assert by_tokens(gpt_oss, "<|start|>assistant", text) == []
+    (part,) = by_tokens(gpt_oss, "<|start|>assistant", text, begun=True)
+    assert part.call is not None
+    assert (part.call.name, part.call.arguments) == ("get", "")
     (part,) = by_tokens(gpt_oss, "<|start|>assistant", text + "<|end|>")
     assert part.call is not None
     assert part.call.arguments == "{}"
@@ -329,7 +357,9 @@ def gpt_oss() -> Tokenizer:
     return Tokenizer(GPT_OSS)
 
 
-def by_tokens(tokenizer: Tokenizer, prompt: str, text: str, shown: str | None = None) -> list[AnswerPart]:
+def by_tokens(
+    tokenizer: Tokenizer, prompt: str, text: str, shown: str | None = None, begun: bool = False
+) -> list[AnswerPart]:
     """Parts of an answer whose text for clients is `shown`: without special tokens, perhaps cut by a stop string."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     made = Channels(tokenizer, prompt, Stage())
@@ -339,7 +369,7 @@ def by_tokens(tokenizer: Tokenizer, prompt: str, text: str, shown: str | None = 
         piece = tokenizer.decode([token])
         parts += made.push(left[: len(piece)], [token])
         left = left[len(piece) :]
-    return [*parts, *made.finish()]
+    return [*parts, *made.finish(begun)]
 
 
 def joined(parts: list[AnswerPart], kind: str) -> str:
