@@ -16,6 +16,9 @@ from dflash_trt.decoding.results import Chunk, Completion, Statistics, TopLogpro
 from dflash_trt.decoding.sampling.history import History
 from dflash_trt.errors import RequestError
 
+# Tokens of a reused prefix that a round gives to the automaton of a text: some 5 ms, in which all requests wait.
+_PIECE = 512
+
 
 @dataclass(eq=False)
 class Request:
@@ -66,12 +69,20 @@ class Request:
 
     def copied(self, most: int) -> tuple[list[int], int]:
         """Up to `most` tokens that its own text proposes after the anchor, and the length of the match, or 0."""
-        if not (self.takes_drafts and self.options.takes_lookup):
+        self.read_text(_PIECE)
+        if self.lookup is None or len(self.lookup.text) < len(self.prompt):
             return [], 0
-        if self.lookup is None:
-            self.lookup = Lookup(self.prompt)
-        self.lookup.extend(self.output[len(self.lookup.text) - len(self.prompt) :])
         return self.lookup.find(most)
+
+    def read_text(self, most: int) -> None:
+        """Let the automaton of its text read up to `most` more tokens of the prompt, and then the answer so far."""
+        if not (self.takes_drafts and self.options.takes_lookup):
+            return
+        lookup = self.lookup = self.lookup or Lookup()
+        if (read := len(lookup.text)) < len(self.prompt):
+            lookup.extend(self.prompt[read : read + most])
+        if (read := len(lookup.text)) >= len(self.prompt):
+            lookup.extend(self.output[read - len(self.prompt) :])
 
     def own_length(self, length: int) -> int:
         """The number of tokens of its block that count in a round that verifies `length`, including the anchor."""

@@ -280,6 +280,7 @@ class Scheduler:
         logits, sound, drafts_sound = self.pair.prefill(
             chunk, start, request.slot, draft=request.takes_drafter, every_row=every_row
         )
+        request.read_text(len(chunk))
         request.committed += len(chunk)
         request.sound = sound and _finite(logits)
         if not drafts_sound:

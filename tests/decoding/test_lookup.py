@@ -216,3 +216,23 @@ def test_times_of_a_busy_machine_do_not_end_drafts_from_the_text_for_good() -> N
             policy.observe(RoundDone([made], anchor, nodes, [0], [decided], 0.0, 0.008 + 0.002 * nodes))
     assert passes[0] < 16
     assert passes[-1] == 8
+
+
+def test_the_text_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the chunks of a prompt are, or a piece a round where it is a reused prefix; then it proposes drafts."""
+    sizes, extend = list[int](), Lookup.extend
+
+    def counted(lookup: Lookup, tokens: list[int]) -> None:
+        sizes.append(len(tokens))
+        extend(lookup, tokens)
+
+    monkeypatch.setattr("dflash_trt.decoding.request._PIECE", 9)
+    monkeypatch.setattr(Lookup, "extend", counted)
+    pool, text = Pool(1, 2, chunk=12), [1, 2, 3, 4] * 12
+    for most in (12, 9):  # read, then reused
+        sizes.clear()
+        asked = request(text, SamplingParams(max_tokens=40), draft_source="lookup")
+        finish(pool, FixedCopies(BLOCK), asked)
+        assert max(sizes) == most
+        assert (asked.statistics.num_cached_tokens == len(text) - 1) == (most == 9)
+        assert asked.statistics.num_lookup_draft_tokens > 0
