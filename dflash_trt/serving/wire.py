@@ -81,7 +81,7 @@ class Update(TypedDict, total=False):
     """A part of one sequence, or an error, which ends the request.
 
     The fields are those of `Chunk` and its statistics under the same names. The first updates have those of the prompt,
-    the last one those from `finish_reason` on. Many log-probabilities of a prompt come in several updates.
+    the last one those from `finish_reason` on.
     times: arrival, start of prefill, first token and last token, in nanoseconds since the epoch.
     metrics: the answer to "ask", in Prometheus' text format.
     """

@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -41,8 +40,6 @@ _LOOK_SECONDS = 1.0
 _OPTIONS = ("speculate", "block_length", "tree_nodes", "timeout", "priority", "cache_salt")
 # The fields of an update that are those of a Chunk or Completion, and of the statistics of its end.
 _PARTS = (*wire.GROWING, "finish_reason")
-# What is written in one turn of the loop: so many log-probabilities and texts take 5 ms.
-_STEP = 4096
 _LONG = 1 << 16  # bytes of a request whose parameters a thread checks
 _COUNTS = ("num_draft_tokens", "num_accepted_tokens", "num_cached_tokens", "acceptance_histogram")
 
@@ -119,9 +116,7 @@ class Worker:
         self._llm = llm
         # JSON writes a byte of UTF-8 as at most 6 bytes. The rest is for stop words and parameters.
         self._longest_line = 6 * llm.tokenizer.most_bytes(llm.max_seq_len) + (1 << 20)
-        # Updates to be sent, by request and sequence, and those of a sequence that wait for an earlier one.
-        self._updates = deque[tuple[tuple[int | str, int], Any]]()
-        self._behind: dict[tuple[int | str, int], deque[Any]] = {}
+        self._updates: list[str] = []  # to be sent, in JSON
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._shared: dict[int, _Shared] = {}  # what later requests will take from earlier ones, by id
         self._failed = False
@@ -158,8 +153,7 @@ class Worker:
             task.cancel()
         if self._failed:  # the requests in flight have already reported it
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-            while self._updates:
-                self._flush()
+            self._flush()
             await self._writer.drain()
             return 1
         await self._llm.close(finish=False)
@@ -295,39 +289,16 @@ class Worker:
         return self._llm.tokenizer.decode(ids), ids
 
     def _send(self, key: int | str, update: Any) -> None:
-        """Send soon, behind what is still to be sent of the same sequence. What has log-probabilities becomes JSON when
-        its turn comes.
-        """
-        place = key, update.get("index", 0) if isinstance(update, dict) else 0
-        parts = _parts(update) if _size(update) else [json.dumps([key, update])]
-        if (behind := self._behind.get(place)) is not None:
-            behind += parts
-            return
-        if len(parts) > 1:
-            self._behind[place] = deque(parts[1:])
+        """Send soon: usually all updates of a round, in one line."""
+        text = json.dumps([key, update])
         if not self._updates:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._updates.append((place, parts[0]))
+        self._updates.append(text)
 
     def _flush(self) -> None:
-        """Write what is to be sent, usually all updates of a round, in one line; if it is much, the rest in other turns
-        of the loop.
-        """
-        texts, size = list[str](), 0
-        while self._updates and size < _STEP:
-            place, update = self._updates.popleft()
-            texts.append(update if isinstance(update, str) else json.dumps([place[0], update]))
-            size += 1 + _size(update)
-            if (behind := self._behind.get(place)) is not None:
-                if behind:
-                    self._updates.append((place, behind.popleft()))
-                else:
-                    del self._behind[place]
-        if self._writer.is_closing():  # the server has ended
-            return
-        self._writer.write(f"[{','.join(texts)}]\n".encode())
-        if self._updates:
-            asyncio.get_running_loop().call_soon(self._flush)
+        updates, self._updates = self._updates, []
+        if updates and not self._writer.is_closing():  # else the server has ended
+            self._writer.write(f"[{','.join(updates)}]\n".encode())
 
     async def _show_metrics(self) -> None:
         while True:
@@ -338,33 +309,6 @@ class Worker:
         """End this process after an engine failure, so that the model becomes unready."""
         self._failed = True
         self._reader.feed_eof()
-
-
-def _size(update: Any) -> int:
-    """How many log-probabilities an update has."""
-    if not isinstance(update, dict):
-        return 0
-    rows = len(update.get("prompt_logprobs", ())) + len(update.get("logprobs", ()))
-    tops = update.get("prompt_top_logprobs") or update.get("top_logprobs") or [[]]
-    return rows * (1 + len(tops[-1]))
-
-
-def _parts(update: Any) -> list[Any]:
-    """An update, before it the log-probabilities of the prompt in pieces if they are many."""
-    rows = update.get("prompt_logprobs", ())
-    if not rows or (size := _size(update)) <= _STEP:
-        return [update]
-    tops, rest = update.get("prompt_top_logprobs"), dict(update)
-    for name in ("prompt_logprobs", "prompt_top_logprobs"):
-        rest.pop(name, None)
-    made, step = list[Any](), max(1, _STEP * len(rows) // size)
-    for at in range(0, len(rows), step):
-        made.append({"text": "", "token_ids": [], "prompt_logprobs": rows[at : at + step]})
-        if tops:
-            made[-1]["prompt_top_logprobs"] = tops[at : at + step]
-        if "index" in update:
-            made[-1]["index"] = update["index"]
-    return [*made, rest]
 
 
 def _update(part: Chunk | Completion, arrived: int) -> wire.Update:

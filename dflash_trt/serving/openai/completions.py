@@ -23,11 +23,10 @@ _DEFAULT_TOKENS = 16  # OpenAI's
 class CompletionChoice(AnswerChoice):
     """One choice of a completion so far.
 
-    offset, read: characters of the tokens, and tokens of the prompt, that log-probabilities were given for.
+    offset: characters of the tokens that log-probabilities were given for.
     """
 
     offset: int = 0
-    read: int = 0
     texts: list[str] = field(default_factory=list)
 
 
@@ -104,11 +103,8 @@ class Completions(Generation[CompletionRequest, CompletionChoice]):
             "logprobs": None,
         }
         if self.body.logprobs is not None:
-            prompt = self.prompts[index // self.request["n"]]
-            first, choice.read = choice.read, choice.read + len(update.get("prompt_logprobs", ()))
-            made["logprobs"] = completion_logprobs(
-                self.model, prompt[first : choice.read], update, choice.offset
-            )
+            prompt = self.prompts[index // self.request["n"]] if "prompt_logprobs" in update else []
+            made["logprobs"] = completion_logprobs(self.model, prompt, update, choice.offset)
             choice.offset += sum(map(len, made["logprobs"]["tokens"]))
         if self.body.return_token_ids:
             made["token_ids"] = update["token_ids"]

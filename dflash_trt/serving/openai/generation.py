@@ -23,6 +23,7 @@ from dflash_trt.serving.wire import EngineRequest, Update
 
 # Log-probabilities of all answers to a request together: about 100 bytes each in an answer, and as many in the engine.
 MOST_LOGPROBS = 1 << 19
+MOST_OF_A_PROMPT = 1 << 16  # which come at once, and take 0.1 s to write and to read
 
 
 def engine_request(
@@ -54,7 +55,7 @@ def engine_request(
     return EngineRequest(
         params={**model.defaults, **body.sampling(), **more, "max_tokens": max_tokens},
         n=body.n or 1,
-        # So that log-probabilities come in pieces, whatever the client gets.
+        # So that log-probabilities come by rounds, whatever the client gets.
         stream=bool(body.stream or body.logprobs_of_a_token()),
         speculate=body.speculate is not False,
         block_length=body.block_length,
@@ -72,6 +73,11 @@ def _most_tokens(body: SamplingFields, prompts: list[list[int]], *, echoed: bool
     """
     if not (each := body.logprobs_of_a_token() * (body.n or 1)):
         return 2**31 - 1
+    if echoed and (size := max(map(len, prompts)) * body.logprobs_of_a_token()) > MOST_OF_A_PROMPT:
+        text = (
+            f"the prompt would have {size}, expected at most {MOST_OF_A_PROMPT}; ask for fewer, or shorten it"
+        )
+        raise ApiError(400, f"logprobs: {text}", "logprobs")
     left = MOST_LOGPROBS // each - (sum(map(len, prompts)) if echoed else 0)
     if (most := left // len(prompts)) < 1:
         raise ApiError(400, f"logprobs: answers have {MOST_LOGPROBS} at most; ask for fewer", "logprobs")

@@ -27,8 +27,9 @@ from dflash_trt.decoding.params import MOST_ALLOWED, SamplingParams
 from dflash_trt.serving import wire
 from dflash_trt.serving.openai import engine as engines
 from dflash_trt.serving.openai import protocol, reading
+from dflash_trt.serving.openai.completions import Completions
 from dflash_trt.serving.openai.errors import ApiError
-from dflash_trt.serving.openai.generation import MOST_LOGPROBS
+from dflash_trt.serving.openai.generation import MOST_LOGPROBS, MOST_OF_A_PROMPT
 from dflash_trt.serving.openai.server import ServerSettings, application
 from dflash_trt.serving.worker import Worker
 from tests.serving.openai.conftest import CHATS, COMPLETIONS, HI, RESPONSES, chat_of, model_of, tool
@@ -293,7 +294,7 @@ def test_the_log_probabilities_of_a_whole_answer_leave_in_pieces(
     chat = chat_of(model, logprobs=True, top_logprobs=20)
     most = MOST_LOGPROBS // 21
     assert chat.request["params"]["max_tokens"] == most
-    assert chat.request["stream"]  # so that the engine, too, says them in pieces
+    assert chat.request["stream"]  # so that they come by rounds
 
     async def given(*_: Any) -> AsyncIterator[tuple[int, wire.Update]]:
         for update in updates(most, 20):
@@ -337,35 +338,19 @@ def test_more_log_probabilities_are_refused(
     chat_of(model, **{**fields, param: most - 1})
 
 
-def test_many_log_probabilities_of_a_prompt_are_said_in_pieces() -> None:
-    """An update of the same sequence waits for them, and that of another one does not."""
-    worker, lines = Worker.__new__(Worker), list[bytes]()
-    worker._updates, worker._behind = engines.deque(), {}
-    worker._writer = SimpleNamespace(is_closing=lambda: False, write=lines.append)  # type: ignore[assignment]
-    rows = [-float(i) for i in range(30_000)]
-    tops = [[(i, -0.5)] for i in range(30_000)]
+def test_a_prompt_has_as_many_log_probabilities_as_can_come_at_once(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of(tiny, "")
+    monkeypatch.setattr(model, "max_seq_len", 1 << 20)
 
-    async def run() -> None:
-        begin: Any = {
-            "text": "a", "token_ids": [5], "prompt_logprobs": rows, "prompt_top_logprobs": tops, "index": 1,
-        }  # fmt: skip
-        worker._send(7, begin)
-        worker._send(7, {"text": "b", "token_ids": [6], "index": 1})
-        worker._send(8, {"text": "c", "token_ids": [7]})
-        while worker._updates:
-            await asyncio.sleep(0)
+    def ask(tokens: int) -> Any:
+        body = protocol.CompletionRequest(model="tiny", prompt=[[5], [5] * tokens], logprobs=20, echo=True)
+        return asyncio.run(Completions.of(model, body, "id", None))
 
-    asyncio.run(run())
-    said = [pair for line in lines for pair in json.loads(line)]
-    assert max(len(update.get("prompt_logprobs", ())) for _, update in said) < 3000
-    assert next(i for i, (key, _) in enumerate(said) if key == 8) < 3
-    merged: wire.Update = {}
-    for key, update in said:
-        if key == 7:
-            assert update["index"] == 1
-            wire.merge(merged, update)
-    assert (merged["text"], merged["token_ids"], merged["prompt_logprobs"]) == ("ab", [5, 6], rows)
-    assert merged["prompt_top_logprobs"] == [[list(pair) for pair in top] for top in tops]
+    ask(MOST_OF_A_PROMPT // 21)
+    with pytest.raises(ApiError, match="the prompt would have 65541, expected at most 65536"):
+        ask(MOST_OF_A_PROMPT // 21 + 1)
 
 
 def test_what_prompts_share_is_sent_and_read_once(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
