@@ -16,7 +16,7 @@ from dflash_trt.serving.openai.engine import EngineProcess
 from dflash_trt.serving.openai.errors import ApiError
 from dflash_trt.serving.openai.generation import AnswerChoice, Generation, Usage, engine_request
 from dflash_trt.serving.openai.model import Model, chat_logprobs
-from dflash_trt.serving.openai.parsing import AnswerParser, AnswerPart, Stage, Think
+from dflash_trt.serving.openai.parsing import AnswerParser, AnswerPart, MarkedCalls, Stage, Think
 from dflash_trt.serving.openai.protocol import ChatRequest
 from dflash_trt.serving.openai.reading import Json, ToolChoice
 from dflash_trt.serving.openai.reading import tool_choice as tool_choice_of
@@ -289,8 +289,11 @@ def _parser(
     if model.written.channels:
         return Channels(model.tokenizer, text, calls, (schemas or {}) if model.written.recipients else None)
     if (thoughts := model.written.thoughts) is not None:
-        think = Think(thinks, thoughts.begin, thoughts.end)
-        return AnswerParser(think, calls, model.tokenizer.backend.token_to_id(thoughts.end))
+        notation = calls.notation if isinstance(calls, MarkedCalls) else None
+        think = Think(thinks, thoughts.begin, thoughts.end, notation)
+        token_id = model.tokenizer.backend.token_to_id
+        call = token_id(notation.begin) if notation else None
+        return AnswerParser(think, calls, token_id(thoughts.end), call)
     return AnswerParser(None, calls)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from dflash_trt.serving.openai.calls import (
@@ -33,6 +33,27 @@ class AnswerPart:
 
 
 BARE = "<|python_tag|>"  # may stand before objects that are calls
+_MOST_BEGIN = 200  # characters after a begin mark, of which fewer show a call
+
+
+@dataclass(frozen=True)
+class Notation:
+    """How a family marks calls.
+
+    kind: what a block with this beginning is: "json" or "tags", where texts may have marks, or "other"; "" is no call,
+    and None needs more. read: the calls of a block. begun: the same of one that is cut.
+    """
+
+    begin: str
+    end: str
+    kind: Callable[[str], str | None]
+    read: Callable[[str, Schemas], list[Call]]
+    begun: Callable[[str, Schemas], list[Call]]
+
+    def begins(self, text: str) -> bool | None:
+        """Whether what follows a begin mark is a call; None: more is needed."""
+        kind = self.kind(text[:_MOST_BEGIN].lstrip())
+        return None if kind is None and len(text) < _MOST_BEGIN else bool(kind)
 
 
 class Stage:
@@ -54,11 +75,16 @@ class Stage:
 class Think(Stage):
     """Reasoning between the marks `begin` and `end` at the beginning of an answer. The rest is content.
 
-    inside: whether the prompt ends with `begin`.
+    A call ends the reasoning, too, because models that call sometimes leave a thought open.
+    inside: whether the prompt ends with `begin`. notation: that of calls.
     """
 
-    def __init__(self, inside: bool, begin: str = "<think>", end: str = "</think>") -> None:
-        self._begin, self._end = begin, end
+    def __init__(
+        self, inside: bool, begin: str = "<think>", end: str = "</think>", notation: Notation | None = None
+    ) -> None:
+        self._begin, self._end, self._notation = begin, end, notation
+        # Whether a call ended the reasoning, and how often its mark stood there without a call.
+        self.called, self.mentions = False, 0
         self._state: Literal["before", "inside", "trim", "after"] = "inside" if inside else "before"
         self._blanks, self._held, self.thought = list[str](), "", inside
 
@@ -93,14 +119,31 @@ class Think(Stage):
             self._held = ""
 
     def _reason(self) -> Iterator[AnswerPart]:
-        before, tag, rest = self._held.partition(self._end)
-        if tag:
-            self._state, self._held = "trim", rest
+        text, end = self._held, self._held.find(self._end)
+        call, begins = self._call(text if end < 0 else text[:end])
+        if begins:
+            self._state, self.called, stop, rest = "after", True, call, call
+        elif end >= 0:
+            self._state, stop, rest = "trim", end, end + len(self._end)
         else:
-            keep = overlap(before, self._end)
-            before, self._held = before[: len(before) - keep], before[len(before) - keep :]
-        if before:
-            yield AnswerPart("reasoning", before)
+            stop = rest = min(call, len(text) - overlap(text, self._end))
+        if stop:
+            yield AnswerPart("reasoning", text[:stop])
+        self._held = text[rest:]
+
+    def _call(self, text: str) -> tuple[int, bool]:
+        """Where a call begins, or may begin, in a text, which is its length if nowhere, and whether it does."""
+        if self._notation is None:
+            return len(text), False
+        mark, at = self._notation.begin, 0
+        while (at := text.find(mark, at)) >= 0:
+            after = at + len(mark)
+            begins = self._notation.begins(text[after : after + _MOST_BEGIN])
+            if begins is not False:
+                return at, bool(begins)
+            self.mentions += 1
+            at = after
+        return len(text) - overlap(text, mark), False
 
     def finish(self, begun: bool = False) -> Iterator[AnswerPart]:
         """What is held back, which is no mark."""
@@ -109,21 +152,6 @@ class Think(Stage):
         if self._held and self._state != "trim":
             yield AnswerPart("reasoning" if self._state == "inside" else "content", self._held)
         self._held = ""
-
-
-@dataclass(frozen=True)
-class Notation:
-    """How a family marks calls.
-
-    kind: what a block with this beginning is: "json" or "tags", where texts may have marks, or "other"; "" is no call,
-    and None needs more. read: the calls of a block. begun: the same of one that is cut.
-    """
-
-    begin: str
-    end: str
-    kind: Callable[[str], str | None]
-    read: Callable[[str, Schemas], list[Call]]
-    begun: Callable[[str, Schemas], list[Call]]
 
 
 class MarkedCalls(Stage):
@@ -135,7 +163,7 @@ class MarkedCalls(Stage):
     """
 
     def __init__(self, notation: Notation, schemas: Schemas) -> None:
-        self._notation, self._schemas = notation, schemas
+        self.notation, self._schemas = notation, schemas
         self._mark = notation.begin  # what ends the present block or content
         self._text = ""  # of the mark, or of what tells what a block is: a few characters that wait for more
         self._blanks, self._block = list[str](), list[str]()
@@ -157,16 +185,16 @@ class MarkedCalls(Stage):
             if not self._inside:
                 yield from self._content(before)
                 self._inside = at >= 0
-                self._mark = (self._notation.end or self._notation.begin) if self._inside else self._mark
+                self._mark = (self.notation.end or self.notation.begin) if self._inside else self._mark
             else:
                 assert self._scan is not None
                 ends = self._scan(before)
                 self._block.append(before)
                 if at >= 0 and ends:
-                    yield from self._ended(self._notation.end)
-                    self._inside = not self._notation.end
+                    yield from self._ended(self.notation.end)
+                    self._inside = not self.notation.end
                     self._mark = (
-                        self._notation.end or self._notation.begin if self._inside else self._notation.begin
+                        self.notation.end or self.notation.begin if self._inside else self.notation.begin
                     )
                 elif at >= 0:
                     self._scan(self._mark)
@@ -178,16 +206,16 @@ class MarkedCalls(Stage):
         if not (start := text.lstrip()):
             self._block.append(text)
             return ""
-        kind = self._notation.kind(start)
-        if kind is None and len(start) < 200:
+        kind = self.notation.kind(start)
+        if kind is None and len(start) < _MOST_BEGIN:
             self._text = text
             return ""
         if kind:
             self._scan = _Tags() if kind == "tags" else _Quotes() if kind == "json" else lambda _: True
             return text
         # No call: the mark is content.
-        self._inside, self._mark = False, self._notation.begin
-        self._blanks.append(self._notation.begin + "".join(self._block))
+        self._inside, self._mark = False, self.notation.begin
+        self._blanks.append(self.notation.begin + "".join(self._block))
         self._block, self._after_call = [], False
         return text
 
@@ -207,15 +235,15 @@ class MarkedCalls(Stage):
         text = "".join(self._block)
         ended = not (cut and isinstance(self._scan, _Tags)) or tags_end(text)
         self._block, self._scan = [], None
-        calls = self._notation.read(text, self._schemas) if ended else []
+        calls = self.notation.read(text, self._schemas) if ended else []
         if begun and not calls:
-            calls = self._notation.begun(text + end, self._schemas)
+            calls = self.notation.begun(text + end, self._schemas)
         if calls:
             self._blanks, self._after_call = [], True
             for call in calls:
                 yield AnswerPart("call", call=call)
         else:
-            whole = "".join(self._blanks) + self._notation.begin + text + end
+            whole = "".join(self._blanks) + self.notation.begin + text + end
             self._blanks = []
             yield AnswerPart("content", whole.lstrip() if self._after_call else whole)
             self._after_call = False
@@ -306,27 +334,33 @@ class BareCalls(Stage):
 class AnswerParser:
     """Parts of an answer in two stages.
 
-    think: None in families without reasoning. end_of_thought: the token that ends the reasoning, if it is one.
-    reasoning_tokens: those of the reasoning so far, with its tags.
+    think: None in families without reasoning. end_of_thought, begin_of_call: the tokens of the marks that end the
+    reasoning, if each is one. reasoning_tokens: those of the reasoning so far, with its tags.
     """
 
     think: Think | None
     calls: Stage
     end_of_thought: int | None = None
+    begin_of_call: int | None = None
     reasoning_tokens: int = 0
+    _ids: list[int] = field(default_factory=list)  # until the reasoning is over
 
     def push(self, text: str, token_ids: list[int]) -> list[AnswerPart]:
         """The parts that a text and its tokens make certain."""
-        think, end = self.think, self.end_of_thought
-        if think is None:
+        if (think := self.think) is None:
             return list(self.calls.push(text))
         before = think.over
         parts = list(self._content(think.push(text)))
-        if think.thought and not before:
-            if think.over and end is not None and end in token_ids:
-                token_ids = token_ids[: token_ids.index(end) + 1]
-            self.reasoning_tokens += len(token_ids)
+        if not before:
+            self._ids += token_ids
+            self.reasoning_tokens = self._reasoned(think) if think.thought else 0
         return parts
+
+    def _reasoned(self, think: Think) -> int:
+        """The tokens of the reasoning: up to its end mark, or before the call that ended it."""
+        mark, skipped = (self.begin_of_call, think.mentions) if think.called else (self.end_of_thought, 0)
+        places = [at for at, token in enumerate(self._ids) if token == mark] if think.over else []
+        return places[skipped] + (not think.called) if skipped < len(places) else len(self._ids)
 
     def finish(self, begun: bool = False) -> list[AnswerPart]:
         """The parts that the end makes certain, by `Stage.finish`."""

@@ -101,6 +101,13 @@ class Written:
         return BareCalls(schemas)
 
 
+def _begins(notation: Notation) -> list[str]:
+    """How calls begin. The mark alone may be one that a text is about."""
+    if notation != TAG:
+        return [notation.begin]
+    return [f"{TAG.begin}{blank}{start}" for blank in ("", " ", "\n") for start in ("{", "<function=")]
+
+
 def written_by(template: str) -> Written:
     """How the family of this chat template writes answers."""
     thoughts = next((t for t in _THOUGHTS if t.begin.rstrip() in template or t.end in template), None)
@@ -113,7 +120,9 @@ def written_by(template: str) -> Written:
         recipients=recipients,
         thoughts=thoughts,
         notation="" if recipients else notation,
-        call_marks=[(each.begin, each.end) for each in (TAG, GEMMA) if each.begin in template],
+        call_marks=[
+            (begin, each.end) for each in (TAG, GEMMA) if each.begin in template for begin in _begins(each)
+        ],
         special=special or (thoughts is not None and not thoughts.shown),
         developer="developer" in template,
     )

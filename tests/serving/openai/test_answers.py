@@ -10,7 +10,8 @@ import pytest
 from openai.types.responses import Response
 from pydantic import BaseModel
 
-from dflash_trt.decoding.output import Detokenizer
+from dflash_trt.decoding.output import Detokenizer, StopChecker
+from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.serving.openai.errors import ApiError
 from dflash_trt.serving.openai.protocol import ResponsesRequest
 from tests.serving.openai.conftest import CHATS, COMPLETIONS, HI, RESPONSES, Server, chat_of, model_of, tool
@@ -63,6 +64,25 @@ def test_a_structured_answer_after_an_opened_thought_is_content(tiny: Path) -> N
     assert model.tokenizer.decode(bound.prompts[0]).endswith("</think>\n\n")
     parts = bound.choices[0].parser.push("ab", [])
     assert [(part.kind, part.text) for part in parts] == [("content", "ab")]
+
+
+def test_a_call_ends_an_opened_thought_for_stop_strings_too(tiny: Path) -> None:
+    """What the parser calls content is what a stop string is about, and a mention of the mark is none."""
+    model = model_of(tiny, "<think> <tool_call>", "hi<think>\n")
+    call = '<tool_call>\n{"name": "get", "arguments": {"city": "stop"}}\n</tool_call>'
+    for text, content in (
+        (f"A <tool_call> stop. {call} One stop two", "One "),
+        ("A <tool_call> stop.</think>One stop two", "One "),
+        (f"A stop.</think>{call} One <tool_call> and stop two", "One <tool_call> and "),
+    ):
+        asked = chat_of(model, tools=[tool(None, "get")], stop="stop")
+        params = SamplingParams(**asked.request["params"] | {"max_tokens": 400})
+        ids = model.tokenizer.backend.encode(text, add_special_tokens=False).ids
+        stopped = StopChecker(params, [], Detokenizer(model.tokenizer.backend)).push(ids)
+        parser = asked.choices[0].parser
+        parts = [*parser.push(stopped.text, ids[: stopped.kept]), *parser.finish()]
+        assert "".join(part.text for part in parts if part.kind == "content") == content
+        assert stopped.finish_reason == "stop"
 
 
 def test_marks_that_are_special_tokens_are_read(tiny: Path) -> None:

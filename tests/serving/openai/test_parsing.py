@@ -42,7 +42,8 @@ def read(make: object, text: str, begun: bool = False) -> tuple[str, str, list[t
 
 
 def parser(notation: str = "", inside: bool = False) -> AnswerParser:
-    return AnswerParser(Think(inside), written_by(notation).calls(SCHEMAS))
+    calls = written_by(notation).calls(SCHEMAS)
+    return AnswerParser(Think(inside, notation=getattr(calls, "notation", None)), calls)
 
 
 @pytest.mark.parametrize(
@@ -181,6 +182,7 @@ def test_twice_the_text_takes_twice_the_time(piece: str) -> None:
         ),
         *((partial(BareCalls, SCHEMAS), start) for start in ("", '{"name": "')),
         (partial(Think, False), ""), (partial(Think, True), ""),
+        *((partial(Think, True, notation=each), start) for each in BEGINNINGS for start in ("", each.begin)),
         (Muse, ""), (Muse, '<atem:invoke name="get">'),
     ]  # fmt: skip
     for make, start in makes:
@@ -276,6 +278,42 @@ def test_a_part_of_a_call_that_is_required_is_one_from_its_arguments_on(notation
             )
 
 
+@pytest.mark.parametrize("notation", [TAG.begin, "<tool_call> JSON", GEMMA.begin, MISTRAL.begin])
+def test_a_call_ends_a_thought_that_is_open(notation: str) -> None:
+    """A mark that no call follows is a part of the thought."""
+    call, end = WHOLE_CALLS[notation]
+    mark = notation.removesuffix(" JSON")
+    thought, called = f"I use {mark} now, {mark}\n\n", ("get", {"city": CITY, "days": DAYS})
+    after = "" if mark == MISTRAL.begin else " Yes."
+    found = read(lambda: parser(notation, inside=True), thought + call + end + after)
+    assert found == (after.strip(), thought, [called])
+    closed = read(lambda: parser(notation), f"<think>{thought}</think>\n{call}")
+    assert closed == ("", thought, [called])
+    for cut in (mark, mark[:-1], mark + "\n"):
+        assert read(lambda: parser(notation, inside=True), thought + cut) == ("", thought + cut, [])
+    plain = read(lambda: AnswerParser(Think(True), Stage()), thought + call + end)  # without tools
+    assert plain == ("", thought + call + end, [])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 9])
+def test_tokens_of_a_thought_that_a_call_ends_are_those_before_its_mark(size: int) -> None:
+    pieces = [
+        ("I use ", 1),
+        ("<tool_call>", 7),
+        (" or ", 2),
+        ("<tool_call>", 7),
+        ("\n", 3),
+        ("{", 4),
+        ('"name": "b"}', 5),
+    ]
+    pieces += [("</tool_call>", 8), ("<tool_call>", 7), ('{"name": "c"}', 6)]
+    made = AnswerParser(Think(True, notation=TAG), written_by(TAG.begin).calls(SCHEMAS), 9, 7)
+    for at in range(0, len(pieces), size):
+        part = pieces[at : at + size]
+        made.push("".join(text for text, _ in part), [token for _, token in part])
+    assert made.reasoning_tokens == 3
+
+
 def test_tokens_of_reasoning_are_counted() -> None:
     made = AnswerParser(Think(False), Stage(), 9)
     for text, ids in (("<think>", [1]), ("a", [2, 3]), ("b</think>\n\nc", [4, 9, 5]), ("d", [6])):
@@ -320,8 +358,9 @@ def thinking(template: str, inside: bool = False) -> object:
     """The parser of a template's family, with tools."""
     written = written_by(template)
     assert written.thoughts is not None
-    think = Think(inside, written.thoughts.begin, written.thoughts.end)
-    return AnswerParser(think, written.calls(SCHEMAS))
+    calls = written.calls(SCHEMAS)
+    think = Think(inside, written.thoughts.begin, written.thoughts.end, getattr(calls, "notation", None))
+    return AnswerParser(think, calls)
 
 
 GEMMA_TEMPLATE, MISTRAL_TEMPLATE = "<|channel>thought\n <channel|> <|tool_call>", "[THINK] [TOOL_CALLS]"
