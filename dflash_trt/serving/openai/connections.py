@@ -10,6 +10,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 _MOST_BYTES = 1 << 16  # as in uvicorn's other parser
 _HEADERS_SECONDS = 30.0  # as for the body
+_PROBE_SECONDS = 2.0
 
 
 class Connection(HttpToolsProtocol):
@@ -19,11 +20,15 @@ class Connection(HttpToolsProtocol):
     bounds the body itself, and the connection ends with an answer that leaves a body unread.
 
     An offer of another protocol, such as that of HTTP/2 by Java's client (`Upgrade: h2c`), is ignored.
+
+    A client that closes its side after its requests gets its answers, as far as HTTP/1.1 without TLS allows it. One
+    that has left looks the same until something is sent to it. So it gets "100 Continue", which every client skips.
     """
 
     _late: asyncio.TimerHandle | None = None
     _bytes = 0  # that have arrived since the latest message or piece of a body began
     _in_body = False  # whether headers have arrived, and not the end of their message
+    _half_closed = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -37,6 +42,23 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._expect_nothing()
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep the connection if there are whole requests to be answered."""
+        http11 = self.cycle is not None and self.cycle.scope["http_version"] == "1.1"
+        self._half_closed = http11 and self.scheme == "http" and not self._in_body and self._answers()
+        if self._half_closed:
+            self._expect_nothing()
+            self._probe()
+        return self._half_closed
+
+    def _probe(self) -> None:
+        """Find out whether the client still reads."""
+        if self.transport.is_closing() or self.cycle.response_complete:
+            return
+        if not (self.cycle.response_started or self.pipeline):
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self.loop.call_later(_PROBE_SECONDS, self._probe)
 
     def data_received(self, data: bytes) -> None:
         """Pass bytes on, unless there are too many that are not of a body."""
@@ -91,8 +113,11 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Close the connection after an answer that leaves a body unread."""
-        if self._in_body and not self.pipeline:  # in a pipeline, an earlier request was answered
+        """Close the connection after an answer that leaves a body unread, and the last one to a client that has closed
+        its side.
+        """
+        is_last = self._in_body or self._half_closed
+        if is_last and not self.pipeline:  # in a pipeline, an earlier request was answered
             self.transport.close()
         super().on_response_complete()
 

@@ -12,6 +12,7 @@ import uvicorn
 
 from dflash_trt.serving.openai import connections
 from dflash_trt.serving.openai.connections import Connection
+from dflash_trt.serving.processes import run_loop
 
 HEAD = b"GET / HTTP/1.1\r\nHost: x\r\n"
 Client = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -68,7 +69,7 @@ def visit(client: Client, monkeypatch: pytest.MonkeyPatch, *, seconds: float, ap
         server.should_exit = True
         await serving
 
-    asyncio.run(run())
+    run_loop(run())
 
 
 def test_long_headers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,3 +215,76 @@ def test_many_offers_at_once_and_a_tunnel_do_no_harm(monkeypatch: pytest.MonkeyP
         assert (await reader.read()).startswith(b"HTTP/1.1 400")
 
     visit(client, monkeypatch, seconds=60, app=at_once)
+
+
+@pytest.mark.parametrize(("requests", "begun"), [(1, False), (1, True), (2, False)])
+def test_a_client_that_closes_its_side_gets_its_answers(
+    requests: int, begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """begun: whether the answer has begun by then."""
+    monkeypatch.setattr(connections, "_PROBE_SECONDS", 0.01)
+    probed = asyncio.Event()
+    probe = Connection._probe
+
+    def probing(connection: Connection) -> None:
+        probed.set()
+        probe(connection)
+
+    monkeypatch.setattr(Connection, "_probe", probing)
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        if begun:
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+            await send({"type": "http.response.body", "body": b"o", "more_body": True})
+        if requests == 1:  # else the end is read after the first answer
+            await probed.wait()
+        if begun:
+            await send({"type": "http.response.body", "body": b"k"})
+        else:
+            await at_once(scope, receive, send)
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write((HEAD + b"\r\n") * requests)
+        writer.write_eof()
+        answers = (await reader.read()).replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")
+        assert answers.count(b"HTTP/1.1 200 OK") == requests
+        assert answers.endswith(b"\r\n\r\nok")
+
+    visit(client, monkeypatch, seconds=60, app=slow)
+
+
+def test_a_client_that_has_left_is_noticed_before_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_PROBE_SECONDS", 0.01)
+    came, left = asyncio.Event(), asyncio.Event()
+
+    async def waits(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        came.set()
+        assert (await receive())["type"] == "http.disconnect"
+        left.set()
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + b"\r\n")
+        await came.wait()
+        writer.close()
+        await left.wait()
+
+    visit(client, monkeypatch, seconds=60, app=waits)
+
+
+@pytest.mark.parametrize(
+    "sent", [HEAD, b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n1", b"GET / HTTP/1.0\r\n\r\n"]
+)
+def test_half_a_request_ends_with_its_client(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So does one of HTTP/1.0, which has nothing that finds out whether its client reads."""
+
+    async def never(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(sent)
+        writer.write_eof()
+        assert await reader.read() == b""
+
+    visit(client, monkeypatch, seconds=60, app=never)
