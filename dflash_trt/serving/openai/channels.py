@@ -26,11 +26,12 @@ _MARKERS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<
 _ENDS = ("<|eom|>", "<|eot|>")  # of Muse Glimmer's messages
 # The end of a message's text that may be the header of another one, which Muse Glimmer sometimes begins there.
 _HEADER = re.compile(r"(?:^|(?<=\s))(?:to?|to=[\w.-]*)\Z")
+_ROLE = re.compile(r"\s*(?:assistant)?\s*(?:to=[\w.-]+)?\s*")  # of a header, without a mark before it
 _MOST_HEADER = 1000  # characters; a channel and a tool take fewer
 
 
 class Channels:
-    """A parser of answers in channels.
+    """A parser of answers in channels. Text that is neither a message's header nor in its body is content.
 
     prompt: the text of the prompt. It may end within a message's header, or after it. `calls`: reads calls in the
     text of `final`. `schemas`: of the tools, where messages have recipients; None elsewhere.
@@ -45,7 +46,7 @@ class Channels:
         self._markers = {token: marker for marker, token in ids.items() if token is not None}
         head = prompt[prompt.rfind("<|start|>") + len("<|start|>") :] if "<|start|>" in prompt else ""
         self._header, body, _ = head.partition("<|message|>")
-        self._in_body = bool(body)
+        self._in_body, self._outside = bool(body), ""  # generated text that may be of a header
         self._words = Detokenizer(tokenizer.backend)
         self._call = list[str]()
         # Stop strings cut the engine's text, but not its tokens. So no more characters are given out than it has.
@@ -78,6 +79,7 @@ class Channels:
         """The parts that the end makes certain, by `Stage.finish`."""
         self._end_of_text()
         self._release()
+        self._no_header()
         parts = [*self._due()]
         if self._in_body and not self._waiting:
             parts += self._message_end(self._header, cut=True, begun=begun)
@@ -97,10 +99,11 @@ class Channels:
             if text:
                 self._waiting.append((self._header, text))
         else:
-            self._header += (
-                text[: _MOST_HEADER - len(self._header)] if len(self._header) < _MOST_HEADER else ""
-            )
+            self._header += text[: max(_MOST_HEADER - len(self._header), 0)]
+            self._outside += text
             self._seen += len(text)
+            if len(self._outside) > _MOST_HEADER:
+                self._no_header()
 
     def _release(self) -> None:
         """What was held back is no header."""
@@ -108,20 +111,30 @@ class Channels:
             self._waiting.append((self._header, self._held))
             self._held = ""
 
+    def _no_header(self) -> None:
+        """Text outside of a body, which turns out to be no header, is for the user."""
+        if self._outside:
+            self._seen -= len(self._outside)
+            self._waiting.append(("", self._outside))
+            self._outside = ""
+
     def _mark(self, marker: str) -> None:
         if self._in_body and marker == "<|message|>" and self._held.startswith("to="):
             self._waiting.append(("end", self._header))
             self._header, self._held, self._seen = self._held, "", self._seen + len(self._held)
             return
         self._release()
+        if "<|" not in self._header and not _ROLE.fullmatch(self._outside):
+            self._no_header()
         if marker == "<|message|>":
-            self._in_body = True
+            self._in_body, self._outside = True, ""
         elif marker in ("<|channel|>", "<|constrain|>") and not self._in_body:
             self._header += marker
         else:
+            self._no_header()
             if self._in_body:
                 self._waiting.append(("end", self._header))
-            self._header, self._in_body = "", False
+            self._header, self._in_body = marker if marker == "<|start|>" else "", False
 
     def _due(self) -> Iterator[AnswerPart]:
         while self._waiting:

@@ -423,6 +423,43 @@ def test_channels_of_gpt_oss_are_reasoning_and_content(gpt_oss: Tokenizer) -> No
     assert (joined(parts, "reasoning"), joined(parts, "content")) == ("", "It is 42.")
 
 
+FINAL = "<|channel|>final<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "reasoning"),
+    [
+        ("<|channel|>analysis<|message|>Hm.<|end|>Paris.", "Paris.", "Hm."),
+        (f"{FINAL}It is <|end|>Paris.<|end|>", "It is Paris.", ""),
+        (f"{FINAL}It is <|end|>Paris.<|start|>assistant{FINAL} Yes.<|end|>", "It is Paris. Yes.", ""),
+        ("Paris.", "Paris.", ""), ("Paris is it.<|end|>", "Paris is it.", ""),
+        (f"Paris.{FINAL} Yes.", "Paris. Yes.", ""),
+        ("It is Paris.<|message|> Yes.", "It is Paris. Yes.", ""), ("<|message|>Yes.", "Yes.", ""),
+        (f"{FINAL}Yes.<|end|>assistant{FINAL} No.", "Yes. No.", ""),
+        ("<|channel|>analysis", "analysis", ""), ("<|channel|>analysis<|end|>", "analysis", ""),
+        (f"{FINAL}Yes.<|end|><|start|>assistant<|channel|>fin", "Yes.assistantfin", ""),
+        ("word " * 300, "word " * 300, ""), (f"{'word ' * 300}<|channel|>final", f"{'word ' * 300}final", ""),
+    ],
+)  # fmt: skip
+def test_text_outside_of_a_message_is_content_unless_it_is_the_header_of_one(
+    gpt_oss: Tokenizer, text: str, content: str, reasoning: str
+) -> None:
+    parts = by_tokens(gpt_oss, "<|start|>assistant", text)
+    assert (joined(parts, "content"), joined(parts, "reasoning")) == (content, reasoning)
+    made, ids = (
+        Channels(gpt_oss, "<|start|>assistant", Stage()),
+        gpt_oss.encode(text, add_special_tokens=False),
+    )
+    whole = [*made.push(gpt_oss.decode(ids), ids), *made.finish()]
+    assert (joined(whole, "content"), joined(whole, "reasoning")) == (content, reasoning)
+
+
+def test_the_prompts_part_of_a_header_is_no_content(gpt_oss: Tokenizer) -> None:
+    prompt = "<|start|>assistant<|channel|>comm"
+    assert joined(by_tokens(gpt_oss, prompt, "entary"), "content") == "entary"
+    assert joined(by_tokens(gpt_oss, prompt, "entary<|message|>Yes."), "content") == "Yes."
+
+
 def test_a_commentary_to_a_function_is_its_call(gpt_oss: Tokenizer) -> None:
     text = '<|channel|>commentary to=functions.get_weather json<|message|>{"city": "B"}<|end|>'
     parts = by_tokens(gpt_oss, "<|start|>assistant", text)

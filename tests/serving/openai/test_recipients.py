@@ -92,6 +92,7 @@ def read(
          "", "Go to=here\n", [("now", {})]),
         (" to=self<|message|>I want to", "", "I want to", []),
         (" to=get<|message|>no call<|eom|>", "no call", "", []),
+        (" to=self<|message|>We add.<|eom|>It is 4.<|eot|>", "It is 4.", "We add.", []), (" to=us", " to=us", "", []),
         (f" to=get<|message|>{block(atem('get', city='Bo'))[:-40]}", block(atem("get", city="Bo"))[:-40], "", []),
     ],
 )  # fmt: skip
