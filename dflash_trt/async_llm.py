@@ -79,6 +79,7 @@ class AsyncLLM(Opened):
         self._wake = threading.Condition()
         self._closing = self._cancelling = False
         self._failure: EngineError | None = None
+        self._begun: float | None = None  # when what the engine thread does now began, a time of perf_counter
         self._thread = threading.Thread(target=self._serve, name="dflash-trt engine", daemon=True)
         # A thread that computes while the interpreter shuts down aborts the process.
         atexit.register(self._exit)
@@ -88,6 +89,15 @@ class AsyncLLM(Opened):
     def in_flight(self) -> int:
         """Requests that are tokenized, waiting or decoded."""
         return len(self._streams) + self._preparing
+
+    @property
+    def step_seconds(self) -> float:
+        """For how long the engine has worked at a round, or at a chunk of a prompt; 0 while it has nothing to do.
+
+        A pass that never ends, as of a GPU that hangs, shows here alone.
+        """
+        begun = self._begun
+        return 0.0 if begun is None else perf_counter() - begun
 
     def _asked(self, options: ServingOptions) -> RequestOptions:
         return asked(ServingOptions, {"draft_source": self._draft_source} | options)
@@ -275,18 +285,21 @@ class AsyncLLM(Opened):
         scheduler = self.runtime.scheduler
         while True:
             with self._wake:
+                self._begun = None
                 while scheduler.idle and not self._arrivals:
                     if self._closing and (self._cancelling or not self._preparing):
                         return
                     self._wake.wait()
                 arrivals, self._arrivals = self._arrivals, []
                 departures, self._departures = self._departures, []
+            self._begun = perf_counter()
             for request in arrivals:
                 scheduler.submit(request)
             for request in departures:
                 scheduler.cancel(request)
             for emissions in scheduler.parts(self._lengths):
                 self._deliver(emissions)
+                self._begun = perf_counter()
 
     def _deliver(self, emissions: list[Emission]) -> None:
         """Deliver the chunks that are due, with one wake-up per event loop.

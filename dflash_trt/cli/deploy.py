@@ -15,10 +15,12 @@ from dflash_trt.cli.options import (
     bundle_of,
     drafting_of,
     option,
+    seconds,
     switch,
 )
 from dflash_trt.engines import registry
 from dflash_trt.errors import BundleError
+from dflash_trt.serving.wire import MAX_STEP
 
 SUMMARY = "write a Triton model repository that serves a bundle"
 DESCRIPTION = """\
@@ -59,12 +61,15 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     option(engine, "--stream-interval", "MS", at_least(0),
            "least time between responses of a stream; tokens in between are sent as one response; 0: a response per "
            "round", 50)  # fmt: skip
+    option(engine, "--max-step", "SECONDS", seconds,
+           "the longest time for a round or a chunk of a prompt, after which the engine is taken to hang, ended and "
+           "started again; 0: any", MAX_STEP)  # fmt: skip
     add_threads(engine)
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `AsyncLLM` that these options give."""
-    names = ("max_batch_size", "max_queue", "prefix_cache_bytes", "threads", "exact")
+    """The settings of an engine process that these options give."""
+    names = ("max_batch_size", "max_queue", "prefix_cache_bytes", "threads", "exact", "max_step")
     given = {name: getattr(args, name) for name in names}
     return {**given, **drafting_of(args), "stream_interval": args.stream_interval / 1e3}
 

@@ -22,6 +22,7 @@ from typing import Any, Literal, TypedDict
 WORKER: tuple[str, ...] = ("-P", "-m", "dflash_trt.serving.worker")  # arguments of Python
 # Pause before a restart: doubled each time, until what was started has served for STEADY_SECONDS.
 FIRST_PAUSE, LONGEST_PAUSE, STEADY_SECONDS = 0.25, 30.0, 60.0
+MAX_STEP = 300.0  # seconds for a round or a chunk of a prompt, which no real one takes
 
 Code = Literal["INVALID_ARG", "BUSY", "UNAVAILABLE", "CANCELLED", "DEADLINE", "INTERNAL"]
 

@@ -3,7 +3,8 @@
     python -m dflash_trt.serving.worker FD SETTINGS
 
 FD: the socket. dflash_trt/serving/wire.py says what the lines are. SETTINGS: `AsyncLLM`'s arguments as a JSON object,
-and `server`, Triton's process, which ends with this one.
+`server`, Triton's process, which ends with this one, and `max_step`, seconds after which a step is taken for one that
+never ends (0: never).
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     threading.Thread(target=_end_while_loading, args=(connection, loaded), daemon=True).start()
     settings = json.loads(arguments[1])
     to_stderr(settings.pop("log_level", "warning"))
-    bundle = settings.pop("bundle")
+    bundle, max_step = settings.pop("bundle"), settings.pop("max_step", wire.MAX_STEP)
     server, backend = settings.pop("server", 0), os.getppid()
     if server and is_running(server):  # else it cannot be seen
         threading.Thread(target=_end_after, args=(server, backend), daemon=True).start()
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     loaded.set()
     gc.freeze()  # what exists now stays, so the collector need not look at it again
-    worker = Worker(llm)
+    worker = Worker(llm, max_step)
     code = run_loop(worker.serve(connection))
     if server and not worker.told and code == 0:
         _end_server(server)
@@ -112,8 +113,8 @@ class _Shared:
 class Worker:
     """The requests of one socket."""
 
-    def __init__(self, llm: AsyncLLM) -> None:
-        self._llm = llm
+    def __init__(self, llm: AsyncLLM, max_step: float = 0.0) -> None:
+        self._llm, self._max_step = llm, max_step
         # JSON writes a byte of UTF-8 as at most 6 bytes. The rest is for stop words and parameters.
         self._longest_line = 6 * llm.tokenizer.most_bytes(llm.max_seq_len) + (1 << 20)
         self._updates: list[str] = []  # to be sent, in JSON
@@ -139,7 +140,10 @@ class Worker:
                 if task := self._tasks.get(message["cancel"]):
                     task.cancel()
             elif "ask" in message:
-                self._send(message["id"], {"metrics": self._llm.metrics.prometheus()})
+                if stalled := self._stalled():
+                    self._refuse(message["id"], "UNAVAILABLE", stalled)
+                else:
+                    self._send(message["id"], {"metrics": self._llm.metrics.prometheus()})
             elif "end" in message:
                 self.told = True
             elif "watch" in message:
@@ -300,8 +304,18 @@ class Worker:
         if updates and not self._writer.is_closing():  # else the server has ended
             self._writer.write(f"[{','.join(updates)}]\n".encode())
 
+    def _stalled(self) -> str:
+        """That a step takes too long, or ""."""
+        if not self._max_step or (age := self._llm.step_seconds) <= self._max_step:
+            return ""
+        return f"the engine has been in one step for {age:.0f} s, expected at most {self._max_step:g} (--max-step)"
+
     async def _show_metrics(self) -> None:
+        """Show Triton's model the metrics. It does not ask, so a step without end ends this process here."""
         while True:
+            if stalled := self._stalled():
+                print(f"dflash-trt: {stalled}; it is ended", file=sys.stderr, flush=True)
+                os._exit(1)  # nothing can stop the engine's thread
             self._send("metrics", self._llm.metrics.samples())
             await asyncio.sleep(METRICS_SECONDS)
 

@@ -191,6 +191,14 @@ def test_a_failed_engine_refuses_its_requests_and_ends_the_process(bundle: Path)
     asyncio.run(run())
 
 
+def test_a_step_without_end_ends_the_engine_of_triton_s_model(bundle: Path, hanging_on: list[int]) -> None:
+    engine = Engine(bundle, max_step=0.2)
+    engine.file.readline()
+    engine.socket.sendall(b'{"watch": "metrics"}\n')
+    engine.ask(1, hanging_on, max_tokens=20)
+    assert engine.process.wait(60) == 1
+
+
 def test_every_request_is_answered_whatever_happens_to_it(bundle: Path) -> None:
     """A panic, an unwritable answer, numbers that are not finite. The other requests get their tokens."""
 

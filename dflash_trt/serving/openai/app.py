@@ -214,9 +214,13 @@ class Api:
         return _json(_card(self._model))
 
     async def _health(self, request: Request) -> Response:
-        """Whether this process works. It starts a dead engine again by itself, so it need not be restarted then."""
+        """Whether this process works. It starts a dead engine again by itself, so it need not be restarted then, but
+        perhaps if it cannot end an engine that hangs.
+        """
         if self._engine.replaced:
             raise ApiError(503, "the bundle was replaced; start the server again", code="bundle_replaced")
+        if self._engine.silence:
+            raise ApiError(503, self._engine.silence, code="engine_hangs")
         return _json({"status": "ok", "engine": "serving" if self._engine.serves else "starting"})
 
     async def _ready(self, request: Request) -> Response:

@@ -133,6 +133,7 @@ class EngineProcess:
         self._closing = False
         self._closed: asyncio.Task[None] | None = None
         self.deaths = self.restarts = 0  # of the engine since the server started
+        self.silence = ""  # why the engine is taken to hang, since it was last asked
         self.draining = False  # whether the server is stopping, and takes requests for a while yet
         self.replaced = False  # whether another bundle has taken the place of this one
 
@@ -227,7 +228,7 @@ class EngineProcess:
         return asyncio.get_running_loop().call_later(seconds + _LATE_SECONDS, queue.put_nowait, (0, silent))
 
     async def metrics(self) -> str:
-        """The engine's metrics in Prometheus' text format. Raises EngineDownError if it does not answer."""
+        """The engine's metrics in Prometheus' text format. Raises EngineDownError if it does not answer, or hangs."""
         connection = self._connection
         if connection is None:
             raise EngineDownError("there is no engine")
@@ -292,20 +293,20 @@ class EngineProcess:
                 except (DFlashError, OSError) as error:
                     self._say(f"the engine cannot be started: {error}")
                     pause = wire.next_pause(pause)
-            self.restarts += 1
+            self.restarts, self.silence = self.restarts + 1, ""
             self._say("the engine serves again")
 
     async def _until_end(self, connection: _RunningEngine) -> None:
-        """Wait for the end of the engine. One that answers nothing is killed."""
+        """Wait for the end of the engine. One that answers nothing, or says that it hangs in a step, is killed."""
         unanswered = 0
         while not (await asyncio.wait([connection.ended], timeout=_ASK_SECONDS))[0]:
             try:
                 await self.metrics()
-                unanswered = 0
-            except EngineDownError:
-                unanswered += 1
+                unanswered, self.silence = 0, ""
+            except EngineDownError as error:
+                unanswered, self.silence = unanswered + 1, str(error)
             if unanswered == _UNANSWERED:
-                self._say(f"the engine has not answered {_UNANSWERED} times; it is killed")
+                self._say(f"{self.silence}, asked {_UNANSWERED} times; it is killed")
                 with contextlib.suppress(ProcessLookupError):
                     connection.process.kill()
 

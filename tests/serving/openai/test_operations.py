@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,14 @@ SHORT = {"prompt": "x = [", "max_tokens": 3}
 MESSAGE: EngineRequest = {"params": {"max_tokens": 3, "temperature": 0.0}}
 
 
-def engine_of(bundle: Path, said: list[str]) -> EngineProcess:
+def engine_of(bundle: Path, said: list[str], **settings: Any) -> EngineProcess:
     key = Bundle.open(bundle).manifest["key"]
-    return EngineProcess({"bundle": str(bundle), "threads": 1}, key=key, limit=4, say=said.append)
+    return EngineProcess({"bundle": str(bundle), "threads": 1, **settings}, key=key, limit=4, say=said.append)
 
 
 @contextlib.asynccontextmanager
-async def running(bundle: Path, said: list[str]) -> AsyncIterator[EngineProcess]:
-    engine = engine_of(bundle, said)
+async def running(bundle: Path, said: list[str], **settings: Any) -> AsyncIterator[EngineProcess]:
+    engine = engine_of(bundle, said, **settings)
     await engine.start()
     try:
         yield engine
@@ -43,9 +43,9 @@ async def running(bundle: Path, said: list[str]) -> AsyncIterator[EngineProcess]
         await engine.close()
 
 
-async def last(engine: EngineProcess, **changes: Any) -> Update:
+async def last(engine: EngineProcess, prompt: Sequence[int] = (5, 6), **changes: Any) -> Update:
     """The last update of a request."""
-    *_, (_, update) = [given async for given in engine.updates({**MESSAGE, **changes}, [[5, 6]])]
+    *_, (_, update) = [given async for given in engine.updates({**MESSAGE, **changes}, [list(prompt)])]
     return update
 
 
@@ -80,7 +80,30 @@ def test_an_engine_that_hangs_is_replaced_and_its_requests_get_their_deadline(
                 await last(engine)
 
     asyncio.run(run())
-    assert said[0] == "the engine has not answered 6 times; it is killed"
+    assert said[0] == "the engine has not answered for 0.5 s, asked 6 times; it is killed"
+
+
+def test_a_pass_that_never_ends_is_noticed_and_its_engine_replaced(
+    tiny: Path, hanging_on: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "_ASK_SECONDS", 0.5)
+    said: list[str] = []
+
+    async def run() -> None:
+        async with running(tiny, said, max_step=0.2) as engine:
+            assert (await last(engine))["finish_reason"] == "length"
+            stuck = asyncio.create_task(last(engine, prompt=hanging_on))
+            await until(lambda: engine.silence)
+            assert "in one step" in engine.silence
+            with pytest.raises(EngineDownError, match="in one step"):
+                await engine.metrics()
+            await until(lambda: engine.restarts == 1)
+            assert (await stuck) == refusal("UNAVAILABLE", "the engine ended (SIGKILL)")
+            assert not engine.silence
+            assert (await last(engine))["finish_reason"] == "length"
+
+    asyncio.run(run())
+    assert said[0].endswith("expected at most 0.2 (--max-step), asked 6 times; it is killed")
 
 
 def test_what_cannot_be_said_does_not_keep_an_engine_from_being_replaced(tiny: Path, tmp_path: Path) -> None:
