@@ -136,8 +136,8 @@ class MemoryTraits:
     """How an engine lays a pair out in a GPU's memory.
 
     `compute`: the dtype of weights and caches for which no precision is given. `runtime_bytes`: context, libraries and
-    workspace on a GPU, as an allowance; 0 if it runs on CPUs only. `host_bytes`: the same on a CPU, without the
-    tokenizer. `prompt_rows`: the most rows of a pass over a prompt. `scratch_bytes`: what both plans need beside the
+    workspace on a GPU, as an allowance; 0 if it runs on CPUs only. `host_bytes`: the same on a CPU.
+    `prompt_rows`: the most rows of a pass over a prompt. `scratch_bytes`: what both plans need beside the
     estimate from shapes; an engine that has it computes every expert for every row. `expert_kernels`: formats of
     experts that need no such memory, and the compute capabilities with kernels of this project for them.
     `row_unit`: the cache rows of a sequence are a multiple of it. `idle_blocks`: blocks that layers with a window keep
@@ -145,7 +145,7 @@ class MemoryTraits:
     `keeps_queries`: whether the queries of all layers of a pass have memory at once. `states`: how often a sequence's
     recurrent states are held.
     `waiting_tokens`: the tokens of a sequence whose features may wait for the drafter, if it keeps all rows.
-    `node_bytes`: on a CPU, of a node of a graph, without its numbers.
+    `host_share`: what a CPU makes of weights in integers as it loads them, as a share of their bytes.
     `score_copies`: how often attention without and with sinks holds the scores of a pass in float32, with a column for
     each cache row.
     `widens`: whether weights in few bits have the compute dtype on the GPU, except where kernels multiply them.
@@ -165,7 +165,7 @@ class MemoryTraits:
     expert_kernels: Mapping[str, frozenset[int]] = field(default_factory=dict)
     keeps_queries: bool = False
     waiting_tokens: int = 0
-    node_bytes: int = 0
+    host_share: float = 0.0
     score_copies: tuple[int, int] = (0, 0)
     widens: bool = False
     packed_kernels: int | None = None

@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-import onnx_ir as ir
-
 from dflash_trt.checkpoint import draft_vocabulary
 from dflash_trt.checkpoint.linears import stored_linear
 from dflash_trt.checkpoint.quantization import read_quantization
@@ -54,25 +52,16 @@ class _Size(NamedTuple):
     rows: int
 
 
-class GraphSize(NamedTuple):
-    """The nodes of a graph, with the bodies of functions in place of calls, and the products by weights among them."""
-
-    nodes: int
-    products: int
-
-
 @dataclass(frozen=True)
 class Inventory:
     """The configurations and tensors of the models, by side: "target" and, if there is one, "drafter".
 
     "borrowed": those tensors of the target that the drafter reads too: embedding and head, as far as it has none.
-    graphs: of each model, as ONNX Runtime runs it in floating point; none of a family that is not read here.
     """
 
     target: TargetConfig
     drafter: DrafterConfig | None
     tensors: Mapping[str, tuple[TensorInfo, ...]]
-    graphs: Mapping[str, GraphSize]
 
     @property
     def sides(self) -> tuple[str, ...]:
@@ -214,9 +203,8 @@ def take_inventory(
         target = replace(target, moe=replace(target.moe, stacked=stacked))
     plain = [Outline(folder, Quantization(folder)) for folder in folders]
     taps, dialect = drafter.target_layer_ids if drafter else (), OnnxRuntime()
-    graphs = {}
     if family:
-        graphs["target"] = _graph_size(build_target(target, plain[0], taps, dialect, folder="target"))
+        build_target(target, plain[0], taps, dialect, folder="target")
     stored = checkpoints or [Outline(folder) for folder in folders]
     tied = target.tie_word_embeddings  # also where a GGUF file's embedding is a quantized head, too
     ignored = [name for name in stored[0].tensors if tied and name.startswith("lm_head.")]
@@ -228,22 +216,14 @@ def take_inventory(
         )
     }
     if drafter is None:
-        return Inventory(target, None, tensors, graphs)
+        return Inventory(target, None, tensors)
     borrowed = Outline(folders[0], Quantization(folders[0]))
     parts = DrafterParts(drafter, plain[1], target, borrowed, dialect, "drafter", "target")
-    graphs["drafter"] = _graph_size(build_drafter(parts))
+    build_drafter(parts)
     tensors["drafter"] = _as_stored(plain[1], stored[1])
     layers = {name.rpartition(".")[0] for name in borrowed.tensors}
     tensors["borrowed"] = tuple(t for t in tensors["target"] if t.name.rpartition(".")[0] in layers)
-    return Inventory(target, drafter, tensors, graphs)
-
-
-def _graph_size(model: ir.Model) -> GraphSize:
-    def nodes(part: Iterable[ir.Node]) -> int:
-        bodies = (model.functions.get(node.op_identifier()) for node in part)
-        return sum(1 if body is None else nodes(body) for body in bodies)
-
-    return GraphSize(nodes(model.graph), sum(node.op_type in ("MatMul", "Gemm") for node in model.graph))
+    return Inventory(target, drafter, tensors)
 
 
 def _as_stored(

@@ -19,22 +19,7 @@ from dflash_trt.graph.dialect import SINK_PADDING
 from dflash_trt.models.delta_net import state_bytes
 from dflash_trt.models.inventory import NUMBER_BYTES, Inventory
 from dflash_trt.planning.estimate import MemoryEstimate
-from dflash_trt.planning.weights import Settings, by_output, experts_scratch, weights_of
-
-# In a process whose memory holds the pair, of the tokenizer for each token: SmolLM2's 49,152 tokens, with their merges.
-_TOKENIZER_BYTES = 308
-# What asking the processor for its products of integers leaves in the process (engines/onnxruntime/products.py).
-_PRODUCTS_BYTES = 4 << 20
-# Nodes of an INT8 layer with one scale for each output, beside its product (graph/channels.py).
-_CHANNEL_NODES = 10
-# The widths of the features that an INT8 layer with one scale for each output holds beside them (graph/channels.py).
-_OF_CHANNELS = 4
-# Bytes that ONNX Runtime's arena holds for each float32 number where several results of a pass are there at once. It
-# gives a result a whole block, or half of one, and about half is free then (measured).
-_ARENA = 2 * 4
-_FIRST_BLOCK = 1 << 20  # of the arena; each block that it adds has twice the size
-# The hidden states of a row that a pass of a drafter holds at once, and of EAGLE-3's, which orders them and joins them.
-_DRAFTER_STATES, _CHAIN_STATES = 2, 6
+from dflash_trt.planning.weights import Settings, experts_scratch, weights_of
 
 
 def arena_bytes(
@@ -67,14 +52,9 @@ def estimate_memory(inventory: Inventory, settings: Settings) -> MemoryEstimate:
     weights = {side: weights_of(inventory, s, side) for side in inventory.sides}
     held = sum(n for side in weights.values() for role in side.values() for n in role.values())
     experts = weights["target"].get("experts", {})
-    formats = {name for side in weights.values() for role in side.values() for name in role}
-    layout = _Layout(
-        inventory,
-        s,
-        held,
-        packed_experts=not experts.keys().isdisjoint(SCHEMES),
-        integers=s.in_blocks and any(FORMATS[name].integer_bits for name in formats & FORMATS.keys()),
-    )
+    sizes = [role for side in weights.values() for role in side.values()]
+    packed = sum(n for role in sizes for name, n in role.items() if name in FORMATS)
+    layout = _Layout(inventory, s, held, packed, packed_experts=not experts.keys().isdisjoint(SCHEMES))
     total = layout.total(s.max_batch_size, s.max_seq_len)
     limit = min(config.max_position_embeddings for config in inventory.configs)
     fraction, pool = layout.pool(s.max_batch_size, s.max_seq_len)
@@ -114,9 +94,9 @@ class _Layout:
         inventory: Inventory,
         settings: Settings,
         weight_bytes: int,
+        packed: int,
         *,
         packed_experts: bool,
-        integers: bool,
     ) -> None:
         self.inventory, self.s, self.weight_bytes = inventory, settings, weight_bytes
         self.traits = settings.traits
@@ -124,12 +104,7 @@ class _Layout:
         self.pages = self.traits.pool
         self.runtime = self.traits.runtime_bytes
         if settings.gpu.sm == 0 or not self.runtime:
-            nodes = sum(
-                graph.nodes + _CHANNEL_NODES * graph.products * by_output(settings, side)
-                for side, graph in inventory.graphs.items()
-            )
-            self.runtime = self.traits.host_bytes + self.traits.node_bytes * nodes
-            self.runtime += _TOKENIZER_BYTES * inventory.target.vocab_size + _PRODUCTS_BYTES * integers
+            self.runtime = self.traits.host_bytes + round(self.traits.host_share * packed)
         caches = {side: settings.compute(side) for side in inventory.sides}
         caches["target"] = settings.cache or caches["target"]
         self.row_bytes = {side: self._row_bytes(side, NUMBER_BYTES[cache]) for side, cache in caches.items()}
@@ -220,8 +195,6 @@ class _Layout:
         if drafter is not None:
             row_bytes = len(drafter.target_layer_ids) * c.hidden_size * NUMBER_BYTES[s.compute("target")]
             estimate += round((rows + waiting) * row_bytes)
-            if s.in_blocks:
-                estimate += self._drafting(batch, length, rows, row_bytes)
         if self.traits.keeps_queries and not self.own_attention:
             estimate += sum(round(rows * self._query_bytes(side)) for side in self.inventory.sides)
         if not self.own_attention:
@@ -230,42 +203,8 @@ class _Layout:
                 for c in self.inventory.configs
             )
             estimate += 4 * heads * rows * self.rows(length)
-        if s.in_blocks:
-            estimate += self._target_arena(rows, length)
-        else:
-            estimate += self.scratch(batch, length) if self.traits.scratch_bytes else self._working(rows, 4)
+        estimate += self.scratch(batch, length) if self.traits.scratch_bytes else self._working(rows, 4)
         return estimate if self.pages is None else max(estimate, self.pages.activation_bytes)
-
-    def _target_arena(self, rows: int, length: int) -> int:
-        """ONNX Runtime's arena for the target: the scores of a layer, or of an MLP gate and up, joined and apart again.
-
-        The scores grow with a prompt. So they leave smaller blocks behind, which other results fill, and are written
-        to a block of their own. A product with one scale for each output is there for both bytes of its inputs.
-        """
-        c = self.inventory.target
-        scores = 4 * rows * c.num_attention_heads * max(self._rows("target", length).values())
-        block = _FIRST_BLOCK
-        while block < scores:
-            block *= 2
-        mlp = 2 * c.hidden_size + (4 + 2 * by_output(self.s, "target")) * c.intermediate_size
-        return max(block - _FIRST_BLOCK + scores, _ARENA * rows * mlp)
-
-    def _drafting(self, batch: int, length: int, rows: int, feature_bytes: float) -> int:
-        """What ONNX Runtime holds of the drafter's passes: the features that one reads, and its arena.
-
-        At least, beside caches, the file of a drafter whose numbers it widens as it loads.
-        """
-        drafter = self.inventory.drafter
-        assert drafter is not None
-        read = max(rows, min(length, PREFILL_CHUNK))
-        states = (_CHAIN_STATES if self.chain else _DRAFTER_STATES) * drafter.hidden_size
-        scores = (drafter.num_attention_heads + 1) * max(self._rows("drafter", length).values())
-        channels = read * _OF_CHANNELS * by_output(self.s, "drafter") * feature_bytes
-        arena = max(channels, _ARENA * max(read * states, batch * self.s.block_size * scores))
-        held = round(read * feature_bytes + arena)
-        stored = self.inventory.stored("drafter").values()
-        narrow = sum(size for sizes in stored for name, size in sizes.items() if name in ("bf16", "f16"))
-        return max(held, narrow - self.drafter(batch, length))
 
     def _query_bytes(self, side: str) -> float:
         """Bytes of a row's queries in all layers of a model."""

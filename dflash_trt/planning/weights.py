@@ -6,12 +6,10 @@ from dataclasses import dataclass, field
 from typing import TypeGuard
 
 from dflash_trt.checkpoint.quantization import read_quantization
-from dflash_trt.checkpoint.roles import role_of
 from dflash_trt.engines import registry
 from dflash_trt.engines.base import PREFILL_CHUNK, MemoryTraits
 from dflash_trt.formats import FORMATS, INT4
 from dflash_trt.formats.base import BLOCK
-from dflash_trt.formats.int8 import INT8
 from dflash_trt.formats.precision import COMPUTE_DTYPES, Precision
 from dflash_trt.graph.onnxruntime import RESIDENT_EXPERT_BYTES
 from dflash_trt.graph.tensorrt_experts import at_a_time
@@ -52,6 +50,11 @@ class Settings:
         return registry.find(self.engine).weight_layout == "blocks"
 
     @property
+    def largest_group(self) -> int | None:
+        """Weights that share a scale, at most; None: as the format has it."""
+        return BLOCK if self.in_blocks else None
+
+    @property
     def arena(self) -> bool:
         """Whether the drafter's context has its own dense buffer."""
         return self.traits.pool is not None and self.drafter_attention != "TRTLLM"
@@ -62,19 +65,8 @@ def weights_of(inventory: Inventory, s: Settings, side: str) -> dict[str, dict[s
 
     The drafter's have the target's embedding and head where an engine holds them again for it.
     """
-    roles = _as_built(inventory, s, side)
-    if not s.in_blocks:
-        return roles
-    return {role: _with_sums(inventory, s, side, role, sizes) for role, sizes in roles.items()}
-
-
-def _as_built(inventory: Inventory, s: Settings, side: str) -> dict[str, dict[str, int]]:
     scheme = s.precision.scheme(side)
-    largest = _largest_group(scheme) if s.in_blocks else None
-    roles = inventory.weights(side, s.compute(side), scheme, s.tensor_parallel, largest)
-    if largest == 0 and "experts" in roles:  # these stay in groups
-        in_groups = inventory.weights(side, s.compute(side), scheme, s.tensor_parallel, BLOCK)
-        roles["experts"] = in_groups["experts"]
+    roles = inventory.weights(side, s.compute(side), scheme, s.tensor_parallel, s.largest_group)
     if s.traits.widens:
         roles |= {role: _widened(inventory, s, side, role, sizes) for role, sizes in roles.items()}
     if s.in_blocks:
@@ -104,32 +96,6 @@ def _widened(
         return sizes
     numbers = inventory.parameters(side)[role] // s.tensor_parallel
     return {s.compute(side): numbers * NUMBER_BYTES[s.compute(side)]}
-
-
-def _with_sums(
-    inventory: Inventory, s: Settings, side: str, role: str, sizes: dict[str, int]
-) -> dict[str, int]:
-    """The sizes with what ONNX Runtime's product of integers in blocks makes in float32 as it loads: the sum of each
-    block, its scale once more, and its scale itself where the file has 16 bits (measured).
-    """
-    blocks, precision = 0, s.precision
-    of_head = precision.head or precision.scheme("target") if (side, role) == ("drafter", "head") else None
-    in_blocks = role != "experts" and _largest_group(of_head or precision.scheme(side)) > 0
-    scales = (
-        t for t in inventory.tensors[side] if t.name.endswith("weight_scale") and role_of(t.name) == role
-    )
-    widened = 2 * any(scale.dtype == "F16" for scale in scales)  # bytes of a block
-    for name in sizes.keys() & set(FORMATS) if in_blocks else ():
-        if FORMATS[name].integer_bits is not None:
-            count = sizes[name] // (FORMATS[name].nbytes(BLOCK, 0, BLOCK) - widened)
-            sizes = sizes | {name: sizes[name] + widened * count}
-            blocks += count
-    return sizes | {"fp32": sizes.get("fp32", 0) + 2 * 4 * blocks} if blocks else sizes
-
-
-def by_output(s: Settings, side: str) -> bool:
-    """Whether a build here gives the INT8 layers of a model one scale for each output."""
-    return s.in_blocks and _largest_group(s.precision.scheme(side)) == 0
 
 
 def _widened_once(inventory: Inventory, side: str, roles: dict[str, dict[str, int]]) -> dict[str, int]:
@@ -164,8 +130,7 @@ def _borrowed(inventory: Inventory, s: Settings) -> dict[str, dict[str, int]]:
     if not s.traits.shares_tables and not s.in_blocks:
         held = inventory.weights("borrowed", s.compute("drafter"), None, s.tensor_parallel)
     if s.precision.head is not None:
-        largest = _largest_group(s.precision.head) if s.in_blocks else None
-        return held | {"head": _head(inventory, s.precision.head, largest, rows or whole)}
+        return held | {"head": _head(inventory, s.precision.head, s.largest_group, rows or whole)}
     if 0 < rows < whole:
         return held | {"head": _head(inventory, s.compute("drafter"), None, rows)}
     if s.in_blocks and rows:  # the sessions of both models hold the head that they multiply
@@ -181,16 +146,7 @@ def _target_head(inventory: Inventory, s: Settings) -> dict[str, int]:
         if kept is not None and _integer(kept.scheme):
             return _head(inventory, kept.scheme, BLOCK, vocab)  # in the blocks of its file
     stored = scheme if _integer(scheme) else s.compute("target")
-    return _head(inventory, stored, _largest_group(stored), vocab)
-
-
-def _largest_group(precision: str | None) -> int:
-    """Weights that share a scale in a build for ONNX Runtime on this machine, at most; 0: those of an output."""
-    if precision != INT8.name:
-        return BLOCK
-    from dflash_trt.engines.onnxruntime.products import channels_pay
-
-    return 0 if channels_pay() else BLOCK
+    return _head(inventory, stored, BLOCK, vocab)
 
 
 def _on_this_processor(sizes: dict[str, int]) -> dict[str, int]:

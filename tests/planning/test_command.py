@@ -131,10 +131,10 @@ def test_a_packaged_target_is_planned_as_it_is_built(
     ]
     assert main([*words, *precision]) == 0
     weights = json.loads(capsys.readouterr().out)["weights"]["target"]
-    beside = {"fp32"} if not precision else set()  # sums of blocks
+    beside = {"fp32"} if not precision else set()  # zero terms
     for role, name in formats.items():
         assert weights[role].keys() - beside == {name}
     if not precision:
-        # A block's codes and scale, and in float32 its sum, its scale once more and the zero term of the file.
+        # A block's codes and scale, and the zero term of the file.
         blocks = 30 * 3 * 1536 * 576 // 32
-        assert weights["mlp"] == {"int4": (16 + 4) * blocks, "fp32": 3 * 4 * blocks}
+        assert weights["mlp"] == {"int4": (16 + 2) * blocks, "fp32": 4 * blocks}

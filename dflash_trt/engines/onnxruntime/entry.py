@@ -61,8 +61,9 @@ class OnnxRuntimeEntry(EngineEntry):
     memory = MemoryTraits(
         compute="fp32",
         runtime_bytes=0,
-        host_bytes=17 << 20,
-        node_bytes=15 << 8,
+        host_bytes=24 << 20,
+        host_share=0.6,
+        score_copies=(2, 2),
         prompt_rows=PROMPT_PASS,
         waiting_tokens=2 * PREFILL_CHUNK,
     )
