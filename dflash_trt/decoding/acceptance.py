@@ -46,7 +46,7 @@ def judge(request: Request, tokens: Sequence[int], draft: Draft, verified: Verif
 
     tokens: the verified nodes of this request. Its own part is the first of them, and may be shorter.
     """
-    own, parents = request.own_length(len(tokens)), draft.parents_of(slot)
+    own, parents = draft.length_of(slot, request), draft.parents_of(slot)
     if not verified.decided[slot]:
         logits, position = verified.logits[slot], request.committed + 1
         return accept(tokens[:own], logits, request.params, request.seed, position, request.history, parents)
@@ -131,7 +131,7 @@ def decide(request: Request, draft: Draft, verified: Verified, slot: int) -> tup
         tokens = draft.tokens_of(slot)
         verdict = judge(request, tokens, draft, verified, slot)
         path, copied, statistics = verdict.path, draft.copied.get(slot), request.statistics
-        drafts = request.own_length(len(tokens)) - 1
+        drafts = draft.length_of(slot, request) - 1
         statistics.record_round(drafts, len(path), tree=draft.parents is not None)
         found = 0
         if copied:

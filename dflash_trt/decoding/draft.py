@@ -46,6 +46,7 @@ class Draft:
     candidates: what a tree can be built from; None if the drafter gives one token for each place.
     copied: by slot, the nodes that come from the request's own text (`Lookup`) and not from the drafter. `first` leaves
         those in that it cuts off.
+    lengths: by slot, how many of a request's nodes count, including the anchor; all, where it says nothing.
     replaced: by slot, copied tokens that shall take the place of a device's chain (`Arrays.replace`).
 
     The arrays may be on a device until their numbers are read.
@@ -56,6 +57,7 @@ class Draft:
     logprobs: Any
     candidates: Candidates | None = None
     copied: dict[int, set[int]] = field(default_factory=dict)
+    lengths: dict[int, int] = field(default_factory=dict)
     replaced: dict[int, list[int]] = field(default_factory=dict)
 
     @property
@@ -74,7 +76,11 @@ class Draft:
             return self
         parents = None if self.parents is None else self.parents[:, :nodes]
         tokens, logprobs = self.tokens[:, :nodes], self.logprobs[:, : nodes - 1]
-        return Draft(tokens, parents, logprobs, self.candidates, self.copied)
+        return Draft(tokens, parents, logprobs, self.candidates, self.copied, self.lengths)
+
+    def length_of(self, slot: int, request: Request) -> int:
+        """How many of a request's nodes count, including the anchor."""
+        return request.most_nodes(min(self.nodes, self.lengths.get(slot, self.nodes)))
 
     def tokens_of(self, slot: int) -> list[int]:
         """The tokens of one request's nodes."""

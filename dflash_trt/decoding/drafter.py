@@ -162,11 +162,11 @@ class Drafter:
         """A chain of up to `most` nodes whose tokens fit the structures of their requests.
 
         A structure cuts what it refuses, and what it forces is drafted for free, with probability 1.
-        `Request.fitting` has the nodes that count. No token is decided here: a draft is accepted if it equals the
-        target's own choice. A draft on a device is read to the host.
+        No token is decided here: a draft is accepted if it equals the target's own choice. A draft on a device is read
+        to the host.
         """
         tokens, logprobs = np.array(proposed.tokens), np.array(proposed.logprobs)
-        own = [request.own_length(proposed.nodes) for request in active]
+        own = [proposed.length_of(slot, request) for slot, request in enumerate(active)]
         rows = zip(tokens, logprobs, own, strict=True)
         drafts = [(row[1:n].tolist(), odds[: n - 1].tolist()) for row, odds, n in rows]
         copied = dict(proposed.copied)
@@ -182,14 +182,14 @@ class Drafter:
                     copied[slot] = {
                         node for node in copied[slot] if node <= len(taken) and not forced[node - 1]
                     }
-            request.fitting = 1 + len(drafts[slot][0])
-        nodes = 1 + max([len(taken) for taken, _ in drafts])
+        lengths = {slot: 1 + len(taken) for slot, (taken, _) in enumerate(drafts)}
+        nodes = max(lengths.values())
         fitted = np.repeat(tokens[:, :1], nodes, axis=1)  # any token will do where no draft is
         fitted_odds = np.full((len(active), nodes - 1), _NEVER, np.float32)
         for slot, (taken, odds) in enumerate(drafts):
             fitted[slot, 1 : 1 + len(taken)] = taken
             fitted_odds[slot, : len(taken)] = odds
-        return replace(self.arrays.chains(fitted, fitted_odds), copied=copied)
+        return replace(self.arrays.chains(fitted, fitted_odds), copied=copied, lengths=lengths)
 
     def add_features(self, slot: int, features: Any, nodes: Sequence[int]) -> None:
         """Keep the features, of those [N, F] by slot, of accepted nodes. Each is the child of the previous one."""

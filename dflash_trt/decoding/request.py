@@ -42,7 +42,6 @@ class Request:
     lookup: Lookup | None = None  # the automaton of its text, while it runs
     cancelled: bool = False
     sound: bool = True  # False: it ended with numbers that are not finite, and its slot may hold such numbers
-    fitting: int | None = None  # nodes of this round's draft that fit its structure; None: all
     in_doubt: bool = False  # its logits were not finite in a round with drafts, perhaps because of the drafts
 
     output: list[int] = field(default_factory=list)  # every decided token; the last one is the anchor
@@ -84,9 +83,9 @@ class Request:
         if (read := len(lookup.text)) >= len(self.prompt):
             lookup.extend(self.output[read - len(self.prompt) :])
 
-    def own_length(self, length: int) -> int:
-        """The number of tokens of its block that count in a round that verifies `length`, including the anchor."""
-        return min(self.block_length or length, length, self.fitting or length) if self.takes_drafts else 1
+    def most_nodes(self, nodes: int) -> int:
+        """How many of so many nodes, including the anchor, it takes at most."""
+        return min(self.block_length or nodes, nodes) if self.takes_drafts else 1
 
 
 @dataclass(slots=True)

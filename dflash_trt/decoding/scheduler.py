@@ -202,7 +202,7 @@ class Scheduler:
             draft = lengths.select(proposed, active, drafting, 1 if structured else self._most_nodes)
         for slot in drafting:  # without the drafter, no draft of its counts
             if not active[slot].takes_drafter and slot not in draft.copied:
-                active[slot].fitting = 1
+                draft.lengths[slot] = 1
         if draft.replaced:
             self.pair.arrays.replace(draft)
         if draft.nodes > proposed.nodes == 1:
@@ -213,7 +213,8 @@ class Scheduler:
         if structured:
             draft = self.pair.drafter.fit(active, draft, min(lengths.most, room))
         elif draft.copied and not draft.replaced and draft.parents is None:
-            draft = replace(self.pair.arrays.chains(draft.tokens, draft.logprobs), copied=draft.copied)
+            chains = self.pair.arrays.chains(draft.tokens, draft.logprobs)
+            draft = replace(chains, copied=draft.copied, lengths=draft.lengths)
         return proposed, draft
 
     @property
@@ -232,7 +233,7 @@ class Scheduler:
         """Decide a request's tokens. Its slot then holds them, and only finite numbers after them."""
         slot = request.slot
         verdict, emission = decide(request, draft, verified, slot)
-        request.fitting, request.in_doubt = None, not verdict.ok
+        request.in_doubt = not verdict.ok
         if emission.error is not None and not verdict.ok:
             request.sound = False
         else:

@@ -81,7 +81,7 @@ def test_only_drafts_that_fit_are_verified(llm: LLM, monkeypatch: pytest.MonkeyP
         fresh = llm.runtime._structures.compile(form)
         for token in request.output:
             fresh.add(token)
-        tokens = draft.tokens_of(0)[: request.own_length(draft.nodes)]
+        tokens = draft.tokens_of(0)[: draft.length_of(0, request)]
         for token in tokens[1:]:
             assert fresh.allowed()[token]
             fresh.add(token)

@@ -165,8 +165,6 @@ class AdaptiveLength:
             trees[slot] = Tree(self._odds, active[slot].own, anchor, tokens, said, copied, survival)
         chances = ([tree.chance(node) for tree in trees.values()] for node in range(1, most))
         nodes, _ = plan.best(plan.rate, chances)
-        for slot, tree in trees.items():
-            active[slot].fitting = min(nodes, len(tree.tokens))
         return joined(draft, trees, nodes) if nodes > 1 else draft.first(1)
 
     def _replaced(self, draft: Draft, active: Sequence[Request]) -> Draft:

@@ -116,7 +116,9 @@ def joined(draft: Draft, trees: Mapping[int, Tree], nodes: int) -> Draft:
         if tree and (own := {node for node in tree.copied if node < nodes}):
             copied[slot] = own
     said_of = np.array(logprobs, np.float32).reshape(len(tokens), nodes - 1)
-    return Draft(np.array(tokens), None if chains else np.array(parents), said_of, draft.candidates, copied)
+    lengths = {slot: min(nodes, len(tree.tokens)) for slot, tree in trees.items()}
+    parents_of = None if chains else np.array(parents)
+    return Draft(np.array(tokens), parents_of, said_of, draft.candidates, copied, lengths)
 
 
 class FixedCopies(FixedLength):
@@ -131,12 +133,13 @@ class FixedCopies(FixedLength):
         trees: dict[int, Tree] = {}
         for slot in slots:
             tokens, match = active[slot].copied(self.most - 1)
-            active[slot].fitting = self.most if match else 1
             if match:
                 anchor, survival = int(draft.tokens[slot, 0]), [1.0] * len(tokens)
                 trees[slot] = Tree(_NO_ODDS, active[slot].own, anchor, (), (), tokens, survival)
                 trees[slot].grow(self.most)
-        return joined(draft, trees, self.most) if trees else draft
+        found = joined(draft, trees, self.most) if trees else draft
+        found.lengths.update({slot: 1 for slot in slots if slot not in trees})
+        return found
 
 
 class FixedTrees(FixedLength):
