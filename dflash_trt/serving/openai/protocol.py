@@ -50,6 +50,7 @@ _WHY = {
     "previous_response_id": "nothing is stored here: send the whole conversation as input",
     "conversation": "nothing is stored here: send the whole conversation as input",
     "functions": "send tools",
+    "prompt_logprobs": "a completion has those of its prompt with echo and logprobs",
     "function_call": "send tool_choice",
     "web_search_options": "this server does not search",
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,13 +27,11 @@ def test_trailers_without_end_after_a_refusal_take_no_memory(start: Callable[...
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
         )
-        begin = time.monotonic()
         with contextlib.suppress(ConnectionError):
             while sent < 300 << 20:
                 connection.sendall(piece)
                 sent += len(piece)
     assert sent < 100 << 20
-    assert time.monotonic() - begin < 30
     assert resident_of(server.process.pid) - before < 32  # MB
     server.until(lambda: " 401" in server.log)
 

@@ -62,6 +62,7 @@ REFUSED: dict[str, list[tuple[Any, str | None, *tuple[str, ...]]]] = {
         ({"length_penalty": 2.0}, "length_penalty"), ({"best_of": True}, "best_of"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"functions": [{"name": "f"}]}, "functions"), ({"web_search_options": {}}, "web_search_options"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"modalities": ["text", "audio"]}, "modalities", "audio"), ({"max_tokens": 2.5}, "max_tokens"),
         ({"max_tokens": "2"}, "max_tokens"), ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 600}, "max_tokens"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"), ({"stop": [1]}, "stop[0]"), ({"stop": 3}, "stop[0]"),
