@@ -18,6 +18,7 @@ from typing import Self, Unpack
 from dflash_trt.decoding.params import RequestOptions, SamplingParams, ServingOptions, integer
 from dflash_trt.decoding.request import Emission, Request, completion, items
 from dflash_trt.decoding.results import Chunk, Completion
+from dflash_trt.decoding.sampling.structure import SANDBOX
 from dflash_trt.errors import BusyError, DFlashError, EngineError
 from dflash_trt.runtime import Opened, OpeningOptions, Prompt, asked
 from dflash_trt.text.tokenizer import LONG, TextThread
@@ -74,7 +75,7 @@ class AsyncLLM(Opened):
         # Tokens that are held back from streams. Only the engine thread uses them.
         self._held: dict[Request, list[Emission]] = {}
         self._arrivals: list[Request] = []
-        self._texts, self._preparing = TextThread(), 0
+        self._texts, self._forms, self._preparing = TextThread(), TextThread(SANDBOX.processes), 0
         self._departures: list[Request] = []  # streams that ended early
         self._wake = threading.Condition()
         self._closing = self._cancelling = False
@@ -249,7 +250,8 @@ class AsyncLLM(Opened):
         try:
             make = partial(self.runtime.request, prompt, params, options=options, deadline=deadline)
             try:
-                request = await self._texts.run(make, size=_size(prompt, params), timeout=timeout)
+                threads = self._forms if self.runtime.waits_for_form(params) else self._texts
+                request = await threads.run(make, size=_size(prompt, params), timeout=timeout)
             except TimeoutError:
                 request = self.runtime.late_request(params, perf_counter())
             with self._wake:
@@ -279,6 +281,7 @@ class AsyncLLM(Opened):
             self._fail(error)
         finally:
             self._texts.close()
+            self._forms.close()
             self.runtime.close()
 
     def _serve_requests(self) -> None:

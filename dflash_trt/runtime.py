@@ -140,9 +140,7 @@ class Runtime:
         self.tokenizer = opener.tokenizer(self.bundle)
         with suppress(DFlashError):  # chats raise it
             self.tokenizer.templates  # noqa: B018 - read now, so that the first chat need not
-        self._structures = Structures(
-            self.tokenizer.backend, manifest["vocab_size"], manifest["eos_token_ids"]
-        )
+        self._structures = Structures(self.tokenizer, manifest["vocab_size"], manifest["eos_token_ids"])
         with progress_display() as progress:
             settings = RunSettings(
                 max_batch_size=batch,
@@ -297,6 +295,11 @@ class Runtime:
             raise RequestError(
                 f"the prompt has a length of {len(prompt)}: no memory is left for its request"
             ) from error
+
+    def waits_for_form(self, params: SamplingParams) -> bool:
+        """Whether `request` may take long to compile a form, so that others must not wait for its thread."""
+        form = getattr(params, "structured_outputs", None)
+        return form is not None and not self._structures.is_cheap(form)
 
     def late_request(self, params: SamplingParams, deadline: float) -> Request:
         """A request without a prompt, as its deadline passed before that was tokenized. It ends in the next step."""

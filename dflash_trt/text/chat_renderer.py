@@ -1,19 +1,12 @@
-"""Render chat templates in a separate process: templates are programs of strangers, and messages are their data.
+"""Render chat templates, in a separate process: templates are programs of strangers, and messages are their data.
 
-chat_template.py starts this file by path. It imports nothing of this package. Each line of input is a JSON object:
-`source` (the template), `variables`, `seconds` (of CPU), `memory` (bytes of address space), `characters` (of output).
-Each answer is a length of 8 bytes, little endian, and a JSON object. The object has `text`, or `error` and a `fault`,
-"template" or "messages". The kernel ends a process that exceeds its CPU time.
+sandbox_process.py imports this file by path. It imports nothing of this package.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import signal
-import sys
-import time
-from contextlib import suppress
+from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -25,42 +18,12 @@ import jinja2.parser
 import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-try:
-    import resource
-except ImportError:  # Windows has none; there only the caller's clock limits
-    resource = None  # type: ignore[assignment]
 
-
-def main() -> None:
-    """Answer requests from standard input until it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller handles Ctrl-C in a terminal
-    for line in sys.stdin.buffer:
-        request = json.loads(line)
-        try:
-            _limit(request["seconds"], request["memory"])
-            answer = _answer(request["source"], request["variables"], request["characters"])
-        except MemoryError:
-            answer = {
-                "fault": "messages",
-                "error": f"it takes more than {request['memory'] >> 20} MiB of memory",
-            }
-        text = json.dumps(answer).encode()
-        sys.stdout.buffer.write(len(text).to_bytes(8, "little") + text)
-        sys.stdout.buffer.flush()
-
-
-def _limit(seconds: int, memory: int) -> None:
-    if resource is None:
-        return
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    until = math.ceil(time.process_time()) + seconds
-    for kind, wanted in ((resource.RLIMIT_CPU, until), (resource.RLIMIT_AS, memory)):
-        _, most = resource.getrlimit(kind)
-        with suppress(ValueError, OSError):  # macOS refuses a limit of the address space
-            resource.setrlimit(kind, (wanted if most == resource.RLIM_INFINITY else min(wanted, most), most))
-
-
-def _answer(source: str, variables: dict[str, Any], characters: int) -> dict[str, str]:
+def answer(
+    source: str, variables: dict[str, Any], characters: int, limit: Callable[[], None]
+) -> dict[str, str]:
+    """`text`: a template with these variables. `fault`: what an error is about, "template" or "messages"."""
+    limit()
     try:
         template = _compile(source)
     except jinja2.TemplateSyntaxError as error:
@@ -142,7 +105,3 @@ def _tojson(
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -181,13 +181,13 @@ class Tokenizer:
 
 
 class TextThread:
-    """One thread that tokenizes long texts in order of arrival. `Tokenizer` releases the GIL meanwhile.
+    """One thread, or a few, that tokenize long texts in order of arrival. `Tokenizer` releases the GIL meanwhile.
 
     One text at a time limits the memory to the tokens of one text. The thread is faster than prefill.
     """
 
-    def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="dflash-trt texts")
+    def __init__(self, threads: int = 1) -> None:
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="dflash-trt texts")
         self._closed = False
 
     async def run(self, work: Callable[[], T], *, size: int, timeout: float | None = None) -> T:

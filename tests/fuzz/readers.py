@@ -41,6 +41,7 @@ from dflash_trt.serving.openai.protocol import (
 from dflash_trt.serving.openai.structure import form_of
 from dflash_trt.text import chat_template
 from dflash_trt.text.chat_template import ChatTemplates
+from dflash_trt.text.sandbox import Sandbox
 from dflash_trt.text.tokenizer import Tokenizer
 from tests.fuzz.mutate import mutate_bytes, mutate_json, mutate_safetensors, mutate_text
 
@@ -146,7 +147,7 @@ def _tokenizer(directory: Path) -> None:
 
 
 def _template(directory: Path) -> None:
-    chat_template._CPU_SECONDS = 1
+    chat_template._SANDBOX = _quick_renderer()
     messages = [
         {"role": "user", "content": "Hello"},
         {"role": "assistant", "content": None, "tool_calls": [{}]},
@@ -154,6 +155,11 @@ def _template(directory: Path) -> None:
     templates = ChatTemplates(directory)
     for name in list(templates.sources)[:2]:
         templates.render(name, {"messages": messages, "add_generation_prompt": True, "tools": None})
+
+
+@cache
+def _quick_renderer() -> Sandbox:
+    return Sandbox("chat_renderer", processes=1, seconds=1, memory=1 << 30)
 
 
 @cache

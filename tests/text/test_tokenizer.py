@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dflash_trt.checkpoint.compatibility import check_tokenizers
 from dflash_trt.errors import CheckpointError, RequestError
-from dflash_trt.text import chat_template
+from dflash_trt.text import chat_template, sandbox
 from dflash_trt.text.tokenizer import Tokenizer
 
 # Similar to Qwen3's: tools, thinking, tool calls and answers, a namespace that walks the messages backwards.
@@ -241,7 +241,8 @@ def test_unusable_files_are_named(directory: Path) -> None:
 def test_templates_are_held_to_limits_and_the_next_one_renders(
     directory: Path, monkeypatch: pytest.MonkeyPatch, template: str, message: str
 ) -> None:
-    monkeypatch.setattr(chat_template, "_CPU_SECONDS", 1)
+    limited = sandbox.Sandbox("chat_renderer", processes=1, seconds=1, memory=1 << 30)
+    monkeypatch.setattr(chat_template, "_SANDBOX", limited)
     tokenizer = Tokenizer(directory)
     configure(
         directory,
@@ -266,15 +267,15 @@ def test_an_interrupted_rendering_does_not_answer_the_next(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configure(directory, chat_template="{{ messages[0].content }}")
-    tokenizer, read = Tokenizer(directory), chat_template._read
+    tokenizer, read = Tokenizer(directory), sandbox._read
 
     def interrupted(*_: Any) -> bytes:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(chat_template, "_read", interrupted)
+    monkeypatch.setattr(sandbox, "_read", interrupted)
     with pytest.raises(KeyboardInterrupt):
         tokenizer.apply_chat_template([{"role": "user", "content": "first"}])
-    monkeypatch.setattr(chat_template, "_read", read)
+    monkeypatch.setattr(sandbox, "_read", read)
     assert tokenizer.apply_chat_template([{"role": "user", "content": "second"}]) == "second"
 
 

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import threading
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,18 +21,23 @@ from numpy.typing import NDArray
 
 from dflash_trt.errors import INTERRUPTIONS, RequestError, quoted
 from dflash_trt.extras import install
+from dflash_trt.text.form_compiler import compiled, guide_tokenizer, llguidance_grammar
+from dflash_trt.text.sandbox import LimitError, Sandbox
 
 if TYPE_CHECKING:
-    import tokenizers
+    from dflash_trt.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 MOST_CHARACTERS = 1 << 16
 MOST_CHOICES = 1024
-# llguidance's time grows with the square of these numbers, to half a second at most: the optional parts of a regex or
-# grammar, and the properties of an object in a JSON schema.
-MOST_OPTIONAL = 4096
-MOST_PROPERTIES = 1024
-_OPTIONAL = re.compile(r"[?*]|\{0?,|\|\)|\(\|")
+# What a form may take to compile. Schemas of 1,024 properties take 0.1 s and little stack. Threads have 8 MiB of stack,
+# and llguidance has no limit for the depth of references.
+SANDBOX = Sandbox("form_compiler", processes=2, seconds=1, memory=128 << 20, stack=1 << 20)
+CHEAP_SECONDS = 0.1  # others may wait as long for the thread that compiles a form
+_PROVEN = 64  # forms that were found to compile within these limits
+# The CPU time that a request's form may take. A token of usual forms takes up to 0.01 s, but ambiguous grammars take
+# longer with each.
+SPARE_SECONDS, TOKEN_SECONDS = 0.25, 0.02
 # Tokens of a forced text from which on it is long: these take about a millisecond.
 LONG_FORCED = 512
 # JSON may have one space, or a line break with an indentation, wherever it allows whitespace. A model that is free to
@@ -49,9 +57,10 @@ class StructuredOutputs:
 
     disable_any_whitespace: JSON without spaces and line breaks. More of its tokens are forced then, so it is faster.
 
-    They have at most 65,536 characters, `choice` at most 1024 strings, an object of `json` at most 1024 properties, and
-    `regex` and `grammar` at most 4,096 optional parts. The model's end token ends the text as soon as, and only when,
-    it has the form. A text that reaches `max_tokens` before may be incomplete.
+    They have at most 65,536 characters, and `choice` at most 1024 strings. A form is refused that takes more than a
+    second of CPU time, or 128 MiB of memory, to compile, and a request ends with an error whose form takes more than
+    0.25 s and 0.02 s per token. The model's end token ends the text as soon as, and only when, it has the form. A text
+    that reaches `max_tokens` before may be incomplete.
     """
 
     json: str | Mapping[str, Any] | bool | None = None
@@ -82,11 +91,6 @@ class StructuredOutputs:
             object.__setattr__(self, "choice", _choices(self.choice))
         if self.size > MOST_CHARACTERS:
             raise RequestError(f"{given[0]} has {self.size} characters, expected at most {MOST_CHARACTERS}")
-        optional = len(_OPTIONAL.findall(self.regex or self.grammar or ""))
-        if optional > MOST_OPTIONAL:
-            raise RequestError(
-                f"{given[0]} has {optional} optional parts (?, * and others), expected at most {MOST_OPTIONAL}"
-            )
 
     @property
     def size(self) -> int:
@@ -113,25 +117,7 @@ def _schema(schema: object) -> str:
         return "{}"
     if not isinstance(read, dict):
         raise RequestError(f"json is {quoted(schema)}, expected a JSON schema: an object, or true")
-    if (properties := _most_properties(read)) > MOST_PROPERTIES:
-        raise RequestError(
-            f"json has an object of {properties} properties, expected at most {MOST_PROPERTIES}"
-        )
     return text
-
-
-def _most_properties(schema: object) -> int:
-    """The largest number of properties that an object of the schema has."""
-    parts, most = [schema], 0
-    while parts:
-        part = parts.pop()
-        if isinstance(part, dict):
-            if isinstance(part.get("properties"), dict):
-                most = max(most, len(part["properties"]))
-            parts += part.values()
-        elif isinstance(part, list):
-            parts += part
-    return most
 
 
 def _choices(choices: object) -> tuple[str, ...]:
@@ -147,66 +133,92 @@ def _choices(choices: object) -> tuple[str, ...]:
 class Structures:
     """Compiles the forms of requests for one tokenizer. Thread-safe.
 
+    The time and memory that a form takes cannot be told beforehand, and nothing stops llguidance. So a form is compiled
+    in the sandbox first, unless that is known to be cheap, and here if it has stayed within the limits.
+
     end_tokens: the model's end tokens.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, vocab_size: int, end_tokens: Collection[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_tokens: Collection[int]) -> None:
         self._tokenizer, self._vocab_size, self._end_tokens = tokenizer, vocab_size, list(end_tokens)
         self._lock = threading.Lock()
         self._known: Any = None  # llguidance's tokenizer; it is made with the first form, in up to a second
+        # llguidance's grammars of forms that compile within the limits, and the seconds that it takes.
+        self._proven: dict[StructuredOutputs, tuple[str, float]] = {}
+
+    def is_cheap(self, form: StructuredOutputs) -> bool:
+        """Whether it is known that a form compiles in a tenth of a second."""
+        if form.choice is not None or form.json_object:  # their length bounds it
+            return True
+        return self._proven.get(form, ("", inf))[1] < CHEAP_SECONDS
 
     def compile(self, form: StructuredOutputs) -> Structure:
-        """A form at its beginning. Raises RequestError if it cannot be compiled."""
+        """A form at its beginning. Raises RequestError if it cannot be compiled, or not within the limits."""
         if not self._end_tokens:
             raise RequestError(
                 "structured_outputs needs a target with an end token, and this bundle's has none"
             )
-        try:
-            from llguidance import LLMatcher
-        except ImportError:
+        if find_spec("llguidance") is None:
             raise RequestError(
                 f"structured_outputs needs the package llguidance: {install('serve:llguidance')}"
-            ) from None
-        try:
-            name, grammar = _grammar(LLMatcher, form)
-        except ValueError as error:
-            raise RequestError(f"structured_outputs: {error}") from error
+            )
         with self._lock:
             if self._known is None:
                 self._known = self._read_tokenizer()
-        matcher = LLMatcher(self._known, grammar, log_level=0)
+        kind, text, options = _source(form)
+        if form.choice is not None or form.json_object:
+            grammar = llguidance_grammar(kind, text, options)
+        else:
+            grammar = self._prove(form)
+        matcher = compiled(self._known, grammar)
         if matcher.is_error():
-            raise RequestError(f"{name} cannot be compiled: {matcher.get_error()[:500]}")
+            raise RequestError(f"{kind} cannot be compiled: {matcher.get_error()[:500]}")
         return Structure(matcher, self._vocab_size, self._end_tokens)
 
-    def _read_tokenizer(self) -> Any:
-        from llguidance import LLTokenizer
-
-        text = self._tokenizer.to_str()  # without padding and truncation (text/tokenizer.py)
+    def _prove(self, form: StructuredOutputs) -> str:
+        """llguidance's grammar for a form that compiles within the limits. Raises RequestError."""
+        if (known := self._proven.get(form)) is not None:
+            return known[0]
+        kind, text, options = _source(form)
+        task = {
+            "tokenizer": str((self._tokenizer.directory / "tokenizer.json").resolve()), "vocab_size": self._vocab_size,
+            "end_tokens": self._end_tokens, "kind": kind, "text": text, "options": options,
+        }  # fmt: skip
         try:
-            return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._end_tokens)
+            answer = SANDBOX.run(task)
+        except LimitError as error:
+            raise RequestError(f"{kind} is too complex: to compile it takes {error}") from None
+        if "error" in answer:
+            raise RequestError(f"{kind} cannot be compiled: {answer['error']}")
+        with self._lock:
+            self._proven[form] = answer["grammar"], answer["seconds"]
+            if len(self._proven) > _PROVEN:
+                del self._proven[next(iter(self._proven))]
+        return str(answer["grammar"])
+
+    def _read_tokenizer(self) -> Any:
+        text = self._tokenizer.backend.to_str()  # without padding and truncation (text/tokenizer.py)
+        try:
+            return guide_tokenizer(text, self._vocab_size, self._end_tokens)
         except ValueError as error:
             raise RequestError(
                 f"structured_outputs: llguidance cannot read this bundle's tokenizer: {error}"
             ) from error
 
 
-def _grammar(matcher: Any, form: StructuredOutputs) -> tuple[str, str]:
-    """The field of a form, and llguidance's grammar for it."""
-    if form.json is not None or form.json_object:
-        name, schema = ("json", form.json) if form.json is not None else ("json_object", '{"type": "object"}')
-        spaces: dict[str, Any] = {"whitespace_pattern": WHITESPACE}
-        if form.disable_any_whitespace:
-            spaces = {"whitespace_flexible": False}
-        return name, matcher.grammar_from_json_schema(schema, overrides=spaces)
-    if form.regex is not None:
-        return "regex", matcher.grammar_from_regex(form.regex)
-    from llguidance import grammar_from
-
+def _source(form: StructuredOutputs) -> tuple[str, str, dict[str, Any]]:
+    """The field of a form, its text, and llguidance's options for JSON."""
     if form.choice is not None:
-        return "choice", grammar_from("choice", json.dumps(form.choice))
-    assert form.grammar is not None
-    return "grammar", grammar_from("grammar", form.grammar)
+        return "choice", json.dumps(form.choice), {}
+    for kind in ("regex", "grammar"):
+        if (text := getattr(form, kind)) is not None:
+            return kind, text, {}
+    options = (
+        {"whitespace_flexible": False} if form.disable_any_whitespace else {"whitespace_pattern": WHITESPACE}
+    )
+    if form.json_object:
+        return "json_object", '{"type": "object"}', options
+    return "json", str(form.json), options
 
 
 class Structure:
@@ -224,6 +236,7 @@ class Structure:
         self._forced: Sequence[int] = ()  # a forced text; `_come` of its tokens have come
         self._come = 0
         self._looks_ahead = True
+        self._tokens, self._seconds = 0, 0.0  # so far, of CPU time
         self._begin_forced()
 
     def allowed(self) -> NDArray[np.bool_]:
@@ -234,16 +247,17 @@ class Structure:
             only = np.zeros(self._vocab_size, np.bool_)
             only[self._forced[self._come]] = True
             return only
-        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
-        self._check()
+        with self._limited():
+            self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         bits = np.unpackbits(self._bits.view(np.uint8), bitorder="little")
         return bits[: self._vocab_size].view(np.bool_)
 
     def add(self, token: int) -> None:
         """Go on by a token that was allowed."""
         if not self.ended:
-            self._matcher.consume_token(token)
-            self._check()
+            with self._limited():
+                self._matcher.consume_token(token)
+                self._tokens += 1
             self.ended = token in self._end_tokens
             self._come += 1
             if self._come >= len(self._forced) and not self.ended:
@@ -262,6 +276,7 @@ class Structure:
         forced = [token not in drafts[i : i + 1] for i, token in enumerate(taken)]
         if len(taken) == most:
             return taken, forced
+        begun = time.thread_time()
         try:
             matcher = self._matcher.deep_copy()
             follows = matcher.consume_tokens(taken)
@@ -276,11 +291,12 @@ class Structure:
             raise
         except BaseException as error:
             _log.debug("drafts of a structured request end with an error of llguidance: %s", error)
+        self._seconds += time.thread_time() - begun
         return taken, forced
 
     def _begin_forced(self) -> None:
-        self._forced, self._come = self._matcher.compute_ff_tokens(), 0
-        self._check()
+        with self._limited():
+            self._forced, self._come = self._matcher.compute_ff_tokens(), 0
 
     def _ahead(self, matcher: Any) -> Sequence[int]:
         """What the form forces after drafts. A long text after drafts is not asked for again: they may be wrong, in
@@ -292,6 +308,16 @@ class Structure:
         self._looks_ahead = len(forced) <= LONG_FORCED
         return forced
 
-    def _check(self) -> None:
+    @contextmanager
+    def _limited(self) -> Iterator[None]:
+        """A step, which must not fail and counts towards the limit of time."""
+        begun = time.thread_time()
+        yield
+        self._seconds += time.thread_time() - begun
         if self._matcher.is_error():
             raise RequestError(f"structured_outputs: {self._matcher.get_error()[:500]}")
+        if self._seconds > SPARE_SECONDS + TOKEN_SECONDS * self._tokens:
+            raise RequestError(
+                f"structured_outputs: the form is too complex: {self._tokens} tokens take {self._seconds:.2f} s of CPU "
+                f"time, expected at most {SPARE_SECONDS} s and {TOKEN_SECONDS} s per token"
+            )

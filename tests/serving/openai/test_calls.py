@@ -158,7 +158,7 @@ def test_required_calls_are_written_as_the_family_writes_them(
     def made(**fields: Any) -> Chat:
         return chat_of(model, tools=[tool(ANY), tool(LETTER, "other")], **fields)
 
-    structures = Structures(tokenizer, tokenizer.get_vocab_size(), [2])
+    structures = Structures(model.tokenizer, tokenizer.get_vocab_size(), [2])
 
     def accepted(asked: Chat, text: str) -> bool:
         form = StructuredOutputs(**asked.request["params"]["structured_outputs"])

@@ -23,6 +23,8 @@ CALLED = [
 ]
 UNKNOWN = {"type": "json_schema", "schema": {"type": "x"}}  # a schema of no type
 BASES = {CHATS: {"messages": HI}, COMPLETIONS: {"prompt": "x"}, RESPONSES: {"input": HI}}
+# It would end a process in which a thread compiles it.
+DEEP = "\n".join(["start: a0", *(f"a{i}: a{i + 1}" for i in range(4000)), 'a4000: "a"'])
 # By path: the fields, and `param`. What stands behind it is also said.
 REFUSED: dict[str, list[tuple[Any, str | None, *tuple[str, ...]]]] = {
     COMPLETIONS: [
@@ -39,6 +41,7 @@ REFUSED: dict[str, list[tuple[Any, str | None, *tuple[str, ...]]]] = {
         ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "response_format"),
         ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"grammar": DEEP}}, "structured_outputs.grammar"),
         # Before anything is copied or tokenized: these prompts would be too long.
         ({"prompt": ["x" * 3000] * 300}, "n", "300"), ({"prompt": ["x" * 4000] * 3, "n": 128}, "n", "384"),
         ({"prompt": "x" * 4000, "logit_bias": BIASES}, "logit_bias", "1024"),
