@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -18,10 +17,31 @@ HEAD = b"GET / HTTP/1.1\r\nHost: x\r\n"
 Client = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-async def app(scope: Any, receive: Any, send: Any) -> None:
-    """Answers after a second."""
-    await asyncio.sleep(1)
-    await at_once(scope, receive, send)
+class Watched(Connection):
+    """The latest connection to the server of a test. received: that it has read something."""
+
+    latest: Watched | None = None
+    received: asyncio.Event
+
+    def connection_made(self, transport: Any) -> None:
+        type(self).latest, self.received = self, asyncio.Event()
+        super().connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self.received.set()
+
+
+async def goes_on(writer: asyncio.StreamWriter, piece: bytes) -> None:
+    """Send a piece, and again after it was read, until the server closes the connection."""
+    writer.write(piece)
+    await writer.drain()
+    while not ((server := Watched.latest) and server.received.is_set()):
+        await asyncio.sleep(0)
+    while not server.transport.is_closing():
+        server.received.clear()
+        writer.write(piece)
+        await server.received.wait()
 
 
 async def at_once(scope: Any, receive: Any, send: Any) -> None:
@@ -51,13 +71,12 @@ async def names(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def visit(client: Client, monkeypatch: pytest.MonkeyPatch, *, seconds: float, app: Any = app) -> None:
+def visit(client: Client, monkeypatch: pytest.MonkeyPatch, *, seconds: float, app: Any) -> None:
     monkeypatch.setattr(connections, "_HEADERS_SECONDS", seconds)
+    Watched.latest = None
 
     async def run() -> None:
-        server = uvicorn.Server(
-            uvicorn.Config(app, port=0, http=Connection, lifespan="off", log_level="error")
-        )
+        server = uvicorn.Server(uvicorn.Config(app, port=0, http=Watched, lifespan="off", log_level="error"))
         serving = asyncio.create_task(server._serve())
         while not server.started:
             await asyncio.sleep(0.01)
@@ -76,12 +95,10 @@ def test_long_headers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(HEAD)
         answer = asyncio.create_task(reader.read())
-        while not answer.done():
-            writer.write(b"x: " + b"y" * 8000 + b"\r\n")
-            await asyncio.sleep(0.01)
+        await goes_on(writer, b"x: " + b"y" * 8000 + b"\r\n")
         assert (await answer).endswith(b"the headers have over 65536 bytes")
 
-    visit(client, monkeypatch, seconds=60)
+    visit(client, monkeypatch, seconds=60, app=at_once)
 
 
 @pytest.mark.parametrize(
@@ -101,16 +118,34 @@ def test_headers_that_do_not_arrive_end_a_connection(
         answer = await reader.read()
         assert (answer.startswith(begin), answer.endswith(end), bool(answer)) == (True, True, bool(begin))
 
-    visit(client, monkeypatch, seconds=0.2)
+    late, give_up = asyncio.Event(), Connection._give_up
+
+    def gives_up(connection: Connection) -> None:
+        late.set()
+        give_up(connection)
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        await late.wait()
+        await at_once(scope, receive, send)
+
+    monkeypatch.setattr(Connection, "_give_up", gives_up)
+    visit(client, monkeypatch, seconds=0.2, app=slow)
 
 
 def test_an_answer_may_take_longer_than_the_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No time runs while it is made."""
+
+    async def unhurried(scope: Any, receive: Any, send: Any) -> None:
+        assert Watched.latest
+        assert Watched.latest._late is None
+        await at_once(scope, receive, send)
+
     async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for _ in range(2):
             writer.write(HEAD + b"\r\n")
             assert (await reader.readuntil(b"\r\n\r\nok")).startswith(b"HTTP/1.1 200 OK")
 
-    visit(client, monkeypatch, seconds=0.2)
+    visit(client, monkeypatch, seconds=60, app=unhurried)
 
 
 CHUNKED = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -131,11 +166,7 @@ def test_what_follows_a_chunk_is_bounded(
     async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(CHUNKED + first)
         answer = asyncio.create_task(reader.read())
-        for _ in range(1000):
-            writer.write(piece)
-            await asyncio.sleep(0.01)
-            if answer.done():
-                break
+        await goes_on(writer, piece)
         assert (await answer).startswith(b"HTTP/1.1 400")
         assert answer.result().endswith(says)
 
@@ -158,11 +189,7 @@ def test_an_answer_that_leaves_a_body_unread_ends_the_connection(monkeypatch: py
     async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(CHUNKED)
         await reader.readuntil(b"\r\n\r\nok")
-        with contextlib.suppress(ConnectionError):
-            while not reader.at_eof():
-                writer.write(b"1\r\nx\r\n")
-                await asyncio.sleep(0.01)
-                await writer.drain()
+        await goes_on(writer, b"1\r\nx\r\n")
 
     visit(client, monkeypatch, seconds=60, app=at_once)
 
