@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dflash_trt.errors import CheckpointError, quoted, show, show_name
-from dflash_trt.files.reading import CONFIG_BYTES, read_object
+from dflash_trt.files.reading import CONFIG_BYTES, read_config
 
 LARGEST_INTEGER = 2**31 - 1
 _SMALLEST, _LARGEST = 1e-30, 1e12
@@ -26,7 +26,7 @@ class Fields:
     @classmethod
     def read(cls, path: Path, limit: int = CONFIG_BYTES) -> Fields:
         """Those of the JSON object in a file of at most `limit` bytes."""
-        return cls(path, read_object(path, limit))
+        return cls(path, read_config(path, limit))
 
     def error(self, key: str, problem: str) -> CheckpointError:
         """The error that a value in this place is wrong."""

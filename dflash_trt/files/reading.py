@@ -67,10 +67,17 @@ def read_object(path: Path, limit: int = CONFIG_BYTES, kind: Kind = CheckpointEr
     return parse_object(read_file(path, limit, kind), str(path), kind)
 
 
-def parse_object(text: bytes | str, label: str, kind: Kind = CheckpointError) -> dict[str, Any]:
+def read_config(path: Path, limit: int = CONFIG_BYTES) -> dict[str, Any]:
+    """The object in a model's configuration, which may have NaN and infinities, as Python's json writes them."""
+    return parse_object(read_file(path, limit), str(path), finite=False)
+
+
+def parse_object(
+    text: bytes | str, label: str, kind: Kind = CheckpointError, *, finite: bool = True
+) -> dict[str, Any]:
     """Parse one JSON object. Every error starts with `label`.
 
-    Refused: a duplicate key in one object, NaN and infinities, and nesting deeper than 64.
+    Refused: a duplicate key in one object, nesting deeper than 64, and with `finite` NaN and infinities.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -81,18 +88,19 @@ def parse_object(text: bytes | str, label: str, kind: Kind = CheckpointError) ->
             raise kind(f"{label}: the key {quoted(twice)} appears more than once in one object")
         return values
 
-    def finite(number: str) -> float:
+    def decimal(number: str) -> float:
         value = float(number)
         if math.isinf(value):
-            constant(number)
+            refused(number)
         return value
 
-    def constant(number: str) -> NoReturn:
+    def refused(number: str) -> NoReturn:
         raise kind(f"{label}: {show_name(number)} is not JSON; JSON numbers are finite")
 
     try:
         decoded = text if isinstance(text, str) else text.decode("utf-8")
-        values = json.loads(decoded, object_pairs_hook=unique, parse_float=finite, parse_constant=constant)
+        constant = refused if finite else float
+        values = json.loads(decoded, object_pairs_hook=unique, parse_float=decimal, parse_constant=constant)
     except RecursionError:
         raise kind(f"{label}: nested deeper than the {_MOST_NESTED} levels allowed") from None
     except ValueError as error:

@@ -22,7 +22,7 @@ from dflash_trt.checkpoint.tensors import Checkpoint, TensorInfo
 from dflash_trt.checkpoint.writer import Entry, write_checkpoint
 from dflash_trt.errors import BuildError, CheckpointError, UsageError
 from dflash_trt.files.disk import write_object
-from dflash_trt.files.reading import read_object
+from dflash_trt.files.reading import read_config
 from dflash_trt.formats import INT4, SCHEMES, Algorithm
 from dflash_trt.logs import warn_once
 from dflash_trt.quantization.layers import (
@@ -231,7 +231,7 @@ def _quant_config(layers: Mapping[str, LinearLayer], copied: Sequence[TensorInfo
 
 
 def _config(source: Path, quantization: Mapping[str, Any], *, untied: bool) -> dict[str, Any]:
-    config = read_object(source / "config.json")
+    config = read_config(source / "config.json")
     if not config.get("quantization_config"):  # gpt-oss's config describes its experts here
         section = dict(quantization["quantization"])
         section["ignore"] = section.pop("exclude_modules")

@@ -19,7 +19,7 @@ from dflash_trt.checkpoint.rules import Quantization
 from dflash_trt.checkpoint.tensors import SINGLE, Checkpoint, Outline
 from dflash_trt.checkpoint.writer import Entry, write_checkpoint
 from dflash_trt.errors import UsageError
-from dflash_trt.files.reading import read_object
+from dflash_trt.files.reading import read_config
 from dflash_trt.formats import FORMATS, Algorithm
 from dflash_trt.formats.base import BLOCK, WeightLayout
 from dflash_trt.formats.int8 import PER_CHANNEL
@@ -119,7 +119,7 @@ class _Work:
             ),
             Entry("d2t", "I64", (len(tokens),), [("d2t", tokens - np.arange(len(tokens)))]),
         ]
-        config = read_object(target.directory / "config.json") | {"tie_word_embeddings": False}
+        config = read_config(target.directory / "config.json") | {"tie_word_embeddings": False}
         out = self.folder / "draft-head"
         out.mkdir()
         write_checkpoint(target.directory, out, [(SINGLE, entries)], config)

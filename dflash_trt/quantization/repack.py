@@ -19,7 +19,7 @@ from dflash_trt.checkpoint.tensors import DTYPES, Checkpoint, TensorInfo
 from dflash_trt.checkpoint.widening import Integers, widened_pieces
 from dflash_trt.checkpoint.writer import Entry, write_checkpoint
 from dflash_trt.files.disk import write_object
-from dflash_trt.files.reading import read_object
+from dflash_trt.files.reading import read_config, read_object
 from dflash_trt.formats.base import BLOCK
 from dflash_trt.formats.numbers import pack_pairs
 from dflash_trt.quantization.convert import STEP_BYTES, as_it_is
@@ -225,7 +225,7 @@ def _rewritten(
             yield file.name, [entry for info in stored_here for entry in new_entries(info)]
             done += sum(info.nbytes for info in stored_here)
 
-    config = read_object(checkpoint.directory / "config.json")
+    config = read_config(checkpoint.directory / "config.json")
     own_config = checkpoint.directory / QUANT_CONFIG
     if not quantized:
         config = {key: value for key, value in config.items() if key not in SECTIONS}

@@ -15,7 +15,7 @@ from dflash_trt.checkpoint.draft_vocabulary import FILE, read_draft_vocabulary
 from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import CheckpointError
-from dflash_trt.files.reading import read_object
+from dflash_trt.files.reading import read_config
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.models.drafters.dflash import ROW_SCALE
 from dflash_trt.models.drafters.dflash2 import DFlash2
@@ -55,7 +55,7 @@ def export(drafter: Path, target: Path, target_name: str, out: Path, form: Form)
     Raises:
         CheckpointError, PairError: a file cannot be read, is of another kind, or does not belong to the target.
     """
-    own, checkpoint = read_object(drafter / "config.json"), Checkpoint(drafter)
+    own, checkpoint = read_config(drafter / "config.json"), Checkpoint(drafter)
     target_config = read_target_config(target)
     config = read_drafter_config(drafter, target_config)
     if (

@@ -23,7 +23,7 @@ from dflash_trt.checkpoint.schema import TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import DFlashError, UsageError
 from dflash_trt.files.disk import write_object
-from dflash_trt.files.reading import read_object
+from dflash_trt.files.reading import read_config, read_object
 from dflash_trt.models.configs import read_target_config
 from dflash_trt.prompts import Prompt, read_prompts
 from dflash_trt.text.tokenizer import Tokenizer
@@ -162,7 +162,7 @@ def _write_beginning(
 def _drafter_config(file: Path, target: Path, target_config: TargetConfig, design: Design) -> dict[str, Any]:
     """config.json of the drafter. If a run exists, it must be the same as that run's."""
     if design.checkpoint is not None:
-        config = read_object(design.checkpoint / "config.json")
+        config = read_config(design.checkpoint / "config.json")
         for option in ("layers", "taps", "mask_token_id"):
             if (asked := getattr(design, option)) is not None:
                 name = option.replace("_", "-")

@@ -20,7 +20,7 @@ from dflash_trt.checkpoint.tensors import INDEX, Checkpoint, Outline
 from dflash_trt.checkpoint.writer import Entry, write_shard
 from dflash_trt.engines.base import BuildJob, BuildSettings
 from dflash_trt.errors import UsageError
-from dflash_trt.files.reading import read_object
+from dflash_trt.files.reading import read_config
 from dflash_trt.models.inventory import Inventory, take_inventory
 from dflash_trt.trtllm.configuration import CONTAINER, ENGINE, Configuration, configure, describe
 from dflash_trt.trtllm.options import VERSION
@@ -154,7 +154,7 @@ def as_it_is(config: DrafterConfig, checkpoint: Checkpoint) -> bool:
 
 def drafter_config(config: DrafterConfig) -> dict[str, Any]:
     """config.json with every field where TensorRT-LLM reads it, and without code to fetch."""
-    values = {key: value for key, value in read_object(config.path).items() if key not in _DROPPED}
+    values = {key: value for key, value in read_config(config.path).items() if key not in _DROPPED}
     dflash = dict(values.get("dflash_config", {}))
     dflash |= {
         "mask_token_id": config.mask_token_id,

@@ -17,7 +17,7 @@ from dflash_trt.checkpoint.quantization import QUANT_CONFIG, read_quantization
 from dflash_trt.checkpoint.rope import RopeConfig
 from dflash_trt.checkpoint.schema import DrafterConfig, MoEConfig, TargetConfig
 from dflash_trt.errors import BuildError, CheckpointError, show
-from dflash_trt.files.reading import read_object
+from dflash_trt.files.reading import read_config
 from dflash_trt.models.configs import read_target_config
 from dflash_trt.models.reading import HEAD_DIM, WIDTH, decoder, expert_counts, target
 from dflash_trt.planning.gpus import Gpu
@@ -134,7 +134,7 @@ def target_quantization(config: TargetConfig) -> TargetQuantization:
     if config.moe is not None and config.moe.quantization is not None:
         return TargetQuantization(frozenset({config.moe.quantization}))
     directory = config.path.parent
-    top = read_object(config.path)
+    top = read_config(config.path)
     text = top.get("text_config")
     section = top.get("quantization_config") or (
         text.get("quantization_config") if isinstance(text, dict) else None

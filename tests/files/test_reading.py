@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from dflash_trt.errors import BundleError, CheckpointError, DFlashError, Request
 from dflash_trt.files.reading import parse_object, read_object, read_text
 from dflash_trt.models.configs import read_target_config
 from dflash_trt.prompts import read_prompts
+from dflash_trt.serving.openai.model import _defaults
 from tests.doubles.bounded import bounded
 from tests.doubles.quantized_checkpoints import write_quant_config
 
@@ -148,12 +150,12 @@ def endless(file: Path) -> str:
 
 # Contents of a file, and what is said of them.
 CONTENTS = {
-    b"": "not valid JSON", b"[]": "holds a JSON list, expected an object", b'{"a": NaN}': "NaN is not JSON",
+    b"": "not valid JSON", b"[]": "holds a JSON list, expected an object",
     b'{"a": "\xff"}': "not valid JSON ('utf-8' codec can't decode byte 0xff",
     "\ufeff{}".encode(): "not valid JSON (Unexpected UTF-8 BOM",
     b'{"a": ' + b"[" * 100_000: "nested deeper than the 64 levels allowed",
     b'{"a": ' + b"[" * 64 + b"]" * 64 + b"}": "nested deeper than the 64 levels allowed",
-    b'{"a": 1e999}': "1e999 is not JSON; JSON numbers are finite", b'{"a": -Infinity}': "-Infinity is not JSON",
+    b'{"a": 1e999}': "1e999 is not JSON; JSON numbers are finite",
     b'{"a": 1' + b"0" * 5000 + b"}": "not valid JSON (Exceeds the limit",
 }  # fmt: skip
 
@@ -177,6 +179,25 @@ def test_only_files_of_bounded_size_and_strict_json_are_read(tmp_path: Path) -> 
     said = read(TARGET, *directories).splitlines()
     for directory, message, line in zip(directories, expected, said, strict=True):
         assert line.startswith(f"{directory / 'config.json'}: {message}")
+
+
+def test_a_configuration_may_have_nan_and_infinities(tmp_path: Path) -> None:
+    """Python's json writes NaN and infinities, as the time steps of Nemotron's layers have."""
+    config(tmp_path, architectures=["NemotronHForCausalLM"], time_step_limit=[0.0, math.inf])
+    with pytest.raises(
+        CheckpointError, match=r"architectures is \['NemotronHForCausalLM'\], supported as a target"
+    ):
+        read_target_config(tmp_path)
+    for value in (math.nan, math.inf, -math.inf):
+        config(tmp_path, time_step_limit=[value])
+        read_target_config(tmp_path)
+        config(tmp_path, rms_norm_eps=value)
+        with pytest.raises(CheckpointError, match=f"rms_norm_eps is {json.dumps(value)}, expected a number"):
+            read_target_config(tmp_path)
+        with pytest.raises(CheckpointError, match=r"config.json: .*is not JSON; JSON numbers are finite"):
+            read_object(tmp_path / "config.json")
+        (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": value, "top_p": 0.5}))
+        assert _defaults(tmp_path / "generation_config.json") == {"temperature": 1.0, "top_p": 0.5}
 
 
 def test_errors_are_of_the_kind_asked_for(tmp_path: Path) -> None:

@@ -8,13 +8,14 @@ import re
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
+from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
 
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.engines.registry import engine_of
 from dflash_trt.errors import CheckpointError, DFlashError, PromptLengthError, RequestError
-from dflash_trt.files.reading import read_object
+from dflash_trt.files.reading import read_config
 from dflash_trt.serving.openai.errors import ApiError, refused
 from dflash_trt.serving.openai.reading import Json
 from dflash_trt.serving.openai.written import written_by
@@ -168,12 +169,17 @@ def _until(text: str, content: str) -> str:
 
 def _defaults(path: Path) -> dict[str, Any]:
     try:
-        fields = read_object(path) if path.is_file() else {}
+        fields = read_config(path) if path.is_file() else {}
     except DFlashError:
         fields = {}
     if fields.get("do_sample") is False:
         return {"temperature": 0.0}
-    return {"temperature": 1.0} | {name: fields[name] for name in _DEFAULTS if fields.get(name) is not None}
+    found = {name: fields.get(name) for name in _DEFAULTS}
+    return {"temperature": 1.0} | {name: value for name, value in found.items() if _is_number(value)}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) or (isinstance(value, float) and isfinite(value))
 
 
 def chat_logprobs(model: Model, update: Update) -> dict[str, Any] | None:
