@@ -133,11 +133,20 @@ def test_the_odds_follow_the_length_of_a_match() -> None:
 
     assert right(1) < right(3) < right(12)
     rng = random.Random(0)
+    chances = {2: 0.05, 4: 0.6, 16: 0.97}
     for _ in range(300):
-        for match, chance in ((1, 0.05), (4, 0.6), (16, 0.97)):
-            odds.judged(own, odds.copied(own, match), rng.random() < chance)
-    for match, chance in ((1, 0.05), (4, 0.6), (16, 0.97)):
+        for match, chance in chances.items():  # the token before was right and makes the match so long
+            odds.learn_copies(own, match - 1, [7, 8], [7, 8 if rng.random() < chance else 9])
+    for match, chance in chances.items():
         assert right(match) == pytest.approx(chance, abs=0.15)
+
+
+def test_what_fits_a_round_does_not_limit_the_next() -> None:
+    pool, asked = Pool(1, 1), request([1, 2, 3], SamplingParams(max_tokens=30))
+    pool.scheduler.submit(asked)
+    for policy in (FixedCopies(BLOCK), FixedCopies(BLOCK), FixedLength(BLOCK)):  # no token occurs twice
+        pool.scheduler.step(policy)
+    assert asked.statistics.num_draft_tokens == BLOCK - 1
 
 
 def test_a_tree_of_both_sources_has_no_node_twice() -> None:

@@ -236,6 +236,15 @@ def test_a_prompt_fills_the_cache_to_its_last_row(bundles: tuple[Bundle, Bundle]
     assert found[0] == found[1]
 
 
+def test_a_pass_over_idle_slots_stays_in_the_caches(bundles: tuple[Bundle, Bundle]) -> None:
+    """Also over the slot of a pass at their end. Writing beyond it, a pass would fail."""
+    with opened(bundles[1], slots=4) as llm:
+        pair: Any = llm.runtime.pair
+        for slots in (4, 3):
+            pair.drafter.dummy_pass(slots, BLOCK, pair.capacity)
+            pair.dummy_verify(slots, BLOCK, pair.capacity)
+
+
 def test_the_drafter_reads_zeros_behind_the_features_of_a_short_part(bundles: tuple[Bundle, Bundle]) -> None:
     with LLM(bundles[1].path, threads=1) as llm:
         pair: Any = llm.runtime.pair

@@ -100,6 +100,7 @@ def close(y: torch.Tensor, want: np.ndarray[Any, Any]) -> None:
         ((1, 4, 2, 16, 4, 1100), {"window": 20, "sinks": True, "tree": True}),
         ((2, 4, 1, 80, 7, 300), {"tree": True}),  # a head of 80 numbers, and rows of two tiles
         ((1, 1, 1, 16, 40, 50), {"window": 9, "dtype": torch.float16}),
+        ((1, 1, 1, 16, 40, 103), {"window": 1, "tree": True}),  # the anchor is in a step before
     ],
 )
 def test_attention_is_the_reference(shape: tuple[int, ...], traits: dict[str, Any]) -> None:

@@ -96,7 +96,8 @@ def test_tokens_are_the_hosts(vocab: int, spread: float) -> None:
 def test_ties_go_to_the_lower_token() -> None:
     """Few distinct values, so that the limits of top-k and top-p fall among equals, in several tiles."""
     check(np.round(gaussian(1.0, len(PARAMS), 1, 4500)), PARAMS)
-    check(np.zeros((2, 2, 5), np.float32), [SamplingParams(), SamplingParams(temperature=1.0, top_p=0.01)])
+    limits = [SamplingParams(temperature=1.0, **limit) for limit in ({"top_p": 0.01}, {"top_k": 2})]
+    check(np.zeros((3, 2, 5), np.float32), [SamplingParams(), *limits], seed=5)  # of 3, the last would win
 
 
 def test_minus_infinity_is_never_drawn() -> None:

@@ -271,7 +271,15 @@ def test_features_of_accepted_nodes_are_copied_together(wide: Bundle, gpu: pytes
         kept = torch.from_numpy(arrays.readable(arrays.unread_features([3, 3]))[0])
         assert torch.equal(kept[0, :3], numbers[0, [0, 2, 3]])
         assert torch.equal(kept[1, 1:3], numbers[1, [0, 3]])
+
+        def unread(slot: int) -> torch.Tensor:
+            return torch.from_numpy(arrays.readable(arrays.unread_features_of(slot, 0, 2))[0])[0]
+
         arrays.add_unread(0, 0, features, [0, 3])
-        assert torch.equal(
-            torch.from_numpy(arrays.readable(arrays.unread_features_of(0, 0, 2))[0])[0], numbers[0, [0, 3]]
-        )
+        assert torch.equal(unread(0), numbers[0, [0, 3]])
+        arrays.add_unread(0, 0, features, [1, 3])
+        arrays.copy_unread(0, 1, 2)
+        assert torch.equal(unread(1), numbers[0, [1, 3]])
+        arrays.add_unread(1, 0, features, [0, 3])
+        arrays.clear_unread(1)
+        assert not unread(1).any()
