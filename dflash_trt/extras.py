@@ -19,7 +19,7 @@ _OPTIONS = {
 def install(*names: str) -> str:
     """The pip command for extras, single options, or one package of an extra ("serve:llguidance").
 
-    ":numpy" is a package of the core. It names the packages themselves, as no index has this one.
+    ":numpy" is a package of the core, or of any extra. It names the packages themselves, as no index has this one.
     """
     try:
         needed = [each for name in names for each in _OPTIONS.get(name) or _needed(*name.split(":"))]
@@ -37,15 +37,17 @@ def install(*names: str) -> str:
 def _needed(extra: str, package: str = "") -> list[str]:
     """Requirements of an extra: all of them, or that of one package."""
     requirements: list[str] = []
+    optional: list[str] = []  # of any extra
     package = _DISTRIBUTIONS.get(package, package)
     for line in metadata.requires(_NAME) or []:
         requirement, _, marker = (part.strip() for part in line.partition(";"))
         if not extra:
             named = re.split(r"[^\w.-]", requirement)[0].replace("-", "_") == package.replace("-", "_")
             wanted = named and "extra" not in marker
+            optional += [requirement] * (named and not wanted)
         else:
             own = re.search(rf"extra == ['\"]{re.escape(extra)}['\"]", marker)
             wanted = own is not None and requirement.startswith(package)
         if wanted:
             requirements.append(requirement)
-    return requirements
+    return requirements or optional[:1]

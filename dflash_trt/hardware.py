@@ -217,7 +217,11 @@ def torch_problem() -> str:
         return f"{needs}, and {number} is here: {command}"
     if torch.lacks:
         newest = torch.lacks >= 75 and number >= DRIVER
-        command = "pip install --upgrade torch" if newest else f"pip install '{_OLD_TORCH}'"
+        command = (
+            install("torch").replace("install", "install --upgrade", 1)
+            if newest
+            else f"pip install '{_OLD_TORCH}'"
+        )
         way = f": {command}" if torch.lacks >= 70 else "; --engine onnxruntime runs on the CPU"
         return f"torch {torch.version} has no code for compute capability {torch.lacks / 10}{way}"
     return f"torch {torch.version} for CUDA {torch.cuda} sees no GPU: {torch.said or 'it does not say why'}"

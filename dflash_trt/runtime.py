@@ -33,7 +33,7 @@ from dflash_trt.decoding.sampling.history import History
 from dflash_trt.decoding.sampling.structure import Structure, Structures
 from dflash_trt.engines.base import PREFILL_CHUNK, EngineEntry, RunSettings
 from dflash_trt.engines.registry import AUTO, engine_of, require_packages
-from dflash_trt.errors import BundleError, DFlashError, RequestError, quoted
+from dflash_trt.errors import DFlashError, RequestError, quoted
 from dflash_trt.logs import warn_once
 from dflash_trt.prompts import natural_prompts
 
@@ -129,10 +129,6 @@ class Runtime:
         prefix_cache_bytes = integer("prefix_cache_bytes", prefix_cache_bytes, 0)
         self.bundle = open_bundle(bundle, check, engine)
         manifest = self.bundle.manifest
-        if manifest["weights"] == "none":
-            raise BundleError(
-                f"{bundle}: was built with --weights none and cannot run; build it with its weights"
-            )
         require_packages(self.bundle)
         self.max_seq_len: int = manifest["max_seq_len"]
         self.block_size: int = manifest["block_size"]

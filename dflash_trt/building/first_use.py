@@ -12,9 +12,10 @@ from filelock import FileLock
 
 from dflash_trt.building.progress import progress_display, say
 from dflash_trt.bundle.manifest import MANIFEST, Bundle, Check, digest
+from dflash_trt.bundle.workspace import ANOTHER, LINKED
 from dflash_trt.checkpoint.catalogue import NAMES, KnownPair, known_configs, known_pair
 from dflash_trt.engines import registry
-from dflash_trt.errors import BundleError, did_you_mean
+from dflash_trt.errors import BuildError, BundleError, did_you_mean
 from dflash_trt.files.disk import cache_folder, cached_in, whole_file
 from dflash_trt.hardware import compute_capabilities
 
@@ -28,7 +29,8 @@ def open_bundle(bundle: str | Path, check: Check, engine: str = registry.AUTO) -
     there, damaged, or of other checkpoints than this package has, is built for `engine`, "auto" being the one that this
     machine runs best.
 
-    Raises BundleError, also for a directory with a bundle for another engine, and for a pair whatever `build` raises.
+    Raises BundleError, also for a directory with a bundle for another engine or without weights, and for a pair
+    whatever `build` raises.
     """
     if engine != registry.AUTO:
         registry.find(engine)
@@ -36,6 +38,10 @@ def open_bundle(bundle: str | Path, check: Check, engine: str = registry.AUTO) -
     if pair is None:
         check_path(Path(bundle))
         opened = Bundle.open(bundle, check)
+        if opened.manifest["weights"] == "none":
+            raise BundleError(
+                f"{bundle}: was built with --weights none and cannot run; build it with its weights"
+            )
         if engine not in (registry.AUTO, built_for := opened.manifest["engine"]):
             raise BundleError(f"{bundle}: was built for {built_for}, and --engine is {engine}; leave it out")
         return opened
@@ -61,7 +67,11 @@ def open_bundle(bundle: str | Path, check: Check, engine: str = registry.AUTO) -
 
         say(f"building {pair.name} into {place} (once)")
         with progress_display() as progress:
-            built = build(pair.name, None, place, engine=engine, force=True, progress=progress)
+            try:
+                built = build(pair.name, None, place, engine=engine, force=True, progress=progress)
+            except BuildError as error:
+                cache = "set DFLASH_TRT_CACHE to another directory"
+                raise BuildError(str(error).replace(LINKED, "").replace(ANOTHER, cache)) from error
         # The bundle has them in other files if the build quantized them.
         with whole_file(note) as file:
             file.write(f"{built.manifest['key']} {inputs}".encode())

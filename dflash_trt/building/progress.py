@@ -17,9 +17,14 @@ if TYPE_CHECKING:
 _LINE_SECONDS = 30.0  # between lines where there is no bar
 
 
+def on_terminal() -> bool:
+    """Whether standard error is a terminal. A program without a console has none."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
 def say(line: str) -> None:
     """A line on standard error. On a terminal it takes the place of the one that `loading` began."""
-    print("\r\033[K" * sys.stderr.isatty() + line, file=sys.stderr)
+    print("\r\033[K" * on_terminal() + line, file=sys.stderr)
 
 
 class Display:
@@ -70,7 +75,7 @@ def progress_display() -> Iterator[Display]:
         *(TextColumn("{task.description:<18}"), BarColumn(20), TaskProgressColumn()),
         *(TimeRemainingColumn(elapsed_when_finished=True), TextColumn("{task.fields[note]}")),
         console=Console(stderr=True),
-        disable=not (sys.stderr.isatty() or notebook),
+        disable=not (on_terminal() or notebook),
     )
     try:
         yield Display(bars)

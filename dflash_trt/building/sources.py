@@ -82,6 +82,8 @@ def resolve(name_or_path: str, role: Role, *, stored: bool = False) -> Source:
     Raises:
         CheckpointError: nothing has this name, this kind of model is not supported, or the hub does not provide it.
     """
+    if not name_or_path:
+        raise CheckpointError(f"{role} is '', expected a name, a directory or a repository")
     path = Path(name_or_path).expanduser()
     _check_path(name_or_path, role)
     if path.is_dir():
@@ -103,7 +105,7 @@ def resolve(name_or_path: str, role: Role, *, stored: bool = False) -> Source:
     if match is None:
         known_names = [*NAMES, *(pair.target_repo for pair in PAIRS if pair.target_repo)]
         raise CheckpointError(
-            f"--{role} {name_or_path}{did_you_mean(name_or_path, known_names)}: neither a directory, nor a hub "
+            f"{role} {name_or_path}{did_you_mean(name_or_path, known_names)}: neither a directory, nor a hub "
             f"repository org/name[@revision], nor a known pair: {', '.join(NAMES)}"
             + (f"; nor a GGUF file, nor in a package: {', '.join(gguf.PACKAGED)}" if role == "target" else "")
         )
@@ -119,7 +121,7 @@ def _check_path(name: str, role: Role) -> None:
     elif path.exists() and (path.suffix != ".gguf" or role == "drafter"):
         _check_file(path, role)
     elif not path.exists() and (path.is_absolute() or name.startswith(("./", "../")) or len(parts) > 2):
-        raise CheckpointError(f"--{role} {name}: no such file or directory")
+        raise CheckpointError(f"{role} {name}: no such file or directory")
 
 
 def _shipped(pair: KnownPair, role: Role) -> Source:
@@ -174,15 +176,13 @@ def _check_side_files(names: Iterable[str]) -> None:
 def _check_directory(path: Path, role: str) -> None:
     """Raise CheckpointError for a directory of another kind, saying what it is and how to go on."""
     if (path / "manifest.json").is_file():
-        raise CheckpointError(
-            f"{path}: is a bundle already; give the checkpoint that it was built from as --{role}"
-        )
+        raise CheckpointError(f"{path}: is a bundle already; give the checkpoint that it was built from")
     if (path / "adapter_config.json").is_file():
         base = read_object(path / "adapter_config.json").get("base_model_name_or_path")
         of = f" for {show_name(base)}" if isinstance(base, str) and base else ""
         raise CheckpointError(
             f"{path}: is a LoRA adapter{of}, not a whole model; merge it into its base model first (with PEFT: "
-            f"merge_and_unload, then save_pretrained), and give that directory as --{role}"
+            f"merge_and_unload, then save_pretrained), and give that directory"
         )
     if (path / "config.json").exists():
         if role == "drafter":
@@ -199,7 +199,7 @@ def _check_directory(path: Path, role: str) -> None:
         return
     ggufs = sorted(path.glob("*.gguf"))
     if ggufs:
-        raise CheckpointError(f"{path}: holds GGUF files; give the file itself: --{role} {ggufs[0]}")
+        raise CheckpointError(f"{path}: holds GGUF files; give the file itself, {ggufs[0]}")
     raise CheckpointError(
         f"{path}: has no config.json; expected a checkpoint as Hugging Face keeps it: config.json, "
         "the safetensors files and, for a target, tokenizer.json"
@@ -209,12 +209,10 @@ def _check_directory(path: Path, role: str) -> None:
 def _check_file(path: Path, role: str) -> None:
     """Raise CheckpointError for a file where a directory is expected."""
     if path.suffix == ".safetensors":
-        raise CheckpointError(
-            f"{path}: is a file; give its directory, with config.json, as --{role} {path.parent}"
-        )
+        raise CheckpointError(f"{path}: is a file; give its directory, with config.json: {path.parent}")
     if path.suffix == ".gguf":
-        raise CheckpointError(f"{path}: is a GGUF file; only a target can be one, --{role} cannot")
-    raise CheckpointError(f"{path}: is a file; --{role} takes a directory, a name or a repository")
+        raise CheckpointError(f"{path}: is a GGUF file; only a target can be one, a {role} cannot")
+    raise CheckpointError(f"{path}: is a file; a {role} is a directory, a name or a repository")
 
 
 def _hub_error(repo: str, error: Exception, role: str) -> CheckpointError:
@@ -240,5 +238,5 @@ def _hub_error(repo: str, error: Exception, role: str) -> CheckpointError:
     said = str(error).strip().partition("\n")[0].rstrip(". ") or type(error).__name__
     return CheckpointError(
         f"{repo}: cannot be fetched from the Hugging Face hub{offline} ({said}); "
-        f"a local directory with {files} can be given as --{role} instead"
+        f"a local directory with {files} does as well"
     )

@@ -170,10 +170,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if path.is_file():
         raise BundleError(f"{path}: is a file; expected a bundle, a directory that `dflash-trt build` made")
     if not path.is_dir():
-        raise BundleError(f"{path}: no such directory; make a bundle with: dflash-trt build --out {path}")
+        raise BundleError(f"{path}: no such directory; `dflash-trt build --out {path}` makes a bundle there")
     if not os.path.lexists(file) and (path / "config.json").is_file():
         raise BundleError(
-            f"{path}: is a checkpoint, not a bundle; build one with: dflash-trt build --target {path}"
+            f"{path}: is a checkpoint, not a bundle; `dflash-trt build --target {path}` builds one"
         )
     if not os.path.lexists(file):
         raise BundleError(f"{path}: no {MANIFEST}, so this is not a finished bundle; run the build again")

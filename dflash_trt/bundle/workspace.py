@@ -22,13 +22,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_trt.bundle.manifest import Bundle, digest, read_manifest, unlisted
+from dflash_trt.bundle.manifest import MANIFEST, Bundle, digest, read_manifest, unlisted
 from dflash_trt.errors import BuildError, BundleError
 from dflash_trt.files.disk import copy, held_folder, name_instead, stamp, sync, sync_tree, writing
 
 # Called as progress(step, done, total). The unit depends on the step: files or bytes.
 Progress = Callable[[str, int, int], None]
 
+# Advice of errors here. A bundle in the cache has no options: `first_use` says what to do instead.
+ANOTHER, LINKED = "choose another --out", ", or use the checkpoint's own files with --weights link"
 PLANS = "plans"  # the folder of `new` that outlives an interrupted run
 _NEW, _SCRATCH, _REPLACED = "new", "scratch", "replaced"
 
@@ -72,7 +74,7 @@ class Workspace:
         except BundleError as error:
             problem = f"{self.out}: holds this bundle, damaged ({error})"
         if not force:
-            raise BuildError(f"{problem}; choose another --out, or replace it with --force")
+            raise BuildError(f"{problem}; {ANOTHER}, or replace it with --force")
         self._check_listed()
         self._replaces = True
         return None
@@ -81,13 +83,13 @@ class Workspace:
         if others := unlisted(self.out, read_manifest(self.out)):
             raise BuildError(
                 f"{self.out}: holds {len(others)} files that are not part of the bundle, such as {others[0]!r}; they "
-                "would be lost with it: move them, or choose another --out"
+                f"would be lost with it: move them, or {ANOTHER}"
             )
 
     def check_free(self) -> None:
         """Raise BuildError if there is anything in `out`."""
         if os.path.lexists(self.out) and any(self.out.iterdir()):
-            raise BuildError(f"{self.out}: is there already; choose another --out, or remove it")
+            raise BuildError(f"{self.out}: is there already; {ANOTHER}, or remove it")
 
     def publish(self) -> None:
         """Move the content of `path` to `out`, complete and on disk.
@@ -133,9 +135,10 @@ def check_out(out: Path) -> None:
     try:
         read_manifest(out)
     except BundleError as error:
+        why = f" ({error})" if (out / MANIFEST).is_file() else ""
         raise BuildError(
-            f"{out}: exists, is not empty and is not a bundle that this version can replace ({error}); "
-            "choose another --out, or remove it yourself"
+            f"{out}: exists, is not empty and is not a bundle that this version can replace{why}; {ANOTHER}, or remove "
+            "it yourself"
         ) from None
 
 
@@ -143,10 +146,10 @@ def check_place(out: Path) -> None:
     """Raise BuildError if `out` is a file or a symbolic link."""
     if out.is_symlink():
         raise BuildError(
-            f"{out}: is a symbolic link to {os.readlink(out)}; give the directory itself as --out"
+            f"{out}: is a symbolic link to {os.readlink(out)}; put a directory there, or {ANOTHER}"
         )
     if out.exists() and not out.is_dir():
-        raise BuildError(f"{out}: is a file; choose another --out")
+        raise BuildError(f"{out}: is a file; {ANOTHER}")
 
 
 @contextmanager
@@ -158,13 +161,11 @@ def workspace(out: Path) -> Iterator[Workspace]:
     out = Path(os.path.abspath(out))
     place, keep = Workspace(out, out.with_name(f".{out.name}.dflash-trt-work")), False
     with ExitStack() as held:
-        with writing(out, "choose another --out"):
+        with writing(out, ANOTHER):
             check_place(out)
             out.parent.mkdir(parents=True, exist_ok=True)
             if not held.enter_context(held_folder(place.area)):
-                raise BuildError(
-                    f"{out}: another process is writing it; wait for it, or choose another --out"
-                )
+                raise BuildError(f"{out}: another process is writing it; wait for it, or {ANOTHER}")
             place.tidy(keep=True)
         try:
             for folder in (place.path, place.scratch):
@@ -246,8 +247,8 @@ def bring(
     total, free = sum(entries[name]["size"] for name in to_copy), shutil.disk_usage(place.path).free
     if total > free:
         raise BuildError(
-            f"{place.out}: needs {total} bytes for copies, but its file system has {free} free; make room, choose "
-            "another --out, or use the checkpoint's own files with --weights link"
+            f"{place.out}: needs {total} bytes for copies, but its file system has {free} free; make room, "
+            f"{ANOTHER}{LINKED}"
         )
     done = 0
     for name, file in to_copy.items():

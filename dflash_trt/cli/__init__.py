@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -57,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Wrong usage, of any kind, raises `SystemExit(2)`, `--help` raises `SystemExit(0)`, as in argparse.
     """
+    _open_streams()
     parser = make_parser()
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
@@ -64,6 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         parser.print_help()
         return 2
+    if wrong := next((word for word in words if _undecoded(word)), None):
+        args.usage_error(
+            f"{wrong!a}: is not text in {sys.getfilesystemencoding()}, this system's encoding; write it in UTF-8, and "
+            "set PYTHONUTF8=1"
+        )
     args.passed = words[end + 1 :]  # options for another program
     if unknown or (args.passed and args.command != "serve"):
         args.parser.unknown(unknown or args.passed)
@@ -91,6 +98,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _open_streams() -> None:
+    """Give standard streams that are closed a null device, so that no file gets their descriptors. A stream that
+    encodes less than Unicode shows `?` for the other characters.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        stream = getattr(sys, name)
+        if stream is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest that is free, which is its own
+            setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=descriptor != number))  # noqa: SIM115
+        elif number == 1 and isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
+
+
+def _undecoded(word: str) -> bool:
+    """Whether an argument has bytes that the system's encoding lacks; Python keeps them as lone surrogates."""
+    return any("\udc80" <= character <= "\udcff" for character in word)
+
+
 def _said(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
@@ -100,10 +125,13 @@ def _said(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         place = f" for {error.filename}" if error.filename else ""
         return (
-            f"the disk is full: no space is left{place}; free some, or choose another place. Nothing was kept"
+            f"the disk is full: no space is left{place}; free some, or choose another place (TMPDIR, for temporary "
+            "files). Nothing was kept"
         )
-    if isinstance(error, OSError) and error.filename and error.strerror:
-        return f"{error.filename}: cannot be used ({error.strerror})"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: cannot be used ({error.strerror})" if error.filename else error.strerror
+    if isinstance(error, UnicodeDecodeError):
+        return f"standard input is not text in {error.encoding} (byte {error.start})"
     return str(error)
 
 

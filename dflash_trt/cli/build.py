@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     from dflash_trt.reports.inspection import inspect
 
     out = args.out or Path("bundles") / Path(args.target).resolve().name
-    began = time.perf_counter()
+    began, before = time.perf_counter(), _stamp(out)
     pair = known_pair(args.target)
     if pair is not None and pair.warning and not args.no_drafter:
         print(f"note: {pair.warning}", file=sys.stderr)
@@ -123,17 +123,26 @@ def run(args: argparse.Namespace) -> int:
             force=args.force,
             progress=progress,
         )
-    seconds = time.perf_counter() - began
+    seconds, kept = time.perf_counter() - began, _stamp(out) == before
     description = inspect(bundle.path)
     if args.json:
-        print_json({**description, "build_seconds": round(seconds, 2)})
+        print_json({**description, "build_seconds": round(seconds, 2), "kept": kept})
     else:
         size = byte_count(sum(description["files"].values()))
         shape = f"block {description['block_size']}, up to {description['max_seq_len']} tokens"
+        made = "kept, as it has these inputs and options already" if kept else f"built in {seconds:.1f} s"
         weights = {"copy": "its own", "link": "linked with the checkpoints'", "none": "none"}[
             description["weights"]
         ]
-        print(f"{out}: {shape}, {size}, weights {weights}, built in {seconds:.1f} s")
+        print(f"{out}: {shape}, {size}, weights {weights}, {made}")
         if "max_batch_size" in description.get("choices", {}):
             print(f"max_batch_size {description['choices']['max_batch_size']}")
     return 0
+
+
+def _stamp(out: Path) -> tuple[int, ...] | None:
+    """Tells whether the bundle there is another one after the build."""
+    from dflash_trt.bundle.manifest import MANIFEST
+    from dflash_trt.files.disk import stamp
+
+    return stamp((out / MANIFEST).stat()) if (out / MANIFEST).is_file() else None

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,6 +120,20 @@ def _form(args: argparse.Namespace) -> StructuredOutputs | None:
     )
 
 
+@contextmanager
+def _naming_form(args: argparse.Namespace) -> Iterator[None]:
+    """Errors about a form that a file has name its option and the file."""
+    try:
+        yield
+    except RequestError as error:
+        for name, option, file in (
+            ("json", "--json-schema", args.json_schema), ("grammar", "--grammar", args.grammar)
+        ):  # fmt: skip
+            if file and re.match(rf"structured_outputs\b|{name}\b", str(error)):
+                raise RequestError(f"{option} {file}: {error}") from error
+        raise
+
+
 def run(args: argparse.Namespace) -> int:
     if args.system is not None and not args.chat:
         args.usage_error("--system needs --chat")
@@ -125,10 +142,11 @@ def run(args: argparse.Namespace) -> int:
     if args.prompt is None and sys.stdin.isatty():
         args.usage_error("no prompt: give it with --prompt, or on standard input")
 
-    params = sampling_params(args, stop=tuple(args.stop or ()), structured_outputs=_form(args))
+    with _naming_form(args):
+        params = sampling_params(args, stop=tuple(args.stop or ()), structured_outputs=_form(args))
     drafting: DraftingOptions = {"speculate": not args.no_draft, **drafting_of(args)}
     prompt = sys.stdin.read() if args.prompt in (None, "-") else args.prompt
-    with llm_of(args) as llm:
+    with llm_of(args) as llm, _naming_form(args):
         if args.chat:
             system = [] if args.system is None else [{"role": "system", "content": args.system}]
             prompt = llm.chat_prompt(

@@ -33,11 +33,16 @@ def option(
     **more: Any,
 ) -> None:
     """Add an option with a value of this kind. Its help ends with the default, if it has one."""
-    values = default if isinstance(default, list) else [default]
+    values, convert = default if isinstance(default, list) else [default], kind
+    if kind is Path:
+
+        def convert(text: str) -> Path:
+            return Path(named(text))
+
     if values and default is not None:
         shown = ",".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
         text = f"{text} (default: {shown})" if text else f"default: {shown}"
-    parser.add_argument(flag, metavar=metavar, type=kind, help=text, default=default, **more)
+    parser.add_argument(flag, metavar=metavar, type=convert, help=text, default=default, **more)
 
 
 def switch(parser: argparse._ActionsContainer, flag: str, text: str, default: bool | None = False) -> None:
@@ -50,7 +55,7 @@ def add_bundle(parser: argparse.ArgumentParser, name: str = "bundle", **more: An
     text = (
         "a directory made by `dflash-trt build`, or the name of a pair, which is built when it is first used"
     )
-    parser.add_argument(name, metavar="BUNDLE", help=text, **more)
+    parser.add_argument(name, metavar="BUNDLE", type=named, help=text, **more)
     add_engine(parser, "for which a pair is built at first use; auto: what this machine runs best")
 
 
@@ -80,6 +85,13 @@ def llm_of(args: argparse.Namespace) -> LLM:
         from dflash_trt.llm import LLM
 
         return LLM(args.bundle, max_batch_size=1, exact=args.exact, engine=args.engine)
+
+
+def named(text: str) -> str:
+    """A name or a path. An empty one, as of a shell's variable that is not set, would be the current directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("'' is empty, expected a name or a path")
+    return text
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
@@ -118,7 +130,7 @@ def tree_nodes(text: str) -> int | None:
 
 
 def add_target(parser: argparse.ArgumentParser, text: str = "the model that decides the tokens") -> None:
-    option(parser, "--target", "NAME_OR_PATH", str, text, required=True)
+    option(parser, "--target", "NAME_OR_PATH", named, text, required=True)
 
 
 def add_prompts(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from dflash_trt.building.progress import progress_display
-from dflash_trt.cli.options import add_json, option
+from dflash_trt.cli.options import add_json, named, option
 from dflash_trt.cli.output import byte_count, print_json
 from dflash_trt.errors import UsageError
 
@@ -30,7 +30,10 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "checkpoint", metavar="NAME_OR_PATH", help="a known pair or model, or a directory with config.json"
+        "checkpoint",
+        metavar="NAME_OR_PATH",
+        type=named,
+        help="a known pair or model, or a directory with config.json",
     )
     option(parser, "--scheme", "SCHEME", _scheme,
            "how the weights are stored: fp8, nvfp4, mxfp4, int8 or int4", required=True)  # fmt: skip

@@ -78,15 +78,18 @@ def stamp(status: os.stat_result) -> tuple[int, int, int, int]:
 def whole_file(path: Path) -> Iterator[BufferedWriter]:
     """Open a file for writing. `path` appears once the data is complete and on disk, or never if the block raises."""
     partial = path.with_name(path.name + ".part")
-    partial.unlink(missing_ok=True)
+    with suppress(NotADirectoryError):  # opening it says so
+        partial.unlink(missing_ok=True)
     try:
         with partial.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
+    except BaseException as error:
+        name_instead(error, partial, path)
+        with suppress(NotADirectoryError):
+            partial.unlink(missing_ok=True)
         raise
 
 

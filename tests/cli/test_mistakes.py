@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from build_scripts.docs_commands import options
+from dflash_trt.bundle.manifest import read_manifest, write_manifest
 from dflash_trt.cli import main
+from tests.cli.conftest import build_arguments
 from tests.doubles.commands import Command
 
 # The exit status, the words of the command, and the value and the field that the message must name. {b} is a bundle.
@@ -36,7 +41,18 @@ MISTAKES = [
     (2, "serve {b} --api triton --api-key-file notes.txt", "--api-key-file", "--api triton"),
     (2, "serve {b} --api triton --tls-cert notes.txt --tls-key notes.txt", "--tls-cert", "--api triton"),
     (2, "serve {b} --api triton --cors-origin *", "--cors-origin", "--api triton"),
-    (1, "build --target tinny", "--target", "tinny", "tiny"),
+    (2, "build --target=", "--target", "''"), (2, "generate {b} -p hi --grammar=", "--grammar", "''"),
+    (2, "generate {b} -p h\udcc3", "\\udcc3", "PYTHONUTF8"),
+    (1, "build --target tinny", "target", "tinny", "tiny"),
+    (1, "quantize tinny --scheme fp8 --out new", "target", "tinny", "tiny"),
+    (1, "quantize {b} --scheme fp8 --out new", "{b}", "bundle"),
+    (1, "quantize target/model.safetensors --scheme fp8 --out new", "target/model.safetensors"),
+    (1, "generate {b} -p hi --max-tokens 4 --grammar notes.txt", "--grammar notes.txt"),
+    (1, "generate {b} -p hi --max-tokens 4 --json-schema notes.txt", "--json-schema notes.txt"),
+    (1, "serve {b} --tls-cert notes.txt --tls-key notes.txt", "--tls-cert notes.txt", "CERTIFICATE"),
+    (1, "selftest {b} --report no/report.json", "no/report.json: "),
+    (1, "generate none -p hi", "none", "weights"), (1, "serve none", "none", "weights"),
+    (1, "deploy none --out new", "none", "weights"), (1, "selftest none", "none", "weights"),
     (1, "build --target empty --drafter drafter", "empty", "config.json"),
     (1, "build --target lora --drafter drafter", "lora", "LoRA"),
     (1, "build --target lfs --drafter drafter", "config.json", "Git-LFS"),
@@ -69,6 +85,12 @@ def folders(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -
     (place / "pickle").mkdir()
     shutil.copy(pair[0] / "config.json", place / "pickle")
     (place / "pickle" / "pytorch_model.bin").write_bytes(b"PK")
+    words = ["--weights", "none", "--engine", "onnxruntime", "--out", str(place / "none")]
+    assert main(["build", "--target", "tiny", *words]) == 0
+    (place / "none" / "tokenizer.json").unlink()  # the configurations of a large model have none
+    manifest = read_manifest(place / "none")
+    del manifest["files"]["tokenizer.json"]
+    write_manifest(place / "none", manifest)
     return place
 
 
@@ -101,12 +123,77 @@ def test_a_mistake_ends_with_its_status_and_a_message_that_names_it(
     before = tree(folders)
     code, error = run(command.format(b=bundle).split(), capsys)
     assert code == status
-    assert [each for each in named if each not in error] == []
+    assert [each for each in named if each.format(b=bundle) not in error] == []
+    advised = set(re.findall(r"(?<![\w-])--[a-z][\w-]+", re.sub("`.*?`", "", error)))
+    # What it advises can be done in this command, or is about the build of the bundle that it names.
+    assert advised <= {*options(command.split()[0].replace("bulid", "build")), *command.split(), "--weights"}
     lines = [line for line in error.splitlines() if not line.startswith("engine onnxruntime: ")]
     assert len(lines) == code  # wrong usage has a second line that names --help
     assert "Traceback" not in error
     assert "[Errno" not in error
     assert tree(folders) == before
+
+
+@pytest.mark.parametrize("closed", ["stdin", "stdout", "stderr"])
+@pytest.mark.parametrize(
+    "words", ["pairs", "generate {b} -p hi --max-tokens 2", "chat {b} --max-tokens 2", "build --target"]
+)
+def test_closed_standard_streams_are_empty_ones(
+    words: str, closed: str, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    monkeypatch.setattr(f"sys.{closed}", None)
+    try:
+        code = main(words.format(b=bundle).split())
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    assert code == (2 if words.startswith("build") else 0)
+
+
+def test_a_program_without_a_console_builds_at_first_use(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dflash_trt import LLM, SamplingParams
+
+    monkeypatch.setenv("DFLASH_TRT_CACHE", str(tmp_path))
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(f"sys.{name}", None)
+    with LLM("tiny") as llm:
+        assert llm.generate("1 + 1", SamplingParams(max_tokens=1)).token_ids
+
+
+def test_text_that_the_terminal_lacks_is_shown_as_far_as_it_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr("sys.stdout", terminal)
+    assert main(["pairs"]) == 0
+    print("caf\xe9")
+    terminal.flush()
+    assert terminal.buffer.getvalue().endswith(b"caf?\n")  # type: ignore[attr-defined]
+
+
+def test_a_link_in_the_cache_is_refused_with_advice_for_the_cache(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DFLASH_TRT_CACHE", str(tmp_path))
+    (tmp_path / "bundles").mkdir()
+    (tmp_path / "bundles" / "tiny").symlink_to(tmp_path)
+    code, error = run(["generate", "tiny", "-p", "hi"], capsys)
+    assert code == 1
+    assert "DFLASH_TRT_CACHE" in error
+    assert "--out" not in error
+
+
+def test_a_bundle_that_is_kept_is_not_said_to_be_built(
+    pair: tuple[Path, Path], bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = build_arguments(pair, bundle, "--max-seq-len", "256")
+    capsys.readouterr()
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "kept" in out
+    assert "built in" not in out
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kept"] is True
 
 
 def test_an_api_key_of_the_environment_is_not_ignored(

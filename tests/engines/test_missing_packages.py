@@ -106,6 +106,7 @@ def test_a_package_of_the_core_that_is_missing_is_named(module: str, bundles: di
 
 
 def test_a_package_is_installed_by_its_own_name() -> None:
+    assert install(":torch") == "pip install 'torch>=2.10'"  # that of an extra
     assert install(":yaml").lower().startswith(("pip install pyyaml", "pip install 'pyyaml"))
 
 

@@ -269,6 +269,14 @@ def check_certificate(certificate: Path | None, key: Path | None) -> None:
     try:
         context.load_cert_chain(certificate, key, no_password)
     except (OSError, ValueError) as error:
+        for option, file, begins in (
+            ("cert", certificate, "CERTIFICATE-----"),
+            ("key", key, "PRIVATE KEY-----"),
+        ):
+            if file and file.is_file() and begins.encode() not in file.read_bytes():
+                raise DFlashError(
+                    f"--tls-{option} {file}: is not a PEM file with -----BEGIN {begins}"
+                ) from None
         files = f"--tls-cert {certificate} --tls-key {key}"
         raise DFlashError(f"{files}: {error}") from None
 
