@@ -95,6 +95,13 @@ def test_special_tokens_and_stop_strings_may_be_part_of_the_text(server: Server,
         assert (choice["message"]["content"], choice["finish_reason"]) == (expected, "stop")
 
 
+def test_a_stop_string_that_the_last_token_does_not_complete_is_no_reason(tiny: Path) -> None:
+    """Before the model's own end it may stand because of min_tokens."""
+    model = model_of(tiny, "")
+    chat, ids = chat_of(model), model.tokenizer.encode("to stop<|im_end|>", add_special_tokens=False)
+    assert [chat._stop_reason(each, ["stop"], []) for each in (ids[:-1], ids)] == ["stop", None]
+
+
 def test_only_allowed_tokens_come(server: Server) -> None:
     fields = {"prompt": "x", "max_tokens": 9, "allowed_token_ids": [70, 71], "temperature": 1}
     choice = server.made(COMPLETIONS, **fields, return_token_ids=True)["choices"][0]
