@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from dflash_trt.bundle.cache_kinds import base_input
 from dflash_trt.checkpoint.schema import DecoderConfig, Heads, LayerAttention
-from dflash_trt.graph.builder import INT64
+from dflash_trt.graph.builder import INT64, GraphBuilder
 from dflash_trt.graph.dialect import AttentionCall, AttentionKind, Norm, Part, Product, apart
 from dflash_trt.models.module import Module
 from dflash_trt.models.passes import Pass, PassRows, Tree, rows_of
@@ -117,38 +117,6 @@ class Attention:
             apart=layer.heads is not None,
         )
 
-    def _gate(self, q: ir.Value, size: int) -> tuple[ir.Value, ir.Value]:
-        """q_proj's columns, [query | gate] by head, as queries and gates [rows, heads*size]."""
-        g, n = self.g, self.config.num_attention_heads
-        both = g.op("Reshape", q, g.constant([-1, n, 2 * size]), name="by_head")
-        parts = g.multi("Split", both, outputs=2, name="query_and_gate", axis=-1, num_outputs=2)
-        query, gate = (g.op("Reshape", part, g.constant([-1, n * size]), name="flat") for part in parts)
-        return query, gate
-
-    def _products(
-        self, m: Module, layer: LayerAttention, x: ir.Value, written: ir.Value, width: int
-    ) -> tuple[list[Product], ir.Value | None]:
-        """Queries of x, and keys and values of `written`; and a gate of the output."""
-        g, c, heads = self.g, self.config, self.config.heads_of(layer)
-        asking, kept = c.num_attention_heads * heads.head_dim, heads.kv_heads * heads.head_dim
-        sizes = {"q_proj": asking * (2 if c.attention_gate == "q_proj" else 1), "k_proj": kept}
-        sizes |= {} if layer.keys_as_values else {"v_proj": kept}
-        if written is x:
-            products = m.products(x, sizes, width, bias=c.attention_bias)
-        else:
-            products = m.products(x, {"q_proj": sizes.pop("q_proj")}, width, bias=c.attention_bias)
-            products += m.products(written, sizes, width, bias=c.attention_bias)
-        products = [("".join(name[0] for name in names), y) for names, y in products]
-        gate = None
-        if c.attention_gate == "q_proj" or layer.keys_as_values:
-            found = apart(g, products, {name[0]: n for name, n in sizes.items()})
-            if c.attention_gate == "q_proj":
-                found["q"], gate = self._gate(found["q"], heads.head_dim)
-            products = [*(found | {"v": found.get("v", found["k"])}).items()]
-        elif c.attention_gate is not None:
-            gate = m.linear(x, c.attention_gate, width, asking)
-        return products, gate
-
     def layer(
         self,
         m: Module,
@@ -160,8 +128,8 @@ class Attention:
     ) -> ir.Value:
         """`Mixer.layer`; rows have `width` numbers, the hidden size by default."""
         g, c, m, layer = self.g, self.config, m.at("self_attn"), self._layers[i]
-        products, gate = self._products(m, layer, x, written, width or c.hidden_size)
-        rows, asking = self._rows[layer.window], c.num_attention_heads * c.heads_of(layer).head_dim
+        products, gate = products_of(m, c, layer, x, written, width or c.hidden_size)
+        rows = self._rows[layer.window]
         call = AttentionCall(
             kind=self._kind(layer),
             products=products,
@@ -175,9 +143,51 @@ class Attention:
         y, self.updated[i] = self.dialect.attend(g, call)
         for side, cache, shape in zip("kv", self.updated[i], rows.shapes[i], strict=True):
             g.output(cache, f"{side}_cache_out.{i}", g.dtype, shape)
-        if gate is not None:
-            y = g.op("Mul", y, g.op("Sigmoid", gate, name="gate"), name="gated")
-        return m.linear(y, "o_proj", asking, c.hidden_size, bias=c.attention_bias)
+        return output_of(m, c, layer, y, gate)
+
+
+def products_of(
+    m: Module, c: DecoderConfig, layer: LayerAttention, x: ir.Value, written: ir.Value, width: int
+) -> tuple[list[Product], ir.Value | None]:
+    """Queries of x, and keys and values of `written`; and a gate of the output."""
+    g, heads = m.g, c.heads_of(layer)
+    asking, kept = c.num_attention_heads * heads.head_dim, heads.kv_heads * heads.head_dim
+    sizes = {"q_proj": asking * (2 if c.attention_gate == "q_proj" else 1), "k_proj": kept}
+    sizes |= {} if layer.keys_as_values else {"v_proj": kept}
+    if written is x:
+        products = m.products(x, sizes, width, bias=c.attention_bias)
+    else:
+        products = m.products(x, {"q_proj": sizes["q_proj"]}, width, bias=c.attention_bias)
+        rest = {name: size for name, size in sizes.items() if name != "q_proj"}
+        products += m.products(written, rest, width, bias=c.attention_bias)
+    products = [("".join(name[0] for name in names), y) for names, y in products]
+    gate = None
+    if c.attention_gate == "q_proj" or layer.keys_as_values:
+        found = apart(g, products, {name[0]: n for name, n in sizes.items()})
+        if c.attention_gate == "q_proj":
+            found["q"], gate = _gate(g, found["q"], c.num_attention_heads, heads.head_dim)
+        products = [*(found | {"v": found.get("v", found["k"])}).items()]
+    elif c.attention_gate is not None:
+        gate = m.linear(x, c.attention_gate, width, asking)
+    return products, gate
+
+
+def _gate(g: GraphBuilder, q: ir.Value, heads: int, size: int) -> tuple[ir.Value, ir.Value]:
+    """q_proj's columns, [query | gate] by head, as queries and gates [rows, heads*size]."""
+    both = g.op("Reshape", q, g.constant([-1, heads, 2 * size]), name="by_head")
+    parts = g.multi("Split", both, outputs=2, name="query_and_gate", axis=-1, num_outputs=2)
+    query, gate = (g.op("Reshape", part, g.constant([-1, heads * size]), name="flat") for part in parts)
+    return query, gate
+
+
+def output_of(
+    m: Module, c: DecoderConfig, layer: LayerAttention, y: ir.Value, gate: ir.Value | None
+) -> ir.Value:
+    """The rows of the heads [rows, H*d], through the gate, if there is one, and o_proj."""
+    if gate is not None:
+        y = m.g.op("Mul", y, m.g.op("Sigmoid", gate, name="gate"), name="gated")
+    columns = c.num_attention_heads * c.heads_of(layer).head_dim
+    return m.linear(y, "o_proj", columns, c.hidden_size, bias=c.attention_bias)
 
 
 def parts_of(

@@ -147,7 +147,7 @@ class Module:
             return Norm(self.weight(f"{name}.weight", size), epsilon, name)
         # The sum of 1 and a small weight has more digits than a dtype of 16 bits.
         weight = self.weight(f"{name}.weight", size, dtype=FLOAT)
-        scale = g.op("Add", weight, g.constant(1, np.float32), name=f"{name}.scale")
+        scale = self._outside.op("Add", weight, g.constant(1, np.float32), name=f"{name}.scale")
         scale.type = ir.TensorType(FLOAT)
         return Norm(scale, epsilon, name)
 

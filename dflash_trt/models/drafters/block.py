@@ -17,10 +17,9 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from dflash_trt.models.decoder import Stream, embed, gated_mlp, sandwich_layer, soft_capped, summed
-from dflash_trt.models.drafters.kind import DrafterParts, DrafterPass, DraftVocabulary
+from dflash_trt.models.drafters.kind import DrafterParts, DrafterPass
 from dflash_trt.models.module import Module
 from dflash_trt.models.passes import PassRows, positions_from
-from dflash_trt.models.target import lm_head
 
 # Tapped states exceed 2e4, and their sums through fc would exceed 65504. The sums are normalized afterwards. So a
 # power of two before fc, with its square on the norm's epsilon, changes only the range.
@@ -68,13 +67,7 @@ class BlockPass(DrafterPass):
         lengths = g.op("Add", block_start, self.n_rows, name="lengths")
         self.by_layer = self.mixers(self.start, n_written, asking, lengths)
         self.order = self._block_after_valid_context(n_written)
-        self._vocabulary: DraftVocabulary | None = None
-        if self.settings.vocabulary is not None or self.m.has("lm_head.weight"):
-            size = self.settings.vocabulary or config.vocab_size
-            self.head, self._vocabulary = self.m, DraftVocabulary(self.m, config, size)
-        elif self.head is not None and self.head.has("d2t"):
-            size = self.head.checkpoint.tensors["d2t"].shape[0]
-            self._vocabulary = DraftVocabulary(self.head, config, size)
+        self.find_head(self.settings.vocabulary)
         self.context = self._fused()
 
     def _block_after_valid_context(self, n_written: ir.Value) -> ir.Value:
@@ -161,23 +154,11 @@ class BlockPass(DrafterPass):
         return self.m.add_norm(x, y, "norm", config.hidden_size, config.rms_norm_eps)[1]
 
     def logits(self, rows: ir.Value, *, multiplier: float = 1.0) -> ir.Value:
-        """Normed rows [rows, D] through the head, times `multiplier`, with the drafter's soft-cap: [rows, V].
-
-        The head is the drafter's own, the target's, or a copy of the target's: quantized, or with fewer rows, or both.
-        """
-        g, hidden = self.g, self.config.hidden_size
-        if self.head is None:
-            logits = lm_head(rows, self.root, self.target)
-        else:
-            size = self.target.vocab_size if self._vocabulary is None else self._vocabulary.size
-            logits = self.head.linear(rows, "lm_head", hidden, size)
-        return soft_capped(g, logits, self.config.logit_softcap, multiplier=multiplier)
-
-    def tokens(self, numbers: ir.Value) -> ir.Value:
-        """The target's ids of tokens that the head numbers, of any shape."""
-        return numbers if self._vocabulary is None else self._vocabulary.tokens(self.g, numbers)
+        """Normed rows [rows, D] through the head, times `multiplier`, with the drafter's soft-cap: [rows, V]."""
+        logits = self.head_logits(self.g, rows)
+        return soft_capped(self.g, logits, self.config.logit_softcap, multiplier=multiplier)
 
     def best(self, logits: ir.Value) -> tuple[ir.Value, ir.Value]:
         """The W best tokens of each row of logits [rows, V], by the target's ids, and their log-probabilities."""
         numbers, logprobs = self.best_candidates(self.g, logits)
-        return self.tokens(numbers), logprobs
+        return self.tokens(self.g, numbers), logprobs

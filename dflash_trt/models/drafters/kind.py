@@ -21,7 +21,7 @@ from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.dialect import Dialect
 from dflash_trt.models.module import Module
 from dflash_trt.models.passes import Capacity, Mixer, Pass, PassRows, positions_from
-from dflash_trt.models.target import mixers
+from dflash_trt.models.target import lm_head, mixers
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,9 @@ class DrafterKind:
 class DrafterPass:
     """One pass of a drafter.
 
-    m, root, head: the drafter's checkpoint, the target's, and that of the drafter's own copy of the head, if any.
+    m, root, head: the drafter's checkpoint, the target's, and that of the drafter's own head, if any: in its file, or a
+        copy of the target's that is quantized, or has fewer rows, or both.
+    vocabulary: the tokens of that head; None: all.
     """
 
     def __init__(self, parts: DrafterParts) -> None:
@@ -79,6 +81,7 @@ class DrafterPass:
         self.m = Module(g, parts.checkpoint, parts.folder, parts.dialect)
         self.root = Module(g, parts.target_checkpoint, parts.target_folder, parts.dialect)
         self.head = None if parts.head is None else Module(g, *parts.head, parts.dialect)
+        self.vocabulary: DraftVocabulary | None = None
         hidden = self.config.hidden_size
         taps = len(self.config.target_layer_ids) * hidden
         self.features = g.input("features", parts.features_dtype or g.dtype, ["B", "S", taps])
@@ -87,6 +90,26 @@ class DrafterPass:
         self.batch = g.dim(self.block, 0, name="batch")
         self.n_context = g.dim(self.features, 1, name="n_context")
         self.by_sequence = g.shape(self.batch, -1, hidden)
+
+    def find_head(self, size: int | None) -> None:
+        """Take the head. size: the tokens of one in the file; None: the target's, or one in the file for all."""
+        if size is not None or self.m.has("lm_head.weight"):
+            self.head = self.m
+            self.vocabulary = DraftVocabulary(self.m, self.config, size or self.config.vocab_size)
+        elif self.head is not None and self.head.has("d2t"):
+            rows = self.head.checkpoint.tensors["d2t"].shape[0]
+            self.vocabulary = DraftVocabulary(self.head, self.config, rows)
+
+    def head_logits(self, g: GraphBuilder, rows: ir.Value) -> ir.Value:
+        """Normed rows [rows, D] of the graph or a subgraph through the head: [rows, V]."""
+        if self.head is None:
+            return lm_head(rows, self.root.inside(g), self.target)
+        size = self.target.vocab_size if self.vocabulary is None else self.vocabulary.size
+        return self.head.inside(g).linear(rows, "lm_head", self.config.hidden_size, size)
+
+    def tokens(self, g: GraphBuilder, numbers: ir.Value) -> ir.Value:
+        """The target's ids of tokens that the head numbers, of any shape."""
+        return numbers if self.vocabulary is None else self.vocabulary.tokens(g, numbers)
 
     def mixers(
         self, start: ir.Value, n_written: ir.Value, asking: PassRows, lengths: ir.Value

@@ -38,7 +38,7 @@ class PairScores:
         by_place = g.shape(block.batch, -1, count)
         best = g.op("Reshape", best, by_place, name="best_logits")
         numbers = g.op("Reshape", numbers, by_place, name="candidates")
-        tokens = block.tokens(numbers)
+        tokens = block.tokens(block.g, numbers)
         anchor = g.slice(block.block, 0, 1, axis=1, name="anchor")
         anchors = g.op("Expand", g.unsqueeze(anchor, 2), g.shape(1, 1, count), name="anchors")
         before = g.op("Concat", anchors, tokens, name="shifted", axis=1)
