@@ -223,7 +223,7 @@ def _draft_tokens(pair: CheckpointPair, asked: str | Path | None, engine: Engine
     reason = None
     if not engine.draft_vocabulary:
         reason = f"--engine {engine.name} drafts with the target's whole head"
-    elif not pair.drafter.config.masks or "lm_head.weight" in pair.drafter.checkpoint.tensors:
+    elif pair.drafter.config.own_head or "lm_head.weight" in pair.drafter.checkpoint.tensors:
         reason = f"{pair.drafter.config.path} is of a drafter with its own head"
     elif not isinstance(pair.target.checkpoint, Checkpoint):
         reason = "--weights none makes the graphs without any head"

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from dflash_trt.checkpoint import gguf
+from dflash_trt.checkpoint import gguf, mtp
 from dflash_trt.checkpoint.catalogue import NAMES, PAIRS, SHIPPED, KnownPair, known_configs, known_pair
 from dflash_trt.checkpoint.pair import Source
 from dflash_trt.checkpoint.tensors import INDEX, SINGLE, read_index
@@ -39,23 +39,29 @@ def find_sources(
     no_drafter: bool = False,
     stored: bool = False,
 ) -> tuple[Source, Source | None]:
-    """The checkpoints of a target and its drafter, by default the known one. A line says so if none is known. With
-    weights "none", those of a known pair are configurations alone. `no_drafter`: the target alone. `stored`: see
-    `resolve`.
+    """The checkpoints of a target and its drafter, by default the known one. A line says so if none is known. "mtp" is
+    the drafter in the target's own checkpoint. With weights "none", those of a known pair are configurations alone.
+    `no_drafter`: the target alone. `stored`: see `resolve`.
     """
     if no_drafter and drafter is not None:
         raise UsageError(f"--drafter is {drafter}, and --no-drafter asks for none: leave one of them out")
-    if weights == "none" and drafter is None and not Path(target).is_dir():
+    if weights == "none" and drafter in (None, mtp.MTP) and not Path(target).is_dir():
         directories = known_configs(target)
-        return Source(directories[0], target), None if no_drafter else Source(directories[1], target)
+        folder = directories[1] if drafter is None else mtp.own_drafter(directories[0], weights=False)
+        return Source(directories[0], target), None if no_drafter else Source(folder, target)
     if drafter is None and not no_drafter and not Path(target).is_dir() and (pair := known_pair(target)):
         drafter = pair.drafter_repo or pair.name
     source = resolve(target, "target", stored=stored)
+    if drafter == mtp.MTP:
+        own = mtp.own_drafter(source.directory, weights=weights != "none")
+        return source, replace(source, directory=own)
     if drafter is not None:
         return source, resolve(drafter, "drafter")
     if not no_drafter:
+        one = "--drafter mtp takes that in its checkpoint" if mtp.has_own_drafter(source.directory) else ""
         print(
-            f"{target}: no drafter is known for it, so drafts come from each request's own text; --drafter gives one",
+            f"{target}: no drafter is known for it, so drafts come from each request's own text; "
+            f"{one or '--drafter gives one'}",
             file=sys.stderr,
         )
     return source, None

@@ -9,10 +9,8 @@ Format: github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +20,7 @@ from numpy.typing import NDArray
 
 from dflash_trt.bundle.manifest import digest
 from dflash_trt.checkpoint import gguf_blocks
+from dflash_trt.checkpoint.conversions import RECORD, converted
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.gguf_tokenizer import end_token_ids, write_tokenizer
 from dflash_trt.checkpoint.layouts import GGUF
@@ -30,7 +29,7 @@ from dflash_trt.checkpoint.tensors import DTYPES
 from dflash_trt.checkpoint.writer import Entry, write_shard
 from dflash_trt.errors import CheckpointError, quoted, show, show_name
 from dflash_trt.extras import install
-from dflash_trt.files.disk import cache_folder, cached_in, temporary_folder, write_object
+from dflash_trt.files.disk import cache_folder, write_object
 from dflash_trt.files.reading import read_object
 
 if TYPE_CHECKING:
@@ -41,7 +40,6 @@ _NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # of types th
 # general.architecture -> (Transformers' architecture, RMSNorm of q and k, rows of q and k permuted)
 _FAMILIES = {"llama": ("LlamaForCausalLM", False, True), "qwen3": ("Qwen3ForCausalLM", True, False)}
 _CONVERTER = 3  # increment when the conversion of the same file changes
-_RECORD = "converted.json"
 _PIECE = 1 << 22  # elements dequantized at once
 # Targets from Python packages: distribution, file in the distribution, SHA-256 of the file.
 PACKAGED = {
@@ -126,8 +124,7 @@ def cached_checkpoint(file: Path, *, stored: bool = False) -> Path:
     """The directory of a GGUF file's conversion: config.json, safetensors, tokenizer. Converts on first use.
 
     `stored`: matrices of integers stay integers, as gguf_blocks.py has them; otherwise they become BF16.
-    Conversions are in DFLASH_TRT_CACHE, by default ~/.cache/dflash-trt. The file's SHA-256 identifies one, which is
-    reused if all its files have their recorded digests.
+    The file's SHA-256 identifies one.
 
     Raises CheckpointError if the file cannot be read or converted.
     """
@@ -135,25 +132,16 @@ def cached_checkpoint(file: Path, *, stored: bool = False) -> Path:
         raise CheckpointError(f"{file}: no such file")
     sha256 = digest(file)
     place = cache_folder() / "gguf" / f"{file.stem}-{sha256[:16]}-{_CONVERTER}{'-stored' * stored}"
-    if _whole(place, sha256):
-        return place
-    with ExitStack() as stack:
-        with cached_in(place.parent):
-            place.parent.mkdir(parents=True, exist_ok=True)
-            work = stack.enter_context(temporary_folder(prefix=f".{place.name}.", dir=place.parent))
-        kinds = convert(file, work, stored=stored)
-        digests = {path.name: digest(path) for path in sorted(work.iterdir())}
-        record = {"source": file.name, "sha256": sha256, "types": kinds, "files": digests}
-        write_object(work / _RECORD, record)
-        if not _whole(place, sha256):  # another process may have been faster
-            shutil.rmtree(place, ignore_errors=True)
-            work.rename(place)
-    return place
+
+    def convert_into(work: Path) -> dict[str, Any]:
+        return {"source": file.name, "types": convert(file, work, stored=stored)}
+
+    return converted(place, sha256, convert_into)
 
 
 def rounded_to(directory: Path) -> str | None:
     """The types of fewer than eight bits that a conversion's matrices had in their file; None if there are none."""
-    record = directory / _RECORD
+    record = directory / RECORD
     kinds = read_object(record).get("types") if record.is_file() else None
     few = [kind for kind in kinds if kind not in (*_NAMES, "Q8_0")] if isinstance(kinds, list) else []
     return ", ".join(map(show_name, few)) or None
@@ -319,14 +307,3 @@ def _pieces(name: str, tensor: ReaderTensor, head_dim: int | None) -> Iterator[t
 
     for rows in _rows(tensor, head_dim):
         yield name, dequantize(rows, tensor.tensor_type).astype(DTYPES[_dtype(tensor)])
-
-
-def _whole(place: Path, sha256: str) -> bool:
-    """Whether `place` holds the complete, unaltered conversion of the file with this digest."""
-    try:
-        record = json.loads((place / _RECORD).read_text(encoding="utf-8"))
-        return bool(record["sha256"] == sha256) and all(
-            digest(place / name) == expected for name, expected in record["files"].items()
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False

@@ -191,6 +191,7 @@ class DrafterConfig(DecoderConfig):
 
     block_size: tokens of a verification, including the anchor.
     mask_token_id: fills the block after the anchor. A drafter without `masks` does not read it.
+    own_head: its head is never the target's.
     most_candidates: the most candidates that it has for a place; None if it has the whole vocabulary.
     row_scale: of block rows from the target's embedding; None: the target's own `embedding_scale`.
     own: settings that only the module of its kind knows.
@@ -202,6 +203,7 @@ class DrafterConfig(DecoderConfig):
     target_layer_ids: tuple[int, ...]
     num_target_layers: int | None = None
     masks: bool = True
+    own_head: bool = False
     most_candidates: int | None = None
     row_scale: float | None = None
     own: Any = None

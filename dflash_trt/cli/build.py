@@ -37,6 +37,7 @@ examples:
   dflash-trt build --target tiny --precision target=fp8,drafter=nvfp4,head=fp8 --out bundles/tiny-fp8
   dflash-trt build --target gpt-oss-120b --engine tensorrt-llm --gpu b200 --tp 8 --ep 8
   dflash-trt build --target checkpoints/target --drafter checkpoints/drafter --out bundles/mine
+  dflash-trt build --target Qwen/Qwen3.5-4B --drafter mtp --out bundles/mtp
 """
 _WEIGHTS = """\
 The default, copy, gives the bundle files of its own. They share blocks with the checkpoint's if the file system can.
@@ -51,7 +52,8 @@ beside a large head in INT8."""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
     option(parser, "--drafter", "NAME_OR_PATH", str,
-           "the model that proposes blocks of tokens (default: the target's known drafter)")  # fmt: skip
+           "the model that proposes blocks of tokens; mtp: the one in the target's checkpoint (default: the target's "
+           "known drafter)")  # fmt: skip
     switch(parser, "--no-drafter",
            "the target alone: drafts come from each request's own text (default where none is known)")  # fmt: skip
     option(parser, "--out", "DIR", Path, "directory of the bundle (default: bundles/NAME)")

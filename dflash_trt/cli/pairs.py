@@ -5,20 +5,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_trt.cli.options import add_json
 from dflash_trt.cli.output import print_json, print_table
 
 if TYPE_CHECKING:
-    from dflash_trt.checkpoint.catalogue import PublishedDrafter, TargetForm
+    from dflash_trt.checkpoint.catalogue import KnownPair, PublishedDrafter, TargetForm
     from dflash_trt.engines.base import EngineEntry
 
 SUMMARY = "list the known pairs, and published drafters"
 DESCRIPTION = (
     "List the target and drafter pairs that `build --target` knows by name, and the published drafters that\n"
     "`build --drafter REPOSITORY` takes. With a name or repository: all that is known of one, with the forms of its\n"
-    "target and the engines that take it."
+    "target and the engines that take it. With a target's directory: the drafter in its checkpoint, if it has one."
 )
 EXAMPLES = """\
 examples:
@@ -30,7 +31,10 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "name", nargs="?", metavar="NAME", help="a pair, or a repository of a target or drafter"
+        "name",
+        nargs="?",
+        metavar="NAME",
+        help="a pair, a repository of a target or drafter, or the directory of a target",
     )
     add_json(parser)
 
@@ -42,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         return _show(args.name, as_json=args.json)
     if args.json:
         drafters = [_as_json(drafter) for drafter in PUBLISHED]
-        print_json({"pairs": [dataclasses.asdict(pair) for pair in PAIRS], "drafters": drafters})
+        print_json({"pairs": list(map(_pair_as_json, PAIRS)), "drafters": drafters})
         return 0
     rows = []
     for pair in PAIRS:
@@ -55,6 +59,17 @@ def run(args: argparse.Namespace) -> int:
         heading = f"not read: {reason}" if reason else "published drafters"
         print_table([(heading, "kind"), *listed], heading=True)
     return 0
+
+
+def _pair_as_json(pair: KnownPair) -> dict[str, Any]:
+    from dflash_trt.checkpoint.mtp import ARCHITECTURES, MTP
+
+    own = (
+        f"--drafter {MTP}, where the target's files have tensors mtp.*"
+        if pair.family in ARCHITECTURES
+        else ""
+    )
+    return {**dataclasses.asdict(pair), "in_its_checkpoint": own}
 
 
 def _as_json(drafter: PublishedDrafter, form: TargetForm | None = None) -> dict[str, Any]:
@@ -73,8 +88,18 @@ def _as_json(drafter: PublishedDrafter, form: TargetForm | None = None) -> dict[
 def _show(name: str, *, as_json: bool) -> int:
     """All that is known of one pair or drafter."""
     from dflash_trt.checkpoint.catalogue import LOOKED_UP, NAMES, PUBLISHED, find_drafter, known_pair, pair_of
+    from dflash_trt.checkpoint.mtp import MTP, has_own_drafter
     from dflash_trt.errors import CheckpointError, did_you_mean
 
+    if Path(name).is_dir():
+        own = MTP if has_own_drafter(Path(name)) else None
+        if as_json:
+            print_json({"target": name, "in_its_checkpoint": own})
+        else:
+            print_table(
+                [("target", name), ("in its checkpoint", f"--drafter {own}" if own else "no drafter")]
+            )
+        return 0
     pair, drafter = known_pair(name), find_drafter(name)
     if drafter is not None:
         pair = pair_of(drafter)
@@ -86,7 +111,7 @@ def _show(name: str, *, as_json: bool) -> int:
             f"{name}: no pair and no drafter in the list has this name{near}; pairs: {', '.join(NAMES)}"
         )
     form = next((form for form in pair.forms if form.name == pair.name), None) if pair else None
-    known = {"pair": pair and dataclasses.asdict(pair), "drafter": drafter and _as_json(drafter, form)}
+    known = {"pair": pair and _pair_as_json(pair), "drafter": drafter and _as_json(drafter, form)}
     if as_json:
         print_json({**known, "looked_up": LOOKED_UP})
     else:

@@ -137,7 +137,7 @@ class Inventory:
         assert self.drafter is not None
         file = self.drafter.path.parent / draft_vocabulary.FILE
         whole = self.target.vocab_size
-        if not self.drafter.masks or any(t.name == "lm_head.weight" for t in self.tensors["drafter"]):
+        if self.drafter.own_head or any(t.name == "lm_head.weight" for t in self.tensors["drafter"]):
             return 0
         if not file.is_file():
             return whole

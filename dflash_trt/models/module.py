@@ -27,7 +27,7 @@ class Module:
         self.g, self.checkpoint, self.folder, self.dialect = g, checkpoint, folder, dialect
         self.prefix, self._zero_centred = "", False
         self.used: set[str] = set()
-        self._outside = g  # weights are prepared in the graph, also for a subgraph
+        self.outside = g  # weights are prepared in the graph, also for a subgraph
 
     def at(self, prefix: str) -> Module:
         """The place `prefix` below this one."""
@@ -71,7 +71,7 @@ class Module:
 
     def weight(self, name: str, *shape: int, dtype: ir.DataType | None = None) -> ir.Value:
         """The tensor in `dtype`, by default the graph's. It stays as it is on disk if it already has that dtype."""
-        return self._outside.cast(self.raw(name, *shape), dtype or self.g.dtype, name=f"{name}/cast")
+        return self.outside.cast(self.raw(name, *shape), dtype or self.g.dtype, name=f"{name}/cast")
 
     def linear(self, x: ir.Value, name: str, inputs: int, outputs: int, *, bias: bool = False) -> ir.Value:
         """x [rows, inputs] -> [rows, outputs], in the graph's dtype. A quantized weight is multiplied as stored."""
@@ -126,10 +126,10 @@ class Module:
         for kind, columns in shapes.items():
             parts = [self.raw(f"{each}.{kind}", n, *columns) for each, n in outputs.items()]
             if len({part.dtype for part in parts}) > 1:
-                parts = [self._outside.cast(part, self.g.dtype) for part in parts]
-            whole = self._outside.op("Concat", *parts, name=f"{name}.{kind}", axis=0)
+                parts = [self.outside.cast(part, self.g.dtype) for part in parts]
+            whole = self.outside.op("Concat", *parts, name=f"{name}.{kind}", axis=0)
             parameters.append(
-                self._outside.from_dtype(whole, parts[0].dtype or self.g.dtype, name=f"{name}.{kind}/cast")
+                self.outside.from_dtype(whole, parts[0].dtype or self.g.dtype, name=f"{name}.{kind}/cast")
             )
         return self.g.op("Gemm", x, *parameters, name=name, transB=1)
 
@@ -147,7 +147,7 @@ class Module:
             return Norm(self.weight(f"{name}.weight", size), epsilon, name)
         # The sum of 1 and a small weight has more digits than a dtype of 16 bits.
         weight = self.weight(f"{name}.weight", size, dtype=FLOAT)
-        scale = self._outside.op("Add", weight, g.constant(1, np.float32), name=f"{name}.scale")
+        scale = self.outside.op("Add", weight, g.constant(1, np.float32), name=f"{name}.scale")
         scale.type = ir.TensorType(FLOAT)
         return Norm(scale, epsilon, name)
 

@@ -138,7 +138,7 @@ def _is_stacked(m: Module, moe: MoEConfig) -> bool:
 
 def _paired(m: Module, hidden: int, moe: MoEConfig) -> Experts:
     """The layer's two tensors, with gates and ups interleaved: [E, 2, I, D] becomes [E, I, 2, D]."""
-    g, n, inner = m.g, moe.num_experts, moe.intermediate_size
+    g, n, inner = m.outside, moe.num_experts, moe.intermediate_size
     both = m.raw("experts.gate_up_proj", n, 2 * inner, hidden)
     halves = g.op("Reshape", both, g.constant([n, 2, inner, hidden]), name="gate_up/halves")
     pairs = g.op("Transpose", halves, name="gate_up/paired", perm=[0, 2, 1, 3])
@@ -169,7 +169,7 @@ def _slices(m: Module, hidden: int, moe: MoEConfig) -> dict[Projection, Stack]:
 
 def _joined(m: Module, stacks: Mapping[Projection, Stack]) -> Experts:
     """Pack three matrices per expert into the operator's two tensors. An engine does this once, when it loads."""
-    g, stack = m.g, stacks["gate"]
+    g, stack = m.outside, stacks["gate"]
     n, inner, hidden = len(stack.plain), stack.rows, stack.columns
 
     def stacked(name: Projection) -> ir.Value:

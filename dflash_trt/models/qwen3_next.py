@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from dflash_trt.checkpoint import mtp
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.rope import read_rope
 from dflash_trt.checkpoint.schema import LayerAttention, LayerDeltaNet, MoEConfig, TargetConfig
@@ -25,8 +26,6 @@ from dflash_trt.models.reading import (
     target,
 )
 
-# Layers of multi-token prediction. DFlash's drafter replaces them.
-_PREDICTION = "mtp."
 _LINEAR, _FULL = "linear_attention", "full_attention"
 _INTERVAL, _PARTIAL, _KERNEL = 4, 0.25, 64  # defaults of Transformers; the most taps of a convolution
 
@@ -65,7 +64,7 @@ def _read(text: Fields, *, fused: bool, sparse: bool, stacked: bool) -> TargetCo
             "head_dim",
             f"is {config.head_dim}, of which {rotated} are rotated: RoPE needs an even number",
         )
-    return replace(config, layers=_layers(text, count, fused=fused), skipped=(_PREDICTION,))
+    return replace(config, layers=_layers(text, count, fused=fused), skipped=mtp.PREFIXES)
 
 
 def _layers(fields: Fields, count: int, *, fused: bool) -> tuple[LayerAttention | LayerDeltaNet, ...]:
@@ -101,7 +100,7 @@ def _moe(fields: Fields, layers: int, stacked: bool) -> MoEConfig:
 
 def _families(name: str, model_type: str, *, sparse: bool) -> tuple[Family, Family]:
     read = partial(_read, fused=False, sparse=sparse, stacked=sparse)
-    with_images = beside_images(read, skipped=(_PREDICTION, "model.visual."))
+    with_images = beside_images(read, skipped=(*mtp.PREFIXES, "model.visual."))
     return (
         Family(f"{name}ForCausalLM", f"{model_type}_text", read, moe_layer),
         Family(f"{name}ForConditionalGeneration", model_type, with_images, moe_layer),

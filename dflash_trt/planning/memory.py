@@ -100,7 +100,7 @@ class _Layout:
     ) -> None:
         self.inventory, self.s, self.weight_bytes = inventory, settings, weight_bytes
         self.traits = settings.traits
-        self.chain = inventory.drafter is not None and not inventory.drafter.masks  # EAGLE-3
+        self.chain = inventory.drafter is not None and not inventory.drafter.masks  # EAGLE-3, MTP
         self.pages = self.traits.pool
         self.runtime = self.traits.runtime_bytes
         if settings.gpu.sm == 0 or not self.runtime:

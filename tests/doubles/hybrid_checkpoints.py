@@ -9,10 +9,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from dflash_trt.checkpoint.mtp import own_drafter
 from tests.doubles.checkpoints import IM_END, VOCAB, draw, save_drawn
 
 NEXT = "Qwen3NextForCausalLM"
@@ -46,7 +48,7 @@ def make_hybrid(
 ) -> Path:
     """Write a random checkpoint. `fields` replace fields of the text model's config.json.
 
-    prediction: add tensors of multi-token prediction, which published checkpoints have.
+    prediction: add a layer of multi-token prediction, which published checkpoints have.
     stacked: store each layer's experts as two tensors, as Qwen3.5 is published.
     """
     text = SMALL | ({} if architecture in (DENSE, IMAGES) else EXPERTS)
@@ -63,9 +65,36 @@ def make_hybrid(
     if stacked:
         tensors = _stack(tensors)
     if prediction:
-        tensors |= {"mtp.norm.weight": torch.zeros(text["hidden_size"])}
+        tensors |= _prediction(tensors, text["hidden_size"], seed)
     save_file(tensors, file, metadata={"format": "pt"})
     return directory
+
+
+def _prediction(tensors: dict[str, torch.Tensor], hidden: int, seed: int) -> dict[str, torch.Tensor]:
+    """`mtp.*`: fc, norms, and a layer like the target's first one with attention."""
+    generator = torch.Generator().manual_seed(seed + 100)
+    layer = min(name.partition("self_attn.")[0] for name in tensors if "self_attn." in name)
+    shapes = {
+        "mtp.fc.weight": torch.Size([hidden, 2 * hidden]),
+        **dict.fromkeys(
+            (f"mtp.{name}.weight" for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")),
+            torch.Size([hidden]),
+        ),
+        **{
+            f"mtp.layers.0.{name.removeprefix(layer)}": tensor.shape
+            for name, tensor in tensors.items()
+            if name.startswith(layer)
+        },
+    }
+    dtype = next(iter(tensors.values())).dtype
+    return {name: _draw(name, shape, generator).to(dtype) for name, shape in shapes.items()}
+
+
+def own(out: Path, target: Path) -> Path:
+    """The drafter in the target's checkpoint."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DFLASH_TRT_CACHE", str(out))
+        return own_drafter(target)
 
 
 def load_hybrid(directory: Path) -> Any:

@@ -21,6 +21,7 @@ from dflash_trt.formats.precision import parse_precision
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.models.inventory import take_inventory
 from tests.doubles.checkpoints import make_target
+from tests.doubles.hybrid_checkpoints import make_hybrid
 from tests.doubles.kind_checkpoints import make_dflash2, make_dspark, make_eagle3, make_jetspec
 from tests.doubles.reference import DFlash2, Drafter, load_target, target_outputs
 from tests.doubles.speculators import SpeculatorsDSpark, as_speculators
@@ -163,3 +164,27 @@ def test_the_most_frequent_tokens_are_taken() -> None:
     assert most_frequent([[9, 9, 5], [5, 9, 300]], 2, VOCAB, []) == [5, 9]
     assert most_frequent([[9, 9, 5], [5, 9, 300]], 3, VOCAB, [1]) == [1, 5, 9]
     assert most_frequent([[9, 9, 5]], 5, VOCAB, [7]) == [0, 1, 5, 7, 9]
+
+
+def test_the_drafter_in_a_target_takes_one(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DFLASH_TRT_CACHE", str(tmp_path / "cache"))
+    target = make_hybrid(tmp_path / "target", prediction=True, favourites=6)
+    bundle = build(str(target), "mtp", tmp_path / "bundle", max_seq_len=64, draft_vocabulary=file)
+    assert bundle.manifest["draft_vocab_size"] == len(TOKENS)
+    params, drafts = SamplingParams(max_tokens=24, ignore_eos=True), list[int]()
+    with LLM(bundle.path, threads=1) as llm:
+        plain = llm.generate([5, 9, 200, 31], params, speculate=False)
+        propose = llm.runtime.pair.drafter.propose
+
+        def noted(*arguments: Any) -> Any:
+            draft = propose(*arguments)
+            drafts.extend(draft.tokens_of(0)[1:])
+            return draft
+
+        monkeypatch.setattr(llm.runtime.pair.drafter, "propose", noted)
+        drafted = llm.generate([5, 9, 200, 31], params, block_length=llm.block_size)
+    assert drafted.token_ids == plain.token_ids
+    assert len(set(drafts)) > 1
+    assert set(drafts) <= set(TOKENS)

@@ -3,7 +3,8 @@ number of accepted drafts.
 
 Both loops keep caches and cut them back, and know nothing of this project. Transformers 5.24 has one drafter class,
 Muse Glimmer's, which is DFlash with two other names of tensors, full or windowed layers and a block that sees itself.
-z-lab's package has DFlash and DFlash2. Prompts are longer than every window, and 64 tokens follow.
+z-lab's package has DFlash and DFlash2. Prompts are longer than every window, and 64 tokens follow. Transformers'
+MtpModel has the layers of multi-token prediction, but its loop refuses targets with states.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
+from transformers.modeling_layers import MtpModel
 
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter
+from tests.doubles.hybrid_checkpoints import DENSE, NEXT, SPARSE_IMAGES, load_hybrid, make_hybrid
 from tests.doubles.kind_checkpoints import make_dflash2
 from tests.doubles.muse_checkpoints import make_assistant, make_muse
 from tests.doubles.reference import DFlash2, Drafter, load_target
@@ -175,7 +178,47 @@ def of_zlab(model: Any, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> Loop:
     return Loop(found.output_ids[0, PROMPT:].tolist(), passes[1:], accepted)
 
 
-def assert_ours(target: Path, drafter: Path, work: Path, theirs: Loop) -> None:
+def of_mtp_model(model: Any, size: int) -> Loop:
+    """Blocks of `size`, from Transformers' MtpModel without a cache: its rows are the target's last states, and after
+    them its own."""
+    config = model.config.get_text_config()
+    config.num_mtp_layers, config.mtp_layer_types = 1, ["full_attention"]
+    mtp = MtpModel.from_pretrained(model).eval()
+    found, tokens = Loop([], [], []), prompt()
+
+    def target() -> tuple[list[int], torch.Tensor]:
+        ids = torch.tensor([tokens])
+        return model(ids).logits[0].argmax(-1).tolist(), model.get_decoder()(ids).last_hidden_state
+
+    with torch.no_grad():
+        best, states = target()
+        while len(found.tokens) < COUNT:
+            block = [best[-1]]
+            ids = torch.tensor([[*tokens[1:], best[-1]]])
+            for _ in range(size - 1):
+                rows = mtp.forward_layer(0, states, torch.arange(ids.shape[1])[None], None, input_ids=ids)
+                block.append(int(mtp._project_to_logits(rows[0, -1]).argmax()))
+                states = torch.cat([states, rows[:, -1:]], 1)
+                ids = torch.cat([ids, torch.tensor([block[-1:]])], 1)
+            tokens += block
+            best, states = target()
+            right = best[-size:-1]
+            accepted = next(
+                (i for i, (a, b) in enumerate(zip(block[1:], right, strict=True)) if a != b), size - 1
+            )
+            found.blocks.append(block)
+            found.accepted.append(accepted)
+            found.tokens += block[: accepted + 1]
+            cut = size - 1 - accepted
+            tokens, best, states = (
+                tokens[: len(tokens) - cut],
+                best[: len(best) - cut],
+                states[:, : states.shape[1] - cut],
+            )
+    return Loop(found.tokens[:COUNT], found.blocks, found.accepted)
+
+
+def assert_ours(target: Path, drafter: Path | str, work: Path, theirs: Loop) -> None:
     bundle = build(str(target), str(drafter), work / "bundle", max_seq_len=256)
     params, blocks = SamplingParams(max_tokens=COUNT, ignore_eos=True), list[list[int]]()
     with LLM(bundle.path, max_batch_size=2, prefill_chunk=16, threads=1) as llm:
@@ -240,3 +283,16 @@ def test_meta_s_drafter_in_the_loop_of_transformers(tmp_path: Path, monkeypatch:
     drafter = make_assistant(tmp_path / "drafter")
     theirs = MuseGlimmerAssistantModel.from_pretrained(drafter, attn_implementation="eager").eval()
     assert_ours(target, drafter, tmp_path, of_transformers(load_text(target), theirs, monkeypatch))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields"),
+    [(DENSE, {"num_key_value_heads": 1}), (NEXT, {}), (SPARSE_IMAGES, {"stacked": True})],
+    ids=["dense", "experts", "stacked experts, with images"],
+)
+def test_the_target_s_own_layer_in_the_model_of_transformers(
+    architecture: str, fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DFLASH_TRT_CACHE", str(tmp_path / "cache"))
+    target = make_hybrid(tmp_path / "target", architecture, prediction=True, favourites=6, **fields)
+    assert_ours(target, "mtp", tmp_path, of_mtp_model(load_hybrid(target), 8))

@@ -83,7 +83,7 @@ class OnnxRuntimeEntry(EngineEntry):
 
         free = asked.drafter is None and asked.head is None and not quantized
         in_groups = all(size % GROUP == 0 for size in (drafter.hidden_size, drafter.intermediate_size))
-        if not (free and drafter.masks and _has_large_head(target) and in_groups):
+        if not (free and not drafter.own_head and _has_large_head(target) and in_groups):
             return asked
         return replace(asked, drafter=INT8.name, head=INT8.name)
 

@@ -11,6 +11,7 @@ from dflash_trt.models.drafters import (
     dflash2,
     dspark,
     eagle3,
+    mtp,
     muse_glimmer,
     speculators,
 )
@@ -22,6 +23,7 @@ _KINDS = (
     *dspark.KINDS,
     muse_glimmer.KIND,
     *eagle3.KINDS,
+    *mtp.KINDS,
     *speculators.KINDS.values(),
 )
 KINDS: Mapping[str, DrafterKind] = {kind.architecture: kind for kind in _KINDS}

@@ -130,6 +130,7 @@ def eagle3_config(
         mask_token_id=0,
         target_layer_ids=taps_entering(entered) if entered else (),
         masks=False,
+        own_head=True,
         most_candidates=vocabulary,
         own=Eagle3(vocabulary=vocabulary, **settings),
     )

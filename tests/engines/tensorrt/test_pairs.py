@@ -21,6 +21,7 @@ from dflash_trt.engines.tensorrt.plans import Plans
 from dflash_trt.models.configs import read_target_config
 from dflash_trt.models.target import build_target
 from tests.doubles.checkpoints import make_drafter, make_target
+from tests.doubles.hybrid_checkpoints import make_hybrid, own
 from tests.doubles.kind_checkpoints import make_dflash2, make_dspark, make_eagle3
 from tests.doubles.muse_checkpoints import make_assistant, make_muse
 from tests.doubles.text_checkpoints import EXPERTS, GEMMA_IMAGES, make_gemma
@@ -34,6 +35,10 @@ GEMMA = EXPERTS | {
     "architecture": GEMMA_IMAGES, "head_dim": 256, "global_head_dim": 512, "num_hidden_layers": 2, "sliding_window": 20,
     "tie_word_embeddings": False,
 }  # fmt: skip
+HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "head_dim": 128,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 1, "linear_num_value_heads": 2,
+}  # fmt: skip
 MUSE = {"head_dim": 128, "num_attention_heads": 2}
 MUSE_TARGET = MUSE | {"num_hidden_layers": 3, "num_key_value_heads": 1, "output_multiplier": 0.3}
 # By name: the makers of target and drafter, and the compute capability that plans are built for.
@@ -46,6 +51,7 @@ PAIRS: dict[str, tuple[Make, Make, int]] = {
         partial(make_assistant, num_hidden_layers=1, target_layer_ids=[0, 1], **MUSE), 89,
     ),
     "eagle3": (make_target, partial(make_eagle3, layout="layers.0", aux=(1, 2, 3)), 120),
+    "mtp": (partial(make_hybrid, prediction=True, favourites=6, **HYBRID), own, 89),
     "dflash2": (make_target, make_dflash2, 89),
     "dspark": (make_target, partial(make_dspark, head="gated", confidence=True), 120),
 }  # fmt: skip

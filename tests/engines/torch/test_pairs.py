@@ -34,7 +34,7 @@ from tests.doubles import triton_interpreter  # noqa: F401  # corrects it
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter, make_llama, make_qwen3_moe
 from tests.doubles.formats import widen
-from tests.doubles.hybrid_checkpoints import make_hybrid
+from tests.doubles.hybrid_checkpoints import make_hybrid, own
 from tests.doubles.muse_checkpoints import make_assistant, make_muse
 from tests.doubles.quantized_checkpoints import (
     rounded,
@@ -76,6 +76,12 @@ PAIRS: dict[str, tuple[Make, dict[str, Any], Make, dict[str, Any], dict[str, Any
     "gpt-oss, not quantized": (make_gpt_oss, {"quantized": False}, make_gpt_oss_drafter, {"layers": 2}, {}),
     "qwen3.5": (make_hybrid, HYBRID, make_drafter, {"layers": 2}, {}),
     "qwen3-next": (make_hybrid, {"architecture": "Qwen3NextForCausalLM", **HYBRID}, make_drafter, {"layers": 1}, {}),
+    "qwen3.5, mtp": (make_hybrid, {"prediction": True, **HYBRID}, own, {}, {}),
+    "qwen3.5, experts, mtp": (
+        make_hybrid,
+        {"architecture": "Qwen3_5MoeForCausalLM", "stacked": True, "prediction": True, **HYBRID},
+        *(own, {}, {}),
+    ),
     "ministral": (make_ministral, {}, make_drafter, {"layers": 1}, {}),
     "gemma4, experts": (
         make_gemma,
