@@ -20,7 +20,7 @@ SUMMARY = "talk with a bundle, and see its drafts accepted"
 DESCRIPTION = """\
 Talk with a bundle. Answers appear as they are generated. On a terminal with colours, drafts that the target accepted
 are coloured, in a second colour if they repeat the conversation. A line below each answer has its speed and its
-acceptance length: tokens per pass of the target.
+acceptance length: tokens per pass of the target that checked drafts.
 
 Ctrl-C stops an answer. These lines are commands:
   /reset         begin a new conversation

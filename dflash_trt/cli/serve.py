@@ -34,7 +34,7 @@ examples:
   dflash-trt serve bundles/tiny --api triton -- --log-format=ISO8601 --http-thread-count=16
 
   curl -s localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
-    -d '{"messages": [{"role": "user", "content": "What is the capital of Japan?"}]}'
+    -d '{"messages": [{"role": "user", "content": "The capital of Japan?"}], "temperature": 0, "max_tokens": 64}'
 """
 _KEY_VARIABLE = "DFLASH_TRT_API_KEY"
 _OPENAI = "with --api openai"

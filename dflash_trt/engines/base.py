@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 Weights = Literal["copy", "link", "none"]
 GIB = 1 << 30
 PREFILL_CHUNK = 512  # most tokens of a prompt in one pass, by default
-# The only place with tags of NVIDIA's containers, of nvcr.io/nvidia/tritonserver. (The Dockerfile's comment takes the
-# first for nvcr.io/nvidia/tensorrt too, whose list was not read.) Containers before 26.07 have defects that clients can
+# Tags of nvcr.io/nvidia/tritonserver. Containers before 26.07 have defects that clients can
 # use (docs/serving.md, "Versions"). Checked on 2026-11-25 against triton-inference-server/server at e1db8a6, of
 # 2026-08-19: README.md names the first, and the second is the newest of its kind in docs/introduction/compatibility.md,
 # which gives its TensorRT-LLM.

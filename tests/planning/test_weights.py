@@ -30,7 +30,7 @@ PUBLISHED_TARGETS = {
 }  # fmt: skip
 
 
-# GB of target and drafter, as README.md has them. Text models only.
+# GB of target and drafter without vision; README.md has the published files, which have it.
 README = {
     "gpt-oss-120b": (65, 1.6), "gpt-oss-20b": (14, 1.6), "qwen3-8b": (16, 2.1), "qwen3-4b": (8, 1.1),
     "qwen3-coder-30b-a3b": (61, 0.9), "llama-3.1-8b": (16, 2.1), "qwen3.8-27b": (54, 3.8),
