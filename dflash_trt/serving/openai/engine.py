@@ -282,6 +282,7 @@ class EngineProcess:
             self.deaths += 1
             connection.transport.close()
             how = _how(await _end(connection.process))
+            self.silence = ""
             refused = connection.in_flight
             connection.refuse(how)
             self._say(f"{how}; {refused} requests are refused; starting another one")
@@ -293,7 +294,7 @@ class EngineProcess:
                 except (DFlashError, OSError) as error:
                     self._say(f"the engine cannot be started: {error}")
                     pause = wire.next_pause(pause)
-            self.restarts, self.silence = self.restarts + 1, ""
+            self.restarts += 1
             self._say("the engine serves again")
 
     async def _until_end(self, connection: _RunningEngine) -> None:
