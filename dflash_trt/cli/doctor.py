@@ -19,6 +19,11 @@ examples:
   dflash-trt doctor --json
 """
 
+WITHOUT_VNNI = (
+    "this processor has no VNNI: for one request at a time, build a target in four bits with --precision target=int8; "
+    "for many, with target=fp32"
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
@@ -26,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what is installed and what can run. Returns 1 if something required is missing."""
+    from dflash_trt.hardware import instructions
     from dflash_trt.reports.environment import describe, kernels
 
     machine = describe() | {"kernels": kernels()}
@@ -38,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
             ("python", machine["python"]),
             ("system", machine["system"]),
             ("processor", f"{machine['cpu']}, {machine['cores']} cores"),
+            *([("weights", WITHOUT_VNNI)] if instructions() in ("AVX2", "AVX-512") else []),
             ("memory", "unknown" if machine["memory_bytes"] is None else byte_count(machine["memory_bytes"])),
             *(
                 ("gpu", ", ".join(gpu.values()))

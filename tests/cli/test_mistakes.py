@@ -321,3 +321,13 @@ def test_a_directory_of_that_name_comes_first(tmp_path: Path, command: Command) 
     assert said.code == 1
     assert "tiny" in said.err
     assert os.listdir(tmp_path / "tiny") == []
+
+
+@pytest.mark.parametrize(
+    ("instructions", "advised"), [("AVX2", True), ("AVX-512, VNNI", False), (None, False)]
+)
+def test_doctor_names_the_weights_for_a_processor_without_vnni(
+    instructions: str | None, advised: bool, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash_trt.hardware.instructions", lambda: instructions)
+    assert ("target=int8" in command("doctor").out) == advised
