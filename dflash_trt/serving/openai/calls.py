@@ -99,7 +99,7 @@ def json_values(text: str) -> tuple[list[Any], str]:
     return values, ""
 
 
-class _Tags(NamedTuple):
+class Tags(NamedTuple):
     """The tags of a call and of its parameters. `opened`: what ends an opening tag."""
 
     call: str
@@ -121,13 +121,13 @@ def _before(text: str, end: str, at: int, following: str) -> int:
 
 
 _BLANK = re.compile(r"\s*")
-_QWEN = _Tags("<function=", "</function>", "<parameter=", "</parameter>", ">")
-_MUSE = _Tags('<atem:invoke name="', "</atem:invoke>", '<atem:parameter name="', "</atem:parameter>", '">')
+QWEN_TAGS = Tags("<function=", "</function>", "<parameter=", "</parameter>", ">")
+MUSE_TAGS = Tags('<atem:invoke name="', "</atem:invoke>", '<atem:parameter name="', "</atem:parameter>", '">')
 _BLOCK, _BLOCK_END = "<atem:function_calls>", "</atem:function_calls>"
 
 
-def _xml_call(text: str, schemas: Schemas, tags: _Tags = _QWEN) -> Call | None:
-    """A call in tags. A value is JSON unless the tool's schema takes it as a text."""
+def _xml_call(text: str, schemas: Schemas, tags: Tags = QWEN_TAGS, begun: bool = False) -> Call | None:
+    """A call in tags. A value is JSON unless the tool's schema takes it as a text. begun: it may be cut."""
     text = text.strip()
     name, closed, body = text.removeprefix(tags.call).partition(tags.opened)
     if not text.startswith(tags.call) or not closed or not name or "\n" in name:
@@ -135,16 +135,39 @@ def _xml_call(text: str, schemas: Schemas, tags: _Tags = _QWEN) -> Call | None:
     root = schemas.get(name, {})
     properties = root.get("properties") if isinstance(root.get("properties"), dict) else {}
     assert isinstance(properties, dict)
+    other = root.get("additionalProperties", True)
     arguments: dict[str, Any] = {}
-    for key, value in _values(body.removesuffix(tags.call_end), properties.keys(), tags):
-        arguments[key] = _typed(value.removeprefix("\n").removesuffix("\n"), properties.get(key, True), root)
-    return _call(name, json.dumps(arguments, ensure_ascii=False))
+    part, body = "", body.removesuffix(tags.call_end)
+    for mark in (tags.call_end, tags.parameter, tags.parameter_end) if begun else ():
+        body = body[: len(body) - overlap(body, mark)]
+    for key, value, ended in _values(body, properties.keys(), tags):
+        schema, value = properties.get(key, other), value.removeprefix("\n").removesuffix("\n")
+        value_of = _typed(value, schema, root)
+        cut = not ended or (isinstance(value_of, str) and not _admits(schema, root, "string", value))
+        if begun and cut:
+            part = f"{json.dumps(key, ensure_ascii=False)}: {_begun_value(value, schema, root)}"
+            break
+        arguments[key] = value_of
+    whole = json.dumps(arguments, ensure_ascii=False)
+    if not begun:
+        return _call(name, whole)
+    return _call(name, whole[:-1] + (", " if arguments and part else "") + part, whole=False)
 
 
-def _values(body: str, known: Collection[str], tags: _Tags) -> Iterator[tuple[str, str]]:
-    """Names and values of parameters. An end mark is a part of the value unless a parameter or the call's end follows.
+def _begun_value(text: str, schema: Any, root: Mapping[str, Any]) -> str:
+    """The beginning in JSON of a value of which there is a part; nothing where it may be null or a text."""
+    if any(word.startswith(text) for word in ("null", "None")) and _admits(schema, root, "null"):
+        return ""
+    if text and _admits(schema, root, "begun", text):
+        return json.dumps(text, ensure_ascii=False)[:-1]
+    return text.strip()
 
-    Where a value has no end mark, the next parameter ends it, if the tool has one of this name.
+
+def _values(body: str, known: Collection[str], tags: Tags) -> Iterator[tuple[str, str, bool]]:
+    """Names and values of parameters, and whether each has its end.
+
+    An end mark is a part of the value unless a parameter or the call's end follows. Where a value has no end mark, the
+    next parameter ends it, if the tool has one of this name.
     """
     _, _, mark, value_end, opened = tags
     at = body.find(mark)
@@ -161,7 +184,7 @@ def _values(body: str, known: Collection[str], tags: _Tags) -> Iterator[tuple[st
                 limit = following
                 break
             following = body.find(mark, following + 1)
-        yield key, body[start:limit]
+        yield key, body[start:limit], stop >= 0 or limit < len(body)
         at = body.find(mark, limit)
 
 
@@ -181,28 +204,31 @@ def _admits(
 ) -> bool:
     """Whether a schema takes values of a type; with a text, this one. One that says nothing takes texts alone.
 
-    seen: references that were followed, each of them once.
+    kind: "begun" is a string that begins with the text. seen: references that were followed, each of them once.
     """
     seen = set() if seen is None else seen
     if not isinstance(schema, dict):
-        return kind == "string" and schema is True
+        return kind in ("string", "begun") and schema is True
     if isinstance(place := schema.get("$ref"), str):
         if place in seen:
             return False
         seen.add(place)
-        return _admits(_part(root, place), root, kind, text, seen)
+        return _admits(reference(root, place), root, kind, text, seen)
     if "enum" in schema or "const" in schema:
         listed = schema.get("enum", [schema.get("const")])
+        if kind == "begun" and isinstance(listed, list):
+            return any(isinstance(one, str) and one.startswith(text or "") for one in listed)
         return isinstance(listed, list) and (text if kind == "string" else None) in listed
     for key in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(key), list):
             found = (_admits(each, root, kind, text, seen) for each in schema[key])
             return all(found) if key == "allOf" else any(found)
     kinds = schema.get("type", "object" if schema.keys() & {"properties", "items"} else "string")
+    kind = "string" if kind == "begun" else kind
     return kind in kinds if isinstance(kinds, list) else kind == kinds
 
 
-def _part(root: Mapping[str, Any], place: str) -> Any:
+def reference(root: Mapping[str, Any], place: str) -> Any:
     """What a reference such as #/$defs/NAME refers to in a schema; None if there is nothing."""
     schema: Any = root if place.startswith("#") else None
     for name in place.split("/")[1:]:
@@ -211,7 +237,7 @@ def _part(root: Mapping[str, Any], place: str) -> Any:
     return schema
 
 
-def tags_end(text: str, tags: _Tags = _QWEN) -> bool:
+def tags_end(text: str, tags: Tags = QWEN_TAGS) -> bool:
     """Whether a call in tags has its end, and its last value, too."""
     shown = text.rstrip()
     body = shown.removesuffix(tags.call_end)
@@ -224,21 +250,36 @@ def tagged_call(text: str, schemas: Schemas) -> list[Call]:
     return [call] if call else []
 
 
-def muse_calls(text: str, schemas: Schemas) -> list[Call]:
-    """The calls of a message of Muse Glimmer's to a tool; none if it has anything else, or ends within one."""
+def tagged_begun(text: str, schemas: Schemas) -> list[Call]:
+    """The same of one that is cut, with the part of its arguments that there is."""
+    call = _xml_call(text, schemas, begun=True)
+    return [call] if call else json_begun(text)
+
+
+def muse_calls(text: str, schemas: Schemas, begun: bool = False) -> list[Call]:
+    """The calls of a message of Muse Glimmer's to a tool; none if it has anything else, or ends within one.
+
+    begun: the last one may be cut.
+    """
     text, calls, at = text.strip(), list[Call](), 0
     ended = text.endswith(_BLOCK_END)
     body = text[: len(text) - (len(_BLOCK_END) if ended else overlap(text, _BLOCK_END))]
     body = body.removeprefix(_BLOCK).strip()
-    if not ended and not tags_end(body, _MUSE):
+    cut = not ended and not tags_end(body, MUSE_TAGS)
+    if cut and not begun:
         return []
     while at < len(body):
-        end = _before(body, _MUSE.call_end, at, _MUSE.call)
-        call = _xml_call(body[at:end], schemas, _MUSE) if end >= 0 else None
+        end = _before(body, MUSE_TAGS.call_end, at, MUSE_TAGS.call)
+        end = -1 if cut and end + len(MUSE_TAGS.call_end) == len(body) else end
+        call = (
+            _xml_call(body[at:end] if end >= 0 else body[at:], schemas, MUSE_TAGS, end < 0)
+            if end >= 0 or cut
+            else None
+        )
         if call is None:
             return []
         calls.append(call)
-        at = end + len(_MUSE.call_end)
+        at = end + len(MUSE_TAGS.call_end) if end >= 0 else len(body)
     return calls
 
 
@@ -248,6 +289,17 @@ def gemma_call(text: str, schemas: Schemas) -> list[Call]:
     arguments = _as_json(brace + rest)
     called = text.strip().startswith("call:") and name.strip() and isinstance(parsed(arguments), dict)
     return [_call(name.strip(), arguments)] if called else []
+
+
+def gemma_begun(text: str, schemas: Schemas) -> list[Call]:
+    """The same of one that is cut, with the part of its arguments that there is."""
+    name, brace, rest = text.strip().removeprefix("call:").partition("{")
+    open_text = rest.count(QUOTE) % 2 == 1
+    if not open_text:  # the end of a name or of a literal is not certain
+        at = max(map(rest.rfind, "{}[],:>")) + 1
+        rest = rest if rest[at - 1 : at] == ":" and _LITERAL.fullmatch(rest[at:]) else rest[:at]
+    arguments = _as_json(brace + rest)
+    return [_call(name.strip(), arguments[:-1] if open_text else arguments, whole=False)] if brace else []
 
 
 _MARK = re.compile(r'[{}\[\],:]|<\|"\|>')

@@ -170,7 +170,7 @@ class Channels:
             return
         text, self._call = "".join(self._call), list[str]()
         if self._schemas is not None:
-            calls = muse_calls(text, self._schemas)
+            calls = muse_calls(text, self._schemas, begun)
         else:
             arguments = text.strip() or ("" if cut else "{}")
             whole = isinstance(parsed(arguments), dict)

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_trt.decoding.sampling.structure import WHITESPACE
-from dflash_trt.serving.openai.calls import ARGUMENTS
+from dflash_trt.serving.openai.call_grammar import BLANKS, NoFormError, gemmas, tagged
+from dflash_trt.serving.openai.calls import ARGUMENTS, MUSE_TAGS, QUOTE, QWEN_TAGS
 from dflash_trt.serving.openai.errors import ApiError, Names
 from dflash_trt.serving.openai.parsing import BARE
 from dflash_trt.serving.openai.protocol import SamplingFields
 from dflash_trt.serving.openai.reading import Json, ToolChoice, refuse
-from dflash_trt.serving.openai.written import MISTRAL, TAG, Written
+from dflash_trt.serving.openai.written import GEMMA, MISTRAL, TAG, Written
 
 _FIELDS = ("json", "json_object", "regex", "choice", "grammar", "disable_any_whitespace")
 
@@ -73,20 +74,20 @@ def names_of(body: SamplingFields, *, calls: bool = False) -> Names:
     return [(rf"^({fields})\b", r"structured_outputs.\1")]
 
 
-# As Python writes JSON, which chat templates show. A model that may write blanks sometimes writes no end.
-_BLANKS = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+# From the name of a rule, that of a function and the schema of its arguments to the rules of a call, that one first.
+Rules = Callable[[str, str, Json], list[str]]
 
 
 @dataclass(frozen=True)
 class Frame:
     """What stands around calls.
 
-    call: the grammar of one call, from the function's name and the name of the rule of its arguments.
+    call: the grammar of one call. Raises NoFormError.
     between: what separates calls; None where an answer has one call.
     begin, content: how an answer begins, and how one that is no call goes on.
     """
 
-    call: Callable[[str, str], str]
+    call: Rules
     between: str | None = ""
     begin: str = ""
     content: str = ""
@@ -104,16 +105,43 @@ def frame_of(written: Written, token_id: Callable[[str], int | None], header: st
 
     if written.channels and not written.recipients:
         return _channels(mark, token_id("<|constrain|>") is not None, header)
+    if written.recipients:
+        return _recipients(mark, header)
+    if written.notation == GEMMA and token_id(QUOTE) is not None:
+        return Frame(lambda rule, name, schema: gemmas(rule, name, schema, mark))
     if written.notation == MISTRAL:
-        return Frame(lambda name, rule: f"{mark(MISTRAL.begin)} {json.dumps(name)} {mark(ARGUMENTS)} {rule}")
+        begin, arguments = mark(MISTRAL.begin), mark(ARGUMENTS)
+        return Frame(_in_json(lambda name, inner: f"{begin} {json.dumps(name)} {arguments} {inner}"))
     if written.notation == TAG:
-        return Frame(
-            lambda name, rule: f'"<tool_call>\\n" {_call_object(name, "arguments", rule)} "\\n</tool_call>"',
-            between='"\\n"',
-        )
+        return Frame(_in_tags if written.tags else _in_tagged_json, between='"\\n"')
     if written.notation == BARE:
-        return Frame(lambda name, rule: _call_object(name, "parameters", rule), between='"; "')
+        return Frame(_in_json(lambda name, inner: _call_object(name, "parameters", inner)), between='"; "')
     return None
+
+
+def _in_json(around: Callable[[str, str], str]) -> Rules:
+    """Of a call whose arguments are JSON. around: what stands around the rule of a function's arguments.
+
+    That is a rule of its own, so that the references of the schema begin at its root.
+    """
+    return lambda rule, name, schema: [
+        f"{rule}: {around(name, f'{rule}_arguments')}",
+        f"{rule}_arguments: %json {json.dumps(schema | BLANKS)}",
+    ]
+
+
+_in_tagged_json = _in_json(
+    lambda name, inner: f'"<tool_call>\\n" {_call_object(name, "arguments", inner)} "\\n</tool_call>"'
+)
+
+
+def _in_tags(rule: str, name: str, schema: Json) -> list[str]:
+    """Where a schema has no form in tags, they are JSON, which is read as well."""
+    try:
+        inner = tagged(f"{rule}_in", name, schema, QWEN_TAGS, "\n")
+    except NoFormError:
+        return _in_tagged_json(rule, name, schema)
+    return [f'{rule}: "<tool_call>\\n" {rule}_in "\\n</tool_call>"', *inner]
 
 
 def _call_object(name: str, key: str, rule: str) -> str:
@@ -126,13 +154,29 @@ def _channels(mark: Callable[[str], str], constrain: bool, header: str) -> Frame
     channel, message = mark("<|channel|>"), mark("<|message|>")
     kind = f'" " {mark("<|constrain|>")} "json"' if constrain else '" json"'
     return Frame(
-        lambda name, rule: f"{json.dumps(f'commentary to=functions.{name}')} {kind} {message} {rule}",
+        _in_json(
+            lambda name, inner: f"{json.dumps(f'commentary to=functions.{name}')} {kind} {message} {inner}"
+        ),
         between=None,
         # A message that the prompt has begun ends first.
         begin=(f'{mark("<|end|>")} {mark("<|start|>")} "assistant" ' if "<|message|>" in header else "")
         + channel,
         content=f'"final" {message}',
     )
+
+
+def _recipients(mark: Callable[[str], str], header: str) -> Frame:
+    """Muse Glimmer: a message to the function, which ends the answer."""
+    message = mark("<|message|>")
+
+    def call(rule: str, name: str, schema: Json) -> list[str]:
+        head, inner = json.dumps(f" to={name}"), tagged(f"{rule}_in", name, schema, MUSE_TAGS, "")
+        block = f'"<atem:function_calls>\\n" {rule}_in "\\n</atem:function_calls>"'
+        return [f"{rule}: {head} {message} {block}", *inner]
+
+    begun = "<|message|>" in header
+    begin = f'{mark("<|eom|>")} {mark("<|start|>")} "assistant"' if begun else ""
+    return Frame(call, between=None, begin=begin, content=f'" to=user" {message}')
 
 
 def calls_form(
@@ -162,12 +206,13 @@ def calls_form(
         f"call: {' | '.join(f'call{i}' for i in range(len(functions)))}",
     ]
     for i, function in enumerate(functions):
-        schema = json.dumps(_arguments(function.get("parameters")) | _BLANKS)
-        # A rule of its own, so that the references of the schema begin at its root.
-        rules += [
-            f"call{i}: {frame.call(function['name'], f'arguments{i}')}",
-            f"arguments{i}: %json {schema}",
-        ]
+        try:
+            rules += frame.call(f"call{i}", function["name"], _arguments(function.get("parameters")))
+        except NoFormError as error:
+            if not required:
+                return None
+            text = f"tools: {function['name']} has {error}, for which calls of this model have no form"
+            raise ApiError(400, text, "tools") from None
     if not required:
         assert beside is not None
         schema = json.dumps(

@@ -19,11 +19,13 @@ from typing import NamedTuple
 
 from dflash_trt.serving.openai.calls import (
     ARGUMENTS,
+    QWEN_TAGS,
     Schemas,
+    gemma_begun,
     gemma_call,
-    json_begun,
     mistral_begun,
     mistral_call,
+    tagged_begun,
     tagged_call,
 )
 from dflash_trt.serving.openai.parsing import BARE, BareCalls, MarkedCalls, Notation, Stage
@@ -45,8 +47,8 @@ def _kind_of_mistral(start: str) -> str | None:
     return "json" if rest.startswith(ARGUMENTS) else None if ARGUMENTS.startswith(rest) else ""
 
 
-TAG = Notation("<tool_call>", "</tool_call>", _kind_of_tagged, tagged_call, json_begun)
-GEMMA = Notation("<|tool_call>", "<tool_call|>", _kind_of_gemma, gemma_call, gemma_call)
+TAG = Notation("<tool_call>", "</tool_call>", _kind_of_tagged, tagged_call, tagged_begun)
+GEMMA = Notation("<|tool_call>", "<tool_call|>", _kind_of_gemma, gemma_call, gemma_begun)
 MISTRAL = Notation("[TOOL_CALLS]", "", _kind_of_mistral, mistral_call, mistral_begun)
 # A model that has called goes on with this token, where what the tool answers belongs.
 RESPONSE = "<|tool_response>"
@@ -79,7 +81,7 @@ class Written:
     channels: in messages of several channels, or, with `recipients`, in messages to recipients.
     thoughts: the marks of reasoning; None if it has none, or channels for it.
     notation: how it marks calls; BARE for objects without marks, "" if it has none.
-    call_marks: marks around calls, where they have both.
+    tags: whether it shows calls in Qwen3-Coder's tags. call_marks: marks around calls, where they have both.
     special: whether marks are special tokens, which must have a text to be read.
     developer: whether its messages may be of the role developer.
     """
@@ -88,6 +90,7 @@ class Written:
     recipients: bool
     thoughts: Thoughts | None
     notation: Notation | str
+    tags: bool
     call_marks: list[tuple[str, str]]
     special: bool
     developer: bool
@@ -120,6 +123,7 @@ def written_by(template: str) -> Written:
         recipients=recipients,
         thoughts=thoughts,
         notation="" if recipients else notation,
+        tags=QWEN_TAGS.call in template,
         call_marks=[
             (begin, each.end) for each in (TAG, GEMMA) if each.begin in template for begin in _begins(each)
         ],

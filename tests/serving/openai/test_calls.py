@@ -44,8 +44,8 @@ def test_a_call_of_no_function_cannot_be_required(tiny: Path, fields: dict[str, 
     assert (error.value.status, error.value.param) == (400, "tool_choice")
 
 
-def test_calls_in_gemmas_notation_cannot_be_required(tiny: Path) -> None:
-    model = model_of(tiny, "<|channel><|tool_call>")
+def test_calls_cannot_be_required_without_a_notation(tiny: Path) -> None:
+    model = model_of(tiny, "no calls")
     with pytest.raises(ApiError, match="cannot be required in the notation"):
         chat_of(model, tools=[tool(LETTER)], tool_choice="required")
     chat_of(model, tools=[tool(LETTER)])

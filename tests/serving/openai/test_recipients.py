@@ -12,7 +12,6 @@ from tokenizers import AddedToken
 from dflash_trt.serving.openai.channels import Channels
 from dflash_trt.serving.openai.chat import _begin, _hidden
 from dflash_trt.serving.openai.parsing import AnswerPart, Stage
-from dflash_trt.serving.openai.structure import frame_of
 from dflash_trt.serving.openai.written import written_by
 from dflash_trt.text.tokenizer import Tokenizer
 
@@ -128,7 +127,6 @@ def test_the_prompt_may_begin_the_message(tokenizer: Tokenizer) -> None:
 def test_the_template_decides() -> None:
     written = written_by(TEMPLATE)
     assert written.notation == ""  # no bare objects, although it shows parameters
-    assert frame_of(written, lambda mark: None, "") is None  # calls cannot be required
     assert _begin(written, PROMPT, False, calls=False) == USER
     assert _begin(written, PROMPT + USER, False, calls=False) == ""
     assert ("", "<|message|>") in _hidden(written, PROMPT, False, True)
