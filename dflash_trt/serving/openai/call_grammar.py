@@ -34,19 +34,23 @@ class NoFormError(ValueError):
 class _Grammar:
     """Rules for the schema of one function's arguments.
 
-    prefix: of the rules' names. marks: what no text has. ends: what ends it, where that is no token.
+    prefix: of the rules' names. marks: what no text has. shared: names of rules by their bodies, for all functions.
     """
 
-    def __init__(self, prefix: str, root: Json, marks: Sequence[str]) -> None:
+    def __init__(self, prefix: str, root: Json, marks: Sequence[str], shared: dict[str, str]) -> None:
         self.root, self.rules, self._prefix = root, list[str](), prefix
+        self.names = dict(shared)
         self._marks = marks
         self._clean = f"~/(?s:.*)({'|'.join(map(_slashed, map(re.escape, marks)))})(?s:.*)/"
 
     def rule(self, body: str, terminal: bool = False) -> str:
         """The name of a rule with this body."""
+        if body in self.names:
+            return self.names[body]
         name = f"{self._prefix}_{len(self.rules)}"
         name = name.upper() if terminal else name
         self.rules.append(f"{name}: {body}")
+        self.names[body] = name
         return name
 
     def json(self, schema: Json) -> str:
@@ -149,12 +153,12 @@ def _slashed(pattern: str) -> str:
     )
 
 
-def tagged(rule: str, name: str, schema: Json, tags: Tags, blank: str) -> list[str]:
+def tagged(rule: str, name: str, schema: Json, tags: Tags, blank: str, shared: dict[str, str]) -> list[str]:
     """The rules of a call in tags, of which `rule` is the first. blank: what stands around a value.
 
     Raises NoFormError.
     """
-    made = _Grammar(f"{rule}_a", schema, (tags.parameter, tags.parameter_end, tags.call_end))
+    made = _Grammar(f"{rule}_a", schema, (tags.parameter, tags.parameter_end, tags.call_end), shared)
     declared, required, more = made.properties(schema)
     end = json.dumps(f"{blank}{tags.parameter_end}\n")
 
@@ -199,16 +203,19 @@ def tagged(rule: str, name: str, schema: Json, tags: Tags, blank: str) -> list[s
             f"{json.dumps(tags.parameter)} ({made.other(list(declared))}) {json.dumps(tags.opened + blank)}"
         )
         parts.append(f"({made.rule(begin, terminal=True)} {value(more)})*")
+    shared.update(made.names)
     head = json.dumps(f"{tags.call}{name}{tags.opened}\n")
     return [f"{rule}: {head} {' '.join(parts)} {json.dumps(tags.call_end)}", *made.rules]
 
 
-def gemmas(rule: str, name: str, schema: Json, mark: Callable[[str], str]) -> list[str]:
+def gemmas(
+    rule: str, name: str, schema: Json, mark: Callable[[str], str], shared: dict[str, str]
+) -> list[str]:
     """The rules of a call in Gemma 4's notation, of which `rule` is the first. mark: gives a special token.
 
     Raises NoFormError.
     """
-    made = _Grammar(f"{rule}_a", schema, (QUOTE, "<tool_call|>"))
+    made = _Grammar(f"{rule}_a", schema, (QUOTE, "<tool_call|>"), shared)
     quote, known = mark(QUOTE), dict[str, str]()
 
     def quoted(terminal: str) -> str:
@@ -296,5 +303,6 @@ def gemmas(rule: str, name: str, schema: Json, mark: Callable[[str], str]) -> li
         return f'"{{" {first} "}}"'
 
     body = members(schema, 0)
+    shared.update(made.names)
     call = f"{mark('<|tool_call>')} {json.dumps(f'call:{name}')} {body} {mark('<tool_call|>')}"
     return [f"{rule}: {call}", *made.rules]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from dflash_trt.decoding.sampling.structure import WHITESPACE
@@ -105,15 +106,16 @@ def frame_of(written: Written, token_id: Callable[[str], int | None], header: st
 
     if written.channels and not written.recipients:
         return _channels(mark, token_id("<|constrain|>") is not None, header)
+    shared = dict[str, str]()  # rules of all functions
     if written.recipients:
-        return _recipients(mark, header)
+        return _recipients(mark, header, shared)
     if written.notation == GEMMA and token_id(QUOTE) is not None:
-        return Frame(lambda rule, name, schema: gemmas(rule, name, schema, mark))
+        return Frame(lambda rule, name, schema: gemmas(rule, name, schema, mark, shared))
     if written.notation == MISTRAL:
         begin, arguments = mark(MISTRAL.begin), mark(ARGUMENTS)
         return Frame(_in_json(lambda name, inner: f"{begin} {json.dumps(name)} {arguments} {inner}"))
     if written.notation == TAG:
-        return Frame(_in_tags if written.tags else _in_tagged_json, between='"\\n"')
+        return Frame(partial(_in_tags, shared) if written.tags else _in_tagged_json, between='"\\n"')
     if written.notation == BARE:
         return Frame(_in_json(lambda name, inner: _call_object(name, "parameters", inner)), between='"; "')
     return None
@@ -135,10 +137,10 @@ _in_tagged_json = _in_json(
 )
 
 
-def _in_tags(rule: str, name: str, schema: Json) -> list[str]:
+def _in_tags(shared: dict[str, str], rule: str, name: str, schema: Json) -> list[str]:
     """Where a schema has no form in tags, they are JSON, which is read as well."""
     try:
-        inner = tagged(f"{rule}_in", name, schema, QWEN_TAGS, "\n")
+        inner = tagged(f"{rule}_in", name, schema, QWEN_TAGS, "\n", shared)
     except NoFormError:
         return _in_tagged_json(rule, name, schema)
     return [f'{rule}: "<tool_call>\\n" {rule}_in "\\n</tool_call>"', *inner]
@@ -165,12 +167,12 @@ def _channels(mark: Callable[[str], str], constrain: bool, header: str) -> Frame
     )
 
 
-def _recipients(mark: Callable[[str], str], header: str) -> Frame:
+def _recipients(mark: Callable[[str], str], header: str, shared: dict[str, str]) -> Frame:
     """Muse Glimmer: a message to the function, which ends the answer."""
     message = mark("<|message|>")
 
     def call(rule: str, name: str, schema: Json) -> list[str]:
-        head, inner = json.dumps(f" to={name}"), tagged(f"{rule}_in", name, schema, MUSE_TAGS, "")
+        head, inner = json.dumps(f" to={name}"), tagged(f"{rule}_in", name, schema, MUSE_TAGS, "", shared)
         block = f'"<atem:function_calls>\\n" {rule}_in "\\n</atem:function_calls>"'
         return [f"{rule}: {head} {message} {block}", *inner]
 

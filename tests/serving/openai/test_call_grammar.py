@@ -132,6 +132,12 @@ def test_what_the_grammar_of_a_required_call_admits_is_read_as_arguments_that_fi
     assert ended > 2 * len(SCHEMAS), ended
 
 
+KINDS = [
+    {"type": "string"},
+    {"type": "integer"},
+    {"type": "array", "items": {"type": "string"}},
+    {"enum": ["a", "b"]},
+]
 ARGUMENTS = {"city": "a < b\n</param>\n", "days": 3, "at": {"x": [1.5, None]}, "tags": ["b", "c"]}
 FORMS = {
     "qwen3-coder": '<tool_call>\n<function=order>\n<parameter=city>\na < b\n</param>\n\n</parameter>\n<parameter=days>'
@@ -179,6 +185,18 @@ def test_a_required_call_is_written_as_the_template_writes_it(tiny: Path, name: 
         True,
         False,
     ]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_grammar_of_many_tools_is_short(tiny: Path, name: str) -> None:
+    """Functions share rules, also after one without a form."""
+    several = {"type": "object", "properties": {"q": {"type": "string"}}, "anyOf": [{}]}
+    tools = [tool(several, "odd")] if name == "qwen3-coder" else []
+    tools += [
+        tool({"properties": {f"p{i}": kind for i, kind in enumerate(KINDS * 3)}}, f"t{j}") for j in range(60)
+    ]
+    asked = chat_of(family(tiny, name)[0], tools=tools, tool_choice="required")
+    beginning(asked, family(tiny, name)[1])
 
 
 def test_a_schema_without_a_form_in_tags_is_json_or_refused(tiny: Path) -> None:
