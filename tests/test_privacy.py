@@ -93,7 +93,7 @@ class Place:
         kept["PYTHONDONTWRITEBYTECODE"] = "1"
         kept["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, ROOT / "plugins")))
         with watched([sys.executable, *command], kept | environment, self.work) as watch:
-            said = use(watch) if use else watch.process.communicate("hi\n", timeout=300)[0]
+            said = use(watch) if use else watch.process.communicate("hi\n", timeout=900)[0]
         assert watch.process.returncode == 0, said
         return watch
 
