@@ -117,10 +117,17 @@ def decoder(
 
 
 def windows(fields: Fields, layers: int) -> list[int | None]:
-    """The window of each layer. As in Qwen3Config, `use_sliding_window` enables it and `layer_types` places it."""
-    window = window_of(fields)
+    """The window of each layer: `use_sliding_window` enables it and `layer_types` places it, as in Qwen3Config.
+
+    A Llama configuration has neither `use_sliding_window` nor `max_window_layers`: a window that it states is in use.
+    """
+    llama = fields.get("model_type") == "llama"
+    window = window_of(fields, default=llama)
     if fields.get("layer_types") is None and window is not None:
-        first = fields.integer("max_window_layers", minimum=0)
+        stated_use = fields.get("use_sliding_window") is not None
+        first = (
+            fields.integer("max_window_layers", minimum=0, default=0 if llama else None) if stated_use else 0
+        )
         return [window if index >= first else None for index in range(layers)]
     return place_window(fields, layers, window)
 
@@ -169,9 +176,9 @@ def softcap(*places: Fields) -> float | None:
     return stated([(place, "final_logit_softcapping") for place in places], Fields.number)
 
 
-def window_of(fields: Fields) -> int | None:
-    """The window, where `use_sliding_window` enables it."""
-    if not fields.boolean("use_sliding_window", default=False):
+def window_of(fields: Fields, *, default: bool = False) -> int | None:
+    """The window, where `use_sliding_window`, or `default` in its place, enables it."""
+    if not fields.boolean("use_sliding_window", default=default):
         return None
     return stated([(fields, "sliding_window")], Fields.integer)
 

@@ -16,9 +16,11 @@ import torch
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
 from dflash_trt.errors import DFlashError, PairError
 from dflash_trt.models.configs import read_drafter_config
+from dflash_trt.models.reading import windows
 from tests.doubles.checkpoints import make_drafter, make_target, write_json
 from tests.doubles.kind_checkpoints import (
     make_dflash2,
@@ -276,14 +278,43 @@ def test_what_is_not_supported_is_named(
         build(str(target), str(path), tmp_path / "out")
 
 
-def test_a_window_that_eagle3_does_not_use_is_none(target: Path, tmp_path: Path) -> None:
-    path = make_eagle3(tmp_path / "drafter", target)
-    fields = target_config(path) | {"sliding_window": 4096}
-    write_json(path / "config.json", fields | {"use_sliding_window": False})
-    assert [layer.window for layer in read_drafter_config(path).layers] == [None]
-    for used in ({}, {"use_sliding_window": True}):
-        write_json(path / "config.json", fields | used)
-        with pytest.raises(DFlashError, match="sliding_window is 4096"):
+@pytest.mark.parametrize(
+    ("kind", "fields", "window"),
+    [
+        ("llama", {}, 96),
+        ("llama", {"max_window_layers": 1}, 96),  # a Llama configuration has no such field
+        ("llama", {"layer_types": ["full_attention"]}, None),
+        ("llama", {"layer_types": ["sliding_attention"]}, 96),
+        ("qwen3", {}, None),
+        ("qwen3", {"layer_types": ["full_attention"]}, None),
+        *(
+            (kind, {"use_sliding_window": used, **fields}, window if used else None)
+            for kind in ("llama", "qwen3")
+            for used in (False, True)
+            for fields, window in (({"max_window_layers": 0}, 96), ({"max_window_layers": 1}, None))
+        ),
+        ("llama", {"use_sliding_window": True}, 96),
+    ],
+)
+def test_a_window_counts_where_it_is_in_use(
+    target: Path, tmp_path: Path, kind: str, fields: dict[str, Any], window: int | None
+) -> None:
+    """By one rule for every reader. An EAGLE-3 head with a window is refused."""
+    fields = {"model_type": kind, "sliding_window": 96} | fields
+    assert windows(Fields(tmp_path / "config.json", fields), 1) == [window]
+    of_layer = dict.fromkeys(("use_sliding_window", "max_window_layers", "layer_types")) | fields
+    eagle, speculator = (CASES[name][0](tmp_path / name, target) for name in (EAGLE, "speculators, eagle3"))
+    changed = target_config(speculator)
+    changed["transformer_layer_config"] |= of_layer
+    write_json(speculator / "config.json", changed)
+    write_json(eagle / "config.json", target_config(eagle) | of_layer)
+    for path in (eagle, speculator):
+        if window is None:
+            assert read_drafter_config(path).layers[0].window is None
+            continue
+        with pytest.raises(
+            DFlashError, match="sliding_window is 96, but EAGLE-3 heads are supported without"
+        ):
             read_drafter_config(path)
 
 

@@ -19,7 +19,7 @@ from dflash_trt.models.drafters.chain import BLOCK, ChainPass
 from dflash_trt.models.drafters.kind import DrafterKind, DrafterParts
 from dflash_trt.models.module import Module
 from dflash_trt.models.passes import Mixer
-from dflash_trt.models.reading import LAYERS, decoder, must_equal, refuse
+from dflash_trt.models.reading import LAYERS, decoder, must_equal, refuse, windows
 
 _STATES = 3  # tapped states of a row, beside the embedding
 
@@ -50,7 +50,6 @@ _NEUTRAL = {
     "mlp_bias": (False,),
     "parallel_drafting": (False,),
     "pretraining_tp": (1,),
-    "sliding_window": (),
 }
 _NEUTRAL_EAGLE = {
     "next_layer_regular": (True,),
@@ -70,8 +69,7 @@ def read_eagle3(fields: Fields) -> DrafterConfig:
     before they are there, the file does. `draft_vocab_size` tells either from a target.
     """
     exported = fields.section("eagle_config")
-    windowed = fields.boolean("use_sliding_window", default=True)
-    refuse(fields, {name: kept for name, kept in _NEUTRAL.items() if windowed or name != "sliding_window"})
+    refuse(fields, _NEUTRAL)
     places = [fields]
     if exported is not None:
         refuse(exported, _NEUTRAL_EAGLE)
@@ -117,6 +115,9 @@ def eagle3_config(
     )
     if common["num_hidden_layers"] != 1:
         raise layers.error("num_hidden_layers", f"is {common['num_hidden_layers']}, but EAGLE-3 has 1 layer")
+    (window,) = windows(layers, 1)
+    if window is not None:
+        raise layers.error("sliding_window", f"is {window}, but EAGLE-3 heads are supported without a window")
     must_equal(fields, "target_hidden_size", "hidden_size", common["hidden_size"])
     if entered and len(entered) != _STATES:
         raise fields.error(

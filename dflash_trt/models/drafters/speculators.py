@@ -20,11 +20,9 @@ from dflash_trt.models.drafters.dspark import build_dspark, heads, most_candidat
 from dflash_trt.models.drafters.eagle3 import NORMS, build_eagle3, eagle3_config, eagle3_layers, usual_taps
 from dflash_trt.models.drafters.kind import DrafterKind
 from dflash_trt.models.reading import (
-    LAYERS,
     decoder,
     layer_ids,
     must_equal,
-    place_window,
     refuse,
     softcap,
     windows,
@@ -47,13 +45,6 @@ def _layers(fields: Fields) -> Fields:
     return section
 
 
-def _windows(layers: Fields, count: int) -> list[int | None]:
-    """The window of each layer. A Llama configuration has no `use_sliding_window`."""
-    if layers.string("model_type") == "qwen3":
-        return windows(layers, count)
-    return place_window(layers, count, stated([(layers, "sliding_window")], Fields.integer))
-
-
 def _block(fields: Fields, settings: Callable[..., BlockSettings]) -> DrafterConfig:
     """The configuration of a drafter with DFlash's layers. `settings` makes the kind's own from those of the block."""
     layers, model = _layers(fields), fields.string(TYPE)
@@ -68,7 +59,7 @@ def _block(fields: Fields, settings: Callable[..., BlockSettings]) -> DrafterCon
         **common,
         layers=tuple(
             LayerAttention(window is not None and not free, window)
-            for window in _windows(layers, common["num_hidden_layers"])
+            for window in windows(layers, common["num_hidden_layers"])
         ),
         block_size=fields.integer("block_size", minimum=1 if every_row else 2, maximum=BLOCK) + every_row,
         mask_token_id=fields.integer("mask_token_id", minimum=0),
@@ -103,9 +94,6 @@ def read_dspark(fields: Fields) -> DrafterConfig:
 def read_eagle3(fields: Fields) -> DrafterConfig:
     """The head's layer is Llama's, or Qwen3's with norms of queries and keys."""
     layers = _layers(fields)
-    count = layers.integer("num_hidden_layers", maximum=LAYERS)
-    if any(_windows(layers, count)):
-        raise layers.error("layer_types", "has a sliding window, which is not supported in an EAGLE-3 head")
     return eagle3_config(
         fields,
         layers=layers,
