@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 import sys
@@ -21,6 +22,7 @@ from dflash_trt.files.reading import read_object
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 
 Role = Literal["target", "drafter"]
+_log = logging.getLogger(__name__)
 
 _REPOSITORY = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./-]*))?")
 _CONFIGS = ["config.json", "generation_config.json"]
@@ -28,6 +30,14 @@ _CONFIGS = ["config.json", "generation_config.json"]
 _FILES = ["*.json", "*.jinja"]
 # Files beside the weights of some drafters that change what they draft.
 _SIDE_FILES = ("mask_embedding.pt", "embeddings.pt")
+# Small files that a repository may have or not, and what builds without them get wrong if it has them.
+_OPTIONAL = {
+    "target": {
+        "generation_config.json": "the tokens that end an answer and the defaults of sampling",
+        "chat_template.jinja": "the texts of chats",
+    },
+    "drafter": dict.fromkeys(_SIDE_FILES, "the drafts"),
+}
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -155,12 +165,40 @@ def _snapshot(repo: str, revision: str | None, role: Role) -> Source:
             else:
                 read_drafter_config(directory)
                 _check_side_files(path.name for path in directory.iterdir())
+        _warn_of_missing(repo, directory, role)
     except CheckpointError as error:
         raise CheckpointError(f"{repo}: {error}") from None
     except Exception as error:
         # The hub raises the errors of its HTTP client, which differ between versions.
         raise _hub_error(repo, error, role) from error
     return Source(directory, repo, commit)
+
+
+def _warn_of_missing(repo: str, directory: Path, role: Role) -> None:
+    """Warn of a file that the repository may have and a cache that was filled offline, or in part, lacks."""
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    for name, changes in _OPTIONAL[role].items():
+        if try_to_load_from_cache(repo, name, revision=directory.name) is not None:
+            continue  # there, or known to be in no such commit
+        if name == "chat_template.jinja" and _has_template(directory):
+            continue
+        try:
+            hf_hub_download(repo, name, revision=directory.name)
+        except LocalEntryNotFoundError:  # also an EntryNotFoundError
+            _log.warning(
+                "%s: the cache has no %s, and the hub was not asked whether there is one, which would change %s; "
+                "fetch it with a network: hf download %s %s --revision %s",
+                *(repo, name, changes, repo, name, directory.name),
+            )
+        except EntryNotFoundError:
+            pass
+
+
+def _has_template(directory: Path) -> bool:
+    config = directory / "tokenizer_config.json"
+    return config.is_file() and bool(read_object(config).get("chat_template"))
 
 
 def _weights(directory: Path) -> list[str]:

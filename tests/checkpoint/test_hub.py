@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -44,6 +45,8 @@ class Hub(ThreadingHTTPServer):
         if "Toy" in repo:
             config = config | {"architectures": ["ToyForCausalLM"], "model_type": "toy"}
         files = dict.fromkeys(WANTED, b"{}") | {"model.safetensors": WEIGHTS}
+        if "Bare" in repo:
+            del files["generation_config.json"], files["chat_template.jinja"]
         if "Sharded" in repo:
             weight_map = {str(i): shard for i, shard in enumerate(SHARDS)}
             del files["model.safetensors"]
@@ -79,7 +82,11 @@ class Handler(BaseHTTPRequestHandler):
         elif parts[3:4] and parts[-1] in (files := self.server.files("/".join(parts[:2]))):
             self.file("/".join(parts[:2]), parts[3], parts[-1], files[parts[-1]])
         else:
-            self.answer(404, b"")
+            missing = {
+                "X-Error-Code": "EntryNotFound",
+                "X-Repo-Commit": parts[3] if len(parts) > 3 else COMMIT,
+            }
+            self.answer(404, b"", missing)
 
     def describe(self, repo: str, what: str, revision: str) -> None:
         commit = {"v1": OLDER, OLDER: OLDER}.get(revision, COMMIT)
@@ -174,6 +181,30 @@ def test_downloads(hub: Hub, tmp_path: Path) -> None:
     again = resolve(tmp_path, url, "qwen3-4b@v1", None, HF_HUB_OFFLINE="1")
     assert json.loads(again.stdout) == [target_source, drafter_source], again.stderr
     assert hub.served == []
+
+
+def test_a_file_that_a_cache_filled_by_hand_lacks_is_named(hub: Hub, tmp_path: Path) -> None:
+    def warnings(**environment: str) -> list[str]:
+        url = f"http://127.0.0.1:{hub.server_port}"
+        done = resolve(tmp_path, url, "org/Bare", "z-lab/Qwen3-4B-DFlash-b16", **environment)
+        assert done.returncode == 0, done.stderr
+        return [line for line in done.stderr.splitlines() if "the cache has no" in line]
+
+    assert warnings() == []  # the hub says that it has no such files, which the cache keeps
+    target, drafter = (
+        tmp_path / "hub" / f"models--{name}" for name in ("org--Bare", "z-lab--Qwen3-4B-DFlash-b16")
+    )
+    (target / ".no_exist" / COMMIT / "generation_config.json").unlink()
+    (ends,) = warnings(HF_HUB_OFFLINE="1")
+    assert ends.startswith("org/Bare: the cache has no generation_config.json, and the hub was not asked")
+    assert "would change the tokens that end an answer" in ends
+    assert ends.endswith(f"hf download org/Bare generation_config.json --revision {COMMIT}")
+    for repository in (target, drafter):
+        shutil.rmtree(repository / ".no_exist")
+    (target / "snapshots" / COMMIT / "tokenizer_config.json").write_text('{"chat_template": "x"}')
+    assert [line.split()[5].strip(",") for line in warnings(HF_HUB_OFFLINE="1")] == [
+        "generation_config.json", "mask_embedding.pt", "embeddings.pt",
+    ]  # fmt: skip
 
 
 def test_the_files_of_the_index_are_fetched(hub: Hub, tmp_path: Path) -> None:
