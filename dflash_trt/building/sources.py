@@ -88,7 +88,7 @@ def built_in(target: str, drafter: str | None, *, no_drafter: bool = False) -> K
 def resolve(name_or_path: str, role: Role, *, stored: bool = False) -> Source:
     """A checkpoint as a local directory.
 
-    `name_or_path` is tried, in this order, as: a directory; a GGUF file or a target in a Python package, both
+    `name_or_path` is tried, in this order, as: a directory; a GGUF file, or a target in a Python package, both
     converted into a cache; the name of a known pair; a hub repository `org/name`. A name or repository may end in
     `@revision`: a branch, a tag or a commit. `stored`: the integers of a GGUF file stay integers.
 
@@ -104,6 +104,8 @@ def resolve(name_or_path: str, role: Role, *, stored: bool = False) -> Source:
     _check_path(name_or_path, role)
     if path.is_dir():
         return Source(path)
+    if role == "drafter" and path.suffix == ".gguf":
+        return Source(gguf.cached_checkpoint(path, drafter=True))
     if role == "target" and (path.suffix == ".gguf" or name_or_path.lower() in gguf.PACKAGED):
         packaged = name_or_path.lower() in gguf.PACKAGED
         file = gguf.packaged_target(name_or_path.lower()) if packaged else path
@@ -123,7 +125,8 @@ def resolve(name_or_path: str, role: Role, *, stored: bool = False) -> Source:
         raise CheckpointError(
             f"{role} {name_or_path}{did_you_mean(name_or_path, known_names)}: neither a directory, nor a hub "
             f"repository org/name[@revision], nor a known pair: {', '.join(NAMES)}"
-            + (f"; nor a GGUF file, nor in a package: {', '.join(gguf.PACKAGED)}" if role == "target" else "")
+            + "; nor a GGUF file"
+            + (f", nor in a package: {', '.join(gguf.PACKAGED)}" if role == "target" else "")
         )
     return _snapshot(match["repo"], match["revision"], role)
 
@@ -134,7 +137,7 @@ def _check_path(name: str, role: Role) -> None:
     parts = Path(name.partition("@")[0]).parts  # a revision may have slashes of its own
     if path.is_dir():
         _check_directory(path, role)
-    elif path.exists() and (path.suffix != ".gguf" or role == "drafter"):
+    elif path.exists() and path.suffix != ".gguf":
         _check_file(path, role)
     elif not path.exists() and (path.is_absolute() or name.startswith(("./", "../")) or len(parts) > 2):
         raise CheckpointError(f"{role} {name}: no such file or directory")
@@ -254,8 +257,6 @@ def _check_file(path: Path, role: str) -> None:
     """Raise CheckpointError for a file where a directory is expected."""
     if path.suffix == ".safetensors":
         raise CheckpointError(f"{path}: is a file; give its directory, with config.json: {path.parent}")
-    if path.suffix == ".gguf":
-        raise CheckpointError(f"{path}: is a GGUF file; only a target can be one, a {role} cannot")
     raise CheckpointError(f"{path}: is a file; a {role} is a directory, a name or a repository")
 
 

@@ -3,7 +3,7 @@
 Tensors in F32, F16 and BF16 keep their type. Quantized ones become BF16, dequantized one piece of a tensor at a time;
 or matrices of integers stay as they are (gguf_blocks.py), with a copy of a tied embedding as the head. The conversion
 undoes two changes that llama.cpp makes: the rows of Llama's query and key projections are ordered for
-interleaved RoPE, and the frequencies of Llama 3's RoPE are a tensor.
+interleaved RoPE, and the frequencies of Llama 3's RoPE are a tensor. gguf_drafters.py knows the files of drafters.
 Format: github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_trt.bundle.manifest import digest
-from dflash_trt.checkpoint import gguf_blocks
+from dflash_trt.checkpoint import gguf_blocks, gguf_drafters
 from dflash_trt.checkpoint.conversions import RECORD, converted
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.gguf_tokenizer import end_token_ids, write_tokenizer
@@ -71,6 +71,12 @@ _LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _FREQUENCIES = "rope_freqs.weight"
+_YARN = {
+    "factor": "factor",
+    "original_context_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
 # Keys of the family's section that the conversion reads or may ignore.
 _READ = {
     "attention.head_count",
@@ -120,8 +126,8 @@ def packaged_target(name: str) -> Path:
     return file
 
 
-def cached_checkpoint(file: Path, *, stored: bool = False) -> Path:
-    """The directory of a GGUF file's conversion: config.json, safetensors, tokenizer. Converts on first use.
+def cached_checkpoint(file: Path, *, stored: bool = False, drafter: bool = False) -> Path:
+    """The directory of a GGUF file's conversion: config.json, safetensors, a target's tokenizer. Converts on first use.
 
     `stored`: matrices of integers stay integers, as gguf_blocks.py has them; otherwise they become BF16.
     The file's SHA-256 identifies one.
@@ -134,7 +140,7 @@ def cached_checkpoint(file: Path, *, stored: bool = False) -> Path:
     place = cache_folder() / "gguf" / f"{file.stem}-{sha256[:16]}-{_CONVERTER}{'-stored' * stored}"
 
     def convert_into(work: Path) -> dict[str, Any]:
-        return {"source": file.name, "types": convert(file, work, stored=stored)}
+        return {"source": file.name, "types": convert(file, work, stored=stored, drafter=drafter)}
 
     return converted(place, sha256, convert_into)
 
@@ -147,23 +153,31 @@ def rounded_to(directory: Path) -> str | None:
     return ", ".join(map(show_name, few)) or None
 
 
-def convert(file: Path, directory: Path, *, stored: bool = False) -> list[str]:
+def convert(file: Path, directory: Path, *, stored: bool = False, drafter: bool = False) -> list[str]:
     """Write a GGUF file as a checkpoint into an existing directory; returns the types of its matrices.
 
     Raises as cached_checkpoint does.
     """
     reader, metadata = _open(file)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    config = _config(file, metadata, tensors)
-    reordered = _FAMILIES[config["model_type"]][2]
-    write_tokenizer(file, metadata, directory)
+    family = _family(file, metadata, drafter=drafter)
+    config = _config(file, family, metadata, tensors)
+    of_layers = config.get("transformer_layer_config", config)
+    count = min(of_layers["num_hidden_layers"], len(tensors))
     entries: list[Entry] = []
     layers: dict[str, str] = {}
-    names = _TOP | {
-        f"blk.{i}.{theirs}.weight": f"model.layers.{i}.{ours}.weight"
-        for i in range(min(config["num_hidden_layers"], len(tensors)))
-        for theirs, ours in _LAYER.items()
-    }
+    if drafter:
+        reordered = family == "eagle3"
+        names = gguf_drafters.names(family, count, _LAYER)
+        entries += _draft_tokens(file, tensors.pop(gguf_drafters.DRAFT_TOKENS, None))
+    else:
+        reordered = _FAMILIES[family][2]
+        write_tokenizer(file, metadata, directory)
+        names = _TOP | {
+            f"blk.{i}.{theirs}.weight": f"model.layers.{i}.{ours}.weight"
+            for i in range(count)
+            for theirs, ours in _LAYER.items()
+        }
     if unknown := tensors.keys() - names.keys() - {_FREQUENCIES}:
         role = "has a role that this version does not support"
         raise CheckpointError(f"{file}: tensor {quoted(min(unknown))} {role}")
@@ -189,8 +203,9 @@ def convert(file: Path, directory: Path, *, stored: bool = False) -> list[str]:
         config["quantization_config"] = {"quant_method": "gguf", "layers": layers}
     write_shard(directory / "model.safetensors", gguf_blocks.together(entries))
     write_object(directory / "config.json", config)
-    ends = {name: config[name] for name in ("eos_token_id", "bos_token_id")}
-    write_object(directory / "generation_config.json", ends)
+    if not drafter:
+        ends = {name: config[name] for name in ("eos_token_id", "bos_token_id")}
+        write_object(directory / "generation_config.json", ends)
     return sorted({tensor.tensor_type.name for tensor in tensors.values() if len(tensor.shape) > 1})
 
 
@@ -211,15 +226,43 @@ def _open(file: Path) -> tuple[GGUFReader, dict[str, Any]]:
     return reader, metadata
 
 
-def _config(file: Path, metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) -> dict[str, Any]:
+def _family(file: Path, metadata: Mapping[str, Any], *, drafter: bool) -> str:
+    """The architecture, which must be a target's, or a drafter's."""
+    fields = Fields(file, metadata)
+    family = fields.string("general.architecture")
+    if drafter and family in gguf_drafters.OLDER:
+        raise fields.error("general.architecture", f"is {quoted(family)}, and {gguf_drafters.AGAIN}")
+    wrong, role = (_FAMILIES, "target") if drafter else (gguf_drafters.KEYS, "drafter")
+    if family in wrong:
+        raise fields.error("general.architecture", f"is {quoted(family)}, which is a {role}'s")
+    return fields.string("general.architecture", among=gguf_drafters.KEYS if drafter else _FAMILIES)
+
+
+def _draft_tokens(file: Path, tensor: ReaderTensor | None) -> list[Entry]:
+    """The table d2t as offsets: the file has the target's token of each draft token."""
+    if tensor is None:
+        return []
+    if tensor.tensor_type.name not in ("I32", "I64"):
+        raise CheckpointError(f"{file}: tensor d2t is {tensor.tensor_type.name}, expected I32 or I64")
+    tokens = np.asarray(tensor.data, np.int64).reshape(-1)
+    return [Entry("d2t", "I64", tokens.shape, [("d2t", tokens - np.arange(len(tokens)))])]
+
+
+def _config(
+    file: Path, family: str, metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]
+) -> dict[str, Any]:
     """config.json with the fields of the family's configuration in Transformers."""
-    family = Fields(file, metadata).string("general.architecture", among=_FAMILIES)
-    architecture, qk_norm, _ = _FAMILIES[family]
     prefix = f"{family}."
     own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     fields = Fields(file, own, prefix)
+    known = _READ | gguf_drafters.KEYS.get(family, set())
+    yarn = None
+    if family in gguf_drafters.KEYS:
+        gguf_drafters.refuse_older(fields, own)
+        yarn = _yarn(fields)
+        known |= {f"rope.scaling.{key}" for key in ("type", *_YARN)} if yarn else set()
     for key, value in own.items():
-        if key not in _READ and value not in _NEUTRAL.get(key, ()):
+        if key not in known and value not in _NEUTRAL.get(key, ()):
             raise fields.error(key, f"is {show(value)}, which this version does not support")
     hidden, heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
     head_dim = fields.integer("attention.key_length", default=hidden // heads)
@@ -227,12 +270,7 @@ def _config(file: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Reade
         if fields.integer(key, default=head_dim) != head_dim:
             raise fields.error(key, f"is {show(own[key])}, expected the head size {head_dim}")
     theta = fields.number("rope.freq_base", default=10000.0)
-    if _EMBEDDING not in tensors:
-        raise CheckpointError(f"{file}: has no tensor {_EMBEDDING}")
-    ends = end_token_ids(metadata)
-    return {
-        "architectures": [architecture],
-        "model_type": family,
+    common = {
         "hidden_act": "silu",
         "hidden_size": hidden,
         "intermediate_size": fields.integer("feed_forward_length"),
@@ -244,8 +282,19 @@ def _config(file: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Reade
         # The decimal that a float32 stands for: 1e-05, not 9.999999747378752e-06.
         "rms_norm_eps": float(str(np.float32(fields.number("attention.layer_norm_rms_epsilon")))),
         "rope_theta": theta,
-        "rope_scaling": _rope_scaling(file, tensors, head_dim, theta),
+        "rope_scaling": yarn or _rope_scaling(file, tensors, head_dim, theta),
         "attention_bias": False,
+    }
+    if family in gguf_drafters.KEYS:
+        return gguf_drafters.config_of(family, fields, metadata, tensors, common)
+    if _EMBEDDING not in tensors:
+        raise CheckpointError(f"{file}: has no tensor {_EMBEDDING}")
+    architecture, qk_norm, _ = _FAMILIES[family]
+    ends = end_token_ids(metadata)
+    return {
+        "architectures": [architecture],
+        "model_type": family,
+        **common,
         **({} if qk_norm else {"mlp_bias": False}),
         "tie_word_embeddings": _HEAD not in tensors,
         "vocab_size": int(tensors[_EMBEDDING].shape[1]),
@@ -253,6 +302,13 @@ def _config(file: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Reade
         "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
         "dtype": _NAMES[_dtype(tensors[_EMBEDDING])],
     }
+
+
+def _yarn(fields: Fields) -> dict[str, Any] | None:
+    if fields.get("rope.scaling.type") != "yarn":
+        return None
+    found = {ours: fields.get(f"rope.scaling.{theirs}") for theirs, ours in _YARN.items()}
+    return {"rope_type": "yarn", **{name: value for name, value in found.items() if value is not None}}
 
 
 def _rope_scaling(
