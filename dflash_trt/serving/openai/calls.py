@@ -113,14 +113,22 @@ def _before(text: str, end: str, at: int, following: str) -> int:
     """Where the next `end` stands that only blanks part from `following` or from the end of the text; -1: nowhere."""
     stop = text.find(end, at)
     while stop >= 0:
-        rest = _BLANK.match(text, stop + len(end))
-        if rest is None or rest.end() == len(text) or text.startswith(following, rest.end()):
+        rest = _blanks_end(text, stop + len(end))
+        if rest == len(text) or text.startswith(following, rest):
             break
         stop = text.find(end, stop + 1)
     return stop
 
 
 _BLANK = re.compile(r"\s*")
+_JSON = json.JSONDecoder()
+
+
+def _blanks_end(text: str, at: int) -> int:
+    found = _BLANK.match(text, at)
+    return at if found is None else found.end()
+
+
 QWEN_TAGS = Tags("<function=", "</function>", "<parameter=", "</parameter>", ">")
 MUSE_TAGS = Tags('<atem:invoke name="', "</atem:invoke>", '<atem:parameter name="', "</atem:parameter>", '">')
 _BLOCK, _BLOCK_END = "<atem:function_calls>", "</atem:function_calls>"
@@ -140,7 +148,8 @@ def _xml_call(text: str, schemas: Schemas, tags: Tags = QWEN_TAGS, begun: bool =
     part, body = "", body.removesuffix(tags.call_end)
     for mark in (tags.call_end, tags.parameter, tags.parameter_end) if begun else ():
         body = body[: len(body) - overlap(body, mark)]
-    for key, value, ended in _values(body, properties.keys(), tags):
+    texts = {key for key, schema in properties.items() if _admits(schema, root, "string", "")}
+    for key, value, ended in _values(body, properties.keys(), tags, properties.keys() - texts):
         schema, value = properties.get(key, other), value.removeprefix("\n").removesuffix("\n")
         value_of = _typed(value, schema, root)
         cut = not ended or (isinstance(value_of, str) and not _admits(schema, root, "string", value))
@@ -163,8 +172,10 @@ def _begun_value(text: str, schema: Any, root: Mapping[str, Any]) -> str:
     return text.strip()
 
 
-def _values(body: str, known: Collection[str], tags: Tags) -> Iterator[tuple[str, str, bool]]:
-    """Names and values of parameters, and whether each has its end.
+def _values(
+    body: str, known: Collection[str], tags: Tags, in_json: Collection[str]
+) -> Iterator[tuple[str, str, bool]]:
+    """Names and values of parameters, and whether each has its end. Marks within one of those in JSON are a part of it.
 
     An end mark is a part of the value unless a parameter or the call's end follows. Where a value has no end mark, the
     next parameter ends it, if the tool has one of this name.
@@ -176,8 +187,14 @@ def _values(body: str, known: Collection[str], tags: Tags) -> Iterator[tuple[str
         if end < 0:
             return
         key, start = body[at + len(mark) : end], end + len(opened)
-        stop = _before(body, value_end, start, mark)
-        limit, following = stop if stop >= 0 else len(body), body.find(mark, start)
+        inner = start
+        if key in in_json:
+            try:
+                inner = _JSON.raw_decode(body, _blanks_end(body, start))[1]
+            except (ValueError, RecursionError):
+                in_json = ()  # so that a wrong one takes its time once
+        stop = _before(body, value_end, inner, mark)
+        limit, following = stop if stop >= 0 else len(body), body.find(mark, inner)
         while 0 <= following < limit:
             close = body.find(opened, following, following + 300)
             if close >= 0 and body[following + len(mark) : close] in known:

@@ -18,7 +18,9 @@ from dflash_trt.serving.openai.written import GEMMA, MISTRAL, TAG, written_by
 from dflash_trt.text.tokenizer import Tokenizer
 
 GPT_OSS = Path(__file__).parents[3] / "dflash_trt" / "shipped" / "tiny-gpt-oss" / "target"
-SCHEMAS = {"get": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}
+SCHEMAS = {
+    "get": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "at": {"type": "array"}}}
+}
 
 
 def read(make: object, text: str, begun: bool = False) -> tuple[str, str, list[tuple[str, object]]]:
@@ -85,6 +87,8 @@ def test_reasoning_is_apart(text: str, inside: bool, content: str, reasoning: st
          "", [("get", {"city": "a<parameter=x>b", "days": 3})]),
         ("<tool_call><function=get><parameter=city>a\n<parameter=days>\n3\n</parameter></function></tool_call>",
          "", [("get", {"city": "a", "days": 3})]),
+        ('<tool_call><function=get><parameter=at>["</parameter> <parameter=city>x"]</parameter></function></tool_call>',
+         "", [("get", {"at": ["</parameter> <parameter=city>x"]})]),
     ],
 )  # fmt: skip
 def test_calls_in_tags(text: str, content: str, calls: object) -> None:
@@ -144,7 +148,8 @@ HOSTILE = {
     "blanks": " ", "quotes": '"', "escapes": "\\", "braces": "{", "marks": "<tool_call>", "ends": "</tool_call>",
     "parameters": "<parameter=", "named": "<parameter=a>", "values": "</parameter>", "functions": "<function=",
     "muse": "</atem:invoke>", "invoked": '<atem:invoke name="get"><atem:parameter name="city">x</atem:parameter>',
-    "words": "a ", "gemma": '<|"|>a', "literals": "1 ", "lists": "[", "commas": ",", "turns": "<tool_call> x ",
+    "words": "a ", "arrays": '<parameter=at>[",","',
+    "gemma": '<|"|>a', "literals": "1 ", "lists": "[", "commas": ",", "turns": "<tool_call> x ",
 }  # fmt: skip
 
 
