@@ -141,14 +141,6 @@ def test_the_odds_follow_the_length_of_a_match() -> None:
         assert right(match) == pytest.approx(chance, abs=0.15)
 
 
-def test_what_fits_a_round_does_not_limit_the_next() -> None:
-    pool, asked = Pool(1, 1), request([1, 2, 3], SamplingParams(max_tokens=30))
-    pool.scheduler.submit(asked)
-    for policy in (FixedCopies(BLOCK), FixedCopies(BLOCK), FixedLength(BLOCK)):  # no token occurs twice
-        pool.scheduler.step(policy)
-    assert asked.statistics.num_draft_tokens == BLOCK - 1
-
-
 def test_a_tree_of_both_sources_has_no_node_twice() -> None:
     """They agree at first. Then the text goes on where the drafter has its second choice, and where it has none."""
     odds, own = Odds(3), Own(0.0)
