@@ -52,6 +52,8 @@ async def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--url", default="localhost:8001")
     args = parser.parse_args()
+    if not 0 < args.max_tokens < 2**31:  # of the tensor's type; Triton reads 2**32 + 5 in JSON as 5
+        parser.error(f"--max-tokens is {args.max_tokens}, expected 1..{2**31 - 1}")
 
     async def one(prompt: str) -> None:
         print(f"--- {prompt}\n{await complete(client, prompt, args.max_tokens)}", flush=True)

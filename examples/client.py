@@ -36,6 +36,8 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--url", default="localhost:8001")
     args = parser.parse_args()
+    if not 0 < args.max_tokens < 2**31:  # of the tensor's type; Triton reads 2**32 + 5 in JSON as 5
+        parser.error(f"--max-tokens is {args.max_tokens}, expected 1..{2**31 - 1}")
     inputs = [
         tensor("text_input", "BYTES", args.prompt),
         tensor("max_tokens", "INT32", args.max_tokens),

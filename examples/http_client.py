@@ -23,6 +23,8 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--url", default="http://localhost:8000")
     args = parser.parse_args()
+    if not 0 < args.max_tokens < 2**31:  # of the tensor's type; Triton reads 2**32 + 5 in JSON as 5
+        parser.error(f"--max-tokens is {args.max_tokens}, expected 1..{2**31 - 1}")
     fields = {"text_input": args.prompt, "max_tokens": args.max_tokens, "stream": args.stream}
     path = "generate_stream" if args.stream else "generate"
     request = urllib.request.Request(f"{args.url}/v2/models/dflash/{path}", json.dumps(fields).encode())

@@ -63,6 +63,15 @@ def test_what_is_missing_is_said_on_one_line(
         assert re.search(" not installed: pip install ", said)
 
 
+@pytest.mark.parametrize("most", [0, 2**31, 2**40])
+def test_a_length_that_triton_would_read_as_another_one_is_refused(
+    most: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run("http_client.py", monkeypatch, "hi", "--url=http://127.0.0.1:9", f"--max-tokens={most}")
+    assert f"--max-tokens is {most}, expected 1..2147483647" in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def expected(tiny: Path) -> list[str]:
     with LLM(tiny) as llm:
