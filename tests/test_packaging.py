@@ -47,7 +47,8 @@ def test_the_core_imports_nothing_that_only_extras_install() -> None:
         f"dflash_trt.engines.{room}.{n}" for room, names in with_tensors.items() for n in names.split()
     ]
     names = (
-        "app chat completions connections errors gate generation model protocol reading responses structure"
+        "app call_grammar chat completions connections errors gate generation model protocol reading responses "
+        "structure"
     )
     routes = [f"dflash_trt.serving.openai.{name}" for name in names.split()]
     with_torch = "blocks checkpoint dflash2 export features fit loop model run target"
