@@ -250,4 +250,4 @@ def test_no_hub_is_one_line(tmp_path: Path) -> None:
     assert errors(done) == done.stderr.splitlines()[-1:]
     message = errors(done)[0]
     assert message.startswith("ERROR Qwen/Qwen3-4B: cannot be fetched from the Hugging Face hub (")
-    assert "a local directory with config.json, the safetensors files, tokenizer.json can be given" in message
+    assert "a local directory with config.json, the safetensors files, tokenizer.json does as well" in message
