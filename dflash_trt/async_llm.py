@@ -12,7 +12,7 @@ from functools import partial
 from math import inf
 from operator import itemgetter
 from pathlib import Path
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Self, Unpack
 
 from dflash_trt.decoding.params import RequestOptions, SamplingParams, ServingOptions, integer
@@ -80,7 +80,7 @@ class AsyncLLM(Opened):
         self._wake = threading.Condition()
         self._closing = self._cancelling = False
         self._failure: EngineError | None = None
-        self._begun: float | None = None  # when what the engine thread does now began, a time of perf_counter
+        self._begun: float | None = None  # when what the engine thread does now began, a time of monotonic
         self._thread = threading.Thread(target=self._serve, name="dflash-trt engine", daemon=True)
         # A thread that computes while the interpreter shuts down aborts the process.
         atexit.register(self._exit)
@@ -98,7 +98,7 @@ class AsyncLLM(Opened):
         A pass that never ends, as of a GPU that hangs, shows here alone.
         """
         begun = self._begun
-        return 0.0 if begun is None else perf_counter() - begun
+        return 0.0 if begun is None else monotonic() - begun
 
     def _asked(self, options: ServingOptions) -> RequestOptions:
         return asked(ServingOptions, {"draft_source": self._draft_source} | options)
@@ -295,14 +295,14 @@ class AsyncLLM(Opened):
                     self._wake.wait()
                 arrivals, self._arrivals = self._arrivals, []
                 departures, self._departures = self._departures, []
-            self._begun = perf_counter()
+            self._begun = monotonic()
             for request in arrivals:
                 scheduler.submit(request)
             for request in departures:
                 scheduler.cancel(request)
             for emissions in scheduler.parts(self._lengths):
                 self._deliver(emissions)
-                self._begun = perf_counter()
+                self._begun = monotonic()
 
     def _deliver(self, emissions: list[Emission]) -> None:
         """Deliver the chunks that are due, with one wake-up per event loop.

@@ -120,11 +120,11 @@ def test_auto_and_doctor_ask_torch_itself(
 @pytest.mark.parametrize(
     ("capability", "codes", "expected"),
     [
-        ("12.0", "sm_80 sm_90", "12.0: pip install --upgrade torch"),
+        ("12.0", "sm_80 sm_90", "12.0: pip install --upgrade 'torch>=2.10' 'triton<3.10,>=3.6'"),
         ("12.0", "sm_80 compute_90", ""),  # which the driver compiles
-        ("9.0", "sm_80 compute_100", "9.0: pip install --upgrade torch"),
+        ("9.0", "sm_80 compute_100", "9.0: pip install --upgrade 'torch>=2.10' 'triton<3.10,>=3.6'"),
         ("8.9", "sm_75 sm_80", ""), ("12.1", "sm_100 sm_120", ""), ("10.3", "sm_100a", ""), ("9.0", "", ""),
-        ("8.0", "sm_75 sm_86", "8.0: pip install --upgrade torch"),
+        ("8.0", "sm_75 sm_86", "8.0: pip install --upgrade 'torch>=2.10' 'triton<3.10,>=3.6'"),
         ("7.0", "sm_75 sm_80", "7.0: pip install 'torch==2.10.*'"),
         ("6.1", "sm_75 sm_80", "6.1; --engine onnxruntime runs on the CPU"),
     ],

@@ -11,6 +11,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 _MOST_BYTES = 1 << 16  # as in uvicorn's other parser
 _HEADERS_SECONDS = 30.0  # as for the body
 _PROBE_SECONDS = 2.0
+_FIRST_PROBE_SECONDS = 0.02  # for the answer of a machine whose client has left
 
 
 class Connection(HttpToolsProtocol):
@@ -52,13 +53,13 @@ class Connection(HttpToolsProtocol):
             self._probe()
         return self._half_closed
 
-    def _probe(self) -> None:
-        """Find out whether the client still reads."""
+    def _probe(self, seconds: float = _FIRST_PROBE_SECONDS) -> None:
+        """Find out whether the client still reads: a second message fails if the first one was refused."""
         if self.transport.is_closing() or self.cycle.response_complete:
             return
         if not (self.cycle.response_started or self.pipeline):
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        self.loop.call_later(_PROBE_SECONDS, self._probe)
+        self.loop.call_later(seconds, self._probe, _PROBE_SECONDS)
 
     def data_received(self, data: bytes) -> None:
         """Pass bytes on, unless there are too many that are not of a body."""
