@@ -107,8 +107,9 @@ class Children(dict[tuple[int, ...], Page]):
         del pages[bisect_left(pages, page.tokens)]
         if not pages:
             del self._sorted[page.head]
-            self._sizes[len(page.head)] -= 1
-            self._sizes += Counter()  # without zeros
+            self._sizes[size := len(page.head)] -= 1
+            if not self._sizes[size]:
+                del self._sizes[size]
 
     def nearest(self, tokens: tuple[int, ...]) -> Page | None:
         """The page that gives a slot the most of these tokens; None if none gives any."""

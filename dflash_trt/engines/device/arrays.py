@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 
-# Our attention adds up to 2,048 slots alike for any number of sequences: each of its parts has one stripe of them
-# (attention_parts).
+# Our attention adds a cache in parts, whose number depends on the number of sequences (attention_parts). From a few
+# hundred slots on their sums differ; in a context of this length every part has more than one stripe.
 DIVIDED_CONTEXT = 2100
 
 

@@ -14,6 +14,7 @@ import re
 import uuid
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from sys import float_info
 from typing import Any, NamedTuple
 
 # Parameters of each tool by its name: a JSON schema.
@@ -48,10 +49,20 @@ def overlap(text: str, tag: str) -> int:
     return 0
 
 
+def _finite(text: str) -> float:
+    """The nearest number that can be written again in JSON, which has neither infinity nor NaN. Raises ValueError."""
+    if not text[-1].isdigit():  # Infinity or NaN
+        raise ValueError(text)
+    return min(max(float(text), -float_info.max), float_info.max)
+
+
+_JSON = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
+
+
 def parsed(text: str) -> Any:
     """The value of a text in JSON; None for any other text."""
     try:
-        return json.loads(text)
+        return _JSON.decode(text)
     except (ValueError, RecursionError):
         return None
 
@@ -86,13 +97,13 @@ def json_begun(text: str, schemas: Schemas | None = None) -> list[Call]:
 def json_values(text: str) -> tuple[list[Any], str]:
     """JSON values one after the other, between them blanks and semicolons, and the rest, which is no value."""
     values: list[Any] = []
-    decoder, at = json.JSONDecoder(), 0
+    at = 0
     while at < len(text):
         if text[at] in " \n\r\t;,":
             at += 1
             continue
         try:
-            value, at = decoder.raw_decode(text, at)
+            value, at = _JSON.raw_decode(text, at)
         except (ValueError, RecursionError):
             return values, text[at:]
         values += value if isinstance(value, list) else [value]
@@ -121,7 +132,6 @@ def _before(text: str, end: str, at: int, following: str) -> int:
 
 
 _BLANK = re.compile(r"\s*")
-_JSON = json.JSONDecoder()
 
 
 def _blanks_end(text: str, at: int) -> int:

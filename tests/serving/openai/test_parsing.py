@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from sys import float_info
 from typing import Any
 
 import pytest
@@ -123,7 +124,7 @@ TYPES: dict[str, Any] = {
         *((name, "null", "null") for name in ("ref", "unknown")),
         ("enum", "1", "1"), ("enum", "2", 2), ("number", "1.5", 1.5), ("number", "many", "many"),
         ("flag", "True", True), ("flag", "false", False), ("list", '["1"]', ["1"]), ("object", '{"a": 1}', {"a": 1}),
-        ("loop", "1", 1),
+        ("loop", "1", 1), ("number", "-1e400", -float_info.max), ("list", "[NaN]", "[NaN]"),
     ],
 )  # fmt: skip
 def test_a_value_in_tags_is_json_only_where_it_cannot_be_a_text(name: str, text: str, value: object) -> None:
