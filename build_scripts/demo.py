@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dflash_trt import LLM, Chunk, SamplingParams, Statistics
-from dflash_trt.building.sources import find_sources
+from dflash_trt.checkpoint.gguf import packaged_target
 from dflash_trt.decoding.output import Detokenizer
 from dflash_trt.errors import CheckpointError
 from dflash_trt.prompts import SHIPPED_PROMPTS, read_prompts
@@ -82,7 +82,7 @@ def main(target: str = "smollm2-135m") -> int:
     """Show SmolLM2 or, where its package is missing, why not; then `tiny`."""
     console = Console(highlight=False)
     try:
-        find_sources(target, None, "copy")
+        packaged_target(target)
     except CheckpointError as error:
         said = f"{target} cannot be shown: {error}\nThe shipped pair tiny is shown instead.\n"
         console.print(said, markup=False)
@@ -160,20 +160,19 @@ def report(console: Console, pairs: list[list[Column]]) -> int:
         "plain tok/s",
         "drafted tok/s",
         "speedup",
-        "acceptance",
+        "tokens per pass",
         "same tokens",
     ):
         table.add_column(title, justify="right")
     equal = [plain.token_ids == drafted.token_ids for plain, drafted in pairs]
     for number, ((plain, drafted), same) in enumerate(zip(pairs, equal, strict=True), start=1):
         assert drafted.statistics is not None
-        drafts, length = drafted.statistics.num_drafts, drafted.statistics.mean_acceptance_length
+        drafts, length = drafted.statistics.num_drafts, drafted.statistics.tokens_per_pass
         cells = f"{number} {len(plain.token_ids)} {plain.speed:.0f} {drafted.speed:.0f} ".split()
         cells.append(f"{drafted.speed / plain.speed:.2f}x" if plain.speed else "")
         table.add_row(*cells, f"{length:.2f}" if drafts else "no drafts", "yes" if same else "NO")
     console.print()
     console.print(table)
-    console.print("\nacceptance: tokens per pass of the target that had drafts to verify")
     if all(equal):
         return 0
     print("tokens differ; `dflash-trt verify` shows where", file=sys.stderr)

@@ -133,10 +133,10 @@ def comparable(command: str, lines: list[str]) -> list[str]:
         if line.startswith("tokens verified"):  # the adaptive length depends on the machine's speed
             line = re.sub(r"\d+ x \d+(, \d+ x \d+)*", "#", line)
         if re.match(
-            r"seconds:|first token|tokens verified|acceptance length|\s+[\d.]+\s+(tree )?auto ", line
+            r"seconds:|first token|tokens verified|[\d.]+ tokens per pass|\s+[\d.]+\s+(tree )?auto ", line
         ):
             line = re.sub(r"\d+(\.\d+)?( x \d+)?(, # x #)*", "#", line)
-        line = re.sub(r"(acceptance length|no drafts).*", "#", line) if line.startswith("[") else line
+        line = re.sub(r"(\S+ tokens per pass|no drafts).*", "#", line) if line.startswith("[") else line
         line = re.sub(r"[\d.]+(?= (s|ms|tokens/s)\b)", "#", line)
         line = re.sub(r"(dflash-trt|onnx-ir) +\d+(\.\d+)+", r"\1 #", line)
         line = re.sub(r"\b[0-9a-f]{16,64}\b", "#", line)

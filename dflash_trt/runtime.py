@@ -135,7 +135,7 @@ class Runtime:
         opener = engine_of(self.bundle)
         self.tokenizer = opener.tokenizer(self.bundle)
         with suppress(DFlashError):  # chats raise it
-            self.tokenizer.templates  # noqa: B018 - read now, so that the first chat need not
+            self.tokenizer.templates.prepare()
         self._structures = Structures(self.tokenizer, manifest["vocab_size"], manifest["eos_token_ids"])
         with progress_display() as progress:
             settings = RunSettings(

@@ -26,7 +26,7 @@ def main() -> None:
     for prompt, one, other in zip(args.prompts, drafted, plain, strict=True):
         print(f"--- {prompt}\n{one.text}")
         same = "the same" if one.token_ids == other.token_ids else "other"
-        length = one.statistics.mean_acceptance_length
+        length = one.statistics.tokens_per_pass
         print(f"[{one.finish_reason}; {length:.2f} tokens per pass; {same} tokens without drafts]")
 
 

@@ -54,8 +54,8 @@ A prompt file is as `dflash-trt verify --help` describes it.
 METHODS = ("plain", "draft", "adaptive", "tree", "lookup")
 # Two lines of headings, so that the table of one bundle fits 80 columns.
 HEADINGS = (
-    ("", "", "", "tokens", "to", "TPOT, ms", "TTFT, ms", "accept.", "", ""),
-    ("load", "bundle", "method", "per s", "plain", "p50/p90/p99", "p50/p99", "length", "block", "host"),
+    ("", "", "", "tokens", "to", "TPOT, ms", "TTFT, ms", "tokens", "", ""),
+    ("load", "bundle", "method", "per s", "plain", "p50/p90/p99", "p50/p99", "a pass", "block", "host"),
 )
 
 
@@ -206,7 +206,7 @@ def _row(load: str, figures: dict[str, Any], plain: dict[str, float]) -> tuple[s
         f"{figures['tokens_per_second'] / base:.2f}x" if base else "",
         "/".join(_milliseconds(tpot[p]) for p in ("p50", "p90", "p99")) if tpot else "",
         "/".join(_milliseconds(ttft[p]) for p in ("p50", "p99")),
-        f"{figures['mean_acceptance_length']:.2f}" if drafted else "",
+        f"{figures['tokens_per_pass']:.2f}" if drafted else "",
         f"{figures['mean_block_length']:.1f}" if drafted else "",
         f"{figures['host_share']:.0%}",
     )

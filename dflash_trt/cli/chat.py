@@ -20,7 +20,7 @@ SUMMARY = "talk with a bundle, and see its drafts accepted"
 DESCRIPTION = """\
 Talk with a bundle. Answers appear as they are generated. On a terminal with colours, drafts that the target accepted
 are coloured, in a second colour if they repeat the conversation. A line below each answer has its speed and its
-acceptance length: tokens per pass of the target that checked drafts.
+tokens per verification pass of the target.
 
 Ctrl-C stops an answer. These lines are commands:
   /reset         begin a new conversation
@@ -177,5 +177,5 @@ def _figures(s: Statistics) -> str:
     text = f"{s.num_generation_tokens} tokens, {s.num_generation_tokens / max(seconds, 1e-9):.0f} tokens/s"
     if not s.num_drafts:
         return f"{text}, no drafts"
-    drafts = f"{text}, acceptance length {s.mean_acceptance_length:.2f} in {s.num_drafts} drafts"
+    drafts = f"{text}, {s.tokens_per_pass:.2f} tokens per pass with {s.num_drafts} drafts"
     return f"{drafts}; trees in {generate.trees_of(s)}" if s.num_trees else drafts

@@ -171,7 +171,7 @@ def _print_statistics(statistics: Statistics) -> None:
     lines = [
         f"{count} tokens in {seconds:.2f} s, {count / seconds:.0f} tokens/s",
         f"first token after {s.time_to_first_token * 1e3:.0f} ms, {s.num_prompt_tokens} prompt tokens",
-        f"acceptance length {s.mean_acceptance_length:.2f} in {s.num_drafts} drafts, "
+        f"{s.tokens_per_pass:.2f} tokens per pass with {s.num_drafts} drafts, "
         f"acceptance rate {s.draft_acceptance_rate:.0%}",
         f"tokens verified per round: {lengths or 'no round'}",
         *([f"trees: {trees_of(s)}"] if s.num_trees else []),

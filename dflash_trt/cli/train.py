@@ -340,7 +340,7 @@ STEPS = {
     "regenerate": ("let the target answer prompts: the data to train on", _add_regenerate, _regenerate),
     "drafter": ("train a drafter and measure it regularly", _add_drafter, _drafter),
     "evaluate": (
-        "acceptance length of a drafter, by category and position in the block",
+        "tokens per pass of a drafter, by category and position in the block",
         _add_evaluate,
         _evaluate,
     ),

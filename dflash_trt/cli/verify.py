@@ -53,7 +53,7 @@ examples:
 A prompt file has one JSON object per line, with "id", "category" and "chat_template_kwargs" if you like:
 {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}
 """
-HEADINGS = ("temperature", "block length", "batch size", "equal", "differing", "acceptance length")
+HEADINGS = ("temperature", "block length", "batch size", "equal", "differing", "tokens per pass")
 COLUMNS = "{:>11}  {:>12}  {:>10}  {:>5}  {:>9}  {:>17}"
 WIDTH_HEADINGS = ("rows fed as", "equal rows", "largest difference", "flips per 1,000", "answers")
 WIDTH_COLUMNS = "{:<24}  {:>11}  {:>18}  {:>15}  {:>7}"
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
             elif case.draft_source == "lookup":
                 length = f"lookup {length}"
             numbers = (case.temperature, length, case.batch_size, case.equal, case.differing)
-            show(COLUMNS.format(*numbers, f"{case.mean_acceptance_length:.2f}"))
+            show(COLUMNS.format(*numbers, f"{case.tokens_per_pass:.2f}"))
     differing = [case.first_difference for case in cases if case.first_difference]
     if args.json:
         rows = [dataclasses.asdict(case) for case in cases]

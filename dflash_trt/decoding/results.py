@@ -50,14 +50,12 @@ class Statistics:
     num_requests: int = 1
 
     def __str__(self) -> str:
-        """Tokens, speed from the arrival on, and acceptance: 24 tokens, 310 tokens/s, acceptance length 3.10."""
+        """Tokens, speed from the arrival on, and what drafts gave: 24 tokens, 310 tokens/s, 3.10 tokens per pass."""
         seconds = self.time_to_first_token + self.generation_time
         parts = [f"{self.num_generation_tokens} tokens"]
         if self.num_requests == 1 and seconds > 0:
             parts.append(f"{self.num_generation_tokens / seconds:.0f} tokens/s")
-        parts.append(
-            f"acceptance length {self.mean_acceptance_length:.2f}" if self.num_drafts else "no drafts"
-        )
+        parts.append(f"{self.tokens_per_pass:.2f} tokens per pass" if self.num_drafts else "no drafts")
         return ", ".join(parts)
 
     def record_round(self, drafted: int, accepted: int, *, tree: bool = False) -> None:
@@ -87,8 +85,14 @@ class Statistics:
         return [tail := tail - n for n in self.acceptance_histogram[:-1]]
 
     @property
+    def tokens_per_pass(self) -> float:
+        """Tokens per verification pass, with or without a draft; 1.0 without any pass."""
+        passes = sum(self.block_length_histogram)
+        return 1 + self.num_accepted_tokens / passes if passes else 1.0
+
+    @property
     def mean_acceptance_length(self) -> float:
-        """Tokens per verification pass with a draft: 1 + accepted / drafts; 1.0 without any draft."""
+        """Tokens per verification pass with a draft (as in vLLM): 1 + accepted / drafts; 1.0 without any draft."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
     @property

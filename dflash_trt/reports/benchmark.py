@@ -87,7 +87,7 @@ class MethodPoint:
             "round_ms": round(1e3 * passes / max(sum(rounds), 1), 3),
             "host_share": round(total.host_time / passes, 4) if passes else 0.0,
             "draft_share": round(total.draft_time / passes, 4) if passes else 0.0,
-            "mean_acceptance_length": round(total.mean_acceptance_length, 3),
+            "tokens_per_pass": round(total.tokens_per_pass, 3),
             "draft_acceptance_rate": round(total.draft_acceptance_rate, 4),
             "mean_block_length": round(sum(n * c for n, c in enumerate(rounds)) / max(sum(rounds), 1), 2),
             "block_length_histogram": rounds,

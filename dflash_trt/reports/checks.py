@@ -247,7 +247,7 @@ class Checks:
         figures: dict[str, Any] = {}
         for case in self._drafting(self.llm):
             name = f"temperature {case.temperature:g}, block {case.block_length or 'auto'}"
-            figures[name] = round(case.mean_acceptance_length, 3)
+            figures[name] = round(case.tokens_per_pass, 3)
             if case.first_difference is not None and not self._tied(case.first_difference):
                 raise Failure(f"{name}: drafting changed tokens: {case.first_difference}")
             if case.accepted == 1 and case.drafted >= _DRAFTS and self.reference is not None:
@@ -257,7 +257,7 @@ class Checks:
                         f"{name}: all {case.drafted} drafts were accepted, but {expected.accepted:.2f} of ONNX "
                         "Runtime's: the drafter reads what it should predict, or is not the one that drafts"
                     )
-        return {"mean_acceptance_length": figures}
+        return {"tokens_per_pass": figures}
 
     def _tied(self, difference: Difference) -> bool:
         """Whether rounding explains which of two tokens won. Passes of other widths may round a logit otherwise."""

@@ -51,7 +51,7 @@ class Case:
     differing: int
     drafted: int  # tokens
     accepted: float  # the share of them
-    mean_acceptance_length: float
+    tokens_per_pass: float
     first_difference: Difference | None
 
 
@@ -133,7 +133,7 @@ def _compare(
         differing=len(differing),
         drafted=statistics.num_draft_tokens,
         accepted=statistics.num_accepted_tokens / max(statistics.num_draft_tokens, 1),
-        mean_acceptance_length=statistics.mean_acceptance_length,
+        tokens_per_pass=statistics.tokens_per_pass,
         first_difference=_difference(llm, prompts[i].id, plain[i], drafted[i], sampling[i])
         if differing
         else None,

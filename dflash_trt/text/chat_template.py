@@ -57,6 +57,11 @@ class ChatTemplates:
             named[name] = template
         return named
 
+    def prepare(self) -> None:
+        """Start the process that renders, where there is a template, so that the first chat need not wait for it."""
+        if self.sources:
+            _SANDBOX.start()
+
     def render(self, name: str, variables: Mapping[str, Any]) -> str:
         """Render a template with `variables`, which are JSON values.
 

@@ -70,6 +70,11 @@ class Sandbox:
             self._idle.append(process)
             return answer
 
+    def start(self) -> None:
+        """Start a process before there is work, which then need not wait for it."""
+        with self._places:
+            self._idle.append(self._ready())
+
     def _ready(self) -> subprocess.Popen[bytes]:
         with suppress(IndexError):
             while (process := self._idle.pop()).poll() is not None:  # it was ended while idle

@@ -143,7 +143,7 @@ def draw_blocks(
 def weights_of(losses: Tensor, valid: Tensor) -> Tensor:
     """The weight of each row's loss, from losses and valid, [N, K] with row 0 the anchor. Has no gradient.
 
-    It is the influence of row j on the acceptance length, by the drafter's own probabilities: the sum, over all m >= j,
+    It is the influence of row j on the accepted tokens, by the drafter's own probabilities: the sum, over all m >= j,
     of the product of the first m smoothed probabilities (D-PACE, arXiv 2605.18810).
     """
     smooth = (1 - _DPACE_SMOOTHING) * torch.exp(-losses.detach()) + _DPACE_SMOOTHING

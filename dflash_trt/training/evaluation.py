@@ -1,4 +1,4 @@
-"""Measure a drafter: acceptance length by category and position, with this package's own decoding loop."""
+"""Measure a drafter: tokens per pass by category and position, with this package's own decoding loop."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _figures(parts: Sequence[Statistics]) -> dict[str, Any]:
 
 
 def average(figures: Mapping[str, Any]) -> float:
-    """The mean of the categories' acceptance lengths, with equal weights."""
+    """The mean of the categories' tokens per pass, with equal weights."""
     each = [part["acceptance_length"] for category, part in figures.items() if category != ALL]
     return sum(each) / len(each)
 
@@ -101,7 +101,7 @@ def read_history(file: Path) -> dict[int, dict[str, Any]]:
 
 
 def draw_curve(history: Mapping[int, Mapping[str, Any]], file: Path) -> None:
-    """Draw the acceptance length over the steps, a line per category and their mean, if matplotlib is installed.
+    """Draw the tokens per pass over the steps, a line per category and their mean, if matplotlib is installed.
     history: step -> figures.
     """
     if not plots.available():

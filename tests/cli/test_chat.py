@@ -47,7 +47,7 @@ def test_answers_are_those_of_generate_and_stay_in_the_conversation(
     assert said.out.startswith(first)
     assert asked[0] == ["Be brief.", "Add 1."]
     assert asked[1] == ["Be brief.", "Add 1.", first.removesuffix("\n"), "And 2."]
-    assert said.out.count("acceptance length") == 2
+    assert said.out.count("tokens per pass") == 2
 
 
 def test_commands_change_the_conversation(chat: Command, asked: list[Any]) -> None:

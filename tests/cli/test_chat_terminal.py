@@ -87,7 +87,7 @@ def test_a_conversation_in_a_terminal(bundle: Path) -> None:
         terminal.until("> $")
         assert terminal.shown.startswith(f"loading {bundle} ..."[:79] + "\r\x1b[K")
         answer = terminal.ask("Add 1.")
-        accepted = re.search(r"acceptance length (\d+\.\d+)", answer)
+        accepted = re.search(r"(\d+\.\d+) tokens per pass", answer)
         assert accepted is not None
         assert (CYAN in answer) == (float(accepted[1]) > 1)
         assert "drafts off" in terminal.ask("/draft off")

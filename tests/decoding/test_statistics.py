@@ -21,7 +21,10 @@ def test_figures_of_one_request() -> None:
     assert statistics.num_accepted_tokens == 11
     assert statistics.num_accepted_tokens_per_pos == [3, 3, 1, 1, 1, 1, 1]
     assert statistics.acceptance_histogram == [1, 0, 2, 0, 0, 0, 0, 1]
+    assert statistics.mean_acceptance_length == statistics.tokens_per_pass == pytest.approx(1 + 11 / 4)
+    statistics.record_round(0, 0)  # a pass without a draft
     assert statistics.mean_acceptance_length == pytest.approx(1 + 11 / 4)
+    assert statistics.tokens_per_pass == pytest.approx(1 + 11 / 5)
     assert statistics.draft_acceptance_rate == pytest.approx(11 / 24)
 
 

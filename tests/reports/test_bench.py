@@ -66,7 +66,7 @@ def test_every_method_serves_the_same_requests(runtime: Runtime) -> None:
     assert figures["output_tokens"] == sum(map(len, plain.outputs))
     assert figures["tokens_per_second"] == pytest.approx(figures["output_tokens"] / plain.seconds, abs=0.1)
     assert figures["block_length_histogram"] == [0, figures["output_tokens"] - 13]
-    assert figures["mean_acceptance_length"] == 1
+    assert figures["tokens_per_pass"] == 1
     times = [r.statistics.time_per_output_token for r in plain.requests]
     ranked = sorted(
         1e3 * each for each in times
@@ -74,7 +74,7 @@ def test_every_method_serves_the_same_requests(runtime: Runtime) -> None:
     of_times = [figures["tpot_ms"][name] for name in ("p50", "p90", "p99")]
     assert of_times == pytest.approx([ranked[6], ranked[11], ranked[12]], abs=1e-3)
     fixed = found["3", "fixed"].to_dict()
-    assert fixed["mean_acceptance_length"] > 1
+    assert fixed["tokens_per_pass"] > 1
     assert len(fixed["block_length_histogram"]) == 5
     assert 0 < fixed["host_share"] < 1
 
@@ -136,7 +136,7 @@ def test_several_bundles_take_turns_and_share_one_table(bundles: list[Path], com
     assert [(p["bundle"], p["method"]) for p in points] == expected
     assert document["same_tokens"]
     assert len({p["output_tokens"] for p in points}) == 1
-    drafted = {p["bundle"]: p["mean_acceptance_length"] for p in points if p["method"] == "draft"}
+    drafted = {p["bundle"]: p["tokens_per_pass"] for p in points if p["method"] == "draft"}
     assert drafted[str(bundles[0])] > 1
     rows = [line.split()[:3] for line in command("bench", *bundles, *asked).out.splitlines()[-4:]]
     assert rows == [["2", *each] for each in expected]

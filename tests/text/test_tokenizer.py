@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -277,6 +278,14 @@ def test_an_interrupted_rendering_does_not_answer_the_next(
         tokenizer.apply_chat_template([{"role": "user", "content": "first"}])
     monkeypatch.setattr(sandbox, "_read", read)
     assert tokenizer.apply_chat_template([{"role": "user", "content": "second"}]) == "second"
+
+
+def test_a_prepared_chat_starts_no_process(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    configure(directory, chat_template="{{ messages[0].content }}")
+    tokenizer = Tokenizer(directory)
+    tokenizer.templates.prepare()
+    monkeypatch.delattr(subprocess, "Popen")
+    assert tokenizer.apply_chat_template(CHAT) == CHAT[0]["content"]
 
 
 def test_renderings_of_many_threads_get_their_own_answers(directory: Path) -> None:
