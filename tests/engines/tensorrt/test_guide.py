@@ -8,8 +8,10 @@ import shlex
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
+from huggingface_hub.errors import EntryNotFoundError
 
 from dflash_trt.checkpoint.catalogue import PAIRS, SHIPPED
 from dflash_trt.cli import main
@@ -44,7 +46,9 @@ def commands() -> list[str]:
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hub on which checkpoints are those of tiny, and of tiny-gpt-oss for gpt-oss; and a line for each chat."""
+    """A hub whose checkpoints are those of tiny, and of tiny-gpt-oss for gpt-oss, and which is asked over no network;
+    and a line for each chat.
+    """
     drafters = {pair.drafter_repo for pair in PAIRS}
 
     def download(repo: str, **_: object) -> str:
@@ -54,7 +58,11 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             / ("drafter" if repo in drafters else "target")
         )
 
+    def absent(repo: str, name: str, **_: object) -> NoReturn:
+        raise EntryNotFoundError(f"{repo} has no {name}")
+
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", absent)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
     monkeypatch.chdir(tmp_path)
 
