@@ -18,7 +18,7 @@ from dflash_trt.decoding.draft import Draft, Verified
 from dflash_trt.decoding.params import FinishReason, SamplingParams
 from dflash_trt.decoding.request import Emission, Request
 from dflash_trt.decoding.sampling.history import History
-from dflash_trt.decoding.sampling.sampler import log_probabilities, sample
+from dflash_trt.decoding.sampling.sampler import log_probabilities, rank, sample
 from dflash_trt.errors import INTERRUPTIONS, DecodingError, NonFiniteError, RequestError
 
 
@@ -240,10 +240,11 @@ def _emit(
 
 
 def read_prompt(request: Request, logits: Array, start: int) -> None:
-    """Note the log-probabilities of the prompt's tokens start + 1, ..., from the logits [n, V] before them."""
+    """Note log-probabilities and ranks of the prompt's tokens start + 1, ..., from the logits [n, V] before them."""
     if start == 0:
-        request.prompt_logprobs, request.prompt_top_logprobs = [None], [[]]
+        request.prompt_logprobs, request.prompt_top_logprobs, request.prompt_ranks = [None], [[]], [None]
     for row, token in zip(logits, request.prompt[start + 1 :], strict=False):
         own, top = log_probabilities(row, token, request.params.top_logprobs)
         request.prompt_logprobs.append(own)
         request.prompt_top_logprobs.append(top)
+        request.prompt_ranks.append(rank(row, token))

@@ -54,6 +54,7 @@ class Request:
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     prompt_logprobs: list[float | None] = field(default_factory=list)
     prompt_top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    prompt_ranks: list[int | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.takes_drafts, self.block_length = self.options.speculate, self.options.block_length
@@ -166,6 +167,7 @@ def _about_prompt(request: Request) -> dict[str, Any]:
     return {
         "prompt_logprobs": request.prompt_logprobs if params.prompt_logprobs else None,
         "prompt_top_logprobs": request.prompt_top_logprobs if tops else None,
+        "prompt_ranks": request.prompt_ranks if params.prompt_logprobs else None,
     }
 
 

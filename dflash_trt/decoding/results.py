@@ -156,6 +156,7 @@ class Completion:
     logprobs: one number per token, if requested. top_logprobs: one list per token.
     prompt_logprobs: one number per token of the prompt, if requested. The first is None, because nothing precedes it.
     prompt_top_logprobs: one list per token of the prompt; the first is empty.
+    prompt_ranks: with prompt_logprobs, the place of each of these tokens among all by probability. 1 is the best.
     """
 
     text: str
@@ -168,6 +169,7 @@ class Completion:
     top_logprobs: list[TopLogprobs] | None = None
     prompt_logprobs: list[float | None] | None = None
     prompt_top_logprobs: list[TopLogprobs] | None = None
+    prompt_ranks: list[int | None] | None = None
 
     def __repr__(self) -> str:
         return f"Completion({self.text!r}, {self.finish_reason!r}, {self.statistics})"
@@ -192,6 +194,7 @@ class Chunk:
     top_logprobs: list[TopLogprobs] | None = None
     prompt_logprobs: list[float | None] | None = None
     prompt_top_logprobs: list[TopLogprobs] | None = None
+    prompt_ranks: list[int | None] | None = None
     rounds: list[tuple[int, int, int, int]] = field(default_factory=list)
 
     def __repr__(self) -> str:

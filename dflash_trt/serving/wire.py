@@ -97,6 +97,7 @@ class Update(TypedDict, total=False):
     echo: tuple[str, list[int]]
     prompt_logprobs: list[float | None]
     prompt_top_logprobs: list[list[tuple[int, float]]]
+    prompt_ranks: list[int | None]
     finish_reason: str
     num_draft_tokens: int
     num_accepted_tokens: int
@@ -114,7 +115,8 @@ def refusal(code: Code, text: str, field: str | None = None) -> Update:
 
 # The fields of an update that go on in later ones.
 GROWING = (
-    "text", "token_ids", "rounds", "logprobs", "top_logprobs", "prompt_logprobs", "prompt_top_logprobs"
+    "text", "token_ids", "rounds", "logprobs", "top_logprobs", "prompt_logprobs", "prompt_top_logprobs",
+    "prompt_ranks",
 )  # fmt: skip
 
 

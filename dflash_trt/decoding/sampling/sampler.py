@@ -91,6 +91,12 @@ def log_probabilities(logits: Floats, token: int, top: int) -> tuple[float, list
     return own, list(zip(ranked.tolist(), tops, strict=True))
 
 
+def rank(logits: Floats, token: int) -> int:
+    """The place of `token` among all by their `logits` [V], from 1 on. Lower token ids come first among equals."""
+    own = logits[token]
+    return 1 + int((logits > own).sum() + (logits[:token] == own).sum())
+
+
 def _check_finite(best: np.float32) -> None:
     if not math.isfinite(best):
         raise NonFiniteError(

@@ -94,10 +94,16 @@ class Chat(Generation[ChatRequest, ChatChoice]):
 
     def add(self, index: int, update: Update) -> None:
         self.choices[index].parts += self.parts(index, update)
-        self.choices[index].note(chat_logprobs(self.model, update))
+        self.choices[index].note(self._logprobs(update))
 
     def content(self, index: int) -> Json:
         return {"message": _message(self.choices[index])}
+
+    def _logprobs(self, update: Update) -> Json | None:
+        return chat_logprobs(self.model, update, self.body.top_logprobs or 0)
+
+    def _totals(self) -> Json:
+        return super()._totals() | self.of_prompts.get(0, {})
 
     async def chunks(self, engine: EngineProcess) -> AsyncGenerator[dict[str, Any], None]:
         async with aclosing(self.run(engine)) as given:
@@ -119,7 +125,7 @@ class Chat(Generation[ChatRequest, ChatChoice]):
     def _beside(self, choice: ChatChoice, update: Update) -> dict[str, Any]:
         """What the last delta of an update has beside its text."""
         more: dict[str, Any] = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
-        more["logprobs"] = chat_logprobs(self.model, update)
+        more["logprobs"] = self._logprobs(update)
         if self.body.return_token_ids:
             more["token_ids"] = update["token_ids"]
         if self.body.return_rounds:

@@ -81,9 +81,9 @@ class Completions(Generation[CompletionRequest, CompletionChoice]):
         self.choices[index].note(made["logprobs"])
 
     def content(self, index: int) -> dict[str, Any]:
-        text = {"text": "".join(self.choices[index].texts)}
-        prompt = self.prompts[index // self.request["n"]]
-        return text | ({"prompt_token_ids": prompt} if self.body.return_token_ids else {})
+        at = index // self.request["n"]
+        made = {"text": "".join(self.choices[index].texts)} | self.of_prompts.get(at, {})
+        return made | ({"prompt_token_ids": self.prompts[at]} if self.body.return_token_ids else {})
 
     async def chunks(self, engine: EngineProcess) -> AsyncGenerator[dict[str, Any], None]:
         async with aclosing(self.run(engine)) as given:
@@ -103,8 +103,10 @@ class Completions(Generation[CompletionRequest, CompletionChoice]):
             "logprobs": None,
         }
         if self.body.logprobs is not None:
-            prompt = self.prompts[index // self.request["n"]] if "prompt_logprobs" in update else []
-            made["logprobs"] = completion_logprobs(self.model, prompt, update, choice.offset)
+            echoed = self.body.echo and "prompt_logprobs" in update
+            prompt = self.prompts[index // self.request["n"]] if echoed else []
+            most = self.body.logprobs
+            made["logprobs"] = completion_logprobs(self.model, prompt, update, choice.offset, most)
             choice.offset += sum(map(len, made["logprobs"]["tokens"]))
         if self.body.return_token_ids:
             made["token_ids"] = update["token_ids"]

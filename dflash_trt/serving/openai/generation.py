@@ -17,8 +17,9 @@ from pydantic_core import to_json
 from dflash_trt.errors import RequestError, quoted
 from dflash_trt.serving.openai.engine import EngineDownError, EngineProcess, QueueFullError
 from dflash_trt.serving.openai.errors import ApiError, Names, from_engine, refused
-from dflash_trt.serving.openai.model import Model, last_end
+from dflash_trt.serving.openai.model import Model, last_end, prompt_logprobs
 from dflash_trt.serving.openai.protocol import SamplingFields
+from dflash_trt.serving.openai.reading import Json
 from dflash_trt.serving.wire import EngineRequest, Update
 
 # Log-probabilities of all answers to a request together: about 100 bytes each in an answer, and as many in the engine.
@@ -46,7 +47,12 @@ def engine_request(
     if max_tokens is not None and max_tokens > room:
         text = f"the prompt has {longest} and max_tokens is {max_tokens}, expected at most {room}"
         raise model.overflow(text, "max_tokens")
-    most = _most_tokens(body, prompts, echoed=bool(more.get("prompt_logprobs")))
+    if (tops := body.prompt_logprobs) is not None:
+        if body.stream:
+            text = f"prompt_logprobs is {tops}, but stream is true: they come with a whole answer"
+            raise ApiError(400, text, "prompt_logprobs")
+        more |= {"prompt_logprobs": True, "top_logprobs": max(tops, more.get("top_logprobs", 0))}
+    most = _most_tokens(body, prompts, more)
     if max_tokens is None:
         max_tokens = min(room, most)
     elif max_tokens > most:
@@ -56,7 +62,7 @@ def engine_request(
         params={**model.defaults, **body.sampling(), **more, "max_tokens": max_tokens},
         n=body.n or 1,
         # So that log-probabilities come by rounds, whatever the client gets.
-        stream=bool(body.stream or body.logprobs_of_a_token()),
+        stream=bool(body.stream or more.get("logprobs")),
         speculate=body.speculate is not False,
         block_length=body.block_length,
         tree_nodes=body.tree_nodes,
@@ -66,22 +72,23 @@ def engine_request(
     )
 
 
-def _most_tokens(body: SamplingFields, prompts: list[list[int]], *, echoed: bool) -> int:
-    """The most tokens of each answer that its log-probabilities leave room for. Raises ApiError if there is none.
-
-    echoed: whether the tokens of the prompts have log-probabilities, too.
+def _most_tokens(body: SamplingFields, prompts: list[list[int]], more: Json) -> int:
+    """The most tokens of each answer that the log-probabilities, `more` says of what, leave room for. Raises ApiError
+    if there is none.
     """
-    if not (each := body.logprobs_of_a_token() * (body.n or 1)):
-        return 2**31 - 1
-    if echoed and (size := max(map(len, prompts)) * body.logprobs_of_a_token()) > MOST_OF_A_PROMPT:
+    each, field = 1 + more.get("top_logprobs", 0), "logprobs"
+    of_prompt, of_answer = (each * bool(more.get(name)) for name in ("prompt_logprobs", field))
+    if body.prompt_logprobs is not None:
+        field = "prompt_logprobs"
+    if (size := max(map(len, prompts)) * of_prompt) > MOST_OF_A_PROMPT:
         text = (
             f"the prompt would have {size}, expected at most {MOST_OF_A_PROMPT}; ask for fewer, or shorten it"
         )
-        raise ApiError(400, f"logprobs: {text}", "logprobs")
-    left = MOST_LOGPROBS // each - (sum(map(len, prompts)) if echoed else 0)
-    if (most := left // len(prompts)) < 1:
-        raise ApiError(400, f"logprobs: answers have {MOST_LOGPROBS} at most; ask for fewer", "logprobs")
-    return most
+        raise ApiError(400, f"{field}: {text}", field)
+    left = MOST_LOGPROBS // (body.n or 1) - sum(map(len, prompts)) * of_prompt
+    if (most := left // (of_answer * len(prompts) or 1)) < 1:
+        raise ApiError(400, f"{field}: answers have {MOST_LOGPROBS} at most; ask for fewer", field)
+    return most if of_answer else 2**31 - 1
 
 
 def event(value: dict[str, Any]) -> bytes:
@@ -221,6 +228,7 @@ class Generation(ABC, Generic[B, C]):
     names: Names = ()
     usage: Usage = field(default_factory=Usage)
     created: int = field(default_factory=lambda: int(time.time()))
+    of_prompts: dict[int, Json] = field(default_factory=dict)  # `prompt_logprobs`, if asked for, by prompt
 
     async def run(self, engine: EngineProcess) -> AsyncGenerator[tuple[int, Update], None]:
         """Index and update of every choice, as they come. An error of one choice ends all. Raises ApiError."""
@@ -286,6 +294,13 @@ class Generation(ABC, Generic[B, C]):
         async with aclosing(self.run(engine)) as given:
             async for index, update in given:
                 self.choices[index].token_ids += update["token_ids"]
+                if "prompt_ranks" in update and (most := self.body.prompt_logprobs) is not None:
+                    at = index // self.request["n"]
+                    # There may be 65,536: a thread, so that the event loop goes on.
+                    listed = await asyncio.to_thread(
+                        prompt_logprobs, self.model, self.prompts[at], update, most
+                    )
+                    self.of_prompts[at] = {"prompt_logprobs": listed}
                 self.add(index, update)
         pieces = [to_json(self._frame(self.kind))[:-1], b',"choices":']
         for index, choice in enumerate(self.choices):

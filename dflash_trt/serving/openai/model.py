@@ -182,15 +182,32 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int) or (isinstance(value, float) and isfinite(value))
 
 
-def chat_logprobs(model: Model, update: Update) -> dict[str, Any] | None:
-    """`logprobs` of a chat's choice: one entry per token of this update."""
+def prompt_logprobs(model: Model, prompt: list[int], update: Update, most: int) -> list[Json | None]:
+    """vLLM's `prompt_logprobs`: by id, the token of each place of the prompt and the `most` best ones there."""
+    made: list[Json | None] = []
+    tops = update.get("prompt_top_logprobs") or [[]] * len(prompt)
+    for token, own, rank, top in zip(
+        prompt, update["prompt_logprobs"], update["prompt_ranks"], tops, strict=True
+    ):
+        ranked = [(token, own, rank), *((*pair, place) for place, pair in enumerate(top[:most], 1))]
+        said = {
+            str(each): {"logprob": _finite(value), "rank": at, "decoded_token": model.token_text(each)}
+            for each, value, at in ranked
+            if value is not None
+        }
+        made.append(said or None)
+    return made
+
+
+def chat_logprobs(model: Model, update: Update, most: int) -> dict[str, Any] | None:
+    """`logprobs` of a chat's choice: one entry per token of this update, with the `most` best ones at its place."""
     if update.get("logprobs") is None:
         return None
     tops = update.get("top_logprobs") or [[]] * len(update["logprobs"])
     content = []
     for token, logprob, top in zip(update["token_ids"], update["logprobs"], tops, strict=True):
         entry = _entry(model, token, logprob)
-        content.append(entry | {"top_logprobs": [_entry(model, *pair) for pair in top]})
+        content.append(entry | {"top_logprobs": [_entry(model, *pair) for pair in top[:most]]})
     return {"content": content, "refusal": None}
 
 
@@ -199,10 +216,13 @@ def _entry(model: Model, token: int, logprob: float) -> dict[str, Any]:
     return {"token": text, "logprob": _finite(logprob), "bytes": list(model.token_bytes(token))}
 
 
-def completion_logprobs(model: Model, prompt: list[int], update: Update, offset: int) -> dict[str, Any]:
+def completion_logprobs(
+    model: Model, prompt: list[int], update: Update, offset: int, most: int
+) -> dict[str, Any]:
     """`logprobs` of a completion's choice: of an update's tokens, and before them of the prompt's that it is about.
 
     prompt: the prompt's tokens that belong to its `prompt_logprobs`. offset: characters of the text before all these.
+    most: how many of the best ones at each place.
     """
     ids, logprobs = update["token_ids"], list[float | None](update.get("logprobs") or [])
     tops: list[Any] = update.get("top_logprobs") or [None] * len(logprobs)
@@ -216,7 +236,7 @@ def completion_logprobs(model: Model, prompt: list[int], update: Update, offset:
         "top_logprobs": [
             None
             if top is None or own is None
-            else {model.token_text(token): _finite(value) for token, value in top}
+            else {model.token_text(token): _finite(value) for token, value in top[:most]}
             for top, own in zip(tops, logprobs, strict=True)
         ],
         "text_offset": list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else [],

@@ -50,7 +50,6 @@ _WHY = {
     "previous_response_id": "nothing is stored here: send the whole conversation as input",
     "conversation": "nothing is stored here: send the whole conversation as input",
     "functions": "send tools",
-    "prompt_logprobs": "a completion has those of its prompt with echo and logprobs",
     "function_call": "send tool_choice",
     "web_search_options": "this server does not search",
 }
@@ -192,16 +191,13 @@ class SamplingFields(CommonFields):
     n: Annotated[Int, Field(ge=1, le=128)] | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: Most | None = None  # vLLM's: of the so many best tokens at each place of the prompt
     # Ours: in a chat's stream, the text of each round, its accepted drafts apart.
     return_rounds: bool | None = None
 
     def answers(self) -> int:
         """`n`, by default 1."""
         return self.n or 1
-
-    def logprobs_of_a_token(self) -> int:
-        """How many log-probabilities each token of an answer gets."""
-        return 0
 
     def sampling(self) -> Json:
         """The given fields of `SamplingParams`, with the values that other servers take beside its own."""
@@ -219,7 +215,7 @@ class SamplingFields(CommonFields):
 
 # Fields of a request that are `SamplingParams`' own, under the same name and with the same meaning.
 SAMPLING = (SamplingFields.model_fields.keys() & SamplingParams.__dataclass_fields__.keys()) - {
-    *("max_tokens", "logit_bias", "structured_outputs")
+    *("max_tokens", "logit_bias", "structured_outputs", "prompt_logprobs")
 }
 
 
@@ -237,10 +233,6 @@ class CompletionRequest(SamplingFields):
     def answers(self) -> int:
         """`n` for each prompt."""
         return len(self.prompts()) * super().answers()
-
-    def logprobs_of_a_token(self) -> int:
-        """Its own and the most probable ones."""
-        return 0 if self.logprobs is None else 1 + self.logprobs
 
     def prompts(self) -> list[str | list[int]]:
         """One text or list of ids, or several. Raises ApiError."""
@@ -277,10 +269,6 @@ class ChatRequest(SamplingFields):
     chat_template_kwargs: Json | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-
-    def logprobs_of_a_token(self) -> int:
-        """Its own and the most probable ones."""
-        return 1 + (self.top_logprobs or 0) if self.logprobs else 0
 
     def conversation(self) -> list[Json]:
         """The messages as templates know them. It takes time. Raises ApiError."""

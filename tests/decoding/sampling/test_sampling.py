@@ -14,7 +14,7 @@ from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.sampling import philox
 from dflash_trt.decoding.sampling import probability_mass as weights
 from dflash_trt.decoding.sampling.history import History
-from dflash_trt.decoding.sampling.sampler import log_probabilities, process, sample
+from dflash_trt.decoding.sampling.sampler import log_probabilities, process, rank, sample
 from dflash_trt.errors import RequestError
 
 # The known-answer vectors of Random123 1.14 (kat_vectors): counter, key, result.
@@ -319,4 +319,5 @@ def test_top_log_probabilities_are_those_of_the_raw_logits(top: int) -> None:
     assert own == pytest.approx(exact[7], abs=1e-4)
     assert [token for token, _ in found] == np.argsort(-logits, kind="stable")[:top].tolist()
     assert [number for _, number in found] == pytest.approx([exact[t] for t, _ in found], abs=1e-4)
+    assert [rank(logits, token) for token, _ in found] == [*range(1, top + 1)]
     assert len(log_probabilities(logits[:3], 0, 20)[1]) == 3

@@ -126,7 +126,7 @@ SAMPLING: dict[str, Any] = COMMON | {
     "allowed_token_ids": [*range(2000)] * 65, "max_tokens": 400,
     "logit_bias": {str(i): 1 for i in range(1024)}, "response_format": FORM,
     "structured_outputs": {"regex": "x" * 65_000},
-    "n": LIMIT, "add_special_tokens": True, "return_token_ids": True, "return_rounds": True,
+    "n": LIMIT, "add_special_tokens": True, "return_token_ids": True, "return_rounds": True, "prompt_logprobs": 20,
 }  # fmt: skip
 TOOLS = [tool(CLOSED | {"properties": {"a": {"description": "x" * 850}}}, f"f{i}") for i in range(1024)]
 CHAT: dict[str, Any] = SAMPLING | {
@@ -344,13 +344,23 @@ def test_a_prompt_has_as_many_log_probabilities_as_can_come_at_once(
     model = model_of(tiny, "")
     monkeypatch.setattr(model, "max_seq_len", 1 << 20)
 
-    def ask(tokens: int) -> Any:
-        body = protocol.CompletionRequest(model="tiny", prompt=[[5], [5] * tokens], logprobs=20, echo=True)
+    def ask(tokens: int, **fields: Any) -> Any:
+        body = protocol.CompletionRequest(model="tiny", prompt=[[5], [5] * tokens], **fields)
         return asyncio.run(Completions.of(model, body, "id", None))
 
-    ask(MOST_OF_A_PROMPT // 21)
-    with pytest.raises(ApiError, match="the prompt would have 65541, expected at most 65536"):
-        ask(MOST_OF_A_PROMPT // 21 + 1)
+    for fields in (
+        {"logprobs": 20, "echo": True},
+        {"prompt_logprobs": 20},
+        {"logprobs": 20, "prompt_logprobs": 0},
+    ):
+        ask(MOST_OF_A_PROMPT // 21, **fields)
+        with pytest.raises(
+            ApiError, match=f"{[*fields][-1] if 'echo' not in fields else 'logprobs'}: the prompt would"
+        ):
+            ask(MOST_OF_A_PROMPT // 21 + 1, **fields)
+    ask(MOST_OF_A_PROMPT, logprobs=20)
+    with pytest.raises(ApiError, match="answers have 524288 at most"):
+        ask(MOST_OF_A_PROMPT // 21, prompt_logprobs=20, n=9)
 
 
 def test_what_prompts_share_is_sent_and_read_once(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,9 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 from openai import AsyncOpenAI
+from transformers import AutoModelForCausalLM
 
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.checkpoint.catalogue import SHIPPED
@@ -132,6 +134,34 @@ def test_top_and_prompt_log_probabilities_are_those_of_the_python_interface(serv
     top = chat.choices[0].logprobs.content[0].top_logprobs
     assert len(top) == 2
     assert top[0].logprob == chat.choices[0].logprobs.content[0].logprob
+
+
+def test_log_probabilities_and_ranks_of_a_prompt_are_those_of_transformers(server: Server, llm: LLM) -> None:
+    """In vLLM's form, whatever log-probabilities the answer has."""
+    judge = AutoModelForCausalLM.from_pretrained(SHIPPED / "tiny" / "target", dtype=torch.float32)
+    text = "def add(a, b): What should I eat in Borvik?"
+    asked = {"prompt_logprobs": 3}
+    (made,) = complete(server, prompt=text, max_tokens=2, logprobs=1, extra_body=asked).choices
+    assert {len(top) for top in made.logprobs.top_logprobs} == {1}
+    chat = ask(
+        server, max_tokens=2, logprobs=True, n=2, extra_body={"prompt_logprobs": 0, "return_token_ids": True}
+    )
+    assert chat.choices[1].logprobs.content[0].top_logprobs == []
+    template = llm.tokenizer.apply_chat_template(QUESTION, True)
+    for prompt, listed, most in ((text, made.prompt_logprobs, 3), (template, chat.prompt_logprobs, 0)):
+        ids = llm.tokenizer.encode(prompt, add_special_tokens=prompt == text)
+        with torch.inference_mode():
+            rows = judge(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+        assert listed[0] is None
+        for token, row, said in zip(ids[1:], rows, listed[1:], strict=False):
+            best = {str(each) for each in row.topk(most).indices.tolist()}
+            assert said.keys() == best | {str(token)}
+            for each, entry in said.items():
+                own = row[int(each)]
+                assert entry["logprob"] == pytest.approx(own.item(), abs=1e-3)
+                assert (row > own + 1e-3).sum() < entry["rank"] <= (row > own - 1e-3).sum()
+                assert entry["decoded_token"] == llm.tokenizer.decode([int(each)], skip_special_tokens=False)
+        assert len(listed) == len(ids)
 
 
 def test_bias_least_length_and_priority_reach_the_engine(server: Server, llm: LLM) -> None:
