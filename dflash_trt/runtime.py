@@ -39,6 +39,7 @@ from dflash_trt.prompts import natural_prompts
 
 _log = logging.getLogger(__name__)
 BATCH = 8  # sequences at a time, where none is asked for and the memory suffices
+_MEASURED_TOKENS = 300  # of the prompt that exact mode cuts into passes
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -225,13 +226,11 @@ class Runtime:
         )
 
     def measured_prompts(self) -> list[list[int]]:
-        """A short prompt, and one that is cut into passes and is long enough for whatever depends on the length, for
-        exact mode's measurement.
-        """
+        """A short prompt, and one that is cut into passes, for exact mode's measurement."""
         texts = [str(prompt.content) for prompt in natural_prompts(None, 8)]
         most = self.max_seq_len - self.max_seq_len // 4
         short, *others = [self.tokenizer.encode(text) for text in texts]
-        long = islice(cycle(chain.from_iterable(others)), min(most, self.pair.arrays.exact_context))
+        long = islice(cycle(chain.from_iterable(others)), min(most, _MEASURED_TOKENS))
         return [short[:most], [*long]]
 
     def describe(self) -> str:

@@ -30,10 +30,6 @@ class PassEngine(Protocol):
         """Free them and the engine."""
 
 
-# Tokens over which exact mode compares passes: a prompt that is cut into parts.
-EXACT_CONTEXT = 300
-
-
 class Arrays(Protocol):
     """Runs the passes of a pair's engines, and passes their numbers from one pass to the next.
 
@@ -44,7 +40,6 @@ class Arrays(Protocol):
     feature_bytes: of one row.
     prompts_wait: whether rows of a prompt may wait, too. Then all caches of the drafter can be cut to any length.
     most_prompt_rows: the most rows of a prompt that one pass may give logits for.
-    exact_context: the tokens of the longest prompt that exact mode compares passes over.
     most_nodes: the most nodes of a request that one pass verifies.
     asynchronous: whether `decode` returns before its pass has ended.
     """
@@ -53,7 +48,6 @@ class Arrays(Protocol):
     feature_bytes: int
     prompts_wait: bool
     most_prompt_rows: int
-    exact_context: int
     most_nodes: int
     asynchronous: bool
 
@@ -145,7 +139,6 @@ class HostArrays:
 
     asynchronous = False
     most_nodes = 128  # 78 MB of logits at a vocabulary of 151,936
-    exact_context = EXACT_CONTEXT
 
     def __init__(
         self,

@@ -232,16 +232,17 @@ class _Layout:
             drafter = verified * (2 * 4 * self.inventory.target.vocab_size + 8 * seen["drafter"])
         chunk = max(verified, min(length, PREFILL_CHUNK))
         target = self._working(chunk) + 4 * chunk * seen["target"] + self.experts
-        parts = self._attention_parts(batch, chunk) if self.own_attention else 0
+        parts = self._attention_parts(batch, chunk, self.rows(length)) if self.own_attention else 0
         return max(drafter, target) + self.traits.scratch_bytes + parts
 
-    def _attention_parts(self, batch: int, chunk: int) -> int:
+    def _attention_parts(self, batch: int, chunk: int, capacity: int) -> int:
         """Memory of the partial results of one attention layer, of the model that needs more."""
         from dflash_plugins.kernel_specs import attention_bytes
 
         return max(
             attention_bytes(
-                sequences, heads.kv_heads, rows * c.num_attention_heads // heads.kv_heads, heads.head_dim
+                *(sequences, heads.kv_heads, rows * c.num_attention_heads // heads.kv_heads),
+                *(heads.head_dim, capacity),
             )
             for c in self.inventory.configs
             for heads in map(c.heads_of, c.attention_layers)

@@ -108,7 +108,7 @@ class TensorRTPlugins(TensorRTLayerPlugins):
             group=kind.group,
         )
         merge = "MergeSinkAttention" if kind.sinks else "MergeAttention"
-        (y,) = _plugin(g, merge, *parts, a.q, *sinks, group=kind.group, heads=kind.heads)
+        (y,) = _plugin(g, merge, *parts, a.q, k, *sinks, group=kind.group, heads=kind.heads)
         a.output(y, k, v)
         return g.function()
 

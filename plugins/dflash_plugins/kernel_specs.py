@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, reduce
+from operator import add
 from typing import Any
 
 # The lowest version of PTX that has all instructions, which drivers from CUDA 12.8 on read.
@@ -301,26 +303,73 @@ def attention_tiles(head_dim: int) -> tuple[AttentionTile, ...]:
     return tuple(AttentionTile(*shape) for shape in shapes)
 
 
-# Programs that fill a GPU: about two for each of the 132 to 188 multiprocessors of H200, B200 and RTX PRO 6000.
-ATTENTION_PROGRAMS = 256
-ATTENTION_SPLITS = 32  # the most parts of a row, all in the registers of one program
+# Attention adds in parts of the cache: 32 of 128 slots, 32 of twice as many, and so on (kernels/attention.py). So a
+# few hundred tokens go to several programs, and 32,768 have few enough parts to be merged. The first 4,096 slots, which
+# hold the windows of targets, have parts alike: whole strides (`Dialect.window_stride`) are whole parts.
+ATTENTION_PART = 128
+ATTENTION_ALIKE = 32
+ATTENTION_PARTS = 256  # the most; the last one has no end
+ATTENTION_AHEAD = 8  # parts that `merge` reads at once
 # Rows by which programs are counted, at any tile shape.
 ATTENTION_ROWS = 64
-# Slots of a stripe, which one part reads. On an H100, stripes of 64 are up to twice as fast as those of 256 where one
-# sequence sees up to 4,000 slots, and no slower elsewhere.
-ATTENTION_STRIPE = 64
+# Up to so many programs over all parts, each part has a program of its own, so that few sequences fill a GPU (132 to
+# 188 multiprocessors of H200, B200 and RTX PRO 6000), unless its results were more numbers than ATTENTION_KEPT.
+ATTENTION_PROGRAMS = 64
+ATTENTION_KEPT = 1 << 26
 
 
-def attention_parts(batch: int, kv_heads: int, rows: int) -> int:
-    """The parts of the slots in use, so that few sequences fill a GPU. `rows`: of one key head, in all."""
-    programs = batch * kv_heads * -(-rows // ATTENTION_ROWS)
-    return min(ATTENTION_SPLITS, -(-ATTENTION_PROGRAMS // programs))
+@dataclass(frozen=True)
+class AttentionSplits:
+    """Who adds the parts of a cache. Numbers may be TensorRT's symbols, with the operations on them.
+
+    rows: of one key head, in all.
+    """
+
+    batch: Any
+    kv_heads: Any
+    rows: Any
+    capacity: Any
+    head_dim: Any
+    ceil_div: Callable[[Any, Any], Any] = lambda a, b: -(-a // b)
+    minimum: Callable[[Any, Any], Any] = min
+
+    @property
+    def _programs(self) -> Any:
+        """Those over all parts, one for each ATTENTION_ROWS rows."""
+        return self.ceil_div(self.rows, ATTENTION_ROWS) * self.batch * self.kv_heads
+
+    @property
+    def _most(self) -> Any:
+        """The most programs whose results may be kept."""
+        return self.ceil_div(ATTENTION_KEPT // ATTENTION_ROWS, self.head_dim)
+
+    @property
+    def parts(self) -> Any:
+        """Those of the whole cache."""
+        begin, found = 0, list[Any]()
+        for size in (ATTENTION_PART << i for i in range(ATTENTION_PARTS // ATTENTION_ALIKE)):
+            left = self.ceil_div(self.capacity - self.minimum(self.capacity, begin), size)
+            found.append(self.minimum(left, ATTENTION_ALIKE))
+            begin += ATTENTION_ALIKE * size
+        return reduce(add, found)
+
+    @property
+    def splits(self) -> Any:
+        """As many as parts if each has a program of its own, else 1."""
+        few = self.minimum(self.ceil_div(ATTENTION_PROGRAMS + 1, self._programs) - 1, 1)
+        small = self.minimum(self.ceil_div(self._most + 1, self._programs * self.parts) - 1, 1)
+        return few * small * (self.parts - 1) + 1
+
+    @property
+    def kept(self) -> Any:
+        """Rows of results for `merge`, for any number of sequences and rows up to these."""
+        apart = self.minimum(self._programs, ATTENTION_PROGRAMS) * self.parts
+        return (self.minimum(apart, self._most) + self._programs) * ATTENTION_ROWS
 
 
-def attention_bytes(batch: int, kv_heads: int, rows: int, head_dim: int) -> int:
+def attention_bytes(batch: int, kv_heads: int, rows: int, head_dim: int, capacity: int) -> int:
     """Memory of the parts' results in a plan, for up to so many sequences and rows of a key head."""
-    programs = batch * kv_heads * -(-rows // ATTENTION_ROWS)
-    return (ATTENTION_PROGRAMS + programs) * ATTENTION_ROWS * (head_dim + 2) * 4
+    return int(AttentionSplits(batch, kv_heads, rows, capacity, head_dim).kept) * (head_dim + 2) * 4
 
 
 @cache
@@ -328,7 +377,8 @@ def attend(kv_heads: int, group: int, head_dim: int, dtype: str, tile: Attention
     """The kernel of one attention layer's parts, for heads in groups that share a key head."""
     types = typed(i64="first last", fp32="partial largest total", scalar="count capacity splits")
     types |= typed(**{dtype: "q k_cache v_cache"})
-    constants = {"KV_HEADS": kv_heads, "GROUP": group, "STRIPE": ATTENTION_STRIPE} | _head(head_dim)
+    constants = {"KV_HEADS": kv_heads, "GROUP": group, "PART": ATTENTION_PART} | _head(head_dim)
+    constants |= {"ALIKE": ATTENTION_ALIKE, "PARTS": ATTENTION_PARTS}
     constants |= {"ROWS": tile.rows, "SLOTS": tile.slots, "COLUMNS": tile.columns or constants["D_SLOTS"]}
     optional(types, constants, tree, start="*i64", visible="*i32")
     return Use("attention", "attend", types, constants, tile.num_warps, tile.num_stages, fp_fusion=True)
@@ -337,8 +387,9 @@ def attend(kv_heads: int, group: int, head_dim: int, dtype: str, tile: Attention
 @cache
 def merge(heads: int, head_dim: int, dtype: str, *, sinks: bool, by_row: bool = False) -> Use:
     """The kernel that joins the parts of `attend`, and adds a sink's share. `by_row`: heads beside each other."""
-    types = typed(fp32="partial largest total", scalar="rows count splits") | typed(**{dtype: "like y"})
-    constants = {"HEADS": heads, "SPLITS": ATTENTION_SPLITS, "BY_ROW": by_row} | _head(head_dim)
+    types = typed(fp32="partial largest total", scalar="rows count splits") | typed(**{dtype: "like cache y"})
+    constants = {"HEADS": heads, "PARTS": ATTENTION_PARTS, "BY_ROW": by_row} | _head(head_dim)
+    constants |= {"AHEAD": ATTENTION_AHEAD}
     optional(types, constants, sinks, sinks=f"*{dtype}")
     warps = max(1, constants["D_SLOTS"] // 128)
     return Use("attention", "merge", types, constants, num_warps=warps, fp_fusion=True)

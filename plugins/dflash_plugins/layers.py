@@ -35,7 +35,8 @@ def attention(
     batch, heads, count, head_dim = q.shape
     kv_heads, capacity, dtype = k_cache.shape[1], k_cache.shape[2], TYPE_NAMES[q.dtype]
     group, tile = heads // kv_heads, tile or uses.attention_tiles(head_dim)[0]
-    parts, rows = uses.attention_parts(batch, kv_heads, group * count), batch * heads * count
+    parts = uses.AttentionSplits(batch, kv_heads, group * count, capacity, head_dim).splits
+    rows = batch * heads * count
     of_parts = {
         name: torch.empty((parts * rows, *size), dtype=torch.float32, device=q.device)
         for name, size in (("partial", (head_dim,)), ("largest", ()), ("total", ()))
@@ -57,7 +58,18 @@ def attention(
     )
     y = q.new_empty(batch, count, heads, head_dim) if by_row else torch.empty_like(q)
     use = uses.merge(heads, head_dim, dtype, sinks=sinks is not None, by_row=by_row)
-    run(use, (rows,), **of_parts, like=q, sinks=sinks, rows=rows, count=count, splits=parts, y=y)
+    run(
+        use,
+        (rows,),
+        **of_parts,
+        like=q,
+        cache=k_cache,
+        sinks=sinks,
+        rows=rows,
+        count=count,
+        splits=parts,
+        y=y,
+    )
     return y
 
 

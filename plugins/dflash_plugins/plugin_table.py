@@ -15,7 +15,7 @@ from dflash_trt.errors import BuildError, BundleError
 
 # Increment when a plugin's inputs, outputs or results change, and when the noise or weights of decoding/ change. It is
 # part of the plugins' names and of a bundle's manifest.
-VERSION = 3
+VERSION = 4
 NAMESPACE = "dflash"
 # The largest number of taps of a supported drafter.
 MAX_TAPS = 16
@@ -130,25 +130,20 @@ def _taps(n: int) -> Plugin:
     )
 
 
-def _programs(s: Symbols, batch: Any, kv_heads: Any, rows: Any) -> Any:
-    """Programs of attention over one part of the cache rows."""
-    return s.ceil_div(rows, uses.ATTENTION_ROWS) * batch * kv_heads
-
-
-def _splits(s: Symbols, programs: Any) -> Any:
-    return s.minimum(uses.ATTENTION_SPLITS, s.ceil_div(uses.ATTENTION_PROGRAMS, programs))
+def _splits(s: Symbols, q: Shape, cache: Shape, group: int) -> uses.AttentionSplits:
+    return uses.AttentionSplits(q[0], cache[1], q[2] * group, cache[2], cache[3], s.ceil_div, s.minimum)
 
 
 def _attend(name: str, *tree: str) -> Plugin:
-    """Attention to the cache rows in parts. TensorRT sizes memory at a profile's largest shapes, where there are few
-    parts. So the outputs have rows for any number of parts.
+    """Attention to the cache rows in parts. TensorRT sizes memory at a profile's largest shapes, where one program may
+    take all parts. So the outputs have rows for any shapes.
     """
 
-    def programs(s: Symbols, a: Attributes) -> Any:
-        return _programs(s, s[0][0], s[1][1], s[0][2] * a["group"])
+    def splits(s: Symbols, a: Attributes) -> uses.AttentionSplits:
+        return _splits(s, s[0], s[1], a["group"])
 
     def outputs(s: Symbols, a: Attributes) -> list[tuple[Shape, str | int]]:
-        rows = (programs(s, a) + uses.ATTENTION_PROGRAMS) * uses.ATTENTION_ROWS
+        rows = splits(s, a).kept
         return [((rows, s[1][3]), "FLOAT"), ((rows,), "FLOAT"), ((rows,), "FLOAT")]
 
     return Plugin(
@@ -162,9 +157,9 @@ def _attend(name: str, *tree: str) -> Plugin:
         grid=lambda s, a, t: (
             s.ceil_div(s[0][2] * a["group"], t.rows),
             s[0][0] * s[1][1],
-            _splits(s, programs(s, a)),
+            splits(s, a).splits,
         ),
-        integers=lambda s, a: (s[0][2], s[1][2], _splits(s, programs(s, a))),
+        integers=lambda s, a: (s[0][2], s[1][2], splits(s, a).splits),
         tiles=lambda z: uses.attention_tiles(z.fixed(1, 3)),
     )
 
@@ -172,18 +167,17 @@ def _attend(name: str, *tree: str) -> Plugin:
 def _merge(name: str, *sinks: str) -> Plugin:
     """The parts of a row put together. The number of parts follows from the shapes, as in `_attend`."""
 
-    def splits(s: Symbols, a: Attributes) -> Any:
-        batch, heads, count, _ = s[3]
-        return _splits(s, _programs(s, batch, heads // a["group"], count * a["group"]))
-
     return Plugin(
         name,
-        ("partial", "largest", "total", "like", *sinks),
+        ("partial", "largest", "total", "like", "cache", *sinks),
         attributes={"group": int, "heads": int},
         outputs=lambda s, a: [((s[3][0], s[3][1], s[3][2], s[3][3]), 3)],
         use=lambda z, a, t: uses.merge(a["heads"], z.fixed(0, 1), z.type(3), sinks=bool(sinks)),
         grid=lambda s, a, t: (s[3][0] * s[3][1] * s[3][2],),
-        integers=lambda s, a: (s[3][0] * s[3][1] * s[3][2], s[3][2], splits(s, a)),
+        integers=lambda s, a: (
+            *(s[3][0] * s[3][1] * s[3][2], s[3][2]),
+            _splits(s, s[3], s[4], a["group"]).splits,
+        ),
     )
 
 

@@ -38,7 +38,7 @@ DOWN = [((E, D, D // 32, 16), BYTE), ((E, D, D // 32), BYTE), ((E, D), H)]
 LOGITS, PAIRS, GROUPS = (("B", "R", VOCAB), F), (("pairs",), I4), ((E, 3), I4)
 HEADS, CACHE = (("B", 64, "S", 64), H), (("B", 8, 4096, 64), H)
 ATTEND = [HEADS, CACHE, CACHE, (("B", "S"), I8), (("B", "S"), I8)]
-MERGE = [(("partial", 64), F), (("partial",), F), (("partial",), F), HEADS]
+MERGE = [(("partial", 64), F), (("partial",), F), (("partial",), F), HEADS, CACHE]
 CASES: dict[str, tuple[list[tuple[tuple[Any, ...], DataType]], dict[str, Any]]] = {
     "SampleTiles": ([LOGITS, (("B",), F), (("B",), F), (("B",), I8), (("B", "R"), I8)], {}),
     "SampleSelect": (

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from dflash_plugins.kernel_specs import ATTENTION_KEPT
 
 from dflash_trt.building.build import build
 from dflash_trt.checkpoint.catalogue import known_configs
@@ -165,7 +166,7 @@ def test_what_tensorrt_rtx_widens_is_counted() -> None:
         less = estimate_memory(inventory_of(name), s).activation_bytes - plan.activation_bytes
         assert less > (1 << 28 if name.startswith("gpt-oss") else 0), name
         longer = estimate_memory(inventory_of(name), replace(s, engine="tensorrt", max_seq_len=32_768))
-        assert longer.scratch_bytes == plan.scratch_bytes
+        assert longer.scratch_bytes - plan.scratch_bytes < 4 * ATTENTION_KEPT  # results of parts
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from dflash_trt.engines.torch import layers
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.dialect import AttentionKind
 from dflash_trt.graph.tensorrt import TensorRT
+from dflash_trt.graph.torch import Torch
 from tests.doubles import plugin_graph
 from tests.doubles.sessions import session
 from tests.doubles.trt_bodies import executable
@@ -118,16 +120,77 @@ def test_every_tile_gives_the_same(size: int, tile: uses.AttentionTile) -> None:
     close(launch.attention(**given, tile=tile), expected(given))
 
 
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of 64, 64, 128, 128, 256, 256, 512 slots and a last one without end."""
+    for name, value in (("PART", 64), ("ALIKE", 2), ("PARTS", 8), ("PROGRAMS", 2), ("AHEAD", 2)):
+        monkeypatch.setattr(uses, f"ATTENTION_{name}", value)
+
+
+def splits(given: Tensors) -> int:
+    (batch, heads, count, size), (kv_heads, capacity) = given["q"].shape, given["k_cache"].shape[1:3]
+    return int(uses.AttentionSplits(batch, kv_heads, heads // kv_heads * count, capacity, size).splits)
+
+
+def of(given: Tensors, sequence: int, rows: slice = slice(None)) -> Tensors:
+    """Some rows of one sequence of a pass."""
+    cut = {name: tensor[sequence : sequence + 1] for name, tensor in given.items() if name != "sinks"}
+    cut |= {name: cut[name][:, rows] for name in ("first", "last")}
+    cut["q"] = cut["q"][:, :, rows]
+    if "visible" in cut:
+        cut["visible"] = cut["visible"][:, rows, rows]
+    return {name: tensor.contiguous() for name, tensor in cut.items()} | {
+        name: given[name] for name in given.keys() & {"sinks"}
+    }
+
+
+KINDS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "qwen3": ((2, 8, 2, 128, 3, 260), {}),
+    "many rows of one key head": ((3, 2, 1, 64, 40, 420), {"dtype": torch.float16}),
+    "gpt-oss": ((2, 16, 2, 64, 3, 250), {"sinks": True}),
+    "gpt-oss, window": ((2, 16, 2, 64, 3, 350), {"sinks": True, "window": 128}),
+    "gemma 4": ((3, 4, 1, 512, 2, 200), {}),
+    "gemma 4, window": ((2, 4, 2, 256, 2, 270), {"window": 100}),
+}
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_has_the_same_bits_alone_and_among_others(kind: str) -> None:
+    """Others of its pass, and other sequences. Parts have programs of their own, or one program takes all."""
+    shape, traits = KINDS[kind]
+    given = drawn(*shape, **traits)
+    together, ways = launch.attention(**given), {splits(given)}
+    for b, rows in ((0, slice(0, 1)), (shape[0] - 1, slice(1, 2))):
+        part = of(given, b, rows)
+        assert torch.equal(launch.attention(**part), together[b : b + 1, :, rows])
+        ways.add(splits(part))
+    assert 1 in ways
+    assert max(ways) > 2
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("window", [None, 90])
+def test_a_tree_has_the_same_bits_with_more_nodes_and_beside_others(window: int | None) -> None:
+    given = drawn(2, 4, 2, 64, 9, 200, window=window, sinks=True, tree=True)
+    together, few = launch.attention(**given), of(given, 0, slice(0, 7))
+    assert torch.equal(launch.attention(**few), together[:1, :, :7])
+    assert splits(given) < splits(few)
+
+
 @pytest.mark.usefixtures("few_programs")
-@pytest.mark.parametrize("window", [None, 300])
-def test_a_row_has_the_same_bits_in_a_pass_of_any_width(window: int | None) -> None:
-    """Its keys are split where the cache is, and not where the pass begins or ends."""
-    wide = drawn(1, 4, 2, 16, 8, 676, window=window)
-    y = launch.attention(**wide)
-    for at, count in ((0, 1), (7, 1), (0, 3), (2, 5), (3, 4)):
-        part = {name: wide[name][:, at : at + count] for name in ("first", "last")}
-        part["q"] = wide["q"][:, :, at : at + count].contiguous()
-        assert torch.equal(launch.attention(**{**wide, **part}), y[:, :, at : at + count])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_rows_that_moved_down_by_whole_strides_change_no_bit(batch: int) -> None:
+    """As in layers with a window (docs/graphs.md)."""
+    stride = uses.ATTENTION_PART
+    assert Torch.window_stride(64) % stride == TensorRT.window_stride(64) % stride == 0
+    given = drawn(batch, 2, 1, 16, 3, 3 * stride + 20, window=stride)
+    given["last"] = (2 * stride + 15 + torch.arange(3)).repeat(batch, 1)
+    given["first"] = given["last"] - (stride - 1)
+    caches = {name: torch.randn(given[name].shape).bfloat16() for name in ("k_cache", "v_cache")}
+    moved = {name: cache[:, :, stride:].contiguous() for name, cache in caches.items()}
+    rows = {name: given[name] - stride for name in ("first", "last")}
+    assert torch.equal(launch.attention(**given | caches), launch.attention(**given | moved | rows))
 
 
 @pytest.mark.usefixtures("few_programs")
@@ -149,28 +212,40 @@ def test_a_row_that_sees_nothing_is_zero_and_a_nan_stays() -> None:
     assert y.isnan().sum() == 16
 
 
-def test_parts_fill_a_gpu_and_fit_their_memory() -> None:
+def test_parts_cover_a_cache_fill_a_gpu_and_fit_their_memory() -> None:
     """The rows that a plugin declares at the largest shapes hold those of any shape."""
-    assert uses.attention_parts(1, 8, 64) == 32
-    assert uses.attention_parts(8, 8, 64) == 4
-    assert uses.attention_parts(1, 8, 2048) == 1
-    plugin = plugin_graph.PLUGINS["Attend_v3"]
-    for kv_heads, group in ((8, 4), (2, 8), (1, 1)):
-        for most_batch, most_count in ((1, 512), (8, 16), (16, 1)):
+    ends = [uses.AttentionSplits(1, 1, 1, slots, 64).parts for slots in range(1, 13_000)]
+    sizes = np.bincount(ends)[1:].tolist()
+    assert sizes[:-1] == [128] * 32 + [256] * 32 + [512]
+    assert uses.AttentionSplits(1, 1, 1, 10**8, 64).parts == uses.ATTENTION_PARTS
 
-            def rows(batch: int, count: int, kv_heads: int = kv_heads, group: int = group) -> int:
-                shapes = [(batch, kv_heads * group, count, 64), (batch, kv_heads, 999, 64)]
-                symbols = plugin_table.Symbols(shapes, lambda a, b: -(-a // b), min)
-                made = plugin.outputs(symbols, {"group": group})
-                numbers = sum(int(np.prod(shape)) for shape, _ in made)
-                assert 4 * numbers == uses.attention_bytes(batch, kv_heads, group * count, 64)
-                return int(made[0][0][0])
+    plugin = plugin_graph.PLUGINS[plugin_table.versioned("Attend")]
+    shapes = itertools.product(
+        ((8, 4), (2, 8), (1, 1)), ((1, 512), (8, 16), (16, 1)), ((64, 4096), (512, 40_000))
+    )
+    for (kv_heads, group), (most_batch, most_count), (size, capacity) in shapes:
 
-            most = rows(most_batch, most_count)
-            for batch in range(1, most_batch + 1):
-                for count in {1, most_count // 2, most_count} - {0}:
-                    parts = uses.attention_parts(batch, kv_heads, group * count)
-                    assert parts * batch * kv_heads * group * count <= rows(batch, count) <= most
+        def rows(
+            batch: int,
+            count: int,
+            cache: tuple[int, ...] = (kv_heads, capacity, size),
+            group: int = group,
+        ) -> tuple[int, int]:
+            shapes = [(batch, cache[0] * group, count, cache[2]), (batch, *cache)]
+            symbols = plugin_table.Symbols(shapes, lambda a, b: -(-a // b), min)
+            made = plugin.outputs(symbols, {"group": group})
+            numbers = sum(int(np.prod(shape)) for shape, _ in made)
+            assert 4 * numbers == uses.attention_bytes(batch, cache[0], group * count, cache[2], cache[1])
+            return int(made[0][0][0]), plugin.integers(symbols, {"group": group})[2]
+
+        most, _ = rows(most_batch, most_count)
+        whole = uses.AttentionSplits(1, 1, 1, capacity, size).parts
+        for batch in range(1, most_batch + 1):
+            for count in {1, most_count // 2, most_count} - {0}:
+                declared, parts = rows(batch, count)
+                assert parts * batch * kv_heads * group * count <= declared <= most
+                programs = batch * kv_heads * -(-group * count // uses.ATTENTION_ROWS)
+                assert (parts == 1) == (programs > 64 or programs * whole * size > 2**20)
 
 
 @pytest.mark.usefixtures("few_programs")

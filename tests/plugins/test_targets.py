@@ -344,5 +344,5 @@ def test_a_kernel_that_writes_nothing_is_not_launched(tmp_path: Path) -> None:
 def test_plans_of_another_version_are_refused() -> None:
     plugin_table.check_version({"engine": "onnxruntime"}, "bundle")
     plugin_table.check_version({"tensorrt": {"plugins": {"version": plugin_table.VERSION}}}, "bundle")
-    with pytest.raises(BundleError, match=r"bundle: .*version is 0, expected 3"):
+    with pytest.raises(BundleError, match=r"bundle: .*version is 0, expected 4"):
         plugin_table.check_version({"tensorrt": {"plugins": {"version": 0}}}, "bundle")

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from dflash_plugins.launch import Accepted, accept_block, sample_rows, sampling_memory
 
-from dflash_trt.decoding.arrays import EXACT_CONTEXT
 from dflash_trt.decoding.draft import Candidates, Draft, Verified, chain_rows
 from dflash_trt.decoding.request import Request
 from dflash_trt.engines.device.engine import DeviceEngine
@@ -29,11 +28,6 @@ if TYPE_CHECKING:
     from dflash_plugins.launch import Run
 
 Array = np.ndarray[Any, Any]
-
-
-# Our attention adds a cache in parts, whose number depends on the number of sequences (attention_parts). From a few
-# hundred slots on their sums differ; in a context of this length every part has more than one stripe.
-DIVIDED_CONTEXT = 2100
 
 
 class DeviceArrays:
@@ -64,7 +58,6 @@ class DeviceArrays:
     ) -> None:
         self._vocab = vocab_size
         self.most_unread = self.most_nodes = block_size
-        self.exact_context = EXACT_CONTEXT if run is None else DIVIDED_CONTEXT
         self._capacity = capacity
         self._prompt_lengths = prefill_lengths(prefill_chunk)
         device, self._stream = target.device, target.stream

@@ -159,7 +159,7 @@ def attend(
             return ours.attention(*tensors, **options, by_row=True, run=run)
 
         many = q.shape[2] > _VERIFIED_ROWS
-        order = tiles[3:] + tiles[2::-1] if many else tiles[1:2] + tiles[:1] + tiles[2:]
+        order = tiles[3:] + tiles[2::-1] if many else tiles[1:3] + tiles[:1] + tiles[3:]
         if (y := layer.first("attention", launched, order)) is not None:
             return y
     return _attended(a["scale"], q, k, v, first, last, start, visible, sinks).transpose(1, 2)

@@ -1,8 +1,12 @@
 """CachedAttention and SinkAttention: the rows of a pass over the slots of a cache, as flash-decoding.
 
-The query heads that share a key head are rows of one matrix, so a slot is read once for all of them. `attend` splits
-the slots that its rows see among several programs. Each gives its rows' largest score, sum and weighted values.
-`merge` puts the parts of a row together, and adds the sink, a logit without a value.
+The query heads that share a key head are rows of one matrix, so a slot is read once for all of them. The cache is cut
+into parts, by its slots alone: `part_begin`. In each, a row's scores give their largest, their sum and the weighted
+values. `fold` adds one part after the other, from the first one that the row sees.
+
+A program of `attend` takes one part, or all of them, and `merge` adds what is left to add, and the sink, a logit
+without a value. Both have the same sums in the same order, by fused operations that are written out. So a row's bits
+depend neither on the other rows of its pass, nor on the other sequences.
 
 A row sees a range of slots. `visible`, if given, marks those that it sees among the slots that the pass itself wrote.
 No slot outside of these is read, whatever the capacity. Scores and sums are float32. The weights are rounded to the
@@ -20,6 +24,23 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
+@triton.jit
+def part_begin(part, PART: tl.constexpr, ALIKE: tl.constexpr):
+    """The first slot of a part. So many parts have PART slots, as many after them twice as many, and so on."""
+    return ((ALIKE + part % ALIKE) * PART << part // ALIKE) - ALIKE * PART
+
+
+@triton.jit
+def fold(peak, summed, values, part_peak, part_sum, part_values):
+    """Rows [R], [R], [R, D] with their next part. One in which a row sees nothing changes none of its bits."""
+    higher = tl.maximum(peak, part_peak)
+    base = tl.where(higher == -float("inf"), 0.0, higher)  # -inf - -inf is NaN
+    kept, added = tl.exp2(peak - base), tl.exp2(part_peak - base)
+    summed = tl.fma(part_sum, added, summed * kept)
+    weight = tl.broadcast_to(added[:, None], values.shape)
+    return higher, summed, tl.fma(part_values, weight, values * kept[:, None])
+
+
 @triton.jit(do_not_specialize=["count", "capacity", "splits"])
 def attend(
     q,  # [B, H, count, D]: the heads of a key head are neighbours, and so are their rows
@@ -31,7 +52,7 @@ def attend(
     visible,  # [B, count, count] int32: whether row i sees row j of the pass, whatever its range; or None
     count,
     capacity,
-    splits,
+    splits,  # 1: a program takes all parts
     partial,  # [splits * B * H * count or more, D] float32: weighted values, not divided by their sum
     largest,  # [the same] float32: the largest score of a row's part, times log2(e); -inf if it sees nothing
     total,  # [the same] float32: sum of exp2(score - largest)
@@ -39,12 +60,14 @@ def attend(
     GROUP: tl.constexpr,  # query heads of a key head
     D: tl.constexpr,
     D_SLOTS: tl.constexpr,  # D, rounded up to a power of two
-    STRIPE: tl.constexpr,  # slots of a stripe, a multiple of SLOTS
+    PART: tl.constexpr,  # slots of the first parts, a multiple of SLOTS and a power of two
+    ALIKE: tl.constexpr,  # parts of the same size, a power of two
+    PARTS: tl.constexpr,  # the last of so many has no end
     COLUMNS: tl.constexpr,  # D_SLOTS, or a part of it
     ROWS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """One program for some rows of a key head, and for one part of the slots."""
+    """One program for some rows of a key head, and for one part of the slots or all."""
     head = tl.program_id(1)  # sequence * KV_HEADS + key head
     sequence, split = head // KV_HEADS, tl.program_id(2)
     rows = GROUP * count
@@ -67,23 +90,24 @@ def attend(
         begin, end = tl.minimum(begin, own), tl.maximum(end, own + count)
     end = tl.minimum(end, capacity)
 
-    # Part i has the stripes i, i + splits, ... of the cache. What a row sees is summed in the same parts and steps,
-    # wherever the pass's other rows begin and end: a step in which a row sees nothing changes none of its bits.
-    STEPS: tl.constexpr = STRIPE // SLOTS
-    leading = begin // STRIPE
-    stripe = leading + (split + splits - leading % splits) % splits
-    stripes = tl.maximum((end + STRIPE - 1) // STRIPE - stripe + splits - 1, 0) // splits
-    step = tl.where(stripe == leading, begin % STRIPE // SLOTS, 0)
-    closing = stripe + (stripes - 1) * splits  # this part's last stripe
-    spare = tl.maximum((closing + 1) * STRIPE - end, 0) // SLOTS
-    steps = tl.where(stripes > 0, stripes * STEPS - spare, 0)
+    # A step in which a row sees nothing changes none of its bits either.
+    OFFSET: tl.constexpr = ALIKE * PART
+    at_slot = begin // SLOTS * SLOTS
+    if splits > 1:
+        at_slot = tl.maximum(at_slot, part_begin(split, PART, ALIKE))
+        if split < PARTS - 1:
+            end = tl.minimum(end, part_begin(split + 1, PART, ALIKE))
+    # Slots of the part: of the slot's distance from -OFFSET, the power of two is that of a float's exponent.
+    exponent = ((at_slot + OFFSET).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+    size = tl.minimum((1 << exponent) // ALIKE, PART << PARTS // ALIKE - 1)
 
     cache = head.to(tl.int64) * capacity * D
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     summed = tl.zeros([ROWS], tl.float32)
     values = tl.zeros([ROWS, D_SLOTS], tl.float32)
-    for i in range(step, steps):
-        slot = (stripe + i // STEPS * splits) * STRIPE + i % STEPS * SLOTS + tl.arange(0, SLOTS)
+    all_peak, all_sum, all_values = peak, summed, values
+    for low_slot in range(at_slot, end, SLOTS):
+        slot = low_slot + tl.arange(0, SLOTS)
         there = slot < end
         if COLUMNS == D_SLOTS:
             k_at = cache + slot[None, :] * D + column[:, None]
@@ -123,12 +147,20 @@ def attend(
         summed = summed * kept + tl.sum(weight, axis=1)
         values = tl.dot(weight.to(v.dtype), v, acc=values * kept[:, None])
         peak = higher
+        following = low_slot + SLOTS + OFFSET
+        if (following & (size - 1)) == 0 and following < OFFSET << PARTS // ALIKE:
+            all_peak, all_sum, all_values = fold(all_peak, all_sum, all_values, peak, summed, values)
+            peak = tl.full([ROWS], -float("inf"), tl.float32)
+            summed = tl.zeros([ROWS], tl.float32)
+            values = tl.zeros([ROWS, D_SLOTS], tl.float32)
+            size = tl.where(following == 2 * ALIKE * size, 2 * size, size)
+    all_peak, all_sum, all_values = fold(all_peak, all_sum, all_values, peak, summed, values)
 
     at += split * tl.num_programs(1) * rows  # fits int32: few parts have many rows
-    tl.store(largest + at, peak, mask=real)
-    tl.store(total + at, summed, mask=real)
-    wanted = row < tl.where(step < steps, rows, 0)
-    tl.store(partial + at[:, None] * D + column[None, :], values, mask=wanted[:, None] & inner[None, :])
+    tl.store(largest + at, all_peak, mask=real)
+    tl.store(total + at, all_sum, mask=real)
+    wanted = row < tl.where(at_slot < end, rows, 0)
+    tl.store(partial + at[:, None] * D + column[None, :], all_values, mask=wanted[:, None] & inner[None, :])
 
 
 @triton.jit(do_not_specialize=["rows", "count", "splits"])
@@ -137,6 +169,7 @@ def merge(
     largest,
     total,
     like,  # a tensor with y's shape and type, which tells TensorRT about y; never read
+    cache,  # a cache, whose slots tell TensorRT `splits`; never read
     sinks,  # [H] of y's type, or None
     rows,  # B * H * count
     count,
@@ -145,33 +178,35 @@ def merge(
     HEADS: tl.constexpr,
     D: tl.constexpr,
     D_SLOTS: tl.constexpr,
-    SPLITS: tl.constexpr,  # a power of two, at least `splits`
+    PARTS: tl.constexpr,  # a power of two, at least `splits`
+    AHEAD: tl.constexpr,  # parts that are read at once
     BY_ROW: tl.constexpr,
 ):
     """One program for each row: its parts as one, and a sink's share."""
-    row, split, column = tl.program_id(0), tl.arange(0, SPLITS), tl.arange(0, D_SLOTS)
-    part = split * rows + row
-    peaks = tl.load(largest + part, mask=split < splits, other=-float("inf"))
-    sums = tl.load(total + part, mask=split < splits, other=0.0)
-    peak, sink = tl.max(peaks, axis=0), -float("inf")
+    row, column, split = tl.program_id(0), tl.arange(0, D_SLOTS)[None, :], tl.arange(0, PARTS)
+    sums = tl.load(total + split * rows + row, mask=split < splits, other=0.0)
+    first = tl.min(tl.where(sums != 0, split, PARTS), axis=0)  # != also if it is NaN
+    last = tl.max(tl.where(sums != 0, split, -1), axis=0)
+
+    peak = tl.full([1], -float("inf"), tl.float32)
+    summed = tl.zeros([1], tl.float32)
+    value = tl.zeros([1, D_SLOTS], tl.float32)
+    for low in range(first, last + 1, AHEAD):
+        for i in tl.static_range(AHEAD):
+            number = low + i + tl.zeros([1], tl.int32)
+            at, seen = number * rows + row, number <= last
+            part_peak = tl.load(largest + at, mask=seen, other=-float("inf"))
+            part_sum = tl.load(total + at, mask=seen, other=0.0)
+            there = seen[:, None] & (column < D)
+            part = tl.load(partial + at.to(tl.int64)[:, None] * D + column, mask=there, other=0.0)
+            peak, summed, value = fold(peak, summed, value, part_peak, part_sum, part)
+
     if sinks is not None:
         sink = tl.load(sinks + row // count % HEADS).to(tl.float32) * LOG2E
-        peak = tl.maximum(peak, sink)
-    base = tl.where(peak == -float("inf"), 0.0, peak)
-    used = sums != 0  # also if it is NaN
-    weight = tl.where(used, tl.exp2(peaks - base), 0.0)
-    summed = tl.sum(tl.where(used, sums * weight, 0.0), axis=0)
-    if sinks is not None:
-        summed += tl.exp2(sink - base)
-    if splits == 1:  # as of a prompt's many rows
-        seen = (column < D) & (tl.load(total + row) != 0)
-        value = tl.load(partial + row.to(tl.int64) * D + column, mask=seen, other=0.0)
-        value *= tl.sum(weight, axis=0)
-    else:
-        at = part.to(tl.int64)[:, None] * D + column[None, :]
-        values = tl.load(partial + at, mask=used[:, None] & (column < D)[None, :], other=0.0)
-        value = tl.sum(values * weight[:, None], axis=0)
-    value = value / tl.where(summed == 0, 1.0, summed)
+        base = tl.maximum(peak, sink)
+        kept = tl.exp2(peak - base)
+        summed, value = tl.fma(summed, kept, tl.exp2(sink - base)), value * kept[:, None]
+    value = value / tl.where(summed == 0, 1.0, summed)[:, None]
     if BY_ROW:
         row = (row // (count * HEADS) * count + row % count) * HEADS + row // count % HEADS
     tl.store(y + row.to(tl.int64) * D + column, value.to(y.dtype.element_ty), mask=column < D)

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dflash_plugins import kernel_specs as uses
 from dflash_plugins import launch
 
 from dflash_trt import LLM, SamplingParams, StructuredOutputs
@@ -47,16 +46,6 @@ def by_operators(use: Any, grid: Any, **given: Any) -> None:
 def gpu(gpu: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     gpu.setattr(opening, "_kernels", lambda wanted: by_operators)
     return gpu
-
-
-def test_exact_mode_compares_passes_over_as_much_as_attention_divides(
-    wide: Bundle, gpu: pytest.MonkeyPatch
-) -> None:
-    """It has fewer parts for several sequences, which changes no bit where each part has one stripe."""
-    with LLM(wide.path, max_batch_size=1) as llm:
-        gpu.setattr(llm.runtime, "max_seq_len", 4096)
-        longest = max(map(len, llm.runtime.measured_prompts()))
-    assert longest > uses.ATTENTION_STRIPE * uses.ATTENTION_SPLITS
 
 
 def counted(llm: LLM, gpu: pytest.MonkeyPatch) -> list[Any]:
