@@ -4,7 +4,7 @@
 # comes in wheels, in the versions of requirements/, and the host has the driver and NVIDIA's container toolkit:
 #   docker build -t dflash-trt:0.1.0-tensorrt-rtx --build-arg ENGINE=tensorrt-rtx .
 # On NVIDIA's images, which have TensorRT in the version that built a bundle, or a tritonserver already, with TAG as in
-# dflash_trt/engines/base.py, TRITON_IMAGE:
+# dflash_trt/engines/packages.py, TRITON_IMAGE:
 #   docker build -t dflash-trt:0.1.0 --build-arg BASE=nvcr.io/nvidia/tensorrt:TAG .
 #   docker build -t dflash-trt-triton --target triton \
 #       --build-arg BASE=nvcr.io/nvidia/tritonserver:TAG --build-arg TRITONSERVER= .

@@ -36,7 +36,7 @@ from dflash_trt.building.build import build
 from dflash_trt.engines.device.kernels import kernels_here
 from dflash_trt.engines.torch import layers
 from dflash_trt.formats.precision import parse_precision
-from dflash_trt.reports.environment import check_kernels
+from dflash_trt.reports.kernels import check_kernels
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

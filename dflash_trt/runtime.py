@@ -31,7 +31,7 @@ from dflash_trt.decoding.request import Request
 from dflash_trt.decoding.results import Statistics
 from dflash_trt.decoding.sampling.history import History
 from dflash_trt.decoding.sampling.structure import Structure, Structures
-from dflash_trt.engines.base import PREFILL_CHUNK, EngineEntry, RunSettings
+from dflash_trt.engines.base import PREFILL_CHUNK, Engine, RunSettings
 from dflash_trt.engines.registry import AUTO, engine_of, require_packages
 from dflash_trt.errors import DFlashError, RequestError, quoted
 from dflash_trt.logs import warn_once
@@ -161,7 +161,7 @@ class Runtime:
             *(self.block_size, self.max_seq_len, self.max_batch_size),
         )
 
-    def _opened(self, opener: EngineEntry, settings: RunSettings, *, may_lower: bool) -> DecodingLoop:
+    def _opened(self, opener: Engine, settings: RunSettings, *, may_lower: bool) -> DecodingLoop:
         """The scheduler of a bundle. may_lower: halve `max_batch_size` as often as it takes to fit into memory."""
         while True:
             self.max_batch_size = batch = settings.max_batch_size

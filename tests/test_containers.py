@@ -67,7 +67,7 @@ def test_tags_of_containers_stand_in_one_place() -> None:
     tagged = [
         file for file in files if file.is_file() and re.search(rb"\b\d\d\.\d\d-(\w+-)*py3", file.read_bytes())
     ]
-    assert tagged == [ROOT / "dflash_trt" / "engines" / "base.py"]
+    assert tagged == [ROOT / "dflash_trt" / "engines" / "packages.py"]
 
 
 @both

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-from dflash_trt.building.choice import (
+from dflash_trt.building.defaults import (
     choose_block_size,
     choose_engine,
     choose_max_seq_len,
@@ -30,15 +30,14 @@ from dflash_trt.bundle.workspace import (
     silent,
     workspace,
 )
-from dflash_trt.checkpoint.compatibility import check_pair, check_tokenizers
+from dflash_trt.checkpoint.compatibility import check_tokenizers
 from dflash_trt.checkpoint.draft_vocabulary import FILE, read_draft_vocabulary
 from dflash_trt.checkpoint.pair import CheckpointPair, Side, Source
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
 from dflash_trt.engines import registry
-from dflash_trt.engines.base import BuildJob, BuildSettings, EngineEntry, EngineOptions, Weights
+from dflash_trt.engines.base import BuildJob, BuildSettings, Engine, EngineOptions, Weights
 from dflash_trt.errors import DFlashError, UsageError
 from dflash_trt.formats.precision import Precision
-from dflash_trt.models.configs import read_drafter_config
 from dflash_trt.quantization.for_build import in_precision
 from dflash_trt.quantization.layers import HEAD
 
@@ -96,7 +95,7 @@ def build(
     check_out(out)
     progress("read checkpoints", 0, 1)
     # A precision that is asked for is made of the numbers in floating point.
-    stored = entry.weight_layout == "blocks" and (precision is None or precision.target is None)
+    stored = entry.multiplies_integers and (precision is None or precision.target is None)
     sources = find_sources(target, drafter, weights, no_drafter=no_drafter, stored=stored)
     pair = _read_pair(sources, entry, weights, drafter_window)
     configs = pair.target.config, pair.draft_config
@@ -133,14 +132,14 @@ def _sources_named(pair: CheckpointPair, scratch: Path) -> Iterator[None]:
 def _write(
     pair: CheckpointPair,
     settings: BuildSettings,
-    engine: EngineEntry,
+    engine: Engine,
     place: Workspace,
     force: bool,
     progress: Progress,
 ) -> Bundle:
     """The bundle in its place: made in the work directory, or the one of the same key that is there."""
     pair = in_precision(pair, settings.precision, place.scratch, progress, engine.weight_layout)
-    job = engine.job(pair, settings, place, progress)
+    job = engine.build(pair, settings, place, progress)
     manifest = _describe(pair, settings, engine, job)
     inputs = read_inputs(job.files, progress)
     manifest["key"] = key_of(manifest, inputs, job.digests)
@@ -156,7 +155,7 @@ def _write(
 
 
 def _check_arguments(
-    engine: EngineEntry,
+    engine: Engine,
     weights: Weights,
     precision: Precision | None,
     options: EngineOptions | None,
@@ -178,28 +177,22 @@ def _check_arguments(
 
 
 def _read_pair(
-    sources: tuple[Source, Source | None], engine: EngineEntry, weights: Weights, drafter_window: int | None
+    sources: tuple[Source, Source | None], engine: Engine, weights: Weights, drafter_window: int | None
 ) -> CheckpointPair:
     """The checkpoints, which fit each other and the engine, with the drafter's windows as asked."""
     source, drafts = sources
-    target = engine.read_target(source.directory)
-    drafter = read_drafter_config(drafts.directory, target) if drafts else None
-    engine.check_pair(target, drafter)
-    if drafter is not None:
-        check_pair(target, drafter)
+    target, drafter = engine.read_pair(source.directory, drafts.directory if drafts else None)
     if weights != "none":
         mask = drafter.mask_token_id if drafter and drafter.masks else None
         check_tokenizers(source.directory, drafts.directory if drafts else None, mask)
     opened = Outline if weights == "none" else Checkpoint
     side, narrow = None, narrow_drafter(drafter_window, drafter, engine)
     if drafts and narrow:
-        side = Side(drafts, narrow, opened(drafts.directory), f"{engine.weights_folder}drafter")
-    return CheckpointPair(
-        Side(source, target, opened(source.directory), f"{engine.weights_folder}target"), side
-    )
+        side = Side(drafts, narrow, opened(drafts.directory), engine.folder("drafter"))
+    return CheckpointPair(Side(source, target, opened(source.directory), engine.folder("target")), side)
 
 
-def _precision(asked: Precision | None, pair: CheckpointPair, engine: EngineEntry) -> Precision:
+def _precision(asked: Precision | None, pair: CheckpointPair, engine: Engine) -> Precision:
     """The precision of the build: as asked, and the engine's choice for the rest. A head that is quantized stays."""
     quantized = bool(pair.drafter and pair.drafter.checkpoint.quantization.algorithms)
     configs = pair.target.config, pair.draft_config
@@ -208,7 +201,7 @@ def _precision(asked: Precision | None, pair: CheckpointPair, engine: EngineEntr
     return replace(chosen, head=asked.head if asked else None) if kept else chosen
 
 
-def _draft_tokens(pair: CheckpointPair, asked: str | Path | None, engine: EngineEntry) -> list[int] | None:
+def _draft_tokens(pair: CheckpointPair, asked: str | Path | None, engine: Engine) -> list[int] | None:
     """The tokens that the drafter may draft; None for all.
 
     Raises BuildError if `asked` is a file, and this pair or engine can only draft from all tokens.
@@ -221,7 +214,7 @@ def _draft_tokens(pair: CheckpointPair, asked: str | Path | None, engine: Engine
     if asked is None and not file.is_file():
         return None
     reason = None
-    if not engine.draft_vocabulary:
+    if engine.unchanged:
         reason = f"--engine {engine.name} drafts with the target's whole head"
     elif pair.drafter.config.own_head or "lm_head.weight" in pair.drafter.checkpoint.tensors:
         reason = f"{pair.drafter.config.path} is of a drafter with its own head"
@@ -236,9 +229,7 @@ def _draft_tokens(pair: CheckpointPair, asked: str | Path | None, engine: Engine
     raise UsageError(f"--draft-vocabulary is {asked}, but {reason}: leave --draft-vocabulary out")
 
 
-def _describe(
-    pair: CheckpointPair, settings: BuildSettings, engine: EngineEntry, job: BuildJob
-) -> dict[str, Any]:
+def _describe(pair: CheckpointPair, settings: BuildSettings, engine: Engine, job: BuildJob) -> dict[str, Any]:
     """The manifest without its key and files."""
     target, drafter = pair.target.config, pair.draft_config
     return {

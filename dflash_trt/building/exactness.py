@@ -24,6 +24,7 @@ from dflash_trt.bundle.workspace import Progress
 from dflash_trt.decoding.pair import FREE, Pair, PassRule
 from dflash_trt.decoding.widths import Outcome, find_rule, measure, ways
 from dflash_trt.engines import registry
+from dflash_trt.engines.base import Engine
 from dflash_trt.errors import BundleError, DFlashError
 from dflash_trt.files.disk import cache_folder, whole_file
 from dflash_trt.files.reading import read_object
@@ -193,6 +194,14 @@ def place_of(bundle: Bundle, pair: Pair, threads: int | None, kind: str = "exact
     return cache_folder() / kind / name
 
 
+def threads_of(engine: Engine, asked: int | None) -> int:
+    """The threads of passes on the host, of a bundle that was opened with so many. torch's are the process's: as its
+    environment says, or as the latest bundle was opened.
+    """
+    torch = sys.modules.get("torch") if "torch" in engine.modules else None
+    return int(torch.get_num_threads()) if torch else asked or hardware.cores() or 1
+
+
 def _machine(bundle: Bundle, pair: Pair, threads: int | None) -> dict[str, Any]:
     """All that the bits of a pass may depend on."""
     engine = registry.engine_of(bundle)
@@ -202,7 +211,7 @@ def _machine(bundle: Bundle, pair: Pair, threads: int | None) -> dict[str, Any]:
     return {
         "bundle": bundle.manifest["manifest_sha256"],
         "processor": hardware.processor_name(),
-        "threads": engine.threads(threads),
+        "threads": threads_of(engine, threads),
         "gpus": [[each.get("name"), each.get("driver_version")] for each in gpus],
         "versions": versions,
         "prefill_chunk": pair.prefill_chunk,

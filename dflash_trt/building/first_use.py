@@ -15,6 +15,7 @@ from dflash_trt.bundle.manifest import MANIFEST, Bundle, Check, digest
 from dflash_trt.bundle.workspace import ANOTHER, LINKED
 from dflash_trt.checkpoint.catalogue import NAMES, KnownPair, known_configs, known_pair
 from dflash_trt.engines import registry
+from dflash_trt.engines.packages import installation
 from dflash_trt.errors import BuildError, BundleError, did_you_mean
 from dflash_trt.files.disk import cache_folder, cached_in, whole_file
 from dflash_trt.hardware import compute_capabilities
@@ -61,7 +62,7 @@ def open_bundle(bundle: str | Path, check: Check, engine: str = registry.AUTO) -
         entry = registry.find(best)
         if lacking := entry.lacking():
             raise BundleError(
-                f"{pair.name}: --engine {best} needs {', '.join(lacking)}, not installed here: {entry.installation()}"
+                f"{pair.name}: --engine {best} needs {', '.join(lacking)}, not installed here: {installation(entry)}"
             )
         from dflash_trt.building.build import build  # slow to import, and only needed here
 

@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from dflash_trt.building.build import build
-    from dflash_trt.building.choice import choose_engine
+    from dflash_trt.building.defaults import choose_engine
     from dflash_trt.building.sources import built_in
     from dflash_trt.checkpoint.catalogue import known_pair
     from dflash_trt.formats.precision import parse_precision

@@ -13,7 +13,7 @@ from dflash_trt.cli.output import print_json, print_table
 
 if TYPE_CHECKING:
     from dflash_trt.checkpoint.catalogue import KnownPair, PublishedDrafter, TargetForm
-    from dflash_trt.engines.base import EngineEntry
+    from dflash_trt.engines.base import Engine
 
 SUMMARY = "list the known pairs, and published drafters"
 DESCRIPTION = (
@@ -141,7 +141,7 @@ def _engines(drafter: PublishedDrafter, form: TargetForm | None) -> dict[str, st
     """Engine -> why it does not take this drafter, or this form of its target; empty where it does."""
     from dflash_trt.engines import registry
 
-    def why(engine: EngineEntry) -> str:
+    def why(engine: Engine) -> str:
         if drafter.unread:
             return f"{drafter.unread} is not read"
         if drafter.only not in ("", engine.name):

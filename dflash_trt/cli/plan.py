@@ -46,9 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
            "a GPU that --gpus lists, or the figures of another: memory=24,sm=89 (default: the first one here)"
     )  # fmt: skip
     add_engine(parser, "auto: what this GPU runs best, or several")
-    several = " or ".join(engine.name for engine in registry.engines() if engine.memory.several_gpus)
     parser.add_argument("--tp", type=at_least(1), default=1, metavar="N", dest="tensor_parallel",
-                        help=f"GPUs, with {several}")  # fmt: skip
+                        help=f"GPUs, with {registry.SEVERAL}")  # fmt: skip
     option(parser, "--max-seq-len", "N", at_least(1), "default: as for `build`, at most 8192")
     option(parser, "--max-batch-size", "N", at_least(1), default=8)
     option(parser, "--block-size", "K", at_least(2), "default: as trained, or 16")
@@ -81,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"note: {pair.doubt}", file=sys.stderr)
     estimate = estimate_memory(inventory, settings)
     formats = {name for roles in estimate.weights.values() for sizes in roles.values() for name in sizes}
-    refused = registry.find(args.engine).refusal(settings.gpu.sm, inventory, formats)
+    refused = registry.find(args.engine).refuses_gpu(settings.gpu.sm, inventory, formats) or None
     if args.json:
         unverified = pair.unverified if pair is not None else ()
         print_json({**asdict(estimate), "fits": estimate.fits, "refused": refused, "unverified": unverified})
@@ -94,19 +93,17 @@ def run(args: argparse.Namespace) -> int:
 
 def prepare(args: argparse.Namespace, gpu: Gpu) -> tuple[Inventory, Settings]:
     """The pair's tensors and the setting to plan for."""
-    from dflash_trt.building.choice import (
+    from dflash_trt.building.defaults import (
         choose_block_size,
         choose_max_seq_len,
         choose_precision,
         narrow_drafter,
     )
     from dflash_trt.building.sources import find_sources
-    from dflash_trt.checkpoint.compatibility import check_pair
     from dflash_trt.checkpoint.gguf import is_installed
     from dflash_trt.checkpoint.rules import Quantization
     from dflash_trt.checkpoint.tensors import Checkpoint, Outline, tensor_names
     from dflash_trt.formats.precision import parse_precision
-    from dflash_trt.models.configs import read_drafter_config, read_target_config
     from dflash_trt.models.inventory import take_inventory
     from dflash_trt.planning.weights import Settings
     from dflash_trt.quantization.layers import HEAD
@@ -115,16 +112,12 @@ def prepare(args: argparse.Namespace, gpu: Gpu) -> tuple[Inventory, Settings]:
     precision = parse_precision(args.precision)
     engine.check(precision, "copy", options)
     # The number formats of a target in a Python package are those of its file.
-    kept = engine.weight_layout == "blocks" and precision.target is None and is_installed(args.target)
+    kept = engine.multiplies_integers and precision.target is None and is_installed(args.target)
     weights: Weights = "copy" if kept else "none"
     sources = find_sources(args.target, args.drafter, weights, no_drafter=args.no_drafter, stored=kept)
-    target = read_target_config(sources[0].directory)
-    drafter = read_drafter_config(sources[1].directory, target) if sources[1] else None
-    engine.check_pair(target, drafter)
-    if drafter is not None:
-        check_pair(target, drafter)
-    drafter = narrow_drafter(args.drafter_window, drafter, engine)
     folders = [source.directory for source in sources if source]
+    target, drafter = engine.read_pair(folders[0], folders[1] if sources[1] else None)
+    drafter = narrow_drafter(args.drafter_window, drafter, engine)
     read: list[Checkpoint | Outline] | None = None
     if tensor_names(folders[0]):  # else the configuration says what the target has
         read = [Checkpoint(folders[0]), *map(Outline, folders[1:])]

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _kernels(report: Path) -> int:
     from dflash_trt.files.disk import write_object
-    from dflash_trt.reports.environment import check_kernels
+    from dflash_trt.reports.kernels import check_kernels
 
     found = check_kernels()
     write_object(report, found)

@@ -42,6 +42,7 @@ class Arrays(Protocol):
     most_prompt_rows: the most rows of a prompt that one pass may give logits for.
     most_nodes: the most nodes of a request that one pass verifies.
     asynchronous: whether `decode` returns before its pass has ended.
+    samples: whether kernels decide for sampled requests, or the host; may be set to False.
     """
 
     most_unread: int
@@ -50,6 +51,7 @@ class Arrays(Protocol):
     most_prompt_rows: int
     most_nodes: int
     asynchronous: bool
+    samples: bool
 
     def prefill(self, engine: Any, feeds: Mapping[str, Any], slot: int) -> Mapping[str, Any]:
         """Run a pass over one sequence, in this slot."""
@@ -137,7 +139,7 @@ def chosen(nodes: Sequence[int]) -> Any:
 class HostArrays:
     """NumPy arrays. A pass has ended when its engine returns. `Arrays` documents the methods."""
 
-    asynchronous = False
+    asynchronous = samples = False
     most_nodes = 128  # 78 MB of logits at a vocabulary of 151,936
 
     def __init__(

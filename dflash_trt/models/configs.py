@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from dflash_trt.checkpoint.compatibility import check_pair
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.quantization import read_quantization
 from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
@@ -48,6 +49,16 @@ def read_drafter_config(directory: Path, target: TargetConfig | None = None) -> 
     if kind.vocabulary_of_target and target is not None and fields.get("vocab_size") is None:
         config = replace(config, vocab_size=target.vocab_size)
     return config
+
+
+def read_pair(target: Path, drafter: Path | None) -> tuple[TargetConfig, DrafterConfig | None]:
+    """The configurations of a target and its drafter, which fit each other. Raises CheckpointError and PairError."""
+    config = read_target_config(target)
+    if drafter is None:
+        return config, None
+    draft_config = read_drafter_config(drafter, config)
+    check_pair(config, draft_config)
+    return config, draft_config
 
 
 def is_drafter(directory: Path) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dflash_trt.engines.base import GIB
 from dflash_trt.errors import BuildError
+
+GIB = 1 << 30
 
 
 @dataclass(frozen=True)

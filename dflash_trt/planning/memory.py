@@ -1,7 +1,7 @@
 """The memory of a pair on one GPU, and the longest context and the largest batch that fit beside it.
 
 Everything but activations and the runtime's own memory follows exactly from the configurations. For these two, an
-engine has allowances of its own (`MemoryTraits`), and activations are estimated from shapes.
+engine has allowances of its own (traits.py), and activations are estimated from shapes.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ def estimate_memory(inventory: Inventory, settings: Settings) -> MemoryEstimate:
     Raises BuildError if the engine is unknown, or is to run on several GPUs and cannot.
     """
     s = settings
-    if s.tensor_parallel > 1 and not s.traits.several_gpus:
-        several = " or ".join(engine.name for engine in registry.engines() if engine.memory.several_gpus)
-        raise UsageError(f"--tp is {s.tensor_parallel}, but {s.engine} runs on one GPU; use {several}")
+    if s.tensor_parallel > 1 and s.traits.pool is None:
+        raise UsageError(
+            f"--tp is {s.tensor_parallel}, but {s.engine} runs on one GPU; use {registry.SEVERAL}"
+        )
     weights = {side: weights_of(inventory, s, side) for side in inventory.sides}
     held = sum(n for side in weights.values() for role in side.values() for n in role.values())
     experts = weights["target"].get("experts", {})
@@ -127,7 +128,8 @@ class _Layout:
         return {window: round(count * element) for window, count in numbers.items()}
 
     def _stride(self, side: str) -> int | None:
-        return registry.find(self.s.engine).window_stride(self.inventory.config(side).window_head_dim)
+        stride = self.traits.window_stride
+        return stride and stride(self.inventory.config(side).window_head_dim)
 
     def per_token(self, side: str) -> int:
         """Bytes of a token in the layers that keep all rows; 0 of a side that there is not."""

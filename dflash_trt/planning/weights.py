@@ -7,14 +7,15 @@ from typing import TypeGuard
 
 from dflash_trt.checkpoint.quantization import read_quantization
 from dflash_trt.engines import registry
-from dflash_trt.engines.base import PREFILL_CHUNK, MemoryTraits
-from dflash_trt.formats import FORMATS, INT4
+from dflash_trt.engines.base import PREFILL_CHUNK
+from dflash_trt.formats import FORMATS, INT4, MXFP4
 from dflash_trt.formats.base import BLOCK
 from dflash_trt.formats.precision import COMPUTE_DTYPES, Precision
 from dflash_trt.graph.onnxruntime import RESIDENT_EXPERT_BYTES
 from dflash_trt.graph.tensorrt_experts import at_a_time
 from dflash_trt.models.inventory import NUMBER_BYTES, Inventory, weight_bytes
 from dflash_trt.planning.gpus import Gpu
+from dflash_trt.planning.traits import TRAITS, MemoryTraits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +43,12 @@ class Settings:
     @property
     def traits(self) -> MemoryTraits:
         """How the engine uses memory. Raises BuildError where there is no such engine."""
-        return registry.find(self.engine).memory
+        return TRAITS[registry.find(self.engine).name]
 
     @property
     def in_blocks(self) -> bool:
         """Whether weights are in the blocks that ONNX Runtime multiplies."""
-        return registry.find(self.engine).weight_layout == "blocks"
+        return registry.find(self.engine).multiplies_integers
 
     @property
     def largest_group(self) -> int | None:
@@ -91,7 +92,7 @@ def _widened(
     if lowest is not None and s.gpu.sm >= lowest and s.compute(side) != "fp32":
         return sizes
     if role == "experts":
-        few -= s.traits.expert_kernels.keys()  # without a kernel, those are widened as they are used
+        few.discard(MXFP4.name)  # without a kernel, those are widened as they are used
     if not few:
         return sizes
     numbers = inventory.parameters(side)[role] // s.tensor_parallel
@@ -124,8 +125,8 @@ def _tables(inventory: Inventory, s: Settings, roles: dict[str, dict[str, int]])
 
 def _borrowed(inventory: Inventory, s: Settings) -> dict[str, dict[str, int]]:
     """What the drafter holds of its target's embedding and head, as a copy of its own."""
-    whole, narrowed = inventory.target.vocab_size, registry.find(s.engine).draft_vocabulary
-    rows = inventory.draft_rows and (inventory.draft_rows if narrowed else whole)
+    whole, unchanged = inventory.target.vocab_size, registry.find(s.engine).unchanged
+    rows = inventory.draft_rows and (whole if unchanged else inventory.draft_rows)
     held: dict[str, dict[str, int]] = {}
     if not s.traits.shares_tables and not s.in_blocks:
         held = inventory.weights("borrowed", s.compute("drafter"), None, s.tensor_parallel)
@@ -177,7 +178,7 @@ def _head(inventory: Inventory, precision: str, largest_group: int | None, rows:
 def experts_scratch(inventory: Inventory, s: Settings, *, packed: bool) -> int:
     """Memory of one product over experts: the rows of a prompt chunk, and widened copies of packed weights."""
     moe = inventory.target.moe
-    if moe is None or s.traits.has_expert_kernels(moe.quantization, s.gpu.sm):
+    if moe is None or (moe.quantization == MXFP4.name and s.gpu.sm in s.traits.expert_kernels):
         return 0
     hidden, element = inventory.target.hidden_size, NUMBER_BYTES[s.compute("target")]
     size = round(2 * moe.intermediate_size * hidden * element)

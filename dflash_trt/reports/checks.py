@@ -94,13 +94,12 @@ class Checks:
 
     def kernels(self) -> Figures:
         """Each kernel gives its reference's numbers, and the host's tokens."""
-        arrays: Any = self.pair.arrays
-        if not getattr(arrays, "samples", False):
+        arrays = self.pair.arrays
+        if not arrays.samples:
             raise Skip("no kernels run between passes here, and the host samples")
-        from dflash_trt.engines.torch.checks import problems
+        from dflash_trt.reports.kernels import problems_of
 
-        faults = {name: problem for name, problem in arrays.kernel_problems(problems).items() if problem}
-        if faults:
+        if faults := problems_of(arrays, self.bundle.manifest["vocab_size"]):
             raise Failure("; ".join(f"{name}: {problem}" for name, problem in faults.items()))
         params = SamplingParams(temperature=0.9, top_p=0.9, top_k=40, max_tokens=12, seed=7, ignore_eos=True)
         there = self._generate(params)

@@ -15,6 +15,7 @@ from typing import Any
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.bundle.workspace import workspace
 from dflash_trt.decoding.params import RequestOptions
+from dflash_trt.engines.packages import packages_of
 from dflash_trt.engines.registry import engine_of
 from dflash_trt.errors import DFlashError
 
@@ -147,16 +148,16 @@ def template() -> Path:
 
 def container_command(bundle: Bundle) -> str:
     """A command that serves a bundle in a container with matching libraries. It begins with a wheel of a checkout."""
-    container = engine_of(bundle).container(bundle.manifest)
-    extras = ",".join(filter(None, ("serve", container.extra)))
-    packages = " ".join([f"$(echo /dist/dflash_trt-*.whl)[{extras}]", *container.packages])
-    note = f"{container.note}\n" if container.note else ""
+    packages = packages_of(engine_of(bundle))
+    extras = ",".join(filter(None, ("serve", packages.extra)))
+    wheels = " ".join([f"$(echo /dist/dflash_trt-*.whl)[{extras}]", *packages.pinned(bundle.manifest)])
+    note = f"{packages.note}\n" if packages.note else ""
     return (
         f"{note}pip wheel --no-deps --wheel-dir dist .   # in a checkout of dflash-trt\n"
-        f"docker run --rm --init {'--gpus all ' if container.gpus else ''}--network host --shm-size 1g "
+        f"docker run --rm --init {'--gpus all ' if packages.gpus else ''}--network host --shm-size 1g "
         f'-v "{bundle.path.resolve()}:/bundle:ro" -v "$PWD/dist:/dist:ro" \\\n'
-        f"    nvcr.io/nvidia/tritonserver:{container.tag} bash -c \\\n"
-        f"    'pip install {packages} && dflash-trt serve /bundle --api triton'"
+        f"    nvcr.io/nvidia/tritonserver:{packages.tag} bash -c \\\n"
+        f"    'pip install {wheels} && dflash-trt serve /bundle --api triton'"
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from dflash_trt.engines.packages import TRTLLM_IMAGE, TRTLLM_VERSION
 from dflash_trt.errors import UsageError
 from dflash_trt.models.inventory import Inventory
 from dflash_trt.planning.estimate import MemoryEstimate, gib
@@ -23,11 +24,11 @@ from dflash_trt.trtllm.choices import (
     expert_choices,
     warnings,
 )
-from dflash_trt.trtllm.options import IMAGE, VERSION, TensorRTLLMOptions
+from dflash_trt.trtllm.options import TensorRTLLMOptions
 from dflash_trt.trtllm.targets import TargetQuantization, check_gpu
 
 ENGINE = "tensorrt-llm"
-CONTAINER = f"{IMAGE}:{VERSION}"
+CONTAINER = f"{TRTLLM_IMAGE}:{TRTLLM_VERSION}"
 _LARGEST_DEFAULT_BATCH = 64
 
 
@@ -192,7 +193,7 @@ def describe(configuration: Configuration) -> dict[str, Any]:
     """The configuration's part of a bundle's manifest."""
     c = configuration
     return {
-        "version": VERSION,
+        "version": TRTLLM_VERSION,
         "gpu": c.gpu.name,
         "nodes": c.nodes,
         "gpus_per_node": c.gpus_per_node,

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.engines.packages import installation
 from dflash_trt.engines.registry import engine_of
 from dflash_trt.errors import DFlashError
 from dflash_trt.logs import warn_once
@@ -80,7 +81,7 @@ def load(bundle: Bundle) -> tuple[Any, Any]:
     except Exception as error:  # its native parts may raise anything
         raise DFlashError(
             f"tensorrt_llm cannot be imported ({type(error).__name__}: {error}); this bundle is for {version}: "
-            f"{engine_of(bundle).installation(bundle.manifest)}"
+            f"{installation(engine_of(bundle), bundle.manifest)}"
         ) from error
     args = read_llm_args(bundle)
     backend = args["speculative_config"].get("attention_backend")

@@ -1,15 +1,10 @@
-"""The release of TensorRT-LLM that bundles are made for, and the settings of a user."""
+"""The settings of a build for TensorRT-LLM."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dflash_trt.engines.base import GIB, EngineOptions, PagedPool, option
-
-IMAGE = "nvcr.io/nvidia/tensorrt-llm/release"
-VERSION = "1.4.0rc1"
-# TensorRT-LLM 1.4: _DFLASH_BUDGET_ACTIVATION_RESERVE_BYTES and _SAFETY_FACTOR; the fraction is its default.
-POOL = PagedPool(page=32, fraction=0.9, activation_bytes=6 * GIB, arena_safety=0.70)
+from dflash_trt.engines.base import EngineOptions, option
 
 
 @dataclass(frozen=True, kw_only=True)

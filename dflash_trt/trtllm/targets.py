@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dflash_trt.checkpoint.compatibility import check_pair
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.quantization import QUANT_CONFIG, read_quantization
 from dflash_trt.checkpoint.rope import RopeConfig
 from dflash_trt.checkpoint.schema import DrafterConfig, MoEConfig, TargetConfig
 from dflash_trt.errors import BuildError, CheckpointError, show
 from dflash_trt.files.reading import read_config
-from dflash_trt.models.configs import read_target_config
+from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.models.reading import HEAD_DIM, WIDTH, decoder, expert_counts, target
 from dflash_trt.planning.gpus import Gpu
 
@@ -68,6 +69,26 @@ def read_target(directory: Path) -> TargetConfig:
         common |= {"num_key_value_heads": 1, "head_dim": sum(latent) // 2}
     layers = common["num_hidden_layers"]
     return target(text, common, [None] * layers, _experts(text, layers))
+
+
+def read_pair(target: Path, drafter: Path | None) -> tuple[TargetConfig, DrafterConfig | None]:
+    """The configurations of a target and its drafter.
+
+    Raises PairError where they do not fit, and CheckpointError for a format that it does not read, and a drafter that
+    it computes otherwise; or for a target with which its drafts without a drafter are not known.
+    """
+    config = read_target(target)
+    draft_config = None if drafter is None else read_drafter_config(drafter, config)
+    target_quantization(config)
+    if draft_config is not None:
+        check_drafter(draft_config)
+        check_pair(config, draft_config)
+    elif config.delta_layers:
+        raise CheckpointError(
+            f"{config.path}: has layers with a state, with which TensorRT-LLM's drafts from a request's own text "
+            "were not seen; give a drafter, or use another engine"
+        )
+    return config, draft_config
 
 
 def _experts(text: Fields, layers: int) -> MoEConfig:

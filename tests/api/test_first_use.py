@@ -14,7 +14,7 @@ import pytest
 
 from dflash_trt import LLM, AsyncLLM, SamplingParams
 from dflash_trt.building.build import build
-from dflash_trt.engines.base import EngineEntry
+from dflash_trt.engines.base import Engine
 from dflash_trt.errors import BundleError
 from dflash_trt.formats.precision import Precision
 
@@ -54,7 +54,7 @@ def test_nothing_is_built_for_an_engine_without_its_packages(
     cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A large pair would be downloaded first."""
-    monkeypatch.setattr(EngineEntry, "lacking", lambda self: list(self.needed))
+    monkeypatch.setattr(Engine, "lacking", lambda self: list(self.needed))
     with pytest.raises(
         BundleError, match=r"^tiny: --engine torch needs torch, not installed here: pip install"
     ):

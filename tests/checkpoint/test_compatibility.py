@@ -18,7 +18,7 @@ from dflash_trt.engines import registry
 from dflash_trt.errors import CheckpointError, PairError
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.models.families import FAMILIES
-from dflash_trt.trtllm.entry import HYBRIDS
+from dflash_trt.trtllm import HYBRIDS
 from tests.checkpoint.test_config import DRAFTER, TARGET, write
 
 PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
@@ -147,8 +147,7 @@ def test_the_list_says_which_engines_take_a_pair(pair: KnownPair) -> None:
     assert drafter is not None
     refusing = {each.name for each in registry.engines() if each.refuses_published(drafter, None)}
     folders = known_configs(pair.name)
-    target = read_target_config(folders[0])
-    registry.find("tensorrt-llm").check_pair(target, read_drafter_config(folders[1]))
+    target, _ = registry.find("tensorrt-llm").read_pair(*folders)
     hybrid = bool(target.delta_layers) and target.architecture not in HYBRIDS
     assert refusing == ({"tensorrt-llm"} if hybrid else set())
 

@@ -16,12 +16,12 @@ from tokenizers import models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM
 
 from dflash_trt import LLM, SamplingParams
+from dflash_trt.building import defaults
 from dflash_trt.building.build import build
 from dflash_trt.building.sources import resolve
 from dflash_trt.checkpoint import gguf as reading
 from dflash_trt.checkpoint.linears import joined, stored_linear
 from dflash_trt.checkpoint.tensors import Checkpoint
-from dflash_trt.engines.onnxruntime import entry
 from dflash_trt.errors import CheckpointError
 from dflash_trt.formats.precision import Precision
 from dflash_trt.models.configs import read_target_config
@@ -219,7 +219,7 @@ def test_a_build_multiplies_a_file_as_stored_and_rounds_it_again_with_a_warning(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(entry, "LARGE_HEAD_BYTES", 0)  # its drafter then is in INT8
+    monkeypatch.setattr(defaults, "LARGE_HEAD_BYTES", 0)  # its drafter then is in INT8
     file = write_gguf(tmp_path / "model.gguf", vocabulary, kind="Q4_1")
     target = reading.cached_checkpoint(file, stored=True)
     drafter = make_drafter(tmp_path / "drafter", target, taps=(0, 1), mask_token_id=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from dflash_trt.building.build import build
 from dflash_trt.building.exactness import Exactness
 from dflash_trt.decoding.pair import Pair, PassRule
 from dflash_trt.decoding.widths import Outcome, classes, measure
-from dflash_trt.engines.onnxruntime.entry import OnnxRuntimeEntry
+from dflash_trt.engines import registry
 from dflash_trt.errors import UsageError
 from dflash_trt.graph import onnxruntime as functions
 from dflash_trt.hardware import cores
@@ -210,7 +211,8 @@ def test_a_warning_says_where_drafts_may_change_a_token(
     path = bundle(tmp_path)
     LLM(path).close()
     assert not caplog.messages
-    monkeypatch.setattr(OnnxRuntimeEntry, "equal_rows", False)
+    find = registry.find
+    monkeypatch.setattr(registry, "find", lambda name: replace(find(name), equal_rows=False))
     LLM(path).close()
     assert "two logits are nearly equal; `dflash-trt verify BUNDLE --widths` measures" in caplog.messages[-1]
     caplog.clear()

@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from dflash_trt.trtllm.options import VERSION
+from dflash_trt.engines.packages import TRTLLM_VERSION
 
 # The fields of the release's TorchLlmArgs, with their sources.
 SCHEMA: dict[str, Any] = json.loads(Path(__file__).with_name("llm_args.json").read_text())
@@ -183,7 +183,7 @@ class LLM:
         self.closed = True
 
 
-def make_double(answer: Answer, *, version: str = VERSION, runs: Sequence[int] = (1, 3, 8)) -> Any:
+def make_double(answer: Answer, *, version: str = TRTLLM_VERSION, runs: Sequence[int] = (1, 3, 8)) -> Any:
     """A module of that release. `runs`: the numbers of tokens of the decoding iterations, in turn."""
     schemas = {**SCHEMA["$defs"], "TorchLlmArgs": SCHEMA}
     made: list[LLM] = []

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from dflash_trt import LLM, hardware
-from dflash_trt.building import choice
+from dflash_trt.building import defaults
 from dflash_trt.building.first_use import open_bundle
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.cli import main
@@ -223,9 +224,9 @@ def test_nothing_is_fetched_that_the_memory_cannot_hold(monkeypatch: pytest.Monk
     with pytest.raises(
         BuildError, match=r"qwen3-8b: needs [\d.]+ GiB of memory .* on the CPU, of which 24\.00 GiB"
     ):
-        choice.choose_engine("qwen3-8b")
+        defaults.choose_engine("qwen3-8b")
     monkeypatch.setattr(hardware, "memory_bytes", lambda: 256 << 30)
-    assert choice.choose_engine("qwen3-8b") == registry.DEFAULT
+    assert defaults.choose_engine("qwen3-8b") == registry.DEFAULT
 
 
 def test_nothing_is_fetched_that_the_gpu_cannot_hold(
@@ -239,20 +240,18 @@ def test_nothing_is_fetched_that_the_gpu_cannot_hold(
     said = capsys.readouterr().err
     assert "GiB of memory for one sequence on NVIDIA Y, of which 23.99 GiB are here (engine torch: " in said
     assert "--engine torch builds it all the same" in said
-    assert choice.choose_engine("qwen3-8b") == "torch"
-    assert choice.choose_engine("qwen3-coder-30b-a3b", weights="none") == "torch"
+    assert defaults.choose_engine("qwen3-8b") == "torch"
+    assert defaults.choose_engine("qwen3-coder-30b-a3b", weights="none") == "torch"
 
 
 def test_build_leaves_out_engines_that_cannot_do_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans hold their weights."""
     monkeypatch.setattr(registry, "_ON_GPU", ("tensorrt", "torch"))
     monkeypatch.setattr(hardware, "compute_capabilities", lambda: [90])
-    for name in ("tensorrt", "torch"):
-        monkeypatch.setattr(
-            type(registry.find(name)), "availability", lambda *_: Availability(True, True, "")
-        )
-    assert choice.choose_engine("tiny") == "tensorrt"
-    assert choice.choose_engine("tiny", weights="none") == "torch"
+    find, available = registry.find, Availability(True, True, "")
+    monkeypatch.setattr(registry, "find", lambda name: replace(find(name), available=lambda _: available))
+    assert defaults.choose_engine("tiny") == "tensorrt"
+    assert defaults.choose_engine("tiny", weights="none") == "torch"
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from dflash_trt import LLM, SamplingParams
+from dflash_trt.building import defaults
 from dflash_trt.building.build import build
 from dflash_trt.building.sources import known_configs
 from dflash_trt.cli import main
 from dflash_trt.engines import registry
-from dflash_trt.engines.onnxruntime import entry
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
 from dflash_trt.errors import BundleError
 from dflash_trt.extras import install
@@ -113,7 +113,7 @@ def test_a_package_is_installed_by_its_own_name() -> None:
 def chosen(pair: str, asked: Precision, engine: str = "onnxruntime", *, quantized: bool = False) -> Precision:
     target, drafter = known_configs(pair)
     configs = read_target_config(target), read_drafter_config(drafter)
-    return registry.find(engine).choose_precision(asked, *configs, quantized=quantized)
+    return defaults.choose_precision(asked, registry.find(engine), *configs, quantized=quantized)
 
 
 def test_a_drafter_beside_a_large_head_is_in_int8() -> None:
@@ -149,7 +149,7 @@ def test_many_requests_in_integers_are_warned_of_without_vnni(
 def test_a_build_takes_the_choice_and_the_tokens_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(entry, "LARGE_HEAD_BYTES", 0)
+    monkeypatch.setattr(defaults, "LARGE_HEAD_BYTES", 0)
     small = build("tiny", None, tmp_path / "int8", max_seq_len=256)
     wide = build("tiny", None, tmp_path / "fp32", max_seq_len=256, precision=Precision(drafter="fp32"))
     assert small.manifest["quantization"]["drafter"] == "W8A16"

@@ -14,7 +14,7 @@ import pytest
 
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
-from dflash_trt.engines.onnxruntime import entry
+from dflash_trt.engines import onnxruntime
 from dflash_trt.engines.onnxruntime.caches import STEP, CachePool
 from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
 from dflash_trt.errors import BundleError
@@ -32,7 +32,7 @@ def test_passes_of_a_prompt_end_at_multiples_and_keep_its_bits(
     prompt = np.random.default_rng(0).integers(10, 500, PROMPT).tolist()
     with LLM(bundle, threads=1) as llm:
         whole = llm.logits(prompt)
-    monkeypatch.setattr(entry, "PROMPT_PASS", PASS)
+    monkeypatch.setattr(onnxruntime, "PROMPT_PASS", PASS)
     passes: list[tuple[int, int]] = []
     run = OnnxRuntimeEngine.run
 

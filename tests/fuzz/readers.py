@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
-from dflash_trt.building.choice import choose_block_size, choose_max_seq_len
+from dflash_trt.building.defaults import choose_block_size, choose_max_seq_len
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.checkpoint.catalogue import known_configs
 from dflash_trt.checkpoint.compatibility import check_pair, check_tokenizers

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from dflash_trt import LLM, SamplingParams
+from dflash_trt.building import defaults
 from dflash_trt.building.build import build
 from dflash_trt.decoding.results import Statistics
-from dflash_trt.engines.onnxruntime import entry
 from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
 from dflash_trt.errors import BuildError, RequestError
 from dflash_trt.formats.precision import Precision
@@ -66,7 +66,7 @@ def test_large_targets_in_floats_get_trees_by_default(
         return found
 
     assert width("small") == 1
-    monkeypatch.setattr(entry, "LARGE_HEAD_BYTES", 0)
+    monkeypatch.setattr(defaults, "LARGE_HEAD_BYTES", 0)
     assert width("large") == 8
     assert width("asked", tree_width=2) == 2
     assert width("int8", precision=Precision(target="int8")) == 1

@@ -124,4 +124,4 @@ def test_what_is_computed_does_not_depend_on_the_passes(case: Case) -> None:
 def test_an_engine_that_does_not_know_the_architecture_refuses_it(tmp_path: Path) -> None:
     target = SimpleNamespace(config=read_target_config(make_hybrid(tmp_path)))
     with pytest.raises(BuildError, match="is Qwen3_5ForCausalLM, but TensorRT-LLM's DFlash is known with"):
-        registry.find("tensorrt-llm").job(SimpleNamespace(target=target), None, None, None)  # type: ignore[arg-type]
+        registry.find("tensorrt-llm").build(SimpleNamespace(target=target), None, None, None)  # type: ignore[arg-type]

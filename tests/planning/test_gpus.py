@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dflash_trt.engines.base import GIB
 from dflash_trt.errors import BuildError
+from dflash_trt.planning.estimate import GIB
 from dflash_trt.planning.gpus import find_gpu, gpus
 
 

@@ -11,11 +11,11 @@ from dflash_plugins.kernel_specs import ATTENTION_KEPT
 from dflash_trt.building.build import build
 from dflash_trt.checkpoint.catalogue import known_configs
 from dflash_trt.checkpoint.schema import DrafterConfig
-from dflash_trt.engines.base import GIB
 from dflash_trt.errors import BuildError
 from dflash_trt.formats.precision import parse_precision
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.models.inventory import take_inventory
+from dflash_trt.planning.estimate import GIB
 from dflash_trt.planning.gpus import find_gpu
 from dflash_trt.planning.memory import arena_bytes, estimate_memory
 from tests.doubles.checkpoints import make_target

@@ -13,11 +13,11 @@ import pytest
 from dflash_trt.building.build import build
 from dflash_trt.checkpoint.catalogue import known_configs
 from dflash_trt.checkpoint.tensors import Checkpoint
-from dflash_trt.engines.base import GIB
 from dflash_trt.engines.onnxruntime import products
 from dflash_trt.formats.precision import Precision, parse_precision
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.models.inventory import Inventory, take_inventory
+from dflash_trt.planning.estimate import GIB
 from dflash_trt.planning.gpus import find_gpu
 from dflash_trt.planning.memory import MemoryEstimate, estimate_memory
 from dflash_trt.planning.weights import Settings

@@ -8,7 +8,8 @@ import pytest
 import torch
 from dflash_plugins import launch, layers, packed
 
-from dflash_trt.engines.torch import checks, kernels
+from dflash_trt.engines.torch import kernels
+from dflash_trt.reports import kernels as checks
 from tests.doubles import triton_interpreter  # noqa: F401  # corrects it
 
 

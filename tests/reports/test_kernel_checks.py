@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dflash_trt.cli import main
-from dflash_trt.engines.torch import checks
+from dflash_trt.reports import kernels
 
 
 def test_kernels_are_checked_without_a_bundle(
@@ -20,7 +20,7 @@ def test_kernels_are_checked_without_a_bundle(
     found = json.loads(report.read_text())
     assert found["gpu"] is None
     assert found["problems"] == {"float16": dict.fromkeys(("SampleRows", "BlockAcceptance", "Round"), "")}
-    monkeypatch.setattr(checks, "_accepted", lambda *given: "counts are wrong")
+    monkeypatch.setattr(kernels, "_accepted", lambda *given: "counts are wrong")
     assert main(words) == 1
     assert "failed  BlockAcceptance  float16  counts are wrong" in capsys.readouterr().out
     monkeypatch.delenv("TRITON_INTERPRET")

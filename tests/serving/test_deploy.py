@@ -11,7 +11,7 @@ import pytest
 
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.cli import main
-from dflash_trt.engines.base import TRITON_TRTLLM_IMAGE, TRITON_TRTLLM_VERSION
+from dflash_trt.engines.packages import TRITON_TRTLLM_IMAGE, TRITON_TRTLLM_VERSION
 from dflash_trt.errors import DFlashError
 from dflash_trt.serving.deploy import container_command, deploy
 
@@ -82,7 +82,7 @@ def test_containers_fit_the_engine_of_the_bundle() -> None:
 
     told = command("tensorrt-llm", "1.4.0rc1")
     assert f"tritonserver:{TRITON_TRTLLM_IMAGE} " in told
-    assert re.match(f"# .*{TRITON_TRTLLM_VERSION}.*1.4.0rc1.*\\npip wheel", told)
+    assert re.match(f"# .*{TRITON_TRTLLM_VERSION}.*\\npip wheel", told)
     assert "[serve] tensorrt_llm==1.4.0rc1 &&" in told
     # A plan runs only with the version that built it. Tests that build plans read real manifests.
     assert "dflash_trt-*.whl)[serve,tensorrt] tensorrt-cu13==11.4.0 &&" in command("tensorrt", "11.4.0")

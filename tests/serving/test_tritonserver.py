@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dflash_trt.cli import main
-from dflash_trt.engines.base import TRITON_IMAGE
+from dflash_trt.engines.packages import TRITON_IMAGE
 from dflash_trt.errors import DFlashError, UsageError
 from dflash_trt.serving.launch import Addresses, TritonServer, find_server, server_arguments
 

@@ -10,15 +10,17 @@ import jsonschema
 import pytest
 import yaml
 
-from dflash_trt.engines.base import GIB
+from dflash_trt.engines.packages import TRTLLM_VERSION
 from dflash_trt.errors import BuildError
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.models.inventory import Inventory, take_inventory
+from dflash_trt.planning.estimate import GIB
 from dflash_trt.planning.gpus import gpus
 from dflash_trt.planning.memory import arena_bytes
-from dflash_trt.trtllm.build import launch_files
+from dflash_trt.planning.traits import TRAITS
 from dflash_trt.trtllm.configuration import CONTAINER, Configuration, configure
-from dflash_trt.trtllm.options import POOL, VERSION, TensorRTLLMOptions
+from dflash_trt.trtllm.job import launch_files
+from dflash_trt.trtllm.options import TensorRTLLMOptions
 from dflash_trt.trtllm.targets import DFLASH2, TargetQuantization, target_quantization
 from tests.doubles.tensorrt_llm_double import SCHEMA
 
@@ -134,7 +136,9 @@ def check_rules(found: Configuration, inventory: Inventory, tp: int, ep: int) ->
             tensor_parallel=tp,
         )
         assert arena <= free - 6 * GIB
-        assert arena <= POOL.arena_safety * (1 - fraction) * free
+        pool = TRAITS["tensorrt-llm"].pool
+        assert pool is not None
+        assert arena <= pool.arena_safety * (1 - fraction) * free
     pool = fraction * (free - memory.activation_bytes - (memory.drafter_bytes if backend != "TRTLLM" else 0))
     assert memory.kv_bytes <= pool
     assert not args["kv_cache_config"]["enable_block_reuse"]
@@ -192,10 +196,10 @@ def test_what_cannot_be_is_refused(
 
 
 def test_the_release_names_its_sources_and_the_guide_every_field_of_its_drafting() -> None:
-    assert CONTAINER.endswith(f":{VERSION}")
+    assert CONTAINER.endswith(f":{TRTLLM_VERSION}")
     assert SCHEMA["sources"].keys() == {*SCHEMA["$defs"], "TorchLlmArgs", "dflash2"}
     for name in ("DFlashDecodingConfig", "TorchLlmArgs"):
-        assert f"/{VERSION}/" in SCHEMA["sources"][name]
+        assert f"/{TRTLLM_VERSION}/" in SCHEMA["sources"][name]
     guide = (Path(__file__).parents[2] / "docs" / "tensorrt_llm.md").read_text()
     fields = SCHEMA["$defs"]["DFlashDecodingConfig"]["properties"]
     assert [name for name in fields if f"`{name}`" not in guide] == []

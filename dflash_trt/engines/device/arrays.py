@@ -7,7 +7,7 @@ drafts before, if it makes trees of them or fits them to a structure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,6 @@ from dflash_plugins.launch import Accepted, accept_block, sample_rows, sampling_
 from dflash_trt.decoding.draft import Candidates, Draft, Verified, chain_rows
 from dflash_trt.decoding.request import Request
 from dflash_trt.engines.device.engine import DeviceEngine
-from dflash_trt.engines.device.kernels import compiles_here
 from dflash_trt.engines.device.rounds import RoundMemory
 from dflash_trt.engines.device.sizes import DECODE, PREFILL, fitting, prefill_lengths
 from dflash_trt.engines.device.stream import Clock, DeviceArray, HostStream, on
@@ -90,7 +89,7 @@ class DeviceArrays:
             -1, feature_size
         )  # memory that rounds can use
         self._drafted = 0  # places of the drafter's pass of this round, with those of padding
-        self.run, self.samples = run, run is not None  # kernels decide for sampled requests, else the host
+        self.run, self.samples = run, run is not None
         self._tree_width = tree_width
         if run is not None and tree_width > 1:
             for kind in target.caches.kinds:
@@ -111,23 +110,6 @@ class DeviceArrays:
         if self._tree_width > 1:
             own["sampled"] = self._round.part("sampled", most)
         return own | {"positions": positions, "following": following}
-
-    def kernel_problems(self, problems: Callable[..., Iterable[tuple[str, str]]]) -> dict[str, str]:
-        """The kernels against their references on this GPU, by `problems` (engines/torch/checks.py): a problem for each
-        operator, or none. Those that plans hold are compiled again, which needs Triton; without it they are left out.
-        """
-        assert self.run is not None
-        with on(self._stream):
-            found = problems(
-                self._target.device,
-                self.run,
-                vocab=self._vocab,
-                features=self._unread.shape[2],
-                dtype=self._unread.dtype,
-                block_size=self.most_nodes,
-                of_layers=compiles_here(),
-            )
-            return dict(found)
 
     def prefill(
         self, engine: DeviceEngine, feeds: Mapping[str, Any], slot: int

@@ -1,1 +1,94 @@
-"""The engine that runs the graphs by torch: on an NVIDIA GPU, or on a CPU (docs/torch.md)."""
+"""torch as an engine: the graphs as they are, on an NVIDIA GPU or on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from dflash_trt import hardware
+from dflash_trt.engines.base import (
+    PREFILL_CHUNK,
+    Availability,
+    BuildSettings,
+    Engine,
+    RunSettings,
+    Weights,
+    describe_caches,
+)
+from dflash_trt.engines.packages import installation
+
+if TYPE_CHECKING:
+    from dflash_trt.bundle.manifest import Bundle
+    from dflash_trt.bundle.workspace import Progress, Workspace
+    from dflash_trt.checkpoint.pair import CheckpointPair
+    from dflash_trt.decoding.scheduler import Scheduler
+    from dflash_trt.engines.graph_job import GraphJob
+    from dflash_trt.formats.precision import Precision
+    from dflash_trt.graph.dialect import Dialect
+
+
+def check(precision: Precision | None, weights: Weights, options: None) -> None:
+    """Everything is possible: weights may be copied, linked or left out, in any dtype."""
+
+
+def build(pair: CheckpointPair, settings: BuildSettings, place: Workspace, progress: Progress) -> GraphJob:
+    """Graphs in BF16 where a GPU is, and else in FP32, unless the precision says otherwise."""
+    from dflash_trt.bundle.manifest import cache_rows
+    from dflash_trt.engines.graph_job import GraphJob
+    from dflash_trt.graph.builder import COMPUTE
+    from dflash_trt.graph.torch import Torch
+
+    default = "bf16" if hardware.compute_capabilities() else "fp32"
+    dialects: dict[str, Dialect] = {
+        role: Torch(COMPUTE[settings.precision.compute(role, default)]) for role in pair.sides
+    }
+    # Beside a pass that filled a slot, other passes write a block there while it is idle.
+    chunk = min(PREFILL_CHUNK, cache_rows(settings.max_seq_len, settings.block_size))
+    chunk += settings.block_size
+    return GraphJob.of(pair, settings, dialects, progress, chunk=chunk, link=settings.weights == "link")
+
+
+def open(bundle: Bundle, settings: RunSettings) -> Scheduler:
+    from dflash_trt.decoding.scheduler import Scheduler
+    from dflash_trt.engines.torch.opening import open_pair
+
+    pair = open_pair(
+        bundle,
+        slots=settings.max_batch_size,
+        prefill_chunk=settings.prefill_chunk,
+        threads=settings.threads,
+        progress=settings.progress,
+    )
+    return Scheduler(pair, settings.prefix_cache_bytes)
+
+
+def describe(bundle: Bundle) -> dict[str, Any]:
+    """The dtypes beside the rows of its caches."""
+    return describe_caches(bundle) | {"precision": bundle.manifest["precision"]}
+
+
+def available(capabilities: Sequence[int]) -> Availability:
+    if ENGINE.lacking():
+        return Availability(build=True, run=False, note=f"to run: {installation(ENGINE)}")
+    if not capabilities:
+        return Availability(build=True, run=True, note="on the CPU, for trying: no GPU is here")
+    if problem := hardware.torch_problem():
+        return Availability(build=True, run=False, note=problem)
+    torch = hardware.torch_here()
+    assert torch is not None
+    note = f"on {', '.join(torch.gpus)}, by torch {torch.version} for CUDA {torch.cuda}"
+    return Availability(build=True, run=True, note=note)
+
+
+ENGINE = Engine(
+    name="torch",
+    check=check,
+    build=build,
+    open=open,
+    describe=describe,
+    available=available,
+    modules=("torch", "triton"),
+    needed=("torch",),
+    capabilities=None,
+    weight_layout="int4_by_row",
+)

@@ -11,6 +11,7 @@ import torch
 
 from dflash_trt import LLM, SamplingParams, logs
 from dflash_trt.building.build import build
+from dflash_trt.building.exactness import threads_of
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.engines.device.sizes import DECODE
 from dflash_trt.engines.registry import find
@@ -174,6 +175,6 @@ def test_a_measurement_is_for_the_threads_that_torch_has_got() -> None:
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            assert [find("torch").threads(asked) for asked in (None, 7)] == [threads, threads]
+            assert [threads_of(find("torch"), asked) for asked in (None, 7)] == [threads, threads]
     finally:
         torch.set_num_threads(before)

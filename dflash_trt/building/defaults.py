@@ -16,8 +16,10 @@ from dflash_trt.checkpoint.linears import number_formats
 from dflash_trt.checkpoint.pair import CheckpointPair
 from dflash_trt.checkpoint.schema import PENDING_ROWS, DrafterConfig, TargetConfig
 from dflash_trt.engines import registry
-from dflash_trt.engines.base import EngineEntry, Weights
+from dflash_trt.engines.base import Engine, Weights
 from dflash_trt.errors import BuildError, UsageError
+from dflash_trt.formats import FORMATS
+from dflash_trt.formats.int8 import GROUP, INT8
 from dflash_trt.formats.precision import Precision
 
 
@@ -35,7 +37,7 @@ def choose_engine(
     a GPU, or although the memory is too small for it.
     """
 
-    def possible(engine: EngineEntry) -> bool:
+    def possible(engine: Engine) -> bool:
         with suppress(UsageError):
             engine.check(precision, weights, None)
             return True
@@ -97,8 +99,14 @@ def _too_large(
 
 # The default of --max-seq-len: the models' own limit, but no more than this, because cache memory grows with it.
 DEFAULT_MAX_SEQ_LEN = 8192
+# From this size in float32 on, a drafter and its copy of the head are in INT8 by default. At 113 MB (SmolLM2-135M) a
+# drafter's pass of 8 rows took 9.2 ms instead of 13.8. A head of a few MB lies in the processor's caches.
+LARGE_HEAD_BYTES = 64 << 20
+# Candidates of a drafter beside a target with such a head, on ONNX Runtime. SmolLM2-135M was at least as fast with
+# them, and up to 1.1 times as fast. Beside a small target the host takes longer to make a tree than the tree saves.
+TREE_WIDTH = 8
 # The most candidates for a place. Trees of the published budgets, up to 128 nodes, use fewer.
-_TREE_WIDTH = 64
+_MOST_CANDIDATES = 64
 # Tokens of a verification without a drafter: as many as most published drafters have, and the most that may be asked.
 _COPIED, _MOST_COPIED = 16, 32
 
@@ -123,10 +131,10 @@ def choose_block_size(asked: int | None, target: TargetConfig, drafter: DrafterC
 
 
 def choose_tree_width(
-    asked: int | None, pair: CheckpointPair, precision: Precision | None, engine: EngineEntry
+    asked: int | None, pair: CheckpointPair, precision: Precision | None, engine: Engine
 ) -> int:
-    """Candidates for each place, by default the engine's, or as many as the models allow. Raises BuildError for more
-    than the drafter has, and where target or engine verify no trees.
+    """Candidates for each place, by default several beside a large target in floats, on an engine that multiplies
+    integers. Raises BuildError for more than the drafter has, and where target or engine verify no trees.
     """
     target, drafter = pair.target.config, pair.draft_config
     scheme = precision.scheme("target") if precision is not None else None
@@ -135,9 +143,13 @@ def choose_tree_width(
         if asked not in (None, 1):
             raise UsageError(f"--tree-width is {asked}, but no drafter gives candidates: leave it out")
         return 1
-    most = min(_TREE_WIDTH, drafter.vocab_size, drafter.most_candidates or drafter.vocab_size)
+    most = min(_MOST_CANDIDATES, drafter.vocab_size, drafter.most_candidates or drafter.vocab_size)
+    integers = sorted(
+        n for n in formats if engine.multiplies_integers and FORMATS[n].integer_bits is not None
+    )
     if asked is None:
-        asked = 1 if target.delta_layers else min(engine.default_tree_width(target, formats), most)
+        pays = engine.multiplies_integers and not integers and _has_large_head(target)
+        asked = min(TREE_WIDTH, most) if pays and not target.delta_layers else 1
     if not 1 <= asked <= most:
         raise UsageError(
             f"--tree-width is {asked}, expected 1..{most}: the most candidates that {drafter.path} allows for a place"
@@ -147,30 +159,43 @@ def choose_tree_width(
             f"--tree-width is {asked}, but {target.path} has layers that keep a state and verify chains only: "
             "leave it out"
         )
-    if asked > 1:
-        engine.check_trees(asked, formats)
+    if asked > 1 and integers:  # whose products round their inputs; a tree changes these in their last bits
+        raise UsageError(
+            f"--tree-width is {asked}, but the target is in {', '.join(integers)}: with trees, --engine {engine.name} "
+            "would give other tokens than without drafts; leave it out"
+        )
     return asked
 
 
 def choose_precision(
     asked: Precision | None,
-    engine: EngineEntry,
+    engine: Engine,
     target: TargetConfig,
     drafter: DrafterConfig | None,
     *,
     quantized: bool,
 ) -> Precision:
-    """The precision of a build: as asked, and the engine's choice for the rest. `quantized`: see `EngineEntry`.
+    """The precision of a build: as asked. By default, where the engine multiplies integers, a drafter beside a large
+    head is in INT8 with its copy of the head, as no token depends on it. `quantized`: whether drafter or head have a
+    number format of their own already.
 
     Raises UsageError for a precision of a drafter that there is not.
     """
     asked = asked or Precision()
     if drafter is not None:
-        return engine.choose_precision(asked, target, drafter, quantized=quantized)
+        free = asked.drafter is None and asked.head is None and not quantized and not drafter.own_head
+        in_groups = all(size % GROUP == 0 for size in (drafter.hidden_size, drafter.intermediate_size))
+        if engine.multiplies_integers and free and in_groups and _has_large_head(target):
+            return replace(asked, drafter=INT8.name, head=INT8.name)
+        return asked
     for role in ("drafter", "head"):
         if value := getattr(asked, role):
             raise UsageError(f"--precision has {role}={value}, but there is no drafter: leave it out")
     return asked
+
+
+def _has_large_head(target: TargetConfig) -> bool:
+    return 4 * target.vocab_size * target.hidden_size >= LARGE_HEAD_BYTES
 
 
 def choose_max_seq_len(asked: int | None, target: TargetConfig, drafter: DrafterConfig | None) -> int:
@@ -187,9 +212,7 @@ def choose_max_seq_len(asked: int | None, target: TargetConfig, drafter: Drafter
     return asked
 
 
-def narrow_drafter(
-    asked: int | None, drafter: DrafterConfig | None, engine: EngineEntry
-) -> DrafterConfig | None:
+def narrow_drafter(asked: int | None, drafter: DrafterConfig | None, engine: Engine) -> DrafterConfig | None:
     """The drafter with layers that see at most `asked` tokens. No token of an answer depends on it, only acceptance.
 
     Raises UsageError for a window that is no narrower than the trained ones, or smaller than a block, and where engine
@@ -199,7 +222,7 @@ def narrow_drafter(
         return drafter
     if drafter is None:
         raise UsageError(f"--drafter-window is {asked}, but there is no drafter: leave it out")
-    if engine.window_stride(drafter.head_dim) is None:
+    if engine.unchanged:
         raise UsageError(
             f"--drafter-window is {asked}, but --engine {engine.name} reads the drafter's config.json itself: "
             "leave it out"

@@ -5,17 +5,23 @@ Products with weights as they are stored are compared as a graph is loaded (pack
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from dflash_plugins import launch
 from torch import Tensor
 
+from dflash_trt.decoding.arrays import Arrays
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.sampling.sampler import sample
+from dflash_trt.engines.device.arrays import DeviceArrays
+from dflash_trt.engines.device.kernels import compiles_here, kernels_here
 from dflash_trt.engines.torch import layers
+from dflash_trt.errors import DFlashError
+from dflash_trt.reports.environment import versions_of
 
 Device = torch.device | str
 # An operator of layers.py, its attributes and its inputs.
@@ -27,6 +33,81 @@ _SAMPLED = (
 )
 # The error of a result, as a share of its largest number: two roundings to bfloat16.
 _MOST = 2**-7
+
+
+_SIZES = {"vocab": 151_936, "features": 5 * 4096}  # those of Qwen3-8B
+_SMALL = {"vocab": 300, "features": 128}
+_COPIED = 1 << 30
+
+
+def check_kernels(found: Callable[[str, str, str], None] = lambda *_: None) -> dict[str, Any]:
+    """Compare each kernel with its reference on torch's GPU, or on the CPU in Triton's interpreter.
+
+    Returns `gpu` (its name; None in the interpreter), `versions`, `copy_gb_per_s` (bytes read and written by a copy,
+    what a pass could reach) and `problems` by dtype and operator, empty where its numbers are right. `found` is told a
+    dtype, an operator and its problem as soon as it is known.
+
+    Raises DFlashError where torch sees no GPU, and kernels are not interpreted.
+    """
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
+        raise DFlashError(
+            f"torch {torch.__version__} sees no GPU here; see what nvidia-smi and `dflash-trt doctor` say"
+        )
+    device, sizes = ("cuda", _SIZES) if on_gpu else ("cpu", _SMALL)
+    by_dtype = {}
+    # The interpreter rounds BF16 in its own way.
+    for dtype in (torch.bfloat16, torch.float16) if on_gpu else (torch.float16,):
+        name, of_dtype = str(dtype).removeprefix("torch."), dict[str, str]()
+        try:
+            run = kernels_here({}) if on_gpu else launch.by_triton
+            # The interpreter lacks the assembly of the kernels in plans.
+            asked: dict[str, Any] = {**sizes, "dtype": dtype, "block_size": 8, "of_layers": on_gpu}
+            for operator, problem in problems(device, run, **asked):
+                of_dtype[operator] = problem
+                found(name, operator, problem)
+        except Exception as error:  # of the compiler or the driver, or without Triton
+            of_dtype["all"] = f"{type(error).__name__}: {error}"
+        by_dtype[name] = of_dtype
+    return {
+        "gpu": torch.cuda.get_device_name() if on_gpu else None,
+        "versions": versions_of(("torch", "triton")),
+        "copy_gb_per_s": _copy() if on_gpu else None,
+        "problems": by_dtype,
+    }
+
+
+def _copy() -> int:
+    """GB/s that a copy reads and writes."""
+    source = torch.zeros(_COPIED, dtype=torch.uint8, device="cuda")
+    target, times = torch.empty_like(source), []
+    for _ in range(8):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return int(2 * _COPIED / sorted(times)[len(times) // 2] / 1e6)  # bytes per ms
+
+
+def problems_of(arrays: Arrays, vocab: int) -> dict[str, str]:
+    """A problem for each operator that has one, on the GPU and in the sizes of an open pair. Operators that plans hold
+    are compiled again, which needs Triton; without it they are left out.
+    """
+    waiting, on_device = arrays.unread_features_of(0, 0, 1), cast(DeviceArrays, arrays)
+    assert on_device.run is not None
+    with arrays.stream():
+        found = problems(
+            waiting.device,
+            on_device.run,
+            vocab=vocab,
+            features=waiting.shape[2],
+            dtype=waiting.dtype,
+            block_size=arrays.most_nodes,
+            of_layers=compiles_here(),
+        )
+        return {name: problem for name, problem in found if problem}
 
 
 def problems(

@@ -19,11 +19,11 @@ from dflash_trt.checkpoint.schema import DrafterConfig
 from dflash_trt.checkpoint.tensors import INDEX, Checkpoint, Outline
 from dflash_trt.checkpoint.writer import Entry, write_shard
 from dflash_trt.engines.base import BuildJob, BuildSettings
+from dflash_trt.engines.packages import TRTLLM_VERSION
 from dflash_trt.errors import UsageError
 from dflash_trt.files.reading import read_config
 from dflash_trt.models.inventory import Inventory, take_inventory
 from dflash_trt.trtllm.configuration import CONTAINER, ENGINE, Configuration, configure, describe
-from dflash_trt.trtllm.options import VERSION
 from dflash_trt.trtllm.targets import TARGETS, target_quantization
 from dflash_trt.version import __version__
 
@@ -82,7 +82,7 @@ def configuration_job(
                 "target": configuration.memory.kv_bytes_per_token,
                 "drafter": configuration.memory.drafter_bytes_per_token,
             },
-            "versions": {"dflash-trt": __version__, ENGINE: VERSION},
+            "versions": {"dflash-trt": __version__, ENGINE: TRTLLM_VERSION},
             "tensorrt_llm": describe(configuration),
         },
         files=_files(pair, place, progress),
@@ -134,7 +134,9 @@ def launch_files(configuration: Configuration) -> dict[str, str]:
     """Name inside the bundle -> text: the configuration, and a script for each way to start it."""
     c = configuration
     world = c.llm_args["tensor_parallel_size"]
-    header = f"# TensorRT-LLM {VERSION} on {world} x {c.gpu.product}; dflash-trt inspect has the reasons.\n"
+    header = (
+        f"# TensorRT-LLM {TRTLLM_VERSION} on {world} x {c.gpu.product}; dflash-trt inspect has the reasons.\n"
+    )
     files = {"llm_args.yaml": header + yaml.safe_dump(c.llm_args, sort_keys=False)}
     values = {"WORLD": world, "NODES": c.nodes, "GPUS_PER_NODE": c.gpus_per_node, "CONTAINER": CONTAINER}
     for template in sorted(_SCRIPTS.iterdir()):
