@@ -122,7 +122,7 @@ def test_compose_starts_it_with_prometheus_and_grafana() -> None:
             assert (ROOT / volume.split(":")[0]).is_file(), volume
     prometheus = yaml.safe_load((ROOT / "monitoring/prometheus.yaml").read_text())
     assert prometheus["scrape_configs"][0]["static_configs"][0]["targets"] == [f"openai:{arguments['port']}"]
-    assert arguments["allowed_host"] == ["openai"]
+    assert arguments["hosts"] == ["openai"]
     inside = {volume.split(":")[1] for volume in COMPOSE["prometheus"]["volumes"]}
     assert set(prometheus["rule_files"]) <= inside
     source = yaml.safe_load((ROOT / "monitoring/grafana/datasource.yaml").read_text())["datasources"][0]
@@ -157,7 +157,7 @@ def test_the_pod_runs_the_image_and_is_probed_where_no_key_is_needed() -> None:
     assert [each["name"] for each in container["env"]] == ["NAMESPACE", "DFLASH_TRT_API_KEY"]
     service = read("service.yaml")["metadata"]["name"]
     longest = f"{service}.$(NAMESPACE).svc.cluster.local"
-    assert arguments["allowed_host"] == [
+    assert arguments["hosts"] == [
         service, *(longest.removesuffix(end) for end in (".svc.cluster.local", ".cluster.local", ""))
     ]  # fmt: skip
 

@@ -15,6 +15,7 @@ from dflash_trt.cli.options import (
     add_target,
     at_least,
     engine_options_of,
+    fields_of,
     option,
     refuse_other_engines,
     switch,
@@ -107,24 +108,8 @@ def run(args: argparse.Namespace) -> int:
         )
     refuse_other_engines(args)
     with progress_display() as progress:
-        bundle = build(
-            args.target,
-            args.drafter,
-            out,
-            no_drafter=args.no_drafter,
-            max_seq_len=args.max_seq_len,
-            block_size=args.block_size,
-            tree_width=args.tree_width,
-            exact=args.exact,
-            engine=args.engine,
-            weights=args.weights,
-            precision=precision,
-            draft_vocabulary=args.draft_vocabulary,
-            drafter_window=args.drafter_window,
-            options=engine_options_of(args),
-            force=args.force,
-            progress=progress,
-        )
+        asked = {"out": out, "precision": precision, "options": engine_options_of(args)}
+        bundle = build(**fields_of(args, build) | asked, progress=progress)
     seconds, kept = time.perf_counter() - began, _stamp(out) == before
     description = inspect(bundle.path)
     if args.json:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import MISSING, Field, fields
+from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
 from dflash_trt.cli.output import loading
 from dflash_trt.engines import registry
 from dflash_trt.engines.base import EngineOptions
+from dflash_trt.options import YEARS, Declared, Option, options_of
 
 if TYPE_CHECKING:
     from dflash_trt.bundle.manifest import Bundle
@@ -45,9 +46,11 @@ def option(
     parser.add_argument(flag, metavar=metavar, type=convert, help=text, default=default, **more)
 
 
-def switch(parser: argparse._ActionsContainer, flag: str, text: str, default: bool | None = False) -> None:
+def switch(
+    parser: argparse._ActionsContainer, flag: str, text: str, default: bool | None = False, **more: Any
+) -> None:
     """Add an option without a value. It is True if given, else `default`."""
-    parser.add_argument(flag, action="store_true", help=text, default=default)
+    parser.add_argument(flag, action="store_true", help=text, default=default, **more)
 
 
 def add_bundle(parser: argparse.ArgumentParser, name: str = "bundle", **more: Any) -> None:
@@ -115,8 +118,7 @@ def up_to(most: str, kind: type[N]) -> Callable[[str], N]:
 
 
 port = up_to("65535", int)  # 0 lets the system choose one
-seconds = up_to("3e8", float)  # at most ten years
-share = up_to("1", float)
+seconds = up_to(YEARS, float)
 
 
 def block_length(text: str) -> int | None:
@@ -196,22 +198,70 @@ def each(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
     return values
 
 
+def add_fields(
+    parser: argparse._ActionsContainer, settings: type, *, given_only: bool = False
+) -> list[Declared]:
+    """Add the options that the fields of a dataclass declare. `fields_of` reads them.
+
+    given_only: an option that is not given is None, and the help names no default.
+    """
+    declared = options_of(settings)
+    for d in declared:
+        if d.kind is bool:
+            switch(parser, d.flag, d.option.help, dest=d.name)
+            continue
+        more: dict[str, Any] = {"dest": d.name}
+        convert, default = _reader(d, more), None if given_only else d.default
+        if d.required and not given_only:
+            more["required"], default = True, None
+        option(parser, d.flag, d.option.metavar, convert, d.option.help, default, **more)
+    return declared
+
+
+def _reader(declared: Declared, more: dict[str, Any]) -> Callable[[str], Any]:
+    """What reads an option's value. `more` gets further arguments of argparse's add_argument."""
+    kind, limits = declared.kind, declared.option
+    origin = get_origin(kind)
+    if origin is Literal:
+        more["choices"] = get_args(kind)
+        return str
+    if origin is not None:  # a list of values: an option for each, several words, or one with commas
+        item, *_ = get_args(kind)
+        read = limits.parse or _limited(item, limits)
+        if origin is list:
+            more["action"] = "append"
+        elif origin is tuple:
+            more["nargs"] = "+"
+        else:
+            return each(read)
+        return read
+    return limits.parse or _limited(kind, limits)
+
+
+def _limited(kind: Any, limits: Option) -> Callable[[str], Any]:
+    if limits.most:
+        return up_to(limits.most, kind)
+    return kind if limits.least is None else at_least(limits.least)
+
+
+def fields_of(args: argparse.Namespace, settings: Callable[..., Any]) -> dict[str, Any]:
+    """The arguments of a dataclass or a function that have the names of options."""
+    return {name: getattr(args, name) for name in signature(settings).parameters if hasattr(args, name)}
+
+
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that belong to an engine: added, read and refused as its options class says."""
     for kind, engines in registry.names_by_options().items():
         group = parser.add_argument_group(
             kind.title, f"with --engine {' or '.join(engines)}, and --max-batch-size (default: {kind.batch})"
         )
-        for field in _options_of(kind):
-            said = field.metadata
-            typed: dict[str, Any] = {} if said["least"] is None else {"type": at_least(said["least"])}
-            group.add_argument(said["flag"], dest=field.name, **said["arguments"], **typed)
+        add_fields(group, kind, given_only=True)
 
 
 def refuse_other_engines(args: argparse.Namespace) -> None:
     """End the program, as for wrong usage, where an option is given that belongs to another engine."""
     for kind, engines in registry.names_by_options().items():
-        flags = [f.metadata["flag"] for f in _options_of(kind) if getattr(args, f.name) is not None]
+        flags = [d.flag for d in options_of(kind) if getattr(args, d.name) is not None]
         if flags and kind is not registry.find(args.engine).options:
             args.usage_error(f"{', '.join(flags)}: only with --engine {' or '.join(engines)}")
 
@@ -224,13 +274,8 @@ def engine_options_of(args: argparse.Namespace) -> EngineOptions | None:
     kind = registry.find(args.engine).options
     if kind is None:
         return None
-    given = {f.name: value for f in fields(kind) if (value := getattr(args, f.name, None)) is not None}
-    for field in _options_of(kind):
-        if field.default is MISSING and field.default_factory is MISSING and field.name not in given:
-            args.usage_error(f"--engine {args.engine} needs {field.metadata['flag']}")
+    given = {name: value for name, value in fields_of(args, kind).items() if value is not None}
+    for d in options_of(kind):
+        if d.required and d.name not in given:
+            args.usage_error(f"--engine {args.engine} needs {d.flag}")
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
-
-
-def _options_of(kind: type[EngineOptions]) -> list[Field[Any]]:
-    """The fields that are options of `build`."""
-    return [field for field in fields(kind) if field.metadata]

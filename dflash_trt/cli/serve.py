@@ -10,10 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from dflash_trt.cli.deploy import add_engine_arguments, engine_settings
-from dflash_trt.cli.options import add_bundle, at_least, bundle_of, option, port, seconds, switch
+from dflash_trt.cli.options import add_bundle, add_fields, bundle_of, fields_of, option, port, switch
 from dflash_trt.engines import registry
 from dflash_trt.errors import DFlashError
 from dflash_trt.logs import LEVELS
+from dflash_trt.serving.openai.settings import Address, ServerSettings
 
 SUMMARY = "serve a bundle with OpenAI's API, or with Triton Inference Server"
 DESCRIPTION = """\
@@ -44,50 +45,19 @@ _PORTS = {"grpc_port": 8001, "metrics_port": 8002}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_bundle(parser)
     option(parser, "--api", None, str, "what clients speak", "openai", choices=("openai", "triton"))
-    option(parser, "--host", "ADDRESS", str, "address to serve on", "127.0.0.1")
-    option(parser, "--port", "PORT", port,
-           "port of OpenAI's API, or of Triton's HTTP; 0 lets the system choose one", 8000)  # fmt: skip
-    option(parser, "--grace", "SECONDS", seconds,
-           "time for requests to finish after a signal to stop", 30.0)  # fmt: skip
+    add_fields(parser, Address)
     option(parser, "--log-level", None, str,
            "what server and engine log on standard error (default: warnings, and with --api openai requests)",
            choices=tuple(LEVELS))  # fmt: skip
     switch(parser, "--quiet", "print no addresses, and log no requests")
-    _add_openai(parser.add_argument_group(_OPENAI))
+    openai = parser.add_argument_group(_OPENAI)
+    option(openai, "--api-key-file", "FILE", Path,
+           f"API keys, one per line; ${_KEY_VARIABLE} may hold one, too (default: anyone may come)")  # fmt: skip
+    add_fields(openai, ServerSettings)
     triton = parser.add_argument_group("with --api triton")
     for name, number in _PORTS.items():
         option(triton, f"--{name.replace('_', '-')}", "PORT", port, default=number)
     add_engine_arguments(parser)
-
-
-def _add_openai(openai: argparse._ArgumentGroup) -> None:
-    option(openai, "--drain", "SECONDS", seconds,
-           "time after SIGTERM in which requests are still taken while /ready is 503, before --grace", 0.0)  # fmt: skip
-    option(openai, "--served-model-name", "NAME", str,
-           "the model's name for clients (default: the directory's)")  # fmt: skip
-    option(openai, "--api-key-file", "FILE", Path,
-           f"API keys, one per line; ${_KEY_VARIABLE} may hold one, too (default: anyone may come)")  # fmt: skip
-    option(openai, "--tls-cert", "FILE", Path, "certificate chain, for HTTPS")
-    option(openai, "--tls-key", "FILE", Path, "private key of the certificate")
-    option(openai, "--cors-origin", "ORIGIN", str,
-           "an origin whose pages may call the API, or '*'; may be repeated (default: none)", [],
-           action="append")  # fmt: skip
-    option(openai, "--allowed-host", "NAME", str,
-           "a name that clients may have for this server besides localhost, IP addresses and --host, or '*'; may be "
-           "repeated. With API keys and another address than loopback every name is allowed", [],
-           action="append")  # fmt: skip
-    switch(openai, "--allow-priority",
-           "let requests choose their priority, -100 to 100; one step is worth a second in the queue")  # fmt: skip
-    option(openai, "--max-body", "BYTES", at_least(1),
-           "the longest body of a request (default: 1 MiB and 64 bytes per token of the context)")  # fmt: skip
-    option(openai, "--max-deadline", "SECONDS", seconds,
-           "the longest time that a request may take, with its time in the queue (default: as it asks)")  # fmt: skip
-    option(openai, "--log-prompts", "FILE", Path,
-           "keep the messages of chats there, for `dflash-trt fit --prompts`; whoever reads it knows what users asked "
-           "(default: nothing is kept)")  # fmt: skip
-    switch(openai, "--enable-prompt-tokens-details",
-           "show clients how many tokens of their prompt were cached; without keys, or with one key for several "
-           "clients, this tells them what others have sent (default: only with several keys)")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -104,9 +74,9 @@ def _check_options(args: argparse.Namespace) -> None:
         args.usage_error("words after -- are options of tritonserver: add --api triton")
     if args.api == "triton":
         _check_unused(args)
-    if (args.tls_cert is None) != (args.tls_key is None):
+    if (args.certificate is None) != (args.certificate_key is None):
         args.usage_error("--tls-cert and --tls-key: only one is given, expected both")
-    if args.max_deadline == 0:
+    if args.max_seconds == 0:
         args.usage_error("--max-deadline is 0, expected more: no request could be answered")
     for name in ("port", *_PORTS) if args.api == "triton" else ():
         if getattr(args, name) == 0:
@@ -145,43 +115,29 @@ def _shown(host: str) -> str:
 def _openai(args: argparse.Namespace) -> int:
     from dflash_trt.runtime import BATCH
     from dflash_trt.serving.deploy import check_drafting
-    from dflash_trt.serving.openai.server import ServerSettings, check_certificate, check_installed, serve
+    from dflash_trt.serving.openai.server import check_certificate, check_installed, serve
 
     check_installed()
     keys = _keys(args.api_key_file)
-    check_certificate(args.tls_cert, args.tls_key)
+    check_certificate(args.certificate, args.certificate_key)
     bundle = bundle_of(args)
     registry.require_packages(bundle)
     asked = engine_settings(args) | {"log_level": args.log_level}
     engine = {name: value for name, value in asked.items() if value is not None}
     check_drafting(bundle, engine)
-    settings = ServerSettings(
-        bundle=bundle,
-        name=args.served_model_name,
-        host=args.host,
-        port=args.port,
-        keys=keys,
-        certificate=args.tls_cert,
-        certificate_key=args.tls_key,
-        origins=args.cors_origin,
-        hosts=args.allowed_host,
-        max_body=args.max_body,
-        max_seconds=args.max_deadline,
-        priorities=args.allow_priority,
-        drain=args.drain,
-        grace=args.grace,
-        prompt_details=args.enable_prompt_tokens_details,
-        log_prompts=args.log_prompts,
-        engine=engine,
-        log_level=args.log_level or ("warning" if args.quiet else "info"),
-        limit=(args.max_batch_size or BATCH) + args.max_queue,
-    )
+    more = {
+        "keys": keys,
+        "engine": engine,
+        "log_level": args.log_level or ("warning" if args.quiet else "info"),
+        "limit": (args.max_batch_size or BATCH) + args.max_queue,
+    }
+    settings = ServerSettings(**fields_of(args, ServerSettings) | more)
     host = _shown(args.host)
 
     def ready(port: int) -> None:
         if args.quiet:
             return
-        url = f"http{'s' if args.tls_cert else ''}://{host}:{port}"
+        url = f"http{'s' if args.certificate else ''}://{host}:{port}"
         print(f"serving {args.bundle}; Ctrl-C stops")
         print(f"page     {url}/")
         print(f"API      {url}/v1")
@@ -189,7 +145,7 @@ def _openai(args: argparse.Namespace) -> int:
 
     if not keys:
         _say_who_may_come(args.host, "there is no --api-key-file")
-    return serve(settings, ready, _say)
+    return serve(bundle, settings, ready, _say)
 
 
 def _keys(file: Path | None) -> list[str]:

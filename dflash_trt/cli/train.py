@@ -6,31 +6,31 @@ import argparse
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from dflash_trt.building.progress import Display, progress_display
-from dflash_trt.checkpoint.draft_vocabulary import LEAST
 from dflash_trt.cli.options import (
     DEBUG,
     LOG_LEVEL,
+    add_fields,
     add_json,
     add_limit,
     add_target,
     add_threads,
     at_least,
     each,
+    fields_of,
     option,
-    share,
 )
 from dflash_trt.cli.output import byte_count, print_json, print_table
 from dflash_trt.engines import registry
 from dflash_trt.errors import DFlashError, UsageError
 from dflash_trt.extras import install
 from dflash_trt.logs import LEVELS
+from dflash_trt.training.recipe import Design, Recipe
 
 SUMMARY = "train a drafter for a target, on the target's own answers"
 DESCRIPTION = """\
@@ -165,47 +165,12 @@ def _add_drafter(parser: argparse.ArgumentParser) -> None:
     add_target(parser, "the model that the drafter is for")
     option(parser, "--data", "FILE", Path, "the answers of `train regenerate`", required=True)
     option(parser, "--out", "DIR", Path, "directory of the run; it is continued", required=True)
-    option(parser, "--steps", "N", at_least(1), "number of steps", required=True)
-    option(parser, "--seed", "N", at_least(0), "of weights, order and anchors", 0)
     option(parser, "--save-every", "N", at_least(1), "steps between saved states", 50)
     option(parser, "--evaluate-every", "N", at_least(0),
            "steps between evaluations; 0: only before the first step and at the end", 500)  # fmt: skip
     _add_questions(parser, "a tenth of those of --data, whose answers are not trained on")
-    new = parser.add_argument_group("drafter")
-    option(
-        new,
-        "--from",
-        "NAME_OR_PATH",
-        str,
-        "a drafter to continue from (default: a new one)",
-        dest="checkpoint",
-    )
-    option(new, "--kind", None, str, "default: dflash, or as --from; dflash2 can begin with a DFlash drafter",
-           choices=["dflash", "dflash2"])  # fmt: skip
-    option(new, "--draft-vocabulary", "N", at_least(LEAST),
-           "draft only so many tokens: the end tokens and the most frequent ones of the answers (default: all)"
-    )  # fmt: skip
-    option(new, "--layers", "N", at_least(1), "layers of a new drafter (default: 2)")
-    option(
-        new,
-        "--taps",
-        "L,...",
-        each(at_least(0)),
-        "tapped target layers of a new drafter (default: 5, spread evenly)",
-    )
-    option(
-        new, "--block-size", "K", at_least(2), "tokens of a block, with the anchor (default: 8, or as --from)"
-    )
-    option(
-        new, "--mask-token-id", "ID", at_least(0), "mask token of a new drafter (default: an unused token)"
-    )
-    recipe = parser.add_argument_group("recipe")
-    option(recipe, "--batch-size", "N", at_least(1), "answers per step and process", 8)
-    option(recipe, "--anchors", "N", at_least(1), "limit of blocks per answer and step", 64)
-    option(recipe, "--max-length", "N", at_least(4), "limit of tokens of prompt and answer", 1024)
-    option(recipe, "--distill", "SHARE", share,
-           "share of the loss that compares with the target's own distribution, 0 to 1", 0.0)  # fmt: skip
-    option(recipe, "--learning-rate", "R", float, "the highest", 6e-4)
+    add_fields(parser.add_argument_group("drafter"), Design)
+    add_fields(parser.add_argument_group("recipe"), Recipe)
 
 
 def _drafter(args: argparse.Namespace) -> int:
@@ -213,15 +178,11 @@ def _drafter(args: argparse.Namespace) -> int:
     from dflash_trt.building.sources import resolve
     from dflash_trt.reports import plots
     from dflash_trt.training.evaluation import average, read_history
-    from dflash_trt.training.loop import Recipe
-    from dflash_trt.training.run import Design
     from dflash_trt.training.run import run as train
 
-    given = {name: value for name, value in vars(args).items() if name != "held_out"}  # there a digest
-    recipe = Recipe(**{each.name: given[each.name] for each in fields(Recipe) if each.name in given})
-    if args.checkpoint:
-        given["checkpoint"] = resolve(args.checkpoint, "drafter").directory
-    design = Design(**{each.name: given[each.name] for each in fields(Design)})
+    recipe = Recipe(**fields_of(args, Recipe) | {"held_out": None})  # there a digest
+    start = args.checkpoint and resolve(args.checkpoint, "drafter").directory
+    design = Design(**fields_of(args, Design) | {"checkpoint": start})
     if not plots.available():
         print(f"there will be no curve, as matplotlib is not installed: {install('plot')}", file=sys.stderr)
     with progress_display() as display:

@@ -95,10 +95,9 @@ class Availability:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """The build options of one engine, or of several, as a dataclass.
+    """The build options of one engine, or of several, as a dataclass, whose annotations declare the command line's.
 
-    A field whose metadata is an `option` is an option of the command line. `title`: of their group in the help text.
-    `batch`: what --max-batch-size is by default.
+    `title`: of their group in the help text. `batch`: what --max-batch-size is by default.
     """
 
     title: ClassVar[str]
@@ -188,11 +187,3 @@ def describe_caches(bundle: Bundle) -> dict[str, int]:
     whole = [kind.rows for _, kind in kinds if kind.window is None]
     windows = {f"{role}_rows_of_window_{kind.window}": kind.rows for role, kind in kinds if kind.window}
     return {"cache_rows": max(whole, default=bundle.capacity), **windows}
-
-
-def option(flag: str, *, least: int | None = None, **arguments: Any) -> dict[str, Any]:
-    """Metadata of a field of an engine's options: how the command line takes it.
-
-    `least`: the value is an integer, and at least this. `arguments`: of argparse's add_argument.
-    """
-    return {"flag": flag, "least": least, "arguments": arguments}

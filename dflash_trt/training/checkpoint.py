@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -26,8 +26,8 @@ from dflash_trt.models.drafters.dflash2 import DFlash2
 from dflash_trt.text.tokenizer import Tokenizer
 from dflash_trt.training.dflash2 import DFlash2Drafter
 from dflash_trt.training.model import DrafterModel
+from dflash_trt.training.recipe import Kind
 
-Kind = Literal["dflash", "dflash2"]
 # What every published DFlash2 drafter has, and NVIDIA's TensorRT Edge-LLM 0.11.0 asks for.
 CONTRACT = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 _NOISE = 0.1  # scale of the new fc weights beside the copied tap

@@ -21,7 +21,7 @@ from dflash_trt.models.drafters.dflash import ROW_SCALE
 from dflash_trt.models.drafters.dflash2 import DFlash2
 from dflash_trt.models.inventory import take_inventory
 from dflash_trt.training.checkpoint import CONTRACT, write_checkpoint
-from dflash_trt.training.loop import Recipe
+from dflash_trt.training.recipe import Recipe
 
 Form = Literal["zlab", "speculators"]
 _FIVE, _BLOCK = 5, 16  # taps and layers; tokens of a block

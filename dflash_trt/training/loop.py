@@ -5,14 +5,13 @@ and optimizer in safetensors, the rest in JSON. No pickle.
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,43 +30,8 @@ from dflash_trt.training.checkpoint import whole_folder, write_tensors
 from dflash_trt.training.dflash2 import Selection
 from dflash_trt.training.features import FeatureStore
 from dflash_trt.training.model import DrafterModel, dense_mask, flex_mask
+from dflash_trt.training.recipe import Recipe
 from dflash_trt.training.target import FrozenTarget, matrix_dtype
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """How a drafter is trained. Steps are of `batch_size` answers per process, each with up to `anchors` blocks.
-
-    The learning rate rises over the first `warmup` of the steps and falls as a cosine to `floor` of it. `shorter`: the
-    share of blocks with fewer rows than the block size. An answer is cut at `max_length` tokens, its prompt included.
-    `distill`: the share of the target's own distribution in what a row shall predict; the rest is the answer's token.
-    An evaluation has the first `limit` held-out prompts (0: all), with at most `eval_tokens` tokens each. `held_out`
-    identifies the prompts of a file; None: they are a share of those of the answers (`hold_out`).
-    """
-
-    steps: int
-    batch_size: int = 8
-    anchors: int = 64
-    learning_rate: float = 6e-4
-    warmup: float = 0.04
-    floor: float = 0.1
-    clip: float = 1.0
-    shorter: float = 0.2
-    max_length: int = 1024
-    distill: float = 0.0
-    seed: int = 0
-    limit: int = 32
-    eval_tokens: int = 96
-    held_out: str | None = None
-
-    def factor(self, step: int) -> float:
-        """The factor on the learning rate in step 0, 1, ..."""
-        warm = max(1, round(self.warmup * self.steps))
-        if step < warm:
-            return (step + 1) / warm
-        done = min(1.0, (step - warm) / max(1, self.steps - warm))
-        return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * done))
-
 
 _OPTIONS = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _SEPARATOR = "|"

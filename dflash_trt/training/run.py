@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,27 +33,11 @@ from dflash_trt.training.blocks import Batches
 from dflash_trt.training.dflash2 import DFlash2Drafter
 from dflash_trt.training.evaluation import average, draw_curve, measure, read_history
 from dflash_trt.training.export import model_card
-from dflash_trt.training.loop import Recipe, make_accelerator, train
+from dflash_trt.training.loop import make_accelerator, train
+from dflash_trt.training.recipe import Design, Recipe
 from dflash_trt.training.target import FrozenTarget, matrix_dtype
 
 _ARCHITECTURES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Design:
-    """The initial drafter: a checkpoint, or the sizes of a new one. None means the default size.
-
-    kind: of the drafter. A DFlash2 drafter may begin with the checkpoint of a DFlash drafter.
-    draft_vocabulary: how many tokens may be drafted, the most frequent ones of the answers; None: all.
-    """
-
-    kind: drafters.Kind | None = None
-    draft_vocabulary: int | None = None
-    checkpoint: Path | None = None
-    layers: int | None = None
-    taps: Sequence[int] | None = None
-    block_size: int | None = None
-    mask_token_id: int | None = None
 
 
 def run(

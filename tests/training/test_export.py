@@ -22,7 +22,7 @@ from dflash_trt.llm import LLM
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.training.checkpoint import dflash2_config, new_config, open_drafter, write_checkpoint
 from dflash_trt.training.export import contract_breaks, export, model_card
-from dflash_trt.training.loop import Recipe
+from dflash_trt.training.recipe import Recipe
 from tests.doubles.reference import load_target
 from tests.doubles.text_checkpoints import make_gemma
 from tests.models.test_loops import assert_ours, assistant, of_transformers, of_zlab

@@ -16,8 +16,8 @@ from dflash_trt.prompts import Prompt, read_prompts
 from dflash_trt.training.answers import Answer, AnswerFile, hold_out, read_answers, write_prompts
 from dflash_trt.training.blocks import Batches
 from dflash_trt.training.evaluation import average, read_history
-from dflash_trt.training.loop import Recipe
-from dflash_trt.training.run import Design, run
+from dflash_trt.training.recipe import Design, Recipe
+from dflash_trt.training.run import run
 
 TINY = SHIPPED / "tiny" / "target"
 DATA = Path("answers.jsonl")

@@ -20,9 +20,9 @@ from dflash_trt.prompts import read_prompts
 from dflash_trt.training.answers import read_answers, write_prompts
 from dflash_trt.training.dflash2 import DFlash2Drafter, Selection
 from dflash_trt.training.evaluation import ALL, read_history
-from dflash_trt.training.loop import Recipe
 from dflash_trt.training.model import dense_mask
-from dflash_trt.training.run import Design, run
+from dflash_trt.training.recipe import Design, Recipe
+from dflash_trt.training.run import run
 from tests.doubles.checkpoints import make_target
 from tests.doubles.kind_checkpoints import make_dflash2
 from tests.doubles.reference import DFlash2, load_target, target_outputs

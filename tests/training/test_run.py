@@ -34,9 +34,10 @@ from dflash_trt.training.checkpoint import (
     open_drafter,
 )
 from dflash_trt.training.evaluation import ALL, average, read_history
-from dflash_trt.training.loop import Recipe, _step, train
+from dflash_trt.training.loop import _step, train
 from dflash_trt.training.model import DrafterModel, dense_mask
-from dflash_trt.training.run import Design, run
+from dflash_trt.training.recipe import Design, Recipe
+from dflash_trt.training.run import run
 from dflash_trt.training.target import FrozenTarget
 from tests.doubles.muse_checkpoints import make_muse
 from tests.doubles.reference import target_outputs

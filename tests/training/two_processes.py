@@ -16,8 +16,9 @@ from dflash_trt.checkpoint.catalogue import SHIPPED
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.training.answers import read_answers
 from dflash_trt.training.blocks import Batches
-from dflash_trt.training.loop import Recipe, make_accelerator, train
+from dflash_trt.training.loop import make_accelerator, train
 from dflash_trt.training.model import DrafterModel
+from dflash_trt.training.recipe import Recipe
 from dflash_trt.training.target import FrozenTarget
 
 TARGET, DRAFTER = SHIPPED / "tiny" / "target", SHIPPED / "tiny" / "drafter"

@@ -6,15 +6,16 @@ import argparse
 import importlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from dflash_plugins.kernel_specs import TARGETS
 
-from dflash_trt.engines.base import EngineOptions, option
+from dflash_trt.engines.base import EngineOptions
 from dflash_trt.errors import BuildError, UsageError
 from dflash_trt.extras import install
+from dflash_trt.options import Option
 
 if TYPE_CHECKING:
     from dflash_trt.checkpoint.schema import TargetConfig
@@ -168,38 +169,30 @@ class TensorRTOptions(EngineOptions):
     title = "TensorRT"
     batch = "8"
 
-    capabilities: tuple[int, ...] = field(
-        default=(),
-        metadata=option(
-            "--compute-capability",
-            nargs="+",
-            type=parse_capability,
+    capabilities: Annotated[
+        tuple[int, ...],
+        Option(
+            flag="--compute-capability",
+            parse=parse_capability,
             metavar="CC",
             help="of the GPUs to build for, such as 89 120 (default: of this machine's GPUs)",
         ),
-    )
+    ] = ()
     max_batch_size: int = 8
-    prefill_chunk: int | None = field(
-        default=None,
-        metadata=option(
-            "--prefill-chunk", least=1, metavar="N", help="most prompt tokens per pass (default: 512)"
-        ),
-    )
-    timing_cache: Path | None = field(
-        default=None,
-        metadata=option(
-            "--timing-cache",
-            type=Path,
+    prefill_chunk: Annotated[
+        int | None, Option(least=1, metavar="N", help="most prompt tokens per pass (default: 512)")
+    ] = None
+    timing_cache: Annotated[
+        Path | None,
+        Option(
             metavar="BUNDLE",
             help="choose the kernels that this bundle's build chose, on the same GPU with the same version",
         ),
-    )
-    plugins: Literal["auto", "none"] = field(
-        default="auto",
-        metadata=option(
-            "--plugins",
-            choices=["auto", "none"],
+    ] = None
+    plugins: Annotated[
+        Literal["auto", "none"],
+        Option(
             help="auto: our kernels for attention, taps, acceptance, MXFP4 experts and Gated DeltaNet, where supported "
-            "(default)",
+            "(default)"
         ),
-    )
+    ] = "auto"

@@ -38,7 +38,7 @@ from dflash_trt.serving.openai.protocol import (
     TokenizeRequest,
 )
 from dflash_trt.serving.openai.responses import Responses
-from dflash_trt.serving.openai.server import ServerSettings
+from dflash_trt.serving.openai.settings import ServerSettings
 
 Answering = Chat | Completions
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]

@@ -13,7 +13,6 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.errors import DFlashError
 from dflash_trt.extras import install
+from dflash_trt.serving.openai.settings import ServerSettings
 from dflash_trt.serving.processes import allow_open_files, run_loop
 
 if TYPE_CHECKING:
@@ -34,46 +34,6 @@ _CONFIRM_SECONDS = 2.0
 _END_SECONDS = 5.0  # for requests to be told, after `grace`
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerSettings:
-    """How to serve a bundle.
-
-    name: the model's name for clients; None takes the directory's. keys: API keys; none lets everyone in.
-    hosts: names for which it answers besides `host` and localhost, or "*".
-    max_body: bytes of a request. max_seconds: the longest deadline. priorities: whether requests may have one.
-    drain: seconds from SIGTERM until it takes no more requests; /ready is 503 meanwhile. grace: seconds for requests to
-    finish after that. prompt_details: show the number of cached tokens also
-    to clients that share a key, or need none. log_prompts: a file that gets the chats of requests.
-    engine: `AsyncLLM`'s arguments. limit: requests in flight at most. log_level: of the server itself; "info"
-    logs each request.
-    """
-
-    bundle: Bundle
-    name: str | None = None
-    host: str = "127.0.0.1"
-    port: int = 8000
-    keys: list[str] = field(default_factory=list)
-    certificate: Path | None = None
-    certificate_key: Path | None = None
-    origins: list[str] = field(default_factory=list)
-    hosts: list[str] = field(default_factory=list)
-    max_body: int | None = None
-    max_seconds: float | None = None
-    priorities: bool = False
-    drain: float = 0.0
-    grace: float = 30.0
-    prompt_details: bool = False
-    log_prompts: Path | None = None
-    engine: dict[str, Any] = field(default_factory=dict)
-    limit: int = 264
-    log_level: str = "info"
-
-    @property
-    def shows_cached_tokens(self) -> bool:
-        """Whether clients see how many tokens of their prompts were cached: those of several keys, or as asked for."""
-        return self.prompt_details or len(set(self.keys)) > 1
-
-
 def check_installed() -> None:
     """Raise DFlashError if a package of the extra `serve` is missing."""
     try:
@@ -83,7 +43,9 @@ def check_installed() -> None:
         raise DFlashError(f"{error.name} is not installed; install it with: {install('serve')}") from None
 
 
-def serve(settings: ServerSettings, ready: Callable[[int], None], say: Callable[[str], None]) -> int:
+def serve(
+    bundle: Bundle, settings: ServerSettings, ready: Callable[[int], None], say: Callable[[str], None]
+) -> int:
     """Serve until SIGINT or SIGTERM. Returns the exit code. Raises DFlashError if it cannot start.
 
     ready: takes the port, when clients may come. `say`: takes lines about the engine and the end.
@@ -92,10 +54,12 @@ def serve(settings: ServerSettings, ready: Callable[[int], None], say: Callable[
     allow_open_files()
     listening = _listen(settings.host, settings.port)
     with contextlib.closing(listening):
-        return run_loop(_serve(settings, listening, ready, say))
+        return run_loop(_serve(bundle, settings, listening, ready, say))
 
 
-def application(settings: ServerSettings, say: Callable[[str], None]) -> tuple[Any, EngineProcess]:
+def application(
+    bundle: Bundle, settings: ServerSettings, say: Callable[[str], None]
+) -> tuple[Any, EngineProcess]:
     """The gate and its routes, for ASGI, and the engine, which has to be started."""
     from starlette.middleware.cors import CORSMiddleware
 
@@ -106,10 +70,10 @@ def application(settings: ServerSettings, say: Callable[[str], None]) -> tuple[A
     from dflash_trt.serving.openai.prompt_log import PromptLog
     from dflash_trt.serving.wire import max_request_bytes
 
-    model = Model(settings.bundle, settings.name)
+    model = Model(bundle, settings.name)
     engine = EngineProcess(
-        {"bundle": str(settings.bundle.path), **settings.engine},
-        key=settings.bundle.manifest["key"], limit=settings.limit, say=say,
+        {"bundle": str(bundle.path), **settings.engine},
+        key=bundle.manifest["key"], limit=settings.limit, say=say,
     )  # fmt: skip
     metrics = ServerMetrics(engine)
     prompts = None if settings.log_prompts is None else PromptLog(settings.log_prompts, say)
@@ -144,12 +108,13 @@ def is_loopback(host: str) -> bool:
 
 
 async def _serve(
+    bundle: Bundle,
     settings: ServerSettings,
     listening: socket.socket,
     ready: Callable[[int], None],
     say: Callable[[str], None],
 ) -> int:
-    gate, engine = application(settings, say)
+    gate, engine = application(bundle, settings, say)
     background: list[asyncio.Task[None]] = []
     port = listening.getsockname()[1]
     server = _uvicorn(gate, engine, settings, partial(ready, port), say, background)

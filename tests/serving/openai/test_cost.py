@@ -30,7 +30,8 @@ from dflash_trt.serving.openai import protocol, reading
 from dflash_trt.serving.openai.completions import Completions
 from dflash_trt.serving.openai.errors import ApiError
 from dflash_trt.serving.openai.generation import MOST_LOGPROBS, MOST_OF_A_PROMPT
-from dflash_trt.serving.openai.server import ServerSettings, application
+from dflash_trt.serving.openai.server import application
+from dflash_trt.serving.openai.settings import ServerSettings
 from dflash_trt.serving.worker import Worker
 from tests.serving.openai.conftest import CHATS, COMPLETIONS, HI, RESPONSES, chat_of, model_of, tool
 
@@ -67,7 +68,7 @@ async def serving(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         return SimpleNamespace(pid=0, wait=lambda: ended[0], kill=lambda: None)
 
     monkeypatch.setattr(engines.asyncio, "create_subprocess_exec", in_here)
-    app, engine = application(ServerSettings(bundle=Bundle.open(bundle), limit=LIMIT, priorities=True), print)
+    app, engine = application(Bundle.open(bundle), ServerSettings(limit=LIMIT, priorities=True), print)
     await engine.start()
     try:
         yield app

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from build_scripts.harness import resident_of
-from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.serving.openai.engine import QueueFullError
-from dflash_trt.serving.openai.server import ServerSettings, _hosts
+from dflash_trt.serving.openai.server import _hosts
+from dflash_trt.serving.openai.settings import ServerSettings
 from tests.serving.openai.conftest import COMPLETIONS, OPTIONS, Server
 from tests.serving.openai.test_operations import MESSAGE, last, running
 
@@ -73,7 +73,7 @@ def test_samples_count_as_requests_in_flight(tiny: Path) -> None:
     ],
 )  # fmt: skip
 def test_names_matter_on_loopback_and_without_keys(settings: dict[str, Any], names: set[str] | None) -> None:
-    assert _hosts(ServerSettings(bundle=Bundle(Path("x"), {}), **settings)) == names
+    assert _hosts(ServerSettings(**settings)) == names
 
 
 def test_a_page_whose_name_leads_here_is_refused(server: Server) -> None:
@@ -163,5 +163,5 @@ def test_without_several_keys_the_figure_is_not_shown(server: Server) -> None:
 def test_the_figure_is_shown_to_clients_that_have_keys_of_their_own_or_if_the_operator_asks(
     keys: str, asked: bool, shown: bool
 ) -> None:
-    settings = ServerSettings(bundle=Bundle(Path("x"), {}), keys=[*keys], prompt_details=asked)
+    settings = ServerSettings(keys=[*keys], prompt_details=asked)
     assert settings.shows_cached_tokens is shown
