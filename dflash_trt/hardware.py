@@ -98,8 +98,16 @@ def compute_capabilities() -> list[int]:
     return [int(number) for number in numbers if number.isdigit()]
 
 
+def number_gpus_by_bus() -> None:
+    """Let CUDA number the GPUs as nvidia-smi does, unless the user has set another order. By itself CUDA has the
+    fastest first, which could be another GPU than the one that a bundle was built for.
+    """
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+
+
 def gpus() -> list[dict[str, str]]:
     """The GPUs that nvidia-smi reports, of those that CUDA_VISIBLE_DEVICES shows in its order; empty if it fails."""
+    number_gpus_by_bus()
     if shutil.which("nvidia-smi") is None:
         return []
     fields = ("name", "compute_cap", "memory.total", "driver_version", "uuid")

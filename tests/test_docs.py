@@ -140,7 +140,7 @@ def test_the_list_of_environment_variables_is_that_of_the_code() -> None:
         for folder in ("dflash_trt", "plugins", "triton_repo")
         for path in (ROOT / folder).rglob("*.py")
     )
-    read = set(re.findall(r'environ(?:\.get)?[(\[]"(\w+)"', code)) | set(
+    read = set(re.findall(r'environ(?:\.get|\.setdefault)?[(\[]"(\w+)"', code)) | set(
         re.findall(r'"(DFLASH_[A-Z_]+)"', code)
     )
     rows = (

@@ -2,6 +2,7 @@
 Of a bundle without a drafter, drafts come from the text itself.
 
     python -m build_scripts.bench.lookup BUNDLE [BUNDLE ...] [--prompts 6] [--rounds 5] [--max-tokens 96]
+    python -m build_scripts.bench.lookup FLOAT32 --methods chains trees auto --by-category --prompts 2    # draft trees
 
 Each prompt is answered by all methods together: in turn, a few tokens each, so that a slow moment of the machine hits
 all. There are as many `LLM`s as methods, and in each round a method has the next one, since one may be slower than
@@ -36,7 +37,12 @@ METHODS: dict[str, dict[str, Any]] = {
     "drafter": {"draft_source": "drafter"},
     "lookup": {"draft_source": "lookup"},
     "both": {"draft_source": "drafter,lookup"},
+    # Of the drafter alone: chains, trees of 16 nodes, and whichever should be faster in a round.
+    "chains": {"draft_source": "drafter", "tree_nodes": 0},
+    "trees": {"draft_source": "drafter", "tree_nodes": 16},
+    "auto": {"draft_source": "drafter"},
 }
+PLAIN = ["plain", "plain again"]
 COPYING = "copying"
 _TURN = 4  # tokens that a method decodes before the next one's turn
 
@@ -48,11 +54,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--prompts", type=int, default=6, help="of copying, and of all other categories together"
     )
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=["drafter", "lookup", "both"])
+    parser.add_argument(
+        "--by-category", action="store_true", help="so many prompts and a row for each category"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--threads", type=int)
     args = parser.parse_args(argv)
-    chosen = prompts(args.prompts)
+    chosen = prompts(args.prompts, by_category=args.by_category)
     print(processor())
     records, same = list[dict[str, Any]](), True
     for bundle in args.bundles:
@@ -65,9 +75,11 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if same else 1
 
 
-def prompts(count: int) -> list[tuple[str, Any]]:
-    """So many that copy, and as many of the other categories in turn, each with its kind."""
+def prompts(count: int, *, by_category: bool = False) -> list[tuple[str, Any]]:
+    """So many that copy, and as many of the other categories in turn, each with its kind; or as many of each."""
     files = sorted((SHIPPED_PROMPTS / "natural").glob("*.jsonl"))
+    if by_category:
+        return [(file.stem, each) for file in files for each in read_prompts(file, count)]
     others = [read_prompts(file, 0) for file in files if file.stem != COPYING]
     natural = [prompt for row in zip(*others, strict=True) for prompt in row]
     copying = read_prompts(SHIPPED_PROMPTS / "natural" / f"{COPYING}.jsonl", count)
@@ -124,7 +136,8 @@ def measure(
             )
 
         everyone = [opened()]
-        methods = [*METHODS] if "drafter" in everyone[0].bundle.roles else ["plain", "plain again", "lookup"]
+        drafter = "drafter" in everyone[0].bundle.roles
+        methods = PLAIN + [each for each in args.methods if drafter or each == "lookup"]
         everyone += [opened() for _ in methods[1:]]
         warming = len(methods)  # rounds in which each LLM learns what each method teaches it
         for number in range(warming + args.rounds):
@@ -155,7 +168,7 @@ def table(bundle: str, records: list[dict[str, Any]]) -> None:
     plain = {record["prompt"]: record["seconds"] for record in records if record["method"] == "plain"}
     methods = [method for method in METHODS if any(r["method"] == method for r in records)][1:]
     rows = []
-    for kind in ("natural", COPYING):
+    for kind in dict.fromkeys(r["kind"] for r in records):
         cells = [kind]
         for method in methods:
             own = [r for r in records if r["kind"] == kind and r["method"] == method]

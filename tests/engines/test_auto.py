@@ -15,6 +15,7 @@ import torch
 
 from dflash_trt import LLM, hardware
 from dflash_trt.building import defaults
+from dflash_trt.building.build import build
 from dflash_trt.building.first_use import open_bundle
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.cli import main
@@ -272,6 +273,28 @@ def test_the_gpus_here_are_those_that_cuda_shows(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert [gpu["name"] for gpu in hardware.gpus()] == expected
     assert registry.best_here().engine == ("torch" if expected else "onnxruntime")
+
+
+def test_cuda_numbers_the_gpus_as_nvidia_smi_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, tmp_path, "9.0", ALL)
+    for order, expected in ((None, "PCI_BUS_ID"), ("FASTEST_FIRST", "FASTEST_FIRST")):
+        monkeypatch.setenv("CUDA_DEVICE_ORDER", "")
+        monkeypatch.delenv("CUDA_DEVICE_ORDER")
+        if order is not None:
+            monkeypatch.setenv("CUDA_DEVICE_ORDER", order)
+        hardware.gpus()
+        assert os.environ["CUDA_DEVICE_ORDER"] == expected
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "dtype"), [([], "float"), ([75, 89], "float16"), ([80], "bfloat16"), ([120], "bfloat16")]
+)
+def test_a_build_is_in_a_dtype_that_the_gpu_computes_in(
+    capabilities: list[int], dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "compute_capabilities", lambda: capabilities)
+    bundle = build("tiny", None, tmp_path / "bundle", engine="torch", weights="none")
+    assert bundle.manifest["precision"] == {"target": dtype, "drafter": dtype}
 
 
 def test_a_plan_without_a_gpu_named_is_for_the_one_here(

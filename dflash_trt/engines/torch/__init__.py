@@ -26,19 +26,24 @@ if TYPE_CHECKING:
     from dflash_trt.formats.precision import Precision
     from dflash_trt.graph.dialect import Dialect
 
+_BF16 = 80  # the lowest compute capability with instructions for it
+
 
 def check(precision: Precision | None, weights: Weights, options: None) -> None:
     """Everything is possible: weights may be copied, linked or left out, in any dtype."""
 
 
 def build(pair: CheckpointPair, settings: BuildSettings, place: Workspace, progress: Progress) -> GraphJob:
-    """Graphs in BF16 where a GPU is, and else in FP32, unless the precision says otherwise."""
+    """Graphs in BF16 where a GPU computes in it, in FP16 on an older GPU, and else in FP32, unless the precision says
+    otherwise.
+    """
     from dflash_trt.bundle.manifest import cache_rows
     from dflash_trt.engines.graph_job import GraphJob
     from dflash_trt.graph.builder import COMPUTE
     from dflash_trt.graph.torch import Torch
 
-    default = "bf16" if hardware.compute_capabilities() else "fp32"
+    capabilities = hardware.compute_capabilities()
+    default = "fp32" if not capabilities else "bf16" if capabilities[0] >= _BF16 else "fp16"
     dialects: dict[str, Dialect] = {
         role: Torch(COMPUTE[settings.precision.compute(role, default)]) for role in pair.sides
     }

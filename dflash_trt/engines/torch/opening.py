@@ -39,6 +39,7 @@ def open_pair(
 
     Raises MemoryError if the GPU has too little.
     """
+    hardware.number_gpus_by_bus()
     on_gpu = torch.cuda.is_available() and not hardware.torch_lacks(torch)
     block_size = bundle.manifest["block_size"]
     if not on_gpu and (problem := hardware.torch_problem()):
