@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import MISSING
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 from dflash_trt.cli.output import loading
 from dflash_trt.engines import registry
 from dflash_trt.engines.base import EngineOptions
-from dflash_trt.options import YEARS, Declared, Option, options_of
+from dflash_trt.options import YEARS, Option, options_of
 
 if TYPE_CHECKING:
     from dflash_trt.bundle.manifest import Bundle
@@ -198,50 +199,31 @@ def each(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
     return values
 
 
-def add_fields(
-    parser: argparse._ActionsContainer, settings: type, *, given_only: bool = False
-) -> list[Declared]:
+def add_fields(parser: argparse._ActionsContainer, settings: type, *, given_only: bool = False) -> None:
     """Add the options that the fields of a dataclass declare. `fields_of` reads them.
 
     given_only: an option that is not given is None, and the help names no default.
     """
-    declared = options_of(settings)
-    for d in declared:
-        if d.kind is bool:
-            switch(parser, d.flag, d.option.help, dest=d.name)
+    for o in options_of(settings):
+        if o.kind is bool:
+            switch(parser, o.flag, o.help, dest=o.name)
             continue
-        more: dict[str, Any] = {"dest": d.name}
-        convert, default = _reader(d, more), None if given_only else d.default
-        if d.required and not given_only:
-            more["required"], default = True, None
-        option(parser, d.flag, d.option.metavar, convert, d.option.help, default, **more)
-    return declared
+        default = None if given_only or o.default is MISSING else o.default
+        more = {"required": True} if o.default is MISSING and not given_only else {}
+        convert, form = _reader(o)
+        option(parser, o.flag, o.metavar, convert, o.help, default, dest=o.name, **more, **form)
 
 
-def _reader(declared: Declared, more: dict[str, Any]) -> Callable[[str], Any]:
-    """What reads an option's value. `more` gets further arguments of argparse's add_argument."""
-    kind, limits = declared.kind, declared.option
-    origin = get_origin(kind)
-    if origin is Literal:
-        more["choices"] = get_args(kind)
-        return str
-    if origin is not None:  # a list of values: an option for each, several words, or one with commas
-        item, *_ = get_args(kind)
-        read = limits.parse or _limited(item, limits)
-        if origin is list:
-            more["action"] = "append"
-        elif origin is tuple:
-            more["nargs"] = "+"
-        else:
-            return each(read)
-        return read
-    return limits.parse or _limited(kind, limits)
-
-
-def _limited(kind: Any, limits: Option) -> Callable[[str], Any]:
-    if limits.most:
-        return up_to(limits.most, kind)
-    return kind if limits.least is None else at_least(limits.least)
+def _reader(o: Option) -> tuple[Callable[[str], Any], dict[str, Any]]:
+    """What reads an option's value, and argparse's arguments for a choice, several options or several words."""
+    form, values = get_origin(o.kind), get_args(o.kind)
+    if form is Literal:
+        return str, {"choices": values}
+    kind: Any = values[0] if values else o.kind
+    read = o.parse or (up_to(o.most, kind) if o.most else kind if o.least is None else at_least(o.least))
+    if form is list:
+        return read, {"action": "append"}
+    return (read, {"nargs": "+"}) if form is tuple else (each(read) if form else read, {})
 
 
 def fields_of(args: argparse.Namespace, settings: Callable[..., Any]) -> dict[str, Any]:
@@ -261,7 +243,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 def refuse_other_engines(args: argparse.Namespace) -> None:
     """End the program, as for wrong usage, where an option is given that belongs to another engine."""
     for kind, engines in registry.names_by_options().items():
-        flags = [d.flag for d in options_of(kind) if getattr(args, d.name) is not None]
+        flags = [o.flag for o in options_of(kind) if getattr(args, o.name) is not None]
         if flags and kind is not registry.find(args.engine).options:
             args.usage_error(f"{', '.join(flags)}: only with --engine {' or '.join(engines)}")
 
@@ -275,7 +257,7 @@ def engine_options_of(args: argparse.Namespace) -> EngineOptions | None:
     if kind is None:
         return None
     given = {name: value for name, value in fields_of(args, kind).items() if value is not None}
-    for d in options_of(kind):
-        if d.required and d.name not in given:
-            args.usage_error(f"--engine {args.engine} needs {d.flag}")
+    for o in options_of(kind):
+        if o.default is MISSING and o.name not in given:
+            args.usage_error(f"--engine {args.engine} needs {o.flag}")
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})

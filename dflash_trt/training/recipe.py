@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from dflash_trt.checkpoint.draft_vocabulary import LEAST
-from dflash_trt.options import Option
+from dflash_trt.options import option
 
 Kind = Literal["dflash", "dflash2"]
 
@@ -24,22 +24,15 @@ class Recipe:
     identifies the prompts of a file; None: they are a share of those of the answers (`hold_out`).
     """
 
-    steps: Annotated[int, Option(metavar="N", least=1, help="number of steps")]
-    batch_size: Annotated[int, Option(metavar="N", least=1, help="answers per step and process")] = 8
-    anchors: Annotated[int, Option(metavar="N", least=1, help="limit of blocks per answer and step")] = 64
-    max_length: Annotated[int, Option(metavar="N", least=4, help="limit of tokens of prompt and answer")] = (
-        1024
-    )
-    distill: Annotated[
-        float,
-        Option(
-            metavar="SHARE",
-            most="1",
-            help="share of the loss that compares with the target's own distribution, 0 to 1",
-        ),
-    ] = 0.0
-    learning_rate: Annotated[float, Option(metavar="R", help="the highest")] = 6e-4
-    seed: Annotated[int, Option(metavar="N", least=0, help="of weights, order and anchors")] = 0
+    steps: int = option("number of steps", "N", least=1)
+    batch_size: int = option("answers per step and process", "N", least=1, default=8)
+    anchors: int = option("limit of blocks per answer and step", "N", least=1, default=64)
+    max_length: int = option("limit of tokens of prompt and answer", "N", least=4, default=1024)
+    distill: float = option(
+        "share of the loss that compares with the target's own distribution, 0 to 1", "SHARE", most="1", default=0.0
+    )  # fmt: skip
+    learning_rate: float = option("the highest", "R", default=6e-4)
+    seed: int = option("of weights, order and anchors", "N", least=0, default=0)
     warmup: float = 0.04
     floor: float = 0.1
     clip: float = 1.0
@@ -61,43 +54,25 @@ class Recipe:
 class Design:
     """The initial drafter: a checkpoint, or the sizes of a new one. None means the default size."""
 
-    checkpoint: Annotated[
-        Path | None,
-        Option(
-            flag="--from",
-            metavar="NAME_OR_PATH",
-            parse=str,
-            help="a drafter to continue from (default: a new one)",
-        ),
-    ] = None
-    kind: Annotated[
-        Kind | None,
-        Option(help="default: dflash, or as --from; dflash2 can begin with a DFlash drafter"),
-    ] = None
-    draft_vocabulary: Annotated[
-        int | None,
-        Option(
-            metavar="N",
-            least=LEAST,
-            help="draft only so many tokens: the end tokens and the most frequent ones of the answers (default: all)",
-        ),
-    ] = None
-    layers: Annotated[
-        int | None, Option(metavar="N", least=1, help="layers of a new drafter (default: 2)")
-    ] = None
-    taps: Annotated[
-        Sequence[int] | None,
-        Option(
-            metavar="L,...",
-            least=0,
-            help="tapped target layers of a new drafter (default: 5, spread evenly)",
-        ),
-    ] = None
-    block_size: Annotated[
-        int | None,
-        Option(metavar="K", least=2, help="tokens of a block, with the anchor (default: 8, or as --from)"),
-    ] = None
-    mask_token_id: Annotated[
-        int | None,
-        Option(metavar="ID", least=0, help="mask token of a new drafter (default: an unused token)"),
-    ] = None
+    checkpoint: Path | None = option(
+        "a drafter to continue from (default: a new one)", "NAME_OR_PATH", flag="--from", parse=str, default=None
+    )  # fmt: skip
+    kind: Kind | None = option(
+        "default: dflash, or as --from; dflash2 can begin with a DFlash drafter", default=None
+    )
+    draft_vocabulary: int | None = option(
+        "draft only so many tokens: the end tokens and the most frequent ones of the answers (default: all)",
+        "N",
+        least=LEAST,
+        default=None,
+    )
+    layers: int | None = option("layers of a new drafter (default: 2)", "N", least=1, default=None)
+    taps: Sequence[int] | None = option(
+        "tapped target layers of a new drafter (default: 5, spread evenly)", "L,...", least=0, default=None
+    )
+    block_size: int | None = option(
+        "tokens of a block, with the anchor (default: 8, or as --from)", "K", least=2, default=None
+    )
+    mask_token_id: int | None = option(
+        "mask token of a new drafter (default: an unused token)", "ID", least=0, default=None
+    )

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
 from dflash_trt.engines.base import EngineOptions
-from dflash_trt.options import Option
+from dflash_trt.options import option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,14 +17,12 @@ class TensorRTLLMOptions(EngineOptions):
     title = "TensorRT-LLM"
     batch = "what fits, at most 64"
 
-    gpu: Annotated[str, Option(help="b200, h200, rtx-pro-6000, ... (dflash-trt plan --gpus)", metavar="NAME")]
-    tensor_parallel: Annotated[
-        int, Option(flag="--tp", least=1, metavar="N", help="GPUs that share every layer (default: 1)")
-    ] = 1
-    expert_parallel: Annotated[
-        int, Option(flag="--ep", least=1, metavar="N", help="GPUs that share the experts (default: 1)")
-    ] = 1
-    gpus_per_node: Annotated[
-        int | None, Option(least=1, metavar="N", help="default: what such machines have")
-    ] = None
+    gpu: str = option("b200, h200, rtx-pro-6000, ... (dflash-trt plan --gpus)", "NAME")
+    tensor_parallel: int = option(
+        "GPUs that share every layer (default: 1)", "N", flag="--tp", least=1, default=1
+    )
+    expert_parallel: int = option(
+        "GPUs that share the experts (default: 1)", "N", flag="--ep", least=1, default=1
+    )
+    gpus_per_node: int | None = option("default: what such machines have", "N", least=1, default=None)
     max_batch_size: int | None = None

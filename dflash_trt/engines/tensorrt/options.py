@@ -8,14 +8,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dflash_plugins.kernel_specs import TARGETS
 
 from dflash_trt.engines.base import EngineOptions
 from dflash_trt.errors import BuildError, UsageError
 from dflash_trt.extras import install
-from dflash_trt.options import Option
+from dflash_trt.options import option
 
 if TYPE_CHECKING:
     from dflash_trt.checkpoint.schema import TargetConfig
@@ -169,30 +169,24 @@ class TensorRTOptions(EngineOptions):
     title = "TensorRT"
     batch = "8"
 
-    capabilities: Annotated[
-        tuple[int, ...],
-        Option(
-            flag="--compute-capability",
-            parse=parse_capability,
-            metavar="CC",
-            help="of the GPUs to build for, such as 89 120 (default: of this machine's GPUs)",
-        ),
-    ] = ()
+    capabilities: tuple[int, ...] = option(
+        "of the GPUs to build for, such as 89 120 (default: of this machine's GPUs)",
+        "CC",
+        flag="--compute-capability",
+        parse=parse_capability,
+        default=(),
+    )
     max_batch_size: int = 8
-    prefill_chunk: Annotated[
-        int | None, Option(least=1, metavar="N", help="most prompt tokens per pass (default: 512)")
-    ] = None
-    timing_cache: Annotated[
-        Path | None,
-        Option(
-            metavar="BUNDLE",
-            help="choose the kernels that this bundle's build chose, on the same GPU with the same version",
-        ),
-    ] = None
-    plugins: Annotated[
-        Literal["auto", "none"],
-        Option(
-            help="auto: our kernels for attention, taps, acceptance, MXFP4 experts and Gated DeltaNet, where supported "
-            "(default)"
-        ),
-    ] = "auto"
+    prefill_chunk: int | None = option(
+        "most prompt tokens per pass (default: 512)", "N", least=1, default=None
+    )
+    timing_cache: Path | None = option(
+        "choose the kernels that this bundle's build chose, on the same GPU with the same version",
+        "BUNDLE",
+        default=None,
+    )
+    plugins: Literal["auto", "none"] = option(
+        "auto: our kernels for attention, taps, acceptance, MXFP4 experts and Gated DeltaNet, where supported "
+        "(default)",
+        default="auto",
+    )
