@@ -39,9 +39,9 @@ def test_the_core_imports_nothing_that_only_extras_install() -> None:
     with_kernels = "kernels. launch layers packed compiler"
     plugins = [f"dflash_plugins.{name}" for name in with_kernels.split()]
     with_tensors = {
-        "device": "arrays caches engine kernels opening rounds stream",
-        "tensorrt": "contexts engine opening",
-        "torch": "engine kernels layers opening operators packed program weights",
+        "device": "arrays caches kernels opening rounds runner stream",
+        "tensorrt": "contexts opening runner",
+        "torch": "kernels layers opening operators packed program runner weights",
     }
     engines = [
         f"dflash_trt.engines.{room}.{n}" for room, names in with_tensors.items() for n in names.split()

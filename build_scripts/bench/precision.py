@@ -34,7 +34,7 @@ from build_scripts import harness
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.engines.onnxruntime import products
-from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
+from dflash_trt.engines.onnxruntime.runner import OnnxRuntimeRunner
 from dflash_trt.formats.precision import parse_precision
 from dflash_trt.hardware import processor
 from dflash_trt.text.tokenizer import Tokenizer
@@ -49,12 +49,12 @@ PACKAGES = (
 )  # fmt: skip
 
 
-def engine(bundle: Bundle, threads: int | None = None) -> OnnxRuntimeEngine:
+def engine(bundle: Bundle, threads: int | None = None) -> OnnxRuntimeRunner:
     """The target alone."""
-    return OnnxRuntimeEngine(bundle.path / "target.onnx", slots=1, capacity=bundle.capacity, threads=threads)
+    return OnnxRuntimeRunner(bundle.path / "target.onnx", slots=1, capacity=bundle.capacity, threads=threads)
 
 
-def run(model: OnnxRuntimeEngine, tokens: Array, start: int) -> Array:
+def run(model: OnnxRuntimeRunner, tokens: Array, start: int) -> Array:
     """Logits [rows, V] of a pass over `tokens`, whose memory the next pass overwrites."""
     rows = np.arange(len(tokens))[None]
     logits: Array = model.run({"tokens": tokens[None], "start": np.array([start]), "rows": rows})["logits"][0]

@@ -50,9 +50,9 @@ class _Sleep:
 
 def let_passes_sleep(milliseconds: float) -> None:
     """Of every engine of ONNX Runtime that this process loads from now on."""
-    from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
+    from dflash_trt.engines.onnxruntime.runner import OnnxRuntimeRunner
 
-    patched: Any = OnnxRuntimeEngine
+    patched: Any = OnnxRuntimeRunner
     load = patched._load
 
     def load_and_sleep(engine: Any) -> None:

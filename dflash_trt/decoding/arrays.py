@@ -19,7 +19,7 @@ Array = np.ndarray[Any, Any]
 _FEW_ROWS = 64  # unread rows of a slot that are more are a prompt
 
 
-class PassEngine(Protocol):
+class Runner(Protocol):
     """Runs one graph over its caches: named arrays in, named arrays out."""
 
     @property
@@ -27,13 +27,13 @@ class PassEngine(Protocol):
         """The caches that its passes read and write."""
 
     def close(self) -> None:
-        """Free them and the engine."""
+        """Free them and the runner."""
 
 
 class Arrays(Protocol):
-    """Runs the passes of a pair's engines, and passes their numbers from one pass to the next.
+    """Runs the passes of a pair's runners, and passes their numbers from one pass to the next.
 
-    Feeds are NumPy arrays, or arrays that these methods returned. Outputs are views that the engine's next pass of
+    Feeds are NumPy arrays, or arrays that these methods returned. Outputs are views that the runner's next pass of
     the same kind overwrites. Features of committed tokens wait here for the drafter, by slot, one row [F] per token.
 
     most_unread: the most unread rows of a slot.
@@ -53,10 +53,10 @@ class Arrays(Protocol):
     asynchronous: bool
     samples: bool
 
-    def prefill(self, engine: Any, feeds: Mapping[str, Any], slot: int) -> Mapping[str, Any]:
+    def prefill(self, runner: Any, feeds: Mapping[str, Any], slot: int) -> Mapping[str, Any]:
         """Run a pass over one sequence, in this slot."""
 
-    def decode(self, engine: Any, feeds: Mapping[str, Any]) -> Mapping[str, Any]:
+    def decode(self, runner: Any, feeds: Mapping[str, Any]) -> Mapping[str, Any]:
         """Run a pass over n sequences, in slots 0 .. n-1.
 
         The target's `tokens` [n, N] may have fewer columns than its `rows` [n, S]. The last one is repeated.
@@ -137,7 +137,7 @@ def chosen(nodes: Sequence[int]) -> Any:
 
 
 class HostArrays:
-    """NumPy arrays. A pass has ended when its engine returns. `Arrays` documents the methods."""
+    """NumPy arrays. A pass has ended when its runner returns. `Arrays` documents the methods."""
 
     asynchronous = samples = False
     most_nodes = 128  # 78 MB of logits at a vocabulary of 151,936
@@ -158,15 +158,15 @@ class HostArrays:
         self._nodes: dict[tuple[int, int], Array] = {}
         self._drafts_finite: list[bool] = []
 
-    def prefill(self, engine: Any, feeds: Mapping[str, Any], slot: int) -> Mapping[str, Any]:
-        outputs: Mapping[str, Any] = engine.run(feeds, first_slot=slot)
+    def prefill(self, runner: Any, feeds: Mapping[str, Any], slot: int) -> Mapping[str, Any]:
+        outputs: Mapping[str, Any] = runner.run(feeds, first_slot=slot)
         return outputs
 
-    def decode(self, engine: Any, feeds: Mapping[str, Any]) -> Mapping[str, Any]:
+    def decode(self, runner: Any, feeds: Mapping[str, Any]) -> Mapping[str, Any]:
         spare = feeds["rows"].shape[1] - feeds["tokens"].shape[1] if "rows" in feeds else 0
         if spare:
             feeds = {**feeds, "tokens": np.pad(feeds["tokens"], ((0, 0), (0, spare)), mode="edge")}
-        outputs: Mapping[str, Any] = engine.run(feeds)
+        outputs: Mapping[str, Any] = runner.run(feeds)
         return outputs
 
     def width(self, nodes: int) -> int:

@@ -1,4 +1,4 @@
-"""The caches of an engine by slot, and kept copies of them.
+"""The caches of a runner by slot, and kept copies of them.
 
 A slot's length is the number of tokens that its caches have read. Attention keeps one row per token, so its rows can
 be cut to any shorter length, but layers with a window drop the rows behind it (dflash_trt/bundle/cache_kinds.py), and
@@ -31,7 +31,7 @@ class Snapshot:
 
 
 class Caches(Protocol):
-    """The caches of one engine. A length argument must be one of the slot's `cut_lengths`."""
+    """The caches of one runner. A length argument must be one of the slot's `cut_lengths`."""
 
     def cut_lengths(self, slot: int, length: int) -> Sequence[int]:
         """The lengths to which a slot of this length can be cut, including its own, without 0; ascending."""

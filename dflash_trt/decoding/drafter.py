@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_trt.decoding.arrays import Arrays, PassEngine
+from dflash_trt.decoding.arrays import Arrays, Runner
 from dflash_trt.decoding.caches import Caches, Snapshot
 from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.request import Request
@@ -41,12 +41,12 @@ class Drafter:
 
     Its methods of `Caches` copy both: rows of what was read, and features of what was not.
 
-    engine: None for a target without a drafter. Then `propose` gives anchors alone, and no request `takes_drafter`.
+    runner: None for a target without a drafter. Then `propose` gives anchors alone, and no request `takes_drafter`.
     """
 
     def __init__(
         self,
-        engine: PassEngine | None,
+        runner: Runner | None,
         arrays: Arrays,
         *,
         slots: int,
@@ -54,7 +54,7 @@ class Drafter:
         mask_token_id: int,
         prefill_chunk: int,
     ) -> None:
-        self.engine, self.arrays = engine, arrays
+        self.runner, self.arrays = runner, arrays
         self.capacity, self.mask_token_id, self.prefill_chunk = capacity, mask_token_id, prefill_chunk
         self.seen, self.unread = [0] * slots, [0] * slots
         self.most_read = 0  # features of a slot that the last `propose` read
@@ -63,18 +63,18 @@ class Drafter:
     @property
     def present(self) -> bool:
         """Whether there is a drafter."""
-        return self.engine is not None
+        return self.runner is not None
 
     @property
     def caches(self) -> Caches:
-        """The engine's."""
-        assert self.engine is not None
-        return self.engine.caches
+        """The runner's."""
+        assert self.runner is not None
+        return self.runner.caches
 
     def close(self) -> None:
-        """Free the engine."""
-        if self.engine is not None:
-            self.engine.close()
+        """Free the runner."""
+        if self.runner is not None:
+            self.runner.close()
 
     @property
     def seconds(self) -> float:
@@ -95,7 +95,7 @@ class Drafter:
 
     def read(self, features: Any, start: int, slot: int) -> list[Any]:
         """Write the rows of positions start, start + 1, ... from features [1, n, F]. Returns, for `readable`, whether
-        log-probabilities are finite: those of two block rows without other use. An engine need not compute them here.
+        log-probabilities are finite: those of two block rows without other use. A runner need not compute them here.
         What is not checked with a prompt is checked with the first drafts after it.
         """
         self.seen[slot] = start + features.shape[1]
@@ -105,7 +105,7 @@ class Drafter:
             "start": np.array([start]),
             "block": np.full((1, 2), self.mask_token_id),
         }
-        logprobs = self.arrays.prefill(self.engine, feeds, slot).get("draft_logprobs")
+        logprobs = self.arrays.prefill(self.runner, feeds, slot).get("draft_logprobs")
         return [] if logprobs is None else [self.arrays.finite(logprobs)]
 
     def propose(self, active: Sequence[Request], length: int) -> Draft:
@@ -115,7 +115,7 @@ class Drafter:
         can wait.
         """
         n, arrays = len(active), self.arrays
-        if self.engine is None:
+        if self.runner is None:
             length = 1
         arrays.start_round(active)
         self._passes = []
@@ -149,7 +149,7 @@ class Drafter:
             "block": blocks,
         }
         begin = arrays.now()
-        out = arrays.decode(self.engine, feeds)
+        out = arrays.decode(self.runner, feeds)
         self._passes.append((begin, arrays.now()))
         self.seen[:n] = [seen + count for seen, count in zip(self.seen, unread, strict=False)]
         self.unread[:n] = [0] * n
@@ -205,7 +205,7 @@ class Drafter:
             "start": np.full(batch, min(context, self.capacity - features.shape[1] - length)),
             "block": np.full((batch, length), self.mask_token_id),
         }
-        self.arrays.decode(self.engine, feeds)
+        self.arrays.decode(self.runner, feeds)
         self.arrays.wait()
 
     def cut(self, slot: int, length: int) -> None:
@@ -256,7 +256,7 @@ class Drafter:
 
     def clear(self, slot: int, first: int = 0) -> None:
         """Set the positions of a slot from `first` on to 0. If these are all, its unread features are removed too."""
-        if self.engine is None:
+        if self.runner is None:
             return
         self.caches.clear(slot, first)
         if first == 0:

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from dflash_trt.decoding.arrays import Arrays, PassEngine
+from dflash_trt.decoding.arrays import Arrays, Runner
 from dflash_trt.decoding.caches import Caches, Snapshot
 from dflash_trt.decoding.draft import Draft, Verified, chain_rows, tree_rows
 from dflash_trt.decoding.drafter import USUAL_CONTEXT, Drafter
@@ -75,8 +75,8 @@ class Pair:
 
     def __init__(
         self,
-        target: PassEngine,
-        drafter: PassEngine | None,
+        target: Runner,
+        drafter: Runner | None,
         arrays: Arrays,
         *,
         slots: int,

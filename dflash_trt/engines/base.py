@@ -1,6 +1,6 @@
 """What the package knows of an engine: a record of data, and the functions that check, build, open and describe.
 
-What runs passes is a `PassEngine` (decoding/arrays.py), or a driver. The module of an engine is light. Its functions
+What runs passes is a `Runner` (decoding/arrays.py), or a driver. The module of an engine is light. Its functions
 import what they need when they are called, so that every engine can be listed and described where none of its packages
 is installed.
 """

@@ -13,7 +13,7 @@ from build_scripts import demo
 from build_scripts.bench import natural, server
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
-from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
+from dflash_trt.engines.onnxruntime.runner import OnnxRuntimeRunner
 
 
 def record(prompt: str, peer: str, first: float, seconds: float, **more: Any) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def test_the_demo_falls_back_to_the_shipped_pair_and_shows_equal_tokens(
 def test_passes_that_sleep_take_their_time_and_compute_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(OnnxRuntimeEngine, "_load", OnnxRuntimeEngine._load)  # restored behind the test
+    monkeypatch.setattr(OnnxRuntimeRunner, "_load", OnnxRuntimeRunner._load)  # restored behind the test
     server.let_passes_sleep(20)
     with LLM(build("tiny", None, tmp_path / "tiny").path) as llm:
         params = SamplingParams(max_tokens=5, ignore_eos=True)

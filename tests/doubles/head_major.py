@@ -11,7 +11,7 @@ from tests.doubles.sessions import session
 
 
 class HeadMajorEngine:
-    """`run` is that of `OnnxRuntimeEngine`; the graph's capacity is a number. Layers with a window keep all rows."""
+    """`run` is that of `OnnxRuntimeRunner`; the graph's capacity is a number. Layers with a window keep all rows."""
 
     def __init__(self, path: Path, *, slots: int) -> None:
         self.session = session(path)

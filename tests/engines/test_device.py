@@ -145,7 +145,7 @@ def test_a_draft_that_spoils_a_round_ends_no_request(spoilt: Bundle) -> None:
     with opened(spoilt) as llm:
         pair: Any = llm.runtime.pair
         expected = [c.token_ids for c in llm.generate(asked, params, speculate=False)]
-        drafter = pair.drafter.engine
+        drafter = pair.drafter.runner
         run = drafter.run
 
         def broken(name: str, part: Any, value: float) -> Any:
@@ -249,12 +249,12 @@ def test_the_drafter_reads_zeros_behind_the_features_of_a_short_part(bundles: tu
     with LLM(bundles[1].path, threads=1) as llm:
         pair: Any = llm.runtime.pair
         pair.prefill(prompts()[1], 0, 0, draft=True)
-        features = pair.drafter.engine.whole_buffer(PREFILL, "features")
+        features = pair.drafter.runner.whole_buffer(PREFILL, "features")
         features.fill_(torch.nan)  # such as those of a request that was not finite
         pair.drafter.read(pair.arrays.unread_features_of(0, 0, 2), 40, 0)
         assert all(torch.isfinite(rows).all() for rows in pair.drafter.caches.arrays.values())
         unread = pair.arrays.unread_features_of(0, 0, 2)
-        buffer = pair.drafter.engine.buffer(PREFILL, "features", 1, 16, unread.shape[2])
+        buffer = pair.drafter.runner.buffer(PREFILL, "features", 1, 16, unread.shape[2])
         assert not buffer[0, 2:].any()
 
 

@@ -16,7 +16,7 @@ from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.engines import onnxruntime
 from dflash_trt.engines.onnxruntime.caches import STEP, CachePool
-from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
+from dflash_trt.engines.onnxruntime.runner import OnnxRuntimeRunner
 from dflash_trt.errors import BundleError
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.dialect import Dialect
@@ -34,14 +34,14 @@ def test_passes_of_a_prompt_end_at_multiples_and_keep_its_bits(
         whole = llm.logits(prompt)
     monkeypatch.setattr(onnxruntime, "PROMPT_PASS", PASS)
     passes: list[tuple[int, int]] = []
-    run = OnnxRuntimeEngine.run
+    run = OnnxRuntimeRunner.run
 
-    def noted(self: OnnxRuntimeEngine, feeds: Any, **options: Any) -> Any:
+    def noted(self: OnnxRuntimeRunner, feeds: Any, **options: Any) -> Any:
         if "tokens" in feeds:
             passes.append((int(feeds["start"][0]), feeds["tokens"].shape[1]))
         return run(self, feeds, **options)
 
-    monkeypatch.setattr(OnnxRuntimeEngine, "run", noted)
+    monkeypatch.setattr(OnnxRuntimeRunner, "run", noted)
     with LLM(bundle, threads=1) as llm:
         np.testing.assert_array_equal(llm.logits(prompt), whole)
         one = SamplingParams(max_tokens=1)
@@ -91,7 +91,7 @@ def test_a_graph_with_caches_by_head_is_refused(tmp_path: Path) -> None:
     g.output(g.op("Identity", cache), "k_cache_out.0", FLOAT, ["B", 2, "C", 16])
     ir.save(g.model(), tmp_path / "target.onnx")
     with pytest.raises(BundleError, match=r"k_cache\.0 has 4 axes, expected 3: .* build it again"):
-        OnnxRuntimeEngine(tmp_path / "target.onnx", slots=1, capacity=64)
+        OnnxRuntimeRunner(tmp_path / "target.onnx", slots=1, capacity=64)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux says what is resident")
@@ -99,9 +99,9 @@ def test_loading_keeps_no_memory_that_it_freed(tmp_path: Path) -> None:
     """The experts of this pair take 24 MB in float32; on the way there the session makes 100 MB."""
     bundle = build("tiny-gpt-oss", None, tmp_path / "bundle", max_seq_len=256).path
     program = (
-        "import re; from pathlib import Path; from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine\n"
+        "import re; from pathlib import Path; from dflash_trt.engines.onnxruntime.runner import OnnxRuntimeRunner\n"
         "def anon(): return int(re.search(r'RssAnon:\\s+(\\d+)', Path('/proc/self/status').read_text())[1])\n"
-        f"before = anon(); engine = OnnxRuntimeEngine(Path({str(bundle / 'target.onnx')!r}), slots=1, capacity=256)\n"
+        f"before = anon(); engine = OnnxRuntimeRunner(Path({str(bundle / 'target.onnx')!r}), slots=1, capacity=256)\n"
         "print(anon() - before)"
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -116,7 +116,7 @@ def test_only_rows_that_are_written_take_memory(tmp_path: Path) -> None:
         return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
     bundle = build("tiny", None, tmp_path / "bundle", max_seq_len=256).path
-    engine = OnnxRuntimeEngine(bundle / "target.onnx", slots=64, capacity=1 << 15, threads=1)
+    engine = OnnxRuntimeRunner(bundle / "target.onnx", slots=64, capacity=1 << 15, threads=1)
     caches = [cache.reshape(64, 1 << 15, -1) for cache in engine.caches.arrays.values()]
     assert not any(cache[-1, -1].any() for cache in caches)
     before = resident()

@@ -12,7 +12,7 @@ from dflash_trt.building.build import build
 from dflash_trt.bundle.cache_kinds import CacheKind, rows_by_window
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.draft import tree_rows
-from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
+from dflash_trt.engines.onnxruntime.runner import OnnxRuntimeRunner
 from tests.doubles.checkpoints import VOCAB, make_drafter, make_target
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter
 
@@ -68,9 +68,9 @@ def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return build(*sources, directory / "bundle", max_seq_len=3000, tree_width=width)
 
 
-def engine(bundle: Bundle, role: str, kinds: tuple[CacheKind, ...] = ()) -> OnnxRuntimeEngine:
+def engine(bundle: Bundle, role: str, kinds: tuple[CacheKind, ...] = ()) -> OnnxRuntimeRunner:
     path = bundle.path / f"{role}.onnx"
-    return OnnxRuntimeEngine(path, slots=SLOTS, capacity=bundle.capacity, kinds=kinds, threads=1)
+    return OnnxRuntimeRunner(path, slots=SLOTS, capacity=bundle.capacity, kinds=kinds, threads=1)
 
 
 def target_feeds(rng: np.random.Generator, starts: list[int], count: int, *, trees: bool) -> dict[str, Any]:

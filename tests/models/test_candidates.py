@@ -13,7 +13,7 @@ from dflash_trt import LLM, SamplingParams
 from dflash_trt.building import defaults
 from dflash_trt.building.build import build
 from dflash_trt.decoding.results import Statistics
-from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
+from dflash_trt.engines.onnxruntime.runner import OnnxRuntimeRunner
 from dflash_trt.errors import BuildError, RequestError
 from dflash_trt.formats.precision import Precision
 from tests.doubles.checkpoints import make_drafter, make_target
@@ -38,7 +38,7 @@ def test_the_best_tokens_of_each_place(pair: tuple[Path, Path, Path]) -> None:
     features = target_outputs(target, list(range(20, 50)), reference.taps)[1]
     found = reference.propose(target, features, 7)
     expected = target.lm_head(found.hidden[1:]).log_softmax(-1).topk(WIDTH)
-    engine = OnnxRuntimeEngine(pair[2] / "drafter.onnx", slots=1, capacity=96, threads=1)
+    engine = OnnxRuntimeRunner(pair[2] / "drafter.onnx", slots=1, capacity=96, threads=1)
     out = engine.run(
         {
             "features": features.numpy()[None],

@@ -15,7 +15,7 @@ from dflash_trt.building.build import build
 from dflash_trt.checkpoint.catalogue import SHIPPED
 from dflash_trt.checkpoint.draft_vocabulary import FILE, most_frequent, read_draft_vocabulary
 from dflash_trt.checkpoint.tensors import Checkpoint
-from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
+from dflash_trt.engines.onnxruntime.runner import OnnxRuntimeRunner
 from dflash_trt.errors import BuildError, CheckpointError
 from dflash_trt.formats.precision import parse_precision
 from dflash_trt.models.configs import read_drafter_config, read_target_config
@@ -58,7 +58,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def one_pass(path: Path, model: Any, text: list[int], anchor: int) -> Any:
     manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-    engine = OnnxRuntimeEngine(path / "drafter.onnx", slots=1, capacity=64, threads=1)
+    engine = OnnxRuntimeRunner(path / "drafter.onnx", slots=1, capacity=64, threads=1)
     features = target_outputs(model, text, manifest["target_layer_ids"])[1].numpy()[None]
     block = np.full((1, manifest["block_size"]), manifest["mask_token_id"])
     block[:, 0] = anchor

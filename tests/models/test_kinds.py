@@ -17,7 +17,7 @@ from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.checkpoint.fields import Fields
-from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
+from dflash_trt.engines.onnxruntime.runner import OnnxRuntimeRunner
 from dflash_trt.errors import DFlashError, PairError
 from dflash_trt.models.configs import read_drafter_config
 from dflash_trt.models.reading import windows
@@ -185,7 +185,7 @@ def test_drafts(made: Made) -> None:
     """Two sequences side by side: a prompt in chunks, drafts, and drafts again after some were committed."""
     model, reference, bundle = made
     manifest = bundle.manifest
-    engine = OnnxRuntimeEngine(bundle.path / "drafter.onnx", slots=2, capacity=bundle.capacity, threads=1)
+    engine = OnnxRuntimeRunner(bundle.path / "drafter.onnx", slots=2, capacity=bundle.capacity, threads=1)
     for i, cache in enumerate(engine.caches.arrays.values()):
         cache[...] = np.random.default_rng(i).normal(0, 30, cache.shape)
     vocab, size = manifest["vocab_size"], manifest["block_size"]

@@ -17,7 +17,7 @@ import torch
 
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
-from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
+from dflash_trt.engines.onnxruntime.runner import OnnxRuntimeRunner
 from tests.doubles.checkpoints import VOCAB, make_drafter, make_target
 from tests.doubles.reference import Drafter, load_target, target_outputs
 from tests.doubles.sessions import session
@@ -85,9 +85,9 @@ class Case:
     def tokens(self, count: int, seed: int = 0) -> list[int]:
         return np.random.default_rng(seed).integers(0, self.vocab, count).tolist()
 
-    def engine(self, graph: str, slots: int = 1) -> OnnxRuntimeEngine:
+    def engine(self, graph: str, slots: int = 1) -> OnnxRuntimeRunner:
         """An engine with caches full of garbage: unwritten rows must not matter."""
-        engine = OnnxRuntimeEngine(
+        engine = OnnxRuntimeRunner(
             self.bundle.path / graph, slots=slots, capacity=self.bundle.capacity, threads=1
         )
         fill(engine.caches.arrays)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.checkpoint.tensors import Checkpoint
-from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
+from dflash_trt.engines.onnxruntime.runner import OnnxRuntimeRunner
 from dflash_trt.errors import CheckpointError
 from dflash_trt.formats.precision import Precision
 from dflash_trt.graph.onnxruntime import OnnxRuntime
@@ -133,7 +133,7 @@ def test_edits_change_the_same_as_in_transformers(written: Path, tmp_path: Path,
     checkpoint, config = Checkpoint(directory), read_target_config(directory)
     model = build_target(config, checkpoint, (0,), OnnxRuntime(), folder=".")
     ir.save(model, directory / "target.onnx")
-    engine = OnnxRuntimeEngine(directory / "target.onnx", slots=1, capacity=64, threads=1)
+    engine = OnnxRuntimeRunner(directory / "target.onnx", slots=1, capacity=64, threads=1)
     feeds = {"tokens": ints(TOKENS), "start": ints(0), "rows": ints(list(range(len(TOKENS))))}
     assert_close(engine.run(feeds)["logits"][0], expected)
 

@@ -17,7 +17,7 @@ import pytest
 
 from dflash_trt.building.build import build
 from dflash_trt.engines.onnxruntime import products
-from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
+from dflash_trt.engines.onnxruntime.runner import OnnxRuntimeRunner
 from dflash_trt.formats.precision import parse_precision
 from dflash_trt.graph import onnxruntime as functions
 from tests.doubles.checkpoints import VOCAB, make_drafter, make_target
@@ -67,7 +67,7 @@ def differing(target: Path, folder: Path, precision: str | None = None, *, conte
         patch.setattr(products, "channels_pay", lambda: by_output)
         bundle = build(str(target), str(drafter), folder / "bundle", max_seq_len=400, precision=asked)
     assert bundle.manifest["exact_bytes"] == by_output
-    engine = OnnxRuntimeEngine(bundle.path / "target.onnx", slots=1, capacity=400, threads=1)
+    engine = OnnxRuntimeRunner(bundle.path / "target.onnx", slots=1, capacity=400, threads=1)
     rng, count = np.random.default_rng(0), 24
     tokens = rng.integers(VOCAB, size=context + count)
     least = max([products.fewest_rows(n) or 1 for n in bundle.manifest["integer_bits"]], default=1)

@@ -25,8 +25,8 @@ from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.engines import registry
 from dflash_trt.engines.device.sizes import DECODE
 from dflash_trt.engines.device.stream import HostStream
-from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
-from dflash_trt.engines.torch.engine import TorchEngine
+from dflash_trt.engines.onnxruntime.runner import OnnxRuntimeRunner
+from dflash_trt.engines.torch.runner import TorchRunner
 from dflash_trt.errors import CheckpointError
 from dflash_trt.formats.precision import Precision
 from dflash_trt.graph.builder import FLOAT
@@ -197,12 +197,12 @@ def outputs(file: Path, engine: str, feeds: dict[str, np.ndarray]) -> dict[str, 
     """One pass of a graph."""
     if engine == "torch":
         host: dict[str, Any] = {"stream": HostStream(), "device": torch.device("cpu")}
-        on_torch = TorchEngine(file, slots=1, prefill_chunk=1, block_size=len(TOKENS), **host)
+        on_torch = TorchRunner(file, slots=1, prefill_chunk=1, block_size=len(TOKENS), **host)
         return {name: each.numpy() for name, each in on_torch.run(DECODE, feeds).items()}
     if engine == "tensorrt":
         onnx.save(executable(onnx.load(file)), file)
         return HeadMajorEngine(file, slots=1).run(feeds)
-    return OnnxRuntimeEngine(file, slots=1, capacity=CAPACITY).run(feeds)
+    return OnnxRuntimeRunner(file, slots=1, capacity=CAPACITY).run(feeds)
 
 
 def test_logits(cell: tuple[str, str, Cell], pair: Path) -> None:

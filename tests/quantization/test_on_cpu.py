@@ -15,7 +15,7 @@ from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.cli import main
 from dflash_trt.engines.onnxruntime import products
-from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
+from dflash_trt.engines.onnxruntime.runner import OnnxRuntimeRunner
 from dflash_trt.errors import BundleError
 from dflash_trt.formats.precision import parse_precision
 from dflash_trt.reports.inspection import inspect
@@ -71,7 +71,7 @@ def test_the_head_has_fewer_bits_beside_a_tied_embedding(bundle: Bundle, tmp_pat
 @pytest.mark.usefixtures("exact")
 def test_rows_do_not_depend_on_the_pass(bundle: Bundle) -> None:
     """Bit for bit. A difference of one bit in front of a rounded input would become one of a hundredth."""
-    engine = OnnxRuntimeEngine(bundle.path / "target.onnx", slots=1, capacity=128)
+    engine = OnnxRuntimeRunner(bundle.path / "target.onnx", slots=1, capacity=128)
     tokens = np.random.default_rng(0).integers(3, 2048, 48)
 
     def logits(rows: int) -> np.ndarray:
@@ -92,7 +92,7 @@ def test_rows_do_not_depend_on_the_pass(bundle: Bundle) -> None:
 
 
 def test_small_passes_give_back_what_a_large_one_took(bundle: Bundle) -> None:
-    engine = OnnxRuntimeEngine(bundle.path / "target.onnx", slots=4, capacity=128)
+    engine = OnnxRuntimeRunner(bundle.path / "target.onnx", slots=4, capacity=128)
 
     def run(batch: int, rows: int) -> np.ndarray:
         places = np.tile(np.arange(rows), (batch, 1))

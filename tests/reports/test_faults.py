@@ -269,7 +269,7 @@ def test_a_fault_of_a_plan_is_found_and_located(
 
 def broken(patch: pytest.MonkeyPatch, test: Selftest, role: str, edit: Edit) -> None:
     """Let the plan of `role` run with this edit of its graph."""
-    engine: Any = test.pair.target if role == "target" else test.pair.drafter.engine
+    engine: Any = test.pair.target if role == "target" else test.pair.drafter.runner
     model = onnx.ModelProto()
     model.CopyFrom(engine._engine.document)
     edit(model.graph)

@@ -16,8 +16,8 @@ from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.cli import main
 from dflash_trt.engines.device.arrays import DeviceArrays
 from dflash_trt.engines.device.sizes import DECODE
-from dflash_trt.engines.tensorrt.engine import TensorRTEngine
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
+from dflash_trt.engines.tensorrt.runner import TensorRTRunner
 from dflash_trt.reports.selftest import Check, Selftest
 from tests.doubles import (
     fake_tensorrt,
@@ -76,17 +76,17 @@ def wrong_alias(patch: pytest.MonkeyPatch) -> None:
 
 def unordered_reads(patch: pytest.MonkeyPatch) -> None:
     """Caches are filled on another stream, which nothing waits for."""
-    cache = TensorRTEngine._cache
+    cache = TensorRTRunner._cache
 
     def on_the_default_stream(self: Any, *given: Any) -> Any:
         with torch.cuda.stream(Cuda.default):
             return cache(self, *given)
 
-    patch.setattr(TensorRTEngine, "_cache", on_the_default_stream)
+    patch.setattr(TensorRTRunner, "_cache", on_the_default_stream)
 
 
 def altered_pass(patch: pytest.MonkeyPatch, alter: Callable[[Any, Any], None]) -> None:
-    run = TensorRTEngine.run
+    run = TensorRTRunner.run
 
     def altered(self: Any, profile: int, feeds: Any, **slot: int) -> Any:
         out = run(self, profile, feeds, **slot)
@@ -95,7 +95,7 @@ def altered_pass(patch: pytest.MonkeyPatch, alter: Callable[[Any, Any], None]) -
                 alter(self, out)
         return out
 
-    patch.setattr(TensorRTEngine, "run", altered)
+    patch.setattr(TensorRTRunner, "run", altered)
 
 
 def stale_features(patch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,8 @@ from dflash_plugins.launch import Accepted, accept_block, sample_rows, sampling_
 
 from dflash_trt.decoding.draft import Candidates, Draft, Verified, chain_rows
 from dflash_trt.decoding.request import Request
-from dflash_trt.engines.device.engine import DeviceEngine
 from dflash_trt.engines.device.rounds import RoundMemory
+from dflash_trt.engines.device.runner import DeviceRunner
 from dflash_trt.engines.device.sizes import DECODE, PREFILL, fitting, prefill_lengths
 from dflash_trt.engines.device.stream import Clock, DeviceArray, HostStream, on
 
@@ -30,7 +30,7 @@ Array = np.ndarray[Any, Any]
 
 
 class DeviceArrays:
-    """Tensors on the engines' stream. `dflash_trt.decoding.arrays.Arrays` documents the methods.
+    """Tensors on the runners' stream. `dflash_trt.decoding.arrays.Arrays` documents the methods.
 
     Waiting features are in the drafter's input buffer of the DECODE profile. Its input of the PREFILL profile is the
     target's output. A round's numbers go to the device in one copy and come back in one (rounds.py).
@@ -43,8 +43,8 @@ class DeviceArrays:
 
     def __init__(
         self,
-        target: DeviceEngine,
-        drafter: DeviceEngine | None,
+        target: DeviceRunner,
+        drafter: DeviceRunner | None,
         *,
         slots: int,
         capacity: int,
@@ -112,42 +112,42 @@ class DeviceArrays:
         return own | {"positions": positions, "following": following}
 
     def prefill(
-        self, engine: DeviceEngine, feeds: Mapping[str, Any], slot: int
+        self, runner: DeviceRunner, feeds: Mapping[str, Any], slot: int
     ) -> Mapping[str, torch.Tensor]:
         """A pass of one of a few lengths. Rows after the prompt's are garbage, as those after committed ones."""
-        name = "tokens" if engine is self._target else "features"
+        name = "tokens" if runner is self._target else "features"
         length, start = feeds[name].shape[1], int(feeds["start"][0])
         filled = fitting(length, self._prompt_lengths)
         if start + filled > self._capacity - self.most_unread - 1:  # at the end of the cache
             filled = length
-        feeds = {**feeds, name: self._filled(engine, name, feeds[name], filled)}
+        feeds = {**feeds, name: self._filled(runner, name, feeds[name], filled)}
         feeds |= chain_rows(1, filled) if "depths" in feeds else {}
-        engine.caches.advance(slot, [start], [length])
-        bases = {name: np.array(numbers) for name, numbers in engine.caches.bases([start]).items()}
+        runner.caches.advance(slot, [start], [length])
+        bases = {name: np.array(numbers) for name, numbers in runner.caches.bases([start]).items()}
         with on(self._stream):
-            outputs = engine.run(PREFILL, feeds | bases, first_slot=slot)
-        if engine is not self._target:
+            outputs = runner.run(PREFILL, feeds | bases, first_slot=slot)
+        if runner is not self._target:
             return outputs
-        if engine.caches.states is not None:
-            engine.caches.states.passed(slot, feeds["start"], int(feeds["rows"][0, 0]))
+        if runner.caches.states is not None:
+            runner.caches.states.passed(slot, feeds["start"], int(feeds["rows"][0, 0]))
         return {**outputs, "features": outputs["features"][:, :length]}
 
-    def _filled(self, engine: DeviceEngine, name: str, given: Any, length: int) -> Any:
+    def _filled(self, runner: DeviceRunner, name: str, given: Any, length: int) -> Any:
         """Tokens [1, n] or features [1, n, F] with further rows. Those must be finite: tokens of the prompt, or 0."""
         if isinstance(given, np.ndarray):
             return np.pad(given, ((0, 0), (0, length - given.shape[1])), mode="edge")
-        buffer = engine.buffer(PREFILL, name, 1, length, given.shape[2])
+        buffer = runner.buffer(PREFILL, name, 1, length, given.shape[2])
         if given.data_ptr() != buffer.data_ptr():  # else they are the target's own, with its further rows
             with on(self._stream):
                 buffer[:, : given.shape[1]].copy_(given)
                 buffer[:, given.shape[1] :].zero_()
         return buffer
 
-    def decode(self, engine: DeviceEngine, feeds: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
+    def decode(self, runner: DeviceRunner, feeds: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
         tensors = {n: each.tensor if isinstance(each, DeviceArray) else each for n, each in feeds.items()}
-        starts, drafting = feeds["start"].tolist(), engine is self._drafter
+        starts, drafting = feeds["start"].tolist(), runner is self._drafter
         written = feeds["n_features"].tolist() if drafting else [feeds["rows"].shape[1]] * len(starts)
-        engine.caches.advance(0, starts, written)
+        runner.caches.advance(0, starts, written)
         with on(self._stream):
             # What the end of the round left: rows of trees, for which the host decides.
             committed, self._committed = self._committed, []
@@ -158,9 +158,9 @@ class DeviceArrays:
                 tensors = self._round.target_feeds(tensors)
             if rows:
                 self._copy_rows(*rows)  # a pass of the target overwrites the features
-            outputs = engine.run(DECODE, tensors)
-            if engine.caches.states is not None:
-                engine.caches.states.passed(0, feeds["start"], 0)  # every row has logits, so none is certain
+            outputs = runner.run(DECODE, tensors)
+            if runner.caches.states is not None:
+                runner.caches.states.passed(0, feeds["start"], 0)  # every row has logits, so none is certain
         n = len(starts)
         return {name: numbers if numbers.shape[0] == n else numbers[:n] for name, numbers in outputs.items()}
 

@@ -1,4 +1,4 @@
-"""From two engines on a device to a pair that is ready: arrays, and passes of the sizes that will come."""
+"""From two runners on a device to a pair that is ready: arrays, and passes of the sizes that will come."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dflash_plugins.launch import TYPE_NAMES, Run
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.pair import Pair
 from dflash_trt.engines.device.arrays import DeviceArrays
-from dflash_trt.engines.device.engine import DeviceEngine
+from dflash_trt.engines.device.runner import DeviceRunner
 from dflash_trt.engines.device.sizes import pass_sizes, prefill_lengths
 
 if TYPE_CHECKING:
@@ -27,17 +27,17 @@ STEP = "warm up"
 
 def pair_of(
     bundle: Bundle,
-    engines: Mapping[str, DeviceEngine],
+    runners: Mapping[str, DeviceRunner],
     *,
     slots: int,
     prefill_chunk: int,
     kernels: Callable[[Sequence[Use]], Run | None],
 ) -> Pair:
-    """The pair of a bundle's engines, by role. `kernels` gives what launches these between passes, if any."""
+    """The pair of a bundle's runners, by role. `kernels` gives what launches these between passes, if any."""
     manifest = bundle.manifest
-    target, drafter = engines["target"], engines.get("drafter")
+    target, drafter = runners["target"], runners.get("drafter")
     vocab, block_size = manifest["vocab_size"], manifest["block_size"]
-    dtype = TYPE_NAMES[engines[bundle.roles[-1]].dtypes["features"]]
+    dtype = TYPE_NAMES[runners[bundle.roles[-1]].dtypes["features"]]
     arrays = DeviceArrays(
         *(target, drafter),
         slots=slots,

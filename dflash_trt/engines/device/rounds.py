@@ -17,7 +17,7 @@ from dflash_plugins.launch import SAMPLING, Run, end_round, fill_tokens, samplin
 
 from dflash_trt.decoding.draft import chain_rows
 from dflash_trt.decoding.request import Request
-from dflash_trt.engines.device.engine import DeviceEngine
+from dflash_trt.engines.device.runner import DeviceRunner
 from dflash_trt.engines.device.sizes import ALIGNMENT, DECODE, fitting, pass_sizes
 from dflash_trt.engines.device.stream import on
 
@@ -34,8 +34,8 @@ class RoundMemory:
 
     def __init__(
         self,
-        target: DeviceEngine,
-        drafter: DeviceEngine | None,
+        target: DeviceRunner,
+        drafter: DeviceRunner | None,
         *,
         slots: int,
         block_size: int,
@@ -45,7 +45,7 @@ class RoundMemory:
     ) -> None:
         self.run, self._most, self._capacity = run, block_size, capacity
         self.batches, self.widths = pass_sizes(slots), pass_sizes(block_size)
-        self._engines = {"target": target} | ({"drafter": drafter} if drafter else {})
+        self._runners = {"target": target} | ({"drafter": drafter} if drafter else {})
         self._stream, self._target, self._drafter = target.stream, target, drafter
         self._tree_width = tree_width
         self._allocate(self._inputs(slots, block_size), self._outputs(slots, block_size))
@@ -68,7 +68,7 @@ class RoundMemory:
     def _inputs(self, slots: int, block_size: int) -> Sizes:
         per_slot = ["drafter_start", "n_features", "target_start", "places"]
         per_slot += [
-            f"{role}_{name}" for role, each in self._engines.items() for name in each.caches.bases([])
+            f"{role}_{name}" for role, each in self._runners.items() for name in each.caches.bases([])
         ]
         rows = slots * block_size
         sizes = dict.fromkeys(per_slot, (slots, torch.int64))
@@ -125,9 +125,9 @@ class RoundMemory:
             if name in parts:
                 target.bind(DECODE, name, parts[name])
         parts["rows"] = target.whole_buffer(DECODE, "rows")
-        for role, engine in self._engines.items():
-            for name in ("start", *engine.caches.bases([])):
-                engine.bind(DECODE, name, parts[f"{role}_{name}"])
+        for role, runner in self._runners.items():
+            for name in ("start", *runner.caches.bases([])):
+                runner.bind(DECODE, name, parts[f"{role}_{name}"])
 
     def part(self, name: str, *shape: int) -> torch.Tensor:
         """A part on the device, or the target's rows, as a tensor of this shape. There are few shapes."""
@@ -294,7 +294,7 @@ class RoundMemory:
 
     def _begin(self, role: str, start: Array) -> dict[str, torch.Tensor]:
         """The inputs about where a pass begins, in this memory. In idle slots it begins after the rows of tokens."""
-        rows, n, batch = self._engines[role].caches, len(start), fitting(len(start), self.batches)
+        rows, n, batch = self._runners[role].caches, len(start), fitting(len(start), self.batches)
         # A drafter's pass writes a block of features and one of nodes. A row for attention's sink follows.
         last = self._capacity - 1 - self._most * (2 if role == "drafter" else 1)
         idle = [min(rows.last(slot), last) for slot in range(n, batch)] if n < batch else []

@@ -63,7 +63,7 @@ def open(bundle: Bundle, settings: RunSettings) -> Scheduler:
     from dflash_trt.decoding.arrays import HostArrays
     from dflash_trt.decoding.pair import Pair
     from dflash_trt.decoding.scheduler import Scheduler
-    from dflash_trt.engines.onnxruntime.engine import OnnxRuntimeEngine
+    from dflash_trt.engines.onnxruntime.runner import OnnxRuntimeRunner
 
     least_rows = _fewest_rows(bundle)
     manifest, slots = bundle.manifest, settings.max_batch_size
@@ -75,8 +75,8 @@ def open(bundle: Bundle, settings: RunSettings) -> Scheduler:
         )
     kinds = {role: bundle.cache_kinds(role) for role in bundle.roles}
     whole = all(kind.window is None for kind in kinds.get("drafter", ()))
-    engines = {
-        role: OnnxRuntimeEngine(
+    runners = {
+        role: OnnxRuntimeRunner(
             bundle.listed(f"{role}.onnx"),
             slots=slots,
             capacity=bundle.capacity,
@@ -86,10 +86,10 @@ def open(bundle: Bundle, settings: RunSettings) -> Scheduler:
         )
         for role in bundle.roles
     }
-    target = engines["target"]
+    target = runners["target"]
     pair = Pair(
         target,
-        engines.get("drafter"),
+        runners.get("drafter"),
         HostArrays(
             slots=slots,
             feature_size=bundle.feature_size,

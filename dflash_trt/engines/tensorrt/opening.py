@@ -20,8 +20,8 @@ from dflash_trt.engines.device.kernels import kernels_here
 from dflash_trt.engines.device.memory import memory_errors
 from dflash_trt.engines.device.opening import DEVICE, pair_of, warm_up
 from dflash_trt.engines.tensorrt.contexts import captures_by_itself, kernel_cache
-from dflash_trt.engines.tensorrt.engine import TensorRTEngine
 from dflash_trt.engines.tensorrt.options import FLAVOURS
+from dflash_trt.engines.tensorrt.runner import TensorRTRunner
 from dflash_trt.errors import BuildError, BundleError, EngineError
 from dflash_trt.logs import warn_once
 
@@ -49,8 +49,8 @@ def open_pair(bundle: Bundle, *, slots: int, prefill_chunk: int, progress: Progr
     chunk, stream = min(prefill_chunk, manifest["tensorrt"]["prefill_chunk"]), torch.cuda.Stream()
     # Only this stream fills memory. torch's default stream is not ordered with it.
     with torch.cuda.stream(stream):
-        engines = {
-            role: TensorRTEngine(
+        runners = {
+            role: TensorRTRunner(
                 *(trt, bundle.path / plans[role]["plan"]),
                 slots=slots,
                 stream=stream,
@@ -60,12 +60,12 @@ def open_pair(bundle: Bundle, *, slots: int, prefill_chunk: int, progress: Progr
             )
             for role in bundle.roles
         }
-        scratch = max([1, *(engine.memory_size for engine in engines.values())])
+        scratch = max([1, *(runner.memory_size for runner in runners.values())])
         lent = torch.empty(scratch, dtype=torch.uint8, device=DEVICE)
-        for engine in engines.values():
-            engine.lend(lent)
+        for runner in runners.values():
+            runner.lend(lent)
         own = partial(_kernels_of, bundle)
-        pair = pair_of(bundle, engines, slots=slots, prefill_chunk=chunk, kernels=own)
+        pair = pair_of(bundle, runners, slots=slots, prefill_chunk=chunk, kernels=own)
     warm_up(pair, manifest["block_size"], progress, runs=_RUNS if captures_by_itself(trt) else 1)
     if kernels is not None:
         kernels.save()

@@ -20,7 +20,7 @@ from dflash_trt.engines.device.kernels import kernels_here
 from dflash_trt.engines.device.memory import memory_errors
 from dflash_trt.engines.device.opening import DEVICE, pair_of, warm_up
 from dflash_trt.engines.device.stream import HostStream, on
-from dflash_trt.engines.torch.engine import TorchEngine
+from dflash_trt.engines.torch.runner import TorchRunner
 from dflash_trt.errors import BuildError, EngineError
 from dflash_trt.logs import warn_once
 
@@ -58,8 +58,8 @@ def open_pair(
     # Only this stream fills memory. torch's default stream is not ordered with it.
     shared: WeakValueDictionary[Any, torch.Tensor] = WeakValueDictionary()
     with on(stream):
-        engines = {
-            role: TorchEngine(
+        runners = {
+            role: TorchRunner(
                 bundle.listed(f"{role}.onnx"),
                 slots=slots,
                 prefill_chunk=max(chunk, block_size),  # exact mode pads prompts to widths of a block, too
@@ -72,7 +72,7 @@ def open_pair(
             for role in bundle.roles
         }
         kernels = _kernels if on_gpu else lambda wanted: None
-        pair = pair_of(bundle, engines, slots=slots, prefill_chunk=chunk, kernels=kernels)
+        pair = pair_of(bundle, runners, slots=slots, prefill_chunk=chunk, kernels=kernels)
     hardware.give_back_memory()  # what was read on the way to weights
     if on_gpu:
         warm_up(pair, block_size, progress, runs=2, every_size=False)

@@ -137,7 +137,7 @@ def test_nothing_is_allocated_in_a_round(
         pair: Any = llm.runtime.pair
         pair.arrays._round.run = by_triton
         llm.generate(*asked, block_length=BLOCK)
-        engines = (pair.target, pair.drafter.engine)
+        engines = (pair.target, pair.drafter.runner)
         before = [{k: b.data_ptr() for k, b in e._buffers.items()} for e in engines]
         for name in ("zeros", "empty"):
             monkeypatch.setattr(torch, name, None)
@@ -203,7 +203,7 @@ def test_slots_begin_at_aligned_addresses(bundles: tuple[Bundle, Bundle]) -> Non
     """Whatever --max-seq-len is. A plan of former versions, whose capacity is not a multiple, is refused."""
     assert bundles[1].capacity % 16  # the sum of prompt and output, and of what passes write beyond it
     with LLM(bundles[1].path) as llm:
-        for engine in (llm.runtime.pair.target, llm.runtime.pair.drafter.engine):
+        for engine in (llm.runtime.pair.target, llm.runtime.pair.drafter.runner):
             for rows in engine.caches.arrays.values():
                 assert rows.is_contiguous()
                 assert rows.shape[2] == -(-bundles[1].capacity // 16) * 16

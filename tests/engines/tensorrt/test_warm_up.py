@@ -14,8 +14,8 @@ import pytest
 from dflash_trt import LLM, SamplingParams, logs
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.engines.device.sizes import DECODE, PREFILL
-from dflash_trt.engines.tensorrt.engine import TensorRTEngine
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
+from dflash_trt.engines.tensorrt.runner import TensorRTRunner
 from tests.doubles import fake_tensorrt_rtx
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.cuda_double import Cuda
@@ -74,7 +74,7 @@ def test_no_request_meets_a_shape_that_was_not_prepared(bundles: dict[str, Bundl
     with LLM(bundles["onnxruntime"].path) as llm:
         expected = tokens(llm)
     with LLM(bundles[engine].path, prefix_cache_bytes=0) as llm:
-        engines: list[TensorRTEngine] = [llm.runtime.pair.target, llm.runtime.pair.drafter.engine]
+        engines: list[TensorRTRunner] = [llm.runtime.pair.target, llm.runtime.pair.drafter.runner]
         pair: Any = llm.runtime.pair
         caches = [rows for each in engines for rows in each.caches.arrays.values()]
         pair.arrays.wait()
@@ -160,7 +160,7 @@ def test_a_plan_that_cannot_be_captured_runs_plainly_and_says_so_once(
 def test_contexts_are_configured_as_documented(bundles: dict[str, Bundle]) -> None:
     """Prefill is bound to another slot each time, and would be captured each time."""
     with LLM(bundles["tensorrt-rtx"].path) as llm:
-        for engine in (llm.runtime.pair.target, llm.runtime.pair.drafter.engine):
+        for engine in (llm.runtime.pair.target, llm.runtime.pair.drafter.runner):
             contexts = [each.context for each in (*engine._contexts, *engine._of_shapes.values())]
             strategies = [context._config.cuda_graph_strategy for context in contexts]
             assert strategies[PREFILL] == fake_tensorrt_rtx.CudaGraphStrategy.DISABLED

@@ -99,7 +99,7 @@ def test_a_pass_leaves_the_tokens_of_idle_slots(bundles: tuple[Bundle, Bundle]) 
     length = 2 * CHUNK + 40
     with LLM(bundles[1].path, max_batch_size=SLOTS) as llm:
         pair: Any = llm.runtime.pair
-        engines = pair.target, pair.drafter.engine
+        engines = pair.target, pair.drafter.runner
         for slot in range(SLOTS):
             tokens = np.random.default_rng(slot).integers(0, VOCAB, length).tolist()
             for start in range(0, length, CHUNK):

@@ -14,7 +14,7 @@ import torch
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.engines.device.sizes import DECODE, PREFILL
-from dflash_trt.engines.torch import engine
+from dflash_trt.engines.torch import runner
 from dflash_trt.engines.torch.operators import OPERATORS
 from tests.doubles.cuda_double import Cuda
 from tests.engines.torch.test_pairs import prompts
@@ -51,7 +51,7 @@ def test_a_prompt_s_pass_of_a_drafter_fills_its_caches_alone(chains: Bundle) -> 
     """No row is multiplied with the head, which has most of the weights that such a pass would read."""
     with LLM(chains.path, max_batch_size=1, threads=1) as llm:
         tokens(llm, 0.0, 1, block_length=4)
-        engine = llm.runtime.pair.drafter.engine
+        engine = llm.runtime.pair.drafter.runner
         products = defaultdict[int, set[int]](set)
         for (profile, *_), program in engine._programs.items():
             products[profile].add(sum(step.function is OPERATORS["Gemm"] for step in program._steps))
@@ -78,7 +78,7 @@ def test_a_pass_that_cannot_be_captured_runs_without_graphs(
         assert not pair.target._prompts()
         refused += ["of the drafter", "no memory is left"]
         assert tokens(llm, 0.0, 1) == tokens(llm, 0.0, 1, block_length=2) == expected
-        assert not pair.target._prompts() + pair.drafter.engine._prompts()
+        assert not pair.target._prompts() + pair.drafter.runner._prompts()
         assert set(pair.target._captured) > kept
         refused.append("operation not permitted")
         assert tokens(llm, 0.0, 1, block_length=3, draft_source="lookup") == expected
@@ -99,7 +99,7 @@ def test_a_first_capture_that_fails_takes_the_memory_of_none(
     gpu.setattr(Cuda.CUDAGraph, "capture_end", fails)
     with LLM(chains.path, max_batch_size=1, prefix_cache_bytes=0) as llm:
         assert tokens(llm, 0.0, 1) == tokens(llm, 0.0, 1)
-        engines = llm.runtime.pair.target, llm.runtime.pair.drafter.engine
+        engines = llm.runtime.pair.target, llm.runtime.pair.drafter.runner
         assert not refused
         assert all(each._captured for each in engines)
     assert len([line for line in caplog.messages if "without CUDA graphs" in line]) == 1
@@ -116,13 +116,13 @@ def test_a_capture_needs_nothing_that_a_thread_makes_once(chains: Bundle, gpu: p
 
 def test_programs_and_captured_prompts_are_bounded(chains: Bundle, gpu: pytest.MonkeyPatch) -> None:
     """As each slot has prompts of its own. No graph ends before the engine is closed."""
-    gpu.setattr(engine, "MOST_PROGRAMS", 1)
-    gpu.setattr(engine, "MOST_PROMPTS", 1)
+    gpu.setattr(runner, "MOST_PROGRAMS", 1)
+    gpu.setattr(runner, "MOST_PROMPTS", 1)
     with LLM(chains.path, max_batch_size=2, prefix_cache_bytes=0) as llm:
         expected = tokens(llm, 0.8)
         for _ in range(2):
             assert tokens(llm, 0.8) == expected
-        target, drafter = llm.runtime.pair.target, llm.runtime.pair.drafter.engine
+        target, drafter = llm.runtime.pair.target, llm.runtime.pair.drafter.runner
         captured = {key for key, _ in target._captured}
         assert captured <= set(target._programs)
         assert len(set(target._programs) - captured) <= 1

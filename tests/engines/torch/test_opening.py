@@ -16,7 +16,7 @@ from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.engines.device.sizes import DECODE
 from dflash_trt.engines.registry import find
 from dflash_trt.engines.torch import opening
-from dflash_trt.engines.torch.engine import TorchEngine
+from dflash_trt.engines.torch.runner import TorchRunner
 from dflash_trt.errors import DFlashError
 from dflash_trt.formats.precision import Precision
 from tests.doubles import triton_interpreter  # noqa: F401  # corrects it
@@ -60,7 +60,7 @@ def test_the_longest_rounds_and_those_of_one_request_are_captured(
     """So memory for all others is there, every kernel is compiled, and a request that comes alone waits for neither."""
     with LLM(made.path, max_batch_size=SLOTS, prefix_cache_bytes=0) as llm:
         pair = llm.runtime.pair
-        target, drafter = pair.target, pair.drafter.engine
+        target, drafter = pair.target, pair.drafter.runner
         alone = {(1, n) for n in (1, 2, BLOCK)}
         longest = {(n, BLOCK) for n in (1, 2, SLOTS)}
         assert decoding(target, "tokens") == alone | longest
@@ -119,20 +119,20 @@ def test_a_batch_that_was_not_asked_for_is_halved_until_it_fits(
 def test_memory_that_the_largest_round_lacks_is_missed_at_opening(
     made: Bundle, gpu: pytest.MonkeyPatch
 ) -> None:
-    run = TorchEngine._first
+    run = TorchRunner._first
 
-    def first(self: TorchEngine, shapes: Any, first_slot: int) -> Any:
+    def first(self: TorchRunner, shapes: Any, first_slot: int) -> Any:
         if shapes[0] == DECODE and (SLOTS, BLOCK) in shapes[1:]:
             raise torch.OutOfMemoryError(SAID)
         return run(self, shapes, first_slot)
 
-    gpu.setattr(TorchEngine, "_first", first)
+    gpu.setattr(TorchRunner, "_first", first)
     with pytest.raises(
         DFlashError, match=r"no memory is left for 3 sequences .* 1\.03 GiB is free"
     ) as caught:
         LLM(made.path, max_batch_size=SLOTS)
     gc.collect()
-    assert not [each for each in gc.get_objects() if type(each) is TorchEngine], caught
+    assert not [each for each in gc.get_objects() if type(each) is TorchRunner], caught
 
 
 def test_another_error_of_torch_stays_what_it_is(made: Bundle, gpu: pytest.MonkeyPatch) -> None:

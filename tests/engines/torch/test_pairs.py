@@ -167,7 +167,7 @@ def test_a_pair_holds_the_weights_that_its_graphs_share_once(tmp_path: Path) -> 
         pair = llm.runtime.pair
         target, drafter = (
             {w.data_ptr() for w in engine._graph.weights.values()}
-            for engine in (pair.target, pair.drafter.engine)
+            for engine in (pair.target, pair.drafter.runner)
         )
     assert target & drafter
 

@@ -1,4 +1,4 @@
-"""What arrays and rounds know of a device engine, and its passes that were captured."""
+"""What arrays and rounds know of a device runner, and its passes that were captured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Shapes = tuple[Any, ...]
 Outputs = Mapping[str, Tensor]
 
 
-class DeviceEngine(ABC):
+class DeviceRunner(ABC):
     """Runs the passes of one graph on tensors, on a stream. Inputs and outputs are in buffers of their largest size, of
     the profile PREFILL or DECODE (sizes.py).
 
@@ -90,7 +90,7 @@ class DeviceEngine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Free the caches and the engine."""
+        """Free the caches and the runner."""
 
 
 def updated(name: str) -> str:

@@ -18,7 +18,7 @@ import torch
 
 from dflash_trt.bundle.cache_kinds import CacheKind
 from dflash_trt.engines.device.caches import DeviceCaches, DeviceStates
-from dflash_trt.engines.device.engine import DeviceEngine, Outputs, Shapes, updated
+from dflash_trt.engines.device.runner import DeviceRunner, Outputs, Shapes, updated
 from dflash_trt.engines.device.sizes import DECODE, PREFILL
 from dflash_trt.engines.device.stream import HostStream
 from dflash_trt.engines.torch.program import Graph, Program
@@ -34,8 +34,8 @@ MOST_PROGRAMS = 64
 MOST_PROMPTS = 28
 
 
-class TorchEngine(DeviceEngine):
-    """One graph over a pool of cache slots [slots, heads, capacity, size], one per cache. `DeviceEngine` documents it.
+class TorchRunner(DeviceRunner):
+    """One graph over a pool of cache slots [slots, heads, capacity, size], one per cache. `DeviceRunner` documents it.
 
     Caches are written in place. A state's output has memory of its own (device/caches.py).
     """

@@ -18,7 +18,7 @@ import torch
 from dflash_trt.bundle.cache_kinds import CacheKind
 from dflash_trt.engines.caches import POSITION
 from dflash_trt.engines.device.caches import DeviceCaches, DeviceStates
-from dflash_trt.engines.device.engine import DeviceEngine, Outputs, Shapes, updated
+from dflash_trt.engines.device.runner import DeviceRunner, Outputs, Shapes, updated
 from dflash_trt.engines.device.sizes import ALIGNMENT, DECODE, PREFILL
 from dflash_trt.engines.tensorrt.builder import QUERY
 from dflash_trt.engines.tensorrt.contexts import (
@@ -33,8 +33,8 @@ from dflash_trt.errors import BundleError
 Tensor = torch.Tensor
 
 
-class TensorRTEngine(DeviceEngine):
-    """One plan over a pool of cache slots `[slots, heads, capacity, size]`, one per cache. `DeviceEngine` documents the
+class TensorRTRunner(DeviceRunner):
+    """One plan over a pool of cache slots `[slots, heads, capacity, size]`, one per cache. `DeviceRunner` documents the
     methods.
 
     A pass over n sequences uses the slots `first_slot .. first_slot + n - 1` as a view; of the DECODE profile, from

@@ -40,7 +40,7 @@ class _Bound(NamedTuple):
     size: int
 
 
-class OnnxRuntimeEngine:
+class OnnxRuntimeRunner:
     """Runs one graph on the CPU over a pool of cache slots.
 
     A cache is an input `k_cache.i` [B, C, width] and an output `k_cache_out.i`. A pass over n sequences works on the
