@@ -58,6 +58,7 @@ def test_litellm(client: Run, llm: LLM) -> None:
     (called,) = said["loop"]
     assert (called["name"], json.loads(called["arguments"])["amount"]) == ("convert_money", 130)
     assert said["third"] > 40
+    assert said["overflow"] == "of the large one"
 
 
 def test_agents_sdk(client: Run) -> None:

@@ -1,4 +1,4 @@
-"""LiteLLM: an answer, a stream, an asynchronous answer, a completion, a call, a schema, and a refusal."""
+"""LiteLLM: an answer, a stream, an asynchronous answer, a completion, a call, a schema, a refusal, and a fallback."""
 
 import asyncio
 import json
@@ -50,6 +50,13 @@ try:
     refused = ""
 except litellm.NotFoundError as error:
     refused = str(error)
+# What does not fit the context goes on to the model that the router has for it.
+models = [
+    {"model_name": "small", "litellm_params": {"model": "openai/tiny", **common}},
+    {"model_name": "large", "litellm_params": {"model": "openai/tiny", "mock_response": "of the large one"}},
+]
+router = litellm.Router(models, context_window_fallbacks=[{"small": ["large"]}], num_retries=0)
+overflow = router.completion(model="small", messages=[{"role": "user", "content": "word " * 2000}])
 print(
     json.dumps(
         {
@@ -65,6 +72,7 @@ print(
             "loop": [each.function.model_dump() for each in first.choices[0].message.tool_calls],
             "second": second.choices[0].message.content,
             "third": third.usage.prompt_tokens,
+            "overflow": overflow.choices[0].message.content,
         }
     )
 )
