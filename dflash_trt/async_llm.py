@@ -18,7 +18,7 @@ from typing import Self, Unpack
 from dflash_trt.decoding.params import RequestOptions, SamplingParams, ServingOptions, integer
 from dflash_trt.decoding.request import Emission, Request, completion, items
 from dflash_trt.decoding.results import Chunk, Completion
-from dflash_trt.decoding.sampling.structure import SANDBOX
+from dflash_trt.decoding.sampling.structure import MOST_MEMORY, SANDBOX
 from dflash_trt.errors import BusyError, DFlashError, EngineError
 from dflash_trt.runtime import Opened, OpeningOptions, Prompt, asked
 from dflash_trt.text.tokenizer import LONG, TextThread
@@ -70,6 +70,7 @@ class AsyncLLM(Opened):
         self._draft_source = draft_source
         self._lengths = self.runtime.lengths(own)
         self._limit = self.runtime.max_batch_size + max_queue
+        self.runtime.structures.most_memory = MOST_MEMORY
         self._stream_interval = stream_interval
         self._streams: dict[Request, _Stream] = {}
         # Tokens that are held back from streams. Only the engine thread uses them.

@@ -137,7 +137,7 @@ class Runtime:
         self.tokenizer = opener.tokenizer(self.bundle)
         with suppress(DFlashError):  # chats raise it
             self.tokenizer.templates.prepare()
-        self._structures = Structures(self.tokenizer, manifest["vocab_size"], manifest["eos_token_ids"])
+        self.structures = Structures(self.tokenizer, manifest["vocab_size"], manifest["eos_token_ids"])
         with progress_display() as progress:
             settings = RunSettings(
                 max_batch_size=batch,
@@ -284,7 +284,7 @@ class Runtime:
             if params.allowed_token_ids and (most := max(params.allowed_token_ids)) >= vocab:
                 raise RequestError(f"allowed_token_ids contains {most}, expected 0..{vocab - 1}")
             form = params.structured_outputs
-            structure = None if form is None else self._structures.compile(form)
+            structure = None if form is None else self.structures.compile(form)
             return self._request(ids, params, options, deadline, structure)
         except MemoryError as error:
             raise RequestError(
@@ -294,7 +294,7 @@ class Runtime:
     def waits_for_form(self, params: SamplingParams) -> bool:
         """Whether `request` may take long to compile a form, so that others must not wait for its thread."""
         form = getattr(params, "structured_outputs", None)
-        return form is not None and not self._structures.is_cheap(form)
+        return form is not None and not self.structures.is_cheap(form)
 
     def late_request(self, params: SamplingParams, deadline: float) -> Request:
         """A request without a prompt, as its deadline passed before that was tokenized. It ends in the next step."""

@@ -15,7 +15,7 @@ from dflash_trt import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from dflash_trt.building.build import build
 from dflash_trt.decoding.sampling import structure
 from dflash_trt.decoding.sampling.structure import LONG_FORCED, Structure, Structures
-from dflash_trt.errors import RequestError
+from dflash_trt.errors import BusyError, RequestError
 from tests.decoding.schemas import conform, schemas
 from tests.decoding.test_faults import Panic
 
@@ -79,7 +79,7 @@ def test_only_drafts_that_fit_are_verified(llm: LLM, monkeypatch: pytest.MonkeyP
 
     def watched(active: Any, draft: Any) -> Any:
         (request,) = active
-        fresh = llm.runtime._structures.compile(form)
+        fresh = llm.runtime.structures.compile(form)
         for token in request.output:
             fresh.add(token)
         tokens = draft.tokens_of(0)[: draft.length_of(0, request)]
@@ -187,6 +187,30 @@ def test_a_form_that_takes_too_much_is_refused_and_others_do_not_wait(bundle: Pa
     asyncio.run(main())
 
 
+def test_forms_of_requests_in_flight_share_a_bound_of_memory(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many requests wait. A form alone may take what the sandbox lets it take."""
+    names = {f"property{i}": {"type": "string"} for i in range(300)}
+    form = asks(StructuredOutputs(json={"type": "object", "properties": names}), max_tokens=4)
+    monkeypatch.setattr("dflash_trt.async_llm.MOST_MEMORY", 1)
+
+    async def main() -> None:
+        async with AsyncLLM(bundle, threads=1, max_batch_size=1) as llm:
+            stream = llm.stream(PROMPT, form)
+            await anext(stream)
+            waiting = asyncio.create_task(llm.generate(PROMPT, asks(FORMS["true"][0], max_tokens=4)))
+            with pytest.raises(BusyError, match=r"the forms of requests in flight take [1-9]"):
+                await llm.generate(PROMPT, form)
+            assert (await llm.generate(PROMPT, SamplingParams(max_tokens=4))).finish_reason
+            await stream.aclose()
+            with pytest.raises(BusyError):
+                await waiting
+            assert (await llm.generate(PROMPT, form)).finish_reason == "length"
+
+    asyncio.run(main())
+
+
 # What compiles at once: tokens that take longer and longer, and a mask, behind a few tokens, that takes 0.4 s.
 LAZY = {
     r"the form is too complex: \d+ tokens take 0\.": 'start: a\na: a a a a a a | a a | "a" | "b" | "ab" |',
@@ -199,7 +223,7 @@ def test_a_form_whose_tokens_take_too_long_ends(
     llm: LLM, match: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(structure, "TOKEN_SECONDS", 0.001)
-    form = llm.runtime._structures.compile(StructuredOutputs(grammar=LAZY[match]))
+    form = llm.runtime.structures.compile(StructuredOutputs(grammar=LAZY[match]))
     (token,) = llm.runtime.tokenizer.encode("a")
 
     def write() -> None:
@@ -260,7 +284,7 @@ class Asked:
 
 
 def asked(llm: LLM, form: StructuredOutputs) -> tuple[Structure, Asked]:
-    structure = llm.runtime._structures.compile(form)
+    structure = llm.runtime.structures.compile(form)
     structure._matcher = matcher = Asked(structure._matcher)
     return structure, matcher
 
@@ -330,7 +354,7 @@ class Failing:
 @pytest.mark.parametrize("calls", [None, 0, 1, 2, 3])
 def test_what_drafts_meet_ends_the_drafts_alone(llm: LLM, calls: int | None) -> None:
     """Whether llguidance says so or panics: the answer, and that of a neighbour, is that of plain decoding."""
-    structures = llm.runtime._structures
+    structures = llm.runtime.structures
     ids = [llm.runtime.tokenizer.encode(letter)[0] for letter in "AB7q"]
     texts, mine = [ids * 4, PROMPT], [TOO_WIDE, FORMS["regex"][0]]
     params = [asks(form, logit_bias={llm.runtime.tokenizer.encode("Z")[0]: 100.0}) for form in mine]

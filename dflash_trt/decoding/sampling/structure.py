@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from math import inf
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dflash_trt.errors import INTERRUPTIONS, RequestError, quoted
+from dflash_trt.errors import INTERRUPTIONS, BusyError, RequestError, quoted
 from dflash_trt.extras import install
 from dflash_trt.text.form_compiler import compiled, guide_tokenizer, llguidance_grammar
 from dflash_trt.text.sandbox import LimitError, Sandbox
@@ -33,6 +34,7 @@ MOST_CHOICES = 1024
 # What a form may take to compile. Schemas of 1,024 properties take 0.1 s and little stack. Threads have 8 MiB of stack,
 # and llguidance has no limit for the depth of references.
 SANDBOX = Sandbox("form_compiler", processes=2, seconds=1, memory=128 << 20, stack=1 << 20)
+MOST_MEMORY = 1 << 30  # bytes of the compiled forms that a server has at a time
 CHEAP_SECONDS = 0.1  # others may wait as long for the thread that compiles a form
 _PROVEN = 64  # forms that were found to compile within these limits
 # The CPU time that a request's form may take. A token of usual forms takes up to 0.01 s, but ambiguous grammars take
@@ -136,24 +138,29 @@ class Structures:
     The time and memory that a form takes cannot be told beforehand, and nothing stops llguidance. So a form is compiled
     in the sandbox first, unless that is known to be cheap, and here if it has stayed within the limits.
 
-    end_tokens: the model's end tokens.
+    end_tokens: the model's end tokens. most_memory: bytes that compiled forms may take together.
     """
+
+    most_memory = inf
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_tokens: Collection[int]) -> None:
         self._tokenizer, self._vocab_size, self._end_tokens = tokenizer, vocab_size, list(end_tokens)
         self._lock = threading.Lock()
         self._known: Any = None  # llguidance's tokenizer; it is made with the first form, in up to a second
-        # llguidance's grammars of forms that compile within the limits, and the seconds that it takes.
-        self._proven: dict[StructuredOutputs, tuple[str, float]] = {}
+        # llguidance's grammars of forms that compile within the limits, and the seconds and bytes that it takes.
+        self._proven: dict[StructuredOutputs, tuple[str, float, int]] = {}
+        self._living = WeakSet[Structure]()
 
     def is_cheap(self, form: StructuredOutputs) -> bool:
         """Whether it is known that a form compiles in a tenth of a second."""
         if form.choice is not None or form.json_object:  # their length bounds it
             return True
-        return self._proven.get(form, ("", inf))[1] < CHEAP_SECONDS
+        return self._proven.get(form, ("", inf, 0))[1] < CHEAP_SECONDS
 
     def compile(self, form: StructuredOutputs) -> Structure:
-        """A form at its beginning. Raises RequestError if it cannot be compiled, or not within the limits."""
+        """A form at its beginning. Raises RequestError if it cannot be compiled, or not within the limits; BusyError if
+        the forms of other requests leave no memory.
+        """
         if not self._end_tokens:
             raise RequestError(
                 "structured_outputs needs a target with an end token, and this bundle's has none"
@@ -167,18 +174,27 @@ class Structures:
                 self._known = self._read_tokenizer()
         kind, text, options = _source(form)
         if form.choice is not None or form.json_object:
-            grammar = llguidance_grammar(kind, text, options)
+            grammar, memory = llguidance_grammar(kind, text, options), 0
         else:
-            grammar = self._prove(form)
+            grammar, _, memory = self._prove(form)
+        with self._lock:
+            taken = sum(each.memory for each in self._living)
+        if taken and taken + memory > self.most_memory:
+            raise BusyError(
+                f"structured_outputs: the forms of requests in flight take {taken >> 20} MiB; try again later"
+            )
         matcher = compiled(self._known, grammar)
         if matcher.is_error():
             raise RequestError(f"{kind} cannot be compiled: {matcher.get_error()[:500]}")
-        return Structure(matcher, self._vocab_size, self._end_tokens)
+        structure = Structure(matcher, self._vocab_size, self._end_tokens, memory)
+        with self._lock:
+            self._living.add(structure)
+        return structure
 
-    def _prove(self, form: StructuredOutputs) -> str:
-        """llguidance's grammar for a form that compiles within the limits. Raises RequestError."""
+    def _prove(self, form: StructuredOutputs) -> tuple[str, float, int]:
+        """llguidance's grammar for a form that compiles within the limits, and what it takes. Raises RequestError."""
         if (known := self._proven.get(form)) is not None:
-            return known[0]
+            return known
         kind, text, options = _source(form)
         task = {
             "tokenizer": str((self._tokenizer.directory / "tokenizer.json").resolve()), "vocab_size": self._vocab_size,
@@ -190,11 +206,12 @@ class Structures:
             raise RequestError(f"{kind} is too complex: to compile it takes {error}") from None
         if "error" in answer:
             raise RequestError(f"{kind} cannot be compiled: {answer['error']}")
+        known = answer["grammar"], answer["seconds"], answer["memory"]
         with self._lock:
-            self._proven[form] = answer["grammar"], answer["seconds"]
+            self._proven[form] = known
             if len(self._proven) > _PROVEN:
                 del self._proven[next(iter(self._proven))]
-        return str(answer["grammar"])
+        return known
 
     def _read_tokenizer(self) -> Any:
         text = self._tokenizer.backend.to_str()  # without padding and truncation (text/tokenizer.py)
@@ -226,10 +243,11 @@ class Structure:
 
     llguidance tokenizes the whole text that the form forces, for every mask and every question. So it is asked once
     when such a text begins; its tokens are the only ones allowed until they have all come. Where it begins depends on
-    the tokens before it alone, and so do the tokens that are allowed.
+    the tokens before it alone, and so do the tokens that are allowed. memory: the bytes that its beginning takes.
     """
 
-    def __init__(self, matcher: Any, vocab_size: int, end_tokens: Collection[int]) -> None:
+    def __init__(self, matcher: Any, vocab_size: int, end_tokens: Collection[int], memory: int = 0) -> None:
+        self.memory = memory
         self._matcher, self._vocab_size, self._end_tokens = matcher, vocab_size, frozenset(end_tokens)
         self.ended = False  # whether the end token has come; later tokens do not count
         self._bits = np.zeros(-(-vocab_size // 32), np.uint32)
