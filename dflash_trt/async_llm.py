@@ -251,7 +251,8 @@ class AsyncLLM(Opened):
         try:
             make = partial(self.runtime.request, prompt, params, options=options, deadline=deadline)
             try:
-                threads = self._forms if self.runtime.waits_for_form(params) else self._texts
+                waits = self.runtime.waits_for_form(params, options.cache_salt)
+                threads = self._forms if waits else self._texts
                 request = await threads.run(make, size=_size(prompt, params), timeout=timeout)
             except TimeoutError:
                 request = self.runtime.late_request(params, perf_counter())

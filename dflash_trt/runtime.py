@@ -284,17 +284,17 @@ class Runtime:
             if params.allowed_token_ids and (most := max(params.allowed_token_ids)) >= vocab:
                 raise RequestError(f"allowed_token_ids contains {most}, expected 0..{vocab - 1}")
             form = params.structured_outputs
-            structure = None if form is None else self.structures.compile(form)
+            structure = None if form is None else self.structures.compile(form, options.cache_salt)
             return self._request(ids, params, options, deadline, structure)
         except MemoryError as error:
             raise RequestError(
                 f"the prompt has a length of {len(prompt)}: no memory is left for its request"
             ) from error
 
-    def waits_for_form(self, params: SamplingParams) -> bool:
+    def waits_for_form(self, params: SamplingParams, salt: str = "") -> bool:
         """Whether `request` may take long to compile a form, so that others must not wait for its thread."""
         form = getattr(params, "structured_outputs", None)
-        return form is not None and not self.structures.is_cheap(form)
+        return form is not None and not self.structures.is_cheap(form, salt)
 
     def late_request(self, params: SamplingParams, deadline: float) -> Request:
         """A request without a prompt, as its deadline passed before that was tokenized. It ends in the next step."""

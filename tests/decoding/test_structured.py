@@ -240,7 +240,9 @@ def memory() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def test_a_form_is_tried_once_and_a_choice_never(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_form_is_tried_once_for_each_salt_and_a_choice_never(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tried, run = list[str](), structure.SANDBOX.run
     monkeypatch.setattr(structure.SANDBOX, "run", lambda task: tried.append(task["kind"]) or run(task))
     forms = [
@@ -251,6 +253,9 @@ def test_a_form_is_tried_once_and_a_choice_never(llm: LLM, monkeypatch: pytest.M
         llm.generate(PROMPT, asks(form, max_tokens=2))
     assert tried == ["regex"]
     assert not any(llm.runtime.waits_for_form(asks(form)) for form in forms)
+    assert [llm.runtime.waits_for_form(asks(form), "another") for form in forms] == [False, False, True]
+    llm.runtime.structures.compile(forms[2], "another")
+    assert tried == ["regex"] * 2
 
 
 def test_the_missing_package_is_named(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,19 +147,21 @@ class Structures:
         self._tokenizer, self._vocab_size, self._end_tokens = tokenizer, vocab_size, list(end_tokens)
         self._lock = threading.Lock()
         self._known: Any = None  # llguidance's tokenizer; it is made with the first form, in up to a second
-        # llguidance's grammars of forms that compile within the limits, and the seconds and bytes that it takes.
-        self._proven: dict[StructuredOutputs, tuple[str, float, int]] = {}
+        # By the salt of a request and its form, which compiles within the limits: llguidance's grammar, and the seconds
+        # and bytes that it takes.
+        self._proven: dict[tuple[str, StructuredOutputs], tuple[str, float, int]] = {}
         self._living = WeakSet[Structure]()
 
-    def is_cheap(self, form: StructuredOutputs) -> bool:
+    def is_cheap(self, form: StructuredOutputs, salt: str) -> bool:
         """Whether it is known that a form compiles in a tenth of a second."""
         if form.choice is not None or form.json_object:  # their length bounds it
             return True
-        return self._proven.get(form, ("", inf, 0))[1] < CHEAP_SECONDS
+        return self._proven.get((salt, form), ("", inf, 0))[1] < CHEAP_SECONDS
 
-    def compile(self, form: StructuredOutputs) -> Structure:
-        """A form at its beginning. Raises RequestError if it cannot be compiled, or not within the limits; BusyError if
-        the forms of other requests leave no memory.
+    def compile(self, form: StructuredOutputs, salt: str = "") -> Structure:
+        """A form at its beginning. Only requests of its salt spare it the sandbox, whose time would tell what others
+        ask for. Raises RequestError if it cannot be compiled, or not within the limits; BusyError if the forms of other
+        requests leave no memory.
         """
         if not self._end_tokens:
             raise RequestError(
@@ -176,7 +178,7 @@ class Structures:
         if form.choice is not None or form.json_object:
             grammar, memory = llguidance_grammar(kind, text, options), 0
         else:
-            grammar, _, memory = self._prove(form)
+            grammar, _, memory = self._prove(form, salt)
         with self._lock:
             taken = sum(each.memory for each in self._living)
         if taken and taken + memory > self.most_memory:
@@ -191,9 +193,9 @@ class Structures:
             self._living.add(structure)
         return structure
 
-    def _prove(self, form: StructuredOutputs) -> tuple[str, float, int]:
+    def _prove(self, form: StructuredOutputs, salt: str) -> tuple[str, float, int]:
         """llguidance's grammar for a form that compiles within the limits, and what it takes. Raises RequestError."""
-        if (known := self._proven.get(form)) is not None:
+        if (known := self._proven.get((salt, form))) is not None:
             return known
         kind, text, options = _source(form)
         task = {
@@ -208,7 +210,7 @@ class Structures:
             raise RequestError(f"{kind} cannot be compiled: {answer['error']}")
         known = answer["grammar"], answer["seconds"], answer["memory"]
         with self._lock:
-            self._proven[form] = known
+            self._proven[salt, form] = known
             if len(self._proven) > _PROVEN:
                 del self._proven[next(iter(self._proven))]
         return known
