@@ -364,8 +364,8 @@ def test_what_drafts_meet_ends_the_drafts_alone(llm: LLM, calls: int | None) -> 
     texts, mine = [ids * 4, PROMPT], [TOO_WIDE, FORMS["regex"][0]]
     params = [asks(form, logit_bias={llm.runtime.tokenizer.encode("Z")[0]: 100.0}) for form in mine]
 
-    def compiled(form: StructuredOutputs) -> Structure:
-        structure = Structures.compile(structures, form)
+    def compiled(form: StructuredOutputs, salt: str) -> Structure:
+        structure = Structures.compile(structures, form, salt)
         if calls is not None:
             structure._matcher = Failing(structure._matcher, calls)
         return structure
