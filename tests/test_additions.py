@@ -62,14 +62,28 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def run(package: Path, *arguments: str) -> str:
+RUN = """import io, json, sys
+from contextlib import redirect_stdout
+from dflash_trt.cli import main
+said = []
+for words in json.loads(sys.argv[1]):
+    with redirect_stdout(io.StringIO()) as out:
+        assert main(words) == 0, words
+    said.append(out.getvalue())
+print(json.dumps(said))"""
+
+
+def run(package: Path, *commands: list[object]) -> list[str]:
+    """What commands print, which one process of the package runs."""
     path = os.pathsep.join([str(package), str(ROOT / "plugins"), str(ROOT)])
+    words = json.dumps([list(map(str, command)) for command in commands])
     done = subprocess.run(
-        [sys.executable, "-m", "dflash_trt", *arguments],
-        env={**os.environ, "PYTHONPATH": path}, cwd=package, capture_output=True, text=True, timeout=300,
+        [sys.executable, "-c", RUN, words],
+        env={**os.environ, "PYTHONPATH": path}, cwd=package, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    said: list[str] = json.loads(done.stdout)
+    return said
 
 
 def rename(config: Path, values: Mapping[str, object]) -> None:
@@ -83,30 +97,18 @@ def test_the_added_family_drafter_format_and_engine_work(package: Path, tmp_path
     build(str(target), str(drafter), tmp_path / "expected")
     rename(target / "config.json", {"architectures": ["ToyForCausalLM"], "model_type": "toy"})
     rename(drafter / "config.json", {"architectures": ["ToyDraftModel"], "model_type": "toy_draft"})
-    run(
-        package,
-        "build",
-        "--target",
-        str(target),
-        "--drafter",
-        str(drafter),
-        "--out",
-        str(tmp_path / "bundle"),
-    )
-    ask = ("--prompt", "def add(a, b):", "--max-tokens", "12", "--ignore-eos", "--json")
-    expected = run(package, "generate", str(tmp_path / "expected"), *ask)
-    found = run(package, "generate", str(tmp_path / "bundle"), *ask)
-    assert json.loads(found)["token_ids"] == json.loads(expected)["token_ids"]
-
-    run(package, "quantize", str(target), "--scheme", "toy", "--out", str(tmp_path / "fewer"))
+    pair = ["build", "--target", target, "--drafter", drafter, "--out", tmp_path / "bundle"]
+    fewer = ["quantize", target, "--scheme", "toy", "--out", tmp_path / "fewer"]
+    small = ["build", "--engine", "toy", "--target", tmp_path / "fewer", "--drafter", drafter]
+    ask = ["--prompt", "def add(a, b):", "--max-tokens", "12", "--ignore-eos", "--json"]
+    plan = ["plan", "--target", "tiny", "--gpu", "b200", "--engine", "toy", "--json"]
+    asked = [["generate", tmp_path / name, *ask] for name in ("expected", "bundle", "small")]
+    commands = [pair, fewer, [*small, "--out", tmp_path / "small"], *asked, ["doctor", "--json"], plan]
+    expected, found, again, doctor_said, plan_said = map(json.loads, run(package, *commands)[3:])
+    assert found["token_ids"] == expected["token_ids"]
+    assert len(again["token_ids"]) == 12
     stored = json.loads((tmp_path / "fewer" / "hf_quant_config.json").read_text())
     assert stored["quantization"]["quant_algo"] == "TOY"
-    again = ("--target", str(tmp_path / "fewer"), "--drafter", str(drafter), "--out", str(tmp_path / "small"))
-    run(package, "build", "--engine", "toy", *again)
     assert json.loads((tmp_path / "small" / "manifest.json").read_text())["engine"] == "toy"
-    rows = json.loads(run(package, "doctor", "--json"))["engines"]
-    assert [row["build"] for row in rows if row["engine"] == "toy"] == [True]
-    assert json.loads(run(package, "plan", "--target", "tiny", "--gpu", "b200", "--engine", "toy", "--json"))[
-        "fits"
-    ]
-    assert len(json.loads(run(package, "generate", str(tmp_path / "small"), *ask))["token_ids"]) == 12
+    assert [row["build"] for row in doctor_said["engines"] if row["engine"] == "toy"] == [True]
+    assert plan_said["fits"]

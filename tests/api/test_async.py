@@ -130,29 +130,27 @@ def test_hundreds_of_requests_that_come_and_go_leave_nothing_behind(bundle, alon
 
     async def body(llm: AsyncLLM) -> None:
         async def one(i: int) -> None:
-            await asyncio.sleep(rng.random() * 0.5)
             which, timeout = rng.randrange(len(ASKED)), rng.choice([None, None, 0.005, 0.05])
             got: list[int] = []
             stream = llm.stream(*ASKED[which], timeout=timeout, speculate=rng.random() < 0.8)
-            leave = rng.choice([None, None, 0, 1, 3])
-            reason = None
-            async for chunk in stream:
-                got += chunk.token_ids
-                reason = chunk.finish_reason
-                if leave is not None and reason is None:
-                    leave -= 1
-                    if leave < 0:
-                        break
-            await stream.aclose()
+            leave, reason = rng.choice([None, None, 0, 1, 3]), None
+            async with places:
+                async for chunk in stream:
+                    got += chunk.token_ids
+                    reason = chunk.finish_reason
+                    if leave is not None and reason is None:
+                        leave -= 1
+                        if leave < 0:
+                            break
+                await stream.aclose()
             whole = alone[which].token_ids
             assert got == (whole if reason in ("stop", "length") else whole[: len(got)])
             ends.append(reason)
+            if i % 5 == 0:  # another one leaves, wherever it is
+                tasks[(i + rng.randrange(30)) % len(tasks)].cancel()
 
-        ends: list[str | None] = []
-        tasks = [asyncio.create_task(one(i)) for i in range(300)]
-        for task in tasks[::7]:
-            await asyncio.sleep(0.002)
-            task.cancel()
+        ends, places, tasks = list[str | None](), asyncio.Semaphore(40), list[asyncio.Task[None]]()
+        tasks += [asyncio.create_task(one(i)) for i in range(300)]
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         assert not [o for o in outcomes if o is not None and not isinstance(o, asyncio.CancelledError)]
         assert {None, "length", "timeout"} <= set(ends)
@@ -161,11 +159,14 @@ def test_hundreds_of_requests_that_come_and_go_leave_nothing_behind(bundle, alon
         assert (llm.in_flight, scheduler.filling, scheduler.active) == (0, None, [])
         counts = Exposition(llm.metrics.prometheus())
         assert (counts["num_requests_running"], counts["num_requests_waiting"]) == (0, 0)
-        del tasks, outcomes
-        await asyncio.sleep(0.06)  # until then, deadlines of ended requests are watched
+        tasks.clear()
+        del outcomes
         assert (await llm.generate(*ASKED[3])).token_ids == alone[3].token_ids
-        gc.collect()
-        alive = [each for each in gc.get_objects() if type(each) is Request]
-        assert len(alive) <= 2  # the engine thread's last ones
+
+        def alive() -> int:
+            gc.collect()
+            return sum(type(each) is Request for each in gc.get_objects())
+
+        await until(lambda: alive() <= 2)  # deadlines have passed; the engine thread has its last ones
 
     serve(bundle, body, max_queue=1000, stream_interval=stream_interval)

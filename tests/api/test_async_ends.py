@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import time
+import threading
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -22,23 +22,26 @@ from tests.doubles.exposition import Exposition
 @pytest.mark.parametrize("how", ["aclose", "cancel", "break", "generate"])
 def test_who_leaves_frees_the_slot_before_the_next_round(bundle, how, monkeypatch) -> None:
     async def body(llm: AsyncLLM) -> None:
-        scheduler, rounds = llm.runtime.scheduler, list[list[Request]]()
+        scheduler, rounds, go_on = llm.runtime.scheduler, list[list[Request]](), threading.Event()
         decode = scheduler._launch
 
         def watched(lengths: Any) -> Any:
             rounds.append(list(scheduler.active))
-            time.sleep(0.005)
+            assert len(scheduler.active) < 2 or go_on.wait(60)
             return decode(lengths)
 
         monkeypatch.setattr(scheduler, "_launch", watched)
-        other = asyncio.create_task(llm.generate(prompt(5), LONG))
-        whole = asyncio.create_task(llm.generate(prompt(9), LONG)) if how == "generate" else None
-        if whole is None:
-            stream = llm.stream(prompt(9), LONG)
-            await anext(stream)
+        stream = llm.stream(prompt(9), LONG)
+        with held(llm):
+            other = asyncio.create_task(llm.generate(prompt(5), LONG))
+            made = llm.generate(prompt(9), LONG) if how == "generate" else anext(stream)
+            whole = asyncio.ensure_future(made)
+            await until(lambda: llm.in_flight == 2)
+        if how != "generate":
+            await whole
         await until(lambda: any(len(active) == 2 for active in rounds))
         gone = next(r for r in scheduler.active if len(r.prompt) == 9)
-        if whole is not None:
+        if how == "generate":
             whole.cancel()
             await asyncio.gather(whole, return_exceptions=True)
         elif how == "aclose":
@@ -50,18 +53,18 @@ def test_who_leaves_frees_the_slot_before_the_next_round(bundle, how, monkeypatc
                     pass
 
             task = asyncio.create_task(consume())
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         else:
             del stream
             gc.collect()
-            await until(lambda: gone.cancelled)
+        await until(lambda: llm.in_flight == 1)
         left = len(rounds)
-        assert llm.in_flight == 1
-        await until(lambda: len(rounds) > left + 2 or other.done())
-        assert all(gone not in active for active in rounds[left + 1 :])
+        go_on.set()
         assert (await other).finish_reason == "length"
+        assert len(rounds) > left + 2
+        assert all(gone not in active for active in rounds[left:])
 
     serve(bundle, body)
 
@@ -221,12 +224,16 @@ def test_a_loop_that_was_closed_leaves_no_request_behind(bundle, alone, tokens) 
     llm = AsyncLLM(bundle, max_batch_size=1, max_queue=0, threads=1)
     loop, scheduler = asyncio.new_event_loop(), llm.runtime.scheduler
     stream = llm.stream(prompt(5), replace(LONG, max_tokens=tokens))
+    posted, post = threading.Event(), loop.call_soon_threadsafe
+
+    def posting(*call: Any, **options: Any) -> Any:
+        post(*call, **options)
+        if scheduler.idle:
+            posted.set()
+
+    loop.call_soon_threadsafe = posting  # type: ignore[method-assign]
     loop.run_until_complete(anext(stream))
-    end = time.monotonic() + 60
-    while tokens == 20 and not scheduler.idle:
-        assert time.monotonic() < end
-        time.sleep(0.001)
-    time.sleep(0.05 * (tokens == 20))
+    assert tokens == 200 or posted.wait(60)
     loop.close()
 
     async def main() -> None:

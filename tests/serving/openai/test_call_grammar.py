@@ -19,12 +19,17 @@ from dflash_trt.serving.openai.errors import ApiError
 from dflash_trt.serving.openai.model import Model
 from tests.serving.openai.conftest import chat_of, model_of, tool
 
-MARKS = ["<|start|>", "<|message|>", "<|eom|>", "<|tool_call>", "<tool_call|>", '<|"|>']
+MARKS = [
+    "<|start|>", "<|message|>", "<|eom|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|channel|>", "<|constrain|>",
+    "<|end|>", "<|call|>", "[TOOL_CALLS]", "[ARGS]",
+]  # fmt: skip
 # What templates show that decides the notation, and how a value ends.
 FAMILIES = {
     "qwen3-coder": ("<tool_call>\n<function=example>\n<parameter=one>", "\n</parameter>\n"),
     "muse": ("<atem:function_calls> <|start|>", "</atem:parameter>\n"),
     "gemma": ("<|channel>thought <|tool_call>call:", '<|"|>'),
+    "gpt-oss": ("<|channel|>", '"'),
+    "mistral": ("[TOOL_CALLS]", '"'),
 }
 PLACE = {
     "type": "object",
@@ -149,7 +154,10 @@ FORMS = {
     "</atem:function_calls>",
     "gemma": '<|tool_call>call:order{at:{x:[1.5,null]},city:<|"|>a < b\n</param>\n<|"|>,days:3,'
     'tags:[<|"|>b<|"|>,<|"|>c<|"|>]}<tool_call|>',
+    "gpt-oss": f"<|channel|>commentary to=functions.order <|constrain|>json<|message|>{json.dumps(ARGUMENTS)}",
+    "mistral": f"[TOOL_CALLS]order[ARGS]{json.dumps(ARGUMENTS)}",
 }  # fmt: skip
+CONTENT = {"muse": " to=user<|message|>", "gpt-oss": "<|channel|>final<|message|>"}  # what begins it
 FORMED = {
     "properties": {
         "city": {"type": "string"}, "days": {"type": "integer"}, "at": {"$ref": "#/$defs/At"},
@@ -178,13 +186,13 @@ def test_a_required_call_is_written_as_the_template_writes_it(tiny: Path, name: 
     json_form = '<tool_call>\n{"name": "order", "arguments": {}}\n</tool_call>'
     for wrong in (json_form, text.replace("3", "many"), text * 2, text[:-1]):
         assert not fits(asked, wrong), wrong
-    either = chat_of(model, tools=[tool(FORMED)], response_format={"type": "json_object"})
-    content = " to=user<|message|>" if name == "muse" else ""
-    assert [fits(either, each) for each in (text, content + '{"x": 1}', content + "hi")] == [
-        True,
-        True,
-        False,
-    ]
+    tools, other = [tool(FORMED), tool({}, "other")], {"type": "function", "function": {"name": "other"}}
+    assert not fits(chat_of(model, tools=tools, tool_choice=other), text)
+    if name in ("gpt-oss", "mistral"):
+        assert fits(chat_of(model, tools=tools, tool_choice="required"), text * 2) == (name == "mistral")
+    either = chat_of(model, tools=tools, response_format={"type": "json_object"})
+    answers = (text, CONTENT.get(name, "") + '{"x": 1}', CONTENT.get(name, "") + "hi")
+    assert [fits(either, answer) for answer in answers] == [True, True, False]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

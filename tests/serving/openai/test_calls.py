@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 
-from dflash_trt.decoding.output import Detokenizer
-from dflash_trt.decoding.sampling.structure import StructuredOutputs, Structures
-from dflash_trt.serving.openai.chat import Chat
 from dflash_trt.serving.openai.errors import ApiError
 from tests.serving.openai.conftest import CHATS, HI, RESPONSES, Server, chat_of, model_of, tool
 
@@ -117,77 +114,3 @@ def test_an_answer_with_tools_and_a_format_is_either(server: Server) -> None:
     assert free["message"]["content"].startswith("{")
     none = ask(server, **asked, tool_choice="none")
     assert json.loads(none["message"]["content"]) == {"city": "Borvik"}
-
-
-HARMONY = ["<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>"]
-MISTRAL = ["[TOOL_CALLS]", "[ARGS]"]
-ANY = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string", "maxLength": 9},
-        "days": {"type": "integer", "minimum": 2, "description": "how long"},
-        "tags": {"type": "array", "items": {"enum": ["a", 1, None]}, "maxItems": 2},
-        "at": {"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]},
-    },
-    "required": ["days"], "additionalProperties": False,
-    "$defs": {"Place": {"properties": {"in": {"$ref": "#/$defs/Place"}, "x": {"type": ["number", "boolean"]}}}},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("marks", "template", "before", "takes", "refuses"),
-    [
-        (
-            HARMONY, "<|channel|>", "<|channel|>commentary to=functions.order <|constrain|>json<|message|>",
-            {'{"city": "B", "days": 2}': {"city": "B", "days": 2}, '{"days": 30}': {"days": 30}},
-            ['{"days": 1}', '{"days": 2, "more": 1}'],
-        ),
-        (
-            MISTRAL, "[TOOL_CALLS]", "[TOOL_CALLS]order[ARGS]",
-            {'{"days": 2, "tags": ["a"]}': {"days": 2, "tags": ["a"]}}, ['{"city": "B"}', '{"days": "2"}'],
-        ),
-    ],
-    ids=["gpt-oss", "mistral"],
-)  # fmt: skip
-def test_required_calls_are_written_as_the_family_writes_them(
-    tiny: Path, marks: list[str], template: str, before: str, takes: dict[str, Any], refuses: list[str]
-) -> None:
-    model = model_of(tiny, template, "<|start|>assistant", marks)
-    tokenizer = model.tokenizer.backend
-
-    def made(**fields: Any) -> Chat:
-        return chat_of(model, tools=[tool(ANY), tool(LETTER, "other")], **fields)
-
-    structures = Structures(model.tokenizer, tokenizer.get_vocab_size(), [2])
-
-    def accepted(asked: Chat, text: str) -> bool:
-        form = StructuredOutputs(**asked.request["params"]["structured_outputs"])
-        structure = structures.compile(form)
-        ids = [*tokenizer.encode(text, add_special_tokens=False).ids, 2]
-        return len(structure.follow(ids, len(ids))[0]) == len(ids) and not any(
-            structure.follow(ids, len(ids))[1]
-        )
-
-    for text, arguments in takes.items():
-        asked = made(tool_choice="required")
-        assert accepted(asked, before + text), text
-        parser = asked.choices[0].parser
-        words = Detokenizer(tokenizer, marks is HARMONY)
-        parts = []
-        for token in tokenizer.encode(before + text, add_special_tokens=False).ids:
-            parts += parser.push(words.push([token]), [token])
-        found = [part.call for part in [*parts, *parser.finish()] if part.call is not None]
-        assert [(call.name, json.loads(call.arguments)) for call in found] == [("order", arguments)]
-    for text in refuses:
-        assert not accepted(asked, before + text), text
-    two = (before + next(iter(takes))) * 2
-    assert accepted(asked, two) == (marks is not HARMONY)
-    assert not accepted(made(tool_choice="required", parallel_tool_calls=False), two)
-    named = {"type": "function", "function": {"name": "other"}}
-    assert not accepted(made(tool_choice=named), before + text)
-    # With a format the answer is either, and may not be free text.
-    either = made(response_format={"type": "json_object"})
-    assert accepted(either, before + next(iter(takes)))
-    content = "<|channel|>final<|message|>" if marks is HARMONY else ""
-    assert accepted(either, content + '{"x": 1}')
-    assert not accepted(either, content + "hi")

@@ -107,13 +107,8 @@ MANY = [1] * 260_000  # what a body may hold
 CLOSED = {"type": "object", "additionalProperties": False}
 SCHEMA = CLOSED | {"properties": {f"p{i}": {"enum": ["x" * 99]} for i in range(400)}}
 FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
-PROMPTS = (
-    "messages",
-    "tools",
-    "tool_choice",
-    "input",
-    "instructions",
-)  # longer than the context at their largest
+# Longer than the context at their largest.
+PROMPTS = ("messages", "tools", "tool_choice", "input", "instructions")
 SAMPLED = {"temperature": 1.0, "max_tokens": 2}
 COMMON: dict[str, Any] = {
     "model": "tiny", "temperature": 100.0, "top_p": 1.0, "seed": 2**64 - 1, "stream": True,
@@ -138,7 +133,6 @@ CHAT: dict[str, Any] = SAMPLING | {
     "chat_template_kwargs": {"x": MANY}, "add_generation_prompt": True, "continue_final_message": False,
 }  # fmt: skip
 COMPLETION: dict[str, Any] = SAMPLING | {"prompt": [[5] * 500] * LIMIT, "echo": True, "logprobs": 20}
-ITEM = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}]}
 RESPONSE: dict[str, Any] = COMMON | {
     "input": [{"role": "user", "content": "x"}] * (1 << 14), "instructions": LONG, "max_output_tokens": 400,
     "tools": [each["function"] | {"type": "function"} for each in TOOLS],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from tests.serving.openai.conftest import COMPLETIONS, OPTIONS, Server
 from tests.serving.openai.test_operations import MESSAGE, last, running
 
 
-def test_trailers_without_end_after_a_refusal_take_no_memory(start: Callable[..., Server]) -> None:
-    server = start("--threads=1", DFLASH_TRT_API_KEY="secret")
+def test_trailers_without_end_after_a_refusal_take_no_memory(shared: Server) -> None:
+    server = shared
     before, sent = resident_of(server.process.pid), 0
     piece = b"x: " + b"y" * 8000 + b"\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:

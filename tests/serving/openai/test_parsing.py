@@ -193,7 +193,7 @@ def test_twice_the_text_takes_twice_the_time(piece: str) -> None:
     ]  # fmt: skip
     for make, start in makes:
         for _ in range(6):
-            size = 20_000 // len(HOSTILE[piece])
+            size = 10_000 // len(HOSTILE[piece])
             once, twice = (in_bits(make, start + HOSTILE[piece] * size * factor) for factor in (1, 2))
             if twice < 3 * once + 0.002:
                 break
@@ -207,8 +207,8 @@ def test_twice_the_text_takes_twice_the_time(piece: str) -> None:
         ('{"name": "get", "parameters": {"city": "B"}}', "", [("get", {"city": "B"})]),
         ('<|python_tag|>{"name": "get", "parameters": {}}; {"name": "get"}', "", [("get", {}), ("get", {})]),
         ('{"city": "B"}', '{"city": "B"}', []),
-        ("{ is a brace", "{ is a brace", []),
-        ("Hello {you}", "Hello {you}", []),
+        ('{"name": "Alice", "parameters": {}}', '{"name": "Alice", "parameters": {}}', []),
+        ("{ is a brace", "{ is a brace", []), ("Hello {you}", "Hello {you}", []),
     ],
 )  # fmt: skip
 def test_calls_as_bare_objects(text: str, content: str, calls: object) -> None:
@@ -228,21 +228,6 @@ def test_calls_are_utf8_though_escapes_name_half_characters(text: str) -> None:
     assert part.call is not None
     assert part.call.name == "a?"
     assert json.loads(part.call.arguments.encode()) == {"city": "?"}
-
-
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        (TAG.begin, '<tool_call>\n{"name": "get", "arguments": {"city": "Bo'), (TAG.begin, "<tool_c"),
-        (TAG.begin, "<tool_call>\n<function=ge"), (TAG.begin, "3 <"), (TAG.begin, "Let me se"),
-        ("python_tag", '{"name": "get", "parameters": {"city": "Bo'),
-        ("python_tag", '{"name": "Alice", "parameters": {}}'),
-        ("python_tag", "{ is a bra"), (GEMMA.begin, '<|tool_call>call:get{city:<|"|>Ber'),
-        (MISTRAL.begin, '[TOOL_CALLS]get[ARGS]{"city": "Ber'),
-    ],
-)  # fmt: skip
-def test_what_is_no_whole_call_of_a_tool_is_content(kind: str, text: str) -> None:
-    assert read(lambda: parser(kind), text) == (text, "", [])
 
 
 CITY, DAYS = "a</function> b", 3
@@ -277,11 +262,8 @@ def test_a_part_of_a_call_that_is_required_is_one_from_its_arguments_on(notation
         calls = [("get", text[least:].strip())] if size >= least else []
         assert read(lambda: parser(notation), text, begun=True) == ("" if calls else text, "", calls), text
         if calls:
-            assert read(lambda: parser(notation), call + end + before + text, begun=True) == (
-                "",
-                "",
-                [first, *calls],
-            )
+            second = read(lambda: parser(notation), call + end + before + text, begun=True)
+            assert second == ("", "", [first, *calls])
 
 
 @pytest.mark.parametrize("notation", [TAG.begin, "<tool_call> JSON", GEMMA.begin, MISTRAL.begin])
@@ -303,16 +285,8 @@ def test_a_call_ends_a_thought_that_is_open(notation: str) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 9])
 def test_tokens_of_a_thought_that_a_call_ends_are_those_before_its_mark(size: int) -> None:
-    pieces = [
-        ("I use ", 1),
-        ("<tool_call>", 7),
-        (" or ", 2),
-        ("<tool_call>", 7),
-        ("\n", 3),
-        ("{", 4),
-        ('"name": "b"}', 5),
-    ]
-    pieces += [("</tool_call>", 8), ("<tool_call>", 7), ('{"name": "c"}', 6)]
+    pieces = [("I use ", 1), ("<tool_call>", 7), (" or ", 2), ("<tool_call>", 7), ("\n", 3), ("{", 4)]
+    pieces += [('"name": "b"}', 5), ("</tool_call>", 8), ("<tool_call>", 7), ('{"name": "c"}', 6)]
     made = AnswerParser(Think(True, notation=TAG), written_by(TAG.begin).calls(SCHEMAS), 9, 7)
     for at in range(0, len(pieces), size):
         part = pieces[at : at + size]
@@ -330,24 +304,22 @@ def test_tokens_of_reasoning_are_counted() -> None:
     assert plain.reasoning_tokens == 0
 
 
-def test_a_commentary_that_is_cut_is_content(gpt_oss: Tokenizer) -> None:
-    text = '<|channel|>commentary to=functions.get json<|message|>{"city": "B'
-    parts = by_tokens(gpt_oss, "<|start|>assistant", text)
-    assert [(part.kind, part.text) for part in parts] == [("content", '{"city": "B')]
-    (part,) = by_tokens(gpt_oss, "<|start|>assistant", text, begun=True)
-    assert part.call is not None
-    assert (part.call.name, part.call.arguments) == ("get", '{"city": "B')
-
-
-def test_a_commentary_that_is_cut_before_its_arguments_is_no_call(gpt_oss: Tokenizer) -> None:
-    text = "<|channel|>commentary to=functions.get json<|message|>"
-    assert by_tokens(gpt_oss, "<|start|>assistant", text) == []
-    (part,) = by_tokens(gpt_oss, "<|start|>assistant", text, begun=True)
-    assert part.call is not None
-    assert (part.call.name, part.call.arguments) == ("get", "")
-    (part,) = by_tokens(gpt_oss, "<|start|>assistant", text + "<|end|>")
-    assert part.call is not None
-    assert part.call.arguments == "{}"
+@pytest.mark.parametrize(
+    ("end", "begun", "content", "arguments"),
+    [
+        ('{"city": "B"}<|end|>', False, "", '{"city": "B"}'), ('{"city": "B', False, '{"city": "B', None),
+        ('{"city": "B', True, "", '{"city": "B'), ("", False, "", None), ("", True, "", ""),
+        ("<|end|>", False, "", "{}"),
+    ],
+)  # fmt: skip
+def test_a_commentary_to_a_function_is_its_call_or_content_where_it_is_cut(
+    gpt_oss: Tokenizer, end: str, begun: bool, content: str, arguments: str | None
+) -> None:
+    text = f"<|channel|>commentary to=functions.get json<|message|>{end}"
+    parts = by_tokens(gpt_oss, "<|start|>assistant", text, begun=begun)
+    assert joined(parts, "content") == content
+    calls = [(part.call.name, part.call.arguments) for part in parts if part.call]
+    assert calls == ([] if arguments is None else [("get", arguments)])
 
 
 def test_the_template_says_how_a_family_calls() -> None:
@@ -452,10 +424,8 @@ def test_text_outside_of_a_message_is_content_unless_it_is_the_header_of_one(
 ) -> None:
     parts = by_tokens(gpt_oss, "<|start|>assistant", text)
     assert (joined(parts, "content"), joined(parts, "reasoning")) == (content, reasoning)
-    made, ids = (
-        Channels(gpt_oss, "<|start|>assistant", Stage()),
-        gpt_oss.encode(text, add_special_tokens=False),
-    )
+    made = Channels(gpt_oss, "<|start|>assistant", Stage())
+    ids = gpt_oss.encode(text, add_special_tokens=False)
     whole = [*made.push(gpt_oss.decode(ids), ids), *made.finish()]
     assert (joined(whole, "content"), joined(whole, "reasoning")) == (content, reasoning)
 
@@ -464,14 +434,6 @@ def test_the_prompts_part_of_a_header_is_no_content(gpt_oss: Tokenizer) -> None:
     prompt = "<|start|>assistant<|channel|>comm"
     assert joined(by_tokens(gpt_oss, prompt, "entary"), "content") == "entary"
     assert joined(by_tokens(gpt_oss, prompt, "entary<|message|>Yes."), "content") == "Yes."
-
-
-def test_a_commentary_to_a_function_is_its_call(gpt_oss: Tokenizer) -> None:
-    text = '<|channel|>commentary to=functions.get_weather json<|message|>{"city": "B"}<|end|>'
-    parts = by_tokens(gpt_oss, "<|start|>assistant", text)
-    (call,) = (part.call for part in parts if part.call)
-    assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "B"})
-    assert joined(parts, "content") == ""
 
 
 def test_a_stop_string_cuts_channels_where_it_cuts_the_text(gpt_oss: Tokenizer) -> None:
