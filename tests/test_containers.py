@@ -152,7 +152,7 @@ def test_the_pod_runs_the_image_and_is_probed_where_no_key_is_needed() -> None:
     )
     mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
     assert mounts[str(arguments["bundle"])]["readOnly"]
-    assert re.search(r"^ENV HOME=(.*)$", stage("openai"), re.M)[1] in mounts  # type: ignore[index]
+    assert re.search(r"^ENV HOME=(.*)$", stage("openai"), re.M)[1] in mounts
     assert {mount["name"] for mount in mounts.values()} == {volume["name"] for volume in pod["volumes"]}
     assert [each["name"] for each in container["env"]] == ["NAMESPACE", "DFLASH_TRT_API_KEY"]
     service = read("service.yaml")["metadata"]["name"]

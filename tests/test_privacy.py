@@ -144,9 +144,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_commands_send_nothing_and_write_only_what_is_listed(
-    runs: dict[str, Future[tuple[Place, Watch]]], name: str
-) -> None:
+def test_commands_send_nothing_and_write_only_what_is_listed(runs, name) -> None:
     place, watch = runs[name].result()
     assert watch.sent == []
     listed = (*(CHARTS if name in DRAW else ()), *((TIMES,) if name in GENERATE else ()))
@@ -187,7 +185,7 @@ def test_all_commands_run() -> None:
     from dflash_trt.cli import make_parser
 
     (commands,) = (a.choices for a in make_parser()._actions if a.dest == "command")
-    assert {line.split()[0] for lines in COMMANDS.values() for line in lines} == set(commands)  # type: ignore[arg-type]
+    assert {line.split()[0] for lines in COMMANDS.values() for line in lines} == set(commands)
 
 
 def test_reports_that_the_user_turns_on_are_seen(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def held(llm: AsyncLLM) -> Iterator[None]:
         assert go_on.wait(600)
         return prefill(*arguments, **options)
 
-    llm.runtime.pair.prefill = waits  # type: ignore[method-assign]
+    llm.runtime.pair.prefill = waits
     try:
         yield
     finally:

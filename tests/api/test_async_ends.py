@@ -78,7 +78,7 @@ def test_a_timeout_ends_with_the_tokens_so_far(bundle, alone, stream_interval, m
         with pytest.raises(RequestError, match="empty"):
             await llm.generate([])
         with pytest.raises(RequestError, match="expected a SamplingParams"):
-            await llm.generate(prompt(9), {"max_tokens": 3})  # type: ignore[arg-type]
+            await llm.generate(prompt(9), {"max_tokens": 3})
         start = llm.runtime.pair.start
         whole = await llm.generate(prompt(9), LONG)
         passes = []
@@ -91,7 +91,7 @@ def test_a_timeout_ends_with_the_tokens_so_far(bundle, alone, stream_interval, m
                 )
             return start(*arguments)
 
-        llm.runtime.pair.start = until_too_late  # type: ignore[method-assign]
+        llm.runtime.pair.start = until_too_late
         chunks = [chunk async for chunk in llm.stream(prompt(9), LONG, timeout=600)]
         tokens = [token for chunk in chunks for token in chunk.token_ids]
         assert chunks[-1].finish_reason == "timeout"
@@ -190,7 +190,7 @@ def test_an_engine_failure_reaches_every_stream_and_later_requests(bundle) -> No
                 raise MemoryError("no room for a pass")
             return start(*args)
 
-        llm.runtime.pair.start = failing  # type: ignore[method-assign]
+        llm.runtime.pair.start = failing
         tasks = [asyncio.create_task(llm.generate(prompt(5, i), LONG)) for i in range(5)]
         for outcome in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(outcome, DFlashError)
@@ -208,7 +208,7 @@ def test_an_engine_failure_comes_after_the_tokens_before_it(bundle) -> None:
     async def main() -> None:
         llm = AsyncLLM(bundle, threads=1, stream_interval=1e9)
         start, calls = llm.runtime.pair.start, iter(range(100))
-        llm.runtime.pair.start = lambda *a: start(*a) if next(calls) < 5 else 1 / 0  # type: ignore[method-assign]
+        llm.runtime.pair.start = lambda *a: start(*a) if next(calls) < 5 else 1 / 0
         stream = llm.stream(prompt(5), LONG, speculate=False)
         assert [len((await anext(stream)).token_ids) for _ in range(2)] == [1, 5]
         with pytest.raises(DFlashError, match="engine failed: ZeroDivisionError"):
@@ -231,7 +231,7 @@ def test_a_loop_that_was_closed_leaves_no_request_behind(bundle, alone, tokens) 
         if scheduler.idle:
             posted.set()
 
-    loop.call_soon_threadsafe = posting  # type: ignore[method-assign]
+    loop.call_soon_threadsafe = posting
     loop.run_until_complete(anext(stream))
     assert tokens == 200 or posted.wait(60)
     loop.close()

@@ -53,7 +53,7 @@ class Watched:
 @contextmanager
 def watched(llm: LLM | AsyncLLM) -> Iterator[Watched]:
     found = Watched(llm.tokenizer.backend)
-    llm.tokenizer.backend = found  # type: ignore[assignment]
+    llm.tokenizer.backend = found
     try:
         yield found
     finally:
@@ -88,23 +88,23 @@ def test_numpy_integers_are_token_ids(llm: LLM) -> None:
     ids = prompt(9)
     expected = llm.generate(ids, FEW).token_ids
     for same in (np.array(ids), np.array(ids, np.uint16), [np.int32(i) for i in ids], tuple(ids)):
-        done = llm.generate(same, FEW)  # type: ignore[call-overload]
+        done = llm.generate(same, FEW)
         assert done.token_ids == expected
         assert [type(i) for i in done.prompt_token_ids] == [int] * 9
     given = SamplingParams(
-        max_tokens=np.int32(4),  # type: ignore[arg-type]
-        temperature=np.float32(0.5),  # type: ignore[arg-type]
-        top_k=np.uint8(3),  # type: ignore[arg-type]
-        ignore_eos=np.True_,  # type: ignore[arg-type]
-        stop_token_ids=np.array([1, 2]),  # type: ignore[arg-type]
+        max_tokens=np.int32(4),
+        temperature=np.float32(0.5),
+        top_k=np.uint8(3),
+        ignore_eos=np.True_,
+        stop_token_ids=np.array([1, 2]),
         stop=[np.str_("x")],
     )
     plain = {"max_tokens": 4, "temperature": 0.5, "top_k": 3, "ignore_eos": True}
-    assert given == SamplingParams(stop_token_ids=(1, 2), stop=("x",), **plain)  # type: ignore[arg-type]
+    assert given == SamplingParams(stop_token_ids=(1, 2), stop=("x",), **plain)
     assert [type(getattr(given, name)) for name in plain] == [int, float, int, bool]
     assert type(given.stop_token_ids[0]) is int
     with pytest.raises(RequestError, match="max_tokens is"):
-        SamplingParams(max_tokens=np.float64(4))  # type: ignore[arg-type]
+        SamplingParams(max_tokens=np.float64(4))
 
 
 @pytest.mark.parametrize("top_p", [1e-50, 5e-324, 2.0**-149, 1e-30])
@@ -170,9 +170,7 @@ def test_a_text_is_not_refused_for_its_length_while_its_tokens_fit(llm: LLM) -> 
         [{"role": "user", "content": [[[["x"]]]] * 10**6}],
     ],
 )
-def test_long_messages_are_refused_before_they_are_rendered(
-    llm: LLM, messages: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_messages_are_refused_before_they_are_rendered(llm, messages, monkeypatch) -> None:
     def never(*args: Any, **kwargs: Any) -> str:
         raise AssertionError("rendered")
 
@@ -286,7 +284,7 @@ def test_closing_ends_what_is_being_tokenized(bundle: Path, finish: bool) -> Non
             ends = await asyncio.gather(*tasks, return_exceptions=True)
             await closing
         if finish:
-            assert [len(end.token_ids) for end in ends] == [3, 3, 3]  # type: ignore[union-attr]
+            assert [len(end.token_ids) for end in ends] == [3, 3, 3]
         else:
             assert [type(end) for end in ends] == [DFlashError] * 3
             assert "closed" in str(ends[0])

@@ -210,7 +210,7 @@ def test_the_tools_of_a_chat_are_in_its_prompt_as_transformers_puts_them_there(o
 
 
 def test_chat_in_a_mode_that_the_drafter_was_not_trained_for_is_warned_about(
-    pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    pairs, monkeypatch, caplog
 ) -> None:
     llm = pairs["tiny"].llm
     messages = [{"role": "user", "content": "What is 17 + 25?"}]

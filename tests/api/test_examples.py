@@ -37,9 +37,7 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
-def test_what_is_missing_is_said_on_one_line(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_missing_is_said_on_one_line(path, tmp_path, monkeypatch) -> None:
     """Without the clients' packages, without the package of a pair, and without a server."""
     from dflash_trt.checkpoint import gguf
 
@@ -64,9 +62,7 @@ def test_what_is_missing_is_said_on_one_line(
 
 
 @pytest.mark.parametrize("most", [0, 2**31, 2**40])
-def test_a_length_that_triton_would_read_as_another_one_is_refused(
-    most: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_length_that_triton_would_read_as_another_one_is_refused(most, monkeypatch, capsys) -> None:
     with pytest.raises(SystemExit):
         run("http_client.py", monkeypatch, "hi", "--url=http://127.0.0.1:9", f"--max-tokens={most}")
     assert f"--max-tokens is {most}, expected 1..2147483647" in capsys.readouterr().err
@@ -78,9 +74,7 @@ def expected(tiny: Path) -> list[str]:
         return [c.text for c in llm.generate(PROMPTS, SamplingParams(max_tokens=24))]
 
 
-def test_generate_shows_that_drafts_change_no_token(
-    tiny: Path, expected: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_shows_that_drafts_change_no_token(tiny, expected, monkeypatch, capsys) -> None:
     run("generate.py", monkeypatch, str(tiny), *PROMPTS, "--max-tokens=24")
     out = capsys.readouterr().out
     for prompt, text in zip(PROMPTS, expected, strict=True):
@@ -88,9 +82,7 @@ def test_generate_shows_that_drafts_change_no_token(
     assert len(re.findall(r"tokens per pass; the same tokens without drafts\]", out)) == len(PROMPTS)
 
 
-def test_many_requests_prints_each_and_the_metrics(
-    tiny: Path, expected: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_many_requests_prints_each_and_the_metrics(tiny, expected, monkeypatch, capsys) -> None:
     run("many_requests.py", monkeypatch, str(tiny), *PROMPTS, "--max-tokens=24", "--timeout=600")
     out = capsys.readouterr().out
     for prompt, text in zip(PROMPTS, expected, strict=True):
@@ -98,9 +90,7 @@ def test_many_requests_prints_each_and_the_metrics(
     assert re.search(r"^dflash_generation_tokens_total [1-9]", out, re.MULTILINE)
 
 
-def test_chat_answers_each_line_and_remembers_the_turns_before(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_chat_answers_each_line_and_remembers_the_turns_before(tiny, monkeypatch, capsys) -> None:
     lines = ["What should I eat in Borvik?", "What is 17 + 25?"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
     run("chat.py", monkeypatch, str(tiny), "--max-tokens=32")
@@ -114,9 +104,7 @@ def test_chat_answers_each_line_and_remembers_the_turns_before(
     assert capsys.readouterr().out == "".join(f"{answer}\n" for answer in answers)
 
 
-def test_tools_calls_the_function_that_the_model_names(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tools_calls_the_function_that_the_model_names(tiny, monkeypatch, capsys) -> None:
     run("tools.py", monkeypatch, str(tiny), "Give me the 3 day forecast for Oslo in celsius.")
     out = capsys.readouterr().out
     made = re.search(r"^get_weather -> (.*)$", out, re.MULTILINE)

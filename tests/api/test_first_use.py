@@ -29,9 +29,7 @@ def _cached(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DFLASH_TRT_CACHE", str(cache))
 
 
-def test_a_pair_is_built_at_first_use_and_found_afterwards(
-    cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pair_is_built_at_first_use_and_found_afterwards(cache, capsys) -> None:
     llm = LLM("tiny", max_batch_size=1)
     first = capsys.readouterr()
     place = cache / "bundles" / "tiny"
@@ -50,9 +48,7 @@ def test_a_pair_is_built_at_first_use_and_found_afterwards(
     assert repr(llm).endswith(", closed)")
 
 
-def test_nothing_is_built_for_an_engine_without_its_packages(
-    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_built_for_an_engine_without_its_packages(cache, capsys, monkeypatch) -> None:
     """A large pair would be downloaded first."""
     monkeypatch.setattr(Engine, "lacking", lambda self: list(self.needed))
     with pytest.raises(
@@ -63,9 +59,7 @@ def test_nothing_is_built_for_an_engine_without_its_packages(
     assert not [*cache.glob("bundles/tiny-torch*")]
 
 
-def test_a_bundle_with_another_drafter_than_the_packages_is_built_again(
-    cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bundle_with_another_drafter_than_the_packages_is_built_again(cache, capsys) -> None:
     LLM("tiny", max_batch_size=1)
     place = cache / "bundles" / "tiny"
     whole, weights = (
@@ -79,9 +73,7 @@ def test_a_bundle_with_another_drafter_than_the_packages_is_built_again(
     assert (place / "manifest.json").read_text() == whole
 
 
-def test_a_drafter_that_the_build_quantizes_is_built_once(
-    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drafter_that_the_build_quantizes_is_built_once(cache, capsys, monkeypatch) -> None:
     """As that of smollm2-135m, by default: the bundle has other files than the package."""
     monkeypatch.setenv("DFLASH_TRT_CACHE", str(cache / "quantized"))
     quantizing = partial(build, precision=Precision(drafter="int8"))
@@ -136,9 +128,7 @@ def test_without_with_the_memory_is_freed_with_the_object() -> None:
     assert not free.alive
 
 
-def test_a_notebook_without_widgets_shows_lines(
-    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_notebook_without_widgets_shows_lines(cache, capsys, monkeypatch) -> None:
     """Rich's bars would be empty there, below a warning."""
     monkeypatch.setenv("DFLASH_TRT_CACHE", str(cache / "notebook"))
     monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
@@ -173,18 +163,18 @@ def test_fields_of_sampling_params_given_to_a_call_are_answered_with_how_to_give
     with LLM("tiny", max_batch_size=1) as llm:
         for call in (llm.generate, llm.stream):
             with pytest.raises(TypeError, match=r"SamplingParams\(max_tokens=5\)"):
-                call("x = [", max_tokens=5)  # type: ignore[call-overload]
+                call("x = [", max_tokens=5)
         for chat in (llm.chat, llm.stream_chat):
             with pytest.raises(TypeError, match=r"temperature=0.5 belongs in .*stop='\\n'\)"):
-                chat([{"role": "user", "content": "x"}], temperature=0.5, stop="\n")  # type: ignore[call-arg]
+                chat([{"role": "user", "content": "x"}], temperature=0.5, stop="\n")
         with pytest.raises(TypeError, match="unexpected keyword argument 'most_tokens'"):
-            llm.generate("x = [", most_tokens=5)  # type: ignore[call-overload]
+            llm.generate("x = [", most_tokens=5)
 
     async def ask() -> None:
         async with AsyncLLM("tiny", max_batch_size=1) as llm:
             with pytest.raises(TypeError, match=r"SamplingParams\(max_tokens=5, seed=1\)"):
-                await llm.generate("x = [", max_tokens=5, seed=1)  # type: ignore[call-arg]
+                await llm.generate("x = [", max_tokens=5, seed=1)
             with pytest.raises(TypeError, match=r"SamplingParams\(top_p=0\.5\)"):
-                await anext(llm.stream("x = [", top_p=0.5))  # type: ignore[call-arg]
+                await anext(llm.stream("x = [", top_p=0.5))
 
     asyncio.run(ask())

@@ -91,9 +91,7 @@ def prompts() -> list[list[int]]:
         ("experts", "onnxruntime"),
     ],
 )
-def test_tokens_are_those_of_plain_decoding(
-    targets: dict[str, Path], kind: str, engine: str, tmp_path: Path
-) -> None:
+def test_tokens_are_those_of_plain_decoding(targets, kind, engine, tmp_path) -> None:
     """Five requests in three slots; greedy, sampled, penalized, stopped; their prefixes are reused the second time.
 
     The reference is plain decoding by a graph that has taps.
@@ -165,7 +163,7 @@ def test_a_batch_mixes_sources(targets: dict[str, Path], engine: str, width: int
             ]
             arrays, placed = llm.runtime.pair.arrays, list[set[int]]()
             put = arrays.replace
-            arrays.replace = lambda draft: (placed.append(set(draft.replaced)), put(draft))  # type: ignore[method-assign]
+            arrays.replace = lambda draft: (placed.append(set(draft.replaced)), put(draft))
             plain = [llm.generate(ids, params, speculate=False).token_ids for ids, params, _ in asked]
             # Passes of the drafter take no time before they are measured.
             times = (
@@ -173,7 +171,7 @@ def test_a_batch_mixes_sources(targets: dict[str, Path], engine: str, width: int
                 PassTimes(BLOCK, {1: {1: 1.0, BLOCK: 1.01}}),
             )
             for kept in times:  # those of this machine would change what is drafted
-                kept.observe = lambda *_: True  # type: ignore[method-assign]
+                kept.observe = lambda *_: True
             for lengths in (AdaptiveLength(BLOCK, *times, llm.most_tree_nodes), FixedLength(4)):
                 found = generate(llm, asked, lengths)
                 for each, expected in zip(found, plain, strict=True):
@@ -263,9 +261,7 @@ def test_a_slot_serves_on_after_numbers_that_a_window_dropped(at: int, tmp_path:
         assert llm.generate(prompt(250, 4), PARAMS[0]).token_ids == alone
 
 
-def test_a_target_of_which_no_drafter_is_known_is_built_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_target_of_which_no_drafter_is_known_is_built_alone(tmp_path, capsys) -> None:
     target = make_target(tmp_path / "target", layers=2)
     out = tmp_path / "bundle"
     assert main(["build", "--target", str(target), "--engine", "onnxruntime", "--out", str(out)]) == 0

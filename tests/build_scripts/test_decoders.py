@@ -44,9 +44,7 @@ def test_the_table_has_ratios_acceptance_and_equal_answers() -> None:
     assert "| adaptive:default | 10.0 | 10.0 | 2.00 | 2.50 | 1/1 | 1 |" in text
 
 
-def test_decoders_run_in_processes_of_their_own_and_agree(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_decoders_run_in_processes_of_their_own_and_agree(tmp_path, capsys) -> None:
     options = ["--target", "tiny", "--models", str(tmp_path), "--categories", "chat", "--prompts", "2"]
     options += ["--max-tokens", "12", "--rounds", "1", "--requests", "1,2"]
     names = ["plain:default", "adaptive:default"]
@@ -63,9 +61,7 @@ def test_a_decoder_that_is_not_known_is_refused(tmp_path: Path) -> None:
         natural.main(["--target", "tiny", "--models", str(tmp_path), "--peers", "vllm:bf16"])
 
 
-def test_the_demo_falls_back_to_the_shipped_pair_and_shows_equal_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_demo_falls_back_to_the_shipped_pair_and_shows_equal_tokens(tmp_path, monkeypatch, capfd) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr(demo, "MAX_TOKENS", 24)
@@ -79,9 +75,7 @@ def test_the_demo_falls_back_to_the_shipped_pair_and_shows_equal_tokens(
     ] * 3
 
 
-def test_passes_that_sleep_take_their_time_and_compute_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_passes_that_sleep_take_their_time_and_compute_nothing(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(OnnxRuntimeRunner, "_load", OnnxRuntimeRunner._load)  # restored behind the test
     server.let_passes_sleep(20)
     with LLM(build("tiny", None, tmp_path / "tiny").path) as llm:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
-import pytest
 
 from build_scripts import random_pair
 from dflash_trt.checkpoint.tensors import Checkpoint
@@ -13,9 +10,7 @@ from dflash_trt.models.configs import read_drafter_config, read_target_config
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter
 
 
-def test_a_generated_pair_has_the_layers_and_the_tensors_of_its_configuration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_generated_pair_has_the_layers_and_the_tensors_of_its_configuration(tmp_path, monkeypatch) -> None:
     known = make_gpt_oss(tmp_path / "known"), tmp_path / "drafter"
     make_gpt_oss_drafter(known[1], known[0], layers=1)
     monkeypatch.setattr(random_pair, "known_configs", lambda pair: known)

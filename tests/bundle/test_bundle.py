@@ -114,9 +114,7 @@ def test_changed_weights_make_another_bundle(checkpoints: Path, built: Path) -> 
     assert other.manifest["key"] != manifest_of(built)["key"]
 
 
-def test_changed_graphs_make_another_bundle(
-    checkpoints: Path, built: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_graphs_make_another_bundle(checkpoints, built, monkeypatch) -> None:
     export = graph_job._export
 
     def renamed(*args: Any) -> dict[str, ir.Model]:
@@ -160,9 +158,7 @@ def test_something_else_in_the_way_is_left_alone(checkpoints: Path, tmp_path: Pa
         ({"block_size": 1}, r"--block-size is 1"),
     ],
 )
-def test_impossible_options_are_refused(
-    checkpoints: Path, tmp_path: Path, options: dict[str, Any], message: str
-) -> None:
+def test_impossible_options_are_refused(checkpoints, tmp_path, options, message) -> None:
     with pytest.raises(BuildError, match=message):
         build_pair(checkpoints, tmp_path / "bundle", **options)
     assert list(tmp_path.iterdir()) == []
@@ -222,7 +218,7 @@ def test_altered_files_are_named(bundle: Path) -> None:
         content[len(content) // 2] ^= 1
         file.write_bytes(content)
         with pytest.raises(BundleError, match=rf"{name}: sha256 differs"):
-            Bundle.open(bundle, check)  # type: ignore[arg-type]
+            Bundle.open(bundle, check)
         content[len(content) // 2] ^= 1
         file.write_bytes(content)
     Bundle.open(bundle, "full")

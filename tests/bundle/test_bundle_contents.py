@@ -45,7 +45,7 @@ def test_an_edited_manifest_is_noticed_at_every_check(bundle: Path, field: str, 
     (bundle / MANIFEST).write_text(json.dumps(manifest_of(bundle) | {field: value}))
     for check in ("size", "full"):
         with pytest.raises(BundleError, match=r"manifest_sha256 .* was changed after the build"):
-            Bundle.open(bundle, check)  # type: ignore[arg-type]
+            Bundle.open(bundle, check)
 
 
 def test_a_manifest_with_numbers_as_keys_is_read_again(bundle: Path) -> None:
@@ -184,9 +184,7 @@ def test_a_file_system_without_links_gets_copies(pair: Path, monkeypatch: pytest
     Bundle.open(out, "full")
 
 
-def test_copies_that_do_not_fit_on_the_disk_are_not_begun(
-    pair: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_that_do_not_fit_on_the_disk_are_not_begun(pair, monkeypatch) -> None:
     usage = shutil.disk_usage(pair)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(

@@ -46,10 +46,7 @@ OPERATIONS: dict[str, Callable[[], object]] = {
 def test_what_is_killed_or_meets_a_full_disk_leaves_old_or_new_or_nothing(tmp_path: Path) -> None:
     """In a process without torch's threads, because it forks."""
     root = Path(__file__).parents[2]
-    command, environment = (
-        [sys.executable, "-m", "tests.bundle.test_kill_sweep"],
-        {"PYTHONPATH": str(root)},
-    )
+    command, environment = ([sys.executable, "-m", "tests.bundle.test_kill_sweep"], {"PYTHONPATH": str(root)})
     done = subprocess.run(
         command, cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True, check=False
     )
@@ -95,7 +92,7 @@ def on_call(call: Callable[[], object]) -> None:
         call()
         flush(descriptor)
 
-    os.fsync = fsync  # type: ignore[assignment]
+    os.fsync = fsync
     sys.addaudithook(hook)
 
 

@@ -49,7 +49,7 @@ FOREIGN: dict[str, Callable[[dict[str, Any]], str]] = {
 @pytest.mark.parametrize("what", FOREIGN)
 @pytest.mark.parametrize("force", [False, True])
 def test_a_directory_that_is_no_bundle_of_this_version_is_never_replaced(
-    checkpoints: Path, bundle: Path, what: str, force: bool
+    checkpoints, bundle, what, force
 ) -> None:
     (bundle / MANIFEST).write_text(FOREIGN[what](manifest_of(bundle)))
     (bundle / "thesis.tex").write_text("five years")
@@ -88,9 +88,7 @@ def test_a_bundle_that_gets_a_file_during_the_build_is_not_replaced(checkpoints:
     assert leftovers(bundle) == []
 
 
-def test_links_in_a_bundle_are_not_followed_when_it_is_replaced(
-    checkpoints: Path, bundle: Path, tmp_path: Path
-) -> None:
+def test_links_in_a_bundle_are_not_followed_when_it_is_replaced(checkpoints, bundle, tmp_path) -> None:
     outside = tmp_path / "outside.safetensors"
     shutil.move(bundle / "weights" / "target" / "model.safetensors", outside)
     (bundle / "weights" / "target" / "model.safetensors").symlink_to(outside)
@@ -124,9 +122,7 @@ def test_a_folder_is_held_once(tmp_path: Path) -> None:
 
 
 @POSIX
-def test_a_lock_whose_file_is_removed_meanwhile_is_not_held_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_whose_file_is_removed_meanwhile_is_not_held_twice(tmp_path, monkeypatch) -> None:
     """The previous holder removes its file, or the folder, between our open and our lock."""
     import fcntl
 
@@ -167,9 +163,7 @@ def test_an_interrupted_run_leaves_plans_unless_the_disk_is_full(tmp_path: Path,
 
 
 @POSIX
-def test_a_link_or_a_directory_of_another_user_is_not_taken_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_or_a_directory_of_another_user_is_not_taken_up(tmp_path, monkeypatch) -> None:
     victim = tmp_path / "victim"
     victim.mkdir()
     (victim / "thesis.tex").write_text("five years")
@@ -185,9 +179,7 @@ def test_a_link_or_a_directory_of_another_user_is_not_taken_up(
     assert contents(tmp_path / WORK) == {"thesis.tex": b"five years"}
 
 
-def test_a_replacement_that_ends_between_its_renames_is_undone(
-    checkpoints: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replacement_that_ends_between_its_renames_is_undone(checkpoints, bundle, monkeypatch) -> None:
     """At once after an interrupt, by the next run after a kill."""
     before, rename = contents(bundle), os.rename
 
@@ -250,9 +242,7 @@ def test_what_comes_into_the_place_during_the_work_is_not_replaced(tmp_path: Pat
 
 
 @POSIX
-def test_everything_is_on_disk_before_it_has_its_name(
-    checkpoints: Path, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_everything_is_on_disk_before_it_has_its_name(checkpoints, bundle, tmp_path, monkeypatch) -> None:
     """Every file and directory is flushed before the rename, and the parent directory after it."""
     events: list[str] = []
     fsync, rename = os.fsync, os.rename

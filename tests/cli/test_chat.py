@@ -36,9 +36,7 @@ def chat(bundle: Path, command: Command) -> Command:
     return lambda lines, *options: command(*fixed, *options, stdin=lines)
 
 
-def test_answers_are_those_of_generate_and_stay_in_the_conversation(
-    chat: Command, bundle: Path, asked: list[Any], command: Command
-) -> None:
+def test_answers_are_those_of_generate_and_stay_in_the_conversation(chat, bundle, asked, command) -> None:
     fixed = ("--block-length", "4")  # the adaptive length may end drafting
     said = chat("Add 1.\nAnd 2.\n", "--system", "Be brief.", *fixed)
     assert (said.code, said.err) == (0, "")
@@ -78,9 +76,7 @@ def test_a_conversation_that_is_too_long_says_how_to_go_on(chat: Command, asked:
     assert asked[-1] == ["One."]
 
 
-def test_an_answer_that_is_stopped_stays_as_far_as_it_came(
-    chat: Command, asked: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_that_is_stopped_stays_as_far_as_it_came(chat, asked, monkeypatch) -> None:
     stream = LLM.stream
 
     def stopped(self: LLM, *arguments: Any, **options: Any) -> Any:

@@ -65,9 +65,7 @@ def test_what_is_logged_later_goes_to_the_stderr_of_then(monkeypatch: pytest.Mon
     assert second.getvalue() == "dflash-trt: warning: late\n"
 
 
-def test_a_table_wraps_its_last_column(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_table_wraps_its_last_column(capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     print_table([("a", "word " * 12), ("bcd", "")])
     lines = capsys.readouterr().out.splitlines()
@@ -122,7 +120,7 @@ def test_generate_passes_variables_to_the_template(bundle: Path, command: Comman
     "options", [("verify", "--limit", "1"), ("verify", "--widths"), ("bench", "--requests", "1")]
 )
 def test_variables_of_the_template_reach_the_prompts_that_are_compared(
-    options: tuple[str, ...], bundle: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+    options, bundle, command, monkeypatch
 ) -> None:
     def token_ids(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
         without = dataclasses.replace(prompt, variables={})
@@ -167,9 +165,7 @@ def test_verify_finds_no_difference(bundle: Path, tmp_path: Path, command: Comma
     assert {case["draft_source"] for case in alone.json["cases"]} == {"lookup"}
 
 
-def test_verify_shows_the_first_difference(
-    bundle: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verify_shows_the_first_difference(bundle, tmp_path, command, monkeypatch) -> None:
     from dflash_trt.llm import LLM
 
     generate = LLM.generate
@@ -222,9 +218,7 @@ def test_inspect(bundle: Path, pair: tuple[Path, Path], tmp_path: Path, command:
     assert "neither manifest.json nor config.json" in neither.err
 
 
-def test_pairs_lists_every_pair_and_published_drafter_in_80_columns(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pairs_lists_every_pair_and_published_drafter_in_80_columns(command, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     shown, listed = command("pairs").out, command("pairs", "--json").json
     assert max(map(len, shown.splitlines())) <= 80

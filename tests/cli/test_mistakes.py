@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -112,11 +111,7 @@ def run(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake[1])
 def test_a_mistake_ends_with_its_status_and_a_message_that_names_it(
-    mistake: tuple[Any, ...],
-    folders: Path,
-    bundle: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    mistake, folders, bundle, capsys, monkeypatch
 ) -> None:
     status, command, *named = mistake
     monkeypatch.chdir(folders)
@@ -138,9 +133,7 @@ def test_a_mistake_ends_with_its_status_and_a_message_that_names_it(
 @pytest.mark.parametrize(
     "words", ["pairs", "generate {b} -p hi --max-tokens 2", "chat {b} --max-tokens 2", "build --target"]
 )
-def test_closed_standard_streams_are_empty_ones(
-    words: str, closed: str, bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closed_standard_streams_are_empty_ones(words, closed, bundle, monkeypatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO())
     monkeypatch.setattr(f"sys.{closed}", None)
     try:
@@ -150,9 +143,7 @@ def test_closed_standard_streams_are_empty_ones(
     assert code == (2 if words.startswith("build") else 0)
 
 
-def test_a_program_without_a_console_builds_at_first_use(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_without_a_console_builds_at_first_use(capsys, tmp_path, monkeypatch) -> None:
     from dflash_trt import LLM, SamplingParams
 
     monkeypatch.setenv("DFLASH_TRT_CACHE", str(tmp_path))
@@ -168,12 +159,10 @@ def test_text_that_the_terminal_lacks_is_shown_as_far_as_it_has_it(monkeypatch: 
     assert main(["pairs"]) == 0
     print("caf\xe9")
     terminal.flush()
-    assert terminal.buffer.getvalue().endswith(b"caf?\n")  # type: ignore[attr-defined]
+    assert terminal.buffer.getvalue().endswith(b"caf?\n")
 
 
-def test_a_link_in_the_cache_is_refused_with_advice_for_the_cache(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_in_the_cache_is_refused_with_advice_for_the_cache(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("DFLASH_TRT_CACHE", str(tmp_path))
     (tmp_path / "bundles").mkdir()
     (tmp_path / "bundles" / "tiny").symlink_to(tmp_path)
@@ -183,9 +172,7 @@ def test_a_link_in_the_cache_is_refused_with_advice_for_the_cache(
     assert "--out" not in error
 
 
-def test_a_bundle_that_is_kept_is_not_said_to_be_built(
-    pair: tuple[Path, Path], bundle: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bundle_that_is_kept_is_not_said_to_be_built(pair, bundle, capsys) -> None:
     words = build_arguments(pair, bundle, "--max-seq-len", "256")
     capsys.readouterr()
     assert main(words) == 0
@@ -196,9 +183,7 @@ def test_a_bundle_that_is_kept_is_not_said_to_be_built(
     assert json.loads(capsys.readouterr().out)["kept"] is True
 
 
-def test_an_api_key_of_the_environment_is_not_ignored(
-    bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_api_key_of_the_environment_is_not_ignored(bundle, capsys, monkeypatch) -> None:
     monkeypatch.setenv("DFLASH_TRT_API_KEY", "secret-3")
     code, error = run(["serve", str(bundle), "--api", "triton"], capsys)
     assert code == 2
@@ -206,9 +191,7 @@ def test_an_api_key_of_the_environment_is_not_ignored(
     assert "secret-3" not in error
 
 
-def test_a_cache_that_cannot_be_written_names_its_variable(
-    folders: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_cannot_be_written_names_its_variable(folders, capsys, monkeypatch) -> None:
     monkeypatch.chdir(folders)
     for place in ("/proc/cache", str(folders / "notes.txt")):
         monkeypatch.setenv("DFLASH_TRT_CACHE", place)
@@ -227,9 +210,7 @@ def test_a_cache_that_cannot_be_written_names_its_variable(
         ("LocalEntryNotFoundError", "HF_HUB_OFFLINE"),
     ],
 )
-def test_the_hub_refuses(
-    name: str, said: str, folders: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_hub_refuses(name, said, folders, capsys, monkeypatch) -> None:
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -253,13 +234,7 @@ def test_the_hub_refuses(
         (MemoryError("Unable to allocate 9 GiB"), "9 GiB"),
     ],
 )
-def test_a_build_without_room_leaves_nothing_behind(
-    error: Exception,
-    said: str,
-    folders: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_build_without_room_leaves_nothing_behind(error, said, folders, capsys, monkeypatch) -> None:
     from dflash_trt.bundle import workspace
 
     def full(*_: object) -> None:
@@ -292,9 +267,7 @@ def in_an_empty_folder(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("DFLASH_TRT_CACHE", str(cache))
 
 
-def test_a_cache_that_cannot_be_written_may_hold_the_pair(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_cannot_be_written_may_hold_the_pair(command, monkeypatch) -> None:
     from dflash_trt.building import first_use
 
     def refused(*_: object) -> None:
@@ -327,7 +300,7 @@ def test_a_directory_of_that_name_comes_first(tmp_path: Path, command: Command) 
     ("instructions", "advised"), [("AVX2", True), ("AVX-512, VNNI", False), (None, False)]
 )
 def test_doctor_names_the_weights_for_a_processor_without_vnni(
-    instructions: str | None, advised: bool, command: Command, monkeypatch: pytest.MonkeyPatch
+    instructions, advised, command, monkeypatch
 ) -> None:
     monkeypatch.setattr("dflash_trt.hardware.instructions", lambda: instructions)
     assert ("target=int8" in command("doctor").out) == advised

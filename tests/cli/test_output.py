@@ -53,7 +53,7 @@ def test_counted_work_has_a_bar_with_the_remaining_time(monkeypatch: pytest.Monk
 
 
 def test_without_a_terminal_a_step_is_announced_and_a_long_one_has_a_line_every_half_minute(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch, capsys
 ) -> None:
     now = iter(range(0, 999, 20))
     monkeypatch.setattr(progress, "monotonic", lambda: next(now))

@@ -56,7 +56,7 @@ def _tree(tensors: dict[str, torch.Tensor], *, embeddings: bool) -> torch.nn.Mod
         for part in path[:-1]:
             if part not in place._modules:
                 place.add_module(part, torch.nn.Module())
-            place = place._modules[part]  # type: ignore[assignment]
+            place = place._modules[part]
         linear = torch.nn.Linear(tensor.shape[1], tensor.shape[0], bias=False, dtype=tensor.dtype)
         linear.weight.data = tensor
         place.add_module(path[-1], linear)

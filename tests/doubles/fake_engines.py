@@ -49,10 +49,7 @@ def nothing(number: int) -> bool:
 
 
 def expected(
-    prompt: Sequence[int],
-    params: SamplingParams,
-    seed: int,
-    not_a_number: Callable[[int], bool] = nothing,
+    prompt: Sequence[int], params: SamplingParams, seed: int, not_a_number: Callable[[int], bool] = nothing
 ) -> list[int]:
     """The tokens of the target alone, one at a time, up to the first row that is not a number."""
     before = rows_of(prompt[:-1])

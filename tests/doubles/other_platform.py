@@ -16,7 +16,7 @@ for missing in ("sched_getaffinity", "geteuid", "O_DIRECTORY", "O_NOFOLLOW"):
     if hasattr(os, missing):
         delattr(os, missing)
 if hasattr(os, "process_cpu_count"):  # from Python 3.13 on; there it is the same function
-    os.process_cpu_count = os.cpu_count  # type: ignore[attr-defined]
+    os.process_cpu_count = os.cpu_count
 
 _import = builtins.__import__
 
@@ -39,7 +39,7 @@ def _without_proc(self: pathlib.Path, *arguments: Any, **options: Any) -> str:
     return _read_text(self, *arguments, **options)
 
 
-pathlib.Path.read_text = _without_proc  # type: ignore[method-assign]
+pathlib.Path.read_text = _without_proc
 
 _exists = pathlib.Path.exists
 
@@ -48,7 +48,7 @@ def _exists_without_proc(self: pathlib.Path, **options: Any) -> bool:
     return not str(self).startswith("/proc/") and _exists(self, **options)
 
 
-pathlib.Path.exists = _exists_without_proc  # type: ignore[method-assign]
+pathlib.Path.exists = _exists_without_proc
 
 _release = filelock.UnixFileLock._release
 
@@ -59,4 +59,4 @@ def _release_as_on_windows(self: filelock.UnixFileLock) -> None:
     pathlib.Path(self.lock_file).unlink(missing_ok=True)
 
 
-filelock.UnixFileLock._release = _release_as_on_windows  # type: ignore[method-assign]
+filelock.UnixFileLock._release = _release_as_on_windows

@@ -42,4 +42,4 @@ def random_weight(
     a |= {"reciprocal": form.second == "over", "to": 1}
     parts = [codes.view(stored), scales, second if form.second else None, zeros if form.zeros else None]
     there = [None if part is None else part.to(device) for part in parts]
-    return packed.stored(a, *there), packed.weight(a, *parts)  # type: ignore[arg-type, return-value]
+    return packed.stored(a, *there), packed.weight(a, *parts)

@@ -24,10 +24,7 @@ NAMES = {dtype: name for name, dtype in TORCH.items()}
 
 
 def run(
-    function: ir.Function,
-    inputs: Mapping[str, torch.Tensor],
-    attributes: Mapping[str, Any],
-    tile: Any = None,
+    function: ir.Function, inputs: Mapping[str, torch.Tensor], attributes: Mapping[str, Any], tile: Any = None
 ) -> list[torch.Tensor]:
     """The outputs of a function of plugin nodes and of the few other nodes that feed them."""
     values: dict[Any, Any] = {

@@ -42,7 +42,7 @@ def request(
         prompt=list(prompt),
         params=params,
         seed=params.seed or 0,
-        stop=StopChecker(params, (), Letters()),  # type: ignore[arg-type]
+        stop=StopChecker(params, (), Letters()),
         history=History(params, prompt) if params.adjusted else None,
         arrived=arrived,
         options=RequestOptions(speculate=draft, **options),

@@ -75,9 +75,7 @@ def test_a_key_that_appears_twice_is_found_in_linear_time(tmp_path: Path) -> Non
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )  # fmt: skip
-def test_sizes_are_bounded_before_anything_is_made_of_them(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_sizes_are_bounded_before_anything_is_made_of_them(tmp_path, changes, message) -> None:
     said = read(TARGET, config(tmp_path, **changes))
     assert said.startswith(f"{tmp_path / 'config.json'}: ")
     assert message in said
@@ -290,9 +288,7 @@ def test_prompt_files_are_read_as_strictly(tmp_path: Path) -> None:
     ],
     ids=["denormal", "rotations", "factor", "attention"],
 )
-def test_numbers_of_rope_are_those_that_float32_computes_with(
-    tmp_path: Path, changes: dict[str, float]
-) -> None:
+def test_numbers_of_rope_are_those_that_float32_computes_with(tmp_path, changes) -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     with pytest.raises(
         CheckpointError, match=r"rope_scaling\.\w+ is .*, expected a magnitude from 1e-30 to 1e\+12"

@@ -185,7 +185,7 @@ def _requests(directory: Path) -> None:
         short = SamplingParams(**{**known, "max_tokens": min(params.max_tokens, 3)})
         llm.generate(prompt, short, speculate=True, block_length=request.get("block_length"))
     kwargs = request.get("kwargs")
-    llm.chat_prompt(request.get("messages"), kwargs if isinstance(kwargs, dict) else None)  # type: ignore[arg-type]
+    llm.chat_prompt(request.get("messages"), kwargs if isinstance(kwargs, dict) else None)
 
 
 def _bodies(directory: Path) -> None:

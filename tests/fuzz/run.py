@@ -130,7 +130,7 @@ def _check(read: object, directory: Path) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (int(before) + 2 * SECONDS, most))
     message = "nothing is wrong"
     try:
-        read(directory)  # type: ignore[operator]
+        read(directory)
     except DFlashError as error:
         message = str(error)
     assert message.isprintable(), f"not one line of printable characters: {message}"

@@ -143,9 +143,7 @@ def test_several_bundles_take_turns_and_share_one_table(bundles: list[Path], com
     assert command("bench", bundles[0], bundles[0]).code == 2
 
 
-def test_a_plot_is_refused_before_the_work(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
-) -> None:
+def test_a_plot_is_refused_before_the_work(bundle, tmp_path, monkeypatch, command) -> None:
     for wrong in ("missing/load.svg", "load.xyz"):
         refused = command("bench", bundle, "--plot", tmp_path / wrong)
         assert (refused.code, f"--plot {tmp_path / wrong}: " in refused.err) == (1, True)
@@ -154,9 +152,7 @@ def test_a_plot_is_refused_before_the_work(
         plots.check(tmp_path / "load.svg")
 
 
-def test_the_cost_of_exact_mode(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
-) -> None:
+def test_the_cost_of_exact_mode(bundle, tmp_path, monkeypatch, command) -> None:
     monkeypatch.setenv("DFLASH_TRT_CACHE", str(tmp_path))
     asked = ("bench", bundle, "--exact", "--requests", "2", "--max-tokens", "4", "--concurrency", "1")
     lines = command(*asked).out.splitlines()
@@ -172,13 +168,11 @@ def test_prompts_of_a_file_and_json_alone(bundle: Path, tmp_path: Path, command:
     assert [(p["method"], p["rate"]) for p in document["points"]] == [("plain", 500), ("draft", 500)]
 
 
-def test_different_tokens_are_an_error(
-    bundle: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_different_tokens_are_an_error(bundle, command, monkeypatch) -> None:
     outputs = MethodPoint.outputs.fget
 
     def altered(self: MethodPoint) -> Any:
-        found = outputs(self)  # type: ignore[misc]
+        found = outputs(self)
         return found if self.method.name == "plain" else found[:-1]
 
     monkeypatch.setattr(MethodPoint, "outputs", property(altered))

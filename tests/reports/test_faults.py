@@ -119,9 +119,7 @@ def first_failure(test: Selftest, tmp_path: Path) -> Check:
     ("pair", "precision"),
     [("qwen3", precision) for precision in PRECISIONS] + [("gpt-oss", "bf16"), ("hybrid", "bf16")],
 )
-def test_limits_are_a_few_times_what_rounding_gives(
-    opened: Callable[[str, str], Selftest], pair: str, precision: str, tmp_path: Path
-) -> None:
+def test_limits_are_a_few_times_what_rounding_gives(opened, pair, precision, tmp_path) -> None:
     """A sound engine passes, with errors of a third of the limits and more. In FP32 sums are short here."""
     test = opened(pair, precision)
     for check in test.checks:
@@ -248,13 +246,7 @@ PLANS: dict[tuple[str, str], list[tuple[str, Edit, str]]] = {
     ],
 )
 def test_a_fault_of_a_plan_is_found_and_located(
-    opened: Callable[[str, str], Selftest],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    pair: str,
-    role: str,
-    edit: Edit,
-    part: str,
+    opened, monkeypatch, tmp_path, pair, role, edit, part
 ) -> None:
     test = opened(pair, "bf16")
     broken(monkeypatch, test, role, edit)
@@ -276,9 +268,7 @@ def broken(patch: pytest.MonkeyPatch, test: Selftest, role: str, edit: Edit) -> 
     patch.setattr(engine._engine, "_session", session(in_float32(model)))
 
 
-def test_a_layer_off_by_two_per_cent_is_found_in_fp32(
-    opened: Callable[[str, str], Selftest], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_layer_off_by_two_per_cent_is_found_in_fp32(opened, monkeypatch, tmp_path) -> None:
     test = opened("qwen3", "fp32")
     broken(monkeypatch, test, "target", scaled("0.mlp.down_proj.weight", 1.02))
     assert after(0) in first_failure(test, tmp_path).detail
@@ -309,7 +299,7 @@ def lost_state(patch: pytest.MonkeyPatch, test: Selftest) -> None:
 
     def less(self: DeviceStates, slot: int, *given: Any) -> None:
         put(self, slot, *given)
-        with torch.cuda.stream(test.pair.target.stream):  # type: ignore[attr-defined]
+        with torch.cuda.stream(test.pair.target.stream):
             self.arrays["conv_state.0"][slot].zero_()
 
     patch.setattr(DeviceStates, "put", less)
@@ -384,13 +374,7 @@ def foresight(patch: pytest.MonkeyPatch, test: Selftest) -> None:
     ],
 )
 def test_a_fault_beside_the_plans_is_found(
-    opened: Callable[[str, str], Selftest],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    pair: str,
-    fault: Callable[[pytest.MonkeyPatch, Selftest], None],
-    check: str,
-    message: str,
+    opened, monkeypatch, tmp_path, pair, fault, check, message
 ) -> None:
     test = opened(pair, "bf16")
     fault(monkeypatch, test)

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-
-import pytest
 
 from dflash_trt.cli import main
 from dflash_trt.reports import kernels
 
 
-def test_kernels_are_checked_without_a_bundle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_kernels_are_checked_without_a_bundle(tmp_path, monkeypatch, capsys) -> None:
     report = tmp_path / "kernels.json"
     words = ["selftest", "--kernels", "--report", str(report)]
     assert main(words) == 0

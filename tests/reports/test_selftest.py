@@ -141,12 +141,7 @@ def writes_too_early(patch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_broken_engine_is_named_by_the_first_check_that_fails(
-    break_it: Callable[[pytest.MonkeyPatch], None],
-    check: str,
-    message: str,
-    bundles: Pair,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    break_it, check, message, bundles, tmp_path, monkeypatch
 ) -> None:
     break_it(monkeypatch)
     first = first_failure(bundles, tmp_path)

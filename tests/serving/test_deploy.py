@@ -89,9 +89,7 @@ def test_containers_fit_the_engine_of_the_bundle() -> None:
     assert "--gpus" not in command("onnxruntime")
 
 
-def test_a_repository_is_where_tritonserver_can_read_it(
-    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_repository_is_where_tritonserver_can_read_it(bundle, tmp_path, capsys) -> None:
     with pytest.raises(DFlashError, match="my models: has a space"):
         deploy(Bundle.open(bundle), tmp_path / "my models")
     (tmp_path / "file").touch()

@@ -81,7 +81,7 @@ def test_a_text_that_cannot_fit_is_refused_and_one_that_fits_is_told_its_tokens(
     engine = Engine(bundle)
     longest = json.loads(engine.file.readline())["longest_line"]
     text = "\x01" * ((longest - 1000) // 6)
-    assert len(request(1, text)) <= longest  # type: ignore[arg-type]
+    assert len(request(1, text)) <= longest
     engine.ask(1, text)
     engine.ask(2, "hello", max_tokens=3, ignore_eos=True)
     got: dict[int, list[dict[str, Any]]] = {1: [], 2: []}
@@ -174,7 +174,7 @@ def test_a_failed_engine_refuses_its_requests_and_ends_the_process(bundle: Path)
         def broken(*_: Any) -> Any:
             raise RuntimeError("out of order")
 
-        llm.runtime.pair.start = broken  # type: ignore[method-assign]
+        llm.runtime.pair.start = broken
         serving, reader, writer = await started(Worker(llm))
         for key in (1, 2):
             writer.write(request(key, prompt(5), max_tokens=20))
@@ -217,9 +217,9 @@ def test_every_request_is_answered_whatever_happens_to_it(bundle: Path) -> None:
             return (logits * np.nan if tokens[0] == 2 else logits), *sound
 
         echo = worker._echo
-        llm.runtime.request = panicking  # type: ignore[method-assign]
-        llm.runtime.pair.prefill = not_finite  # type: ignore[method-assign]
-        worker._echo = lambda ids: object() if ids[0] == 3 else echo(ids)  # type: ignore[assignment, method-assign]
+        llm.runtime.request = panicking
+        llm.runtime.pair.prefill = not_finite
+        worker._echo = lambda ids: object() if ids[0] == 3 else echo(ids)
         serving, reader, writer = await started(worker)
         for key in range(1, 7):
             ids = [key, *prompt(4)] if key < 4 else prompt(5)

@@ -121,9 +121,7 @@ def loaded(model: Any, requests: int) -> Any:
     return triton
 
 
-def test_an_answer_that_cannot_be_passed_on_ends_its_request_alone(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_that_cannot_be_passed_on_ends_its_request_alone(model, monkeypatch) -> None:
     engines = Engines(model, monkeypatch)
     triton = loaded(model, 3)
     senders = [pending._sender for pending in triton.pending.values()]

@@ -15,7 +15,7 @@ from dflash_trt.serving.launch import Addresses, TritonServer, find_server, serv
 
 
 def test_the_server_on_the_path_is_taken_and_without_one_the_container_is_told(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bundle, tmp_path, monkeypatch, capsys
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setitem(sys.modules, "pytriton", None)

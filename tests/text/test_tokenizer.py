@@ -125,7 +125,7 @@ def transformers_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}])
 @pytest.mark.parametrize("messages", [CHAT, CHAT[1:2], CHAT[:3]])
 def test_chats_render_as_in_transformers(
-    directory: Path, messages: Any, tools: Any, add_generation_prompt: bool, variables: dict[str, Any]
+    directory, messages, tools, add_generation_prompt, variables
 ) -> None:
     tokenizer, oracle = Tokenizer(directory), transformers_tokenizer(directory)
     text = tokenizer.apply_chat_template(messages, add_generation_prompt, tools=tools, **variables)
@@ -240,7 +240,7 @@ def test_unusable_files_are_named(directory: Path) -> None:
     ids=["loops", "power", "memory", "output", "recursion", "range"],
 )
 def test_templates_are_held_to_limits_and_the_next_one_renders(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, template: str, message: str
+    directory, monkeypatch, template, message
 ) -> None:
     limited = sandbox.Sandbox("chat_renderer", processes=1, seconds=1, memory=1 << 30)
     monkeypatch.setattr(chat_template, "_SANDBOX", limited)
@@ -264,9 +264,7 @@ def test_messages_of_clients_cannot_spend_more_than_the_limits(directory: Path) 
         Tokenizer(directory).apply_chat_template(CHAT, messages=[])
 
 
-def test_an_interrupted_rendering_does_not_answer_the_next(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_rendering_does_not_answer_the_next(directory, monkeypatch) -> None:
     configure(directory, chat_template="{{ messages[0].content }}")
     tokenizer, read = Tokenizer(directory), sandbox._read
 

@@ -23,9 +23,7 @@ ASKED = read_prompts(None, 10)
 ASKED[0] = replace(ASKED[0], variables={"add_generation_prompt": False})
 
 
-def test_answers_are_the_same_after_an_interruption_and_in_another_order(
-    bundle: Path, tmp_path: Path
-) -> None:
+def test_answers_are_the_same_after_an_interruption_and_in_another_order(bundle, tmp_path) -> None:
     sampling, asked = AnswerSampling(12, (0.0, 0.9), 0.95), ASKED
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
     regenerate_with_bundle(bundle, asked, whole, sampling, concurrency=4, threads=1)
@@ -82,9 +80,7 @@ class _Server(BaseHTTPRequestHandler):
         pass
 
 
-def test_answers_of_a_server_become_tokens_of_the_target(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_of_a_server_become_tokens_of_the_target(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(_Server, "asked", [])
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Server)
     Thread(target=server.serve_forever, daemon=True).start()

@@ -75,9 +75,7 @@ def test_a_block_sees_what_it_would_see_while_decoding(kind: LayerAttention) -> 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize("kind", KINDS)
-def test_flex_attention_computes_what_the_dense_mask_does(
-    kind: LayerAttention, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flex_attention_computes_what_the_dense_mask_does(kind, monkeypatch) -> None:
     tokens, _, _, blocks = drawn()
     generator = torch.Generator().manual_seed(1)
     rows, context = blocks.tokens.shape[1], tokens.shape[1]

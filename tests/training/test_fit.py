@@ -41,9 +41,7 @@ def worse(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_fit_makes_a_worse_drafter_better_and_continues_where_it_was_interrupted(
-    worse: Path, tmp_path: Path
-) -> None:
+def test_fit_makes_a_worse_drafter_better_and_continues_where_it_was_interrupted(worse, tmp_path) -> None:
     out = tmp_path / "mine"
 
     def stopping(share: float, text: str) -> None:
@@ -74,9 +72,7 @@ def test_fit_makes_a_worse_drafter_better_and_continues_where_it_was_interrupted
             assert llm.chat(question).token_ids == llm.chat(question, speculate=False).token_ids
 
 
-def test_what_fits_nothing_is_refused_before_any_work(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_fits_nothing_is_refused_before_any_work(tmp_path, capsys) -> None:
     (tmp_path / "taken").mkdir()
     with pytest.raises(UsageError, match="taken"):
         fit(TARGET, "tiny", tmp_path / "taken", 60.0)
@@ -148,7 +144,7 @@ def test_kept_features_are_the_computed_ones_and_the_target_runs_once(answers: P
         passes.append(len(tokens))
         return compute(tokens)
 
-    target.features = counted  # type: ignore[method-assign]
+    target.features = counted
     epoch = range(batches.per_epoch)
     store = FeatureStore(tmp_path / "kept", target, batches, 2 * width, width)
     for step in epoch:

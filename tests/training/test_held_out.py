@@ -51,9 +51,7 @@ def texts(answers: list[Answer]) -> set[Any]:
     return {json.dumps(answer.content) for answer in answers}
 
 
-def test_a_target_without_a_drafter_answers_as_its_bundle_does(
-    bundle: Path, prompts: Path, data: Path, tmp_path: Path
-) -> None:
+def test_a_target_without_a_drafter_answers_as_its_bundle_does(bundle, prompts, data, tmp_path) -> None:
     out = tmp_path / "answers.jsonl"
     command = ["train", "regenerate", "--bundle", str(bundle), "--prompts", str(prompts), "--out", str(out)]
     assert main([*command, "--max-tokens", "32", "--threads", "1"]) == 0
@@ -94,9 +92,7 @@ def test_prompts_of_a_file_are_left_out_of_the_answers(tmp_path: Path) -> None:
         hold_out(made[1:2], None, DATA)
 
 
-def test_a_run_never_trains_on_what_it_is_measured_with(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_never_trains_on_what_it_is_measured_with(data, tmp_path, monkeypatch) -> None:
     seen: list[Answer] = []
     original = Batches.__call__
 
@@ -152,9 +148,7 @@ def test_held_out_prompts_may_be_longer_than_those_that_are_shipped(tmp_path: Pa
     assert 0 < found[ALL]["tokens"] < 64
 
 
-def test_a_missing_extra_is_named_with_its_command(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_extra_is_named_with_its_command(capsys, monkeypatch) -> None:
     monkeypatch.setattr("dflash_trt.cli.train.find_spec", lambda name: name != "torch" or None)
     assert main(["train", "drafter", "--target", "tiny", "--data", "a", "--out", "o", "--steps", "1"]) == 1
     assert "torch is not installed; training needs: pip install " in capsys.readouterr().err

@@ -27,12 +27,7 @@ from dflash_trt.prompts import read_prompts
 from dflash_trt.text.tokenizer import Tokenizer
 from dflash_trt.training.answers import Answer, read_answers, write_prompts
 from dflash_trt.training.blocks import Batches, head_loss
-from dflash_trt.training.checkpoint import (
-    default_mask_token,
-    default_taps,
-    new_config,
-    open_drafter,
-)
+from dflash_trt.training.checkpoint import default_mask_token, default_taps, new_config, open_drafter
 from dflash_trt.training.evaluation import ALL, average, read_history
 from dflash_trt.training.loop import _step, train
 from dflash_trt.training.model import DrafterModel, dense_mask
@@ -120,9 +115,7 @@ def test_the_module_that_is_trained_drafts_what_the_engine_drafts(bundle: Path, 
             assert 0 <= sum(histogram) - sum(expected) <= 1
 
 
-def test_the_targets_own_distribution_is_taken_from_the_row_before_each_label(
-    answers: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_targets_own_distribution_is_taken_from_the_row_before_each_label(answers, monkeypatch) -> None:
     """The answers are greedy. So the target's rows behind the loss must give exactly their labels."""
     both = FrozenTarget(TARGET, read_target_config(TARGET), (1, 3, 5, 7), CPU, torch.float32, final=True)
     seen: list[tuple[torch.Tensor, ...]] = []
@@ -154,9 +147,7 @@ def test_every_epoch_has_every_answer_once_in_another_order(answers: Path) -> No
     assert [a.id for a in again(3).answers] == [a.id for a in batches(3).answers]
 
 
-def test_a_run_that_was_killed_ends_as_one_that_was_not(
-    answers: Path, target: FrozenTarget, tmp_path: Path
-) -> None:
+def test_a_run_that_was_killed_ends_as_one_that_was_not(answers, target, tmp_path) -> None:
     recipe = SMALL
     batches = Batches(read_answers(answers), recipe.batch_size, recipe.max_length, 0)
     ends: dict[str, dict[str, torch.Tensor]] = {}
@@ -233,9 +224,7 @@ def test_a_refused_drafter_does_not_bind_the_run(answers: Path, tmp_path: Path) 
     assert run(TARGET, "tiny", answers, tmp_path, Design(layers=1), recipe, evaluate_every=None) == 1
 
 
-def test_a_new_drafter_for_another_block_begins_with_the_weights_it_is_given(
-    answers: Path, tmp_path: Path
-) -> None:
+def test_a_new_drafter_for_another_block_begins_with_the_weights_it_is_given(answers, tmp_path) -> None:
     recipe = replace(SMALL, steps=1, learning_rate=1e-9)
     design = Design(checkpoint=DRAFTER, block_size=6)
     run(TARGET, "tiny", answers, tmp_path / "run", design, recipe, evaluate_every=None)
@@ -252,9 +241,7 @@ def test_a_new_drafter_for_another_block_begins_with_the_weights_it_is_given(
     )
 
 
-def test_answers_of_another_target_and_drafters_of_another_size_are_refused(
-    answers: Path, tmp_path: Path
-) -> None:
+def test_answers_of_another_target_and_drafters_of_another_size_are_refused(answers, tmp_path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text('{"id":"far","prompt_ids":[1],"answer_ids":[2,90000]}\n', encoding="utf-8")
     with pytest.raises(DFlashError, match="answer far has token 90000, but the target embeds 2048"):
@@ -283,9 +270,7 @@ def test_defaults_of_a_new_drafter_follow_from_the_target() -> None:
     }
 
 
-def test_the_command_trains_and_measures(
-    answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_trains_and_measures(answers, tmp_path, capsys, monkeypatch) -> None:
     held_out = tmp_path / "held_out.jsonl"
     lines = [json.dumps({"id": p.id, "category": p.category, "messages": p.content}) for p in HELD_OUT[:2]]
     held_out.write_text("\n".join(lines) + "\n")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +76,7 @@ def test_every_known_pair_builds_without_weights(name: str, tmp_path: Path) -> N
         ("qwen3-coder-next", {}, False, "Qwen3NextForCausalLM, but TensorRT-LLM's DFlash is known with Qwen3_5"),
     ],
 )  # fmt: skip
-def test_what_is_refused_of_known_targets(
-    name: str, options: dict[str, Any], alone: bool, said: str, tmp_path: Path
-) -> None:
+def test_what_is_refused_of_known_targets(name, options, alone, said, tmp_path) -> None:
     asked: dict[str, Any] = {"engine": "tensorrt-llm", "weights": "none", "no_drafter": alone}
     with pytest.raises(DFlashError, match=said):
         build(name, None, tmp_path / "b", options=TensorRTLLMOptions(gpu="h200", **options), **asked)
@@ -220,9 +217,7 @@ def test_formats_of_compressed_tensors_are_passed_on_as_stored(name: str, tmp_pa
 
 @pytest.mark.parametrize("make", [make_target, make_qwen3_moe])
 @pytest.mark.parametrize(("scheme", "name", "gpu"), [("fp8", "fp8-rows", "h200"), ("nvfp4", "nvfp4", "b200")])
-def test_modelopt_checkpoints_build(
-    scheme: str, name: str, gpu: str, make: Callable[[Path], Path], tmp_path: Path
-) -> None:
+def test_modelopt_checkpoints_build(scheme, name, gpu, make, tmp_path) -> None:
     """Dense layers and experts, each quantized separately."""
     make_drafter(tmp_path / "drafter", make(tmp_path / "plain"))
     target = quantize(tmp_path / "plain", tmp_path / "target", scheme)

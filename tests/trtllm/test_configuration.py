@@ -43,12 +43,7 @@ def read_pair(target_dir: Path, drafter_dir: Path) -> Pair:
 
 
 def configured(
-    pair: Pair,
-    gpu: str = "b200",
-    *,
-    block: int | None = None,
-    length: int = 8192,
-    **options: Any,
+    pair: Pair, gpu: str = "b200", *, block: int | None = None, length: int = 8192, **options: Any
 ) -> Configuration:
     inventory, quantization = pair
     return configure(
@@ -61,9 +56,7 @@ def configured(
 
 
 @pytest.mark.parametrize("gpu", [name for name, gpu in gpus().items() if gpu.sm >= 90])
-def test_every_configuration_is_valid_for_every_pair_and_parallelism(
-    pairs: dict[str, Pair], gpu: str
-) -> None:
+def test_every_configuration_is_valid_for_every_pair_and_parallelism(pairs, gpu) -> None:
     """Each combination gives a configuration that the release's schema accepts, or a correct refusal."""
     device = gpus()[gpu]
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
@@ -162,7 +155,7 @@ def fields_of(args: dict[str, Any], prefix: str = "") -> list[str]:
     [("qwen3-8b", "b200", 8192, 64), ("qwen3-8b", "h100", 40_960, 4), ("gpt-oss-20b", "rtx-5090", 8192, 8)],
 )
 def test_without_limits_the_batch_is_a_power_of_two_that_fits_and_every_draft_is_a_whole_block(
-    pairs: dict[str, Pair], name: str, gpu: str, length: int, batch: int
+    pairs, name, gpu, length, batch
 ) -> None:
     found = configured(pairs[name], gpu, length=length)
     why = {choice.name: choice.reason for choice in found.choices}
@@ -188,9 +181,7 @@ def test_without_limits_the_batch_is_a_power_of_two_that_fits_and_every_draft_is
         ("gpt-oss-20b", "v100", {}, "--gpu is 'v100' .*known GPUs"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused(
-    pairs: dict[str, Pair], name: str, gpu: str, options: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_be_is_refused(pairs, name, gpu, options, message) -> None:
     with pytest.raises(BuildError, match=message):
         configured(pairs[name], gpu, **options)
 

@@ -155,9 +155,7 @@ def test_what_tensorrt_llm_is_asked(bundles: Path, double: Any) -> None:
     assert made.model == str(bundles / "trtllm" / "target")
 
 
-def test_a_target_without_a_drafter(
-    bundles: Path, double: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_target_without_a_drafter(bundles, double, tmp_path, monkeypatch) -> None:
     """Drafts are from a request's own text, by a class of TensorRT-LLM's own, and no drafter's attention is needed."""
     for package in ATTENTION:
         monkeypatch.delitem(sys.modules, package)
@@ -214,7 +212,7 @@ def test_a_refused_request_leaves_the_others_alone(bundles: Path, double: Any) -
             refused = found.pop()
             assert isinstance(refused, RequestError)
             assert "TensorRT-LLM: ValueError: no such luck" in str(refused)
-            assert [completion.token_ids for completion in found] == [[9] * 40] * 3  # type: ignore[union-attr]
+            assert [completion.token_ids for completion in found] == [[9] * 40] * 3
 
     asyncio.run(serve())
 
@@ -258,7 +256,7 @@ def test_many_at_once_with_cancellation_and_deadlines(bundles: Path, double: Any
 
 
 def test_an_installed_release_that_lacks_fields_is_reported_before_loading(
-    bundles: Path, double: Any, monkeypatch: pytest.MonkeyPatch
+    bundles, double, monkeypatch
 ) -> None:
     del double.llmapi.DFlashDecodingConfig.model_fields["attention_backend"]
     del double.llmapi.TorchLlmArgs.model_fields["stream_interval"]
@@ -287,7 +285,7 @@ def test_an_installed_release_that_lacks_fields_is_reported_before_loading(
     ],
 )
 def test_what_is_missing_here_is_reported_before_loading(
-    bundles: Path, double: Any, monkeypatch: pytest.MonkeyPatch, lacks: str, message: str
+    bundles, double, monkeypatch, lacks, message
 ) -> None:
     if lacks == "value":
         double.llmapi.KvCacheConfig.model_fields["dtype"]["enum"] = ["fp8", "nvfp4"]
@@ -300,16 +298,12 @@ def test_what_is_missing_here_is_reported_before_loading(
     assert double.made == []
 
 
-def test_a_selftest_has_no_passes_to_read(
-    bundles: Path, double: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_selftest_has_no_passes_to_read(bundles, double, capsys) -> None:
     assert main(["selftest", str(bundles / "trtllm")]) == 1
     assert capsys.readouterr().err.endswith("selftest` reads passes; use `verify`\n")
 
 
-def test_another_release_that_takes_every_field_is_a_warning(
-    bundles: Path, double: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_another_release_that_takes_every_field_is_a_warning(bundles, double, caplog) -> None:
     double.__version__ = "1.4.0rc2"
     LLM(bundles / "trtllm").close()
     assert "made for TensorRT-LLM 1.4.0rc1, 1.4.0rc2 is installed" in caplog.text

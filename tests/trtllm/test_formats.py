@@ -65,9 +65,7 @@ def test_quantized_targets_are_planned_as_such(pairs: dict[str, Pair], tmp_path:
         ("int4-awq", ("a100", "h200"), ("rtx-5090",)),
     ],
 )
-def test_formats_by_gpu(
-    pairs: dict[str, Pair], name: str, runs: tuple[str, ...], refused: tuple[str, ...]
-) -> None:
+def test_formats_by_gpu(pairs, name, runs, refused) -> None:
     inventory, _ = pairs["tiny"]
     quantization = TargetQuantization(frozenset({name}))
     for gpu in runs:
@@ -141,9 +139,7 @@ MIXED = {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4", "group_size": 
         (None, {"quant_algo": "MIXED_PRECISION", "quantized_layers": MIXED}, "fp8+nvfp4", None),
     ],
 )
-def test_formats_of_targets_are_named(
-    section: dict[str, Any] | None, own: dict[str, Any], name: str, cache: str | None, tmp_path: Path
-) -> None:
+def test_formats_of_targets_are_named(section, own, name, cache, tmp_path) -> None:
     found = found_in(tmp_path, section, **own)
     assert (found.name, found.kv_cache) == (name, cache)
 
@@ -166,9 +162,7 @@ def test_formats_of_targets_are_named(
         ),
     ],
 )  # fmt: skip
-def test_formats_that_are_not_read_are_refused_by_name(
-    section: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_formats_that_are_not_read_are_refused_by_name(section, message, tmp_path) -> None:
     with pytest.raises(CheckpointError, match=message):
         found_in(tmp_path, section)
 

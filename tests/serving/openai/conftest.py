@@ -49,7 +49,7 @@ def model_of(bundle: Path, template: str, prompt: str = "hi", marks: Sequence[st
     async def chat(read: Any, *_: Any, **__: Any) -> tuple[list[int], str, Any]:
         return await model.encode(prompt, special=False), prompt, read()[-1]
 
-    model.chat = chat  # type: ignore[method-assign]
+    model.chat = chat
     return model
 
 

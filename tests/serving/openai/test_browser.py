@@ -46,7 +46,7 @@ def opened(browser: Any) -> Iterator[Callable[..., Any]]:
         page.locator("#state.up").wait_for(timeout=PATIENCE)
         return page
 
-    opened.faults = faults  # type: ignore[attr-defined]
+    opened.faults = faults
     yield opened
     for page in pages:
         page.close()
@@ -92,7 +92,7 @@ def test_a_chat_streams_and_colours_the_accepted_drafts(server: Server, opened: 
     )
     assert texts(page, ".assistant > div:first-child") == [answer.choices[0].message.content]
     assert page.evaluate("() => seen.size") > 3  # it grew in steps
-    speculation = answer.usage.model_extra["speculation"]  # type: ignore[index,union-attr]
+    speculation = answer.usage.model_extra["speculation"]
     drafted, own = page.locator(".assistant .drafted").first, page.locator(".assistant .own").first
     ground = "e => getComputedStyle(e).backgroundColor"
     assert drafted.evaluate(ground) != own.evaluate(ground)
@@ -100,15 +100,13 @@ def test_a_chat_streams_and_colours_the_accepted_drafts(server: Server, opened: 
             (("accepted", "i[class='']"), ("own", ".ends"), ("missed", ".missed"))}  # fmt: skip
     assert bars["accepted"] == speculation["accepted_tokens"] > 10
     assert bars["accepted"] + bars["missed"] == speculation["draft_tokens"]
-    assert bars["accepted"] + bars["own"] == answer.usage.completion_tokens  # type: ignore[union-attr]
+    assert bars["accepted"] + bars["own"] == answer.usage.completion_tokens
     figures = texts(page, ".assistant .figures")[0]
     assert f"of {speculation['draft_tokens']} drafts accepted" in figures
-    assert f"{answer.usage.completion_tokens} tokens" in figures  # type: ignore[union-attr]
+    assert f"{answer.usage.completion_tokens} tokens" in figures
 
 
-def test_a_race_runs_in_turn_and_gives_the_same_text_with_and_without_drafts(
-    server: Server, opened: Callable[..., Any]
-) -> None:
+def test_a_race_runs_in_turn_and_gives_the_same_text_with_and_without_drafts(server, opened) -> None:
     page = opened(server.url)
     page.evaluate(
         """() => { window.asked = [];
@@ -226,9 +224,7 @@ def test_code_and_lists_are_drawn(server: Server, opened: Callable[..., Any]) ->
         assert page.locator(selector).get_attribute("tabindex") == "0", selector
 
 
-def test_a_conversation_survives_a_reload_until_it_is_cleared(
-    server: Server, opened: Callable[..., Any]
-) -> None:
+def test_a_conversation_survives_a_reload_until_it_is_cleared(server, opened) -> None:
     page = opened(server.url)
     ask(page, QUESTION, tokens="24")
     done(page)
@@ -252,9 +248,7 @@ def test_a_conversation_survives_a_reload_until_it_is_cleared(
     assert page.locator("#welcome").is_visible()
 
 
-def test_a_full_context_offers_to_leave_out_the_oldest_turns(
-    server: Server, opened: Callable[..., Any]
-) -> None:
+def test_a_full_context_offers_to_leave_out_the_oldest_turns(server, opened) -> None:
     page = opened(server.url)
     sent = list[list[dict[str, str]]]()
     page.on(
@@ -283,7 +277,7 @@ def test_a_full_context_offers_to_leave_out_the_oldest_turns(
     page.reload()
     page.locator(".left").wait_for(timeout=PATIENCE)
     assert page.locator(".message.user").count() == asked // 2 + 1
-    opened.faults.clear()  # type: ignore[attr-defined]  # the browser notes each status 400
+    opened.faults.clear()  # the browser notes each status 400
 
 
 def test_a_chat_remembers_is_stopped_and_cleared(server: Server, opened: Callable[..., Any]) -> None:
@@ -320,21 +314,15 @@ def test_a_refusal_is_shown_and_the_question_stays(server: Server, opened: Calla
     assert "tokens" in texts(page, ".message.error")[0]
     assert page.locator(".message.user, .message.assistant").count() == 0
     assert page.input_value("#prompt").startswith("word word")
-    assert len(opened.faults) == 1  # type: ignore[attr-defined]
-    assert "400" in opened.faults.pop()  # type: ignore[attr-defined]  # the browser notes the status
+    assert len(opened.faults) == 1
+    assert "400" in opened.faults.pop()  # the browser notes the status
 
 
 def test_text_is_readable_in_light_and_dark(server: Server, opened: Callable[..., Any]) -> None:
     grounds = set()
     for scheme in ("light", "dark"):
         page = opened(server.url, color_scheme=scheme)
-        for selector in (
-            "#state",
-            ".legend .drafted",
-            ".legend .own",
-            "#ask [type=submit]",
-            "#welcome",
-        ):
+        for selector in ("#state", ".legend .drafted", ".legend .own", "#ask [type=submit]", "#welcome"):
             ink, ground = page.locator(selector).first.evaluate(
                 """element => { const own = getComputedStyle(element); let at = element;
                 while (/, 0\\)$/.test(getComputedStyle(at).backgroundColor)) at = at.parentElement;
@@ -377,5 +365,5 @@ def test_the_page_says_when_the_server_is_gone(server: Server, opened: Callable[
     assert texts(page, "#state") == ["The server does not answer"]
     page.context.set_offline(False)
     page.locator("#state.up").wait_for(timeout=PATIENCE)
-    assert all("INTERNET_DISCONNECTED" in fault for fault in opened.faults)  # type: ignore[attr-defined]
-    opened.faults.clear()  # type: ignore[attr-defined]
+    assert all("INTERNET_DISCONNECTED" in fault for fault in opened.faults)
+    opened.faults.clear()

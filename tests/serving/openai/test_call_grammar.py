@@ -109,9 +109,7 @@ def required(model: Model, schema: Any, **more: Any) -> Chat:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_the_grammar_of_a_required_call_admits_is_read_as_arguments_that_fit(
-    tiny: Path, name: str
-) -> None:
+def test_what_the_grammar_of_a_required_call_admits_is_read_as_arguments_that_fit(tiny, name) -> None:
     model, structures = family(tiny, name)
     chance, ended = random.Random(7), 0
     for schema in SCHEMAS:

@@ -110,9 +110,7 @@ def test_long_headers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         (HEAD + b"\r\n" + HEAD, b"HTTP/1.1 200 OK", b"\r\n\r\nok"),
     ],
 )
-def test_headers_that_do_not_arrive_end_a_connection(
-    sent: bytes, begin: bytes, end: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_headers_that_do_not_arrive_end_a_connection(sent, begin, end, monkeypatch) -> None:
     async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(sent)
         answer = await reader.read()
@@ -160,9 +158,7 @@ CHUNKED = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
     ],
     ids=["many trailers", "one trailer", "an extension of a chunk"],
 )
-def test_what_follows_a_chunk_is_bounded(
-    first: bytes, piece: bytes, says: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_follows_a_chunk_is_bounded(first, piece, says, monkeypatch) -> None:
     async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(CHUNKED + first)
         answer = asyncio.create_task(reader.read())
@@ -208,9 +204,7 @@ JAVA = b"POST / HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nHTTP2-Setting
 
 
 @pytest.mark.parametrize(("offer", "size"), [(b"h2c", 1), (b"websocket", 7), (b"TLS/1.0", 1 << 20)])
-def test_an_offer_of_another_protocol_is_ignored(
-    offer: bytes, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_offer_of_another_protocol_is_ignored(offer, size, monkeypatch) -> None:
     """However it comes in pieces, and whatever follows on the connection."""
     request = JAVA + b"Upgrade: " + offer + b"\r\n"
     sized = request + b"Content-Length: 5\r\n\r\nhello"
@@ -242,9 +236,7 @@ def test_many_offers_at_once_and_a_tunnel_do_no_harm(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("requests", "begun"), [(1, False), (1, True), (2, False)])
-def test_a_client_that_closes_its_side_gets_its_answers(
-    requests: int, begun: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_that_closes_its_side_gets_its_answers(requests, begun, monkeypatch) -> None:
     """begun: whether the answer has begun by then."""
     monkeypatch.setattr(connections, "_PROBE_SECONDS", 0.01)
     probed = asyncio.Event()

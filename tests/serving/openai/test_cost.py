@@ -173,9 +173,7 @@ WALKS: dict[str, tuple[type[protocol.Body], dict[str, Any], dict[str, Any], dict
 
 
 @pytest.mark.parametrize("path", WALKS)
-def test_no_field_at_its_largest_makes_a_long_step(
-    tiny: Path, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_field_at_its_largest_makes_a_long_step(tiny, path, monkeypatch) -> None:
     kind, base, largest, beside = WALKS[path]
     assert largest.keys() == kind.model_fields.keys()  # of a new field, too
     unknown = {"user": LONG, "extra": None, "service_tier": MANY}
@@ -275,14 +273,12 @@ def updates(tokens: int, tops: int) -> list[wire.Update]:
     ended = {
         "num_draft_tokens": 0, "num_accepted_tokens": 0, "num_cached_tokens": 0, "acceptance_histogram": [],
     }  # fmt: skip
-    made[-1] |= {"finish_reason": "length", **ended}  # type: ignore[typeddict-item]
+    made[-1] |= {"finish_reason": "length", **ended}
     made[0] |= {"num_input_tokens": 1}
     return made
 
 
-def test_the_log_probabilities_of_a_whole_answer_leave_in_pieces(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_log_probabilities_of_a_whole_answer_leave_in_pieces(tiny, monkeypatch) -> None:
     """As many as there may be, from a double of the engine."""
     model = model_of(tiny, "")
     monkeypatch.setattr(model, "max_seq_len", 1 << 20)
@@ -298,7 +294,7 @@ def test_the_log_probabilities_of_a_whole_answer_leave_in_pieces(
     async def run() -> list[bytes]:
         gc.freeze()
         steps = Steps(monkeypatch)
-        pieces = await chat.whole(SimpleNamespace(updates=given))  # type: ignore[arg-type]
+        pieces = await chat.whole(SimpleNamespace(updates=given))
         assert steps.longest < LONGEST, steps.what
         return pieces
 
@@ -321,9 +317,7 @@ def test_the_log_probabilities_of_a_whole_answer_leave_in_pieces(
         ({"logprobs": True, "n": 128, "max_completion_tokens": MOST_LOGPROBS // 128 + 1}, "max_completion_tokens"),
     ],
 )  # fmt: skip
-def test_more_log_probabilities_are_refused(
-    tiny: Path, fields: dict[str, Any], param: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_log_probabilities_are_refused(tiny, fields, param, monkeypatch) -> None:
     model = model_of(tiny, "")
     monkeypatch.setattr(model, "max_seq_len", 1 << 20)
     with pytest.raises(ApiError, match="524288 log-probabilities") as error:
@@ -333,9 +327,7 @@ def test_more_log_probabilities_are_refused(
     chat_of(model, **{**fields, param: most - 1})
 
 
-def test_a_prompt_has_as_many_log_probabilities_as_can_come_at_once(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_has_as_many_log_probabilities_as_can_come_at_once(tiny, monkeypatch) -> None:
     model = model_of(tiny, "")
     monkeypatch.setattr(model, "max_seq_len", 1 << 20)
 

@@ -18,16 +18,7 @@ from dflash_trt.serving.openai.model import Model, _until, last_end
 from dflash_trt.serving.wire import refusal
 from dflash_trt.serving.worker import Worker
 from dflash_trt.text.tokenizer import Tokenizer
-from tests.serving.openai.conftest import (
-    CHATS,
-    COMPLETIONS,
-    HI,
-    QUESTION,
-    Server,
-    chat_of,
-    model_of,
-    tool,
-)
+from tests.serving.openai.conftest import CHATS, COMPLETIONS, HI, QUESTION, Server, chat_of, model_of, tool
 
 BEGUN = [*QUESTION, {"role": "assistant", "content": "You should eat "}]
 GPT_OSS = Path(__file__).parents[3] / "dflash_trt" / "shipped" / "tiny-gpt-oss" / "target"
@@ -68,9 +59,7 @@ def test_the_end_of_a_trimmed_message_is_found_in_time_of_its_length() -> None:
         ([*QUESTION, {"role": "assistant", "content": ""}], {}, "continue_final_message"),
     ],
 )
-def test_a_message_that_cannot_be_continued_is_refused(
-    server: Server, messages: Any, more: Any, param: str
-) -> None:
+def test_a_message_that_cannot_be_continued_is_refused(server, messages, more, param) -> None:
     answer = server.post(CHATS, {"messages": messages, "continue_final_message": True, **more})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 

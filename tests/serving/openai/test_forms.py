@@ -126,9 +126,7 @@ NEUTRAL_OF_RESPONSES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", NEUTRAL_OF_RESPONSES, ids=str)
-def test_a_responses_field_that_asks_for_nothing_changes_nothing(
-    server: Server, fields: dict[str, Any]
-) -> None:
+def test_a_responses_field_that_asks_for_nothing_changes_nothing(server, fields) -> None:
     plain = server.made(RESPONSES, input=HI, max_output_tokens=2)
     answer = server.made(RESPONSES, **{"input": HI, "max_output_tokens": 2} | fields)
     assert [part["content"] for part in answer["output"]] == [part["content"] for part in plain["output"]]

@@ -149,9 +149,7 @@ def refuse(client: Any, *headers: tuple[bytes, bytes], **options: Any) -> None:
 @pytest.mark.parametrize(
     ("key", "status"), [(b"", 401), (b"Bearer secret", 413)], ids=["without a key", "too large"]
 )
-def test_a_refusal_that_leaves_a_body_unread_closes_the_connection(
-    key: bytes, status: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refusal_that_leaves_a_body_unread_closes_the_connection(key, status, monkeypatch) -> None:
     monkeypatch.setattr(gate, "_UNREAD_SECONDS", 0.2)
     client = Sender(10**6)
     refuse(client, (b"transfer-encoding", b"chunked"), (b"authorization", key))

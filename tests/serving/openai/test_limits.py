@@ -161,7 +161,7 @@ def test_without_several_keys_the_figure_is_not_shown(server: Server) -> None:
     [("", False, False), ("a", False, False), ("ab", False, True), ("aa", False, False), ("a", True, True)],
 )
 def test_the_figure_is_shown_to_clients_that_have_keys_of_their_own_or_if_the_operator_asks(
-    keys: str, asked: bool, shown: bool
+    keys, asked, shown
 ) -> None:
     settings = ServerSettings(keys=[*keys], prompt_details=asked)
     assert settings.shows_cached_tokens is shown

@@ -283,7 +283,7 @@ def test_a_round_has_the_texts_of_the_drafter_of_the_chat_and_of_the_target() ->
     ids = tokenizer.encode("one two three four five", add_special_tokens=False)[:5]
     words = [tokenizer.decode([token]) for token in ids]
     choice = SimpleNamespace(words=Detokenizer(tokenizer.backend))
-    made = ChatChoice.rounds(choice, {"token_ids": ids, "rounds": [(1, 0, 0, 0), (4, 3, 5, 2)]})  # type: ignore[arg-type]
+    made = ChatChoice.rounds(choice, {"token_ids": ids, "rounds": [(1, 0, 0, 0), (4, 3, 5, 2)]})
     assert made == [
         {"tokens": 1, "accepted": 0, "verified": 0, "drafted": "", "copied": "", "own": words[0]},
         {

@@ -55,9 +55,7 @@ async def until(condition: Callable[[], Any]) -> None:
             await asyncio.sleep(0.02)
 
 
-def test_an_engine_that_hangs_is_replaced_and_its_requests_get_their_deadline(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_hangs_is_replaced_and_its_requests_get_their_deadline(tiny, monkeypatch) -> None:
     monkeypatch.setattr(engines, "_ASK_SECONDS", 0.5)
     monkeypatch.setattr(engines, "_LATE_SECONDS", 0.2)
     said: list[str] = []
@@ -83,9 +81,7 @@ def test_an_engine_that_hangs_is_replaced_and_its_requests_get_their_deadline(
     assert said[0] == "the engine has not answered for 0.5 s, asked 6 times; it is killed"
 
 
-def test_a_pass_that_never_ends_is_noticed_and_its_engine_replaced(
-    tiny: Path, hanging_on: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pass_that_never_ends_is_noticed_and_its_engine_replaced(tiny, hanging_on, monkeypatch) -> None:
     monkeypatch.setattr(engines, "_ASK_SECONDS", 0.5)
     said: list[str] = []
 
@@ -121,9 +117,7 @@ def test_what_cannot_be_said_does_not_keep_an_engine_from_being_replaced(tiny: P
     assert server.stop() == 0
 
 
-def test_a_bundle_that_was_replaced_is_not_served_with_the_old_tokenizer(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bundle_that_was_replaced_is_not_served_with_the_old_tokenizer(tiny, tmp_path, monkeypatch) -> None:
     other = build("tiny", None, tmp_path / "other", max_seq_len=256).path
     place = tmp_path / "bundle"
     place.symlink_to(tiny)
@@ -183,11 +177,7 @@ def test_an_engine_ends_with_its_server_while_it_loads() -> None:
     ],
 )
 def test_wrong_options_are_named_before_the_bundle_is_loaded(
-    options: list[str],
-    why: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    options, why, tmp_path, monkeypatch, capfd
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("latin1").write_bytes(b"\xe9\n")
@@ -196,9 +186,7 @@ def test_wrong_options_are_named_before_the_bundle_is_loaded(
     assert why in capfd.readouterr().err
 
 
-def test_an_encrypted_key_is_refused_without_asking_for_a_password(
-    tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_encrypted_key_is_refused_without_asking_for_a_password(tiny, tmp_path, capfd) -> None:
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-passout", "pass:abcdef", "-days", "1",
@@ -221,9 +209,7 @@ def test_a_file_of_keys_from_windows_is_read(tmp_path: Path) -> None:
     [("127.0.0.1", False), ("127.0.0.2", False), ("::1", False), ("localhost", False), ("0.0.0.0", True),
      ("::", True), ("10.1.2.3", True), ("gpu-node", True)],
 )  # fmt: skip
-def test_who_serves_more_than_its_own_machine_is_told(
-    host: str, told: bool, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_who_serves_more_than_its_own_machine_is_told(host, told, capfd) -> None:
     from dflash_trt.cli.serve import _say_who_may_come
 
     _say_who_may_come(host, "there is no key")

@@ -78,4 +78,4 @@ def test_metrics_are_prometheus_text_with_histograms(server: Server, names: set[
     for name in ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"):
         counts = [float(n) for n in re.findall(rf"^dflash_{name}_bucket\{{le=\S+ (\S+)$", text, re.MULTILINE)]
         assert counts == sorted(counts)
-        assert counts[-1] == float(re.search(rf"^dflash_{name}_count (\S+)$", text, re.MULTILINE)[1])  # type: ignore[index]
+        assert counts[-1] == float(re.search(rf"^dflash_{name}_count (\S+)$", text, re.MULTILINE)[1])

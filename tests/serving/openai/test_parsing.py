@@ -28,7 +28,7 @@ def read(make: object, text: str, begun: bool = False) -> tuple[str, str, list[t
     """Content, reasoning and calls: the same for pieces of every size."""
     parts_of = None
     for size in (1, 2, 3, 7, len(text) or 1):
-        parser = make()  # type: ignore[operator]
+        parser = make()
         parts = [part for at in range(0, len(text), size) for part in parser.push(text[at : at + size], [])]
         parts += parser.finish(begun)
         content = "".join(part.text for part in parts if part.kind == "content")
@@ -313,7 +313,7 @@ def test_tokens_of_reasoning_are_counted() -> None:
     ],
 )  # fmt: skip
 def test_a_commentary_to_a_function_is_its_call_or_content_where_it_is_cut(
-    gpt_oss: Tokenizer, end: str, begun: bool, content: str, arguments: str | None
+    gpt_oss, end, begun, content, arguments
 ) -> None:
     text = f"<|channel|>commentary to=functions.get json<|message|>{end}"
     parts = by_tokens(gpt_oss, "<|start|>assistant", text, begun=begun)
@@ -420,7 +420,7 @@ FINAL = "<|channel|>final<|message|>"
     ],
 )  # fmt: skip
 def test_text_outside_of_a_message_is_content_unless_it_is_the_header_of_one(
-    gpt_oss: Tokenizer, text: str, content: str, reasoning: str
+    gpt_oss, text, content, reasoning
 ) -> None:
     parts = by_tokens(gpt_oss, "<|start|>assistant", text)
     assert (joined(parts, "content"), joined(parts, "reasoning")) == (content, reasoning)

@@ -127,7 +127,7 @@ LIMIT = "this model's maximum context length is 512 tokens"
     ],
 )  # fmt: skip
 def test_what_the_context_does_not_hold_is_refused_by_the_words_that_clients_look_for(
-    server: Server, path: str, fields: Any, param: str, says: str, stream: bool
+    server, path, fields, param, says, stream
 ) -> None:
     """They may then take a model of a longer context."""
     asked = {"stream": True} if stream and path != "/tokenize" else {}
