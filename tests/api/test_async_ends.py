@@ -57,7 +57,7 @@ def test_who_leaves_frees_the_slot_before_the_next_round(bundle, how, monkeypatc
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         else:
-            del stream
+            del stream, made, whole
             gc.collect()
         await until(lambda: llm.in_flight == 1)
         left = len(rounds)

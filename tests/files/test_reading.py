@@ -62,54 +62,51 @@ def test_a_key_that_appears_twice_is_found_in_linear_time(tmp_path: Path) -> Non
     assert f"{tmp_path / 'config.json'}: the key 'k59999' appears more than once" in read(TARGET, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"head_dim": 2**29}, "head_dim is 536870912, expected an integer from 1 to 16384"),
-        ({"num_hidden_layers": 2**30}, "num_hidden_layers is 1073741824, expected"),
-        ({"vocab_size": 2**31 - 1}, "vocab_size is 2147483647, expected an integer from 1 to 16777216"),
-        ({"intermediate_size": 2**30}, "intermediate_size is 1073741824, expected"),
-        ({"layer_types": ["full_attention"] * 500_000}, "layer_types has 500000 entries, expected at most 10000"),
-        ({"architectures": ["Qwen3ForCausalLM"] * 500_000}, "architectures has 500000 entries"),
-        ({"eos_token_id": list(range(100_000))}, "eos_token_id has 100000 entries, expected at most 1024"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)  # fmt: skip
-def test_sizes_are_bounded_before_anything_is_made_of_them(tmp_path, changes, message) -> None:
-    said = read(TARGET, config(tmp_path, **changes))
-    assert said.startswith(f"{tmp_path / 'config.json'}: ")
-    assert message in said
+LAYERS = {"known": "qwen3-coder-30b-a3b", "num_hidden_layers": 10_000}
+SIZES: list[tuple[dict[str, Any], str]] = [
+    ({"head_dim": 2**29}, "head_dim is 536870912, expected an integer from 1 to 16384"),
+    ({"num_hidden_layers": 2**30}, "num_hidden_layers is 1073741824, expected"),
+    ({"vocab_size": 2**31 - 1}, "vocab_size is 2147483647, expected an integer from 1 to 16777216"),
+    ({"intermediate_size": 2**30}, "intermediate_size is 1073741824, expected"),
+    ({"layer_types": ["full_attention"] * 500_000}, "layer_types has 500000 entries, expected at most 10000"),
+    ({"architectures": ["Qwen3ForCausalLM"] * 500_000}, "architectures has 500000 entries"),
+    ({"eos_token_id": list(range(100_000))}, "eos_token_id has 100000 entries, expected at most 1024"),
+    # Before the layers of experts are named.
+    (LAYERS | {"num_experts": 2**30}, "num_experts is 1073741824, expected an integer from 1 to 16384"),
+    (
+        LAYERS | {"mlp_only_layers": [7] * 2_000_000},
+        "mlp_only_layers has 2000000 entries, expected at most 10000",
+    ),
+]
+EXCLUDED: list[tuple[list[str], str]] = [
+    (["[" * 200_000], f'has "{"[" * 56}..., expected patterns of at most 512 characters'),
+    (["*a" * 100_000], "expected patterns of at most 512 characters"),
+    ([f"*{i}" for i in range(1025)], "has 1025 patterns, expected at most 1024"),
+    (["a"] * (2**18 + 1), "exclude_modules has 262145 entries, expected at most 262144"),
+    (["*a*a*a*a*a*a*a*a*a*b", *(f"layers.{i}" for i in range(100_000))], "read"),
+]
 
 
-def test_experts_are_bounded_before_their_layers_are_named(tmp_path: Path) -> None:
-    changed = config(tmp_path, "qwen3-coder-30b-a3b", num_experts=2**30)
-    assert "num_experts is 1073741824, expected an integer from 1 to 16384" in read(TARGET, changed)
-    changed = config(
-        tmp_path, "qwen3-coder-30b-a3b", num_hidden_layers=10_000, mlp_only_layers=[7] * 2_000_000
-    )
-    assert "mlp_only_layers has 2000000 entries, expected at most 10000" in read(TARGET, changed)
+def test_sizes_are_bounded_before_anything_is_made_of_them(tmp_path: Path) -> None:
+    places = [config(tmp_path / str(i), **changes) for i, (changes, _) in enumerate(SIZES)]
+    said = read(TARGET, *places).splitlines()
+    for place, (_, message), line in zip(places, SIZES, said, strict=True):
+        assert line.startswith(f"{place / 'config.json'}: {message}")
 
 
-@pytest.mark.parametrize(
-    ("excluded", "message"),
-    [
-        (["[" * 200_000], f'has "{"[" * 56}..., expected patterns of at most 512 characters'),
-        (["*a" * 100_000], "expected patterns of at most 512 characters"),
-        ([f"*{i}" for i in range(1025)], "has 1025 patterns, expected at most 1024"),
-        (["a"] * (2**18 + 1), "exclude_modules has 262145 entries, expected at most 262144"),
-        (["*a*a*a*a*a*a*a*a*a*b", *(f"layers.{i}" for i in range(100_000))], "read"),
-    ],
-    ids=["brackets", "long", "patterns", "names", "read"],
-)
-def test_excluded_modules_cost_little(tmp_path: Path, excluded: list[str], message: str) -> None:
-    quantization = {"quant_algo": "FP8", "exclude_modules": excluded}
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
+def test_excluded_modules_cost_little(tmp_path: Path) -> None:
+    places = [tmp_path / str(i) for i in range(len(EXCLUDED))]
+    for place, (excluded, _) in zip(places, EXCLUDED, strict=True):
+        place.mkdir()
+        quantization = {"quant_algo": "FP8", "exclude_modules": excluded}
+        (place / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
     code = (
         "q = read_quantization(directory); [q.algorithm(f'layers.{i}.' + 'a' * 100) for i in range(10_000)]"
     )
-    said = read(code, tmp_path)
-    assert message in said
-    assert said == "read\n" or f"{tmp_path / 'hf_quant_config.json'}: quantization.exclude_modules" in said
+    said = read(code, *places).splitlines()
+    for place, (_, message), line in zip(places, EXCLUDED, said, strict=True):
+        assert message in line
+        assert line == "read" or f"{place / 'hf_quant_config.json'}: quantization.exclude_modules" in line
 
 
 def test_names_and_patterns_are_excluded(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ class Streaming:
         self.thread.start()
 
     def _read(self) -> None:
-        with self.socket.makefile() as answer:
+        with suppress(ConnectionError), self.socket.makefile() as answer:
             for line in answer:
                 self.lines.append(line.strip())
 

@@ -193,7 +193,7 @@ def test_twice_the_text_takes_twice_the_time(piece: str) -> None:
     ]  # fmt: skip
     for make, start in makes:
         for _ in range(6):
-            size = 10_000 // len(HOSTILE[piece])
+            size = 20_000 // len(HOSTILE[piece])
             once, twice = (in_bits(make, start + HOSTILE[piece] * size * factor) for factor in (1, 2))
             if twice < 3 * once + 0.002:
                 break
