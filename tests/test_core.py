@@ -18,15 +18,9 @@ from dflash_trt.building.build import build
 
 MESSAGES = [{"role": "user", "content": "What should I eat in Borvik?"}]
 SAMPLED = SamplingParams(
-    max_tokens=24,
-    temperature=0.8,
-    top_p=0.9,
-    top_k=40,
-    min_p=0.01,
-    repetition_penalty=1.1,
-    seed=7,
+    max_tokens=24, temperature=0.8, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.1, seed=7,
     logprobs=True,
-)
+)  # fmt: skip
 ASKED = [SAMPLED, SamplingParams(max_tokens=24), SamplingParams(max_tokens=40, stop="\n", bad_words=[" the"])]
 
 

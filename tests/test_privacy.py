@@ -24,8 +24,8 @@ from tests.doubles.watched import Watch, available, watched
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = "".join(json.dumps({"prompt": f"x = {i}"}) + "\n" for i in range(2))
-# The commands by the name of their process, which runs them one after the other; BUNDLE, PROMPTS, HELD_OUT and ANSWERS
-# are places. What they read from standard input is a "hi".
+# The commands by the name of their process, which runs them one after the other; BUNDLE, PROMPTS and HELD_OUT are
+# places. What they read from standard input is a "hi".
 COMMANDS = {
     "build": ["build --target tiny --out bundle"],
     "answers": [
@@ -44,20 +44,17 @@ COMMANDS = {
     ],
     "serve": ["serve BUNDLE --port 0"],
     "bench": ["bench BUNDLE --requests 2 --concurrency 1 --max-tokens 4 --plot bench.svg"],
-    "train regenerate": [
-        "train regenerate --bundle BUNDLE --prompts PROMPTS --out answers.jsonl --max-tokens 4"
+    "train": [
+        "train regenerate --bundle BUNDLE --prompts PROMPTS --out answers.jsonl --max-tokens 4",
+        "train drafter --target tiny --data answers.jsonl --out run --steps 1 --batch-size 1"
+        " --held-out HELD_OUT --eval-tokens 2",
+        "fit tiny --hours 0.003 --from tiny --out fitted",
     ],
-    "train drafter": [
-        "train drafter --target tiny --data ANSWERS --out run --steps 1 --batch-size 1"
-        " --held-out HELD_OUT --eval-tokens 2"
-    ],
-    "fit": ["fit tiny --hours 0.003 --from tiny --out fitted"],
 }
 RUN = "import sys; from dflash_trt.cli import main; sys.exit(max(main(words.split()) for words in sys.argv[1:]))"
 # Places that commands that generate or draw write to; SECURITY.md lists them, too.
-DRAW = ("bench", "fit", "train drafter")
-TRAIN = ("fit", "train drafter")
-GENERATE = ("answers", "bench", "fit", "serve", "train regenerate")
+DRAW = ("bench", "train")
+GENERATE = ("answers", "bench", "serve", "train")
 TIMES = "~/.cache/dflash-trt/pass-times"
 CHARTS = ("~/.cache/matplotlib", "~/.config/matplotlib", "~/.cache/fontconfig", "/var/cache/fontconfig")
 
@@ -127,12 +124,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[
     (prompts := root / "prompts.jsonl").write_text(PROMPTS)
     (held_out := root / "held_out.jsonl").write_text('{"prompt": "y = 1"}\n')
     names = {"BUNDLE": str(root / "build/work/bundle"), "PROMPTS": str(prompts), "HELD_OUT": str(held_out)}
-    names["ANSWERS"] = str(root / "train-regenerate/work/answers.jsonl")
 
     def run(name: str, lines: list[str]) -> tuple[Place, Watch]:
-        if name == "train drafter":
-            made["train regenerate"].result()
-        place = Place(root / name.replace(" ", "-"))
+        place = Place(root / name)
         words = [" ".join(names.get(word, word) for word in line.split()) for line in lines]
         return place, place.run("-c", RUN, *words, use=served if name == "serve" else None)
 
@@ -156,7 +150,7 @@ def test_commands_send_nothing_and_write_only_what_is_listed(runs, name) -> None
     }  # fmt: skip
     assert strays == set()
     left = {path.name for path in place.temporary.iterdir()}
-    assert {each for each in left if name not in TRAIN or not each.startswith("torchinductor_")} == set()
+    assert {each for each in left if name != "train" or not each.startswith("torchinductor_")} == set()
 
 
 def test_every_place_is_listed() -> None:

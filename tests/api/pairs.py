@@ -36,17 +36,11 @@ SAMPLING = {
     "0.7": SamplingParams(temperature=0.7, top_p=0.95, seed=11),
     "1.0": SamplingParams(temperature=1.0, top_p=0.95, seed=2**63 + 12),
     "everything": SamplingParams(
-        temperature=0.9,
-        top_k=40,
-        top_p=0.9,
-        min_p=0.01,
-        repetition_penalty=1.2,
-        presence_penalty=0.3,
-        frequency_penalty=0.1,
-        seed=13,
+        temperature=0.9, top_k=40, top_p=0.9, min_p=0.01, repetition_penalty=1.2, presence_penalty=0.3,
+        frequency_penalty=0.1, seed=13,
     ),
     "penalized greedy": SamplingParams(repetition_penalty=1.3, frequency_penalty=0.2),
-}
+}  # fmt: skip
 
 
 @dataclass

@@ -92,13 +92,9 @@ def test_numpy_integers_are_token_ids(llm: LLM) -> None:
         assert done.token_ids == expected
         assert [type(i) for i in done.prompt_token_ids] == [int] * 9
     given = SamplingParams(
-        max_tokens=np.int32(4),
-        temperature=np.float32(0.5),
-        top_k=np.uint8(3),
-        ignore_eos=np.True_,
-        stop_token_ids=np.array([1, 2]),
-        stop=[np.str_("x")],
-    )
+        max_tokens=np.int32(4), temperature=np.float32(0.5), top_k=np.uint8(3), ignore_eos=np.True_,
+        stop_token_ids=np.array([1, 2]), stop=[np.str_("x")],
+    )  # fmt: skip
     plain = {"max_tokens": 4, "temperature": 0.5, "top_k": 3, "ignore_eos": True}
     assert given == SamplingParams(stop_token_ids=(1, 2), stop=("x",), **plain)
     assert [type(getattr(given, name)) for name in plain] == [int, float, int, bool]

@@ -114,10 +114,10 @@ def test_the_seed_decides(lucky: Pair) -> None:
 
 
 @pytest.mark.parametrize("speculate", [True, False])
-def test_a_stream_is_the_completion_in_runs(pair: Pair, speculate: bool) -> None:
+def test_a_stream_is_the_completion_in_runs(lucky: Pair, speculate: bool) -> None:
     params = SamplingParams(temperature=0.8, max_tokens=40, seed=1)
-    whole = pair.llm.generate("def add(a, b):", params)
-    chunks = list(pair.llm.stream("def add(a, b):", params, speculate=speculate))
+    whole = lucky.llm.generate("def add(a, b):", params)
+    chunks = list(lucky.llm.stream("def add(a, b):", params, speculate=speculate))
     assert [token for chunk in chunks for token in chunk.token_ids] == whole.token_ids
     assert "".join(chunk.text for chunk in chunks) == whole.text
     assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + [whole.finish_reason]

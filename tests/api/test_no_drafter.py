@@ -66,15 +66,9 @@ def built(engine: str, target: Path, drafter: Path | None, out: Path, **options:
     precision = Precision(target="fp32", drafter="fp32" if drafter else None)
     given = str(drafter) if drafter else None
     return build(
-        str(target),
-        given,
-        out,
-        engine=engine,
-        no_drafter=drafter is None,
-        max_seq_len=160,
-        precision=precision,
-        **options,
-    )
+        str(target), given, out, engine=engine, no_drafter=drafter is None, max_seq_len=160,
+        precision=precision, **options,
+    )  # fmt: skip
 
 
 def prompts() -> list[list[int]]:

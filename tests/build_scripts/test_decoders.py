@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -12,6 +14,7 @@ from build_scripts import demo
 from build_scripts.bench import natural, server
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
+from dflash_trt.checkpoint import gguf
 from dflash_trt.engines.onnxruntime.runner import OnnxRuntimeRunner
 
 
@@ -64,9 +67,10 @@ def test_the_demo_falls_back_to_the_shipped_pair_and_shows_equal_tokens(tmp_path
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr(demo, "MAX_TOKENS", 24)
-    assert demo.main("no-such-target") == 0
+    monkeypatch.setattr(gguf, "distribution", Mock(side_effect=PackageNotFoundError))
+    assert demo.main("smollm2-135m") == 0
     out = capfd.readouterr().out
-    assert "no-such-target cannot be shown:" in out
+    assert "smollm2-135m cannot be shown:" in out
     assert "The shipped pair tiny is shown instead." in out
     assert "\x1b" not in out  # no colours where there is no terminal
     assert [line.split()[-1] for line in out.splitlines() if line.strip()[:2] in ("1 ", "2 ", "3 ")] == [

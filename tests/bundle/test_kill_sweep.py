@@ -135,7 +135,7 @@ def sweep(name: str) -> None:
         assert in_child(run, partial(kill_at, number)) == -signal.SIGKILL
         check(f"killed at call {number} of {calls}")
     full = 0
-    for size in (0, 10_000, 1_000_000):
+    for size in (0, 1_000_000):
         reset()
         code = in_child(run, partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, size)))
         assert code in (0, FAILED), f"files of at most {size} bytes: ended with {code}"

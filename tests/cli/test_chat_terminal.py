@@ -8,7 +8,8 @@ import select
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -80,9 +81,20 @@ class Terminal:
         return self.shown[start:]
 
 
-def test_a_conversation_in_a_terminal(bundle: Path) -> None:
-    terminal = Terminal("chat", str(bundle), "--max-tokens", "12", "--ignore-eos", "--block-length", "4")
+@contextmanager
+def opened(*words: str) -> Iterator[Terminal]:
+    terminal = Terminal(*words)
     try:
+        yield terminal
+    finally:
+        terminal.process.kill()
+        terminal.process.wait()
+        os.close(terminal.ours)
+
+
+def test_a_conversation_in_a_terminal(bundle: Path) -> None:
+    options = ("--max-tokens", "12", "--ignore-eos", "--block-length", "4")
+    with opened("chat", str(bundle), *options) as terminal:
         terminal.until(r"Ctrl-D ends\.")
         terminal.until("> $")
         assert terminal.shown.startswith(f"loading {bundle} ..."[:79] + "\r\x1b[K")
@@ -96,26 +108,16 @@ def test_a_conversation_in_a_terminal(bundle: Path) -> None:
         assert "new conversation" in terminal.ask("/reset")
         terminal.type("\x04")
         assert terminal.process.wait(60) == 0
-    finally:
-        terminal.process.kill()
-        terminal.process.wait()
-        os.close(terminal.ours)
 
 
 def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(bundle: Path) -> None:
-    terminal = Terminal("chat", str(bundle), "--max-tokens", "200", "--ignore-eos", "--no-draft")
-    try:
+    with opened("chat", str(bundle), "--max-tokens", "200", "--ignore-eos", "--no-draft") as terminal:
         terminal.until("> $")
         at = len(terminal.shown)
         terminal.type("Go on.\r")
         terminal.until(r"Go on\.\r\n[\s\S]+", at)
         terminal.type("\x03")
         terminal.until(r"\[stopped\]|tokens/s", at)
-        at = len(terminal.shown)
         terminal.type("/quit\r")
         assert terminal.process.wait(60) == 0
         assert "Traceback" not in terminal.shown
-    finally:
-        terminal.process.kill()
-        terminal.process.wait()
-        os.close(terminal.ours)

@@ -20,11 +20,8 @@ from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 VOCAB = 384  # rows of the embedding; the tokenizer names the first 320, because published vocabularies are padded too
 ENDOFTEXT, IM_START, IM_END, MASK = 316, 317, 318, 319
 SPECIAL_TOKENS = {
-    ENDOFTEXT: "<|endoftext|>",
-    IM_START: "<|im_start|>",
-    IM_END: "<|im_end|>",
-    MASK: "<|MASK|>",
-}
+    ENDOFTEXT: "<|endoftext|>", IM_START: "<|im_start|>", IM_END: "<|im_end|>", MASK: "<|MASK|>",
+}  # fmt: skip
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 CHAT_TEMPLATE = """{%- for message in messages %}
@@ -265,14 +262,10 @@ def layer_shapes(layer: str, config: dict[str, Any], inputs: int) -> dict[str, t
     hidden, inner, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
     matrices = {
-        "self_attn.q_proj": (q, inputs),
-        "self_attn.k_proj": (kv, inputs),
-        "self_attn.v_proj": (kv, inputs),
-        "self_attn.o_proj": (hidden, q),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
+        "self_attn.q_proj": (q, inputs), "self_attn.k_proj": (kv, inputs), "self_attn.v_proj": (kv, inputs),
+        "self_attn.o_proj": (hidden, q), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),
-    }
+    }  # fmt: skip
     shapes: dict[str, tuple[int, ...]] = {f"{layer}.{name}.weight": shape for name, shape in matrices.items()}
     if config.get("attention_bias"):
         shapes |= {f"{layer}.{n}.bias": (m[0],) for n, m in matrices.items() if n.startswith("self_attn")}

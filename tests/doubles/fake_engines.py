@@ -118,12 +118,9 @@ class FakeEngine:
         assert POISON not in self.cache[slot, start:stop]
         assert not self.nan[slot, start:stop].any()
         return Snapshot(
-            start,
-            stop,
-            range(start + 1, stop + 1),
-            self.cache[slot, start:stop].copy(),
+            start, stop, range(start + 1, stop + 1), self.cache[slot, start:stop].copy(),
             ROW_BYTES * (stop - start),
-        )
+        )  # fmt: skip
 
     def restore(self, slot: int, kept: Sequence[Snapshot], length: int) -> None:
         assert [each.start for each in kept] == [0, *(each.stop for each in kept[:-1])]

@@ -243,21 +243,12 @@ def make_gemma_dspark(
     config = of_target.get("text_config", of_target)
     size, kv_heads, hidden = 24, 1 if keys_as_values else 2, config["hidden_size"]
     config = {name: value for name, value in config.items() if name != "per_layer_config"} | {
-        "architectures": ["Gemma4DSparkModel"],
-        "attention_k_eq_v": keys_as_values,
-        "global_head_dim": size,
-        "num_global_key_value_heads": 1,
-        "num_hidden_layers": 2,
-        "layer_types": ["full_attention"] * 2,
-        "enable_moe_block": False,
-        "tie_word_embeddings": False,
-        "block_size": 7,
-        "mask_token_id": MASK,
-        "target_layer_ids": [0, 3, 5],
-        "markov_rank": rank,
-        "markov_head_type": "vanilla",
+        "architectures": ["Gemma4DSparkModel"], "attention_k_eq_v": keys_as_values, "global_head_dim": size,
+        "num_global_key_value_heads": 1, "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2,
+        "enable_moe_block": False, "tie_word_embeddings": False, "block_size": 7, "mask_token_id": MASK,
+        "target_layer_ids": [0, 3, 5], "markov_rank": rank, "markov_head_type": "vanilla",
         "enable_confidence_head": False,
-    }
+    }  # fmt: skip
     inner, vocab = config["intermediate_size"], config["vocab_size"]
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, 3 * hidden),

@@ -43,13 +43,7 @@ CASES: dict[str, tuple[list[tuple[tuple[Any, ...], DataType]], dict[str, Any]]] 
     "SampleTiles": ([LOGITS, (("B",), F), (("B",), F), (("B",), I8), (("B", "R"), I8)], {}),
     "SampleSelect": (
         [
-            LOGITS,
-            (("B",), F),
-            (("B",), F),
-            (("B",), I4),
-            (("B",), F),
-            (("B",), I8),
-            (("B", "R"), I8),
+            LOGITS, (("B",), F), (("B",), F), (("B",), I4), (("B",), F), (("B",), I8), (("B", "R"), I8),
             *PARTIAL,
         ],
         {},

@@ -90,13 +90,9 @@ PAIRS: dict[str, tuple[Cost, int, int]] = {"small": (small_drafter, 1, 8), "larg
 
 # The worlds in which wrong times harm most: one for each kind of target and of drafter.
 HARD: list[tuple[str, str, str]] = [
-    ("moe", "cliff", "small"),
-    ("moe", "even", "large"),
-    ("dense_cpu", "hopeless", "large"),
-    ("dense_cpu", "good", "small"),
-    ("gpu", "great", "large"),
-    ("compute_bound", "poor", "small"),
-]
+    ("moe", "cliff", "small"), ("moe", "even", "large"), ("dense_cpu", "hopeless", "large"),
+    ("dense_cpu", "good", "small"), ("gpu", "great", "large"), ("compute_bound", "poor", "small"),
+]  # fmt: skip
 
 
 def each_by_its_own_factor(rng: np.random.Generator, kind: Kind, batch: int, length: int) -> float:
@@ -186,16 +182,9 @@ def world(
     drafter, batch, block = PAIRS[pair]
     wrong, drift = BEGINNINGS[beginning]
     return World(
-        block,
-        VERIFY[verify],
-        drafter,
-        DRAFTS[drafts],
-        batch=batch,
-        seed=seed,
-        beginning=wrong,
-        drift=drift,
+        block, VERIFY[verify], drafter, DRAFTS[drafts], batch=batch, seed=seed, beginning=wrong, drift=drift,
         load=LOADS[load],
-    )
+    )  # fmt: skip
 
 
 # What drafters may say of the chance of a draft.

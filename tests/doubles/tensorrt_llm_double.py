@@ -42,35 +42,13 @@ class SamplingParams:
 
     KNOWN = frozenset(
         [
-            "end_id",
-            "pad_id",
-            "max_tokens",
-            "bad",
-            "bad_token_ids",
-            "stop",
-            "stop_token_ids",
-            "include_stop_str_in_output",
-            "n",
-            "best_of",
-            "use_beam_search",
-            "top_k",
-            "top_p",
-            "seed",
-            "temperature",
-            "min_tokens",
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-            "min_p",
-            "logprobs",
-            "return_perf_metrics",
-            "exclude_input_from_output",
-            "ignore_eos",
-            "detokenize",
-            "add_special_tokens",
-            "skip_special_tokens",
+            "end_id", "pad_id", "max_tokens", "bad", "bad_token_ids", "stop", "stop_token_ids",
+            "include_stop_str_in_output", "n", "best_of", "use_beam_search", "top_k", "top_p", "seed",
+            "temperature", "min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty",
+            "min_p", "logprobs", "return_perf_metrics", "exclude_input_from_output", "ignore_eos",
+            "detokenize", "add_special_tokens", "skip_special_tokens",
         ]
-    )
+    )  # fmt: skip
 
     def __init__(self, **values: Any) -> None:
         if unknown := set(values) - self.KNOWN:

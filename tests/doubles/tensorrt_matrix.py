@@ -38,19 +38,11 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
 WIDE: dict[str, Callable[[Path], Path]] = {
     "qwen3-4b, wide": partial(make_target, layers=2, heads=32, kv_heads=8, head_dim=128, **_LONG),
     "gpt-oss-20b, wide": partial(
-        make_gpt_oss,
-        quantized=False,
-        num_hidden_layers=2,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-        experts_per_token=1,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        head_dim=64,
-        sliding_window=128,
+        make_gpt_oss, quantized=False, num_hidden_layers=2, num_local_experts=2, num_experts_per_tok=1,
+        experts_per_token=1, num_attention_heads=64, num_key_value_heads=8, head_dim=64, sliding_window=128,
         **_LONG,
     ),
-}
+}  # fmt: skip
 # Each family, precision and compute capability at least once; dense layers and experts in each scheme.
 CASES = [
     Case(*row)

@@ -245,20 +245,10 @@ def _parsed(file: Path) -> Any:
 
 
 _PARAMS = SamplingParams(
-    max_tokens=3,
-    temperature=0.7,
-    top_k=5,
-    top_p=0.9,
-    min_p=0.01,
-    repetition_penalty=1.1,
-    presence_penalty=0.1,
-    frequency_penalty=0.1,
-    seed=1,
-    stop=["end"],
-    stop_token_ids=[5],
-    bad_words=["bad"],
+    max_tokens=3, temperature=0.7, top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.1,
+    presence_penalty=0.1, frequency_penalty=0.1, seed=1, stop=["end"], stop_token_ids=[5], bad_words=["bad"],
     logprobs=True,
-)
+)  # fmt: skip
 _REQUEST = {
     "prompt": [1, 2, 3], "params": asdict(_PARAMS), "block_length": 4,
     "messages": [{"role": "user", "content": "What is 17 + 25?"}], "kwargs": {"enable_thinking": False},

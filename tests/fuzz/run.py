@@ -18,7 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from random import Random
@@ -41,8 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     seed = int(time.time()) if args.seed is None else args.seed
     until, failed = time.monotonic() + 60 * args.minutes, 0
     while True:
-        for name in args.reader or READERS:
-            problem = run(name, args.inputs, seed, keep=True)
+        for name, problem in run(args.reader or READERS, args.inputs, seed, keep=True):
             print(f"{name}, seed {seed}: {problem or f'{args.inputs} inputs'}", flush=True)
             failed += problem is not None
         seed += 1
@@ -50,32 +50,63 @@ def main(arguments: list[str] | None = None) -> int:
             return 1 if failed else 0
 
 
-def run(name: str, inputs: int, seed: int, *, keep: bool = False) -> str | None:
-    """The failure among the kept inputs and some new ones, if any."""
+def run(
+    names: Iterable[str], inputs: int, seed: int, *, keep: bool = False
+) -> Iterator[tuple[str, str | None]]:
+    """The failure of each reader, if any, among the kept inputs and some new ones."""
     with tempfile.TemporaryDirectory(prefix="fuzz-") as scratch:
-        command = [sys.executable, "-m", "tests.fuzz.run", "--child", name, str(inputs), str(seed), scratch]
+        command = [sys.executable, "-m", "tests.fuzz.run", "--child", scratch, str(inputs), str(seed), *names]
         threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "RUST_BACKTRACE": "0"}
-        with (Path(scratch) / "output").open("w+") as output:  # panics of Rust may be long
-            code = subprocess.run(
-                command, stdout=output, stderr=output, env=os.environ | threads, check=False
-            ).returncode
-            output.seek(max(0, os.fstat(output.fileno()).st_size - 4000))
-            text = output.read()
-        if code == 0:
-            return None
-        last = Path(scratch) / _LAST
-        if not last.exists():
-            return f"exit code {code} before the first input: {text}"
-        if keep:
-            kept = SEEDS / name / f"{sha256(last.read_bytes()).hexdigest()[:12]}.json"
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            kept.write_bytes(last.read_bytes())
-            return f"exit code {code} over {kept}: {text}"
-        return f"exit code {code}: {text}\ninput: {last.read_text()[:4000]}"
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env=os.environ | threads
+        ) as process:
+            assert process.stdout is not None
+            for name, code in map(str.split, process.stdout):
+                yield name, _problem(Path(scratch) / name, int(code), keep)
+        assert process.returncode == 0, f"the process of all readers ended with {process.returncode}"
 
 
-def child(name: str, inputs: int, seed: int, scratch: Path) -> None:
-    """Run all inputs of one reader in this process."""
+def _problem(scratch: Path, code: int, keep: bool) -> str | None:
+    """What a reader's process has left."""
+    if code == 0:
+        return None
+    text, last = (scratch / "output").read_text(errors="replace")[-4000:], scratch / _LAST
+    if not last.exists():
+        return f"exit code {code} before the first input: {text}"
+    if keep:
+        kept = SEEDS / scratch.name / f"{sha256(last.read_bytes()).hexdigest()[:12]}.json"
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_bytes(last.read_bytes())
+        return f"exit code {code} over {kept}: {text}"
+    return f"exit code {code}: {text}\ninput: {last.read_text()[:4000]}"
+
+
+def child(scratch: Path, inputs: int, seed: int, names: Sequence[str]) -> None:
+    """Run the inputs of each reader in a fork of this process, which has imported all of them."""
+    import hypothesis  # noqa: F401
+
+    import tests.fuzz.readers  # noqa: F401
+
+    for name in names:
+        (scratch / name).mkdir()
+        if process := os.fork():
+            print(name, os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+            continue
+        code = 1
+        try:
+            with (scratch / name / "output").open("wb") as output:  # panics of Rust may be long
+                os.dup2(output.fileno(), 1)
+                os.dup2(output.fileno(), 2)
+            read_inputs(name, inputs, seed, scratch / name)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+
+
+def read_inputs(name: str, inputs: int, seed: int, scratch: Path) -> None:
+    """All inputs of one reader, in this process."""
     from hypothesis import HealthCheck, Phase, given, settings, strategies
     from hypothesis import seed as seeded
 
@@ -91,9 +122,8 @@ def child(name: str, inputs: int, seed: int, scratch: Path) -> None:
     def read(changed: Mapping[str, bytes]) -> None:
         for file, content in changed.items():
             (directory / file).write_bytes(content)
-        (scratch / _LAST).write_text(
-            json.dumps({file: text.decode("latin-1") for file, text in changed.items()})
-        )
+        last = {file: text.decode("latin-1") for file, text in changed.items()}
+        (scratch / _LAST).write_text(json.dumps(last))
         _check(reader.read, directory)
 
     read({file: content for file, (content, _) in files.items()})
@@ -102,12 +132,9 @@ def child(name: str, inputs: int, seed: int, scratch: Path) -> None:
 
     @seeded(seed)
     @settings(
-        max_examples=inputs,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
+        max_examples=inputs, deadline=None, database=None, suppress_health_check=list(HealthCheck),
         phases=(Phase.generate, Phase.shrink),
-    )
+    )  # fmt: skip
     @given(strategies.randoms(use_true_random=False))
     def mutated(random: Random) -> None:
         chosen = random.randrange(len(files))
@@ -147,6 +174,6 @@ if __name__ == "__main__":
     from tests.fuzz import run as fuzz  # this module by its name, because a test may have changed it
 
     if sys.argv[1:2] == ["--child"]:
-        fuzz.child(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5]))
+        fuzz.child(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])
     else:
         raise SystemExit(fuzz.main())

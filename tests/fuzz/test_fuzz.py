@@ -12,10 +12,14 @@ from tests.fuzz.run import run
 INPUTS = 60  # per reader; `make fuzz` reads as many as its time allows
 
 
+@pytest.fixture(scope="module")
+def problems() -> dict[str, str | None]:
+    return dict(run(readers.READERS, INPUTS, seed=0))
+
+
 @pytest.mark.parametrize("name", readers.READERS)
-def test_almost_right_inputs_are_read_or_refused(name: str) -> None:
-    problem = run(name, INPUTS, seed=0)
-    assert problem is None, problem
+def test_almost_right_inputs_are_read_or_refused(problems: dict[str, str | None], name: str) -> None:
+    assert problems[name] is None, problems[name]
 
 
 def test_kept_inputs_belong_to_a_reader() -> None:
@@ -23,27 +27,23 @@ def test_kept_inputs_belong_to_a_reader() -> None:
     assert kept <= set(readers.READERS)
 
 
-@pytest.mark.parametrize(
-    ("code", "message"),
-    [
-        ("raise KeyError(1)", "KeyError"),
-        ("while True: pass", "exit code -24"),
-        ("bytearray(1 << 40)", "MemoryError"),
-        ("import ctypes; ctypes.string_at(0)", "exit code -11"),
-        ("raise DFlashError('')", "0 characters"),
-    ],
-    ids=["error", "hang", "memory", "crash", "message"],
-)
-def test_the_fuzzer_sees(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, message: str) -> None:
-    """Put a faulty reader in place of a real one, in the process that reads."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import tests.fuzz.run as run, tests.fuzz.readers as readers\n"
-        "from dflash_trt.errors import DFlashError\n"
-        "run.SECONDS = 1\n"
-        f"def read(directory):\n    {code}\n"
-        "readers.READERS['prompt'] = readers.Reader(readers.READERS['prompt'].files, read)\n"
-    )
+# What a faulty reader does in place of a real one, and what is said of it.
+FAULTY = {
+    "safetensors": ("raise KeyError(1)", "KeyError"),
+    "index": ("while True: pass", "exit code -24"),
+    "quantization": ("bytearray(1 << 40)", "MemoryError"),
+    "prompts": ("import ctypes; ctypes.string_at(0)", "exit code -11"),
+    "prompt": ("raise DFlashError('')", "0 characters"),
+}
+
+
+def test_the_fuzzer_sees_errors_hangs_memory_crashes_and_empty_messages(monkeypatch, tmp_path) -> None:
+    text = "import tests.fuzz.run as run, tests.fuzz.readers as readers\n"
+    text += "from dflash_trt.errors import DFlashError\nrun.SECONDS = 1\n"
+    for name, (code, _) in FAULTY.items():
+        text += f"def read(directory):\n    {code}\n"
+        text += f"readers.READERS['{name}'] = readers.Reader(readers.READERS['{name}'].files, read)\n"
+    (tmp_path / "sitecustomize.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path.cwd()}")
-    problem = run("prompt", 1, seed=0)
-    assert problem is not None
-    assert message in problem
+    for name, problem in run([*FAULTY, "manifest"], 1, seed=0):
+        assert problem is None if name == "manifest" else FAULTY[name][1] in str(problem), (name, problem)

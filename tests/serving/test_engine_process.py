@@ -29,6 +29,8 @@ def request(key: int, prompt: list[int], **params: Any) -> bytes:
 class Engine:
     """The worker, started as the Triton model does."""
 
+    ready: dict[str, Any]
+
     def __init__(self, bundle: Path, **settings: Any) -> None:
         self.socket, theirs = socket.socketpair()
         arguments = {"bundle": str(bundle), "threads": 1, **settings}
@@ -49,13 +51,21 @@ class Engine:
         return self.process.wait(60)
 
 
-def test_the_engine_process_answers_and_ends_with_its_socket(bundle: Path) -> None:
+@pytest.fixture(scope="module")
+def engine(bundle: Path) -> Iterator[Engine]:
+    """One that is ready and gives a response per round. It ends with its socket."""
+    made = Engine(bundle, stream_interval=0)
+    made.ready = json.loads(made.file.readline())
+    yield made
+    assert made.end() == 0
+
+
+def test_the_engine_process_answers(bundle: Path, engine: Engine) -> None:
     with LLM(bundle, threads=1) as llm:
         expected = llm.generate(prompt(9), SamplingParams(max_tokens=30, temperature=1.0, seed=3))
-    engine = Engine(bundle)
-    ready = json.loads(engine.file.readline())
-    assert ready.pop("longest_line") > 1 << 20
-    assert ready == {"ready": True, "key": Bundle.open(bundle).manifest["key"]}
+    assert engine.ready.keys() == {"ready", "key", "longest_line"}
+    assert engine.ready["longest_line"] > 1 << 20
+    assert engine.ready["key"] == Bundle.open(bundle).manifest["key"]
     engine.ask(1, prompt(9), max_tokens=30, temperature=1.0, seed=3)
     engine.ask(2, [10**6], max_tokens=3)
     engine.ask(3, prompt(5), max_tokens=200, ignore_eos=True)
@@ -74,12 +84,10 @@ def test_the_engine_process_answers_and_ends_with_its_socket(bundle: Path) -> No
     assert (ends[2]["code"], ends[2]["field"]) == ("INVALID_ARG", "prompt")
     assert ends[2]["text"].startswith("the prompt has token id 1000000")
     assert ends[3]["code"] == "CANCELLED"
-    assert engine.end() == 0
 
 
-def test_a_text_that_cannot_fit_is_refused_and_one_that_fits_is_told_its_tokens(bundle: Path) -> None:
-    engine = Engine(bundle)
-    longest = json.loads(engine.file.readline())["longest_line"]
+def test_a_text_that_cannot_fit_is_refused_and_one_that_fits_is_told_its_tokens(bundle, engine) -> None:
+    longest = engine.ready["longest_line"]
     text = "\x01" * ((longest - 1000) // 6)
     assert len(request(1, text)) <= longest
     engine.ask(1, text)
@@ -93,29 +101,26 @@ def test_a_text_that_cannot_fit_is_refused_and_one_that_fits_is_told_its_tokens(
     with LLM(bundle, threads=1) as llm:
         assert got[2][0]["num_input_tokens"] == len(llm.tokenizer.encode("hello"))
     assert all("num_input_tokens" not in update for update in got[2][1:])
-    assert engine.end() == 0
 
 
-def test_a_stream_gets_a_response_per_round_or_one_per_interval(bundle: Path) -> None:
-    got: dict[str, list[dict[str, Any]]] = {}
-    for interval in ("0", "1000000000"):
-        engine = Engine(bundle, stream_interval=int(interval))
-        engine.file.readline()
-        engine.ask(1, prompt(9), max_tokens=60, ignore_eos=True, logprobs=True)
-        got[interval] = []
-        for _, update in engine.updates():
-            got[interval].append(update)
+def test_a_stream_gets_a_response_per_round_or_one_per_interval(bundle: Path, engine: Engine) -> None:
+    def streamed(by: Engine) -> list[dict[str, Any]]:
+        by.ask(1, prompt(9), max_tokens=60, ignore_eos=True, logprobs=True)
+        got = list[dict[str, Any]]()
+        for _, update in by.updates():
+            got.append(update)
             if "finish_reason" in update:
-                break
-        assert engine.end() == 0
-    assert len(got["1000000000"]) == 2 < len(got["0"])
-    tokens, texts = (
-        [[x for u in each for x in u[key]] for each in got.values()] for key in ("token_ids", "text")
-    )
-    assert tokens[0] == tokens[1]
-    assert len(tokens[0]) == 60
-    assert texts[0] == texts[1]
-    assert [len(u["logprobs"]) for u in got["1000000000"]] == [1, 59]
+                return got
+        raise AssertionError(got)
+
+    rare = Engine(bundle, stream_interval=10**9)
+    rare.file.readline()
+    often, few = streamed(engine), streamed(rare)
+    assert rare.end() == 0
+    assert len(few) == 2 < len(often)
+    for key in ("token_ids", "text"):
+        assert [x for u in often for x in u[key]] == [x for u in few for x in u[key]]
+    assert [len(u["logprobs"]) for u in few] == [len(u["token_ids"]) for u in few] == [1, 59]
 
 
 def test_updates_that_waited_for_each_other_lose_nothing() -> None:

@@ -204,18 +204,15 @@ def test_templates_are_confined(directory: Path, template: str) -> None:
 
 
 def test_unusable_files_are_named(directory: Path) -> None:
-    configure(directory)
-    with pytest.raises(CheckpointError, match=r"no default chat template.*none"):
-        Tokenizer(directory).apply_chat_template(CHAT)
-    configure(directory, chat_template=[{"name": "rag", "template": "x"}])
-    with pytest.raises(CheckpointError, match=r"only.*rag"):
-        Tokenizer(directory).apply_chat_template(CHAT)
-    configure(directory, chat_template=[1])
-    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json.*chat_template"):
-        Tokenizer(directory).apply_chat_template(CHAT)
-    configure(directory, chat_template="one\n{% if %}")
-    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json.*line 2"):
-        Tokenizer(directory).apply_chat_template(CHAT)
+    for fields, message in (
+        ({}, "no default chat template.*none"),
+        ({"chat_template": [{"name": "rag", "template": "x"}]}, "only.*rag"),
+        ({"chat_template": [1]}, r"tokenizer_config\.json.*chat_template"),
+        ({"chat_template": "one\n{% if %}"}, r"tokenizer_config\.json.*line 2"),
+    ):
+        configure(directory, **fields)
+        with pytest.raises(CheckpointError, match=message):
+            Tokenizer(directory).apply_chat_template(CHAT)
     (directory / "tokenizer_config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json.*JSON"):
         Tokenizer(directory).apply_chat_template(CHAT)

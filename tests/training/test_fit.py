@@ -125,11 +125,8 @@ def test_prompts_are_finished_unmarked_and_differ_in_their_beginning() -> None:
         assert not texts.takes(text, finished=finished)
     assert texts.dropped == {"duplicate": 2, "unfinished": 1, "broken": 3}
     assert [script(text) for text in ("Wer bist du?", "你好吗", "кто ты", "12 + 4")] == [
-        "LATIN",
-        "CJK",
-        "CYRILLIC",
-        "",
-    ]
+        "LATIN", "CJK", "CYRILLIC", "",
+    ]  # fmt: skip
 
 
 def test_kept_features_are_the_computed_ones_and_the_target_runs_once(answers: Path, tmp_path: Path) -> None:

@@ -122,12 +122,9 @@ def check_rules(found: Configuration, inventory: Inventory, tp: int, ep: int) ->
     free = memory.memory_bytes - memory.weight_bytes - 4 * GIB
     if backend != "TRTLLM":
         arena = arena_bytes(
-            drafter,
-            max_batch_size=args["max_batch_size"],
-            max_seq_len=args["max_seq_len"],
-            draft_len=speculative["max_draft_len"],
-            tensor_parallel=tp,
-        )
+            drafter, max_batch_size=args["max_batch_size"], max_seq_len=args["max_seq_len"],
+            draft_len=speculative["max_draft_len"], tensor_parallel=tp,
+        )  # fmt: skip
         assert arena <= free - 6 * GIB
         pool = TRAITS["tensorrt-llm"].pool
         assert pool is not None

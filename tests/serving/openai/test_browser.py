@@ -318,35 +318,6 @@ def test_a_refusal_is_shown_and_the_question_stays(server: Server, opened: Calla
     assert "400" in opened.faults.pop()  # the browser notes the status
 
 
-def test_text_is_readable_in_light_and_dark(server: Server, opened: Callable[..., Any]) -> None:
-    grounds = set()
-    for scheme in ("light", "dark"):
-        page = opened(server.url, color_scheme=scheme)
-        for selector in ("#state", ".legend .drafted", ".legend .own", "#ask [type=submit]", "#welcome"):
-            ink, ground = page.locator(selector).first.evaluate(
-                """element => { const own = getComputedStyle(element); let at = element;
-                while (/, 0\\)$/.test(getComputedStyle(at).backgroundColor)) at = at.parentElement;
-                return [own.color, getComputedStyle(at).backgroundColor]; }"""
-            )
-            assert contrast(ink, ground) > 4.5, (scheme, selector, ink, ground)
-        grounds.add(page.locator("body").evaluate("e => getComputedStyle(e).backgroundColor"))
-    assert len(grounds) == 2
-
-
-def contrast(one: str, other: str) -> float:
-    """The ratio of two colours as WCAG 2.2 defines it, from CSS's rgb(r, g, b)."""
-
-    def luminance(colour: str) -> float:
-        parts = [int(each) / 255 for each in colour[colour.index("(") + 1 : -1].split(",")[:3]]
-        red, green, blue = (
-            each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4 for each in parts
-        )
-        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-    lighter, darker = sorted((luminance(one), luminance(other)), reverse=True)
-    return (lighter + 0.05) / (darker + 0.05)
-
-
 def test_nothing_is_cut_off_on_a_phone(server: Server, opened: Callable[..., Any]) -> None:
     page = opened(server.url, viewport={"width": 360, "height": 740}, is_mobile=True, has_touch=True)
     ask(page, QUESTION + " " + "x" * 200, "#race", tokens="8")

@@ -56,37 +56,27 @@ async def visit(client: Client, pieces: int) -> tuple[int, int]:
     return status, sent
 
 
-def test_a_client_that_reads_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "_WRITE_SECONDS", 5.0)
+@pytest.mark.parametrize(
+    ("reads", "leaves", "seconds", "status", "pieces"),
+    [(True, False, 5.0, 200, 50), (False, False, 0.05, 499, 0), (False, True, 5.0, 499, 0)],
+    ids=["reads", "reads nothing", "leaves"],
+)
+def test_a_client_that_leaves_or_reads_nothing_is_given_up(
+    monkeypatch, reads, leaves, seconds, status, pieces
+) -> None:
+    monkeypatch.setattr(gate, "_WRITE_SECONDS", seconds)
 
     async def run() -> None:
         client = Client()
-        client.reads.set()
-        assert await visit(client, 50) == (200, 50)
-        assert len(client.got) == 51
-
-    asyncio.run(run())
-
-
-def test_a_client_that_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "_WRITE_SECONDS", 0.05)
-
-    async def run() -> None:
-        client = Client()
-        assert await visit(client, 50) == (499, 0)
-        assert len(client.got) == 1
-        await asyncio.sleep(0)  # a later cancellation would end this task
-
-    asyncio.run(run())
-
-
-def test_a_client_that_leaves_ends_its_stream() -> None:
-    async def run() -> None:
-        client = Client()
+        if reads:
+            client.reads.set()
         visiting = asyncio.create_task(visit(client, 50))
         await client.gets.wait()
-        client.left.set()
-        assert await visiting == (499, 0)
+        if leaves:
+            client.left.set()
+        assert await visiting == (status, pieces)
+        assert len(client.got) == pieces + 1
+        await asyncio.sleep(0)  # a later cancellation would end this task
 
     asyncio.run(run())
 

@@ -287,14 +287,10 @@ def test_a_round_has_the_texts_of_the_drafter_of_the_chat_and_of_the_target() ->
     assert made == [
         {"tokens": 1, "accepted": 0, "verified": 0, "drafted": "", "copied": "", "own": words[0]},
         {
-            "tokens": 4,
-            "accepted": 3,
-            "verified": 5,
-            "drafted": words[1],
-            "copied": "".join(words[2:4]),
+            "tokens": 4, "accepted": 3, "verified": 5, "drafted": words[1], "copied": "".join(words[2:4]),
             "own": words[4],
         },
-    ]
+    ]  # fmt: skip
 
 
 def test_the_example_prints_the_answer_and_the_drafts(server: Server) -> None:
