@@ -29,6 +29,7 @@ from dflash_trt.serving.openai.reading import Json, refuse
 MOST_PROMPTS = 1024
 MOST_MESSAGES = 1 << 14  # and documents, and items of a response's input
 MOST_TOOLS = 1024
+_MOST_TOOL_BYTES = 1 << 20  # of all tools
 _MOST_METADATA = 1 << 14  # bytes: OpenAI's 16 keys and values
 _BYTES = 6  # of a character in JSON, at most
 
@@ -62,14 +63,9 @@ def _whole(value: Any) -> Any:
 
 def _words(value: Any) -> Any:
     """Texts, one of which may stand alone. Empty ones say nothing."""
-    given = [value] if isinstance(value, str) else value
-    if (
-        not isinstance(given, list)
-        or len(given) > MOST_WORDS
-        or not all(isinstance(word, str) for word in given)
-    ):
-        return value if isinstance(value, list) else [value]  # refused by its type
-    return [word for word in given if word]
+    return (
+        [word for word in value if word != ""] if isinstance(value, list) else [value] if value != "" else []
+    )
 
 
 def _biases(value: Any) -> Any:
@@ -105,7 +101,7 @@ Words = Annotated[
     BeforeValidator(_bounded(_BYTES * MOST_CHARACTERS)),
 ]
 Form = Annotated[Any, BeforeValidator(_bounded(_BYTES * MOST_FORM_CHARACTERS))]
-Tools = Annotated[list[Any], Field(max_length=MOST_TOOLS)]
+Tools = Annotated[list[Any], Field(max_length=MOST_TOOLS), BeforeValidator(_bounded(_MOST_TOOL_BYTES))]
 Metadata = Annotated[Json, BeforeValidator(_bounded(_MOST_METADATA))]
 Most = Annotated[Int, Field(ge=0, le=20)]
 

@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
-from pydantic_core import to_json
-
 from dflash_trt.errors import show
 from dflash_trt.serving.openai.calls import parsed
 from dflash_trt.serving.openai.errors import ApiError
@@ -24,7 +22,6 @@ from dflash_trt.serving.openai.errors import ApiError
 Json = dict[str, Any]
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
-MOST_TOOL_BYTES = 1 << 20  # of all tools, as JSON
 # Numbers of a body, which is parsed at once: these take 8 ms. A list or object takes as long as four of them, and a key
 # as two, so that no body takes much over 30 ms.
 MOST_VALUES = 1 << 18
@@ -134,8 +131,6 @@ def tools(given: list[Any] | None) -> list[Json]:
     """The functions among the tools, nested as a chat has them or flat as a response has them. Other tools cannot be
     run here, so the model does not hear of them.
     """
-    if given and (size := len(to_json(given))) > MOST_TOOL_BYTES:
-        raise ApiError(400, f"tools has {size} bytes, expected at most {MOST_TOOL_BYTES}", "tools")
     found = []
     for i, tool in enumerate(given or ()):
         place = f"tools[{i}]"
