@@ -35,7 +35,7 @@ def option(
     **more: Any,
 ) -> None:
     """Add an option with a value of this kind. Its help ends with the default, if it has one."""
-    values, convert = default if isinstance(default, list) else [default], kind
+    values, convert = default if isinstance(default, list | tuple) else [default], kind
     if kind is Path:
 
         def convert(text: str) -> Path:
@@ -65,15 +65,8 @@ def add_bundle(parser: argparse.ArgumentParser, name: str = "bundle", **more: An
 
 def add_engine(parser: argparse.ArgumentParser, text: str) -> None:
     names = (registry.AUTO, *registry.NAMES)
-    option(
-        parser,
-        "--engine",
-        "NAME",
-        str,
-        f"{text}; or {', '.join(registry.NAMES)}",
-        registry.AUTO,
-        choices=names,
-    )
+    help = f"{text}; or {', '.join(registry.NAMES)}"
+    option(parser, "--engine", "NAME", str, help, registry.AUTO, choices=names)
 
 
 def bundle_of(args: argparse.Namespace) -> Bundle:

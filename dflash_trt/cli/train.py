@@ -21,7 +21,6 @@ from dflash_trt.cli.options import (
     add_target,
     add_threads,
     at_least,
-    each,
     fields_of,
     option,
 )
@@ -30,7 +29,7 @@ from dflash_trt.engines import registry
 from dflash_trt.errors import DFlashError, UsageError
 from dflash_trt.extras import install
 from dflash_trt.logs import LEVELS
-from dflash_trt.training.recipe import Design, Recipe
+from dflash_trt.training.recipe import AnswerSampling, Design, Recipe
 
 SUMMARY = "train a drafter for a target, on the target's own answers"
 DESCRIPTION = """\
@@ -91,29 +90,15 @@ def _add_regenerate(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     option(source, "--target", "NAME_OR_PATH", str,
            "the target, decoded here without a drafter; with --server: its tokenizer and template")  # fmt: skip
-    option(
-        source,
-        "--bundle",
-        "BUNDLE",
-        str,
-        "the target as a bundle, or a pair's name; decoded here without drafting",
-    )
-    option(
-        parser,
-        "--server",
-        "URL",
-        str,
-        "the base URL of a server with OpenAI's chat completions, which answers",
-    )
+    option(source, "--bundle", "BUNDLE", str,
+           "the target as a bundle, or a pair's name; decoded here without drafting")  # fmt: skip
+    option(parser, "--server", "URL", str,
+           "the base URL of a server with OpenAI's chat completions, which answers")  # fmt: skip
     option(parser, "--model", "NAME", str, "with --server: its name for the model")
-    option(
-        parser, "--prompts", "FILE", Path, "a JSONL file: id, category, and prompt or messages", required=True
-    )
+    option(parser, "--prompts", "FILE", Path,
+           "a JSONL file: id, category, and prompt or messages", required=True)  # fmt: skip
     option(parser, "--out", "FILE", Path, "a JSONL file of answers; it is continued", required=True)
-    option(parser, "--max-tokens", "N", at_least(2), "limit of tokens per answer", 256)
-    option(parser, "--temperatures", "T,...", each(float), "temperatures; each prompt gets one", [0.0, 0.7])
-    option(parser, "--top-p", "P", float, "top-p if the temperature is not 0", 1.0)
-    option(parser, "--seed", "N", at_least(0), "seed of sampling", 0)
+    add_fields(parser, AnswerSampling)
     option(parser, "--concurrency", "N", at_least(1), "prompts answered at a time", 32)
     add_threads(parser)
 
@@ -126,10 +111,10 @@ def _regenerate(args: argparse.Namespace) -> int:
     from dflash_trt.building.sources import resolve
     from dflash_trt.prompts import read_prompts
     from dflash_trt.training.answers import read_answers, summary
-    from dflash_trt.training.regenerate import AnswerSampling, regenerate_with_bundle, regenerate_with_server
+    from dflash_trt.training.regenerate import regenerate_with_bundle, regenerate_with_server
 
     prompts = read_prompts(args.prompts, 0)
-    sampling = AnswerSampling(args.max_tokens, args.temperatures, args.top_p, args.seed)
+    sampling = AnswerSampling(**fields_of(args, AnswerSampling))
     target = None if args.target is None else resolve(args.target, "target").directory
     with progress_display() as display, ExitStack() as opened:
 
@@ -270,14 +255,8 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
     add_target(parser, "the model that the drafter is for")
-    option(
-        parser,
-        "--drafter",
-        "DIR",
-        Path,
-        "a drafter of `train drafter`, such as runs/mine/best",
-        required=True,
-    )
+    option(parser, "--drafter", "DIR", Path,
+           "a drafter of `train drafter`, such as runs/mine/best", required=True)  # fmt: skip
     parser.add_argument("--format", choices=["zlab", "speculators"], required=True,
                         help="zlab: what vLLM, SGLang and TensorRT-LLM read; speculators: what vLLM reads with a draft "
                         "vocabulary")  # fmt: skip

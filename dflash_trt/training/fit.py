@@ -37,8 +37,8 @@ from dflash_trt.prompts import Prompt, read_prompts
 from dflash_trt.training.answers import hold_out, read_answers, summary
 from dflash_trt.training.evaluation import ALL, average, measure, read_history
 from dflash_trt.training.own_prompts import script, write_own_prompts
-from dflash_trt.training.recipe import Design, Recipe
-from dflash_trt.training.regenerate import AnswerSampling, regenerate_with_bundle
+from dflash_trt.training.recipe import AnswerSampling, Design, Recipe
+from dflash_trt.training.regenerate import regenerate_with_bundle
 from dflash_trt.training.run import run
 
 _EPOCHS = 6  # of SpecForge's example for Qwen3-8B, and of the drafter of smollm2-135m

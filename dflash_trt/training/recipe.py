@@ -1,4 +1,4 @@
-"""How a drafter is trained: the recipe, and the drafter that training begins with. Options of `train drafter`."""
+"""How answers are made and a drafter is trained: options of `train`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,38 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from dflash_trt.checkpoint.draft_vocabulary import LEAST
 from dflash_trt.options import option
 
+if TYPE_CHECKING:
+    from dflash_trt.decoding.params import SamplingParams
+
 Kind = Literal["dflash", "dflash2"]
+
+
+@dataclass(frozen=True)
+class AnswerSampling:
+    """How answers are sampled. A prompt's id selects its temperature and its seed."""
+
+    max_tokens: int = option("limit of tokens per answer", "N", least=2, default=256)
+    temperatures: Sequence[float] = option("temperatures; each prompt gets one", "T,...", default=(0.0, 0.7))
+    top_p: float = option("top-p if the temperature is not 0", "P", default=1.0)
+    seed: int = option("seed of sampling", "N", least=0, default=0)
+
+    def of(self, prompt_id: str, room: int | None = None) -> SamplingParams:
+        """The parameters of a prompt's answer, which has `room` tokens at most."""
+        from dflash_trt.decoding.params import SamplingParams  # slow to import
+        from dflash_trt.training.answers import hashed
+
+        temperature = self.temperatures[hashed(prompt_id, "temperature") % len(self.temperatures)]
+        return SamplingParams(
+            max_tokens=self.max_tokens if room is None else min(self.max_tokens, room),
+            temperature=temperature,
+            top_p=self.top_p if temperature > 0 else 1.0,
+            seed=hashed(prompt_id, str(self.seed)),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,41 +9,20 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 from dflash_trt.async_llm import AsyncLLM
-from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.errors import CheckpointError, DFlashError, RequestError
 from dflash_trt.models.configs import read_target_config
 from dflash_trt.prompts import Prompt
 from dflash_trt.text.tokenizer import Tokenizer
-from dflash_trt.training.answers import Answer, AnswerFile, hashed
+from dflash_trt.training.answers import Answer, AnswerFile
+from dflash_trt.training.recipe import AnswerSampling
 
 # Finished answers, all answers, tokens and seconds of this run.
 Report = Callable[[int, int, int, float], None]
-
-
-@dataclass(frozen=True)
-class AnswerSampling:
-    """How answers are sampled. A prompt's id selects its temperature and its seed."""
-
-    max_tokens: int = 256
-    temperatures: Sequence[float] = (0.0, 0.7)
-    top_p: float = 1.0
-    seed: int = 0
-
-    def of(self, prompt_id: str, room: int | None = None) -> SamplingParams:
-        """The parameters of a prompt's answer, which has `room` tokens at most."""
-        temperature = self.temperatures[hashed(prompt_id, "temperature") % len(self.temperatures)]
-        return SamplingParams(
-            max_tokens=self.max_tokens if room is None else min(self.max_tokens, room),
-            temperature=temperature,
-            top_p=self.top_p if temperature > 0 else 1.0,
-            seed=hashed(prompt_id, str(self.seed)),
-        )
 
 
 def regenerate_with_bundle(

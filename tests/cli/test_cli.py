@@ -22,8 +22,11 @@ from dflash_trt.cli import COMMANDS, main, make_parser
 from dflash_trt.cli.output import print_table
 from dflash_trt.errors import RequestError
 from dflash_trt.logs import to_stderr
+from dflash_trt.options import options_of
 from dflash_trt.prompts import Prompt
+from dflash_trt.serving.openai.settings import Address, ServerSettings
 from dflash_trt.text.tokenizer import Tokenizer
+from dflash_trt.training.recipe import AnswerSampling, Design, Recipe
 from tests.cli.conftest import build_arguments
 from tests.doubles.commands import Command
 
@@ -286,3 +289,23 @@ def test_closed_pipe_is_quiet(bundle: Path) -> None:
     with os.fdopen(writer, "w") as closed:
         done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "settings", "needed"),
+    [
+        ("serve x", Address, {}), ("serve x", ServerSettings, {}),
+        ("train drafter --target x --data x --out x --steps 9", Design, {}),
+        ("train drafter --target x --data x --out x --steps 9", Recipe, {"steps": 9}),
+        ("train regenerate --target x --prompts x --out x", AnswerSampling, {}),
+    ],
+)  # fmt: skip
+def test_declared_options_have_the_defaults_of_their_fields(
+    words: str, settings: Any, needed: dict[str, int]
+) -> None:
+    args, expected = make_parser().parse_args(words.split()), settings(**needed)
+    declared = options_of(settings)
+    assert declared
+    assert {o.flag: getattr(args, o.name) for o in declared} == {
+        o.flag: getattr(expected, o.name) for o in declared
+    }

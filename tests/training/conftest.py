@@ -8,7 +8,8 @@ import pytest
 
 from dflash_trt.building.build import build
 from dflash_trt.prompts import read_prompts
-from dflash_trt.training.regenerate import AnswerSampling, regenerate_with_bundle
+from dflash_trt.training.recipe import AnswerSampling
+from dflash_trt.training.regenerate import regenerate_with_bundle
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,8 @@ from dflash_trt.errors import RequestError
 from dflash_trt.prompts import Prompt, read_prompts
 from dflash_trt.text.tokenizer import Tokenizer
 from dflash_trt.training.answers import read_answers, write_prompts
-from dflash_trt.training.regenerate import AnswerSampling, regenerate_with_bundle, regenerate_with_server
+from dflash_trt.training.recipe import AnswerSampling
+from dflash_trt.training.regenerate import regenerate_with_bundle, regenerate_with_server
 
 TARGET = SHIPPED / "tiny" / "target"
 ASKED = read_prompts(None, 10)
