@@ -16,11 +16,13 @@ from dflash_trt.checkpoint.roles import parameters_of, role_of
 from dflash_trt.checkpoint.rules import Quantization
 from dflash_trt.checkpoint.schema import DecoderConfig, DrafterConfig, TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline, TensorInfo
+from dflash_trt.errors import UsageError
 from dflash_trt.formats import FORMATS, MXFP4
 from dflash_trt.formats.base import FLOAT_DTYPES
 from dflash_trt.graph.onnxruntime import OnnxRuntime
 from dflash_trt.models.drafters import build_drafter
 from dflash_trt.models.drafters.kind import DrafterParts
+from dflash_trt.models.families import FAMILIES
 from dflash_trt.models.module import cache_scales
 from dflash_trt.models.target import build_target
 
@@ -185,17 +187,22 @@ def take_inventory(
     target: TargetConfig,
     drafter: DrafterConfig | None,
     checkpoints: Sequence[Checkpoint | Outline] | None = None,
-    *,
-    family: bool = True,
 ) -> Inventory:
     """List the tensors of the models. Without `checkpoints`, the configurations alone determine them.
 
-    Any linear layer, also of experts, may be stored in one of Model Optimizer's formats. family: whether the target's
-    family is read here; else its tensors are taken as its checkpoint has them.
+    Any linear layer, also of experts, may be stored in one of Model Optimizer's formats. The tensors of a family that
+    this package does not read are taken as the checkpoint has them.
 
     Raises:
         CheckpointError: a checkpoint lacks a tensor, has it in another form, or has an unused one.
+        UsageError: there is no checkpoint of a target of a family that is not read.
     """
+    family = target.architecture in FAMILIES
+    if not family and checkpoints is None:
+        raise UsageError(
+            f"{target.path.parent}: the sizes of a {target.architecture} are those of its weights; give a directory "
+            "that has them, and leave --weights none out"
+        )
     # The graphs determine names and shapes, and are discarded.
     folders = [config.path.parent for config in (target, drafter) if config]
     if checkpoints and target.moe is not None and target.moe.stacked:

@@ -24,7 +24,7 @@ from dflash_trt.errors import UsageError
 from dflash_trt.files.reading import read_config
 from dflash_trt.models.inventory import Inventory, take_inventory
 from dflash_trt.trtllm.configuration import CONTAINER, ENGINE, Configuration, configure, describe
-from dflash_trt.trtllm.targets import TARGETS, target_quantization
+from dflash_trt.trtllm.targets import target_quantization
 from dflash_trt.version import __version__
 
 _SCRIPTS = Path(__file__).with_name("scripts")
@@ -95,16 +95,11 @@ def configuration_job(
 def _inventory(pair: CheckpointPair) -> Inventory:
     """The tensors of the models. Outlines learn their tensors from it."""
     configs = pair.target.config, pair.draft_config
-    known = pair.target.config.architecture not in TARGETS
     checkpoints = [side.checkpoint for side in pair.sides.values()]
     read = [each for each in checkpoints if isinstance(each, Checkpoint)]
     if len(read) == len(checkpoints):
         # TensorRT-LLM's loader ignores unknown tensors and does not notice missing ones.
-        return take_inventory(*configs, read, family=known)
-    if not known:
-        raise UsageError(
-            f"--weights none: the sizes of a {pair.target.config.architecture} are those of its files; leave it out"
-        )
+        return take_inventory(*configs, read)
     inventory = take_inventory(*configs)
     for side, outline in zip(pair.sides, checkpoints, strict=True):
         assert isinstance(outline, Outline)

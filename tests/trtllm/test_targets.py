@@ -14,6 +14,7 @@ import yaml
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.cli import main
 from dflash_trt.errors import BuildError, CheckpointError, DFlashError
 from dflash_trt.reports.inspection import inspect
 from dflash_trt.trtllm.options import TensorRTLLMOptions
@@ -121,6 +122,28 @@ def test_what_can_be_checked_is(pair: Path) -> None:
     write_json(drafter / "config.json", config)
     with pytest.raises(DFlashError, match=f"mask_token_id is {VOCAB}"):
         built(pair)
+
+
+def test_plan_reads_them_as_a_build_does(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "plan",
+        "--engine",
+        "tensorrt-llm",
+        "--gpu",
+        "b200",
+        "--max-batch-size",
+        "1",
+        "--max-seq-len",
+        "256",
+    ]
+    assert main([*words, "--target", str(pair / "target"), "--drafter", str(pair / "drafter"), "--json"]) == 0
+    memory = built(pair).manifest["tensorrt_llm"]["memory"]
+    assert json.loads(capsys.readouterr().out)["weights"] == memory["weights"]
+    for file in (pair / "target").glob("*.safetensors*"):
+        file.unlink()
+    with pytest.raises(SystemExit):
+        main([*words, "--target", str(pair / "target"), "--drafter", str(pair / "drafter")])
+    assert "give a directory that has them" in capsys.readouterr().err
 
 
 def test_other_engines_and_builds_without_weights_refuse_them(pair: Path) -> None:
