@@ -139,10 +139,7 @@ def test_only_the_beginning_of_a_text_of_too_many_tokens_is_tokenized(llm: LLM) 
     most = 300
     text = "a b " * (llm.tokenizer.most_bytes(most) // 4)
     assert len(text) > 30 * most
-    with (
-        watched(llm) as tokenizer,
-        pytest.raises(RequestError, match="its beginning alone has over 300 tokens"),
-    ):
+    with watched(llm) as tokenizer, pytest.raises(RequestError, match="over 300 tokens"):
         llm.tokenizer.encode(text, max_tokens=most)
     assert sum(map(len, tokenizer.encoded)) < 20 * most
 
@@ -187,16 +184,14 @@ def test_no_memory_for_a_prompt_is_an_error_of_the_request(llm: LLM) -> None:
 
 @pytest.mark.parametrize("number", [10**9, 10**18, 10**30])
 def test_no_memory_for_the_caches_is_said_with_what_to_lower(bundle: Path, number: int) -> None:
-    with pytest.raises(
-        DFlashError, match=f"no memory for a cache of {number} sequences.*lower max_batch_size"
-    ):
+    with pytest.raises(DFlashError, match=f"{number} sequences.*lower max_batch_size"):
         LLM(bundle, threads=1, max_batch_size=number)
 
 
 @pytest.mark.parametrize("name", ["max_batch_size", "prefill_chunk", "prefix_cache_bytes"])
 @pytest.mark.parametrize("value", [True, 1.5, "8", -1])
 def test_the_limits_of_an_engine_are_integers(bundle: Path, name: str, value: Any) -> None:
-    with pytest.raises(DFlashError, match=f"{name} is {value!r}, expected an integer"):
+    with pytest.raises(DFlashError, match=f"{name} is {value!r}"):
         LLM(bundle, threads=1, **{name: value})
 
 

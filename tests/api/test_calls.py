@@ -83,7 +83,7 @@ def test_the_context_may_be_filled_to_the_last_token(oracle, sampling) -> None:
 
 
 def test_what_does_not_fit_the_context_is_refused(lucky: Pair) -> None:
-    with pytest.raises(RequestError, match=r"prompt has 100 tokens .* max_tokens is 61.* holds 160"):
+    with pytest.raises(RequestError, match=r"100 tokens .* max_tokens is 61.*160"):
         lucky.llm.generate(lucky.prompt(100), SamplingParams(max_tokens=61))
     with pytest.raises(RequestError, match=r"161 tokens.*160"):
         lucky.llm.generate(lucky.prompt(161), SamplingParams(max_tokens=1))
@@ -203,7 +203,7 @@ def test_the_tools_of_a_chat_are_in_its_prompt_as_transformers_puts_them_there(o
     assert llm.tokenizer.decode(prompt) == "Hi weather"
     assert llm.tokenizer.decode(llm.chat_prompt(messages)) == "Hi"
     for wrong in ("weather", ["weather"]):
-        with pytest.raises(RequestError, match=r"tools is .*weather.*, expected a list of objects"):
+        with pytest.raises(RequestError, match=r"tools is .*weather"):
             llm.chat(messages, tools=wrong)
     with pytest.raises(RequestError, match="tools are given twice"):
         llm.chat_prompt(messages, {"tools": tools}, tools)

@@ -51,9 +51,7 @@ def test_a_pair_is_built_at_first_use_and_found_afterwards(cache, capsys) -> Non
 def test_nothing_is_built_for_an_engine_without_its_packages(cache, capsys, monkeypatch) -> None:
     """A large pair would be downloaded first."""
     monkeypatch.setattr(Engine, "lacking", lambda self: list(self.needed))
-    with pytest.raises(
-        BundleError, match=r"^tiny: --engine torch needs torch, not installed here: pip install"
-    ):
+    with pytest.raises(BundleError, match=r"--engine torch .*pip install"):
         LLM("tiny", engine="torch")
     assert "building" not in capsys.readouterr().err
     assert not [*cache.glob("bundles/tiny-torch*")]

@@ -44,7 +44,7 @@ def pair(tmp_path: Path) -> Path:
 def test_an_edited_manifest_is_noticed_at_every_check(bundle: Path, field: str, value: object) -> None:
     (bundle / MANIFEST).write_text(json.dumps(manifest_of(bundle) | {field: value}))
     for check in ("size", "full"):
-        with pytest.raises(BundleError, match=r"manifest_sha256 .* was changed after the build"):
+        with pytest.raises(BundleError, match="manifest_sha256"):
             Bundle.open(bundle, check)
 
 
@@ -79,14 +79,14 @@ def test_a_bundle_for_tensorrt_llm_has_no_files_beside_the_manifests(pair: Path)
     """TensorRT-LLM reads every file in the directories of target and drafter."""
     out = build_pair(pair, pair / "b", engine="tensorrt-llm", options=TensorRTLLMOptions(gpu="b200")).path
     (out / "target" / "modeling.py").write_text("import os")
-    with pytest.raises(BundleError, match=r"modeling\.py: the manifest does not list this file"):
+    with pytest.raises(BundleError, match=r"modeling\.py"):
         Bundle.open(out)
 
 
 def test_a_listed_file_that_is_a_link_out_of_the_bundle_is_refused(bundle: Path, tmp_path: Path) -> None:
     (bundle / WEIGHTS).rename(tmp_path / "elsewhere")
     (bundle / WEIGHTS).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(BundleError, match=r"model\.safetensors: is a symbolic link to .*elsewhere, outside"):
+    with pytest.raises(BundleError, match=r"model\.safetensors: .*link to .*elsewhere"):
         Bundle.open(bundle)
 
 
@@ -187,9 +187,7 @@ def test_a_file_system_without_links_gets_copies(pair: Path, monkeypatch: pytest
 def test_copies_that_do_not_fit_on_the_disk_are_not_begun(pair, monkeypatch) -> None:
     usage = shutil.disk_usage(pair)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(
-        BuildError, match=r"bytes for copies, but its file system has 1000 free.*--weights link"
-    ):
+    with pytest.raises(BuildError, match=r"1000 free.*--weights link"):
         build_pair(pair, pair / "bundle")
     assert not [p for p in pair.rglob("*.safetensors") if ".bundle.dflash-trt-work" in str(p)]
 

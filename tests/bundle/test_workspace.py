@@ -54,9 +54,7 @@ def test_a_directory_that_is_no_bundle_of_this_version_is_never_replaced(
     (bundle / MANIFEST).write_text(FOREIGN[what](manifest_of(bundle)))
     (bundle / "thesis.tex").write_text("five years")
     before = contents(bundle)
-    with pytest.raises(
-        BuildError, match=r"is not a bundle that this version can replace .*remove it yourself"
-    ):
+    with pytest.raises(BuildError, match="this version can replace"):
         build_pair(checkpoints, bundle, force=force)
     assert contents(bundle) == before
     assert leftovers(bundle) == []

@@ -179,9 +179,7 @@ def test_only_files_of_bounded_size_and_strict_json_are_read(tmp_path: Path) -> 
 def test_a_configuration_may_have_nan_and_infinities(tmp_path: Path) -> None:
     """Python's json writes NaN and infinities, as the time steps of Nemotron's layers have."""
     config(tmp_path, architectures=["NemotronHForCausalLM"], time_step_limit=[0.0, math.inf])
-    with pytest.raises(
-        CheckpointError, match=r"architectures is \['NemotronHForCausalLM'\], supported as a target"
-    ):
+    with pytest.raises(CheckpointError, match=r"architectures is .*NemotronH"):
         read_target_config(tmp_path)
     for value in (math.nan, math.inf, -math.inf):
         config(tmp_path, time_step_limit=[value])
@@ -189,7 +187,7 @@ def test_a_configuration_may_have_nan_and_infinities(tmp_path: Path) -> None:
         config(tmp_path, rms_norm_eps=value)
         with pytest.raises(CheckpointError, match=f"rms_norm_eps is {json.dumps(value)}, expected a number"):
             read_target_config(tmp_path)
-        with pytest.raises(CheckpointError, match=r"config.json: .*is not JSON; JSON numbers are finite"):
+        with pytest.raises(CheckpointError, match=r"config.json: .*finite"):
             read_object(tmp_path / "config.json")
         (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": value, "top_p": 0.5}))
         assert _defaults(tmp_path / "generation_config.json") == {"temperature": 1.0, "top_p": 0.5}
@@ -271,7 +269,7 @@ def test_prompt_files_are_read_as_strictly(tmp_path: Path) -> None:
             read_prompts(file, 0)
     file.unlink()
     os.mkfifo(file)
-    with pytest.raises(RequestError, match="is a pipe or a device, expected a regular file"):
+    with pytest.raises(RequestError, match="pipe"):
         read_prompts(file, 0)
 
 
@@ -287,9 +285,7 @@ def test_prompt_files_are_read_as_strictly(tmp_path: Path) -> None:
 )
 def test_numbers_of_rope_are_those_that_float32_computes_with(tmp_path, changes) -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-    with pytest.raises(
-        CheckpointError, match=r"rope_scaling\.\w+ is .*, expected a magnitude from 1e-30 to 1e\+12"
-    ):
+    with pytest.raises(CheckpointError, match=r"rope_scaling\.\w+ is .* 1e-30 to 1e\+12"):
         read_target_config(config(tmp_path, rope_scaling=yarn | changes))
     scaled = read_target_config(config(tmp_path, rope_scaling=yarn | {"beta_fast": 1e12, "beta_slow": 1e-30}))
     frequencies, factor = inverse_frequencies(scaled.rope, 128, 40960)

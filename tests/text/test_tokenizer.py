@@ -313,9 +313,7 @@ PANICS: list[dict[str, Any]] = [
 def test_a_tokenizer_that_panics_is_found_at_build_time(directory: Path, change: dict[str, Any]) -> None:
     path = directory / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(
-        CheckpointError, match=r"tokenizer\.json: (not a readable tokenizer|the tokenizer does not work): "
-    ):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: "):
         Tokenizer(directory).check()
     (directory / "config.json").write_text('{"vocab_size": 400}')
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):

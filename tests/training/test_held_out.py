@@ -86,9 +86,9 @@ def test_prompts_of_a_file_are_left_out_of_the_answers(tmp_path: Path) -> None:
     rest, held = hold_out(made, file, DATA)
     assert texts(made) - texts(rest) == {'"question 3"'}
     assert [prompt.id for prompt in held] == ["mine", "other"]
-    with pytest.raises(RequestError, match=r"answer 7 has neither messages nor prompt, .*--held-out"):
+    with pytest.raises(RequestError, match=r"answer 7 .*--held-out"):
         hold_out([replace(made[7], content=None)], None, DATA)
-    with pytest.raises(RequestError, match=r"has 1 answers, too few .*--held-out"):
+    with pytest.raises(RequestError, match=r"1 answers.*--held-out"):
         hold_out(made[1:2], None, DATA)
 
 

@@ -244,7 +244,7 @@ def test_a_new_drafter_for_another_block_begins_with_the_weights_it_is_given(ans
 def test_answers_of_another_target_and_drafters_of_another_size_are_refused(answers, tmp_path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text('{"id":"far","prompt_ids":[1],"answer_ids":[2,90000]}\n', encoding="utf-8")
-    with pytest.raises(DFlashError, match="answer far has token 90000, but the target embeds 2048"):
+    with pytest.raises(DFlashError, match=r"answer far has token 90000.* 2048"):
         run(TARGET, "tiny", data, tmp_path / "run", Design(), SMALL)
     other = tmp_path / "other"
     shutil.copytree(DRAFTER, other)

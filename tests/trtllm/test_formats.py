@@ -72,15 +72,15 @@ def test_formats_by_gpu(pairs, name, runs, refused) -> None:
         choices = configured((inventory, quantization), gpu, length=512).choices
         assert next(choice.value for choice in choices if choice.name == "format") == name
     for gpu in refused:
-        with pytest.raises(BuildError, match=f"the target is in {name}, which TensorRT-LLM runs on SM.*give"):
+        with pytest.raises(BuildError, match=f"{name}, .*SM"):
             configured((inventory, quantization), gpu, length=512)
-    with pytest.raises(BuildError, match=f"gpt-oss in {name}, .* MXFP4 only"):
+    with pytest.raises(BuildError, match=f"{name}, .* MXFP4"):
         configured((pairs["gpt-oss-20b"][0], quantization), "b200")
 
 
 def test_experts_in_blocks_are_divided_into_whole_blocks(pairs: dict[str, Pair]) -> None:
     blocks = pairs["qwen3.6-35b-a3b"][0], TargetQuantization(frozenset({"fp8-blocks"}))
-    with pytest.raises(BuildError, match=r"a GPU has 64 rows of each expert, .* multiple of 128; raise --ep"):
+    with pytest.raises(BuildError, match=r"64 rows .* 128; raise --ep"):
         configured(blocks, tensor_parallel=8)
     configured(blocks, tensor_parallel=8, expert_parallel=2)
 

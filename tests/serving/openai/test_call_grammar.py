@@ -186,8 +186,9 @@ def test_a_required_call_is_written_as_the_template_writes_it(tiny: Path, name: 
         assert not fits(asked, wrong), wrong
     tools, other = [tool(FORMED), tool({}, "other")], {"type": "function", "function": {"name": "other"}}
     assert not fits(chat_of(model, tools=tools, tool_choice=other), text)
-    if name in ("gpt-oss", "mistral"):
-        assert fits(chat_of(model, tools=tools, tool_choice="required"), text * 2) == (name == "mistral")
+    if name in ("gpt-oss", "mistral"):  # the end of a message of gpt-oss ends its answer
+        twice = text + text.removeprefix("<|channel|>")
+        assert fits(chat_of(model, tools=tools, tool_choice="required"), twice) == (name == "mistral")
     either = chat_of(model, tools=tools, response_format={"type": "json_object"})
     answers = (text, CONTENT.get(name, "") + '{"x": 1}', CONTENT.get(name, "") + "hi")
     assert [fits(either, answer) for answer in answers] == [True, True, False]

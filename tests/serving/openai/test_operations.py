@@ -22,6 +22,7 @@ from dflash_trt.cli import main
 from dflash_trt.serving.openai import engine as engines
 from dflash_trt.serving.openai.engine import EngineDownError, EngineProcess
 from dflash_trt.serving.wire import EngineRequest, Update, refusal
+from tests.api.loops import until
 from tests.serving.openai.conftest import COMPLETIONS, LONG, Server, Streaming, waiting_behind
 
 SHORT = {"prompt": "x = [", "max_tokens": 3}
@@ -47,12 +48,6 @@ async def last(engine: EngineProcess, prompt: Sequence[int] = (5, 6), **changes:
     """The last update of a request."""
     *_, (_, update) = [given async for given in engine.updates({**MESSAGE, **changes}, [list(prompt)])]
     return update
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(120):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 def test_an_engine_that_hangs_is_replaced_and_its_requests_get_their_deadline(tiny, monkeypatch) -> None:
