@@ -231,14 +231,21 @@ def test_a_loop_that_was_closed_leaves_no_request_behind(bundle, alone, tokens) 
         if scheduler.idle:
             posted.set()
 
+    start, go_on = llm.runtime.pair.start, threading.Event()
+    llm.runtime.pair.start = lambda *feeds: start(*feeds) if go_on.wait(60) else None
     loop.call_soon_threadsafe = posting
     loop.run_until_complete(anext(stream))
-    assert tokens == 200 or posted.wait(60)
+    if tokens == 20:
+        go_on.set()
+        assert posted.wait(60)
     loop.close()
+    go_on.set()
 
     async def main() -> None:
         await until(lambda: llm.in_flight == 0)
         assert (await llm.generate(*ASKED[0])).token_ids == alone[0].token_ids
+        ends = Exposition(llm.metrics.prometheus()).samples["request_success_total"]
+        assert ends["cancelled"] == (tokens == 200)
         await llm.close()
 
     asyncio.run(main())
