@@ -9,7 +9,7 @@ from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
-from dflash_plugins import compiled
+from dflash_plugins import compiler
 
 from dflash_trt import hardware
 from dflash_trt.engines.registry import DEFAULT, availability, engines, find
@@ -59,8 +59,8 @@ def kernels() -> dict[str, Any]:
     triton = versions_of(["triton"])["triton"]
     return {
         "triton": triton,
-        "tested": triton is not None and compiled.tested(triton),
-        "problem": compiled.trial(),
+        "tested": triton is not None and compiler.tested(triton),
+        "problem": compiler.trial(),
     }
 
 

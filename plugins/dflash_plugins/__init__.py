@@ -1,8 +1,8 @@
-"""Kernels in the Triton language, their launches, and their registration with TensorRT.
+"""Kernels in the Triton language, their launches, and their plugins for TensorRT.
 
 `kernels/` holds only the kernels: nothing of PyTorch, TensorRT or a server. `kernel_specs.py` gives the sizes that each
-is compiled for. `compiler.py` compiles them to PTX without a GPU, and `compiled.py` keeps them in a bundle.
-`launch.py`, `layers.py` and `packed.py` launch them on torch tensors, through `driver.py` where Triton may be missing.
-`dialect.py` writes graphs with the plugins of `plugin_table.py`, which `registration.py` and `rtx.py` register.
+is compiled for, and `kernel_table.py` describes those that torch and plans both launch. `compiler.py` compiles them to
+PTX without a GPU; `compiled.py` keeps them in a bundle and launches them through the driver. `launch.py`, `layers.py`
+and `packed.py` launch them on torch tensors. `dialect.py` writes graphs that call the plugins of `plugins.py`.
 Importing this package imports none of triton, torch and tensorrt.
 """

@@ -1,4 +1,6 @@
-"""Ahead-of-time compilation of kernels to PTX, without a GPU. Results are cached by a digest of their inputs."""
+"""Ahead-of-time compilation of kernels to PTX, without a GPU. Results are cached by a digest of their inputs. Triton is
+imported when a kernel is compiled, and may be missing until then.
+"""
 
 from __future__ import annotations
 
@@ -10,28 +12,66 @@ import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import triton
-from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
-from triton.compiler import ASTSource
-
 from dflash_plugins.compiled import Compiled, from_json
-from dflash_plugins.kernel_specs import PTX_VERSION, ROUND_TARGET, TARGETS, Use
+from dflash_plugins.kernel_specs import PTX_VERSION, ROUND_TARGET, SHARED_BYTES, TARGETS, Use, fill_tokens
 from dflash_trt.errors import BuildError
 from dflash_trt.files.disk import cache_folder
 from dflash_trt.logs import warn_once
 
 _log = logging.getLogger(__name__)
+TESTED = (3, 6), (3, 10)  # versions of Triton: from the first on, before the second
 # Triton adds two undeclared pointers to the end of an entry: scratch memory of the program and of its profiler.
 _HIDDEN_PARAMETERS = 2
 _RECORD = 2  # increment when the fields of Compiled change
+
+
+def no_compiler() -> str | None:
+    """Why no kernel can be compiled here: Triton is missing or broken. None if it can be imported."""
+    try:
+        for name in ("triton", "triton.compiler", "triton.backends.nvidia.compiler"):
+            importlib.import_module(name)
+    except Exception as error:  # a library that it loads may be missing
+        return f"Triton, the compiler of kernels, cannot be imported: {type(error).__name__}: {error}"
+    return None
+
+
+def tested(version: str) -> bool:
+    """Whether the tests of this package cover a version of Triton."""
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+    return TESTED[0] <= numbers < TESTED[1]
+
+
+def trial() -> str | None:
+    """Why a small kernel cannot be compiled here. None if it can. Leaves no files."""
+    if reason := no_compiler():
+        return reason
+    try:
+        _checked(fill_tokens(1), ROUND_TARGET)
+    except BuildError as error:
+        return str(error)
+    return None
+
+
+def compile_round(wanted: Sequence[Use]) -> dict[str, Compiled]:
+    """The kernels by the digests of their uses, for any GPU. Raises BuildError if one cannot be made, or does not fit a
+    launch.
+    """
+    if reason := no_compiler():
+        raise BuildError(reason)
+    made = {use.digest: compile_kernel(use, ROUND_TARGET) for use in wanted}
+    if wrong := [kernel for kernel in made.values() if not kernel.fits]:
+        raise BuildError(
+            f"{wrong[0].name} writes nothing, spills registers or takes more than {SHARED_BYTES} bytes of shared "
+            "memory; install another version of Triton"
+        )
+    return made
 
 
 def compile_kernel(use: Use, capability: int) -> Compiled:
@@ -43,6 +83,8 @@ def compile_kernel(use: Use, capability: int) -> Compiled:
     Raises BuildError if the target is another one, if Triton fails, or if the kernel needs scratch memory, which a
     TensorRT plugin lacks.
     """
+    import triton
+
     if capability not in (ROUND_TARGET, *TARGETS):
         raise BuildError(
             f"plugins are compiled for sm_{', sm_'.join(map(str, TARGETS))}, not sm_{capability}"
@@ -67,11 +109,6 @@ def compile_kernel(use: Use, capability: int) -> Compiled:
     return compiled
 
 
-def try_one(use: Use) -> None:
-    """Compile a kernel between passes, and keep nothing of it. Raises BuildError."""
-    _checked(use, ROUND_TARGET)
-
-
 def architecture(capability: int) -> str:
     """The assembler's name of a target. From sm_90 on, "a" adds instructions that no other target has."""
     return f"sm_{capability}{'a' if capability >= 90 else ''}"
@@ -92,6 +129,8 @@ def source_digest() -> str:
 
 def resources(ptx: str, capability: int) -> tuple[int, int]:
     """Registers of a thread and bytes that it spills, from assembling the PTX with Triton's own ptxas."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
@@ -114,6 +153,9 @@ def _cache() -> Path:
 
 
 def _checked(use: Use, capability: int) -> Compiled:
+    import triton
+    from triton import knobs
+
     try:
         with tempfile.TemporaryDirectory() as folder, knobs.cache.scope():
             knobs.cache.dir = folder  # Triton's own cache would hold everything a second time
@@ -126,6 +168,10 @@ def _checked(use: Use, capability: int) -> Compiled:
 
 
 def _compile(use: Use, capability: int) -> Compiled:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
     kernel = getattr(importlib.import_module(f"{__package__}.kernels.{use.module}"), use.function)
     if not isinstance(kernel, triton.JITFunction):
         raise BuildError("TRITON_INTERPRET is set, so kernels are interpreted in this process; unset it")

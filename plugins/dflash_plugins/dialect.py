@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from dflash_plugins.plugin_table import NAMESPACE, versioned
+from dflash_plugins.plugins import NAMESPACE, versioned
 from dflash_trt.checkpoint.schema import LayerDeltaNet
 from dflash_trt.graph.builder import DFLASH_DOMAIN, DFLASH_VERSION, FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.delta_net import DeltaInputs
@@ -21,8 +21,8 @@ from dflash_trt.graph.tensorrt import TensorRT
 
 
 class TensorRTLayerPlugins(TensorRT):
-    """Plugins for MXFP4 experts and Gated DeltaNet only, as TensorRT-RTX takes them (rtx.py). `dtype` must be BF16 or
-    FP16.
+    """Plugins for MXFP4 experts and Gated DeltaNet alone, which no operators of TensorRT-RTX fit. `dtype` must be BF16
+    or FP16.
     """
 
     name = "tensorrt-layer-plugins"
@@ -47,12 +47,8 @@ class TensorRTLayerPlugins(TensorRT):
         for name in ("gate_up", "down"):
             blocks = g.input(name, ir.DataType.INT8, ["E", "O", "G", 16])
             scales = g.input(f"{name}_scales", ir.DataType.INT8, ["E", "O", "G"])
-            if biased:
-                bias = g.input(f"{name}_bias", self.dtype, ["E", "O"])
-            else:
-                zero = g.constant([0], self.dtype.numpy())
-                bias = g.op("Expand", zero, g.op("Shape", blocks, name="shape", end=2), name="no_bias")
-            weights[name] = blocks, scales, bias
+            bias = [g.input(f"{name}_bias", self.dtype, ["E", "O"])] if biased else []
+            weights[name] = blocks, scales, *bias
         k: dict[str, Any] = {"k": _attribute("k", ir.AttributeType.INT)}
         activation: dict[str, Any] = {
             name: _attribute(name, ir.AttributeType.FLOAT) for name in ("alpha", "beta", "limit")
@@ -100,15 +96,8 @@ class TensorRTPlugins(TensorRTLayerPlugins):
         sinks = [g.input("sinks", self.dtype, ["H"])] if kind.sinks else []
         k, v = self._written(g, a.caches, (a.k, a.v), a.start)
         tree = [a.start, *a.visible] if kind.trees else []
-        parts = _plugin(
-            g,
-            "AttendTree" if kind.trees else "Attend",
-            *(q, k, v, *a.ranges, *tree),
-            outputs=3,
-            group=kind.group,
-        )
-        merge = "MergeSinkAttention" if kind.sinks else "MergeAttention"
-        (y,) = _plugin(g, merge, *parts, a.q, k, *sinks, group=kind.group, heads=kind.heads)
+        parts = _plugin(g, "Attend", *(q, k, v, *a.ranges, *tree), outputs=3, group=kind.group)
+        (y,) = _plugin(g, "MergeAttention", *parts, a.q, k, *sinks, group=kind.group, heads=kind.heads)
         a.output(y, k, v)
         return g.function()
 
@@ -116,7 +105,7 @@ class TensorRTPlugins(TensorRTLayerPlugins):
         """One node for all taps."""
         g = self._builder("HiddenStateTap")
         hidden = [g.input(f"h_{i}", self.dtype, ["rows", "D"]) for i in range(taps)]
-        (features,) = _plugin(g, f"HiddenStateTap{taps}", *hidden)
+        (features,) = _plugin(g, "HiddenStateTap", *hidden, n=taps)
         g.output(features, "features", self.dtype, ["rows", "nD"])
         return g.function()
 
@@ -156,6 +145,6 @@ def _plugin(
         name=name,
         domain=DFLASH_DOMAIN,
         plugin_namespace=NAMESPACE,
-        plugin_version="1",  # the version of every quickly deployable plugin
+        plugin_version="1",
         **attributes,
     )

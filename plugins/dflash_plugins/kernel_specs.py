@@ -1,17 +1,15 @@
 """The compilation of each kernel for given sizes: argument types, constants, warps.
 
-The launches in launch.py and layers.py and the plugins in plugin_table.py both use these. So an engine contains the
-kernels that the tests run. Type names are Triton's. Nothing here imports triton.
+Calls and plans both launch these (kernel_table.py), so a plan contains the kernels that the tests run. Type names are
+Triton's. Nothing here imports triton.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import cache, cached_property, reduce
-from operator import add
+from functools import cache, cached_property
 from typing import Any
 
 # The lowest version of PTX that has all instructions, which drivers from CUDA 12.8 on read.
@@ -88,9 +86,19 @@ BLOCK_K = 128
 DOWN_PARTS = 2  # of the inputs of `down`, each for a program of its own
 
 
-def in_blocks(columns: int) -> int:
+def ceil_div(a: Any, b: int) -> Any:
+    """a / b, rounded up, of a number or a symbol."""
+    return (a + (b - 1)) // b
+
+
+def least(a: Any, b: int) -> Any:
+    """The smaller of a number or a symbol and a number."""
+    return min(a, b) if isinstance(a, int) else a.minimum(b)
+
+
+def in_blocks(columns: Any) -> Any:
     """Columns in whole blocks."""
-    return -(-columns // BLOCK_K) * BLOCK_K
+    return ceil_div(columns, BLOCK_K) * BLOCK_K
 
 
 def typed(**names: str) -> Types:
@@ -320,51 +328,48 @@ ATTENTION_KEPT = 1 << 26
 
 @dataclass(frozen=True)
 class AttentionSplits:
-    """Who adds the parts of a cache. Numbers may be TensorRT's symbols, with the operations on them.
+    """Who adds the parts of a cache. For `kept`, `batch` and `rows` may be symbols (`kernel_table.Kernel`).
 
     rows: of one key head, in all.
     """
 
     batch: Any
-    kv_heads: Any
+    kv_heads: int
     rows: Any
-    capacity: Any
-    head_dim: Any
-    ceil_div: Callable[[Any, Any], Any] = lambda a, b: -(-a // b)
-    minimum: Callable[[Any, Any], Any] = min
+    capacity: int
+    head_dim: int
 
     @property
     def _programs(self) -> Any:
         """Those over all parts, one for each ATTENTION_ROWS rows."""
-        return self.ceil_div(self.rows, ATTENTION_ROWS) * self.batch * self.kv_heads
+        return ceil_div(self.rows, ATTENTION_ROWS) * self.batch * self.kv_heads
 
     @property
-    def _most(self) -> Any:
+    def _most(self) -> int:
         """The most programs whose results may be kept."""
-        return self.ceil_div(ATTENTION_KEPT // ATTENTION_ROWS, self.head_dim)
+        return int(ceil_div(ATTENTION_KEPT // ATTENTION_ROWS, self.head_dim))
 
     @property
-    def parts(self) -> Any:
+    def parts(self) -> int:
         """Those of the whole cache."""
-        begin, found = 0, list[Any]()
+        begin, found = 0, 0
         for size in (ATTENTION_PART << i for i in range(ATTENTION_PARTS // ATTENTION_ALIKE)):
-            left = self.ceil_div(self.capacity - self.minimum(self.capacity, begin), size)
-            found.append(self.minimum(left, ATTENTION_ALIKE))
+            left = ceil_div(max(self.capacity - begin, 0), size)
+            found += min(left, ATTENTION_ALIKE)
             begin += ATTENTION_ALIKE * size
-        return reduce(add, found)
+        return found
 
     @property
-    def splits(self) -> Any:
+    def splits(self) -> int:
         """As many as parts if each has a program of its own, else 1."""
-        few = self.minimum(self.ceil_div(ATTENTION_PROGRAMS + 1, self._programs) - 1, 1)
-        small = self.minimum(self.ceil_div(self._most + 1, self._programs * self.parts) - 1, 1)
-        return few * small * (self.parts - 1) + 1
+        few = self._programs <= ATTENTION_PROGRAMS and self._programs * self.parts <= self._most
+        return self.parts if few else 1
 
     @property
     def kept(self) -> Any:
         """Rows of results for `merge`, for any number of sequences and rows up to these."""
-        apart = self.minimum(self._programs, ATTENTION_PROGRAMS) * self.parts
-        return (self.minimum(apart, self._most) + self._programs) * ATTENTION_ROWS
+        apart = least(self._programs, ATTENTION_PROGRAMS) * self.parts
+        return (least(apart, self._most) + self._programs) * ATTENTION_ROWS
 
 
 def attention_bytes(batch: int, kv_heads: int, rows: int, head_dim: int, capacity: int) -> int:

@@ -1,6 +1,6 @@
-"""Launch the kernels between the passes of a round on contiguous torch tensors; layers.py has those of layers.
+"""Launch kernels on contiguous torch tensors, here those between the passes of a round; layers.py has those of layers.
 
-`run` says how: `driver.Kernels` launches what was compiled before, and needs no Triton. `by_triton` compiles, or
+`run` says how: `compiled.Kernels` launches what was compiled before, and needs no Triton. `by_triton` compiles, or
 interprets on CPU tensors; set TRITON_INTERPRET=1 before anything imports triton. Launches go to torch's current stream.
 They allocate their outputs unless these are given.
 """
@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from dflash_plugins import kernel_specs as uses
+from dflash_plugins.kernel_table import ACCEPT_BLOCK, SAMPLE_SELECT, SAMPLE_TILES, Kernel
 from dflash_trt.decoding.params import SamplingParams
 
 TYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
+TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()} | {"i32": torch.int32, "i64": torch.int64}
 
 # Called with a kernel's use, its grid, and its arguments by name. Those that a kernel goes without are None.
 Run = Callable[..., None]
@@ -31,6 +32,46 @@ def by_triton(use: uses.Use, grid: tuple[int, ...], **arguments: Any) -> None:
     module = importlib.import_module(f"dflash_plugins.kernels.{use.module}")
     given = {name: value for name, value in arguments.items() if value is not None}
     getattr(module, use.function)[grid](**given, **use.launch)
+
+
+def call(
+    run: Run,
+    kernel: Kernel,
+    *inputs: Tensor | None,
+    tile: Any = None,
+    memory: Mapping[str, Tensor] | None = None,
+    **attributes: Any,
+) -> dict[str, Tensor]:
+    """Launch a kernel of kernel_table.py on its inputs, in their order, and return its outputs by name.
+
+    tile: the first one by default. memory: outputs that are written there. Raises BuildError for more than the kernel
+    takes.
+    """
+    named = dict(zip(kernel.inputs, inputs, strict=False))
+    s, a = kernel.sizes([None if x is None else x.shape for x in inputs]), kernel.given(attributes)
+    kernel.check(s)
+    like, tile = named.get(kernel.like), tile or kernel.tiles(s)[0]
+    dtype = "" if like is None else TYPE_NAMES[like.dtype]
+    made = _outputs(kernel, s, a, dtype, next(x.device for x in inputs if x is not None), memory or {})
+    integers = kernel.integers(s, a)
+    run(kernel.use(s, a, dtype, tile), kernel.grid(s, a, tile), **named, **integers, **made)
+    return made
+
+
+def _outputs(
+    kernel: Kernel,
+    s: Any,
+    a: Any,
+    dtype: str,
+    device: torch.device | str,
+    memory: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    return {
+        name: memory[name]
+        if name in memory
+        else torch.empty(shape, dtype=TYPES[kind or dtype], device=device)
+        for name, (shape, kind) in kernel.outputs(s, a).items()
+    }
 
 
 # The sampling parameters of a request: the kernels take one tensor each, with an entry for each request.
@@ -73,31 +114,18 @@ def sample_rows(
     without a finite one, gets the token -1 and a NaN. memory: of `sampling_memory`; the results are its own then, with
     room for more rows.
     """
-    batch, rows, vocab = logits.shape
-    memory = memory or sampling_memory((batch, rows), vocab, logits.device)
-    given: dict[str, Any] = {name: params[name] for name in ("temperature", "top_p", "seed")}
-    given |= {"logits": logits, "position": positions, "rows_per_sequence": rows}
-    given |= {
-        name: memory[name] for name in ("group_max", "group_noise", "tile_max", "tile_sum", "tile_weight")
-    }
-    run(uses.sample_tiles(vocab), (uses.vocabulary_tiles(vocab), batch * rows), **given)
-    given |= {"reach": params["reach"], "top_k": params["top_k"]}
-    given |= {name: memory[name] for name in ("shortlist", "sampled", "logprob")}
-    run(uses.sample_select(vocab), (batch * rows,), **given)
-    return memory["sampled"], memory["logprob"]
+    heat, reach, top_k, top_p, seed = (params[name] for name in SAMPLING)
+    partial = call(run, SAMPLE_TILES, logits, heat, top_p, seed, positions, memory=memory)
+    given = logits, heat, reach, top_k, top_p, seed, positions, *partial.values()
+    made = call(run, SAMPLE_SELECT, *given, memory=memory)
+    return made["sampled"], made["logprob"]
 
 
-def sampling_memory(rows: Sequence[int], vocab: int, device: torch.device | str) -> dict[str, Tensor]:
-    """What `sample_rows` writes for so many rows of logits, in any shape: its results and its scratch memory."""
-    tiles = uses.vocabulary_tiles(vocab)
-    groups = tiles * uses.TILE_GROUPS
-    sizes = {"group_max": [groups], "group_noise": [groups], "tile_max": [tiles], "tile_sum": [tiles]}
-    sizes |= {"tile_weight": [tiles], "shortlist": [groups], "sampled": [], "logprob": []}
-    types = {"tile_weight": torch.int64, "shortlist": torch.int32, "sampled": torch.int64}
-    return {
-        name: torch.empty(*rows, *size, dtype=types.get(name, torch.float32), device=device)
-        for name, size in sizes.items()
-    }
+def sampling_memory(rows: int, vocab: int, device: torch.device | str) -> dict[str, Tensor]:
+    """What `sample_rows` writes for so many rows of logits: its results and its scratch memory."""
+    s = SAMPLE_TILES.sizes([(rows, 1, vocab)])
+    kernels = SAMPLE_TILES, SAMPLE_SELECT
+    return {n: t for kernel in kernels for n, t in _outputs(kernel, s, None, "", device, {}).items()}
 
 
 @dataclass(frozen=True)
@@ -115,15 +143,8 @@ def accept_block(
 
     made: gets the result.
     """
-    batch, nodes = rows.shape
-    if nodes > uses.ACCEPT_NODES:
-        raise ValueError(f"a block has {nodes} nodes, expected {uses.ACCEPT_NODES} or fewer")
-    made = made or Accepted(tokens.new_empty(batch), tokens.new_empty(batch))
-    given = {"tokens": tokens, "rows": rows, "sampled": sampled}
-    given |= {"accepted": made.accepted, "next_token": made.next_token}
-    counts = {"tokens_per_sequence": tokens.shape[1], "nodes_per_sequence": nodes}
-    run(uses.accept_block(), (batch,), **given, **counts)
-    return made
+    memory = None if made is None else {"accepted": made.accepted, "next_token": made.next_token}
+    return Accepted(**call(run, ACCEPT_BLOCK, tokens, rows, sampled, memory=memory))
 
 
 class Compaction:

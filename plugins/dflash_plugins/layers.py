@@ -5,12 +5,23 @@ products, and the best tokens of a head's logits.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dflash_plugins import kernel_specs as uses
-from dflash_plugins.launch import TYPE_NAMES, Run, by_triton
+from dflash_plugins.kernel_table import (
+    ATTEND,
+    GATED_DELTA_NET,
+    MERGE_ATTENTION,
+    MOE_COMBINE,
+    MOE_DOWN,
+    MOE_GATE_UP,
+    MOE_GROUP,
+    MOE_ROUTE,
+)
+from dflash_plugins.launch import TYPE_NAMES, Run, by_triton, call
 
 
 def attention(
@@ -32,45 +43,11 @@ def attention(
     first, last: int64 [B, S], the range of cache rows that a row sees. start: int64 [B], and visible: int32 [B, S, S],
     the rows that a row sees among those of its pass, in cache rows start .. start+S-1. sinks: [H].
     """
-    batch, heads, count, head_dim = q.shape
-    kv_heads, capacity, dtype = k_cache.shape[1], k_cache.shape[2], TYPE_NAMES[q.dtype]
-    group, tile = heads // kv_heads, tile or uses.attention_tiles(head_dim)[0]
-    parts = uses.AttentionSplits(batch, kv_heads, group * count, capacity, head_dim).splits
-    rows = batch * heads * count
-    of_parts = {
-        name: torch.empty((parts * rows, *size), dtype=torch.float32, device=q.device)
-        for name, size in (("partial", (head_dim,)), ("largest", ()), ("total", ()))
-    }
-    run(
-        uses.attend(kv_heads, group, head_dim, dtype, tile, tree=visible is not None),
-        (-(-group * count // tile.rows), batch * kv_heads, parts),
-        q=q,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        first=first,
-        last=last,
-        start=None if visible is None else start,
-        visible=visible,
-        count=count,
-        capacity=capacity,
-        splits=parts,
-        **of_parts,
-    )
-    y = q.new_empty(batch, count, heads, head_dim) if by_row else torch.empty_like(q)
-    use = uses.merge(heads, head_dim, dtype, sinks=sinks is not None, by_row=by_row)
-    run(
-        use,
-        (rows,),
-        **of_parts,
-        like=q,
-        cache=k_cache,
-        sinks=sinks,
-        rows=rows,
-        count=count,
-        splits=parts,
-        y=y,
-    )
-    return y
+    heads, group = q.shape[1], q.shape[1] // k_cache.shape[1]
+    tree = (None if visible is None else start), visible
+    parts = call(run, ATTEND, q, k_cache, v_cache, first, last, *tree, tile=tile, group=group, exact=True)
+    constants: dict[str, Any] = {"group": group, "heads": heads, "by_row": by_row}
+    return call(run, MERGE_ATTENTION, *parts.values(), q, k_cache, sinks, **constants)["y"]
 
 
 @dataclass(frozen=True)
@@ -89,65 +66,35 @@ class PackedExperts:
     limit: float
 
 
-def route(
-    router_logits: Tensor, k: int, run: Run = by_triton, *, arranged: tuple[Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def route(router_logits: Tensor, k: int, run: Run = by_triton) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Router logits float32 [rows, E] -> shares [rows, k], and int32: chosen [rows, k], pairs [rows * k], and groups
     [min(E, rows * k), 3], those of all experts in use; see kernels/moe.py.
-
-    arranged: x [rows, D], and a tensor for its arranged columns.
     """
-    rows, experts = router_logits.shape
-    programs = -(-rows // uses.ROUTE_ROWS)
+    made = _routed(router_logits, None, k, run)
+    return made["shares"], made["chosen"], made["pairs"], made["groups"][: made["pairs"].numel()]
 
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=router_logits.device)
 
-    made = {"shares": router_logits.new_empty(rows, k), "chosen": empty(rows, k)}
-    listed, given, blocks, sizes = {"pairs": empty(rows * k), "groups": empty(experts, 3)}, {}, 0, (0, "")
-    if arranged is not None:
-        given = dict(zip(("x", "arranged"), arranged, strict=True))
-        blocks = rows * -(-arranged[1].shape[1] // uses.ARRANGE_BLOCK)
-        sizes = arranged[0].shape[1], TYPE_NAMES[arranged[0].dtype]
-    grouped = programs == 1
-    counted = {} if grouped else {"counts": empty(programs, experts)}
-    use = uses.route(experts, k, *sizes, grouped=grouped)
-    given |= listed if grouped else counted
-    run(use, (programs + blocks,), router_logits=router_logits, rows=rows, **made, **given)
-    if not grouped:
-        run(uses.group(experts, k), (programs,), chosen=made["chosen"], rows=rows, **counted, **listed)
-    return made["shares"], made["chosen"], listed["pairs"], listed["groups"][: rows * k]
+def _routed(router_logits: Tensor, x: Tensor | None, k: int, run: Run) -> dict[str, Tensor]:
+    """What both kernels give. One program does what the second would."""
+    grouped = len(router_logits) <= uses.ROUTE_ROWS
+    made = call(run, MOE_ROUTE, router_logits, x, k=k, grouped=grouped)
+    return made if grouped else made | call(run, MOE_GROUP, made["chosen"], made["counts"], k=k)
 
 
 def moe(
     x: Tensor, router_logits: Tensor, e: PackedExperts, tile: uses.Tile = uses.TILES[0], run: Run = by_triton
 ) -> Tensor:
     """x [rows, D] bfloat16 or float16, router logits float32 [rows, E] -> [rows, D]."""
-    rows, hidden = x.shape
-    inner, dtype = e.gate_up.shape[1] // 2, TYPE_NAMES[x.dtype]
-    arranged, activated = (
-        x.new_empty(n, uses.in_blocks(m)) for n, m in ((rows, hidden), (rows * e.k, inner))
-    )
-    shares, _, pairs, groups = route(router_logits, e.k, run, arranged=(x, arranged))
-    given = {"pairs": pairs, "groups": groups, "activated": activated}
-    biased = e.gate_up_bias is not None
-    use = uses.gate_up(hidden, inner, e.k, e.alpha, e.beta, e.limit, dtype, biased, tile)
-    weights = {"blocks": e.gate_up, "scales": e.gate_up_scales, "bias": e.gate_up_bias}
-    run(use, (-(-2 * activated.shape[1] // tile.rows), len(groups)), x=arranged, **given, **weights)
-    outputs = torch.empty(rows * e.k * uses.DOWN_PARTS, hidden, dtype=torch.float32, device=x.device)
-    use = uses.down(hidden, inner, dtype, e.down_bias is not None, tile)
-    weights = {"blocks": e.down, "scales": e.down_scales, "bias": e.down_bias}
-    grid = -(-hidden // tile.rows) * uses.DOWN_PARTS, len(groups)
-    run(use, grid, **given, shares=shares, **weights, outputs=outputs)
-    y = torch.empty_like(x)
-    run(
-        uses.combine(hidden, e.k, dtype),
-        (rows, -(-hidden // uses.COMBINE_BLOCK)),
-        outputs=outputs,
-        like=x,
-        y=y,
-    )
-    return y
+    made = _routed(router_logits, x, e.k, run)
+    routes = made["pairs"], made["groups"]
+    weights = e.gate_up, e.gate_up_scales, e.gate_up_bias
+    constants: dict[str, Any] = {"k": e.k, "alpha": e.alpha, "beta": e.beta, "limit": e.limit}
+    (activated,) = call(
+        run, MOE_GATE_UP, made["arranged"], *routes, *weights, tile=tile, **constants
+    ).values()
+    weights = e.down, e.down_scales, e.down_bias
+    (outputs,) = call(run, MOE_DOWN, activated, made["shares"], *routes, *weights, tile=tile).values()
+    return call(run, MOE_COMBINE, outputs, x, k=e.k)["y"]
 
 
 def gated_delta_net(
@@ -167,15 +114,9 @@ def gated_delta_net(
 
     Returns y, the new state, and the gates that are pending then.
     """
-    batch, count, _ = gates.shape
-    heads, key_dim, value_dim = state.shape[1:]
-    made = v.new_empty(batch, count, v.shape[2]), torch.empty_like(state), torch.empty_like(pending_gates)
-    use = uses.delta_rows(q.shape[2] // key_dim, heads, key_dim, value_dim, pending_gates.shape[1])
-    given = {"q": q, "k": k, "v": v, "gates": gates, "state": state, "pending_gates": pending_gates}
-    given |= {"replayed": replayed, "certain": certain, "begun": begun}
-    given |= dict(zip(("y", "state_out", "pending_gates_out"), made, strict=True))
-    run(use, (-(-value_dim // uses.DELTA_COLUMNS), batch * heads), **given, count=count)
-    return made
+    given = q, k, v, gates, state, pending_gates, replayed, certain, begun
+    y, state, pending_gates = call(run, GATED_DELTA_NET, *given).values()
+    return y, state, pending_gates
 
 
 def add_norm(

@@ -26,11 +26,11 @@ DTYPES["i32"] = torch.int32
 COMPILE = """
 import json, sys
 from dataclasses import asdict
-from dflash_plugins import compiled, kernel_specs
+from dflash_plugins import compiler, kernel_specs
 wanted = json.load(sys.stdin)
 for fields in wanted:
     fields["types"] = {n: tuple(each) if isinstance(each, list) else each for n, each in fields["types"].items()}
-made = compiled.compile_round([kernel_specs.Use(**fields) for fields in wanted])
+made = compiler.compile_round([kernel_specs.Use(**fields) for fields in wanted])
 json.dump({digest: asdict(kernel) for digest, kernel in made.items()}, sys.stdout)
 """
 USES: dict[str, Use] = {}  # by PTX
@@ -39,7 +39,7 @@ USES: dict[str, Use] = {}  # by PTX
 def compile_round(
     run: Callable[..., subprocess.CompletedProcess[str]], wanted: Sequence[Use]
 ) -> dict[str, compiled.Compiled]:
-    """`compiled.compile_round` in a process that compiles kernels instead of interpreting them."""
+    """`compiler.compile_round` in a process that compiles kernels instead of interpreting them."""
     done = run("-c", COMPILE, input=json.dumps([asdict(use) for use in wanted]))
     assert done.returncode == 0, done.stderr
     made = {digest: compiled.from_json(fields) for digest, fields in json.loads(done.stdout).items()}

@@ -75,7 +75,7 @@ class IProgressMonitor:
 
 
 class NetworkDefinitionCreationFlag:
-    STRONGLY_TYPED, PREFER_AOT_PYTHON_PLUGINS = 1, 2
+    STRONGLY_TYPED = 1
 
 
 class BuilderFlag:

@@ -49,9 +49,8 @@ def one_gpu(
         patch.setattr(Cuda, "capability", divmod(capability, 10))
         patch.setattr(torch, "cuda", Cuda)
         patch.setattr(plans, "TensorRTLayerPlugins", Bodies)
-        patch.setitem(sys.modules, "tensorrt.plugin", fake_tensorrt)
-        for module in (builder.registration, builder.rtx):
-            patch.setattr(module, "register", lambda *_: None)
+        for module, name in ((builder, "register"), (opening.plugins, "register")):
+            patch.setattr(module, name, lambda *_: None)
         if not warm_up:
             patch.setattr(opening, "warm_up", lambda *_, **__: 0)
         if on_host:

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
-from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import torch
-from dflash_plugins import plugin_table
-from dflash_plugins.plugin_table import versioned
+from dflash_plugins.kernel_specs import Use
+from dflash_plugins.kernel_table import KERNELS
+from dflash_plugins.launch import by_triton, call
+from dflash_plugins.plugins import versioned
 
 from dflash_trt.graph.builder import DFLASH_DOMAIN
 from tests.doubles.triton_interpreter import to_numpy
 
-PLUGINS = {versioned(plugin.name): plugin for plugin in plugin_table.PLUGINS}
-TORCH = {"FLOAT": torch.float32, "BF16": torch.bfloat16, "INT8": torch.int8}
-TORCH |= {"INT32": torch.int32, "INT64": torch.int64}
-NAMES = {dtype: name for name, dtype in TORCH.items()}
+PLUGINS = {versioned(kernel.name): kernel for kernel in KERNELS}
 
 
 def run(
@@ -66,35 +63,17 @@ def run(
 def launch(
     name: str, inputs: list[torch.Tensor], attributes: Mapping[str, Any], tile: Any = None
 ) -> list[torch.Tensor]:
-    plugin = PLUGINS[name]
-    assert len(inputs) == len(plugin.inputs)
-    attributes = {key: attributes[key] for key in plugin.attributes}
-    symbols = plugin_table.Symbols([tuple(t.shape) for t in inputs], lambda a, b: -(-a // b), min)
-    outputs = [
-        torch.empty(shape, dtype=inputs[kind].dtype if isinstance(kind, int) else TORCH[kind])
-        for shape, kind in plugin.outputs(symbols, attributes)
-    ]
-    described = [SimpleNamespace(shape=t.shape, dtype=SimpleNamespace(name=NAMES[t.dtype])) for t in inputs]
-    sizes = plugin_table.Sizes(name, described)
-    if tile is None and plugin.tiles is not None:
-        tile = plugin.tiles(sizes)[0]
-    use = plugin.use(sizes, attributes, tile)
-    kernel = getattr(import_module(f"dflash_plugins.kernels.{use.module}"), use.function)
-    # The arguments of the compiled kernel's entry: in order, without constants, tuples flattened.
-    passed: list[Any] = [*inputs, *plugin.integers(symbols, attributes), *outputs]
-    flat: dict[str, Any] = {}
-    for argument in (name for name in kernel.arg_names if name in use.types):
-        kind = use.types[argument]
-        if isinstance(kind, tuple):
-            flat[argument] = tuple(passed.pop(0) for _ in kind)
-        else:
-            flat[argument] = passed.pop(0)
-            assert isinstance(flat[argument], int) == (kind == "i32"), argument
-            if kind == "*u8":
-                flat[argument] = flat[argument].view(torch.uint8)
-    assert not passed
-    kernel[plugin.grid(symbols, attributes, tile)](**flat, **use.launch)
-    return outputs
+    """Integers of one byte are signed in TensorRT, and what a kernel has as a tuple are inputs of their own."""
+    kernel = PLUGINS[name]
+    inputs = [x.view(torch.uint8) if x.dtype == torch.int8 else x for x in inputs]
+
+    def run(use: Use, grid: tuple[int, ...], **arguments: Any) -> None:
+        several = {n: tuple(inputs) for n, kind in use.types.items() if isinstance(kind, tuple)}
+        by_triton(use, grid, **arguments | several)
+
+    assert attributes.keys() >= kernel.attributes.keys()
+    given = {key: attributes[key] for key in kernel.attributes}
+    return [*call(run, kernel, *inputs, tile=tile, **given).values()]
 
 
 def arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray[Any, Any]]:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from dflash_plugins import kernel_specs as uses
 from dflash_plugins import layers as launch
-from dflash_plugins import plugin_table
 from dflash_plugins.dialect import TensorRTPlugins
+from dflash_plugins.kernel_table import ATTEND
 
 from dflash_trt.engines.torch import layers
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
@@ -221,7 +221,6 @@ def test_parts_cover_a_cache_fill_a_gpu_and_fit_their_memory() -> None:
     assert sizes[:-1] == [128] * 32 + [256] * 32 + [512]
     assert uses.AttentionSplits(1, 1, 1, 10**8, 64).parts == uses.ATTENTION_PARTS
 
-    plugin = plugin_graph.PLUGINS[plugin_table.versioned("Attend")]
     shapes = itertools.product(
         ((8, 4), (2, 8), (1, 1)), ((1, 512), (8, 16), (16, 1)), ((64, 4096), (512, 40_000))
     )
@@ -234,11 +233,11 @@ def test_parts_cover_a_cache_fill_a_gpu_and_fit_their_memory() -> None:
             group: int = group,
         ) -> tuple[int, int]:
             shapes = [(batch, cache[0] * group, count, cache[2]), (batch, *cache)]
-            symbols = plugin_table.Symbols(shapes, lambda a, b: -(-a // b), min)
-            made = plugin.outputs(symbols, {"group": group})
-            numbers = sum(int(np.prod(shape)) for shape, _ in made)
+            given = ATTEND.sizes(shapes), ATTEND.given({"group": group})
+            made = ATTEND.outputs(*given)
+            numbers = sum(int(np.prod(shape)) for shape, _ in made.values())
             assert 4 * numbers == uses.attention_bytes(batch, cache[0], group * count, cache[2], cache[1])
-            return int(made[0][0][0]), plugin.integers(symbols, {"group": group})[2]
+            return int(made["partial"][0][0]), ATTEND.integers(*given)["splits"]
 
         most, _ = rows(most_batch, most_count)
         whole = uses.AttentionSplits(1, 1, 1, capacity, size).parts

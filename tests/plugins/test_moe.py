@@ -12,7 +12,9 @@ import torch
 from dflash_plugins import kernel_specs as uses
 from dflash_plugins import layers as moe
 from dflash_plugins.dialect import TensorRTPlugins
+from dflash_plugins.kernel_table import MOE_ROUTE
 from dflash_plugins.kernels import moe as kernels
+from dflash_plugins.launch import by_triton, call
 from onnx.reference import ReferenceEvaluator
 
 from dflash_trt.graph.tensorrt import TensorRT
@@ -121,8 +123,8 @@ def test_every_weight_is_exact(dtype: torch.dtype, bytes_of_scales: list[int]) -
     blocks = torch.arange(count * 16, dtype=torch.uint8).reshape(1, count, 1, 16) * 37
     scales = torch.tensor(bytes_of_scales, dtype=torch.uint8).reshape(1, count, 1)
     pairs, groups = torch.arange(32, dtype=torch.int32), torch.tensor([[0, 0, 32]], dtype=torch.int32)
-    units = torch.zeros(32, uses.BLOCK_K, dtype=dtype)
-    moe.route(torch.zeros(32, 1), 1, arranged=(torch.eye(32, dtype=dtype), units))
+    routed = torch.zeros(32, 1), torch.eye(32, dtype=dtype)
+    units = call(by_triton, MOE_ROUTE, *routed, k=1)["arranged"]
     outputs = torch.empty(32, uses.DOWN_PARTS, count)
     use = uses.down(count, 32, "bf16" if dtype == torch.bfloat16 else "fp16", False, uses.TILES[0])
     given = units, torch.ones(32, 1), pairs, groups, blocks, scales

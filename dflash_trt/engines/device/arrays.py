@@ -106,7 +106,7 @@ class DeviceArrays:
         device, most = self._target.device, self._slots * self.most_nodes
         positions = torch.empty(most, dtype=torch.int64, device=device)
         following = torch.arange(1, self.most_nodes + 1, device=device)
-        own = sampling_memory([most], self._vocab, device)
+        own = sampling_memory(most, self._vocab, device)
         if self._tree_width > 1:
             own["sampled"] = self._round.part("sampled", most)
         return own | {"positions": positions, "following": following}

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from dflash_plugins import compiled
-from dflash_plugins.compiled import Kernels
+from dflash_plugins import compiler
+from dflash_plugins.compiled import Compiled, Kernels
 from dflash_plugins.kernel_specs import ROUND_TARGET, SHARED_BYTES, TARGETS, Use
 
 from dflash_trt.errors import BuildError
 
 
-def kernels_here(made: Mapping[str, compiled.Compiled]) -> Kernels:
+def kernels_here(made: Mapping[str, Compiled]) -> Kernels:
     """Kernels that were compiled before, by the digests of their uses, launched on torch's current stream. Others are
     compiled when they are launched. Raises EngineError if the driver is missing or refuses one.
     """
@@ -26,14 +26,12 @@ def kernels_here(made: Mapping[str, compiled.Compiled]) -> Kernels:
 
 def compiles_here() -> bool:
     """Whether the kernels of layers can be compiled on this machine for its GPU."""
-    return target() is not None and compiled.trial() is None
+    return target() is not None and compiler.trial() is None
 
 
-def compile_here(use: Use) -> compiled.Compiled:
+def compile_here(use: Use) -> Compiled:
     """A kernel for this GPU. Raises BuildError if it cannot be made, or does not fit a launch."""
-    from dflash_plugins.compiler import compile_kernel
-
-    made = compile_kernel(use, target() or ROUND_TARGET)
+    made = compiler.compile_kernel(use, target() or ROUND_TARGET)
     if not made.stores or made.shared_bytes > SHARED_BYTES:
         raise BuildError(f"{made.name} writes nothing, or takes {made.shared_bytes} bytes of shared memory")
     return made

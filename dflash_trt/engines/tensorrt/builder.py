@@ -6,14 +6,13 @@ Written against the documented Python API that `tensorrt` and `tensorrt_rtx` sha
 from __future__ import annotations
 
 import hashlib
-import importlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_plugins import registration, rtx
+from dflash_plugins.plugins import Build, check, register
 
 from dflash_trt.bundle.workspace import Progress
 from dflash_trt.engines.tensorrt.options import Flavour
@@ -72,7 +71,9 @@ def build_plan(
     with plan.with_suffix(".log").open("w", encoding="utf-8") as log:
         logger = _logger(trt, log)
         builder = trt.Builder(logger)
-        network = _network(trt, flavour, builder, logger, graph, capability if plugins else None)
+        if plugins:
+            register(trt, Build(capability, timed=not flavour.ahead))
+        network = _network(trt, flavour, builder, logger, graph)
         config = _config(trt, flavour, builder, logger, capability)
         cache = None if flavour.ahead else _timing_cache(config, timings, graph.stem)
         for profile in profiles:
@@ -85,7 +86,7 @@ def build_plan(
         with whole_file(plan) as file:
             writer = _writer(trt, file.raw)  # unbuffered, so that a full disk is noticed where it occurs
             built = builder.build_serialized_network_to_stream(network, config, writer)
-            rtx.check()
+            check()
             for failure in (monitor.failure, writer.failure):
                 if isinstance(failure, OSError):
                     raise BuildError(f"{plan}: cannot be written: {failure.strerror}") from failure
@@ -104,19 +105,9 @@ def build_plan(
     }
 
 
-def _network(
-    trt: Any, flavour: Flavour, builder: Any, logger: Any, graph: Path, plugins_for: int | None
-) -> Any:
-    """The parsed graph. `plugins_for`: the compute capability of its plugins' kernels; None without plugins."""
+def _network(trt: Any, flavour: Flavour, builder: Any, logger: Any, graph: Path) -> Any:
     # From TensorRT 11 on, every network is strongly typed, and the flag is accepted without effect.
-    flags = [trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED]
-    if plugins_for is not None and flavour.plugins == "all":
-        importlib.import_module(f"{flavour.module}.plugin")
-        registration.register(trt, plugins_for)
-        flags.append(trt.NetworkDefinitionCreationFlag.PREFER_AOT_PYTHON_PLUGINS)
-    elif plugins_for is not None:
-        rtx.register(trt, plugins_for)
-    network = builder.create_network(sum(1 << int(flag) for flag in flags))
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, logger)
     if not parser.parse_from_file(str(graph)):
         raise BuildError(f"{graph.name}: {_parser_error(parser, flavour)}; the log is {logger.file}")

@@ -8,10 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from dflash_plugins import compiled, rtx
+from dflash_plugins import compiled, plugins
 from dflash_plugins.compiled import Kernels
 from dflash_plugins.kernel_specs import Use
-from dflash_plugins.plugin_table import VERSION, check_version
+from dflash_plugins.plugins import VERSION, check_version
 
 from dflash_trt import hardware
 from dflash_trt.bundle.manifest import Bundle
@@ -89,8 +89,8 @@ def _module(bundle: Bundle) -> Any:
             hardware.torch_problem() or "nvidia-smi shows none (a container has none without --gpus all)"
         )
         raise BundleError(f"{bundle.path}: {flavour.label} needs an NVIDIA GPU; {problem}")
-    if "plugins" in built and flavour.plugins == "layers":
-        rtx.register(trt)
+    if "plugins" in built:
+        plugins.register(trt)
     return trt
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
-from dflash_plugins import compiled
+from dflash_plugins import compiled, compiler
 from dflash_plugins.dialect import TensorRTLayerPlugins, TensorRTPlugins
 from dflash_plugins.kernel_specs import round_uses
-from dflash_plugins.plugin_table import VERSION as PLUGIN_VERSION
+from dflash_plugins.plugins import VERSION as PLUGIN_VERSION
 
 from dflash_trt.bundle.manifest import cache_rows, describe_file
 from dflash_trt.bundle.workspace import PLANS, Progress
@@ -165,7 +165,7 @@ class Plans:
     ) -> set[str]:
         """The models that get plugins. Raises BuildError for a target that needs them where there are none."""
         usable = set(self.capabilities) <= self.flavour.plugin_capabilities and options.plugins == "auto"
-        missing = compiled.no_compiler() if usable else None
+        missing = compiler.no_compiler() if usable else None
         plugged = set(dtypes) if self.flavour.plugins == "all" and usable and missing is None else set()
         plugged -= {role for role, dtype in dtypes.items() if dtype == ir.DataType.FLOAT}
         if not (needing := needs_plugins(target)):
@@ -197,7 +197,7 @@ class Plans:
         vocab, width = (int(str([*(outputs[name].shape or ())][-1])) for name in ("logits", "features"))
         dtype = _TYPES[self.dialects["target"].dtype]
         try:
-            self.kernels = compiled.compile_round(round_uses(vocab, width, dtype, self.limits.block_size))
+            self.kernels = compiler.compile_round(round_uses(vocab, width, dtype, self.limits.block_size))
         except BuildError as error:
             warn_once(
                 _log,
@@ -226,9 +226,7 @@ class Plans:
                 name: hashlib.sha256(times).hexdigest() for name, times in self._timings.items()
             }
         if self.plugins:
-            from dflash_plugins.compiler import source_digest
-
-            described["plugins"] = {"version": PLUGIN_VERSION, "source_sha256": source_digest()}
+            described["plugins"] = {"version": PLUGIN_VERSION, "source_sha256": compiler.source_digest()}
         return described
 
     def build(

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 import torch
-from dflash_plugins import compiled
+from dflash_plugins import compiler
 from dflash_plugins.launch import Run
 from dflash_plugins.packed import Packing, Tile
 
@@ -54,7 +54,7 @@ def of(x: torch.Tensor) -> LayerKernels | None:
 @cache
 def _of_this_gpu() -> LayerKernels | None:
     try:
-        if (reason := compiled.trial()) is not None:
+        if (reason := compiler.trial()) is not None:
             raise BuildError(reason)
         return LayerKernels(kernels_here({}))
     except (BuildError, EngineError) as error:

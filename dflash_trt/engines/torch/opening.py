@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
-from dflash_plugins import compiled
+from dflash_plugins import compiler
 from dflash_plugins.kernel_specs import Use
 from dflash_plugins.launch import Run
 
@@ -82,7 +82,7 @@ def open_pair(
 def _kernels(wanted: Sequence[Use]) -> Run | None:
     """The kernels between passes, compiled here. None if they cannot be; a warning then says so once."""
     try:
-        return kernels_here(compiled.compile_round(wanted))
+        return kernels_here(compiler.compile_round(wanted))
     except (BuildError, EngineError) as error:
         warn_once(
             _log, f"{error}; torch's operators take the place of kernels between passes, and the host samples"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from dflash_plugins import compiled, packed
+from dflash_plugins import compiler, packed
 from dflash_plugins.launch import by_triton
 
 from dflash_trt.engines.torch import kernels, layers, opening
@@ -51,8 +51,8 @@ def test_tiles_that_do_not_compile_are_left_out(
 def test_without_a_compiler_torchs_operators_and_the_host_do_the_work(
     gpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    gpu.setattr(compiled, "trial", lambda: "Triton cannot be imported")
-    gpu.setattr(compiled, "no_compiler", lambda: "Triton cannot be imported")
+    gpu.setattr(compiler, "trial", lambda: "Triton cannot be imported")
+    gpu.setattr(compiler, "no_compiler", lambda: "Triton cannot be imported")
     kernels._of_this_gpu.cache_clear()
     assert kernels._of_this_gpu() is None
     assert opening._kernels([]) is None
