@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import inf, isfinite
 from time import perf_counter
@@ -30,6 +30,31 @@ class Runner(Protocol):
         """Free them and the runner."""
 
 
+class Following(Protocol):
+    """Starts a round before the host has the result of the one before it, from what the device has of that result. It
+    has the same requests and as many nodes, in chains.
+    """
+
+    def possible(self, active: Sequence[Request], nodes: int) -> bool:
+        """Whether a round may follow the one that was started last, over so many nodes of these requests: the device
+        decides alone, and where a pass begins moves no rows.
+        """
+
+    def prepare(self, nodes: int) -> None:
+        """Make the inputs of its passes."""
+
+    def run_again(self, runner: Any) -> Mapping[str, Any]:
+        """Run the last round's pass of a runner again, over these inputs."""
+
+    def anchors(self) -> Draft:
+        """The chains of one node that the target's pass verifies."""
+
+    def settle(self, slot: int, start: int, read: int | None) -> None:
+        """Note where this round's pass of the target began in a slot, and how many features before that the drafter's
+        read; None: it had no pass.
+        """
+
+
 class Arrays(Protocol):
     """Runs the passes of a pair's runners, and passes their numbers from one pass to the next.
 
@@ -43,6 +68,7 @@ class Arrays(Protocol):
     most_nodes: the most nodes of a request that one pass verifies.
     asynchronous: whether `decode` returns before its pass has ended.
     samples: whether kernels decide for sampled requests, or the host; may be set to False.
+    following: what starts rounds ahead; None: they wait for the host.
     """
 
     most_unread: int
@@ -52,6 +78,10 @@ class Arrays(Protocol):
     most_nodes: int
     asynchronous: bool
     samples: bool
+
+    @property
+    def following(self) -> Following | None:
+        """As above."""
 
     def prefill(self, runner: Any, feeds: Mapping[str, Any], slot: int) -> Mapping[str, Any]:
         """Run a pass over one sequence, in this slot."""
@@ -110,8 +140,10 @@ class Arrays(Protocol):
     def replace(self, draft: Draft) -> None:
         """Put the `replaced` tokens of a draft into this round's chains."""
 
-    def verified(self, active: Sequence[Request], draft: Draft, outputs: Mapping[str, Any]) -> Verified:
-        """The result of the target's pass over a round's draft. Waits for it."""
+    def verified(
+        self, active: Sequence[Request], draft: Draft, outputs: Mapping[str, Any]
+    ) -> Callable[[], Verified]:
+        """Start what decides over a round's draft after the target's pass. Returns what waits for the result."""
 
     def add_unread(self, slot: int, at: int, features: Any, nodes: Sequence[int]) -> None:
         """Add these rows of a slot's features to the unread ones, as rows at, at + 1, ... of the slot. features: [n, N,
@@ -140,6 +172,7 @@ class HostArrays:
     """NumPy arrays. A pass has ended when its runner returns. `Arrays` documents the methods."""
 
     asynchronous = samples = False
+    following = None
     most_nodes = 128  # 78 MB of logits at a vocabulary of 151,936
 
     def __init__(
@@ -220,10 +253,12 @@ class HostArrays:
         for slot, tokens in draft.replaced.items():
             draft.tokens[slot, 1 : 1 + len(tokens)] = tokens
 
-    def verified(self, active: Sequence[Request], draft: Draft, outputs: Mapping[str, Any]) -> Verified:
+    def verified(
+        self, active: Sequence[Request], draft: Draft, outputs: Mapping[str, Any]
+    ) -> Callable[[], Verified]:
         """The graph decides for greedy requests with chains."""
         chains, logits = draft.parents is None, outputs["logits"]
-        return Verified(
+        return lambda: Verified(
             outputs["accepted"],
             outputs["next_token"],
             decided=[chains and request.params.greedy for request in active],

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_trt.decoding.arrays import Arrays, Runner
+from dflash_trt.decoding.arrays import Arrays, Following, Runner
 from dflash_trt.decoding.caches import Caches, Snapshot
 from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.request import Request
@@ -58,7 +58,8 @@ class Drafter:
         self.capacity, self.mask_token_id, self.prefill_chunk = capacity, mask_token_id, prefill_chunk
         self.seen, self.unread = [0] * slots, [0] * slots
         self.most_read = 0  # features of a slot that the last `propose` read
-        self._passes: list[tuple[Any, Any]] = []  # start and end of each pass of the last `propose`
+        self.passes: list[tuple[Any, Any]] = []  # start and end of each pass of the last draft
+        self._blocks: Any = None  # of that pass
 
     @property
     def present(self) -> bool:
@@ -75,11 +76,6 @@ class Drafter:
         """Free the runner."""
         if self.runner is not None:
             self.runner.close()
-
-    @property
-    def seconds(self) -> float:
-        """The seconds of the passes of the last `propose`, once the round has ended."""
-        return sum([self.arrays.seconds(begin, end) for begin, end in self._passes])
 
     def take(self, features: Any, start: int, slot: int) -> list[Any]:
         """Take the features [1, n, F] of a prompt's positions start, start + 1, ... They wait where they may. Returns
@@ -118,7 +114,7 @@ class Drafter:
         if self.runner is None:
             length = 1
         arrays.start_round(active)
-        self._passes = []
+        self.passes = []
         self.most_read = 0 if length == 1 else max(self.unread[:n])
         anchors, committed = [request.anchor for request in active], [request.committed for request in active]
         width, draft = max(length, 2), None
@@ -130,10 +126,33 @@ class Drafter:
                 begin = arrays.now()
                 if not self.catch_up(slot):
                     self.give_up(active[slot])
-                self._passes.append((begin, arrays.now()))
+                self.passes.append((begin, arrays.now()))
             if self._must_read(n, length):
                 draft = self._pass(arrays.blocks(anchors, width, self.mask_token_id), committed)
         return draft if draft is not None and length > 1 else arrays.alone(anchors, self.unread[:n])
+
+    def can_follow(self, count: int, length: int) -> bool:
+        """Whether `follow` can come after a draft of this length whose features are not counted yet: in a round without
+        a pass, there must be room for them and for its own.
+        """
+        return length > 1 or max(self.unread[:count]) + 2 <= self.arrays.most_unread
+
+    def follow(self, following: Following, length: int) -> Draft:
+        """The draft of a round that follows one of as many nodes: its pass, if any, reads what that round commits."""
+        self.passes, self.most_read = [], 0
+        following.prepare(length)
+        if length == 1:
+            return following.anchors()
+        begin = self.arrays.now()
+        out = following.run_again(self.runner)
+        self.passes.append((begin, self.arrays.now()))
+        return self.arrays.drafts(self._blocks, out["draft_tokens"], out["draft_logprobs"])
+
+    def settle(self, slot: int) -> int:
+        """Count the unread features of a slot as read, by the pass of a round that follows. Returns how many."""
+        count, self.unread[slot] = self.unread[slot], 0
+        self.seen[slot] += count
+        return count
 
     def _must_read(self, count: int, length: int) -> bool:
         return length > 1 or max(self.unread[:count]) >= self.arrays.most_unread
@@ -148,9 +167,9 @@ class Drafter:
             "start": np.array([end - count for end, count in zip(committed, unread, strict=True)]),
             "block": blocks,
         }
-        begin = arrays.now()
+        self._blocks, begin = blocks, arrays.now()
         out = arrays.decode(self.runner, feeds)
-        self._passes.append((begin, arrays.now()))
+        self.passes.append((begin, arrays.now()))
         self.seen[:n] = [seen + count for seen, count in zip(self.seen, unread, strict=False)]
         self.unread[:n] = [0] * n
         if self.most_read > _FEW and arrays.prompts_wait:  # prompts, whose memory is given back

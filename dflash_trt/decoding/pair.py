@@ -8,7 +8,7 @@ multiplies them by 0, so they must be finite: NaN x 0 is NaN. Caches start as ze
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any, Self
@@ -146,17 +146,55 @@ class Pair:
         return self.verified(active, draft, self.start(active, draft))
 
     def start(self, active: Sequence[Request], draft: Draft) -> Any:
-        """Start the pass of `verify`. Returns what `verified` needs, before any other pass."""
+        """Start the pass of `verify`. Returns what `verified` needs, before any other pass but that of `follow`."""
         feeds = self._feeds(draft.tokens, [request.committed for request in active], draft.parents)
+        return self._start(active, draft, lambda: self.arrays.decode(self.target, feeds))
+
+    def can_follow(self, active: Sequence[Request], nodes: int) -> bool:
+        """Whether `follow` can come after a round of so many nodes that was started."""
+        following = self.arrays.following
+        return (
+            following is not None
+            and self.drafter.can_follow(len(active), nodes)
+            and following.possible(active, nodes)
+        )
+
+    def follow(self, active: Sequence[Request], nodes: int) -> tuple[Draft, Any]:
+        """Start a round of as many nodes before the result of the last one is known: its draft, and what `verified`
+        needs. `settle` must follow each commit of the last one.
+        """
+        following = self.arrays.following
+        assert following is not None
+        draft = self.drafter.follow(following, nodes)
+        return draft, self._start(active, draft, lambda: following.run_again(self.target))
+
+    def settle(self, slot: int, committed: int, *, drafts: bool) -> int:
+        """Count a round that follows, in a slot with so many committed tokens. Returns the features that it read.
+
+        drafts: whether its drafter had a pass.
+        """
+        following, read = self.arrays.following, self.drafter.settle(slot) if drafts else None
+        assert following is not None
+        following.settle(slot, committed, read)
+        return read or 0
+
+    def _start(self, active: Sequence[Request], draft: Draft, run: Callable[[], Any]) -> Any:
         begin = self.arrays.now()
-        out = self.arrays.decode(self.target, feeds)
+        out = run()
         self._verified = begin, self.arrays.now()
         self._features = out["features"]
-        return out
+        return self.arrays.verified(active, draft, out)
+
+    def clock(self) -> Callable[[], tuple[float, float]]:
+        """Gives the engines' seconds of the round that was started last, once it has ended: of the drafter's passes,
+        and of the target's.
+        """
+        passes, verified, seconds = self.drafter.passes, self._verified, self.arrays.seconds
+        return lambda: (sum([seconds(*each) for each in passes]), seconds(*verified))
 
     def verified(self, active: Sequence[Request], draft: Draft, outputs: Any) -> Verified:
         """The result of a pass that was started. Waits for it."""
-        verified = self.arrays.verified(active, draft, outputs)
+        verified: Verified = outputs()
         padded = self._width(len(active), draft.nodes) > draft.nodes
         return _without_padding(verified, draft) if padded else verified
 

@@ -2,12 +2,16 @@
 
 A step is a round, then chunks of waiting prompts, at most `prefill_chunk` tokens together, so a long prompt delays the
 others by that many tokens per step. A round drafts a block for every active request, verifies it and commits tokens.
+
+Where passes run beside the host, a step ends with the start of the next round, so that a GPU need not wait while the
+results are taken. And where nothing needs the host between two rounds, the next one is started before the results of
+this one are read. It is a round too many for requests that end with this one: nothing of it is committed to them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
@@ -27,13 +31,24 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(slots=True)
 class _Launched:
-    """A round whose passes were started. begin: a time of perf_counter."""
+    """A round whose passes were started.
+
+    begin: a time of perf_counter. seconds: those of its passes, once it has ended.
+    read: the most features of a request that the drafter read.
+    planned: whether `Lengths` was asked about it. steady: whether it is as `Lengths` wants it, and as long as the round
+    before. lost: the slots whose rows it wrote after others than those that were committed.
+    """
 
     begin: float
     active: list[Request]
     proposed: Draft
     draft: Draft
     outputs: Any
+    seconds: Callable[[], tuple[float, float]]
+    read: int = 0
+    planned: bool = True
+    steady: bool = False
+    lost: set[int] = field(default_factory=set)
 
 
 class Scheduler:
@@ -51,7 +66,10 @@ class Scheduler:
         self.filling: Request | None = None  # its prompt has been read in part
         self.metrics = Metrics()
         self.cut_short = False
-        self._held: list[Emission] = []  # of the last round, for `parts`
+        # The round that the next step ends, or why there is none.
+        self._begun: _Launched | Exception | None = None
+        self._nodes = 0  # of the last draft
+        self._decided_at = 0.0
 
     @property
     def max_batch_size(self) -> int:
@@ -96,7 +114,7 @@ class Scheduler:
 
     def clear(self) -> None:
         """Drop every request. After an interrupted step also drop all rows, because they may be anything."""
-        self._held = []
+        begun, self._begun = self._begun, None
         if self.cut_short:
             self.waiting, self.active, self.filling = Queue(), [], None
             self.forget()
@@ -107,6 +125,10 @@ class Scheduler:
             for request in [*self.waiting, *self._running]:
                 self.cancel(request)
             self._leave_early()
+            if isinstance(begun, _Launched):
+                verified = self.pair.verified(begun.active, begun.draft, begun.outputs)
+                for slot, request in enumerate(begun.active):
+                    self._leave_out(request, slot, verified)
         self.cut_short = False
 
     def close(self) -> None:
@@ -119,82 +141,138 @@ class Scheduler:
         `clear` drops every request and repairs the scheduler.
         """
         with self.pair.arrays.stream():
-            return [emission for part in self._parts(lengths, hold=False) for emission in part]
+            return [emission for part in self.parts(lengths) for emission in part]
 
     def parts(self, lengths: Lengths) -> Iterator[list[Emission]]:
         """Do one `step`, and give the results as they come: those of the round, then each first token.
 
-        A GPU would wait while a consumer takes the results of a round. So these come in the next step instead, once its
-        passes are under way, unless prompts are read before or no request is left.
-
         A consumer that does not take all parts leaves the step cut short.
         """
-        return self._parts(lengths, hold=self.pair.arrays.asynchronous)
+        return self._ahead(lengths) if self.pair.arrays.asynchronous else self._in_turn(lengths)
 
-    def _parts(self, lengths: Lengths, *, hold: bool) -> Iterator[list[Emission]]:
+    def _in_turn(self, lengths: Lengths) -> Iterator[list[Emission]]:
+        """A step that starts a round and ends it."""
         self.cut_short = True
-        emissions, self._held = self._held + self._leave_early(), []
-        budget = self.pair.prefill_chunk
+        emissions = self._leave_early()
         if self.active:
-            self._close_up()
-            try:
-                with self.pair.arrays.stream():
-                    launched = self._launch(lengths)
-            finally:  # a failure comes after the results before it
-                if hold and emissions:
-                    yield self._counted(emissions)
-                    emissions = []
-            with self.pair.arrays.stream():
-                emissions += self._decide(launched, lengths)
-            if hold and self.active and not self._reads_on(budget):
-                self._held, self.cut_short = emissions, False
-                return
-        while budget > 0 and self._reads_on(budget):
-            if emissions:
-                yield self._counted(emissions)
-                emissions = []
-            budget -= self._prefill(budget, emissions)
+            emissions += self._decide(self._launch(lengths), lengths)
+        yield from self._read_prompts(emissions)
         yield self._counted(emissions)
         self.cut_short = False
 
+    def _ahead(self, lengths: Lengths) -> Iterator[list[Emission]]:
+        """A step that ends the round that was started by the last step, and starts the next one, before if it can.
+
+        If that fails, the results come first, and the next step raises the error.
+        """
+        self.cut_short = True
+        begun, self._begun = self._begun, None
+        if isinstance(begun, Exception):
+            raise begun
+        emissions, after = self._leave_early(), None
+        if begun is not None:
+            with self.pair.arrays.stream():
+                after = _attempt(lambda: self._follow(begun))
+                emissions += self._decide(begun, lengths, None if isinstance(after, Exception) else after)
+        if after is None:
+            yield from self._read_prompts(emissions)
+            if self.active:
+                with self.pair.arrays.stream():
+                    after = _attempt(lambda: self._launch(lengths))
+        yield self._counted(emissions)
+        self._begun = after
+        self.cut_short = isinstance(self._begun, Exception)
+
     def _launch(self, lengths: Lengths) -> _Launched:
         """Draft for every active request, and start the target's pass over the drafts."""
+        self._close_up()
         begin, active = perf_counter(), list(self.active)
         proposed, draft = self._draft(active, lengths)
-        return _Launched(begin, active, proposed, draft, self.pair.start(active, draft))
+        outputs, seconds = self.pair.start(active, draft), self.pair.clock()
+        steady, self._nodes = proposed.nodes == self._nodes, proposed.nodes
+        steady = steady and draft is proposed and not draft.copied
+        return _Launched(
+            *(begin, active, proposed, draft, outputs, seconds, self.pair.drafter.most_read), steady=steady
+        )
 
-    def _decide(self, launched: _Launched, lengths: Lengths) -> list[Emission]:
-        """Commit the tokens that the target decides."""
+    def _follow(self, begun: _Launched) -> _Launched | None:
+        """Start the round after one that has not ended, of the same requests and length, if nothing needs the host
+        before.
+        """
+        active, draft = begun.active, begun.draft
+        waits = self.filling or (self.waiting and len(active) < self.max_batch_size)
+        goes_on = any(r.stop.remaining > draft.length_of(slot, r) for slot, r in enumerate(active))
+        if (
+            waits
+            or not (begun.steady and goes_on and active == self.active)
+            or any(r.in_doubt for r in active)
+        ):
+            return None
+        if not self.pair.can_follow(active, draft.nodes):
+            return None
+        begin = perf_counter()
+        draft, outputs = self.pair.follow(active, draft.nodes)
+        draft.lengths.update(begun.draft.lengths)
+        return _Launched(begin, active, draft, draft, outputs, self.pair.clock(), planned=False)
+
+    def _decide(
+        self, launched: _Launched, lengths: Lengths, after: _Launched | None = None
+    ) -> list[Emission]:
+        """Commit the tokens that the target decides. after: the round that follows, if it was started."""
         active, proposed, draft = launched.active, launched.proposed, launched.draft
         verified = self.pair.verified(active, draft, launched.outputs)
-        verdicts, emissions = list[Verdict](), list[Emission]()
-        for request in active:
-            verdict, emission = self._commit(request, draft, verified)
-            verdicts.append(verdict)
+        verdicts, emissions = dict[int, Verdict](), list[Emission]()
+        for slot, request in enumerate(active):
+            if slot in launched.lost or request.stop.finish_reason is not None:
+                self._leave_out(request, slot, verified)
+                continue
+            verdicts[slot], emission = self._commit(request, draft, verified, after)
             if emission.token_ids or emission.finish_reason is not None:
                 emissions.append(emission)
-        judged = [slot for slot, request in enumerate(active) if request.takes_drafts and verdicts[slot].ok]
+        live = [active[slot] for slot in verdicts]
+        judged = [slot for slot in verdicts if active[slot].takes_drafts and verdicts[slot].ok]
         decided = [active[slot].output[-len(verdicts[slot].path) - 1 :] for slot in judged]
         self.metrics.observe_round(draft.nodes)
-        draft_time, verify_time = self.pair.drafter.seconds, self.pair.verify_time
-        host_time = perf_counter() - launched.begin - draft_time - verify_time
-        ended = sum(request.stop.finish_reason is not None for request in active)
+        draft_time, verify_time = launched.seconds()
+        begin, self._decided_at = max(launched.begin, self._decided_at), perf_counter()
+        host_time = max(self._decided_at - begin - draft_time - verify_time, 0.0)
+        ended = sum(request.stop.finish_reason is not None for request in live)
         times = draft_time, verify_time, host_time
-        read = self.pair.drafter.most_read
-        lengths.observe(RoundDone(active, proposed, draft.nodes, judged, decided, *times, ended, read))
-        for request in active:
+        if launched.planned:
+            lengths.observe(
+                RoundDone(active, proposed, draft.nodes, judged, decided, *times, ended, launched.read)
+            )
+        for request in live:
             request.statistics.draft_time += draft_time
             request.statistics.verify_time += verify_time
             request.statistics.host_time += host_time
+        if after is not None and len(live) == len(active) and not ended and not after.lost:
+            self._plan(after, lengths)
         return emissions
 
-    def _draft(self, active: Sequence[Request], lengths: Lengths) -> tuple[Draft, Draft]:
-        """What the drafter proposes, and what is verified of it: cut to a structure, or grown to a tree."""
+    def _plan(self, after: _Launched, lengths: Lengths) -> None:
+        """Ask the policy about a round that was started as long as the one before, now that it could have chosen."""
+        active, nodes = after.active, after.draft.nodes
+        drafting, room, length = self._room(active, lengths)
+        asked = replace(after.proposed, copied={}, replaced={}, lengths={})
+        if nodes == 1:
+            anchors = np.array([[request.anchor] for request in active])
+            asked = Draft(anchors, None, after.proposed.logprobs)
+        wanted = lengths.select(asked, active, drafting, self._most_nodes) if room > 1 else asked
+        after.planned = True
+        after.steady = length == wanted.nodes == nodes and wanted.parents is None and not wanted.copied
+
+    def _room(self, active: Sequence[Request], lengths: Lengths) -> tuple[list[int], int, int]:
+        """The slots that draft, the most tokens that a request can take in a round, and the length of the drafts."""
         drafting = [slot for slot, request in enumerate(active) if request.takes_drafts]
         room = max([min(r.stop.remaining, r.block_length or r.stop.remaining) for r in active])
         if any(request.in_doubt for request in active):
             room = 1
-        length = min(lengths.draft(active), room) if drafting else 1
+        return drafting, room, min(lengths.draft(active), room) if drafting else 1
+
+    def _draft(self, active: Sequence[Request], lengths: Lengths) -> tuple[Draft, Draft]:
+        """What the drafter proposes, and what is verified of it: cut to a structure, or grown to a tree."""
+        drafting, room, length = self._room(active, lengths)
         proposed = couple(self.pair.drafter.propose(active, length), active)
         structured = any(request.structured for request in active)
         draft = proposed
@@ -229,9 +307,11 @@ class Scheduler:
         room = self.pair.capacity - 1 - max(r.committed for r in self.active)
         return min([room, *(nodes for nodes in own if nodes is not None)])
 
-    def _commit(self, request: Request, draft: Draft, verified: Verified) -> tuple[Verdict, Emission]:
+    def _commit(
+        self, request: Request, draft: Draft, verified: Verified, after: _Launched | None
+    ) -> tuple[Verdict, Emission]:
         """Decide a request's tokens. Its slot then holds them, and only finite numbers after them."""
-        slot = request.slot
+        slot, sound = request.slot, _sound(verified, request.slot)
         verdict, emission = decide(request, draft, verified, slot)
         request.in_doubt = not verdict.ok
         if emission.error is not None and not verdict.ok:
@@ -245,11 +325,37 @@ class Scheduler:
             if nodes:
                 self.pair.commit(request, slot, nodes)
             request.committed += len(nodes)
-            if verified.finite is not None and not verified.finite[slot].all():
+            if after is not None:
+                drafts = draft.nodes > 1
+                after.read = max(after.read, self.pair.settle(slot, request.committed, drafts=drafts))
+            if not sound:
                 self.pair.clear(slot, request.committed)
+        if after is not None and not (sound and verdict.ok and verified.drafts_finite[slot]):
+            after.lost.add(slot)
         if emission.finish_reason is not None:
             self._release(request)
         return verdict, emission
+
+    def _leave_out(self, request: Request, slot: int, verified: Verified) -> None:
+        """Leave only finite numbers in a slot of a round of which nothing is committed there."""
+        sound, drafts_sound = _sound(verified, slot), verified.drafts_finite[slot]
+        if request.stop.finish_reason is None:
+            if not drafts_sound:
+                self.pair.drafter.give_up(request)
+            if not sound:
+                self.pair.clear(slot, request.committed)
+        elif not (sound and drafts_sound):
+            self.slots.left.pop(slot, None)
+            self.pair.clear(slot)
+
+    def _read_prompts(self, emissions: list[Emission]) -> Iterator[list[Emission]]:
+        """Read prompts, at most `prefill_chunk` tokens. Gives what there is before each of them."""
+        budget = self.pair.prefill_chunk
+        while budget > 0 and self._reads_on(budget):
+            if emissions:
+                yield self._counted(emissions[:])
+                emissions.clear()
+            budget -= self._prefill(budget, emissions)
 
     def _reads_on(self, budget: int) -> bool:
         """Whether this step reads more of the prompts, with so many tokens left."""
@@ -359,6 +465,19 @@ class Scheduler:
             emissions, len(running), len(self.waiting), self.slots.prefixes.counts, used
         )
         return emissions
+
+
+def _attempt(start: Callable[[], _Launched | None]) -> _Launched | Exception | None:
+    """What was started, or the error."""
+    try:
+        return start()
+    except Exception as error:
+        return error
+
+
+def _sound(verified: Verified, slot: int) -> bool:
+    """Whether all logits of a slot have a finite largest value."""
+    return verified.finite is None or bool(verified.finite[slot].all())
 
 
 def _finite(logits: Any) -> bool:

@@ -169,6 +169,12 @@ class SlotCaches(Generic[P, S]):
                 held.base, held.last = base, start + count
                 held.first = min(max(held.first, base), start)
 
+    def stays(self, slot: int, start: int) -> bool:
+        """Whether a pass that begins at this position, or between it and where the last one began, moves no rows."""
+        return self.states is None and all(
+            each.kind.base(start) <= each.records[slot].base for each in self.kinds
+        )
+
     def last(self, slot: int) -> int:
         """From this position on, no row belongs to a token of the slot's sequence."""
         return max([each.records[slot].last for each in self.kinds])

@@ -111,7 +111,7 @@ def test_first_tokens_come_before_the_next_prompt_is_read() -> None:
 def test_a_gpu_starts_the_next_pass_before_a_consumer_takes_the_results_of_the_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """At a failure, before it. A prompt, and the end of all requests, do not let them wait."""
+    """At a failure, before it, which the next step raises. They do not wait for prompts."""
     pool, lengths, order, given = Pool(2, 4), Lengths(3), list[str](), 0
     pool.pair.arrays.asynchronous = True
     start = pool.pair.start
@@ -126,31 +126,33 @@ def test_a_gpu_starts_the_next_pass_before_a_consumer_takes_the_results_of_the_l
             for part in pool.scheduler.parts(lengths):
                 order.extend("first" if emission.request is second else "tokens" for emission in part)
                 given += sum(len(emission.token_ids) for emission in part)
-            assert not pool.scheduler.cut_short
             assert pool.scheduler.metrics._generated == given
 
     monkeypatch.setattr(pool.pair, "start", started)
     one, second = (request(prompt(4, i), SamplingParams(max_tokens=n)) for i, n in ((1, 40), (2, 1)))
     pool.scheduler.submit(one)
     steps(3)
-    assert order == ["tokens", "pass", "pass", "tokens"]
+    assert order == ["pass", "tokens"] * 3
     pool.scheduler.submit(second)
     steps(2)
-    assert order[4:] == ["pass", "tokens", "tokens", "first", "pass"]
+    assert order[6:] == ["tokens", "pass", "first", "pass", "tokens"]
+    assert not pool.scheduler.cut_short
     monkeypatch.setattr(pool.pair, "start", lambda *given: 1 / 0)
+    steps(1)
+    assert order[11:] == ["tokens"]
+    assert pool.scheduler.cut_short
     with pytest.raises(ZeroDivisionError):
         steps(1)
-    assert order[9:] == ["tokens"]
     monkeypatch.setattr(pool.pair, "start", started)
     for tokens in (40, 4):  # the results of a request that was dropped come no more
         pool.scheduler.clear()
         order.clear()
         pool.scheduler.submit(request(prompt(4, 1), SamplingParams(max_tokens=tokens)))
         steps(2)
-    assert order == ["tokens", "pass", "tokens"]
+    assert order == ["pass", "tokens", "tokens"]
     assert pool.scheduler.idle
     pool.scheduler.submit(request(prompt(4, 1), SamplingParams(max_tokens=40)))
-    assert [len(pool.scheduler.step(lengths)) for _ in range(3)] == [1, 1, 1]  # `step` holds none
+    assert [len(pool.scheduler.step(lengths)) for _ in range(3)] == [1, 1, 1]
 
 
 def test_exact_mode_cuts_a_prompt_alike_whatever_else_a_step_reads(monkeypatch: pytest.MonkeyPatch) -> None:

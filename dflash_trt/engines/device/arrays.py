@@ -2,12 +2,13 @@
 host.
 
 The host uploads positions, anchors and prompt tokens. It waits once per round, for the target's decisions, and for the
-drafts before, if it makes trees of them or fits them to a structure.
+drafts before, if it makes trees of them or fits them to a structure. A round that follows another one needs no upload
+(following.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from dflash_plugins.launch import Accepted, accept_block, sample_rows, sampling_memory
 
+from dflash_trt.decoding.arrays import Following
 from dflash_trt.decoding.draft import Candidates, Draft, Verified, chain_rows
 from dflash_trt.decoding.request import Request
 from dflash_trt.engines.device.rounds import RoundMemory
@@ -61,8 +63,8 @@ class DeviceArrays:
         self._prompt_lengths = prefill_lengths(prefill_chunk)
         device, self._stream = target.device, target.stream
         self.asynchronous = not isinstance(self._stream, HostStream)
-        # Of a round: a drafter's pass for each slot, one for all, and the target's.
-        self._clock = Clock(self._stream, 2 * slots + 4)
+        # Of two rounds: a drafter's pass for each slot, one for all, and the target's.
+        self._clock = Clock(self._stream, 2 * (2 * slots + 4))
         self._target, self._drafter = target, drafter
         dtype = (drafter or target).dtypes["features"]
         self._unread = torch.zeros((slots, block_size, feature_size), dtype=dtype, device=device)
@@ -78,8 +80,10 @@ class DeviceArrays:
             tree_width=tree_width,
             run=run,
         )
-        # Where features of this round's chains wait, by slot, and which of them the end of the round put there [n, N].
-        self._places: Sequence[int] = ()
+        # Where features of this round's chains wait, by slot; None: after those of the round before. Of the round that
+        # the host read last, the same, and which of them its end put there [n, N].
+        self._places: Sequence[int] | None = ()
+        self._read_places: Sequence[int] | None = ()
         self._kept: Array = np.zeros((0, 0), bool)
         # Other rows of the target's last pass that the drafter shall read, and the waiting rows that they shall be, as
         # rows of all slots.
@@ -96,6 +100,9 @@ class DeviceArrays:
                 kind.pool.compact_by(run, block_size)
         # The requests whose parameters the device has, and whether the graph or the host decides for all of them.
         self._active: Sequence[Request] = ()
+        self._limits: tuple[list[int], list[bool]] = [], []  # of their chains, see `RoundMemory.limit`
+        self._fed: dict[DeviceRunner, Mapping[str, Any]] = {}  # the inputs of a round's last pass
+        self._width = 1  # the target's rows of a slot in it
         self._plain = True
         self._slots = slots
         self._room = torch.empty(0)  # pinned memory, of the most logits that were read
@@ -155,7 +162,9 @@ class DeviceArrays:
             if drafting:
                 tensors = self._round.drafter_feeds(tensors, self._unread)
             else:
+                self._width = feeds["rows"].shape[1]
                 tensors = self._round.target_feeds(tensors)
+            self._fed[runner] = tensors
             if rows:
                 self._copy_rows(*rows)  # a pass of the target overwrites the features
             outputs = runner.run(DECODE, tensors)
@@ -197,7 +206,12 @@ class DeviceArrays:
         return self._round.blocks(anchors, length, mask)
 
     def start_round(self, active: Sequence[Request]) -> None:
-        self._drafted, self._round.read = 0, False
+        self._drafted, self._round.landing = 0, None
+        limits = [each.most_nodes(self.most_nodes) if each.takes_drafter else 1 for each in active]
+        numbers = limits, [each.takes_drafter for each in active]
+        if numbers != self._limits:
+            self._limits = numbers
+            self._round.limit(*numbers)
         if active != self._active:
             self._active = list(active)
             self._plain = all(each.params.greedy or each.history is not None for each in active)
@@ -228,7 +242,9 @@ class DeviceArrays:
         with on(self._stream):
             self._round.replace(draft.replaced)
 
-    def verified(self, active: Sequence[Request], draft: Draft, outputs: Mapping[str, Any]) -> Verified:
+    def verified(
+        self, active: Sequence[Request], draft: Draft, outputs: Mapping[str, Any]
+    ) -> Callable[[], Verified]:
         """The graph decides for greedy requests with chains. If the kernels sample, they decide for all requests except
         adjusted ones, as they do with the tokens of trees.
 
@@ -244,22 +260,75 @@ class DeviceArrays:
             self._round.end(logits, self._features, self._unread, chains=chains)
             read = [slot for slot, r in enumerate(active) if not decided[slot] or r.params.logprobs]
             rows = self._copied(logits, read)
-            self._round.download()
-        on_host = self._round.on_host
-        finite = on_host("finite", n, width)  # 0 or 1
-        said = np.isfinite(on_host("logprobs", n, self._drafted * self._tree_width))
-        if isinstance(draft.tokens, DeviceArray):
-            draft.tokens.read(on_host("tokens", n, width)[:, :length])
-        self._kept = finite if chains else finite[:, :0]
-        return Verified(
-            on_host("accepted", n),
-            on_host("next_token", n),
-            decided=decided,
-            finite=None if _all(finite) else finite != 0,
-            logits=rows,
-            drafts_finite=[True] * n if _all(said) else [bool(row.all()) for row in said],
-            sampled=None if chains else np.where(finite, on_host("sampled", n, width), -1),
+            landing = self._round.download()
+        places, drafted = self._places, self._drafted * self._tree_width
+
+        def result() -> Verified:
+            landing.wait()
+            finite = landing.read("finite", n, width)  # 0 or 1
+            drafts = np.isfinite(landing.read("logprobs", n, drafted))
+            if isinstance(draft.tokens, DeviceArray):
+                draft.tokens.read(landing.read("tokens", n, width)[:, :length])
+            self._read_places, self._kept = places, finite if chains else finite[:, :0]
+            return Verified(
+                landing.read("accepted", n),
+                landing.read("next_token", n),
+                decided=decided,
+                finite=None if _all(finite) else finite != 0,
+                logits=rows,
+                drafts_finite=[True] * n if _all(drafts) else [bool(row.all()) for row in drafts],
+                sampled=None if chains else np.where(finite, landing.read("sampled", n, width), -1),
+            )
+
+        return result
+
+    @property
+    def following(self) -> Following | None:
+        """Rounds can be started ahead where the stream goes on by itself."""
+        return self if self.asynchronous else None
+
+    def possible(self, active: Sequence[Request], nodes: int) -> bool:
+        """Windows of caches must not move, wherever the round begins, and no state belongs to one position."""
+        kernels = self.run is not None and self.samples
+        longest = max(each.committed for each in active) + nodes
+        runners = [self._target, *([self._drafter] if self._drafter else [])]
+        return (
+            all(r.history is None and not r.params.logprobs for r in active)
+            and (kernels or all(r.params.greedy for r in active))
+            and [r.takes_drafter for r in active] == self._limits[1]
+            and (self._drafted > 0) == (nodes > 1)
+            and longest + max(2 * self.most_unread, self._width) < self._capacity
+            and all(
+                each.caches.stays(slot, r.committed + nodes)
+                for each in runners
+                for slot, r in enumerate(active)
+            )
         )
+
+    def prepare(self, nodes: int) -> None:
+        if nodes == 1:
+            self._places = None
+        with on(self._stream):
+            self._round.follow(len(self._active), nodes, self._width)
+
+    def run_again(self, runner: DeviceRunner) -> Mapping[str, torch.Tensor]:
+        with on(self._stream):
+            if runner is self._target:
+                self._round.again()
+            outputs = runner.run(DECODE, self._fed[runner])
+        return {name: numbers[: len(self._active)] for name, numbers in outputs.items()}
+
+    def anchors(self) -> Draft:
+        n, memory = len(self._active), self._round
+        tokens = DeviceArray(
+            lambda: memory.drafted("tokens", n, self._width)[:, :1], memory.anchors(n, self._width)
+        )
+        return Draft(tokens, None, np.zeros((n, 0), np.float32))
+
+    def settle(self, slot: int, start: int, read: int | None) -> None:
+        self._target.caches.advance(slot, [start], [self._width])
+        if self._drafter is not None and read is not None:
+            self._drafter.caches.advance(slot, [start - read], [read])
 
     def _copied(self, logits: torch.Tensor, slots: Sequence[int]) -> dict[int, Array]:
         """Where the logits of these slots will be on the host."""
@@ -275,7 +344,8 @@ class DeviceArrays:
     def add_unread(self, slot: int, at: int, features: torch.Tensor, nodes: Sequence[int]) -> None:
         count = len(nodes)
         chain = nodes[-1] < count <= self._kept.shape[1] and at + count <= self.most_unread
-        if not chain or self._places[slot : slot + 1] != [at] or not _all(self._kept[slot, :count]):
+        there = self._read_places is None or self._read_places[slot : slot + 1] == [at]
+        if not chain or not there or not _all(self._kept[slot, :count]):
             first, place = slot * self._features.shape[1], slot * self.most_unread + at
             self._committed += [(first + node, place + i) for i, node in enumerate(nodes)]
 

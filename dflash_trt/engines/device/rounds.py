@@ -7,7 +7,8 @@ after them, and writes there only rows that belong to no token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle
 from math import prod
 from typing import Any
 
@@ -17,16 +18,17 @@ from dflash_plugins.launch import SAMPLING, Run, end_round, fill_tokens, samplin
 
 from dflash_trt.decoding.draft import chain_rows
 from dflash_trt.decoding.request import Request
+from dflash_trt.engines.device.following import next_round, scratch
 from dflash_trt.engines.device.runner import DeviceRunner
 from dflash_trt.engines.device.sizes import ALIGNMENT, DECODE, fitting, pass_sizes
-from dflash_trt.engines.device.stream import on
+from dflash_trt.engines.device.stream import Landing, on
 
 Array = np.ndarray[Any, Any]
 Sizes = dict[str, tuple[int, torch.dtype]]
 
 
 class RoundMemory:
-    """Named parts of one buffer on the device and of one in pinned memory, at the same offsets.
+    """Named parts of one buffer on the device, and of pinned memory: for inputs, and for the results of two rounds.
 
     run: launches the kernels between passes. None for torch's operators.
     capacity: the positions of a slot.
@@ -51,6 +53,7 @@ class RoundMemory:
         self._allocate(self._inputs(slots, block_size), self._outputs(slots, block_size))
         self._bind()
         device = target.device
+        self._device_parts |= scratch(slots, block_size, device)
         self._counters = torch.zeros(slots * block_size, dtype=torch.int32, device=device)
         self._nodes = torch.arange(block_size, device=device)
         self._spare = torch.zeros(slots * block_size, dtype=torch.int64, device=device)
@@ -62,11 +65,12 @@ class RoundMemory:
         self._asked = (0, 0)  # sequences and nodes of this round's block
         self._block = (0, 0)  # its shape in memory, with idle slots and copies of the last node
         self._given: Array | None = None  # the target's tokens [n, N] of this round, if the host has them
-        self.read = False  # whether the host has what this round's passes gave
+        self._widened: tuple[Any, ...] | None = None  # of the target's last pass, what `_widen` did
+        self.landing: Landing | None = None  # what this round's passes gave, once the host asked for it
         self.sampling = {name: self._device_parts[name] for name in SAMPLING}
 
     def _inputs(self, slots: int, block_size: int) -> Sizes:
-        per_slot = ["drafter_start", "n_features", "target_start", "places"]
+        per_slot = ["drafter_start", "n_features", "target_start", "places", "limits", "reads"]
         per_slot += [
             f"{role}_{name}" for role, each in self._runners.items() for name in each.caches.bases([])
         ]
@@ -96,24 +100,27 @@ class RoundMemory:
             offsets[name] = end
             end += -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         device = self._target.device
-        host = torch.zeros(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
         memory = torch.zeros(end, dtype=torch.uint8, device=device)
         first, after = offsets["tokens"], offsets["accepted"]
-        self._upload, self._upload_tokens, self._download = (
-            (memory[at], host[at]) for at in (slice(first), slice(after), slice(first, None))
+
+        def pinned(count: int) -> torch.Tensor:
+            return torch.zeros(count, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+        def parts(memory: torch.Tensor, names: Iterable[str], begin: int = 0) -> dict[str, torch.Tensor]:
+            of = {name: (offsets[name] - begin, *sizes[name]) for name in names}
+            return {n: memory[at : at + size * t.itemsize].view(t) for n, (at, size, t) in of.items()}
+
+        host = pinned(after)
+        self._upload, self._upload_tokens = ((memory[at], host[at]) for at in (slice(first), slice(after)))
+        self._results, landings = memory[first:], [pinned(end - first) for _ in range(2)]
+        self._device_parts, sent = parts(memory, sizes), parts(host, [*inputs, "tokens"])
+        self._host_parts = {name: part.numpy() for name, part in sent.items()}
+        self._landings = cycle(
+            Landing(own, {n: part.numpy() for n, part in parts(own, outputs, first).items()}, self._stream)
+            for own in landings
         )
-
-        def parts(memory: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {
-                name: memory[offsets[name] : offsets[name] + count * dtype.itemsize].view(dtype)
-                for name, (count, dtype) in sizes.items()
-            }
-
-        self._device_parts, pinned = parts(memory), parts(host)
-        self._host_parts = {name: part.numpy() for name, part in pinned.items()}
-        self._tokens = self._device_parts["tokens"], pinned["tokens"]
+        self._tokens = self._device_parts["tokens"], sent["tokens"]
         self._views: dict[Any, torch.Tensor] = {}  # `part`
-        self._read: dict[Any, Array] = {}  # `on_host`
 
     def _bind(self) -> None:
         parts, target, drafter = self._device_parts, self._target, self._drafter
@@ -197,7 +204,7 @@ class RoundMemory:
 
     def target_feeds(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         """The feeds of a pass, for the idle slots too. Its rows [n, N] may be more than its tokens."""
-        start, tokens = feeds["start"], feeds["tokens"]
+        start, tokens, self._widened = feeds["start"], feeds["tokens"], None
         shape = fitting(len(start), self.batches), feeds["rows"].shape[1]
         given = dict(self._begin("target", start))
         for name in feeds.keys() & {"depths", "visible"}:
@@ -206,7 +213,8 @@ class RoundMemory:
         if numbers is None:
             self._send(self._upload)
             if (tokens.shape, self._block) != (self._asked, shape):
-                self._widen(tokens, shape)
+                self._widened = tokens, shape
+                self._widen(*self._widened)
         else:
             n, length = tokens.shape
             memory = self._host_parts["tokens"][: prod(shape)].reshape(shape)
@@ -274,23 +282,39 @@ class RoundMemory:
 
     def drafted(self, name: str, *shape: int) -> Array:
         """A part of what the drafter gave. The first one that is asked for waits for all."""
-        if not self.read:
-            with on(self._stream):
-                self.download()
-        return self.on_host(name, *shape).copy()
+        with on(self._stream):
+            landing = self.landing or self.download()
+        landing.wait()
+        return landing.read(name, *shape).copy()
 
-    def download(self) -> None:
-        """Wait for the passes so far, and read what they gave."""
-        device, host = self._download
-        host.copy_(device, non_blocking=True)
-        self._stream.synchronize()
-        self.read = True
+    def download(self) -> Landing:
+        """Start to read what the passes so far gave."""
+        self.landing = next(self._landings)
+        self.landing.fill(self._results)
+        return self.landing
 
-    def on_host(self, name: str, *shape: int) -> Array:
-        """A part that was read. The next pass overwrites it."""
-        if (view := self._read.get((name, shape))) is None:
-            view = self._read[name, shape] = self._host_parts[name][: prod(shape)].reshape(shape)
-        return view
+    def limit(self, limits: Sequence[int], reads: Sequence[bool]) -> None:
+        """By slot, how many nodes of a chain count, and whether the drafter reads those that are committed. It reaches
+        the device with the next pass.
+        """
+        self._write("limits", limits)
+        self._write("reads", reads)
+
+    def follow(self, n: int, nodes: int, width: int) -> None:
+        """Make the inputs of the round after one of so many nodes, which had `width` rows, for the first n slots."""
+        block = None if nodes == 1 else self.part("block", *self._block)[:n, 0]
+        next_round(self.part, n, nodes, width, block)
+        self._sent, self.landing = b"", None
+
+    def again(self) -> None:
+        """Widen tokens and rows as for the target's last pass."""
+        if self._widened is not None:
+            self._widen(*self._widened)
+            self._filled_rows(self._widened[1])
+
+    def anchors(self, n: int, width: int) -> torch.Tensor:
+        """The tokens of chains of one node, [n, 1], which have `width` columns in memory."""
+        return self._corner("tokens", (n, width), n, 1)
 
     def _begin(self, role: str, start: Array) -> dict[str, torch.Tensor]:
         """The inputs about where a pass begins, in this memory. In idle slots it begins after the rows of tokens."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import cycle
+from math import prod
 from time import perf_counter
 from typing import Any
 
@@ -65,6 +66,38 @@ class Clock:
     def seconds(self, begin: Any, end: Any) -> float:
         """The time between two points, once the second has been reached."""
         return end - begin if isinstance(begin, float) else float(begin.elapsed_time(end)) / 1e3
+
+
+class Landing:
+    """Memory of the host that a copy of what a round gave goes to, and the end of that copy.
+
+    memory: pinned. parts: the numbers in it by name.
+    """
+
+    def __init__(self, memory: torch.Tensor, parts: Mapping[str, Array], stream: Any) -> None:
+        self._memory, self._parts, self._stream = memory, parts, stream
+        self._end = None if isinstance(stream, HostStream) else torch.cuda.Event()
+        self._views: dict[Any, Array] = {}
+        self._here = False
+
+    def fill(self, given: torch.Tensor) -> None:
+        """Copy these numbers after the work so far. Does not wait."""
+        self._memory.copy_(given, non_blocking=True)
+        self._here = self._end is None
+        if self._end is not None:
+            self._end.record(self._stream)
+
+    def wait(self) -> None:
+        """Until the copy has ended."""
+        if not self._here and self._end is not None:
+            self._end.synchronize()
+            self._here = True
+
+    def read(self, name: str, *shape: int) -> Array:
+        """A part, after `wait`. The copy after the next one overwrites it."""
+        if (view := self._views.get((name, shape))) is None:
+            view = self._views[name, shape] = self._parts[name][: prod(shape)].reshape(shape)
+        return view
 
 
 class DeviceArray:

@@ -49,26 +49,26 @@ def gpu(gpu: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def counted(llm: LLM, gpu: pytest.MonkeyPatch) -> list[Any]:
-    """What each round from now on allocates, copies and waits for."""
-    rounds: list[Any] = []
+    """What each step from now on allocates, copies and waits for that ends a round, starts another one, and reads no
+    prompt.
+    """
+    rounds, prompts = list[Any](), list[Any]()
     scheduler = llm.runtime.scheduler
     pair = scheduler.pair
-    launch, decide = scheduler._launch, scheduler._decide
+    step, prefill = scheduler.step, pair.prefill
 
     def counting(*given: Any) -> Any:
-        before = Cuda.counts.copy()
-        return before, launch(*given)
-
-    def counted(launched: Any, *given: Any) -> Any:
-        before, round_ = launched
-        made = decide(round_, *given)
-        rounds.append(Cuda.counts - before)
-        passes = [*pair.drafter._passes, pair._verified]
+        before, read = Cuda.counts.copy(), len(prompts)
+        made = step(*given)
+        passes = [*pair.drafter.passes, pair._verified]
         assert len({id(event) for each in passes for event in each}) == 2 * len(passes)
+        counts = Cuda.counts - before
+        if len(prompts) == read and counts["copies to the host"]:
+            rounds.append(counts)
         return made
 
-    gpu.setattr(scheduler, "_launch", counting)
-    gpu.setattr(scheduler, "_decide", counted)
+    gpu.setattr(pair, "prefill", lambda *given, **named: prompts.append(0) or prefill(*given, **named))
+    gpu.setattr(scheduler, "step", counting)
     return rounds
 
 
@@ -230,11 +230,11 @@ def test_views_of_a_round_have_the_shape_that_is_asked_for(wide: Bundle, gpu: py
             for name, view in views.items():
                 assert (view.shape, view.stride()) == ((n, length), (memory._block[1], 1))
                 assert view.data_ptr() == memory._device_parts[name].data_ptr()
-                read = memory.on_host(name, n, length)
-                assert read.shape == (n, length)
-                assert np.shares_memory(read, memory._host_parts[name])
+            for name in ("tokens", "draft_tokens"):
                 kept = memory.drafted(name, n, length)  # the next pass does not overwrite it
-                assert not np.shares_memory(kept, memory._host_parts[name])
+                read = memory.landing.read(name, n, length)
+                assert read.shape == kept.shape == (n, length)
+                assert not np.shares_memory(kept, read)
             given = {name: np.zeros(n, np.int64) for name in ("start", "n_features")}
             feeds = memory.drafter_feeds(given | {"block": views["block"]}, arrays._unread)
             assert {name: len(each) for name, each in feeds.items()} == dict.fromkeys(feeds, memory._block[0])

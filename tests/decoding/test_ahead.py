@@ -1,0 +1,208 @@
+"""Rounds that start before the host has read the results of the ones before, over the arrays of a GPU. `test_faults`
+has any schedules.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dflash_trt.decoding.acceptance import judge
+from dflash_trt.decoding.draft import Draft, Verified
+from dflash_trt.decoding.params import SamplingParams
+from dflash_trt.engines.device.following import next_round, scratch
+from dflash_trt.engines.device.sizes import DECODE
+from dflash_trt.engines.device.stream import Landing
+from tests.doubles.device_pool import DevicePool
+from tests.doubles.fake_engines import BLOCK, FakeTarget, expected
+from tests.doubles.fake_states_and_windows import LongStrideTarget, WindowTarget
+from tests.doubles.pool import request
+from tests.doubles.schedules import Lengths, drive, finish, prompt
+
+PLAIN = SamplingParams(max_tokens=60)
+
+
+def passes(pool: DevicePool) -> int:
+    return sum(pool.scheduler.metrics._block_lengths)
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])  # 5 is padded to 6
+@pytest.mark.parametrize("target", [FakeTarget, WindowTarget, LongStrideTarget])
+def test_most_rounds_start_ahead_and_tokens_are_the_same(length: int, target: type[FakeTarget]) -> None:
+    """Where the rows of a window never move. Eight requests, greedy or sampled, of which some draft at most 3 tokens or
+    none, with ends at different times.
+    """
+    pool = DevicePool(8, target=target)
+    params = [SamplingParams(max_tokens=30 + i, temperature=0.8 * (i % 2), seed=i) for i in range(8)]
+    asked = [
+        request(prompt(5 + i, i), each, draft=i % 3 < 2, block_length=[None, 3][i % 2])
+        for i, each in enumerate(params)
+    ]
+    tokens = finish(pool, Lengths(length), *asked)
+    for each in asked:
+        assert tokens[each] == expected(each.prompt, each.params, each.seed)
+        assert len(each.statistics.acceptance_histogram) <= (each.block_length or length)
+    if target is not WindowTarget:
+        assert pool.followed > passes(pool) / 3
+
+
+def test_a_round_starts_before_the_host_waits_for_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, order, wait = DevicePool(2), list[str](), Landing.wait
+    run: Any = pool.pair.target.run
+
+    def noted(name: str, work: Any) -> Any:
+        return lambda *given, **named: order.append(name) or work(*given, **named)
+
+    monkeypatch.setattr(Landing, "wait", noted("wait", wait))
+    for i in range(2):
+        pool.scheduler.submit(request(prompt(4, i), PLAIN))
+    steps = drive(pool, Lengths(3))
+    for _ in range(4):
+        next(steps)
+    monkeypatch.setattr(pool.pair.target, "run", noted("pass", run))
+    order.clear()
+    for _ in range(3):
+        next(steps)
+    assert order == ["pass", "wait"] * 3
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "timeout", "joined"])
+def test_a_batch_changes_while_a_round_is_under_way(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every step: one request leaves or joins. Nothing comes after an end, and the others go on."""
+    for at in range(3, 12):
+        pool = DevicePool(3, kept=200)
+        asked = [request(prompt(6, i), PLAIN) for i in range(2)]
+        late = request([*prompt(6, 0), 1, 2], PLAIN)
+        for each in asked:
+            pool.scheduler.submit(each)
+        got: dict[Any, list[int]] = {each: [] for each in (*asked, late)}
+        for step, emissions in enumerate(drive(pool, Lengths(3))):
+            for emission in emissions:
+                got[emission.request] += emission.token_ids
+            if step == at and ends == "joined":
+                pool.scheduler.submit(late)
+            elif step == at and ends == "cancelled":
+                pool.scheduler.cancel(asked[0])
+                pool.scheduler.submit(late)  # and shares its prompt
+            elif step == at:
+                asked[0].deadline = 0.0
+                pool.scheduler.waiting.watch(asked[0])
+        for each, tokens in got.items():
+            whole = expected(each.prompt, PLAIN, 0)
+            left = ends != "joined" and each is asked[0]
+            assert tokens == (whole[: len(tokens)] if left else whole if each.output else [])
+        assert asked[0].stop.finish_reason == ("length" if ends == "joined" else ends)
+        assert pool.followed
+
+
+def test_a_kept_prefix_is_evicted_while_a_request_that_shares_it_runs() -> None:
+    pool = DevicePool(2, kept=30)  # one prompt
+    shared = prompt(24, 3)
+    finish(pool, Lengths(3), request(shared, SamplingParams(max_tokens=4)))
+    pool.scheduler.slots.left.clear()
+    sharing = request([*shared, 5], PLAIN)
+    others = [request(prompt(24, seed), SamplingParams(max_tokens=3)) for seed in (5, 6)]
+    tokens = finish(pool, Lengths(3), sharing, *others)
+    assert sharing.statistics.num_cached_tokens >= 16
+    assert pool.prefixes.counts.dropped_tokens
+    for each in (sharing, *others):
+        assert tokens[each] == expected(each.prompt, each.params, 0)
+
+
+def test_a_request_is_its_own_beside_any_samplings() -> None:
+    """Penalties and log-probabilities need the host: while such requests run, rounds wait for it."""
+    pool = DevicePool(6)
+    follow, beside = pool.pair.follow, list[bool]()
+
+    def noted(active: Any, nodes: int) -> Any:
+        beside.append(any(each.params.adjusted or each.params.logprobs for each in active))
+        return follow(active, nodes)
+
+    pool.pair.follow = noted  # type: ignore[method-assign]
+    different = [{}, {"temperature": 0.8}, {"repetition_penalty": 1.3}, {"logprobs": True, "max_tokens": 9}]
+    different += [{"temperature": 1.2, "top_k": 4}, {"temperature": 0.5, "top_p": 0.7, "min_p": 0.1}]
+    params = [SamplingParams(**{"max_tokens": 40, "seed": 3, **each}) for each in different]  # type: ignore
+    asked = [request(prompt(7, 1), each) for each in params]
+    tokens = finish(pool, Lengths(BLOCK), *asked)
+    for each in asked:
+        assert tokens[each] == expected(each.prompt, each.params, 3)
+    assert len(asked[3].logprobs) == 9
+    again = [request(prompt(7, 1), each) for each in params if not (each.adjusted or each.logprobs)]
+    tokens = finish(pool, Lengths(BLOCK), *again)
+    for each in again:
+        assert tokens[each] == expected(each.prompt, each.params, 3)
+    assert beside
+    assert not any(beside)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_that_are_not_finite_now_and_then_change_no_token(seed: int) -> None:
+    """In rounds with drafts, from any row on. The round that was started ahead is lost for such a request alone."""
+    pool, rng = DevicePool(3), random.Random(seed)
+    runner: Any = pool.pair.target
+    run = runner.run
+
+    def spoilt(profile: int, feeds: Any, **named: Any) -> Any:
+        outputs = run(profile, feeds, **named)
+        width = outputs["features"].shape[1]
+        for slot in range(runner.active()) if profile == DECODE and width > 1 else ():
+            if rng.random() < 0.15:
+                first, start = rng.randrange(width), int(feeds["start"][slot])
+                for name in ("logits", "features"):
+                    outputs[name][slot, first:] = torch.nan
+                runner.fake.nan[slot, start + first : start + width] = True
+        return outputs
+
+    runner.run = spoilt
+    asked = [
+        request(prompt(5, i), SamplingParams(max_tokens=60, temperature=0.4 * i, seed=i)) for i in range(3)
+    ]
+    tokens = finish(pool, Lengths(4), *asked)
+    for each in asked:
+        assert tokens[each] == expected(each.prompt, each.params, each.seed)
+    assert pool.followed
+
+
+def test_the_device_decides_as_the_host() -> None:
+    """How many nodes are committed, and the new anchor, for any result of a pass."""
+    rng, slots, width = np.random.default_rng(1), 4, 6
+    asked = request([1], PLAIN)
+    for nodes in (*range(1, width + 1),) * 20:
+        asked.block_length = int(rng.integers(1, width + 1))
+        tokens, accepted = rng.integers(0, 9, (slots, width)), rng.integers(0, width, slots)
+        tokens[:, nodes:] = tokens[:, nodes - 1 : nodes]
+        finite, following = rng.random((slots, width)) > 0.1, rng.integers(0, 9, slots)
+        following[rng.random(slots) < 0.1] = -1
+        given = {
+            "accepted": accepted,
+            "next_token": following,
+            "tokens": tokens,
+            "finite": finite.astype(np.int32),
+        }
+        given |= {"limits": np.full(slots, asked.block_length), "reads": np.array([1, 1, 0, 1])}
+        given |= {
+            name: np.full(slots, 50) for name in ("target_start", "places", "n_features", "drafter_start")
+        }
+        memory = {name: torch.tensor(each).flatten() for name, each in given.items()}
+        memory |= scratch(slots, width, torch.device("cpu"))
+        block = torch.zeros(slots, dtype=torch.int64) if nodes > 1 else None
+        next_round(lambda name, *shape: memory[name].view(shape), slots, nodes, width, block)  # noqa: B023
+        anchors = memory["tokens"].view(slots, width)[:, 0] if block is None else block
+        draft = Draft(tokens[:, :nodes], None, None)
+        verified = Verified(accepted, following, [True] * slots, finite, {}, [True] * slots)
+        for slot in range(slots):
+            verdict = judge(asked, tokens[slot].tolist(), draft, verified, slot)
+            path = [0, *verdict.path]
+            count = len(path) if verdict.ok else len(path) - 1
+            assert memory["target_start"][slot] == 50 + count
+            assert anchors[slot] == (verdict.token if verdict.ok else tokens[slot, path[-1]])
+            read = count * given["reads"][slot]
+            if block is None:
+                assert memory["places"][slot] == 50 + read
+            else:
+                assert memory["n_features"][slot] == read
+                assert memory["drafter_start"][slot] == 50 + count - read
