@@ -21,9 +21,9 @@ from build_scripts import harness
 from tests.doubles.simulated_pairs import BEGINNINGS, HARD, LOADS, prompts, world
 
 CONSTANTS = {
-    "adaptive": ("_SHARE", "_CREDIT", "_MARGIN", "_INTERVAL", "_ROUNDS", "_LONGEST"),
+    "adaptive": ("_SHARE", "_CREDIT", "_LEAST", "_MARGIN", "_INTERVAL", "_ROUNDS", "_LONGEST"),
     "times": ("LAST", "_FEW", "_ROW", "_DRAFTER"),
-    "odds": ("DRAFTED", "LONG", "PRIOR", "_ALL", "_EACH", "_SLOPE", "_OWN", "_FORGETS", "_CAUTION"),
+    "rates": ("_RUNNING", "_ALL", "_PRIOR", "_TELLS", "_MOST_OWN", "_MOST_ALL", "_SLOPE"),
 }
 # The kinds of start with which constants are varied.
 TRIED = ("right", "each by its own factor", "all three times from the middle")

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dflash_trt.decoding.length.odds import Own
 from dflash_trt.decoding.lookup import Lookup
 from dflash_trt.decoding.output import StopChecker
 from dflash_trt.decoding.params import FinishReason, RequestOptions, SamplingParams
@@ -38,7 +37,6 @@ class Request:
     takes_drafter: bool = field(init=False)
     block_length: int | None = field(init=False)  # its most tokens in a round; None: no own limit
     structured: bool = field(init=False)  # its text must have a form
-    own: Own = field(init=False)  # what its drafts differ by
     lookup: Lookup | None = None  # the automaton of its text, while it runs
     cancelled: bool = False
     sound: bool = True  # False: it ended with numbers that are not finite, and its slot may hold such numbers
@@ -60,7 +58,6 @@ class Request:
         self.takes_drafts, self.block_length = self.options.speculate, self.options.block_length
         self.takes_drafter = self.takes_drafts and self.options.takes_drafter
         self.structured = self.history is not None and self.history.structure is not None
-        self.own = Own(min(self.params.temperature, 2.0))
 
     @property
     def anchor(self) -> int:
@@ -69,10 +66,14 @@ class Request:
 
     def copied(self, most: int) -> tuple[list[int], int]:
         """Up to `most` tokens that its own text proposes after the anchor, and the length of the match, or 0."""
-        self.read_text(_PIECE)
-        if self.lookup is None or len(self.lookup.text) < len(self.prompt):
-            return [], 0
-        return self.lookup.find(most)
+        if (lookup := self.lookup) is None or (read := len(lookup.text) - len(self.prompt)) < 0:
+            self.read_text(_PIECE)
+            lookup = self.lookup
+            if lookup is None or len(lookup.text) < len(self.prompt):
+                return [], 0
+        else:
+            lookup.extend(self.output[read:])
+        return lookup.find(most)
 
     def read_text(self, most: int) -> None:
         """Let the automaton of its text read up to `most` more tokens of the prompt, and then the answer so far."""

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
-from dflash_trt.decoding.length.odds import Odds, Own
 from dflash_trt.decoding.length.policy import FixedLength, RoundDone
+from dflash_trt.decoding.length.rates import Rates
 from dflash_trt.decoding.length.times import PassTimes
 from dflash_trt.decoding.length.trees import FixedCopies, Tree
 from dflash_trt.decoding.lookup import Lookup
@@ -124,29 +124,29 @@ def test_a_request_sees_its_own_text_only() -> None:
         assert alone.lookup.text == [*alone.prompt, *alone.output]
 
 
-def test_the_odds_follow_the_length_of_a_match() -> None:
+def test_the_rates_follow_the_length_of_a_match() -> None:
     """Long matches are mostly right here and short ones are not. The first of them are known from the start."""
-    odds, own = Odds(3), Own(0.0)
+    rates, rng = Rates(3), random.Random(0)
+    rates.seat([request([1], SamplingParams())])
 
     def right(match: int) -> float:
-        return odds.chance(own, odds.copied(own, match))
+        return float(rates.copies([0], [match], 3)[0, 0])
 
     assert right(1) < right(3) < right(12)
-    rng = random.Random(0)
     chances = {2: 0.05, 4: 0.6, 16: 0.97}
     for _ in range(300):
-        for match, chance in chances.items():  # the token before was right and makes the match so long
-            odds.learn_copies(own, match - 1, [7, 8], [7, 8 if rng.random() < chance else 9])
+        for match, chance in chances.items():
+            right(match)
+            rates.learn_copies([0], [int(rng.random() < chance)], [1])
     for match, chance in chances.items():
         assert right(match) == pytest.approx(chance, abs=0.15)
 
 
 def test_a_tree_of_both_sources_has_no_node_twice() -> None:
     """They agree at first. Then the text goes on where the drafter has its second choice, and where it has none."""
-    odds, own = Odds(3), Own(0.0)
-    tokens, said = [[1, 2], [3, 4], [5, 6]], [[-0.4, -1.5]] * 3
+    tokens, rights = [[1, 2], [3, 4], [5, 6]], [[[0.67, 0.22]] * 3] * 2
     for copied in ([1, 4, 9], [2, 3, 5], [8, 8, 8], [1, 3, 5, 7, 7]):
-        tree = Tree(odds, own, 0, tokens, said, copied, odds.copies(own, 9, len(copied)))
+        tree = Tree(0, tokens, rights, copied, [0.6**n for n in range(1, 1 + len(copied))])
         tree.grow(40)
         children = list(zip(tree.parents, tree.tokens, strict=True))
         assert len(set(children)) == len(children)

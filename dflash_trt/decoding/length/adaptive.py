@@ -3,30 +3,30 @@
 With S_j the probability that the first j drafts of a request are all right, a round of length L commits
 G(L) = 1 + S_1 + ... + S_{L-1} tokens per request on average, and takes T(L) seconds. Over many rounds, the tokens per
 second are G(L) / T(L). T is the usual time of the round's passes (`PassTimes`) plus the time of the host. S is the mean
-of the probabilities that `Odds` gave recent drafts, because before the drafter has run, nothing else is known of a
-draft.
+of recent drafts (`Rates`), because before the drafter has run, nothing else is known of a draft.
 
-A request's own text proposes drafts at once (`Lookup`), and `Odds` tells by the length of the match what they are
-worth. Where they promise more than the drafter's for the time that both take, the drafter is not asked in this round,
-and reads what it missed later. Where it is asked, each request gets the better source, or a tree of both.
+A request's own text proposes drafts at once (`Lookup`). Where they promise more than the drafter's for the time that
+both take, the drafter is not asked in this round, and reads what it missed later. Where it is asked, each request gets
+the better source, or a tree of both.
 
 Once it has run, its log-probabilities say more. So where the host can read them, those nodes are verified that are
 worth the time of their rows: the number of nodes with the largest gain - rate * seconds.
 
-Times and chances of lengths that are not in use grow old. So a share of the time is spent on trials of other lengths.
+Times and rates of lengths that are not in use grow old. So a share of the time is spent on trials of other lengths.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 
-from dflash_trt.decoding.draft import Draft
-from dflash_trt.decoding.length.odds import LONG, Expected, Odds, Said, Tokens
+import numpy as np
+
+from dflash_trt.decoding.draft import Array, Candidates, Draft
 from dflash_trt.decoding.length.policy import RoundDone
+from dflash_trt.decoding.length.rates import Rates
 from dflash_trt.decoding.length.times import PassTimes
-from dflash_trt.decoding.length.trees import Tree, joined
+from dflash_trt.decoding.length.trees import grown, joined, spliced
 from dflash_trt.decoding.request import Request
 
 # The most nodes of a tree. Beyond, the measured gains are small.
@@ -34,46 +34,41 @@ MOST_NODES = 32
 # `python -m build_scripts.bench.adaptive_length --constants` shows what half or twice each of these does.
 # What trials may cost: a share of the rounds, and so many rounds in advance.
 _SHARE, _CREDIT = 0.01, 2.0
+# What a trial costs at least, in rounds: the plan is made anew after each.
+_LEAST = 0.03
 # How much faster than plain decoding drafting has to promise to be: an estimate near 1 is as often wrong as right.
 _MARGIN = 0.05
 # Rounds over which evidence on stalls fades by 1/e, and the most usual rounds that one counts for: a suspended machine
 # says nothing about the next round.
 _ROUNDS, _LONGEST = 100, 32.0
-# Bounds of the CPU time of a round: the rounds between plans, the requests of a round that are counted, and the nodes
-# after the best number of them that are looked at.
-_INTERVAL, _COUNTED, _PATIENCE = 16, 8, 3
+_INTERVAL = 16  # rounds between plans, at most: new requests are soon known
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
     """The best length for one batch size, including the anchor, and the next one to try.
 
-    seconds, beside, tokens: of a round of that length: usual ones of its passes, all others, and what it commits.
-    draft, verify: the seconds of passes of 1, 2 .. rows of each request.
+    seconds, tokens: of a round of the best length.
+    gains: the drafts that are expected to be right, of a request, by length.
+    draft, verify: seconds of passes by rows. costs: tokens that are worth the rows after the first of the target's.
     """
 
     length: int
     trial: int
     seconds: float
-    beside: float
     tokens: float
+    gains: Array
     draft: list[float]
     verify: list[float]
+    costs: Array
 
-    @property
-    def rate(self) -> float:
-        return self.tokens / (self.seconds + self.beside)
-
-    def best(self, rate: float, chances: Iterable[Sequence[float]]) -> tuple[int, float]:
-        """The nodes with the largest gain - rate * seconds, and this. chances: that nodes 1, 2 .. are right."""
-        nodes, gain, best = 1, 0.0, -rate * self.verify[0]
-        for place, right in enumerate(chances, 1):
-            gain += sum(right)
-            if (worth := gain - rate * self.verify[place]) > best:
-                nodes, best = place + 1, worth
-            elif place >= nodes + _PATIENCE:
-                break
-        return nodes, best
+    def best(self, right: Array) -> int:
+        """The nodes with the largest gain - rate * seconds. right: the drafts of all requests that are expected to be
+        right at places 1, 2 ..
+        """
+        worth = right.cumsum() - self.costs[1 : len(right) + 1]
+        nodes = int(worth.argmax())
+        return nodes + 2 if worth[nodes] > 0 else 1
 
 
 class AdaptiveLength:
@@ -85,95 +80,110 @@ class AdaptiveLength:
         """most_nodes: the most nodes of a tree; 0 verifies chains only."""
         self.block_size = self.most = block_size
         self.draft_times, self.verify_times, self._most_nodes = draft_times, verify_times, most_nodes
-        self._odds, self._expected = Odds(block_size - 1), Expected(block_size - 1)
-        # Of this round, by slot: drafts of the drafter; drafts from the text, the length of the match, and the
-        # probability that the first 1, 2 .. are right.
-        self._seen: dict[int, tuple[Tokens, Said, list[float]]] = {}
-        self._found: dict[int, tuple[list[int], int, list[float]]] = {}
+        self._rates = Rates(block_size - 1)
+        # Of this round: whether each request takes the drafter, whether the length is a trial, drafts from the text
+        # and the length of their match by slot, the probabilities that their first 1, 2 .. are right, and those of the
+        # drafter's, if the host knows them, with the candidates of trees.
+        self._takes: list[bool] = []
+        self._trial = False
+        self._found: dict[int, tuple[list[int], int]] = {}
+        self._copied = self._none = np.zeros((0, block_size - 1))
+        self._survival: Array | None = None
+        self._right: list[int] = []  # how many were right, by slot
+        self._candidates: Candidates | None = None
+        self._plans: dict[
+            tuple[int, int], _Plan
+        ] = {}  # by batch size, and how many requests take the drafter
+        self._tried: dict[int, Array] = {}  # the round in which each length last ran, by batch size
         self._beside = 0.0  # mean seconds of a round beside its usual passes
-        self._plans: dict[tuple[int, bool], _Plan] = {}  # by batch size, and whether the drafter may be asked
-        self._tried: dict[int, list[int]] = {}  # the round in which each length last ran, by batch size
-        self._asks = self._trial = False  # of this round
         self._untimed = False  # whether the trial before had no time for its draft
         self._rounds = self._idle = 0  # rounds in all, and since the last draft
+        self._since, self._until = 0, 0.0  # rounds since the last plan, and until the next one
         self._credit = _CREDIT
 
     def draft(self, active: Sequence[Request]) -> int:
         """The planned length, or now and then another one on trial; 1 where drafts from the texts promise more."""
-        self._seen, self._found = {}, {}
+        self._rates.seat(active)
+        self._takes = [request.takes_drafter for request in active]
+        self._survival, self._candidates, self._copied, self._found = None, None, self._none, {}
         for slot, request in enumerate(active):
             tokens, match = request.copied(self.block_size - 1)
             if match:
-                self._found[slot] = tokens, match, self._odds.copies(request.own, match, len(tokens))
-        self._asks = any(request.takes_drafter for request in active)
+                self._found[slot] = tokens, match
+        if self._found:
+            matches = [match for _, match in self._found.values()]
+            self._copied = self._rates.copies(list(self._found), matches, self.block_size - 1)
         batch = max(1, len(active))
-        plan = self._plan(batch)
-        due = self._asks and (self._credit > 0 or self._untimed)
+        plan, due = self._plan(batch), True in self._takes and (self._credit > 0 or self._untimed)
         self._trial = due and self.verify_times.settled(batch)
         if self._trial:
             return plan.trial
-        return 1 if self._found and plan.length > 1 and self._copies_pay(plan, batch) else plan.length
+        return self._with_texts(plan) if self._found and plan.length > 1 else plan.length
 
-    def _copies_pay(self, plan: _Plan, batch: int) -> bool:
-        """Whether drafts from the texts alone promise more tokens for their time than the plan."""
-        own = plan.tokens / batch - 1
-        survivals = [survival for _, _, survival in self._found.values()]
-        rest = own * (batch - len(survivals)) + sum([max(own, sum(survival)) for survival in survivals])
-        _, best = plan.best(plan.rate, zip_longest(*survivals, fillvalue=0.0))
-        return best > rest - plan.rate * plan.seconds
+    def _with_texts(self, plan: _Plan) -> int:
+        """The length where some texts propose drafts: 1 where the drafter is not worth its time."""
+        copied, costs = np.zeros((len(self._found), self.block_size)), plan.costs[: self.block_size]
+        copied[:, 1:] = self._copied.cumsum(axis=1)
+        alone = copied.sum(axis=0) - costs
+        takes = [self._takes[slot] for slot in self._found]
+        both = np.maximum(copied, np.outer(takes, plan.gains)).sum(axis=0)
+        both += (self._takes.count(True) - sum(takes)) * plan.gains
+        both -= costs + plan.tokens / plan.seconds * np.array(plan.draft)
+        length = int(both[1:].argmax()) + 2
+        return length if both[length - 1] > alone.max() else 1
 
     def select(self, draft: Draft, active: Sequence[Request], slots: Sequence[int], most: int) -> Draft:
         """As many nodes as are expected to be fastest: the first of each chain, or trees of at most `most` nodes."""
         if not slots or (draft.nodes == 1 and (self._trial or not self._found)):
             return draft
         if not draft.at_hand:  # waiting for a device's numbers costs more than it saves
-            return self._replaced(draft, active)
-        wide = draft.candidates is not None and most > 1 and self._most_nodes > 0
-        trees = wide or bool(self._found)
-        for slot in slots if trees else self._some(slots):
-            if draft.nodes > 1 and active[slot].takes_drafter:
-                tokens, said = draft.tokens[slot, 1:, None], draft.logprobs[slot, :, None]
-                if wide and draft.candidates is not None:
-                    tokens, said = draft.candidates.tokens[slot], draft.candidates.logprobs[slot]
-                survival = self._odds.chain(active[slot].own, draft.logprobs[slot].tolist())
-                self._seen[slot] = tokens.tolist(), said.tolist(), survival
+            return self._replaced(draft, active) if self._found else draft
+        most = min(most, self._most_nodes)
+        wide = draft.nodes > 1 and most > 1 and (draft.candidates is not None or bool(self._found))
+        plan = self._plan(max(1, len(active)))
+        if wide:
+            return self._trees(plan, draft, slots, min(most, len(plan.verify)))
+        if draft.nodes > 1:
+            self._survival = self._rates.chains(draft.logprobs)
+        return draft if self._trial else self._chains(plan, draft, slots)
+
+    def _chains(self, plan: _Plan, draft: Draft, slots: Sequence[int]) -> Draft:
+        """Of each request the chain that promises more, up to where rows are no longer worth their time."""
+        if not self._found and self._survival is not None:
+            taken = self._survival if all(self._takes) else self._survival[self._takes]
+            return draft.first(plan.best(taken.sum(axis=0) if len(taken) > 1 else taken[0]))
+        survival, copies = np.zeros((draft.tokens.shape[0], self.block_size - 1)), dict[int, list[int]]()
+        if self._survival is not None:
+            survival[self._takes, : draft.nodes - 1] = self._survival[self._takes]
+        for (slot, (tokens, _)), right in zip(self._found.items(), self._copied, strict=True):
+            if right.sum() > survival[slot].sum():
+                copies[slot], survival[slot] = tokens, right
+        return spliced(draft, copies, plan.best(survival.sum(axis=0)), slots)
+
+    def _trees(self, plan: _Plan, draft: Draft, slots: Sequence[int], most: int) -> Draft:
+        """Trees of both sources."""
+        candidates = draft.candidates or Candidates(draft.tokens[:, 1:, None], draft.logprobs[:, :, None])
+        rights = self._rates.candidates(candidates.logprobs)
+        self._survival, self._candidates = rights[0, :, :, 0].cumprod(axis=1), candidates
         if self._trial:
             return draft
-        plan = self._plan(max(1, len(active)))
-        if trees:
-            return self._trees(plan, draft, active, slots, most)
-        survivals = [survival for _, _, survival in self._seen.values()]
-        rate = plan.rate * len(survivals) / len(slots)
-        return draft.first(plan.best(rate, zip_longest(*survivals, fillvalue=0.0))[0])
-
-    def _trees(
-        self, plan: _Plan, draft: Draft, active: Sequence[Request], slots: Sequence[int], most: int
-    ) -> Draft:
-        """Trees of both sources. Where `most` allows only chains, each has the source that promises more."""
-        wide = min(most, self._most_nodes) > 1 and draft.nodes > 1
-        most = min(most, self._most_nodes, len(plan.verify)) if wide else self.block_size
-        trees: dict[int, Tree] = {}
-        for slot in slots:
-            tokens, said, own_survival = self._seen.get(slot, ((), (), []))
-            copied, _, survival = self._found.get(slot, ([], 0, []))
-            if copied and not wide:
-                if sum(survival) > sum(own_survival):
-                    tokens, said = (), ()
-                else:
-                    copied = []
-            anchor = int(draft.tokens[slot, 0])
-            trees[slot] = Tree(self._odds, active[slot].own, anchor, tokens, said, copied, survival)
-        chances = ([tree.chance(node) for tree in trees.values()] for node in range(1, most))
-        nodes, _ = plan.best(plan.rate, chances)
+        copied = dict(zip(self._found, self._copied.tolist(), strict=True))
+        texts = {slot: (self._found[slot][0], right) for slot, right in copied.items()}
+        trees = grown(draft, candidates, rights, slots, self._takes, texts, most)
+        right = np.zeros(most - 1)
+        for tree in trees.values():
+            right[: len(tree.chances) - 1] += tree.chances[1:]
+        nodes = plan.best(right)
         return joined(draft, trees, nodes) if nodes > 1 else draft.first(1)
 
     def _replaced(self, draft: Draft, active: Sequence[Request]) -> Draft:
         """The drafter's chains, or what texts propose for requests without it, and where that promises more than its
         drafts are worth on average.
         """
-        usual, drafts = self._expected.tokens()[draft.nodes - 1] - 1, draft.nodes - 1
-        for slot, (copied, _, survival) in self._found.items():
-            if not active[slot].takes_drafter or (not self._trial and sum(survival[:drafts]) > usual):
+        drafts = draft.nodes - 1
+        usual = self._plan(max(1, len(active))).gains[drafts]
+        for (slot, (copied, _)), right in zip(self._found.items(), self._copied, strict=True):
+            if not active[slot].takes_drafter or (not self._trial and right[:drafts].sum() > usual):
                 draft.replaced[slot] = copied[:drafts]
                 draft.copied[slot] = set(range(1, 1 + len(copied[:drafts])))
         return draft
@@ -188,41 +198,61 @@ class AdaptiveLength:
             timed &= not late and self.draft_times.observe(batch, drafted, done.draft_seconds, self._trial)
         if timed and not self._trial:
             self._learn_beside(done, batch)
-        survivals = self._survivals(done)
+        self._learn(done)
         self._credit = min(self._credit + _SHARE, _CREDIT)
         if self._trial:
-            self._account(done, batch, survivals, timed)
-        if drafted > 1:
-            self._expected.observe(survivals)
-            self._idle = 0
-        else:
-            self._idle += 1
-            if self._idle % _INTERVAL == 0:  # what no draft renews grows old, too
-                self._expected.fade(*[(1 - 1 / LONG) ** _INTERVAL] * 2)
+            self._account(done, batch, timed)
+        self._idle = 0 if drafted > 1 else self._idle + 1
         if done.ended:
-            self._expected.fade(1.0, 1 - done.ended / batch)
+            self._rates.end(done.ended / batch)
         self._rounds += 1
-        if self._trial or self._rounds % _INTERVAL == 0 or self._rounds < _INTERVAL or done.ended:
+        self._since += 1
+        if done.ended:
+            self._until *= 1 - done.ended / batch
+        if self._trial or self._since >= self._until:
             self._plans.clear()
-            if not self._asks:
+            self._since, self._until = 0, min(2 * self._until + 1, _INTERVAL)
+            if True not in self._takes:
                 self.verify_times.forget_old(batch)
         self._trial = False
+
+    def _learn(self, done: RoundDone) -> None:
+        """Learn which drafts were right."""
+        if self._found:
+            judged = dict(zip(done.judged, done.decided, strict=True))
+            pairs = [_compared(tokens, judged.get(slot, ())) for slot, (tokens, _) in self._found.items()]
+            self._rates.learn_copies(
+                list(self._found), [right for right, _ in pairs], [seen for _, seen in pairs]
+            )
+        if done.proposed.nodes == 1:
+            self._rates.pause()
+            return
+        proposed, copied = np.asarray(done.proposed.tokens)[:, 1:].tolist(), done.proposed.copied
+        self._right, seen = [0] * len(proposed), [0] * len(proposed)
+        for slot, tokens in zip(done.judged, done.decided, strict=True):
+            if self._takes[slot] and slot not in copied:
+                self._right[slot], seen[slot] = _compared(proposed[slot], tokens)
+        if self._candidates is not None:
+            self._rates.learn_candidates(self._candidates, done.judged, done.decided)
+        self._rates.learn(self._right, seen, read=self._survival is not None)
 
     def _learn_beside(self, done: RoundDone, batch: int) -> None:
         """The mean of the host's time and of half of the stalls: some come in so many rounds, others in so much
         work.
         """
-        plan = self._plan(batch)
-        stall = done.verify_seconds - plan.verify[done.verified - 1]
-        if done.proposed.nodes > 1:
-            stall += done.draft_seconds - plan.draft[done.proposed.nodes - 1]
-        beside = min(max(done.host_seconds + stall / 2, 0.0), _LONGEST * plan.seconds)
+        plan, drafted = self._plan(batch), done.proposed.nodes
+        stall = (
+            done.verify_seconds
+            - plan.verify[done.verified - 1]
+            + done.draft_seconds
+            - plan.draft[drafted - 1]
+        )
+        longest = _LONGEST * (plan.draft[plan.length - 1] + plan.verify[plan.length - 1])
+        beside = min(max(done.host_seconds + stall / 2, 0.0), longest)
         if beside == beside:
             self._beside += (beside - self._beside) / _ROUNDS
 
-    def _account(
-        self, done: RoundDone, batch: int, survivals: Sequence[Sequence[float]], timed: bool
-    ) -> None:
+    def _account(self, done: RoundDone, batch: int, timed: bool) -> None:
         """Take the cost of a trial from the credit, by its usual time, and the time of prompts that it read. One that
         pays or had no time is repeated; kept times, which it did not correct, may be far too long.
         """
@@ -233,59 +263,51 @@ class AdaptiveLength:
             seconds += max(usual, done.draft_seconds) if done.read > self.block_size else usual
         if not timed:
             seconds = min(seconds, done.verify_seconds + done.draft_seconds)
-        seconds += plan.beside
-        right = sum([sum(survival[: done.verified - 1]) for survival in survivals])
-        tokens = batch + right * len(done.judged) / max(1, len(survivals))
-        lost = seconds / (plan.seconds + plan.beside) - tokens / plan.tokens
-        self._credit = max(self._credit - max(0.0, lost), -10 * _CREDIT)
+        tokens = batch + self._gained(done)
+        lost = float((seconds + self._beside) / plan.seconds - tokens / plan.tokens)
+        self._credit = max(self._credit - max(_LEAST, lost), -10 * _CREDIT)
         self._untimed = not timed and not self._untimed
         if lost >= 0 and not self._untimed:
             self._tried[batch][drafted - 1] = self._rounds
 
-    def _survivals(self, done: RoundDone) -> list[list[float]]:
-        """Of requests, the probability that their first 1, 2 .. drafts were right, and 1 and 0 as they were where the
-        host did not read what the drafter said. The odds learn from the results.
-        """
-        judged = dict(zip(done.judged, done.decided, strict=True))
-        for slot, (copied, match, _) in self._found.items():
-            if slot in judged:
-                self._odds.learn_copies(done.active[slot].own, match, copied, judged[slot])
-        for slot, (tokens, said, _) in self._seen.items():
-            if slot in judged:
-                self._odds.learn(done.active[slot].own, tokens, said, judged[slot])
-        if self._seen or done.proposed.nodes == 1:
-            return [survival for _, _, survival in self._seen.values()]
-        survivals = []
-        copied_slots = done.proposed.copied
-        for slot in self._some([s for s in judged if done.active[s].takes_drafter and s not in copied_slots]):
-            pairs = zip(done.proposed.tokens_of(slot)[1:], judged[slot], strict=False)
-            right = [float(drafted == token) for drafted, token in pairs]
-            survivals.append(right[: right.index(0.0) + 1] if 0.0 in right else right)
-        return survivals
-
-    def _some(self, slots: Sequence[int]) -> Sequence[int]:
-        """Those that are counted in this round."""
-        few = len(slots) // _COUNTED + 1
-        return slots[self._rounds % few :: few]
+    def _gained(self, done: RoundDone) -> float:
+        """The drafts of the drafter that a round was expected to commit, or did where the host did not read them."""
+        if done.proposed.nodes == 1:
+            return 0.0
+        if self._survival is not None:
+            return float(self._survival[self._takes, : done.verified - 1].sum())
+        return float(sum([min(right, done.verified - 1) for right in self._right]))
 
     def _plan(self, batch: int) -> _Plan:
         """The plan for a batch size, made anew after `_plans` was cleared."""
-        if (known := self._plans.get((batch, self._asks))) is not None:
+        asked = self._takes.count(True)
+        if (known := self._plans.get((batch, asked))) is not None:
             return known
-        verify, draft = self.verify_times(batch), self.draft_times(batch)
-        passes = [verify[0], *map(sum, zip(verify[1 : self.block_size], draft[1:], strict=False))]
-        tokens = [batch * each for each in self._expected.tokens()]
-        seconds = [each + self._beside for each in passes]
-        rates = [each / time for each, time in zip(tokens, seconds, strict=True)]
-        best = rates.index(max(rates))
-        if not self._asks or rates[best] < (1 + _MARGIN) * rates[0]:
+        verify, draft = self.verify_times(batch), self.draft_times(batch)[: self.block_size]
+        draft[0] = 0.0
+        gains = self._rates.gains()
+        seconds, tokens = verify[: self.block_size] + draft + self._beside, batch + asked * gains
+        rates = tokens / seconds
+        best = int(rates.argmax())
+        if not asked or not rates[best] > (1 + _MARGIN) * rates[0]:
             best = 0
-        tried = self._tried.setdefault(batch, [-1] * self.block_size)
+        tried = self._tried.setdefault(batch, np.full(self.block_size, -1.0))
         # Each trial costs about as much in sum: what costs half is tried twice as often.
-        lost = [max(a / seconds[best] - b / tokens[best], 0.0) for a, b in zip(seconds, tokens, strict=True)]
-        waiting = [(1 + self._rounds - last) / (each + 0.05) for last, each in zip(tried, lost, strict=True)]
+        lost = np.maximum(seconds / seconds[best] - tokens / tokens[best], 0.0)
+        waiting = (1 + self._rounds - tried) / (lost + 0.05)
         waiting[best] = -1.0
-        trial = waiting.index(max(waiting)) + 1
-        plan = _Plan(best + 1, trial, passes[best], self._beside, tokens[best], draft, verify)
-        self._plans[batch, self._asks] = plan
+        costs, trial = rates[best] * (verify - verify[0]), int(waiting.argmax()) + 1
+        usual = float(seconds[best]), float(tokens[best])
+        plan = _Plan(best + 1, trial, *usual, gains, draft.tolist(), verify.tolist(), costs)
+        self._plans[batch, asked] = plan
         return plan
+
+
+def _compared(drafts: Sequence[int], decided: Sequence[int]) -> tuple[int, int]:
+    """How many drafts were right, and how many were judged."""
+    right = 0
+    for draft, token in zip(drafts, decided, strict=False):
+        if draft != token:
+            return right, right + 1
+        right += 1
+    return right, right

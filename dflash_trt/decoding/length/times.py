@@ -18,10 +18,9 @@ from typing import Any
 
 import numpy as np
 
-# The passes that a scale or factor rests on.
-LAST = 16
-# The passes of other lengths among them from which on a pass tells the factor of its own.
-_FEW = 4
+# The passes that a scale or factor rests on, and those of other lengths among them from which on every fourth pass
+# tells the factor of its own.
+LAST, _FEW = 16, 4
 # The passes after which times of other rows are old. One pass to learn them anew is a share of 0.002.
 _OLD = 500
 # The default: what each row after the first adds, in passes of one row. On processors it is 0.03 to 0.2 (README).
@@ -43,54 +42,43 @@ class PassTimes:
         self._tables: dict[int, _Table] = {}
         self._ran = set[tuple[int, int]]()
         for batch, seconds in (kept or {}).items():
-            ratios = {rows: each / _default(batch, rows) for rows, each in seconds.items()}
+            ratios = {rows: usual / _default(batch, rows) for rows, usual in seconds.items()}
             scale = ratios[min(ratios)]
-            self._tables[_power(batch)] = _Table(scale, {n: each / scale for n, each in ratios.items()})
+            factors = {rows: ratio / scale for rows, ratio in ratios.items()}
+            self._tables[_power(batch)] = _Table(scale, factors)
 
-    def __call__(self, batch: int) -> list[float]:
-        """Seconds of passes over `batch` sequences of 1, 2 .. rows. Fewer rows take no longer than more."""
+    def __call__(self, batch: int) -> Any:
+        """Seconds [rows] of passes over `batch` sequences of 1, 2 .. rows. Fewer rows take no longer than more."""
         table = self._of(batch)
         seconds = table.scale * _default(batch, self._rows) * table.factor(self._rows)
-        usual: list[float] = np.minimum.accumulate(seconds[::-1])[::-1].tolist()
-        return usual
+        return np.minimum.accumulate(seconds[::-1])[::-1]
 
     def settled(self, batch: int) -> bool:
         """Whether enough passes have told the scale for factors to be learned."""
-        return len(self._of(batch).recent) == LAST
+        return len(self._of(batch).scales) == LAST
 
     def observe(self, batch: int, rows: int, seconds: float, trial: bool) -> bool:
         """Learn from a pass. Times that are impossible are ignored, and so is the first one of its size, because
         engines prepare a size when it first comes. Returns whether it was not the first.
 
         trial: whether its length was not the one in use.
-
-        A time that nobody observed yet counts as long as it fits this pass: more rows take no less than fewer, and no
-        longer than passes of fewer in turn.
         """
         if (batch, rows) not in self._ran:
             self._ran.add((batch, rows))
             return False
         if not 1e-9 < seconds < 1e9:
             return True
-        table = self._tables.setdefault(_power(batch), self._of(batch))
+        table = self._tables[_power(batch)] = self._of(batch)
         ratio = seconds / _default(batch, rows)
-        if not table.recent:
+        if not table.scales:
             table.begin = ratio / float(table.factor(rows))
-        own = table.own.get(rows)
-        others = [scale for n, scale in table.recent if n != rows]
-        if trial or not own or len(own) < LAST == len(table.recent) or len(others) >= _FEW:
-            own = table.own.setdefault(rows, deque(maxlen=LAST))
-            own.append(ratio / (_quarter_up(others) if len(others) >= _FEW else table.scale))
-            table.factors[rows] = _quarter_up(own)
-            usual = table.factors[rows] * _default(batch, rows)
-            for n in [n for n in table.factors if n not in table.own]:  # what was not observed gives way
-                unseen = table.factors[n] * _default(batch, n)
-                fewer, more = (usual, unseen) if rows < n else (unseen, usual)
-                if not fewer <= more <= -(-max(n, rows) // min(n, rows)) * fewer:
-                    del table.factors[n]
+        told, table.passes = table.told.get(rows), table.passes + 1
+        full, others = len(table.scales) == LAST, len(table.rows) - table.rows.count(rows)
+        if trial or not told or (len(told) < LAST and full) or (others >= _FEW and table.passes % 4 == 0):
+            table.correct(batch, rows, ratio)
         if not trial:
-            table.recent.append((rows, ratio / table.factors[rows]))
-        table.passes += 1
+            table.rows.append(rows)
+            table.scales.append(ratio / table.factors[rows])
         table.last[rows] = table.passes
         return True
 
@@ -101,13 +89,13 @@ class PassTimes:
         table = self._of(batch)
         for rows in [n for n in table.factors if table.passes - table.last.get(n, 0) >= _OLD]:
             del table.factors[rows]
-            table.own.pop(rows, None)
+            table.told.pop(rows, None)
 
     def kept(self) -> dict[int, dict[int, float]]:
         """What was learned, for `kept` of a later process."""
         return {
-            batch: {n: each.scale * f * _default(batch, n) for n, f in sorted(each.factors.items())}
-            for batch, each in sorted(self._tables.items())
+            batch: {n: table.scale * f * _default(batch, n) for n, f in sorted(table.factors.items())}
+            for batch, table in sorted(self._tables.items())
         }
 
     def _of(self, batch: int) -> _Table:
@@ -116,37 +104,50 @@ class PassTimes:
         if power in self._tables:
             return self._tables[power]
         if self._tables:
-            nearest = self._tables[min(self._tables, key=lambda each: abs(log2(each / power)))]
+            nearest = self._tables[min(self._tables, key=lambda other: abs(log2(other / power)))]
             return _Table(nearest.scale, dict(nearest.factors))
-        if self._target is not None:
-            return _Table(_DRAFTER * self._target(batch)[0] / _default(batch, 1))
-        return _Table()
+        return _Table(_DRAFTER * self._target(batch)[0] / _default(batch, 1) if self._target else 1.0)
 
 
 @dataclass(slots=True)
 class _Table:
     """What is known of one batch size.
 
-    begin, recent: the scale before any pass, and rows and scale of recent passes.
-    factors, own: by rows, and what passes of these rows told. Factors without an own time come from elsewhere.
+    begin: the scale before any pass. rows, scales: of recent passes.
+    factors, told: by rows, and what passes of these rows told. Factors that no pass told come from elsewhere.
     passes, last: their number, and by rows that of the last one.
     """
 
-    begin: float = 1.0
+    begin: float
     factors: dict[int, float] = field(default_factory=dict)
-    recent: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=LAST))
-    own: dict[int, deque[float]] = field(default_factory=dict)
+    rows: deque[int] = field(default_factory=lambda: deque(maxlen=LAST))
+    scales: deque[float] = field(default_factory=lambda: deque(maxlen=LAST))
+    told: dict[int, deque[float]] = field(default_factory=dict)
     passes: int = 0
     last: dict[int, int] = field(default_factory=dict)
 
     @property
     def scale(self) -> float:
-        return _quarter_up(scale for _, scale in self.recent) if self.recent else self.begin
+        return _quarter_up(self.scales) if self.scales else self.begin
 
     def factor(self, rows: Any) -> Any:
         """The factors of numbers of rows, from those of the nearest known ones."""
         known = sorted(self.factors) or [1]
         return np.interp(rows, known, [self.factors.get(n, 1.0) for n in known])
+
+    def correct(self, batch: int, rows: int, ratio: float) -> None:
+        """Learn the factor of a pass by the scale of others. A factor that no pass told counts as long as it fits: more
+        rows take no less than fewer, and no longer than passes of fewer in turn.
+        """
+        others = [scale for n, scale in zip(self.rows, self.scales, strict=True) if n != rows]
+        told = self.told.setdefault(rows, deque(maxlen=LAST))
+        told.append(ratio / (_quarter_up(others) if len(others) >= _FEW else self.scale))
+        self.factors[rows] = _quarter_up(told)
+        usual = self.factors[rows] * _default(batch, rows)
+        for n in [n for n in self.factors if n not in self.told]:
+            fewer, more = sorted([(rows, usual), (n, self.factors[n] * _default(batch, n))])
+            if not fewer[1] <= more[1] <= -(-more[0] // fewer[0]) * fewer[1]:
+                del self.factors[n]
 
 
 def _default(batch: int, rows: Any) -> Any:
@@ -155,8 +156,7 @@ def _default(batch: int, rows: Any) -> Any:
 
 def _power(batch: int) -> int:
     """The nearest power of two."""
-    below = 1 << (max(1, batch).bit_length() - 1)
-    return below if batch * batch <= 2 * below * below else 2 * below
+    return 1 << round(log2(max(1, batch)))
 
 
 def _quarter_up(ratios: Iterable[float]) -> float:

@@ -2,23 +2,20 @@
 
 A tree takes its nodes best first (arXiv 2604.12989): each time the node whose path is most probably right. So it is the
 tree of its size with the most expected tokens, and its first n nodes are the best tree of n nodes. The probabilities
-are the drafter's, as `Odds` has learned to read them. A chain is a tree of one candidate for each place.
+are the drafter's, as `Rates` has learned to read them. A chain is a tree of one candidate for each place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from heapq import heappop, heappush
-from math import exp
 
 import numpy as np
 
-from dflash_trt.decoding.draft import Draft
-from dflash_trt.decoding.length.odds import Odds, Own, Said, Tokens, relative
+from dflash_trt.decoding.draft import Array, Candidates, Draft
 from dflash_trt.decoding.length.policy import FixedLength, RoundDone
+from dflash_trt.decoding.length.rates import Rates
 from dflash_trt.decoding.request import Request
-
-_NO_ODDS = Odds(1)  # of trees without candidates
 
 
 class Tree:
@@ -29,23 +26,20 @@ class Tree:
 
     def __init__(
         self,
-        odds: Odds,
-        own: Own,
         anchor: int,
-        tokens: Tokens,
-        said: Said,
+        tokens: Sequence[Sequence[int]] = (),
+        rights: Sequence[Sequence[Sequence[float]]] = (),
         copied: Sequence[int] = (),
         survival: Sequence[float] = (),
     ) -> None:
-        """copied, survival: tokens from the request's own text, and P(the first 1, 2 .. are right)."""
-        self._odds, self._own, self._candidates, self._said = odds, own, tokens, said
-        self._text, self._survival = copied, survival
-        self.tokens, self.parents, self.logprobs, self.chances = [anchor], [-1], [0.0], [1.0]
+        """tokens: the drafter's candidates of each place, best first.
+        rights: P(a candidate is right | the path before it is), by whether an ancestor is not the best of its place.
+        copied, survival: tokens from the request's own text, and P(the first 1, 2 .. are right).
+        """
+        self._candidates, self._rights, self._text, self._survival = tokens, rights, copied, survival
+        self.tokens, self.parents, self.chances = [anchor], [-1], [1.0]
         self.copied: set[int] = set()  # the nodes that only the text proposes
         self._children: dict[tuple[int, int], int] = {}
-        # P(a candidate is right | the path before it is), by whether an ancestor is not the best of its place, place
-        # and rank, as far as they were asked for.
-        self._rights: list[list[list[float]]] = [[[] for _ in tokens] for _ in range(2)]
         # By falling chance: place, parent, rank, whether an ancestor is not the best of its place, and the chance of
         # the parent. A copied token has the rank -1.
         self._heap: list[tuple[float, int, int, int, bool, float]] = []
@@ -54,47 +48,57 @@ class Tree:
         if copied:
             heappush(self._heap, (-survival[0], 0, 0, -1, False, 1.0))
 
-    def chance(self, node: int) -> float:
-        """P(a node is right), of a tree that has grown so far; 0 if there is none."""
-        self.grow(node + 1)
-        return self.chances[node] if node < len(self.chances) else 0.0
-
     def grow(self, nodes: int) -> None:
         """Add nodes up to so many."""
-        heap, chances, said = self._heap, self.chances, self._said
+        heap, chances = self._heap, self.chances
         while heap and len(chances) < nodes:
             chance, place, parent, rank, off, before = heappop(heap)
             if rank < 0:
-                node = self._node(parent, self._text[place], 0.0, -chance)
+                node = self._node(parent, self._text[place], -chance)
                 if place + 1 < len(self._survival):
                     heappush(heap, (-self._survival[place + 1], place + 1, node, -1, False, -chance))
                 continue
-            node = self._node(parent, self._candidates[place][rank], said[place][rank], -chance)
+            node = self._node(parent, self._candidates[place][rank], -chance)
             self.copied.discard(node)
-            if rank + 1 < len(said[place]):
+            if rank + 1 < len(self._candidates[place]):
                 self._push(parent, place, rank + 1, off, before)
-            if place + 1 < len(said):
+            if place + 1 < len(self._candidates):
                 self._push(node, place + 1, 0, off or rank > 0, -chance)
 
-    def _node(self, parent: int, token: int, logprob: float, chance: float) -> int:
+    def _node(self, parent: int, token: int, chance: float) -> int:
         """The child of a node with this token, which both sources may propose."""
         node = self._children.setdefault((parent, token), len(self.tokens))
         if node == len(self.tokens):
             self.tokens.append(token)
             self.parents.append(parent)
-            self.logprobs.append(logprob)
             self.chances.append(chance)
             self.copied.add(node)
         return node
 
     def _push(self, parent: int, place: int, rank: int, off: bool, before: float) -> None:
-        rights = self._rights[off][place]
-        if rank == len(rights):
-            said = self._said[place]
-            mass = sum([exp(min(logprob, 0.0)) for logprob in said[:rank]])
-            right = self._odds.candidate(self._own, place, relative(said[rank], mass), rank, off)
-            rights.append((1 - sum(rights)) * right)
-        heappush(self._heap, (-before * rights[rank], place, parent, rank, off, before))
+        heappush(self._heap, (-before * self._rights[off][place][rank], place, parent, rank, off, before))
+
+
+def grown(
+    draft: Draft,
+    candidates: Candidates,
+    rights: Array,
+    slots: Iterable[int],
+    takes: Sequence[bool],
+    copies: Mapping[int, tuple[Sequence[int], Sequence[float]]],
+    nodes: int,
+) -> dict[int, Tree]:
+    """The trees of some slots, from `Rates.candidates` where a request `takes` the drafter, and from copied tokens with
+    their survival.
+    """
+    anchors, trees = np.asarray(draft.tokens)[:, 0].tolist(), {}
+    tokens, rights_of = np.asarray(candidates.tokens).tolist(), rights.swapaxes(0, 1).tolist()
+    for slot in slots:
+        copied, survival = copies.get(slot, ((), ()))
+        found = tokens[slot] if takes[slot] else ()
+        trees[slot] = Tree(anchors[slot], found, rights_of[slot], copied, survival)
+        trees[slot].grow(nodes)
+    return trees
 
 
 def joined(draft: Draft, trees: Mapping[int, Tree], nodes: int) -> Draft:
@@ -102,23 +106,31 @@ def joined(draft: Draft, trees: Mapping[int, Tree], nodes: int) -> Draft:
 
     A tree without so many is continued by a chain of its anchor's token, which is as good a draft as any.
     """
-    tokens, parents, logprobs, copied = [], [], [], {}
-    chain, chains = list(range(-1, nodes - 1)), True
-    for slot, anchor in enumerate(np.asarray(draft.tokens)[:, 0].tolist()):
-        tree = trees.get(slot)
-        known = tree.tokens[:nodes] if tree else [anchor]
-        before = (tree.parents[:nodes] if tree else []) + chain[len(known) if tree else 0 :]
-        said = tree.logprobs[1:nodes] if tree else []
-        tokens.append(known + [anchor] * (nodes - len(known)))
-        parents.append(before)
-        logprobs.append(said + [0.0] * (nodes - 1 - len(said)))
-        chains = chains and before == chain
-        if tree and (own := {node for node in tree.copied if node < nodes}):
-            copied[slot] = own
-    said_of = np.array(logprobs, np.float32).reshape(len(tokens), nodes - 1)
-    lengths = {slot: min(nodes, len(tree.tokens)) for slot, tree in trees.items()}
-    parents_of = None if chains else np.array(parents)
-    return Draft(np.array(tokens), parents_of, said_of, draft.candidates, copied, lengths)
+    anchors = np.asarray(draft.tokens)[:, :1]
+    tokens = np.repeat(anchors, nodes, axis=1)
+    parents = np.tile(np.arange(-1, nodes - 1), (len(tokens), 1))
+    copied, lengths = {}, {}
+    for slot, tree in trees.items():
+        lengths[slot] = length = min(nodes, len(tree.tokens))
+        tokens[slot, :length], parents[slot, :length] = tree.tokens[:length], tree.parents[:length]
+        if from_text := {node for node in tree.copied if node < length}:
+            copied[slot] = from_text
+    chains = bool((parents == np.arange(-1, nodes - 1)).all())
+    logprobs = np.zeros((len(tokens), nodes - 1), np.float32)
+    return Draft(tokens, None if chains else parents, logprobs, draft.candidates, copied, lengths)
+
+
+def spliced(draft: Draft, copies: Mapping[int, Sequence[int]], nodes: int, slots: Iterable[int]) -> Draft:
+    """The draft's chains of these slots, with up to `nodes` nodes, and tokens from the text in place of some."""
+    known, drafted = np.asarray(draft.tokens), min(nodes, draft.nodes)
+    tokens = np.repeat(known[:, :1], nodes, axis=1)
+    logprobs = np.zeros((len(tokens), nodes - 1), np.float32)
+    tokens[:, :drafted], logprobs[:, : drafted - 1] = known[:, :drafted], draft.logprobs[:, : drafted - 1]
+    copied, lengths = {}, dict.fromkeys(slots, drafted)
+    for slot, found in copies.items():
+        lengths[slot] = length = min(nodes, 1 + len(found))
+        tokens[slot, 1:length], copied[slot] = found[: length - 1], set(range(1, length))
+    return Draft(tokens, None, logprobs, draft.candidates, copied, lengths)
 
 
 class FixedCopies(FixedLength):
@@ -130,16 +142,8 @@ class FixedCopies(FixedLength):
 
     def select(self, draft: Draft, active: Sequence[Request], slots: Sequence[int], most: int) -> Draft:
         """What followed the longest matches."""
-        trees: dict[int, Tree] = {}
-        for slot in slots:
-            tokens, match = active[slot].copied(self.most - 1)
-            if match:
-                anchor, survival = int(draft.tokens[slot, 0]), [1.0] * len(tokens)
-                trees[slot] = Tree(_NO_ODDS, active[slot].own, anchor, (), (), tokens, survival)
-                trees[slot].grow(self.most)
-        found = joined(draft, trees, self.most) if trees else draft
-        found.lengths.update({slot: 1 for slot in slots if slot not in trees})
-        return found
+        copies = {slot: tokens for slot in slots if (tokens := active[slot].copied(self.most - 1)[0])}
+        return spliced(draft, copies, self.most if copies else 1, slots)
 
 
 class FixedTrees(FixedLength):
@@ -147,25 +151,21 @@ class FixedTrees(FixedLength):
 
     def __init__(self, length: int, drafts: int, nodes: int) -> None:
         super().__init__(length)
-        self._nodes, self._odds = nodes, Odds(drafts)
-        self._seen: dict[int, tuple[Tokens, Said]] = {}
+        self._nodes, self._rates = nodes, Rates(drafts)
+        self._candidates: Candidates | None = None
 
     def select(self, draft: Draft, active: Sequence[Request], slots: Sequence[int], most: int) -> Draft:
         """Trees of so many nodes, within `most`."""
-        self._seen = {}
-        nodes = min(self._nodes, most)
+        self._candidates, nodes = None, min(self._nodes, most)
         if draft.candidates is None or not slots or nodes <= 1:
             return draft
-        tokens, said = (np.asarray(x) for x in (draft.candidates.tokens, draft.candidates.logprobs))
-        trees: dict[int, Tree] = {}
-        for slot in slots:
-            self._seen[slot] = tokens[slot].tolist(), said[slot].tolist()
-            trees[slot] = Tree(self._odds, active[slot].own, int(draft.tokens[slot, 0]), *self._seen[slot])
-            trees[slot].grow(nodes)
+        self._rates.seat(active)
+        self._candidates = draft.candidates
+        rights = self._rates.candidates(np.asarray(draft.candidates.logprobs))
+        trees = grown(draft, draft.candidates, rights, slots, [True] * len(active), {}, nodes)
         return joined(draft, trees, max(len(tree.tokens) for tree in trees.values()))
 
     def observe(self, done: RoundDone) -> None:
         """Learn which candidates were right."""
-        for slot, decided in zip(done.judged, done.decided, strict=True):
-            if slot in self._seen:
-                self._odds.learn(done.active[slot].own, *self._seen[slot], decided)
+        if self._candidates is not None:
+            self._rates.learn_candidates(self._candidates, done.judged, done.decided)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from dflash_trt.decoding.draft import Candidates, Draft
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
-from dflash_trt.decoding.length.odds import Odds, Own, relative
 from dflash_trt.decoding.length.policy import FixedLength
+from dflash_trt.decoding.length.rates import Rates
 from dflash_trt.decoding.length.times import PassTimes
 from dflash_trt.decoding.length.trees import FixedTrees, Tree
 from dflash_trt.decoding.params import SamplingParams
@@ -34,43 +34,21 @@ def tables(draw: st.DrawFn) -> np.ndarray:
     return np.log(found / np.maximum(found.sum(axis=1, keepdims=True) + 0.01, 1))
 
 
-class Calibrated(Odds):
-    """Trusts the drafter: a candidate after wrong better ones has its share of what they leave."""
-
-    def candidate(self, own: Own, place: int, x: float, rank: int, off: bool) -> float:
-        chance = 1 / (1 + np.exp(-x))
-        return float(chance / 2 if off else chance)
-
-
 @given(tables(), st.integers(1, 12))
 @settings(max_examples=80, deadline=None)
 def test_no_tree_of_its_size_is_better(said: np.ndarray, nodes: int) -> None:
     """Compared with the likeliest of all paths. So the first nodes are the best smaller tree, too."""
     drafts, width = said.shape
     tokens = [[10 * place + rank for rank in range(width)] for place in range(drafts)]
-    tree = Tree(Calibrated(drafts), Own(0.0), 99, tokens, said.tolist())
+    on, off = np.exp(said), np.exp(said) / 2
+    tree = Tree(99, tokens, [on.tolist(), off.tolist()])
     tree.grow(nodes)
-
-    def chances(left: bool) -> np.ndarray:
-        """[drafts, W], if the path before is right."""
-        table = np.zeros((drafts, width))
-        for place, row in enumerate(np.exp(said)):
-            rest = 1.0
-            for rank, p in enumerate(row):
-                hazard = p / (1 - row[:rank].sum()) / (2 if left else 1)
-                table[place, rank] = rest * hazard
-                rest *= 1 - hazard
-        return table
-
-    on, off = chances(False), chances(True)
     every = [
         prod((off if any(path[:i]) else on)[i, rank] for i, rank in enumerate(path))
         for length in range(1, drafts + 1)
         for path in product(range(width), repeat=length)
     ]
-    if (np.diff(on, axis=1) <= 1e-9).all() and (np.diff(off, axis=1) <= 1e-9).all():
-        wanted = sorted(every, reverse=True)[: nodes - 1]
-        np.testing.assert_allclose(tree.chances, [1.0, *wanted], rtol=1e-2)
+    np.testing.assert_allclose(tree.chances, [1.0, *sorted(every, reverse=True)[: nodes - 1]], rtol=1e-6)
     assert (tree.tokens[0], tree.parents[0]) == (99, -1)
     for node in range(1, len(tree.parents)):
         assert 0 <= tree.parents[node] < node
@@ -80,69 +58,39 @@ def test_no_tree_of_its_size_is_better(said: np.ndarray, nodes: int) -> None:
     assert len(children) == len(tree.parents) == min(nodes, 1 + len(every))
 
 
-def test_the_odds_are_learnt_by_place_rank_and_path() -> None:
+def test_rates_are_learnt_by_place_rank_and_path() -> None:
     """A drafter that says the same everywhere, and whose truth differs by place, by rank and behind a second choice."""
-    rng, odds, own = np.random.default_rng(0), Odds(3), Own(0.0)
+    rng, rates, active = np.random.default_rng(0), Rates(3), [request([1], SamplingParams())]
     on = np.array([[0.7, 0.2], [0.5, 0.3], [0.4, 0.1]])
     off = np.array([[0.0, 0.0], [0.2, 0.1], [0.15, 0.05]])
-    said = np.log([[0.5, 0.2]] * 3).tolist()
-    tokens = [[1, 2]] * 3
+    found = Candidates(np.array([[[1, 2]] * 3]), np.log([[[0.5, 0.2]] * 3]))
+    rates.seat(active)
     for _ in range(1500):
         decided, left = list[int](), False
         for place in range(3):
             chances = (off if left else on)[place]
             decided.append(1 + int(rng.choice(3, p=[*chances, 1 - chances.sum()])))
             left |= decided[-1] > 1
-        odds.learn(own, tokens, said, decided)
-    for case in product(range(3), (0.3,), range(2), (False, True)):
-        inputs = odds.drafted(Own(0.7), *case)
-        assert odds.candidate(Own(0.7), *case) == pytest.approx(odds.chance(Own(0.7), inputs))
-    tree = Tree(odds, own, 0, tokens, said)
-    tree.grow(99)
-    for node in range(1, len(tree.tokens)):
-        path, at = list[int](), node
-        while at:
-            path.insert(0, tree.tokens[at] - 1)
-            at = tree.parents[at]
-        truth = prod((off if any(path[:i]) else on)[i, rank] for i, rank in enumerate(path))
-        assert tree.chances[node] == pytest.approx(truth, abs=0.13), path
-
-
-def test_candidates_teach_up_to_the_first_place_without_a_right_one() -> None:
-    """Each is judged given that the better ones of its place were wrong, and behind a second choice otherwise."""
-    tokens, said = [[1, 2], [3, 4], [5, 6], [7, 8]], [[-0.4, -1.5]] * 4
-    found, by_hand = Odds(4), Odds(4)
-    found.learn(Own(0.0), tokens, said, [2, 3, 9, 7])
-    found.learn_copies(Own(0.0), 3, [7, 8, 9, 1], [7, 8, 2, 1])
-    own, second = Own(0.0), relative(-1.5, np.exp(-0.4))
-    judged = [
-        (0, -0.4, 0, False),
-        (0, -1.5, 1, False),
-        (1, -0.4, 0, True),
-        (2, -0.4, 0, True),
-        (2, -1.5, 1, True),
-    ]
-    for (place, logprob, rank, off), right in zip(judged, (False, True, True, False, False), strict=True):
-        x = second if rank else relative(logprob, 0.0)
-        by_hand.judged(own, by_hand.drafted(own, place, x, rank, off), right)
-    own = Own(0.0)
-    for match, right in ((3, True), (4, True), (5, False)):  # each right one makes the match longer
-        by_hand.judged(own, by_hand.copied(own, match), right)
-    assert found._w == pytest.approx(by_hand._w)
+        learned = rates.candidates(found.logprobs)
+        rates.learn_candidates(found, [0], [decided])
+        right = ([token == 1 for token in decided] + [False]).index(False)
+        rates.learn([right], [min(right + 1, 3)], read=True)
+    assert learned[0, 0] == pytest.approx(on, abs=0.15)
+    assert learned[1, 0, 1:] == pytest.approx(off[1:], abs=0.15)
 
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_a_request_whose_drafts_differ_does_not_cost_the_others(sampled: bool) -> None:
     """After many good requests one with bad drafts is known within a few, and is forgotten when it has left."""
-    odds, rng = Odds(3), np.random.default_rng(0)
+    rates, rng, said = Rates(3), np.random.default_rng(0), np.log([[0.7, 0.7, 0.7]])
     for chance, temperature in ((0.9, 0.0), (0.05, 1.0 if sampled else 0.0)):
-        first = Own(temperature)
+        rates.seat([request([1], SamplingParams(temperature=temperature))])
         for _ in range(200 if chance > 0.5 else 8):
-            odds.judged(first, odds.drafted(first, 0, 1.0), bool(rng.random() < chance))
-        assert abs(odds.chance(first, odds.drafted(first, 0, 1.0)) - chance) < (
-            0.15 if chance > 0.5 else 0.35
-        )
-    assert odds.chance(Own(0.0), odds.drafted(Own(0.0), 0, 1.0)) > 0.6
+            rates.chains(said)
+            rates.learn([right := int(rng.random() < chance)], [1], read=True)
+        assert abs(rates.chains(said)[0, 0] - chance) < (0.15 if chance > 0.5 else 0.35), right
+    rates.seat([request([1], SamplingParams(temperature=0.0))])
+    assert rates.chains(said)[0, 0] > 0.6
 
 
 def candidates(said: np.ndarray) -> Draft:
@@ -209,7 +157,9 @@ def test_trees_of_candidates_give_the_tokens_of_plain_decoding(seed: int) -> Non
     assert max(max(t) for t in tokens.values() if t) < VOCAB
 
 
-@pytest.mark.parametrize(("limits", "most"), [([None, 5], 5), ([9, 30], 9), ([None, 0], BLOCK)])
+@pytest.mark.parametrize(
+    ("limits", "most"), [([None, BLOCK + 2], BLOCK + 2), ([9, 30], 9), ([None, 0], BLOCK)]
+)
 def test_a_request_limits_the_trees_of_its_batch(limits: list[int | None], most: int) -> None:
     """0 asks for chains. Requests without drafts have no say."""
     pool = Pool(3, 5)
