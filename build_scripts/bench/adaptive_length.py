@@ -21,8 +21,8 @@ from build_scripts import harness
 from tests.doubles.simulated_pairs import BEGINNINGS, HARD, LOADS, prompts, world
 
 CONSTANTS = {
-    "adaptive": ("_SHARE", "_CREDIT", "_LEAST", "_MARGIN", "_INTERVAL", "_ROUNDS", "_LONGEST"),
-    "times": ("LAST", "_FEW", "_ROW", "_DRAFTER"),
+    "adaptive": ("_SHARE", "_CREDIT", "_LEAST", "_REPEATS", "_MARGIN", "_INTERVAL", "_ROUNDS", "_LONGEST"),
+    "times": ("LAST", "_FEW", "_CHANGE", "_ROW", "_DRAFTER"),
     "rates": ("_RUNNING", "_ALL", "_PRIOR", "_TELLS", "_MOST_OWN", "_MOST_ALL", "_SLOPE"),
 }
 # The kinds of start with which constants are varied.

@@ -34,8 +34,8 @@ MOST_NODES = 32
 # `python -m build_scripts.bench.adaptive_length --constants` shows what half or twice each of these does.
 # What trials may cost: a share of the rounds, and so many rounds in advance.
 _SHARE, _CREDIT = 0.01, 2.0
-# What a trial costs at least, in rounds: the plan is made anew after each.
-_LEAST = 0.03
+# What a trial costs at least, in rounds: the plan is made anew after each. And how often it is repeated at most.
+_LEAST, _REPEATS = 0.03, 3
 # How much faster than plain decoding drafting has to promise to be: an estimate near 1 is as often wrong as right.
 _MARGIN = 0.05
 # Rounds over which evidence on stalls fades by 1/e, and the most usual rounds that one counts for: a suspended machine
@@ -96,7 +96,7 @@ class AdaptiveLength:
         ] = {}  # by batch size, and how many requests take the drafter
         self._tried: dict[int, Array] = {}  # the round in which each length last ran, by batch size
         self._beside = 0.0  # mean seconds of a round beside its usual passes
-        self._untimed = False  # whether the trial before had no time for its draft
+        self._again = self._repeats = 0  # the length of a trial that is repeated, and how often it was
         self._rounds = self._idle = 0  # rounds in all, and since the last draft
         self._since, self._until = 0, 0.0  # rounds since the last plan, and until the next one
         self._credit = _CREDIT
@@ -114,11 +114,13 @@ class AdaptiveLength:
             matches = [match for _, match in self._found.values()]
             self._copied = self._rates.copies(list(self._found), matches, self.block_size - 1)
         batch = max(1, len(active))
-        plan, due = self._plan(batch), True in self._takes and (self._credit > 0 or self._untimed)
+        plan, due = self._plan(batch), True in self._takes and (self._credit > 0 or self._again > 0)
         self._trial = due and self.verify_times.settled(batch)
-        if self._trial:
-            return plan.trial
-        return self._with_texts(plan) if self._found and plan.length > 1 else plan.length
+        length = self._with_texts(plan) if self._found and plan.length > 1 else plan.length
+        self._trial &= (
+            length == plan.length or not self._found
+        )  # texts that promise more are no time for a trial
+        return (self._again or plan.trial) if self._trial else length
 
     def _with_texts(self, plan: _Plan) -> int:
         """The length where some texts propose drafts: 1 where the drafter is not worth its time."""
@@ -254,7 +256,7 @@ class AdaptiveLength:
 
     def _account(self, done: RoundDone, batch: int, timed: bool) -> None:
         """Take the cost of a trial from the credit, by its usual time, and the time of prompts that it read. One that
-        pays or had no time is repeated; kept times, which it did not correct, may be far too long.
+        had no time, or whose time no other confirmed, is repeated: it may be a stall, or a kept one that is wrong.
         """
         plan, drafted = self._plan(batch), done.proposed.nodes
         seconds = self.verify_times(batch)[done.verified - 1]
@@ -265,9 +267,16 @@ class AdaptiveLength:
             seconds = min(seconds, done.verify_seconds + done.draft_seconds)
         tokens = batch + self._gained(done)
         lost = float((seconds + self._beside) / plan.seconds - tokens / plan.tokens)
-        self._credit = max(self._credit - max(_LEAST, lost), -10 * _CREDIT)
-        self._untimed = not timed and not self._untimed
-        if lost >= 0 and not self._untimed:
+        sure = timed and self.verify_times.sure(batch, done.verified)
+        sure &= drafted == 1 or self.draft_times.sure(batch, drafted)
+        if done.read > self.block_size:
+            self._credit = max(self._credit - lost, -10 * _CREDIT)
+        else:
+            cost = max(_LEAST, lost if sure else min(lost, 1.0))
+            self._credit = max(self._credit - cost, min(self._credit, -2 * _CREDIT))
+        self._repeats = 0 if sure else (self._repeats + 1) % _REPEATS
+        self._again = drafted if self._repeats else 0
+        if lost >= 0 and not self._repeats:
             self._tried[batch][drafted - 1] = self._rounds
 
     def _gained(self, done: RoundDone) -> float:
@@ -297,6 +306,8 @@ class AdaptiveLength:
         waiting = (1 + self._rounds - tried) / (lost + 0.05)
         waiting[best] = -1.0
         costs, trial = rates[best] * (verify - verify[0]), int(waiting.argmax()) + 1
+        if self.verify_times.changed(batch) and best:  # plain decoding may be faster now
+            self._again, self._repeats = 1, 0
         usual = float(seconds[best]), float(tokens[best])
         plan = _Plan(best + 1, trial, *usual, gains, draft.tolist(), verify.tolist(), costs)
         self._plans[batch, asked] = plan

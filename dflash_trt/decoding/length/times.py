@@ -21,6 +21,8 @@ import numpy as np
 # The passes that a scale or factor rests on, and those of other lengths among them from which on every fourth pass
 # tells the factor of its own.
 LAST, _FEW = 16, 4
+# By how much a scale differs from the one before if the machine has changed.
+_CHANGE = 1.4
 # The passes after which times of other rows are old. One pass to learn them anew is a share of 0.002.
 _OLD = 500
 # The default: what each row after the first adds, in passes of one row. On processors it is 0.03 to 0.2 (README).
@@ -82,6 +84,23 @@ class PassTimes:
         table.last[rows] = table.passes
         return True
 
+    def sure(self, batch: int, rows: int) -> bool:
+        """Whether at least two passes told the factor of these rows: one alone may be a stall."""
+        return len(self._of(batch).told.get(rows, ())) > 1
+
+    def changed(self, batch: int) -> bool:
+        """Whether the scale is another one than before, so that the factor of one row may be another one, too. What
+        was told of it is forgotten.
+        """
+        table = self._of(batch)
+        before, scale = table.settled, table.scale
+        if len(table.scales) < LAST or (before and 1 / _CHANGE < scale / before < _CHANGE):
+            return False
+        table.settled = scale
+        if before and 1 in table.told:
+            table.told[1].clear()
+        return before > 0
+
     def forget_old(self, batch: int) -> None:
         """Forget the times of rows that no recent pass had. Nothing corrects them where there are no trials, and those
         of a busy machine may be so long that such a pass would never be chosen again.
@@ -115,7 +134,8 @@ class _Table:
 
     begin: the scale before any pass. rows, scales: of recent passes.
     factors, told: by rows, and what passes of these rows told. Factors that no pass told come from elsewhere.
-    passes, last: their number, and by rows that of the last one.
+    passes, last: their number, and by rows that of the last one. settled: the scale when `changed` last was true, or
+        when there first was one.
     """
 
     begin: float
@@ -125,6 +145,7 @@ class _Table:
     told: dict[int, deque[float]] = field(default_factory=dict)
     passes: int = 0
     last: dict[int, int] = field(default_factory=dict)
+    settled: float = 0.0
 
     @property
     def scale(self) -> float:

@@ -156,7 +156,7 @@ class FixedTrees(FixedLength):
 
     def select(self, draft: Draft, active: Sequence[Request], slots: Sequence[int], most: int) -> Draft:
         """Trees of so many nodes, within `most`."""
-        self._candidates, nodes = None, min(self._nodes, most)
+        nodes = min(self._nodes, most)
         if draft.candidates is None or not slots or nodes <= 1:
             return draft
         self._rates.seat(active)
@@ -167,5 +167,5 @@ class FixedTrees(FixedLength):
 
     def observe(self, done: RoundDone) -> None:
         """Learn which candidates were right."""
-        if self._candidates is not None:
+        if self._candidates is not None and self._candidates is done.proposed.candidates:
             self._rates.learn_candidates(self._candidates, done.judged, done.decided)
