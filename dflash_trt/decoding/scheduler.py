@@ -259,7 +259,7 @@ class Scheduler:
             anchors = np.array([[request.anchor] for request in active])
             asked = Draft(anchors, None, after.proposed.logprobs)
         wanted = lengths.select(asked, active, drafting, self._most_nodes) if room > 1 else asked
-        after.planned = True
+        after.planned = length == nodes  # else it is no round of what was asked for, such as a trial
         after.steady = length == wanted.nodes == nodes and wanted.parents is None and not wanted.copied
 
     def _room(self, active: Sequence[Request], lengths: Lengths) -> tuple[list[int], int, int]:

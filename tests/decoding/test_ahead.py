@@ -70,6 +70,31 @@ def test_a_round_starts_before_the_host_waits_for_the_one_before(monkeypatch: py
     assert order == ["pass", "wait"] * 3
 
 
+def test_a_policy_learns_of_no_round_of_another_length_than_it_asked_for() -> None:
+    """A trial of another length runs in a round that did not start ahead."""
+
+    class Trials(Lengths):
+        asked, length = list[int](), 0
+
+        def draft(self, active: Any) -> int:
+            self.length = 5 if len(self.rounds) % 4 == 3 else 3
+            return self.length
+
+        def observe(self, done: Any) -> None:
+            super().observe(done)
+            self.asked.append(self.length)
+
+    pool, lengths = DevicePool(2), Trials(3)
+    for i in range(2):
+        pool.scheduler.submit(request(prompt(4, i), PLAIN))
+    for _ in drive(pool, lengths):
+        if not pool.scheduler.active or min(r.stop.remaining for r in pool.scheduler.active) < 2 * BLOCK:
+            break
+    assert [done.proposed.nodes for done in lengths.rounds] == lengths.asked
+    assert {3, 5} == set(lengths.asked)
+    assert pool.followed
+
+
 @pytest.mark.parametrize("ends", ["cancelled", "timeout", "joined"])
 def test_a_batch_changes_while_a_round_is_under_way(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every step: one request leaves or joins. Nothing comes after an end, and the others go on."""
