@@ -52,7 +52,6 @@ class LLM(Opened):
         self._engines = threading.RLock()
         # The call that may generate: a reference to an object that lives as long as the call.
         self._turn: weakref.ref[_Turn] | None = None
-        self._closed = False
         self._free = weakref.finalize(self, _free, self._engines, self.runtime)
 
     @overload
@@ -179,11 +178,10 @@ class LLM(Opened):
 
         If another thread generates, this waits for the current pass. The call there then raises DFlashError.
         """
-        self._closed = True
         self._free()
 
     def __repr__(self) -> str:
-        return f"LLM({self.runtime.describe()}{', closed' if self._closed else ''})"
+        return f"LLM({self.runtime.describe()}{', closed' if self.runtime.closed else ''})"
 
     def __enter__(self) -> Self:
         return self
@@ -233,12 +231,12 @@ class LLM(Opened):
             if self._turn is None or self._turn() is not turn:
                 return
             scheduler = self.runtime.scheduler
-            if not self._closed and not scheduler.cut_short:
+            if not self.runtime.closed and not scheduler.cut_short:
                 scheduler.clear()
             self._turn = None
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self.runtime.closed:
             raise DFlashError("this LLM is closed; open the bundle again")
 
 
@@ -268,6 +266,7 @@ def _chunks(emissions: Generator[Emission]) -> Iterator[Chunk]:
 
 
 def _free(engines: threading.RLock, runtime: Runtime) -> None:
+    runtime.closed = True  # a call in another thread ends, also where the interpreter does
     with engines:
         runtime.close()
 

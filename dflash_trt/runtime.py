@@ -110,7 +110,12 @@ class Opened:
 
 
 class Runtime:
-    """A loaded bundle. See `LLM` for the arguments."""
+    """A loaded bundle. See `LLM` for the arguments.
+
+    closed: whether its engines are freed, or will be as soon as a running pass has ended.
+    """
+
+    closed = False
 
     def __init__(
         self,

@@ -52,7 +52,7 @@ def bundle(
 ) -> Bundle:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            compiled,
+            compiler,
             "compile_round",
             lambda wanted: cuda_driver.compile_round(
                 lambda *given, **more: run(cache, *given, **more), wanted
