@@ -359,6 +359,7 @@ def foresight(patch: pytest.MonkeyPatch, test: Selftest) -> None:
         return Draft(np.array([answers[prompt][at : at + draft.nodes]]), None, np.array(draft.logprobs))
 
     patch.setattr(Drafter, "propose", told)
+    patch.setattr(test.pair.arrays, "asynchronous", False)  # no round starts without the host's drafts
 
 
 @pytest.mark.parametrize(
