@@ -11,6 +11,7 @@ an ancestor is not the best candidate of its place. Each judged draft moves the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from weakref import ref
 
 import numpy as np
 
@@ -44,7 +45,7 @@ class Rates:
         self._match, self._warm_match = _MATCHES.copy(), 0.0
         self._told, self._warm_told, self._match_told = 4.0, 1.0, np.ones(17)
         self._rank, self._off = np.zeros(_RANKS), 0.0
-        self._active: list[Request] = []
+        self._active: list[ref[Request]] = []  # an ended one is not kept
         # Of each request: what the drafter's drafts differ by, what is known of it, and both of those from the text.
         self._own, self._temperature = np.zeros((4, 0)), np.zeros(0)
         self._shift = np.zeros((0, drafts))  # what the log-odds of chains have beside slope * x
@@ -64,12 +65,13 @@ class Rates:
 
     def seat(self, active: Sequence[Request]) -> None:
         """These requests run now. What is known of those that ran before stays."""
-        if active != self._active:
+        seated = [each() for each in self._active]
+        if active != seated:
             self._move()
-            known = dict(zip(self._active, self._own.T.tolist(), strict=True))
+            known = dict(zip(seated, self._own.T.tolist(), strict=True))
             self._own = np.array([known.get(each, _NEW) for each in active]).reshape(-1, 4).T.copy()
             self._temperature = np.array([min(each.params.temperature, 2.0) for each in active])
-            self._active, self._together = list(active), 1
+            self._active, self._together = [ref(each) for each in active], 1
             self._shift_all()
 
     def _shift_all(self) -> None:
