@@ -46,7 +46,7 @@ class LLM(Opened):
     """
 
     def __init__(self, bundle: str | Path, **options: Unpack[OpeningOptions]) -> None:
-        super().__init__(bundle, **options)
+        super().__init__(bundle, chats=True, **options)
         self.most_tree_nodes = self.runtime.scheduler.most_tree_nodes
         # Held while the engines run. `close` waits for it, so it never frees the memory of a running pass.
         self._engines = threading.RLock()

@@ -64,8 +64,9 @@ class Opened:
     runtime: the `Runtime` that does the work, with its `scheduler` and `pair`, for reports and tests.
     """
 
-    def __init__(self, bundle: str | Path, **options: Unpack[OpeningOptions]) -> None:
-        self.runtime = Runtime(bundle, **options)
+    def __init__(self, bundle: str | Path, *, chats: bool = False, **options: Unpack[OpeningOptions]) -> None:
+        """chats: start what renders chats while the engines are opened; otherwise the first chat does."""
+        self.runtime = Runtime(bundle, chats=chats, **options)
         self.exactness = self.runtime.exactness
         self.bundle, self.tokenizer = self.runtime.bundle, self.runtime.tokenizer
         self.max_seq_len, self.block_size = self.runtime.max_seq_len, self.runtime.block_size
@@ -110,7 +111,7 @@ class Opened:
 
 
 class Runtime:
-    """A loaded bundle. See `LLM` for the arguments.
+    """A loaded bundle. See `LLM` and `Opened` for the arguments.
 
     closed: whether its engines are freed, or will be as soon as a running pass has ended.
     """
@@ -128,6 +129,7 @@ class Runtime:
         check: Check = "size",
         exact: bool | None = None,
         engine: str = AUTO,
+        chats: bool = False,
     ) -> None:
         began = perf_counter()
         batch = BATCH if max_batch_size is None else integer("max_batch_size", max_batch_size, 1)
@@ -141,7 +143,9 @@ class Runtime:
         opener = engine_of(self.bundle)
         self.tokenizer = opener.tokenizer(self.bundle)
         with suppress(DFlashError):  # chats raise it
-            self.tokenizer.templates.prepare()
+            templates = self.tokenizer.templates  # read now, so that the first chat need not
+            if chats:
+                templates.prepare()
         self.structures = Structures(self.tokenizer, manifest["vocab_size"], manifest["eos_token_ids"])
         with progress_display() as progress:
             settings = RunSettings(

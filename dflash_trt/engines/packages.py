@@ -10,7 +10,7 @@ from dflash_trt.engines.base import Engine
 from dflash_trt.extras import install
 
 # Tags of nvcr.io/nvidia/tritonserver. Containers before 26.07 have defects that clients can
-# use (docs/serving.md, "Versions"). Checked on 2026-11-25 against triton-inference-server/server at e1db8a6, of
+# use (docs/serving.md, "Security"). Checked on 2026-11-25 against triton-inference-server/server at e1db8a6, of
 # 2026-08-19: README.md names the first, and the second is the newest of its kind in docs/introduction/compatibility.md,
 # which gives its TensorRT-LLM.
 TRITON_IMAGE, TRITON_TRTLLM_IMAGE, TRITON_TRTLLM_VERSION = "26.07-py3", "26.07-trtllm-python-py3", "1.2.1"

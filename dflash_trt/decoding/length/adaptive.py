@@ -91,9 +91,8 @@ class AdaptiveLength:
         self._survival: Array | None = None
         self._right: list[int] = []  # how many were right, by slot
         self._candidates: Candidates | None = None
-        self._plans: dict[
-            tuple[int, int], _Plan
-        ] = {}  # by batch size, and how many requests take the drafter
+        # By batch size, and how many requests take the drafter.
+        self._plans: dict[tuple[int, int], _Plan] = {}
         self._tried: dict[int, Array] = {}  # the round in which each length last ran, by batch size
         self._beside = 0.0  # mean seconds of a round beside its usual passes
         self._again = self._repeats = 0  # the length of a trial that is repeated, and how often it was
@@ -117,9 +116,8 @@ class AdaptiveLength:
         plan, due = self._plan(batch), True in self._takes and (self._credit > 0 or self._again > 0)
         self._trial = due and self.verify_times.settled(batch)
         length = self._with_texts(plan) if self._found and plan.length > 1 else plan.length
-        self._trial &= (
-            length == plan.length or not self._found
-        )  # texts that promise more are no time for a trial
+        if self._found and length != plan.length:  # texts promise more: trials wait
+            self._trial = False
         return (self._again or plan.trial) if self._trial else length
 
     def _with_texts(self, plan: _Plan) -> int:

@@ -52,10 +52,8 @@ class Rates:
         # Of the last chains: minus x, and probabilities; and of those of some rounds, with the right and judged drafts.
         self._x = self._p = self._shift
         self._log: list[tuple[Array, Array, list[int], list[int]]] = []
-        self._at, self._of_text = (
-            np.zeros((0, 0), int),
-            self._x,
-        )  # of the last `copies`: matches and probabilities
+        # Of the last `copies`: matches and probabilities.
+        self._at, self._of_text = np.zeros((0, 0), int), self._x
         self._together = 1
         # By place, of all requests and of the running ones: right drafts, and judged ones.
         self._counts = np.zeros((2, 2, drafts))

@@ -84,6 +84,7 @@ def _module(bundle: Bundle) -> Any:
             f"{bundle.path}: its plans were built with {flavour.label} {built['version']}, but {trt.__version__} is "
             "installed, and plans work only with the version that built them: install that one, or build again"
         )
+    hardware.number_gpus_by_bus()
     if not torch.cuda.is_available():
         problem = (
             hardware.torch_problem() or "nvidia-smi shows none (a container has none without --gpus all)"

@@ -46,6 +46,7 @@ class Model:
         self.tokenizer = engine_of(bundle).tokenizer(bundle)
         self.defaults = _defaults(self.tokenizer.directory / "generation_config.json")
         self.written = written_by(self.tokenizer.chat_source())
+        self.tokenizer.templates.prepare()
         self._texts = TextThread()
         self._token_texts: dict[int, str] = {}  # one request may ask for a million of them
 
