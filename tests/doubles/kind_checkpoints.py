@@ -153,9 +153,13 @@ def make_dflash2(
     multiplier: float | None = None,
     scale: float | None = None,
     layers: int = 2,
+    confidence: bool = False,
     seed: int = 6,
 ) -> Path:
-    """A DFlash2 drafter. The selector's share of the scores is about as large as the logits."""
+    """A DFlash2 drafter. The selector's share of the scores is about as large as the logits.
+
+    confidence: with a head that reads the row and the token before.
+    """
     config = dflash_fields(target, "DFlash2DraftModel", layers)
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     del config["rope_scaling"]
@@ -191,6 +195,9 @@ def make_dflash2(
         "candidate_selector.successor_codebook": (vocab, 24),
         "candidate_selector.hidden_projection.weight": (24, hidden),
     }
+    if confidence:
+        shapes["candidate_selector.confidence_head.weight"] = (1, hidden + 24)
+        shapes["candidate_selector.confidence_head.bias"] = (1,)
     return _write(directory, config, shapes, seed)
 
 
@@ -222,10 +229,42 @@ def make_dspark(
         if head == "gated":
             shapes["markov_head.gate_proj.weight"] = (rank, hidden + rank)
             shapes["markov_head.gate_proj.bias"] = (rank,)
+        elif head == "rnn":
+            shapes["markov_head.joint_proj.weight"] = (3 * rank, 2 * rank + hidden)
+            shapes["markov_head.joint_proj.bias"] = (3 * rank,)
     if confidence:
         shapes["confidence_head.proj.weight"] = (1, hidden + rank)
         shapes["confidence_head.proj.bias"] = (1,)
     return _write(directory, config, shapes, seed)
+
+
+def as_specforge(
+    directory: Path,
+    *,
+    prefix: str = "",
+    architecture: str = "DSparkDraftModel",
+    window: int | None = None,
+    **fields: Any,
+) -> Path:
+    """Rewrite a DSpark drafter as SpecForge saves it: fields in `dflash_config`, no embedding, no head.
+
+    prefix: of the heads' names, as early versions saved them. fields: further ones at the top.
+    """
+    config = json.loads((directory / "config.json").read_text())
+    names = ("mask_token_id", "target_layer_ids", "markov_rank", "markov_head_type")
+    names = (*names, "enable_confidence_head", "confidence_head_with_markov")
+    of_heads = {name: config.pop(name) for name in names}
+    of_heads |= {"projector_type": "dspark", "attention_mode": "gqa", "target_layer_ids": [0, 2]}
+    config |= {"architectures": [architecture], "dflash_config": of_heads, **fields}
+    if window is not None:
+        kinds = ["sliding_attention", "full_attention"]
+        config |= {"layer_types": kinds, "use_sliding_window": True, "sliding_window": window}
+    write_json(directory / "config.json", config)
+    tensors = load_file(directory / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(("embed", "lm_head"))}
+    named = {(prefix if "_head." in name else "") + name: tensor for name, tensor in kept.items()}
+    save_file(named, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
 
 
 def make_jetspec(directory: Path, target: Path, *, seed: int = 9) -> Path:

@@ -36,6 +36,16 @@ class Drafts:
     scores: list[Tensor]  # of each place: log-probabilities of all candidates, by the target's ids
     hidden: Tensor  # the last rows, after the drafter's last norm
 
+    def confident(self, sure: Tensor, candidates: int = 3) -> Drafts:
+        """The same drafts, with the probabilities `sure` [K - 1]. The other candidates share the rest of each."""
+        for i, scores in enumerate(self.scores):
+            order = scores.topk(candidates).indices
+            rest = scores[order[1:]].log_softmax(-1) + (1 - sure[i]).log()
+            self.scores[i] = torch.full_like(scores, -torch.inf)
+            self.scores[i][order] = torch.cat([sure[i : i + 1].log(), rest])
+        self.logprobs = sure.log()
+        return self
+
 
 class Reference:
     """A checkpoint's fields and tensors."""
@@ -139,6 +149,16 @@ class DFlash2(Drafter):
         with mock.patch.object(dflash.model, "_sample_probs", lambda probs: probs.argmax(-1)):
             _, candidates, probs = select(rows[None], logits[None], torch.tensor([anchor]), 1.0)
         return list(torch.full_like(logits, -torch.inf).scatter(-1, candidates[0], probs[0].log()))
+
+    @torch.no_grad()
+    def propose(
+        self, target: Qwen3ForCausalLM, features: Tensor, anchor: int, length: int | None = None
+    ) -> Drafts:
+        drafts, name = super().propose(target, features, anchor, length), "candidate_selector.confidence_head"
+        if f"{name}.weight" not in self.w:
+            return drafts
+        before = self.w["candidate_selector.predecessor_codebook"][[anchor, *drafts.tokens[:-1]]]
+        return drafts.confident(self.linear(torch.cat([drafts.hidden[1:], before], -1), name)[:, 0].sigmoid())
 
 
 @dataclass

@@ -112,51 +112,62 @@ class Eagle3(Plain):
 
 
 class DSpark(Drafter):
-    """Every row predicts the next token. The Markov head corrects the best `candidates` of a place."""
+    """Rows predict the next token. The Markov head corrects the best `candidates` of a place."""
 
     candidates = 64
 
+    @property
+    def anchor_is_known(self) -> bool:
+        """Whether the anchor's row predicts nothing, as a row of a mask predicts its own place."""
+        return self.own.get("sample_from_anchor") is False or bool(self.config.get("dspark_bonus_anchor"))
+
     def rows(self, hidden: Tensor) -> Tensor:
-        return hidden
+        return hidden[1:] if self.anchor_is_known else hidden
+
+    def tensor(self, name: str) -> Tensor:
+        return self.w.get(name, self.w.get(f"logit_head.{name}"))
+
+    def layer(self, x: Tensor, name: str) -> Tensor:
+        return F.linear(x, self.tensor(f"{name}.weight"), self.tensor(f"{name}.bias"))
 
     @torch.no_grad()
     def propose(
         self, target: Qwen3ForCausalLM, features: Tensor, anchor: int, length: int | None = None
     ) -> Drafts:
-        block = torch.tensor([anchor] + [self.mask_token_id] * ((length or self.block_size + 1) - 2))
-        rows = self.hidden(features, self.embed(target, block))
-        scores, logprobs, before = list[Tensor](), list[float](), anchor
+        own, known = self.own, self.anchor_is_known
+        count = (length or self.block_size + (not known)) - (not known)
+        block = torch.tensor([anchor] + [self.mask_token_id] * (count - 1))
+        rows = self.rows(self.hidden(features, self.embed(target, block)))
+        scores, tokens, sure = list[Tensor](), list[int](), list[Tensor]()
+        state = torch.zeros(own.get("markov_rank") or 0)
         for row in rows:
             logits, w = self.logits(target, row), torch.empty(0)
-            if self.own["markov_rank"]:
-                w = of_token = self.w["markov_head.markov_w1.weight"][before]
-                if self.own["markov_head_type"] == "gated":
-                    of_token = self.linear(torch.cat([row, w]), "markov_head.gate_proj").sigmoid() * w
+            if own["markov_rank"]:
+                w = left = self.tensor("markov_head.markov_w1.weight")[tokens[-1] if tokens else anchor]
+                if own["markov_head_type"] == "gated":
+                    left = self.layer(torch.cat([row, w]), "markov_head.gate_proj").sigmoid() * w
+                elif own["markov_head_type"] == "rnn":
+                    thirds = self.layer(torch.cat([state, w, row]), "markov_head.joint_proj").chunk(3)
+                    gate = thirds[0].sigmoid()
+                    state, left = gate * state + (1 - gate) * thirds[1].tanh(), thirds[2].tanh()
                 best = logits.topk(self.candidates).indices
-                corrected = logits + self.w["markov_head.markov_w2.weight"] @ of_token
+                corrected = logits + self.tensor("markov_head.markov_w2.weight") @ left
                 logits = torch.full_like(logits, -torch.inf)
                 logits[best] = corrected[best]
-            place = self.of_target(logits.log_softmax(-1))
-            if self.own["enable_confidence_head"]:
-                confidence = self.linear(torch.cat([row, w]), "confidence_head.proj").sigmoid()
-                order = place.topk(3).indices  # the test has three candidates
-                rest = place[order[1:]].log_softmax(-1) + (1 - confidence).log()
-                before = int(order[0])
-                place = torch.full_like(place, -torch.inf)
-                place[order] = torch.cat([confidence.log(), rest])
-                scores.append(place)
-                logprobs.append(float(confidence.log()))
-                continue
-            before = int(place.argmax())
-            scores.append(place)
-            logprobs.append(float(place.max()))
-        best = [self.best(s, i, logprobs) for i, s in enumerate(scores)]
-        return Drafts(best, torch.tensor(logprobs), scores, rows)
+            scores.append(self.of_target(logits.log_softmax(-1)))
+            tokens.append(int(scores[-1].argmax()))
+            if own["enable_confidence_head"]:
+                read = torch.cat([row, w]) if own["confidence_head_with_markov"] else row
+                sure.append(self.layer(read, "confidence_head.proj").sigmoid())
+        found = Drafts(tokens, torch.stack([s.max() for s in scores]), scores, rows)
+        return found.confident(torch.cat(sure)) if sure else found
 
-    @staticmethod
-    def best(scores: Tensor, place: int, logprobs: list[float]) -> int:
-        """The token of the chain: the one with the place's own log-probability."""
-        return int((scores - logprobs[place]).abs().argmin())
+
+class SpecForge(DSpark):
+    """As SpecForge trains it: no row of a block is causal, and the fields of the heads are beside DFlash's."""
+
+    def configure(self) -> None:
+        self.config["is_causal"] = False
 
 
 class GemmaDSpark(Plain, DSpark):

@@ -23,6 +23,7 @@ from dflash_trt.models.configs import read_drafter_config
 from dflash_trt.models.reading import windows
 from tests.doubles.checkpoints import make_drafter, make_target, write_json
 from tests.doubles.kind_checkpoints import (
+    as_specforge,
     make_dflash2,
     make_dspark,
     make_eagle3,
@@ -31,7 +32,7 @@ from tests.doubles.kind_checkpoints import (
     target_config,
 )
 from tests.doubles.reference import DFlash2, Drafter, load_target, target_outputs
-from tests.doubles.reference_kinds import DSpark, Eagle3, GemmaDSpark
+from tests.doubles.reference_kinds import DSpark, Eagle3, GemmaDSpark, SpecForge
 from tests.doubles.speculators import (
     SpeculatorsBlock,
     SpeculatorsDFlash2,
@@ -55,6 +56,12 @@ def dflash2(**settings: Any) -> tuple[Make, Callable[[Path], Any]]:
 
 def dspark(**settings: Any) -> tuple[Make, Callable[[Path], Any]]:
     return (lambda out, target: make_dspark(out, target, **settings)), DSpark
+
+
+def specforge(prefix: str = "", **settings: Any) -> tuple[Make, Callable[[Path], Any]]:
+    heads = {name: settings.pop(name) for name in ("head", "confidence") if name in settings}
+    make = dspark(**heads)[0]
+    return (lambda out, target: as_specforge(make(out, target), prefix=prefix, **settings)), SpecForge
 
 
 def speculators(
@@ -89,11 +96,16 @@ class RedHat(SpeculatorsBlock):
 # name: how the checkpoint is made, and its reference
 CASES: dict[str, tuple[Make, Callable[[Path], Any]]] = {
     "dflash2": dflash2(),
+    "dflash2, with confidence": dflash2(confidence=True),
     "dflash2, windows": dflash2(window=9, softcap=6.0, multiplier=0.5, block_size=5),
     "jetspec": (make_jetspec, Drafter),
     "deepspec's dflash": dspark(rank=0),
     "dspark": dspark(),
     "dspark, gated, with confidence": dspark(head="gated", confidence=True),
+    "specforge's dspark, recurrent": specforge(head="rnn", confidence=True, window=9),
+    "specforge's dspark, for SGLang": specforge(
+        "logit_head.", head="gated", architecture="Qwen3DSparkModel", dspark_bonus_anchor=True
+    ),
     "speculators, dflash": speculators(
         make_jetspec, "dflash", SpeculatorsBlock, entered=(2, 4), vocabulary=200, layer=SLIDING
     ),
@@ -109,14 +121,14 @@ CASES: dict[str, tuple[Make, Callable[[Path], Any]]] = {
         selector_top_k=6,
     ),
     "speculators, dspark": speculators(
-        dspark(head="gated", confidence=True)[0],
+        dspark(head="rnn", confidence=True)[0],
         *("dspark", SpeculatorsDSpark),
         entered=(0, 3),
         vocabulary=200,
         block_size=7,
         sample_from_anchor=True,
         markov_rank=24,
-        markov_head_type="gated",
+        markov_head_type="rnn",
         enable_confidence_head=True,
         confidence_head_with_markov=True,
     ),
@@ -234,6 +246,7 @@ def test_tokens_are_those_of_plain_decoding(made: Made) -> None:
 
 
 EAGLE, SPECULATORS, SCALE = "eagle3", "speculators, dspark", "input_embedding_scale"
+SPECFORGE = "specforge's dspark, recurrent"
 
 
 @pytest.mark.parametrize(
@@ -249,6 +262,9 @@ EAGLE, SPECULATORS, SCALE = "eagle3", "speculators, dspark", "input_embedding_sc
             {"parallel_drafting": True},
             "parallel_drafting is true, which this version does not support",
         ),
+        (SPECFORGE, {"dflash_config.projector_type": "domino"}, "projector_type is .domino., which"),
+        (SPECFORGE, {"markov_rank": 8}, "dflash_config.markov_rank is 24, but markov_rank at the top is 8"),
+        (SPECFORGE, {"model_type": "deepseek_v4"}, "model_type is 'deepseek_v4', supported are: qwen3"),
         *(
             (SPECULATORS, change, message)
             for change, message in (
@@ -260,7 +276,7 @@ EAGLE, SPECULATORS, SCALE = "eagle3", "speculators, dspark", "input_embedding_sc
                 ({"target_hidden_size": 128}, "target_hidden_size is 128, but hidden_size is 64"),
                 ({"aux_hidden_state_layer_ids": [2, 2]}, "aux_hidden_state_layer_ids is .2, 2., expected"),
                 ({"aux_hidden_state_layer_ids": [2, 7]}, "the target has 6 layers"),
-                ({"markov_head_type": "rnn"}, "markov_head_type is 'rnn', supported are: vanilla, gated"),
+                ({"markov_head_type": "lstm"}, "markov_head_type is 'lstm', supported are: vanilla, gated"),
             )
         ),
     ],

@@ -2,7 +2,8 @@
 
 A convolution mixes a row with the row before it, before and after each sublayer. Its weights have a fixed part
 and one that follows from the sublayer's input. Context rows have no convolution. The selector takes the `top_k` best
-tokens of each place, and adds to a token's logit how well it follows a candidate of the place before.
+tokens of each place, and adds to a token's logit how well it follows a candidate of the place before. A file may have a
+trained confidence head beside it, as DSpark's.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from dflash_trt.checkpoint.schema import DrafterConfig
 from dflash_trt.models.drafters.block import BlockPass, BlockSettings, Rows
 from dflash_trt.models.drafters.dflash import read_dflash
 from dflash_trt.models.drafters.kind import DrafterKind, DrafterParts
-from dflash_trt.models.drafters.walk import PairScores, best_walk
+from dflash_trt.models.drafters.walk import PairScores, best_walk, confident, followed
 from dflash_trt.models.module import Module
 
 _TAPS = 2  # rows of a convolution: its own, and the one before
 _SIDES = 2  # before and after the sublayer
 _RANK, _TOP_K = 1 << 14, 256
+# The names under which a selector may have a confidence head. Its width tells whether it reads the token before, too.
+_CONFIDENCE = ("confidence_head.proj", "confidence_head")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +132,14 @@ def _select(block: BlockPass, rows: ir.Value, logits: ir.Value) -> tuple[ir.Valu
         followers = g.op("Mul", tables[1], weights, name="followers")
         followers = g.op("Transpose", followers, name="by_rank", perm=[0, 1, 3, 2])
         fit = g.to_float(g.op("MatMul", tables[0], followers, name="fit"))
-        return best_walk(block, scores, fit)[:2]
+        best, logprobs, behind = best_walk(block, scores, fit)
+        name = next((name for name in _CONFIDENCE if m.has(f"{name}.weight")), None)
+        if name is not None:
+            weight = m.checkpoint.tensors[f"{m.prefix}{name}.weight"]
+            before = followed(g, tables[0], behind) if weight.shape[-1] > config.hidden_size else None
+            bias = m.has(f"{name}.bias")
+            logprobs = confident(block, m, name, rows, before, logprobs, bias=bias)
+        return best, logprobs
 
 
 # Published DFlash2DraftModels have model_type "qwen3", as DFlash's.

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import onnx_ir as ir
 
 from dflash_trt.graph.builder import GraphBuilder
 from dflash_trt.models.drafters.block import BlockPass
+from dflash_trt.models.module import Module
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def best_walk(block: BlockPass, scores: PairScores, fit: ir.Value) -> tuple[ir.V
     fit [B,P,k,k]: what candidate a before adds to the logit of candidate b. The walk takes the best one at each place.
     Log-probabilities are of a softmax over the k candidates.
     """
-    g, width = block.g, block.parts.width
+    g = block.g
     pairs = g.op("Add", fit, g.unsqueeze(scores.logits, 2), name="pairs")
     chosen = _walk(g, pairs, scores.count, block.config.block_size - 1)
     # Behind which candidate each place stands. At the first place all are the anchor.
@@ -62,18 +64,57 @@ def best_walk(block: BlockPass, scores: PairScores, fit: ir.Value) -> tuple[ir.V
     none = g.op("Sub", first, first, name="none")
     behind = g.op("Concat", none, chosen, name="shifted", axis=1)
     behind = g.slice(behind, 0, -1, axis=1, name="behind")
-    row = followed(g, pairs, behind)
+    return *best_of(block, scores, followed(g, pairs, behind)), behind
+
+
+def best_of(block: BlockPass, scores: PairScores, row: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """The W best tokens [B*P, W] of each place, and their log-probabilities, by the logits `row` [B,P,k] of its k
+    candidates.
+    """
+    g, width = block.g, block.parts.width
     logprobs = g.op("LogSoftmax", row, name="logprobs", axis=-1)
     best, places = g.multi("TopK", logprobs, g.constant([width]), outputs=2, name="best", axis=-1)
     tokens = g.op("GatherElements", scores.tokens, places, name="tokens", axis=2)
     flat = g.constant([-1, width])
-    tokens = g.op("Reshape", tokens, flat, name="flat_tokens")
-    return tokens, g.op("Reshape", best, flat, name="flat_logprobs"), behind
+    return g.op("Reshape", tokens, flat, name="flat_tokens"), g.op(
+        "Reshape", best, flat, name="flat_logprobs"
+    )
 
 
 def followed(g: GraphBuilder, table: ir.Value, behind: ir.Value) -> ir.Value:
     """The rows [B,P,n] of a table [B,P,k,n] for the candidates that the walk took before each place."""
     return g.op("GatherND", table, g.unsqueeze(behind, 2), name="followed", batch_dims=2)
+
+
+def confident(
+    block: BlockPass,
+    m: Module,
+    name: str,
+    rows: ir.Value,
+    before: ir.Value | None,
+    logprobs: ir.Value,
+    *,
+    bias: bool = True,
+) -> ir.Value:
+    """Log-probabilities [B*P, W] in which the best candidate has its confidence, and the others share the rest.
+
+    name: of the confidence head, a layer that reads the row and, where `before` [B,P,r] is there, numbers of the token
+    before.
+    """
+    g, width, size = block.g, block.parts.width, block.config.hidden_size
+    if before is not None:
+        rank = block.config.own.rank
+        flat = g.op("Reshape", before, g.constant([-1, rank]), name="token_before")
+        rows, size = g.op("Concat", rows, flat, name="row_and_token", axis=1), size + rank
+    logit = g.to_float(m.linear(rows, name, size, 1, bias=bias))
+    against = g.op("Mul", logit, g.constant(-1.0, np.float32), name="against")
+    sure = g.op("Neg", g.op("Softplus", against), name="sure")
+    if width == 1:
+        return sure
+    unsure = g.op("Neg", g.op("Softplus", logit, name="for"), name="unsure")
+    others = g.slice(logprobs, 1, width, axis=1, name="others")
+    share = g.op("LogSoftmax", others, name="share", axis=-1)
+    return g.op("Concat", sure, g.op("Add", unsure, share, name="rest"), name="confident", axis=1)
 
 
 def _walk(g: GraphBuilder, pairs: ir.Value, count: int, places: int) -> ir.Value:
