@@ -238,19 +238,18 @@ class Pair:
         """The most bytes of a copy of this many tokens; with `draft`, including the drafter's."""
         return sum(caches.kept_bytes(length) for caches in self._caches(draft))
 
-    def keep(self, slot: int, start: int, stop: int, shortest: int, *, draft: bool) -> Snapshot:
+    def keep(
+        self, slot: int, start: int, stop: int, shortest: int, *, draft: bool, kept: Snapshot | None = None
+    ) -> Snapshot:
         """Copy positions start .. stop-1 out of a slot, to restore lengths from `shortest` on.
 
-        Raises MemoryError if there is no memory.
+        kept: an earlier copy of them, of which that is used again which lacks nothing. Raises MemoryError if there is
+        no memory.
         """
-        return _joined([caches.keep(slot, start, stop, shortest) for caches in self._caches(draft)])
-
-    def renew(self, slot: int, kept: Snapshot, shortest: int, *, draft: bool) -> Snapshot:
-        """A copy with what it lacks for lengths from `shortest` on. Raises MemoryError if there is no memory."""
-        copies = list(kept.data)
+        copies = [] if kept is None else list(kept.data)
         for i, caches in enumerate(self._caches(draft)):
-            if caches.lacks(slot, copies[i], shortest):
-                copies[i] = caches.keep(slot, kept.start, kept.stop, shortest)
+            if kept is None or caches.lacks(slot, copies[i], shortest):
+                copies[i : i + 1] = [caches.keep(slot, start, stop, shortest)]
         return _joined(copies)
 
     def lacks(self, slot: int, kept: Snapshot, shortest: int, *, draft: bool) -> bool:

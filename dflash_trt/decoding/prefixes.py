@@ -227,14 +227,12 @@ class Prefixes:
         page, draft = siblings.get(part), tree[1]
         if page is not None and not self.pair.lacks(slot, page.kept, shortest, draft=draft):
             return page
-        held, needed = (0, path) if page is None else (page.kept.size, [*path, page])
+        copy, needed = (None, path) if page is None else (page.kept, [*path, page])
+        held = copy.size if copy else 0
         if not self._make_room(self.pair.kept_bytes(len(part), draft=draft) - held, needed):
             return None
         try:
-            if page is None:
-                kept = self.pair.keep(slot, start, start + len(part), shortest, draft=draft)
-            else:
-                kept = self.pair.renew(slot, page.kept, shortest, draft=draft)
+            kept = self.pair.keep(slot, start, start + len(part), shortest, draft=draft, kept=copy)
         except MemoryError:
             return None
         self.counts.bytes += kept.size - held
