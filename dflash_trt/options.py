@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
-from types import NoneType, UnionType
+from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 YEARS = "3e8"  # the most seconds of an option, ten years
@@ -41,19 +42,22 @@ def option(
     **default: Any,
 ) -> Any:
     """A field that is an option; see `Option`. `flag`: by default the field's name. `default`: as `field` takes it."""
-    said = {"help": help, "metavar": metavar, "flag": flag, "least": least, "most": most, "parse": parse}
-    return field(metadata=said, **default)
+    declared = {"help": help, "metavar": metavar, "flag": flag, "least": least, "most": most, "parse": parse}
+    return field(metadata=declared, **default)
 
 
 def options_of(settings: type) -> list[Option]:
     """The options among the fields of a dataclass, in their order, without those of its bases."""
-    hints, own, found = get_type_hints(settings), inspect.get_annotations(settings), []
-    for f in fields(settings):
-        if f.metadata and f.name in own:
-            kind, said = hints[f.name], dict[str, Any](f.metadata)
-            said["flag"] = said["flag"] or f"--{f.name.replace('_', '-')}"
-            if get_origin(kind) in (Union, UnionType):
-                (kind,) = (part for part in get_args(kind) if part is not NoneType)
-            default = f.default if f.default_factory is MISSING else f.default_factory()
-            found.append(Option(**said, name=f.name, kind=kind, default=default))
+    own, found = inspect.get_annotations(settings), []
+    options = {f.name: f for f in fields(settings) if f.metadata and f.name in own}
+    # Those of the other fields may need imports.
+    annotations = SimpleNamespace(__annotations__={name: own[name] for name in options})
+    kinds = get_type_hints(annotations, vars(sys.modules[settings.__module__]))
+    for name, f in options.items():
+        kind, declared = kinds[name], dict[str, Any](f.metadata)
+        declared["flag"] = declared["flag"] or f"--{name.replace('_', '-')}"
+        if get_origin(kind) in (Union, UnionType):
+            (kind,) = (part for part in get_args(kind) if part is not NoneType)
+        default = f.default if f.default_factory is MISSING else f.default_factory()
+        found.append(Option(**declared, name=name, kind=kind, default=default))
     return found

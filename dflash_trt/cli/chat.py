@@ -9,10 +9,20 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from dflash_trt.cli import generate
-from dflash_trt.cli.options import add_bundle, add_drafting, drafting_of, llm_of, option, switch
+from dflash_trt.cli.options import (
+    add_bundle,
+    add_drafting,
+    add_fields,
+    drafting_of,
+    fields_of,
+    llm_of,
+    option,
+    switch,
+)
+from dflash_trt.decoding.params import SamplingParams
 
 if TYPE_CHECKING:
-    from dflash_trt.decoding.params import DraftingOptions, SamplingParams
+    from dflash_trt.decoding.params import DraftingOptions
     from dflash_trt.decoding.results import Statistics
     from dflash_trt.llm import LLM
 
@@ -47,11 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     generate.add_chat_template_arguments(parser)
     switch(parser, "--no-draft", "begin without drafts")
     add_drafting(parser)
-    generate.add_sampling_arguments(parser, most=MAX_TOKENS)
+    add_fields(parser.add_argument_group("sampling"), SamplingParams, max_tokens=MAX_TOKENS)
 
 
 def run(args: argparse.Namespace) -> int:
-    params = generate.sampling_params(args, most=MAX_TOKENS)
+    params = SamplingParams(**fields_of(args, SamplingParams))
     with llm_of(args) as llm:
         conversation = Conversation(llm, params, args)
         if sys.stdin.isatty():

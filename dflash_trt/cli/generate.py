@@ -10,12 +10,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash_trt.cli.options import add_bundle, add_drafting, add_json, drafting_of, llm_of, option, switch
+from dflash_trt.cli.options import (
+    add_bundle,
+    add_drafting,
+    add_fields,
+    add_json,
+    drafting_of,
+    fields_of,
+    llm_of,
+    option,
+    switch,
+)
 from dflash_trt.cli.output import print_json
+from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.errors import DFlashError, RequestError
 
 if TYPE_CHECKING:
-    from dflash_trt.decoding.params import DraftingOptions, SamplingParams
+    from dflash_trt.decoding.params import DraftingOptions
     from dflash_trt.decoding.results import Statistics
     from dflash_trt.decoding.sampling.structure import StructuredOutputs
 
@@ -36,21 +47,6 @@ examples:
 Chat models answer with --chat. Without it, the model goes on with the text of the prompt.
 """
 
-MAX_TOKENS = 256
-# The fields of SamplingParams that are options here: type, metavar, help.
-SAMPLING: dict[str, tuple[type, str, str]] = {
-    "max_tokens": (int, "N", "most tokens to generate (default: {most})"),
-    "temperature": (float, "T", "0 takes the most likely token, the default"),
-    "top_k": (int, "K", "sample from the K most likely tokens"),
-    "top_p": (float, "P", "sample from the most likely tokens that reach probability P"),
-    "min_p": (float, "P", "drop tokens below P times the most likely one"),
-    "repetition_penalty": (float, "X", "divide the logits of tokens already seen by X"),
-    "presence_penalty": (float, "X", "subtract X from the logits of tokens already generated"),
-    "frequency_penalty": (float, "X", "the same, for each time it was generated"),
-    "min_tokens": (int, "N", "least tokens before the text may end"),
-    "seed": (int, "N", "the same seed gives the same tokens (default: a random one)"),
-}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_bundle(parser)
@@ -61,7 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     drafting = parser.add_argument_group("drafting")
     switch(drafting, "--no-draft", "the target alone, one token per pass")
     add_drafting(drafting)
-    sampling = add_sampling_arguments(parser)
+    sampling = parser.add_argument_group("sampling")
+    add_fields(sampling, SamplingParams)
     option(sampling, "--stop", "TEXT", str, "end before this text; may be repeated", action="append")
     group = parser.add_argument_group("form of the text, one of these (needs the package llguidance)")
     form = group.add_mutually_exclusive_group()
@@ -78,24 +75,6 @@ def add_chat_template_arguments(parser: argparse.ArgumentParser, note: str = "")
     """Add --chat-template-kwargs; `note` goes before its help."""
     text = note + "variables of the template, such as '{\"enable_thinking\": false}'"
     parser.add_argument("--chat-template-kwargs", type=_object, default={}, metavar="JSON", help=text)
-
-
-def add_sampling_arguments(
-    parser: argparse.ArgumentParser, most: int = MAX_TOKENS
-) -> argparse._ArgumentGroup:
-    """Add the options of `SAMPLING`; `most` is the default of --max-tokens."""
-    sampling = parser.add_argument_group("sampling")
-    for name, (kind, metavar, text) in SAMPLING.items():
-        option(sampling, f"--{name.replace('_', '-')}", metavar, kind, text.format(most=most))
-    switch(sampling, "--ignore-eos", "do not end at the model's stop tokens")
-    return sampling
-
-
-def sampling_params(args: argparse.Namespace, most: int = MAX_TOKENS, **more: Any) -> SamplingParams:
-    from dflash_trt.decoding.params import SamplingParams
-
-    given = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
-    return SamplingParams(**{"max_tokens": most, "ignore_eos": args.ignore_eos, **given, **more})
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -143,7 +122,8 @@ def run(args: argparse.Namespace) -> int:
         args.usage_error("no prompt: give it with --prompt, or on standard input")
 
     with _naming_form(args):
-        params = sampling_params(args, stop=tuple(args.stop or ()), structured_outputs=_form(args))
+        form = {"stop": tuple(args.stop or ()), "structured_outputs": _form(args)}
+        params = SamplingParams(**fields_of(args, SamplingParams) | form)
     drafting: DraftingOptions = {"speculate": not args.no_draft, **drafting_of(args)}
     prompt = sys.stdin.read() if args.prompt in (None, "-") else args.prompt
     with llm_of(args) as llm, _naming_form(args):

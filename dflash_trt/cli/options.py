@@ -192,16 +192,18 @@ def each(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
     return values
 
 
-def add_fields(parser: argparse._ActionsContainer, settings: type, *, given_only: bool = False) -> None:
+def add_fields(
+    parser: argparse._ActionsContainer, settings: type, *, given_only: bool = False, **defaults: Any
+) -> None:
     """Add the options that the fields of a dataclass declare. `fields_of` reads them.
 
-    given_only: an option that is not given is None, and the help names no default.
+    given_only: an option that is not given is None, and the help names no default. defaults: in place of the fields'.
     """
     for o in options_of(settings):
         if o.kind is bool:
             switch(parser, o.flag, o.help, dest=o.name)
             continue
-        default = None if given_only or o.default is MISSING else o.default
+        default = None if given_only or o.default is MISSING else defaults.get(o.name, o.default)
         more = {"required": True} if o.default is MISSING and not given_only else {}
         convert, form = _reader(o)
         option(parser, o.flag, o.metavar, convert, o.help, default, dest=o.name, **more, **form)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral, Real
 from secrets import randbits
-from typing import Literal, TypedDict
+from typing import TYPE_CHECKING, Literal, TypedDict
 
-import numpy as np
-
-from dflash_trt.decoding.sampling.structure import StructuredOutputs
 from dflash_trt.errors import RequestError, UsageError, quoted
+from dflash_trt.options import option
+
+if TYPE_CHECKING:
+    from dflash_trt.decoding.sampling.structure import StructuredOutputs
 
 # "cancelled" and "timeout" come from the caller. "error" exists only in the metrics, for requests that ended by their
 # own error; their caller gets that error.
@@ -68,23 +70,27 @@ class SamplingParams:
     at most 1024 ids, and `allowed_token_ids` at most 131,072.
     """
 
-    max_tokens: int = 256
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int | None = None
+    max_tokens: int = option("most tokens to generate", "N", default=256)
+    temperature: float = option("0 takes the most likely token", "T", default=0.0)
+    top_k: int = option("sample from the K most likely tokens; 0: from all", "K", default=0)
+    top_p: float = option("sample from the most likely tokens that reach probability P", "P", default=1.0)
+    min_p: float = option("drop tokens below P times the most likely one", "P", default=0.0)
+    repetition_penalty: float = option("divide the logits of tokens already seen by X", "X", default=1.0)
+    presence_penalty: float = option(
+        "subtract X from the logits of tokens already generated", "X", default=0.0
+    )
+    frequency_penalty: float = option("the same, for each time it was generated", "X", default=0.0)
+    seed: int | None = option(
+        "the same seed gives the same tokens (default: a random one)", "N", default=None
+    )
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     stop_outside: Sequence[Sequence[str]] = ()
     skip_special_tokens: bool = True
-    ignore_eos: bool = False
+    ignore_eos: bool = option("do not end at the model's stop tokens", default=False)
     bad_words: Sequence[str] = ()
-    min_tokens: int = 0
+    min_tokens: int = option("least tokens before the text may end", "N", default=0)
     allowed_token_ids: Sequence[int] | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     structured_outputs: StructuredOutputs | None = None
@@ -111,14 +117,18 @@ class SamplingParams:
         self._number("presence_penalty", -100, 100)
         self._number("frequency_penalty", -100, 100)
         for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool | np.bool_):
+            if not isinstance(getattr(self, name), (bool, *_of_numpy("bool_"))):
                 raise UsageError(f"{name} is {quoted(getattr(self, name))}, expected True or False")
             object.__setattr__(self, name, bool(getattr(self, name)))
-        form = self.structured_outputs
-        if form is not None and not isinstance(form, StructuredOutputs):
-            raise UsageError(f"structured_outputs is {quoted(form)}, expected a StructuredOutputs")
-        if form is not None and self.ignore_eos:
-            raise UsageError("ignore_eos is True, but structured_outputs ends by the model's own end token")
+        if (form := self.structured_outputs) is not None:
+            from dflash_trt.decoding.sampling.structure import StructuredOutputs  # needs NumPy
+
+            if not isinstance(form, StructuredOutputs):
+                raise UsageError(f"structured_outputs is {quoted(form)}, expected a StructuredOutputs")
+            if self.ignore_eos:
+                raise UsageError(
+                    "ignore_eos is True, but structured_outputs ends by the model's own end token"
+                )
         if self.top_logprobs and not (self.logprobs or self.prompt_logprobs):
             raise UsageError(
                 f"top_logprobs is {self.top_logprobs}, but logprobs and prompt_logprobs are False: ask for one of them"
@@ -139,7 +149,7 @@ class SamplingParams:
         if wrong := [p for p in marks if len(p) != 2 or not all(isinstance(m, str) for m in p) or not p[1]]:
             raise UsageError(f"stop_outside contains {quoted(list(wrong[0]))}, expected pairs of marks")
         if self.allowed_token_ids is not None:
-            if not isinstance(self.allowed_token_ids, Sequence | np.ndarray):
+            if not _is_list(self.allowed_token_ids):
                 raise UsageError(f"allowed_token_ids is {quoted(self.allowed_token_ids)}, expected a list")
             if (count := len(self.allowed_token_ids)) > MOST_ALLOWED:
                 raise UsageError(f"allowed_token_ids has {count} ids, expected at most {MOST_ALLOWED}")
@@ -222,12 +232,22 @@ class SamplingParams:
 
     def _items(self, field: str) -> tuple[object, ...]:
         value = getattr(self, field)
-        if isinstance(value, str | bytes | bytearray) or not isinstance(value, Sequence | np.ndarray):
+        if isinstance(value, str | bytes | bytearray) or not _is_list(value):
             raise UsageError(f"{field} is {quoted(value)}, expected a list")
         if len(value) > MOST_WORDS:
             what = "ids" if field.endswith("_ids") else "strings"
             raise UsageError(f"{field} has {len(value)} {what}, expected at most {MOST_WORDS}")
         return tuple(value)
+
+
+def _of_numpy(name: str) -> tuple[type, ...]:
+    """A class of NumPy, where it was imported: elsewhere there are no values of it. Help texts need no NumPy."""
+    numpy = sys.modules.get("numpy")
+    return () if numpy is None else (getattr(numpy, name),)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, (Sequence, *_of_numpy("ndarray")))
 
 
 def integer(name: str, value: object, low: int, high: int | None = None) -> int:
