@@ -40,7 +40,8 @@ and its compute capability.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--target", "NAME_OR_PATH", str, "a known pair, or a target's directory")
-    option(parser, "--drafter", "PATH", str, "a drafter's directory (default: the target's known drafter)")
+    option(parser, "--drafter", "NAME_OR_PATH", str,
+           "as for `build`: a directory, GGUF file, name, or mtp (default: the target's known drafter)")  # fmt: skip
     switch(parser, "--no-drafter", "the target alone, as for `build`")
     option(parser, "--gpu", "NAME", str,
            "a GPU that --gpus lists, or the figures of another: memory=24,sm=89 (default: the first one here)"
