@@ -44,7 +44,7 @@ class Completions(Generation[CompletionRequest, CompletionChoice]):
         model.check_name(body.model)
         tokens = body.max_tokens
         prompts = []
-        for given in body.prompts():
+        for given in body.prompt:
             special = body.add_special_tokens is not False
             ids = await model.encode(given, special=special) if isinstance(given, str) else given
             if not ids:
@@ -116,7 +116,7 @@ class Completions(Generation[CompletionRequest, CompletionChoice]):
         if not self.body.echo:
             return ""
         at = index // self.request["n"]
-        given, ids = self.body.prompts()[at], self.prompts[at]
+        given, ids = self.body.prompt[at], self.prompts[at]
         return (
             given if isinstance(given, str) else self.model.tokenizer.decode(ids, skip_special_tokens=False)
         )

@@ -8,20 +8,19 @@ the time and memory of a request have one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import to_json
 
 from dflash_trt.decoding.params import (
     MOST_ALLOWED,
-    MOST_CHARACTERS,
     MOST_PRIORITY,
     MOST_WORDS,
     SamplingParams,
 )
 from dflash_trt.decoding.sampling.structure import MOST_CHARACTERS as MOST_FORM_CHARACTERS
-from dflash_trt.errors import show, show_name
+from dflash_trt.errors import quoted, show, show_name
 from dflash_trt.serving.openai import reading
 from dflash_trt.serving.openai.errors import ApiError
 from dflash_trt.serving.openai.reading import Json, refuse
@@ -30,7 +29,6 @@ MOST_PROMPTS = 1024
 MOST_MESSAGES = 1 << 14  # and documents, and items of a response's input
 MOST_TOOLS = 1024
 _MOST_TOOL_BYTES = 1 << 20  # of all tools
-_MOST_METADATA = 1 << 14  # bytes: OpenAI's 16 keys and values
 _BYTES = 6  # of a character in JSON, at most
 
 # Accepted with every value: they are about OpenAI's own service, or say nothing about the answer.
@@ -68,15 +66,13 @@ def _words(value: Any) -> Any:
     )
 
 
-def _biases(value: Any) -> Any:
+def _biases(value: Json) -> Json:
     """Token ids and numbers, of which the first wrong one is refused: pydantic would collect all of them."""
-    if isinstance(value, dict):
-        if len(value) > MOST_WORDS:
-            text = f"logit_bias has {len(value)} ids, expected at most {MOST_WORDS}"
-            raise ApiError(400, text, "logit_bias")
-        for key, bias in value.items():
-            if isinstance(bias, bool) or not isinstance(bias, int | float):
-                refuse(f"logit_bias.{show_name(key)}", bias, "a number")
+    for key, bias in value.items():
+        if not (key.isascii() and key.isdecimal() and len(key) < 20):
+            raise ApiError(400, f"logit_bias has the key {quoted(key)}, expected a token id", "logit_bias")
+        if isinstance(bias, bool) or not isinstance(bias, int | float):
+            refuse(f"logit_bias.{key}", bias, "a number")
     return value
 
 
@@ -94,22 +90,17 @@ def _bounded(most: int) -> Callable[[Any], Any]:
 Int = Annotated[int, BeforeValidator(_whole)]
 Priority = Annotated[Int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)]
 Ids = Annotated[list[int], Field(max_length=MOST_WORDS, fail_fast=True)]
-Words = Annotated[
-    list[str],
-    Field(max_length=MOST_WORDS, fail_fast=True),
-    BeforeValidator(_words),
-    BeforeValidator(_bounded(_BYTES * MOST_CHARACTERS)),
-]
+Words = Annotated[list[str], Field(max_length=MOST_WORDS, fail_fast=True), BeforeValidator(_words)]
 Form = Annotated[Any, BeforeValidator(_bounded(_BYTES * MOST_FORM_CHARACTERS))]
 Tools = Annotated[list[Any], Field(max_length=MOST_TOOLS), BeforeValidator(_bounded(_MOST_TOOL_BYTES))]
-Metadata = Annotated[Json, BeforeValidator(_bounded(_MOST_METADATA))]
 Most = Annotated[Int, Field(ge=0, le=20)]
 
 
 class Body(BaseModel):
     """No value of another JSON type, and no other field with a value that asks for something.
 
-    A list or object is refused at its first wrong item: to collect the errors of a million takes many seconds.
+    Each field is declared with its limit. A list or object is refused at its first wrong item: to collect the errors of
+    a million takes many seconds.
     """
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -155,7 +146,7 @@ class CommonFields(Body):
     priority: Priority | None = None
     # vLLM's: cache rows are reused only between requests with the same one.
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    metadata: Metadata | None = None
+    metadata: Json | None = None
 
     def answers(self) -> int:
         """How many answers the request asks for."""
@@ -179,9 +170,7 @@ class SamplingFields(CommonFields):
     skip_special_tokens: bool | None = None
     allowed_token_ids: Annotated[list[int], Field(max_length=MOST_ALLOWED, fail_fast=True)] | None = None
     max_tokens: Int | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=MOST_WORDS), BeforeValidator(_biases)] | None = (
-        None
-    )
+    logit_bias: Annotated[Json, Field(max_length=MOST_WORDS), AfterValidator(_biases)] | None = None
     response_format: Form = None
     structured_outputs: Form = None
     n: Annotated[Int, Field(ge=1, le=128)] | None = None
@@ -219,34 +208,32 @@ def _no_logprobs(value: Any) -> Any:
     return None if value is False else _whole(value)
 
 
+def _prompts(prompt: Any) -> list[str | list[int]]:
+    """One text or list of ids, or several."""
+    several = prompt if isinstance(prompt, list) and not _are_ids(prompt) else [prompt]
+    if not 0 < len(several) <= MOST_PROMPTS:
+        text = f"prompt has {len(several)} texts, expected 1 to {MOST_PROMPTS}, or a text, or token ids"
+        raise ApiError(400, text, "prompt")
+    for i, each in enumerate(several):
+        if not isinstance(each, str) and not _are_ids(each):
+            refuse("prompt" if each is prompt else f"prompt[{i}]", each, "a text, or a list of token ids")
+    return several
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and set(map(type, value)) == {int}
+
+
 class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
 
-    prompt: Any
+    prompt: Annotated[Any, AfterValidator(_prompts)]  # a list of texts and of lists of ids
     echo: bool | None = None
     logprobs: Annotated[Most | None, BeforeValidator(_no_logprobs)] = None
 
     def answers(self) -> int:
         """`n` for each prompt."""
-        return len(self.prompts()) * super().answers()
-
-    def prompts(self) -> list[str | list[int]]:
-        """One text or list of ids, or several. Raises ApiError."""
-        prompt = self.prompt
-        several = prompt if isinstance(prompt, list) and not _are_ids(prompt) else [prompt]
-        if not several:
-            raise ApiError(400, "prompt is [], expected a text, token ids, or a list of them", "prompt")
-        if len(several) > MOST_PROMPTS:
-            raise ApiError(400, f"prompt has {len(several)} texts, expected at most {MOST_PROMPTS}", "prompt")
-        for i, each in enumerate(several):
-            if not isinstance(each, str) and not _are_ids(each):
-                place = "prompt" if each is prompt else f"prompt[{i}]"
-                refuse(place, each, "a text, or a list of token ids")
-        return several
-
-
-def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and set(map(type, value)) == {int}
+        return len(self.prompt) * super().answers()
 
 
 class ChatRequest(SamplingFields):
@@ -271,46 +258,55 @@ class ChatRequest(SamplingFields):
         return reading.messages(self.messages)
 
 
+class Reasoning(BaseModel):
+    """How a response is to reason."""
+
+    model_config = ConfigDict(strict=True)
+
+    effort: str | None = None
+
+
+class TextForm(BaseModel):
+    """The form of a response's text."""
+
+    model_config = ConfigDict(strict=True)
+
+    format: Form = None
+
+
+def _items(value: Any) -> str | list[Any]:
+    if value == [] or not isinstance(value, str | list):
+        refuse("input", value, "a text, or a list of items")
+    if isinstance(value, list) and len(value) > MOST_MESSAGES:
+        raise ApiError(400, f"input has too many items, expected at most {MOST_MESSAGES}", "input")
+    return value
+
+
 class ResponsesRequest(CommonFields):
     """POST /v1/responses."""
 
-    input: Any
+    input: Annotated[Any, AfterValidator(_items)]
     instructions: str | None = None
     max_output_tokens: Int | None = None
     tools: Tools | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    reasoning: Json | None = None
-    text: Json | None = None
-    truncation: str | None = None
+    reasoning: Reasoning | None = None
+    text: TextForm | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     include: Annotated[list[str], Field(max_length=MOST_WORDS, fail_fast=True)] | None = None
     top_logprobs: Most | None = None  # without effect: OpenAI's API gives none unless `include` asks for them
 
     def chat(self) -> ChatRequest:
         """The same request as a chat. Raises ApiError."""
-        if not isinstance(self.input, str | list) or (isinstance(self.input, list) and not self.input):
-            refuse("input", self.input, "a text, or a list of items")
-        if isinstance(self.input, list) and len(self.input) > MOST_MESSAGES:
-            raise ApiError(400, f"input has too many items, expected at most {MOST_MESSAGES}", "input")
-        if self.truncation not in (None, "auto", "disabled"):
-            refuse("truncation", self.truncation, "auto or disabled")
         if "message.output_text.logprobs" in (self.include or ()):
-            raise ApiError(
-                400,
-                "include has message.output_text.logprobs: responses have none here, but chats do",
-                "include",
-            )
-        effort = (self.reasoning or {}).get("effort")
-        form = (self.text or {}).get("format")
-        for place, value, kinds in (("reasoning.effort", effort, str), ("text.format", form, dict)):
-            if value is not None and not isinstance(value, kinds):
-                refuse(place, value, "a text" if kinds is str else "an object")
-        _bounded(_BYTES * MOST_FORM_CHARACTERS)(form)
+            text = "include has message.output_text.logprobs: responses have none here, but chats do"
+            raise ApiError(400, text, "include")
         return _AsChat.model_construct(
             **{name: getattr(self, name) for name in CommonFields.model_fields},
             tools=self.tools, tool_choice=self.tool_choice, parallel_tool_calls=self.parallel_tool_calls,
-            messages=[], response=self, max_completion_tokens=self.max_output_tokens, reasoning_effort=effort,
-            response_format=form,
+            messages=[], response=self, max_completion_tokens=self.max_output_tokens,
+            reasoning_effort=self.reasoning and self.reasoning.effort, response_format=self.text and self.text.format,
         )  # fmt: skip
 
 

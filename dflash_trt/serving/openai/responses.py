@@ -189,7 +189,7 @@ class Responses(Chat):
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
             "max_output_tokens": body.max_output_tokens,
-            "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
+            "text": {"format": (body.text and body.text.format) or {"type": "text"}},
             "store": False,
             "usage": None if status == "in_progress" else counts,
         }
