@@ -88,7 +88,7 @@ def json_call(value: Any) -> Call | None:
 _BEGUN = re.compile(r'\s*\{"name": ("(?:[^"\\]|\\.)*"), "(?:arguments|parameters)":(.*)', re.DOTALL)
 
 
-def json_begun(text: str, schemas: Schemas | None = None) -> list[Call]:
+def json_begun(text: str) -> list[Call]:
     """The call that a text in JSON begins, with the part of its arguments that there is; none before them."""
     found = _BEGUN.match(text)
     return [_call(parsed(found[1]), found[2].strip(), whole=False)] if found else []
@@ -271,16 +271,15 @@ def tags_end(text: str, tags: Tags = QWEN_TAGS) -> bool:
     return body != shown and (tags.parameter not in body or body.rstrip().endswith(tags.parameter_end))
 
 
-def tagged_call(text: str, schemas: Schemas) -> list[Call]:
-    """The call between the tags of Qwen and Hermes, in JSON or in tags as Qwen3-Coder writes it."""
-    call = _xml_call(text, schemas) or json_call(parsed(text))
+def tagged_calls(text: str, schemas: Schemas, begun: bool = False) -> list[Call]:
+    """The call between the tags of Qwen and Hermes, in JSON or in tags as Qwen3-Coder writes it. begun: it may be cut,
+    and has the part of its arguments that there is.
+    """
+    call = _xml_call(text, schemas, begun=begun)
+    if call is None and begun:
+        return json_begun(text)
+    call = call or json_call(parsed(text))
     return [call] if call else []
-
-
-def tagged_begun(text: str, schemas: Schemas) -> list[Call]:
-    """The same of one that is cut, with the part of its arguments that there is."""
-    call = _xml_call(text, schemas, begun=True)
-    return [call] if call else json_begun(text)
 
 
 def muse_calls(text: str, schemas: Schemas, begun: bool = False) -> list[Call]:
@@ -310,23 +309,18 @@ def muse_calls(text: str, schemas: Schemas, begun: bool = False) -> list[Call]:
     return calls
 
 
-def gemma_call(text: str, schemas: Schemas) -> list[Call]:
-    """The call between Gemma's marks, with the arguments as JSON."""
-    name, brace, rest = text.strip().removeprefix("call:").partition("{")
-    arguments = _as_json(brace + rest)
-    called = text.strip().startswith("call:") and name.strip() and isinstance(parsed(arguments), dict)
-    return [_call(name.strip(), arguments)] if called else []
-
-
-def gemma_begun(text: str, schemas: Schemas) -> list[Call]:
-    """The same of one that is cut, with the part of its arguments that there is."""
-    name, brace, rest = text.strip().removeprefix("call:").partition("{")
-    open_text = rest.count(QUOTE) % 2 == 1
-    if not open_text:  # the end of a name or of a literal is not certain
+def gemma_calls(text: str, schemas: Schemas, begun: bool = False) -> list[Call]:
+    """The call between Gemma's marks, with the arguments as JSON. begun: as in `tagged_calls`."""
+    head, brace, rest = text.strip().partition("{")
+    name, open_text = head.removeprefix("call:").strip(), begun and rest.count(QUOTE) % 2 == 1
+    if begun and not open_text:  # the end of a name or of a literal is not certain
         at = max(map(rest.rfind, "{}[],:>")) + 1
         rest = rest if rest[at - 1 : at] == ":" and _LITERAL.fullmatch(rest[at:]) else rest[:at]
     arguments = _as_json(brace + rest)
-    return [_call(name.strip(), arguments[:-1] if open_text else arguments, whole=False)] if brace else []
+    if begun:
+        return [_call(name, arguments[:-1] if open_text else arguments, whole=False)] if brace else []
+    called = name and name != head.strip() and isinstance(parsed(arguments), dict)
+    return [_call(name, arguments)] if called else []
 
 
 _MARK = re.compile(r'[{}\[\],:]|<\|"\|>')
@@ -357,13 +351,9 @@ def _as_json(text: str) -> str:
     return "".join(made)
 
 
-def mistral_call(text: str, schemas: Schemas) -> list[Call]:
-    """The call that a mark of Mistral's begins: a name and arguments."""
-    return [call for call in mistral_begun(text, schemas) if call.whole]
-
-
-def mistral_begun(text: str, schemas: Schemas) -> list[Call]:
-    """The same with the part of its arguments that there is."""
+def mistral_calls(text: str, schemas: Schemas, begun: bool = False) -> list[Call]:
+    """The call that a mark of Mistral's begins: a name and arguments. begun: as in `tagged_calls`."""
     name, mark, arguments = text.strip().partition(ARGUMENTS)
     whole = isinstance(parsed(arguments), dict)
-    return [_call(name.strip(), arguments.strip(), whole)] if mark and name.strip() else []
+    called = mark and name.strip() and (whole or begun)
+    return [_call(name.strip(), arguments.strip(), whole)] if called else []

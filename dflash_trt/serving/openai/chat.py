@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +11,6 @@ from dflash_trt.decoding.output import Detokenizer
 from dflash_trt.errors import shorten
 from dflash_trt.serving.openai.calls import Schemas
 from dflash_trt.serving.openai.channels import Channels
-from dflash_trt.serving.openai.engine import EngineProcess
 from dflash_trt.serving.openai.errors import ApiError
 from dflash_trt.serving.openai.generation import AnswerChoice, Generation, Usage, engine_request
 from dflash_trt.serving.openai.model import Model, chat_logprobs
@@ -105,22 +103,20 @@ class Chat(Generation[ChatRequest, ChatChoice]):
     def _totals(self) -> Json:
         return super()._totals() | self.of_prompts.get(0, {})
 
-    async def chunks(self, engine: EngineProcess) -> AsyncGenerator[dict[str, Any], None]:
-        async with aclosing(self.run(engine)) as given:
-            async for index, update in given:
-                choice = self.choices[index]
-                if not choice.begun:
-                    choice.begun = True
-                    yield self._delta(index, {"role": "assistant", "content": ""})
-                numbers = itertools.count(choice.calls)
-                deltas = [_delta(part, numbers) for part in self.parts(index, update)]
-                more = self._beside(choice, update)
-                if not deltas and any(more.values()):
-                    deltas = [{}]
-                for delta in deltas[:-1]:
-                    yield self._delta(index, delta)
-                for delta in deltas[-1:]:
-                    yield self._delta(index, delta, **more)
+    def deltas(self, index: int, update: Update) -> Iterator[Json]:
+        choice = self.choices[index]
+        if not choice.begun:
+            choice.begun = True
+            yield self._delta(index, {"role": "assistant", "content": ""})
+        numbers = itertools.count(choice.calls)
+        deltas = [_delta(part, numbers) for part in self.parts(index, update)]
+        more = self._beside(choice, update)
+        if not deltas and any(more.values()):
+            deltas = [{}]
+        for delta in deltas[:-1]:
+            yield self._delta(index, delta)
+        for delta in deltas[-1:]:
+            yield self._delta(index, delta, **more)
 
     def _beside(self, choice: ChatChoice, update: Update) -> dict[str, Any]:
         """What the last delta of an update has beside its text."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from dflash_trt.serving.openai.engine import EngineProcess
 from dflash_trt.serving.openai.errors import ApiError
 from dflash_trt.serving.openai.generation import AnswerChoice, Generation, engine_request
 from dflash_trt.serving.openai.model import Model, completion_logprobs
@@ -85,10 +83,8 @@ class Completions(Generation[CompletionRequest, CompletionChoice]):
         made = {"text": "".join(self.choices[index].texts)} | self.of_prompts.get(at, {})
         return made | ({"prompt_token_ids": self.prompts[at]} if self.body.return_token_ids else {})
 
-    async def chunks(self, engine: EngineProcess) -> AsyncGenerator[dict[str, Any], None]:
-        async with aclosing(self.run(engine)) as given:
-            async for index, update in given:
-                yield self.chunk(self._choice(index, update))
+    def deltas(self, index: int, update: Update) -> Iterator[dict[str, Any]]:
+        yield self.chunk(self._choice(index, update))
 
     def _choice(self, index: int, update: Update) -> dict[str, Any]:
         """What an update adds to a choice. The first one has the echo."""

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -272,6 +272,23 @@ class Generation(ABC, Generic[B, C]):
         ends = [(last_end(text, each), -len(each), each) for each in stop]
         ends = [end for end in ends if end[0] > len(before)]
         return min(ends)[2] if ends else None
+
+    @abstractmethod
+    def deltas(self, index: int, update: Update) -> Iterator[Json]:
+        """What an update of a choice adds to a stream."""
+
+    def ending(self) -> Iterator[Json]:
+        """What a stream has after the last update."""
+        return iter(())
+
+    async def chunks(self, engine: EngineProcess) -> AsyncGenerator[Json, None]:
+        """The chunks or events of a stream. Raises ApiError."""
+        async with aclosing(self.run(engine)) as given:
+            async for index, update in given:
+                for made in self.deltas(index, update):
+                    yield made
+        for made in self.ending():
+            yield made
 
     @abstractmethod
     def add(self, index: int, update: Update) -> None:

@@ -41,14 +41,13 @@ class Notation:
     """How a family marks calls.
 
     kind: what a block with this beginning is: "json" or "tags", where texts may have marks, or "other"; "" is no call,
-    and None needs more. read: the calls of a block. begun: the same of one that is cut.
+    and None needs more. read: the calls of a block; with True, of one that is cut.
     """
 
     begin: str
     end: str
     kind: Callable[[str], str | None]
-    read: Callable[[str, Schemas], list[Call]]
-    begun: Callable[[str, Schemas], list[Call]]
+    read: Callable[[str, Schemas, bool], list[Call]]
 
     def begins(self, text: str) -> bool | None:
         """Whether what follows a begin mark is a call; None: more is needed."""
@@ -235,9 +234,9 @@ class MarkedCalls(Stage):
         text = "".join(self._block)
         ended = not (cut and isinstance(self._scan, _Tags)) or tags_end(text)
         self._block, self._scan = [], None
-        calls = self.notation.read(text, self._schemas) if ended else []
+        calls = self.notation.read(text, self._schemas, False) if ended else []
         if begun and not calls:
-            calls = self.notation.begun(text + end, self._schemas)
+            calls = self.notation.read(text + end, self._schemas, True)
         if calls:
             self._blanks, self._after_call = [], True
             for call in calls:

@@ -5,7 +5,7 @@ A request becomes a chat. The answer's parts become output items: reasoning, a m
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +20,7 @@ from dflash_trt.serving.openai.generation import event as event_text
 from dflash_trt.serving.openai.model import Model
 from dflash_trt.serving.openai.protocol import ResponsesRequest
 from dflash_trt.serving.openai.reading import Json
+from dflash_trt.serving.wire import Update
 
 # The names of a chat's fields in a response.
 NAMES: Names = (
@@ -38,7 +39,8 @@ class Responses(Chat):
     asked: ResponsesRequest
     _number: int = 0
     _items: list[Json] = field(default_factory=list)
-    _texts: list[str] = field(default_factory=list)  # of the open item
+    _open: Json | None = None  # the item whose text goes on
+    _texts: list[str] = field(default_factory=list)  # of that
 
     @classmethod
     async def respond(
@@ -58,31 +60,24 @@ class Responses(Chat):
                 last = event
         return [to_json(last["response"])]
 
-    async def chunks(self, engine: EngineProcess) -> AsyncGenerator[Json, None]:
-        """The events of a stream. The last one has the whole response."""
-        open_item: Json | None = None
-        async with aclosing(self.run(engine)) as given:
-            async for index, update in given:
-                if not self._number:
-                    for kind in ("response.created", "response.in_progress"):
-                        yield self._event(kind, response=self._response("in_progress"))
-                for part in self.parts(index, update):
-                    if open_item is None or open_item["type"] != _TYPES[part.kind]:
-                        for event in self._closed(open_item):
-                            yield event
-                        open_item = None
-                    if part.call is not None:
-                        for event in self._called(part.call):
-                            yield event
-                        continue
-                    if open_item is None:
-                        open_item = self._new(part.kind)
-                        for event in self._opened(open_item):
-                            yield event
-                    self._texts.append(part.text)
-                    yield self._text_event("delta", open_item, delta=part.text)
-        for event in self._closed(open_item, self._status()):
-            yield event
+    def deltas(self, index: int, update: Update) -> Iterator[Json]:
+        if not self._number:
+            for kind in ("response.created", "response.in_progress"):
+                yield self._event(kind, response=self._response("in_progress"))
+        for part in self.parts(index, update):
+            if self._open is None or self._open["type"] != _TYPES[part.kind]:
+                yield from self._closed()
+                if part.call is not None:
+                    yield from self._called(part.call)
+                    continue
+                yield from self._opened(part.kind)
+            assert self._open is not None
+            self._texts.append(part.text)
+            yield self._text_event("delta", self._open, delta=part.text)
+
+    def ending(self) -> Iterator[Json]:
+        """The last event has the whole response."""
+        yield from self._closed(self._status())
         whole = self._response(self._status())
         yield self._event(f"response.{whole['status']}", response=whole)
 
@@ -90,24 +85,6 @@ class Responses(Chat):
         """Whether the answer was cut, so far."""
         whole = self.choices[0].finish_reason in (None, "stop", "tool_calls")
         return "completed" if whole else "incomplete"
-
-    def _new(self, kind: str) -> Json:
-        number = len(self._items)
-        if kind == "content":
-            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            item: Json = {
-                "id": f"msg_{self.id}_{number}",
-                "type": "message",
-                "role": "assistant",
-                "content": [part],
-            }
-        else:
-            part = {"type": "reasoning_text", "text": ""}
-            item = {"id": f"rs_{self.id}_{number}", "type": "reasoning", "summary": [], "content": [part]}
-        item["status"] = "in_progress"
-        self._items.append(item)
-        self._texts.clear()
-        return item
 
     def _place(self, item: Json) -> Json:
         return {"item_id": item["id"], "output_index": len(self._items) - 1}
@@ -120,15 +97,25 @@ class Responses(Chat):
             f"response.{kind}.{name}", **self._place(item), content_index=0, **fields, **logprobs
         )
 
-    def _opened(self, item: Json) -> Iterator[Json]:
-        place, part = self._place(item), dict(item["content"][0])
-        index = place["output_index"]
-        yield self._event("response.output_item.added", output_index=index, item=item | {"content": []})
-        yield self._event("response.content_part.added", **place, content_index=0, part=part)
+    def _opened(self, kind: str) -> Iterator[Json]:
+        index = len(self._items)
+        if kind == "content":
+            part: Json = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            item: Json = {"id": f"msg_{self.id}_{index}", "type": "message", "role": "assistant"}
+        else:
+            part = {"type": "reasoning_text", "text": ""}
+            item = {"id": f"rs_{self.id}_{index}", "type": "reasoning", "summary": []}
+        self._open = item | {"content": [part], "status": "in_progress"}
+        self._items.append(self._open)
+        self._texts.clear()
+        yield self._event("response.output_item.added", output_index=index, item=self._open | {"content": []})
+        place = self._place(self._open)
+        yield self._event("response.content_part.added", **place, content_index=0, part=dict(part))
 
-    def _closed(self, item: Json | None, status: str = "completed") -> Iterator[Json]:
-        if item is None:
+    def _closed(self, status: str = "completed") -> Iterator[Json]:
+        if (item := self._open) is None:
             return
+        self._open = None
         item["status"] = status
         item["content"][0]["text"] = "".join(self._texts)
         place, part = self._place(item), dict(item["content"][0])

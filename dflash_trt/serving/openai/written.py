@@ -21,13 +21,10 @@ from dflash_trt.serving.openai.calls import (
     ARGUMENTS,
     QWEN_TAGS,
     Schemas,
-    gemma_begun,
-    gemma_call,
-    mistral_begun,
-    mistral_call,
-    tagged_begun,
-    tagged_call,
-)
+    gemma_calls,
+    mistral_calls,
+    tagged_calls,
+)  # fmt: skip
 from dflash_trt.serving.openai.parsing import BARE, BareCalls, MarkedCalls, Notation, Stage
 
 
@@ -47,9 +44,9 @@ def _kind_of_mistral(start: str) -> str | None:
     return "json" if rest.startswith(ARGUMENTS) else None if ARGUMENTS.startswith(rest) else ""
 
 
-TAG = Notation("<tool_call>", "</tool_call>", _kind_of_tagged, tagged_call, tagged_begun)
-GEMMA = Notation("<|tool_call>", "<tool_call|>", _kind_of_gemma, gemma_call, gemma_begun)
-MISTRAL = Notation("[TOOL_CALLS]", "", _kind_of_mistral, mistral_call, mistral_begun)
+TAG = Notation("<tool_call>", "</tool_call>", _kind_of_tagged, tagged_calls)
+GEMMA = Notation("<|tool_call>", "<tool_call|>", _kind_of_gemma, gemma_calls)
+MISTRAL = Notation("[TOOL_CALLS]", "", _kind_of_mistral, mistral_calls)
 # A model that has called goes on with this token, where what the tool answers belongs.
 RESPONSE = "<|tool_response>"
 
