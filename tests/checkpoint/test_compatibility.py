@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,11 +31,6 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
     target, drafter = write(tmp_path / "target", TARGET), write(tmp_path / "drafter", DRAFTER)
     write(target, TOKENIZER, "tokenizer.json")
     return target, drafter
-
-
-def test_a_pair_that_fits(pair: tuple[Path, Path]) -> None:
-    check_pair(read_target_config(pair[0]), read_drafter_config(pair[1]))
-    check_tokenizers(*pair, read_drafter_config(pair[1]).mask_token_id)
 
 
 @pytest.mark.parametrize(
@@ -199,11 +192,3 @@ def test_refuses_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: st
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match=message):
         resolve(name, "target")
-
-
-def test_reading_needs_no_torch() -> None:
-    program = (
-        "import sys, dflash_trt.building.sources, dflash_trt.checkpoint.compatibility; "
-        "print(sorted({'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)))"
-    )
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "[]\n"

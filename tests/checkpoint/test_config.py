@@ -57,16 +57,6 @@ def write(directory: Path, config: dict[str, Any], name: str = "config.json") ->
     return directory
 
 
-def test_reads_a_published_target(tmp_path: Path) -> None:
-    config = read_target_config(write(tmp_path, TARGET))
-    assert (config.hidden_size, config.num_hidden_layers, config.head_dim) == (2560, 36, 128)
-    assert config.rope == RopeConfig("default", 1e6, {})
-    assert config.layers == (LayerAttention(True, None),) * 36
-    assert config.tie_word_embeddings
-    assert config.eos_token_ids == (151645,)
-    assert config.bos_token_id == 151643
-
-
 def test_reads_what_transformers_writes(tmp_path: Path) -> None:
     written = Qwen3Config(
         num_hidden_layers=6,
@@ -101,15 +91,6 @@ def test_generation_config_decides_the_stop_ids(tmp_path: Path) -> None:
     assert read_target_config(tmp_path).eos_token_ids == (151645, 151643)
     write(tmp_path, {"temperature": 0.6}, "generation_config.json")
     assert read_target_config(tmp_path).eos_token_ids == (151645,)
-
-
-def test_reads_a_published_drafter(tmp_path: Path) -> None:
-    config = read_drafter_config(write(tmp_path, DRAFTER))
-    assert config.block_size == 16
-    assert config.mask_token_id == 151669
-    assert config.target_layer_ids == (1, 9, 17, 25, 33)
-    assert config.num_target_layers == 36
-    assert config.layers == (LayerAttention(False, None),) * 5
 
 
 @pytest.mark.parametrize(
@@ -160,37 +141,29 @@ def test_rope_in_all_places(tmp_path: Path, changes: dict[str, Any]) -> None:
 COMMON_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["MistralForCausalLM"]}, "architectures is ['MistralForCausalLM'], supported"),
     ({"architectures": []}, "architectures is [], expected one name"),
-    ({"architectures": "Qwen3ForCausalLM"}, 'architectures is "Qwen3ForCausalLM", expected a list'),
     ({"architectures": [3]}, "architectures[0] is 3, expected a string"),
-    ({"architectures": MISSING}, "architectures is missing"),
     ({"model_type": "gpt_oss"}, "model_type is 'gpt_oss', supported are: qwen3"),
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ({"hidden_size": MISSING}, "hidden_size is missing, expected an integer"),
     ({"hidden_size": 0}, "hidden_size is 0, expected an integer from 1 to"),
-    ({"hidden_size": 2560.0}, "hidden_size is 2560.0, expected an integer"),
     ({"hidden_size": "2560"}, 'hidden_size is "2560", expected an integer'),
     ({"hidden_size": True}, "hidden_size is true, expected an integer"),
-    ({"hidden_size": 2**31}, "hidden_size is 2147483648, expected an integer from 1 to 4194304"),
     ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, expected an integer from 1 to 10000"),
     ({"num_key_value_heads": 5}, "num_attention_heads is 32, not a multiple of num_key_value_heads, 5"),
     ({"head_dim": 127}, "head_dim is 127, but RoPE needs an even one"),
-    ({"rms_norm_eps": 0}, "rms_norm_eps is 0, expected a number greater than 0"),
     ({"rms_norm_eps": "1e-6"}, 'rms_norm_eps is "1e-6", expected a number'),
     ({"rms_norm_eps": 10**400}, "rms_norm_eps is 1000"),
     ({"attention_bias": 1}, "attention_bias is 1, expected true or false"),
     ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config.quant_method is 'mxfp4'"),
     ({"layer_types": ["full_attention"]}, "layer_types has 1 entries, but num_hidden_layers is"),
     ({"use_sliding_window": True, "sliding_window": -1}, "sliding_window is -1, expected an integer"),
-    ({"rope_theta": MISSING}, "rope_theta is missing, expected a number"),
     ({"rope_parameters": {"rope_theta": 1e4}}, "rope_theta is 1000000, but rope_parameters.rope_theta is"),
     ({"rope_parameters": YARN, "rope_scaling": YARN | {"factor": 4}}, "but rope_scaling is"),
     ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "expected one RoPE for all layers"),
     ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling.rope_type is 'longrope'"),
     ({"rope_scaling": {"rope_type": "yarn", "type": "linear"}}, 'rope_type is "yarn", but'),
     ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor is missing"),
-    ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "rope_scaling.factor is 0.5"),
     ({"rope_scaling": {"mrope_section": [16, 24, 24]}}, "rope_scaling.mrope_section is [16, 24, 24]"),
-    ({"rope_scaling": YARN | {"truncate": 0}}, "rope_scaling.truncate is 0, expected true or false"),
     ({"rope_scaling": YARN | {"beta_fast": 1, "beta_slow": 2}}, "beta_fast is 1, but beta_slow is 2"),
     ({"rope_scaling": YARN, "original_max_position_embeddings": 8192}, "max_position_embeddings is 4096, but"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
@@ -201,19 +174,15 @@ DRAFTER_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"dflash_config": MISSING}, "dflash_config is missing"),
     ({"dflash_config": [1]}, "dflash_config is [1], expected an object"),
     ({"dflash_config.mask_token_id": MISSING, "mask_token_id": 5}, "dflash_config.mask_token_id is missing"),
-    ({"dflash_config.mask_token_id": -1}, "dflash_config.mask_token_id is -1"),
-    ({"dflash_config.target_layer_ids": MISSING}, "dflash_config.target_layer_ids is missing"),
     ({"dflash_config.target_layer_ids": []}, "dflash_config.target_layer_ids is [], expected at least one"),
     ({"dflash_config.target_layer_ids": [1, 1]}, "dflash_config.target_layer_ids is [1, 1], expected"),
     ({"dflash_config.target_layer_ids": [1, -1]}, "dflash_config.target_layer_ids[1] is -1"),
-    ({"dflash_config.target_layer_ids": 5}, "dflash_config.target_layer_ids is 5, expected a list"),
     ({"block_size": MISSING}, "block_size is missing, here and in dflash_config"),
     ({"block_size": 1}, "block_size is 1, expected an integer from 2"),
     ({"dflash_config.block_size": 8}, "dflash_config.block_size is 8, but block_size is 16"),
     ({"layer_types": ["sliding_attention"] * 5}, "layer_types[0] is 'sliding_attention'"),
     (SLIDING | {"sliding_window": None}, "and sliding_window is null: such a layer needs a window"),
     (SLIDING | {"layer_types": ["chunked_attention"] * 5}, "layer_types[0] is 'chunked_attention'"),
-    ({"is_causal": "no"}, 'is_causal is "no", expected true or false'),
     ({"draft_vocab_size": 32000}, "draft_vocab_size is 32000, but vocab_size is 151936"),
     ({"target_hidden_size": 4096}, "target_hidden_size is 4096, but hidden_size is 2560"),
     ({"sample_from_anchor": True}, "sample_from_anchor is true, which this version does not support"),

@@ -182,11 +182,6 @@ def test_drafters_of_hybrids_are_the_published_ones(name: str) -> None:
     assert (c.num_attention_heads, c.head_dim, c.rope.theta, c.vocab_size) == (32, 128, 1e7, 248320)
 
 
-def test_the_drafter_of_the_largest_hybrid_has_the_published_mask() -> None:
-    c = read_drafter_config(known_configs("qwen3.5-397b-a17b")[1])
-    assert (c.num_hidden_layers, c.mask_token_id, c.target_layer_ids[-1]) == (6, 248077, 57)
-
-
 # Sizes of the published model.safetensors: GiB to two places, as the hub lists them; the first in bytes.
 @pytest.mark.parametrize(
     ("name", "size"),
@@ -284,15 +279,11 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
         )
     ),
     ("qwen3.5-35b-a3b", {"text_config.norm_topk_prob": False}, "text_config.norm_topk_prob is false, which"),
-    ("llama-3.1-8b", {"mlp_bias": "no"}, 'mlp_bias is "no", expected true or false'),
-    ("llama-3.1-8b", {"hidden_size": 4064}, "head_dim is 127, but RoPE needs an even one"),
     ("qwen3-coder-30b-a3b", {"num_experts": MISSING}, "num_experts or num_local_experts is missing"),
     ("qwen3-coder-30b-a3b", {"num_local_experts": 64}, "num_experts is 128, but num_local_experts is 64"),
     ("qwen3-coder-30b-a3b", {"num_experts_per_tok": 129}, "num_experts_per_tok is 129, but there are"),
-    ("qwen3-coder-30b-a3b", {"moe_intermediate_size": MISSING}, "moe_intermediate_size is missing"),
     ("qwen3-coder-30b-a3b", {"shared_expert_intermediate_size": 512}, "expert_intermediate_size is 512, which"),
     ("qwen3-coder-30b-a3b", {"mlp_only_layers": 3}, "mlp_only_layers is 3, expected a list of integers"),
-    ("qwen3-coder-30b-a3b", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0, expected an integer"),
     ("gpt-oss-20b", {"quantization_config.quant_method": "awq"}, "quant_method is 'awq', supported"),
     ("gpt-oss-20b", {QUANTIZED: ["lm_head"]}, f"{QUANTIZED} lacks model.embed_tokens, model.layers.*.mlp.router"),
     ("gpt-oss-20b", {"quantization_config.group": 16}, "quantization_config.group is 16, which"),
@@ -301,18 +292,12 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("gpt-oss-20b", {"head_dim": None}, "head_dim is missing"),
     ("gpt-oss-20b", {"experts_per_token": 2}, "num_experts_per_tok is 4, but experts_per_token is 2"),
     ("gpt-oss-20b", {"sliding_window": None}, "layer_types[0] is 'sliding_attention', but"),
-    ("gpt-oss-20b", {"layer_types": ["full_attention"]}, "layer_types has 1 entries, but"),
-    ("gpt-oss-20b", {"swiglu_limit": -1}, "swiglu_limit is -1, expected a number greater than 0"),
-    ("gpt-oss-20b", {"hidden_act": "gelu"}, "hidden_act is 'gelu', supported are: silu"),
     ("ministral", {"rope_parameters.llama_4_scaling_beta": MISSING}, "llama_4_scaling_beta is missing"),
-    ("ministral", {"rope_parameters.llama_4_scaling_beta": -1}, "llama_4_scaling_beta is -1"),
     ("ministral", {f"rope_parameters.{LENGTH}": MISSING}, f"{LENGTH} is missing"),
     ("ministral", {"rope_parameters.max_position_embeddings": 7}, "max_position_embeddings is 7"),
     ("ministral", {"rope_parameters": MISSING}, "rope_parameters is missing"),
     ("ministral", {"layer_types": ["full_attention"] * 4}, "layer_types is"),
-    ("ministral", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ("ministral", {"attention_bias": True}, "attention_bias is true"),
-    ("ministral", {"model_type": "mistral"}, "model_type is 'mistral'"),
     *(
         ("gemma-4-26b-a4b", {f"text_config.{field}": value}, message)
         for field, value, message in (
@@ -324,7 +309,6 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
             ("rope_parameters.full_attention", MISSING, "rope_parameters.full_attention is missing"),
             ("rope_parameters.sliding_attention.rope_type", "axial", "attention.rope_type is 'axial'"),
             ("rope_parameters.full_attention.partial_rotary_factor", 1.5, "rotary_factor is 1.5"),
-            ("layer_types", ["full_attention"] * 3, "layer_types has 3 entries"),
             ("layer_types", ["linear_attention"] * 30, "layer_types[0] is 'linear_attention'"),
             ("sliding_window", MISSING, "sliding_window is missing"),
             ("per_layer_config", {"1": {"head_dim": 8}}, "per_layer_config.1 is"),
@@ -332,8 +316,6 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
             ("per_layer_config", of_full_layers(num_key_value_heads=3), "does not divide the 16 heads"),
             ("num_experts", MISSING, "num_experts is missing"),
             ("top_k_experts", 129, "top_k_experts is 129"),
-            ("final_logit_softcapping", -30, "final_logit_softcapping is -30"),
-            ("model_type", "gemma3_text", "model_type is 'gemma3_text'"),
         )
     ),
 ]  # fmt: skip

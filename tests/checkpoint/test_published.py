@@ -238,16 +238,6 @@ def test_errors_name_the_checkpoint_that_was_given(pair: Path, tmp_path: Path) -
         build(str(tmp_path / "q"), str(pair / "drafter"), tmp_path / "bundle")
 
 
-def test_an_unknown_family_is_the_first_thing_said(pair: Path, tmp_path: Path) -> None:
-    shutil.copytree(pair / "target", tmp_path / "target")
-    config = json.loads((tmp_path / "target" / "config.json").read_text())
-    write_json(tmp_path / "target" / "config.json", config | {"architectures": ["OtherForCausalLM"]})
-    with pytest.raises(
-        CheckpointError, match=r"architectures is \['OtherForCausalLM'\], supported as a target"
-    ):
-        build(str(tmp_path / "target"), None, tmp_path / "bundle")
-
-
 @pytest.mark.parametrize("name", ["mask_embedding.pt", "embeddings.pt"])
 def test_side_files_of_a_drafter_are_refused(pair: Path, tmp_path: Path, name: str) -> None:
     shutil.copytree(pair / "drafter", tmp_path / "drafter")

@@ -78,14 +78,6 @@ def test_reads_shards(tmp_path: Path) -> None:
     assert_same(checkpoint, expected)
 
 
-def test_reads_fp8(tmp_path: Path) -> None:
-    expected = torch.linspace(-3, 3, 16).to(torch.float8_e4m3fn)
-    save_file({"w": expected}, tmp_path / "model.safetensors")
-    array = Checkpoint(tmp_path).array("w")
-    assert array.dtype == ml_dtypes.float8_e4m3fn
-    np.testing.assert_array_equal(array.astype(np.float32), expected.to(torch.float32).numpy())
-
-
 def test_reads_mxfp4(tmp_path: Path) -> None:
     """As published for gpt-oss, in bytes, and in the dtypes that safetensors has added since."""
     blocks = torch.arange(2 * 3 * 4 * 16, dtype=torch.uint8).reshape(2, 3, 4, 16)

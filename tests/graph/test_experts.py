@@ -25,7 +25,6 @@ from dflash_trt.graph.onnxruntime import OnnxRuntime
 from dflash_trt.models.configs import read_target_config
 from dflash_trt.models.target import build_target
 from tests.doubles.family_checkpoints import make_gpt_oss, make_qwen3_moe
-from tests.doubles.formats import unpack_blocks
 from tests.doubles.sessions import executed, session
 
 Array = np.ndarray[Any, Any]
@@ -194,36 +193,6 @@ def test_what_a_row_gets_does_not_depend_on_the_others(resident: bool) -> None:
         for row in range(len(x)):
             (alone,) = run.run(None, {"x": x[row : row + 1], "router": router[row : row + 1]})
             np.testing.assert_allclose(together[row], alone[0], atol=1e-5)
-
-
-def test_mxfp4_widens_exactly() -> None:
-    """Every byte under every scale, including NaN and subnormals: the body's nodes and NumPy agree bit for bit."""
-    blocks = np.broadcast_to(np.arange(256, dtype=np.uint8).reshape(1, 1, 16, 16), (1, 256, 16, 16))
-    scales = np.broadcast_to(np.arange(256, dtype=np.uint8).reshape(1, 256, 1), (1, 256, 16))
-    exact = _widened(blocks, scales)
-    with np.errstate(over="ignore"):
-        expected = exact.astype(np.float32)
-    below = np.abs(exact) < 2.0**128  # above it lies infinity; no published scale comes near it
-    np.testing.assert_array_equal(expected[below].astype(np.float64), exact[below])
-    assert np.isnan(expected[0, 255]).all()
-    assert np.isfinite(expected[0, :253]).all()
-
-    graph = onnxruntime_moe("mxfp4", ir.DataType.UINT8, biased=False, resident=True).graph
-    (operator,) = (node for node in graph if node.op_type == "MoE")
-    graph.outputs[:] = [operator.inputs[2], operator.inputs[4]]
-    for node in reversed(list(graph)):
-        if not any(value.uses() or value in graph.outputs for value in node.outputs):
-            graph.remove(node, safe=True)
-    graph.inputs[:] = [value for value in graph.inputs if value.uses()]
-    for value in graph.outputs:
-        value.type = ir.TensorType(FLOAT)
-    run = session(ir.Model(graph, ir_version=11))
-    inputs = {v.name: scales if v.name.endswith("scales") else blocks for v in graph.inputs}
-    with np.errstate(over="ignore", invalid="ignore"):
-        ours = unpack_blocks(blocks, scales)
-    for widened in (*run.run(None, inputs), ours):
-        np.testing.assert_array_equal(widened, expected)
-        np.testing.assert_array_equal(np.signbit(widened[0, :255]), np.signbit(expected[0, :255]))
 
 
 @LOAD

@@ -182,16 +182,6 @@ def test_a_pass_widens_the_experts_that_some_row_chose(tmp_path: Path) -> None:
         assert sum(widened) == len(chosen) * 3 * 4 * HIDDEN * INNER
 
 
-def test_what_a_row_gets_does_not_depend_on_the_others(tmp_path: Path) -> None:
-    ir.save(model(in_cpu_blocks(tmp_path, "AWQ")[0], OnnxRuntime()), tmp_path / "model.onnx")
-    run, inputs = session(tmp_path / "model.onnx"), feeds(12)
-    inputs["x"][1::2] *= 100
-    (y,) = run.run(None, inputs)
-    for row in range(12):
-        (alone,) = run.run(None, {name: value[row : row + 1] for name, value in inputs.items()})
-        np.testing.assert_allclose(alone[0], y[row], rtol=1e-5, atol=1e-5 * np.abs(y[row]).max())
-
-
 @pytest.mark.parametrize("widened_bytes", [1 << 28, 0], ids=["at once", "two at a time"])
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "W8A16"])
 def test_what_tensorrt_gets_against_numpy(

@@ -27,7 +27,6 @@ from dflash_trt.engines.device.sizes import DECODE
 from dflash_trt.engines.device.stream import HostStream
 from dflash_trt.engines.onnxruntime.runner import OnnxRuntimeRunner
 from dflash_trt.engines.torch.runner import TorchRunner
-from dflash_trt.errors import CheckpointError
 from dflash_trt.formats.precision import Precision
 from dflash_trt.graph.builder import FLOAT
 from dflash_trt.graph.dialect import Dialect
@@ -54,7 +53,6 @@ PLACES = {
     "head": r"lm_head$",
     "drafter": r"(proj|fc)$",
 }
-EMBEDDING = r"embed_tokens$"
 # AutoAWQ has no quantized head.
 NO_HEAD = ("AWQ",)
 # By place and engine. A layout is the same for TensorRT and torch, and shards are the same in every place.
@@ -217,16 +215,3 @@ def test_logits(cell: tuple[str, str, Cell], pair: Path) -> None:
             np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected - without, axis=1)
         )
         assert error < tolerance(place, name, engine), engine
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_quantized_embedding_is_refused_by_name(pair: Path, name: str) -> None:
-    """No engine reads one, although the format could store it."""
-    folder = pair / "embedding"
-    folder.mkdir()
-    numbers = stored_as(name, pair / "target", folder / "stored", EMBEDDING)
-    assert list(numbers) == ["model.embed_tokens"]
-    for engine in DIALECTS:
-        with pytest.raises(CheckpointError, match=r"'model\.embed_tokens' is quantized .* as embeddings"):
-            found_outputs(pair, "target", folder / "stored", engine)
-    shutil.rmtree(folder)
