@@ -16,8 +16,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from dflash_plugins.launch import by_triton
 
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
@@ -126,23 +124,6 @@ def test_a_failed_capture_is_said_once_and_graphs_are_left_alone(
         Cuda.counts.clear()
         assert llm.generate(prompts()[0], params).token_ids == expected
         assert Cuda.counts["graph launches"] == 0
-
-
-def test_nothing_is_allocated_in_a_round(
-    bundles: tuple[Bundle, Bundle], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No buffer of the engines moves, and none is allocated."""
-    asked = prompts()[:2], SamplingParams(max_tokens=9, ignore_eos=True)
-    with LLM(bundles[1].path) as llm:
-        pair: Any = llm.runtime.pair
-        pair.arrays._round.run = by_triton
-        llm.generate(*asked, block_length=BLOCK)
-        engines = (pair.target, pair.drafter.runner)
-        before = [{k: b.data_ptr() for k, b in e._buffers.items()} for e in engines]
-        for name in ("zeros", "empty"):
-            monkeypatch.setattr(torch, name, None)
-        llm.generate(*asked, block_length=BLOCK)
-        assert [{k: b.data_ptr() for k, b in e._buffers.items()} for e in engines] == before
 
 
 def test_a_shape_outside_of_the_profile_is_refused(bundles: tuple[Bundle, Bundle]) -> None:

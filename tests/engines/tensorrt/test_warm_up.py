@@ -13,7 +13,7 @@ import pytest
 
 from dflash_trt import LLM, SamplingParams, logs
 from dflash_trt.bundle.manifest import Bundle
-from dflash_trt.engines.device.sizes import DECODE, PREFILL
+from dflash_trt.engines.device.sizes import PREFILL
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
 from dflash_trt.engines.tensorrt.runner import TensorRTRunner
 from tests.doubles import fake_tensorrt_rtx
@@ -155,18 +155,6 @@ def test_a_plan_that_cannot_be_captured_runs_plainly_and_says_so_once(
         Cuda.counts.clear()
         assert len(tokens(llm)) == 5
     assert Cuda.counts["graph launches"] == 0
-
-
-def test_contexts_are_configured_as_documented(bundles: dict[str, Bundle]) -> None:
-    """Prefill is bound to another slot each time, and would be captured each time."""
-    with LLM(bundles["tensorrt-rtx"].path) as llm:
-        for engine in (llm.runtime.pair.target, llm.runtime.pair.drafter.runner):
-            contexts = [each.context for each in (*engine._contexts, *engine._of_shapes.values())]
-            strategies = [context._config.cuda_graph_strategy for context in contexts]
-            assert strategies[PREFILL] == fake_tensorrt_rtx.CudaGraphStrategy.DISABLED
-            assert set(strategies[DECODE:]) == {fake_tensorrt_rtx.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE}
-            caches = {id(context._config.get_runtime_cache()) for context in contexts}
-            assert len(caches) == 1
 
 
 def test_the_double_has_the_names_of_tensorrt_rtx(monkeypatch: pytest.MonkeyPatch) -> None:
