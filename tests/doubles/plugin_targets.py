@@ -1,7 +1,7 @@
 """Compile every kernel that plans hold, for one target, and print what it is, as one JSON document.
 
 Runs in its own process: kernels are compiled here, but interpreted in the process of the tests.
-Usage: python -m tests.doubles.plugin_targets CAPABILITY
+Usage: python -m tests.doubles.plugin_targets CAPABILITY [every]
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ CASES: dict[str, tuple[list[tuple[int, ...]], dict[str, Any]]] = {
 }
 
 
-def built(kernel: Kernel, shapes: list[tuple[int, ...]], attributes: dict[str, Any], target: int) -> Any:
-    """One entry for each tile that a launch can have."""
+def built(
+    kernel: Kernel, shapes: list[tuple[int, ...]], attributes: dict[str, Any], target: int, *, every: bool
+) -> Any:
+    """One entry for each tile that a launch can have, or for the first of them."""
     s, a = kernel.sizes(shapes), kernel.given(attributes)
     ones = kernel.sizes([tuple(map(abs, shape)) for shape in shapes])
     inputs = kernel.inputs[: len(shapes)]
@@ -53,6 +55,8 @@ def built(kernel: Kernel, shapes: list[tuple[int, ...]], attributes: dict[str, A
     pointers = len(shapes), len(kernel.outputs(ones, a))
     found = []
     for tile in kernel.tiles(s):
+        if found and not every:
+            break
         compiled = compiler.compile_kernel(kernel.use(s, a, "bf16", tile), target)
         if not compiled.fits:
             continue
@@ -81,5 +85,6 @@ def built(kernel: Kernel, shapes: list[tuple[int, ...]], attributes: dict[str, A
 
 if __name__ == "__main__":
     by_name = {kernel.name: kernel for kernel in KERNELS}
-    made = {name: built(by_name[name.split()[0]], *case, int(sys.argv[1])) for name, case in CASES.items()}
+    target, every = int(sys.argv[1]), len(sys.argv) > 2
+    made = {name: built(by_name[name.split()[0]], *case, target, every=every) for name, case in CASES.items()}
     json.dump(made, sys.stdout)

@@ -1,7 +1,7 @@
 """Kernels compiled without a GPU.
 
-For sm_90, whose instruction for products is its own; `make kernels` compiles for all targets, with other versions of
-Triton, too, whose folders $TRITON_VERSIONS names.
+Each once, for sm_90, whose instruction for products is its own; `make kernels` compiles every tile, size and type for
+all targets, with other versions of Triton, too, whose folders $TRITON_VERSIONS names.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ ARCHITECTURES = {89: "sm_89", 90: "sm_90a", 100: "sm_100a", 120: "sm_120a"}
 ROOT = Path(__file__).resolve().parents[2]
 # In front of Python's path: none for the installed version.
 VERSIONS = ["", *filter(None, os.environ.get("TRITON_VERSIONS", "").split(os.pathsep))]
-TARGETS = list(uses.TARGETS) if "TRITON_VERSIONS" in os.environ else [90]
+EVERY = ["every"] if "TRITON_VERSIONS" in os.environ else []
+TARGETS = list(uses.TARGETS) if EVERY else [90]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def folder(request: pytest.FixtureRequest) -> str:
 def target(
     request: pytest.FixtureRequest, folder: str, cache: Path
 ) -> tuple[int, dict[str, list[dict[str, Any]]]]:
-    done = run(cache, "-m", "tests.doubles.plugin_targets", str(request.param), folder=folder)
+    done = run(cache, "-m", "tests.doubles.plugin_targets", str(request.param), *EVERY, folder=folder)
     assert done.returncode == 0, done.stderr
     return request.param, json.loads(done.stdout)
 
@@ -65,7 +66,7 @@ def test_every_kernel_of_a_plan_compiles_to_what_is_launched(target: tuple[int, 
     for name, tiles in plugins.items():
         tiled = {"MoEGateUp": uses.TILES, "MoEDown": uses.TILES}.get(name, ())
         tiled = uses.attention_tiles(64) if name.startswith("Attend") else tiled
-        assert 3 <= len(tiles) <= len(tiled) if tiled else len(tiles) == 1, name
+        assert 3 <= len(tiles) <= len(tiled) if tiled and EVERY else len(tiles) == 1, name
         for made in tiles:
             given, wanted = made["names"]
             assert given == [*dict.fromkeys(wanted)], name
@@ -89,7 +90,7 @@ from dflash_plugins import kernel_specs as uses
 def fits(head, tile, target):
     return compiler.compile_kernel(uses.attend(8, 8, head, "bf16", tile, tree=True), target).fits
 found = {}
-for head in (128, 256, 512):
+for head in (128, 256, 512) if len(sys.argv) > 2 else (128, 512):
     tiles = uses.attention_tiles(head)
     for target in map(int, sys.argv[1:]):
         most = next(tile.rows for tile in reversed(tiles) if fits(head, tile, target))
@@ -128,18 +129,23 @@ wanted += [uses.best_token(151_936, "fp32"), uses.best_token(50)]
 wanted += [uses.merge(32, 128, "bf16", sinks=False, by_row=True)]
 wanted += [uses.merge(64, head, "bf16", sinks=True) for head in (128, 256, 512)]
 everywhere = [int(target) for target in sys.argv[1:]]
-if len(everywhere) > 1:
+every = len(everywhere) > 1
+if every:
     everywhere.append(uses.ROUND_TARGET)
+else:
+    wanted = {use.function: use for use in wanted}.values()
 pairs = [(use, target) for use in wanted for target in everywhere]
 wanted = [replace(form, outputs=2304, inputs=4096) for form in FORMS]
 for form in wanted + [replace(form, outputs=768, inputs=2048, experts=128) for form in STACKS]:
     tile = form.tiles[0]
-    longest = packed.product_use(form, "bf16", packed.ROWS[-1], tile, biased=False)
+    rows = packed.ROWS[-1 if every or not form.experts else 0]
+    longest = packed.product_use(form, "bf16", rows, tile, biased=False)
     pairs += [(longest, target) for target in everywhere]
     few = packed.product_use(form, "fp16", 16, tile, biased=not form.experts)
-    pairs += [(few, 90), *((packed.widen_use(form, dtype, tile), 90) for dtype in ("bf16", "fp16"))]
-few_and_most = ("fp16", packed.ROWS[0]), ("bf16", packed.ROWS[-1])
-for (dtype, tokens), target in itertools.product(few_and_most, everywhere):
+    pairs += [(packed.widen_use(form, "bf16", tile), 90)]
+    pairs += [(few, 90), (packed.widen_use(form, "fp16", tile), 90)] if every else []
+few_and_most = ("bf16", packed.ROWS[-1]), ("fp16", packed.ROWS[0])
+for (dtype, tokens), target in itertools.product(few_and_most if every else few_and_most[:1], everywhere):
     tiles = (packed.plain_use(768, 2048, dtype, tokens, tile) for tile in packed.PLAIN_TILES)
     pairs.append((next(use for use in tiles if compiler.compile_kernel(use, target).fits), target))
 found = []
