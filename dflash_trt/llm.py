@@ -31,6 +31,8 @@ class LLM(Opened):
     max_batch_size: sequences decoded at the same time (default: 8, halved until they fit into the GPU's memory). Each
         needs cache memory for max_seq_len tokens.
     prefill_chunk: prompt tokens per pass (default 512).
+    prompt_delay: seconds for which a step may read waiting prompts (default 0.2). So much later, and at least one pass,
+        come the next tokens of the others, while there are free slots.
     threads: CPU threads per pass (default: every core this process may use).
     prefix_cache_bytes: memory limit for cache rows of finished requests (default 256 MiB). Prompts with the same
         beginning reuse them. 0 reuses no rows at all.

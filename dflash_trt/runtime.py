@@ -31,9 +31,9 @@ from dflash_trt.decoding.request import Request
 from dflash_trt.decoding.results import Statistics
 from dflash_trt.decoding.sampling.history import History
 from dflash_trt.decoding.sampling.structure import Structure, Structures
-from dflash_trt.engines.base import PREFILL_CHUNK, Engine, RunSettings
+from dflash_trt.engines.base import PREFILL_CHUNK, PROMPT_DELAY, Engine, RunSettings
 from dflash_trt.engines.registry import AUTO, engine_of, require_packages
-from dflash_trt.errors import DFlashError, RequestError, quoted
+from dflash_trt.errors import DFlashError, RequestError, UsageError, quoted
 from dflash_trt.logs import warn_once
 from dflash_trt.prompts import natural_prompts
 
@@ -52,6 +52,7 @@ class OpeningOptions(TypedDict, total=False):
     max_batch_size: int | None
     prefill_chunk: int
     prefix_cache_bytes: int
+    prompt_delay: float
     threads: int | None
     check: Check
     exact: bool | None
@@ -125,6 +126,7 @@ class Runtime:
         max_batch_size: int | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
         prefix_cache_bytes: int = 256 << 20,
+        prompt_delay: float = PROMPT_DELAY,
         threads: int | None = None,
         check: Check = "size",
         exact: bool | None = None,
@@ -135,6 +137,8 @@ class Runtime:
         batch = BATCH if max_batch_size is None else integer("max_batch_size", max_batch_size, 1)
         prefill_chunk = integer("prefill_chunk", prefill_chunk, 1)
         prefix_cache_bytes = integer("prefix_cache_bytes", prefix_cache_bytes, 0)
+        if not isinstance(prompt_delay, int | float) or not prompt_delay >= 0:
+            raise UsageError(f"prompt_delay is {quoted(prompt_delay)}, expected seconds, 0 or more")
         self.bundle = open_bundle(bundle, check, engine)
         manifest = self.bundle.manifest
         require_packages(self.bundle)
@@ -152,6 +156,7 @@ class Runtime:
                 max_batch_size=batch,
                 prefill_chunk=prefill_chunk,
                 prefix_cache_bytes=prefix_cache_bytes,
+                prompt_delay=prompt_delay,
                 threads=threads,
                 progress=progress,
             )
@@ -216,7 +221,7 @@ class Runtime:
                 return None
             measured = known
         assert measured.rule is not None
-        pair.rule = measured.rule
+        pair.rule, pair.most_together = measured.rule, 1
         return measured
 
     def _say_what_may_differ(self, known: Exactness | None) -> None:

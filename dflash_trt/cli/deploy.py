@@ -57,6 +57,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     option(engine, "--prefix-cache-bytes", "N", at_least(0),
            "memory for the rows of ended requests, which later ones with the same beginning reuse; 0: none are kept",
            256 << 20)  # fmt: skip
+    option(engine, "--prompt-delay", "MS", at_least(0),
+           "the longest time by which waiting prompts delay a round, or that of one chunk", 200)  # fmt: skip
     add_drafting(engine)
     option(engine, "--stream-interval", "MS", at_least(0),
            "least time between responses of a stream; tokens in between are sent as one response; 0: a response per "
@@ -71,7 +73,8 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     """The settings of an engine process that these options give."""
     names = ("max_batch_size", "max_queue", "prefix_cache_bytes", "threads", "exact", "max_step")
     given = {name: getattr(args, name) for name in names}
-    return {**given, **drafting_of(args), "stream_interval": args.stream_interval / 1e3}
+    times = {name: getattr(args, name) / 1e3 for name in ("prompt_delay", "stream_interval")}
+    return {**given, **drafting_of(args), **times}
 
 
 def run(args: argparse.Namespace) -> int:

@@ -66,6 +66,7 @@ class Arrays(Protocol):
     prompts_wait: whether rows of a prompt may wait, too. Then all caches of the drafter can be cut to any length.
     most_prompt_rows: the most rows of a prompt that one pass may give logits for.
     most_nodes: the most nodes of a request that one pass verifies.
+    most_together: the most prompts that one pass reads.
     asynchronous: whether `decode` returns before its pass has ended.
     samples: whether kernels decide for sampled requests, or the host; may be set to False.
     following: what starts rounds ahead; None: they wait for the host.
@@ -76,6 +77,7 @@ class Arrays(Protocol):
     prompts_wait: bool
     most_prompt_rows: int
     most_nodes: int
+    most_together: int
     asynchronous: bool
     samples: bool
 
@@ -84,7 +86,7 @@ class Arrays(Protocol):
         """As above."""
 
     def prefill(self, runner: Any, feeds: Mapping[str, Any], slot: int) -> Mapping[str, Any]:
-        """Run a pass over one sequence, in this slot."""
+        """Run a pass over one sequence, in this slot, or over several, in those from this one on."""
 
     def decode(self, runner: Any, feeds: Mapping[str, Any]) -> Mapping[str, Any]:
         """Run a pass over n sequences, in slots 0 .. n-1.
@@ -94,6 +96,9 @@ class Arrays(Protocol):
 
     def width(self, nodes: int) -> int:
         """The rows of a sequence in a pass of `decode` over so many nodes of the target."""
+
+    def prompt_width(self, tokens: int) -> int:
+        """The rows of a pass over so many tokens of a prompt."""
 
     def now(self) -> Any:
         """A point in time between two passes."""
@@ -174,6 +179,7 @@ class HostArrays:
     asynchronous = samples = False
     following = None
     most_nodes = 128  # 78 MB of logits at a vocabulary of 151,936
+    most_together = 1  # a prompt's rows have the same bits beside any others
 
     def __init__(
         self,
@@ -204,6 +210,9 @@ class HostArrays:
 
     def width(self, nodes: int) -> int:
         return nodes
+
+    def prompt_width(self, tokens: int) -> int:
+        return tokens
 
     def now(self) -> float:
         return perf_counter()

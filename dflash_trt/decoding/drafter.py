@@ -82,27 +82,29 @@ class Drafter:
         truth values for `readable`: whether the numbers of what was read are finite.
         """
         if not self.arrays.prompts_wait:
-            return self.read(features, start, slot)
+            return self.read(features, [features.shape[1]], [start], slot)
         count, finite = features.shape[1], list[Any]()
         if self.unread[slot] + count > self.arrays.most_unread:
             finite.append(self.catch_up(slot))
         self.add_features(slot, {slot: features[0]}, range(count))
         return finite
 
-    def read(self, features: Any, start: int, slot: int) -> list[Any]:
-        """Write the rows of positions start, start + 1, ... from features [1, n, F]. Returns, for `readable`, whether
-        log-probabilities are finite: those of two block rows without other use. A runner need not compute them here.
-        What is not checked with a prompt is checked with the first drafts after it.
+    def read(self, features: Any, counts: Sequence[int], starts: Sequence[int], first_slot: int) -> list[Any]:
+        """Write rows of positions starts[i], starts[i] + 1, ... from the first counts[i] features of [n, S, F], in
+        slots side by side. Returns, for `readable`, whether the log-probabilities of each are finite: those of two
+        block rows without other use. A runner need not compute them here. What is not checked with a prompt is checked
+        with the first drafts after it.
         """
-        self.seen[slot] = start + features.shape[1]
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        self.seen[first_slot : first_slot + len(ends)] = ends
         feeds = {
             "features": features,
-            "n_features": np.array([features.shape[1]]),
-            "start": np.array([start]),
-            "block": np.full((1, 2), self.mask_token_id),
+            "n_features": np.array(counts),
+            "start": np.array(starts),
+            "block": np.full((len(ends), 2), self.mask_token_id),
         }
-        logprobs = self.arrays.prefill(self.runner, feeds, slot).get("draft_logprobs")
-        return [] if logprobs is None else [self.arrays.finite(logprobs)]
+        logprobs = self.arrays.prefill(self.runner, feeds, first_slot).get("draft_logprobs")
+        return [] if logprobs is None else [self.arrays.finite(each) for each in logprobs]
 
     def propose(self, active: Sequence[Request], length: int) -> Draft:
         """Run one pass over slots 0 .. n-1: chains of `length` nodes.
@@ -299,5 +301,6 @@ class Drafter:
         unread, self.unread[slot], finite = self.unread[slot], 0, list[Any]()
         for at in range(0, unread, self.prefill_chunk):
             part = self.arrays.unread_features_of(slot, at, min(at + self.prefill_chunk, unread))
-            finite += [self.arrays.finite(part), *self.read(part, self.seen[slot], slot)]
+            read = self.read(part, [part.shape[1]], [self.seen[slot]], slot)
+            finite += [self.arrays.finite(part), *read]
         return all(self.arrays.readable(*finite))

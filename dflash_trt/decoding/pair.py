@@ -70,6 +70,7 @@ class Pair:
     capacity: the number of positions of each.
     prefill_chunk: the most tokens of a prompt in one `prefill`.
     rule: how the target's passes are padded.
+    most_together: how many prompts one pass can read; 1 in exact mode.
     least_rows: the fewest rows of a target's pass, of all sequences together. Shorter passes are padded.
     """
 
@@ -92,7 +93,7 @@ class Pair:
         trees: whether the target's graph takes the visibility among the rows of a pass.
         """
         self.trees, self._least_rows = trees, least_rows
-        self.rule = FREE
+        self.rule, self.most_together = FREE, arrays.most_together
         self.target, self.arrays, self.slots, self.capacity = target, arrays, slots, capacity
         self.vocab_size, self.prefill_chunk = vocab_size, prefill_chunk
         self._prompt_pass = prompt_pass or prefill_chunk
@@ -140,6 +141,30 @@ class Pair:
             sound.append(self.arrays.finite(features))
         logits, *finite = self.arrays.readable(out["logits"][0, :wanted], *sound, *drafts_sound)
         return logits, all(finite[: len(sound)]), all(finite[len(sound) :])
+
+    def fits_together(self, counts: Sequence[int], starts: Sequence[int], most: int) -> bool:
+        """Whether one pass can read so many tokens of several prompts from these positions on: `most` with padding."""
+        width = self.arrays.prompt_width(max(counts))
+        fits = max(starts) + width < self.capacity - self.arrays.most_unread
+        return fits and len(counts) <= self.most_together and len(counts) * width <= most
+
+    def prefill_together(
+        self, prompts: Sequence[Sequence[int]], starts: Sequence[int], first_slot: int, *, draft: bool
+    ) -> list[tuple[Any, bool, bool]]:
+        """As `prefill`, of several prompts that fit together, in slots side by side. Returns the results of each."""
+        counts, n = [len(each) for each in prompts], len(prompts)
+        width = self.arrays.prompt_width(max(counts))
+        for slot, start in enumerate(starts, first_slot):
+            self.drafter.cut(slot, start if draft else 0)
+        tokens = [np.pad(each, (0, width - len(each)), mode="edge") for each in prompts]
+        feeds = {"tokens": np.stack(tokens), "start": np.array(starts), "rows": np.array(counts)[:, None] - 1}
+        out = self.arrays.prefill(self.target, feeds | self._rows(n, width), first_slot)
+        features = out["features"]
+        drafts_sound = self.drafter.read(features, counts, starts, first_slot) if draft else []
+        sound = [self.arrays.finite(features[i, :count]) for i, count in enumerate(counts)]
+        logits, *finite = self.arrays.readable(out["logits"], *sound, *drafts_sound)
+        truths = [bool(each) for each in finite] + [True] * n
+        return list(zip(logits, truths[:n], truths[n:], strict=False))
 
     def verify(self, active: Sequence[Request], draft: Draft) -> Verified:
         """Run one target pass over the nodes of slots 0 .. n-1. Only a pair for `trees` takes trees."""

@@ -1,7 +1,7 @@
 """Continuous batching: requests join and leave between steps.
 
-A step is a round, then chunks of waiting prompts, at most `prefill_chunk` tokens together, so a long prompt delays the
-others by that many tokens per step. A round drafts a block for every active request, verifies it and commits tokens.
+A step is a round, then passes over waiting prompts for as long as `prompt_delay`, by which the others wait longer for
+their next round. A round drafts a block for every active request, verifies it and commits tokens.
 
 Where passes run beside the host, a step ends with the start of the next round, so that a GPU need not wait while the
 results are taken. And where nothing needs the host between two rounds, the next one is started before the results of
@@ -58,12 +58,13 @@ class Scheduler:
     The next request is prefilled in a gap, or `_close_up` moves active requests into the gaps.
     """
 
-    def __init__(self, pair: Pair, prefix_cache_bytes: int = 0) -> None:
-        self.pair = pair
+    def __init__(self, pair: Pair, prefix_cache_bytes: int = 0, prompt_delay: float = 0.0) -> None:
+        """prompt_delay: seconds of a step for prompts. At least one chunk of `prefill_chunk` tokens is read."""
+        self.pair, self.prompt_delay = pair, prompt_delay
         self.slots = Slots(pair, prefix_cache_bytes)
         self.waiting = Queue()
         self.active: list[Request] = []
-        self.filling: Request | None = None  # its prompt has been read in part
+        self.filling: list[Request] = []  # their prompts are being read
         self.metrics = Metrics()
         self.cut_short = False
         # The round that the next step ends, or why there is none.
@@ -116,7 +117,7 @@ class Scheduler:
         """Drop every request. After an interrupted step also drop all rows, because they may be anything."""
         begun, self._begun = self._begun, None
         if self.cut_short:
-            self.waiting, self.active, self.filling = Queue(), [], None
+            self.waiting, self.active, self.filling = Queue(), [], []
             self.forget()
             for slot in range(self.max_batch_size):
                 self.pair.clear(slot)
@@ -135,7 +136,7 @@ class Scheduler:
         self.pair.close()
 
     def step(self, lengths: Lengths) -> list[Emission]:
-        """The results of one round for the active requests, and of at most `prefill_chunk` tokens of waiting prompts.
+        """The results of one round for the active requests, and of passes over waiting prompts.
 
         An error of one request ends that request. This raises only an engine's failure or an interruption. Then
         `clear` drops every request and repairs the scheduler.
@@ -349,18 +350,25 @@ class Scheduler:
             self.pair.clear(slot)
 
     def _read_prompts(self, emissions: list[Emission]) -> Iterator[list[Emission]]:
-        """Read prompts, at most `prefill_chunk` tokens. Gives what there is before each of them."""
-        budget = self.pair.prefill_chunk
-        while budget > 0 and self._reads_on(budget):
-            if emissions:
-                yield self._counted(emissions[:])
-                emissions.clear()
-            budget -= self._prefill(budget, emissions)
+        """Read prompts, `prefill_chunk` tokens and then as many again, until the next ones would take too long. Gives
+        what there is before each of them.
+        """
+        begin = now = perf_counter()
+        while self._reads_on(self.pair.prefill_chunk):
+            before, budget = now, self.pair.prefill_chunk
+            while budget > 0 and self._reads_on(budget):
+                if emissions:
+                    yield self._counted(emissions[:])
+                    emissions.clear()
+                budget -= self._prefill(budget, emissions)
+            now = perf_counter()
+            if (now - begin) + (now - before) >= self.prompt_delay:
+                return
 
     def _reads_on(self, budget: int) -> bool:
         """Whether this step reads more of the prompts, with so many tokens left."""
-        exact, request = not self.pair.rule.any_cut, self.filling
-        if request is not None:
+        exact = not self.pair.rule.any_cut
+        for request in self.filling:
             return not exact or self._chunk_end(request, budget) - request.committed <= budget
         if not self.waiting or len(self.active) >= self.max_batch_size:
             return False
@@ -376,24 +384,48 @@ class Scheduler:
         return min(start + (min(budget, most) if self.pair.rule.any_cut else most), len(request.prompt))
 
     def _prefill(self, budget: int, emissions: list[Emission]) -> int:
-        """Run one chunk of the request in prefill, or of the next one. Returns the tokens spent."""
-        begin, request = perf_counter(), self.filling
-        if request is None:
-            request = self.filling = self.waiting.pop()
-            request.statistics.queue_time = begin - request.arrived
-            self._occupy(request, budget)
-        start, every_row = request.committed, request.params.prompt_logprobs
-        chunk = request.prompt[start : self._chunk_end(request, budget)]
-        logits, sound, drafts_sound = self.pair.prefill(
-            chunk, start, request.slot, draft=request.takes_drafter, every_row=every_row
-        )
-        request.read_text(len(chunk))
-        request.committed += len(chunk)
+        """Run one chunk of the request in prefill, or of the next one, or the prompts of several. Returns the tokens
+        spent.
+        """
+        begin = perf_counter()
+        if not self.filling:
+            self._gather(budget)
+        if len(self.filling) > 1:
+            together = list(self.filling)
+            chunks = [each.prompt[each.committed :] for each in together]
+            starts, draft = [each.committed for each in together], together[0].takes_drafter
+            read = self.pair.prefill_together(chunks, starts, together[0].slot, draft=draft)
+            for request, chunk, results in zip(together, chunks, read, strict=True):
+                self._take(request, len(chunk), *results, begin, emissions)
+            return len(together) * max(map(len, chunks))
+        if not self.filling:
+            self._admit(self.waiting.first, self._place(self.waiting.first, budget))
+        (request,) = self.filling
+        chunk = request.prompt[request.committed : self._chunk_end(request, budget)]
+        options = {"draft": request.takes_drafter, "every_row": request.params.prompt_logprobs}
+        results = self.pair.prefill(chunk, request.committed, request.slot, **options)
+        self._take(request, len(chunk), *results, begin, emissions)
+        return len(chunk)
+
+    def _take(
+        self,
+        request: Request,
+        count: int,
+        logits: Any,
+        sound: bool,
+        drafts_sound: bool,
+        begin: float,
+        emissions: list[Emission],
+    ) -> None:
+        """Commit `count` tokens of a prompt that were read since `begin`; after the last one comes the first token."""
+        start = request.committed
+        request.read_text(count)
+        request.committed += count
         request.sound = sound and _finite(logits)
         if not drafts_sound:
             self.pair.drafter.give_up(request)
         if request.sound:
-            if every_row:
+            if request.params.prompt_logprobs:
                 read_prompt(request, np.asarray(logits), start)
             self.slots.keep_boundary(request)
         if not request.sound or request.committed == len(request.prompt):
@@ -403,19 +435,42 @@ class Scheduler:
                 emission = fail(request, non_finite(request.committed))
             emissions.append(emission)
             if emission.finish_reason is None:
-                self.filling = None
+                self.filling.remove(request)
                 self.active.append(request)
             else:
                 self._release(request)
         request.statistics.prefill_time += perf_counter() - begin
-        return len(chunk)
 
-    def _occupy(self, request: Request, budget: int) -> None:
-        """Find a slot for the next request to be prefilled, and put its reusable tokens there."""
+    def _gather(self, budget: int) -> None:
+        """Admit the next requests whose prompts one pass can read to their ends, in slots side by side."""
+        if self.pair.most_together < 2 or min(len(self.waiting), self.max_batch_size - len(self.active)) < 2:
+            return
+        self._close_up()
+        counts, starts = list[int](), list[int]()
+        while self.waiting and len(self.active) + len(self.filling) < self.max_batch_size:
+            request = self.waiting.first
+            source = self.slots.find(request, self._running)
+            counts.append(len(request.prompt) - source.length)
+            starts.append(source.length)
+            alike = all(each.takes_drafter == request.takes_drafter for each in self.filling)
+            one_by_one = not alike or request.params.prompt_logprobs
+            if one_by_one or not self.pair.fits_together(counts, starts, budget):
+                return
+            self._admit(request, source)
+
+    def _place(self, request: Request, budget: int) -> Reuse:
+        """Find a slot for the next request to be prefilled, and its reusable tokens."""
         source = self.slots.find(request, self.active)
         if len(request.prompt) - source.length > budget:  # rounds continue meanwhile and need the first slots
             self._close_up()
             source = self.slots.find(request, self.active)
+        return source
+
+    def _admit(self, request: Request, source: Reuse) -> None:
+        """Let the next request have the slot that was found for it, with its reusable tokens."""
+        self.waiting.pop()
+        self.filling.append(request)
+        request.statistics.queue_time = perf_counter() - request.arrived
         self.slots.occupy(request.slot, source, draft=request.takes_drafter)
         request.committed = request.statistics.num_cached_tokens = source.length
 
@@ -432,10 +487,7 @@ class Scheduler:
 
     def _release(self, ended: Request) -> None:
         """Free the slot of an ended request. Its rows are kept for others, if they are finite."""
-        if ended is self.filling:
-            self.filling = None
-        else:
-            self.active.remove(ended)
+        (self.filling if ended in self.filling else self.active).remove(ended)
         ended.lookup = None
         if ended.sound:
             self.slots.keep(ended)
@@ -455,7 +507,7 @@ class Scheduler:
 
     @property
     def _running(self) -> list[Request]:
-        return [*self.active, *([self.filling] if self.filling else [])]
+        return [*self.active, *self.filling]
 
     def _counted(self, emissions: list[Emission]) -> list[Emission]:
         """The emissions, after the metrics have seen them."""

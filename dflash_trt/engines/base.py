@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 # "copy": the bundle's own files. "link": hard links to the checkpoints' files. "none": graphs only.
 Weights = Literal["copy", "link", "none"]
 PREFILL_CHUNK = 512  # most tokens of a prompt in one pass, by default
+PROMPT_DELAY = 0.2  # seconds of a step for prompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +81,7 @@ class RunSettings:
     max_batch_size: int
     prefill_chunk: int
     prefix_cache_bytes: int
+    prompt_delay: float
     threads: int | None
     progress: Progress
 

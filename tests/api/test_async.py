@@ -156,7 +156,7 @@ def test_hundreds_of_requests_that_come_and_go_leave_nothing_behind(bundle, alon
         assert {None, "length", "timeout"} <= set(ends)
         scheduler = llm.runtime.scheduler
         await until(lambda: scheduler.idle and not llm._arrivals)
-        assert (llm.in_flight, scheduler.filling, scheduler.active) == (0, None, [])
+        assert (llm.in_flight, scheduler.filling, scheduler.active) == (0, [], [])
         counts = Exposition(llm.metrics.prometheus())
         assert (counts["num_requests_running"], counts["num_requests_waiting"]) == (0, 0)
         tasks.clear()

@@ -28,7 +28,7 @@ def test_who_leaves_is_gone_before_the_next_round(state: str, how: str, clock: C
     for _ in range({"waiting": 0, "filling": 2, "active": 6}[state]):
         s.step(lengths)
         pool.check()
-    assert leaves in {"waiting": s.waiting, "filling": [s.filling], "active": s.active}[state]
+    assert leaves in {"waiting": s.waiting, "filling": s.filling, "active": s.active}[state]
     s.submit(after)
     if how == "cancelled":
         s.cancel(leaves)
@@ -88,3 +88,15 @@ def test_deadlines_of_requests_that_have_ended_are_forgotten(clock: Clock) -> No
     for i in range(500):
         finish(pool, Lengths(1), request([1 + i % 9], SamplingParams(max_tokens=1), deadline=clock.now + 1e6))
     assert len(pool.scheduler.waiting._deadlines) < 100
+
+
+def test_clear_leaves_nothing_behind() -> None:
+    pool = Pool(2, 3)
+    for i in range(5):
+        pool.scheduler.submit(request(prompt(9, i), SamplingParams(max_tokens=9)))
+    pool.scheduler.step(Lengths(3))
+    pool.scheduler.clear()
+    pool.check()
+    assert pool.scheduler.idle
+    again = request(prompt(9, 0), SamplingParams(max_tokens=9))
+    assert finish(pool, Lengths(3), again)[again] == expected(again.prompt, again.params, 0)

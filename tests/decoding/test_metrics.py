@@ -122,7 +122,7 @@ def test_gauges_follow_the_steps() -> None:
         found = Exposition(pool.scheduler.metrics.prometheus())
         seen.append((found["num_requests_running"], found["num_requests_waiting"]))
         scheduler = pool.scheduler
-        rows = sum(each.committed for each in [*scheduler.active, *filter(None, [scheduler.filling])])
+        rows = sum(each.committed for each in scheduler._running)
         assert found["kv_cache_usage_perc"] == pytest.approx(rows / (2 * scheduler.pair.capacity))
         assert rows > 0
     assert seen[0] == (1, 4)

@@ -161,8 +161,7 @@ def test_exact_mode_cuts_a_prompt_alike_whatever_else_a_step_reads(monkeypatch: 
     prefill, asked = pool.pair.prefill, list[Request]()
 
     def watched(tokens: Sequence[int], start: int, slot: int, **options: Any) -> Any:
-        assert pool.scheduler.filling is not None
-        cuts.setdefault(asked.index(pool.scheduler.filling), []).append(len(tokens))
+        cuts.setdefault(asked.index(*pool.scheduler.filling), []).append(len(tokens))
         read.append(len(tokens))
         return prefill(tokens, start, slot, **options)
 
@@ -210,3 +209,28 @@ def test_no_pass_is_timed_before_an_answer(bundle: Path, monkeypatch: pytest.Mon
     with LLM(bundle, max_batch_size=6, threads=1) as llm:
         again: Any = llm.runtime.lengths(RequestOptions())
         assert again.verify_times.kept().keys() == known.keys()
+
+
+@pytest.mark.parametrize("delay", [0.0, 4.5, 50.0])
+def test_slots_fill_as_fast_as_the_delay_of_rounds_allows(delay: float, clock: Clock) -> None:
+    """16 slots, prompts of four chunks that take a second each, and answers of 16 rounds. At most one chunk, or as many
+    as the delay has room for, come between two rounds.
+    """
+    pool, gaps, used = Pool(16, 16, chunk=8, kept=0), list[float](), list[int]()
+    prefill, pool.scheduler.prompt_delay = pool.pair.prefill, delay
+
+    def timed(*given: Any, **named: Any) -> Any:
+        clock.now += 1
+        return prefill(*given, **named)
+
+    pool.pair.prefill = timed  # type: ignore[method-assign]
+    for i in range(64):
+        pool.scheduler.submit(request(prompt(32, i), SamplingParams(max_tokens=17)))
+    while pool.scheduler.waiting:
+        begin = clock.now
+        pool.scheduler.step(Lengths(1))
+        gaps.append(clock.now - begin)
+        used.append(len(pool.scheduler.active))
+    assert max(gaps) <= max(delay, 1.0)
+    share = sum(used[16:]) / len(used[16:]) / 16
+    assert share >= 0.9 if delay else max(used) == 4

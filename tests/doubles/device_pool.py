@@ -91,6 +91,8 @@ class _Caches:
 class OnDevice(DeviceRunner):
     """A fake engine that reads and writes tensors."""
 
+    most_together = 4
+
     def __init__(self, role: str, fake: Any, chunk: int) -> None:
         slots = len(fake.cache)
         self.fake, self.caches = fake, _Caches(fake)  # type: ignore[assignment]
@@ -110,7 +112,7 @@ class OnDevice(DeviceRunner):
 
     def run(self, profile: int, feeds: Mapping[str, Any], *, first_slot: int = 0) -> dict[str, torch.Tensor]:
         given = {name: np.array(each) for name, each in feeds.items()}
-        active = min(self.active(), len(given["start"])) if profile == DECODE else 1
+        active = min(self.active(), len(given["start"])) if profile == DECODE else len(given["start"])
         for slot, start in enumerate(given["start"][:active], first_slot):
             assert self.caches.stays(slot, start)
             for each in self.caches.kinds:

@@ -103,11 +103,11 @@ class Pool:
         if s._begun is None:  # else its pass is here already, and what it wrote is not judged
             assert not self.target.nan.any()
             assert not self.drafter.nan.any()
-        live = [*s.active, *([s.filling] if s.filling else [])]
+        live = s._running
         assert len(s.active) <= s.max_batch_size
         taken = [each.slot for each in live]
         assert len(set(taken)) == len(live)
-        assert s.filling is None or s.filling.slot >= len(s.active), "in the way of a round"
+        assert all(each.slot >= len(s.active) for each in s.filling), "in the way of a round"
         for slot, each in zip(taken, live, strict=True):
             history = rows_of([*each.prompt, *each.output][: each.committed])
             assert self.target.holds(slot, history)

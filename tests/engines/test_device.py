@@ -252,7 +252,7 @@ def test_the_drafter_reads_zeros_behind_the_features_of_a_short_part(bundles: tu
         pair.prefill(prompts()[1], 0, 0, draft=True)
         features = pair.drafter.runner.whole_buffer(PREFILL, "features")
         features.fill_(torch.nan)  # such as those of a request that was not finite
-        pair.drafter.read(pair.arrays.unread_features_of(0, 0, 2), 40, 0)
+        pair.drafter.read(pair.arrays.unread_features_of(0, 0, 2), [2], [40], 0)
         assert all(torch.isfinite(rows).all() for rows in pair.drafter.caches.arrays.values())
         unread = pair.arrays.unread_features_of(0, 0, 2)
         buffer = pair.drafter.runner.buffer(PREFILL, "features", 1, 16, unread.shape[2])

@@ -36,8 +36,8 @@ def test_deploy_writes_a_repository(bundle: Path, tmp_path: Path, capsys: pytest
     assert main(["deploy", str(bundle), "--out", str(out), *options]) == 0
     config = (out / "dflash" / "config.pbtxt").read_text()
     assert options_of(config) == {
-        "max_batch_size": 5, "max_queue": 7, "block_length": 3, "prefix_cache_bytes": 1000, "stream_interval": 0.05,
-            "max_step": 300.0,
+        "max_batch_size": 5, "max_queue": 7, "block_length": 3, "prefix_cache_bytes": 1000, "prompt_delay": 0.2,
+            "stream_interval": 0.05, "max_step": 300.0,
     }  # fmt: skip
     assert "${" not in config
     linked = out / "dflash" / "1" / "bundle"

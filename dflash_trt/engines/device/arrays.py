@@ -59,6 +59,7 @@ class DeviceArrays:
     ) -> None:
         self._vocab = vocab_size
         self.most_unread = self.most_nodes = block_size
+        self.most_together = target.most_together
         self._capacity = capacity
         self._prompt_lengths = prefill_lengths(prefill_chunk)
         device, self._stream = target.device, target.stream
@@ -123,14 +124,14 @@ class DeviceArrays:
     ) -> Mapping[str, torch.Tensor]:
         """A pass of one of a few lengths. Rows after the prompt's are garbage, as those after committed ones."""
         name = "tokens" if runner is self._target else "features"
-        length, start = feeds[name].shape[1], int(feeds["start"][0])
-        filled = fitting(length, self._prompt_lengths)
-        if start + filled > self._capacity - self.most_unread - 1:  # at the end of the cache
+        (n, length), starts = feeds[name].shape[:2], feeds["start"].tolist()
+        filled = self.prompt_width(length)
+        if max(starts) + filled > self._capacity - self.most_unread - 1:  # at the end of the cache
             filled = length
         feeds = {**feeds, name: self._filled(runner, name, feeds[name], filled)}
-        feeds |= chain_rows(1, filled) if "depths" in feeds else {}
-        runner.caches.advance(slot, [start], [length])
-        bases = {name: np.array(numbers) for name, numbers in runner.caches.bases([start]).items()}
+        feeds |= chain_rows(n, filled) if "depths" in feeds else {}
+        runner.caches.advance(slot, starts, [length] * n)
+        bases = {name: np.array(numbers) for name, numbers in runner.caches.bases(starts).items()}
         with on(self._stream):
             outputs = runner.run(PREFILL, feeds | bases, first_slot=slot)
         if runner is not self._target:
@@ -140,10 +141,10 @@ class DeviceArrays:
         return {**outputs, "features": outputs["features"][:, :length]}
 
     def _filled(self, runner: DeviceRunner, name: str, given: Any, length: int) -> Any:
-        """Tokens [1, n] or features [1, n, F] with further rows. Those must be finite: tokens of the prompt, or 0."""
+        """Tokens [n, S] or features [n, S, F] with further rows. Those must be finite: tokens of the prompt, or 0."""
         if isinstance(given, np.ndarray):
             return np.pad(given, ((0, 0), (0, length - given.shape[1])), mode="edge")
-        buffer = runner.buffer(PREFILL, name, 1, length, given.shape[2])
+        buffer = runner.buffer(PREFILL, name, len(given), length, given.shape[2])
         if given.data_ptr() != buffer.data_ptr():  # else they are the target's own, with its further rows
             with on(self._stream):
                 buffer[:, : given.shape[1]].copy_(given)
@@ -175,6 +176,9 @@ class DeviceArrays:
 
     def width(self, nodes: int) -> int:
         return fitting(nodes, self._round.widths)
+
+    def prompt_width(self, tokens: int) -> int:
+        return fitting(tokens, self._prompt_lengths)
 
     def now(self) -> Any:
         return self._clock.now()

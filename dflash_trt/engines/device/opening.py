@@ -13,9 +13,11 @@ from dflash_plugins.launch import TYPE_NAMES, Run
 
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.pair import Pair
+from dflash_trt.engines.base import PREFILL_CHUNK
 from dflash_trt.engines.device.arrays import DeviceArrays
 from dflash_trt.engines.device.runner import DeviceRunner
 from dflash_trt.engines.device.sizes import pass_sizes, prefill_lengths
+from dflash_trt.logs import warn_once
 
 if TYPE_CHECKING:
     from dflash_trt.bundle.workspace import Progress
@@ -23,6 +25,13 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 DEVICE = "cuda"
 STEP = "warm up"
+
+
+def chunk_of(bundle: Bundle, asked: int, most: int) -> int:
+    """The most tokens of a prompt in one pass. A warning says where that is less than was asked for."""
+    if asked > most and asked != PREFILL_CHUNK:
+        warn_once(_log, f"{bundle.path}: prefill_chunk is {asked}, but its passes read at most {most} tokens")
+    return min(asked, most)
 
 
 def pair_of(

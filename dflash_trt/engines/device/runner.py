@@ -25,10 +25,11 @@ class DeviceRunner(ABC):
     the profile PREFILL or DECODE (sizes.py).
 
     path: of the graph or plan. inputs, outputs: names of those of a pass, without caches and states. dtypes: of all, by
-    name.
+    name. most_together: the most sequences of the profile PREFILL; as long as a row of each is the same as of one.
     """
 
     caches: DeviceCaches
+    most_together = 1
 
     def __init__(
         self,

@@ -106,7 +106,7 @@ def open(bundle: Bundle, settings: RunSettings) -> Scheduler:
         trees=manifest["tree_width"] > 1,
         least_rows=least_rows,
     )
-    return Scheduler(pair, settings.prefix_cache_bytes)
+    return Scheduler(pair, settings.prefix_cache_bytes, settings.prompt_delay)
 
 
 def describe(bundle: Bundle) -> dict[str, Any]:

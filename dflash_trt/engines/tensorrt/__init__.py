@@ -53,7 +53,7 @@ def open(bundle: Bundle, settings: RunSettings) -> Scheduler:
 
     most = min(settings.max_batch_size, bundle.manifest["tensorrt"]["max_batch_size"])
     pair = open_pair(bundle, slots=most, prefill_chunk=settings.prefill_chunk, progress=settings.progress)
-    return Scheduler(pair, settings.prefix_cache_bytes)
+    return Scheduler(pair, settings.prefix_cache_bytes, settings.prompt_delay)
 
 
 def describe(bundle: Bundle) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.pair import Pair
 from dflash_trt.engines.device.kernels import kernels_here
 from dflash_trt.engines.device.memory import memory_errors
-from dflash_trt.engines.device.opening import DEVICE, pair_of, warm_up
+from dflash_trt.engines.device.opening import DEVICE, chunk_of, pair_of, warm_up
 from dflash_trt.engines.tensorrt.contexts import captures_by_itself, kernel_cache
 from dflash_trt.engines.tensorrt.options import FLAVOURS
 from dflash_trt.engines.tensorrt.runner import TensorRTRunner
@@ -46,7 +46,8 @@ def open_pair(bundle: Bundle, *, slots: int, prefill_chunk: int, progress: Progr
     trt = _module(bundle)
     plans = _plans(bundle)
     kernels = kernel_cache(trt, bundle.path, torch.cuda.get_device_name())
-    chunk, stream = min(prefill_chunk, manifest["tensorrt"]["prefill_chunk"]), torch.cuda.Stream()
+    chunk = chunk_of(bundle, prefill_chunk, manifest["tensorrt"]["prefill_chunk"])
+    stream = torch.cuda.Stream()
     # Only this stream fills memory. torch's default stream is not ordered with it.
     with torch.cuda.stream(stream):
         runners = {

@@ -64,7 +64,7 @@ def open(bundle: Bundle, settings: RunSettings) -> Scheduler:
         threads=settings.threads,
         progress=settings.progress,
     )
-    return Scheduler(pair, settings.prefix_cache_bytes)
+    return Scheduler(pair, settings.prefix_cache_bytes, settings.prompt_delay)
 
 
 def describe(bundle: Bundle) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from dflash_trt.decoding.pair import Pair
 from dflash_trt.engines.base import PREFILL_CHUNK
 from dflash_trt.engines.device.kernels import kernels_here
 from dflash_trt.engines.device.memory import memory_errors
-from dflash_trt.engines.device.opening import DEVICE, pair_of, warm_up
+from dflash_trt.engines.device.opening import DEVICE, chunk_of, pair_of, warm_up
 from dflash_trt.engines.device.stream import HostStream, on
 from dflash_trt.engines.torch.runner import TorchRunner
 from dflash_trt.errors import BuildError, EngineError
@@ -54,7 +54,7 @@ def open_pair(
     stream: Any = torch.cuda.Stream() if on_gpu else HostStream()
     if threads is not None:
         torch.set_num_threads(threads)
-    chunk = min(prefill_chunk, PREFILL_CHUNK, bundle.capacity - block_size - 1)
+    chunk = chunk_of(bundle, prefill_chunk, min(PREFILL_CHUNK, bundle.capacity - block_size - 1))
     # Only this stream fills memory. torch's default stream is not ordered with it.
     shared: WeakValueDictionary[Any, torch.Tensor] = WeakValueDictionary()
     with on(stream):

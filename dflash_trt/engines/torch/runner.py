@@ -30,8 +30,11 @@ _log = logging.getLogger(__name__)
 # Of those without graphs, as of a prompt's last parts at the end of a cache, the ones used longest ago are dropped
 # beyond so many.
 MOST_PROGRAMS = 64
-# Prompts that are captured: seven lengths (device/sizes.py) in the first slots. Others are launched call by call.
+# Prompts that are captured: seven lengths (device/sizes.py) in the first slots. Others, and several in a pass, are
+# launched call by call.
 MOST_PROMPTS = 28
+# Logits of one row each: 10 MB at a vocabulary of 151,936.
+MOST_TOGETHER = 16
 
 
 class TorchRunner(DeviceRunner):
@@ -73,7 +76,8 @@ class TorchRunner(DeviceRunner):
         super().__init__(path, dtypes, *of_pass, stream=stream, device=device)
         of_slots = DeviceStates(states, slots, stream, device) if states else None
         self.caches = DeviceCaches(self._caches, stream, slots, kinds, of_slots)
-        one = {"B": 1, "S": prefill_chunk, "R": 1, "K": 2, "K-1": 1}
+        self.most_together = 1 if states else MOST_TOGETHER
+        one = {"B": self.most_together, "S": prefill_chunk, "R": 1, "K": 2, "K-1": 1}
         several = {"B": slots, "S": block_size, "R": block_size, "K": block_size, "K-1": block_size - 1}
         self._most = {PREFILL: one, DECODE: several}
         self._programs: OrderedDict[Shapes, Program] = OrderedDict()
@@ -84,6 +88,8 @@ class TorchRunner(DeviceRunner):
             described = self._graph.inputs.get(name) or self._graph.outputs[name]
             most = self._most[profile]
             size = prod(n if isinstance(n, int) else most[n] for n in described.shape)
+            if profile == PREFILL and "S" in described.shape:  # shared by the prompts of a pass
+                size //= most["B"]
             whole = torch.zeros(size, dtype=described.dtype, device=self.device)
             self._buffers[profile, name] = whole
         return self._buffers[profile, name]
@@ -121,7 +127,8 @@ class TorchRunner(DeviceRunner):
         # A pass before the capture, in the same thread: cuBLAS makes a handle and memory for each thread, which it must
         # not do in a capture, and the programs of prompts come from the thread that opened the engine.
         outputs = self._placed(profile, program(feeds), held)
-        if profile in self._graphs and (profile == DECODE or self._prompts() < MOST_PROMPTS):
+        alone = len(feeds["start"]) == 1 and self._prompts() < MOST_PROMPTS
+        if profile in self._graphs and (profile == DECODE or alone):
             self._capture((shapes, first_slot), program, feeds, held)
         return outputs
 
