@@ -34,7 +34,7 @@ CLIENT_instructor := instructor
 CLIENT_lm_eval := lm-eval[api] transformers
 CLIENT_aiperf := aiperf
 CLIENT_harmony := openai-harmony bpe-openai
-CORE_TESTS := tests/test_core.py tests/test_packaging.py tests/decoding/sampling $(addprefix tests/decoding/test_,automaton.py output.py)
+CORE_TESTS := tests/test_core.py tests/test_packaging.py tests/decoding/sampling tests/decoding/test_output.py
 # The lowest version of each dependency in pyproject.toml, as an exact version.
 FLOORS := import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
     print(*(need.replace('>=', '==') for need in project['dependencies']), sep='\n')

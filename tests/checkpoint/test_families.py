@@ -1,4 +1,4 @@
-"""Published configurations of the families, compared with Transformers' own reading of them."""
+"""Published configurations of the families, compared with Transformers' own reading of them, and RoPE in every form."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRotaryEm
 
 from dflash_trt.checkpoint.catalogue import PAIRS, known_configs
 from dflash_trt.checkpoint.compatibility import check_pair
-from dflash_trt.checkpoint.rope import inverse_frequencies
+from dflash_trt.checkpoint.rope import RopeConfig, inverse_frequencies
 from dflash_trt.checkpoint.schema import DrafterConfig, MoEConfig, TargetConfig
 from dflash_trt.errors import CheckpointError
 from dflash_trt.models.configs import read_drafter_config, read_target_config
@@ -360,3 +360,39 @@ def test_memory_of_a_request_is_as_others_report_it(name: str, per_token: int, s
     assert 4 * len(config.attention_layers) * config.num_key_value_heads * config.head_dim == per_token
     sizes = [layer.value_heads * layer.key_dim * layer.value_dim for layer in config.delta_layers]
     assert 4 * sum(sizes) == pytest.approx(states, rel=0.005)
+
+
+LLAMA3 = {
+    "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
+YARN = {"factor": 32.0, "original_max_position_embeddings": 4096}
+CASES: list[tuple[str, float, dict[str, Any]]] = [
+    ("default", 1e6, {}), ("default", 1e4, {}), ("linear", 1e4, {"factor": 4.0}), ("llama3", 5e5, LLAMA3),
+    ("llama3", 1e6, {"factor": 32, "low_freq_factor": 2, "high_freq_factor": 8}),
+    ("yarn", 150000.0, YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}), ("yarn", 150000.0, YARN),
+    ("yarn", 1e6, {"factor": 4.0, "original_max_position_embeddings": 32768, "attention_factor": 0.8}),
+    ("yarn", 1e4, YARN | {"factor": 40, "mscale": 1.0, "mscale_all_dim": 0.8}),
+    ("yarn", 1e4, YARN | {"mscale": 1.0, "mscale_all_dim": 0.0}),
+    ("yarn", 1e4, {"factor": 1.0, "beta_fast": 20, "beta_slow": 2}),
+    ("yarn", 20.0, YARN | {"beta_fast": 128.0}),  # the slow end lies beyond the head
+    ("proportional", 1e6, {"partial_rotary_factor": 0.25}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize(("rope_type", "theta", "parameters"), CASES)
+def test_matches_transformers(
+    rope_type: str, theta: float, parameters: dict[str, Any], head_dim: int
+) -> None:
+    config = Qwen3Config(
+        head_dim=head_dim,
+        max_position_embeddings=131072,
+        rope_parameters={"rope_type": rope_type, "rope_theta": theta, **parameters},
+    )
+    expected = Qwen3RotaryEmbedding(config)
+    frequencies, factor = inverse_frequencies(RopeConfig(rope_type, theta, parameters), head_dim, 131072)
+    assert frequencies.dtype == np.float32
+    assert frequencies.shape == (head_dim // 2,)
+    # 4e-7 is three units in the last place: torch and NumPy round powers differently.
+    np.testing.assert_allclose(frequencies, expected.inv_freq.numpy(), rtol=4e-7, atol=0)
+    assert factor == pytest.approx(expected.attention_scaling, rel=1e-12)

@@ -16,7 +16,7 @@ from dflash_trt.formats.precision import parse_precision
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.models.inventory import take_inventory
 from dflash_trt.planning.estimate import GIB
-from dflash_trt.planning.gpus import find_gpu
+from dflash_trt.planning.gpus import find_gpu, gpus
 from dflash_trt.planning.memory import arena_bytes, estimate_memory
 from tests.doubles.checkpoints import make_target
 from tests.doubles.kind_checkpoints import make_eagle3
@@ -213,3 +213,38 @@ def test_wrong_settings_are_refused_by_name() -> None:
         plan_of("tiny", engine="abacus")
     with pytest.raises(BuildError, match="tensorrt runs on one GPU"):
         plan_of("tiny", tensor_parallel=2)
+
+
+def test_every_figure_of_the_table_has_a_source() -> None:
+    assert {"h100", "b200", "rtx-4090", "dgx-spark"} <= set(gpus())
+    for gpu in gpus().values():
+        assert set(gpu.sources) == {"memory_mib", "gpus_per_node"}
+        assert all(len(text) > 5 for text in gpu.sources.values())
+        assert gpu.sm in (80, 86, 89, 90, 100, 103, 120, 121)
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("RTX 4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 5090", "rtx-5090"),
+        ("A100_40GB", "a100-40gb"),
+        ("H100", "h100"),
+    ],
+)
+def test_a_gpu_is_found_in_any_spelling(written: str, name: str) -> None:
+    assert find_gpu(written).name == name
+
+
+def test_a_gpu_of_its_figures() -> None:
+    gpu = find_gpu("memory=24, sm=8.9")
+    assert (gpu.memory_bytes, gpu.sm) == (24 * GIB, 89)
+    for wrong, said in (
+        ("memory=24", "sm is missing"),
+        ("memory=large,sm=89", "memory is 'large', not a number"),
+        ("memory=0,sm=89", "memory is 0, expected a number above 0"),
+        ("ram=24", "'ram' is unknown"),
+        ("memory=24,sm=4000", "expected a compute capability"),
+    ):
+        with pytest.raises(BuildError, match=said):
+            find_gpu(wrong)

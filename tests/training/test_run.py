@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -22,10 +24,11 @@ from dflash_trt.building.build import build
 from dflash_trt.checkpoint.catalogue import SHIPPED
 from dflash_trt.cli import main
 from dflash_trt.errors import DFlashError, PairError
+from dflash_trt.files.reading import read_object
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.prompts import read_prompts
 from dflash_trt.text.tokenizer import Tokenizer
-from dflash_trt.training.answers import Answer, read_answers, write_prompts
+from dflash_trt.training.answers import Answer, AnswerFile, read_answers, write_prompts
 from dflash_trt.training.blocks import Batches, head_loss
 from dflash_trt.training.checkpoint import default_mask_token, default_taps, new_config, open_drafter
 from dflash_trt.training.evaluation import ALL, average, read_history
@@ -323,3 +326,30 @@ def test_the_text_part_of_models_with_images(make: Callable[[Path], Path], tmp_p
     inner = model.get_input_embeddings()
     inner.embed_norm = torch.nn.Identity()
     torch.testing.assert_close(frozen.embed(ids), inner(ids))
+
+
+def test_two_processes_train_one_drafter_and_resume_it(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    file = AnswerFile(tmp_path / "answers.jsonl")
+    for number in range(12):
+        prompt, answer = (random.integers(1, 500, size).tolist() for size in (8, 40))
+        file.append(Answer(str(number), "", prompt, answer, 0.0, "length"))
+    file.close()
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
+            *("-m", "tests.training.two_processes", str(tmp_path / "answers.jsonl"), str(tmp_path)),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=os.environ | {"ACCELERATE_MIXED_PRECISION": "no"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert read_object(tmp_path / "resumed" / "recipe.json")["processes"] == 2
+    ends = [load_file(tmp_path / f"{rank}.safetensors") for rank in (0, 1)]
+    assert torch.equal(ends[0]["straight"], ends[1]["straight"])  # both processes have the same weights
+    for end in ends:
+        assert torch.equal(end["resumed"], end["straight"])
+    saved = load_file(tmp_path / "resumed" / "state" / "state.safetensors")
+    assert any(name.startswith("optimizer|") for name in saved)

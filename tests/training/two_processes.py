@@ -1,4 +1,4 @@
-"""A run in two processes, for test_processes.py: straight to the end, and with a resume in the middle.
+"""A run in two processes, for test_run.py: straight to the end, and with a resume in the middle.
 
 Usage: torchrun --standalone --nproc_per_node 2 -m tests.training.two_processes ANSWERS OUT
 """
