@@ -17,7 +17,7 @@ from dflash_trt.building.defaults import (
     choose_tree_width,
     narrow_drafter,
 )
-from dflash_trt.building.sources import find_sources
+from dflash_trt.building.sources import Role, find_sources
 from dflash_trt.bundle import manifest as bundle
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.bundle.workspace import (
@@ -95,7 +95,8 @@ def build(
     check_out(out)
     progress("read checkpoints", 0, 1)
     # A precision that is asked for is made of the numbers in floating point.
-    stored = entry.multiplies_integers and (precision is None or precision.target is None)
+    asked = precision or Precision()
+    stored = [role for role in get_args(Role) if entry.multiplies_integers and getattr(asked, role) is None]
     sources = find_sources(target, drafter, weights, no_drafter=no_drafter, stored=stored)
     pair = _read_pair(sources, entry, weights, drafter_window)
     configs = pair.target.config, pair.draft_config

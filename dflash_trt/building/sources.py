@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -47,11 +47,11 @@ def find_sources(
     weights: Weights,
     *,
     no_drafter: bool = False,
-    stored: bool = False,
+    stored: Collection[Role] = (),
 ) -> tuple[Source, Source | None]:
     """The checkpoints of a target and its drafter, by default the known one. A line says so if none is known. "mtp" is
     the drafter in the target's own checkpoint. With weights "none", those of a known pair are configurations alone.
-    `no_drafter`: the target alone. `stored`: see `resolve`.
+    `no_drafter`: the target alone. `stored`: whose GGUF file keeps its integers.
     """
     if no_drafter and drafter is not None:
         raise UsageError(f"--drafter is {drafter}, and --no-drafter asks for none: leave one of them out")
@@ -61,12 +61,12 @@ def find_sources(
         return Source(directories[0], target), None if no_drafter else Source(folder, target)
     if drafter is None and not no_drafter and not Path(target).is_dir() and (pair := known_pair(target)):
         drafter = pair.drafter_repo or pair.name
-    source = resolve(target, "target", stored=stored)
+    source = resolve(target, "target", stored="target" in stored)
     if drafter == mtp.MTP:
         own = mtp.own_drafter(source.directory, weights=weights != "none")
         return source, replace(source, directory=own)
     if drafter is not None:
-        return source, resolve(drafter, "drafter")
+        return source, resolve(drafter, "drafter", stored="drafter" in stored)
     if not no_drafter:
         one = "--drafter mtp takes that in its checkpoint" if mtp.has_own_drafter(source.directory) else ""
         print(
@@ -105,7 +105,7 @@ def resolve(name_or_path: str, role: Role, *, stored: bool = False) -> Source:
     if path.is_dir():
         return Source(path)
     if role == "drafter" and path.suffix == ".gguf":
-        return Source(gguf.cached_checkpoint(path, drafter=True))
+        return Source(gguf.cached_checkpoint(path, stored=stored, drafter=True))
     if role == "target" and (path.suffix == ".gguf" or name_or_path.lower() in gguf.PACKAGED):
         packaged = name_or_path.lower() in gguf.PACKAGED
         file = gguf.packaged_target(name_or_path.lower()) if packaged else path

@@ -192,7 +192,8 @@ def convert(file: Path, directory: Path, *, stored: bool = False, drafter: bool 
         shape = tuple(int(size) for size in reversed(tensor.shape))
         head_dim = config["head_dim"] if permuted else None
         blocks, layer = stored and kind in GGUF and len(shape) == 2, target.removesuffix(".weight")
-        if name == _EMBEDDING:
+        blocks = blocks and not (drafter and target in gguf_drafters.TABLES)
+        if name == _EMBEDDING and not drafter:
             blocks, layer = blocks and _HEAD not in tensors, "lm_head"
         if blocks:
             layers[layer] = kind

@@ -65,6 +65,14 @@ _NAMES = {
     },
     "eagle3": {"enc.output_norm.weight": "input_norm.weight"},
 }
+# Tensors of which rows are read, and not multiplied as a layer.
+TABLES = {
+    "embed_tokens.weight",
+    "candidate_selector.predecessor_codebook",
+    "candidate_selector.successor_codebook",
+    "markov_head.markov_w1.weight",
+    "markov_head.markov_w2.weight",
+}
 _LAYER = {
     "dflash": {
         "attn_conv_base": "attention_conv.base_kernel",

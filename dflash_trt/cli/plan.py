@@ -100,7 +100,7 @@ def prepare(args: argparse.Namespace, gpu: Gpu) -> tuple[Inventory, Settings]:
         choose_precision,
         narrow_drafter,
     )
-    from dflash_trt.building.sources import find_sources
+    from dflash_trt.building.sources import Role, find_sources
     from dflash_trt.checkpoint.gguf import is_installed
     from dflash_trt.checkpoint.rules import Quantization
     from dflash_trt.checkpoint.tensors import Checkpoint, Outline, tensor_names
@@ -115,7 +115,8 @@ def prepare(args: argparse.Namespace, gpu: Gpu) -> tuple[Inventory, Settings]:
     # The number formats of a target in a Python package are those of its file.
     kept = engine.multiplies_integers and precision.target is None and is_installed(args.target)
     weights: Weights = "copy" if kept else "none"
-    sources = find_sources(args.target, args.drafter, weights, no_drafter=args.no_drafter, stored=kept)
+    integers: list[Role] = ["target"] if kept else []
+    sources = find_sources(args.target, args.drafter, weights, no_drafter=args.no_drafter, stored=integers)
     folders = [source.directory for source in sources if source]
     target, drafter = engine.read_pair(folders[0], folders[1] if sources[1] else None)
     drafter = narrow_drafter(args.drafter_window, drafter, engine)

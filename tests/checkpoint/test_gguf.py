@@ -26,6 +26,7 @@ from dflash_trt.errors import CheckpointError
 from dflash_trt.formats.precision import Precision
 from dflash_trt.models.configs import read_target_config
 from dflash_trt.text.tokenizer import Tokenizer
+from tests.checkpoint.test_gguf_drafters import write_drafter
 from tests.doubles.checkpoints import make_drafter
 from tests.doubles.formats import widen
 
@@ -239,7 +240,12 @@ def test_a_build_multiplies_a_file_as_stored_and_rounds_it_again_with_a_warning(
         drafted = llm.generate("the quick", params, block_length=4)
         assert drafted.token_ids == llm.generate("the quick", params, speculate=False).token_ids
         assert drafted.statistics.num_drafts
-    build(str(file), str(drafter), tmp_path / "again", max_seq_len=64, precision=Precision(target="int8"))
+    other = write_drafter(tmp_path / "drafter.gguf", drafter, kind="Q8_0")
+    again = build(
+        str(file), str(other), tmp_path / "again", max_seq_len=64, precision=Precision(target="int8")
+    )
+    with LLM(again.path) as llm:
+        assert llm.generate("the quick", params, block_length=4).statistics.num_drafts
     assert "was Q4_1 in its GGUF file, and int8 rounds it again" in caplog.text
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+import onnx_ir as ir
 import pytest
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_torch
@@ -18,6 +19,7 @@ from dflash_trt.building.build import build
 from dflash_trt.building.sources import resolve
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import CheckpointError, DFlashError
+from dflash_trt.formats.precision import parse_precision
 from dflash_trt.models.configs import read_drafter_config
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.kind_checkpoints import make_dflash2, make_dspark, make_eagle3, target_config
@@ -211,6 +213,24 @@ def test_quantized_tensors_have_the_library_s_numbers(target: Path, tmp_path: Pa
         expected = gguf.dequantize(tensor.data, tensor.tensor_type)
         found = checkpoint.array(name).astype(np.float32)
         np.testing.assert_allclose(found, expected.reshape(found.shape), rtol=2**-8, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", ["dflash2", "dspark", "eagle3"])
+def test_layers_of_integers_stay_integers_where_the_engine_takes_them(
+    target: Path, tmp_path: Path, kind: str
+) -> None:
+    """The layers, and not the tables, with the drafts of the same numbers in floating point."""
+    file = write_drafter(tmp_path / "drafter.gguf", KINDS[kind](tmp_path / "source", target), kind="Q8_0")
+    drafts = []
+    for name, precision in (("stored", None), ("widened", "target=fp32,drafter=fp32")):
+        precision = None if precision is None else parse_precision(precision)
+        bundle = build(str(target), str(file), tmp_path / name, max_seq_len=128, precision=precision)
+        names = {node.op_type for node in ir.load(bundle.path / "drafter.onnx").graph}
+        assert ("MatMulNBits" in names) == (name == "stored")
+        with LLM(bundle.path) as llm:
+            done = llm.generate("a b c", SamplingParams(max_tokens=24, ignore_eos=True), block_length=4)
+            drafts.append((done.token_ids, done.statistics.num_draft_tokens))
+    assert drafts[0] == drafts[1]
 
 
 @pytest.mark.parametrize(

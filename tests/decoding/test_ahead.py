@@ -95,49 +95,6 @@ def test_a_policy_learns_of_no_round_of_another_length_than_it_asked_for() -> No
     assert pool.followed
 
 
-@pytest.mark.parametrize("ends", ["cancelled", "timeout", "joined"])
-def test_a_batch_changes_while_a_round_is_under_way(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every step: one request leaves or joins. Nothing comes after an end, and the others go on."""
-    for at in range(3, 12):
-        pool = DevicePool(3, kept=200)
-        asked = [request(prompt(6, i), PLAIN) for i in range(2)]
-        late = request([*prompt(6, 0), 1, 2], PLAIN)
-        for each in asked:
-            pool.scheduler.submit(each)
-        got: dict[Any, list[int]] = {each: [] for each in (*asked, late)}
-        for step, emissions in enumerate(drive(pool, Lengths(3))):
-            for emission in emissions:
-                got[emission.request] += emission.token_ids
-            if step == at and ends == "joined":
-                pool.scheduler.submit(late)
-            elif step == at and ends == "cancelled":
-                pool.scheduler.cancel(asked[0])
-                pool.scheduler.submit(late)  # and shares its prompt
-            elif step == at:
-                asked[0].deadline = 0.0
-                pool.scheduler.waiting.watch(asked[0])
-        for each, tokens in got.items():
-            whole = expected(each.prompt, PLAIN, 0)
-            left = ends != "joined" and each is asked[0]
-            assert tokens == (whole[: len(tokens)] if left else whole if each.output else [])
-        assert asked[0].stop.finish_reason == ("length" if ends == "joined" else ends)
-        assert pool.followed
-
-
-def test_a_kept_prefix_is_evicted_while_a_request_that_shares_it_runs() -> None:
-    pool = DevicePool(2, kept=30)  # one prompt
-    shared = prompt(24, 3)
-    finish(pool, Lengths(3), request(shared, SamplingParams(max_tokens=4)))
-    pool.scheduler.slots.left.clear()
-    sharing = request([*shared, 5], PLAIN)
-    others = [request(prompt(24, seed), SamplingParams(max_tokens=3)) for seed in (5, 6)]
-    tokens = finish(pool, Lengths(3), sharing, *others)
-    assert sharing.statistics.num_cached_tokens >= 16
-    assert pool.prefixes.counts.dropped_tokens
-    for each in (sharing, *others):
-        assert tokens[each] == expected(each.prompt, each.params, 0)
-
-
 def test_a_request_is_its_own_beside_any_samplings() -> None:
     """Penalties and log-probabilities need the host: while such requests run, rounds wait for it."""
     pool = DevicePool(6)

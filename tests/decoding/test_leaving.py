@@ -88,15 +88,3 @@ def test_deadlines_of_requests_that_have_ended_are_forgotten(clock: Clock) -> No
     for i in range(500):
         finish(pool, Lengths(1), request([1 + i % 9], SamplingParams(max_tokens=1), deadline=clock.now + 1e6))
     assert len(pool.scheduler.waiting._deadlines) < 100
-
-
-def test_clear_leaves_nothing_behind() -> None:
-    pool = Pool(2, 3)
-    for i in range(5):
-        pool.scheduler.submit(request(prompt(9, i), SamplingParams(max_tokens=9)))
-    pool.scheduler.step(Lengths(3))
-    pool.scheduler.clear()
-    pool.check()
-    assert pool.scheduler.idle
-    again = request(prompt(9, 0), SamplingParams(max_tokens=9))
-    assert finish(pool, Lengths(3), again)[again] == expected(again.prompt, again.params, 0)

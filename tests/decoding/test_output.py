@@ -64,17 +64,6 @@ def runs(tokens: list[int], cuts: list[int]) -> list[list[int]]:
     return [tokens[a:b] for a, b in pairwise(bounds)]
 
 
-@given(OUTPUTS, CUTS)
-@settings(deadline=None, max_examples=200)
-def test_pieces_add_up_to_the_whole_decode(tokens: list[int], cuts: list[int]) -> None:
-    detokenizer = Detokenizer(byte_level())
-    pieces = [detokenizer.push(run) for run in runs(tokens, cuts)]
-    whole = byte_level().decode(tokens)
-    assert whole.startswith("".join(pieces))
-    assert "".join(pieces) + detokenizer.flush() == whole
-    assert detokenizer.flush() == ""
-
-
 def test_whole_characters_come_out_at_once() -> None:
     detokenizer = Detokenizer(byte_level())
     text = "a界é"

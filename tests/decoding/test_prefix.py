@@ -186,16 +186,6 @@ def test_while_others_wait_a_request_that_ends_moves_nobody(monkeypatch: pytest.
     )
 
 
-def test_a_conversation_survives_others_that_begin_like_it() -> None:
-    """One at a time, as on a command line. Each leaves its rows where the next one must go."""
-    pool, system = Pool(1, 4), prompt(10)
-    talks = [[*system, i, *prompt(20, i)] for i in range(3)]
-    for each in talks:
-        hits(pool, each)
-    for each in talks:
-        assert hits(pool, each).statistics.num_cached_tokens == 30
-
-
 def test_forgotten_rows_are_not_reused() -> None:
     pool, base = Pool(2, 4), prompt(30)
     hits(pool, base)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dflash_trt.decoding.caches import Snapshot
 from dflash_trt.decoding.pair import _joined
-from dflash_trt.decoding.prefixes import longest
 from tests.decoding.test_prefix import hits
 from tests.doubles.fake_states_and_windows import LongStrideTarget, StateTarget, WindowTarget
 from tests.doubles.pool import Pool
@@ -33,12 +32,6 @@ def test_a_shorter_page_with_a_state_is_reused_before_a_full_one_without() -> No
         pool.scheduler.slots.left.clear()
         talk = [*base, *output[:more]]
         assert hits(pool, talk, max_tokens=1, draft=False).statistics.num_cached_tokens == cached
-
-
-def test_a_cut_is_the_longest_that_all_can_make() -> None:
-    assert longest(10, [2, 5, 8], [3, 5, 9]) == 5
-    assert longest(7, [7], [6]) == 0
-    assert longest(7, range(1, 9), [7]) == 7
 
 
 def test_copies_of_two_models_restore_what_both_can() -> None:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 
-from dflash_trt import LLM
 from dflash_trt.decoding.params import SamplingParams
 from tests.decoding.test_prefix import hits
-from tests.doubles.checkpoints import VOCAB as REAL_VOCAB
 from tests.doubles.fake_engines import ROW_BYTES, VOCAB
 from tests.doubles.pool import Pool, request
 from tests.doubles.schedules import Lengths, finish, prompt
@@ -151,24 +146,3 @@ def test_rows_for_which_the_machine_has_no_memory_are_not_kept(monkeypatch: pyte
     counts = pool.prefixes.counts
     assert (counts.tokens, counts.kept_tokens) == (0, 0)
     assert counts.refused_tokens > 30
-
-
-def test_onnx_runtime_keeps_rows_where_a_whole_slot_would_not_fit(bundle: Path) -> None:
-    """As with every published pair at 8,192 tokens under the default limit."""
-    base, other = (np.random.default_rng(i).integers(0, REAL_VOCAB, 90).tolist() for i in (1, 2))
-    params = SamplingParams(max_tokens=20, ignore_eos=True)
-    with LLM(bundle, max_batch_size=1, prefix_cache_bytes=0, threads=1) as llm:
-        cold = llm.generate(base, params, block_length=8)
-        slot = llm.runtime.pair.kept_bytes(llm.bundle.capacity, draft=True)
-    with LLM(bundle, max_batch_size=1, prefix_cache_bytes=int(0.9 * slot), threads=1) as llm:
-        for draft in (True, False):
-            llm.generate(base, params, block_length=8)
-            llm.generate(other[:2], SamplingParams(max_tokens=1))
-            warm = llm.generate(base, params, block_length=8, speculate=draft)
-            assert warm.statistics.num_cached_tokens == 89
-            assert warm.token_ids == cold.token_ids
-            if draft:
-                assert warm.statistics.acceptance_histogram == cold.statistics.acceptance_histogram
-        counts = llm.runtime.scheduler.slots.prefixes.counts
-    assert 0 < counts.bytes <= counts.limit_bytes < slot
-    assert counts.reused_tokens >= 2 * 89

@@ -86,16 +86,6 @@ def test_a_prompt_that_was_read_waits_in_no_memory() -> None:
     assert max(waiting[4:]) <= 4 * 2 * BLOCK
 
 
-def test_much_to_take_in_and_a_neighbour_at_the_end_of_its_context() -> None:
-    """The unread rows of one request's drafter must not push another's rows past its slot."""
-    pool, lengths = Pool(2, 2, chunk=32, max_seq_len=64), Lengths(*[1] * 30, BLOCK)
-    behind = request(prompt(2, 1), SamplingParams(max_tokens=60))
-    full = request(prompt(29, 2), SamplingParams(max_tokens=35, seed=2), draft=False)
-    late = request(prompt(60, 3), SamplingParams(max_tokens=4))
-    tokens = finish(pool, lengths, behind, full, late)
-    assert all(tokens[r] == expected(r.prompt, r.params, r.seed) for r in (behind, full, late))
-
-
 def test_features_that_wait_take_memory_in_their_own_slot_only() -> None:
     arrays, features = (
         HostArrays(slots=32, feature_size=100, most_unread=512),

@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 
 from dflash_trt import LLM, AsyncLLM, SamplingParams
-from dflash_trt.decoding.params import RequestOptions
 from dflash_trt.decoding.sampling.history import History
 from dflash_trt.errors import RequestError
 from tests.doubles.bundles import prompt
-from tests.doubles.checkpoints import VOCAB
 
 
 def test_a_stop_string_and_the_budget_cut_the_logprobs_too(bundle: Path) -> None:
@@ -53,18 +51,6 @@ def test_bad_words_are_never_completed(bundle: Path, temperature: float, length:
         for word in banned:
             for spelling in (word, " " + word.lstrip()):
                 assert not contains(held.token_ids, encode(spelling, add_special_tokens=False))
-
-
-def test_a_bad_word_is_held_back_at_the_start_and_after_a_space(bundle: Path) -> None:
-    with LLM(bundle, threads=1) as llm:
-        for spelling in ("the", " the"):
-            params = SamplingParams(max_tokens=1, bad_words=["the"])
-            request = llm.runtime.request("x", params, RequestOptions())
-            *begin, last = llm.tokenizer.encode(spelling, add_special_tokens=False)
-            assert request.history is not None
-            for token in begin:
-                request.history.add(token)
-            assert request.history.adjust(np.zeros(VOCAB, np.float32))[last] == -np.inf
 
 
 def test_a_bad_word_is_held_back_only_where_it_would_be_completed() -> None:

@@ -15,6 +15,7 @@ from dflash_trt.decoding.draft import tree_rows
 from dflash_trt.engines.onnxruntime.runner import OnnxRuntimeRunner
 from tests.doubles.checkpoints import VOCAB, make_drafter, make_target
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter
+from tests.doubles.text_checkpoints import make_gemma
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 WINDOW, SLOTS, BLOCK, LONGEST = 40, 3, 8, 40
@@ -30,6 +31,11 @@ PAIRS: dict[str, tuple[Any, Any, int]] = {
     "sinks": (
         partial(make_gpt_oss, head_dim=64, sliding_window=WINDOW, num_hidden_layers=2),
         partial(make_gpt_oss_drafter, layers=1),
+        1,
+    ),
+    "heads of two kinds": (
+        partial(make_gemma, head_dim=128, num_hidden_layers=2, sliding_window=WINDOW),
+        partial(make_drafter, layers=1),
         1,
     ),
     "trees and sinks": (

@@ -12,7 +12,6 @@ import torch
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building import defaults
 from dflash_trt.building.build import build
-from dflash_trt.decoding.results import Statistics
 from dflash_trt.engines.onnxruntime.runner import OnnxRuntimeRunner
 from dflash_trt.errors import BuildError, RequestError
 from dflash_trt.formats.precision import Precision
@@ -72,34 +71,6 @@ def test_large_targets_in_floats_get_trees_by_default(
     assert width("int8", precision=Precision(target="int8")) == 1
     with pytest.raises(BuildError, match=r"--tree-width is 3, but the target is in int8: with trees"):
         width("refused", tree_width=3, precision=Precision(target="int8"))
-
-
-def test_trees_change_no_token(pair: tuple[Path, Path, Path]) -> None:
-    """Greedy and sampled requests with penalties and limits in three slots; trees of several sizes."""
-    asked = [list(range(3 + i, 9 + 3 * i)) for i in range(5)]
-    params = [
-        SamplingParams(
-            max_tokens=30 - 3 * i,
-            ignore_eos=True,
-            temperature=i // 2 % 2,
-            seed=i,
-            presence_penalty=0.4 * (i % 2),
-            stop_token_ids=(7,) if i == 4 else (),
-        )
-        for i in range(5)
-    ]
-    with LLM(pair[2], max_batch_size=3, threads=1) as llm:
-        plain = llm.generate(asked, params, speculate=False)
-        for nodes in (5, 20, None):
-            found = llm.generate(asked, params, tree_nodes=nodes)
-            assert [c.token_ids for c in found] == [c.token_ids for c in plain]
-            if nodes:
-                statistics = Statistics.merge(c.statistics for c in found)
-                assert statistics.num_trees > 10
-                assert len(statistics.block_length_histogram) == nodes + 1
-                assert statistics.num_tree_nodes > 4.5 * statistics.num_trees
-        whole = llm.generate(asked[0], params[0], tree_nodes=12, block_length=4)
-        assert whole.token_ids == plain[0].token_ids
 
 
 def test_wrong_numbers_of_nodes(pair: tuple[Path, Path, Path], tmp_path: Path) -> None:

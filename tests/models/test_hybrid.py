@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from dflash_trt.building.build import build
-from dflash_trt.engines import registry
-from dflash_trt.errors import BuildError
-from dflash_trt.models.configs import read_target_config
 from tests.doubles.checkpoints import VOCAB, make_drafter
 from tests.doubles.hybrid_checkpoints import (
     DENSE,
@@ -119,9 +115,3 @@ def test_what_is_computed_does_not_depend_on_the_passes(case: Case) -> None:
     for name, state in alone.caches.states.arrays.items():
         if not name.startswith("pending"):
             np.testing.assert_array_equal(state[0], beside.caches.states.arrays[name][1], err_msg=name)
-
-
-def test_an_engine_that_does_not_know_the_architecture_refuses_it(tmp_path: Path) -> None:
-    target = SimpleNamespace(config=read_target_config(make_hybrid(tmp_path)))
-    with pytest.raises(BuildError, match="is Qwen3_5ForCausalLM, but TensorRT-LLM's DFlash is known with"):
-        registry.find("tensorrt-llm").build(SimpleNamespace(target=target), None, None, None)  # type: ignore[arg-type]

@@ -1,8 +1,7 @@
-"""Decoding with hybrid targets: the same tokens with and without drafts, in batches, and behind reused prefixes."""
+"""Decoding with hybrid targets: the same tokens with and without drafts, in batches, and those of the plain loop."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_trt import LLM, AsyncLLM, SamplingParams
+from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.request import Request
@@ -18,7 +17,6 @@ from tests.doubles.checkpoints import VOCAB, make_drafter
 from tests.doubles.hybrid_checkpoints import DENSE, load_hybrid, make_hybrid
 from tests.doubles.reference import Drafter, target_outputs
 from tests.models.test_families import (  # noqa: F401  # run on this module's `pair`
-    test_a_pair_decodes_as_the_oracle_does,
     test_drafting_and_batches_change_no_token,
 )
 from tests.models.test_parity import Case
@@ -104,65 +102,6 @@ def test_a_long_answer_is_that_of_the_plain_loop(case: Case, llm: LLM) -> None:
         kept = next((n for n, each in enumerate(draft) if each != tokens[rows + 1 + n]), len(draft))
         accepted, rows = accepted + kept, rows + kept + 1
     assert found.statistics.num_accepted_tokens == accepted > 0
-
-
-def test_who_leaves_changes_no_token(case: Case) -> None:
-    """Requests leave while their prompt is read and while they decode. The next ones get their slots and states."""
-    prompts = [case.tokens(n, seed=n) for n in (40, 70, 30, 66, 9)]
-
-    async def body() -> list[list[int]]:
-        async with AsyncLLM(case.bundle.path, max_batch_size=2, prefill_chunk=32, threads=1) as llm:
-
-            async def leave(prompt: list[int], after: int) -> None:
-                seen, stream = 0, llm.stream(prompt, greedy(200), block_length=4)
-                async for chunk in stream:
-                    seen += len(chunk.token_ids)
-                    if seen >= after:
-                        await stream.aclose()
-                        return
-
-            async def give_up(prompt: list[int]) -> None:
-                task = asyncio.create_task(llm.generate(prompt, greedy(200)))
-                await asyncio.sleep(0.02)
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-
-            stays = asyncio.create_task(llm.generate(prompts[0], greedy(150), block_length=5))
-            others = []
-            for n, prompt in enumerate(prompts[1:]):
-                await (give_up(prompt) if n % 2 else leave(prompt, 5 + 3 * n))
-                others.append(await llm.generate(prompt, greedy(20), block_length=16))
-            return [(await stays).token_ids, *(each.token_ids for each in others)]
-
-    found = asyncio.run(body())
-    with LLM(case.bundle.path, threads=1, prefix_cache_bytes=0) as alone:
-        counts = [150, 20, 20, 20, 20]
-        for tokens, prompt, count in zip(found, prompts, counts, strict=True):
-            assert tokens == alone.generate(prompt, greedy(count), speculate=False).token_ids
-
-
-def test_prefixes_are_reused_at_boundaries(case: Case) -> None:
-    """A state is kept where a chunk of a prompt ends, and where a request ends. Tokens are those without reuse."""
-    shared, params = case.tokens(150), greedy(20)
-    prompts = [shared + case.tokens(9, seed=seed) for seed in (1, 2)] + [shared]
-    with LLM(case.bundle.path, prefix_cache_bytes=0, threads=1, prefill_chunk=64) as alone:
-        expected = [alone.generate(prompt, params, speculate=False).token_ids for prompt in prompts]
-    with LLM(case.bundle.path, prefix_cache_bytes=1 << 24, threads=1, prefill_chunk=64) as llm:
-        first = llm.generate(prompts[0], params)
-        assert first.statistics.num_cached_tokens == 0
-        second = llm.generate(prompts[1], params)
-        assert second.statistics.num_cached_tokens == 128  # two chunks
-        again = llm.generate(prompts[0], params)
-        assert again.statistics.num_cached_tokens == len(prompts[0]) - 1
-        talk = prompts[0] + first.token_ids
-        onward = llm.generate(talk + case.tokens(5), params)
-        assert onward.statistics.num_cached_tokens >= len(talk) - 1
-        third = llm.generate(prompts[2], params)
-        assert third.statistics.num_cached_tokens == 128
-        counts = llm.runtime.scheduler.slots.prefixes.counts
-        assert 0 < counts.bytes <= counts.limit_bytes
-    assert [first.token_ids, second.token_ids, third.token_ids] == expected
-    assert again.token_ids == expected[0]
 
 
 def test_log_probabilities_of_a_prompt(case: Case, llm: LLM) -> None:

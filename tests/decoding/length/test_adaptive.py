@@ -165,13 +165,6 @@ def test_drafting_comes_back_when_it_pays_again() -> None:
     assert (lengths[500:] > 1).mean() > 0.9
 
 
-def test_plain_decoding_is_tried_when_the_machine_has_changed() -> None:
-    """More than one row takes twice as long from the middle on, so that drafts no longer pay."""
-    for seed in range(2):
-        simulated = world("moe", "cliff", "small", "more than 1 row twice from the middle", seed)
-        assert simulated.compare(simulated.run(simulated.controller(), 1500))[0] > 0.95
-
-
 def test_trials_cost_one_round_in_a_hundred() -> None:
     """In worlds where no draft is ever right, and trials are expensive or cheap, after the first credit is spent."""
     for verify, pair in (("moe", "large"), ("gpu", "small")):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from itertools import product
 from math import prod
 
@@ -18,8 +17,7 @@ from dflash_trt.decoding.length.rates import Rates
 from dflash_trt.decoding.length.times import PassTimes
 from dflash_trt.decoding.length.trees import FixedTrees, Tree
 from dflash_trt.decoding.params import SamplingParams
-from dflash_trt.decoding.request import Request
-from tests.doubles.fake_engines import BLOCK, VOCAB, expected
+from tests.doubles.fake_engines import BLOCK, expected
 from tests.doubles.pool import Pool, request
 from tests.doubles.schedules import finish, prompt
 
@@ -133,28 +131,6 @@ def test_a_fixed_number_of_nodes_within_the_room() -> None:
 def test_a_fixed_length_asks_the_drafter_where_a_request_has_it() -> None:
     without, with_it = (request([1], SamplingParams(), draft=draft) for draft in (False, True))
     assert [FixedLength(4).draft(active) for active in ([without], [without, with_it])] == [1, 4]
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_trees_of_candidates_give_the_tokens_of_plain_decoding(seed: int) -> None:
-    """Greedy, sampled and penalized requests, with and without drafts, and with limits of their own, in one batch."""
-    rng, pool = random.Random(seed), Pool(3, 5)
-    pool.drafter.width = rng.choice([2, 3])
-    policy = FixedTrees(BLOCK, BLOCK - 1, rng.choice([7, 12]))
-    asked = list[Request]()
-    for i in range(6):
-        temperature, penalty = rng.choice([(0.0, 0.0), (0.8, 0.0), (1.0, 0.5), (0.0, 0.7)])
-        params = SamplingParams(
-            max_tokens=rng.randint(15, 40), temperature=temperature, presence_penalty=penalty, seed=i
-        )
-        own, ids = rng.choice([None, None, 4]), prompt(rng.randint(1, 30), i)
-        asked.append(request(ids, params, draft=rng.random() < 0.8, block_length=own))
-    tokens = finish(pool, policy, *asked)  # type: ignore[arg-type]
-    for each in asked:
-        assert tokens[each] == expected(each.prompt, each.params, each.seed)
-    statistics = [each.statistics for each in asked if each.takes_drafts]
-    assert sum(s.num_trees for s in statistics) > 10
-    assert max(max(t) for t in tokens.values() if t) < VOCAB
 
 
 @pytest.mark.parametrize(
