@@ -1,6 +1,6 @@
 """The quantized tensors of GGUF files as blocks of integers that ONNX Runtime multiplies, with the same numbers.
 
-A number of a block is scale * code + least. The codes lie around their middle there (StoredLinear.in_blocks), so what
+A number of a block is scale * code + least. The codes lie around their middle there (layout `blocks`), so what
 is added to the product for a block is least + scale * middle, times the sum of its inputs.
 Format: github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
 """

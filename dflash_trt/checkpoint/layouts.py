@@ -5,18 +5,25 @@ packed     compressed-tensors' weight_packed: integers in words of 32 bits along
 scale_inv  FP8 with weight_scale_inv, which multiplies in spite of its name
 gptq       qweight: words along the inputs, transposed; every zero point less one. gptq_v2: zero points as they are
 awq        qweight: words along the outputs, in an order of their own
-blocks     GGUF's conversion (gguf_blocks.py)
+blocks     GGUF's conversion (gguf_blocks.py): unsigned with a zero in their middle or at `zero_point`
+row_pairs  Model Optimizer's INT4: two's complement, two rows in a byte
+signed     two's complement by row, of four bits two columns in a byte
 
-Engines read integers as `blocks` or as `signed`, which quantization/repack.py writes from any of these.
+Engines read integers as `blocks` or as `signed`, which quantization/repack.py writes from any of these, and all other
+numbers as the file has them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dflash_trt.formats import FORMATS, Algorithm
 from dflash_trt.formats.base import BLOCK, FLOAT_DTYPES, ONE, FileLayout, Form
+from dflash_trt.formats.numbers import Bytes, unpack_awq, unpack_rows, unpack_words
 
 WORD = 32  # bits
 # GGUF's types whose numbers ONNX Runtime's blocks hold: five bits take eight. Q6_K has a scale for each 16 numbers.
@@ -58,6 +65,56 @@ _NAMES: Mapping[FileLayout, Mapping[str, tuple[str, ...]]] = {
 }
 
 
+class IntegerLayout(NamedTuple):
+    """How the integers of a layer [out, in] lie in a layout.
+
+    shape: (out, in), from the shape of the weight and the bits of a number.
+    codes: unsigned codes [rows, in] of rows i .. j-1 of the weight, from it, the bits, i and j. i is a multiple of 8.
+    points: zero points [out, groups], from what the file has, and the bits.
+    by_group: scales are [groups, out], instead of [out, groups].
+    """
+
+    shape: Callable[[Sequence[int], int], tuple[int, int]]
+    codes: Callable[[NDArray[Any], int, int, int], Bytes]
+    points: Callable[[NDArray[Any], int], Bytes] = lambda points, bits: points
+    by_group: bool = False
+
+
+_GPTQ = IntegerLayout(
+    shape=lambda s, bits: (s[1], s[0] * WORD // bits),
+    codes=lambda words, bits, i, j: unpack_words(words[:, i:j].T, bits),
+    points=lambda words, bits: unpack_words(words, bits).T,
+    by_group=True,
+)
+INTEGERS: Mapping[FileLayout, IntegerLayout] = {
+    "signed": IntegerLayout(
+        shape=lambda s, bits: (s[0], s[1] * 8 // bits),
+        codes=lambda packed, bits, i, j: unpack_words(packed[i:j], bits) ^ np.uint8(1 << (bits - 1)),
+    ),
+    "row_pairs": IntegerLayout(
+        shape=lambda s, bits: (2 * s[0], s[1]),
+        codes=lambda packed, bits, i, j: unpack_rows(packed[i // 2 : j // 2]) ^ np.uint8(8),
+    ),
+    "blocks": IntegerLayout(
+        shape=lambda s, bits: (s[0], s[1] * BLOCK),
+        codes=lambda packed, bits, i, j: unpack_words(packed[i:j].reshape(j - i, -1), bits),
+    ),
+    "packed": IntegerLayout(
+        shape=lambda s, bits: (s[0], s[1] * WORD // bits),
+        codes=lambda words, bits, i, j: unpack_words(words[i:j], bits),
+        points=lambda words, bits: unpack_words(words.T, bits).T,  # packed along the outputs
+    ),
+    "gptq": _GPTQ,
+    "gptq_v2": _GPTQ,
+    "awq": IntegerLayout(
+        shape=lambda s, bits: (8 * s[1], s[0]),
+        codes=lambda words, bits, i, j: unpack_awq(words[:, i // 8 : -(-j // 8)]).T[: j - i],
+        points=lambda words, bits: unpack_awq(words).T,
+        by_group=True,
+    ),
+}
+
+
 class LayerTensor(NamedTuple):
     """A tensor of a layer: its possible names after the layer's, and its form."""
 
@@ -84,7 +141,7 @@ def parts(algorithm: Algorithm, rows: int, columns: int) -> LayerTensors:
     layout = algorithm.layout
     if layout == "blocks":
         return blocks(algorithm, rows, columns)
-    in_words = layout in ("gptq", "gptq_v2", "awq") or (layout == "packed" and is_integer(algorithm))
+    in_words = is_integer(algorithm) and layout != "plain"
     forms = (_in_words if in_words else _as_numbers)(algorithm, rows, columns)
     optional = {"pre_quant_scale", "shape"} | ({"input_scale"} if not algorithm.static else set())
     if layout.startswith("gptq") and not algorithm.ordered:
@@ -127,7 +184,7 @@ def _in_words(algorithm: Algorithm, rows: int, columns: int) -> dict[str, Form]:
 
 
 def blocks(algorithm: Algorithm, rows: int, columns: int) -> LayerTensors:
-    """The tensors of a layer in blocks (StoredLinear.in_blocks), where their scales may be those of larger groups."""
+    """The tensors of a layer in `blocks`, where their scales may be those of larger groups."""
     count, groups = columns // BLOCK, {columns // BLOCK, columns // (algorithm.group_size or columns)}
     bits = dict.fromkeys((integer_bits(algorithm), 8))
     weight = Form([(rows, count, BLOCK * n // 8) for n in bits], ("U8",))
@@ -135,7 +192,7 @@ def blocks(algorithm: Algorithm, rows: int, columns: int) -> LayerTensors:
 
 
 def signed(algorithm: Algorithm, rows: int, columns: int) -> LayerTensors:
-    """The tensors of a layer of integers in two's complement, by row, whatever the checkpoint had."""
+    """The tensors of a layer that is `signed`, whatever the checkpoint had."""
     weight = (
         Form([(rows, columns // 2)], ("U8",))
         if integer_bits(algorithm) == 4

@@ -8,10 +8,12 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from dflash_trt.checkpoint.layouts import (
+    INTEGERS,
     WEIGHTS,
     WORD,
     LayerTensors,
     blocks,
+    integer_bits,
     is_integer,
     parts,
     signed,
@@ -21,17 +23,13 @@ from dflash_trt.checkpoint.layouts import (
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline, TensorInfo, adjacent, same_bytes
 from dflash_trt.errors import CheckpointError, quoted
 from dflash_trt.formats import FORMATS, Algorithm, NumberFormat
-from dflash_trt.formats.base import BLOCK, EXPONENT_DTYPES, FLOAT_DTYPES, Form
+from dflash_trt.formats.base import BLOCK, EXPONENT_DTYPES, FLOAT_DTYPES, FileLayout, Form
 from dflash_trt.formats.fp8 import FP8
 
 
 @dataclass(frozen=True, slots=True)
 class StoredLinear:
     """The tensors of a quantized linear layer [out, in]. Scales multiply the values of the codes.
-
-    Engines read integers in one of two forms, and all other numbers as the file has them (checkpoint/layouts.py):
-    signed     two's complement by row, [out, in] int8 or [out, in/2] with two columns in a byte
-    in_blocks  unsigned with a zero in their middle or at `zero_point`, [out, blocks, bytes]
 
     weight, scale: see the format's `forms` and checkpoint/layouts.py.
     global_scale: one number that multiplies every scale, or divides it (`Algorithm.reciprocal`).
@@ -79,22 +77,9 @@ class StoredLinear:
         return is_integer(self.algorithm)
 
     @property
-    def in_words(self) -> bool:
-        """Whether the weight is in words of 32 bits, which no engine reads."""
-        return self.weight.dtype == "I32"
-
-    @property
-    def in_blocks(self) -> bool:
-        return len(self.weight.shape) == 3
-
-    @property
-    def signed(self) -> bool:
-        return self.integer and not (self.in_words or self.in_blocks or self.in_pairs_of_rows)
-
-    @property
-    def in_pairs_of_rows(self) -> bool:
-        """Whether two rows share bytes, as in Model Optimizer's INT4."""
-        return self.integer and self.weight.dtype == "U8" and 2 * self.weight.shape[0] == self.scale.shape[0]
+    def layout(self) -> FileLayout:
+        """The algorithm's, or that in which integers were written for an engine."""
+        return _layout(self.algorithm, self.weight, self.scale)
 
     @property
     def per_channel(self) -> bool:
@@ -307,19 +292,20 @@ def shape_of(
     checkpoint: Checkpoint | Outline, algorithm: Algorithm, layer: str, weight: TensorInfo
 ) -> tuple[int, int]:
     """The outputs and inputs of a quantized layer, from the shape of its weight."""
-    shape = weight.shape
-    if len(shape) == 3:
-        return shape[0], shape[1] * BLOCK
-    bits = FORMATS[algorithm.scheme].integer_bits or (8 // FORMATS[algorithm.scheme].numbers_in_byte)
-    if weight.name.endswith(".qweight"):
-        return (8 * shape[1], shape[0]) if algorithm.layout == "awq" else (shape[1], shape[0] * WORD // bits)
-    if weight.dtype == "I32":
-        return shape[0], shape[1] * WORD // bits
-    if weight.dtype != "U8":
-        return shape[0], shape[1]
-    scale = checkpoint.tensors.get(f"{layer}.weight_scale")
-    rows = shape[0] if scale is None or not scale.shape else scale.shape[0]
-    return rows, 2 * math.prod(shape) // max(rows, 1)
+    shape = (*weight.shape, 1, 1)[: max(len(weight.shape), 2)]  # of a malformed one something to compare with
+    if not is_integer(algorithm):
+        return shape[0], shape[1] * FORMATS[algorithm.scheme].numbers_in_byte
+    layout = _layout(algorithm, weight, checkpoint.tensors.get(f"{layer}.weight_scale"))
+    return INTEGERS[layout].shape(shape, integer_bits(algorithm))
+
+
+def _layout(algorithm: Algorithm, weight: TensorInfo, scale: TensorInfo | None) -> FileLayout:
+    if not is_integer(algorithm) or weight.dtype == "I32":
+        return algorithm.layout
+    if len(weight.shape) == 3:
+        return "blocks"
+    pairs = weight.dtype == "U8" and scale is not None and scale.shape[:1] == (2 * weight.shape[0],)
+    return "row_pairs" if pairs else "signed"
 
 
 def number_formats(checkpoint: Checkpoint | Outline) -> set[str]:

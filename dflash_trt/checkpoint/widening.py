@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dflash_trt.checkpoint.layouts import integer_bits
+from dflash_trt.checkpoint.layouts import INTEGERS, integer_bits
 from dflash_trt.checkpoint.linears import StoredLinear
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import CheckpointError, quoted
 from dflash_trt.formats.base import BLOCK, Codes
-from dflash_trt.formats.numbers import unpack_awq, unpack_rows, unpack_words
 
 
 def widened_pieces(checkpoint: Checkpoint, stored: StoredLinear, step: int) -> Iterator[NDArray[np.float32]]:
@@ -35,7 +34,7 @@ def widened_pieces(checkpoint: Checkpoint, stored: StoredLinear, step: int) -> I
 
 
 class Integers:
-    """A layer of integers in any layout: unsigned codes with the columns of a group side by side.
+    """A layer of integers of any layout, as one: unsigned codes with the columns of a group side by side.
 
     scales [out, groups], in the file's dtype. zero_points [out, groups]. zero_term: float32 [out, groups], added to
     each number. order: int64 [in], the input of each column of `codes`; None: they are in order. ordered: whether the
@@ -44,17 +43,13 @@ class Integers:
 
     def __init__(self, checkpoint: Checkpoint, stored: StoredLinear) -> None:
         """Raises CheckpointError if a zero point or a column's group cannot be read."""
-        self._stored, self._awq = stored, stored.in_words and stored.algorithm.layout == "awq"
-        self._transposed = stored.in_words and stored.algorithm.layout.startswith("gptq")
-        array, scales = checkpoint.array(stored.weight.name), checkpoint.array(stored.scale.name)
-        self.scales: NDArray[Any] = scales.T if self._awq or self._transposed else scales
-        self.bits = (
-            8 * stored.weight.shape[2] // BLOCK if stored.in_blocks else integer_bits(stored.algorithm)
-        )
-        self._array = array.reshape(len(array), -1)
-        self.outputs, self.groups = self.scales.shape
-        self.ordered = stored.algorithm.ordered
-        self.inputs = len(array) if self._awq else array.nbytes * 8 // self.bits // self.outputs
+        self._stored, self._layout = stored, INTEGERS[stored.layout]
+        self._weight, shape = checkpoint.array(stored.weight.name), stored.weight.shape
+        self.bits = 8 * shape[2] // BLOCK if stored.layout == "blocks" else integer_bits(stored.algorithm)
+        scales = checkpoint.array(stored.scale.name)
+        self.scales: NDArray[Any] = scales.T if self._layout.by_group else scales
+        self.outputs, self.inputs = self._layout.shape(shape, self.bits)
+        self.groups, self.ordered = self.scales.shape[1], stored.algorithm.ordered
         self.zero_points = self._zero_points(checkpoint)
         self.zero_term: NDArray[np.float32] | None = self._optional(checkpoint, "zero_term")
         self.order = self._order(checkpoint)
@@ -67,12 +62,8 @@ class Integers:
         info, array = self._stored.zero_point, self._optional(checkpoint, "zero_point")
         if info is None or array is None:
             return np.full(self.scales.shape, self.middle, np.int16)
-        if array.dtype == np.uint8:
-            return array.astype(np.int16)
-        if not (self._awq or self._transposed):  # compressed-tensors packs them along the outputs
-            return unpack_words(array.T, self.bits).T.astype(np.int16)
-        points = (unpack_awq(array) if self._awq else unpack_words(array, self.bits)).T.astype(np.int16)
-        if self._stored.algorithm.layout == "gptq":
+        points = self._layout.points(array, self.bits).astype(np.int16)
+        if self._stored.layout == "gptq":
             points += 1
             if points.max(initial=0) == 1 << self.bits:
                 raise CheckpointError(
@@ -118,16 +109,7 @@ class Integers:
 
     def codes(self, begin: int, end: int) -> NDArray[np.uint8]:
         """The codes of the rows of a step, [rows, in]."""
-        if self._awq:
-            codes = unpack_awq(self._array[:, begin // 8 : -(-end // 8)]).T[: end - begin]
-        elif self._stored.in_pairs_of_rows:
-            codes = unpack_rows(self._array[begin // 2 : end // 2])
-        else:
-            codes = unpack_words(
-                self._array[:, begin:end].T if self._transposed else self._array[begin:end], self.bits
-            )
-        if not (self._stored.in_words or self._stored.in_blocks):  # two's complement
-            codes = codes ^ np.uint8(self.middle)
+        codes = self._layout.codes(self._weight, self.bits, begin, end)
         # Those with an order of their own were sorted as they were written.
         sort = self._stored.group_index is not None and self.order is not None
         return codes[:, self.order] if sort else np.ascontiguousarray(codes)

@@ -22,8 +22,11 @@ BLOCK = 32
 # How an engine reads quantized layers: as checkpoints have them; INT4 with two columns of a row in a byte, as ONNX and
 # TensorRT have it; or in blocks of integers.
 WeightLayout = Literal["stored", "int4_by_row", "blocks"]
-# How a file names and packs the tensors of a layer (checkpoint/layouts.py).
-FileLayout = Literal["plain", "packed", "scale_inv", "gptq", "gptq_v2", "awq", "blocks"]
+# How a file names and packs the tensors of a layer (checkpoint/layouts.py). Integers with the names of "plain" are
+# "row_pairs" or "signed".
+FileLayout = Literal[
+    "plain", "packed", "scale_inv", "gptq", "gptq_v2", "awq", "blocks", "row_pairs", "signed"
+]
 
 
 @dataclass(frozen=True, slots=True)

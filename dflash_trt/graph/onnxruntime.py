@@ -161,7 +161,8 @@ class OnnxRuntime(Dialect):
 
     def quantized_linear(self, g: GraphBuilder, x: ir.Value, layer: QuantizedLinear) -> ir.Value:
         """A product of integers: a build widens all other layers."""
-        return (onnxruntime_integers if layer.stored.in_blocks else onnxruntime_channels)(g, x, layer)
+        blocks = layer.stored.layout == "blocks"
+        return (onnxruntime_integers if blocks else onnxruntime_channels)(g, x, layer)
 
     def quantized_experts(
         self, g: GraphBuilder, x: ir.Value, router: ir.Value, layer: ExpertLayer

@@ -43,7 +43,7 @@ def int4_by_row(checkpoint: Checkpoint, out: Path, progress: Progress) -> Checkp
     TensorRT read them: written to `out`, unless it has them so already.
     """
     layers = _stored_layers(checkpoint).items()
-    chosen = {layer: stored for layer, stored in layers if stored.integer and not stored.signed}
+    chosen = {layer: stored for layer, stored in layers if stored.integer and stored.layout != "signed"}
     apart = _stacks_with_points(checkpoint, chosen)
 
     def entries(layer: str, stored: StoredLinear) -> list[Entry]:
@@ -69,7 +69,7 @@ def in_blocks(
 
     def others(layer: str, stored: StoredLinear) -> bool:
         """Whether the bytes are not yet those that ONNX Runtime multiplies."""
-        if not stored.in_blocks:
+        if stored.layout != "blocks":
             return ".experts." in layer or not (channels and stored.per_channel)
         return eight_bits and stored.weight.shape[2] < BLOCK and ".experts." not in layer
 

@@ -76,7 +76,7 @@ def write(folder: Path, algorithm: str, *, extras: bool = False) -> Checkpoint:
 def session(checkpoint: Checkpoint, *, biased: bool = False, threads: int = 1) -> ort.InferenceSession:
     stored = stored_linear(checkpoint, "l", IN, OUT)
     assert stored is not None
-    assert stored.in_blocks or stored.per_channel
+    assert stored.layout == "blocks" or stored.per_channel
     g = GraphBuilder("test")
     x = g.input("x", FLOAT, ["rows", IN])
     bias = g.raw_weight(checkpoint["l.bias"], ".") if biased else None
