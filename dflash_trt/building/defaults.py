@@ -19,7 +19,7 @@ from dflash_trt.engines import registry
 from dflash_trt.engines.base import Engine, Weights
 from dflash_trt.errors import BuildError, UsageError
 from dflash_trt.formats import FORMATS
-from dflash_trt.formats.int8 import GROUP, INT8
+from dflash_trt.formats.integers import GROUP, INT8
 from dflash_trt.formats.precision import Precision
 
 

@@ -1,4 +1,4 @@
-"""Number formats of quantized weights, one module each.
+"""Number formats of quantized weights.
 
 A format knows its tensors in a checkpoint, reads and writes them, widens them to float32, and names the GPUs that
 support its arithmetic. `base.NumberFormat` is the contract. graph/lowering.py has the nodes that compute with it.
@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .base import Algorithm, NumberFormat
+from .fp4 import MXFP4, NVFP4
 from .fp8 import FP8
-from .int4 import INT4
-from .int8 import INT8
-from .mxfp4 import MXFP4
-from .nvfp4 import NVFP4
+from .integers import INT4, INT8
 
 __all__ = ["ALGORITHMS", "FORMATS", "INT4", "MXFP4", "SCHEMES", "Algorithm", "NumberFormat"]
 

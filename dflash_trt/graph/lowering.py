@@ -13,8 +13,8 @@ import onnx_ir as ir
 
 from dflash_trt.checkpoint.linears import StoredLinear
 from dflash_trt.formats.base import BLOCK
+from dflash_trt.formats.fp4 import NVFP4_BLOCK
 from dflash_trt.formats.numbers import E2M1_MAX, E4M3_MAX, E4M3_MIN
-from dflash_trt.formats.nvfp4 import BLOCK as NVFP4_BLOCK
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 
 Values = Mapping[str, ir.Value]

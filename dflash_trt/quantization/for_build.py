@@ -22,7 +22,7 @@ from dflash_trt.errors import UsageError
 from dflash_trt.files.reading import read_config
 from dflash_trt.formats import FORMATS, Algorithm
 from dflash_trt.formats.base import BLOCK, WeightLayout
-from dflash_trt.formats.int8 import PER_CHANNEL
+from dflash_trt.formats.integers import PER_CHANNEL
 from dflash_trt.formats.precision import Precision
 from dflash_trt.quantization import repack
 from dflash_trt.quantization.convert import STEP_BYTES, quantize, quantize_head

@@ -13,7 +13,7 @@ from dflash_trt.checkpoint.tensors import Checkpoint, TensorInfo
 from dflash_trt.errors import BuildError, UsageError
 from dflash_trt.formats import FORMATS, Algorithm, NumberFormat
 from dflash_trt.formats.base import FLOAT_DTYPES
-from dflash_trt.formats.int8 import PER_CHANNEL
+from dflash_trt.formats.integers import PER_CHANNEL
 
 HEAD = "lm_head"
 _EMBEDDINGS = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight")

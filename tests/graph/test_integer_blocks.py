@@ -23,7 +23,7 @@ from dflash_trt.engines.onnxruntime import products
 from dflash_trt.engines.onnxruntime.products import bytes_are_exact, channels_pay, fewest_rows
 from dflash_trt.formats import FORMATS
 from dflash_trt.formats.base import BLOCK
-from dflash_trt.formats.int8 import INT8, PER_CHANNEL
+from dflash_trt.formats.integers import INT8, PER_CHANNEL
 from dflash_trt.formats.numbers import unpack_pairs
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.onnxruntime import OnnxRuntime
