@@ -51,7 +51,7 @@ def test_the_core_imports_nothing_that_only_extras_install() -> None:
         "structure"
     )
     routes = [f"dflash_trt.serving.openai.{name}" for name in names.split()]
-    with_torch = "blocks checkpoint dflash2 export features fit loop model run target"
+    with_torch = "blocks checkpoint dflash2 export fit loop model run target"
     training = [f"dflash_trt.training.{name}" for name in with_torch.split()]
     skipped = (*plugins, *engines, *routes, *training, "dflash_trt.reports.kernels")
     places = [ROOT / ("plugins" if name in plugins else "") / name.replace(".", "/") for name in skipped]

@@ -20,13 +20,12 @@ from numpy.typing import NDArray
 
 from dflash_trt.bundle.manifest import digest
 from dflash_trt.checkpoint import gguf_blocks, gguf_drafters
-from dflash_trt.checkpoint.conversions import RECORD, converted
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.gguf_tokenizer import end_token_ids, write_tokenizer
 from dflash_trt.checkpoint.layouts import GGUF
 from dflash_trt.checkpoint.rope import RopeConfig, inverse_frequencies
 from dflash_trt.checkpoint.tensors import DTYPES
-from dflash_trt.checkpoint.writer import Entry, write_shard
+from dflash_trt.checkpoint.writer import RECORD, Entry, converted, write_shard
 from dflash_trt.errors import CheckpointError, quoted, show, show_name
 from dflash_trt.extras import install
 from dflash_trt.files.disk import cache_folder, write_object

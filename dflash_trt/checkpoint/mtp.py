@@ -13,11 +13,10 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from dflash_trt.checkpoint.conversions import converted
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.quantization import QUANT_CONFIG, SECTIONS
 from dflash_trt.checkpoint.tensors import SINGLE, Checkpoint, tensor_names
-from dflash_trt.checkpoint.writer import Entry, write_shard
+from dflash_trt.checkpoint.writer import Entry, converted, write_shard
 from dflash_trt.errors import CheckpointError, show
 from dflash_trt.files.disk import cache_folder, own_file, stamp, write_object
 

@@ -1,11 +1,14 @@
-"""Write checkpoints: safetensors files in pieces, their index, config.json and the files beside them."""
+"""Write checkpoints: safetensors files in pieces, their index, config.json and the files beside them; and those made of
+other files, which a cache keeps: DFLASH_TRT_CACHE, by default ~/.cache/dflash-trt.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -14,10 +17,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dflash_trt.bundle.manifest import digest
 from dflash_trt.checkpoint.quantization import QUANT_CONFIG
 from dflash_trt.checkpoint.tensors import DTYPES, INDEX, SINGLE
-from dflash_trt.files.disk import own_file, whole_file, write_object
+from dflash_trt.files.disk import cached_in, own_file, temporary_folder, whole_file, write_object
 
+RECORD = "converted.json"  # in a checkpoint made of other files
 _ALIGNMENT = 64
 _BESIDE = (".json", ".jinja", ".txt", ".model")  # tokenizer, chat template, generation settings
 
@@ -89,3 +94,34 @@ def write_shard(path: Path, entries: Sequence[Entry]) -> None:
         for name, form in header.items():
             if position[name] != form["data_offsets"][1]:
                 raise ValueError(f"{path}: {name} got {position[name] - starts[name]} bytes, header: {form}")
+
+
+def converted(place: Path, sha256: str, convert: Callable[[Path], Mapping[str, Any]]) -> Path:
+    """`place` in the cache, made on first use by `convert`, which fills a directory and returns what to record.
+
+    sha256: of what is converted. The conversion is reused if all its files have their recorded digests.
+    """
+    if _whole(place, sha256):
+        return place
+    with ExitStack() as stack:
+        with cached_in(place.parent):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            work = stack.enter_context(temporary_folder(prefix=f".{place.name}.", dir=place.parent))
+        record = convert(work)
+        digests = {path.name: digest(path) for path in sorted(work.iterdir())}
+        write_object(work / RECORD, {**record, "sha256": sha256, "files": digests})
+        if not _whole(place, sha256):  # another process may have been faster
+            shutil.rmtree(place, ignore_errors=True)
+            work.rename(place)
+    return place
+
+
+def _whole(place: Path, sha256: str) -> bool:
+    """Whether `place` holds the complete, unaltered conversion of what has this digest."""
+    try:
+        record = json.loads((place / RECORD).read_text(encoding="utf-8"))
+        return bool(record["sha256"] == sha256) and all(
+            digest(place / name) == expected for name, expected in record["files"].items()
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False

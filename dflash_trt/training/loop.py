@@ -28,10 +28,9 @@ from dflash_trt.files.reading import read_object
 from dflash_trt.training.blocks import Batches, draw_blocks, head_loss
 from dflash_trt.training.checkpoint import whole_folder, write_tensors
 from dflash_trt.training.dflash2 import Selection
-from dflash_trt.training.features import FeatureStore
 from dflash_trt.training.model import DrafterModel, dense_mask, flex_mask
 from dflash_trt.training.recipe import Recipe
-from dflash_trt.training.target import FrozenTarget, matrix_dtype
+from dflash_trt.training.target import FeatureStore, FrozenTarget, matrix_dtype
 
 _OPTIONS = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _SEPARATOR = "|"

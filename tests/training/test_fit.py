@@ -20,10 +20,9 @@ from dflash_trt.text.tokenizer import Tokenizer
 from dflash_trt.training.answers import read_answers
 from dflash_trt.training.blocks import Batches
 from dflash_trt.training.evaluation import average, read_history
-from dflash_trt.training.features import FeatureStore
 from dflash_trt.training.fit import compare, fit
 from dflash_trt.training.own_prompts import PromptFilter, script, user_turn, write_own_prompts
-from dflash_trt.training.target import FrozenTarget
+from dflash_trt.training.target import FeatureStore, FrozenTarget
 
 TARGET, DRAFTER = SHIPPED / "tiny" / "target", SHIPPED / "tiny" / "drafter"
 
