@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from build_scripts import harness
-from dflash_trt.cli.options import at_least, each
+from dflash_trt.cli.options import at_least, list_of
 from dflash_trt.decoding import scheduler as scheduler_module
 from dflash_trt.decoding.length.policy import FixedLength
 from dflash_trt.decoding.params import SamplingParams
@@ -149,10 +149,10 @@ def admission(slots: int, args: Any, delay: float) -> list[float]:
 def main() -> int:
     """Measure, and print a table."""
     parser = harness.parser(__doc__)
-    parser.add_argument("--requests", type=each(at_least(1)), default=[1, 8, 32, 128])
+    parser.add_argument("--requests", type=list_of(at_least(1)), default=[1, 8, 32, 128])
     parser.add_argument("--pass-ms", type=float, default=6.0, metavar="MS")
     parser.add_argument("--tokens", type=at_least(1), default=60, help="of each answer")
-    parser.add_argument("--delays", type=each(at_least(0)), default=[0, 50, 200], metavar="MS")
+    parser.add_argument("--delays", type=list_of(at_least(0)), default=[0, 50, 200], metavar="MS")
     args = parser.parse_args()
     rows, filled = list[Any](), list[Any]()
     for count in args.requests:

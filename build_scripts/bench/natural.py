@@ -30,7 +30,7 @@ from typing import Any
 from build_scripts import harness
 from build_scripts.bench.decoders import Task, installed, make_model
 from dflash_trt.building.sources import resolve
-from dflash_trt.cli.options import each
+from dflash_trt.cli.options import list_of
 from dflash_trt.hardware import cores, processor
 from dflash_trt.models.configs import read_target_config
 from dflash_trt.prompts import SHIPPED_PROMPTS, read_prompts
@@ -201,7 +201,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=2, help="of each category")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--requests", type=each(int), default=[1], help="at a time")
+    parser.add_argument("--requests", type=list_of(int), default=[1], help="at a time")
     parser.add_argument("--threads", type=int, default=cores())
     parser.add_argument("--starts", type=int, metavar="N", help="fresh processes of each decoder")
     args = parser.parse_args(argv)

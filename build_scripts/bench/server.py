@@ -27,7 +27,7 @@ from typing import Any
 
 from build_scripts import harness
 from dflash_trt import AsyncLLM, SamplingParams
-from dflash_trt.cli.options import at_least, each
+from dflash_trt.cli.options import at_least, list_of
 from dflash_trt.hardware import processor
 from dflash_trt.prompts import read_prompts
 from dflash_trt.serving.processes import run_loop
@@ -157,7 +157,7 @@ def main() -> int:
         return serve(sys.argv[1], sys.argv[2:])
     parser = harness.parser(__doc__)
     parser.add_argument("bundle")
-    parser.add_argument("--concurrency", type=each(at_least(1)), default=[1, 8, 32])
+    parser.add_argument("--concurrency", type=list_of(at_least(1)), default=[1, 8, 32])
     for name, default in (("requests", 64), ("rounds", 3), ("max-tokens", 64), ("block-length", 8)):
         parser.add_argument(f"--{name}", type=at_least(1), default=default)
     parser.add_argument("--stream-interval", type=at_least(0), default=50, metavar="MS", help="of the server")

@@ -121,13 +121,13 @@ def _sources_named(pair: CheckpointPair, scratch: Path) -> Iterator[None]:
     try:
         yield
     except DFlashError as error:
-        said = str(error)
+        text = str(error)
         for role, side in [*pair.sides.items(), ("head", pair.target)]:
-            made = rf"{re.escape(str(scratch))}/(draft-)?{role}[\w-]*"
-            said = re.sub(made, str(side.source.directory).replace("\\", r"\\"), said)
-        if said == str(error):
+            work = rf"{re.escape(str(scratch))}/(draft-)?{role}[\w-]*"
+            text = re.sub(work, str(side.source.directory).replace("\\", r"\\"), text)
+        if text == str(error):
             raise
-        raise type(error)(said) from error
+        raise type(error)(text) from error
 
 
 def _write(

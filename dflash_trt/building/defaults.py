@@ -49,9 +49,9 @@ def choose_engine(
         go_on = f"--engine {choice.engine} builds it all the same"
         if choice.leaves_gpu_idle:
             raise BuildError(f"{target}: {choice.why}; {go_on}")
-        if said := _too_large(pair, choice.engine, precision, max_seq_len, no_drafter):
+        if reason := _too_large(pair, choice.engine, precision, max_seq_len, no_drafter):
             raise BuildError(
-                f"{target}: {said} ({choice}); `dflash-trt plan` shows what takes it, and what other bits "
+                f"{target}: {reason} ({choice}); `dflash-trt plan` shows what takes it, and what other bits "
                 f"(--precision) would; {go_on}"
             )
     say(f"{choice}; --engine NAME (in Python engine=NAME) chooses another")
@@ -207,8 +207,8 @@ def choose_max_seq_len(asked: int | None, target: TargetConfig, drafter: Drafter
     if asked is None:
         return min(limit, DEFAULT_MAX_SEQ_LEN)
     if not 2 <= asked <= limit:
-        each = " and ".join(f"{most} in the {role}" for role, most in limits.items())
-        raise UsageError(f"--max-seq-len is {asked}, expected 2..{limit}: max_position_embeddings is {each}")
+        both = " and ".join(f"{most} in the {role}" for role, most in limits.items())
+        raise UsageError(f"--max-seq-len is {asked}, expected 2..{limit}: max_position_embeddings is {both}")
     return asked
 
 

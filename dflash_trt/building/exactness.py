@@ -178,8 +178,8 @@ def _cost(pair: Pair, rule: PassRule) -> float:
     for batch in {1, pair.slots if rule.any_batch else 1}:
         seconds: dict[PassRule, list[float]] = {FREE: [], rule: []}
         for _ in range(_TIMED + 1):
-            for each, times in seconds.items():
-                pair.rule, begin = each, perf_counter()
+            for tried_rule, times in seconds.items():
+                pair.rule, begin = tried_rule, perf_counter()
                 pair.dummy_verify(batch, 1)
                 times.append(perf_counter() - begin)
         shares.append(median(seconds[rule][1:]) / median(seconds[FREE][1:]))
@@ -212,7 +212,7 @@ def _machine(bundle: Bundle, pair: Pair, threads: int | None) -> dict[str, Any]:
         "bundle": bundle.manifest["manifest_sha256"],
         "processor": hardware.processor_name(),
         "threads": threads_of(engine, threads),
-        "gpus": [[each.get("name"), each.get("driver_version")] for each in gpus],
+        "gpus": [[gpu.get("name"), gpu.get("driver_version")] for gpu in gpus],
         "versions": versions,
         "prefill_chunk": pair.prefill_chunk,
     }

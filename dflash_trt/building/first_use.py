@@ -48,7 +48,7 @@ def open_bundle(bundle: str | Path, check: Check, engine: str = registry.AUTO) -
         return opened
     name, best = pair.name, registry.best_here().engine if engine == registry.AUTO else engine
     if best != registry.DEFAULT:  # plans are for these GPUs, and torch computes in BF16 on a GPU
-        name += f"-{best}" + "".join(f"-sm{each}" for each in sorted(set(compute_capabilities())))
+        name += f"-{best}" + "".join(f"-sm{sm}" for sm in sorted(set(compute_capabilities())))
     place = cache_folder() / "bundles" / name
     note, inputs = place.parent / f".{name}.inputs", _inputs(pair)
     if cached := _cached(place, note, inputs, check):  # also in a cache that cannot be written
@@ -98,7 +98,7 @@ def check_path(path: Path) -> None:
         return
     pair = known_pair(str(path))
     if pair is None:
-        beside = [str(each.parent) for each in path.parent.glob(f"*/{MANIFEST}")]
+        beside = [str(manifest.parent) for manifest in path.parent.glob(f"*/{MANIFEST}")]
         near = did_you_mean(str(path), [*beside, *NAMES])
         raise BundleError(
             f"{path}: neither the directory of a bundle nor the name of a pair{near}; "

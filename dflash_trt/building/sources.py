@@ -63,8 +63,8 @@ def find_sources(
         drafter = pair.drafter_repo or pair.name
     source = resolve(target, "target", stored="target" in stored)
     if drafter == mtp.MTP:
-        own = mtp.own_drafter(source.directory, weights=weights != "none")
-        return source, replace(source, directory=own)
+        folder = mtp.own_drafter(source.directory, weights=weights != "none")
+        return source, replace(source, directory=folder)
     if drafter is not None:
         return source, resolve(drafter, "drafter", stored="drafter" in stored)
     if not no_drafter:
@@ -280,8 +280,8 @@ def _hub_error(repo: str, error: Exception, role: str) -> CheckpointError:
         )
     files = "config.json, the safetensors files" + (", tokenizer.json" if role == "target" else "")
     offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") else ""
-    said = str(error).strip().partition("\n")[0].rstrip(". ") or type(error).__name__
+    reason = str(error).strip().partition("\n")[0].rstrip(". ") or type(error).__name__
     return CheckpointError(
-        f"{repo}: cannot be fetched from the Hugging Face hub{offline} ({said}); "
+        f"{repo}: cannot be fetched from the Hugging Face hub{offline} ({reason}); "
         f"a local directory with {files} does as well"
     )

@@ -238,9 +238,9 @@ def bring(
     for name, file in inputs.items():
         (place.path / name).parent.mkdir(parents=True, exist_ok=True)
         entries[name] = {"size": file.stamp[2], "sha256": file.sha256}
-        own = file.source.is_relative_to(place.scratch)
-        shared = link and file.source.suffix == ".safetensors" and not own
-        if not ((own or shared) and _linked(file.source, place.path / name)):
+        scratch = file.source.is_relative_to(place.scratch)
+        shared = link and file.source.suffix == ".safetensors" and not scratch
+        if not ((scratch or shared) and _linked(file.source, place.path / name)):
             to_copy[name] = file
         elif shared:
             entries[name]["mtime_ns"] = file.stamp[3]

@@ -136,7 +136,7 @@ def known_pair(name: str) -> KnownPair | None:
     """
     name = name.partition("@")[0].lower()
     for pair in PAIRS:
-        if name in {own.lower() for own in (pair.name, pair.target_repo, pair.drafter_repo) if own}:
+        if name in {known.lower() for known in (pair.name, pair.target_repo, pair.drafter_repo) if known}:
             return pair
         for form in pair.forms:
             if form.name and name in (form.name, form.repository.lower()):
@@ -153,7 +153,7 @@ def known_pair(name: str) -> KnownPair | None:
 
 def find_drafter(name: str) -> PublishedDrafter | None:
     """The drafter with this repository. Case is ignored."""
-    return next((each for each in PUBLISHED if each.repository.lower() == name.lower()), None)
+    return next((drafter for drafter in PUBLISHED if drafter.repository.lower() == name.lower()), None)
 
 
 def pair_of(drafter: PublishedDrafter) -> KnownPair | None:

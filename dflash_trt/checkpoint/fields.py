@@ -114,8 +114,8 @@ class Fields:
         if len(value) > most:
             raise self.error(key, f"has {len(value)} entries, expected at most {most}")
         places = [f"{key}[{index}]" for index in range(len(value))]
-        each = Fields(self.path, dict(zip(places, value, strict=True)), self.prefix)
-        return [(place, each) for place in places]
+        item = Fields(self.path, dict(zip(places, value, strict=True)), self.prefix)
+        return [(place, item) for place in places]
 
     def _present(self, key: str, default: object, expected: str) -> Any:
         value = self.get(key)
@@ -129,10 +129,10 @@ def stated(places: Sequence[tuple[Fields, str]], read: Callable[[Fields, str], T
 
     Raises CheckpointError as `read` does, and where two places disagree.
     """
-    given = [(fields, key) for fields, key in places if fields.get(key) is not None]
-    values = [read(fields, key) for fields, key in given]
+    present = [(fields, key) for fields, key in places if fields.get(key) is not None]
+    values = [read(fields, key) for fields, key in present]
     if any(value != values[0] for value in values):
-        (fields, key), (other, name) = given[0], given[-1]
+        (fields, key), (other, name) = present[0], present[-1]
         raise fields.error(
             key, f"is {show(fields.get(key))}, but {other.prefix}{name} is {show(other.get(name))}"
         )

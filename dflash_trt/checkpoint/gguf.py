@@ -253,22 +253,22 @@ def _config(
 ) -> dict[str, Any]:
     """config.json with the fields of the family's configuration in Transformers."""
     prefix = f"{family}."
-    own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
-    fields = Fields(file, own, prefix)
+    section = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    fields = Fields(file, section, prefix)
     known = _READ | gguf_drafters.KEYS.get(family, set())
     yarn = None
     if family in gguf_drafters.KEYS:
-        gguf_drafters.refuse_older(fields, own)
+        gguf_drafters.refuse_older(fields, section)
         yarn = _yarn(fields)
         known |= {f"rope.scaling.{key}" for key in ("type", *_YARN)} if yarn else set()
-    for key, value in own.items():
+    for key, value in section.items():
         if key not in known and value not in _NEUTRAL.get(key, ()):
             raise fields.error(key, f"is {show(value)}, which this version does not support")
     hidden, heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
     head_dim = fields.integer("attention.key_length", default=hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if fields.integer(key, default=head_dim) != head_dim:
-            raise fields.error(key, f"is {show(own[key])}, expected the head size {head_dim}")
+            raise fields.error(key, f"is {show(section[key])}, expected the head size {head_dim}")
     theta = fields.number("rope.freq_base", default=10000.0)
     common = {
         "hidden_act": "silu",

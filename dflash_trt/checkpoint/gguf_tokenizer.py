@@ -82,28 +82,28 @@ def write_tokenizer(file: Path, metadata: Mapping[str, Any], directory: Path) ->
     vocabulary = {t: i for i, (t, kind) in enumerate(zip(tokens, types, strict=True)) if kind != _UNUSED}
     pairs = [_pair(file, merge) for merge in merges]
     try:
-        made = tokenizers.Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=ignore_merges))
+        tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=ignore_merges))
     except Exception as error:  # the library raises plain Exception
         raise CheckpointError(
             f"{file}: the tokenizer's merges and tokens do not fit: {show_name(str(error))}"
         ) from error
     if pre == "qwen2":
-        made.normalizer = normalizers.NFC()
-    made.pre_tokenizer = make()
-    made.decoder = decoders.ByteLevel()
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = make()
+    tokenizer.decoder = decoders.ByteLevel()
     special = {t for t, kind in zip(tokens, types, strict=True) if kind in (_UNKNOWN, _CONTROL)}
     added = [t for t, kind in zip(tokens, types, strict=True) if t in special or kind == _USER_DEFINED]
-    made.add_tokens([AddedToken(t, special=t in special, normalized=False) for t in added])
+    tokenizer.add_tokens([AddedToken(t, special=t in special, normalized=False) for t in added])
     roles = _roles(fields, tokens)
     bos = roles.get("bos_token")
     if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe"):
-        made.post_processor = processors.Sequence(
+        tokenizer.post_processor = processors.Sequence(
             [
                 processors.ByteLevel(trim_offsets=False),
                 processors.TemplateProcessing(f"{bos} $A", None, [(bos, vocabulary[bos])]),
             ]
         )
-    made.save(str(directory / "tokenizer.json"), pretty=False)
+    tokenizer.save(str(directory / "tokenizer.json"), pretty=False)
     config = {
         **roles,
         "clean_up_tokenization_spaces": False,

@@ -79,8 +79,8 @@ def read_rope(
     ropes = [_read_scaling(section, fields, partial, also, theta) for section in sections]
     if growing and sections:
         ropes = [
-            replace(each, growth=_growth(section, fields, each))
-            for section, each in zip(sections, ropes, strict=True)
+            replace(rope, growth=_growth(section, fields, rope))
+            for section, rope in zip(sections, ropes, strict=True)
         ]
     if len(ropes) == 2 and ropes[0] != ropes[1]:
         raise fields.error("rope_parameters", f"is {ropes[0]}, but rope_scaling is {ropes[1]}")

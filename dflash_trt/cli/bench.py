@@ -21,7 +21,7 @@ from dflash_trt.cli.options import (
     add_threads,
     add_tree_nodes,
     at_least,
-    each,
+    list_of,
     option,
 )
 from dflash_trt.cli.output import colours, print_json
@@ -61,12 +61,12 @@ HEADINGS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_bundle(parser, "bundles", nargs="+")
-    option(parser, "--concurrency", "N,...", each(at_least(1)),
+    option(parser, "--concurrency", "N,...", list_of(at_least(1)),
            "closed loops: requests at a time (default: 1,2,4,8,16, or none with --rate)")  # fmt: skip
-    option(parser, "--rate", "R,...", each(_positive), "open loops: requests per second", [])
+    option(parser, "--rate", "R,...", list_of(_positive), "open loops: requests per second", [])
     option(parser, "--requests", "N", at_least(1), "requests per load and method", 96)
     option(parser, "--max-tokens", "N", at_least(2), "tokens per request", 64)
-    option(parser, "--methods", "M,...", each(_method),
+    option(parser, "--methods", "M,...", list_of(_method),
            "any of plain, draft, adaptive, tree, lookup (default: all but lookup that the bundle can do)")  # fmt: skip
     option(parser, "--block-length", "N", int, "block length of `draft` (default: the block size)")
     add_tree_nodes(parser)

@@ -117,11 +117,11 @@ def run(args: argparse.Namespace) -> int:
     else:
         size = byte_count(sum(description["files"].values()))
         shape = f"block {description['block_size']}, up to {description['max_seq_len']} tokens"
-        made = "kept, as it has these inputs and options already" if kept else f"built in {seconds:.1f} s"
+        state = "kept, as it has these inputs and options already" if kept else f"built in {seconds:.1f} s"
         weights = {"copy": "its own", "link": "linked with the checkpoints'", "none": "none"}[
             description["weights"]
         ]
-        print(f"{out}: {shape}, {size}, weights {weights}, {made}")
+        print(f"{out}: {shape}, {size}, weights {weights}, {state}")
         if "max_batch_size" in description.get("choices", {}):
             print(f"max_batch_size {description['choices']['max_batch_size']}")
     return 0

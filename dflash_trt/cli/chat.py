@@ -155,7 +155,7 @@ class Conversation:
         try:
             for chunk in stream:
                 # The last token of a round is the target's own. Those before it are drafts that it accepted.
-                copied = len(chunk.token_ids) - 1 - sum(each[3] for each in chunk.rounds)
+                copied = len(chunk.token_ids) - 1 - sum(numbers[3] for numbers in chunk.rounds)
                 for part, style in (((0, copied), DRAFTED), ((copied, -1), COPIED), ((-1, None), "")):
                     self._print(detokenizer.push(chunk.token_ids[slice(*part)]), "" if first else style)
                 answer, first = answer + chunk.text, False

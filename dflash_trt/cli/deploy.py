@@ -72,9 +72,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     """The settings of an engine process that these options give."""
     names = ("max_batch_size", "max_queue", "prefix_cache_bytes", "threads", "exact", "max_step")
-    given = {name: getattr(args, name) for name in names}
+    settings = {name: getattr(args, name) for name in names}
     times = {name: getattr(args, name) / 1e3 for name in ("prompt_delay", "stream_interval")}
-    return {**given, **drafting_of(args), **times}
+    return {**settings, **drafting_of(args), **times}
 
 
 def run(args: argparse.Namespace) -> int:

@@ -185,7 +185,7 @@ def drafting_of(args: argparse.Namespace) -> DraftingOptions:
     return asked
 
 
-def each(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
+def list_of(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
     def values(text: str) -> list[T]:
         return [kind(item) for item in text.split(",")]
 
@@ -218,7 +218,7 @@ def _reader(o: Option) -> tuple[Callable[[str], Any], dict[str, Any]]:
     read = o.parse or (up_to(o.most, kind) if o.most else kind if o.least is None else at_least(o.least))
     if form is list:
         return read, {"action": "append"}
-    return (read, {"nargs": "+"}) if form is tuple else (each(read) if form else read, {})
+    return (read, {"nargs": "+"}) if form is tuple else (list_of(read) if form else read, {})
 
 
 def fields_of(args: argparse.Namespace, settings: Callable[..., Any]) -> dict[str, Any]:
@@ -251,8 +251,8 @@ def engine_options_of(args: argparse.Namespace) -> EngineOptions | None:
     kind = registry.find(args.engine).options
     if kind is None:
         return None
-    given = {name: value for name, value in fields_of(args, kind).items() if value is not None}
+    asked = {name: value for name, value in fields_of(args, kind).items() if value is not None}
     for o in options_of(kind):
-        if o.default is MISSING and o.name not in given:
+        if o.default is MISSING and o.name not in asked:
             args.usage_error(f"--engine {args.engine} needs {o.flag}")
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in asked.items()})

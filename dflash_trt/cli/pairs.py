@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         rows += [(name, f"{pair.block_size:5}", note) for name, note in zip(pair.names, notes, strict=True)]
     print_table([("name", "block", "note"), *rows], heading=True)
     for reason in dict.fromkeys(drafter.unread for drafter in PUBLISHED):
-        listed = [(each.repository, each.kind) for each in PUBLISHED if each.unread == reason]
+        listed = [(drafter.repository, drafter.kind) for drafter in PUBLISHED if drafter.unread == reason]
         print()
         heading = f"not read: {reason}" if reason else "published drafters"
         print_table([(heading, "kind"), *listed], heading=True)
@@ -64,12 +64,12 @@ def run(args: argparse.Namespace) -> int:
 def _pair_as_json(pair: KnownPair) -> dict[str, Any]:
     from dflash_trt.checkpoint.mtp import ARCHITECTURES, MTP
 
-    own = (
+    own_drafter = (
         f"--drafter {MTP}, where the target's files have tensors mtp.*"
         if pair.family in ARCHITECTURES
         else ""
     )
-    return {**dataclasses.asdict(pair), "in_its_checkpoint": own}
+    return {**dataclasses.asdict(pair), "in_its_checkpoint": own_drafter}
 
 
 def _as_json(drafter: PublishedDrafter, form: TargetForm | None = None) -> dict[str, Any]:
@@ -92,12 +92,12 @@ def _show(name: str, *, as_json: bool) -> int:
     from dflash_trt.errors import CheckpointError, did_you_mean
 
     if Path(name).is_dir():
-        own = MTP if has_own_drafter(Path(name)) else None
+        mtp = MTP if has_own_drafter(Path(name)) else None
         if as_json:
-            print_json({"target": name, "in_its_checkpoint": own})
+            print_json({"target": name, "in_its_checkpoint": mtp})
         else:
             print_table(
-                [("target", name), ("in its checkpoint", f"--drafter {own}" if own else "no drafter")]
+                [("target", name), ("in its checkpoint", f"--drafter {mtp}" if mtp else "no drafter")]
             )
         return 0
     pair, drafter = known_pair(name), find_drafter(name)
@@ -106,7 +106,7 @@ def _show(name: str, *, as_json: bool) -> int:
     elif pair is not None and pair.drafter_repo is not None:
         drafter = find_drafter(pair.drafter_repo)
     if pair is None and drafter is None:
-        near = did_you_mean(name, [*NAMES, *(each.repository for each in PUBLISHED)])
+        near = did_you_mean(name, [*NAMES, *(published.repository for published in PUBLISHED)])
         raise CheckpointError(
             f"{name}: no pair and no drafter in the list has this name{near}; pairs: {', '.join(NAMES)}"
         )
@@ -133,8 +133,8 @@ def _rows(fields: dict[str, Any]) -> Iterator[tuple[str, str]]:
         elif name == "engines":
             yield from ((engine, f"no: {why}" if why else "yes") for engine, why in value.items())
         elif name != "read" and value not in (None, "", False, ()):  # the engines' rows say that
-            said = value if isinstance(value, list | tuple) else ["yes" if value is True else str(value)]
-            yield name.replace("_", " "), ", ".join(said)
+            texts = value if isinstance(value, list | tuple) else ["yes" if value is True else str(value)]
+            yield name.replace("_", " "), ", ".join(texts)
 
 
 def _engines(drafter: PublishedDrafter, form: TargetForm | None) -> dict[str, str]:
@@ -148,4 +148,4 @@ def _engines(drafter: PublishedDrafter, form: TargetForm | None) -> dict[str, st
             return f"only {drafter.only} runs the target"
         return engine.refuses_published(drafter, form)
 
-    return {each.name: why(each) for each in registry.engines()}
+    return {engine.name: why(engine) for engine in registry.engines()}

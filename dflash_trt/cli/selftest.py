@@ -47,10 +47,14 @@ def _kernels(report: Path) -> int:
 
     found = check_kernels()
     write_object(report, found)
-    rows = [(name, dtype, said) for dtype, each in found["problems"].items() for name, said in each.items()]
-    print_table([("failed" if said else "passed", name, dtype, said) for name, dtype, said in rows])
+    rows = [
+        (name, dtype, problem)
+        for dtype, problems in found["problems"].items()
+        for name, problem in problems.items()
+    ]
+    print_table([("failed" if problem else "passed", name, dtype, problem) for name, dtype, problem in rows])
     print(f"ran on {found['gpu'] or 'the CPU, in the interpreter'}\nreport: {report}")
-    return int(any(said for _, _, said in rows))
+    return int(any(problem for _, _, problem in rows))
 
 
 def _bundle(args: argparse.Namespace) -> int:

@@ -86,7 +86,7 @@ def _check_options(args: argparse.Namespace) -> None:
 def _check_unused(args: argparse.Namespace) -> None:
     """Refuse what only our server of OpenAI's API reads, so that nobody relies on keys or TLS that another ignores."""
     groups = {group.title: group._group_actions for group in args.parser._action_groups}
-    unused = [each.option_strings[0] for each in groups[_OPENAI] if getattr(args, each.dest) != each.default]
+    unused = [o.option_strings[0] for o in groups[_OPENAI] if getattr(args, o.dest) != o.default]
     if os.environ.get(_KEY_VARIABLE):
         unused.append(f"${_KEY_VARIABLE}")
     if unused:

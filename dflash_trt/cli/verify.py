@@ -18,7 +18,7 @@ from dflash_trt.cli.options import (
     add_prompts,
     at_least,
     block_length,
-    each,
+    list_of,
     option,
     tree_nodes,
 )
@@ -64,18 +64,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_prompts(parser)
     add_chat_template_arguments(parser)
     add_limit(parser, 4)
-    option(parser, "--temperatures", "T,...", each(float), default=[0.0, 0.7])
-    option(parser, "--block-lengths", "auto|N,...", each(block_length), "default: whole blocks, and auto")
-    option(parser, "--tree-nodes", "auto|N,...", each(tree_nodes),
+    option(parser, "--temperatures", "T,...", list_of(float), default=[0.0, 0.7])
+    option(parser, "--block-lengths", "auto|N,...", list_of(block_length), "default: whole blocks, and auto")
+    option(parser, "--tree-nodes", "auto|N,...", list_of(tree_nodes),
            "trees of so many nodes too, of a bundle built with --tree-width; 0: chains only "
            "(default: 1.5 blocks, auto)")  # fmt: skip
     option(parser, "--draft-source", "SOURCES", str,
            "drafts from drafter, lookup (the text itself), or drafter,lookup (default: both, and lookup alone)"
     )  # fmt: skip
-    option(parser, "--batch-sizes", "N,...", each(at_least(1)),
+    option(parser, "--batch-sizes", "N,...", list_of(at_least(1)),
            "sequences at a time (default: 1,4); with --widths, up to the largest (default: 8)")  # fmt: skip
     option(parser, "--max-tokens", "N", at_least(1), "tokens per prompt", 32)
-    option(parser, "--widths", "N,...", each(at_least(1)),
+    option(parser, "--widths", "N,...", list_of(at_least(1)),
            "compare the logits of passes of N rows instead (default: 1 to the block length)",
            nargs="?", const=[])  # fmt: skip
     option(parser, "--context", "N", at_least(0), "put N tokens of text before each prompt", 0)

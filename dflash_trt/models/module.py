@@ -124,7 +124,7 @@ class Module:
         name, shapes = "-".join(outputs), {"weight": (inputs,)} | ({"bias": ()} if bias else {})
         parameters = []
         for kind, columns in shapes.items():
-            parts = [self.raw(f"{each}.{kind}", n, *columns) for each, n in outputs.items()]
+            parts = [self.raw(f"{layer}.{kind}", n, *columns) for layer, n in outputs.items()]
             if len({part.dtype for part in parts}) > 1:
                 parts = [self.outside.cast(part, self.g.dtype) for part in parts]
             whole = self.outside.op("Concat", *parts, name=f"{name}.{kind}", axis=0)

@@ -87,31 +87,31 @@ def _letters(name: str) -> str:
 
 def _own(text: str) -> Gpu:
     expected = "expected memory=GIB,sm=COMPUTE_CAPABILITY, such as memory=24,sm=89"
-    given: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for part in text.split(","):
         key, _, value = (word.strip() for word in part.partition("="))
-        if key not in _OWN or key in given:
+        if key not in _OWN or key in figures:
             raise UsageError(f"--gpu is {show(text)}: {key!r} is unknown or given twice; {expected}")
         try:
-            given[key] = float(value)
+            figures[key] = float(value)
         except ValueError:
             raise UsageError(f"--gpu is {show(text)}: {key} is {value!r}, not a number; {expected}") from None
-        if not 0 < given[key] < 1e6:
+        if not 0 < figures[key] < 1e6:
             raise UsageError(
                 f"--gpu is {show(text)}: {key} is {value}, expected a number above 0; {expected}"
             )
-    if missing := [key for key in _OWN if key not in given]:
+    if missing := [key for key in _OWN if key not in figures]:
         raise UsageError(f"--gpu is {show(text)}: {missing[0]} is missing; {expected}")
-    sm = given["sm"] if given["sm"] >= 20 else given["sm"] * 10  # 8.9 is 89
+    sm = figures["sm"] if figures["sm"] >= 20 else figures["sm"] * 10  # 8.9 is 89
     if sm not in range(50, 200):
         raise UsageError(
-            f"--gpu is {show(text)}: sm is {given['sm']:g}, expected a compute capability; {expected}"
+            f"--gpu is {show(text)}: sm is {figures['sm']:g}, expected a compute capability; {expected}"
         )
     return Gpu(
         name="custom",
         product="a GPU by its figures",
         sm=int(sm),
-        memory_bytes=int(given["memory"] * 2**30),
+        memory_bytes=int(figures["memory"] * 2**30),
         gpus_per_node=1,
         sources=dict.fromkeys(("memory_mib", "gpus_per_node"), "as given with --gpu"),
     )

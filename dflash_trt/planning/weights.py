@@ -101,13 +101,13 @@ def _widened(
 
 def _widened_once(inventory: Inventory, side: str, roles: dict[str, dict[str, int]]) -> dict[str, int]:
     """Bytes in float32 by role that ONNX Runtime makes as it loads, of what it does not multiply as integers."""
-    made = {}
+    widened = {}
     for role, sizes in roles.items():
         if any(FORMATS[form].integer_bits is None or role == "experts" for form in FORMATS if form in sizes):
             floats = sum(sizes[name] // NUMBER_BYTES[name] for name in COMPUTE_DTYPES if name in sizes)
-            made[role] = 4 * (inventory.parameters(side)[role] - floats)
-    experts = made.pop("experts", 0)
-    return made | ({"experts": experts} if 0 < experts <= RESIDENT_EXPERT_BYTES else {})
+            widened[role] = 4 * (inventory.parameters(side)[role] - floats)
+    experts = widened.pop("experts", 0)
+    return widened | ({"experts": experts} if 0 < experts <= RESIDENT_EXPERT_BYTES else {})
 
 
 def _tables(inventory: Inventory, s: Settings, roles: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:

@@ -66,8 +66,8 @@ class MethodPoint:
 
     def to_dict(self) -> dict[str, Any]:
         """The figures for JSON, with times in milliseconds. TPOT is (last token - first token) / (tokens - 1)."""
-        each = [r.statistics for r in self.requests]
-        total = Statistics.merge(each)
+        statistics = [r.statistics for r in self.requests]
+        total = Statistics.merge(statistics)
         passes = total.draft_time + total.verify_time + total.host_time
         rounds = total.block_length_histogram
         return {
@@ -75,14 +75,14 @@ class MethodPoint:
             "rate": self.load.rate,
             "bundle": self.method.bundle,
             "method": self.method.name,
-            "requests": len(each),
+            "requests": len(statistics),
             "seconds": round(self.seconds, 3),
             "output_tokens": total.num_generation_tokens,
             "tokens_per_second": round(total.num_generation_tokens / self.seconds, 1),
-            "requests_per_second": round(len(each) / self.seconds, 3),
-            "tpot_ms": _times(s.time_per_output_token for s in each if s.num_generation_tokens > 1),
-            "ttft_ms": _times(s.time_to_first_token for s in each),
-            "queue_ms": _times(s.queue_time for s in each),
+            "requests_per_second": round(len(statistics) / self.seconds, 3),
+            "tpot_ms": _times(s.time_per_output_token for s in statistics if s.num_generation_tokens > 1),
+            "ttft_ms": _times(s.time_to_first_token for s in statistics),
+            "queue_ms": _times(s.queue_time for s in statistics),
             "e2e_ms": _times(self.latencies),
             "round_ms": round(1e3 * passes / max(sum(rounds), 1), 3),
             "host_share": round(total.host_time / passes, 4) if passes else 0.0,
@@ -169,5 +169,6 @@ def _times(seconds: Iterable[float]) -> dict[str, float]:
         return {}
     figures = [values.mean(), *np.percentile(values, (50, 90, 99), method="inverted_cdf")]
     return {
-        name: round(float(each), 3) for name, each in zip(("mean", "p50", "p90", "p99"), figures, strict=True)
+        name: round(float(figure), 3)
+        for name, figure in zip(("mean", "p50", "p90", "p99"), figures, strict=True)
     }

@@ -176,7 +176,7 @@ class Checks:
         self.localizer.run(passes if drafts else passes[:2])
         if self.localizer.first is not None:
             raise Failure(self.localizer.describe())
-        worst = max(each.error / each.limit for each in self.localizer.compared)
+        worst = max(result.error / result.limit for result in self.localizer.compared)
         return {"share of what rounding explains": round(worst, 3)}
 
     def chunks(self) -> Figures:
@@ -333,16 +333,16 @@ class Checks:
             self._expected = []
         for i in range(2):
             draft = pair.drafter.propose([request], len(self.block))
-            tokens, given = np.array(draft.tokens), np.array(draft.logprobs)[0]
+            tokens, drafted = np.array(draft.tokens), np.array(draft.logprobs)[0]
             if not ours:
-                self._expected.append((tokens, given))
+                self._expected.append((tokens, drafted))
             elif not np.array_equal(tokens, self._expected[i][0]):
                 first = int(np.argmax(tokens[0] != self._expected[i][0][0]))  # a draft of logprobs[first - 1]
                 tokens, theirs = self._expected[i]
-                given = np.concatenate([given[:first], theirs[first:]])
+                drafted = np.concatenate([drafted[:first], theirs[first:]])
                 draft = Draft(tokens, None, theirs[None])
             pair.verify([request], draft)
-            logprobs.append(given)
+            logprobs.append(drafted)
             pair.commit(request, 0, [0, 1])
             request.committed += 2
         return logprobs

@@ -50,7 +50,7 @@ def describe() -> dict[str, Any]:
         "gpus": hardware.gpus(),
         "onnxruntime_providers": providers,
         "missing": missing,
-        "engines": [{"engine": name, **asdict(each)} for name, each in available.items()],
+        "engines": [{"engine": name, **asdict(state)} for name, state in available.items()],
     }
 
 

@@ -95,16 +95,18 @@ class Localizer:
         """The part of the model whose fault explains which tensors of the first wrong layer differ."""
         assert self.first is not None
         model, tensor = self.first.model, self.first.tensor
-        same = [each for each in self.compared if (each.stage, each.model) == (self.first.stage, model)]
+        same = [
+            result for result in self.compared if (result.stage, result.model) == (self.first.stage, model)
+        ]
         kind, dot, layer = tensor.rpartition(".")
-        layers = [each.tensor.rpartition(".")[2] for each in same if "." in each.tensor]
+        layers = [result.tensor.rpartition(".")[2] for result in same if "." in result.tensor]
         if not dot:
             after = f"layer {layers[-1]} after its keys and values, " if layers else ""
             return f"the {model}'s {after}a later layer, the final norm or the head"
         wrong = {
-            each.tensor.rpartition(".")[0]
-            for each in same
-            if each.wrong and each.tensor.endswith(dot + layer)
+            result.tensor.rpartition(".")[0]
+            for result in same
+            if result.wrong and result.tensor.endswith(dot + layer)
         }
         if len(wrong) == 1:
             part = "value projection" if kind.startswith("v") else "key projection, key norm or rotation"
@@ -174,7 +176,7 @@ def deviation(ours: Array, theirs: Array, *, size: float | None = None, median: 
     """
     if not np.isfinite(ours).all():
         return float("inf")
-    ours, theirs = (np.atleast_2d(each).astype(np.float64) for each in (ours, theirs))
+    ours, theirs = (np.atleast_2d(numbers).astype(np.float64) for numbers in (ours, theirs))
     difference = ours - theirs
     size = max(size or float(_root_mean_square(theirs)), 1e-6)
     rows = _root_mean_square(difference, 1) / size

@@ -87,7 +87,7 @@ def write_report(
 ) -> None:
     """Write the report, so that a reader never sees a part of it."""
     content = {"format": FORMAT, **header, "checks": [asdict(check) for check in checks]}
-    content["layers"] = [asdict(each) for each in compared]
+    content["layers"] = [asdict(result) for result in compared]
     with whole_file(report) as file:
         file.write(json.dumps(content, indent=1, default=str).encode() + b"\n")
 

@@ -63,7 +63,7 @@ def chains(block_lengths: Sequence[int | None]) -> list[DraftingOptions]:
 def token_ids(llm: LLM, prompts: Sequence[Prompt], context: int = 0) -> list[list[int]]:
     """The tokens of the prompts, each behind `context` tokens of text: those of all prompts, again and again."""
     ids = [prompt.token_ids(llm.tokenizer) for prompt in prompts]
-    return [[*islice(cycle(chain.from_iterable(ids)), context), *each] for each in ids]
+    return [[*islice(cycle(chain.from_iterable(ids)), context), *prompt_ids] for prompt_ids in ids]
 
 
 def verify(

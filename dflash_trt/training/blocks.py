@@ -74,13 +74,13 @@ class Batches:
     def _order(self, epoch: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(self.seed + epoch)
         order = torch.randperm(len(self.answers), generator=generator).tolist()[: self.per_epoch * self.size]
-        made: list[list[int]] = []
+        batches: list[list[int]] = []
         for first in range(0, len(order), _WINDOW * self.size):
             window = sorted(
                 order[first : first + _WINDOW * self.size], key=lambda i: len(self.answers[i].token_ids)
             )
-            made += [window[i : i + self.size] for i in range(0, len(window), self.size)]
-        return [made[i] for i in torch.randperm(len(made), generator=generator).tolist()]
+            batches += [window[i : i + self.size] for i in range(0, len(window), self.size)]
+        return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,9 +128,9 @@ def open_drafter(configuration: Path, weights: Path | None, target: Path) -> Dra
     check_pair(target_config, config)
     if config.own is not None and not isinstance(config.own, DFlash2):
         raise CheckpointError(f"{config.path}: training is for the kinds {', '.join(get_args(Kind))}")
-    made: type[DrafterModel] = DrafterModel if config.own is None else DFlash2Drafter
+    model: type[DrafterModel] = DrafterModel if config.own is None else DFlash2Drafter
     if weights is None:
-        return made(config)
+        return model(config)
     checkpoint = Checkpoint(weights)
     if checkpoint.quantization.name is not None:
         name = checkpoint.quantization.name
@@ -139,7 +139,7 @@ def open_drafter(configuration: Path, weights: Path | None, target: Path) -> Dra
     for file in checkpoint.files:
         tensors |= load_file(file)
     try:
-        return made(config, tensors)
+        return model(config, tensors)
     except RuntimeError as error:
         raise CheckpointError(f"{weights}: its tensors are not those of config.json: {error}") from None
 

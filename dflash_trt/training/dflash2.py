@@ -97,8 +97,8 @@ class DFlash2Drafter(DrafterModel):
         self.candidate_selector = _Selector(config)
         if weights is not None:
             missing, unknown = self.load_state_dict({n: w.float() for n, w in weights.items()}, strict=False)
-            own = ("_conv.", "candidate_selector.")
-            if unknown or (missing := [name for name in missing if not any(part in name for part in own)]):
+            parts = ("_conv.", "candidate_selector.")
+            if unknown or (missing := [name for name in missing if not any(part in name for part in parts)]):
                 raise RuntimeError(f"unknown: {unknown[:4]}, missing: {missing[:4]}")
         self.scale_selector(1.0, 1.0)
 
@@ -116,11 +116,11 @@ class DFlash2Drafter(DrafterModel):
 
     def published(self, weights: Mapping[str, Tensor], embedding: Tensor) -> Mapping[str, Tensor]:
         """The tensors of a checkpoint, from those of a state: codebooks [V, rank] in place of projections."""
-        made, name = dict(weights), "candidate_selector"
+        tensors, name = dict(weights), "candidate_selector"
         for book in _CODEBOOKS:
-            projection = made.pop(f"{name}.{book}.weight").float().cpu()
-            made[f"{name}.{book}_codebook"] = embedding.detach().float().cpu() @ projection.T
-        return made
+            projection = tensors.pop(f"{name}.{book}.weight").float().cpu()
+            tensors[f"{name}.{book}_codebook"] = embedding.detach().float().cpu() @ projection.T
+        return tensors
 
     def forward(self, *inputs: Any, selection: Selection | None = None, **named: Any) -> Any:
         """As DFlash's; with a `selection`, the selector's loss too: cross entropy of the true token among candidates.

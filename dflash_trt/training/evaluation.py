@@ -72,8 +72,8 @@ def measure(
     for prompt, answer in zip(prompts, answers, strict=True):
         by_category.setdefault(prompt.category, []).append(answer.statistics)
     shutil.rmtree(work / "bundle")
-    made = {category: _figures(each) for category, each in sorted(by_category.items())}
-    return {**made, ALL: _figures([s for each in by_category.values() for s in each])}
+    figures = {category: _figures(statistics) for category, statistics in sorted(by_category.items())}
+    return {**figures, ALL: _figures([s for statistics in by_category.values() for s in statistics])}
 
 
 def _figures(parts: Sequence[Statistics]) -> dict[str, Any]:
@@ -90,8 +90,8 @@ def _figures(parts: Sequence[Statistics]) -> dict[str, Any]:
 
 def average(figures: Mapping[str, Any]) -> float:
     """The mean of the categories' tokens per pass, with equal weights."""
-    each = [part["acceptance_length"] for category, part in figures.items() if category != ALL]
-    return sum(each) / len(each)
+    lengths = [part["acceptance_length"] for category, part in figures.items() if category != ALL]
+    return sum(lengths) / len(lengths)
 
 
 def read_history(file: Path) -> dict[int, dict[str, Any]]:

@@ -55,11 +55,11 @@ def export(drafter: Path, target: Path, target_name: str, out: Path, form: Form)
     Raises:
         CheckpointError, PairError: a file cannot be read, is of another kind, or does not belong to the target.
     """
-    own, checkpoint = read_config(drafter / "config.json"), Checkpoint(drafter)
+    raw, checkpoint = read_config(drafter / "config.json"), Checkpoint(drafter)
     target_config = read_target_config(target)
     config = read_drafter_config(drafter, target_config)
     if (
-        own.get("architectures") not in (["DFlashDraftModel"], ["DFlash2DraftModel"])
+        raw.get("architectures") not in (["DFlashDraftModel"], ["DFlash2DraftModel"])
         or checkpoint.quantization.name
     ):
         raise CheckpointError(f"{drafter}: is no unquantized DFlash or DFlash2 drafter in z-lab's layout")
@@ -69,7 +69,7 @@ def export(drafter: Path, target: Path, target_name: str, out: Path, form: Form)
     tensors = {
         name: torch.from_numpy(checkpoint.array(name).astype(np.float32)) for name in checkpoint.tensors
     }
-    breaks = contract_breaks(own)
+    breaks = contract_breaks(raw)
     warnings = [f"TensorRT Edge-LLM refuses this drafter: {'; '.join(breaks)}"] if breaks else []
     tokens = None
     if (drafter / FILE).is_file():
@@ -81,8 +81,8 @@ def export(drafter: Path, target: Path, target_name: str, out: Path, form: Form)
     scale = target_config.embedding_scale if config.row_scale is None else config.row_scale
     card = (drafter / "README.md").read_text(encoding="utf-8") if (drafter / "README.md").is_file() else ""
     if form == "zlab":
-        section = own["dflash_config"] | ({} if scale == 1 else {ROW_SCALE: scale})
-        write_checkpoint(tensors, own | {"dflash_config": section}, out, card)
+        section = raw["dflash_config"] | ({} if scale == 1 else {ROW_SCALE: scale})
+        write_checkpoint(tensors, raw | {"dflash_config": section}, out, card)
         return warnings
     unread = {ROW_SCALE: scale}
     if isinstance(config.own, DFlash2):  # a cap or factor of DFlash's logits changes no draft
@@ -96,7 +96,7 @@ def export(drafter: Path, target: Path, target_name: str, out: Path, form: Form)
         )
     if tokens is not None:
         tensors |= _draft_head(Checkpoint(target), target_config, tokens)
-    write_checkpoint(tensors, _speculators(own, config, target_config, target_name, tokens), out, card)
+    write_checkpoint(tensors, _speculators(raw, config, target_config, target_name, tokens), out, card)
     return warnings
 
 
@@ -115,7 +115,7 @@ def _draft_head(target: Checkpoint, config: TargetConfig, tokens: list[int]) -> 
 
 
 def _speculators(
-    own: dict[str, Any],
+    raw: dict[str, Any],
     config: DrafterConfig,
     target: TargetConfig,
     target_name: str,
@@ -123,11 +123,11 @@ def _speculators(
 ) -> dict[str, Any]:
     """config.json of speculators' layout. Its taps count the layer that is entered."""
     name = "dflash2" if isinstance(config.own, DFlash2) else "dflash"
-    section = own["dflash_config"]
+    section = raw["dflash_config"]
     fields: dict[str, Any] = {
         "speculators_model_type": name,
         "architectures": ["DFlash2DraftModel" if name == "dflash2" else "DFlashSpeculator"],
-        "transformer_layer_config": {key: value for key, value in own.items() if key not in _OWN},
+        "transformer_layer_config": {key: value for key, value in raw.items() if key not in _OWN},
         "draft_vocab_size": target.vocab_size if tokens is None else len(tokens),
         "block_size": config.block_size,
         "aux_hidden_state_layer_ids": [tap + 1 for tap in config.target_layer_ids],
@@ -210,6 +210,6 @@ def model_card(
         size=size,
         drafts=size - 1,
         recipe=recipe,
-        refused="".join(f"TensorRT Edge-LLM refuses it: {each}.\n\n" for each in contract_breaks(config)),
+        refused="".join(f"TensorRT Edge-LLM refuses it: {fault}.\n\n" for fault in contract_breaks(config)),
         measured=f"\n{_MEASURED}: {', '.join(lengths)}.\n" if lengths else "",
     )

@@ -197,7 +197,7 @@ class Fit:
             dropped = write_own_prompts(
                 *(bundle, file, count),
                 threads=self.threads,
-                stopped=lambda made: made >= 2 * _BATCH and self.spent > begin + share,
+                stopped=lambda written: written >= 2 * _BATCH and self.spent > begin + share,
                 report=lambda done, of: self._say(f"prompt {done} of {of}"),
             )
             self.state.dropped = dict(Counter(self.state.dropped) + dropped)
@@ -238,14 +238,14 @@ class Fit:
         answers = read_answers(self.answers)
         counts = summary(answers)
         self.state.rates["answers"] = round(counts["answer_tokens"] / max(seconds, 1e-9), 1)
-        asked, said = (
+        asked, answered = (
             median(map(len, ids))
             for ids in zip(*((a.prompt_ids, a.answer_ids) for a in answers), strict=True)
         )
         scripts = Counter(script(str(answer.content)) for answer in answers).most_common(3)
         self.state.notes.append(
             f"{counts['answers']} answers of {counts['answer_tokens']} tokens; prompts and answers of {asked:.0f} and "
-            f"{said:.0f} tokens in the median; scripts: {', '.join(f'{name.lower()} {n}' for name, n in scripts)}"
+            f"{answered:.0f} tokens in the median; scripts: {', '.join(f'{name.lower()} {n}' for name, n in scripts)}"
         )
         if self.state.dropped:
             reasons = ", ".join(f"{n} {reason}" for reason, n in self.state.dropped.items())
@@ -332,7 +332,7 @@ class Fit:
     ) -> dict[int, float]:
         """Seconds of a round, draft and verification, by its tokens; 1 is plain decoding."""
         self._say("what rounds take")
-        made: dict[int, float] = {}
+        fastest: dict[int, float] = {}
         place = self.work / "timed"
         options: dict[str, Any] = {
             "engine": self.engine,
@@ -347,9 +347,9 @@ class Fit:
             for length in lengths * _REPEATS:
                 done = llm.generate(prompt, params, block_length=length).statistics
                 seconds = done.generation_time / sum(done.block_length_histogram)
-                made[length] = min(seconds, made.get(length, seconds))
+                fastest[length] = min(seconds, fastest.get(length, seconds))
         shutil.rmtree(place)
-        return made
+        return fastest
 
     def _train(self) -> None:
         """The training, in the time that is left."""
@@ -410,18 +410,18 @@ class Fit:
     def _advice(self, every: Row) -> list[str]:
         history = read_history(self.run_folder / "evaluation.jsonl")
         lengths = [average(figures) for _, figures in sorted(history.items())]
-        made = [f"the drafter is in {self.run_folder / 'best'}"]
+        advice = [f"the drafter is in {self.run_folder / 'best'}"]
         if lengths[-1] == max(lengths):
-            made.append(
+            advice.append(
                 f"acceptance still rose: the same command with more --hours continues from {lengths[-1]:.2f}"
             )
         if self.prompts is None:
-            made.append(
+            advice.append(
                 "the target wrote its own prompts: --prompts with what your users ask fits them better"
             )
         if self.start is None:
-            made.append("--from begins with a published drafter, if there is one for the base model")
-        return made
+            advice.append("--from begins with a published drafter, if there is one for the base model")
+        return advice
 
 
 def compare(
@@ -445,7 +445,7 @@ def compare(
                     part[1] += done.generation_time
                     part[2] += sum(done.block_length_histogram)
         report(max(0, number + 1 - warm))
-    made = [
+    rows = [
         Row(
             name,
             drafted[0] / max(drafted[2], 1),
@@ -453,7 +453,7 @@ def compare(
         )
         for name, (plain, drafted) in sums.items()
     ]
-    return sorted(made, key=lambda row: (row.category == ALL, row.category))
+    return sorted(rows, key=lambda row: (row.category == ALL, row.category))
 
 
 def fit(target: Path, name: str, out: Path, seconds: float, **options: Any) -> Outcome:

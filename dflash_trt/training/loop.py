@@ -225,7 +225,7 @@ def load_state(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer
     """
     # A kill between two renames leaves only the old one.
     places = (folder, folder.with_name(f".{folder.name}.old"))
-    place = next((each for each in places if (each / "state.json").exists()), None)
+    place = next((candidate for candidate in places if (candidate / "state.json").exists()), None)
     if place is None:
         return 0
     step = read_object(place / "state.json")["step"]
@@ -239,10 +239,10 @@ def load_state(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer
             parameter, _, key = rest.rpartition(_SEPARATOR)
             state.setdefault(parameter, {})[key] = value
     # Offloaded to the CPU, the dictionaries exist in the first process only. Here every process needs them.
-    _, made = get_state_dict(module, optimizer, options=StateDictOptions(full_state_dict=True))
-    if {n: set(v) for n, v in made["state"].items()} != {n: set(v) for n, v in state.items()}:  # type: ignore[arg-type]
+    _, current = get_state_dict(module, optimizer, options=StateDictOptions(full_state_dict=True))
+    if {n: set(v) for n, v in current["state"].items()} != {n: set(v) for n, v in state.items()}:  # type: ignore[arg-type]
         raise DFlashError(f"{place}: belongs to another drafter or optimizer; choose another --out")
-    held: dict[str, Any] = {"state": state, "param_groups": made["param_groups"]}
+    held: dict[str, Any] = {"state": state, "param_groups": current["param_groups"]}
     set_state_dict(module, optimizer, model_state_dict=weights, optim_state_dict=held, options=_OPTIONS)
     return int(step)
 

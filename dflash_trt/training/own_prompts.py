@@ -88,7 +88,7 @@ def write_own_prompts(
     seed: int = 0,
     concurrency: int = 32,
     threads: int | None = None,
-    stopped: Callable[[int], bool] = lambda made: False,
+    stopped: Callable[[int], bool] = lambda written: False,
     report: Callable[[int, int], None] = lambda done, count: None,
 ) -> Counter[str]:
     """Add prompts of the target to the JSONL file `out` until it has `count`, `stopped` says so of their number, or
@@ -105,11 +105,11 @@ def write_own_prompts(
             opening, end = user_turn(llm.tokenizer)
             texts = PromptFilter(llm.tokenizer, [line["messages"][0]["content"] for line in kept])
             room = min(_MOST_TOKENS, llm.max_seq_len - len(opening) - 1)
-            made, tried, number = len(kept), 0, max(numbers, default=-1)
+            written, tried, number = len(kept), 0, max(numbers, default=-1)
 
             async def work() -> None:
-                nonlocal made, tried, number
-                while made < count and not stopped(made) and (tried < 100 or 10 * made > tried):
+                nonlocal written, tried, number
+                while written < count and not stopped(written) and (tried < 100 or 10 * written > tried):
                     tried, number, mine = tried + 1, number + 1, number + 1
                     params = SamplingParams(
                         max_tokens=room,
@@ -120,13 +120,13 @@ def write_own_prompts(
                     )
                     done = await llm.generate(opening, params, speculate=False)
                     text = done.text.strip()
-                    if made < count and texts.takes(text, finished=done.finish_reason == "stop"):
-                        made += 1
+                    if written < count and texts.takes(text, finished=done.finish_reason == "stop"):
+                        written += 1
                         message = {"role": "user", "content": text}
                         line = {"id": f"own-{mine}", "category": CATEGORY, "messages": [message]}
                         file.write(json.dumps(line, ensure_ascii=False) + "\n")
                         file.flush()
-                        report(made, count)
+                        report(written, count)
 
             await asyncio.gather(*(work() for _ in range(concurrency)))
             return texts.dropped

@@ -109,13 +109,13 @@ def regenerate_with_server(
         }
         if prompt.variables:
             body["chat_template_kwargs"] = prompt.variables
-        said = await asyncio.to_thread(_post, endpoint, body, timeout)
+        response = await asyncio.to_thread(_post, endpoint, body, timeout)
         try:
-            choice = said["choices"][0]
+            choice = response["choices"][0]
             text, reason = choice["message"]["content"] or "", str(choice["finish_reason"])
         except (KeyError, IndexError, TypeError) as error:
             raise RequestError(
-                f"{endpoint}: the answer has no choices[0].message.content: {said!s:.80}"
+                f"{endpoint}: the answer has no choices[0].message.content: {response!s:.80}"
             ) from error
         ids = tokenizer.encode(text, add_special_tokens=False) + [ends[0]] * (reason == "stop")
         if not ids:
@@ -136,8 +136,10 @@ def _post(endpoint: str, body: dict[str, Any], timeout: float) -> Any:
         with urllib.request.urlopen(request, timeout=timeout) as response:
             return json.load(response)
     except urllib.error.HTTPError as error:
-        said = error.read(200).decode(errors="replace")
-        raise RequestError(f"{endpoint}: refused the request ({error.code} {error.reason}): {said}") from None
+        reply = error.read(200).decode(errors="replace")
+        raise RequestError(
+            f"{endpoint}: refused the request ({error.code} {error.reason}): {reply}"
+        ) from None
     except (OSError, ValueError) as error:
         raise RequestError(
             f"{endpoint}: gave no answer ({error}); run the command again to continue"
@@ -166,11 +168,11 @@ async def _answer_all(
         for prompt in queue:
             if stopped():
                 return
-            given = await answer(prompt)
+            answered = await answer(prompt)
             ready += 1
-            if given is not None:
-                file.append(given)
-                tokens += len(given.answer_ids)
+            if answered is not None:
+                file.append(answered)
+                tokens += len(answered.answer_ids)
             if report is not None:
                 report(ready, len(prompts), tokens, monotonic() - began)
 

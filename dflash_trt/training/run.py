@@ -208,8 +208,8 @@ def _draft_vocabulary(
             raise UsageError(f"{file}: this run has a draft vocabulary: give --draft-vocabulary as before")
         return None
     if not file.exists():
-        given = (answer.answer_ids for answer in answers)
-        tokens = most_frequent(given, design.draft_vocabulary, config.vocab_size, config.eos_token_ids)
+        texts = (answer.answer_ids for answer in answers)
+        tokens = most_frequent(texts, design.draft_vocabulary, config.vocab_size, config.eos_token_ids)
         write_object(file, {"tokens": tokens})
     tokens = read_draft_vocabulary(file, config.vocab_size)
     if len(tokens) != min(design.draft_vocabulary, config.vocab_size):

@@ -88,8 +88,8 @@ class FrozenTarget:
 
         Tokens are right-padded to T: what is behind a text does not change it.
         """
-        made = self.decoder(input_ids=tokens, use_cache=False)
-        return torch.cat(self._taps, -1), made.last_hidden_state if self._final else None
+        output = self.decoder(input_ids=tokens, use_cache=False)
+        return torch.cat(self._taps, -1), output.last_hidden_state if self._final else None
 
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:

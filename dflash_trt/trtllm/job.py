@@ -96,7 +96,7 @@ def _inventory(pair: CheckpointPair) -> Inventory:
     """The tensors of the models. Outlines learn their tensors from it."""
     configs = pair.target.config, pair.draft_config
     checkpoints = [side.checkpoint for side in pair.sides.values()]
-    read = [each for each in checkpoints if isinstance(each, Checkpoint)]
+    read = [checkpoint for checkpoint in checkpoints if isinstance(checkpoint, Checkpoint)]
     if len(read) == len(checkpoints):
         # TensorRT-LLM's loader ignores unknown tensors and does not notice missing ones.
         return take_inventory(*configs, read)

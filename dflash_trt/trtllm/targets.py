@@ -215,10 +215,10 @@ def _compressed_tensors(fields: Fields) -> TargetQuantization:
     name = _GROUPS.get(scheme)
     sized = inputs if name == "fp8-blocks" else weights
     if name is None or sized is None or sized.get("group_size") not in _SIZES.get(name, (None, -1)):
-        said = fields.get("format") or "compressed-tensors"
+        form = fields.get("format") or "compressed-tensors"
         raise group.error(
             "weights",
-            f"are {show(scheme[0])} bits of {scheme[1]} by {scheme[2]}, with inputs by {strategy or 'none'} ({said}): "
+            f"are {show(scheme[0])} bits of {scheme[1]} by {scheme[2]}, with inputs by {strategy or 'none'} ({form}): "
             f"TensorRT-LLM does not read them; {_READ}",
         )
     cache = fields.section("kv_cache_scheme")

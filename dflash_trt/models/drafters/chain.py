@@ -94,7 +94,7 @@ class ChainPass(DrafterPass):
         begin = g.op("Mul", g.arange(self.batch), g.op("Squeeze", self.n_written), name="begin")
         row = g.op("Add", begin, self.newest, name="row")
         with g.scope("first"):
-            x, h = (g.op("Gather", each, row, name="input") for each in (stream, rows))
+            x, h = (g.op("Gather", value, row, name="input") for value in (stream, rows))
             mixer = _Mixer(lambda m, h: attention.layer(m, 0, h, rows, width=self.width))
             best, logprobs, state = self.best(self.m, *self.layer(self.m, mixer, x, h))
         chain = (UnrolledChain if self.parts.dialect.by_head else DraftChain)(
