@@ -76,7 +76,7 @@ def read_compressed_tensors(fields: Fields) -> Quantization:
     """Raises CheckpointError, naming the field, for whatever would change the numbers and is not read."""
     for key in ("transform_config", "moe_sparsity_config"):
         if fields.get(key):
-            raise fields.error(key, f"is {show(fields.get(key))}, which is not supported; {_HOW}")
+            raise fields.wrong(key, f"which is not supported; {_HOW}")
     sparsity = fields.section("sparsity_config")
     if sparsity is not None and sparsity.get("format") not in (None, "dense"):
         raise sparsity.error(
@@ -97,7 +97,7 @@ def read_compressed_tensors(fields: Fields) -> Quantization:
             targets[target] = algorithm, name
     cache = fields.section("kv_cache_scheme")
     if cache is not None and cache.integer("num_bits", default=8) != 8:
-        raise cache.error("num_bits", f"is {show(cache.get('num_bits'))}, expected 8")
+        raise cache.wrong("num_bits", "expected 8")
     return _ruled(
         fields, {target: algorithm for target, (algorithm, _) in targets.items()}, cache is not None
     )
@@ -145,7 +145,7 @@ def _group(fields: Fields, groups: Fields, name: str) -> tuple[tuple[str, ...], 
 def _algorithm(fields: Fields, group: Fields, weights: Fields, inputs: Fields | None) -> Algorithm:
     strategy, size = _strategy(weights), weights.get("group_size")
     if weights.get("dynamic"):
-        raise weights.error("dynamic", f"is {show(weights.get('dynamic'))}, expected false")
+        raise weights.wrong("dynamic", "expected false")
     symmetric = weights.boolean("symmetric", default=True)
     name = _numbers(weights, strategy)
     label, rows = name.upper(), 1
@@ -178,13 +178,13 @@ def _strategy(fields: Fields) -> str:
     """How many numbers share a scale; where the file does not say, its group size does."""
     size = fields.get("group_size")
     if size is not None and (type(size) is not int or not (size == -1 or 1 <= size <= 1 << 20)):
-        raise fields.error("group_size", f"is {show(size)}, expected -1 or an integer above 0")
+        raise fields.wrong("group_size", "expected -1 or an integer above 0")
     if fields.get("strategy") is not None:
         strategy = fields.string("strategy").lower()
     else:
         strategy = "tensor" if size is None else "channel" if size == -1 else "group"
     if strategy in ("group", "tensor_group") and (size is None or size < 1):
-        raise fields.error("group_size", f"is {show(size)}, but strategy is {strategy!r}")
+        raise fields.wrong("group_size", f"but strategy is {strategy!r}")
     return strategy
 
 
@@ -227,11 +227,9 @@ def _stored(fields: Fields, group: Fields, name: str, inputs: Fields | None) -> 
     if stored in (None, "mixed-precision", "fakequant"):
         return "int-quantized" if name == "int8" and inputs is not None else formats[0]
     if not isinstance(stored, str) or stored not in _FORMATS:
-        raise where.error("format", f"is {show(stored)}, supported are: {', '.join(_FORMATS)}; {_HOW}")
+        raise where.wrong("format", f"supported are: {', '.join(_FORMATS)}; {_HOW}")
     if stored not in formats:
-        raise where.error(
-            "format", f"is {show(stored)}, but the weights of {group.prefix.rstrip('.')} are {name}"
-        )
+        raise where.wrong("format", f"but the weights of {group.prefix.rstrip('.')} are {name}")
     return stored
 
 
@@ -243,7 +241,7 @@ def _inputs(name: str, inputs: Fields) -> tuple[bool, bool]:
     row, bits, kind = _NUMBERS[name], inputs.integer("num_bits", default=8), inputs.get("type") or "int"
     strategy, dynamic = _strategy(inputs), inputs.get("dynamic")
     if dynamic not in (None, True, False, "local"):
-        raise inputs.error("dynamic", f"is {show(dynamic)}, expected true, false or 'local'")
+        raise inputs.wrong("dynamic", "expected true, false or 'local'")
     fits = kind == row.type and row.input_bits in (None, bits)
     fits = fits and strategy in row.inputs.get(dynamic or False, ())
     fits = fits and (name != "nvfp4" or inputs.get("group_size") in (None, NVFP4_BLOCK))

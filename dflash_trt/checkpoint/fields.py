@@ -32,6 +32,10 @@ class Fields:
         """The error that a value in this place is wrong."""
         return CheckpointError(f"{self.path}: {show_name(self.prefix + key)} {problem}")
 
+    def wrong(self, key: str, problem: str) -> CheckpointError:
+        """The same, with the value before the problem."""
+        return self.error(key, f"is {show(self.get(key))}, {problem}")
+
     def get(self, key: str) -> Any:
         """The value as it is; None where it is absent."""
         return self.values.get(key)
@@ -42,7 +46,7 @@ class Fields:
         if value is None:
             return None
         if not isinstance(value, dict):
-            raise self.error(key, f"is {show(value)}, expected an object")
+            raise self.wrong(key, "expected an object")
         return Fields(self.path, value, f"{self.prefix}{key}.")
 
     def needed(self, key: str, content: str) -> Fields:
@@ -58,7 +62,7 @@ class Fields:
         """An integer from `minimum` to `maximum`. Without a default, the field must be there."""
         value = self._present(key, default, "an integer")
         if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
-            raise self.error(key, f"is {show(value)}, expected an integer from {minimum} to {maximum}")
+            raise self.wrong(key, f"expected an integer from {minimum} to {maximum}")
         return value
 
     def number(
@@ -75,25 +79,23 @@ class Fields:
         except (TypeError, OverflowError):
             number = math.nan
         if not math.isfinite(number) or (number <= above if minimum is None else number < minimum):
-            raise self.error(key, f"is {show(value)}, expected a number {bound}")
+            raise self.wrong(key, f"expected a number {bound}")
         if number and not _SMALLEST <= abs(number) <= _LARGEST:
-            raise self.error(
-                key, f"is {show(value)}, expected a magnitude from {_SMALLEST:g} to {_LARGEST:g}"
-            )
+            raise self.wrong(key, f"expected a magnitude from {_SMALLEST:g} to {_LARGEST:g}")
         return number
 
     def boolean(self, key: str, *, default: bool | None = None) -> bool:
         """True or false. Without a default, the field must be there."""
         value = self._present(key, default, "true or false")
         if not isinstance(value, bool):
-            raise self.error(key, f"is {show(value)}, expected true or false")
+            raise self.wrong(key, "expected true or false")
         return value
 
     def string(self, key: str, among: Collection[str] | None = None) -> str:
         """A text, which must be there. `among`: the texts that it may be; None: any."""
         value = self._present(key, None, "a string")
         if not isinstance(value, str):
-            raise self.error(key, f"is {show(value)}, expected a string")
+            raise self.wrong(key, "expected a string")
         if among is not None and value not in among:
             raise self.error(key, f"is {quoted(value)}, supported are: {', '.join(among)}")
         return value
@@ -110,7 +112,7 @@ class Fields:
     def _items(self, key: str, what: str, most: int) -> list[tuple[str, Fields]]:
         value = self._present(key, None, f"a list of {what}")
         if not isinstance(value, list):
-            raise self.error(key, f"is {show(value)}, expected a list of {what}")
+            raise self.wrong(key, f"expected a list of {what}")
         if len(value) > most:
             raise self.error(key, f"has {len(value)} entries, expected at most {most}")
         places = [f"{key}[{index}]" for index in range(len(value))]
@@ -133,7 +135,5 @@ def stated(places: Sequence[tuple[Fields, str]], read: Callable[[Fields, str], T
     values = [read(fields, key) for fields, key in present]
     if any(value != values[0] for value in values):
         (fields, key), (other, name) = present[0], present[-1]
-        raise fields.error(
-            key, f"is {show(fields.get(key))}, but {other.prefix}{name} is {show(other.get(name))}"
-        )
+        raise fields.wrong(key, f"but {other.prefix}{name} is {show(other.get(name))}")
     return values[0] if values else None

@@ -26,7 +26,7 @@ from dflash_trt.checkpoint.layouts import GGUF
 from dflash_trt.checkpoint.rope import RopeConfig, inverse_frequencies
 from dflash_trt.checkpoint.tensors import DTYPES
 from dflash_trt.checkpoint.writer import RECORD, Entry, converted, write_shard
-from dflash_trt.errors import CheckpointError, quoted, show, show_name
+from dflash_trt.errors import CheckpointError, quoted, show_name
 from dflash_trt.extras import install
 from dflash_trt.files.disk import cache_folder, write_object
 from dflash_trt.files.reading import read_object
@@ -263,12 +263,12 @@ def _config(
         known |= {f"rope.scaling.{key}" for key in ("type", *_YARN)} if yarn else set()
     for key, value in section.items():
         if key not in known and value not in _NEUTRAL.get(key, ()):
-            raise fields.error(key, f"is {show(value)}, which this version does not support")
+            raise fields.wrong(key, "which this version does not support")
     hidden, heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
     head_dim = fields.integer("attention.key_length", default=hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if fields.integer(key, default=head_dim) != head_dim:
-            raise fields.error(key, f"is {show(section[key])}, expected the head size {head_dim}")
+            raise fields.wrong(key, f"expected the head size {head_dim}")
     theta = fields.number("rope.freq_base", default=10000.0)
     common = {
         "hidden_act": "silu",

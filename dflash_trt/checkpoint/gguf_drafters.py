@@ -127,9 +127,7 @@ def config_of(
     if sections is not None and (
         not isinstance(sections, list) or sections[:1] != [half] or any(sections[1:])
     ):
-        raise fields.error(
-            "rope.dimension_sections", f"is {show(sections)}, expected all of the head in the first"
-        )
+        raise fields.wrong("rope.dimension_sections", "expected all of the head in the first")
     block = {
         "block_size": fields.integer("block_size", default=16),  # llama.cpp's default
         "mask_token_id": Fields(fields.path, metadata).integer("tokenizer.ggml.mask_token_id", minimum=0),
@@ -176,9 +174,9 @@ def _dspark(
     rank, size = (int(number) for number in tensors["markov_w2.weight"].shape)
     confidence = tensors.get("conf_proj.weight")
     if fields.boolean("has_confidence_head", default=confidence is not None) != (confidence is not None):
-        raise fields.error(
+        raise fields.wrong(
             "has_confidence_head",
-            f"is {show(fields.get('has_confidence_head'))}, but conf_proj.weight tells otherwise",
+            "but conf_proj.weight tells otherwise",
         )
     causal = fields.boolean("attention.causal", default=True)
     if fields.get("attention.causal") and "full_attention" in config["layer_types"]:
@@ -186,9 +184,7 @@ def _dspark(
             "attention.causal", "is true, but layers without a window are supported only if it is false"
         )
     if "output_multiplier" in block and block["output_multiplier"] != 1:
-        raise fields.error(
-            "logit_scale", f"is {show(fields.get('logit_scale'))}, expected 1 in a DSpark drafter"
-        )
+        raise fields.wrong("logit_scale", "expected 1 in a DSpark drafter")
     return {
         "architectures": ["DSparkDraftModel"],
         "speculators_model_type": "dspark",

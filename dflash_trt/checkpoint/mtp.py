@@ -51,9 +51,7 @@ def own_drafter(target: Path, *, weights: bool = True) -> Path:
         )
     for key, known in (("mtp_num_hidden_layers", 1), ("mtp_use_dedicated_embeddings", False)):
         if text.get(key) not in (None, known):
-            raise text.error(
-                key, f"is {show(text.get(key))}, but {show(known)} is supported alone; give another drafter"
-            )
+            raise text.wrong(key, f"but {show(known)} is supported alone; give another drafter")
     names = tensor_names(target)
     if names and not _has_layers(names):
         raise CheckpointError(

@@ -116,7 +116,7 @@ def _read_modelopt(
         default = _algorithm(fields, fields if fields.get("group_size") or weights is None else weights)
     cache = fields.get(kv_cache)
     if cache not in (None, "FP8") and not (isinstance(cache, dict) and cache.get("num_bits") == 8):
-        raise fields.error(kv_cache, f"is {show(cache)}, supported is FP8")
+        raise fields.wrong(kv_cache, "supported is FP8")
     return Quantization(
         fields.path, default, layers, globs(fields, excluded, patterns), kv_cache=cache is not None
     )
@@ -126,23 +126,23 @@ def _algorithm(fields: Fields, grouped: Fields) -> Algorithm:
     name = fields.string("quant_algo")
     algorithm = ALGORITHMS.get(name.upper())
     if algorithm is None:
-        raise fields.error("quant_algo", f"is {show(name)}, supported are: {', '.join(ALGORITHMS)}")
+        raise fields.wrong("quant_algo", f"supported are: {', '.join(ALGORITHMS)}")
     size = grouped.get("group_size")
     if not size:  # null, or 0 without groups
         return algorithm
     allowed = FORMATS[algorithm.scheme].group_sizes or (algorithm.group_size,)
     if size not in allowed or type(size) is not int:
         expected = " or ".join(map(str, allowed))
-        raise grouped.error("group_size", f"is {show(size)}, but {algorithm.name} is read with {expected}")
+        raise grouped.wrong("group_size", f"but {algorithm.name} is read with {expected}")
     return replace(algorithm, group_size=size)
 
 
 def _read_fp8(fields: Fields) -> Quantization:
     """Layers in FP8 as Transformers has them: with a scale for each block, or for the whole weight."""
     if fields.get("fmt") not in (None, "e4m3"):
-        raise fields.error("fmt", f"is {show(fields.get('fmt'))}, expected 'e4m3'")
+        raise fields.wrong("fmt", "expected 'e4m3'")
     if fields.get("expert_dtype") not in (None, "fp8"):
-        raise fields.error("expert_dtype", f"is {show(fields.get('expert_dtype'))}, expected 'fp8'")
+        raise fields.wrong("expert_dtype", "expected 'fp8'")
     old = fields.get("modules_to_not_convert") is None
     skipped = named(fields, "ignored_layers" if old else "modules_to_not_convert")
     return Quantization(fields.path, _fp8_algorithm(fields), rules=skipped)
@@ -161,7 +161,7 @@ def _fp8_algorithm(fields: Fields) -> Algorithm:
         return Algorithm(name, "fp8", group_rows=sizes[0], group_size=sizes[1], layout="scale_inv")
     scheme = fields.get("activation_scheme")
     if scheme not in (None, "dynamic", "static"):
-        raise fields.error("activation_scheme", f"is {show(scheme)}, expected 'dynamic' or 'static'")
+        raise fields.wrong("activation_scheme", "expected 'dynamic' or 'static'")
     return Algorithm("FP8", "fp8", activations=True, static=scheme == "static", layout="scale_inv")
 
 
@@ -170,7 +170,7 @@ def _read_gptq(fields: Fields) -> Quantization:
     key = "checkpoint_format" if fields.get("checkpoint_format") is not None else "format"
     stored = fields.get(key)
     if stored is not None and (not isinstance(stored, str) or stored not in _GPTQ):
-        raise fields.error(key, f"is {show(stored)}, supported are 'gptq' and 'gptq_v2'; {_HOW}")
+        raise fields.wrong(key, f"supported are 'gptq' and 'gptq_v2'; {_HOW}")
     default = _integers(fields, _GPTQ[stored])
     head = fields.boolean("lm_head", default=False)
     return Quantization(fields.path, default, {} if head else {_HEAD: None}, _dynamic(fields, default))
@@ -197,7 +197,7 @@ def _read_awq(fields: Fields) -> Quantization:
     """AWQ does, too. Source: AutoAWQ 0.2.9."""
     version = fields.get("version")
     if not isinstance(version, str | None) or (version or "gemm").lower() != "gemm":
-        raise fields.error("version", f"is {show(version)}, supported is 'gemm'; {_HOW}")
+        raise fields.wrong("version", f"supported is 'gemm'; {_HOW}")
     group = "group_size" if fields.get("group_size") is not None else "q_group_size"
     bits = stated([(fields, "bits"), (fields, "w_bit")], Fields.integer)
     if bits != 4:

@@ -101,9 +101,9 @@ def read_rope_of(layers: str, fields: Fields, theta: float) -> RopeConfig:
 def _growth(section: Fields, top: Fields, rope: RopeConfig) -> float:
     length = section.get("max_position_embeddings")
     if length is not None and length != top.get("max_position_embeddings"):
-        raise section.error(
+        raise section.wrong(
             "max_position_embeddings",
-            f"is {show(length)}, but the model's is {top.get('max_position_embeddings')}",
+            f"but the model's is {top.get('max_position_embeddings')}",
         )
     if "original_max_position_embeddings" not in rope.parameters:
         raise section.error("original_max_position_embeddings", f"is missing, but {_GROWTH} counts in it")
@@ -136,7 +136,7 @@ def _read_scaling(
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_SCALING_FIELDS[rope_type], *images}
     for key, value in section.values.items():
         if key not in known and value is not None:
-            raise section.error(key, f"is {show(value)}, but RoPE of type {rope_type!r} has no such field")
+            raise section.wrong(key, f"but RoPE of type {rope_type!r} has no such field")
     places = [(place, "rope_theta") for place in (top, section)]
     theta = stated(places, lambda place, key: place.number(key, above=1))
     if theta is None:

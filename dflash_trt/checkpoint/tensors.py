@@ -305,9 +305,7 @@ def read_index(directory: Path) -> dict[str, str]:
     weight_map = {name: section.string(name) for name in section.values}
     for name, shard in weight_map.items():
         if shard != Path(shard).name or "\\" in shard or "\0" in shard or not shard.endswith(".safetensors"):
-            raise section.error(
-                name, f"is {show(shard)}, expected the name of a .safetensors file in the same directory"
-            )
+            raise section.wrong(name, "expected the name of a .safetensors file in the same directory")
     return weight_map
 
 

@@ -13,7 +13,6 @@ import onnx_ir as ir
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.rope import read_rope
 from dflash_trt.checkpoint.schema import Heads, TargetConfig
-from dflash_trt.errors import show
 from dflash_trt.models.decoder import Stream, gated_mlp, sandwich_layer
 from dflash_trt.models.module import Module
 from dflash_trt.models.passes import Mixer
@@ -62,9 +61,9 @@ def _rotated(text: Fields, full: list[bool], theta: float) -> list[bool]:
         return [not is_full for is_full in full]
     thetas = text.get("layer_rope_theta")
     if not isinstance(thetas, list) or len(thetas) != len(full) or not all(x in (0, theta) for x in thetas):
-        raise text.error(
+        raise text.wrong(
             "layer_rope_theta",
-            f"is {show(thetas)}, expected {len(full)} numbers, each 0 or rope_theta, {theta:g}",
+            f"expected {len(full)} numbers, each 0 or rope_theta, {theta:g}",
         )
     return [x != 0 for x in thetas]
 

@@ -70,7 +70,7 @@ def refuse(fields: Fields, neutral: Mapping[str, tuple[object, ...]]) -> None:
             value == other and isinstance(value, bool) == isinstance(other, bool) for other in harmless
         ):
             continue
-        raise fields.error(key, f"is {show(value)}, which this version does not support")
+        raise fields.wrong(key, "which this version does not support")
 
 
 def decoder(
@@ -169,7 +169,7 @@ def layer_ids(fields: Fields, key: str, *, minimum: int = 0) -> tuple[int, ...]:
 def must_equal(fields: Fields, key: str, name: str, value: int) -> None:
     """Refuse a field that, if it is there, differs from `value`, the field `name` of the model."""
     if fields.get(key) is not None and fields.integer(key) != value:
-        raise fields.error(key, f"is {show(fields.get(key))}, but {name} is {value}: they must be equal")
+        raise fields.wrong(key, f"but {name} is {value}: they must be equal")
 
 
 def softcap(*places: Fields) -> float | None:

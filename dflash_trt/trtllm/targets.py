@@ -171,9 +171,7 @@ def target_quantization(config: TargetConfig) -> TargetQuantization:
     if method == "compressed-tensors":
         return _compressed_tensors(fields)
     if method == "fp8" and fields.get("weight_block_size") is not None:
-        raise fields.error(
-            "weight_block_size", f"is {show(fields.get('weight_block_size'))}, TensorRT-LLM reads {_BLOCK}"
-        )
+        raise fields.wrong("weight_block_size", f"TensorRT-LLM reads {_BLOCK}")
     raise fields.error("quant_method", f"is {show(method)}, which TensorRT-LLM does not read; {_READ}")
 
 
@@ -223,7 +221,7 @@ def _compressed_tensors(fields: Fields) -> TargetQuantization:
         )
     cache = fields.section("kv_cache_scheme")
     if cache is not None and (cache.get("num_bits"), cache.get("type")) != (8, "float"):
-        raise fields.error("kv_cache_scheme", f"is {show(cache.values)}, TensorRT-LLM reads 8 bits of float")
+        raise fields.wrong("kv_cache_scheme", "TensorRT-LLM reads 8 bits of float")
     return TargetQuantization(frozenset({name}), None if cache is None else "fp8")
 
 

@@ -81,7 +81,7 @@ def _merged(fields: Fields, section: Fields) -> Fields:
     there = {key: value for key, value in fields.values.items() if value is not None}
     for key, value in section.values.items():
         if key in there and value is not None and value != there[key]:
-            raise section.error(key, f"is {show(value)}, but {key} at the top is {show(there[key])}")
+            raise section.wrong(key, f"but {key} at the top is {show(there[key])}")
     return Fields(fields.path, {**section.values, **there})
 
 
