@@ -15,11 +15,7 @@ from dflash_trt.building.progress import progress_display
 from dflash_trt.cli.generate import add_chat_template_arguments
 from dflash_trt.cli.options import (
     add_bundle,
-    add_exact,
-    add_json,
-    add_prompts,
-    add_threads,
-    add_tree_nodes,
+    add_common,
     at_least,
     list_of,
     option,
@@ -69,13 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--methods", "M,...", list_of(_method),
            "any of plain, draft, adaptive, tree, lookup (default: all but lookup that the bundle can do)")  # fmt: skip
     option(parser, "--block-length", "N", int, "block length of `draft` (default: the block size)")
-    add_tree_nodes(parser)
-    add_prompts(parser)
+    add_common(parser, "--tree-nodes", "--prompts")
     add_chat_template_arguments(parser)
-    add_threads(parser)
-    add_exact(parser)
+    add_common(parser, "--threads", "--exact")
     option(parser, "--plot", "FILE", Path, "draw throughput and TPOT over the loads, as SVG, PNG or PDF")
-    add_json(parser)
+    add_common(parser, "--json")
 
 
 def _positive(text: str) -> float:

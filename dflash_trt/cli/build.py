@@ -9,9 +9,9 @@ from pathlib import Path
 
 from dflash_trt.building.progress import progress_display
 from dflash_trt.cli.options import (
+    add_common,
     add_engine,
     add_engine_options,
-    add_json,
     add_target,
     at_least,
     engine_options_of,
@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_options(parser)
     switch(parser, "--force",
            "replace a bundle of other inputs or options, or a damaged one; nothing else is replaced")  # fmt: skip
-    add_json(parser)
+    add_common(parser, "--json")
 
 
 def run(args: argparse.Namespace) -> int:

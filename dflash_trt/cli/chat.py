@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_trt.cli import generate
 from dflash_trt.cli.options import (
+    DRAFTING,
     add_bundle,
-    add_drafting,
+    add_common,
     add_fields,
     drafting_of,
     fields_of,
@@ -56,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--system", "TEXT", str, "the system message")
     generate.add_chat_template_arguments(parser)
     switch(parser, "--no-draft", "begin without drafts")
-    add_drafting(parser)
+    add_common(parser, *DRAFTING)
     add_fields(parser.add_argument_group("sampling"), SamplingParams, max_tokens=MAX_TOKENS)
 
 

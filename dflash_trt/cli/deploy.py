@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from dflash_trt.cli.options import (
+    DRAFTING,
     add_bundle,
-    add_drafting,
-    add_threads,
+    add_common,
     at_least,
     bundle_of,
     drafting_of,
@@ -59,14 +59,14 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
            256 << 20)  # fmt: skip
     option(engine, "--prompt-delay", "MS", at_least(0),
            "the longest time by which waiting prompts delay a round, or that of one chunk", 200)  # fmt: skip
-    add_drafting(engine)
+    add_common(engine, *DRAFTING)
     option(engine, "--stream-interval", "MS", at_least(0),
            "least time between responses of a stream; tokens in between are sent as one response; 0: a response per "
            "round", 50)  # fmt: skip
     option(engine, "--max-step", "SECONDS", seconds,
            "the longest time for a round or a chunk of a prompt, after which the engine is taken to hang, ended and "
            "started again; 0: any", MAX_STEP)  # fmt: skip
-    add_threads(engine)
+    add_common(engine, "--threads")
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from dflash_trt.cli.options import add_json
+from dflash_trt.cli.options import add_common
 from dflash_trt.cli.output import byte_count, print_json, print_table
 from dflash_trt.extras import install
 
@@ -26,7 +26,7 @@ WITHOUT_VNNI = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_json(parser)
+    add_common(parser, "--json")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from dflash_trt.building.progress import progress_display
-from dflash_trt.cli.options import add_json, add_threads, option
+from dflash_trt.cli.options import add_common, option
 from dflash_trt.cli.output import print_json, print_table
 
 SUMMARY = "make a drafter for your model, and a bundle if it is faster"
@@ -43,8 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(
         parser, "--from", "NAME_OR_PATH", str, "a drafter to continue from (default: a new one)", dest="start"
     )
-    add_threads(parser)
-    add_json(parser)
+    add_common(parser, "--threads", "--json")
 
 
 def _hours(text: str) -> float:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_trt.cli.options import (
+    DRAFTING,
     add_bundle,
-    add_drafting,
+    add_common,
     add_fields,
-    add_json,
     drafting_of,
     fields_of,
     llm_of,
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_chat_template_arguments(parser, "with --chat: ")
     drafting = parser.add_argument_group("drafting")
     switch(drafting, "--no-draft", "the target alone, one token per pass")
-    add_drafting(drafting)
+    add_common(drafting, *DRAFTING)
     sampling = parser.add_argument_group("sampling")
     add_fields(sampling, SamplingParams)
     option(sampling, "--stop", "TEXT", str, "end before this text; may be repeated", action="append")
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(form, "--choice", "TEXT", str, "one of these texts; may be repeated", action="append")
     option(form, "--grammar", "FILE", Path, "a text of the grammar in this file, Lark or GBNF")
     switch(parser, "--stats", "print speed and acceptance on standard error at the end")
-    add_json(parser)
+    add_common(parser, "--json")
 
 
 def add_chat_template_arguments(parser: argparse.ArgumentParser, note: str = "") -> None:

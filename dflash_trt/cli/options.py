@@ -115,23 +115,17 @@ port = up_to("65535", int)  # 0 lets the system choose one
 seconds = up_to(YEARS, float)
 
 
-def block_length(text: str) -> int | None:
-    """A block length, or None for `auto`."""
-    return None if text == "auto" else at_least(1)(text)
+def or_auto(minimum: int) -> Callable[[str], int | None]:
+    """A number of at least `minimum`, or None for `auto`."""
 
+    def number(text: str) -> int | None:
+        return None if text == "auto" else at_least(minimum)(text)
 
-def tree_nodes(text: str) -> int | None:
-    """The nodes of a tree, 0 for chains, or None for `auto`."""
-    return None if text == "auto" else at_least(0)(text)
+    return number
 
 
 def add_target(parser: argparse.ArgumentParser, text: str = "the model that decides the tokens") -> None:
     option(parser, "--target", "NAME_OR_PATH", named, text, required=True)
-
-
-def add_prompts(parser: argparse.ArgumentParser) -> None:
-    """Add the file that `read_prompts` takes."""
-    option(parser, "--prompts", "FILE", Path, "a JSONL file (default: the shipped prompts)")
 
 
 def add_limit(parser: argparse.ArgumentParser, default: int) -> None:
@@ -141,44 +135,45 @@ def add_limit(parser: argparse.ArgumentParser, default: int) -> None:
     )
 
 
-def add_threads(parser: argparse._ActionsContainer) -> None:
-    """Add --threads; None stands for all."""
-    option(parser, "--threads", "N", at_least(1), "CPU threads per pass (default: all)")
+# Options of several commands: how a value is written, what reads it, and the help. Without a reader there is no value.
+_COMMON: dict[str, tuple[str, Callable[[str], Any] | None, str]] = {
+    "--prompts": ("FILE", Path, "a JSONL file (default: the shipped prompts)"),
+    "--threads": ("N", at_least(1), "CPU threads per pass (default: all)"),
+    "--block-length": (
+        *("auto|N", or_auto(1)),
+        "tokens verified per round (default: auto, the length that is expected to be fastest in each round)",
+    ),
+    "--tree-nodes": (
+        *("auto|N", or_auto(0)),
+        "nodes of the tree that a round verifies, of a bundle built with --tree-width; 0: chains (default: auto, the "
+        "number that is expected to be fastest)",
+    ),
+    "--draft-source": (
+        *("SOURCES", str),
+        "where drafts come from: drafter, lookup (what followed the same words earlier in prompt or answer), or "
+        "drafter,lookup (default)",
+    ),
+    "--exact": (
+        *("", None),
+        "run only passes that give a row the same bits, measured at first use, so that drafts change no token",
+    ),
+    "--json": ("", None, "print one JSON document instead"),
+}
+DRAFTING = ("--block-length", "--tree-nodes", "--draft-source", "--exact")
 
 
-def add_exact(parser: argparse._ActionsContainer) -> None:
-    """Add --exact; None leaves the choice to the bundle."""
-    text = (
-        "run only passes that give a row the same bits, measured at first use, so that drafts change no token"
-    )
-    switch(parser, "--exact", text, default=None)
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    switch(parser, "--json", "print one JSON document instead")
-
-
-def add_tree_nodes(parser: argparse._ActionsContainer) -> None:
-    """Add --tree-nodes; None stands for `auto`."""
-    option(parser, "--tree-nodes", "auto|N", tree_nodes,
-           "nodes of the tree that a round verifies, of a bundle built with --tree-width; 0: chains "
-           "(default: auto, the number that is expected to be fastest)")  # fmt: skip
-
-
-def add_drafting(parser: argparse._ActionsContainer) -> None:
-    """Add the options that `drafting_of` reads, and `add_exact`'s."""
-    option(parser, "--block-length", "auto|N", block_length,
-           "tokens verified per round (default: auto, the length that is expected to be fastest in each round)"
-    )  # fmt: skip
-    add_tree_nodes(parser)
-    option(parser, "--draft-source", "SOURCES", str,
-           "where drafts come from: drafter, lookup (what followed the same words earlier in prompt or answer), or "
-           "drafter,lookup (default)")  # fmt: skip
-    add_exact(parser)
+def add_common(parser: argparse._ActionsContainer, *flags: str) -> None:
+    """Add options of `_COMMON`. One that is not given is None."""
+    for flag in flags:
+        metavar, read, text = _COMMON[flag]
+        if read is None:
+            switch(parser, flag, text, default=None)
+        else:
+            option(parser, flag, metavar, read, text)
 
 
 def drafting_of(args: argparse.Namespace) -> DraftingOptions:
-    """What the options of `add_drafting` ask for."""
+    """What the options `DRAFTING` ask for."""
     asked: DraftingOptions = {"block_length": args.block_length, "tree_nodes": args.tree_nodes}
     if args.draft_source is not None:
         asked["draft_source"] = args.draft_source

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash_trt.cli.options import add_json
+from dflash_trt.cli.options import add_common
 from dflash_trt.cli.output import print_json, print_table
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="a pair, a repository of a target or drafter, or the directory of a target",
     )
-    add_json(parser)
+    add_common(parser, "--json")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from dflash_trt.cli.options import add_engine, add_json, at_least, engine_options_of, option, switch
+from dflash_trt.cli.options import add_common, add_engine, at_least, engine_options_of, option, switch
 from dflash_trt.cli.output import print_json, print_table
 from dflash_trt.engines import registry
 from dflash_trt.errors import UsageError
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--drafter-window", "N", at_least(1), "as for `build`")
     option(parser, "--precision", "ROLE=VALUE,...", str, "as for `build`")
     switch(parser, "--gpus", "list the GPUs with the source of each figure")
-    add_json(parser)
+    add_common(parser, "--json")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from dflash_trt.building.progress import progress_display
-from dflash_trt.cli.options import add_json, named, option
+from dflash_trt.cli.options import add_common, named, option
 from dflash_trt.cli.output import byte_count, print_json
 from dflash_trt.errors import UsageError
 
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     option(parser, "--calibration", "FILE", str,
            "JSONL prompts for Model Optimizer; 'shipped' uses the package's own prompts")  # fmt: skip
-    add_json(parser)
+    add_common(parser, "--json")
 
 
 def _scheme(text: str) -> str:

@@ -15,11 +15,10 @@ from dflash_trt.building.progress import Display, progress_display
 from dflash_trt.cli.options import (
     DEBUG,
     LOG_LEVEL,
+    add_common,
     add_fields,
-    add_json,
     add_limit,
     add_target,
-    add_threads,
     at_least,
     fields_of,
     option,
@@ -100,7 +99,7 @@ def _add_regenerate(parser: argparse.ArgumentParser) -> None:
     option(parser, "--out", "FILE", Path, "a JSONL file of answers; it is continued", required=True)
     add_fields(parser, AnswerSampling)
     option(parser, "--concurrency", "N", at_least(1), "prompts answered at a time", 32)
-    add_threads(parser)
+    add_common(parser, "--threads")
 
 
 def _regenerate(args: argparse.Namespace) -> int:
@@ -219,7 +218,7 @@ def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     option(parser, "--draft-vocabulary", "FILE", str, "as of build: tokens that may be drafted, or all")
     option(parser, "--temperature", "T", float, default=0.0)
     _add_questions(parser, "the shipped natural ones")
-    add_json(parser)
+    add_common(parser, "--json")
 
 
 def _evaluate(args: argparse.Namespace) -> int:

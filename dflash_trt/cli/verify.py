@@ -12,15 +12,12 @@ from typing import TYPE_CHECKING, Any
 from dflash_trt.cli.generate import add_chat_template_arguments
 from dflash_trt.cli.options import (
     add_bundle,
-    add_exact,
-    add_json,
+    add_common,
     add_limit,
-    add_prompts,
     at_least,
-    block_length,
     list_of,
     option,
-    tree_nodes,
+    or_auto,
 )
 from dflash_trt.cli.output import print_json
 
@@ -61,12 +58,12 @@ WIDTH_COLUMNS = "{:<24}  {:>11}  {:>18}  {:>15}  {:>7}"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_bundle(parser)
-    add_prompts(parser)
+    add_common(parser, "--prompts")
     add_chat_template_arguments(parser)
     add_limit(parser, 4)
     option(parser, "--temperatures", "T,...", list_of(float), default=[0.0, 0.7])
-    option(parser, "--block-lengths", "auto|N,...", list_of(block_length), "default: whole blocks, and auto")
-    option(parser, "--tree-nodes", "auto|N,...", list_of(tree_nodes),
+    option(parser, "--block-lengths", "auto|N,...", list_of(or_auto(1)), "default: whole blocks, and auto")
+    option(parser, "--tree-nodes", "auto|N,...", list_of(or_auto(0)),
            "trees of so many nodes too, of a bundle built with --tree-width; 0: chains only "
            "(default: 1.5 blocks, auto)")  # fmt: skip
     option(parser, "--draft-source", "SOURCES", str,
@@ -79,8 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
            "compare the logits of passes of N rows instead (default: 1 to the block length)",
            nargs="?", const=[])  # fmt: skip
     option(parser, "--context", "N", at_least(0), "put N tokens of text before each prompt", 0)
-    add_exact(parser)
-    add_json(parser)
+    add_common(parser, "--exact", "--json")
 
 
 def run(args: argparse.Namespace) -> int:
