@@ -244,7 +244,5 @@ def test_side_files_of_a_drafter_are_refused(pair: Path, tmp_path: Path, name: s
     np.save(tmp_path / "drafter" / "optimizer.npy", 0)
     build(str(pair / "target"), str(tmp_path / "drafter"), tmp_path / "bundle")
     (tmp_path / "drafter" / name).write_bytes(b"")
-    with pytest.raises(
-        CheckpointError, match=rf"^{tmp_path / 'drafter'}: {name} changes what this drafter drafts"
-    ):
+    with pytest.raises(CheckpointError, match=rf"^{tmp_path / 'drafter'}: {name} changes"):
         build(str(pair / "target"), str(tmp_path / "drafter"), tmp_path / "other")

@@ -165,9 +165,7 @@ def test_a_build_takes_the_choice_and_the_tokens_stay(
 
 
 def test_an_unknown_engine_is_refused_with_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(
-        BuildError, match=r"--engine is 'onnx', .*onnxruntime, torch, tensorrt-rtx, tensorrt, tensorrt-llm"
-    ):
+    with pytest.raises(BuildError, match=r"--engine is 'onnx', .*onnxruntime"):
         build("tiny", None, tmp_path / "b", engine="onnx")
 
 
@@ -235,7 +233,5 @@ def test_engines_are_described_where_no_package_is_installed() -> None:
 def test_a_bundle_of_an_unknown_engine_is_refused(tmp_path: Path) -> None:
     bundle = build("tiny", None, tmp_path / "b", weights="none")
     other = Bundle(bundle.path, {**bundle.manifest, "engine": "abacus"})
-    with pytest.raises(
-        BundleError, match='b: engine is "abacus", this version of dflash-trt has: onnxruntime, '
-    ):
+    with pytest.raises(BundleError, match=r'engine is "abacus", .*onnxruntime'):
         registry.engine_of(other)

@@ -320,7 +320,5 @@ def test_experts_of_several_algorithms_are_refused(tmp_path: Path) -> None:
     each = {layer: {"quant_algo": "NVFP4" if e != 2 else "W4A16_NVFP4"} for e, layer in enumerate(layers)}
     write_quant_config(tmp_path, "MIXED_PRECISION", quantized_layers=each)
     checkpoint = Checkpoint(tmp_path)
-    with pytest.raises(
-        CheckpointError, match=r"2\.up_proj\.weight is U8 .* W4A16_NVFP4 of 16, but experts\.0"
-    ):
+    with pytest.raises(CheckpointError, match=r"2\.up_proj\.weight is U8 .* but experts\.0"):
         stored_experts(checkpoint, layers, HIDDEN, INNER)

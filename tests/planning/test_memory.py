@@ -205,9 +205,7 @@ def test_what_does_not_fit_says_so_with_the_sum() -> None:
 
 
 def test_wrong_settings_are_refused_by_name() -> None:
-    with pytest.raises(
-        BuildError, match=r"--gpu is 'rtx-409' \(did you mean 'rtx-4090'\?\); known GPUs: h100"
-    ):
+    with pytest.raises(BuildError, match=r"--gpu is 'rtx-409' .*'rtx-4090'"):
         find_gpu("rtx-409")
     with pytest.raises(BuildError, match="--engine is 'abacus'"):
         plan_of("tiny", engine="abacus")

@@ -154,9 +154,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path, value: float) -
     w = np.ones((8, 64), np.float32)
     w[7, 63] = value
     write_safetensors(source / "model-2.safetensors", {"layers.1.mlp.up_proj.weight": w})
-    with pytest.raises(
-        CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight' has numbers that are not finite"
-    ):
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight' has .* not finite"):
         quantize(source, tmp_path / "out", "nvfp4")
     assert not (tmp_path / "out").exists()
 
@@ -313,7 +311,5 @@ def test_a_build_for_the_cpu_widens_the_blocks(pair: tuple[Path, Any], tmp_path:
         quantize(root / "target", tmp_path / "q", "int4")
     again = build(*sources, tmp_path / "e", precision=Precision(target="int8"))
     assert "U8" in again.manifest["target"]["weight_bytes"]["mlp"]
-    with pytest.raises(
-        CheckpointError, match=r"weight_block_size is \[16, 16\], TensorRT-LLM reads \[128, 128\]"
-    ):
+    with pytest.raises(CheckpointError, match=r"weight_block_size is \[16, 16\].*\[128, 128\]"):
         build(*sources, tmp_path / "d", engine="tensorrt-llm", options=TensorRTLLMOptions(gpu="h200"))

@@ -76,11 +76,7 @@ def test_a_shipped_pair(tmp_path: Path) -> None:
         assert "S 1..128" in entry["prefill"]
     verify = found["plans"]["sm120/target"]["verify"]
     assert verify == "B 1..4 S 1..8 R 1..8"
-    assert found["tensorrt"] == {
-        "version": RTX.load().__version__,
-        "max_batch_size": 4,
-        "prefill_chunk": 128,
-    }
+    assert found["tensorrt"] == {"version": RTX.load().__version__, "max_batch_size": 4, "prefill_chunk": 128}
     assert f"[serve,tensorrt-rtx] tensorrt-rtx-cu13=={RTX.load().__version__} &&" in container_command(bundle)
     check_attention(bundle, 120)
     assert not (bundle.path / "weights").exists()
@@ -169,9 +165,7 @@ def test_what_the_builder_refuses_is_said_in_one_line(
         return attend(self, *args, **kwargs)
 
     monkeypatch.setattr(TensorRT, "_attend", fused)
-    with pytest.raises(
-        BuildError, match=r"target\.onnx: TensorRT-RTX failed.*Attention operation was not"
-    ) as e:
+    with pytest.raises(BuildError, match=r"target\.onnx: .*Attention operation was not") as e:
         rtx(pair, tmp_path / "b", precision=Precision("fp32", "fp32"))
     assert "\n" not in str(e.value)
     (log,) = tmp_path.rglob("sm120/target.log")

@@ -174,9 +174,7 @@ def test_a_plan_that_does_not_load_is_named(bundles: tuple[Bundle, Bundle], tmp_
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["files"]["plans/sm90/target.plan"]["sha256"] = hashlib.sha256(data).hexdigest()
     write_manifest(path, manifest)
-    with pytest.raises(
-        BundleError, match=r"target\.plan: .* cannot load this plan.*: Magic tag does not match"
-    ):
+    with pytest.raises(BundleError, match=r"target\.plan: .*: Magic tag does not match"):
         LLM(path)
 
 
@@ -203,9 +201,7 @@ def test_a_call_that_tensorrt_refuses_raises_with_its_words(
 
     monkeypatch.setattr(fake_tensorrt.Context, call, refusing)
     with (
-        pytest.raises(
-            (RuntimeError, EngineError), match=r"\.plan: TensorRT .*Its last messages: the GPU said no"
-        ),
+        pytest.raises((RuntimeError, EngineError), match=r"\.plan: .*the GPU said no"),
         LLM(bundles[1].path) as llm,
     ):
         llm.generate(prompts()[0], SamplingParams(max_tokens=1))
@@ -220,7 +216,5 @@ def test_states_that_do_not_fill_whole_units_are_refused_at_any_batch(tmp_path: 
     settings: dict[str, Any] = {"engine": "tensorrt", "max_seq_len": 64, "precision": FLOAT32}
     bundle = build(str(target), str(drafter), tmp_path / "bundle", **settings)
     for batch in (1, 2):
-        with pytest.raises(
-            BundleError, match=r"conv_state\.0 .* 576 bytes .* multiple of 256 bytes; build for ONNX"
-        ):
+        with pytest.raises(BundleError, match=r"conv_state\.0 .* 576 bytes .* 256 bytes"):
             LLM(bundle.path, max_batch_size=batch)

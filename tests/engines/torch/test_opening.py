@@ -127,9 +127,7 @@ def test_memory_that_the_largest_round_lacks_is_missed_at_opening(
         return run(self, shapes, first_slot)
 
     gpu.setattr(TorchRunner, "_first", first)
-    with pytest.raises(
-        DFlashError, match=r"no memory is left for 3 sequences .* 1\.03 GiB is free"
-    ) as caught:
+    with pytest.raises(DFlashError, match=r"3 sequences .* 1\.03 GiB is free") as caught:
         LLM(made.path, max_batch_size=SLOTS)
     gc.collect()
     assert not [each for each in gc.get_objects() if type(each) is TorchRunner], caught
