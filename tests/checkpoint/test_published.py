@@ -1,4 +1,4 @@
-"""Checkpoints as published that once were refused or misread, and side files that change a drafter."""
+"""Checkpoints as published that once were refused or misread, wrong ones, and side files that change a drafter."""
 
 from __future__ import annotations
 
@@ -192,6 +192,35 @@ def test_layers_that_no_rule_names_are_what_their_tensors_say(pair: Path, tmp_pa
     found = read_numbers(Checkpoint(tmp_path / "q"))
     assert found.keys() == numbers.keys()
     build(str(tmp_path / "q"), str(pair / "drafter"), tmp_path / "bundle")
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+Tensors = dict[str, torch.Tensor]
+# What becomes of the tensors and the configuration, and what the error says.
+WRONG: dict[str, tuple[Callable[[Tensors], Any], dict[str, Any], str]] = {
+    "dtype": (
+        lambda t: t.update({UP: t[UP].to(torch.int8)}), {},
+        rf"model\.safetensors: tensor '{UP}' is I8, supported are .*BF16",
+    ),
+    "lost": (lambda t: t.pop(UP), {}, rf"target: has no tensor '{UP}'; near names: model.layers.\d.mlp.up_proj.weight"),
+    "other layers": (
+        lambda t: None, {"intermediate_size": 160},
+        r"model\.safetensors: tensor 'model.layers.\d.mlp.\w+.weight' has shape \[256, 128\], but by config.json "
+        r"it has \[160, 128\]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_target_is_refused_by_file_and_tensor(pair: Path, tmp_path: Path, wrong: str) -> None:
+    change, fields, message = WRONG[wrong]
+    target = Path(shutil.copytree(pair / "target", tmp_path / "target"))
+    changed(target, change)
+    write_json(target / "config.json", json.loads((target / "config.json").read_text()) | fields)
+    with pytest.raises(CheckpointError, match=message) as error:
+        build(str(target), str(pair / "drafter"), tmp_path / "bundle")
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "bundle").exists()
 
 
 def packed(layer: str) -> Callable[[dict[str, torch.Tensor]], None]:

@@ -1,4 +1,4 @@
-"""The forms in which checkpoints are published, in TensorRT-RTX without a GPU: plans keep their bytes.
+"""The forms in which checkpoints are published, in TensorRT-RTX without a GPU: plans keep their bytes, widened little.
 
 Plans of narrow layers are built for SM89 and SM120. test_logits.py has their numbers.
 """
@@ -27,6 +27,7 @@ from dflash_trt.errors import BuildError
 from dflash_trt.formats.base import Algorithm
 from dflash_trt.formats.numbers import E4M3, E8M0
 from dflash_trt.formats.precision import parse_precision
+from dflash_trt.graph import tensorrt_experts
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.quantized import QuantizedLinear
 from dflash_trt.graph.quantized_experts import ExpertLayer, Projection, Stack
@@ -184,10 +185,11 @@ def saved(g: GraphBuilder, folder: Path) -> Path:
     return folder / "graph.onnx"
 
 
-def plan_bytes(g: GraphBuilder, folder: Path, capability: int) -> int:
+def plan_of(g: GraphBuilder, folder: Path, capability: int) -> dict[str, Any]:
+    """What is known of the plan of a graph, and its `size` in bytes."""
     file, profile = saved(g, folder), Profile("all", {"R": (1, 8, 64)})
-    build_plan(FLAVOURS["tensorrt-rtx"], file, folder / "layer.plan", [profile], capability, silent)
-    return (folder / "layer.plan").stat().st_size
+    made = build_plan(FLAVOURS["tensorrt-rtx"], file, folder / "layer.plan", [profile], capability, silent)
+    return {**made, "size": (folder / "layer.plan").stat().st_size}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -197,8 +199,45 @@ def test_a_plan_has_the_bytes_of_the_checkpoint(tmp_path: Path, form: str) -> No
     capability, dtype = (120, "FLOAT16") if form.startswith(("nvfp4", "mxfp4", "int8")) else (89, "BFLOAT16")
     stored = write(FORMS[form], tmp_path / "layer", 2048, 2048)
     size = sum(info.nbytes for info in stored.tensors)
-    made = plan_bytes(graph(stored, ir.DataType[dtype], 2048, times=2), tmp_path / "layer", capability)
-    assert stored.weight.nbytes <= made < 1.05 * size + KERNELS
+    made = plan_of(graph(stored, ir.DataType[dtype], 2048, times=2), tmp_path / "layer", capability)
+    assert stored.weight.nbytes <= made["size"] < 1.05 * size + KERNELS
+
+
+def experts(folder: Path, scheme: str, width: int, layers: int = 1) -> tuple[Path, list[ExpertLayer]]:
+    """Layers of random experts in a scheme, and where they are stored."""
+    names = [
+        {p: [f"layers.{i}.mlp.experts.{e}.{p}_proj" for e in range(COUNT)] for p in PROJECTIONS}
+        for i in range(layers)
+    ]
+    entries = []
+    for name in (name for of_layer in names for stack in of_layer.values() for name in stack):
+        w = RNG.standard_normal((width, width)).astype(np.float32)
+        entries.append(Entry(f"{name}.weight", "F32", w.shape, [(f"{name}.weight", w)]))
+    (folder / "source").mkdir()
+    (folder / "source" / "config.json").write_text("{}")
+    write_shard(folder / "source" / "model.safetensors", entries)
+    checkpoint = Checkpoint(quantize(folder / "source", folder / "quantized", scheme))
+    if scheme == "int4":
+        checkpoint = int4_by_row(checkpoint, folder / "by-row", silent)
+    made = []
+    for of_layer in names:
+        stacks: dict[Projection, Stack] = {}
+        for projection, stack in of_layer.items():
+            stored = stored_experts(checkpoint, stack, width, width)
+            stacks[projection] = Stack(width, width, tuple(stored or ()))
+        made.append(ExpertLayer(stacks=stacks, folder=".", k=2, widened_bytes=0))
+    return checkpoint.directory, made
+
+
+def experts_graph(layers: list[ExpertLayer], dtype: ir.DataType, width: int) -> GraphBuilder:
+    dialect = TensorRT(dtype)
+    g = GraphBuilder("test", dtype=dtype)
+    x, router = g.input("x", dtype, ["R", width]), g.input("router", FLOAT, ["R", COUNT])
+    for i, layer in enumerate(layers):
+        with g.scope(f"layers.{i}"):
+            x = dialect.quantized_experts(g, x, router, layer)
+    g.output(x, "y", dtype, ["R", width])
+    return g
 
 
 @pytest.mark.parametrize(
@@ -214,36 +253,37 @@ def test_a_plan_has_the_bytes_of_the_checkpoint(tmp_path: Path, form: str) -> No
 )
 def test_plans_keep_experts_packed(tmp_path: Path, scheme: str, capability: int, dtype: str) -> None:
     """Each scheme, in both dtypes, for GPUs of several generations."""
-    experts = {p: [f"layers.0.mlp.experts.{e}.{p}_proj" for e in range(COUNT)] for p in PROJECTIONS}
-    entries = []
-    for name in (f"{layer}.weight" for layers in experts.values() for layer in layers):
-        w = RNG.standard_normal((WIDTH, WIDTH)).astype(np.float32)
-        entries.append(Entry(name, "F32", w.shape, [(name, w)]))
-    (tmp_path / "source").mkdir()
-    (tmp_path / "source" / "config.json").write_text("{}")
-    write_shard(tmp_path / "source" / "model.safetensors", entries)
-    checkpoint = Checkpoint(quantize(tmp_path / "source", tmp_path / "quantized", scheme))
-    if scheme == "int4":
-        checkpoint = int4_by_row(checkpoint, tmp_path / "by-row", silent)
-    stacks = dict[Projection, Stack]()
-    for projection, layers in experts.items():
-        stored = stored_experts(checkpoint, layers, WIDTH, WIDTH)
-        stacks[projection] = Stack(WIDTH, WIDTH, tuple(stored or ()))
-    dialect = TensorRT(ir.DataType[dtype])
-    g = GraphBuilder("test", dtype=dialect.dtype)
-    x, router = g.input("x", dialect.dtype, ["R", WIDTH]), g.input("router", FLOAT, ["R", COUNT])
-    y = dialect.quantized_experts(g, x, router, ExpertLayer(stacks=stacks, folder=".", k=2, widened_bytes=0))
-    g.output(y, "y", dialect.dtype, ["R", WIDTH])
-    weights = len(entries) * WIDTH * WIDTH
+    folder, layers = experts(tmp_path, scheme, WIDTH)
+    size = plan_of(experts_graph(layers, ir.DataType[dtype], WIDTH), folder, capability)["size"]
+    weights = 3 * COUNT * WIDTH * WIDTH
     packed = PACKED[scheme] * weights
-    assert packed <= plan_bytes(g, checkpoint.directory, capability) < packed + 4 * KERNELS < 2 * weights
+    assert packed <= size < packed + 4 * KERNELS < 2 * weights
+
+
+def test_scratch_memory_holds_what_one_product_widens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what all do, of a layer or of several."""
+    width, layers = 512, 2
+    folder, of_layers = experts(tmp_path, "mxfp4", width, layers)
+    matrix = 2 * width * width  # bytes in BF16
+
+    def scratch(count: int) -> int:
+        g = experts_graph(of_layers[:count], ir.DataType.BFLOAT16, width)
+        return int(plan_of(g, folder, 120)["activation_bytes"])
+
+    at_once = scratch(1)
+    monkeypatch.setattr(tensorrt_experts, "WIDENED_BYTES", 0)
+    two, of_all_layers = scratch(1), scratch(layers)
+    assert two < at_once - 2 * matrix
+    assert of_all_layers - two < matrix
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(64, 128), (64, 256), (256, 64)])
 def test_a_layer_of_one_block_is_built(tmp_path: Path, rows: int, columns: int) -> None:
     """The parser refuses blocks where there is only one of them."""
     stored = write((BLOCK, blocks("BF16")), tmp_path / "layer", rows, columns)
-    assert plan_bytes(graph(stored, ir.DataType.BFLOAT16, columns), tmp_path / "layer", 89)
+    assert plan_of(graph(stored, ir.DataType.BFLOAT16, columns), tmp_path / "layer", 89)["size"]
 
 
 def test_a_block_of_exponents_is_a_power_of_two(tmp_path: Path) -> None:

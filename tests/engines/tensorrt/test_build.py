@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import signal
 import subprocess
 import sys
 from argparse import ArgumentTypeError
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import onnx
 import pytest
 
 from dflash_trt.building.build import build
@@ -35,8 +38,67 @@ from dflash_trt.reports.inspection import inspect
 from dflash_trt.serving.deploy import container_command
 from tests.doubles import fake_tensorrt
 from tests.doubles.checkpoints import make_drafter, make_target
-from tests.doubles.plan_kernels import attention_of
-from tests.doubles.tensorrt_matrix import CASES, Case, make_pair
+from tests.doubles.family_checkpoints import make_gpt_oss, make_llama, make_qwen3_moe
+
+_LONG = {"max_position_embeddings": 1 << 16}
+# Small random checkpoints with two layers each.
+FAMILIES: dict[str, Callable[[Path], Path]] = {
+    "qwen3": partial(
+        make_target, layers=2, sliding_window=7, layer_types=("sliding_attention", "full_attention")
+    ),
+    "llama": partial(make_llama, num_hidden_layers=2, attention_bias=True),
+    "qwen3-moe": partial(make_qwen3_moe, num_hidden_layers=2, norm_topk_prob=False, moe_intermediate_size=64),
+    "gpt-oss, experts in BF16": partial(make_gpt_oss, num_hidden_layers=2, quantized=False),
+}
+# Two narrow layers with the attention of a published target.
+WIDE: dict[str, Callable[[Path], Path]] = {
+    "qwen3-4b, wide": partial(make_target, layers=2, heads=32, kv_heads=8, head_dim=128, **_LONG),
+    "gpt-oss-20b, wide": partial(
+        make_gpt_oss, quantized=False, num_hidden_layers=2, num_local_experts=2, num_experts_per_tok=1,
+        experts_per_token=1, num_attention_heads=64, num_key_value_heads=8, head_dim=64, sliding_window=128,
+        **_LONG,
+    ),
+}  # fmt: skip
+_ENTRY = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?([A-Za-z0-9_]+)\(')
+_COUNT = re.compile(r"< (\d+)(?: / \d+)?\) \{")
+
+
+def make_pair(name: str, directory: Path) -> tuple[str, str]:
+    """The sources of a pair for `build`, written into `directory`."""
+    target = (FAMILIES | WIDE)[name](directory / "target")
+    settings: dict[str, Any] = {"layers": 1, "taps": (0, 1), "block_size": 4}
+    if name in WIDE:
+        settings |= {"layers": 2, "heads": 32, "kv_heads": 8, "head_dim": 128}
+    return str(target), str(make_drafter(directory / "drafter", target, **settings))
+
+
+def check_attention(bundle: Bundle, capability: int) -> dict[str, list[str]]:
+    """It reads the tiles in use, from the cache, by the cache's own heads. Returns each plan's kernels that go over a
+    whole cache of the usual batch.
+    """
+    built, copies = bundle.manifest["tensorrt"], {}
+    for role, plan in built["plans"][str(capability)].items():
+        text = (bundle.path / plan["plan"]).read_bytes().decode("latin-1")
+        entries = list(_ENTRY.finditer(text))
+        attention = sum(match[1].startswith("_gemm_mha") for match in entries)
+        assert attention > 0, role
+        repeated = re.search(r"\b1, // query heads per k/v head", text)
+        assert not repeated, f"{role}: keys and values are repeated for each head of the queries"
+        skipping = len(re.findall(r"initialize\(DATA_TYPE[^;]*_tile_skip_map", text))
+        assert skipping == attention, f"{role}: attention reads the whole capacity"
+        inputs = onnx.load(bundle.path / f"{role}.onnx", load_external_data=False).graph.input
+        dims = next(value for value in inputs if "_cache." in value.name).type.tensor_type.shape.dim
+        elements = (
+            max(1, built["max_batch_size"] // 2) * dims[1].dim_value * bundle.capacity * dims[3].dim_value
+        )
+        copies[role] = [
+            match[1]
+            for match, body in zip(entries, _ENTRY.split(text)[2::2], strict=True)
+            if max(map(int, _COUNT.findall(body[:6000])), default=0)
+            >= elements // 2  # two of bfloat16 in one
+        ]
+    return copies
+
 
 SMALL = TensorRTOptions(capabilities=(120,), max_batch_size=2, prefill_chunk=16)
 RTX = FLAVOURS["tensorrt-rtx"]
@@ -56,13 +118,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 def rtx(
     sources: tuple[str, str | None], out: Path, options: TensorRTOptions = SMALL, **settings: Any
 ) -> Bundle:
-    """Without plugins: this process interprets their kernels. tests/plugins/test_rtx.py builds a plan with them."""
+    """Without plugins: this process interprets their kernels. tests/plugins/test_plugins.py builds a plan with them."""
     settings = {"max_seq_len": 64, "options": replace(options, plugins="none")} | settings
     return build(*sources, out, engine="tensorrt-rtx", **settings)
-
-
-def plan_sizes(bundle: Bundle) -> dict[str, int]:
-    return {name: entry["size"] for name, entry in bundle.manifest["files"].items() if name.endswith(".plan")}
 
 
 def test_a_shipped_pair(tmp_path: Path) -> None:
@@ -83,40 +141,41 @@ def test_a_shipped_pair(tmp_path: Path) -> None:
     assert all("tmp" not in log.read_text() for log in bundle.path.rglob("*.log"))
 
 
-def check_attention(bundle: Bundle, capability: int) -> None:
-    """It reads the tiles in use, from the cache, by the cache's own heads."""
-    for role, found in attention_of(bundle, capability).items():
-        assert found.kernels > 0, role
-        assert 1 not in found.group, f"{role}: keys and values are repeated for each head of the queries"
-        assert found.skipping == found.kernels, f"{role}: attention reads the whole capacity"
-
-
 @pytest.mark.parametrize(("name", "capability"), [("qwen3-4b, wide", 89), ("gpt-oss-20b, wide", 120)])
 def test_attention_of_published_targets(name: str, capability: int, tmp_path: Path) -> None:
     options = TensorRTOptions(capabilities=(capability,), max_batch_size=8, prefill_chunk=64)
     bundle = rtx(make_pair(name, tmp_path), tmp_path / "bundle", options, max_seq_len=4096)
-    check_attention(bundle, capability)
     # A cache is much larger than the rows of a pass here.
-    assert all(found.copies == {} for found in attention_of(bundle, capability).values()), (
-        "kernels over a whole cache"
-    )
+    assert check_attention(bundle, capability) == {"target": [], "drafter": []}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.pair} {c.precision or 'bf16'} sm{c.capability}")
-def test_families_and_precisions(case: Case, tmp_path: Path) -> None:
-    sources, precision = make_pair(case.pair, tmp_path), parse_precision(case.precision or None)
-    options = TensorRTOptions(capabilities=(case.capability,), max_batch_size=2, prefill_chunk=16)
+@pytest.mark.parametrize(
+    ("family", "asked", "capability"),
+    [
+        ("qwen3", "target=int8", 86),
+        ("qwen3", "target=fp32,drafter=fp32", 80),
+        ("llama", "target=fp16,drafter=fp16", 86),
+        ("llama", "target=nvfp4,drafter=fp8,head=int4", 120),
+        ("qwen3-moe", "target=nvfp4,drafter=nvfp4", 121),
+        ("gpt-oss, experts in BF16", "target=fp16,drafter=nvfp4,head=mxfp4", 120),
+    ],
+)
+def test_families_and_precisions(family: str, asked: str, capability: int, tmp_path: Path) -> None:
+    """Each family, and each kind of precision. Every stored form is in tests/quantization/test_tensorrt_forms.py."""
+    sources, precision = make_pair(family, tmp_path), parse_precision(asked)
+    options = TensorRTOptions(capabilities=(capability,), max_batch_size=2, prefill_chunk=16)
     bundle = rtx(sources, tmp_path / "bundle", options, precision=precision)
     roles = ("target", "drafter")
-    assert set(plan_sizes(bundle)) == {f"plans/sm{case.capability}/{role}.plan" for role in roles}
+    plans = {name for name in bundle.manifest["files"] if name.endswith(".plan")}
+    assert plans == {f"plans/sm{capability}/{role}.plan" for role in roles}
     names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float"}
     assert bundle.manifest["precision"] == {role: names[precision.compute(role, "bf16")] for role in roles}
     stored = {"fp8": "FLOAT8E4M3FN", "nvfp4": "FLOAT4E2M1", "mxfp4": "FLOAT4E2M1", "int4": "INT4"}
     stored["int8"] = "INT8"
-    for role, plan in bundle.manifest["tensorrt"]["plans"][str(case.capability)].items():
+    for role, plan in bundle.manifest["tensorrt"]["plans"][str(capability)].items():
         if scheme := precision.scheme(role):
             assert plan["weight_bytes"][stored[scheme]] > 0
-    if case.pair == "qwen3-moe" and precision.scheme("target"):  # without biases
+    if family == "qwen3-moe" and precision.scheme("target"):  # without biases
         assert "BF16" not in bundle.manifest["target"]["weight_bytes"]["experts"]
 
 
