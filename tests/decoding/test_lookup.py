@@ -24,7 +24,7 @@ from tests.doubles.fake_engines import BLOCK, expected
 from tests.doubles.fake_states_and_windows import StateTarget, WindowTarget
 from tests.doubles.pool import Pool, request
 from tests.doubles.schedules import finish, prompt
-from tests.doubles.simulation import done
+from tests.doubles.simulated_pairs import done
 
 
 def longest(text: list[int]) -> tuple[int, set[tuple[int, ...]]]:

@@ -11,6 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from compressed_tensors.compressors import BaseCompressor, compress_module
+from compressed_tensors.compressors.format import infer_model_format
+from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from safetensors.torch import load_file, save_file
 
 from dflash_trt.checkpoint.linears import StoredLinear, quantized_layers, shape_of, stored_linear
@@ -18,9 +22,168 @@ from dflash_trt.checkpoint.tensors import INDEX, Checkpoint
 from dflash_trt.checkpoint.widening import widened_pieces
 from dflash_trt.formats.base import BLOCK
 from dflash_trt.formats.numbers import BYTE_TO_PAIR, E4M3, E8M0
-from tests.doubles.compressed import compressed
-from tests.doubles.integer_words import GROUP, in_words
 from tests.doubles.quantized_checkpoints import encoded, write_quant_config
+
+
+def _scales(module: torch.nn.Module) -> None:
+    """Fill a layer's quantization parameters from its weight's smallest and largest numbers."""
+    args = module.quantization_scheme.weights
+    weight = module.weight.data
+    rows, columns = weight.shape
+    group = args.group_size or columns
+    if args.strategy == "tensor":
+        parts = weight.reshape(1, -1)
+    elif args.strategy == "block":
+        high, wide = args.block_structure
+        padded = torch.nn.functional.pad(weight, (0, -columns % wide, 0, -rows % high))
+        parts = padded.unflatten(1, (-1, wide)).unflatten(0, (-1, high)).transpose(1, 2).flatten(2)
+    else:
+        parts = weight.reshape(rows, -1, group if group > 0 else columns)
+    low, top = parts.amin(-1), parts.amax(-1)
+    second = None
+    if args.strategy == "tensor_group":
+        second = generate_gparam(weight.amin(), weight.amax())
+        module.weight_global_scale.data = second.reshape(1)
+    scale, zero_point = calculate_qparams(low, top, args, global_scale=second)
+    module.weight_scale.data = scale.reshape(module.weight_scale.shape).to(module.weight_scale.dtype)
+    if getattr(module, "weight_zero_point", None) is not None:
+        module.weight_zero_point.data = zero_point.reshape(module.weight_zero_point.shape).to(torch.int8)
+    for name, value in (("input_scale", 0.05), ("input_global_scale", 300.0)):
+        if getattr(module, name, None) is not None:
+            getattr(module, name).data.fill_(value)
+
+
+def _tree(tensors: dict[str, torch.Tensor], *, embeddings: bool) -> torch.nn.Module:
+    """A module for each part of the tensors' names, with a linear layer for each matrix. An embedding is written as
+    such a layer is.
+    """
+    root = torch.nn.Module()
+    for name, tensor in tensors.items():
+        path = name.split(".")[:-1]
+        if not name.endswith(".weight") or tensor.ndim != 2 or ("embed" in name and not embeddings):
+            continue
+        place = root
+        for part in path[:-1]:
+            if part not in place._modules:
+                place.add_module(part, torch.nn.Module())
+            place = place._modules[part]
+        linear = torch.nn.Linear(tensor.shape[1], tensor.shape[0], bias=False, dtype=tensor.dtype)
+        linear.weight.data = tensor
+        place.add_module(path[-1], linear)
+    return root
+
+
+def compressed(source: Path, out: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Write the checkpoint in `source` to `out` as the package does; returns each layer's weight as it reads it."""
+    tensors = load_file(source / "model.safetensors")
+    model = _tree(tensors, embeddings="embed" in json.dumps(config))
+    config = {"ignore": ["lm_head", "re:.*mlp.gate$"], **config}
+    whole = QuantizationConfig(**config)
+    apply_quantization_config(model, whole, show_progress=False)
+    layers: dict[str, Any] = {
+        name: module for name, module in model.named_modules() if hasattr(module, "quantization_scheme")
+    }
+    for module in layers.values():
+        _scales(module)
+    stored = infer_model_format(model)
+    for name, module in layers.items():
+        compress_module(module)
+        del tensors[f"{name}.weight"]
+        tensors |= {f"{name}.{key}": value.contiguous() for key, value in module.state_dict().items()}
+    shutil.copytree(source, out, ignore=shutil.ignore_patterns("*.safetensors*"))
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    said = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "format": stored.value}
+    settings = json.loads((out / "config.json").read_text())
+    settings["quantization_config"] = whole.model_dump(mode="json") | said
+    (out / "config.json").write_text(json.dumps(settings))
+    weights = {}
+    for name, module in layers.items():
+        parts = {key: value.data for key, value in module.state_dict().items()}
+        reader = BaseCompressor.get_value_from_registry(module.quantization_scheme.format)
+        weights[name] = reader.decompress(parts, module.quantization_scheme)["weight"].detach()
+    return weights
+
+
+GROUP = 64
+AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)  # which of a word's eight outputs each nibble holds
+
+
+def pack(codes: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -> np.ndarray:
+    """[a, b] codes -> [a, b * bits / 32] int32, the first in the lowest bits."""
+    per_word = 32 // bits
+    parts = codes.astype(np.uint32).reshape(len(codes), -1, per_word)
+    words = np.zeros(parts.shape[:2], np.uint32)
+    for place, source in enumerate(order or range(per_word)):
+        words |= parts[..., source] << np.uint32(bits * place)
+    return words.view(np.int32)
+
+
+def layer(
+    weight: np.ndarray, method: str, bits: int, *, symmetric: bool, ordered: bool
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """The tensors of a layer [out, in], and the numbers that they stand for."""
+    rows, columns = weight.shape
+    groups = columns // GROUP
+    index = np.arange(columns) // GROUP
+    if ordered:
+        index = np.random.default_rng(rows + columns).permutation(index)
+    sorted_columns = np.argsort(index, kind="stable")
+    parts = weight[:, sorted_columns].reshape(rows, groups, GROUP)
+    top = (1 << bits) - 1
+    if symmetric:
+        scale = np.maximum(np.abs(parts).max(-1) / (1 << (bits - 1)), 1e-6).astype(np.float16)
+        zero = np.full(scale.shape, 1 << (bits - 1))
+    else:
+        scale = np.maximum((parts.max(-1) - parts.min(-1)) / top, 1e-6).astype(np.float16)
+        zero = np.clip(np.rint(-parts.min(-1) / scale.astype(np.float32)), 1, top).astype(int)
+    by_column, zero_by_column = scale.astype(np.float32)[:, index], zero[:, index]
+    codes = np.clip(np.rint(weight / by_column) + zero_by_column, 0, top).astype(np.uint8)
+    stored_zero = zero - (method == "gptq")
+    found = {"scales": np.ascontiguousarray(scale.T)}
+    if method == "awq":
+        found |= {
+            "qweight": pack(np.ascontiguousarray(codes.T), 4, AWQ_OUTPUTS),
+            "qzeros": pack(np.ascontiguousarray(stored_zero.T), 4, AWQ_OUTPUTS),
+        }
+    else:
+        found |= {
+            "qweight": np.ascontiguousarray(pack(codes, bits).T),
+            "qzeros": pack(np.ascontiguousarray(stored_zero.T), bits),
+            "g_idx": index.astype(np.int32),
+        }
+    return found, (codes.astype(np.float32) - zero_by_column) * by_column
+
+
+def in_words(
+    source: Path,
+    out: Path,
+    config: dict[str, Any],
+    *,
+    method: str,
+    bits: int = 4,
+    symmetric: bool = True,
+    ordered: bool = False,
+    pattern: str = "proj$",
+) -> dict[str, np.ndarray]:
+    """Write the checkpoint in `source` to `out` with the linear layers that `pattern` finds in words; their numbers."""
+    shutil.copytree(source, out, ignore=shutil.ignore_patterns("*.safetensors*"))
+    stored: dict[str, torch.Tensor] = {}
+    numbers = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        base = name.removesuffix(".weight")
+        if base == name or not re.search(pattern, base):
+            stored[name] = tensor
+            continue
+        found, numbers[base] = layer(
+            tensor.float().numpy(), method, bits, symmetric=symmetric, ordered=ordered
+        )
+        stored |= {f"{base}.{end}": torch.from_numpy(value) for end, value in found.items()}
+    save_file(stored, out / "model.safetensors", metadata={"format": "pt"})
+    settings = json.loads((out / "config.json").read_text())
+    settings["quantization_config"] = config
+    (out / "config.json").write_text(json.dumps(settings))
+    return numbers
+
 
 LINEAR = ["Linear"]
 PROJECTIONS = "proj$"

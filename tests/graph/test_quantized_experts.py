@@ -32,8 +32,7 @@ from dflash_trt.graph.tensorrt import TensorRT
 from dflash_trt.graph.torch import Torch
 from dflash_trt.quantization.repack import in_blocks, int4_by_row
 from tests.doubles import triton_interpreter  # noqa: F401  # corrects it
-from tests.doubles.formats import widen
-from tests.doubles.integer_words import GROUP, layer
+from tests.doubles.formats import GROUP, layer, widen
 from tests.doubles.quantized_checkpoints import encoded, rounded, write_quant_config, write_safetensors
 from tests.doubles.sessions import executed, session
 from tests.doubles.trt_bodies import executable

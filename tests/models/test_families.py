@@ -25,7 +25,6 @@ from dflash_trt.models.configs import read_target_config
 from tests.doubles.checkpoints import VOCAB, make_drafter
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter, make_llama, make_qwen3_moe
 from tests.doubles.formats import unpack_blocks
-from tests.doubles.muse_checkpoints import make_muse
 from tests.doubles.reference import Drafter, decode, decode_drafting, target_outputs
 from tests.doubles.text_checkpoints import (
     EXPERTS,
@@ -36,6 +35,7 @@ from tests.doubles.text_checkpoints import (
     load_text,
     make_gemma,
     make_ministral,
+    make_muse,
 )
 from tests.models.test_parity import (  # noqa: F401  # the tests among them run on this module's `case`
     Case,

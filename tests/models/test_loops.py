@@ -32,9 +32,8 @@ from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter
 from tests.doubles.hybrid_checkpoints import DENSE, NEXT, SPARSE_IMAGES, load_hybrid, make_hybrid
 from tests.doubles.kind_checkpoints import make_dflash2
-from tests.doubles.muse_checkpoints import make_assistant, make_muse
 from tests.doubles.reference import DFlash2, Drafter, load_target
-from tests.doubles.text_checkpoints import GEMMA, load_text, make_gemma
+from tests.doubles.text_checkpoints import GEMMA, load_text, make_assistant, make_gemma, make_muse
 from tests.models.test_families import load as load_family
 
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -16,13 +16,14 @@ from dflash_trt.errors import CheckpointError
 from dflash_trt.formats.precision import Precision
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from tests.doubles.checkpoints import VOCAB, make_drafter, write_json
-from tests.doubles.muse_checkpoints import make_assistant, make_muse
 from tests.doubles.reference import decode
 from tests.doubles.text_checkpoints import (
     MINISTRAL_IMAGES,
     edit_config,
     load_text,
+    make_assistant,
     make_ministral,
+    make_muse,
 )
 
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -29,12 +29,12 @@ from dflash_trt.graph.quantized import QuantizedLinear
 from dflash_trt.graph.torch import Torch
 from dflash_trt.quantization.repack import in_blocks, int4_by_row
 from tests.doubles.checkpoints import make_drafter, make_target
-from tests.doubles.compressed import compressed
 from tests.doubles.family_checkpoints import make_qwen3_moe
 from tests.doubles.formats import (
     COMPRESSED,
     FP8_BLOCKS,
     WORDS,
+    compressed,
     group,
     numbers,
     read_numbers,

@@ -37,7 +37,6 @@ from dflash_trt.training.model import DrafterModel, dense_mask
 from dflash_trt.training.recipe import Design, Recipe
 from dflash_trt.training.run import run
 from dflash_trt.training.target import FrozenTarget
-from tests.doubles.muse_checkpoints import make_muse
 from tests.doubles.reference import target_outputs
 from tests.doubles.text_checkpoints import (
     GEMMA_IMAGES,
@@ -45,6 +44,7 @@ from tests.doubles.text_checkpoints import (
     load_text,
     make_gemma,
     make_ministral,
+    make_muse,
 )
 
 TARGET, DRAFTER = SHIPPED / "tiny" / "target", SHIPPED / "tiny" / "drafter"

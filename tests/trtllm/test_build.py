@@ -25,8 +25,8 @@ from dflash_trt.quantization.convert import quantize
 from dflash_trt.reports.inspection import inspect
 from dflash_trt.trtllm.options import TensorRTLLMOptions
 from tests.doubles.checkpoints import make_drafter, make_target, write_json
-from tests.doubles.compressed import compressed
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter, make_qwen3_moe
+from tests.doubles.formats import compressed
 from tests.doubles.kind_checkpoints import make_dflash2
 
 H200 = TensorRTLLMOptions(gpu="h200")

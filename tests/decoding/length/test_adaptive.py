@@ -26,7 +26,9 @@ from tests.doubles.simulated_pairs import (
     SAYINGS,
     VERIFY,
     Kind,
+    World,
     constant,
+    done,
     gpu,
     honest,
     prompts,
@@ -34,7 +36,6 @@ from tests.doubles.simulated_pairs import (
     turns,
     world,
 )
-from tests.doubles.simulation import World, done
 
 
 @pytest.mark.parametrize("verify", VERIFY)

@@ -23,8 +23,7 @@ from dflash_trt.models.target import build_target
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.hybrid_checkpoints import make_hybrid, own
 from tests.doubles.kind_checkpoints import make_dflash2, make_dspark, make_eagle3
-from tests.doubles.muse_checkpoints import make_assistant, make_muse
-from tests.doubles.text_checkpoints import EXPERTS, GEMMA_IMAGES, make_gemma
+from tests.doubles.text_checkpoints import EXPERTS, GEMMA_IMAGES, make_assistant, make_gemma, make_muse
 from tests.doubles.two_engines import for_both, params, prompts
 from tests.engines.tensorrt.test_runtime import here
 

@@ -1,11 +1,14 @@
-"""Opening a pair on a GPU's double: what is prepared, and what is said where memory is too small."""
+"""Opening a pair on a GPU's double: weights are read, passes prepared, and too little memory is said."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx_ir as ir
 import pytest
 import torch
 
@@ -15,9 +18,10 @@ from dflash_trt.building.exactness import threads_of
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.engines.device.sizes import DECODE
 from dflash_trt.engines.registry import find
-from dflash_trt.engines.torch import opening
+from dflash_trt.engines.torch import opening, weights
 from dflash_trt.engines.torch.runner import TorchRunner
-from dflash_trt.errors import DFlashError
+from dflash_trt.engines.torch.weights import WeightFiles
+from dflash_trt.errors import BundleError, DFlashError
 from dflash_trt.formats.precision import Precision
 from tests.doubles import triton_interpreter  # noqa: F401  # corrects it
 from tests.doubles.checkpoints import make_drafter, make_target
@@ -176,3 +180,58 @@ def test_a_measurement_is_for_the_threads_that_torch_has_got() -> None:
             assert [threads_of(find("torch"), asked) for asked in (None, 7)] == [threads, threads]
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.fixture
+def plain_gpu() -> Iterator[pytest.MonkeyPatch]:
+    with one_gpu() as patch:
+        yield patch
+
+
+@pytest.mark.parametrize("size", [0, 2, 24, 4096])
+def test_weights_reach_a_gpu_through_pieces_of_pinned_memory(
+    size: int, tmp_path: Path, plain_gpu: pytest.MonkeyPatch
+) -> None:
+    """A piece that is filled again before its last copy has ended would give other bytes: copies run late here."""
+    plain_gpu.setattr(weights, "PIECE_BYTES", 16)
+    plain_gpu.setattr(weights, "PIECES", 3)
+    kinds, rng = (ir.DataType.BFLOAT16, ir.DataType.FLOAT, ir.DataType.INT4), np.random.default_rng(0)
+    file = tmp_path / "weights"
+    file.write_bytes(rng.bytes(4 * 4096 + 3))  # the last ones begin at an odd byte
+    tensors = [
+        ir.ExternalTensor("weights", at, None, kind, name=f"w{at}", shape=ir.Shape([size]), base_dir=tmp_path)
+        for at in (0, 3)
+        for kind in kinds
+    ]
+    host = WeightFiles(tmp_path / "graph", torch.device("cpu"))
+    expected = host.read(tensors)
+    stream = Cuda.Stream()
+    with Cuda.stream(stream):
+        there = WeightFiles(tmp_path / "graph", torch.device("cuda"))
+        pageable = Cuda.counts["copies of pageable memory"]
+        read = there.read(tensors)
+        there.close()
+        assert Cuda.counts["copies of pageable memory"] == pageable
+        for mine, right in zip(read, expected, strict=True):
+            assert mine.device.type == "cuda"
+            assert (mine.dtype, mine.shape) == (right.dtype, right.shape)
+            assert torch.equal(mine.cpu().view(torch.uint8), right.view(torch.uint8))
+
+
+def test_a_file_that_ends_within_a_weight_is_refused(tmp_path: Path, plain_gpu: pytest.MonkeyPatch) -> None:
+    plain_gpu.setattr(weights, "PIECE_BYTES", 16)
+    (tmp_path / "weights").write_bytes(bytes(100))
+    tensor = ir.ExternalTensor(
+        "weights", 60, None, ir.DataType.FLOAT, name="w", shape=ir.Shape([12]), base_dir=tmp_path
+    )
+    for device in ("cpu", "cuda"):
+        files = WeightFiles(tmp_path / "graph", torch.device(device))
+        with pytest.raises(BundleError, match="weights: ends within w; build the bundle again"):
+            files.read([tensor])
+        files.close()
+        (tmp_path / "weights").rename(tmp_path / "other")
+        files = WeightFiles(tmp_path / "graph", torch.device(device))
+        with pytest.raises(BundleError, match=r"graph: its weights cannot be read: .*weights"):
+            files.read([tensor])
+        files.close()
+        (tmp_path / "other").rename(tmp_path / "weights")

@@ -35,12 +35,18 @@ from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter, make_llama, make_qwen3_moe
 from tests.doubles.formats import widen
 from tests.doubles.hybrid_checkpoints import make_hybrid, own
-from tests.doubles.muse_checkpoints import make_assistant, make_muse
 from tests.doubles.quantized_checkpoints import (
     rounded,
     write_layer,
 )
-from tests.doubles.text_checkpoints import EXPERTS, GEMMA_IMAGES, make_gemma, make_ministral
+from tests.doubles.text_checkpoints import (
+    EXPERTS,
+    GEMMA_IMAGES,
+    make_assistant,
+    make_gemma,
+    make_ministral,
+    make_muse,
+)
 from tests.doubles.two_engines import for_both
 
 SLIDING, FULL = "sliding_attention", "full_attention"
