@@ -28,11 +28,8 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "target",
-        metavar="NAME_OR_PATH",
-        help="the model, as `build --target` takes it: a name or a directory",
-    )
+    text = "the model, as `build --target` takes it: a name or a directory"
+    option(parser, "target", "NAME_OR_PATH", str, text)
     option(
         parser, "--hours", "H", _hours, "the time for all of it, calls that continue included", required=True
     )

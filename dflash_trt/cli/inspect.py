@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from dflash_trt.cli.options import add_common
+from dflash_trt.cli.options import add_common, option
 from dflash_trt.cli.output import byte_count, print_json, print_table
 
 SUMMARY = "describe a bundle or a checkpoint"
@@ -22,7 +22,7 @@ _BYTES = ("files", "size", "weight_bytes", "weight_bytes_by_dtype", "scratch_byt
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=Path, metavar="PATH", help="a bundle, a target or a drafter directory")
+    option(parser, "path", "PATH", Path, "a bundle, a target or a drafter directory")
     add_common(parser, "--json")
 
 

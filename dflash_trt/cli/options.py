@@ -25,6 +25,9 @@ T = TypeVar("T")
 N = TypeVar("N", int, float)
 
 
+_NAMES = ("BUNDLE", "FILE", "NAME", "NAME_OR_PATH", "URL")
+
+
 def option(
     parser: argparse._ActionsContainer,
     flag: str,
@@ -36,10 +39,10 @@ def option(
 ) -> None:
     """Add an option with a value of this kind. Its help ends with the default, if it has one."""
     values, convert = default if isinstance(default, list | tuple) else [default], kind
-    if kind is Path:
+    if kind is Path or (kind is str and metavar in _NAMES):
 
-        def convert(text: str) -> Path:
-            return Path(named(text))
+        def convert(text: str) -> Any:
+            return kind(named(text))
 
     if values and default is not None:
         shown = ",".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import io
 import json
@@ -12,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from build_scripts.docs_commands import options
+from build_scripts.docs_commands import actions, options
 from dflash_trt.bundle.manifest import read_manifest, write_manifest
-from dflash_trt.cli import main
+from dflash_trt.cli import COMMANDS, main
 from tests.cli.conftest import build_arguments
 from tests.doubles.commands import Command
 
@@ -127,6 +128,18 @@ def test_a_mistake_ends_with_its_status_and_a_message_that_names_it(
     assert "Traceback" not in error
     assert "[Errno" not in error
     assert tree(folders) == before
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_name_and_no_path_may_be_empty(command: str) -> None:
+    """As a shell's variable that is not set: a path would be the current directory."""
+    for action in actions(command):
+        if (
+            action.metavar in ("BUNDLE", "FILE", "DIR", "NAME_OR_PATH", "NAME", "PATH", "URL")
+            and not action.nargs
+        ):
+            with pytest.raises(argparse.ArgumentTypeError, match="'' is empty"):
+                action.type("")
 
 
 @pytest.mark.parametrize("closed", ["stdin", "stdout", "stderr"])
