@@ -123,19 +123,24 @@ def unknown_options(page: Path) -> list[str]:
 
 
 @cache
-def options(command: str = "") -> frozenset[str]:
-    """The options of a command with its steps, or of all commands and of this checkout's other programs."""
+def actions(command: str = "") -> list[argparse.Action]:
+    """The arguments of a command with its steps, or of all commands."""
     parsers: list[argparse.ArgumentParser] = [make_parser()]
-    found = set[str]()
+    found = list[argparse.Action]()
     for parser in parsers:
         for action in parser._actions:
             if not isinstance(action, argparse._SubParsersAction):
-                found |= set(action.option_strings)
+                found.append(action)
             elif parser.prog == "dflash-trt" and command:
                 parsers.append(action.choices[command])
             else:
                 parsers += action.choices.values()
-    return frozenset(found)
+    return found
+
+
+def options(command: str = "") -> frozenset[str]:
+    """The options of a command with its steps, or of all commands."""
+    return frozenset(option for action in actions(command) for option in action.option_strings)
 
 
 def packages(python: str) -> set[str]:

@@ -13,6 +13,9 @@ import pytest
 
 from build_scripts import docs_commands, site_pages
 from dflash_trt import cli
+from dflash_trt.formats import ALGORITHMS, FORMATS
+from dflash_trt.serving.openai.app import BODIES
+from dflash_trt.serving.openai.errors import REASONS
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -149,3 +152,28 @@ def test_the_list_of_environment_variables_is_that_of_the_code() -> None:
     listed = {name for line in rows.splitlines() for name in re.findall(r"`([A-Z_]+)`", line.split("|")[1])}
     of_the_hub = {"HF_HOME", "HF_TOKEN"}
     assert read - {"PATH", "LD_LIBRARY_PATH", "TERM", "COLUMNS"} == listed - of_the_hub
+
+
+DEFAULT = re.compile(r"`(--[a-z-]+)` ?[a-z]* ?\(([0-9][0-9,.]*)\)")
+
+
+@each_page
+def test_numbers_behind_options_are_their_defaults(page: Path) -> None:
+    for option, said in DEFAULT.findall(page.read_text()):
+        arguments = [each for each in docs_commands.actions() if option in each.option_strings]
+        known = {str(each.default).removesuffix(".0") for each in arguments}
+        known |= {word for each in arguments for word in re.findall(r"default: (\d+)", each.help or "")}
+        assert said.replace(",", "") in known, option
+
+
+def test_lists_of_the_pages_are_those_of_the_code() -> None:
+    api, quantization = ((ROOT / "docs" / name).read_text() for name in ("openai.md", "quantization.md"))
+    endpoints = api.partition("## Fields")[0]
+    statuses = {int(n) for row in re.findall(r"^\| ([0-9, ]+) \|", api, re.MULTILINE) for n in row.split(",")}
+    assert statuses == REASONS.keys() - {404, 405, 499, 500}  # what every server has
+    assert [path for path in BODIES if f"`{path}`" not in endpoints] == []
+    for scheme, handled in FORMATS.items():
+        row = re.findall(rf"^\| `{scheme}` \|.*$", quantization, re.MULTILINE)[0]
+        named = set(re.findall(r"`([A-Z0-9_]+)`", row))
+        assert named <= {algorithm.name for algorithm in handled.algorithms}
+    assert [name for name in ALGORITHMS if name not in quantization] == []
