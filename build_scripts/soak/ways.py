@@ -152,24 +152,32 @@ async def triton(bundle: Path) -> AsyncIterator[Way]:
                 return
             timeout = None if asked.timeout is None else int(asked.timeout * 1e6)
 
+            # Triton keeps several kB of a stream that is cancelled as it ends, so only those who leave cancel theirs.
+            ended, why = asyncio.Event(), "cut off"
+
             async def requests() -> AsyncIterator[dict[str, Any]]:
                 yield {"model_name": "dflash", "inputs": tensors(**fields), "timeout": timeout}
                 if asked.leave is not None:  # keep the stream open until it is cancelled
-                    await asyncio.sleep(HANGING_SECONDS)
+                    await ended.wait()
 
             answers = connection.stream_infer(requests())
             try:
                 async for result, failure in answers:
                     if failure is not None:
-                        raise refused(str(failure.message()))
+                        why = str(failure.message())
+                        ended.set()
+                        continue
                     end = result.as_numpy("finish_reason")
                     reason = None if end is None else end[0, 0].decode()
-                    yield result.as_numpy("text_output")[0, 0].decode(), reason
                     if reason is not None:
-                        return
+                        why = ""
+                        ended.set()
+                    yield result.as_numpy("text_output")[0, 0].decode(), reason
             finally:
-                answers.cancel()
-            raise Refused("cut off")
+                if not ended.is_set():
+                    answers.cancel()
+            if why:
+                raise Refused(why) if why == "cut off" else refused(why)
 
         yield Way(
             stream,
