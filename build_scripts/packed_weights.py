@@ -147,6 +147,7 @@ def stack(name: str, experts: int, k: int, outputs: int, inputs: int, run: Run) 
     logits = torch.randn(512, experts, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     best = logits.argsort(dim=1, descending=True, stable=True)[:64, :k].flatten()
     x = drawn(512 * k, inputs)
+    plain = packed.plain(dense)
     case = Case(
         named(stored.form, name, stored), layers.grouped_product({}, x[: 64 * k].float(), dense.float(), best)
     )
@@ -155,8 +156,8 @@ def stack(name: str, experts: int, k: int, outputs: int, inputs: int, run: Run) 
         routes = [ours.route(each, k, run)[2:] for each in shifted]
         given = [(x[: n * k], stored, *route) for route in routes]
         case.calls[str(stored.tile), n] = [partial(packed.experts_product, *each) for each in given]
-        wides = [(x[: n * k], dense, *route, packed.PLAIN_TILES[0]) for route in routes]
-        case.calls["widened", n] = [partial(packed.plain_product, *each) for each in wides]
+        wides = [(x[: n * k], plain, *route) for route in routes]
+        case.calls["widened", n] = [partial(packed.experts_product, *each) for each in wides]
     return case
 
 

@@ -12,12 +12,12 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dflash_plugins.compiled import Compiled, from_json
 from dflash_plugins.kernel_specs import PTX_VERSION, ROUND_TARGET, SHARED_BYTES, TARGETS, Use, fill_tokens
@@ -26,6 +26,7 @@ from dflash_trt.files.disk import cache_folder
 from dflash_trt.logs import warn_once
 
 _log = logging.getLogger(__name__)
+Made = TypeVar("Made")
 TESTED = (3, 6), (3, 10)  # versions of Triton: from the first on, before the second
 # Triton adds two undeclared pointers to the end of an entry: scratch memory of the program and of its profiler.
 _HIDDEN_PARAMETERS = 2
@@ -83,22 +84,36 @@ def compile_kernel(use: Use, capability: int) -> Compiled:
     Raises BuildError if the target is another one, if Triton fails, or if the kernel needs scratch memory, which a
     TensorRT plugin lacks.
     """
-    import triton
-
     if capability not in (ROUND_TARGET, *TARGETS):
         raise BuildError(
             f"plugins are compiled for sm_{', sm_'.join(map(str, TARGETS))}, not sm_{capability}"
         )
-    what = json.dumps([use.digest, capability, _RECORD, triton.__version__, source_digest()])
-    file = _cache() / f"{use.function}-{hashlib.sha256(what.encode()).hexdigest()[:32]}.json"
+    what = [use.digest, capability, _RECORD]
+    return kept(use.function, what, lambda: _checked(use, capability), asdict, from_json)
+
+
+def kept(
+    name: str,
+    what: Sequence[Any],
+    make: Callable[[], Made],
+    written: Callable[[Made], Any],
+    read: Callable[[Any], Made],
+) -> Made:
+    """What `make` gave before for the same `what`, with this compiler and these sources: from the cache, where it is
+    kept as `written` gives it for JSON, and `read` takes it.
+    """
+    import triton
+
+    key = hashlib.sha256(json.dumps([*what, triton.__version__, source_digest()]).encode())
+    file = _cache() / f"{name}-{key.hexdigest()[:32]}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):  # it is not there, or damaged
-        return from_json(json.loads(file.read_text()))
-    compiled = _checked(use, capability)
+        return read(json.loads(file.read_text()))
+    made = make()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=file.parent) as folder:  # others may write the same kernel now
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:  # others may write the same now
             partial = Path(folder) / file.name
-            partial.write_text(json.dumps(asdict(compiled)))
+            partial.write_text(json.dumps(written(made)))
             partial.replace(file)
     except OSError as error:
         warn_once(
@@ -106,7 +121,7 @@ def compile_kernel(use: Use, capability: int) -> Compiled:
             f"{file.parent}: compiled kernels cannot be kept there ({error.strerror}), so each process compiles them "
             "anew; set DFLASH_KERNEL_CACHE to a directory that can be written",
         )
-    return compiled
+    return made
 
 
 def architecture(capability: int) -> str:

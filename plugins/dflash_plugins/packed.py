@@ -19,8 +19,8 @@ class Packing:
 
     outputs: int
     inputs: int
-    codes: str  # int4 and e2m1, two in a byte; int8 and e4m3
-    scales: str  # fp32, bf16, fp16, e4m3, or e8m0
+    codes: str  # int4 and e2m1, two in a byte; int8 and e4m3; "plain" numbers of the compute type, without scales
+    scales: str = ""  # fp32, bf16, fp16, e4m3, or e8m0
     group: int = 0  # columns that share a scale; 0: all of a row do
     group_rows: int = 1  # rows that share it, too; 0: all do
     second: str = ""  # what the scale of the whole weight does with the others: "times", "over"
@@ -30,7 +30,7 @@ class Packing:
     @property
     def in_word(self) -> int:
         """Codes of 16 bits."""
-        return 4 if self.codes in ("int4", "e2m1") else 2
+        return {"plain": 1, "int4": 4, "e2m1": 4}.get(self.codes, 2)
 
     @property
     def fits(self) -> bool:
@@ -50,25 +50,41 @@ class Packing:
         return alone and (self.scales == dtype or (self.scales, dtype) == ("e8m0", "bf16"))
 
 
+ROWS = (16, 32, 64)  # tokens of a program
+
+
 @dataclass(frozen=True)
 class Tile:
-    """Tile sizes of a product with a packed weight: outputs and inputs of a step, warps, pipeline stages."""
+    """Tile sizes of a product: outputs and inputs of a step, warps, pipeline stages, and the tokens of a program, of
+    which the fewest that hold the rows of a pass are taken.
+    """
 
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
+    tokens: tuple[int, ...] = ROWS
+
+    def tokens_of(self, rows: int) -> int:
+        """The tokens of a program in a pass of so many rows."""
+        return next((count for count in self.tokens if count >= rows), self.tokens[-1])
 
 
-# By the codes of a word. In a step, each row of a weight is 64 bytes.
+# By the codes of a word. In a step, each row of a packed weight is 64 bytes. The last ones have one instruction at any
+# number of rows, for a GPU on which those of 16, 32 and 64 columns add in other orders (none is known).
 TILES = {
-    4: (Tile(128, 128, 4, 3), Tile(64, 128, 4, 4), Tile(64, 128, 4, 2)),
-    2: (Tile(128, 64, 4, 3), Tile(64, 64, 4, 4), Tile(64, 64, 4, 2)),
+    4: (Tile(128, 128, 4, 3), Tile(64, 128, 4, 4), Tile(64, 128, 4, 2), Tile(64, 128, 4, 2, ROWS[-1:])),
+    2: (Tile(128, 64, 4, 3), Tile(64, 64, 4, 4), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2, ROWS[-1:])),
+    1: (
+        *(Tile(64, 64, 4, stages, (16, 64)) for stages in (3, 4, 2)),
+        Tile(128, 64, 4, 2, (16, 64)),
+        Tile(64, 64, 4, 2, ROWS[-1:]),
+    ),
 }
-PLAIN_TILES = tuple(Tile(64, 64, 4, stages) for stages in (4, 3, 2))  # of weights in the compute type
-ROWS = (16, 32, 64)  # tokens of a program
 # Programs that keep the memory of 132 to 188 multiprocessors busy, and inputs of each at least.
 PROGRAMS, SPAN = 512, 512
+# Of more rows, so many are multiplied at a time, which bounds the memory of their parts.
+MOST_ROWS = 1024
 
 
 @cache
@@ -82,55 +98,34 @@ def splits_of(weight: Packing, tile: Tile) -> tuple[int, int]:
 
 @cache
 def product_use(weight: Packing, dtype: str, tokens: int, tile: Tile, *, biased: bool) -> Use:
-    """The product of up to `tokens` rows with a packed weight."""
-    types, constants = _packed(weight, tile)
+    """The product of rows, `tokens` of them in a program, with a weight."""
+    types, constants = _stored(weight, dtype, tile)
     splits, span = splits_of(weight, tile)
     types |= {"x": f"*{dtype}", "rows": "i32", "y": f"*{dtype}"}
     constants |= {"SPLITS": splits, "SPAN": span, "TOKENS": tokens, "EXACT": weight.exact(dtype)}
     optional(types, constants, biased, bias=f"*{dtype}")
     optional(types, constants, splits > 1, partial="*fp32", counters="*i32")
     optional(types, constants, weight.experts > 0, order="*i32", groups="*i32")
-    return Use("packed", "packed_product", types, constants, tile.num_warps, tile.num_stages)
-
-
-@cache
-def plain_use(outputs: int, inputs: int, dtype: str, tokens: int, tile: Tile) -> Use:
-    """The product of rows with the weights of their experts, in one type, `tokens` at a time."""
-    types: Types = {
-        "x": f"*{dtype}",
-        "weight": f"*{dtype}",
-        "order": "*i32",
-        "groups": "*i32",
-        "y": f"*{dtype}",
-    }
-    constants = {
-        "OUT": outputs,
-        "IN": inputs,
-        "TOKENS": tokens,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-    }
-    return Use("packed", "plain_product", types, constants, tile.num_warps, tile.num_stages)
+    return Use("packed", "product", types, constants, tile.num_warps, tile.num_stages)
 
 
 @cache
 def widen_use(weight: Packing, dtype: str, tile: Tile) -> Use:
     """The kernel that writes a packed weight in another type."""
-    types, constants = _packed(weight, tile)
+    types, constants = _stored(weight, dtype, tile)
     constants["EXACT"] = weight.exact(dtype)
     return Use("packed", "widen", types | {"y": f"*{dtype}"}, constants)
 
 
-def _packed(weight: Packing, tile: Tile) -> tuple[Types, dict[str, Any]]:
-    types: Types = {
-        "codes": "*u8",
-        "scales": f"*{'u8' if weight.scales in ('e4m3', 'e8m0') else weight.scales}",
-    }
+def _stored(weight: Packing, dtype: str, tile: Tile) -> tuple[Types, dict[str, Any]]:
+    types: Types = {"codes": f"*{dtype}" if weight.codes == "plain" else "*u8"}
     constants: dict[str, Any] = {"OUT": weight.outputs, "IN": weight.inputs, "PER": weight.in_word}
     constants |= {"CODES": weight.codes, "SCALES": weight.scales, "SECOND": weight.second}
     # One group is one of any size.
     constants |= {"GROUP": weight.group or 1 << 30, "GROUP_ROWS": weight.group_rows or 1 << 30}
     constants |= {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
+    scales = "u8" if weight.scales in ("e4m3", "e8m0") else weight.scales
+    optional(types, constants, bool(scales), scales=f"*{scales}")
     optional(types, constants, bool(weight.second), second="*fp32")
     optional(types, constants, weight.zeros, zeros="*fp32")
     return types, constants
@@ -139,15 +134,15 @@ def _packed(weight: Packing, tile: Tile) -> tuple[Types, dict[str, Any]]:
 @dataclass(frozen=True)
 class PackedWeight:
     """A weight [outputs, inputs] as it is stored; tensors are contiguous. Scales of one byte are uint8. All but the
-    counters of a stack have an axis of experts in front.
+    counters of a stack have an axis of experts in front. Products of one weight do not overlap.
     """
 
     form: Packing
-    codes: Tensor  # bytes [outputs, inputs / 2] or [outputs, inputs]
-    scales: Tensor
+    codes: Tensor  # bytes [outputs, inputs / 2] or [outputs, inputs]; numbers of the compute type
+    scales: Tensor | None
     second: Tensor | None  # float32 [1]
     zeros: Tensor | None  # float32 [outputs, groups]
-    counters: Tensor  # int32 zeros, one for each 16 outputs; products of one weight do not overlap
+    counters: Tensor | None  # int32 zeros; None of a stack
     tile: Tile
 
     @property
@@ -168,19 +163,34 @@ class PackedWeight:
         return sum(t.nbytes for t in self.stored.values() if t is not None)
 
 
+def counters_of(outputs: int, device: torch.device) -> Tensor:
+    """Those of a weight: one for each stripe of outputs and piece of rows."""
+    count = -(-outputs // 64) * (MOST_ROWS // ROWS[-1])
+    return torch.zeros(count, dtype=torch.int32, device=device)
+
+
+def plain(weight: Tensor, tile: Tile | None = None) -> PackedWeight:
+    """A weight [outputs, inputs], or a stack of them, bfloat16 or float16. tile: by default the first one."""
+    outputs, inputs = weight.shape[-2:]
+    form = Packing(outputs, inputs, "plain", experts=len(weight) if weight.ndim == 3 else 0)
+    counters = None if form.experts else counters_of(form.outputs, weight.device)
+    return PackedWeight(form, weight, None, None, None, counters, tile or form.tiles[0])
+
+
 def product(x: Tensor, weight: PackedWeight, bias: Tensor | None, run: Run = by_triton) -> Tensor:
-    """x [rows, inputs] bfloat16 or float16, up to 64 rows -> [rows, outputs], all contiguous."""
-    rows, form, tile = len(x), weight.form, weight.tile
-    tokens = next(count for count in ROWS if count >= rows)
-    y = x.new_empty(rows, form.outputs)
+    """x [rows, inputs] bfloat16 or float16 -> [rows, outputs], all contiguous. A row's bits depend on it alone."""
+    form, tile, y = weight.form, weight.tile, x.new_empty(len(x), weight.form.outputs)
     splits, _ = splits_of(form, tile)
-    given = {"bias": bias}
-    if splits > 1:
-        given["partial"] = torch.empty(splits, rows, form.outputs, dtype=torch.float32, device=x.device)
-        given["counters"] = weight.counters
-    use = product_use(form, TYPE_NAMES[x.dtype], tokens, tile, biased=bias is not None)
-    grid = -(-form.outputs // tile.block_n), splits
-    run(use, grid, x=x, **weight.stored, **given, rows=rows, y=y)
+    for begin in range(0, len(x), MOST_ROWS):
+        part, out = x[begin : begin + MOST_ROWS], y[begin : begin + MOST_ROWS]
+        rows = len(part)
+        tokens, given = tile.tokens_of(rows), {"bias": bias}
+        if splits > 1:
+            given["partial"] = torch.empty(splits, rows, form.outputs, dtype=torch.float32, device=x.device)
+            given["counters"] = weight.counters
+        use = product_use(form, TYPE_NAMES[x.dtype], tokens, tile, biased=bias is not None)
+        grid = -(-rows // tokens) * -(-form.outputs // tile.block_n), splits
+        run(use, grid, x=part, **weight.stored, **given, rows=rows, y=out)
     return y
 
 
@@ -189,29 +199,12 @@ def experts_product(
 ) -> Tensor:
     """x [rows, inputs], each row by its own expert's weight -> [rows, outputs]. order, groups: see `layers.route`."""
     form, tile = weight.form, weight.tile
-    tokens = in_step(len(x), form.experts)
+    tokens = tile.tokens_of(-(-2 * len(x) // form.experts))  # most experts have theirs in one step
     y = x.new_empty(len(x), form.outputs)
     given = {"rows": len(x), "order": order, "groups": groups}
     use = product_use(form, TYPE_NAMES[x.dtype], tokens, tile, biased=False)
     run(use, (-(-form.outputs // tile.block_n), len(groups)), x=x, **weight.stored, **given, y=y)
     return y
-
-
-def plain_product(
-    x: Tensor, weight: Tensor, order: Tensor, groups: Tensor, tile: Tile, run: Run = by_triton
-) -> Tensor:
-    """`experts_product` with weights [experts, outputs, inputs] of x's type, bfloat16 or float16."""
-    experts, outputs, inputs = weight.shape
-    y = x.new_empty(len(x), outputs)
-    use = plain_use(outputs, inputs, TYPE_NAMES[x.dtype], in_step(len(x), experts), tile)
-    grid = -(-outputs // tile.block_n), len(groups)
-    run(use, grid, x=x, weight=weight, order=order, groups=groups, y=y)
-    return y
-
-
-def in_step(rows: int, experts: int) -> int:
-    """Rows of a step: most experts have theirs in one. Their number changes no bit of them."""
-    return next((count for count in ROWS if count * experts >= 2 * rows), ROWS[-1])
 
 
 def widen(weight: PackedWeight, dtype: torch.dtype, run: Run = by_triton) -> Tensor:

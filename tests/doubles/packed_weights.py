@@ -19,10 +19,15 @@ def rows_product(x: Tensor, weight: products.PackedWeight, logits: Tensor, run: 
 
 
 def random_weight(
-    form: products.Packing, device: torch.device | str = "cpu"
+    form: products.Packing, device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16
 ) -> tuple[products.PackedWeight, Tensor]:
-    """A weight of this form, or a stack, and its numbers in float32 by torch's operators on the host."""
+    """A weight of this form, or a stack, and its numbers in float32 by torch's operators on the host. dtype: of numbers
+    without a format.
+    """
     generator, stack = torch.Generator().manual_seed(0), [form.experts] if form.experts else []
+    if form.codes == "plain":
+        numbers = torch.randn(*stack, form.outputs, form.inputs, generator=generator).to(device, dtype)
+        return products.plain(numbers), numbers.float()
     columns = 2 * form.inputs // form.in_word, -(-form.inputs // (form.group or form.inputs))
     shape = *stack, -(-form.outputs // (form.group_rows or form.outputs)), columns[1]
     codes = torch.randint(0, 256, (*stack, form.outputs, columns[0]), generator=generator, dtype=torch.uint8)

@@ -41,7 +41,7 @@ def test_right_kernels_pass() -> None:
 
 def test_a_wrong_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     sample, attend, experts, delta = launch.sample_rows, layers.attention, layers.moe, layers.gated_delta_net
-    gate, end, plain = layers.gate, launch.end_round, packed.plain_product
+    gate, end, plain = layers.gate, launch.end_round, packed.experts_product
     best = layers.best_token
 
     def other_state(*given: Any, run: Any) -> Any:
@@ -59,7 +59,7 @@ def test_a_wrong_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         (layers, "gated_delta_net"): other_state,
         (layers, "best_token"): lambda x, **options: best(x.flip(1), **options),
         (layers, "gate"): lambda x, **options: gate(-x, **options),
-        (packed, "plain_product"): lambda x, *given: plain(-x, *given),
+        (packed, "experts_product"): lambda x, *given: plain(-x, *given),
     }
     for (module, name), function in wrong.items():
         monkeypatch.setattr(module, name, function)

@@ -1,4 +1,6 @@
-"""Products with weights as they are stored, in Triton's interpreter against torch's operators and tables of numbers."""
+"""Products with weights as they are stored, in fewer bits or not, in Triton's interpreter against torch's operators and
+tables of numbers.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from itertools import cycle
 import numpy as np
 import pytest
 import torch
-from dflash_plugins import launch, layers, packed
+from dflash_plugins import launch, packed
 
 from dflash_trt.engines.torch.layers import grouped_product
 from dflash_trt.engines.torch.packed import _has_nan as has_nan
@@ -25,11 +27,14 @@ FORMS = [
     packed.Packing(80, 1184, "e4m3", "bf16"),
     packed.Packing(200, 1024, "e4m3", "fp32", group=128, group_rows=128),
     packed.Packing(80, 1024, "int8", "fp32", group=64),
+    packed.Packing(80, 1184, "plain"),
+    packed.Packing(200, 1030, "plain"),
 ]
 TYPES = (torch.bfloat16, torch.float16)
 # With scales of whole weights, and of blocks and stripes that are not full.
 STACKS = [
-    *(replace(form, outputs=72, inputs=288, experts=5) for form in FORMS),
+    *(replace(form, outputs=72, inputs=288, experts=5) for form in FORMS[:-1]),
+    packed.Packing(72, 100, "plain", experts=5),
     packed.Packing(72, 288, "e2m1", "e4m3", group=16, second="over", experts=5),
     packed.Packing(72, 288, "e4m3", "fp32", group_rows=0, experts=5),
 ]
@@ -38,9 +43,11 @@ STACKS = [
 @pytest.mark.parametrize(
     ("form", "dtype"), [*zip(FORMS, cycle(TYPES))], ids=lambda x: getattr(x, "codes", None)
 )
-def test_a_row_is_the_same_in_passes_of_any_length(form: packed.Packing, dtype: torch.dtype) -> None:
+def test_a_row_is_the_same_in_passes_of_any_length(
+    form: packed.Packing, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The weight's numbers are those of the format, bit for bit; its inputs are divided alike for all rows."""
-    stored, wide = random_weight(form)
+    stored, wide = random_weight(form, dtype=dtype)
     x, bias = (
         torch.from_numpy(np.random.default_rng(1).standard_normal(s))
         for s in ((64, form.inputs), (form.outputs,))
@@ -48,12 +55,16 @@ def test_a_row_is_the_same_in_passes_of_any_length(form: packed.Packing, dtype: 
     x, bias = x.to(dtype), bias.to(dtype)
     exact = x.double() @ wide.to(dtype).double().T + bias.double()
     assert packed.splits_of(form, stored.tile)[0] == 2
-    assert torch.equal(packed.widen(stored, dtype), wide.to(dtype))
+    if form.codes != "plain":
+        assert torch.equal(packed.widen(stored, dtype), wide.to(dtype))
     longest = packed.product(x, stored, bias)
     error = (longest.double() - exact).abs().max() / exact.abs().max()
     assert error <= (2**-8 if dtype == torch.bfloat16 else 2**-10)
     for rows in (1, 16, 17, 33):
         assert torch.equal(packed.product(x[:rows].contiguous(), stored, bias), longest[:rows])
+    monkeypatch.setattr(packed, "MOST_ROWS", 128)
+    assert torch.equal(packed.product(x.repeat(3, 1)[:150], stored, bias), longest.repeat(3, 1)[:150])
+    assert stored.counters is not None
     assert not stored.counters.any()
 
 
@@ -62,7 +73,7 @@ def test_a_row_is_the_same_in_passes_of_any_length(form: packed.Packing, dtype: 
 )
 def test_a_row_is_multiplied_by_its_expert_alone(form: packed.Packing, dtype: torch.dtype) -> None:
     """One expert has most rows, more than a step takes, another has none. Steps take 16, 32 and 64 rows."""
-    stored, wide = random_weight(form)
+    stored, wide = random_weight(form, dtype=dtype)
     random = np.random.default_rng(1)
     x = torch.from_numpy(random.standard_normal((161, form.inputs))).to(dtype)
     logits = torch.from_numpy(random.random((161, form.experts))).float()
@@ -74,28 +85,8 @@ def test_a_row_is_multiplied_by_its_expert_alone(form: packed.Packing, dtype: to
     for part in (slice(5, 6), slice(5, 12), slice(0, 40), slice(40, 110)):
         alone = rows_product(x[part].contiguous(), stored, logits[part].contiguous(), launch.by_triton)
         assert torch.equal(alone, longest[part])
-    for expert in range(form.experts):
+    for expert in range(form.experts if form.codes != "plain" else 0):
         assert torch.equal(packed.widen(stored.one(expert), dtype), wide[expert].to(dtype))
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_experts_in_the_compute_type(dtype: torch.dtype) -> None:
-    """As above: outputs and inputs that fill no step, an expert with most rows, and one without any."""
-    random = np.random.default_rng(1)
-    x, weight = (torch.from_numpy(random.standard_normal(s)).to(dtype) for s in ((161, 100), (5, 72, 100)))
-    logits = torch.from_numpy(random.random((161, 5))).float()
-    logits[:, 3], logits[::2, 4] = -1, 2
-
-    def product(part: slice) -> torch.Tensor:
-        _, _, order, groups = layers.route(logits[part].contiguous(), 1, launch.by_triton)
-        return packed.plain_product(x[part].contiguous(), weight, order, groups, packed.PLAIN_TILES[0])
-
-    exact = grouped_product({}, x.double(), weight.double(), logits.argmax(1))
-    longest = product(slice(None))
-    error = (longest.double() - exact).abs().max() / exact.abs().max()
-    assert error <= (2**-8 if dtype == torch.bfloat16 else 2**-10)
-    for part in (slice(5, 6), slice(5, 12), slice(0, 40), slice(40, 110)):
-        assert torch.equal(product(part), longest[part])
 
 
 def test_numbers_at_the_ends_of_their_range() -> None:

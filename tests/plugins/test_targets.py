@@ -136,7 +136,8 @@ else:
     wanted = {use.function: use for use in wanted}.values()
 pairs = [(use, target) for use in wanted for target in everywhere]
 wanted = [replace(form, outputs=2304, inputs=4096) for form in FORMS]
-for form in wanted + [replace(form, outputs=768, inputs=2048, experts=128) for form in STACKS]:
+wanted += [replace(form, outputs=768, inputs=2048, experts=128) for form in STACKS]
+for form in [form for form in wanted if form.codes != "plain"]:
     tile = form.tiles[0]
     rows = packed.ROWS[-1 if every or not form.experts else 0]
     longest = packed.product_use(form, "bf16", rows, tile, biased=False)
@@ -144,9 +145,10 @@ for form in wanted + [replace(form, outputs=768, inputs=2048, experts=128) for f
     few = packed.product_use(form, "fp16", 16, tile, biased=not form.experts)
     pairs += [(packed.widen_use(form, "bf16", tile), 90)]
     pairs += [(few, 90), (packed.widen_use(form, "fp16", tile), 90)] if every else []
-few_and_most = ("bf16", packed.ROWS[-1]), ("fp16", packed.ROWS[0])
-for (dtype, tokens), target in itertools.product(few_and_most if every else few_and_most[:1], everywhere):
-    tiles = (packed.plain_use(768, 2048, dtype, tokens, tile) for tile in packed.PLAIN_TILES)
+few_and_most = (("bf16", packed.ROWS[-1]), ("fp16", packed.ROWS[0]))[: 2 if every else 1]
+plain = packed.Packing(768, 2048, "plain", experts=128), packed.Packing(2304, 4096, "plain")
+for form, (dtype, tokens), target in itertools.product(plain, few_and_most, everywhere):
+    tiles = (packed.product_use(form, dtype, tokens, tile, biased=False) for tile in form.tiles)
     pairs.append((next(use for use in tiles if compiler.compile_kernel(use, target).fits), target))
 found = []
 for use, target in pairs:

@@ -25,8 +25,9 @@ class LayerKernels:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        # The tile of products with weights as they are stored; None: they are widened (packed.py).
+        # The tile of products with weights of a form; None: torch's operators do (packed.py).
         self.packed: dict[tuple[Packing, torch.dtype], Tile | None] = {}
+        self.missing = set[str]()  # what no kernel of ours computes
 
     def first(
         self, what: str, launched: Callable[[Run, Any], Made], tiles: Sequence[Any] = (None,)
@@ -40,6 +41,7 @@ class LayerKernels:
                 return launched(self.run, tile)
             except (BuildError, EngineError) as error:
                 problems.append(str(error))
+        self.missing.add(what)
         warn_once(
             _log, f"no kernel of ours for {what} on this GPU: {problems[0]}. torch's operators take its place"
         )

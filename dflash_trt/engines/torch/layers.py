@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ _VERIFIED_ROWS = 64
 # On a CPU, a row sees a multiple of so many cache rows, so that a sum has the same parts in passes of any length.
 _STEP = 256
 # Routers have 32 to 512 experts. Other products in float32 are torch's.
-_MOST_EXPERTS = 512
+MOST_EXPERTS = 512
 
 
 def rms_norm(a: Attributes, x: Tensor, weight: Tensor) -> Tensor:
@@ -64,7 +65,7 @@ def gate(a: Attributes, x: Tensor, sizes: list[int]) -> Tensor:
 def router(a: Attributes, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """A product in float32."""
     layer = kernels.of(x)
-    if layer is not None and len(weight) <= _MOST_EXPERTS:
+    if layer is not None and len(weight) <= MOST_EXPERTS:
         y = layer.first("routers", lambda run, _: ours.router(x.contiguous(), weight, bias, run=run))
         if y is not None:
             return y
@@ -248,9 +249,11 @@ def grouped_product(
         return products.experts_product(x.contiguous(), weight, order, groups, layer.run)
     # float32 is for comparing.
     if order is not None and groups is not None and x.dtype != torch.float32 and (layer := kernels.of(x)):
-        tensors = x.contiguous(), weight, order, groups
+        rows, stack = x.contiguous(), products.plain(weight)
         y = layer.first(
-            "experts", lambda run, tile: products.plain_product(*tensors, tile, run), products.PLAIN_TILES
+            "experts",
+            lambda run, tile: products.experts_product(rows, replace(stack, tile=tile), order, groups, run),
+            stack.form.tiles,
         )
         if y is not None:
             return y
@@ -278,7 +281,8 @@ def mxfp4_experts(
         weights = gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias
         packed = ours.PackedExperts(*weights, *(a[name] for name in ("k", "alpha", "beta", "limit")))
         tensors = x.contiguous(), router.contiguous(), packed
-        tokens = products.in_step(len(x) * a["k"], len(gate_up))
+        # Most experts have their rows in one step.
+        tokens = next((n for n in (16, 32) if n * len(gate_up) >= 2 * len(x) * a["k"]), 64)
         tiles = sorted(uses.TILES, key=lambda tile: tile.tokens != tokens)
         if (y := layer.first("experts", lambda run, tile: ours.moe(*tensors, tile, run), tiles)) is not None:
             return y

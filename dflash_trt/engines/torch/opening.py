@@ -68,6 +68,7 @@ def open_pair(
                 device=device,
                 kinds=bundle.cache_kinds(role),
                 shared=shared,
+                alone=role == "target",  # drafts may be wrong
             )
             for role in bundle.roles
         }

@@ -46,7 +46,7 @@ def _constant(a: Attributes) -> Tensor:
 
 def _gemm(a: Attributes, x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
     if isinstance(weight, PackedWeight):
-        return packed.linear(x, weight, bias)
+        return packed.linear(a, x, weight, bias)
     assert a.get("alpha", 1.0) == a.get("beta", 1.0) == 1.0
     x, weight = x.t() if a.get("transA") else x, weight if a.get("transB") else weight.t()
     return F.linear(x, weight, bias)

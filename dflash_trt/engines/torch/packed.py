@@ -1,16 +1,17 @@
-"""Weights in four or eight bits, of linear layers and of experts: multiplied as they are stored where a kernel can,
-else widened.
+"""Weights of linear layers and of experts: multiplied as they are stored where a kernel can. Otherwise those in four or
+eight bits are widened, and torch multiplies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from dflash_plugins import layers
+from dflash_plugins import compiler, layers
 from dflash_plugins import packed as ours
 from dflash_plugins.launch import TYPE_NAMES, Run
 from dflash_plugins.packed import ROWS, PackedWeight, Packing, Tile
@@ -18,10 +19,12 @@ from onnx_ir.tensor_adapters import to_torch_dtype
 from torch import Tensor
 
 from dflash_trt.engines.torch import kernels
-from dflash_trt.errors import BuildError
+from dflash_trt.errors import BuildError, EngineError
 from dflash_trt.formats.numbers import E2M1, E8M0
 
 Attributes = Mapping[str, Any]
+_OUTPUTS = 1 << 14  # of a weight that are compared at a time
+_CACHE, _TIMED = 256 << 20, 9  # bytes that a GPU's cache does not hold, and calls that are timed
 
 
 def weight(
@@ -42,6 +45,18 @@ def weight(
     return torch.stack([wide(expert) for expert in range(len(codes))]) if stack else wide()
 
 
+def plain(weight: Tensor) -> Tensor | PackedWeight:
+    """A weight in the compute dtype, for our kernel if there is one: a row has the same bits beside any others."""
+    if (layer := kernels.of(weight)) is None:
+        return weight
+    if weight.dtype == torch.float32:  # which tensor cores would round
+        layer.missing.add("products in float32")
+        return weight
+    ready = ours.plain(weight)
+    tile = _tile(layer, ready, weight.dtype, lambda _: weight)
+    return weight if tile is None else replace(ready, tile=tile)
+
+
 def _tile(
     layer: kernels.LayerKernels, packed: PackedWeight, dtype: torch.dtype, wide: Callable[[int], Tensor]
 ) -> Tile | None:
@@ -54,15 +69,17 @@ def _tile(
     def launched(run: Run, tile: Tile) -> Tile:
         tried, experts = replace(packed, tile=tile), sorted({0, max(form.experts, 1) - 1})
         dense = [wide(expert) for expert in experts]
-        if not all(
+        if form.codes != "plain" and not all(
             torch.equal(ours.widen(tried.one(i), dtype, run), dense[j]) for j, i in enumerate(experts)
         ):
             raise BuildError("it widens a weight to other numbers")
-        for rows in ROWS[::-1]:
+        for rows in tile.tokens[::-1]:
             # So many rows of each that a step has `rows`.
             count = max(rows * form.experts // 4, 1) if form.experts else rows
-            x = torch.randn(count, form.inputs, device=packed.codes.device).to(dtype)
-            exact = torch.cat([F.linear(x.float(), weight.float()) for weight in dense])
+            x = _random(count, packed, dtype)
+            # A head's weight would take gigabytes in float32.
+            parts = [part for weight in dense for part in weight.split(_OUTPUTS)]
+            exact = torch.cat([F.linear(x.float(), part.float()) for part in parts], 0 if form.experts else 1)
             if form.experts:
                 chosen = torch.tensor(experts, device=x.device).repeat_interleave(count)
                 _, _, order, groups = layers.route(F.one_hot(chosen, form.experts).float(), 1, run)
@@ -72,20 +89,74 @@ def _tile(
             error = (y - exact).abs().max() / exact.abs().max().clamp_min(torch.finfo(dtype).tiny)
             if not error <= 4 * torch.finfo(dtype).eps:
                 raise BuildError(f"a product is off by {float(error):.1e} of the largest number")
+        if not form.experts:
+            _check_rows(tried, dtype, run)
         return tile
 
     if form.fits and key not in layer.packed:
-        layer.packed[key] = layer.first("packed weights", launched, form.tiles)
+        tiles = _fastest(layer.run, packed, dtype) if form.codes == "plain" else form.tiles
+        layer.packed[key] = layer.first(
+            "products" if form.codes == "plain" else "packed weights", launched, tiles
+        )
     return layer.packed.get(key)
 
 
-def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
-    """x [rows,in] -> [rows,out]. The many rows of a prompt are multiplied by a copy of the weight, widened for them."""
+def _random(rows: int, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    return torch.randn(rows, weight.form.inputs, device=weight.codes.device).to(dtype)
+
+
+def _check_rows(weight: PackedWeight, dtype: torch.dtype, run: Run) -> None:
+    """Raise BuildError if a row's bits depend on how many there are: the instruction depends on it."""
+    x = _random(2 * ROWS[-1], weight, dtype)
+    longest = ours.product(x, weight, None, run)
+    same = [ours.product(x[:rows].contiguous(), weight, None, run) for rows in (*weight.tile.tokens, 1)]
+    if not all(torch.equal(y, longest[: len(y)]) for y in same):
+        raise BuildError("a row has other bits among other numbers of rows")
+
+
+def _fastest(run: Run, weight: PackedWeight, dtype: torch.dtype) -> list[Tile]:
+    """The tiles by the time of a few rows, measured once on a GPU and kept, and then the last one."""
+    *tiles, last = weight.form.tiles
+    x = _random(ROWS[0], weight, dtype)
+
+    def timed() -> list[int]:
+        times = [_seconds(partial(ours.product, x, replace(weight, tile=tile), None, run)) for tile in tiles]
+        return sorted(range(len(tiles)), key=times.__getitem__)
+
+    if not x.is_cuda:
+        return [*tiles, last]  # in the interpreter, no tile is fast
+    what = [repr(weight.form), str(dtype), repr(tiles), torch.cuda.get_device_name()]
+    order = compiler.kept("tiles", what, timed, lambda order: order, lambda order: order)
+    return [*(tiles[i] for i in order), last]
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    """The median time of a call on the GPU, which has nothing of it in its cache; infinite if it does not compile."""
+    try:
+        call()
+    except (BuildError, EngineError):
+        return float("inf")
+    filling, times = torch.empty(_CACHE, dtype=torch.uint8, device="cuda"), list[float]()
+    for _ in range(_TIMED):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        filling.zero_()  # meanwhile the host launches what follows
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return sorted(times)[_TIMED // 2]
+
+
+def linear(a: Attributes, x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
+    """x [rows,in] -> [rows,out]. The many rows of a prompt are multiplied by torch if the weight has their dtype: its
+    tiles read the weight less often.
+    """
+    if a.get("prompt") and packed.form.codes == "plain" and len(x) > ROWS[-1]:
+        return F.linear(x, packed.codes, bias)
     layer = kernels.of(x)
     assert layer is not None  # as the weight was loaded
-    if len(x) <= ROWS[-1]:
-        return ours.product(x.contiguous(), packed, bias, layer.run)
-    return F.linear(x, ours.widen(packed, x.dtype, layer.run), bias)
+    return ours.product(x.contiguous(), packed, bias, layer.run)
 
 
 def stored(
@@ -117,7 +188,7 @@ def stored(
         (scales.view(torch.uint8) if scales.itemsize == 1 else scales).contiguous(),
         None if second is None else second.float().reshape(*codes.shape[:-2], 1),
         None if zeros is None else zeros.float().contiguous(),
-        torch.zeros(-(-rows // 16), dtype=torch.int32, device=codes.device),
+        ours.counters_of(rows, codes.device),
         form.tiles[0],
     )
 

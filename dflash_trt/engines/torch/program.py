@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -17,9 +17,12 @@ from weakref import WeakValueDictionary
 import numpy as np
 import onnx_ir as ir
 import torch
+from dflash_plugins.packed import PackedWeight
 from onnx_ir.passes import common
 from onnx_ir.tensor_adapters import to_torch_dtype
 
+from dflash_trt.engines.torch import kernels, packed
+from dflash_trt.engines.torch.layers import MOST_EXPERTS
 from dflash_trt.engines.torch.operators import HOST, OPERATORS
 from dflash_trt.engines.torch.weights import PIECE_BYTES, PIECES, WeightFiles
 from dflash_trt.errors import BundleError
@@ -58,10 +61,15 @@ class Graph:
     """A model of the dialect `torch`. Its weights are on `device`."""
 
     def __init__(
-        self, path: Path, device: torch.device, shared: MutableMapping[Any, Tensor] | None = None
+        self,
+        path: Path,
+        device: torch.device,
+        shared: MutableMapping[Any, Tensor] | None = None,
+        *,
+        alone: bool = False,
     ) -> None:
         """`shared`: weights of another graph, by their place in a file; both graphs then hold those that they share
-        once.
+        once. `alone`: whether a row must not depend on the others, so that products are those of our kernel, if any.
         """
         self.path, self.device = path, device
         self._shared = WeakValueDictionary() if shared is None else shared
@@ -82,6 +90,8 @@ class Graph:
         self.known: dict[str, Tensor] = {}  # numbers of the host
         self.weights: dict[str, Any] = {}  # tensors, or as they are stored (packed.py)
         self.nodes = self._folded(nodes, model.graph.initializers)
+        if alone:
+            self.nodes = [self._multiplied(node) for node in self.nodes]
         self._uploaded: dict[str, Tensor] = {}
 
     def _node(self, node: ir.Node) -> Node:
@@ -142,6 +152,26 @@ class Graph:
         files.close()
         return kept
 
+    def _multiplied(self, node: Node) -> Node:
+        """The node, for our kernels if there are any and it is a product with a weight."""
+        if node.operator != "Gemm" or not isinstance(weight := self.weights.get(node.inputs[1]), Tensor):
+            return node
+        if kernels.of(weight) is None:
+            return node
+        if weight.dtype == torch.float32 and len(weight) <= MOST_EXPERTS:
+            return replace(node, operator="Router")
+        x, name, *bias = node.inputs
+        ours = f"{name} of a product"  # other nodes may read it, too
+        if ours not in self.weights:
+            self.weights[ours] = packed.plain(weight)
+        return replace(node, inputs=[x, ours, *bias])
+
+    @property
+    def tiles(self) -> list[str]:
+        """What the bits of products depend on."""
+        forms = (w for w in self.weights.values() if isinstance(w, PackedWeight))
+        return sorted({f"{w.form} {w.tile}" for w in forms})
+
     def _read(self, files: WeightFiles, tensors: Sequence[Any]) -> list[Tensor]:
         """Weights, of which those that are held already are not read again."""
         keys = [
@@ -178,15 +208,18 @@ class Graph:
         return self._uploaded[name]
 
     def first_pass(
-        self, feeds: Mapping[str, Tensor], wanted: Collection[str] | None = None
+        self, feeds: Mapping[str, Tensor], wanted: Collection[str] | None = None, *, prompt: bool = False
     ) -> tuple[Program, dict[str, Tensor]]:
         """Run a pass. Returns the program for its shapes, and the pass's outputs. `wanted`: those that are computed;
-        None: all.
+        None: all. `prompt`: whether it reads one, as `packed.linear` wants to know.
         """
         known, values, numbers = dict(self.known), list[Any](), dict[str, int]()
         steps, computed = list[_Step](), set[str]()
         asked = self.outputs if wanted is None else wanted
-        nodes = _needed(self.nodes, asked)
+        nodes = [
+            replace(node, attributes={**node.attributes, "prompt": prompt})
+            for node in _needed(self.nodes, asked)
+        ]
         left = Counter([*asked, *(name for node in nodes for name in node.inputs)])
 
         def number(name: str, value: Any) -> int:

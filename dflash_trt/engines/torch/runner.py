@@ -54,11 +54,13 @@ class TorchRunner(DeviceRunner):
         device: torch.device,
         kinds: Sequence[CacheKind] = (),
         shared: MutableMapping[Any, Tensor] | None = None,
+        alone: bool = False,
     ) -> None:
-        """`kinds`: of the caches. `shared`: see `Graph`."""
+        """`kinds`: of the caches. `shared`, `alone`: see `Graph`."""
         # The profiles whose passes are captured.
         self._graphs = set[int]() if isinstance(stream, HostStream) else {PREFILL, DECODE}
-        self._graph = graph = Graph(path, device, shared)
+        self._graph = graph = Graph(path, device, shared, alone=alone)
+        self.tiles = graph.tiles
         self._caches: dict[str, Tensor] = {}
         states: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for name, signature in graph.inputs.items():
@@ -121,7 +123,7 @@ class TorchRunner(DeviceRunner):
             # A prompt's pass of a drafter only fills its caches.
             filling = profile == PREFILL and "draft_tokens" in self.outputs
             wanted = [updated(name) for name in held] if filling else None
-            self._programs[shapes], results = self._graph.first_pass(feeds, wanted)
+            self._programs[shapes], results = self._graph.first_pass(feeds, wanted, prompt=profile == PREFILL)
             return self._placed(profile, results, held)
         self._programs.move_to_end(shapes)
         # A pass before the capture, in the same thread: cuBLAS makes a handle and memory for each thread, which it must

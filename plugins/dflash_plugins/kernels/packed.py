@@ -1,12 +1,13 @@
-"""Products with a weight [OUT, IN], or one of each expert, that is multiplied as it is stored: codes of four or eight
-bits, with scales.
+"""Products with a weight [OUT, IN], or one of each expert: of x's type ("plain"), or codes of four or eight bits with
+scales, which are multiplied as they are stored.
 
 A code stands for number * factor + zero term, computed in float32 and rounded to x's type, as the operators of torch
 widen it. The weights are the left operand of the tensor cores, the tokens the right one, as in moe.py.
 
-A program adds up some of the inputs for a stripe of outputs. The last program of a stripe adds what the others wrote,
-in their order. Neither that order nor the division of the inputs depends on the number of rows. Of an expert, a program
-adds up all inputs for all rows that chose it, a few at a time: several experts keep the memory busy.
+A row's bits do not depend on the other rows. A program adds up some of the inputs for a stripe of outputs and a piece
+of TOKENS rows, and the last one adds what the others wrote, in their order. The pieces of a stripe run at once, and
+share its weights in the cache. Of an expert, a program adds up all inputs for all rows that chose it, a few at a time:
+several experts keep the memory busy.
 """
 
 from __future__ import annotations
@@ -185,6 +186,31 @@ def _columns(x, token, in_token, k, IN: tl.constexpr, PER: tl.constexpr, BLOCK_K
 
 
 @triton.jit
+def _plain_sums(
+    x,
+    weight,
+    row,
+    in_row,
+    token,
+    in_token,
+    begin,
+    IN: tl.constexpr,
+    SPAN: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """As `_sums`, of a weight of x's type. The compiler pipelines both operands."""
+    total = tl.zeros([row.shape[0], token.shape[0]], tl.float32)
+    of_rows, of_tokens = weight + row[:, None] * IN, x + token[None, :].to(tl.int64) * IN
+    for k in range(begin, min(begin + SPAN, IN), BLOCK_K):
+        column = k + tl.arange(0, BLOCK_K)
+        inside = column < IN
+        part = tl.load(of_rows + column[None, :], mask=in_row[:, None] & inside[None, :], other=0.0)
+        columns = tl.load(of_tokens + column[:, None], mask=inside[:, None] & in_token[None, :], other=0.0)
+        total = tl.dot(part, columns, acc=total)
+    return total
+
+
+@triton.jit
 def _sums(
     x,
     codes,
@@ -208,41 +234,44 @@ def _sums(
     BLOCK_K: tl.constexpr,
 ):
     """The sums [rows, tokens] of SPAN inputs from `begin` on, in float32."""
-    total = tl.zeros([row.shape[0], token.shape[0]], tl.float32)
-    scale = _by_group(scales, scale_row, in_row, begin, IN, GROUP, BLOCK_K)
-    columns = _columns(x, token, in_token, begin, IN, PER, BLOCK_K)
-    for k in range(begin, min(begin + SPAN, IN), BLOCK_K):
-        # The compiler pipelines the codes. The other operands are fetched one step ahead.
-        next_columns = _columns(x, token, in_token, k + BLOCK_K, IN, PER, BLOCK_K)
-        next_scale = _by_group(scales, scale_row, in_row, k + BLOCK_K, IN, GROUP, BLOCK_K)
-        words = _words(codes, row, in_row, k, IN, PER, BLOCK_K)
-        factor = _for_words(
-            _factors(scale, second, SCALES, SECOND, EXACT, x.dtype.element_ty), BLOCK_K // PER
-        )
-        zero = None
-        if zeros is not None:
-            zero = _for_words(_by_group(zeros, row, in_row, k, IN, GROUP, BLOCK_K), BLOCK_K // PER)
-        parts = None
-        if CODES != "int8":
-            parts = _unpacked(words, factor, CODES, x.dtype.element_ty != tl.float16, EXACT)
-        for part in tl.static_range(PER):
-            weight = _weight(words, parts, factor, zero, part, CODES, x.dtype.element_ty, EXACT)
-            total = tl.dot(weight, columns[part], acc=total)
-        columns, scale = next_columns, next_scale
+    if CODES == "plain":
+        total = _plain_sums(x, codes, row, in_row, token, in_token, begin, IN, SPAN, BLOCK_K)
+    else:
+        total = tl.zeros([row.shape[0], token.shape[0]], tl.float32)
+        scale = _by_group(scales, scale_row, in_row, begin, IN, GROUP, BLOCK_K)
+        columns = _columns(x, token, in_token, begin, IN, PER, BLOCK_K)
+        for k in range(begin, min(begin + SPAN, IN), BLOCK_K):
+            # The compiler pipelines the codes. The other operands are fetched one step ahead.
+            next_columns = _columns(x, token, in_token, k + BLOCK_K, IN, PER, BLOCK_K)
+            next_scale = _by_group(scales, scale_row, in_row, k + BLOCK_K, IN, GROUP, BLOCK_K)
+            words = _words(codes, row, in_row, k, IN, PER, BLOCK_K)
+            factor = _for_words(
+                _factors(scale, second, SCALES, SECOND, EXACT, x.dtype.element_ty), BLOCK_K // PER
+            )
+            zero = None
+            if zeros is not None:
+                zero = _for_words(_by_group(zeros, row, in_row, k, IN, GROUP, BLOCK_K), BLOCK_K // PER)
+            parts = None
+            if CODES != "int8":
+                parts = _unpacked(words, factor, CODES, x.dtype.element_ty != tl.float16, EXACT)
+            for part in tl.static_range(PER):
+                weight = _weight(words, parts, factor, zero, part, CODES, x.dtype.element_ty, EXACT)
+                total = tl.dot(weight, columns[part], acc=total)
+            columns, scale = next_columns, next_scale
     return total
 
 
 @triton.jit(do_not_specialize=["rows"])
-def packed_product(
+def product(
     x,  # [rows, IN] bfloat16 or float16
     codes,  # [OUT, IN / 2] bytes of two codes, the first in the low half; or [OUT, IN]; one after the other of experts
-    scales,  # [ceil(OUT / GROUP_ROWS), ceil(IN / GROUP)]
+    scales,  # [ceil(OUT / GROUP_ROWS), ceil(IN / GROUP)]; None of a plain weight
     second,  # [1] float32, or None
     zeros,  # [OUT, IN / GROUP] float32, or None
     bias,  # [OUT] of x's type, or None
     rows,
     partial,  # [SPLITS, rows, OUT] float32; None if there is one split
-    counters,  # [stripes] int32, zeros, and zeros again at the end; None likewise
+    counters,  # int32 by stripe and piece, zeros, and zeros again at the end; None likewise
     order,  # [rows] int32, the rows of x by expert; None if there are no experts
     groups,  # [programs, 3] int32: an expert, the place in `order` of its first row, and their number; None likewise
     y,  # [rows, OUT] of x's type
@@ -259,10 +288,16 @@ def packed_product(
     SPAN: tl.constexpr,  # inputs of a split, a multiple of BLOCK_K
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    TOKENS: tl.constexpr,  # at least `rows`, if there are no experts
+    TOKENS: tl.constexpr,
 ):
-    """y = x @ weight.T + bias. One program for a stripe of outputs and a part of the inputs, or an expert."""
-    out = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """y = x @ weight.T + bias. One program for a stripe of outputs and a part of the inputs, a piece of the rows, or an
+    expert.
+    """
+    pieces = 1
+    if groups is None:
+        pieces = (rows + TOKENS - 1) // TOKENS
+    stripe = tl.program_id(0) // pieces
+    out = stripe * BLOCK_N + tl.arange(0, BLOCK_N)
     in_row, row, token = out < OUT, out.to(tl.int64), tl.arange(0, TOKENS)
     if groups is not None:
         group = groups + tl.program_id(1) * 3
@@ -281,13 +316,14 @@ def packed_product(
             at = own[None, :] * OUT + out[:, None]
             _write(total, bias, y, out, in_row, at, in_row[:, None] & in_token[None, :])
     else:
+        token += tl.program_id(0) % pieces * TOKENS
         in_token = token < rows
+        mask = in_row[:, None] & in_token[None, :]
+        at = token[None, :] * OUT + out[:, None]
         total = _sums(
             *(x, codes, scales, second, zeros, row, row // GROUP_ROWS, in_row, token, in_token),
             *(tl.program_id(1) * SPAN, IN, CODES, SCALES, SECOND, EXACT, PER, GROUP, SPAN, BLOCK_K),
         )
-        mask = in_row[:, None] & in_token[None, :]
-        at = token[None, :] * OUT + out[:, None]
         if SPLITS == 1:
             _write(total, bias, y, out, in_row, at, mask)
         else:
@@ -301,39 +337,6 @@ def packed_product(
                     total += tl.load(part_of, mask=mask, other=0.0, cache_modifier=".cg")
                 _write(total, bias, y, out, in_row, at, mask)
                 tl.store(counters + tl.program_id(0), 0)
-
-
-@triton.jit
-def plain_product(
-    x,  # [rows, IN] bfloat16 or float16
-    weight,  # [experts, OUT, IN] of x's type
-    order,
-    groups,  # both as in packed_product
-    y,  # [rows, OUT]
-    OUT: tl.constexpr,
-    IN: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    """Each row of x by the weight of its expert. One program for a stripe of outputs of an expert."""
-    out, token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, TOKENS)
-    in_row, group = out < OUT, groups + tl.program_id(1) * 3
-    expert, first, count = tl.load(group).to(tl.int64), tl.load(group + 1), tl.load(group + 2)
-    of_rows = weight + (expert * OUT + out)[:, None] * IN
-    for start in range(0, count, TOKENS):
-        in_token = start + token < count
-        own = tl.load(order + first + start + token, mask=in_token, other=0).to(tl.int64)
-        total = tl.zeros([BLOCK_N, TOKENS], tl.float32)
-        for k in range(0, IN, BLOCK_K):
-            column = k + tl.arange(0, BLOCK_K)
-            inside = column < IN
-            part = tl.load(of_rows + column[None, :], mask=in_row[:, None] & inside[None, :], other=0.0)
-            at = x + own[None, :] * IN + column[:, None]
-            columns = tl.load(at, mask=inside[:, None] & in_token[None, :], other=0.0)
-            total = tl.dot(part, columns, acc=total)
-        mask = in_row[:, None] & in_token[None, :]
-        _write(total, None, y, out, in_row, own[None, :] * OUT + out[:, None], mask)
 
 
 @triton.jit

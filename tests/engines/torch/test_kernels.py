@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ from dflash_plugins import compiler, packed
 from dflash_plugins.launch import by_triton
 
 from dflash_trt.engines.torch import kernels, layers, opening
-from dflash_trt.engines.torch.packed import _tile
+from dflash_trt.engines.torch import packed as packed_weights
+from dflash_trt.engines.torch.packed import _tile, plain
 from dflash_trt.errors import BuildError
 from tests.doubles.packed_weights import random_weight
 
@@ -60,6 +63,54 @@ def test_without_a_compiler_torchs_operators_and_the_host_do_the_work(
     assert "Triton cannot be imported; torch's operators take the place of all kernels" in caplog.text
 
 
+def test_a_tile_whose_rows_depend_on_their_number_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The instruction of few rows may add in another order: then all rows get that of many."""
+    right = packed.product
+
+    def by_tokens(x: torch.Tensor, weight: packed.PackedWeight, *given: Any) -> Any:
+        few = weight.tile.tokens_of(len(x)) < packed.ROWS[-1]
+        return right(x, weight, *given) * (1 + few / 128)
+
+    layer = kernels.LayerKernels(by_triton)
+    monkeypatch.setattr(kernels, "of", lambda x: layer)
+    weight = torch.randn(32, 128).bfloat16()
+    assert len(made(weight).tile.tokens) > 1
+    layer.packed.clear()
+    monkeypatch.setattr(packed, "product", by_tokens)
+    assert made(weight).tile.tokens == packed.ROWS[-1:]
+    monkeypatch.setattr(packed, "product", lambda x, *given: right(x, *given) * 1.05)
+    layer.packed.clear()
+    assert plain(weight) is weight
+    assert isinstance(plain(weight.float()), torch.Tensor)
+    assert layer.missing == {"products", "products in float32"}
+
+
+def made(weight: torch.Tensor) -> packed.PackedWeight:
+    found = plain(weight)
+    assert isinstance(found, packed.PackedWeight)
+    return found
+
+
+def test_tiles_are_timed_once_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The order of time is kept beside the compiled kernels. The tile of one instruction stays the last one."""
+    monkeypatch.setenv("DFLASH_KERNEL_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    timed = list[float]()
+
+    def seconds(call: Any) -> float:
+        timed.append(-len(timed))
+        return timed[-1]
+
+    monkeypatch.setattr(packed_weights, "_seconds", seconds)
+    monkeypatch.setattr(packed_weights, "_random", lambda *given: SimpleNamespace(is_cuda=True))
+    weight = packed.plain(torch.zeros(32, 128).bfloat16())
+    *tiles, last = weight.form.tiles
+    for _ in range(2):
+        found = packed_weights._fastest(by_triton, weight, torch.bfloat16)
+        assert found == [*tiles[::-1], last]
+    assert len(timed) == len(tiles)
+
+
 @pytest.mark.parametrize(("wrong", "experts"), [("widen", 0), ("product", 0), ("experts_product", 3)])
 def test_a_kernel_with_other_numbers_is_not_used(
     wrong: str, experts: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -70,7 +121,7 @@ def test_a_kernel_with_other_numbers_is_not_used(
     dense = wide.to(torch.bfloat16).view(-1, 32, 128)
     layer, asked = kernels.LayerKernels(by_triton), list[int]()
 
-    def widened(expert: int) -> torch.Tensor:
+    def widened(expert: int) -> Any:
         asked.append(expert)
         return dense[expert]
 
