@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 
 from dflash_trt.checkpoint.tensors import Checkpoint
@@ -152,25 +151,6 @@ def test_quantized_layers_that_lie_together_are_one_product(tmp_path: Path, sche
     ]
 
 
-def session(path: Path) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = 1, 3
-    return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-
-
-def drafts(run: ort.InferenceSession, features: np.ndarray, block: list[int]) -> dict[str, np.ndarray]:
-    """One pass over new caches."""
-    feeds: dict[str, np.ndarray] = {
-        "features": features[None], "n_features": ints(len(features)), "start": ints(0), "block": ints(block),
-    }  # fmt: skip
-    for i in run.get_inputs():
-        if "_cache." in i.name:
-            feeds[i.name] = np.zeros((1, *i.shape[1:]), features.dtype)
-        if i.name.startswith("base."):
-            feeds[i.name] = ints(0)
-    return dict(zip((o.name for o in run.get_outputs()), run.run(None, feeds), strict=True))
-
-
 @pytest.mark.parametrize("largest", [None, 6e4])
 def test_fp16_keeps_up_with_features_beyond_its_sums(tmp_path: Path, largest: float | None) -> None:
     """Tapped states as large as FP16 allows: the sums of fc would exceed 65504 without the scale."""
@@ -183,7 +163,8 @@ def test_fp16_keeps_up_with_features_beyond_its_sums(tmp_path: Path, largest: fl
     assert (np.abs(features.numpy() @ weight.T).max() > 65504) == (largest is not None)
     expected = case.drafter.propose(case.target, features, 7)
     block = [7] + [case.drafter.mask_token_id] * (case.drafter.block_size - 1)
-    out = drafts(session(case.path("drafter.onnx")), features.numpy().astype(np.float16), block)
+    feeds = {"features": features.numpy().astype(np.float16)[None], "n_features": ints(len(features))}
+    out = case.engine("drafter.onnx").run({**feeds, "start": ints(0), "block": ints(block)})
     assert np.isfinite(out["draft_logprobs"]).all()
     np.testing.assert_allclose(out["draft_logprobs"][0, :, 0], expected.logprobs.numpy(), atol=0.15)
     assert np.mean(out["draft_tokens"][0, :, 0] == expected.tokens) > 0.7
