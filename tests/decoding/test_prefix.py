@@ -1,4 +1,4 @@
-"""Reuse of prefixes: the same tokens from fewer passes for requests that may share them, and a complete context."""
+"""Reuse of prefixes: the same tokens from fewer passes, at the lengths that caches can give, in little memory."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_trt.decoding.caches import Snapshot
-from dflash_trt.decoding.pair import Pair
+from dflash_trt.decoding.pair import Pair, _joined
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.prefixes import Children, Page
 from dflash_trt.decoding.prefixes import common as shared
 from dflash_trt.decoding.request import Request
-from tests.doubles.fake_engines import BLOCK, VOCAB, FakeTarget, expected
+from tests.doubles.fake_engines import BLOCK, ROW_BYTES, VOCAB, FakeTarget, expected
 from tests.doubles.fake_states_and_windows import LongStrideTarget, StateTarget, WindowTarget
 from tests.doubles.pool import Pool, request
 from tests.doubles.schedules import AnyLengths, Lengths, finish, prompt
@@ -278,3 +278,210 @@ def test_the_page_with_the_most_tokens_is_found(data: st.DataObject) -> None:
         found = pages.nearest(wanted)
         most = max((page.usable(wanted) for page in pages.values()), default=0)
         assert (found.usable(wanted) if found else 0) == most
+
+
+def test_the_longest_length_that_a_state_was_kept_at_is_reused() -> None:
+    """States are kept where a pass over a prompt ends: at multiples of 8, and at the end of a prompt."""
+    pool, base = Pool(1, 1, kept=400, target=StateTarget), prompt(60)
+    assert hits(pool, base[:44], max_tokens=1).statistics.num_cached_tokens == 0
+    for length, cached in ((60, 44), (44, 40), (40, 32), (31, 24)):
+        again = Pool(1, 1, kept=400, target=StateTarget)
+        hits(again, base[:44], max_tokens=1)
+        again.scheduler.slots.left.clear()
+        assert hits(again, base[:length], max_tokens=1).statistics.num_cached_tokens == cached
+    for length, cached in ((17, 16), (16, 8), (30, 24), (17, 16)):
+        pool.scheduler.slots.left.clear()
+        assert hits(pool, base[:length], max_tokens=1).statistics.num_cached_tokens == cached
+
+
+def test_a_shorter_page_with_a_state_is_reused_before_a_full_one_without() -> None:
+    """The first answer went on through the page of the tokens 8 to 16, and the second prompt ended at 14."""
+    pool, base = Pool(1, 1, kept=400, target=StateTarget), prompt(12)
+    output = hits(pool, base, max_tokens=20, draft=False).output
+    for more, cached in ((2, 12), (6, 14)):
+        pool.scheduler.slots.left.clear()
+        talk = [*base, *output[:more]]
+        assert hits(pool, talk, max_tokens=1, draft=False).statistics.num_cached_tokens == cached
+
+
+def test_copies_of_two_models_restore_what_both_can() -> None:
+    both = _joined([Snapshot(0, 8, range(1, 9), None, 5), Snapshot(0, 8, (4, 8), None, 7)])
+    assert (list(both.lengths), both.size) == ([4, 8], 12)
+
+
+def test_a_conversation_goes_on_from_its_state() -> None:
+    """In its slot, where the state is, and by the copy of it."""
+    for overwritten in (False, True):
+        pool, talk = Pool(1, 1, kept=400, target=StateTarget), prompt(12)
+        for turn in range(5):
+            made = hits(pool, talk, max_tokens=7, draft=False)
+            assert made.statistics.num_cached_tokens == (len(talk) - 4 if turn else 0)
+            talk += made.output[:7] + prompt(3, turn)
+            if overwritten:
+                pool.scheduler.slots.left.clear()
+
+
+def test_a_prefix_is_reused_where_the_window_before_its_end_was_kept() -> None:
+    """Windows are kept where a pass over a prompt ends, and where a request ends: at any length of the last page."""
+    base = prompt(60)
+    for length, cached in ((60, 44), (44, 43), (42, 41), (40, 39), (30, 29), (26, 25), (25, 24)):
+        again = Pool(1, 1, kept=400, target=WindowTarget)
+        hits(again, base[:44], max_tokens=1)
+        again.scheduler.slots.left.clear()
+        assert hits(again, base[:length], max_tokens=1).statistics.num_cached_tokens == cached
+
+    class LongPasses(WindowTarget):
+        most = 32
+
+    pool = Pool(1, 1, kept=400, target=LongPasses, chunk=32)
+    hits(pool, base[:60], max_tokens=1)
+    pool.scheduler.slots.left.clear()
+    for length, cached in ((24, 0), (31, 30), (50, 32), (60, 59)):  # the cuts are at 32 and 60, in pages of 8
+        pool.scheduler.slots.left.clear()
+        found = pool.prefixes.find(base[: length - 1], draft=True)[1]
+        assert found == cached
+
+
+def test_a_slot_filled_from_a_copy_without_its_first_rows_is_cut_no_further_than_they_are_there() -> None:
+    pool, base = Pool(1, 1, kept=400, target=LongStrideTarget), prompt(60)
+    hits(pool, [*base[:45], 1], max_tokens=3)
+    hits(pool, prompt(60, 5), max_tokens=3)
+    assert hits(pool, [*base[:45], 2], max_tokens=3).statistics.num_cached_tokens == 45
+    hits(pool, [*base[:10], 3], max_tokens=3)
+
+
+def test_the_pages_of_many_salts_come_and_go() -> None:
+    pool, base = Pool(1, 1, kept=60), prompt(30)
+    for i in range(20):
+        assert hits(pool, base, salt=f"{i}", max_tokens=1).statistics.num_cached_tokens == 0
+    assert len(pool.prefixes._trees) <= 2
+    assert hits(pool, base, salt="19", max_tokens=1).statistics.num_cached_tokens == 29
+
+
+def test_a_prefix_stays_when_others_took_its_slot() -> None:
+    """A prefix that takes less memory than a slot, in a pair of published size, is still kept."""
+    pool, base = Pool(1, 1, kept=40), prompt(30)  # a slot has 133 rows
+    first = hits(pool, base, max_tokens=2)
+    assert first.statistics.num_cached_tokens == 0
+    hits(pool, [(base[0] + 1) % VOCAB], max_tokens=2)
+    again = [*base, first.output[0], 4]  # also what it answered, whose features waited
+    assert hits(pool, again, max_tokens=2).statistics.num_cached_tokens == 31
+    assert pool.prefixes.counts.bytes <= 40 * 2 * ROW_BYTES
+
+
+def test_of_a_prefix_that_does_not_fit_the_beginning_is_kept() -> None:
+    pool, base = Pool(1, 1, kept=20), prompt(50)
+    hits(pool, base, max_tokens=4)
+    counts = pool.prefixes.counts
+    assert (counts.kept_tokens, counts.dropped_tokens) == (16, 0)
+    hits(pool, [(base[0] + 1) % VOCAB], max_tokens=1)
+    assert counts.refused_tokens >= 34
+    assert hits(pool, base, max_tokens=4).statistics.num_cached_tokens == 16
+
+
+def test_prefixes_share_what_they_have_in_common() -> None:
+    pool, system = Pool(1, 1, kept=400), prompt(64)
+    for i in range(6):
+        hits(pool, [*system, i, *prompt(7, i)], max_tokens=1)
+    assert pool.prefixes.counts.kept_tokens == 64 + 6 * 8
+    for i in range(5):
+        assert hits(pool, [*system, i, *prompt(7, i), 1], max_tokens=1).statistics.num_cached_tokens == 72
+
+
+def test_the_least_recently_used_rows_make_room() -> None:
+    pool = Pool(1, 1, kept=96)
+    a, b, c, d = (prompt(31, i) for i in range(4))
+    for each in (a, b, c):
+        hits(pool, each, max_tokens=1)
+    assert (
+        hits(pool, a, max_tokens=1).statistics.num_cached_tokens == 30
+    )  # used again, so b is the oldest now
+    hits(pool, d, max_tokens=1)
+    counts = pool.prefixes.counts
+    assert counts.dropped_tokens == 31
+    for each, cached in ((a, 30), (c, 30), (b, 0)):
+        assert pool.prefixes.find(each[:-1], draft=True)[1] == cached
+
+
+def test_the_last_page_of_a_prefix_goes_before_those_that_it_needs() -> None:
+    """A shorter beginning is still useful; a page without its predecessors is not."""
+    pool, long = Pool(1, 1, kept=64), prompt(48)
+    hits(pool, long, max_tokens=1)
+    hits(pool, prompt(31, 1), max_tokens=1)
+    assert pool.prefixes.counts.dropped_tokens == 16
+    assert pool.prefixes.find(long, draft=True)[1] == 32
+
+
+def test_the_same_prompt_again_and_again_is_kept_once() -> None:
+    pool, other = Pool(1, 4), prompt(12, 1)
+    hits(pool, other, max_tokens=1)
+    for _ in range(8):
+        hits(pool, prompt(12))
+    kept = pool.prefixes.counts.kept_tokens
+    hits(pool, prompt(12))
+    assert pool.prefixes.counts.kept_tokens == kept < 12 + 32
+    assert hits(pool, other, max_tokens=1).statistics.num_cached_tokens == 11
+
+
+def test_a_conversation_copies_only_what_is_new() -> None:
+    """The next turn continues in its slot. An ended turn is kept once, except for the last page."""
+    pool, talk = Pool(1, 1, kept=400), prompt(5)
+    for turn in range(6):
+        made = hits(pool, talk, max_tokens=7)
+        assert made.statistics.num_cached_tokens >= (len(talk) - 3 - 7 if turn else 0)
+        talk += made.output[:7] + prompt(3, turn)
+    counts = pool.prefixes.counts
+    assert counts.reused_tokens == counts.dropped_tokens == 0
+    assert counts.kept_tokens <= len(talk) + 6 * 8
+    assert counts.tokens <= len(talk)
+
+
+def test_bytes_are_those_of_the_tokens_that_are_counted() -> None:
+    """A prefix comes back from its copy, and one that is too long drops it and is refused in part."""
+    pool, base = Pool(1, 1, kept=64), prompt(24)
+    for tokens in (base, prompt(8, 3), [*base, 1], prompt(100, 2)):
+        hits(pool, tokens, max_tokens=1)
+    counts = vars(pool.prefixes.counts)
+    events = {name.removesuffix("_tokens"): n for name, n in counts.items() if name.endswith("_tokens")}
+    assert events == {"kept": 97, "reused": 24, "dropped": 33, "refused": 36}
+    assert {name: counts[f"{name}_bytes"] for name in events} == {
+        n: 2 * ROW_BYTES * k for n, k in events.items()
+    }
+
+
+def test_with_no_memory_for_prefixes_nothing_is_reused() -> None:
+    pool, base = Pool(2, 2), prompt(20)
+    hits(pool, base)
+    assert hits(pool, base).statistics.num_cached_tokens == 0
+    live, again = (request(base, SamplingParams(max_tokens=30)) for _ in range(2))
+    finish(pool, Lengths(5), live, again)
+    assert again.statistics.num_cached_tokens == 0
+    assert not pool.scheduler.slots.left
+
+
+def test_too_little_memory_for_a_page_is_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash_trt.logs._warned", set())
+    Pool(1, 1, kept=8)  # for a page
+    assert not caplog.text
+    Pool(1, 1, kept=3)
+    pool = Pool(1, 1, kept=3)
+    assert caplog.text.count("prefix_cache_bytes is 24, but 8 tokens of this pair take 64 bytes") == 1
+    base = prompt(20)
+    hits(pool, base, max_tokens=1)
+    assert hits(pool, [*base, 3], max_tokens=1).statistics.num_cached_tokens == 20  # its rows are in its slot
+    assert pool.prefixes.counts.tokens == 0
+
+
+def test_rows_for_which_the_machine_has_no_memory_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, base = Pool(1, 4), prompt(30)
+
+    def full(slot: int, start: int, stop: int, shortest: int) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(pool.drafter, "keep", full)
+    hits(pool, base)
+    counts = pool.prefixes.counts
+    assert (counts.tokens, counts.kept_tokens) == (0, 0)
+    assert counts.refused_tokens > 30
