@@ -27,7 +27,6 @@ PAIRS: dict[str, tuple[Any, Any, int]] = {
         partial(make_drafter, is_causal=False, **WINDOWED | {"layer_types": (SLIDING, SLIDING)}),
         1,
     ),
-    "trees": (partial(make_target, layers=2, **WINDOWED), partial(make_drafter, **WINDOWED), 3),
     "sinks": (
         partial(make_gpt_oss, head_dim=64, sliding_window=WINDOW, num_hidden_layers=2),
         partial(make_gpt_oss_drafter, layers=1),

@@ -40,9 +40,9 @@ from dflash_trt.models.target import build_target
 from dflash_trt.quantization.for_build import in_precision
 from tests.doubles.checkpoints import VOCAB, make_drafter
 from tests.doubles.formats import FORMATS, split, stored_as
-from tests.doubles.head_major import HeadMajorEngine
 from tests.doubles.hybrid_checkpoints import SPARSE, load_hybrid, make_hybrid
 from tests.doubles.reference import Drafter, target_outputs
+from tests.doubles.sessions import HeadMajorEngine
 from tests.doubles.trt_bodies import executable
 from tests.models.test_parity import ints
 

@@ -11,7 +11,27 @@ from torch.nn.attention.flex_attention import create_mask, flex_attention
 from dflash_trt.checkpoint.schema import LayerAttention
 from dflash_trt.training.blocks import Blocks, draw_blocks, head_loss, weights_of
 from dflash_trt.training.model import attend, dense_mask, flex_mask, visible
-from tests.training.reference import plain_loss
+
+
+def plain_loss(
+    hidden: Tensor,
+    head: Tensor,
+    labels: Tensor,
+    valid: Tensor,
+    teacher: Tensor | None = None,
+    share: float = 0.0,
+) -> Tensor:
+    """The result of head_loss, computed directly."""
+    logits = F.linear(hidden, head).float()
+    flat = logits.flatten(0, 1)
+    losses = F.cross_entropy(flat, labels.flatten(), reduction="none").view(labels.shape) * valid
+    weights = weights_of(losses, valid)
+    if teacher is not None:
+        wanted = F.linear(teacher, head).float().flatten(0, 1).softmax(-1)
+        soft = F.cross_entropy(flat, wanted, reduction="none").view(labels.shape) * valid
+        losses = (1 - share) * losses + share * soft
+    return (losses * weights).sum() / weights.sum().clamp(min=1e-6)
+
 
 KINDS = [LayerAttention(causal, window) for causal in (False, True) for window in (None, 5)]
 MASK, SIZE = 999, 4

@@ -25,8 +25,8 @@ from dflash_trt.models.target import build_target
 from dflash_trt.quantization.convert import quantize
 from tests.doubles.checkpoints import VOCAB, make_drafter, make_target
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter, make_llama, make_qwen3_moe
-from tests.doubles.head_major import HeadMajorEngine
 from tests.doubles.reference import Drafter, target_outputs
+from tests.doubles.sessions import HeadMajorEngine
 from tests.doubles.trt_bodies import executable
 from tests.models.test_families import load
 from tests.models.test_parity import (  # noqa: F401  # the tests among them run on this module's `case`
