@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from dflash_trt.building.build import build
-from tests.doubles.checkpoints import VOCAB, make_drafter
 from tests.doubles.hybrid_checkpoints import (
     DENSE,
     IMAGES,
@@ -19,11 +17,12 @@ from tests.doubles.hybrid_checkpoints import (
     load_hybrid,
     make_hybrid,
 )
-from tests.doubles.reference import Drafter, target_outputs
+from tests.doubles.reference import target_outputs
 from tests.models.test_parity import (  # noqa: F401  # the tests among them run on this module's `case`
     Case,
     assert_close,
     ints,
+    make_case,
     test_sequences_of_a_batch_do_not_meet,
     test_target,
 )
@@ -66,15 +65,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return make_case(tmp_path_factory.mktemp("hybrid"), request.param)
-
-
-def make_case(directory: Path, name: str, **changes: Any) -> Case:
-    architecture, settings, drafter_settings = CASES[name]
-    target = make_hybrid(directory / "target", architecture, **(settings | changes))
-    drafter = make_drafter(directory / "drafter", target, **drafter_settings)
-    bundle = build(str(target), str(drafter), directory / "bundle", max_seq_len=96)
-    return Case(bundle, load_hybrid(target), Drafter(drafter), VOCAB)
+    architecture, settings, drafter_settings = CASES[request.param]
+    make = partial(make_hybrid, architecture=architecture, **settings)
+    return make_case(tmp_path_factory.mktemp("hybrid"), make, load_hybrid, drafter_settings)
 
 
 def test_blocks_of_which_a_part_is_kept(case: Case) -> None:

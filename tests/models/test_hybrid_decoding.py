@@ -3,46 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import numpy as np
 import pytest
 
 from dflash_trt import LLM, SamplingParams
-from dflash_trt.building.build import build
 from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.request import Request
-from tests.doubles.checkpoints import VOCAB, make_drafter
 from tests.doubles.hybrid_checkpoints import DENSE, load_hybrid, make_hybrid
-from tests.doubles.reference import Drafter, target_outputs
+from tests.doubles.reference import target_outputs
 from tests.models.test_families import (  # noqa: F401  # run on this module's `pair`
     test_drafting_and_batches_change_no_token,
 )
-from tests.models.test_parity import Case
+from tests.models.test_parity import Case, make_case
 
 LONG = 520
 BLOCK_LENGTHS = (2, 16)  # all from 1 to 16 were run once
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("hybrid")
-
-
-def make_case(directory: Path, architecture: str, **settings: Any) -> Case:
-    """A target with favourite tokens, so that some drafts are right."""
-    target = make_hybrid(directory / "target", architecture, favourites=6, **settings)
-    drafter = make_drafter(directory / "drafter", target, block_size=16, layers=1, taps=(0, 1))
-    bundle = build(str(target), str(drafter), directory / "bundle", max_seq_len=LONG + 120)
-    return Case(bundle, load_hybrid(target), Drafter(drafter), VOCAB)
-
-
-@pytest.fixture(scope="module")
-def case(directory: Path) -> Case:
-    """Attention between layers with states, so that states depend on rows of attention."""
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """Attention between layers with states, so that states depend on rows of attention; and tokens that are favourites,
+    so that some drafts are right.
+    """
     layers = ["linear_attention", "full_attention", "linear_attention"]
-    return make_case(directory / "dense", DENSE, num_hidden_layers=3, layer_types=layers)
+    make = partial(make_hybrid, architecture=DENSE, favourites=6, num_hidden_layers=3, layer_types=layers)
+    drafter = {"block_size": 16, "layers": 1, "taps": (0, 1)}
+    return make_case(tmp_path_factory.mktemp("hybrid"), make, load_hybrid, drafter, length=LONG + 120)
 
 
 @pytest.fixture(scope="module")

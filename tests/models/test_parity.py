@@ -5,7 +5,9 @@ Every case is a pair of random checkpoints of another shape, built by the real b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,14 +104,24 @@ def fill(caches: dict[str, np.ndarray]) -> None:
 @pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     settings, drafter_settings = CASES[request.param]
-    return make_case(tmp_path_factory.mktemp("parity"), settings, drafter_settings)
+    make, vocab = partial(make_target, **settings), settings.get("vocab", VOCAB)
+    return make_case(tmp_path_factory.mktemp("parity"), make, load_target, drafter_settings, vocab=vocab)
 
 
-def make_case(directory: Path, settings: dict[str, Any], drafter_settings: dict[str, Any]) -> Case:
-    target = make_target(directory / "target", **settings)
+def make_case(
+    directory: Path,
+    make: Callable[[Path], Path],
+    load: Callable[[Path], Any],
+    drafter_settings: dict[str, Any],
+    *,
+    length: int = 96,
+    vocab: int = VOCAB,
+) -> Case:
+    """How the target is made, and how Transformers loads it; the drafter; and the most tokens of a sequence."""
+    target = make(directory / "target")
     drafter = make_drafter(directory / "drafter", target, **drafter_settings)
-    bundle = build(str(target), str(drafter), directory / "bundle", max_seq_len=96)
-    return Case(bundle, load_target(target), Drafter(drafter), settings.get("vocab", VOCAB))
+    bundle = build(str(target), str(drafter), directory / "bundle", max_seq_len=length)
+    return Case(bundle, load(target), Drafter(drafter), vocab)
 
 
 def ints(*rows: Any) -> np.ndarray:
