@@ -33,8 +33,13 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.renew_parser()
+
+    def renew_parser(self) -> httptools.HttpRequestParser:
+        """A parser at the beginning of a message."""
         self.parser = _Parser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+        return self.parser
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -153,7 +158,9 @@ class Connection(HttpToolsProtocol):
 
 
 class _Parser(httptools.HttpRequestParser):
-    """uvicorn's parser, for which a request with `Upgrade` has no body. It reads such a request again without that."""
+    """uvicorn's parser, for which a request with `Upgrade` has no body. Another one reads such a request without that:
+    after `Connection: close` this one reads nothing more.
+    """
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
@@ -161,13 +168,14 @@ class _Parser(httptools.HttpRequestParser):
 
     def feed_data(self, data: Any) -> None:
         """Parse bytes. Raises what httptools raises for the connection."""
-        rest = memoryview(data)
+        feed, parser, rest = httptools.HttpRequestParser.feed_data, self._connection.parser, memoryview(data)
         while True:
             try:
-                super().feed_data(rest)
+                feed(parser, rest)
                 return
             except httptools.HttpParserUpgrade as offer:
                 if not self._connection._should_upgrade():
                     raise
                 rest = rest[offer.args[0] :]
-            super().feed_data(self._connection.head_without_offer())
+            parser = self._connection.renew_parser()
+            feed(parser, self._connection.head_without_offer())

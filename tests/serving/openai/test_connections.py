@@ -209,7 +209,8 @@ def test_an_offer_of_another_protocol_is_ignored(offer, size, monkeypatch) -> No
     request = JAVA + b"Upgrade: " + offer + b"\r\n"
     sized = request + b"Content-Length: 5\r\n\r\nhello"
     chunked = request + b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n"
-    whole = sized * 2 + chunked * 2 + CHUNKED + b"3\r\nbye\r\n0\r\n\r\n" + sized
+    last = sized.replace(b"Host: x\r\n", b"Host: x\r\nConnection: close\r\n")
+    whole = sized * 2 + chunked * 2 + CHUNKED + b"3\r\nbye\r\n0\r\n\r\n" + last
 
     async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for start in range(0, len(whole), size):
@@ -218,6 +219,7 @@ def test_an_offer_of_another_protocol_is_ignored(offer, size, monkeypatch) -> No
         for expected in (*[b"hello"] * 4, b"bye", b"hello"):
             assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 OK")
             assert await reader.readexactly(len(expected)) == expected
+        assert await reader.read() == b""
 
     visit(client, monkeypatch, seconds=60, app=body)
 
