@@ -14,7 +14,7 @@ from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
-from dflash_trt.building.exactness import Exactness, exactness, kept, place_of
+from dflash_trt.building.exactness import Exactness, exactness, kept, place_of, rows_agree
 from dflash_trt.building.first_use import open_bundle
 from dflash_trt.building.progress import progress_display
 from dflash_trt.bundle.manifest import Check
@@ -209,7 +209,7 @@ class Runtime:
             if wanted:
                 reason = f"{error}, so exact mode cannot promise equal tokens; leave exact out"
                 raise DFlashError(reason) from None
-            self._say_what_may_differ(None)
+            self._say_what_may_differ(None, threads)
             return None
         if wanted:
             prompts = self.measured_prompts()
@@ -217,17 +217,20 @@ class Runtime:
         else:
             known = kept(self.bundle, pair, threads)
             if known is None or not known.free:
-                self._say_what_may_differ(known)
+                self._say_what_may_differ(known, threads)
                 return None
             measured = known
         assert measured.rule is not None
         pair.rule, pair.most_together = measured.rule, 1
         return measured
 
-    def _say_what_may_differ(self, known: Exactness | None) -> None:
+    def _say_what_may_differ(self, known: Exactness | None, threads: int | None) -> None:
         """Warn where rounding may let drafts change a token. known: what was measured of exact mode here."""
-        engine = engine_of(self.bundle)
-        if engine.equal_rows and self.bundle.manifest["tree_width"] == 1:
+        engine, chains = engine_of(self.bundle), self.bundle.manifest["tree_width"] == 1
+        if chains and engine.equal_rows:
+            return
+        asked = chains and not engine.own_loop and self.pair.equal_rows
+        if asked and rows_agree(self.bundle, self.pair, self.measured_prompts()[-1], threads):
             return
         if engine.own_loop or (known is not None and known.rule is None):
             way = "exact mode is not possible here"

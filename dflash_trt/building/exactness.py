@@ -11,6 +11,7 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -34,8 +35,8 @@ _log = logging.getLogger(__name__)
 STEP = "compare passes"
 # Below this cost, exact mode is on where it has been measured.
 FREE_COST = 1.05
-# What is measured at first use: answers of so many tokens.
-TOKENS = 48
+# What is measured at first use: answers of so many tokens; where only the GPU is in doubt, of fewer.
+TOKENS, LOOK = 48, 16
 _BYTES, _TIMED = 1 << 20, 15
 
 
@@ -70,7 +71,7 @@ class Exactness:
         if self.rule is None:
             return "not possible, as a row's bits depend on more than the width of its pass"
         rule, parts = self.rule, []
-        if len(rule.widths) < self.most:
+        if 0 < len(rule.widths) < self.most:
             parts.append(f"passes of {', '.join(map(str, rule.widths))} rows, others are padded")
         parts += ["one sequence at a time"] * (not rule.any_batch)
         parts += ["reuse of whole prompt chunks only"] * (not rule.any_cut) + ["chains only"] * (
@@ -122,17 +123,36 @@ def settle(
     measured = Exactness(rule, _cost(pair, rule or FREE), worst.rows, worst.flips, most, pair.slots)
     for slot in range(pair.slots):
         pair.clear(slot)
-    place = place_of(bundle, pair, threads)
+    document = {"machine": _machine(bundle, pair, threads), "found": asdict(measured)}
+    _keep(place_of(bundle, pair, threads), document)
+    return measured
+
+
+def _keep(place: Path, document: Any) -> None:
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(place) as file:
-            document = {"machine": _machine(bundle, pair, threads), "found": asdict(measured)}
             file.write(json.dumps(document, indent=1).encode() + b"\n")
     except OSError as error:
-        warn_once(
-            _log, f"{place}: cannot be written ({error.strerror}); exact mode measures again in each process"
-        )
-    return measured
+        warn_once(_log, f"{place}: cannot be written ({error.strerror}); each process measures again")
+
+
+def rows_agree(bundle: Bundle, pair: Pair, prompt: Sequence[int], threads: int | None) -> bool:
+    """Whether a row has the same bits in every decoding pass: by its kernels, and, as a few passes showed once on this
+    machine, by the GPU that runs them.
+    """
+    if not pair.equal_rows:
+        return False
+    place = place_of(bundle, pair, threads, "rows")
+    with suppress(DFlashError, KeyError, OSError):
+        return bool(read_object(place, _BYTES, DFlashError)["equal"])
+    widths, kinds = (1, bundle.manifest["block_size"]), ("widths", "batches")
+    outcomes = list(measure(pair, [prompt], widths, LOOK, bundle.manifest, kinds=kinds))
+    equal = all(each.equal == each.rows for each in outcomes)
+    for slot in range(pair.slots):
+        pair.clear(slot)
+    _keep(place, {"machine": _machine(bundle, pair, threads), "equal": equal})
+    return equal
 
 
 def exactness(
@@ -148,7 +168,8 @@ def exactness(
     if measured is None:
         begin, most = perf_counter(), bundle.manifest["block_size"]
         say("comparing the passes of this bundle on this machine (once)")
-        widths, outcomes = range(1, most + 1), list[Outcome]()
+        alike, outcomes = rows_agree(bundle, pair, prompts[-1], threads), list[Outcome]()
+        widths = [1, most] if alike and most > 1 else [*range(1, most + 1)]
         steps = len(ways(widths, pair))
         for outcome in measure(pair, prompts, widths, TOKENS, bundle.manifest):
             outcomes.append(outcome)
@@ -215,4 +236,5 @@ def _machine(bundle: Bundle, pair: Pair, threads: int | None) -> dict[str, Any]:
         "gpus": [[gpu.get("name"), gpu.get("driver_version")] for gpu in gpus],
         "versions": versions,
         "prefill_chunk": pair.prefill_chunk,
+        "products": [*pair.products],
     }

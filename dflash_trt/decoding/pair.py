@@ -72,7 +72,12 @@ class Pair:
     rule: how the target's passes are padded.
     most_together: how many prompts one pass can read; 1 in exact mode.
     least_rows: the fewest rows of a target's pass, of all sequences together. Shorter passes are padded.
+    equal_rows: whether, by the kernels of its products and layers, a row has the same bits in any decoding pass.
+    products: the forms and tiles of these kernels, on which bits depend.
     """
+
+    equal_rows = False
+    products: Sequence[str] = ()
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ prompt, which runs one row a pass, is fed again in other ways, and all logits ar
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -118,6 +118,7 @@ def measure(
     manifest: Mapping[str, Any],
     *,
     locate: bool = False,
+    kinds: Collection[str] = ("again", "widths", "batches", "cuts", "trees"),
 ) -> Iterator[Outcome]:
     """Feed the plain greedy answers of the prompts, token ids, in every way. Yields each outcome when it is done.
 
@@ -125,6 +126,7 @@ def measure(
     max_tokens: the most tokens of an answer.
     manifest: the bundle's.
     locate: whether outcomes name the first cache rows that differ, for which a prompt is fed twice more.
+    kinds: of the ways.
     Overwrites rows of all slots. Raises UsageError for a width that a pass cannot have, or a prompt that leaves no room
     for an answer.
     """
@@ -137,7 +139,7 @@ def measure(
     eos = set(manifest["eos_token_ids"])
     feeders = [_Feeder(pair, prompt, min(max_tokens, room), eos) for prompt in prompts]
     plain = [feeder.plain() for feeder in feeders]
-    for way in ways(widths, pair):
+    for way in [way for way in ways(widths, pair) if way.kind in kinds]:
         outcome, digest = Outcome(way), hashlib.blake2b()
         for i, (feeder, expected) in enumerate(zip(feeders, plain, strict=True)):
             logits = feeder.feed(way, partner=feeders[i - 1])
@@ -167,7 +169,8 @@ def find_rule(
 ) -> PassRule | None:
     """The rule under which a row's bits are those of plain decoding under the same rule. None: there is none.
 
-    raw: the outcomes of `measure` without a rule, for every width of a pass.
+    raw: the outcomes of `measure` without a rule, for every width of a pass; or, where rows do not depend on it, for
+        some and the widest.
     tokens: the most tokens of an answer when it is measured under the rule.
 
     The widths are those that agree with the widest pass, so that drafts may fill a block. Under them all is measured
@@ -182,7 +185,7 @@ def find_rule(
     agreeing = tuple(n for n, each in by_width.items() if each.digest == by_width[most].digest)
     for widths in dict.fromkeys((agreeing, (most,))):
         outcomes = raw
-        if len(widths) < most:
+        if len(widths) < len(by_width):
             pair.rule = PassRule(widths)
             outcomes = list(measure(pair, prompts, range(1, most + 1), tokens, manifest))
             pair.rule = FREE
@@ -190,7 +193,8 @@ def find_rule(
         for each in outcomes:
             equal[each.way.kind] &= each.equal == each.rows
         if equal["again"] and equal["widths"]:
-            return PassRule(widths, equal["batches"], equal["cuts"], equal["trees"])
+            every = outcomes is raw and len(widths) < most
+            return PassRule(() if every else widths, equal["batches"], equal["cuts"], equal["trees"])
     return None
 
 

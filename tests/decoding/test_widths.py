@@ -224,6 +224,41 @@ def test_a_warning_says_where_drafts_may_change_a_token(
     assert "exact mode prevents that (every pass agrees; a plain pass takes 1.00" in caplog.messages[-1]
 
 
+def test_kernels_with_equal_rows_leave_exact_mode_prompts_and_trees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A look at a few passes tells once whether the device agrees. If not, all is as where nothing is known of rows."""
+    monkeypatch.setenv("DFLASH_TRT_CACHE", str(tmp_path / "cache"))
+    find, fed = registry.find, list[Any]()
+    monkeypatch.setattr(registry, "find", lambda name: replace(find(name), equal_rows=False))
+    monkeypatch.setattr(Pair, "equal_rows", True)
+    path = bundle(tmp_path)
+    for _ in range(2):
+        LLM(path).close()
+        assert not caplog.messages
+    (kept,) = (tmp_path / "cache" / "rows").iterdir()
+    assert json.loads(kept.read_text())["equal"]
+    with LLM(path, exact=True) as llm:
+        assert llm.exactness is not None
+        assert llm.exactness.rule == PassRule(())
+        assert llm.exactness.describe().startswith("every pass agrees")
+    ways = measure
+
+    def watched(*given: Any, **options: Any) -> Any:
+        fed.append(given[2])
+        return ways(*given, **options)
+
+    monkeypatch.setattr("dflash_trt.building.exactness.measure", watched)
+    monkeypatch.setattr(functions, "GROUPED_ROWS", 0)
+    other = bundle(tmp_path / "other")
+    LLM(other).close()
+    assert "two logits are nearly equal" in caplog.messages[-1]
+    with LLM(other, exact=True) as llm:
+        assert llm.exactness is not None
+        assert llm.exactness.rule == PassRule((2, 3, 4))
+    assert [len(each) for each in fed] == [2, 4]
+
+
 def test_a_bundle_built_to_be_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DFLASH_TRT_CACHE", str(tmp_path / "cache"))
     made = TARGETS["qwen3"](tmp_path / "target")

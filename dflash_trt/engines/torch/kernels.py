@@ -48,6 +48,12 @@ class LayerKernels:
         return None
 
 
+def complete(device: torch.device) -> bool:
+    """Whether all that passes asked for so far was computed by our kernels."""
+    layer = of(torch.empty(0, device=device))
+    return layer is not None and not layer.missing
+
+
 def of(x: torch.Tensor) -> LayerKernels | None:
     """The kernels for this tensor's device; None on a CPU, and where no kernel can be compiled."""
     return _of_this_gpu() if x.is_cuda else None

@@ -20,6 +20,7 @@ from dflash_trt.engines.device.kernels import kernels_here
 from dflash_trt.engines.device.memory import memory_errors
 from dflash_trt.engines.device.opening import DEVICE, chunk_of, pair_of, warm_up
 from dflash_trt.engines.device.stream import HostStream, on
+from dflash_trt.engines.torch import kernels as of_layers
 from dflash_trt.engines.torch.runner import TorchRunner
 from dflash_trt.errors import BuildError, EngineError
 from dflash_trt.logs import warn_once
@@ -77,6 +78,7 @@ def open_pair(
     hardware.give_back_memory()  # what was read on the way to weights
     if on_gpu:
         warm_up(pair, block_size, progress, runs=2, every_size=False)
+        pair.equal_rows, pair.products = of_layers.complete(device), runners["target"].tiles
     return pair
 
 
