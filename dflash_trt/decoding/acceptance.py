@@ -138,10 +138,15 @@ def decide(request: Request, draft: Draft, verified: Verified, slot: int) -> tup
             found = sum(node in copied for node in path)
             statistics.num_lookup_draft_tokens += sum(node <= drafts for node in copied)
             statistics.num_lookup_accepted_tokens += found
-        if not verdict.ok and len(tokens) == 1:
+        history = request.history
+        if not verdict.ok and len(tokens) == 1 and (history is None or not verified.decided[slot]):
             return verdict, fail(request, non_finite(request.committed + 1))
-        # Where it is not ok, perhaps because of a draft, the next round decides without drafts.
+        # Where it is not ok, perhaps because of a draft, the next round decides without drafts, and the host if the
+        # logits are adjusted.
         decided = [*(tokens[node] for node in path), *([verdict.token] if verdict.ok else [])]
+        if history is not None and verified.decided[slot]:
+            for token in decided:
+                history.add(token)
         rows = verified.logits[slot][[0, *path]] if request.params.logprobs else None
         return verdict, _emit(request, decided, rows, len(path), drafts, found)
     except INTERRUPTIONS:

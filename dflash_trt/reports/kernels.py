@@ -15,8 +15,12 @@ from dflash_plugins import launch
 from torch import Tensor
 
 from dflash_trt.decoding.arrays import Arrays
+from dflash_trt.decoding.output import StopChecker
 from dflash_trt.decoding.params import SamplingParams
+from dflash_trt.decoding.request import Request
+from dflash_trt.decoding.sampling.history import History
 from dflash_trt.decoding.sampling.sampler import sample
+from dflash_trt.engines.device.adjusting import Adjusting
 from dflash_trt.engines.device.arrays import DeviceArrays
 from dflash_trt.engines.device.kernels import compiles_here, kernels_here
 from dflash_trt.engines.torch import layers
@@ -126,6 +130,7 @@ def problems(
     of_layers: also those operators that are compiled for this GPU, as they are launched.
     """
     yield "SampleRows", _sampled(device, run, vocab)
+    yield "AdjustRows", _adjusted(device, run, vocab)
     yield "BlockAcceptance", _accepted(device, run)
     yield "Round", _between_passes(device, run, vocab, features, dtype, block_size)
     if of_layers:
@@ -148,6 +153,29 @@ def _sampled(device: Device, run: launch.Run, vocab: int) -> str:
         for i, (params, seed) in enumerate(zip(_SAMPLED, seeds, strict=True))
     ]
     return "" if got == expected else f"tokens {got}, but the host's are {expected}"
+
+
+def _adjusted(device: Device, run: launch.Run, vocab: int) -> str:
+    """Rows of a chain whose second draft would complete a word, against the host's."""
+    params = SamplingParams(
+        repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=0.5, logit_bias={2: 1.5}
+    )
+    history, tokens = History(params, [3, 4], [[7, 8, 9], [6]]), np.array([[5, 7, 8]])
+    asked = Request([3, 4], params, 0, cast(StopChecker, None), history, 0.0, output=[8, 7, 5])
+    logits = np.random.default_rng(0).standard_normal((1, 3, vocab)).astype(np.float32)
+    device_rows = Adjusting(1, 16, vocab, 3, torch.device(device))
+    device_rows.start([asked], [True])
+    numbers = logits, tokens, np.array([4]), np.array([[5, 6, 7]])
+    rows, chain, start, at = (torch.from_numpy(array.copy()).to(device) for array in numbers)
+    device_rows.apply(rows, chain, start, at, None, run)
+    for token in asked.output[:-1]:
+        history.add(token)
+    for row, token in enumerate(tokens[0].tolist()):
+        history.add(token)
+        expected = history.adjust(logits[0, row])
+        if differ := np.flatnonzero(rows[0, row].cpu().numpy() != expected).tolist():
+            return f"row {row} differs from the host's at tokens {differ[:5]}"
+    return ""
 
 
 def _accepted(device: Device, run: launch.Run) -> str:

@@ -148,6 +148,37 @@ def sample_select(vocab: int) -> Use:
     return Use("sampling", "sample_select", types, constants, num_warps=16)
 
 
+# Of a request whose logits are adjusted: words that are excluded, and the bit of tokens of its prompt in their counts.
+# What is more, the host adjusts.
+ADJUST_WORDS = 128
+ADJUST_BEFORE = 14
+ADJUST_PROMPT = 1 << 30
+
+
+def recent_tokens(most: int) -> int:
+    """Tokens before an anchor that the host gives with a round of up to `most` nodes: those of two rounds."""
+    return power_of_two(2 * most)
+
+
+@cache
+def read_texts(vocab: int, most: int) -> Use:
+    """The kernel that reads answers so far, in rounds of up to `most` nodes."""
+    types = typed(
+        fp32="logits", i64="tokens start position facts words texts", i32="counts", scalar="nodes room"
+    )
+    constants = {"VOCAB": vocab, "RECENT": recent_tokens(most), "WORDS": ADJUST_WORDS}
+    return Use("sampling", "read_texts", types, constants | {"SLOTS": power_of_two(most), "STEP": 1024})
+
+
+@cache
+def adjust_rows(vocab: int, most: int) -> Use:
+    """The kernel that adjusts logits after that."""
+    types = typed(fp32="logits factors bias", i64="tokens facts", u8="visible", i32="counts")
+    types |= typed(scalar="nodes between across")
+    constants = {"VOCAB": vocab, "RECENT": recent_tokens(most), "PROMPT": ADJUST_PROMPT}
+    return Use("sampling", "adjust_rows", types, constants | {"STEP": 1024})
+
+
 # The most nodes that the acceptance kernel takes, at any shape: two for each thread of its warp.
 ACCEPT_NODES = 64
 
@@ -195,6 +226,7 @@ def round_uses(vocab: int, features: int, dtype: str, block_size: int) -> tuple[
     return (
         fill_tokens(block_size),
         *(end_round(vocab, features, dtype, committing=committing) for committing in (False, True)),
+        *(read_texts(vocab, block_size), adjust_rows(vocab, block_size)),
         *(sample_tiles(vocab), sample_select(vocab), accept_block(), compact_rows(block_size)),
     )
 

@@ -128,6 +128,41 @@ def sampling_memory(rows: int, vocab: int, device: torch.device | str) -> dict[s
     return {n: t for kernel in kernels for n, t in _outputs(kernel, s, None, "", device, {}).items()}
 
 
+def adjust_rows(
+    logits: Tensor,
+    tokens: Tensor,
+    start: Tensor,
+    positions: Tensor,
+    visible: Tensor,
+    *,
+    memory: Mapping[str, Tensor],
+    most: int,
+    run: Run = by_triton,
+) -> None:
+    """Adjust the rows of requests by their tokens so far, in place: float32 logits [B, N, V], N up to `most`.
+
+    tokens: int64 [B, N], anchors with drafts. start: int64 [B], the anchors' positions. positions: as of `sample_rows`.
+    visible: bool, whether a row's node comes after another one: [B, N, N] of trees, or [M, M] of any chains.
+    memory: what is known of the requests, by slot (engines/device/adjusting.py).
+    """
+    vocab, nodes = logits.shape[2], logits.shape[1]
+    given = {
+        "logits": logits,
+        "tokens": tokens,
+        "nodes": nodes,
+        "counts": memory["counts"],
+        "facts": memory["facts"],
+    }
+    texts = {name: memory[name] for name in ("words", "texts")} | {"room": memory["texts"].shape[1]}
+    use = uses.read_texts(vocab, most)
+    run(use, (len(logits),), **given, **texts, start=start, position=positions)
+    use = uses.adjust_rows(vocab, most)
+    steps = {"between": visible.stride(0) if visible.dim() == 3 else 0, "across": visible.stride(-2)}
+    given |= {name: memory[name] for name in ("factors", "bias")}
+    grid = uses.ceil_div(vocab, use.constants["STEP"]), len(logits)
+    run(use, grid, **given, **steps, visible=visible.view(torch.uint8))
+
+
 @dataclass(frozen=True)
 class Accepted:
     """The result of a round: int64 tensors."""

@@ -18,7 +18,7 @@ from dflash_trt.engines.device.following import next_round, scratch
 from dflash_trt.engines.device.sizes import DECODE
 from dflash_trt.engines.device.stream import Landing
 from tests.doubles.device_pool import DevicePool
-from tests.doubles.fake_engines import BLOCK, FakeTarget, expected
+from tests.doubles.fake_engines import BLOCK, VOCAB, FakeTarget, expected
 from tests.doubles.fake_states_and_windows import LongStrideTarget, WindowTarget
 from tests.doubles.pool import request
 from tests.doubles.schedules import Lengths, drive, finish, prompt
@@ -96,29 +96,29 @@ def test_a_policy_learns_of_no_round_of_another_length_than_it_asked_for() -> No
 
 
 def test_a_request_is_its_own_beside_any_samplings() -> None:
-    """Penalties and log-probabilities need the host: while such requests run, rounds wait for it."""
-    pool = DevicePool(6)
-    follow, beside = pool.pair.follow, list[bool]()
+    """Penalties do not need the host. While a request with log-probabilities runs, rounds wait for it."""
+    pool = DevicePool(8)
+    follow, beside = pool.pair.follow, list[tuple[bool, bool]]()
 
     def noted(active: Any, nodes: int) -> Any:
-        beside.append(any(each.params.adjusted or each.params.logprobs for each in active))
+        beside.append((any(r.params.adjusted for r in active), any(r.params.logprobs for r in active)))
         return follow(active, nodes)
 
     pool.pair.follow = noted  # type: ignore[method-assign]
     different = [{}, {"temperature": 0.8}, {"repetition_penalty": 1.3}, {"logprobs": True, "max_tokens": 9}]
     different += [{"temperature": 1.2, "top_k": 4}, {"temperature": 0.5, "top_p": 0.7, "min_p": 0.1}]
+    different += [
+        {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "presence_penalty": 1.5}
+    ]  # advised for Qwen3
+    different += [{"allowed_token_ids": range(0, VOCAB, 3), "frequency_penalty": 0.5, "logit_bias": {3: 1.0}}]
     params = [SamplingParams(**{"max_tokens": 40, "seed": 3, **each}) for each in different]  # type: ignore
     asked = [request(prompt(7, 1), each) for each in params]
     tokens = finish(pool, Lengths(BLOCK), *asked)
     for each in asked:
         assert tokens[each] == expected(each.prompt, each.params, 3)
     assert len(asked[3].logprobs) == 9
-    again = [request(prompt(7, 1), each) for each in params if not (each.adjusted or each.logprobs)]
-    tokens = finish(pool, Lengths(BLOCK), *again)
-    for each in again:
-        assert tokens[each] == expected(each.prompt, each.params, 3)
-    assert beside
-    assert not any(beside)
+    assert beside.count((True, False)) > 3
+    assert not any(logprobs for _, logprobs in beside)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -141,7 +141,11 @@ def test_rows_that_are_not_finite_now_and_then_change_no_token(seed: int) -> Non
 
     runner.run = spoilt
     asked = [
-        request(prompt(5, i), SamplingParams(max_tokens=60, temperature=0.4 * i, seed=i)) for i in range(3)
+        request(
+            prompt(5, i),
+            SamplingParams(max_tokens=60, temperature=0.4 * i, seed=i, presence_penalty=seed % 2),
+        )
+        for i in range(3)
     ]
     tokens = finish(pool, Lengths(4), *asked)
     for each in asked:

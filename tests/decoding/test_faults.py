@@ -53,7 +53,9 @@ class FailingStop(StopChecker):
 
 
 class FailingHistory(History):
-    """Takes no token from its n-th on."""
+    """Takes no token from its n-th on, which only a history on the host may do."""
+
+    leaves_some = False
 
     def __init__(
         self, params: SamplingParams, prompt: list[int], at: int, error: type[BaseException]

@@ -22,7 +22,7 @@ from dflash_plugins.kernel_specs import Use
 from tests.doubles.cuda_double import Cuda
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "i64": torch.int64}
-DTYPES["i32"] = torch.int32
+DTYPES |= {"i32": torch.int32, "u8": torch.uint8}
 COMPILE = """
 import json, sys
 from dataclasses import asdict

@@ -146,8 +146,30 @@ class OnDevice(DeviceRunner):
 
 
 def by_host(use: Any, grid: Any, **given: Any) -> None:
-    """The kernels between passes, by the host's sampler and by loops."""
+    """The kernels between passes, by the host's sampler and by loops. Logits are adjusted for chains, by no words."""
     match use.function:
+        case "read_texts":
+            by_host.starts = given["start"].tolist()  # type: ignore[attr-defined]
+            for slot, start in enumerate(by_host.starts):  # type: ignore[attr-defined]
+                begin, known, _, _, *recent = given["facts"][slot].tolist()
+                if begin >= 0:
+                    recent = recent[max(len(recent) - known, 0) :]
+                    tokens = [*recent, *given["tokens"][slot].tolist()]
+                    at = np.r_[known - len(recent) : known, start - begin : start - begin + given["nodes"]]
+                    given["texts"][slot, at] = torch.tensor(tokens)
+            by_host.texts = given["texts"]  # type: ignore[attr-defined]
+        case "adjust_rows":
+            for slot, start in enumerate(by_host.starts):  # type: ignore[attr-defined]
+                if (begin := int(given["facts"][slot, 0])) < 0:
+                    continue
+                repetition, frequency, presence, _ = given["factors"][slot].numpy()
+                for node, row in enumerate(given["logits"][slot].numpy()):
+                    text = by_host.texts[slot, : start - begin + 1 + node].numpy()  # type: ignore[attr-defined]
+                    count = np.bincount(text, minlength=VOCAB).astype(np.float32)
+                    row += given["bias"][slot].numpy()
+                    changed = np.where(row > 0, row / repetition, row * repetition)
+                    changed = changed - frequency * count - presence * (count > 0)
+                    row[:] = np.where((count > 0) | (given["counts"][slot].numpy() > 0), changed, row)
         case "sample_tiles":
             by_host.tiles = given  # type: ignore[attr-defined]
         case "sample_select":
@@ -162,7 +184,7 @@ def by_host(use: Any, grid: Any, **given: Any) -> None:
                     min_p=exp(-float(given["reach"][request])),
                 )
                 seed, position = int(tiles["seed"][request]), int(positions.reshape(-1)[i])
-                known = np.isfinite(row).all()
+                known = np.isfinite(row.max())
                 given["sampled"][i] = sample(row, params, seed, position, None) if known else -1
         case "accept_block":
             nodes = given["nodes_per_sequence"]

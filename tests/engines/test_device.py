@@ -109,6 +109,7 @@ def test_a_full_gpu_keeps_no_rows(bundles: tuple[Bundle, Bundle], monkeypatch: p
 def test_sampling_by_kernels_gives_the_same(bundles: tuple[Bundle, Bundle]) -> None:
     """In Triton's interpreter. Sampled, greedy and penalized requests share a batch."""
     kinds: list[dict[str, Any]] = [{"temperature": 0.8}, {}, {"temperature": 1.0, "presence_penalty": 0.5}]
+    kinds[1] = {"bad_words": ["a", "bc"], "min_tokens": 2, "repetition_penalty": 1.2}
     wanted = [SamplingParams(max_tokens=5, seed=2**63 + i, ignore_eos=True, **k) for i, k in enumerate(kinds)]
     with opened(bundles[1]) as llm:
         arrays: Any = llm.runtime.pair.arrays

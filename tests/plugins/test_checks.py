@@ -8,6 +8,7 @@ import pytest
 import torch
 from dflash_plugins import launch, layers, packed
 
+from dflash_trt.engines.device import adjusting
 from dflash_trt.engines.torch import kernels
 from dflash_trt.reports import kernels as checks
 from tests.doubles import triton_interpreter  # noqa: F401  # corrects it
@@ -27,7 +28,7 @@ def problems() -> dict[str, str]:
 
 def test_right_kernels_pass() -> None:
     found = problems()
-    names = {"SampleRows", "BlockAcceptance", "Round", "Attention", "MoE", "GatedDeltaNet"}
+    names = {"SampleRows", "AdjustRows", "BlockAcceptance", "Round", "Attention", "MoE", "GatedDeltaNet"}
     assert found == dict.fromkeys(found, "")
     assert found.keys() == names | {
         "AddNorm",
@@ -54,6 +55,7 @@ def test_a_wrong_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = {
         (launch, "sample_rows"): lambda logits, params, at, run: sample(logits, params, at + 1, run=run),
         (launch, "end_round"): other_round,
+        (adjusting, "adjust_rows"): lambda logits, *given, **options: None,
         (layers, "attention"): lambda *given, sinks, **options: attend(*given, **options),
         (layers, "moe"): lambda x, logits, *given: experts(x, -logits, *given),
         (layers, "gated_delta_net"): other_state,
@@ -67,6 +69,7 @@ def test_a_wrong_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {name for name, problem in found.items() if problem} == {
         *(
             "SampleRows",
+            "AdjustRows",
             "Round",
             "Attention",
             "MoE",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -14,10 +15,15 @@ from dflash_plugins import kernel_specs as uses
 from dflash_plugins import launch
 from dflash_plugins.kernels import noise, sampling
 
+from dflash_trt.decoding.draft import tree_rows
 from dflash_trt.decoding.params import SamplingParams
+from dflash_trt.decoding.request import Request
 from dflash_trt.decoding.sampling import philox
 from dflash_trt.decoding.sampling import probability_mass as weights
+from dflash_trt.decoding.sampling.history import History
 from dflash_trt.decoding.sampling.sampler import log_probabilities, sample
+from dflash_trt.engines.device.adjusting import Adjusting, takes
+from tests.doubles.pool import request
 from tests.doubles.triton_interpreter import to_numpy
 
 Logits = np.ndarray[Any, np.dtype[np.float32]]
@@ -139,3 +145,82 @@ def test_sizes_of_the_kernels_are_those_of_their_uses_and_of_the_host() -> None:
     assert sampling.GROUPS.value == uses.TILE_GROUPS
     assert sampling.STEPS.value * sampling.STRIPE.value == sampling.GROUPS.value * sampling.GROUP.value
     assert sampling.GROUPS.value * sampling.GROUP.value == uses.TILE_TOKENS
+
+
+def adjusted_params(rng: np.random.Generator, vocab: int) -> SamplingParams:
+    """Any parameters, of which each is often what changes nothing."""
+
+    def some(*values: Any) -> Any:
+        return values[int(rng.integers(len(values)))]
+
+    allowed = rng.choice(vocab, max(2, vocab // 3), replace=False).tolist()
+    bias = dict.fromkeys(rng.choice(vocab, 3).tolist(), 1.25)
+    return SamplingParams(
+        temperature=some(0.0, 0.7, 1.3), top_k=some(0, 20), top_p=some(1.0, 0.8), min_p=some(0.0, 0.05),
+        repetition_penalty=some(1.0, 1.3, 0.7), presence_penalty=some(0.0, 1.5), frequency_penalty=some(0.0, 0.3),
+        logit_bias=some({}, bias), bad_words=some([], ["x"]), min_tokens=some(0, 9),
+        allowed_token_ids=some(None, None, allowed), ignore_eos=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("trees", [False, True])
+def test_adjusted_rows_are_the_hosts(trees: bool) -> None:
+    """Several rounds of chains or trees, of which any nodes are accepted, in slots that change their requests. Rounds
+    that follow others get nothing of the host but where they begin, and their tokens.
+    """
+    rng, vocab, most, slots = np.random.default_rng(3 + trees), 700, 4, 3
+    device = Adjusting(slots, 200, vocab, most, torch.device("cpu"))
+    requests: list[Request] = [None] * slots  # type: ignore[list-item]
+    decided = 0
+    for step in range(9):
+        if not step % 3:
+            for slot in range(slots) if not step else [int(rng.integers(slots))]:
+                params = adjusted_params(rng, vocab)
+                asked = rng.integers(0, 40, int(rng.integers(1, 30))).tolist()
+                words = [[7], [3, 9, 8], [5, 6]] if params.bad_words else []
+                words = [word for word in words if not trees or len(word) == 1]
+                history = History(params, asked, words, [1, 2]) if params.adjusted else None
+                requests[slot] = request(asked, params)
+                requests[slot].history = history
+                requests[slot].output = [int(rng.integers(0, 40))]
+                if history is not None:
+                    assert takes(history, trees=trees)
+                    history.add(requests[slot].output[0])
+        nodes = int(rng.integers(1, most + 1))
+        tokens = rng.integers(0, 10, (slots, nodes))
+        tokens[:, 0] = [each.anchor for each in requests]
+        parents = np.tile(np.arange(-1, nodes - 1), (slots, 1))
+        if trees:
+            parents = np.array([[-1, *(rng.integers(0, i) for i in range(1, nodes))] for _ in range(slots)])
+        of_trees = tree_rows(parents)
+        start = np.array([len(each.prompt) + len(each.output) - 1 for each in requests])
+        positions = torch.from_numpy(start[:, None] + 1 + of_trees["depths"])
+        logits = gaussian(2.0, slots, nodes, vocab)
+        if not step % 3 or trees:
+            device.start(requests, [True] * slots)
+        given = torch.from_numpy(logits.copy())
+        visible = torch.from_numpy(of_trees["visible"]) if trees else None
+        device.apply(given, *map(torch.from_numpy, (tokens, start)), positions, visible, launch.by_triton)
+        if step == 8:
+            numbers = launch.sampling_tensors([each.params for each in requests], range(slots), "cpu")
+            found = launch.sample_rows(given, numbers, positions)[0].numpy()
+        for slot, each in enumerate(requests):
+            for node in range(nodes):
+                path = np.flatnonzero(of_trees["visible"][slot, node])[1:]
+                history = copy.deepcopy(each.history)
+                for earlier in path if history is not None else ():
+                    history.add(int(tokens[slot, earlier]))
+                row = logits[slot, node] if history is None else history.adjust(logits[slot, node])
+                assert np.array_equal(given[slot, node].numpy(), row), (step, slot, node, each.params)
+                decided += 1
+                if step == 8:
+                    at = int(positions[slot, node])
+                    expected = sample(logits[slot, node], each.params, slot, at, history)
+                    assert found[slot, node] == expected, (slot, node, each.params)
+            last = int(rng.integers(nodes))
+            path = np.flatnonzero(of_trees["visible"][slot, last])[1:]
+            for token in [*(int(tokens[slot, node]) for node in path), int(rng.integers(10))]:
+                each.output.append(token)
+                if each.history is not None:
+                    each.history.add(token)
+    assert decided > 60

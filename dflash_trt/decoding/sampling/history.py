@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,14 +36,17 @@ class History:
         end_tokens: Collection[int] = (),
         structure: Structure | None = None,
     ) -> None:
-        self._params, self.structure = params, structure
+        self._params, self.structure, self.allowed = params, structure, params.allowed_token_ids
+        #: Excluded tokens: those before it, which complete a word with it, and the index in the answer from which on it
+        #: is excluded no longer, if any.
+        self.words: list[tuple[Sequence[int], int, int | None]] = [(w[:-1], w[-1], None) for w in bad_words]
+        if params.min_tokens:
+            self.words += [((), token, params.min_tokens) for token in sorted(end_tokens)]
         self._bias = (
             np.array(list(params.logit_bias), np.int64),
             np.array(list(params.logit_bias.values()), np.float32),
         )
-        self._allowed = (
-            None if params.allowed_token_ids is None else np.array(params.allowed_token_ids, np.int64)
-        )
+        self._allowed = None if self.allowed is None else np.array(self.allowed, np.int64)
         self._limited = structure is not None or params.allowed_token_ids is not None
         self._end_tokens = np.array(sorted(end_tokens), np.int64)
         self._generated = 0
@@ -60,6 +64,11 @@ class History:
             for state, word in zip(self._beginnings.state_of, bad_words, strict=True):
                 last.setdefault(state, set()).add(word[-1])
             self._last = {state: np.array(sorted(tokens)) for state, tokens in last.items()}
+
+    @cached_property
+    def leaves_some(self) -> bool:
+        """Whether the tokens that may be excluded are never all that are allowed."""
+        return self.allowed is None or not {token for _, token, _ in self.words}.issuperset(self.allowed)
 
     def add(self, token: int) -> None:
         """Count a generated token."""
@@ -83,7 +92,7 @@ class History:
         frequency and presence. What goes first counts most: none of these steps takes the last token that is left.
         """
         adjusted, params = logits.copy(), self._params
-        if self.structure is not None and np.isfinite(logits.max()):
+        if self.structure is not None:
             adjusted[~self.structure.allowed()] = -np.inf
         if self._allowed is not None and (kept := adjusted[self._allowed]).max() > -np.inf:
             adjusted.fill(-np.inf)

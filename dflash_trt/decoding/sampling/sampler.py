@@ -58,8 +58,7 @@ def sample(
     Ties go to the lowest token id. Raises NonFiniteError if no largest logit exists (NaN, or infinite).
     """
     if params.temperature == 0:
-        if history is not None:
-            logits = history.adjust(logits)
+        logits = _adjusted(logits, history)
         token = int(logits.argmax())  # the first NaN, if any
         _check_finite(logits[token])
         return token
@@ -105,10 +104,16 @@ def _check_finite(best: np.float32) -> None:
         )
 
 
+def _adjusted(logits: Floats, history: History | None) -> Floats:
+    if history is None:
+        return logits
+    _check_finite(logits.max())  # also where what is not finite would be excluded
+    return history.adjust(logits)
+
+
 def _kept(logits: Floats, params: SamplingParams, history: History | None) -> tuple[Tokens, Floats]:
     """The tokens that may be sampled, ascending, and their scaled logits (the best has 0)."""
-    if history is not None:
-        logits = history.adjust(logits)
+    logits = _adjusted(logits, history)
     if params.temperature != 1:
         logits = logits / np.float32(params.temperature)
     best = logits.max()  # NaN if there is any

@@ -20,6 +20,7 @@ from dflash_plugins.launch import Accepted, accept_block, sample_rows, sampling_
 from dflash_trt.decoding.arrays import Following
 from dflash_trt.decoding.draft import Candidates, Draft, Verified, chain_rows
 from dflash_trt.decoding.request import Request
+from dflash_trt.engines.device.adjusting import Adjusting, takes
 from dflash_trt.engines.device.rounds import RoundMemory
 from dflash_trt.engines.device.runner import DeviceRunner
 from dflash_trt.engines.device.sizes import DECODE, PREFILL, fitting, prefill_lengths
@@ -99,8 +100,11 @@ class DeviceArrays:
         if run is not None and tree_width > 1:
             for kind in target.caches.kinds:
                 kind.pool.compact_by(run, block_size)
-        # The requests whose parameters the device has, and whether the graph or the host decides for all of them.
+        # The requests whose parameters the device has; for which of them kernels can decide, and do in this round; and
+        # whether the graph or the host decides for all of them.
         self._active: Sequence[Request] = ()
+        self._takes: list[bool] = []
+        self._by_kernels: list[bool] = []
         self._limits: tuple[list[int], list[bool]] = [], []  # of their chains, see `RoundMemory.limit`
         self._fed: dict[DeviceRunner, Mapping[str, Any]] = {}  # the inputs of a round's last pass
         self._width = 1  # the target's rows of a slot in it
@@ -118,6 +122,11 @@ class DeviceArrays:
         if self._tree_width > 1:
             own["sampled"] = self._round.part("sampled", most)
         return own | {"positions": positions, "following": following}
+
+    @cached_property
+    def _adjusting(self) -> Adjusting:
+        """What the kernels know of adjusted requests, once there is one."""
+        return Adjusting(self._slots, self._capacity, self._vocab, self.most_nodes, self._target.device)
 
     def prefill(
         self, runner: DeviceRunner, feeds: Mapping[str, Any], slot: int
@@ -218,9 +227,18 @@ class DeviceArrays:
             self._round.limit(*numbers)
         if active != self._active:
             self._active = list(active)
-            self._plain = all(each.params.greedy or each.history is not None for each in active)
+            trees = self._tree_width > 1
+            self._takes = [r.history is None or takes(r.history, trees=trees) for r in active]
+            kinds = zip(active, self._takes, strict=True)
+            self._plain = all(each.params.greedy or not taken for each, taken in kinds)
             if not self._plain:
                 self._round.sample(active)
+        # Where the kernels found no token, the host looks.
+        doubts = [r.in_doubt and r.history is not None for r in active]
+        self._by_kernels = [taken and not doubt for taken, doubt in zip(self._takes, doubts, strict=True)]
+        if self._samples_all and any(r.history is not None for r in active):
+            with on(self._stream):
+                self._adjusting.start(active, self._by_kernels)
 
     def finite(self, numbers: torch.Tensor) -> torch.Tensor:
         with on(self._stream):  # one pass over the numbers; a NaN is the largest
@@ -249,8 +267,8 @@ class DeviceArrays:
     def verified(
         self, active: Sequence[Request], draft: Draft, outputs: Mapping[str, Any]
     ) -> Callable[[], Verified]:
-        """The graph decides for greedy requests with chains. If the kernels sample, they decide for all requests except
-        adjusted ones, as they do with the tokens of trees.
+        """The graph decides for greedy requests with chains. If the kernels sample, they decide for all requests that
+        `takes` allows, in trees too.
 
         Also reads the tokens of the draft, and the logits that the host needs.
         """
@@ -258,12 +276,22 @@ class DeviceArrays:
         logits, chains = outputs["logits"], draft.parents is None
         width = logits.shape[1]  # with the copies of the last node
         self._features = outputs["features"]
+        sampled = self._samples_all and active == self._active
+        if sampled:
+            decided = self._by_kernels
+        else:
+            decided = [
+                r.history is None if self._plain and not chains else chains and r.params.greedy
+                for r in active
+            ]
         with on(self._stream):
-            sampled = self._decide(active, logits, chains=chains)
-            decided = [r.history is None if sampled else chains and r.params.greedy for r in active]
             self._round.end(logits, self._features, self._unread, chains=chains)
             read = [slot for slot, r in enumerate(active) if not decided[slot] or r.params.logprobs]
-            rows = self._copied(logits, read)
+            rows = self._copied(logits, read)  # before they are adjusted
+            if sampled:
+                self._sample(active, logits, chains=chains)
+            elif self._plain and not chains:
+                torch.argmax(logits, -1, out=self._round.part("sampled", n, width))
             landing = self._round.download()
         places, drafted = self._places, self._drafted * self._tree_width
 
@@ -293,12 +321,11 @@ class DeviceArrays:
 
     def possible(self, active: Sequence[Request], nodes: int) -> bool:
         """Windows of caches must not move, wherever the round begins, and no state belongs to one position."""
-        kernels = self.run is not None and self.samples
         longest = max(each.committed for each in active) + nodes
         runners = [self._target, *([self._drafter] if self._drafter else [])]
         return (
-            all(r.history is None and not r.params.logprobs for r in active)
-            and (kernels or all(r.params.greedy for r in active))
+            all(self._by_kernels if self._samples_all else (r.params.greedy for r in active))
+            and not any(r.params.logprobs for r in active)
             and [r.takes_drafter for r in active] == self._limits[1]
             and (self._drafted > 0) == (nodes > 1)
             and longest + max(2 * self.most_unread, self._width) < self._capacity
@@ -384,28 +411,29 @@ class DeviceArrays:
                 copied = torch.index_select(features, 0, row, out=self._between[: len(row)])
                 unread.index_copy_(0, place, copied)
 
-    def _decide(self, active: Sequence[Request], logits: torch.Tensor, *, chains: bool) -> bool:
-        """Choose the token after each row, and accept chains, on the pass's stream. Returns whether it did: of chains
-        it need not if all requests are greedy or adjusted, and sampling is a matter of kernels.
-        """
+    @property
+    def _samples_all(self) -> bool:
+        """Whether kernels decide in this round, for greedy requests too."""
+        return self.run is not None and self.samples and not self._plain
+
+    def _sample(self, active: Sequence[Request], logits: torch.Tensor, *, chains: bool) -> None:
+        """Choose the token after each row, and accept chains, on the pass's stream."""
         (n, length), part = logits.shape[:2], self._round.part
-        if self._plain and not chains:
-            torch.argmax(logits, -1, out=part("sampled", n, length))
-            return True
-        if self.run is None or not self.samples or self._plain or active != self._active:
-            return False
-        memory = self._sampled
+        memory, run = self._sampled, self.run
+        assert run is not None
         start, *made = (part(name, n) for name in ("target_start", "accepted", "next_token"))
         positions = memory["positions"][: n * length].view(n, length)
         if chains:
             torch.add(start[:, None], memory["following"][:length], out=positions)
         else:
             torch.add(part("depths", n, length), start[:, None], out=positions).add_(1)
-        sampled, _ = sample_rows(logits, self._round.sampling, positions, memory=memory, run=self.run)
+        tokens, rows = (part(name, n, length) for name in ("tokens", "rows"))
+        if any(r.history is not None for r in active):
+            visible = None if chains else part("visible", n, length, length)
+            self._adjusting.apply(logits, tokens, start, positions, visible, run)
+        sampled, _ = sample_rows(logits, self._round.sampling, positions, memory=memory, run=run)
         if chains:
-            tokens, rows = (part(name, n, length) for name in ("tokens", "rows"))
-            accept_block(tokens, rows, sampled, made=Accepted(*made), run=self.run)
-        return True
+            accept_block(tokens, rows, sampled, made=Accepted(*made), run=run)
 
 
 def _all(truths: Array) -> bool:

@@ -1,9 +1,10 @@
 """SampleRows: rows of logits to token ids, with the noise and the rules of `decoding/sampling/sampler.py`.
 
-There are two kernels. `sample_tiles` reads the logits once: many programs per row, each with a tile of 4096 tokens in
-registers. It draws the random bits of every token, but computes no noise. Large noise comes from small bits. So the
-largest logit and the smallest bits in a group of 32 tokens bound the scores of the group. Nearly all groups cannot
-contain the winner. `sample_select`, one program per row, evaluates the few that can, exactly as the host does.
+`read_texts` and `adjust_rows` come first, where a request's logits are adjusted by its tokens so far. Two kernels
+sample. `sample_tiles` reads the logits once: many programs per row, each with a tile of 4096 tokens in registers. It
+draws the random bits of every token, but computes no noise. Large noise comes from small bits. So the largest logit and
+the smallest bits in a group of 32 tokens bound the scores of the group. Nearly all groups cannot contain the winner.
+`sample_select`, one program per row, evaluates the few that can, exactly as the host does.
 
 A token's rank is (its distance from the best scaled logit, its id) as one int64. Lower is better.
 The limits min-p, top-k and top-p only determine the last rank that may be sampled.
@@ -26,6 +27,105 @@ BATCH = tl.constexpr(64)  # groups evaluated together
 # Bounds are sums of rounded numbers too.
 SLACK = tl.constexpr(1e-4)
 NO_LIMIT = tl.constexpr(0x7FFFFFFFFFFFFFFF)
+
+
+@triton.jit(do_not_specialize=["nodes", "room"])
+def read_texts(
+    logits,  # [B, N, VOCAB] float32: excluded tokens get -infinity
+    tokens,  # [B, N] int64: the anchor, then drafts
+    start,  # [B] int64: the position of the anchor
+    position,  # [B, N] int64, of the token that the row predicts
+    facts,  # [slots, 4 + RECENT] int64: where the answer begins, or -1; known tokens; words; 0; the last known tokens
+    words,  # [slots, WORDS, 16] int64: 14 tokens before the excluded one, from the right, -1 for any; that; its first
+    # position at which it is not excluded
+    nodes,  # N
+    room,
+    texts,  # [slots, room] int64: answers. This round's tokens are written after the tokens before them
+    counts,  # [slots, VOCAB] int32: 1 is added for each token up to the anchor
+    VOCAB: tl.constexpr,
+    RECENT: tl.constexpr,
+    WORDS: tl.constexpr,
+    SLOTS: tl.constexpr,  # a power of two, at least N
+    STEP: tl.constexpr,
+):
+    """The tokens of each answer so far are counted, and those excluded which would complete a word. One program for
+    each sequence.
+
+    Like rows of a cache, tokens beyond the anchor belong to the text only if the next round begins after them.
+    """
+    sequence = tl.program_id(0)
+    facts += sequence * (4 + RECENT)
+    begin = tl.load(facts)
+    if begin >= 0:
+        text = texts + sequence.to(tl.int64) * room
+        place = tl.arange(0, RECENT)
+        known = tl.load(facts + 1) - RECENT + place
+        tl.store(text + known, tl.load(facts + 4 + place), mask=known >= 0)
+        anchor = tl.load(start + sequence) - begin
+        node = tl.arange(0, SLOTS)
+        there = node < nodes
+        token = tl.load(tokens + sequence * nodes + node, mask=there, other=0)
+        tl.store(text + anchor + node, token, mask=there)
+        tl.debug_barrier()  # all of it is written
+        for first in range(0, anchor + 1, STEP):
+            index = first + tl.arange(0, STEP)
+            counted = tl.load(text + index, mask=index <= anchor, other=0)
+            tl.atomic_add(counts + sequence.to(tl.int64) * VOCAB + counted, 1, mask=index <= anchor)
+        back = tl.arange(0, 16)[None, :]
+        at = anchor + node[:, None] - 13 + back
+        before = tl.load(text + at, mask=there[:, None] & (at >= 0) & (back < 14), other=-2)
+        predicted = tl.load(position + sequence * nodes + node, mask=there, other=0)
+        row = logits + (sequence * nodes + node).to(tl.int64) * VOCAB
+        for word in range(tl.load(facts + 2).to(tl.int32)):
+            own = words + (sequence * WORDS + word) * 16
+            wanted = tl.load(own + back)
+            right = (wanted == before) | (wanted == -1) | (back >= 14)
+            complete = tl.min(right.to(tl.int32), axis=1) > 0
+            excluded = there & complete & (predicted < tl.load(own + 15))
+            tl.store(row + tl.load(own + 14), -float("inf"), mask=excluded)
+
+
+@triton.jit(do_not_specialize=["nodes", "between", "across"])
+def adjust_rows(
+    logits,  # [B, N, VOCAB] float32
+    tokens,  # [B, N] int64
+    facts,  # as above
+    visible,  # [B, N, N] uint8, or one for all sequences: whether a row's node comes after another one
+    factors,  # [slots, 4] float32: the penalties of repetition, frequency and presence
+    bias,  # [slots, VOCAB] float32; -infinity for tokens that are never allowed
+    nodes,  # N
+    between,  # numbers of `visible` from one sequence to the next, 0 if it is one for all
+    across,  # and from one row to the next
+    counts,  # [slots, VOCAB] int32: of tokens up to the anchor; those of the answer become 0 again
+    VOCAB: tl.constexpr,
+    RECENT: tl.constexpr,
+    PROMPT: tl.constexpr,  # the bit of `counts` of tokens of the prompt
+    STEP: tl.constexpr,
+):
+    """`History.adjust` after `read_texts`, in the same order. One program for a part of all rows of a sequence."""
+    part, sequence = tl.program_id(0), tl.program_id(1)
+    if tl.load(facts + sequence * (4 + RECENT)) >= 0:
+        token = part * STEP + tl.arange(0, STEP)
+        there, at = token < VOCAB, sequence.to(tl.int64) * VOCAB + token
+        before = tl.load(counts + at, mask=there, other=0)
+        added = tl.load(bias + at, mask=there, other=0.0)
+        repetition = tl.load(factors + sequence * 4)
+        frequency, presence = tl.load(factors + sequence * 4 + 1), tl.load(factors + sequence * 4 + 2)
+        tokens += sequence * nodes
+        visible += sequence * between
+        for row in range(nodes):
+            seen = before
+            for node in range(1, row + 1):
+                follows = tl.load(visible + row * across + node) != 0
+                seen += ((token == tl.load(tokens + node)) & follows).to(tl.int32)
+            own = logits + (sequence * nodes + row).to(tl.int64) * VOCAB + token
+            x = tl.load(own, mask=there, other=0.0) + added
+            count = seen & (PROMPT - 1)
+            penalized = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
+            penalized -= frequency * count.to(tl.float32)
+            penalized -= presence * (count > 0).to(tl.float32)
+            tl.store(own, tl.where(seen != 0, penalized, x), mask=there)
+        tl.store(counts + at, before & PROMPT, mask=there)
 
 
 @triton.jit(do_not_specialize=["rows_per_sequence"])

@@ -31,7 +31,7 @@ from tests.engines.tensorrt.test_runtime import BLOCK, here  # noqa: F401  # a f
 from tests.plugins.test_targets import cache, run  # noqa: F401  # a fixture
 
 SETTINGS: dict[str, Any] = {"max_seq_len": 64, "tree_width": 2}
-SAMPLED = SamplingParams(temperature=0.8, seed=5, max_tokens=6, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.8, seed=5, max_tokens=6, ignore_eos=True, presence_penalty=0.5)
 GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
 PROMPT = [7, 1, 5, 7, 1]
 
@@ -97,6 +97,7 @@ def test_a_bundle_runs_its_own_kernels_without_triton(
     assert tokens(bundle.path) == (expected, True)
     assert not said()
     used = {"fill_tokens", "end_round", "sample_tiles", "sample_select", "accept_block", "compact_rows"}
+    used |= {"read_texts", "adjust_rows"}
     assert library.launches.keys() == used
 
 
@@ -179,7 +180,8 @@ def test_no_c_compiler_and_no_headers_are_needed(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
     done = run(tmp_path, "-c", NO_COMPILER)
-    names = ["accept_block", "compact_rows", "end_round", "fill_tokens", "sample_select", "sample_tiles"]
+    names = ["accept_block", "adjust_rows", "compact_rows", "end_round", "fill_tokens", "read_texts"]
+    names += ["sample_select", "sample_tiles"]
     assert done.stdout.strip() == f"{names} {{'sm_{ROUND_TARGET}'}}", done.stderr
 
 

@@ -1,0 +1,116 @@
+"""What the kernels that sample know of requests whose logits are adjusted: the host's `History`, by slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+import numpy as np
+import torch
+from dflash_plugins.kernel_specs import ADJUST_BEFORE, ADJUST_PROMPT, ADJUST_WORDS, recent_tokens
+from dflash_plugins.launch import Run, adjust_rows
+
+from dflash_trt.decoding.request import Request
+from dflash_trt.decoding.sampling.history import History
+
+_NEVER = 2**62  # a position that no token has
+
+
+def takes(history: History, *, trees: bool) -> bool:
+    """Whether the kernels adjust as this history. trees: whether rows may be those of trees, in which the tokens before
+    a row are no text.
+    """
+    words, before = history.words, max((len(before) for before, _, _ in history.words), default=0)
+    return (
+        history.structure is None
+        and history.leaves_some
+        and len(words) <= ADJUST_WORDS
+        and before <= (0 if trees else ADJUST_BEFORE)
+    )
+
+
+class Adjusting:
+    """memory: tensors by name, as `kernels/sampling.py` describes them, for so many slots and rounds of up to `most`
+    nodes.
+    """
+
+    def __init__(self, slots: int, capacity: int, vocab: int, most: int, device: torch.device) -> None:
+        sizes = {
+            "facts": ((slots, 4 + recent_tokens(most)), torch.int64),
+            "words": ((slots, ADJUST_WORDS, ADJUST_BEFORE + 2), torch.int64),
+            "texts": ((slots, capacity), torch.int64),
+            "counts": ((slots, vocab), torch.int32),
+            "bias": ((slots, vocab), torch.float32),
+            "factors": ((slots, 4), torch.float32),
+        }
+        self.memory = {n: torch.zeros(shape, dtype=t, device=device) for n, (shape, t) in sizes.items()}
+        self._most, self._held = most, list[Request | None]([None] * slots)
+        shape, dtype = sizes["facts"]
+        self._host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+        self._chains = torch.ones((most, most), dtype=torch.bool, device=device).tril()
+
+    def start(self, active: Sequence[Request], adjusted: Sequence[bool]) -> None:
+        """Before a round: tell the device of these requests, and which of their rows it adjusts."""
+        facts = self._host.numpy()
+        for slot, (request, here) in enumerate(zip(active, adjusted, strict=True)):
+            facts[slot, 0] = -1
+            if here and (history := request.history) is not None:
+                if self._held[slot] is not request:
+                    self._held[slot] = request
+                    self._load(slot, history, request)
+                recent = request.output[-1 - (facts.shape[1] - 4) : -1]
+                facts[slot, :3] = len(request.prompt), len(request.output) - 1, len(history.words)
+                facts[slot, facts.shape[1] - len(recent) :] = recent
+        self.memory["facts"].copy_(self._host, non_blocking=True)
+
+    def _load(self, slot: int, history: History, request: Request) -> None:
+        own = {name: rows[slot] for name, rows in self.memory.items()}
+
+        def put(name: str, numbers: object) -> None:
+            given = torch.from_numpy(np.asarray(numbers)).to(own[name])
+            own[name][: len(given)] = given
+
+        params = request.params
+        put("texts", np.array(request.output, np.int64))
+        put(
+            "factors",
+            np.array(
+                [params.repetition_penalty, params.frequency_penalty, params.presence_penalty], np.float32
+            ),
+        )
+        own["counts"].zero_()
+        if params.penalized:
+            own["counts"][self._ids(sorted(set(request.prompt)))] = ADJUST_PROMPT
+        own["bias"].fill_(0 if history.allowed is None else -inf)
+        if history.allowed is not None:
+            own["bias"][self._ids(history.allowed)] = 0
+        if params.logit_bias:
+            ids = self._ids(list(params.logit_bias))
+            own["bias"][ids] += torch.tensor(list(params.logit_bias.values()), device=ids.device)
+        rows = [
+            [
+                *[-1] * (ADJUST_BEFORE - len(before)),
+                *before,
+                token,
+                _NEVER if until is None else len(request.prompt) + until,
+            ]
+            for before, token, until in history.words
+        ]
+        if rows:
+            put("words", np.array(rows, np.int64))
+
+    def _ids(self, tokens: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(tokens, dtype=torch.int64).to(self._chains.device)
+
+    def apply(
+        self,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        start: torch.Tensor,
+        positions: torch.Tensor,
+        visible: torch.Tensor | None,
+        run: Run,
+    ) -> None:
+        """Adjust rows in place. visible: of trees."""
+        chains = self._chains if visible is None else visible
+        adjust_rows(logits, tokens, start, positions, chains, memory=self.memory, most=self._most, run=run)
