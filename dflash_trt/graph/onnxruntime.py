@@ -41,11 +41,10 @@ import onnx_ir as ir
 from dflash_trt.checkpoint.schema import LayerDeltaNet
 from dflash_trt.graph import MICROSOFT_DOMAIN
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
-from dflash_trt.graph.channels import onnxruntime_channels
 from dflash_trt.graph.delta_net import causal_conv, onnxruntime_delta
 from dflash_trt.graph.dialect import SINK_PADDING, AttentionInputs, AttentionKind, Dialect, Norm, TreeRows
 from dflash_trt.graph.experts import Storage, onnxruntime_moe
-from dflash_trt.graph.quantized import QuantizedLinear, onnxruntime_integers
+from dflash_trt.graph.quantized import QuantizedLinear, onnxruntime_channels, onnxruntime_integers
 from dflash_trt.graph.quantized_experts import ExpertLayer, onnxruntime_experts, onnxruntime_inputs
 
 # Up to this size all experts are widened to float32 as the engine loads (its peak then is four times that); beyond it,

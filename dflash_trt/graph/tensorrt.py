@@ -15,9 +15,8 @@ import onnx_ir as ir
 from dflash_trt.checkpoint.schema import LayerDeltaNet
 from dflash_trt.errors import BuildError
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
-from dflash_trt.graph.dialect import SINK_PADDING, AttentionInputs, AttentionKind, TreeRows
+from dflash_trt.graph.dialect import SINK_PADDING, AttentionInputs, AttentionKind, HeadMajor, TreeRows
 from dflash_trt.graph.experts import Storage, declared
-from dflash_trt.graph.head_major import HeadMajor
 from dflash_trt.graph.lowering import TRT_DOMAIN
 from dflash_trt.graph.quantized import QuantizedLinear, tensorrt_linear
 from dflash_trt.graph.quantized_experts import ExpertLayer

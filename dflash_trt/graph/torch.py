@@ -45,9 +45,17 @@ from dflash_trt.checkpoint.schema import Activation, LayerDeltaNet
 from dflash_trt.checkpoint.tensors import TensorInfo
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.delta_net import DeltaInputs
-from dflash_trt.graph.dialect import AttentionCall, AttentionKind, Norm, Part, Product, apart, ranges
+from dflash_trt.graph.dialect import (
+    AttentionCall,
+    AttentionKind,
+    HeadMajor,
+    Norm,
+    Part,
+    Product,
+    apart,
+    ranges,
+)
 from dflash_trt.graph.experts import Storage, activated, declared
-from dflash_trt.graph.head_major import HeadMajor
 from dflash_trt.graph.lowering import LOWERINGS
 from dflash_trt.graph.quantized import QuantizedLinear, input_scale, multiplied, prepared, rounded
 from dflash_trt.graph.quantized_experts import ExpertLayer, Projection, Stack, stacked

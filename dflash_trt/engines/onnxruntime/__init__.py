@@ -44,8 +44,8 @@ def check(precision: Precision | None, weights: Weights, options: None) -> None:
 
 def build(pair: CheckpointPair, settings: BuildSettings, place: Workspace, progress: Progress) -> GraphJob:
     from dflash_trt.engines.graph_job import GraphJob
-    from dflash_trt.graph.channels import PRODUCT
     from dflash_trt.graph.onnxruntime import OnnxRuntime
+    from dflash_trt.graph.quantized import CHANNELS
 
     dialects: dict[str, Dialect] = {role: OnnxRuntime() for role in pair.sides}
     link = settings.weights == "link"
@@ -55,7 +55,7 @@ def build(pair: CheckpointPair, settings: BuildSettings, place: Workspace, progr
     integers = (node for node in job.models["target"].graph if node.op_type == "MatMulNBits")
     job.manifest["integer_bits"] = sorted({node.attributes["bits"].as_int() for node in integers})
     operators = {node.op_type for model in job.models.values() for node in model.graph}
-    job.manifest["exact_bytes"] = PRODUCT in operators
+    job.manifest["exact_bytes"] = CHANNELS in operators
     return job
 
 

@@ -55,7 +55,7 @@ def bytes_are_exact() -> bool:
 
 
 def channels_pay() -> bool:
-    """Whether INT8 layers with one scale for each output, whose inputs take two bytes (graph/channels.py), are faster
+    """Whether INT8 layers with one scale for each output, whose inputs take two bytes (graph/quantized.py), are faster
     than blocks: on AMX, which multiplies bytes and not blocks. With VNNI alone they lose in passes of one or two rows.
     """
     return hardware.has_amx_int8() and bytes_are_exact()
