@@ -28,7 +28,7 @@ from dflash_trt.graph.quantized import QuantizedLinear
 from dflash_trt.graph.torch import Torch
 from dflash_trt.quantization import repack
 from dflash_trt.quantization.convert import quantize
-from dflash_trt.reports.checks import Checks
+from dflash_trt.reports.selftest import Selftest
 from tests.doubles import kind_checkpoints as kinds
 from tests.doubles import triton_interpreter  # noqa: F401  # corrects it
 from tests.doubles.checkpoints import make_drafter, make_target
@@ -155,7 +155,7 @@ def test_tokens_and_log_probabilities_are_those_of_onnxruntime(name: str, tmp_pa
             assert [c.token_ids for c in completions] == [c.token_ids for c in wanted]
             for mine, theirs in zip(completions, wanted, strict=True):
                 np.testing.assert_allclose(mine.logprobs, theirs.logprobs, rtol=0, atol=2e-3)
-    checks = Checks(ours.path, plain.path)
+    checks = Selftest(ours.path, plain.path)
     try:
         for check in (checks.integrity, checks.cache_writes, checks.copies, checks.layers, checks.chunks):
             check()
@@ -208,7 +208,7 @@ def test_a_plan_counts_weights_as_products_read_them(
 def test_it_is_a_reference_of_other_device_engines(tmp_path: Path) -> None:
     """Layer by layer, whose caches have other axes than those of ONNX Runtime."""
     _, ours = both(tmp_path, "gpt-oss, not quantized")
-    checks = Checks(ours.path, ours.path)
+    checks = Selftest(ours.path, ours.path)
     try:
         checks.integrity()
         assert checks.layers() == {"share of what rounding explains": 0.0}
