@@ -194,7 +194,7 @@ class DrafterConfig(DecoderConfig):
     own_head: its head is never the target's.
     most_candidates: the most candidates that it has for a place; None if it has the whole vocabulary.
     row_scale: of block rows from the target's embedding; None: the target's own `embedding_scale`.
-    own: settings that only the module of its kind knows.
+    settings: what only the module of its kind knows.
     """
 
     layers: tuple[LayerAttention, ...]
@@ -206,4 +206,4 @@ class DrafterConfig(DecoderConfig):
     own_head: bool = False
     most_candidates: int | None = None
     row_scale: float | None = None
-    own: Any = None
+    settings: Any = None

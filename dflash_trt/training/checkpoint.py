@@ -126,9 +126,9 @@ def open_drafter(configuration: Path, weights: Path | None, target: Path) -> Dra
     target_config = read_target_config(target)
     config = read_drafter_config(configuration, target_config)
     check_pair(target_config, config)
-    if config.own is not None and not isinstance(config.own, DFlash2):
+    if config.settings is not None and not isinstance(config.settings, DFlash2):
         raise CheckpointError(f"{config.path}: training is for the kinds {', '.join(get_args(Kind))}")
-    model: type[DrafterModel] = DrafterModel if config.own is None else DFlash2Drafter
+    model: type[DrafterModel] = DrafterModel if config.settings is None else DFlash2Drafter
     if weights is None:
         return model(config)
     checkpoint = Checkpoint(weights)

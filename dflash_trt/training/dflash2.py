@@ -26,7 +26,7 @@ _CODEBOOKS = ("predecessor", "successor")
 class _Convolution(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
-        self.size, self.group = config.block_size, config.own.group
+        self.size, self.group = config.block_size, config.settings.group
         self.base_kernel = nn.Parameter(torch.zeros(2, 2, config.hidden_size))
         self.kernel_projection = nn.Linear(
             config.hidden_size, 4 * config.hidden_size // self.group, bias=False
@@ -62,7 +62,7 @@ class _DFlash2Layer(Layer):
 class _Selector(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
-        size, rank = config.hidden_size, config.own.rank
+        size, rank = config.hidden_size, config.settings.rank
         self.hidden_projection = nn.Linear(size, rank, bias=False)
         self.predecessor = nn.Linear(size, rank, bias=False)
         self.successor = nn.Linear(size, rank, bias=False)
@@ -92,7 +92,7 @@ class DFlash2Drafter(DrafterModel):
     selects = True
 
     def __init__(self, config: DrafterConfig, weights: Mapping[str, Tensor] | None = None) -> None:
-        assert isinstance(config.own, DFlash2)
+        assert isinstance(config.settings, DFlash2)
         super().__init__(config, None)
         self.candidate_selector = _Selector(config)
         if weights is not None:
@@ -141,7 +141,7 @@ class DFlash2Drafter(DrafterModel):
         block, place = F.pad(block, (0, rest)), F.pad(place, (0, rest), value=1)
         hidden = flat[block, place]
         with torch.no_grad():
-            best = (hidden.to(s.head.dtype) @ s.head.T).float().topk(self.config.own.top_k)
+            best = (hidden.to(s.head.dtype) @ s.head.T).float().topk(self.config.settings.top_k)
         hits = (best.indices == s.tokens[block, place][:, None]) & counted
         dtype = hidden.dtype
         before = selector.predecessor(F.embedding(s.tokens[block, place - 1], s.embedding).to(dtype))

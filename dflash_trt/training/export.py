@@ -74,7 +74,7 @@ def export(drafter: Path, target: Path, target_name: str, out: Path, form: Form)
     tokens = None
     if (drafter / FILE).is_file():
         tokens = read_draft_vocabulary(drafter / FILE, target_config.vocab_size)
-    if tokens is not None and (form == "zlab" or isinstance(config.own, DFlash2)):
+    if tokens is not None and (form == "zlab" or isinstance(config.settings, DFlash2)):
         layout = "z-lab's layout" if form == "zlab" else "DFlash2 in speculators' layout"
         warnings.append(f"{layout} has no draft vocabulary: every token may be drafted")
         tokens = None
@@ -85,9 +85,9 @@ def export(drafter: Path, target: Path, target_name: str, out: Path, form: Form)
         write_checkpoint(tensors, raw | {"dflash_config": section}, out, card)
         return warnings
     unread = {ROW_SCALE: scale}
-    if isinstance(config.own, DFlash2):  # a cap or factor of DFlash's logits changes no draft
+    if isinstance(config.settings, DFlash2):  # a cap or factor of DFlash's logits changes no draft
         unread |= {
-            "output_multiplier": config.own.multiplier,
+            "output_multiplier": config.settings.multiplier,
             "final_logit_softcapping": config.logit_softcap or 1,
         }
     if changed := [f"{name} {value:g}" for name, value in unread.items() if value != 1]:
@@ -122,7 +122,7 @@ def _speculators(
     tokens: list[int] | None,
 ) -> dict[str, Any]:
     """config.json of speculators' layout. Its taps count the layer that is entered."""
-    name = "dflash2" if isinstance(config.own, DFlash2) else "dflash"
+    name = "dflash2" if isinstance(config.settings, DFlash2) else "dflash"
     section = raw["dflash_config"]
     fields: dict[str, Any] = {
         "speculators_model_type": name,

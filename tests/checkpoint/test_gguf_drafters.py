@@ -171,13 +171,13 @@ def test_a_file_drafts_what_its_safetensors_draft(target: Path, tmp_path: Path, 
     file = write_drafter(tmp_path / "drafter.gguf", source)
     directory = resolve(str(file), "drafter").directory
     of_file, original = read_drafter_config(directory), read_drafter_config(source)
-    own = original.own if kind != "specforge" else replace(original.own, layer="layers.0")
+    own = original.settings if kind != "specforge" else replace(original.settings, layer="layers.0")
     same = replace(
-        original, path=of_file.path, architecture=of_file.architecture, num_target_layers=None, own=own,
+        original, path=of_file.path, architecture=of_file.architecture, num_target_layers=None, settings=own,
         row_scale=of_file.row_scale,
     )  # fmt: skip
     if kind == "dspark":
-        same = replace(same, own=replace(own, embedding=False, vocabulary=None))
+        same = replace(same, settings=replace(own, embedding=False, vocabulary=None))
     assert replace(of_file, path=same.path) == same
     numbers = {
         name.replace("midlayer", "layers.0"): value

@@ -74,7 +74,11 @@ def test_eagle3_heads_are_read_by_their_tensors(
     write_json(tmp_path / "config.json", config)
     save_file({f"{layer}.hidden_norm.weight": torch.ones(1)}, tmp_path / "model.safetensors")
     found = read_drafter_config(tmp_path)
-    assert (found.own.layer, found.target_layer_ids, found.own.norm_before_fc) == (layer, taps, norm)
+    assert (found.settings.layer, found.target_layer_ids, found.settings.norm_before_fc) == (
+        layer,
+        taps,
+        norm,
+    )
 
 
 def test_gpt_oss_may_leave_more_in_floating_point(tmp_path: Path) -> None:

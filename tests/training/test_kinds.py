@@ -63,7 +63,7 @@ def test_a_dflash2_drafter_begins_as_dflash_and_its_selector_learns(target: Path
     torch.manual_seed(0)
     drafter, model = DFlash2Drafter(config), load_target(target)
     hidden = torch.randn(1, config.block_size, config.hidden_size)
-    best = model.lm_head(hidden).topk(config.own.top_k).indices[0]
+    best = model.lm_head(hidden).topk(config.settings.top_k).indices[0]
     labels = best[:, 2][None].clone()
     labels[0, 3] = next(i for i in range(config.vocab_size) if i not in best[3])
     valid = torch.ones_like(labels, dtype=torch.bool)
@@ -72,7 +72,7 @@ def test_a_dflash2_drafter_begins_as_dflash_and_its_selector_learns(target: Path
     task = Selection(labels, valid, model.lm_head.weight, embedding)
     loss = drafter._selector_loss(hidden, task)
     counted = [i for i in range(1, config.block_size) if i != 3]
-    scores = model.lm_head(hidden)[0].topk(config.own.top_k).values.log_softmax(-1)
+    scores = model.lm_head(hidden)[0].topk(config.settings.top_k).values.log_softmax(-1)
     assert loss.item() == pytest.approx(-scores[counted, 2].mean().item(), rel=1e-4)
     loss.backward()
     gradient = drafter.candidate_selector.successor.weight.grad
@@ -80,7 +80,7 @@ def test_a_dflash2_drafter_begins_as_dflash_and_its_selector_learns(target: Path
     assert gradient.abs().max() > 0
     teacher = torch.randn_like(hidden)
     shared = drafter._selector_loss(hidden, replace(task, teacher=teacher, share=0.4))
-    chosen = model.lm_head(hidden)[0].topk(config.own.top_k)
+    chosen = model.lm_head(hidden)[0].topk(config.settings.top_k)
     likely = model.lm_head(teacher)[0].gather(1, chosen.indices).softmax(-1)
     hard, soft = -scores[counted, 2].sum(), -(likely * scores)[1:].sum()
     total = 0.6 * len(counted) + 0.4 * (config.block_size - 1)

@@ -92,7 +92,11 @@ def test_a_dflash2_drafter_keeps_its_kind(pair: Path, tmp_path: Path) -> None:
     assert written.keys() == stored.keys()
     assert all(torch.equal(written[name], tensor) for name, tensor in stored.items())
     before, after = (read_drafter_config(path) for path in (drafter, bundle.path / "drafter"))
-    assert (after.architecture, after.own, after.layers) == ("DFlash2DraftModel", before.own, before.layers)
+    assert (after.architecture, after.settings, after.layers) == (
+        "DFlash2DraftModel",
+        before.settings,
+        before.layers,
+    )
     args = yaml.safe_load((bundle.path / "llm_args.yaml").read_text())
     assert args["speculative_config"]["attention_backend"] == "VANILLA"
 

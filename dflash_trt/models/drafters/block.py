@@ -55,7 +55,7 @@ class BlockPass(DrafterPass):
     def __init__(self, parts: DrafterParts) -> None:
         super().__init__(parts)
         g, config = self.g, self.config
-        self.settings: BlockSettings = config.own or BlockSettings()
+        self.settings: BlockSettings = config.settings or BlockSettings()
         self.rows_of_block = self.block
         if self.settings.every_row:
             self.rows_of_block = g.slice(self.block, 0, -1, axis=1, name="predicting")

@@ -50,7 +50,7 @@ def read_dflash2(fields: Fields) -> DrafterConfig:
     settings = selector(fields.needed("dflash_config", "an object"), config.hidden_size, config.vocab_size)
     # Where the file is silent, z-lab's class and vLLM take the target's rows as they are stored.
     row_scale = 1.0 if config.row_scale is None else config.row_scale
-    return replace(config, own=settings, most_candidates=settings.top_k, row_scale=row_scale)
+    return replace(config, settings=settings, most_candidates=settings.top_k, row_scale=row_scale)
 
 
 def selector(fields: Fields, hidden_size: int, vocab_size: int, **settings: Any) -> DFlash2:
@@ -72,13 +72,13 @@ def selector(fields: Fields, hidden_size: int, vocab_size: int, **settings: Any)
 def build_dflash2(parts: DrafterParts) -> ir.Model:
     block = BlockPass(parts)
     rows = block.drafted(lambda m, name, u: _convolutions(block, m.at(name), u))
-    logits = block.logits(rows, multiplier=block.config.own.multiplier)
+    logits = block.logits(rows, multiplier=block.config.settings.multiplier)
     return block.model(*_select(block, rows, logits))
 
 
 def _convolutions(block: BlockPass, m: Module, u: ir.Value) -> tuple[Rows, Rows]:
     """The convolutions before and after a sublayer with the normed input u [B*R, D]."""
-    g, hidden, group = block.g, block.config.hidden_size, block.config.own.group
+    g, hidden, group = block.g, block.config.hidden_size, block.config.settings.group
     groups = hidden // group
     fixed = g.op(
         "Reshape",
@@ -113,7 +113,7 @@ def _convolutions(block: BlockPass, m: Module, u: ir.Value) -> tuple[Rows, Rows]
 
 def _select(block: BlockPass, rows: ir.Value, logits: ir.Value) -> tuple[ir.Value, ir.Value]:
     """The selector's walk over the best tokens of each place."""
-    g, config, settings = block.g, block.config, block.config.own
+    g, config, settings = block.g, block.config, block.config.settings
     m = block.m.at("candidate_selector")
     scores = PairScores.of_logits(block, logits, settings.top_k)
     with g.scope("selector"):

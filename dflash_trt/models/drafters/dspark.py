@@ -66,14 +66,14 @@ def read_dspark(fields: Fields) -> DrafterConfig:
     DeepSpec's files have an embedding and a head, and SpecForge's neither. `block_size` counts the rows. Where all of
     them predict, the block of a verification has one token more, the anchor.
     """
-    own = fields.strings("architectures", most=1) == ("Qwen3DSparkModel",)
+    tables = fields.strings("architectures", most=1) == ("Qwen3DSparkModel",)
     for name in _SECTIONS:
         if (section := fields.section(name)) is not None:
-            fields, own = _merged(fields, section), False
+            fields, tables = _merged(fields, section), False
     refuse(fields, _NEUTRAL)
     common = decoder(fields, head_dim=QWEN_HEAD_DIM, qk_norm=True)
     layers = (LayerAttention(False, window) for window in windows(fields, common["num_hidden_layers"]))
-    return drafter_config(fields, common, tuple(layers), own=own)
+    return drafter_config(fields, common, tuple(layers), tables=tables)
 
 
 def _merged(fields: Fields, section: Fields) -> Fields:
@@ -86,17 +86,17 @@ def _merged(fields: Fields, section: Fields) -> Fields:
 
 
 def drafter_config(
-    fields: Fields, common: dict[str, Any], layers: tuple[LayerAttention, ...], *, own: bool = True
+    fields: Fields, common: dict[str, Any], layers: tuple[LayerAttention, ...], *, tables: bool = True
 ) -> DrafterConfig:
     """The configuration of a drafter with these layers.
 
-    common: as `reading.decoder` gives it. own: the file must have an embedding and a head. Otherwise they may be there.
+    common: as `reading.decoder` gives it. tables: the file must have an embedding and a head; otherwise it may.
     """
     # vLLM's name and llama.cpp's.
     every_row = not fields.boolean("dspark_bonus_anchor", default=False)
     every_row = fields.boolean("sample_from_anchor", default=every_row)
-    vocabulary = common["vocab_size"] if own else None
-    settings = heads(fields, vocabulary, every_row=every_row, embedding=own)
+    vocabulary = common["vocab_size"] if tables else None
+    settings = heads(fields, vocabulary, every_row=every_row, embedding=tables)
     return DrafterConfig(
         **common,
         layers=layers,
@@ -104,7 +104,7 @@ def drafter_config(
         mask_token_id=fields.integer("mask_token_id", minimum=0),
         target_layer_ids=layer_ids(fields, "target_layer_ids", minimum=-1),
         most_candidates=most_candidates(settings, common["vocab_size"]),
-        own=settings,
+        settings=settings,
         row_scale=1.0,
     )
 
@@ -138,7 +138,7 @@ def heads(fields: Fields, vocabulary: int | None, *, confidence: bool = False, *
 def build_dspark(parts: DrafterParts) -> ir.Model:
     """DSpark, with its own embedding and head as they are on disk."""
     block = BlockPass(parts)
-    config, settings = block.config, block.config.own
+    config, settings = block.config, block.config.settings
     rows, m = block.drafted(), block.m
     if m.has("logit_head.markov_head.markov_w1.weight"):  # as early versions of SpecForge saved the heads
         m = m.at("logit_head")
@@ -167,7 +167,7 @@ def _markov(
     block: BlockPass, m: Module, rows: ir.Value, scores: PairScores
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """The walk through pair scores. The third result has the rows of W1 of the tokens before, [B,P,r]."""
-    g, config, settings = block.g, block.config, block.config.own
+    g, config, settings = block.g, block.config, block.config.settings
     rank = settings.rank
     w1 = _table(m, "markov_w1", config.vocab_size, rank, scores.before)
     # W2 has the tokens of the head in the file, else the target's; here the candidates' rows [B,P,k,r].
@@ -193,7 +193,7 @@ def _parts(
     order: of the inputs, "r" for the row and "v" for a vector. Returns the weights of the vectors, [r,size] each, and
     what the rows give with the bias, [B,P,size].
     """
-    g, sizes = block.g, {"r": block.config.hidden_size, "v": block.config.own.rank}
+    g, sizes = block.g, {"r": block.config.hidden_size, "v": block.config.settings.rank}
     widths = [sizes[kind] for kind in order]
     weight = m.weight(f"{name}.weight", size, sum(widths))
     parts = list(g.multi("Split", weight, g.constant(widths), outputs=len(order), name="by_input", axis=1))
@@ -215,7 +215,7 @@ def _recurrent(
 
     A shorter block takes all steps: those behind its end repeat its last place, and are cut off.
     """
-    g, rank = block.g, block.config.own.rank
+    g, rank = block.g, block.config.settings.rank
     (of_state, of_token), of_rows = _parts(block, m, "joint_proj", 3 * rank, rows, "vvr")
     state = g.op("Expand", g.scalar(0.0), g.shape(block.batch, rank), name="state")
     behind = g.op("Expand", g.constant([0]), g.shape(block.batch), name="anchor")
@@ -271,7 +271,7 @@ def _read_gemma4(fields: Fields) -> DrafterConfig:
     config = drafter_config(
         fields, common, tuple(replace(layer, causal=False, heads=None) for layer in layers)
     )
-    return replace(config, own=replace(config.own, sandwich=True))
+    return replace(config, settings=replace(config.settings, sandwich=True))
 
 
 KINDS = (

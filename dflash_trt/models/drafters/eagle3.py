@@ -133,7 +133,7 @@ def eagle3_config(
         masks=False,
         own_head=True,
         most_candidates=vocabulary,
-        own=Eagle3(vocabulary=vocabulary, **settings),
+        settings=Eagle3(vocabulary=vocabulary, **settings),
     )
 
 
@@ -156,7 +156,7 @@ class _Pass(ChainPass):
 
     def __init__(self, parts: DrafterParts) -> None:
         super().__init__(parts, 2 * parts.config.hidden_size)
-        settings = self.config.own
+        settings = self.config.settings
         self.recycles_norm = settings.norm_output
         _check_embedding(self.m, self.embedding)
         whole = settings.vocabulary == self.config.vocab_size
@@ -166,7 +166,7 @@ class _Pass(ChainPass):
 
     def states(self, tapped: ir.Value) -> ir.Value:
         """fc over the tapped states, normed first where the settings say so."""
-        g, m, settings, epsilon = self.g, self.m, self.config.own, self.config.rms_norm_eps
+        g, m, settings, epsilon = self.g, self.m, self.config.settings, self.config.rms_norm_eps
         hidden = self.config.hidden_size
         if settings.norm_before_fc:
             tapped = m.rms_norm(tapped, "input_norm", _STATES * hidden, epsilon)
@@ -178,14 +178,18 @@ class _Pass(ChainPass):
         return m.linear(tapped, "fc", _STATES * hidden, hidden)
 
     def enter(self, m: Module, tokens: ir.Value, states: ir.Value) -> tuple[ir.Value, ir.Value]:
-        layer, size, epsilon = m.at(self.config.own.layer), self.config.hidden_size, self.config.rms_norm_eps
+        layer, size, epsilon = (
+            m.at(self.config.settings.layer),
+            self.config.hidden_size,
+            self.config.rms_norm_eps,
+        )
         token = layer.rms_norm(tokens, "input_layernorm", size, epsilon)
         normed = layer.rms_norm(states, "hidden_norm", size, epsilon)
         row = m.g.op("Concat", token, normed, name="layer_input", axis=1)
-        return normed if self.config.own.norm_before_residual else states, row
+        return normed if self.config.settings.norm_before_residual else states, row
 
     def layer(self, m: Module, mixer: Mixer, x: ir.Value, h: ir.Value) -> Stream:
-        layer, config = m.at(self.config.own.layer), self.config
+        layer, config = m.at(self.config.settings.layer), self.config
         x, h = mixer_block(layer, mixer, config, 0, x, h)
         return x, gated_mlp(layer.at("mlp"), h, config.hidden_size, config.intermediate_size)
 

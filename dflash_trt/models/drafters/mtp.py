@@ -43,7 +43,7 @@ def read_mtp(fields: Fields, read_target: Callable[[Fields], TargetConfig]) -> D
         target_layer_ids=(-1, count - 1),
         num_target_layers=count,
         masks=False,
-        own=layer,
+        settings=layer,
     )
 
 
@@ -68,7 +68,7 @@ class _Pass(ChainPass):
         return x, m.at("layers.0").rms_norm(x, "input_layernorm", size, epsilon)
 
     def layer(self, m: Module, mixer: Mixer, x: ir.Value, h: ir.Value) -> Stream:
-        return moe_layer(m.at("layers.0"), mixer, self.config.own, 0, x, h)
+        return moe_layer(m.at("layers.0"), mixer, self.config.settings, 0, x, h)
 
 
 def build_mtp(parts: DrafterParts) -> ir.Model:

@@ -31,7 +31,7 @@ def _read(fields: Fields) -> DrafterConfig:
         block_size=fields.integer("block_size", minimum=2, maximum=BLOCK),
         mask_token_id=mask,
         target_layer_ids=layer_ids(fields, "target_layer_ids"),
-        own=BlockSettings(fusion=("encoder.fc", "encoder.output_norm_enc")),
+        settings=BlockSettings(fusion=("encoder.fc", "encoder.output_norm_enc")),
     )
 
 

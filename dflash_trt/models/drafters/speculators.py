@@ -64,7 +64,7 @@ def _block(fields: Fields, settings: Callable[..., BlockSettings]) -> DrafterCon
         block_size=fields.integer("block_size", minimum=1 if every_row else 2, maximum=BLOCK) + every_row,
         mask_token_id=fields.integer("mask_token_id", minimum=0),
         target_layer_ids=tuple(layer - 1 for layer in entered or ()),
-        own=settings(every_row=every_row, vocabulary=None if size == vocab else size),
+        settings=settings(every_row=every_row, vocabulary=None if size == vocab else size),
         row_scale=fields.number(ROW_SCALE, default=1.0),
         logit_softcap=softcap(fields),
     )
@@ -73,7 +73,7 @@ def _block(fields: Fields, settings: Callable[..., BlockSettings]) -> DrafterCon
 def read_dflash(fields: Fields) -> DrafterConfig:
     """DFlash, whose head may have a vocabulary of its own."""
     config = _block(fields, BlockSettings)
-    return replace(config, most_candidates=config.own.vocabulary)
+    return replace(config, most_candidates=config.settings.vocabulary)
 
 
 def read_dflash2(fields: Fields) -> DrafterConfig:
@@ -82,13 +82,13 @@ def read_dflash2(fields: Fields) -> DrafterConfig:
     must_equal(fields, "draft_vocab_size", "vocab_size", layers.integer("vocab_size"))
     settings = partial(selector, fields, layers.integer("hidden_size"), layers.integer("vocab_size"))
     config = _block(fields, settings)
-    return replace(config, most_candidates=config.own.top_k)
+    return replace(config, most_candidates=config.settings.top_k)
 
 
 def read_dspark(fields: Fields) -> DrafterConfig:
     """DSpark, whose confidence head reads the token before too unless the file says otherwise."""
     config = _block(fields, lambda vocabulary, **block: heads(fields, vocabulary, confidence=True, **block))
-    return replace(config, most_candidates=most_candidates(config.own, config.vocab_size))
+    return replace(config, most_candidates=most_candidates(config.settings, config.vocab_size))
 
 
 def read_eagle3(fields: Fields) -> DrafterConfig:

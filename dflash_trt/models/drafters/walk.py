@@ -103,7 +103,7 @@ def confident(
     """
     g, width, size = block.g, block.parts.width, block.config.hidden_size
     if before is not None:
-        rank = block.config.own.rank
+        rank = block.config.settings.rank
         flat = g.op("Reshape", before, g.constant([-1, rank]), name="token_before")
         rows, size = g.op("Concat", rows, flat, name="row_and_token", axis=1), size + rank
     logit = g.to_float(m.linear(rows, name, size, 1, bias=bias))
