@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -20,7 +19,7 @@ from dflash_trt.cli.options import (
     list_of,
     option,
 )
-from dflash_trt.cli.output import colours, print_json
+from dflash_trt.cli.output import print_json, print_table
 from dflash_trt.errors import UsageError
 
 if TYPE_CHECKING:
@@ -179,14 +178,7 @@ def _print(measured: Sequence[Sequence[MethodPoint]], *, several: bool) -> None:
         lines += [_row(point.load.name, f, plain) for point, f in zip(points, figures, strict=True)]
     if not several:
         lines = [(load, *rest) for load, _, *rest in lines]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for number, cells in enumerate(lines):  # all but the second column are right-aligned
-        aligned = (
-            f"{cell:<{width}}" if place == 1 else f"{cell:>{width}}"
-            for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        )
-        line = "  ".join(aligned).rstrip()
-        print(f"\033[1m{line}\033[0m" if number < len(HEADINGS) and colours(sys.stdout) else line)
+    print_table(lines, headings=len(HEADINGS), right={*range(len(lines[0]))} - {1})
 
 
 def _row(load: str, figures: dict[str, Any], plain: dict[str, float]) -> tuple[str, ...]:

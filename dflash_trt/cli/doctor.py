@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     print()
     yes = {True: "yes", False: "no"}
     rows = [(row["engine"], yes[row["build"]], yes[row["run"]], row["note"]) for row in machine["engines"]]
-    print_table([("engine", "build", "run", ""), *rows], heading=True)
+    print_table([("engine", "build", "run", ""), *rows], headings=1)
     return 1 if machine["missing"] else 0
 
 

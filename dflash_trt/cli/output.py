@@ -7,29 +7,33 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
 
-def print_table(rows: Iterable[Sequence[str]], *, heading: bool = False) -> None:
-    """Print rows of equal length as left-aligned columns. The last column is wrapped to the terminal.
+def print_table(rows: Iterable[Sequence[str]], *, headings: int = 0, right: Collection[int] = ()) -> None:
+    """Print rows of equal length as columns. The last one is wrapped to the terminal.
 
-    With `heading` the first row is bold, on a terminal with colours.
+    headings: so many rows at the top are bold, on a terminal with colours. right: the columns that are aligned there.
     """
     rows = list(rows)
-    *widths, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     # A file has 100 columns, so that what is written to it can be read.
     terminal = os.environ.get("COLUMNS", "").isdecimal() or sys.stdout.isatty()
     line_width = shutil.get_terminal_size().columns if terminal else 100
-    room = max(line_width - sum(width + 2 for width in widths), 20)
-    bold = heading and colours(sys.stdout)
-    for number, (*cells, last) in enumerate(rows):
-        start = "".join(f"{cell:<{width}}  " for cell, width in zip(cells, widths, strict=True))
+    room = max(line_width - sum(width + 2 for width in widths[:-1]), 20)
+    bold = colours(sys.stdout)
+    for number, row in enumerate(rows):
+        *cells, last = (
+            cell.rjust(width) if i in right else cell
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        start = "".join(f"{cell:<{width}}  " for cell, width in zip(cells, widths, strict=False))
         parts = textwrap.wrap(last, room, break_long_words=False, break_on_hyphens=False) or [""]
         for part in parts:
             line = (start + part).rstrip()
-            print(f"\033[1m{line}\033[0m" if bold and number == 0 else line)
+            print(f"\033[1m{line}\033[0m" if bold and number < headings else line)
             start = " " * len(start)
 
 

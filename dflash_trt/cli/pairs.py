@@ -51,13 +51,13 @@ def run(args: argparse.Namespace) -> int:
     rows = []
     for pair in PAIRS:
         notes = [pair.note, *(form.format for form in pair.forms if form.name)]
-        rows += [(name, f"{pair.block_size:5}", note) for name, note in zip(pair.names, notes, strict=True)]
-    print_table([("name", "block", "note"), *rows], heading=True)
+        rows += [(name, str(pair.block_size), note) for name, note in zip(pair.names, notes, strict=True)]
+    print_table([("name", "block", "note"), *rows], headings=1, right=[1])
     for reason in dict.fromkeys(drafter.unread for drafter in PUBLISHED):
         listed = [(drafter.repository, drafter.kind) for drafter in PUBLISHED if drafter.unread == reason]
         print()
         heading = f"not read: {reason}" if reason else "published drafters"
-        print_table([(heading, "kind"), *listed], heading=True)
+        print_table([(heading, "kind"), *listed], headings=1)
     return 0
 
 

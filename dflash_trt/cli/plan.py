@@ -167,8 +167,7 @@ def _print(estimate: MemoryEstimate) -> None:
         note = f"free_gpu_memory_fraction {estimate.kv_fraction}"
         parts.append(("KV pool", estimate.kv_pool_bytes or 0, note))
     rows = [(name, gib(count), note) for name, count, note in parts]
-    width = max(len(row[1]) for row in rows)
-    print_table((name, size.rjust(width), note) for name, size, note in rows)
+    print_table(rows, right=[1])
     print(f"longest context at batch 1: {estimate.longest_context} tokens")
     print(f"largest batch at {length} tokens: {estimate.largest_batch}")
     if not estimate.fits:
