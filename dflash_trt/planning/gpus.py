@@ -12,7 +12,7 @@ from dflash_trt import hardware
 from dflash_trt.errors import UsageError, did_you_mean, show
 
 _TABLE = Path(__file__).with_name("gpus.json")
-_OWN = ("memory", "sm")  # the figures of a GPU that the table lacks
+_FIGURES = ("memory", "sm")  # the figures of a GPU that the table lacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def find_gpu(name: str) -> Gpu:
     Raises BuildError, naming the GPUs of the table.
     """
     if "=" in name:
-        return _own(name)
+        return _by_figures(name)
     table = gpus()
     short = {_letters(known): known for known in table}
     wanted = _letters(name)
@@ -85,28 +85,29 @@ def _letters(name: str) -> str:
     return re.sub(r"nvidia|geforce|[^a-z0-9]", "", name.lower())
 
 
-def _own(text: str) -> Gpu:
-    expected = "expected memory=GIB,sm=COMPUTE_CAPABILITY, such as memory=24,sm=89"
+def _by_figures(text: str) -> Gpu:
+    def wrong(problem: str) -> UsageError:
+        return UsageError(
+            f"--gpu is {show(text)}: {problem}; "
+            "expected memory=GIB,sm=COMPUTE_CAPABILITY, such as memory=24,sm=89"
+        )
+
     figures: dict[str, float] = {}
     for part in text.split(","):
         key, _, value = (word.strip() for word in part.partition("="))
-        if key not in _OWN or key in figures:
-            raise UsageError(f"--gpu is {show(text)}: {key!r} is unknown or given twice; {expected}")
+        if key not in _FIGURES or key in figures:
+            raise wrong(f"{key!r} is unknown or given twice")
         try:
             figures[key] = float(value)
         except ValueError:
-            raise UsageError(f"--gpu is {show(text)}: {key} is {value!r}, not a number; {expected}") from None
+            raise wrong(f"{key} is {value!r}, not a number") from None
         if not 0 < figures[key] < 1e6:
-            raise UsageError(
-                f"--gpu is {show(text)}: {key} is {value}, expected a number above 0; {expected}"
-            )
-    if missing := [key for key in _OWN if key not in figures]:
-        raise UsageError(f"--gpu is {show(text)}: {missing[0]} is missing; {expected}")
+            raise wrong(f"{key} is {value}, expected a number above 0")
+    if missing := [key for key in _FIGURES if key not in figures]:
+        raise wrong(f"{missing[0]} is missing")
     sm = figures["sm"] if figures["sm"] >= 20 else figures["sm"] * 10  # 8.9 is 89
     if sm not in range(50, 200):
-        raise UsageError(
-            f"--gpu is {show(text)}: sm is {figures['sm']:g}, expected a compute capability; {expected}"
-        )
+        raise wrong(f"sm is {figures['sm']:g}, expected a compute capability")
     return Gpu(
         name="custom",
         product="a GPU by its figures",
