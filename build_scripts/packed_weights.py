@@ -1,5 +1,5 @@
-"""Weights in four and eight bits as they are stored, for `first_gpu.sh`: their products against those of widened ones,
-with other tiles beside the project's.
+"""Weights as they are stored, in 16, eight and four bits, for `first_gpu.sh`: their products against cuBLAS's of the
+widened ones and against float64, with other tiles beside the project's.
 
     python -m build_scripts.packed_weights
 
@@ -33,6 +33,7 @@ from dflash_trt.engines.torch import layers
 from tests.doubles.packed_weights import random_weight
 
 FORMS: dict[str, dict[str, Any]] = {
+    "bf16": {"codes": "plain"},
     "int4": {"codes": "int4", "scales": "bf16", "group": 128},
     "fp8 blocks": {"codes": "e4m3", "scales": "bf16", "group": 128, "group_rows": 128},
     "nvfp4": {"codes": "e2m1", "scales": "e4m3", "group": 16, "second": "times"},
@@ -40,9 +41,11 @@ FORMS: dict[str, dict[str, Any]] = {
     "fp8": {"codes": "e4m3", "scales": "fp32"},
     "int8": {"codes": "int8", "scales": "bf16", "group": 128},
 }
-# The first two forms are measured with other tiles, by codes in a word, and in the other sizes, too.
+# The first three forms are measured with other tiles, by codes in a word, and in the other sizes, too.
 SIZES = (4096, 4096), (24_576, 4096), (4096, 12_288)
-TRIED = {4: (packed.Tile(64, 128, 4, 4),), 2: (packed.Tile(64, 64, 4, 4),)}
+# The others of Qwen3-8B and gpt-oss-20b in BF16.
+PLAIN_SIZES = (6144, 4096), (151_936, 4096), (5120, 2880), (2880, 4096), (201_088, 2880)
+TRIED = {4: (packed.Tile(64, 128, 4, 4),), 2: (packed.Tile(64, 64, 4, 4),), 1: packed.TILES[1][1:]}
 # Experts, those of a row, outputs and inputs: of Qwen3-30B-A3B. So many experts differ.
 STACKS = (128, 8, 768, 2048), (128, 8, 2048, 768)
 DIFFERENT = 16
@@ -85,8 +88,9 @@ def main() -> int:
     if GPU:
         run, cases = kernels_here({}), list[Case]()
         for number, size in enumerate(SIZES):
-            cases += [linear(name, size) for name in list(FORMS)[: 2 if number else None]]
-        cases += [stack(name, *sizes, run) for sizes in STACKS for name in list(FORMS)[:3]]
+            cases += [linear(name, size) for name in list(FORMS)[: 3 if number else None]]
+        cases += [linear("bf16", size) for size in PLAIN_SIZES]
+        cases += [stack(name, *sizes, run) for sizes in STACKS for name in list(FORMS)[1:4]]
         compile_all(cases)
         for case in cases:
             rows.append(case.measured(run))
@@ -112,23 +116,24 @@ def compile_all(cases: list[Case]) -> None:
 
 
 def linear(name: str, size: tuple[int, int]) -> Case:
-    """A linear layer with 64, 16, 8 and 1 rows, and torch's product with the widened weight."""
+    """A linear layer with 256, 64, 16, 8 and 1 rows, and torch's product with the widened weight."""
     form = packed.Packing(*size, **FORMS[name])
     stored, wide = random_weight(form, DEVICE)
-    x, dense = drawn(64, form.inputs), wide.to(DEVICE, TYPES[0])
-    case = Case(named(form, name, stored), F.linear(x.float(), dense.float()))
+    x, dense = drawn(256, form.inputs), wide.to(DEVICE, TYPES[0])
+    case = Case(named(form, name, stored), F.linear(x[:64].double(), dense.double()))
     others = [
         stored,
         *(replace(stored, codes=stored.codes.clone()) for _ in range((160 << 20) // stored.nbytes)),
     ]
-    for tile in (stored.tile, *(TRIED[form.in_word] if name in list(FORMS)[:2] else ())):
+    for tile in (stored.tile, *(TRIED[form.in_word] if name in list(FORMS)[:3] else ())):
         weights = [replace(each, tile=tile) for each in others]
-        for n in (64, 16, 8, 1):
+        for n in (256, 64, 16, 8, 1):
             case.calls[str(tile), n] = [partial(packed.product, x[:n], each, None) for each in weights]
     wides = [dense, *(dense.clone() for _ in range((160 << 20) // dense.nbytes))]
-    for n in (64, 1):
+    for n in (256, 64, 16, 1):
         case.calls["cuBLAS", n] = [lambda run, n=n, each=each: F.linear(x[:n], each) for each in wides]  # type: ignore[misc]
-    case.calls["widen", 64] = [lambda run: F.linear(x, packed.widen(stored, TYPES[0], run))]
+    if name != "bf16":
+        case.calls["widen", 256] = [lambda run: F.linear(x, packed.widen(stored, TYPES[0], run))]
     return case
 
 

@@ -1,0 +1,31 @@
+"""The rule for every kernel of a pass: a row has the same bits alone and among any others, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import dflash_plugins
+import pytest
+
+from tests.doubles.row_cases import CASES, check
+
+# What computes no rows: `widen` writes a weight.
+OTHERS = {"widen"}
+
+
+@pytest.fixture(scope="module")
+def launched() -> set[str]:
+    return set()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_a_row_is_alone(case: object, launched: set[str]) -> None:
+    launched |= check(case, seed=3, most=20)  # type: ignore[arg-type]
+
+
+def test_no_kernel_is_left_out(launched: set[str]) -> None:
+    folder = Path(dflash_plugins.__file__).parent
+    described = "".join((folder / name).read_text() for name in ("kernel_specs.py", "packed.py"))
+    names = set(re.findall(r'\bUse\(\s*"\w+",\s*"(\w+)"|_product\("(\w+)"', described))
+    assert launched == {one or other for one, other in names} - OTHERS
