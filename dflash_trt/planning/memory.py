@@ -194,6 +194,10 @@ class _Layout:
         if self.row_bytes.get("drafter", {}).keys() == {None}:
             waiting = batch * min(length, self.traits.waiting_tokens)
         estimate = verified * c.vocab_size * 4
+        if self.traits.idle_blocks and s.gpu.sm:
+            from dflash_plugins.kernel_specs import sampling_bytes
+
+            estimate += sampling_bytes(batch, s.block_size, c.vocab_size, self.rows(length))
         if drafter is not None:
             row_bytes = len(drafter.target_layer_ids) * c.hidden_size * NUMBER_BYTES[s.compute("target")]
             estimate += round((rows + waiting) * row_bytes)

@@ -179,6 +179,14 @@ def adjust_rows(vocab: int, most: int) -> Use:
     return Use("sampling", "adjust_rows", types, constants | {"STEP": 1024})
 
 
+def sampling_bytes(batch: int, nodes: int, vocab: int, capacity: int) -> int:
+    """Memory of the kernels that sample, for so many sequences of up to `nodes` rows and `capacity` positions: what
+    tiles of each row give, and of each sequence counts, a bias and the text, beside less than 20 KiB.
+    """
+    tiles = vocabulary_tiles(vocab)
+    return batch * (nodes * tiles * (12 * TILE_GROUPS + 16) + 8 * (vocab + capacity))
+
+
 # The most nodes that the acceptance kernel takes, at any shape: two for each thread of its warp.
 ACCEPT_NODES = 64
 

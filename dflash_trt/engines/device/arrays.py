@@ -110,6 +110,8 @@ class DeviceArrays:
         self._width = 1  # the target's rows of a slot in it
         self._plain = True
         self._slots = slots
+        if run is not None:  # all memory of kernels, while opening can still say what is missing
+            self._sampled, self._adjusting  # noqa: B018
         self._room = torch.empty(0)  # pinned memory, of the most logits that were read
 
     @cached_property

@@ -69,26 +69,34 @@ def pair_of(
     )
 
 
-def warm_up(pair: Pair, block_size: int, progress: Progress, *, runs: int, every_size: bool = True) -> int:
+def warm_up(
+    pair: Pair, block_size: int, progress: Progress, *, runs: int, seconds: float | None = None
+) -> int:
     """Run passes of both models in every size that requests can bring. Returns the number of sizes.
 
-    runs: of each size, of prompts only for the longest. every_size: if not, decoding passes of one request, and the
-    longest ones of several, which need the most memory and all kernels. All slots are clear then, as after opening.
+    runs: of each size, of prompts only for the longest. seconds: after these, only sizes that come first are still run:
+    decoding passes of one request, and the longest ones of several, which need the most memory and all kernels. All
+    slots are clear then, as after opening.
     """
     begin = perf_counter()
     batches = reversed(pass_sizes(pair.slots))
     sizes = [(batch, length) for batch in batches for length in reversed(pass_sizes(block_size))]
-    if not every_size:
-        sizes = [size for size in sizes if size[0] == 1 or size[1] == block_size]
-    passes = list(_passes(pair, sizes, runs))
-    for done, run in enumerate(passes, 1):
+    first = [size for size in sizes if size[0] == 1 or size[1] == block_size]
+    passes = list(_passes(pair, first, runs))
+    needed, others = len(passes), [size for size in sizes if size not in first]
+    passes += _decoding(pair, others, runs)
+    done = 0
+    for run in passes:
+        if seconds is not None and done >= needed and perf_counter() - begin > seconds:
+            break
         run()
+        done += 1
         progress(STEP, done, len(passes))
     for slot in range(pair.slots):
         pair.clear(slot)
     pair.arrays.wait()
-    _log.info("ran passes of %d sizes in %.1f s", len(passes), perf_counter() - begin)
-    return len(passes)
+    _log.info("ran passes of %d sizes of %d in %.1f s", done, len(passes), perf_counter() - begin)
+    return done
 
 
 def _passes(pair: Pair, sizes: Sequence[tuple[int, int]], runs: int) -> Iterator[Callable[[], object]]:
@@ -97,9 +105,13 @@ def _passes(pair: Pair, sizes: Sequence[tuple[int, int]], runs: int) -> Iterator
     for length in reversed(prefill_lengths(pair.prefill_chunk)):
         prompt = partial(pair.prefill, [0] * length, 0, 0, draft=drafts)
         yield partial(_repeated, prompt, runs if length == pair.prefill_chunk else 1)
+    yield from _decoding(pair, sizes, runs)
+
+
+def _decoding(pair: Pair, sizes: Sequence[tuple[int, int]], runs: int) -> Iterator[Callable[[], object]]:
     for batch, length in sizes:
         yield partial(_repeated, partial(pair.dummy_verify, batch, length), runs)
-        if length > 1 and drafts:
+        if length > 1 and pair.drafter.present:
             yield partial(_repeated, partial(pair.drafter.dummy_pass, batch, length), runs)
 
 

@@ -29,14 +29,16 @@ if TYPE_CHECKING:
     from dflash_trt.bundle.workspace import Progress
 
 _log = logging.getLogger(__name__)
+# An opening does not take longer for sizes of passes that few requests bring. They are captured when they come.
+_WARM_UP_SECONDS = 60.0
 
 
 @memory_errors()
 def open_pair(
     bundle: Bundle, *, slots: int, prefill_chunk: int, threads: int | None, progress: Progress
 ) -> Pair:
-    """The bundle's graphs with `slots` cache slots. On a GPU, kernels are compiled, and passes of one request and the
-    longest of several are captured. Others are captured when they come, in the memory of these.
+    """The bundle's graphs with `slots` cache slots. On a GPU, kernels are compiled and passes of all sizes captured,
+    those that are needed most first, and others only within a time. What is left is captured when it comes.
 
     Raises MemoryError if the GPU has too little.
     """
@@ -77,7 +79,7 @@ def open_pair(
         pair = pair_of(bundle, runners, slots=slots, prefill_chunk=chunk, kernels=kernels)
     hardware.give_back_memory()  # what was read on the way to weights
     if on_gpu:
-        warm_up(pair, block_size, progress, runs=2, every_size=False)
+        warm_up(pair, block_size, progress, runs=2, seconds=_WARM_UP_SECONDS)
         pair.equal_rows, pair.products = of_layers.complete(device), runners["target"].tiles
     return pair
 
