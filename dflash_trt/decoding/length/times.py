@@ -44,7 +44,7 @@ class PassTimes:
         self._tables: dict[int, _Table] = {}
         self._ran = set[tuple[int, int]]()
         for batch, seconds in (kept or {}).items():
-            ratios = {rows: usual / _default(batch, rows) for rows, usual in seconds.items()}
+            ratios = {rows: usual / _default(batch, rows) for rows, usual in _plausible(seconds).items()}
             scale = ratios[min(ratios)]
             factors = {rows: ratio / scale for rows, ratio in ratios.items()}
             self._tables[_power(batch)] = _Table(scale, factors)
@@ -169,6 +169,17 @@ class _Table:
             fewer, more = sorted([(rows, usual), (n, self.factors[n] * _default(batch, n))])
             if not fewer[1] <= more[1] <= -(-more[0] // fewer[0]) * fewer[1]:
                 del self.factors[n]
+
+
+def _plausible(seconds: Mapping[int, float]) -> dict[int, float]:
+    """The times that fit that of the fewest rows: a pass takes no less than it, and no longer than so many in turn. A
+    process that ended amid stalls may leave others, and a length that seems that slow would not be tried for long.
+    """
+    fewest = min(seconds)
+    least = seconds[fewest] / _CHANGE
+    return {
+        n: usual for n, usual in seconds.items() if least <= usual <= -(-n // fewest) * least * _CHANGE**2
+    }
 
 
 def _default(batch: int, rows: Any) -> Any:

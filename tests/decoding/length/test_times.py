@@ -31,6 +31,12 @@ def test_passes_start_with_the_times_that_were_kept() -> None:
     assert times.kept()[1] == pytest.approx(KEPT[1])
 
 
+def test_kept_times_that_no_pass_has_are_not_taken() -> None:
+    """A pass of more rows takes no less than one of fewer, and no longer than so many of those in turn."""
+    times = PassTimes(8, {1: {1: 0.010, 2: 0.0104, 4: 29.0, 8: 0.0001}})
+    assert times.kept()[1] == pytest.approx({1: 0.010, 2: 0.0104})
+
+
 def test_without_kept_times_the_first_passes_tell_the_scale() -> None:
     """The first pass of a size is slower, and counts for nothing."""
     target = PassTimes(8)
