@@ -418,7 +418,16 @@ def attention_bytes(batch: int, kv_heads: int, rows: int, head_dim: int, capacit
 
 
 @cache
-def attend(kv_heads: int, group: int, head_dim: int, dtype: str, tile: AttentionTile, *, tree: bool) -> Use:
+def attend(
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    dtype: str,
+    tile: AttentionTile,
+    *,
+    tree: bool,
+    region: bool = False,
+) -> Use:
     """The kernel of one attention layer's parts, for heads in groups that share a key head."""
     types = typed(i64="first last", fp32="partial largest total", scalar="count capacity splits")
     types |= typed(**{dtype: "q k_cache v_cache"})
@@ -426,6 +435,7 @@ def attend(kv_heads: int, group: int, head_dim: int, dtype: str, tile: Attention
     constants |= {"ALIKE": ATTENTION_ALIKE, "PARTS": ATTENTION_PARTS}
     constants |= {"ROWS": tile.rows, "SLOTS": tile.slots, "COLUMNS": tile.columns or constants["D_SLOTS"]}
     optional(types, constants, tree, start="*i64", visible="*i32")
+    optional(types, constants, region, region="*i64")
     return Use("attention", "attend", types, constants, tile.num_warps, tile.num_stages, fp_fusion=True)
 
 
@@ -488,7 +498,8 @@ def place_heads(
     constants |= {"EPSILON": epsilon, "D": size, "D_SLOTS": power_of_two(size)}
     for name in ("q_norm", "k_norm", "cos", "sin", "q", "k_cache", "v_cache"):
         optional(types, constants, name in given, **{name: f"*{dtype}"})
-    optional(types, constants, "start" in given, start="*i64")
+    for name in ("start", "region"):
+        optional(types, constants, name in given, **{name: "*i64"})
     return Use("layers", "place_heads", types, constants, num_warps=1)
 
 

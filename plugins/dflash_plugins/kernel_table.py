@@ -75,7 +75,7 @@ def _tiles(s: Any) -> Any:
 
 
 def _splits(q: Shape, cache: Shape, a: Any) -> uses.AttentionSplits:
-    return uses.AttentionSplits(q[0], cache[1], q[2] * a.group, cache[2], cache[3])
+    return uses.AttentionSplits(q[0], cache[1], q[2] * a.group, a.most or cache[2], cache[3])
 
 
 def _attended(s: Any, a: Any) -> Outputs:
@@ -227,12 +227,14 @@ GATED_DELTA_NET = Kernel(
 )
 ATTEND = Kernel(
     "Attend",
-    ("q", "k_cache", "v_cache", "first", "last", "start", "visible"),
+    ("q", "k_cache", "v_cache", "first", "last", "start", "visible", "region"),
     attributes={"group": int},
-    flags=("exact",),
+    flags=("exact", "most"),
     outputs=_attended,
     use=lambda s, a, dtype, t: uses.attend(
-        s.k_cache[1], a.group, s.k_cache[3], dtype, t, tree=s.visible is not None
+        *(s.k_cache[1], a.group, s.k_cache[3], dtype, t),
+        tree=s.visible is not None,
+        region=s.region is not None,
     ),
     grid=lambda s, a, t: (
         uses.ceil_div(s.q[2] * a.group, t.rows),
@@ -251,7 +253,7 @@ MERGE_ATTENTION = Kernel(
     "MergeAttention",
     ("partial", "largest", "total", "like", "cache", "sinks"),
     attributes={"group": int, "heads": int},
-    flags=("by_row",),
+    flags=("by_row", "most"),
     outputs=lambda s, a: {"y": (tuple(s.like[i] for i in ((0, 2, 1, 3) if a.by_row else range(4))), "")},
     use=lambda s, a, dtype, t: uses.merge(
         a.heads, s.partial[1], dtype, sinks=s.sinks is not None, by_row=a.by_row

@@ -34,19 +34,23 @@ def attention(
     start: Tensor | None = None,
     visible: Tensor | None = None,
     sinks: Tensor | None = None,
+    region: Tensor | None = None,
+    most: int = 0,
     tile: uses.AttentionTile | None = None,
     by_row: bool = False,
     run: Run = by_triton,
 ) -> Tensor:
     """q [B, H, S, D] over caches [B, N, C, D], all of one type -> y [B, H, S, D], or with `by_row` [B, S, H, D].
 
+    region: int64 [B], where the rows of a sequence, at most `most`, begin in caches [1, N, rows, D] of all sequences.
+
     first, last: int64 [B, S], the range of cache rows that a row sees. start: int64 [B], and visible: int32 [B, S, S],
     the rows that a row sees among those of its pass, in cache rows start .. start+S-1. sinks: [H].
     """
     heads, group = q.shape[1], q.shape[1] // k_cache.shape[1]
-    tree = (None if visible is None else start), visible
-    parts = call(run, ATTEND, q, k_cache, v_cache, first, last, *tree, tile=tile, group=group, exact=True)
-    constants: dict[str, Any] = {"group": group, "heads": heads, "by_row": by_row}
+    given = first, last, (None if visible is None else start), visible, region
+    parts = call(run, ATTEND, q, k_cache, v_cache, *given, tile=tile, group=group, exact=True, most=most)
+    constants: dict[str, Any] = {"group": group, "heads": heads, "by_row": by_row, "most": most}
     return call(run, MERGE_ATTENTION, *parts.values(), q, k_cache, sinks, **constants)["y"]
 
 
@@ -141,6 +145,7 @@ def place_heads(
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     start: Tensor | None = None,
+    region: Tensor | None = None,
     k_cache: Tensor | None = None,
     v_cache: Tensor | None = None,
     run: Run = by_triton,
@@ -148,14 +153,14 @@ def place_heads(
     """The heads of x [B * count, columns]: queries, keys and values, each of `size` numbers.
 
     Returns the queries [B, heads, count, size]. Keys and values are written into caches [B, N, capacity, size] from row
-    start[b] (int64 [B]) on. Queries and keys are normed and rotated if norms [size], and cos and sin
-    [B * count, pairs] are given. Any of the three may be missing.
+    start[b] (int64 [B]) on, or with `region` as in `attention`. Queries and keys are normed and rotated if norms
+    [size], and cos and sin [B * count, pairs] are given. Any of the three may be missing.
     """
     batch = len(x) // count
     keys, values = (0 if cache is None else cache.shape[1] for cache in (k_cache, v_cache))
     capacity = next((c.shape[2] for c in (k_cache, v_cache) if c is not None), 0)
     q = x.new_empty(batch, heads, count, size) if heads else None
-    given = {"q_norm": q_norm, "k_norm": k_norm, "cos": cos, "sin": sin, "start": start}
+    given = {"q_norm": q_norm, "k_norm": k_norm, "cos": cos, "sin": sin, "start": start, "region": region}
     given |= {"q": q, "k_cache": k_cache, "v_cache": v_cache}
     use = uses.place_heads(
         *(heads, keys, values, size, 0 if cos is None else cos.shape[-1], epsilon, TYPE_NAMES[x.dtype]),

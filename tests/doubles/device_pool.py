@@ -56,7 +56,7 @@ class _NoRows:
     def nothing(self, *given: Any) -> tuple[()]:
         return ()
 
-    copy = take = write = drop = compact = clear = nothing
+    copy = take = write = drop = point = compact = clear = nothing
 
 
 class _Caches:

@@ -111,6 +111,31 @@ def test_attention_is_the_reference(shape: tuple[int, ...], traits: dict[str, An
 
 
 @pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize("tree", [False, True])
+def test_a_region_s_rows_have_the_same_bits_wherever_it_begins(tree: bool) -> None:
+    """Among rows of other sequences, which hold NaN; and kinds of rows are placed there."""
+    given = drawn(2, 4, 2, 32, 3, 300, sinks=True, tree=tree)
+    named, begins = dict(given), torch.tensor([450, 37])
+    for name in ("k_cache", "v_cache"):
+        cache = torch.full((2, 800, 32), torch.nan, dtype=torch.bfloat16)
+        for rows, begin in zip(given[name], begins.tolist(), strict=True):
+            cache[:, begin : begin + 300] = rows
+        named[name] = cache[None]
+    y = launch.attention(**named, region=begins, most=300)
+    assert torch.equal(y, launch.attention(**given))
+    x, start = torch.randn(6, 8 * 32).bfloat16(), torch.tensor([5, 0])
+    own = {name: given[name].clone() for name in ("k_cache", "v_cache")}
+    queries = launch.place_heads(x, 3, 32, 4, epsilon=0.0, start=start, **own)
+    regions = {name: named[name] for name in own}
+    placed = launch.place_heads(x, 3, 32, 4, epsilon=0.0, start=start, region=begins, **regions)
+    assert torch.equal(queries, placed)
+    for name, cache in own.items():
+        for rows, begin, at in zip(cache, begins.tolist(), start.tolist(), strict=True):
+            assert torch.equal(regions[name][0, :, begin + at : begin + at + 3], rows[:, at : at + 3])
+        assert regions[name].isnan().sum() >= 2 * 200 * 32, "no other row is written"
+
+
+@pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize(
     ("size", "tile"), [(head, tile) for head in (64, 128, 200, 512) for tile in uses.attention_tiles(head)]
 )

@@ -13,6 +13,7 @@ from dflash_plugins.launch import Compaction, Run
 from dflash_trt.bundle.cache_kinds import CacheKind
 from dflash_trt.engines.caches import PENDING, POSITION, SlotCaches, SlotRows, by_kind, whole
 from dflash_trt.engines.device.memory import memory_errors
+from dflash_trt.engines.device.sizes import DECODE, PREFILL
 from dflash_trt.engines.device.stream import on
 
 Array = np.ndarray[Any, Any]
@@ -25,52 +26,100 @@ class DevicePool:
     The stream orders copies on the device, so they need no wait.
     """
 
+    regions: Mapping[int, Tensor] = {}
+    most = 0
+
     def __init__(self, arrays: Mapping[str, Tensor], stream: Any, slots: int) -> None:
         self.arrays, self._stream = arrays, stream
         self.records = [SlotRows() for _ in range(slots)]
         self.compaction: Compaction | None = None  # one kernel for all layers
-        self.row_bytes = sum(rows.shape[1] * rows.shape[3] * rows.element_size() for rows in arrays.values())
+        self.row_bytes = sum(
+            rows.shape[-3] * rows.shape[-1] * rows.element_size() for rows in arrays.values()
+        )
+
+    def rows(self, slot: int) -> list[Tensor]:
+        """Those of a slot in each cache: views [heads, rows, size]."""
+        return [rows[slot] for rows in self.arrays.values()]
 
     def copy(self, source: int, target: int, count: int) -> None:
         with on(self._stream):
-            for rows in self.arrays.values():
-                rows[target, :, :count].copy_(rows[source, :, :count])
+            for mine, given in zip(self.rows(target), self.rows(source), strict=True):
+                mine[:, :count].copy_(given[:, :count])
 
     def take(self, slot: int, first: int, stop: int) -> list[Tensor]:
         with memory_errors(), on(self._stream):
-            return [rows[slot, :, first:stop].clone() for rows in self.arrays.values()]
+            return [rows[:, first:stop].clone() for rows in self.rows(slot)]
 
     def write(self, rows: Sequence[Tensor], slot: int, first: int) -> None:
         with on(self._stream):
-            for mine, given in zip(self.arrays.values(), rows, strict=True):
-                mine[slot, :, first : first + given.shape[1]].copy_(given)
+            for mine, given in zip(self.rows(slot), rows, strict=True):
+                mine[:, first : first + given.shape[1]].copy_(given)
 
     def drop(self, slot: int, count: int, left: int) -> None:
         with on(self._stream):
-            for rows in self.arrays.values():
-                kept = rows[slot, :, count : count + left]
-                rows[slot, :, :left].copy_(kept if left <= count else kept.clone())
+            for rows in self.rows(slot):
+                kept = rows[:, count : count + left]
+                rows[:, :left].copy_(kept if left <= count else kept.clone())
+
+    def point(self, slot: int, count: int) -> None:
+        """Let the next pass over prompts work on so many slots from this one on."""
 
     def compact(self, slot: int, start: int, nodes: Sequence[int]) -> None:
         """One kernel if `compact_by` gave one, else copies for each layer."""
         with on(self._stream):
             if self.compaction is not None:
-                self.compaction(slot, start, nodes)
+                self.compaction(*self._place(slot, start), nodes)
                 return
-            for rows in self.arrays.values():
-                written = rows[slot, :, start:]
+            for rows in self.rows(slot):
+                written = rows[:, start:]
                 written[:, : len(nodes)] = written[:, list(nodes)]  # the right side is a copy
 
     def compact_by(self, run: Run, most: int) -> None:
         """Let a kernel move up to `most` rows."""
         if self.arrays:
             with on(self._stream):
-                self.compaction = Compaction(list(self.arrays.values()), most, run)
+                self.compaction = Compaction(self._by_slot(), most, run)
+
+    def _by_slot(self) -> list[Tensor]:
+        return list(self.arrays.values())
+
+    def _place(self, slot: int, row: int) -> tuple[int, int]:
+        """Where a row of a slot lies in these."""
+        return slot, row
 
     def clear(self, slot: int, first: int) -> None:
         with on(self._stream):
-            for rows in self.arrays.values():
-                rows[slot, :, first:].zero_()
+            for rows in self.rows(slot):
+                rows[:, first:].zero_()
+
+
+class Regions(DevicePool):
+    """Tensors [heads, rows, size] with the rows of all slots: each slot has those of a region.
+
+    regions: int64 [slots], where the regions begin: of all slots from the first on for a pass of the profile DECODE,
+        and for one of PREFILL those of the slots that `point` was told. most: rows of a region.
+    """
+
+    def __init__(self, arrays: Mapping[str, Tensor], stream: Any, slots: int) -> None:
+        super().__init__(arrays, stream, slots)
+        some = next(iter(arrays.values()), torch.empty(0, 0, 0))
+        self.most = some.shape[1] // max(slots, 1)
+        self._first = [slot * self.most for slot in range(slots)]
+        begins = torch.tensor(self._first, dtype=torch.int64).to(some.device)
+        self.regions = {DECODE: begins, PREFILL: begins.clone()}
+
+    def rows(self, slot: int) -> list[Tensor]:
+        first = self._first[slot]
+        return [rows[:, first : first + self.most] for rows in self.arrays.values()]
+
+    def point(self, slot: int, count: int) -> None:
+        self.regions[PREFILL][:count].copy_(self.regions[DECODE][slot : slot + count])
+
+    def _by_slot(self) -> list[Tensor]:
+        return [rows[None] for rows in self.arrays.values()]
+
+    def _place(self, slot: int, row: int) -> tuple[int, int]:
+        return 0, self._first[slot] + row
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,11 +246,14 @@ class DeviceCaches(SlotCaches[DevicePool, DeviceStates]):
         slots: int,
         kinds: Sequence[CacheKind] = (),
         states: DeviceStates | None = None,
+        *,
+        regions: bool = False,
     ) -> None:
-        kinds = kinds or (whole(0),)
+        """regions: whether the arrays are those of `Regions`."""
+        kinds, pool = kinds or (whole(0),), Regions if regions else DevicePool
         parts = by_kind(kinds, arrays)
         pools = [
-            (kind, DevicePool({name: arrays[name] for name in names}, stream, slots))
+            (kind, pool({name: arrays[name] for name in names}, stream, slots))
             for kind, names in zip(kinds, parts, strict=True)
         ]
         super().__init__(pools, slots, states)

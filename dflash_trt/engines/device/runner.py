@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from dflash_trt.engines.device.caches import DeviceCaches
+from dflash_trt.engines.device.sizes import PREFILL
 
 Array = np.ndarray[Any, Any]
 Tensor = torch.Tensor
@@ -79,11 +80,18 @@ class DeviceRunner(ABC):
             if given.data_ptr() != self.whole_buffer(profile, name).data_ptr():
                 # pageable memory is read before this returns
                 self.buffer(profile, name, *fed.shape).copy_(given, non_blocking=True)
-        if (captured := self._captured.get((shapes, first_slot))) is None:
+        if profile == PREFILL:
+            for kind in self.caches.kinds:
+                kind.pool.point(first_slot, len(feeds["start"]))
+        if (captured := self._captured.get((shapes, self._place(first_slot)))) is None:
             return self._first(shapes, first_slot)
         again, outputs = captured
         again()
         return outputs
+
+    def _place(self, first_slot: int) -> int:
+        """The slot for which a pass is captured."""
+        return first_slot
 
     @abstractmethod
     def _first(self, shapes: Shapes, first_slot: int) -> Outputs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,47 @@ _VERIFIED_ROWS = 64
 _STEP = 256
 # Routers have 32 to 512 experts. Other products in float32 are torch's.
 MOST_EXPERTS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The cache [B,N,C,d] of a pass: regions of a tensor that has the rows of all sequences, or a tensor of that shape.
+
+    rows: [1,N,T,d], or [B,N,C,d]. region: int64 [B], where each begins in the first; None for the second. most: C.
+    """
+
+    rows: Tensor
+    region: Tensor | None
+    most: int
+
+    @classmethod
+    def of(cls, cache: Tensor | Rows) -> Rows:
+        """A cache as the operators have it."""
+        return cache if isinstance(cache, Rows) else cls(cache, None, cache.shape[2])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        _, heads, _, size = self.rows.shape
+        return len(self.rows if self.region is None else self.region), heads, self.most, size
+
+    def first(self, count: int) -> Tensor:
+        """The first rows of each: [B,N,count,d]. Those beyond a region mean nothing, and are finite."""
+        if self.region is None:
+            return self.rows[:, :, :count]
+        places = self.region[:, None] + torch.arange(count, device=self.region.device)
+        return self.rows[0][:, places.clamp_(max=self.rows.shape[2] - 1)].transpose(0, 1)
+
+    def write(self, rows: Tensor, start: Tensor) -> None:
+        """Rows [B,N,T,d] from row start[b] on."""
+        places = start[:, None] + torch.arange(rows.shape[2], device=rows.device)
+        if self.region is None:
+            sequence = torch.arange(len(rows), device=rows.device)[:, None]
+            self.rows[sequence, :, places] = rows.transpose(1, 2)
+        else:
+            self.rows[0][:, places + self.region[:, None]] = rows.transpose(0, 1)
+
+
+Cache = Tensor | Rows
 
 
 def rms_norm(a: Attributes, x: Tensor, weight: Tensor) -> Tensor:
@@ -91,24 +132,20 @@ def place_heads(
     cos: Tensor | None,
     sin: Tensor | None,
     start: Tensor | None = None,
-    k_cache: Tensor | None = None,
-    v_cache: Tensor | None = None,
-) -> list[Tensor]:
+    k_cache: Cache | None = None,
+    v_cache: Cache | None = None,
+) -> list[Cache]:
     """`PlaceHeads` (dflash_trt/graph/torch.py)."""
     heads, size, layer = dict(zip(a["kinds"], a["heads"], strict=True)), a["size"], kernels.of(x)
     norms, caches = {"q": q_norm, "k": k_norm, "v": v_norm}, {"k": k_cache, "v": v_cache}
-    tensors = {
-        "q_norm": q_norm,
-        "k_norm": k_norm,
-        "cos": cos,
-        "sin": sin,
-        "k_cache": k_cache,
-        "v_cache": v_cache,
-    }
+    own = {f"{kind}_cache": Rows.of(cache) for kind, cache in caches.items() if cache is not None}
+    tensors: dict[str, Tensor | None] = {"q_norm": q_norm, "k_norm": k_norm, "cos": cos, "sin": sin}
+    tensors |= {name: cache.rows for name, cache in own.items()}
     fits = v_norm is None and all(t is None or t.dtype == x.dtype for t in tensors.values())
     if layer is not None and fits and (cos is None or list(cos.shape[:2]) == shape):
         arguments: dict[str, Any] = {name: t if t is None else t.contiguous() for name, t in tensors.items()}
-        arguments |= {"epsilon": a["epsilon"], "start": start}
+        region = next((cache.region for cache in own.values()), None)
+        arguments |= {"epsilon": a["epsilon"], "start": start, "region": region}
 
         def launched(run: Run, _: None) -> tuple[Tensor | None]:
             return (
@@ -117,7 +154,7 @@ def place_heads(
 
         if (queries := layer.first("heads", launched)) is not None:
             return [queries[0] if kind == "q" else caches[kind] for kind in heads]  # type: ignore[misc]
-    results = list[Tensor]()
+    results = list[Cache]()
     parts = torch.split(x, [count * size for count in heads.values()], -1)
     for (kind, count), rows in zip(heads.items(), parts, strict=True):
         rows, norm, cache = rows.reshape(*shape, count, size), norms[kind], caches.get(kind)
@@ -128,19 +165,17 @@ def place_heads(
     return results
 
 
-def write_rows(a: Attributes, cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
+def write_rows(a: Attributes, cache: Cache, rows: Tensor, start: Tensor) -> Cache:
     """The cache [B,N,C,d], in place, with rows [B,N,T,d] from cache row start[b] on."""
-    sequence = torch.arange(len(cache), device=cache.device)[:, None]
-    places = start[:, None] + torch.arange(rows.shape[2], device=cache.device)
-    cache[sequence, :, places] = rows.transpose(1, 2)
+    Rows.of(cache).write(rows, start)
     return cache
 
 
 def attend(
     a: Attributes,
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Cache,
+    v: Cache,
     first: Tensor,
     last: Tensor,
     start: Tensor | None = None,
@@ -148,15 +183,17 @@ def attend(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """q [B,H,S,d] over caches [B,N,C,d] -> [B,S,H,d]."""
+    k, v = Rows.of(k), Rows.of(v)
     layer = kernels.of(q)
     if layer is not None and q.dtype != torch.float32:  # which tensor cores would round
         factor, tiles = a["scale"] * q.shape[3] ** 0.5, uses.attention_tiles(q.shape[3])
         # The kernel's own scale is d ** -0.5.
         scaled = q if abs(factor - 1) <= 1e-6 else (q.float() * factor).to(q.dtype)
-        tensors = [x.contiguous() for x in (scaled, k, v, first, last)]
+        tensors = [x.contiguous() for x in (scaled, k.rows, v.rows, first, last)]
 
         def launched(run: Run, tile: uses.AttentionTile) -> Tensor:
             options: dict[str, Any] = {"start": start, "visible": visible, "sinks": sinks, "tile": tile}
+            options |= {"region": k.region, "most": k.most}
             return ours.attention(*tensors, **options, by_row=True, run=run)
 
         many = q.shape[2] > _VERIFIED_ROWS
@@ -169,16 +206,17 @@ def attend(
 def _attended(
     scale: float,
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k_rows: Rows,
+    v_rows: Rows,
     first: Tensor,
     last: Tensor,
     start: Tensor | None,
     visible: Tensor | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    if not q.is_cuda:  # without kernels, a GPU attends to all cache rows: it cannot know which are in use
-        k, v = (x[:, :, : _rows_in_use(last, start, visible, x.shape[2])] for x in (k, v))
+    # Without kernels, a GPU attends to all cache rows: it cannot know which are in use.
+    count = k_rows.most if q.is_cuda else _rows_in_use(last, start, visible, k_rows.most)
+    k, v = k_rows.first(count), v_rows.first(count)
     mask = _seen(first, last, start, visible, k.shape[2])
     if sinks is None:
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)

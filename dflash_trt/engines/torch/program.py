@@ -196,6 +196,18 @@ class Graph:
                 arguments.append(x.to(self.device) if on_device else x)
         return arguments
 
+    def opens(self, caches: Iterable[str]) -> bool:
+        """Whether a node reads a cache itself, and not by an operator for caches."""
+        names = set(caches)
+        for node in self.nodes:
+            given = names.intersection(node.inputs)
+            if given and node.operator not in ("PlaceHeads", "Attend", "WriteRows", "Shape"):
+                return True
+            if node.operator in ("PlaceHeads", "WriteRows"):
+                kinds = node.attributes.get("kinds", "k")
+                names.update(name for kind, name in zip(kinds, node.outputs, strict=False) if kind != "q")
+        return False
+
     def close(self) -> None:
         """Free the weights."""
         for values in (self.weights, self.known, self._uploaded):

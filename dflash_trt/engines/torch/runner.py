@@ -2,7 +2,8 @@
 
 On a GPU, passes are CUDA graphs, one for each set of shapes: the first pass of a set prepares its program, the second
 is captured after it has run, and later ones are replayed. Nothing is then allocated, uploaded or waited for in a pass.
-A prompt's graph is that of one slot, too, so only a few of them are kept.
+Where rows of slots begin is an input of a pass, so a graph is for any slots, unless there are states. Of prompts
+only a few graphs are kept.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dflash_trt.engines.device.caches import DeviceCaches, DeviceStates
 from dflash_trt.engines.device.runner import DeviceRunner, Outputs, Shapes, updated
 from dflash_trt.engines.device.sizes import DECODE, PREFILL
 from dflash_trt.engines.device.stream import HostStream
+from dflash_trt.engines.torch.layers import Rows
 from dflash_trt.engines.torch.program import Graph, Program
 from dflash_trt.logs import warn_once
 
@@ -30,15 +32,16 @@ _log = logging.getLogger(__name__)
 # Of those without graphs, as of a prompt's last parts at the end of a cache, the ones used longest ago are dropped
 # beyond so many.
 MOST_PROGRAMS = 64
-# Prompts that are captured: seven lengths (device/sizes.py) in the first slots. Others, and several in a pass, are
-# launched call by call.
+# Prompts that are captured: seven lengths (device/sizes.py), with states for each of the first slots. Others, and those
+# of several in a pass, are launched call by call.
 MOST_PROMPTS = 28
 # Logits of one row each: 10 MB at a vocabulary of 151,936.
 MOST_TOGETHER = 16
 
 
 class TorchRunner(DeviceRunner):
-    """One graph over a pool of cache slots [slots, heads, capacity, size], one per cache. `DeviceRunner` documents it.
+    """One graph over caches [heads, rows, size] that have the rows of all slots; of a graph that reads them by other
+    operators than its own, [slots, heads, capacity, size]. `DeviceRunner` documents it.
 
     Caches are written in place. A state's output has memory of its own (device/caches.py).
     """
@@ -62,11 +65,14 @@ class TorchRunner(DeviceRunner):
         self._graph = graph = Graph(path, device, shared, alone=alone)
         self.tiles = graph.tiles
         self._caches: dict[str, Tensor] = {}
+        self._regions = not graph.opens([name for name in graph.inputs if "_cache." in name])
         states: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for name, signature in graph.inputs.items():
             shape = tuple(int(n) for n in signature.shape[1:] if isinstance(n, int))
             if "_cache." in name:
-                self._caches[name] = torch.zeros((slots, *shape), dtype=signature.dtype, device=device)
+                heads, rows, size = shape
+                shape = (heads, slots * rows, size) if self._regions else (slots, *shape)
+                self._caches[name] = torch.zeros(shape, dtype=signature.dtype, device=device)
             elif name.partition(".")[0].endswith("_state"):
                 states[name] = shape, signature.dtype
         held = {*self._caches, *states}
@@ -77,7 +83,7 @@ class TorchRunner(DeviceRunner):
         )
         super().__init__(path, dtypes, *of_pass, stream=stream, device=device)
         of_slots = DeviceStates(states, slots, stream, device) if states else None
-        self.caches = DeviceCaches(self._caches, stream, slots, kinds, of_slots)
+        self.caches = DeviceCaches(self._caches, stream, slots, kinds, of_slots, regions=self._regions)
         self.most_together = 1 if states else MOST_TOGETHER
         one = {"B": self.most_together, "S": prefill_chunk, "R": 1, "K": 2, "K-1": 1}
         several = {"B": slots, "S": block_size, "R": block_size, "K": block_size, "K-1": block_size - 1}
@@ -96,10 +102,15 @@ class TorchRunner(DeviceRunner):
             self._buffers[profile, name] = whole
         return self._buffers[profile, name]
 
-    def _held(self, first_slot: int, batch: int) -> dict[str, tuple[Tensor, Tensor]]:
+    def _held(self, profile: int, first_slot: int, batch: int) -> dict[str, tuple[Any, Any]]:
         """What a pass from this slot on reads of each cache and state, and where it writes."""
-        part = slice(first_slot, first_slot + batch)
-        held = {name: (cache[part], cache[part]) for name, cache in self._caches.items()}
+        held, part = dict[str, tuple[Any, Any]](), slice(first_slot, first_slot + batch)
+        for pool in [each.pool for each in self.caches.kinds]:
+            for name, cache in pool.arrays.items():
+                if self._regions:
+                    held[name] = (Rows(cache[None], pool.regions[profile][:batch], pool.most),) * 2
+                else:
+                    held[name] = cache[part], cache[part]
         if self.caches.states is not None:
             for name, (now, new) in self.caches.states.bound(first_slot).items():
                 held[name] = now[:batch], new[:batch]
@@ -110,7 +121,7 @@ class TorchRunner(DeviceRunner):
         feeds = {
             name: self.buffer(profile, name, *size) for name, size in zip(self.inputs, sizes, strict=True)
         }
-        held = self._held(first_slot, len(feeds["start"]))
+        held = self._held(profile, first_slot, len(feeds["start"]))
         feeds |= {name: now for name, (now, _) in held.items()}
         program = self._programs.get(shapes)
         if program is None:
@@ -131,19 +142,23 @@ class TorchRunner(DeviceRunner):
         outputs = self._placed(profile, program(feeds), held)
         alone = len(feeds["start"]) == 1 and self._prompts() < MOST_PROMPTS
         if profile in self._graphs and (profile == DECODE or alone):
-            self._capture((shapes, first_slot), program, feeds, held)
+            self._capture((shapes, self._place(first_slot)), program, feeds, held)
         return outputs
+
+    def _place(self, first_slot: int) -> int:
+        """A pass reads where regions begin, but states lie by slot."""
+        return 0 if self._regions and self.caches.states is None else first_slot
 
     def _prompts(self) -> int:
         return sum(profile == PREFILL for (profile, *_), _ in self._captured)
 
     def _placed(
-        self, profile: int, results: Mapping[str, Tensor], held: Mapping[str, tuple[Tensor, Tensor]]
+        self, profile: int, results: Mapping[str, Any], held: Mapping[str, tuple[Any, Any]]
     ) -> dict[str, Tensor]:
         """Copy a pass's outputs to their buffers, and new states to their place."""
         for name, (_, new) in held.items():
             state = results[updated(name)]
-            if state.data_ptr() != new.data_ptr():
+            if not isinstance(state, Rows) and state.data_ptr() != new.data_ptr():
                 new.copy_(state)
         outputs = {}
         for name in [name for name in self.outputs if name in results]:
@@ -156,7 +171,7 @@ class TorchRunner(DeviceRunner):
         place: Any,
         program: Program,
         feeds: Mapping[str, Tensor],
-        held: Mapping[str, tuple[Tensor, Tensor]],
+        held: Mapping[str, tuple[Any, Any]],
     ) -> None:
         """Capture this pass, without running it. If that fails, those of its profile are not captured from now on: a
         prompt may find no memory where a round does.

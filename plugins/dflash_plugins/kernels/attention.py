@@ -44,12 +44,13 @@ def fold(peak, summed, values, part_peak, part_sum, part_values):
 @triton.jit(do_not_specialize=["count", "capacity", "splits"])
 def attend(
     q,  # [B, H, count, D]: the heads of a key head are neighbours, and so are their rows
-    k_cache,  # [B, N, capacity, D], with the rows of this pass
+    k_cache,  # [B, N, capacity, D], with the rows of this pass; with `region` [N, capacity, D], of all sequences
     v_cache,
     first,  # [B, count] int64: a row sees the slots first .. last
     last,  # [B, count] int64
     start,  # [B] int64: the slot of the pass's first row; None if `visible` is None
     visible,  # [B, count, count] int32: whether row i sees row j of the pass, whatever its range; or None
+    region,  # [B] int64: where a sequence's slots begin in a cache of all; or None
     count,
     capacity,
     splits,  # 1: a program takes all parts
@@ -102,6 +103,8 @@ def attend(
     size = tl.minimum((1 << exponent) // ALIKE, PART << PARTS // ALIKE - 1)
 
     cache = head.to(tl.int64) * capacity * D
+    if region is not None:
+        cache = ((head % KV_HEADS).to(tl.int64) * capacity + tl.load(region + sequence)) * D
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     summed = tl.zeros([ROWS], tl.float32)
     values = tl.zeros([ROWS, D_SLOTS], tl.float32)

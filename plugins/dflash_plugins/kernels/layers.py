@@ -44,6 +44,7 @@ def place_heads(
     cos,  # [B * count, HALF], or None: no rotation
     sin,
     start,  # [B] int64: the cache row of the first row; None without keys and values
+    region,  # [B] int64: where a sequence's rows begin in caches [KEYS, capacity, D] of all sequences; or None
     count,
     capacity,
     q,  # [B, H, count, D]; None without queries
@@ -90,14 +91,16 @@ def place_heads(
         at = ((sequence.to(tl.int64) * H + head) * count + i) * D + column
         tl.store(q + at, value.to(q.dtype.element_ty), mask=column < tl.where(head < H, D, 0))
     if start is not None:
-        place = tl.load(start + sequence) + i
+        place, owner = tl.load(start + sequence) + i, sequence.to(tl.int64)
+        if region is not None:
+            place, owner = place + tl.load(region + sequence), owner * 0
         key = head - H
         if k_cache is not None:
-            at = ((sequence.to(tl.int64) * KEYS + key) * capacity + place) * D + column
+            at = ((owner * KEYS + key) * capacity + place) * D + column
             mine = tl.where((key >= 0) & (key < KEYS), D, 0)
             tl.store(k_cache + at, value.to(k_cache.dtype.element_ty), mask=column < mine)
         if v_cache is not None:
-            at = ((sequence.to(tl.int64) * VALUES + key - KEYS) * capacity + place) * D + column
+            at = ((owner * VALUES + key - KEYS) * capacity + place) * D + column
             tl.store(
                 v_cache + at, value.to(v_cache.dtype.element_ty), mask=column < tl.where(key >= KEYS, D, 0)
             )

@@ -47,7 +47,7 @@ def test_graphs_of_every_shape_give_the_tokens_of_a_cpu(chains: Bundle, gpu: pyt
             assert tokens(llm, 0.8, block_length=length) == expected
         assert len(target._captured) >= 2
         assert all(graph.replays for graph in Cuda.graphs)
-        assert {slot for (profile, *_), slot in target._captured if profile == PREFILL} == {0, 1}
+        assert {slot for _, slot in target._captured} == {0}  # each is for any slots
 
 
 def test_a_prompt_s_pass_of_a_drafter_fills_its_caches_alone(chains: Bundle) -> None:
