@@ -53,6 +53,7 @@ class OpeningOptions(TypedDict, total=False):
     prefill_chunk: int
     prefix_cache_bytes: int
     prompt_delay: float
+    cache_tokens: int | None
     threads: int | None
     check: Check
     exact: bool | None
@@ -127,6 +128,7 @@ class Runtime:
         prefill_chunk: int = PREFILL_CHUNK,
         prefix_cache_bytes: int = 256 << 20,
         prompt_delay: float = PROMPT_DELAY,
+        cache_tokens: int | None = None,
         threads: int | None = None,
         check: Check = "size",
         exact: bool | None = None,
@@ -157,6 +159,7 @@ class Runtime:
                 prefill_chunk=prefill_chunk,
                 prefix_cache_bytes=prefix_cache_bytes,
                 prompt_delay=prompt_delay,
+                cache_tokens=None if cache_tokens is None else integer("cache_tokens", cache_tokens, 1),
                 threads=threads,
                 progress=progress,
             )

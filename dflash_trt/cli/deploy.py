@@ -57,6 +57,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     option(engine, "--prefix-cache-bytes", "N", at_least(0),
            "memory for the rows of ended requests, which later ones with the same beginning reuse; 0: none are kept",
            256 << 20)  # fmt: skip
+    option(engine, "--cache-tokens", "N", at_least(1),
+           "on torch, the tokens of all requests together that caches have memory for (default: the most that "
+           "--max-batch-size of them can have)")  # fmt: skip
     option(engine, "--prompt-delay", "MS", at_least(0),
            "the longest time by which waiting prompts delay a round, or that of one chunk", 200)  # fmt: skip
     add_common(engine, *DRAFTING)
@@ -71,7 +74,15 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     """The settings of an engine process that these options give."""
-    names = ("max_batch_size", "max_queue", "prefix_cache_bytes", "threads", "exact", "max_step")
+    names = (
+        "max_batch_size",
+        "max_queue",
+        "prefix_cache_bytes",
+        "cache_tokens",
+        "threads",
+        "exact",
+        "max_step",
+    )
     settings = {name: getattr(args, name) for name in names}
     times = {name: getattr(args, name) / 1e3 for name in ("prompt_delay", "stream_interval")}
     return {**settings, **drafting_of(args), **times}

@@ -170,6 +170,8 @@ def _print(estimate: MemoryEstimate) -> None:
     print_table(rows, right=[1])
     print(f"longest context at batch 1: {estimate.longest_context} tokens")
     print(f"largest batch at {length} tokens: {estimate.largest_batch}")
+    if estimate.engine == "torch":
+        print(f"tokens of {batch} requests together (--cache-tokens): {estimate.cache_tokens}")
     if not estimate.fits:
         print(estimate.refuse())
 

@@ -39,6 +39,19 @@ class Caches(Protocol):
     def kept_bytes(self, length: int) -> int:
         """The most bytes of a copy of this many positions."""
 
+    @property
+    def tokens(self) -> int | None:
+        """The positions of all slots together for which there is memory; None: each slot may have the most."""
+
+    def reserve(self, slot: int, length: int) -> bool:
+        """Let a slot hold so many positions, and what passes write after them. Returns whether there is memory."""
+
+    def release(self, slot: int) -> None:
+        """Forget a slot's content."""
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """As `copy`, and forget the first one's content."""
+
     def copy(self, source: int, target: int, length: int) -> None:
         """Give a slot the first `length` positions of another one."""
 

@@ -251,6 +251,12 @@ class Drafter:
         self.arrays.copy_unread(source, target, length - seen)
         self.seen[target], self.unread[target] = seen, length - seen
 
+    def move(self, source: int, target: int, length: int) -> None:
+        seen = min(self.seen[source], length)
+        self.caches.move(source, target, seen)
+        self.arrays.copy_unread(source, target, length - seen)
+        self.seen[target], self.unread[target] = seen, length - seen
+
     def keep(self, slot: int, start: int, stop: int, shortest: int) -> Snapshot:
         seen = self.seen[slot]
         if stop <= seen:

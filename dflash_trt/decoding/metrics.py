@@ -93,8 +93,9 @@ Sample = tuple[str, str, dict[str, str], float]
 class Metrics:
     """Metrics of one scheduler. Its thread writes them; any thread may read them."""
 
-    def __init__(self) -> None:
-        self._lock = Lock()
+    def __init__(self, cache_tokens: int = 0) -> None:
+        """cache_tokens: those of all requests together for which caches have memory."""
+        self._lock, self.cache_tokens = Lock(), cache_tokens
         self._total = Statistics(num_requests=0)
         self._reasons: dict[str, int] = dict.fromkeys(get_args(FinishReason), 0)
         self._block_lengths: list[int] = []
@@ -181,6 +182,7 @@ class Metrics:
                 "num_requests_running": ("requests running", self._running),
                 "num_requests_waiting": ("requests waiting", self._waiting),
                 "kv_cache_usage_perc": ("part of the cache rows in use, 0 to 1", self._used),
+                "kv_cache_tokens": ("tokens for which caches have memory", self.cache_tokens),
                 **{f"prefix_cache_{name}": (text, prefixes[name]) for name, text in _PREFIX_GAUGES.items()},
             }
             counters = {

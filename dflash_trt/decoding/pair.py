@@ -256,6 +256,39 @@ class Pair:
         drafted = self.drafter.cut_lengths(slot) if draft else ()
         return self.target.caches.cut_lengths(slot, committed), drafted
 
+    @property
+    def tokens(self) -> int:
+        """The tokens of all sequences together for which there is memory."""
+        known = [caches.tokens for caches in self._both()]
+        return min([self.slots * self.capacity, *(tokens for tokens in known if tokens is not None)])
+
+    @property
+    def scarce(self) -> bool:
+        """Whether sequences may need more memory than there is."""
+        return any(caches.tokens is not None for caches in self._both())
+
+    @property
+    def most_written(self) -> int:
+        """The most rows of a slot that a round's pass writes after the committed ones."""
+        return max(self.arrays.most_nodes, self.arrays.most_unread)
+
+    def reserve(self, slot: int, length: int) -> bool:
+        """Let a slot hold so many tokens, and what passes write after them. Returns whether there is memory."""
+        return all(caches.reserve(slot, min(length, self.capacity)) for caches in self._both())
+
+    def release(self, slot: int) -> None:
+        """Forget a slot's content. Its memory is free, unless slots have one size."""
+        self.drafter.cut(slot, 0)
+        for caches in self._both():
+            caches.release(slot)
+
+    def move(self, source: int, target: int, length: int, *, draft: bool) -> None:
+        """As `copy`, and forget the first one's content."""
+        for caches in self._caches(draft):
+            caches.move(source, target, length)
+        if not draft and self.drafter.present and self.scarce:
+            self.drafter.caches.move(source, target, 0)
+
     def copy(self, source: int, target: int, length: int, *, draft: bool) -> None:
         """Give a slot the first `length` tokens of another one, which are one of its `cut_lengths`.
 
@@ -299,6 +332,8 @@ class Pair:
         """Set the positions of a slot from `first` on to 0, in both models' caches."""
         self.target.caches.clear(slot, first)
         self.drafter.clear(slot, first)
+        if first == 0:
+            self.release(slot)
 
     def dummy_verify(self, batch: int, length: int, context: int = USUAL_CONTEXT) -> None:
         """As `Drafter.dummy_pass`, of the target. Tokens differ, so that they choose as many experts as real ones."""
@@ -340,6 +375,9 @@ class Pair:
                 raise ValueError("the target's graph takes chains only, not trees")
             return {}
         return chain_rows(count, nodes) if parents is None else tree_rows(np.asarray(parents))
+
+    def _both(self) -> list[Caches]:
+        return [self.target.caches, *([self.drafter.caches] if self.drafter.present else [])]
 
     def _caches(self, draft: bool) -> list[Caches | Drafter]:
         both = draft and self.drafter.present

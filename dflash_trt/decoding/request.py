@@ -60,6 +60,11 @@ class Request:
         self.structured = self.history is not None and self.history.structure is not None
 
     @property
+    def text(self) -> Sequence[int]:
+        """What its slot holds as a round begins: the prompt, and the answer without the anchor."""
+        return [*self.prompt, *self.output[:-1]] if self.output else self.prompt
+
+    @property
     def anchor(self) -> int:
         """The newest token: decided, but in no cache yet."""
         return self.output[-1]

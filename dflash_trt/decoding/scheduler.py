@@ -25,6 +25,7 @@ from dflash_trt.decoding.pair import Pair
 from dflash_trt.decoding.params import RequestOptions, SamplingParams
 from dflash_trt.decoding.request import Emission, Queue, Request
 from dflash_trt.decoding.slots import Reuse, Slots
+from dflash_trt.errors import DecodingError
 
 Array = np.ndarray[Any, Any]
 
@@ -65,8 +66,9 @@ class Scheduler:
         self.waiting = Queue()
         self.active: list[Request] = []
         self.filling: list[Request] = []  # their prompts are being read
-        self.metrics = Metrics()
+        self.metrics = Metrics(pair.tokens)
         self.cut_short = False
+        self._full = False  # the next request waits for memory
         # The round that the next step ends, or why there is none.
         self._begun: _Launched | Exception | None = None
         self._nodes = 0  # of the last draft
@@ -100,12 +102,16 @@ class Scheduler:
     def logits(self, ids: list[int]) -> Array:
         self.cut_short = True
         self.slots.occupy(0, Reuse(0, 0), draft=False)
+        while not self.pair.reserve(0, len(ids)) and self.slots.drop():
+            pass
         whole, most = True, self.pair.prefill_chunk
         for at in range(0, len(ids), most):
             logits, sound, _ = self.pair.prefill(ids[at : at + most], at, 0, draft=False)
             whole = whole and sound and _finite(logits)
         last = np.array(logits[-1])
-        if not whole:
+        if whole:
+            self.pair.release(0)
+        else:
             self.pair.clear(0)
         self.cut_short = False
         return last
@@ -117,7 +123,7 @@ class Scheduler:
         """Drop every request. After an interrupted step also drop all rows, because they may be anything."""
         begun, self._begun = self._begun, None
         if self.cut_short:
-            self.waiting, self.active, self.filling = Queue(), [], []
+            self.waiting, self.active, self.filling, self._full = Queue(), [], [], False
             self.forget()
             for slot in range(self.max_batch_size):
                 self.pair.clear(slot)
@@ -155,6 +161,7 @@ class Scheduler:
         """A step that starts a round and ends it."""
         self.cut_short = True
         emissions = self._leave_early()
+        self._keep_room()
         if self.active:
             emissions += self._decide(self._launch(lengths), lengths)
         yield from self._read_prompts(emissions)
@@ -177,6 +184,7 @@ class Scheduler:
                 emissions += self._decide(begun, lengths, None if isinstance(after, Exception) else after)
         if after is None:
             yield from self._read_prompts(emissions)
+            self._keep_room()
             if self.active:
                 with self.pair.arrays.stream():
                     after = _attempt(lambda: self._launch(lengths))
@@ -201,7 +209,7 @@ class Scheduler:
         before.
         """
         active, draft = begun.active, begun.draft
-        waits = self.filling or (self.waiting and len(active) < self.max_batch_size)
+        waits = self.filling or (self.waiting and not self._full and len(active) < self.max_batch_size)
         goes_on = any(r.stop.remaining > draft.length_of(slot, r) for slot, r in enumerate(active))
         if (
             waits
@@ -210,6 +218,8 @@ class Scheduler:
         ):
             return None
         if not self.pair.can_follow(active, draft.nodes):
+            return None
+        if self.pair.scarce and not all(self._fits(r, r.committed + 2 * draft.nodes) for r in active):
             return None
         begin = perf_counter()
         draft, outputs = self.pair.follow(active, draft.nodes)
@@ -370,9 +380,9 @@ class Scheduler:
         exact = not self.pair.rule.any_cut
         for request in self.filling:
             return not exact or self._chunk_end(request, budget) - request.committed <= budget
-        if not self.waiting or len(self.active) >= self.max_batch_size:
+        if not self.waiting or self._full or len(self.active) >= self.max_batch_size:
             return False
-        return not exact or budget == self.pair.prefill_chunk or len(self.waiting.first.prompt) <= budget
+        return not exact or budget == self.pair.prefill_chunk or len(self.waiting.first.text) <= budget
 
     def _chunk_end(self, request: Request, budget: int) -> int:
         """Where the next chunk of a prompt ends. If rows depend on the cut, that is a multiple of the longest chunk, as
@@ -381,7 +391,7 @@ class Scheduler:
         start, most = request.committed, self.pair.prefill_chunk
         if request.params.prompt_logprobs:
             most = min(most, self.pair.arrays.most_prompt_rows)
-        return min(start + (min(budget, most) if self.pair.rule.any_cut else most), len(request.prompt))
+        return min(start + (min(budget, most) if self.pair.rule.any_cut else most), len(request.text))
 
     def _prefill(self, budget: int, emissions: list[Emission]) -> int:
         """Run one chunk of the request in prefill, or of the next one, or the prompts of several. Returns the tokens
@@ -392,17 +402,31 @@ class Scheduler:
             self._gather(budget)
         if len(self.filling) > 1:
             together = list(self.filling)
-            chunks = [each.prompt[each.committed :] for each in together]
+            chunks = [each.text[each.committed :] for each in together]
             starts, draft = [each.committed for each in together], together[0].takes_drafter
             read = self.pair.prefill_together(chunks, starts, together[0].slot, draft=draft)
             for request, chunk, results in zip(together, chunks, read, strict=True):
                 self._take(request, len(chunk), *results, begin, emissions)
             return len(together) * max(map(len, chunks))
         if not self.filling:
-            self._admit(self.waiting.first, self._place(self.waiting.first, budget))
+            request = self.waiting.first
+            source = self._place(request, budget)
+            if not self._fits(request, self._wanted(request)):
+                if self.active:
+                    self._full = True
+                else:
+                    self.waiting.pop()
+                    room = f"caches have memory for {self.pair.tokens} tokens"
+                    error = DecodingError(
+                        f"no memory for the {len(request.text)} tokens of this request: {room}"
+                    )
+                    emissions.append(fail(request, error))
+                return budget
+            self._admit(request, self._place(request, budget) if self.pair.scarce else source)
         (request,) = self.filling
-        chunk = request.prompt[request.committed : self._chunk_end(request, budget)]
-        options = {"draft": request.takes_drafter, "every_row": request.params.prompt_logprobs}
+        chunk = request.text[request.committed : self._chunk_end(request, budget)]
+        every_row = request.params.prompt_logprobs and not request.output
+        options = {"draft": request.takes_drafter, "every_row": every_row}
         results = self.pair.prefill(chunk, request.committed, request.slot, **options)
         self._take(request, len(chunk), *results, begin, emissions)
         return len(chunk)
@@ -425,10 +449,13 @@ class Scheduler:
         if not drafts_sound:
             self.pair.drafter.give_up(request)
         if request.sound:
-            if request.params.prompt_logprobs:
+            if request.params.prompt_logprobs and not request.output:
                 read_prompt(request, np.asarray(logits), start)
             self.slots.keep_boundary(request)
-        if not request.sound or request.committed == len(request.prompt):
+        if request.sound and request.output and request.committed == len(request.text):  # it goes on
+            self.filling.remove(request)
+            self.active.append(request)
+        elif not request.sound or request.committed == len(request.text):
             if request.sound:
                 emission = first_token(request, np.asarray(logits)[-1])
             else:
@@ -450,27 +477,63 @@ class Scheduler:
         while self.waiting and len(self.active) + len(self.filling) < self.max_batch_size:
             request = self.waiting.first
             source = self.slots.find(request, self._running)
-            counts.append(len(request.prompt) - source.length)
+            counts.append(len(request.text) - source.length)
             starts.append(source.length)
             alike = all(each.takes_drafter == request.takes_drafter for each in self.filling)
             one_by_one = not alike or request.params.prompt_logprobs
             if one_by_one or not self.pair.fits_together(counts, starts, budget):
                 return
+            width = self.pair.arrays.prompt_width(max(counts))  # each is padded to the longest one
+            together = zip([*self.filling, request], starts, strict=True)
+            if not all(self._fits(each, max(self._wanted(each), at + width)) for each, at in together):
+                return
+            if self.pair.scarce:
+                source = self.slots.find(request, self._running)
             self._admit(request, source)
 
     def _place(self, request: Request, budget: int) -> Reuse:
         """Find a slot for the next request to be prefilled, and its reusable tokens."""
         source = self.slots.find(request, self.active)
-        if len(request.prompt) - source.length > budget:  # rounds continue meanwhile and need the first slots
+        if len(request.text) - source.length > budget:  # rounds continue meanwhile and need the first slots
             self._close_up()
             source = self.slots.find(request, self.active)
         return source
+
+    def _wanted(self, request: Request) -> int:
+        """The tokens for which a request must have room to begin: in exact mode all of them, as it must not be read
+        again in other passes than before.
+        """
+        exact = not self.pair.rule.any_cut
+        whole = len(request.prompt) + request.params.max_tokens
+        return (whole if exact else len(request.text)) + self.pair.most_written
+
+    def _fits(self, request: Request, length: int) -> bool:
+        """Whether a request's slot has room for so many tokens, in place of what ended requests left if it must be."""
+        while not self.pair.reserve(request.slot, length):
+            if not self.slots.drop():
+                return False
+        return True
+
+    def _keep_room(self) -> None:
+        """Let every active request have room for a round. Where there is none, the newest one waits again."""
+        if not self.pair.scarce:
+            return
+        for request in sorted(self.active, key=lambda request: request.arrived):
+            while request in self.active and not self._fits(
+                request, request.committed + self.pair.most_written
+            ):
+                newest = max(self.active, key=lambda request: request.arrived)
+                self.active.remove(newest)
+                self.pair.release(newest.slot)
+                newest.committed, self._full = 0, True
+                self.waiting.add(newest)
 
     def _admit(self, request: Request, source: Reuse) -> None:
         """Let the next request have the slot that was found for it, with its reusable tokens."""
         self.waiting.pop()
         self.filling.append(request)
-        request.statistics.queue_time = perf_counter() - request.arrived
+        if not request.output:
+            request.statistics.queue_time = perf_counter() - request.arrived
         self.slots.occupy(request.slot, source, draft=request.takes_drafter)
         request.committed = request.statistics.num_cached_tokens = source.length
 
@@ -488,6 +551,7 @@ class Scheduler:
     def _release(self, ended: Request) -> None:
         """Free the slot of an ended request. Its rows are kept for others, if they are finite."""
         (self.filling if ended in self.filling else self.active).remove(ended)
+        self._full = False
         ended.lookup = None
         if ended.sound:
             self.slots.keep(ended)
@@ -512,7 +576,7 @@ class Scheduler:
     def _counted(self, emissions: list[Emission]) -> list[Emission]:
         """The emissions, after the metrics have seen them."""
         running = self._running
-        used = sum(request.committed for request in running) / (self.max_batch_size * self.pair.capacity)
+        used = sum(request.committed for request in running) / self.metrics.cache_tokens
         self.metrics.observe_step(
             emissions, len(running), len(self.waiting), self.slots.prefixes.counts, used
         )

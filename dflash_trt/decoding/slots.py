@@ -84,7 +84,7 @@ class Slots:
         has the drafter's part too.
         """
         slot = request.slot = min(set(range(self.pair.slots)) - {each.slot for each in live})
-        prompt, draft, salt = request.prompt, request.takes_drafter, request.options.cache_salt
+        prompt, draft, salt = request.text, request.takes_drafter, request.options.cache_salt
         if not self.reuses or request.params.prompt_logprobs:  # which need every row computed
             return Reuse(0, slot)
         held = {each.slot: self.contents(each) for each in live if each.options.cache_salt == salt}
@@ -108,6 +108,17 @@ class Slots:
         """Leave the content of an ended request's slot until it is overwritten, and keep a copy."""
         if self.reuses and ended.committed:
             self.left[ended.slot] = self._keep(ended)
+        else:
+            self.pair.release(ended.slot)
+
+    def drop(self) -> bool:
+        """Free the memory of what an ended request left, of the oldest one. Returns whether there was one."""
+        if not self.left:
+            return False
+        slot = next(iter(self.left))
+        del self.left[slot]
+        self.pair.release(slot)
+        return True
 
     def keep_boundary(self, request: Request) -> None:
         """Keep a copy of a prompt's beginning, if its slot cannot be cut to every length after the whole prompt."""
@@ -139,10 +150,11 @@ class Slots:
         """Move a request in flight to a free slot, over the rows there."""
         self.left.pop(slot, None)
         self.pair.drafter.cut(slot, 0)
-        self.pair.copy(request.slot, slot, request.committed, draft=request.takes_drafter)
+        self.pair.move(request.slot, slot, request.committed, draft=request.takes_drafter)
         request.slot = slot
 
     def forget(self) -> None:
         """Reuse no rows of ended requests."""
-        self.left.clear()
+        while self.drop():
+            pass
         self.prefixes.clear()

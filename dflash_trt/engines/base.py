@@ -82,6 +82,7 @@ class RunSettings:
     prefill_chunk: int
     prefix_cache_bytes: int
     prompt_delay: float
+    cache_tokens: int | None
     threads: int | None
     progress: Progress
 

@@ -35,6 +35,30 @@ class SlotRows:
     finite: int = 0
 
 
+class FixedRows:
+    """Slots of one size, for a `RowPool`."""
+
+    @property
+    def most_rows(self) -> int | None:
+        """Every slot can have the most."""
+        return None
+
+    def reserve(self, slot: int, rows: int) -> bool:
+        """There is memory for them."""
+        return True
+
+    def release(self, slot: int) -> None:
+        """They keep it."""
+
+    def move(self, source: int, target: int, count: int) -> None:
+        """As a copy."""
+        self.copy(source, target, count)
+
+    def copy(self, source: int, target: int, count: int) -> None:
+        """As of `RowPool`."""
+        raise NotImplementedError
+
+
 class RowPool(Protocol):
     """Rows of every slot in the caches of one kind. In an array of rows, they are the last axis but one."""
 
@@ -49,6 +73,19 @@ class RowPool(Protocol):
     @property
     def row_bytes(self) -> int:
         """Bytes of one row in all caches."""
+
+    @property
+    def most_rows(self) -> int | None:
+        """The rows of all slots together; None: every slot can have the most."""
+
+    def reserve(self, slot: int, rows: int) -> bool:
+        """Let a slot have so many rows. Returns whether there is memory for them."""
+
+    def release(self, slot: int) -> None:
+        """A slot needs its rows no longer."""
+
+    def move(self, source: int, target: int, count: int) -> None:
+        """The first rows of a slot become those of another one, and are needed there alone."""
 
     def copy(self, source: int, target: int, count: int) -> None:
         """The first rows of a slot become those of another one."""
@@ -145,7 +182,12 @@ def by_kind(kinds: Sequence[CacheKind], names: Iterable[str]) -> list[list[str]]
 
 
 class SlotCaches(Generic[P, S]):
-    """Rows of every slot in caches of every kind, and states. `Caches` in decoding/caches.py documents the methods."""
+    """Rows of every slot in caches of every kind, and states. `Caches` in decoding/caches.py documents the methods.
+
+    margin: rows that a pass may write after those of tokens.
+    """
+
+    margin = 0
 
     def __init__(self, pools: Sequence[tuple[CacheKind, P]], slots: int, states: S | None = None) -> None:
         self.slots, self.states = slots, states
@@ -157,17 +199,44 @@ class SlotCaches(Generic[P, S]):
         rows = {name: array for each in self.kinds for name, array in each.pool.arrays.items()}
         return rows if self.states is None else rows | dict(self.states.arrays)
 
+    @property
+    def tokens(self) -> int | None:
+        return min(
+            [each.pool.most_rows for each in self.kinds if each.pool.most_rows is not None], default=None
+        )
+
     def advance(self, first: int, starts: Sequence[int], written: Sequence[int]) -> None:
         """Move the rows of the slots from `first` on to where a pass needs them that begins at these positions, and
-        writes so many rows of tokens, or of drafts, into each.
+        writes so many rows of tokens, or of drafts, into each. Raises MemoryError if they do not fit.
         """
         for each in self.kinds:
             for slot, start, count in zip(range(first, first + len(starts)), starts, written, strict=True):
                 held, base = each.records[slot], each.kind.base(start)
+                if not each.pool.reserve(slot, start - base + count + self.margin):
+                    raise MemoryError(f"no cache rows are left for {start + count} tokens")
                 if base > held.base:
                     each.pool.drop(slot, base - held.base, start - base)
                 held.base, held.last = base, start + count
                 held.first = min(max(held.first, base), start)
+
+    def reserve(self, slot: int, length: int) -> bool:
+        rows = [(each.pool, length - each.kind.base(length)) for each in self.kinds]
+        return all(pool.reserve(slot, count + self.margin) for pool, count in rows)
+
+    def release(self, slot: int) -> None:
+        for each in self.kinds:
+            each.pool.release(slot)
+            held = each.records[slot]
+            held.base = held.first = held.last = 0
+
+    def move(self, source: int, target: int, length: int) -> None:
+        for each in self.kinds:
+            given, held = each.records[source], each.records[target]
+            each.pool.move(source, target, max(0, length - given.base))
+            held.base, held.first, held.last = given.base, given.first, length
+            given.base = given.first = given.last = 0
+        if self.states is not None:
+            self.states.copy(source, target)
 
     def stays(self, slot: int, start: int) -> bool:
         """Whether a pass that begins at this position, or between it and where the last one began, moves no rows."""

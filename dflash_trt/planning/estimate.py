@@ -52,6 +52,13 @@ class MemoryEstimate:
         """Whether the batch and the length that were asked for fit."""
         return self.largest_batch >= self.max_batch_size
 
+    @property
+    def cache_tokens(self) -> int:
+        """The tokens of `max_batch_size` sequences together that fit, where they share the memory of caches."""
+        of_sequence = self.kv_window_bytes + self.drafter_window_bytes + self.state_bytes_per_sequence
+        rows = self.left_bytes + self.kv_bytes + self.drafter_bytes - self.max_batch_size * of_sequence
+        return max(rows, 0) // max(self.kv_bytes_per_token + self.drafter_bytes_per_token, 1)
+
     def arithmetic(self) -> str:
         """The sum, in GiB, as one line."""
         states = "states and " if self.state_bytes_per_sequence else ""

@@ -87,6 +87,7 @@ faults = st.just([None] * 14) | st.lists(each, min_size=14, max_size=14)
     spare=st.sampled_from([0, 1, 2, 12]),
     chunk=st.integers(1, 24) | st.just(64),
     delay=st.sampled_from([0.0, 9.0]),
+    memory=st.sampled_from([None, None, 1.0, 1.4, 2.5]),
     seed=st.integers(0, 1000),
     target=st.sampled_from([None, None, 37, 61, 400]),
     drafter=st.sampled_from([None, None, 37, 61, 400]),
@@ -95,7 +96,7 @@ faults = st.just([None] * 14) | st.lists(each, min_size=14, max_size=14)
     of_history=st.booleans(),
 )
 def test_any_schedule_with_any_faults_gives_each_request_its_own_tokens(
-    arrivals, faults, batch, spare, chunk, delay, seed, target, drafter, kind, ahead, of_history
+    arrivals, faults, batch, spare, chunk, delay, memory, seed, target, drafter, kind, ahead, of_history
 ) -> None:
     """Arrivals, cancellations and deadlines at any step, any neighbours, block lengths and pools, targets with states
     and windows, and rounds that start before the host has read the ones before. Also numbers that are not finite in
@@ -111,6 +112,8 @@ def test_any_schedule_with_any_faults_gives_each_request_its_own_tokens(
         pool = Pool(batch, batch + spare, chunk=chunk, max_seq_len=longest, target=kind)
     pool.target.not_a_number, pool.drafter.not_a_number = every(target), every(drafter)
     pool.scheduler.prompt_delay = delay
+    for engine in (pool.target, pool.drafter):  # rows for so many sequences of the most tokens
+        engine.memory = memory and int(memory * pool.pair.capacity)
     lengths, clock = AnyLengths(seed) if seed % 3 else Lengths(1 + seed % BLOCK), Clock()
     due: list[tuple[int, int, Request, Any]] = []
     got, texts = dict[Request, list[int]](), dict[Request, str]()

@@ -165,13 +165,13 @@ def test_a_prefix_that_the_drafter_has_not_read_waits_in_its_copy(overwritten: b
 def test_while_others_wait_a_request_that_ends_moves_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next request takes its slot. When nobody waits, one move fills each gap."""
     pool, moved = Pool(4, 4), list[tuple[int, int]]()
-    copy = pool.pair.copy
+    move = pool.pair.move
 
     def counted(source: int, target: int, rows: int, *, draft: bool) -> None:
         moved.append((source, target))
-        copy(source, target, rows, draft=draft)
+        move(source, target, rows, draft=draft)
 
-    monkeypatch.setattr(pool.pair, "copy", counted)
+    monkeypatch.setattr(pool.pair, "move", counted)
     asked = [request(prompt(4, i), SamplingParams(max_tokens=5 + 7 * i % 11)) for i in range(24)]
     for each in asked:
         pool.scheduler.submit(each)

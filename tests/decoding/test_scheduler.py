@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from dflash_trt.decoding.drafter import Drafter
 from dflash_trt.decoding.pair import Pair, PassRule
 from dflash_trt.decoding.params import MOST_PRIORITY, RequestOptions, SamplingParams
 from dflash_trt.decoding.request import Request
+from tests.doubles.device_pool import DevicePool
 from tests.doubles.fake_engines import expected
 from tests.doubles.pool import Pool, request
 from tests.doubles.schedules import Clock, Lengths, drive, finish, prompt
@@ -312,3 +314,32 @@ def test_deadlines_of_requests_that_have_ended_are_forgotten(clock: Clock) -> No
     for i in range(500):
         finish(pool, Lengths(1), request([1 + i % 9], SamplingParams(max_tokens=1), deadline=clock.now + 1e6))
     assert len(pool.scheduler.waiting._deadlines) < 100
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_newest_request_waits_again_with_its_tokens_where_memory_runs_out(exact: bool) -> None:
+    """256 requests (64) in 16 slots, with memory for the longest three. What ended requests left goes first, also while
+    requests that share their beginnings run. In exact mode a request begins when it has memory to its end.
+    """
+    pool: Any = Pool(16, 16, kept=300) if exact else DevicePool(16, kept=300)
+    pool.pair.rule, begun, admit = PassRule(any_cut=not exact), Counter[Request](), pool.scheduler._admit
+    for engine in (pool.target, pool.drafter):
+        engine.memory = 3 * pool.pair.capacity
+
+    def counted(request: Request, *given: Any) -> None:
+        begun[request] += 1
+        admit(request, *given)
+
+    pool.scheduler._admit = counted
+    asked = [
+        request(
+            prompt(40, i % 3)[: 1 + 7 * i % 40],
+            SamplingParams(max_tokens=1 + 11 * i % 60, seed=i, temperature=i % 2),
+        )
+        for i in range(256 if not exact else 64)
+    ]
+    tokens = finish(pool, Lengths(1, 4, 2, 4), *asked)
+    assert all(tokens[each] == expected(each.prompt, each.params, each.seed) for each in asked)
+    assert len(begun) == len(asked)
+    assert (max(begun.values()) == 1) == exact
+    assert sum(each.statistics.num_cached_tokens > 0 for each in asked) > 20

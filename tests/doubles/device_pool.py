@@ -16,7 +16,7 @@ from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.sampling.sampler import sample
 from dflash_trt.decoding.scheduler import Scheduler
 from dflash_trt.decoding.slots import Slots
-from dflash_trt.engines.caches import SlotCaches, SlotRows, whole
+from dflash_trt.engines.caches import FixedRows, SlotCaches, SlotRows, whole
 from dflash_trt.engines.device.arrays import DeviceArrays
 from dflash_trt.engines.device.runner import DeviceRunner
 from dflash_trt.engines.device.sizes import DECODE, pass_sizes
@@ -44,7 +44,7 @@ OUTPUTS = {
 FLOATS = {"features", "logits", "draft_logprobs"}
 
 
-class _NoRows:
+class _NoRows(FixedRows):
     """A pool of rows that lie elsewhere."""
 
     row_bytes = 0
@@ -56,7 +56,7 @@ class _NoRows:
     def nothing(self, *given: Any) -> tuple[()]:
         return ()
 
-    copy = take = write = drop = point = compact = clear = nothing
+    copy = take = write = drop = point = compact = clear = nothing  # type: ignore[assignment]
 
 
 class _Caches:
@@ -69,11 +69,12 @@ class _Caches:
         self._fake, own = fake, getattr(fake, "rows", None)
         self.records: Any = own or SlotCaches([(whole(capacity), _NoRows(slots))], slots)
         self._both = own is None
+        self.room = lambda slot: capacity
         for name in ("advance", "bases", "stays", "last", "kinds"):
             setattr(self, name, getattr(self.records, name))
 
     def __getattr__(self, name: str) -> Any:
-        if name not in ("copy", "keep", "clear") or not self._both:
+        if name not in ("copy", "move", "release", "keep", "clear") or not self._both:
             return getattr(self._fake, name)
 
         def both(*given: Any) -> Any:

@@ -89,10 +89,32 @@ class FakeEngine:
         self.not_a_number: Callable[[int], bool] = nothing
         self.before_pass: Callable[[], object] = lambda: None
         self.passes = 0
+        self.memory: int | None = None  # rows of all slots together; None: each may have the most
+        self.reserved = [0] * slots
 
     @property
     def caches(self) -> FakeEngine:
         return self
+
+    @property
+    def tokens(self) -> int | None:
+        return self.memory
+
+    def reserve(self, slot: int, length: int) -> bool:
+        more = max(length - self.reserved[slot], 0)
+        if self.memory is not None and sum(self.reserved) + more > self.memory:
+            return False
+        self.reserved[slot] += more
+        return True
+
+    def release(self, slot: int) -> None:
+        self.reserved[slot] = 0
+        self.clear(slot)
+
+    def move(self, source: int, target: int, length: int) -> None:
+        self.copy(source, target, length)
+        self.reserved[target] = self.reserved[source]
+        self.release(source)
 
     def cut_lengths(self, slot: int, length: int) -> Sequence[int]:
         return range(1, length + 1)
@@ -142,6 +164,8 @@ class FakeEngine:
         self.before_pass()
         assert first + len(starts) <= len(self.cache)
         assert max(starts) + width < self.cache.shape[1], "rows beyond the capacity, with one for a sink"
+        for slot, start in enumerate(() if self.memory is None else starts, first):
+            assert start <= self.reserved[slot], "rows without memory"
 
 
 class FakeTarget(FakeEngine):

@@ -9,7 +9,7 @@ import numpy as np
 
 from dflash_trt.bundle.cache_kinds import CacheKind, rows_by_window
 from dflash_trt.decoding.caches import Snapshot
-from dflash_trt.engines.caches import SlotCaches, SlotRows
+from dflash_trt.engines.caches import FixedRows, SlotCaches, SlotRows
 from tests.doubles.fake_engines import POISON, ROW_BYTES, FakeTarget
 
 Array = np.ndarray[Any, Any]
@@ -84,7 +84,7 @@ class StateTarget(FakeTarget):
         return kept.data == ((kept.stop, sum(history[: kept.stop])) if kept.lengths else None)
 
 
-class _RowPool:
+class _RowPool(FixedRows):
     """One row of numbers for each slot, beyond which nothing may be written. `RowPool` documents the methods."""
 
     row_bytes = ROW_BYTES

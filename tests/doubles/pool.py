@@ -125,7 +125,7 @@ class Pool:
         for slot, left in s.slots.left.items():
             history = rows_of([*left.prompt, *left.answer][: left.count])
             assert self.target.holds(slot, history)
-            drafted, seen = max(left.drafter, default=0), self.pair.drafter.seen[slot]
+            drafted, seen = min(max(left.drafter, default=0), left.count), self.pair.drafter.seen[slot]
             waiting = self.waiting(slot, max(drafted - seen, 0))
             assert [*self.drafter.cache[slot, : min(seen, drafted)], *waiting] == history[:drafted]
         if s.slots.prefixes is not None:

@@ -11,16 +11,18 @@ import torch
 from dflash_plugins.launch import Compaction, Run
 
 from dflash_trt.bundle.cache_kinds import CacheKind
-from dflash_trt.engines.caches import PENDING, POSITION, SlotCaches, SlotRows, by_kind, whole
+from dflash_trt.engines.caches import PENDING, POSITION, FixedRows, SlotCaches, SlotRows, by_kind, whole
 from dflash_trt.engines.device.memory import memory_errors
 from dflash_trt.engines.device.sizes import DECODE, PREFILL
 from dflash_trt.engines.device.stream import on
 
 Array = np.ndarray[Any, Any]
 Tensor = torch.Tensor
+UNIT = 64  # regions have a multiple of so many rows
+_PADDED = 128  # rows by which a pass over a prompt is longer than it, at most (`prefill_lengths`)
 
 
-class DevicePool:
+class DevicePool(FixedRows):
     """Tensors [slots, heads, rows, size] of one kind of caches. `RowPool` in engines/caches.py documents the methods.
 
     The stream orders copies on the device, so they need no wait.
@@ -61,6 +63,10 @@ class DevicePool:
                 kept = rows[:, count : count + left]
                 rows[:, :left].copy_(kept if left <= count else kept.clone())
 
+    def room(self, slot: int) -> int:
+        """The rows of a slot."""
+        return max([rows.shape[2] for rows in self.arrays.values()], default=0)
+
     def point(self, slot: int, count: int) -> None:
         """Let the next pass over prompts work on so many slots from this one on."""
 
@@ -94,32 +100,128 @@ class DevicePool:
 
 
 class Regions(DevicePool):
-    """Tensors [heads, rows, size] with the rows of all slots: each slot has those of a region.
+    """Tensors [heads, rows, size] with the rows of all slots: each slot has those of a region, of at most `most` rows.
 
-    regions: int64 [slots], where the regions begin: of all slots from the first on for a pass of the profile DECODE,
-        and for one of PREFILL those of the slots that `point` was told. most: rows of a region.
+    Where each slot can have the most, its region stays where it is. Else a region has what was asked for, and a quarter
+    more if it can. One that is full is made longer, or moves; if the free rows are apart, all regions move together.
+    The first rows belong to no slot: passes write there for slots without a region.
+
+    regions: int64 [2, slots], where the regions begin and end: of all slots for a pass of the profile DECODE, and for
+        one of PREFILL those of the slots that `point` was told.
     """
 
-    def __init__(self, arrays: Mapping[str, Tensor], stream: Any, slots: int) -> None:
+    def __init__(self, arrays: Mapping[str, Tensor], stream: Any, slots: int, most: int, spare: int) -> None:
         super().__init__(arrays, stream, slots)
-        some = next(iter(arrays.values()), torch.empty(0, 0, 0))
-        self.most = some.shape[1] // max(slots, 1)
-        self._first = [slot * self.most for slot in range(slots)]
-        begins = torch.tensor(self._first, dtype=torch.int64).to(some.device)
-        self.regions = {DECODE: begins, PREFILL: begins.clone()}
+        self.most, self._spare = most, spare
+        some = next(iter(arrays.values()), torch.empty(0, slots * most, 0))
+        self._total = some.shape[1]
+        self._fixed = self._total >= slots * most
+        self._held = [range(i * most, (i + 1) * most) if self._fixed else range(0) for i in range(slots)]
+        places = torch.zeros(2, slots, dtype=torch.int64, device=some.device)
+        self.regions = {DECODE: places, PREFILL: places.clone()}
+        self._moved = places.new_zeros(2)
+        self._tell()
+
+    def _tell(self) -> None:
+        with on(self._stream):
+            held = [each or range(self._spare) for each in self._held]
+            places = torch.tensor([[r.start for r in held], [r.stop for r in held]])
+            # Pageable memory is read before this returns.
+            self.regions[DECODE].copy_(places, non_blocking=True)
 
     def rows(self, slot: int) -> list[Tensor]:
-        first = self._first[slot]
-        return [rows[:, first : first + self.most] for rows in self.arrays.values()]
+        held = self._held[slot]
+        return [rows[:, held.start : held.stop] for rows in self.arrays.values()]
+
+    @property
+    def most_rows(self) -> int | None:
+        return None if self._fixed else self._total - self._spare
+
+    def room(self, slot: int) -> int:
+        return len(self._held[slot]) or self._spare
 
     def point(self, slot: int, count: int) -> None:
-        self.regions[PREFILL][:count].copy_(self.regions[DECODE][slot : slot + count])
+        self.regions[PREFILL][:, :count].copy_(self.regions[DECODE][:, slot : slot + count])
+
+    def reserve(self, slot: int, rows: int) -> bool:
+        held, rows = self._held[slot], min(-(-rows // UNIT) * UNIT, self.most)
+        if rows <= len(held):
+            return True
+        longer = min(-(-rows * 5 // 4 // UNIT) * UNIT, self.most)
+        found = self._found(slot, longer) or self._found(slot, rows)
+        if not found and self._together(slot, rows):
+            held = self._held[slot]
+            found = self._found(slot, rows)
+        if not found:
+            return False
+        self._shift(held, found.start)
+        self._held[slot] = found
+        self._tell()
+        return True
+
+    def release(self, slot: int) -> None:
+        if not self._fixed:
+            self._held[slot] = range(0)
+            self._tell()
+
+    def move(self, source: int, target: int, count: int) -> None:
+        """They change places, which the host need not tell the device."""
+        self._held[source], self._held[target] = self._held[target], self._held[source]
+        one, other = (self.regions[DECODE][:, slot] for slot in (source, target))
+        with on(self._stream):
+            self._moved.copy_(one)
+            one.copy_(other)
+            other.copy_(self._moved)
+
+    def _found(self, slot: int, rows: int) -> range:
+        """So many free rows: after those of the slot and with these, or elsewhere. Empty if there are none."""
+        held, taken = self._held[slot], sorted((each.start, each.stop) for each in self._held if each)
+        ends = [self._spare, *(stop for _, stop in taken)]
+        gaps = list(zip(ends, [*(start for start, _ in taken), self._total], strict=True))
+        for begin, end in gaps:
+            if held and begin == held.stop and end - held.start >= rows:
+                return range(held.start, held.start + rows)
+        return next((range(begin, begin + rows) for begin, end in gaps if end - begin >= rows), range(0))
+
+    def _together(self, slot: int, rows: int) -> bool:
+        """Move all regions to the beginning, that of the slot last, if so many rows of it will then be free."""
+        held, mine = sum(map(len, self._held)), len(self._held[slot])
+        if held - mine + rows > self._total - self._spare:
+            return False
+        end = self._close()
+        if last := self._held[slot].stop in (0, end):
+            pass
+        elif last := end + mine <= self._total:
+            self._shift(self._held[slot], end)
+            self._held[slot] = range(end, end + mine)
+            self._close()
+        self._tell()
+        return last
+
+    def _close(self) -> int:
+        """Leave no rows between regions. Returns where they end."""
+        end = self._spare
+        for slot in sorted(range(len(self._held)), key=lambda i: self._held[i].start):
+            if held := self._held[slot]:
+                self._shift(held, end)
+                self._held[slot] = range(end, end + len(held))
+                end += len(held)
+        return end
+
+    def _shift(self, held: range, begin: int) -> None:
+        if not held or begin == held.start:
+            return
+        with on(self._stream):
+            for rows in self.arrays.values():
+                mine = rows[:, held.start : held.stop]
+                apart = abs(begin - held.start) >= len(held)
+                rows[:, begin : begin + len(held)].copy_(mine if apart else mine.clone())
 
     def _by_slot(self) -> list[Tensor]:
         return [rows[None] for rows in self.arrays.values()]
 
     def _place(self, slot: int, row: int) -> tuple[int, int]:
-        return 0, self._first[slot] + row
+        return 0, self._held[slot].start + row
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,13 +349,20 @@ class DeviceCaches(SlotCaches[DevicePool, DeviceStates]):
         kinds: Sequence[CacheKind] = (),
         states: DeviceStates | None = None,
         *,
-        regions: bool = False,
+        most: Sequence[int] = (),
+        spare: int = 0,
     ) -> None:
-        """regions: whether the arrays are those of `Regions`."""
-        kinds, pool = kinds or (whole(0),), Regions if regions else DevicePool
-        parts = by_kind(kinds, arrays)
-        pools = [
-            (kind, pool({name: arrays[name] for name in names}, stream, slots))
-            for kind, names in zip(kinds, parts, strict=True)
-        ]
-        super().__init__(pools, slots, states)
+        """most: the most rows of a slot in each kind, whose arrays are those of `Regions`. spare: rows that a pass may
+        write for a slot without a region.
+        """
+        kinds = kinds or (whole(0),)
+        parts = [{name: arrays[name] for name in names} for names in by_kind(kinds, arrays)]
+        pools: list[DevicePool] = [DevicePool(part, stream, slots) for part in parts]
+        if most:
+            pools = [Regions(part, stream, slots, n, spare) for part, n in zip(parts, most, strict=True)]
+            self.margin = spare + _PADDED
+        super().__init__(list(zip(kinds, pools, strict=True)), slots, states)
+
+    def room(self, slot: int) -> int:
+        """The positions of a slot for which every layer that keeps all rows has one."""
+        return min([each.pool.room(slot) for each in self.kinds if each.kind.window is None], default=1 << 62)

@@ -320,8 +320,10 @@ class RoundMemory:
         """The inputs about where a pass begins, in this memory. In idle slots it begins after the rows of tokens."""
         rows, n, batch = self._runners[role].caches, len(start), fitting(len(start), self.batches)
         # A drafter's pass writes a block of features and one of nodes. A row for attention's sink follows.
-        last = self._capacity - 1 - self._most * (2 if role == "drafter" else 1)
-        idle = [min(rows.last(slot), last) for slot in range(n, batch)] if n < batch else []
+        written = 1 + self._most * (2 if role == "drafter" else 1)
+        idle = [
+            min(rows.last(slot), min(self._capacity, rows.room(slot)) - written) for slot in range(n, batch)
+        ]
         starts = start.tolist()
         numbers = {"start": starts + idle, **rows.bases(starts, len(idle))}
         for name, values in numbers.items():

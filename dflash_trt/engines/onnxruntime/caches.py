@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dflash_trt.bundle.cache_kinds import CacheKind
-from dflash_trt.engines.caches import PENDING, POSITION, SlotCaches, SlotRows, by_kind, whole
+from dflash_trt.engines.caches import PENDING, POSITION, FixedRows, SlotCaches, SlotRows, by_kind, whole
 from dflash_trt.errors import DFlashError
 
 Array = np.ndarray[Any, Any]
@@ -23,7 +23,7 @@ STEP = 128
 _MOST_SLOTS = 1 << 20  # their records alone take more memory than any caches of so many have
 
 
-class CachePool:
+class CachePool(FixedRows):
     """Rows of every slot in caches of one kind. A pass sees the slots it works on as one array [slots, rows, width].
 
     `RowPool` in engines/caches.py documents the other methods.

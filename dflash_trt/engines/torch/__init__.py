@@ -63,6 +63,7 @@ def open(bundle: Bundle, settings: RunSettings) -> Scheduler:
         prefill_chunk=settings.prefill_chunk,
         threads=settings.threads,
         progress=settings.progress,
+        cache_tokens=settings.cache_tokens,
     )
     return Scheduler(pair, settings.prefix_cache_bytes, settings.prompt_delay)
 

@@ -33,17 +33,18 @@ MOST_EXPERTS = 512
 class Rows:
     """The cache [B,N,C,d] of a pass: regions of a tensor that has the rows of all sequences, or a tensor of that shape.
 
-    rows: [1,N,T,d], or [B,N,C,d]. region: int64 [B], where each begins in the first; None for the second. most: C.
+    rows: [1,N,T,d], or [B,N,C,d]. most: C. region, end: int64 [B], where each begins and ends in the first.
     """
 
     rows: Tensor
-    region: Tensor | None
     most: int
+    region: Tensor | None = None
+    end: Tensor | None = None
 
     @classmethod
     def of(cls, cache: Tensor | Rows) -> Rows:
         """A cache as the operators have it."""
-        return cache if isinstance(cache, Rows) else cls(cache, None, cache.shape[2])
+        return cache if isinstance(cache, Rows) else cls(cache, cache.shape[2])
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -51,11 +52,11 @@ class Rows:
         return len(self.rows if self.region is None else self.region), heads, self.most, size
 
     def first(self, count: int) -> Tensor:
-        """The first rows of each: [B,N,count,d]. Those beyond a region mean nothing, and are finite."""
-        if self.region is None:
+        """The first rows of each: [B,N,count,d]. After a region its last row is repeated."""
+        if self.region is None or self.end is None:
             return self.rows[:, :, :count]
         places = self.region[:, None] + torch.arange(count, device=self.region.device)
-        return self.rows[0][:, places.clamp_(max=self.rows.shape[2] - 1)].transpose(0, 1)
+        return self.rows[0][:, torch.minimum(places, self.end[:, None] - 1)].transpose(0, 1)
 
     def write(self, rows: Tensor, start: Tensor) -> None:
         """Rows [B,N,T,d] from row start[b] on."""

@@ -35,7 +35,13 @@ _WARM_UP_SECONDS = 60.0
 
 @memory_errors()
 def open_pair(
-    bundle: Bundle, *, slots: int, prefill_chunk: int, threads: int | None, progress: Progress
+    bundle: Bundle,
+    *,
+    slots: int,
+    prefill_chunk: int,
+    threads: int | None,
+    progress: Progress,
+    cache_tokens: int | None = None,
 ) -> Pair:
     """The bundle's graphs with `slots` cache slots. On a GPU, kernels are compiled and passes of all sizes captured,
     those that are needed most first, and others only within a time. What is left is captured when it comes.
@@ -70,6 +76,7 @@ def open_pair(
                 stream=stream,
                 device=device,
                 kinds=bundle.cache_kinds(role),
+                tokens=cache_tokens,
                 shared=shared,
                 alone=role == "target",  # drafts may be wrong
             )

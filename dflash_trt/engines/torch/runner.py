@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from dflash_trt.bundle.cache_kinds import CacheKind
-from dflash_trt.engines.device.caches import DeviceCaches, DeviceStates
+from dflash_trt.engines.caches import by_kind, whole
+from dflash_trt.engines.device.caches import UNIT, DeviceCaches, DeviceStates
 from dflash_trt.engines.device.runner import DeviceRunner, Outputs, Shapes, updated
 from dflash_trt.engines.device.sizes import DECODE, PREFILL
 from dflash_trt.engines.device.stream import HostStream
@@ -56,26 +57,37 @@ class TorchRunner(DeviceRunner):
         stream: Any,
         device: torch.device,
         kinds: Sequence[CacheKind] = (),
+        tokens: int | None = None,
         shared: MutableMapping[Any, Tensor] | None = None,
         alone: bool = False,
     ) -> None:
-        """`kinds`: of the caches. `shared`, `alone`: see `Graph`."""
+        """`kinds`: of caches. `tokens`: of all slots; None: each has the most. `shared`, `alone`: see `Graph`."""
         # The profiles whose passes are captured.
         self._graphs = set[int]() if isinstance(stream, HostStream) else {PREFILL, DECODE}
         self._graph = graph = Graph(path, device, shared, alone=alone)
         self.tiles = graph.tiles
-        self._caches: dict[str, Tensor] = {}
         self._regions = not graph.opens([name for name in graph.inputs if "_cache." in name])
+        caches: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         states: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for name, signature in graph.inputs.items():
             shape = tuple(int(n) for n in signature.shape[1:] if isinstance(n, int))
             if "_cache." in name:
-                heads, rows, size = shape
-                shape = (heads, slots * rows, size) if self._regions else (slots, *shape)
-                self._caches[name] = torch.zeros(shape, dtype=signature.dtype, device=device)
+                caches[name] = shape, signature.dtype
             elif name.partition(".")[0].endswith("_state"):
                 states[name] = shape, signature.dtype
-        held = {*self._caches, *states}
+        held = {*caches, *states}
+        kinds, spare = kinds or (whole(0),), -(-(2 * block_size + 1) // UNIT) * UNIT
+        self._caches, most = dict[str, Tensor](), list[int]()
+        for kind, names in zip(kinds, by_kind(kinds, caches), strict=True):
+            rows = max([caches[name][0][1] for name in names], default=0)
+            most.append(rows)
+            total = slots * rows
+            if tokens is not None and kind.window is None:
+                total = min(total, spare + max(tokens, rows))
+            for name in names:
+                (heads, rows, size), dtype = caches[name]
+                shape = (heads, total, size) if self._regions else (slots, heads, rows, size)
+                self._caches[name] = torch.zeros(shape, dtype=dtype, device=device)
         dtypes = {name: s.dtype for name, s in (graph.inputs | graph.outputs).items()}
         of_pass = (
             (n for n in graph.inputs if n not in held),
@@ -83,7 +95,8 @@ class TorchRunner(DeviceRunner):
         )
         super().__init__(path, dtypes, *of_pass, stream=stream, device=device)
         of_slots = DeviceStates(states, slots, stream, device) if states else None
-        self.caches = DeviceCaches(self._caches, stream, slots, kinds, of_slots, regions=self._regions)
+        regions: dict[str, Any] = {"most": most, "spare": spare} if self._regions else {}
+        self.caches = DeviceCaches(self._caches, stream, slots, kinds, of_slots, **regions)
         self.most_together = 1 if states else MOST_TOGETHER
         one = {"B": self.most_together, "S": prefill_chunk, "R": 1, "K": 2, "K-1": 1}
         several = {"B": slots, "S": block_size, "R": block_size, "K": block_size, "K-1": block_size - 1}
@@ -108,7 +121,7 @@ class TorchRunner(DeviceRunner):
         for pool in [each.pool for each in self.caches.kinds]:
             for name, cache in pool.arrays.items():
                 if self._regions:
-                    held[name] = (Rows(cache[None], pool.regions[profile][:batch], pool.most),) * 2
+                    held[name] = (Rows(cache[None], pool.most, *pool.regions[profile][:, :batch]),) * 2
                 else:
                     held[name] = cache[part], cache[part]
         if self.caches.states is not None:
