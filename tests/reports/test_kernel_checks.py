@@ -14,7 +14,8 @@ def test_kernels_are_checked_without_a_bundle(tmp_path, monkeypatch, capsys) -> 
     assert main(words) == 0
     found = json.loads(report.read_text())
     assert found["gpu"] is None
-    assert found["problems"] == {"float16": dict.fromkeys(("SampleRows", "BlockAcceptance", "Round"), "")}
+    names = ("SampleRows", "AdjustRows", "BlockAcceptance", "Round")
+    assert found["problems"] == {"float16": dict.fromkeys(names, "")}
     monkeypatch.setattr(kernels, "_accepted", lambda *given: "counts are wrong")
     assert main(words) == 1
     assert "failed  BlockAcceptance  float16  counts are wrong" in capsys.readouterr().out
