@@ -7,7 +7,7 @@ are features of committed tokens and a block. Outputs are drafted tokens and the
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -245,15 +245,15 @@ class Drafter:
         return max(most, length * self.arrays.feature_bytes) if self.arrays.prompts_wait else most
 
     def copy(self, source: int, target: int, length: int) -> None:
-        seen = min(self.seen[source], length)
-        if seen:
-            self.caches.copy(source, target, seen)
-        self.arrays.copy_unread(source, target, length - seen)
-        self.seen[target], self.unread[target] = seen, length - seen
+        self._give(self.caches.copy, source, target, length)
 
     def move(self, source: int, target: int, length: int) -> None:
+        self._give(self.caches.move, source, target, length)
+
+    def _give(self, rows: Callable[[int, int, int], None], source: int, target: int, length: int) -> None:
+        """Give a slot what another one has read, by `rows` of the caches, and what waits there."""
         seen = min(self.seen[source], length)
-        self.caches.move(source, target, seen)
+        rows(source, target, seen)
         self.arrays.copy_unread(source, target, length - seen)
         self.seen[target], self.unread[target] = seen, length - seen
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Self
 
@@ -262,7 +263,7 @@ class Pair:
         known = [caches.tokens for caches in self._both()]
         return min([self.slots * self.capacity, *(tokens for tokens in known if tokens is not None)])
 
-    @property
+    @cached_property
     def scarce(self) -> bool:
         """Whether sequences may need more memory than there is."""
         return any(caches.tokens is not None for caches in self._both())

@@ -102,8 +102,7 @@ class Scheduler:
     def logits(self, ids: list[int]) -> Array:
         self.cut_short = True
         self.slots.occupy(0, Reuse(0, 0), draft=False)
-        while not self.pair.reserve(0, len(ids)) and self.slots.drop():
-            pass
+        self.slots.make_room(0, len(ids))
         whole, most = True, self.pair.prefill_chunk
         for at in range(0, len(ids), most):
             logits, sound, _ = self.pair.prefill(ids[at : at + most], at, 0, draft=False)
@@ -416,7 +415,7 @@ class Scheduler:
                     self._full = True
                 else:
                     self.waiting.pop()
-                    room = f"caches have memory for {self.pair.tokens} tokens"
+                    room = f"caches have memory for {self.pair.tokens} tokens; raise cache_tokens"
                     error = DecodingError(
                         f"no memory for the {len(request.text)} tokens of this request: {room}"
                     )
@@ -508,11 +507,8 @@ class Scheduler:
         return (whole if exact else len(request.text)) + self.pair.most_written
 
     def _fits(self, request: Request, length: int) -> bool:
-        """Whether a request's slot has room for so many tokens, in place of what ended requests left if it must be."""
-        while not self.pair.reserve(request.slot, length):
-            if not self.slots.drop():
-                return False
-        return True
+        """Whether a request's slot has room for so many tokens."""
+        return self.slots.make_room(request.slot, length)
 
     def _keep_room(self) -> None:
         """Let every active request have room for a round. Where there is none, the newest one waits again."""

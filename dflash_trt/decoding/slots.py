@@ -111,14 +111,20 @@ class Slots:
         else:
             self.pair.release(ended.slot)
 
-    def drop(self) -> bool:
-        """Free the memory of what an ended request left, of the oldest one. Returns whether there was one."""
-        if not self.left:
-            return False
-        slot = next(iter(self.left))
+    def make_room(self, slot: int, length: int) -> bool:
+        """Let a slot hold so many tokens, in place of what ended requests left if it must be, the oldest first. Returns
+        whether there is memory.
+        """
+        while not self.pair.reserve(slot, length):
+            if not self.left:
+                return False
+            self._drop(next(iter(self.left)))
+        return True
+
+    def _drop(self, slot: int) -> None:
+        """Free the memory of what an ended request left."""
         del self.left[slot]
         self.pair.release(slot)
-        return True
 
     def keep_boundary(self, request: Request) -> None:
         """Keep a copy of a prompt's beginning, if its slot cannot be cut to every length after the whole prompt."""
@@ -155,6 +161,6 @@ class Slots:
 
     def forget(self) -> None:
         """Reuse no rows of ended requests."""
-        while self.drop():
-            pass
+        for slot in list(self.left):
+            self._drop(slot)
         self.prefixes.clear()

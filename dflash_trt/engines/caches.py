@@ -10,7 +10,7 @@ how a pass replays them. So such a slot can be cut to `position`, and to each le
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -36,7 +36,9 @@ class SlotRows:
 
 
 class FixedRows:
-    """Slots of one size, for a `RowPool`."""
+    """Slots of one size, for a `RowPool`, whose methods these are."""
+
+    copy: Callable[[int, int, int], None]
 
     @property
     def most_rows(self) -> int | None:
@@ -53,10 +55,6 @@ class FixedRows:
     def move(self, source: int, target: int, count: int) -> None:
         """As a copy."""
         self.copy(source, target, count)
-
-    def copy(self, source: int, target: int, count: int) -> None:
-        """As of `RowPool`."""
-        raise NotImplementedError
 
 
 class RowPool(Protocol):

@@ -116,7 +116,7 @@ class DeviceArrays:
 
     @cached_property
     def _sampled(self) -> dict[str, torch.Tensor]:
-        """The memory of the kernels that sample, once one does."""
+        """The memory of the kernels that sample."""
         device, most = self._target.device, self._slots * self.most_nodes
         positions = torch.empty(most, dtype=torch.int64, device=device)
         following = torch.arange(1, self.most_nodes + 1, device=device)
@@ -127,7 +127,7 @@ class DeviceArrays:
 
     @cached_property
     def _adjusting(self) -> Adjusting:
-        """What the kernels know of adjusted requests, once there is one."""
+        """What the kernels know of adjusted requests."""
         return Adjusting(self._slots, self._capacity, self._vocab, self.most_nodes, self._target.device)
 
     def prefill(
