@@ -218,6 +218,8 @@ def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     option(parser, "--draft-vocabulary", "FILE", str, "as of build: tokens that may be drafted, or all")
     option(parser, "--temperature", "T", float, default=0.0)
     _add_questions(parser, "the shipped natural ones")
+    option(parser, "--card", "FILE", Path,
+           "a drafter's README.md, whose section on acceptance gets the figures at temperatures 0 and 1")  # fmt: skip
     add_common(parser, "--json")
 
 
@@ -232,13 +234,22 @@ def _evaluate(args: argparse.Namespace) -> int:
         raise UsageError(
             f"--target {args.target}: no drafter is known for it; give one with --drafter, or train one"
         )
+    prompts = natural_prompts(args.held_out, args.limit)
+    card = None if args.card is None else args.card.read_text(encoding="utf-8")
     with temporary_folder(prefix="dflash-trt-") as work:
-        figures = measure(
-            *(target.directory, drafter.directory, natural_prompts(args.held_out, args.limit), work),
-            max_tokens=args.eval_tokens,
-            temperature=args.temperature,
-            draft_vocabulary=args.draft_vocabulary,
-        )
+
+        def measured(temperature: float) -> dict[str, Any]:
+            return measure(
+                *(target.directory, drafter.directory, prompts, work),
+                max_tokens=args.eval_tokens,
+                temperature=temperature,
+                draft_vocabulary=args.draft_vocabulary,
+            )
+
+        figures = measured(args.temperature)
+        if card is not None:
+            both = (figures if t == args.temperature else measured(t) for t in (0.0, 1.0))
+            _write_card(args, card, len(prompts), *both)
     if args.json:
         print_json(figures)
         return 0
@@ -250,6 +261,21 @@ def _evaluate(args: argparse.Namespace) -> int:
         rows.append([category, f"{part['acceptance_length']:.2f}", *shares, str(part["passes"])])
     print_table(rows)
     return 0
+
+
+def _write_card(
+    args: argparse.Namespace, card: str, count: int, greedy: dict[str, Any], sampled: dict[str, Any]
+) -> None:
+    from dflash_trt.files.disk import whole_file
+    from dflash_trt.training.export import with_acceptance
+
+    command = f"train evaluate --target {args.target} --limit {args.limit} --eval-tokens {args.eval_tokens}"
+    how = (
+        f"`dflash-trt {command} --card README.md` decodes {count} held-out prompts in whole blocks, at most "
+        f"{args.eval_tokens} tokens each."
+    )
+    with whole_file(args.card) as file:
+        file.write(with_acceptance(card, how, greedy, sampled).encode())
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:

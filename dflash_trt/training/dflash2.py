@@ -1,7 +1,8 @@
 """The DFlash2 drafter in torch for training: DFlash's network with convolutions, and the selector of candidates.
 
-It begins as the DFlash drafter that it has weights of: convolutions pass a row on, and the selector adds nothing. The
-selector's codebooks are projections of the target's embedding here, and are multiplied out in a checkpoint.
+It begins as the drafter that it has weights of. If that is a DFlash drafter, convolutions pass a row on, and the
+selector adds nothing. The selector's codebooks are projections of the target's embedding here, and are multiplied out
+in a checkpoint. Of a DFlash2 drafter, what no projection gives of its codebooks is added, and stays as it is.
 """
 
 from __future__ import annotations
@@ -67,6 +68,25 @@ class _Selector(nn.Module):
         self.predecessor = nn.Linear(size, rank, bias=False)
         self.successor = nn.Linear(size, rank, bias=False)
         nn.init.zeros_(self.successor.weight)
+        for book in _CODEBOOKS:  # float32 [V, rank], what is added to the projected embedding
+            self.register_buffer(f"{book}_rest", None, persistent=False)
+
+    @torch.no_grad()
+    def start_from(self, codebooks: Mapping[str, Tensor], embedding: Tensor) -> None:
+        """Projections by least squares of the embedding [V, D] to codebooks [V, rank], and what they leave."""
+        wide = embedding.float()
+        squares = (wide.T @ wide).double()
+        squares.diagonal().add_(1e-6 * squares.diagonal().mean())
+        for book, codes in codebooks.items():
+            codes = codes.to(wide)
+            projection = torch.linalg.solve(squares, (wide.T @ codes).double()).float()
+            self.get_parameter(f"{book}.weight").copy_(projection.T)
+            setattr(self, f"{book}_rest", codes - wide @ projection)
+
+    def rest(self, book: str, ids: Tensor) -> Tensor | float:
+        """Of the codes of these tokens, what is not projected."""
+        rest: Tensor | None = getattr(self, f"{book}_rest")
+        return 0.0 if rest is None else F.embedding(ids, rest.to(ids.device))
 
 
 @dataclass(frozen=True)
@@ -86,7 +106,7 @@ class Selection:
 
 
 class DFlash2Drafter(DrafterModel):
-    """The drafter with the weights of a DFlash drafter, or with new ones."""
+    """The drafter with the weights of a DFlash or DFlash2 drafter, or with new ones."""
 
     layer_type = _DFlash2Layer
     selects = True
@@ -95,12 +115,18 @@ class DFlash2Drafter(DrafterModel):
         assert isinstance(config.settings, DFlash2)
         super().__init__(config, None)
         self.candidate_selector = _Selector(config)
+        self._codebooks: dict[str, Tensor] = {}
         if weights is not None:
-            missing, unknown = self.load_state_dict({n: w.float() for n, w in weights.items()}, strict=False)
+            # A confidence head is of the rows before this training.
+            floats = {n: w.float() for n, w in weights.items() if "confidence_head" not in n}
+            names = {book: f"candidate_selector.{book}_codebook" for book in _CODEBOOKS}
+            self._codebooks = {book: floats.pop(name) for book, name in names.items() if name in floats}
+            missing, unknown = self.load_state_dict(floats, strict=False)
             parts = ("_conv.", "candidate_selector.")
             if unknown or (missing := [name for name in missing if not any(part in name for part in parts)]):
                 raise RuntimeError(f"unknown: {unknown[:4]}, missing: {missing[:4]}")
-        self.scale_selector(1.0, 1.0)
+        if not self._codebooks:
+            self._scale_selector(1.0, 1.0)
 
     def _initialize(self) -> None:
         super()._initialize()
@@ -108,7 +134,15 @@ class DFlash2Drafter(DrafterModel):
             if "kernel_projection" in name:
                 nn.init.zeros_(parameter)
 
-    def scale_selector(self, embedded: float, hidden: float) -> None:
+    def start_selector(self, embedding: Tensor) -> None:
+        """With the target's embedding [V, D]: the codebooks of the weights, or new ones of its scale."""
+        if self._codebooks:
+            self.candidate_selector.start_from(self._codebooks, embedding)
+        else:
+            inputs = embedding, self.norm.weight
+            self._scale_selector(*(float(x.detach().float().square().mean().sqrt()) for x in inputs))
+
+    def _scale_selector(self, embedded: float, hidden: float) -> None:
         """New projections for inputs of these root mean squares: their products have order 1."""
         size, selector = self.config.hidden_size, self.candidate_selector
         nn.init.normal_(selector.predecessor.weight, std=size**-0.5 / embedded)
@@ -117,9 +151,11 @@ class DFlash2Drafter(DrafterModel):
     def published(self, weights: Mapping[str, Tensor], embedding: Tensor) -> Mapping[str, Tensor]:
         """The tensors of a checkpoint, from those of a state: codebooks [V, rank] in place of projections."""
         tensors, name = dict(weights), "candidate_selector"
+        wide = embedding.detach().float().cpu()
         for book in _CODEBOOKS:
             projection = tensors.pop(f"{name}.{book}.weight").float().cpu()
-            tensors[f"{name}.{book}_codebook"] = embedding.detach().float().cpu() @ projection.T
+            rest = self.candidate_selector.rest(book, torch.arange(len(wide)))
+            tensors[f"{name}.{book}_codebook"] = wide @ projection.T + rest
         return tensors
 
     def forward(self, *inputs: Any, selection: Selection | None = None, **named: Any) -> Any:
@@ -142,15 +178,19 @@ class DFlash2Drafter(DrafterModel):
         hidden = flat[block, place]
         with torch.no_grad():
             best = (hidden.to(s.head.dtype) @ s.head.T).float().topk(self.config.settings.top_k)
+            logits, cap = best.values * self.config.settings.multiplier, self.config.logit_softcap
+            logits = logits if cap is None else cap * (logits / cap).tanh()
         hits = (best.indices == s.tokens[block, place][:, None]) & counted
         dtype = hidden.dtype
-        before = selector.predecessor(F.embedding(s.tokens[block, place - 1], s.embedding).to(dtype))
-        weights = selector.hidden_projection(hidden) * before
+        newest = s.tokens[block, place - 1]
+        before = selector.predecessor(F.embedding(newest, s.embedding).to(dtype))
+        weights = selector.hidden_projection(hidden) * (before + selector.rest("predecessor", newest))
         query = weights @ selector.successor.weight.to(weights.dtype)  # [N, D]
         fit = torch.einsum(
             "nd,nkd->nk", query, F.embedding(best.indices, s.embedding).to(query.dtype)
         ).float()
-        scores, wanted = (best.values + fit).log_softmax(-1), hits.float()
+        fit = fit + (weights.float()[:, None] * selector.rest("successor", best.indices)).sum(-1)
+        scores, wanted = (logits + fit).log_softmax(-1), hits.float()
         if s.teacher is not None:
             teacher = s.teacher[block, place].to(s.head.dtype)
             likely = torch.einsum("nd,nkd->nk", teacher, s.head[best.indices]).float().softmax(-1)

@@ -21,6 +21,7 @@ from dflash_trt.models.drafters.dflash import ROW_SCALE
 from dflash_trt.models.drafters.dflash2 import DFlash2
 from dflash_trt.models.inventory import take_inventory
 from dflash_trt.training.checkpoint import CONTRACT, write_checkpoint
+from dflash_trt.training.evaluation import average
 from dflash_trt.training.recipe import Recipe
 
 Form = Literal["zlab", "speculators"]
@@ -178,6 +179,35 @@ TensorRT-LLM's configuration file:
 itself ({answer_tokens} tokens; {categories}). Weights of the loss: D-PACE (arXiv 2605.18810); AdamW, learning rate
 {recipe.learning_rate:g}; {recipe.shorter:.0%} of the blocks shorter. Trained with `dflash-trt train drafter`.
 {measured}"""
+
+
+_ACCEPTANCE = "## Acceptance"
+
+
+def with_acceptance(card: str, how: str, greedy: Mapping[str, Any], sampled: Mapping[str, Any]) -> str:
+    """A card whose section on acceptance has these figures of `measure`, at temperatures 0 and 1, and how they were
+    measured. The section is replaced, or added at the end.
+    """
+    lines = [
+        "| category | tokens per pass | place 1 accepted | place 2 | place 3 | passes | temperature 1: tokens per pass "
+        "| passes |",
+        "|---" * 8 + "|",
+    ]
+    for category, part in greedy.items():
+        places = [f"{share:.2f}" for share in (*part["acceptance_by_place"], 0, 0)[:3]]
+        (length, passes), other = (
+            (f"{figures['acceptance_length']:.2f}", str(figures["passes"]))
+            for figures in (part, sampled[category])
+        )
+        lines.append(f"| {' | '.join([category, length, *places, passes, *other])} |")
+    mean = (
+        f"The mean over categories is {average(greedy):.2f} tokens per pass at temperature 0, and "
+        f"{average(sampled):.2f} at temperature 1:"
+    )
+    before, _, after = card.partition(_ACCEPTANCE)
+    _, heading, rest = after.partition("\n## ")
+    section = "\n".join([_ACCEPTANCE, "", how, mean, "", *lines, ""])
+    return f"{before.rstrip()}\n\n{section}{heading}{rest}"
 
 
 _MEASURED = "Tokens per verification pass on held-out prompts, greedy and in whole blocks"

@@ -83,9 +83,7 @@ class Design:
     checkpoint: Path | None = option(
         "a drafter to continue from (default: a new one)", "NAME_OR_PATH", flag="--from", parse=str, default=None
     )  # fmt: skip
-    kind: Kind | None = option(
-        "default: dflash, or as --from; dflash2 can begin with a DFlash drafter", default=None
-    )
+    kind: Kind | None = option("default: dflash, or as --from; dflash2 can begin with either", default=None)
     draft_vocabulary: int | None = option(
         "draft only so many tokens: the end tokens and the most frequent ones of the answers (default: all)",
         "N",

@@ -91,9 +91,8 @@ def run(
     )
     if design.checkpoint is None:
         drafters.start_from_target(drafter, Checkpoint(target), target_config)
-    if isinstance(drafter, DFlash2Drafter):  # a new selector, with the scale of its inputs
-        inputs = (frozen.embedding, drafter.norm.weight)
-        drafter.scale_selector(*(float(x.detach().float().square().mean().sqrt()) for x in inputs))
+    if isinstance(drafter, DFlash2Drafter):
+        drafter.start_selector(frozen.embedding)
     counts = summary(batches.answers)
 
     def card(step: int, figures: Any) -> str:
@@ -191,10 +190,6 @@ def _of_kind(config: dict[str, Any], design: Design, target: TargetConfig) -> di
     if design.kind is not None and architecture != _ARCHITECTURES[design.kind]:
         raise UsageError(
             f"--kind is {design.kind}, but {design.checkpoint} has the architecture {architecture}"
-        )
-    if architecture == _ARCHITECTURES["dflash2"]:
-        raise DFlashError(
-            f"{design.checkpoint}: a DFlash2 drafter has no projections to continue from; begin with a DFlash drafter"
         )
     return config
 

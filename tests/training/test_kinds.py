@@ -129,3 +129,52 @@ def test_a_run_gives_a_drafter(answers: Path, tmp_path: Path) -> None:
     with pytest.raises(DFlashError, match="--draft-vocabulary is 400"):
         run(TINY, "tiny", answers, out, replace(design, draft_vocabulary=400), longer, held_out=held_out)
     assert run(TINY, "tiny", answers, out, design, longer, held_out=held_out, evaluate_every=None) == 21
+    # Another run continues from that DFlash2 drafter: its first checkpoint is that one, and then learns.
+    further, begun = tmp_path / "further", load_file(out / "checkpoint" / "model.safetensors")
+    design = replace(design, checkpoint=out / "checkpoint", kind=None)
+    kept: list[dict[str, torch.Tensor]] = []
+
+    def keep(line: dict[str, Any]) -> None:
+        if not kept:
+            kept.append(load_file(further / "checkpoint" / "model.safetensors"))
+
+    run(TINY, "tiny", answers, further, design, longer, held_out=held_out, evaluate_every=None, report=keep)
+    for name, tensor in kept[0].items():
+        torch.testing.assert_close(tensor, begun[name], rtol=2**-7, atol=1e-6)
+    last = load_file(further / "checkpoint" / "model.safetensors")
+    assert all(
+        not torch.equal(
+            last[f"candidate_selector.{book}_codebook"], begun[f"candidate_selector.{book}_codebook"]
+        )
+        for book in ("predecessor", "successor")
+    )
+
+
+def test_codebooks_that_are_no_projections_are_continued(target: Path, tmp_path: Path) -> None:
+    """Published ones are none: what the embedding does not explain is in the loss, and in the checkpoint."""
+    path = make_dflash2(tmp_path, target)
+    config, weights = read_drafter_config(path), load_file(path / "model.safetensors")
+    drafter, model = DFlash2Drafter(config, weights), load_target(target)
+    embedding = model.model.embed_tokens.weight
+    drafter.start_selector(embedding)
+    published = drafter.published(drafter.state_dict(), embedding)
+    assert set(published) == set(weights)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(published[name], tensor.float(), rtol=1e-4, atol=1e-5)
+    hidden = torch.randn(1, config.block_size, config.hidden_size)
+    labels = torch.randint(0, config.vocab_size, (1, config.block_size))
+    valid = torch.arange(config.block_size)[None] > 0
+    head, books = (
+        model.lm_head.weight,
+        [weights[f"candidate_selector.{book}_codebook"].float() for book in ("predecessor", "successor")],
+    )
+    likely = torch.randn_like(hidden)
+    loss = drafter._selector_loss(hidden, Selection(labels, valid, head, embedding, likely, 1.0))
+    best = (hidden[0] @ head.T).topk(config.settings.top_k)
+    query = hidden[0] @ weights["candidate_selector.hidden_projection.weight"].float().T
+    before = books[0][labels[0]].roll(1, 0)
+    scores = (best.values + torch.einsum("nr,nkr->nk", query * before, books[1][best.indices])).log_softmax(
+        -1
+    )
+    wanted = (likely[0] @ head.T).gather(1, best.indices).softmax(-1)
+    assert loss.item() == pytest.approx(-(scores * wanted)[1:].sum(1).mean().item(), rel=1e-3)

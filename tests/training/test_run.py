@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -291,11 +292,33 @@ def test_the_command_trains_and_measures(answers, tmp_path, capsys, monkeypatch)
     assert "tokens per pass before the first step, and at best " in printed
     assert "newest weights in checkpoint/" in printed
     assert "acceptance.svg" not in printed
-    assert (
-        main(["train", "evaluate", "--target", "tiny", "--drafter", f"{out}/checkpoint", "--json", *asking])
-        == 0
-    )
-    assert set(json.loads(capsys.readouterr().out)) == {HELD_OUT[0].category, HELD_OUT[1].category, ALL}
+    card = tmp_path / "README.md"
+    card.write_text("# A drafter\n\n## Acceptance\n\nold figures\n\n## Training\n\nlong\n")
+    evaluate = [
+        "train",
+        "evaluate",
+        "--target",
+        "tiny",
+        "--drafter",
+        f"{out}/checkpoint",
+        "--card",
+        str(card),
+    ]
+    assert main([*evaluate, "--json", *asking]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert set(figures) == {HELD_OUT[0].category, HELD_OUT[1].category, ALL}
+    before, measured, after = re.split(r"\n## Acceptance\n|\n## Training\n", card.read_text())
+    assert (before, after) == ("# A drafter\n", "\nlong\n")
+    rows = {
+        cells[1]: cells[2:-1]
+        for cells in (re.split(" *\\| *", line) for line in measured.splitlines())
+        if cells[1:]
+    }
+    assert set(figures) < set(rows)
+    for category, part in figures.items():
+        assert rows[category][0] == f"{part['acceptance_length']:.2f}"
+        assert rows[category][4] == str(part["passes"])
+        assert float(rows[category][5]) >= 1  # at temperature 1
     assert main([*command, "--steps", "10"]) == 0
     (line,) = (tmp_path / "run" / "log.jsonl").read_text().splitlines()
     assert json.loads(line)["memory_bytes"] > 1e6
