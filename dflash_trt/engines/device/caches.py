@@ -60,8 +60,8 @@ class DevicePool(FixedRows):
     def drop(self, slot: int, count: int, left: int) -> None:
         with on(self._stream):
             for rows in self.rows(slot):
-                kept = rows[:, count : count + left]
-                rows[:, :left].copy_(kept if left <= count else kept.clone())
+                kept = rows[:, count : count + left]  # fewer are there of a sequence that was not read here
+                rows[:, : kept.shape[1]].copy_(kept if left <= count else kept.clone())
 
     def room(self, slot: int) -> int:
         """The rows of a slot."""

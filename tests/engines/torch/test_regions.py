@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from dflash_trt import LLM, SamplingParams
+from dflash_trt.bundle.cache_kinds import CacheKind
 from dflash_trt.bundle.manifest import Bundle
-from dflash_trt.engines.device.caches import Regions
+from dflash_trt.engines.device.caches import DeviceCaches, Regions
 from dflash_trt.engines.device.sizes import DECODE
 from dflash_trt.engines.device.stream import HostStream
 
@@ -54,6 +55,16 @@ def test_regions_grow_move_and_keep_their_rows(seed: int) -> None:
             assert torch.equal(pool.rows(i)[0][:, : expected.shape[1]], expected)
         assert pool.regions[DECODE][0].tolist() == [each.start for each in pool._held]
     assert held
+
+
+@pytest.mark.parametrize("regions", [False, True])
+def test_a_window_may_pass_all_rows_that_are_there(regions: bool) -> None:
+    """In a drafter's caches, of a request without drafts that has read a long prompt beside one with drafts."""
+    kind = CacheKind(window=20, stride=32, rows=60, row_bytes=4, layers=(0,))
+    rows = torch.zeros((2, 60, 4) if regions else (1, 2, 60, 4))
+    caches = DeviceCaches({"k_cache.0": rows}, HostStream(), 1, [kind], most=[60] if regions else [])
+    caches.advance(0, [1000], [4])
+    assert caches.bases([], 1) == {"base.20": [960]}
 
 
 def test_requests_that_share_little_memory_have_the_same_tokens(chains: Bundle) -> None:
