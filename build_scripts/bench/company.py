@@ -2,13 +2,15 @@
 and with passes that take a given time.
 
     python -m build_scripts.bench.company [--requests 1,8,32,128] [--pass-ms 6] [--tokens 60] [--delays 0,50,200]
+        [--window ROWS]
 
 The arrays are those of a GPU, over the tests' engines, whose drafts are right in four of five cases. What they compute
 takes no time here. A pass of the target takes --pass-ms for every 256 rows, at least once, and one of the drafter a
 tenth of it, once the pass before has ended and the host has started it. All else takes the CPU time of the host's
 thread. Each number of requests runs twice: with rounds that wait for the results of the ones before, and with rounds
-that start before those where they can. The first table has the milliseconds of a round in which no pass runs, and
-tokens per second.
+that start before those where they can. The first table has the milliseconds of a round in which no pass runs, tokens
+per second, and the share of the rounds that started before. With --window, half of the target's caches have a window,
+as those of gpt-oss do (128), whose rows move down by 256.
 
 For the second table, four times as many requests as slots come at once, with prompts of 20 to 1,200 tokens and answers
 of up to twice --tokens. For each of --delays (milliseconds; 0: a chunk in a step, a prompt in a pass) it has the share
@@ -36,7 +38,8 @@ from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.engines.device.stream import Landing
 from dflash_trt.hardware import processor
 from tests.doubles.device_pool import DevicePool
-from tests.doubles.fake_engines import BLOCK
+from tests.doubles.fake_engines import BLOCK, FakeTarget
+from tests.doubles.fake_states_and_windows import WindowTarget
 from tests.doubles.pool import request
 from tests.doubles.schedules import prompt
 
@@ -101,23 +104,32 @@ def _timed(pool: DevicePool, args: Any) -> Times:
     return times
 
 
-def measure(count: int, args: Any, *, ahead: bool) -> tuple[float, float]:
-    """Milliseconds of a round without a pass, and tokens per second, of requests that have read their prompts."""
-    pool, lengths = DevicePool(count, max_seq_len=args.tokens + 100), FixedLength(BLOCK)
+def measure(count: int, args: Any, *, ahead: bool) -> list[float]:
+    """Milliseconds of a round without a pass, tokens per second, and the percent of the rounds that started ahead, of
+    requests that have read their prompts.
+    """
+    windowed = {"window": args.window, "stride": 256, "most": 512}
+    target = type("Windowed", (WindowTarget,), windowed) if args.window else FakeTarget
+    longest, lengths = (
+        4 + (args.window or 0) * 3,
+        FixedLength(BLOCK),
+    )  # prompts, which end at any place of a stride
+    pool = DevicePool(count, max_seq_len=args.tokens + longest + 100, chunk=longest, target=target)
     times, arrays = _timed(pool, args), pool.pair.arrays
     if not ahead:
         arrays.possible = lambda *given: False
     scheduler, tokens = pool.scheduler, 0
     for i in range(count):
-        scheduler.submit(request(prompt(4, i), SamplingParams(max_tokens=args.tokens)))
+        length = 4 + 37 * i % (longest - 3)
+        scheduler.submit(request(prompt(length, i), SamplingParams(max_tokens=args.tokens)))
     while scheduler.filling or scheduler.waiting:
         scheduler.step(lengths)
     begin = times.end = times.now()
-    times.idle, rounds = 0.0, sum(scheduler.metrics._block_lengths)
+    times.idle, rounds, pool.followed = 0.0, sum(scheduler.metrics._block_lengths), 0
     while not scheduler.idle:
         tokens += sum(len(emission.token_ids) for emission in scheduler.step(lengths))
     rounds = sum(scheduler.metrics._block_lengths) - rounds
-    return 1e3 * times.idle / rounds, tokens / (times.now() - begin)
+    return [1e3 * times.idle / rounds, tokens / (times.now() - begin), 100 * pool.followed / rounds]
 
 
 def admission(slots: int, args: Any, delay: float) -> list[float]:
@@ -152,15 +164,18 @@ def main() -> int:
     parser.add_argument("--requests", type=list_of(at_least(1)), default=[1, 8, 32, 128])
     parser.add_argument("--pass-ms", type=float, default=6.0, metavar="MS")
     parser.add_argument("--tokens", type=at_least(1), default=60, help="of each answer")
+    parser.add_argument("--window", type=at_least(2), metavar="ROWS")
     parser.add_argument("--delays", type=list_of(at_least(0)), default=[0, 50, 200], metavar="MS")
     args = parser.parse_args()
     rows, filled = list[Any](), list[Any]()
     for count in args.requests:
-        both = (*measure(count, args, ahead=False), *measure(count, args, ahead=True))
+        both = measure(count, args, ahead=False)[:2] + measure(count, args, ahead=True)
         rows.append([count, *(round(x, 3) for x in both)])
         for delay in args.delays:
             filled.append([count, delay, *(round(x, 1) for x in admission(count, args, delay))])
-    print(harness.markdown(["requests", "waiting: ms", "tokens/s", "ahead: ms", "tokens/s"], rows))
+    print(
+        harness.markdown(["requests", "waiting: ms", "tokens/s", "ahead: ms", "tokens/s", "ahead: %"], rows)
+    )
     gaps = [f"gap: {which}" for which in ("50%", "99%", "most")]
     print(harness.markdown(["slots", "delay: ms", "in use: %", "tokens/s", *gaps], filled))
     print(json.dumps({"processor": processor(), "pass_ms": args.pass_ms, "rows": rows, "filled": filled}))

@@ -33,11 +33,13 @@ class Runner(Protocol):
 class Following(Protocol):
     """Starts a round before the host has the result of the one before it, from what the device has of that result. It
     has the same requests and as many nodes, in chains.
+
+    Rows of windows lie where the round before needed them, and move once the host knows where this one began.
     """
 
     def possible(self, active: Sequence[Request], nodes: int) -> bool:
         """Whether a round may follow the one that was started last, over so many nodes of these requests: the device
-        decides alone, and where a pass begins moves no rows.
+        decides alone, and caches have room for it.
         """
 
     def prepare(self, nodes: int) -> None:
@@ -51,7 +53,7 @@ class Following(Protocol):
 
     def settle(self, slot: int, start: int, read: int | None) -> None:
         """Note where this round's pass of the target began in a slot, and how many features before that the drafter's
-        read; None: it had no pass.
+        read; None: it had no pass. Rows of windows move there for the next round.
         """
 
 

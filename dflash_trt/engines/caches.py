@@ -203,19 +203,27 @@ class SlotCaches(Generic[P, S]):
             [each.pool.most_rows for each in self.kinds if each.pool.most_rows is not None], default=None
         )
 
-    def advance(self, first: int, starts: Sequence[int], written: Sequence[int]) -> None:
+    def advance(
+        self, first: int, starts: Sequence[int], written: Sequence[int], *, begun: bool = False
+    ) -> bool:
         """Move the rows of the slots from `first` on to where a pass needs them that begins at these positions, and
-        writes so many rows of tokens, or of drafts, into each. Raises MemoryError if they do not fit.
+        writes so many rows of tokens, or of drafts, into each. Raises MemoryError if they do not fit. Returns whether
+        rows moved.
+
+        begun: the pass was started before the rows move, so what it writes moves, too.
         """
+        moved = False
         for each in self.kinds:
             for slot, start, count in zip(range(first, first + len(starts)), starts, written, strict=True):
                 held, base = each.records[slot], each.kind.base(start)
                 if not each.pool.reserve(slot, start - base + count + self.margin):
                     raise MemoryError(f"no cache rows are left for {start + count} tokens")
                 if base > held.base:
-                    each.pool.drop(slot, base - held.base, start - base)
+                    each.pool.drop(slot, base - held.base, start - base + (count if begun else 0))
+                    moved = True
                 held.base, held.last = base, start + count
                 held.first = min(max(held.first, base), start)
+        return moved
 
     def reserve(self, slot: int, length: int) -> bool:
         rows = [(each.pool, length - each.kind.base(length)) for each in self.kinds]
@@ -236,10 +244,11 @@ class SlotCaches(Generic[P, S]):
         if self.states is not None:
             self.states.copy(source, target)
 
-    def stays(self, slot: int, start: int) -> bool:
-        """Whether a pass that begins at this position, or between it and where the last one began, moves no rows."""
+    def holds(self, slot: int, stop: int) -> bool:
+        """Whether a pass that writes rows before this position can leave all rows of a slot where they are."""
         return self.states is None and all(
-            each.kind.base(start) <= each.records[slot].base for each in self.kinds
+            each.kind.window is None or stop <= each.records[slot].base + each.kind.rows
+            for each in self.kinds
         )
 
     def last(self, slot: int) -> int:

@@ -127,6 +127,7 @@ class WindowTarget(FakeTarget):
     """
 
     window, stride, most = 5, 4, 12
+    moves_rows = True
 
     def __init__(self, slots: int, capacity: int) -> None:
         super().__init__(slots, capacity)
@@ -135,7 +136,8 @@ class WindowTarget(FakeTarget):
         self.rows: SlotCaches[Any, Any] = SlotCaches([(kind, _RowPool(slots, rows))], slots)
 
     def total(self, slot: int, length: int) -> int:
-        self.rows.advance(slot, [length], [self.most])
+        if self.moves_rows:
+            self.rows.advance(slot, [length], [self.most])
         self.check_window(slot, length)
         return super().total(slot, length)
 

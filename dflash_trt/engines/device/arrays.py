@@ -322,18 +322,18 @@ class DeviceArrays:
         return self if self.asynchronous else None
 
     def possible(self, active: Sequence[Request], nodes: int) -> bool:
-        """Windows of caches must not move, wherever the round begins, and no state belongs to one position."""
-        longest = max(each.committed for each in active) + nodes
-        runners = [self._target, *([self._drafter] if self._drafter else [])]
+        """Windows of caches have room for the round where their rows lie, and no state belongs to one position."""
+        longest, both = max(each.committed for each in active) + nodes, 2 * self.most_unread
+        written = [(self._target, self._width), *([(self._drafter, both)] if self._drafter else [])]
         return (
             all(self._by_kernels if self._samples_all else (r.params.greedy for r in active))
             and not any(r.params.logprobs for r in active)
             and [r.takes_drafter for r in active] == self._limits[1]
             and (self._drafted > 0) == (nodes > 1)
-            and longest + max(2 * self.most_unread, self._width) < self._capacity
+            and longest + max(both, self._width) < self._capacity
             and all(
-                each.caches.stays(slot, r.committed + nodes)
-                for each in runners
+                runner.caches.holds(slot, r.committed + nodes + rows + 1)  # one for a sink
+                for runner, rows in written
                 for slot, r in enumerate(active)
             )
         )
@@ -359,9 +359,13 @@ class DeviceArrays:
         return Draft(tokens, None, np.zeros((n, 0), np.float32))
 
     def settle(self, slot: int, start: int, read: int | None) -> None:
-        self._target.caches.advance(slot, [start], [self._width])
+        passes = [("target", self._target, start, self._width)]
         if self._drafter is not None and read is not None:
-            self._drafter.caches.advance(slot, [start - read], [read])
+            passes.append(("drafter", self._drafter, start - read, read))
+        with on(self._stream):
+            for role, runner, begin, count in passes:
+                if runner.caches.advance(slot, [begin], [count], begun=True):
+                    self._round.moved(role, slot)
 
     def _copied(self, logits: torch.Tensor, slots: Sequence[int]) -> dict[int, Array]:
         """Where the logits of these slots will be on the host."""

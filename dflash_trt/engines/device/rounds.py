@@ -306,6 +306,11 @@ class RoundMemory:
         next_round(self.part, n, nodes, width, block)
         self._sent, self.landing = b"", None
 
+    def moved(self, role: str, slot: int) -> None:
+        """Tell the device where the rows of a slot lie now, for a round that follows without inputs of the host."""
+        for name, bases in self._runners[role].caches.bases([], slot + 1).items():
+            self._device_parts[f"{role}_{name}"][slot] = bases[slot]
+
     def again(self) -> None:
         """Widen tokens and rows as for the target's last pass."""
         if self._widened is not None:

@@ -6,17 +6,22 @@ docs/torch.md says what this leaves open.
 from __future__ import annotations
 
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from dflash_trt import LLM, SamplingParams
+from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.engines.device.sizes import DECODE, PREFILL
 from dflash_trt.engines.torch import runner
 from dflash_trt.engines.torch.operators import OPERATORS
+from dflash_trt.graph import torch as torch_graph
+from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.cuda_double import Cuda
+from tests.doubles.two_engines import FLOAT32
 from tests.engines.torch.test_pairs import prompts
 
 
@@ -48,6 +53,35 @@ def test_graphs_of_every_shape_give_the_tokens_of_a_cpu(chains: Bundle, gpu: pyt
         assert len(target._captured) >= 2
         assert all(graph.replays for graph in Cuda.graphs)
         assert {slot for _, slot in target._captured} == {0}  # each is for any slots
+
+
+def test_rounds_that_start_ahead_move_the_rows_of_windows(tmp_path: Path, gpu: pytest.MonkeyPatch) -> None:
+    """While the next round runs, for the one after it: of the target and of the drafter."""
+    gpu.setattr(torch_graph, "STRIDE", 32)
+    windowed = {"sliding_window": 20, "layer_types": ("sliding_attention", "full_attention"), "layers": 2}
+    target = make_target(tmp_path / "target", favourites=6, **windowed)
+    drafter = make_drafter(tmp_path / "drafter", target, block_size=4, taps=(0, 1), **windowed)
+    made = {"engine": "torch", "precision": FLOAT32, "max_seq_len": 200}
+    bundle = build(str(target), str(drafter), tmp_path / "bundle", **made)
+    found, moved, followed = list[Any](), list[str](), list[int]()
+    for on_gpu in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Cuda, "is_available", staticmethod(lambda on_gpu=on_gpu: on_gpu))
+            llm = LLM(bundle.path, max_batch_size=3, prefill_chunk=32)
+        with llm:
+            pair = llm.runtime.pair
+            move, follow = pair.arrays._round.moved, pair.follow
+            gpu.setattr(
+                pair.arrays._round, "moved", lambda role, slot, f=move: moved.append(role) or f(role, slot)
+            )
+            gpu.setattr(pair, "follow", lambda active, n, f=follow: followed.append(n) or f(active, n))
+            asked = params(0.0, 60, 75, 90)
+            found.append([c.token_ids for c in llm.generate(prompts()[:3], asked, block_length=4)])
+            rounds = sum(llm.metrics._block_lengths)
+    assert found[0] == found[1]
+    assert moved.count("target") > 4
+    assert moved.count("drafter") > 4
+    assert len(followed) > rounds / 2
 
 
 def test_a_prompt_s_pass_of_a_drafter_fills_its_caches_alone(chains: Bundle) -> None:
