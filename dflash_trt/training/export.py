@@ -176,7 +176,7 @@ TensorRT-LLM's configuration file:
 {refused}## Training
 
 {steps} steps of {recipe.batch_size} answers with up to {recipe.anchors} blocks each, on {answers} answers of the target
-itself ({answer_tokens} tokens; {categories}). Weights of the loss: D-PACE (arXiv 2605.18810); AdamW, learning rate
+itself ({answer_tokens} tokens; {categories}). Weights of the loss: D-PACE (arXiv 2605.18810); Muon, learning rate
 {recipe.learning_rate:g}; {recipe.shorter:.0%} of the blocks shorter. Trained with `dflash-trt train drafter`.
 {measured}"""
 

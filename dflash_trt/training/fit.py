@@ -37,7 +37,7 @@ from dflash_trt.prompts import Prompt, read_prompts
 from dflash_trt.training.answers import hold_out, read_answers, summary
 from dflash_trt.training.evaluation import ALL, average, measure, read_history
 from dflash_trt.training.own_prompts import script, write_own_prompts
-from dflash_trt.training.recipe import AnswerSampling, Design, Recipe
+from dflash_trt.training.recipe import NEW_RATE, AnswerSampling, Design, Recipe
 from dflash_trt.training.regenerate import regenerate_with_bundle
 from dflash_trt.training.run import run
 
@@ -265,6 +265,7 @@ class Fit:
             anchors=_ANCHORS,
             max_length=_POSITIONS,
             distill=0.8,
+            learning_rate=NEW_RATE if self.start is None else None,  # also where a trial is continued
             limit=_HELD_OUT,
         )
 

@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -34,6 +34,9 @@ from dflash_trt.training.target import FeatureStore, FrozenTarget, matrix_dtype
 
 _OPTIONS = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _SEPARATOR = "|"
+
+_SHARES = (1.0, 0.1)  # of the rate, for matrices and for the rest
+Optimizers = Sequence[torch.optim.Optimizer]
 
 
 def train(
@@ -60,11 +63,8 @@ def train(
     """
     out.mkdir(parents=True, exist_ok=True)
     _same_recipe(out / "recipe.json", recipe, accelerator)
-    optimizer: Any = torch.optim.AdamW(
-        drafter.parameters(), recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
-    )
-    module, optimizer = accelerator.prepare(drafter, optimizer)
-    start = load_state(out / "state", module, optimizer)
+    module, *optimizers = accelerator.prepare(drafter, *_optimizers(drafter))
+    start = load_state(out / "state", module, optimizers)
     first = accelerator.is_main_process
     store = _store(drafter, target, batches, recipe, out, accelerator)
     log = _Log(out / "log.jsonl", accelerator.device, report)
@@ -79,27 +79,38 @@ def train(
         weigh(0)
     with _asked_to_end() as asked:
         for step in range(start, recipe.steps):
-            rate = recipe.learning_rate * recipe.factor(step)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
+            rate = recipe.rate(step)
+            for optimizer, share in zip(optimizers, _SHARES, strict=True):
+                optimizer.param_groups[0]["lr"] = share * rate
             loss, blocks = _step(module, target, batches, recipe, step, accelerator, store)
             accelerator.backward(loss)
             accelerator.clip_grad_norm_(module.parameters(), recipe.clip)
-            optimizer.step()
-            optimizer.zero_grad()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
             flag = torch.tensor([float(asked())], device=accelerator.device)
             total: Any = accelerator.reduce(flag, "sum")  # all processes stop after the same step
             done, ending = step + 1, bool(total.item() > 0)
             if first:
                 log.add(done, loss.item(), rate, blocks)
             if done % save_every == 0 or ending or done == recipe.steps:
-                save_state(out / "state", module, optimizer, done, write=first)
+                save_state(out / "state", module, optimizers, done, write=first)
             if ending:
                 return
             if done == recipe.steps or (evaluate_every and done % evaluate_every == 0):
                 weigh(done)
     if store is not None:
         store.remove()
+
+
+def _optimizers(drafter: DrafterModel) -> Optimizers:
+    """Muon for matrices, with updates of AdamW's size, and AdamW for the rest. Each step sets their rates."""
+    matrices = [parameter for parameter in drafter.parameters() if parameter.ndim == 2]
+    rest = [parameter for parameter in drafter.parameters() if parameter.ndim != 2]
+    return (
+        torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0),
+    )
 
 
 def _store(
@@ -200,11 +211,9 @@ def _step(
     return loss if added is None else loss + added, int((blocks.anchors >= 0).sum())
 
 
-def save_state(
-    folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, step: int, *, write: bool
-) -> None:
+def save_state(folder: Path, module: nn.Module, optimizers: Optimizers, step: int, *, write: bool) -> None:
     """Save the state after `step` steps. All processes call this; only the one with `write` writes."""
-    weights, state = get_state_dict(module, optimizer, options=_OPTIONS)
+    weights, state = get_state_dict(module, optimizers, options=_OPTIONS)
     if not write:
         return
     tensors = {f"model{_SEPARATOR}{name}": value for name, value in weights.items()}
@@ -218,7 +227,7 @@ def save_state(
         write_object(work / "state.json", {"step": step})
 
 
-def load_state(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def load_state(folder: Path, module: nn.Module, optimizers: Optimizers) -> int:
     """Restore the last complete state. Returns the number of finished steps, 0 without a state.
 
     Raises DFlashError if the state belongs to another model or optimizer.
@@ -239,11 +248,11 @@ def load_state(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer
             parameter, _, key = rest.rpartition(_SEPARATOR)
             state.setdefault(parameter, {})[key] = value
     # Offloaded to the CPU, the dictionaries exist in the first process only. Here every process needs them.
-    _, current = get_state_dict(module, optimizer, options=StateDictOptions(full_state_dict=True))
+    _, current = get_state_dict(module, optimizers, options=StateDictOptions(full_state_dict=True))
     if {n: set(v) for n, v in current["state"].items()} != {n: set(v) for n, v in state.items()}:  # type: ignore[arg-type]
         raise DFlashError(f"{place}: belongs to another drafter or optimizer; choose another --out")
     held: dict[str, Any] = {"state": state, "param_groups": current["param_groups"]}
-    set_state_dict(module, optimizer, model_state_dict=weights, optim_state_dict=held, options=_OPTIONS)
+    set_state_dict(module, optimizers, model_state_dict=weights, optim_state_dict=held, options=_OPTIONS)
     return int(step)
 
 

@@ -34,7 +34,7 @@ from dflash_trt.training.dflash2 import DFlash2Drafter
 from dflash_trt.training.evaluation import average, draw_curve, measure, read_history
 from dflash_trt.training.export import model_card
 from dflash_trt.training.loop import make_accelerator, train
-from dflash_trt.training.recipe import Design, Recipe
+from dflash_trt.training.recipe import FURTHER_RATE, NEW_RATE, Design, Recipe
 from dflash_trt.training.target import FrozenTarget, matrix_dtype
 
 _ARCHITECTURES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
@@ -71,6 +71,8 @@ def run(
                 f"{data}: answer {answer.id} has token {largest}, but the target embeds {target_config.vocab_size}: "
                 "the answers are of another target"
             )
+    if recipe.learning_rate is None:
+        recipe = replace(recipe, learning_rate=NEW_RATE if design.checkpoint is None else FURTHER_RATE)
     answers, prompts = hold_out(answers, held_out, data)
     if held_out is not None:
         recipe = replace(recipe, held_out=digest(prompts))

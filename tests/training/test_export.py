@@ -146,7 +146,7 @@ def test_speculators_own_reader_loads_it(tmp_path: Path) -> None:
 def test_the_card_has_the_commands_with_the_drafters_numbers() -> None:
     config = json.loads((DRAFTER / "config.json").read_text())
     counts = {"steps": 3, "categories": {"chat": 2}, "answers": 2, "answer_tokens": 9}
-    text = model_card("org/name", dflash2_config(config), [1, 3], Recipe(steps=3), counts)
+    text = model_card("org/name", dflash2_config(config), [1, 3], Recipe(steps=3, learning_rate=0.01), counts)
     (vllm,) = re.findall(r"vllm serve org/name --speculative-config '(.*)'", text)
     assert json.loads(vllm) == {"method": "dflash", "model": "DIR", "num_speculative_tokens": 7}
     (section,) = re.findall(r"^    speculative_config: (.*)", text, re.M)

@@ -198,7 +198,7 @@ def test_a_short_training_makes_drafts_longer(answers: Path, tmp_path: Path) -> 
     out = tmp_path / "run"
     held_out = tmp_path / "held_out.jsonl"
     write_prompts(held_out, HELD_OUT)
-    recipe = replace(SMALL, steps=60, anchors=16, learning_rate=4e-3, max_length=200, eval_tokens=32)
+    recipe = replace(SMALL, steps=60, anchors=16, learning_rate=None, max_length=200, eval_tokens=32)
     run(TARGET, "tiny", answers, out, Design(layers=1), recipe, held_out=held_out, evaluate_every=30)
     assert {path.stat().st_mode & 0o777 for path in out.rglob("*") if path.is_file()} == {0o666 & ~umask()}
     history = read_history(out / "evaluation.jsonl")
