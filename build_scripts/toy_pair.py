@@ -35,7 +35,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from build_scripts import harness
 from build_scripts.corpus.corpus import CATEGORIES, Example, library_documents, training_examples
 from dflash_trt.checkpoint.catalogue import SHIPPED
-from dflash_trt.formats.fp4 import quantize_mxfp4
+from dflash_trt.formats.floats import quantize_mxfp4
 from dflash_trt.text.tokenizer import Tokenizer
 
 SEQUENCE = 512  # tokens of a row

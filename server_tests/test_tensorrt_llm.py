@@ -10,7 +10,7 @@ import pytest
 
 from dflash_trt.building.build import build
 from dflash_trt.text.tokenizer import Tokenizer
-from dflash_trt.trtllm.options import TensorRTLLMOptions
+from dflash_trt.trtllm import TensorRTLLMOptions
 from server_tests.serving import Serving
 
 ROOT = Path(__file__).parent.parent

@@ -30,9 +30,8 @@ from dflash_trt.bundle.workspace import (
     silent,
     workspace,
 )
-from dflash_trt.checkpoint.compatibility import check_tokenizers
 from dflash_trt.checkpoint.draft_vocabulary import FILE, read_draft_vocabulary
-from dflash_trt.checkpoint.pair import CheckpointPair, Side, Source
+from dflash_trt.checkpoint.pair import CheckpointPair, Side, Source, check_tokenizers
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
 from dflash_trt.engines import registry
 from dflash_trt.engines.base import BuildJob, BuildSettings, Engine, EngineOptions, Weights

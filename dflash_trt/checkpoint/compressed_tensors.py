@@ -23,7 +23,7 @@ from dflash_trt.checkpoint.rules import (
 from dflash_trt.errors import show
 from dflash_trt.formats import Algorithm
 from dflash_trt.formats.base import BLOCK
-from dflash_trt.formats.fp4 import NVFP4_BLOCK
+from dflash_trt.formats.floats import NVFP4_BLOCK
 
 _GROUPS = 1024
 _LINEAR = ("Linear", "LinearBase")  # classes of modules that are linear layers here

@@ -24,7 +24,7 @@ from dflash_trt.checkpoint.tensors import Checkpoint, Outline, TensorInfo, adjac
 from dflash_trt.errors import CheckpointError, quoted
 from dflash_trt.formats import FORMATS, Algorithm, NumberFormat
 from dflash_trt.formats.base import BLOCK, EXPONENT_DTYPES, FLOAT_DTYPES, FileLayout, Form
-from dflash_trt.formats.fp8 import FP8
+from dflash_trt.formats.floats import FP8
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .base import Algorithm, NumberFormat
-from .fp4 import MXFP4, NVFP4
-from .fp8 import FP8
+from .floats import FP8, MXFP4, NVFP4
 from .integers import INT4, INT8
 
 __all__ = ["ALGORITHMS", "FORMATS", "INT4", "MXFP4", "SCHEMES", "Algorithm", "NumberFormat"]

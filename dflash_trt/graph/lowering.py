@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from dflash_trt.checkpoint.linears import StoredLinear
 from dflash_trt.formats.base import BLOCK
-from dflash_trt.formats.fp4 import NVFP4_BLOCK
+from dflash_trt.formats.floats import NVFP4_BLOCK
 from dflash_trt.formats.numbers import E2M1_MAX, E4M3_MAX, E4M3_MIN
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 

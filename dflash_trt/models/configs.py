@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from dflash_trt.checkpoint.compatibility import check_pair
 from dflash_trt.checkpoint.fields import Fields
+from dflash_trt.checkpoint.pair import check_pair
 from dflash_trt.checkpoint.quantization import read_quantization
 from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
 from dflash_trt.models.drafters import KINDS, speculators

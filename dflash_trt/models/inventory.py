@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from dflash_trt.checkpoint import draft_vocabulary
+from dflash_trt.checkpoint.draft_vocabulary import FILE, read_draft_vocabulary
 from dflash_trt.checkpoint.linears import stored_linear
 from dflash_trt.checkpoint.quantization import read_quantization
-from dflash_trt.checkpoint.roles import parameters_of, role_of
 from dflash_trt.checkpoint.rules import Quantization
 from dflash_trt.checkpoint.schema import DecoderConfig, DrafterConfig, TargetConfig
-from dflash_trt.checkpoint.tensors import Checkpoint, Outline, TensorInfo
+from dflash_trt.checkpoint.tensors import Checkpoint, Outline, TensorInfo, parameters_of, role_of
 from dflash_trt.errors import UsageError
 from dflash_trt.formats import FORMATS, MXFP4
 from dflash_trt.formats.base import FLOAT_DTYPES
@@ -137,13 +136,13 @@ class Inventory:
         0: it has a head of its own.
         """
         assert self.drafter is not None
-        file = self.drafter.path.parent / draft_vocabulary.FILE
+        file = self.drafter.path.parent / FILE
         whole = self.target.vocab_size
         if self.drafter.own_head or any(t.name == "lm_head.weight" for t in self.tensors["drafter"]):
             return 0
         if not file.is_file():
             return whole
-        return len(draft_vocabulary.read_draft_vocabulary(file, whole))
+        return len(read_draft_vocabulary(file, whole))
 
     def group_size(self, side: str, scheme: str) -> int:
         """Weights per scale, as `dflash-trt quantize` chooses them."""

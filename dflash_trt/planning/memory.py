@@ -1,7 +1,7 @@
 """The memory of a pair on one GPU, and the longest context and the largest batch that fit beside it.
 
 Everything but activations and the runtime's own memory follows exactly from the configurations. For these two, an
-engine has allowances of its own (traits.py), and activations are estimated from shapes.
+engine has allowances of its own (`TRAITS`), and activations are estimated from shapes.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
-from dflash_trt.checkpoint.roles import role_of
-from dflash_trt.checkpoint.tensors import Checkpoint, TensorInfo
+from dflash_trt.checkpoint.tensors import Checkpoint, TensorInfo, role_of
 from dflash_trt.errors import BuildError, UsageError
 from dflash_trt.formats import FORMATS, Algorithm, NumberFormat
 from dflash_trt.formats.base import FLOAT_DTYPES

@@ -8,9 +8,8 @@ from typing import Any
 
 from dflash_trt.building.first_use import check_path
 from dflash_trt.bundle.manifest import Bundle
-from dflash_trt.checkpoint.roles import parameters_of
 from dflash_trt.checkpoint.schema import DecoderConfig, DrafterConfig, TargetConfig
-from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.checkpoint.tensors import Checkpoint, parameters_of
 from dflash_trt.engines.registry import engine_of
 from dflash_trt.errors import CheckpointError
 from dflash_trt.models.configs import is_drafter, read_drafter_config, read_target_config

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dflash_trt.checkpoint.compatibility import check_pair
 from dflash_trt.checkpoint.draft_vocabulary import FILE
+from dflash_trt.checkpoint.pair import check_pair
 from dflash_trt.checkpoint.schema import TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import CheckpointError, DFlashError

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dflash_trt.checkpoint.compatibility import check_pair
 from dflash_trt.checkpoint.draft_vocabulary import FILE, read_draft_vocabulary
+from dflash_trt.checkpoint.pair import check_pair
 from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import CheckpointError

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash_trt.engines.base import Availability, BuildSettings, Engine, RunSettings, Weights
+from dflash_trt.engines.base import Availability, BuildSettings, Engine, EngineOptions, RunSettings, Weights
 from dflash_trt.engines.packages import installation
 from dflash_trt.errors import BuildError, UsageError
-from dflash_trt.trtllm.options import TensorRTLLMOptions
+from dflash_trt.options import option
 
 if TYPE_CHECKING:
     from dflash_trt.bundle.manifest import Bundle
@@ -21,6 +22,27 @@ if TYPE_CHECKING:
     from dflash_trt.models.inventory import Inventory
     from dflash_trt.trtllm.driver import Driver
     from dflash_trt.trtllm.job import ConfigurationJob
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorRTLLMOptions(EngineOptions):
+    """The user's settings. None: computed.
+
+    `tensor_parallel` GPUs share every layer; the experts are spread over `expert_parallel` of them."""
+
+    title = "TensorRT-LLM"
+    batch = "what fits, at most 64"
+
+    gpu: str = option("b200, h200, rtx-pro-6000, ... (dflash-trt plan --gpus)", "NAME")
+    tensor_parallel: int = option(
+        "GPUs that share every layer (default: 1)", "N", flag="--tp", least=1, default=1
+    )
+    expert_parallel: int = option(
+        "GPUs that share the experts (default: 1)", "N", flag="--ep", least=1, default=1
+    )
+    gpus_per_node: int | None = option("default: what such machines have", "N", least=1, default=None)
+    max_batch_size: int | None = None
+
 
 # Architectures with Gated DeltaNet that DFlash was run with: Qwen3.5-4B, Qwen3.5-35B-A3B and Qwen3.6-35B-A3B in
 # TensorRT-LLM's own tests (NVIDIA/TensorRT-LLM#15132, #16914, #18553), Qwen3.8-27B with DFlash2 by a user (#18085).

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dflash_trt.checkpoint.compatibility import check_pair
 from dflash_trt.checkpoint.fields import Fields
+from dflash_trt.checkpoint.pair import check_pair
 from dflash_trt.checkpoint.quantization import QUANT_CONFIG, read_quantization
 from dflash_trt.checkpoint.rope import RopeConfig
 from dflash_trt.checkpoint.schema import DrafterConfig, MoEConfig, TargetConfig

@@ -18,7 +18,7 @@ from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import BuildError, BundleError, CheckpointError
 from dflash_trt.quantization.convert import quantize
 from dflash_trt.serving.deploy import deploy
-from dflash_trt.trtllm.options import TensorRTLLMOptions
+from dflash_trt.trtllm import TensorRTLLMOptions
 from tests.bundle.test_bundle import build_pair, built, bundle, checkpoints, leftovers, manifest_of
 from tests.doubles.checkpoints import make_drafter, make_target
 

@@ -11,7 +11,7 @@ import pytest
 from dflash_trt.building import sources
 from dflash_trt.building.sources import Source, find_sources, resolve
 from dflash_trt.checkpoint.catalogue import PAIRS, KnownPair, find_drafter, known_configs, known_pair
-from dflash_trt.checkpoint.compatibility import check_pair, check_tokenizers
+from dflash_trt.checkpoint.pair import check_pair, check_tokenizers
 from dflash_trt.engines import registry
 from dflash_trt.errors import CheckpointError, PairError
 from dflash_trt.models.configs import read_drafter_config, read_target_config

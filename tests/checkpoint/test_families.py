@@ -26,7 +26,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbed
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRotaryEmbedding
 
 from dflash_trt.checkpoint.catalogue import PAIRS, known_configs
-from dflash_trt.checkpoint.compatibility import check_pair
+from dflash_trt.checkpoint.pair import check_pair
 from dflash_trt.checkpoint.rope import RopeConfig, inverse_frequencies
 from dflash_trt.checkpoint.schema import DrafterConfig, MoEConfig, TargetConfig
 from dflash_trt.errors import CheckpointError

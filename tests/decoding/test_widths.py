@@ -21,7 +21,7 @@ from dflash_trt.engines import registry
 from dflash_trt.errors import UsageError
 from dflash_trt.graph import onnxruntime as functions
 from dflash_trt.hardware import cores
-from dflash_trt.trtllm.options import TensorRTLLMOptions
+from dflash_trt.trtllm import TensorRTLLMOptions
 from tests.doubles.checkpoints import VOCAB, make_drafter, make_target
 from tests.doubles.commands import Command
 from tests.doubles.family_checkpoints import make_gpt_oss

@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 
 from dflash_trt.checkpoint.linears import StoredLinear, quantized_layers, shape_of, stored_linear
 from dflash_trt.checkpoint.tensors import INDEX, Checkpoint
-from dflash_trt.checkpoint.widening import widened_pieces
 from dflash_trt.formats.base import BLOCK
 from dflash_trt.formats.numbers import BYTE_TO_PAIR, E4M3, E8M0
+from dflash_trt.quantization.repack import widened_pieces
 from tests.doubles.quantized_checkpoints import encoded, write_quant_config
 
 

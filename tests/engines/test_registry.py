@@ -23,7 +23,7 @@ from dflash_trt.extras import install
 from dflash_trt.formats.precision import Precision
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.reports.environment import REQUIRED
-from dflash_trt.trtllm.options import TensorRTLLMOptions
+from dflash_trt.trtllm import TensorRTLLMOptions
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.one_gpu import one_gpu
 

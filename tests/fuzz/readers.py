@@ -22,8 +22,8 @@ from dflash_trt.building.build import build
 from dflash_trt.building.defaults import choose_block_size, choose_max_seq_len
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.checkpoint.catalogue import known_configs
-from dflash_trt.checkpoint.compatibility import check_pair, check_tokenizers
 from dflash_trt.checkpoint.linears import stored_linear
+from dflash_trt.checkpoint.pair import check_pair, check_tokenizers
 from dflash_trt.checkpoint.quantization import read_quantization
 from dflash_trt.checkpoint.rope import inverse_frequencies
 from dflash_trt.checkpoint.tensors import Checkpoint

@@ -17,8 +17,7 @@ from dflash_trt import hardware
 from dflash_trt.bundle.workspace import silent
 from dflash_trt.checkpoint import gguf_blocks
 from dflash_trt.checkpoint.linears import stored_linear
-from dflash_trt.checkpoint.roles import parameters_of
-from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.checkpoint.tensors import Checkpoint, parameters_of
 from dflash_trt.engines.onnxruntime import products
 from dflash_trt.engines.onnxruntime.products import bytes_are_exact, channels_pay, fewest_rows
 from dflash_trt.formats import FORMATS

@@ -23,7 +23,7 @@ from dflash_trt.engines.torch.kernels import LayerKernels
 from dflash_trt.engines.torch.program import Graph
 from dflash_trt.errors import CheckpointError
 from dflash_trt.graph import onnxruntime as functions
-from dflash_trt.graph import tensorrt_experts
+from dflash_trt.graph import tensorrt
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.dialect import Dialect
 from dflash_trt.graph.onnxruntime import OnnxRuntime
@@ -187,7 +187,7 @@ def test_what_tensorrt_gets_against_numpy(
     tmp_path: Path, name: str, widened_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32, with TensorRT's own operators as functions of standard ones."""
-    monkeypatch.setattr(tensorrt_experts, "WIDENED_BYTES", widened_bytes)
+    monkeypatch.setattr(tensorrt, "WIDENED_BYTES", widened_bytes)
     checkpoint = write(tmp_path / "source", name)
     checkpoint = int4_by_row(checkpoint, tmp_path, silent) if name == "AWQ" else write(tmp_path, name)
     exported = model(checkpoint, TensorRT(FLOAT))

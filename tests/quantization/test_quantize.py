@@ -28,7 +28,7 @@ from dflash_trt.graph import onnxruntime as functions
 from dflash_trt.quantization.convert import quantize
 from dflash_trt.quantization.repack import in_bf16
 from dflash_trt.reports.inspection import inspect
-from dflash_trt.trtllm.options import TensorRTLLMOptions
+from dflash_trt.trtllm import TensorRTLLMOptions
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.formats import in_fp8_blocks, split, widen
 from tests.doubles.quantized_checkpoints import write_safetensors

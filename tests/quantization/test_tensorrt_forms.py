@@ -27,7 +27,7 @@ from dflash_trt.errors import BuildError
 from dflash_trt.formats.base import Algorithm
 from dflash_trt.formats.numbers import E4M3, E8M0
 from dflash_trt.formats.precision import parse_precision
-from dflash_trt.graph import tensorrt_experts
+from dflash_trt.graph import tensorrt
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.quantized import QuantizedLinear
 from dflash_trt.graph.quantized_experts import ExpertLayer, Projection, Stack
@@ -273,7 +273,7 @@ def test_scratch_memory_holds_what_one_product_widens(
         return int(plan_of(g, folder, 120)["activation_bytes"])
 
     at_once = scratch(1)
-    monkeypatch.setattr(tensorrt_experts, "WIDENED_BYTES", 0)
+    monkeypatch.setattr(tensorrt, "WIDENED_BYTES", 0)
     two, of_all_layers = scratch(1), scratch(layers)
     assert two < at_once - 2 * matrix
     assert of_all_layers - two < matrix

@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from dflash_trt.checkpoint.compatibility import check_tokenizers
+from dflash_trt.checkpoint.pair import check_tokenizers
 from dflash_trt.errors import CheckpointError, RequestError
 from dflash_trt.text import chat_template, sandbox
 from dflash_trt.text.tokenizer import Tokenizer

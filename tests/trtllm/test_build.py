@@ -23,7 +23,7 @@ from dflash_trt.errors import BuildError, CheckpointError, DFlashError
 from dflash_trt.models.configs import read_drafter_config
 from dflash_trt.quantization.convert import quantize
 from dflash_trt.reports.inspection import inspect
-from dflash_trt.trtllm.options import TensorRTLLMOptions
+from dflash_trt.trtllm import TensorRTLLMOptions
 from tests.doubles.checkpoints import make_drafter, make_target, write_json
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter, make_qwen3_moe
 from tests.doubles.formats import compressed

@@ -17,10 +17,10 @@ from dflash_trt.models.inventory import Inventory, take_inventory
 from dflash_trt.planning.estimate import GIB
 from dflash_trt.planning.gpus import gpus
 from dflash_trt.planning.memory import arena_bytes
-from dflash_trt.planning.traits import TRAITS
+from dflash_trt.planning.weights import TRAITS
+from dflash_trt.trtllm import TensorRTLLMOptions
 from dflash_trt.trtllm.configuration import CONTAINER, Configuration, configure
 from dflash_trt.trtllm.job import launch_files
-from dflash_trt.trtllm.options import TensorRTLLMOptions
 from dflash_trt.trtllm.targets import DFLASH2, TargetQuantization, target_quantization
 from tests.doubles.tensorrt_llm_double import SCHEMA
 

@@ -15,8 +15,7 @@ from dflash_trt import LLM, AsyncLLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.cli import main
 from dflash_trt.errors import DFlashError, RequestError
-from dflash_trt.trtllm import installed
-from dflash_trt.trtllm.options import TensorRTLLMOptions
+from dflash_trt.trtllm import TensorRTLLMOptions, driver
 from tests.doubles.exposition import Exposition
 from tests.doubles.tensorrt_llm_double import make_double
 
@@ -290,7 +289,7 @@ def test_what_is_missing_here_is_reported_before_loading(
     if lacks == "value":
         double.llmapi.KvCacheConfig.model_fields["dtype"]["enum"] = ["fp8", "nvfp4"]
     elif lacks == "libcuda":
-        monkeypatch.setattr(installed.importlib, "import_module", Mock(side_effect=OSError(lacks)))
+        monkeypatch.setattr(driver.importlib, "import_module", Mock(side_effect=OSError(lacks)))
     else:
         monkeypatch.setitem(sys.modules, lacks, None)
     with pytest.raises(DFlashError, match=message):

@@ -12,8 +12,8 @@ import pytest
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.errors import DFlashError
-from dflash_trt.trtllm.installed import read_llm_args
-from dflash_trt.trtllm.options import TensorRTLLMOptions
+from dflash_trt.trtllm import TensorRTLLMOptions
+from dflash_trt.trtllm.driver import read_llm_args
 
 SERVER = ["env", "HOST=127.0.0.1", "PORT=8000", "bash", "launch/serve.sh"]
 TWO_NODES = TensorRTLLMOptions(gpu="h200", tensor_parallel=2, gpus_per_node=1)

@@ -17,7 +17,7 @@ from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.cli import main
 from dflash_trt.errors import BuildError, CheckpointError, DFlashError
 from dflash_trt.reports.inspection import inspect
-from dflash_trt.trtllm.options import TensorRTLLMOptions
+from dflash_trt.trtllm import TensorRTLLMOptions
 from dflash_trt.trtllm.targets import TARGETS, read_target, target_quantization
 from tests.doubles.checkpoints import IM_END, MASK, VOCAB, make_drafter, make_tokenizer, write_json
 

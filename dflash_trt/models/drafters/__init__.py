@@ -12,7 +12,6 @@ from dflash_trt.models.drafters import (
     dspark,
     eagle3,
     mtp,
-    muse_glimmer,
     speculators,
 )
 from dflash_trt.models.drafters.kind import DrafterKind, DrafterParts
@@ -21,7 +20,7 @@ _KINDS = (
     dflash.KIND,
     dflash2.KIND,
     *dspark.KINDS,
-    muse_glimmer.KIND,
+    dflash.MUSE_GLIMMER,
     *eagle3.KINDS,
     *mtp.KINDS,
     *speculators.KINDS.values(),

@@ -11,10 +11,21 @@ from functools import partial
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.fields import Fields, stated
+from dflash_trt.checkpoint.rope import read_rope
 from dflash_trt.checkpoint.schema import DrafterConfig, LayerAttention
-from dflash_trt.models.drafters.block import BlockPass
+from dflash_trt.models.decoder import soft_capped
+from dflash_trt.models.drafters.block import BlockPass, BlockSettings
 from dflash_trt.models.drafters.kind import DrafterKind, DrafterParts
-from dflash_trt.models.reading import QWEN_HEAD_DIM, decoder, layer_ids, must_equal, refuse, softcap, windows
+from dflash_trt.models.reading import (
+    QWEN_HEAD_DIM,
+    decoder,
+    layer_ids,
+    must_equal,
+    place_window,
+    refuse,
+    softcap,
+    windows,
+)
 
 BLOCK = 1024  # published drafters have 8 to 16
 ROW_SCALE = "input_embedding_scale"
@@ -107,3 +118,38 @@ def build_dflash(parts: DrafterParts) -> ir.Model:
 
 # All published DFlashDraftModels have model_type "qwen3" for any target: their layers are Qwen3's.
 KIND = DrafterKind("DFlashDraftModel", "qwen3", read_dflash, build_dflash)
+
+
+def _read_muse_glimmer(fields: Fields) -> DrafterConfig:
+    """Muse Glimmer by Meta has no embedding, head or vocabulary of its own, and windows that reach both ways."""
+    mask = fields.integer("mask_token_id", minimum=0)
+    # The file has no vocab_size: it is the target's.
+    filled = Fields(fields.path, {"vocab_size": mask + 1, **fields.values}, fields.prefix)
+    common = decoder(filled, head_dim=128, qk_norm=True, rope=read_rope(fields, theta=500_000.0))
+    # Transformers lets such layers see as far as this in both directions. Our windows count the row itself.
+    window, layers = 1 + fields.integer("sliding_window", default=2048), common["num_hidden_layers"]
+    windows = place_window(fields, layers, window, ["sliding_attention"] * layers)
+    return DrafterConfig(
+        **common,
+        layers=tuple(LayerAttention(False, size) for size in windows),
+        block_size=fields.integer("block_size", minimum=2, maximum=BLOCK),
+        mask_token_id=mask,
+        target_layer_ids=layer_ids(fields, "target_layer_ids"),
+        settings=BlockSettings(fusion=("encoder.fc", "encoder.output_norm_enc")),
+    )
+
+
+def _build_muse_glimmer(parts: DrafterParts) -> ir.Model:
+    """DFlash's graph with other names. The logits are the target's, multiplied and soft-capped alike."""
+    block = BlockPass(parts)
+    logits = block.logits(block.drafted(), multiplier=block.target.logit_multiplier)
+    return block.model(*block.best(soft_capped(block.g, logits, block.target.logit_softcap)))
+
+
+MUSE_GLIMMER = DrafterKind(
+    "MuseGlimmerAssistantModel",
+    "muse_glimmer_assistant",
+    _read_muse_glimmer,
+    _build_muse_glimmer,
+    vocabulary_of_target=True,
+)

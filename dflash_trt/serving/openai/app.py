@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
@@ -20,6 +22,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import dflash_trt
 from dflash_trt.decoding.metrics import PREFIX
+from dflash_trt.errors import DFlashError
+from dflash_trt.prompts import MOST_BYTES
 from dflash_trt.serving.openai import reading
 from dflash_trt.serving.openai.chat import Chat
 from dflash_trt.serving.openai.completions import Completions
@@ -27,7 +31,6 @@ from dflash_trt.serving.openai.engine import EngineDownError, EngineProcess
 from dflash_trt.serving.openai.errors import REASONS, ApiError, from_validation, log_refusal
 from dflash_trt.serving.openai.generation import cache_salt, event
 from dflash_trt.serving.openai.model import Model
-from dflash_trt.serving.openai.prompt_log import PromptLog
 from dflash_trt.serving.openai.protocol import (
     Body,
     ChatRequest,
@@ -345,3 +348,44 @@ def _card(model: Model) -> dict[str, Any]:
         "max_model_len": model.max_seq_len,
         "block_size": model.block_size,
     }
+
+
+class PromptLog:
+    """A prompt file that chats of text without tools are added to, a JSON line each; only this user may read it.
+
+    It ends where a prompt file may be no larger, or at the first error of the disk; answers go on. `say` tells that.
+
+    Raises DFlashError if the file cannot be written.
+    """
+
+    def __init__(self, file: Path, say: Callable[[str], None]) -> None:
+        try:
+            self._descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise DFlashError(f"--log-prompts {file}: cannot be written ({error.strerror})") from None
+        self._file, self._say, self._size = file, say, os.fstat(self._descriptor).st_size
+        self._open = True
+
+    def add(self, body: ChatRequest, request_id: str) -> None:
+        messages = body.messages
+        if body.tools or not all(
+            isinstance(message, dict) and isinstance(message.get("content"), str) for message in messages
+        ):
+            return
+        kept = [{"role": message.get("role"), "content": message["content"]} for message in messages]
+        line: dict[str, Any] = {"id": request_id, "category": "served", "messages": kept}
+        if body.chat_template_kwargs:
+            line["chat_template_kwargs"] = body.chat_template_kwargs
+        data = json.dumps(line).encode() + b"\n"
+        if self._open and self._size + len(data) > MOST_BYTES:
+            self._end(f"{self._file} is full with {self._size} bytes")
+        if self._open:
+            try:
+                self._size += os.write(self._descriptor, data)
+            except OSError as error:
+                self._end(f"{self._file} cannot be written ({error.strerror})")
+
+    def _end(self, why: str) -> None:
+        self._open = False
+        os.close(self._descriptor)
+        self._say(f"{why}: no further prompts are kept")

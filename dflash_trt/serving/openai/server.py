@@ -63,11 +63,10 @@ def application(
     """The gate and its routes, for ASGI, and the engine, which has to be started."""
     from starlette.middleware.cors import CORSMiddleware
 
-    from dflash_trt.serving.openai.app import Api, ServerMetrics
+    from dflash_trt.serving.openai.app import Api, PromptLog, ServerMetrics
     from dflash_trt.serving.openai.engine import EngineProcess
     from dflash_trt.serving.openai.gate import Gate
     from dflash_trt.serving.openai.model import Model
-    from dflash_trt.serving.openai.prompt_log import PromptLog
     from dflash_trt.serving.wire import max_request_bytes
 
     model = Model(bundle, settings.name)

@@ -10,8 +10,8 @@ import pytest
 
 from dflash_trt.errors import DFlashError
 from dflash_trt.prompts import read_prompts
-from dflash_trt.serving.openai import prompt_log
-from dflash_trt.serving.openai.prompt_log import PromptLog
+from dflash_trt.serving.openai import app
+from dflash_trt.serving.openai.app import PromptLog
 from dflash_trt.serving.openai.protocol import ChatRequest
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
@@ -38,7 +38,7 @@ def test_chats_of_text_become_a_prompt_file_that_only_its_user_reads(tmp_path: P
 
 
 def test_a_full_file_ends_the_log_and_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_log, "MOST_BYTES", 200)
+    monkeypatch.setattr(app, "MOST_BYTES", 200)
     file, said = tmp_path / "kept.jsonl", list[str]()
     log = PromptLog(file, said.append)
     for number in range(5):

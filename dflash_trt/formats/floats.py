@@ -1,20 +1,23 @@
-"""E2M1 numbers, two in a byte, with scales of blocks.
+"""Floating-point numbers of eight and four bits with scales.
 
-MXFP4: blocks of 32 with one power of two each, weights only. gpt-oss stores its experts as blocks [E,O,G,16] and
-exponents [E,O,G].
-NVFP4: blocks of 16 with one E4M3 scale each, and one float32 scale for the whole weight.
+FP8: E4M3, with a scale for the whole weight, for each row, for each block, or for each 32 columns (MXFP8).
+MXFP4: E2M1, two in a byte, in blocks of 32 with one power of two each, weights only. gpt-oss stores its experts as
+blocks [E,O,G,16] and exponents [E,O,G].
+NVFP4: E2M1 in blocks of 16 with one E4M3 scale each, and one float32 scale for the whole weight.
 
-Sources: OCP Microscaling Formats v1.0; for NVFP4 the checkpoints of NVIDIA's Model Optimizer.
+Sources: OCP Microscaling Formats v1.0; OCP 8-bit Floating Point v1.0; for NVFP4 and FP8 the checkpoints of NVIDIA's
+Model Optimizer (whole weights, rows), of DeepSeek and Qwen (blocks), and of compressed-tensors (all of these).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .base import BLOCK, EXPONENT_DTYPES, ONE, Algorithm, Form, NumberFormat
+from .base import BLOCK, EXPONENT_DTYPES, ONE, Algorithm, Form, NumberFormat, Shape
 from .numbers import (
     BYTE_TO_PAIR,
     E2M1,
@@ -24,6 +27,7 @@ from .numbers import (
     E4M3_MIN,
     Floats,
     encode_e2m1,
+    encode_e4m3,
     pack_pairs,
 )
 
@@ -104,3 +108,46 @@ class NVFP4(NumberFormat):
         stored = np.clip(scales, E4M3_MIN, E4M3_MAX).astype(E4M3)
         codes = encode_e2m1(blocks / (stored.astype(np.float32) * shared)[..., None])
         return {"weight": pack_pairs(codes.reshape(rows.shape)), "weight_scale": stored}
+
+
+_STATIC = Algorithm("FP8", "fp8", activations=True, static=True)
+_BY_ROW = Algorithm("FP8_PER_CHANNEL_PER_TOKEN", "fp8", activations=True)
+_IN_BLOCKS = tuple(
+    Algorithm(name, "fp8", group_rows=128, group_size=128, layout="scale_inv")
+    for name in ("FP8_PB_WO", "FP8_BLOCK_SCALES")
+)
+_MXFP8 = Algorithm("MXFP8", "fp8", group_size=BLOCK, layout="scale_inv")
+_SCALE_DTYPES = ("F32", "BF16", "F16")
+
+
+class FP8(NumberFormat):
+    name = "fp8"
+    algorithms = (_STATIC, _BY_ROW, *_IN_BLOCKS, _MXFP8)
+    byte_values = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)[:, None]
+    capabilities = (89, 90, 100, 103, 110, 120, 121)  # seen with TensorRT-RTX 1.7
+    modelopt_config = "FP8_DEFAULT_CFG"
+    largest = E4M3_MAX
+    scale_by_row = True
+
+    def forms(self, algorithm: Algorithm, rows: int, columns: int) -> dict[str, Form]:
+        """weight [rows, columns], and weight_scale by `algorithm`."""
+        weight = Form([(rows, columns)], ["F8_E4M3"])
+        if algorithm.group_size:
+            blocks = (-(-rows // algorithm.group_rows), -(-columns // algorithm.group_size))
+            dtypes = () if algorithm.group_size == BLOCK and algorithm.group_rows == 1 else _SCALE_DTYPES
+            also = (blocks[0], 1, blocks[1], 1)  # Model Optimizer's
+            return {"weight": weight, "weight_scale": Form([blocks, also], (*dtypes, *EXPONENT_DTYPES))}
+        per_row: tuple[Shape, ...] = ((rows,), (rows, 1))
+        shapes = ONE + per_row if algorithm.static else per_row + ONE
+        return {"weight": weight, "weight_scale": Form(shapes, _SCALE_DTYPES)}
+
+    def algorithm(self, *, inputs: Sequence[int]) -> Algorithm:
+        """One scale for each row."""
+        return _BY_ROW
+
+    def encode(self, algorithm: Algorithm, rows: Floats, shared: Floats) -> dict[str, NDArray[Any]]:
+        """weight, and weight_scale where each row has its own."""
+        if algorithm.static:
+            return {"weight": encode_e4m3(rows / shared)}
+        scales = self.scale_of(np.abs(rows).max(axis=1))
+        return {"weight": encode_e4m3(rows / scales.reshape(-1, 1)), "weight_scale": scales}
