@@ -66,9 +66,11 @@ class AsyncLLM(Opened):
         if not stream_interval >= 0:
             raise DFlashError(f"stream_interval is {stream_interval}, expected 0 or more seconds")
         super().__init__(bundle, **options)
-        own = RequestOptions(block_length=block_length, tree_nodes=tree_nodes, draft_source=draft_source)
+        request_options = RequestOptions(
+            block_length=block_length, tree_nodes=tree_nodes, draft_source=draft_source
+        )
         self._draft_source = draft_source
-        self._lengths = self.runtime.lengths(own)
+        self._lengths = self.runtime.lengths(request_options)
         self._limit = self.runtime.max_batch_size + max_queue
         self.runtime.structures.most_memory = MOST_MEMORY
         self._stream_interval = stream_interval

@@ -22,7 +22,9 @@ def install(*names: str) -> str:
     ":numpy" is a package of the core, or of any extra. It names the packages themselves, as no index has this one.
     """
     try:
-        needed = [each for name in names for each in _OPTIONS.get(name) or _needed(*name.split(":"))]
+        needed = [
+            requirement for name in names for requirement in _OPTIONS.get(name) or _needed(*name.split(":"))
+        ]
     except metadata.PackageNotFoundError:  # run from its source
         needed = []
     if not needed and all(name.startswith(":") for name in names):
@@ -46,8 +48,8 @@ def _needed(extra: str, package: str = "") -> list[str]:
             wanted = named and "extra" not in marker
             optional += [requirement] * (named and not wanted)
         else:
-            own = re.search(rf"extra == ['\"]{re.escape(extra)}['\"]", marker)
-            wanted = own is not None and requirement.startswith(package)
+            of_extra = re.search(rf"extra == ['\"]{re.escape(extra)}['\"]", marker)
+            wanted = of_extra is not None and requirement.startswith(package)
         if wanted:
             requirements.append(requirement)
     return requirements or optional[:1]

@@ -169,21 +169,21 @@ def _asked() -> Torch:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
         return Torch(*json.loads(done.stdout.splitlines()[-1]))
     except subprocess.CalledProcessError as error:
-        said = error.stderr.strip().splitlines()
-        return Torch("", None, (), said[-1] if said else f"exit code {error.returncode}")
+        lines = error.stderr.strip().splitlines()
+        return Torch("", None, (), lines[-1] if lines else f"exit code {error.returncode}")
     except (OSError, subprocess.TimeoutExpired) as error:
         return Torch("", None, (), str(error))
 
 
 def said_by(torch: Any) -> tuple[str, str | None, tuple[str, ...], str, int]:
     """The fields of `Torch`, of the module. Its reasons are warnings."""
-    with warnings.catch_warnings(record=True) as given:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         lacks = torch_lacks(torch) if count else 0
     names = () if lacks else tuple(torch.cuda.get_device_name(i) for i in range(count))
-    said = " ".join(str(each.message) for each in given)
-    return str(torch.__version__), torch.version.cuda, names, said, lacks
+    text = " ".join(str(warning.message) for warning in warned)
+    return str(torch.__version__), torch.version.cuda, names, text, lacks
 
 
 def torch_lacks(torch: Any) -> int:

@@ -108,8 +108,8 @@ class LLM(Opened):
             params = list(sampling_params)
         else:
             params = [sampling_params or SamplingParams()] * len(listed)
-        own, lengths = self._asked(options)
-        requests = [self.runtime.request(p, s, own) for p, s in zip(listed, params, strict=True)]
+        request_options, lengths = self._asked(options)
+        requests = [self.runtime.request(p, s, request_options) for p, s in zip(listed, params, strict=True)]
         texts: dict[Request, list[str]] = {request: [] for request in requests}
         errors: dict[Request, RequestError] = {}
         for emission in self._run(requests, lengths):
@@ -118,10 +118,10 @@ class LLM(Opened):
                 errors[emission.request] = emission.error
         if errors and single:
             raise errors[requests[0]]
-        made = [errors.get(r) or completion(r, "".join(texts[r])) for r in requests]
+        completions = [errors.get(r) or completion(r, "".join(texts[r])) for r in requests]
         if errors:
-            raise BatchError(made)
-        return cast(Completion, made[0]) if single else cast(list[Completion], made)
+            raise BatchError(completions)
+        return cast(Completion, completions[0]) if single else cast(list[Completion], completions)
 
     def stream(
         self,
@@ -130,8 +130,8 @@ class LLM(Opened):
         **options: Unpack[DraftingOptions],
     ) -> Iterator[Chunk]:
         """Complete one prompt in chunks: the tokens that each round commits. See `generate`."""
-        own, lengths = self._asked(options)
-        request = self.runtime.request(prompt, sampling_params or SamplingParams(), own)
+        request_options, lengths = self._asked(options)
+        request = self.runtime.request(prompt, sampling_params or SamplingParams(), request_options)
         return _chunks(self._run([request], lengths))
 
     def chat(

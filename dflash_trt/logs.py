@@ -23,7 +23,7 @@ def warn_once(logger: logging.Logger, message: str) -> None:
 def to_stderr(level: str) -> None:
     """Print what `dflash_trt` logs at `level` and above, for the command line. A later call replaces an earlier one."""
     root = logging.getLogger("dflash_trt")
-    for handler in [each for each in root.handlers if each.get_name() == "dflash-trt"]:
+    for handler in [old for old in root.handlers if old.get_name() == "dflash-trt"]:
         root.removeHandler(handler)
     handler = _Stderr()
     handler.set_name("dflash-trt")

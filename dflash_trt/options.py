@@ -48,10 +48,10 @@ def option(
 
 def options_of(settings: type) -> list[Option]:
     """The options among the fields of a dataclass, in their order, without those of its bases."""
-    own, found = inspect.get_annotations(settings), []
-    options = {f.name: f for f in fields(settings) if f.metadata and f.name in own}
+    types, found = inspect.get_annotations(settings), []
+    options = {f.name: f for f in fields(settings) if f.metadata and f.name in types}
     # Those of the other fields may need imports.
-    annotations = SimpleNamespace(__annotations__={name: own[name] for name in options})
+    annotations = SimpleNamespace(__annotations__={name: types[name] for name in options})
     kinds = get_type_hints(annotations, vars(sys.modules[settings.__module__]))
     for name, f in options.items():
         kind, declared = kinds[name], dict[str, Any](f.metadata)

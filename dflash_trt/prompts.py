@@ -39,7 +39,7 @@ def read_prompts(file: Path | None, limit: int, variables: Mapping[str, Any] | N
     Raises RequestError, naming the file and line of a malformed prompt.
     """
     files = sorted(SHIPPED_PROMPTS.glob("*.jsonl")) if file is None else [file]
-    prompts = [prompt for each in files for prompt in _read_file(each, variables or {})]
+    prompts = [prompt for place in files for prompt in _read_file(place, variables or {})]
     if not prompts:
         raise RequestError(
             f"{file or SHIPPED_PROMPTS}: no prompts; expected JSON lines with a prompt or messages field"
@@ -60,7 +60,9 @@ def natural_prompts(file: Path | None, limit: int) -> list[Prompt]:
     """
     if file is not None:
         return read_prompts(file, limit)
-    several = [read_prompts(each, 0) for each in sorted((SHIPPED_PROMPTS / "natural").glob("*.jsonl"))]
+    several = [
+        read_prompts(language, 0) for language in sorted((SHIPPED_PROMPTS / "natural").glob("*.jsonl"))
+    ]
     return [prompt for row in zip(*several, strict=True) for prompt in row][: limit or None]
 
 
@@ -74,8 +76,10 @@ def _read_file(file: Path, variables: Mapping[str, Any]) -> Iterator[Prompt]:
             raise RequestError(
                 f'{file}:{number}: expected {{"prompt": "..."}} or {{"messages": [...]}}, found {show(fields)}'
             )
-        own = fields.get("chat_template_kwargs", {})
-        if not isinstance(own, dict):
-            raise RequestError(f"{file}:{number}: chat_template_kwargs is {show(own)}, expected an object")
+        of_prompt = fields.get("chat_template_kwargs", {})
+        if not isinstance(of_prompt, dict):
+            raise RequestError(
+                f"{file}:{number}: chat_template_kwargs is {show(of_prompt)}, expected an object"
+            )
         name, category = str(fields.get("id", f"{file.stem}:{number}")), str(fields.get("category", ""))
-        yield Prompt(name, category, content, {**own, **variables})
+        yield Prompt(name, category, content, {**of_prompt, **variables})

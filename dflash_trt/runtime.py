@@ -401,8 +401,8 @@ _SAMPLING = {field.name for field in fields(SamplingParams)}
 
 def asked(kind: type[Any], options: Mapping[str, Any]) -> RequestOptions:
     """The options of a call, whose names are those of `kind`, a TypedDict. Raises TypeError for others."""
-    if given := [f"{name}={quoted(value)}" for name, value in options.items() if name in _SAMPLING]:
-        raise TypeError(f"{given[0]} belongs in sampling_params=SamplingParams({', '.join(given)})")
+    if named := [f"{name}={quoted(value)}" for name, value in options.items() if name in _SAMPLING]:
+        raise TypeError(f"{named[0]} belongs in sampling_params=SamplingParams({', '.join(named)})")
     if unknown := [name for name in options if name not in kind.__optional_keys__]:
         raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
     return RequestOptions(**options)

@@ -148,7 +148,7 @@ def rows_agree(bundle: Bundle, pair: Pair, prompt: Sequence[int], threads: int |
         return bool(read_object(place, _BYTES, DFlashError)["equal"])
     widths, kinds = (1, bundle.manifest["block_size"]), ("widths", "batches")
     outcomes = list(measure(pair, [prompt], widths, LOOK, bundle.manifest, kinds=kinds))
-    equal = all(each.equal == each.rows for each in outcomes)
+    equal = all(outcome.equal == outcome.rows for outcome in outcomes)
     for slot in range(pair.slots):
         pair.clear(slot)
     _keep(place, {"machine": _machine(bundle, pair, threads), "equal": equal})

@@ -46,17 +46,19 @@ def judge(request: Request, tokens: Sequence[int], draft: Draft, verified: Verif
 
     tokens: the verified nodes of this request. Its own part is the first of them, and may be shorter.
     """
-    own, parents = draft.length_of(slot, request), draft.parents_of(slot)
+    length, parents = draft.length_of(slot, request), draft.parents_of(slot)
     if not verified.decided[slot]:
         logits, position = verified.logits[slot], request.committed + 1
-        return accept(tokens[:own], logits, request.params, request.seed, position, request.history, parents)
+        return accept(
+            tokens[:length], logits, request.params, request.seed, position, request.history, parents
+        )
     if verified.sampled is not None:
         chosen = verified.sampled[slot].tolist()
-        return _walk(tokens[:own], parents, lambda node, _: chosen[node])
+        return _walk(tokens[:length], parents, lambda node, _: chosen[node])
     accepted, token = int(verified.accepted[slot]), int(verified.next_token[slot])
     # The engine's decision covers the whole chain. Here drafts beyond the own part were accepted too.
-    if accepted >= own:
-        accepted, token = own - 1, tokens[own]
+    if accepted >= length:
+        accepted, token = length - 1, tokens[length]
     if verified.finite is not None and not (finite := verified.finite[slot, : accepted + 1]).all():
         return Verdict(range(1, int(finite.argmin()) + 1), -1, ok=False)
     return Verdict(range(1, accepted + 1), token, ok=token >= 0)
@@ -232,11 +234,11 @@ def _emit(
     if request.params.logprobs and logits is not None:
         most = request.params.top_logprobs
         rows = zip(logits, tokens[:kept], strict=False)
-        said = [log_probabilities(row, token, most) for row, token in rows]
-        logprobs = [own for own, _ in said]
+        numbers = [log_probabilities(row, token, most) for row, token in rows]
+        logprobs = [logprob for logprob, _ in numbers]
         request.logprobs += logprobs
         if most:
-            tops = [top for _, top in said]
+            tops = [top for _, top in numbers]
             request.top_logprobs += tops
     emission = Emission(request, tokens[:kept], text, reason, logprobs, tops, drafts=drafts)
     emission.accepted = min(accepted, kept)
@@ -249,7 +251,7 @@ def read_prompt(request: Request, logits: Array, start: int) -> None:
     if start == 0:
         request.prompt_logprobs, request.prompt_top_logprobs, request.prompt_ranks = [None], [[]], [None]
     for row, token in zip(logits, request.prompt[start + 1 :], strict=False):
-        own, top = log_probabilities(row, token, request.params.top_logprobs)
-        request.prompt_logprobs.append(own)
+        logprob, top = log_probabilities(row, token, request.params.top_logprobs)
+        request.prompt_logprobs.append(logprob)
         request.prompt_top_logprobs.append(top)
         request.prompt_ranks.append(rank(row, token))

@@ -104,7 +104,7 @@ class Drafter:
             "block": np.full((len(ends), 2), self.mask_token_id),
         }
         logprobs = self.arrays.prefill(self.runner, feeds, first_slot).get("draft_logprobs")
-        return [] if logprobs is None else [self.arrays.finite(each) for each in logprobs]
+        return [] if logprobs is None else [self.arrays.finite(array) for array in logprobs]
 
     def propose(self, active: Sequence[Request], length: int) -> Draft:
         """Run one pass over slots 0 .. n-1: chains of `length` nodes.
@@ -187,8 +187,8 @@ class Drafter:
         to the host.
         """
         tokens, logprobs = np.array(proposed.tokens), np.array(proposed.logprobs)
-        own = [proposed.length_of(slot, request) for slot, request in enumerate(active)]
-        rows = zip(tokens, logprobs, own, strict=True)
+        own_lengths = [proposed.length_of(slot, request) for slot, request in enumerate(active)]
+        rows = zip(tokens, logprobs, own_lengths, strict=True)
         drafts = [(row[1:n].tolist(), odds[: n - 1].tolist()) for row, odds, n in rows]
         copied = dict(proposed.copied)
         for slot, request in enumerate(active):

@@ -230,9 +230,9 @@ class Metrics:
         }
         return [
             *(
-                (each.name, family.documentation, each.labels, each.value)
+                (sample.name, family.documentation, sample.labels, sample.value)
                 for family in families
-                for each in family.samples
+                for sample in family.samples
             ),
             *((PREFIX + name, text, {}, getattr(total, name)) for name, text in rates.items()),
         ]

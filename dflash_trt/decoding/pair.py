@@ -56,7 +56,7 @@ class PassRule:
             raise DFlashError(f"a rule has the fields {', '.join(sorted(names))}")
         widths, others = values["widths"], [values[name] for name in sorted(names - {"widths"})]
         sound = isinstance(widths, list) and all(type(n) is int and n > 0 for n in widths)
-        if not sound or widths != sorted(set(widths)) or any(type(each) is not bool for each in others):
+        if not sound or widths != sorted(set(widths)) or any(type(flag) is not bool for flag in others):
             raise DFlashError("the values of a rule are ascending widths, true and false")
         return cls(**{**values, "widths": tuple(widths)})
 
@@ -158,18 +158,18 @@ class Pair:
         self, prompts: Sequence[Sequence[int]], starts: Sequence[int], first_slot: int, *, draft: bool
     ) -> list[tuple[Any, bool, bool]]:
         """As `prefill`, of several prompts that fit together, in slots side by side. Returns the results of each."""
-        counts, n = [len(each) for each in prompts], len(prompts)
+        counts, n = [len(prompt) for prompt in prompts], len(prompts)
         width = self.arrays.prompt_width(max(counts))
         for slot, start in enumerate(starts, first_slot):
             self.drafter.cut(slot, start if draft else 0)
-        tokens = [np.pad(each, (0, width - len(each)), mode="edge") for each in prompts]
+        tokens = [np.pad(prompt, (0, width - len(prompt)), mode="edge") for prompt in prompts]
         feeds = {"tokens": np.stack(tokens), "start": np.array(starts), "rows": np.array(counts)[:, None] - 1}
         out = self.arrays.prefill(self.target, feeds | self._rows(n, width), first_slot)
         features = out["features"]
         drafts_sound = self.drafter.read(features, counts, starts, first_slot) if draft else []
         sound = [self.arrays.finite(features[i, :count]) for i, count in enumerate(counts)]
         logits, *finite = self.arrays.readable(out["logits"], *sound, *drafts_sound)
-        truths = [bool(each) for each in finite] + [True] * n
+        truths = [bool(flag) for flag in finite] + [True] * n
         return list(zip(logits, truths[:n], truths[n:], strict=False))
 
     def verify(self, active: Sequence[Request], draft: Draft) -> Verified:
@@ -319,7 +319,7 @@ class Pair:
     def lacks(self, slot: int, kept: Snapshot, shortest: int, *, draft: bool) -> bool:
         """Whether a copy lacks content that a slot has and that lengths from `shortest` on need."""
         both = zip(self._caches(draft), kept.data, strict=True)
-        return any(caches.lacks(slot, each, shortest) for caches, each in both)
+        return any(caches.lacks(slot, copy, shortest) for caches, copy in both)
 
     def restore(self, slot: int, kept: Sequence[Snapshot], length: int, *, draft: bool) -> None:
         """Give a slot the first `length` tokens of adjacent copies from position 0 on.
@@ -327,7 +327,7 @@ class Pair:
         `length` is one of the last copy's `lengths`.
         """
         for i, caches in enumerate(self._caches(draft)):
-            caches.restore(slot, [each.data[i] for each in kept], length)
+            caches.restore(slot, [copy.data[i] for copy in kept], length)
 
     def clear(self, slot: int, first: int = 0) -> None:
         """Set the positions of a slot from `first` on to 0, in both models' caches."""
@@ -399,7 +399,7 @@ def _without_padding(verified: Verified, draft: Draft) -> Verified:
 def _joined(copies: Sequence[Snapshot]) -> Snapshot:
     """The copies of both models' caches, or of the target's alone, as one."""
     lengths = copies[0].lengths
-    if any(each.lengths != lengths for each in copies):
-        lengths = [n for n in lengths if all(n in each.lengths for each in copies)]
-    size = sum(each.size for each in copies)
+    if any(copy.lengths != lengths for copy in copies):
+        lengths = [n for n in lengths if all(n in copy.lengths for copy in copies)]
+    size = sum(copy.size for copy in copies)
     return Snapshot(copies[0].start, copies[0].stop, lengths, copies, size)

@@ -126,20 +126,20 @@ def items(emissions: Sequence[Emission], *, first: bool) -> Iterator[Chunk | Req
         return
     last = emissions[-1]
     request, reason = last.request, last.finish_reason if last.error is None else None
-    logprobs = [each.logprobs for each in emissions if each.logprobs is not None]
-    tops = [each.top_logprobs for each in emissions if each.top_logprobs is not None]
+    logprobs = [part.logprobs for part in emissions if part.logprobs is not None]
+    tops = [part.top_logprobs for part in emissions if part.top_logprobs is not None]
     chunk = Chunk(
-        "".join([each.text for each in emissions]),
-        [token for each in emissions for token in each.token_ids],
+        "".join([part.text for part in emissions]),
+        [token for part in emissions for token in part.token_ids],
         reason,
         None if reason is None else request.statistics,
-        [logprob for each in logprobs for logprob in each] if logprobs else None,
+        [logprob for part in logprobs for logprob in part] if logprobs else None,
         list(request.prompt) if first else None,
-        [top for each in tops for top in each] if tops else None,
+        [top for part in tops for top in part] if tops else None,
         rounds=[
-            (len(each.token_ids), each.accepted, each.drafts, each.copied)
-            for each in emissions
-            if each.token_ids
+            (len(part.token_ids), part.accepted, part.drafts, part.copied)
+            for part in emissions
+            if part.token_ids
         ],
         **(_about_prompt(request) if first else {}),
     )

@@ -84,7 +84,7 @@ def ways(widths: Sequence[int], pair: Pair) -> list[Way]:
     listed = [Way("width 1 again", "again", one)]
     listed += [Way(f"width {width}", "widths", range(width, width + 1)) for width in widths if width > 1]
     mixed = [range(least, most + 1) for least in (1, 2) if most > least]
-    listed += [Way(f"random widths, {each[0]} to {most}", "widths", each) for each in mixed]
+    listed += [Way(f"random widths, {span[0]} to {most}", "widths", span) for span in mixed]
     if slots > 1:
         batch = range(slots, slots + 1)
         listed += [

@@ -60,10 +60,10 @@ def deploy(
     Returns `out`. Raises DFlashError if the bundle cannot draft so, or `out` is in use.
     """
     _check_place(out, name)
-    given = {key: value for key, value in options.items() if value is not None}
-    check_drafting(bundle, given)
+    set_options = {key: value for key, value in options.items() if value is not None}
+    check_drafting(bundle, set_options)
     # Escaped once more, as a text of the configuration.
-    settings = {"name": name or MODEL, "python": python, "options": json.dumps(json.dumps(given))[1:-1]}
+    settings = {"name": name or MODEL, "python": python, "options": json.dumps(json.dumps(set_options))[1:-1]}
     if name is not None:
         out.mkdir(parents=True, exist_ok=True)
     with workspace(out if name is None else out / name) as place:

@@ -56,15 +56,15 @@ class Addresses:
         """tritonserver's arguments for listening there only."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         forms = {"grpc": host, "http": f"ipv6:{self.host}" if ":" in self.host else host}
-        given: dict[str, str | int] = {}
+        values: dict[str, str | int] = {}
         for name, port in self.ports.items():
-            given |= {
+            values |= {
                 f"allow-{name}": "true",
                 f"{name}-address": forms.get(name, forms["http"]),
                 f"{name}-port": port,
             }
         # Otherwise an environment variable could open one more port.
-        return given | {"allow-sagemaker": "false", "allow-vertex-ai": "false"}
+        return values | {"allow-sagemaker": "false", "allow-vertex-ai": "false"}
 
 
 @dataclass
@@ -83,14 +83,14 @@ class TritonServer:
             text=True,
             check=False,
         )
-        said = done.stdout + done.stderr
+        printed = done.stdout + done.stderr
         for option in RESTRICTIONS:
-            if f"--{option} " not in said:
+            if f"--{option} " not in printed:
                 lacks = (
                     f"has no --{option}, which closes the APIs that run code to clients: take 24.10 or newer"
                 )
-                failed = f"does not start: {said.strip()[-300:]}"
-                raise DFlashError(f"{self.command[0]}: {lacks if 'model-repository' in said else failed}")
+                failed = f"does not start: {printed.strip()[-300:]}"
+                raise DFlashError(f"{self.command[0]}: {lacks if 'model-repository' in printed else failed}")
 
 
 def find_server(directory: Path) -> TritonServer | None:

@@ -207,8 +207,8 @@ class Worker:
                 await self._generate(key, message, prompt, params, arrived)
                 return
             samples = [
-                asyncio.create_task(self._generate(key, message, prompt, each, arrived, i))
-                for i, each in enumerate(params.samples(n))
+                asyncio.create_task(self._generate(key, message, prompt, drawn, arrived, i))
+                for i, drawn in enumerate(params.samples(n))
             ]
             try:
                 await asyncio.gather(*samples)
@@ -231,11 +231,11 @@ class Worker:
         return self._checked(message)
 
     def _checked(self, message: wire.EngineRequest) -> SamplingParams:
-        given = dict(message["params"])
+        fields = dict(message["params"])
         end_id, vocab = message.get("end_id", -1), self._llm.bundle.manifest["vocab_size"]
         if not -1 <= end_id < vocab:
             raise RequestError(f"end_id is {end_id}, expected a token id, 0..{vocab - 1}, or -1 for none")
-        ends = [*given.pop("stop_token_ids", ()), *([] if end_id == -1 else [end_id])]
+        ends = [*fields.pop("stop_token_ids", ()), *([] if end_id == -1 else [end_id])]
         bias = dict(message.get("logit_bias", ()))
         for word, weight in message.get("bias_words", ()):
             ids = self._llm.tokenizer.encode(word, add_special_tokens=False)
@@ -244,9 +244,9 @@ class Worker:
                     f"logit_bias contains {quoted(word)}, which is {len(ids)} tokens, expected 1"
                 )
             bias[ids[0]] = weight
-        if form := given.pop("structured_outputs", None):
-            given["structured_outputs"] = StructuredOutputs(**form)
-        return SamplingParams(**given, stop_token_ids=ends, logit_bias=bias)
+        if form := fields.pop("structured_outputs", None):
+            fields["structured_outputs"] = StructuredOutputs(**form)
+        return SamplingParams(**fields, stop_token_ids=ends, logit_bias=bias)
 
     async def _generate(
         self,
@@ -326,14 +326,14 @@ class Worker:
 
 
 def _update(part: Chunk | Completion, arrived: int) -> wire.Update:
-    given = {name: value for name in _PARTS if (value := getattr(part, name, None)) is not None}
+    update = {name: value for name in _PARTS if (value := getattr(part, name, None)) is not None}
     if part.prompt_token_ids is not None:
-        given["num_input_tokens"] = len(part.prompt_token_ids)
+        update["num_input_tokens"] = len(part.prompt_token_ids)
     if (s := part.statistics) is not None:
-        given |= {name: getattr(s, name) for name in _COUNTS}
+        update |= {name: getattr(s, name) for name in _COUNTS}
         ends = (0.0, s.queue_time, s.time_to_first_token, s.time_to_first_token + s.generation_time)
-        given["times"] = [arrived + round(seconds * 1e9) for seconds in ends]
-    return cast(wire.Update, given)
+        update["times"] = [arrived + round(seconds * 1e9) for seconds in ends]
+    return cast(wire.Update, update)
 
 
 if __name__ == "__main__":

@@ -163,13 +163,13 @@ class Tokenizer:
                 f"{self.directory}: no default chat template (chat_template.jinja, or chat_template in "
                 f"tokenizer_config.json; found {names}); give the prompt as text instead"
             )
-        given = {
+        variables = {
             "add_generation_prompt": add_generation_prompt,
             **kwargs,
             "tools": tools,
             "documents": documents,
         }
-        return self.templates.render(name, given | {"messages": messages})
+        return self.templates.render(name, variables | {"messages": messages})
 
     def chat_source(self) -> str:
         """The default chat template as text; "" without one."""

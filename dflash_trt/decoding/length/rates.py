@@ -63,13 +63,13 @@ class Rates:
 
     def seat(self, active: Sequence[Request]) -> None:
         """These requests run now. What is known of those that ran before stays."""
-        seated = [each() for each in self._active]
+        seated = [alive() for alive in self._active]
         if active != seated:
             self._move()
             known = dict(zip(seated, self._own.T.tolist(), strict=True))
-            self._own = np.array([known.get(each, _NEW) for each in active]).reshape(-1, 4).T.copy()
-            self._temperature = np.array([min(each.params.temperature, 2.0) for each in active])
-            self._active, self._together = [ref(each) for each in active], 1
+            self._own = np.array([known.get(request, _NEW) for request in active]).reshape(-1, 4).T.copy()
+            self._temperature = np.array([min(request.params.temperature, 2.0) for request in active])
+            self._active, self._together = [ref(request) for request in active], 1
             self._shift_all()
 
     def _shift_all(self) -> None:
@@ -123,9 +123,9 @@ class Rates:
         drafts = p.shape[2]
         wrong = (self._below[right, :drafts] - p) * self._below[judged, :drafts]
         of_request, of_place = wrong.sum(axis=(0, 2)), wrong.sum(axis=(0, 1))
-        own, told = self._own[:2]
+        weights, told = self._own[:2]
         np.minimum(told + _TELLS * judged.sum(axis=0), _MOST_OWN, out=told)
-        own += of_request / told
+        weights += of_request / told
         self._told = min(self._told + _TELLS * float(judged.sum()), _MOST_ALL)
         step = 1 / max(self._told, p.shape[1])
         self._place[:drafts] += step * of_place

@@ -86,14 +86,14 @@ def log_probabilities(logits: Floats, token: int, top: int) -> tuple[float, list
     ranked = best[np.argsort(-logits[best], kind="stable")]
     kept = logits[[token, *ranked]] - (most := logits.max())
     weights = logits - most
-    own, *tops = (kept - np.log(np.exp(weights, out=weights).sum())).tolist()
-    return own, list(zip(ranked.tolist(), tops, strict=True))
+    logprob, *tops = (kept - np.log(np.exp(weights, out=weights).sum())).tolist()
+    return logprob, list(zip(ranked.tolist(), tops, strict=True))
 
 
 def rank(logits: Floats, token: int) -> int:
     """The place of `token` among all by their `logits` [V], from 1 on. Lower token ids come first among equals."""
-    own = logits[token]
-    return 1 + int((logits > own).sum() + (logits[:token] == own).sum())
+    logit = logits[token]
+    return 1 + int((logits > logit).sum() + (logits[:token] == logit).sum())
 
 
 def _check_finite(best: np.float32) -> None:

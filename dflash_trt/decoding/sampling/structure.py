@@ -76,11 +76,11 @@ class StructuredOutputs:
         for name in ("json_object", "disable_any_whitespace"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} is {quoted(getattr(self, name))}, expected True or False")
-        given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
-        given += ["json_object"] if self.json_object else []
-        if len(given) != 1:
+        forms = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
+        forms += ["json_object"] if self.json_object else []
+        if len(forms) != 1:
             raise RequestError(
-                f"structured_outputs has {' and '.join(given) or 'no field'}, expected one of json, "
+                f"structured_outputs has {' and '.join(forms) or 'no field'}, expected one of json, "
                 "json_object, regex, choice and grammar"
             )
         if self.json is not None:
@@ -92,7 +92,7 @@ class StructuredOutputs:
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
         if self.size > MOST_CHARACTERS:
-            raise RequestError(f"{given[0]} has {self.size} characters, expected at most {MOST_CHARACTERS}")
+            raise RequestError(f"{forms[0]} has {self.size} characters, expected at most {MOST_CHARACTERS}")
 
     @property
     def size(self) -> int:
@@ -127,7 +127,7 @@ def _choices(choices: object) -> tuple[str, ...]:
         raise RequestError(f"choice is {quoted(choices)}, expected a list of strings")
     if len(choices) > MOST_CHOICES:
         raise RequestError(f"choice has {len(choices)} strings, expected at most {MOST_CHOICES}")
-    if wrong := [each for each in choices if not isinstance(each, str) or not each]:
+    if wrong := [choice for choice in choices if not isinstance(choice, str) or not choice]:
         raise RequestError(f"choice contains {quoted(wrong[0])}, expected non-empty strings")
     return tuple(choices)
 
@@ -180,7 +180,7 @@ class Structures:
         else:
             grammar, _, memory = self._prove(form, salt)
         with self._lock:
-            taken = sum(each.memory for each in self._living)
+            taken = sum(living.memory for living in self._living)
         if taken and taken + memory > self.most_memory:
             raise BusyError(
                 f"structured_outputs: the forms of requests in flight take {taken >> 20} MiB; try again later"

@@ -89,8 +89,8 @@ class CachePool(FixedRows):
     def write(self, rows: Sequence[Array], slot: int, start: int) -> None:
         stop = start + (len(rows[0]) if rows else 0)
         self.place(slot, [stop])
-        for mine, given in zip(self.read(slot, start, stop), rows, strict=True):
-            mine[...] = given
+        for mine, new in zip(self.read(slot, start, stop), rows, strict=True):
+            mine[...] = new
 
     def copy(self, source: int, target: int, count: int) -> None:
         self.write(self.read(source, 0, min(count, self.records[source].finite)), target, 0)
@@ -249,9 +249,9 @@ class HostCaches(SlotCaches[CachePool, HostStates]):
 
     def allocate(self, caches: Mapping[str, tuple[int, Any]]) -> None:
         """Begin with these caches, full of zeros: width and dtype of a row, by name, which ends with the layer."""
-        parts = by_kind([each.kind for each in self.kinds], caches)
-        for each, names in zip(self.kinds, parts, strict=True):
-            each.pool.allocate({name: caches[name] for name in names})
+        parts = by_kind([rows.kind for rows in self.kinds], caches)
+        for rows, names in zip(self.kinds, parts, strict=True):
+            rows.pool.allocate({name: caches[name] for name in names})
 
     def prepare(self, first: int, starts: Sequence[int], count: int) -> tuple[tuple[int, int], ...]:
         """Let a pass write `count` rows into each slot from `first` on, at positions from its start on.

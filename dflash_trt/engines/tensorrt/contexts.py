@@ -152,12 +152,12 @@ class KernelCache:
         serialized = self._cache.serialize()
         if serialized is None or (kernels := bytes(serialized)) == self._stored:
             return
-        own = self.file.with_name(f"{self.file.name}.{os.getpid()}")
+        partial_file = self.file.with_name(f"{self.file.name}.{os.getpid()}")
         try:
             self.file.parent.mkdir(exist_ok=True)
-            with whole_file(own) as file:
+            with whole_file(partial_file) as file:
                 file.write(kernels)
-            own.replace(self.file)
+            partial_file.replace(self.file)
         except OSError as error:
             warn_once(
                 _log,
@@ -190,7 +190,7 @@ def kernel_cache(trt: Any, bundle: Path, gpu: str) -> KernelCache | None:
     """The cache beside a bundle, for a GPU, its driver and the version. None if plans hold their kernels."""
     if not captures_by_itself(trt):
         return None
-    drivers = {each["driver_version"] for each in gpus() if "driver_version" in each}
+    drivers = {card["driver_version"] for card in gpus() if "driver_version" in card}
     parts = (gpu, *sorted(drivers), trt.__version__)
     name = "-".join(re.sub(r"[^A-Za-z0-9.]+", "_", part) for part in parts)
     return KernelCache(bundle.with_name(f"{bundle.name}.kernels") / f"{name}.cache")

@@ -65,8 +65,8 @@ def open_pair(bundle: Bundle, *, slots: int, prefill_chunk: int, progress: Progr
         lent = torch.empty(scratch, dtype=torch.uint8, device=DEVICE)
         for runner in runners.values():
             runner.lend(lent)
-        own = partial(_kernels_of, bundle)
-        pair = pair_of(bundle, runners, slots=slots, prefill_chunk=chunk, kernels=own)
+        kernels_of = partial(_kernels_of, bundle)
+        pair = pair_of(bundle, runners, slots=slots, prefill_chunk=chunk, kernels=kernels_of)
     warm_up(pair, manifest["block_size"], progress, runs=_RUNS if captures_by_itself(trt) else 1)
     if kernels is not None:
         kernels.save()

@@ -123,10 +123,10 @@ class TensorRTRunner(DeviceRunner):
     def _first(self, shapes: Shapes, first_slot: int) -> Outputs:
         """TensorRT prepares new shapes in a pass that is not captured. Another pass in between would undo this."""
         profile, *sizes = shapes
-        context, given = self._context_for(shapes), dict(zip(self.inputs, sizes, strict=True))
-        for name, size in given.items():
+        context, shape_of = self._context_for(shapes), dict(zip(self.inputs, sizes, strict=True))
+        for name, size in shape_of.items():
             context.set_shape(name, tuple(size))
-        self._bind_caches(context, first_slot, given["start"][0])
+        self._bind_caches(context, first_slot, shape_of["start"][0])
         if (outputs := self._views.get(shapes)) is None:
             context.infer()
             outputs = self._views[shapes] = {

@@ -160,7 +160,7 @@ class Api:
         of_model = path.startswith("/v1/models/")
         if asked == "GET" and of_model:
             return self._one_model
-        known = {each for each, place in self._endpoints if place == path} | ({"GET"} if of_model else set())
+        known = {verb for verb, place in self._endpoints if place == path} | ({"GET"} if of_model else set())
         text = f"{method} {path[:200]} is not an endpoint of this server"
         raise ApiError(405 if known else 404, text, allow="GET, HEAD" if "GET" in known else "POST")
 
@@ -172,16 +172,16 @@ class Api:
         if (asked := body.answers()) > self._engine.limit:  # not 429: it would never fit
             text = f"the request asks for {asked} answers, but this server takes {self._engine.limit} at once"
             raise ApiError(400, text, "n")
-        made: Answering = await answering(self._model, body, str(state.request_id), settings.max_seconds)
-        made.usage.details = settings.shows_cached_tokens
+        answer: Answering = await answering(self._model, body, str(state.request_id), settings.max_seconds)
+        answer.usage.details = settings.shows_cached_tokens
         if self._prompts is not None and isinstance(body, ChatRequest):
             self._prompts.add(body, str(state.request_id))
-        made.request["cache_salt"] = cache_salt(state.key_digest, body.cache_salt)
+        answer.request["cache_salt"] = cache_salt(state.key_digest, body.cache_salt)
         if not body.stream:
-            return _Whole(await made.whole(self._engine))
-        chunks = made.chunks(self._engine)
+            return _Whole(await answer.whole(self._engine))
+        chunks = answer.chunks(self._engine)
         # The first chunk comes before the status, so that a refusal is a status and no event.
-        return _Events(await anext(chunks), chunks, made)
+        return _Events(await anext(chunks), chunks, answer)
 
     async def _tokenize(self, request: Request) -> Response:
         body, model = await _read(request, TokenizeRequest), self._model

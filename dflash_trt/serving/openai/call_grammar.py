@@ -102,8 +102,8 @@ class _Grammar:
             inner = [reference(self.root, value)] if key == "$ref" else value
             if not alone or not isinstance(inner, list) or (key == "allOf" and len(inner) != 1):
                 raise NoFormError(several[0])
-            for each in inner:
-                yield from self.branches(each, depth + 1)
+            for branch in inner:
+                yield from self.branches(branch, depth + 1)
             return
         kinds = says.get("type")
         kinds = kinds if isinstance(kinds, list) else [kinds]
@@ -112,7 +112,7 @@ class _Grammar:
             if not isinstance(values, list) or len(says) > 1 + ("type" in says):
                 raise NoFormError("enum")
             yield {
-                "enum": [each for each in values if kinds == [None] or any(_is(each, kind) for kind in kinds)]
+                "enum": [one for one in values if kinds == [None] or any(_is(one, kind) for kind in kinds)]
             }
             return
         for kind in kinds:
@@ -158,54 +158,54 @@ def tagged(rule: str, name: str, schema: Json, tags: Tags, blank: str, shared: d
 
     Raises NoFormError.
     """
-    made = _Grammar(f"{rule}_a", schema, (tags.parameter, tags.parameter_end, tags.call_end), shared)
-    declared, required, more = made.properties(schema)
+    grammar = _Grammar(f"{rule}_a", schema, (tags.parameter, tags.parameter_end, tags.call_end), shared)
+    declared, required, more = grammar.properties(schema)
     end = json.dumps(f"{blank}{tags.parameter_end}\n")
 
     def value(schema: Any) -> str:
         texts, others = list[str](), list[Json]()
         free = False
-        for each in made.branches(schema):
-            if "enum" in each:
+        for branch in grammar.branches(schema):
+            if "enum" in branch:
                 texts += [
-                    made.literal(one if isinstance(one, str) else json.dumps(one)) for one in each["enum"]
+                    grammar.literal(one if isinstance(one, str) else json.dumps(one))
+                    for one in branch["enum"]
                 ]
-            elif each.get("type") == "null":
+            elif branch.get("type") == "null":
                 texts.append('"null"')
             elif (
-                each.get("type", "object" if each.keys() & {"properties", "items"} else "string") != "string"
+                branch.get("type", "object" if branch.keys() & {"properties", "items"} else "string")
+                != "string"
             ):
-                others.append(each)
-            elif each.keys() <= _TEXT:
+                others.append(branch)
+            elif branch.keys() <= _TEXT:
                 free = True
-                texts.append(made.text(each) + ("" if blank else " & ~/\\n(?s:.*)|(?s:.*)\\n/"))
+                texts.append(grammar.text(branch) + ("" if blank else " & ~/\\n(?s:.*)|(?s:.*)\\n/"))
             else:
-                raise NoFormError(min(each.keys() - _TEXT))
+                raise NoFormError(min(branch.keys() - _TEXT))
         ways = (
-            [made.rule(f"({' | '.join(f'({text})' for text in texts)}) {end}", terminal=True)]
+            [grammar.rule(f"({' | '.join(f'({text})' for text in texts)}) {end}", terminal=True)]
             if texts
             else []
         )
         if others and not free:  # a value that may be a text is read as one
-            ways.append(f"{made.json(others[0] if len(others) == 1 else {'anyOf': others})} {end}")
+            ways.append(f"{grammar.json(others[0] if len(others) == 1 else {'anyOf': others})} {end}")
         if not ways:
             raise NoFormError("enum")
         return f"({' | '.join(ways)})"
 
     parts = []
-    for key, each in declared.items():
+    for key, declaration in declared.items():
         if tags.opened in key or "\n" in key:
             raise NoFormError("properties")
         begin = json.dumps(f"{tags.parameter}{key}{tags.opened}{blank}")
-        parts.append(f"({begin} {value(each)})" + ("" if key in required else "?"))
+        parts.append(f"({begin} {value(declaration)})" + ("" if key in required else "?"))
     if more is not False:
-        begin = (
-            f"{json.dumps(tags.parameter)} ({made.other(list(declared))}) {json.dumps(tags.opened + blank)}"
-        )
-        parts.append(f"({made.rule(begin, terminal=True)} {value(more)})*")
-    shared.update(made.names)
+        begin = f"{json.dumps(tags.parameter)} ({grammar.other(list(declared))}) {json.dumps(tags.opened + blank)}"
+        parts.append(f"({grammar.rule(begin, terminal=True)} {value(more)})*")
+    shared.update(grammar.names)
     head = json.dumps(f"{tags.call}{name}{tags.opened}\n")
-    return [f"{rule}: {head} {' '.join(parts)} {json.dumps(tags.call_end)}", *made.rules]
+    return [f"{rule}: {head} {' '.join(parts)} {json.dumps(tags.call_end)}", *grammar.rules]
 
 
 def gemmas(
@@ -215,15 +215,15 @@ def gemmas(
 
     Raises NoFormError.
     """
-    made = _Grammar(f"{rule}_a", schema, (QUOTE, "<tool_call|>"), shared)
+    grammar = _Grammar(f"{rule}_a", schema, (QUOTE, "<tool_call|>"), shared)
     quote, known = mark(QUOTE), dict[str, str]()
 
     def quoted(terminal: str) -> str:
-        return f"{quote} {made.rule(terminal, terminal=True)} {quote}"
+        return f"{quote} {grammar.rule(terminal, terminal=True)} {quote}"
 
     def member(key: str, schema: Any, depth: int) -> str:
         plain = re.fullmatch(r"[\w.-]+", key)
-        begin = json.dumps(f"{key}:") if plain else f'{quoted(made.literal(key))} ":"'
+        begin = json.dumps(f"{key}:") if plain else f'{quoted(grammar.literal(key))} ":"'
         return f"{begin} {value(schema, depth + 1)}"
 
     def listed(first: str, rest: str) -> str:
@@ -232,15 +232,15 @@ def gemmas(
     def anything() -> str:
         if "" not in known:
             any_rule = known[""] = f"{rule}_any"
-            scalar, pair = made.json({"type": list(_SCALARS)}), other(())
-            made.rules.append(
-                f'{any_rule}: {scalar} | {quoted(made.text({}))} | "[" {listed(any_rule, any_rule)} "]" '
+            scalar, pair = grammar.json({"type": list(_SCALARS)}), other(())
+            grammar.rules.append(
+                f'{any_rule}: {scalar} | {quoted(grammar.text({}))} | "[" {listed(any_rule, any_rule)} "]" '
                 f'| "{{" {listed(pair, pair)} "}}"'
             )
         return known[""]
 
     def other(names: Sequence[str], schema: Any = True, depth: int = 0) -> str:
-        return f'{made.rule(made.other(names), terminal=True)} ":" {value(schema, depth + 1)}'
+        return f'{grammar.rule(grammar.other(names), terminal=True)} ":" {value(schema, depth + 1)}'
 
     def value(schema: Any, depth: int) -> str:
         if depth > _DEEPEST:
@@ -248,13 +248,15 @@ def gemmas(
         if isinstance(schema, dict) and len(says := schema.keys() - _SAYS_NOTHING) == 1:
             several = schema.get("anyOf", schema.get("oneOf"))
             if isinstance(several, list) and several:
-                return f"({' | '.join(value(each, depth + 1) for each in several)})"
+                return f"({' | '.join(value(branch, depth + 1) for branch in several)})"
             if says == {"$ref"} and isinstance(place := schema["$ref"], str):
                 if place not in known:  # a rule of its own, which may have itself within
                     known[place] = f"{rule}_r{len(known)}"
-                    made.rules.append(f"{known[place]}: {value(reference(made.root, place), depth + 1)}")
+                    grammar.rules.append(
+                        f"{known[place]}: {value(reference(grammar.root, place), depth + 1)}"
+                    )
                 return known[place]
-        ways = [way for each in made.branches(schema) for way in one(each, depth)]
+        ways = [way for branch in grammar.branches(schema) for way in one(branch, depth)]
         if not ways:
             raise NoFormError("enum")
         return f"({' | '.join(ways)})"
@@ -262,16 +264,20 @@ def gemmas(
     def one(schema: Json, depth: int) -> Iterator[str]:
         kind = schema.get("type", "object" if "properties" in schema else None)
         if "enum" in schema:
-            for each in schema["enum"]:
-                if isinstance(each, list | dict):
+            for constant in schema["enum"]:
+                if isinstance(constant, list | dict):
                     raise NoFormError("enum")
-                yield quoted(made.literal(each)) if isinstance(each, str) else json.dumps(json.dumps(each))
+                yield (
+                    quoted(grammar.literal(constant))
+                    if isinstance(constant, str)
+                    else json.dumps(json.dumps(constant))
+                )
         elif not schema:
             yield anything()
         elif kind == "string" and schema.keys() <= _TEXT:
-            yield quoted(made.text(schema))
+            yield quoted(grammar.text(schema))
         elif kind in _SCALARS:
-            yield made.json(schema)
+            yield grammar.json(schema)
         elif kind == "array" and schema.keys() <= _ARRAY:
             yield array(
                 value(schema.get("items", True), depth + 1), schema.get("minItems", 0), schema.get("maxItems")
@@ -290,19 +296,19 @@ def gemmas(
         return f'"[" ({item} ("," {item}){more}){"" if least else "?"} "]"'
 
     def members(schema: Json, depth: int) -> str:
-        declared, required, more = made.properties(schema)
+        declared, required, more = grammar.properties(schema)
         pair = "" if more is False else other(list(declared), more, depth)
         first, rest = (listed(pair, pair), f'("," {pair})*') if pair else ('""', '""')
         for key in sorted(declared, key=str.lower, reverse=True):  # as the template writes them
-            entry = made.rule(member(key, declared[key], depth))
+            entry = grammar.rule(member(key, declared[key], depth))
             without = ("", "") if key in required else (f" | {first}", f" | {rest}")
             first, rest = (
-                made.rule(f"{entry} {rest}{without[0]}"),
-                made.rule(f'"," {entry} {rest}{without[1]}'),
+                grammar.rule(f"{entry} {rest}{without[0]}"),
+                grammar.rule(f'"," {entry} {rest}{without[1]}'),
             )
         return f'"{{" {first} "}}"'
 
     body = members(schema, 0)
-    shared.update(made.names)
+    shared.update(grammar.names)
     call = f"{mark('<|tool_call>')} {json.dumps(f'call:{name}')} {body} {mark('<tool_call|>')}"
-    return [f"{rule}: {call}", *made.rules]
+    return [f"{rule}: {call}", *grammar.rules]

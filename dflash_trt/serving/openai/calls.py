@@ -248,7 +248,7 @@ def _admits(
         return isinstance(listed, list) and (text if kind == "string" else None) in listed
     for key in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(key), list):
-            found = (_admits(each, root, kind, text, seen) for each in schema[key])
+            found = (_admits(branch, root, kind, text, seen) for branch in schema[key])
             return all(found) if key == "allOf" else any(found)
     kinds = schema.get("type", "object" if schema.keys() & {"properties", "items"} else "string")
     kind = "string" if kind == "begun" else kind
@@ -329,15 +329,15 @@ _LITERAL = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null")
 
 def _as_json(text: str) -> str:
     """Gemma's arguments as JSON: bare keys, and texts between `<|"|>`."""
-    made, at = list[str](), 0
+    parts, at = list[str](), 0
     while at < len(text):
         if text.startswith(QUOTE, at):
             end = text.find(QUOTE, at + len(QUOTE))
             end = len(text) if end < 0 else end
-            made.append(json.dumps(text[at + len(QUOTE) : end], ensure_ascii=False))
+            parts.append(json.dumps(text[at + len(QUOTE) : end], ensure_ascii=False))
             at = end + len(QUOTE)
         elif text[at] in "{}[],:":
-            made.append({",": ", ", ":": ": "}.get(text[at], text[at]))
+            parts.append({",": ", ", ":": ": "}.get(text[at], text[at]))
             at += 1
         elif text[at].isspace():
             at += 1
@@ -346,9 +346,9 @@ def _as_json(text: str) -> str:
             end = found.start() if found else len(text)
             word = text[at:end].strip()
             literal = _LITERAL.fullmatch(word) and text[end : end + 1] != ":"
-            made.append(word if literal else json.dumps(word, ensure_ascii=False))
+            parts.append(word if literal else json.dumps(word, ensure_ascii=False))
             at = end
-    return "".join(made)
+    return "".join(parts)
 
 
 def mistral_calls(text: str, schemas: Schemas, begun: bool = False) -> list[Call]:

@@ -41,14 +41,14 @@ class ChatChoice(AnswerChoice):
         the target's own token.
         """
         assert self.words is not None
-        made, at = [], 0
+        rounds, at = [], 0
         for tokens, accepted, verified, copied in update["rounds"]:
             ids, first = update["token_ids"][at : at + tokens], accepted - copied
             texts = [self.words.push(part) for part in (ids[:first], ids[first:accepted], ids[accepted:])]
             counts = {"tokens": tokens, "accepted": accepted, "verified": verified}
-            made.append({**counts, **dict(zip(("drafted", "copied", "own"), texts, strict=True))})
+            rounds.append({**counts, **dict(zip(("drafted", "copied", "own"), texts, strict=True))})
             at += tokens
-        return made
+        return rounds
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Chat(Generation[ChatRequest, ChatChoice]):
         if reason is not None:
             required = tool_choice_of(self.body.tool_choice).mode == "required"
             parts += choice.parser.finish(begun=required and reason != "stop")
-        self.usage.reasoning = sum(each.parser.reasoning_tokens for each in self.choices)
+        self.usage.reasoning = sum(answer.parser.reasoning_tokens for answer in self.choices)
         calls = [part for part in parts if part.call]
         if self.body.parallel_tool_calls is False:
             calls = calls[: 1 - choice.calls]
@@ -205,7 +205,7 @@ async def _prepared(
         more["stop_outside"] = _hidden(written, text, thinks, bool(tools))
     request = engine_request(model, body, [ids], max_tokens=most, more=more, most_seconds=most_seconds)
     schemas = (
-        {each["function"]["name"]: each["function"].get("parameters", {}) for each in tools}
+        {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
         if tools
         else None
     )

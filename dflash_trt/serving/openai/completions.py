@@ -42,9 +42,9 @@ class Completions(Generation[CompletionRequest, CompletionChoice]):
         model.check_name(body.model)
         tokens = body.max_tokens
         prompts = []
-        for given in body.prompt:
+        for prompt in body.prompt:
             special = body.add_special_tokens is not False
-            ids = await model.encode(given, special=special) if isinstance(given, str) else given
+            ids = await model.encode(prompt, special=special) if isinstance(prompt, str) else prompt
             if not ids:
                 raise ApiError(400, "the prompt is empty: give at least one token", "prompt")
             prompts.append(ids)  # the engine checks those that were given
@@ -74,14 +74,14 @@ class Completions(Generation[CompletionRequest, CompletionChoice]):
         super().take(index, update)
 
     def add(self, index: int, update: Update) -> None:
-        made = self._choice(index, update)
-        self.choices[index].texts.append(made["text"])
-        self.choices[index].note(made["logprobs"])
+        fields = self._choice(index, update)
+        self.choices[index].texts.append(fields["text"])
+        self.choices[index].note(fields["logprobs"])
 
     def content(self, index: int) -> dict[str, Any]:
         at = index // self.request["n"]
-        made = {"text": "".join(self.choices[index].texts)} | self.of_prompts.get(at, {})
-        return made | ({"prompt_token_ids": self.prompts[at]} if self.body.return_token_ids else {})
+        fields = {"text": "".join(self.choices[index].texts)} | self.of_prompts.get(at, {})
+        return fields | ({"prompt_token_ids": self.prompts[at]} if self.body.return_token_ids else {})
 
     def deltas(self, index: int, update: Update) -> Iterator[dict[str, Any]]:
         yield self.chunk(self._choice(index, update))
@@ -91,7 +91,7 @@ class Completions(Generation[CompletionRequest, CompletionChoice]):
         choice = self.choices[index]
         text = update["text"] if choice.begun else self._echo(index) + update["text"]
         choice.begun = True
-        made: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "index": index,
             "text": text,
             "finish_reason": choice.finish_reason,
@@ -102,17 +102,17 @@ class Completions(Generation[CompletionRequest, CompletionChoice]):
             echoed = self.body.echo and "prompt_logprobs" in update
             prompt = self.prompts[index // self.request["n"]] if echoed else []
             most = self.body.logprobs
-            made["logprobs"] = completion_logprobs(self.model, prompt, update, choice.offset, most)
-            choice.offset += sum(map(len, made["logprobs"]["tokens"]))
+            fields["logprobs"] = completion_logprobs(self.model, prompt, update, choice.offset, most)
+            choice.offset += sum(map(len, fields["logprobs"]["tokens"]))
         if self.body.return_token_ids:
-            made["token_ids"] = update["token_ids"]
-        return made
+            fields["token_ids"] = update["token_ids"]
+        return fields
 
     def _echo(self, index: int) -> str:
         if not self.body.echo:
             return ""
         at = index // self.request["n"]
-        given, ids = self.body.prompt[at], self.prompts[at]
+        prompt, ids = self.body.prompt[at], self.prompts[at]
         return (
-            given if isinstance(given, str) else self.model.tokenizer.decode(ids, skip_special_tokens=False)
+            prompt if isinstance(prompt, str) else self.model.tokenizer.decode(ids, skip_special_tokens=False)
         )

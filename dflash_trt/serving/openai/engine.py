@@ -54,11 +54,11 @@ class _RunningEngine(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        for said in self._lines.push(data):
-            if not isinstance(said, dict):
-                self._deliver(said)
+        for line in self._lines.push(data):
+            if not isinstance(line, dict):
+                self._deliver(line)
             elif not self.first.done():
-                self.first.set_result(cast(Ready, said))
+                self.first.set_result(cast(Ready, line))
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self.first.done():

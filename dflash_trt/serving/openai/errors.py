@@ -91,7 +91,7 @@ def refused(error: RequestError) -> ApiError:
 def from_validation(error: ValidationError) -> ApiError:
     """The first fault of a body, by field."""
     errors = error.errors(include_url=False)
-    first = next((each for each in errors if each["type"] == "too_long"), errors[0])
+    first = next((problem for problem in errors if problem["type"] == "too_long"), errors[0])
     place = _place(first["loc"])
     kind, value = first["type"], first.get("input")
     if kind == "json_invalid":

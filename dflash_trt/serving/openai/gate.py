@@ -104,8 +104,8 @@ class _Visit:
     def __init__(self, gate: Gate, scope: Scope, receive: Receive, send: Send) -> None:
         self._gate, self._scope, self._receive, self._send = gate, scope, receive, send
         self._headers = dict(scope["headers"])
-        given = self._headers.get(b"x-request-id", b"").decode("latin-1")
-        self.id = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        sent_id = self._headers.get(b"x-request-id", b"").decode("latin-1")
+        self.id = sent_id if _ID.fullmatch(sent_id) else uuid.uuid4().hex
         self._status, self._started, self._done = 499, False, False
         self._unread = (
             b"transfer-encoding" in self._headers or self._headers.get(b"content-length", b"0") != b"0"
@@ -165,12 +165,12 @@ class _Visit:
 
     async def _answer(self, body: bytes) -> None:
         """Run the routes. A client that leaves cancels them."""
-        given = False
+        whole = False
 
         async def receive() -> Message:
-            nonlocal given
-            if not given:
-                given = True
+            nonlocal whole
+            if not whole:
+                whole = True
                 return {"type": "http.request", "body": body, "more_body": False}
             await self._left.wait()
             return {"type": "http.disconnect"}

@@ -76,8 +76,8 @@ def _most_tokens(body: SamplingFields, prompts: list[list[int]], more: Json) -> 
     """The most tokens of each answer that the log-probabilities, `more` says of what, leave room for. Raises ApiError
     if there is none.
     """
-    each, field = 1 + more.get("top_logprobs", 0), "logprobs"
-    of_prompt, of_answer = (each * bool(more.get(name)) for name in ("prompt_logprobs", field))
+    of_token, field = 1 + more.get("top_logprobs", 0), "logprobs"
+    of_prompt, of_answer = (of_token * bool(more.get(name)) for name in ("prompt_logprobs", field))
     if body.prompt_logprobs is not None:
         field = "prompt_logprobs"
     if (size := max(map(len, prompts)) * of_prompt) > MOST_OF_A_PROMPT:
@@ -98,11 +98,11 @@ def event(value: dict[str, Any]) -> bytes:
     return name + b"data: " + to_json(value) + b"\n\n"
 
 
-def cache_salt(key_digest: str, given: str | None) -> str:
+def cache_salt(key_digest: str, salt: str | None) -> str:
     """A request's salt for the engine, of its API key's digest and its own `cache_salt`: 64 digits, or none."""
-    if not key_digest and given is None:
+    if not key_digest and salt is None:
         return ""
-    text = f"{key_digest} {given or ''}"
+    text = f"{key_digest} {salt or ''}"
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -188,9 +188,9 @@ class AnswerChoice:
                 pieces += [b","] if pieces else []
                 pieces.append(to_json(values)[1:-1])
 
-    def whole(self, made: dict[str, Any]) -> list[bytes]:
+    def whole(self, fields: dict[str, Any]) -> list[bytes]:
         """The choice in JSON, with its log-probabilities."""
-        pieces = [to_json(made)[:-1], b',"logprobs":']
+        pieces = [to_json(fields)[:-1], b',"logprobs":']
         for number, (name, parts) in enumerate(self.logprobs.items()):
             listed = parts if parts == [b"null"] else [b"[", *parts, b"]"]
             pieces += [b"," if number else b"{", to_json(name), b":", *listed]
@@ -225,8 +225,8 @@ class Generation(ABC, Generic[B, C]):
     async def run(self, engine: EngineProcess) -> AsyncGenerator[tuple[int, Update], None]:
         """Index and update of every choice, as they come. An error of one choice ends all. Raises ApiError."""
         try:
-            async with aclosing(engine.updates(self.request, self.prompts)) as given:
-                async for index, update in given:
+            async with aclosing(engine.updates(self.request, self.prompts)) as updates:
+                async for index, update in updates:
                     if "logprobs" in update or "prompt_logprobs" in update:
                         await asyncio.sleep(0)  # each takes its time
                     if "error" in update:
@@ -269,7 +269,7 @@ class Generation(ABC, Generic[B, C]):
         text, before = (
             self.model.tokenizer.decode(part, skip_special_tokens=False) for part in (latest, latest[:-1])
         )
-        ends = [(last_end(text, each), -len(each), each) for each in stop]
+        ends = [(last_end(text, stop_string), -len(stop_string), stop_string) for stop_string in stop]
         ends = [end for end in ends if end[0] > len(before)]
         return min(ends)[2] if ends else None
 
@@ -283,12 +283,12 @@ class Generation(ABC, Generic[B, C]):
 
     async def chunks(self, engine: EngineProcess) -> AsyncGenerator[Json, None]:
         """The chunks or events of a stream. Raises ApiError."""
-        async with aclosing(self.run(engine)) as given:
-            async for index, update in given:
-                for made in self.deltas(index, update):
-                    yield made
-        for made in self.ending():
-            yield made
+        async with aclosing(self.run(engine)) as updates:
+            async for index, update in updates:
+                for chunk in self.deltas(index, update):
+                    yield chunk
+        for chunk in self.ending():
+            yield chunk
 
     @abstractmethod
     def add(self, index: int, update: Update) -> None:
@@ -300,8 +300,8 @@ class Generation(ABC, Generic[B, C]):
 
     async def whole(self, engine: EngineProcess) -> list[bytes]:
         """The whole answer in JSON, in pieces that are sent one by one."""
-        async with aclosing(self.run(engine)) as given:
-            async for index, update in given:
+        async with aclosing(self.run(engine)) as updates:
+            async for index, update in updates:
                 self.choices[index].token_ids += update["token_ids"]
                 if "prompt_ranks" in update and (most := self.body.prompt_logprobs) is not None:
                     at = index // self.request["n"]
@@ -313,11 +313,11 @@ class Generation(ABC, Generic[B, C]):
                 self.add(index, update)
         pieces = [to_json(self._frame(self.kind))[:-1], b',"choices":']
         for index, choice in enumerate(self.choices):
-            made = {"index": index, **self.content(index), "finish_reason": choice.finish_reason}
-            made["stop_reason"] = choice.stop_reason
+            fields = {"index": index, **self.content(index), "finish_reason": choice.finish_reason}
+            fields["stop_reason"] = choice.stop_reason
             if self.body.return_token_ids:
-                made["token_ids"] = choice.token_ids
-            pieces += [b"," if index else b"[", *choice.whole(made)]
+                fields["token_ids"] = choice.token_ids
+            pieces += [b"," if index else b"[", *choice.whole(fields)]
             await asyncio.sleep(0)
         return [*pieces, b"],", to_json(self._totals())[1:]]
 
@@ -345,8 +345,8 @@ class Generation(ABC, Generic[B, C]):
 
     def _totals(self) -> dict[str, Any]:
         """`usage`, and `metrics` as vLLM has them, of one choice that was drafted for."""
-        made: dict[str, Any] = {"usage": self.usage.to_dict()}
+        totals: dict[str, Any] = {"usage": self.usage.to_dict()}
         if len(self.choices) == 1 and self.body.speculate is not False:
             drafts = self.usage.speculative_decoding(self.model.block_size)
-            made["metrics"] = {"speculative_decoding": drafts}
-        return made
+            totals["metrics"] = {"speculative_decoding": drafts}
+        return totals

@@ -110,13 +110,13 @@ class Model:
             raise ApiError(400, "chat_template_kwargs has tools: send them as tools", "chat_template_kwargs")
 
         def render() -> tuple[list[int], str, Json]:
-            given = read()
+            messages = read()
             if not self.written.developer:
-                for message in given:
+                for message in messages:
                     message["role"] = {"developer": "system"}.get(message["role"], message["role"])
             try:
                 text = self.tokenizer.apply_chat_template(
-                    given, generation_prompt, tools=tools or None, **variables
+                    messages, generation_prompt, tools=tools or None, **variables
                 )
             except CheckpointError:
                 raise RequestError(
@@ -124,8 +124,8 @@ class Model:
                     "send a prompt to /v1/completions"
                 ) from None
             if continued:
-                text = _until(text, given[-1]["content"])
-            return self._encode(text, special=special), text, given[-1]
+                text = _until(text, messages[-1]["content"])
+            return self._encode(text, special=special), text, messages[-1]
 
         # The renderer is a process of its own, so the event loop must not wait for it.
         return await self._run(render, most)
@@ -185,19 +185,23 @@ def _is_number(value: object) -> bool:
 
 def prompt_logprobs(model: Model, prompt: list[int], update: Update, most: int) -> list[Json | None]:
     """vLLM's `prompt_logprobs`: by id, the token of each place of the prompt and the `most` best ones there."""
-    made: list[Json | None] = []
+    places: list[Json | None] = []
     tops = update.get("prompt_top_logprobs") or [[]] * len(prompt)
-    for token, own, rank, top in zip(
+    for token, logprob, rank, top in zip(
         prompt, update["prompt_logprobs"], update["prompt_ranks"], tops, strict=True
     ):
-        ranked = [(token, own, rank), *((*pair, place) for place, pair in enumerate(top[:most], 1))]
-        said = {
-            str(each): {"logprob": _finite(value), "rank": at, "decoded_token": model.token_text(each)}
-            for each, value, at in ranked
+        ranked = [(token, logprob, rank), *((*pair, place) for place, pair in enumerate(top[:most], 1))]
+        by_id = {
+            str(token_id): {
+                "logprob": _finite(value),
+                "rank": at,
+                "decoded_token": model.token_text(token_id),
+            }
+            for token_id, value, at in ranked
             if value is not None
         }
-        made.append(said or None)
-    return made
+        places.append(by_id or None)
+    return places
 
 
 def chat_logprobs(model: Model, update: Update, most: int) -> dict[str, Any] | None:
@@ -236,9 +240,9 @@ def completion_logprobs(
         "token_logprobs": [None if value is None else _finite(value) for value in logprobs],
         "top_logprobs": [
             None
-            if top is None or own is None
+            if top is None or logprob is None
             else {model.token_text(token): _finite(value) for token, value in top[:most]}
-            for top, own in zip(tops, logprobs, strict=True)
+            for top, logprob in zip(tops, logprobs, strict=True)
         ],
         "text_offset": list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else [],
     }

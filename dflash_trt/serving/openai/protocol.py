@@ -186,16 +186,16 @@ class SamplingFields(CommonFields):
 
     def sampling(self) -> Json:
         """The given fields of `SamplingParams`, with the values that other servers take beside its own."""
-        given = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
-        if given.get("top_k") == -1:  # all tokens, as in vLLM
-            given["top_k"] = 0
-        if 0 < given.get("temperature", 0) < 0.01:  # as in vLLM
-            given["temperature"] = 0.01
-        if given.get("top_p") == 0:  # the best token, as in OpenAI's API
-            given["top_p"] = 2.0**-126
-        if (seed := given.get("seed", 0)) < 0:  # -1: none, as in vLLM; OpenAI's are integers of 64 bits
-            given["seed"] = None if seed == -1 else seed % 2**64
-        return given
+        fields = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
+        if fields.get("top_k") == -1:  # all tokens, as in vLLM
+            fields["top_k"] = 0
+        if 0 < fields.get("temperature", 0) < 0.01:  # as in vLLM
+            fields["temperature"] = 0.01
+        if fields.get("top_p") == 0:  # the best token, as in OpenAI's API
+            fields["top_p"] = 2.0**-126
+        if (seed := fields.get("seed", 0)) < 0:  # -1: none, as in vLLM; OpenAI's are integers of 64 bits
+            fields["seed"] = None if seed == -1 else seed % 2**64
+        return fields
 
 
 # Fields of a request that are `SamplingParams`' own, under the same name and with the same meaning.
@@ -214,9 +214,9 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
     if not 0 < len(several) <= MOST_PROMPTS:
         text = f"prompt has {len(several)} texts, expected 1 to {MOST_PROMPTS}, or a text, or token ids"
         raise ApiError(400, text, "prompt")
-    for i, each in enumerate(several):
-        if not isinstance(each, str) and not _are_ids(each):
-            refuse("prompt" if each is prompt else f"prompt[{i}]", each, "a text, or a list of token ids")
+    for i, one in enumerate(several):
+        if not isinstance(one, str) and not _are_ids(one):
+            refuse("prompt" if one is prompt else f"prompt[{i}]", one, "a text, or a list of token ids")
     return several
 
 

@@ -63,52 +63,52 @@ def _part(part: Any, place: str) -> str:
     return text
 
 
-def _thoughts(given: Json) -> str:
+def _thoughts(sent: Json) -> str:
     """The reasoning of an earlier answer, under any of its names."""
     for name in ("reasoning_content", "reasoning"):
-        if isinstance(given.get(name), str) and given[name]:
-            return str(given[name])
-    parts = given.get("content")
+        if isinstance(sent.get(name), str) and sent[name]:
+            return str(sent[name])
+    parts = sent.get("content")
     found = (
         [part.get("thinking") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
     )
     return "".join([text for text in found if isinstance(text, str)])
 
 
-def message(given: Any, place: str) -> Json:
-    given = _object(given, place)
-    role = given.get("role")
+def message(sent: Any, place: str) -> Json:
+    sent = _object(sent, place)
+    role = sent.get("role")
     if role not in _ROLES:
         refuse(f"{place}.role", role, f"one of {', '.join(_ROLES)}")
-    made: Json = {
+    entry: Json = {
         "role": "tool" if role == "function" else role,
-        "content": text_of(given.get("content", given.get("refusal")), f"{place}.content"),
+        "content": text_of(sent.get("content", sent.get("refusal")), f"{place}.content"),
     }
     if role == "assistant":
-        if thoughts := _thoughts(given):
-            made |= {"reasoning_content": thoughts, "thinking": thoughts}
-        calls = given.get("tool_calls")
+        if thoughts := _thoughts(sent):
+            entry |= {"reasoning_content": thoughts, "thinking": thoughts}
+        calls = sent.get("tool_calls")
         if calls is not None and not isinstance(calls, list):
             refuse(f"{place}.tool_calls", calls, "a list")
         listed = [_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(calls or ())]
-        if given.get("function_call") is not None:  # the form before tools
-            listed.append(_call({"function": given["function_call"]}, f"{place}.function_call"))
+        if sent.get("function_call") is not None:  # the form before tools
+            listed.append(_call({"function": sent["function_call"]}, f"{place}.function_call"))
         if listed:
-            made["tool_calls"] = listed
+            entry["tool_calls"] = listed
     for name in ("name", "tool_call_id"):
-        if given.get(name) is not None:
-            made[name] = _string(given[name], f"{place}.{name}")
-    return made
+        if sent.get(name) is not None:
+            entry[name] = _string(sent[name], f"{place}.{name}")
+    return entry
 
 
-def _call(given: Any, place: str) -> Json:
+def _call(call: Any, place: str) -> Json:
     """A call of an earlier answer. A custom tool's input is its only argument."""
-    given = _object(given, place)
-    kind = "custom" if given.get("custom") is not None else "function"
-    asked = _object(given.get(kind), f"{place}.{kind}")
+    call = _object(call, place)
+    kind = "custom" if call.get("custom") is not None else "function"
+    asked = _object(call.get(kind), f"{place}.{kind}")
     name = _string(asked.get("name"), f"{place}.{kind}.name")
     arguments = {"input": asked.get("input")} if kind == "custom" else asked.get("arguments")
-    return _called(given.get("id"), name, arguments, f"{place}.{kind}.arguments")
+    return _called(call.get("id"), name, arguments, f"{place}.{kind}.arguments")
 
 
 def _called(call_id: Any, name: str, arguments: Any, place: str) -> Json:
@@ -119,20 +119,20 @@ def _called(call_id: Any, name: str, arguments: Any, place: str) -> Json:
         arguments = value if isinstance(value, dict) else arguments
     elif not isinstance(arguments, dict):
         refuse(place, arguments, "a JSON object as text")
-    made = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    return {"id": call_id, **made} if isinstance(call_id, str) else made
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"id": call_id, **call} if isinstance(call_id, str) else call
 
 
-def messages(given: list[Any]) -> list[Json]:
-    return [message(each, f"messages[{i}]") for i, each in enumerate(given)]
+def messages(sent: list[Any]) -> list[Json]:
+    return [message(entry, f"messages[{i}]") for i, entry in enumerate(sent)]
 
 
-def tools(given: list[Any] | None) -> list[Json]:
+def tools(sent: list[Any] | None) -> list[Json]:
     """The functions among the tools, nested as a chat has them or flat as a response has them. Other tools cannot be
     run here, so the model does not hear of them.
     """
     found = []
-    for i, tool in enumerate(given or ()):
+    for i, tool in enumerate(sent or ()):
         place = f"tools[{i}]"
         kind = _object(tool, place).get("type", "function")
         if kind != "function":
@@ -144,14 +144,14 @@ def tools(given: list[Any] | None) -> list[Json]:
         name = function.get("name")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             refuse(f"{place}.name", name, "1 to 128 letters, digits, _, . and -")
-        made: Json = {"name": name}
+        declared: Json = {"name": name}
         if function.get("description") is not None:
-            made["description"] = _string(function["description"], f"{place}.description")
+            declared["description"] = _string(function["description"], f"{place}.description")
         if function.get("parameters") is not None:
-            made["parameters"] = _object(function["parameters"], f"{place}.parameters")
+            declared["parameters"] = _object(function["parameters"], f"{place}.parameters")
         if isinstance(function.get("strict"), bool):
-            made["strict"] = function["strict"]
-        found.append({"type": "function", "function": made})
+            declared["strict"] = function["strict"]
+        found.append({"type": "function", "function": declared})
     return found
 
 
@@ -164,25 +164,25 @@ class ToolChoice:
     one: bool = False  # a single call
 
 
-def tool_choice(given: Any) -> ToolChoice:
-    if given is None or given in ("none", "auto", "required"):
-        return ToolChoice(given or "auto")
-    if given == "any":  # Mistral's name
+def tool_choice(choice: Any) -> ToolChoice:
+    if choice is None or choice in ("none", "auto", "required"):
+        return ToolChoice(choice or "auto")
+    if choice == "any":  # Mistral's name
         return ToolChoice("required")
-    if isinstance(given, dict) and given.get("type") == "allowed_tools":
-        inner = given.get("allowed_tools", given)
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        inner = choice.get("allowed_tools", choice)
         mode, allowed = (inner.get("mode"), inner.get("tools")) if isinstance(inner, dict) else (None, None)
         if mode in ("auto", "required") and isinstance(allowed, list):
-            places = [(each, f"tool_choice.tools[{i}]") for i, each in enumerate(allowed)]
+            places = [(tool, f"tool_choice.tools[{i}]") for i, tool in enumerate(allowed)]
             functions = [pair for pair in places if _object(*pair).get("type", "function") == "function"]
             return ToolChoice(mode, tuple(_named(*pair) for pair in functions))
-    if isinstance(given, dict) and given.get("type", "function") == "function":
-        return ToolChoice("required", (_named(given, "tool_choice"),), one=True)
-    refuse("tool_choice", given, "none, auto, required, or a function by its name")
+    if isinstance(choice, dict) and choice.get("type", "function") == "function":
+        return ToolChoice("required", (_named(choice, "tool_choice"),), one=True)
+    refuse("tool_choice", choice, "none, auto, required, or a function by its name")
 
 
-def _named(given: Any, place: str) -> str:
-    inner = _object(given, place).get("function", given)
+def _named(tool: Any, place: str) -> str:
+    inner = _object(tool, place).get("function", tool)
     return _string(_object(inner, f"{place}.function").get("name"), f"{place}.name")
 
 
@@ -198,19 +198,19 @@ _SILENT = frozenset(
 )
 
 
-def items(given: str | list[Any], instructions: str | None) -> list[Json]:
+def items(inputs: str | list[Any], instructions: str | None) -> list[Json]:
     """The chat that a response's input stands for."""
     first = [{"role": "system", "content": instructions}] if instructions else []
-    if isinstance(given, str):
-        return [*first, {"role": "user", "content": given}]
-    made = [*first, *_turns(given)]
-    return made if made else refuse("input", given, "a message")
+    if isinstance(inputs, str):
+        return [*first, {"role": "user", "content": inputs}]
+    entries = [*first, *_turns(inputs)]
+    return entries if entries else refuse("input", inputs, "a message")
 
 
-def _turns(given: list[Any]) -> Iterator[Json]:
+def _turns(inputs: list[Any]) -> Iterator[Json]:
     """One message of a chat has the reasoning, the text and the calls of the assistant's turn."""
     turn: Json = {}
-    for at, item in enumerate(given):
+    for at, item in enumerate(inputs):
         place = f"input[{at}]"
         kind = _object(item, place).get("type") or ("message" if "role" in item else "item_reference")
         if kind == "reasoning":
@@ -253,12 +253,12 @@ def _item_call(item: Json, kind: str, place: str) -> Json:
 def _turn(turn: Json) -> Iterator[Json]:
     """The assistant's message, unless there is nothing but reasoning."""
     if {"content", "tool_calls"} & turn.keys():
-        made: Json = {"role": "assistant", "content": turn.get("content", "")}
+        answer: Json = {"role": "assistant", "content": turn.get("content", "")}
         if thoughts := "".join(turn.get("thoughts", ())):
-            made |= {"reasoning_content": thoughts, "thinking": thoughts}
+            answer |= {"reasoning_content": thoughts, "thinking": thoughts}
         if "tool_calls" in turn:
-            made["tool_calls"] = turn["tool_calls"]
-        yield made
+            answer["tool_calls"] = turn["tool_calls"]
+        yield answer
 
 
 def check_values(body: bytes) -> None:

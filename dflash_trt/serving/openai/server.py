@@ -249,11 +249,11 @@ def _listen(host: str, port: int) -> socket.socket:
     """A socket on the address. Raises DFlashError naming the options."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        made = socket.socket(family[0], socket.SOCK_STREAM)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(family[4])
-        made.listen(4096)
+        listener = socket.socket(family[0], socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(family[4])
+        listener.listen(4096)
     except (OSError, OverflowError) as error:
         why = getattr(error, "strerror", None) or error
         raise DFlashError(f"--host {host} --port {port}: cannot listen ({why}); give another") from None
-    return made
+    return listener

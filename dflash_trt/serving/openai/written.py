@@ -113,7 +113,7 @@ def written_by(template: str) -> Written:
     thoughts = next((t for t in _THOUGHTS if t.begin.rstrip() in template or t.end in template), None)
     recipients = _MUSE in template
     bare = BARE if "python_tag" in template or '"parameters"' in template else ""
-    notation = next((each for each in (GEMMA, MISTRAL, TAG) if each.begin in template), bare)
+    notation = next((marks for marks in (GEMMA, MISTRAL, TAG) if marks.begin in template), bare)
     special = GEMMA.begin in template or MISTRAL.begin in template
     return Written(
         channels=recipients or "<|channel|>" in template,
@@ -122,7 +122,10 @@ def written_by(template: str) -> Written:
         notation="" if recipients else notation,
         tags=QWEN_TAGS.call in template,
         call_marks=[
-            (begin, each.end) for each in (TAG, GEMMA) if each.begin in template for begin in _begins(each)
+            (begin, marks.end)
+            for marks in (TAG, GEMMA)
+            if marks.begin in template
+            for begin in _begins(marks)
         ],
         special=special or (thoughts is not None and not thoughts.shown),
         developer="developer" in template,
