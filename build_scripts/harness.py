@@ -80,14 +80,12 @@ class OpenAIServer:
 
 
 @contextmanager
-def openai_server(
-    bundle: Path, *arguments: str, program: Sequence[str] = ("-m", "dflash_trt"), **environment: str
-) -> Iterator[OpenAIServer]:
-    """Start a server on a free port, and stop it at the end. program: what Python runs."""
+def openai_server(bundle: Path, *arguments: str, **environment: str) -> Iterator[OpenAIServer]:
+    """Start a server on a free port, and stop it at the end."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, *program, "serve", str(bundle), f"--port={port}", *arguments]
+    command = [sys.executable, "-m", "dflash_trt", "serve", str(bundle), f"--port={port}", *arguments]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | environment)
         server = OpenAIServer(port, process)

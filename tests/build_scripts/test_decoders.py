@@ -1,4 +1,4 @@
-"""The comparisons of decoders and with the server, and the demo: on the shipped pair `tiny`."""
+"""The comparisons of decoders, and the demo: on the shipped pair `tiny`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ from unittest.mock import Mock
 import pytest
 
 from build_scripts import demo
-from build_scripts.bench import natural, server
-from dflash_trt import LLM, SamplingParams
-from dflash_trt.building.build import build
+from build_scripts.bench import natural
 from dflash_trt.checkpoint import gguf
-from dflash_trt.engines.onnxruntime.runner import OnnxRuntimeRunner
 
 
 def record(prompt: str, peer: str, first: float, seconds: float, **more: Any) -> dict[str, Any]:
@@ -76,15 +73,3 @@ def test_the_demo_falls_back_to_the_shipped_pair_and_shows_equal_tokens(tmp_path
     assert [line.split()[-1] for line in out.splitlines() if line.strip()[:2] in ("1 ", "2 ", "3 ")] == [
         "yes"
     ] * 3
-
-
-def test_passes_that_sleep_take_their_time_and_compute_nothing(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(OnnxRuntimeRunner, "_load", OnnxRuntimeRunner._load)  # restored behind the test
-    server.let_passes_sleep(20)
-    slept = list[float]()
-    monkeypatch.setattr("time.sleep", slept.append)
-    with LLM(build("tiny", None, tmp_path / "tiny").path) as llm:
-        params = SamplingParams(max_tokens=5, ignore_eos=True)
-        (found,) = llm.generate(["Hello"], params, speculate=False)
-    assert found.token_ids == [0] * 5
-    assert slept.count(0.02) >= 5
