@@ -38,18 +38,15 @@ _SAMPLED = (
 # The error of a result, as a share of its largest number: two roundings to bfloat16.
 _MOST = 2**-7
 
-
 _SIZES = {"vocab": 151_936, "features": 5 * 4096}  # those of Qwen3-8B
 _SMALL = {"vocab": 300, "features": 128}
-_COPIED = 1 << 30
 
 
 def check_kernels(found: Callable[[str, str, str], None] = lambda *_: None) -> dict[str, Any]:
     """Compare each kernel with its reference on torch's GPU, or on the CPU in Triton's interpreter.
 
-    Returns `gpu` (its name; None in the interpreter), `versions`, `copy_gb_per_s` (bytes read and written by a copy,
-    what a pass could reach) and `problems` by dtype and operator, empty where its numbers are right. `found` is told a
-    dtype, an operator and its problem as soon as it is known.
+    Returns `gpu` (its name; None in the interpreter), `versions` and `problems` by dtype and operator, empty where its
+    numbers are right. `found` is told a dtype, an operator and its problem as soon as it is known.
 
     Raises DFlashError where torch sees no GPU, and kernels are not interpreted.
     """
@@ -76,23 +73,8 @@ def check_kernels(found: Callable[[str, str, str], None] = lambda *_: None) -> d
     return {
         "gpu": torch.cuda.get_device_name() if on_gpu else None,
         "versions": versions_of(("torch", "triton")),
-        "copy_gb_per_s": _copy() if on_gpu else None,
         "problems": by_dtype,
     }
-
-
-def _copy() -> int:
-    """GB/s that a copy reads and writes."""
-    source = torch.zeros(_COPIED, dtype=torch.uint8, device="cuda")
-    target, times = torch.empty_like(source), []
-    for _ in range(8):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        target.copy_(source)
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return int(2 * _COPIED / sorted(times)[len(times) // 2] / 1e6)  # bytes per ms
 
 
 def problems_of(arrays: Arrays, vocab: int) -> dict[str, str]:
