@@ -46,7 +46,7 @@ examples:
   dflash-trt train drafter --target qwen3-4b --from qwen3-4b --data answers.jsonl --out runs/tuned --steps 5000
   accelerate launch -m dflash_trt train drafter ...            # several GPUs or nodes
   dflash-trt train evaluate --target tiny --drafter runs/mine/best
-  dflash-trt train export --target Qwen/Qwen3-4B --drafter runs/mine/best --format zlab --out drafter
+  dflash-trt train export --target Qwen/Qwen3-4B --drafter runs/mine/best --out drafter
 """
 
 
@@ -282,9 +282,6 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     add_target(parser, "the model that the drafter is for")
     option(parser, "--drafter", "DIR", Path,
            "a drafter of `train drafter`, such as runs/mine/best", required=True)  # fmt: skip
-    parser.add_argument("--format", choices=["zlab", "speculators"], required=True,
-                        help="zlab: what vLLM, SGLang and TensorRT-LLM read; speculators: what vLLM reads with a draft "
-                        "vocabulary")  # fmt: skip
     option(parser, "--out", "DIR", Path, "made, or replaced when it is whole", required=True)
 
 
@@ -294,9 +291,9 @@ def _export(args: argparse.Namespace) -> int:
     from dflash_trt.training.export import export
 
     target = resolve(args.target, "target").directory
-    for warning in export(args.drafter, target, args.target, args.out, args.format):
+    for warning in export(args.drafter, target, args.out):
         print(f"warning: {warning}", file=sys.stderr)
-    print(f"{args.out}: a drafter in the layout of {args.format}; README.md has the commands that run it")
+    print(f"{args.out}: a drafter in z-lab's layout; README.md has the commands that run it")
     return 0
 
 

@@ -1,36 +1,27 @@
-"""What others get of a drafter: its card, and the layouts that other programs read, z-lab's or speculators'."""
+"""What others get of a drafter: its card, and z-lab's layout, which other programs read."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from dflash_trt.checkpoint.draft_vocabulary import FILE, read_draft_vocabulary
+from dflash_trt.checkpoint.draft_vocabulary import FILE
 from dflash_trt.checkpoint.pair import check_pair
-from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import CheckpointError
 from dflash_trt.files.reading import read_config
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.models.drafters.dflash import ROW_SCALE
-from dflash_trt.models.drafters.dflash2 import DFlash2
 from dflash_trt.models.inventory import take_inventory
 from dflash_trt.training.checkpoint import CONTRACT, write_checkpoint
 from dflash_trt.training.evaluation import average
 from dflash_trt.training.recipe import Recipe
 
-Form = Literal["zlab", "speculators"]
 _FIVE, _BLOCK = 5, 16  # taps and layers; tokens of a block
-# Fields of z-lab's config.json that are not those of the layers.
-_OWN = (
-    *("architectures", "block_size", "dflash_config", "is_causal", "num_target_layers", "dtype"),
-    *("output_multiplier", "final_logit_softcapping", ROW_SCALE),
-)
 
 
 def contract_breaks(config: Mapping[str, Any]) -> list[str]:
@@ -48,10 +39,8 @@ def contract_breaks(config: Mapping[str, Any]) -> list[str]:
     return found + [f"block_size is {size}, more than {_BLOCK}"] * (size > _BLOCK)
 
 
-def export(drafter: Path, target: Path, target_name: str, out: Path, form: Form) -> list[str]:
+def export(drafter: Path, target: Path, out: Path) -> list[str]:
     """Write the DFlash or DFlash2 drafter of the directory `drafter` to `out`, with its card. Returns warnings.
-
-    target_name: how the reader finds the target, a path or a repository.
 
     Raises:
         CheckpointError, PairError: a file cannot be read, is of another kind, or does not belong to the target.
@@ -72,78 +61,13 @@ def export(drafter: Path, target: Path, target_name: str, out: Path, form: Form)
     }
     breaks = contract_breaks(raw)
     warnings = [f"TensorRT Edge-LLM refuses this drafter: {'; '.join(breaks)}"] if breaks else []
-    tokens = None
     if (drafter / FILE).is_file():
-        tokens = read_draft_vocabulary(drafter / FILE, target_config.vocab_size)
-    if tokens is not None and (form == "zlab" or isinstance(config.settings, DFlash2)):
-        layout = "z-lab's layout" if form == "zlab" else "DFlash2 in speculators' layout"
-        warnings.append(f"{layout} has no draft vocabulary: every token may be drafted")
-        tokens = None
+        warnings.append("z-lab's layout has no draft vocabulary: every token may be drafted")
     scale = target_config.embedding_scale if config.row_scale is None else config.row_scale
     card = (drafter / "README.md").read_text(encoding="utf-8") if (drafter / "README.md").is_file() else ""
-    if form == "zlab":
-        section = raw["dflash_config"] | ({} if scale == 1 else {ROW_SCALE: scale})
-        write_checkpoint(tensors, raw | {"dflash_config": section}, out, card)
-        return warnings
-    unread = {ROW_SCALE: scale}
-    if isinstance(config.settings, DFlash2):  # a cap or factor of DFlash's logits changes no draft
-        unread |= {
-            "output_multiplier": config.settings.multiplier,
-            "final_logit_softcapping": config.logit_softcap or 1,
-        }
-    if changed := [f"{name} {value:g}" for name, value in unread.items() if value != 1]:
-        raise CheckpointError(
-            f"{drafter}: needs {', '.join(changed)}, which speculators' readers do not know: use --format zlab"
-        )
-    if tokens is not None:
-        tensors |= _draft_head(Checkpoint(target), target_config, tokens)
-    write_checkpoint(tensors, _speculators(raw, config, target_config, target_name, tokens), out, card)
+    section = raw["dflash_config"] | ({} if scale == 1 else {ROW_SCALE: scale})
+    write_checkpoint(tensors, raw | {"dflash_config": section}, out, card)
     return warnings
-
-
-def _draft_head(target: Checkpoint, config: TargetConfig, tokens: list[int]) -> dict[str, Tensor]:
-    """The rows of the target's head, and the maps between its tokens and those that may be drafted."""
-    name = f"{config.prefix}.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-    if name not in target.tensors or target.tensors[name].dtype not in ("BF16", "F16", "F32"):
-        raise CheckpointError(
-            f"{target.directory}: {name} is missing or quantized, so its rows cannot be exported"
-        )
-    ids = torch.tensor(tokens)
-    kept = torch.zeros(config.vocab_size, dtype=torch.bool)
-    kept[ids] = True
-    rows = torch.from_numpy(target.array(name)[tokens].astype(np.float32))
-    return {"lm_head.weight": rows, "d2t": ids - torch.arange(len(tokens)), "t2d": kept}
-
-
-def _speculators(
-    raw: dict[str, Any],
-    config: DrafterConfig,
-    target: TargetConfig,
-    target_name: str,
-    tokens: list[int] | None,
-) -> dict[str, Any]:
-    """config.json of speculators' layout. Its taps count the layer that is entered."""
-    name = "dflash2" if isinstance(config.settings, DFlash2) else "dflash"
-    section = raw["dflash_config"]
-    fields: dict[str, Any] = {
-        "speculators_model_type": name,
-        "architectures": ["DFlash2DraftModel" if name == "dflash2" else "DFlashSpeculator"],
-        "transformer_layer_config": {key: value for key, value in raw.items() if key not in _OWN},
-        "draft_vocab_size": target.vocab_size if tokens is None else len(tokens),
-        "block_size": config.block_size,
-        "aux_hidden_state_layer_ids": [tap + 1 for tap in config.target_layer_ids],
-        "mask_token_id": config.mask_token_id,
-        "sliding_window_non_causal": not any(layer.causal for layer in config.layers),
-        "sample_from_anchor": False,
-        "dtype": "bfloat16",
-        "speculators_config": {
-            "algorithm": name,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.block_size - 1}],
-            "verifier": {"name_or_path": target_name, "architectures": [target.architecture]},
-        },
-    }
-    return fields | {key: section[key] for key in CONTRACT if name == "dflash2"}
 
 
 _CARD = """\

@@ -1,4 +1,4 @@
-"""Exported drafters, read by this package, z-lab's own classes, Transformers' and speculators'."""
+"""Exported drafters, read by this package, z-lab's own classes and Transformers'."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from dflash_trt.building.build import build
 from dflash_trt.checkpoint.catalogue import SHIPPED
 from dflash_trt.checkpoint.draft_vocabulary import FILE
 from dflash_trt.cli import main
-from dflash_trt.errors import CheckpointError
 from dflash_trt.llm import LLM
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.training.checkpoint import dflash2_config, new_config, open_drafter, write_checkpoint
@@ -28,13 +27,6 @@ from tests.doubles.text_checkpoints import make_gemma
 from tests.models.test_loops import assert_ours, assistant, of_transformers, of_zlab
 
 TARGET, DRAFTER = SHIPPED / "tiny" / "target", SHIPPED / "tiny" / "drafter"
-
-
-def with_vocabulary(folder: Path, size: int) -> Path:
-    """The shipped drafter, with the tokens 0, 2, 4 and so on as its vocabulary."""
-    config = json.loads((DRAFTER / "config.json").read_text())
-    write_checkpoint(load_file(DRAFTER / "model.safetensors"), config, folder, "card", range(0, 2 * size, 2))
-    return folder
 
 
 def dflash2(folder: Path) -> Path:
@@ -55,30 +47,22 @@ def drafted(drafter: Path, work: Path) -> list[Any]:
         return [(answer.token_ids, answer.statistics.acceptance_histogram) for answer in answers]
 
 
-def test_both_layouts_draft_what_the_drafter_drafts(tmp_path: Path) -> None:
-    expected = drafted(DRAFTER, tmp_path / "own")
-    for form in ("zlab", "speculators"):
-        assert export(DRAFTER, TARGET, "tiny", tmp_path / form, form) == []
-        assert drafted(tmp_path / form, tmp_path / f"{form}-bundle") == expected
-
-
-def test_a_draft_vocabulary_becomes_a_head_with_its_map(tmp_path: Path) -> None:
-    folder, out = with_vocabulary(tmp_path / "few", 300), tmp_path / "out"
-    assert export(folder, TARGET, "tiny", out, "speculators") == []
-    tensors, head = load_file(out / "model.safetensors"), load_file(TARGET / "model.safetensors")
-    rows = torch.arange(300) + tensors["d2t"]
-    assert rows.tolist() == tensors["t2d"].nonzero().flatten().tolist() == list(range(0, 600, 2))
-    assert torch.equal(tensors["lm_head.weight"], head["model.embed_tokens.weight"][rows].bfloat16())
-    assert not (out / FILE).exists()
-    assert drafted(out, tmp_path / "a") == drafted(folder, tmp_path / "b")
-    (warning,) = export(folder, TARGET, "tiny", tmp_path / "zlab", "zlab")
+def test_the_copy_drafts_what_the_drafter_drafts(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert export(DRAFTER, TARGET, out) == []
+    assert drafted(out, tmp_path / "bundle") == drafted(DRAFTER, tmp_path / "own")
+    config = json.loads((DRAFTER / "config.json").read_text())
+    few = tmp_path / "few"
+    write_checkpoint(load_file(DRAFTER / "model.safetensors"), config, few, "card", range(0, 600, 2))
+    (warning,) = export(few, TARGET, tmp_path / "all")
     assert "no draft vocabulary" in warning
+    assert not (tmp_path / "all" / FILE).exists()
 
 
 def test_dflash2_keeps_the_published_contract_or_says_who_refuses_it(tmp_path: Path) -> None:
     made = dflash2(tmp_path)
     config = json.loads((made / "config.json").read_text())
-    (warning,) = export(made, TARGET, "tiny", tmp_path / "out", "speculators")
+    (warning,) = export(made, TARGET, tmp_path / "out")
     assert warning == (
         "TensorRT Edge-LLM refuses this drafter: target_layer_ids has 4 taps, not 5; num_hidden_layers is 2, not 5"
     )
@@ -89,7 +73,7 @@ def test_dflash2_keeps_the_published_contract_or_says_who_refuses_it(tmp_path: P
     assert contract_breaks(config) == ["selector_rank is 64, not 256", "block_size is 17, more than 16"]
 
 
-def test_a_target_that_scales_its_embedding_is_refused_for_speculators(tmp_path: Path) -> None:
+def test_the_scale_of_a_targets_embedding_is_written(tmp_path: Path) -> None:
     target = make_gemma(tmp_path / "target")
     config = new_config(read_target_config(target), layers=1, taps=[1], block_size=4, mask_token_id=3)
     assert (
@@ -98,29 +82,17 @@ def test_a_target_that_scales_its_embedding_is_refused_for_speculators(tmp_path:
     (folder := tmp_path / "drafter").mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     write_checkpoint(open_drafter(folder, None, target).state_dict(), config, folder, "card")
-    assert export(folder, target, "gemma", tmp_path / "out", "zlab") == []
+    assert export(folder, target, tmp_path / "out") == []
     assert read_drafter_config(tmp_path / "out").row_scale == 8
     (tmp_path / "out" / "config.json").write_text(json.dumps(dflash2_config(config, 8.0)))
     assert read_drafter_config(tmp_path / "out").row_scale == 8
-    with pytest.raises(CheckpointError, match=r"input_embedding_scale 8, .* use --format zlab"):
-        export(folder, target, "gemma", tmp_path / "out", "speculators")
-
-
-@pytest.mark.parametrize("name", ["output_multiplier", "final_logit_softcapping", "input_embedding_scale"])
-def test_fields_that_speculators_readers_do_not_know_are_refused(name: str, tmp_path: Path) -> None:
-    made = dflash2(tmp_path)
-    config = json.loads((made / "config.json").read_text())
-    config["dflash_config"][name] = 0.5
-    (made / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=f"{name} 0.5, .* use --format zlab"):
-        export(made, TARGET, "tiny", tmp_path / "out", "speculators")
 
 
 def test_other_loops_accept_the_same_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """z-lab's classes read the files themselves. Transformers' only class is given the tensors."""
     for folder, kind in ((DRAFTER, DFlashDraftModel), (dflash2(tmp_path), DFlash2DraftModel)):
         out, work = tmp_path / f"out-{kind.__name__}", tmp_path / kind.__name__
-        export(folder, TARGET, "tiny", out, "zlab")
+        export(folder, TARGET, out)
         read, said = kind.from_pretrained(out, dtype=torch.float32, output_loading_info=True)
         assert not said["missing_keys"]
         assert not said["unexpected_keys"]
@@ -129,18 +101,6 @@ def test_other_loops_accept_the_same_drafts(tmp_path: Path, monkeypatch: pytest.
     out = tmp_path / "out-DFlashDraftModel"
     theirs = of_transformers(load_target(TARGET), assistant(out), monkeypatch)
     assert_ours(TARGET, out, tmp_path / "again", theirs)
-
-
-def test_speculators_own_reader_loads_it(tmp_path: Path) -> None:
-    speculators = pytest.importorskip("speculators")
-    folders = {"dflash": with_vocabulary(tmp_path / "few", 300), "dflash2": dflash2(tmp_path)}
-    for name, folder in folders.items():
-        export(folder, TARGET, str(TARGET), tmp_path / name, "speculators")
-        read = speculators.SpeculatorModel.from_pretrained(str(tmp_path / name))
-        written, state = load_file(tmp_path / name / "model.safetensors"), read.state_dict()
-        assert set(written) <= set(state)
-        assert all(torch.equal(state[key].to(value.dtype), value) for key, value in written.items())
-        assert read.target_layer_ids == [2, 4, 6, 8]
 
 
 def test_the_card_has_the_commands_with_the_drafters_numbers() -> None:
@@ -158,7 +118,7 @@ def test_the_card_has_the_commands_with_the_drafters_numbers() -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = f"train export --target tiny --drafter {DRAFTER} --format zlab --out {tmp_path / 'out'}"
+    words = f"train export --target tiny --drafter {DRAFTER} --out {tmp_path / 'out'}"
     assert main(words.split()) == 0
     assert str(tmp_path / "out") in capsys.readouterr().out
     assert (tmp_path / "out" / "config.json").is_file()
