@@ -244,13 +244,6 @@ def test_a_stop_string_may_be_part_of_the_text() -> None:
     assert stopped(tokens, stop="stop", include_stop_str_in_output=True) == [("a stop", kept)]
 
 
-def test_a_stop_string_counts_after_the_least_tokens() -> None:
-    first, second = (byte_level().encode(text).ids for text in ("stop", " stop"))
-    least = len(first)
-    assert stopped([*first, *second], stop="stop", min_tokens=least) == [("stop ", least + len(second))]
-    assert stopped([*first, *second], stop="stop", min_tokens=least - 1) == [("", least)]
-
-
 def test_the_text_of_a_stop_token_may_be_part_of_the_text() -> None:
     ends = byte_level().encode(",").ids
     tokens = byte_level().encode("a stop, b").ids
