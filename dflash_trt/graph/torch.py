@@ -16,8 +16,10 @@ AddNorm(x, y [rows,D], weight [D]; epsilon) -> x + y and its RMSNorm, computed i
 Gate(x [rows,2*I], sizes [2]) -> Swish of the first I numbers of a row times the others
 Router(x [rows,D], weight [E,D], bias [E]) -> float32 [rows,E]
 BestToken(logits [rows,V]) -> token [rows,1], float32 log-probability [rows,1]
-QuantizedRows(x [rows,in], scale [1]; by_row) -> x [rows,in] (, factor float32 [rows,1])
-    x as E4M3 rounds it with this scale. With `by_row`, each row is divided by its largest magnitude before: its factor.
+QuantizedRows(x [rows,in], scale [1]; by_row, scheme) -> numbers [rows,in], factor float32 [rows,1]
+    Numbers times factor are x as `scheme` (fp8, nvfp4) rounds it with this scale: with `by_row`, each row after it was
+    divided by its largest magnitude. Numbers are exact in x's dtype, and below 1.
+ScaledProduct(x [rows,in], weight [out,in], factor float32 [rows,1], bias [out]) -> x @ weight.T * factor + bias
 Route(router_logits [rows,E]; k) -> shares float32 [rows,k], best [rows,k], order [pairs], groups [n,3]
     The k experts with the largest logits, best first, and softmax over these logits. A pair is a row and one of them,
     number row * k + place. `order`: the pairs by expert and then by row. `groups`: an expert, the place in `order` of
@@ -57,10 +59,10 @@ from dflash_trt.graph.dialect import (
 )
 from dflash_trt.graph.experts import Storage, activated, declared
 from dflash_trt.graph.lowering import LOWERINGS
-from dflash_trt.graph.quantized import QuantizedLinear, input_scale, multiplied, prepared, rounded
+from dflash_trt.graph.quantized import QuantizedLinear, input_scale, multiplied, prepared
 from dflash_trt.graph.quantized_experts import ExpertLayer, Projection, Stack, stacked
 
-DOMAIN, VERSION = "torch", 2  # of the operators; engines/torch/program.py runs no other version
+DOMAIN, VERSION = "torch", 3  # of the operators; engines/torch/program.py runs no other version
 # Attention's kernel divides the cache into stripes of so many rows, and sums up each of them apart.
 STRIDE = 256
 _CODES = {"int4": "int4", "nvfp4": "e2m1", "mxfp4": "e2m1", "int8": "int8", "fp8": "e4m3"}
@@ -141,7 +143,9 @@ class Torch(HeadMajor):
             x = prepared(g, x, raw("order"), raw("pre_quant_scale"), g.dtype)
             scale = raw("input_scale")
             x, factor = _quantized(g, stored, x, None if scale is None else g.cast(scale, FLOAT))
-            return multiplied(g, x, weight, factor, layer.bias, g.dtype)
+            if factor is None:
+                return multiplied(g, x, weight, None, layer.bias, g.dtype)
+            return _own(g, "ScaledProduct", x, weight, factor, layer.bias)
 
     def quantized_experts(
         self, g: GraphBuilder, x: ir.Value, router: ir.Value, layer: ExpertLayer
@@ -277,18 +281,15 @@ def _placed(
 def _quantized(
     g: GraphBuilder, stored: StoredLinear, x: ir.Value, scale: ir.Value | None
 ) -> tuple[ir.Value, ir.Value | None]:
-    """x as the layer's format rounds it, and the factor of each row, float32 [rows,1], of its products. FP8 has one
-    operator for this.
-    """
+    """x as the layer's format rounds it, and the factor of each row, float32 [rows,1], of its products."""
     if stored.rounding == "none":
         return x, None
-    if stored.algorithm.scheme == "fp8":
-        by_row = stored.rounding == "row"
-        scale = input_scale(g, stored, scale)
-        x, *factor = _several(g, "QuantizedRows", x, scale, outputs=1 + by_row, by_row=int(by_row))
-        return x, factor[0] if by_row else None
-    x, of_row = rounded(g, stored, g.to_float(x), scale)
-    return g.from_dtype(x, FLOAT), of_row
+    by_row, scale = stored.rounding == "row", input_scale(g, stored, scale)
+    if stored.algorithm.reciprocal and not by_row:
+        scale = g.op("Reciprocal", scale, name="input_scale")
+    given: dict[str, Any] = {"by_row": int(by_row), "scheme": stored.algorithm.scheme}
+    x, factor = _several(g, "QuantizedRows", x, scale, outputs=2, **given)
+    return x, factor
 
 
 def _widened(

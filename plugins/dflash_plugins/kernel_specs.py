@@ -472,11 +472,37 @@ def delta_rows(key_heads: int, heads: int, key_dim: int, value_dim: int, pending
     return Use("delta_net", "delta_rows", types, constants, num_warps=1, most_registers=most)
 
 
+# How rows are rounded for a product: the format, and whether each row is divided by its largest magnitude first.
+Rounding = tuple[str, bool]
+# What numbers of a format are multiplied by: exact, and no sum of products in 16 bits overflows.
+SHRUNK = {"fp8": 2.0**-9, "nvfp4": 2.0**-12}
+
+
+def _rounding(types: Types, constants: dict[str, Any], dtype: str, rounding: Rounding | None) -> None:
+    constants["SCHEME"], constants["BY_ROW"] = scheme, _ = rounding or (None, None)
+    constants["SHRUNK"] = SHRUNK[scheme] if scheme else None
+    optional(types, constants, rounding is not None, scale="*fp32", codes=f"*{dtype}", factor="*fp32")
+
+
+def _row_warps(slots: int) -> int:
+    return max(4, min(32, slots // 512))
+
+
 @cache
-def add_norm(hidden: int, epsilon: float, dtype: str) -> Use:
-    """The kernel of a residual sum and the norm after it."""
+def quantized_rows(size: int, dtype: str, rounding: Rounding) -> Use:
+    """The kernel that rounds rows for a product."""
+    types, slots = typed(**{dtype: "x"}), power_of_two(size)
+    constants: dict[str, Any] = {"D": size, "D_SLOTS": slots}
+    _rounding(types, constants, dtype, rounding)
+    return Use("layers", "quantized_rows", types, constants, num_warps=_row_warps(slots))
+
+
+@cache
+def add_norm(hidden: int, epsilon: float, dtype: str, rounding: Rounding | None = None) -> Use:
+    """The kernel of a residual sum and the norm after it, which may be rounded for a product."""
     types = typed(**{dtype: "x y weight total normed"})
-    constants = {"EPSILON": epsilon, "D": hidden, "D_SLOTS": power_of_two(hidden)}
+    constants: dict[str, Any] = {"EPSILON": epsilon, "D": hidden, "D_SLOTS": power_of_two(hidden)}
+    _rounding(types, constants, dtype, rounding)
     return Use("layers", "add_norm", types, constants, num_warps=8)
 
 
@@ -508,9 +534,12 @@ ROUTER_OUTPUTS = 2
 
 
 @cache
-def gate(inner: int, dtype: str) -> Use:
-    """The kernel of a gated activation."""
-    return Use("layers", "gate", typed(**{dtype: "x y"}), {"INNER": inner, "BLOCK": GATE_BLOCK})
+def gate(inner: int, dtype: str, rounding: Rounding | None = None) -> Use:
+    """The kernel of a gated activation, which may be rounded for a product: then a program has a whole row."""
+    types, block = typed(**{dtype: "x y"}), power_of_two(inner) if rounding else GATE_BLOCK
+    constants: dict[str, Any] = {"INNER": inner, "BLOCK": block}
+    _rounding(types, constants, dtype, rounding)
+    return Use("layers", "gate", types, constants, num_warps=_row_warps(block) if rounding else 4)
 
 
 @cache

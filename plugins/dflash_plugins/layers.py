@@ -123,14 +123,43 @@ def gated_delta_net(
     return y, state, pending_gates
 
 
+# How rows are rounded: see kernel_specs. The scale is float32 [1].
+Rounded = tuple[uses.Rounding, Tensor]
+
+
+def _codes(x: Tensor, columns: int, rounded: Rounded | None) -> tuple[uses.Rounding | None, dict[str, Any]]:
+    """How rows [rows, columns] are rounded, and the arguments for it."""
+    if rounded is None:
+        return None, {}
+    rounding, scale = rounded
+    codes = x.new_empty(len(x), columns)
+    factor = torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
+    return rounding, {"scale": scale, "codes": codes, "factor": factor}
+
+
+def quantized_rows(x: Tensor, rounded: Rounded, *, run: Run = by_triton) -> tuple[Tensor, Tensor]:
+    """x [rows, D] as the format rounds it: numbers [rows, D] of x's type, and float32 [rows, 1] to multiply them by."""
+    rounding, more = _codes(x, x.shape[1], rounded)
+    assert rounding is not None
+    run(uses.quantized_rows(x.shape[1], TYPE_NAMES[x.dtype], rounding), (len(x),), x=x, **more)
+    return more["codes"], more["factor"]
+
+
 def add_norm(
-    x: Tensor, y: Tensor, weight: Tensor, epsilon: float, *, run: Run = by_triton
-) -> tuple[Tensor, Tensor]:
-    """x + y and its RMS norm. x, y [rows, D], weight [D], of one type."""
+    x: Tensor,
+    y: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    rounded: Rounded | None = None,
+    *,
+    run: Run = by_triton,
+) -> tuple[Tensor, ...]:
+    """x + y and its RMS norm. x, y [rows, D], weight [D], of one type. With `rounded`, `quantized_rows` of it, too."""
     total, normed = torch.empty_like(x), torch.empty_like(x)
-    use = uses.add_norm(x.shape[1], epsilon, TYPE_NAMES[x.dtype])
-    run(use, (len(x),), x=x, y=y, weight=weight, total=total, normed=normed)
-    return total, normed
+    rounding, more = _codes(x, x.shape[1], rounded)
+    use = uses.add_norm(x.shape[1], epsilon, TYPE_NAMES[x.dtype], rounding)
+    run(use, (len(x),), x=x, y=y, weight=weight, total=total, normed=normed, **more)
+    return total, normed, *(more[name] for name in more if name != "scale")
 
 
 def place_heads(
@@ -170,12 +199,15 @@ def place_heads(
     return q
 
 
-def gate(x: Tensor, *, run: Run = by_triton) -> Tensor:
-    """silu of the first half of each row times the second half: x [rows, 2 * inner] -> [rows, inner]."""
+def gate(x: Tensor, rounded: Rounded | None = None, *, run: Run = by_triton) -> tuple[Tensor, ...]:
+    """silu of the first half of each row times the second half: x [rows, 2 * inner] -> [rows, inner]. With `rounded`,
+    `quantized_rows` of it, too.
+    """
     y = x.new_empty(len(x), x.shape[1] // 2)
-    use = uses.gate(y.shape[1], TYPE_NAMES[x.dtype])
-    run(use, (len(x), -(-y.shape[1] // uses.GATE_BLOCK)), x=x, y=y)
-    return y
+    rounding, more = _codes(x, y.shape[1], rounded)
+    use = uses.gate(y.shape[1], TYPE_NAMES[x.dtype], rounding)
+    run(use, (len(x), -(-y.shape[1] // use.constants["BLOCK"])), x=x, y=y, **more)
+    return y, *(more[name] for name in more if name != "scale")
 
 
 def router(x: Tensor, weight: Tensor, bias: Tensor | None, *, run: Run = by_triton) -> Tensor:

@@ -97,13 +97,16 @@ def splits_of(weight: Packing, tile: Tile) -> tuple[int, int]:
 
 
 @cache
-def product_use(weight: Packing, dtype: str, tokens: int, tile: Tile, *, biased: bool) -> Use:
-    """The product of rows, `tokens` of them in a program, with a weight."""
+def product_use(
+    weight: Packing, dtype: str, tokens: int, tile: Tile, *, biased: bool, scaled: bool = False
+) -> Use:
+    """The product of rows, `tokens` of them in a program, with a weight. `scaled`: each row is multiplied after."""
     types, constants = _stored(weight, dtype, tile)
     splits, span = splits_of(weight, tile)
     types |= {"x": f"*{dtype}", "rows": "i32", "y": f"*{dtype}"}
     constants |= {"SPLITS": splits, "SPAN": span, "TOKENS": tokens, "EXACT": weight.exact(dtype)}
     optional(types, constants, biased, bias=f"*{dtype}")
+    optional(types, constants, scaled, factor="*fp32")
     optional(types, constants, splits > 1, partial="*fp32", counters="*i32")
     optional(types, constants, weight.experts > 0, order="*i32", groups="*i32")
     return Use("packed", "product", types, constants, tile.num_warps, tile.num_stages)
@@ -177,18 +180,28 @@ def plain(weight: Tensor, tile: Tile | None = None) -> PackedWeight:
     return PackedWeight(form, weight, None, None, None, counters, tile or form.tiles[0])
 
 
-def product(x: Tensor, weight: PackedWeight, bias: Tensor | None, run: Run = by_triton) -> Tensor:
-    """x [rows, inputs] bfloat16 or float16 -> [rows, outputs], all contiguous. A row's bits depend on it alone."""
+def product(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    run: Run = by_triton,
+    factor: Tensor | None = None,
+) -> Tensor:
+    """x [rows, inputs] bfloat16 or float16 -> [rows, outputs], all contiguous. A row's bits depend on it alone. factor:
+    float32 [rows, 1], what its sums are multiplied by before the bias is added.
+    """
     form, tile, y = weight.form, weight.tile, x.new_empty(len(x), weight.form.outputs)
     splits, _ = splits_of(form, tile)
     for begin in range(0, len(x), MOST_ROWS):
         part, out = x[begin : begin + MOST_ROWS], y[begin : begin + MOST_ROWS]
         rows = len(part)
         tokens, given = tile.tokens_of(rows), {"bias": bias}
+        given["factor"] = None if factor is None else factor[begin : begin + MOST_ROWS]
         if splits > 1:
             given["partial"] = torch.empty(splits, rows, form.outputs, dtype=torch.float32, device=x.device)
             given["counters"] = weight.counters
-        use = product_use(form, TYPE_NAMES[x.dtype], tokens, tile, biased=bias is not None)
+        more = {"biased": bias is not None, "scaled": factor is not None}
+        use = product_use(form, TYPE_NAMES[x.dtype], tokens, tile, **more)
         grid = -(-rows // tokens) * -(-form.outputs // tile.block_n), splits
         run(use, grid, x=part, **weight.stored, **given, rows=rows, y=out)
     return y

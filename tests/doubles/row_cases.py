@@ -50,7 +50,7 @@ class Drawn:
 def sampling(d: Drawn) -> Rows:
     """With penalties of an answer of eight tokens."""
     d.rows = -(-d.rows // 4)
-    count, vocab, known = 2, d.one_of(300, 2000), 8
+    count, vocab, known = 2, d.one_of(300, 300, 300, 5000), 8
     logits, tokens = d.real(d.rows, count, vocab, dtype=torch.float32), d.whole(vocab, d.rows, count)
     ways = (
         SamplingParams(),
@@ -168,15 +168,18 @@ def heads(d: Drawn) -> Rows:
 
 
 def between_products(d: Drawn) -> Rows:
-    hidden, experts, vocab = d.one_of(64, 96, 300), d.one_of(4, 32), d.one_of(300, 3000)
+    hidden, experts, vocab = d.one_of(64, 96, 304), d.one_of(4, 32), d.one_of(300, 300, 300, 9000)
     x, y, weight = d.real(d.rows, hidden), d.real(d.rows, hidden), d.real(hidden)
     routed, bias = d.real(experts, hidden, dtype=torch.float32), d.real(experts, dtype=torch.float32)
     logits, gated = d.real(d.rows, vocab), d.real(d.rows, 2 * hidden)
+    rounding = (d.one_of("fp8", "nvfp4"), d.one_of(True, False)), torch.full((1,), 0.01)
+    gating = d.one_of(None, rounding)
 
     def results(rows: Sequence[int]) -> Sequence[Tensor]:
         return (
-            *layers.add_norm(x[rows], y[rows], weight, 1e-6, run=d.run),
-            layers.gate(gated[rows], run=d.run),
+            *layers.add_norm(x[rows], y[rows], weight, 1e-6, rounding, run=d.run),
+            *layers.gate(gated[rows], gating, run=d.run),
+            *layers.quantized_rows(x[rows], rounding, run=d.run),
             layers.router(x[rows], routed, bias, run=d.run),
             *layers.best_token(logits[rows], run=d.run),
         )
@@ -212,12 +215,14 @@ def products(d: Drawn) -> Rows:
         packed.Packing(40, 96, "int4", "bf16", group=32, experts=4),
     )
     weight, _ = random_weight(form, dtype=d.dtype)
+    factor = d.one_of(None, d.real(d.rows, 1, dtype=torch.float32))
     x, bias = d.real(d.rows, form.inputs), d.one_of(None, d.real(form.outputs))
     logits = d.real(d.rows, max(form.experts, 1), dtype=torch.float32)
 
     def results(rows: Sequence[int]) -> Sequence[Tensor]:
         if not form.experts:
-            return (packed.product(x[rows], weight, bias, d.run),)
+            own = None if factor is None else factor[rows]
+            return (packed.product(x[rows], weight, bias, d.run, own),)
         _, _, order, groups = layers.route(logits[rows], 1, d.run)
         return (packed.experts_product(x[rows], weight, order, groups, d.run),)
 
@@ -279,7 +284,10 @@ def main() -> None:
         compared[case.__name__] += check(case, seed).compared
         seed += 1
         if not seed % 10:
-            print(f"{sum(compared.values())} rows of {seed} draws: equal bits beside others: {compared}", flush=True)
+            print(
+                f"{sum(compared.values())} rows of {seed} draws: equal bits beside others: {compared}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -35,6 +35,8 @@ def test_right_kernels_pass() -> None:
         "BestToken",
         "Gate",
         "PlaceHeads",
+        "QuantizedRows fp8",
+        "QuantizedRows nvfp4",
         "Router",
         "GroupedProduct",
     }
@@ -60,7 +62,7 @@ def test_a_wrong_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         (layers, "moe"): lambda x, logits, *given: experts(x, -logits, *given),
         (layers, "gated_delta_net"): other_state,
         (layers, "best_token"): lambda x, **options: best(x.flip(1), **options),
-        (layers, "gate"): lambda x, **options: gate(-x, **options),
+        (layers, "gate"): lambda x, *given, **options: gate(-x, *given, **options),
         (packed, "experts_product"): lambda x, *given: plain(-x, *given),
     }
     for (module, name), function in wrong.items():

@@ -121,6 +121,9 @@ heads = "cos", "sin", "start", "k_cache", "v_cache"
 wanted = [uses.gate(12_288, "bf16"), uses.router(128, 2048, "bf16", biased=False)]
 wanted += [uses.router(32, 2880, "bf16", biased=True)]
 wanted += [uses.add_norm(hidden, 1e-6, "bf16") for hidden in (576, 4096, 8192)]
+for rounding in (("fp8", True), ("nvfp4", False)):
+    wanted += [uses.gate(inner, "bf16", rounding) for inner in (12_288, 28_672)]
+    wanted += [uses.add_norm(8192, 1e-6, "bf16", rounding), uses.quantized_rows(8192, "bf16", rounding)]
 wanted += [uses.place_heads(32, 8, 8, 128, 64, 1e-6, "bf16", given=("q_norm", "k_norm", "q", *heads))]
 wanted += [uses.place_heads(64, 8, 8, 64, 32, 1e-5, "bf16", given=("q", *heads))]
 wanted += [uses.place_heads(0, 4, 4, 256, 32, 1e-6, "fp32", given=("k_norm", *heads))]
@@ -140,7 +143,7 @@ wanted += [replace(form, outputs=768, inputs=2048, experts=128) for form in STAC
 for form in [form for form in wanted if form.codes != "plain"]:
     tile = form.tiles[0]
     rows = packed.ROWS[-1 if every or not form.experts else 0]
-    longest = packed.product_use(form, "bf16", rows, tile, biased=False)
+    longest = packed.product_use(form, "bf16", rows, tile, biased=False, scaled=form.codes in ("e4m3", "e2m1"))
     pairs += [(longest, target) for target in everywhere]
     few = packed.product_use(form, "fp16", 16, tile, biased=not form.experts)
     pairs += [(packed.widen_use(form, "bf16", tile), 90)]

@@ -27,6 +27,9 @@ class LayerKernels:
         self.run = run
         # The tile of products with weights of a form; None: torch's operators do (packed.py).
         self.packed: dict[tuple[Packing, torch.dtype], Tile | None] = {}
+        self.prompts = dict[
+            tuple[Packing, torch.dtype], bool
+        ]()  # whether torch multiplies many rows in FP8 faster
         self.missing = set[str]()  # what no kernel of ours computes
 
     def first(

@@ -16,7 +16,8 @@ from dflash_plugins.packed import PackedWeight
 from torch import Tensor
 
 from dflash_trt.engines.torch import kernels
-from dflash_trt.formats.numbers import BYTE_TO_PAIR, E4M3_MAX
+from dflash_trt.formats.floats import NVFP4_BLOCK
+from dflash_trt.formats.numbers import BYTE_TO_PAIR, E2M1_MAX, E4M3_MAX, E4M3_MIN
 from dflash_trt.graph.quantized import TINY
 
 Attributes = Mapping[str, Any]
@@ -77,15 +78,22 @@ def rms_norm(a: Attributes, x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, a.get("epsilon", 1e-5))
 
 
-def add_norm(a: Attributes, x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """x + y, and its RMS norm."""
+def add_norm(
+    a: Attributes, x: Tensor, y: Tensor, weight: Tensor, scale: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """x + y, and its RMS norm. With a scale, `quantized_rows` of it, too."""
     layer = kernels.of(x)
     if layer is not None and x.ndim == 2 and x.shape == y.shape and x.dtype == y.dtype == weight.dtype:
-        tensors = x.contiguous(), y.contiguous(), weight, a.get("epsilon", 1e-5)
+        tensors = x.contiguous(), y.contiguous(), weight, a.get("epsilon", 1e-5), _rounded(a, scale)
         if (both := layer.first("norms", lambda run, _: ours.add_norm(*tensors, run=run))) is not None:
             return both
     total = x + y
-    return total, _normed(a, total, weight)
+    normed = _normed(a, total, weight)
+    return (total, normed) if scale is None else (total, normed, *quantized_rows(a, normed, scale))
+
+
+def _rounded(a: Attributes, scale: Tensor | None) -> ours.Rounded | None:
+    return None if scale is None else ((a["scheme"], bool(a["by_row"])), scale)
 
 
 def _normed(a: Attributes, x: Tensor, weight: Tensor) -> Tensor:
@@ -93,15 +101,16 @@ def _normed(a: Attributes, x: Tensor, weight: Tensor) -> Tensor:
     return rms_norm(a, x.to(weight.dtype), weight).to(x.dtype)
 
 
-def gate(a: Attributes, x: Tensor, sizes: list[int]) -> Tensor:
-    """Swish of the first part of each row times the second."""
+def gate(a: Attributes, x: Tensor, sizes: list[int], scale: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Swish of the first part of each row times the second. With a scale, `quantized_rows` of it, too."""
     layer = kernels.of(x)
     if layer is not None and x.ndim == 2 and sizes[0] == sizes[1]:
-        y = layer.first("gates", lambda run, _: ours.gate(x.contiguous(), run=run))
-        if y is not None:
-            return y
+        rows = layer.first("gates", lambda run, _: ours.gate(x.contiguous(), _rounded(a, scale), run=run))
+        if rows is not None:
+            return rows
     first, second = torch.split(x, sizes, -1)
-    return F.silu(first) * second
+    gated = F.silu(first) * second
+    return (gated,) if scale is None else (gated, *quantized_rows(a, gated, scale))
 
 
 def router(a: Attributes, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -251,14 +260,38 @@ def _seen(first: Tensor, last: Tensor, start: Tensor | None, visible: Tensor | N
     return seen[:, None]
 
 
-def quantized_rows(a: Attributes, x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-    """`QuantizedRows` (dflash_trt/graph/torch.py): the numbers that an FP8 product takes."""
-    wide, factor = x.float(), list[Tensor]()
+def quantized_rows(a: Attributes, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """`QuantizedRows` (dflash_trt/graph/torch.py)."""
+    layer, fp8 = kernels.of(x), a["scheme"] == "fp8"
+    if layer is not None and x.ndim == 2:
+        tensors: Any = x.contiguous(), _rounded(a, scale)
+        if (
+            both := layer.first("rounded rows", lambda run, _: ours.quantized_rows(*tensors, run=run))
+        ) is not None:
+            return both
+    scale = scale.float()
+    wide, factor = x.float(), scale.reshape(1, 1).expand(len(x), 1)
     if a["by_row"]:
-        factor.append(wide.abs().amax(-1, keepdim=True).clamp_min(TINY))
-        wide = wide / factor[0]
-    codes = (wide / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    return (codes.float() * scale).to(x.dtype), *factor
+        largest = wide.abs().amax(-1, keepdim=True).clamp_min(TINY)
+        wide, factor = wide / largest, largest * scale
+    numbers = _e4m3(wide / scale) if fp8 else _in_blocks(wide, scale)
+    return (numbers * uses.SHRUNK[a["scheme"]]).to(x.dtype), factor / uses.SHRUNK[a["scheme"]]
+
+
+def _e4m3(x: Tensor) -> Tensor:
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
+
+
+def _in_blocks(x: Tensor, second: Tensor) -> Tensor:
+    """E2M1 numbers times the E4M3 scale of their block."""
+    blocks = x.unflatten(-1, (-1, NVFP4_BLOCK))
+    scale = _e4m3((blocks.abs().amax(-1, keepdim=True) / (second * E2M1_MAX)).clamp_min(E4M3_MIN))
+    blocks = (blocks / (scale * second)).clamp(-E2M1_MAX, E2M1_MAX)
+    # Numbers lie 0.5 apart below 2, 1 apart below 4, 2 apart up to 6; ties to even, as the codes do.
+    magnitude = blocks.abs()
+    step = 1.0 + (magnitude >= 4).float() - 0.5 * (magnitude < 2).float()
+    numbers: Tensor = (blocks / step).round() * step * scale
+    return numbers.flatten(-2)
 
 
 def route(a: Attributes, logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:

@@ -206,6 +206,7 @@ OPERATORS: dict[str, Operator] = {
     "Route": layers.route,
     "Router": layers.router,
     "Round": lambda a, x: x.round(),
+    "ScaledProduct": packed.scaled_product,
     "Shape": lambda a, x: torch.tensor(x.shape[a.get("start", 0) : a.get("end")], dtype=torch.int64),
     "Sigmoid": lambda a, x: x.sigmoid(),
     "Sin": lambda a, x: x.sin(),

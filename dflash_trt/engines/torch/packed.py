@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from dflash_plugins import compiler, layers
 from dflash_plugins import packed as ours
+from dflash_plugins.kernel_specs import SHRUNK
 from dflash_plugins.launch import TYPE_NAMES, Run
 from dflash_plugins.packed import ROWS, PackedWeight, Packing, Tile
 from onnx_ir.tensor_adapters import to_torch_dtype
@@ -24,6 +25,7 @@ from dflash_trt.formats.numbers import E2M1, E8M0
 
 Attributes = Mapping[str, Any]
 _OUTPUTS = 1 << 14  # of a weight that are compared at a time
+_PROMPT = 512  # rows of a prompt's pass
 _CACHE, _TIMED = 256 << 20, 9  # bytes that a GPU's cache does not hold, and calls that are timed
 
 
@@ -41,7 +43,9 @@ def weight(
     if layer is not None and dtype != torch.float32 and not _has_nan(codes):
         packed = stored(a, codes, scales, second, zeros)
         if (tile := _tile(layer, packed, dtype, wide)) is not None:
-            return replace(packed, tile=tile)
+            packed = replace(packed, tile=tile)
+            _try_torch(layer, packed, dtype)
+            return packed
     return torch.stack([wide(expert) for expert in range(len(codes))]) if stack else wide()
 
 
@@ -85,7 +89,9 @@ def _tile(
                 _, _, order, groups = layers.route(F.one_hot(chosen, form.experts).float(), 1, run)
                 y = ours.experts_product(x.repeat(len(experts), 1), tried, order, groups, run)
             else:
-                y = ours.product(x, tried, None, run)
+                # Formats that round inputs have a factor for each row.
+                ones = torch.ones(rows, 1, device=x.device) if form.codes in ("e4m3", "e2m1") else None
+                y = ours.product(x, tried, None, run, ones)
             error = (y - exact).abs().max() / exact.abs().max().clamp_min(torch.finfo(dtype).tiny)
             if not error <= 4 * torch.finfo(dtype).eps:
                 raise BuildError(f"a product is off by {float(error):.1e} of the largest number")
@@ -148,15 +154,70 @@ def _seconds(call: Callable[[], object]) -> float:
     return sorted(times)[_TIMED // 2]
 
 
-def linear(a: Attributes, x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
-    """x [rows,in] -> [rows,out]. The many rows of a prompt are multiplied by torch if the weight has their dtype: its
-    tiles read the weight less often.
+def linear(
+    a: Attributes, x: Tensor, packed: PackedWeight, bias: Tensor | None, factor: Tensor | None = None
+) -> Tensor:
+    """x [rows,in] -> [rows,out]. factor: float32 [rows,1], what sums are multiplied by. The many rows of a prompt are
+    multiplied by torch if the weight has their dtype, or FP8: its tiles read the weight less often.
     """
     if a.get("prompt") and packed.form.codes == "plain" and len(x) > ROWS[-1]:
         return F.linear(x, packed.codes, bias)
     layer = kernels.of(x)
     assert layer is not None  # as the weight was loaded
-    return ours.product(x.contiguous(), packed, bias, layer.run)
+    many = a.get("prompt") and len(x) > ROWS[-1]
+    if many and factor is not None and layer.prompts.get((packed.form, x.dtype)):
+        return _in_fp8(x, packed, bias, factor)
+    return ours.product(x.contiguous(), packed, bias, layer.run, factor)
+
+
+def _in_fp8(x: Tensor, packed: PackedWeight, bias: Tensor | None, factor: Tensor) -> Tensor:
+    """The product by torch's operator of FP8 numbers, with a scale for each row of x and of the weight."""
+    assert packed.scales is not None
+    codes = (x * (1 / SHRUNK["fp8"])).to(torch.float8_e4m3fn)
+    weight = packed.codes.view(torch.float8_e4m3fn).t()
+    scales = packed.scales.float().reshape(1, -1).expand(1, packed.form.outputs).contiguous()
+    y = torch._scaled_mm(codes, weight, (factor * SHRUNK["fp8"]).contiguous(), scales, out_dtype=x.dtype)
+    return y if bias is None else y + bias
+
+
+def _try_torch(layer: kernels.LayerKernels, packed: PackedWeight, dtype: torch.dtype) -> None:
+    """Find out whether `_in_fp8` takes this form, gives what our kernel gives, and is faster on this GPU. Once, as the
+    first such weight is loaded: caches take the memory later.
+    """
+    form, key = packed.form, (packed.form, dtype)
+    several = form.group or form.second or form.experts or form.scales not in ("fp32", "bf16", "fp16")
+    if form.codes != "e4m3" or several or key in layer.prompts:
+        return
+    x, factor = _random(_PROMPT, packed, dtype), torch.ones(_PROMPT, 1, device=packed.codes.device)
+    x = (x * 16).to(torch.float8_e4m3fn).to(dtype) * SHRUNK["fp8"]
+
+    def theirs(rows: int = _PROMPT) -> Tensor:
+        return _in_fp8(x[:rows], packed, None, factor[:rows])
+
+    def mine(rows: int = _PROMPT) -> Tensor:
+        return ours.product(x[:rows], packed, None, layer.run, factor[:rows])
+
+    try:
+        found = theirs(ROWS[-1])
+    except (RuntimeError, NotImplementedError):  # not for this GPU, version, dtype or size
+        layer.prompts[key] = False
+        return
+    wanted = mine(ROWS[-1])
+    agree = bool((found - wanted).abs().max() <= 2**-6 * wanted.abs().max())
+    if agree and x.is_cuda:  # in the interpreter, no kernel is fast
+        what = [repr(key), torch.__version__, torch.cuda.get_device_name()]
+        agree = compiler.kept("prompts", what, lambda: _seconds(theirs) < _seconds(mine), bool, bool)
+    layer.prompts[key] = agree
+
+
+def scaled_product(
+    a: Attributes, x: Tensor, weight: Tensor | PackedWeight, factor: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """`ScaledProduct` (dflash_trt/graph/torch.py)."""
+    if isinstance(weight, PackedWeight):
+        return linear(a, x, weight, bias, factor)
+    y = (F.linear(x, weight).float() * factor).to(x.dtype)
+    return y if bias is None else y + bias
 
 
 def stored(

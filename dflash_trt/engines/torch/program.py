@@ -90,6 +90,7 @@ class Graph:
         self.known: dict[str, Tensor] = {}  # numbers of the host
         self.weights: dict[str, Any] = {}  # tensors, or as they are stored (packed.py)
         self.nodes = self._folded(nodes, model.graph.initializers)
+        self.nodes = self._rounding(self._uncast(self.nodes))
         if alone:
             self.nodes = [self._multiplied(node) for node in self.nodes]
         self._uploaded: dict[str, Tensor] = {}
@@ -151,6 +152,36 @@ class Graph:
         self.weights = {name: _compact(weight) for name, weight in self.weights.items() if left[name]}
         files.close()
         return kept
+
+    def _uncast(self, nodes: Sequence[Node]) -> list[Node]:
+        """The nodes, without casts to float32 of outputs: a runner's copy to its buffer is one, and the choice of the
+        largest needs none.
+        """
+        read = {name for node in nodes if node.operator != "BlockAcceptance" for name in node.inputs}
+        return [
+            replace(node, operator="Identity")
+            if node.operator == "Cast"
+            and node.outputs[0] in self.outputs.keys() - read
+            and self.outputs[node.outputs[0]].dtype == torch.float32
+            else node
+            for node in nodes
+        ]
+
+    def _rounding(self, nodes: Sequence[Node]) -> list[Node]:
+        """The nodes, where a norm or a gate also rounds its rows for the product after it (QuantizedRows)."""
+        made_by = {n.outputs[-1]: n for n in nodes if n.operator in ("AddNorm", "Gate")}
+        both, left = dict[str, Node](), list[Node]()
+        for node in nodes:
+            constant = node.operator == "QuantizedRows" and {*self.weights, *self.known} >= {node.inputs[1]}
+            before = made_by.pop(node.inputs[0], None) if constant else None
+            if before is None:
+                left.append(node)
+                continue
+            attributes, names = {**before.attributes, **node.attributes}, [*before.inputs, node.inputs[1]]
+            both[before.outputs[-1]] = Node(
+                *(before.operator, attributes, names, [*before.outputs, *node.outputs], before.host)
+            )
+        return [both.get(node.outputs[-1], node) if node.outputs else node for node in left]
 
     def _multiplied(self, node: Node) -> Node:
         """The node, for our kernels if there are any and it is a product with a weight."""

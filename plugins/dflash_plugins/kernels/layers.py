@@ -10,6 +10,78 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+_BLOCK = tl.constexpr(16)  # of E2M1 numbers that share a scale
+_TINY = tl.constexpr(2.0**-100)
+
+
+@triton.jit
+def _whole(x):
+    """The nearest whole number, of two the even one; a NaN stays one."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def _e4m3_rounded(x):
+    """The nearest E4M3 numbers, at most 448, in float32."""
+    x = tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x))
+    step = tl.maximum((x.to(tl.int32, bitcast=True) & 0x7F800000) - (3 << 23), 118 << 23)
+    inverse = ((254 << 23) - step).to(tl.float32, bitcast=True)
+    return _whole(x * inverse) * step.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _quantize(
+    value,
+    row,
+    column,
+    inner,
+    scale,
+    codes,
+    factor,
+    D,
+    SCHEME: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    SHRUNK: tl.constexpr,
+):
+    """Store a row [slots] in float32, zeros after its D numbers, as `quantized_rows` does."""
+    second = tl.load(scale)
+    times = second
+    if BY_ROW:
+        largest = tl.max(tl.abs(value), axis=0)
+        largest = tl.where(largest < _TINY, _TINY, largest)
+        value = tl.div_rn(value, largest)
+        times = largest * second
+    if SCHEME == "fp8":
+        number = _e4m3_rounded(tl.div_rn(value, second))
+    else:
+        blocks = tl.reshape(value, [value.shape[0] // _BLOCK, _BLOCK])
+        of_block = tl.div_rn(tl.max(tl.abs(blocks), axis=1), second * 6.0)
+        of_block = _e4m3_rounded(tl.where(of_block < 0.001953125, 0.001953125, of_block))[:, None]
+        blocks = tl.div_rn(blocks, tl.broadcast_to(of_block * second, blocks.shape))
+        blocks = tl.where(blocks > 6.0, 6.0, tl.where(blocks < -6.0, -6.0, blocks))
+        step = tl.where(tl.abs(blocks) < 2.0, 0.5, tl.where(tl.abs(blocks) < 4.0, 1.0, 2.0))
+        number = tl.reshape(_whole(blocks / step) * step * of_block, [value.shape[0]])
+    tl.store(codes + row * D + column, (number * SHRUNK).to(codes.dtype.element_ty), mask=inner)
+    tl.store(factor + row, times / SHRUNK)
+
+
+@triton.jit
+def quantized_rows(
+    x,  # [rows, D]
+    scale,  # [1] float32
+    codes,  # [rows, D] of x's type: the rounded numbers without scale, times a power of two, which is exact
+    factor,  # [rows] float32: what they are to be multiplied by
+    D: tl.constexpr,
+    D_SLOTS: tl.constexpr,
+    SCHEME: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    SHRUNK: tl.constexpr,  # what the numbers are multiplied by
+):
+    """One program for each row."""
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, D_SLOTS)
+    value = tl.load(x + row * D + column, mask=column < D, other=0.0).to(tl.float32)
+    _quantize(value, row, column, column < D, scale, codes, factor, D, SCHEME, BY_ROW, SHRUNK)
+
 
 @triton.jit
 def add_norm(
@@ -18,9 +90,15 @@ def add_norm(
     weight,  # [D]
     total,  # [rows, D]: x + y, rounded
     normed,  # [rows, D]: RMS norm of `total`
+    scale,  # of `quantized_rows` of `normed`, or None
+    codes,
+    factor,
     EPSILON: tl.constexpr,
     D: tl.constexpr,
     D_SLOTS: tl.constexpr,  # D, rounded up to a power of two
+    SCHEME: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    SHRUNK: tl.constexpr,  # what the numbers are multiplied by
 ):
     """One program for each row."""
     column = tl.arange(0, D_SLOTS)
@@ -31,9 +109,13 @@ def add_norm(
     added = (one + other).to(total.dtype.element_ty)
     tl.store(total + at, added, mask=inner)
     wide = added.to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / D + EPSILON)
-    factor = tl.load(weight + column, mask=inner, other=0.0).to(tl.float32)
-    tl.store(normed + at, (wide * scale * factor).to(normed.dtype.element_ty), mask=inner)
+    inverse = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / D + EPSILON)
+    times = tl.load(weight + column, mask=inner, other=0.0).to(tl.float32)
+    rounded = (wide * inverse * times).to(normed.dtype.element_ty)
+    tl.store(normed + at, rounded, mask=inner)
+    if scale is not None:
+        row = tl.program_id(0).to(tl.int64)
+        _quantize(rounded.to(tl.float32), row, column, inner, scale, codes, factor, D, SCHEME, BY_ROW, SHRUNK)
 
 
 @triton.jit(do_not_specialize=["count", "capacity"])
@@ -110,8 +192,14 @@ def place_heads(
 def gate(
     x,  # [rows, 2 * INNER]: gates, then values
     y,  # [rows, INNER]: silu(gates) * values
+    scale,  # of `quantized_rows` of y, where BLOCK is a whole row; or None
+    codes,
+    factor,
     INNER: tl.constexpr,
     BLOCK: tl.constexpr,
+    SCHEME: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    SHRUNK: tl.constexpr,  # what the numbers are multiplied by
 ):
     """One program for BLOCK numbers of a row."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -119,7 +207,12 @@ def gate(
     gates = tl.load(x + row * 2 * INNER + column, mask=inner, other=0.0).to(tl.float32)
     values = tl.load(x + row * 2 * INNER + INNER + column, mask=inner, other=0.0).to(tl.float32)
     gated = gates / (1.0 + tl.exp(-gates)) * values
-    tl.store(y + row * INNER + column, gated.to(y.dtype.element_ty), mask=inner)
+    rounded = gated.to(y.dtype.element_ty)
+    tl.store(y + row * INNER + column, rounded, mask=inner)
+    if scale is not None:
+        _quantize(
+            rounded.to(tl.float32), row, column, inner, scale, codes, factor, INNER, SCHEME, BY_ROW, SHRUNK
+        )
 
 
 @triton.jit

@@ -269,6 +269,7 @@ def product(
     second,  # [1] float32, or None
     zeros,  # [OUT, IN / GROUP] float32, or None
     bias,  # [OUT] of x's type, or None
+    factor,  # [rows] float32, what a row of sums is multiplied by; or None
     rows,
     partial,  # [SPLITS, rows, OUT] float32; None if there is one split
     counters,  # int32 by stripe and piece, zeros, and zeros again at the end; None likewise
@@ -290,8 +291,8 @@ def product(
     BLOCK_K: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """y = x @ weight.T + bias. One program for a stripe of outputs and a part of the inputs, a piece of the rows, or an
-    expert.
+    """y = x @ weight.T * factor + bias. One program for a stripe of outputs and a part of the inputs, a piece of the
+    rows, or an expert.
     """
     pieces = 1
     if groups is None:
@@ -314,7 +315,7 @@ def product(
                 *(IN, CODES, SCALES, SECOND, EXACT, PER, GROUP, SPAN, BLOCK_K),
             )
             at = own[None, :] * OUT + out[:, None]
-            _write(total, bias, y, out, in_row, at, in_row[:, None] & in_token[None, :])
+            _write(total, bias, factor, y, out, own, in_row, in_token, at)
     else:
         token += tl.program_id(0) % pieces * TOKENS
         in_token = token < rows
@@ -325,7 +326,7 @@ def product(
             *(tl.program_id(1) * SPAN, IN, CODES, SCALES, SECOND, EXACT, PER, GROUP, SPAN, BLOCK_K),
         )
         if SPLITS == 1:
-            _write(total, bias, y, out, in_row, at, mask)
+            _write(total, bias, factor, y, out, token, in_row, in_token, at)
         else:
             tl.store(partial + tl.program_id(1) * rows.to(tl.int64) * OUT + at, total, mask=mask)
             tl.debug_barrier()  # the whole program has written
@@ -335,15 +336,17 @@ def product(
                 for split in range(SPLITS):
                     part_of = partial + split * rows.to(tl.int64) * OUT + at
                     total += tl.load(part_of, mask=mask, other=0.0, cache_modifier=".cg")
-                _write(total, bias, y, out, in_row, at, mask)
+                _write(total, bias, factor, y, out, token, in_row, in_token, at)
                 tl.store(counters + tl.program_id(0), 0)
 
 
 @triton.jit
-def _write(total, bias, y, out, in_row, at, mask):
+def _write(total, bias, factor, y, out, token, in_row, in_token, at):
+    if factor is not None:
+        total *= tl.load(factor + token, mask=in_token, other=0.0)[None, :]
     if bias is not None:
         total += tl.load(bias + out, mask=in_row, other=0.0).to(tl.float32)[:, None]
-    tl.store(y + at, total.to(y.dtype.element_ty), mask=mask)
+    tl.store(y + at, total.to(y.dtype.element_ty), mask=in_row[:, None] & in_token[None, :])
 
 
 @triton.jit

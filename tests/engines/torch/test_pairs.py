@@ -247,12 +247,19 @@ def test_a_layer_in_fewer_bits_is_that_of_numpy(tmp_path: Path, algorithm: str) 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(kernels, "of", lambda _: interpreted)
             packed = _of_layer(tmp_path, kind, checkpoint, stored, folder)
-            for rows in (5, 70):
+            for rows, prompt in ((5, False), (70, False), (70, True)):
                 given = {"x": torch.from_numpy(np.resize(x, (rows, 256))).to(dtype)}
-                ours, theirs = (graph.first_pass(given)[1]["y"].float() for graph in (packed, whole))
+                ours, theirs = (
+                    graph.first_pass(given, prompt=prompt)[1]["y"].float() for graph in (packed, whole)
+                )
                 error = (ours - theirs).abs().max() / theirs.abs().max()
                 assert error <= 2**-7
             assert [type(weight) for weight in packed.weights.values()].count(PackedWeight) == 1
+    # Of prompts, torch multiplies FP8 with scales of rows or of all.
+    assert all(
+        form.codes == "e4m3" and not form.group for (form, _), pays in interpreted.prompts.items() if pays
+    )
+    assert any(interpreted.prompts.values()) == (algorithm in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"))
 
 
 def _of_layer(place: Path, dtype: ir.DataType, checkpoint: Checkpoint, stored: Any, folder: str) -> Graph:

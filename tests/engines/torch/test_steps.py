@@ -10,14 +10,16 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from dflash_trt import LLM, SamplingParams
+from dflash_trt import LLM, SamplingParams, hardware
 from dflash_trt.building.build import build
 from dflash_trt.checkpoint.tensors import Checkpoint
-from dflash_trt.engines.torch import program
+from dflash_trt.engines.torch import kernels, packed, program
 from dflash_trt.engines.torch.operators import OPERATORS
 from dflash_trt.engines.torch.program import Graph, Node
 from dflash_trt.errors import BundleError
+from dflash_trt.formats.precision import Precision
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.dialect import AttentionCall, AttentionKind, Part
 from dflash_trt.graph.torch import Torch
@@ -80,6 +82,57 @@ def test_the_first_pass_of_a_size_frees_what_was_read(
         monkeypatch.setattr(program, "_called", watched)
         llm.generate([[5] * 100], SamplingParams(max_tokens=1))
     assert 0 < most < len(made) / 2, (most, len(made))  # caches stay
+
+
+class _Launches(TorchDispatchMode):
+    """Counts what a GPU would launch: torch's operators but for views and new memory, and our kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_torch, self.ours = Counter[str](), Counter[str]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        y = function(*args, **(kwargs or {}))
+        name, results = function.__name__, y if isinstance(y, tuple | list) else [y]
+        given = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+        here = [x.untyped_storage().data_ptr() in given for x in results if isinstance(x, torch.Tensor)]
+        if not name.startswith(("empty", "new_empty")) and (not all(here) or "_." in name):
+            self.by_torch[name] += 1
+        return y
+
+    def run(self, use: Any, *_: Any, **__: Any) -> None:
+        self.ours[use.function] += 1
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "nvfp4"])
+def test_a_pass_in_few_bits_launches_what_one_in_bf16_does(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a kernel that rounds the rows of attention in each layer, and one for the first norm. Nothing is computed."""
+    counts, launches = [], _Launches()
+    monkeypatch.setattr(hardware, "compute_capabilities", lambda: [90])
+    monkeypatch.setattr(packed, "_tile", lambda _, weight, *__: weight.form.tiles[0])
+    for precision in ("bf16", scheme):
+        both = Precision(target=precision, drafter="bf16")
+        bundle = build("tiny", None, tmp_path / precision, engine="torch", max_seq_len=64, precision=both)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, "of", lambda _: kernels.LayerKernels(launches.run))
+            graph = Graph(bundle.path / "target.onnx", torch.device("cpu"), alone=True)
+            sizes = {"B": 1, "S": 8, "R": 8}
+            feeds = {
+                name: torch.zeros([n if isinstance(n, int) else sizes[n] for n in s.shape], dtype=s.dtype)
+                for name, s in graph.inputs.items()
+            }
+            program, _ = graph.first_pass(feeds)
+            launches.by_torch.clear()
+            launches.ours.clear()
+            with launches:
+                program(feeds)
+        counts.append((launches.by_torch.copy(), launches.ours.copy()))
+    (torch_16, ours_16), (by_torch, ours) = counts
+    assert by_torch == torch_16
+    layers = ours_16["attend"]
+    assert ours - ours_16 == Counter(quantized_rows=layers + 1), (ours, ours_16)
 
 
 def test_expanded_rows_have_memory_of_their_own() -> None:
