@@ -188,8 +188,8 @@ GPU_ROOMS = (
     *(f"dflash_trt.engines.{room}" for room in ("device", "tensorrt", "torch")), "dflash_trt.trtllm",
 )  # fmt: skip
 LIGHT = {
-    *(f"dflash_trt.{room}{module}" for room in ("engines.tensorrt", "trtllm") for module in ("", ".options")),
-    "dflash_trt.engines.torch",
+    *("dflash_trt.engines.tensorrt", "dflash_trt.engines.tensorrt.options"),
+    *("dflash_trt.trtllm", "dflash_trt.engines.torch"),
     *("dflash_plugins", "dflash_plugins.kernel_specs"),  # sizes of kernels, which import nothing
 }
 
