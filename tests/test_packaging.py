@@ -39,7 +39,7 @@ def test_the_core_imports_nothing_that_only_extras_install() -> None:
     with_kernels = "kernels. launch layers packed"
     plugins = [f"dflash_plugins.{name}" for name in with_kernels.split()]
     with_tensors = {
-        "device": "adjusting arrays caches following kernels opening rounds runner stream",
+        "device": "adjusting arrays caches following kernels logprobs opening rounds runner stream",
         "tensorrt": "contexts opening runner",
         "torch": "kernels layers opening operators packed program runner weights",
     }

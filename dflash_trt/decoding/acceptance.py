@@ -6,8 +6,9 @@ BaseException. Only an interruption of the whole process propagates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from time import perf_counter
 from typing import Any
 
@@ -149,8 +150,8 @@ def decide(request: Request, draft: Draft, verified: Verified, slot: int) -> tup
         if history is not None and verified.decided[slot]:
             for token in decided:
                 history.add(token)
-        rows = verified.logits[slot][[0, *path]] if request.params.logprobs else None
-        return verdict, _emit(request, decided, rows, len(path), drafts, found)
+        odds = _odds(request, verified, slot, [0, *path], decided) if request.params.logprobs else None
+        return verdict, _emit(request, decided, odds, len(path), drafts, found)
     except INTERRUPTIONS:
         raise
     except BaseException as error:
@@ -207,15 +208,36 @@ def first_token(request: Request, logits: Array) -> Emission:
             request.history.add(token)
         request.first_token_at = perf_counter()
         request.statistics.time_to_first_token = request.first_token_at - request.arrived
-        return _emit(request, [token], logits[None])
+        odds = _odds_of(request, logits[None], [token]) if request.params.logprobs else None
+        return _emit(request, [token], odds)
 
     return isolated(request, emission)
+
+
+_Odds = tuple[float, list[tuple[int, float]]]  # log-probabilities of a token, and of the most probable ones
+
+
+def _odds(
+    request: Request, verified: Verified, slot: int, nodes: list[int], tokens: list[int]
+) -> Iterator[_Odds]:
+    """Of the tokens after these nodes: the engine's, or from their logits."""
+    if slot not in verified.logprobs:
+        return _odds_of(request, verified.logits[slot][nodes], tokens)
+    own, ids, best = (each[nodes] for each in verified.logprobs[slot])
+    most = request.params.top_logprobs
+    tops = zip(ids[:, :most].tolist(), best[:, :most].tolist(), strict=True)
+    return zip(own.tolist(), (list(zip(*top, strict=True)) for top in tops), strict=True)
+
+
+def _odds_of(request: Request, logits: Array, tokens: list[int]) -> Iterator[_Odds]:
+    most = request.params.top_logprobs
+    return (log_probabilities(row, token, most) for row, token in zip(logits, tokens, strict=False))
 
 
 def _emit(
     request: Request,
     tokens: list[int],
-    logits: Array | None,
+    odds: Iterator[_Odds] | None,
     accepted: int = 0,
     drafts: int = 0,
     copied: int = 0,
@@ -223,7 +245,7 @@ def _emit(
     """Emit tokens, the first `accepted` of them drafts, of `drafts` that were verified; the last `copied` of the
     accepted ones from the request's own text.
 
-    `logits` [n,V], if log-probabilities are requested, has the row that decided each token.
+    odds: of each token, if log-probabilities are requested.
     """
     request.output += tokens
     kept, text, reason = request.stop.push(tokens)
@@ -231,13 +253,11 @@ def _emit(
     if reason is not None:
         request.statistics.generation_time = perf_counter() - request.first_token_at
     logprobs = tops = None
-    if request.params.logprobs and logits is not None:
-        most = request.params.top_logprobs
-        rows = zip(logits, tokens[:kept], strict=False)
-        numbers = [log_probabilities(row, token, most) for row, token in rows]
+    if odds is not None:
+        numbers = list(islice(odds, kept))
         logprobs = [logprob for logprob, _ in numbers]
         request.logprobs += logprobs
-        if most:
+        if request.params.top_logprobs:
             tops = [top for _, top in numbers]
             request.top_logprobs += tops
     emission = Emission(request, tokens[:kept], text, reason, logprobs, tops, drafts=drafts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -104,11 +104,14 @@ class Verified:
     length. The host decides for the others from their logits.
     finite: bool [n, N], whether a row of logits has a finite largest value; None if all have. NaN and +infinity are
     not finite; -infinity only excludes a token.
-    logits: float32 [N, V] by slot, of requests that the engine has not decided or that ask for log-probabilities.
+    logits: float32 [N, V] by slot, of requests that the engine has not decided or that ask for log-probabilities which
+        it does not give.
+    logprobs: by slot, for other requests that ask for them, of each node: the log-probability of the token after it
+        [N], and the most probable tokens, int64 [N, W], with theirs [N, W], best first.
     drafts_finite: [n], whether the drafter's numbers of this round were finite.
     sampled: int64 [n, N], the engine's token after each node, -1 if its logits are not finite; instead of `accepted`
     and `next_token` where the engine has decided over trees.
-    `finite`, `logits` and `sampled` may have further rows, of a pass's padding.
+    `finite`, `logits`, `logprobs` and `sampled` may have further rows, of a pass's padding.
     """
 
     accepted: Any
@@ -118,6 +121,7 @@ class Verified:
     logits: Any
     drafts_finite: Sequence[bool]
     sampled: Any = None
+    logprobs: Mapping[int, tuple[Array, Array, Array]] = field(default_factory=dict)
 
 
 def couple(draft: Draft, active: Sequence[Request], weight: float = _NOISE_WEIGHT) -> Draft:

@@ -20,7 +20,7 @@ from dflash_trt.engines.device.stream import Landing
 from tests.doubles.device_pool import DevicePool
 from tests.doubles.fake_engines import BLOCK, VOCAB, FakeTarget, expected
 from tests.doubles.fake_states_and_windows import LongStrideTarget, WindowTarget
-from tests.doubles.pool import request
+from tests.doubles.pool import Pool, request
 from tests.doubles.schedules import Lengths, drive, finish, prompt
 
 PLAIN = SamplingParams(max_tokens=60)
@@ -95,29 +95,38 @@ def test_a_policy_learns_of_no_round_of_another_length_than_it_asked_for() -> No
 
 
 def test_a_request_is_its_own_beside_any_samplings() -> None:
-    """Penalties do not need the host. While a request with log-probabilities runs, rounds wait for it."""
-    pool = DevicePool(8)
-    follow, beside = pool.pair.follow, list[tuple[bool, bool]]()
+    """Penalties do not need the host, and neither do log-probabilities, unless logits are adjusted for them."""
+    pool = DevicePool(10)
+    follow, beside = pool.pair.follow, list[tuple[bool, list[bool]]]()
 
     def noted(active: Any, nodes: int) -> Any:
-        beside.append((any(r.params.adjusted for r in active), any(r.params.logprobs for r in active)))
+        told = [r.params.adjusted for r in active if r.params.logprobs]
+        beside.append((any(r.params.adjusted for r in active), told))
         return follow(active, nodes)
 
     pool.pair.follow = noted  # type: ignore[method-assign]
-    different = [{}, {"temperature": 0.8}, {"repetition_penalty": 1.3}, {"logprobs": True, "max_tokens": 9}]
+    different = [{}, {"temperature": 0.8}, {"repetition_penalty": 1.3}, {"logprobs": True, "top_logprobs": 5}]
     different += [{"temperature": 1.2, "top_k": 4}, {"temperature": 0.5, "top_p": 0.7, "min_p": 0.1}]
     different += [
         {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "presence_penalty": 1.5}
     ]  # advised for Qwen3
     different += [{"allowed_token_ids": range(0, VOCAB, 3), "frequency_penalty": 0.5, "logit_bias": {3: 1.0}}]
+    different += [{"logprobs": True, "top_logprobs": 2, "temperature": 0.9}]
+    different += [{"logprobs": True, "max_tokens": 9, "presence_penalty": 0.5}]
     params = [SamplingParams(**{"max_tokens": 40, "seed": 3, **each}) for each in different]  # type: ignore
     asked = [request(prompt(7, 1), each) for each in params]
     tokens = finish(pool, Lengths(BLOCK), *asked)
     for each in asked:
         assert tokens[each] == expected(each.prompt, each.params, 3)
-    assert len(asked[3].logprobs) == 9
-    assert beside.count((True, False)) > 3
-    assert not any(logprobs for _, logprobs in beside)
+    by_host = [request(prompt(7, 1), each) for each in params]
+    finish(Pool(10, 10), Lengths(BLOCK), *by_host)
+    for each, other in zip(asked, by_host, strict=True):
+        assert each.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        for top, theirs in zip(each.top_logprobs, other.top_logprobs, strict=True):
+            assert dict(top) == pytest.approx(dict(theirs), abs=1e-5)
+    assert len(asked[3].logprobs) == len(asked[3].top_logprobs) == 40
+    assert sum(adjusted and bool(told) for adjusted, told in beside) > 3
+    assert not any(any(told) for _, told in beside)
 
 
 @pytest.mark.parametrize("seed", range(8))

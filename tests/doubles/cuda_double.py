@@ -241,7 +241,8 @@ class _Operators(TorchDispatchMode):
         args, kwargs = tree_map(_staged, (args, kwargs))
         if any(r.alias_info is not None for r in returns):
             Cuda.launch(lambda: func(*args, **kwargs))
-            return kwargs.get("out", args[0])
+            outs = tuple(kwargs[each.name] for each in func._schema.arguments if each.is_out)
+            return outs if len(outs) > 1 else kwargs.get("out", args[0])
         shapes = func(*tree_map(_meta, args), **tree_map(_meta, kwargs))
         made = tree_map(lambda each: _garbage(each) if isinstance(each, torch.Tensor) else each, shapes)
         if func.__name__.split(".")[0] in ("new_empty", "empty_like", "new_empty_strided"):

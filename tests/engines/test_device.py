@@ -18,7 +18,9 @@ from dflash_trt.decoding.length.adaptive import AdaptiveLength
 from dflash_trt.decoding.length.rates import Rates
 from dflash_trt.decoding.pair import PassRule
 from dflash_trt.decoding.params import RequestOptions
+from dflash_trt.decoding.sampling.sampler import log_probabilities
 from dflash_trt.engines.caches import POSITION
+from dflash_trt.engines.device.logprobs import LogProbabilities
 from dflash_trt.engines.device.sizes import DECODE, PREFILL
 from dflash_trt.errors import BatchError, NonFiniteError, RequestError
 from tests.decoding.test_isolation import SPOILT, spoil, spoilt_prompt
@@ -118,6 +120,26 @@ def test_sampling_by_kernels_gives_the_same(bundles: tuple[Bundle, Bundle]) -> N
         found = llm.generate(prompts()[:3], wanted, block_length=4)
         assert [c.token_ids for c in found] == expected
         assert "_sampled" in vars(arrays)
+
+
+@pytest.mark.parametrize("vocab", [12, 3000, 150_000])
+def test_log_probabilities_on_the_device_are_those_of_the_host(vocab: int) -> None:
+    """The same tokens in the same order, with numbers that differ by the order of a sum. Many logits are equal, some
+    excluded, and memory is for two rows at a time.
+    """
+    rng, rows = np.random.default_rng(vocab), 5
+    logits = torch.from_numpy(rng.normal(0, 4, (rows, vocab)).astype(np.float32)).bfloat16().float()
+    logits[0], logits[1, ::3], logits[2, 4:] = 0.0, -torch.inf, -0.0
+    chosen = torch.from_numpy(rng.integers(0, vocab, rows))
+    work = LogProbabilities(torch.zeros(2 * 12 * vocab + 5, dtype=torch.uint8), 16, vocab)
+    own, tokens = torch.zeros(rows), torch.zeros(rows, work.top, dtype=torch.int64)
+    best = torch.zeros(rows, work.top)
+    work.fill(logits, chosen, own, tokens, best)
+    for i, row in enumerate(logits.numpy()):
+        number, top = log_probabilities(row, int(chosen[i]), work.top)
+        assert own[i].item() == pytest.approx(number, abs=1e-5)
+        assert tokens[i].tolist() == [token for token, _ in top]
+        assert best[i].tolist() == pytest.approx([each for _, each in top], abs=1e-5)
 
 
 @pytest.mark.parametrize("by_kernels", [False, True])

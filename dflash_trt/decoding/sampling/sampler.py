@@ -80,13 +80,14 @@ def sample(
 def log_probabilities(logits: Floats, token: int, top: int) -> tuple[float, list[tuple[int, float]]]:
     """The log-probability of `token`, and those of the `top` most probable tokens, best first.
 
-    They belong to the softmax of the raw `logits` [V]. Lower token ids come first among equals.
+    They belong to the softmax of the raw `logits` [V]. Lower token ids come first among equals. The same on a device,
+    but for the sum's order: engines/device/logprobs.py.
     """
-    best = _top_k(logits, min(top, logits.size)) if top else np.arange(0)
-    ranked = best[np.argsort(-logits[best], kind="stable")]
-    kept = logits[[token, *ranked]] - (most := logits.max())
-    weights = logits - most
-    logprob, *tops = (kept - np.log(np.exp(weights, out=weights).sum())).tolist()
+    distances = logits - logits.max()
+    best = _top_k(distances, min(top, logits.size)) if top else np.arange(0)
+    ranked = best[np.argsort(-distances[best], kind="stable")]
+    kept = distances[[token, *ranked]]
+    logprob, *tops = (kept - np.log(np.exp(distances, out=distances).sum())).tolist()
     return logprob, list(zip(ranked.tolist(), tops, strict=True))
 
 

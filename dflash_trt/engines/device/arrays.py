@@ -21,6 +21,7 @@ from dflash_trt.decoding.arrays import Following
 from dflash_trt.decoding.draft import Candidates, Draft, Verified, chain_rows
 from dflash_trt.decoding.request import Request
 from dflash_trt.engines.device.adjusting import Adjusting, takes
+from dflash_trt.engines.device.logprobs import LogProbabilities
 from dflash_trt.engines.device.rounds import RoundMemory
 from dflash_trt.engines.device.runner import DeviceRunner
 from dflash_trt.engines.device.sizes import DECODE, PREFILL, fitting, prefill_lengths
@@ -94,6 +95,8 @@ class DeviceArrays:
         self._between = target.whole_buffer(PREFILL, "features").view(
             -1, feature_size
         )  # memory that rounds can use
+        free = self._between.view(-1).view(torch.uint8)
+        self._logprobs = LogProbabilities(free, self.most_nodes, vocab_size)
         self._drafted = 0  # places of the drafter's pass of this round, with those of padding
         self.run, self.samples = run, run is not None
         self._tree_width = tree_width
@@ -288,13 +291,20 @@ class DeviceArrays:
             ]
         with on(self._stream):
             self._round.end(logits, self._features, self._unread, chains=chains)
-            read = [slot for slot, r in enumerate(active) if not decided[slot] or r.params.logprobs]
+            told = [slot for slot, r in enumerate(active) if decided[slot] and self._tells(r)]
+            read = [
+                slot
+                for slot, r in enumerate(active)
+                if not decided[slot] or (r.params.logprobs and slot not in told)
+            ]
             rows = self._copied(logits, read)  # before they are adjusted
             if sampled:
                 self._sample(active, logits, chains=chains)
             elif self._plain and not chains:
                 torch.argmax(logits, -1, out=self._round.part("sampled", n, width))
-            landing = self._round.download()
+            if told:
+                self._tell(logits, told, chains=chains)
+            landing = self._round.download(whole=bool(told))
         places, drafted = self._places, self._drafted * self._tree_width
 
         def result() -> Verified:
@@ -311,6 +321,7 @@ class DeviceArrays:
                 finite=None if _all(finite) else finite != 0,
                 logits=rows,
                 drafts_finite=[True] * n if _all(drafts) else [bool(row.all()) for row in drafts],
+                logprobs=self._round.told(landing, told, n, width, self._logprobs.top),
                 sampled=None if chains else np.where(finite, landing.read("sampled", n, width), -1),
             )
 
@@ -327,7 +338,7 @@ class DeviceArrays:
         written = [(self._target, self._width), *([(self._drafter, both)] if self._drafter else [])]
         return (
             all(self._by_kernels if self._samples_all else (r.params.greedy for r in active))
-            and not any(r.params.logprobs for r in active)
+            and all(self._tells(r) or not r.params.logprobs for r in active)
             and [r.takes_drafter for r in active] == self._limits[1]
             and (self._drafted > 0) == (nodes > 1)
             and longest + max(both, self._width) < self._capacity
@@ -366,6 +377,25 @@ class DeviceArrays:
             for role, runner, begin, count in passes:
                 if runner.caches.advance(slot, [begin], [count], begun=True):
                     self._round.moved(role, slot)
+
+    def _tells(self, request: Request) -> bool:
+        """Whether log-probabilities come from the device: those of logits that nothing adjusts there."""
+        return request.params.logprobs and request.history is None and self._logprobs.rows > 0
+
+    def _tell(self, logits: torch.Tensor, slots: Sequence[int], *, chains: bool) -> None:
+        """Find the log-probabilities of these slots, once the tokens after all nodes are known."""
+        (n, length), part = logits.shape[:2], self._round.part
+        chosen, own = part("chosen", n, length), part("row_logprobs", n, length)
+        tokens, best = (part(name, n, length, self._logprobs.top) for name in ("top_tokens", "top_logprobs"))
+        if chains:
+            accepted, following = (part(name, n, 1) for name in ("accepted", "next_token"))
+            chosen[:, :-1].copy_(part("tokens", n, length)[:, 1:])
+            chosen.scatter_(1, accepted, following)
+        else:
+            chosen.copy_(part("sampled", n, length))
+        chosen.clamp_(min=0)  # -1: without usable logits
+        for slot in slots:
+            self._logprobs.fill(logits[slot], chosen[slot], own[slot], tokens[slot], best[slot])
 
     def _copied(self, logits: torch.Tensor, slots: Sequence[int]) -> dict[int, Array]:
         """Where the logits of these slots will be on the host."""

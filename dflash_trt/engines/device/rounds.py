@@ -17,6 +17,7 @@ import torch
 from dflash_plugins.launch import SAMPLING, Run, end_round, fill_tokens, sampling_numbers
 
 from dflash_trt.decoding.draft import chain_rows
+from dflash_trt.decoding.params import MOST_LOGPROBS
 from dflash_trt.decoding.request import Request
 from dflash_trt.engines.device.following import next_round, scratch
 from dflash_trt.engines.device.runner import DeviceRunner
@@ -55,6 +56,7 @@ class RoundMemory:
         device = target.device
         self._device_parts |= scratch(slots, block_size, device)
         self._counters = torch.zeros(slots * block_size, dtype=torch.int32, device=device)
+        self._device_parts["chosen"] = torch.zeros(slots * block_size, dtype=torch.int64, device=device)
         self._nodes = torch.arange(block_size, device=device)
         self._spare = torch.zeros(slots * block_size, dtype=torch.int64, device=device)
         self._starts: dict[tuple[str, int], dict[str, torch.Tensor]] = {}  # of `_begin`, by role and batch
@@ -91,6 +93,9 @@ class RoundMemory:
             "finite": (slots * block_size, torch.int32),
             "draft_tokens": (slots * block_size * self._tree_width, torch.int64),
             "sampled": (slots * block_size if self._tree_width > 1 else 0, torch.int64),
+            "row_logprobs": (slots * block_size, torch.float32),  # from here on only where asked for
+            "top_tokens": (slots * block_size * MOST_LOGPROBS, torch.int64),
+            "top_logprobs": (slots * block_size * MOST_LOGPROBS, torch.float32),
         }
 
     def _allocate(self, inputs: Sizes, outputs: Sizes) -> None:
@@ -112,7 +117,8 @@ class RoundMemory:
 
         host = pinned(after)
         self._upload, self._upload_tokens = ((memory[at], host[at]) for at in (slice(first), slice(after)))
-        self._results, landings = memory[first:], [pinned(end - first) for _ in range(2)]
+        self._results = memory[first : offsets["row_logprobs"]], memory[first:]
+        landings = [pinned(end - first) for _ in range(2)]
         self._device_parts, sent = parts(memory, sizes), parts(host, [*inputs, "tokens"])
         self._host_parts = {name: part.numpy() for name, part in sent.items()}
         self._landings = cycle(
@@ -287,11 +293,22 @@ class RoundMemory:
         landing.wait()
         return landing.read(name, *shape).copy()
 
-    def download(self) -> Landing:
-        """Start to read what the passes so far gave."""
+    def download(self, *, whole: bool = False) -> Landing:
+        """Start to read what the passes so far gave. whole: with log-probabilities."""
         self.landing = next(self._landings)
-        self.landing.fill(self._results)
+        self.landing.fill(self._results[whole])
         return self.landing
+
+    def told(
+        self, landing: Landing, slots: Sequence[int], n: int, width: int, top: int
+    ) -> dict[int, tuple[Array, Array, Array]]:
+        """The log-probabilities of slots, as `Verified` has them."""
+        if not slots:
+            return {}
+
+        own = landing.read("row_logprobs", n, width)
+        tokens, best = (landing.read(name, n, width, top) for name in ("top_tokens", "top_logprobs"))
+        return {slot: (own[slot], tokens[slot], best[slot]) for slot in slots}
 
     def limit(self, limits: Sequence[int], reads: Sequence[bool]) -> None:
         """By slot, how many nodes of a chain count, and whether the drafter reads those that are committed. It reaches

@@ -81,8 +81,8 @@ class Landing:
         self._here = False
 
     def fill(self, given: torch.Tensor) -> None:
-        """Copy these numbers after the work so far. Does not wait."""
-        self._memory.copy_(given, non_blocking=True)
+        """Copy these numbers, or the first of them, after the work so far. Does not wait."""
+        self._memory[: len(given)].copy_(given, non_blocking=True)
         self._here = self._end is None
         if self._end is not None:
             self._end.record(self._stream)
