@@ -21,7 +21,7 @@ from dflash_trt.decoding.params import RequestOptions
 from dflash_trt.decoding.sampling.sampler import log_probabilities
 from dflash_trt.engines.caches import POSITION
 from dflash_trt.engines.device.logprobs import LogProbabilities
-from dflash_trt.engines.device.sizes import DECODE, PREFILL
+from dflash_trt.engines.device.sizes import DECODE, PREFILL, batch_sizes, fitting
 from dflash_trt.errors import BatchError, NonFiniteError, RequestError
 from tests.decoding.test_isolation import SPOILT, spoil, spoilt_prompt
 from tests.doubles import triton_interpreter  # noqa: F401  # corrects it
@@ -120,6 +120,16 @@ def test_sampling_by_kernels_gives_the_same(bundles: tuple[Bundle, Bundle]) -> N
         found = llm.generate(prompts()[:3], wanted, block_length=4)
         assert [c.token_ids for c in found] == expected
         assert "_sampled" in vars(arrays)
+
+
+@pytest.mark.parametrize("most", [1, 3, 8, 9, 33, 64, 100, 256])
+def test_a_pass_of_many_sequences_wastes_at_most_a_fifth(most: int) -> None:
+    sizes = batch_sizes(most)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == most
+    for count in range(1, most + 1):
+        size = fitting(count, sizes)
+        assert size < 2 * count if count <= 8 else (size - count) / size <= 1 / 5
 
 
 @pytest.mark.parametrize("vocab", [12, 3000, 150_000])

@@ -16,7 +16,7 @@ from dflash_trt.decoding.pair import Pair
 from dflash_trt.engines.base import PREFILL_CHUNK
 from dflash_trt.engines.device.arrays import DeviceArrays
 from dflash_trt.engines.device.runner import DeviceRunner
-from dflash_trt.engines.device.sizes import pass_sizes, prefill_lengths
+from dflash_trt.engines.device.sizes import batch_sizes, pass_sizes, prefill_lengths
 from dflash_trt.logs import warn_once
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def warm_up(
     slots are clear then, as after opening.
     """
     begin = perf_counter()
-    batches = reversed(pass_sizes(pair.slots))
+    batches = reversed(batch_sizes(pair.slots))
     sizes = [(batch, length) for batch in batches for length in reversed(pass_sizes(block_size))]
     first = [size for size in sizes if size[0] == 1 or size[1] == block_size]
     passes = list(_passes(pair, first, runs))

@@ -1,8 +1,8 @@
 """The small numbers of a round, next to each other: one copy to the device before it, one copy to the host after it.
 
 Plans read their inputs from this memory, and write their results into it. Decoding passes have few sizes
-(`pass_sizes`), so that all of them can be prepared at load. A pass over fewer sequences also runs over the idle slots
-after them, and writes there only rows that belong to no token.
+(`batch_sizes`, `pass_sizes`), so that all of them can be prepared at load. A pass over fewer sequences also runs over
+the idle slots after them, and writes there only rows that belong to no token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dflash_trt.decoding.params import MOST_LOGPROBS
 from dflash_trt.decoding.request import Request
 from dflash_trt.engines.device.following import next_round, scratch
 from dflash_trt.engines.device.runner import DeviceRunner
-from dflash_trt.engines.device.sizes import ALIGNMENT, DECODE, fitting, pass_sizes
+from dflash_trt.engines.device.sizes import ALIGNMENT, DECODE, batch_sizes, fitting, pass_sizes
 from dflash_trt.engines.device.stream import Landing, on
 
 Array = np.ndarray[Any, Any]
@@ -47,7 +47,7 @@ class RoundMemory:
         run: Run | None,
     ) -> None:
         self.run, self._most, self._capacity = run, block_size, capacity
-        self.batches, self.widths = pass_sizes(slots), pass_sizes(block_size)
+        self.batches, self.widths = batch_sizes(slots), pass_sizes(block_size)
         self._runners = {"target": target} | ({"drafter": drafter} if drafter else {})
         self._stream, self._target, self._drafter = target.stream, target, drafter
         self._tree_width = tree_width

@@ -23,8 +23,18 @@ def prefill_lengths(most: int) -> list[int]:
 
 
 def pass_sizes(most: int) -> list[int]:
-    """The sizes of decoding passes, up to `most`: of their batch, and of the tokens of a sequence."""
+    """The tokens of a sequence in decoding passes, up to `most`."""
     return [*(2**i for i in range((most - 1).bit_length())), most]
+
+
+def batch_sizes(most: int) -> list[int]:
+    """The sequences of decoding passes, up to `most`. Beyond 8, at most a fifth of them are idle. Passes of fewer take
+    about as long as reading the weights.
+    """
+    sizes = [1, 2, 4, 8]
+    while sizes[-1] < most:
+        sizes.append((sizes[-1] + 1) * 5 // 4)
+    return [*(n for n in sizes if n < most), most]
 
 
 def fitting(size: int, sizes: Sequence[int]) -> int:
