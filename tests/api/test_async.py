@@ -16,6 +16,7 @@ from dflash_trt import AsyncLLM, Completion, SamplingParams, async_llm
 from dflash_trt.decoding.request import Request
 from dflash_trt.decoding.results import Chunk
 from dflash_trt.errors import DFlashError
+from tests.api.jobs import known_answers, run
 from tests.api.loops import ASKED, serve, until
 from tests.doubles.bundles import prompt
 from tests.doubles.exposition import Exposition
@@ -170,3 +171,15 @@ def test_hundreds_of_requests_that_come_and_go_leave_nothing_behind(bundle, alon
         await until(lambda: alive() <= 2)  # deadlines have passed; the engine thread has its last ones
 
     serve(bundle, body, max_queue=1000, stream_interval=stream_interval)
+
+
+def test_jobs_of_all_kinds_that_leave_at_any_time_have_their_own_tokens(bundle) -> None:
+    """Samplings and structures beside each other, with deadlines; `python -m tests.api.jobs` runs thousands."""
+    known = known_answers(bundle, 1)
+
+    async def body(llm: AsyncLLM) -> None:
+        ends = await run(llm, known, 120, 6, 1)
+        assert not ends["differs"]
+        assert {"None", "length"} <= set(ends)
+
+    serve(bundle, body, max_batch_size=4)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from dflash_plugins.launch import by_triton
 
-from dflash_trt import LLM, Completion, SamplingParams, StructuredOutputs, hardware
+from dflash_trt import LLM, AsyncLLM, Completion, SamplingParams, StructuredOutputs, hardware
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
 from dflash_trt.decoding.length.rates import Rates
@@ -23,6 +23,8 @@ from dflash_trt.engines.caches import POSITION
 from dflash_trt.engines.device.logprobs import LogProbabilities
 from dflash_trt.engines.device.sizes import DECODE, PREFILL, batch_sizes, fitting
 from dflash_trt.errors import BatchError, NonFiniteError, RequestError
+from tests.api.jobs import ahead, known_answers, run
+from tests.api.loops import serve
 from tests.decoding.test_isolation import SPOILT, spoil, spoilt_prompt
 from tests.doubles import triton_interpreter  # noqa: F401  # corrects it
 from tests.doubles.checkpoints import make_drafter, make_target
@@ -150,6 +152,20 @@ def test_log_probabilities_on_the_device_are_those_of_the_host(vocab: int) -> No
         assert own[i].item() == pytest.approx(number, abs=1e-5)
         assert tokens[i].tolist() == [token for token, _ in top]
         assert best[i].tolist() == pytest.approx([each for _, each in top], abs=1e-5)
+
+
+def test_jobs_of_all_kinds_have_their_own_tokens_where_rounds_start_ahead(
+    bundles: tuple[Bundle, Bundle],
+) -> None:
+    """They arrive and leave while rounds are under way. Greedy ones alone go ahead, as the host samples here."""
+    known = known_answers(bundles[1].path, 2)
+
+    async def body(llm: AsyncLLM) -> None:
+        with ahead(llm) as rounds:
+            assert not (await run(llm, known, 120, 5, 2))["differs"]
+        assert rounds["ahead"] > 20
+
+    serve(bundles[1].path, body, max_batch_size=4)
 
 
 @pytest.mark.parametrize("by_kernels", [False, True])

@@ -67,7 +67,7 @@ def test_rounds_that_start_ahead_move_the_rows_of_windows(tmp_path: Path, gpu: p
     for on_gpu in (False, True):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Cuda, "is_available", staticmethod(lambda on_gpu=on_gpu: on_gpu))
-            llm = LLM(bundle.path, max_batch_size=3, prefill_chunk=32)
+            llm = LLM(bundle.path, max_batch_size=4, prefill_chunk=32)  # three requests run as four
         with llm:
             pair = llm.runtime.pair
             move, follow = pair.arrays._round.moved, pair.follow
