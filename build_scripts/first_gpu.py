@@ -3,7 +3,7 @@
     python -m build_scripts.first_gpu kernels            each kernel against its reference
     python -m build_scripts.first_gpu tiles              attention and experts with every tile shape: errors and times
     python -m build_scripts.first_gpu ceilings           what the GPU can reach, and how products round
-    python -m build_scripts.first_gpu passes [--pair qwen3-8b] [--layers 36] [--cublas]
+    python -m build_scripts.first_gpu passes [--pair qwen3-8b] [--layers 36] [--cublas] [--target fp8]
                                                          passes of a random pair against the bytes they read
 
 Each line is printed when it is known. Without a GPU, they run at the smallest sizes on the CPU, kernels in Triton's
@@ -56,6 +56,9 @@ def main() -> int:
     parser.add_argument("--pair", default="qwen3-8b")
     parser.add_argument("--layers", type=int, default=36 if GPU else 1)
     parser.add_argument("--cublas", action="store_true", help="torch's products in place of ours")
+    parser.add_argument(
+        "--target", default="bf16" if GPU else "fp32", help="precision of the target's weights"
+    )
     args = parser.parse_args()
     if args.cublas:
         packed.plain = lambda weight: weight
@@ -64,7 +67,7 @@ def main() -> int:
         "kernels": kernels,
         "tiles": tiles,
         "ceilings": ceilings,
-        "passes": lambda: passes(args.pair, args.layers),
+        "passes": lambda: passes(args.pair, args.layers, args.target),
     }
     found = parts[args.part]()
     print(json.dumps({"device": device, "torch": torch.__version__, **found}))
@@ -218,15 +221,16 @@ def _launches() -> dict[str, float]:
     return {name: round(1e6 * each / 200, 2) for name, each in times.items()}
 
 
-def passes(pair: str, count: int) -> dict[str, Any]:
+def passes(pair: str, count: int, precision: str) -> dict[str, Any]:
     """Milliseconds of passes of a pair of this shape with random weights, what the bytes that they read would take, and
     the memory of the GPU.
 
-    `host`: of a pass's call, which the GPU's work hides if it takes longer; of a round, what no pass hides.
+    `weight_bytes`: in BF16. `host`: of a pass's call, which the GPU's work hides if it takes longer; of a round, what
+    no pass hides.
     """
     with tempfile.TemporaryDirectory() as folder:
         sizes = write_pair(Path(folder), pair, count, None)
-        both, most = "target=bf16,drafter=bf16" if GPU else None, 2048 if GPU else 128
+        both, most = f"target={precision},drafter={'bf16' if GPU else 'fp32'}", 2048 if GPU else 128
         sides = str(Path(folder) / "target"), str(Path(folder) / "drafter")
         bundle = build(
             *(*sides, Path(folder) / "bundle"),
@@ -260,8 +264,8 @@ def passes(pair: str, count: int) -> dict[str, Any]:
                 free, total = torch.cuda.mem_get_info()
                 megabytes["used"] = round((total - free) / 1e6, 1)
             _printed({"megabytes": megabytes})
-    return {"pair": pair, "layers": count, "weight_bytes": sizes, "opened_seconds": round(opened, 1), "passes": rows,
-            "megabytes": megabytes,
+    return {"pair": pair, "target": precision, "layers": count, "weight_bytes": sizes,
+            "opened_seconds": round(opened, 1), "passes": rows, "megabytes": megabytes,
             "prefill": {"tokens": len(prompt), "ms": round(1e3 * whole, 2)}}  # fmt: skip
 
 

@@ -40,7 +40,7 @@ for pair in "${pairs[@]}" "${smollm2[@]}"; do
     [ "$pair" = smollm2-135m ] || section "$pair-selftest" 20 "$python" -m dflash_trt selftest "$bundle" --report "$out/$pair-selftest.json"
     section "$pair-verify" 20 "$python" -m dflash_trt verify "$bundle" --limit 2
 done
-section packed 30 "$python" -m build_scripts.packed_weights
+section packed 20 "$python" -m build_scripts.packed_weights
 section passes 55 "$python" -m build_scripts.first_gpu passes
 [ -n "$small" ] || for pair in qwen3-8b gpt-oss-20b; do  # in turn, with and without our products
     for products in "" --cublas; do section "$pair-4-layers$products" 12 "$python" -m build_scripts.first_gpu passes --pair $pair --layers 4 $products; done
@@ -52,7 +52,8 @@ for pair in "${pairs[@]}" "${smollm2[@]}"; do
     section "$pair-bench" 10 "$python" -m dflash_trt bench "$bundle" --concurrency 1,4 --requests 8 --max-tokens 32
     [ "$pair" != tiny ] || section "$pair-exact" 10 "$python" -m dflash_trt bench "$bundle" --exact --concurrency 1 --requests 8 --max-tokens 32
 done
-section tiles 20 "${interpret[@]}" "$python" -m build_scripts.first_gpu tiles
+section qwen3-8b-fp8 15 "$python" -m build_scripts.first_gpu passes --target fp8 $([ -n "$small" ] || echo --layers 4)
+section tiles 15 "${interpret[@]}" "$python" -m build_scripts.first_gpu tiles
 section ceilings 10 "$python" -m build_scripts.first_gpu ceilings
 if command -v compute-sanitizer >/dev/null && [ "$gpu" = 1 ]; then
     section sanitizer 10 compute-sanitizer --tool memcheck "$python" -c \
