@@ -37,7 +37,8 @@ class LLM(Opened):
         max_seq_len, which is the most; at least one sequence). Without more, the newest request waits.
     threads: CPU threads per pass (default: every core this process may use).
     prefix_cache_bytes: memory limit for cache rows of finished requests (default 256 MiB). Prompts with the same
-        beginning reuse them. 0 reuses no rows at all.
+        beginning reuse them. 0 reuses no rows at all. With cache_tokens the memory of the caches that nobody needs
+        keeps them instead, unless layers have windows or states.
     check: how thoroughly the bundle is verified first, see `Bundle.open` (default: "size").
     exact: run only passes that give a row the same bits, so that drafts change no token (docs/decoding.md,
         "Exact mode"). What that takes is measured at first use, and then is `exactness`. None: as the bundle was built,

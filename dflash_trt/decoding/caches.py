@@ -31,7 +31,13 @@ class Snapshot:
 
 
 class Caches(Protocol):
-    """The caches of one runner. A length argument must be one of the slot's `cut_lengths`."""
+    """The caches of one runner. A length argument must be one of the slot's `cut_lengths`.
+
+    kept_slots: slots after those that passes work on, for rows of ended requests. They share the memory of the others,
+        and can be cut to every length.
+    """
+
+    kept_slots: int
 
     def cut_lengths(self, slot: int, length: int) -> Sequence[int]:
         """The lengths to which a slot of this length can be cut, including its own, without 0; ascending."""
@@ -46,8 +52,8 @@ class Caches(Protocol):
     def reserve(self, slot: int, length: int) -> bool:
         """Let a slot hold so many positions, and what passes write after them. Returns whether there is memory."""
 
-    def release(self, slot: int) -> None:
-        """Forget a slot's content."""
+    def release(self, slot: int, length: int = 0) -> None:
+        """Forget a slot's content from this length on."""
 
     def move(self, source: int, target: int, length: int) -> None:
         """As `copy`, and forget the first one's content."""

@@ -50,13 +50,15 @@ class Drafter:
         arrays: Arrays,
         *,
         slots: int,
+        kept_slots: int,
         capacity: int,
         mask_token_id: int,
         prefill_chunk: int,
     ) -> None:
-        self.runner, self.arrays = runner, arrays
+        """kept_slots: after the others, in which no features wait."""
+        self.runner, self.arrays, self.slots = runner, arrays, slots
         self.capacity, self.mask_token_id, self.prefill_chunk = capacity, mask_token_id, prefill_chunk
-        self.seen, self.unread = [0] * slots, [0] * slots
+        self.seen, self.unread = [0] * (slots + kept_slots), [0] * (slots + kept_slots)
         self.most_read = 0  # features of a slot that the last `propose` read
         self.passes: list[tuple[Any, Any]] = []  # start and end of each pass of the last draft
         self._blocks: Any = None  # of that pass
@@ -254,8 +256,10 @@ class Drafter:
         """Give a slot what another one has read, by `rows` of the caches, and what waits there."""
         seen = min(self.seen[source], length)
         rows(source, target, seen)
-        self.arrays.copy_unread(source, target, length - seen)
-        self.seen[target], self.unread[target] = seen, length - seen
+        self.seen[target], self.unread[target] = seen, 0
+        if max(source, target) < self.slots:
+            self.arrays.copy_unread(source, target, length - seen)
+            self.unread[target] = length - seen
 
     def keep(self, slot: int, start: int, stop: int, shortest: int) -> Snapshot:
         seen = self.seen[slot]
@@ -288,7 +292,8 @@ class Drafter:
         self.caches.clear(slot, first)
         if first == 0:
             self.cut(slot, 0)
-            self.arrays.clear_unread(slot)
+            if slot < self.slots:
+                self.arrays.clear_unread(slot)
 
     def give_up(self, request: Request) -> None:
         """Go on without drafts for a request, whose features or drafts were not finite. A warning says so once."""

@@ -50,7 +50,7 @@ _PREFIX_GAUGES = {
     "tokens": "tokens whose rows are kept",
 }
 _PREFIX_COUNTERS = {
-    "kept": "rows copied out of slots to keep them",
+    "kept": "rows of ended requests that were kept",
     "reused": "kept rows copied into slots",
     "dropped": "kept rows dropped to make room for others",
     "refused": "rows of ended requests that did not fit beside the beginning of their own prefix",

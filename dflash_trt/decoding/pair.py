@@ -67,7 +67,7 @@ FREE = PassRule()
 class Pair:
     """Runs passes. It knows slots, positions and features, but nothing of sampling, stopping or scheduling.
 
-    slots: the number of sequences.
+    slots: the number of sequences. kept_slots: see `Caches`.
     capacity: the number of positions of each.
     prefill_chunk: the most tokens of a prompt in one `prefill`.
     rule: how the target's passes are padded.
@@ -103,10 +103,12 @@ class Pair:
         self.target, self.arrays, self.slots, self.capacity = target, arrays, slots, capacity
         self.vocab_size, self.prefill_chunk = vocab_size, prefill_chunk
         self._prompt_pass = prompt_pass or prefill_chunk
+        self.kept_slots = min(each.caches.kept_slots for each in (target, drafter) if each is not None)
         self.drafter = Drafter(
             drafter,
             arrays,
             slots=slots,
+            kept_slots=self.kept_slots,
             capacity=capacity,
             mask_token_id=mask_token_id or 0,  # a target without a drafter has none, and no masks
             prefill_chunk=prefill_chunk,
@@ -261,7 +263,7 @@ class Pair:
     def tokens(self) -> int:
         """The tokens of all sequences together for which there is memory."""
         known = [caches.tokens for caches in self._both()]
-        return min([self.slots * self.capacity, *(tokens for tokens in known if tokens is not None)])
+        return min([each for each in known if each is not None], default=self.slots * self.capacity)
 
     @cached_property
     def scarce(self) -> bool:
@@ -277,11 +279,12 @@ class Pair:
         """Let a slot hold so many tokens, and what passes write after them. Returns whether there is memory."""
         return all(caches.reserve(slot, min(length, self.capacity)) for caches in self._both())
 
-    def release(self, slot: int) -> None:
-        """Forget a slot's content. Its memory is free, unless slots have one size."""
-        self.drafter.cut(slot, 0)
-        for caches in self._both():
-            caches.release(slot)
+    def release(self, slot: int, length: int = 0) -> None:
+        """Forget a slot's content from this length on. Its memory is free, unless slots have one size."""
+        self.drafter.cut(slot, length)
+        self.target.caches.release(slot, length)
+        if self.drafter.present:
+            self.drafter.caches.release(slot, self.drafter.seen[slot])
 
     def move(self, source: int, target: int, length: int, *, draft: bool) -> None:
         """As `copy`, and forget the first one's content."""

@@ -355,8 +355,8 @@ class Scheduler:
             if not sound:
                 self.pair.clear(slot, request.committed)
         elif not (sound and drafts_sound):
-            self.slots.left.pop(slot, None)
-            self.pair.clear(slot)
+            self.slots.drop(request.slot)
+            self.pair.clear(request.slot)
 
     def _read_prompts(self, emissions: list[Emission]) -> Iterator[list[Emission]]:
         """Read prompts, `prefill_chunk` tokens and then as many again, until the next ones would take too long. Gives
@@ -492,6 +492,8 @@ class Scheduler:
 
     def _place(self, request: Request, budget: int) -> Reuse:
         """Find a slot for the next request to be prefilled, and its reusable tokens."""
+        if self.pair.scarce:  # what is reused may give way to the request, whose slot then stays
+            self._close_up()
         source = self.slots.find(request, self.active)
         if len(request.text) - source.length > budget:  # rounds continue meanwhile and need the first slots
             self._close_up()

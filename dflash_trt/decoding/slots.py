@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dflash_trt.decoding.pair import Pair
-from dflash_trt.decoding.prefixes import PAGE, Page, Prefixes, common, longest
+from dflash_trt.decoding.prefixes import PAGE, Page, Prefixes, Tree, common, longest
 from dflash_trt.decoding.request import Request
 
 
@@ -26,6 +27,14 @@ class Contents:
     target: Sequence[int]
     drafter: Sequence[int]
     step: int = 1
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return tuple([*self.prompt, *self.answer][: self.count])
+
+    @property
+    def tree(self) -> Tree:
+        return self.salt, len(self.drafter) > 0
 
     def longest(self, most: int, *, draft: bool) -> int:
         """The longest prefix of up to `most` tokens; with `draft`, also in the drafter's caches."""
@@ -53,15 +62,23 @@ class Reuse:
 
 
 class Slots:
-    """Rows of ended requests: in their slots until overwritten, and kept copies.
+    """Rows of ended requests: in slots until overwritten, and kept copies. Where slots share memory (`kept_slots`),
+    there are no copies: the rows move to further slots, for as long as their memory is not needed.
 
     `prefix_cache_bytes` limits the copies. With 0 nothing is reused, not even from slots.
     """
 
     def __init__(self, pair: Pair, prefix_cache_bytes: int = 0, page: int = PAGE) -> None:
         self.pair = pair
-        self.left: dict[int, Contents] = {}  # what ended requests left in free slots
-        self.reuses, self.prefixes = prefix_cache_bytes > 0, Prefixes(pair, prefix_cache_bytes, page)
+        self.left: dict[int, Contents] = {}  # by slot; what was used last comes last
+        self.reuses = prefix_cache_bytes > 0
+        self.prefixes = Prefixes(pair, 0 if pair.kept_slots else prefix_cache_bytes, page)
+        self._free = list(range(pair.slots, pair.slots + pair.kept_slots))
+        self._sorted: dict[Tree, list[tuple[tuple[int, ...], int]]] = {}  # tokens and slot of what was moved
+        # The tokens that these slots keep. A round that has begun may still write after them.
+        self._ended: dict[int, int] = {}
+        if pair.kept_slots and self.reuses:
+            self.prefixes.counts.limit_bytes = pair.kept_bytes(pair.tokens, draft=True)
 
     @property
     def step(self) -> int:
@@ -88,43 +105,116 @@ class Slots:
         if not self.reuses or request.params.prompt_logprobs:  # which need every row computed
             return Reuse(0, slot)
         held = {each.slot: self.contents(each) for each in live if each.options.cache_salt == salt}
-        held |= {at: left for at, left in self.left.items() if left.salt == salt}
+        held |= self._nearest(prompt, salt, draft=draft)
         sources = [Reuse(contents.shared(prompt, draft=draft), at) for at, contents in held.items()]
         best = max([Reuse(0, slot), *sources], key=lambda each: (each.length, each.slot == slot))
+        if best.slot in self.left:
+            self.left[best.slot] = self.left.pop(best.slot)
         path, kept = self.prefixes.find(prompt[:-1], draft=draft, salt=salt)
         while kept % self.step:
             path, kept = self.prefixes.find(prompt[: kept - kept % self.step], draft=draft, salt=salt)
         return Reuse(kept, slot, path) if kept > best.length else best
 
+    def _nearest(self, prompt: Sequence[int], salt: str, *, draft: bool) -> dict[int, Contents]:
+        """What ended requests left, with the most tokens of a prompt among them."""
+        if not self.pair.kept_slots:
+            return {at: left for at, left in self.left.items() if left.salt == salt}
+        found, tokens = dict[int, Contents](), tuple(prompt)
+        for tree in [(salt, True), *([] if draft else [(salt, False)])]:
+            order = self._sorted.get(tree, [])
+            place = bisect_left(order, (tokens, 0))
+            found |= {at: self.left[at] for _, at in order[max(place - 1, 0) : place + 1]}
+        return found
+
     def occupy(self, slot: int, source: Reuse, *, draft: bool) -> None:
         """Give `slot` to a new request, with the content of `source`. `find` must have been the last call before."""
+        self._settle()
         self.left.pop(slot, None)
         if source.path:
             self.prefixes.restore(slot, source.path, source.length, draft=draft)
         elif source.length and source.slot != slot:
             self.pair.copy(source.slot, slot, source.length, draft=draft)
+            if source.slot >= self.pair.slots:
+                self.prefixes.counts.reused_tokens += source.length
+                self.prefixes.counts.reused_bytes += self.pair.kept_bytes(source.length, draft=draft)
 
     def keep(self, ended: Request) -> None:
-        """Leave the content of an ended request's slot until it is overwritten, and keep a copy."""
-        if self.reuses and ended.committed:
+        """Leave the content of an ended request's slot until it is overwritten, and keep a copy; or move it."""
+        if not (self.reuses and ended.committed):
+            self._ended[ended.slot] = 0
+        elif not self.pair.kept_slots:
             self.left[ended.slot] = self._keep(ended)
         else:
-            self.pair.release(ended.slot)
+            self._put_by(ended)
+
+    def _put_by(self, ended: Request) -> None:
+        """Move the content of a slot to a further one, if there is more in it than in what others left. It takes the
+        place of what is the beginning of it.
+        """
+        self._ended[ended.slot] = 0
+        if not self._free:
+            return
+        at = self._free.pop()
+        self.pair.move(ended.slot, at, ended.committed, draft=ended.takes_drafter)
+        ended.slot, self._ended[at] = at, 0
+        contents = self.contents(ended)
+        tokens = contents.tokens
+        order = self._sorted.setdefault(contents.tree, [])
+        place = bisect_left(order, (tokens, 0))
+        if not tokens or (place < len(order) and order[place][0][: len(tokens)] == tokens):
+            return
+        while place and (before := order[place - 1])[0] == tokens[: len(before[0])]:
+            self._remove(before[1])
+            place -= 1
+        order.insert(place, (tokens, at))
+        self.left[at], self._ended[at] = contents, contents.count
+        size, counts = self._bytes(contents), self.prefixes.counts
+        counts.tokens += contents.count
+        counts.bytes += size
+        counts.kept_tokens += contents.count
+        counts.kept_bytes += size
+
+    def _bytes(self, contents: Contents) -> int:
+        return self.pair.kept_bytes(contents.count, draft=contents.tree[1])
 
     def make_room(self, slot: int, length: int) -> bool:
         """Let a slot hold so many tokens, in place of what ended requests left if it must be, the oldest first. Returns
         whether there is memory.
         """
+        self._settle()
         while not self.pair.reserve(slot, length):
             if not self.left:
                 return False
-            self._drop(next(iter(self.left)))
+            self.drop(next(iter(self.left)))
+            self._settle()
         return True
 
-    def _drop(self, slot: int) -> None:
-        """Free the memory of what an ended request left."""
-        del self.left[slot]
-        self.pair.release(slot)
+    def drop(self, slot: int) -> None:
+        """Forget what an ended request left, if anything."""
+        if slot in self.left:
+            contents, counts = self._remove(slot), self.prefixes.counts
+            if slot >= self.pair.slots:
+                counts.dropped_tokens += contents.count
+                counts.dropped_bytes += self._bytes(contents)
+
+    def _remove(self, slot: int) -> Contents:
+        contents, self._ended[slot] = self.left.pop(slot), 0
+        if slot >= self.pair.slots:
+            order, counts = self._sorted[contents.tree], self.prefixes.counts
+            del order[bisect_left(order, (contents.tokens, slot))]
+            counts.tokens -= contents.count
+            counts.bytes -= self._bytes(contents)
+        return contents
+
+    def _settle(self) -> None:
+        """Free the memory that ended requests do not keep, and further slots for those that end next."""
+        while self._ended:
+            slot, count = self._ended.popitem()
+            self.pair.release(slot, count)
+            if slot >= self.pair.slots and not count:
+                self._free.append(slot)
+            elif self.left and len(self._free) < self.pair.slots <= self.pair.kept_slots:
+                self.drop(next(iter(self.left)))
 
     def keep_boundary(self, request: Request) -> None:
         """Keep a copy of a prompt's beginning, if its slot cannot be cut to every length after the whole prompt."""
@@ -154,6 +244,7 @@ class Slots:
 
     def move(self, request: Request, slot: int) -> None:
         """Move a request in flight to a free slot, over the rows there."""
+        self._settle()
         self.left.pop(slot, None)
         self.pair.drafter.cut(slot, 0)
         self.pair.move(request.slot, slot, request.committed, draft=request.takes_drafter)
@@ -162,5 +253,6 @@ class Slots:
     def forget(self) -> None:
         """Reuse no rows of ended requests."""
         for slot in list(self.left):
-            self._drop(slot)
+            self.drop(slot)
+        self._settle()
         self.prefixes.clear()

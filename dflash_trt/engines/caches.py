@@ -49,7 +49,7 @@ class FixedRows:
         """There is memory for them."""
         return True
 
-    def release(self, slot: int) -> None:
+    def release(self, slot: int, rows: int = 0) -> None:
         """They keep it."""
 
     def move(self, source: int, target: int, count: int) -> None:
@@ -79,8 +79,8 @@ class RowPool(Protocol):
     def reserve(self, slot: int, rows: int) -> bool:
         """Let a slot have so many rows. Returns whether there is memory for them."""
 
-    def release(self, slot: int) -> None:
-        """A slot needs its rows no longer."""
+    def release(self, slot: int, rows: int = 0) -> None:
+        """A slot needs only its first rows."""
 
     def move(self, source: int, target: int, count: int) -> None:
         """The first rows of a slot become those of another one, and are needed there alone."""
@@ -185,7 +185,7 @@ class SlotCaches(Generic[P, S]):
     margin: rows that a pass may write after those of tokens.
     """
 
-    margin = 0
+    margin = kept_slots = 0
 
     def __init__(self, pools: Sequence[tuple[CacheKind, P]], slots: int, states: S | None = None) -> None:
         self.slots, self.states = slots, states
@@ -229,11 +229,12 @@ class SlotCaches(Generic[P, S]):
         rows = [(each.pool, length - each.kind.base(length)) for each in self.kinds]
         return all(pool.reserve(slot, count + self.margin) for pool, count in rows)
 
-    def release(self, slot: int) -> None:
+    def release(self, slot: int, length: int = 0) -> None:
         for each in self.kinds:
-            each.pool.release(slot)
             held = each.records[slot]
-            held.base = held.first = held.last = 0
+            each.pool.release(slot, max(0, length - held.base))
+            if not length:
+                held.base = held.first = held.last = 0
 
     def move(self, source: int, target: int, length: int) -> None:
         for each in self.kinds:

@@ -93,10 +93,24 @@ faults = st.just([None] * 14) | st.lists(each, min_size=14, max_size=14)
     drafter=st.sampled_from([None, None, 37, 61, 400]),
     kind=st.sampled_from([FakeTarget, FakeTarget, StateTarget, WindowTarget, LongStrideTarget]),
     ahead=st.booleans(),
+    further=st.sampled_from([0, 3, 40]),
     of_history=st.booleans(),
 )
 def test_any_schedule_with_any_faults_gives_each_request_its_own_tokens(
-    arrivals, faults, batch, spare, chunk, delay, memory, seed, target, drafter, kind, ahead, of_history
+    arrivals,
+    faults,
+    batch,
+    spare,
+    chunk,
+    delay,
+    memory,
+    seed,
+    target,
+    drafter,
+    kind,
+    ahead,
+    further,
+    of_history,
 ) -> None:
     """Arrivals, cancellations and deadlines at any step, any neighbours, block lengths and pools, targets with states
     and windows, and rounds that start before the host has read the ones before. Also numbers that are not finite in
@@ -105,11 +119,13 @@ def test_any_schedule_with_any_faults_gives_each_request_its_own_tokens(
     """
     longest = max(len(a["prefix"]) + a["length"] + a["max_tokens"] for a in arrivals)
     if kind is not FakeTarget:  # whose doubles hold no rows that are not numbers, and take no longer passes
-        chunk, target = min(chunk, 12), None
+        chunk, target, further = min(chunk, 12), None, 0
     if ahead and kind is not StateTarget:  # which has no double on a device
-        pool = DevicePool(batch, chunk=chunk, max_seq_len=longest, kept=spare * 80, target=kind)
+        pool = DevicePool(
+            batch, chunk=chunk, max_seq_len=longest, kept=spare * 80, target=kind, further=further
+        )
     else:
-        pool = Pool(batch, batch + spare, chunk=chunk, max_seq_len=longest, target=kind)
+        pool = Pool(batch, batch + spare, chunk=chunk, max_seq_len=longest, target=kind, further=further)
     pool.target.not_a_number, pool.drafter.not_a_number = every(target), every(drafter)
     pool.scheduler.prompt_delay = delay
     for engine in (pool.target, pool.drafter):  # rows for so many sequences of the most tokens

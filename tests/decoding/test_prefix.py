@@ -221,12 +221,18 @@ requests = st.lists(
     seed=st.integers(0, 1000),
     target=st.sampled_from([FakeTarget, StateTarget, WindowTarget, LongStrideTarget]),
     waits=st.booleans(),
+    further=st.sampled_from([0, 3, 40]),
 )
 def test_any_traffic_over_little_memory_gives_each_request_its_own_tokens(
-    asked, batch, kept, seed, target, waits
+    asked, batch, kept, seed, target, waits, further
 ) -> None:
-    """Prompts with common beginnings, next turns of chats, with and without drafts. Pages come and go all the time."""
-    pool, lengths = Pool(batch, batch, kept=kept, target=target), AnyLengths(seed)
+    """Prompts with common beginnings, next turns of chats, with and without drafts. Pages come and go all the time, or
+    rows of ended requests where these have slots.
+    """
+    further = further if target is FakeTarget else 0
+    pool, lengths = Pool(batch, batch, kept=kept, target=target, further=further), AnyLengths(seed)
+    for engine in (pool.target, pool.drafter):
+        engine.memory = (batch * pool.pair.capacity + 2 * kept) if further else None
     pool.pair.arrays.prompts_wait = waits
     common = prompt(45, 9)
     made: list[Request] = []

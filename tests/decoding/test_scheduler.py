@@ -316,12 +316,15 @@ def test_deadlines_of_requests_that_have_ended_are_forgotten(clock: Clock) -> No
     assert len(pool.scheduler.waiting._deadlines) < 100
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_the_newest_request_waits_again_with_its_tokens_where_memory_runs_out(exact: bool) -> None:
+@pytest.mark.parametrize(("exact", "further"), [(False, 0), (True, 0), (False, 40), (True, 40)])
+def test_the_newest_request_waits_again_with_its_tokens_where_memory_runs_out(
+    exact: bool, further: int
+) -> None:
     """256 requests (64) in 16 slots, with memory for the longest three. What ended requests left goes first, also while
     requests that share their beginnings run. In exact mode a request begins when it has memory to its end.
     """
-    pool: Any = Pool(16, 16, kept=300) if exact else DevicePool(16, kept=300)
+    options: Any = {"kept": 300, "further": further}
+    pool: Any = Pool(16, 16, **options) if exact else DevicePool(16, **options)
     pool.pair.rule, begun, admit = PassRule(any_cut=not exact), Counter[Request](), pool.scheduler._admit
     for engine in (pool.target, pool.drafter):
         engine.memory = 3 * pool.pair.capacity
@@ -342,4 +345,4 @@ def test_the_newest_request_waits_again_with_its_tokens_where_memory_runs_out(ex
     assert all(tokens[each] == expected(each.prompt, each.params, each.seed) for each in asked)
     assert len(begun) == len(asked)
     assert (max(begun.values()) == 1) == exact
-    assert sum(each.statistics.num_cached_tokens > 0 for each in asked) > 20
+    assert sum(each.statistics.num_cached_tokens > 0 for each in asked) > 10

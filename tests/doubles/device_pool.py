@@ -27,11 +27,10 @@ from tests.doubles.fake_engines import (
     POISON,
     ROW_BYTES,
     VOCAB,
-    FakeDrafter,
     FakeEngine,
     FakeTarget,
 )
-from tests.doubles.pool import Pool
+from tests.doubles.pool import Pool, both
 
 INPUTS = {
     "target": ["tokens", "start", "rows"],
@@ -95,7 +94,7 @@ class OnDevice(DeviceRunner):
     most_together = 4
 
     def __init__(self, role: str, fake: Any, chunk: int) -> None:
-        slots = len(fake.cache)
+        slots = len(fake.cache) - fake.kept_slots
         self.fake, self.caches = fake, _Caches(fake)  # type: ignore[assignment]
         fake.moves_rows = False  # the arrays do
         self.active = lambda: slots  # how many slots have requests
@@ -210,7 +209,7 @@ def by_host(use: Any, grid: Any, **given: Any) -> None:
 
 
 class DevicePool(Pool):
-    """Prefixes may take the memory of `kept` rows."""
+    """Prefixes may take the memory of `kept` rows, or `further` slots."""
 
     def __init__(
         self,
@@ -220,9 +219,10 @@ class DevicePool(Pool):
         max_seq_len: int = 120,
         kept: int = 0,
         target: type[FakeTarget] = FakeTarget,
+        further: int = 0,
     ) -> None:
         capacity = max_seq_len + 2 * BLOCK + 17
-        self.target, self.drafter = target(slots, capacity), FakeDrafter(slots, capacity)
+        self.target, self.drafter = both(target, slots, capacity, further)
         engines = [
             OnDevice(role, fake, max(chunk, 16))
             for role, fake in (("target", self.target), ("drafter", self.drafter))

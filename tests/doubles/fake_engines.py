@@ -83,6 +83,8 @@ def decided(feeds: Mapping[str, Array], logits: Array, features: Array) -> dict[
 
 
 class FakeEngine:
+    kept_slots = 0
+
     def __init__(self, slots: int, capacity: int) -> None:
         self.cache = np.full((slots, capacity), POISON)
         self.nan = np.zeros((slots, capacity), bool)  # the rows that are not numbers
@@ -107,14 +109,18 @@ class FakeEngine:
         self.reserved[slot] += more
         return True
 
-    def release(self, slot: int) -> None:
-        self.reserved[slot] = 0
-        self.clear(slot)
+    def release(self, slot: int, length: int = 0) -> None:
+        self.reserved[slot] = min(self.reserved[slot], length)
+        self.clear(slot, length)
 
     def move(self, source: int, target: int, length: int) -> None:
         self.copy(source, target, length)
         self.reserved[target] = self.reserved[source]
         self.release(source)
+
+    def share(self, memory: int | None, kept_slots: int) -> None:
+        """Let slots share so many rows, the last of them for ended requests."""
+        self.memory, self.kept_slots = memory, kept_slots
 
     def cut_lengths(self, slot: int, length: int) -> Sequence[int]:
         return range(1, length + 1)

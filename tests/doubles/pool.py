@@ -54,7 +54,7 @@ def request(
 
 def scheduler_over(target: FakeTarget, drafter: FakeDrafter, *, chunk: int, kept: int) -> Scheduler:
     """A scheduler with memory for `kept` rows of prefixes, in pages of 8 tokens."""
-    slots, capacity = target.cache.shape
+    capacity, slots = target.cache.shape[1], len(target.cache) - target.kept_slots
     pair = Pair(
         target,
         drafter,
@@ -71,10 +71,19 @@ def scheduler_over(target: FakeTarget, drafter: FakeDrafter, *, chunk: int, kept
     return scheduler
 
 
+def both(target: type[FakeTarget], slots: int, capacity: int, further: int) -> tuple[FakeTarget, FakeDrafter]:
+    """The engines, with so many slots for passes and for ended requests."""
+    engines = target(slots + further, capacity), FakeDrafter(slots + further, capacity)
+    for each in engines:
+        each.share(None, further)
+    return engines
+
+
 class Pool:
     """A scheduler over fake engines, and its invariants between two steps.
 
-    Prefixes may take the memory of the slots beyond `batch`, or `kept` rows. Their pages have 8 tokens.
+    Prefixes may take the memory of the slots beyond `batch`, or `kept` rows. Their pages have 8 tokens. With `further`
+    slots, ended requests have those.
     """
 
     def __init__(
@@ -86,9 +95,10 @@ class Pool:
         max_seq_len: int = 120,
         kept: int | None = None,
         target: type[FakeTarget] = FakeTarget,
+        further: int = 0,
     ) -> None:
         capacity = max_seq_len + 2 * BLOCK + 1
-        self.target, self.drafter = target(batch, capacity), FakeDrafter(batch, capacity)
+        self.target, self.drafter = both(target, batch, capacity, further)
         kept = (slots - batch) * capacity if kept is None else kept
         self.scheduler = scheduler_over(self.target, self.drafter, chunk=chunk, kept=kept)
         self.pair = self.scheduler.pair
@@ -121,7 +131,7 @@ class Pool:
                 assert behind == 0
         for each in s.active:
             assert each.committed == len(each.prompt) + len(each.output) - 1
-        assert set(s.slots.left) <= set(range(self.pair.slots)) - set(taken)
+        assert set(s.slots.left) <= set(range(len(self.target.cache))) - set(taken)
         for slot, left in s.slots.left.items():
             history = rows_of([*left.prompt, *left.answer][: left.count])
             assert self.target.holds(slot, history)
@@ -133,10 +143,14 @@ class Pool:
 
     def waiting(self, slot: int, count: int) -> list[int]:
         """The first features of a slot that the drafter has not read."""
-        return [int(x) for x in self.pair.arrays.unread_features_of(slot, 0, count).flatten()]
+        rows = self.pair.arrays.unread_features_of(slot, 0, count) if count else np.zeros(0)
+        return [int(x) for x in rows.flatten()]
 
     def check_prefixes(self) -> None:
-        tokens, memory, prefixes = 0, 0, self.prefixes
+        left, prefixes = self.scheduler.slots.left, self.prefixes
+        moved = [left[slot] for slot in left if slot >= self.pair.slots]
+        tokens = sum(each.count for each in moved)
+        memory = sum(self.pair.kept_bytes(each.count, draft=each.tree[1]) for each in moved)
         seen: list[Page] = []
         for (_, draft), tree in prefixes._trees.items():
             assert tree

@@ -102,29 +102,32 @@ class DevicePool(FixedRows):
 class Regions(DevicePool):
     """Tensors [heads, rows, size] with the rows of all slots: each slot has those of a region, of at most `most` rows.
 
-    Where each slot can have the most, its region stays where it is. Else a region has what was asked for, and a quarter
-    more if it can. One that is full is made longer, or moves; if the free rows are apart, all regions move together.
-    The first rows belong to no slot: passes write there for slots without a region.
+    Where each slot can have the most and no more are kept, its region stays where it is. Else a region has what was
+    asked for, and a quarter more if it can. One that is full is made longer, or moves; if the free rows are apart, all
+    regions move together. The first rows belong to no slot: passes write there for slots without a region.
 
+    kept: slots after those of passes, with regions of ended requests.
     regions: int64 [2, slots], where the regions begin and end: of all slots for a pass of the profile DECODE, and for
         one of PREFILL those of the slots that `point` was told.
     """
 
-    def __init__(self, arrays: Mapping[str, Tensor], stream: Any, slots: int, most: int, spare: int) -> None:
-        super().__init__(arrays, stream, slots)
-        self.most, self._spare = most, spare
+    def __init__(
+        self, arrays: Mapping[str, Tensor], stream: Any, slots: int, most: int, spare: int, kept: int = 0
+    ) -> None:
+        super().__init__(arrays, stream, slots + kept)
+        self.most, self._spare, self._slots = most, spare, slots
         some = next(iter(arrays.values()), torch.empty(0, slots * most, 0))
         self._total = some.shape[1]
-        self._fixed = self._total >= slots * most
-        self._held = [range(i * most, (i + 1) * most) if self._fixed else range(0) for i in range(slots)]
+        self._fixed = not kept and self._total >= slots * most
+        regions = [range(i * most, (i + 1) * most) for i in range(slots)]
+        self._held = regions if self._fixed else [range(0)] * (slots + kept)
         places = torch.zeros(2, slots, dtype=torch.int64, device=some.device)
         self.regions = {DECODE: places, PREFILL: places.clone()}
-        self._moved = places.new_zeros(2)
         self._tell()
 
     def _tell(self) -> None:
         with on(self._stream):
-            held = [each or range(self._spare) for each in self._held]
+            held = [each or range(self._spare) for each in self._held[: self._slots]]
             places = torch.tensor([[r.start for r in held], [r.stop for r in held]])
             # Pageable memory is read before this returns.
             self.regions[DECODE].copy_(places, non_blocking=True)
@@ -148,30 +151,26 @@ class Regions(DevicePool):
         if rows <= len(held):
             return True
         longer = min(-(-rows * 5 // 4 // UNIT) * UNIT, self.most)
-        found = self._found(slot, longer) or self._found(slot, rows)
-        if not found and self._together(slot, rows):
-            held = self._held[slot]
-            found = self._found(slot, rows)
-        if not found:
+        if found := self._found(slot, longer) or self._found(slot, rows):
+            with on(self._stream):
+                for array in self.arrays.values():
+                    _shift(array, held, found.start)
+            self._held[slot] = found
+        elif not self._together(slot, rows):
             return False
-        self._shift(held, found.start)
-        self._held[slot] = found
         self._tell()
         return True
 
-    def release(self, slot: int) -> None:
+    def release(self, slot: int, rows: int = 0) -> None:
         if not self._fixed:
-            self._held[slot] = range(0)
-            self._tell()
+            self._held[slot] = self._held[slot][: -(-rows // UNIT) * UNIT] or range(0)
+            if slot < self._slots:
+                self._tell()
 
     def move(self, source: int, target: int, count: int) -> None:
-        """They change places, which the host need not tell the device."""
+        """They change places."""
         self._held[source], self._held[target] = self._held[target], self._held[source]
-        one, other = (self.regions[DECODE][:, slot] for slot in (source, target))
-        with on(self._stream):
-            self._moved.copy_(one)
-            one.copy_(other)
-            other.copy_(self._moved)
+        self._tell()
 
     def _found(self, slot: int, rows: int) -> range:
         """So many free rows: after those of the slot and with these, or elsewhere. Empty if there are none."""
@@ -184,44 +183,35 @@ class Regions(DevicePool):
         return next((range(begin, begin + rows) for begin, end in gaps if end - begin >= rows), range(0))
 
     def _together(self, slot: int, rows: int) -> bool:
-        """Move all regions to the beginning, that of the slot last, if so many rows of it will then be free."""
-        held, mine = sum(map(len, self._held)), len(self._held[slot])
-        if held - mine + rows > self._total - self._spare:
+        """Move all regions to the beginning, that of the slot last with so many rows. Returns whether there are."""
+        held, end = list(self._held), self._spare
+        others = sorted((i for i, each in enumerate(held) if each and i != slot), key=lambda i: held[i].start)
+        if end + sum(len(held[i]) for i in others) + rows > self._total:
             return False
-        end = self._close()
-        if last := self._held[slot].stop in (0, end):
-            pass
-        elif last := end + mine <= self._total:
-            self._shift(self._held[slot], end)
-            self._held[slot] = range(end, end + mine)
-            self._close()
-        self._tell()
-        return last
-
-    def _close(self) -> int:
-        """Leave no rows between regions. Returns where they end."""
-        end = self._spare
-        for slot in sorted(range(len(self._held)), key=lambda i: self._held[i].start):
-            if held := self._held[slot]:
-                self._shift(held, end)
-                self._held[slot] = range(end, end + len(held))
-                end += len(held)
-        return end
-
-    def _shift(self, held: range, begin: int) -> None:
-        if not held or begin == held.start:
-            return
+        for i in others:
+            self._held[i] = range(end, end := end + len(held[i]))
+        self._held[slot] = range(end, end + rows)
         with on(self._stream):
-            for rows in self.arrays.values():
-                mine = rows[:, held.start : held.stop]
-                apart = abs(begin - held.start) >= len(held)
-                rows[:, begin : begin + len(held)].copy_(mine if apart else mine.clone())
+            for array in self.arrays.values():
+                own = array[:, held[slot].start : held[slot].stop].clone()
+                for i in others:
+                    _shift(array, held[i], self._held[i].start)
+                array[:, end : end + own.shape[1]].copy_(own)
+        return True
 
     def _by_slot(self) -> list[Tensor]:
         return [rows[None] for rows in self.arrays.values()]
 
     def _place(self, slot: int, row: int) -> tuple[int, int]:
         return 0, self._held[slot].start + row
+
+
+def _shift(rows: Tensor, held: range, begin: int) -> None:
+    """Move the rows of a region to another place, which may overlap with its own."""
+    if held and begin != held.start:
+        own = rows[:, held.start : held.stop]
+        apart = abs(begin - held.start) >= len(held)
+        rows[:, begin : begin + len(held)].copy_(own if apart else own.clone())
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,16 +341,19 @@ class DeviceCaches(SlotCaches[DevicePool, DeviceStates]):
         *,
         most: Sequence[int] = (),
         spare: int = 0,
+        kept: int = 0,
     ) -> None:
         """most: the most rows of a slot in each kind, whose arrays are those of `Regions`. spare: rows that a pass may
-        write for a slot without a region.
+        write for a slot without a region. kept: further slots, see `Caches`.
         """
         kinds = kinds or (whole(0),)
         parts = [{name: arrays[name] for name in names} for names in by_kind(kinds, arrays)]
         pools: list[DevicePool] = [DevicePool(part, stream, slots) for part in parts]
         if most:
-            pools = [Regions(part, stream, slots, n, spare) for part, n in zip(parts, most, strict=True)]
-            self.margin = spare + _PADDED
+            pools = [
+                Regions(part, stream, slots, n, spare, kept) for part, n in zip(parts, most, strict=True)
+            ]
+            self.margin, self.kept_slots = spare + _PADDED, kept
         super().__init__(list(zip(kinds, pools, strict=True)), slots, states)
 
     def room(self, slot: int) -> int:

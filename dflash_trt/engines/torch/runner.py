@@ -38,6 +38,8 @@ MOST_PROGRAMS = 64
 MOST_PROMPTS = 28
 # Logits of one row each: 10 MB at a vocabulary of 151,936.
 MOST_TOGETHER = 16
+# Ended requests whose rows are kept, where memory is shared. They take no memory but these.
+KEPT = 1024
 
 
 class TorchRunner(DeviceRunner):
@@ -77,13 +79,15 @@ class TorchRunner(DeviceRunner):
                 states[name] = shape, signature.dtype
         held = {*caches, *states}
         kinds, spare = kinds or (whole(0),), -(-(2 * block_size + 1) // UNIT) * UNIT
+        shares = self._regions and tokens is not None
+        kept = slots + KEPT if shares and not states and all(kind.window is None for kind in kinds) else 0
         self._caches, most = dict[str, Tensor](), list[int]()
         for kind, names in zip(kinds, by_kind(kinds, caches), strict=True):
             rows = max([caches[name][0][1] for name in names], default=0)
             most.append(rows)
             total = slots * rows
-            if tokens is not None and kind.window is None:
-                total = min(total, spare + max(tokens, rows))
+            if kept or (tokens is not None and kind.window is None and spare + tokens < total):
+                total = spare + max(tokens or 0, rows)
             for name in names:
                 (heads, rows, size), dtype = caches[name]
                 shape = (heads, total, size) if self._regions else (slots, heads, rows, size)
@@ -95,7 +99,7 @@ class TorchRunner(DeviceRunner):
         )
         super().__init__(path, dtypes, *of_pass, stream=stream, device=device)
         of_slots = DeviceStates(states, slots, stream, device) if states else None
-        regions: dict[str, Any] = {"most": most, "spare": spare} if self._regions else {}
+        regions: dict[str, Any] = {"most": most, "spare": spare, "kept": kept} if self._regions else {}
         self.caches = DeviceCaches(self._caches, stream, slots, kinds, of_slots, **regions)
         self.most_together = 1 if states else MOST_TOGETHER
         one = {"B": self.most_together, "S": prefill_chunk, "R": 1, "K": 2, "K-1": 1}
