@@ -403,7 +403,10 @@ class Scheduler:
             together = list(self.filling)
             chunks = [each.text[each.committed :] for each in together]
             starts, draft = [each.committed for each in together], together[0].takes_drafter
-            read = self.pair.prefill_together(chunks, starts, together[0].slot, draft=draft)
+            try:
+                read = self.pair.prefill_together(chunks, starts, together[0].slot, draft=draft)
+            except MemoryError:
+                return sum([self._read(request, budget, begin, emissions) for request in together])
             for request, chunk, results in zip(together, chunks, read, strict=True):
                 self._take(request, len(chunk), *results, begin, emissions)
             return len(together) * max(map(len, chunks))
@@ -423,11 +426,27 @@ class Scheduler:
                 return budget
             self._admit(request, self._place(request, budget) if self.pair.scarce else source)
         (request,) = self.filling
+        return self._read(request, budget, begin, emissions)
+
+    def _read(self, request: Request, budget: int, begin: float, emissions: list[Emission]) -> int:
+        """Run a chunk of one prompt. Returns its tokens. Without memory for the pass, only this request ends."""
         chunk = request.text[request.committed : self._chunk_end(request, budget)]
         every_row = request.params.prompt_logprobs and not request.output
         options = {"draft": request.takes_drafter, "every_row": every_row}
-        results = self.pair.prefill(chunk, request.committed, request.slot, **options)
-        self._take(request, len(chunk), *results, begin, emissions)
+        try:
+            results = self.pair.prefill(chunk, request.committed, request.slot, **options)
+        except MemoryError as error:
+            place = f"{len(chunk)} of the {len(request.text)} tokens of this request"
+            advice = (
+                f"lower prefill_chunk, or cache_tokens (caches have memory for {self.pair.tokens} tokens)"
+            )
+            request.sound = False
+            emissions.append(
+                fail(request, DecodingError(f"no memory for a pass over {place} ({error}); {advice}"))
+            )
+            self._release(request)
+        else:
+            self._take(request, len(chunk), *results, begin, emissions)
         return len(chunk)
 
     def _take(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +27,7 @@ from tests.doubles.device_pool import DevicePool
 from tests.doubles.fake_engines import BLOCK, FakeTarget, expected, nothing, rows_of
 from tests.doubles.fake_states_and_windows import LongStrideTarget, StateTarget, WindowTarget
 from tests.doubles.pool import Letters, Pool, request
-from tests.doubles.schedules import AnyLengths, Clock, Lengths, arrivals, finish, prompt
+from tests.doubles.schedules import AnyLengths, Clock, Lengths, arrivals, drive, finish, prompt
 
 
 class Panic(BaseException):
@@ -184,6 +186,56 @@ def test_any_schedule_with_any_faults_gives_each_request_its_own_tokens(
         else:
             assert reason == "timeout" or leaves < 10_000
             assert reason == "cancelled" or made.deadline is not None
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_prompt_without_memory_for_its_pass_ends_alone(ahead: bool, together: bool) -> None:
+    """The error says what there is memory for. Where several prompts do not fit into a pass, each has its own."""
+    pool: Any = DevicePool(4, chunk=64, further=4) if ahead else Pool(4, 4, chunk=64)
+    prefill, lacking, lacked = pool.pair.prefill, False, list[int]()
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried") if ahead else MemoryError("Tried")
+
+    def read(tokens: Any, start: int, slot: int, **options: Any) -> Any:
+        nonlocal lacking
+        lacking = start == 64
+        try:
+            return prefill(tokens, start, slot, **options)
+        finally:
+            lacking = False
+
+    def before_pass() -> None:
+        if lacking:
+            lacked.append(1)
+            raise error
+
+    def none(*_: Any, **__: Any) -> Any:
+        lacked.append(2)
+        raise MemoryError("for both")
+
+    pool.pair.prefill, pool.target.before_pass = read, before_pass
+    if together and ahead:
+        pool.pair.prefill_together = none
+    few = [request(prompt(3, i), SamplingParams(max_tokens=30, seed=i)) for i in range(3)]
+    large = request(prompt(70), SamplingParams(max_tokens=9))
+    for each in few:
+        pool.scheduler.submit(each)
+    for _ in range(4):
+        pool.scheduler.step(Lengths(3))
+    assert pool.scheduler.active
+    pool.scheduler.submit(large)
+    (end,) = [each for part in drive(pool, Lengths(3)) for each in part if each.error is not None]
+    assert end.request is large
+    assert isinstance(end.error, DecodingError)
+    assert re.search(
+        rf"over 6 of the 70 tokens .*Tried\); .* have memory for {pool.pair.tokens} tokens", str(end.error)
+    )
+    again = request(large.prompt, SamplingParams(max_tokens=9))
+    pool.pair.prefill = prefill
+    finish(pool, Lengths(3), again)
+    for each in [*few, again]:
+        assert each.output[: each.params.max_tokens] == expected(each.prompt, each.params, each.seed)
+    assert lacked.count(2) == (together and ahead)
 
 
 def test_a_drafter_without_numbers_costs_speed_only(

@@ -22,6 +22,7 @@ from dflash_trt.decoding.draft import Candidates, Draft, Verified, chain_rows
 from dflash_trt.decoding.request import Request
 from dflash_trt.engines.device.adjusting import Adjusting, takes
 from dflash_trt.engines.device.logprobs import LogProbabilities
+from dflash_trt.engines.device.memory import memory_errors
 from dflash_trt.engines.device.rounds import RoundMemory
 from dflash_trt.engines.device.runner import DeviceRunner
 from dflash_trt.engines.device.sizes import DECODE, PREFILL, fitting, prefill_lengths
@@ -146,7 +147,7 @@ class DeviceArrays:
         feeds |= chain_rows(n, filled) if "depths" in feeds else {}
         runner.caches.advance(slot, starts, [length] * n)
         bases = {name: np.array(numbers) for name, numbers in runner.caches.bases(starts).items()}
-        with on(self._stream):
+        with memory_errors(), on(self._stream):
             outputs = runner.run(PREFILL, feeds | bases, first_slot=slot)
         if runner is not self._target:
             return outputs
