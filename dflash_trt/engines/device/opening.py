@@ -12,6 +12,7 @@ from dflash_plugins.kernel_specs import Use, round_uses
 from dflash_plugins.launch import TYPE_NAMES, Run
 
 from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.decoding.drafter import USUAL_CONTEXT
 from dflash_trt.decoding.pair import Pair
 from dflash_trt.engines.base import PREFILL_CHUNK
 from dflash_trt.engines.device.arrays import DeviceArrays
@@ -110,11 +111,14 @@ def _passes(pair: Pair, sizes: Sequence[tuple[int, int]], runs: int) -> Iterator
 
 def _decoding(pair: Pair, sizes: Sequence[tuple[int, int]], runs: int) -> Iterator[Callable[[], object]]:
     for batch, length in sizes:
-        yield partial(_repeated, partial(pair.dummy_verify, batch, length), runs)
+        yield partial(_repeated, partial(pair.dummy_verify, batch, length), runs, pair, batch)
         if length > 1 and pair.drafter.present:
-            yield partial(_repeated, partial(pair.drafter.dummy_pass, batch, length), runs)
+            yield partial(_repeated, partial(pair.drafter.dummy_pass, batch, length), runs, pair, batch)
 
 
-def _repeated(run: Callable[[], object], runs: int) -> None:
-    for _ in range(runs):
-        run()
+def _repeated(run: Callable[[], object], runs: int, pair: Pair | None = None, batch: int = 0) -> None:
+    """Run a pass so often. One of more sequences than caches of a pair have memory for cannot come, and is left out."""
+    length = 0 if pair is None else USUAL_CONTEXT + 2 * pair.arrays.most_nodes
+    if pair is None or all(pair.reserve(slot, length) for slot in range(batch)):
+        for _ in range(runs):
+            run()

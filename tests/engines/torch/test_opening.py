@@ -84,6 +84,16 @@ def test_rounds_of_all_sizes_are_captured_within_a_time(
         assert len(Cuda.graphs) == before
 
 
+def test_rounds_for_which_caches_have_no_memory_are_not_captured(
+    made: Bundle, gpu: pytest.MonkeyPatch
+) -> None:
+    with LLM(made.path, max_batch_size=64, cache_tokens=600) as llm:
+        pair = llm.runtime.pair
+        assert 1 < max(n for n, _ in decoding(pair.target, "tokens")) < 64
+        params = SamplingParams(max_tokens=5, ignore_eos=True)
+        assert [len(done.token_ids) for done in llm.generate([[3, 4, 5]] * 9, params)] == [5] * 9
+
+
 @pytest.mark.parametrize(
     "said", [SAID, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"]
 )
