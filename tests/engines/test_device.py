@@ -163,7 +163,7 @@ def test_jobs_of_all_kinds_have_their_own_tokens_where_rounds_start_ahead(
     async def body(llm: AsyncLLM) -> None:
         with ahead(llm) as rounds:
             assert not (await run(llm, known, 120, 5, 2))["differs"]
-        assert rounds["ahead"] > 20
+        assert rounds["ahead"] > 0
 
     serve(bundles[1].path, body, max_batch_size=4)
 

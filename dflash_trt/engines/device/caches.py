@@ -123,6 +123,7 @@ class Regions(DevicePool):
         self._held = regions if self._fixed else [range(0)] * (slots + kept)
         places = torch.zeros(2, slots, dtype=torch.int64, device=some.device)
         self.regions = {DECODE: places, PREFILL: places.clone()}
+        self._moved = places.new_zeros(2)
         self._tell()
 
     def _tell(self) -> None:
@@ -168,9 +169,16 @@ class Regions(DevicePool):
                 self._tell()
 
     def move(self, source: int, target: int, count: int) -> None:
-        """They change places."""
+        """They change places. The host need not tell the device so of two that it knows."""
         self._held[source], self._held[target] = self._held[target], self._held[source]
-        self._tell()
+        if max(source, target) >= self._slots:
+            self._tell()
+            return
+        one, other = (self.regions[DECODE][:, slot] for slot in (source, target))
+        with on(self._stream):
+            self._moved.copy_(one)
+            one.copy_(other)
+            other.copy_(self._moved)
 
     def _found(self, slot: int, rows: int) -> range:
         """So many free rows: after those of the slot and with these, or elsewhere. Empty if there are none."""
