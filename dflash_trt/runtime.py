@@ -166,13 +166,14 @@ class Runtime:
             self.scheduler = self._opened(opener, settings, may_lower=max_batch_size is None)
             try:
                 self.exactness = self._follow_rule(exact, threads, progress)
-            except BaseException as error:
+            except MemoryError as error:
                 self.scheduler.close()
-                if isinstance(error, MemoryError):
-                    raise DFlashError(
-                        f"{self.bundle.path}: the passes that are compared at first use do not fit ({error}); raise "
-                        "cache_tokens, or lower max_batch_size"
-                    ) from error
+                raise DFlashError(
+                    f"{self.bundle.path}: the passes that are compared at first use do not fit ({error}); raise "
+                    "cache_tokens, or lower max_batch_size"
+                ) from error
+            except BaseException:
+                self.scheduler.close()
                 raise
         drafter = "drafter" in self.bundle.roles
         times = None if opener.own_loop else place_of(self.bundle, self.pair, threads, "pass-times")

@@ -138,6 +138,7 @@ class DFlash2Drafter(DrafterModel):
         """With the target's embedding [V, D]: the codebooks of the weights, or new ones of its scale."""
         if self._codebooks:
             self.candidate_selector.start_from(self._codebooks, embedding)
+            self._codebooks = {}  # as large as an embedding
         else:
             inputs = embedding, self.norm.weight
             self._scale_selector(*(float(x.detach().float().square().mean().sqrt()) for x in inputs))

@@ -111,14 +111,18 @@ def _passes(pair: Pair, sizes: Sequence[tuple[int, int]], runs: int) -> Iterator
 
 def _decoding(pair: Pair, sizes: Sequence[tuple[int, int]], runs: int) -> Iterator[Callable[[], object]]:
     for batch, length in sizes:
-        yield partial(_repeated, partial(pair.dummy_verify, batch, length), runs, pair, batch)
+        yield partial(_round, pair, batch, partial(pair.dummy_verify, batch, length), runs)
         if length > 1 and pair.drafter.present:
-            yield partial(_repeated, partial(pair.drafter.dummy_pass, batch, length), runs, pair, batch)
+            yield partial(_round, pair, batch, partial(pair.drafter.dummy_pass, batch, length), runs)
 
 
-def _repeated(run: Callable[[], object], runs: int, pair: Pair | None = None, batch: int = 0) -> None:
-    """Run a pass so often. One of more sequences than caches of a pair have memory for cannot come, and is left out."""
-    length = 0 if pair is None else USUAL_CONTEXT + 2 * pair.arrays.most_nodes
-    if pair is None or all(pair.reserve(slot, length) for slot in range(batch)):
-        for _ in range(runs):
-            run()
+def _round(pair: Pair, batch: int, run: Callable[[], object], runs: int) -> None:
+    """Run a decoding pass, unless caches lack memory for so many sequences: then requests cannot bring it either."""
+    length = USUAL_CONTEXT + 2 * pair.arrays.most_nodes
+    if all(pair.reserve(slot, length) for slot in range(batch)):
+        _repeated(run, runs)
+
+
+def _repeated(run: Callable[[], object], runs: int) -> None:
+    for _ in range(runs):
+        run()
