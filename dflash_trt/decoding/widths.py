@@ -178,11 +178,11 @@ def find_rule(
     """
     most = manifest["block_size"]
     by_width = {
-        each.way.widths[0]: each
-        for each in raw
-        if each.way.kind in ("again", "widths") and len(each.way.widths) == 1
+        outcome.way.widths[0]: outcome
+        for outcome in raw
+        if outcome.way.kind in ("again", "widths") and len(outcome.way.widths) == 1
     }
-    agreeing = tuple(n for n, each in by_width.items() if each.digest == by_width[most].digest)
+    agreeing = tuple(n for n, outcome in by_width.items() if outcome.digest == by_width[most].digest)
     for widths in dict.fromkeys((agreeing, (most,))):
         outcomes = raw
         if len(widths) < len(by_width):
@@ -190,8 +190,8 @@ def find_rule(
             outcomes = list(measure(pair, prompts, range(1, most + 1), tokens, manifest))
             pair.rule = FREE
         equal = dict.fromkeys(("again", "widths", "batches", "cuts", "trees"), True)
-        for each in outcomes:
-            equal[each.way.kind] &= each.equal == each.rows
+        for outcome in outcomes:
+            equal[outcome.way.kind] &= outcome.equal == outcome.rows
         if equal["again"] and equal["widths"]:
             every = outcomes is raw and len(widths) < most
             return PassRule(() if every else widths, equal["batches"], equal["cuts"], equal["trees"])
@@ -313,6 +313,6 @@ def cache_rows(pair: Pair, model: str, slot: int, start: int, stop: int) -> Iter
     # Rows stand beside states, where there are states.
     rows = getattr(caches, "rows", caches).read(slot, start, stop)
     pair.arrays.wait()
-    for name in sorted(rows, key=lambda each: (int(each.rpartition(".")[2]), each)):
+    for name in sorted(rows, key=lambda cache_name: (int(cache_name.rpartition(".")[2]), cache_name)):
         cache = rows[name]
         yield name, np.asarray(cache.float().cpu() if hasattr(cache, "cpu") else cache, np.float32)

@@ -139,7 +139,7 @@ class Kernels:
         self._driver.call("cuInit", 0)
         self._driver.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
         self._driver.call("cuCtxSetCurrent", self._context)
-        self._loaded = {digest: (self._driver.load(each), each) for digest, each in compiled.items()}
+        self._loaded = {digest: (self._driver.load(kernel), kernel) for digest, kernel in compiled.items()}
         self._failed = dict[str, BuildError | EngineError]()
 
     def __call__(self, use: Use, grid: tuple[int, ...], **arguments: Any) -> None:
@@ -154,17 +154,17 @@ class Kernels:
             if self._compile is None:
                 raise EngineError(f"{use.function} was not compiled for these sizes")
             try:
-                made = self._compile(use)
-                self._loaded[use.digest] = self._driver.load(made), made
+                kernel = self._compile(use)
+                self._loaded[use.digest] = self._driver.load(kernel), kernel
             except (BuildError, EngineError) as error:
                 self._failed[use.digest] = error
                 raise
         function, compiled = self._loaded[use.digest]
         values: list[Any] = []
         for name in compiled.parameters:
-            kinds, given = use.types[name], arguments[name]
+            kinds, argument = use.types[name], arguments[name]
             several = isinstance(kinds, tuple)
-            for kind, value in zip(kinds, given, strict=True) if several else [(kinds, given)]:
+            for kind, value in zip(kinds, argument, strict=True) if several else [(kinds, argument)]:
                 values.append(_value(use, name, kind, value))
         self._driver.call("cuCtxSetCurrent", self._context)  # a thread that has used no torch yet has none
         self._driver.launch(function, compiled, grid, values, self._stream())

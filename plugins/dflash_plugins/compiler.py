@@ -66,13 +66,13 @@ def compile_round(wanted: Sequence[Use]) -> dict[str, Compiled]:
     """
     if reason := no_compiler():
         raise BuildError(reason)
-    made = {use.digest: compile_kernel(use, ROUND_TARGET) for use in wanted}
-    if wrong := [kernel for kernel in made.values() if not kernel.fits]:
+    kernels = {use.digest: compile_kernel(use, ROUND_TARGET) for use in wanted}
+    if wrong := [kernel for kernel in kernels.values() if not kernel.fits]:
         raise BuildError(
             f"{wrong[0].name} writes nothing, spills registers or takes more than {SHARED_BYTES} bytes of shared "
             "memory; install another version of Triton"
         )
-    return made
+    return kernels
 
 
 def compile_kernel(use: Use, capability: int) -> Compiled:
@@ -108,12 +108,12 @@ def kept(
     file = _cache() / f"{name}-{key.hexdigest()[:32]}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):  # it is not there, or damaged
         return read(json.loads(file.read_text()))
-    made = make()
+    result = make()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:  # others may write the same now
             partial = Path(folder) / file.name
-            partial.write_text(json.dumps(written(made)))
+            partial.write_text(json.dumps(written(result)))
             partial.replace(file)
     except OSError as error:
         warn_once(
@@ -121,7 +121,7 @@ def kept(
             f"{file.parent}: compiled kernels cannot be kept there ({error.strerror}), so each process compiles them "
             "anew; set DFLASH_KERNEL_CACHE to a directory that can be written",
         )
-    return made
+    return result
 
 
 def architecture(capability: int) -> str:
@@ -163,8 +163,8 @@ def resources(ptx: str, capability: int) -> tuple[int, int]:
 
 
 def _cache() -> Path:
-    given = os.environ.get("DFLASH_KERNEL_CACHE")
-    return Path(given) if given else cache_folder() / "kernels"
+    folder = os.environ.get("DFLASH_KERNEL_CACHE")
+    return Path(folder) if folder else cache_folder() / "kernels"
 
 
 def _checked(use: Use, capability: int) -> Compiled:
@@ -200,11 +200,11 @@ def _compile(use: Use, capability: int) -> Compiled:
             attributes[(i,)] = aligned
     source = ASTSource(fn=kernel, signature=signature, constexprs=use.constants, attrs=attributes)
     options = use.options | {"ptx_version": PTX_VERSION}  # Triton's default is its newest
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    meta = made.metadata
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    meta = compiled.metadata
     if meta.global_scratch_size or meta.profile_scratch_size:
         raise BuildError(f"it needs {meta.global_scratch_size} bytes of scratch memory")
-    ptx = _without_hidden_parameters(made.asm["ptx"], meta.name)
+    ptx = _without_hidden_parameters(compiled.asm["ptx"], meta.name)
     registers, spill_bytes = resources(ptx, capability)
     return Compiled(
         name=meta.name,

@@ -104,7 +104,7 @@ def in_blocks(columns: Any) -> Any:
 def typed(**names: str) -> Types:
     """Types of arguments. A keyword is the type of numbers in memory, `scalar` of an int32; its value has the names."""
     kinds = {kind: "i32" if kind == "scalar" else f"*{kind}" for kind in names}
-    return {name: kinds[kind] for kind, given in names.items() for name in given.split()}
+    return {name: kinds[kind] for kind, listed in names.items() for name in listed.split()}
 
 
 def optional(types: Types, constants: dict[str, Any], present: bool, **arguments: str) -> None:
@@ -516,16 +516,16 @@ def place_heads(
     epsilon: float,
     dtype: str,
     *,
-    given: tuple[str, ...],
+    present: tuple[str, ...],
 ) -> Use:
-    """The kernel of the norm, the rotation and the place of heads. `given`: the tensors that are there."""
+    """The kernel of the norm, the rotation and the place of heads. `present`: the tensors that are there."""
     types: Types = {"x": f"*{dtype}", "count": "i32", "capacity": "i32"}
     constants: dict[str, Any] = {"H": heads, "KEYS": keys, "VALUES": values, "HALF": pairs}
     constants |= {"EPSILON": epsilon, "D": size, "D_SLOTS": power_of_two(size)}
     for name in ("q_norm", "k_norm", "cos", "sin", "q", "k_cache", "v_cache"):
-        optional(types, constants, name in given, **{name: f"*{dtype}"})
+        optional(types, constants, name in present, **{name: f"*{dtype}"})
     for name in ("start", "region"):
-        optional(types, constants, name in given, **{name: "*i64"})
+        optional(types, constants, name in present, **{name: "*i64"})
     return Use("layers", "place_heads", types, constants, num_warps=1)
 
 

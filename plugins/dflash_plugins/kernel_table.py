@@ -93,12 +93,12 @@ def _attended(s: Any, a: Any) -> Outputs:
 
 def _routed(s: Any, a: Any) -> Outputs:
     rows, experts = s.router_logits[0], s.router_logits[1]
-    made: Outputs = {name: ((rows, a.k), kind) for name, kind in (("shares", "fp32"), ("chosen", "i32"))}
+    outputs: Outputs = {name: ((rows, a.k), kind) for name, kind in (("shares", "fp32"), ("chosen", "i32"))}
     if not a.grouped:
-        made["counts"] = (uses.ceil_div(rows, uses.ROUTE_ROWS), experts), "i32"
+        outputs["counts"] = (uses.ceil_div(rows, uses.ROUTE_ROWS), experts), "i32"
     if s.x is not None:
-        made["arranged"] = (s.x[0], uses.in_blocks(s.x[1])), ""
-    return made | _grouped(rows, experts, a) if a.grouped else made
+        outputs["arranged"] = (s.x[0], uses.in_blocks(s.x[1])), ""
+    return outputs | _grouped(rows, experts, a) if a.grouped else outputs
 
 
 def _grouped(rows: Any, experts: Any, a: Any) -> Outputs:

@@ -30,8 +30,8 @@ Run = Callable[..., None]
 def by_triton(use: uses.Use, grid: tuple[int, ...], **arguments: Any) -> None:
     """A launch for which Triton compiles the kernel, or interprets it."""
     module = importlib.import_module(f"dflash_plugins.kernels.{use.module}")
-    given = {name: value for name, value in arguments.items() if value is not None}
-    getattr(module, use.function)[grid](**given, **use.launch)
+    present = {name: value for name, value in arguments.items() if value is not None}
+    getattr(module, use.function)[grid](**present, **use.launch)
 
 
 def call(
@@ -52,10 +52,10 @@ def call(
     kernel.check(s)
     like, tile = named.get(kernel.like), tile or kernel.tiles(s)[0]
     dtype = "" if like is None else TYPE_NAMES[like.dtype]
-    made = _outputs(kernel, s, a, dtype, next(x.device for x in inputs if x is not None), memory or {})
+    outputs = _outputs(kernel, s, a, dtype, next(x.device for x in inputs if x is not None), memory or {})
     integers = kernel.integers(s, a)
-    run(kernel.use(s, a, dtype, tile), kernel.grid(s, a, tile), **named, **integers, **made)
-    return made
+    run(kernel.use(s, a, dtype, tile), kernel.grid(s, a, tile), **named, **integers, **outputs)
+    return outputs
 
 
 def _outputs(
@@ -97,7 +97,7 @@ def sampling_tensors(
 ) -> dict[str, Tensor]:
     """The parameters of requests as new tensors."""
     numbers = sampling_numbers(params, seeds)
-    return {name: torch.tensor(each, dtype=SAMPLING[name]).to(device) for name, each in numbers.items()}
+    return {name: torch.tensor(values, dtype=SAMPLING[name]).to(device) for name, values in numbers.items()}
 
 
 def sample_rows(
@@ -116,9 +116,9 @@ def sample_rows(
     """
     heat, reach, top_k, top_p, seed = (params[name] for name in SAMPLING)
     partial = call(run, SAMPLE_TILES, logits, heat, top_p, seed, positions, memory=memory)
-    given = logits, heat, reach, top_k, top_p, seed, positions, *partial.values()
-    made = call(run, SAMPLE_SELECT, *given, memory=memory)
-    return made["sampled"], made["logprob"]
+    inputs = logits, heat, reach, top_k, top_p, seed, positions, *partial.values()
+    chosen = call(run, SAMPLE_SELECT, *inputs, memory=memory)
+    return chosen["sampled"], chosen["logprob"]
 
 
 def sampling_memory(rows: int, vocab: int, device: torch.device | str) -> dict[str, Tensor]:
@@ -146,7 +146,7 @@ def adjust_rows(
     memory: what is known of the requests, by slot (engines/device/adjusting.py).
     """
     vocab, nodes = logits.shape[2], logits.shape[1]
-    given = {
+    shared = {
         "logits": logits,
         "tokens": tokens,
         "nodes": nodes,
@@ -155,12 +155,12 @@ def adjust_rows(
     }
     texts = {name: memory[name] for name in ("words", "texts")} | {"room": memory["texts"].shape[1]}
     use = uses.read_texts(vocab, most)
-    run(use, (len(logits),), **given, **texts, start=start, position=positions)
+    run(use, (len(logits),), **shared, **texts, start=start, position=positions)
     use = uses.adjust_rows(vocab, most)
     steps = {"between": visible.stride(0) if visible.dim() == 3 else 0, "across": visible.stride(-2)}
-    given |= {name: memory[name] for name in ("factors", "bias")}
+    shared |= {name: memory[name] for name in ("factors", "bias")}
     grid = uses.ceil_div(vocab, use.constants["STEP"]), len(logits)
-    run(use, grid, **given, **steps, visible=visible.view(torch.uint8))
+    run(use, grid, **shared, **steps, visible=visible.view(torch.uint8))
 
 
 @dataclass(frozen=True)
@@ -172,13 +172,13 @@ class Accepted:
 
 
 def accept_block(
-    tokens: Tensor, rows: Tensor, sampled: Tensor, *, made: Accepted | None = None, run: Run = by_triton
+    tokens: Tensor, rows: Tensor, sampled: Tensor, *, results: Accepted | None = None, run: Run = by_triton
 ) -> Accepted:
     """Compare drafted with sampled tokens: contiguous int64 tokens [B, S], rows [B, R], sampled [B, R].
 
-    made: gets the result.
+    results: get the result.
     """
-    memory = None if made is None else {"accepted": made.accepted, "next_token": made.next_token}
+    memory = None if results is None else {"accepted": results.accepted, "next_token": results.next_token}
     return Accepted(**call(run, ACCEPT_BLOCK, tokens, rows, sampled, memory=memory))
 
 
@@ -207,8 +207,8 @@ class Compaction:
         """Rows start + nodes[i] of a slot become rows start + i, in every cache. `nodes` rise."""
         order = (*nodes, *[0] * (len(self._use.types["nodes"]) - len(nodes)))
         capacity = self._caches[0].shape[2]
-        given = {"nodes": order, "slot": slot, "start": start, "count": len(nodes), "capacity": capacity}
-        self._run(self._use, (len(self._caches), self._most_heads), **self._table, **given)
+        places = {"nodes": order, "slot": slot, "start": start, "count": len(nodes), "capacity": capacity}
+        self._run(self._use, (len(self._caches), self._most_heads), **self._table, **places)
 
 
 def fill_tokens(
@@ -258,9 +258,9 @@ def end_round(
         use = uses.end_round(
             vocab, features.shape[2], TYPE_NAMES[features.dtype], committing=places is not None
         )
-        given = {"logits": logits, "features": features, "places": places, "finite": finite}
-        given |= {"unread": unread, "counters": counters}
-        run(use, (batch * nodes, use.constants["TILES"]), **given, nodes=nodes, room=unread.shape[1])
+        tensors = {"logits": logits, "features": features, "places": places, "finite": finite}
+        tensors |= {"unread": unread, "counters": counters}
+        run(use, (batch * nodes, use.constants["TILES"]), **tensors, nodes=nodes, room=unread.shape[1])
         return
     sound = torch.isfinite(logits.amax(dim=-1))
     finite.copy_(sound)

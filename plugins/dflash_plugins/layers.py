@@ -48,8 +48,8 @@ def attention(
     the rows that a row sees among those of its pass, in cache rows start .. start+S-1. sinks: [H].
     """
     heads, group = q.shape[1], q.shape[1] // k_cache.shape[1]
-    given = first, last, (None if visible is None else start), visible, region
-    parts = call(run, ATTEND, q, k_cache, v_cache, *given, tile=tile, group=group, exact=True, most=most)
+    ranges = first, last, (None if visible is None else start), visible, region
+    parts = call(run, ATTEND, q, k_cache, v_cache, *ranges, tile=tile, group=group, exact=True, most=most)
     constants: dict[str, Any] = {"group": group, "heads": heads, "by_row": by_row, "most": most}
     return call(run, MERGE_ATTENTION, *parts.values(), q, k_cache, sinks, **constants)["y"]
 
@@ -74,30 +74,30 @@ def route(router_logits: Tensor, k: int, run: Run = by_triton) -> tuple[Tensor, 
     """Router logits float32 [rows, E] -> shares [rows, k], and int32: chosen [rows, k], pairs [rows * k], and groups
     [min(E, rows * k), 3], those of all experts in use; see kernels/moe.py.
     """
-    made = _routed(router_logits, None, k, run)
-    return made["shares"], made["chosen"], made["pairs"], made["groups"][: made["pairs"].numel()]
+    routed = _routed(router_logits, None, k, run)
+    return routed["shares"], routed["chosen"], routed["pairs"], routed["groups"][: routed["pairs"].numel()]
 
 
 def _routed(router_logits: Tensor, x: Tensor | None, k: int, run: Run) -> dict[str, Tensor]:
     """What both kernels give. One program does what the second would."""
     grouped = len(router_logits) <= uses.ROUTE_ROWS
-    made = call(run, MOE_ROUTE, router_logits, x, k=k, grouped=grouped)
-    return made if grouped else made | call(run, MOE_GROUP, made["chosen"], made["counts"], k=k)
+    routed = call(run, MOE_ROUTE, router_logits, x, k=k, grouped=grouped)
+    return routed if grouped else routed | call(run, MOE_GROUP, routed["chosen"], routed["counts"], k=k)
 
 
 def moe(
     x: Tensor, router_logits: Tensor, e: PackedExperts, tile: uses.Tile = uses.TILES[0], run: Run = by_triton
 ) -> Tensor:
     """x [rows, D] bfloat16 or float16, router logits float32 [rows, E] -> [rows, D]."""
-    made = _routed(router_logits, x, e.k, run)
-    routes = made["pairs"], made["groups"]
+    routed = _routed(router_logits, x, e.k, run)
+    routes = routed["pairs"], routed["groups"]
     weights = e.gate_up, e.gate_up_scales, e.gate_up_bias
     constants: dict[str, Any] = {"k": e.k, "alpha": e.alpha, "beta": e.beta, "limit": e.limit}
     (activated,) = call(
-        run, MOE_GATE_UP, made["arranged"], *routes, *weights, tile=tile, **constants
+        run, MOE_GATE_UP, routed["arranged"], *routes, *weights, tile=tile, **constants
     ).values()
     weights = e.down, e.down_scales, e.down_bias
-    (outputs,) = call(run, MOE_DOWN, activated, made["shares"], *routes, *weights, tile=tile).values()
+    (outputs,) = call(run, MOE_DOWN, activated, routed["shares"], *routes, *weights, tile=tile).values()
     return call(run, MOE_COMBINE, outputs, x, k=e.k)["y"]
 
 
@@ -118,8 +118,8 @@ def gated_delta_net(
 
     Returns y, the new state, and the gates that are pending then.
     """
-    given = q, k, v, gates, state, pending_gates, replayed, certain, begun
-    y, state, pending_gates = call(run, GATED_DELTA_NET, *given).values()
+    inputs = q, k, v, gates, state, pending_gates, replayed, certain, begun
+    y, state, pending_gates = call(run, GATED_DELTA_NET, *inputs).values()
     return y, state, pending_gates
 
 
@@ -189,13 +189,13 @@ def place_heads(
     keys, values = (0 if cache is None else cache.shape[1] for cache in (k_cache, v_cache))
     capacity = next((c.shape[2] for c in (k_cache, v_cache) if c is not None), 0)
     q = x.new_empty(batch, heads, count, size) if heads else None
-    given = {"q_norm": q_norm, "k_norm": k_norm, "cos": cos, "sin": sin, "start": start, "region": region}
-    given |= {"q": q, "k_cache": k_cache, "v_cache": v_cache}
+    tensors = {"q_norm": q_norm, "k_norm": k_norm, "cos": cos, "sin": sin, "start": start, "region": region}
+    tensors |= {"q": q, "k_cache": k_cache, "v_cache": v_cache}
     use = uses.place_heads(
         *(heads, keys, values, size, 0 if cos is None else cos.shape[-1], epsilon, TYPE_NAMES[x.dtype]),
-        given=tuple(name for name, tensor in given.items() if tensor is not None),
+        present=tuple(name for name, tensor in tensors.items() if tensor is not None),
     )
-    run(use, (len(x), heads + keys + values), x=x, count=count, capacity=capacity, **given)
+    run(use, (len(x), heads + keys + values), x=x, count=count, capacity=capacity, **tensors)
     return q
 
 
@@ -225,11 +225,11 @@ def best_token(logits: Tensor, *, run: Run = by_triton) -> tuple[Tensor, Tensor]
     """
     rows, vocab = logits.shape
     stripes, types = uses.vocabulary_tiles(vocab), (torch.float32, torch.int64, torch.float32)
-    empty = [logits.new_empty(rows, stripes, dtype=each) for each in types]
-    made = dict(zip(("largest", "token", "logprob"), empty, strict=True))
-    run(uses.best_token(vocab, TYPE_NAMES[logits.dtype]), (rows, stripes), logits=logits, **made)
+    empty = [logits.new_empty(rows, stripes, dtype=dtype) for dtype in types]
+    best = dict(zip(("largest", "token", "logprob"), empty, strict=True))
+    run(uses.best_token(vocab, TYPE_NAMES[logits.dtype]), (rows, stripes), logits=logits, **best)
     if stripes > 1:
-        given = dict(zip(("logits", "tokens", "logprobs"), empty, strict=True))
-        made = {name: each.new_empty(rows, 1) for name, each in made.items()}
-        run(uses.best_token(stripes), (rows, 1), **given, **made)
-    return made["token"], made["logprob"]
+        stripe_best = dict(zip(("logits", "tokens", "logprobs"), empty, strict=True))
+        best = {name: tensor.new_empty(rows, 1) for name, tensor in best.items()}
+        run(uses.best_token(stripes), (rows, 1), **stripe_best, **best)
+    return best["token"], best["logprob"]

@@ -157,8 +157,8 @@ class PackedWeight:
         """The weight of an expert, copied from the stack to addresses that kernels take; itself if it is no stack."""
         if not self.form.experts:
             return self
-        own: dict[str, Any] = {n: t if t is None else t[expert].clone() for n, t in self.stored.items()}
-        return replace(self, form=replace(self.form, experts=0), **own)
+        tensors: dict[str, Any] = {n: t if t is None else t[expert].clone() for n, t in self.stored.items()}
+        return replace(self, form=replace(self.form, experts=0), **tensors)
 
     @property
     def nbytes(self) -> int:
@@ -195,15 +195,17 @@ def product(
     for begin in range(0, len(x), MOST_ROWS):
         part, out = x[begin : begin + MOST_ROWS], y[begin : begin + MOST_ROWS]
         rows = len(part)
-        tokens, given = tile.tokens_of(rows), {"bias": bias}
-        given["factor"] = None if factor is None else factor[begin : begin + MOST_ROWS]
+        tokens, arguments = tile.tokens_of(rows), {"bias": bias}
+        arguments["factor"] = None if factor is None else factor[begin : begin + MOST_ROWS]
         if splits > 1:
-            given["partial"] = torch.empty(splits, rows, form.outputs, dtype=torch.float32, device=x.device)
-            given["counters"] = weight.counters
+            arguments["partial"] = torch.empty(
+                splits, rows, form.outputs, dtype=torch.float32, device=x.device
+            )
+            arguments["counters"] = weight.counters
         more = {"biased": bias is not None, "scaled": factor is not None}
         use = product_use(form, TYPE_NAMES[x.dtype], tokens, tile, **more)
         grid = -(-rows // tokens) * -(-form.outputs // tile.block_n), splits
-        run(use, grid, x=part, **weight.stored, **given, rows=rows, y=out)
+        run(use, grid, x=part, **weight.stored, **arguments, rows=rows, y=out)
     return y
 
 
@@ -214,9 +216,9 @@ def experts_product(
     form, tile = weight.form, weight.tile
     tokens = tile.tokens_of(-(-2 * len(x) // form.experts))  # most experts have theirs in one step
     y = x.new_empty(len(x), form.outputs)
-    given = {"rows": len(x), "order": order, "groups": groups}
+    arguments = {"rows": len(x), "order": order, "groups": groups}
     use = product_use(form, TYPE_NAMES[x.dtype], tokens, tile, biased=False)
-    run(use, (-(-form.outputs // tile.block_n), len(groups)), x=x, **weight.stored, **given, y=y)
+    run(use, (-(-form.outputs // tile.block_n), len(groups)), x=x, **weight.stored, **arguments, y=y)
     return y
 
 

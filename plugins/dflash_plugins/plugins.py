@@ -77,13 +77,13 @@ def register(trt: Any, build: Build | None = None) -> None:
         if trt.__name__ == "tensorrt_rtx":
             provide_library_name()
         creator = _creator_class(trt)
-        made = [creator(kernel) for kernel in KERNELS]
-        for each in made:
-            if not trt.get_plugin_registry().register_creator(each, NAMESPACE):
-                raise BuildError(f"{trt.__name__} {trt.__version__} refuses the plugin {each.name}")
-        _creators[trt.__name__] = made
-    for each in _creators[trt.__name__]:
-        each.build = build
+        created = [creator(kernel) for kernel in KERNELS]
+        for new_creator in created:
+            if not trt.get_plugin_registry().register_creator(new_creator, NAMESPACE):
+                raise BuildError(f"{trt.__name__} {trt.__version__} refuses the plugin {new_creator.name}")
+        _creators[trt.__name__] = created
+    for registered in _creators[trt.__name__]:
+        registered.build = build
     _failures.clear()
 
 
@@ -168,22 +168,22 @@ def _compiled(
     from dflash_plugins.compiler import compile_kernel
 
     names = {name: kind for kind, name in TYPES.items()}
-    kernel.check(kernel.sizes([each.max for each in inputs]))
-    s, a = kernel.sizes([_Fixed(each.desc.dims) for each in inputs]), kernel.given(attributes)
+    kernel.check(kernel.sizes([described.max for described in inputs]))
+    s, a = kernel.sizes([_Fixed(described.desc.dims) for described in inputs]), kernel.given(attributes)
     dtype = names[inputs[kernel.inputs.index(kernel.like)].desc.type.name] if kernel.like else ""
     # Kernels for the oldest GPU run on all later ones.
     target = build.capability if build.capability in uses.TARGETS else uses.ROUND_TARGET
-    made: list[_Tiled] = []
+    choices: list[_Tiled] = []
     for tile in kernel.tiles(s):
         compiled = compile_kernel(kernel.use(s, a, dtype, tile), target)
-        if compiled.fits and (build.timed or not made):
-            made.append(_Tiled(tile, compiled))
-    if not made:
+        if compiled.fits and (build.timed or not choices):
+            choices.append(_Tiled(tile, compiled))
+    if not choices:
         raise BuildError(
             f"{kernel.name}: every tile shape writes nothing, spills registers or takes more than "
             f"{uses.SHARED_BYTES} bytes of shared memory; build with --plugins none"
         )
-    return made
+    return choices
 
 
 class _KernelPlugin:
@@ -230,15 +230,15 @@ class _KernelPlugin:
             constant = expression.is_constant()
             return expression.get_constant_value() if constant else _Symbol(self.trt, builder, expression)
 
-        shapes = [[size(each[i]) for i in range(len(each))] for each in inputs]
-        made = []
-        given = self.kernel.sizes(shapes), self.kernel.given(self.attributes)
-        for sizes, _ in self.kernel.outputs(*given).values():
+        shapes = [[size(lengths[i]) for i in range(len(lengths))] for lengths in inputs]
+        results = []
+        s, a = self.kernel.sizes(shapes), self.kernel.given(self.attributes)
+        for sizes, _ in self.kernel.outputs(s, a).values():
             shape = self.trt.DimsExprs(len(sizes))
             for i, length in enumerate(sizes):
                 shape[i] = length.size if isinstance(length, _Symbol) else builder.constant(length)
-            made.append(shape)
-        return made
+            results.append(shape)
+        return results
 
     def supports_format_combination(self, position: int, described: Any, inputs: int) -> bool:
         return bool(described[position].desc.format == self.trt.TensorFormat.LINEAR)
@@ -274,13 +274,14 @@ class _KernelPlugin:
         self, inputs: Any, outputs: Any, sources: Any, results: Any, workspace: int, stream: int
     ) -> None:
         choice = self.choices[max(self.tactic, 1) - 1]
-        given = self.kernel.sizes([tuple(each.dims) for each in inputs]), self.kernel.given(self.attributes)
+        s = self.kernel.sizes([tuple(tensor.dims) for tensor in inputs])
+        a = self.kernel.given(self.attributes)
         arguments = [
             *(ctypes.c_void_p(address) for address in sources),
-            *(ctypes.c_int32(value) for value in self.kernel.integers(*given).values()),
+            *(ctypes.c_int32(value) for value in self.kernel.integers(s, a).values()),
             *(ctypes.c_void_p(address) for address in results),
         ]
-        grid = self.kernel.grid(*given, choice.tile)
+        grid = self.kernel.grid(s, a, choice.tile)
         _driver().launch(choice.loaded(), choice.compiled, grid, arguments, stream)
 
 
@@ -288,10 +289,10 @@ def _plugin_class(trt: Any) -> Callable[..., Any]:
     bases = (trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPluginV3OneRuntime)
 
     class KernelPlugin(_KernelPlugin, *bases):  # type: ignore[misc]
-        def __init__(self, *given: Any) -> None:
+        def __init__(self, *arguments: Any) -> None:
             for base in bases:
                 base.__init__(self)
-            _KernelPlugin.__init__(self, *given)
+            _KernelPlugin.__init__(self, *arguments)
 
     return KernelPlugin
 
@@ -314,9 +315,11 @@ def _creator_class(trt: Any) -> Callable[..., Any]:
             self.kernel, self.build = kernel, None
 
         def create_plugin(self, name: str, fields: Any, phase: Any) -> Any:
-            given = {field.name: field.data for field in fields}
-            attributes = {each: kind(given[each][0]) for each, kind in self.kernel.attributes.items()}
-            choices = _unpacked(given[_KERNELS]) if _KERNELS in given else []
+            data = {field.name: field.data for field in fields}
+            attributes = {
+                attribute: kind(data[attribute][0]) for attribute, kind in self.kernel.attributes.items()
+            }
+            choices = _unpacked(data[_KERNELS]) if _KERNELS in data else []
             return make(trt, self.kernel, attributes, self.build, choices)
 
     return Creator

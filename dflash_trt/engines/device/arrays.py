@@ -470,7 +470,7 @@ class DeviceArrays:
             self._adjusting.apply(logits, tokens, start, positions, visible, run)
         sampled, _ = sample_rows(logits, self._round.sampling, positions, memory=memory, run=run)
         if chains:
-            accept_block(tokens, rows, sampled, made=Accepted(*made), run=run)
+            accept_block(tokens, rows, sampled, results=Accepted(*made), run=run)
 
 
 def _all(truths: Array) -> bool:

@@ -262,20 +262,20 @@ class HostCaches(SlotCaches[CachePool, HostStates]):
             raise ValueError(f"slots {first}..{first + len(starts) - 1} of {self.slots}")
         self.advance(first, starts, [count] * len(starts))
         places = []
-        for each in self.kinds:
-            ends = [start - each.records[slot].base + count for slot, start in enumerate(starts, first)]
-            places.append(each.pool.place(first, ends) if each.pool.arrays else (0, 0))
+        for kind in self.kinds:
+            ends = [start - kind.records[slot].base + count for slot, start in enumerate(starts, first)]
+            places.append(kind.pool.place(first, ends) if kind.pool.arrays else (0, 0))
         return tuple(places)
 
     def views(self, places: Sequence[tuple[int, int]], slots: int) -> Iterator[tuple[str, Array]]:
         """Views of each cache for a pass, [slots, rows, width], at the places that `prepare` gave."""
-        for each, (begin, rows) in zip(self.kinds, places, strict=True):
-            for name, memory in each.pool.arrays.items():
+        for kind, (begin, rows) in zip(self.kinds, places, strict=True):
+            for name, memory in kind.pool.arrays.items():
                 yield name, memory[begin : begin + slots * rows].reshape(slots, rows, -1)
 
     def close(self) -> None:
         """Free all memory."""
-        for each in self.kinds:
-            each.pool.close()
+        for kind in self.kinds:
+            kind.pool.close()
         if self.states is not None:
             self.states.close()

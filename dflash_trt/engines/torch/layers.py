@@ -148,13 +148,13 @@ def place_heads(
     """`PlaceHeads` (dflash_trt/graph/torch.py)."""
     heads, size, layer = dict(zip(a["kinds"], a["heads"], strict=True)), a["size"], kernels.of(x)
     norms, caches = {"q": q_norm, "k": k_norm, "v": v_norm}, {"k": k_cache, "v": v_cache}
-    own = {f"{kind}_cache": Rows.of(cache) for kind, cache in caches.items() if cache is not None}
+    targets = {f"{kind}_cache": Rows.of(cache) for kind, cache in caches.items() if cache is not None}
     tensors: dict[str, Tensor | None] = {"q_norm": q_norm, "k_norm": k_norm, "cos": cos, "sin": sin}
-    tensors |= {name: cache.rows for name, cache in own.items()}
+    tensors |= {name: cache.rows for name, cache in targets.items()}
     fits = v_norm is None and all(t is None or t.dtype == x.dtype for t in tensors.values())
     if layer is not None and fits and (cos is None or list(cos.shape[:2]) == shape):
         arguments: dict[str, Any] = {name: t if t is None else t.contiguous() for name, t in tensors.items()}
-        region = next((cache.region for cache in own.values()), None)
+        region = next((cache.region for cache in targets.values()), None)
         arguments |= {"epsilon": a["epsilon"], "start": start, "region": region}
 
         def launched(run: Run, _: None) -> tuple[Tensor | None]:

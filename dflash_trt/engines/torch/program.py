@@ -231,8 +231,8 @@ class Graph:
         """Whether a node reads a cache itself, and not by an operator for caches."""
         names = set(caches)
         for node in self.nodes:
-            given = names.intersection(node.inputs)
-            if given and node.operator not in ("PlaceHeads", "Attend", "WriteRows", "Shape"):
+            opened = names.intersection(node.inputs)
+            if opened and node.operator not in ("PlaceHeads", "Attend", "WriteRows", "Shape"):
                 return True
             if node.operator in ("PlaceHeads", "WriteRows"):
                 kinds = node.attributes.get("kinds", "k")

@@ -122,7 +122,7 @@ class TorchRunner(DeviceRunner):
     def _held(self, profile: int, first_slot: int, batch: int) -> dict[str, tuple[Any, Any]]:
         """What a pass from this slot on reads of each cache and state, and where it writes."""
         held, part = dict[str, tuple[Any, Any]](), slice(first_slot, first_slot + batch)
-        for pool in [each.pool for each in self.caches.kinds]:
+        for pool in [kind.pool for kind in self.caches.kinds]:
             for name, cache in pool.arrays.items():
                 if self._regions:
                     held[name] = (Rows(cache[None], pool.most, *pool.regions[profile][:, :batch]),) * 2

@@ -85,10 +85,10 @@ def attend(
     low = tl.load(first + node, mask=real, other=capacity).to(tl.int32)
     high = tl.load(last + node, mask=real, other=-1).to(tl.int32)
     begin, end = tl.maximum(tl.min(low), 0), tl.max(high) + 1
-    own = capacity
+    begun = capacity
     if visible is not None:
-        own = tl.load(start + sequence).to(tl.int32)
-        begin, end = tl.minimum(begin, own), tl.maximum(end, own + count)
+        begun = tl.load(start + sequence).to(tl.int32)
+        begin, end = tl.minimum(begin, begun), tl.maximum(end, begun + count)
     end = tl.minimum(end, capacity)
 
     # A step in which a row sees nothing changes none of its bits either.
@@ -134,7 +134,7 @@ def attend(
         score *= LOG2E * (1.0 / tl.sqrt(float(D)))
         seen = (slot[None, :] >= low[:, None]) & (slot[None, :] <= high[:, None])
         if visible is not None:
-            written = slot - own
+            written = slot - begun
             inside = (written >= 0) & (written < count)
             edge = tl.load(
                 visible + node[:, None] * count + written[None, :],

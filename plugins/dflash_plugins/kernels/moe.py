@@ -182,12 +182,12 @@ def _weight(words, scale, BRAIN: tl.constexpr):
     else:
         bits = tl.minimum(tl.maximum(scale.to(tl.int32) - 98, 0), 31) << 10
     rows: tl.constexpr = words.shape[0]
-    each = tl.reshape(tl.broadcast_to(bits.to(tl.int16)[:, :, None], [rows, 4, 8]), [rows, 32])
+    powers = tl.reshape(tl.broadcast_to(bits.to(tl.int16)[:, :, None], [rows, 4, 8]), [rows, 32])
     if BRAIN:
         parts = tl.inline_asm_elementwise(
             _TO_BF16,
             _REGISTERS,
-            [words, each],
+            [words, powers],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
             is_pure=True,
             pack=2,
@@ -196,7 +196,7 @@ def _weight(words, scale, BRAIN: tl.constexpr):
         parts = tl.inline_asm_elementwise(
             _TO_FP16,
             _REGISTERS,
-            [words, each],
+            [words, powers],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
             is_pure=True,
             pack=2,
@@ -232,8 +232,8 @@ def _sums(
         # The compiler pipelines words and columns. Scales, of a byte each, are fetched one step ahead.
         following = (k + 128) // 32 + group
         next_scale = tl.load(of_scales + following[None, :], mask=(following < IN // 32)[None, :], other=0)
-        own = k // 4 + word
-        words = tl.load(of_words + own[None, :], mask=(own < IN // 4)[None, :], other=0)
+        at_word = k // 4 + word
+        words = tl.load(of_words + at_word[None, :], mask=(at_word < IN // 4)[None, :], other=0)
         # Without the mask, all programs would read one row of x over and over for tokens that are not there.
         columns = tl.load(of_columns + (k + column)[:, None], mask=in_token[None, :], other=0.0)
         total = tl.dot(_weight(words, scale, x.dtype.element_ty == tl.bfloat16), columns, acc=total)

@@ -71,14 +71,14 @@ def _e4m3(bits):
 def _unpacked(words, factor, CODES: tl.constexpr, BRAIN: tl.constexpr, EXACT: tl.constexpr):
     """The bits of the numbers of two or four codes in each word. With EXACT, `factor`, in 16 bits, multiplies them."""
     text: tl.constexpr = _unpacking(CODES, BRAIN, EXACT)
-    given = (words, factor) if EXACT else (words,)
+    parts = (words, factor) if EXACT else (words,)
     if CODES == "e4m3":
         two: tl.constexpr = "=r,=r,r,r" if EXACT else "=r,=r,r"
-        return tl.inline_asm_elementwise(text, two, given, dtype=(tl.int16, tl.int16), is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(text, two, parts, dtype=(tl.int16, tl.int16), is_pure=True, pack=2)
     else:
         four: tl.constexpr = "=r,=r,=r,=r,r,r" if EXACT else "=r,=r,=r,=r,r"
         return tl.inline_asm_elementwise(
-            text, four, given, dtype=(tl.int16, tl.int16, tl.int16, tl.int16), is_pure=True, pack=2
+            text, four, parts, dtype=(tl.int16, tl.int16, tl.int16, tl.int16), is_pure=True, pack=2
         )
 
 
@@ -165,8 +165,8 @@ def _for_words(values, WORDS: tl.constexpr):
     """[rows, groups] for each of the words of a row, [rows, WORDS]."""
     rows: tl.constexpr = values.shape[0]
     groups: tl.constexpr = values.shape[1]
-    each: tl.constexpr = WORDS // groups
-    return tl.reshape(tl.broadcast_to(values[:, :, None], [rows, groups, each]), [rows, WORDS])
+    count: tl.constexpr = WORDS // groups
+    return tl.reshape(tl.broadcast_to(values[:, :, None], [rows, groups, count]), [rows, WORDS])
 
 
 @triton.jit
@@ -309,13 +309,13 @@ def product(
             second += expert
         for start in range(0, count, TOKENS):
             in_token = start + token < count
-            own = tl.load(order + first + start + token, mask=in_token, other=0)
+            pair = tl.load(order + first + start + token, mask=in_token, other=0)
             total = _sums(
-                *(x, codes, scales, second, zeros, row, scale_row, in_row, own, in_token, 0),
+                *(x, codes, scales, second, zeros, row, scale_row, in_row, pair, in_token, 0),
                 *(IN, CODES, SCALES, SECOND, EXACT, PER, GROUP, SPAN, BLOCK_K),
             )
-            at = own[None, :] * OUT + out[:, None]
-            _write(total, bias, factor, y, out, own, in_row, in_token, at)
+            at = pair[None, :] * OUT + out[:, None]
+            _write(total, bias, factor, y, out, pair, in_row, in_token, at)
     else:
         token += tl.program_id(0) % pieces * TOKENS
         in_token = token < rows

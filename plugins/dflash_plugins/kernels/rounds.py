@@ -76,8 +76,8 @@ def end_round(
     good = tl.max((tl.abs(x) < float("inf")).to(tl.int32))
     # Ten bits each: the programs that are done, those that saw a NaN or infinity, those that saw a finite number. One
     # atomic addition carries all of them, so the last program knows the whole row.
-    own = 1 + (bad << 10) + (good << 20)
-    total = tl.atomic_add(counters + row, own) + own
+    tally = 1 + (bad << 10) + (good << 20)
+    total = tl.atomic_add(counters + row, tally) + tally
     if (total & 1023) == TILES:
         sound = (((total >> 10) & 1023) == 0) & ((total >> 20) > 0)
         tl.store(counters + row, 0)

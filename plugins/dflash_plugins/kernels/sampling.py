@@ -77,12 +77,12 @@ def read_texts(
         predicted = tl.load(position + sequence * nodes + node, mask=there, other=0)
         row = logits + (sequence * nodes + node).to(tl.int64) * VOCAB
         for word in range(tl.load(facts + 2).to(tl.int32)):
-            own = words + (sequence * WORDS + word) * 16
-            wanted = tl.load(own + back)
+            at_word = words + (sequence * WORDS + word) * 16
+            wanted = tl.load(at_word + back)
             right = (wanted == before) | (wanted == -1) | (back >= 14)
             complete = tl.min(right.to(tl.int32), axis=1) > 0
-            excluded = there & complete & (predicted < tl.load(own + 15))
-            tl.store(row + tl.load(own + 14), -float("inf"), mask=excluded)
+            excluded = there & complete & (predicted < tl.load(at_word + 15))
+            tl.store(row + tl.load(at_word + 14), -float("inf"), mask=excluded)
 
 
 @triton.jit(do_not_specialize=["nodes", "between", "across"])
@@ -118,13 +118,13 @@ def adjust_rows(
             for node in range(1, row + 1):
                 follows = tl.load(visible + row * across + node) != 0
                 seen += ((token == tl.load(tokens + node)) & follows).to(tl.int32)
-            own = logits + (sequence * nodes + row).to(tl.int64) * VOCAB + token
-            x = tl.load(own, mask=there, other=0.0) + added
+            at_logit = logits + (sequence * nodes + row).to(tl.int64) * VOCAB + token
+            x = tl.load(at_logit, mask=there, other=0.0) + added
             count = seen & (PROMPT - 1)
             penalized = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
             penalized -= frequency * count.to(tl.float32)
             penalized -= presence * (count > 0).to(tl.float32)
-            tl.store(own, tl.where(seen != 0, penalized, x), mask=there)
+            tl.store(at_logit, tl.where(seen != 0, penalized, x), mask=there)
         tl.store(counts + at, before & PROMPT, mask=there)
 
 
@@ -321,9 +321,9 @@ def sample_select(
     maximum = tl.max(largest, axis=0)
     total = tl.sum(tl.where(largest == -float("inf"), sums, sums * tl.exp(largest - maximum)), axis=0)
 
-    given = tl.load(temperature + sequence)
-    noisy = given > 0
-    heat = tl.where(noisy, given, 1.0)
+    asked = tl.load(temperature + sequence)
+    noisy = asked > 0
+    heat = tl.where(noisy, asked, 1.0)
     best = tl.div_rn(maximum, heat)
     winner = tl.full([], -1, tl.int32)
     # A NaN or an infinite logit makes the sum NaN. A row of -inf has the sum 0.
