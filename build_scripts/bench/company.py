@@ -92,8 +92,8 @@ def _timed(pool: DevicePool, args: Any) -> Times:
 
     arrays.readable = read
 
-    def filled(self: Landing, given: Any) -> None:
-        _FILL(self, given)
+    def filled(self: Landing, numbers: Any) -> None:
+        _FILL(self, numbers)
         landed[self] = times.end
 
     def waited(self: Landing) -> None:

@@ -223,10 +223,10 @@ def _odds(
     """Of the tokens after these nodes: the engine's, or from their logits."""
     if slot not in verified.logprobs:
         return _odds_of(request, verified.logits[slot][nodes], tokens)
-    own, ids, best = (each[nodes] for each in verified.logprobs[slot])
+    logprobs, ids, best = (numbers[nodes] for numbers in verified.logprobs[slot])
     most = request.params.top_logprobs
     tops = zip(ids[:, :most].tolist(), best[:, :most].tolist(), strict=True)
-    return zip(own.tolist(), (list(zip(*top, strict=True)) for top in tops), strict=True)
+    return zip(logprobs.tolist(), (list(zip(*top, strict=True)) for top in tops), strict=True)
 
 
 def _odds_of(request: Request, logits: Array, tokens: list[int]) -> Iterator[_Odds]:

@@ -136,19 +136,23 @@ def couple(draft: Draft, active: Sequence[Request], weight: float = _NOISE_WEIGH
     """
     if draft.candidates is None or not draft.at_hand:
         return draft
-    sampled = [slot for slot, each in enumerate(active) if each.takes_drafter and each.params.temperature > 0]
+    sampled = [
+        slot
+        for slot, request in enumerate(active)
+        if request.takes_drafter and request.params.temperature > 0
+    ]
     if not sampled:
         return draft
     tokens, logprobs = np.array(draft.candidates.tokens), np.array(draft.candidates.logprobs)
     for slot in sampled:
-        request, own = active[slot], tokens[slot]
+        request, candidates = active[slot], tokens[slot]
         first = request.committed + 1  # the position of the first drafted token
-        noise = np.array([gumbel(request.seed, first + place, row) for place, row in enumerate(own)])
+        noise = np.array([gumbel(request.seed, first + place, row) for place, row in enumerate(candidates)])
         score = logprobs[slot] / np.float32(request.params.temperature) + np.float32(weight) * noise
         order = np.argsort(-score, axis=1, kind="stable")
         ranked = np.take_along_axis(score, order, axis=1)
         ranked = ranked - ranked[:, :1]
-        tokens[slot] = np.take_along_axis(own, order, axis=1)
+        tokens[slot] = np.take_along_axis(candidates, order, axis=1)
         logprobs[slot] = ranked - np.log(np.exp(ranked).sum(axis=1, keepdims=True))
     drafted = np.array(draft.tokens)
     drafted[:, 1:] = tokens[:, :, 0]

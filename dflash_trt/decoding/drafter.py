@@ -275,14 +275,19 @@ class Drafter:
         return isinstance(kept.data, _Waiting) or self.caches.lacks(slot, kept, shortest)
 
     def restore(self, slot: int, kept: Sequence[Snapshot], length: int) -> None:
-        parts = [each.data if isinstance(each.data, _Waiting) else _Waiting(each, None) for each in kept]
-        rows = [each.rows for each in parts if each.rows is not None]
+        parts = [
+            snapshot.data if isinstance(snapshot.data, _Waiting) else _Waiting(snapshot, None)
+            for snapshot in kept
+        ]
+        rows = [snapshot.rows for snapshot in parts if snapshot.rows is not None]
         seen = min(rows[-1].stop, length) if rows else 0
         if seen:
             self.caches.restore(slot, rows, seen)
         self.seen[slot], self.unread[slot] = seen, 0
         if seen < length:
-            features = np.concatenate([each.features for each in parts if each.features is not None])
+            features = np.concatenate(
+                [snapshot.features for snapshot in parts if snapshot.features is not None]
+            )
             self.add_features(slot, {slot: features}, range(length - seen))
 
     def clear(self, slot: int, first: int = 0) -> None:

@@ -103,7 +103,7 @@ class Pair:
         self.target, self.arrays, self.slots, self.capacity = target, arrays, slots, capacity
         self.vocab_size, self.prefill_chunk = vocab_size, prefill_chunk
         self._prompt_pass = prompt_pass or prefill_chunk
-        self.kept_slots = min(each.caches.kept_slots for each in (target, drafter) if each is not None)
+        self.kept_slots = min(runner.caches.kept_slots for runner in (target, drafter) if runner is not None)
         self.drafter = Drafter(
             drafter,
             arrays,
@@ -223,7 +223,7 @@ class Pair:
         and of the target's.
         """
         passes, verified, seconds = self.drafter.passes, self._verified, self.arrays.seconds
-        return lambda: (sum([seconds(*each) for each in passes]), seconds(*verified))
+        return lambda: (sum([seconds(*points) for points in passes]), seconds(*verified))
 
     def verified(self, active: Sequence[Request], draft: Draft, outputs: Any) -> Verified:
         """The result of a pass that was started. Waits for it."""
@@ -263,7 +263,7 @@ class Pair:
     def tokens(self) -> int:
         """The tokens of all sequences together for which there is memory."""
         known = [caches.tokens for caches in self._both()]
-        return min([each for each in known if each is not None], default=self.slots * self.capacity)
+        return min([count for count in known if count is not None], default=self.slots * self.capacity)
 
     @cached_property
     def scarce(self) -> bool:

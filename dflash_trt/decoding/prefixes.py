@@ -77,9 +77,9 @@ def longest(most: int, *lengths: Sequence[int]) -> int:
     """The largest number up to `most` that is in all of these ascending sequences; 0 if there is none."""
     while True:
         least = most
-        for each in lengths:
-            fitting = bisect_right(each, least)
-            least = each[fitting - 1] if fitting else 0
+        for cuts in lengths:
+            fitting = bisect_right(cuts, least)
+            least = cuts[fitting - 1] if fitting else 0
         if least == most:
             return most
         most = least
@@ -159,10 +159,10 @@ class Prefixes:
 
     def find(self, tokens: Sequence[int], *, draft: bool, salt: str = "") -> tuple[list[Page], int]:
         """The pages with the most of `tokens`, and the number of tokens; with `draft`, with the drafter's part."""
-        trees = [(salt, each) for each in ([True] if draft else [True, False])]
+        trees = [(salt, drafted) for drafted in ([True] if draft else [True, False])]
         return max(
             (self._walk(self._trees.get(tree, Children()), tokens) for tree in trees),
-            key=lambda each: each[1],
+            key=lambda path: path[1],
         )
 
     def restore(self, slot: int, path: Sequence[Page], length: int, *, draft: bool) -> None:

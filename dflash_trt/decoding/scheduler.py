@@ -296,7 +296,9 @@ class Scheduler:
         if draft.nodes > proposed.nodes == 1:
             # All accepted nodes must find room after the features that wait.
             drafter, most = self.pair.drafter, self.pair.arrays.most_unread
-            rooms = [most - drafter.unread[slot] for slot, each in enumerate(active) if each.takes_drafter]
+            rooms = [
+                most - drafter.unread[slot] for slot, request in enumerate(active) if request.takes_drafter
+            ]
             draft = draft.first(min([room, *rooms]))
         if structured:
             draft = self.pair.drafter.fit(active, draft, min(lengths.most, room))
@@ -313,9 +315,9 @@ class Scheduler:
         """
         if not self.most_tree_nodes:
             return 1
-        own = [self.most_tree_nodes, *(r.options.tree_nodes for r in self.active if r.takes_drafts)]
+        limits = [self.most_tree_nodes, *(r.options.tree_nodes for r in self.active if r.takes_drafts)]
         room = self.pair.capacity - 1 - max(r.committed for r in self.active)
-        return min([room, *(nodes for nodes in own if nodes is not None)])
+        return min([room, *(nodes for nodes in limits if nodes is not None)])
 
     def _commit(
         self, request: Request, draft: Draft, verified: Verified, after: _Launched | None
@@ -401,8 +403,8 @@ class Scheduler:
             self._gather(budget)
         if len(self.filling) > 1:
             together = list(self.filling)
-            chunks = [each.text[each.committed :] for each in together]
-            starts, draft = [each.committed for each in together], together[0].takes_drafter
+            chunks = [request.text[request.committed :] for request in together]
+            starts, draft = [request.committed for request in together], together[0].takes_drafter
             try:
                 read = self.pair.prefill_together(chunks, starts, together[0].slot, draft=draft)
             except MemoryError:
@@ -497,13 +499,13 @@ class Scheduler:
             source = self.slots.find(request, self._running)
             counts.append(len(request.text) - source.length)
             starts.append(source.length)
-            alike = all(each.takes_drafter == request.takes_drafter for each in self.filling)
+            alike = all(other.takes_drafter == request.takes_drafter for other in self.filling)
             one_by_one = not alike or request.params.prompt_logprobs
             if one_by_one or not self.pair.fits_together(counts, starts, budget):
                 return
             width = self.pair.arrays.prompt_width(max(counts))  # each is padded to the longest one
             together = zip([*self.filling, request], starts, strict=True)
-            if not all(self._fits(each, max(self._wanted(each), at + width)) for each, at in together):
+            if not all(self._fits(other, max(self._wanted(other), at + width)) for other, at in together):
                 return
             if self.pair.scarce:
                 source = self.slots.find(request, self._running)

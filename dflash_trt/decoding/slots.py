@@ -12,7 +12,7 @@ from dflash_trt.decoding.request import Request
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class CachedPrefix:
     """The content of a slot: the first `count` tokens of a request, and the lengths to which the target's and the
     drafter's caches can be cut.
 
@@ -70,7 +70,7 @@ class Slots:
 
     def __init__(self, pair: Pair, prefix_cache_bytes: int = 0, page: int = PAGE) -> None:
         self.pair = pair
-        self.left: dict[int, Contents] = {}  # by slot; what was used last comes last
+        self.left: dict[int, CachedPrefix] = {}  # by slot; what was used last comes last
         self.reuses = prefix_cache_bytes > 0
         self.prefixes = Prefixes(pair, 0 if pair.kept_slots else prefix_cache_bytes, page)
         self._free = list(range(pair.slots, pair.slots + pair.kept_slots))
@@ -85,14 +85,14 @@ class Slots:
         """A reused prefix has a multiple of so many tokens, see `PassRule.any_cut`."""
         return 1 if self.pair.rule.any_cut else self.pair.prefill_chunk
 
-    def contents(self, request: Request) -> Contents:
+    def prefix_of(self, request: Request) -> CachedPrefix:
         """The content of a request's slot that others may reuse."""
         lengths = self.pair.cut_lengths(request.slot, request.committed, draft=request.takes_drafter)
         count, step = request.committed, self.step
         if step > 1:  # the whole chunks of the prompt, unless each of its rows gave logits, in shorter chunks
             count = 0 if request.params.prompt_logprobs else min(len(request.prompt), count) // step * step
         salt = request.options.cache_salt
-        return Contents(salt, request.prompt, request.output, count, *lengths, step)
+        return CachedPrefix(salt, request.prompt, request.output, count, *lengths, step)
 
     def find(self, request: Request, live: Sequence[Request]) -> Reuse:
         """Choose a free slot for a request. The place with the most tokens of its prompt: a slot, or kept pages.
@@ -100,14 +100,14 @@ class Slots:
         `live` are the requests in flight. The place was filled with the request's salt. If the request takes drafts, it
         has the drafter's part too.
         """
-        slot = request.slot = min(set(range(self.pair.slots)) - {each.slot for each in live})
+        slot = request.slot = min(set(range(self.pair.slots)) - {other.slot for other in live})
         prompt, draft, salt = request.text, request.takes_drafter, request.options.cache_salt
         if not self.reuses or request.params.prompt_logprobs:  # which need every row computed
             return Reuse(0, slot)
-        held = {each.slot: self.contents(each) for each in live if each.options.cache_salt == salt}
+        held = {other.slot: self.prefix_of(other) for other in live if other.options.cache_salt == salt}
         held |= self._nearest(prompt, salt, draft=draft)
-        sources = [Reuse(contents.shared(prompt, draft=draft), at) for at, contents in held.items()]
-        best = max([Reuse(0, slot), *sources], key=lambda each: (each.length, each.slot == slot))
+        sources = [Reuse(prefix.shared(prompt, draft=draft), at) for at, prefix in held.items()]
+        best = max([Reuse(0, slot), *sources], key=lambda reuse: (reuse.length, reuse.slot == slot))
         if best.slot in self.left:
             self.left[best.slot] = self.left.pop(best.slot)
         path, kept = self.prefixes.find(prompt[:-1], draft=draft, salt=salt)
@@ -115,11 +115,11 @@ class Slots:
             path, kept = self.prefixes.find(prompt[: kept - kept % self.step], draft=draft, salt=salt)
         return Reuse(kept, slot, path) if kept > best.length else best
 
-    def _nearest(self, prompt: Sequence[int], salt: str, *, draft: bool) -> dict[int, Contents]:
+    def _nearest(self, prompt: Sequence[int], salt: str, *, draft: bool) -> dict[int, CachedPrefix]:
         """What ended requests left, with the most tokens of a prompt among them."""
         if not self.pair.kept_slots:
             return {at: left for at, left in self.left.items() if left.salt == salt}
-        found, tokens = dict[int, Contents](), tuple(prompt)
+        found, tokens = dict[int, CachedPrefix](), tuple(prompt)
         for tree in [(salt, True), *([] if draft else [(salt, False)])]:
             order = self._sorted.get(tree, [])
             place = bisect_left(order, (tokens, 0))
@@ -157,9 +157,9 @@ class Slots:
         at = self._free.pop()
         self.pair.move(ended.slot, at, ended.committed, draft=ended.takes_drafter)
         ended.slot, self._ended[at] = at, 0
-        contents = self.contents(ended)
-        tokens = contents.tokens
-        order = self._sorted.setdefault(contents.tree, [])
+        prefix = self.prefix_of(ended)
+        tokens = prefix.tokens
+        order = self._sorted.setdefault(prefix.tree, [])
         place = bisect_left(order, (tokens, 0))
         if not tokens or (place < len(order) and order[place][0][: len(tokens)] == tokens):
             return
@@ -167,15 +167,15 @@ class Slots:
             self._remove(before[1])
             place -= 1
         order.insert(place, (tokens, at))
-        self.left[at], self._ended[at] = contents, contents.count
-        size, counts = self._bytes(contents), self.prefixes.counts
-        counts.tokens += contents.count
+        self.left[at], self._ended[at] = prefix, prefix.count
+        size, counts = self._bytes(prefix), self.prefixes.counts
+        counts.tokens += prefix.count
         counts.bytes += size
-        counts.kept_tokens += contents.count
+        counts.kept_tokens += prefix.count
         counts.kept_bytes += size
 
-    def _bytes(self, contents: Contents) -> int:
-        return self.pair.kept_bytes(contents.count, draft=contents.tree[1])
+    def _bytes(self, prefix: CachedPrefix) -> int:
+        return self.pair.kept_bytes(prefix.count, draft=prefix.tree[1])
 
     def make_room(self, slot: int, length: int) -> bool:
         """Let a slot hold so many tokens, in place of what ended requests left if it must be, the oldest first. Returns
@@ -192,19 +192,19 @@ class Slots:
     def drop(self, slot: int) -> None:
         """Forget what an ended request left, if anything."""
         if slot in self.left:
-            contents, counts = self._remove(slot), self.prefixes.counts
+            prefix, counts = self._remove(slot), self.prefixes.counts
             if slot >= self.pair.slots:
-                counts.dropped_tokens += contents.count
-                counts.dropped_bytes += self._bytes(contents)
+                counts.dropped_tokens += prefix.count
+                counts.dropped_bytes += self._bytes(prefix)
 
-    def _remove(self, slot: int) -> Contents:
-        contents, self._ended[slot] = self.left.pop(slot), 0
+    def _remove(self, slot: int) -> CachedPrefix:
+        prefix, self._ended[slot] = self.left.pop(slot), 0
         if slot >= self.pair.slots:
-            order, counts = self._sorted[contents.tree], self.prefixes.counts
-            del order[bisect_left(order, (contents.tokens, slot))]
-            counts.tokens -= contents.count
-            counts.bytes -= self._bytes(contents)
-        return contents
+            order, counts = self._sorted[prefix.tree], self.prefixes.counts
+            del order[bisect_left(order, (prefix.tokens, slot))]
+            counts.tokens -= prefix.count
+            counts.bytes -= self._bytes(prefix)
+        return prefix
 
     def _settle(self) -> None:
         """Free the memory that ended requests do not keep, and further slots for those that end next."""
@@ -224,23 +224,23 @@ class Slots:
         if any(lengths and lengths[0] > 1 for lengths in later):
             self._keep(request)
 
-    def _keep(self, request: Request) -> Contents:
+    def _keep(self, request: Request) -> CachedPrefix:
         """Keep a copy of a slot's content. Returns what the slot holds."""
-        contents = self.contents(request)
-        if not (most := contents.count):
-            return contents
-        both = contents.longest(most, draft=True)
+        prefix = self.prefix_of(request)
+        if not (most := prefix.count):
+            return prefix
+        both = prefix.longest(most, draft=True)
         # A drafter that is behind may have none of the lengths of a state.
         if not both and request.takes_drafter:
             if not self.pair.drafter.catch_up(request.slot):
                 request.takes_drafter = False
                 self.pair.drafter.clear(request.slot)
-            contents = self.contents(request)
-            both = contents.longest(most, draft=True)
-        length = both or contents.longest(most, draft=False)
+            prefix = self.prefix_of(request)
+            both = prefix.longest(most, draft=True)
+        length = both or prefix.longest(most, draft=False)
         tokens = [*request.prompt[:length], *request.output[: max(0, length - len(request.prompt))]]
         self.prefixes.keep(request.slot, tokens, draft=both > 0, salt=request.options.cache_salt)
-        return contents
+        return prefix
 
     def move(self, request: Request, slot: int) -> None:
         """Move a request in flight to a free slot, over the rows there."""

@@ -194,13 +194,13 @@ class SlotCaches(Generic[P, S]):
     @property
     def arrays(self) -> dict[str, Any]:
         """All memory by name."""
-        rows = {name: array for each in self.kinds for name, array in each.pool.arrays.items()}
+        rows = {name: array for group in self.kinds for name, array in group.pool.arrays.items()}
         return rows if self.states is None else rows | dict(self.states.arrays)
 
     @property
     def tokens(self) -> int | None:
         return min(
-            [each.pool.most_rows for each in self.kinds if each.pool.most_rows is not None], default=None
+            [group.pool.most_rows for group in self.kinds if group.pool.most_rows is not None], default=None
         )
 
     def advance(
@@ -213,48 +213,48 @@ class SlotCaches(Generic[P, S]):
         begun: the pass was started before the rows move, so what it writes moves, too.
         """
         moved = False
-        for each in self.kinds:
+        for group in self.kinds:
             for slot, start, count in zip(range(first, first + len(starts)), starts, written, strict=True):
-                held, base = each.records[slot], each.kind.base(start)
-                if not each.pool.reserve(slot, start - base + count + self.margin):
+                held, base = group.records[slot], group.kind.base(start)
+                if not group.pool.reserve(slot, start - base + count + self.margin):
                     raise MemoryError(f"no cache rows are left for {start + count} tokens")
                 if base > held.base:
-                    each.pool.drop(slot, base - held.base, start - base + (count if begun else 0))
+                    group.pool.drop(slot, base - held.base, start - base + (count if begun else 0))
                     moved = True
                 held.base, held.last = base, start + count
                 held.first = min(max(held.first, base), start)
         return moved
 
     def reserve(self, slot: int, length: int) -> bool:
-        rows = [(each.pool, length - each.kind.base(length)) for each in self.kinds]
+        rows = [(group.pool, length - group.kind.base(length)) for group in self.kinds]
         return all(pool.reserve(slot, count + self.margin) for pool, count in rows)
 
     def release(self, slot: int, length: int = 0) -> None:
-        for each in self.kinds:
-            held = each.records[slot]
-            each.pool.release(slot, max(0, length - held.base))
+        for group in self.kinds:
+            held = group.records[slot]
+            group.pool.release(slot, max(0, length - held.base))
             if not length:
                 held.base = held.first = held.last = 0
 
     def move(self, source: int, target: int, length: int) -> None:
-        for each in self.kinds:
-            given, held = each.records[source], each.records[target]
-            each.pool.move(source, target, max(0, length - given.base))
-            held.base, held.first, held.last = given.base, given.first, length
-            given.base = given.first = given.last = 0
+        for group in self.kinds:
+            origin, held = group.records[source], group.records[target]
+            group.pool.move(source, target, max(0, length - origin.base))
+            held.base, held.first, held.last = origin.base, origin.first, length
+            origin.base = origin.first = origin.last = 0
         if self.states is not None:
             self.states.copy(source, target)
 
     def holds(self, slot: int, stop: int) -> bool:
         """Whether a pass that writes rows before this position can leave all rows of a slot where they are."""
         return self.states is None and all(
-            each.kind.window is None or stop <= each.records[slot].base + each.kind.rows
-            for each in self.kinds
+            group.kind.window is None or stop <= group.records[slot].base + group.kind.rows
+            for group in self.kinds
         )
 
     def last(self, slot: int) -> int:
         """From this position on, no row belongs to a token of the slot's sequence."""
-        return max([each.records[slot].last for each in self.kinds])
+        return max([group.records[slot].last for group in self.kinds])
 
     def bases(self, starts: Sequence[int], idle: int = 0) -> dict[str, list[int]]:
         """The bases of a pass that begins at these positions, by the graph's input that takes them. So many further
@@ -262,41 +262,41 @@ class SlotCaches(Generic[P, S]):
         """
         slots = range(len(starts), len(starts) + idle)
         return {
-            each.kind.input: [*map(each.kind.base, starts), *(each.records[slot].base for slot in slots)]
-            for each in self.kinds
-            if each.kind.window is not None
+            group.kind.input: [*map(group.kind.base, starts), *(group.records[slot].base for slot in slots)]
+            for group in self.kinds
+            if group.kind.window is not None
         }
 
     def cut_lengths(self, slot: int, length: int) -> range:
-        first = [max(each.kind.base(length), each.records[slot].first) for each in self.kinds]
-        shortest = [each.kind.shortest(at) for each, at in zip(self.kinds, first, strict=True)]
+        first = [max(group.kind.base(length), group.records[slot].first) for group in self.kinds]
+        shortest = [group.kind.shortest(at) for group, at in zip(self.kinds, first, strict=True)]
         if self.states is not None:
             shortest.append(self.states.position(slot))
         return range(max(shortest), length + 1)
 
     def kept_bytes(self, length: int) -> int:
         states = 0 if self.states is None else self.states.state_bytes
-        return length * sum([each.pool.row_bytes for each in self.kinds]) + states
+        return length * sum([group.pool.row_bytes for group in self.kinds]) + states
 
     def copy(self, source: int, target: int, length: int) -> None:
-        for each in self.kinds:
-            given, held = each.records[source], each.records[target]
-            each.pool.copy(source, target, max(0, length - given.base))
-            held.base, held.first, held.last = given.base, given.first, length
+        for group in self.kinds:
+            origin, held = group.records[source], group.records[target]
+            group.pool.copy(source, target, max(0, length - origin.base))
+            held.base, held.first, held.last = origin.base, origin.first, length
         if self.states is not None:
             self.states.copy(source, target)
 
     def keep(self, slot: int, start: int, stop: int, shortest: int) -> Snapshot:
         """The states are with the rows that end at their position, or at a pending row."""
         copies, least, size = [], start + 1, 0
-        for each in self.kinds:
-            held, first = each.records[slot], self._first(each, slot, start, stop, shortest)
-            needed = max(each.kind.first(shortest), held.first)
+        for group in self.kinds:
+            held, first = group.records[slot], self._first(group, slot, start, stop, shortest)
+            needed = max(group.kind.first(shortest), held.first)
             assert first == stop or held.base <= held.first <= first < stop <= held.last, (start, stop, held)
             row = max(0, first - held.base)  # what lies before the base was dropped: then none are copied
-            copies.append(_KeptRows(first, each.pool.take(slot, row, row + stop - first)))
-            least = max(least, each.kind.shortest(needed))
-            size += (stop - first) * each.pool.row_bytes
+            copies.append(_KeptRows(first, group.pool.take(slot, row, row + stop - first)))
+            least = max(least, group.kind.shortest(needed))
+            size += (stop - first) * group.pool.row_bytes
         if self.states is None:
             return Snapshot(start, stop, range(least, stop + 1), _Kept(copies, None), size)
         position = self.states.position(slot)
@@ -308,31 +308,31 @@ class SlotCaches(Generic[P, S]):
     def read(self, slot: int, start: int, stop: int) -> dict[str, Any]:
         """Copies of the rows of positions start .. stop-1, by cache: those that the row after them sees."""
         rows: dict[str, Any] = {}
-        for each in self.kinds:
-            base, first = each.records[slot].base, max(start, each.kind.first(stop))
-            rows |= zip(each.pool.arrays, each.pool.take(slot, first - base, stop - base), strict=True)
+        for group in self.kinds:
+            base, first = group.records[slot].base, max(start, group.kind.first(stop))
+            rows |= zip(group.pool.arrays, group.pool.take(slot, first - base, stop - base), strict=True)
         return rows
 
     def lacks(self, slot: int, kept: Snapshot, shortest: int) -> bool:
         """States are with the last copy of a prefix only."""
         last = kept.start < shortest <= kept.stop
         more = self.states is not None and last and kept.stop not in kept.lengths
-        for each, copy in zip(self.kinds, kept.data.rows, strict=True):
-            first = self._first(each, slot, kept.start, kept.stop, shortest)
+        for group, copy in zip(self.kinds, kept.data.rows, strict=True):
+            first = self._first(group, slot, kept.start, kept.stop, shortest)
             if first > copy.first:  # copies of the positions after these may need them
                 return False
             more = more or first < copy.first
         return more
 
     @staticmethod
-    def _first(each: _RowsOfKind[P], slot: int, start: int, stop: int, shortest: int) -> int:
+    def _first(group: _RowsOfKind[P], slot: int, start: int, stop: int, shortest: int) -> int:
         """The first row that a copy of positions start .. stop-1 has: `keep` documents them."""
-        return min(max(start, each.kind.first(shortest), each.records[slot].first), stop)
+        return min(max(start, group.kind.first(shortest), group.records[slot].first), stop)
 
     def restore(self, slot: int, kept: Sequence[Snapshot], length: int) -> None:
-        for i, each in enumerate(self.kinds):
-            held = each.records[slot]
-            held.base = held.first = each.kind.base(length)
+        for i, group in enumerate(self.kinds):
+            held = group.records[slot]
+            held.base = held.first = group.kind.base(length)
             held.last = length
             for snapshot in kept:
                 copy: _KeptRows = snapshot.data.rows[i]
@@ -341,19 +341,19 @@ class SlotCaches(Generic[P, S]):
                 first, stop = max(copy.first, held.base), min(snapshot.stop, length)
                 if first < stop:
                     part = slice(first - copy.first, stop - copy.first)
-                    each.pool.write([rows[..., part, :] for rows in copy.rows], slot, first - held.base)
+                    group.pool.write([rows[..., part, :] for rows in copy.rows], slot, first - held.base)
         if self.states is not None:
             self.states.put(slot, kept[-1].data.states)
 
     def compact(self, slot: int, start: int, nodes: Sequence[int]) -> None:
         """Rows alone: targets with states verify chains, whose rows lie in order."""
-        for each in self.kinds:
-            each.pool.compact(slot, start - each.records[slot].base, nodes)
+        for group in self.kinds:
+            group.pool.compact(slot, start - group.records[slot].base, nodes)
 
     def clear(self, slot: int, first: int = 0) -> None:
-        for each in self.kinds:
-            held = each.records[slot]
-            each.pool.clear(slot, max(0, first - held.base))
+        for group in self.kinds:
+            held = group.records[slot]
+            group.pool.clear(slot, max(0, first - held.base))
             if first == 0:
                 held.base = held.first = held.last = 0
             else:

@@ -64,11 +64,11 @@ class Adjusting:
         self.memory["facts"].copy_(self._host, non_blocking=True)
 
     def _load(self, slot: int, history: History, request: Request) -> None:
-        own = {name: rows[slot] for name, rows in self.memory.items()}
+        memory = {name: rows[slot] for name, rows in self.memory.items()}
 
         def put(name: str, numbers: object) -> None:
-            given = torch.from_numpy(np.asarray(numbers)).to(own[name])
-            own[name][: len(given)] = given
+            tensor = torch.from_numpy(np.asarray(numbers)).to(memory[name])
+            memory[name][: len(tensor)] = tensor
 
         params = request.params
         put("texts", np.array(request.output, np.int64))
@@ -78,15 +78,15 @@ class Adjusting:
                 [params.repetition_penalty, params.frequency_penalty, params.presence_penalty], np.float32
             ),
         )
-        own["counts"].zero_()
+        memory["counts"].zero_()
         if params.penalized:
-            own["counts"][self._ids(sorted(set(request.prompt)))] = ADJUST_PROMPT
-        own["bias"].fill_(0 if history.allowed is None else -inf)
+            memory["counts"][self._ids(sorted(set(request.prompt)))] = ADJUST_PROMPT
+        memory["bias"].fill_(0 if history.allowed is None else -inf)
         if history.allowed is not None:
-            own["bias"][self._ids(history.allowed)] = 0
+            memory["bias"][self._ids(history.allowed)] = 0
         if params.logit_bias:
             ids = self._ids(list(params.logit_bias))
-            own["bias"][ids] += torch.tensor(list(params.logit_bias.values()), device=ids.device)
+            memory["bias"][ids] += torch.tensor(list(params.logit_bias.values()), device=ids.device)
         rows = [
             [
                 *[-1] * (ADJUST_BEFORE - len(before)),

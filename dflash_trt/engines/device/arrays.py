@@ -124,10 +124,10 @@ class DeviceArrays:
         device, most = self._target.device, self._slots * self.most_nodes
         positions = torch.empty(most, dtype=torch.int64, device=device)
         following = torch.arange(1, self.most_nodes + 1, device=device)
-        own = sampling_memory(most, self._vocab, device)
+        memory = sampling_memory(most, self._vocab, device)
         if self._tree_width > 1:
-            own["sampled"] = self._round.part("sampled", most)
-        return own | {"positions": positions, "following": following}
+            memory["sampled"] = self._round.part("sampled", most)
+        return memory | {"positions": positions, "following": following}
 
     @cached_property
     def _adjusting(self) -> Adjusting:
@@ -155,19 +155,19 @@ class DeviceArrays:
             runner.caches.states.passed(slot, feeds["start"], int(feeds["rows"][0, 0]))
         return {**outputs, "features": outputs["features"][:, :length]}
 
-    def _filled(self, runner: DeviceRunner, name: str, given: Any, length: int) -> Any:
+    def _filled(self, runner: DeviceRunner, name: str, numbers: Any, length: int) -> Any:
         """Tokens [n, S] or features [n, S, F] with further rows. Those must be finite: tokens of the prompt, or 0."""
-        if isinstance(given, np.ndarray):
-            return np.pad(given, ((0, 0), (0, length - given.shape[1])), mode="edge")
-        buffer = runner.buffer(PREFILL, name, len(given), length, given.shape[2])
-        if given.data_ptr() != buffer.data_ptr():  # else they are the target's own, with its further rows
+        if isinstance(numbers, np.ndarray):
+            return np.pad(numbers, ((0, 0), (0, length - numbers.shape[1])), mode="edge")
+        buffer = runner.buffer(PREFILL, name, len(numbers), length, numbers.shape[2])
+        if numbers.data_ptr() != buffer.data_ptr():  # else they are the target's own, with its further rows
             with on(self._stream):
-                buffer[:, : given.shape[1]].copy_(given)
-                buffer[:, given.shape[1] :].zero_()
+                buffer[:, : numbers.shape[1]].copy_(numbers)
+                buffer[:, numbers.shape[1] :].zero_()
         return buffer
 
     def decode(self, runner: DeviceRunner, feeds: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
-        tensors = {n: each.tensor if isinstance(each, DeviceArray) else each for n, each in feeds.items()}
+        tensors = {n: array.tensor if isinstance(array, DeviceArray) else array for n, array in feeds.items()}
         starts, drafting = feeds["start"].tolist(), runner is self._drafter
         written = feeds["n_features"].tolist() if drafting else [feeds["rows"].shape[1]] * len(starts)
         runner.caches.advance(0, starts, written)
@@ -209,9 +209,9 @@ class DeviceArrays:
 
     def readable(self, *outputs: torch.Tensor) -> Sequence[Array]:
         with on(self._stream):
-            copies = [each.to("cpu", non_blocking=True) for each in outputs]  # in pinned memory
+            copies = [tensor.to("cpu", non_blocking=True) for tensor in outputs]  # in pinned memory
             self._stream.synchronize()
-        return [each.numpy() for each in copies]
+        return [tensor.numpy() for tensor in copies]
 
     def nodes(self, count: int, nodes: int) -> torch.Tensor:
         return self._round.part("rows", count, nodes)  # filled with the other feeds of the pass
@@ -226,8 +226,8 @@ class DeviceArrays:
 
     def start_round(self, active: Sequence[Request]) -> None:
         self._drafted, self._round.landing = 0, None
-        limits = [each.most_nodes(self.most_nodes) if each.takes_drafter else 1 for each in active]
-        numbers = limits, [each.takes_drafter for each in active]
+        limits = [request.most_nodes(self.most_nodes) if request.takes_drafter else 1 for request in active]
+        numbers = limits, [request.takes_drafter for request in active]
         if numbers != self._limits:
             self._limits = numbers
             self._round.limit(*numbers)
@@ -236,7 +236,7 @@ class DeviceArrays:
             trees = self._tree_width > 1
             self._takes = [r.history is None or takes(r.history, trees=trees) for r in active]
             kinds = zip(active, self._takes, strict=True)
-            self._plain = all(each.params.greedy or not taken for each, taken in kinds)
+            self._plain = all(request.params.greedy or not taken for request, taken in kinds)
             if not self._plain:
                 self._round.sample(active)
         # Where the kernels found no token, the host looks.
@@ -255,11 +255,11 @@ class DeviceArrays:
         with on(self._stream):
             drafted = self._round.tokens()
         places, self._drafted = blocks.shape[1] - 1, logprobs.shape[1]
-        said = DeviceArray(lambda: self._round.drafted("logprobs", *logprobs.shape)[:, :places])
-        best, candidates = DeviceArray(lambda: said.host()[:, :, 0]), None
+        odds = DeviceArray(lambda: self._round.drafted("logprobs", *logprobs.shape)[:, :places])
+        best, candidates = DeviceArray(lambda: odds.host()[:, :, 0]), None
         if self._tree_width > 1:
             wide = DeviceArray(lambda: self._round.drafted("draft_tokens", *tokens.shape)[:, :places])
-            candidates = Candidates(wide, said)
+            candidates = Candidates(wide, odds)
         return Draft(DeviceArray(self._round.drafted_tokens, drafted), None, best, candidates)
 
     def chains(self, tokens: Array, logprobs: Array) -> Draft:
@@ -335,7 +335,7 @@ class DeviceArrays:
 
     def possible(self, active: Sequence[Request], nodes: int) -> bool:
         """Windows of caches have room for the round where their rows lie, and no state belongs to one position."""
-        longest, both = max(each.committed for each in active) + nodes, 2 * self.most_unread
+        longest, both = max(request.committed for request in active) + nodes, 2 * self.most_unread
         written = [(self._target, self._width), *([(self._drafter, both)] if self._drafter else [])]
         return (
             all(self._by_kernels if self._samples_all else (r.params.greedy for r in active))
@@ -386,7 +386,7 @@ class DeviceArrays:
     def _tell(self, logits: torch.Tensor, slots: Sequence[int], *, chains: bool) -> None:
         """Find the log-probabilities of these slots, once the tokens after all nodes are known."""
         (n, length), part = logits.shape[:2], self._round.part
-        chosen, own = part("chosen", n, length), part("row_logprobs", n, length)
+        chosen, logprobs = part("chosen", n, length), part("row_logprobs", n, length)
         tokens, best = (part(name, n, length, self._logprobs.top) for name in ("top_tokens", "top_logprobs"))
         if chains:
             accepted, following = (part(name, n, 1) for name in ("accepted", "next_token"))
@@ -396,7 +396,7 @@ class DeviceArrays:
             chosen.copy_(part("sampled", n, length))
         chosen.clamp_(min=0)  # -1: without usable logits
         for slot in slots:
-            self._logprobs.fill(logits[slot], chosen[slot], own[slot], tokens[slot], best[slot])
+            self._logprobs.fill(logits[slot], chosen[slot], logprobs[slot], tokens[slot], best[slot])
 
     def _copied(self, logits: torch.Tensor, slots: Sequence[int]) -> dict[int, Array]:
         """Where the logits of these slots will be on the host."""
@@ -458,7 +458,7 @@ class DeviceArrays:
         (n, length), part = logits.shape[:2], self._round.part
         memory, run = self._sampled, self.run
         assert run is not None
-        start, *made = (part(name, n) for name in ("target_start", "accepted", "next_token"))
+        start, *results = (part(name, n) for name in ("target_start", "accepted", "next_token"))
         positions = memory["positions"][: n * length].view(n, length)
         if chains:
             torch.add(start[:, None], memory["following"][:length], out=positions)
@@ -470,7 +470,7 @@ class DeviceArrays:
             self._adjusting.apply(logits, tokens, start, positions, visible, run)
         sampled, _ = sample_rows(logits, self._round.sampling, positions, memory=memory, run=run)
         if chains:
-            accept_block(tokens, rows, sampled, results=Accepted(*made), run=run)
+            accept_block(tokens, rows, sampled, results=Accepted(*results), run=run)
 
 
 def _all(truths: Array) -> bool:

@@ -45,8 +45,8 @@ class DevicePool(FixedRows):
 
     def copy(self, source: int, target: int, count: int) -> None:
         with on(self._stream):
-            for mine, given in zip(self.rows(target), self.rows(source), strict=True):
-                mine[:, :count].copy_(given[:, :count])
+            for mine, origin in zip(self.rows(target), self.rows(source), strict=True):
+                mine[:, :count].copy_(origin[:, :count])
 
     def take(self, slot: int, first: int, stop: int) -> list[Tensor]:
         with memory_errors(), on(self._stream):
@@ -54,8 +54,8 @@ class DevicePool(FixedRows):
 
     def write(self, rows: Sequence[Tensor], slot: int, first: int) -> None:
         with on(self._stream):
-            for mine, given in zip(self.rows(slot), rows, strict=True):
-                mine[:, first : first + given.shape[1]].copy_(given)
+            for mine, copy in zip(self.rows(slot), rows, strict=True):
+                mine[:, first : first + copy.shape[1]].copy_(copy)
 
     def drop(self, slot: int, count: int, left: int) -> None:
         with on(self._stream):
@@ -128,7 +128,7 @@ class Regions(DevicePool):
 
     def _tell(self) -> None:
         with on(self._stream):
-            held = [each or range(self._spare) for each in self._held[: self._slots]]
+            held = [region or range(self._spare) for region in self._held[: self._slots]]
             places = torch.tensor([[r.start for r in held], [r.stop for r in held]])
             # Pageable memory is read before this returns.
             self.regions[DECODE].copy_(places, non_blocking=True)
@@ -182,7 +182,7 @@ class Regions(DevicePool):
 
     def _found(self, slot: int, rows: int) -> range:
         """So many free rows: after those of the slot and with these, or elsewhere. Empty if there are none."""
-        held, taken = self._held[slot], sorted((each.start, each.stop) for each in self._held if each)
+        held, taken = self._held[slot], sorted((region.start, region.stop) for region in self._held if region)
         ends = [self._spare, *(stop for _, stop in taken)]
         gaps = list(zip(ends, [*(start for start, _ in taken), self._total], strict=True))
         for begin, end in gaps:
@@ -193,7 +193,9 @@ class Regions(DevicePool):
     def _together(self, slot: int, rows: int) -> bool:
         """Move all regions to the beginning, that of the slot last with so many rows. Returns whether there are."""
         held, end = list(self._held), self._spare
-        others = sorted((i for i, each in enumerate(held) if each and i != slot), key=lambda i: held[i].start)
+        others = sorted(
+            (i for i, region in enumerate(held) if region and i != slot), key=lambda i: held[i].start
+        )
         if end + sum(len(held[i]) for i in others) + rows > self._total:
             return False
         for i in others:
@@ -201,10 +203,10 @@ class Regions(DevicePool):
         self._held[slot] = range(end, end + rows)
         with on(self._stream):
             for array in self.arrays.values():
-                own = array[:, held[slot].start : held[slot].stop].clone()
+                copy = array[:, held[slot].start : held[slot].stop].clone()
                 for i in others:
                     _shift(array, held[i], self._held[i].start)
-                array[:, end : end + own.shape[1]].copy_(own)
+                array[:, end : end + copy.shape[1]].copy_(copy)
         return True
 
     def _by_slot(self) -> list[Tensor]:
@@ -217,9 +219,9 @@ class Regions(DevicePool):
 def _shift(rows: Tensor, held: range, begin: int) -> None:
     """Move the rows of a region to another place, which may overlap with its own."""
     if held and begin != held.start:
-        own = rows[:, held.start : held.stop]
+        region = rows[:, held.start : held.stop]
         apart = abs(begin - held.start) >= len(held)
-        rows[:, begin : begin + len(held)].copy_(own if apart else own.clone())
+        rows[:, begin : begin + len(held)].copy_(region if apart else region.clone())
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,8 +313,8 @@ class DeviceStates:
     def put(self, slot: int, states: tuple[Sequence[Tensor], int]) -> None:
         tensors, position = states
         with on(self._stream):
-            for pool, each in zip(self._pools, tensors, strict=True):
-                pool.now[:, slot].copy_(each)
+            for pool, tensor in zip(self._pools, tensors, strict=True):
+                pool.now[:, slot].copy_(tensor)
             self._on_device[slot].fill_(position)
         self._positions[slot] = position
 
@@ -366,4 +368,6 @@ class DeviceCaches(SlotCaches[DevicePool, DeviceStates]):
 
     def room(self, slot: int) -> int:
         """The positions of a slot for which every layer that keeps all rows has one."""
-        return min([each.pool.room(slot) for each in self.kinds if each.kind.window is None], default=1 << 62)
+        return min(
+            [group.pool.room(slot) for group in self.kinds if group.kind.window is None], default=1 << 62
+        )

@@ -14,8 +14,8 @@ Tensor = torch.Tensor
 def scratch(slots: int, block_size: int, device: torch.device) -> dict[str, Tensor]:
     """Memory of `next_round`, by name."""
     sizes = {"sound": slots * block_size, **dict.fromkeys(("leading", "count", "place", "drafted"), slots)}
-    own = {name: torch.zeros(size, dtype=torch.int64, device=device) for name, size in sizes.items()}
-    return own | {"truth": torch.zeros(slots, dtype=torch.bool, device=device)}
+    memory = {name: torch.zeros(size, dtype=torch.int64, device=device) for name, size in sizes.items()}
+    return memory | {"truth": torch.zeros(slots, dtype=torch.bool, device=device)}
 
 
 def next_round(part: Callable[..., Tensor], n: int, nodes: int, width: int, block: Tensor | None) -> None:

@@ -12,12 +12,12 @@ from dflash_plugins.kernel_specs import ROUND_TARGET, SHARED_BYTES, TARGETS, Use
 from dflash_trt.errors import BuildError
 
 
-def kernels_here(made: Mapping[str, Compiled]) -> Kernels:
+def kernels_here(compiled: Mapping[str, Compiled]) -> Kernels:
     """Kernels that were compiled before, by the digests of their uses, launched on torch's current stream. Others are
     compiled when they are launched. Raises EngineError if the driver is missing or refuses one.
     """
     return Kernels(
-        made,
+        compiled,
         device=torch.cuda.current_device(),
         stream=lambda: int(torch.cuda.current_stream().cuda_stream),
         compile_kernel=compile_here,
@@ -31,10 +31,12 @@ def compiles_here() -> bool:
 
 def compile_here(use: Use) -> Compiled:
     """A kernel for this GPU. Raises BuildError if it cannot be made, or does not fit a launch."""
-    made = compiler.compile_kernel(use, target() or ROUND_TARGET)
-    if not made.stores or made.shared_bytes > SHARED_BYTES:
-        raise BuildError(f"{made.name} writes nothing, or takes {made.shared_bytes} bytes of shared memory")
-    return made
+    kernel = compiler.compile_kernel(use, target() or ROUND_TARGET)
+    if not kernel.stores or kernel.shared_bytes > SHARED_BYTES:
+        raise BuildError(
+            f"{kernel.name} writes nothing, or takes {kernel.shared_bytes} bytes of shared memory"
+        )
+    return kernel
 
 
 def target() -> int | None:

@@ -26,15 +26,17 @@ class LogProbabilities:
         self._largest, self._total = (torch.zeros(self.rows, 1, device=device) for _ in range(2))
         self._best = torch.zeros(self.rows, self.top, dtype=torch.int64, device=device)
 
-    def fill(self, logits: Tensor, chosen: Tensor, own: Tensor, tokens: Tensor, best: Tensor) -> None:
-        """Of rows [R, V] float32: those of the tokens `chosen` [R] into `own` [R], and the most probable tokens, best
-        first, with theirs into `tokens` and `best` [R, top]. Lower token ids come first among equals.
+    def fill(self, logits: Tensor, chosen: Tensor, logprobs: Tensor, tokens: Tensor, best: Tensor) -> None:
+        """Of rows [R, V] float32: those of the tokens `chosen` [R] into `logprobs` [R], and the most probable tokens,
+        best first, with theirs into `tokens` and `best` [R, top]. Lower token ids come first among equals.
         """
-        parts = (each.split(self.rows) for each in (logits, chosen[:, None], own[:, None], tokens, best))
+        parts = (
+            array.split(self.rows) for array in (logits, chosen[:, None], logprobs[:, None], tokens, best)
+        )
         for x, decided, mine, ranked, theirs in zip(*parts, strict=True):
             distance, keys, largest, total, least = (
-                each[: len(x)]
-                for each in (self._distance, self._keys, self._largest, self._total, self._best)
+                array[: len(x)]
+                for array in (self._distance, self._keys, self._largest, self._total, self._best)
             )
             torch.amax(x, 1, keepdim=True, out=largest)
             torch.sub(largest, x, out=distance)

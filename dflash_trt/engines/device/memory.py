@@ -15,10 +15,10 @@ def memory_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        said = str(error)
-        if "out of memory" not in said and "ALLOC_FAILED" not in said:
+        message = str(error)
+        if "out of memory" not in message and "ALLOC_FAILED" not in message:
             raise
         # What the frames hold would take memory for as long as somebody has the error.
         traceback.clear_frames(error.__traceback__)
-        short = said.partition("\n")[0].partition(" Including non-PyTorch")[0]
+        short = message.partition("\n")[0].partition(" Including non-PyTorch")[0]
         raise MemoryError(short.rstrip(".")) from error

@@ -74,7 +74,7 @@ class RoundMemory:
     def _inputs(self, slots: int, block_size: int) -> Sizes:
         per_slot = ["drafter_start", "n_features", "target_start", "places", "limits", "reads"]
         per_slot += [
-            f"{role}_{name}" for role, each in self._runners.items() for name in each.caches.bases([])
+            f"{role}_{name}" for role, runner in self._runners.items() for name in runner.caches.bases([])
         ]
         rows = slots * block_size
         sizes = dict.fromkeys(per_slot, (slots, torch.int64))
@@ -122,8 +122,10 @@ class RoundMemory:
         self._device_parts, sent = parts(memory, sizes), parts(host, [*inputs, "tokens"])
         self._host_parts = {name: part.numpy() for name, part in sent.items()}
         self._landings = cycle(
-            Landing(own, {n: part.numpy() for n, part in parts(own, outputs, first).items()}, self._stream)
-            for own in landings
+            Landing(
+                landing, {n: part.numpy() for n, part in parts(landing, outputs, first).items()}, self._stream
+            )
+            for landing in landings
         )
         self._tokens = self._device_parts["tokens"], sent["tokens"]
         self._views: dict[Any, torch.Tensor] = {}  # `part`
@@ -156,9 +158,11 @@ class RoundMemory:
 
     def sample(self, active: Sequence[Request]) -> None:
         """Give the parameters of these requests to the device, with the next pass."""
-        numbers = sampling_numbers([each.params for each in active], [each.seed for each in active])
-        for name, given in numbers.items():
-            self._host_parts[name][: len(given)] = given
+        numbers = sampling_numbers(
+            [request.params for request in active], [request.seed for request in active]
+        )
+        for name, values in numbers.items():
+            self._host_parts[name][: len(values)] = values
 
     def place(self, places: Sequence[int]) -> Sequence[int]:
         """Where the features of this round's chains shall wait. It reaches the device with the next pass."""
@@ -200,21 +204,21 @@ class RoundMemory:
             self._begin("target", start + count)
             for name, numbers in chain_rows(*self._block).items() if self._tree_width > 1 else ():
                 self._put(name, numbers)
-        own = self._begin("drafter", start)
+        begin = self._begin("drafter", start)
         self._write("n_features", [*count.tolist(), *[0] * (batch - len(count))])
         self._send(self._upload)
         counts = self.part("n_features", batch)
         if (features := self._unread.get(batch)) is None:
             features = self._unread[batch] = unread[:batch]
-        return {**own, "n_features": counts, "block": block, "features": features}
+        return {**begin, "n_features": counts, "block": block, "features": features}
 
     def target_feeds(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         """The feeds of a pass, for the idle slots too. Its rows [n, N] may be more than its tokens."""
         start, tokens, self._widened = feeds["start"], feeds["tokens"], None
         shape = fitting(len(start), self.batches), feeds["rows"].shape[1]
-        given = dict(self._begin("target", start))
+        inputs = dict(self._begin("target", start))
         for name in feeds.keys() & {"depths", "visible"}:
-            given[name] = self._put(name, _repeated(feeds[name], shape[0]))
+            inputs[name] = self._put(name, _repeated(feeds[name], shape[0]))
         numbers = tokens if isinstance(tokens, np.ndarray) else self._given
         if numbers is None:
             self._send(self._upload)
@@ -228,7 +232,7 @@ class RoundMemory:
             memory[:n, length:] = memory[:n, length - 1 : length]
             memory[n:] = memory[n - 1]
             self._send(self._upload_tokens)
-        return {**given, "tokens": self.part("tokens", *shape), "rows": self._filled_rows(shape)}
+        return {**inputs, "tokens": self.part("tokens", *shape), "rows": self._filled_rows(shape)}
 
     def tokens(self) -> torch.Tensor:
         """The target's tokens [n, length], from this round's block and the drafter's output.
@@ -238,8 +242,8 @@ class RoundMemory:
         (n, length), (batch, width) = self._asked, self._block
         block, tokens, rows = (self.part(name, batch, width) for name in ("block", "tokens", "rows"))
         drafts = self.part("draft_tokens", batch, width - 1, self._tree_width)
-        given = {"tokens": tokens, "rows": rows}
-        fill_tokens(block, drafts, **given, drafted=length, most=self._most, run=self.run)
+        outputs = {"tokens": tokens, "rows": rows}
+        fill_tokens(block, drafts, **outputs, drafted=length, most=self._most, run=self.run)
         self._rows = batch, width
         return self._corner("tokens", (batch, width), n, length)
 
@@ -258,8 +262,8 @@ class RoundMemory:
             at = (
                 np.minimum(np.arange(most), size - 1) for most, size in zip(shape, tokens.shape, strict=True)
             )
-            made = sum(each * step for each, step in zip(np.ix_(*at), tokens.stride(), strict=True))
-            places = self._wider[key] = torch.from_numpy(made).to(self._target.device)
+            offsets = sum(index * step for index, step in zip(np.ix_(*at), tokens.stride(), strict=True))
+            places = self._wider[key] = torch.from_numpy(offsets).to(self._target.device)
         memory, wide = self._device_parts["tokens"], self.part("tokens", *shape)
         spare = self._spare[: wide.numel()].view(shape)
         wide.copy_(torch.take(memory, places, out=spare))  # the memory is the same
@@ -306,9 +310,9 @@ class RoundMemory:
         if not slots:
             return {}
 
-        own = landing.read("row_logprobs", n, width)
+        logprobs = landing.read("row_logprobs", n, width)
         tokens, best = (landing.read(name, n, width, top) for name in ("top_tokens", "top_logprobs"))
-        return {slot: (own[slot], tokens[slot], best[slot]) for slot in slots}
+        return {slot: (logprobs[slot], tokens[slot], best[slot]) for slot in slots}
 
     def limit(self, limits: Sequence[int], reads: Sequence[bool]) -> None:
         """By slot, how many nodes of a chain count, and whether the drafter reads those that are committed. It reaches
@@ -359,17 +363,17 @@ class RoundMemory:
         """The first numbers of a part, which reach the device when the inputs are sent."""
         self._host_parts[name][: len(numbers)] = numbers
 
-    def _put(self, name: str, given: Array | Sequence[int]) -> torch.Tensor:
+    def _put(self, name: str, values: Array | Sequence[int]) -> torch.Tensor:
         """A part with these numbers, which reach the device when the inputs are sent."""
-        numbers = np.asarray(given)
+        numbers = np.asarray(values)
         self._write(name, numbers.ravel())
         return self.part(name, *numbers.shape)
 
     def _send(self, part: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Copy the inputs to the device, unless they are there."""
         device, host = part
-        if (given := host.numpy().tobytes()) != self._sent:
-            self._sent = given
+        if (inputs := host.numpy().tobytes()) != self._sent:
+            self._sent = inputs
             device.copy_(host, non_blocking=True)
 
 

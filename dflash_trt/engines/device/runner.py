@@ -76,10 +76,10 @@ class DeviceRunner(ABC):
         if self.caches.states is not None:
             self.caches.states.prepare(first_slot, len(feeds["start"]))
         for name, fed in feeds.items():
-            given = torch.from_numpy(fed) if isinstance(fed, np.ndarray) else fed
-            if given.data_ptr() != self.whole_buffer(profile, name).data_ptr():
+            numbers = torch.from_numpy(fed) if isinstance(fed, np.ndarray) else fed
+            if numbers.data_ptr() != self.whole_buffer(profile, name).data_ptr():
                 # pageable memory is read before this returns
-                self.buffer(profile, name, *fed.shape).copy_(given, non_blocking=True)
+                self.buffer(profile, name, *fed.shape).copy_(numbers, non_blocking=True)
         if profile == PREFILL:
             for kind in self.caches.kinds:
                 kind.pool.point(first_slot, len(feeds["start"]))

@@ -80,9 +80,9 @@ class Landing:
         self._views: dict[Any, Array] = {}
         self._here = False
 
-    def fill(self, given: torch.Tensor) -> None:
+    def fill(self, numbers: torch.Tensor) -> None:
         """Copy these numbers, or the first of them, after the work so far. Does not wait."""
-        self._memory[: len(given)].copy_(given, non_blocking=True)
+        self._memory[: len(numbers)].copy_(numbers, non_blocking=True)
         self._here = self._end is None
         if self._end is not None:
             self._end.record(self._stream)
