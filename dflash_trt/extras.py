@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from importlib import metadata
 
 _NAME = "dflash-trt"
 _DISTRIBUTIONS = {"yaml": "pyyaml"}  # of modules with another name
@@ -21,6 +20,8 @@ def install(*names: str) -> str:
 
     ":numpy" is a package of the core, or of any extra. It names the packages themselves, as no index has this one.
     """
+    from importlib import metadata  # slow to import, and of error messages alone
+
     try:
         needed = [
             requirement for name in names for requirement in _OPTIONS.get(name) or _needed(*name.split(":"))
@@ -38,6 +39,8 @@ def install(*names: str) -> str:
 
 def _needed(extra: str, package: str = "") -> list[str]:
     """Requirements of an extra: all of them, or that of one package."""
+    from importlib import metadata
+
     requirements: list[str] = []
     optional: list[str] = []  # of any extra
     package = _DISTRIBUTIONS.get(package, package)

@@ -91,8 +91,10 @@ class Opened:
         """
         if self._thinking_warning and (chat_template_kwargs or {}).get("enable_thinking", True):
             warn_once(_log, self._thinking_warning)
-        most = self.tokenizer.most_bytes(self.max_seq_len)
-        if _characters([messages, chat_template_kwargs, tools], most) > most:
+        most = self.max_seq_len  # a token has one character or more
+        if _characters(chat := [messages, chat_template_kwargs, tools], most) > most and (
+            _characters(chat, most := self.tokenizer.most_bytes(most)) > most
+        ):
             raise RequestError(
                 f"the messages have over {most} characters, more than the {self.max_seq_len} tokens of this bundle "
                 "can have: shorten them"

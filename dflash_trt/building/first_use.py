@@ -8,8 +8,6 @@ import os
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from filelock import FileLock
-
 from dflash_trt.building.progress import progress_display, say
 from dflash_trt.bundle.manifest import MANIFEST, Bundle, Check, digest
 from dflash_trt.bundle.workspace import ANOTHER, LINKED
@@ -53,6 +51,8 @@ def open_bundle(bundle: str | Path, check: Check, engine: str = registry.AUTO) -
     note, inputs = place.parent / f".{name}.inputs", _inputs(pair)
     if cached := _cached(place, note, inputs, check):  # also in a cache that cannot be written
         return cached
+    from filelock import FileLock  # slow to import, and only needed here, as is `build`
+
     with ExitStack() as held:
         with cached_in(place.parent):
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ def open_bundle(bundle: str | Path, check: Check, engine: str = registry.AUTO) -
             raise BundleError(
                 f"{pair.name}: --engine {best} needs {', '.join(lacking)}, not installed here: {installation(entry)}"
             )
-        from dflash_trt.building.build import build  # slow to import, and only needed here
+        from dflash_trt.building.build import build
 
         say(f"building {pair.name} into {place} (once)")
         with progress_display() as progress:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cached_property
 from importlib.util import find_spec
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -30,9 +31,23 @@ def say(line: str) -> None:
 class Display:
     """Steps of work by name: a bar each in a terminal or a notebook, elsewhere lines."""
 
-    def __init__(self, bars: Bars) -> None:
-        self._bars, self._said = bars, monotonic()
+    def __init__(self) -> None:
+        self._said = monotonic()
         self._tasks: dict[str, TaskID] = {}
+
+    @cached_property
+    def _bars(self) -> Bars:
+        """Made for the first step, since rich is slow to import. A notebook without ipywidgets has lines, too."""
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+        notebook = "ipykernel" in sys.modules and find_spec("ipywidgets") is not None
+        return Progress(
+            *(TextColumn("{task.description:<18}"), BarColumn(20), TaskProgressColumn()),
+            *(TimeRemainingColumn(elapsed_when_finished=True), TextColumn("{task.fields[note]}")),
+            console=Console(stderr=True),
+            disable=not (on_terminal() or notebook),
+        )
 
     def __call__(self, step: str, done: int, total: int, note: str = "") -> None:
         """Show that `done` of `total` units of the step are done. Without a terminal, a line says that it begins, and
@@ -58,26 +73,22 @@ class Display:
 
     def say(self, line: str) -> None:
         """A line of its own, above the bars."""
-        if self._bars.disable or not self._tasks:
+        if not self._tasks or self._bars.disable:
             print(line, file=sys.stderr)
         else:
             self._bars.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
+    def stop(self) -> None:
+        """End the bars that were shown."""
+        if self._tasks:
+            self._bars.stop()
+
 
 @contextmanager
 def progress_display() -> Iterator[Display]:
-    """The display of a command. A notebook without ipywidgets has lines, too."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    notebook = "ipykernel" in sys.modules and find_spec("ipywidgets") is not None
-    bars = Progress(
-        *(TextColumn("{task.description:<18}"), BarColumn(20), TaskProgressColumn()),
-        *(TimeRemainingColumn(elapsed_when_finished=True), TextColumn("{task.fields[note]}")),
-        console=Console(stderr=True),
-        disable=not (on_terminal() or notebook),
-    )
+    """The display of a command."""
+    display = Display()
     try:
-        yield Display(bars)
+        yield display
     finally:
-        bars.stop()
+        display.stop()

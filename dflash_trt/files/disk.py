@@ -18,8 +18,6 @@ from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
-import filelock
-
 from dflash_trt.errors import BuildError, CheckpointError, DFlashError
 
 LOCK = "lock"  # the name of the file in a held folder
@@ -192,6 +190,8 @@ def held_folder(folder: Path) -> Iterator[bool]:
     The lock is a file in the folder, which is removed when the lock is released. So is the folder if it is empty then.
     Raises BuildError if `folder` is a link, a file, or a directory of another user.
     """
+    import filelock  # slow to import: it brings asyncio
+
     lock = filelock.FileLock(folder / LOCK, timeout=0)
     try:
         while not lock.is_locked:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -102,14 +101,13 @@ class Tokenizer:
 
     @cached_property
     def _bytes_per_token(self) -> int:
-        longest = max((len(token.encode()) for token in self.backend.get_vocab()), default=1)
+        longest = max(map(len, map(str.encode, self.backend.get_vocab())), default=1)
         # Normalization shortens a text: NFC up to 3 times, NFKC up to 4 times.
         return longest if self.backend.normalizer is None else 4 * longest
 
     def _check_length(self, text: str, most: int) -> None:
         size = len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
-        limit = self.most_bytes(most)
-        if size > limit:
+        if size > most and size > (limit := self.most_bytes(most)):
             raise PromptLengthError(
                 f"the prompt has {size} bytes, more than {most} tokens have (at most {limit})"
             )
@@ -208,6 +206,8 @@ class TextThread:
             done = self._executor.submit(next_text)
         except RuntimeError as error:  # another thread closed it meanwhile
             raise _closed() from error
+        import asyncio  # slow to import, and of servers alone
+
         try:
             async with asyncio.timeout(timeout):
                 return await asyncio.wrap_future(done)
