@@ -34,7 +34,7 @@ OPTIONS = {
 NEEDED = [(name, module) for name in registry.NAMES for module in registry.find(name).needed]
 EXTRAS = "torch", "tensorrt", "tensorrt-rtx"
 # Modules that no text from a bundle needs: those of builds, chats and TensorRT-LLM.
-UNUSED = {"onnx_ir", "huggingface_hub", "jinja2", "yaml"}
+UNUSED = {"onnx_ir", "huggingface_hub", "jinja2", "yaml", "filelock", "rich"}
 
 
 @pytest.fixture(scope="module")
