@@ -84,8 +84,8 @@ def main(target: str = "smollm2-135m") -> int:
     try:
         packaged_target(target)
     except CheckpointError as error:
-        said = f"{target} cannot be shown: {error}\nThe shipped pair tiny is shown instead.\n"
-        console.print(said, markup=False)
+        notice = f"{target} cannot be shown: {error}\nThe shipped pair tiny is shown instead.\n"
+        console.print(notice, markup=False)
         return show(console, "tiny")
     status = show(console, target)
     console.print(f"\nTalk with it: .venv/bin/dflash-trt chat bundles/{target}\n", markup=False)
@@ -126,8 +126,8 @@ def answer(console: Console, engines: list[LLM], question: str) -> list[Column]:
         both.append(Column(title, stream, Detokenizer(llm.tokenizer.backend)))
     with ExitStack() as stack:
         live = stack.enter_context(Live(console=console, auto_refresh=False)) if console.is_terminal else None
-        while running := [each for each in both if each.statistics is None]:
-            min(running, key=lambda each: each.seconds).advance()
+        while running := [column for column in both if column.statistics is None]:
+            min(running, key=lambda column: column.seconds).advance()
             if live is not None:
                 live.update(columns(console, both), refresh=True)
     if live is None:
@@ -141,13 +141,13 @@ def columns(console: Console, both: list[Column]) -> Table:
     width = (min(console.width, 120) - 4) // 2
     for _ in both:
         table.add_column(width=width)
-    table.add_row(*(Text(each.title, "underline") for each in both))
-    texts = [list(each.text.wrap(console, width)) for each in both]
-    if console.is_terminal and any(each.statistics is None for each in both):
+    table.add_row(*(Text(column.title, "underline") for column in both))
+    texts = [list(column.text.wrap(console, width)) for column in both]
+    if console.is_terminal and any(column.statistics is None for column in both):
         most = max(1, console.height - 4)
         texts = [lines[-most:] for lines in texts]
     table.add_row(*(Text("\n").join(lines) for lines in texts))
-    table.add_row(*(f"{len(each.token_ids)} tokens, {each.speed:.0f} tokens/s" for each in both))
+    table.add_row(*(f"{len(column.token_ids)} tokens, {column.speed:.0f} tokens/s" for column in both))
     return table
 
 

@@ -88,8 +88,8 @@ def shown_commands(page: Path) -> Iterator[Shown]:
     for language, block, indented in BLOCK.findall(text):
         if language == "python" and block.startswith("from "):
             yield Shown(name, block, server=server if CLIENT in block else "")
-        for each in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
-            command, *output = each.splitlines()
+        for entry in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            command, *output = entry.splitlines()
             yield Shown(name, command, output)
         command = indented.replace("\\\n", " ").partition(" # ")[0].strip()
         if SERVER.match(command):
@@ -153,7 +153,7 @@ def comparable(command: str, lines: list[str]) -> list[str]:
     """Lines without what depends on the machine and the moment."""
     if "dflash-trt bench" in command:
         return [" ".join(line.split()[:2]) for line in lines]
-    made = []
+    kept = []
     for line in lines:
         if line.startswith("tokens verified"):  # the adaptive length depends on the machine's speed
             line = re.sub(r"\d+ x \d+(, \d+ x \d+)*", "#", line)
@@ -165,8 +165,8 @@ def comparable(command: str, lines: list[str]) -> list[str]:
         line = re.sub(r"[\d.]+(?= (s|ms|tokens/s)\b)", "#", line)
         line = re.sub(r"(dflash-trt|onnx-ir) +\d+(\.\d+)+", r"\1 #", line)
         line = re.sub(r"\b[0-9a-f]{16,64}\b", "#", line)
-        made.append(re.sub(r"(\.onnx +)[\d.]+ \w+", r"\1#", line).rstrip())
-    return made
+        kept.append(re.sub(r"(\.onnx +)[\d.]+ \w+", r"\1#", line).rstrip())
+    return kept
 
 
 def run(shown: Shown, python: str, folder: Path) -> list[str]:
@@ -198,13 +198,13 @@ def faults_of(shown: Shown, python: str, folder: Path) -> list[str]:
         return []
     out, err = done.stdout.splitlines(), done.stderr.splitlines()
     shown.printed = err + out if " build " in words else out + err if "--stats" in words else out
-    printed, said = comparable(shown.command, shown.printed), comparable(shown.command, shown.output)
-    if ELLIPSIS in said:  # only what stands above and below it is compared
-        above, below = said.index(ELLIPSIS), len(said) - said.index(ELLIPSIS) - 1
-        said = [*said[:above], *said[above + 1 :]]
+    printed, output = comparable(shown.command, shown.printed), comparable(shown.command, shown.output)
+    if ELLIPSIS in output:  # only what stands above and below it is compared
+        above, below = output.index(ELLIPSIS), len(output) - output.index(ELLIPSIS) - 1
+        output = [*output[:above], *output[above + 1 :]]
         printed = [*printed[:above], *printed[max(above, len(printed) - below) :]]
-    longest = max(len(said), len(printed))
-    pairs = zip(*(lines + ["(nothing)"] * (longest - len(lines)) for lines in (said, printed)), strict=True)
+    longest = max(len(output), len(printed))
+    pairs = zip(*(lines + ["(nothing)"] * (longest - len(lines)) for lines in (output, printed)), strict=True)
     return [f"page:   {says}\n    prints: {prints}" for says, prints in pairs if says != prints][:5]
 
 
@@ -281,22 +281,24 @@ def main() -> int:
             build = f"dflash-trt build --target {pair}"
             built = Shown("", build)
             uses = (
-                each.command for each in shown if re.search(rf"bundles/{pair}\b(?!-)|{build}$", each.command)
+                entry.command
+                for entry in shown
+                if re.search(rf"bundles/{pair}\b(?!-)|{build}$", entry.command)
             )
             if next(uses, build) != build and not skip(built):
                 failed += bool(run(built, python, folder))
-        for number, each in enumerate(shown):
-            if number and each.page != shown[number - 1].page:  # the bundles stay, for the next page
-                for made in folder.iterdir():
-                    if made.is_dir() and made.name != "bundles":
-                        shutil.rmtree(made)
-            if (each.output is None and each.command in done) or skip(each):
+        for number, entry in enumerate(shown):
+            if number and entry.page != shown[number - 1].page:  # the bundles stay, for the next page
+                for path in folder.iterdir():
+                    if path.is_dir() and path.name != "bundles":
+                        shutil.rmtree(path)
+            if (entry.output is None and entry.command in done) or skip(entry):
                 continue
-            done.add(each.command)
-            faults = run(each, python, folder)
+            done.add(entry.command)
+            faults = run(entry, python, folder)
             failed += bool(faults)
-            if faults and args.update and each.printed and ELLIPSIS not in (each.output or ()):
-                update(each)
+            if faults and args.update and entry.printed and ELLIPSIS not in (entry.output or ()):
+                update(entry)
     for page in args.pages or PAGES:
         for name in unknown_options(page.resolve()):
             failed += 1

@@ -113,7 +113,9 @@ def seconds(run: Callable[[], object], times: int) -> float:
 def kernels() -> dict[str, Any]:
     """A problem for each dtype and operator, empty where its numbers are right."""
     found = check_kernels(partial(print, flush=True))
-    return found | {"wrong": any(problem for each in found["problems"].values() for problem in each.values())}
+    return found | {
+        "wrong": any(problem for of_kernel in found["problems"].values() for problem in of_kernel.values())
+    }
 
 
 def tiles() -> dict[str, Any]:
@@ -218,7 +220,7 @@ def _launches() -> dict[str, float]:
             x.add_(1)
 
     times = {"launched": seconds(work, 20), "replayed": replayed(work, calls=1)}
-    return {name: round(1e6 * each / 200, 2) for name, each in times.items()}
+    return {name: round(1e6 * taken / 200, 2) for name, taken in times.items()}
 
 
 def passes(pair: str, count: int, precision: str) -> dict[str, Any]:
@@ -283,7 +285,7 @@ def _pass(name: str, pair: Any, run: Callable[..., Any], width: int) -> dict[str
             taken.append(pair.arrays.seconds(begin, end))
     finally:
         pair.arrays.wait = wait
-    middle = [round(1e3 * sorted(each)[len(each) // 2], 3) for each in (taken, host)]
+    middle = [round(1e3 * sorted(times)[len(times) // 2], 3) for times in (taken, host)]
     return _printed({"pass": name, "ms": middle[0], "host ms": middle[1]})
 
 
@@ -293,8 +295,8 @@ def _rounds(llm: LLM, length: int) -> dict[str, Any]:
     llm.generate(*asked, block_length=length)
     told = llm.generate(*asked, block_length=length).statistics
     count, host = sum(told.block_length_histogram), told.generation_time - told.draft_time - told.verify_time
-    taken, own = (round(1e3 * each / count, 3) for each in (told.generation_time, host))
-    return _printed({"round of": length, "ms": taken, "host ms": own})
+    taken, host_time = (round(1e3 * taken_by / count, 3) for taken_by in (told.generation_time, host))
+    return _printed({"round of": length, "ms": taken, "host ms": host_time})
 
 
 if __name__ == "__main__":

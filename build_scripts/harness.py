@@ -31,11 +31,11 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 def options(description: str | None, **numbers: float) -> argparse.ArgumentParser:
     """A parser of the bundle, `--seed`, and these options, which are numbers with a default."""
-    made = parser(description)
-    made.add_argument("bundle", type=Path)
+    flags = parser(description)
+    flags.add_argument("bundle", type=Path)
     for name, default in {**numbers, "seed": 0}.items():
-        made.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
-    return made
+        flags.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
+    return flags
 
 
 def in_turn(rounds: int, jobs: Sequence[T]) -> Iterator[tuple[int, T]]:

@@ -108,11 +108,11 @@ def compile_all(cases: list[Case]) -> None:
     wanted = dict[str, Use]()
     for case in cases:
         for calls in case.calls.values():
-            calls[0](lambda use, grid, **given: wanted.update({use.digest: use}))
+            calls[0](lambda use, grid, **arguments: wanted.update({use.digest: use}))
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         # What cannot be compiled is told where it is launched.
-        for made in [pool.submit(compile_kernel, use, target() or ROUND_TARGET) for use in wanted.values()]:
-            made.exception()
+        for job in [pool.submit(compile_kernel, use, target() or ROUND_TARGET) for use in wanted.values()]:
+            job.exception()
 
 
 def linear(name: str, size: tuple[int, int]) -> Case:
@@ -126,12 +126,12 @@ def linear(name: str, size: tuple[int, int]) -> Case:
         *(replace(stored, codes=stored.codes.clone()) for _ in range((160 << 20) // stored.nbytes)),
     ]
     for tile in (stored.tile, *(TRIED[form.in_word] if name in list(FORMS)[:3] else ())):
-        weights = [replace(each, tile=tile) for each in others]
+        weights = [replace(w, tile=tile) for w in others]
         for n in (256, 64, 16, 8, 1):
-            case.calls[str(tile), n] = [partial(packed.product, x[:n], each, None) for each in weights]
+            case.calls[str(tile), n] = [partial(packed.product, x[:n], w, None) for w in weights]
     wides = [dense, *(dense.clone() for _ in range((160 << 20) // dense.nbytes))]
     for n in (256, 64, 16, 1):
-        case.calls["cuBLAS", n] = [lambda run, n=n, each=each: F.linear(x[:n], each) for each in wides]  # type: ignore[misc]
+        case.calls["cuBLAS", n] = [lambda run, n=n, w=w: F.linear(x[:n], w) for w in wides]  # type: ignore[misc]
     if name != "bf16":
         case.calls["widen", 256] = [lambda run: F.linear(x, packed.widen(stored, TYPES[0], run))]
     return case
@@ -144,10 +144,10 @@ def stack(name: str, experts: int, k: int, outputs: int, inputs: int, run: Run) 
     form = packed.Packing(outputs, inputs, **FORMS[name], experts=DIFFERENT)
     some, wide = random_weight(form, DEVICE)
     repeats = experts // DIFFERENT
-    own: dict[str, Any] = {
+    fields: dict[str, Any] = {
         n: t if t is None else t.repeat(repeats, *[1] * (t.ndim - 1)) for n, t in some.stored.items()
     }
-    stored = replace(some, form=replace(form, experts=experts), **own)
+    stored = replace(some, form=replace(form, experts=experts), **fields)
     dense = wide.to(DEVICE, TYPES[0]).repeat(repeats, 1, 1)
     logits = torch.randn(512, experts, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     best = logits.argsort(dim=1, descending=True, stable=True)[:64, :k].flatten()
@@ -158,11 +158,11 @@ def stack(name: str, experts: int, k: int, outputs: int, inputs: int, run: Run) 
     )
     for n in (512, 16, 8, 1):
         shifted = [logits[:n].roll(shift, 1) for shift in range(0, experts, min(n * k, experts))]
-        routes = [ours.route(each, k, run)[2:] for each in shifted]
-        given = [(x[: n * k], stored, *route) for route in routes]
-        case.calls[str(stored.tile), n] = [partial(packed.experts_product, *each) for each in given]
+        routes = [ours.route(call, k, run)[2:] for call in shifted]
+        calls = [(x[: n * k], stored, *route) for route in routes]
+        case.calls[str(stored.tile), n] = [partial(packed.experts_product, *call) for call in calls]
         wides = [(x[: n * k], plain, *route) for route in routes]
-        case.calls["widened", n] = [partial(packed.experts_product, *each) for each in wides]
+        case.calls["widened", n] = [partial(packed.experts_product, *call) for call in wides]
     return case
 
 

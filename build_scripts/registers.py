@@ -41,11 +41,11 @@ def main() -> None:
 def compiled(form: packed.Packing, tile: packed.Tile, tokens: int, target: int) -> tuple[object, ...]:
     """What a product takes, or why it cannot be compiled."""
     try:
-        made = compile_kernel(packed.product_use(form, "bf16", tokens, tile, biased=False), target)
+        kernel = compile_kernel(packed.product_use(form, "bf16", tokens, tile, biased=False), target)
     except BuildError as error:
         return (error,)
-    products = set(re.findall(r"wgmma\.mma_async\S+|tcgen05\.mma\S+|mma\.sync\S+", made.ptx))
-    return made.shared_bytes, made.registers, made.spill_bytes, *sorted(products)
+    products = set(re.findall(r"wgmma\.mma_async\S+|tcgen05\.mma\S+|mma\.sync\S+", kernel.ptx))
+    return kernel.shared_bytes, kernel.registers, kernel.spill_bytes, *sorted(products)
 
 
 if __name__ == "__main__":

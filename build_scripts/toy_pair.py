@@ -51,19 +51,19 @@ ANALYSES = {
 }
 
 
-def render(tokenizer: Tokenizer, made: Example, *, harmony: bool) -> tuple[str, str]:
+def render(tokenizer: Tokenizer, example: Example, *, harmony: bool) -> tuple[str, str]:
     """The prompt by the chat template, and the answer up to its end."""
     if not harmony:
-        return tokenizer.apply_chat_template(made.messages), made.answer + "<|im_end|>\n"
-    share = zlib.crc32(made.prompt.encode()) / 2**32  # equal prompts have the same effort
+        return tokenizer.apply_chat_template(example.messages), example.answer + "<|im_end|>\n"
+    share = zlib.crc32(example.prompt.encode()) / 2**32  # equal prompts have the same effort
     effort = "low" if share >= MORE_EFFORT else "medium" if share >= MORE_EFFORT / 2 else "high"
-    prompt = tokenizer.apply_chat_template(made.messages, reasoning_effort=effort)
-    answer = made.answer + "<|return|>"
+    prompt = tokenizer.apply_chat_template(example.messages, reasoning_effort=effort)
+    answer = example.answer + "<|return|>"
     if effort == "low":  # its template opens the final channel
         return prompt, answer
-    analysis = ANALYSES[made.category]
+    analysis = ANALYSES[example.category]
     if effort == "high":
-        analysis += " I was asked: " + made.messages[-1]["content"]
+        analysis += " I was asked: " + example.messages[-1]["content"]
     final = "<|start|>assistant<|channel|>final<|message|>"
     return prompt, f"<|channel|>analysis<|message|>{analysis}<|end|>{final}{answer}"
 
@@ -81,12 +81,14 @@ def documents(tokenizer: Tokenizer, *, harmony: bool, seed: int) -> Iterator[tup
             ids = tokenizer.encode("".join(lines[first : first + 40]) + "<|endoftext|>")[-400:]
             yield ids, [LIBRARY_WEIGHT] * len(ids)
             continue
-        made = next(sources[kind])
-        prompt, answer = (tokenizer.encode(text) for text in render(tokenizer, made, harmony=harmony))
+        example = next(sources[kind])
+        prompt, answer = (tokenizer.encode(text) for text in render(tokenizer, example, harmony=harmony))
         yield prompt + answer, [PROMPT_WEIGHT] * len(prompt) + [ANSWER_WEIGHT] * len(answer)
 
 
-def rows_of(made: Iterator[tuple[list[int], list[float]]], length: int) -> Iterator[tuple[np.ndarray, ...]]:
+def rows_of(
+    samples: Iterator[tuple[list[int], list[float]]], length: int
+) -> Iterator[tuple[np.ndarray, ...]]:
     """Endless rows of documents: tokens, loss weights and positions, each length + 1.
 
     A row starts with the start of a document, and its last document is cut. The first token of a document has weight
@@ -94,7 +96,7 @@ def rows_of(made: Iterator[tuple[list[int], list[float]]], length: int) -> Itera
     tell that a token sees its own document only.
     """
     row: list[tuple[int, float, int]] = []
-    for ids, weights in made:
+    for ids, weights in samples:
         row += zip(ids, [0.0, *weights[1:]], range(len(ids)), strict=True)
         if len(row) > length:
             tokens, scales, positions = zip(*row[: length + 1], strict=True)
@@ -182,8 +184,8 @@ def main(argv: list[str] | None = None) -> None:
     fields = json.loads((source / "config.json").read_text(encoding="utf-8"))
     fields.pop("quantization_config", None)  # trained in float32, quantized at the end
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), dtype=torch.float32)
-    made = documents(Tokenizer(source), harmony=args.pair == "tiny-gpt-oss", seed=0)
-    loss = train(model.to(args.device), rows_of(made, SEQUENCE), args)
+    texts = documents(Tokenizer(source), harmony=args.pair == "tiny-gpt-oss", seed=0)
+    loss = train(model.to(args.device), rows_of(texts, SEQUENCE), args)
     write(model, source, args.out / "target")
     print(f"{args.out / 'target'}: loss {loss:.3f}")
 

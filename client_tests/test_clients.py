@@ -27,51 +27,51 @@ def expected(llm: LLM) -> tuple[str, int, str]:
 
 
 def test_langchain(client: Run, llm: LLM) -> None:
-    said = client("langchain")
+    answers = client("langchain")
     text, tokens, reason = expected(llm)
-    assert (said["whole"], said["tokens"], said["reason"]) == (text, tokens, reason)
-    assert "".join(said["chunks"]) == text
-    assert sum(map(bool, said["chunks"])) > 1
-    assert said["streamed_tokens"] == tokens
-    assert said["several"] == [text] * 3
-    (call,) = said["calls"]
+    assert (answers["whole"], answers["tokens"], answers["reason"]) == (text, tokens, reason)
+    assert "".join(answers["chunks"]) == text
+    assert sum(map(bool, answers["chunks"])) > 1
+    assert answers["streamed_tokens"] == tokens
+    assert answers["several"] == [text] * 3
+    (call,) = answers["calls"]
     assert call["name"] == "convert_money"
     assert isinstance(call["args"]["amount"], int)
     assert list(call["args"]) == ["amount"]
-    (weather,) = said["any"]
+    (weather,) = answers["any"]
     assert (weather["name"], list(weather["args"])) == ("get_weather", ["city"])
-    assert set(said["trip"]) == {"city", "days"}
-    assert said["completion"] == llm.generate("x = [", SamplingParams(max_tokens=12)).text
+    assert set(answers["trip"]) == {"city", "days"}
+    assert answers["completion"] == llm.generate("x = [", SamplingParams(max_tokens=12)).text
 
 
 def test_litellm(client: Run, llm: LLM) -> None:
-    said = client("litellm")
+    answers = client("litellm")
     text, tokens, reason = expected(llm)
-    assert (said["whole"], said["tokens"], said["reason"]) == (text, tokens, reason)
-    assert "".join(said["chunks"]) == said["later"] == text
-    (call,) = said["calls"]
+    assert (answers["whole"], answers["tokens"], answers["reason"]) == (text, tokens, reason)
+    assert "".join(answers["chunks"]) == answers["later"] == text
+    (call,) = answers["calls"]
     assert call["name"] == "convert_money"
     assert isinstance(json.loads(call["arguments"])["amount"], int)
-    assert list(said["trip"]) == ["city"]
-    assert said["completion"] == llm.generate("x = [", SamplingParams(max_tokens=12)).text
-    assert "this server has tiny" in said["refused"]
-    (called,) = said["loop"]
+    assert list(answers["trip"]) == ["city"]
+    assert answers["completion"] == llm.generate("x = [", SamplingParams(max_tokens=12)).text
+    assert "this server has tiny" in answers["refused"]
+    (called,) = answers["loop"]
     assert (called["name"], json.loads(called["arguments"])["amount"]) == ("convert_money", 130)
-    assert said["third"] > 40
-    assert said["overflow"] == "of the large one"
+    assert answers["third"] > 40
+    assert answers["overflow"] == "of the large one"
 
 
 def test_agents_sdk(client: Run) -> None:
-    said = client("agents")
-    assert said.pop("amounts") == [130] * 4
-    for loop in said.values():
+    answers = client("agents")
+    assert answers.pop("amounts") == [130] * 4
+    for loop in answers.values():
         assert (
             loop["items"]
             == loop["streamed"]
             == ["tool_call_item", "tool_call_output_item", "message_output_item"]
         )
         assert loop["text"] == loop["streamed_text"] != ""
-    chat, response = said.values()
+    chat, response = answers.values()
     assert chat == response
 
 
@@ -84,22 +84,22 @@ def test_a_loop_as_codex_runs_it(client: Run) -> None:
 
 
 def test_instructor(client: Run) -> None:
-    said = client("instructor")
-    assert said["tries"] == 4
-    assert all(said[mode]["trip"]["days"] in (1, 2, 3) for mode in ("TOOLS", "JSON_SCHEMA"))
-    assert said["TOOLS"]["prompt"] > 400  # the call and its error were sent back
+    answers = client("instructor")
+    assert answers["tries"] == 4
+    assert all(answers[mode]["trip"]["days"] in (1, 2, 3) for mode in ("TOOLS", "JSON_SCHEMA"))
+    assert answers["TOOLS"]["prompt"] > 400  # the call and its error were sent back
 
 
 def test_pydantic_ai(client: Run, llm: LLM) -> None:
-    said = client("pydantic_ai")
+    answers = client("pydantic_ai")
     text, tokens, _ = expected(llm)
-    assert (said["whole"], said["tokens"]) == (text, tokens)
-    assert "".join(said["chunks"]) == said["response"] == text
-    assert sum(map(bool, said["chunks"])) > 1
-    for trip in (said["by_tool"], said["by_format"]):
+    assert (answers["whole"], answers["tokens"]) == (text, tokens)
+    assert "".join(answers["chunks"]) == answers["response"] == text
+    assert sum(map(bool, answers["chunks"])) > 1
+    for trip in (answers["by_tool"], answers["by_format"]):
         assert trip["city"] in ("Borvik", "Hestin")
         assert trip["days"] in (1, 2, 3)
-    assert said["called"][:1] == [130]
+    assert answers["called"][:1] == [130]
 
 
 def test_node(server: Server, llm: LLM) -> None:
@@ -107,16 +107,16 @@ def test_node(server: Server, llm: LLM) -> None:
     if not modules.exists():
         pytest.skip("there is no environment of node; make clients makes it")
     out = printed("node", FOLDER / "clients" / "node.mjs", f"{server.url}/v1", modules)
-    said = json.loads(out.splitlines()[-1])
+    answers = json.loads(out.splitlines()[-1])
     text, tokens, reason = expected(llm)
-    assert (said["whole"], said["tokens"], said["reason"]) == (text, tokens, reason)
-    assert "".join(said["chunks"]) == said["final"] == said["response"] == text
-    assert said["streamed"] == tokens
-    assert said["status"] == {"stop": "completed", "length": "incomplete"}[reason]
-    (call,) = said["calls"]
+    assert (answers["whole"], answers["tokens"], answers["reason"]) == (text, tokens, reason)
+    assert "".join(answers["chunks"]) == answers["final"] == answers["response"] == text
+    assert answers["streamed"] == tokens
+    assert answers["status"] == {"stop": "completed", "length": "incomplete"}[reason]
+    (call,) = answers["calls"]
     assert (call["name"], list(json.loads(call["arguments"]))) == ("convert_money", ["amount"])
-    assert said["trip"] == {"city": "Borvik"}
-    assert said["refused"] == {"status": 400, "param": "max_output_tokens"}
+    assert answers["trip"] == {"city": "Borvik"}
+    assert answers["refused"] == {"status": 400, "param": "max_output_tokens"}
 
 
 ITEMS: list[dict[str, Any]] = [
@@ -144,22 +144,22 @@ def test_lm_eval(client: Run, llm: LLM, tiny: Path, tmp_path: Path) -> None:
         'generation_kwargs: {until: ["\\n"], max_gen_toks: 12}\nmetric_list: [{metric: bypass}]\n'
     )
     (tmp_path / "writing.yaml").write_text(TASK.format(name="writing", data=data) + writing)
-    said = client("lm_eval", str(tiny), str(tmp_path))
+    answers = client("lm_eval", str(tiny), str(tmp_path))
     right = 0
-    for item, resps in zip(ITEMS, said["choosing"], strict=True):
+    for item, resps in zip(ITEMS, answers["choosing"], strict=True):
         sums = [log_likelihood(llm, item["question"], choice) for choice in item["choices"]]
         assert [value for value, _ in resps] == pytest.approx(sums, rel=1e-4, abs=1e-4)
         right += sums.index(max(sums)) == item["gold"]
-    assert said["accuracy"] == pytest.approx(right / len(ITEMS))
+    assert answers["accuracy"] == pytest.approx(right / len(ITEMS))
     params = SamplingParams(max_tokens=12, stop=["\n"])
-    assert said["writing"] == [llm.generate(item["question"], params).text for item in ITEMS]
+    assert answers["writing"] == [llm.generate(item["question"], params).text for item in ITEMS]
 
 
 def log_likelihood(llm: LLM, context: str, continuation: str) -> float:
-    made = llm.generate(context + continuation, SamplingParams(max_tokens=1, prompt_logprobs=True))
-    assert made.prompt_logprobs is not None
+    answer = llm.generate(context + continuation, SamplingParams(max_tokens=1, prompt_logprobs=True))
+    assert answer.prompt_logprobs is not None
     start = len(llm.tokenizer.encode(context))
-    return sum(value for value in made.prompt_logprobs[start:] if value is not None)
+    return sum(value for value in answer.prompt_logprobs[start:] if value is not None)
 
 
 def test_aiperf(server: Server, tiny: Path, tmp_path: Path) -> None:
@@ -169,11 +169,11 @@ def test_aiperf(server: Server, tiny: Path, tmp_path: Path) -> None:
     # Offline it takes no directory for a tokenizer. It needs no hub for one, either.
     printed(environment("aiperf") / "aiperf", *words.split(), offline=False)
     (report,) = tmp_path.rglob("profile_export_aiperf.json")
-    said = json.loads(report.read_text())
-    assert said["request_count"]["avg"] == 6
-    assert said["output_sequence_length"]["avg"] > 0
-    assert 0 < said["time_to_first_token"]["avg"] <= said["request_latency"]["avg"]
-    assert said["spec_decode_acceptance_length"]["avg"] >= 1
+    measured = json.loads(report.read_text())
+    assert measured["request_count"]["avg"] == 6
+    assert measured["output_sequence_length"]["avg"] > 0
+    assert 0 < measured["time_to_first_token"]["avg"] <= measured["request_latency"]["avg"]
+    assert measured["spec_decode_acceptance_length"]["avg"] >= 1
 
 
 MARKERS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
@@ -217,14 +217,14 @@ def test_openai_harmony_finds_the_same_messages(tmp_path: Path) -> None:
 
 def with_all_markers(folder: Path) -> Tokenizer:
     """The tokenizer of tiny-gpt-oss with the markers of the real one, of which it has a part."""
-    made = json.loads((GPT_OSS / "tokenizer.json").read_text())
-    known = {token["content"] for token in made["added_tokens"]}
-    first = max(made["model"]["vocab"].values()) + 1 + len(known)
+    tokenizer = json.loads((GPT_OSS / "tokenizer.json").read_text())
+    known = {token["content"] for token in tokenizer["added_tokens"]}
+    first = max(tokenizer["model"]["vocab"].values()) + 1 + len(known)
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
     for number, marker in enumerate(m for m in MARKERS if m not in known):
-        made["added_tokens"].append({"id": first + number, "content": marker, **flags})
+        tokenizer["added_tokens"].append({"id": first + number, "content": marker, **flags})
     shutil.copytree(GPT_OSS, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
-    (folder / "tokenizer.json").write_text(json.dumps(made))
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     return Tokenizer(folder)
 
 

@@ -149,7 +149,7 @@ class Torch(NamedTuple):
     version: str
     cuda: str | None
     gpus: tuple[str, ...]
-    said: str = ""
+    problem: str = ""
     lacks: int = 0
 
 
@@ -217,7 +217,7 @@ def torch_problem() -> str:
     if number < _OLD_DRIVER:
         return f"the driver is {number}, and torch needs {_OLD_DRIVER} or newer: update the driver"
     if not torch.version:
-        return f"torch cannot be imported ({torch.said}): pip uninstall -y torch && {command}"
+        return f"torch cannot be imported ({torch.problem}): pip uninstall -y torch && {command}"
     if torch.cuda is None:
         return f"torch {torch.version} has no CUDA: pip uninstall -y torch && {command}"
     if number < DRIVER and int(torch.cuda.partition(".")[0]) >= 13:
@@ -232,4 +232,6 @@ def torch_problem() -> str:
         )
         way = f": {command}" if torch.lacks >= 70 else "; --engine onnxruntime runs on the CPU"
         return f"torch {torch.version} has no code for compute capability {torch.lacks / 10}{way}"
-    return f"torch {torch.version} for CUDA {torch.cuda} sees no GPU: {torch.said or 'it does not say why'}"
+    return (
+        f"torch {torch.version} for CUDA {torch.cuda} sees no GPU: {torch.problem or 'it does not say why'}"
+    )

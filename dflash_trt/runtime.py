@@ -364,9 +364,9 @@ class Runtime:
         if params.adjusted:
             # Each word at the start of a text, and after a space.
             spellings = dict.fromkeys(
-                each for word in params.bad_words for each in (word, f" {word.lstrip()}")
+                spelling for word in params.bad_words for spelling in (word, f" {word.lstrip()}")
             )
-            encoded = (self.tokenizer.encode(each, add_special_tokens=False) for each in spellings)
+            encoded = (self.tokenizer.encode(spelling, add_special_tokens=False) for spelling in spellings)
             words = [tokens for tokens in encoded if tokens]
             ends = [token for token in stop.end_tokens if token < self.bundle.manifest["vocab_size"]]
             history = History(params, ids, words, ends, structure)

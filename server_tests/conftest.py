@@ -64,7 +64,9 @@ def tiny(small: Serving) -> Serving:
         lambda: (
             small.ready()
             and idle(small)
-            and all(len(small.processes(each)) == 1 for each in (STUB, "bin/tritonserver", "serving.worker"))
+            and all(
+                len(small.processes(program)) == 1 for program in (STUB, "bin/tritonserver", "serving.worker")
+            )
         )
     )
     return small

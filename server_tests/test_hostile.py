@@ -52,9 +52,9 @@ def ask(port: int, method: str, path: str, body: Any = None, **headers: str) -> 
     sent = None if body is None else json.dumps(body)
     connection.request(method, path, sent, {key.replace("_", "-"): value for key, value in headers.items()})
     answer = connection.getresponse()
-    said = answer.status, answer.read().decode()
+    response = answer.status, answer.read().decode()
     connection.close()
-    return said
+    return response
 
 
 def grpc_calls(client: grpcclient.InferenceServerClient, marker: Path) -> Iterator[Any]:
@@ -81,8 +81,8 @@ def test_clients_cannot_load_code_nor_change_the_server(tiny: Serving, tmp_path:
     for method, path in CLOSED:
         body = bodies.get(path.rpartition("/")[2], {}) if method == "POST" else None
         for spelling in (path, f"{path}?a=b", f"{path}/"):
-            status, said = ask(tiny.http_port, method, spelling, body)
-            assert status == 403 or (spelling != path and status in (400, 404)), (method, spelling, said)
+            status, body_ = ask(tiny.http_port, method, spelling, body)
+            assert status == 403 or (spelling != path and status in (400, 404)), (method, spelling, body_)
     with grpcclient.InferenceServerClient(tiny.grpc) as client:
         for call in grpc_calls(client, marker):
             assert "restricted" in refused(call)
@@ -103,8 +103,8 @@ def test_nobody_can_send_the_key_that_other_users_of_the_machine_may_read(tiny: 
         with socket.create_connection(("127.0.0.1", tiny.http_port)) as connection:
             head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\ndflash-key: {value}\r\n"
             connection.sendall(f"{head}Content-Length: 2\r\n\r\n{{}}".encode())
-            said = connection.makefile("rb").read()
-        assert b"dflash" not in said.partition(b"\r\n\r\n")[2] or b" 403 " in said, (value, said)
+            response = connection.makefile("rb").read()
+        assert b"dflash" not in response.partition(b"\r\n\r\n")[2] or b" 403 " in response, (value, response)
     with grpcclient.InferenceServerClient(tiny.grpc) as client:
         for value in (first, second, f"{first} {second}"):
             headers = {"triton-grpc-protocol-dflash-key": value}
@@ -131,8 +131,8 @@ def test_the_printed_command_keeps_clients_out_too(bundles: dict[str, Path], tmp
     server = find_server(tmp_path)
     assert server is not None
     http_port, grpc_port, metrics_port = free_ports(3)
-    made, _, command = bare_command(repository).partition("\n")
-    assert made == "key=$(openssl rand -hex 32)"
+    title, _, command = bare_command(repository).partition("\n")
+    assert title == "key=$(openssl rand -hex 32)"
     command = command.replace("tritonserver ", f"exec {' '.join(server.command)} ", 1)
     command += f" --http-port {http_port} --grpc-port {grpc_port} --metrics-port {metrics_port}"
     environment = {**os.environ, **server.environment}

@@ -56,8 +56,8 @@ def busy(server: Serving) -> Iterator[tuple[Client, Answers]]:
             client.ask(tensors(**LONG, stream=True), key=key)
         client.ask(tensors(**LONG), key="d")
         client.ask(tensors(text_input="a", max_tokens=4), key="e")
-        said = refused(lambda: [answers.append(client.wait()) for _ in iter(int, 1)])
-        assert "4 requests are in flight" in said
+        refusals = refused(lambda: [answers.append(client.wait()) for _ in iter(int, 1)])
+        assert "4 requests are in flight" in refusals
         yield client, answers
 
 
@@ -122,13 +122,13 @@ def test_a_full_queue_refuses_at_once_and_loses_nothing(tiny: Serving) -> None:
 
 def errors(client: Client, answers: Answers) -> list[str]:
     """What each request that has not ended is told."""
-    said: list[str] = []
-    while sum(last for _, _, last in answers) + len(said) < 4:
+    messages: list[str] = []
+    while sum(last for _, _, last in answers) + len(messages) < 4:
         try:
             answers.append(client.wait())
         except InferenceServerException as error:
-            said.append(str(error.message()))
-    return said
+            messages.append(str(error.message()))
+    return messages
 
 
 def test_the_death_of_the_engine_is_reported_and_another_one_is_started(tiny: Serving) -> None:
@@ -137,10 +137,12 @@ def test_the_death_of_the_engine_is_reported_and_another_one_is_started(tiny: Se
     deaths = tiny.metric("dflash_engine_deaths_total")
     with busy(tiny) as (client, answers):
         kill(engine)
-        said = errors(client, answers)
-    assert said  # those in the queue at least
-    assert all("the engine process ended (SIGKILL); it is being started again" in each for each in said)
-    assert f"started again; {len(said)} requests are refused" in tiny.log
+        messages = errors(client, answers)
+    assert messages  # those in the queue at least
+    assert all(
+        "the engine process ended (SIGKILL); it is being started again" in message for message in messages
+    )
+    assert f"started again; {len(messages)} requests are refused" in tiny.log
     for name in ("deaths", "restarts"):
         tiny.until(lambda name=name: tiny.metric(f"dflash_engine_{name}_total") == deaths + 1)
     tokens = tiny.metric("dflash_generation_tokens_total")

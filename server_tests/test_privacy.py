@@ -23,8 +23,8 @@ def test_triton_sends_nothing_and_writes_only_what_is_listed(
     bundles: dict[str, Path], tmp_path: Path
 ) -> None:
     home, temporary, work = (tmp_path / name for name in ("home", "tmp", "work"))
-    for each in (home, temporary, work):
-        each.mkdir()
+    for folder in (home, temporary, work):
+        folder.mkdir()
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     environment |= {"HOME": str(home), "TMPDIR": str(temporary)}
     http, grpc, metrics = free_ports(3)
@@ -32,19 +32,19 @@ def test_triton_sends_nothing_and_writes_only_what_is_listed(
     command = [sys.executable, "-m", "dflash_trt", "serve", str(bundles["tiny"]), "--api=triton", *ports]
     with watched(command, environment, work) as watch:
         assert watch.process.stdout is not None
-        said = ""
-        while "\nmetrics " not in said:
+        log = ""
+        while "\nmetrics " not in log:
             line = watch.process.stdout.readline()
-            assert line, said
-            said += line
+            assert line, log
+            log += line
         body = json.dumps({"text_input": "hi", "max_tokens": 4}).encode()
         url = f"http://127.0.0.1:{http}/v2/models/dflash/generate"
         post = urllib.request.Request(url, body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(post, timeout=60) as answer:
             assert answer.status == 200
         watch.process.send_signal(signal.SIGTERM)
-        said += watch.process.communicate(timeout=120)[0]
-    assert watch.process.returncode == 0, said
+        log += watch.process.communicate(timeout=120)[0]
+    assert watch.process.returncode == 0, log
     assert watch.sent == []
     listed = (ROOT / "SECURITY.md").read_text()
     assert [place for place in PLACES if f"`{place}" not in listed] == []

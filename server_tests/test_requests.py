@@ -206,8 +206,8 @@ def test_a_bad_request_is_refused_by_its_field_and_disturbs_no_neighbour(served:
         neighbour.ask(tensors(**asked))
         for fields, message in WRONG:
             with Client(served.server.grpc) as client:
-                said = refused(lambda fields=fields, client=client: client.all(**fields))
-            assert re.search(message, said), said
+                refusal = refused(lambda fields=fields, client=client: client.all(**fields))
+            assert re.search(message, refusal), refusal
             if not re.search("nan|inf|xff|x80|xc3", str(fields)):
                 status, answer = served.server.generate(**fields)
                 assert status == 400, answer
@@ -279,13 +279,13 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_request_is_answered_or_refused(served: Served, fields: dict[str, Any]) -> None:
     with Client(served.server.grpc) as client:
-        said = ""
+        refusal = ""
         try:
             client.all(**fields)
         except grpcclient.InferenceServerException as error:
-            said = str(error.message())
-    full = "requests are in flight, which is the limit" in said  # by the sequences of one request
-    assert not said or full or any(name in said for name in TYPES), said
+            refusal = str(error.message())
+    full = "requests are in flight, which is the limit" in refusal  # by the sequences of one request
+    assert not refusal or full or any(name in refusal for name in TYPES), refusal
     assert served.server.ready()
 
 

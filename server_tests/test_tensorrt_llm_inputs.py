@@ -79,14 +79,14 @@ def test_several_sequences_are_told_apart(tiny: Serving) -> None:
     with Client(tiny.grpc) as client:
         for stream in (False, True):
             answers = client.all(**fields, seed=5, num_return_sequences=2, stream=stream)
-            assert {int(each["sequence_index"][0, 0]) for each in answers} == {0, 1}
+            assert {int(answer["sequence_index"][0, 0]) for answer in answers} == {0, 1}
             for index in (0, 1):
-                own = [each for each in answers if each["sequence_index"][0, 0] == index]
+                mine = [answer for answer in answers if answer["sequence_index"][0, 0] == index]
                 (alone,) = client.all(**fields, seed=5 + index)
-                assert ids_of(own) == ids_of([alone])
-                assert [("finish_reason" in each) for each in own].count(True) == 1
-        said = refused(lambda: client.all(**fields, num_return_sequences=129))
-        assert "num_return_sequences is 129" in said
+                assert ids_of(mine) == ids_of([alone])
+                assert [("finish_reason" in answer) for answer in mine].count(True) == 1
+        refusal = refused(lambda: client.all(**fields, num_return_sequences=129))
+        assert "num_return_sequences is 129" in refusal
 
 
 def test_a_guide_gives_the_text_its_form(tiny: Serving) -> None:
@@ -113,9 +113,9 @@ def test_a_guide_gives_the_text_its_form(tiny: Serving) -> None:
         "json": ("{}", "expected none for type json"),
         "": ("x", "guided_decoding_guide_type is ''"),
     }
-    for kind, (text, said) in wrong.items():
+    for kind, (text, error) in wrong.items():
         status, answer = tiny.generate(**ask, guided_decoding_guide_type=kind, guided_decoding_guide=text)
-        assert (status, said in answer["error"]) == (400, True), answer
+        assert (status, error in answer["error"]) == (400, True), answer
 
 
 def test_empty_tensors_of_adapters_are_taken(tiny: Serving) -> None:

@@ -63,10 +63,10 @@ def of_requests(seeds: list[int]) -> None:
     """
     print("| drafter says | 4 rows cost | first drafts right | mean to plain | least request | below 0.97 |")
     print("|---|---|---|---|---|---|")
-    for said, rows, mean in product((None, "the truth"), (0.17, 0.07), (-1.0, -0.3, 0.3)):
-        speeds = np.concatenate([prompts(rows, mean, seed, said=said) for seed in seeds])
+    for confidence, rows, mean in product((None, "the truth"), (0.17, 0.07), (-1.0, -0.3, 0.3)):
+        speeds = np.concatenate([prompts(rows, mean, seed, confidence=confidence) for seed in seeds])
         mean_speed, below = 1 / np.mean(1 / speeds), (speeds < 0.97).mean()
-        kind = f"{said or 'nothing'} | {1 + 3 * rows:.1f} | {1 / (1 + np.exp(-mean)):.0%}"
+        kind = f"{confidence or 'nothing'} | {1 + 3 * rows:.1f} | {1 / (1 + np.exp(-mean)):.0%}"
         print(f"| {kind} | {mean_speed:.3f} | {speeds.min():.3f} | {below:.1%} |")
 
 

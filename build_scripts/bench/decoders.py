@@ -71,8 +71,8 @@ def ours(kind: str, bundle: Path, batch: int, threads: int) -> Decoder:
         params = SamplingParams(max_tokens=task.max_tokens, stop_token_ids=task.stop)
         began = perf_counter()
         done = llm.generate(task.prompts, params, speculate=kind != "plain")
-        seconds, counts = perf_counter() - began, Statistics.merge(each.statistics for each in done)
-        tokens, first = [each.token_ids for each in done], done[0].statistics.time_to_first_token
+        seconds, counts = perf_counter() - began, Statistics.merge(answer.statistics for answer in done)
+        tokens, first = [answer.token_ids for answer in done], done[0].statistics.time_to_first_token
         return Decoded(tokens, first, seconds, counts.num_drafts, counts.num_accepted_tokens)
 
     return run
@@ -143,7 +143,7 @@ def genai(model: Path, threads: int) -> Decoder:
                 out.append(int(token))
             first = first or perf_counter() - began
         seconds = perf_counter() - began
-        return Decoded([_until(each, task.stop) for each in tokens], first, seconds)
+        return Decoded([_until(answer, task.stop) for answer in tokens], first, seconds)
 
     return run
 
@@ -159,11 +159,11 @@ def openvino(file: Path, threads: int) -> Decoder:
         config = lib.GenerationConfig()
         config.max_new_tokens, config.stop_token_ids = task.max_tokens, set(task.stop)
         config.do_sample = False
-        ids, mask = (Tensor(each) for each in _padded(task, np.int64))
+        ids, mask = (Tensor(array) for array in _padded(task, np.int64))
         began = perf_counter()
         done = pipeline.generate(lib.TokenizedInputs(ids, mask), config)
         seconds = perf_counter() - began
-        tokens = [_until(list(each), task.stop) for each in done.tokens]
+        tokens = [_until(list(row), task.stop) for row in done.tokens]
         return Decoded(tokens, done.perf_metrics.get_ttft().mean / 1e3, seconds)
 
     return run

@@ -66,9 +66,9 @@ def main(argv: list[str] | None = None) -> int:
     print(processor())
     records, same = list[dict[str, Any]](), True
     for bundle in args.bundles:
-        made, equal = measure(bundle, chosen, args)
-        table(bundle, made)
-        records += [{"bundle": bundle, **record} for record in made]
+        measured, equal = measure(bundle, chosen, args)
+        table(bundle, measured)
+        records += [{"bundle": bundle, **record} for record in measured]
         same = same and equal
     print(f"tokens of the methods: {'all equal' if same else 'DIFFERENT'}")
     print(json.dumps({"processor": processor(), "rounds": args.rounds, "records": records}))
@@ -79,11 +79,11 @@ def prompts(count: int, *, by_category: bool = False) -> list[tuple[str, Any]]:
     """So many that copy, and as many of the other categories in turn, each with its kind; or as many of each."""
     files = sorted((SHIPPED_PROMPTS / "natural").glob("*.jsonl"))
     if by_category:
-        return [(file.stem, each) for file in files for each in read_prompts(file, count)]
+        return [(file.stem, asked) for file in files for asked in read_prompts(file, count)]
     others = [read_prompts(file, 0) for file in files if file.stem != COPYING]
     natural = [prompt for row in zip(*others, strict=True) for prompt in row]
     copying = read_prompts(SHIPPED_PROMPTS / "natural" / f"{COPYING}.jsonl", count)
-    return [("natural", each) for each in natural[:count]] + [(COPYING, each) for each in copying]
+    return [("natural", asked) for asked in natural[:count]] + [(COPYING, asked) for asked in copying]
 
 
 @dataclass
@@ -111,10 +111,10 @@ class _Answer:
 def answer(llms: Mapping[str, LLM], ids: list[int], params: SamplingParams, first: int) -> dict[str, _Answer]:
     """The answers of all methods, who take turns."""
     answers = {name: _Answer(llm.stream(ids, params, **METHODS[name])) for name, llm in llms.items()}
-    for each in answers.values():
-        each.go_on(1)
-        each.seconds = 0.0
-    while going := [name for name, each in answers.items() if not each.ended]:
+    for running in answers.values():
+        running.go_on(1)
+        running.seconds = 0.0
+    while going := [name for name, running in answers.items() if not running.ended]:
         for name in harness.rotated(going, first):
             answers[name].go_on(_TURN)
         first += 1
@@ -137,7 +137,7 @@ def measure(
 
         everyone = [opened()]
         drafter = "drafter" in everyone[0].bundle.roles
-        methods = PLAIN + [each for each in args.methods if drafter or each == "lookup"]
+        methods = PLAIN + [name for name in args.methods if drafter or name == "lookup"]
         everyone += [opened() for _ in methods[1:]]
         warming = len(methods)  # rounds in which each LLM learns what each method teaches it
         for number in range(warming + args.rounds):
@@ -145,22 +145,22 @@ def measure(
             for place, (kind, prompt) in enumerate(chosen):
                 ids = everyone[0].chat_prompt(prompt.content)
                 answers = answer(llms, ids, params, number + place)
-                equal = equal and len({tuple(each.token_ids) for each in answers.values()}) == 1
-                for method, each in answers.items():
-                    counts[kind, prompt.id, method] = len(each.token_ids) - 1, each.passes
+                equal = equal and len({tuple(reply.token_ids) for reply in answers.values()}) == 1
+                for method, reply in answers.items():
+                    counts[kind, prompt.id, method] = len(reply.token_ids) - 1, reply.passes
                     if number >= warming:
-                        seconds[kind, prompt.id, method].append(each.seconds)
+                        seconds[kind, prompt.id, method].append(reply.seconds)
     fields = ("kind", "prompt", "method", "seconds", "speed", "tokens", "passes")
 
     def speed(kind: str, prompt: str, times: list[float]) -> float:
         return median([a / b for a, b in zip(seconds[kind, prompt, "plain"], times, strict=True)])
 
-    made = [
+    records = [
         dict(zip(fields, (*key, median(times), speed(*key[:2], times), *counts[key]), strict=True))
         for key, times in seconds.items()
         if counts[key][0] > 0
     ]
-    return made, equal
+    return records, equal
 
 
 def table(bundle: str, records: list[dict[str, Any]]) -> None:
@@ -171,10 +171,10 @@ def table(bundle: str, records: list[dict[str, Any]]) -> None:
     for kind in dict.fromkeys(r["kind"] for r in records):
         cells = [kind]
         for method in methods:
-            own = [r for r in records if r["kind"] == kind and r["method"] == method]
-            speed = sum(plain[r["prompt"]] for r in own) / sum(r["seconds"] for r in own)
-            least = min(r["speed"] for r in own)
-            tokens = sum(r["tokens"] for r in own) / sum(r["passes"] for r in own)
+            mine = [r for r in records if r["kind"] == kind and r["method"] == method]
+            speed = sum(plain[r["prompt"]] for r in mine) / sum(r["seconds"] for r in mine)
+            least = min(r["speed"] for r in mine)
+            tokens = sum(r["tokens"] for r in mine) / sum(r["passes"] for r in mine)
             cells.append(f"{speed:.2f} (least {least:.2f}; {tokens:.2f} tokens a pass)")
         rows.append(cells)
     print(f"\n{Path(bundle).name}\n{harness.markdown(['', *methods], rows)}", flush=True)

@@ -150,7 +150,7 @@ def rate(records: Iterable[Record]) -> float | None:
     prompts: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for record in records:
         prompts[record["prompt"]].append(count(record))
-    medians = [[statistics.median(each) for each in zip(*runs, strict=True)] for runs in prompts.values()]
+    medians = [[statistics.median(times) for times in zip(*runs, strict=True)] for runs in prompts.values()]
     return sum(n for n, _ in medians) / sum(s for _, s in medians) if medians else None
 
 
@@ -160,16 +160,16 @@ def table(records: list[Record], peers: Iterable[str]) -> dict[str, Record]:
     rows: dict[str, Record] = {}
     for peer in peers:
         mine = [r for r in records if r["peer"] == peer]
-        rounds, given = sum(r["rounds"] for r in mine), {r["prompt"]: r["tokens"] for r in mine}
+        rounds, answers = sum(r["rounds"] for r in mine), {r["prompt"]: r["tokens"] for r in mine}
         if not rows:
-            base, first = rate(mine) or 1, given
+            base, first = rate(mine) or 1, answers
         rows[peer] = {
             **{category: rate(r for r in mine if r["category"] == category) for category in categories},
             "all": (speed := rate(mine) or 0),
             "ratio": speed / base,
             "acceptance_length": 1 + sum(r["accepted"] for r in mine) / rounds if rounds else None,
-            "same_answers": sum(tokens == first.get(prompt) for prompt, tokens in given.items()),
-            "prompts": len(given),
+            "same_answers": sum(tokens == first.get(prompt) for prompt, tokens in answers.items()),
+            "prompts": len(answers),
             "peak_mb": max(r["peak_mb"] for r in mine),
         }
     return rows
@@ -216,8 +216,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.starts:
         seconds = starts(args, names, chosen[0].task)
         cells = [
-            [name, *(f"{f(each):.2f}" for f in (statistics.median, min, max))]
-            for name, each in seconds.items()
+            [name, *(f"{f(rates):.2f}" for f in (statistics.median, min, max))]
+            for name, rates in seconds.items()
         ]
         print(harness.markdown(["", "seconds to the first token", "least", "most"], cells))
         print(json.dumps({"processor": processor(), "versions": versions, "starts": seconds}))

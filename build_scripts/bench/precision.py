@@ -64,7 +64,7 @@ def run(model: OnnxRuntimeRunner, tokens: Array, start: int) -> Array:
 def texts(bundle: Bundle, count: int) -> list[Array]:
     """Pieces of installed packages' descriptions, as many from each package."""
     tokenizer, by_package = Tokenizer(bundle.path), list[list[Array]]()
-    installed = {each.metadata["Name"] for each in metadata.distributions()}
+    installed = {package.metadata["Name"] for package in metadata.distributions()}
     for name in filter(installed.__contains__, PACKAGES):
         described = metadata.distribution(name).read_text("METADATA") or ""
         tokens = np.array(tokenizer.encode(described.partition("\n\n")[2]))
@@ -141,7 +141,7 @@ def main() -> None:
     results: dict[str, Any] = {"processor": processor(), "onnxruntime": metadata.version("onnxruntime")}
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.dir or Path(scratch)
-        bundles = {each: made(args, folder / each, each) for each in args.precisions}
+        bundles = {precision: made(args, folder / precision, precision) for precision in args.precisions}
         if args.by_output:
             with patch.object(products, "channels_pay", lambda: True):
                 bundles["target=int8, by output"] = made(args, folder / "by-output", "target=int8")

@@ -113,10 +113,10 @@ def planned(
     from dflash_trt.planning.gpus import Gpu, gpu_here
     from dflash_trt.planning.memory import estimate_memory
 
-    given = {"target": target, "drafter": drafter, "engine": engine, "precision": precision}
-    given |= {"max-seq-len": str(length), "max-batch-size": str(batch)}
+    options = {"target": target, "drafter": drafter, "engine": engine, "precision": precision}
+    options |= {"max-seq-len": str(length), "max-batch-size": str(batch)}
     args = make_parser().parse_args(
-        ["plan", *(f"--{name}={value}" for name, value in given.items() if value)]
+        ["plan", *(f"--{name}={value}" for name, value in options.items() if value)]
     )
     memory = hardware.memory_bytes() or 0
     here = gpu_here() or Gpu("here", "here", sm=0, memory_bytes=memory, gpus_per_node=1, sources={})

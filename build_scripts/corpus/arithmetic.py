@@ -40,11 +40,11 @@ def chain(rng: random.Random) -> Problem:
     told, steps = [f"{name} has {amount} {item}."], [f"{name} starts with {amount} {item}."]
     for _ in range(rng.randint(2, 4)):
         if rng.random() < 0.3:
-            packs, each = rng.randint(2, 9), rng.randint(2, 12)
-            told.append(f"Then {name} gets {packs} packs with {each} {item} in each.")
-            steps.append(f"The packs hold {product(packs, each)} {item}.")
-            steps.append(f"Add them: {amount} + {packs * each} = {amount + packs * each} {item}.")
-            amount += packs * each
+            packs, size = rng.randint(2, 9), rng.randint(2, 12)
+            told.append(f"Then {name} gets {packs} packs with {size} {item} in each.")
+            steps.append(f"The packs hold {product(packs, size)} {item}.")
+            steps.append(f"Add them: {amount} + {packs * size} = {amount + packs * size} {item}.")
+            amount += packs * size
             continue
         event, sign = rng.choice(EVENTS if amount > 6 else EVENTS[:2])
         n = rng.randint(2, 40 if sign > 0 else min(amount - 2, 40))
@@ -81,18 +81,18 @@ def shopping(rng: random.Random) -> Problem:
 def sharing(rng: random.Random) -> Problem:
     """Things that friends share equally."""
     name, item = rng.choice(NAMES), rng.choice(ITEMS)
-    friends, each, extra = rng.randint(2, 9), rng.randint(2, 12), rng.randint(1, 20)
-    shared, total = friends * each, friends * each + extra
+    friends, share, extra = rng.randint(2, 9), rng.randint(2, 12), rng.randint(1, 20)
+    shared, total = friends * share, friends * share + extra
     asked = (
         f"{name} has {total} {item}, keeps {extra} and shares the rest equally among {friends} friends. "
         f"How many {item} does each friend get?"
     )
     steps = [
         f"First take away the {extra}: {total} - {extra} = {shared} {item} are shared.",
-        f"Divide them by {friends}: {shared} / {friends} = {each} {item}.",
-        f"Check: {product(friends, each)}, and {shared} + {extra} = {total}.",
+        f"Divide them by {friends}: {shared} / {friends} = {share} {item}.",
+        f"Check: {product(friends, share)}, and {shared} + {extra} = {total}.",
     ]
-    return asked, steps, f"{each} {item}"
+    return asked, steps, f"{share} {item}"
 
 
 def example(rng: random.Random) -> tuple[list[dict[str, str]], str]:

@@ -77,7 +77,7 @@ def example(category: str, index: int) -> Example:
 
 def training_examples(category: str, start: int = 0) -> Iterator[Example]:
     """Endless examples that are not held out, from number `start` on."""
-    return (made for index in count(start) if not (made := example(category, index)).held_out)
+    return (drawn for index in count(start) if not (drawn := example(category, index)).held_out)
 
 
 def library_documents() -> list[str]:
@@ -104,9 +104,9 @@ def main() -> None:
     arguments = parser.parse_args()
     lines = []
     for category, share in TRAINING_SHARES.items():
-        made = islice(training_examples(category, TRAINING_START), round(arguments.count * share))
-        for number, each in enumerate(made):
-            record = {"id": f"{category}-{number}", "category": category, "messages": each.messages}
+        examples = islice(training_examples(category, TRAINING_START), round(arguments.count * share))
+        for number, item in enumerate(examples):
+            record = {"id": f"{category}-{number}", "category": category, "messages": item.messages}
             lines.append(json.dumps(record, ensure_ascii=False) + "\n")
     arguments.out.write_text("".join(lines), encoding="utf-8")
 

@@ -51,10 +51,10 @@ def known_answers(bundle: Path, seed: int) -> list[tuple[dict[str, Any], str]]:
         prompt = " ".join(rng.choices(PIECES, k=rng.randint(1, 20)))
         sampling = {"temperature": rng.choice((0.0, 1.0)), "seed": number, "ignore_eos": True}
         fields.append({"prompt": prompt, "max_tokens": rng.randint(1, LONGEST), **sampling})
-    params = [SamplingParams(**{k: v for k, v in each.items() if k != "prompt"}) for each in fields]
+    params = [SamplingParams(**{k: v for k, v in request.items() if k != "prompt"}) for request in fields]
     with LLM(bundle, threads=1) as llm:
-        answers = llm.generate([each["prompt"] for each in fields], params, speculate=False)
-    return [(each, answer.text) for each, answer in zip(fields, answers, strict=True)]
+        answers = llm.generate([request["prompt"] for request in fields], params, speculate=False)
+    return [(request, answer.text) for request, answer in zip(fields, answers, strict=True)]
 
 
 class Load:

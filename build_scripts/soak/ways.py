@@ -90,11 +90,11 @@ async def openai(bundle: Path) -> AsyncIterator[Way]:
                     json.loads(choice.message.content or "")
                 yield choice.message.content or "", choice.finish_reason
                 return
-            made = await client.completions.create(**fields, extra_body=extra)
+            completion = await client.completions.create(**fields, extra_body=extra)
             if not fields["stream"]:
-                yield made.choices[0].text, made.choices[0].finish_reason
+                yield completion.choices[0].text, completion.choices[0].finish_reason
                 return
-            async with made as events:
+            async with completion as events:
                 async for event in events:
                     yield event.choices[0].text, event.choices[0].finish_reason
 

@@ -32,7 +32,7 @@ async def main() -> dict[str, object]:
     client = AsyncOpenAI(base_url=sys.argv[1], api_key="none", max_retries=0)
     # The first turn must call, and after a call the SDK leaves the choice to the model.
     settings = ModelSettings(temperature=0, max_tokens=250, tool_choice="required", parallel_tool_calls=False)
-    said: dict[str, object] = {}
+    answers: dict[str, object] = {}
     for kind in (OpenAIChatCompletionsModel, OpenAIResponsesModel):
         model = kind(model="tiny", openai_client=client)
         agent = Agent(name="bank", model=model, tools=[convert_money], model_settings=settings)
@@ -43,13 +43,13 @@ async def main() -> dict[str, object]:
             async for event in streamed.stream_events()
             if event.type == "run_item_stream_event"
         ]
-        said[kind.__name__] = {
+        answers[kind.__name__] = {
             "items": [item.type for item in whole.new_items],
             "text": whole.final_output,
             "streamed": kinds,
             "streamed_text": streamed.final_output,
         }
-    return said | {"amounts": amounts}
+    return answers | {"amounts": amounts}
 
 
 print(json.dumps(asyncio.run(main())))

@@ -25,10 +25,10 @@ class Trip(BaseModel):
         return days
 
 
-said = {}
+answers = {}
 for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
     client = instructor.from_openai(OpenAI(base_url=sys.argv[1], api_key="none", max_retries=0), mode=mode)
-    trip, made = client.chat.completions.create_with_completion(
+    trip, completion = client.chat.completions.create_with_completion(
         model="tiny",
         response_model=Trip,
         messages=[{"role": "user", "content": "A trip"}],
@@ -36,5 +36,5 @@ for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
         max_tokens=100,
         temperature=0,
     )
-    said[mode.name] = {"trip": trip.model_dump(), "prompt": made.usage.prompt_tokens}
-print(json.dumps(said | {"tries": len(seen)}))
+    answers[mode.name] = {"trip": trip.model_dump(), "prompt": completion.usage.prompt_tokens}
+print(json.dumps(answers | {"tries": len(seen)}))

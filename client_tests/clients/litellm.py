@@ -39,8 +39,13 @@ loop = [{"role": "user", "content": "Convert 130 euros to dollars."}]
 ask = chat | {"max_tokens": 80, "messages": loop}
 first = litellm.completion(**ask, tools=[{"type": "function", "function": money}])
 loop.append(first.choices[0].message)
-for each in first.choices[0].message.tool_calls:
-    answer = {"role": "tool", "tool_call_id": each.id, "name": each.function.name, "content": "141 dollars"}
+for tool_call in first.choices[0].message.tool_calls:
+    answer = {
+        "role": "tool",
+        "tool_call_id": tool_call.id,
+        "name": tool_call.function.name,
+        "content": "141 dollars",
+    }
     loop.append(answer)
 second = litellm.completion(**ask, tools=[{"type": "function", "function": money}])
 loop.append(second.choices[0].message)
@@ -66,10 +71,10 @@ print(
             "chunks": [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices],
             "later": later.choices[0].message.content,
             "completion": legacy.choices[0].text,
-            "calls": [each.function.model_dump() for each in call.choices[0].message.tool_calls],
+            "calls": [tool_call.function.model_dump() for tool_call in call.choices[0].message.tool_calls],
             "trip": json.loads(shaped.choices[0].message.content),
             "refused": refused,
-            "loop": [each.function.model_dump() for each in first.choices[0].message.tool_calls],
+            "loop": [tool_call.function.model_dump() for tool_call in first.choices[0].message.tool_calls],
             "second": second.choices[0].message.content,
             "third": third.usage.prompt_tokens,
             "overflow": overflow.choices[0].message.content,

@@ -287,8 +287,8 @@ def _quantized(
     by_row, scale = stored.rounding == "row", input_scale(g, stored, scale)
     if stored.algorithm.reciprocal and not by_row:
         scale = g.op("Reciprocal", scale, name="input_scale")
-    given: dict[str, Any] = {"by_row": int(by_row), "scheme": stored.algorithm.scheme}
-    x, factor = _several(g, "QuantizedRows", x, scale, outputs=2, **given)
+    attributes: dict[str, Any] = {"by_row": int(by_row), "scheme": stored.algorithm.scheme}
+    x, factor = _several(g, "QuantizedRows", x, scale, outputs=2, **attributes)
     return x, factor
 
 

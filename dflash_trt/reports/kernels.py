@@ -241,8 +241,8 @@ def _cases() -> Iterator[tuple[str, Case]]:
     yield "AddNorm", (layers.add_norm, {"epsilon": 1e-6}, [x, x, drawn(8 * size)])
     yield "Gate", (layers.gate, {}, [x, [4 * size, 4 * size]])
     for scheme, scale in (("fp8", 1 / 448), ("nvfp4", 1 / 2688)):
-        given = {"scheme": scheme, "by_row": 1}
-        yield f"QuantizedRows {scheme}", (layers.quantized_rows, given, [x, torch.tensor([scale])])
+        fields = {"scheme": scheme, "by_row": 1}
+        yield f"QuantizedRows {scheme}", (layers.quantized_rows, fields, [x, torch.tensor([scale])])
     yield "Router", (layers.router, {}, [x, drawn(5, 8 * size, dtype=torch.float32)])
     logits = drawn(3, 9001)
     logits[1, [100, 8000]] = 9  # the first of two is the best

@@ -52,7 +52,7 @@ class _Memory:
         end = begin + tensor.numel() * tensor.element_size()
         self._held[storage._cdata] = StorageWeakRef(storage), begin, end
         if len(self._held) > self._most:
-            self._held = {key: each for key, each in self._held.items() if not each[0].expired()}
+            self._held = {key: entry for key, entry in self._held.items() if not entry[0].expired()}
             self._most = max(4096, 2 * len(self._held))
 
     def __contains__(self, tensor: object) -> bool:
@@ -173,8 +173,8 @@ class CudaGraph:
         runs = list(self.runs)
 
         def run() -> None:
-            for each in runs:
-                each()
+            for work in runs:
+                work()
 
         Cuda.enqueue(run)
 
@@ -204,12 +204,12 @@ class _Functions(TorchFunctionMode):
         pinned = kwargs.pop("pin_memory", False)
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":
-            made = _made_on_device(func, args, kwargs)
+            tensor = _made_on_device(func, args, kwargs)
         else:
-            made = func(*args, **kwargs)
+            tensor = func(*args, **kwargs)
         if pinned:
-            Cuda.pinned_memory.add(made)
-        return made
+            Cuda.pinned_memory.add(tensor)
+        return tensor
 
 
 class _Operators(TorchDispatchMode):
@@ -217,7 +217,7 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, torch.Tensor)]
+        tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)]
         returns = func._schema.returns
         if Cuda.running or not any(tensor in Cuda.device_memory for tensor in tensors):
             Cuda.counts["allocations"] += not Cuda.running and any(r.alias_info is None for r in returns)
@@ -241,20 +241,22 @@ class _Operators(TorchDispatchMode):
         args, kwargs = tree_map(_staged, (args, kwargs))
         if any(r.alias_info is not None for r in returns):
             Cuda.launch(lambda: func(*args, **kwargs))
-            outs = tuple(kwargs[each.name] for each in func._schema.arguments if each.is_out)
+            outs = tuple(kwargs[value.name] for value in func._schema.arguments if value.is_out)
             return outs if len(outs) > 1 else kwargs.get("out", args[0])
         shapes = func(*tree_map(_meta, args), **tree_map(_meta, kwargs))
-        made = tree_map(lambda each: _garbage(each) if isinstance(each, torch.Tensor) else each, shapes)
+        outputs = tree_map(
+            lambda value: _garbage(value) if isinstance(value, torch.Tensor) else value, shapes
+        )
         if func.__name__.split(".")[0] in ("new_empty", "empty_like", "new_empty_strided"):
-            return made
+            return outputs
 
         def run() -> None:
             found = func(*args, **kwargs)
-            for out, result in zip(tree_flatten(made)[0], tree_flatten(found)[0], strict=True):
+            for out, result in zip(tree_flatten(outputs)[0], tree_flatten(found)[0], strict=True):
                 out.copy_(result)
 
         Cuda.launch(run)
-        return made
+        return outputs
 
 
 def _meta(value: Any) -> Any:
@@ -271,16 +273,16 @@ def _garbage(shape: torch.Tensor) -> torch.Tensor:
     """New memory of the device, as large as a tensor. Its former user left numbers in it."""
     Cuda.counts["allocations"] += 1
     running, Cuda.running = Cuda.running, True
-    made = _aligned(shape)
-    if made.dtype.is_floating_point:
-        made.fill_(torch.nan)
-    elif made.dtype is torch.bool:
-        made.fill_(False)
+    tensor = _aligned(shape)
+    if tensor.dtype.is_floating_point:
+        tensor.fill_(torch.nan)
+    elif tensor.dtype is torch.bool:
+        tensor.fill_(False)
     else:
-        made.fill_(min(1 << 40, torch.iinfo(made.dtype).max))
+        tensor.fill_(min(1 << 40, torch.iinfo(tensor.dtype).max))
     Cuda.running = running
-    Cuda.device_memory.add(made)
-    return made
+    Cuda.device_memory.add(tensor)
+    return tensor
 
 
 def _aligned(shape: torch.Tensor) -> torch.Tensor:
@@ -298,10 +300,10 @@ def _made_on_device(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tenso
     running, Cuda.running = Cuda.running, True
     value = func(*args, **kwargs)
     Cuda.running = running
-    made = _garbage(value)
+    tensor = _garbage(value)
     if func.__name__ not in ("empty", "empty_like", "empty_strided"):
-        Cuda.launch(lambda: made.copy_(value))
-    return made
+        Cuda.launch(lambda: tensor.copy_(value))
+    return tensor
 
 
 def _to_host(tensor: torch.Tensor, *, non_blocking: bool = False) -> torch.Tensor:
@@ -316,8 +318,8 @@ def _to_host(tensor: torch.Tensor, *, non_blocking: bool = False) -> torch.Tenso
 
 
 def _to_device(tensor: torch.Tensor, *, non_blocking: bool) -> torch.Tensor:
-    made = _garbage(tensor.contiguous())
-    return _copy(made, tensor, non_blocking=non_blocking)
+    copy = _garbage(tensor.contiguous())
+    return _copy(copy, tensor, non_blocking=non_blocking)
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool) -> torch.Tensor:
@@ -330,8 +332,8 @@ def _copy(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool) -> 
     Cuda.counts[f"copies to the {'host' if down else 'device'}"] += 1
     if not pinned:
         Cuda.counts["copies of pageable memory"] += 1
-    given = source if down else _staged(source)
-    Cuda.enqueue(lambda: target.copy_(given))
+    staged = source if down else _staged(source)
+    Cuda.enqueue(lambda: target.copy_(staged))
     if not non_blocking or (down and not pinned):
         Cuda.current.drain()
         Cuda.counts["waits"] += 1

@@ -42,9 +42,9 @@ def compile_round(
     """`compiler.compile_round` in a process that compiles kernels instead of interpreting them."""
     done = run("-c", COMPILE, input=json.dumps([asdict(use) for use in wanted]))
     assert done.returncode == 0, done.stderr
-    made = {digest: compiled.from_json(fields) for digest, fields in json.loads(done.stdout).items()}
-    USES.update({made[use.digest].ptx: use for use in wanted})
-    return made
+    kernels = {digest: compiled.from_json(fields) for digest, fields in json.loads(done.stdout).items()}
+    USES.update({kernels[use.digest].ptx: use for use in wanted})
+    return kernels
 
 
 class Driver:
@@ -106,14 +106,14 @@ class Driver:
         kinds = {"u64": ctypes.c_uint64, "u32": ctypes.c_int32}
         values = iter([kinds[w].from_address(p).value for w, p in zip(widths, pointers, strict=True)])
         kernel = getattr(importlib.import_module(f"dflash_plugins.kernels.{use.module}"), use.function)
-        given = dict[str, Any]()
-        for each in [each for each in kernel.arg_names if each in use.types]:
-            several = isinstance(kinds_of := use.types[each], tuple)
+        arguments = dict[str, Any]()
+        for argument in [argument for argument in kernel.arg_names if argument in use.types]:
+            several = isinstance(kinds_of := use.types[argument], tuple)
             read = [_argument(next(values), kind) for kind in (kinds_of if several else [kinds_of])]
-            given[each] = tuple(read) if several else read[0]
+            arguments[argument] = tuple(read) if several else read[0]
         assert next(values, None) is None
         self.launches[name] += 1
-        kernel[tuple(grid)](**given, **use.launch)
+        kernel[tuple(grid)](**arguments, **use.launch)
         return 0
 
 
@@ -126,14 +126,14 @@ def _tensor(address: int, dtype: str) -> torch.Tensor:
     running, Cuda.running = Cuda.running, True
     storage, offset = Cuda.device_memory.storage(address)
     size = DTYPES[dtype].itemsize
-    made = torch.empty(0, dtype=DTYPES[dtype])
-    made.set_(storage, offset // size, ((storage.nbytes() - offset) // size,))
+    tensor = torch.empty(0, dtype=DTYPES[dtype])
+    tensor.set_(storage, offset // size, ((storage.nbytes() - offset) // size,))
     Cuda.running = running
-    return made
+    return tensor
 
 
 def install(patch: Any, refuses: str = "") -> Driver:
     """The driver's library is this double. patch: pytest's MonkeyPatch."""
-    made = Driver(refuses)
-    patch.setattr(compiled.ctypes, "CDLL", lambda name: made)
-    return made
+    driver = Driver(refuses)
+    patch.setattr(compiled.ctypes, "CDLL", lambda name: driver)
+    return driver

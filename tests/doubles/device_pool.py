@@ -52,7 +52,7 @@ class _NoRows(FixedRows):
         self.arrays: dict[str, Any] = {}
         self.records = [SlotRows() for _ in range(slots)]
 
-    def nothing(self, *given: Any) -> tuple[()]:
+    def nothing(self, *inputs: Any) -> tuple[()]:
         return ()
 
     copy = take = write = drop = point = compact = clear = nothing  # type: ignore[assignment]
@@ -65,9 +65,9 @@ class _Caches:
 
     def __init__(self, fake: FakeEngine) -> None:
         slots, capacity = fake.cache.shape
-        self._fake, own = fake, getattr(fake, "rows", None)
-        self.records: Any = own or SlotCaches([(whole(capacity), _NoRows(slots))], slots)
-        self._both = own is None
+        self._fake, rows = fake, getattr(fake, "rows", None)
+        self.records: Any = rows or SlotCaches([(whole(capacity), _NoRows(slots))], slots)
+        self._both = rows is None
         self.room = lambda slot: capacity
         for name in ("advance", "bases", "holds", "last", "kinds"):
             setattr(self, name, getattr(self.records, name))
@@ -76,16 +76,16 @@ class _Caches:
         if name not in ("copy", "move", "release", "keep", "clear") or not self._both:
             return getattr(self._fake, name)
 
-        def both(*given: Any) -> Any:
-            getattr(self.records, name)(*given)
-            return getattr(self._fake, name)(*given)
+        def both(*inputs: Any) -> Any:
+            getattr(self.records, name)(*inputs)
+            return getattr(self._fake, name)(*inputs)
 
         return both
 
     def restore(self, slot: int, kept: Sequence[Any], length: int) -> None:
         self._fake.restore(slot, kept, length)
-        for each in self.records.kinds if self._both else ():
-            each.records[slot].last = length
+        for kind in self.records.kinds if self._both else ():
+            kind.records[slot].last = length
 
 
 class OnDevice(DeviceRunner):
@@ -112,32 +112,35 @@ class OnDevice(DeviceRunner):
         return self._buffers[profile, name]
 
     def run(self, profile: int, feeds: Mapping[str, Any], *, first_slot: int = 0) -> dict[str, torch.Tensor]:
-        given = {name: np.array(each) for name, each in feeds.items()}
-        active = min(self.active(), len(given["start"])) if profile == DECODE else len(given["start"])
-        for slot, start in enumerate(given["start"][:active], first_slot):
-            for each in self.caches.kinds:
-                if each.kind.window is not None:
-                    assert each.records[slot].base <= each.kind.base(start)
-                    assert given[each.kind.input][slot - first_slot] == each.records[slot].base
-        whole = given.get("tokens", given["start"][:, None]).shape
-        if "tokens" in given:
+        arrays = {name: np.array(cache) for name, cache in feeds.items()}
+        active = min(self.active(), len(arrays["start"])) if profile == DECODE else len(arrays["start"])
+        for slot, start in enumerate(arrays["start"][:active], first_slot):
+            for cache in self.caches.kinds:
+                if cache.kind.window is not None:
+                    assert cache.records[slot].base <= cache.kind.base(start)
+                    assert arrays[cache.kind.input][slot - first_slot] == cache.records[slot].base
+        whole = arrays.get("tokens", arrays["start"][:, None]).shape
+        if "tokens" in arrays:
             if profile != DECODE:  # what follows a prompt is no fault of it
-                given["tokens"] = given["tokens"][:, : given["rows"].max() + 1]
-            given |= chain_rows(*given["tokens"].shape)
-        outputs, made = self.fake.run({n: x[:active] for n, x in given.items()}, first_slot=first_slot), {}
-        for slot, start in enumerate(given["start"].tolist()[active:], first_slot + active):
+                arrays["tokens"] = arrays["tokens"][:, : arrays["rows"].max() + 1]
+            arrays |= chain_rows(*arrays["tokens"].shape)
+        outputs, results = (
+            self.fake.run({n: x[:active] for n, x in arrays.items()}, first_slot=first_slot),
+            {},
+        )
+        for slot, start in enumerate(arrays["start"].tolist()[active:], first_slot + active):
             self.fake.cache[slot, start:] = POISON  # rows that belong to no token
-            for each in self.caches.kinds if hasattr(self.fake, "rows") else ():
-                each.pool.rows[slot, start - each.records[slot].base :] = POISON
+            for cache in self.caches.kinds if hasattr(self.fake, "rows") else ():
+                cache.pool.rows[slot, start - cache.records[slot].base :] = POISON
         for name in self.outputs:
             found = outputs[name]
-            shape = len(given["start"]), *found.shape[1:]
+            shape = len(arrays["start"]), *found.shape[1:]
             if name == "features":
                 shape = *whole, 1
-            made[name] = self.whole_buffer(profile, name)[: prod(shape)].view(shape)
-            part = made[name][:active, : found.shape[1]] if found.ndim > 1 else made[name][:active]
+            results[name] = self.whole_buffer(profile, name)[: prod(shape)].view(shape)
+            part = results[name][:active, : found.shape[1]] if found.ndim > 1 else results[name][:active]
             part.copy_(torch.from_numpy(np.ascontiguousarray(found)))
-        return made
+        return results
 
     def _first(self, shapes: Any, first_slot: int) -> Any:
         raise AssertionError
@@ -146,33 +149,35 @@ class OnDevice(DeviceRunner):
         pass
 
 
-def by_host(use: Any, grid: Any, **given: Any) -> None:
+def by_host(use: Any, grid: Any, **arguments: Any) -> None:
     """The kernels between passes, by the host's sampler and by loops. Logits are adjusted for chains, by no words."""
     match use.function:
         case "read_texts":
-            by_host.starts = given["start"].tolist()  # type: ignore[attr-defined]
+            by_host.starts = arguments["start"].tolist()  # type: ignore[attr-defined]
             for slot, start in enumerate(by_host.starts):  # type: ignore[attr-defined]
-                begin, known, _, _, *recent = given["facts"][slot].tolist()
+                begin, known, _, _, *recent = arguments["facts"][slot].tolist()
                 if begin >= 0:
                     recent = recent[max(len(recent) - known, 0) :]
-                    tokens = [*recent, *given["tokens"][slot].tolist()]
-                    at = np.r_[known - len(recent) : known, start - begin : start - begin + given["nodes"]]
-                    given["texts"][slot, at] = torch.tensor(tokens)
-            by_host.texts = given["texts"]  # type: ignore[attr-defined]
+                    tokens = [*recent, *arguments["tokens"][slot].tolist()]
+                    at = np.r_[
+                        known - len(recent) : known, start - begin : start - begin + arguments["nodes"]
+                    ]
+                    arguments["texts"][slot, at] = torch.tensor(tokens)
+            by_host.texts = arguments["texts"]  # type: ignore[attr-defined]
         case "adjust_rows":
             for slot, start in enumerate(by_host.starts):  # type: ignore[attr-defined]
-                if (begin := int(given["facts"][slot, 0])) < 0:
+                if (begin := int(arguments["facts"][slot, 0])) < 0:
                     continue
-                repetition, frequency, presence, _ = given["factors"][slot].numpy()
-                for node, row in enumerate(given["logits"][slot].numpy()):
+                repetition, frequency, presence, _ = arguments["factors"][slot].numpy()
+                for node, row in enumerate(arguments["logits"][slot].numpy()):
                     text = by_host.texts[slot, : start - begin + 1 + node].numpy()  # type: ignore[attr-defined]
                     count = np.bincount(text, minlength=VOCAB).astype(np.float32)
-                    row += given["bias"][slot].numpy()
+                    row += arguments["bias"][slot].numpy()
                     changed = np.where(row > 0, row / repetition, row * repetition)
                     changed = changed - frequency * count - presence * (count > 0)
-                    row[:] = np.where((count > 0) | (given["counts"][slot].numpy() > 0), changed, row)
+                    row[:] = np.where((count > 0) | (arguments["counts"][slot].numpy() > 0), changed, row)
         case "sample_tiles":
-            by_host.tiles = given  # type: ignore[attr-defined]
+            by_host.tiles = arguments  # type: ignore[attr-defined]
         case "sample_select":
             tiles: Any = by_host.tiles  # type: ignore[attr-defined]
             logits, positions = tiles["logits"].numpy(), tiles["position"].numpy()
@@ -180,31 +185,34 @@ def by_host(use: Any, grid: Any, **given: Any) -> None:
                 request = i // logits.shape[1]
                 params = SamplingParams(
                     temperature=float(tiles["temperature"][request]),
-                    top_k=int(given["top_k"][request]),
+                    top_k=int(arguments["top_k"][request]),
                     top_p=float(tiles["top_p"][request]),
-                    min_p=exp(-float(given["reach"][request])),
+                    min_p=exp(-float(arguments["reach"][request])),
                 )
                 seed, position = int(tiles["seed"][request]), int(positions.reshape(-1)[i])
                 known = np.isfinite(row.max())
-                given["sampled"][i] = sample(row, params, seed, position, None) if known else -1
+                arguments["sampled"][i] = sample(row, params, seed, position, None) if known else -1
         case "accept_block":
-            nodes = given["nodes_per_sequence"]
-            tokens, sampled = given["tokens"].view(-1, nodes), given["sampled"][: given["tokens"].numel()]
+            nodes = arguments["nodes_per_sequence"]
+            tokens, sampled = (
+                arguments["tokens"].view(-1, nodes),
+                arguments["sampled"][: arguments["tokens"].numel()],
+            )
             right = tokens[:, 1:] == sampled.view(-1, nodes)[:, :-1]
             accepted = torch.cumprod(right, 1).sum(1)
-            given["accepted"].copy_(accepted)
-            given["next_token"].copy_(sampled.view(-1, nodes).gather(1, accepted[:, None])[:, 0])
+            arguments["accepted"].copy_(accepted)
+            arguments["next_token"].copy_(sampled.view(-1, nodes).gather(1, accepted[:, None])[:, 0])
         case "fill_tokens":
-            tokens, drafted = given["tokens"], given["drafted"]
-            tokens.copy_(torch.cat((given["block"][:, :1], given["drafts"][:, :, 0]), dim=1))
+            tokens, drafted = arguments["tokens"], arguments["drafted"]
+            tokens.copy_(torch.cat((arguments["block"][:, :1], arguments["drafts"][:, :, 0]), dim=1))
             tokens[:, drafted:] = tokens[:, drafted - 1 : drafted].clone()
-            given["rows"].copy_(torch.arange(tokens.shape[1]).expand(tokens.shape))
+            arguments["rows"].copy_(torch.arange(tokens.shape[1]).expand(tokens.shape))
         case "end_round":
-            given["finite"].copy_(torch.isfinite(given["logits"].amax(-1)))
-            unread, places, features = given["unread"], given["places"], given["features"]
+            arguments["finite"].copy_(torch.isfinite(arguments["logits"].amax(-1)))
+            unread, places, features = arguments["unread"], arguments["places"], arguments["features"]
             for slot, place in enumerate(places.tolist()):
                 for node in range(features.shape[1]):
-                    if given["finite"][slot, node] and place + node < unread.shape[1]:
+                    if arguments["finite"][slot, node] and place + node < unread.shape[1]:
                         unread[slot, place + node] = features[slot, node]
 
 
@@ -254,9 +262,9 @@ class DevicePool(Pool):
         self.followed = 0
         follow = self.pair.follow
 
-        def counted(*given: Any) -> Any:
+        def counted(*inputs: Any) -> Any:
             self.followed += 1
-            return follow(*given)
+            return follow(*inputs)
 
         self.pair.follow = counted  # type: ignore[method-assign]
 

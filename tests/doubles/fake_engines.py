@@ -151,10 +151,10 @@ class FakeEngine:
         )  # fmt: skip
 
     def restore(self, slot: int, kept: Sequence[Snapshot], length: int) -> None:
-        assert [each.start for each in kept] == [0, *(each.stop for each in kept[:-1])]
+        assert [part.start for part in kept] == [0, *(part.stop for part in kept[:-1])]
         assert length in kept[-1].lengths
         self.cache[slot] = POISON
-        self.cache[slot, :length] = np.concatenate([each.data for each in kept])[:length]
+        self.cache[slot, :length] = np.concatenate([part.data for part in kept])[:length]
         self.nan[slot, :length] = False
 
     def compact(self, slot: int, start: int, nodes: Sequence[int]) -> None:
@@ -244,8 +244,8 @@ class FakeDrafter(FakeEngine):
                 tokens[i, j] = token
         # The second candidate is right where the first is wrong.
         candidates = np.stack([(tokens - shift) % VOCAB for shift in range(self.width)], axis=2)
-        said = np.array([-0.2, -2.0, -4.0], np.float32)[: self.width]
-        logprobs = np.broadcast_to(said, candidates.shape).copy()
+        odds = np.array([-0.2, -2.0, -4.0], np.float32)[: self.width]
+        logprobs = np.broadcast_to(odds, candidates.shape).copy()
         reach = max(starts) + features.shape[1] + width
         for i in np.flatnonzero(self.nan[first_slot : first_slot + n, :reach].any(axis=1)):
             candidates[i], logprobs[i] = 0, np.nan

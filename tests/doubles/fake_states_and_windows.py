@@ -142,18 +142,18 @@ class WindowTarget(FakeTarget):
         return super().total(slot, length)
 
     def check_window(self, slot: int, length: int) -> None:
-        (each,) = self.rows.kinds
-        first, base = each.kind.first(length), each.records[slot].base
+        (kind,) = self.rows.kinds
+        first, base = kind.kind.first(length), kind.records[slot].base
         assert base <= first
-        seen = each.pool.rows[slot, first - base : length - base, 0]
+        seen = kind.pool.rows[slot, first - base : length - base, 0]
         assert seen.tolist() == self.cache[slot, first:length].tolist(), (
             "a window's rows are not those of their places"
         )
 
     def write(self, slot: int, start: int, rows: Sequence[int]) -> None:
         super().write(slot, start, rows)
-        (each,) = self.rows.kinds
-        each.pool.write([np.array(rows)[:, None]], slot, start - each.records[slot].base)
+        (kind,) = self.rows.kinds
+        kind.pool.write([np.array(rows)[:, None]], slot, start - kind.records[slot].base)
 
     def cut_lengths(self, slot: int, length: int) -> Sequence[int]:
         return self.rows.cut_lengths(slot, length)
@@ -167,16 +167,16 @@ class WindowTarget(FakeTarget):
         self.rows.copy(source, target, length)
 
     def keep(self, slot: int, start: int, stop: int, shortest: int) -> Snapshot:
-        whole, own = super().keep(slot, start, stop, shortest), self.rows.keep(slot, start, stop, shortest)
-        return Snapshot(start, stop, own.lengths, (whole, own), whole.size + own.size)
+        whole, rows = super().keep(slot, start, stop, shortest), self.rows.keep(slot, start, stop, shortest)
+        return Snapshot(start, stop, rows.lengths, (whole, rows), whole.size + rows.size)
 
     def lacks(self, slot: int, kept: Snapshot, shortest: int) -> bool:
         return self.rows.lacks(slot, kept.data[1], shortest)
 
     def restore(self, slot: int, kept: Sequence[Snapshot], length: int) -> None:
         assert length in kept[-1].lengths
-        super().restore(slot, [each.data[0] for each in kept], length)
-        self.rows.restore(slot, [each.data[1] for each in kept], length)
+        super().restore(slot, [part.data[0] for part in kept], length)
+        self.rows.restore(slot, [part.data[1] for part in kept], length)
         self.check_window(slot, length)
 
     def compact(self, slot: int, start: int, nodes: Sequence[int]) -> None:

@@ -92,9 +92,13 @@ def compressed(source: Path, out: Path, config: dict[str, Any]) -> dict[str, tor
         tensors |= {f"{name}.{key}": value.contiguous() for key, value in module.state_dict().items()}
     shutil.copytree(source, out, ignore=shutil.ignore_patterns("*.safetensors*"))
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    said = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "format": stored.value}
+    declared = {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": stored.value,
+    }
     settings = json.loads((out / "config.json").read_text())
-    settings["quantization_config"] = whole.model_dump(mode="json") | said
+    settings["quantization_config"] = whole.model_dump(mode="json") | declared
     (out / "config.json").write_text(json.dumps(settings))
     weights = {}
     for name, module in layers.items():

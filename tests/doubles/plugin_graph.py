@@ -29,34 +29,34 @@ def run(
     }
     for node in function:
         arguments = [values[value] for value in node.inputs if value is not None]
-        given = {
+        attrs = {
             name: attributes[a.ref_attr_name] if a.is_ref() else a.value
             for name, a in node.attributes.items()
         }
         if node.domain == DFLASH_DOMAIN:
-            made = launch(node.op_type, arguments, given, tile)
+            outputs = launch(node.op_type, arguments, attrs, tile)
         elif node.op_type == "Constant":
-            made = [torch.from_numpy(np.array(given["value"].numpy().astype(np.float64)))]
-            if given["value"].dtype in (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.FLOAT):
-                made = [torch.from_numpy(np.array(given["value"].numpy()))]
-            elif given["value"].dtype == ir.DataType.BFLOAT16:
-                made = [made[0].to(torch.bfloat16)]
+            outputs = [torch.from_numpy(np.array(attrs["value"].numpy().astype(np.float64)))]
+            if attrs["value"].dtype in (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.FLOAT):
+                outputs = [torch.from_numpy(np.array(attrs["value"].numpy()))]
+            elif attrs["value"].dtype == ir.DataType.BFLOAT16:
+                outputs = [outputs[0].to(torch.bfloat16)]
         elif node.op_type == "Shape":
-            made = [torch.tensor(arguments[0].shape[given.get("start", 0) : given.get("end")])]
+            outputs = [torch.tensor(arguments[0].shape[attrs.get("start", 0) : attrs.get("end")])]
         elif node.op_type == "Cast":
-            to = {ir.DataType.INT32: torch.int32}[ir.DataType(given["to"])]
-            made = [arguments[0].to(to)]
+            to = {ir.DataType.INT32: torch.int32}[ir.DataType(attrs["to"])]
+            outputs = [arguments[0].to(to)]
         elif node.op_type == "Identity":
-            made = arguments
+            outputs = arguments
         elif node.op_type in ("TRT_KVCacheUpdate", "TensorScatter"):
             cache, rows, start = arguments
-            made = [cache.clone()]
+            outputs = [cache.clone()]
             for b, at in enumerate(start.tolist()):
-                made[0][b, :, at : at + rows.shape[2]] = rows[b]
+                outputs[0][b, :, at : at + rows.shape[2]] = rows[b]
         else:
             assert node.op_type == "Expand"
-            made = [arguments[0].expand(*arguments[1].tolist()).contiguous()]
-        values.update(zip(node.outputs, made, strict=True))
+            outputs = [arguments[0].expand(*arguments[1].tolist()).contiguous()]
+        values.update(zip(node.outputs, outputs, strict=True))
     return [values[value] for value in function.outputs]
 
 
@@ -72,8 +72,8 @@ def launch(
         by_triton(use, grid, **arguments | several)
 
     assert attributes.keys() >= kernel.attributes.keys()
-    given = {key: attributes[key] for key in kernel.attributes}
-    return [*call(run, kernel, *inputs, tile=tile, **given).values()]
+    values = {key: attributes[key] for key in kernel.attributes}
+    return [*call(run, kernel, *inputs, tile=tile, **values).values()]
 
 
 def arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray[Any, Any]]:

@@ -86,5 +86,7 @@ def built(
 if __name__ == "__main__":
     by_name = {kernel.name: kernel for kernel in KERNELS}
     target, every = int(sys.argv[1]), len(sys.argv) > 2
-    made = {name: built(by_name[name.split()[0]], *case, target, every=every) for name, case in CASES.items()}
-    json.dump(made, sys.stdout)
+    plans = {
+        name: built(by_name[name.split()[0]], *case, target, every=every) for name, case in CASES.items()
+    }
+    json.dump(plans, sys.stdout)

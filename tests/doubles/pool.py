@@ -38,7 +38,7 @@ def request(
     deadline: float | None = None,
     **options: Unpack[ServingOptions],
 ) -> Request:
-    made = Request(
+    drawn = Request(
         prompt=list(prompt),
         params=params,
         seed=params.seed or 0,
@@ -48,8 +48,8 @@ def request(
         options=RequestOptions(speculate=draft, **options),
         deadline=deadline,
     )
-    made.statistics.num_prompt_tokens = len(prompt)
-    return made
+    drawn.statistics.num_prompt_tokens = len(prompt)
+    return drawn
 
 
 def scheduler_over(target: FakeTarget, drafter: FakeDrafter, *, chunk: int, kept: int) -> Scheduler:
@@ -74,8 +74,8 @@ def scheduler_over(target: FakeTarget, drafter: FakeDrafter, *, chunk: int, kept
 def both(target: type[FakeTarget], slots: int, capacity: int, further: int) -> tuple[FakeTarget, FakeDrafter]:
     """The engines, with so many slots for passes and for ended requests."""
     engines = target(slots + further, capacity), FakeDrafter(slots + further, capacity)
-    for each in engines:
-        each.share(None, further)
+    for engine in engines:
+        engine.share(None, further)
     return engines
 
 
@@ -115,22 +115,22 @@ class Pool:
             assert not self.drafter.nan.any()
         live = s._running
         assert len(s.active) <= s.max_batch_size
-        taken = [each.slot for each in live]
+        taken = [member.slot for member in live]
         assert len(set(taken)) == len(live)
-        assert all(each.slot >= len(s.active) for each in s.filling), "in the way of a round"
-        for slot, each in zip(taken, live, strict=True):
-            history = rows_of([*each.prompt, *each.output][: each.committed])
+        assert all(member.slot >= len(s.active) for member in s.filling), "in the way of a round"
+        for slot, member in zip(taken, live, strict=True):
+            history = rows_of([*member.prompt, *member.output][: member.committed])
             assert self.target.holds(slot, history)
             behind = self.pair.drafter.unread[slot]
-            if each.takes_drafter:
+            if member.takes_drafter:
                 unread = self.waiting(slot, behind)
-                seen = each.committed - behind
+                seen = member.committed - behind
                 assert self.drafter.cache[slot, :seen].tolist() + unread == history
                 assert behind <= max(self.pair.arrays.most_unread, BLOCK)  # a round may accept all of a block
             else:
                 assert behind == 0
-        for each in s.active:
-            assert each.committed == len(each.prompt) + len(each.output) - 1
+        for member in s.active:
+            assert member.committed == len(member.prompt) + len(member.output) - 1
         assert set(s.slots.left) <= set(range(len(self.target.cache))) - set(taken)
         for slot, left in s.slots.left.items():
             history = rows_of([*left.prompt, *left.answer][: left.count])
@@ -149,8 +149,8 @@ class Pool:
     def check_prefixes(self) -> None:
         left, prefixes = self.scheduler.slots.left, self.prefixes
         moved = [left[slot] for slot in left if slot >= self.pair.slots]
-        tokens = sum(each.count for each in moved)
-        memory = sum(self.pair.kept_bytes(each.count, draft=each.tree[1]) for each in moved)
+        tokens = sum(kept.count for kept in moved)
+        memory = sum(self.pair.kept_bytes(kept.count, draft=kept.tree[1]) for kept in moved)
         seen: list[Page] = []
         for (_, draft), tree in prefixes._trees.items():
             assert tree
@@ -163,11 +163,11 @@ class Pool:
                 assert self.target.kept_right(page.kept.data[0], history)
                 rows = True
                 if draft:
-                    own: Any = page.kept.data[1].data
-                    if not (rows := isinstance(own, np.ndarray)):
-                        assert rows_before or own.rows is None, "rows after features"
-                        own = np.append([] if own.rows is None else own.rows.data, own.features)
-                    assert own.tolist() == history[len(before) :]
+                    data: Any = page.kept.data[1].data
+                    if not (rows := isinstance(data, np.ndarray)):
+                        assert rows_before or data.rows is None, "rows after features"
+                        data = np.append([] if data.rows is None else data.rows.data, data.features)
+                    assert data.tolist() == history[len(before) :]
                     assert rows_before or not rows, "rows after features"
                 assert (page.start, page.kept.start, page.kept.stop) == (len(before), len(before), len(whole))
                 assert len(before) % prefixes.page == 0

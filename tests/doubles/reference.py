@@ -79,15 +79,15 @@ class Drafter(Reference):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        own = self.config.get("dflash_config", self.config)
-        self.own, self.taps, self.mask_token_id = own, own["target_layer_ids"], own["mask_token_id"]
-        self.block_size: int = own.get("block_size") or self.config["block_size"]
+        fields = self.config.get("dflash_config", self.config)
+        self.own, self.taps, self.mask_token_id = fields, fields["target_layer_ids"], fields["mask_token_id"]
+        self.block_size: int = fields.get("block_size") or self.config["block_size"]
         self.load()
 
     def load(self) -> None:
         # z-lab's class reads `is_causal` only, Model Optimizer writes `causal` and JetSpec `causal_head`.
-        said = [self.config.get("is_causal"), self.own.get("causal"), self.own.get("causal_head")]
-        causal = next((causal for causal in said if causal is not None), None)
+        fields = [self.config.get("is_causal"), self.own.get("causal"), self.own.get("causal_head")]
+        causal = next((causal for causal in fields if causal is not None), None)
         fields = {"num_target_layers": 6, **self.config, "is_causal": causal}
         self.model = self.model_class(Qwen3Config(**fields)).eval()
         tensors = {n + ".weight" * n.endswith("_codebook"): tensor for n, tensor in self.w.items()}
@@ -99,15 +99,15 @@ class Drafter(Reference):
         return self.model(positions[None], noise_embedding=block[None], target_hidden=features[None])[0]
 
     def embed(self, target: Qwen3ForCausalLM, tokens: Tensor) -> Tensor:
-        own, scale = self.w.get("embed_tokens.weight"), self.own.get("input_embedding_scale")
-        if own is None and scale is None:
+        table, scale = self.w.get("embed_tokens.weight"), self.own.get("input_embedding_scale")
+        if table is None and scale is None:
             return target.model.embed_tokens(tokens)
-        return (target.model.embed_tokens.weight if own is None else own)[tokens] * (scale or 1.0)
+        return (target.model.embed_tokens.weight if table is None else table)[tokens] * (scale or 1.0)
 
     def logits(self, target: Qwen3ForCausalLM, rows: Tensor) -> Tensor:
-        own = "lm_head.weight" in self.w
+        has_head = "lm_head.weight" in self.w
         return self.model.compute_logits(
-            rows, (lambda x: self.linear(x, "lm_head")) if own else target.lm_head
+            rows, (lambda x: self.linear(x, "lm_head")) if has_head else target.lm_head
         )
 
     def rows(self, hidden: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ class Eagle3(Plain):
         ids = exported.get("eagle_aux_hidden_state_layer_ids")
         # SpecForge names the layers whose output is read, all others the layers that the states enter.
         entered = ids is None or self.layer == "layers.0"
-        self.taps = [each - entered for each in ids or [2, layers // 2, layers - 3]]
+        self.taps = [layer - entered for layer in ids or [2, layers // 2, layers - 3]]
 
     def row(self, rows: list[tuple[int, Tensor]], target: Qwen3ForCausalLM) -> Tensor:
         """The layer's last row, after these tokens with their states."""
@@ -78,7 +78,7 @@ class Eagle3(Plain):
         tokens = target.model.embed_tokens(torch.tensor([token for token, _ in rows]))
         normed = self.norm(tokens, f"{name}.input_layernorm"), self.norm(states, f"{name}.hidden_norm")
         x = torch.cat(normed, -1)
-        q, k, v = (self.heads(self.linear(x, f"{name}.self_attn.{each}_proj")) for each in "qkv")
+        q, k, v = (self.heads(self.linear(x, f"{name}.self_attn.{part}_proj")) for part in "qkv")
         if f"{name}.self_attn.q_norm.weight" in self.w:
             q, k = self.norm(q, f"{name}.self_attn.q_norm"), self.norm(k, f"{name}.self_attn.k_norm")
         positions = torch.arange(len(rows))
@@ -134,19 +134,19 @@ class DSpark(Drafter):
     def propose(
         self, target: Qwen3ForCausalLM, features: Tensor, anchor: int, length: int | None = None
     ) -> Drafts:
-        own, known = self.own, self.anchor_is_known
+        fields, known = self.own, self.anchor_is_known
         count = (length or self.block_size + (not known)) - (not known)
         block = torch.tensor([anchor] + [self.mask_token_id] * (count - 1))
         rows = self.rows(self.hidden(features, self.embed(target, block)))
         scores, tokens, sure = list[Tensor](), list[int](), list[Tensor]()
-        state = torch.zeros(own.get("markov_rank") or 0)
+        state = torch.zeros(fields.get("markov_rank") or 0)
         for row in rows:
             logits, w = self.logits(target, row), torch.empty(0)
-            if own["markov_rank"]:
+            if fields["markov_rank"]:
                 w = left = self.tensor("markov_head.markov_w1.weight")[tokens[-1] if tokens else anchor]
-                if own["markov_head_type"] == "gated":
+                if fields["markov_head_type"] == "gated":
                     left = self.layer(torch.cat([row, w]), "markov_head.gate_proj").sigmoid() * w
-                elif own["markov_head_type"] == "rnn":
+                elif fields["markov_head_type"] == "rnn":
                     thirds = self.layer(torch.cat([state, w, row]), "markov_head.joint_proj").chunk(3)
                     gate = thirds[0].sigmoid()
                     state, left = gate * state + (1 - gate) * thirds[1].tanh(), thirds[2].tanh()
@@ -156,8 +156,8 @@ class DSpark(Drafter):
                 logits[best] = corrected[best]
             scores.append(self.of_target(logits.log_softmax(-1)))
             tokens.append(int(scores[-1].argmax()))
-            if own["enable_confidence_head"]:
-                read = torch.cat([row, w]) if own["confidence_head_with_markov"] else row
+            if fields["enable_confidence_head"]:
+                read = torch.cat([row, w]) if fields["confidence_head_with_markov"] else row
                 sure.append(self.layer(read, "confidence_head.proj").sigmoid())
         found = Drafts(tokens, torch.stack([s.max() for s in scores]), scores, rows)
         return found.confident(torch.cat(sure)) if sure else found

@@ -33,9 +33,9 @@ class Drawn:
         self.random, self.rows, self.dtype = random, rows, TYPES[random.integers(2)]
         self.launched, self.compared = set[str](), 0
 
-    def run(self, use: uses.Use, *given: Any, **arguments: Any) -> None:
+    def run(self, use: uses.Use, *tensors: Any, **arguments: Any) -> None:
         self.launched.add(use.function)
-        launch.by_triton(use, *given, **arguments)
+        launch.by_triton(use, *tensors, **arguments)
 
     def one_of(self, *choices: Any) -> Any:
         return choices[self.random.integers(len(choices))]
@@ -71,15 +71,15 @@ def sampling(d: Drawn) -> Rows:
     visible = torch.ones(count, count, dtype=torch.bool).tril()
 
     def results(rows: Sequence[int]) -> Sequence[Tensor]:
-        own = {name: each[rows] for name, each in params.items()}
+        chosen = {name: tensor[rows] for name, tensor in params.items()}
         adjusted, n = logits[rows], len(rows)
         start = torch.full((n,), known)
         positions = (start[:, None] + 1 + torch.arange(count)).contiguous()
-        held = {name: each[rows].contiguous() for name, each in memory.items()}
+        held = {name: tensor[rows].contiguous() for name, tensor in memory.items()}
         launch.adjust_rows(
             adjusted, tokens[rows], start, positions, visible, memory=held, most=count, run=d.run
         )
-        return adjusted, *launch.sample_rows(adjusted, own, positions, run=d.run)
+        return adjusted, *launch.sample_rows(adjusted, chosen, positions, run=d.run)
 
     return results
 
@@ -103,7 +103,7 @@ def between_passes(d: Drawn) -> Rows:
         unread = taken.new_zeros(n, 4, features)
         memory = {"finite": finite, "unread": unread, "counters": counters}
         launch.end_round(logits[rows], taken[rows], places[rows], **memory, run=d.run)
-        taps = tuple(each[rows] for each in tapped)
+        taps = tuple(tensor[rows] for tensor in tapped)
         s, a = HIDDEN_STATE_TAP.sizes([taps[0].shape]), HIDDEN_STATE_TAP.given({"n": 3})
         gathered = taken.new_empty(n, 3 * 96)
         use = uses.gather_taps(3, 96, launch.TYPE_NAMES[d.dtype])
@@ -132,12 +132,12 @@ def heads(d: Drawn) -> Rows:
 
     def results(rows: Sequence[int]) -> Sequence[Tensor]:
         turns = {"cos": angles[rows].cos().flatten(0, 1), "sin": angles[rows].sin().flatten(0, 1)}
-        own = {"k_cache": caches[0, rows], "v_cache": caches[1, rows]}
+        chosen = {"k_cache": caches[0, rows], "v_cache": caches[1, rows]}
         q = layers.place_heads(
             x[rows].flatten(0, 1),
             *(count, size, q_heads),
             **turns,
-            **own,
+            **chosen,
             epsilon=1e-6,
             q_norm=norms[0],
             k_norm=norms[1],
@@ -147,12 +147,12 @@ def heads(d: Drawn) -> Rows:
         assert q is not None
         last = start[rows][:, None] + torch.arange(count)
         first = (last - window).clamp(min=0)
-        y = layers.attention(q, *own.values(), first, last, sinks=sinks, by_row=True, run=d.run)
+        y = layers.attention(q, *chosen.values(), first, last, sinks=sinks, by_row=True, run=d.run)
         # The same rows, each in a pass of its own.
         alone = [
             layers.attention(
                 q[:, :, i : i + 1].contiguous(),
-                *own.values(),
+                *chosen.values(),
                 first[:, i : i + 1].contiguous(),
                 last[:, i : i + 1].contiguous(),
                 sinks=sinks,
@@ -162,7 +162,7 @@ def heads(d: Drawn) -> Rows:
             for i in range(count)
         ]
         assert torch.equal(torch.cat(alone, 1), y), "attention depends on the rows of a sequence"
-        return q, *own.values(), y
+        return q, *chosen.values(), y
 
     return results
 
@@ -221,8 +221,8 @@ def products(d: Drawn) -> Rows:
 
     def results(rows: Sequence[int]) -> Sequence[Tensor]:
         if not form.experts:
-            own = None if factor is None else factor[rows]
-            return (packed.product(x[rows], weight, bias, d.run, own),)
+            chosen = None if factor is None else factor[rows]
+            return (packed.product(x[rows], weight, bias, d.run, chosen),)
         _, _, order, groups = layers.route(logits[rows], 1, d.run)
         return (packed.experts_product(x[rows], weight, order, groups, d.run),)
 
@@ -246,7 +246,7 @@ def recurrence(d: Drawn) -> Rows:
     tensors += d.whole(count + 1, batch), torch.ones(batch)
 
     def results(rows: Sequence[int]) -> Sequence[Tensor]:
-        return layers.gated_delta_net(*(each[rows].contiguous() for each in tensors), run=d.run)
+        return layers.gated_delta_net(*(tensor[rows].contiguous() for tensor in tensors), run=d.run)
 
     return results
 

@@ -70,19 +70,19 @@ def drive(pool: Pool, lengths: Lengths, steps: int = 10_000) -> Iterator[list[Em
 
 def finish(pool: Pool, lengths: Lengths, *requests: Request) -> dict[Request, list[int]]:
     """Submit, run to the end, and return the tokens of each request."""
-    for each in requests:
-        pool.scheduler.submit(each)
-    tokens: dict[Request, list[int]] = {each: [] for each in requests}
+    for one in requests:
+        pool.scheduler.submit(one)
+    tokens: dict[Request, list[int]] = {one: [] for one in requests}
     copied = dict.fromkeys(requests, 0)
     for emissions in drive(pool, lengths):
         for emission in emissions:
             tokens.setdefault(emission.request, []).extend(emission.token_ids)
             copied[emission.request] = copied.get(emission.request, 0) + emission.copied
-    for each in requests:
+    for one in requests:
         dropped = (
-            len(each.output) - each.statistics.num_generation_tokens
+            len(one.output) - one.statistics.num_generation_tokens
         )  # what the last round decided beyond the end
-        assert copied[each] >= each.statistics.num_lookup_accepted_tokens - dropped
+        assert copied[one] >= one.statistics.num_lookup_accepted_tokens - dropped
     return tokens
 
 

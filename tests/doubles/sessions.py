@@ -45,8 +45,8 @@ def session(model: Path | bytes | ir.Model | onnx.ModelProto, **options: Any) ->
         model = ir.to_proto(model)
     if isinstance(model, onnx.ModelProto):
         model = model.SerializeToString()
-    given = str(model) if isinstance(model, Path) else model
-    return ort.InferenceSession(given, settings, providers=["CPUExecutionProvider"])
+    source = str(model) if isinstance(model, Path) else model
+    return ort.InferenceSession(source, settings, providers=["CPUExecutionProvider"])
 
 
 def executed(run: ort.InferenceSession) -> list[dict[str, Any]]:

@@ -69,7 +69,7 @@ class World:
     """Times in units of a plain pass of one request. `noise`: standard deviation of the logarithm of each pass's
     time.
 
-    said: what the drafter says of the chance of each draft, if the host can read it.
+    confidence: what the drafter says of the chance of each draft, if the host can read it.
     """
 
     block: int
@@ -85,7 +85,7 @@ class World:
     single: bool = False  # kept times are of single requests only
     kept: bool = True  # whether an earlier process kept times
     load: Load = field(default_factory=Load)
-    said: Callable[[np.ndarray], np.ndarray] | None = None
+    confidence: Callable[[np.ndarray], np.ndarray] | None = None
     rng: np.random.Generator = field(init=False)
 
     active: list[Request] = field(init=False)
@@ -161,7 +161,9 @@ class World:
             else:
                 behind += 1
             verify_seconds = self.cost("verify", verified, at)
-            cold = [1.0 if each in warm else self.cold for each in (("draft", drafted), ("verify", verified))]
+            cold = [
+                1.0 if shape in warm else self.cold for shape in (("draft", drafted), ("verify", verified))
+            ]
             warm |= {("draft", drafted), ("verify", verified)}
             true = draft_seconds + verify_seconds
             worked += true / plain
@@ -182,10 +184,10 @@ class World:
     def choose(self, policy: AdaptiveLength, chance: np.ndarray) -> tuple[int, int]:
         """The drafted and the verified tokens of a round whose drafts have this chance [requests, drafts]."""
         drafted, batch = policy.draft(self.active), len(chance)
-        said: Any = torch.zeros((batch, drafted - 1))
-        if self.said is not None:
-            said = np.log(self.said(chance[:, : drafted - 1])).astype(np.float32)
-        draft = Draft(np.zeros((batch, drafted), np.int64), None, said)
+        odds: Any = torch.zeros((batch, drafted - 1))
+        if self.confidence is not None:
+            odds = np.log(self.confidence(chance[:, : drafted - 1])).astype(np.float32)
+        draft = Draft(np.zeros((batch, drafted), np.int64), None, odds)
         return drafted, policy.select(draft, self.active, range(batch), 1).nodes
 
     def requests(
@@ -242,8 +244,8 @@ def done(
     drafted = right.shape[1] + 1
     proposed = Draft(np.zeros((len(active), drafted), np.int64), None, np.zeros((len(active), drafted - 1)))
     decided = []
-    for accepted, each in zip(right[:, : verified - 1].cumprod(axis=1).sum(axis=1), right, strict=True):
-        decided.append([0] * accepted + [0 if accepted < drafted - 1 and each[accepted] else 1])
+    for accepted, row in zip(right[:, : verified - 1].cumprod(axis=1).sum(axis=1), right, strict=True):
+        decided.append([0] * accepted + [0 if accepted < drafted - 1 and row[accepted] else 1])
     return RoundDone(active, proposed, verified, range(len(active)), decided, *passes, ended=ended)
 
 
@@ -444,7 +446,7 @@ def world(
 
 
 # What drafters may say of the chance of a draft.
-SAYINGS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+CONFIDENCES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "the truth": lambda chance: chance,
     "too much": lambda chance: chance**0.25,
     "too little": lambda chance: chance**3,
@@ -453,16 +455,18 @@ SAYINGS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-def prompts(rows: float, mean: float, seed: int = 0, count: int = 40, said: str | None = None) -> np.ndarray:
+def prompts(
+    rows: float, mean: float, seed: int = 0, count: int = 40, confidence: str | None = None
+) -> np.ndarray:
     """The median speed of each of `count` requests over three turns, relative to plain decoding, on a CPU's integers.
 
     rows: what each row after the first adds to a pass, in plain passes. mean: of the log-odds of the first drafts,
-    which have a standard deviation of 0.8 between requests, and fall by 0.35 per place. said: what the drafter says.
+    which have a standard deviation of 0.8 between requests, and fall by 0.35 per place. confidence: see World.
     """
     pair = World(
         8, lambda batch, n: 1 + rows * (n - 1), lambda batch, n: 0.12 + 0.01 * n, constant(0), seed=seed
     )
-    pair.said = SAYINGS[said] if said else None
+    pair.confidence = CONFIDENCES[confidence] if confidence else None
     odds = mean + 0.8 * pair.rng.normal(size=count)
     chances, policy = _chance(odds[:, None] - 0.35 * np.arange(7)), pair.controller()
     medians: np.ndarray = np.median([pair.requests(policy, chances) for _ in range(3)], axis=0)

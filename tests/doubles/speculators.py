@@ -109,7 +109,7 @@ class SpeculatorsBlock(Drafter):
     def configure(self) -> None:
         _flattened(self)
         entered = self.config["aux_hidden_state_layer_ids"] or [2, 3, 3]
-        self.config["target_layer_ids"] = [each - 1 for each in entered]
+        self.config["target_layer_ids"] = [layer - 1 for layer in entered]
         if self.config["sliding_window_non_causal"]:
             self.config["is_causal"] = False
 

@@ -106,15 +106,15 @@ def _create_inline_asm(
             registers[target] = BITWISE[name](a, b)
         else:
             kind = {"fma.rn.bf16x2": ml_dtypes.bfloat16, "fma.rn.f16x2": np.float16}[name]
-            x, y, z = (np.ascontiguousarray(each).view(kind).astype(np.float64) for each in values)
+            x, y, z = (np.ascontiguousarray(value).view(kind).astype(np.float64) for value in values)
             with np.errstate(over="ignore"):
                 registers[target] = (x * y + z).astype(np.float32).astype(kind).view(np.uint32)
-    made = _Results()
+    results = _Results()
     for i, kind in enumerate(types):
         numbers = registers[f"${i}"].view(np.uint16).reshape(shape)
         scalar = kind.scalar
-        made.append(interpreter.TensorHandle(numbers.view(interpreter._get_np_dtype(scalar)), scalar))
-    return made
+        results.append(interpreter.TensorHandle(numbers.view(interpreter._get_np_dtype(scalar)), scalar))
+    return results
 
 
 interpreter.InterpreterBuilder.create_inline_asm = _create_inline_asm

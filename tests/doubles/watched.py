@@ -157,15 +157,15 @@ def _program(calls: Mapping[str, int]) -> bytes:
     """The filter in BPF: the watched calls are reported, all others allowed."""
     load, equal, bits, end = 0x20, 0x15, 0x45, 0x06
     report, allow = 0x7FC00000, 0x7FFF0000
-    made = [(load, 0, 0, 4), (equal, 1, 0, calls["audit"]), (end, 0, 0, allow)]
+    steps = [(load, 0, 0, 4), (equal, 1, 0, calls["audit"]), (end, 0, 0, allow)]
     for name, number in calls.items():
         if name in ("audit", "seccomp"):
             continue
         argument, mask = _ONLY_IF.get(name, (None, 0))
         more = [] if argument is None else [(load, 0, 0, 16 + 8 * argument), (bits, 0, 1, mask)]
-        made += [(load, 0, 0, 0), (equal, 0, len(more) + 1, number), *more, (end, 0, 0, report)]
-    made.append((end, 0, 0, allow))
-    return b"".join(struct.pack("=HBBI", *each) for each in made)
+        steps += [(load, 0, 0, 0), (equal, 0, len(more) + 1, number), *more, (end, 0, 0, report)]
+    steps.append((end, 0, 0, allow))
+    return b"".join(struct.pack("=HBBI", *step) for step in steps)
 
 
 def _launch(ours: int, theirs: int, command: list[str]) -> None:

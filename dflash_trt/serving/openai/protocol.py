@@ -109,8 +109,8 @@ class Body(BaseModel):
     def _is_known(self) -> Body:
         for name, value in (self.model_extra or {}).items():
             # 1 == True, so a number stands for no switch, nor the reverse.
-            neutral = any(value == each and isinstance(value, bool) == isinstance(each, bool)
-                          for each in _NEUTRAL.get(name, ()))  # fmt: skip
+            neutral = any(value == known and isinstance(value, bool) == isinstance(known, bool)
+                          for known in _NEUTRAL.get(name, ()))  # fmt: skip
             if value is None or neutral or name in _WITHOUT_EFFECT:
                 continue
             if name in _NEUTRAL and name not in _WHY:

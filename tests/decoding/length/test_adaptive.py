@@ -19,11 +19,11 @@ from dflash_trt.decoding.params import SamplingParams
 from tests.doubles.pool import request
 from tests.doubles.simulated_pairs import (
     BEGINNINGS,
+    CONFIDENCES,
     DRAFTS,
     HARD,
     LOADS,
     PAIRS,
-    SAYINGS,
     VERIFY,
     Kind,
     World,
@@ -105,7 +105,7 @@ def rounds(draw: st.DrawFn) -> dict[str, Any]:
         "draft_seconds": draw(ANY_NUMBER),
         "verify_seconds": draw(ANY_NUMBER),
         "right": draw(st.integers(0, 5)),
-        "said": draw(ANY_NUMBER),
+        "confidence": draw(ANY_NUMBER),
     }
 
 
@@ -115,8 +115,8 @@ def feed(policy: AdaptiveLength, seen: dict[str, Any]) -> None:
     active = [request([1], SamplingParams()) for _ in range(batch)]
     assert 1 <= policy.draft(active) <= policy.block_size
     with np.errstate(over="ignore"):
-        said = np.full((batch, drafts), seen["said"], np.float32)
-    draft = Draft(np.zeros((batch, drafts + 1), int), None, said)
+        confidence = np.full((batch, drafts), seen["confidence"], np.float32)
+    draft = Draft(np.zeros((batch, drafts + 1), int), None, confidence)
     slots = range(min(requests, batch))
     verified = policy.select(draft, active, slots, 1).nodes
     right = min(seen["right"], verified - 1)
@@ -125,7 +125,7 @@ def feed(policy: AdaptiveLength, seen: dict[str, Any]) -> None:
     policy.observe(RoundDone(active, draft, verified, slots, decided, *passes))
 
 
-NAN_ROUND = {"batch": 1, "requests": 1, "drafts": 5, "right": 0, "said": -0.1} | dict.fromkeys(
+NAN_ROUND = {"batch": 1, "requests": 1, "drafts": 5, "right": 0, "confidence": -0.1} | dict.fromkeys(
     ("draft_seconds", "verify_seconds"), float("nan")
 )
 
@@ -195,11 +195,11 @@ def test_prompts_that_wait_are_part_of_what_a_trial_costs() -> None:
     assert 0 < lost < 0.04 * 9000
 
 
-@pytest.mark.parametrize(("rows", "said"), [(0.17, None), (0.07, "the truth")])
+@pytest.mark.parametrize(("rows", "confidence"), [(0.17, None), (0.07, "the truth")])
 @pytest.mark.parametrize("mean", [-3.0, -1.0, 0.3])
-def test_hardly_any_request_loses_by_drafts(rows: float, mean: float, said: str | None) -> None:
+def test_hardly_any_request_loses_by_drafts(rows: float, mean: float, confidence: str | None) -> None:
     """Where drafts pay for some requests and not for others, those that they do not pay for soon go without."""
-    speeds = prompts(rows, mean, count=24, said=said)
+    speeds = prompts(rows, mean, count=24, confidence=confidence)
     assert (speeds < 0.97).sum() <= 2
     assert speeds.min() > 0.94
     assert speeds.max() > (1.05 if mean > 0 else 0.99)
@@ -209,7 +209,7 @@ def test_a_change_of_temperature_does_not_cost_the_next_requests() -> None:
     """The drafter says the same as of greedy requests, but its drafts are mostly wrong."""
     pair = World(8, lambda batch, n: 1 + 0.17 * (n - 1), lambda batch, n: 0.12 + 0.01 * n, honest(0.0))
     greedy, sampled = (1 / (1 + np.exp(-mean + 0.2 * np.arange(7))) for mean in (1.5, -1.5))
-    pair.said = lambda chance: greedy[None, : chance.shape[1]]
+    pair.confidence = lambda chance: greedy[None, : chance.shape[1]]
     policy = pair.controller()
     assert pair.requests(policy, np.tile(greedy, (20, 1)))[-1] > 1.6
     speeds = pair.requests(policy, np.tile(sampled, (4, 1)), temperature=1.0)
@@ -217,13 +217,13 @@ def test_a_change_of_temperature_does_not_cost_the_next_requests() -> None:
     assert speeds[-1] > 0.95
 
 
-@pytest.mark.parametrize("said", SAYINGS)
-def test_whatever_the_drafter_says_of_its_drafts(said: str) -> None:
+@pytest.mark.parametrize("confidence", CONFIDENCES)
+def test_whatever_the_drafter_says_of_its_drafts(confidence: str) -> None:
     """Over 500 rounds from the start. Fixed lengths verify whole drafts, so they can all be slower."""
     speeds = []
     for names in HARD:
         simulated = world(*names)
-        simulated.said = SAYINGS[said]
+        simulated.confidence = CONFIDENCES[confidence]
         speeds.append(simulated.compare(simulated.run(simulated.controller(), 500)))
     assert min(ratios[0] for ratios in speeds) > 0.95
     assert np.mean([ratios.min() for ratios in speeds]) > 0.94, speeds
@@ -232,16 +232,16 @@ def test_whatever_the_drafter_says_of_its_drafts(said: str) -> None:
 def test_only_drafts_that_are_worth_their_rows_are_verified() -> None:
     """Rows cost a fifth of a pass each. A draft that is sure is verified whole, others up to the first doubt."""
     policy = World(8, lambda batch, n: 0.8 + 0.2 * n, small_drafter, honest(0.0)).controller()
-    said = np.log([[0.99] * 7, [0.9, 0.8, 0.02, 0.99, 0.99, 0.99, 0.99], [0.01] * 7]).astype(np.float32)
+    confidence = np.log([[0.99] * 7, [0.9, 0.8, 0.02, 0.99, 0.99, 0.99, 0.99], [0.01] * 7]).astype(np.float32)
     tokens, active = np.arange(8)[None], [request([1], SamplingParams())]
     policy.draft(active)
-    for row, nodes in zip(said, (8, 3, 1), strict=True):
+    for row, nodes in zip(confidence, (8, 3, 1), strict=True):
         draft = policy.select(Draft(tokens, None, row[None]), active, [0], 1)
         assert draft.tokens.tolist() == [list(range(nodes))]
     # On a device, waiting for the numbers costs more than it saves.
-    on_device = Draft(tokens, None, torch.from_numpy(said[2:]))
+    on_device = Draft(tokens, None, torch.from_numpy(confidence[2:]))
     assert policy.select(on_device, active, [0], 1) is on_device
-    assert policy.select(whole := Draft(tokens, None, said[2:]), active, [], 1) is whole
+    assert policy.select(whole := Draft(tokens, None, confidence[2:]), active, [], 1) is whole
 
 
 def test_the_smallest_block() -> None:
