@@ -48,7 +48,7 @@ COMMANDS = {
         "train regenerate --bundle BUNDLE --prompts PROMPTS --out answers.jsonl --max-tokens 4",
         "train drafter --target tiny --data answers.jsonl --out run --steps 1 --batch-size 1"
         " --held-out HELD_OUT --eval-tokens 2",
-        "fit tiny --hours 0.003 --from tiny --out fitted",
+        "fit tiny --hours 0.001 --from tiny --out fitted",
     ],
 }
 RUN = "import sys; from dflash_trt.cli import main; sys.exit(max(main(words.split()) for words in sys.argv[1:]))"

@@ -254,13 +254,13 @@ def changed(lies: Lies, rule: PassRule, count: int) -> tuple[int, Scheduler]:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_job_has_the_tokens_of_plain_decoding(engine: str) -> None:
     lies, rule = ENGINES[engine]
-    wrong, scheduler = changed(lies, rule, 1000)
+    wrong, scheduler = changed(lies, rule, 500)
     assert wrong == 0
     target = scheduler.pair.target
     assert isinstance(target, UlpTarget)
     assert {width for _, width in target.widths if width <= BLOCK} == set(rule.widths)
     assert max(batch for batch, _ in target.widths) == (4 if rule.any_batch else 1)
-    assert scheduler.slots.prefixes.counts.reused_tokens > 1000
+    assert scheduler.slots.prefixes.counts.reused_tokens > 500
 
 
 @pytest.mark.parametrize(

@@ -320,7 +320,7 @@ def test_deadlines_of_requests_that_have_ended_are_forgotten(clock: Clock) -> No
 def test_the_newest_request_waits_again_with_its_tokens_where_memory_runs_out(
     exact: bool, further: int
 ) -> None:
-    """256 requests (64) in 16 slots, with memory for the longest three. What ended requests left goes first, also while
+    """128 requests (64) in 16 slots, with memory for the longest three. What ended requests left goes first, also while
     requests that share their beginnings run. In exact mode a request begins when it has memory to its end.
     """
     options: Any = {"kept": 300, "further": further}
@@ -339,7 +339,7 @@ def test_the_newest_request_waits_again_with_its_tokens_where_memory_runs_out(
             prompt(40, i % 3)[: 1 + 7 * i % 40],
             SamplingParams(max_tokens=1 + 11 * i % 60, seed=i, temperature=i % 2),
         )
-        for i in range(256 if not exact else 64)
+        for i in range(128 if not exact else 64)
     ]
     tokens = finish(pool, Lengths(1, 4, 2, 4), *asked)
     assert all(tokens[each] == expected(each.prompt, each.params, each.seed) for each in asked)

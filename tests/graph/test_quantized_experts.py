@@ -263,16 +263,15 @@ def test_what_torch_gets_against_numpy(tmp_path: Path, name: str, monkeypatch: p
     error = np.linalg.norm(exact.first_pass(given)[1]["y"].numpy() - expected, axis=1)
     assert np.median(error / np.linalg.norm(expected, axis=1)) < 1e-5
     assert (error / np.linalg.norm(expected, axis=1)).max() < 0.05
-    if name in ("NVFP4, static", "W4A16_NVFP4", "awq"):
+    if name in ("NVFP4, static", "NVFP4, smoothed", "W4A16_NVFP4", "awq"):
         return  # packed like the experts of another name
     whole, interpreted = graph(ir.DataType.BFLOAT16), LayerKernels(by_triton)
     given["x"] = given["x"].bfloat16()
     theirs = whole.first_pass(given)[1]["y"].float()
     monkeypatch.setattr(kernels, "of", lambda _: interpreted)
     packed = graph(ir.DataType.BFLOAT16)
-    program, first = packed.first_pass(given)
+    _, first = packed.first_pass(given)
     (alone,) = packed.first_pass({n: x[4:5] for n, x in given.items()})[1].values()
-    assert torch.equal(program(given)["y"], first["y"])
     assert torch.equal(alone, first["y"][4:5])  # whatever the others choose
     stacks = [weight for weight in packed.weights.values() if isinstance(weight, PackedWeight)]
     assert len(stacks) == (2 if name.endswith("down not") else 3)

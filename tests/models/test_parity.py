@@ -133,7 +133,7 @@ def assert_close(actual: np.ndarray, expected: torch.Tensor) -> None:
     assert np.abs(actual - expected.numpy()).max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("chunk", [41, 16, 1])
+@pytest.mark.parametrize("chunk", [16, 1])
 def test_target(case: Case, chunk: int) -> None:
     tokens = case.tokens(41)
     expected_logits, expected_features = target_outputs(case.target, tokens, case.drafter.taps)
@@ -165,7 +165,7 @@ def test_target_verifies_a_block_and_rolls_back(case: Case) -> None:
         assert out["next_token"].tolist() == [int(logits[committed + right].argmax())]
 
 
-@pytest.mark.parametrize("chunks", [(33,), (16, 16, 1), (1, 20, 12)])
+@pytest.mark.parametrize("chunks", [(16, 16, 1), (1, 20, 12)])
 def test_drafter(case: Case, chunks: tuple[int, ...]) -> None:
     """The context arrives in several passes. Each is padded and has a block that must leave no trace."""
     tokens, size = case.tokens(33), case.drafter.block_size

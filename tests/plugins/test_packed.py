@@ -60,7 +60,7 @@ def test_a_row_is_the_same_in_passes_of_any_length(
     longest = packed.product(x, stored, bias)
     error = (longest.double() - exact).abs().max() / exact.abs().max()
     assert error <= (2**-8 if dtype == torch.bfloat16 else 2**-10)
-    for rows in (1, 16, 17, 33):
+    for rows in (1, 17):
         assert torch.equal(packed.product(x[:rows].contiguous(), stored, bias), longest[:rows])
     monkeypatch.setattr(packed, "MOST_ROWS", 128)
     assert torch.equal(packed.product(x.repeat(3, 1)[:150], stored, bias), longest.repeat(3, 1)[:150])
@@ -82,7 +82,7 @@ def test_a_row_is_multiplied_by_its_expert_alone(form: packed.Packing, dtype: to
     longest = rows_product(x, stored, logits, launch.by_triton)
     error = (longest.double() - exact).abs().max() / exact.abs().max()
     assert error <= (2**-8 if dtype == torch.bfloat16 else 2**-10)
-    for part in (slice(5, 6), slice(5, 12), slice(0, 40), slice(40, 110)):
+    for part in (slice(5, 6), slice(5, 12), slice(40, 110)):
         alone = rows_product(x[part].contiguous(), stored, logits[part].contiguous(), launch.by_triton)
         assert torch.equal(alone, longest[part])
     for expert in range(form.experts if form.codes != "plain" else 0):

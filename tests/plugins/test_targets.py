@@ -139,14 +139,15 @@ else:
     wanted = {use.function: use for use in wanted}.values()
 pairs = [(use, target) for use in wanted for target in everywhere]
 wanted = [replace(form, outputs=2304, inputs=4096) for form in FORMS]
-wanted += [replace(form, outputs=768, inputs=2048, experts=128) for form in STACKS]
+stacks = STACKS if every else [form for form in STACKS if form.codes == "e2m1"]
+wanted += [replace(form, outputs=768, inputs=2048, experts=128) for form in stacks]
 for form in [form for form in wanted if form.codes != "plain"]:
     tile = form.tiles[0]
     rows = packed.ROWS[-1 if every or not form.experts else 0]
     longest = packed.product_use(form, "bf16", rows, tile, biased=False, scaled=form.codes in ("e4m3", "e2m1"))
     pairs += [(longest, target) for target in everywhere]
     few = packed.product_use(form, "fp16", 16, tile, biased=not form.experts)
-    pairs += [(packed.widen_use(form, "bf16", tile), 90)]
+    pairs += [(packed.widen_use(form, "bf16", tile), 90)] if every or not form.experts else []
     pairs += [(few, 90), (packed.widen_use(form, "fp16", tile), 90)] if every else []
 few_and_most = (("bf16", packed.ROWS[-1]), ("fp16", packed.ROWS[0]))[: 2 if every else 1]
 plain = packed.Packing(768, 2048, "plain", experts=128), packed.Packing(2304, 4096, "plain")

@@ -48,7 +48,7 @@ def test_fit_makes_a_worse_drafter_better_and_continues_where_it_was_interrupted
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        fit(TARGET, "tiny", out, 24.0, start=worse, threads=2, report=stopping)
+        fit(TARGET, "tiny", out, 14.0, start=worse, threads=2, report=stopping)
     work = tmp_path / "mine.fit"
     answers = read_answers(work / "answers.jsonl")
     spent = json.loads((work / "fit.json").read_text())["spent"]
@@ -56,7 +56,7 @@ def test_fit_makes_a_worse_drafter_better_and_continues_where_it_was_interrupted
 
     said: list[str] = []
     tell = lambda share, text: said.append(text)  # noqa: E731
-    outcome = fit(TARGET, "tiny", out, spent + 24.0, start=worse, threads=2, report=tell)
+    outcome = fit(TARGET, "tiny", out, spent + 14.0, start=worse, threads=2, report=tell)
     assert not any(text.startswith(("prompt", "answer")) for text in said)
     assert read_answers(work / "answers.jsonl") == answers
     lengths = [average(figures) for figures in read_history(work / "run" / "evaluation.jsonl").values()]

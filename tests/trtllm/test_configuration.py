@@ -55,7 +55,7 @@ def configured(
     )
 
 
-@pytest.mark.parametrize("gpu", [name for name, gpu in gpus().items() if gpu.sm >= 90])
+@pytest.mark.parametrize("gpu", {gpu.sm: name for name, gpu in gpus().items() if gpu.sm >= 90}.values())
 def test_every_configuration_is_valid_for_every_pair_and_parallelism(pairs, gpu) -> None:
     """Each combination gives a configuration that the release's schema accepts, or a correct refusal."""
     device = gpus()[gpu]

@@ -18,16 +18,15 @@ from dflash_trt.building.build import build
 from dflash_trt.engines.torch import kernels
 from dflash_trt.formats.precision import Precision
 from tests.doubles import triton_interpreter  # noqa: F401  # corrects it
-from tests.doubles.checkpoints import VOCAB, make_drafter, make_target
+from tests.doubles.checkpoints import VOCAB, make_drafter
 from tests.doubles.family_checkpoints import make_gpt_oss
 from tests.doubles.hybrid_checkpoints import NEXT, make_hybrid
 from tests.doubles.text_checkpoints import EXPERTS, GEMMA_IMAGES, make_gemma
 
 HYBRID = ["linear_attention", "full_attention"]
 TARGETS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "qwen3": (make_target, {"layers": 2}),
     "gpt-oss": (make_gpt_oss, {"num_hidden_layers": 2}),
-    "gemma 4": (make_gemma, {"architecture": GEMMA_IMAGES, **EXPERTS}),
+    "gemma 4": (make_gemma, {"architecture": GEMMA_IMAGES, "num_hidden_layers": 2, **EXPERTS}),
     "qwen3-next": (make_hybrid, {"architecture": NEXT, "num_hidden_layers": 2, "layer_types": HYBRID}),
 }  # fmt: skip
 

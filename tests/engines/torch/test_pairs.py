@@ -76,13 +76,10 @@ PAIRS: dict[str, tuple[Make, dict[str, Any], Make, dict[str, Any], dict[str, Any
     "qwen3-moe": (make_qwen3_moe, {}, make_drafter, {"layers": 2}, {}),
     **{
         f"qwen3-moe, experts in {form}": (make_experts, {"form": form}, make_drafter, {}, {})
-        for form in ("int4", "int8", "mxfp4")
+        for form in ("int4", "mxfp4")
     },
     "gpt-oss, trees": (make_gpt_oss, {}, make_gpt_oss_drafter, {"layers": 2}, {"tree_width": 3}),
-    "gpt-oss, not quantized": (make_gpt_oss, {"quantized": False}, make_gpt_oss_drafter, {"layers": 2}, {}),
-    "qwen3.5": (make_hybrid, HYBRID, make_drafter, {"layers": 2}, {}),
     "qwen3-next": (make_hybrid, {"architecture": "Qwen3NextForCausalLM", **HYBRID}, make_drafter, {"layers": 1}, {}),
-    "qwen3.5, mtp": (make_hybrid, {"prediction": True, **HYBRID}, own, {}, {}),
     "qwen3.5, experts, mtp": (
         make_hybrid,
         {"architecture": "Qwen3_5MoeForCausalLM", "stacked": True, "prediction": True, **HYBRID},
@@ -136,7 +133,7 @@ def answers(bundle: Bundle, slots: int, lengths: tuple[int | None, ...]) -> list
                 prompts(),
                 [
                     SamplingParams(temperature=t, max_tokens=n, seed=n, ignore_eos=True, logprobs=True)
-                    for n in (24, 9, 16)
+                    for n in (14, 5, 9)
                 ],
                 block_length=llm.block_size if length == 0 else length,
             )

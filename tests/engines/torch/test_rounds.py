@@ -72,23 +72,23 @@ def counted(llm: LLM, gpu: pytest.MonkeyPatch) -> list[Any]:
     return rounds
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(
-    ("passes", "waits", "options"),
+    ("temperature", "passes", "waits", "options"),
     [
-        (2, 1, {"block_length": 4, "draft_source": "drafter"}),
-        (1, 1, {"speculate": False}),
-        (1, 1, {"draft_source": "lookup"}),
-        (2, 1, {"block_length": 4, "draft_source": "drafter,lookup"}),
-        (2, 2, {"tree_nodes": 4}),
+        (0.0, 2, 1, {"block_length": 4, "draft_source": "drafter"}),
+        (0.8, 2, 1, {"block_length": 4, "draft_source": "drafter"}),
+        (0.8, 1, 1, {"speculate": False}),
+        (0.0, 1, 1, {"draft_source": "lookup"}),
+        (0.8, 2, 1, {"block_length": 4, "draft_source": "drafter,lookup"}),
+        (0.8, 2, 2, {"tree_nodes": 4}),
     ],
-    ids=["drafts", "plain", "drafts of the text", "both", "trees"],
+    ids=["drafts", "sampled drafts", "plain", "drafts of the text", "both", "trees"],
 )
 def test_a_round_allocates_nothing_and_waits_for_its_tokens(
+    temperature: float,
     passes: int,
     waits: int,
     options: dict[str, Any],
-    temperature: float,
     wide: Bundle,
     gpu: pytest.MonkeyPatch,
 ) -> None:
