@@ -111,13 +111,3 @@ def test_bits_do_not_depend_on_how_many_drafts_are_taken() -> None:
         y = run([each], [start], count)
         assert torch.equal(y[0], want[start : start + count])
         start += kept
-
-
-def test_bits_do_not_depend_on_the_batch() -> None:
-    batch = [drawn(20, seed) for seed in range(3)]
-    alone = [drawn(20, seed) for seed in range(3)]
-    for starts, count, certain in (([0, 0, 0], 5, 4), ([5, 5, 5], 4, 0), ([6, 9, 8], 3, 0)):
-        together = run(batch, starts, count, certain)
-        for b, (each, start) in enumerate(zip(alone, starts, strict=True)):
-            assert torch.equal(run([each], [start], count, certain)[0], together[b])
-            assert torch.equal(each.state, batch[b].state)

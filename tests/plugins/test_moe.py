@@ -151,16 +151,6 @@ def test_routing_groups_pairs_by_expert(rows: int, experts: int, k: int) -> None
     assert all(seen[: np.count_nonzero(seen)])  # those in use come first
 
 
-def test_a_token_does_not_depend_on_its_neighbours() -> None:
-    rng = np.random.default_rng(4)
-    e = layer(rng, 8, 64, 64, 2, biased=True)
-    x = torch.from_numpy(rng.standard_normal((9, 64))).bfloat16()
-    logits = torch.from_numpy(rng.standard_normal((9, 8)).astype(np.float32))
-    together = moe.moe(x, logits, e)
-    alone = moe.moe(x[5:6].contiguous(), logits[5:6].contiguous(), e)
-    assert torch.equal(together[5:6], alone)
-
-
 def test_a_nan_reaches_its_token_and_no_other() -> None:
     """Of the hidden state, of a bias, of one logit and of all logits: the finite check must see it."""
     rng = np.random.default_rng(8)
