@@ -35,7 +35,11 @@ def site_links(markdown: str) -> str:
     markdown = re.sub(
         r"\]\((?:\.\./)?examples/(?:(\w+)\.py)?\)", lambda m: f"](examples.md{_anchor(m[1])})", markdown
     )
-    return re.sub(r"\]\((?:\.\./|docs/)(?!examples)([\w./-]+\.(?:md|svg)(?:#[\w-]+)?)\)", r"](\1)", markdown)
+    return re.sub(
+        r"(\]\(|src(?:set)?=\")(?:\.\./|docs/)(?!examples)([\w./-]+\.(?:md|svg|webp)(?:#[\w-]+)?(?=[)\"]))",
+        r"\1\2",
+        markdown,
+    )
 
 
 def _anchor(example: str | None) -> str:

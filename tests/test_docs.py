@@ -122,6 +122,7 @@ def test_every_page_is_in_the_readme_and_in_the_site() -> None:
         ("[a](../examples/client.py)", "[a](examples.md#clientpy)"),
         ("[a](examples/)", "[a](examples.md)"),
         ("![a](docs/speed.svg)", "![a](speed.svg)"),
+        ('<img src="docs/page_light.webp" alt="a">', '<img src="page_light.webp" alt="a">'),
         ("[a](graphs.md)", "[a](graphs.md)"),
         ("[a](https://example.org/docs/x.md)", "[a](https://example.org/docs/x.md)"),
     ],
