@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import logging
 import sys
+from functools import cache
 from typing import TextIO
 
 LEVELS = {"error": logging.ERROR, "warning": logging.WARNING, "info": logging.INFO, "debug": logging.DEBUG}
-_warned: set[str] = set()
 
 
+@cache
 def warn_once(logger: logging.Logger, message: str) -> None:
     """Log a warning. The same text is logged once per process."""
-    if message not in _warned:
-        _warned.add(message)
-        logger.warning(message)
+    logger.warning(message)
 
 
 def to_stderr(level: str) -> None:

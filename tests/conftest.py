@@ -14,6 +14,14 @@ os.environ["OMP_NUM_THREADS"] = "1"  # torch's other threads would spin while an
 if os.environ.setdefault("TRITON_INTERPRET", "1") == "1":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU here would change what `auto` chooses
 
+from dflash_trt.logs import warn_once
+
+
+@pytest.fixture(autouse=True)
+def no_warning_yet() -> None:
+    """Warnings are logged once per process, and here once per test."""
+    warn_once.cache_clear()
+
 
 @pytest.fixture(scope="session", autouse=True)
 def no_amx() -> Iterator[None]:

@@ -216,7 +216,6 @@ def test_chat_in_a_mode_that_the_drafter_was_not_trained_for_is_warned_about(
     messages = [{"role": "user", "content": "What is 17 + 25?"}]
     plain = llm.chat_prompt(messages)
     monkeypatch.setattr(llm, "_thinking_warning", thinking_warning("Qwen/Qwen3-4B"))
-    monkeypatch.setattr("dflash_trt.logs._warned", set())
     llm.chat_prompt(messages, {"enable_thinking": False})
     assert caplog.text == ""
     assert llm.chat_prompt(messages) == plain

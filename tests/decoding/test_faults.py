@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_trt import logs
 from dflash_trt.decoding import scheduler as scheduler_module
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
 from dflash_trt.decoding.length.times import PassTimes
@@ -238,11 +237,8 @@ def test_a_prompt_without_memory_for_its_pass_ends_alone(ahead: bool, together: 
     assert lacked.count(2) == (together and ahead)
 
 
-def test_a_drafter_without_numbers_costs_speed_only(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_drafter_without_numbers_costs_speed_only(caplog: pytest.LogCaptureFixture) -> None:
     """Its request continues without drafts, also under the adaptive length, and its neighbour drafts as before."""
-    monkeypatch.setattr(logs, "_warned", set())
     pool = Pool(2, 4)
     spoilt = set(rows_of(prompt(4, 1) + expected(prompt(4, 1), SamplingParams(max_tokens=60), 0)))
     for lengths in (Lengths(5), adaptive(pool)):

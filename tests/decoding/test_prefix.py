@@ -465,10 +465,7 @@ def test_with_no_memory_for_prefixes_nothing_is_reused() -> None:
     assert not pool.scheduler.slots.left
 
 
-def test_too_little_memory_for_a_page_is_said_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dflash_trt.logs._warned", set())
+def test_too_little_memory_for_a_page_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     Pool(1, 1, kept=8)  # for a page
     assert not caplog.text
     Pool(1, 1, kept=3)

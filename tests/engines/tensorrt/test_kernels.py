@@ -17,7 +17,7 @@ import pytest
 from dflash_plugins import compiled, compiler
 from dflash_plugins.kernel_specs import ROUND_TARGET, round_uses
 
-from dflash_trt import LLM, SamplingParams, logs
+from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.cli import main
@@ -62,8 +62,7 @@ def bundle(
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    monkeypatch.setattr(logs, "_warned", set())
+def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     caplog.set_level(logging.WARNING, "dflash_trt")
     return lambda: [record.getMessage() for record in caplog.records if "operators" in record.getMessage()]
 
@@ -114,7 +113,6 @@ def test_torchs_operators_run_with_one_warning_where_kernels_cannot(
     reason = "cuModuleLoadData: a PTX JIT compilation failed (error 218)"
     if fault == "no driver":
         monkeypatch.undo()
-        monkeypatch.setattr(logs, "_warned", set())
         monkeypatch.setattr(compiled, "LIBRARY", "libcuda_that_nobody_has.so.1")
         reason = "the driver's library cannot be opened: libcuda_that_nobody_has.so.1: "
     kept = dict(bundle.manifest["tensorrt"])

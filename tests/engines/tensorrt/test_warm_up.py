@@ -40,9 +40,8 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Bund
 
 
 @pytest.fixture(autouse=True)
-def nothing_kept(bundles: dict[str, Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test starts without kernels, and without warnings that were given."""
-    monkeypatch.setattr(logs, "_warned", set())
+def nothing_kept(bundles: dict[str, Bundle]) -> None:
+    """Each test starts without kernels."""
     folder = kept(bundles)
     if folder.is_dir():
         folder.chmod(0o755)
@@ -122,7 +121,7 @@ def test_a_damaged_cache_costs_a_warning(
     (file,) = kept(bundles).iterdir()
     whole = file.read_bytes()
     for content in (b"", b"RTXCACHE[", b"\0" * 100):
-        monkeypatch.setattr(logs, "_warned", set())
+        logs.warn_once.cache_clear()
         caplog.clear()
         file.write_bytes(content)
         LLM(path, max_batch_size=1).close()

@@ -165,12 +165,11 @@ def test_another_error_of_torch_stays_what_it_is(made: Bundle, gpu: pytest.Monke
 def test_what_was_built_for_a_cpu_says_so_on_a_gpu(
     made: Bundle, gpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    gpu.setattr(logs, "_warned", set())
     gpu.setattr(opening, "warm_up", lambda *_, **__: 0)
     LLM(made.path, max_batch_size=1).close()
     assert "is in float32, as a build is where no GPU is" in caplog.text
     caplog.clear()
-    gpu.setattr(logs, "_warned", set())
+    logs.warn_once.cache_clear()
     gpu.setitem(made.manifest["precision"], "target", "bfloat16")
     opening.open_pair(made, slots=1, prefill_chunk=16, threads=None, progress=lambda *_: None).close()
     assert "float32" not in caplog.text

@@ -143,6 +143,8 @@ TOKENIZE = {
     "model": "tiny", "prompt": "x" * 1000, "messages": [{"role": "user", "content": "x"}] * 50, "tools": TOOLS[:1],
     "chat_template_kwargs": {"x": MANY}, "add_special_tokens": True, "add_generation_prompt": True,
 }  # fmt: skip
+# The largest of what the prompts of a completion share.
+SHARED = "stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias", "structured_outputs"
 # By path: the body, the fields at their largest, and what else a field needs to be taken.
 WALKS: dict[str, tuple[type[protocol.Body], dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     CHATS: (
@@ -154,9 +156,10 @@ WALKS: dict[str, tuple[type[protocol.Body], dict[str, Any], dict[str, Any], dict
         },
     ),
     COMPLETIONS: (
-        protocol.CompletionRequest, {"prompt": [[5]] * LIMIT} | SAMPLED, COMPLETION,
+        protocol.CompletionRequest, {"prompt": "x"} | SAMPLED, COMPLETION,
         {
-            "n": {"prompt": "x"}, "max_tokens": {"prompt": "x"}, "echo": {"logprobs": 20, "prompt": [[5] * 500] * 40},
+            **{name: {"prompt": [[5]] * LIMIT} for name in SHARED},
+            "echo": {"logprobs": 20, "prompt": [[5] * 500] * 40},
             "prompt": {"echo": True},
         },
     ),
