@@ -59,7 +59,7 @@ def decoding(engine: Any, name: str) -> set[tuple[int, int]]:
     return {tuple(sizes[at]) for (profile, *sizes), _ in engine._captured if profile == DECODE}
 
 
-@pytest.mark.parametrize("seconds", [60.0, 0.0])
+@pytest.mark.parametrize("seconds", [1e6, 0.0])
 def test_rounds_of_all_sizes_are_captured_within_a_time(
     seconds: float, made: Bundle, gpu: pytest.MonkeyPatch
 ) -> None:
