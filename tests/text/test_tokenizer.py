@@ -152,7 +152,7 @@ def test_encoding_of_plain_prompts(directory: Path) -> None:
 
 def test_a_long_text_lets_other_threads_run(directory: Path) -> None:
     """They run while it is tokenized only if it lets them: the interpreter takes the lock from no thread here."""
-    tokenizer, text, begun = Tokenizer(directory), "ab " * 500_000, threading.Event()
+    tokenizer, text, begun = Tokenizer(directory), "ab " * 100_000, threading.Event()
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1000)
     try:
