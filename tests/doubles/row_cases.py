@@ -230,7 +230,7 @@ def products(d: Drawn) -> Rows:
 
 
 def recurrence(d: Drawn) -> Rows:
-    """Gated DeltaNet, with rows that are replayed or not."""
+    """Gated DeltaNet, with rows that are replayed or not, and new sequences among others."""
     batch = d.rows = -(-d.rows // 16)
     keys, values, size, waiting = 1, 2, d.one_of(16, 32), 2
     count = 1 + int(d.random.integers(4))
@@ -243,7 +243,7 @@ def recurrence(d: Drawn) -> Rows:
     gates = torch.cat((-real(count, values).abs(), real(count, values).sigmoid()), 2)
     before = torch.cat((-real(waiting, values).abs(), real(waiting, values).sigmoid()), 2)
     tensors = q, k, v, gates, real(values, size, size), before, d.whole(waiting + 1, batch)
-    tensors += d.whole(count + 1, batch), torch.ones(batch)
+    tensors += d.whole(count + 1, batch), (torch.arange(batch) % 2).float()
 
     def results(rows: Sequence[int]) -> Sequence[Tensor]:
         return layers.gated_delta_net(*(tensor[rows].contiguous() for tensor in tensors), run=d.run)
