@@ -296,6 +296,17 @@ def test_the_round_after_one_without_finite_logits_has_no_drafts() -> None:
     assert len(lengths.rounds) < 8
 
 
+@pytest.mark.parametrize("length", range(2, BLOCK + 1))
+def test_a_draft_whose_row_has_no_numbers_ends_no_request(length: int) -> None:
+    """In rounds of any length, though it spoils the rows before it, too."""
+    pool, asked = Pool(1, 1), request(prompt(9), SamplingParams(max_tokens=40))
+    whole = expected(asked.prompt, asked.params, 0)
+    right = set(rows_of([*asked.prompt, *whole]))
+    pool.target.not_a_number = lambda number: number not in right
+    assert finish(pool, Lengths(length), asked)[asked] == whole
+    assert asked.statistics.num_draft_tokens > sum(asked.statistics.acceptance_histogram[1:])
+
+
 @settings(max_examples=120, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 10_000),
