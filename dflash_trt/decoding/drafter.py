@@ -312,11 +312,17 @@ class Drafter:
 
     def catch_up(self, slot: int) -> bool:
         """Read the unread features of a slot in chunks. Whether all numbers are finite: of the features, too, as rows
-        of layers with a window need not see all of a chunk before them.
+        of layers with a window need not see all of a chunk before them. Raises MemoryError, and has read nothing, if a
+        pass finds no memory.
         """
-        unread, self.unread[slot], finite = self.unread[slot], 0, list[Any]()
-        for at in range(0, unread, self.prefill_chunk):
-            part = self.arrays.unread_features_of(slot, at, min(at + self.prefill_chunk, unread))
-            read = self.read(part, [part.shape[1]], [self.seen[slot]], slot)
-            finite += [self.arrays.finite(part), *read]
+        seen, unread, finite = self.seen[slot], self.unread[slot], list[Any]()
+        try:
+            self.unread[slot] = 0
+            for at in range(0, unread, self.prefill_chunk):
+                part = self.arrays.unread_features_of(slot, at, min(at + self.prefill_chunk, unread))
+                read = self.read(part, [part.shape[1]], [self.seen[slot]], slot)
+                finite += [self.arrays.finite(part), *read]
+        except MemoryError:
+            self.seen[slot], self.unread[slot] = seen, unread
+            raise
         return all(self.arrays.readable(*finite))

@@ -161,8 +161,8 @@ class Scheduler:
         self.cut_short = True
         emissions = self._leave_early()
         self._keep_room()
-        if self.active:
-            emissions += self._decide(self._launch(lengths), lengths)
+        if (launched := self._launch(lengths, emissions)) is not None:
+            emissions += self._decide(launched, lengths)
         yield from self._read_prompts(emissions)
         yield self._counted(emissions)
         self.cut_short = False
@@ -184,24 +184,41 @@ class Scheduler:
         if after is None:
             yield from self._read_prompts(emissions)
             self._keep_room()
-            if self.active:
-                with self.pair.arrays.stream():
-                    after = _attempt(lambda: self._launch(lengths))
+            with self.pair.arrays.stream():
+                after = _attempt(lambda: self._launch(lengths, emissions))
         yield self._counted(emissions)
         self._begun = after
         self.cut_short = isinstance(self._begun, Exception)
 
-    def _launch(self, lengths: Lengths) -> _Launched:
-        """Draft for every active request, and start the target's pass over the drafts."""
-        self._close_up()
-        begin, active = perf_counter(), list(self.active)
-        proposed, draft = self._draft(active, lengths)
-        outputs, seconds = self.pair.start(active, draft), self.pair.clock()
-        steady, self._nodes = proposed.nodes == self._nodes, proposed.nodes
-        steady = steady and draft is proposed and not draft.copied
-        return _Launched(
-            *(begin, active, proposed, draft, outputs, seconds, self.pair.drafter.most_read), steady=steady
-        )
+    def _launch(self, lengths: Lengths, emissions: list[Emission]) -> _Launched | None:
+        """Draft for every active request, and start the target's pass over the drafts. Where memory for it is missing,
+        the newest request ends.
+        """
+        while self.active:
+            self._close_up()
+            begin, active = perf_counter(), list(self.active)
+            try:
+                proposed, draft = self._draft(active, lengths)
+                outputs, seconds = self.pair.start(active, draft), self.pair.clock()
+            except MemoryError as error:
+                newest = max(active, key=lambda request: request.arrived)
+                emissions.append(
+                    self._end(newest, f"a round of {len(active)} requests", error, "max_batch_size")
+                )
+                continue
+            steady, self._nodes = proposed.nodes == self._nodes, proposed.nodes
+            steady = steady and draft is proposed and not draft.copied
+            read = self.pair.drafter.most_read
+            return _Launched(begin, active, proposed, draft, outputs, seconds, read, steady=steady)
+        return None
+
+    def _end(self, request: Request, work: str, error: MemoryError, less: str) -> Emission:
+        """End a request for whose work memory is missing. less: the option that may be lowered."""
+        advice = f"lower {less}, or cache_tokens (caches have memory for {self.pair.tokens} tokens)"
+        request.sound = False
+        emission = fail(request, DecodingError(f"no memory for {work} ({error}); {advice}"))
+        self._release(request)
+        return emission
 
     def _follow(self, begun: _Launched) -> _Launched | None:
         """Start the round after one that has not ended, of the same requests and length, if nothing needs the host
@@ -221,7 +238,10 @@ class Scheduler:
         if self.pair.scarce and not all(self._fits(r, r.committed + 2 * draft.nodes) for r in active):
             return None
         begin = perf_counter()
-        draft, outputs = self.pair.follow(active, draft.nodes)
+        try:
+            draft, outputs = self.pair.follow(active, draft.nodes)
+        except MemoryError:  # also for a round of its own, perhaps
+            return None
         draft.lengths.update(begun.draft.lengths)
         return _Launched(begin, active, draft, draft, outputs, self.pair.clock(), planned=False)
 
@@ -438,15 +458,8 @@ class Scheduler:
         try:
             results = self.pair.prefill(chunk, request.committed, request.slot, **options)
         except MemoryError as error:
-            place = f"{len(chunk)} of the {len(request.text)} tokens of this request"
-            advice = (
-                f"lower prefill_chunk, or cache_tokens (caches have memory for {self.pair.tokens} tokens)"
-            )
-            request.sound = False
-            emissions.append(
-                fail(request, DecodingError(f"no memory for a pass over {place} ({error}); {advice}"))
-            )
-            self._release(request)
+            work = f"a pass over {len(chunk)} of the {len(request.text)} tokens of this request"
+            emissions.append(self._end(request, work, error, "prefill_chunk"))
         else:
             self._take(request, len(chunk), *results, begin, emissions)
         return len(chunk)
@@ -541,7 +554,7 @@ class Scheduler:
             while request in self.active and not self._fits(
                 request, request.committed + self.pair.most_written
             ):
-                newest = max(self.active, key=lambda request: request.arrived)
+                newest = self._newest
                 self.active.remove(newest)
                 self.pair.release(newest.slot)
                 newest.committed, self._full = 0, True
@@ -591,6 +604,10 @@ class Scheduler:
     @property
     def _running(self) -> list[Request]:
         return [*self.active, *self.filling]
+
+    @property
+    def _newest(self) -> Request:
+        return max(self.active, key=lambda request: request.arrived)
 
     def _counted(self, emissions: list[Emission]) -> list[Emission]:
         """The emissions, after the metrics have seen them."""

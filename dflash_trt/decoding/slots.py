@@ -232,7 +232,11 @@ class Slots:
         both = prefix.longest(most, draft=True)
         # A drafter that is behind may have none of the lengths of a state.
         if not both and request.takes_drafter:
-            if not self.pair.drafter.catch_up(request.slot):
+            try:
+                finite = self.pair.drafter.catch_up(request.slot)
+            except MemoryError:  # for its pass, and so for no copy either
+                return prefix
+            if not finite:
                 request.takes_drafter = False
                 self.pair.drafter.clear(request.slot)
             prefix = self.prefix_of(request)

@@ -237,6 +237,67 @@ def test_a_prompt_without_memory_for_its_pass_ends_alone(ahead: bool, together: 
     assert lacked.count(2) == (together and ahead)
 
 
+@pytest.mark.parametrize("before", [0, 7])
+@pytest.mark.parametrize("role", ["target", "drafter"])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_round_without_memory_ends_the_newest_request(ahead: bool, role: str, before: int) -> None:
+    """The first round of all three, or one after some. The others have their tokens, and the newest those before."""
+    pool: Any = DevicePool(4, further=4) if ahead else Pool(4, 4)
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried") if ahead else MemoryError("Tried")
+    passes, scheduler = 0, pool.scheduler
+
+    def before_pass() -> None:
+        nonlocal passes
+        passes += (many := len(scheduler.active) == 3 and not scheduler.filling)
+        if many and passes > before:
+            raise error
+
+    getattr(pool, role).before_pass = before_pass
+    few = [request(prompt(3, i), SamplingParams(max_tokens=40, seed=i), arrived=i) for i in range(3)]
+    for each in few:
+        scheduler.submit(each)
+    (end,) = [each for part in drive(pool, Lengths(3)) for each in part if each.error is not None]
+    assert end.request is few[2]
+    assert isinstance(end.error, DecodingError)
+    assert re.search(
+        r"round of 3 requests \(.*Tried\); lower max_batch_size, or cache_tokens", str(end.error)
+    )
+    for each in few:
+        whole = expected(each.prompt, each.params, each.seed)
+        assert each.output[: each.params.max_tokens] == (
+            whole if each is not few[2] else whole[: len(each.output)]
+        )
+    assert before < len(few[2].output) < 40 or not before
+    getattr(pool, role).before_pass = lambda: None
+    again = request(few[2].prompt, few[2].params)
+    assert finish(pool, Lengths(3), again)[again] == expected(again.prompt, again.params, again.seed)
+
+
+@pytest.mark.parametrize("role", ["target", "drafter"])
+def test_a_round_that_finds_no_memory_ahead_comes_in_its_turn(role: str) -> None:
+    pool, refused = DevicePool(3), list[int]()
+    follow = pool.pair.follow
+
+    def following(*given: Any) -> Any:
+        getattr(pool, role).before_pass = before_pass
+        try:
+            return follow(*given)
+        finally:
+            getattr(pool, role).before_pass = lambda: None
+
+    def before_pass() -> None:
+        if pool.followed % 3 == 1:
+            refused.append(pool.followed)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried")
+
+    pool.pair.follow = following  # type: ignore[method-assign]
+    few = [request(prompt(3, i), SamplingParams(max_tokens=60, seed=i)) for i in range(3)]
+    tokens = finish(pool, Lengths(3), *few)
+    for each in few:
+        assert tokens[each] == expected(each.prompt, each.params, each.seed)
+    assert len(refused) > 2
+
+
 def test_a_drafter_without_numbers_costs_speed_only(caplog: pytest.LogCaptureFixture) -> None:
     """Its request continues without drafts, also under the adaptive length, and its neighbour drafts as before."""
     pool = Pool(2, 4)

@@ -171,7 +171,7 @@ class DeviceArrays:
         starts, drafting = feeds["start"].tolist(), runner is self._drafter
         written = feeds["n_features"].tolist() if drafting else [feeds["rows"].shape[1]] * len(starts)
         runner.caches.advance(0, starts, written)
-        with on(self._stream):
+        with memory_errors(), on(self._stream):
             # What the end of the round left: rows of trees, for which the host decides.
             committed, self._committed = self._committed, []
             rows = self._round.rows(committed) if committed else ()
@@ -290,7 +290,7 @@ class DeviceArrays:
                 r.history is None if self._plain and not chains else chains and r.params.greedy
                 for r in active
             ]
-        with on(self._stream):
+        with memory_errors(), on(self._stream):
             self._round.end(logits, self._features, self._unread, chains=chains)
             told = [slot for slot, r in enumerate(active) if decided[slot] and self._tells(r)]
             read = [
@@ -357,7 +357,7 @@ class DeviceArrays:
             self._round.follow(len(self._active), nodes, self._width)
 
     def run_again(self, runner: DeviceRunner) -> Mapping[str, torch.Tensor]:
-        with on(self._stream):
+        with memory_errors(), on(self._stream):
             if runner is self._target:
                 self._round.again()
             outputs = runner.run(DECODE, self._fed[runner])
