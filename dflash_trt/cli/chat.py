@@ -126,7 +126,7 @@ class Conversation:
             self.drafting["speculate"] = rest == "on"
             self.note(f"drafts {rest}")
         elif name == "/stats":
-            self.note(_figures(Statistics.merge(self.statistics)) if self.statistics else "no answer yet")
+            self.note(figures_of(Statistics.merge(self.statistics)) if self.statistics else "no answer yet")
         else:
             print(DESCRIPTION.partition("These lines")[2].partition(":\n")[2], end="")
         return True
@@ -169,7 +169,7 @@ class Conversation:
             self.note("stopped")
         else:
             self._print("\n")
-            self.note(_figures(self.statistics[-1]))
+            self.note(figures_of(self.statistics[-1]))
         self.messages = [*messages, {"role": "assistant", "content": answer}]
 
     def note(self, text: str) -> None:
@@ -183,7 +183,8 @@ class Conversation:
         sys.stdout.flush()
 
 
-def _figures(s: Statistics) -> str:
+def figures_of(s: Statistics) -> str:
+    """Speed, tokens per pass and trees, on a line. Times to first tokens count for each answer."""
     seconds = s.num_requests * s.time_to_first_token + s.generation_time  # the first is a mean of all answers
     text = f"{s.num_generation_tokens} tokens, {s.num_generation_tokens / max(seconds, 1e-9):.0f} tokens/s"
     if not s.num_drafts:

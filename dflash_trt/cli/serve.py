@@ -100,7 +100,8 @@ def _say(text: str) -> None:
         print(f"dflash-trt serve: {text}", file=sys.stderr, flush=True)
 
 
-def _say_who_may_come(host: str, why: str) -> None:
+def say_who_may_come(host: str, why: str) -> None:
+    """A line on standard error where other machines reach the address, with the reason why they get answers."""
     from dflash_trt.serving.openai.server import is_loopback
 
     if not is_loopback(host):
@@ -118,7 +119,7 @@ def _openai(args: argparse.Namespace) -> int:
     from dflash_trt.serving.openai.server import check_certificate, check_installed, serve
 
     check_installed()
-    keys = _keys(args.api_key_file)
+    keys = read_keys(args.api_key_file)
     check_certificate(args.certificate, args.certificate_key)
     bundle = bundle_of(args)
     registry.require_packages(bundle)
@@ -144,11 +145,11 @@ def _openai(args: argparse.Namespace) -> int:
         print(f"metrics  {url}/metrics", flush=True)
 
     if not keys:
-        _say_who_may_come(args.host, "there is no --api-key-file")
+        say_who_may_come(args.host, "there is no --api-key-file")
     return serve(bundle, settings, ready, _say)
 
 
-def _keys(file: Path | None) -> list[str]:
+def read_keys(file: Path | None) -> list[str]:
     """The keys of a file and of the environment."""
     try:
         text = "" if file is None else file.read_text(encoding="utf-8-sig")
@@ -192,7 +193,7 @@ def _triton(args: argparse.Namespace) -> int:
             print(f"gRPC     {host}:{args.grpc_port}")
             print(f"metrics  http://{host}:{args.metrics_port}/metrics", flush=True)
 
-        _say_who_may_come(args.host, "put a gateway with authentication in front")
+        say_who_may_come(args.host, "put a gateway with authentication in front")
         arguments = server_arguments(
             repository, addresses, args.log_level or "warning", args.grace, args.passed
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dflash_trt.cli.chat import _figures
+from dflash_trt.cli.chat import figures_of
 from dflash_trt.decoding.results import Statistics
 from dflash_trt.llm import LLM
 from tests.cli.conftest import build_arguments
@@ -64,8 +64,8 @@ def test_commands_change_the_conversation(chat: Command, asked: list[Any]) -> No
 
 def test_the_speed_of_several_answers_is_of_the_time_of_all() -> None:
     each = Statistics(num_generation_tokens=10, time_to_first_token=1.0, generation_time=1.0)
-    assert _figures(Statistics.merge([each])).startswith("10 tokens, 5 tokens/s")
-    assert _figures(Statistics.merge([each] * 4)).startswith("40 tokens, 5 tokens/s")
+    assert figures_of(Statistics.merge([each])).startswith("10 tokens, 5 tokens/s")
+    assert figures_of(Statistics.merge([each] * 4)).startswith("40 tokens, 5 tokens/s")
 
 
 def test_a_conversation_that_is_too_long_says_how_to_go_on(chat: Command, asked: list[Any]) -> None:

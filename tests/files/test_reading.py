@@ -20,7 +20,7 @@ from dflash_trt.errors import BundleError, CheckpointError, DFlashError, Request
 from dflash_trt.files.reading import parse_object, read_object, read_text
 from dflash_trt.models.configs import read_target_config
 from dflash_trt.prompts import read_prompts
-from dflash_trt.serving.openai.model import _defaults
+from dflash_trt.serving.openai.model import sampling_defaults
 from tests.doubles.bounded import bounded
 from tests.doubles.quantized_checkpoints import write_quant_config
 
@@ -190,7 +190,7 @@ def test_a_configuration_may_have_nan_and_infinities(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"config.json: .*finite"):
             read_object(tmp_path / "config.json")
         (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": value, "top_p": 0.5}))
-        assert _defaults(tmp_path / "generation_config.json") == {"temperature": 1.0, "top_p": 0.5}
+        assert sampling_defaults(tmp_path / "generation_config.json") == {"temperature": 1.0, "top_p": 0.5}
 
 
 def test_errors_are_of_the_kind_asked_for(tmp_path: Path) -> None:

@@ -197,12 +197,12 @@ async def _prepared(
         thoughts.within(text)
         or (bool(body.continue_final_message) and last.rfind(thoughts.begin) > last.rfind(thoughts.end))
     )
-    if form is not None and (begin := _begin(written, text, thinks, calls=grammar is not None)):
+    if form is not None and (begin := form_beginning(written, text, thinks, calls=grammar is not None)):
         text, thinks = text + begin, False
         ids = [*ids, *await model.encode(begin, special=False)]
     more = _params(model, body, form, bool(tools))
     if body.stop:
-        more["stop_outside"] = _hidden(written, text, thinks, bool(tools))
+        more["stop_outside"] = marks_around(written, text, thinks, bool(tools))
     request = engine_request(model, body, [ids], max_tokens=most, more=more, most_seconds=most_seconds)
     schemas = (
         {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
@@ -271,7 +271,7 @@ async def _rendered(model: Model, body: ChatRequest, tools: list[Json]) -> tuple
     )
 
 
-def _begin(written: Written, text: str, thinks: bool, calls: bool) -> str:
+def form_beginning(written: Written, text: str, thinks: bool, calls: bool) -> str:
     """The text that ends a prompt before an answer in a form, which has no thoughts and begins with its content.
 
     calls: whether the form is that of calls, which has their channel.
@@ -299,7 +299,7 @@ def _parser(
     return AnswerParser(None, calls)
 
 
-def _hidden(written: Written, prompt: str, thinks: bool, tools: bool) -> list[tuple[str, str]]:
+def marks_around(written: Written, prompt: str, thinks: bool, tools: bool) -> list[tuple[str, str]]:
     """Marks around what is no content of an answer: `stop` is about the content."""
     if written.channels:
         header, body, _ = prompt[prompt.rfind("<|start|>") :].partition("<|message|>")

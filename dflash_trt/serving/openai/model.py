@@ -44,7 +44,7 @@ class Model:
         self.block_size: int = manifest["block_size"]
         self.vocab_size: int = manifest["vocab_size"]
         self.tokenizer = engine_of(bundle).tokenizer(bundle)
-        self.defaults = _defaults(self.tokenizer.directory / "generation_config.json")
+        self.defaults = sampling_defaults(self.tokenizer.directory / "generation_config.json")
         self.written = written_by(self.tokenizer.chat_source())
         self.tokenizer.templates.prepare()
         self._texts = TextThread()
@@ -124,7 +124,7 @@ class Model:
                     "send a prompt to /v1/completions"
                 ) from None
             if continued:
-                text = _until(text, messages[-1]["content"])
+                text = text_until(text, messages[-1]["content"])
             return self._encode(text, special=special), text, messages[-1]
 
         # The renderer is a process of its own, so the event loop must not wait for it.
@@ -158,7 +158,7 @@ def last_end(text: str, part: str) -> int:
     return 0 if start < 0 else len(text) - start
 
 
-def _until(text: str, content: str) -> str:
+def text_until(text: str, content: str) -> str:
     """A rendered chat up to the end of its last message's content. Raises RequestError."""
     for shown in (content, content.strip()):  # templates may strip it
         if shown and (end := last_end(text, shown)):
@@ -168,7 +168,8 @@ def _until(text: str, content: str) -> str:
     )
 
 
-def _defaults(path: Path) -> dict[str, Any]:
+def sampling_defaults(path: Path) -> dict[str, Any]:
+    """The sampling that a generation_config.json asks for, in fields of requests; what is no number is left out."""
     try:
         fields = read_config(path) if path.is_file() else {}
     except DFlashError:

@@ -78,7 +78,9 @@ def application(
     prompts = None if settings.log_prompts is None else PromptLog(settings.log_prompts, say)
     app = Api(model, engine, metrics, settings, prompts)
     most = settings.max_body or max_request_bytes(model.max_seq_len)
-    gate: Any = Gate(app, keys=settings.keys, most=most, observe=metrics.observe, hosts=_hosts(settings))
+    gate: Any = Gate(
+        app, keys=settings.keys, most=most, observe=metrics.observe, hosts=allowed_hosts(settings)
+    )
     if settings.origins:  # around the gate: browsers ask for permission without the key
         gate = CORSMiddleware(
             gate, allow_origins=settings.origins, allow_methods=["GET", "POST"], allow_headers=["*"],
@@ -87,7 +89,7 @@ def application(
     return gate, engine
 
 
-def _hosts(settings: ServerSettings) -> set[str] | None:
+def allowed_hosts(settings: ServerSettings) -> set[str] | None:
     """The names that `Host` may have; None: any.
 
     DNS rebinding gives a page of the web another site's name for this machine, but no key. So names matter where there

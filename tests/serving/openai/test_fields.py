@@ -14,7 +14,7 @@ from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.output import Detokenizer, StopChecker
 from dflash_trt.serving.openai.chat import Chat
 from dflash_trt.serving.openai.errors import ApiError
-from dflash_trt.serving.openai.model import Model, _until, last_end
+from dflash_trt.serving.openai.model import Model, last_end, text_until
 from dflash_trt.serving.wire import refusal
 from dflash_trt.serving.worker import Worker
 from dflash_trt.text.tokenizer import Tokenizer
@@ -48,7 +48,7 @@ def test_the_end_of_a_trimmed_message_is_found_in_time_of_its_length() -> None:
     half = " a" * 2_000_000
     content = f"{half}bb{half}"
     chat = f"user:{half}{half}{half}\nassistant:\n{content.strip()}"
-    assert _until(f"{chat}<end>\n", content) == chat
+    assert text_until(f"{chat}<end>\n", content) == chat
     assert last_end(half * 3, content) == 0
 
 

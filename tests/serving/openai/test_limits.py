@@ -13,7 +13,7 @@ import pytest
 
 from build_scripts.harness import resident_of
 from dflash_trt.serving.openai.engine import QueueFullError
-from dflash_trt.serving.openai.server import _hosts
+from dflash_trt.serving.openai.server import allowed_hosts
 from dflash_trt.serving.openai.settings import ServerSettings
 from tests.serving.openai.conftest import COMPLETIONS, OPTIONS, Server
 from tests.serving.openai.test_operations import MESSAGE, last, running
@@ -73,7 +73,7 @@ def test_samples_count_as_requests_in_flight(tiny: Path) -> None:
     ],
 )  # fmt: skip
 def test_names_matter_on_loopback_and_without_keys(settings: dict[str, Any], names: set[str] | None) -> None:
-    assert _hosts(ServerSettings(**settings)) == names
+    assert allowed_hosts(ServerSettings(**settings)) == names
 
 
 def test_a_page_whose_name_leads_here_is_refused(server: Server) -> None:

@@ -192,11 +192,11 @@ def test_an_encrypted_key_is_refused_without_asking_for_a_password(tiny, tmp_pat
 
 
 def test_a_file_of_keys_from_windows_is_read(tmp_path: Path) -> None:
-    from dflash_trt.cli.serve import _keys
+    from dflash_trt.cli.serve import read_keys
 
     file = tmp_path / "keys"
     file.write_bytes(b"\xef\xbb\xbfsecret-1\r\nsecret-2\r\n")
-    assert _keys(file) == ["secret-1", "secret-2"]
+    assert read_keys(file) == ["secret-1", "secret-2"]
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_a_file_of_keys_from_windows_is_read(tmp_path: Path) -> None:
      ("::", True), ("10.1.2.3", True), ("gpu-node", True)],
 )  # fmt: skip
 def test_who_serves_more_than_its_own_machine_is_told(host, told, capfd) -> None:
-    from dflash_trt.cli.serve import _say_who_may_come
+    from dflash_trt.cli.serve import say_who_may_come
 
-    _say_who_may_come(host, "there is no key")
+    say_who_may_come(host, "there is no key")
     assert (f"anyone who reaches {host} may use the model: there is no key" in capfd.readouterr().err) == told

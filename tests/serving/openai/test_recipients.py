@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken
 
 from dflash_trt.serving.openai.channels import Channels
-from dflash_trt.serving.openai.chat import _begin, _hidden
+from dflash_trt.serving.openai.chat import form_beginning, marks_around
 from dflash_trt.serving.openai.parsing import AnswerPart, Stage
 from dflash_trt.serving.openai.written import written_by
 from dflash_trt.text.tokenizer import Tokenizer
@@ -127,7 +127,7 @@ def test_the_prompt_may_begin_the_message(tokenizer: Tokenizer) -> None:
 def test_the_template_decides() -> None:
     written = written_by(TEMPLATE)
     assert written.notation == ""  # no bare objects, although it shows parameters
-    assert _begin(written, PROMPT, False, calls=False) == USER
-    assert _begin(written, PROMPT + USER, False, calls=False) == ""
-    assert ("", "<|message|>") in _hidden(written, PROMPT, False, True)
-    assert ("", "<|message|>") not in _hidden(written, PROMPT + USER, False, True)
+    assert form_beginning(written, PROMPT, False, calls=False) == USER
+    assert form_beginning(written, PROMPT + USER, False, calls=False) == ""
+    assert ("", "<|message|>") in marks_around(written, PROMPT, False, True)
+    assert ("", "<|message|>") not in marks_around(written, PROMPT + USER, False, True)
