@@ -204,7 +204,7 @@ def test_a_plan_counts_weights_as_products_read_them(
 
 def test_it_is_a_reference_of_other_device_engines(tmp_path: Path) -> None:
     """Layer by layer, whose caches have other axes than those of ONNX Runtime."""
-    _, ours = both(tmp_path, "gpt-oss, not quantized")
+    _, ours = both(tmp_path, "gpt-oss, trees")
     checks = Selftest(ours.path, ours.path)
     try:
         checks.integrity()
