@@ -14,6 +14,9 @@ def memory_errors() -> Iterator[None]:
     """
     try:
         yield
+    except MemoryError as error:  # of a part of this work
+        traceback.clear_frames(error.__traceback__)
+        raise
     except RuntimeError as error:
         message = str(error)
         if "out of memory" not in message and "ALLOC_FAILED" not in message:
