@@ -229,3 +229,20 @@ def test_several_short_prompts_share_a_pass(monkeypatch: pytest.MonkeyPatch) -> 
     pool.pair.most_together = 1
     assert finish(pool, Lengths(3), *[request(each.prompt, PLAIN) for each in asked])
     assert len(read) == 1
+
+
+def test_padding_leaves_the_rows_of_a_slot_that_has_ended() -> None:
+    """Three requests run as four, and the next one goes on from what the fourth left."""
+    pool = DevicePool(4, kept=200)
+    asked = [request(prompt(5, i), PLAIN) for i in range(3)] + [
+        request(prompt(30), SamplingParams(max_tokens=2))
+    ]
+    for each in asked:
+        pool.scheduler.submit(each)
+    steps = drive(pool, Lengths(3))
+    while asked[3].stop.finish_reason is None or len(asked[0].output) < 20:
+        next(steps)
+    again = request(prompt(30), PLAIN)
+    tokens = finish(pool, Lengths(3), again)
+    assert tokens[again] == expected(again.prompt, PLAIN, 0)
+    assert again.statistics.num_cached_tokens == 29

@@ -241,8 +241,10 @@ def test_slots_fill_as_fast_as_the_delay_of_rounds_allows(delay: float, clock: C
 
 @pytest.mark.parametrize("state", ["waiting", "filling", "active"])
 @pytest.mark.parametrize("how", ["cancelled", "timeout"])
-def test_who_leaves_is_gone_before_the_next_round(state: str, how: str, clock: Clock) -> None:
-    pool, lengths = Pool(2, 4, chunk=8), Lengths(3)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_who_leaves_is_gone_before_the_next_round(ahead: bool, state: str, how: str, clock: Clock) -> None:
+    """Nothing is committed to it of a round that is under way."""
+    pool, lengths = DevicePool(2, chunk=8) if ahead else Pool(2, 4, chunk=8), Lengths(3)
     stays = request(prompt(4, 1), SamplingParams(max_tokens=40, seed=1))
     deadline = clock.now + 50 if how == "timeout" else None
     leaves = request(prompt(30, 2), SamplingParams(max_tokens=40), deadline=deadline)
@@ -320,8 +322,8 @@ def test_deadlines_of_requests_that_have_ended_are_forgotten(clock: Clock) -> No
 def test_the_newest_request_waits_again_with_its_tokens_where_memory_runs_out(
     exact: bool, further: int
 ) -> None:
-    """128 requests (64) in 16 slots, with memory for the longest three. What ended requests left goes first, also while
-    requests that share their beginnings run. In exact mode a request begins when it has memory to its end.
+    """256 requests (or 64) in 16 slots, with memory for the longest three. What ended requests left goes first, also
+    while requests that share their beginnings run. In exact mode a request begins when it has memory to its end.
     """
     options: Any = {"kept": 300, "further": further}
     pool: Any = Pool(16, 16, **options) if exact else DevicePool(16, **options)
@@ -339,7 +341,7 @@ def test_the_newest_request_waits_again_with_its_tokens_where_memory_runs_out(
             prompt(40, i % 3)[: 1 + 7 * i % 40],
             SamplingParams(max_tokens=1 + 11 * i % 60, seed=i, temperature=i % 2),
         )
-        for i in range(128 if not exact else 64)
+        for i in range(256 if further and not exact else 64)
     ]
     tokens = finish(pool, Lengths(1, 4, 2, 4), *asked)
     assert all(tokens[each] == expected(each.prompt, each.params, each.seed) for each in asked)
