@@ -196,7 +196,7 @@ def test_prompts_that_wait_are_part_of_what_a_trial_costs() -> None:
 
 
 @pytest.mark.parametrize(("rows", "confidence"), [(0.17, None), (0.07, "the truth")])
-@pytest.mark.parametrize("mean", [-3.0, -1.0, 0.3])
+@pytest.mark.parametrize("mean", [-1.0, 0.3])
 def test_hardly_any_request_loses_by_drafts(rows: float, mean: float, confidence: str | None) -> None:
     """Where drafts pay for some requests and not for others, those that they do not pay for soon go without."""
     speeds = prompts(rows, mean, count=24, confidence=confidence)

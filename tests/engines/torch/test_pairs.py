@@ -244,7 +244,8 @@ def test_a_layer_in_fewer_bits_is_that_of_numpy(tmp_path: Path, algorithm: str) 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(kernels, "of", lambda _: interpreted)
             packed = _of_layer(tmp_path, kind, checkpoint, stored, folder)
-            for rows, prompt in ((5, False), (70, False), (70, True)):
+            passes = ((5, False), (70, False), (70, True))
+            for rows, prompt in passes if kind == ir.DataType.BFLOAT16 else passes[:1]:
                 given = {"x": torch.from_numpy(np.resize(x, (rows, 256))).to(dtype)}
                 ours, theirs = (
                     graph.first_pass(given, prompt=prompt)[1]["y"].float() for graph in (packed, whole)
