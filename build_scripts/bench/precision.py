@@ -4,8 +4,8 @@
         [--by-output] [--parts text time] [--tokens 4096] [--dir DIR]
 
 A precision is one of `dflash-trt build --precision`, or "default": that of a build without it. The target's graph alone
-is measured, on ONNX Runtime. `--by-output` adds target=int8 as a build for a processor with AMX has it, with one scale
-for each output.
+is measured, on ONNX Runtime; for the text also torch in float32, by the names "torch" and "torch, fp8 caches".
+`--by-output` adds target=int8 as a build for a processor with AMX has it, with one scale for each output.
 
 text  perplexity on the descriptions of installed packages, in pieces of 512 tokens, each from its beginning. And how
       often the likeliest next token is that of the first precision
@@ -31,10 +31,12 @@ from unittest.mock import patch
 import numpy as np
 
 from build_scripts import harness
+from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.engines.onnxruntime import products
 from dflash_trt.engines.onnxruntime.runner import OnnxRuntimeRunner
+from dflash_trt.engines.torch import TorchOptions
 from dflash_trt.formats.precision import parse_precision
 from dflash_trt.hardware import processor
 from dflash_trt.text.tokenizer import Tokenizer
@@ -75,6 +77,13 @@ def texts(bundle: Bundle, count: int) -> list[Array]:
 
 def likelihood(bundle: Bundle, pieces: list[Array]) -> tuple[float, Array]:
     """Perplexity, and the likeliest next token at each place."""
+    if bundle.manifest["engine"] == "torch":
+        scored = SamplingParams(max_tokens=1, prompt_logprobs=True, top_logprobs=1)
+        with LLM(bundle.path, max_batch_size=1) as llm:
+            read = llm.generate([piece.tolist() for piece in pieces], scored)
+        nats = -sum(sum(map(float, filter(None, one.prompt_logprobs or ()))) for one in read)
+        best = [np.array([top[0][0] for top in (one.prompt_top_logprobs or ())[1:]]) for one in read]
+        return float(np.exp(nats / sum(map(len, best)))), np.concatenate(best)
     model, nats, best = engine(bundle), 0.0, list[Array]()
     for piece in pieces:
         logits = run(model, piece, 0)[:-1].astype(np.float64)
@@ -121,8 +130,13 @@ def measure_time(bundles: dict[str, Bundle], args: argparse.Namespace) -> dict[s
 
 def made(args: argparse.Namespace, folder: Path, precision: str) -> Bundle:
     """The bundle of a precision, without trees, whose graph has more inputs than `run` gives."""
-    asked = None if precision == "default" else parse_precision(precision)
-    return build(args.target, None, folder, precision=asked, tree_width=1, force=True)
+    asked: dict[str, Any] = {"tree_width": 1, "precision": None}
+    if precision.startswith("torch"):
+        asked |= {"engine": "torch", "options": TorchOptions(cache="fp8" if "fp8" in precision else None)}
+        precision = "target=fp32,drafter=fp32"
+    if precision != "default":
+        asked["precision"] = parse_precision(precision)
+    return build(args.target, None, folder, **asked, force=True)
 
 
 def main() -> None:

@@ -77,7 +77,7 @@ def build(
     precision: the dtype that the engine computes in, or a number format that the build quantizes weights to.
     draft_vocabulary: a file of the tokens that may be drafted, or "all"; by default the drafter's own file, if any.
     drafter_window: tokens that the drafter's layers see, less than they were trained for (docs/drafters.md).
-    options: the engine's own: `TensorRTOptions` or `TensorRTLLMOptions`.
+    options: the engine's own: `TorchOptions`, `TensorRTOptions` or `TensorRTLLMOptions`.
     exact: the bundle opens in exact mode unless its user says otherwise.
     force: replace a bundle of other inputs, or a damaged one; nothing else is ever replaced.
 

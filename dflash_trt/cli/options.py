@@ -227,9 +227,8 @@ def fields_of(args: argparse.Namespace, settings: Callable[..., Any]) -> dict[st
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that belong to an engine: added, read and refused as its options class says."""
     for kind, engines in registry.names_by_options().items():
-        group = parser.add_argument_group(
-            kind.title, f"with --engine {' or '.join(engines)}, and --max-batch-size (default: {kind.batch})"
-        )
+        batch = f", and --max-batch-size (default: {kind.batch})" if kind.batch else ""
+        group = parser.add_argument_group(kind.title, f"with --engine {' or '.join(engines)}{batch}")
         add_fields(group, kind, given_only=True)
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from dflash_trt.decoding.pair import FREE, Pair, PassRule
 from dflash_trt.errors import UsageError
+from dflash_trt.formats.numbers import cache_numbers
 
 Array = np.ndarray[Any, Any]
 # Parts in which the prompt is read, at most: as common tiles have, and such as divide nothing.
@@ -314,5 +315,8 @@ def cache_rows(pair: Pair, model: str, slot: int, start: int, stop: int) -> Iter
     rows = getattr(caches, "rows", caches).read(slot, start, stop)
     pair.arrays.wait()
     for name in sorted(rows, key=lambda cache_name: (int(cache_name.rpartition(".")[2]), cache_name)):
-        cache = rows[name]
-        yield name, np.asarray(cache.float().cpu() if hasattr(cache, "cpu") else cache, np.float32)
+        cache = rows[name].cpu() if hasattr(rows[name], "cpu") else rows[name]
+        if cache.dtype.itemsize == 1:
+            yield name, cache_numbers(cache.numpy())
+        else:
+            yield name, np.asarray(cache.float() if hasattr(cache, "float") else cache, np.float32)

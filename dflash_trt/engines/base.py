@@ -100,11 +100,11 @@ class Availability:
 class EngineOptions:
     """The build options of one engine, or of several, as a dataclass, whose annotations declare the command line's.
 
-    `title`: of their group in the help text. `batch`: what --max-batch-size is by default.
+    `title`: of their group in the help text. `batch`: what --max-batch-size is by default, of an engine that takes it.
     """
 
     title: ClassVar[str]
-    batch: ClassVar[str]
+    batch: ClassVar[str] = ""
 
 
 def _read_pair(target: Path, drafter: Path | None) -> tuple[TargetConfig, DrafterConfig | None]:

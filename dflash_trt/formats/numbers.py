@@ -25,6 +25,7 @@ E8M0: Floats = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu).ast
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 E4M3_MAX = 448.0
 E4M3_MIN = 2.0**-9
+CACHE_SCALE_BYTES = 4  # of the float32 scale after the E4M3 numbers of a head in a cache row
 INT4_MAX, INT8_MAX = 7.0, 127.0
 
 
@@ -80,3 +81,10 @@ def scale_for(largest: Any, top: float) -> Floats:
     largest = np.asarray(largest, np.float32)
     normal = np.maximum(largest / np.float32(top), np.finfo(np.float32).tiny)
     return np.where(largest > 0, normal, np.float32(1))
+
+
+def cache_numbers(rows: Any) -> Floats:
+    """The numbers of cache rows [..., d + 4] in E4M3, bytes: float32 [..., d]."""
+    codes, scale = rows[..., :-CACHE_SCALE_BYTES], np.ascontiguousarray(rows[..., -CACHE_SCALE_BYTES:])
+    numbers: Floats = codes.view(E4M3).astype(np.float32)
+    return numbers * scale.view(np.float32)

@@ -146,7 +146,8 @@ def normed(g: GraphBuilder, x: ir.Value, norm: Norm) -> ir.Value:
 
 
 class Dialect(ABC):
-    """The `dflash::` bodies for one engine. Hidden states, caches and linear layers have the dialect's `dtype`.
+    """The `dflash::` bodies for one engine. Hidden states and linear layers have the dialect's `dtype`, and so have
+    caches, but for its `cache_dtype`.
 
     Norms, rotations, routers and logits are float32.
     """
@@ -164,7 +165,7 @@ class Dialect(ABC):
     joins_floats = False
 
     def __init__(self, dtype: ir.DataType = FLOAT) -> None:
-        self.dtype = dtype
+        self.dtype = self.cache_dtype = dtype
 
     def add_norm(self, g: GraphBuilder, x: ir.Value, y: ir.Value, norm: Norm) -> tuple[ir.Value, ir.Value]:
         """The residual sum x + y [rows, size], and its norm."""

@@ -7,9 +7,10 @@ PlaceHeads(x [B*S,columns], shape [2] = [B,S], q_norm, k_norm, v_norm [d], cos, 
     Keys and values are written into their caches from row start[b] on; the caches are given. `Part` (dialect.py) says
     what is done to a head before.
 Attend(q [B,H,S,d], k_cache, v_cache [B,N,C,d], first [B,S], last [B,S], start [B], visible int32 [B,S,S], sinks [H];
-       scale) -> y [B,S,H,d]
+       scale, windowed) -> y [B,S,H,d]
     Row i sees the cache rows first[i] .. last[i]; of those that the pass wrote, from `start` on, the ones that
-    visible[i] marks. Without trees the two are absent, and without sinks the last one.
+    visible[i] marks. Without trees the two are absent, and without sinks the last one. `windowed`: rows move down in
+    these caches. Caches may be bytes [B,N,C,d+4]: E4M3 numbers, and the float32 scale of a row after them.
 WriteRows(cache [B,N,C,d], rows [B,N,T,d], start int64 [B]) -> cache
     The cache itself, with the rows from cache row start[b] on.
 AddNorm(x, y [rows,D], weight [D]; epsilon) -> x + y and its RMSNorm, computed in the weight's dtype, in that of x
@@ -45,6 +46,8 @@ import onnx_ir as ir
 from dflash_trt.checkpoint.linears import StoredLinear
 from dflash_trt.checkpoint.schema import Activation, LayerDeltaNet
 from dflash_trt.checkpoint.tensors import TensorInfo
+from dflash_trt.errors import BuildError
+from dflash_trt.formats.numbers import CACHE_SCALE_BYTES
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.delta_net import DeltaInputs
 from dflash_trt.graph.dialect import (
@@ -69,15 +72,26 @@ _CODES = {"int4": "int4", "nvfp4": "e2m1", "mxfp4": "e2m1", "int8": "int8", "fp8
 
 
 class Torch(HeadMajor):
-    """`dtype`: BF16, FP16 or FP32. The steps between products are one operator each."""
+    """`dtype`: BF16, FP16 or FP32. The steps between products are one operator each. `cache`: "fp8", or as `dtype`."""
 
     name = "torch"
     joins_floats = True
     experts_apart = True
 
+    def __init__(self, dtype: ir.DataType = FLOAT, cache: str | None = None) -> None:
+        super().__init__(dtype)
+        if cache is not None:
+            self.cache_dtype = ir.DataType.UINT8
+
     def cache_sizes(self, head_dim: int, *, sinks: bool) -> tuple[int, int]:
-        """No columns for sinks."""
-        return head_dim, head_dim
+        """No columns for sinks. Bytes of a row end with its scale."""
+        if self.cache_dtype == self.dtype:
+            return head_dim, head_dim
+        if head_dim % CACHE_SCALE_BYTES:
+            raise BuildError(
+                f"--cache fp8: heads have {head_dim} numbers, expected a multiple of {CACHE_SCALE_BYTES}; leave it out"
+            )
+        return head_dim + CACHE_SCALE_BYTES, head_dim + CACHE_SCALE_BYTES
 
     @staticmethod
     def window_stride(head_dim: int) -> int:
@@ -97,7 +111,8 @@ class Torch(HeadMajor):
             placed |= zip(kinds, _placed(g, kinds, y, a, placed), strict=True)
         first, last, *visible = a.mask
         tree = [a.start, *visible] if visible else [None, None]
-        y = _own(g, "Attend", *map(placed.get, "qkv"), first, last, *tree, a.sinks, scale=a.kind.factor)
+        how: dict[str, Any] = {"scale": a.kind.factor, "windowed": int(a.kind.windowed)}
+        y = _own(g, "Attend", *map(placed.get, "qkv"), first, last, *tree, a.sinks, **how)
         y = g.op("Reshape", y, g.constant([-1, a.parts["q"].columns]), name="merge")
         return y, [placed["k"], placed["v"]]
 

@@ -39,7 +39,10 @@ class _Rows:
                 sinks=config.attention_sinks,
             )
         self.caches = {
-            i: [g.input(f"{side}_cache.{i}", g.dtype, s) for side, s in zip("kv", shapes, strict=True)]
+            i: [
+                g.input(f"{side}_cache.{i}", shared.dialect.cache_dtype, s)
+                for side, s in zip("kv", shapes, strict=True)
+            ]
             for i, shapes in self.shapes.items()
         }
         first = next(iter(layers))
@@ -142,7 +145,7 @@ class Attention:
         )
         y, self.updated[i] = self.dialect.attend(g, call)
         for side, cache, shape in zip("kv", self.updated[i], rows.shapes[i], strict=True):
-            g.output(cache, f"{side}_cache_out.{i}", g.dtype, shape)
+            g.output(cache, f"{side}_cache_out.{i}", self.dialect.cache_dtype, shape)
         return output_of(m, c, layer, y, gate)
 
 

@@ -15,6 +15,7 @@ from dflash_trt.engines import registry
 from dflash_trt.engines.base import PREFILL_CHUNK
 from dflash_trt.errors import UsageError
 from dflash_trt.formats import FORMATS, SCHEMES
+from dflash_trt.formats.numbers import CACHE_SCALE_BYTES
 from dflash_trt.graph.dialect import SINK_PADDING
 from dflash_trt.models.delta_net import state_bytes
 from dflash_trt.models.inventory import NUMBER_BYTES, Inventory
@@ -107,25 +108,27 @@ class _Layout:
         if settings.gpu.sm == 0 or not self.runtime:
             self.runtime = self.traits.host_bytes + round(self.traits.host_share * packed)
         caches = {side: settings.compute(side) for side in inventory.sides}
-        caches["target"] = settings.cache or caches["target"]
-        self.row_bytes = {side: self._row_bytes(side, NUMBER_BYTES[cache]) for side, cache in caches.items()}
+        for side in [side for side in caches if side == "target" or not (self.chain or self.pages)]:
+            caches[side] = settings.cache or caches[side]
+        self.row_bytes = {side: self._row_bytes(side, cache) for side, cache in caches.items()}
         state = state_bytes(inventory.target, NUMBER_BYTES[settings.compute("target")])
         self.state = self.traits.states * state // settings.tensor_parallel
         self.own_attention = settings.gpu.sm in self.traits.attention_kernels
         self.experts = experts_scratch(inventory, settings, packed=packed_experts)
 
-    def _row_bytes(self, side: str, element: float) -> dict[int | None, int]:
+    def _row_bytes(self, side: str, cache: str) -> dict[int | None, int]:
         """Bytes of a row in all layers with one window. Where the engine keeps all rows, layers have none."""
+        scale = CACHE_SCALE_BYTES if cache == "fp8" and self.pages is None else 0  # FP8 numbers have one byte
         c = self.inventory.config(side)
         apart = self._stride(side) is not None
         numbers = Counter[int | None]()
         for layer in c.attention_layers:
             heads = c.heads_of(layer)
             on_one = max(1, heads.kv_heads // self.s.tensor_parallel)
-            numbers[layer.window if apart else None] += 2 * on_one * heads.head_dim
+            numbers[layer.window if apart else None] += 2 * on_one * (heads.head_dim + scale)
         if side == "drafter" and self.chain:
             numbers[None] += c.hidden_size  # the fused states of every row
-        return {window: round(count * element) for window, count in numbers.items()}
+        return {window: round(count * NUMBER_BYTES[cache]) for window, count in numbers.items()}
 
     def _stride(self, side: str) -> int | None:
         stride = self.traits.window_stride

@@ -215,6 +215,8 @@ def _cases() -> Iterator[tuple[str, Case]]:
     caches = drawn(2, 2, capacity, size), drawn(2, 2, capacity, size)
     seen = last - 299, last, start, visible, drawn(4)
     yield "Attention", (layers.attend, {"scale": size**-0.5}, [drawn(2, 4, count, size), *caches, *seen])
+    packed = [layers.in_bytes(cache) for cache in caches]
+    yield "Attention, FP8", (layers.attend, {"scale": size**-0.5}, [drawn(2, 4, count, size), *packed, *seen])
 
     def matrix(out: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
         blocks = integers(0, 256, 4, out, columns // 32, 16).to(torch.uint8)
@@ -238,6 +240,10 @@ def _cases() -> Iterator[tuple[str, Case]]:
         "PlaceHeads",
         (layers.place_heads, attributes, [x, [2, 3], *turns, torch.tensor([4, 0]), *caches]),
     )
+    # Codes are the same if nothing before them is rounded.
+    packed = [layers.in_bytes(torch.zeros_like(cache)) for cache in caches]
+    placed: list[Any] = [x, [2, 3], *[None] * 5, torch.tensor([4, 0]), *packed]
+    yield "PlaceHeads, FP8", (layers.place_heads, attributes, placed)
     yield "AddNorm", (layers.add_norm, {"epsilon": 1e-6}, [x, x, drawn(8 * size)])
     yield "Gate", (layers.gate, {}, [x, [4 * size, 4 * size]])
     for scheme, scale in (("fp8", 1 / 448), ("nvfp4", 1 / 2688)):

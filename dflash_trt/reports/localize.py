@@ -199,6 +199,6 @@ def _root_mean_square(numbers: Array, axis: int | None = None) -> Array:
 
 
 def _unit(manifest: Mapping[str, Any], role: str) -> float:
-    formats = (manifest.get("quantization") or {}).get(role) or ""
+    formats = f"{(manifest.get('quantization') or {}).get(role)} {manifest['precision'].get('cache')}"
     units = [unit for name, unit in FORMAT_UNITS.items() if name in formats.upper()]
     return max([*units, UNITS[manifest["precision"][role]]])

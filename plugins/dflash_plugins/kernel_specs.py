@@ -352,8 +352,8 @@ def attention_tiles(head_dim: int) -> tuple[AttentionTile, ...]:
 
 
 # Attention adds in parts of the cache: 32 of 128 slots, 32 of twice as many, and so on (kernels/attention.py). So a
-# few hundred tokens go to several programs, and 32,768 have few enough parts to be merged. The first 4,096 slots, which
-# hold the windows of targets, have parts alike: whole strides (`Dialect.window_stride`) are whole parts.
+# few hundred tokens go to several programs, and 32,768 have few enough parts to be merged. In layers with a window
+# rows move down by whole strides (`Dialect.window_stride`), so all parts have 128.
 ATTENTION_PART = 128
 ATTENTION_ALIKE = 32
 ATTENTION_PARTS = 256  # the most; the last one has no end
@@ -370,7 +370,7 @@ ATTENTION_KEPT = 1 << 26
 class AttentionSplits:
     """Who adds the parts of a cache. For `kept`, `batch` and `rows` may be symbols (`kernel_table.Kernel`).
 
-    rows: of one key head, in all.
+    rows: of one key head, in all. windowed: whether rows of the cache move down, so that all parts are alike.
     """
 
     batch: Any
@@ -378,6 +378,7 @@ class AttentionSplits:
     rows: Any
     capacity: int
     head_dim: int
+    windowed: bool = False
 
     @property
     def _programs(self) -> Any:
@@ -392,11 +393,11 @@ class AttentionSplits:
     @property
     def parts(self) -> int:
         """Those of the whole cache."""
-        begin, found = 0, 0
-        for size in (ATTENTION_PART << i for i in range(ATTENTION_PARTS // ATTENTION_ALIKE)):
+        begin, found, alike = 0, 0, parts_alike(windowed=self.windowed)
+        for size in (ATTENTION_PART << i for i in range(ATTENTION_PARTS // alike)):
             left = ceil_div(max(self.capacity - begin, 0), size)
-            found += min(left, ATTENTION_ALIKE)
-            begin += ATTENTION_ALIKE * size
+            found += min(left, alike)
+            begin += alike * size
         return found
 
     @property
@@ -410,6 +411,11 @@ class AttentionSplits:
         """Rows of results for `merge`, for any number of sequences and rows up to these."""
         apart = least(self._programs, ATTENTION_PROGRAMS) * self.parts
         return (least(apart, self._most) + self._programs) * ATTENTION_ROWS
+
+
+def parts_alike(*, windowed: bool) -> int:
+    """The parts of a cache of the same size."""
+    return ATTENTION_PARTS if windowed else ATTENTION_ALIKE
 
 
 def attention_bytes(batch: int, kv_heads: int, rows: int, head_dim: int, capacity: int) -> int:
@@ -427,12 +433,14 @@ def attend(
     *,
     tree: bool,
     region: bool = False,
+    fp8: bool = False,
+    windowed: bool = False,
 ) -> Use:
     """The kernel of one attention layer's parts, for heads in groups that share a key head."""
     types = typed(i64="first last", fp32="partial largest total", scalar="count capacity splits")
-    types |= typed(**{dtype: "q k_cache v_cache"})
+    types |= typed(**{dtype: "q"}) | typed(**{"u8" if fp8 else dtype: "k_cache v_cache"})
     constants = {"KV_HEADS": kv_heads, "GROUP": group, "PART": ATTENTION_PART} | _head(head_dim)
-    constants |= {"ALIKE": ATTENTION_ALIKE, "PARTS": ATTENTION_PARTS}
+    constants |= {"ALIKE": parts_alike(windowed=windowed), "PARTS": ATTENTION_PARTS}
     constants |= {"ROWS": tile.rows, "SLOTS": tile.slots, "COLUMNS": tile.columns or constants["D_SLOTS"]}
     optional(types, constants, tree, start="*i64", visible="*i32")
     optional(types, constants, region, region="*i64")
@@ -517,13 +525,18 @@ def place_heads(
     dtype: str,
     *,
     present: tuple[str, ...],
+    fp8: bool = False,
 ) -> Use:
-    """The kernel of the norm, the rotation and the place of heads. `present`: the tensors that are there."""
+    """The kernel of the norm, the rotation and the place of heads. `present`: the tensors that are there. `fp8`:
+    whether caches are.
+    """
     types: Types = {"x": f"*{dtype}", "count": "i32", "capacity": "i32"}
     constants: dict[str, Any] = {"H": heads, "KEYS": keys, "VALUES": values, "HALF": pairs}
     constants |= {"EPSILON": epsilon, "D": size, "D_SLOTS": power_of_two(size)}
-    for name in ("q_norm", "k_norm", "cos", "sin", "q", "k_cache", "v_cache"):
+    for name in ("q_norm", "k_norm", "cos", "sin", "q"):
         optional(types, constants, name in present, **{name: f"*{dtype}"})
+    for name in ("k_cache", "v_cache"):
+        optional(types, constants, name in present, **{name: "*u8" if fp8 else f"*{dtype}"})
     for name in ("start", "region"):
         optional(types, constants, name in present, **{name: "*i64"})
     return Use("layers", "place_heads", types, constants, num_warps=1)

@@ -75,7 +75,7 @@ def _tiles(s: Any) -> Any:
 
 
 def _splits(q: Shape, cache: Shape, a: Any) -> uses.AttentionSplits:
-    return uses.AttentionSplits(q[0], cache[1], q[2] * a.group, a.most or cache[2], cache[3])
+    return uses.AttentionSplits(q[0], cache[1], q[2] * a.group, a.most or cache[2], q[3], windowed=a.windowed)
 
 
 def _attended(s: Any, a: Any) -> Outputs:
@@ -85,7 +85,7 @@ def _attended(s: Any, a: Any) -> Outputs:
     splits = _splits(s.q, s.k_cache, a)
     rows = splits.splits * s.q[0] * s.q[1] * s.q[2] if a.exact else splits.kept
     return {
-        "partial": ((rows, s.k_cache[3]), "fp32"),
+        "partial": ((rows, s.q[3]), "fp32"),
         "largest": ((rows,), "fp32"),
         "total": ((rows,), "fp32"),
     }
@@ -229,12 +229,14 @@ ATTEND = Kernel(
     "Attend",
     ("q", "k_cache", "v_cache", "first", "last", "start", "visible", "region"),
     attributes={"group": int},
-    flags=("exact", "most"),
+    flags=("exact", "most", "windowed", "fp8"),
     outputs=_attended,
     use=lambda s, a, dtype, t: uses.attend(
-        *(s.k_cache[1], a.group, s.k_cache[3], dtype, t),
+        *(s.k_cache[1], a.group, s.q[3], dtype, t),
         tree=s.visible is not None,
         region=s.region is not None,
+        fp8=a.fp8,
+        windowed=a.windowed,
     ),
     grid=lambda s, a, t: (
         uses.ceil_div(s.q[2] * a.group, t.rows),
@@ -247,13 +249,13 @@ ATTEND = Kernel(
         "splits": _splits(s.q, s.k_cache, a).splits,
     },
     like="q",
-    tiles=lambda s: uses.attention_tiles(s.k_cache[3]),
+    tiles=lambda s: uses.attention_tiles(s.q[3]),
 )
 MERGE_ATTENTION = Kernel(
     "MergeAttention",
     ("partial", "largest", "total", "like", "cache", "sinks"),
     attributes={"group": int, "heads": int},
-    flags=("by_row", "most"),
+    flags=("by_row", "most", "windowed"),
     outputs=lambda s, a: {"y": (tuple(s.like[i] for i in ((0, 2, 1, 3) if a.by_row else range(4))), "")},
     use=lambda s, a, dtype, t: uses.merge(
         a.heads, s.partial[1], dtype, sinks=s.sinks is not None, by_row=a.by_row

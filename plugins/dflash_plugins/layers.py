@@ -36,6 +36,7 @@ def attention(
     sinks: Tensor | None = None,
     region: Tensor | None = None,
     most: int = 0,
+    windowed: bool = False,
     tile: uses.AttentionTile | None = None,
     by_row: bool = False,
     run: Run = by_triton,
@@ -43,14 +44,17 @@ def attention(
     """q [B, H, S, D] over caches [B, N, C, D], all of one type -> y [B, H, S, D], or with `by_row` [B, S, H, D].
 
     region: int64 [B], where the rows of a sequence, at most `most`, begin in caches [1, N, rows, D] of all sequences.
+    windowed: whether rows of the cache move down. Caches may be bytes [..., D + 4]: see kernels/attention.py.
 
     first, last: int64 [B, S], the range of cache rows that a row sees. start: int64 [B], and visible: int32 [B, S, S],
     the rows that a row sees among those of its pass, in cache rows start .. start+S-1. sinks: [H].
     """
     heads, group = q.shape[1], q.shape[1] // k_cache.shape[1]
     ranges = first, last, (None if visible is None else start), visible, region
-    parts = call(run, ATTEND, q, k_cache, v_cache, *ranges, tile=tile, group=group, exact=True, most=most)
-    constants: dict[str, Any] = {"group": group, "heads": heads, "by_row": by_row, "most": most}
+    constants: dict[str, Any] = {"group": group, "most": most, "windowed": windowed}
+    how: dict[str, Any] = {"tile": tile, "exact": True, "fp8": k_cache.dtype == torch.uint8}
+    parts = call(run, ATTEND, q, k_cache, v_cache, *ranges, **how, **constants)
+    constants |= {"heads": heads, "by_row": by_row}
     return call(run, MERGE_ATTENTION, *parts.values(), q, k_cache, sinks, **constants)["y"]
 
 
@@ -182,8 +186,9 @@ def place_heads(
     """The heads of x [B * count, columns]: queries, keys and values, each of `size` numbers.
 
     Returns the queries [B, heads, count, size]. Keys and values are written into caches [B, N, capacity, size] from row
-    start[b] (int64 [B]) on, or with `region` as in `attention`. Queries and keys are normed and rotated if norms
-    [size], and cos and sin [B * count, pairs] are given. Any of the three may be missing.
+    start[b] (int64 [B]) on, or with `region` as in `attention`; into bytes [..., size + 4] as E4M3. Queries and keys
+    are normed and rotated if norms [size], and cos and sin [B * count, pairs] are given. Any of the three may be
+    missing.
     """
     batch = len(x) // count
     keys, values = (0 if cache is None else cache.shape[1] for cache in (k_cache, v_cache))
@@ -194,6 +199,7 @@ def place_heads(
     use = uses.place_heads(
         *(heads, keys, values, size, 0 if cos is None else cos.shape[-1], epsilon, TYPE_NAMES[x.dtype]),
         present=tuple(name for name, tensor in tensors.items() if tensor is not None),
+        fp8=any(cache is not None and cache.dtype == torch.uint8 for cache in (k_cache, v_cache)),
     )
     run(use, (len(x), heads + keys + values), x=x, count=count, capacity=capacity, **tensors)
     return q

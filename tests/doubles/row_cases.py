@@ -17,6 +17,7 @@ from dflash_plugins.kernel_table import HIDDEN_STATE_TAP
 from torch import Tensor
 
 from dflash_trt.decoding.params import SamplingParams
+from dflash_trt.engines.torch.layers import in_bytes
 from tests.doubles import triton_interpreter  # noqa: F401  # corrects it
 from tests.doubles.packed_weights import random_weight
 
@@ -126,6 +127,7 @@ def heads(d: Drawn) -> Rows:
     q_heads = group * keys
     x = d.real(batch, count, (q_heads + 2 * keys) * size)
     caches = d.real(2, batch, keys, capacity, size)
+    caches = in_bytes(caches) if d.random.integers(3) == 0 else caches
     start = d.whole(capacity - count, batch)
     angles, norms = d.real(batch, count, size // 2), d.real(2, size)
     window, sinks = d.one_of(10, capacity), d.one_of(None, d.real(q_heads))

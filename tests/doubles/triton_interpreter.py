@@ -76,6 +76,14 @@ def _shifted(count: int, value: Any) -> Any:
     return value << np.uint32(count) if count >= 0 else value >> np.uint32(-count)
 
 
+def _selected(value: Any, selector: int) -> Any:
+    """`prmt` of a register and 0: a byte of the register for each place, or 0 from number 4 on."""
+    places = [selector >> 4 * i & 0xF for i in range(4)]
+    of_zero = np.zeros((len(value), 4), np.uint8)
+    taken = np.concatenate((value[:, None].view(np.uint8), of_zero), 1)[:, places]
+    return np.ascontiguousarray(taken).view(np.uint32)[:, 0]
+
+
 BITWISE = {"and.b32": np.bitwise_and, "or.b32": np.bitwise_or, "xor.b32": np.bitwise_xor}
 
 
@@ -102,6 +110,8 @@ def _create_inline_asm(
         a, b = values[:2]
         if name in ("shl.b32", "shr.u32"):
             registers[target] = _shifted(int(b) if name == "shl.b32" else -int(b), a)
+        elif name == "prmt.b32":
+            registers[target] = _selected(a, int(values[2]))
         elif name in BITWISE:
             registers[target] = BITWISE[name](a, b)
         else:
@@ -110,8 +120,10 @@ def _create_inline_asm(
             with np.errstate(over="ignore"):
                 registers[target] = (x * y + z).astype(np.float32).astype(kind).view(np.uint32)
     results = _Results()
+    several = written // len(types)  # registers of a result
     for i, kind in enumerate(types):
-        numbers = registers[f"${i}"].view(np.uint16).reshape(shape)
+        parts = [registers[f"${several * i + j}"].view(np.uint16).reshape(-1, 2) for j in range(several)]
+        numbers = np.concatenate(parts, 1).reshape(shape)
         scalar = kind.scalar
         results.append(interpreter.TensorHandle(numbers.view(interpreter._get_np_dtype(scalar)), scalar))
     return results

@@ -18,6 +18,7 @@ from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.cli import main
 from dflash_trt.engines import registry
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
+from dflash_trt.engines.torch import TorchOptions
 from dflash_trt.errors import BuildError, BundleError
 from dflash_trt.extras import install
 from dflash_trt.formats.precision import Precision
@@ -175,6 +176,7 @@ def test_options_of_another_engine_are_refused(tmp_path: Path) -> None:
         ("tensorrt-llm", plans, "--engine is tensorrt-llm, and options are TensorRTOptions"),
         ("tensorrt-llm", None, "--engine tensorrt-llm needs --gpu"),
         ("onnxruntime", plans, "options are TensorRTOptions, which are for: tensorrt-rtx, tensorrt"),
+        ("tensorrt", TorchOptions(cache="fp8"), "options are TorchOptions, which are for: torch"),
         ("onnxruntime", own, "options are TensorRTLLMOptions, which are for: tensorrt-llm"),
     ):
         with pytest.raises(BuildError, match=message):

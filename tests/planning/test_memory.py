@@ -114,7 +114,7 @@ def test_kv_cache_per_token_by_hand() -> None:
     plan = plan_of("gpt-oss-120b")
     assert plan.kv_bytes_per_token == 2 * 18 * 8 * 64 * 2
     assert plan.drafter_bytes_per_token == 2 * 8 * 8 * 64 * 2
-    assert plan_of("gpt-oss-120b", cache="fp8").kv_bytes_per_token == 18 * 8 * 64 * 2
+    assert plan_of("gpt-oss-120b", engine="torch", cache="fp8").kv_bytes_per_token == 18 * 8 * (64 + 4) * 2
     spread = settings(engine="tensorrt-llm", tensor_parallel=4)
     assert estimate_memory(inventory_of("gpt-oss-120b"), spread).kv_bytes_per_token == 2 * 36 * 2 * 64 * 2
 

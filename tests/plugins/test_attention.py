@@ -44,6 +44,7 @@ def drawn(
     window: int | None = None,
     sinks: bool = False,
     tree: bool = False,
+    fp8: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensors:
     """The inputs of a pass at random positions. Cache rows behind each sequence's own hold NaN."""
@@ -73,6 +74,8 @@ def drawn(
     for b, at in enumerate(start.tolist()):
         for cache in (made["k_cache"], made["v_cache"]):
             cache[b, :, at + count :] = float("nan")
+    if fp8:
+        made |= {name: layers.in_bytes(made[name]) for name in ("k_cache", "v_cache")}
     if tree:
         made |= {"start": start, "visible": torch.from_numpy(visible)}
     if sinks:
@@ -81,6 +84,7 @@ def drawn(
 
 
 def expected(given: Tensors) -> np.ndarray[Any, Any]:
+    given = {n: layers.from_bytes(t, torch.float32) for n, t in given.items()}
     wide = {n: t.double().nan_to_num() for n, t in given.items() if t.is_floating_point()}
     named = {name.removesuffix("_cache"): t for name, t in (given | wide).items()}
     y = layers.attend({"scale": given["q"].shape[3] ** -0.5}, **named)
@@ -103,6 +107,8 @@ def close(y: torch.Tensor, want: np.ndarray[Any, Any]) -> None:
         ((2, 4, 1, 80, 7, 300), {"tree": True}),  # a head of 80 numbers, and rows of two tiles
         ((1, 1, 1, 16, 40, 50), {"window": 9, "dtype": torch.float16}),
         ((1, 1, 1, 16, 40, 103), {"window": 1, "tree": True}),  # the anchor is in a step before
+        ((2, 4, 2, 64, 3, 70), {"fp8": True, "dtype": torch.float16}),
+        ((1, 8, 1, 80, 5, 400), {"fp8": True, "window": 20, "sinks": True, "tree": True}),
     ],
 )
 def test_attention_is_the_reference(shape: tuple[int, ...], traits: dict[str, Any]) -> None:
@@ -141,7 +147,7 @@ def test_a_region_s_rows_have_the_same_bits_wherever_it_begins(tree: bool) -> No
 )
 def test_every_tile_gives_the_same(size: int, tile: uses.AttentionTile) -> None:
     """A head of 200 numbers ends within a part of its columns."""
-    given = drawn(1, 2, 1, size, 10, 70, window=40, sinks=True, tree=True)
+    given = drawn(1, 2, 1, size, 10, 70, window=40, sinks=True, tree=True, fp8=tile.columns > 0)
     close(launch.attention(**given, tile=tile), expected(given))
 
 
@@ -175,6 +181,7 @@ KINDS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "gpt-oss": ((2, 16, 2, 64, 3, 350), {"sinks": True, "window": 128}),
     "gemma 4": ((3, 4, 1, 512, 2, 200), {}),
     "gemma 4, window": ((2, 4, 2, 256, 2, 270), {"window": 100}),
+    "qwen3, fp8": ((2, 8, 2, 128, 3, 260), {"fp8": True}),
 }
 
 
@@ -217,6 +224,22 @@ def test_rows_that_moved_down_by_whole_strides_change_no_bit(
     moved = {name: cache[:, :, stride:].contiguous() for name, cache in caches.items()}
     rows = {name: given[name] - stride for name in ("first", "last")}
     assert torch.equal(launch.attention(**given | caches), launch.attention(**given | moved | rows))
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("batch", [1, 3])
+def test_rows_of_a_window_that_is_longer_than_equal_parts_may_move_down(batch: int) -> None:
+    """In a cache without a window, later parts are longer, and begin at other rows of the sequence after a move."""
+    given, moved, low = drawn(batch, 2, 1, 16, 3, 400, window=300), dict[str, torch.Tensor](), 64
+    given["last"] = (390 + torch.arange(3)).repeat(batch, 1)
+    given["first"] = given["last"] - 299
+    for name in ("k_cache", "v_cache"):
+        given[name] = torch.randn(given[name].shape).bfloat16()
+        moved[name] = torch.cat((given[name][:, :, low:], given[name][:, :, :low]), 2)
+    moved |= {name: given[name] - low for name in ("first", "last")}
+    here, there = (launch.attention(**given | other, windowed=True) for other in ({}, moved))
+    assert torch.equal(here, there)
+    assert not torch.equal(*(launch.attention(**given | other) for other in ({}, moved)))
 
 
 @pytest.mark.usefixtures("few_programs")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from dflash_trt import hardware
 from dflash_trt.engines.base import (
@@ -11,11 +12,13 @@ from dflash_trt.engines.base import (
     Availability,
     BuildSettings,
     Engine,
+    EngineOptions,
     RunSettings,
     Weights,
     describe_caches,
 )
 from dflash_trt.engines.packages import installation
+from dflash_trt.options import option
 
 if TYPE_CHECKING:
     from dflash_trt.bundle.manifest import Bundle
@@ -25,11 +28,27 @@ if TYPE_CHECKING:
     from dflash_trt.engines.graph_job import GraphJob
     from dflash_trt.formats.precision import Precision
     from dflash_trt.graph.dialect import Dialect
+    from dflash_trt.models.inventory import Inventory
 
 _BF16 = 80  # the lowest compute capability with instructions for it
 
 
-def check(precision: Precision | None, weights: Weights, options: None) -> None:
+@dataclass(frozen=True)
+class TorchOptions(EngineOptions):
+    """Options of a build for torch.
+
+    cache: "fp8" keeps keys and values in E4M3, each head of a row with a scale of its own; a row's bits depend on it
+        alone. None: in the compute dtype.
+    """
+
+    title = "torch"
+
+    cache: Literal["fp8"] | None = option(
+        "keys and values in FP8, half the memory of a token (default: in the compute dtype)", default=None
+    )
+
+
+def check(precision: Precision | None, weights: Weights, options: TorchOptions | None) -> None:
     """Everything is possible: weights may be copied, linked or left out, in any dtype."""
 
 
@@ -44,13 +63,20 @@ def build(pair: CheckpointPair, settings: BuildSettings, place: Workspace, progr
 
     capabilities = hardware.compute_capabilities()
     default = "fp32" if not capabilities else "bf16" if capabilities[0] >= _BF16 else "fp16"
+    cache = settings.options.cache if settings.options else None
+    chain = pair.draft_config is not None and not pair.draft_config.masks  # whose graph reads its own caches
     dialects: dict[str, Dialect] = {
-        role: Torch(COMPUTE[settings.precision.compute(role, default)]) for role in pair.sides
+        role: Torch(
+            COMPUTE[settings.precision.compute(role, default)], None if chain and role == "drafter" else cache
+        )
+        for role in pair.sides
     }
     # Beside a pass that filled a slot, other passes write a block there while it is idle.
     chunk = min(PREFILL_CHUNK, cache_rows(settings.max_seq_len, settings.block_size))
     chunk += settings.block_size
-    return GraphJob.of(pair, settings, dialects, progress, chunk=chunk, link=settings.weights == "link")
+    job = GraphJob.of(pair, settings, dialects, progress, chunk=chunk, link=settings.weights == "link")
+    job.manifest["precision"] |= {"cache": cache} if cache else {}
+    return job
 
 
 def open(bundle: Bundle, settings: RunSettings) -> Scheduler:
@@ -86,6 +112,10 @@ def available(capabilities: Sequence[int]) -> Availability:
     return Availability(build=True, run=True, note=note)
 
 
+def memory_settings(inventory: Inventory, options: TorchOptions | None) -> dict[str, Any]:
+    return {"cache": options and options.cache}
+
+
 ENGINE = Engine(
     name="torch",
     check=check,
@@ -97,4 +127,6 @@ ENGINE = Engine(
     needed=("torch",),
     capabilities=None,
     weight_layout="int4_by_row",
+    options=TorchOptions,
+    memory_settings=memory_settings,
 )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dflash_trt.engines.torch import kernels
 from dflash_trt.formats.floats import NVFP4_BLOCK
-from dflash_trt.formats.numbers import BYTE_TO_PAIR, E2M1_MAX, E4M3_MAX, E4M3_MIN
+from dflash_trt.formats.numbers import BYTE_TO_PAIR, CACHE_SCALE_BYTES, E2M1_MAX, E4M3_MAX, E4M3_MIN
 from dflash_trt.graph.quantized import TINY
 
 Attributes = Mapping[str, Any]
@@ -34,7 +34,8 @@ MOST_EXPERTS = 512
 class Rows:
     """The cache [B,N,C,d] of a pass: regions of a tensor that has the rows of all sequences, or a tensor of that shape.
 
-    rows: [1,N,T,d], or [B,N,C,d]. most: C. region, end: int64 [B], where each begins and ends in the first.
+    rows: [1,N,T,d], or [B,N,C,d]; or bytes [..., d+4], numbers in E4M3 and the scale of each row. most: C. region, end:
+    int64 [B], where each begins and ends in the first.
     """
 
     rows: Tensor
@@ -52,15 +53,17 @@ class Rows:
         _, heads, _, size = self.rows.shape
         return len(self.rows if self.region is None else self.region), heads, self.most, size
 
-    def first(self, count: int) -> Tensor:
+    def first(self, count: int, dtype: torch.dtype) -> Tensor:
         """The first rows of each: [B,N,count,d]. After a region its last row is repeated."""
         if self.region is None or self.end is None:
-            return self.rows[:, :, :count]
+            return from_bytes(self.rows[:, :, :count], dtype)
         places = self.region[:, None] + torch.arange(count, device=self.region.device)
-        return self.rows[0][:, torch.minimum(places, self.end[:, None] - 1)].transpose(0, 1)
+        rows = self.rows[0][:, torch.minimum(places, self.end[:, None] - 1)].transpose(0, 1)
+        return from_bytes(rows, dtype)
 
     def write(self, rows: Tensor, start: Tensor) -> None:
         """Rows [B,N,T,d] from row start[b] on."""
+        rows = in_bytes(rows) if self.rows.dtype == torch.uint8 else rows
         places = start[:, None] + torch.arange(rows.shape[2], device=rows.device)
         if self.region is None:
             sequence = torch.arange(len(rows), device=rows.device)[:, None]
@@ -70,6 +73,24 @@ class Rows:
 
 
 Cache = Tensor | Rows
+
+
+def in_bytes(rows: Tensor) -> Tensor:
+    """Rows [...,d] in E4M3, each with its scale: bytes [...,d+4]. The scale is NaN if a number is not finite."""
+    wide = rows.float()
+    scale = wide.abs().amax(-1, keepdim=True).clamp_min(TINY) / E4M3_MAX
+    codes = (wide / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    scale += (wide * 0).sum(-1, keepdim=True)
+    return torch.cat((codes, scale.view(torch.uint8)), -1)
+
+
+def from_bytes(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """The rows of a cache in another dtype, if they are bytes."""
+    if rows.dtype != torch.uint8:
+        return rows
+    codes, scale = rows.split((rows.shape[-1] - CACHE_SCALE_BYTES, CACHE_SCALE_BYTES), -1)
+    numbers: Tensor = codes.view(torch.float8_e4m3fn).float() * scale.view(torch.float32)
+    return numbers.to(dtype)
 
 
 def rms_norm(a: Attributes, x: Tensor, weight: Tensor) -> Tensor:
@@ -151,7 +172,8 @@ def place_heads(
     targets = {f"{kind}_cache": Rows.of(cache) for kind, cache in caches.items() if cache is not None}
     tensors: dict[str, Tensor | None] = {"q_norm": q_norm, "k_norm": k_norm, "cos": cos, "sin": sin}
     tensors |= {name: cache.rows for name, cache in targets.items()}
-    fits = v_norm is None and all(t is None or t.dtype == x.dtype for t in tensors.values())
+    kinds = x.dtype, torch.uint8
+    fits = v_norm is None and all(t is None or t.dtype in kinds for t in tensors.values())
     if layer is not None and fits and (cos is None or list(cos.shape[:2]) == shape):
         arguments: dict[str, Any] = {name: t if t is None else t.contiguous() for name, t in tensors.items()}
         region = next((cache.region for cache in targets.values()), None)
@@ -203,7 +225,7 @@ def attend(
 
         def launched(run: Run, tile: uses.AttentionTile) -> Tensor:
             options: dict[str, Any] = {"start": start, "visible": visible, "sinks": sinks, "tile": tile}
-            options |= {"region": k.region, "most": k.most}
+            options |= {"region": k.region, "most": k.most, "windowed": bool(a.get("windowed"))}
             return ours.attention(*tensors, **options, by_row=True, run=run)
 
         many = q.shape[2] > _VERIFIED_ROWS
@@ -226,7 +248,7 @@ def _attended(
 ) -> Tensor:
     # Without kernels, a GPU attends to all cache rows: it cannot know which are in use.
     count = k_rows.most if q.is_cuda else _rows_in_use(last, start, visible, k_rows.most)
-    k, v = k_rows.first(count), v_rows.first(count)
+    k, v = k_rows.first(count, q.dtype), v_rows.first(count, q.dtype)
     mask = _seen(first, last, start, visible, k.shape[2])
     if sinks is None:
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)

@@ -12,6 +12,9 @@ A row sees a range of slots. `visible`, if given, marks those that it sees among
 No slot outside of these is read, whatever the capacity. Scores and sums are float32. The weights are rounded to the
 cache's type before they multiply the values.
 
+A cache may hold E4M3 numbers: bytes, and after those of a row its scale in float32, which multiplies its scores, or
+the weight of its values.
+
 Many rows of a wide head do not fit shared memory. Their scores are then sums over parts of COLUMNS of the head, for
 which queries and keys are read part by part.
 """
@@ -22,6 +25,39 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.constexpr_function
+def _widening(brain: bool) -> str:
+    """Instructions that make four bytes in E4M3 numbers of 16 bits. The bits of a byte make a float that is too small
+    by a power of two, also if it is subnormal. Adding -0 changes no bit.
+    """
+    shift, magnitude, power, kind = (4, 0x07F0, 0x7B80, "bf16x2") if brain else (1, 0x3F80, 0x5C00, "f16x2")
+    lines = ["{", ".reg .b32 pair, sign, number, up, nothing;", "mov.b32 nothing, 0x80008000;"]
+    lines.append(f"mov.b32 up, {power * 0x10001:#010x};")
+    for i, bytes_of_pair in enumerate(("0x1404", "0x3424")):
+        lines += [f"prmt.b32 pair, $2, 0, {bytes_of_pair};", "and.b32 sign, pair, 0x80008000;"]
+        lines += [f"shr.u32 number, pair, {shift};", f"and.b32 number, number, {magnitude * 0x10001:#010x};"]
+        lines += ["or.b32 number, number, sign;", f"fma.rn.{kind} ${i}, number, up, nothing;"]
+    return "\n".join([*lines, "}"])
+
+
+@triton.jit
+def _numbers(at, mask, DTYPE: tl.constexpr):
+    """Numbers of a cache, without the scales of rows."""
+    if at.dtype.element_ty == DTYPE:
+        return tl.load(at, mask=mask, other=0.0)
+    else:
+        codes = tl.load(at, mask=mask, other=0)
+        text: tl.constexpr = _widening(DTYPE.is_bf16())
+        bits = tl.inline_asm_elementwise(text, "=r,=r,r", [codes], dtype=tl.int16, is_pure=True, pack=4)
+        return bits.to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def _scales(at, mask):
+    """Those of rows, at their end."""
+    return tl.load(at.to(tl.pointer_type(tl.float32)), mask=mask, other=0.0)
 
 
 @triton.jit
@@ -44,7 +80,8 @@ def fold(peak, summed, values, part_peak, part_sum, part_values):
 @triton.jit(do_not_specialize=["count", "capacity", "splits"])
 def attend(
     q,  # [B, H, count, D]: the heads of a key head are neighbours, and so are their rows
-    k_cache,  # [B, N, capacity, D], with the rows of this pass; with `region` [N, capacity, D], of all sequences
+    k_cache,  # [B, N, capacity, D], with the rows of this pass; with `region` [N, capacity, D], of all sequences. Or
+    # bytes, four more in a row
     v_cache,
     first,  # [B, count] int64: a row sees the slots first .. last
     last,  # [B, count] int64
@@ -102,9 +139,12 @@ def attend(
     exponent = ((at_slot + OFFSET).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
     size = tl.minimum((1 << exponent) // ALIKE, PART << PARTS // ALIKE - 1)
 
-    cache = head.to(tl.int64) * capacity * D
+    PACKED: tl.constexpr = k_cache.dtype.element_ty != q.dtype.element_ty
+    WIDTH: tl.constexpr = D + 4 if PACKED else D
+    DTYPE: tl.constexpr = q.dtype.element_ty
+    cache = head.to(tl.int64) * capacity * WIDTH
     if region is not None:
-        cache = ((head % KV_HEADS).to(tl.int64) * capacity + tl.load(region + sequence)) * D
+        cache = ((head % KV_HEADS).to(tl.int64) * capacity + tl.load(region + sequence)) * WIDTH
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     summed = tl.zeros([ROWS], tl.float32)
     values = tl.zeros([ROWS, D_SLOTS], tl.float32)
@@ -113,8 +153,8 @@ def attend(
         slot = low_slot + tl.arange(0, SLOTS)
         there = slot < end
         if COLUMNS == D_SLOTS:
-            k_at = cache + slot[None, :] * D + column[:, None]
-            k = tl.load(k_cache + k_at, mask=there[None, :] & inner[:, None], other=0.0)
+            k_at = cache + slot[None, :] * WIDTH + column[:, None]
+            k = _numbers(k_cache + k_at, there[None, :] & inner[:, None], DTYPE)
             score = tl.dot(queries, k)
         else:
             score = tl.zeros([ROWS, SLOTS], tl.float32)
@@ -123,15 +163,14 @@ def attend(
                 q_part = tl.load(
                     q + at[:, None] * D + part[None, :], mask=real[:, None] & (part < D)[None, :], other=0.0
                 )
-                k_part = tl.load(
-                    k_cache + cache + slot[None, :] * D + part[:, None],
-                    mask=there[None, :] & (part < D)[:, None],
-                    other=0.0,
-                )
+                k_at = cache + slot[None, :] * WIDTH + part[:, None]
+                k_part = _numbers(k_cache + k_at, there[None, :] & (part < D)[:, None], DTYPE)
                 score = tl.dot(q_part, k_part, acc=score)
-        v_at = cache + slot[:, None] * D + column[None, :]
-        v = tl.load(v_cache + v_at, mask=there[:, None] & inner[None, :], other=0.0)
+        v_at = cache + slot[:, None] * WIDTH + column[None, :]
+        v = _numbers(v_cache + v_at, there[:, None] & inner[None, :], DTYPE)
         score *= LOG2E * (1.0 / tl.sqrt(float(D)))
+        if PACKED:
+            score *= _scales(k_cache + (cache + slot * WIDTH + D), there)[None, :]
         seen = (slot[None, :] >= low[:, None]) & (slot[None, :] <= high[:, None])
         if visible is not None:
             written = slot - begun
@@ -148,6 +187,8 @@ def attend(
         weight = tl.exp2(score - base[:, None])
         kept = tl.exp2(peak - base)
         summed = summed * kept + tl.sum(weight, axis=1)
+        if PACKED:
+            weight *= _scales(v_cache + (cache + slot * WIDTH + D), there)[None, :]
         values = tl.dot(weight.to(v.dtype), v, acc=values * kept[:, None])
         peak = higher
         following = low_slot + SLOTS + OFFSET

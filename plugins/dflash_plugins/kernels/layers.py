@@ -118,6 +118,24 @@ def add_norm(
         _quantize(rounded.to(tl.float32), row, column, inner, scale, codes, factor, D, SCHEME, BY_ROW, SHRUNK)
 
 
+@triton.jit
+def _place(cache, row, column, inner, value, D: tl.constexpr):
+    """Store the numbers [slots] of a head, zeros after its D, in a row of a cache: as they are, or as E4M3 with their
+    scale after them, which is NaN if one of them is not finite.
+    """
+    if cache.dtype.element_ty == tl.uint8:
+        largest = tl.max(tl.abs(value), axis=0)
+        scale = tl.div_rn(tl.where(largest < _TINY, _TINY, largest), 448.0)
+        bits = (_e4m3_rounded(tl.div_rn(value, scale)) * 2.0**-120).to(tl.int32, bitcast=True)
+        at = cache + row * (D + 4) + column
+        tl.store(at, (((bits >> 20) & 0x7F) | ((bits >> 24) & 0x80)).to(tl.uint8), mask=inner)
+        whole = tl.zeros_like(column) + scale + tl.sum(value * 0.0, axis=0)
+        at_scale = (cache + row * (D + 4) + D).to(tl.pointer_type(tl.float32)) + column
+        tl.store(at_scale, whole, mask=inner & (column == 0))
+    else:
+        tl.store(cache + row * D + column, value.to(cache.dtype.element_ty), mask=inner)
+
+
 @triton.jit(do_not_specialize=["count", "capacity"])
 def place_heads(
     x,  # [B * count, (H + KEYS + VALUES) * D]: queries, keys and values of each row
@@ -130,8 +148,8 @@ def place_heads(
     count,
     capacity,
     q,  # [B, H, count, D]; None without queries
-    k_cache,  # [B, KEYS, capacity, D], or None
-    v_cache,  # [B, VALUES, capacity, D], or None
+    k_cache,  # [B, KEYS, capacity, D], or bytes [..., D + 4], or None
+    v_cache,  # [B, VALUES, capacity, D], or bytes [..., D + 4], or None
     H: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
@@ -178,14 +196,11 @@ def place_heads(
             place, owner = place + tl.load(region + sequence), owner * 0
         key = head - H
         if k_cache is not None:
-            at = ((owner * KEYS + key) * capacity + place) * D + column
-            mine = tl.where((key >= 0) & (key < KEYS), D, 0)
-            tl.store(k_cache + at, value.to(k_cache.dtype.element_ty), mask=column < mine)
+            mine = column < tl.where((key >= 0) & (key < KEYS), D, 0)
+            _place(k_cache, (owner * KEYS + key) * capacity + place, column, mine, value, D)
         if v_cache is not None:
-            at = ((owner * VALUES + key - KEYS) * capacity + place) * D + column
-            tl.store(
-                v_cache + at, value.to(v_cache.dtype.element_ty), mask=column < tl.where(key >= KEYS, D, 0)
-            )
+            mine = column < tl.where(key >= KEYS, D, 0)
+            _place(v_cache, (owner * VALUES + key - KEYS) * capacity + place, column, mine, value, D)
 
 
 @triton.jit

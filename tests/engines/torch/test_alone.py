@@ -15,7 +15,7 @@ from dflash_plugins.launch import by_triton
 
 from dflash_trt import LLM
 from dflash_trt.building.build import build
-from dflash_trt.engines.torch import kernels
+from dflash_trt.engines.torch import TorchOptions, kernels
 from dflash_trt.formats.precision import Precision
 from tests.doubles import triton_interpreter  # noqa: F401  # corrects it
 from tests.doubles.checkpoints import VOCAB, make_drafter
@@ -25,7 +25,7 @@ from tests.doubles.text_checkpoints import EXPERTS, GEMMA_IMAGES, make_gemma
 
 HYBRID = ["linear_attention", "full_attention"]
 TARGETS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "gpt-oss": (make_gpt_oss, {"num_hidden_layers": 2}),
+    "gpt-oss, fp8 caches": (make_gpt_oss, {"num_hidden_layers": 2}),
     "gemma 4": (make_gemma, {"architecture": GEMMA_IMAGES, "num_hidden_layers": 2, **EXPERTS}),
     "qwen3-next": (make_hybrid, {"architecture": NEXT, "num_hidden_layers": 2, "layer_types": HYBRID}),
 }  # fmt: skip
@@ -37,7 +37,9 @@ def test_a_row_is_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     target = make(tmp_path / "target", **fields)
     drafter = make_drafter(tmp_path / "drafter", target, layers=1, block_size=4, taps=(0, 1))
     both = Precision(target="bf16", drafter="bf16")
-    bundle = build(str(target), str(drafter), tmp_path / "b", engine="torch", precision=both, max_seq_len=64)
+    asked: dict[str, Any] = {"engine": "torch", "precision": both, "max_seq_len": 64}
+    asked["options"] = TorchOptions(cache="fp8" if "fp8" in name else None)
+    bundle = build(str(target), str(drafter), tmp_path / "b", **asked)
     product, interpreted = F.linear, kernels.LayerKernels(by_triton)
 
     def by_rows(x: Any, *others: Any) -> Any:
