@@ -9,7 +9,7 @@ import pytest
 from tests.fuzz import readers
 from tests.fuzz.run import run
 
-INPUTS = 60  # per reader; `make fuzz` reads as many as its time allows
+INPUTS = 40  # per reader; `make fuzz` reads as many as its time allows
 
 
 @pytest.fixture(scope="module")

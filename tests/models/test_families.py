@@ -135,7 +135,6 @@ CASES: dict[str, Family] = {
         ),
         load_text,
     ),
-    "muse glimmer": Family(make_muse, load_muse),
     "muse glimmer, other sizes and places": Family(
         partial(
             make_muse,
@@ -154,7 +153,6 @@ CASES: dict[str, Family] = {
         load_muse,
         partial(make_drafter, taps=(0, 3), block_size=5, head_dim=12),
     ),
-    "gemma 31B": Family(partial(make_gemma, architecture=GEMMA_IMAGES), load_text),
     "gemma 26B-A4B": Family(partial(make_gemma, architecture=GEMMA_IMAGES, **EXPERTS), load_text),
     "gemma 12B": Family(
         partial(make_gemma, architecture=UNIFIED_IMAGES, hidden_size=48, num_attention_heads=2), load_text
