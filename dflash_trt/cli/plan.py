@@ -125,7 +125,8 @@ def prepare(args: argparse.Namespace, gpu: Gpu) -> tuple[Inventory, Settings]:
         read = [Checkpoint(folders[0]), *map(Outline, folders[1:])]
     inventory = take_inventory(target, drafter, read)
     stored = [Quantization(folder) for folder in folders]
-    quantized = stored[0].algorithm(HEAD) or stored[-1].algorithms
+    quantized = stored[0].algorithm(HEAD) or stored[-1].algorithms or (drafter and not inventory.draft_rows)
+    here = [gpu.sm] if gpu.sm else []
     settings = Settings(
         engine=args.engine,
         gpu=gpu,
@@ -133,7 +134,9 @@ def prepare(args: argparse.Namespace, gpu: Gpu) -> tuple[Inventory, Settings]:
         max_batch_size=args.max_batch_size,
         block_size=choose_block_size(args.block_size, target, drafter),
         tensor_parallel=args.tensor_parallel,
-        precision=choose_precision(precision, engine, target, drafter, quantized=bool(quantized)),
+        precision=choose_precision(
+            precision, engine, target, drafter, quantized=bool(quantized), capabilities=here
+        ),
     )
     return inventory, replace(settings, **engine.memory_settings(inventory, options))
 

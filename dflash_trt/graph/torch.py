@@ -72,14 +72,20 @@ _CODES = {"int4": "int4", "nvfp4": "e2m1", "mxfp4": "e2m1", "int8": "int8", "fp8
 
 
 class Torch(HeadMajor):
-    """`dtype`: BF16, FP16 or FP32. The steps between products are one operator each. `cache`: "fp8", or as `dtype`."""
+    """`dtype`: BF16, FP16 or FP32. The steps between products are one operator each.
+
+    cache: "fp8", or as `dtype`. rounds_head: whether a quantized head rounds its inputs as its format does.
+    """
 
     name = "torch"
     joins_floats = True
     experts_apart = True
 
-    def __init__(self, dtype: ir.DataType = FLOAT, cache: str | None = None) -> None:
+    def __init__(
+        self, dtype: ir.DataType = FLOAT, cache: str | None = None, *, rounds_head: bool = True
+    ) -> None:
         super().__init__(dtype)
+        self._rounds_head = rounds_head
         if cache is not None:
             self.cache_dtype = ir.DataType.UINT8
 
@@ -156,8 +162,10 @@ class Torch(HeadMajor):
         with g.scope(layer.name):
             weight = _widened(g, stored, stored.weight.shape[1] * stored.format.numbers_in_byte, raw)
             x = prepared(g, x, raw("order"), raw("pre_quant_scale"), g.dtype)
-            scale = raw("input_scale")
-            x, factor = _quantized(g, stored, x, None if scale is None else g.cast(scale, FLOAT))
+            factor = None
+            if self._rounds_head or layer.name != "lm_head":
+                scale = raw("input_scale")
+                x, factor = _quantized(g, stored, x, None if scale is None else g.cast(scale, FLOAT))
             if factor is None:
                 return multiplied(g, x, weight, None, layer.bias, g.dtype)
             return _own(g, "ScaledProduct", x, weight, factor, layer.bias)

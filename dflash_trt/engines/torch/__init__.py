@@ -65,12 +65,10 @@ def build(pair: CheckpointPair, settings: BuildSettings, place: Workspace, progr
     default = "fp32" if not capabilities else "bf16" if capabilities[0] >= _BF16 else "fp16"
     cache = settings.options.cache if settings.options else None
     chain = pair.draft_config is not None and not pair.draft_config.masks  # whose graph reads its own caches
-    dialects: dict[str, Dialect] = {
-        role: Torch(
-            COMPUTE[settings.precision.compute(role, default)], None if chain and role == "drafter" else cache
-        )
-        for role in pair.sides
-    }
+    dtypes = {role: COMPUTE[settings.precision.compute(role, default)] for role in pair.sides}
+    dialects: dict[str, Dialect] = {"target": Torch(dtypes["target"], cache)}
+    if pair.drafter is not None:
+        dialects["drafter"] = Torch(dtypes["drafter"], None if chain else cache, rounds_head=False)
     # Beside a pass that filled a slot, other passes write a block there while it is idle.
     chunk = min(PREFILL_CHUNK, cache_rows(settings.max_seq_len, settings.block_size))
     chunk += settings.block_size

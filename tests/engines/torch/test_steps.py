@@ -135,6 +135,15 @@ def test_a_pass_in_few_bits_launches_what_one_in_bf16_does(
     assert ours - ours_16 == Counter(quantized_rows=layers + 1), (ours, ours_16)
 
 
+def test_the_head_of_a_drafter_rounds_no_inputs(tmp_path: Path) -> None:
+    """Its other layers do."""
+    both = Precision(target="bf16", drafter="fp8", head="fp8")
+    bundle = build("tiny", None, tmp_path / "b", engine="torch", max_seq_len=64, precision=both)
+    graph = ir.load(bundle.path / "drafter.onnx").graph
+    assert {node.op_type for node in graph if "lm_head" in (node.name or "")} == {"Widened", "Gemm"}
+    assert any(node.op_type == "QuantizedRows" for node in graph)
+
+
 def test_expanded_rows_have_memory_of_their_own() -> None:
     """A kernel would copy others in each layer."""
     assert OPERATORS["Expand"]({}, torch.zeros(2, 1), [2, 3]).is_contiguous()
