@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--block-size", "K", at_least(2), "default: as trained, or 16")
     option(parser, "--drafter-window", "N", at_least(1), "as for `build`")
     option(parser, "--precision", "ROLE=VALUE,...", str, "as for `build`")
+    parser.add_argument("--cache", choices=["fp8"], help="as for `build`, with --engine torch")
     switch(parser, "--gpus", "list the GPUs with the source of each figure")
     add_common(parser, "--json")
 
@@ -75,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
         choice = registry.best_on(gpu.sm, several=args.tensor_parallel > 1)
         args.engine = choice.engine
         print(f"{choice}; --engine chooses another", file=sys.stderr)
+    if args.cache and args.engine != "torch":
+        args.usage_error("--cache: only with --engine torch")
     inventory, settings = prepare(args, gpu)
     pair = built_in(args.target, args.drafter, no_drafter=args.no_drafter)
     if pair is not None and pair.doubt is not None:
@@ -125,8 +128,7 @@ def prepare(args: argparse.Namespace, gpu: Gpu) -> tuple[Inventory, Settings]:
         read = [Checkpoint(folders[0]), *map(Outline, folders[1:])]
     inventory = take_inventory(target, drafter, read)
     stored = [Quantization(folder) for folder in folders]
-    quantized = stored[0].algorithm(HEAD) or stored[-1].algorithms or (drafter and not inventory.draft_rows)
-    here = [gpu.sm] if gpu.sm else []
+    quantized = stored[0].algorithm(HEAD) or stored[-1].algorithms
     settings = Settings(
         engine=args.engine,
         gpu=gpu,
@@ -134,9 +136,7 @@ def prepare(args: argparse.Namespace, gpu: Gpu) -> tuple[Inventory, Settings]:
         max_batch_size=args.max_batch_size,
         block_size=choose_block_size(args.block_size, target, drafter),
         tensor_parallel=args.tensor_parallel,
-        precision=choose_precision(
-            precision, engine, target, drafter, quantized=bool(quantized), capabilities=here
-        ),
+        precision=choose_precision(precision, engine, target, drafter, quantized=bool(quantized)),
     )
     return inventory, replace(settings, **engine.memory_settings(inventory, options))
 

@@ -46,6 +46,15 @@ def test_the_command_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     line = next(line for line in out.splitlines() if line.startswith("states and KV cache"))
     size, batch, length, row, state = re.findall(r"[\d.]+", line)
     assert float(size) == pytest.approx(int(batch) * (int(length) * int(row) + int(state)) / 2**30, rel=0.01)
+    capsys.readouterr()
+    cached = ["plan", "--target", "qwen3-8b", "--gpu", "h100", "--cache", "fp8", "--json", "--engine"]
+    assert main([*cached, "torch"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["kv_bytes_per_token"] == 2 * 36 * 8 * (128 + 4)
+    assert plan["drafter_bytes_per_token"] == 2 * 5 * 8 * (128 + 4)
+    with pytest.raises(SystemExit):
+        main([*cached, "tensorrt"])
+    assert "--cache: only with --engine torch" in capsys.readouterr().err
     assert main(["plan", "--gpus"]) == 0
     assert "DGX Spark" in capsys.readouterr().out
     llm = [*base, "--gpu", "b200", "--engine", "tensorrt-llm", "--precision", "target=fp8"]
