@@ -14,6 +14,7 @@ from typing import Any
 
 from dflash_plugins import kernel_specs as uses
 from dflash_trt.errors import BuildError
+from dflash_trt.formats.numbers import CACHE_SCALE_BYTES
 
 Shape = tuple[Any, ...]
 Outputs = dict[str, tuple[Shape, str]]
@@ -74,8 +75,15 @@ def _tiles(s: Any) -> Any:
     return uses.ceil_div(s.logits[2], uses.TILE_TOKENS)
 
 
+def _head_dim(cache: Shape, a: Any) -> Any:
+    """Numbers of a head, which a graph fixes for caches."""
+    return cache[3] - (CACHE_SCALE_BYTES if a.fp8 else 0)
+
+
 def _splits(q: Shape, cache: Shape, a: Any) -> uses.AttentionSplits:
-    return uses.AttentionSplits(q[0], cache[1], q[2] * a.group, a.most or cache[2], q[3], windowed=a.windowed)
+    return uses.AttentionSplits(
+        q[0], cache[1], q[2] * a.group, a.most or cache[2], _head_dim(cache, a), windowed=a.windowed
+    )
 
 
 def _attended(s: Any, a: Any) -> Outputs:
@@ -85,7 +93,7 @@ def _attended(s: Any, a: Any) -> Outputs:
     splits = _splits(s.q, s.k_cache, a)
     rows = splits.splits * s.q[0] * s.q[1] * s.q[2] if a.exact else splits.kept
     return {
-        "partial": ((rows, s.q[3]), "fp32"),
+        "partial": ((rows, _head_dim(s.k_cache, a)), "fp32"),
         "largest": ((rows,), "fp32"),
         "total": ((rows,), "fp32"),
     }
@@ -232,7 +240,7 @@ ATTEND = Kernel(
     flags=("exact", "most", "windowed", "fp8"),
     outputs=_attended,
     use=lambda s, a, dtype, t: uses.attend(
-        *(s.k_cache[1], a.group, s.q[3], dtype, t),
+        *(s.k_cache[1], a.group, _head_dim(s.k_cache, a), dtype, t),
         tree=s.visible is not None,
         region=s.region is not None,
         fp8=a.fp8,
@@ -249,13 +257,13 @@ ATTEND = Kernel(
         "splits": _splits(s.q, s.k_cache, a).splits,
     },
     like="q",
-    tiles=lambda s: uses.attention_tiles(s.q[3]),
+    tiles=lambda s: uses.attention_tiles(s.k_cache[3]),
 )
 MERGE_ATTENTION = Kernel(
     "MergeAttention",
     ("partial", "largest", "total", "like", "cache", "sinks"),
     attributes={"group": int, "heads": int},
-    flags=("by_row", "most", "windowed"),
+    flags=("by_row", "most", "windowed", "fp8"),
     outputs=lambda s, a: {"y": (tuple(s.like[i] for i in ((0, 2, 1, 3) if a.by_row else range(4))), "")},
     use=lambda s, a, dtype, t: uses.merge(
         a.heads, s.partial[1], dtype, sinks=s.sinks is not None, by_row=a.by_row

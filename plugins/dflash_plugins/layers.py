@@ -52,8 +52,8 @@ def attention(
     heads, group = q.shape[1], q.shape[1] // k_cache.shape[1]
     ranges = first, last, (None if visible is None else start), visible, region
     constants: dict[str, Any] = {"group": group, "most": most, "windowed": windowed}
-    how: dict[str, Any] = {"tile": tile, "exact": True, "fp8": k_cache.dtype == torch.uint8}
-    parts = call(run, ATTEND, q, k_cache, v_cache, *ranges, **how, **constants)
+    constants["fp8"], tile = k_cache.dtype == torch.uint8, tile or uses.attention_tiles(q.shape[3])[0]
+    parts = call(run, ATTEND, q, k_cache, v_cache, *ranges, tile=tile, exact=True, **constants)
     constants |= {"heads": heads, "by_row": by_row}
     return call(run, MERGE_ATTENTION, *parts.values(), q, k_cache, sinks, **constants)["y"]
 
