@@ -33,8 +33,9 @@ class LLM(Opened):
     prefill_chunk: prompt tokens per pass (default 512).
     prompt_delay: seconds for which a step may read waiting prompts (default 0.2). So much later, and at least one pass,
         come the next tokens of the others, while there are free slots.
-    cache_tokens: on torch, the tokens of all sequences for which caches have memory (default: max_batch_size times
-        max_seq_len, which is the most; at least one sequence). Without more, the newest request waits.
+    cache_tokens: on torch, the tokens of all sequences for which caches have memory, at least one sequence (default:
+        max_batch_size times max_seq_len; on a GPU what fits of one sequence more). Without more, the newest request
+        waits.
     threads: CPU threads per pass (default: every core this process may use).
     prefix_cache_bytes: memory limit for cache rows of finished requests (default 256 MiB). Prompts with the same
         beginning reuse them. 0 reuses no rows at all. With cache_tokens the memory of the caches that nobody needs

@@ -59,7 +59,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
            256 << 20)  # fmt: skip
     option(engine, "--cache-tokens", "N", at_least(1),
            "on torch, the tokens of all requests together that caches have memory for (default: the most that "
-           "--max-batch-size of them can have)")  # fmt: skip
+           "--max-batch-size of them can have, on a GPU what fits of one request more)")  # fmt: skip
     option(engine, "--prompt-delay", "MS", at_least(0),
            "the longest time by which waiting prompts delay a round, or that of one chunk", 200)  # fmt: skip
     add_common(engine, *DRAFTING)

@@ -26,6 +26,7 @@ from dflash_trt.engines import registry
 from dflash_trt.engines.device.sizes import DECODE
 from dflash_trt.engines.device.stream import HostStream
 from dflash_trt.engines.onnxruntime.runner import OnnxRuntimeRunner
+from dflash_trt.engines.torch.program import Graph
 from dflash_trt.engines.torch.runner import TorchRunner
 from dflash_trt.formats.precision import Precision
 from dflash_trt.graph.builder import FLOAT
@@ -200,8 +201,8 @@ def found_outputs(pair: Path, role: str, stored: Path, engine: str) -> np.ndarra
 def outputs(file: Path, engine: str, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """One pass of a graph."""
     if engine == "torch":
-        host: dict[str, Any] = {"stream": HostStream(), "device": torch.device("cpu")}
-        on_torch = TorchRunner(file, slots=1, prefill_chunk=1, block_size=len(TOKENS), **host)
+        graph, block_size = Graph(file, torch.device("cpu")), len(TOKENS)
+        on_torch = TorchRunner(graph, slots=1, prefill_chunk=1, block_size=block_size, stream=HostStream())
         return {name: each.numpy() for name, each in on_torch.run(DECODE, feeds).items()}
     if engine == "tensorrt":
         onnx.save(executable(onnx.load(file)), file)

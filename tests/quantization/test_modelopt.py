@@ -22,6 +22,7 @@ from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.checkpoint.writer import copy_beside
 from dflash_trt.engines.device.sizes import DECODE
 from dflash_trt.engines.device.stream import HostStream
+from dflash_trt.engines.torch.program import Graph
 from dflash_trt.engines.torch.runner import TorchRunner
 from dflash_trt.errors import BuildError
 from dflash_trt.formats.precision import Precision
@@ -83,9 +84,8 @@ def exported(source: Path, out: Path, config: str) -> tuple[dict[str, Floats], F
 
 def logits_of(target: Path, drafter: Path, out: Path) -> Floats:
     bundle = build(str(target), str(drafter), out, engine="torch", precision=Precision(target="fp32"))
-    host: dict[str, Any] = {"stream": HostStream(), "device": torch.device("cpu")}
-    count = TOKENS.shape[1]
-    engine = TorchRunner(bundle.path / "target.onnx", slots=1, prefill_chunk=1, block_size=count, **host)
+    graph, count = Graph(bundle.path / "target.onnx", torch.device("cpu")), TOKENS.shape[1]
+    engine = TorchRunner(graph, slots=1, prefill_chunk=1, block_size=count, stream=HostStream())
     feeds = {"tokens": TOKENS.numpy(), "start": np.array([0]), "rows": np.arange(count)[None]}
     return engine.run(DECODE, feeds)["logits"][0].numpy()
 

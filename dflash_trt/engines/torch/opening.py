@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
 from dflash_plugins import compiler
-from dflash_plugins.kernel_specs import Use
+from dflash_plugins.kernel_specs import Use, sampling_bytes
 from dflash_plugins.launch import Run
 
 from dflash_trt import hardware
 from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.decoding.drafter import USUAL_CONTEXT
 from dflash_trt.decoding.pair import Pair
 from dflash_trt.engines.base import PREFILL_CHUNK
 from dflash_trt.engines.device.kernels import kernels_here
@@ -21,6 +24,7 @@ from dflash_trt.engines.device.memory import memory_errors
 from dflash_trt.engines.device.opening import DEVICE, chunk_of, pair_of, warm_up
 from dflash_trt.engines.device.stream import HostStream, on
 from dflash_trt.engines.torch import kernels as of_layers
+from dflash_trt.engines.torch.program import Graph
 from dflash_trt.engines.torch.runner import TorchRunner
 from dflash_trt.errors import BuildError, EngineError
 from dflash_trt.logs import warn_once
@@ -31,9 +35,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 # An opening does not take longer for sizes of passes that few requests bring. They are captured when they come.
 _WARM_UP_SECONDS = 60.0
+# For activations, captured passes and libraries.
+_ALLOWANCE = 1 << 30
 
 
-@memory_errors()
 def open_pair(
     bundle: Bundle,
     *,
@@ -45,6 +50,9 @@ def open_pair(
 ) -> Pair:
     """The bundle's graphs with `slots` cache slots. On a GPU, kernels are compiled and passes of all sizes captured,
     those that are needed most first, and others only within a time. What is left is captured when it comes.
+
+    cache_tokens: of all slots; None: on a GPU what fits of the most that one slot more can have, and fewer while passes
+    find no memory.
 
     Raises MemoryError if the GPU has too little.
     """
@@ -66,29 +74,76 @@ def open_pair(
     chunk = chunk_of(bundle, prefill_chunk, min(PREFILL_CHUNK, bundle.capacity - block_size - 1))
     # Only this stream fills memory. torch's default stream is not ordered with it.
     shared: WeakValueDictionary[Any, torch.Tensor] = WeakValueDictionary()
-    with on(stream):
-        runners = {
-            role: TorchRunner(
-                bundle.listed(f"{role}.onnx"),
-                slots=slots,
-                prefill_chunk=max(chunk, block_size),  # exact mode pads prompts to widths of a block, too
-                block_size=block_size,
-                stream=stream,
-                device=device,
-                kinds=bundle.cache_kinds(role),
-                tokens=cache_tokens,
-                shared=shared,
-                alone=role == "target",  # drafts may be wrong
-            )
+    with memory_errors(), on(stream):
+        graphs = {
+            # Drafts may be wrong, so only the target's rows must not depend on others.
+            role: Graph(bundle.listed(f"{role}.onnx"), device, shared, alone=role == "target")
             for role in bundle.roles
         }
-        kernels = _kernels if on_gpu else lambda wanted: None
-        pair = pair_of(bundle, runners, slots=slots, prefill_chunk=chunk, kernels=kernels)
-    hardware.give_back_memory()  # what was read on the way to weights
-    if on_gpu:
-        warm_up(pair, block_size, progress, runs=2, seconds=_WARM_UP_SECONDS)
-        pair.equal_rows, pair.products = of_layers.complete(device), runners["target"].tiles
-    return pair
+        tokens = least = cache_tokens
+        if on_gpu and cache_tokens is None:
+            tokens, least = _tokens_that_fit(bundle, graphs, slots)
+
+    @memory_errors()
+    def opened() -> Pair:
+        with on(stream):
+            runners = {
+                role: TorchRunner(
+                    graph,
+                    slots=slots,
+                    prefill_chunk=max(chunk, block_size),  # exact mode pads prompts to widths of a block, too
+                    block_size=block_size,
+                    stream=stream,
+                    kinds=bundle.cache_kinds(role),
+                    tokens=tokens,
+                )
+                for role, graph in graphs.items()
+            }
+            kernels = _kernels if on_gpu else lambda wanted: None
+            pair = pair_of(bundle, runners, slots=slots, prefill_chunk=chunk, kernels=kernels)
+        hardware.give_back_memory()  # what was read on the way to weights
+        if on_gpu:
+            warm_up(pair, block_size, progress, runs=2, seconds=_WARM_UP_SECONDS)
+            pair.equal_rows, pair.products = of_layers.complete(device), graphs["target"].tiles
+        return pair
+
+    while True:
+        try:
+            return opened()
+        except MemoryError as error:
+            if tokens is None or least is None or tokens <= least:
+                raise
+            fewer = max(tokens * 3 // 4, least)
+            _log.warning("%s: caches get memory for %d tokens, not %d: %s", bundle.path, fewer, tokens, error)
+            tokens = fewer
+        gc.collect()  # the runners that failed
+
+
+def _tokens_that_fit(
+    bundle: Bundle, graphs: Mapping[str, Graph], slots: int
+) -> tuple[int, int] | tuple[None, None]:
+    """The tokens for whose cache rows a GPU that has the weights has memory, beside windows, states, a round's logits
+    twice, the kernels that sample, and an allowance; at most the most of one slot more, so that what a request left
+    stays while another one goes on from it. And the fewest that all slots need for usual requests. None: slots cannot
+    share memory.
+    """
+    if any(graph.opens([name for name in graph.inputs if "_cache." in name]) for graph in graphs.values()):
+        return None, None
+    vocab, block_size = bundle.manifest["vocab_size"], bundle.manifest["block_size"]
+    kinds = [kind for role in bundle.roles for kind in bundle.cache_kinds(role)]
+    of_slot = sum(kind.rows * kind.row_bytes for kind in kinds if kind.window is not None)
+    of_slot += 2 * sum(
+        prod(n for n in signature.shape[1:] if isinstance(n, int)) * signature.dtype.itemsize
+        for graph in graphs.values()
+        for name, signature in graph.inputs.items()
+        if name.partition(".")[0].endswith("_state")
+    )
+    passes = 8 * slots * block_size * vocab + sampling_bytes(slots, block_size, vocab, bundle.capacity)
+    torch.cuda.empty_cache()  # what was allocated on the way to weights
+    free = torch.cuda.mem_get_info()[0] - slots * of_slot - passes - _ALLOWANCE
+    of_token = sum(kind.row_bytes for kind in kinds if kind.window is None)
+    least = max(bundle.capacity, slots * min(bundle.capacity, USUAL_CONTEXT + 2 * block_size))
+    return max(least, int(min(free // max(of_token, 1), (slots + 1) * bundle.capacity))), least
 
 
 def _kernels(wanted: Sequence[Use]) -> Run | None:

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,23 +50,19 @@ class TorchRunner(DeviceRunner):
 
     def __init__(
         self,
-        path: Path,
+        graph: Graph,
         *,
         slots: int,
         prefill_chunk: int,
         block_size: int,
         stream: Any,
-        device: torch.device,
         kinds: Sequence[CacheKind] = (),
         tokens: int | None = None,
-        shared: MutableMapping[Any, Tensor] | None = None,
-        alone: bool = False,
     ) -> None:
-        """`kinds`: of caches. `tokens`: of all slots; None: each has the most. `shared`, `alone`: see `Graph`."""
+        """graph: with its weights. `kinds`: of caches. `tokens`: of all slots; None: each has the most."""
         # The profiles whose passes are captured.
         self._graphs = set[int]() if isinstance(stream, HostStream) else {PREFILL, DECODE}
-        self._graph = graph = Graph(path, device, shared, alone=alone)
-        self.tiles = graph.tiles
+        self._graph, device = graph, graph.device
         self._regions = not graph.opens([name for name in graph.inputs if "_cache." in name])
         caches: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         states: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
@@ -97,7 +92,7 @@ class TorchRunner(DeviceRunner):
             (n for n in graph.inputs if n not in held),
             (n for n in graph.outputs if n not in set(map(updated, held))),
         )
-        super().__init__(path, dtypes, *of_pass, stream=stream, device=device)
+        super().__init__(graph.path, dtypes, *of_pass, stream=stream, device=device)
         of_slots = DeviceStates(states, slots, stream, device) if states else None
         regions: dict[str, Any] = {"most": most, "spare": spare, "kept": kept} if self._regions else {}
         self.caches = DeviceCaches(self._caches, stream, slots, kinds, of_slots, **regions)

@@ -126,7 +126,7 @@ def test_a_batch_that_was_not_asked_for_is_halved_until_it_fits(
     gpu.setattr(opening, "pair_of", small)
     most = 3
     with LLM(made.path) as llm:
-        assert (tried, llm.runtime.max_batch_size) == ([8, 4, 2], 2)
+        assert ([*dict.fromkeys(tried)], llm.runtime.max_batch_size) == ([8, 4, 2], 2)
         told = llm.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=3, ignore_eos=True))
         assert [len(each.token_ids) for each in told] == [3] * 3
     assert "max_batch_size is 4: no memory is left for 8 sequences" in caplog.text
@@ -134,6 +134,42 @@ def test_a_batch_that_was_not_asked_for_is_halved_until_it_fits(
     most = 0
     with pytest.raises(DFlashError, match=r"left for one sequence of .*\); build with a smaller"):
         LLM(made.path)
+
+
+def test_caches_share_the_memory_that_is_free(
+    made: Bundle, gpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At most what one slot more can use, fewer where passes find too little, and as many as were asked for."""
+    prompts, params = [[i, 2, 3] for i in range(5)], SamplingParams(max_tokens=30, ignore_eos=True)
+    kinds = [kind for role in made.roles for kind in made.cache_kinds(role)]
+    vocab, pair_of = made.manifest["vocab_size"], opening.pair_of
+    free = 100 * sum(kind.row_bytes for kind in kinds) + 8 * SLOTS * BLOCK * vocab + opening._ALLOWANCE
+    free += opening.sampling_bytes(SLOTS, BLOCK, vocab, made.capacity)
+    refused = list[Exception]()
+
+    def refusing(*arguments: Any, **options: Any) -> Any:
+        if refused:
+            raise refused.pop()
+        return pair_of(*arguments, **options)
+
+    def answers(**options: Any) -> tuple[int, list[Any]]:
+        with LLM(made.path, max_batch_size=SLOTS, **options) as llm:
+            return llm.metrics.cache_tokens, [done.token_ids for done in llm.generate(prompts, params)]
+
+    gpu.setattr(opening, "pair_of", refusing)
+    gpu.setattr(opening, "USUAL_CONTEXT", 8)
+    most, expected = answers()
+    assert most == (SLOTS + 1) * made.capacity
+    with LLM(made.path, max_batch_size=1) as llm:  # a conversation goes on from its rows
+        first = llm.generate([3, 4, 5] * 10, params)
+        second = llm.generate([3, 4, 5] * 10 + first.token_ids[:20], SamplingParams(max_tokens=5))
+        assert second.statistics.num_cached_tokens == 49
+    gpu.setattr(Cuda, "mem_get_info", lambda: (free, 80 << 30))
+    assert answers() == (100, expected)
+    assert answers(cache_tokens=150) == (150, expected)
+    refused.append(torch.OutOfMemoryError(SAID))
+    assert answers() == (75, expected)
+    assert "caches get memory for 75 tokens, not 100: CUDA out of memory." in caplog.text
 
 
 def test_memory_that_the_largest_round_lacks_is_missed_at_opening(
