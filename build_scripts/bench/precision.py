@@ -29,14 +29,15 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import torch
 
 from build_scripts import harness
-from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.engines.onnxruntime import products
 from dflash_trt.engines.onnxruntime.runner import OnnxRuntimeRunner
 from dflash_trt.engines.torch import TorchOptions
+from dflash_trt.engines.torch.program import Graph
 from dflash_trt.formats.precision import parse_precision
 from dflash_trt.hardware import processor
 from dflash_trt.text.tokenizer import Tokenizer
@@ -51,12 +52,35 @@ PACKAGES = (
 )  # fmt: skip
 
 
-def engine(bundle: Bundle, threads: int | None = None) -> OnnxRuntimeRunner:
+class OnTorch:
+    """The target alone, by torch on the CPU: passes from the beginning."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        self.graph = Graph(bundle.path / "target.onnx", torch.device("cpu"))
+
+    def run(self, feeds: dict[str, Array]) -> dict[str, Array]:
+        sizes = {"B": 1}
+        caches = {
+            name: torch.zeros([n if isinstance(n, int) else sizes[n] for n in s.shape], dtype=s.dtype)
+            for name, s in self.graph.inputs.items()
+            if name not in feeds
+        }
+        there = {name: torch.from_numpy(fed) for name, fed in feeds.items()}
+        _, results = self.graph.first_pass(caches | there, ["logits"], prompt=True)
+        return {"logits": results["logits"].numpy()}
+
+    def close(self) -> None:
+        self.graph.close()
+
+
+def engine(bundle: Bundle, threads: int | None = None) -> OnnxRuntimeRunner | OnTorch:
     """The target alone."""
+    if bundle.manifest["engine"] == "torch":
+        return OnTorch(bundle)
     return OnnxRuntimeRunner(bundle.path / "target.onnx", slots=1, capacity=bundle.capacity, threads=threads)
 
 
-def run(model: OnnxRuntimeRunner, tokens: Array, start: int) -> Array:
+def run(model: OnnxRuntimeRunner | OnTorch, tokens: Array, start: int) -> Array:
     """Logits [rows, V] of a pass over `tokens`, whose memory the next pass overwrites."""
     rows = np.arange(len(tokens))[None]
     logits: Array = model.run({"tokens": tokens[None], "start": np.array([start]), "rows": rows})["logits"][0]
@@ -77,13 +101,6 @@ def texts(bundle: Bundle, count: int) -> list[Array]:
 
 def likelihood(bundle: Bundle, pieces: list[Array]) -> tuple[float, Array]:
     """Perplexity, and the likeliest next token at each place."""
-    if bundle.manifest["engine"] == "torch":
-        scored = SamplingParams(max_tokens=1, prompt_logprobs=True, top_logprobs=1)
-        with LLM(bundle.path, max_batch_size=1) as llm:
-            read = llm.generate([piece.tolist() for piece in pieces], scored)
-        nats = -sum(sum(map(float, filter(None, one.prompt_logprobs or ()))) for one in read)
-        best = [np.array([top[0][0] for top in (one.prompt_top_logprobs or ())[1:]]) for one in read]
-        return float(np.exp(nats / sum(map(len, best)))), np.concatenate(best)
     model, nats, best = engine(bundle), 0.0, list[Array]()
     for piece in pieces:
         logits = run(model, piece, 0)[:-1].astype(np.float64)
