@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
@@ -31,6 +31,7 @@ from dflash_trt.engines.registry import best_here
 from dflash_trt.errors import DFlashError, UsageError
 from dflash_trt.files.disk import write_object
 from dflash_trt.files.reading import read_object
+from dflash_trt.hardware import compute_capabilities
 from dflash_trt.llm import LLM
 from dflash_trt.models.configs import read_target_config
 from dflash_trt.prompts import Prompt, read_prompts
@@ -56,7 +57,9 @@ _BATCH, _ANCHORS = 8, 32  # answers per step, and blocks of each
 _ANSWER, _POSITIONS = 256, 2048  # tokens of an answer, and with its prompt
 _REPEATS = 5  # of which the fastest counts: the others had company
 _HELD_OUT, _EVALUATED = 32, 96  # prompts of a measurement, and tokens of each answer
+_TOGETHER = 32, 256  # answers at a time on a CPU, and at most on a GPU, where memory decides
 
+T = TypeVar("T")
 Report = Callable[[float, str], None]  # the share of the time that is spent, and what is being done
 
 
@@ -122,6 +125,7 @@ class Fit:
         self.target, self.name, self.out, self.seconds = target, name, out, seconds
         self.prompts, self.start, self.threads, self.report = prompts, start, threads, report
         self.engine = best_here().engine
+        self._requests = _TOGETHER[bool(compute_capabilities())]
         self.work = out.with_name(f"{out.name}.fit")
         self.work.mkdir(parents=True, exist_ok=True)
         self._file = self.work / "fit.json"
@@ -194,9 +198,9 @@ class Fit:
         file = self.prompts or self.work / "prompts.jsonl"
         if self.prompts is None:
             begin, share = self.spent, _PROMPTS * (until - self.spent)
-            dropped = write_own_prompts(
+            dropped = self._together(
+                write_own_prompts,
                 *(bundle, file, count),
-                threads=self.threads,
                 stopped=lambda written: written >= 2 * _BATCH and self.spent > begin + share,
                 report=lambda done, of: self._say(f"prompt {done} of {of}"),
             )
@@ -206,10 +210,18 @@ class Fit:
             self._finished = done
             self._say(f"answer {done} of {of}, {tokens / max(seconds, 1e-9):.0f} tokens/s")
 
-        prompts = read_prompts(file, count)
-        regenerate_with_bundle(
-            *(bundle, prompts, self.answers, sampling), threads=self.threads, report=report, stopped=stopped
-        )
+        asked = bundle, read_prompts(file, count), self.answers, sampling
+        self._together(regenerate_with_bundle, *asked, report=report, stopped=stopped)
+
+    def _together(self, work: Callable[..., T], *arguments: Any, **options: Any) -> T:
+        """`work`, which continues what it began, with as many requests at a time as memory allows."""
+        while True:
+            try:
+                return work(*arguments, threads=self.threads, concurrency=self._requests, **options)
+            except DFlashError:
+                if self._requests == _TOGETHER[0]:
+                    raise
+                self._requests //= 2
 
     def _time_for_answers(self, speed: float) -> float:
         """Seconds for answers, which leave what `_EPOCHS` over them take; measured by a few steps."""

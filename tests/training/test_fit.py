@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from dflash_trt import LLM
 from dflash_trt.checkpoint.catalogue import SHIPPED
 from dflash_trt.cli import main
-from dflash_trt.errors import RequestError, UsageError
+from dflash_trt.errors import DFlashError, RequestError, UsageError
 from dflash_trt.models.configs import read_target_config
 from dflash_trt.prompts import read_prompts
 from dflash_trt.text.tokenizer import Tokenizer
@@ -40,15 +41,30 @@ def worse(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_fit_makes_a_worse_drafter_better_and_continues_where_it_was_interrupted(worse, tmp_path) -> None:
+def test_fit_makes_a_worse_drafter_better_and_continues_where_it_was_interrupted(
+    worse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first call sees a GPU with memory for 32 requests."""
     out = tmp_path / "mine"
+    together: list[int] = []
+
+    def lacking(*arguments: Any, concurrency: int, **options: Any) -> Any:
+        together.append(concurrency)
+        if concurrency > 32:
+            raise DFlashError("no memory is left")
+        return write_own_prompts(*arguments, concurrency=concurrency, **options)
 
     def stopping(share: float, text: str) -> None:
         if text == "what rounds take":
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        fit(TARGET, "tiny", out, 14.0, start=worse, threads=2, report=stopping)
+    with monkeypatch.context() as gpu:
+        gpu.setattr("dflash_trt.training.fit.compute_capabilities", lambda: [90])
+        gpu.setattr("dflash_trt.training.fit.write_own_prompts", lacking)
+        with pytest.raises(KeyboardInterrupt):
+            fit(TARGET, "tiny", out, 20.0, start=worse, threads=2, report=stopping)
+    assert together[:4] == [256, 128, 64, 32]
+    assert set(together[4:]) <= {32}
     work = tmp_path / "mine.fit"
     answers = read_answers(work / "answers.jsonl")
     spent = json.loads((work / "fit.json").read_text())["spent"]
@@ -56,7 +72,7 @@ def test_fit_makes_a_worse_drafter_better_and_continues_where_it_was_interrupted
 
     said: list[str] = []
     tell = lambda share, text: said.append(text)  # noqa: E731
-    outcome = fit(TARGET, "tiny", out, spent + 14.0, start=worse, threads=2, report=tell)
+    outcome = fit(TARGET, "tiny", out, spent + 20.0, start=worse, threads=2, report=tell)
     assert not any(text.startswith(("prompt", "answer")) for text in said)
     assert read_answers(work / "answers.jsonl") == answers
     lengths = [average(figures) for figures in read_history(work / "run" / "evaluation.jsonl").values()]
