@@ -281,13 +281,11 @@ def in_an_empty_folder(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_cache_that_cannot_be_written_may_hold_the_pair(command, monkeypatch) -> None:
-    from dflash_trt.building import first_use
-
     def refused(*_: object) -> None:
         raise PermissionError("no")
 
     command("generate", "tiny", "--prompt", "x", "--max-tokens", "2")
-    monkeypatch.setattr(first_use, "FileLock", refused)
+    monkeypatch.setattr("filelock.FileLock", refused)
     assert command("generate", "tiny", "--prompt", "x", "--max-tokens", "2").code == 0
 
 
