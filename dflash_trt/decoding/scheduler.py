@@ -201,10 +201,8 @@ class Scheduler:
                 proposed, draft = self._draft(active, lengths)
                 outputs, seconds = self.pair.start(active, draft), self.pair.clock()
             except MemoryError as error:
-                newest = max(active, key=lambda request: request.arrived)
-                emissions.append(
-                    self._end(newest, f"a round of {len(active)} requests", error, "max_batch_size")
-                )
+                work = f"a round of {len(active)} requests"
+                emissions.append(self._end(self._newest, work, error, "max_batch_size"))
                 continue
             steady, self._nodes = proposed.nodes == self._nodes, proposed.nodes
             steady = steady and draft is proposed and not draft.copied

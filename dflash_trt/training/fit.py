@@ -28,7 +28,7 @@ from dflash_trt.bundle.workspace import check_out
 from dflash_trt.checkpoint.draft_vocabulary import most_frequent
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.engines.registry import best_here
-from dflash_trt.errors import DFlashError, UsageError
+from dflash_trt.errors import DecodingError, DFlashError, RequestError, UsageError
 from dflash_trt.files.disk import write_object
 from dflash_trt.files.reading import read_object
 from dflash_trt.hardware import compute_capabilities
@@ -218,8 +218,9 @@ class Fit:
         while True:
             try:
                 return work(*arguments, threads=self.threads, concurrency=self._requests, **options)
-            except DFlashError:
-                if self._requests == _TOGETHER[0]:
+            except DFlashError as error:
+                refused = isinstance(error, RequestError) and not isinstance(error, DecodingError)
+                if refused or self._requests == _TOGETHER[0]:
                     raise
                 self._requests //= 2
 
