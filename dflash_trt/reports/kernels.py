@@ -244,7 +244,8 @@ def _cases() -> Iterator[tuple[str, Case]]:
     packed = [layers.in_bytes(torch.zeros_like(cache)) for cache in caches]
     placed: list[Any] = [x, [2, 3], *[None] * 5, torch.tensor([4, 0]), *packed]
     yield "PlaceHeads, FP8", (layers.place_heads, attributes, placed)
-    yield "AddNorm", (layers.add_norm, {"epsilon": 1e-6}, [x, x, drawn(8 * size)])
+    for name, y in (("AddNorm", x), ("AddNorm, experts", drawn(6, 8, 8 * size, dtype=torch.float32))):
+        yield name, (layers.add_norm, {"epsilon": 1e-6}, [x, y, drawn(8 * size)])
     yield "Gate", (layers.gate, {}, [x, [4 * size, 4 * size]])
     for scheme, scale in (("fp8", 1 / 448), ("nvfp4", 1 / 2688)):
         fields = {"scheme": scheme, "by_row": 1}

@@ -506,12 +506,18 @@ def quantized_rows(size: int, dtype: str, rounding: Rounding) -> Use:
 
 
 @cache
-def add_norm(hidden: int, epsilon: float, dtype: str, rounding: Rounding | None = None) -> Use:
-    """The kernel of a residual sum and the norm after it, which may be rounded for a product."""
-    types = typed(**{dtype: "x y weight total normed"})
+def add_norm(
+    hidden: int, epsilon: float, dtype: str, rounding: Rounding | None = None, parts: int = 0
+) -> Use:
+    """The kernel of a residual sum and the norm after it, which may be rounded for a product. parts: of experts, whose
+    sum is added.
+    """
+    types = typed(**{dtype: "x weight total normed"}) | {"y": "*fp32" if parts else f"*{dtype}"}
     constants: dict[str, Any] = {"EPSILON": epsilon, "D": hidden, "D_SLOTS": power_of_two(hidden)}
+    constants["PARTS"] = parts
     _rounding(types, constants, dtype, rounding)
-    return Use("layers", "add_norm", types, constants, num_warps=8)
+    # Of parts, a thread then waits for half as many one after the other.
+    return Use("layers", "add_norm", types, constants, num_warps=16 if parts else 8)
 
 
 @cache

@@ -90,9 +90,17 @@ def _routed(router_logits: Tensor, x: Tensor | None, k: int, run: Run) -> dict[s
 
 
 def moe(
-    x: Tensor, router_logits: Tensor, e: PackedExperts, tile: uses.Tile = uses.TILES[0], run: Run = by_triton
+    x: Tensor,
+    router_logits: Tensor,
+    e: PackedExperts,
+    tile: uses.Tile = uses.TILES[0],
+    run: Run = by_triton,
+    *,
+    apart: bool = False,
 ) -> Tensor:
-    """x [rows, D] bfloat16 or float16, router logits float32 [rows, E] -> [rows, D]."""
+    """x [rows, D] bfloat16 or float16, router logits float32 [rows, E] -> [rows, D]. With `apart`, the parts of these
+    sums, for `add_norm`: float32 [rows, parts, D].
+    """
     routed = _routed(router_logits, x, e.k, run)
     routes = routed["pairs"], routed["groups"]
     weights = e.gate_up, e.gate_up_scales, e.gate_up_bias
@@ -102,6 +110,8 @@ def moe(
     ).values()
     weights = e.down, e.down_scales, e.down_bias
     (outputs,) = call(run, MOE_DOWN, activated, routed["shares"], *routes, *weights, tile=tile).values()
+    if apart:
+        return outputs.view(len(x), -1, outputs.shape[1])
     return call(run, MOE_COMBINE, outputs, x, k=e.k)["y"]
 
 
@@ -158,10 +168,13 @@ def add_norm(
     *,
     run: Run = by_triton,
 ) -> tuple[Tensor, ...]:
-    """x + y and its RMS norm. x, y [rows, D], weight [D], of one type. With `rounded`, `quantized_rows` of it, too."""
+    """x + y and its RMS norm. x, y [rows, D], weight [D], of one type; or y is a sum in parts, float32 [rows, parts,
+    D]. With `rounded`, `quantized_rows` of it, too.
+    """
     total, normed = torch.empty_like(x), torch.empty_like(x)
     rounding, more = _codes(x, x.shape[1], rounded)
-    use = uses.add_norm(x.shape[1], epsilon, TYPE_NAMES[x.dtype], rounding)
+    parts = y.shape[1] if y.ndim == 3 else 0
+    use = uses.add_norm(x.shape[1], epsilon, TYPE_NAMES[x.dtype], rounding, parts)
     run(use, (len(x),), x=x, y=y, weight=weight, total=total, normed=normed, **more)
     return total, normed, *(more[name] for name in more if name != "scale")
 

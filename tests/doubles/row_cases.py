@@ -198,10 +198,15 @@ def mxfp4_experts(d: Drawn) -> Rows:
 
     layer = layers.PackedExperts(*matrix(2 * inner, hidden), *matrix(hidden, inner), k, 1.702, 1.0, 7.0)
     x, router = d.real(d.rows, hidden) / 8, d.real(d.rows, experts, dtype=torch.float32)
+    weight = d.real(hidden)
 
     def results(rows: Sequence[int]) -> Sequence[Tensor]:
         tile = uses.TILES[min(len(rows) * k // experts // 8, 2)]  # as many rows of an expert choose it
-        return (layers.moe(x[rows], router[rows], layer, tile, d.run),)
+        parts = layers.moe(x[rows], router[rows], layer, tile, d.run, apart=True)
+        return (
+            layers.moe(x[rows], router[rows], layer, tile, d.run),
+            *layers.add_norm(x[rows], parts, weight, 1e-6, run=d.run),
+        )
 
     return results
 

@@ -32,6 +32,7 @@ def test_right_kernels_pass() -> None:
     assert found == dict.fromkeys(found, "")
     assert found.keys() == names | {
         "AddNorm",
+        "AddNorm, experts",
         "BestToken",
         "Gate",
         "Attention, FP8",
@@ -61,7 +62,7 @@ def test_a_wrong_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         (launch, "end_round"): other_round,
         (adjusting, "adjust_rows"): lambda logits, *given, **options: None,
         (layers, "attention"): lambda *given, sinks, **options: attend(*given, **options),
-        (layers, "moe"): lambda x, logits, *given: experts(x, -logits, *given),
+        (layers, "moe"): lambda x, logits, *given, **options: experts(x, -logits, *given, **options),
         (layers, "gated_delta_net"): other_state,
         (layers, "best_token"): lambda x, **options: best(x.flip(1), **options),
         (layers, "gate"): lambda x, *given, **options: gate(-x, *given, **options),

@@ -17,6 +17,7 @@ from dflash_plugins.kernels import moe as kernels
 from dflash_plugins.launch import by_triton, call
 from onnx.reference import ReferenceEvaluator
 
+from dflash_trt.engines.torch import layers
 from dflash_trt.graph.tensorrt import TensorRT
 from tests.doubles import plugin_graph
 from tests.doubles.formats import unpack_blocks
@@ -101,6 +102,19 @@ def test_moe_is_the_reference_up_to_accumulation_order(
     # One rounding of the result, and of hidden values that lie next to a tie.
     assert np.max(np.abs(y - want)) <= 2**-8 * np.max(np.abs(want))
     assert np.mean(np.abs(y - want) > 2**-9 * np.abs(want)) < 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_norm_adds_the_experts_as_a_kernel_of_its_own_does(dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(3)
+    e = layer(rng, 8, 96, 64, 3, biased=False)
+    x, y, weight = (torch.from_numpy(rng.standard_normal(n)).to(dtype) for n in ((5, 96), (5, 96), 96))
+    logits = torch.from_numpy(rng.standard_normal((5, 8)).astype(np.float32))
+    parts = moe.moe(x, logits, e, apart=True)
+    assert (parts.shape, parts.dtype) == ((5, 3 * uses.DOWN_PARTS, 96), torch.float32)
+    expected = moe.add_norm(y, moe.moe(x, logits, e), weight, 1e-5)
+    assert all(map(torch.equal, moe.add_norm(y, parts, weight, 1e-5), expected))
+    assert torch.equal(layers.add_norm({}, y, parts, weight)[0], expected[0])  # without kernels
 
 
 def test_every_cut_gives_the_same() -> None:

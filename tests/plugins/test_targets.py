@@ -121,6 +121,7 @@ heads = "cos", "sin", "start", "k_cache", "v_cache"
 wanted = [uses.gate(12_288, "bf16"), uses.router(128, 2048, "bf16", biased=False)]
 wanted += [uses.router(32, 2880, "bf16", biased=True)]
 wanted += [uses.add_norm(hidden, 1e-6, "bf16") for hidden in (576, 4096, 8192)]
+wanted += [uses.add_norm(2880, 1e-5, "bf16", parts=8)]
 for rounding in (("fp8", True), ("nvfp4", False)):
     wanted += [uses.gate(inner, "bf16", rounding) for inner in (12_288, 28_672)]
     wanted += [uses.add_norm(8192, 1e-6, "bf16", rounding), uses.quantized_rows(8192, "bf16", rounding)]

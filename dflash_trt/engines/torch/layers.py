@@ -102,12 +102,15 @@ def rms_norm(a: Attributes, x: Tensor, weight: Tensor) -> Tensor:
 def add_norm(
     a: Attributes, x: Tensor, y: Tensor, weight: Tensor, scale: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """x + y, and its RMS norm. With a scale, `quantized_rows` of it, too."""
-    layer = kernels.of(x)
-    if layer is not None and x.ndim == 2 and x.shape == y.shape and x.dtype == y.dtype == weight.dtype:
+    """x + y, and its RMS norm. With a scale, `quantized_rows` of it, too. y may be the parts of experts."""
+    layer, apart = kernels.of(x), y.ndim > x.ndim
+    fits = apart or (x.shape == y.shape and x.dtype == y.dtype)
+    if layer is not None and x.ndim == 2 and fits and x.dtype == weight.dtype:
         tensors = x.contiguous(), y.contiguous(), weight, a.get("epsilon", 1e-5), _rounded(a, scale)
         if (both := layer.first("norms", lambda run, _: ours.add_norm(*tensors, run=run))) is not None:
             return both
+    if apart:
+        y = sum(y.unbind(1), torch.zeros_like(y[:, 0])).to(x.dtype)
     total = x + y
     normed = _normed(a, total, weight)
     return (total, normed) if scale is None else (total, normed, *quantized_rows(a, normed, scale))
@@ -369,7 +372,9 @@ def mxfp4_experts(
     down_scales: Tensor,
     down_bias: Tensor | None,
 ) -> Tensor:
-    """`dflash::MoE` (dflash_trt/graph/experts.py) with packed weights."""
+    """`dflash::MoE` (dflash_trt/graph/experts.py) with packed weights. `apart`: whether a kernel may leave its last sum
+    to `add_norm`.
+    """
     layer = kernels.of(x)
     if layer is not None and x.dtype != torch.float32:
         weights = gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias
@@ -378,7 +383,9 @@ def mxfp4_experts(
         # Most experts have their rows in one step.
         tokens = next((n for n in (16, 32) if n * len(gate_up) >= 2 * len(x) * a["k"]), 64)
         tiles = sorted(uses.TILES, key=lambda tile: tile.tokens != tokens)
-        if (y := layer.first("experts", lambda run, tile: ours.moe(*tensors, tile, run), tiles)) is not None:
+        apart = bool(a.get("apart"))
+        y = layer.first("experts", lambda run, tile: ours.moe(*tensors, tile, run, apart=apart), tiles)
+        if y is not None:
             return y
     shares, best, _, _ = route(a, router)
     total = torch.zeros(x.shape, dtype=router.dtype, device=x.device)

@@ -90,7 +90,7 @@ class Graph:
         self.known: dict[str, Tensor] = {}  # numbers of the host
         self.weights: dict[str, Any] = {}  # tensors, or as they are stored (packed.py)
         self.nodes = self._folded(nodes, model.graph.initializers)
-        self.nodes = self._rounding(self._uncast(self.nodes))
+        self.nodes = self._added(self._rounding(self._uncast(self.nodes)))
         if alone:
             self.nodes = [self._multiplied(node) for node in self.nodes]
         self._uploaded: dict[str, Tensor] = {}
@@ -182,6 +182,19 @@ class Graph:
                 *(before.operator, attributes, names, [*before.outputs, *node.outputs], before.host)
             )
         return [both.get(node.outputs[-1], node) if node.outputs else node for node in left]
+
+    def _added(self, nodes: Sequence[Node]) -> list[Node]:
+        """The nodes, where a norm also adds the experts of its rows, if nothing else reads their sum."""
+        read = Counter([*self.outputs, *(name for node in nodes for name in node.inputs)])
+        sums = {node.inputs[1] for node in nodes if node.operator == "AddNorm"}
+        return [
+            replace(node, attributes={**node.attributes, "apart": 1})
+            if node.operator == "MXFP4Experts"
+            and sums.issuperset(node.outputs)
+            and read[node.outputs[0]] == 1
+            else node
+            for node in nodes
+        ]
 
     def _multiplied(self, node: Node) -> Node:
         """The node, for our kernels if there are any and it is a product with a weight."""

@@ -86,7 +86,7 @@ def quantized_rows(
 @triton.jit
 def add_norm(
     x,  # [rows, D]
-    y,  # [rows, D]
+    y,  # [rows, D], or the parts of experts, [rows * PARTS, D] float32
     weight,  # [D]
     total,  # [rows, D]: x + y, rounded
     normed,  # [rows, D]: RMS norm of `total`
@@ -96,6 +96,7 @@ def add_norm(
     EPSILON: tl.constexpr,
     D: tl.constexpr,
     D_SLOTS: tl.constexpr,  # D, rounded up to a power of two
+    PARTS: tl.constexpr,  # 0: y has rows
     SCHEME: tl.constexpr,
     BY_ROW: tl.constexpr,
     SHRUNK: tl.constexpr,  # what the numbers are multiplied by
@@ -105,7 +106,14 @@ def add_norm(
     inner = column < D
     at = tl.program_id(0).to(tl.int64) * D + column
     one = tl.load(x + at, mask=inner, other=0.0).to(tl.float32)
-    other = tl.load(y + at, mask=inner, other=0.0).to(tl.float32)
+    if PARTS:  # as `combine` (moe.py) adds and rounds them
+        other = tl.zeros([D_SLOTS], tl.float32)
+        for s in tl.static_range(PARTS):
+            of_part = (tl.program_id(0).to(tl.int64) * PARTS + s) * D + column
+            other += tl.load(y + of_part, mask=inner, other=0.0)
+        other = other.to(x.dtype.element_ty).to(tl.float32)
+    else:
+        other = tl.load(y + at, mask=inner, other=0.0).to(tl.float32)
     added = (one + other).to(total.dtype.element_ty)
     tl.store(total + at, added, mask=inner)
     wide = added.to(tl.float32)

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflash_trt import LLM, SamplingParams, hardware
 from dflash_trt.building.build import build
+from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.engines.torch import kernels, packed, program
 from dflash_trt.engines.torch.operators import OPERATORS
@@ -27,6 +28,7 @@ from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.models.drafters import build_drafter
 from dflash_trt.models.drafters.kind import DrafterParts
 from dflash_trt.models.target import build_target
+from tests.doubles.family_checkpoints import make_gpt_oss
 from tests.doubles.two_engines import FLOAT32
 from tests.engines.torch.test_pairs import PAIRS
 
@@ -104,31 +106,53 @@ class _Launches(TorchDispatchMode):
         self.ours[use.function] += 1
 
 
+def _of_a_pass(bundle: Bundle) -> tuple[Counter[str], Counter[str]]:
+    """What a target's pass over eight rows launches, of torch's operators and of our kernels. Nothing is computed."""
+    launches = _Launches()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed, "_tile", lambda _, weight, *__: weight.form.tiles[0])
+        patch.setattr(kernels, "of", lambda _: kernels.LayerKernels(launches.run))
+        graph = Graph(bundle.path / "target.onnx", torch.device("cpu"), alone=True)
+        sizes = {"B": 1, "S": 8, "R": 8}
+        feeds = {
+            name: torch.zeros([n if isinstance(n, int) else sizes[n] for n in s.shape], dtype=s.dtype)
+            for name, s in graph.inputs.items()
+        }
+        program, _ = graph.first_pass(feeds)
+        launches.by_torch.clear()
+        launches.ours.clear()
+        with launches:
+            program(feeds)
+    return launches.by_torch, launches.ours
+
+
+def test_a_layer_of_gpt_oss_launches_each_kernel_once(tmp_path: Path) -> None:
+    """But two products and two norms, of which the second one adds the experts."""
+    bundle = build(
+        str(make_gpt_oss(tmp_path / "t")),
+        None,
+        tmp_path / "b",
+        engine="torch",
+        precision=Precision(target="bf16"),
+    )
+    _, ours = _of_a_pass(bundle)
+    layers = ours["attend"]
+    steps = "place_heads", "attend", "merge", "router", "route", "gate_up", "down"
+    wanted = Counter(dict.fromkeys(steps, layers)) + Counter(add_norm=2 * layers - 1, product=2 * layers + 1)
+    assert ours == wanted + Counter(combine=1, best_token=1, accept_block=1)
+
+
 @pytest.mark.parametrize("scheme", ["fp8", "nvfp4"])
 def test_a_pass_in_few_bits_launches_what_one_in_bf16_does(
     scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a kernel that rounds the rows of attention in each layer, and one for the first norm. Nothing is computed."""
-    counts, launches = [], _Launches()
+    counts = []
     monkeypatch.setattr(hardware, "compute_capabilities", lambda: [90])
-    monkeypatch.setattr(packed, "_tile", lambda _, weight, *__: weight.form.tiles[0])
     for precision in ("bf16", scheme):
         both = Precision(target=precision, drafter="bf16")
         bundle = build("tiny", None, tmp_path / precision, engine="torch", max_seq_len=64, precision=both)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kernels, "of", lambda _: kernels.LayerKernels(launches.run))
-            graph = Graph(bundle.path / "target.onnx", torch.device("cpu"), alone=True)
-            sizes = {"B": 1, "S": 8, "R": 8}
-            feeds = {
-                name: torch.zeros([n if isinstance(n, int) else sizes[n] for n in s.shape], dtype=s.dtype)
-                for name, s in graph.inputs.items()
-            }
-            program, _ = graph.first_pass(feeds)
-            launches.by_torch.clear()
-            launches.ours.clear()
-            with launches:
-                program(feeds)
-        counts.append((launches.by_torch.copy(), launches.ours.copy()))
+        counts.append(_of_a_pass(bundle))
     (torch_16, ours_16), (by_torch, ours) = counts
     assert by_torch == torch_16
     layers = ours_16["attend"]
